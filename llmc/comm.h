@@ -1,0 +1,46 @@
+// Comm: a group of processes and the few collectives in use. Two instances make the program: the inner one joins the
+// ranks of a worker, the outer one joins the same shard of all workers.
+//
+// Calls are stream-ordered like NCCL's: they return at once, buffers belong to the call until the stream has passed
+// it, and all members issue the same calls in the same order. Sums are formed in ascending order of rank, so that
+// every member holds the same bits. A failure is a CommError, thrown by the stream's events and synchronize().
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "error.h"
+#include "stream.h"
+
+// The other side is gone, silent for longer than the time limit, or out of step.
+struct CommError : RunError {
+    CommError(int peer, const std::string& what) : RunError(what), peer(peer) {}
+    int peer;  // rank in the communicator, -1 where the transport does not know it
+};
+
+// What calls put on the wire: added to by each call that is given one, valid once the stream has passed the call.
+struct Traffic {
+    uint64_t bytes_sent = 0;
+    uint64_t bytes_received = 0;
+    double seconds = 0;  // from the start of the call on its stream to its end
+};
+
+enum class Reduction { sum, max };
+
+class Comm {
+public:
+    virtual ~Comm() = default;
+    virtual int rank() const = 0;
+    virtual int size() const = 0;
+
+    // out: (size, bytes), part r from rank r.   inp: (bytes)
+    virtual void all_gather(void* out, const void* inp, size_t bytes, Stream&, Traffic* = nullptr) = 0;
+
+    // out: (size, bytes), part r from rank r.   inp: (size, bytes), part r for rank r
+    virtual void all_to_all(void* out, const void* inp, size_t bytes, Stream&, Traffic* = nullptr) = 0;
+
+    // out[i] = sum over ranks of inp[rank()][i].   out: (count)   inp: (size, count).   out may be inp's own part.
+    virtual void reduce_scatter(float* out, const float* inp, size_t count, Stream&, Traffic* = nullptr) = 0;
+
+    // values[i] = sum or maximum over ranks.   values: (count); for small counts: sends (size - 1) * count values
+    virtual void all_reduce(float* values, size_t count, Reduction, Stream&, Traffic* = nullptr) = 0;
+};

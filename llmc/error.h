@@ -1,0 +1,30 @@
+// Errors, by who has to act.
+//   UserError     an option, a file or the environment is wrong: main prints `error: what: what to do`, exits 2
+//   RunError      something outside this process failed (a peer died, a disk is full): one line, exits 1
+// Anything else that is thrown is a bug of this program.
+#pragma once
+#include <cstdarg>
+#include <cstdio>
+#include <stdexcept>
+#include <string>
+
+struct UserError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+struct RunError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// printf into a std::string.
+__attribute__((format(printf, 1, 2))) inline std::string format(const char* text, ...) {
+    va_list arguments, again;
+    va_start(arguments, text);
+    va_copy(again, arguments);
+    int length = vsnprintf(nullptr, 0, text, arguments);
+    va_end(arguments);
+    std::string result(size_t(length), '\0');
+    vsnprintf(&result[0], size_t(length) + 1, text, again);
+    va_end(again);
+    return result;
+}

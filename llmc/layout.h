@@ -1,0 +1,130 @@
+// Layout: what lies where in the flat buffers (parameters, gradients; optimizer and outer state by shard).
+//
+// A block is the unit of everything: reduced as soon as its backward is done, sharded over the ranks, gathered, and
+// exchanged with other workers. One block a transformer layer, then the embedding (wte, wpe, final LayerNorm), cut
+// between rows of wte (or wpe) where it is larger than a fragment of layers:
+//
+//     flat buffer  | layer 0 | layer 1 | ... | wte rows 0.. | wte rows k.. | wte rest, wpe, lnf |
+//     a block      | matrices (weight decay) | vectors (none) | padding to a multiple of 128 * ranks |
+//     its shards   |   rank 0   |   rank 1   | ...            |
+//
+// A shard buffer (size / ranks values) holds this rank's shard of every block, in the order of the blocks.
+#pragma once
+#include <algorithm>
+#include <numeric>
+#include <string>
+#include <vector>
+
+const long quantization_block = 128;  // values that share a scale on the wire: a shard is a whole number of these
+
+struct Tensor {
+    std::string name;
+    std::vector<long> shape;
+    bool decay;       // AdamW's weight decay: matrices only
+    long offset = 0;  // in the flat buffer
+    long count() const {
+        return std::accumulate(shape.begin(), shape.end(), 1L, [](long a, long b) { return a * b; });
+    }
+};
+
+struct Block {
+    std::string name;
+    long offset;          // in the flat buffer
+    long size;            // with padding: a multiple of quantization_block * ranks
+    long values;          // without padding
+    long decayed;         // the first `decayed` values have weight decay
+    long logical_offset;  // in the model without padding: an index that does not depend on the number of ranks
+};
+
+// A part of a shard: `count` values at `shard` in a shard buffer and at `flat` in a flat buffer.
+struct Range {
+    long shard, flat, count;
+};
+
+struct Layout {
+    int ranks = 1;
+    std::vector<Tensor> tensors;
+    std::vector<Block> blocks;  // ascending, without gaps: blocks[i].offset + blocks[i].size == blocks[i + 1].offset
+    int layers = 0;             // blocks [0, layers) are transformer layers, the rest is the embedding
+    long size = 0;              // with padding
+    long values = 0;            // without
+
+    long shard_size() const { return size / ranks; }
+
+    Range shard(int block, int rank) const {
+        long count = blocks[block].size / ranks;
+        return {blocks[block].offset / ranks, blocks[block].offset + rank * count, count};
+    }
+
+    const Tensor& tensor(const std::string& name) const {
+        return *std::find_if(tensors.begin(), tensors.end(), [&](const Tensor& t) { return t.name == name; });
+    }
+};
+
+struct GptShape {
+    int max_seq_len = 1024;
+    int vocab_size = 50257;
+    int padded_vocab_size = 50304;  // a multiple of 128: rows of wte beyond vocab_size are zero and stay zero
+    int layers = 12;
+    int heads = 12;
+    int channels = 768;
+};
+
+// GPT-2's tensors in blocks. `fragment_layers`: the embedding is cut into blocks no larger than that many layers (0: not).
+inline Layout gpt_layout(const GptShape& shape, int ranks, int fragment_layers) {
+    const long C = shape.channels, unit = quantization_block * ranks;
+    Layout layout;
+    layout.ranks = ranks;
+    layout.layers = shape.layers;
+
+    auto add_tensor = [&](const std::string& name, std::vector<long> tensor_shape, bool decay, long& offset) {
+        layout.tensors.push_back({name, std::move(tensor_shape), decay, offset});
+        offset += layout.tensors.back().count();
+    };
+    auto add_block = [&](const std::string& name, long end, long decay_end) {
+        Block block{name, layout.size, (end - layout.size + unit - 1) / unit * unit, end - layout.size,
+                    std::max(0L, std::min(decay_end, end) - layout.size), layout.values};
+        layout.values += block.values;
+        layout.size += block.size;
+        layout.blocks.push_back(block);
+    };
+
+    for (int l = 0; l < shape.layers; l++) {
+        const std::string prefix = "h." + std::to_string(l) + ".";
+        long offset = layout.size;
+        add_tensor(prefix + "qkvw", {3 * C, C}, true, offset);
+        add_tensor(prefix + "attprojw", {C, C}, true, offset);
+        add_tensor(prefix + "fcw", {4 * C, C}, true, offset);
+        add_tensor(prefix + "fcprojw", {C, 4 * C}, true, offset);
+        long decay_end = offset;
+        add_tensor(prefix + "ln1w", {C}, false, offset);
+        add_tensor(prefix + "ln1b", {C}, false, offset);
+        add_tensor(prefix + "qkvb", {3 * C}, false, offset);
+        add_tensor(prefix + "attprojb", {C}, false, offset);
+        add_tensor(prefix + "ln2w", {C}, false, offset);
+        add_tensor(prefix + "ln2b", {C}, false, offset);
+        add_tensor(prefix + "fcb", {4 * C}, false, offset);
+        add_tensor(prefix + "fcprojb", {C}, false, offset);
+        add_block("h." + std::to_string(l), offset, decay_end);
+    }
+
+    long begin = layout.size, offset = begin;
+    add_tensor("wte", {shape.padded_vocab_size, C}, true, offset);
+    add_tensor("wpe", {shape.max_seq_len, C}, true, offset);
+    long decay_end = offset;
+    add_tensor("lnfw", {C}, false, offset);
+    add_tensor("lnfb", {C}, false, offset);
+    const long end = offset;
+
+    // The largest cut that is whole rows and whole shards, and no larger than a fragment of layers.
+    const long limit = fragment_layers > 0 && shape.layers > 0
+                           ? std::min(fragment_layers, shape.layers) * layout.blocks[0].size : end - begin;
+    const long step = std::lcm(C, unit);
+    const long cut = limit / step * step;
+    int piece = 0;
+    while (cut > 0 && end - layout.size > limit) {
+        add_block("embedding." + std::to_string(piece++), layout.size + cut, decay_end);
+    }
+    add_block(piece == 0 ? "embedding" : "embedding." + std::to_string(piece), end, decay_end);
+    return layout;
+}
