@@ -1,0 +1,197 @@
+// DataLoader: batches of tokens from the shards that data/prepare.py writes.
+//
+// A shard is llm.c's: header of 256 int32 {20240520, 1, token count}, then uint16 tokens. A sample is
+// B * T * processes + 1 consecutive tokens; samples overlap by one token, since the last target of one is the first
+// input of the next. Process p takes its own B * T (+ 1) of each sample:
+//
+//     shard   | sample 0                          | sample 1       ...  | rest, unused |
+//     sample  | process 0: B rows of T | process 1 | ... |
+//
+// So one process with B = 8 and two with B = 4 see the same tokens in a step. With `shuffle` the order of the shards and
+// of the samples in a shard is drawn anew for each epoch from the seed, the same on all processes.
+#pragma once
+#include <glob.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "llmc/error.h"
+#include "llmc/file.h"
+#include "llmc/random.h"
+
+const int32_t tokens_magic = 20240520;
+
+// Where the next batch lies. Part of the training state.
+struct DataPosition {
+    uint64_t epoch = 0;
+    uint64_t shard = 0;   // index in this epoch's order of shards
+    uint64_t sample = 0;  // index in this epoch's order of the shard's samples
+};
+
+class DataLoader {
+public:
+    // pattern: a glob of shards ("data/kjv-bytes/kjv_train_*.bin"), taken in the order of their names.
+    // UserError, naming the file: no match, wrong kind, truncated, no whole sample, or a token >= vocab_size. All
+    // shards are searched for such tokens here up to `full_check_bytes`, and beyond that when a batch is read.
+    DataLoader(const std::string& pattern, int B, int T, int process, int processes, uint64_t seed, bool shuffle,
+               int vocab_size)
+        : B(B), T(T), process(process), processes(processes), seed(seed), shuffle(shuffle), vocab_size(vocab_size),
+          tokens(size_t(B) * T + 1), input(size_t(B) * T), target(size_t(B) * T) {
+        for (const std::string& path : matching_files(pattern)) { shards.push_back(open_shard(path)); }
+        if (num_tokens() * int64_t(sizeof(uint16_t)) <= full_check_bytes) {
+            for (const Shard& shard : shards) { check_all_tokens(shard); }
+        }
+        reset();
+    }
+
+    // Tokens in all shards.
+    long num_tokens() const {
+        return std::accumulate(shards.begin(), shards.end(), 0L, [](long n, const Shard& s) { return n + s.tokens; });
+    }
+
+    // Batches in an epoch: what every shard holds in whole samples.
+    long num_batches() const {
+        return std::accumulate(shards.begin(), shards.end(), 0L, [](long n, const Shard& s) { return n + s.samples; });
+    }
+
+    // Reads the next batch; after the last one of an epoch, the first one of the next epoch.
+    void next_batch() {
+        if (next.sample == sample_order.size()) { advance_shard(); }
+        const uint64_t sample = sample_order[next.sample];
+        const int64_t count = int64_t(B) * T;
+        read_tokens(shards[shard_order[next.shard]], (int64_t(sample) * processes + process) * count);
+        for (int64_t i = 0; i < count; i++) {
+            input[i] = tokens[i];
+            target[i] = tokens[i + 1];
+        }
+        next.sample++;
+    }
+
+    const int* inputs() const { return input.data(); }    // (B, T)
+    const int* targets() const { return target.data(); }  // (B, T), inputs shifted by one token
+
+    DataPosition position() const { return next; }
+
+    // Continues at a saved position. UserError where these shards do not have it.
+    void seek(const DataPosition& position) {
+        next = position;
+        shard_order = order(shards.size(), next.epoch << 32);
+        if (next.shard >= shards.size()) { fail_position(); }
+        order_samples();
+        if (next.sample > sample_order.size()) { fail_position(); }
+    }
+
+    // Back to the first batch of the first epoch: every validation sees the same tokens.
+    void reset() { seek({}); }
+
+private:
+    struct Shard {
+        std::shared_ptr<InputFile> file;
+        long tokens;
+        long samples;
+    };
+
+    // Reading a GiB takes well under a second where it is cached, and seconds from a disk.
+    static constexpr int64_t full_check_bytes = int64_t(1) << 30;
+
+    static std::vector<std::string> matching_files(const std::string& pattern) {
+        glob_t found;
+        const int status = glob(pattern.c_str(), 0, nullptr, &found);
+        std::vector<std::string> paths;
+        if (status == 0) { paths.assign(found.gl_pathv, found.gl_pathv + found.gl_pathc); }
+        globfree(&found);
+        if (paths.empty()) {
+            throw UserError("no file matches " + pattern + ": make token shards with data/prepare.py, or correct the "
+                            "pattern (in quotes, so that the shell leaves it alone)");
+        }
+        std::sort(paths.begin(), paths.end());
+        return paths;
+    }
+
+    Shard open_shard(const std::string& path) const {
+        auto file = std::make_shared<InputFile>(path, "make it again with data/prepare.py");
+        const FileHeader header = file->read_header(tokens_magic, "token shard");
+        if (header[1] != 1) { file->fail(format("is a token shard of version %d, not 1", header[1])); }
+        if (header[2] < 0) { file->fail(format("has a damaged header (%d tokens)", header[2])); }
+        file->check_size(int64_t(header[2]) * int64_t(sizeof(uint16_t)));
+        const long sample = long(B) * T * processes, count = header[2];
+        if (count < sample + 1) {
+            throw UserError(format("%s has %ld tokens, less than one step takes (%ld = batch %d x sequence %d x "
+                                   "processes %d, and one): use a smaller batch, or a longer text",
+                                   path.c_str(), count, sample + 1, B, T, processes));
+        }
+        return {file, count, (count - 1) / sample};
+    }
+
+    void check_all_tokens(const Shard& shard) const {
+        std::vector<uint16_t> block(size_t(1) << 19);
+        for (long begin = 0; begin < shard.tokens; begin += long(block.size())) {
+            const size_t count = size_t(std::min(long(block.size()), shard.tokens - begin));
+            shard.file->read(block.data(), count * sizeof(uint16_t), data_offset(begin));
+            check_tokens(shard, block.data(), count, begin);
+        }
+    }
+
+    void read_tokens(const Shard& shard, int64_t begin) {
+        shard.file->read(tokens.data(), tokens.size() * sizeof(uint16_t), data_offset(begin));
+        check_tokens(shard, tokens.data(), tokens.size(), begin);
+    }
+
+    static int64_t data_offset(int64_t token) { return int64_t(sizeof(FileHeader)) + token * int64_t(sizeof(uint16_t)); }
+
+    // The largest is found first, without branches, so that the usual case is a vector loop.
+    void check_tokens(const Shard& shard, const uint16_t* values, size_t count, int64_t begin) const {
+        uint16_t largest = 0;
+        for (size_t i = 0; i < count; i++) { largest = std::max(largest, values[i]); }
+        if (largest < vocab_size) { return; }
+        const uint16_t* bad = std::find_if(values, values + count, [&](uint16_t t) { return t >= vocab_size; });
+        throw UserError(format("%s has token %d at position %lld, beyond the vocabulary of %d: give the tokenizer or "
+                               "the vocabulary size that it was made with",
+                               shard.file->name().c_str(), *bad, (long long)(begin + (bad - values)), vocab_size));
+    }
+
+    void advance_shard() {
+        DataPosition after{next.epoch, next.shard + 1, 0};
+        if (after.shard == shards.size()) { after = {next.epoch + 1, 0, 0}; }
+        seek(after);
+    }
+
+    void order_samples() {
+        const uint64_t shard = shard_order[next.shard];
+        sample_order = order(uint64_t(shards[shard].samples), next.epoch << 32 | (shard + 1));
+    }
+
+    // 0, 1, ... count - 1, or with shuffle a permutation drawn for `purpose`, a number that no other draw uses:
+    // the epoch in the upper half; below, 0 for the order of shards, 1 + shard for the order of its samples.
+    std::vector<uint64_t> order(uint64_t count, uint64_t purpose) const {
+        std::vector<uint64_t> indices(count);
+        std::iota(indices.begin(), indices.end(), uint64_t(0));
+        if (!shuffle) { return indices; }
+        for (uint64_t i = count; i > 1; i--) {  // Fisher and Yates
+            const uint64_t bits = random_bits(seed, RandomUse::shuffle, purpose, uint32_t(i)).v[0];
+            std::swap(indices[i - 1], indices[(bits * i) >> 32]);
+        }
+        return indices;
+    }
+
+    [[noreturn]] void fail_position() const {
+        throw UserError(format("the saved position in the data (shard %llu, sample %llu) is beyond these shards (%s, "
+                               "...): resume with the data, batch and sequence length of the run that stopped",
+                               (unsigned long long)next.shard, (unsigned long long)next.sample,
+                               shards[0].file->name().c_str()));
+    }
+
+    int B, T, process, processes;
+    uint64_t seed;
+    bool shuffle;
+    int vocab_size;
+    std::vector<Shard> shards;
+    DataPosition next;
+    std::vector<uint64_t> shard_order, sample_order;
+    std::vector<uint16_t> tokens;  // (B * T + 1), as they lie in the file
+    std::vector<int> input, target;
+};

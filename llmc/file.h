@@ -1,0 +1,147 @@
+// Files of llm.c's kind: a header of 256 int32, then data, little-endian. And of any kind, safely:
+//   InputFile    opened for reading, read at offsets; header and size are checked before anything else is read
+//   write_file   a file that appears whole or not at all: written under a temporary name, synced, renamed
+// A file that is not what it should be is a UserError, a disk that fails is a RunError; both name the file.
+#pragma once
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <utility>
+
+#include "llmc/error.h"
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the file formats are little-endian, and read as they lie");
+
+using FileHeader = std::array<int32_t, 256>;
+
+class InputFile {
+public:
+    // `hint`: what to do where the file is missing, damaged or of another kind.
+    InputFile(std::string path, std::string hint) : path(std::move(path)), hint(std::move(hint)) {
+        descriptor = open(this->path.c_str(), O_RDONLY | O_CLOEXEC);
+        if (descriptor < 0) { fail(format("cannot be opened (%s)", strerror(errno))); }
+        struct stat status;
+        if (fstat(descriptor, &status) != 0 || !S_ISREG(status.st_mode)) {
+            close(descriptor);
+            fail("is not a file");
+        }
+        bytes = status.st_size;
+    }
+    InputFile(const InputFile&) = delete;
+    InputFile& operator=(const InputFile&) = delete;
+    ~InputFile() { close(descriptor); }
+
+    const std::string& name() const { return path; }
+    int64_t size() const { return bytes; }
+
+    // Throws the UserError "PATH what: hint".
+    [[noreturn]] void fail(const std::string& what) const { throw UserError(path + " " + what + ": " + hint); }
+
+    // The header of a `kind` of file. UserError unless it is all there and starts with `magic`.
+    FileHeader read_header(int32_t magic, const char* kind) const {
+        FileHeader header;
+        if (bytes < int64_t(sizeof header)) { fail(format("is truncated (no whole header of a %s)", kind)); }
+        read(header.data(), sizeof header, 0);
+        if (header[0] != magic) { fail(format("is not a %s (magic %d, not %d)", kind, header[0], magic)); }
+        return header;
+    }
+
+    // UserError unless the file is exactly header and `data_bytes`.
+    void check_size(int64_t data_bytes) const {
+        const int64_t expected = int64_t(sizeof(FileHeader)) + data_bytes;
+        if (bytes != expected) {
+            fail(format("is %s (%lld bytes, its header promises %lld)", bytes < expected ? "truncated" : "too long",
+                        (long long)bytes, (long long)expected));
+        }
+    }
+
+    // Reads `count` bytes at `offset`. RunError where they cannot be had.
+    void read(void* out, size_t count, int64_t offset) const {
+        char* to = static_cast<char*>(out);
+        while (count > 0) {
+            const ssize_t got = pread(descriptor, to, count, offset);
+            if (got < 0 && errno == EINTR) { continue; }
+            if (got <= 0) {
+                throw RunError(format("cannot read %s at byte %lld: %s", path.c_str(), (long long)offset,
+                                      got < 0 ? strerror(errno) : "it has become shorter"));
+            }
+            to += got;
+            offset += got;
+            count -= size_t(got);
+        }
+    }
+
+private:
+    std::string path, hint;
+    int descriptor = -1;
+    int64_t bytes = 0;
+};
+
+class OutputFile {
+public:
+    explicit OutputFile(std::string path) : path(std::move(path)) {
+        descriptor = open(this->path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+        if (descriptor < 0) { fail(); }
+    }
+    OutputFile(const OutputFile&) = delete;
+    OutputFile& operator=(const OutputFile&) = delete;
+    ~OutputFile() {
+        if (descriptor >= 0) { close(descriptor); }
+    }
+
+    void write(const void* data, size_t count) {
+        const char* from = static_cast<const char*>(data);
+        while (count > 0) {
+            const ssize_t put = ::write(descriptor, from, count);
+            if (put < 0 && errno == EINTR) { continue; }
+            if (put < 0) { fail(); }
+            from += put;
+            count -= size_t(put);
+        }
+    }
+
+    // Returns once the data is on the disk; some file systems report a full one only here.
+    void sync_and_close() {
+        if (fsync(descriptor) != 0) { fail(); }
+        if (close(std::exchange(descriptor, -1)) != 0) { fail(); }
+    }
+
+private:
+    [[noreturn]] void fail() const { throw RunError("cannot write " + path + ": " + strerror(errno)); }
+
+    std::string path;
+    int descriptor = -1;
+};
+
+// Makes the file `path` of what `write` writes. Until all of that is on the disk, `path` stays what it was.
+inline void write_file(const std::string& path, const std::function<void(OutputFile&)>& write) {
+    const std::string temporary = path + ".tmp";
+    try {
+        OutputFile file(temporary);
+        write(file);
+        file.sync_and_close();
+        if (rename(temporary.c_str(), path.c_str()) != 0) {
+            throw RunError("cannot rename " + temporary + " to " + path + ": " + strerror(errno));
+        }
+    } catch (...) {
+        unlink(temporary.c_str());
+        throw;
+    }
+    // The new name is an entry of the folder and has to reach the disk as well.
+    const size_t slash = path.rfind('/');
+    const std::string folder = slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(slash, 1));
+    const int descriptor = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (descriptor >= 0) {
+        fsync(descriptor);
+        close(descriptor);
+    }
+}

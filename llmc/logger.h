@@ -1,0 +1,263 @@
+// What a run writes down while it goes.
+//   main.log                llm.c's, one line a step or validation, by process 0: what its plotting scripts read
+//   metrics.jsonl           by process 0, and metrics_00001.jsonl, ... by the others: everything measured, one JSON
+//                           object a line, "type" first: run, step, eval, sync, end
+//   StatusLine              on a terminal one live line, rewritten in place; piped, a plain line every few seconds
+// Times are in seconds; "time" counts from when the logger was made. Every line is flushed: a reader may follow.
+#pragma once
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/error.h"
+
+// A JSON object of one line, built field by field. What is not a finite number becomes null.
+class JsonLine {
+public:
+    JsonLine& field(const char* name, const std::string& value) { return raw(name, quoted(value)); }
+    JsonLine& field(const char* name, const char* value) { return raw(name, quoted(value)); }
+    JsonLine& field(const char* name, double value) {
+        return raw(name, std::isfinite(value) ? format("%.9g", value) : "null");  // 9 digits: a float comes back exact
+    }
+    JsonLine& field(const char* name, int value) { return raw(name, std::to_string(value)); }
+    JsonLine& field(const char* name, long value) { return raw(name, std::to_string(value)); }
+    JsonLine& field(const char* name, uint64_t value) { return raw(name, std::to_string(value)); }
+    JsonLine& field(const char* name, const JsonLine& value) { return raw(name, value.str()); }
+
+    std::string str() const { return "{" + text + "}"; }
+
+private:
+    JsonLine& raw(const char* name, const std::string& value) {
+        text += (text.empty() ? "" : ",") + quoted(name) + ":" + value;
+        return *this;
+    }
+
+    static std::string quoted(const std::string& value) {
+        std::string result = "\"";
+        for (char c : value) {
+            if (c == '"' || c == '\\') {
+                result += std::string("\\") + c;
+            } else if (uint8_t(c) < 0x20) {
+                result += format("\\u%04x", unsigned(uint8_t(c)));
+            } else {
+                result += c;
+            }
+        }
+        return result + "\"";
+    }
+
+    std::string text;
+};
+
+struct RunMetrics {
+    int worker = 0, rank = 0, workers = 1, ranks = 1;
+    long parameters = 0;
+    std::vector<std::pair<std::string, std::string>> options;  // name and value
+};
+
+struct StepMetrics {
+    long step = 0;
+    double loss = 0, learning_rate = 0, norm = 0, seconds = 0;
+    uint64_t tokens = 0;  // that this worker has trained on so far
+    double tokens_per_second = 0;
+    uint64_t inner_bytes_sent = 0, inner_bytes_received = 0;  // by this process so far
+};
+
+struct SyncMetrics {
+    long sync = 0;
+    int fragment = 0;
+    long send_step = 0, apply_step = 0;
+    uint64_t bytes_sent = 0, bytes_received = 0;
+    double wire_seconds = 0, waited_seconds = 0;
+};
+
+struct EndMetrics {
+    long step = 0;
+    double train_seconds = 0;
+    uint64_t inner_bytes_sent = 0, outer_bytes_sent = 0;  // by this process in the whole run
+    double waited_seconds = 0;
+};
+
+class Logger {
+public:
+    // Starts the logs of a new run in `folder`, which is made where it is missing; an empty name means no logs.
+    // process: 0 to processes - 1, over all workers. UserError where the folder cannot be written.
+    Logger(const std::string& folder, int process, int processes) : start(Clock::now()) {
+        if (folder.empty()) { return; }
+        std::error_code error;
+        std::filesystem::create_directories(folder, error);
+        if (error) { fail(folder, error.message()); }
+        if (process == 0) {
+            remove_other_logs(folder, processes);
+            main_log = open(folder + "/main.log");
+        }
+        metrics = open(metrics_path(folder, process));
+    }
+
+    void run(const RunMetrics& m) {
+        JsonLine options;
+        for (const auto& [name, value] : m.options) { options.field(name.c_str(), value); }
+        write(JsonLine().field("type", "run").field("version", 1).field("worker", m.worker).field("rank", m.rank)
+                  .field("workers", m.workers).field("ranks", m.ranks).field("parameters", m.parameters)
+                  .field("options", options));
+    }
+
+    void step(const StepMetrics& m) {
+        print(main_log, format("s:%ld trl:%.4f lr:%.6f norm:%.2f", m.step, m.loss, m.learning_rate, m.norm));
+        write(JsonLine().field("type", "step").field("step", m.step).field("time", seconds()).field("loss", m.loss)
+                  .field("lr", m.learning_rate).field("norm", m.norm).field("seconds", m.seconds)
+                  .field("tokens", m.tokens).field("tokens_per_second", m.tokens_per_second)
+                  .field("inner_bytes_sent", m.inner_bytes_sent)
+                  .field("inner_bytes_received", m.inner_bytes_received));
+    }
+
+    void eval(long step, double loss) {
+        print(main_log, format("s:%ld tel:%.4f", step, loss));
+        write(JsonLine().field("type", "eval").field("step", step).field("time", seconds()).field("loss", loss));
+    }
+
+    void sync(const SyncMetrics& m) {
+        write(JsonLine().field("type", "sync").field("sync", m.sync).field("fragment", m.fragment)
+                  .field("send_step", m.send_step).field("apply_step", m.apply_step).field("time", seconds())
+                  .field("bytes_sent", m.bytes_sent).field("bytes_received", m.bytes_received)
+                  .field("wire_seconds", m.wire_seconds).field("waited_seconds", m.waited_seconds));
+    }
+
+    void end(const EndMetrics& m) {
+        write(JsonLine().field("type", "end").field("step", m.step).field("time", seconds())
+                  .field("train_seconds", m.train_seconds).field("inner_bytes_sent", m.inner_bytes_sent)
+                  .field("outer_bytes_sent", m.outer_bytes_sent).field("waited_seconds", m.waited_seconds));
+    }
+
+private:
+    using Clock = std::chrono::steady_clock;
+    struct Close {
+        void operator()(FILE* file) const { fclose(file); }
+    };
+    using LogFile = std::unique_ptr<FILE, Close>;
+
+    static std::string metrics_path(const std::string& folder, int process) {
+        return folder + (process == 0 ? "/metrics.jsonl" : format("/metrics_%05d.jsonl", process));
+    }
+
+    // An earlier run may have had more processes: their logs are not this run's. Those below `processes` are begun
+    // anew by their own process.
+    static void remove_other_logs(const std::string& folder, int processes) {
+        while (std::filesystem::remove(metrics_path(folder, processes))) { processes++; }
+    }
+
+    static LogFile open(const std::string& path) {
+        FILE* file = fopen(path.c_str(), "we");
+        if (!file) { fail(path, strerror(errno)); }
+        return LogFile(file);
+    }
+
+    [[noreturn]] static void fail(const std::string& path, const std::string& why) {
+        throw UserError("cannot write " + path + " (" + why + "): give a log folder that can be written");
+    }
+
+    double seconds() const { return std::chrono::duration<double>(Clock::now() - start).count(); }
+    void write(const JsonLine& line) { print(metrics, line.str()); }
+
+    static void print(const LogFile& file, const std::string& line) {
+        if (!file) { return; }
+        if (fprintf(file.get(), "%s\n", line.c_str()) < 0 || fflush(file.get()) != 0) {
+            throw RunError(format("cannot write the logs: %s", strerror(errno)));
+        }
+    }
+
+    Clock::time_point start;
+    LogFile main_log, metrics;
+};
+
+// "1:02:03" or "02:03", rounded to seconds.
+inline std::string clock_text(double seconds) {
+    const long s = std::lround(std::min(std::max(seconds, 0.0), 3.6e8));
+    return s < 3600 ? format("%02ld:%02ld", s / 60, s % 60)
+                    : format("%ld:%02ld:%02ld", s / 3600, s / 60 % 60, s % 60);
+}
+
+// Progress for people. Whoever else prints to the same terminal goes through print(), or calls clear() before.
+class StatusLine {
+public:
+    // interval: the shortest time between two updates that are shown; the first and the last always are.
+    StatusLine(FILE* out, bool terminal, double interval)
+        : out(out), terminal(terminal), interval(interval), start(Clock::now()) {}
+    explicit StatusLine(FILE* out) : StatusLine(out, isatty(fileno(out)) == 1, isatty(fileno(out)) == 1 ? 0.1 : 5.0) {}
+    StatusLine(const StatusLine&) = delete;
+    StatusLine& operator=(const StatusLine&) = delete;
+    ~StatusLine() { clear(); }
+
+    // Step `step` of `steps` is done.
+    void update(long step, long steps, double loss, double tokens_per_second) {
+        const double now = std::chrono::duration<double>(Clock::now() - start).count();
+        if (first_step < 0) {
+            first_step = step;
+            first_time = now;
+        } else if (step < steps && now - shown_time < interval) {
+            return;
+        }
+        shown_time = now;
+        // The first step is slower than the others and is not what the rest will take.
+        std::string left;
+        if (step > first_step) {
+            left = "  " + clock_text((now - first_time) / double(step - first_step) * double(steps - step)) + " left";
+        }
+        show(format("step %ld/%ld  loss %.4f  %.0f tokens/s%s", step, steps, loss, tokens_per_second, left.c_str()));
+    }
+
+    // A line that stays, above the live one.
+    void print(const std::string& line) {
+        clear();
+        fprintf(out, "%s\n", line.c_str());
+        fflush(out);
+    }
+
+    // Takes the live line away; the next update brings it back.
+    void clear() {
+        if (!visible) { return; }
+        fputs("\r\033[K", out);
+        fflush(out);
+        visible = false;
+    }
+
+private:
+    using Clock = std::chrono::steady_clock;
+
+    void show(const std::string& line) {
+        if (!terminal) {
+            print(line);
+            return;
+        }
+        clear();
+        fputs(line.substr(0, columns() - 1).c_str(), out);  // a wrapped line could not be taken back
+        fflush(out);
+        visible = true;
+    }
+
+    size_t columns() const {
+        winsize size;
+        const bool known = ioctl(fileno(out), TIOCGWINSZ, &size) == 0 && size.ws_col > 0;
+        return known ? size.ws_col : 80;
+    }
+
+    FILE* out;
+    bool terminal;
+    double interval;
+    Clock::time_point start;
+    bool visible = false;
+    long first_step = -1;
+    double first_time = 0, shown_time = 0;
+};

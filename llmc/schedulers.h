@@ -1,0 +1,50 @@
+// Learning-rate schedules, llm.c's: a linear warm-up to the peak, then
+//   cosine     half a cosine down to final_fraction of the peak (Loshchilov & Hutter, arXiv 1608.03983)
+//   linear     a straight line down to the same
+//   constant   stays
+//   wsd        stays (warm-up, stable), and in the last 20% of the steps decays as 1 - sqrt (arXiv 2405.18392)
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "llmc/error.h"
+
+enum class ScheduleKind { cosine, linear, constant, wsd };
+
+inline ScheduleKind schedule_kind(const std::string& name) {
+    if (name == "cosine") { return ScheduleKind::cosine; }
+    if (name == "linear") { return ScheduleKind::linear; }
+    if (name == "constant") { return ScheduleKind::constant; }
+    if (name == "wsd") { return ScheduleKind::wsd; }
+    throw UserError("there is no learning-rate schedule '" + name + "': use cosine, linear, constant or wsd");
+}
+
+struct LearningRateSchedule {
+    ScheduleKind kind = ScheduleKind::cosine;
+    float peak = 3e-4f;
+    long warmup_steps = 0;
+    long total_steps = 1;
+    float final_fraction = 0;  // of the peak, at the end of cosine, linear and wsd
+};
+
+// The learning rate of step 0, 1, ... total_steps - 1. After n steps the decay has gone n / total_steps of its way, so
+// that the last step still moves the model.
+inline float learning_rate(const LearningRateSchedule& schedule, long step) {
+    const double peak = schedule.peak, final = peak * schedule.final_fraction;
+    if (step < schedule.warmup_steps) { return float(peak * double(step + 1) / double(schedule.warmup_steps)); }
+    const long decay_begin = schedule.kind == ScheduleKind::wsd
+                                 ? std::max(schedule.warmup_steps, schedule.total_steps * 8 / 10)
+                                 : schedule.warmup_steps;
+    if (step < decay_begin) { return schedule.peak; }
+    const double steps = double(std::max(1L, schedule.total_steps - decay_begin));
+    const double progress = std::min(1.0, double(step - decay_begin) / steps);
+    double remaining = 1;  // of the way from peak to final
+    switch (schedule.kind) {
+        case ScheduleKind::cosine: remaining = 0.5 * (1 + std::cos(M_PI * progress)); break;
+        case ScheduleKind::linear: remaining = 1 - progress; break;
+        case ScheduleKind::constant: break;
+        case ScheduleKind::wsd: remaining = 1 - std::sqrt(progress); break;
+    }
+    return float(final + remaining * (peak - final));
+}
