@@ -1,6 +1,7 @@
-// Model files, byte for byte llm.c's: header of 256 int32 {20240326, version, max_seq_len, vocab_size, layers, heads,
-// channels, padded_vocab_size}, then the sixteen tensors of GPT-2, those of the layers as one (L, ...) each.
-// Version 3 is fp32, version 5 bf16. Ours keeps a layer's tensors together (layout.h); the order changes here.
+// Model files, byte for byte llm.c's: header of 256 int32 {20240326, version, max_seq_len, vocab_size,
+// layers, heads, channels, padded_vocab_size}, then the sixteen tensors of GPT-2, those of the layers as one
+// (L, ...) each. Version 3 is fp32, version 5 bf16. Our buffers keep a layer together (layout.h): the order
+// changes here.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -20,8 +21,8 @@ const int32_t model_version_fp32 = 3, model_version_bf16 = 5;
 // The tensors of the layout in the order of a model file.
 inline std::vector<Tensor> model_file_order(const Layout& layout) {
     std::vector<Tensor> order{layout.tensor("wte"), layout.tensor("wpe")};
-    for (const char* name : {"ln1w", "ln1b", "qkvw", "qkvb", "attprojw", "attprojb", "ln2w", "ln2b", "fcw", "fcb",
-                             "fcprojw", "fcprojb"}) {
+    for (const char* name : {"ln1w", "ln1b", "qkvw", "qkvb", "attprojw", "attprojb", "ln2w", "ln2b", "fcw",
+                             "fcb", "fcprojw", "fcprojb"}) {
         for (int l = 0; l < layout.layers; l++) {
             order.push_back(layout.tensor("h." + std::to_string(l) + "." + name));
         }
@@ -31,8 +32,9 @@ inline std::vector<Tensor> model_file_order(const Layout& layout) {
     return order;
 }
 
-// params: (layout.size), the flat buffer. RunError where the disk does not take it; then `path` is what it was.
-inline void write_model(const std::string& path, const GptShape& shape, const Layout& layout, const float* params) {
+// params: (layout.size), the flat buffer. RunError where the disk does not take it: `path` stays what it was.
+inline void write_model(const std::string& path, const GptShape& shape, const Layout& layout,
+                        const float* params) {
     FileHeader header{model_magic, model_version_fp32, shape.max_seq_len, shape.vocab_size, shape.layers,
                       shape.heads, shape.channels, shape.padded_vocab_size};
     write_file(path, [&](OutputFile& file) {
@@ -45,7 +47,7 @@ inline void write_model(const std::string& path, const GptShape& shape, const La
 
 // A model file whose header and size have been checked.
 struct ModelFile {
-    explicit ModelFile(const std::string& path) : file(path, "give a model file of version 3 or 5, written whole") {
+    explicit ModelFile(const std::string& path) : file(path, "give a whole model file of version 3 or 5") {
         const FileHeader header = file.read_header(model_magic, "model file");
         version = header[1];
         if (version != model_version_fp32 && version != model_version_bf16) {
@@ -53,9 +55,11 @@ struct ModelFile {
         }
         shape = {header[2], header[3], header[7], header[4], header[5], header[6]};
         const int most = 1 << 24;  // far above any model, and small enough that no product below overflows
-        for (int value : {shape.max_seq_len, shape.vocab_size, shape.padded_vocab_size, shape.layers, shape.heads,
-                          shape.channels}) {
-            if (value <= 0 || value > most) { file.fail(format("has a damaged header (a size of %d)", value)); }
+        for (int value : {shape.max_seq_len, shape.vocab_size, shape.padded_vocab_size, shape.layers,
+                          shape.heads, shape.channels}) {
+            if (value <= 0 || value > most) {
+                file.fail(format("has a damaged header (a size of %d)", value));
+            }
         }
         if (shape.vocab_size > shape.padded_vocab_size || shape.channels % shape.heads != 0) {
             file.fail("has a damaged header (its sizes do not fit together)");
@@ -103,12 +107,13 @@ inline void read_model(const std::string& path, const Layout& layout, float* par
     const ModelFile model(path);
     const GptShape& shape = model.shape;
     const Layout expected = gpt_layout(shape, 1, 0);
-    if (layout.tensors.size() != expected.tensors.size() ||
-        !std::equal(layout.tensors.begin(), layout.tensors.end(), expected.tensors.begin(),
-                    [](const Tensor& a, const Tensor& b) { return a.name == b.name && a.shape == b.shape; })) {
-        throw UserError(format("%s holds another model (%d layers, %d channels, %d positions, vocabulary %d padded to "
-                               "%d): give the sizes of that one, or another file", path.c_str(), shape.layers,
-                               shape.channels, shape.max_seq_len, shape.vocab_size, shape.padded_vocab_size));
+    auto same = [](const Tensor& a, const Tensor& b) { return a.name == b.name && a.shape == b.shape; };
+    if (!std::equal(layout.tensors.begin(), layout.tensors.end(), expected.tensors.begin(),
+                    expected.tensors.end(), same)) {
+        throw UserError(format("%s holds another model (%d layers, %d channels, %d positions, vocabulary %d "
+                               "padded to %d): give the sizes of that one, or another file",
+                               path.c_str(), shape.layers, shape.channels, shape.max_seq_len,
+                               shape.vocab_size, shape.padded_vocab_size));
     }
     std::fill(params, params + layout.size, 0.0f);
     int64_t offset = sizeof(FileHeader);
@@ -117,5 +122,6 @@ inline void read_model(const std::string& path, const Layout& layout, float* par
         offset += tensor.count() * int64_t(model.value_bytes());
     }
     const Tensor& wte = layout.tensor("wte");
-    std::fill(params + wte.offset + long(shape.vocab_size) * shape.channels, params + wte.offset + wte.count(), 0.0f);
+    float* rows = params + wte.offset;
+    std::fill(rows + long(shape.vocab_size) * shape.channels, rows + wte.count(), 0.0f);
 }

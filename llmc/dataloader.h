@@ -1,14 +1,14 @@
 // DataLoader: batches of tokens from the shards that data/prepare.py writes.
 //
-// A shard is llm.c's: header of 256 int32 {20240520, 1, token count}, then uint16 tokens. A sample is
-// B * T * processes + 1 consecutive tokens; samples overlap by one token, since the last target of one is the first
+// A shard is llm.c's: header of 256 int32 {20240520, 1, token count}, then uint16 tokens. A sample is B * T *
+// processes + 1 consecutive tokens; samples overlap by one token, since the last target of one is the first
 // input of the next. Process p takes its own B * T (+ 1) of each sample:
 //
 //     shard   | sample 0                          | sample 1       ...  | rest, unused |
 //     sample  | process 0: B rows of T | process 1 | ... |
 //
-// So one process with B = 8 and two with B = 4 see the same tokens in a step. With `shuffle` the order of the shards and
-// of the samples in a shard is drawn anew for each epoch from the seed, the same on all processes.
+// So one process with B = 8 and two with B = 4 see the same tokens in a step. With `shuffle` the order of the
+// shards and of the samples in a shard is drawn anew for each epoch from the seed, the same on all processes.
 #pragma once
 #include <glob.h>
 
@@ -35,12 +35,12 @@ struct DataPosition {
 class DataLoader {
 public:
     // pattern: a glob of shards ("data/kjv-bytes/kjv_train_*.bin"), taken in the order of their names.
-    // UserError, naming the file: no match, wrong kind, truncated, no whole sample, or a token >= vocab_size. All
-    // shards are searched for such tokens here up to `full_check_bytes`, and beyond that when a batch is read.
-    DataLoader(const std::string& pattern, int B, int T, int process, int processes, uint64_t seed, bool shuffle,
-               int vocab_size)
-        : B(B), T(T), process(process), processes(processes), seed(seed), shuffle(shuffle), vocab_size(vocab_size),
-          tokens(size_t(B) * T + 1), input(size_t(B) * T), target(size_t(B) * T) {
+    // UserError, naming the file: no match, wrong kind, truncated, no whole sample, or a token >= vocab_size:
+    // found here where all shards together are at most `full_check_bytes`, else when a batch is read.
+    DataLoader(const std::string& pattern, int B, int T, int process, int processes, uint64_t seed,
+               bool shuffle, int vocab_size)
+        : B(B), T(T), process(process), processes(processes), seed(seed), shuffle(shuffle),
+          vocab_size(vocab_size), tokens(size_t(B) * T + 1), input(size_t(B) * T), target(size_t(B) * T) {
         for (const std::string& path : matching_files(pattern)) { shards.push_back(open_shard(path)); }
         if (num_tokens() * int64_t(sizeof(uint16_t)) <= full_check_bytes) {
             for (const Shard& shard : shards) { check_all_tokens(shard); }
@@ -50,12 +50,16 @@ public:
 
     // Tokens in all shards.
     long num_tokens() const {
-        return std::accumulate(shards.begin(), shards.end(), 0L, [](long n, const Shard& s) { return n + s.tokens; });
+        long sum = 0;
+        for (const Shard& shard : shards) { sum += shard.tokens; }
+        return sum;
     }
 
     // Batches in an epoch: what every shard holds in whole samples.
     long num_batches() const {
-        return std::accumulate(shards.begin(), shards.end(), 0L, [](long n, const Shard& s) { return n + s.samples; });
+        long sum = 0;
+        for (const Shard& shard : shards) { sum += shard.samples; }
+        return sum;
     }
 
     // Reads the next batch; after the last one of an epoch, the first one of the next epoch.
@@ -105,8 +109,8 @@ private:
         if (status == 0) { paths.assign(found.gl_pathv, found.gl_pathv + found.gl_pathc); }
         globfree(&found);
         if (paths.empty()) {
-            throw UserError("no file matches " + pattern + ": make token shards with data/prepare.py, or correct the "
-                            "pattern (in quotes, so that the shell leaves it alone)");
+            throw UserError("no file matches " + pattern + ": make token shards with data/prepare.py, or "
+                            "correct the pattern (in quotes, so that the shell leaves it alone)");
         }
         std::sort(paths.begin(), paths.end());
         return paths;
@@ -120,8 +124,8 @@ private:
         file->check_size(int64_t(header[2]) * int64_t(sizeof(uint16_t)));
         const long sample = long(B) * T * processes, count = header[2];
         if (count < sample + 1) {
-            throw UserError(format("%s has %ld tokens, less than one step takes (%ld = batch %d x sequence %d x "
-                                   "processes %d, and one): use a smaller batch, or a longer text",
+            throw UserError(format("%s has %ld tokens, less than one step takes (%ld = batch %d x sequence "
+                                   "%d x processes %d, and one): use a smaller batch, or a longer text",
                                    path.c_str(), count, sample + 1, B, T, processes));
         }
         return {file, count, (count - 1) / sample};
@@ -141,17 +145,21 @@ private:
         check_tokens(shard, tokens.data(), tokens.size(), begin);
     }
 
-    static int64_t data_offset(int64_t token) { return int64_t(sizeof(FileHeader)) + token * int64_t(sizeof(uint16_t)); }
+    static int64_t data_offset(int64_t token) {
+        return int64_t(sizeof(FileHeader)) + token * int64_t(sizeof(uint16_t));
+    }
 
     // The largest is found first, without branches, so that the usual case is a vector loop.
     void check_tokens(const Shard& shard, const uint16_t* values, size_t count, int64_t begin) const {
         uint16_t largest = 0;
         for (size_t i = 0; i < count; i++) { largest = std::max(largest, values[i]); }
         if (largest < vocab_size) { return; }
-        const uint16_t* bad = std::find_if(values, values + count, [&](uint16_t t) { return t >= vocab_size; });
-        throw UserError(format("%s has token %d at position %lld, beyond the vocabulary of %d: give the tokenizer or "
-                               "the vocabulary size that it was made with",
-                               shard.file->name().c_str(), *bad, (long long)(begin + (bad - values)), vocab_size));
+        auto beyond = [&](int token) { return token >= vocab_size; };
+        const long bad = std::find_if(values, values + count, beyond) - values;
+        throw UserError(format("%s has token %d at position %lld, beyond the vocabulary of %d: give the "
+                               "tokenizer or the vocabulary size that it was made with",
+                               shard.file->name().c_str(), values[bad], (long long)(begin + bad),
+                               vocab_size));
     }
 
     void advance_shard() {
@@ -165,8 +173,9 @@ private:
         sample_order = order(uint64_t(shards[shard].samples), next.epoch << 32 | (shard + 1));
     }
 
-    // 0, 1, ... count - 1, or with shuffle a permutation drawn for `purpose`, a number that no other draw uses:
-    // the epoch in the upper half; below, 0 for the order of shards, 1 + shard for the order of its samples.
+    // 0, 1, ... count - 1, or with shuffle a permutation drawn for `purpose`, a number that no other draw
+    // uses: the epoch in the upper half; below, 0 for the order of shards, 1 + shard for the order of its
+    // samples.
     std::vector<uint64_t> order(uint64_t count, uint64_t purpose) const {
         std::vector<uint64_t> indices(count);
         std::iota(indices.begin(), indices.end(), uint64_t(0));
@@ -179,8 +188,8 @@ private:
     }
 
     [[noreturn]] void fail_position() const {
-        throw UserError(format("the saved position in the data (shard %llu, sample %llu) is beyond these shards (%s, "
-                               "...): resume with the data, batch and sequence length of the run that stopped",
+        throw UserError(format("the saved position in the data (shard %llu, sample %llu) is not in these "
+                               "shards (%s, ...): resume with the data and batch size of the stopped run",
                                (unsigned long long)next.shard, (unsigned long long)next.sample,
                                shards[0].file->name().c_str()));
     }

@@ -1,5 +1,5 @@
 // Files of llm.c's kind: a header of 256 int32, then data, little-endian. And of any kind, safely:
-//   InputFile    opened for reading, read at offsets; header and size are checked before anything else is read
+//   InputFile    for reading at offsets; header and size are checked before anything else is read
 //   write_file   a file that appears whole or not at all: written under a temporary name, synced, renamed
 // A file that is not what it should be is a UserError, a disk that fails is a RunError; both name the file.
 #pragma once
@@ -19,7 +19,7 @@
 
 #include "llmc/error.h"
 
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the file formats are little-endian, and read as they lie");
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "files are little-endian and read as they lie");
 
 using FileHeader = std::array<int32_t, 256>;
 
@@ -44,7 +44,9 @@ public:
     int64_t size() const { return bytes; }
 
     // Throws the UserError "PATH what: hint".
-    [[noreturn]] void fail(const std::string& what) const { throw UserError(path + " " + what + ": " + hint); }
+    [[noreturn]] void fail(const std::string& what) const {
+        throw UserError(path + " " + what + ": " + hint);
+    }
 
     // The header of a `kind` of file. UserError unless it is all there and starts with `magic`.
     FileHeader read_header(int32_t magic, const char* kind) const {
@@ -59,8 +61,8 @@ public:
     void check_size(int64_t data_bytes) const {
         const int64_t expected = int64_t(sizeof(FileHeader)) + data_bytes;
         if (bytes != expected) {
-            fail(format("is %s (%lld bytes, its header promises %lld)", bytes < expected ? "truncated" : "too long",
-                        (long long)bytes, (long long)expected));
+            fail(format("is %s (%lld bytes, its header promises %lld)",
+                        bytes < expected ? "truncated" : "too long", (long long)bytes, (long long)expected));
         }
     }
 

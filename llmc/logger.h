@@ -1,9 +1,9 @@
 // What a run writes down while it goes.
-//   main.log                llm.c's, one line a step or validation, by process 0: what its plotting scripts read
-//   metrics.jsonl           by process 0, and metrics_00001.jsonl, ... by the others: everything measured, one JSON
-//                           object a line, "type" first: run, step, eval, sync, end
-//   StatusLine              on a terminal one live line, rewritten in place; piped, a plain line every few seconds
-// Times are in seconds; "time" counts from when the logger was made. Every line is flushed: a reader may follow.
+//   main.log        llm.c's, one line a step or validation, by process 0: what its plotting scripts read
+//   metrics.jsonl   by process 0, and metrics_00001.jsonl, ... by the others: everything measured, one JSON
+//                   object a line, "type" first: run, step, eval, sync, end
+//   StatusLine      on a terminal one live line, rewritten in place; piped, a plain line every few seconds
+// Times are in seconds; "time" counts from the start of the log. Every line is flushed: a reader may follow.
 #pragma once
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -29,7 +29,7 @@ public:
     JsonLine& field(const char* name, const std::string& value) { return raw(name, quoted(value)); }
     JsonLine& field(const char* name, const char* value) { return raw(name, quoted(value)); }
     JsonLine& field(const char* name, double value) {
-        return raw(name, std::isfinite(value) ? format("%.9g", value) : "null");  // 9 digits: a float comes back exact
+        return raw(name, std::isfinite(value) ? format("%.9g", value) : "null");  // 9 digits: exact for a float
     }
     JsonLine& field(const char* name, int value) { return raw(name, std::to_string(value)); }
     JsonLine& field(const char* name, long value) { return raw(name, std::to_string(value)); }
@@ -92,8 +92,8 @@ struct EndMetrics {
 
 class Logger {
 public:
-    // Starts the logs of a new run in `folder`, which is made where it is missing; an empty name means no logs.
-    // process: 0 to processes - 1, over all workers. UserError where the folder cannot be written.
+    // Starts the logs of a new run in `folder`, which is made where it is missing; an empty name means no
+    // logs. process: 0 to processes - 1, over all workers. UserError where the folder cannot be written.
     Logger(const std::string& folder, int process, int processes) : start(Clock::now()) {
         if (folder.empty()) { return; }
         std::error_code error;
@@ -109,23 +109,25 @@ public:
     void run(const RunMetrics& m) {
         JsonLine options;
         for (const auto& [name, value] : m.options) { options.field(name.c_str(), value); }
-        write(JsonLine().field("type", "run").field("version", 1).field("worker", m.worker).field("rank", m.rank)
-                  .field("workers", m.workers).field("ranks", m.ranks).field("parameters", m.parameters)
-                  .field("options", options));
+        write(JsonLine().field("type", "run").field("version", 1).field("worker", m.worker)
+                  .field("rank", m.rank).field("workers", m.workers).field("ranks", m.ranks)
+                  .field("parameters", m.parameters).field("options", options));
     }
 
     void step(const StepMetrics& m) {
         print(main_log, format("s:%ld trl:%.4f lr:%.6f norm:%.2f", m.step, m.loss, m.learning_rate, m.norm));
-        write(JsonLine().field("type", "step").field("step", m.step).field("time", seconds()).field("loss", m.loss)
-                  .field("lr", m.learning_rate).field("norm", m.norm).field("seconds", m.seconds)
-                  .field("tokens", m.tokens).field("tokens_per_second", m.tokens_per_second)
+        write(JsonLine().field("type", "step").field("step", m.step).field("time", seconds())
+                  .field("loss", m.loss).field("lr", m.learning_rate).field("norm", m.norm)
+                  .field("seconds", m.seconds).field("tokens", m.tokens)
+                  .field("tokens_per_second", m.tokens_per_second)
                   .field("inner_bytes_sent", m.inner_bytes_sent)
                   .field("inner_bytes_received", m.inner_bytes_received));
     }
 
     void eval(long step, double loss) {
         print(main_log, format("s:%ld tel:%.4f", step, loss));
-        write(JsonLine().field("type", "eval").field("step", step).field("time", seconds()).field("loss", loss));
+        write(JsonLine().field("type", "eval").field("step", step).field("time", seconds())
+                  .field("loss", loss));
     }
 
     void sync(const SyncMetrics& m) {
@@ -152,8 +154,8 @@ private:
         return folder + (process == 0 ? "/metrics.jsonl" : format("/metrics_%05d.jsonl", process));
     }
 
-    // An earlier run may have had more processes: their logs are not this run's. Those below `processes` are begun
-    // anew by their own process.
+    // An earlier run may have had more processes: their logs are not this run's. Those below `processes` are
+    // begun anew by their own process.
     static void remove_other_logs(const std::string& folder, int processes) {
         while (std::filesystem::remove(metrics_path(folder, processes))) { processes++; }
     }
@@ -189,13 +191,13 @@ inline std::string clock_text(double seconds) {
                     : format("%ld:%02ld:%02ld", s / 3600, s / 60 % 60, s % 60);
 }
 
-// Progress for people. Whoever else prints to the same terminal goes through print(), or calls clear() before.
+// Progress for people. Whoever else prints to the same terminal goes through print(), or calls clear() first.
 class StatusLine {
 public:
     // interval: the shortest time between two updates that are shown; the first and the last always are.
     StatusLine(FILE* out, bool terminal, double interval)
         : out(out), terminal(terminal), interval(interval), start(Clock::now()) {}
-    explicit StatusLine(FILE* out) : StatusLine(out, isatty(fileno(out)) == 1, isatty(fileno(out)) == 1 ? 0.1 : 5.0) {}
+    explicit StatusLine(FILE* out) : StatusLine(out, isatty(fileno(out)), isatty(fileno(out)) ? 0.1 : 5.0) {}
     StatusLine(const StatusLine&) = delete;
     StatusLine& operator=(const StatusLine&) = delete;
     ~StatusLine() { clear(); }
@@ -210,12 +212,13 @@ public:
             return;
         }
         shown_time = now;
-        // The first step is slower than the others and is not what the rest will take.
-        std::string left;
-        if (step > first_step) {
-            left = "  " + clock_text((now - first_time) / double(step - first_step) * double(steps - step)) + " left";
+        std::string line =
+            format("step %ld/%ld  loss %.4f  %.0f tokens/s", step, steps, loss, tokens_per_second);
+        if (step > first_step) {  // the first step is slower and says little about the rest
+            const double step_seconds = (now - first_time) / double(step - first_step);
+            line += "  " + clock_text(step_seconds * double(steps - step)) + " left";
         }
-        show(format("step %ld/%ld  loss %.4f  %.0f tokens/s%s", step, steps, loss, tokens_per_second, left.c_str()));
+        show(line);
     }
 
     // A line that stays, above the live one.

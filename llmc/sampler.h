@@ -1,10 +1,11 @@
-// Sampling: token i with probability softmax(logits / temperature)[i], by inverting the cumulative distribution.
+// Sampling: token i with probability softmax(logits / temperature)[i], by inverting the cumulative sum.
 #pragma once
 #include <algorithm>
 #include <cmath>
 
-// Draws an index from softmax(logits / temperature) with `coin`, uniform in [0, 1). Temperature 0 takes the largest.
-// An index whose probability is 0 (logit -infinity, or not a number) is never drawn unless there is no other.
+// Draws an index from softmax(logits / temperature) with `coin`, uniform in [0, 1). Temperature 0 takes the
+// largest. An index whose probability is 0 (logit -infinity, or not a number) is never drawn unless there is
+// no other.
 // logits: (n)
 inline int sample_softmax(const float* logits, int n, float temperature, float coin) {
     int largest = 0;

@@ -2,7 +2,7 @@
 //   cosine     half a cosine down to final_fraction of the peak (Loshchilov & Hutter, arXiv 1608.03983)
 //   linear     a straight line down to the same
 //   constant   stays
-//   wsd        stays (warm-up, stable), and in the last 20% of the steps decays as 1 - sqrt (arXiv 2405.18392)
+//   wsd        stays (warm-up, stable), and in the last 20% of steps decays as 1 - sqrt (arXiv 2405.18392)
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -28,11 +28,13 @@ struct LearningRateSchedule {
     float final_fraction = 0;  // of the peak, at the end of cosine, linear and wsd
 };
 
-// The learning rate of step 0, 1, ... total_steps - 1. After n steps the decay has gone n / total_steps of its way, so
-// that the last step still moves the model.
+// The learning rate of step 0, 1, ... total_steps - 1. After n steps the decay has gone n / total_steps of
+// its way, so that the last step still moves the model.
 inline float learning_rate(const LearningRateSchedule& schedule, long step) {
     const double peak = schedule.peak, final = peak * schedule.final_fraction;
-    if (step < schedule.warmup_steps) { return float(peak * double(step + 1) / double(schedule.warmup_steps)); }
+    if (step < schedule.warmup_steps) {
+        return float(peak * double(step + 1) / double(schedule.warmup_steps));
+    }
     const long decay_begin = schedule.kind == ScheduleKind::wsd
                                  ? std::max(schedule.warmup_steps, schedule.total_steps * 8 / 10)
                                  : schedule.warmup_steps;

@@ -1,8 +1,8 @@
-// Tokenizer: from tokens back to text. Text becomes tokens in Python (data/prepare.py), once; a trainer only prints.
+// Tokenizer: from tokens back to text. The other way is Python's (data/prepare.py): a trainer only prints.
 //
-// The file is llm.c's: header of 256 int32 {20240328, 2, vocabulary size, end-of-text token}, then for every token a
-// byte with its length and that many bytes. Version 1 has no end-of-text field: it is GPT-2's, where that is 50256.
-// Bytes of one token need not be whole characters: join the bytes of all tokens, then make them `printable`.
+// The file is llm.c's: header of 256 int32 {20240328, 2, vocabulary size, end-of-text token}, then for every
+// token a byte with its length and that many bytes. Version 1 has no end-of-text field: it is GPT-2's, where
+// that is 50256. A token need not be whole characters: join the bytes of all, then make them `printable`.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -20,7 +20,9 @@ public:
     explicit Tokenizer(const std::string& path) {
         const InputFile file(path, "make it again with data/prepare.py");
         const FileHeader header = file.read_header(tokenizer_magic, "tokenizer");
-        if (header[1] != 1 && header[1] != 2) { file.fail(format("is a tokenizer of version %d, not 1 or 2", header[1])); }
+        if (header[1] != 1 && header[1] != 2) {
+            file.fail(format("is a tokenizer of version %d, not 1 or 2", header[1]));
+        }
         const int64_t size = file.size() - int64_t(sizeof header);
         const int vocab_size = header[2];
         eot = header[1] == 1 ? 50256 : header[3];
@@ -38,7 +40,7 @@ public:
     int vocab_size() const { return int(begins.size()) - 1; }
     int end_of_text() const { return eot; }
 
-    // The token's bytes. Empty for a token outside the vocabulary: padding that an untrained model may sample.
+    // The token's bytes. Empty for a token outside the vocabulary: an untrained model may sample padding.
     std::string_view decode(int token) const {
         if (token < 0 || token >= vocab_size()) { return {}; }
         return std::string_view(data).substr(begins[token] + 1, uint8_t(data[begins[token]]));
@@ -54,7 +56,9 @@ private:
             begins.push_back(at);
             at += 1 + length;
         }
-        if (at != data.size()) { file.fail(format("is too long (%zu bytes after the last token)", data.size() - at)); }
+        if (at != data.size()) {
+            file.fail(format("is too long (%zu bytes after the last token)", data.size() - at));
+        }
         begins.push_back(at);
     }
 
@@ -63,8 +67,8 @@ private:
     int eot = 0;
 };
 
-// The length of the character that text[at] starts, 0 where it is not valid UTF-8 (RFC 3629: no overlong forms,
-// surrogates or values beyond U+10FFFF).
+// The length of the character that text[at] starts, 0 where it is not valid UTF-8 (RFC 3629: no overlong
+// forms, surrogates or values beyond U+10FFFF).
 inline size_t utf8_length(std::string_view text, size_t at) {
     const uint8_t first = uint8_t(text[at]);
     if (first < 0x80) { return 1; }
@@ -80,17 +84,18 @@ inline size_t utf8_length(std::string_view text, size_t at) {
     return wrong ? 0 : length;
 }
 
-// Text that is safe for a terminal: what is not UTF-8 becomes U+FFFD, control characters other than newline and tab go.
+// Text that is safe for a terminal: what is not UTF-8 becomes U+FFFD, control characters other than newline
+// and tab go.
 inline std::string printable(std::string_view text) {
     std::string result;
     for (size_t at = 0; at < text.size();) {
         const size_t length = utf8_length(text, at);
         const uint8_t first = uint8_t(text[at]);
-        const bool control = (length == 1 && (first < 0x20 || first == 0x7F) && first != '\n' && first != '\t') ||
-                             (length == 2 && first == 0xC2 && uint8_t(text[at + 1]) < 0xA0);
+        const bool c0 = length == 1 && (first < 0x20 || first == 0x7F) && first != '\n' && first != '\t';
+        const bool c1 = length == 2 && first == 0xC2 && uint8_t(text[at + 1]) < 0xA0;
         if (length == 0) {
             result += "\xEF\xBF\xBD";
-        } else if (!control) {
+        } else if (!c0 && !c1) {
             result += text.substr(at, length);
         }
         at += std::max<size_t>(length, 1);
