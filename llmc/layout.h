@@ -56,6 +56,13 @@ struct Layout {
         return {blocks[block].offset / ranks, blocks[block].offset + rank * count, count};
     }
 
+    // Where a value of the flat buffer lies in the model without padding.
+    long logical_index(long flat) const {
+        auto after = std::upper_bound(blocks.begin(), blocks.end(), flat,
+                                      [](long at, const Block& block) { return at < block.offset; });
+        return std::prev(after)->logical_offset + flat - std::prev(after)->offset;
+    }
+
     const Tensor& tensor(const std::string& name) const {
         return *std::find_if(tensors.begin(), tensors.end(), [&](const Tensor& t) { return t.name == name; });
     }

@@ -1,0 +1,75 @@
+"""What the process tests share: the trainer, a small text as tokens, runs and their logs."""
+
+import json
+import os
+import pathlib
+import signal
+import struct
+import subprocess
+
+import numpy
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TRAINER = ROOT / "train_gpt_cpu"
+
+# A model that trains a step in a millisecond or two, and has three fragments at --fragment-layers 1.
+TINY = {"--layers": 2, "--heads": 2, "--channels": 32, "--vocab-size": 64, "-t": 16, "-b": 4, "-l": 0.01, "-k": "constant",
+        "-s": 0, "-v": 0, "--matmul-precision": "highest", "--timeout": 30}
+
+
+def write_shard(path, tokens, magic=20240520, version=1, count=None):
+    header = numpy.zeros(256, dtype="<i4")
+    header[:3] = [magic, version, len(tokens) if count is None else count]
+    path.write_bytes(header.tobytes() + numpy.asarray(tokens, dtype="<u2").tobytes())
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory):
+    """A pattern of two training shards and a validation shard: a noisy cycle of 64 tokens that a tiny model can learn."""
+    folder = tmp_path_factory.mktemp("tokens")
+    random = numpy.random.default_rng(1)
+    stream = numpy.cumsum(random.integers(1, 4, size=40000)) % 64
+    write_shard(folder / "x_train_000000.bin", stream[:18000])
+    write_shard(folder / "x_train_000001.bin", stream[18000:36000])
+    write_shard(folder / "x_val_000000.bin", stream[36000:])
+    return folder
+
+
+def command(tokens, output, options):
+    merged = {**TINY, "-i": f"{tokens}/x_train_*.bin", "-j": f"{tokens}/x_val_*.bin", "-o": output, **options}
+    return [str(TRAINER)] + [str(word) for name, value in merged.items() if value is not None for word in (name, value)]
+
+
+class Run:
+    """A finished run: its status, what it printed, and its logs by process."""
+
+    def __init__(self, folder, result):
+        self.folder = pathlib.Path(folder)
+        self.status, self.stdout, self.stderr = result.returncode, result.stdout, result.stderr
+
+    def lines(self, kind, process=0):
+        name = "metrics.jsonl" if process == 0 else f"metrics_{process:05d}.jsonl"
+        rows = [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+        return [row for row in rows if row["type"] == kind]
+
+    def losses(self, process=0):
+        return [row["loss"] for row in self.lines("step", process)]
+
+    def model(self):
+        """Bytes of the newest model file."""
+        return sorted(self.folder.glob("model_*.bin"))[-1].read_bytes()
+
+
+@pytest.fixture
+def train(tokens, tmp_path):
+    """train(name, {option: value, ...}) runs the trainer to its end; status 0 is expected unless told otherwise."""
+
+    def run(name, options, status=0, environment=None):
+        folder = tmp_path / name
+        result = subprocess.run(command(tokens, folder, options), capture_output=True, text=True, timeout=120,
+                                env={**os.environ, **(environment or {})}, cwd=tmp_path)
+        assert result.returncode == status, f"status {result.returncode}\n{result.stdout}\n{result.stderr}"
+        return Run(folder, result)
+
+    return run
