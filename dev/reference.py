@@ -172,14 +172,14 @@ class AdamW:
 
 
 def visible_norms(flat, shape):
-    """Norms of all tensors, of qkvb without the key bias (above: why)."""
+    """Norms of all tensors of a flat model in NumPy, of qkvb without the key bias (above: why)."""
     C = shape.channels
     result = []
     for name, values in unflatten(flat, shape).items():
-        values = values.double()
+        values = np.float64(values)
         if name.endswith("qkvb"):
             values = values[np.r_[0:C, 2 * C:3 * C]]
-        result.append(values.norm().item())
+        result.append(np.linalg.norm(values))
     return np.array(result)
 
 
@@ -205,7 +205,7 @@ def compute():
         losses.append(loss)
         flat = optimizer.update(flat, gradient)
     arrays["losses"] = np.array(losses)
-    arrays["norms"] = visible_norms(flat, shape)
+    arrays["norms"] = visible_norms(flat.numpy(), shape)
     return {name: values.astype("<f4") for name, values in arrays.items()}
 
 

@@ -39,7 +39,7 @@ WORKERS, MAX_GRADIENT_NORM, BLOCK = 2, 1.0, 128
 # The trainer's options. Together: several fragments in flight, and some still so at the end of training; a step that
 # sends one fragment and receives another; gradients clipped and not; an embedding in two blocks; both patterns.
 COMMON = {"--workers": WORKERS, "--ranks": 1, "-k": "constant", "-u": 0, "-c": 0.1, "--shuffle": 0,
-          "--outer-optimizer": "nesterov", "--outer-rounding": "nearest", "--matmul-precision": "highest"}
+          "--outer-optimizer": "nesterov", "--matmul-precision": "highest"}
 SETTINGS = {
     "streaming_fp32": {
         "--layers": 4, "--heads": 2, "--channels": 32, "--vocab-size": 120, "-b": 4, "-t": 16, "-d": 64, "-x": 24,
@@ -134,9 +134,10 @@ def through_fp4(delta):
         if largest == 0:
             continue
         scale = bf16_rounded_up(largest)
-        fraction, exponent = np.frexp(np.abs(block) / scale)  # fraction in [0.5, 1)
-        exponent = exponent - 1 + (fraction >= 0.75)
-        magnitude = np.where(exponent < -7, 0.0, np.exp2(np.maximum(exponent, -6)))
+        ratio = np.abs(block) / scale
+        fraction, exponent = np.frexp(ratio)  # ratio = fraction * 2^exponent, fraction in [0.5, 1)
+        nearest = np.exp2(exponent - 1 + (fraction >= 0.75))
+        magnitude = np.where(ratio < 2.0**-7, 0.0, np.maximum(nearest, 2.0**-6))
         block[:] = np.sign(block) * magnitude * scale
     return padded[:len(delta)]
 
@@ -236,12 +237,21 @@ def sample_indices(shape):
     return np.setdiff1d(np.arange(0, offset, SAMPLE_STRIDE), keys)
 
 
+def model_results(flat, options):
+    """What is compared of the final global parameters.   flat: the unpadded model, NumPy"""
+    shape = model_shape(options)
+    return {"tensor_norms": dict(zip((name for name, _ in tensors(shape)), visible_norms(flat, shape).tolist())),
+            "sample": np.float64(flat[sample_indices(shape)]).tolist()}
+
+
 def results(options, tokens, dtype="float64"):
     workers, parameters = train(options, tokens, dtype)
-    shape = model_shape(options)
     return {"losses": [worker.losses for worker in workers], "norms": [worker.norms for worker in workers],
-            "tensor_norms": dict(zip((name for name, _ in tensors(shape)), visible_norms(parameters, shape).tolist())),
-            "sample": parameters.double().numpy()[sample_indices(shape)].tolist()}
+            **model_results(parameters.numpy(), options)}
+
+
+def stored_results(name):
+    return json.loads(RESULTS.read_text())[name]["results"]
 
 
 def errors(options, found, expected):

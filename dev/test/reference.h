@@ -88,15 +88,6 @@ inline Reference read_reference(const std::string& path) {
     return reference;
 }
 
-// Index of the tensor's first value in the model without padding.
-inline long logical_offset(const Tensor& tensor, const Layout& layout) {
-    const Block* home = &layout.blocks[0];
-    for (const Block& block : layout.blocks) {
-        if (block.offset <= tensor.offset) { home = &block; }
-    }
-    return home->logical_offset + tensor.offset - home->offset;
-}
-
 // params: flat buffer of `layout`; value i of the unpadded model is 0.05 * standard_normal(seed, parameters, i), plus 1
 // in LayerNorm's weights; padding and wte's rows beyond the vocabulary are zero.
 inline void reference_parameters(float* params, const Reference& reference, const Layout& layout) {
@@ -106,7 +97,7 @@ inline void reference_parameters(float* params, const Reference& reference, cons
         const float mean = kind == "ln1w" || kind == "ln2w" || kind == "lnfw" ? 1.0f : 0.0f;
         const long count = tensor.name == "wte" ? long(reference.shape.vocab_size) * reference.shape.channels
                                                 : tensor.count();
-        const long first = logical_offset(tensor, layout);
+        const long first = layout.logical_index(tensor.offset);
         for (long i = 0; i < count; i++) {
             float normal = standard_normal(reference.seed, RandomUse::parameters, uint64_t(first + i));
             params[tensor.offset + i] = 0.05f * normal + mean;

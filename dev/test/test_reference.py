@@ -1,0 +1,117 @@
+"""The PyTorch oracles still compute the numbers that are committed, and those numbers can tell right from wrong."""
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import reference
+import reference_diloco
+
+try:
+    import torch
+except ImportError:
+    torch = None
+needs_torch = pytest.mark.skipif(torch is None, reason="PyTorch is not installed: the committed numbers are used "
+                                                       "without computing them again")
+
+
+def test_philox_gives_random123s_known_answers():
+    words = [reference.random_bits(0, 0, [0])[:, 0]]
+    # counter and key all ones: index fills words 0 and 1, draw and use words 2 and 3
+    words.append(reference.random_bits(2**64 - 1, 2**32 - 1, [2**64 - 1], 2**32 - 1)[:, 0])
+    assert [f"{word:08x}" for word in np.concatenate(words)] == [
+        "6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8", "408f276d", "41c83b0e", "a20bc7c6", "6d5451fd"]
+
+
+def test_fp4_rounds_to_the_nearest_code_and_ties_away_from_zero():
+    block = np.zeros(128)
+    block[:10] = [1, -0.75, 0.7499, 2**-6, 2**-7, -2**-7, 0.99 * 2**-7, 3 * 2**-7, 2.99 * 2**-7, -0.5]
+    read = reference_diloco.through_fp4(block)
+    assert list(read[:10]) == [1, -1, 0.5, 2**-6, 2**-6, -2**-6, 0, 2**-5, 2**-6, -0.5]
+    assert not read[10:].any()
+
+
+def test_the_scale_of_fp4_is_rounded_up_so_that_nothing_clips():
+    for largest in [1.0, 1.0 + 2**-8, 1.0 + 2**-20, 3.1e-7, 0.3, 1e-30]:
+        scale = reference_diloco.bf16_rounded_up(largest)
+        assert largest <= scale <= largest * (1 + 2**-7)
+        assert np.float32(scale).view(np.uint32) & 0xFFFF == 0
+
+
+@pytest.mark.parametrize("name", reference_diloco.SETTINGS)
+def test_fragments_are_the_model_once(name):
+    options = reference_diloco.SETTINGS[name]
+    shape = reference_diloco.model_shape(options)
+    fragments = reference_diloco.make_fragments(shape, options["--fragment-layers"], options["--fragment-pattern"])
+    blocks = sorted(block for fragment in fragments for block in fragment)
+    size = sum(int(np.prod(dimensions)) for _, dimensions in reference.tensors(shape))
+    assert [begin for begin, _ in blocks] == [0] + [end for _, end in blocks[:-1]] and blocks[-1][1] == size
+
+
+def test_the_token_shard_is_the_one_committed():
+    shard = reference_diloco.token_shard(reference_diloco.make_tokens())
+    assert reference_diloco.TOKENS.read_bytes() == shard
+
+
+@needs_torch
+def test_the_model_reference_is_what_pytorch_computes():
+    assert reference.check(reference.DEFAULT_FILE)
+
+
+@needs_torch
+def test_a_changed_reference_is_noticed(tmp_path):
+    _, arrays = reference.read(reference.DEFAULT_FILE)
+    arrays["gradient.lnfw"] = arrays["gradient.lnfw"] * np.float32(1.00001)
+    reference.write(tmp_path / "reference.bin", arrays)
+    assert not reference.check(tmp_path / "reference.bin")
+
+
+@needs_torch
+def test_adamw_is_torch_optim_adamw():
+    generator = torch.Generator().manual_seed(1)
+    start, gradients = (torch.randn(n, 50, dtype=torch.float64, generator=generator) for n in (1, 5))
+    mask = torch.ones(50, dtype=torch.float64)
+    ours, flat = reference.AdamW(start[0], mask, **reference.ADAMW), start[0].clone()
+    theirs = start[0].clone().requires_grad_()
+    optimizer = torch.optim.AdamW([theirs], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for gradient in gradients:
+        flat = ours.update(flat, gradient)
+        theirs.grad = gradient
+        optimizer.step()
+    assert torch.allclose(flat, theirs.detach(), rtol=0, atol=1e-14)
+
+
+@needs_torch
+def test_the_outer_step_is_torch_optim_sgd_with_nesterov():
+    options = reference_diloco.SETTINGS["classic"]
+    start = torch.linspace(-1, 1, 40, dtype=torch.float64)
+    outer = reference_diloco.Outer(start, options)
+    theirs = start.clone().requires_grad_()
+    optimizer = torch.optim.SGD([theirs], lr=options["--outer-lr"], momentum=options["--outer-momentum"], nesterov=True)
+    for step in range(4):
+        delta = torch.sin(start * (step + 1))
+        outer.receive([(0, 40)], [delta], [])
+        theirs.grad = delta
+        optimizer.step()
+    assert torch.allclose(outer.parameters, theirs.detach(), rtol=0, atol=1e-14)
+
+
+@needs_torch
+def test_the_workers_reference_is_what_pytorch_computes():
+    worst = reference_diloco.compare(reference_diloco.RESULTS, reference_diloco.make_tokens(), "float64")
+    assert max(worst.values()) <= 1e-6
+
+
+@needs_torch
+@pytest.mark.parametrize("option, wrong", [
+    ("--overlap", 4), ("--local-weight", 0.26), ("--outer-lr", 0.601), ("--outer-momentum", 0.799),
+    ("--outer-dtype", "fp32"), ("--fragment-pattern", "strided"), ("--inner-steps", 6)])
+def test_a_small_mistake_is_outside_the_tolerance(option, wrong):
+    right = reference_diloco.SETTINGS["streaming_fp4"]
+    tokens = reference_diloco.make_tokens()
+    expected = reference_diloco.stored_results("streaming_fp4")
+    found = reference_diloco.results({**right, option: wrong}, tokens)
+    difference = reference_diloco.errors(right, found, expected)
+    assert any(difference[kind] > reference_diloco.TOLERANCE[kind] for kind in difference), difference
