@@ -1,0 +1,78 @@
+// The outer step: what a mean of outer gradients does to a fragment (arXiv 2501.18512, algorithm 2 and 2.3).
+//
+//     momentum = mu * momentum + mean
+//     global   = global - lr * (mean + mu * momentum)            Nesterov, as torch.optim.SGD(nesterov=True) has it
+//     local    = alpha * local + (1 - alpha) * global            the merge: exact for alpha = 0 and alpha = 1
+//
+// The optimizer `average` is lr = 1, mu = 0: global becomes the mean of the workers' parameters at the send.
+#pragma once
+#include <string>
+
+#include "arithmetic.h"
+#include "llmc/buffer.h"
+#include "llmc/error.h"
+#include "llmc/floatx.h"
+#include "llmc/stream.h"
+
+enum class OuterOptimizer { none, nesterov, average };  // none: the run is one worker, there is no outer step
+
+inline std::string name_of(OuterOptimizer optimizer) {
+    switch (optimizer) {
+        case OuterOptimizer::none: return "none";
+        case OuterOptimizer::nesterov: return "nesterov";
+        case OuterOptimizer::average: break;
+    }
+    return "average";
+}
+
+inline OuterOptimizer parse_outer_optimizer(const std::string& name) {
+    for (OuterOptimizer one : {OuterOptimizer::none, OuterOptimizer::nesterov, OuterOptimizer::average}) {
+        if (name == name_of(one)) { return one; }
+    }
+    throw UserError("unknown outer optimizer '" + name + "': use none, nesterov or average");
+}
+
+struct OuterStep {
+    float learning_rate;
+    float momentum;      // mu
+    float local_weight;  // alpha
+};
+
+// The outer state: the same bits on every worker.   global, momentum: (shard_size)
+struct OuterState {
+    Buffer<float> global;
+    Buffer<float> momentum;
+};
+
+HD inline void outer_update(float& global, float& momentum, float mean, OuterStep step) {
+    momentum = fma_rn(step.momentum, momentum, mean);
+    global = fma_rn(-step.learning_rate, fma_rn(step.momentum, momentum, mean), global);
+}
+
+// For 0 < alpha < 1. The ends are not formulas: 0 * local is not 0 for every local, and -0 + 0 is not -0.
+HD inline float merge(float local, float global, float alpha) {
+    return fma_rn(alpha, local, multiply_rn(subtract_rn(1.0f, alpha), global));
+}
+
+namespace cpu {
+
+const long parallel_values = 1 << 13;  // below so many one thread is faster than a team
+
+// One pass over a range: momentum, global, local and the copy of local that the model computes with.
+// With alpha = 1 local and params stay as they are.   all: (n)   Memory: 16 bytes read and 16 written a value.
+inline void outer_step(float* global, float* momentum, float* local, floatX* params, const float* mean, long n,
+                       OuterStep step, Stream& stream) {
+    stream.enqueue([=] {
+        const float alpha = step.local_weight;
+        #pragma omp parallel for simd if (n >= parallel_values)
+        for (long i = 0; i < n; i++) {
+            outer_update(global[i], momentum[i], mean[i], step);
+            if (alpha < 1) {
+                local[i] = alpha == 0 ? global[i] : merge(local[i], global[i], alpha);
+                params[i] = floatX(local[i]);
+            }
+        }
+    });
+}
+
+}  // namespace cpu

@@ -1,0 +1,223 @@
+// Quantize: outer gradients to the bytes of a payload, and payloads of all workers to their mean.
+//
+//     payload | header, 64 bytes | scales, one bf16 a block of 128 values | codes, two fp4 a byte, the first one low |
+//
+// Every section starts and ends on 16 bytes (NCCL moves single bytes otherwise). bf16 and fp32 have no scales.
+//
+//     delta = global - local                                      the outer gradient, arXiv 2501.18512, algorithm 2
+//     scale = max |delta| / largest code, rounded up to bf16      so that nothing clips; 0 where all are 0
+//     code  = encode(delta / scale)
+//     mean  = (0 + decode(code_0) * scale_0 + decode(code_1) * scale_1 + ...) / M       fp32, workers ascending
+//
+// A delta that is not finite, or too large for bf16, sets a flag in the header: the payload travels all the same.
+#pragma once
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "formats.h"
+#include "llmc/layout.h"
+#include "llmc/stream.h"
+
+enum PayloadFlag : uint64_t { delta_not_finite = 1 };
+
+struct PayloadHeader {
+    uint32_t magic = payload_magic;
+    uint16_t version = 1;
+    uint16_t format = 0;
+    uint64_t sync = 0;       // the number of this exchange (schedule.h)
+    uint32_t fragment = 0;
+    uint32_t worker = 0;     // whose payload it is
+    uint64_t send_step = 0;
+    uint64_t values = 0;     // n, a multiple of 128
+    uint64_t tokens = 0;     // that the worker trained on since it last sent this fragment
+    uint64_t flags = 0;      // PayloadFlag
+    uint64_t hash = 0;       // of the sender's global parameters: the sum of hash_value() mod 2^64
+
+    static constexpr uint32_t payload_magic = 0x4f434c44;  // "DLCO"
+};
+static_assert(sizeof(PayloadHeader) == 64, "the wire's format");
+
+// Bytes of the sections of a payload of n values.   n: a multiple of 128
+inline size_t scale_bytes(Format format, long n) {
+    bool scaled = with_format(format, [](auto f) { return decltype(f)::scaled; });
+    return scaled ? (size_t(n / quantization_block) * sizeof(uint16_t) + 15) / 16 * 16 : 0;
+}
+
+inline size_t code_bytes(Format format, long n) {
+    return size_t(n) * size_t(with_format(format, [](auto f) { return decltype(f)::bits; })) / 8;
+}
+
+inline size_t payload_bytes(Format format, long n) {
+    return sizeof(PayloadHeader) + scale_bytes(format, n) + code_bytes(format, n);
+}
+
+// What value number `index` adds to the hash. A multiplication between two folds spreads every bit over the word.
+HD inline uint64_t hash_value(uint64_t index, float value) {
+    uint64_t x = index * 0x9e3779b97f4a7c15 + float_to_bits(value);
+    x = (x ^ x >> 32) * 0xd6e8feb86659fd93;
+    return x ^ x >> 32;
+}
+
+// x rounded up to bf16.   x: the bits of a non-negative fp32. 0x7f80 and above: x was not finite, or bf16 cannot hold it.
+HD inline uint32_t bf16_rounded_up(uint32_t x) { return (x + 0xffff) >> 16; }
+
+// The scale of a block whose largest magnitude has the bits `absmax`, as bf16 bits; at least absmax / largest.
+// scale * largest is exact but for subnormals, so one step up is enough where the division rounded down.
+template <class F>
+HD inline uint32_t block_scale(uint32_t absmax) {
+    uint32_t scale = bf16_rounded_up(float_to_bits(divide_rn(bits_to_float(absmax), F::largest)));
+    return scale + (multiply_rn(bits_to_float(scale << 16), F::largest) < bits_to_float(absmax) ? 1 : 0);
+}
+
+namespace cpu {
+
+const long parallel_blocks = 64;  // below so many blocks one thread is faster than a team
+
+// Codes, one a 32-bit word, to memory.   words: (128)
+template <class F>
+inline void pack_block(uint8_t* out, const uint32_t* words) {
+    if constexpr (F::bits == 32) {
+        memcpy(out, words, quantization_block * sizeof(uint32_t));
+    } else if constexpr (F::bits == 16) {
+        uint16_t codes[quantization_block];
+        for (int i = 0; i < quantization_block; i++) { codes[i] = uint16_t(words[i]); }
+        memcpy(out, codes, sizeof(codes));
+    } else {
+        uint8_t codes[quantization_block];
+        for (int i = 0; i < quantization_block; i++) { codes[i] = uint8_t(words[i]); }
+        if constexpr (F::bits == 8) {
+            memcpy(out, codes, sizeof(codes));
+        } else {  // pairs of neighbours as 16-bit words (little-endian): no lane has to be moved
+            uint16_t pairs[quantization_block / 2];
+            memcpy(pairs, codes, sizeof(pairs));
+            for (int i = 0; i < quantization_block / 2; i++) { out[i] = uint8_t(pairs[i] | pairs[i] >> 4); }
+        }
+    }
+}
+
+// The reverse.
+template <class F>
+inline void unpack_block(uint32_t* words, const uint8_t* inp) {
+    if constexpr (F::bits == 32) {
+        memcpy(words, inp, quantization_block * sizeof(uint32_t));
+    } else if constexpr (F::bits == 16) {
+        uint16_t codes[quantization_block];
+        memcpy(codes, inp, sizeof(codes));
+        for (int i = 0; i < quantization_block; i++) { words[i] = codes[i]; }
+    } else {
+        uint8_t codes[quantization_block];
+        if constexpr (F::bits == 8) {
+            memcpy(codes, inp, sizeof(codes));
+        } else {
+            uint16_t pairs[quantization_block / 2];
+            for (int i = 0; i < quantization_block / 2; i++) { pairs[i] = uint16_t((inp[i] | inp[i] << 4) & 0x0f0f); }
+            memcpy(codes, pairs, sizeof(codes));
+        }
+        for (int i = 0; i < quantization_block; i++) { words[i] = codes[i]; }
+    }
+}
+
+// One block of global - local. Returns false where it is not finite or bf16 cannot hold it.   global, local: (128)
+template <class F>
+inline bool quantize_block(uint8_t* codes, uint16_t* scale, const float* global, const float* local) {
+    float delta[quantization_block];
+    uint32_t words[quantization_block];
+    uint32_t absmax = 0;  // as bits: infinity and NaN are the largest
+    for (int i = 0; i < quantization_block; i++) {
+        delta[i] = subtract_rn(global[i], local[i]);
+        absmax = std::max(absmax, float_to_bits(delta[i]) & 0x7fffffff);
+    }
+    bool finite = absmax < 0x7f800000 && (F::bits == 32 || bf16_rounded_up(absmax) < 0x7f80);
+    if constexpr (F::scaled) {
+        *scale = uint16_t(finite ? block_scale<F>(absmax) : 0);
+        const float divisor = *scale == 0 ? 1.0f : bits_to_float(uint32_t(*scale) << 16);
+        for (int i = 0; i < quantization_block; i++) { words[i] = F::encode(divide_rn(delta[i], divisor)); }
+        finite = finite && bits_to_float(uint32_t(*scale) << 16) * F::largest <= 0x1.fffffep127f;
+    } else {
+        for (int i = 0; i < quantization_block; i++) { words[i] = F::encode(delta[i]); }
+    }
+    pack_block<F>(codes, words);
+    return finite;
+}
+
+// Writes the header of a payload.
+inline void write_header(uint8_t* payload, const PayloadHeader& header, Stream& stream) {
+    stream.enqueue([=] { memcpy(payload, &header, sizeof(header)); });
+}
+
+// Reads the headers of `count` payloads that lie `stride` bytes apart. `headers` is memory of the host.
+inline void read_headers(PayloadHeader* headers, const uint8_t* payloads, size_t stride, int count, Stream& stream) {
+    stream.enqueue([=] {
+        for (int i = 0; i < count; i++) { memcpy(&headers[i], payloads + i * stride, sizeof(PayloadHeader)); }
+    });
+}
+
+// Adds the hash of values [first, first + count) of a fragment to the payload's header.   values: (count)
+inline void add_hash(uint8_t* payload, long first, const float* values, long count, Stream& stream) {
+    stream.enqueue([=] {
+        uint64_t sum = 0;
+        #pragma omp parallel for simd reduction(+ : sum) if (count >= parallel_blocks * quantization_block)
+        for (long i = 0; i < count; i++) { sum += hash_value(uint64_t(first + i), values[i]); }
+        reinterpret_cast<PayloadHeader*>(payload)->hash += sum;
+    });
+}
+
+// Quantizes values [first, first + count) of a fragment of n values into its payload: global - local.
+// global, local: (count); first, count: multiples of 128; payload: 16-byte aligned, its header is written already.
+// Memory: 8 bytes read a value, in one pass.
+inline void quantize(uint8_t* payload, Format format, long n, long first, const float* global, const float* local,
+                     long count, Stream& stream) {
+    stream.enqueue([=] {
+        with_format(format, [=](auto f) {
+            using F = decltype(f);
+            uint16_t* scales = reinterpret_cast<uint16_t*>(payload + sizeof(PayloadHeader)) + first / quantization_block;
+            uint8_t* codes = payload + sizeof(PayloadHeader) + scale_bytes(format, n) + first * F::bits / 8;
+            const long blocks = count / quantization_block;
+            int finite = 1;
+            #pragma omp parallel for reduction(& : finite) if (blocks >= parallel_blocks)
+            for (long b = 0; b < blocks; b++) {
+                const long i = b * quantization_block;
+                finite &= quantize_block<F>(codes + i * F::bits / 8, scales + b, global + i, local + i);
+            }
+            if (!finite) { reinterpret_cast<PayloadHeader*>(payload)->flags |= delta_not_finite; }
+        });
+    });
+}
+
+// mean[i] = the sum over workers of what their payloads say of value i, in fp32 and ascending order, by float(workers).
+// mean: (n)   payloads: `workers` of them, `stride` bytes apart.   Memory: 4 bytes written a value, in one pass.
+inline void dequantize_mean(float* mean, const uint8_t* payloads, size_t stride, int workers, Format format, long n,
+                            Stream& stream) {
+    stream.enqueue([=] {
+        with_format(format, [=](auto f) {
+            using F = decltype(f);
+            const uint8_t* scales = payloads + sizeof(PayloadHeader);
+            const uint8_t* codes = scales + scale_bytes(format, n);
+            const long blocks = n / quantization_block;
+            #pragma omp parallel for if (blocks >= parallel_blocks)
+            for (long b = 0; b < blocks; b++) {
+                float sum[quantization_block] = {};
+                uint32_t words[quantization_block];
+                for (int worker = 0; worker < workers; worker++) {
+                    float scale = 1.0f;
+                    if constexpr (F::scaled) {
+                        uint16_t bf16;
+                        memcpy(&bf16, scales + worker * stride + b * sizeof(bf16), sizeof(bf16));
+                        scale = bits_to_float(uint32_t(bf16) << 16);
+                    }
+                    unpack_block<F>(words, codes + worker * stride + b * quantization_block * F::bits / 8);
+                    for (int i = 0; i < quantization_block; i++) {
+                        sum[i] = add_rn(sum[i], multiply_rn(F::decode(words[i]), scale));
+                    }
+                }
+                float* out = mean + b * quantization_block;
+                for (int i = 0; i < quantization_block; i++) { out[i] = divide_rn(sum[i], float(workers)); }
+            }
+        });
+    });
+}
+
+}  // namespace cpu
+
+namespace device = cpu;  // where the parameters lie, and the functions that touch them run
