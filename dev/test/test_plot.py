@@ -1,0 +1,103 @@
+"""compare.py and plot.py on logs made here, whose table is known."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DEV = Path(__file__).parents[1]
+sys.path.insert(0, str(DEV))
+import compare
+
+STEPS = 200
+
+
+def write_process(path, worker, rank, workers, ranks, loss, inner_bytes, syncs, waited):
+    """inner_bytes: sent in every step.   syncs: [(send step, bytes)]"""
+    lines = [{"type": "run", "version": 1, "worker": worker, "rank": rank, "workers": workers, "ranks": ranks,
+              "parameters": 1_240_000, "options": {"--seed": "1"}}]
+    lines.append({"type": "eval", "step": 0, "time": 0.1, "loss": 5.5})
+    for step in range(1, STEPS + 1):
+        now = loss + 4 / (1 + step / 8)
+        lines.append({"type": "step", "step": step, "time": step * 0.1, "loss": now + 0.03 * ((step * 7 + worker) % 5 - 2),
+                      "lr": 1e-3, "norm": 1.0, "seconds": 0.1, "tokens": step * 1000 * ranks, "tokens_per_second": 1e4,
+                      "inner_bytes_sent": step * inner_bytes, "inner_bytes_received": step * inner_bytes})
+        lines += [{"type": "sync", "sync": step, "fragment": 0, "send_step": sent, "apply_step": step, "time": 0.1,
+                   "bytes_sent": count, "bytes_received": count, "wire_seconds": 0.01, "waited_seconds": 0.0}
+                  for sent, count in syncs if sent == step - 1]
+        if step % 25 == 0:
+            lines.append({"type": "eval", "step": step, "time": step * 0.1, "loss": loss if step == STEPS else now})
+    lines.append({"type": "end", "step": STEPS, "time": 21.0, "train_seconds": 20.0,
+                  "inner_bytes_sent": STEPS * inner_bytes, "outer_bytes_sent": sum(count for _, count in syncs),
+                  "waited_seconds": waited})
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Data-parallel (1 x 2), classic (2 x 1) and streaming (2 x 1) folders."""
+    for rank in range(2):
+        write_process(tmp_path / "data-parallel" / ("metrics.jsonl" if rank == 0 else "metrics_00001.jsonl"),
+                      0, rank, 1, 2, 2.0, 5_000_000, [], 0)
+    for worker in range(2):
+        file = "metrics.jsonl" if worker == 0 else "metrics_00001.jsonl"
+        write_process(tmp_path / "classic" / file, worker, 0, 2, 1, 2.05, 0,
+                      [(step, 5_000_000) for step in range(25, STEPS, 25)], 1.5 + worker)
+        write_process(tmp_path / "streaming" / file, worker, 0, 2, 1, 2.02, 0,
+                      [(step, 250_000) for step in range(8, STEPS, 8)], 0.05 + worker)
+    return [tmp_path / name for name in ("data-parallel", "classic", "streaming")]
+
+
+def command(script, *arguments):
+    return subprocess.run([sys.executable, DEV / script, *arguments], capture_output=True, text=True)
+
+
+def test_the_table_holds_the_numbers_of_the_logs(runs):
+    rows = {row[0].strip(): row[1:] for row in compare.table([compare.read_run(folder) for folder in runs])}
+    assert rows["validation loss"] == ["2.0000", "2.0500 (+2.50%)", "2.0200 (+1.00%)"]
+    assert rows["sent by a process"] == ["1.00 GB", "35.0 MB", "6.00 MB"]
+    assert rows["fewer than data-parallel, as sent"] == ["1.0x", "29x", "167x"]
+    assert rows["fewer than that in bf16"] == ["-", "14x", "83x"]
+    assert rows["most sent at once"] == ["5.00 MB in a step", "5.00 MB in a sync", "250 kB in a sync"]
+    assert rows["worker 0 waited"] == ["-", "1.50 s (7.50%)", "0.05 s (0.25%)"]
+    assert rows["worker 1 waited"] == ["-", "2.50 s (12.50%)", "1.05 s (5.25%)"]
+    assert rows["tokens trained on"] == ["400,000", "400,000", "400,000"]
+    assert rows["tokens/s, all workers"] == ["20,000", "20,000", "20,000"]
+
+
+def test_the_table_takes_the_process_that_sent_most(runs):
+    write_process(runs[2] / "metrics_00001.jsonl", 1, 0, 2, 1, 2.02, 0, [(100, 7_000_000)], 0)
+    assert compare.bytes_sent(compare.read_run(runs[2])) == 7_000_000
+
+
+def test_compare_prints_aligned_columns(runs):
+    result = command("compare.py", *runs)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert len({len(line) for line in lines}) == 1 and "167x" in result.stdout
+    assert "different numbers of tokens" not in result.stdout
+
+
+def test_runs_of_different_lengths_are_pointed_out(runs):
+    log = runs[1] / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"tokens": 200000', '"tokens": 190000'))
+    assert "different numbers of tokens" in command("compare.py", *runs).stdout
+
+
+def test_a_picture_is_drawn(runs, tmp_path):
+    result = command("plot.py", *runs, "-o", tmp_path / "losses.png")
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "losses.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("script, more", [("compare.py", []), ("plot.py", ["-o", "x.png"])])
+def test_what_is_not_a_finished_run_is_one_line_and_exit_2(script, more, runs, tmp_path):
+    log = runs[0] / "metrics_00001.jsonl"
+    good = log.read_text()
+    for text, word in [("".join(good.splitlines(True)[:-1]), "did not finish"), ("nonsense\n", "line 1"), (None, "cannot read")]:
+        log.unlink() if text is None else log.write_text(text)
+        result = command(script, *runs, *more)
+        assert result.returncode == 2 and word in result.stderr
+        assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
