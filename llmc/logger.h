@@ -28,8 +28,8 @@ class JsonLine {
 public:
     JsonLine& field(const char* name, const std::string& value) { return raw(name, quoted(value)); }
     JsonLine& field(const char* name, const char* value) { return raw(name, quoted(value)); }
-    JsonLine& field(const char* name, double value) {
-        return raw(name, std::isfinite(value) ? format("%.9g", value) : "null");  // 9 digits: exact for a float
+    JsonLine& field(const char* name, double value) {  // nine digits: exact for a float
+        return raw(name, std::isfinite(value) ? format("%.9g", value) : "null");
     }
     JsonLine& field(const char* name, int value) { return raw(name, std::to_string(value)); }
     JsonLine& field(const char* name, long value) { return raw(name, std::to_string(value)); }

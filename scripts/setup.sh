@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# Installs what is missing: packages of Debian or Ubuntu, and the Python packages of requirements.txt into .venv.
+# Where nothing is missing it takes milliseconds and says nothing. `make setup`, `demo` and `test` call it.
+# SKIP_PACKAGES=1 leaves the system's packages to you.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+packages=(
+    g++ make                                    # the build
+    libdnnl-dev                                 # oneDNN: matmuls on the CPU
+    libgloo-dev                                 # collectives over TCP
+    libhiredis-dev libcli11-dev libxxhash-dev   # Redis, where processes meet; options; checksums
+    libgtest-dev                                # tests
+    bible-kjv                                   # the text of the demo
+    python3-venv                                # text to tokens, plots, tests
+)
+
+fail() {
+    echo "error: $1" >&2
+    exit 2
+}
+
+# Runs a command, quiet unless it fails; then its output is shown and the set-up ends with message $1.
+run_or_fail() {
+    local message=$1 log
+    shift
+    log=$(mktemp)
+    if ! "$@" >"$log" 2>&1; then
+        tail -n 20 "$log" >&2
+        rm -f "$log"
+        fail "$message"
+    fi
+    rm -f "$log"
+}
+
+apt_get() {
+    local as_root=(env)
+    if [ "$(id -u)" -ne 0 ]; then as_root=(sudo); fi
+    "${as_root[@]}" DEBIAN_FRONTEND=noninteractive apt-get -q "$@" </dev/null
+}
+
+is_installed() {
+    [ "$(dpkg-query --show --showformat='${db:Status-Status}' "$1" 2>/dev/null)" = installed ]
+}
+
+install_packages() {
+    local missing=() redis=() package
+    if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
+        fail "this is not Debian or Ubuntu: install what these packages hold by your system's means: ${packages[*]}\
+ redis-server; then run again with SKIP_PACKAGES=1"
+    fi
+    for package in "${packages[@]}"; do
+        is_installed "$package" || missing+=("$package")
+    done
+    command -v redis-server >/dev/null || redis=(redis-server)   # the tests start one of their own
+    if [ $((${#missing[@]} + ${#redis[@]})) -eq 0 ]; then return; fi
+    if [ "$(id -u)" -ne 0 ] && ! command -v sudo >/dev/null; then
+        fail "packages are missing and there is no sudo: as root, apt-get install ${missing[*]} ${redis[*]}"
+    fi
+
+    echo "updating the package lists"
+    run_or_fail "apt-get update failed: check the network and the package sources" apt_get update
+    if [ ${#missing[@]} -gt 0 ]; then
+        echo "installing ${missing[*]}"
+        run_or_fail "apt-get install failed: correct that, then run again" \
+            apt_get install -y --no-install-recommends "${missing[@]}"
+    fi
+    if [ ${#redis[@]} -gt 0 ]; then
+        # The package also starts a service, which may fail (no init system, a port in use): only the program counts.
+        echo "installing redis-server"
+        apt_get install -y --no-install-recommends redis-server >/dev/null 2>&1 || true
+        command -v redis-server >/dev/null || fail "redis-server did not install: apt-get install redis-server"
+    fi
+}
+
+install_python_packages() {
+    local python=/usr/bin/python3 wanted
+    wanted=$(sha256sum <requirements.txt)
+    if [ "$(cat .venv/requirements.sha256 2>/dev/null)" = "$wanted" ] && .venv/bin/python -c '' 2>/dev/null; then
+        return
+    fi
+    [ -x "$python" ] || python=python3
+    echo "making .venv: $(grep -o "^[a-z_0-9]*" requirements.txt | uniq | tr '\n' ' ')"
+    run_or_fail "no Python environment: python3 3.10 or newer with venv is needed" "$python" -m venv --clear .venv
+    run_or_fail "pip failed: check the network, then run again" \
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+    echo "$wanted" >.venv/requirements.sha256
+}
+
+if [ -z "${SKIP_PACKAGES:-}" ]; then install_packages; fi
+install_python_packages
