@@ -1,0 +1,32 @@
+// AdamW (Loshchilov & Hutter, arXiv 1711.05101) as torch.optim.AdamW computes it, for one value:
+//
+//     w = w (1 - lr weight_decay)
+//     m = beta1 m + (1 - beta1) g,      v = beta2 v + (1 - beta2) g^2
+//     w = w - lr / (1 - beta1^t)  m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+#pragma once
+#include <cmath>
+
+#include "llmc/host_device.h"
+
+// What is the same for all values of a step: computed once on the host, the powers in double.
+struct AdamW {
+    float beta1, beta2, eps;
+    float one_minus_beta1, one_minus_beta2;
+    float step_size;             // lr / (1 - beta1^t)
+    float sqrt_bias_correction;  // sqrt(1 - beta2^t)
+    float decay;                 // 1 - lr weight_decay
+};
+
+// t is 1 at the first update.
+inline AdamW adamw(float lr, float beta1, float beta2, float eps, float weight_decay, int t) {
+    return {beta1, beta2, eps, float(1.0 - double(beta1)), float(1.0 - double(beta2)),
+            float(double(lr) / (1.0 - pow(double(beta1), t))), float(sqrt(1.0 - pow(double(beta2), t))),
+            float(1.0 - double(lr) * double(weight_decay))};
+}
+
+// decay: step.decay, or 1 for values without weight decay
+HD inline void adamw_value(const AdamW& step, float decay, float gradient, float& master, float& m, float& v) {
+    m = fmaf(step.beta1, m, step.one_minus_beta1 * gradient);
+    v = fmaf(step.beta2, v, step.one_minus_beta2 * gradient * gradient);
+    master = fmaf(-step.step_size, m / (sqrtf(v) / step.sqrt_bias_correction + step.eps), master * decay);
+}

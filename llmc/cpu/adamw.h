@@ -1,0 +1,27 @@
+// The AdamW update of a shard, one pass over memory: 16 bytes a value read, 16 written. llmc/adamw.h has the arithmetic.
+#pragma once
+#include <cmath>
+
+#include "llmc/adamw.h"
+#include "llmc/floatx.h"
+#include "llmc/stream.h"
+
+namespace cpu {
+
+// Updates master, m, v from grad * *grad_scale, and params = floatX(master). Weight decay applies to the first `decayed`
+// values. Does nothing where *grad_scale is not finite: such a gradient must not reach the moments.
+// params, master, m, v, grad: (count).   grad_scale: (1), the clip scale.   t: 1 at the first update
+inline void adamw_update(floatX* params, float* master, float* m, float* v, const float* grad, long count, long decayed,
+                         float lr, float beta1, float beta2, float eps, float weight_decay, const float* grad_scale,
+                         int t, Stream&) {
+    const float scale = *grad_scale;
+    if (!std::isfinite(scale)) { return; }
+    const AdamW step = adamw(lr, beta1, beta2, eps, weight_decay, t);
+    #pragma omp parallel for simd
+    for (long i = 0; i < count; i++) {
+        adamw_value(step, i < decayed ? step.decay : 1.0f, scale * grad[i], master[i], m[i], v[i]);
+        params[i] = floatX(master[i]);
+    }
+}
+
+}  // namespace cpu

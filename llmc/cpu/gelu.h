@@ -1,0 +1,14 @@
+// GELU of an array: the activation that recomputation needs alone (matmul_forward otherwise applies it on the way).
+#pragma once
+#include "llmc/gelu.h"
+#include "llmc/stream.h"
+
+namespace cpu {
+
+// out[i] = gelu(inp[i]).   out, inp: (n)
+inline void gelu_forward(float* out, const float* inp, long n, Stream&) {
+    #pragma omp parallel for simd
+    for (long i = 0; i < n; i++) { out[i] = gelu(inp[i]); }
+}
+
+}  // namespace cpu

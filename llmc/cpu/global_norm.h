@@ -1,0 +1,27 @@
+// The squared L2 norm of a buffer of gradients.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "llmc/stream.h"
+
+namespace cpu {
+
+// *out = sum of values[i]^2.   values: (count)
+// Chunks of fixed size are summed in double, and then in order: the same bits at any number of threads.
+inline void global_norm_squared(float* out, const float* values, long count, Stream&) {
+    const long chunk = 1 << 15, chunks = (count + chunk - 1) / chunk;
+    std::vector<double> partial(static_cast<size_t>(chunks));
+    #pragma omp parallel for
+    for (long i = 0; i < chunks; i++) {
+        double sum = 0;
+        #pragma omp simd reduction(+ : sum)
+        for (long j = i * chunk; j < std::min(count, (i + 1) * chunk); j++) { sum += double(values[j]) * double(values[j]); }
+        partial[size_t(i)] = sum;
+    }
+    double sum = 0;
+    for (double part : partial) { sum += part; }
+    *out = float(sum);
+}
+
+}  // namespace cpu

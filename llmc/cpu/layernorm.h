@@ -1,0 +1,95 @@
+// LayerNorm (Ba et al., arXiv 1607.06450), and fused with the residual addition before it.
+//
+//     out = (inp - mean) rstd weight + bias,   mean and rstd = 1 / sqrt(variance + 1e-5) of each row of C values
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "llmc/stream.h"
+
+namespace cpu {
+
+// One row. The variance is that of the centred values: E[x^2] - E[x]^2 would cancel where the mean is large.
+inline void layernorm_row(float* out, float* mean, float* rstd, const float* inp, const float* weight, const float* bias,
+                          int C) {
+    float sum = 0, squares = 0;
+    #pragma omp simd reduction(+ : sum)
+    for (int c = 0; c < C; c++) { sum += inp[c]; }
+    const float m = sum / float(C);
+    #pragma omp simd reduction(+ : squares)
+    for (int c = 0; c < C; c++) { squares += (inp[c] - m) * (inp[c] - m); }
+    const float r = 1.0f / sqrtf(squares / float(C) + 1e-5f);
+    #pragma omp simd
+    for (int c = 0; c < C; c++) { out[c] = (inp[c] - m) * r * weight[c] + bias[c]; }
+    *mean = m;
+    *rstd = r;
+}
+
+// out: (N,C)   mean, rstd: (N)   inp: (N,C)   weight, bias: (C)
+inline void layernorm_forward(float* out, float* mean, float* rstd, const float* inp, const float* weight,
+                              const float* bias, int N, int C, Stream&) {
+    #pragma omp parallel for
+    for (int n = 0; n < N; n++) {
+        layernorm_row(out + long(n) * C, mean + n, rstd + n, inp + long(n) * C, weight, bias, C);
+    }
+}
+
+// residual = inp1 + inp2, normed = layernorm(residual).   all (N,C), but mean, rstd: (N) and weight, bias: (C)
+inline void fused_residual_forward(float* residual, float* normed, float* mean, float* rstd, const float* inp1,
+                                   const float* inp2, const float* weight, const float* bias, int N, int C, Stream&) {
+    #pragma omp parallel for
+    for (int n = 0; n < N; n++) {
+        const long row = long(n) * C;
+        #pragma omp simd
+        for (int c = 0; c < C; c++) { residual[row + c] = inp1[row + c] + inp2[row + c]; }
+        layernorm_row(normed + row, mean + n, rstd + n, residual + row, weight, bias, C);
+    }
+}
+
+// One row: with x = (inp - mean) rstd and d = weight dout,
+//     dinp += rstd (d - mean over C of d - x * mean over C of d x),   dweight += dout x,   dbias += dout
+inline void layernorm_backward_row(float* dinp, float* dweight, float* dbias, const float* dout, const float* inp,
+                                   const float* weight, float mean, float rstd, int C) {
+    float sum = 0, sum_x = 0;
+    #pragma omp simd reduction(+ : sum, sum_x)
+    for (int c = 0; c < C; c++) {
+        const float d = weight[c] * dout[c];
+        sum += d;
+        sum_x += d * ((inp[c] - mean) * rstd);
+    }
+    const float mean_d = sum / float(C), mean_dx = sum_x / float(C);
+    #pragma omp simd
+    for (int c = 0; c < C; c++) {
+        const float x = (inp[c] - mean) * rstd;
+        dinp[c] += rstd * (weight[c] * dout[c] - mean_d - x * mean_dx);
+        dweight[c] += dout[c] * x;
+        dbias[c] += dout[c];
+    }
+}
+
+// All three are added to.   dinp, dout, inp: (N,C)   dweight, dbias, weight: (C)   mean, rstd: (N)
+// Rows are summed in chunks of fixed size, and the chunks in order: the same bits at any number of threads.
+inline void layernorm_backward(float* dinp, float* dweight, float* dbias, const float* dout, const float* inp,
+                               const float* weight, const float* mean, const float* rstd, int N, int C, Stream&) {
+    const int rows = 64, chunks = (N + rows - 1) / rows;
+    std::vector<float> partial(size_t(chunks) * 2 * size_t(C));  // (chunks, 2, C): dweight, dbias
+    #pragma omp parallel for
+    for (int chunk = 0; chunk < chunks; chunk++) {
+        float* sums = partial.data() + size_t(chunk) * 2 * size_t(C);
+        for (int n = chunk * rows; n < std::min(N, (chunk + 1) * rows); n++) {
+            layernorm_backward_row(dinp + long(n) * C, sums, sums + C, dout + long(n) * C, inp + long(n) * C, weight,
+                                   mean[n], rstd[n], C);
+        }
+    }
+    for (int chunk = 0; chunk < chunks; chunk++) {
+        const float* sums = partial.data() + size_t(chunk) * 2 * size_t(C);
+        #pragma omp simd
+        for (int c = 0; c < C; c++) {
+            dweight[c] += sums[c];
+            dbias[c] += sums[C + c];
+        }
+    }
+}
+
+}  // namespace cpu
