@@ -37,10 +37,10 @@ public:
     // pattern: a glob of shards ("data/kjv-bytes/kjv_train_*.bin"), taken in the order of their names.
     // UserError, naming the file: no match, wrong kind, truncated, no whole sample, or a token >= vocab_size:
     // found here where all shards together are at most `full_check_bytes`, else when a batch is read.
-    DataLoader(const std::string& pattern, int B, int T, int process, int processes, uint64_t seed,
-               bool shuffle, int vocab_size)
-        : B(B), T(T), process(process), processes(processes), seed(seed), shuffle(shuffle),
-          vocab_size(vocab_size), tokens(size_t(B) * T + 1), input(size_t(B) * T), target(size_t(B) * T) {
+    DataLoader(const std::string& pattern, int B, int T, int process, int processes, int vocab_size,
+               uint64_t seed, bool shuffle)
+        : B(B), T(T), process(process), processes(processes), vocab_size(vocab_size), seed(seed),
+          shuffle(shuffle), tokens(size_t(B) * T + 1), input(size_t(B) * T), target(size_t(B) * T) {
         for (const std::string& path : matching_files(pattern)) { shards.push_back(open_shard(path)); }
         if (num_tokens() * int64_t(sizeof(uint16_t)) <= full_check_bytes) {
             for (const Shard& shard : shards) { check_all_tokens(shard); }
@@ -194,10 +194,9 @@ private:
                                shards[0].file->name().c_str()));
     }
 
-    int B, T, process, processes;
+    int B, T, process, processes, vocab_size;
     uint64_t seed;
     bool shuffle;
-    int vocab_size;
     std::vector<Shard> shards;
     DataPosition next;
     std::vector<uint64_t> shard_order, sample_order;

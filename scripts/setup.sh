@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what is missing: packages of Debian or Ubuntu, and the Python packages of requirements.txt into .venv.
+# Installs what is missing: packages of Debian or Ubuntu, and the Python packages of requirements.txt in .venv.
 # Where nothing is missing it takes milliseconds and says nothing. `make setup`, `demo` and `test` call it.
 # SKIP_PACKAGES=1 leaves the system's packages to you.
 set -euo pipefail
@@ -46,8 +46,8 @@ is_installed() {
 install_packages() {
     local missing=() redis=() package
     if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
-        fail "this is not Debian or Ubuntu: install what these packages hold by your system's means: ${packages[*]}\
- redis-server; then run again with SKIP_PACKAGES=1"
+        fail "this is not Debian or Ubuntu: install what these packages hold your system's way, then run again\
+ with SKIP_PACKAGES=1: ${packages[*]} redis-server"
     fi
     for package in "${packages[@]}"; do
         is_installed "$package" || missing+=("$package")
@@ -66,25 +66,24 @@ install_packages() {
             apt_get install -y --no-install-recommends "${missing[@]}"
     fi
     if [ ${#redis[@]} -gt 0 ]; then
-        # The package also starts a service, which may fail (no init system, a port in use): only the program counts.
+        # The package also starts a service. That may fail (no init system, port in use): the program counts.
         echo "installing redis-server"
         apt_get install -y --no-install-recommends redis-server >/dev/null 2>&1 || true
-        command -v redis-server >/dev/null || fail "redis-server did not install: apt-get install redis-server"
+        command -v redis-server >/dev/null || fail "no redis-server: install it with apt-get to see why"
     fi
 }
 
 install_python_packages() {
-    local python=/usr/bin/python3 wanted
+    local python=/usr/bin/python3 made_from=.venv/requirements.sha256 wanted
     wanted=$(sha256sum <requirements.txt)
-    if [ "$(cat .venv/requirements.sha256 2>/dev/null)" = "$wanted" ] && .venv/bin/python -c '' 2>/dev/null; then
-        return
-    fi
+    if [ "$(cat $made_from 2>/dev/null)" = "$wanted" ] && .venv/bin/python -c '' 2>/dev/null; then return; fi
     [ -x "$python" ] || python=python3
     echo "making .venv: $(grep -o "^[a-z_0-9]*" requirements.txt | uniq | tr '\n' ' ')"
-    run_or_fail "no Python environment: python3 3.10 or newer with venv is needed" "$python" -m venv --clear .venv
+    run_or_fail "no Python environment: install Python 3.10 or newer with venv" \
+        "$python" -m venv --clear .venv
     run_or_fail "pip failed: check the network, then run again" \
         .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-    echo "$wanted" >.venv/requirements.sha256
+    echo "$wanted" >$made_from
 }
 
 if [ -z "${SKIP_PACKAGES:-}" ]; then install_packages; fi
