@@ -57,7 +57,7 @@ inline int test_model(const Reference& reference, int recompute) {
         forward(model, inputs, B, T, main);
         if (step == 1) { report.check("logits", logits_error(model, reference.array("logits").values, B * T), 1e-5); }
         classify(model, targets, B, T, &scalars->loss, share, share, true, main);
-        report.check(format("loss of step %d", step), std::abs(double(scalars->loss) - losses[size_t(step - 1)]), 1e-5);
+        report.check(format("loss of step %d (%.6f)", step, double(scalars->loss)), std::abs(double(scalars->loss) - losses[size_t(step - 1)]), 1e-5);
         backward(model, B, T, main, [](int) {});
         if (step == 1) {
             for (const Tensor& tensor : layout.tensors) {

@@ -522,6 +522,10 @@ inline std::unique_ptr<Tokenizer> find_tokenizer(const Options& o) {
     return stat(beside.c_str(), &info) == 0 ? std::make_unique<Tokenizer>(beside) : nullptr;
 }
 
+inline MatmulPrecision matmul_precision(const std::string& word) {
+    return word == "highest" ? MatmulPrecision::highest : word == "high" ? MatmulPrecision::high : MatmulPrecision::medium;
+}
+
 inline DilocoOptions diloco_options(const Options& o) {
     DilocoOptions d;
     d.inner_steps = o.inner_steps;
@@ -624,7 +628,12 @@ inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& rep
         run.totals.waited_seconds += r.waited_seconds;
         run.logger.sync({r.sync, r.fragment, r.send_step, step, r.traffic.bytes_sent, r.traffic.bytes_received,
                          r.traffic.seconds, r.waited_seconds});
-        if (!r.message.empty() && run.speaks()) { run.status.print(r.message); }
+        for (int worker : r.not_finite) {
+            if (run.speaks()) {
+                run.status.print(format("sync %ld (fragment %d): worker %d's movement is not finite, nobody applies it", r.sync,
+                                        r.fragment, worker));
+            }
+        }
     }
 }
 
@@ -770,7 +779,7 @@ inline void train(Options o, Process& process) {
     Logger logger(o.output, process.index(), process.workers * process.ranks);
     StatusLine status(stdout);
     Stream main, inner_stream(Stream::Kind::queued), outer_stream(Stream::Kind::queued);
-    Model model(shape, layout, o.recompute, parse_matmul_precision(o.matmul_precision));
+    Model model(shape, layout, o.recompute, matmul_precision(o.matmul_precision));
     allocate_activations(model, o.batch, o.seq_len);
     Worker worker(model, *inner, main, inner_stream);
     {
@@ -789,7 +798,7 @@ inline void train(Options o, Process& process) {
                                                                parse_fragment_pattern(o.fragment_pattern), o.inner_steps);
         diloco = std::make_unique<Diloco>(diloco_options(o), fragments, layout, process.rank, *outer, outer_stream);
         diloco->start(worker.master, main);
-        if (process.index() == 0) { fputs(plan(diloco_options(o), fragments, layout).c_str(), stdout); }
+        if (process.index() == 0) { fputs(plan(diloco_options(o), fragments, layout, o.workers).c_str(), stdout); }
     }
     if (process.index() == 0 && !o.output.empty()) { write_text(o.output + "/config.toml", o.toml); }
     logger.run({process.worker, process.rank, process.workers, process.ranks, layout.values, o.resolved});

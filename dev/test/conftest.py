@@ -73,3 +73,44 @@ def train(tokens, tmp_path):
         return Run(folder, result)
 
     return run
+
+
+class Worker:
+    """A worker that was started on its own (--worker W --store URL)."""
+
+    def __init__(self, folder, process):
+        self.folder, self.process, self.text = folder, process, None
+
+    def wait(self, seconds=60):
+        self.text = (self.text or "") + self.process.communicate(timeout=seconds)[0]
+        return self.process.returncode
+
+    def output(self):
+        return self.text if self.text is not None else "(still running)"
+
+    def kill(self):
+        for child in subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True).stdout.split():
+            os.kill(int(child), signal.SIGKILL)
+        self.process.kill()
+
+    def result(self):
+        return Run(self.folder, subprocess.CompletedProcess([], self.process.returncode, self.text, ""))
+
+
+@pytest.fixture
+def start_worker(tokens, tmp_path):
+    """start_worker(w, options, name) starts one worker in the background; whatever still runs at the end is killed."""
+    started = []
+
+    def start(w, options, name=""):
+        folder = tmp_path / f"worker{w}{name}"
+        process = subprocess.Popen(command(tokens, folder, {**options, "--worker": w}), stdout=subprocess.PIPE,
+                                   stderr=subprocess.STDOUT, text=True, cwd=tmp_path)
+        started.append(Worker(folder, process))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        if worker.process.poll() is None:
+            worker.kill()
+            worker.process.communicate()
