@@ -1,0 +1,174 @@
+// Real processes for tests: fork() a function, read what it reports, end it by a signal, wait for it.
+#pragma once
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <exception>
+#include <filesystem>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+// A folder that goes away with the test.
+struct TemporaryFolder {
+    TemporaryFolder() {
+        char name[] = "/tmp/diloco-test-XXXXXX";
+        if (!mkdtemp(name)) { throw std::runtime_error("mkdtemp failed"); }
+        path = name;
+    }
+    TemporaryFolder(const TemporaryFolder&) = delete;
+    ~TemporaryFolder() { std::filesystem::remove_all(path); }
+    std::string path;
+};
+
+// A process that runs `work`. What work returns, or throws as an exception's text, comes back as its report.
+class TestProcess {
+public:
+    explicit TestProcess(const std::function<std::string()>& work) {
+        int ends[2];
+        if (pipe2(ends, O_CLOEXEC) != 0) { throw std::runtime_error("pipe failed"); }
+        pid = fork();
+        if (pid == 0) {
+            prctl(PR_SET_PDEATHSIG, SIGKILL);
+            std::string text;
+            int code = 0;
+            try {
+                text = work();
+            } catch (const std::exception& error) {
+                text = error.what();
+                code = 1;
+            }
+            const ssize_t written = write(ends[1], text.data(), text.size());
+            _exit(written == ssize_t(text.size()) ? code : 99);
+        }
+        close(ends[1]);
+        report_end = ends[0];
+    }
+    TestProcess(TestProcess&& other) noexcept : pid(std::exchange(other.pid, -1)), report_end(std::exchange(other.report_end, -1)) {}
+    ~TestProcess() {
+        if (pid > 0) {
+            kill(pid, SIGKILL);
+            waitpid(pid, nullptr, 0);
+        }
+        if (report_end >= 0) { close(report_end); }
+    }
+
+    void send_signal(int signal) { kill(pid, signal); }
+
+    // Waits for the end: exit code, or 128 + the signal; -1 if it still runs after `seconds` (and then kills it).
+    int wait(double seconds) {
+        const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+        int status = 0;
+        while (waitpid(pid, &status, WNOHANG) == 0) {
+            if (std::chrono::steady_clock::now() > end) { return -1; }
+            std::this_thread::sleep_for(std::chrono::milliseconds(2));
+        }
+        pid = -1;
+        char buffer[4096];
+        ssize_t count;
+        while ((count = read(report_end, buffer, sizeof buffer)) > 0) { report.append(buffer, size_t(count)); }
+        return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+    }
+
+    pid_t pid;
+    std::string report;
+
+private:
+    int report_end;
+};
+
+inline std::vector<TestProcess> start_processes(int count, const std::function<std::string(int)>& work) {
+    std::vector<TestProcess> processes;
+    for (int i = 0; i < count; i++) { processes.emplace_back([&, i] { return work(i); }); }
+    return processes;
+}
+
+// A private redis-server on a free port. port 0: redis-server is not installed, or did not start.
+class RedisServer {
+public:
+    explicit RedisServer(const std::string& password = "") : password(password) {
+        for (int attempt = 0; attempt < 3 && port == 0; attempt++) { start(free_port()); }
+    }
+    RedisServer(const RedisServer&) = delete;
+    ~RedisServer() { stop(); }
+
+    void stop() {
+        if (pid > 0) {
+            kill(pid, SIGKILL);
+            waitpid(pid, nullptr, 0);
+            pid = -1;
+        }
+    }
+
+    void start(int candidate) {
+        pid = fork();
+        if (pid == 0) {
+            prctl(PR_SET_PDEATHSIG, SIGKILL);
+            const int null = open("/dev/null", O_RDWR);
+            dup2(null, 1);
+            dup2(null, 2);
+            const std::string number = std::to_string(candidate);
+            execlp("redis-server", "redis-server", "--port", number.c_str(), "--bind", "127.0.0.1", "--save", "", "--appendonly",
+                   "no", "--dir", folder.path.c_str(), password.empty() ? nullptr : "--requirepass", password.c_str(), nullptr);
+            _exit(127);
+        }
+        for (int i = 0; i < 300; i++) {
+            if (waitpid(pid, nullptr, WNOHANG) == pid) {
+                pid = -1;
+                return;
+            }
+            if (answers(candidate)) {
+                port = candidate;
+                return;
+            }
+            std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        }
+        stop();
+    }
+
+    std::string url() const {
+        return "redis://" + (password.empty() ? "" : ":" + password + "@") + "127.0.0.1:" + std::to_string(port);
+    }
+
+    int port = 0;
+
+private:
+    static sockaddr_in local(int port) {
+        sockaddr_in address = {};
+        address.sin_family = AF_INET;
+        address.sin_port = htons(uint16_t(port));
+        address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+        return address;
+    }
+
+    static int free_port() {
+        const int probe = socket(AF_INET, SOCK_STREAM, 0);
+        sockaddr_in address = local(0);
+        socklen_t length = sizeof address;
+        const bool bound = bind(probe, (sockaddr*)&address, length) == 0 && getsockname(probe, (sockaddr*)&address, &length) == 0;
+        close(probe);
+        return bound ? ntohs(address.sin_port) : 0;
+    }
+
+    static bool answers(int port) {
+        const int probe = socket(AF_INET, SOCK_STREAM, 0);
+        const sockaddr_in address = local(port);
+        const bool connected = connect(probe, (const sockaddr*)&address, sizeof address) == 0;
+        close(probe);
+        return connected;
+    }
+
+    std::string password;
+    TemporaryFolder folder;
+    pid_t pid = -1;
+};

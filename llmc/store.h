@@ -1,0 +1,490 @@
+// Store: the key-value store that processes meet through. Values are byte strings of any content.
+//   file:DIR                             a folder that all processes see (one machine, or a shared file system)
+//   redis://[:PASSWORD@]HOST[:PORT]      a Redis or Valkey server that all processes reach
+// It carries addresses, run ids and who failed, not gradients. One process that is all alone needs no URL: MemoryStore.
+//
+// A mistake of the user (unknown scheme, unreachable server, wrong password, unwritable folder) is a UserError when
+// the store is opened; a store that fails later is a RunError. All methods may be called by several threads.
+#pragma once
+#include <errno.h>
+#include <fcntl.h>
+#include <netdb.h>
+#include <pthread.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <unistd.h>
+#include <xxhash.h>
+#if __has_include(<hiredis/hiredis.h>)
+#include <hiredis/hiredis.h>
+#define DILOCO_HIREDIS 1
+#else
+#define DILOCO_HIREDIS 0
+#endif
+
+#include <algorithm>
+#include <chrono>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "llmc/error.h"
+
+// ------------------------------------------------------------------------------------------------------------------
+// Waiting, random names, signals
+
+// A wait with an end, for what can only be asked for again and again: each pause is longer than the one before.
+class Patience {
+public:
+    explicit Patience(double seconds) : limit(seconds) {}
+    double waited() const { return std::chrono::duration<double>(Clock::now() - start).count(); }
+    double left() const { return std::max(0.0, limit - waited()); }
+    bool is_over() const { return waited() >= limit; }
+
+    // Sleeps: 1 ms at first, at most 100 ms, and never past the end.
+    void pause() {
+        std::this_thread::sleep_for(std::chrono::duration<double>(std::min(step, left() + 0.001)));
+        step = std::min(step * 1.3, 0.1);
+    }
+
+private:
+    using Clock = std::chrono::steady_clock;
+    Clock::time_point start = Clock::now();
+    double limit, step = 0.001;
+};
+
+// 2 * `bytes` hexadecimal digits from the kernel's random numbers (at most 64 bytes).
+inline std::string random_hex(int bytes) {
+    unsigned char data[64];
+    if (bytes > int(sizeof data) || getrandom(data, size_t(bytes), 0) != bytes) { throw RunError("getrandom failed"); }
+    std::string text;
+    for (int i = 0; i < bytes; i++) { text += format("%02x", data[i]); }
+    return text;
+}
+
+// While it lives, this thread and those it starts get an error and not a SIGPIPE when they write to a connection
+// that the other side has closed. Gloo and hiredis would otherwise end the process without a word.
+class NoSigpipe {
+public:
+    NoSigpipe() {
+        sigset_t pending;
+        sigpending(&pending);
+        was_pending = sigismember(&pending, SIGPIPE);
+        sigemptyset(&pipe);
+        sigaddset(&pipe, SIGPIPE);
+        pthread_sigmask(SIG_BLOCK, &pipe, &before);
+    }
+    NoSigpipe(const NoSigpipe&) = delete;
+    NoSigpipe& operator=(const NoSigpipe&) = delete;
+    ~NoSigpipe() {
+        const timespec now = {0, 0};
+        while (!was_pending && sigtimedwait(&pipe, nullptr, &now) == SIGPIPE) {}
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+
+private:
+    sigset_t pipe, before;
+    bool was_pending;
+};
+
+// ------------------------------------------------------------------------------------------------------------------
+// The interface
+
+// Nobody has set the key in time.
+struct StoreTimeout : RunError {
+    using RunError::RunError;
+};
+
+class Store {
+public:
+    virtual ~Store() = default;
+
+    virtual void set(const std::string& key, const std::string& value) = 0;
+
+    // The value, or nothing where there is none (yet).
+    virtual std::optional<std::string> try_get(const std::string& key) = 0;
+
+    // Sets the key unless it has a value; of several at once exactly one wins. Returns the winner's value.
+    virtual std::string set_if_absent(const std::string& key, const std::string& value) = 0;
+
+    // Removes the key, if it is there.
+    virtual void remove(const std::string& key) = 0;
+
+    // For messages: the URL without its password.
+    virtual std::string url() const = 0;
+
+    // The address of this machine on the way to the store, for others to connect to.
+    virtual std::string local_address() { return "127.0.0.1"; }
+
+    // Blocks until the key has a value. StoreTimeout after `seconds`.
+    std::string get(const std::string& key, double seconds) {
+        Patience patience(seconds);
+        while (true) {
+            if (std::optional<std::string> value = try_get(key)) { return *value; }
+            if (patience.is_over()) {
+                throw StoreTimeout(format("no process has set %s in %s within %.0f s", key.c_str(), url().c_str(), seconds));
+            }
+            patience.pause();
+        }
+    }
+};
+
+// The keys that start with `prefix`, without it: the keys of one run.
+class PrefixStore : public Store {
+public:
+    PrefixStore(std::shared_ptr<Store> inner, std::string prefix) : inner(std::move(inner)), prefix(std::move(prefix)) {}
+    void set(const std::string& key, const std::string& value) override { inner->set(prefix + key, value); }
+    std::optional<std::string> try_get(const std::string& key) override { return inner->try_get(prefix + key); }
+    std::string set_if_absent(const std::string& key, const std::string& value) override {
+        return inner->set_if_absent(prefix + key, value);
+    }
+    void remove(const std::string& key) override { inner->remove(prefix + key); }
+    std::string url() const override { return inner->url(); }
+    std::string local_address() override { return inner->local_address(); }
+
+private:
+    std::shared_ptr<Store> inner;
+    std::string prefix;
+};
+
+// For one process, or for threads of one process.
+class MemoryStore : public Store {
+public:
+    void set(const std::string& key, const std::string& value) override {
+        std::lock_guard<std::mutex> lock(mutex);
+        values[key] = value;
+    }
+    std::optional<std::string> try_get(const std::string& key) override {
+        std::lock_guard<std::mutex> lock(mutex);
+        auto found = values.find(key);
+        return found == values.end() ? std::nullopt : std::optional<std::string>(found->second);
+    }
+    std::string set_if_absent(const std::string& key, const std::string& value) override {
+        std::lock_guard<std::mutex> lock(mutex);
+        return values.emplace(key, value).first->second;
+    }
+    void remove(const std::string& key) override {
+        std::lock_guard<std::mutex> lock(mutex);
+        values.erase(key);
+    }
+    std::string url() const override { return "memory"; }
+
+private:
+    std::mutex mutex;
+    std::map<std::string, std::string> values;
+};
+
+// ------------------------------------------------------------------------------------------------------------------
+// A folder
+
+// One file a key. Values appear whole: they are written under another name and then renamed, or linked where only
+// the first may win; rename(2) and link(2) are atomic on network file systems, too.
+class FileStore : public Store {
+public:
+    explicit FileStore(std::string folder) : folder(std::move(folder)) {
+        std::error_code error;
+        std::filesystem::create_directories(this->folder, error);
+        if (error || access(this->folder.c_str(), R_OK | W_OK | X_OK) != 0) {
+            throw UserError("the store's folder " + this->folder + " cannot be used (" +
+                            (error ? error.message() : std::string(strerror(errno))) +
+                            "): give --store a folder that can be written");
+        }
+    }
+
+    void set(const std::string& key, const std::string& value) override {
+        const std::string temporary = write_temporary(value);
+        if (rename(temporary.c_str(), path(key).c_str()) != 0) { fail("rename", temporary); }
+    }
+
+    std::optional<std::string> try_get(const std::string& key) override {
+        while (true) {
+            const int file = open(path(key).c_str(), O_RDONLY | O_CLOEXEC);
+            if (file < 0 && errno == ENOENT) { return std::nullopt; }
+            if (file < 0 && errno == ESTALE) { continue; }
+            if (file < 0) { fail("open", path(key)); }
+            std::string value;
+            char buffer[4096];
+            ssize_t count;
+            while ((count = read(file, buffer, sizeof buffer)) > 0) { value.append(buffer, size_t(count)); }
+            const int error = errno;
+            close(file);
+            if (count == 0) { return value; }
+            if (error != ESTALE && error != EINTR) {  // ESTALE: replaced on a file server while it was being read
+                errno = error;
+                fail("read", path(key));
+            }
+        }
+    }
+
+    std::string set_if_absent(const std::string& key, const std::string& value) override {
+        const std::string temporary = write_temporary(value);
+        while (true) {
+            const bool won = link(temporary.c_str(), path(key).c_str()) == 0;
+            if (!won && errno != EEXIST) {
+                const int error = errno;
+                unlink(temporary.c_str());
+                errno = error;
+                fail("link", path(key));
+            }
+            std::optional<std::string> winner = won ? value : try_get(key);
+            if (winner) {
+                unlink(temporary.c_str());
+                return *winner;
+            }
+        }
+    }
+
+    void remove(const std::string& key) override {
+        if (unlink(path(key).c_str()) != 0 && errno != ENOENT) { fail("unlink", path(key)); }
+    }
+
+    std::string url() const override { return "file:" + folder; }
+
+private:
+    [[noreturn]] static void fail(const char* call, const std::string& path) {
+        throw RunError(format("the store's file %s: %s failed (%s)", path.c_str(), call, strerror(errno)));
+    }
+
+    // A key as a file name: what is not a letter, digit, '_', '-' or inner '.' becomes %XX. A long one is cut, and ends
+    // in a hash of the whole; "%%" stands in no other name.
+    std::string path(const std::string& key) const {
+        std::string name;
+        for (unsigned char c : key) {
+            const bool plain = isalnum(c) || c == '_' || c == '-' || (c == '.' && !name.empty());
+            name += plain ? std::string(1, char(c)) : format("%%%02X", c);
+        }
+        if (name.size() > 200) {
+            const XXH128_hash_t hash = XXH3_128bits(key.data(), key.size());
+            name = name.substr(0, 150) + format("%%%%%016llx%016llx", (unsigned long long)hash.high64, (unsigned long long)hash.low64);
+        }
+        return folder + "/" + (name.empty() ? "%" : name);
+    }
+
+    std::string write_temporary(const std::string& value) const {
+        const std::string temporary = folder + "/.new-" + random_hex(12);
+        const int file = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+        if (file < 0) { fail("open", temporary); }
+        size_t written = 0;
+        while (written < value.size()) {
+            const ssize_t count = write(file, value.data() + written, value.size() - written);
+            if (count < 0 && errno == EINTR) { continue; }
+            if (count < 0) {
+                const int error = errno;
+                close(file);
+                unlink(temporary.c_str());
+                errno = error;
+                fail("write", temporary);
+            }
+            written += size_t(count);
+        }
+        if (close(file) != 0) { fail("close", temporary); }
+        return temporary;
+    }
+
+    std::string folder;
+};
+
+// ------------------------------------------------------------------------------------------------------------------
+// A Redis or Valkey server
+
+struct RedisAddress {
+    std::string host, user, password;
+    int port = 6379;
+};
+
+// redis://[[USER]:PASSWORD@]HOST[:PORT]; %XX in user and password; an IPv6 address stands in brackets.
+inline RedisAddress parse_redis_url(const std::string& url) {
+    auto wrong = [&] {
+        return UserError("the store's address is not of the form redis://[:PASSWORD@]HOST:PORT: write it so, e.g. redis://10.0.0.1:6379");
+    };
+    auto decoded = [&](const std::string& text) {
+        std::string plain;
+        for (size_t i = 0; i < text.size(); i++) {
+            if (text[i] != '%') { plain += text[i]; continue; }
+            if (i + 2 >= text.size() || !isxdigit(text[i + 1]) || !isxdigit(text[i + 2])) { throw wrong(); }
+            plain += char(std::stoi(text.substr(i + 1, 2), nullptr, 16));
+            i += 2;
+        }
+        return plain;
+    };
+    RedisAddress address;
+    std::string rest = url.substr(strlen("redis://"));
+    const size_t at = rest.rfind('@');
+    if (at != std::string::npos) {
+        const std::string credentials = rest.substr(0, at);
+        const size_t colon = credentials.find(':');
+        if (colon == std::string::npos) { throw wrong(); }
+        address.user = decoded(credentials.substr(0, colon));
+        address.password = decoded(credentials.substr(colon + 1));
+        rest = rest.substr(at + 1);
+    }
+    if (!rest.empty() && rest.back() == '/') { rest.pop_back(); }
+    size_t colon = rest.rfind(':');
+    if (!rest.empty() && rest[0] == '[') {
+        const size_t close = rest.find(']');
+        if (close == std::string::npos) { throw wrong(); }
+        address.host = rest.substr(1, close - 1);
+        if (close + 1 < rest.size() && rest[close + 1] != ':') { throw wrong(); }
+        colon = close + 1 < rest.size() ? close + 1 : std::string::npos;
+    } else {
+        address.host = rest.substr(0, colon);
+    }
+    if (colon != std::string::npos) {
+        const std::string port = rest.substr(colon + 1);
+        if (port.empty() || port.size() > 5 || port.find_first_not_of("0123456789") != std::string::npos) { throw wrong(); }
+        address.port = std::stoi(port);
+    }
+    if (address.host.empty() || address.host.find_first_of("/:@?#") == 0 || address.port < 1 || address.port > 65535) {
+        throw wrong();
+    }
+    return address;
+}
+
+#if DILOCO_HIREDIS
+class RedisStore : public Store {
+public:
+    // UserError where the server cannot be reached within `timeout` seconds (at most 10) or refuses the password.
+    RedisStore(const std::string& url, double timeout) : address(parse_redis_url(url)), timeout(std::min(timeout, 10.0)) {
+        connect();
+    }
+
+    void set(const std::string& key, const std::string& value) override { command({"SET", key, value}); }
+
+    std::optional<std::string> try_get(const std::string& key) override {
+        Reply reply = command({"GET", key});
+        if (reply->type == REDIS_REPLY_NIL) { return std::nullopt; }
+        return std::string(reply->str, size_t(reply->len));
+    }
+
+    std::string set_if_absent(const std::string& key, const std::string& value) override {
+        while (true) {
+            command({"SETNX", key, value});
+            if (std::optional<std::string> winner = try_get(key)) { return *winner; }
+        }
+    }
+
+    void remove(const std::string& key) override { command({"DEL", key}); }
+
+    std::string url() const override { return "redis://" + where(); }
+
+    std::string local_address() override {
+        std::lock_guard<std::mutex> lock(mutex);
+        sockaddr_storage local;
+        socklen_t length = sizeof local;
+        char text[NI_MAXHOST];
+        if (!connection || getsockname(connection->fd, (sockaddr*)&local, &length) != 0 ||
+            getnameinfo((sockaddr*)&local, length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) != 0) {
+            throw RunError("the connection to the store at " + where() + " was lost");
+        }
+        return text;
+    }
+
+private:
+    struct Free {
+        void operator()(redisContext* context) const { redisFree(context); }
+        void operator()(redisReply* reply) const { freeReplyObject(reply); }
+    };
+    using Connection = std::unique_ptr<redisContext, Free>;
+    using Reply = std::unique_ptr<redisReply, Free>;
+
+    std::string where() const {
+        const bool is_ipv6 = address.host.find(':') != std::string::npos;
+        return (is_ipv6 ? "[" + address.host + "]" : address.host) + ":" + std::to_string(address.port);
+    }
+
+    // Null where the connection failed.
+    static Reply ask(redisContext& context, const std::vector<std::string>& words) {
+        NoSigpipe no_sigpipe;
+        std::vector<const char*> texts;
+        std::vector<size_t> lengths;
+        for (const std::string& word : words) {
+            texts.push_back(word.data());
+            lengths.push_back(word.size());
+        }
+        return Reply((redisReply*)redisCommandArgv(&context, int(words.size()), texts.data(), lengths.data()));
+    }
+
+    void connect() {
+        connection.reset();
+        const timeval limit = {time_t(timeout), suseconds_t((timeout - double(time_t(timeout))) * 1e6)};
+        Connection made(redisConnectWithTimeout(address.host.c_str(), address.port, limit));
+        if (!made || made->err) {
+            throw UserError("cannot reach the store at " + where() + " (" + (made ? made->errstr : "out of memory") +
+                            "): start a Redis or Valkey server there, or correct --store");
+        }
+        redisSetTimeout(made.get(), limit);
+        redisEnableKeepAlive(made.get());
+        if (!address.password.empty()) {
+            std::vector<std::string> words = {"AUTH", address.user, address.password};
+            if (address.user.empty()) { words.erase(words.begin() + 1); }
+            Reply reply = ask(*made, words);
+            check_answer(made.get(), reply.get());
+        }
+        Reply reply = ask(*made, {"PING"});
+        check_answer(made.get(), reply.get());
+        connection = std::move(made);
+    }
+
+    void check_answer(const redisContext* context, const redisReply* reply) const {
+        if (!reply) {
+            throw UserError("the server at " + where() + " does not answer like Redis (" + context->errstr + "): correct --store");
+        }
+        if (reply->type != REDIS_REPLY_ERROR) { return; }
+        const std::string text(reply->str, size_t(reply->len));
+        if (text.rfind("NOAUTH", 0) == 0 || text.rfind("WRONGPASS", 0) == 0 || text.find("password") != std::string::npos) {
+            throw UserError("the store at " + where() + " refuses the password (" + text + "): give --store redis://:PASSWORD@" + where());
+        }
+        throw UserError("the store at " + where() + " refuses to serve (" + text + "): look at the server's settings");
+    }
+
+    // A lost connection is made again, for some seconds: each of the commands in use may be sent twice.
+    Reply command(const std::vector<std::string>& words) {
+        std::lock_guard<std::mutex> lock(mutex);
+        Patience patience(std::min(timeout, 5.0));
+        while (true) {
+            std::string trouble;
+            try {
+                if (!connection) { connect(); }
+                if (Reply reply = ask(*connection, words)) {
+                    if (reply->type != REDIS_REPLY_ERROR) { return reply; }
+                    throw RunError("the store at " + where() + " answers " + words[0] + " with: " + reply->str);
+                }
+                trouble = connection->errstr;
+            } catch (const UserError& error) {
+                trouble = error.what();
+            }
+            connection.reset();
+            if (patience.is_over()) { throw RunError("lost the store at " + where() + " (" + trouble + ")"); }
+            patience.pause();
+        }
+    }
+
+    const RedisAddress address;
+    const double timeout;
+    mutable std::mutex mutex;
+    Connection connection;
+};
+#endif
+
+// UserError for a URL of no known kind and for a store that cannot be used.
+inline std::unique_ptr<Store> open_store(const std::string& url, double timeout) {
+    if (url.rfind("redis://", 0) == 0) {
+#if DILOCO_HIREDIS
+        return std::make_unique<RedisStore>(url, timeout);
+#else
+        throw UserError("this build knows no Redis: install hiredis and build again, or use --store file:DIR");
+#endif
+    }
+    if (url.rfind("file:///", 0) == 0) { return std::make_unique<FileStore>(url.substr(strlen("file://"))); }
+    if (url.rfind("file:", 0) == 0 && url.rfind("file://", 0) != 0 && url.size() > strlen("file:")) {
+        return std::make_unique<FileStore>(url.substr(strlen("file:")));
+    }
+    throw UserError("the store '" + url + "' is of no known kind: give --store file:DIR or redis://[:PASSWORD@]HOST:PORT");
+}
