@@ -3,9 +3,9 @@
 
     dev/compare.py RUN...      the first is what the others are compared with
 
-Bytes are those that one process sent, the largest over processes; of a sync, likewise. "As it would be in bf16" halves
-the first run's bytes, since data-parallel here sends fp32. A worker's wait is that of its rank that waited longest; it
-is the time for which training stood still before a merge, and waiting for a slower worker is in it.
+Bytes are those that one process sent, the largest over processes; of a sync, likewise. "In bf16" halves the
+first run's bytes: on a CPU, data-parallel training here sends fp32. A worker's wait is that of its rank that
+waited longest: the time for which training stood still before a merge. Waiting for a slower worker is in it.
 """
 import argparse
 import json
@@ -35,7 +35,6 @@ class Run:
     workers: int
     ranks: int
     parameters: int
-    options: dict
     processes: list  # of ProcessLog: worker 0's ranks, worker 1's ranks, ...
 
     def of_worker(self, worker):
@@ -46,14 +45,14 @@ def read_lines(path):
     try:
         text = path.read_text()
     except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror}): give the folder of a run (its -o)") from error
+        raise UserError(f"cannot read {path} ({error.strerror}): give the folder of a run") from error
     lines = {"run": [], "step": [], "eval": [], "sync": [], "end": []}
     for number, line in enumerate(text.splitlines(), 1):
         try:
             fields = json.loads(line)
             lines[fields["type"]].append(fields)
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} line {number} is not a line of metrics: give the folder of a run") from error
+            raise UserError(f"{path} line {number} is no line of metrics: give a run's folder") from error
     if len(lines["run"]) != 1 or lines["run"][0]["version"] != 1:
         raise UserError(f"{path} is not the log of one run, version 1: give the folder of a run")
     if len(lines["end"]) != 1 or not lines["step"]:
@@ -69,10 +68,10 @@ def read_run(folder):
                       for process in range(1, run["workers"] * run["ranks"])]
     processes = [ProcessLog(lines["run"][0]["worker"], lines["run"][0]["rank"], lines["step"], lines["eval"],
                             lines["sync"], lines["end"][0]) for lines in logs]
-    return Run(folder.resolve().name, run["workers"], run["ranks"], run["parameters"], run["options"], processes)
+    return Run(folder.resolve().name, run["workers"], run["ranks"], run["parameters"], processes)
 
 
-# ------------------------------------------------------------------------------------------------------------ measures
+# --------------------------------------------------------------------------------------------------- measures
 
 def validation_loss(run):
     """Of the last validation; None where the run had none."""
@@ -84,7 +83,7 @@ def bytes_sent(run):
 
 
 def bytes_by_step(process):
-    """{step: bytes sent}: inner ones in the step that reports them, those of a sync in the step that sends it."""
+    """{step: bytes}: inner ones in the step that reports them, a sync's in the step that sends it."""
     result, before = {}, 0
     for line in process.steps:
         result[line["step"]] = line["inner_bytes_sent"] - before
@@ -116,7 +115,7 @@ def tokens_per_second(run):
     return tokens(run) / max(p.end["train_seconds"] for p in run.processes)
 
 
-# --------------------------------------------------------------------------------------------------------------- table
+# ------------------------------------------------------------------------------------------------------ table
 
 def size_text(count):
     """1234567 -> '1.23 MB'"""
@@ -158,8 +157,10 @@ def table(runs):
         ["validation loss", loss_text(validation_loss(first), None),
          *(loss_text(validation_loss(run), validation_loss(first)) for run in runs[1:])],
         ["sent by a process", *(size_text(bytes_sent(run)) for run in runs)],
-        [f"  fewer than {first.name}, as sent", *(ratio_text(bytes_sent(first), bytes_sent(run)) for run in runs)],
-        ["  fewer than that in bf16", "-", *(ratio_text(bytes_sent(first) / 2, bytes_sent(run)) for run in runs[1:])],
+        [f"  fewer than {first.name}, as sent", "-",
+         *(ratio_text(bytes_sent(first), bytes_sent(run)) for run in runs[1:])],
+        ["  fewer than that in bf16", "-",
+         *(ratio_text(bytes_sent(first) / 2, bytes_sent(run)) for run in runs[1:])],
         ["most sent at once", *("{} in {}".format(size_text(peak(run)[0]), peak(run)[1]) for run in runs)],
     ]
     for worker in range(max(run.workers for run in runs)):
@@ -172,14 +173,14 @@ def table(runs):
 def print_table(rows):
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for number, row in enumerate(rows):
-        print((row[0].ljust(widths[0]) + "".join("  " + cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))
-               ).rstrip())
+        cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]
+        print("  ".join(cells))
         if number == 0:
             print("-" * (sum(widths) + 2 * (len(widths) - 1)))
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Compares finished runs by loss, bytes sent and time waited.")
+    parser = argparse.ArgumentParser(description="Compares runs by loss, bytes sent and time waited.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (its -o)")
     try:
         runs = [read_run(folder) for folder in parser.parse_args().runs]

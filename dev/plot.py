@@ -3,8 +3,9 @@
 
     dev/plot.py RUN... -o FILE.png
 
-Above: the training loss (light, mean over workers) and the validation loss (dots). Below: bytes that process 0 sent in
-each step, on a logarithmic scale; a sync counts in the step that sends it, and a step without a mark sent nothing.
+Above: the training loss (light, mean over workers) and the validation loss (dots). Below: bytes that
+process 0 sent in each step, on a logarithmic scale; a sync counts in the step that sends it, and a step
+without a mark sent nothing.
 """
 import argparse
 import sys
@@ -18,7 +19,8 @@ from matplotlib.ticker import FuncFormatter
 
 from compare import UserError, bytes_by_step, bytes_sent, peak, read_run, size_text, validation_loss
 
-COLORS = ["#555555", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"]  # Okabe and Ito's, safe for the colour-blind
+# Okabe and Ito's, safe for the colour-blind.
+COLORS = ["#555555", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"]
 
 
 def training_losses(run):
@@ -46,7 +48,8 @@ def draw_losses(axes, runs):
     axes.set_ylim(min(shown) - margin, max(shown) + margin)
     axes.set_ylabel("loss")
     axes.legend(title="validation loss at the end", frameon=False, alignment="left")
-    axes.text(0.01, 0.04, "light: training, dots: validation", transform=axes.transAxes, color="#777777", fontsize=9)
+    axes.text(0.01, 0.04, "light: training, dots: validation", transform=axes.transAxes, color="#777777",
+              fontsize=9)
 
 
 def draw_traffic(axes, runs):
@@ -57,21 +60,24 @@ def draw_traffic(axes, runs):
         label = f"{run.name}: {size_text(bytes_sent(run))} in all, at most {size_text(largest)} in {what}"
         every_step = len(sent) > 0.9 * len(run.processes[0].steps)
         axes.plot(list(sent), list(sent.values()), color=color, label=label, zorder=3 + 0.1 * number,
-                  linestyle="-" if every_step else "none", linewidth=2, marker=None if every_step else "o", markersize=3.5)
+                  linestyle="-" if every_step else "none", linewidth=2, marker=None if every_step else "o",
+                  markersize=3.5)
         if not every_step:
             axes.vlines(list(sent), 1, list(sent.values()), color=color, linewidth=1, alpha=0.5)
         lowest += sent.values()
     if lowest:
         axes.set_yscale("log")
         axes.set_ylim(min(lowest) / 5, max(lowest) * 3)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda count, _: size_text(round(count)).replace(".00", "").replace(".0", "")))
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda count, _: size_text(round(count)).replace(".00", "").replace(".0", "")))
     axes.set_ylabel("sent by a process in a step")
     axes.set_xlabel("step")
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, -0.16), borderaxespad=0)
 
 
 def draw(runs, path):
-    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 8), sharex=True, height_ratios=[1.2, 1], layout="constrained")
+    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 8), sharex=True, height_ratios=[1.2, 1],
+                                          layout="constrained")
     draw_losses(above, runs)
     draw_traffic(below, runs)
     for axes in (above, below):
@@ -79,12 +85,12 @@ def draw(runs, path):
         axes.grid(axis="y", color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
     workers = max(run.workers for run in runs)
-    figure.suptitle(f"{runs[0].parameters / 1e6:.2f}M parameters, up to {workers} worker{'s' * (workers > 1)}",
-                    fontsize=12, x=0.01, ha="left")
+    title = f"{runs[0].parameters / 1e6:.2f}M parameters, up to {workers} worker{'s' * (workers > 1)}"
+    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot write {path} ({error}): give a file name that can be written, such as losses.png") from error
+        raise UserError(f"cannot write {path} ({error}): give a name such as losses.png") from error
 
 
 def main():
@@ -94,7 +100,7 @@ def main():
     arguments = parser.parse_args()
     try:
         if len(arguments.runs) > len(COLORS):
-            raise UserError(f"{len(arguments.runs)} runs are too many for one picture: give at most {len(COLORS)}")
+            raise UserError(f"{len(arguments.runs)} runs are too many: give at most {len(COLORS)}")
         draw([read_run(folder) for folder in arguments.runs], arguments.output)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
-"""The reference that test_gpt compares with: GPT-2 in PyTorch, float64 and autograd, on parameters and tokens that
-both sides draw from Philox, so that none need to be stored.
+"""The reference that test_gpt compares with: GPT-2 in PyTorch, float64 and autograd, on parameters and tokens
+that both sides draw from Philox, so that none need to be stored.
 
     dev/reference.py            writes dev/test/data/reference.bin
     dev/reference.py --check    computes everything again and compares it with that file
 
 reference.bin, little-endian:
-    16 int32    magic 20250130, version 1, layers, heads, channels, max_seq_len, vocab_size, padded_vocab_size,
-                B, T, seed, AdamW steps, number of arrays, 0, 0, 0
-    one 64-byte entry an array: name (32 bytes, NUL-padded), int32 dimensions, 4 int32 shape (unused: 1), int32 0,
-                int64 offset of its data in bytes from the start of the file
+    16 int32    magic 20250130, version 1, layers, heads, channels, max_seq_len, vocab_size,
+                padded_vocab_size, B, T, seed, AdamW steps, number of arrays, 0, 0, 0
+    64 bytes for each array: name (32 bytes, NUL-padded), int32 dimensions, 4 int32 shape (unused: 1),
+                int32 0, int64 offset of its data in bytes from the start of the file
     the arrays, float32, one after the other, each starting on 64 bytes
 
-    loss, logits (B, T, vocab_size), gradient.NAME for every tensor of the model, in the order of llmc/layout.h
+    loss, logits (B, T, vocab_size), gradient.NAME for every tensor, in the order of llmc/layout.h
     losses (steps)        before each AdamW update on the one batch: losses[0] is loss
-    norms (tensors)       of the parameters after the last update; qkvb without its middle third, the key bias: softmax
-                          is blind to it, its gradient is rounding noise, and AdamW makes steps of that
+    norms (tensors)       of the parameters after the last update; qkvb without its middle third, the key
+                          bias: softmax is blind to it, its gradient is rounding noise, and AdamW makes steps
+                          of that
 """
 import argparse
 import sys
@@ -47,13 +48,14 @@ B, T, SEED, STEPS = 2, 64, 1337, 10
 ADAMW = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 
 
-# ---------------------------------------------------------------------------------------------------- random numbers
+# --------------------------------------------------------------------------------------------- random numbers
 
 def random_bits(seed, use, indices, draw=0):
     """Philox4x32-10 (Salmon et al., SC 2011).   indices: (n) integers.   Returns (4, n) uint32."""
     indices = np.asarray(indices, dtype=np.uint64)
     low = np.uint64(0xFFFFFFFF)
-    counter = [indices & low, indices >> np.uint64(32), np.full_like(indices, draw), np.full_like(indices, use)]
+    counter = [indices & low, indices >> np.uint64(32), np.full_like(indices, draw),
+               np.full_like(indices, use)]
     key = [seed & 0xFFFFFFFF, seed >> 32]
     for _ in range(10):
         a = counter[0] * np.uint64(0xD2511F53)
@@ -66,28 +68,29 @@ def random_bits(seed, use, indices, draw=0):
 
 def standard_normal(seed, use, indices):
     """The sum of twelve 24-bit uniforms less six, float32: exactly the numbers of llmc/random.h."""
-    total = sum((random_bits(seed, use, indices, draw) >> 8).astype(np.int64).sum(axis=0) for draw in range(3))
+    total = sum((random_bits(seed, use, indices, draw) >> 8).astype(np.int64).sum(axis=0)
+                for draw in range(3))
     return (total - 6 * 2**24).astype(np.float32) * np.float32(2.0**-24)
 
 
-# ------------------------------------------------------------------------------------------------------------- model
+# ------------------------------------------------------------------------------------------------------ model
 
 def tensors(shape):
-    """(name, shape) in the order of llmc/layout.h: a value's place in this list is its index in the unpadded model."""
+    """(name, shape) in the order of llmc/layout.h, which gives each value its index in the unpadded model."""
     C = shape.channels
     result = []
     for layer in range(shape.layers):
         for name, dimensions in [
                 ("qkvw", (3 * C, C)), ("attprojw", (C, C)), ("fcw", (4 * C, C)), ("fcprojw", (C, 4 * C)),
-                ("ln1w", (C,)), ("ln1b", (C,)), ("qkvb", (3 * C,)), ("attprojb", (C,)), ("ln2w", (C,)), ("ln2b", (C,)),
-                ("fcb", (4 * C,)), ("fcprojb", (C,))]:
+                ("ln1w", (C,)), ("ln1b", (C,)), ("qkvb", (3 * C,)), ("attprojb", (C,)),
+                ("ln2w", (C,)), ("ln2b", (C,)), ("fcb", (4 * C,)), ("fcprojb", (C,))]:
             result.append((f"h.{layer}.{name}", dimensions))
     return result + [("wte", (shape.padded_vocab_size, C)), ("wpe", (shape.max_seq_len, C)), ("lnfw", (C,)),
                      ("lnfb", (C,))]
 
 
 def initial_values(shape, seed, std):
-    """The flat model, float32: std(name) * standard_normal, plus 1 for LayerNorm's weights; wte's padding is zero."""
+    """The flat model: std(name) * standard_normal, plus 1 in LayerNorm's weights; wte is padded with 0."""
     parts, offset = [], 0
     for name, dimensions in tensors(shape):
         count = int(np.prod(dimensions))
@@ -130,8 +133,8 @@ def gpt_logits(flat, tokens, shape):
 
     x = p["wte"][tokens] + p["wpe"][:time]
     for layer in range(shape.layers):
-        w = {name: p[f"h.{layer}.{name}"] for name in (
-            "qkvw", "attprojw", "fcw", "fcprojw", "ln1w", "ln1b", "qkvb", "attprojb", "ln2w", "ln2b", "fcb", "fcprojb")}
+        prefix = f"h.{layer}."
+        w = {name[len(prefix):]: values for name, values in p.items() if name.startswith(prefix)}
         normed = F.layer_norm(x, (C,), w["ln1w"], w["ln1b"], eps=1e-5)
         qkv = F.linear(normed, w["qkvw"], w["qkvb"])
         q, k, v = (part.view(batch, time, heads, C // heads).transpose(1, 2) for part in qkv.split(C, dim=2))
@@ -183,7 +186,7 @@ def visible_norms(flat, shape):
     return np.array(result)
 
 
-# ---------------------------------------------------------------------------------------------------------- the file
+# --------------------------------------------------------------------------------------------------- the file
 
 def compute():
     """All arrays of the file, in order."""
@@ -211,11 +214,13 @@ def compute():
 
 def header(arrays):
     shape = REFERENCE_SHAPE
-    return np.array([MAGIC, VERSION, shape.layers, shape.heads, shape.channels, shape.max_seq_len, shape.vocab_size,
-                     shape.padded_vocab_size, B, T, SEED, STEPS, len(arrays), 0, 0, 0], dtype="<i4")
+    return np.array([MAGIC, VERSION, shape.layers, shape.heads, shape.channels, shape.max_seq_len,
+                     shape.vocab_size, shape.padded_vocab_size, B, T, SEED, STEPS, len(arrays), 0, 0, 0],
+                    dtype="<i4")
 
 
-ENTRY = np.dtype([("name", "S32"), ("dimensions", "<i4"), ("shape", "<i4", 4), ("zero", "<i4"), ("offset", "<i8")])
+ENTRY = np.dtype([("name", "S32"), ("dimensions", "<i4"), ("shape", "<i4", 4), ("zero", "<i4"),
+                  ("offset", "<i8")])
 
 
 def write(path, arrays):
@@ -234,7 +239,7 @@ def read(path):
     data = path.read_bytes()
     head = np.frombuffer(data, dtype="<i4", count=16)
     if head[0] != MAGIC or head[1] != VERSION:
-        sys.exit(f"error: {path} is no reference file of version {VERSION}: write it again with dev/reference.py")
+        sys.exit(f"error: {path} is no reference of version {VERSION}: write it again with dev/reference.py")
     arrays = {}
     for entry in np.frombuffer(data, dtype=ENTRY, count=head[12], offset=64):
         dimensions = entry["shape"][:entry["dimensions"]]
@@ -248,7 +253,7 @@ def relative_error(a, b):
 
 
 def check(path, tolerance=1e-6):
-    """Whether the file still says what this script computes; float64 against stored float32, so within 1e-6."""
+    """Whether the file says what this script computes: float64 against stored float32, so within 1e-6."""
     head, stored = read(path)
     computed = compute()
     if not np.array_equal(head, header(computed)) or list(stored) != list(computed):

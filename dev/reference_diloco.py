@@ -1,22 +1,24 @@
 #!/usr/bin/env python3
-"""Streaming DiLoCo (arXiv 2501.18512, Algorithm 2) in PyTorch, float64: all workers in one process, written without a
-look at streaming/, so that real processes of train_gpt_cpu can be compared with it (dev/test/test_diloco_processes.py).
+"""Streaming DiLoCo (arXiv 2501.18512, Algorithm 2) in PyTorch, float64: all workers in one process, written
+without a look at streaming/, so that dev/test/test_diloco_processes.py can compare real processes of
+train_gpt_cpu with it.
 
-    dev/reference_diloco.py            writes dev/test/data/reference_diloco.json and reference_diloco_tokens.bin
+    dev/reference_diloco.py            writes reference_diloco.json and _tokens.bin in dev/test/data
     dev/reference_diloco.py --check    computes everything again and compares
     dev/reference_diloco.py --drift    computes everything in float32 and prints how far that is from float64
 
 The JSON holds, for each setting, the trainer's options, and as results
     losses, norms     [worker][step]: loss and gradient norm (before clipping) of every inner step
-    tensor_norms      of the final global parameters, by name; of qkvb without the key bias (dev/reference.py: why)
-    sample            every SAMPLE_STRIDEth value of the final global parameters in the unpadded model's order, key
-                      biases left out
+    tensor_norms      of the final global parameters; of qkvb without the key bias (dev/reference.py: why)
+    sample            every SAMPLE_STRIDEth value of the final global parameters in the unpadded model's
+                      order, key biases left out
 
-Tolerance: a correct trainer in fp32 on a CPU differs by rounding only; how far that goes, --drift shows. PyTorch 2.15
-drifts by 2e-7 (losses), 3e-6 (norms), 2e-5 (tensor norms, those of small biases) and 4e-5 (the sample's movement from
-its initial values). TOLERANCE is 5 to 50 times that: other libraries round in other orders, and a value that a rounding
-error carries over a boundary of fp4 takes another code. Mistakes are larger: 0.1% more outer lr moves losses by
-2e-5 and tensor norms by 6e-4, one step of delay losses by 1e-2 and the sample by 0.1.
+Tolerance: a correct trainer in fp32 on a CPU differs by rounding only; how far that goes, --drift shows.
+PyTorch 2.15 drifts by 2e-7 (losses), 3e-6 (norms), 2e-5 (tensor norms, those of small biases) and 4e-5 (the
+sample's movement from its initial values). TOLERANCE is 5 to 50 times that: other libraries round in other
+orders, and a value that a rounding error carries over a boundary of fp4 takes another code. Mistakes are
+larger: 0.1% more outer lr moves losses by 2e-5 and tensor norms by 6e-4, one step of delay losses by 1e-2
+and the sample by 0.1.
 """
 import argparse
 import json
@@ -26,8 +28,8 @@ from pathlib import Path
 
 import numpy as np
 
-from reference import (ADAMW, SHUFFLE, AdamW, Shape, decay_mask, initial_values, loss_and_gradient, random_bits,
-                       relative_error, tensors, unflatten, visible_norms)
+from reference import (ADAMW, SHUFFLE, AdamW, Shape, decay_mask, initial_values, loss_and_gradient,
+                       random_bits, relative_error, tensors, visible_norms)
 
 DATA = Path(__file__).parent / "test/data"
 RESULTS, TOKENS = DATA / "reference_diloco.json", DATA / "reference_diloco_tokens.bin"
@@ -36,30 +38,37 @@ TOKEN_COUNT, TOKEN_VALUES = 1700, 100
 SAMPLE_STRIDE = 61
 WORKERS, MAX_GRADIENT_NORM, BLOCK = 2, 1.0, 128
 
-# The trainer's options. Together: several fragments in flight, and some still so at the end of training; a step that
-# sends one fragment and receives another; gradients clipped and not; an embedding in two blocks; both patterns.
+# The trainer's options. Together: several fragments in flight, and some still so at the end of training; a
+# step that sends one fragment and receives another; gradients clipped and not; an embedding in two blocks;
+# both patterns.
 COMMON = {"--workers": WORKERS, "--ranks": 1, "-k": "constant", "-u": 0, "-c": 0.1, "--shuffle": 0,
           "--outer-optimizer": "nesterov", "--matmul-precision": "highest"}
 SETTINGS = {
     "streaming_fp32": {
-        "--layers": 4, "--heads": 2, "--channels": 32, "--vocab-size": 120, "-b": 4, "-t": 16, "-d": 64, "-x": 24,
-        "-l": 0.003, "--seed": 7, "--inner-steps": 4, "--fragment-layers": 2, "--fragment-pattern": "strided",
-        "--overlap": 2, "--local-weight": 0.5, "--outer-lr": 0.4, "--outer-momentum": 0.9, "--outer-dtype": "fp32"},
+        "--layers": 4, "--heads": 2, "--channels": 32, "--vocab-size": 120,
+        "-b": 4, "-t": 16, "-d": 64, "-x": 24, "-l": 0.003, "--seed": 7,
+        "--inner-steps": 4, "--fragment-layers": 2, "--fragment-pattern": "strided",
+        "--overlap": 2, "--local-weight": 0.5, "--outer-lr": 0.4, "--outer-momentum": 0.9,
+        "--outer-dtype": "fp32"},
     "streaming_fp4": {
-        "--layers": 3, "--heads": 2, "--channels": 16, "--vocab-size": 500, "-b": 4, "-t": 16, "-d": 64, "-x": 23,
-        "-l": 0.002, "--seed": 11, "--inner-steps": 5, "--fragment-layers": 2, "--fragment-pattern": "sequential",
-        "--overlap": 3, "--local-weight": 0.25, "--outer-lr": 0.6, "--outer-momentum": 0.8, "--outer-dtype": "fp4"},
+        "--layers": 3, "--heads": 2, "--channels": 16, "--vocab-size": 500,
+        "-b": 4, "-t": 16, "-d": 64, "-x": 23, "-l": 0.002, "--seed": 11,
+        "--inner-steps": 5, "--fragment-layers": 2, "--fragment-pattern": "sequential",
+        "--overlap": 3, "--local-weight": 0.25, "--outer-lr": 0.6, "--outer-momentum": 0.8,
+        "--outer-dtype": "fp4"},
     "classic": {
-        "--layers": 2, "--heads": 4, "--channels": 32, "--vocab-size": 120, "-b": 4, "-t": 16, "-d": 64, "-x": 20,
-        "-l": 0.003, "--seed": 5, "--inner-steps": 6, "--fragment-layers": 0, "--fragment-pattern": "strided",
-        "--overlap": 0, "--local-weight": 0.0, "--outer-lr": 0.7, "--outer-momentum": 0.9, "--outer-dtype": "fp32"},
+        "--layers": 2, "--heads": 4, "--channels": 32, "--vocab-size": 120,
+        "-b": 4, "-t": 16, "-d": 64, "-x": 20, "-l": 0.003, "--seed": 5,
+        "--inner-steps": 6, "--fragment-layers": 0, "--fragment-pattern": "strided",
+        "--overlap": 0, "--local-weight": 0.0, "--outer-lr": 0.7, "--outer-momentum": 0.9,
+        "--outer-dtype": "fp32"},
 }
 
 
-# -------------------------------------------------------------------------------------------------------------- data
+# ------------------------------------------------------------------------------------------------------- data
 
 def make_tokens():
-    """Small tokens are likelier than large ones (the smaller of two draws), so that there is something to learn."""
+    """Small tokens are likelier than large ones (the smaller of two draws): something to learn."""
     words = random_bits(2024, SHUFFLE, np.arange(TOKEN_COUNT)) % TOKEN_VALUES
     return np.minimum(words[0], words[1]).astype(np.int64)
 
@@ -72,7 +81,7 @@ def token_shard(tokens):
 
 
 def batches(tokens, worker, batch, time):
-    """(inputs, targets) of a worker, for ever: its part of each WORKERS * B * T tokens; a rest too short is left."""
+    """(inputs, targets) of a worker, for ever: its part of each WORKERS * B * T; a short rest is left."""
     import torch
     part = batch * time
     while True:
@@ -82,7 +91,7 @@ def batches(tokens, worker, batch, time):
                    torch.from_numpy(tokens[begin + 1:begin + part + 1].reshape(batch, time)))
 
 
-# --------------------------------------------------------------------------------------------------------- fragments
+# -------------------------------------------------------------------------------------------------- fragments
 
 def model_shape(options):
     return Shape(layers=options["--layers"], heads=options["--heads"], channels=options["--channels"],
@@ -90,7 +99,7 @@ def model_shape(options):
 
 
 def make_fragments(shape, per_fragment, pattern):
-    """Fragments as lists of (begin, end) in the unpadded model: groups of layers, then each block of the embedding."""
+    """Fragments as lists of (begin, end) in the unpadded model: groups of layers, then the embedding."""
     L, C = shape.layers, shape.channels
     values = sum(int(np.prod(dimensions)) for _, dimensions in tensors(shape))
     if per_fragment == 0:
@@ -115,7 +124,7 @@ def make_fragments(shape, per_fragment, pattern):
     return fragments + [[block] for block in embedding]
 
 
-# ------------------------------------------------------------------------------------------------------------ format
+# ----------------------------------------------------------------------------------------------------- format
 
 def bf16_rounded_up(x):
     """The smallest bf16 that is at least x > 0, as float64."""
@@ -127,7 +136,7 @@ def bf16_rounded_up(x):
 
 
 def through_fp4(delta):
-    """What the others read: E3M0 codes, +-2^-6 ... +-1 times the block's scale, the nearest, ties away from zero."""
+    """What the others read: 0, +-2^-6 ... +-1 (E3M0) times the block's scale; nearest, ties away from 0."""
     padded = np.concatenate([delta, np.zeros(-len(delta) % BLOCK)])
     for block in padded.reshape(-1, BLOCK):
         largest = np.abs(block).max()
@@ -142,13 +151,14 @@ def through_fp4(delta):
     return padded[:len(delta)]
 
 
-# --------------------------------------------------------------------------------------------------------- algorithm
+# -------------------------------------------------------------------------------------------------- algorithm
 
 class Worker:
     def __init__(self, initial, shape, batches, lr):
         import torch
         self.shape, self.batches, self.local = shape, batches, initial.clone()
-        self.optimizer = AdamW(initial, torch.from_numpy(decay_mask(shape)).to(initial.dtype), **{**ADAMW, "lr": lr})
+        mask = torch.from_numpy(decay_mask(shape)).to(initial.dtype)
+        self.optimizer = AdamW(initial, mask, **{**ADAMW, "lr": lr})
         self.losses, self.norms = [], []
 
     def inner_step(self):
@@ -165,7 +175,8 @@ class Outer:
 
     def __init__(self, initial, options):
         self.parameters, self.momentum = initial.clone(), initial * 0
-        self.lr, self.mu, self.alpha = options["--outer-lr"], options["--outer-momentum"], options["--local-weight"]
+        self.lr, self.mu = options["--outer-lr"], options["--outer-momentum"]
+        self.alpha = options["--local-weight"]
         self.dtype = options["--outer-dtype"]
 
     def sent(self, block, worker):
@@ -215,7 +226,7 @@ def train(options, tokens, dtype="float64"):
 
 
 def trainer_initial_values(shape, seed):
-    """GPT-2's: 0.02, what is added to the residual stream less by sqrt(2 layers), LayerNorm 1, biases 0; float32."""
+    """GPT-2's: 0.02, less by sqrt(2 layers) where added to the residual stream; LayerNorm 1, biases 0."""
     residual = np.float32(0.02) / np.sqrt(np.float32(2 * shape.layers))
 
     def std(name):
@@ -226,7 +237,7 @@ def trainer_initial_values(shape, seed):
     return initial_values(shape, seed, std)
 
 
-# ----------------------------------------------------------------------------------------------------------- results
+# ---------------------------------------------------------------------------------------------------- results
 
 def sample_indices(shape):
     keys, offset = np.zeros(0, dtype=np.int64), 0
@@ -240,7 +251,8 @@ def sample_indices(shape):
 def model_results(flat, options):
     """What is compared of the final global parameters.   flat: the unpadded model, NumPy"""
     shape = model_shape(options)
-    return {"tensor_norms": dict(zip((name for name, _ in tensors(shape)), visible_norms(flat, shape).tolist())),
+    names = [name for name, _ in tensors(shape)]
+    return {"tensor_norms": dict(zip(names, visible_norms(flat, shape).tolist())),
             "sample": np.float64(flat[sample_indices(shape)]).tolist()}
 
 
@@ -286,7 +298,7 @@ def compare(path, tokens, dtype):
     worst = dict.fromkeys(TOLERANCE, 0.0)
     for name, options in SETTINGS.items():
         if stored[name]["options"] != {**COMMON, **options}:
-            sys.exit(f"error: {path} was made with other options: write it again with dev/reference_diloco.py")
+            sys.exit(f"error: {path} is of other options: write it again with dev/reference_diloco.py")
         difference = errors(options, results(options, tokens, dtype), stored[name]["results"])
         print(name, *(f"{kind} {value:.1e}" for kind, value in difference.items()))
         worst = {kind: max(worst[kind], difference[kind]) for kind in worst}

@@ -1,9 +1,9 @@
-// Reads dev/test/data/reference.bin, the numbers of dev/reference.py (its head documents the format), and draws the
-// parameters and tokens that they were computed from.
+// Reads dev/test/data/reference.bin, the numbers of dev/reference.py (its head documents the format), and
+// draws the parameters and tokens that they were computed from.
 //
 //     Reference reference = read_reference("dev/test/data/reference.bin");
 //     reference_parameters(params, reference, layout);   // flat buffer of gpt_layout(reference.shape, ...)
-//     std::vector<int> tokens = reference_tokens(reference);   // inputs: tokens[0..B*T), targets: tokens[1..B*T]
+//     std::vector<int> tokens = reference_tokens(reference);   // inputs [0, B*T), targets [1, B*T + 1)
 //     double error = relative_error(logits, reference.array("logits").values.data(), count);
 #pragma once
 #include <algorithm>
@@ -40,8 +40,8 @@ struct Reference {
 };
 
 // The optimizer behind "losses" and "norms"; gradients are not clipped.
-const float reference_learning_rate = 1e-3f, reference_beta1 = 0.9f, reference_beta2 = 0.95f, reference_eps = 1e-8f,
-            reference_weight_decay = 0.1f;
+const float reference_learning_rate = 1e-3f, reference_beta1 = 0.9f, reference_beta2 = 0.95f,
+            reference_eps = 1e-8f, reference_weight_decay = 0.1f;
 
 inline Reference read_reference(const std::string& path) {
     std::ifstream file(path, std::ios::binary);
@@ -88,8 +88,8 @@ inline Reference read_reference(const std::string& path) {
     return reference;
 }
 
-// params: flat buffer of `layout`; value i of the unpadded model is 0.05 * standard_normal(seed, parameters, i), plus 1
-// in LayerNorm's weights; padding and wte's rows beyond the vocabulary are zero.
+// params: flat buffer of `layout`; value i of the unpadded model is 0.05 * standard_normal(seed,
+// parameters, i), plus 1 in LayerNorm's weights; padding and wte's rows beyond the vocabulary are zero.
 inline void reference_parameters(float* params, const Reference& reference, const Layout& layout) {
     std::fill(params, params + layout.size, 0.0f);
     for (const Tensor& tensor : layout.tensors) {

@@ -1,5 +1,5 @@
-"""Two real processes of train_gpt_cpu against Algorithm 2 in PyTorch (dev/reference_diloco.py): the losses of every
-step, and the global parameters at the end."""
+"""Two real processes of train_gpt_cpu against Algorithm 2 in PyTorch (dev/reference_diloco.py): the losses of
+every step, and the global parameters at the end."""
 import json
 import subprocess
 import sys
@@ -17,7 +17,8 @@ TRAINER = ROOT / "train_gpt_cpu"
 pytestmark = pytest.mark.skipif(not TRAINER.exists(), reason="train_gpt_cpu is not built: run make")
 
 # llm.c's model files: wte, wpe, each of a layer's tensors for all layers, then the final LayerNorm.
-FILE_ORDER = ["ln1w", "ln1b", "qkvw", "qkvb", "attprojw", "attprojb", "ln2w", "ln2b", "fcw", "fcb", "fcprojw", "fcprojb"]
+LAYER_ORDER = ["ln1w", "ln1b", "qkvw", "qkvb", "attprojw", "attprojb", "ln2w", "ln2b", "fcw", "fcb",
+               "fcprojw", "fcprojb"]
 
 
 def read_model(path, shape):
@@ -27,7 +28,8 @@ def read_model(path, shape):
     assert list(head[:8]) == [20240326, 3, shape.max_seq_len, shape.vocab_size, shape.layers, shape.heads,
                               shape.channels, shape.padded_vocab_size]
     sizes = dict(tensors(shape))
-    names = ["wte", "wpe"] + [f"h.{layer}.{name}" for name in FILE_ORDER for layer in range(shape.layers)] + ["lnfw", "lnfb"]
+    of_layers = [f"h.{layer}.{name}" for name in LAYER_ORDER for layer in range(shape.layers)]
+    names = ["wte", "wpe", *of_layers, "lnfw", "lnfb"]
     values, offset = {}, 1024
     for name in names:
         count = int(np.prod(sizes[name]))
@@ -57,7 +59,8 @@ def test_two_processes_follow_algorithm_2(name, tmp_path):
     logs = [steps(tmp_path / file) for file in ("metrics.jsonl", "metrics_00001.jsonl")]
     model = read_model(tmp_path / f"model_{options['-x']:08d}.bin", reference_diloco.model_shape(options))
     found = {"losses": [[line["loss"] for line in log] for log in logs],
-             "norms": [[line["norm"] for line in log] for log in logs], **reference_diloco.model_results(model, options)}
+             "norms": [[line["norm"] for line in log] for log in logs],
+             **reference_diloco.model_results(model, options)}
     difference = reference_diloco.errors(options, found, reference_diloco.stored_results(name))
     print(name, *(f"{kind} {value:.1e}" for kind, value in difference.items()))
     assert all(difference[kind] <= reference_diloco.TOLERANCE[kind] for kind in difference), difference

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Trains the same small GPT on the same text three ways (data-parallel, DiLoCo, Streaming DiLoCo), each as
+# two processes on this machine, compares what it cost and what came of it, and draws it. `make demo` calls
+# it; all it writes is in demo/.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=.venv/bin/python
+out=demo
+
+# The model and the data that all three share.
+model=(
+    --layers 4 --heads 4 --channels 128   # 0.8M parameters: learns words and some grammar in a minute or two
+    -t 128                                # characters it sees: a sentence or two
+    -b 8                                  # sequences a step on each process: few, and so many steps
+    -x 1000                               # steps
+    --seed 1337                           # the same initial weights and the same order of the text
+)
+# The inner optimizer, AdamW.
+inner=(
+    -l 0.002 -u 50                        # learning rate: large, the model is small; 50 steps to warm it up
+    -k cosine -q 0.1                      # falls to a tenth: the workers' copies come together at the end
+    -c 0.1                                # weight decay
+)
+# DiLoCo, classic and streaming.
+outer=(
+    -H 27                                 # steps between two exchanges of a fragment
+    --outer-lr 0.7                        # larger than the paper's 0.4, which suits runs of far more steps
+    --outer-momentum 0.9                  # the paper's
+)
+# Classic: everything is one fragment, sent in fp32, waited for, and taken over as it is.
+classic=(--fragment-layers 0 --outer-dtype fp32 --overlap 0 --local-weight 0)
+# Streaming: two layers a fragment, in four bits, merged one step later, half and half.
+streaming=(--fragment-layers 2 --outer-dtype fp4 --overlap 1 --local-weight 0.5)
+
+# Watching: validate every 100 steps on 20 batches.
+watch=(-v 100 -m 20)
+sample_length=400
+
+say() {
+    printf '\n== %s\n' "$*"
+}
+
+# train NAME OPTIONS...: one run, its logs and model in demo/NAME
+train() {
+    local name=$1
+    shift
+    ./train_gpt_cpu -i "$out/text/*_train_*.bin" -j "$out/text/*_val_*.bin" -o "$out/$name" \
+        "${model[@]}" "${inner[@]}" "${watch[@]}" "$@"
+}
+
+say "The text: the King James Bible as bytes, a twentieth of it held out for validation."
+"$python" data/prepare.py --tokenizer bytes --out "$out/text"
+
+say "1 of 3, data-parallel: two processes share their gradients in every step."
+train data-parallel --workers 1 --ranks 2 -s 0
+
+say "2 of 3, DiLoCo: two workers train apart and exchange the whole model in fp32 now and then."
+train diloco --workers 2 "${outer[@]}" "${classic[@]}" -s 0
+
+say "3 of 3, Streaming DiLoCo: fragment after fragment in four bits, while training goes on; then it writes."
+train streaming --workers 2 "${outer[@]}" "${streaming[@]}" -s 1000000 -g "$sample_length"
+
+say "What it cost and what came of it. Data-parallel sends fp32 here; in bf16 it would send half."
+"$python" dev/compare.py "$out/data-parallel" "$out/diloco" "$out/streaming"
+echo
+"$python" dev/plot.py "$out/data-parallel" "$out/diloco" "$out/streaming" -o "$out/losses.png"
