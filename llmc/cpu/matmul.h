@@ -27,7 +27,44 @@ inline bool cpu_has_fast_bf16() {
     return (unsigned(dnnl::get_effective_cpu_isa()) & bf16) == bf16;
 }
 
-// The library's state, and the primitives made so far: one for each shape. For one thread at a time.
+// float to bf16, to nearest, ties to even; what is not a number stays so.
+inline uint16_t bf16_bits(float value) {
+    const uint32_t bits = uint32_t(bits_of_float(value));
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+// out[i] = bf16(inp[i]).   out, inp: (n)
+inline void convert_to_bf16(uint16_t* out, const float* inp, long n) {
+    #pragma omp parallel for simd
+    for (long i = 0; i < n; i++) { out[i] = bf16_bits(inp[i]); }
+}
+
+// sums[i] += sum over n of inp[n,i], and on the way out = bf16(inp) unless out is null.   sums: (columns)
+// inp, out: (N,columns). Chunks of fixed size are summed, then in order: the same bits at any number of threads.
+inline void column_sums(float* sums, uint16_t* out, const float* inp, int N, int columns) {
+    const int rows = 64, chunks = (N + rows - 1) / rows;
+    std::vector<float> partial(size_t(chunks) * size_t(columns));
+    #pragma omp parallel for
+    for (int chunk = 0; chunk < chunks; chunk++) {
+        float* sum = partial.data() + size_t(chunk) * size_t(columns);
+        for (long n = chunk * rows; n < std::min(N, (chunk + 1) * rows); n++) {
+            #pragma omp simd
+            for (int i = 0; i < columns; i++) { sum[i] += inp[n * columns + i]; }
+            if (!out) { continue; }
+            #pragma omp simd
+            for (int i = 0; i < columns; i++) { out[n * columns + i] = bf16_bits(inp[n * columns + i]); }
+        }
+    }
+    for (int chunk = 0; chunk < chunks; chunk++) {
+        #pragma omp simd
+        for (int i = 0; i < columns; i++) { sums[i] += partial[size_t(chunk) * size_t(columns) + size_t(i)]; }
+    }
+}
+
+// The library's state, the primitives made so far (one for each shape) and scratch. For one thread at a time.
+// Which layouts: oneDNN's kernels read weights fastest in a blocked layout of its own, and a reorder that also rounds to
+// bf16 costs no more than rounding alone; for activations the copy that it makes inside is cheaper than one of ours.
 class Matmul {
 public:
     explicit Matmul(MatmulPrecision precision)
@@ -37,82 +74,130 @@ public:
     // What is used, for people.
     std::string description() const { return bf16 ? "bf16, sums in fp32" : "fp32"; }
 
-    // out (M,N) = or += a b + bias.   a: (M,K), or (K,M) if a_transposed   b: (K,N), or (N,K) if b_transposed
-    // bias: (N) or null
-    void multiply(float* out, const float* a, bool a_transposed, const float* b, bool b_transposed, const float* bias,
-                  int M, int N, int K, bool accumulate) {
-        using dnnl::memory;
-        Product& p = product({M, N, K, a_transposed, b_transposed, bias != nullptr, accumulate});
-        std::unordered_map<int, memory> arguments;
-        arguments[DNNL_ARG_SRC] = memory(p.a, engine, input(p.a_scratch, a, long(M) * K));
-        arguments[DNNL_ARG_WEIGHTS] = memory(p.b, engine, input(p.b_scratch, b, long(N) * K));
-        arguments[DNNL_ARG_DST] = memory(p.out, engine, out);
+    // Inputs of products in the type that they are multiplied in: rounded into scratch, or as they are.
+    void* round_inp(const float* inp, long n) {
+        if (!bf16) { return const_cast<float*>(inp); }
+        convert_to_bf16(scratch(inp_scratch, n), inp, n);
+        return inp_scratch.data();
+    }
+
+    // The same for dout: (N,OC), and dbias += its column sums where dbias is not null.
+    void* round_dout(float* dbias, const float* dout, int N, int OC) {
+        uint16_t* out = bf16 ? scratch(dout_scratch, long(N) * OC) : nullptr;
+        if (dbias) {
+            column_sums(dbias, out, dout, N, OC);
+        } else if (bf16) {
+            convert_to_bf16(out, dout, long(N) * OC);
+        }
+        return bf16 ? static_cast<void*>(out) : const_cast<float*>(dout);
+    }
+
+    // out (N,OC) = inp (N,C) weight (OC,C)^T + bias.   inp: from round_inp
+    void forward(float* out, void* inp, const float* weight, const float* bias, int N, int C, int OC) {
+        const Product& p = product(Kind::forward, N, C, OC, bias != nullptr);
+        execute(p, out, inp, pack(p, weight), bias);
+    }
+
+    // dinp (N,C) = dout (N,OC) weight (OC,C).   dout: from round_dout
+    void backward_inp(float* dinp, void* dout, const float* weight, int N, int C, int OC) {
+        const Product& p = product(Kind::backward_inp, N, C, OC, false);
+        execute(p, dinp, dout, pack(p, weight), nullptr);
+    }
+
+    // dweight (OC,C) += dout (N,OC)^T inp (N,C).   dout, inp: from round_dout and round_inp
+    void backward_weight(float* dweight, void* dout, void* inp, int N, int C, int OC) {
+        execute(product(Kind::backward_weight, N, C, OC, false), dweight, dout, inp, nullptr);
+    }
+
+private:
+    using memory = dnnl::memory;
+    using Tag = dnnl::memory::format_tag;
+
+    enum class Kind { forward, backward_inp, backward_weight };
+
+    struct Product {  // out = a b + bias
+        dnnl::matmul primitive;
+        dnnl::reorder pack;             // of the weight
+        memory::desc a, b, bias, out;
+        memory::desc weight;            // before `pack`; after it, it is b
+    };
+
+    static uint16_t* scratch(Buffer<uint16_t>& buffer, long n) {
+        if (buffer.count() < n) { buffer = Buffer<uint16_t>(n); }
+        return buffer.data();
+    }
+
+    void execute(const Product& p, float* out, void* a, void* b, const float* bias) {
+        std::unordered_map<int, memory> arguments{{DNNL_ARG_SRC, memory(p.a, engine, a)},
+                                                  {DNNL_ARG_WEIGHTS, memory(p.b, engine, b)},
+                                                  {DNNL_ARG_DST, memory(p.out, engine, out)}};
         if (bias) { arguments[DNNL_ARG_BIAS] = memory(p.bias, engine, const_cast<float*>(bias)); }
         p.primitive.execute(stream, arguments);
         stream.wait();
     }
 
-private:
-    struct Product {
-        dnnl::matmul primitive;
-        dnnl::memory::desc a, b, bias, out;
-        Buffer<uint16_t> a_scratch, b_scratch;
-    };
-
-    void* input(Buffer<uint16_t>& scratch, const float* values, long n) {
-        if (!bf16) { return const_cast<float*>(values); }
-        if (scratch.count() < n) { scratch = Buffer<uint16_t>(n); }
-        uint16_t* out = scratch.data();
-        #pragma omp parallel for simd
-        for (long i = 0; i < n; i++) {
-            uint32_t bits = uint32_t(bits_of_float(values[i]));
-            out[i] = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-        }
-        return out;
+    // The weight in the layout and type that the product reads.
+    void* pack(const Product& p, const float* weight) {
+        uint16_t* packed = scratch(weight_scratch, long(p.b.get_size() / sizeof(uint16_t)));
+        memory from(p.weight, engine, const_cast<float*>(weight)), to(p.b, engine, packed);
+        p.pack.execute(stream, from, to);
+        return packed;
     }
 
-    Product& product(const std::array<int, 7>& key) {
+    const Product& product(Kind kind, int N, int C, int OC, bool with_bias) {
+        const std::array<int, 5> key{int(kind), N, C, OC, with_bias};
         auto found = products.find(key);
-        if (found != products.end()) { return found->second; }
-        using dnnl::memory;
-        auto [M, N, K, a_transposed, b_transposed, with_bias, accumulate] = key;
-        const auto type = bf16 ? memory::data_type::bf16 : memory::data_type::f32, f32 = memory::data_type::f32;
-        const auto ab = memory::format_tag::ab, ba = memory::format_tag::ba;
+        if (found == products.end()) { found = products.emplace(key, make(kind, N, C, OC, with_bias)).first; }
+        return found->second;
+    }
+
+    Product make(Kind kind, int N, int C, int OC, bool with_bias) {
+        const auto f32 = memory::data_type::f32, type = bf16 ? memory::data_type::bf16 : f32;
         Product p;
-        p.a = memory::desc({M, K}, type, a_transposed ? ba : ab);
-        p.b = memory::desc({K, N}, type, b_transposed ? ba : ab);
-        p.bias = with_bias ? memory::desc({1, N}, f32, ab) : memory::desc();
-        p.out = memory::desc({M, N}, f32, ab);
         dnnl::primitive_attr attributes;
-        if (accumulate) {
+        if (kind == Kind::backward_weight) {
+            p.a = memory::desc({OC, N}, type, Tag::ba);
+            p.b = memory::desc({N, C}, type, Tag::ab);
+            p.out = memory::desc({OC, C}, f32, Tag::ab);
             dnnl::post_ops sum;
             sum.append_sum(1.0f);
             attributes.set_post_ops(sum);
+        } else {
+            const int K = kind == Kind::forward ? C : OC, columns = kind == Kind::forward ? OC : C;
+            p.a = memory::desc({N, K}, type, Tag::ab);
+            p.b = memory::desc({K, columns}, type, Tag::any);
+            p.out = memory::desc({N, columns}, f32, Tag::ab);
+            p.weight = memory::desc({K, columns}, f32, kind == Kind::forward ? Tag::ba : Tag::ab);
         }
+        if (with_bias) { p.bias = memory::desc({1, OC}, f32, Tag::ab); }
 #if DNNL_VERSION_MAJOR >= 3
-        p.primitive = dnnl::matmul({engine, p.a, p.b, p.bias, p.out, attributes});
+        dnnl::matmul::primitive_desc chosen(engine, p.a, p.b, p.bias, p.out, attributes);
 #else
-        p.primitive = dnnl::matmul({{p.a, p.b, p.bias, p.out}, attributes, engine});
+        dnnl::matmul::primitive_desc chosen({p.a, p.b, p.bias, p.out}, attributes, engine);
 #endif
-        return products.emplace(key, std::move(p)).first->second;
+        p.primitive = dnnl::matmul(chosen);
+        p.b = chosen.weights_desc();
+        if (kind != Kind::backward_weight) {
+            p.pack = dnnl::reorder(dnnl::reorder::primitive_desc(engine, p.weight, engine, p.b));
+        }
+        return p;
     }
 
     bool bf16;
     dnnl::engine engine;
     dnnl::stream stream;
-    std::map<std::array<int, 7>, Product> products;
+    std::map<std::array<int, 5>, Product> products;
+    Buffer<uint16_t> inp_scratch, dout_scratch, weight_scratch;
 };
 
 // out: (N,OC)   inp: (N,C)   weight: (OC,C)   bias: (OC) or null
 // pre_gelu: (N,OC) or null; given, it is what is described above, and out = gelu(pre_gelu)
 inline void matmul_forward(Matmul& matmul, float* out, const float* inp, const float* weight, const float* bias, int N,
                            int C, int OC, Stream&, float* pre_gelu = nullptr) {
-    float* product = pre_gelu ? pre_gelu : out;
-    matmul.multiply(product, inp, false, weight, true, bias, N, OC, C, false);
-    if (pre_gelu) {
-        #pragma omp parallel for simd
-        for (long i = 0; i < long(N) * OC; i++) { out[i] = gelu(pre_gelu[i]); }
-    }
+    matmul.forward(pre_gelu ? pre_gelu : out, matmul.round_inp(inp, long(N) * C), weight, bias, N, C, OC);
+    if (!pre_gelu) { return; }
+    #pragma omp parallel for simd
+    for (long i = 0; i < long(N) * OC; i++) { out[i] = gelu(pre_gelu[i]); }
 }
 
 // dinp, inp: (N,C), dinp overwritten   dweight: (OC,C) and dbias: (OC) or null, added to   dout: (N,OC)   weight: (OC,C)
@@ -120,18 +205,12 @@ inline void matmul_forward(Matmul& matmul, float* out, const float* inp, const f
 inline void matmul_backward(Matmul& matmul, float* dinp, float* dweight, float* dbias, const float* dout,
                             const float* inp, const float* weight, int N, int C, int OC, Stream&,
                             const float* pre_gelu = nullptr) {
-    matmul.multiply(dinp, dout, false, weight, false, nullptr, N, C, OC, false);
-    if (pre_gelu) {
-        #pragma omp parallel for simd
-        for (long i = 0; i < long(N) * C; i++) { dinp[i] *= gelu_derivative(pre_gelu[i]); }
-    }
-    matmul.multiply(dweight, dout, true, inp, false, nullptr, OC, C, N, true);
-    if (dbias) {
-        for (int n = 0; n < N; n++) {
-            #pragma omp simd
-            for (int i = 0; i < OC; i++) { dbias[i] += dout[long(n) * OC + i]; }
-        }
-    }
+    void* rounded = matmul.round_dout(dbias, dout, N, OC);
+    matmul.backward_weight(dweight, rounded, matmul.round_inp(inp, long(N) * C), N, C, OC);
+    matmul.backward_inp(dinp, rounded, weight, N, C, OC);
+    if (!pre_gelu) { return; }
+    #pragma omp parallel for simd
+    for (long i = 0; i < long(N) * C; i++) { dinp[i] *= gelu_derivative(pre_gelu[i]); }
 }
 
 }  // namespace cpu

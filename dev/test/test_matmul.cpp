@@ -1,0 +1,212 @@
+// The fully connected layer on oneDNN: fp32 against double precision, bf16 against products of inputs that were rounded
+// to bf16 by hand, and the GELU and bias that are fused into it.
+#include <gtest/gtest.h>
+#include <omp.h>
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "llmc/cpu/gelu.h"
+#include "llmc/cpu/matmul.h"
+#include "llmc/random.h"
+
+namespace {
+
+using Doubles = std::vector<double>;
+using Floats = std::vector<float>;
+
+Floats random_floats(long n, uint64_t seed) {
+    Floats values(static_cast<size_t>(n));
+    for (long i = 0; i < n; i++) { values[size_t(i)] = standard_normal(seed, RandomUse::parameters, uint64_t(i)); }
+    return values;
+}
+
+// out (M,N) = a b, in double; a[i,k] at i * a_row + k * a_column, and so for b.
+Doubles product(const Floats& a, int a_row, int a_column, const Floats& b, int b_row, int b_column, int M, int N, int K) {
+    Doubles out(size_t(M) * size_t(N));
+    for (int i = 0; i < M; i++) {
+        for (int k = 0; k < K; k++) {
+            for (int j = 0; j < N; j++) {
+                out[size_t(i) * size_t(N) + size_t(j)] +=
+                    double(a[size_t(i * a_row + k * a_column)]) * b[size_t(k * b_row + j * b_column)];
+            }
+        }
+    }
+    return out;
+}
+
+double relative_error(const Floats& values, const Doubles& expected) {
+    double difference = 0, norm = 0;
+    for (size_t i = 0; i < values.size(); i++) {
+        difference += std::pow(values[i] - expected[i], 2);
+        norm += std::pow(expected[i], 2);
+    }
+    return std::sqrt(difference / norm);
+}
+
+// A float rounded to bf16 by arithmetic instead of bits: 8 significant bits, ties to even.
+float rounded_to_bf16(float value) {
+    int exponent;
+    const float fraction = std::frexp(value, &exponent);
+    return std::ldexp(std::nearbyint(std::ldexp(fraction, 8)), exponent - 8);
+}
+
+cpu::Stream main_stream;
+
+struct Case {
+    int N, C, OC;
+    Floats inp, weight, bias, dout, pre_gelu;
+    Floats out, out_pre_gelu, dinp, dweight, dbias;
+
+    Case(int N, int C, int OC)
+        : N(N), C(C), OC(OC), inp(random_floats(long(N) * C, 1)), weight(random_floats(long(OC) * C, 2)),
+          bias(random_floats(OC, 3)), dout(random_floats(long(N) * OC, 4)), pre_gelu(random_floats(long(N) * C, 5)),
+          out(dout.size(), NAN), out_pre_gelu(dout.size(), NAN), dinp(inp.size(), NAN), dweight(weight.size()),
+          dbias(bias.size()) {}
+    void forward(cpu::Matmul& matmul, bool with_bias, bool with_gelu) {
+        cpu::matmul_forward(matmul, out.data(), inp.data(), weight.data(), with_bias ? bias.data() : nullptr, N, C, OC,
+                            main_stream, with_gelu ? out_pre_gelu.data() : nullptr);
+    }
+    void backward(cpu::Matmul& matmul, bool with_bias, bool with_gelu) {
+        cpu::matmul_backward(matmul, dinp.data(), dweight.data(), with_bias ? dbias.data() : nullptr, dout.data(),
+                             inp.data(), weight.data(), N, C, OC, main_stream, with_gelu ? pre_gelu.data() : nullptr);
+    }
+    Doubles exact_out(bool with_bias) const {
+        Doubles exact = product(inp, C, 1, weight, 1, C, N, OC, C);
+        for (size_t i = 0; with_bias && i < exact.size(); i++) { exact[i] += bias[i % size_t(OC)]; }
+        return exact;
+    }
+};
+
+const std::vector<std::array<int, 3>> shapes = {{1, 1, 1}, {1, 16, 48}, {7, 33, 5}, {65, 48, 130}, {130, 100, 64}};
+
+TEST(Matmul, highest_precision_matches_double_precision) {
+    cpu::Matmul matmul(MatmulPrecision::highest);
+    for (auto [N, C, OC] : shapes) {
+        SCOPED_TRACE(testing::Message() << "N " << N << " C " << C << " OC " << OC);
+        for (bool with_bias : {true, false}) {
+            Case x(N, C, OC);
+            x.forward(matmul, with_bias, false);
+            x.backward(matmul, with_bias, false);
+            EXPECT_LT(relative_error(x.out, x.exact_out(with_bias)), 1e-6);
+            EXPECT_LT(relative_error(x.dinp, product(x.dout, OC, 1, x.weight, C, 1, N, C, OC)), 1e-6);
+            EXPECT_LT(relative_error(x.dweight, product(x.dout, 1, OC, x.inp, C, 1, OC, C, N)), 1e-6);
+            const Floats ones(size_t(N), 1.0f);
+            if (with_bias) { EXPECT_LT(relative_error(x.dbias, product(ones, 0, 1, x.dout, OC, 1, 1, OC, N)), 1e-6); }
+        }
+    }
+}
+
+// The products of rounded inputs are exact in fp32, so only the order of the fp32 sums is left.
+TEST(Matmul, medium_precision_is_the_product_of_inputs_rounded_to_bf16) {
+    cpu::Matmul matmul(MatmulPrecision::medium);
+    const bool rounds = cpu::cpu_has_fast_bf16();
+    for (auto [N, C, OC] : shapes) {
+        SCOPED_TRACE(testing::Message() << "N " << N << " C " << C << " OC " << OC);
+        Case x(N, C, OC), exact = x;
+        x.forward(matmul, true, false);
+        x.backward(matmul, true, false);
+        for (Floats* values : {&exact.inp, &exact.weight, &exact.dout}) {
+            for (float& value : *values) { value = rounds ? rounded_to_bf16(value) : value; }
+        }
+        EXPECT_LT(relative_error(x.out, exact.exact_out(true)), 1e-6);
+        EXPECT_LT(relative_error(x.dinp, product(exact.dout, OC, 1, exact.weight, C, 1, N, C, OC)), 1e-6);
+        EXPECT_LT(relative_error(x.dweight, product(exact.dout, 1, OC, exact.inp, C, 1, OC, C, N)), 1e-6);
+        const Floats ones(size_t(N), 1.0f);
+        EXPECT_LT(relative_error(x.dbias, product(ones, 0, 1, x.dout, OC, 1, 1, OC, N)), 1e-6) << "not rounded";
+    }
+}
+
+// Rounding to 8 bits is an error of at most 2^-9 a factor, about 2^-9 / sqrt(3) on average: of two factors 1.6e-3.
+TEST(Matmul, medium_precision_is_near_highest) {
+    cpu::Matmul highest(MatmulPrecision::highest), medium(MatmulPrecision::medium);
+    Case x(130, 200, 96), y = x;
+    x.forward(highest, true, false);
+    y.forward(medium, true, false);
+    EXPECT_LT(relative_error(y.out, Doubles(x.out.begin(), x.out.end())), 3e-3);
+    EXPECT_EQ(cpu::cpu_has_fast_bf16(), x.out != y.out);
+    EXPECT_EQ(highest.description(), "fp32");
+    EXPECT_EQ(medium.description(), cpu::cpu_has_fast_bf16() ? "bf16, sums in fp32" : "fp32");
+}
+
+TEST(Matmul, bf16_rounding_is_to_nearest_even_and_keeps_what_is_not_a_number) {
+    for (uint64_t bits = 0; bits < (1ull << 32); bits += 4099) {
+        const float value = float_from_bits(int32_t(uint32_t(bits)));
+        const float rounded = float_from_bits(int32_t(uint32_t(cpu::bf16_bits(value)) << 16));
+        if (std::isnan(value)) {
+            EXPECT_TRUE(std::isnan(rounded));
+        } else if (std::fabs(value) > 1e-37f && std::fabs(value) < 3.3e38f) {
+            EXPECT_EQ(rounded, rounded_to_bf16(value)) << value;
+        }
+    }
+    EXPECT_EQ(cpu::bf16_bits(INFINITY), 0x7f80);
+    EXPECT_EQ(cpu::bf16_bits(float_from_bits(0x7fffffff)), 0x7fc0);  // adding to these bits would wrap around
+}
+
+TEST(Matmul, forward_applies_gelu_and_keeps_its_input) {
+    cpu::Matmul matmul(MatmulPrecision::highest);
+    Case plain(65, 40, 52), fused = plain;
+    plain.forward(matmul, true, false);
+    fused.forward(matmul, true, true);
+    EXPECT_EQ(fused.out_pre_gelu, plain.out);
+    for (size_t i = 0; i < plain.out.size(); i++) { EXPECT_NEAR(fused.out[i], gelu(plain.out[i]), 1e-6); }
+}
+
+TEST(Matmul, backward_applies_the_derivative_of_gelu_to_dinp_only) {
+    cpu::Matmul matmul(MatmulPrecision::highest);
+    Case plain(65, 40, 52), fused = plain;
+    plain.backward(matmul, true, false);
+    fused.backward(matmul, true, true);
+    for (size_t i = 0; i < plain.dinp.size(); i++) {
+        EXPECT_NEAR(fused.dinp[i], plain.dinp[i] * gelu_derivative(plain.pre_gelu[i]), 1e-5);
+    }
+    EXPECT_EQ(fused.dweight, plain.dweight);
+    EXPECT_EQ(fused.dbias, plain.dbias);
+}
+
+TEST(Matmul, backward_adds_to_dweight_and_dbias_and_overwrites_dinp) {
+    for (MatmulPrecision precision : {MatmulPrecision::highest, MatmulPrecision::high}) {
+        cpu::Matmul matmul(precision);
+        Case once(130, 40, 52), twice = once;
+        once.backward(matmul, true, false);
+        twice.backward(matmul, true, false);
+        twice.backward(matmul, true, false);
+        EXPECT_EQ(once.dinp, twice.dinp);
+        Doubles dweight(once.dweight.begin(), once.dweight.end()), dbias(once.dbias.begin(), once.dbias.end());
+        for (double& value : dweight) { value *= 2; }
+        for (double& value : dbias) { value *= 2; }
+        EXPECT_LT(relative_error(twice.dweight, dweight), 1e-6);
+        EXPECT_LT(relative_error(twice.dbias, dbias), 1e-6);
+    }
+}
+
+TEST(Matmul, a_product_does_not_depend_on_those_before_it) {
+    cpu::Matmul used(MatmulPrecision::medium), fresh(MatmulPrecision::medium);
+    Case large(130, 96, 200), small(7, 96, 33), expected = small;
+    large.forward(used, true, true);
+    large.backward(used, true, true);
+    for (auto [x, matmul] : {std::pair(&small, &used), {&expected, &fresh}}) {
+        x->forward(*matmul, true, false);
+        x->backward(*matmul, true, false);
+    }
+    EXPECT_EQ(small.out, expected.out);
+    EXPECT_EQ(small.dinp, expected.dinp);
+    EXPECT_EQ(small.dweight, expected.dweight);
+}
+
+TEST(Matmul, column_sums_have_the_same_bits_at_any_thread_count) {
+    const Floats inp = random_floats(333 * 50, 1);
+    const int before = omp_get_max_threads();
+    Floats first;
+    for (int threads : {1, 2, 3, 5}) {
+        omp_set_num_threads(threads);
+        Floats sums(50, 1.0f);
+        cpu::column_sums(sums.data(), nullptr, inp.data(), 333, 50);
+        if (threads == 1) { first = sums; }
+        EXPECT_EQ(memcmp(first.data(), sums.data(), sums.size() * sizeof(float)), 0) << threads << " threads";
+    }
+    omp_set_num_threads(before);
+}
+
+}  // namespace
