@@ -1,0 +1,217 @@
+// The stores: the same claims for a folder, a Redis server, memory and a prefix; contention between real processes.
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <set>
+
+#include "dev/test/processes.h"
+#include "llmc/store.h"
+
+enum class Kind { folder, redis, memory, prefix };
+
+class Stores : public testing::TestWithParam<Kind> {
+protected:
+    void SetUp() override {
+        if (GetParam() == Kind::redis) {
+            server = std::make_unique<RedisServer>("p@ss:w/rd");
+            if (server->port == 0) { GTEST_SKIP() << "redis-server is not installed or does not start"; }
+            url = "redis://:p%40ss%3Aw%2Frd@127.0.0.1:" + std::to_string(server->port);
+        } else {
+            url = "file:" + folder.path + "/store";
+        }
+    }
+    std::unique_ptr<Store> open() const {
+        if (GetParam() == Kind::memory) { return std::make_unique<MemoryStore>(); }
+        if (GetParam() == Kind::prefix) { return std::make_unique<PrefixStore>(open_store(url, 5), "run 7/"); }
+        return open_store(url, 5);
+    }
+
+    TemporaryFolder folder;
+    std::unique_ptr<RedisServer> server;
+    std::string url;
+};
+
+TEST_P(Stores, a_value_comes_back_until_it_is_replaced_or_removed) {
+    auto store = open();
+    EXPECT_FALSE(store->try_get("a"));
+    store->set("a", "1");
+    EXPECT_EQ(store->try_get("a"), "1");
+    store->set("a", "22");
+    EXPECT_EQ(store->try_get("a"), "22");
+    store->remove("a");
+    EXPECT_FALSE(store->try_get("a"));
+    store->remove("a");
+}
+
+TEST_P(Stores, set_if_absent_returns_the_winner) {
+    auto store = open();
+    EXPECT_EQ(store->set_if_absent("a", "first"), "first");
+    EXPECT_EQ(store->set_if_absent("a", "second"), "first");
+    EXPECT_EQ(store->try_get("a"), "first");
+    store->remove("a");
+    EXPECT_EQ(store->set_if_absent("a", "third"), "third");
+}
+
+TEST_P(Stores, keys_and_values_may_hold_any_bytes) {
+    auto store = open();
+    std::string every_byte;
+    for (int c = 0; c < 256; c++) { every_byte += char(c); }
+    const std::string large(3'000'000, '\0');
+    const std::vector<std::string> keys = {"", ".", "..", "/", "a/b", "a%2Fb", "a b", "../../etc/passwd", "\n", "\xc3\xa4", "%", "%%",
+                                           ".hidden", every_byte, std::string(1000, 'x'), std::string(999, 'x') + "y"};
+    for (size_t i = 0; i < keys.size(); i++) { store->set(keys[i], every_byte + std::to_string(i)); }
+    for (size_t i = 0; i < keys.size(); i++) { EXPECT_EQ(store->try_get(keys[i]), every_byte + std::to_string(i)) << i; }
+    store->set("empty", "");
+    EXPECT_EQ(store->try_get("empty"), "");
+    store->set("large", large);
+    EXPECT_EQ(store->try_get("large"), large);
+}
+
+TEST_P(Stores, get_waits_for_the_value_and_gives_up_after_its_time) {
+    auto store = open();
+    std::thread writer([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        store->set("late", "here");
+    });
+    EXPECT_EQ(store->get("late", 10), "here");
+    writer.join();
+    const Patience since(60);
+    EXPECT_THROW(store->get("never", 0.15), StoreTimeout);
+    EXPECT_GE(since.waited(), 0.15);
+    EXPECT_LT(since.waited(), 1);
+}
+
+TEST_P(Stores, of_many_processes_exactly_one_wins_and_all_know_it) {
+    if (GetParam() == Kind::memory) { GTEST_SKIP() << "memory is not shared by processes"; }
+    const int rounds = 40;
+    auto processes = start_processes(4, [&](int i) {
+        auto store = open();
+        store->set("here/" + std::to_string(i), "");
+        for (int other = 0; other < 4; other++) { store->get("here/" + std::to_string(other), 20); }
+        std::string winners;
+        for (int round = 0; round < rounds; round++) {
+            winners += store->set_if_absent("prize/" + std::to_string(round), std::string(5000, char('0' + i)))[4999];
+        }
+        return winners;
+    });
+    for (auto& process : processes) {
+        ASSERT_EQ(process.wait(30), 0) << process.report;
+        EXPECT_EQ(process.report, processes[0].report);
+    }
+    auto store = open();
+    ASSERT_EQ(processes[0].report.size(), size_t(rounds));
+    for (int round = 0; round < rounds; round++) {
+        EXPECT_EQ(store->try_get("prize/" + std::to_string(round)), std::string(5000, processes[0].report[size_t(round)]));
+    }
+}
+
+TEST_P(Stores, a_reader_never_sees_half_a_value) {
+    if (GetParam() == Kind::memory) { GTEST_SKIP() << "memory is not shared by processes"; }
+    auto processes = start_processes(2, [&](int i) -> std::string {
+        auto store = open();
+        if (i == 0) {
+            for (int round = 0; round < 200; round++) { store->set("value", std::string(size_t(1 + round * 500), char('a' + round % 26))); }
+            store->set("value", "end");
+            return "";
+        }
+        while (true) {
+            const std::string value = store->get("value", 20);
+            if (value == "end") { return ""; }
+            const size_t round = (value.size() - 1) / 500;
+            if (value != std::string(1 + round * 500, char('a' + round % 26))) { throw std::runtime_error("a torn value"); }
+        }
+    });
+    for (auto& process : processes) { EXPECT_EQ(process.wait(30), 0) << process.report; }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Stores, testing::Values(Kind::folder, Kind::redis, Kind::memory, Kind::prefix), [](const auto& info) {
+    return std::string(info.param == Kind::folder ? "folder" : info.param == Kind::redis ? "redis"
+                       : info.param == Kind::memory ? "memory" : "prefix");
+});
+
+TEST(FileStore, leaves_no_temporary_files_and_no_file_outside_its_folder) {
+    TemporaryFolder folder;
+    FileStore store(folder.path + "/a/b");
+    store.set("../../escape", "1");
+    store.set_if_absent("x", "1");
+    store.set_if_absent("x", "2");
+    std::set<std::string> names;
+    for (const auto& entry : std::filesystem::directory_iterator(folder.path + "/a/b")) { names.insert(entry.path().filename()); }
+    EXPECT_EQ(names, (std::set<std::string>{"%2E.%2F..%2Fescape", "x"}));
+    EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path), {}), 1);
+}
+
+TEST(PrefixStore, keys_of_two_runs_do_not_meet) {
+    auto shared = std::make_shared<MemoryStore>();
+    PrefixStore first(shared, "run 1/"), second(shared, "run 2/");
+    first.set("key", "1");
+    EXPECT_FALSE(second.try_get("key"));
+    EXPECT_EQ(second.set_if_absent("key", "2"), "2");
+    EXPECT_EQ(shared->try_get("run 1/key"), "1");
+}
+
+static std::string user_error(const std::string& url) {
+    try {
+        open_store(url, 2);
+    } catch (const UserError& error) {
+        return error.what();
+    }
+    return "accepted";
+}
+
+TEST(OpenStore, what_cannot_be_used_is_a_user_error_that_says_what_to_do) {
+    TemporaryFolder folder;
+    std::ofstream(folder.path + "/file") << "not a folder";
+    for (const char* url : {"", "nonsense", "ftp://x", "file:", "file://host/dir", "http://127.0.0.1:6379"}) {
+        EXPECT_NE(user_error(url).find("is of no known kind: give --store file:DIR or redis://"), std::string::npos) << url;
+    }
+    for (const char* url : {"redis://", "redis://:1", "redis://host:", "redis://host:0", "redis://host:99999", "redis://host:6379x",
+                            "redis://[::1", "redis://secret@host:1", "redis://:%zz@host:1"}) {
+        EXPECT_NE(user_error(url).find("is not of the form redis://[:PASSWORD@]HOST:PORT: write it so"), std::string::npos) << url;
+    }
+    EXPECT_NE(user_error("file:" + folder.path + "/file").find("give --store a folder that can be written"), std::string::npos);
+    EXPECT_EQ(user_error("file://" + folder.path), "accepted");
+    EXPECT_EQ(user_error("redis://127.0.0.1:1"), "cannot reach the store at 127.0.0.1:1 (Connection refused): start a Redis or "
+                                                 "Valkey server there, or correct --store");
+}
+
+TEST(OpenStore, redis_urls_are_taken_apart) {
+    const RedisAddress plain = parse_redis_url("redis://example.org");
+    EXPECT_EQ(plain.host, "example.org");
+    EXPECT_EQ(plain.port, 6379);
+    EXPECT_EQ(plain.password, "");
+    const RedisAddress full = parse_redis_url("redis://me:a%40b@c@[fe80::1]:7000/");
+    EXPECT_EQ(full.user, "me");
+    EXPECT_EQ(full.password, "a@b@c");
+    EXPECT_EQ(full.host, "fe80::1");
+    EXPECT_EQ(full.port, 7000);
+}
+
+TEST(RedisStore, a_wrong_or_missing_password_is_a_user_error_without_the_password) {
+    RedisServer server("secret");
+    if (server.port == 0) { GTEST_SKIP() << "redis-server is not installed or does not start"; }
+    const std::string where = "127.0.0.1:" + std::to_string(server.port);
+    for (const char* credentials : {"", ":guess@"}) {
+        const std::string error = user_error("redis://" + std::string(credentials) + where);
+        EXPECT_NE(error.find("the store at " + where + " refuses the password"), std::string::npos) << error;
+        EXPECT_EQ(error.find("guess"), std::string::npos);
+    }
+    EXPECT_EQ(user_error(server.url()), "accepted");
+    EXPECT_EQ(open_store(server.url(), 2)->url(), "redis://" + where);
+    EXPECT_EQ(open_store(server.url(), 2)->local_address(), "127.0.0.1");
+}
+
+TEST(RedisStore, a_server_that_restarts_is_found_again_and_one_that_is_gone_is_a_run_error) {
+    RedisServer server;
+    if (server.port == 0) { GTEST_SKIP() << "redis-server is not installed or does not start"; }
+    auto store = open_store(server.url(), 1);
+    store->set("a", "1");
+    server.stop();
+    server.start(server.port);
+    store->set("b", "2");
+    EXPECT_EQ(store->try_get("b"), "2");
+    server.stop();
+    const Patience since(60);
+    EXPECT_THROW(store->set("c", "3"), RunError);
+    EXPECT_LT(since.waited(), 6);
+}
