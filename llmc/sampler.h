@@ -10,7 +10,8 @@
 inline int sample_softmax(const float* logits, int n, float temperature, float coin) {
     int largest = 0;
     for (int i = 1; i < n; i++) {
-        if (logits[i] > logits[largest] || std::isnan(logits[largest])) { largest = i; }
+        const bool first_number = std::isnan(logits[largest]) && !std::isnan(logits[i]);
+        if (logits[i] > logits[largest] || first_number) { largest = i; }
     }
     if (!(temperature > 0) || !std::isfinite(logits[largest])) { return largest; }
     // In double: rounding over a large vocabulary stays far below the probability of a rare token.

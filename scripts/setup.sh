@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what is missing: packages of Debian or Ubuntu, and the Python packages of requirements.txt in .venv.
+# Installs what is missing: packages of Debian or Ubuntu, and the Python packages of requirements.txt (.venv).
 # Where nothing is missing it takes milliseconds and says nothing. `make setup`, `demo` and `test` call it.
 # SKIP_PACKAGES=1 leaves the system's packages to you.
 set -euo pipefail
@@ -46,8 +46,8 @@ is_installed() {
 install_packages() {
     local missing=() redis=() package
     if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
-        fail "this is not Debian or Ubuntu: install what these packages hold your system's way, then run again\
- with SKIP_PACKAGES=1: ${packages[*]} redis-server"
+        fail "this is not Debian or Ubuntu: install what these packages hold your system's way, then run\
+ again with SKIP_PACKAGES=1: ${packages[*]} redis-server"
     fi
     for package in "${packages[@]}"; do
         is_installed "$package" || missing+=("$package")

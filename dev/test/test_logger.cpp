@@ -1,0 +1,163 @@
+// The logs: llm.c's lines, JSON that any reader takes, and a status line that leaves a terminal tidy.
+#include "llmc/logger.h"
+
+#include <cmath>
+#include <limits>
+#include <regex>
+#include <sstream>
+
+#include "dev/test/files.h"
+
+namespace {
+
+std::vector<std::string> lines_of(const std::string& path) {
+    std::istringstream text(read_bytes(path));
+    std::vector<std::string> lines;
+    for (std::string line; std::getline(text, line);) { lines.push_back(line); }
+    return lines;
+}
+
+// The lines of a log with their times replaced by T.
+std::vector<std::string> without_times(const std::string& path) {
+    std::vector<std::string> lines = lines_of(path);
+    for (std::string& line : lines) {
+        line = std::regex_replace(line, std::regex("\"time\":[0-9.e+-]+"), "\"time\":T");
+    }
+    return lines;
+}
+
+// What `write` prints to a stream.
+template <typename Write>
+std::string printed(Write write) {
+    FILE* stream = tmpfile();
+    write(stream);
+    rewind(stream);
+    std::string text;
+    for (int c; (c = fgetc(stream)) != EOF;) { text += char(c); }
+    fclose(stream);
+    return text;
+}
+
+}  // namespace
+
+TEST(Logger, main_log_is_llmcs) {
+    TemporaryFolder folder;
+    Logger logger(folder / "new/log", 0, 1);
+    logger.eval(0, 5.123456);
+    StepMetrics step;
+    step.step = 1, step.loss = 4.98765, step.learning_rate = 3e-4, step.norm = 1.2345;
+    logger.step(step);
+    EXPECT_EQ(read_bytes(folder / "new/log/main.log"),
+              "s:0 tel:5.1235\n"
+              "s:1 trl:4.9877 lr:0.000300 norm:1.23\n");
+}
+
+TEST(Logger, metrics_hold_every_field_one_object_a_line) {
+    TemporaryFolder folder;
+    Logger logger(folder.name(), 0, 2);
+    RunMetrics run{0, 0, 2, 1, 812345, {{"--lr", "0.001"}, {"--output", "a \"b\\c\"\n"}}};
+    logger.run(run);
+    logger.step({1, 4.5f, 3e-4f, 1.25, 0.5, 4096, 8192, 10, 20});
+    logger.eval(1, 4.25);
+    logger.sync({7, 2, 20, 21, 6000000000u, 5, 0.125, 0.5});
+    logger.end({21, 9.5, 1, 2, 0.75});
+    const std::vector<std::string> expected = {
+        R"({"type":"run","version":1,"worker":0,"rank":0,"workers":2,"ranks":1,"parameters":812345,)"
+        R"("options":{"--lr":"0.001","--output":"a \"b\\c\"\u000a"}})",
+        R"({"type":"step","step":1,"time":T,"loss":4.5,"lr":0.000300000014,"norm":1.25,"seconds":0.5,)"
+        R"("tokens":4096,"tokens_per_second":8192,"inner_bytes_sent":10,"inner_bytes_received":20})",
+        R"({"type":"eval","step":1,"time":T,"loss":4.25})",
+        R"({"type":"sync","sync":7,"fragment":2,"send_step":20,"apply_step":21,"time":T,)"
+        R"("bytes_sent":6000000000,"bytes_received":5,"wire_seconds":0.125,"waited_seconds":0.5})",
+        R"({"type":"end","step":21,"time":T,"train_seconds":9.5,"inner_bytes_sent":1,"outer_bytes_sent":2,)"
+        R"("waited_seconds":0.75})"};
+    EXPECT_EQ(without_times(folder / "metrics.jsonl"), expected);
+}
+
+TEST(Logger, lines_are_there_at_once_and_time_goes_on) {
+    TemporaryFolder folder;
+    Logger logger(folder.name(), 0, 1);
+    double last = -1;
+    for (int step = 1; step <= 3; step++) {
+        logger.eval(step, 1.0);
+        const std::vector<std::string> lines = lines_of(folder / "metrics.jsonl");
+        ASSERT_EQ(lines.size(), size_t(step));
+        const double time = std::stod(lines.back().substr(lines.back().find("\"time\":") + 7));
+        EXPECT_GT(time, last);
+        EXPECT_LT(time, 60);
+        last = time;
+    }
+}
+
+TEST(Logger, what_is_not_a_number_becomes_null) {
+    const double infinity = std::numeric_limits<double>::infinity();
+    JsonLine line;
+    line.field("a", std::nan("")).field("b", infinity).field("c", -infinity).field("d", 0.1f);
+    EXPECT_EQ(line.str(), R"({"a":null,"b":null,"c":null,"d":0.100000001})");
+}
+
+TEST(Logger, other_processes_write_their_own_metrics_and_no_main_log) {
+    TemporaryFolder folder;
+    Logger(folder.name(), 3, 4).eval(1, 2.0);
+    EXPECT_EQ(lines_of(folder / "metrics_00003.jsonl").size(), 1u);
+    EXPECT_FALSE(std::filesystem::exists(folder / "main.log"));
+    EXPECT_FALSE(std::filesystem::exists(folder / "metrics.jsonl"));
+}
+
+TEST(Logger, a_new_run_leaves_nothing_of_an_older_one) {
+    TemporaryFolder folder;
+    for (int process : {0, 1, 2, 3}) { Logger(folder.name(), process, 4).eval(1, 2.0); }
+    for (int process : {1, 0}) { Logger(folder.name(), process, 2); }
+    EXPECT_EQ(read_bytes(folder / "main.log"), "");
+    EXPECT_EQ(read_bytes(folder / "metrics.jsonl"), "");
+    EXPECT_EQ(read_bytes(folder / "metrics_00001.jsonl"), "");
+    EXPECT_FALSE(std::filesystem::exists(folder / "metrics_00002.jsonl"));
+    EXPECT_FALSE(std::filesystem::exists(folder / "metrics_00003.jsonl"));
+}
+
+TEST(Logger, without_a_folder_nothing_is_written_and_an_impossible_one_is_an_error) {
+    Logger none("", 0, 1);
+    EXPECT_NO_THROW(none.eval(1, 2.0));
+    TemporaryFolder folder;
+    write_bytes(folder / "file", "");
+    EXPECT_TRUE(contains(user_error([&] { Logger(folder / "file/log", 0, 1); }), folder / "file/log"));
+    std::filesystem::create_directories(folder / "log/main.log");
+    EXPECT_TRUE(contains(user_error([&] { Logger(folder / "log", 0, 1); }), "main.log"));
+}
+
+TEST(StatusLine, is_rewritten_in_place_on_a_terminal_and_gone_before_other_output) {
+    const std::string text = printed([](FILE* out) {
+        StatusLine status(out, true, 0);
+        status.update(1, 3, 4.56789, 1234.5);
+        status.print("val loss 4.2");
+        status.update(2, 3, 3.5, 1300);
+    });
+    const std::string clear = "\r\033[K";
+    EXPECT_EQ(text, "step 1/3  loss 4.5679  1234 tokens/s" + clear + "val loss 4.2\n" +
+                        "step 2/3  loss 3.5000  1300 tokens/s  00:00 left" + clear);
+}
+
+TEST(StatusLine, prints_plain_lines_when_piped_the_first_the_last_and_few_between) {
+    const std::string text = printed([](FILE* out) {
+        StatusLine status(out, false, 3600);
+        for (long step = 1; step <= 100; step++) { status.update(step, 100, 2.0, 1000); }
+    });
+    EXPECT_EQ(text, "step 1/100  loss 2.0000  1000 tokens/s\n"
+                    "step 100/100  loss 2.0000  1000 tokens/s  00:00 left\n");
+}
+
+TEST(StatusLine, never_wraps) {
+    const std::string text = printed([](FILE* out) {  // no terminal tells its width here: 80 columns
+        StatusLine(out, true, 0).update(1000000000000, 2000000000000, 1e30, 1e30);
+    });
+    EXPECT_EQ(text.find("\r\033[K"), 79u);
+}
+
+TEST(StatusLine, writes_times_as_clocks_do) {
+    EXPECT_EQ(clock_text(0), "00:00");
+    EXPECT_EQ(clock_text(59.6), "01:00");
+    EXPECT_EQ(clock_text(3599), "59:59");
+    EXPECT_EQ(clock_text(3600 + 2 * 60 + 3), "1:02:03");
+    EXPECT_EQ(clock_text(90000), "25:00:00");
+    EXPECT_EQ(clock_text(-1), "00:00");
+}
