@@ -25,7 +25,7 @@ template <int exponent_bits, int mantissa_bits>
 HD inline uint32_t round_magnitude(uint32_t magnitude, uint32_t largest) {
     const int dropped = 23 - mantissa_bits;
     const int bias = (1 << (exponent_bits - 1)) - 1;
-    const uint32_t smallest_normal = uint32_t(127 + 1 - bias) << 23;
+    const int32_t smallest_normal = (127 + 1 - bias) << 23;
 
     // Normal: add just below half a unit of the last place kept, one more where that is odd; the carry does the rest.
     uint32_t odd = magnitude >> dropped & 1;
@@ -35,7 +35,7 @@ HD inline uint32_t round_magnitude(uint32_t magnitude, uint32_t largest) {
     const uint32_t adder = uint32_t(127 + 1 - bias - mantissa_bits + 23) << 23;
     uint32_t subnormal = float_to_bits(add_rn(bits_to_float(magnitude), bits_to_float(adder))) - adder;
 
-    uint32_t code = magnitude < smallest_normal ? subnormal : normal;
+    uint32_t code = int32_t(magnitude) < smallest_normal ? subnormal : normal;
     return code < largest ? code : largest;
 }
 
@@ -45,18 +45,19 @@ struct E3M0 {
     static constexpr float largest = 1;
 
     HD static uint32_t encode(float x) {
-        uint32_t magnitude = float_to_bits(x) & 0x7fffffff, sign = float_to_bits(x) >> 28 & 8;
-        int exponent = int((magnitude + 0x00400000) >> 23) - 120;  // half of the last place, added, rounds ties away
+        const uint32_t sign = float_to_bits(x) >> 28 & 8;
+        const int32_t magnitude = int32_t(float_to_bits(x) & 0x7fffffff);
+        int32_t exponent = int32_t((uint32_t(magnitude) + 0x00400000) >> 23) - 120;  // half a last place: ties go away
         exponent = exponent > 7 ? 7 : exponent < 1 ? 1 : exponent;
         return sign | uint32_t(magnitude < half_of_smallest ? 0 : exponent);
     }
 
+    // The code's exponent, moved to where fp32 has its own, is the value times 2^(7 - 127); 0 is 0 there too.
     HD static float decode(uint32_t code) {
-        uint32_t exponent = code & 7;
-        return bits_to_float((code & 8) << 28 | (exponent == 0 ? 0 : (exponent + 120) << 23));
+        return multiply_rn(bits_to_float((code & 8) << 28 | (code & 7) << 23), 0x1p120f);
     }
 
-    static constexpr uint32_t half_of_smallest = uint32_t(127 - 7) << 23;  // 2^-7, halfway from 0 to 2^-6
+    static constexpr int32_t half_of_smallest = (127 - 7) << 23;  // 2^-7, halfway from 0 to 2^-6
 };
 
 struct E2M1 {
@@ -68,9 +69,10 @@ struct E2M1 {
         return (float_to_bits(x) >> 28 & 8) | round_magnitude<2, 1>(float_to_bits(x) & 0x7fffffff, 7);
     }
 
-    // The code's exponent and mantissa, moved to where fp32 has them, are the value times 2^(1 - 127): subnormals too.
+    // Exponent and mantissa go to where fp32 has them. The one subnormal, 0.5, and 0 stand apart.
     HD static float decode(uint32_t code) {
-        return multiply_rn(bits_to_float((code & 8) << 28 | (code & 7) << 22), 0x1p126f);
+        uint32_t normal = ((code & 7) << 22) + (uint32_t(127 - 1) << 23), subnormal = code & 1 ? 0x3f000000 : 0;
+        return bits_to_float((code & 8) << 28 | (code & 6 ? normal : subnormal));
     }
 };
 
@@ -84,6 +86,7 @@ struct E4M3 {
     }
 
     HD static float decode(uint32_t code) {
+        // As E3M0's, but that mantissas follow: subnormals become fp32's subnormals, and the product is right again.
         float value = multiply_rn(bits_to_float((code & 0x80) << 24 | (code & 0x7f) << 20), 0x1p120f);
         return (code & 0x7f) == 0x7f ? bits_to_float(0x7fc00000 | (code & 0x80) << 24) : value;
     }

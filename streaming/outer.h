@@ -44,35 +44,47 @@ struct OuterState {
     Buffer<float> momentum;
 };
 
-HD inline void outer_update(float& global, float& momentum, float mean, OuterStep step) {
-    momentum = fma_rn(step.momentum, momentum, mean);
-    global = fma_rn(-step.learning_rate, fma_rn(step.momentum, momentum, mean), global);
+// New momentum of a value; then its new global parameter, from that.
+HD inline float outer_momentum(float momentum, float mean, OuterStep step) {
+    return fma_rn(step.momentum, momentum, mean);
 }
 
-// For 0 < alpha < 1. The ends are not formulas: 0 * local is not 0 for every local, and -0 + 0 is not -0.
+HD inline float outer_parameter(float global, float new_momentum, float mean, OuterStep step) {
+    return fma_rn(-step.learning_rate, fma_rn(step.momentum, new_momentum, mean), global);
+}
+
+// For alpha < 1; with alpha = 1 nothing is to be done. 0 is no case of the formula: 0 * local is not 0 for every local.
 HD inline float merge(float local, float global, float alpha) {
-    return fma_rn(alpha, local, multiply_rn(subtract_rn(1.0f, alpha), global));
+    float mixed = fma_rn(alpha, local, multiply_rn(subtract_rn(1.0f, alpha), global));
+    return alpha == 0 ? global : mixed;
 }
 
 namespace cpu {
 
 const long parallel_values = 1 << 13;  // below so many one thread is faster than a team
 
+inline void outer_step_loop(float* global, float* momentum, float* local, floatX* params, const float* mean, long n,
+                            OuterStep step) {
+    const bool merging = step.local_weight < 1;
+    #pragma omp parallel for simd if (n >= parallel_values)
+    for (long i = 0; i < n; i++) {
+        const float new_momentum = outer_momentum(momentum[i], mean[i], step);
+        const float new_global = outer_parameter(global[i], new_momentum, mean[i], step);
+        momentum[i] = new_momentum;
+        global[i] = new_global;
+        if (merging) {
+            const float new_local = merge(local[i], new_global, step.local_weight);
+            local[i] = new_local;
+            params[i] = floatX(new_local);
+        }
+    }
+}
+
 // One pass over a range: momentum, global, local and the copy of local that the model computes with.
 // With alpha = 1 local and params stay as they are.   all: (n)   Memory: 16 bytes read and 16 written a value.
 inline void outer_step(float* global, float* momentum, float* local, floatX* params, const float* mean, long n,
                        OuterStep step, Stream& stream) {
-    stream.enqueue([=] {
-        const float alpha = step.local_weight;
-        #pragma omp parallel for simd if (n >= parallel_values)
-        for (long i = 0; i < n; i++) {
-            outer_update(global[i], momentum[i], mean[i], step);
-            if (alpha < 1) {
-                local[i] = alpha == 0 ? global[i] : merge(local[i], global[i], alpha);
-                params[i] = floatX(local[i]);
-            }
-        }
-    });
+    stream.enqueue([=] { outer_step_loop(global, momentum, local, params, mean, n, step); });
 }
 
 }  // namespace cpu

@@ -141,6 +141,21 @@ inline bool quantize_block(uint8_t* codes, uint16_t* scale, const float* global,
     return finite;
 }
 
+// sum[i] += value i of one block of a payload.   sum: (128)   scale: not used by formats without scales
+template <class F>
+inline void add_block(float* sum, const uint8_t* codes, const uint8_t* scale) {
+    uint32_t words[quantization_block];
+    unpack_block<F>(words, codes);
+    if constexpr (F::scaled) {
+        uint16_t bits;
+        memcpy(&bits, scale, sizeof(bits));
+        const float factor = bits_to_float(uint32_t(bits) << 16);
+        for (int i = 0; i < quantization_block; i++) { sum[i] = add_rn(sum[i], multiply_rn(F::decode(words[i]), factor)); }
+    } else {
+        for (int i = 0; i < quantization_block; i++) { sum[i] = add_rn(sum[i], F::decode(words[i])); }
+    }
+}
+
 // Writes the header of a payload.
 inline void write_header(uint8_t* payload, const PayloadHeader& header, Stream& stream) {
     stream.enqueue([=] { memcpy(payload, &header, sizeof(header)); });
@@ -153,14 +168,42 @@ inline void read_headers(PayloadHeader* headers, const uint8_t* payloads, size_t
     });
 }
 
+// The loops are functions of their own, outside the lambdas: what a lambda captured, the compiler reads again and again.
+inline uint64_t hash_loop(const float* values, long first, long count) {
+    uint64_t sum = 0;
+    #pragma omp parallel for simd reduction(+ : sum) if (count >= parallel_blocks * quantization_block)
+    for (long i = 0; i < count; i++) { sum += hash_value(uint64_t(first + i), values[i]); }
+    return sum;
+}
+
+template <class F>
+inline bool quantize_loop(uint8_t* codes, uint16_t* scales, const float* global, const float* local, long blocks) {
+    int finite = 1;
+    #pragma omp parallel for reduction(& : finite) if (blocks >= parallel_blocks)
+    for (long b = 0; b < blocks; b++) {
+        const long i = b * quantization_block;
+        finite &= quantize_block<F>(codes + i * F::bits / 8, scales + b, global + i, local + i);
+    }
+    return finite;
+}
+
+template <class F>
+inline void dequantize_loop(float* mean, const uint8_t* codes, const uint8_t* scales, size_t stride, int workers, long blocks) {
+    #pragma omp parallel for if (blocks >= parallel_blocks)
+    for (long b = 0; b < blocks; b++) {
+        const long i = b * quantization_block;
+        float sum[quantization_block] = {};
+        for (int worker = 0; worker < workers; worker++) {
+            const size_t payload = size_t(worker) * stride;
+            add_block<F>(sum, codes + payload + i * F::bits / 8, scales + payload + b * long(sizeof(uint16_t)));
+        }
+        for (int k = 0; k < quantization_block; k++) { mean[i + k] = divide_rn(sum[k], float(workers)); }
+    }
+}
+
 // Adds the hash of values [first, first + count) of a fragment to the payload's header.   values: (count)
 inline void add_hash(uint8_t* payload, long first, const float* values, long count, Stream& stream) {
-    stream.enqueue([=] {
-        uint64_t sum = 0;
-        #pragma omp parallel for simd reduction(+ : sum) if (count >= parallel_blocks * quantization_block)
-        for (long i = 0; i < count; i++) { sum += hash_value(uint64_t(first + i), values[i]); }
-        reinterpret_cast<PayloadHeader*>(payload)->hash += sum;
-    });
+    stream.enqueue([=] { reinterpret_cast<PayloadHeader*>(payload)->hash += hash_loop(values, first, count); });
 }
 
 // Quantizes values [first, first + count) of a fragment of n values into its payload: global - local.
@@ -169,19 +212,13 @@ inline void add_hash(uint8_t* payload, long first, const float* values, long cou
 inline void quantize(uint8_t* payload, Format format, long n, long first, const float* global, const float* local,
                      long count, Stream& stream) {
     stream.enqueue([=] {
-        with_format(format, [=](auto f) {
+        bool finite = with_format(format, [=](auto f) {
             using F = decltype(f);
             uint16_t* scales = reinterpret_cast<uint16_t*>(payload + sizeof(PayloadHeader)) + first / quantization_block;
             uint8_t* codes = payload + sizeof(PayloadHeader) + scale_bytes(format, n) + first * F::bits / 8;
-            const long blocks = count / quantization_block;
-            int finite = 1;
-            #pragma omp parallel for reduction(& : finite) if (blocks >= parallel_blocks)
-            for (long b = 0; b < blocks; b++) {
-                const long i = b * quantization_block;
-                finite &= quantize_block<F>(codes + i * F::bits / 8, scales + b, global + i, local + i);
-            }
-            if (!finite) { reinterpret_cast<PayloadHeader*>(payload)->flags |= delta_not_finite; }
+            return quantize_loop<F>(codes, scales, global, local, count / quantization_block);
         });
+        if (!finite) { reinterpret_cast<PayloadHeader*>(payload)->flags |= delta_not_finite; }
     });
 }
 
@@ -191,29 +228,9 @@ inline void dequantize_mean(float* mean, const uint8_t* payloads, size_t stride,
                             Stream& stream) {
     stream.enqueue([=] {
         with_format(format, [=](auto f) {
-            using F = decltype(f);
             const uint8_t* scales = payloads + sizeof(PayloadHeader);
             const uint8_t* codes = scales + scale_bytes(format, n);
-            const long blocks = n / quantization_block;
-            #pragma omp parallel for if (blocks >= parallel_blocks)
-            for (long b = 0; b < blocks; b++) {
-                float sum[quantization_block] = {};
-                uint32_t words[quantization_block];
-                for (int worker = 0; worker < workers; worker++) {
-                    float scale = 1.0f;
-                    if constexpr (F::scaled) {
-                        uint16_t bf16;
-                        memcpy(&bf16, scales + worker * stride + b * sizeof(bf16), sizeof(bf16));
-                        scale = bits_to_float(uint32_t(bf16) << 16);
-                    }
-                    unpack_block<F>(words, codes + worker * stride + b * quantization_block * F::bits / 8);
-                    for (int i = 0; i < quantization_block; i++) {
-                        sum[i] = add_rn(sum[i], multiply_rn(F::decode(words[i]), scale));
-                    }
-                }
-                float* out = mean + b * quantization_block;
-                for (int i = 0; i < quantization_block; i++) { out[i] = divide_rn(sum[i], float(workers)); }
-            }
+            dequantize_loop<decltype(f)>(mean, codes, scales, stride, workers, n / quantization_block);
         });
     });
 }
