@@ -1,4 +1,4 @@
-// What tests of files share: a folder that goes away, files of llm.c's kind, the message of an expected error.
+// What tests of files share: a folder that goes away, files of llm.c's kind, expected errors.
 #pragma once
 #include <gtest/gtest.h>
 #include <stdlib.h>

@@ -134,7 +134,7 @@ TEST(DataLoader, a_damaged_shard_is_an_error_that_names_the_file) {
     EXPECT_TRUE(contains(message(header_bytes({20240520, 1, 21}) + tokens),
                          "truncated (1064 bytes, its header promises 1066)"));
     EXPECT_TRUE(contains(message(header_bytes({20240520, 1, 19}) + tokens), "too long"));
-    EXPECT_TRUE(contains(message(header_bytes({20240520, 1, 4}) + tokens.substr(0, 8)), "has 4 tokens, less"));
+    EXPECT_TRUE(contains(message(header_bytes({20240520, 1, 4}) + tokens.substr(0, 8)), "has 4 tokens"));
     write_bytes(path, header_bytes({20240520, 1, 5}) + tokens.substr(0, 10));
     EXPECT_NO_THROW(open());  // one sample, exactly
     std::filesystem::remove(path);
