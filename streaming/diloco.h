@@ -33,7 +33,7 @@ struct DilocoOptions {
     std::vector<long> offsets;  // t_p of each fragment; empty: evenly spread
 };
 
-// Throws a UserError for options that make no run of `steps` steps.
+// Throws a UserError for options that make no run of `steps` steps (-1: not known yet).
 inline void validate(const DilocoOptions& options, long steps, int workers) {
     const long H = options.inner_steps;
     if (H < 1) { throw UserError(format("%ld inner steps (H): use at least 1", H)); }
@@ -54,7 +54,7 @@ inline void validate(const DilocoOptions& options, long steps, int workers) {
         throw UserError(format("%d workers without an outer optimizer would never meet: use nesterov or average, or one "
                                "worker with more ranks", workers));
     }
-    if (workers > 1 && steps < H) {
+    if (workers > 1 && steps >= 0 && steps < H) {
         throw UserError(format("%ld steps with %ld inner steps (H): train for at least that many, or not all fragments "
                                "are exchanged", steps, H));
     }

@@ -61,7 +61,7 @@ HD inline float merge(float local, float global, float alpha) {
 
 namespace cpu {
 
-const long parallel_values = 1 << 13;  // below so many one thread is faster than a team
+const long parallel_values = 1 << 16;  // below so many one thread is faster than a team
 
 inline void outer_step_loop(float* global, float* momentum, float* local, floatX* params, const float* mean, long n,
                             OuterStep step) {

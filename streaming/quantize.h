@@ -72,7 +72,7 @@ HD inline uint32_t block_scale(uint32_t absmax) {
 
 namespace cpu {
 
-const long parallel_blocks = 64;  // below so many blocks one thread is faster than a team
+const long parallel_blocks = 512;  // below so many blocks one thread is faster than a team
 
 // Codes, one a 32-bit word, to memory.   words: (128)
 template <class F>

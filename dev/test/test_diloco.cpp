@@ -588,7 +588,7 @@ TEST(Outer, the_merge_is_exact_at_both_ends_and_the_formula_between) {
 }
 
 TEST(Outer, the_step_is_that_of_nesterov_and_the_same_for_any_length) {
-    const long n = 20000;  // beyond what one thread does
+    const long n = cpu::parallel_values + 4321;  // more than one thread does
     std::vector<float> global(n), momentum(n), local(n), params(n), mean(n);
     for (size_t i = 0; i < size_t(n); i++) {
         global[i] = standard_normal(1, RandomUse::parameters, i);
@@ -642,6 +642,7 @@ TEST(Options, each_mistake_is_the_users_and_says_what_to_do) {
     };
     EXPECT_FALSE(mistake([](DilocoOptions&) {}));
     EXPECT_FALSE(mistake([](DilocoOptions&) {}, 100));
+    EXPECT_FALSE(mistake([](DilocoOptions&) {}, -1));
     EXPECT_FALSE(mistake([](DilocoOptions&) {}, 10, 1));
     EXPECT_FALSE(mistake([](DilocoOptions& o) { o.overlap = 99; }));
     EXPECT_FALSE(mistake([](DilocoOptions& o) { o.optimizer = OuterOptimizer::none; }, 1000, 1));
