@@ -30,10 +30,11 @@ inline int test_model(const Reference& reference, int recompute) {
     const int B = reference.B, T = reference.T;
     Layout layout = gpt_layout(reference.shape, 1, 1);  // the embedding in several blocks
     Stream main, comm_stream;
-    AloneComm alone;
+    MemoryStore store;
+    const std::unique_ptr<Comm> alone = make_comm_gloo(store, "inner", 0, 1, "", 1);
     Model model(reference.shape, layout, recompute, MatmulPrecision::highest);
     allocate_activations(model, B, T);
-    Worker worker(model, alone, main, comm_stream);
+    Worker worker(model, *alone, main, comm_stream);
     std::vector<float> initial(static_cast<size_t>(layout.size));
     reference_parameters(initial.data(), reference, layout);
     set_parameters(worker, initial.data());

@@ -771,13 +771,12 @@ inline void train(Options o, Process& process) {
 
     process.meet();
     process.check_fingerprint(fingerprint(o, shape, steps));
-    std::unique_ptr<Comm> inner = process.make_comm("inner", process.worker, process.rank, process.ranks, "");
-    std::unique_ptr<Comm> outer;
-    if (streams) { outer = process.make_comm("outer", process.rank, process.worker, process.workers, o.interface); }
+    const std::unique_ptr<Comm> inner = process.inner_comm();
+    const std::unique_ptr<Comm> outer = streams ? process.outer_comm(o.interface) : nullptr;
 
     const Layout layout = gpt_layout(shape, process.ranks, streams ? o.fragment_layers : 0);
     Logger logger(o.output, process.index(), process.workers * process.ranks);
-    StatusLine status(stdout);
+    StatusLine status(stdout, process.terminal, process.terminal ? 0.1 : 5.0);
     Stream main, inner_stream(Stream::Kind::queued), outer_stream(Stream::Kind::queued);
     Model model(shape, layout, o.recompute, matmul_precision(o.matmul_precision));
     allocate_activations(model, o.batch, o.seq_len);
@@ -805,8 +804,12 @@ inline void train(Options o, Process& process) {
     const LearningRateSchedule schedule{schedule_kind(o.schedule), o.learning_rate, o.warmup, steps, o.final_fraction};
     Run run{o, process, shape, worker, diloco.get(), train_loader, validation_loader.get(), tokenizer.get(), logger, status,
             schedule, steps, {}};
-    training_loop(run);
-    process.leave();
+    try {
+        training_loop(run);
+        process.leave();
+    } catch (const std::exception& error) {
+        process.leave_with(error);  // here, while the streams that others may be waiting for still exist
+    }
 }
 
 #ifndef TESTING
@@ -814,7 +817,8 @@ int main(int argc, char** argv) {
     try {
         Options options = parse_options(argc, argv);
         check_options(options);
-        Process process = launch(options, argc, argv);
+        Process process = launch({options.workers, options.ranks, options.worker, options.store, options.run_name, options.timeout},
+                                 argc, argv);
         train(options, process);
     } catch (const UserError& e) {
         fprintf(stderr, "error: %s\n", e.what());
