@@ -1,0 +1,525 @@
+// Places from environments; meeting, fingerprints and leaving between real processes; the launcher, with this very test
+// program as the program that it starts.
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <sstream>
+
+#include "dev/test/processes.h"
+#include "llmc/launch.h"
+
+// ------------------------------------------------------------------------------------------------------------------
+// The program that the launcher tests run: PROGRAM MODE WORKERS RANKS WORKER STORE
+
+static void all_reduce_for_ever(Process& process) {
+    auto inner = process.inner_comm();
+    auto outer = process.outer_comm();
+    Stream stream;
+    process.store->set("training/" + std::to_string(process.index()), "");
+    while (true) {
+        float one = 1;
+        inner->all_reduce(&one, 1, Reduction::sum, stream);
+        outer->all_reduce(&one, 1, Reduction::sum, stream);
+        std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+}
+
+static void run_mode(const std::string& mode, Process& process) {
+    const bool is_victim = process.name() == "worker 1 rank 0";
+    if (mode == "where") {
+        printf("I am %s of %dx%d, threads %s, terminal %d\n", process.name().c_str(), process.workers, process.ranks,
+               getenv("OMP_NUM_THREADS"), process.terminal);
+        fprintf(stderr, "a warning\n");
+        printf("no newline at the end");
+        return;
+    }
+    if (mode == "same mistake") { throw UserError("T is too large: make it smaller"); }
+    process.meet();
+    if (mode == "one mistake" && is_victim) { throw UserError("no such shard: look"); }
+    process.check_fingerprint({{"--lr", "1"}, {"--overlap", mode == "differ" ? std::to_string(process.worker) : "1"}});
+    if (mode == "exit 3" && is_victim) { _exit(3); }
+    if (mode == "stubborn") {
+        signal(SIGTERM, SIG_IGN);
+        if (is_victim) { _exit(3); }
+    }
+    if (mode == "killed" && is_victim) {
+        std::thread([&] {
+            std::this_thread::sleep_for(std::chrono::milliseconds(200));
+            kill(getpid(), SIGKILL);
+        }).detach();
+    }
+    if (mode == "pids") {
+        printf("pid %d\n", getpid());
+        fflush(stdout);
+    }
+    if (mode != "finish") { all_reduce_for_ever(process); }
+
+    auto inner = process.inner_comm();
+    auto outer = process.outer_comm();
+    Stream stream;
+    float sum = float(process.index());
+    inner->all_reduce(&sum, 1, Reduction::sum, stream);
+    outer->all_reduce(&sum, 1, Reduction::sum, stream);
+    printf("sum %g\n", sum);
+    if (process.index() == 0) { std::this_thread::sleep_for(std::chrono::milliseconds(200)); }
+    process.leave();
+}
+
+// Runs before main where the environment asks for it: gtest then never starts.
+__attribute__((constructor)) static void test_program(int argc, char** argv) {
+    if (!getenv("DILOCO_TEST_PROGRAM") || argc < 6) { return; }
+    LaunchOptions options;
+    options.workers = atoi(argv[2]);
+    options.ranks = atoi(argv[3]);
+    options.worker = atoi(argv[4]);
+    options.store = argv[5];
+    options.timeout = 20;
+    try {
+        Process process = launch(options, argv);
+        try {
+            run_mode(argv[1], process);
+        } catch (const std::runtime_error& error) {
+            process.leave_with(error);
+        }
+    } catch (const UserError& error) {
+        fprintf(stderr, "error: %s\n", error.what());
+        exit(2);
+    }
+    exit(0);
+}
+
+struct Program {
+    Program(const std::string& mode, int workers, int ranks, int worker = -1, const std::string& store = "")
+        : process([=] { return run(mode, workers, ranks, worker, store); }) {}
+
+    int wait(double seconds = 20) {
+        const int status = process.wait(seconds);
+        out = read("out");
+        err = read("err");
+        return status;
+    }
+
+    std::string read(const std::string& name) const {
+        std::ostringstream text;
+        text << std::ifstream(folder.path + "/" + name).rdbuf();
+        return text.str();
+    }
+
+    std::string run(const std::string& mode, int workers, int ranks, int worker, const std::string& store) const {
+        dup2(open((folder.path + "/out").c_str(), O_CREAT | O_WRONLY, 0600), 1);
+        dup2(open((folder.path + "/err").c_str(), O_CREAT | O_WRONLY, 0600), 2);
+        setenv("DILOCO_TEST_PROGRAM", "1", 1);
+        setenv("TMPDIR", (folder.path + "/tmp").c_str(), 1);
+        std::filesystem::create_directory(folder.path + "/tmp");
+        for (const char* name : {"OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"}) { unsetenv(name); }
+        const std::string numbers[] = {std::to_string(workers), std::to_string(ranks), std::to_string(worker)};
+        execl("/proc/self/exe", "program", mode.c_str(), numbers[0].c_str(), numbers[1].c_str(), numbers[2].c_str(), store.c_str(), nullptr);
+        return "exec failed";
+    }
+
+    bool leaves_nothing_in_tmp() const { return std::filesystem::is_empty(folder.path + "/tmp"); }
+
+    TemporaryFolder folder;
+    TestProcess process;
+    std::string out, err;
+};
+
+static std::vector<std::string> sorted_lines(const std::string& text) {
+    std::istringstream stream(text);
+    std::vector<std::string> lines;
+    for (std::string line; std::getline(stream, line);) { lines.push_back(line); }
+    std::sort(lines.begin(), lines.end());
+    return lines;
+}
+
+static std::vector<pid_t> wait_for_pids(const Program& program, size_t count) {
+    const Patience patience(20);
+    while (true) {
+        std::vector<pid_t> pids;
+        for (const std::string& line : sorted_lines(program.read("out"))) {
+            if (line.find("pid ") != std::string::npos) { pids.push_back(atoi(line.c_str() + line.find("pid ") + 4)); }
+        }
+        if (pids.size() == count) { return pids; }
+        if (patience.is_over()) { throw std::runtime_error("the processes do not start: " + program.read("err")); }
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+}
+
+static bool all_are_gone(const std::vector<pid_t>& pids) {
+    const Patience patience(3);
+    while (!patience.is_over()) {
+        if (std::none_of(pids.begin(), pids.end(), [](pid_t pid) { return kill(pid, 0) == 0; })) { return true; }
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    return false;
+}
+
+TEST(Launcher, every_place_is_started_once_and_lines_are_prefixed) {
+    Program program("where", 2, 2);
+    EXPECT_EQ(program.wait(), 0) << program.err;
+    const int threads = std::max(1, int(std::thread::hardware_concurrency()) / 4);
+    std::vector<std::string> expected;
+    for (int i = 0; i < 4; i++) {
+        const std::string prefix = i == 0 ? "" : format("[%d.%d] ", i / 2, i % 2);
+        expected.push_back(prefix + format("I am worker %d rank %d of 2x2, threads %d, terminal 0", i / 2, i % 2, threads));
+        expected.push_back(prefix + "no newline at the end");
+    }
+    std::sort(expected.begin(), expected.end());
+    EXPECT_EQ(sorted_lines(program.out), expected);
+    EXPECT_EQ(sorted_lines(program.err),
+              (std::vector<std::string>{"[0.1] a warning", "[1.0] a warning", "[1.1] a warning", "a warning"}));
+}
+
+TEST(Launcher, processes_meet_compute_and_leave_and_the_folder_goes_too) {
+    Program program("finish", 2, 2);
+    EXPECT_EQ(program.wait(), 0) << program.err;
+    EXPECT_EQ(sorted_lines(program.out), (std::vector<std::string>{"[0.1] sum 6", "[1.0] sum 6", "[1.1] sum 6", "sum 6"}));
+    EXPECT_EQ(program.err, "");
+    EXPECT_TRUE(program.leaves_nothing_in_tmp());
+}
+
+TEST(Launcher, one_process_is_not_launched_at_all) {
+    Program program("finish", 1, 1);
+    EXPECT_EQ(program.wait(), 0) << program.err;
+    EXPECT_EQ(program.out, "sum 0\n");
+}
+
+TEST(Launcher, workers_started_separately_meet_in_the_store) {
+    TemporaryFolder shared;
+    Program first("finish", 2, 2, 0, "file:" + shared.path), second("finish", 2, 2, 1, "file:" + shared.path);
+    EXPECT_EQ(first.wait(), 0) << first.err;
+    EXPECT_EQ(second.wait(), 0) << second.err;
+    EXPECT_EQ(sorted_lines(first.out), (std::vector<std::string>{"[0.1] sum 6", "sum 6"}));
+    EXPECT_EQ(sorted_lines(second.out), (std::vector<std::string>{"[1.0] sum 6", "[1.1] sum 6"}));
+}
+
+TEST(Launcher, a_mistake_that_all_find_is_printed_once_with_status_2) {
+    Program program("same mistake", 2, 2);
+    EXPECT_EQ(program.wait(), 2);
+    EXPECT_EQ(program.err, "error: T is too large: make it smaller\n");
+}
+
+TEST(Launcher, a_mistake_that_one_finds_names_it_and_ends_all) {
+    Program program("one mistake", 2, 2);
+    EXPECT_EQ(program.wait(), 2);
+    EXPECT_EQ(program.err.rfind("error: worker 1 rank 0: no such shard: look\n", 0), 0u) << program.err;
+}
+
+TEST(Launcher, options_that_differ_are_one_line_with_status_2) {
+    Program program("differ", 2, 1);
+    EXPECT_EQ(program.wait(), 2);
+    EXPECT_EQ(program.err, "error: worker 1 has --overlap 1, worker 0 has 0: give all the same\n");
+}
+
+TEST(Launcher, a_killed_process_ends_all_and_the_last_line_names_it) {
+    Program program("killed", 2, 2);
+    const Patience since(60);
+    EXPECT_EQ(program.wait(), 128 + SIGKILL);
+    EXPECT_LT(since.waited(), 5);
+    const std::string last = "error: worker 1 rank 0 was killed by signal 9 (Killed)\n";
+    ASSERT_GE(program.err.size(), last.size());
+    EXPECT_EQ(program.err.substr(program.err.size() - last.size()), last) << program.err;
+    EXPECT_NE(program.err.find("error: worker 1 rank 0 is gone (its connection was closed)\n"), std::string::npos) << program.err;
+    EXPECT_TRUE(program.leaves_nothing_in_tmp());
+}
+
+TEST(Launcher, a_process_that_leaves_with_an_error_ends_all_with_its_status) {
+    Program program("exit 3", 2, 1);
+    EXPECT_EQ(program.wait(), 3);
+    EXPECT_EQ(sorted_lines(program.err).back(), "error: worker 1 rank 0 left with exit code 3") << program.err;
+}
+
+TEST(Launcher, processes_that_do_not_end_by_themselves_are_killed) {
+    Program program("stubborn", 2, 2);
+    EXPECT_EQ(program.wait(15), 3);
+}
+
+TEST(Launcher, signals_are_passed_on_and_no_process_is_left_behind) {
+    for (int signal : {SIGINT, SIGTERM, SIGKILL}) {
+        Program program("pids", 2, 2);
+        const std::vector<pid_t> pids = wait_for_pids(program, 4);
+        program.process.send_signal(signal);
+        EXPECT_EQ(program.wait(), 128 + signal);
+        EXPECT_TRUE(all_are_gone(pids)) << strsignal(signal);
+        if (signal != SIGKILL) {
+            EXPECT_EQ(program.err, format("error: stopped by signal %d (%s)\n", signal, strsignal(signal)));
+            EXPECT_TRUE(program.leaves_nothing_in_tmp());
+        }
+    }
+}
+
+TEST(Launcher, a_dead_worker_is_named_at_the_other_site) {
+    TemporaryFolder shared;
+    Program first("pids", 2, 1, 0, "file:" + shared.path), second("pids", 2, 1, 1, "file:" + shared.path);
+    const pid_t victim = wait_for_pids(second, 1)[0];
+    wait_for_pids(first, 1);
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    const Patience since(60);
+    kill(victim, SIGKILL);
+    EXPECT_EQ(first.wait(), 1);
+    EXPECT_LT(since.waited(), 2);
+    EXPECT_EQ(first.err, "error: worker 1 rank 0 is gone (its connection was closed)\n");
+}
+
+// ------------------------------------------------------------------------------------------------------------------
+// Meeting
+
+static Process member(const std::string& folder, int worker, int workers, double timeout = 20) {
+    Process process;
+    process.worker = worker;
+    process.workers = workers;
+    process.timeout = timeout;
+    process.meeting_point = std::make_shared<FileStore>(folder);
+    return process;
+}
+
+TEST(Meeting, all_get_the_same_run_id_and_the_next_run_another) {
+    TemporaryFolder folder;
+    std::vector<std::string> ids;
+    for (int run = 0; run < 3; run++) {
+        auto processes = start_processes(4, [&](int i) {
+            Process process = member(folder.path, i, 4);
+            if (i == run) { std::this_thread::sleep_for(std::chrono::milliseconds(100)); }
+            process.meet();
+            process.leave();
+            return process.run_id;
+        });
+        for (auto& process : processes) { ASSERT_EQ(process.wait(20), 0) << process.report; }
+        for (auto& process : processes) { EXPECT_EQ(process.report, processes[0].report); }
+        ids.push_back(processes[0].report);
+    }
+    EXPECT_NE(ids[0], ids[1]);
+    EXPECT_NE(ids[1], ids[2]);
+}
+
+TEST(Meeting, keys_of_a_run_that_died_while_meeting_do_not_matter) {
+    TemporaryFolder folder;
+    {
+        auto dying = start_processes(2, [&](int i) {
+            member(folder.path, i + 1, 3).meet();
+            return std::string();
+        });
+        FileStore store(folder.path);
+        store.get("diloco/join/1", 20);
+        store.get("diloco/join/2", 20);
+    }
+    auto processes = start_processes(3, [&](int i) {
+        Process process = member(folder.path, i, 3);
+        if (i == 2) { std::this_thread::sleep_for(std::chrono::milliseconds(300)); }  // process 0 meets the dead one's key first
+        process.meet();
+        process.leave();
+        return process.run_id;
+    });
+    for (auto& process : processes) { ASSERT_EQ(process.wait(20), 0) << process.report; }
+    for (auto& process : processes) { EXPECT_EQ(process.report, processes[0].report); }
+}
+
+TEST(Meeting, two_processes_that_claim_one_place_both_leave_and_so_do_the_others) {
+    for (int claimed : {0, 1}) {
+        TemporaryFolder folder;
+        auto processes = start_processes(3, [&](int i) -> std::string {
+            // The claimers come first, the process without which nobody can start last.
+            const int worker = i < 2 ? claimed : 1 - claimed;
+            if (i == 2) { std::this_thread::sleep_for(std::chrono::milliseconds(500)); }
+            try {
+                member(folder.path, worker, 2).meet();
+            } catch (const UserError& error) {
+                return error.what();
+            }
+            return "accepted";
+        });
+        for (auto& process : processes) {
+            EXPECT_EQ(process.wait(20), 0);
+            EXPECT_EQ(process.report.rfind("two processes claim worker " + std::to_string(claimed) + " rank 0: start each worker once", 0), 0u)
+                << process.report;
+        }
+    }
+}
+
+TEST(Meeting, one_that_claims_a_place_in_a_running_run_leaves_and_the_run_goes_on) {
+    TemporaryFolder folder;
+    auto processes = start_processes(2, [&](int i) {
+        Process process = member(folder.path, i, 2);
+        process.meet();
+        process.meeting_point->set("running/" + std::to_string(i), "");
+        process.meeting_point->get("go on", 20);
+        process.leave();
+        return std::string();
+    });
+    FileStore store(folder.path);
+    for (int i : {0, 1}) { store.get("running/" + std::to_string(i), 20); }
+    for (int claimed : {0, 1}) {
+        TestProcess late([&]() -> std::string {
+            try {
+                member(folder.path, claimed, 2).meet();
+            } catch (const UserError& error) {
+                return error.what();
+            }
+            return "accepted";
+        });
+        EXPECT_EQ(late.wait(20), 0);
+        EXPECT_EQ(late.report.rfind("two processes claim worker " + std::to_string(claimed) + " rank 0", 0), 0u) << late.report;
+    }
+    store.set("go on", "");
+    for (auto& process : processes) { EXPECT_EQ(process.wait(20), 0) << process.report; }
+}
+
+TEST(Meeting, who_is_missing_after_the_time_limit_is_named) {
+    TemporaryFolder folder;
+    auto processes = start_processes(2, [&](int i) -> std::string {
+        try {
+            member(folder.path, 2 * i, 4, 0.5).meet();
+        } catch (const UserError& error) {
+            return error.what();
+        }
+        return "accepted";
+    });
+    for (auto& process : processes) { EXPECT_EQ(process.wait(20), 0); }
+    EXPECT_EQ(processes[0].report, "worker 1 rank 0 and worker 3 rank 0 did not come within 0.5 s: start all workers with the same "
+                                   "--store, --run-name, --workers and --ranks, or raise --timeout");
+    EXPECT_EQ(processes[1].report.rfind("worker 0 rank 0 did not come within 0.5 s", 0), 0u);
+}
+
+TEST(Meeting, works_over_redis) {
+    RedisServer server;
+    if (server.port == 0) { GTEST_SKIP() << "redis-server is not installed or does not start"; }
+    auto processes = start_processes(3, [&](int i) {
+        Process process = member("/", i, 3);
+        process.meeting_point = open_store(server.url(), 5);
+        process.meet();
+        auto outer = process.outer_comm();
+        Stream stream(Stream::Kind::queued);
+        float one = 1;
+        outer->all_reduce(&one, 1, Reduction::sum, stream);
+        stream.synchronize();
+        process.leave();
+        return std::to_string(one);
+    });
+    for (auto& process : processes) {
+        EXPECT_EQ(process.wait(20), 0);
+        EXPECT_EQ(process.report, std::to_string(3.0f));
+    }
+}
+
+TEST(Fingerprint, all_processes_throw_the_same_error_that_names_every_difference) {
+    TemporaryFolder folder;
+    auto processes = start_processes(3, [&](int i) -> std::string {
+        Process process = member(folder.path, i, 3);
+        process.meet();
+        std::vector<std::pair<std::string, std::string>> options = {{"--inner-steps", i == 1 ? "50" : "100"}, {"--lr", "0.1"},
+                                                                    {"--outer-dtype", i == 2 ? "" : "fp4"}};
+        if (i == 1) { options.emplace_back("--new", "1"); }
+        try {
+            process.check_fingerprint(options);
+        } catch (const UserError& error) {
+            return error.what();
+        }
+        return "accepted";
+    });
+    for (auto& process : processes) {
+        EXPECT_EQ(process.wait(20), 0);
+        EXPECT_EQ(process.report, "worker 1 has --inner-steps 50, worker 0 has 100; worker 1 has --new 1, which the program of worker 0 "
+                                  "does not know; worker 2 has --outer-dtype none, worker 0 has fp4: give all the same");
+    }
+}
+
+TEST(Leaving, waits_for_all_and_reports_one_that_has_failed_instead) {
+    TemporaryFolder folder;
+    auto processes = start_processes(3, [&](int i) -> std::string {
+        Process process = member(folder.path, i, 3);
+        process.meet();
+        if (i == 2) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(100));
+            process.leave_with(RunError("the disk is full"));
+        }
+        try {
+            process.leave();
+        } catch (const CommError& error) {
+            return error.what();
+        }
+        return "left";
+    });
+    for (int i : {0, 1}) {
+        EXPECT_EQ(processes[size_t(i)].wait(20), 0);
+        EXPECT_EQ(processes[size_t(i)].report, "worker 2 rank 0 has stopped: the disk is full");
+    }
+    EXPECT_EQ(processes[2].wait(20), 1);
+}
+
+// ------------------------------------------------------------------------------------------------------------------
+// Places
+
+struct EnvironmentCase {
+    const char* name;
+    std::vector<std::pair<const char*, const char*>> variables;
+    int workers, ranks, worker;
+    bool store;
+    const char* expected;  // "W.R", "W.R launcher" or, of an error, its beginning
+};
+
+class Environments : public testing::TestWithParam<EnvironmentCase> {};
+
+TEST_P(Environments, say_the_place) {
+    const EnvironmentCase& c = GetParam();
+    for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+                             "PMIX_NAMESPACE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID", "SLURM_STEP_ID",
+                             "DILOCO_WORKER", "DILOCO_RANK", "DILOCO_STORE"}) {
+        unsetenv(name);
+    }
+    for (const auto& [name, value] : c.variables) { setenv(name, value, 1); }
+    LaunchOptions options;
+    options.workers = c.workers;
+    options.ranks = c.ranks;
+    options.worker = c.worker;
+    if (c.store) { options.store = "file:/tmp/x"; }
+    std::string result;
+    try {
+        const Place place = find_place(options);
+        result = format("%d.%d", place.worker, place.rank) + (place.starts_others ? " launcher" : "") +
+                 (place.job.empty() ? "" : " " + place.job);
+    } catch (const UserError& error) {
+        result = std::string(error.what()).substr(0, strlen(c.expected));
+    }
+    for (const auto& [name, value] : c.variables) { unsetenv(name); }
+    EXPECT_EQ(result, c.expected);
+}
+
+static std::vector<std::pair<const char*, const char*>> torchrun(const char* rank, const char* size) {
+    return {{"RANK", rank}, {"WORLD_SIZE", size}, {"LOCAL_RANK", "0"}, {"TORCHELASTIC_RUN_ID", "job7"}};
+}
+static std::vector<std::pair<const char*, const char*>> mpirun(const char* rank, const char* size) {
+    return {{"OMPI_COMM_WORLD_RANK", rank}, {"OMPI_COMM_WORLD_SIZE", size}, {"PMIX_NAMESPACE", "prterun-x"}};
+}
+static std::vector<std::pair<const char*, const char*>> srun(const char* rank, const char* size) {
+    return {{"SLURM_PROCID", rank}, {"SLURM_NTASKS", size}, {"SLURM_JOB_ID", "12"}, {"SLURM_STEP_ID", "3"}};
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Environments, testing::Values(
+    EnvironmentCase{"alone", {}, 1, 1, -1, false, "0.0"},
+    EnvironmentCase{"nothing_given", {}, 2, 3, -1, false, "0.0 launcher"},
+    EnvironmentCase{"nothing_but_a_store", {}, 2, 1, -1, true, "0.0 launcher"},
+    EnvironmentCase{"a_worker_of_one_rank", {}, 2, 1, 1, true, "1.0"},
+    EnvironmentCase{"a_worker_of_two_ranks", {}, 2, 2, 1, true, "1.0 launcher"},
+    EnvironmentCase{"a_worker_without_a_store", {}, 2, 1, 1, false, "--worker needs a place to meet the other workers: give --store"},
+    EnvironmentCase{"the_only_worker", {}, 1, 2, 0, false, "0.0 launcher"},
+    EnvironmentCase{"a_worker_beyond_the_last", {}, 2, 1, 2, true, "--worker 2 is none of the 2 workers: give one of 0 to 1"},
+    EnvironmentCase{"no_workers", {}, 0, 1, -1, true, "--workers and --ranks must be at least 1"},
+    EnvironmentCase{"a_child", {{"DILOCO_WORKER", "1"}, {"DILOCO_RANK", "2"}, {"RANK", "0"}, {"WORLD_SIZE", "1"}, {"LOCAL_RANK", "0"}}, 2, 3, -1, false, "1.2"},
+    EnvironmentCase{"torchrun_first", torchrun("0", "6"), 2, 3, -1, true, "0.0 job7"},
+    EnvironmentCase{"torchrun_last", torchrun("5", "6"), 2, 3, -1, true, "1.2 job7"},
+    EnvironmentCase{"torchrun_of_one_worker", torchrun("2", "3"), 2, 3, 1, true, "1.2"},
+    EnvironmentCase{"torchrun_without_a_store", torchrun("2", "6"), 2, 3, -1, false, "processes that torchrun starts need a place to meet: give --store"},
+    EnvironmentCase{"torchrun_wrong_world", torchrun("2", "4"), 2, 3, -1, true, "torchrun started 4 processes but 2 workers x 3 ranks are 6 processes"},
+    EnvironmentCase{"torchrun_wrong_worker", torchrun("2", "6"), 2, 3, 1, true, "torchrun started 6 processes but worker 1 has 3 ranks"},
+    EnvironmentCase{"torchrun_of_one", torchrun("0", "1"), 1, 1, -1, false, "0.0 job7"},
+    EnvironmentCase{"torchrun_bad_rank", torchrun("x", "2"), 2, 1, -1, true, "RANK is 'x', not a number"},
+    EnvironmentCase{"torchrun_rank_beyond", torchrun("2", "2"), 2, 1, -1, true, "torchrun numbers this process 2 of 2"},
+    EnvironmentCase{"a_variable_alone_is_no_torchrun", {{"RANK", "1"}}, 2, 1, -1, false, "0.0 launcher"},
+    EnvironmentCase{"mpirun", mpirun("3", "4"), 2, 2, -1, true, "1.1 prterun-x"},
+    EnvironmentCase{"mpirun_wrong_world", mpirun("0", "1"), 2, 2, -1, true, "mpirun started 1 processes but 2 workers x 2 ranks are 4"},
+    EnvironmentCase{"srun", srun("3", "4"), 2, 2, -1, true, "1.1 12.3"},
+    EnvironmentCase{"srun_wrong_world", srun("3", "5"), 2, 2, -1, true, "srun started 5 processes but"},
+    EnvironmentCase{"srun_step_of_a_larger_job", {{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "8"}, {"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_JOB_ID", "12"}, {"SLURM_STEP_ID", "3"}}, 2, 1, -1, true, "1.0 12.3"},
+    EnvironmentCase{"an_interactive_shell_in_slurm", srun("0", "1"), 2, 2, -1, false, "0.0 launcher"},
+    EnvironmentCase{"a_batch_script_in_slurm", {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "8"}, {"SLURM_JOB_ID", "12"}}, 2, 1, -1, false, "0.0 launcher"}),
+    [](const auto& info) { return std::string(info.param.name); });

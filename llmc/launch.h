@@ -1,0 +1,158 @@
+// launch: which worker and rank this process is. Whoever started it has said so, in one of these ways:
+//     torchrun, mpirun (Open MPI), srun     by their environment: process number = worker * ranks + rank, or with
+//                                           --worker W the number is the rank in worker W; --store says where to meet
+//     --worker W --store URL                this worker's ranks are started here, the other workers elsewhere
+//     nothing of all that                   all processes are started here, and meet in a fresh temporary folder
+// Where processes are started here, this one becomes their launcher (launcher.h): it starts its own program again with
+// DILOCO_WORKER and DILOCO_RANK set, passes on what they print, and ends when they have ended.
+#pragma once
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "llmc/error.h"
+#include "llmc/launcher.h"
+#include "llmc/process.h"
+#include "llmc/store.h"
+
+struct LaunchOptions {
+    int workers = 1, ranks = 1;
+    int worker = -1;        // -1: not given
+    std::string store;      // URL; empty: not given
+    std::string interface;  // of the network between workers; empty: the one that leads to the store
+    std::string run_name = "diloco";
+    double timeout = 600;
+};
+
+// This process as its number among those that another program has started.
+struct World {
+    std::string program;  // for messages
+    long number, size;
+    std::string job;  // the same for all of them, and different from other runs; may be empty
+};
+
+inline std::string environment(const char* name) {
+    const char* value = getenv(name);
+    return value ? value : "";
+}
+
+// UserError unless the variable holds a number of at least 0.
+inline long environment_number(const char* name) {
+    const std::string text = environment(name);
+    if (text.empty() || text.size() > 9 || text.find_first_not_of("0123456789") != std::string::npos) {
+        throw UserError(format("%s is '%s', not a number: start the processes anew, or unset it", name, text.c_str()));
+    }
+    return std::stol(text);
+}
+
+// SLURM's variables are also there in a batch script and in an interactive shell, which are no parallel program: a step
+// number and several tasks tell an srun. `expected` processes: a run of one may be a step of one.
+inline std::optional<World> find_world(long expected) {
+    if (getenv("RANK") && getenv("WORLD_SIZE") && getenv("LOCAL_RANK")) {
+        return World{"torchrun", environment_number("RANK"), environment_number("WORLD_SIZE"), environment("TORCHELASTIC_RUN_ID")};
+    }
+    if (getenv("OMPI_COMM_WORLD_RANK") && getenv("OMPI_COMM_WORLD_SIZE")) {
+        return World{"mpirun", environment_number("OMPI_COMM_WORLD_RANK"), environment_number("OMPI_COMM_WORLD_SIZE"),
+                     environment("PMIX_NAMESPACE")};
+    }
+    if (getenv("SLURM_PROCID") && getenv("SLURM_STEP_ID") && getenv("SLURM_NTASKS")) {
+        const long tasks = environment_number(getenv("SLURM_STEP_NUM_TASKS") ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS");
+        if (tasks > 1 || tasks == expected) {
+            return World{"srun", environment_number("SLURM_PROCID"), tasks, environment("SLURM_JOB_ID") + "." + environment("SLURM_STEP_ID")};
+        }
+    }
+    return std::nullopt;
+}
+
+inline void check_launch_options(const LaunchOptions& o) {
+    if (o.workers < 1 || o.ranks < 1) { throw UserError("--workers and --ranks must be at least 1: correct them"); }
+    if (o.worker < -1 || o.worker >= o.workers) {
+        throw UserError(format("--worker %d is none of the %d workers: give one of 0 to %d (and --workers if there are more)",
+                               o.worker, o.workers, o.workers - 1));
+    }
+    if (o.run_name.empty()) { throw UserError("--run-name is empty: give the run a name"); }
+}
+
+// Worker and rank of this process, and what tells its run from others of the same name.
+struct Place {
+    int worker, rank;
+    bool starts_others = false;  // it is none of the processes but starts them
+    std::string job;
+};
+
+// From the environment and the options. UserError where they contradict each other.
+inline Place find_place(const LaunchOptions& o) {
+    check_launch_options(o);
+    if (getenv("DILOCO_WORKER") && getenv("DILOCO_RANK")) {
+        return {int(environment_number("DILOCO_WORKER")), int(environment_number("DILOCO_RANK")), false, ""};
+    }
+    const long expected = o.worker >= 0 ? o.ranks : long(o.workers) * o.ranks;
+    const bool needs_store = o.store.empty() && long(o.workers) * o.ranks > 1;
+    const std::optional<World> world = find_world(expected);
+    if (world) {
+        if (world->size != expected) {
+            const std::string what = o.worker >= 0 ? format("worker %d has %d ranks", o.worker, o.ranks)
+                                                   : format("%d workers x %d ranks are %ld processes", o.workers, o.ranks, expected);
+            throw UserError(format("%s started %ld processes but %s: make --workers, --ranks and --worker agree with it",
+                                   world->program.c_str(), world->size, what.c_str()));
+        }
+        if (world->number >= world->size) {
+            throw UserError(format("%s numbers this process %ld of %ld: start the processes anew", world->program.c_str(),
+                                   world->number, world->size));
+        }
+        if (needs_store) {
+            throw UserError("processes that " + world->program + " starts need a place to meet: give --store file:DIR (a folder that all "
+                            "see) or redis://HOST:PORT");
+        }
+        if (o.worker >= 0) { return {o.worker, int(world->number), false, ""}; }  // other workers are other jobs
+        return {int(world->number / o.ranks), int(world->number % o.ranks), false, world->job};
+    }
+    if (o.worker >= 0 && o.workers > 1 && needs_store) {
+        throw UserError("--worker needs a place to meet the other workers: give --store file:DIR (a folder that all see) or "
+                        "redis://HOST:PORT");
+    }
+    return {std::max(o.worker, 0), 0, expected > 1, ""};
+}
+
+// The processes to start here, as launcher.h wants them.
+inline std::vector<Child> children_to_start(const LaunchOptions& o) {
+    std::vector<Child> children;
+    for (int worker = 0; worker < o.workers; worker++) {
+        for (int rank = 0; rank < o.ranks && (o.worker < 0 || o.worker == worker); rank++) {
+            children.emplace_back(worker, rank, worker == 0 && rank == 0);
+        }
+    }
+    return children;
+}
+
+// This process, not yet met with the others. A process that starts others does not return from here but exits with
+// their status, so call it before anything is written. Throws UserError.
+inline Process launch(const LaunchOptions& o, char** argv) {
+    const Place place = find_place(o);
+    if (place.starts_others) {
+        int status;
+        {
+            Launcher launcher(children_to_start(o), o.store, argv);
+            status = launcher.run();
+        }
+        std::exit(status);
+    }
+    const std::string inherited_store = environment("DILOCO_STORE");
+    const bool has_launcher = !inherited_store.empty();
+    if (has_launcher) { setvbuf(stdout, nullptr, _IOLBF, BUFSIZ); }  // a pipe that is read line by line
+
+    Process process;
+    process.worker = place.worker;
+    process.rank = place.rank;
+    process.workers = o.workers;
+    process.ranks = o.ranks;
+    process.timeout = o.timeout;
+    process.interface = o.interface;
+    process.run_name = place.job.empty() ? o.run_name : o.run_name + "." + place.job;
+    process.terminal = has_launcher ? environment("DILOCO_TERMINAL") == "1" : isatty(STDOUT_FILENO);
+    if (process.size() > 1) { process.meeting_point = open_store(has_launcher ? inherited_store : o.store, o.timeout); }
+    return process;
+}

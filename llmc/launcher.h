@@ -1,0 +1,358 @@
+// Launcher: starts processes of this program on this machine and watches over them until the last has ended.
+//   - What they print comes through pipes, line by line, with "[worker.rank] " before it (process 0's without).
+//   - The first that fails ends all others: SIGTERM, and SIGKILL after some seconds. The launcher's last line names it
+//     and its status is the launcher's. A line "error: ..." is printed once, however many processes say the same; a
+//     UserError (status 2) is the last line itself.
+//   - SIGINT, SIGTERM and SIGHUP are passed on, and should the launcher be killed, the kernel kills the processes.
+#pragma once
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/signalfd.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "llmc/error.h"
+#include "llmc/store.h"
+
+// A folder in $TMPDIR or /tmp that is removed with all that is in it.
+class TemporaryDirectory {
+public:
+    TemporaryDirectory() {
+        const char* parent = getenv("TMPDIR");
+        path = std::string(parent && *parent ? parent : "/tmp") + "/diloco-XXXXXX";
+        if (!mkdtemp(&path[0])) {
+            throw UserError("no temporary folder " + path + " (" + strerror(errno) + "): set TMPDIR to a folder that can be written");
+        }
+    }
+    TemporaryDirectory(const TemporaryDirectory&) = delete;
+    TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
+    ~TemporaryDirectory() {
+        std::error_code ignored;
+        std::filesystem::remove_all(path, ignored);
+    }
+    std::string path;
+};
+
+// A process to start, and what is known of it since.
+struct Child {
+    Child(int worker, int rank, bool is_first) : worker(worker), rank(rank), is_first(is_first) {}
+
+    std::string name() const { return format("worker %d rank %d", worker, rank); }
+    std::string prefix() const { return is_first ? "" : format("[%d.%d] ", worker, rank); }
+
+    struct Output {
+        int pipe = -1;     // our end; -1 when closed
+        std::string line;  // what has come since the last newline
+    };
+
+    int worker, rank;
+    bool is_first;  // process 0 of the run
+    pid_t pid = -1;
+    bool has_ended = false;
+    int status = 0;  // exit code, or 128 + signal
+    Output out, err;
+};
+
+class Launcher {
+public:
+    // `store`: URL; empty: a fresh temporary folder, for as long as the launcher lives.  argv: of this program.
+    Launcher(std::vector<Child> children, const std::string& store, char** argv)
+        : children(std::move(children)), store(store), argv(argv) {
+        if (store.empty()) {
+            folder = std::make_unique<TemporaryDirectory>();
+            this->store = "file:" + folder->path;
+        }
+    }
+
+    // Returns the exit status of the run, once no process is left.
+    int run() {
+        take_signals();
+        for (Child& child : children) { start(child); }
+        while (!all_ended()) {
+            wait_for_something();
+            for (Child& child : children) { relay(child); }
+            handle_signals();
+            if (stopping && Clock::now() > kill_time) {
+                signal_all(SIGKILL);
+                kill_time += std::chrono::hours(1);
+            }
+        }
+        for (Child& child : children) {
+            relay(child);
+            flush(child);
+        }
+        return report();
+    }
+
+private:
+    using Clock = std::chrono::steady_clock;
+    static constexpr double grace_seconds = 5;  // between SIGTERM and SIGKILL
+    // From the first failure to SIGTERM. The others usually find the same, and may say so; and where a process that has
+    // lost its peer leaves before the peer is seen to be dead, it is the dead one that counts.
+    static constexpr double agreement_seconds = 1;
+
+    // ---- starting
+
+    // From now on signals wait to be read from a descriptor; SIGPIPE becomes an error of write().
+    void take_signals() {
+        sigset_t taken;
+        sigemptyset(&taken);
+        for (int s : {SIGINT, SIGTERM, SIGHUP, SIGCHLD}) { sigaddset(&taken, s); }
+        sigprocmask(SIG_BLOCK, &taken, &mask_before);
+        signals = signalfd(-1, &taken, SFD_CLOEXEC | SFD_NONBLOCK);
+        if (signals < 0) { throw RunError(format("signalfd failed (%s)", strerror(errno))); }
+        signal(SIGPIPE, SIG_IGN);
+    }
+
+    void start(Child& child) {
+        int out[2], err[2];
+        if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0) {
+            throw RunError(format("no pipe for %s (%s)", child.name().c_str(), strerror(errno)));
+        }
+        fflush(nullptr);
+        const pid_t launcher = getpid();
+        child.pid = fork();
+        if (child.pid < 0) {
+            const int error = errno;
+            signal_all(SIGKILL);
+            throw RunError(format("cannot start %s (%s)", child.name().c_str(), strerror(error)));
+        }
+        if (child.pid == 0) { become(child, launcher, out[1], err[1]); }
+        close(out[1]);
+        close(err[1]);
+        child.out.pipe = out[0];
+        child.err.pipe = err[0];
+        fcntl(child.out.pipe, F_SETFL, O_NONBLOCK);
+        fcntl(child.err.pipe, F_SETFL, O_NONBLOCK);
+    }
+
+    // In the new process. A process group of its own: a terminal's Ctrl-C reaches it once, through the launcher.
+    [[noreturn]] void become(const Child& child, pid_t launcher, int out, int err) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        if (getppid() != launcher) { _exit(1); }
+        setpgid(0, 0);
+        signal(SIGPIPE, SIG_DFL);
+        sigprocmask(SIG_SETMASK, &mask_before, nullptr);
+        const int null = open("/dev/null", O_RDONLY);
+        dup2(null, STDIN_FILENO);
+        const bool terminal = isatty(STDOUT_FILENO);
+        dup2(out, STDOUT_FILENO);
+        dup2(err, STDERR_FILENO);
+        setenv("DILOCO_WORKER", std::to_string(child.worker).c_str(), 1);
+        setenv("DILOCO_RANK", std::to_string(child.rank).c_str(), 1);
+        setenv("DILOCO_STORE", store.c_str(), 1);
+        setenv("DILOCO_TERMINAL", terminal && child.is_first ? "1" : "0", 1);
+        setenv("OMP_NUM_THREADS", std::to_string(threads_of_a_child()).c_str(), 0);  // the user's own, if set, stays
+        execv("/proc/self/exe", argv);
+        dprintf(STDERR_FILENO, "error: cannot start %s again (%s)\n", argv[0], strerror(errno));
+        _exit(127);
+    }
+
+    // The cores this process may use, shared out. Processes are not pinned to them: the scheduler keeps as many busy
+    // threads as cores apart by itself, and the communicators' threads can run wherever one is idle.
+    int threads_of_a_child() const {
+        cpu_set_t cores;
+        CPU_ZERO(&cores);
+        const int count = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
+        return std::max(1, count / int(children.size()));
+    }
+
+    // ---- what they print
+
+    void wait_for_something() {
+        std::vector<pollfd> polled = {{signals, POLLIN, 0}};
+        for (Child& child : children) {
+            for (Child::Output* output : {&child.out, &child.err}) {
+                if (output->pipe >= 0) { polled.push_back({output->pipe, POLLIN, 0}); }
+            }
+        }
+        poll(polled.data(), polled.size(), stopping ? 100 : -1);
+    }
+
+    void relay(Child& child) {
+        relay(child, child.out, STDOUT_FILENO);
+        relay(child, child.err, STDERR_FILENO);
+    }
+
+    // Passes on what is there; whole lines, except process 0's to a terminal, which may redraw a line.
+    void relay(Child& child, Child::Output& output, int to) {
+        char buffer[65536];
+        ssize_t count = -1;
+        while (output.pipe >= 0 && (count = read(output.pipe, buffer, sizeof buffer)) > 0) {
+            output.line.append(buffer, size_t(count));
+            size_t begin = 0, end;
+            while ((end = output.line.find('\n', begin)) != std::string::npos) {
+                pass_on(child, output.line.substr(begin, end + 1 - begin), to);
+                begin = end + 1;
+            }
+            output.line.erase(0, begin);
+            if (child.is_first && to == STDOUT_FILENO && isatty(to)) {
+                pass_on(child, output.line, to);
+                output.line.clear();
+            }
+        }
+        if (count == 0) {
+            close(output.pipe);
+            output.pipe = -1;
+        }
+    }
+
+    // A last line without an end.
+    void flush(Child& child) {
+        if (!child.out.line.empty()) { pass_on(child, child.out.line + "\n", STDOUT_FILENO); }
+        if (!child.err.line.empty()) { pass_on(child, child.err.line + "\n", STDERR_FILENO); }
+    }
+
+    // "error: ..." waits for the end, when it is known who else says the same.
+    void pass_on(const Child& child, const std::string& text, int to) {
+        if (text.empty()) { return; }
+        if (to == STDERR_FILENO && text.rfind("error: ", 0) == 0) {
+            errors.push_back({&child, text});
+            return;
+        }
+        if (is_inside_line && !(child.is_first && to == STDOUT_FILENO)) {
+            write_all(STDOUT_FILENO, "\r\033[K");  // the line being redrawn makes room; process 0 draws it again
+            is_inside_line = false;
+        }
+        write_all(to, child.prefix() + text);
+        if (child.is_first && to == STDOUT_FILENO) { is_inside_line = text.back() != '\n'; }
+    }
+
+    // A reader that has gone (| head) ends the run like a signal.
+    void write_all(int to, const std::string& text) {
+        size_t written = 0;
+        while (written < text.size()) {
+            const ssize_t count = write(to, text.data() + written, text.size() - written);
+            if (count >= 0) {
+                written += size_t(count);
+            } else if (errno == EAGAIN) {
+                pollfd waited = {to, POLLOUT, 0};
+                poll(&waited, 1, -1);
+            } else if (errno != EINTR) {
+                if (!stopped_by) { stop_by(SIGPIPE); }
+                return;
+            }
+        }
+    }
+
+    // ---- their ends
+
+    bool all_ended() const {
+        return std::all_of(children.begin(), children.end(), [](const Child& child) { return child.has_ended; });
+    }
+
+    void handle_signals() {
+        signalfd_siginfo info;
+        while (read(signals, &info, sizeof info) == sizeof info) {
+            if (info.ssi_signo != SIGCHLD) { stop_by(int(info.ssi_signo)); }
+        }
+        reap();
+    }
+
+    // Passes a signal on; the second time there is no more waiting.
+    void stop_by(int signal) {
+        if (stopped_by) { kill_time = Clock::now(); }
+        stopped_by = signal;
+        signal_all(signal == SIGPIPE ? SIGTERM : signal);
+        stop_within(grace_seconds);
+    }
+
+    void reap() {
+        Child* failed = nullptr;
+        for (Child& child : children) {
+            int status;
+            if (child.has_ended || waitpid(child.pid, &status, WNOHANG) != child.pid) { continue; }
+            child.has_ended = true;
+            child.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+            // Of several at once: one that was killed, since those that lose a peer leave with status 1.
+            if (child.status != 0 && (!failed || child.status > failed->status)) { failed = &child; }
+        }
+        if (failed && !first_failure && !stopped_by) {
+            first_failure = failed;
+            term_time = Clock::now() + to_duration(agreement_seconds);
+            stop_within(agreement_seconds + grace_seconds);
+        } else if (failed && first_failure && first_failure->status <= 128 && failed->status > 128 && !was_terminated) {
+            first_failure = failed;
+        }
+        if (first_failure && !was_terminated && Clock::now() >= term_time) {
+            was_terminated = true;
+            signal_all(SIGTERM);
+        }
+    }
+
+    static Clock::duration to_duration(double seconds) {
+        return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+    }
+
+    void stop_within(double seconds) {
+        if (!stopping) { kill_time = Clock::now() + to_duration(seconds); }
+        stopping = true;
+    }
+
+    void signal_all(int signal) {
+        for (const Child& child : children) {
+            if (child.pid > 0 && !child.has_ended) { kill(child.pid, signal); }
+        }
+    }
+
+    // The processes' own error lines, each once, then the launcher's. Returns the exit status.
+    int report() {
+        if (is_inside_line) { write_all(STDOUT_FILENO, "\n"); }
+        for (size_t i = 0; i < errors.size(); i++) {
+            auto is_same = [&](const Error& other) { return other.text == errors[i].text; };
+            if (std::find_if(errors.begin(), errors.begin() + long(i), is_same) != errors.begin() + long(i)) { continue; }
+            const bool is_common = std::count_if(errors.begin(), errors.end(), is_same) > 1;
+            const bool needs_name = !is_common && !errors[i].child->is_first;
+            const std::string said = errors[i].text.substr(strlen("error: "));
+            write_all(STDERR_FILENO, "error: " + (needs_name ? errors[i].child->name() + ": " : "") + said);
+        }
+        if (stopped_by) {
+            if (stopped_by != SIGPIPE) {
+                write_all(STDERR_FILENO, format("error: stopped by signal %d (%s)\n", stopped_by, strsignal(stopped_by)));
+            }
+            return 128 + stopped_by;
+        }
+        if (!first_failure) { return 0; }
+        const int status = first_failure->status;
+        const bool has_spoken = std::any_of(errors.begin(), errors.end(), [&](const Error& e) { return e.child == first_failure; });
+        if (status > 128) {
+            write_all(STDERR_FILENO, format("error: %s was killed by signal %d (%s)\n", first_failure->name().c_str(),
+                                            status - 128, strsignal(status - 128)));
+        } else if (status != 2 || !has_spoken) {
+            write_all(STDERR_FILENO, format("error: %s left with exit code %d\n", first_failure->name().c_str(), status));
+        }
+        return status;
+    }
+
+    struct Error {
+        const Child* child;
+        std::string text;
+    };
+
+    std::vector<Child> children;
+    std::string store;
+    char** argv;
+    std::unique_ptr<TemporaryDirectory> folder;
+    sigset_t mask_before;
+    int signals = -1;
+    std::vector<Error> errors;
+    bool is_inside_line = false;  // the terminal's last line is process 0's and has no end yet
+    const Child* first_failure = nullptr;
+    int stopped_by = 0;           // the signal that ends the run
+    bool stopping = false, was_terminated = false;
+    Clock::time_point term_time, kill_time;
+};

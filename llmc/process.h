@@ -1,0 +1,342 @@
+// Process: this process among all of a run, and what it settles with the others around the training.
+//     meet()                all are there and alive; keys of older runs in the same store are told apart
+//     check_fingerprint()   all were given the same options
+//     inner_comm(), outer_comm()   the communicators: ranks of this worker; this shard on all workers
+//     leave()               nobody ends while another still waits for it
+// All of it goes through the store. Keys of a run start with its run id, a fresh one each time processes meet:
+//     NAME/join/I     the nonce of process I: random, new for each process
+//     NAME/roster     the run id and all nonces, from process 0; a process that finds its nonce there answers with
+//     ID/met/I        and only when all have, process 0 sets
+//     ID/go           so nobody starts with the nonce of a process that is long dead
+#pragma once
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdio>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "llmc/comm.h"
+#include "llmc/comm_gloo.h"
+#include "llmc/error.h"
+#include "llmc/store.h"
+
+// ------------------------------------------------------------------------------------------------------------------
+// Meeting
+
+// "a, b and c"; of many the first few.
+inline std::string list_in_words(const std::vector<std::string>& names) {
+    const size_t shown = names.size() > 9 ? 8 : names.size();
+    std::string text;
+    for (size_t i = 0; i < shown; i++) { text += (i == 0 ? "" : i + 1 == names.size() ? " and " : ", ") + names[i]; }
+    return shown < names.size() ? text + format(" and %zu more", names.size() - shown) : text;
+}
+
+// How processes of one name find each other in a store, once.
+class Meeting {
+public:
+    // `names`: of all processes; `index`: this one's. `loud`: says on stderr whom it waits for.
+    Meeting(std::shared_ptr<Store> store, const std::string& run_name, std::vector<std::string> names, int index,
+            double timeout, bool loud)
+        : everything(std::move(store)), store(everything, run_name + "/"), names(std::move(names)), index(index),
+          timeout(timeout), loud(loud) {}
+
+    // Returns the run id. Throws UserError when processes are missing after the time limit or two claim one place.
+    std::string meet() {
+        this->store.set(join_key(index), nonce);
+        return index == 0 ? gather() : answer();
+    }
+
+    // Looks whether another process has taken this one's place; tells it so and returns true the first time.
+    bool is_displaced() {
+        std::optional<std::string> holder = store.try_get(join_key(index));
+        if (!holder || *holder == nonce || *holder == last_rival) { return false; }
+        last_rival = *holder;
+        store.set("refused/" + *holder, claim(index));
+        return true;
+    }
+
+private:
+    static std::string join_key(int i) { return "join/" + std::to_string(i); }
+
+    std::string claim(int i) const {
+        return "two processes claim " + names[size_t(i)] + ": start each worker once, or give this run another --run-name";
+    }
+
+    // Process 0: a new run id for each new set of nonces, until all of one set have answered.
+    std::string gather() {
+        std::vector<std::string> nonces;
+        std::string id;
+        while (true) {
+            std::vector<std::string> joined = read_joined();
+            std::vector<std::string> missing = names_where([&](int i) { return joined[size_t(i)].empty(); });
+            if (missing.empty()) {
+                refuse_claims(joined);
+                if (joined != nonces) {
+                    nonces = joined;
+                    id = random_hex(8);
+                    publish(id, nonces);
+                }
+                missing = names_where([&](int i) { return i != 0 && !everything->try_get(id + "/met/" + std::to_string(i)); });
+                if (missing.empty()) {
+                    everything->set(id + "/go", "");
+                    return id;
+                }
+            }
+            wait_for(missing);
+        }
+    }
+
+    // The others: answer each roster that holds this process's nonce, until process 0 says go.
+    std::string answer() {
+        std::string id;
+        while (true) {
+            if (is_displaced()) { throw UserError(claim(index)); }
+            if (store.try_get("refused/" + nonce)) { throw UserError(claim(index)); }
+            const std::string roster = store.try_get("roster").value_or("");
+            if (roster.find("\n" + nonce + "\n") != std::string::npos) {
+                const std::string found = roster.substr(0, roster.find('\n'));
+                if (found[0] == '!') { throw UserError(found.substr(1)); }
+                if (found != id) {
+                    id = found;
+                    everything->set(id + "/met/" + std::to_string(index), "");
+                }
+                if (everything->try_get(id + "/go")) { return id; }
+            }
+            wait_for({names[0]});
+        }
+    }
+
+    void publish(const std::string& id, const std::vector<std::string>& nonces) {
+        std::string roster = id + "\n";
+        for (const std::string& n : nonces) { roster += n + "\n"; }
+        store.set("roster", roster);
+    }
+
+    // Two live processes in one place: tells everyone who has joined, and leaves.
+    void refuse_claims(const std::vector<std::string>& joined) {
+        for (int i = 0; i < int(names.size()); i++) {
+            if ((i == 0 && is_displaced()) || store.try_get("refused/" + joined[size_t(i)])) {
+                publish("!" + claim(i), joined);
+                throw UserError(claim(i));
+            }
+        }
+    }
+
+    std::vector<std::string> read_joined() {
+        std::vector<std::string> joined;
+        for (int i = 0; i < int(names.size()); i++) { joined.push_back(store.try_get(join_key(i)).value_or("")); }
+        return joined;
+    }
+
+    template <class Condition>
+    std::vector<std::string> names_where(Condition condition) const {
+        std::vector<std::string> found;
+        for (int i = 0; i < int(names.size()); i++) {
+            if (condition(i)) { found.push_back(names[size_t(i)]); }
+        }
+        return found;
+    }
+
+    void wait_for(const std::vector<std::string>& missing) {
+        if (patience.is_over()) {
+            throw UserError(format("%s did not come within %g s: start all workers with the same --store, --run-name, "
+                                   "--workers and --ranks, or raise --timeout", list_in_words(missing).c_str(), timeout));
+        }
+        if (loud && patience.waited() > next_notice) {
+            fprintf(stderr, "waiting for %s (%.0f of %g s)\n", list_in_words(missing).c_str(), patience.waited(), timeout);
+            next_notice += 30;
+        }
+        patience.pause();
+    }
+
+    std::shared_ptr<Store> everything;
+    PrefixStore store;
+    const std::vector<std::string> names;
+    const int index;
+    const double timeout;
+    const bool loud;
+    const std::string nonce = random_hex(16);
+    std::string last_rival;
+    Patience patience{timeout};
+    double next_notice = 5;
+};
+
+// Keeps this process's place while it trains: one that claims it later is told so, and leaves.
+class PlaceKeeper {
+public:
+    explicit PlaceKeeper(std::unique_ptr<Meeting> meeting) : meeting(std::move(meeting)), thread([this] { run(); }) {}
+    ~PlaceKeeper() {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            closing = true;
+        }
+        changed.notify_all();
+        thread.join();
+    }
+
+private:
+    void run() {
+        std::unique_lock<std::mutex> lock(mutex);
+        while (!changed.wait_for(lock, std::chrono::seconds(1), [&] { return closing; })) {
+            try {
+                meeting->is_displaced();
+            } catch (const RunError&) {
+                return;  // the store is gone: training needs it no more, and the next to use it says so
+            }
+        }
+    }
+
+    std::unique_ptr<Meeting> meeting;
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool closing = false;
+    std::thread thread;
+};
+
+// ------------------------------------------------------------------------------------------------------------------
+// The process
+
+struct Process {
+    int worker = 0, rank = 0;    // this process
+    int workers = 1, ranks = 1;  // M and R
+    bool terminal = false;       // what it prints goes to a terminal, if through the process that started it
+    double timeout = 600;        // seconds to wait for others
+    std::string interface;       // of the network between workers; empty: the one that leads to the store
+    std::string run_name = "diloco";
+    std::shared_ptr<Store> meeting_point = std::make_shared<MemoryStore>();
+    std::string run_id;            // known after meet(), as is
+    std::shared_ptr<Store> store;  // the keys of this run
+    std::unique_ptr<PlaceKeeper> keeper;
+
+    int index() const { return worker * ranks + rank; }
+    int size() const { return workers * ranks; }
+    static std::string name(int worker, int rank) { return format("worker %d rank %d", worker, rank); }
+    std::string name() const { return name(worker, rank); }
+
+    // Returns when all processes of the run are there. UserError when some are missing after `timeout`, or when two
+    // claim the same place.
+    void meet() {
+        std::vector<std::string> names;
+        for (int i = 0; i < size(); i++) { names.push_back(name(i / ranks, i % ranks)); }
+        auto meeting = std::make_unique<Meeting>(meeting_point, run_name, names, index(), timeout, rank == 0);
+        run_id = meeting->meet();
+        store = std::make_shared<PrefixStore>(meeting_point, run_id + "/");
+        if (size() > 1) { keeper = std::make_unique<PlaceKeeper>(std::move(meeting)); }
+    }
+
+    // Compares (option, value) pairs of all processes with process 0's. If any differ, all throw the same UserError.
+    void check_fingerprint(const std::vector<std::pair<std::string, std::string>>& options) {
+        std::string packed;
+        for (const auto& option : options) { packed += option.first + '\0' + option.second + '\0'; }
+        store->set("fingerprint/" + std::to_string(index()), packed);
+        if (index() == 0) {
+            std::string verdict;
+            for (int i = 1; i < size(); i++) {
+                const std::string theirs = await("fingerprint/" + std::to_string(i), i);
+                verdict += differences(options, unpack_options(theirs), i);
+            }
+            store->set("fingerprint/verdict", verdict);
+        }
+        const std::string verdict = await("fingerprint/verdict", 0);
+        if (!verdict.empty()) { throw UserError(verdict.substr(2) + ": give all the same"); }
+    }
+
+    // The ranks of this worker. Throws UserError or CommError.
+    std::unique_ptr<Comm> inner_comm() {
+        std::vector<std::string> members;
+        for (int r = 0; r < ranks; r++) { members.push_back(name(worker, r)); }
+        return make_comm_gloo(*store, "inner/" + std::to_string(worker), rank, ranks, "", timeout, members);
+    }
+
+    // The processes that own this one's shard, one of each worker.
+    std::unique_ptr<Comm> outer_comm() {
+        std::vector<std::string> members;
+        for (int w = 0; w < workers; w++) { members.push_back(name(w, rank)); }
+        return make_comm_gloo(*store, "outer/" + std::to_string(rank), worker, workers, interface, timeout, members);
+    }
+
+    // Returns when all processes have come here: from now on no one needs another's connections.
+    // RunError where one has failed instead.
+    void leave() {
+        store->set("left/" + std::to_string(index()), "");
+        if (index() == 0) {
+            for (int i = 1; i < size(); i++) { await("left/" + std::to_string(i), i); }
+            store->set("all left", "");
+        }
+        await("all left", 0);
+        keeper.reset();
+    }
+
+    // Ends this process at once, with its one line on stderr: status 2 for a UserError, otherwise 1. To be called where
+    // an error is caught while communicators still exist: their threads may be waiting for a process that is alive, and
+    // destructors would wait with them. What is this process's own failure is written down for the others to report.
+    [[noreturn]] void leave_with(const std::exception& error) const {
+        if (store && size() > 1 && !dynamic_cast<const CommError*>(&error)) {
+            record_cause(*store, {name(), format("has stopped: %s", error.what())});
+        }
+        fflush(stdout);
+        fprintf(stderr, "error: %s\n", error.what());
+        fflush(stderr);
+        _exit(dynamic_cast<const UserError*>(&error) ? 2 : 1);
+    }
+
+private:
+    using OptionList = std::vector<std::pair<std::string, std::string>>;
+
+    // The value that process `from` sets. RunError when the run has failed meanwhile, or after the time limit.
+    std::string await(const std::string& key, int from) {
+        Patience patience(timeout);
+        while (true) {
+            if (std::optional<std::string> value = store->try_get(key)) { return *value; }
+            const bool failed = store->try_get("cause").has_value();
+            if (failed || patience.is_over()) {
+                const Cause cause = record_cause(*store, {name(from / ranks, from % ranks),
+                                                          format("has been silent for %g s (--timeout)", timeout)});
+                throw CommError(-1, cause.process + " " + cause.what);
+            }
+            patience.pause();
+        }
+    }
+
+    static OptionList unpack_options(const std::string& packed) {
+        OptionList options;
+        for (size_t at = 0; at < packed.size();) {
+            const std::string option = packed.c_str() + at, value = packed.c_str() + at + option.size() + 1;
+            options.emplace_back(option, value);
+            at += option.size() + value.size() + 2;
+        }
+        return options;
+    }
+
+    // "; worker 1 has --inner-steps 50, worker 0 has 100" for each option that differs.
+    std::string differences(const OptionList& ours, const OptionList& theirs, int them) const {
+        const std::string who = ranks == 1 ? format("worker %d", them) : name(them / ranks, them % ranks);
+        const std::string we = ranks == 1 ? "worker 0" : name(0, 0);
+        auto find = [](const OptionList& list, const std::string& option) {
+            return std::find_if(list.begin(), list.end(), [&](const auto& entry) { return entry.first == option; });
+        };
+        auto shown = [](const std::string& value) { return value.empty() ? std::string("none") : value; };
+        std::string text;
+        for (const auto& [option, value] : theirs) {
+            const auto own = find(ours, option);
+            if (own == ours.end()) {
+                text += "; " + who + " has " + option + " " + shown(value) + ", which the program of " + we + " does not know";
+            } else if (own->second != value) {
+                text += "; " + who + " has " + option + " " + shown(value) + ", " + we + " has " + shown(own->second);
+            }
+        }
+        for (const auto& [option, value] : ours) {
+            if (find(theirs, option) == theirs.end()) {
+                text += "; " + we + " has " + option + " " + shown(value) + ", which the program of " + who + " does not know";
+            }
+        }
+        return text;
+    }
+};
