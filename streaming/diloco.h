@@ -2,11 +2,11 @@
 //
 //     step t, after the inner update of local:
 //       for each fragment that is sent at t:          start the exchange of global - local
-//       for each fragment that was sent at t - tau:   wait for the mean; Nesterov step on global; merge into local
+//       for each fragment that was sent at t - tau:   wait for the mean; step global; merge it into local
 //
-// global is the outer parameters: the same bits on all workers. Everything here is about this process's shard (ZeRO-1):
-// the processes that hold the same shard in the other workers are the members of the outer communicator.
-// With fragments = 1, tau = 0 and alpha = 0 this is DiLoCo (arXiv 2311.08105).
+// global is the outer parameters: the same bits on all workers. Everything here is about this process's shard
+// (ZeRO-1): the processes that hold the same shard in the other workers are the members of the outer
+// communicator. With fragments = 1, tau = 0 and alpha = 0 this is DiLoCo (arXiv 2311.08105).
 #pragma once
 #include <chrono>
 #include <cmath>
@@ -38,8 +38,8 @@ inline void validate(const DilocoOptions& options, long steps, int workers) {
     const long H = options.inner_steps;
     if (H < 1) { throw UserError(format("%ld inner steps (H): use at least 1", H)); }
     if (options.overlap < 0 || options.overlap >= H) {
-        throw UserError(format("an overlap (tau) of %ld steps with %ld inner steps (H): use 0 to %ld, so that a fragment "
-                               "has arrived before it is sent again", options.overlap, H, H - 1));
+        throw UserError(format("an overlap (tau) of %ld steps with %ld inner steps (H): use 0 to %ld, so "
+                               "that a fragment has arrived before it is sent again", options.overlap, H, H - 1));
     }
     if (!(options.local_weight >= 0 && options.local_weight <= 1)) {
         throw UserError(format("a local weight (alpha) of %g: use 0 to 1", options.local_weight));
@@ -51,19 +51,19 @@ inline void validate(const DilocoOptions& options, long steps, int workers) {
         throw UserError(format("an outer momentum of %g: use 0 to 1", options.momentum));
     }
     if (workers > 1 && options.optimizer == OuterOptimizer::none) {
-        throw UserError(format("%d workers without an outer optimizer would never meet: use nesterov or average, or one "
-                               "worker with more ranks", workers));
+        throw UserError(format("%d workers without an outer optimizer would never meet: use nesterov or "
+                               "average, or one worker with more ranks", workers));
     }
     if (workers > 1 && steps >= 0 && steps < H) {
-        throw UserError(format("%ld steps with %ld inner steps (H): train for at least that many, or not all fragments "
-                               "are exchanged", steps, H));
+        throw UserError(format("%ld steps with %ld inner steps (H): train for at least that many, or not all "
+                               "fragments are exchanged", steps, H));
     }
 }
 
 // Values in a process's shard of a fragment.
 inline long shard_values(const Fragment& fragment, const Layout& layout) {
     long values = 0;
-    for (int block : fragment.blocks) { values += layout.blocks[size_t(block)].size / layout.ranks; }
+    for (int block : fragment.blocks) { values += layout.blocks[block].size / layout.ranks; }
     return values;
 }
 
@@ -80,24 +80,26 @@ inline std::string block_names(const std::vector<int>& blocks, const Layout& lay
     return names;
 }
 
-// The schedule in words and numbers, for people: a line for each fragment and one for the sum. Bytes are those that
-// one process sends; it receives as many.
-inline std::string plan(const DilocoOptions& options, std::vector<Fragment> fragments, const Layout& layout, int workers) {
+// The schedule in words and numbers, for people: a line for each fragment and one for the sum. Bytes are
+// those that one process sends; it receives as many.
+inline std::string plan(const DilocoOptions& options, std::vector<Fragment> fragments, const Layout& layout,
+                        int workers) {
     const long H = options.inner_steps;
     if (!options.offsets.empty()) { set_offsets(fragments, options.offsets, H); }
     std::string text = "fragment  offset  every      bytes a sync  blocks\n";
     std::vector<size_t> sent(size_t(H), 0);  // at each step of a period
     for (size_t p = 0; p < fragments.size(); p++) {
-        const size_t bytes = size_t(workers - 1) * payload_bytes(options.format, shard_values(fragments[p], layout));
+        const size_t payload = payload_bytes(options.format, shard_values(fragments[p], layout));
+        const size_t bytes = size_t(workers - 1) * payload;
         sent[size_t(fragments[p].offset)] += bytes;
         text += format("%8zu  %6ld  %5ld  %16zu  %s\n", p, fragments[p].offset, H, bytes,
                        block_names(fragments[p].blocks, layout).c_str());
     }
     const double sum = double(std::accumulate(sent.begin(), sent.end(), size_t(0)));
-    text += format("a process sends %.0f bytes every %ld steps, %.0f a step on average, %zu in a step at most; "
-                   "%d exchanges in flight at most\n", sum, H, sum / double(H), *std::max_element(sent.begin(), sent.end()),
-                   most_in_flight(fragments, H, options.overlap));
-    return text;
+    const size_t peak = *std::max_element(sent.begin(), sent.end());
+    return text + format("a process sends %.0f bytes every %ld steps, %.0f a step on average, %zu in a step "
+                         "at most; %d exchanges in flight at most\n", sum, H, sum / double(H), peak,
+                         most_in_flight(fragments, H, options.overlap));
 }
 
 // What was done for one exchange that has ended.
@@ -112,9 +114,10 @@ struct SyncReport {
 
 class Diloco {
 public:
-    // rank: this process's rank in its worker.   outer: joins the holders of this shard; its rank is the worker.
-    Diloco(const DilocoOptions& options, std::vector<Fragment> fragments, const Layout& layout, int rank, Comm& outer,
-           Stream& outer_stream)
+    // rank: this process's rank in its worker.   outer: joins the holders of this shard; its rank is the
+    // worker.
+    Diloco(const DilocoOptions& options, std::vector<Fragment> fragments, const Layout& layout, int rank,
+           Comm& outer, Stream& outer_stream)
         : options(options), fragments(std::move(fragments)), worker(outer.rank()) {
         if (!options.offsets.empty()) { set_offsets(this->fragments, options.offsets, options.inner_steps); }
         long largest = 0;
@@ -128,9 +131,8 @@ public:
         state.global = Buffer<float>(values);
         state.momentum = Buffer<float>(values);
         mean = Buffer<float>(largest);
-        exchange = std::make_unique<AllGatherExchange>(
-            options.format, largest, most_in_flight(this->fragments, options.inner_steps, options.overlap), outer,
-            outer_stream);
+        const int most = most_in_flight(this->fragments, options.inner_steps, options.overlap);
+        exchange = std::make_unique<AllGatherExchange>(options.format, largest, most, outer, outer_stream);
     }
 
     // global = local, momentum = 0.   local: (shard_size), the same on all workers
@@ -140,11 +142,13 @@ public:
     }
 
     // After the inner update of `step` (1, 2, ...): sends, then receives what is due.
-    // tokens: that this worker has trained on so far.   local: (shard_size)   params: flat; this rank's shards are written
-    // Throws a CommError when an exchange failed, a RunError when the workers' global parameters differ.
-    std::vector<SyncReport> after_inner_step(long step, uint64_t tokens, float* local, floatX* params, Stream& main) {
+    // tokens: that this worker has trained on so far.   local: (shard_size)   params: flat; this rank's
+    // shards are written Throws a CommError when an exchange failed, a RunError when the workers' global
+    // parameters differ.
+    std::vector<SyncReport> after_inner_step(long step, uint64_t tokens, float* local, floatX* params,
+                                             Stream& main) {
         for (int p = 0; p < int(fragments.size()); p++) {
-            if (is_sent(fragments[size_t(p)], step, options.inner_steps)) { send(p, step, tokens, local, main); }
+            if (is_sent(fragments[p], step, options.inner_steps)) { send(p, step, tokens, local, main); }
         }
         return receive_due(step, local, params, main);
     }
@@ -168,26 +172,29 @@ private:
 
     void send(int p, long step, uint64_t tokens, const float* local, Stream& main) {
         long n = 0;
-        for (const Range& range : ranges[size_t(p)]) { n += range.count; }
+        for (const Range& range : ranges[p]) { n += range.count; }
         const Sync sync{sync_number(fragments, p, step, options.inner_steps), p, step, n};
 
         uint8_t* payload = exchange->payload(sync);
-        device::write_header(payload, make_header(sync, options.format, worker, tokens - tokens_at_send[size_t(p)]), main);
+        const PayloadHeader header = make_header(sync, options.format, worker, tokens - tokens_at_send[p]);
+        device::write_header(payload, header, main);
         long first = 0;
-        for (const Range& range : ranges[size_t(p)]) {
+        for (const Range& range : ranges[p]) {
             const float* global = state.global + range.shard;
             device::add_hash(payload, first, global, range.count, main);
-            device::quantize(payload, options.format, n, first, global, local + range.shard, range.count, main);
+            device::quantize(payload, options.format, n, first, global, local + range.shard, range.count,
+                             main);
             first += range.count;
         }
         Event ready;
         main.record(ready);
         exchange->start(sync, ready);
-        tokens_at_send[size_t(p)] = tokens;
+        tokens_at_send[p] = tokens;
         in_flight.push_back(sync);
     }
 
-    // In the order of sending, which is that of the sync numbers, and on one worker also that of the due steps.
+    // In the order of sending, which is that of the sync numbers, and on one worker also that of the due
+    // steps.
     std::vector<SyncReport> receive_due(long step, float* local, floatX* params, Stream& main) {
         std::vector<SyncReport> reports;
         while (!in_flight.empty() && due_step(in_flight.front()) <= step) {
@@ -202,7 +209,7 @@ private:
         const std::vector<PayloadHeader>& headers = exchange->wait(sync);
         const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
 
-        SyncReport report{sync.number, sync.fragment, sync.send_step, due_step(sync), Traffic(), waited.count(), {}};
+        SyncReport report{sync.number, sync.fragment, sync.send_step, due_step(sync), {}, waited.count(), {}};
         check_agreement(headers, sync);
         for (const PayloadHeader& header : headers) {
             if (header.flags & delta_not_finite) { report.not_finite.push_back(int(header.worker)); }
@@ -215,7 +222,7 @@ private:
     void apply(const Sync& sync, float* local, floatX* params, Stream& main) {
         exchange->mean(mean, sync, main);
         long first = 0;
-        for (const Range& range : ranges[size_t(sync.fragment)]) {
+        for (const Range& range : ranges[sync.fragment]) {
             device::outer_step(state.global + range.shard, state.momentum + range.shard, local + range.shard,
                                params + range.flat, mean + first, range.count, outer_step(), main);
             first += range.count;
@@ -228,9 +235,9 @@ private:
         if (diverged.empty()) { return; }
         std::string who;
         for (int worker : diverged) { who += (who.empty() ? "" : ", ") + std::to_string(worker); }
-        throw RunError(format("the global parameters of %s are not the same on all workers (not those of most: %s %s): "
-                              "the run cannot go on, start it again from its last checkpoint", describe(sync).c_str(),
-                              diverged.size() == 1 ? "worker" : "workers", who.c_str()));
+        who = (diverged.size() == 1 ? "worker " : "workers ") + who;
+        throw RunError("the global parameters of " + describe(sync) + " are not the same on all workers (not "
+                       "those of most: " + who + "): start the run again from its last checkpoint");
     }
 
     DilocoOptions options;

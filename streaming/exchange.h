@@ -1,10 +1,11 @@
-// Exchange: the mean of one fragment's outer gradients over all workers. The state machine writes a payload, starts the
-// exchange and comes back some steps later; in between training goes on. Several exchanges may be under way.
+// Exchange: the mean of one fragment's outer gradients over all workers. The state machine writes a payload,
+// starts the exchange and comes back some steps later; in between training goes on. Several exchanges may be
+// under way.
 //
-// AllGatherExchange sends each payload to everyone over the outer communicator: M - 1 payloads sent and received by a
-// process, and one rounding. All workers decode the same bytes, so the mean is bitwise the same on all of them.
+// AllGatherExchange sends each payload to everyone over the outer communicator: M - 1 payloads sent and
+// received by a process, and one rounding. All workers decode the same bytes, so the mean is bitwise the same
+// on all of them.
 #pragma once
-#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -65,10 +66,10 @@ inline void check_header(const PayloadHeader& header, const Sync& sync, Format f
     const PayloadHeader expected = make_header(sync, format_expected, worker, 0);
     auto same = [&](const char* what, uint64_t got, uint64_t wanted) {
         if (got != wanted) {
-            throw CommError(worker, format("the payload of worker %d for %s was refused: its %s is %llu, not %llu: "
-                                           "do all workers run the same program with the same options?",
-                                           worker, describe(sync).c_str(), what, (unsigned long long)got,
-                                           (unsigned long long)wanted));
+            const std::string who = "the payload of worker " + std::to_string(worker) + " for " + describe(sync);
+            const std::string why = " is " + std::to_string(got) + ", not " + std::to_string(wanted);
+            throw CommError(worker, who + " was refused: its " + what + why
+                                        + ": do all workers run the same program with the same options?");
         }
     };
     same("magic number", header.magic, expected.magic);
@@ -83,21 +84,20 @@ inline void check_header(const PayloadHeader& header, const Sync& sync, Format f
 
 // Workers whose global parameters are not those that most workers hold; all, where no more than half agree.
 inline std::vector<int> diverged_workers(const std::vector<PayloadHeader>& headers) {
-    auto holders = [&](uint64_t hash) {
-        return std::count_if(headers.begin(), headers.end(), [=](const PayloadHeader& h) { return h.hash == hash; });
-    };
     std::vector<int> diverged;
-    for (size_t worker = 0; worker < headers.size(); worker++) {
-        if (2 * size_t(holders(headers[worker].hash)) <= headers.size() && headers.size() > 1) {
-            diverged.push_back(int(worker));
-        }
+    for (const PayloadHeader& one : headers) {
+        size_t holders = 0;
+        for (const PayloadHeader& other : headers) { holders += other.hash == one.hash; }
+        const bool minority = headers.size() > 1 && 2 * holders <= headers.size();
+        if (minority) { diverged.push_back(int(&one - headers.data())); }
     }
     return diverged;
 }
 
 class AllGatherExchange : public Exchange {
 public:
-    // largest: values in this process's shard of the largest fragment.   in_flight: the most exchanges at a time.
+    // largest: values in this process's shard of the largest fragment.   in_flight: the most exchanges at a
+    // time.
     AllGatherExchange(Format format, long largest, int in_flight, Comm& comm, Stream& stream)
         : format_(format), comm(comm), stream(stream) {
         const long bytes = long(payload_bytes(format, largest));
@@ -142,19 +142,19 @@ public:
         try {
             slot.done.synchronize();
         } catch (const CommError& error) {
-            std::string who = error.peer < 0 ? "" : format(" with worker %d", error.peer);
-            throw CommError(error.peer, format("the exchange of %s failed%s: %s", describe(sync).c_str(), who.c_str(),
-                                               error.what()));
+            std::string who = error.peer < 0 ? "" : " with worker " + std::to_string(error.peer);
+            throw CommError(error.peer,
+                            "the exchange of " + describe(sync) + " failed" + who + ": " + error.what());
         }
         for (int worker = 0; worker < comm.size(); worker++) {
-            check_header(slot.headers[size_t(worker)], sync, format_, worker);
+            check_header(slot.headers[worker], sync, format_, worker);
         }
         return slot.headers;
     }
 
     void mean(float* out, const Sync& sync, Stream& main) override {
-        device::dequantize_mean(out, find(sync).received, payload_bytes(format_, sync.values), comm.size(), format_,
-                                sync.values, main);
+        const size_t bytes = payload_bytes(format_, sync.values);
+        device::dequantize_mean(out, find(sync).received, bytes, comm.size(), format_, sync.values, main);
     }
 
     Traffic finish(const Sync& sync) override {
@@ -177,9 +177,10 @@ private:
     };
 
     Slot& find(const Sync& sync) {
-        auto slot = std::find_if(slots.begin(), slots.end(), [&](const auto& s) { return s->sync == sync.number; });
-        if (slot == slots.end()) { throw std::logic_error("no such exchange is in flight"); }
-        return **slot;
+        for (auto& slot : slots) {
+            if (slot->sync == sync.number) { return *slot; }
+        }
+        throw std::logic_error("no such exchange is in flight");
     }
 
     Format format_;

@@ -1,16 +1,17 @@
 // The number formats of the wire: encode and decode one value.
 //
 //     fp4       E3M0 (arXiv 2501.18512, 2.4): sign, 3 exponent bits e; 0 for e = 0, 2^(e - 7) for e = 1..7
-//     fp4_e2m1  sign, 2 exponent bits, 1 mantissa bit: 0, 0.5, 1, 1.5, 2, 3, 4, 6        (as in CUDA's cuda_fp4.h)
-//     fp8_e4m3  sign, 4 exponent bits, 3 mantissa bits, largest 448, no infinity         (as in CUDA's cuda_fp8.h)
-//     fp8_e5m2  sign, 5 exponent bits, 2 mantissa bits, largest 57344                    (as in CUDA's cuda_fp8.h)
+//     fp4_e2m1  sign, 2 exponent bits, 1 mantissa bit: 0, 0.5, 1, 1.5, 2, 3, 4, 6   (as CUDA's cuda_fp4.h)
+//     fp8_e4m3  sign, 4 exponent bits, 3 mantissa bits, largest 448, no infinity    (as CUDA's cuda_fp8.h)
+//     fp8_e5m2  sign, 5 exponent bits, 2 mantissa bits, largest 57344               (as CUDA's cuda_fp8.h)
 //     bf16      the upper half of an fp32
 //     fp32
 //
-// Formats of 4 and 8 bits share a scale between the values of a block (quantize.h); the others need none. Each format
-// is a struct of the same members, so that loops and kernels are written once. encode() rounds to nearest, ties to
-// even, but in E3M0, where the two neighbours have no even one, away from zero. It is branchless: loops over it
-// vectorise. What is larger than the largest code becomes the largest; a NaN is not kept (the header's flag tells).
+// Formats of 4 and 8 bits share a scale between the values of a block (quantize.h); the others need none.
+// Each format is a struct of the same members, so that loops and kernels are written once. encode() rounds to
+// nearest, ties to even, but in E3M0, where the two neighbours have no even one, away from zero. It is
+// branchless: loops over it vectorise. What is larger than the largest code becomes the largest; a NaN is not
+// kept (the header's flag tells).
 #pragma once
 #include <string>
 
@@ -27,11 +28,13 @@ HD inline uint32_t round_magnitude(uint32_t magnitude, uint32_t largest) {
     const int bias = (1 << (exponent_bits - 1)) - 1;
     const int32_t smallest_normal = (127 + 1 - bias) << 23;
 
-    // Normal: add just below half a unit of the last place kept, one more where that is odd; the carry does the rest.
-    uint32_t odd = magnitude >> dropped & 1;
-    uint32_t normal = ((magnitude + ((1u << (dropped - 1)) - 1) + odd) >> dropped) - (uint32_t(127 - bias) << mantissa_bits);
+    // Normal: add just below half a unit of the last place kept, one more where that is odd; the carry does
+    // the rest.
+    const uint32_t odd = magnitude >> dropped & 1, below_half = (1u << (dropped - 1)) - 1;
+    uint32_t normal = ((magnitude + below_half + odd) >> dropped) - (uint32_t(127 - bias) << mantissa_bits);
 
-    // Subnormal: adding a number whose last place is the format's smallest step makes the adder round to that step.
+    // Subnormal: adding a number whose last place is the format's smallest step makes the adder round to that
+    // step.
     const uint32_t adder = uint32_t(127 + 1 - bias - mantissa_bits + 23) << 23;
     uint32_t subnormal = float_to_bits(add_rn(bits_to_float(magnitude), bits_to_float(adder))) - adder;
 
@@ -47,7 +50,8 @@ struct E3M0 {
     HD static uint32_t encode(float x) {
         const uint32_t sign = float_to_bits(x) >> 28 & 8;
         const int32_t magnitude = int32_t(float_to_bits(x) & 0x7fffffff);
-        int32_t exponent = int32_t((uint32_t(magnitude) + 0x00400000) >> 23) - 120;  // half a last place: ties go away
+        const uint32_t half = 0x00400000;  // of the last place, the exponent's: ties go away from zero
+        int32_t exponent = int32_t((uint32_t(magnitude) + half) >> 23) - 120;
         exponent = exponent > 7 ? 7 : exponent < 1 ? 1 : exponent;
         return sign | uint32_t(magnitude < half_of_smallest ? 0 : exponent);
     }
@@ -71,7 +75,8 @@ struct E2M1 {
 
     // Exponent and mantissa go to where fp32 has them. The one subnormal, 0.5, and 0 stand apart.
     HD static float decode(uint32_t code) {
-        uint32_t normal = ((code & 7) << 22) + (uint32_t(127 - 1) << 23), subnormal = code & 1 ? 0x3f000000 : 0;
+        const uint32_t normal = ((code & 7) << 22) + (uint32_t(127 - 1) << 23);
+        const uint32_t subnormal = code & 1 ? 0x3f000000 : 0;
         return bits_to_float((code & 8) << 28 | (code & 6 ? normal : subnormal));
     }
 };
@@ -86,7 +91,8 @@ struct E4M3 {
     }
 
     HD static float decode(uint32_t code) {
-        // As E3M0's, but that mantissas follow: subnormals become fp32's subnormals, and the product is right again.
+        // As E3M0's, but that mantissas follow: subnormals become fp32's subnormals, and the product is right
+        // again.
         float value = multiply_rn(bits_to_float((code & 0x80) << 24 | (code & 0x7f) << 20), 0x1p120f);
         return (code & 0x7f) == 0x7f ? bits_to_float(0x7fc00000 | (code & 0x80) << 24) : value;
     }
@@ -115,7 +121,7 @@ struct Bf16 {
     HD static uint32_t encode(float x) {
         uint32_t word = float_to_bits(x);
         uint32_t rounded = (word + 0x7fff + (word >> 16 & 1)) >> 16;
-        return (word & 0x7fffffff) < 0x7f800000 ? rounded : word >> 16;  // rounding must not make a NaN a zero
+        return (word & 0x7fffffff) < 0x7f800000 ? rounded : word >> 16;  // rounded, a NaN could become a zero
     }
 
     HD static float decode(uint32_t code) { return bits_to_float(code << 16); }
@@ -143,7 +149,8 @@ auto with_format(Format format, Use use) {
     return use(Fp32());
 }
 
-const Format all_formats[] = {Format::fp4, Format::fp4_e2m1, Format::fp8_e4m3, Format::fp8_e5m2, Format::bf16, Format::fp32};
+const Format all_formats[] = {Format::fp4,      Format::fp4_e2m1, Format::fp8_e4m3,
+                              Format::fp8_e5m2, Format::bf16,     Format::fp32};
 
 inline std::string name_of(Format format) {
     switch (format) {

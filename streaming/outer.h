@@ -1,8 +1,8 @@
 // The outer step: what a mean of outer gradients does to a fragment (arXiv 2501.18512, algorithm 2 and 2.3).
 //
 //     momentum = mu * momentum + mean
-//     global   = global - lr * (mean + mu * momentum)            Nesterov, as torch.optim.SGD(nesterov=True) has it
-//     local    = alpha * local + (1 - alpha) * global            the merge: exact for alpha = 0 and alpha = 1
+//     global   = global - lr * (mean + mu * momentum)      Nesterov, as torch.optim.SGD(nesterov=True) has it
+//     local    = alpha * local + (1 - alpha) * global      the merge: exact for alpha = 0 and alpha = 1
 //
 // The optimizer `average` is lr = 1, mu = 0: global becomes the mean of the workers' parameters at the send.
 #pragma once
@@ -53,7 +53,8 @@ HD inline float outer_parameter(float global, float new_momentum, float mean, Ou
     return fma_rn(-step.learning_rate, fma_rn(step.momentum, new_momentum, mean), global);
 }
 
-// For alpha < 1; with alpha = 1 nothing is to be done. 0 is no case of the formula: 0 * local is not 0 for every local.
+// For alpha < 1; with alpha = 1 nothing is to be done. 0 is no case of the formula: 0 * local is not 0 for
+// every local.
 HD inline float merge(float local, float global, float alpha) {
     float mixed = fma_rn(alpha, local, multiply_rn(subtract_rn(1.0f, alpha), global));
     return alpha == 0 ? global : mixed;
@@ -63,8 +64,8 @@ namespace cpu {
 
 const long parallel_values = 1 << 16;  // below so many one thread is faster than a team
 
-inline void outer_step_loop(float* global, float* momentum, float* local, floatX* params, const float* mean, long n,
-                            OuterStep step) {
+inline void outer_step_loop(float* global, float* momentum, float* local, floatX* params, const float* mean,
+                            long n, OuterStep step) {
     const bool merging = step.local_weight < 1;
     #pragma omp parallel for simd if (n >= parallel_values)
     for (long i = 0; i < n; i++) {
@@ -81,9 +82,10 @@ inline void outer_step_loop(float* global, float* momentum, float* local, floatX
 }
 
 // One pass over a range: momentum, global, local and the copy of local that the model computes with.
-// With alpha = 1 local and params stay as they are.   all: (n)   Memory: 16 bytes read and 16 written a value.
-inline void outer_step(float* global, float* momentum, float* local, floatX* params, const float* mean, long n,
-                       OuterStep step, Stream& stream) {
+// With alpha = 1 local and params stay as they are.   all: (n)   Memory: 16 bytes read and 16 written a
+// value.
+inline void outer_step(float* global, float* momentum, float* local, floatX* params, const float* mean,
+                       long n, OuterStep step, Stream& stream) {
     stream.enqueue([=] { outer_step_loop(global, momentum, local, params, mean, n, step); });
 }
 

@@ -1,15 +1,17 @@
 // Quantize: outer gradients to the bytes of a payload, and payloads of all workers to their mean.
 //
-//     payload | header, 64 bytes | scales, one bf16 a block of 128 values | codes, two fp4 a byte, the first one low |
+//     payload | header, 64 bytes | scales, a bf16 for 128 values | codes, two fp4 a byte, the first one low |
 //
-// Every section starts and ends on 16 bytes (NCCL moves single bytes otherwise). bf16 and fp32 have no scales.
+// Every section starts and ends on 16 bytes (NCCL moves single bytes otherwise). bf16 and fp32 have no
+// scales.
 //
-//     delta = global - local                                      the outer gradient, arXiv 2501.18512, algorithm 2
-//     scale = max |delta| / largest code, rounded up to bf16      so that nothing clips; 0 where all are 0
+//     delta = global - local                                   the outer gradient (arXiv 2501.18512, 2.1)
+//     scale = max |delta| / largest code, rounded up to bf16   so that nothing clips; 0 where all are 0
 //     code  = encode(delta / scale)
-//     mean  = (0 + decode(code_0) * scale_0 + decode(code_1) * scale_1 + ...) / M       fp32, workers ascending
+//     mean  = (0 + decode(code_0) * scale_0 + decode(code_1) * scale_1 + ...) / M     fp32, workers ascending
 //
-// A delta that is not finite, or too large for bf16, sets a flag in the header: the payload travels all the same.
+// A delta that is not finite, or too large for bf16, sets a flag in the header: the payload travels all the
+// same.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -19,7 +21,7 @@
 #include "llmc/layout.h"
 #include "llmc/stream.h"
 
-enum PayloadFlag : uint64_t { delta_not_finite = 1 };
+const uint64_t delta_not_finite = 1;  // in PayloadHeader::flags
 
 struct PayloadHeader {
     uint32_t magic = payload_magic;
@@ -31,12 +33,14 @@ struct PayloadHeader {
     uint64_t send_step = 0;
     uint64_t values = 0;     // n, a multiple of 128
     uint64_t tokens = 0;     // that the worker trained on since it last sent this fragment
-    uint64_t flags = 0;      // PayloadFlag
+    uint64_t flags = 0;
     uint64_t hash = 0;       // of the sender's global parameters: the sum of hash_value() mod 2^64
 
     static constexpr uint32_t payload_magic = 0x4f434c44;  // "DLCO"
 };
 static_assert(sizeof(PayloadHeader) == 64, "the wire's format");
+
+inline PayloadHeader& header_of(uint8_t* payload) { return *reinterpret_cast<PayloadHeader*>(payload); }
 
 // Bytes of the sections of a payload of n values.   n: a multiple of 128
 inline size_t scale_bytes(Format format, long n) {
@@ -52,22 +56,39 @@ inline size_t payload_bytes(Format format, long n) {
     return sizeof(PayloadHeader) + scale_bytes(format, n) + code_bytes(format, n);
 }
 
-// What value number `index` adds to the hash. A multiplication between two folds spreads every bit over the word.
+// What value number `index` adds to the hash. A multiplication between two folds spreads every bit over the
+// word.
 HD inline uint64_t hash_value(uint64_t index, float value) {
     uint64_t x = index * 0x9e3779b97f4a7c15 + float_to_bits(value);
     x = (x ^ x >> 32) * 0xd6e8feb86659fd93;
     return x ^ x >> 32;
 }
 
-// x rounded up to bf16.   x: the bits of a non-negative fp32. 0x7f80 and above: x was not finite, or bf16 cannot hold it.
+// x rounded up to bf16.   x: the bits of a non-negative fp32. 0x7f80 and above: x was not finite, or bf16
+// cannot hold it.
 HD inline uint32_t bf16_rounded_up(uint32_t x) { return (x + 0xffff) >> 16; }
 
-// The scale of a block whose largest magnitude has the bits `absmax`, as bf16 bits; at least absmax / largest.
-// scale * largest is exact but for subnormals, so one step up is enough where the division rounded down.
+// The scale of a block whose largest magnitude has the bits `absmax`, as bf16 bits; at least absmax /
+// largest. scale * largest is exact but for subnormals, so one step up is enough where the division rounded
+// down.
 template <class F>
 HD inline uint32_t block_scale(uint32_t absmax) {
     uint32_t scale = bf16_rounded_up(float_to_bits(divide_rn(bits_to_float(absmax), F::largest)));
     return scale + (multiply_rn(bits_to_float(scale << 16), F::largest) < bits_to_float(absmax) ? 1 : 0);
+}
+
+// Whether a block whose largest magnitude has the bits `absmax` can be sent: not where a delta is not finite,
+// bf16 cannot hold it, or decoding it would overflow.
+template <class F>
+HD inline bool is_sendable(uint32_t absmax) {
+    if constexpr (F::bits == 32) {
+        return absmax < 0x7f800000;
+    } else if constexpr (F::scaled) {
+        float decoded = multiply_rn(bits_to_float(block_scale<F>(absmax) << 16), F::largest);
+        return bf16_rounded_up(absmax) < 0x7f80 && float_to_bits(decoded) < 0x7f800000;
+    } else {
+        return bf16_rounded_up(absmax) < 0x7f80;
+    }
 }
 
 namespace cpu {
@@ -111,14 +132,17 @@ inline void unpack_block(uint32_t* words, const uint8_t* inp) {
             memcpy(codes, inp, sizeof(codes));
         } else {
             uint16_t pairs[quantization_block / 2];
-            for (int i = 0; i < quantization_block / 2; i++) { pairs[i] = uint16_t((inp[i] | inp[i] << 4) & 0x0f0f); }
+            for (int i = 0; i < quantization_block / 2; i++) {
+                pairs[i] = uint16_t((inp[i] | inp[i] << 4) & 0x0f0f);
+            }
             memcpy(codes, pairs, sizeof(codes));
         }
         for (int i = 0; i < quantization_block; i++) { words[i] = codes[i]; }
     }
 }
 
-// One block of global - local. Returns false where it is not finite or bf16 cannot hold it.   global, local: (128)
+// One block of global - local. Returns false where it is not finite or bf16 cannot hold it.   global, local:
+// (128)
 template <class F>
 inline bool quantize_block(uint8_t* codes, uint16_t* scale, const float* global, const float* local) {
     float delta[quantization_block];
@@ -128,12 +152,11 @@ inline bool quantize_block(uint8_t* codes, uint16_t* scale, const float* global,
         delta[i] = subtract_rn(global[i], local[i]);
         absmax = std::max(absmax, float_to_bits(delta[i]) & 0x7fffffff);
     }
-    bool finite = absmax < 0x7f800000 && (F::bits == 32 || bf16_rounded_up(absmax) < 0x7f80);
+    const bool finite = is_sendable<F>(absmax);
     if constexpr (F::scaled) {
         *scale = uint16_t(finite ? block_scale<F>(absmax) : 0);
         const float divisor = *scale == 0 ? 1.0f : bits_to_float(uint32_t(*scale) << 16);
         for (int i = 0; i < quantization_block; i++) { words[i] = F::encode(divide_rn(delta[i], divisor)); }
-        finite = finite && bits_to_float(uint32_t(*scale) << 16) * F::largest <= 0x1.fffffep127f;
     } else {
         for (int i = 0; i < quantization_block; i++) { words[i] = F::encode(delta[i]); }
     }
@@ -150,7 +173,9 @@ inline void add_block(float* sum, const uint8_t* codes, const uint8_t* scale) {
         uint16_t bits;
         memcpy(&bits, scale, sizeof(bits));
         const float factor = bits_to_float(uint32_t(bits) << 16);
-        for (int i = 0; i < quantization_block; i++) { sum[i] = add_rn(sum[i], multiply_rn(F::decode(words[i]), factor)); }
+        for (int i = 0; i < quantization_block; i++) {
+            sum[i] = add_rn(sum[i], multiply_rn(F::decode(words[i]), factor));
+        }
     } else {
         for (int i = 0; i < quantization_block; i++) { sum[i] = add_rn(sum[i], F::decode(words[i])); }
     }
@@ -162,13 +187,15 @@ inline void write_header(uint8_t* payload, const PayloadHeader& header, Stream& 
 }
 
 // Reads the headers of `count` payloads that lie `stride` bytes apart. `headers` is memory of the host.
-inline void read_headers(PayloadHeader* headers, const uint8_t* payloads, size_t stride, int count, Stream& stream) {
+inline void read_headers(PayloadHeader* headers, const uint8_t* payloads, size_t stride, int count,
+                         Stream& stream) {
     stream.enqueue([=] {
         for (int i = 0; i < count; i++) { memcpy(&headers[i], payloads + i * stride, sizeof(PayloadHeader)); }
     });
 }
 
-// The loops are functions of their own, outside the lambdas: what a lambda captured, the compiler reads again and again.
+// The loops are functions of their own, outside the lambdas: what a lambda captured, the compiler reads again
+// and again.
 inline uint64_t hash_loop(const float* values, long first, long count) {
     uint64_t sum = 0;
     #pragma omp parallel for simd reduction(+ : sum) if (count >= parallel_blocks * quantization_block)
@@ -177,7 +204,8 @@ inline uint64_t hash_loop(const float* values, long first, long count) {
 }
 
 template <class F>
-inline bool quantize_loop(uint8_t* codes, uint16_t* scales, const float* global, const float* local, long blocks) {
+inline bool quantize_loop(uint8_t* codes, uint16_t* scales, const float* global, const float* local,
+                          long blocks) {
     int finite = 1;
     #pragma omp parallel for reduction(& : finite) if (blocks >= parallel_blocks)
     for (long b = 0; b < blocks; b++) {
@@ -188,14 +216,15 @@ inline bool quantize_loop(uint8_t* codes, uint16_t* scales, const float* global,
 }
 
 template <class F>
-inline void dequantize_loop(float* mean, const uint8_t* codes, const uint8_t* scales, size_t stride, int workers, long blocks) {
+inline void dequantize_loop(float* mean, const uint8_t* codes, const uint8_t* scales, size_t stride,
+                            int workers, long blocks) {
     #pragma omp parallel for if (blocks >= parallel_blocks)
     for (long b = 0; b < blocks; b++) {
         const long i = b * quantization_block;
         float sum[quantization_block] = {};
         for (int worker = 0; worker < workers; worker++) {
             const size_t payload = size_t(worker) * stride;
-            add_block<F>(sum, codes + payload + i * F::bits / 8, scales + payload + b * long(sizeof(uint16_t)));
+            add_block<F>(sum, codes + payload + i * F::bits / 8, scales + payload + b * 2);
         }
         for (int k = 0; k < quantization_block; k++) { mean[i + k] = divide_rn(sum[k], float(workers)); }
     }
@@ -203,29 +232,31 @@ inline void dequantize_loop(float* mean, const uint8_t* codes, const uint8_t* sc
 
 // Adds the hash of values [first, first + count) of a fragment to the payload's header.   values: (count)
 inline void add_hash(uint8_t* payload, long first, const float* values, long count, Stream& stream) {
-    stream.enqueue([=] { reinterpret_cast<PayloadHeader*>(payload)->hash += hash_loop(values, first, count); });
+    stream.enqueue([=] { header_of(payload).hash += hash_loop(values, first, count); });
 }
 
 // Quantizes values [first, first + count) of a fragment of n values into its payload: global - local.
-// global, local: (count); first, count: multiples of 128; payload: 16-byte aligned, its header is written already.
-// Memory: 8 bytes read a value, in one pass.
-inline void quantize(uint8_t* payload, Format format, long n, long first, const float* global, const float* local,
-                     long count, Stream& stream) {
+// global, local: (count); first, count: multiples of 128; payload: 16-byte aligned, its header is written
+// already. Memory: 8 bytes read a value, in one pass.
+inline void quantize(uint8_t* payload, Format format, long n, long first, const float* global,
+                     const float* local, long count, Stream& stream) {
     stream.enqueue([=] {
         bool finite = with_format(format, [=](auto f) {
             using F = decltype(f);
-            uint16_t* scales = reinterpret_cast<uint16_t*>(payload + sizeof(PayloadHeader)) + first / quantization_block;
-            uint8_t* codes = payload + sizeof(PayloadHeader) + scale_bytes(format, n) + first * F::bits / 8;
-            return quantize_loop<F>(codes, scales, global, local, count / quantization_block);
+            uint8_t* scales = payload + sizeof(PayloadHeader);
+            uint8_t* codes = scales + scale_bytes(format, n) + first * F::bits / 8;
+            return quantize_loop<F>(codes, reinterpret_cast<uint16_t*>(scales) + first / quantization_block,
+                                    global, local, count / quantization_block);
         });
-        if (!finite) { reinterpret_cast<PayloadHeader*>(payload)->flags |= delta_not_finite; }
+        if (!finite) { header_of(payload).flags |= delta_not_finite; }
     });
 }
 
-// mean[i] = the sum over workers of what their payloads say of value i, in fp32 and ascending order, by float(workers).
-// mean: (n)   payloads: `workers` of them, `stride` bytes apart.   Memory: 4 bytes written a value, in one pass.
-inline void dequantize_mean(float* mean, const uint8_t* payloads, size_t stride, int workers, Format format, long n,
-                            Stream& stream) {
+// mean[i] = the sum over workers of what their payloads say of value i, in fp32 and ascending order, by
+// float(workers). mean: (n)   payloads: `workers` of them, `stride` bytes apart.   Memory: 4 bytes written a
+// value, in one pass.
+inline void dequantize_mean(float* mean, const uint8_t* payloads, size_t stride, int workers, Format format,
+                            long n, Stream& stream) {
     stream.enqueue([=] {
         with_format(format, [=](auto f) {
             const uint8_t* scales = payloads + sizeof(PayloadHeader);

@@ -1,5 +1,6 @@
-// LocalComm: the members of a Comm as threads of one process. For tests: bytes are counted exactly as a transport
-// would put them on the wire, a member can be told to be late or to leave, and nothing waits for ever.
+// LocalComm: the members of a Comm as threads of one process. For tests: bytes are counted exactly as a
+// transport would put them on the wire, a member can be told to be late or to leave, and nothing waits for
+// ever.
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -24,7 +25,7 @@ public:
     // Shows the others a buffer: for the next two meetings.
     void bring(int rank, const void* buffer) {
         std::lock_guard<std::mutex> lock(mutex);
-        buffers[size_t(rank)] = static_cast<const uint8_t*>(buffer);
+        buffers[rank] = static_cast<const uint8_t*>(buffer);
     }
 
     // Returns when all members have called it. Throws a CommError when one has left or is too late.
@@ -46,7 +47,7 @@ public:
     }
 
     // What member `rank` brought to the last meeting.
-    const uint8_t* buffer(int rank) const { return buffers[size_t(rank)]; }
+    const uint8_t* buffer(int rank) const { return buffers[rank]; }
 
     void leave(int rank) {
         std::lock_guard<std::mutex> lock(mutex);
@@ -86,29 +87,30 @@ public:
     void all_to_all(void* out, const void* inp, size_t bytes, Stream& stream, Traffic* traffic) override {
         call(stream, traffic, size_t(size() - 1) * bytes, inp, [=] {
             for (int r = 0; r < size(); r++) {
-                memcpy(static_cast<uint8_t*>(out) + size_t(r) * bytes, group.buffer(r) + size_t(rank_) * bytes, bytes);
+                const uint8_t* part = group.buffer(r) + size_t(rank_) * bytes;
+                memcpy(static_cast<uint8_t*>(out) + size_t(r) * bytes, part, bytes);
             }
         });
     }
 
     void reduce_scatter(float* out, const float* inp, size_t count, Stream& stream, Traffic* traffic) override {
-        reduce(out, inp, count, size_t(rank_) * count, Reduction::sum, size_t(size() - 1) * count * sizeof(float), stream,
-               traffic);
+        reduce(out, inp, count, size_t(rank_) * count, Reduction::sum, stream, traffic);
     }
 
     void all_reduce(float* values, size_t count, Reduction reduction, Stream& stream, Traffic* traffic) override {
-        reduce(values, values, count, 0, reduction, size_t(size() - 1) * count * sizeof(float), stream, traffic);
+        reduce(values, values, count, 0, reduction, stream, traffic);
     }
 
 private:
     // out[i] = inp[0][first + i] + inp[1][first + i] + ..., written after all have read.
-    void reduce(float* out, const float* inp, size_t count, size_t first, Reduction reduction, size_t bytes,
-                Stream& stream, Traffic* traffic) {
+    void reduce(float* out, const float* inp, size_t count, size_t first, Reduction reduction, Stream& stream,
+                Traffic* traffic) {
         auto result = std::make_shared<std::vector<float>>(count);
-        call(stream, traffic, bytes, inp, [=] {
+        call(stream, traffic, size_t(size() - 1) * count * sizeof(float), inp, [=] {
             for (size_t i = 0; i < count; i++) {
                 for (int r = 0; r < size(); r++) {
-                    float value = reinterpret_cast<const float*>(group.buffer(r))[first + i], &sum = (*result)[i];
+                    const float value = reinterpret_cast<const float*>(group.buffer(r))[first + i];
+                    float& sum = (*result)[i];
                     sum = r == 0 ? value : reduction == Reduction::sum ? sum + value : std::max(sum, value);
                 }
             }
@@ -128,7 +130,8 @@ private:
             if (traffic) {
                 traffic->bytes_sent += bytes;
                 traffic->bytes_received += bytes;
-                traffic->seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+                const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+                traffic->seconds += seconds.count();
             }
         });
     }
@@ -149,7 +152,7 @@ inline std::vector<std::string> run_members(int size, const std::function<void(i
             try {
                 work(rank);
             } catch (const std::exception& error) {
-                errors[size_t(rank)] = error.what();
+                errors[rank] = error.what();
             }
         });
     }

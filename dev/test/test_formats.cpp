@@ -19,7 +19,8 @@ std::vector<double> values_of(Format format) {
         for (int code = 0; code < codes; code++) {
             int exponent = code >> mantissa_bits, mantissa = code & ((1 << mantissa_bits) - 1);
             double fraction = double(mantissa) / (1 << mantissa_bits);
-            values.push_back(exponent == 0 ? std::ldexp(fraction, 1 - bias) : std::ldexp(1 + fraction, exponent - bias));
+            values.push_back(exponent == 0 ? std::ldexp(fraction, 1 - bias)
+                                           : std::ldexp(1 + fraction, exponent - bias));
         }
     };
     switch (format) {
@@ -92,7 +93,7 @@ TEST(Formats, every_rounding_boundary_lies_exactly_in_the_middle) {
             const uint32_t tie = away || code % 2 == 1 ? code + 1 : code;
             for (uint32_t sign : {0u, sign_bit(format)}) {
                 const float s = sign ? -1.0f : 1.0f;
-                ASSERT_EQ(encode(format, s * std::nextafterf(middle, 0)), code | sign) << name_of(format) << code;
+                ASSERT_EQ(encode(format, s * std::nextafterf(middle, 0)), code | sign) << name_of(format);
                 ASSERT_EQ(encode(format, s * middle), tie | sign) << name_of(format) << code;
                 ASSERT_EQ(encode(format, s * std::nextafterf(middle, INFINITY)), (code + 1) | sign);
             }
@@ -116,7 +117,8 @@ TEST(Formats, any_number_becomes_the_nearest_one) {
         const std::vector<double> values = values_of(format);
         for (uint64_t i = 0; i < 20000; i++) {
             Philox4 bits = random_bits(1, RandomUse::parameters, i);
-            float x = std::ldexp(float(int32_t(bits.v[0])) * 0x1p-31f, int(bits.v[1] % 40) - 25) * float(values.back());
+            const float fraction = float(int32_t(bits.v[0])) * 0x1p-31f;
+            const float x = std::ldexp(fraction, int(bits.v[1] % 40) - 25) * float(values.back());
             double error = INFINITY, magnitude = std::min<double>(std::fabs(x), values.back());
             for (double value : values) { error = std::min(error, std::fabs(value - magnitude)); }
             const double decoded = decode(format, encode(format, x));
@@ -128,7 +130,7 @@ TEST(Formats, any_number_becomes_the_nearest_one) {
 
 TEST(Formats, denormals_infinities_and_nan_survive_where_the_format_has_them) {
     const float smallest = std::numeric_limits<float>::denorm_min();
-    for (Format format : enumerable) { EXPECT_EQ(decode(format, encode(format, smallest)), 0) << name_of(format); }
+    for (Format format : enumerable) { EXPECT_EQ(decode(format, encode(format, smallest)), 0); }
     EXPECT_EQ(Bf16::decode(Bf16::encode(0x1p-133f)), 0x1p-133f);
     EXPECT_EQ(Bf16::decode(Bf16::encode(INFINITY)), INFINITY);
     EXPECT_EQ(Bf16::decode(Bf16::encode(FLT_MAX)), INFINITY);
@@ -147,7 +149,8 @@ TEST(Formats, names_are_parsed_and_an_unknown_one_lists_those_there_are) {
         parse_format("int8");
         FAIL();
     } catch (const UserError& error) {
-        EXPECT_STREQ(error.what(), "unknown number format 'int8': use one of fp4, fp4_e2m1, fp8_e4m3, fp8_e5m2, bf16, fp32");
+        EXPECT_STREQ(error.what(), "unknown number format 'int8': use one of fp4, fp4_e2m1, fp8_e4m3, "
+                                   "fp8_e5m2, bf16, fp32");
     }
 }
 

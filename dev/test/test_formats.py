@@ -78,3 +78,55 @@ def test_every_boundary_and_its_neighbours_encode_as_in_ml_dtypes(convert, name)
         theirs = values.astype(dtype).view(numpy.uint16 if bits == 16 else numpy.uint8)
     assert len(words) > 200_000
     assert numpy.array_equal(convert(name, "encode", words), theirs.astype(numpy.uint32))
+
+
+# Payload, mean and outer step of numbers made from a seed: one checksum for each number format.
+BITS_PROGRAM = """
+#include <cstdio>
+#include <vector>
+#include "llmc/random.h"
+#include "streaming/outer.h"
+#include "streaming/quantize.h"
+int main() {
+    const long n = 128 * 65;
+    std::vector<float> global(n), momentum(n), local(n), params(n), mean(n);
+    for (long i = 0; i < n; i++) {
+        float scale = bits_to_float(uint32_t(1 + i / 128 * 3) << 23);  // from denormals upwards
+        global[i] = scale * standard_normal(1, RandomUse::parameters, i);
+        local[i] = scale * standard_normal(2, RandomUse::parameters, i);
+    }
+    Stream stream;
+    for (Format format : all_formats) {
+        const size_t bytes = payload_bytes(format, n);
+        Buffer<uint8_t> payloads(long(3 * bytes));
+        for (int worker = 0; worker < 3; worker++) {
+            uint8_t* payload = payloads + worker * bytes;
+            device::write_header(payload, PayloadHeader(), stream);
+            device::add_hash(payload, 0, local.data(), n, stream);
+            device::quantize(payload, format, n, 0, global.data(), local.data(), n, stream);
+            for (float& value : local) { value = fma_rn(value, 0.7f, 1e-20f); }
+        }
+        device::dequantize_mean(mean.data(), payloads, bytes, 3, format, n, stream);
+        device::outer_step(global.data(), momentum.data(), local.data(), params.data(), mean.data(), n,
+                           {0.4f, 0.9f, 0.3f}, stream);
+        uint64_t sum = 0;
+        for (size_t i = 0; i < 3 * bytes; i++) { sum = sum * 31 + payloads[i]; }
+        for (long i = 0; i < n; i++) {
+            for (float x : {mean[i], momentum[i], global[i], params[i]}) { sum = sum * 31 + float_to_bits(x); }
+        }
+        printf("%s %016llx\\n", name_of(format).c_str(), (unsigned long long)sum);
+    }
+}
+"""
+
+
+def test_payload_mean_and_outer_step_have_the_same_bits_on_cpus_with_and_without_vectors(tmp_path):
+    (tmp_path / "bits.cpp").write_text(BITS_PROGRAM)
+    common = ["g++", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+              "-fno-strict-aliasing", f"-I{ROOT}", tmp_path / "bits.cpp", "-pthread"]
+    outputs = []
+    for name, flags in {"plain": ["-O0"], "native": ["-O3", "-march=native", "-fopenmp"]}.items():
+        subprocess.run([*common, *flags, "-o", tmp_path / name], check=True)
+        outputs.append(subprocess.run([tmp_path / name], capture_output=True, check=True, text=True).stdout)
+    assert outputs[0] == outputs[1]
+    assert len(set(outputs[0].split())) == 12  # six formats, six checksums

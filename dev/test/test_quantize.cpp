@@ -14,14 +14,10 @@ namespace {
 
 std::vector<float> random_values(long n, uint64_t seed, float deviation = 1e-3f) {
     std::vector<float> values(static_cast<size_t>(n));
-    for (long i = 0; i < n; i++) { values[size_t(i)] = deviation * standard_normal(seed, RandomUse::parameters, uint64_t(i)); }
+    for (size_t i = 0; i < values.size(); i++) {
+        values[i] = deviation * standard_normal(seed, RandomUse::parameters, i);
+    }
     return values;
-}
-
-PayloadHeader header_of(const uint8_t* payload) {
-    PayloadHeader header;
-    memcpy(&header, payload, sizeof(header));
-    return header;
 }
 
 // The payload of `delta`: global = delta, local = 0.
@@ -33,6 +29,11 @@ Buffer<uint8_t> payload_of(Format format, const std::vector<float>& delta) {
     device::write_header(payload, PayloadHeader(), stream);
     device::quantize(payload, format, n, 0, delta.data(), zeros.data(), n, stream);
     return payload;
+}
+
+uint64_t flags_of(Format format, const std::vector<float>& delta) {
+    Buffer<uint8_t> payload = payload_of(format, delta);
+    return header_of(payload).flags;
 }
 
 std::vector<float> decoded(Format format, const std::vector<float>& delta) {
@@ -53,7 +54,10 @@ const long many_blocks = cpu::parallel_blocks + 13;  // more than one thread doe
 const Format scaled_formats[] = {Format::fp4, Format::fp4_e2m1, Format::fp8_e4m3, Format::fp8_e5m2};
 
 float largest_of(Format format) {
-    return format == Format::fp4 ? 1.0f : format == Format::fp4_e2m1 ? 6.0f : format == Format::fp8_e4m3 ? 448.0f : 57344.0f;
+    return format == Format::fp4        ? 1.0f
+           : format == Format::fp4_e2m1 ? 6.0f
+           : format == Format::fp8_e4m3 ? 448.0f
+                                        : 57344.0f;
 }
 
 TEST(Quantize, a_payload_has_the_bytes_that_the_format_promises_and_whole_sections) {
@@ -99,8 +103,10 @@ TEST(Quantize, the_error_of_every_value_is_bounded_by_its_format) {
             Buffer<uint8_t> payload = payload_of(format, delta);
             const std::vector<float> result = decoded(format, delta);
             for (size_t i = 0; i < delta.size(); i++) {
-                double bound = std::max(relative * std::fabs(delta[i]), absolute * scale_of(payload, long(i / 128)));
-                ASSERT_LE(std::fabs(double(result[i]) - delta[i]), bound * (1 + 1e-6)) << name_of(format) << " " << delta[i];
+                const double scale = scale_of(payload, long(i / 128));
+                const double error = std::fabs(double(result[i]) - delta[i]);
+                const double bound = std::max(relative * std::fabs(delta[i]), absolute * scale);
+                ASSERT_LE(error, bound * (1 + 1e-6)) << name_of(format) << " " << delta[i];
             }
         }
         const std::vector<float> result = decoded(Format::bf16, delta);
@@ -117,8 +123,9 @@ TEST(Quantize, a_scale_never_clips_and_is_the_smallest_bf16_that_does_not) {
         for (int i = 0; i < 20000; i++) {
             Philox4 bits = random_bits(2, RandomUse::parameters, uint64_t(i));
             float absmax = std::ldexp(1 + float(bits.v[0] >> 8) * 0x1p-24f, int(bits.v[1] % 200) - 99);
-            if (i % 4 == 0) { absmax = largest * Bf16::decode(Bf16::encode(absmax)); }  // exactly at a scale
-            if (i % 4 == 1) { absmax = std::nextafterf(largest * Bf16::decode(Bf16::encode(absmax)), INFINITY); }
+            const float at_a_scale = largest * Bf16::decode(Bf16::encode(absmax));
+            if (i % 4 == 0) { absmax = at_a_scale; }
+            if (i % 4 == 1) { absmax = std::nextafterf(at_a_scale, INFINITY); }
             const uint32_t scale = with_format(format, [=](auto f) {
                 if constexpr (decltype(f)::scaled) { return block_scale<decltype(f)>(float_to_bits(absmax)); }
                 return 0u;
@@ -152,38 +159,42 @@ TEST(Quantize, denormals_are_kept_within_the_error_of_the_smallest_scale) {
         EXPECT_GE(scale_of(payload, 0) * largest_of(format), delta[127]);
         const std::vector<float> result = decoded(format, delta);
         const float bound = std::max(delta[127] / 3, scale_of(payload, 0) / 2);
-        for (size_t i = 0; i < 128; i++) { ASSERT_LE(std::fabs(result[i] - delta[i]), bound) << name_of(format); }
+        for (size_t i = 0; i < 128; i++) { ASSERT_LE(std::fabs(result[i] - delta[i]), bound); }
     }
     const std::vector<float> smallest(128, FLT_TRUE_MIN);
-    EXPECT_EQ(header_of(payload_of(Format::fp4, smallest)).flags, 0u);
+    EXPECT_EQ(flags_of(Format::fp4, smallest), 0u);
     EXPECT_EQ(scale_of(payload_of(Format::fp4, smallest), 0), 0x1p-133f);
 }
 
 TEST(Quantize, what_is_not_finite_or_beyond_bf16_is_flagged_wherever_it_stands) {
     const float largest_bf16 = Bf16::decode(0x7f7f);
-    const long n = 128 * many_blocks;
+    const long n = 128 * 80;
     std::vector<float> large = random_values(n, 1);
     for (Format format : all_formats) {
-        EXPECT_EQ(header_of(payload_of(format, large)).flags, 0u);
+        EXPECT_EQ(flags_of(format, large), 0u);
         for (long position : {0L, 1L, 127L, 128L, 5000L, n - 1}) {
             for (float bad : {INFINITY, -INFINITY, NAN, -NAN, FLT_MAX, -FLT_MAX}) {
-                const float good = std::exchange(large[size_t(position)], bad);
-                const uint64_t expected = format == Format::fp32 && std::isfinite(bad) ? 0 : uint64_t(delta_not_finite);
-                ASSERT_EQ(header_of(payload_of(format, large)).flags, expected) << name_of(format) << bad;
-                large[size_t(position)] = good;
+                const float good = std::exchange(large[position], bad);
+                const bool sendable = format == Format::fp32 && std::isfinite(bad);
+                ASSERT_EQ(flags_of(format, large), sendable ? 0u : delta_not_finite) << name_of(format);
+                large[position] = good;
             }
         }
         std::vector<float> delta(128);
         delta[3] = std::nextafterf(largest_bf16, INFINITY);
-        EXPECT_EQ(header_of(payload_of(format, delta)).flags, format == Format::fp32 ? 0 : uint64_t(delta_not_finite));
+        EXPECT_EQ(flags_of(format, delta), format == Format::fp32 ? 0u : delta_not_finite);
         for (float good : {largest_bf16 / 2, largest_bf16}) {
             delta[3] = good;
-            const bool flagged = header_of(payload_of(format, delta)).flags != 0;
+            const bool flagged = flags_of(format, delta) != 0;
             const bool finite = std::isfinite(decoded(format, delta)[3]);
             EXPECT_NE(flagged, finite) << name_of(format) << good;
             if (good < largest_bf16 || format == Format::fp4) { EXPECT_FALSE(flagged); }
         }
     }
+    std::vector<float> by_many_threads = random_values(128 * many_blocks, 1);
+    EXPECT_EQ(flags_of(Format::fp4, by_many_threads), 0u);
+    by_many_threads.back() = NAN;
+    EXPECT_EQ(flags_of(Format::fp4, by_many_threads), delta_not_finite);
 }
 
 TEST(Quantize, pieces_make_the_same_payload_as_the_whole) {
@@ -198,8 +209,8 @@ TEST(Quantize, pieces_make_the_same_payload_as_the_whole) {
         device::quantize(whole, format, n, 0, global.data(), local.data(), n, stream);
         long first = 0;
         for (long count : pieces) {
-            device::add_hash(parts, first, &global[size_t(first)], count, stream);
-            device::quantize(parts, format, n, first, &global[size_t(first)], &local[size_t(first)], count, stream);
+            device::add_hash(parts, first, &global[first], count, stream);
+            device::quantize(parts, format, n, first, &global[first], &local[first], count, stream);
             first += count;
         }
         ASSERT_EQ(first, n);
@@ -207,25 +218,27 @@ TEST(Quantize, pieces_make_the_same_payload_as_the_whole) {
     }
 }
 
-TEST(Quantize, the_mean_is_the_sum_in_ascending_order_of_workers_divided_by_their_number) {
-    const long n = 128 * many_blocks;
-    for (Format format : all_formats) {
-        for (int workers : {1, 2, 3, 4, 7}) {
-            const size_t stride = payload_bytes(format, n);
-            Buffer<uint8_t> payloads(long(stride) * workers);
-            std::vector<float> sum(static_cast<size_t>(n)), mean(static_cast<size_t>(n));
-            for (int worker = 0; worker < workers; worker++) {
-                const std::vector<float> delta = random_values(n, uint64_t(worker) + 1, worker % 2 ? 1e-3f : 1.0f);
-                memcpy(payloads + size_t(worker) * stride, payload_of(format, delta), stride);
-                const std::vector<float> one = decoded(format, delta);
-                for (size_t i = 0; i < sum.size(); i++) { sum[i] = sum[i] + one[i]; }
-            }
-            for (float& value : sum) { value = value / float(workers); }
-            Stream stream;
-            device::dequantize_mean(mean.data(), payloads, stride, workers, format, n, stream);
-            ASSERT_EQ(memcmp(mean.data(), sum.data(), size_t(n) * 4), 0) << name_of(format) << workers;
-        }
+void expect_mean(Format format, int workers, long n) {
+    const size_t stride = payload_bytes(format, n);
+    Buffer<uint8_t> payloads(long(stride) * workers);
+    std::vector<float> sum(static_cast<size_t>(n)), mean(static_cast<size_t>(n));
+    for (int worker = 0; worker < workers; worker++) {
+        const std::vector<float> delta = random_values(n, uint64_t(worker), worker % 2 ? 1e-3f : 1.0f);
+        memcpy(payloads + size_t(worker) * stride, payload_of(format, delta), stride);
+        const std::vector<float> one = decoded(format, delta);
+        for (size_t i = 0; i < sum.size(); i++) { sum[i] = sum[i] + one[i]; }
     }
+    for (float& value : sum) { value = value / float(workers); }
+    Stream stream;
+    device::dequantize_mean(mean.data(), payloads, stride, workers, format, n, stream);
+    ASSERT_EQ(memcmp(mean.data(), sum.data(), size_t(n) * sizeof(float)), 0) << name_of(format) << workers;
+}
+
+TEST(Quantize, the_mean_is_the_sum_in_ascending_order_of_workers_divided_by_their_number) {
+    for (Format format : all_formats) {
+        for (int workers : {1, 2, 3, 4, 7}) { expect_mean(format, workers, 128 * 17); }
+    }
+    expect_mean(Format::fp4, 3, 128 * many_blocks);
 }
 
 uint64_t hash_of(const std::vector<float>& values, long first = 0) {
@@ -260,7 +273,8 @@ TEST(Hash, it_is_a_sum_so_that_many_threads_and_pieces_give_the_same) {
     uint64_t sum = 0;
     for (size_t i = 0; i < values.size(); i++) { sum += hash_value(i, values[i]); }
     EXPECT_EQ(hash_of(values), sum);
-    const std::vector<float> left(values.begin(), values.begin() + 1000), right(values.begin() + 1000, values.end());
+    const std::vector<float> left(values.begin(), values.begin() + 1000);
+    const std::vector<float> right(values.begin() + 1000, values.end());
     EXPECT_EQ(hash_of(left) + hash_of(right, 1000), sum);
 }
 

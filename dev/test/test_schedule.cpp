@@ -54,7 +54,8 @@ TEST(Schedule, no_fragment_holds_more_layers_than_asked_for_and_none_mixes_layer
             ASSERT_EQ(fragments.size(), 1u);
             continue;
         }
-        ASSERT_EQ(fragments.size(), size_t((c.layers + c.fragment_layers - 1) / c.fragment_layers + c.embedding));
+        const int layer_fragments = (c.layers + c.fragment_layers - 1) / c.fragment_layers;
+        ASSERT_EQ(fragments.size(), size_t(layer_fragments + c.embedding));
         for (const Fragment& fragment : fragments) {
             bool embedding = fragment.blocks[0] >= c.layers;
             ASSERT_LE(fragment.blocks.size(), embedding ? 1u : size_t(c.fragment_layers));
@@ -66,7 +67,7 @@ TEST(Schedule, no_fragment_holds_more_layers_than_asked_for_and_none_mixes_layer
 TEST(Schedule, strided_interleaves_layers_and_sequential_keeps_neighbours_together) {
     auto blocks = [](FragmentPattern pattern) {
         std::vector<std::vector<int>> result;
-        for (const Fragment& fragment : make_fragments(7, 9, 3, pattern, 10)) { result.push_back(fragment.blocks); }
+        for (const Fragment& one : make_fragments(7, 9, 3, pattern, 10)) { result.push_back(one.blocks); }
         return result;
     };
     EXPECT_EQ(blocks(FragmentPattern::strided),
@@ -81,7 +82,7 @@ TEST(Schedule, every_fragment_is_sent_exactly_once_in_any_H_steps_after_its_firs
             ASSERT_GE(fragment.offset, 0);
             ASSERT_LT(fragment.offset, c.H);
             std::vector<int> sent(size_t(4 * c.H + 1));
-            for (long step = 1; step <= 4 * c.H; step++) { sent[size_t(step)] = is_sent(fragment, step, c.H); }
+            for (long step = 1; step <= 4 * c.H; step++) { sent[step] = is_sent(fragment, step, c.H); }
             ASSERT_FALSE(is_sent(fragment, 0, c.H));
             ASSERT_EQ(std::accumulate(sent.begin() + 1, sent.begin() + 1 + c.H, 0), 1) << "by step H";
             for (long first = 1; first <= 3 * c.H; first++) {
@@ -93,9 +94,9 @@ TEST(Schedule, every_fragment_is_sent_exactly_once_in_any_H_steps_after_its_firs
 }
 
 TEST(Schedule, offsets_spread_the_fragments_evenly_even_where_H_is_no_multiple_of_P_or_smaller) {
-    auto offsets = [](long H, int fragment_count) {
+    auto offsets = [](long H, int P) {
         std::vector<long> result;
-        for (const Fragment& f : make_fragments(fragment_count - 1, fragment_count, 1, FragmentPattern::strided, H)) {
+        for (const Fragment& f : make_fragments(P - 1, P, 1, FragmentPattern::strided, H)) {
             result.push_back(f.offset);
         }
         return result;
@@ -122,7 +123,7 @@ TEST(Schedule, sync_numbers_count_the_exchanges_in_the_order_of_step_and_fragmen
         long expected = 0;
         for (long step = 1; step <= 3 * c.H; step++) {
             for (int p = 0; p < int(fragments.size()); p++) {
-                if (is_sent(fragments[size_t(p)], step, c.H)) {
+                if (is_sent(fragments[p], step, c.H)) {
                     ASSERT_EQ(sync_number(fragments, p, step, c.H), expected);
                     expected++;
                 }
