@@ -772,7 +772,7 @@ inline void train(Options o, Process& process) {
     process.meet();
     process.check_fingerprint(fingerprint(o, shape, steps));
     const std::unique_ptr<Comm> inner = process.inner_comm();
-    const std::unique_ptr<Comm> outer = streams ? process.outer_comm(o.interface) : nullptr;
+    const std::unique_ptr<Comm> outer = streams ? process.outer_comm() : nullptr;
 
     const Layout layout = gpt_layout(shape, process.ranks, streams ? o.fragment_layers : 0);
     Logger logger(o.output, process.index(), process.workers * process.ranks);
@@ -817,8 +817,8 @@ int main(int argc, char** argv) {
     try {
         Options options = parse_options(argc, argv);
         check_options(options);
-        Process process = launch({options.workers, options.ranks, options.worker, options.store, options.run_name, options.timeout},
-                                 argc, argv);
+        Process process = launch({options.workers, options.ranks, options.worker, options.store, options.interface,
+                                  options.run_name, options.timeout}, argv);
         train(options, process);
     } catch (const UserError& e) {
         fprintf(stderr, "error: %s\n", e.what());
