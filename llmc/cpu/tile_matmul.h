@@ -1,7 +1,7 @@
 // Small matrix products out of cache, for attention: too small for a library's call, large enough to count.
 //
-// The inner loop keeps a tile of 8 x 32 (AVX-512) or 4 x 16 sums in registers and adds one outer product of a column of
-// a and a row of b a step: 10 loads (one of them a broadcast a row) for 16 fused multiply-adds.
+// The inner loop keeps a tile of 8 x 32 (AVX-512), 4 x 16 (AVX2) or 4 x 8 sums in registers and adds one outer product of
+// a column of a and a row of b a step. With AVX-512 that is 10 loads (8 are broadcasts) for 16 fused multiply-adds.
 #pragma once
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -13,8 +13,10 @@ namespace cpu {
 
 #if defined(__AVX512F__)
 const int vector_width = 16, tile_rows = 8;
-#else
+#elif defined(__AVX2__)
 const int vector_width = 8, tile_rows = 4;
+#else
+const int vector_width = 4, tile_rows = 4;
 #endif
 typedef float Vector __attribute__((vector_size(4 * vector_width)));
 
