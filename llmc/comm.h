@@ -1,9 +1,10 @@
-// Comm: a group of processes and the few collectives in use. Two instances make the program: the inner one joins the
-// ranks of a worker, the outer one joins the same shard of all workers.
+// Comm: a group of processes and the few collectives in use. Two instances make the program: the inner one
+// joins the ranks of a worker, the outer one joins the same shard of all workers.
 //
-// Calls are stream-ordered like NCCL's: they return at once, buffers belong to the call until the stream has passed
-// it, and all members issue the same calls in the same order. Sums are formed in ascending order of rank, so that
-// every member holds the same bits. A failure is a CommError, thrown by the stream's events and synchronize().
+// Calls are stream-ordered like NCCL's: they return at once, buffers belong to the call until the stream has
+// passed it, and all members issue the same calls in the same order. Sums are formed in ascending order of
+// rank, so that every member holds the same bits. A failure is a CommError, thrown by the stream's events and
+// synchronize().
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -17,7 +18,8 @@ struct CommError : RunError {
     int peer;  // rank in the communicator, -1 where the transport does not know it
 };
 
-// What calls put on the wire: added to by each call that is given one, valid once the stream has passed the call.
+// What calls put on the wire: added to by each call that is given one, valid once the stream has passed the
+// call.
 struct Traffic {
     uint64_t bytes_sent = 0;
     uint64_t bytes_received = 0;
@@ -38,9 +40,11 @@ public:
     // out: (size, bytes), part r from rank r.   inp: (size, bytes), part r for rank r
     virtual void all_to_all(void* out, const void* inp, size_t bytes, Stream&, Traffic* = nullptr) = 0;
 
-    // out[i] = sum over ranks of inp[rank()][i].   out: (count)   inp: (size, count).   out may be inp's own part.
+    // out[i] = sum over ranks of inp[rank()][i].   out: (count)   inp: (size, count)
+    // out may be inp's own part.
     virtual void reduce_scatter(float* out, const float* inp, size_t count, Stream&, Traffic* = nullptr) = 0;
 
-    // values[i] = sum or maximum over ranks.   values: (count); for small counts: sends (size - 1) * count values
+    // values[i] = sum or maximum over ranks.   values: (count)
+    // For small counts: sends (size - 1) * count values.
     virtual void all_reduce(float* values, size_t count, Reduction, Stream&, Traffic* = nullptr) = 0;
 };

@@ -1,13 +1,13 @@
-// Comm over Gloo's TCP transport: every member has a connection to every other and sends each its part directly.
+// Comm over Gloo's TCP transport: every member is connected with every other and sends each its part directly.
 //
-//     all_gather, all_to_all     (size - 1) * bytes sent and received by a member
-//     reduce_scatter             each member sends each owner its part; the owner adds them up in order of rank
-//     all_reduce                 everyone's values to everyone, for the few scalars of a step
+//     all_gather, all_to_all   (size - 1) * bytes sent and received by a member
+//     reduce_scatter           each member sends each owner its part; the owner adds them in order of rank
+//     all_reduce               everyone's values to everyone, for the few scalars of a step
 //
-// Gloo moves the bytes: its own thread sits in epoll and the stream's thread sleeps, so that waiting costs no core.
-// Gloo's collectives are not used, since they cannot say which member failed. Here a lost connection or a member that
-// is silent for too long is a CommError that names it. One death makes others leave, who then look dead too: so
-// whoever sees the first writes it into the store, under "cause", and everyone reports that.
+// Gloo moves the bytes: its own thread sits in epoll and the stream's thread sleeps, so that waiting costs no
+// core. Gloo's collectives are not used, since they cannot say which member failed. Here a lost connection or
+// a member that is silent for too long is a CommError that names it. One death makes others leave, who then
+// look dead too: so whoever sees the first writes it into the store ("cause"), and everyone reports that.
 #pragma once
 #include <arpa/inet.h>
 #include <gloo/common/error.h>
@@ -38,11 +38,11 @@
 #include "llmc/store.h"
 #include "llmc/stream.h"
 
-// ------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // The first failure of a run
 
-// Writes down that `process` failed ("worker 1 rank 0"), unless someone else is already written down. Returns the
-// record that counts. A store that has failed too must not hide the failure: then it is the record given.
+// Writes down that `process` failed ("worker 1 rank 0"), unless someone else is already written down. Returns
+// the record that counts. A store that has failed too must not hide the failure: then it is the record given.
 struct Cause {
     std::string process, what;
 };
@@ -57,7 +57,7 @@ inline Cause record_cause(Store& store, const Cause& seen) {
     }
 }
 
-// ------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Addresses
 
 // Tells machines apart, containers too: host name and this boot's id.
@@ -92,7 +92,8 @@ inline std::string interface_address(const std::string& interface) {
     }
     freeifaddrs(list);
     if (ipv4.empty() && ipv6.empty()) {
-        throw UserError("no network interface " + interface + " with an address: give --interface one of " + names);
+        throw UserError("no network interface " + interface + " with an address: give --interface one of " +
+                        names);
     }
     return ipv4.empty() ? ipv6 : ipv4;
 }
@@ -102,7 +103,7 @@ inline std::string default_route_address() {
     sockaddr_in far = {};
     far.sin_family = AF_INET;
     far.sin_port = htons(9);
-    inet_pton(AF_INET, "192.0.2.1", &far.sin_addr);  // set aside for documentation, so never on the local network
+    inet_pton(AF_INET, "192.0.2.1", &far.sin_addr);  // set aside for documentation: never a local network
     const int descriptor = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     sockaddr_storage local;
     socklen_t length = sizeof local;
@@ -115,9 +116,11 @@ inline std::string default_route_address() {
     return address;
 }
 
-inline bool is_loopback(const std::string& address) { return address.rfind("127.", 0) == 0 || address == "::1"; }
+inline bool is_loopback(const std::string& address) {
+    return address.rfind("127.", 0) == 0 || address == "::1";
+}
 
-// ------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // One transfer
 
 // One send to a peer or one receive from it, of `bytes` at `data`.
@@ -128,8 +131,8 @@ struct Transfer {
     void start(uint64_t slot) { receives ? buffer->recv(peer, slot) : buffer->send(peer, slot); }
 
     // True when it is done, false when interrupted. Throws gloo::Exception where the connection has failed.
-    // Without a limit, because a wait of Gloo's that times out closes all connections, and so makes the others report
-    // this process before it can write down who was silent.
+    // Without a limit, because a wait of Gloo's that times out closes all connections, and so makes the
+    // others report this process before it can write down who was silent.
     bool wait() {
         const std::chrono::milliseconds unlimited = std::chrono::hours(24 * 365);
         return receives ? buffer->waitRecv(unlimited) : buffer->waitSend(unlimited);
@@ -183,14 +186,19 @@ private:
     std::thread thread;
 };
 
-// ------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // The communicator
 
 class GlooComm : public Comm {
 public:
     GlooComm(Store& store, const std::string& name, int rank, int size, const std::string& interface,
              double timeout_seconds, std::vector<std::string> members)
-        : store(store), name(name), my_rank(rank), my_size(size), timeout(timeout_seconds), members(std::move(members)) {
+        : store(store),
+          name(name),
+          my_rank(rank),
+          my_size(size),
+          timeout(timeout_seconds),
+          members(std::move(members)) {
         if (size > 1) { connect(interface); }
     }
 
@@ -217,25 +225,31 @@ public:
         });
     }
 
-    void reduce_scatter(float* out, const float* inp, size_t count, Stream& stream, Traffic* traffic) override {
+    void reduce_scatter(float* out, const float* inp, size_t count, Stream& stream,
+                        Traffic* traffic) override {
         enqueue(stream, traffic, count * sizeof(float), [=](uint64_t call) {
             float* const received = scratch_for(size_t(my_size) * count);
             exchange(call, count * sizeof(float),
                      [=](int peer) { return reinterpret_cast<const char*>(inp + size_t(peer) * count); },
                      [=](int peer) { return reinterpret_cast<char*>(received + size_t(peer) * count); });
             std::vector<const float*> parts;
-            for (int r = 0; r < my_size; r++) { parts.push_back((r == my_rank ? inp : received) + size_t(r) * count); }
+            for (int r = 0; r < my_size; r++) {
+                parts.push_back((r == my_rank ? inp : received) + size_t(r) * count);
+            }
             reduce_parts(out, parts, count, Reduction::sum);
         });
     }
 
-    void all_reduce(float* values, size_t count, Reduction reduction, Stream& stream, Traffic* traffic) override {
+    void all_reduce(float* values, size_t count, Reduction reduction, Stream& stream,
+                    Traffic* traffic) override {
         enqueue(stream, traffic, count * sizeof(float), [=](uint64_t call) {
             float* const received = scratch_for(size_t(my_size) * count);
             exchange(call, count * sizeof(float), [=](int) { return reinterpret_cast<const char*>(values); },
                      [=](int peer) { return reinterpret_cast<char*>(received + size_t(peer) * count); });
             std::vector<const float*> parts;
-            for (int r = 0; r < my_size; r++) { parts.push_back(r == my_rank ? values : received + size_t(r) * count); }
+            for (int r = 0; r < my_size; r++) {
+                parts.push_back(r == my_rank ? values : received + size_t(r) * count);
+            }
             reduce_parts(values, parts, count, reduction);
         });
     }
@@ -246,7 +260,8 @@ private:
 
     // out[i] = parts[0][i] + parts[1][i] + ..., in this order, or their maximum (NaN if one is).
     // out may be one of the parts: sums are formed block by block beside it.
-    static void reduce_parts(float* out, const std::vector<const float*>& parts, size_t count, Reduction reduction) {
+    static void reduce_parts(float* out, const std::vector<const float*>& parts, size_t count,
+                             Reduction reduction) {
         const size_t block = 2048;
         float sums[block];
         for (size_t begin = 0; begin < count; begin += block) {
@@ -257,7 +272,9 @@ private:
                 if (reduction == Reduction::sum) {
                     for (size_t i = 0; i < n; i++) { sums[i] += part[i]; }
                 } else {
-                    for (size_t i = 0; i < n; i++) { sums[i] = part[i] > sums[i] || part[i] != part[i] ? part[i] : sums[i]; }
+                    for (size_t i = 0; i < n; i++) {
+                        sums[i] = part[i] > sums[i] || part[i] != part[i] ? part[i] : sums[i];
+                    }
                 }
             }
             memcpy(out + begin, sums, n * sizeof(float));
@@ -273,7 +290,7 @@ private:
         return scratch.get();
     }
 
-    // Numbers the call in the order of issue, which is the same on all members, and runs `work` on the stream.
+    // Numbers the call in the order of issue, the same on all members, and runs `work` on the stream.
     template <class Work>
     void enqueue(Stream& stream, Traffic* traffic, size_t bytes, Work work) {
         const uint64_t call = calls++;
@@ -294,7 +311,7 @@ private:
         if (my_size == 1) { return; }
         if (failure) { std::rethrow_exception(failure); }
         NoSigpipe no_sigpipe;
-        // Members that are out of step must not take one call's bytes for another's: they never meet in a slot.
+        // Members that are out of step must not take one call's bytes for another's: they meet in no slot.
         const uint64_t slot = (call & 0xFFFFFF) << 40 | bytes;
         std::vector<Transfer> transfers;
         // Each member begins with the next one, so that nobody is the first target of all.
@@ -309,8 +326,8 @@ private:
         wait_for_all(transfers);
     }
 
-    // Waits for one after the other. Now and then looks at all of them: the one whose peer has died need not be the
-    // one that is waited for.
+    // Waits for one after the other. Now and then looks at all of them: the one whose peer has died need not
+    // be the one that is waited for.
     void wait_for_all(std::vector<Transfer>& transfers) {
         const Clock::time_point start = Clock::now();
         for (Transfer& awaited : transfers) {
@@ -357,15 +374,17 @@ private:
         while (true) {
             if (std::optional<std::string> value = store.try_get(key)) { return *value; }
             if (store.try_get("cause")) { fail(peer, "did not come"); }
-            if (patience.is_over()) { fail(peer, format("did not connect within %g s (--timeout)", timeout)); }
+            if (patience.is_over()) {
+                fail(peer, format("did not connect within %g s (--timeout)", timeout));
+            }
             patience.pause();
         }
     }
 
     std::string key(const char* what, int r) const { return name + "/" + what + "/" + std::to_string(r); }
 
-    // The address that others shall connect to: the interface's, or the one that leads to the store; where that is
-    // the loopback and members sit on other machines, the one that leads out.
+    // The address that others shall connect to: the interface's, or the one that leads to the store; where
+    // that is the loopback and members sit on other machines, the one that leads out.
     std::string choose_address(const std::string& interface, Patience& patience) {
         const std::string machine = machine_name();
         store.set(key("machine", my_rank), machine);
@@ -378,15 +397,16 @@ private:
         if (is_loopback(address) && !other.empty()) {
             address = interface.empty() ? default_route_address() : "";
             if (address.empty() || is_loopback(address)) {
-                throw UserError("processes run on " + machine.substr(0, machine.find('/')) + " and " +
-                                other.substr(0, other.find('/')) +
-                                ", which the loopback does not join: give --interface the name of a network interface");
+                throw UserError(
+                    "processes run on " + machine.substr(0, machine.find('/')) + " and " +
+                    other.substr(0, other.find('/')) +
+                    ", which the loopback does not join: give --interface the name of a network interface");
             }
         }
         return address;
     }
 
-    // Publishes one address for each peer (each has a listening socket of its own), then connects in order of rank.
+    // Publishes an address for each peer (each has its own listening socket), then connects in order of rank.
     void connect(const std::string& interface) {
         NoSigpipe no_sigpipe;  // Gloo's thread is started here and never gets one
         Patience patience(timeout);
@@ -434,7 +454,9 @@ private:
         for (size_t i = 0; at + 2 <= text.size(); i++) {
             const size_t bytes = size_t((unsigned char)(text[at])) * 256 + (unsigned char)(text[at + 1]);
             at += 2;
-            if (i == index && at + bytes <= text.size()) { return Address(text.begin() + long(at), text.begin() + long(at + bytes)); }
+            if (i == index && at + bytes <= text.size()) {
+                return Address(text.begin() + long(at), text.begin() + long(at + bytes));
+            }
             at += bytes;
         }
         throw RunError("an address in the store is damaged: use another --run-name");
@@ -454,13 +476,16 @@ private:
     std::exception_ptr failure;
 };
 
-// Joins the `size` members of `name`, a name used once in the keys of `store`, which must live longer. Blocks until all
-// are connected. `interface`: of the network to use, "" for the one that leads to the store. `timeout_seconds`: for
-// joining, and for each call. `members`: what errors call the members, the same on all; default "rank R of NAME".
-// Throws UserError (no such interface) or CommError.
+// Joins the `size` members of `name`, a name used once in the keys of `store`, which must live longer. Blocks
+// until all are connected. `interface`: of the network to use, "" for the one that leads to the store.
+// `timeout_seconds`: for joining, and for each call. `members`: what errors call the members, the same on
+// all; default "rank R of NAME". Throws UserError (no such interface) or CommError.
 inline std::unique_ptr<Comm> make_comm_gloo(Store& store, const std::string& name, int rank, int size,
                                             const std::string& interface, double timeout_seconds,
                                             std::vector<std::string> members = {}) {
-    for (int r = int(members.size()); r < size; r++) { members.push_back("rank " + std::to_string(r) + " of " + name); }
-    return std::make_unique<GlooComm>(store, name, rank, size, interface, timeout_seconds, std::move(members));
+    for (int r = int(members.size()); r < size; r++) {
+        members.push_back("rank " + std::to_string(r) + " of " + name);
+    }
+    return std::make_unique<GlooComm>(store, name, rank, size, interface, timeout_seconds,
+                                      std::move(members));
 }

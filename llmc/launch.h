@@ -1,10 +1,10 @@
 // launch: which worker and rank this process is. Whoever started it has said so, in one of these ways:
-//     torchrun, mpirun (Open MPI), srun     by their environment: process number = worker * ranks + rank, or with
-//                                           --worker W the number is the rank in worker W; --store says where to meet
-//     --worker W --store URL                this worker's ranks are started here, the other workers elsewhere
-//     nothing of all that                   all processes are started here, and meet in a fresh temporary folder
-// Where processes are started here, this one becomes their launcher (launcher.h): it starts its own program again with
-// DILOCO_WORKER and DILOCO_RANK set, passes on what they print, and ends when they have ended.
+//     torchrun, mpirun, srun    by their environment: process number = worker * ranks + rank, or with --worker W
+//                               the number is the rank in worker W; --store says where to meet
+//     --worker W --store URL    this worker's ranks are started here, the other workers elsewhere
+//     nothing of all that       all processes are started here, and meet in a fresh temporary folder
+// Where processes are started here, this one becomes their launcher (launcher.h): it starts its own program
+// again with DILOCO_WORKER and DILOCO_RANK set, passes on what they print, and ends when they have ended.
 #pragma once
 #include <cstdio>
 #include <cstdlib>
@@ -22,7 +22,6 @@ struct LaunchOptions {
     int workers = 1, ranks = 1;
     int worker = -1;        // -1: not given
     std::string store;      // URL; empty: not given
-    std::string interface;  // of the network between workers; empty: the one that leads to the store
     std::string run_name = "diloco";
     double timeout = 600;
 };
@@ -43,35 +42,42 @@ inline std::string environment(const char* name) {
 inline long environment_number(const char* name) {
     const std::string text = environment(name);
     if (text.empty() || text.size() > 9 || text.find_first_not_of("0123456789") != std::string::npos) {
-        throw UserError(format("%s is '%s', not a number: start the processes anew, or unset it", name, text.c_str()));
+        throw UserError(
+            format("%s is '%s', not a number: start the processes anew, or unset it", name, text.c_str()));
     }
     return std::stol(text);
 }
 
-// SLURM's variables are also there in a batch script and in an interactive shell, which are no parallel program: a step
-// number and several tasks tell an srun. `expected` processes: a run of one may be a step of one.
+// SLURM's variables are also there in a batch script and in an interactive shell, which are no parallel
+// program: a step number and several tasks tell an srun. A run of `expected` = 1 may be a step of one.
 inline std::optional<World> find_world(long expected) {
     if (getenv("RANK") && getenv("WORLD_SIZE") && getenv("LOCAL_RANK")) {
-        return World{"torchrun", environment_number("RANK"), environment_number("WORLD_SIZE"), environment("TORCHELASTIC_RUN_ID")};
+        return World{"torchrun", environment_number("RANK"), environment_number("WORLD_SIZE"),
+                     environment("TORCHELASTIC_RUN_ID")};
     }
     if (getenv("OMPI_COMM_WORLD_RANK") && getenv("OMPI_COMM_WORLD_SIZE")) {
-        return World{"mpirun", environment_number("OMPI_COMM_WORLD_RANK"), environment_number("OMPI_COMM_WORLD_SIZE"),
-                     environment("PMIX_NAMESPACE")};
+        return World{"mpirun", environment_number("OMPI_COMM_WORLD_RANK"),
+                     environment_number("OMPI_COMM_WORLD_SIZE"), environment("PMIX_NAMESPACE")};
     }
     if (getenv("SLURM_PROCID") && getenv("SLURM_STEP_ID") && getenv("SLURM_NTASKS")) {
-        const long tasks = environment_number(getenv("SLURM_STEP_NUM_TASKS") ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS");
+        const long tasks =
+            environment_number(getenv("SLURM_STEP_NUM_TASKS") ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS");
         if (tasks > 1 || tasks == expected) {
-            return World{"srun", environment_number("SLURM_PROCID"), tasks, environment("SLURM_JOB_ID") + "." + environment("SLURM_STEP_ID")};
+            return World{"srun", environment_number("SLURM_PROCID"), tasks,
+                         environment("SLURM_JOB_ID") + "." + environment("SLURM_STEP_ID")};
         }
     }
     return std::nullopt;
 }
 
 inline void check_launch_options(const LaunchOptions& o) {
-    if (o.workers < 1 || o.ranks < 1) { throw UserError("--workers and --ranks must be at least 1: correct them"); }
+    if (o.workers < 1 || o.ranks < 1) {
+        throw UserError("--workers and --ranks must be at least 1: correct them");
+    }
     if (o.worker < -1 || o.worker >= o.workers) {
-        throw UserError(format("--worker %d is none of the %d workers: give one of 0 to %d (and --workers if there are more)",
-                               o.worker, o.workers, o.workers - 1));
+        throw UserError(format(
+            "--worker %d is none of the %d workers: give one of 0 to %d (and --workers if there are more)",
+            o.worker, o.workers, o.workers - 1));
     }
     if (o.run_name.empty()) { throw UserError("--run-name is empty: give the run a name"); }
 }
@@ -95,24 +101,28 @@ inline Place find_place(const LaunchOptions& o) {
     if (world) {
         if (world->size != expected) {
             const std::string what = o.worker >= 0 ? format("worker %d has %d ranks", o.worker, o.ranks)
-                                                   : format("%d workers x %d ranks are %ld processes", o.workers, o.ranks, expected);
-            throw UserError(format("%s started %ld processes but %s: make --workers, --ranks and --worker agree with it",
-                                   world->program.c_str(), world->size, what.c_str()));
+                                                   : format("%d workers x %d ranks are %ld processes",
+                                                            o.workers, o.ranks, expected);
+            throw UserError(
+                format("%s started %ld processes but %s: make --workers, --ranks and --worker agree with it",
+                       world->program.c_str(), world->size, what.c_str()));
         }
         if (world->number >= world->size) {
-            throw UserError(format("%s numbers this process %ld of %ld: start the processes anew", world->program.c_str(),
-                                   world->number, world->size));
+            throw UserError(format("%s numbers this process %ld of %ld: start the processes anew",
+                                   world->program.c_str(), world->number, world->size));
         }
         if (needs_store) {
-            throw UserError("processes that " + world->program + " starts need a place to meet: give --store file:DIR (a folder that all "
+            throw UserError("processes that " + world->program +
+                            " starts need a place to meet: give --store file:DIR (a folder that all "
                             "see) or redis://HOST:PORT");
         }
-        if (o.worker >= 0) { return {o.worker, int(world->number), false, ""}; }  // other workers are other jobs
+        if (o.worker >= 0) { return {o.worker, int(world->number), false, ""}; }  // the others are other jobs
         return {int(world->number / o.ranks), int(world->number % o.ranks), false, world->job};
     }
     if (o.worker >= 0 && o.workers > 1 && needs_store) {
-        throw UserError("--worker needs a place to meet the other workers: give --store file:DIR (a folder that all see) or "
-                        "redis://HOST:PORT");
+        throw UserError(
+            "--worker needs a place to meet the other workers: give --store file:DIR (a folder that all see) "
+            "or redis://HOST:PORT");
     }
     return {std::max(o.worker, 0), 0, expected > 1, ""};
 }
@@ -128,9 +138,9 @@ inline std::vector<Child> children_to_start(const LaunchOptions& o) {
     return children;
 }
 
-// This process, not yet met with the others. A process that starts others does not return from here but exits with
-// their status, so call it before anything is written. Throws UserError.
-inline Process launch(const LaunchOptions& o, char** argv) {
+// This process, not yet met with the others. A process that starts others does not return from here but exits
+// with their status, so call it before anything is written. Throws UserError.
+inline Process launch(const LaunchOptions& o, int, char** argv) {
     const Place place = find_place(o);
     if (place.starts_others) {
         int status;
@@ -150,9 +160,10 @@ inline Process launch(const LaunchOptions& o, char** argv) {
     process.workers = o.workers;
     process.ranks = o.ranks;
     process.timeout = o.timeout;
-    process.interface = o.interface;
     process.run_name = place.job.empty() ? o.run_name : o.run_name + "." + place.job;
     process.terminal = has_launcher ? environment("DILOCO_TERMINAL") == "1" : isatty(STDOUT_FILENO);
-    if (process.size() > 1) { process.meeting_point = open_store(has_launcher ? inherited_store : o.store, o.timeout); }
+    if (process.size() > 1) {
+        process.meeting_point = open_store(has_launcher ? inherited_store : o.store, o.timeout);
+    }
     return process;
 }

@@ -1,9 +1,9 @@
 // Launcher: starts processes of this program on this machine and watches over them until the last has ended.
-//   - What they print comes through pipes, line by line, with "[worker.rank] " before it (process 0's without).
-//   - The first that fails ends all others: SIGTERM, and SIGKILL after some seconds. The launcher's last line names it
-//     and its status is the launcher's. A line "error: ..." is printed once, however many processes say the same; a
-//     UserError (status 2) is the last line itself.
-//   - SIGINT, SIGTERM and SIGHUP are passed on, and should the launcher be killed, the kernel kills the processes.
+//   - What they print comes through pipes, line by line, after "[worker.rank] " (process 0's without).
+//   - The first that fails ends all others: SIGTERM, and SIGKILL after some seconds. The launcher's last line
+//     names it and its status is the launcher's. A line "error: ..." is printed once, however many processes
+//     say the same; a UserError (status 2) is the last line itself.
+//   - SIGINT, SIGTERM and SIGHUP are passed on; should the launcher be killed, the kernel kills the processes.
 #pragma once
 #include <errno.h>
 #include <fcntl.h>
@@ -35,7 +35,8 @@ public:
         const char* parent = getenv("TMPDIR");
         path = std::string(parent && *parent ? parent : "/tmp") + "/diloco-XXXXXX";
         if (!mkdtemp(&path[0])) {
-            throw UserError("no temporary folder " + path + " (" + strerror(errno) + "): set TMPDIR to a folder that can be written");
+            throw UserError("no temporary folder " + path + " (" + strerror(errno) +
+                            "): set TMPDIR to a folder that can be written");
         }
     }
     TemporaryDirectory(const TemporaryDirectory&) = delete;
@@ -69,7 +70,7 @@ struct Child {
 
 class Launcher {
 public:
-    // `store`: URL; empty: a fresh temporary folder, for as long as the launcher lives.  argv: of this program.
+    // `store`: URL; empty: a fresh temporary folder, for as long as the launcher lives.  argv: this program's
     Launcher(std::vector<Child> children, const std::string& store, char** argv)
         : children(std::move(children)), store(store), argv(argv) {
         if (store.empty()) {
@@ -101,8 +102,8 @@ public:
 private:
     using Clock = std::chrono::steady_clock;
     static constexpr double grace_seconds = 5;  // between SIGTERM and SIGKILL
-    // From the first failure to SIGTERM. The others usually find the same, and may say so; and where a process that has
-    // lost its peer leaves before the peer is seen to be dead, it is the dead one that counts.
+    // From the first failure to SIGTERM. The others usually find the same, and may say so; and where one that
+    // has lost its peer leaves before the peer is seen to be dead, it is the dead one that counts.
     static constexpr double agreement_seconds = 1;
 
     // ---- starting
@@ -140,7 +141,7 @@ private:
         fcntl(child.err.pipe, F_SETFL, O_NONBLOCK);
     }
 
-    // In the new process. A process group of its own: a terminal's Ctrl-C reaches it once, through the launcher.
+    // In the new process. Its own process group: a terminal's Ctrl-C reaches it once, through the launcher.
     [[noreturn]] void become(const Child& child, pid_t launcher, int out, int err) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         if (getppid() != launcher) { _exit(1); }
@@ -156,14 +157,15 @@ private:
         setenv("DILOCO_RANK", std::to_string(child.rank).c_str(), 1);
         setenv("DILOCO_STORE", store.c_str(), 1);
         setenv("DILOCO_TERMINAL", terminal && child.is_first ? "1" : "0", 1);
-        setenv("OMP_NUM_THREADS", std::to_string(threads_of_a_child()).c_str(), 0);  // the user's own, if set, stays
+        const bool replace = false;  // the user's own number
+        setenv("OMP_NUM_THREADS", std::to_string(threads_of_a_child()).c_str(), replace);
         execv("/proc/self/exe", argv);
         dprintf(STDERR_FILENO, "error: cannot start %s again (%s)\n", argv[0], strerror(errno));
         _exit(127);
     }
 
-    // The cores this process may use, shared out. Processes are not pinned to them: the scheduler keeps as many busy
-    // threads as cores apart by itself, and the communicators' threads can run wherever one is idle.
+    // The cores this process may use, shared out. Processes are not pinned to them: the scheduler keeps as many
+    // busy threads as cores apart by itself, and the communicators' threads can run where one is idle.
     int threads_of_a_child() const {
         cpu_set_t cores;
         CPU_ZERO(&cores);
@@ -225,7 +227,8 @@ private:
             return;
         }
         if (is_inside_line && !(child.is_first && to == STDOUT_FILENO)) {
-            write_all(STDOUT_FILENO, "\r\033[K");  // the line being redrawn makes room; process 0 draws it again
+            // The line being redrawn makes room; process 0 will draw it again.
+            write_all(STDOUT_FILENO, "\r\033[K");
             is_inside_line = false;
         }
         write_all(to, child.prefix() + text);
@@ -252,7 +255,8 @@ private:
     // ---- their ends
 
     bool all_ended() const {
-        return std::all_of(children.begin(), children.end(), [](const Child& child) { return child.has_ended; });
+        return std::all_of(children.begin(), children.end(),
+                           [](const Child& child) { return child.has_ended; });
     }
 
     void handle_signals() {
@@ -285,7 +289,8 @@ private:
             first_failure = failed;
             term_time = Clock::now() + to_duration(agreement_seconds);
             stop_within(agreement_seconds + grace_seconds);
-        } else if (failed && first_failure && first_failure->status <= 128 && failed->status > 128 && !was_terminated) {
+        } else if (failed && first_failure && first_failure->status <= 128 && failed->status > 128 &&
+                   !was_terminated) {
             first_failure = failed;
         }
         if (first_failure && !was_terminated && Clock::now() >= term_time) {
@@ -314,7 +319,9 @@ private:
         if (is_inside_line) { write_all(STDOUT_FILENO, "\n"); }
         for (size_t i = 0; i < errors.size(); i++) {
             auto is_same = [&](const Error& other) { return other.text == errors[i].text; };
-            if (std::find_if(errors.begin(), errors.begin() + long(i), is_same) != errors.begin() + long(i)) { continue; }
+            if (std::find_if(errors.begin(), errors.begin() + long(i), is_same) != errors.begin() + long(i)) {
+                continue;
+            }
             const bool is_common = std::count_if(errors.begin(), errors.end(), is_same) > 1;
             const bool needs_name = !is_common && !errors[i].child->is_first;
             const std::string said = errors[i].text.substr(strlen("error: "));
@@ -322,18 +329,22 @@ private:
         }
         if (stopped_by) {
             if (stopped_by != SIGPIPE) {
-                write_all(STDERR_FILENO, format("error: stopped by signal %d (%s)\n", stopped_by, strsignal(stopped_by)));
+                write_all(STDERR_FILENO,
+                          format("error: stopped by signal %d (%s)\n", stopped_by, strsignal(stopped_by)));
             }
             return 128 + stopped_by;
         }
         if (!first_failure) { return 0; }
         const int status = first_failure->status;
-        const bool has_spoken = std::any_of(errors.begin(), errors.end(), [&](const Error& e) { return e.child == first_failure; });
+        const bool has_spoken = std::any_of(errors.begin(), errors.end(),
+                                            [&](const Error& e) { return e.child == first_failure; });
         if (status > 128) {
-            write_all(STDERR_FILENO, format("error: %s was killed by signal %d (%s)\n", first_failure->name().c_str(),
-                                            status - 128, strsignal(status - 128)));
+            write_all(STDERR_FILENO,
+                      format("error: %s was killed by signal %d (%s)\n", first_failure->name().c_str(),
+                             status - 128, strsignal(status - 128)));
         } else if (status != 2 || !has_spoken) {
-            write_all(STDERR_FILENO, format("error: %s left with exit code %d\n", first_failure->name().c_str(), status));
+            write_all(STDERR_FILENO,
+                      format("error: %s left with exit code %d\n", first_failure->name().c_str(), status));
         }
         return status;
     }

@@ -3,9 +3,9 @@
 //     check_fingerprint()   all were given the same options
 //     inner_comm(), outer_comm()   the communicators: ranks of this worker; this shard on all workers
 //     leave()               nobody ends while another still waits for it
-// All of it goes through the store. Keys of a run start with its run id, a fresh one each time processes meet:
+// All of it goes through the store. Keys of a run start with its run id, fresh each time processes meet:
 //     NAME/join/I     the nonce of process I: random, new for each process
-//     NAME/roster     the run id and all nonces, from process 0; a process that finds its nonce there answers with
+//     NAME/roster     run id and all nonces, from process 0; a process that finds its nonce there answers with
 //     ID/met/I        and only when all have, process 0 sets
 //     ID/go           so nobody starts with the nonce of a process that is long dead
 #pragma once
@@ -27,14 +27,16 @@
 #include "llmc/error.h"
 #include "llmc/store.h"
 
-// ------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Meeting
 
 // "a, b and c"; of many the first few.
 inline std::string list_in_words(const std::vector<std::string>& names) {
     const size_t shown = names.size() > 9 ? 8 : names.size();
     std::string text;
-    for (size_t i = 0; i < shown; i++) { text += (i == 0 ? "" : i + 1 == names.size() ? " and " : ", ") + names[i]; }
+    for (size_t i = 0; i < shown; i++) {
+        text += (i == 0 ? "" : i + 1 == names.size() ? " and " : ", ") + names[i];
+    }
     return shown < names.size() ? text + format(" and %zu more", names.size() - shown) : text;
 }
 
@@ -42,12 +44,16 @@ inline std::string list_in_words(const std::vector<std::string>& names) {
 class Meeting {
 public:
     // `names`: of all processes; `index`: this one's. `loud`: says on stderr whom it waits for.
-    Meeting(std::shared_ptr<Store> store, const std::string& run_name, std::vector<std::string> names, int index,
-            double timeout, bool loud)
-        : everything(std::move(store)), store(everything, run_name + "/"), names(std::move(names)), index(index),
-          timeout(timeout), loud(loud) {}
+    Meeting(std::shared_ptr<Store> store, const std::string& run_name, std::vector<std::string> names,
+            int index, double timeout, bool loud)
+        : everything(std::move(store)),
+          store(everything, run_name + "/"),
+          names(std::move(names)),
+          index(index),
+          timeout(timeout),
+          loud(loud) {}
 
-    // Returns the run id. Throws UserError when processes are missing after the time limit or two claim one place.
+    // Returns the run id. UserError when processes are missing after the time limit or two claim one place.
     std::string meet() {
         this->store.set(join_key(index), nonce);
         return index == 0 ? gather() : answer();
@@ -66,7 +72,8 @@ private:
     static std::string join_key(int i) { return "join/" + std::to_string(i); }
 
     std::string claim(int i) const {
-        return "two processes claim " + names[size_t(i)] + ": start each worker once, or give this run another --run-name";
+        return "two processes claim " + names[size_t(i)] +
+               ": start each worker once, or give this run another --run-name";
     }
 
     // Process 0: a new run id for each new set of nonces, until all of one set have answered.
@@ -83,7 +90,8 @@ private:
                     id = random_hex(8);
                     publish(id, nonces);
                 }
-                missing = names_where([&](int i) { return i != 0 && !everything->try_get(id + "/met/" + std::to_string(i)); });
+                missing = names_where(
+                    [&](int i) { return i != 0 && !everything->try_get(id + "/met/" + std::to_string(i)); });
                 if (missing.empty()) {
                     everything->set(id + "/go", "");
                     return id;
@@ -131,7 +139,9 @@ private:
 
     std::vector<std::string> read_joined() {
         std::vector<std::string> joined;
-        for (int i = 0; i < int(names.size()); i++) { joined.push_back(store.try_get(join_key(i)).value_or("")); }
+        for (int i = 0; i < int(names.size()); i++) {
+            joined.push_back(store.try_get(join_key(i)).value_or(""));
+        }
         return joined;
     }
 
@@ -146,11 +156,14 @@ private:
 
     void wait_for(const std::vector<std::string>& missing) {
         if (patience.is_over()) {
-            throw UserError(format("%s did not come within %g s: start all workers with the same --store, --run-name, "
-                                   "--workers and --ranks, or raise --timeout", list_in_words(missing).c_str(), timeout));
+            throw UserError(
+                format("%s did not come within %g s: start all workers with the same --store, --run-name, "
+                       "--workers and --ranks, or raise --timeout",
+                       list_in_words(missing).c_str(), timeout));
         }
         if (loud && patience.waited() > next_notice) {
-            fprintf(stderr, "waiting for %s (%.0f of %g s)\n", list_in_words(missing).c_str(), patience.waited(), timeout);
+            fprintf(stderr, "waiting for %s (%.0f of %g s)\n", list_in_words(missing).c_str(),
+                    patience.waited(), timeout);
             next_notice += 30;
         }
         patience.pause();
@@ -171,7 +184,8 @@ private:
 // Keeps this process's place while it trains: one that claims it later is told so, and leaves.
 class PlaceKeeper {
 public:
-    explicit PlaceKeeper(std::unique_ptr<Meeting> meeting) : meeting(std::move(meeting)), thread([this] { run(); }) {}
+    explicit PlaceKeeper(std::unique_ptr<Meeting> meeting)
+        : meeting(std::move(meeting)), thread([this] { run(); }) {}
     ~PlaceKeeper() {
         {
             std::lock_guard<std::mutex> lock(mutex);
@@ -200,7 +214,7 @@ private:
     std::thread thread;
 };
 
-// ------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // The process
 
 struct Process {
@@ -208,7 +222,6 @@ struct Process {
     int workers = 1, ranks = 1;  // M and R
     bool terminal = false;       // what it prints goes to a terminal, if through the process that started it
     double timeout = 600;        // seconds to wait for others
-    std::string interface;       // of the network between workers; empty: the one that leads to the store
     std::string run_name = "diloco";
     std::shared_ptr<Store> meeting_point = std::make_shared<MemoryStore>();
     std::string run_id;            // known after meet(), as is
@@ -220,8 +233,8 @@ struct Process {
     static std::string name(int worker, int rank) { return format("worker %d rank %d", worker, rank); }
     std::string name() const { return name(worker, rank); }
 
-    // Returns when all processes of the run are there. UserError when some are missing after `timeout`, or when two
-    // claim the same place.
+    // Returns when all processes of the run are there. UserError when some are missing after `timeout`, or
+    // when two claim the same place.
     void meet() {
         std::vector<std::string> names;
         for (int i = 0; i < size(); i++) { names.push_back(name(i / ranks, i % ranks)); }
@@ -231,7 +244,7 @@ struct Process {
         if (size() > 1) { keeper = std::make_unique<PlaceKeeper>(std::move(meeting)); }
     }
 
-    // Compares (option, value) pairs of all processes with process 0's. If any differ, all throw the same UserError.
+    // Compares the (option, value) pairs of all with process 0's. If any differ, all throw the same UserError.
     void check_fingerprint(const std::vector<std::pair<std::string, std::string>>& options) {
         std::string packed;
         for (const auto& option : options) { packed += option.first + '\0' + option.second + '\0'; }
@@ -255,11 +268,13 @@ struct Process {
         return make_comm_gloo(*store, "inner/" + std::to_string(worker), rank, ranks, "", timeout, members);
     }
 
-    // The processes that own this one's shard, one of each worker.
-    std::unique_ptr<Comm> outer_comm() {
+    // The processes that own this one's shard, one of each worker. `interface`: of the network between them;
+    // empty: the one that leads to the store.
+    std::unique_ptr<Comm> outer_comm(const std::string& interface = "") {
         std::vector<std::string> members;
         for (int w = 0; w < workers; w++) { members.push_back(name(w, rank)); }
-        return make_comm_gloo(*store, "outer/" + std::to_string(rank), worker, workers, interface, timeout, members);
+        return make_comm_gloo(*store, "outer/" + std::to_string(rank), worker, workers, interface, timeout,
+                              members);
     }
 
     // Returns when all processes have come here: from now on no one needs another's connections.
@@ -274,9 +289,10 @@ struct Process {
         keeper.reset();
     }
 
-    // Ends this process at once, with its one line on stderr: status 2 for a UserError, otherwise 1. To be called where
-    // an error is caught while communicators still exist: their threads may be waiting for a process that is alive, and
-    // destructors would wait with them. What is this process's own failure is written down for the others to report.
+    // Ends this process at once, with its one line on stderr: status 2 for a UserError, otherwise 1. To be
+    // called where an error is caught while communicators still exist: their threads may be waiting for a
+    // process that is alive, and destructors would wait with them. What is this process's own failure is
+    // written down for the others to report.
     [[noreturn]] void leave_with(const std::exception& error) const {
         if (store && size() > 1 && !dynamic_cast<const CommError*>(&error)) {
             record_cause(*store, {name(), format("has stopped: %s", error.what())});
@@ -290,15 +306,16 @@ struct Process {
 private:
     using OptionList = std::vector<std::pair<std::string, std::string>>;
 
-    // The value that process `from` sets. RunError when the run has failed meanwhile, or after the time limit.
+    // The value that process `from` sets. RunError when the run has failed meanwhile, or after the limit.
     std::string await(const std::string& key, int from) {
         Patience patience(timeout);
         while (true) {
             if (std::optional<std::string> value = store->try_get(key)) { return *value; }
             const bool failed = store->try_get("cause").has_value();
             if (failed || patience.is_over()) {
-                const Cause cause = record_cause(*store, {name(from / ranks, from % ranks),
-                                                          format("has been silent for %g s (--timeout)", timeout)});
+                const Cause cause =
+                    record_cause(*store, {name(from / ranks, from % ranks),
+                                          format("has been silent for %g s (--timeout)", timeout)});
                 throw CommError(-1, cause.process + " " + cause.what);
             }
             patience.pause();
@@ -320,21 +337,25 @@ private:
         const std::string who = ranks == 1 ? format("worker %d", them) : name(them / ranks, them % ranks);
         const std::string we = ranks == 1 ? "worker 0" : name(0, 0);
         auto find = [](const OptionList& list, const std::string& option) {
-            return std::find_if(list.begin(), list.end(), [&](const auto& entry) { return entry.first == option; });
+            return std::find_if(list.begin(), list.end(),
+                                [&](const auto& entry) { return entry.first == option; });
         };
         auto shown = [](const std::string& value) { return value.empty() ? std::string("none") : value; };
         std::string text;
         for (const auto& [option, value] : theirs) {
             const auto own = find(ours, option);
             if (own == ours.end()) {
-                text += "; " + who + " has " + option + " " + shown(value) + ", which the program of " + we + " does not know";
+                text += "; " + who + " has " + option + " " + shown(value) + ", which the program of " + we +
+                        " does not know";
             } else if (own->second != value) {
-                text += "; " + who + " has " + option + " " + shown(value) + ", " + we + " has " + shown(own->second);
+                text += "; " + who + " has " + option + " " + shown(value) + ", " + we + " has " +
+                        shown(own->second);
             }
         }
         for (const auto& [option, value] : ours) {
             if (find(theirs, option) == theirs.end()) {
-                text += "; " + we + " has " + option + " " + shown(value) + ", which the program of " + who + " does not know";
+                text += "; " + we + " has " + option + " " + shown(value) + ", which the program of " + who +
+                        " does not know";
             }
         }
         return text;

@@ -1,10 +1,12 @@
 // Store: the key-value store that processes meet through. Values are byte strings of any content.
-//   file:DIR                             a folder that all processes see (one machine, or a shared file system)
-//   redis://[:PASSWORD@]HOST[:PORT]      a Redis or Valkey server that all processes reach
-// It carries addresses, run ids and who failed, not gradients. One process that is all alone needs no URL: MemoryStore.
+//   file:DIR                          a folder that all processes see (one machine, or a shared file system)
+//   redis://[:PASSWORD@]HOST[:PORT]   a Redis or Valkey server that all processes reach
+// It carries addresses, run ids and who failed, not gradients. One process that is all alone needs no URL:
+// MemoryStore.
 //
-// A mistake of the user (unknown scheme, unreachable server, wrong password, unwritable folder) is a UserError when
-// the store is opened; a store that fails later is a RunError. All methods may be called by several threads.
+// A mistake of the user (unknown scheme, unreachable server, wrong password, unwritable folder) is a
+// UserError when the store is opened; a store that fails later is a RunError. All methods may be called by
+// several threads.
 #pragma once
 #include <errno.h>
 #include <fcntl.h>
@@ -37,10 +39,11 @@
 
 #include "llmc/error.h"
 
-// ------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Waiting, random names, signals
 
-// A wait with an end, for what can only be asked for again and again: each pause is longer than the one before.
+// A wait with an end, for what can only be asked for again and again: each pause is longer than the one
+// before.
 class Patience {
 public:
     explicit Patience(double seconds) : limit(seconds) {}
@@ -63,14 +66,16 @@ private:
 // 2 * `bytes` hexadecimal digits from the kernel's random numbers (at most 64 bytes).
 inline std::string random_hex(int bytes) {
     unsigned char data[64];
-    if (bytes > int(sizeof data) || getrandom(data, size_t(bytes), 0) != bytes) { throw RunError("getrandom failed"); }
+    if (bytes > int(sizeof data) || getrandom(data, size_t(bytes), 0) != bytes) {
+        throw RunError("getrandom failed");
+    }
     std::string text;
     for (int i = 0; i < bytes; i++) { text += format("%02x", data[i]); }
     return text;
 }
 
-// While it lives, this thread and those it starts get an error and not a SIGPIPE when they write to a connection
-// that the other side has closed. Gloo and hiredis would otherwise end the process without a word.
+// While it lives, this thread and those it starts get an error and not a SIGPIPE when they write to a
+// connection that the other side has closed. Gloo and hiredis would otherwise end the process without a word.
 class NoSigpipe {
 public:
     NoSigpipe() {
@@ -94,7 +99,7 @@ private:
     bool was_pending;
 };
 
-// ------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // The interface
 
 // Nobody has set the key in time.
@@ -129,7 +134,8 @@ public:
         while (true) {
             if (std::optional<std::string> value = try_get(key)) { return *value; }
             if (patience.is_over()) {
-                throw StoreTimeout(format("no process has set %s in %s within %.0f s", key.c_str(), url().c_str(), seconds));
+                throw StoreTimeout(
+                    format("no process has set %s in %s within %.0f s", key.c_str(), url().c_str(), seconds));
             }
             patience.pause();
         }
@@ -139,9 +145,12 @@ public:
 // The keys that start with `prefix`, without it: the keys of one run.
 class PrefixStore : public Store {
 public:
-    PrefixStore(std::shared_ptr<Store> inner, std::string prefix) : inner(std::move(inner)), prefix(std::move(prefix)) {}
+    PrefixStore(std::shared_ptr<Store> inner, std::string prefix)
+        : inner(std::move(inner)), prefix(std::move(prefix)) {}
     void set(const std::string& key, const std::string& value) override { inner->set(prefix + key, value); }
-    std::optional<std::string> try_get(const std::string& key) override { return inner->try_get(prefix + key); }
+    std::optional<std::string> try_get(const std::string& key) override {
+        return inner->try_get(prefix + key);
+    }
     std::string set_if_absent(const std::string& key, const std::string& value) override {
         return inner->set_if_absent(prefix + key, value);
     }
@@ -181,11 +190,11 @@ private:
     std::map<std::string, std::string> values;
 };
 
-// ------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // A folder
 
-// One file a key. Values appear whole: they are written under another name and then renamed, or linked where only
-// the first may win; rename(2) and link(2) are atomic on network file systems, too.
+// One file a key. Values appear whole: they are written under another name and then renamed, or linked where
+// only the first may win; rename(2) and link(2) are atomic on network file systems, too.
 class FileStore : public Store {
 public:
     explicit FileStore(std::string folder) : folder(std::move(folder)) {
@@ -216,7 +225,8 @@ public:
             const int error = errno;
             close(file);
             if (count == 0) { return value; }
-            if (error != ESTALE && error != EINTR) {  // ESTALE: replaced on a file server while it was being read
+            // ESTALE: the file was replaced on its server while it was being read.
+            if (error != ESTALE && error != EINTR) {
                 errno = error;
                 fail("read", path(key));
             }
@@ -252,8 +262,8 @@ private:
         throw RunError(format("the store's file %s: %s failed (%s)", path.c_str(), call, strerror(errno)));
     }
 
-    // A key as a file name: what is not a letter, digit, '_', '-' or inner '.' becomes %XX. A long one is cut, and ends
-    // in a hash of the whole; "%%" stands in no other name.
+    // A key as a file name: what is not a letter, digit, '_', '-' or inner '.' becomes %XX. A long one is
+    // cut, and ends in a hash of the whole; "%%" stands in no other name.
     std::string path(const std::string& key) const {
         std::string name;
         for (unsigned char c : key) {
@@ -262,7 +272,8 @@ private:
         }
         if (name.size() > 200) {
             const XXH128_hash_t hash = XXH3_128bits(key.data(), key.size());
-            name = name.substr(0, 150) + format("%%%%%016llx%016llx", (unsigned long long)hash.high64, (unsigned long long)hash.low64);
+            name = name.substr(0, 150) + format("%%%%%016llx%016llx", (unsigned long long)hash.high64,
+                                                (unsigned long long)hash.low64);
         }
         return folder + "/" + (name.empty() ? "%" : name);
     }
@@ -291,7 +302,7 @@ private:
     std::string folder;
 };
 
-// ------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // A Redis or Valkey server
 
 struct RedisAddress {
@@ -302,7 +313,9 @@ struct RedisAddress {
 // redis://[[USER]:PASSWORD@]HOST[:PORT]; %XX in user and password; an IPv6 address stands in brackets.
 inline RedisAddress parse_redis_url(const std::string& url) {
     auto wrong = [&] {
-        return UserError("the store's address is not of the form redis://[:PASSWORD@]HOST:PORT: write it so, e.g. redis://10.0.0.1:6379");
+        return UserError(
+            "the store's address is not of the form redis://[:PASSWORD@]HOST:PORT: write it so, e.g. "
+            "redis://10.0.0.1:6379");
     };
     auto decoded = [&](const std::string& text) {
         std::string plain;
@@ -338,10 +351,13 @@ inline RedisAddress parse_redis_url(const std::string& url) {
     }
     if (colon != std::string::npos) {
         const std::string port = rest.substr(colon + 1);
-        if (port.empty() || port.size() > 5 || port.find_first_not_of("0123456789") != std::string::npos) { throw wrong(); }
+        if (port.empty() || port.size() > 5 || port.find_first_not_of("0123456789") != std::string::npos) {
+            throw wrong();
+        }
         address.port = std::stoi(port);
     }
-    if (address.host.empty() || address.host.find_first_of("/:@?#") == 0 || address.port < 1 || address.port > 65535) {
+    if (address.host.empty() || address.host.find_first_of("/:@?#") == 0 || address.port < 1 ||
+        address.port > 65535) {
         throw wrong();
     }
     return address;
@@ -350,8 +366,10 @@ inline RedisAddress parse_redis_url(const std::string& url) {
 #if DILOCO_HIREDIS
 class RedisStore : public Store {
 public:
-    // UserError where the server cannot be reached within `timeout` seconds (at most 10) or refuses the password.
-    RedisStore(const std::string& url, double timeout) : address(parse_redis_url(url)), timeout(std::min(timeout, 10.0)) {
+    // UserError where the server cannot be reached within `timeout` seconds (at most 10) or refuses the
+    // password.
+    RedisStore(const std::string& url, double timeout)
+        : address(parse_redis_url(url)), timeout(std::min(timeout, 10.0)) {
         connect();
     }
 
@@ -408,7 +426,8 @@ private:
             texts.push_back(word.data());
             lengths.push_back(word.size());
         }
-        return Reply((redisReply*)redisCommandArgv(&context, int(words.size()), texts.data(), lengths.data()));
+        return Reply(
+            (redisReply*)redisCommandArgv(&context, int(words.size()), texts.data(), lengths.data()));
     }
 
     void connect() {
@@ -416,7 +435,8 @@ private:
         const timeval limit = {time_t(timeout), suseconds_t((timeout - double(time_t(timeout))) * 1e6)};
         Connection made(redisConnectWithTimeout(address.host.c_str(), address.port, limit));
         if (!made || made->err) {
-            throw UserError("cannot reach the store at " + where() + " (" + (made ? made->errstr : "out of memory") +
+            throw UserError("cannot reach the store at " + where() + " (" +
+                            (made ? made->errstr : "out of memory") +
                             "): start a Redis or Valkey server there, or correct --store");
         }
         redisSetTimeout(made.get(), limit);
@@ -434,14 +454,18 @@ private:
 
     void check_answer(const redisContext* context, const redisReply* reply) const {
         if (!reply) {
-            throw UserError("the server at " + where() + " does not answer like Redis (" + context->errstr + "): correct --store");
+            throw UserError("the server at " + where() + " does not answer like Redis (" + context->errstr +
+                            "): correct --store");
         }
         if (reply->type != REDIS_REPLY_ERROR) { return; }
         const std::string text(reply->str, size_t(reply->len));
-        if (text.rfind("NOAUTH", 0) == 0 || text.rfind("WRONGPASS", 0) == 0 || text.find("password") != std::string::npos) {
-            throw UserError("the store at " + where() + " refuses the password (" + text + "): give --store redis://:PASSWORD@" + where());
+        if (text.rfind("NOAUTH", 0) == 0 || text.rfind("WRONGPASS", 0) == 0 ||
+            text.find("password") != std::string::npos) {
+            throw UserError("the store at " + where() + " refuses the password (" + text +
+                            "): give --store redis://:PASSWORD@" + where());
         }
-        throw UserError("the store at " + where() + " refuses to serve (" + text + "): look at the server's settings");
+        throw UserError("the store at " + where() + " refuses to serve (" + text +
+                        "): look at the server's settings");
     }
 
     // A lost connection is made again, for some seconds: each of the commands in use may be sent twice.
@@ -454,7 +478,8 @@ private:
                 if (!connection) { connect(); }
                 if (Reply reply = ask(*connection, words)) {
                     if (reply->type != REDIS_REPLY_ERROR) { return reply; }
-                    throw RunError("the store at " + where() + " answers " + words[0] + " with: " + reply->str);
+                    throw RunError("the store at " + where() + " answers " + words[0] +
+                                   " with: " + reply->str);
                 }
                 trouble = connection->errstr;
             } catch (const UserError& error) {
@@ -479,12 +504,14 @@ inline std::unique_ptr<Store> open_store(const std::string& url, double timeout)
 #if DILOCO_HIREDIS
         return std::make_unique<RedisStore>(url, timeout);
 #else
-        throw UserError("this build knows no Redis: install hiredis and build again, or use --store file:DIR");
+        throw UserError(
+            "this build knows no Redis: install hiredis and build again, or use --store file:DIR");
 #endif
     }
     if (url.rfind("file:///", 0) == 0) { return std::make_unique<FileStore>(url.substr(strlen("file://"))); }
     if (url.rfind("file:", 0) == 0 && url.rfind("file://", 0) != 0 && url.size() > strlen("file:")) {
         return std::make_unique<FileStore>(url.substr(strlen("file:")));
     }
-    throw UserError("the store '" + url + "' is of no known kind: give --store file:DIR or redis://[:PASSWORD@]HOST:PORT");
+    throw UserError("the store '" + url +
+                    "' is of no known kind: give --store file:DIR or redis://[:PASSWORD@]HOST:PORT");
 }

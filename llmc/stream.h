@@ -1,8 +1,9 @@
 // Stream and Event: work in order, and points in that order that others can wait for.
 //
-// The CPU's version. An inline stream runs its work at once on the calling thread: the main stream. A queued stream
-// is one thread with a first-in-first-out queue: the streams of the two communicators. An exception in a queued
-// stream stops it: what was queued behind is dropped, and every later event carries the exception to who asks.
+// The CPU's version. An inline stream runs its work at once on the calling thread: the main stream. A queued
+// stream is one thread with a first-in-first-out queue: the streams of the two communicators. An exception in
+// a queued stream stops it: what was queued behind is dropped, and every later event carries the exception to
+// who asks.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -75,7 +76,8 @@ public:
         worker.join();
     }
 
-    // Runs `work` after everything enqueued before. On an inline stream it has run, or thrown, when this returns.
+    // Runs `work` after everything enqueued before. On an inline stream it has run, or thrown, when this
+    // returns.
     void enqueue(std::function<void()> work) {
         if (!worker.joinable()) {
             work();

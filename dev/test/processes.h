@@ -54,7 +54,8 @@ public:
         close(ends[1]);
         report_end = ends[0];
     }
-    TestProcess(TestProcess&& other) noexcept : pid(std::exchange(other.pid, -1)), report_end(std::exchange(other.report_end, -1)) {}
+    TestProcess(TestProcess&& other) noexcept
+        : pid(std::exchange(other.pid, -1)), report_end(std::exchange(other.report_end, -1)) {}
     ~TestProcess() {
         if (pid > 0) {
             kill(pid, SIGKILL);
@@ -65,7 +66,8 @@ public:
 
     void send_signal(int signal) { kill(pid, signal); }
 
-    // Waits for the end: exit code, or 128 + the signal; -1 if it still runs after `seconds` (and then kills it).
+    // Waits for the end: exit code, or 128 + the signal; -1 if it still runs after `seconds` (and then kills
+    // it).
     int wait(double seconds) {
         const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
         int status = 0;
@@ -76,7 +78,9 @@ public:
         pid = -1;
         char buffer[4096];
         ssize_t count;
-        while ((count = read(report_end, buffer, sizeof buffer)) > 0) { report.append(buffer, size_t(count)); }
+        while ((count = read(report_end, buffer, sizeof buffer)) > 0) {
+            report.append(buffer, size_t(count));
+        }
         return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
     }
 
@@ -118,8 +122,9 @@ public:
             dup2(null, 1);
             dup2(null, 2);
             const std::string number = std::to_string(candidate);
-            execlp("redis-server", "redis-server", "--port", number.c_str(), "--bind", "127.0.0.1", "--save", "", "--appendonly",
-                   "no", "--dir", folder.path.c_str(), password.empty() ? nullptr : "--requirepass", password.c_str(), nullptr);
+            execlp("redis-server", "redis-server", "--port", number.c_str(), "--bind", "127.0.0.1", "--save",
+                   "", "--appendonly", "no", "--dir", folder.path.c_str(),
+                   password.empty() ? nullptr : "--requirepass", password.c_str(), nullptr);
             _exit(127);
         }
         for (int i = 0; i < 300; i++) {
@@ -137,7 +142,8 @@ public:
     }
 
     std::string url() const {
-        return "redis://" + (password.empty() ? "" : ":" + password + "@") + "127.0.0.1:" + std::to_string(port);
+        return "redis://" + (password.empty() ? "" : ":" + password + "@") +
+               "127.0.0.1:" + std::to_string(port);
     }
 
     int port = 0;
@@ -155,7 +161,8 @@ private:
         const int probe = socket(AF_INET, SOCK_STREAM, 0);
         sockaddr_in address = local(0);
         socklen_t length = sizeof address;
-        const bool bound = bind(probe, (sockaddr*)&address, length) == 0 && getsockname(probe, (sockaddr*)&address, &length) == 0;
+        const bool bound = bind(probe, (sockaddr*)&address, length) == 0 &&
+                           getsockname(probe, (sockaddr*)&address, &length) == 0;
         close(probe);
         return bound ? ntohs(address.sin_port) : 0;
     }

@@ -1,4 +1,5 @@
-// The communicator over Gloo, between real processes: results, bits, byte counts, and who is named when one dies.
+// The communicator over Gloo, between real processes: results, bits, byte counts, and who is named when one
+// dies.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -25,8 +26,8 @@ static void expect_all_well(std::vector<TestProcess>& processes, double seconds 
 // Every collective once, with `count` values to a part, on a stream of `kind`. Returns the reduced bits.
 static std::string check_collectives(Comm& comm, size_t count, Stream::Kind kind) {
     const int size = comm.size(), rank = comm.rank();
-    std::vector<float> own(count), gathered(count * size_t(size)), parts(count * size_t(size)), exchanged(count * size_t(size)),
-        sum(count), in_place, all(count), highest(count);
+    std::vector<float> own(count), gathered(count * size_t(size)), parts(count * size_t(size)),
+        exchanged(count * size_t(size)), sum(count), in_place, all(count), highest(count);
     for (size_t i = 0; i < count; i++) { own[i] = value(rank, 99, i); }
     for (int to = 0; to < size; to++) {
         for (size_t i = 0; i < count; i++) { parts[size_t(to) * count + i] = value(rank, to, i); }
@@ -82,7 +83,9 @@ TEST(CommGloo, collectives_are_exact_and_the_same_bits_on_all_ranks) {
             return std::to_string(hash);
         });
         expect_all_well(processes);
-        for (auto& process : processes) { EXPECT_EQ(process.report, processes[0].report) << size << " processes"; }
+        for (auto& process : processes) {
+            EXPECT_EQ(process.report, processes[0].report) << size << " processes";
+        }
     }
 }
 
@@ -116,12 +119,14 @@ TEST(CommGloo, calls_in_flight_and_two_communicators_do_not_mix) {
         const int calls = 50;
         std::vector<std::vector<float>> sums, gathers;
         for (int call = 0; call < calls; call++) {
-            const size_t count = size_t(1 + (call * 379) % 5000);  // the same size comes again only by accident
+            const size_t count =
+                size_t(1 + (call * 379) % 5000);  // the same size comes again only by accident
             sums.emplace_back(count, float(call * (rank + 1)));
             gathers.emplace_back(4 * count, float(-1));
             std::fill_n(gathers.back().end() - long(count), count, float(call * 10 + 2 - rank));
             inner->all_reduce(sums.back().data(), count, Reduction::sum, inner_stream, nullptr);
-            outer->all_gather(gathers.back().data(), gathers.back().data() + 3 * count, count * sizeof(float), outer_stream, nullptr);
+            outer->all_gather(gathers.back().data(), gathers.back().data() + 3 * count, count * sizeof(float),
+                              outer_stream, nullptr);
         }
         outer_stream.synchronize();
         inner_stream.synchronize();
@@ -283,7 +288,9 @@ TEST(CommGloo, an_unknown_interface_is_a_user_error_that_lists_the_known_ones) {
     });
     for (auto& process : processes) {
         EXPECT_EQ(process.wait(20), 0);
-        EXPECT_EQ(process.report.rfind("no network interface nonsense0 with an address: give --interface one of lo", 0), 0u)
+        EXPECT_EQ(process.report.rfind(
+                      "no network interface nonsense0 with an address: give --interface one of lo", 0),
+                  0u)
             << process.report;
     }
 }

@@ -1,5 +1,5 @@
-// Places from environments; meeting, fingerprints and leaving between real processes; the launcher, with this very test
-// program as the program that it starts.
+// Places from environments; meeting, fingerprints and leaving between real processes; the launcher, with this
+// very test program as the program that it starts.
 #include <gtest/gtest.h>
 
 #include <fstream>
@@ -8,7 +8,7 @@
 #include "dev/test/processes.h"
 #include "llmc/launch.h"
 
-// ------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // The program that the launcher tests run: PROGRAM MODE WORKERS RANKS WORKER STORE
 
 static void all_reduce_for_ever(Process& process) {
@@ -27,8 +27,8 @@ static void all_reduce_for_ever(Process& process) {
 static void run_mode(const std::string& mode, Process& process) {
     const bool is_victim = process.name() == "worker 1 rank 0";
     if (mode == "where") {
-        printf("I am %s of %dx%d, threads %s, terminal %d\n", process.name().c_str(), process.workers, process.ranks,
-               getenv("OMP_NUM_THREADS"), process.terminal);
+        printf("I am %s of %dx%d, threads %s, terminal %d\n", process.name().c_str(), process.workers,
+               process.ranks, getenv("OMP_NUM_THREADS"), process.terminal);
         fprintf(stderr, "a warning\n");
         printf("no newline at the end");
         return;
@@ -36,7 +36,8 @@ static void run_mode(const std::string& mode, Process& process) {
     if (mode == "same mistake") { throw UserError("T is too large: make it smaller"); }
     process.meet();
     if (mode == "one mistake" && is_victim) { throw UserError("no such shard: look"); }
-    process.check_fingerprint({{"--lr", "1"}, {"--overlap", mode == "differ" ? std::to_string(process.worker) : "1"}});
+    process.check_fingerprint(
+        {{"--lr", "1"}, {"--overlap", mode == "differ" ? std::to_string(process.worker) : "1"}});
     if (mode == "exit 3" && is_victim) { _exit(3); }
     if (mode == "stubborn") {
         signal(SIGTERM, SIG_IGN);
@@ -75,7 +76,7 @@ __attribute__((constructor)) static void test_program(int argc, char** argv) {
     options.store = argv[5];
     options.timeout = 20;
     try {
-        Process process = launch(options, argv);
+        Process process = launch(options, argc, argv);
         try {
             run_mode(argv[1], process);
         } catch (const std::runtime_error& error) {
@@ -105,15 +106,20 @@ struct Program {
         return text.str();
     }
 
-    std::string run(const std::string& mode, int workers, int ranks, int worker, const std::string& store) const {
+    std::string run(const std::string& mode, int workers, int ranks, int worker,
+                    const std::string& store) const {
         dup2(open((folder.path + "/out").c_str(), O_CREAT | O_WRONLY, 0600), 1);
         dup2(open((folder.path + "/err").c_str(), O_CREAT | O_WRONLY, 0600), 2);
         setenv("DILOCO_TEST_PROGRAM", "1", 1);
         setenv("TMPDIR", (folder.path + "/tmp").c_str(), 1);
         std::filesystem::create_directory(folder.path + "/tmp");
-        for (const char* name : {"OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"}) { unsetenv(name); }
-        const std::string numbers[] = {std::to_string(workers), std::to_string(ranks), std::to_string(worker)};
-        execl("/proc/self/exe", "program", mode.c_str(), numbers[0].c_str(), numbers[1].c_str(), numbers[2].c_str(), store.c_str(), nullptr);
+        for (const char* name : {"OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"}) {
+            unsetenv(name);
+        }
+        const std::string numbers[] = {std::to_string(workers), std::to_string(ranks),
+                                       std::to_string(worker)};
+        execl("/proc/self/exe", "program", mode.c_str(), numbers[0].c_str(), numbers[1].c_str(),
+              numbers[2].c_str(), store.c_str(), nullptr);
         return "exec failed";
     }
 
@@ -137,10 +143,14 @@ static std::vector<pid_t> wait_for_pids(const Program& program, size_t count) {
     while (true) {
         std::vector<pid_t> pids;
         for (const std::string& line : sorted_lines(program.read("out"))) {
-            if (line.find("pid ") != std::string::npos) { pids.push_back(atoi(line.c_str() + line.find("pid ") + 4)); }
+            if (line.find("pid ") != std::string::npos) {
+                pids.push_back(atoi(line.c_str() + line.find("pid ") + 4));
+            }
         }
         if (pids.size() == count) { return pids; }
-        if (patience.is_over()) { throw std::runtime_error("the processes do not start: " + program.read("err")); }
+        if (patience.is_over()) {
+            throw std::runtime_error("the processes do not start: " + program.read("err"));
+        }
         std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }
 }
@@ -148,7 +158,9 @@ static std::vector<pid_t> wait_for_pids(const Program& program, size_t count) {
 static bool all_are_gone(const std::vector<pid_t>& pids) {
     const Patience patience(3);
     while (!patience.is_over()) {
-        if (std::none_of(pids.begin(), pids.end(), [](pid_t pid) { return kill(pid, 0) == 0; })) { return true; }
+        if (std::none_of(pids.begin(), pids.end(), [](pid_t pid) { return kill(pid, 0) == 0; })) {
+            return true;
+        }
         std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }
     return false;
@@ -161,19 +173,21 @@ TEST(Launcher, every_place_is_started_once_and_lines_are_prefixed) {
     std::vector<std::string> expected;
     for (int i = 0; i < 4; i++) {
         const std::string prefix = i == 0 ? "" : format("[%d.%d] ", i / 2, i % 2);
-        expected.push_back(prefix + format("I am worker %d rank %d of 2x2, threads %d, terminal 0", i / 2, i % 2, threads));
+        expected.push_back(
+            prefix + format("I am worker %d rank %d of 2x2, threads %d, terminal 0", i / 2, i % 2, threads));
         expected.push_back(prefix + "no newline at the end");
     }
     std::sort(expected.begin(), expected.end());
     EXPECT_EQ(sorted_lines(program.out), expected);
-    EXPECT_EQ(sorted_lines(program.err),
-              (std::vector<std::string>{"[0.1] a warning", "[1.0] a warning", "[1.1] a warning", "a warning"}));
+    EXPECT_EQ(sorted_lines(program.err), (std::vector<std::string>{"[0.1] a warning", "[1.0] a warning",
+                                                                   "[1.1] a warning", "a warning"}));
 }
 
 TEST(Launcher, processes_meet_compute_and_leave_and_the_folder_goes_too) {
     Program program("finish", 2, 2);
     EXPECT_EQ(program.wait(), 0) << program.err;
-    EXPECT_EQ(sorted_lines(program.out), (std::vector<std::string>{"[0.1] sum 6", "[1.0] sum 6", "[1.1] sum 6", "sum 6"}));
+    EXPECT_EQ(sorted_lines(program.out),
+              (std::vector<std::string>{"[0.1] sum 6", "[1.0] sum 6", "[1.1] sum 6", "sum 6"}));
     EXPECT_EQ(program.err, "");
     EXPECT_TRUE(program.leaves_nothing_in_tmp());
 }
@@ -219,14 +233,17 @@ TEST(Launcher, a_killed_process_ends_all_and_the_last_line_names_it) {
     const std::string last = "error: worker 1 rank 0 was killed by signal 9 (Killed)\n";
     ASSERT_GE(program.err.size(), last.size());
     EXPECT_EQ(program.err.substr(program.err.size() - last.size()), last) << program.err;
-    EXPECT_NE(program.err.find("error: worker 1 rank 0 is gone (its connection was closed)\n"), std::string::npos) << program.err;
+    EXPECT_NE(program.err.find("error: worker 1 rank 0 is gone (its connection was closed)\n"),
+              std::string::npos)
+        << program.err;
     EXPECT_TRUE(program.leaves_nothing_in_tmp());
 }
 
 TEST(Launcher, a_process_that_leaves_with_an_error_ends_all_with_its_status) {
     Program program("exit 3", 2, 1);
     EXPECT_EQ(program.wait(), 3);
-    EXPECT_EQ(sorted_lines(program.err).back(), "error: worker 1 rank 0 left with exit code 3") << program.err;
+    EXPECT_EQ(sorted_lines(program.err).back(), "error: worker 1 rank 0 left with exit code 3")
+        << program.err;
 }
 
 TEST(Launcher, processes_that_do_not_end_by_themselves_are_killed) {
@@ -261,7 +278,7 @@ TEST(Launcher, a_dead_worker_is_named_at_the_other_site) {
     EXPECT_EQ(first.err, "error: worker 1 rank 0 is gone (its connection was closed)\n");
 }
 
-// ------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Meeting
 
 static Process member(const std::string& folder, int worker, int workers, double timeout = 20) {
@@ -305,7 +322,9 @@ TEST(Meeting, keys_of_a_run_that_died_while_meeting_do_not_matter) {
     }
     auto processes = start_processes(3, [&](int i) {
         Process process = member(folder.path, i, 3);
-        if (i == 2) { std::this_thread::sleep_for(std::chrono::milliseconds(300)); }  // process 0 meets the dead one's key first
+        if (i == 2) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(300));
+        }  // process 0 meets the dead one's key first
         process.meet();
         process.leave();
         return process.run_id;
@@ -330,7 +349,10 @@ TEST(Meeting, two_processes_that_claim_one_place_both_leave_and_so_do_the_others
         });
         for (auto& process : processes) {
             EXPECT_EQ(process.wait(20), 0);
-            EXPECT_EQ(process.report.rfind("two processes claim worker " + std::to_string(claimed) + " rank 0: start each worker once", 0), 0u)
+            EXPECT_EQ(process.report.rfind("two processes claim worker " + std::to_string(claimed) +
+                                               " rank 0: start each worker once",
+                                           0),
+                      0u)
                 << process.report;
         }
     }
@@ -358,7 +380,9 @@ TEST(Meeting, one_that_claims_a_place_in_a_running_run_leaves_and_the_run_goes_o
             return "accepted";
         });
         EXPECT_EQ(late.wait(20), 0);
-        EXPECT_EQ(late.report.rfind("two processes claim worker " + std::to_string(claimed) + " rank 0", 0), 0u) << late.report;
+        EXPECT_EQ(late.report.rfind("two processes claim worker " + std::to_string(claimed) + " rank 0", 0),
+                  0u)
+            << late.report;
     }
     store.set("go on", "");
     for (auto& process : processes) { EXPECT_EQ(process.wait(20), 0) << process.report; }
@@ -375,8 +399,10 @@ TEST(Meeting, who_is_missing_after_the_time_limit_is_named) {
         return "accepted";
     });
     for (auto& process : processes) { EXPECT_EQ(process.wait(20), 0); }
-    EXPECT_EQ(processes[0].report, "worker 1 rank 0 and worker 3 rank 0 did not come within 0.5 s: start all workers with the same "
-                                   "--store, --run-name, --workers and --ranks, or raise --timeout");
+    EXPECT_EQ(
+        processes[0].report,
+        "worker 1 rank 0 and worker 3 rank 0 did not come within 0.5 s: start all workers with the same "
+        "--store, --run-name, --workers and --ranks, or raise --timeout");
     EXPECT_EQ(processes[1].report.rfind("worker 0 rank 0 did not come within 0.5 s", 0), 0u);
 }
 
@@ -406,7 +432,8 @@ TEST(Fingerprint, all_processes_throw_the_same_error_that_names_every_difference
     auto processes = start_processes(3, [&](int i) -> std::string {
         Process process = member(folder.path, i, 3);
         process.meet();
-        std::vector<std::pair<std::string, std::string>> options = {{"--inner-steps", i == 1 ? "50" : "100"}, {"--lr", "0.1"},
+        std::vector<std::pair<std::string, std::string>> options = {{"--inner-steps", i == 1 ? "50" : "100"},
+                                                                    {"--lr", "0.1"},
                                                                     {"--outer-dtype", i == 2 ? "" : "fp4"}};
         if (i == 1) { options.emplace_back("--new", "1"); }
         try {
@@ -418,8 +445,10 @@ TEST(Fingerprint, all_processes_throw_the_same_error_that_names_every_difference
     });
     for (auto& process : processes) {
         EXPECT_EQ(process.wait(20), 0);
-        EXPECT_EQ(process.report, "worker 1 has --inner-steps 50, worker 0 has 100; worker 1 has --new 1, which the program of worker 0 "
-                                  "does not know; worker 2 has --outer-dtype none, worker 0 has fp4: give all the same");
+        EXPECT_EQ(process.report,
+                  "worker 1 has --inner-steps 50, worker 0 has 100; worker 1 has --new 1, which the program "
+                  "of worker 0 "
+                  "does not know; worker 2 has --outer-dtype none, worker 0 has fp4: give all the same");
     }
 }
 
@@ -446,7 +475,7 @@ TEST(Leaving, waits_for_all_and_reports_one_that_has_failed_instead) {
     EXPECT_EQ(processes[2].wait(20), 1);
 }
 
-// ------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Places
 
 struct EnvironmentCase {
@@ -461,9 +490,10 @@ class Environments : public testing::TestWithParam<EnvironmentCase> {};
 
 TEST_P(Environments, say_the_place) {
     const EnvironmentCase& c = GetParam();
-    for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-                             "PMIX_NAMESPACE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID", "SLURM_STEP_ID",
-                             "DILOCO_WORKER", "DILOCO_RANK", "DILOCO_STORE"}) {
+    for (const char* name :
+         {"RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK",
+          "OMPI_COMM_WORLD_SIZE", "PMIX_NAMESPACE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS",
+          "SLURM_JOB_ID", "SLURM_STEP_ID", "DILOCO_WORKER", "DILOCO_RANK", "DILOCO_STORE"}) {
         unsetenv(name);
     }
     for (const auto& [name, value] : c.variables) { setenv(name, value, 1); }
@@ -494,32 +524,77 @@ static std::vector<std::pair<const char*, const char*>> srun(const char* rank, c
     return {{"SLURM_PROCID", rank}, {"SLURM_NTASKS", size}, {"SLURM_JOB_ID", "12"}, {"SLURM_STEP_ID", "3"}};
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Environments, testing::Values(
-    EnvironmentCase{"alone", {}, 1, 1, -1, false, "0.0"},
-    EnvironmentCase{"nothing_given", {}, 2, 3, -1, false, "0.0 launcher"},
-    EnvironmentCase{"nothing_but_a_store", {}, 2, 1, -1, true, "0.0 launcher"},
-    EnvironmentCase{"a_worker_of_one_rank", {}, 2, 1, 1, true, "1.0"},
-    EnvironmentCase{"a_worker_of_two_ranks", {}, 2, 2, 1, true, "1.0 launcher"},
-    EnvironmentCase{"a_worker_without_a_store", {}, 2, 1, 1, false, "--worker needs a place to meet the other workers: give --store"},
-    EnvironmentCase{"the_only_worker", {}, 1, 2, 0, false, "0.0 launcher"},
-    EnvironmentCase{"a_worker_beyond_the_last", {}, 2, 1, 2, true, "--worker 2 is none of the 2 workers: give one of 0 to 1"},
-    EnvironmentCase{"no_workers", {}, 0, 1, -1, true, "--workers and --ranks must be at least 1"},
-    EnvironmentCase{"a_child", {{"DILOCO_WORKER", "1"}, {"DILOCO_RANK", "2"}, {"RANK", "0"}, {"WORLD_SIZE", "1"}, {"LOCAL_RANK", "0"}}, 2, 3, -1, false, "1.2"},
-    EnvironmentCase{"torchrun_first", torchrun("0", "6"), 2, 3, -1, true, "0.0 job7"},
-    EnvironmentCase{"torchrun_last", torchrun("5", "6"), 2, 3, -1, true, "1.2 job7"},
-    EnvironmentCase{"torchrun_of_one_worker", torchrun("2", "3"), 2, 3, 1, true, "1.2"},
-    EnvironmentCase{"torchrun_without_a_store", torchrun("2", "6"), 2, 3, -1, false, "processes that torchrun starts need a place to meet: give --store"},
-    EnvironmentCase{"torchrun_wrong_world", torchrun("2", "4"), 2, 3, -1, true, "torchrun started 4 processes but 2 workers x 3 ranks are 6 processes"},
-    EnvironmentCase{"torchrun_wrong_worker", torchrun("2", "6"), 2, 3, 1, true, "torchrun started 6 processes but worker 1 has 3 ranks"},
-    EnvironmentCase{"torchrun_of_one", torchrun("0", "1"), 1, 1, -1, false, "0.0 job7"},
-    EnvironmentCase{"torchrun_bad_rank", torchrun("x", "2"), 2, 1, -1, true, "RANK is 'x', not a number"},
-    EnvironmentCase{"torchrun_rank_beyond", torchrun("2", "2"), 2, 1, -1, true, "torchrun numbers this process 2 of 2"},
-    EnvironmentCase{"a_variable_alone_is_no_torchrun", {{"RANK", "1"}}, 2, 1, -1, false, "0.0 launcher"},
-    EnvironmentCase{"mpirun", mpirun("3", "4"), 2, 2, -1, true, "1.1 prterun-x"},
-    EnvironmentCase{"mpirun_wrong_world", mpirun("0", "1"), 2, 2, -1, true, "mpirun started 1 processes but 2 workers x 2 ranks are 4"},
-    EnvironmentCase{"srun", srun("3", "4"), 2, 2, -1, true, "1.1 12.3"},
-    EnvironmentCase{"srun_wrong_world", srun("3", "5"), 2, 2, -1, true, "srun started 5 processes but"},
-    EnvironmentCase{"srun_step_of_a_larger_job", {{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "8"}, {"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_JOB_ID", "12"}, {"SLURM_STEP_ID", "3"}}, 2, 1, -1, true, "1.0 12.3"},
-    EnvironmentCase{"an_interactive_shell_in_slurm", srun("0", "1"), 2, 2, -1, false, "0.0 launcher"},
-    EnvironmentCase{"a_batch_script_in_slurm", {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "8"}, {"SLURM_JOB_ID", "12"}}, 2, 1, -1, false, "0.0 launcher"}),
+INSTANTIATE_TEST_SUITE_P(
+    All, Environments,
+    testing::Values(
+        EnvironmentCase{"alone", {}, 1, 1, -1, false, "0.0"},
+        EnvironmentCase{"nothing_given", {}, 2, 3, -1, false, "0.0 launcher"},
+        EnvironmentCase{"nothing_but_a_store", {}, 2, 1, -1, true, "0.0 launcher"},
+        EnvironmentCase{"a_worker_of_one_rank", {}, 2, 1, 1, true, "1.0"},
+        EnvironmentCase{"a_worker_of_two_ranks", {}, 2, 2, 1, true, "1.0 launcher"},
+        EnvironmentCase{"a_worker_without_a_store",
+                        {},
+                        2,
+                        1,
+                        1,
+                        false,
+                        "--worker needs a place to meet the other workers: give --store"},
+        EnvironmentCase{"the_only_worker", {}, 1, 2, 0, false, "0.0 launcher"},
+        EnvironmentCase{"a_worker_beyond_the_last",
+                        {},
+                        2,
+                        1,
+                        2,
+                        true,
+                        "--worker 2 is none of the 2 workers: give one of 0 to 1"},
+        EnvironmentCase{"no_workers", {}, 0, 1, -1, true, "--workers and --ranks must be at least 1"},
+        EnvironmentCase{"a_child",
+                        {{"DILOCO_WORKER", "1"},
+                         {"DILOCO_RANK", "2"},
+                         {"RANK", "0"},
+                         {"WORLD_SIZE", "1"},
+                         {"LOCAL_RANK", "0"}},
+                        2,
+                        3,
+                        -1,
+                        false,
+                        "1.2"},
+        EnvironmentCase{"torchrun_first", torchrun("0", "6"), 2, 3, -1, true, "0.0 job7"},
+        EnvironmentCase{"torchrun_last", torchrun("5", "6"), 2, 3, -1, true, "1.2 job7"},
+        EnvironmentCase{"torchrun_of_one_worker", torchrun("2", "3"), 2, 3, 1, true, "1.2"},
+        EnvironmentCase{"torchrun_without_a_store", torchrun("2", "6"), 2, 3, -1, false,
+                        "processes that torchrun starts need a place to meet: give --store"},
+        EnvironmentCase{"torchrun_wrong_world", torchrun("2", "4"), 2, 3, -1, true,
+                        "torchrun started 4 processes but 2 workers x 3 ranks are 6 processes"},
+        EnvironmentCase{"torchrun_wrong_worker", torchrun("2", "6"), 2, 3, 1, true,
+                        "torchrun started 6 processes but worker 1 has 3 ranks"},
+        EnvironmentCase{"torchrun_of_one", torchrun("0", "1"), 1, 1, -1, false, "0.0 job7"},
+        EnvironmentCase{"torchrun_bad_rank", torchrun("x", "2"), 2, 1, -1, true, "RANK is 'x', not a number"},
+        EnvironmentCase{"torchrun_rank_beyond", torchrun("2", "2"), 2, 1, -1, true,
+                        "torchrun numbers this process 2 of 2"},
+        EnvironmentCase{"a_variable_alone_is_no_torchrun", {{"RANK", "1"}}, 2, 1, -1, false, "0.0 launcher"},
+        EnvironmentCase{"mpirun", mpirun("3", "4"), 2, 2, -1, true, "1.1 prterun-x"},
+        EnvironmentCase{"mpirun_wrong_world", mpirun("0", "1"), 2, 2, -1, true,
+                        "mpirun started 1 processes but 2 workers x 2 ranks are 4"},
+        EnvironmentCase{"srun", srun("3", "4"), 2, 2, -1, true, "1.1 12.3"},
+        EnvironmentCase{"srun_wrong_world", srun("3", "5"), 2, 2, -1, true, "srun started 5 processes but"},
+        EnvironmentCase{"srun_step_of_a_larger_job",
+                        {{"SLURM_PROCID", "1"},
+                         {"SLURM_NTASKS", "8"},
+                         {"SLURM_STEP_NUM_TASKS", "2"},
+                         {"SLURM_JOB_ID", "12"},
+                         {"SLURM_STEP_ID", "3"}},
+                        2,
+                        1,
+                        -1,
+                        true,
+                        "1.0 12.3"},
+        EnvironmentCase{"an_interactive_shell_in_slurm", srun("0", "1"), 2, 2, -1, false, "0.0 launcher"},
+        EnvironmentCase{"a_batch_script_in_slurm",
+                        {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "8"}, {"SLURM_JOB_ID", "12"}},
+                        2,
+                        1,
+                        -1,
+                        false,
+                        "0.0 launcher"}),
     [](const auto& info) { return std::string(info.param.name); });

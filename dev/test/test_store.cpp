@@ -1,4 +1,5 @@
-// The stores: the same claims for a folder, a Redis server, memory and a prefix; contention between real processes.
+// The stores: the same claims for a folder, a Redis server, memory and a prefix; contention between real
+// processes.
 #include <gtest/gtest.h>
 
 #include <fstream>
@@ -22,7 +23,9 @@ protected:
     }
     std::unique_ptr<Store> open() const {
         if (GetParam() == Kind::memory) { return std::make_unique<MemoryStore>(); }
-        if (GetParam() == Kind::prefix) { return std::make_unique<PrefixStore>(open_store(url, 5), "run 7/"); }
+        if (GetParam() == Kind::prefix) {
+            return std::make_unique<PrefixStore>(open_store(url, 5), "run 7/");
+        }
         return open_store(url, 5);
     }
 
@@ -57,10 +60,26 @@ TEST_P(Stores, keys_and_values_may_hold_any_bytes) {
     std::string every_byte;
     for (int c = 0; c < 256; c++) { every_byte += char(c); }
     const std::string large(3'000'000, '\0');
-    const std::vector<std::string> keys = {"", ".", "..", "/", "a/b", "a%2Fb", "a b", "../../etc/passwd", "\n", "\xc3\xa4", "%", "%%",
-                                           ".hidden", every_byte, std::string(1000, 'x'), std::string(999, 'x') + "y"};
+    const std::vector<std::string> keys = {"",
+                                           ".",
+                                           "..",
+                                           "/",
+                                           "a/b",
+                                           "a%2Fb",
+                                           "a b",
+                                           "../../etc/passwd",
+                                           "\n",
+                                           "\xc3\xa4",
+                                           "%",
+                                           "%%",
+                                           ".hidden",
+                                           every_byte,
+                                           std::string(1000, 'x'),
+                                           std::string(999, 'x') + "y"};
     for (size_t i = 0; i < keys.size(); i++) { store->set(keys[i], every_byte + std::to_string(i)); }
-    for (size_t i = 0; i < keys.size(); i++) { EXPECT_EQ(store->try_get(keys[i]), every_byte + std::to_string(i)) << i; }
+    for (size_t i = 0; i < keys.size(); i++) {
+        EXPECT_EQ(store->try_get(keys[i]), every_byte + std::to_string(i)) << i;
+    }
     store->set("empty", "");
     EXPECT_EQ(store->try_get("empty"), "");
     store->set("large", large);
@@ -90,7 +109,8 @@ TEST_P(Stores, of_many_processes_exactly_one_wins_and_all_know_it) {
         for (int other = 0; other < 4; other++) { store->get("here/" + std::to_string(other), 20); }
         std::string winners;
         for (int round = 0; round < rounds; round++) {
-            winners += store->set_if_absent("prize/" + std::to_string(round), std::string(5000, char('0' + i)))[4999];
+            winners += store->set_if_absent("prize/" + std::to_string(round),
+                                            std::string(5000, char('0' + i)))[4999];
         }
         return winners;
     });
@@ -101,7 +121,8 @@ TEST_P(Stores, of_many_processes_exactly_one_wins_and_all_know_it) {
     auto store = open();
     ASSERT_EQ(processes[0].report.size(), size_t(rounds));
     for (int round = 0; round < rounds; round++) {
-        EXPECT_EQ(store->try_get("prize/" + std::to_string(round)), std::string(5000, processes[0].report[size_t(round)]));
+        EXPECT_EQ(store->try_get("prize/" + std::to_string(round)),
+                  std::string(5000, processes[0].report[size_t(round)]));
     }
 }
 
@@ -110,7 +131,9 @@ TEST_P(Stores, a_reader_never_sees_half_a_value) {
     auto processes = start_processes(2, [&](int i) -> std::string {
         auto store = open();
         if (i == 0) {
-            for (int round = 0; round < 200; round++) { store->set("value", std::string(size_t(1 + round * 500), char('a' + round % 26))); }
+            for (int round = 0; round < 200; round++) {
+                store->set("value", std::string(size_t(1 + round * 500), char('a' + round % 26)));
+            }
             store->set("value", "end");
             return "";
         }
@@ -118,16 +141,21 @@ TEST_P(Stores, a_reader_never_sees_half_a_value) {
             const std::string value = store->get("value", 20);
             if (value == "end") { return ""; }
             const size_t round = (value.size() - 1) / 500;
-            if (value != std::string(1 + round * 500, char('a' + round % 26))) { throw std::runtime_error("a torn value"); }
+            if (value != std::string(1 + round * 500, char('a' + round % 26))) {
+                throw std::runtime_error("a torn value");
+            }
         }
     });
     for (auto& process : processes) { EXPECT_EQ(process.wait(30), 0) << process.report; }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Stores, testing::Values(Kind::folder, Kind::redis, Kind::memory, Kind::prefix), [](const auto& info) {
-    return std::string(info.param == Kind::folder ? "folder" : info.param == Kind::redis ? "redis"
-                       : info.param == Kind::memory ? "memory" : "prefix");
-});
+INSTANTIATE_TEST_SUITE_P(All, Stores, testing::Values(Kind::folder, Kind::redis, Kind::memory, Kind::prefix),
+                         [](const auto& info) {
+                             return std::string(info.param == Kind::folder   ? "folder"
+                                                : info.param == Kind::redis  ? "redis"
+                                                : info.param == Kind::memory ? "memory"
+                                                                             : "prefix");
+                         });
 
 TEST(FileStore, leaves_no_temporary_files_and_no_file_outside_its_folder) {
     TemporaryFolder folder;
@@ -136,7 +164,9 @@ TEST(FileStore, leaves_no_temporary_files_and_no_file_outside_its_folder) {
     store.set_if_absent("x", "1");
     store.set_if_absent("x", "2");
     std::set<std::string> names;
-    for (const auto& entry : std::filesystem::directory_iterator(folder.path + "/a/b")) { names.insert(entry.path().filename()); }
+    for (const auto& entry : std::filesystem::directory_iterator(folder.path + "/a/b")) {
+        names.insert(entry.path().filename());
+    }
     EXPECT_EQ(names, (std::set<std::string>{"%2E.%2F..%2Fescape", "x"}));
     EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path), {}), 1);
 }
@@ -163,16 +193,23 @@ TEST(OpenStore, what_cannot_be_used_is_a_user_error_that_says_what_to_do) {
     TemporaryFolder folder;
     std::ofstream(folder.path + "/file") << "not a folder";
     for (const char* url : {"", "nonsense", "ftp://x", "file:", "file://host/dir", "http://127.0.0.1:6379"}) {
-        EXPECT_NE(user_error(url).find("is of no known kind: give --store file:DIR or redis://"), std::string::npos) << url;
+        EXPECT_NE(user_error(url).find("is of no known kind: give --store file:DIR or redis://"),
+                  std::string::npos)
+            << url;
     }
-    for (const char* url : {"redis://", "redis://:1", "redis://host:", "redis://host:0", "redis://host:99999", "redis://host:6379x",
-                            "redis://[::1", "redis://secret@host:1", "redis://:%zz@host:1"}) {
-        EXPECT_NE(user_error(url).find("is not of the form redis://[:PASSWORD@]HOST:PORT: write it so"), std::string::npos) << url;
+    for (const char* url :
+         {"redis://", "redis://:1", "redis://host:", "redis://host:0", "redis://host:99999",
+          "redis://host:6379x", "redis://[::1", "redis://secret@host:1", "redis://:%zz@host:1"}) {
+        EXPECT_NE(user_error(url).find("is not of the form redis://[:PASSWORD@]HOST:PORT: write it so"),
+                  std::string::npos)
+            << url;
     }
-    EXPECT_NE(user_error("file:" + folder.path + "/file").find("give --store a folder that can be written"), std::string::npos);
+    EXPECT_NE(user_error("file:" + folder.path + "/file").find("give --store a folder that can be written"),
+              std::string::npos);
     EXPECT_EQ(user_error("file://" + folder.path), "accepted");
-    EXPECT_EQ(user_error("redis://127.0.0.1:1"), "cannot reach the store at 127.0.0.1:1 (Connection refused): start a Redis or "
-                                                 "Valkey server there, or correct --store");
+    EXPECT_EQ(user_error("redis://127.0.0.1:1"),
+              "cannot reach the store at 127.0.0.1:1 (Connection refused): start a Redis or "
+              "Valkey server there, or correct --store");
 }
 
 TEST(OpenStore, redis_urls_are_taken_apart) {
