@@ -151,7 +151,7 @@ class Bpe:
         self.vocabulary = [bytes(map(bytes_of.get, name)) for name, _ in by_id[:-1]] + [END_OF_TEXT.encode()]
 
     def encode(self, texts):
-        return [np.array(encoding.ids, np.uint16) for encoding in self.tokenizer.encode_batch(texts)]
+        return [np.array(encoding.ids, np.uint16) for encoding in self.tokenizer.encode_batch_fast(texts)]
 
 
 def byte_level_characters():

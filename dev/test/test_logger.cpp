@@ -3,7 +3,6 @@
 
 #include <cmath>
 #include <limits>
-#include <regex>
 #include <sstream>
 
 #include "dev/test/files.h"
@@ -21,7 +20,9 @@ std::vector<std::string> lines_of(const std::string& path) {
 std::vector<std::string> without_times(const std::string& path) {
     std::vector<std::string> lines = lines_of(path);
     for (std::string& line : lines) {
-        line = std::regex_replace(line, std::regex("\"time\":[0-9.e+-]+"), "\"time\":T");
+        const size_t begin = line.find("\"time\":");
+        if (begin == std::string::npos) { continue; }
+        line.replace(begin, line.find_first_of(",}", begin) - begin, "\"time\":T");
     }
     return lines;
 }

@@ -18,7 +18,8 @@ END = b"<|endoftext|>"
 
 def prepare(*arguments, **environment):
     command = [sys.executable, str(PREPARE), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120,
+                          env={**os.environ, **environment})
 
 
 def made(*arguments, **environment):
