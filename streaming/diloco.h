@@ -114,8 +114,8 @@ struct SyncReport {
 
 class Diloco {
 public:
-    // rank: this process's rank in its worker.   outer: joins the holders of this shard; its rank is the
-    // worker.
+    // rank: this process's rank in its worker.
+    // outer: joins the processes that hold this shard; its rank is the worker's number.
     Diloco(const DilocoOptions& options, std::vector<Fragment> fragments, const Layout& layout, int rank,
            Comm& outer, Stream& outer_stream)
         : options(options), fragments(std::move(fragments)), worker(outer.rank()) {
@@ -142,9 +142,9 @@ public:
     }
 
     // After the inner update of `step` (1, 2, ...): sends, then receives what is due.
-    // tokens: that this worker has trained on so far.   local: (shard_size)   params: flat; this rank's
-    // shards are written Throws a CommError when an exchange failed, a RunError when the workers' global
-    // parameters differ.
+    // tokens: that this worker has trained on so far.
+    // local: (shard_size)   params: flat; this rank's shards are written
+    // Throws a CommError when an exchange failed, a RunError when the workers' global parameters differ.
     std::vector<SyncReport> after_inner_step(long step, uint64_t tokens, float* local, floatX* params,
                                              Stream& main) {
         for (int p = 0; p < int(fragments.size()); p++) {
@@ -193,8 +193,7 @@ private:
         in_flight.push_back(sync);
     }
 
-    // In the order of sending, which is that of the sync numbers, and on one worker also that of the due
-    // steps.
+    // In the order of sending, which is that of the sync numbers and, on one worker, of the due steps.
     std::vector<SyncReport> receive_due(long step, float* local, floatX* params, Stream& main) {
         std::vector<SyncReport> reports;
         while (!in_flight.empty() && due_step(in_flight.front()) <= step) {
@@ -236,18 +235,18 @@ private:
         std::string who;
         for (int worker : diverged) { who += (who.empty() ? "" : ", ") + std::to_string(worker); }
         who = (diverged.size() == 1 ? "worker " : "workers ") + who;
-        throw RunError("the global parameters of " + describe(sync) + " are not the same on all workers (not "
-                       "those of most: " + who + "): start the run again from its last checkpoint");
+        throw RunError("the global parameters of " + describe(sync) + " differ between workers, suspected: " +
+                       who + ": start the run again from its last checkpoint");
     }
 
     DilocoOptions options;
     std::vector<Fragment> fragments;
     std::vector<std::vector<Range>> ranges;  // of each fragment: its blocks' shards
+    std::vector<uint64_t> tokens_at_send;    // of each fragment: tokens when it was last sent
     int worker;                              // this one
-    long values = 0;  // in the shard buffers
+    long values = 0;                         // in the shard buffers
     OuterState state;
-    Buffer<float> mean;                    // (largest fragment)
-    std::vector<uint64_t> tokens_at_send;  // of each fragment: tokens when it was last sent
+    Buffer<float> mean;  // (largest fragment)
     std::deque<Sync> in_flight;
     std::unique_ptr<Exchange> exchange;
 };

@@ -96,8 +96,8 @@ inline std::vector<int> diverged_workers(const std::vector<PayloadHeader>& heade
 
 class AllGatherExchange : public Exchange {
 public:
-    // largest: values in this process's shard of the largest fragment.   in_flight: the most exchanges at a
-    // time.
+    // largest: values in this process's shard of the largest fragment.
+    // in_flight: the most exchanges at the same time.
     AllGatherExchange(Format format, long largest, int in_flight, Comm& comm, Stream& stream)
         : format_(format), comm(comm), stream(stream) {
         const long bytes = long(payload_bytes(format, largest));

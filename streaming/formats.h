@@ -33,8 +33,7 @@ HD inline uint32_t round_magnitude(uint32_t magnitude, uint32_t largest) {
     const uint32_t odd = magnitude >> dropped & 1, below_half = (1u << (dropped - 1)) - 1;
     uint32_t normal = ((magnitude + below_half + odd) >> dropped) - (uint32_t(127 - bias) << mantissa_bits);
 
-    // Subnormal: adding a number whose last place is the format's smallest step makes the adder round to that
-    // step.
+    // Subnormal: adding a number whose last place is the format's smallest step makes the sum round to it.
     const uint32_t adder = uint32_t(127 + 1 - bias - mantissa_bits + 23) << 23;
     uint32_t subnormal = float_to_bits(add_rn(bits_to_float(magnitude), bits_to_float(adder))) - adder;
 
@@ -91,8 +90,7 @@ struct E4M3 {
     }
 
     HD static float decode(uint32_t code) {
-        // As E3M0's, but that mantissas follow: subnormals become fp32's subnormals, and the product is right
-        // again.
+        // As E3M0's, with the mantissa behind: a subnormal becomes one of fp32's, and the product is exact.
         float value = multiply_rn(bits_to_float((code & 0x80) << 24 | (code & 0x7f) << 20), 0x1p120f);
         return (code & 0x7f) == 0x7f ? bits_to_float(0x7fc00000 | (code & 0x80) << 24) : value;
     }

@@ -53,8 +53,7 @@ HD inline float outer_parameter(float global, float new_momentum, float mean, Ou
     return fma_rn(-step.learning_rate, fma_rn(step.momentum, new_momentum, mean), global);
 }
 
-// For alpha < 1; with alpha = 1 nothing is to be done. 0 is no case of the formula: 0 * local is not 0 for
-// every local.
+// For alpha < 1; with alpha = 1 local stays. alpha = 0 is apart: 0 * local is not 0 for every local.
 HD inline float merge(float local, float global, float alpha) {
     float mixed = fma_rn(alpha, local, multiply_rn(subtract_rn(1.0f, alpha), global));
     return alpha == 0 ? global : mixed;
@@ -82,8 +81,8 @@ inline void outer_step_loop(float* global, float* momentum, float* local, floatX
 }
 
 // One pass over a range: momentum, global, local and the copy of local that the model computes with.
-// With alpha = 1 local and params stay as they are.   all: (n)   Memory: 16 bytes read and 16 written a
-// value.
+// With alpha = 1 local and params stay as they are.
+// all: (n)   Memory: 16 bytes read and 16 written a value.
 inline void outer_step(float* global, float* momentum, float* local, floatX* params, const float* mean,
                        long n, OuterStep step, Stream& stream) {
     stream.enqueue([=] { outer_step_loop(global, momentum, local, params, mean, n, step); });

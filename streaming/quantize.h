@@ -2,16 +2,14 @@
 //
 //     payload | header, 64 bytes | scales, a bf16 for 128 values | codes, two fp4 a byte, the first one low |
 //
-// Every section starts and ends on 16 bytes (NCCL moves single bytes otherwise). bf16 and fp32 have no
-// scales.
+// Every section starts and ends on 16 bytes: NCCL moves single bytes otherwise. bf16 and fp32 have no scales.
 //
 //     delta = global - local                                   the outer gradient (arXiv 2501.18512, 2.1)
 //     scale = max |delta| / largest code, rounded up to bf16   so that nothing clips; 0 where all are 0
 //     code  = encode(delta / scale)
 //     mean  = (0 + decode(code_0) * scale_0 + decode(code_1) * scale_1 + ...) / M     fp32, workers ascending
 //
-// A delta that is not finite, or too large for bf16, sets a flag in the header: the payload travels all the
-// same.
+// A delta that is not finite or too large for bf16 sets a flag in the header; the payload travels all the same.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -56,21 +54,19 @@ inline size_t payload_bytes(Format format, long n) {
     return sizeof(PayloadHeader) + scale_bytes(format, n) + code_bytes(format, n);
 }
 
-// What value number `index` adds to the hash. A multiplication between two folds spreads every bit over the
-// word.
+// What value number `index` adds to the hash. A product between two folds spreads every bit over the word.
 HD inline uint64_t hash_value(uint64_t index, float value) {
     uint64_t x = index * 0x9e3779b97f4a7c15 + float_to_bits(value);
     x = (x ^ x >> 32) * 0xd6e8feb86659fd93;
     return x ^ x >> 32;
 }
 
-// x rounded up to bf16.   x: the bits of a non-negative fp32. 0x7f80 and above: x was not finite, or bf16
-// cannot hold it.
+// x rounded up to bf16, as bits.   x: the bits of a non-negative fp32
+// 0x7f80 and above: x was not finite, or bf16 cannot hold it.
 HD inline uint32_t bf16_rounded_up(uint32_t x) { return (x + 0xffff) >> 16; }
 
-// The scale of a block whose largest magnitude has the bits `absmax`, as bf16 bits; at least absmax /
-// largest. scale * largest is exact but for subnormals, so one step up is enough where the division rounded
-// down.
+// The scale of a block whose largest magnitude has the bits `absmax`, as bf16 bits: absmax / largest or more.
+// scale * largest is exact but for subnormals, so one step up is enough where the division rounded down.
 template <class F>
 HD inline uint32_t block_scale(uint32_t absmax) {
     uint32_t scale = bf16_rounded_up(float_to_bits(divide_rn(bits_to_float(absmax), F::largest)));
