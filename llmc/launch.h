@@ -22,6 +22,7 @@ struct LaunchOptions {
     int workers = 1, ranks = 1;
     int worker = -1;        // -1: not given
     std::string store;      // URL; empty: not given
+    std::string interface;  // of the network between workers; empty: the one that leads to the store
     std::string run_name = "diloco";
     double timeout = 600;
 };
@@ -140,7 +141,7 @@ inline std::vector<Child> children_to_start(const LaunchOptions& o) {
 
 // This process, not yet met with the others. A process that starts others does not return from here but exits
 // with their status, so call it before anything is written. Throws UserError.
-inline Process launch(const LaunchOptions& o, int, char** argv) {
+inline Process launch(const LaunchOptions& o, char** argv) {
     const Place place = find_place(o);
     if (place.starts_others) {
         int status;
@@ -160,6 +161,7 @@ inline Process launch(const LaunchOptions& o, int, char** argv) {
     process.workers = o.workers;
     process.ranks = o.ranks;
     process.timeout = o.timeout;
+    process.interface = o.interface;
     process.run_name = place.job.empty() ? o.run_name : o.run_name + "." + place.job;
     process.terminal = has_launcher ? environment("DILOCO_TERMINAL") == "1" : isatty(STDOUT_FILENO);
     if (process.size() > 1) {

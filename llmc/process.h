@@ -222,6 +222,7 @@ struct Process {
     int workers = 1, ranks = 1;  // M and R
     bool terminal = false;       // what it prints goes to a terminal, if through the process that started it
     double timeout = 600;        // seconds to wait for others
+    std::string interface;       // of the network between workers; empty: the one that leads to the store
     std::string run_name = "diloco";
     std::shared_ptr<Store> meeting_point = std::make_shared<MemoryStore>();
     std::string run_id;            // known after meet(), as is
@@ -268,9 +269,8 @@ struct Process {
         return make_comm_gloo(*store, "inner/" + std::to_string(worker), rank, ranks, "", timeout, members);
     }
 
-    // The processes that own this one's shard, one of each worker. `interface`: of the network between them;
-    // empty: the one that leads to the store.
-    std::unique_ptr<Comm> outer_comm(const std::string& interface = "") {
+    // The processes that own this one's shard, one of each worker. Throws UserError or CommError.
+    std::unique_ptr<Comm> outer_comm() {
         std::vector<std::string> members;
         for (int w = 0; w < workers; w++) { members.push_back(name(w, rank)); }
         return make_comm_gloo(*store, "outer/" + std::to_string(rank), worker, workers, interface, timeout,

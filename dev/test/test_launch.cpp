@@ -76,7 +76,7 @@ __attribute__((constructor)) static void test_program(int argc, char** argv) {
     options.store = argv[5];
     options.timeout = 20;
     try {
-        Process process = launch(options, argc, argv);
+        Process process = launch(options, argv);
         try {
             run_mode(argv[1], process);
         } catch (const std::runtime_error& error) {
