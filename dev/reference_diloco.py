@@ -16,9 +16,9 @@ The JSON holds, for each setting, the trainer's options, and as results
 Tolerance: a correct trainer in fp32 on a CPU differs by rounding only; how far that goes, --drift shows.
 PyTorch 2.15 drifts by 2e-7 (losses), 3e-6 (norms), 2e-5 (tensor norms, those of small biases) and 4e-5 (the
 sample's movement from its initial values), the trainer by less. But a drift of 1e-7 in a parameter is one of
-1e-5 in a delta, which now and then carries a value over a boundary of fp4 to another code, or a block's largest
-value over one of bf16 to another scale: 1e-4 in the norm of a tensor has been seen. TOLERANCE leaves room for
-that. Mistakes are larger where it counts: 0.1% more outer lr moves losses by 2e-5, one step of delay by 1e-2.
+1e-5 in a delta, which now and then carries a value over a boundary of fp4 to another code, or a block's
+largest value over one of bf16 to another scale: 1e-4 in the norm of a tensor has been seen. TOLERANCE leaves
+room for that. Mistakes are larger where it counts: 0.1% more outer lr moves losses by 2e-5, one step of delay by 1e-2.
 """
 import argparse
 import json
