@@ -392,10 +392,8 @@ def run(options):
     folder = options.out or Path(__file__).resolve().parent / f"{name}-{options.tokenizer.replace(':', '')}"
     shown = os.path.relpath(folder)
     settings = describe(options)
-    if not folder.parent.is_dir():
-        raise UserError(f"there is no folder {folder.parent}: make it, or give another --out")
     new = not folder.exists()
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)  # several runs at once: the others find the work done
     if is_there(folder, settings):
