@@ -32,8 +32,10 @@ classic=(--fragment-layers 0 --outer-dtype fp32 --overlap 0 --local-weight 0)
 # Streaming: two layers a fragment, in four bits, merged one step later, half and half.
 streaming=(--fragment-layers 2 --outer-dtype fp4 --overlap 1 --local-weight 0.5)
 
-# Watching: validate every 100 steps on 20 batches.
-watch=(-v 100 -m 20)
+# Validation: every 200 steps, on the same 640 sequences in all runs. A worker validates by itself, in batches of -b;
+# data-parallel ranks share the work, so that their batches are twice as large and half as many.
+validate_every=200
+validation_batches=80
 sample_length=400
 
 say() {
@@ -45,20 +47,21 @@ train() {
     local name=$1
     shift
     ./train_gpt_cpu -i "$out/text/*_train_*.bin" -j "$out/text/*_val_*.bin" -o "$out/$name" \
-        "${model[@]}" "${inner[@]}" "${watch[@]}" "$@"
+        "${model[@]}" "${inner[@]}" -v "$validate_every" "$@"
 }
 
 say "The text: the King James Bible as bytes, a twentieth of it held out for validation."
 "$python" data/prepare.py --tokenizer bytes --out "$out/text"
 
 say "1 of 3, data-parallel: two processes share their gradients in every step."
-train data-parallel --workers 1 --ranks 2 -s 0
+train data-parallel --workers 1 --ranks 2 -m $((validation_batches / 2)) -s 0
 
 say "2 of 3, DiLoCo: two workers train apart and exchange the whole model in fp32 now and then."
-train diloco --workers 2 "${outer[@]}" "${classic[@]}" -s 0
+train diloco --workers 2 -m "$validation_batches" "${outer[@]}" "${classic[@]}" -s 0
 
 say "3 of 3, Streaming DiLoCo: fragment after fragment in four bits, while training goes on; then it writes."
-train streaming --workers 2 "${outer[@]}" "${streaming[@]}" -s 1000000 -g "$sample_length"
+train streaming --workers 2 -m "$validation_batches" "${outer[@]}" "${streaming[@]}" \
+    -s 1000000 -g "$sample_length"   # a sample at the end only
 
 say "What it cost and what came of it. Data-parallel sends fp32 here; in bf16 it would send half."
 "$python" dev/compare.py "$out/data-parallel" "$out/diloco" "$out/streaming"
