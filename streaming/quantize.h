@@ -66,7 +66,7 @@ HD inline uint64_t hash_value(uint64_t index, float value) {
 HD inline uint32_t bf16_rounded_up(uint32_t x) { return (x + 0xffff) >> 16; }
 
 // The scale of a block whose largest magnitude has the bits `absmax`, as bf16 bits: absmax / largest or more.
-// scale * largest is exact but for subnormals, so one step up is enough where the division rounded down.
+// Only a quotient that is subnormal can be rounded down to a bf16 that is too small; then the next one is right.
 template <class F>
 HD inline uint32_t block_scale(uint32_t absmax) {
     uint32_t scale = bf16_rounded_up(float_to_bits(divide_rn(bits_to_float(absmax), F::largest)));

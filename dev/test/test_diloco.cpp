@@ -581,6 +581,30 @@ TEST(Diloco, a_dead_worker_is_named_with_the_fragment_and_the_sync) {
     EXPECT_EQ(peer, 2);
 }
 
+TEST(Exchange, the_wire_waits_for_a_payload_that_the_main_stream_is_still_writing) {
+    const long n = 256;
+    LocalGroup group(2);
+    expect_no_errors(run_members(2, [&](int worker) {
+        LocalComm comm(group, worker);
+        Stream main(Stream::Kind::queued), outer(Stream::Kind::queued);
+        AllGatherExchange exchange(Format::fp32, n, 1, comm, outer);
+        std::vector<float> global(n, 3.0f), local(n, worker == 0 ? 1.0f : 2.0f), mean(n);
+        const Sync sync{0, 0, 1, n};
+        uint8_t* payload = exchange.payload(sync);
+        main.enqueue([] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); });
+        device::write_header(payload, make_header(sync, Format::fp32, worker, 0), main);
+        device::quantize(payload, Format::fp32, n, 0, global.data(), local.data(), n, main);
+        Event ready;
+        main.record(ready);
+        exchange.start(sync, ready);
+        EXPECT_EQ(exchange.wait(sync).size(), 2u);
+        exchange.mean(mean.data(), sync, main);
+        main.synchronize();
+        EXPECT_EQ(mean, std::vector<float>(n, 1.5f));
+        EXPECT_EQ(exchange.finish(sync).bytes_sent, payload_bytes(Format::fp32, n));
+    }));
+}
+
 TEST(Outer, the_merge_is_exact_at_both_ends_and_the_formula_between) {
     const std::vector<float> special = {0.0f, -0.0f, 1.0f, -1e-45f, 1e-40f, 3e38f, -3e38f, INFINITY, NAN};
     Stream stream;
