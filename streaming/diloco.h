@@ -39,7 +39,8 @@ inline void validate(const DilocoOptions& options, long steps, int workers) {
     if (H < 1) { throw UserError(format("%ld inner steps (H): use at least 1", H)); }
     if (options.overlap < 0 || options.overlap >= H) {
         throw UserError(format("an overlap (tau) of %ld steps with %ld inner steps (H): use 0 to %ld, so "
-                               "that a fragment has arrived before it is sent again", options.overlap, H, H - 1));
+                               "that a fragment has arrived before it is sent again",
+                               options.overlap, H, H - 1));
     }
     if (!(options.local_weight >= 0 && options.local_weight <= 1)) {
         throw UserError(format("a local weight (alpha) of %g: use 0 to 1", options.local_weight));

@@ -66,9 +66,9 @@ inline void check_header(const PayloadHeader& header, const Sync& sync, Format f
     const PayloadHeader expected = make_header(sync, format_expected, worker, 0);
     auto same = [&](const char* what, uint64_t got, uint64_t wanted) {
         if (got != wanted) {
-            const std::string who = "the payload of worker " + std::to_string(worker) + " for " + describe(sync);
+            const std::string who = "the payload of worker " + std::to_string(worker);
             const std::string why = " is " + std::to_string(got) + ", not " + std::to_string(wanted);
-            throw CommError(worker, who + " was refused: its " + what + why
+            throw CommError(worker, who + " for " + describe(sync) + " was refused: its " + what + why
                                         + ": do all workers run the same program with the same options?");
         }
     };

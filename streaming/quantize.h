@@ -9,11 +9,12 @@
 //     code  = encode(delta / scale)
 //     mean  = (0 + decode(code_0) * scale_0 + decode(code_1) * scale_1 + ...) / M     fp32, workers ascending
 //
-// A delta that is not finite or too large for bf16 sets a flag in the header; the payload travels all the same.
+// A delta that is not finite or too large for bf16 sets a flag in the header; the payload still travels.
 #pragma once
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "formats.h"
 #include "llmc/layout.h"
@@ -66,7 +67,7 @@ HD inline uint64_t hash_value(uint64_t index, float value) {
 HD inline uint32_t bf16_rounded_up(uint32_t x) { return (x + 0xffff) >> 16; }
 
 // The scale of a block whose largest magnitude has the bits `absmax`, as bf16 bits: absmax / largest or more.
-// Only a quotient that is subnormal can be rounded down to a bf16 that is too small; then the next one is right.
+// Only a subnormal quotient can be rounded down to a bf16 that is too small; then the next one is right.
 template <class F>
 HD inline uint32_t block_scale(uint32_t absmax) {
     uint32_t scale = bf16_rounded_up(float_to_bits(divide_rn(bits_to_float(absmax), F::largest)));
@@ -91,49 +92,33 @@ namespace cpu {
 
 const long parallel_blocks = 512;  // below so many blocks one thread is faster than a team
 
-// Codes, one a 32-bit word, to memory.   words: (128)
+// A code of format F by itself: the smallest unsigned integer that holds it.
 template <class F>
-inline void pack_block(uint8_t* out, const uint32_t* words) {
-    if constexpr (F::bits == 32) {
-        memcpy(out, words, quantization_block * sizeof(uint32_t));
-    } else if constexpr (F::bits == 16) {
-        uint16_t codes[quantization_block];
-        for (int i = 0; i < quantization_block; i++) { codes[i] = uint16_t(words[i]); }
-        memcpy(out, codes, sizeof(codes));
+using Code = std::conditional_t<F::bits <= 8, uint8_t, std::conditional_t<F::bits == 16, uint16_t, uint32_t>>;
+
+// Codes to the bytes of a payload, and back.   codes: (128)
+// Two fp4 codes lie beside each other in a 16-bit word (little-endian), so that no vector lane has to be moved.
+template <class F>
+inline void pack_block(uint8_t* out, const Code<F>* codes) {
+    if constexpr (F::bits == 4) {
+        uint16_t pairs[quantization_block / 2];
+        memcpy(pairs, codes, sizeof(pairs));
+        for (int i = 0; i < quantization_block / 2; i++) { out[i] = uint8_t(pairs[i] | pairs[i] >> 4); }
     } else {
-        uint8_t codes[quantization_block];
-        for (int i = 0; i < quantization_block; i++) { codes[i] = uint8_t(words[i]); }
-        if constexpr (F::bits == 8) {
-            memcpy(out, codes, sizeof(codes));
-        } else {  // pairs of neighbours as 16-bit words (little-endian): no lane has to be moved
-            uint16_t pairs[quantization_block / 2];
-            memcpy(pairs, codes, sizeof(pairs));
-            for (int i = 0; i < quantization_block / 2; i++) { out[i] = uint8_t(pairs[i] | pairs[i] >> 4); }
-        }
+        memcpy(out, codes, quantization_block * sizeof(*codes));
     }
 }
 
-// The reverse.
 template <class F>
-inline void unpack_block(uint32_t* words, const uint8_t* inp) {
-    if constexpr (F::bits == 32) {
-        memcpy(words, inp, quantization_block * sizeof(uint32_t));
-    } else if constexpr (F::bits == 16) {
-        uint16_t codes[quantization_block];
-        memcpy(codes, inp, sizeof(codes));
-        for (int i = 0; i < quantization_block; i++) { words[i] = codes[i]; }
-    } else {
-        uint8_t codes[quantization_block];
-        if constexpr (F::bits == 8) {
-            memcpy(codes, inp, sizeof(codes));
-        } else {
-            uint16_t pairs[quantization_block / 2];
-            for (int i = 0; i < quantization_block / 2; i++) {
-                pairs[i] = uint16_t((inp[i] | inp[i] << 4) & 0x0f0f);
-            }
-            memcpy(codes, pairs, sizeof(codes));
+inline void unpack_block(Code<F>* codes, const uint8_t* inp) {
+    if constexpr (F::bits == 4) {
+        uint16_t pairs[quantization_block / 2];
+        for (int i = 0; i < quantization_block / 2; i++) {
+            pairs[i] = uint16_t((inp[i] | inp[i] << 4) & 0x0f0f);
         }
-        for (int i = 0; i < quantization_block; i++) { words[i] = codes[i]; }
+        memcpy(codes, pairs, sizeof(pairs));
+    } else {
+        memcpy(codes, inp, quantization_block * sizeof(*codes));
     }
 }
 
@@ -142,7 +127,7 @@ inline void unpack_block(uint32_t* words, const uint8_t* inp) {
 template <class F>
 inline bool quantize_block(uint8_t* codes, uint16_t* scale, const float* global, const float* local) {
     float delta[quantization_block];
-    uint32_t words[quantization_block];
+    Code<F> block[quantization_block];
     uint32_t absmax = 0;  // as bits: infinity and NaN are the largest
     for (int i = 0; i < quantization_block; i++) {
         delta[i] = subtract_rn(global[i], local[i]);
@@ -152,28 +137,28 @@ inline bool quantize_block(uint8_t* codes, uint16_t* scale, const float* global,
     if constexpr (F::scaled) {
         *scale = uint16_t(finite ? block_scale<F>(absmax) : 0);
         const float divisor = *scale == 0 ? 1.0f : bits_to_float(uint32_t(*scale) << 16);
-        for (int i = 0; i < quantization_block; i++) { words[i] = F::encode(divide_rn(delta[i], divisor)); }
+        for (int i = 0; i < quantization_block; i++) { block[i] = Code<F>(F::encode(divide_rn(delta[i], divisor))); }
     } else {
-        for (int i = 0; i < quantization_block; i++) { words[i] = F::encode(delta[i]); }
+        for (int i = 0; i < quantization_block; i++) { block[i] = Code<F>(F::encode(delta[i])); }
     }
-    pack_block<F>(codes, words);
+    pack_block<F>(codes, block);
     return finite;
 }
 
 // sum[i] += value i of one block of a payload.   sum: (128)   scale: not used by formats without scales
 template <class F>
 inline void add_block(float* sum, const uint8_t* codes, const uint8_t* scale) {
-    uint32_t words[quantization_block];
-    unpack_block<F>(words, codes);
+    Code<F> block[quantization_block];
+    unpack_block<F>(block, codes);
     if constexpr (F::scaled) {
         uint16_t bits;
         memcpy(&bits, scale, sizeof(bits));
         const float factor = bits_to_float(uint32_t(bits) << 16);
         for (int i = 0; i < quantization_block; i++) {
-            sum[i] = add_rn(sum[i], multiply_rn(F::decode(words[i]), factor));
+            sum[i] = add_rn(sum[i], multiply_rn(F::decode(block[i]), factor));
         }
     } else {
-        for (int i = 0; i < quantization_block; i++) { sum[i] = add_rn(sum[i], F::decode(words[i])); }
+        for (int i = 0; i < quantization_block; i++) { sum[i] = add_rn(sum[i], F::decode(block[i])); }
     }
 }
 

@@ -93,11 +93,13 @@ public:
         });
     }
 
-    void reduce_scatter(float* out, const float* inp, size_t count, Stream& stream, Traffic* traffic) override {
+    void reduce_scatter(float* out, const float* inp, size_t count, Stream& stream,
+                        Traffic* traffic) override {
         reduce(out, inp, count, size_t(rank_) * count, Reduction::sum, stream, traffic);
     }
 
-    void all_reduce(float* values, size_t count, Reduction reduction, Stream& stream, Traffic* traffic) override {
+    void all_reduce(float* values, size_t count, Reduction reduction, Stream& stream,
+                    Traffic* traffic) override {
         reduce(values, values, count, 0, reduction, stream, traffic);
     }
 

@@ -528,8 +528,8 @@ TEST(Diloco, a_payload_with_a_wrong_header_is_refused_with_what_is_wrong) {
             [&](long call, uint8_t* parts, size_t bytes) {
                 if (call == 2) { parts[bytes + damage.offset] ^= 4; }
             });
-        const std::string expected = "the payload of worker 1 for fragment 0 (sync 2, sent at step 6) was refused: "
-                                     "its " + std::string(damage.what) + " is ";
+        const std::string expected = "the payload of worker 1 for fragment 0 (sync 2, sent at step 6) was "
+                                     "refused: its " + std::string(damage.what) + " is ";
         EXPECT_EQ(errors[0].substr(0, expected.size()), expected);
     }
 }
@@ -612,7 +612,7 @@ TEST(Outer, the_merge_is_exact_at_both_ends_and_the_formula_between) {
         for (float start : special) {
             for (float target : special) {
                 float global = target, momentum = 0, local = start, params = 17, mean = 0;
-                device::outer_step(&global, &momentum, &local, &params, &mean, 1, {0.0f, 0.0f, alpha}, stream);
+                device::outer_step(&global, &momentum, &local, &params, &mean, 1, {0, 0, alpha}, stream);
                 const float expected = alpha == 0 ? global : start;
                 EXPECT_EQ(float_to_bits(local), float_to_bits(expected)) << start << " " << target;
                 EXPECT_EQ(float_to_bits(params), float_to_bits(alpha == 0 ? global : 17.0f));
