@@ -17,6 +17,7 @@
 #include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
+#include <sched.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -184,6 +185,25 @@ private:
     Transfer* awaited = nullptr;
     bool closing = false;
     std::thread thread;
+};
+
+// Threads that are started while it lives wake up without pushing another off its core. For Gloo's: it takes
+// the lock of a connection by trying again and again, and if it pushes aside the very thread that holds the
+// lock, it spins for a whole time slice. (Exchanges of one value, on two busy cores: 0.2 to 0.7 ms instead of
+// up to 4 ms, and a tenth of the CPU time.)
+class PatientThreads {
+public:
+    PatientThreads() : is_usual(sched_getscheduler(0) == SCHED_OTHER) { set(SCHED_BATCH); }
+    PatientThreads(const PatientThreads&) = delete;
+    PatientThreads& operator=(const PatientThreads&) = delete;
+    ~PatientThreads() { set(SCHED_OTHER); }
+
+private:
+    void set(int policy) const {
+        const sched_param parameters = {};
+        if (is_usual) { sched_setscheduler(0, policy, &parameters); }
+    }
+    const bool is_usual;
 };
 
 // -----------------------------------------------------------------------------------------------------------
@@ -413,6 +433,7 @@ private:
         const std::string address = choose_address(interface, patience);
         gloo::transport::tcp::attr attributes(address.c_str());
         try {
+            PatientThreads patient_threads;
             device = gloo::transport::tcp::CreateDevice(attributes);
         } catch (const std::exception& error) {
             throw RunError("cannot listen on " + address + " (" + error.what() + ")");
