@@ -25,7 +25,8 @@ inline AdamW adamw(float lr, float beta1, float beta2, float eps, float weight_d
 }
 
 // decay: step.decay, or 1 for values without weight decay
-HD inline void adamw_value(const AdamW& step, float decay, float gradient, float& master, float& m, float& v) {
+HD inline void adamw_value(const AdamW& step, float decay, float gradient, float& master, float& m,
+                           float& v) {
     m = fmaf(step.beta1, m, step.one_minus_beta1 * gradient);
     v = fmaf(step.beta2, v, step.one_minus_beta2 * gradient * gradient);
     master = fmaf(-step.step_size, m / (sqrtf(v) / step.sqrt_bias_correction + step.eps), master * decay);

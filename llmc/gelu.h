@@ -1,5 +1,5 @@
-// GELU in the tanh form that GPT-2 was trained with (Hendrycks & Gimpel, arXiv 1606.08415, section 2), and its
-// derivative. As 1 + tanh(u) = 2 sigmoid(2 u), it is
+// GELU in the tanh form that GPT-2 was trained with (Hendrycks & Gimpel, arXiv 1606.08415, section 2), and
+// its derivative. As 1 + tanh(u) = 2 sigmoid(2 u), it is
 //
 //     gelu(x)  = x s,                       s = sigmoid(2 k (x + 0.044715 x^3)),   k = sqrt(2 / pi)
 //     gelu'(x) = s + x s (1 - s) 2 k (1 + 3 * 0.044715 x^2)

@@ -1,5 +1,6 @@
-// The CPU's layers. Forward: against the same formula written naively in double. Backward: against central finite
-// differences of that double formula, so that no gradient is derived twice. And: the number of threads changes no bit.
+// The CPU's layers. Forward: against the same formula written naively in double. Backward: against central
+// finite differences of that double formula, so that no gradient is derived twice. And: the number of threads
+// changes no bit.
 #include <gtest/gtest.h>
 #include <omp.h>
 
@@ -35,14 +36,17 @@ Floats random_floats(long n, uint64_t seed, float scale = 1.0f) {
 std::vector<int> random_tokens(long n, uint64_t seed, int vocabulary) {
     std::vector<int> tokens(static_cast<size_t>(n));
     for (long i = 0; i < n; i++) {
-        tokens[size_t(i)] = int(random_bits(seed, RandomUse::sampling, uint64_t(i)).v[0] % uint32_t(vocabulary));
+        tokens[size_t(i)] =
+            int(random_bits(seed, RandomUse::sampling, uint64_t(i)).v[0] % uint32_t(vocabulary));
     }
     return tokens;
 }
 
 Doubles doubles(const Floats& values) { return Doubles(values.begin(), values.end()); }
 
-double dot(const Doubles& a, const Floats& b) { return std::inner_product(a.begin(), a.end(), b.begin(), 0.0); }
+double dot(const Doubles& a, const Floats& b) {
+    return std::inner_product(a.begin(), a.end(), b.begin(), 0.0);
+}
 
 template <class Expected>
 double relative_error(const Floats& values, const Expected& expected) {
@@ -55,8 +59,8 @@ double relative_error(const Floats& values, const Expected& expected) {
 }
 
 // Compares gradients with central differences of `loss` at `x`, at up to 60 places spread over x.
-void expect_gradient(const Floats& gradient, const Floats& x, const std::function<double(const Doubles&)>& loss,
-                     double tolerance = 2e-5) {
+void expect_gradient(const Floats& gradient, const Floats& x,
+                     const std::function<double(const Doubles&)>& loss, double tolerance = 2e-5) {
     double largest = 0;
     for (float g : gradient) { largest = std::max(largest, double(std::fabs(g))); }
     ASSERT_GT(largest, 0);
@@ -89,8 +93,8 @@ void expect_same_bits_at_any_thread_count(const std::function<Floats()>& compute
 
 cpu::Stream main_stream;
 
-// --------------------------------------------------------------------------------------------------------------------
-// Functions of one value
+// ---------------------------------------------------------------------------------------------------------
+// - Functions of one value
 
 TEST(Exponential, is_within_one_ulp_everywhere) {
     double worst = 0;
@@ -103,8 +107,9 @@ TEST(Exponential, is_within_one_ulp_everywhere) {
             EXPECT_GE(value, std::numeric_limits<float>::max()) << x;
             continue;
         }
-        const double ulp = exact < double(std::numeric_limits<float>::min()) ? 0x1p-149
-                                                                               : std::ldexp(1.0, std::ilogb(exact) - 23);
+        const double ulp = exact < double(std::numeric_limits<float>::min())
+                               ? 0x1p-149
+                               : std::ldexp(1.0, std::ilogb(exact) - 23);
         worst = std::max(worst, std::fabs(value - exact) / ulp);
     }
     EXPECT_LT(worst, 1.0);
@@ -121,7 +126,9 @@ TEST(Exponential, is_right_at_the_ends) {
     EXPECT_TRUE(std::isnan(exponential(NAN)));
 }
 
-double gelu_exact(double x) { return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))); }
+double gelu_exact(double x) {
+    return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
+}
 
 TEST(Gelu, matches_the_tanh_form_and_its_derivative) {
     for (float x = -12; x < 12; x += 0.00137f) {
@@ -141,8 +148,8 @@ TEST(Gelu, of_an_array_is_that_of_its_values) {
     for (size_t i = 0; i < inp.size(); i++) { EXPECT_NEAR(out[i], gelu_exact(inp[i]), 1e-6); }
 }
 
-// --------------------------------------------------------------------------------------------------------------------
-// Embedding
+// ---------------------------------------------------------------------------------------------------------
+// - Embedding
 
 TEST(Encoder, adds_token_and_position) {
     const int B = 3, T = 7, C = 70, V = 11;
@@ -151,7 +158,8 @@ TEST(Encoder, adds_token_and_position) {
     Floats out(size_t(B * T * C));
     cpu::encoder_forward(out.data(), inp.data(), wte.data(), wpe.data(), B, T, C, main_stream);
     for (int i = 0; i < B * T * C; i++) {
-        EXPECT_EQ(out[size_t(i)], wte[size_t(inp[size_t(i / C)] * C + i % C)] + wpe[size_t(i / C % T * C + i % C)]);
+        EXPECT_EQ(out[size_t(i)],
+                  wte[size_t(inp[size_t(i / C)] * C + i % C)] + wpe[size_t(i / C % T * C + i % C)]);
     }
 }
 
@@ -162,7 +170,9 @@ TEST(Encoder, backward_adds_to_gradients_of_repeated_tokens_in_order) {
     expect_same_bits_at_any_thread_count([&] {
         Floats dwte = before, dwpe(size_t(T * C), 1.0f), expected = before;
         cpu::encoder_backward(dwte.data(), dwpe.data(), dout.data(), inp.data(), B, T, C, main_stream);
-        for (int i = 0; i < B * T * C; i++) { expected[size_t(inp[size_t(i / C)] * C + i % C)] += dout[size_t(i)]; }
+        for (int i = 0; i < B * T * C; i++) {
+            expected[size_t(inp[size_t(i / C)] * C + i % C)] += dout[size_t(i)];
+        }
         EXPECT_EQ(dwte, expected);
         for (int i = 0; i < T * C; i++) {
             float sum = 1.0f;
@@ -174,8 +184,8 @@ TEST(Encoder, backward_adds_to_gradients_of_repeated_tokens_in_order) {
     });
 }
 
-// --------------------------------------------------------------------------------------------------------------------
-// LayerNorm
+// ---------------------------------------------------------------------------------------------------------
+// - LayerNorm
 
 Doubles layernorm_exact(const Doubles& inp, const Doubles& weight, const Doubles& bias) {
     const size_t C = weight.size();
@@ -196,16 +206,16 @@ struct LayerNormCase {
     Floats inp, weight, bias, dout, out, mean, rstd, dinp, dweight, dbias;
 
     LayerNormCase(int N, int C)
-        : N(N), C(C), inp(random_floats(long(N) * C, 1)), weight(random_floats(C, 2)), bias(random_floats(C, 3)),
-          dout(random_floats(long(N) * C, 4)), out(inp.size()), mean(size_t(N)), rstd(size_t(N)),
-          dinp(inp.size()), dweight(weight.size()), dbias(bias.size()) {
+        : N(N), C(C), inp(random_floats(long(N) * C, 1)), weight(random_floats(C, 2)),
+          bias(random_floats(C, 3)), dout(random_floats(long(N) * C, 4)), out(inp.size()), mean(size_t(N)),
+          rstd(size_t(N)), dinp(inp.size()), dweight(weight.size()), dbias(bias.size()) {
         for (float& x : inp) { x = 0.7f * x + 3.0f; }
     }
     void run() {
-        cpu::layernorm_forward(out.data(), mean.data(), rstd.data(), inp.data(), weight.data(), bias.data(), N, C,
-                               main_stream);
-        cpu::layernorm_backward(dinp.data(), dweight.data(), dbias.data(), dout.data(), inp.data(), weight.data(),
-                                mean.data(), rstd.data(), N, C, main_stream);
+        cpu::layernorm_forward(out.data(), mean.data(), rstd.data(), inp.data(), weight.data(), bias.data(),
+                               N, C, main_stream);
+        cpu::layernorm_backward(dinp.data(), dweight.data(), dbias.data(), dout.data(), inp.data(),
+                                weight.data(), mean.data(), rstd.data(), N, C, main_stream);
     }
 };
 
@@ -217,9 +227,12 @@ TEST(LayerNorm, forward_and_backward_match_double_precision) {
         const Doubles inp = doubles(x.inp), weight = doubles(x.weight), bias = doubles(x.bias);
         EXPECT_LT(relative_error(x.out, layernorm_exact(inp, weight, bias)), 1e-5);
         if (C == 1) { continue; }  // every row is its mean: dinp and dweight are 0
-        expect_gradient(x.dinp, x.inp, [&](const Doubles& at) { return dot(layernorm_exact(at, weight, bias), x.dout); });
-        expect_gradient(x.dweight, x.weight, [&](const Doubles& at) { return dot(layernorm_exact(inp, at, bias), x.dout); });
-        expect_gradient(x.dbias, x.bias, [&](const Doubles& at) { return dot(layernorm_exact(inp, weight, at), x.dout); });
+        expect_gradient(x.dinp, x.inp,
+                        [&](const Doubles& at) { return dot(layernorm_exact(at, weight, bias), x.dout); });
+        expect_gradient(x.dweight, x.weight,
+                        [&](const Doubles& at) { return dot(layernorm_exact(inp, at, bias), x.dout); });
+        expect_gradient(x.dbias, x.bias,
+                        [&](const Doubles& at) { return dot(layernorm_exact(inp, weight, at), x.dout); });
     }
 }
 
@@ -240,8 +253,8 @@ TEST(LayerNorm, fused_residual_is_addition_then_layernorm) {
     LayerNormCase x(65, 100);
     const Floats other = random_floats(65 * 100, 9);
     Floats residual(other.size()), normed(other.size()), mean(65), rstd(65);
-    cpu::fused_residual_forward(residual.data(), normed.data(), mean.data(), rstd.data(), x.inp.data(), other.data(),
-                                x.weight.data(), x.bias.data(), 65, 100, main_stream);
+    cpu::fused_residual_forward(residual.data(), normed.data(), mean.data(), rstd.data(), x.inp.data(),
+                                other.data(), x.weight.data(), x.bias.data(), 65, 100, main_stream);
     for (size_t i = 0; i < other.size(); i++) { x.inp[i] += other[i]; }
     x.run();
     EXPECT_EQ(residual, x.inp);
@@ -260,8 +273,8 @@ TEST(LayerNorm, gives_the_same_bits_at_any_thread_count) {
     });
 }
 
-// --------------------------------------------------------------------------------------------------------------------
-// Attention
+// ---------------------------------------------------------------------------------------------------------
+// - Attention
 
 struct AttentionCase {
     int B, T, C, NH;
@@ -273,7 +286,8 @@ struct AttentionCase {
           dqkv(qkv.size(), NAN) {}
     void run() {
         cpu::attention_forward(out.data(), lse.data(), qkv.data(), B, T, C, NH, main_stream);
-        cpu::attention_backward(dqkv.data(), dout.data(), out.data(), qkv.data(), lse.data(), B, T, C, NH, main_stream);
+        cpu::attention_backward(dqkv.data(), dout.data(), out.data(), qkv.data(), lse.data(), B, T, C, NH,
+                                main_stream);
     }
 };
 
@@ -281,14 +295,18 @@ struct AttentionCase {
 Doubles attention_exact(const Doubles& qkv, int B, int T, int C, int NH) {
     const int hs = C / NH;
     Doubles out(size_t(B) * size_t(T) * size_t(C) + size_t(B) * size_t(NH) * size_t(T));
-    auto at = [&](int b, int t, int part, int h, int i) { return qkv[size_t(((b * T + t) * 3 + part) * C + h * hs + i)]; };
+    auto at = [&](int b, int t, int part, int h, int i) {
+        return qkv[size_t(((b * T + t) * 3 + part) * C + h * hs + i)];
+    };
     for (int b = 0; b < B; b++) {
         for (int h = 0; h < NH; h++) {
             for (int t = 0; t < T; t++) {
                 Doubles p(static_cast<size_t>(t) + 1);
                 double sum = 0;
                 for (int s = 0; s <= t; s++) {
-                    for (int i = 0; i < hs; i++) { p[size_t(s)] += at(b, t, 0, h, i) * at(b, s, 1, h, i) / std::sqrt(hs); }
+                    for (int i = 0; i < hs; i++) {
+                        p[size_t(s)] += at(b, t, 0, h, i) * at(b, s, 1, h, i) / std::sqrt(hs);
+                    }
                     p[size_t(s)] = std::exp(p[size_t(s)]);
                     sum += p[size_t(s)];
                 }
@@ -346,10 +364,11 @@ TEST(Attention, gives_the_same_bits_at_any_thread_count) {
     });
 }
 
-// --------------------------------------------------------------------------------------------------------------------
-// Classifier
+// ---------------------------------------------------------------------------------------------------------
+// - Classifier
 
-double cross_entropy_exact(const Doubles& logits, const std::vector<int>& targets, int V, int Vp, Doubles* losses = nullptr) {
+double cross_entropy_exact(const Doubles& logits, const std::vector<int>& targets, int V, int Vp,
+                           Doubles* losses = nullptr) {
     double total = 0;
     for (size_t n = 0; n < targets.size(); n++) {
         const double* row = logits.data() + n * size_t(Vp);
@@ -373,11 +392,13 @@ TEST(Classifier, losses_and_gradients_match_double_precision_and_ignore_the_padd
     cross_entropy_exact(doubles(logits), targets, V, Vp, &exact);
 
     Floats untouched = logits, losses(N), gradient = logits, losses_again(N);
-    cpu::fused_classifier(untouched.data(), losses.data(), 0.25f, targets.data(), N, V, Vp, false, main_stream);
+    cpu::fused_classifier(untouched.data(), losses.data(), 0.25f, targets.data(), N, V, Vp, false,
+                          main_stream);
     EXPECT_EQ(untouched, logits);
     EXPECT_LT(relative_error(losses, exact), 1e-6);
 
-    cpu::fused_classifier(gradient.data(), losses_again.data(), 0.25f, targets.data(), N, V, Vp, true, main_stream);
+    cpu::fused_classifier(gradient.data(), losses_again.data(), 0.25f, targets.data(), N, V, Vp, true,
+                          main_stream);
     EXPECT_EQ(losses, losses_again);
     for (int n = 0; n < N; n++) {
         for (int v = V; v < Vp; v++) { EXPECT_EQ(gradient[size_t(n * Vp + v)], 0.0f); }
@@ -394,8 +415,8 @@ TEST(Classifier, survives_large_logits_and_shows_a_nan) {
     EXPECT_TRUE(std::isnan(losses[1]));
 }
 
-// --------------------------------------------------------------------------------------------------------------------
-// Update
+// ---------------------------------------------------------------------------------------------------------
+// - Update
 
 TEST(GlobalNorm, is_that_of_double_precision_at_any_thread_count) {
     for (long n : {0L, 1L, 1000L, 200001L}) {
@@ -418,8 +439,9 @@ TEST(AdamW, ten_steps_match_double_precision_with_decay_on_the_first_values_only
     const float grad_scale = float(scale);
     for (int t = 1; t <= 10; t++) {
         const Floats grad = random_floats(count, uint64_t(100 + t));
-        cpu::adamw_update(params.data(), master.data(), m.data(), v.data(), grad.data(), count, decayed, float(lr),
-                          float(beta1), float(beta2), float(eps), float(weight_decay), &grad_scale, t, main_stream);
+        cpu::adamw_update(params.data(), master.data(), m.data(), v.data(), grad.data(), count, decayed,
+                          float(lr), float(beta1), float(beta2), float(eps), float(weight_decay), &grad_scale,
+                          t, main_stream);
         for (size_t i = 0; i < w.size(); i++) {
             const double g = scale * grad[i];
             w[i] *= 1 - (long(i) < decayed ? lr * weight_decay : 0);
@@ -439,8 +461,8 @@ TEST(AdamW, a_gradient_that_is_not_finite_changes_nothing) {
     for (float scale : {NAN, INFINITY}) {
         const Floats before = random_floats(64, 1);
         Floats params = before, master = before, m = before, v = before;
-        cpu::adamw_update(params.data(), master.data(), m.data(), v.data(), before.data(), 64, 64, 1e-2f, 0.9f, 0.95f,
-                          1e-8f, 0.1f, &scale, 1, main_stream);
+        cpu::adamw_update(params.data(), master.data(), m.data(), v.data(), before.data(), 64, 64, 1e-2f,
+                          0.9f, 0.95f, 1e-8f, 0.1f, &scale, 1, main_stream);
         for (const Floats* values : {&params, &master, &m, &v}) { EXPECT_EQ(*values, before); }
     }
 }

@@ -1,5 +1,5 @@
-// The fully connected layer on oneDNN: fp32 against double precision, bf16 against products of inputs that were rounded
-// to bf16 by hand, and the GELU and bias that are fused into it.
+// The fully connected layer on oneDNN: fp32 against double precision, bf16 against products of inputs that
+// were rounded to bf16 by hand, and the GELU and bias that are fused into it.
 #include <gtest/gtest.h>
 #include <omp.h>
 
@@ -18,12 +18,15 @@ using Floats = std::vector<float>;
 
 Floats random_floats(long n, uint64_t seed) {
     Floats values(static_cast<size_t>(n));
-    for (long i = 0; i < n; i++) { values[size_t(i)] = standard_normal(seed, RandomUse::parameters, uint64_t(i)); }
+    for (long i = 0; i < n; i++) {
+        values[size_t(i)] = standard_normal(seed, RandomUse::parameters, uint64_t(i));
+    }
     return values;
 }
 
 // out (M,N) = a b, in double; a[i,k] at i * a_row + k * a_column, and so for b.
-Doubles product(const Floats& a, int a_row, int a_column, const Floats& b, int b_row, int b_column, int M, int N, int K) {
+Doubles product(const Floats& a, int a_row, int a_column, const Floats& b, int b_row, int b_column, int M,
+                int N, int K) {
     Doubles out(size_t(M) * size_t(N));
     for (int i = 0; i < M; i++) {
         for (int k = 0; k < K; k++) {
@@ -61,16 +64,18 @@ struct Case {
 
     Case(int N, int C, int OC)
         : N(N), C(C), OC(OC), inp(random_floats(long(N) * C, 1)), weight(random_floats(long(OC) * C, 2)),
-          bias(random_floats(OC, 3)), dout(random_floats(long(N) * OC, 4)), pre_gelu(random_floats(long(N) * C, 5)),
-          out(dout.size(), NAN), out_pre_gelu(dout.size(), NAN), dinp(inp.size(), NAN), dweight(weight.size()),
+          bias(random_floats(OC, 3)), dout(random_floats(long(N) * OC, 4)),
+          pre_gelu(random_floats(long(N) * C, 5)), out(dout.size(), NAN), out_pre_gelu(dout.size(), NAN),
+          dinp(inp.size(), NAN), dweight(weight.size()),
           dbias(bias.size()) {}
     void forward(cpu::Matmul& matmul, bool with_bias, bool with_gelu) {
-        cpu::matmul_forward(matmul, out.data(), inp.data(), weight.data(), with_bias ? bias.data() : nullptr, N, C, OC,
-                            main_stream, with_gelu ? out_pre_gelu.data() : nullptr);
+        cpu::matmul_forward(matmul, out.data(), inp.data(), weight.data(), with_bias ? bias.data() : nullptr,
+                            N, C, OC, main_stream, with_gelu ? out_pre_gelu.data() : nullptr);
     }
     void backward(cpu::Matmul& matmul, bool with_bias, bool with_gelu) {
-        cpu::matmul_backward(matmul, dinp.data(), dweight.data(), with_bias ? dbias.data() : nullptr, dout.data(),
-                             inp.data(), weight.data(), N, C, OC, main_stream, with_gelu ? pre_gelu.data() : nullptr);
+        cpu::matmul_backward(matmul, dinp.data(), dweight.data(), with_bias ? dbias.data() : nullptr,
+                             dout.data(), inp.data(), weight.data(), N, C, OC, main_stream,
+                             with_gelu ? pre_gelu.data() : nullptr);
     }
     Doubles exact_out(bool with_bias) const {
         Doubles exact = product(inp, C, 1, weight, 1, C, N, OC, C);
@@ -79,7 +84,8 @@ struct Case {
     }
 };
 
-const std::vector<std::array<int, 3>> shapes = {{1, 1, 1}, {1, 16, 48}, {7, 33, 5}, {65, 48, 130}, {130, 100, 64}};
+const std::vector<std::array<int, 3>> shapes = {  // N, C, OC
+    {1, 1, 1}, {1, 16, 48}, {7, 33, 5}, {65, 48, 130}, {130, 100, 64}};
 
 TEST(Matmul, highest_precision_matches_double_precision) {
     cpu::Matmul matmul(MatmulPrecision::highest);
@@ -93,7 +99,9 @@ TEST(Matmul, highest_precision_matches_double_precision) {
             EXPECT_LT(relative_error(x.dinp, product(x.dout, OC, 1, x.weight, C, 1, N, C, OC)), 1e-6);
             EXPECT_LT(relative_error(x.dweight, product(x.dout, 1, OC, x.inp, C, 1, OC, C, N)), 1e-6);
             const Floats ones(size_t(N), 1.0f);
-            if (with_bias) { EXPECT_LT(relative_error(x.dbias, product(ones, 0, 1, x.dout, OC, 1, 1, OC, N)), 1e-6); }
+            if (with_bias) {
+                EXPECT_LT(relative_error(x.dbias, product(ones, 0, 1, x.dout, OC, 1, 1, OC, N)), 1e-6);
+            }
         }
     }
 }
@@ -114,11 +122,13 @@ TEST(Matmul, medium_precision_is_the_product_of_inputs_rounded_to_bf16) {
         EXPECT_LT(relative_error(x.dinp, product(exact.dout, OC, 1, exact.weight, C, 1, N, C, OC)), 1e-6);
         EXPECT_LT(relative_error(x.dweight, product(exact.dout, 1, OC, exact.inp, C, 1, OC, C, N)), 1e-6);
         const Floats ones(size_t(N), 1.0f);
-        EXPECT_LT(relative_error(x.dbias, product(ones, 0, 1, x.dout, OC, 1, 1, OC, N)), 1e-6) << "not rounded";
+        EXPECT_LT(relative_error(x.dbias, product(ones, 0, 1, x.dout, OC, 1, 1, OC, N)), 1e-6)
+            << "not rounded";
     }
 }
 
-// Rounding to 8 bits is an error of at most 2^-9 a factor, about 2^-9 / sqrt(3) on average: of two factors 1.6e-3.
+// Rounding to 8 bits is an error of at most 2^-9 a factor, about 2^-9 / sqrt(3) on average: of two factors
+// 1.6e-3.
 TEST(Matmul, medium_precision_is_near_highest) {
     cpu::Matmul highest(MatmulPrecision::highest), medium(MatmulPrecision::medium);
     Case x(130, 200, 96), y = x;
@@ -173,7 +183,8 @@ TEST(Matmul, backward_adds_to_dweight_and_dbias_and_overwrites_dinp) {
         twice.backward(matmul, true, false);
         twice.backward(matmul, true, false);
         EXPECT_EQ(once.dinp, twice.dinp);
-        Doubles dweight(once.dweight.begin(), once.dweight.end()), dbias(once.dbias.begin(), once.dbias.end());
+        Doubles dweight(once.dweight.begin(), once.dweight.end());
+        Doubles dbias(once.dbias.begin(), once.dbias.end());
         for (double& value : dweight) { value *= 2; }
         for (double& value : dbias) { value *= 2; }
         EXPECT_LT(relative_error(twice.dweight, dweight), 1e-6);

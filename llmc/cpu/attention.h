@@ -1,12 +1,13 @@
-// Causal self-attention, a tile of queries at a time as in FlashAttention (Dao et al., arXiv 2205.14135): T x T scores
-// are never held. For one head, with q, k, v: (T,hs) and scale = 1 / sqrt(hs):
+// Causal self-attention, a tile of queries at a time as in FlashAttention (Dao et al., arXiv 2205.14135):
+// T x T scores are never held. For one head, with q, k, v: (T,hs) and scale = 1 / sqrt(hs):
 //
 //     s = scale q k^T (s <= t only),   lse = log(sum over s of e^s),   p = e^(s - lse),   out = p v
-//     dv = p^T dout,   dp = dout v^T,   ds = p (dp - sum over hs of dout out),   dq = scale ds k,   dk = scale ds^T q
+//     dv = p^T dout,   dp = dout v^T,   ds = p (dp - sum over hs of dout out)
+//     dq = scale ds k,   dk = scale ds^T q
 //
-// A thread does one (batch, head) at a time, in scratch of its own where heads are contiguous and padded with zeros to
-// whole tiles; k and v are transposed there so that scores are vectors along the keys. Tiles above the diagonal are
-// skipped. Flops: 2 T^2 C forward and 5 T^2 C backward a sequence.
+// A thread does one (batch, head) at a time, in scratch of its own where heads are contiguous and padded with
+// zeros to whole tiles; k and v are transposed there so that scores are vectors along the keys. Tiles above
+// the diagonal are skipped. Flops: 2 T^2 C forward and 5 T^2 C backward a sequence.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -35,7 +36,8 @@ struct AttentionShape {
     size_t scores() const { return size_t(attention_queries) * size_t(ld_keys); }
 };
 
-// out[t] = scale * inp[t].   out: (padded_T,padded_hs), its padding left alone   inp: (T,hs) with leading dimension ld
+// out[t] = scale * inp[t].   out: (padded_T,padded_hs), its padding left alone
+// inp: (T,hs) with leading dimension ld
 inline void gather_head(const AttentionShape& s, float* out, const float* inp, int ld, float scale) {
     for (int t = 0; t < s.T; t++) {
         #pragma omp simd
@@ -68,35 +70,51 @@ inline float softmax_row(float* scores, int keys, int columns) {
     return max + logf(sum);
 }
 
+// One thread's scratch of the forward, for one head. Zero where padding is.
+struct AttentionForwardScratch {
+    std::vector<float> q, v;    // (padded_T,padded_hs), q scaled
+    std::vector<float> kt;      // (padded_hs,ld_keys)
+    std::vector<float> scores;  // (attention_queries,ld_keys)
+    std::vector<float> mixed;   // (attention_queries,padded_hs)
+
+    explicit AttentionForwardScratch(const AttentionShape& s)
+        : q(s.head()), v(s.head()), kt(s.transposed()), scores(s.scores()),
+          mixed(size_t(attention_queries) * size_t(s.padded_hs)) {}
+};
+
+// One head, from x.   out: (T,hs) with leading dimension C   lse: (T)
+inline void attention_forward_head(float* out, float* lse, const AttentionShape& s,
+                                   AttentionForwardScratch& x, int C) {
+    for (int first = 0; first < s.T; first += attention_queries) {
+        const int keys = first + attention_queries, queries = std::min(attention_queries, s.T - first);
+        tile_matmul(x.scores.data(), s.ld_keys, x.q.data() + long(first) * s.padded_hs, s.padded_hs, 1,
+                    x.kt.data(), s.ld_keys, attention_queries, keys, s.padded_hs, false);
+        for (int i = 0; i < queries; i++) {
+            lse[first + i] = softmax_row(x.scores.data() + long(i) * s.ld_keys, first + i + 1, keys);
+        }
+        tile_matmul(x.mixed.data(), s.padded_hs, x.scores.data(), s.ld_keys, 1, x.v.data(), s.padded_hs,
+                    attention_queries, s.padded_hs, keys, false);
+        for (int i = 0; i < queries; i++) {
+            std::copy_n(x.mixed.data() + long(i) * s.padded_hs, s.hs, out + long(first + i) * C);
+        }
+    }
+}
+
 // out: (B,T,C)   lse: (B,NH,T)   qkv: (B,T,3C), each of q, k, v being NH heads of hs = C / NH
-inline void attention_forward(float* out, float* lse, const float* qkv, int B, int T, int C, int NH, Stream&) {
+inline void attention_forward(float* out, float* lse, const float* qkv, int B, int T, int C, int NH,
+                              Stream&) {
     const AttentionShape s(T, C / NH);
     #pragma omp parallel
     {
-        std::vector<float> q(s.head()), k(s.transposed()), v(s.head()), scores(s.scores());
-        std::vector<float> mixed(size_t(attention_queries) * size_t(s.padded_hs));
+        AttentionForwardScratch x(s);
         #pragma omp for collapse(2)
         for (int b = 0; b < B; b++) {
             for (int h = 0; h < NH; h++) {
-                const float* head = qkv + long(b) * T * 3 * C + h * s.hs;
-                gather_head(s, q.data(), head, 3 * C, s.scale);
-                gather_transposed(s, k.data(), head + C, 3 * C);
-                gather_head(s, v.data(), head + 2 * C, 3 * C, 1.0f);
-                for (int first = 0; first < T; first += attention_queries) {
-                    const int keys = first + attention_queries, queries = std::min(attention_queries, T - first);
-                    tile_matmul(scores.data(), s.ld_keys, q.data() + long(first) * s.padded_hs, s.padded_hs, 1,
-                                k.data(), s.ld_keys, attention_queries, keys, s.padded_hs, false);
-                    for (int i = 0; i < queries; i++) {
-                        lse[(long(b) * NH + h) * T + first + i] =
-                            softmax_row(scores.data() + long(i) * s.ld_keys, first + i + 1, keys);
-                    }
-                    tile_matmul(mixed.data(), s.padded_hs, scores.data(), s.ld_keys, 1, v.data(), s.padded_hs,
-                                attention_queries, s.padded_hs, keys, false);
-                    for (int i = 0; i < queries; i++) {
-                        std::copy_n(mixed.data() + long(i) * s.padded_hs, s.hs,
-                                    out + (long(b) * T + first + i) * C + h * s.hs);
-                    }
-                }
+                const long at = long(b) * T * C + h * s.hs, at3 = long(b) * T * 3 * C + h * s.hs;
+                gather_head(s, x.q.data(), qkv + at3, 3 * C, s.scale);
+                gather_transposed(s, x.kt.data(), qkv + at3 + C, 3 * C);
+                gather_head(s, x.v.data(), qkv + at3 + 2 * C, 3 * C, 1.0f);
+                attention_forward_head(out + at, lse + (long(b) * NH + h) * T, s, x, C);
             }
         }
     }
@@ -115,20 +133,21 @@ inline void softmax_backward_row(float* scores, float* dp, float lse, float dot,
 }
 
 // One thread's scratch of the backward, for one head. Zero where padding is.
-struct AttentionScratch {
+struct AttentionBackwardScratch {
     std::vector<float> q, k, dout;            // (padded_T,padded_hs), q scaled
     std::vector<float> kt, vt;                // (padded_hs,ld_keys)
     std::vector<float> scores, dp;            // (attention_queries,ld_keys)
     std::vector<float> dq, dk, dv;            // (padded_T,padded_hs)
 
-    explicit AttentionScratch(const AttentionShape& s)
-        : q(s.head()), k(s.head()), dout(s.head()), kt(s.transposed()), vt(s.transposed()), scores(s.scores()),
-          dp(s.scores()), dq(s.head()), dk(s.head()), dv(s.head()) {}
+    explicit AttentionBackwardScratch(const AttentionShape& s)
+        : q(s.head()), k(s.head()), dout(s.head()), kt(s.transposed()), vt(s.transposed()),
+          scores(s.scores()), dp(s.scores()), dq(s.head()), dk(s.head()), dv(s.head()) {}
 };
 
-// dq, dk, dv of one head, in x.   out: (T,hs) with leading dimension C   lse: (T)
-inline void attention_backward_head(const AttentionShape& s, AttentionScratch& x, const float* out, const float* lse,
-                                    int C) {
+// dq, dk, dv of one head, in x, from q, k, v and dout there.
+// out: (T,hs) with leading dimension C   lse: (T)
+inline void attention_backward_head(const AttentionShape& s, AttentionBackwardScratch& x, const float* out,
+                                    const float* lse, int C) {
     std::fill(x.dk.begin(), x.dk.end(), 0.0f);
     std::fill(x.dv.begin(), x.dv.end(), 0.0f);
     for (int first = 0; first < s.T; first += attention_queries) {
@@ -139,31 +158,33 @@ inline void attention_backward_head(const AttentionShape& s, AttentionScratch& x
         tile_matmul(x.dp.data(), s.ld_keys, x.dout.data() + offset, s.padded_hs, 1, x.vt.data(), s.ld_keys,
                     attention_queries, keys, s.padded_hs, false);
         for (int i = 0; i < attention_queries; i++) {
+            const bool padding = i >= queries;
             float dot = 0;
-            if (i < queries) {
-                const float *o = out + long(first + i) * C, *d = x.dout.data() + offset + long(i) * s.padded_hs;
+            if (!padding) {
+                const float* o = out + long(first + i) * C;
+                const float* d = x.dout.data() + offset + long(i) * s.padded_hs;
                 #pragma omp simd reduction(+ : dot)
                 for (int c = 0; c < s.hs; c++) { dot += o[c] * d[c]; }
             }
             softmax_backward_row(x.scores.data() + long(i) * s.ld_keys, x.dp.data() + long(i) * s.ld_keys,
-                                 i < queries ? lse[first + i] : 0.0f, dot, i < queries ? first + i + 1 : 0, keys);
+                                 padding ? 0.0f : lse[first + i], dot, padding ? 0 : first + i + 1, keys);
         }
         tile_matmul(x.dq.data() + offset, s.padded_hs, x.dp.data(), s.ld_keys, 1, x.k.data(), s.padded_hs,
                     attention_queries, s.padded_hs, keys, false);
-        tile_matmul(x.dk.data(), s.padded_hs, x.dp.data(), 1, s.ld_keys, x.q.data() + offset, s.padded_hs, keys,
-                    s.padded_hs, attention_queries, true);
-        tile_matmul(x.dv.data(), s.padded_hs, x.scores.data(), 1, s.ld_keys, x.dout.data() + offset, s.padded_hs, keys,
-                    s.padded_hs, attention_queries, true);
+        tile_matmul(x.dk.data(), s.padded_hs, x.dp.data(), 1, s.ld_keys, x.q.data() + offset, s.padded_hs,
+                    keys, s.padded_hs, attention_queries, true);
+        tile_matmul(x.dv.data(), s.padded_hs, x.scores.data(), 1, s.ld_keys, x.dout.data() + offset,
+                    s.padded_hs, keys, s.padded_hs, attention_queries, true);
     }
 }
 
 // Overwrites dqkv.   dqkv, qkv: (B,T,3C)   dout, out: (B,T,C)   lse: (B,NH,T)
-inline void attention_backward(float* dqkv, const float* dout, const float* out, const float* qkv, const float* lse,
-                               int B, int T, int C, int NH, Stream&) {
+inline void attention_backward(float* dqkv, const float* dout, const float* out, const float* qkv,
+                               const float* lse, int B, int T, int C, int NH, Stream&) {
     const AttentionShape s(T, C / NH);
     #pragma omp parallel
     {
-        AttentionScratch x(s);
+        AttentionBackwardScratch x(s);
         #pragma omp for collapse(2)
         for (int b = 0; b < B; b++) {
             for (int h = 0; h < NH; h++) {

@@ -1,6 +1,7 @@
-// Softmax, cross entropy and its gradient in one visit to each row of the logits, which is the largest activation:
+// Softmax, cross entropy and its gradient in one visit to each row of the logits, the largest activation:
 //
-//     loss = log(sum over v of e^(logits[v] - max)) + max - logits[target],   dlogits = (softmax - onehot(target)) dloss
+//     loss = log(sum over v of e^(logits[v] - max)) + max - logits[target]
+//     dlogits = (softmax - onehot(target)) dloss
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -10,10 +11,11 @@
 
 namespace cpu {
 
-// logits: (N,Vp), columns V..Vp are padding: replaced by dlogits, 0 in the padding, if write_dlogits, else left alone
+// logits: (N,Vp), columns V..Vp are padding: left alone, or, if write_dlogits, replaced by
+// dlogits, which are 0 in the padding
 // losses: (N), the cross entropy   targets: (N) in [0, V)   dloss: the gradient of each row's loss
-inline void fused_classifier(float* logits, float* losses, float dloss, const int* targets, int N, int V, int Vp,
-                             bool write_dlogits, Stream&) {
+inline void fused_classifier(float* logits, float* losses, float dloss, const int* targets, int N, int V,
+                             int Vp, bool write_dlogits, Stream&) {
     #pragma omp parallel for
     for (int n = 0; n < N; n++) {
         float* row = logits + long(n) * Vp;

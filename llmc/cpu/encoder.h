@@ -7,7 +7,8 @@
 namespace cpu {
 
 // out: (B,T,C)   inp: (B,T) tokens   wte: (V,C)   wpe: (maxT,C)
-inline void encoder_forward(float* out, const int* inp, const float* wte, const float* wpe, int B, int T, int C, Stream&) {
+inline void encoder_forward(float* out, const int* inp, const float* wte, const float* wpe, int B, int T,
+                            int C, Stream&) {
     #pragma omp parallel for collapse(2)
     for (int b = 0; b < B; b++) {
         for (int t = 0; t < T; t++) {
@@ -18,9 +19,11 @@ inline void encoder_forward(float* out, const int* inp, const float* wte, const 
     }
 }
 
-// dwte[inp[b,t]] += dout[b,t], dwpe[t] += dout[b,t].   dwte: (V,C)   dwpe: (maxT,C)   dout: (B,T,C)   inp: (B,T)
-// Threads share the channels, not the tokens: sums are formed in the order of the tokens at any number of threads.
-inline void encoder_backward(float* dwte, float* dwpe, const float* dout, const int* inp, int B, int T, int C, Stream&) {
+// dwte[inp[b,t]] += dout[b,t], dwpe[t] += dout[b,t].   dwte: (V,C)   dwpe: (maxT,C)   dout: (B,T,C)
+// inp: (B,T). Threads share the channels, not the tokens: sums are formed in the order of the tokens at any
+// number of threads.
+inline void encoder_backward(float* dwte, float* dwpe, const float* dout, const int* inp, int B, int T, int C,
+                             Stream&) {
     const int slice = 64;
     #pragma omp parallel for
     for (int begin = 0; begin < C; begin += slice) {

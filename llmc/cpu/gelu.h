@@ -1,4 +1,4 @@
-// GELU of an array: the activation that recomputation needs alone (matmul_forward otherwise applies it on the way).
+// GELU of an array: for recomputation, as matmul_forward applies it on the way.
 #pragma once
 #include "llmc/gelu.h"
 #include "llmc/stream.h"

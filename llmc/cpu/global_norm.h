@@ -14,9 +14,12 @@ inline void global_norm_squared(float* out, const float* values, long count, Str
     std::vector<double> partial(static_cast<size_t>(chunks));
     #pragma omp parallel for
     for (long i = 0; i < chunks; i++) {
+        const long end = std::min(count, (i + 1) * chunk);
         double sum = 0;
         #pragma omp simd reduction(+ : sum)
-        for (long j = i * chunk; j < std::min(count, (i + 1) * chunk); j++) { sum += double(values[j]) * double(values[j]); }
+        for (long j = i * chunk; j < end; j++) {
+            sum += double(values[j]) * double(values[j]);
+        }
         partial[size_t(i)] = sum;
     }
     double sum = 0;

@@ -1,6 +1,6 @@
 // LayerNorm (Ba et al., arXiv 1607.06450), and fused with the residual addition before it.
 //
-//     out = (inp - mean) rstd weight + bias,   mean and rstd = 1 / sqrt(variance + 1e-5) of each row of C values
+//     out = (inp - mean) rstd weight + bias,   mean and rstd = 1 / sqrt(variance + 1e-5) of a row of C values
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -11,8 +11,8 @@
 namespace cpu {
 
 // One row. The variance is that of the centred values: E[x^2] - E[x]^2 would cancel where the mean is large.
-inline void layernorm_row(float* out, float* mean, float* rstd, const float* inp, const float* weight, const float* bias,
-                          int C) {
+inline void layernorm_row(float* out, float* mean, float* rstd, const float* inp, const float* weight,
+                          const float* bias, int C) {
     float sum = 0, squares = 0;
     #pragma omp simd reduction(+ : sum)
     for (int c = 0; c < C; c++) { sum += inp[c]; }
@@ -35,9 +35,11 @@ inline void layernorm_forward(float* out, float* mean, float* rstd, const float*
     }
 }
 
-// residual = inp1 + inp2, normed = layernorm(residual).   all (N,C), but mean, rstd: (N) and weight, bias: (C)
-inline void fused_residual_forward(float* residual, float* normed, float* mean, float* rstd, const float* inp1,
-                                   const float* inp2, const float* weight, const float* bias, int N, int C, Stream&) {
+// residual = inp1 + inp2, normed = layernorm(residual).   all (N,C), but mean, rstd: (N)
+// and weight, bias: (C)
+inline void fused_residual_forward(float* residual, float* normed, float* mean, float* rstd,
+                                   const float* inp1, const float* inp2, const float* weight,
+                                   const float* bias, int N, int C, Stream&) {
     #pragma omp parallel for
     for (int n = 0; n < N; n++) {
         const long row = long(n) * C;
@@ -49,8 +51,8 @@ inline void fused_residual_forward(float* residual, float* normed, float* mean, 
 
 // One row: with x = (inp - mean) rstd and d = weight dout,
 //     dinp += rstd (d - mean over C of d - x * mean over C of d x),   dweight += dout x,   dbias += dout
-inline void layernorm_backward_row(float* dinp, float* dweight, float* dbias, const float* dout, const float* inp,
-                                   const float* weight, float mean, float rstd, int C) {
+inline void layernorm_backward_row(float* dinp, float* dweight, float* dbias, const float* dout,
+                                   const float* inp, const float* weight, float mean, float rstd, int C) {
     float sum = 0, sum_x = 0;
     #pragma omp simd reduction(+ : sum, sum_x)
     for (int c = 0; c < C; c++) {
@@ -71,15 +73,16 @@ inline void layernorm_backward_row(float* dinp, float* dweight, float* dbias, co
 // All three are added to.   dinp, dout, inp: (N,C)   dweight, dbias, weight: (C)   mean, rstd: (N)
 // Rows are summed in chunks of fixed size, and the chunks in order: the same bits at any number of threads.
 inline void layernorm_backward(float* dinp, float* dweight, float* dbias, const float* dout, const float* inp,
-                               const float* weight, const float* mean, const float* rstd, int N, int C, Stream&) {
+                               const float* weight, const float* mean, const float* rstd, int N, int C,
+                               Stream&) {
     const int rows = 64, chunks = (N + rows - 1) / rows;
     std::vector<float> partial(size_t(chunks) * 2 * size_t(C));  // (chunks, 2, C): dweight, dbias
     #pragma omp parallel for
     for (int chunk = 0; chunk < chunks; chunk++) {
         float* sums = partial.data() + size_t(chunk) * 2 * size_t(C);
         for (int n = chunk * rows; n < std::min(N, (chunk + 1) * rows); n++) {
-            layernorm_backward_row(dinp + long(n) * C, sums, sums + C, dout + long(n) * C, inp + long(n) * C, weight,
-                                   mean[n], rstd[n], C);
+            layernorm_backward_row(dinp + long(n) * C, sums, sums + C, dout + long(n) * C, inp + long(n) * C,
+                                   weight, mean[n], rstd[n], C);
         }
     }
     for (int chunk = 0; chunk < chunks; chunk++) {

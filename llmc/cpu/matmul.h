@@ -1,9 +1,10 @@
 // The fully connected layer, forward and backward, on oneDNN; with GELU fused into either side.
 //
-//     out = inp weight^T + bias;      dinp = dout weight,   dweight += dout^T inp,   dbias += sum over rows of dout
+//     out = inp weight^T + bias
+//     dinp = dout weight,   dweight += dout^T inp,   dbias += sum over rows of dout
 //
-// Precision in PyTorch's words: `highest` is fp32; `high` and `medium` round the inputs of the three products to bf16 and
-// sum in fp32, where the CPU multiplies bf16 natively (AVX512-BF16, AMX), and are fp32 elsewhere.
+// Precision in PyTorch's words: `highest` is fp32; `high` and `medium` round the inputs of the three products
+// to bf16 and sum in fp32, where the CPU multiplies bf16 natively (AVX512-BF16, AMX), and are fp32 elsewhere.
 #pragma once
 #include <dnnl.hpp>
 
@@ -40,8 +41,9 @@ inline void convert_to_bf16(uint16_t* out, const float* inp, long n) {
     for (long i = 0; i < n; i++) { out[i] = bf16_bits(inp[i]); }
 }
 
-// sums[i] += sum over n of inp[n,i], and on the way out = bf16(inp) unless out is null.   sums: (columns)
-// inp, out: (N,columns). Chunks of fixed size are summed, then in order: the same bits at any number of threads.
+// sums[i] += sum over n of inp[n,i], and on the way out = bf16(inp) unless out is null.
+// sums: (columns)   inp, out: (N,columns)
+// Chunks of fixed size are summed, then in order: the same bits at any number of threads.
 inline void column_sums(float* sums, uint16_t* out, const float* inp, int N, int columns) {
     const int rows = 64, chunks = (N + rows - 1) / rows;
     std::vector<float> partial(size_t(chunks) * size_t(columns));
@@ -63,12 +65,14 @@ inline void column_sums(float* sums, uint16_t* out, const float* inp, int N, int
 }
 
 // The library's state, the primitives made so far (one for each shape) and scratch. For one thread at a time.
-// Which layouts: oneDNN's kernels read weights fastest in a blocked layout of its own, and a reorder that also rounds to
-// bf16 costs no more than rounding alone; for activations the copy that it makes inside is cheaper than one of ours.
+// Which layouts: oneDNN's kernels read weights fastest in a blocked layout of its own, and a reorder that
+// also rounds to bf16 costs no more than rounding alone; for activations the copy that it makes inside is
+// cheaper than one of ours.
 class Matmul {
 public:
     explicit Matmul(MatmulPrecision precision)
-        : bf16(precision != MatmulPrecision::highest && cpu_has_fast_bf16()), engine(dnnl::engine::kind::cpu, 0),
+        : bf16(precision != MatmulPrecision::highest && cpu_has_fast_bf16()),
+          engine(dnnl::engine::kind::cpu, 0),
           stream(engine) {}
 
     // What is used, for people.
@@ -192,15 +196,16 @@ private:
 
 // out: (N,OC)   inp: (N,C)   weight: (OC,C)   bias: (OC) or null
 // pre_gelu: (N,OC) or null; given, it is what is described above, and out = gelu(pre_gelu)
-inline void matmul_forward(Matmul& matmul, float* out, const float* inp, const float* weight, const float* bias, int N,
-                           int C, int OC, Stream&, float* pre_gelu = nullptr) {
+inline void matmul_forward(Matmul& matmul, float* out, const float* inp, const float* weight,
+                           const float* bias, int N, int C, int OC, Stream&, float* pre_gelu = nullptr) {
     matmul.forward(pre_gelu ? pre_gelu : out, matmul.round_inp(inp, long(N) * C), weight, bias, N, C, OC);
     if (!pre_gelu) { return; }
     #pragma omp parallel for simd
     for (long i = 0; i < long(N) * OC; i++) { out[i] = gelu(pre_gelu[i]); }
 }
 
-// dinp, inp: (N,C), dinp overwritten   dweight: (OC,C) and dbias: (OC) or null, added to   dout: (N,OC)   weight: (OC,C)
+// dinp, inp: (N,C), dinp overwritten   dweight: (OC,C), dbias: (OC) or null; both are added to
+// dout: (N,OC)   weight: (OC,C)
 // pre_gelu: (N,C) or null; given, inp is gelu(pre_gelu), and dinp becomes the gradient of pre_gelu
 inline void matmul_backward(Matmul& matmul, float* dinp, float* dweight, float* dbias, const float* dout,
                             const float* inp, const float* weight, int N, int C, int OC, Stream&,

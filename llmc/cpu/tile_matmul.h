@@ -1,7 +1,8 @@
 // Small matrix products out of cache, for attention: too small for a library's call, large enough to count.
 //
-// The inner loop keeps a tile of 8 x 32 (AVX-512), 4 x 16 (AVX2) or 4 x 8 sums in registers and adds one outer product of
-// a column of a and a row of b a step. With AVX-512 that is 10 loads (8 are broadcasts) for 16 fused multiply-adds.
+// The inner loop keeps a tile of 8 x 32 (AVX-512), 4 x 16 (AVX2) or 4 x 8 sums in registers and adds one
+// outer product of a column of a and a row of b a step. With AVX-512 that is 10 loads (8 are broadcasts) for
+// 16 fused multiply-adds.
 #pragma once
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -42,8 +43,8 @@ inline Vector multiply_add(float a, Vector b, Vector c) {
 
 // One tile: tile_rows rows, `vectors` vectors wide.
 template <int vectors>
-inline void tile(float* out, int ldo, const float* a, long row_stride, long k_stride, const float* b, int ldb, int K,
-                 bool accumulate) {
+inline void tile(float* out, int ldo, const float* a, long row_stride, long k_stride, const float* b, int ldb,
+                 int K, bool accumulate) {
     Vector sum[tile_rows][vectors] = {};
     if (accumulate) {
         for (int i = 0; i < tile_rows; i++) {
@@ -53,8 +54,8 @@ inline void tile(float* out, int ldo, const float* a, long row_stride, long k_st
     for (int k = 0; k < K; k++) {
         for (int i = 0; i < tile_rows; i++) {
             for (int j = 0; j < vectors; j++) {
-                sum[i][j] = multiply_add(a[i * row_stride + k * k_stride], load(b + long(k) * ldb + j * vector_width),
-                                         sum[i][j]);
+                sum[i][j] = multiply_add(a[i * row_stride + k * k_stride],
+                                         load(b + long(k) * ldb + j * vector_width), sum[i][j]);
             }
         }
     }
@@ -63,10 +64,11 @@ inline void tile(float* out, int ldo, const float* a, long row_stride, long k_st
     }
 }
 
-// out (rows,columns) = or += a (rows,K) b (K,columns).   a[i,k] is at i * row_stride + k * k_stride, so it may be
-// transposed; out and b are row-major with leading dimensions ldo and ldb.   rows: a multiple of 8, columns: of 16
-inline void tile_matmul(float* out, int ldo, const float* a, long row_stride, long k_stride, const float* b, int ldb,
-                        int rows, int columns, int K, bool accumulate) {
+// out (rows,columns) = or += a (rows,K) b (K,columns).   a[i,k] is at i * row_stride + k * k_stride, so it
+// may be transposed; out and b are row-major with leading dimensions ldo and ldb.   rows: a multiple of 8,
+// columns: of 16
+inline void tile_matmul(float* out, int ldo, const float* a, long row_stride, long k_stride, const float* b,
+                        int ldb, int rows, int columns, int K, bool accumulate) {
     for (int i = 0; i < rows; i += tile_rows) {
         const float* a_rows = a + i * row_stride;
         int j = 0;
