@@ -224,7 +224,7 @@ inline void bench_precision(const char* word, MatmulPrecision precision) {
     printf("%-8s %-19s %8.0f %9.1f %11.3f %11.3f %7.2f\n", word, x.model.matmul.description().c_str(), tokens,
            1e3 * step, tokens * x.flops_a_token() / 1e12, rate / 1e12, tokens * x.flops_a_token() / rate);
 
-    // One kind after the other: they need not add up to the step, where each finds other things in the caches.
+    // One kind after the other: they need not add up to the step, where each finds other caches.
     for (const Kind& kind : kinds) {
         std::vector<double> seconds;
         for (int i = 0; i < 5; i++) { seconds.push_back(seconds_of([&] { kind.run(x); })); }

@@ -14,9 +14,13 @@ import statistics
 import sys
 import time
 
-import torch
-from torch import nn
-from torch.nn import functional as F
+try:
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+except ImportError:
+    print("error: PyTorch is missing: install it with `.venv/bin/pip install torch`", file=sys.stderr)
+    sys.exit(2)
 
 B, T, LAYERS, HEADS, CHANNELS, VOCABULARY = 8, 256, 6, 6, 384, 1024
 
@@ -82,13 +86,21 @@ def tokens_per_second(compiled, bf16, steps):
     return B * T / statistics.median(seconds)
 
 
+def fail(message):
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
 def our_rates(path):
     """{'highest': tokens/s, 'medium': tokens/s} from bench_cpu's output."""
     row = re.compile(r"^(highest|medium)\s+(?:fp32|bf16, sums in fp32)\s+(\d+)", re.MULTILINE)
-    with open(path) as file:
-        rates = dict(row.findall(file.read()))
+    try:
+        with open(path) as file:
+            rates = dict(row.findall(file.read()))
+    except OSError as error:
+        fail(f"cannot read {path} ({error.strerror}): save it with `build/bench_cpu | tee {path}`")
     if set(rates) != {"highest", "medium"}:
-        sys.exit(f"error: {path} is not the output of bench_cpu: save it with `build/bench_cpu | tee {path}`")
+        fail(f"{path} is not the output of bench_cpu: save it with `build/bench_cpu | tee {path}`")
     return {word: float(rate) for word, rate in rates.items()}
 
 
