@@ -97,7 +97,7 @@ template <class F>
 using Code = std::conditional_t<F::bits <= 8, uint8_t, std::conditional_t<F::bits == 16, uint16_t, uint32_t>>;
 
 // Codes to the bytes of a payload, and back.   codes: (128)
-// Two fp4 codes lie beside each other in a 16-bit word (little-endian), so that no vector lane has to be moved.
+// Two fp4 codes are taken as one 16-bit word (little-endian), so that no vector lane has to be moved.
 template <class F>
 inline void pack_block(uint8_t* out, const Code<F>* codes) {
     if constexpr (F::bits == 4) {
@@ -137,7 +137,9 @@ inline bool quantize_block(uint8_t* codes, uint16_t* scale, const float* global,
     if constexpr (F::scaled) {
         *scale = uint16_t(finite ? block_scale<F>(absmax) : 0);
         const float divisor = *scale == 0 ? 1.0f : bits_to_float(uint32_t(*scale) << 16);
-        for (int i = 0; i < quantization_block; i++) { block[i] = Code<F>(F::encode(divide_rn(delta[i], divisor))); }
+        for (int i = 0; i < quantization_block; i++) {
+            block[i] = Code<F>(F::encode(divide_rn(delta[i], divisor)));
+        }
     } else {
         for (int i = 0; i < quantization_block; i++) { block[i] = Code<F>(F::encode(delta[i])); }
     }
