@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <signal.h>
-#include <stdlib.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -11,7 +10,6 @@
 
 #include <chrono>
 #include <exception>
-#include <filesystem>
 #include <functional>
 #include <stdexcept>
 #include <string>
@@ -19,17 +17,7 @@
 #include <utility>
 #include <vector>
 
-// A folder that goes away with the test.
-struct TemporaryFolder {
-    TemporaryFolder() {
-        char name[] = "/tmp/diloco-test-XXXXXX";
-        if (!mkdtemp(name)) { throw std::runtime_error("mkdtemp failed"); }
-        path = name;
-    }
-    TemporaryFolder(const TemporaryFolder&) = delete;
-    ~TemporaryFolder() { std::filesystem::remove_all(path); }
-    std::string path;
-};
+#include "dev/test/files.h"
 
 // A process that runs `work`. What work returns, or throws as an exception's text, comes back as its report.
 class TestProcess {
@@ -123,7 +111,7 @@ public:
             dup2(null, 2);
             const std::string number = std::to_string(candidate);
             execlp("redis-server", "redis-server", "--port", number.c_str(), "--bind", "127.0.0.1", "--save",
-                   "", "--appendonly", "no", "--dir", folder.path.c_str(),
+                   "", "--appendonly", "no", "--dir", folder.name().c_str(),
                    password.empty() ? nullptr : "--requirepass", password.c_str(), nullptr);
             _exit(127);
         }

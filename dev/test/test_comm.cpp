@@ -72,7 +72,7 @@ TEST(CommGloo, collectives_are_exact_and_the_same_bits_on_all_ranks) {
     for (int size : {1, 2, 3, 4}) {
         TemporaryFolder folder;
         auto processes = start_processes(size, [&](int rank) {
-            FileStore store(folder.path);
+            FileStore store(folder.name());
             auto comm = make_comm_gloo(store, "test", rank, size, "", 20);
             std::string bits;
             for (size_t count : {1, 3, 1000, 4099, 100001}) {
@@ -92,7 +92,7 @@ TEST(CommGloo, collectives_are_exact_and_the_same_bits_on_all_ranks) {
 TEST(CommGloo, traffic_of_a_call_is_size_minus_one_times_its_bytes) {
     TemporaryFolder folder;
     auto processes = start_processes(3, [&](int rank) {
-        FileStore store(folder.path);
+        FileStore store(folder.name());
         auto comm = make_comm_gloo(store, "test", rank, 3, "", 20);
         Stream stream(Stream::Kind::queued);
         std::vector<char> own(1234), all(3 * 1234);
@@ -112,7 +112,7 @@ TEST(CommGloo, traffic_of_a_call_is_size_minus_one_times_its_bytes) {
 TEST(CommGloo, calls_in_flight_and_two_communicators_do_not_mix) {
     TemporaryFolder folder;
     auto processes = start_processes(3, [&](int rank) {
-        FileStore store(folder.path);
+        FileStore store(folder.name());
         auto inner = make_comm_gloo(store, "inner", rank, 3, "", 20);
         auto outer = make_comm_gloo(store, "outer", 2 - rank, 3, "", 20);
         Stream inner_stream(Stream::Kind::queued), outer_stream(Stream::Kind::queued);
@@ -145,7 +145,7 @@ TEST(CommGloo, calls_in_flight_and_two_communicators_do_not_mix) {
 TEST(CommGloo, hundreds_of_megabytes_pass) {
     TemporaryFolder folder;
     auto processes = start_processes(2, [&](int rank) {
-        FileStore store(folder.path);
+        FileStore store(folder.name());
         auto comm = make_comm_gloo(store, "test", rank, 2, "", 60);
         Stream stream(Stream::Kind::queued);
         const size_t count = 25'000'000;  // 100 MB a part
@@ -163,7 +163,7 @@ TEST(CommGloo, hundreds_of_megabytes_pass) {
 TEST(CommGloo, waiting_uses_no_core) {
     TemporaryFolder folder;
     auto processes = start_processes(2, [&](int rank) {
-        FileStore store(folder.path);
+        FileStore store(folder.name());
         auto comm = make_comm_gloo(store, "test", rank, 2, "", 20);
         Stream stream(Stream::Kind::queued);
         if (rank == 1) { std::this_thread::sleep_for(std::chrono::milliseconds(700)); }
@@ -180,7 +180,7 @@ TEST(CommGloo, waiting_uses_no_core) {
 // Three processes call all_reduce until one of them does not come back. Returns the reports of the other two.
 static std::vector<std::string> reports_after(int signal, double timeout, double* seconds) {
     TemporaryFolder folder;
-    FileStore store(folder.path);
+    FileStore store(folder.name());
     const std::vector<std::string> members = {"worker 0 rank 0", "worker 1 rank 0", "worker 2 rank 0"};
     auto processes = start_processes(3, [&](int rank) {
         auto comm = make_comm_gloo(store, "outer.0", rank, 3, "", timeout, members);
@@ -228,7 +228,7 @@ TEST(CommGloo, a_stopped_peer_is_named_by_all_others_after_the_time_limit) {
 
 TEST(CommGloo, the_first_death_is_named_even_by_those_not_connected_with_it) {
     TemporaryFolder folder;
-    FileStore store(folder.path);
+    FileStore store(folder.name());
     // 0 and 1 share one communicator, 1 and 2 another: 2 only sees that 1 leaves.
     const std::vector<std::string> names = {"worker 0 rank 0", "worker 0 rank 1", "worker 1 rank 1"};
     auto processes = start_processes(3, [&](int i) -> std::string {
@@ -257,7 +257,7 @@ TEST(CommGloo, the_first_death_is_named_even_by_those_not_connected_with_it) {
 TEST(CommGloo, members_out_of_step_are_an_error_and_never_wrong_data) {
     TemporaryFolder folder;
     auto processes = start_processes(2, [&](int rank) {
-        FileStore store(folder.path);
+        FileStore store(folder.name());
         auto comm = make_comm_gloo(store, "test", rank, 2, "", 1);
         Stream stream(Stream::Kind::queued);
         std::vector<float> values(10, 1.0f);
@@ -278,7 +278,7 @@ TEST(CommGloo, members_out_of_step_are_an_error_and_never_wrong_data) {
 TEST(CommGloo, an_unknown_interface_is_a_user_error_that_lists_the_known_ones) {
     TemporaryFolder folder;
     auto processes = start_processes(2, [&](int rank) {
-        FileStore store(folder.path);
+        FileStore store(folder.name());
         try {
             make_comm_gloo(store, "test", rank, 2, "nonsense0", 20);
         } catch (const UserError& error) {
@@ -298,7 +298,7 @@ TEST(CommGloo, an_unknown_interface_is_a_user_error_that_lists_the_known_ones) {
 TEST(CommGloo, a_named_interface_is_used) {
     TemporaryFolder folder;
     auto processes = start_processes(2, [&](int rank) {
-        FileStore store(folder.path);
+        FileStore store(folder.name());
         auto comm = make_comm_gloo(store, "test", rank, 2, "lo", 20);
         check_collectives(*comm, 11, Stream::Kind::queued);
         return std::string();
@@ -308,7 +308,7 @@ TEST(CommGloo, a_named_interface_is_used) {
 
 TEST(CommGloo, a_member_that_does_not_come_is_named_after_the_time_limit) {
     TemporaryFolder folder;
-    FileStore store(folder.path);
+    FileStore store(folder.name());
     try {
         make_comm_gloo(store, "outer.0", 0, 2, "", 0.3, {"worker 0 rank 0", "worker 1 rank 0"});
         FAIL() << "accepted";

@@ -102,17 +102,17 @@ struct Program {
 
     std::string read(const std::string& name) const {
         std::ostringstream text;
-        text << std::ifstream(folder.path + "/" + name).rdbuf();
+        text << std::ifstream(folder.name() + "/" + name).rdbuf();
         return text.str();
     }
 
     std::string run(const std::string& mode, int workers, int ranks, int worker,
                     const std::string& store) const {
-        dup2(open((folder.path + "/out").c_str(), O_CREAT | O_WRONLY, 0600), 1);
-        dup2(open((folder.path + "/err").c_str(), O_CREAT | O_WRONLY, 0600), 2);
+        dup2(open((folder.name() + "/out").c_str(), O_CREAT | O_WRONLY, 0600), 1);
+        dup2(open((folder.name() + "/err").c_str(), O_CREAT | O_WRONLY, 0600), 2);
         setenv("DILOCO_TEST_PROGRAM", "1", 1);
-        setenv("TMPDIR", (folder.path + "/tmp").c_str(), 1);
-        std::filesystem::create_directory(folder.path + "/tmp");
+        setenv("TMPDIR", (folder.name() + "/tmp").c_str(), 1);
+        std::filesystem::create_directory(folder.name() + "/tmp");
         for (const char* name : {"OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"}) {
             unsetenv(name);
         }
@@ -123,7 +123,7 @@ struct Program {
         return "exec failed";
     }
 
-    bool leaves_nothing_in_tmp() const { return std::filesystem::is_empty(folder.path + "/tmp"); }
+    bool leaves_nothing_in_tmp() const { return std::filesystem::is_empty(folder.name() + "/tmp"); }
 
     TemporaryFolder folder;
     TestProcess process;
@@ -200,7 +200,7 @@ TEST(Launcher, one_process_is_not_launched_at_all) {
 
 TEST(Launcher, workers_started_separately_meet_in_the_store) {
     TemporaryFolder shared;
-    Program first("finish", 2, 2, 0, "file:" + shared.path), second("finish", 2, 2, 1, "file:" + shared.path);
+    Program first("finish", 2, 2, 0, "file:" + shared.name()), second("finish", 2, 2, 1, "file:" + shared.name());
     EXPECT_EQ(first.wait(), 0) << first.err;
     EXPECT_EQ(second.wait(), 0) << second.err;
     EXPECT_EQ(sorted_lines(first.out), (std::vector<std::string>{"[0.1] sum 6", "sum 6"}));
@@ -267,7 +267,7 @@ TEST(Launcher, signals_are_passed_on_and_no_process_is_left_behind) {
 
 TEST(Launcher, a_dead_worker_is_named_at_the_other_site) {
     TemporaryFolder shared;
-    Program first("pids", 2, 1, 0, "file:" + shared.path), second("pids", 2, 1, 1, "file:" + shared.path);
+    Program first("pids", 2, 1, 0, "file:" + shared.name()), second("pids", 2, 1, 1, "file:" + shared.name());
     const pid_t victim = wait_for_pids(second, 1)[0];
     wait_for_pids(first, 1);
     std::this_thread::sleep_for(std::chrono::milliseconds(300));
@@ -295,7 +295,7 @@ TEST(Meeting, all_get_the_same_run_id_and_the_next_run_another) {
     std::vector<std::string> ids;
     for (int run = 0; run < 3; run++) {
         auto processes = start_processes(4, [&](int i) {
-            Process process = member(folder.path, i, 4);
+            Process process = member(folder.name(), i, 4);
             if (i == run) { std::this_thread::sleep_for(std::chrono::milliseconds(100)); }
             process.meet();
             process.leave();
@@ -313,15 +313,15 @@ TEST(Meeting, keys_of_a_run_that_died_while_meeting_do_not_matter) {
     TemporaryFolder folder;
     {
         auto dying = start_processes(2, [&](int i) {
-            member(folder.path, i + 1, 3).meet();
+            member(folder.name(), i + 1, 3).meet();
             return std::string();
         });
-        FileStore store(folder.path);
+        FileStore store(folder.name());
         store.get("diloco/join/1", 20);
         store.get("diloco/join/2", 20);
     }
     auto processes = start_processes(3, [&](int i) {
-        Process process = member(folder.path, i, 3);
+        Process process = member(folder.name(), i, 3);
         if (i == 2) {
             std::this_thread::sleep_for(std::chrono::milliseconds(300));
         }  // process 0 meets the dead one's key first
@@ -341,7 +341,7 @@ TEST(Meeting, two_processes_that_claim_one_place_both_leave_and_so_do_the_others
             const int worker = i < 2 ? claimed : 1 - claimed;
             if (i == 2) { std::this_thread::sleep_for(std::chrono::milliseconds(500)); }
             try {
-                member(folder.path, worker, 2).meet();
+                member(folder.name(), worker, 2).meet();
             } catch (const UserError& error) {
                 return error.what();
             }
@@ -361,19 +361,19 @@ TEST(Meeting, two_processes_that_claim_one_place_both_leave_and_so_do_the_others
 TEST(Meeting, one_that_claims_a_place_in_a_running_run_leaves_and_the_run_goes_on) {
     TemporaryFolder folder;
     auto processes = start_processes(2, [&](int i) {
-        Process process = member(folder.path, i, 2);
+        Process process = member(folder.name(), i, 2);
         process.meet();
         process.meeting_point->set("running/" + std::to_string(i), "");
         process.meeting_point->get("go on", 20);
         process.leave();
         return std::string();
     });
-    FileStore store(folder.path);
+    FileStore store(folder.name());
     for (int i : {0, 1}) { store.get("running/" + std::to_string(i), 20); }
     for (int claimed : {0, 1}) {
         TestProcess late([&]() -> std::string {
             try {
-                member(folder.path, claimed, 2).meet();
+                member(folder.name(), claimed, 2).meet();
             } catch (const UserError& error) {
                 return error.what();
             }
@@ -392,7 +392,7 @@ TEST(Meeting, who_is_missing_after_the_time_limit_is_named) {
     TemporaryFolder folder;
     auto processes = start_processes(2, [&](int i) -> std::string {
         try {
-            member(folder.path, 2 * i, 4, 0.5).meet();
+            member(folder.name(), 2 * i, 4, 0.5).meet();
         } catch (const UserError& error) {
             return error.what();
         }
@@ -430,7 +430,7 @@ TEST(Meeting, works_over_redis) {
 TEST(Fingerprint, all_processes_throw_the_same_error_that_names_every_difference) {
     TemporaryFolder folder;
     auto processes = start_processes(3, [&](int i) -> std::string {
-        Process process = member(folder.path, i, 3);
+        Process process = member(folder.name(), i, 3);
         process.meet();
         std::vector<std::pair<std::string, std::string>> options = {{"--inner-steps", i == 1 ? "50" : "100"},
                                                                     {"--lr", "0.1"},
@@ -455,7 +455,7 @@ TEST(Fingerprint, all_processes_throw_the_same_error_that_names_every_difference
 TEST(Leaving, waits_for_all_and_reports_one_that_has_failed_instead) {
     TemporaryFolder folder;
     auto processes = start_processes(3, [&](int i) -> std::string {
-        Process process = member(folder.path, i, 3);
+        Process process = member(folder.name(), i, 3);
         process.meet();
         if (i == 2) {
             std::this_thread::sleep_for(std::chrono::milliseconds(100));

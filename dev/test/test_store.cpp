@@ -18,7 +18,7 @@ protected:
             if (server->port == 0) { GTEST_SKIP() << "redis-server is not installed or does not start"; }
             url = "redis://:p%40ss%3Aw%2Frd@127.0.0.1:" + std::to_string(server->port);
         } else {
-            url = "file:" + folder.path + "/store";
+            url = "file:" + folder.name() + "/store";
         }
     }
     std::unique_ptr<Store> open() const {
@@ -159,16 +159,16 @@ INSTANTIATE_TEST_SUITE_P(All, Stores, testing::Values(Kind::folder, Kind::redis,
 
 TEST(FileStore, leaves_no_temporary_files_and_no_file_outside_its_folder) {
     TemporaryFolder folder;
-    FileStore store(folder.path + "/a/b");
+    FileStore store(folder.name() + "/a/b");
     store.set("../../escape", "1");
     store.set_if_absent("x", "1");
     store.set_if_absent("x", "2");
     std::set<std::string> names;
-    for (const auto& entry : std::filesystem::directory_iterator(folder.path + "/a/b")) {
+    for (const auto& entry : std::filesystem::directory_iterator(folder.name() + "/a/b")) {
         names.insert(entry.path().filename());
     }
     EXPECT_EQ(names, (std::set<std::string>{"%2E.%2F..%2Fescape", "x"}));
-    EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path), {}), 1);
+    EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.name()), {}), 1);
 }
 
 TEST(PrefixStore, keys_of_two_runs_do_not_meet) {
@@ -180,7 +180,7 @@ TEST(PrefixStore, keys_of_two_runs_do_not_meet) {
     EXPECT_EQ(shared->try_get("run 1/key"), "1");
 }
 
-static std::string user_error(const std::string& url) {
+static std::string open_error(const std::string& url) {
     try {
         open_store(url, 2);
     } catch (const UserError& error) {
@@ -191,23 +191,23 @@ static std::string user_error(const std::string& url) {
 
 TEST(OpenStore, what_cannot_be_used_is_a_user_error_that_says_what_to_do) {
     TemporaryFolder folder;
-    std::ofstream(folder.path + "/file") << "not a folder";
+    std::ofstream(folder.name() + "/file") << "not a folder";
     for (const char* url : {"", "nonsense", "ftp://x", "file:", "file://host/dir", "http://127.0.0.1:6379"}) {
-        EXPECT_NE(user_error(url).find("is of no known kind: give --store file:DIR or redis://"),
+        EXPECT_NE(open_error(url).find("is of no known kind: give --store file:DIR or redis://"),
                   std::string::npos)
             << url;
     }
     for (const char* url :
          {"redis://", "redis://:1", "redis://host:", "redis://host:0", "redis://host:99999",
           "redis://host:6379x", "redis://[::1", "redis://secret@host:1", "redis://:%zz@host:1"}) {
-        EXPECT_NE(user_error(url).find("is not of the form redis://[:PASSWORD@]HOST:PORT: write it so"),
+        EXPECT_NE(open_error(url).find("is not of the form redis://[:PASSWORD@]HOST:PORT: write it so"),
                   std::string::npos)
             << url;
     }
-    EXPECT_NE(user_error("file:" + folder.path + "/file").find("give --store a folder that can be written"),
+    EXPECT_NE(open_error("file:" + folder.name() + "/file").find("give --store a folder that can be written"),
               std::string::npos);
-    EXPECT_EQ(user_error("file://" + folder.path), "accepted");
-    EXPECT_EQ(user_error("redis://127.0.0.1:1"),
+    EXPECT_EQ(open_error("file://" + folder.name()), "accepted");
+    EXPECT_EQ(open_error("redis://127.0.0.1:1"),
               "cannot reach the store at 127.0.0.1:1 (Connection refused): start a Redis or "
               "Valkey server there, or correct --store");
 }
@@ -229,11 +229,11 @@ TEST(RedisStore, a_wrong_or_missing_password_is_a_user_error_without_the_passwor
     if (server.port == 0) { GTEST_SKIP() << "redis-server is not installed or does not start"; }
     const std::string where = "127.0.0.1:" + std::to_string(server.port);
     for (const char* credentials : {"", ":guess@"}) {
-        const std::string error = user_error("redis://" + std::string(credentials) + where);
+        const std::string error = open_error("redis://" + std::string(credentials) + where);
         EXPECT_NE(error.find("the store at " + where + " refuses the password"), std::string::npos) << error;
         EXPECT_EQ(error.find("guess"), std::string::npos);
     }
-    EXPECT_EQ(user_error(server.url()), "accepted");
+    EXPECT_EQ(open_error(server.url()), "accepted");
     EXPECT_EQ(open_store(server.url(), 2)->url(), "redis://" + where);
     EXPECT_EQ(open_store(server.url(), 2)->local_address(), "127.0.0.1");
 }
