@@ -4,8 +4,8 @@
     dev/plot.py RUN... -o FILE.png
 
 Above: the training loss (light, mean over workers) and the validation loss (dots). Below: bytes that
-process 0 sent in each step, on a logarithmic scale; a sync counts in the step that sends it, and a step
-without a mark sent nothing.
+process 0 sent in each step, on a logarithmic scale; of a long run, some steps from its middle. A sync
+counts in the step that sends it, and a step without a mark sent nothing.
 """
 import argparse
 import sys
@@ -22,22 +22,27 @@ from compare import UserError, bytes_by_step, bytes_sent, peak, read_run, size_t
 # Okabe and Ito's, safe for the colour-blind.
 COLORS = ["#555555", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"]
 
+EXCERPT = 120  # steps of which the traffic is drawn
 
-def training_losses(run):
-    """(steps, losses): the mean over workers."""
+
+def training_losses(run, window):
+    """(steps, losses): the mean over workers, and over the last `window` steps."""
     logs = [run.of_worker(worker)[0].steps for worker in range(run.workers)]
     losses = [[line["loss"] for line in lines] for lines in zip(*logs)]
     finite = [(lines[0]["step"], sum(values) / len(values))
               for lines, values in zip(zip(*logs), losses) if None not in values]
-    return [step for step, _ in finite], [loss for _, loss in finite]
+    losses = [loss for _, loss in finite]
+    means = [sum(losses[i - window:i]) / window for i in range(window, len(losses) + 1)]
+    return [step for step, _ in finite][window - 1:], means
 
 
 def draw_losses(axes, runs):
+    window = max(1, min(len(run.processes[0].steps) for run in runs) // 100)
     shown = []  # losses that the axis has to span: the first steps are far above and may leave the picture
     for run, color in zip(runs, COLORS):
-        steps, losses = training_losses(run)
+        steps, losses = training_losses(run, window)
         shown += losses[len(losses) // 20:]
-        axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
+        axes.plot(steps, losses, color=color, alpha=0.35, linewidth=0.9)
         evals = [line for line in run.processes[0].evals if line["loss"] is not None]
         shown += [line["loss"] for line in evals if line["step"] > len(losses) // 20]
         end = validation_loss(run)
@@ -48,35 +53,39 @@ def draw_losses(axes, runs):
     axes.set_ylim(min(shown) - margin, max(shown) + margin)
     axes.set_ylabel("loss")
     axes.legend(title="validation loss at the end", frameon=False, alignment="left")
-    axes.text(0.01, 0.04, "light: training, dots: validation", transform=axes.transAxes, color="#777777",
-              fontsize=9)
+    note = "light: training" + (f" (mean of {window} steps)" if window > 1 else "") + ", dots: validation"
+    axes.text(0.01, 0.04, note, transform=axes.transAxes, color="#777777", fontsize=9)
+    axes.set_xlabel("step")
 
 
 def draw_traffic(axes, runs):
-    lowest = []
+    steps = min(len(run.processes[0].steps) for run in runs)
+    begin = 0 if steps <= EXCERPT else steps // 2
+    shown = []
     for number, (run, color) in enumerate(zip(runs, COLORS)):
-        sent = {step: count for step, count in bytes_by_step(run.processes[0]).items() if count > 0}
+        sent = {step: count for step, count in bytes_by_step(run.processes[0]).items()
+                if count > 0 and begin < step <= begin + EXCERPT}
         largest, what = peak(run)
         label = f"{run.name}: {size_text(bytes_sent(run))} in all, at most {size_text(largest)} in {what}"
-        every_step = len(sent) > 0.9 * len(run.processes[0].steps)
+        every_step = len(sent) > 0.9 * min(steps, EXCERPT)
         axes.plot(list(sent), list(sent.values()), color=color, label=label, zorder=3 + 0.1 * number,
                   linestyle="-" if every_step else "none", linewidth=2, marker=None if every_step else "o",
-                  markersize=3.5)
+                  markersize=5)
         if not every_step:
-            axes.vlines(list(sent), 1, list(sent.values()), color=color, linewidth=1, alpha=0.5)
-        lowest += sent.values()
-    if lowest:
+            axes.vlines(list(sent), 1, list(sent.values()), color=color, linewidth=1.2, alpha=0.6)
+        shown += sent.values()
+    if shown:
         axes.set_yscale("log")
-        axes.set_ylim(min(lowest) / 5, max(lowest) * 3)
+        axes.set_ylim(min(shown) / 5, max(shown) * 3)
     axes.yaxis.set_major_formatter(
         FuncFormatter(lambda count, _: size_text(round(count)).replace(".00", "").replace(".0", "")))
     axes.set_ylabel("sent by a process in a step")
-    axes.set_xlabel("step")
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, -0.16), borderaxespad=0)
+    axes.set_xlabel("step" if begin == 0 else f"step ({EXCERPT} of {steps})")
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, -0.2), borderaxespad=0)
 
 
 def draw(runs, path):
-    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 8), sharex=True, height_ratios=[1.2, 1],
+    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 8.5), height_ratios=[1.3, 1],
                                           layout="constrained")
     draw_losses(above, runs)
     draw_traffic(below, runs)

@@ -11,8 +11,8 @@ out=demo
 model=(
     --layers 4 --heads 4 --channels 128   # 0.8M parameters: learns words and some grammar in a minute or two
     -t 128                                # characters it sees: a sentence or two
-    -b 8                                  # sequences a step on each process: few, and so many steps
-    -x 1000                               # steps
+    -b 4                                  # sequences a step on each process: few, and so many steps
+    -x 2000                               # steps
     --seed 1337                           # the same initial weights and the same order of the text
 )
 # The inner optimizer, AdamW.
@@ -29,13 +29,13 @@ outer=(
 )
 # Classic: everything is one fragment, sent in fp32, waited for, and taken over as it is.
 classic=(--fragment-layers 0 --outer-dtype fp32 --overlap 0 --local-weight 0)
-# Streaming: two layers a fragment, in four bits, merged one step later, half and half.
-streaming=(--fragment-layers 2 --outer-dtype fp4 --overlap 1 --local-weight 0.5)
+# Streaming: two layers a fragment, in four bits, merged half and half two steps later.
+streaming=(--fragment-layers 2 --outer-dtype fp4 --overlap 2 --local-weight 0.5)
 
-# Validation: every 200 steps, on the same 640 sequences in all runs. A worker validates by itself, in batches of -b;
-# data-parallel ranks share the work, so that their batches are twice as large and half as many.
+# Validation: every 200 steps, the same 640 sequences in all runs. A worker validates by itself, in batches of
+# -b; data-parallel ranks share the work, so that their batches are twice as large and half as many.
 validate_every=200
-validation_batches=80
+validation_batches=160
 sample_length=400
 
 say() {
