@@ -615,7 +615,9 @@ struct Run {
     long steps;
     Totals totals;
 
-    bool speaks() const { return process.index() == 0; }
+    // One process of those that were started together reports; worker 0's first also saves and samples.
+    bool speaks() const { return process.rank == 0 && (process.worker == 0 || options.worker >= 0); }
+    bool is_first() const { return process.index() == 0; }
     // What is evaluated and saved: null means the worker's own parameters.
     const float* evaluated() const { return diloco && options.evaluate == "global" ? diloco->global() : nullptr; }
 };
@@ -627,7 +629,7 @@ inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& rep
         run.totals.outer.bytes_received += r.traffic.bytes_received;
         run.totals.waited_seconds += r.waited_seconds;
         run.logger.sync({r.sync, r.fragment, r.send_step, step, r.traffic.bytes_sent, r.traffic.bytes_received,
-                         r.traffic.seconds, r.waited_seconds});
+                         r.traffic.seconds, r.waited_seconds, r.global_hash});
         for (int worker : r.not_finite) {
             if (run.speaks()) {
                 run.status.print(format("sync %ld (fragment %d): worker %d's movement is not finite, nobody applies it", r.sync,
@@ -658,7 +660,7 @@ inline void print_sample(Run& run, long step) {
 inline void save_model(Run& run, long step) {
     const float* shard = run.evaluated() ? run.evaluated() : run.worker.master.data();
     const Buffer<float> flat = gather_flat(run.worker, shard);
-    if (!run.speaks()) { return; }
+    if (!run.is_first()) { return; }
     const std::string path = run.options.output + format("/model_%08ld.bin", step);
     write_model(path, run.shape, run.worker.model.layout, flat.data());
     run.status.print("wrote " + path);
@@ -674,7 +676,7 @@ inline void between_steps(Run& run, long step) {
     if (validates || samples) {
         EvaluatedParameters parameters(run.worker, run.evaluated());
         if (validates) { evaluate(run, step); }
-        if (samples && run.speaks()) { print_sample(run, step); }
+        if (samples && run.is_first()) { print_sample(run, step); }
         parameters.restore();
     }
     if (!o.output.empty() && step > 0 && (last || is_time(o.save_every))) { save_model(run, step); }
@@ -742,14 +744,22 @@ inline void training_loop(Run& run) {
     if (run.speaks()) { print_totals(run); }
 }
 
-inline void print_banner(const Options& o, const Process& p, const Model& model, const Layout& layout, long steps) {
-    const GptShape& s = model.shape;
-    printf("model      %d layers, %d heads, %d channels, vocabulary %d (padded to %d), %d positions: %.2fM parameters\n", s.layers,
-           s.heads, s.channels, s.vocab_size, s.padded_vocab_size, s.max_seq_len, double(layout.values) / 1e6);
-    printf("processes  %d worker%s x %d rank%s\n", p.workers, p.workers == 1 ? "" : "s", p.ranks, p.ranks == 1 ? "" : "s");
-    printf("step       %ld tokens a worker: %ld micro-steps of %d x %d on each rank; %ld steps\n", o.total_batch,
-           o.total_batch / (long(o.batch) * o.seq_len * o.ranks), o.batch, o.seq_len, steps);
-    printf("matmuls    %s\n", model.matmul.description().c_str());
+// "1 step", "2 steps"
+inline std::string counted(long n, const char* what) { return format("%ld %s%s", n, what, n == 1 ? "" : "s"); }
+
+inline void print_banner(const Run& run, const std::string& exchanges) {
+    const Options& o = run.options;
+    const GptShape& s = run.shape;
+    const long micro_steps = o.total_batch / (long(o.batch) * o.seq_len * o.ranks);
+    printf("model      %s, %s, %d channels, vocabulary %d (padded to %d), %d positions: %.2fM parameters\n",
+           counted(s.layers, "layer").c_str(), counted(s.heads, "head").c_str(), s.channels, s.vocab_size, s.padded_vocab_size,
+           s.max_seq_len, double(run.worker.model.layout.values) / 1e6);
+    printf("processes  %s x %s%s\n", counted(o.workers, "worker").c_str(), counted(o.ranks, "rank").c_str(),
+           o.worker >= 0 ? format(", this is worker %d", o.worker).c_str() : "");
+    printf("step       %ld tokens a worker: %s of %d x %d tokens on each rank; %s\n", o.total_batch,
+           counted(micro_steps, "micro-step").c_str(), o.batch, o.seq_len, counted(run.steps, "step").c_str());
+    printf("matmuls    %s\n", run.worker.model.matmul.description().c_str());
+    fputs(exchanges.c_str(), stdout);
     fflush(stdout);
 }
 
@@ -791,19 +801,20 @@ inline void train(Options o, Process& process) {
         set_parameters(worker, initial);
     }
     std::unique_ptr<Diloco> diloco;
-    if (process.index() == 0) { print_banner(o, process, model, layout, steps); }
+    std::string exchanges;
     if (streams) {
         const std::vector<Fragment> fragments = make_fragments(layout.layers, int(layout.blocks.size()), o.fragment_layers,
                                                                parse_fragment_pattern(o.fragment_pattern), o.inner_steps);
         diloco = std::make_unique<Diloco>(diloco_options(o), fragments, layout, process.rank, *outer, outer_stream);
         diloco->start(worker.master, main);
-        if (process.index() == 0) { fputs(plan(diloco_options(o), fragments, layout, o.workers).c_str(), stdout); }
+        exchanges = plan(diloco_options(o), fragments, layout, o.workers);
     }
     if (process.index() == 0 && !o.output.empty()) { write_text(o.output + "/config.toml", o.toml); }
     logger.run({process.worker, process.rank, process.workers, process.ranks, layout.values, o.resolved});
     const LearningRateSchedule schedule{schedule_kind(o.schedule), o.learning_rate, o.warmup, steps, o.final_fraction};
     Run run{o, process, shape, worker, diloco.get(), train_loader, validation_loader.get(), tokenizer.get(), logger, status,
             schedule, steps, {}};
+    if (run.speaks()) { print_banner(run, exchanges); }
     try {
         training_loop(run);
         process.leave();

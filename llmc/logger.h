@@ -81,6 +81,7 @@ struct SyncMetrics {
     long send_step = 0, apply_step = 0;
     uint64_t bytes_sent = 0, bytes_received = 0;
     double wire_seconds = 0, waited_seconds = 0;
+    uint64_t global_hash = 0;  // of the global parameters that were sent from
 };
 
 struct EndMetrics {
@@ -134,7 +135,8 @@ public:
         write(JsonLine().field("type", "sync").field("sync", m.sync).field("fragment", m.fragment)
                   .field("send_step", m.send_step).field("apply_step", m.apply_step).field("time", seconds())
                   .field("bytes_sent", m.bytes_sent).field("bytes_received", m.bytes_received)
-                  .field("wire_seconds", m.wire_seconds).field("waited_seconds", m.waited_seconds));
+                  .field("wire_seconds", m.wire_seconds).field("waited_seconds", m.waited_seconds)
+                  .field("global_hash", format("%016llx", (unsigned long long)m.global_hash)));
     }
 
     void end(const EndMetrics& m) {

@@ -110,6 +110,7 @@ struct SyncReport {
     long send_step, due_step;
     Traffic traffic;
     double waited_seconds;        // how long the main stream stood idle before this mean could be applied
+    uint64_t global_hash;         // of the fragment's global parameters at the send: the same on all workers
     std::vector<int> not_finite;  // workers whose outer gradient was not finite: then nothing was applied
 };
 
@@ -209,7 +210,8 @@ private:
         const std::vector<PayloadHeader>& headers = exchange->wait(sync);
         const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
 
-        SyncReport report{sync.number, sync.fragment, sync.send_step, due_step(sync), {}, waited.count(), {}};
+        SyncReport report{sync.number, sync.fragment, sync.send_step, due_step(sync), {}, waited.count(),
+                          headers[0].hash, {}};
         check_agreement(headers, sync);
         for (const PayloadHeader& header : headers) {
             if (header.flags & delta_not_finite) { report.not_finite.push_back(int(header.worker)); }

@@ -52,6 +52,14 @@ def test_streaming_learns_and_logs_every_sync(train):
     assert [row["bytes_sent"] for row in run.lines("sync", 0)] == [row["bytes_sent"] for row in run.lines("sync", 1)]
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+def test_global_parameters_are_bitwise_equal_on_all_workers_after_every_sync(train, workers):
+    run = train("run", {**STREAMING, "--workers": workers, "--overlap": 3, "-x": 36})
+    hashes = [[(row["sync"], row["global_hash"]) for row in run.lines("sync", process)] for process in range(workers)]
+    assert all(hashes[0] == other for other in hashes)
+    assert len(hashes[0]) == 18 and len({h for _, h in hashes[0]}) == 18
+
+
 def test_evaluation_on_global_parameters_puts_back_every_bit(train):
     quiet = train("quiet", {**STREAMING, "-v": 0})
     watched = train("watched", {**STREAMING, "-v": 1, "-m": 2})
