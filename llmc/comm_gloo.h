@@ -1,4 +1,4 @@
-// Comm over Gloo's TCP transport: every member is connected with every other and sends each its part directly.
+// Comm over Gloo's TCP transport: every member is connected with every other and sends each its part.
 //
 //     all_gather, all_to_all   (size - 1) * bytes sent and received by a member
 //     reduce_scatter           each member sends each owner its part; the owner adds them in order of rank
@@ -151,6 +151,7 @@ struct Transfer {
     std::unique_ptr<gloo::transport::UnboundBuffer> buffer;
     const int peer;
     const bool receives;
+    bool is_done = false;  // by a wait
 };
 
 // Interrupts the transfer that is waited for ten times a second, so that the waiting thread can look around.
@@ -351,18 +352,42 @@ private:
     void wait_for_all(std::vector<Transfer>& transfers) {
         const Clock::time_point start = Clock::now();
         for (Transfer& awaited : transfers) {
-            bool done = false;
-            while (!done) {
-                interrupter->watch(&awaited);
-                guard(awaited, [&](Transfer& transfer) { done = transfer.wait(); });
-                interrupter->watch(nullptr);
-                if (done) { break; }
+            while (!is_done_soon(awaited)) {
                 for (Transfer& transfer : transfers) { guard(transfer, [](Transfer& t) { t.check(); }); }
                 if (std::chrono::duration<double>(Clock::now() - start).count() > timeout) {
-                    fail(awaited.peer, format("has been silent for %g s (--timeout)", timeout));
+                    report_silence(transfers);
                 }
             }
         }
+    }
+
+    // Waits until the transfer is done, but at most for a tenth of a second.
+    bool is_done_soon(Transfer& transfer) {
+        if (transfer.is_done) { return true; }
+        interrupter->watch(&transfer);
+        guard(transfer, [](Transfer& t) { t.is_done = t.wait(); });
+        interrupter->watch(nullptr);
+        return transfer.is_done;
+    }
+
+    // Someone is silent: but a peer that waits for a third one in an earlier call is silent, too. So all who wait in
+    // vain say so in the store, and who does not say so is named.
+    // Returns if all has come after all, otherwise throws CommError.
+    void report_silence(std::vector<Transfer>& transfers) {
+        std::vector<int> silent;
+        for (Transfer& transfer : transfers) {
+            if (!is_done_soon(transfer)) { silent.push_back(transfer.peer); }
+        }
+        if (silent.empty()) { return; }
+        int culprit = silent[0];
+        try {
+            store.set("waiting/" + members[size_t(my_rank)], "");
+            std::this_thread::sleep_for(std::chrono::milliseconds(500));
+            auto says_nothing = [&](int peer) { return !store.try_get("waiting/" + members[size_t(peer)]); };
+            const auto found = std::find_if(silent.begin(), silent.end(), says_nothing);
+            if (found != silent.end()) { culprit = *found; }
+        } catch (const RunError&) {}  // without the store it is the first of them
+        fail(culprit, format("has been silent for %g s (--timeout)", timeout));
     }
 
     // Gloo's exceptions about a transfer are about its peer.

@@ -1,9 +1,9 @@
 // Launcher: starts processes of this program on this machine and watches over them until the last has ended.
 //   - What they print comes through pipes, line by line, after "[worker.rank] " (process 0's without).
 //   - The first that fails ends all others: SIGTERM, and SIGKILL after some seconds. The launcher's last line
-//     names it and its status is the launcher's. A line "error: ..." is printed once, however many processes
-//     say the same; a UserError (status 2) is the last line itself.
-//   - SIGINT, SIGTERM and SIGHUP are passed on; should the launcher be killed, the kernel kills the processes.
+//     names it, unless it has given its reason itself; its status is the launcher's. A line "error: ..." is
+//     printed once, however many processes say the same.
+//   - SIGINT, SIGTERM and SIGHUP are passed on; if the launcher is killed, the kernel kills the processes.
 #pragma once
 #include <errno.h>
 #include <fcntl.h>
@@ -164,8 +164,8 @@ private:
         _exit(127);
     }
 
-    // The cores this process may use, shared out. Processes are not pinned to them: the scheduler keeps as many
-    // busy threads as cores apart by itself, and the communicators' threads can run where one is idle.
+    // The cores this process may use, shared out. Processes are not pinned to them: the scheduler keeps as
+    // many busy threads as cores apart by itself, and the communicators' threads run where one is idle.
     int threads_of_a_child() const {
         cpu_set_t cores;
         CPU_ZERO(&cores);
@@ -223,7 +223,7 @@ private:
     void pass_on(const Child& child, const std::string& text, int to) {
         if (text.empty()) { return; }
         if (to == STDERR_FILENO && text.rfind("error: ", 0) == 0) {
-            errors.push_back({&child, text});
+            errors.push_back({&child, text.substr(strlen("error: "))});
             return;
         }
         if (is_inside_line && !(child.is_first && to == STDOUT_FILENO)) {
@@ -276,27 +276,28 @@ private:
     }
 
     void reap() {
-        Child* failed = nullptr;
         for (Child& child : children) {
             int status;
             if (child.has_ended || waitpid(child.pid, &status, WNOHANG) != child.pid) { continue; }
             child.has_ended = true;
             child.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-            // Of several at once: one that was killed, since those that lose a peer leave with status 1.
-            if (child.status != 0 && (!failed || child.status > failed->status)) { failed = &child; }
+            if (child.status != 0 && !stopped_by && !was_terminated) { blame(child); }
         }
-        if (failed && !first_failure && !stopped_by) {
-            first_failure = failed;
-            term_time = Clock::now() + to_duration(agreement_seconds);
-            stop_within(agreement_seconds + grace_seconds);
-        } else if (failed && first_failure && first_failure->status <= 128 && failed->status > 128 &&
-                   !was_terminated) {
-            first_failure = failed;
-        }
-        if (first_failure && !was_terminated && Clock::now() >= term_time) {
+        if (culprit && !was_terminated && Clock::now() >= term_time) {
             was_terminated = true;
             signal_all(SIGTERM);
         }
+    }
+
+    // The first to fail is to blame, unless another turns out to be the cause before all are ended: those that
+    // lose a peer leave with status 1, and may be seen to end before it.
+    void blame(const Child& child) {
+        auto weight = [](const Child& c) { return c.status > 128 ? 3 : c.status != 1 ? 2 : 1; };
+        if (!culprit) {
+            term_time = Clock::now() + to_duration(agreement_seconds);
+            stop_within(agreement_seconds + grace_seconds);
+        }
+        if (!culprit || weight(child) > weight(*culprit)) { culprit = &child; }
     }
 
     static Clock::duration to_duration(double seconds) {
@@ -314,44 +315,49 @@ private:
         }
     }
 
-    // The processes' own error lines, each once, then the launcher's. Returns the exit status.
+    // The processes' own error lines, then the launcher's. Returns the exit status.
     int report() {
         if (is_inside_line) { write_all(STDOUT_FILENO, "\n"); }
-        for (size_t i = 0; i < errors.size(); i++) {
-            auto is_same = [&](const Error& other) { return other.text == errors[i].text; };
-            if (std::find_if(errors.begin(), errors.begin() + long(i), is_same) != errors.begin() + long(i)) {
-                continue;
-            }
-            const bool is_common = std::count_if(errors.begin(), errors.end(), is_same) > 1;
-            const bool needs_name = !is_common && !errors[i].child->is_first;
-            const std::string said = errors[i].text.substr(strlen("error: "));
-            write_all(STDERR_FILENO, "error: " + (needs_name ? errors[i].child->name() + ": " : "") + said);
-        }
+        print_errors();
         if (stopped_by) {
             if (stopped_by != SIGPIPE) {
-                write_all(STDERR_FILENO,
-                          format("error: stopped by signal %d (%s)\n", stopped_by, strsignal(stopped_by)));
+                print_error(format("stopped by signal %d (%s)\n", stopped_by, strsignal(stopped_by)));
             }
             return 128 + stopped_by;
         }
-        if (!first_failure) { return 0; }
-        const int status = first_failure->status;
-        const bool has_spoken = std::any_of(errors.begin(), errors.end(),
-                                            [&](const Error& e) { return e.child == first_failure; });
+        if (!culprit) { return 0; }
+        const int status = culprit->status;
+        const bool has_spoken =
+            std::any_of(errors.begin(), errors.end(), [&](const Error& e) { return e.child == culprit; });
         if (status > 128) {
-            write_all(STDERR_FILENO,
-                      format("error: %s was killed by signal %d (%s)\n", first_failure->name().c_str(),
-                             status - 128, strsignal(status - 128)));
-        } else if (status != 2 || !has_spoken) {
-            write_all(STDERR_FILENO,
-                      format("error: %s left with exit code %d\n", first_failure->name().c_str(), status));
+            print_error(format("%s was killed by signal %d (%s)\n", culprit->name().c_str(), status - 128,
+                               strsignal(status - 128)));
+        } else if (!has_spoken) {
+            print_error(format("%s left with exit code %d\n", culprit->name().c_str(), status));
         }
         return status;
     }
 
+    void print_error(const std::string& text) { write_all(STDERR_FILENO, "error: " + text); }
+
+    // Each line once, without a name where several say it or process 0 does; the culprit's last. Of a
+    // UserError only those who found it themselves.
+    void print_errors() {
+        std::stable_partition(errors.begin(), errors.end(),
+                              [&](const Error& error) { return error.child != culprit; });
+        for (auto error = errors.begin(); error != errors.end(); error++) {
+            auto is_same = [&](const Error& other) { return other.text == error->text; };
+            const bool is_consequence = culprit && culprit->status == 2 && error->child->status != 2;
+            if (is_consequence || std::any_of(error + 1, errors.end(), is_same)) { continue; }
+            const bool is_common = std::any_of(errors.begin(), error, is_same);
+            const bool needs_name = !is_common && !error->child->is_first;
+            print_error((needs_name ? error->child->name() + ": " : "") + error->text);
+        }
+    }
+
     struct Error {
         const Child* child;
-        std::string text;
+        std::string text;  // without "error: "
     };
 
     std::vector<Child> children;
@@ -362,7 +368,7 @@ private:
     int signals = -1;
     std::vector<Error> errors;
     bool is_inside_line = false;  // the terminal's last line is process 0's and has no end yet
-    const Child* first_failure = nullptr;
+    const Child* culprit = nullptr;
     int stopped_by = 0;           // the signal that ends the run
     bool stopping = false, was_terminated = false;
     Clock::time_point term_time, kill_time;

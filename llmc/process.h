@@ -5,7 +5,7 @@
 //     leave()               nobody ends while another still waits for it
 // All of it goes through the store. Keys of a run start with its run id, fresh each time processes meet:
 //     NAME/join/I     the nonce of process I: random, new for each process
-//     NAME/roster     run id and all nonces, from process 0; a process that finds its nonce there answers with
+//     NAME/roster     run id and all nonces, from process 0; one that finds its nonce there answers with
 //     ID/met/I        and only when all have, process 0 sets
 //     ID/go           so nobody starts with the nonce of a process that is long dead
 #pragma once
@@ -245,7 +245,7 @@ struct Process {
         if (size() > 1) { keeper = std::make_unique<PlaceKeeper>(std::move(meeting)); }
     }
 
-    // Compares the (option, value) pairs of all with process 0's. If any differ, all throw the same UserError.
+    // Compares all (option, value) pairs with process 0's. If any differ, all throw the same UserError.
     void check_fingerprint(const std::vector<std::pair<std::string, std::string>>& options) {
         std::string packed;
         for (const auto& option : options) { packed += option.first + '\0' + option.second + '\0'; }

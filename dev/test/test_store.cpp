@@ -34,6 +34,9 @@ protected:
     std::string url;
 };
 
+// Those that several processes see.
+class SharedStores : public Stores {};
+
 TEST_P(Stores, a_value_comes_back_until_it_is_replaced_or_removed) {
     auto store = open();
     EXPECT_FALSE(store->try_get("a"));
@@ -100,8 +103,7 @@ TEST_P(Stores, get_waits_for_the_value_and_gives_up_after_its_time) {
     EXPECT_LT(since.waited(), 1);
 }
 
-TEST_P(Stores, of_many_processes_exactly_one_wins_and_all_know_it) {
-    if (GetParam() == Kind::memory) { GTEST_SKIP() << "memory is not shared by processes"; }
+TEST_P(SharedStores, of_many_processes_exactly_one_wins_and_all_know_it) {
     const int rounds = 40;
     auto processes = start_processes(4, [&](int i) {
         auto store = open();
@@ -126,8 +128,7 @@ TEST_P(Stores, of_many_processes_exactly_one_wins_and_all_know_it) {
     }
 }
 
-TEST_P(Stores, a_reader_never_sees_half_a_value) {
-    if (GetParam() == Kind::memory) { GTEST_SKIP() << "memory is not shared by processes"; }
+TEST_P(SharedStores, a_reader_never_sees_half_a_value) {
     auto processes = start_processes(2, [&](int i) -> std::string {
         auto store = open();
         if (i == 0) {
@@ -149,13 +150,19 @@ TEST_P(Stores, a_reader_never_sees_half_a_value) {
     for (auto& process : processes) { EXPECT_EQ(process.wait(30), 0) << process.report; }
 }
 
+static std::string kind_name(const testing::TestParamInfo<Kind>& info) {
+    switch (info.param) {
+        case Kind::folder: return "folder";
+        case Kind::redis: return "redis";
+        case Kind::memory: return "memory";
+        case Kind::prefix: return "prefix";
+    }
+    return "";
+}
+
 INSTANTIATE_TEST_SUITE_P(All, Stores, testing::Values(Kind::folder, Kind::redis, Kind::memory, Kind::prefix),
-                         [](const auto& info) {
-                             return std::string(info.param == Kind::folder   ? "folder"
-                                                : info.param == Kind::redis  ? "redis"
-                                                : info.param == Kind::memory ? "memory"
-                                                                             : "prefix");
-                         });
+                         kind_name);
+INSTANTIATE_TEST_SUITE_P(All, SharedStores, testing::Values(Kind::folder, Kind::redis, Kind::prefix), kind_name);
 
 TEST(FileStore, leaves_no_temporary_files_and_no_file_outside_its_folder) {
     TemporaryFolder folder;
