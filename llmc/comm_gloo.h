@@ -370,8 +370,8 @@ private:
         return transfer.is_done;
     }
 
-    // Someone is silent: but a peer that waits for a third one in an earlier call is silent, too. So all who wait in
-    // vain say so in the store, and who does not say so is named.
+    // Someone is silent: but a peer that waits for a third one in an earlier call is silent, too. So all who
+    // wait in vain say so in the store, and who does not say so is named.
     // Returns if all has come after all, otherwise throws CommError.
     void report_silence(std::vector<Transfer>& transfers) {
         std::vector<int> silent;

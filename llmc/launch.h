@@ -1,6 +1,6 @@
 // launch: which worker and rank this process is. Whoever started it has said so, in one of these ways:
-//     torchrun, mpirun, srun    by their environment: process number = worker * ranks + rank, or with --worker W
-//                               the number is the rank in worker W; --store says where to meet
+//     torchrun, mpirun, srun    by their environment: process number = worker * ranks + rank, or with
+//                               --worker W the number is the rank in worker W; --store says where to meet
 //     --worker W --store URL    this worker's ranks are started here, the other workers elsewhere
 //     nothing of all that       all processes are started here, and meet in a fresh temporary folder
 // Where processes are started here, this one becomes their launcher (launcher.h): it starts its own program

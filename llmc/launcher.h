@@ -289,8 +289,8 @@ private:
         }
     }
 
-    // The first to fail is to blame, unless another turns out to be the cause before all are ended: those that
-    // lose a peer leave with status 1, and may be seen to end before it.
+    // The first to fail is to blame, unless another turns out to be the cause before all are ended: those
+    // that lose a peer leave with status 1, and may be seen to end before it.
     void blame(const Child& child) {
         auto weight = [](const Child& c) { return c.status > 128 ? 3 : c.status != 1 ? 2 : 1; };
         if (!culprit) {

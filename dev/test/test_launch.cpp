@@ -200,7 +200,8 @@ TEST(Launcher, one_process_is_not_launched_at_all) {
 
 TEST(Launcher, workers_started_separately_meet_in_the_store) {
     TemporaryFolder shared;
-    Program first("finish", 2, 2, 0, "file:" + shared.name()), second("finish", 2, 2, 1, "file:" + shared.name());
+    const std::string store = "file:" + shared.name();
+    Program first("finish", 2, 2, 0, store), second("finish", 2, 2, 1, store);
     EXPECT_EQ(first.wait(), 0) << first.err;
     EXPECT_EQ(second.wait(), 0) << second.err;
     EXPECT_EQ(sorted_lines(first.out), (std::vector<std::string>{"[0.1] sum 6", "sum 6"}));

@@ -162,7 +162,8 @@ static std::string kind_name(const testing::TestParamInfo<Kind>& info) {
 
 INSTANTIATE_TEST_SUITE_P(All, Stores, testing::Values(Kind::folder, Kind::redis, Kind::memory, Kind::prefix),
                          kind_name);
-INSTANTIATE_TEST_SUITE_P(All, SharedStores, testing::Values(Kind::folder, Kind::redis, Kind::prefix), kind_name);
+INSTANTIATE_TEST_SUITE_P(All, SharedStores, testing::Values(Kind::folder, Kind::redis, Kind::prefix),
+                         kind_name);
 
 TEST(FileStore, leaves_no_temporary_files_and_no_file_outside_its_folder) {
     TemporaryFolder folder;
