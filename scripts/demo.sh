@@ -23,7 +23,7 @@ inner=(
 )
 # DiLoCo, classic and streaming.
 outer=(
-    -H 27                                 # steps between two exchanges of a fragment
+    -H 14                                 # steps between two exchanges of a fragment: short, for a short run
     --outer-lr 0.7                        # larger than the paper's 0.4, which suits runs of far more steps
     --outer-momentum 0.9                  # the paper's
 )
