@@ -2,7 +2,8 @@
 # make setup    installs what is missing (Debian, Ubuntu: packages; Python: .venv)
 # make test     every test                         make demo   two workers train a GPT on real text
 # make bench-cpu   speed on this CPU (PEERS=1: and PyTorch's)
-CXX ?= g++
+CXX = g++
+SHELL = /bin/bash
 # -ffp-contract=off: arithmetic that must give the same bits on every machine says fmaf where it means it.
 CXXFLAGS = -std=c++17 -O3 -march=native -g1 -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math \
            -fno-strict-aliasing -Wall -Wextra -Werror -I.
@@ -44,10 +45,14 @@ demo: setup
 	$(MAKE) train_gpt_cpu
 	bash scripts/demo.sh
 
+# PEERS=1 installs PyTorch into .venv if it is not there (a few GB) and runs it on the same model.
 bench-cpu: setup
 	$(MAKE) build/bench_cpu
-	build/bench_cpu
-	@if [ -n "$(PEERS)" ]; then bash dev/bench/peers.sh; fi
+	set -o pipefail; build/bench_cpu | tee build/bench_cpu.txt
+	@if [ -n "$(PEERS)" ]; then \
+	    .venv/bin/python -c 'import torch' 2>/dev/null || .venv/bin/pip install -q torch; \
+	    .venv/bin/python dev/bench/peer_pytorch.py --ours build/bench_cpu.txt; \
+	fi
 
 clean:
 	rm -rf build train_gpt_cpu test_gpt_cpu

@@ -1,5 +1,5 @@
-// test_gpt: the model of train_gpt.cu against PyTorch's float64 numbers (dev/reference.py): logits, loss, every
-// gradient, ten AdamW steps. Leaves with 1 if anything is off.
+// test_gpt: the model of train_gpt.cu against PyTorch's float64 numbers (dev/reference.py): logits, loss,
+// every gradient, ten AdamW steps. Leaves with 1 if anything is off.
 #define TESTING
 #include "train_gpt.cu"
 
@@ -56,18 +56,24 @@ inline int test_model(const Reference& reference, int recompute) {
         layers::set_zero(model.grads.data(), layout.size, main);
         layers::set_zero(scalars, 1, main);
         forward(model, inputs, B, T, main);
-        if (step == 1) { report.check("logits", logits_error(model, reference.array("logits").values, B * T), 1e-5); }
+        if (step == 1) {
+            report.check("logits", logits_error(model, reference.array("logits").values, B * T), 1e-5);
+        }
         classify(model, targets, B, T, &scalars->loss, share, share, true, main);
-        report.check(format("loss of step %d (%.6f)", step, double(scalars->loss)), std::abs(double(scalars->loss) - losses[size_t(step - 1)]), 1e-5);
+        report.check(format("loss of step %d (%.6f)", step, double(scalars->loss)),
+                     std::abs(double(scalars->loss) - losses[step - 1]), 1e-5);
         backward(model, B, T, main, [](int) {});
         if (step == 1) {
             for (const Tensor& tensor : layout.tensors) {
                 const ReferenceArray& expected = reference.array("gradient." + tensor.name);
                 report.check("gradient of " + tensor.name,
-                             relative_error(model.grads + tensor.offset, expected.values.data(), long(expected.values.size())), 1e-4);
+                             relative_error(model.grads + tensor.offset, expected.values.data(),
+                                            long(expected.values.size())),
+                             1e-4);
             }
         }
-        layers::global_norm_squared(&scalars->norm_squared, worker.shard_gradients(), layout.shard_size(), main);
+        layers::global_norm_squared(&scalars->norm_squared, worker.shard_gradients(), layout.shard_size(),
+                                    main);
         update(worker, options, reference_learning_rate, step);
     }
     const std::vector<float>& norms = reference.array("norms").values;

@@ -1,11 +1,13 @@
 // diloco.c: trains a GPT-2 on processes that do not sit next to each other.
 //
-//   worker   R ranks with a fast link: they share gradients every step, and each keeps 1/R of the optimizer state
-//   run      M workers with slow links: they exchange one fragment of the model at a time, while training goes on
-//            (Streaming DiLoCo, arXiv 2501.18512; all of it is in streaming/)
+//   worker   R ranks with a fast link: they share gradients every step, and each keeps 1/R of the optimizer
+//            state
+//   run      M workers with slow links: they exchange one fragment of the model at a time, while training goes
+//            on (Streaming DiLoCo, arXiv 2501.18512; all of it is in streaming/)
 //
-// From top to bottom: the model, forward, backward, the update inside a worker, evaluation and sampling, the loop.
-// The layers are llmc/cpu/ or llmc/cuda/: same names, same signatures, and this file does not know which.
+// From top to bottom: the model, forward, backward, the update inside a worker, evaluation and sampling, the
+// loop. The layers are llmc/cpu/ or llmc/cuda/: same names, same signatures, and this file does not know
+// which.
 #include <signal.h>
 #include <sys/stat.h>
 
@@ -37,12 +39,12 @@
 #include "llmc/tokenizer.h"
 #include "streaming/diloco.h"
 
-// ------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // The model
 
 // The tensors of one transformer layer, as pointers into a flat buffer of parameters or gradients.
 struct LayerTensors {
-    floatX *qkvw, *attprojw, *fcw, *fcprojw;                               // (3C,C) (C,C) (4C,C) (C,4C)
+    floatX *qkvw, *attprojw, *fcw, *fcprojw;                              // (3C,C) (C,C) (4C,C) (C,4C)
     floatX *ln1w, *ln1b, *qkvb, *attprojb, *ln2w, *ln2b, *fcb, *fcprojb;  // (C) but qkvb (3C), fcb (4C)
 };
 
@@ -52,9 +54,11 @@ struct EmbeddingTensors {
 };
 
 inline LayerTensors layer_tensors(const Layout& layout, floatX* flat, int layer) {
-    auto at = [&](const char* name) { return flat + layout.tensor("h." + std::to_string(layer) + "." + name).offset; };
-    return {at("qkvw"), at("attprojw"), at("fcw"), at("fcprojw"), at("ln1w"), at("ln1b"), at("qkvb"), at("attprojb"),
-            at("ln2w"), at("ln2b"), at("fcb"), at("fcprojb")};
+    auto at = [&](const char* name) {
+        return flat + layout.tensor("h." + std::to_string(layer) + "." + name).offset;
+    };
+    return {at("qkvw"), at("attprojw"), at("fcw"),  at("fcprojw"), at("ln1w"), at("ln1b"),
+            at("qkvb"), at("attprojb"), at("ln2w"), at("ln2b"),    at("fcb"),  at("fcprojb")};
 }
 
 inline EmbeddingTensors embedding_tensors(const Layout& layout, floatX* flat) {
@@ -64,9 +68,10 @@ inline EmbeddingTensors embedding_tensors(const Layout& layout, floatX* flat) {
 
 // What the forward keeps of a layer for the backward.   N = B * T
 struct LayerActivations {
-    Buffer<floatX> ln1, qkv, attention, residual2, ln2, fch, fch_gelu, residual3;  // (N,C) but qkv (N,3C), fch* (N,4C)
-    Buffer<float> ln1_mean, ln1_rstd, ln2_mean, ln2_rstd;                          // (N)
-    Buffer<float> lse;                                                             // (B,NH,T)
+    Buffer<floatX> ln1, qkv, attention, residual2, ln2, fch, fch_gelu,
+        residual3;                                         // (N,C) but qkv (N,3C), fch* (N,4C)
+    Buffer<float> ln1_mean, ln1_rstd, ln2_mean, ln2_rstd;  // (N)
+    Buffer<float> lse;                                     // (B,NH,T)
 };
 
 struct Activations {
@@ -74,9 +79,9 @@ struct Activations {
     Buffer<float> lnf_mean, lnf_rstd, losses;
     Buffer<floatX> logits;  // (N,Vp); becomes dlogits
     std::vector<LayerActivations> layers;
-    Buffer<floatX> projected;                              // (N,C): output of a projection before its residual
-    Buffer<floatX> ln_recomputed, gelu_recomputed;         // (N,C) (N,4C): with recompute
-    Buffer<floatX> dresidual, dprojected, dqkv, dfch;      // (N,C) (N,C) (N,3C) (N,4C)
+    Buffer<floatX> projected;                          // (N,C): output of a projection before its residual
+    Buffer<floatX> ln_recomputed, gelu_recomputed;     // (N,C) (N,4C): with recompute
+    Buffer<floatX> dresidual, dprojected, dqkv, dfch;  // (N,C) (N,C) (N,3C) (N,4C)
 };
 
 struct Model {
@@ -84,17 +89,23 @@ struct Model {
     Layout layout;
     int recompute = 0;
     layers::Matmul matmul;
-    Buffer<floatX> params, grads;        // flat
+    Buffer<floatX> params, grads;  // flat
     std::vector<LayerTensors> weights, gradients;
     EmbeddingTensors embedding, dembedding;
-    std::vector<Event> gathered;         // per block: its parameters are all here
+    std::vector<Event> gathered;  // per block: its parameters are all here
     Activations acts;
-    Buffer<int> inputs, targets;         // (N)
+    Buffer<int> inputs, targets;  // (N)
 
     Model(const GptShape& shape, const Layout& layout, int recompute, MatmulPrecision precision)
-        : shape(shape), layout(layout), recompute(recompute), matmul(precision), params(layout.size),
-          grads(layout.size), embedding(embedding_tensors(layout, params)),
-          dembedding(embedding_tensors(layout, grads)), gathered(layout.blocks.size()) {
+        : shape(shape),
+          layout(layout),
+          recompute(recompute),
+          matmul(precision),
+          params(layout.size),
+          grads(layout.size),
+          embedding(embedding_tensors(layout, params)),
+          dembedding(embedding_tensors(layout, grads)),
+          gathered(layout.blocks.size()) {
         for (int l = 0; l < shape.layers; l++) {
             weights.push_back(layer_tensors(layout, params, l));
             gradients.push_back(layer_tensors(layout, grads, l));
@@ -126,7 +137,9 @@ inline void allocate_activations(Model& model, int B, int T) {
             layer.ln2 = Buffer<floatX>(N * C);
         }
         if (model.recompute < 1) { layer.fch_gelu = Buffer<floatX>(N * 4 * C); }
-        for (Buffer<floatX>* b : {&layer.attention, &layer.residual2, &layer.residual3}) { *b = Buffer<floatX>(N * C); }
+        for (Buffer<floatX>* b : {&layer.attention, &layer.residual2, &layer.residual3}) {
+            *b = Buffer<floatX>(N * C);
+        }
         layer.qkv = Buffer<floatX>(N * 3 * C);
         layer.fch = Buffer<floatX>(N * 4 * C);
         for (Buffer<float>* b : {&layer.ln1_mean, &layer.ln1_rstd, &layer.ln2_mean, &layer.ln2_rstd}) {
@@ -139,8 +152,8 @@ inline void allocate_activations(Model& model, int B, int T) {
     model.targets = Buffer<int>(N);
 }
 
-// GPT-2's initial weights: N(0, 0.02), the projections into the residual stream divided by sqrt(2 L), LayerNorm 1,
-// biases 0. The same bits on every machine. Writes all of flat: (layout.size).
+// GPT-2's initial weights: N(0, 0.02), the projections into the residual stream divided by sqrt(2 L),
+// LayerNorm 1, biases 0. The same bits on every machine. Writes all of flat: (layout.size).
 inline void init_parameters(float* flat, const GptShape& shape, const Layout& layout, uint64_t seed) {
     const float residual_scale = 1.0f / sqrtf(2.0f * float(std::max(1, shape.layers)));
     std::fill(flat, flat + layout.size, 0.0f);
@@ -156,20 +169,28 @@ inline void init_parameters(float* flat, const GptShape& shape, const Layout& la
         const long logical = layout.logical_index(tensor.offset);
         #pragma omp parallel for
         for (long i = 0; i < count; i++) {
-            flat[tensor.offset + i] = std * standard_normal(seed, RandomUse::parameters, uint64_t(logical + i));
+            flat[tensor.offset + i] =
+                std * standard_normal(seed, RandomUse::parameters, uint64_t(logical + i));
         }
     }
 }
 
-// ------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Forward and backward
 
 // Where the outputs of LayerNorm and GELU lie: kept for each layer, or in one buffer for all and recomputed.
-inline floatX* ln1_of(Model& model, int l) { return model.recompute < 2 ? model.acts.layers[size_t(l)].ln1 : model.acts.ln_recomputed; }
-inline floatX* ln2_of(Model& model, int l) { return model.recompute < 2 ? model.acts.layers[size_t(l)].ln2 : model.acts.ln_recomputed; }
-inline floatX* gelu_of(Model& model, int l) { return model.recompute < 1 ? model.acts.layers[size_t(l)].fch_gelu : model.acts.gelu_recomputed; }
+inline floatX* ln1_of(Model& model, int l) {
+    return model.recompute < 2 ? model.acts.layers[l].ln1 : model.acts.ln_recomputed;
+}
+inline floatX* ln2_of(Model& model, int l) {
+    return model.recompute < 2 ? model.acts.layers[l].ln2 : model.acts.ln_recomputed;
+}
+inline floatX* gelu_of(Model& model, int l) {
+    return model.recompute < 1 ? model.acts.layers[l].fch_gelu : model.acts.gelu_recomputed;
+}
 
-// Activations and logits of inputs, from parameters that may still be arriving: each block is waited for where it is
+// Activations and logits of inputs, from parameters that may still be arriving: each block is waited for
+// where it is
 // needed.   inputs: (B,T), on the host
 inline void forward(Model& model, const int* inputs, int B, int T, Stream& main) {
     const GptShape& shape = model.shape;
@@ -185,33 +206,35 @@ inline void forward(Model& model, const int* inputs, int B, int T, Stream& main)
 
     floatX* residual = a.encoded;
     for (int l = 0; l < L; l++) {
-        const LayerTensors& w = model.weights[size_t(l)];
-        LayerActivations& x = a.layers[size_t(l)];
+        const LayerTensors& w = model.weights[l];
+        LayerActivations& x = a.layers[l];
         floatX *ln1 = ln1_of(model, l), *ln2 = ln2_of(model, l), *fch_gelu = gelu_of(model, l);
         layers::matmul_forward(model.matmul, x.qkv, ln1, w.qkvw, w.qkvb, N, C, 3 * C, main);
         layers::attention_forward(x.attention, x.lse, x.qkv, B, T, C, NH, main);
         layers::matmul_forward(model.matmul, a.projected, x.attention, w.attprojw, w.attprojb, N, C, C, main);
-        layers::fused_residual_forward(x.residual2, ln2, x.ln2_mean, x.ln2_rstd, residual, a.projected, w.ln2w,
-                                       w.ln2b, N, C, main);
+        layers::fused_residual_forward(x.residual2, ln2, x.ln2_mean, x.ln2_rstd, residual, a.projected,
+                                       w.ln2w, w.ln2b, N, C, main);
         layers::matmul_forward(model.matmul, fch_gelu, ln2, w.fcw, w.fcb, N, C, 4 * C, main, x.fch);
         layers::matmul_forward(model.matmul, a.projected, fch_gelu, w.fcprojw, w.fcprojb, N, 4 * C, C, main);
         if (l + 1 < L) {  // the second residual, and the LayerNorm that the next layer begins with
-            main.wait(model.gathered[size_t(l) + 1]);
-            LayerActivations& next = a.layers[size_t(l) + 1];
-            layers::fused_residual_forward(x.residual3, ln1_of(model, l + 1), next.ln1_mean, next.ln1_rstd, x.residual2,
-                                           a.projected, model.weights[size_t(l) + 1].ln1w,
-                                           model.weights[size_t(l) + 1].ln1b, N, C, main);
+            main.wait(model.gathered[l + 1]);
+            LayerActivations& next = a.layers[l + 1];
+            layers::fused_residual_forward(x.residual3, ln1_of(model, l + 1), next.ln1_mean, next.ln1_rstd,
+                                           x.residual2, a.projected, model.weights[l + 1].ln1w,
+                                           model.weights[l + 1].ln1b, N, C, main);
         } else {
-            layers::fused_residual_forward(x.residual3, a.lnf, a.lnf_mean, a.lnf_rstd, x.residual2, a.projected,
-                                           model.embedding.lnfw, model.embedding.lnfb, N, C, main);
+            layers::fused_residual_forward(x.residual3, a.lnf, a.lnf_mean, a.lnf_rstd, x.residual2,
+                                           a.projected, model.embedding.lnfw, model.embedding.lnfb, N, C,
+                                           main);
         }
         residual = x.residual3;
     }
-    layers::matmul_forward(model.matmul, a.logits, a.lnf, model.embedding.wte, static_cast<floatX*>(nullptr), N, C,
-                           shape.padded_vocab_size, main);
+    layers::matmul_forward(model.matmul, a.logits, a.lnf, model.embedding.wte, static_cast<floatX*>(nullptr),
+                           N, C, shape.padded_vocab_size, main);
 }
 
-// Cross entropy of the last forward: adds scale * (sum over B * T) to *loss, and turns logits into gradients (each
+// Cross entropy of the last forward: adds scale * (sum over B * T) to *loss, and turns logits into gradients
+// (each
 // token's times dloss) if `with_gradient`.   targets: (B,T), on the host
 inline void classify(Model& model, const int* targets, int B, int T, float* loss, float scale, float dloss,
                      bool with_gradient, Stream& main) {
@@ -222,48 +245,53 @@ inline void classify(Model& model, const int* targets, int B, int T, float* loss
     layers::add_scaled_sum(loss, a.losses, long(B) * T, scale, main);
 }
 
-// Adds the gradients of the last forward and classify to model.grads. Calls block_done(b) as soon as block b's are final.
+// Adds the gradients of the last forward and classify to model.grads. Calls block_done(b) as soon as block
+// b's are final.
 inline void backward(Model& model, int B, int T, Stream& main, const std::function<void(int)>& block_done) {
     const GptShape& shape = model.shape;
     const int C = shape.channels, NH = shape.heads, L = shape.layers, N = B * T, Vp = shape.padded_vocab_size;
     Activations& a = model.acts;
     floatX* none = nullptr;
-    layers::matmul_backward(model.matmul, a.dprojected, model.dembedding.wte, none, a.logits, a.lnf, model.embedding.wte,
-                            N, C, Vp, main);
+    layers::matmul_backward(model.matmul, a.dprojected, model.dembedding.wte, none, a.logits, a.lnf,
+                            model.embedding.wte, N, C, Vp, main);
     layers::set_zero(a.dresidual.data(), long(N) * C, main);
     layers::layernorm_backward(a.dresidual, model.dembedding.lnfw, model.dembedding.lnfb, a.dprojected,
-                               a.layers[size_t(L) - 1].residual3, model.embedding.lnfw, a.lnf_mean, a.lnf_rstd, N, C, main);
+                               a.layers[L - 1].residual3, model.embedding.lnfw, a.lnf_mean, a.lnf_rstd, N, C,
+                               main);
     for (int l = L - 1; l >= 0; l--) {
-        const LayerTensors &w = model.weights[size_t(l)], &dw = model.gradients[size_t(l)];
-        LayerActivations& x = a.layers[size_t(l)];
-        floatX* residual = l == 0 ? a.encoded : a.layers[size_t(l) - 1].residual3;
+        const LayerTensors &w = model.weights[l], &dw = model.gradients[l];
+        LayerActivations& x = a.layers[l];
+        floatX* residual = l == 0 ? a.encoded : a.layers[l - 1].residual3;
         floatX *ln1 = ln1_of(model, l), *ln2 = ln2_of(model, l), *fch_gelu = gelu_of(model, l);
 
         if (model.recompute >= 1) { layers::gelu_forward(fch_gelu, x.fch, long(N) * 4 * C, main); }
-        layers::matmul_backward(model.matmul, a.dfch, dw.fcprojw, dw.fcprojb, a.dresidual, fch_gelu, w.fcprojw, N,
-                                4 * C, C, main, x.fch);
+        layers::matmul_backward(model.matmul, a.dfch, dw.fcprojw, dw.fcprojb, a.dresidual, fch_gelu,
+                                w.fcprojw, N, 4 * C, C, main, x.fch);
         if (model.recompute >= 2) {
             layers::layernorm_forward(ln2, x.ln2_mean, x.ln2_rstd, x.residual2, w.ln2w, w.ln2b, N, C, main);
         }
-        layers::matmul_backward(model.matmul, a.dprojected, dw.fcw, dw.fcb, a.dfch, ln2, w.fcw, N, C, 4 * C, main);
-        layers::layernorm_backward(a.dresidual, dw.ln2w, dw.ln2b, a.dprojected, x.residual2, w.ln2w, x.ln2_mean,
-                                   x.ln2_rstd, N, C, main);
-        layers::matmul_backward(model.matmul, a.dprojected, dw.attprojw, dw.attprojb, a.dresidual, x.attention,
-                                w.attprojw, N, C, C, main);
+        layers::matmul_backward(model.matmul, a.dprojected, dw.fcw, dw.fcb, a.dfch, ln2, w.fcw, N, C, 4 * C,
+                                main);
+        layers::layernorm_backward(a.dresidual, dw.ln2w, dw.ln2b, a.dprojected, x.residual2, w.ln2w,
+                                   x.ln2_mean, x.ln2_rstd, N, C, main);
+        layers::matmul_backward(model.matmul, a.dprojected, dw.attprojw, dw.attprojb, a.dresidual,
+                                x.attention, w.attprojw, N, C, C, main);
         layers::attention_backward(a.dqkv, a.dprojected, x.attention, x.qkv, x.lse, B, T, C, NH, main);
         if (model.recompute >= 2) {
             layers::layernorm_forward(ln1, x.ln1_mean, x.ln1_rstd, residual, w.ln1w, w.ln1b, N, C, main);
         }
-        layers::matmul_backward(model.matmul, a.dprojected, dw.qkvw, dw.qkvb, a.dqkv, ln1, w.qkvw, N, C, 3 * C, main);
+        layers::matmul_backward(model.matmul, a.dprojected, dw.qkvw, dw.qkvb, a.dqkv, ln1, w.qkvw, N, C,
+                                3 * C, main);
         layers::layernorm_backward(a.dresidual, dw.ln1w, dw.ln1b, a.dprojected, residual, w.ln1w, x.ln1_mean,
                                    x.ln1_rstd, N, C, main);
         block_done(l);
     }
-    layers::encoder_backward(model.dembedding.wte, model.dembedding.wpe, a.dresidual, model.inputs, B, T, C, main);
+    layers::encoder_backward(model.dembedding.wte, model.dembedding.wpe, a.dresidual, model.inputs, B, T, C,
+                             main);
     for (size_t b = size_t(L); b < model.layout.blocks.size(); b++) { block_done(int(b)); }
 }
 
-// ------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // One worker: data parallelism over its ranks, optimizer state sharded (ZeRO-1)
 
 struct Scalars {  // on the device: what the host reads of a step, and what AdamW reads of it
@@ -272,18 +300,24 @@ struct Scalars {  // on the device: what the host reads of a step, and what Adam
 
 struct Worker {
     Model& model;
-    Comm& comm;             // of the ranks of this worker
+    Comm& comm;  // of the ranks of this worker
     Stream& main;
     Stream& comm_stream;
-    Buffer<float> master, m, v;   // this rank's shard
-    Buffer<float> reduced;        // this rank's shard of the summed gradients; one rank: model.grads itself
+    Buffer<float> master, m, v;  // this rank's shard
+    Buffer<float> reduced;       // this rank's shard of the summed gradients; one rank: model.grads itself
     Buffer<Scalars> scalars;
-    Traffic traffic;              // of `comm`
+    Traffic traffic;  // of `comm`
 
     Worker(Model& model, Comm& comm, Stream& main, Stream& comm_stream)
-        : model(model), comm(comm), main(main), comm_stream(comm_stream), master(model.layout.shard_size()),
-          m(model.layout.shard_size()), v(model.layout.shard_size()),
-          reduced(comm.size() > 1 ? model.layout.shard_size() : 0), scalars(1) {}
+        : model(model),
+          comm(comm),
+          main(main),
+          comm_stream(comm_stream),
+          master(model.layout.shard_size()),
+          m(model.layout.shard_size()),
+          v(model.layout.shard_size()),
+          reduced(comm.size() > 1 ? model.layout.shard_size() : 0),
+          scalars(1) {}
 
     int blocks() const { return int(model.layout.blocks.size()); }
     Range shard(int block) const { return model.layout.shard(block, comm.rank()); }
@@ -302,8 +336,9 @@ inline void reduce_block(Worker& worker, int b) {
     if (worker.comm.size() == 1) { return; }
     const Range range = worker.shard(b);
     order(worker.main, worker.comm_stream);
-    worker.comm.reduce_scatter(worker.reduced + range.shard, worker.model.grads + worker.model.layout.blocks[size_t(b)].offset,
-                               size_t(range.count), worker.comm_stream, &worker.traffic);
+    worker.comm.reduce_scatter(worker.reduced + range.shard,
+                               worker.model.grads + worker.model.layout.blocks[b].offset, size_t(range.count),
+                               worker.comm_stream, &worker.traffic);
 }
 
 // Starts to bring all parameters to all ranks, in the order in which the next forward needs them.
@@ -314,9 +349,10 @@ inline void gather_parameters(Worker& worker) {
     for (int i = 0; i < worker.blocks(); i++) {
         const int b = (layout.layers + i) % worker.blocks();  // the embedding first
         const Range range = worker.shard(b);
-        worker.comm.all_gather(worker.model.params + layout.blocks[size_t(b)].offset, worker.model.params + range.flat,
-                               size_t(range.count) * sizeof(floatX), worker.comm_stream, &worker.traffic);
-        worker.comm_stream.record(worker.model.gathered[size_t(b)]);
+        worker.comm.all_gather(worker.model.params + layout.blocks[b].offset,
+                               worker.model.params + range.flat, size_t(range.count) * sizeof(floatX),
+                               worker.comm_stream, &worker.traffic);
+        worker.comm_stream.record(worker.model.gathered[b]);
     }
 }
 
@@ -349,21 +385,25 @@ inline void compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
         });
     }
     order(worker.comm_stream, worker.main);
-    layers::global_norm_squared(&scalars->norm_squared, worker.shard_gradients(), model.layout.shard_size(), worker.main);
+    layers::global_norm_squared(&scalars->norm_squared, worker.shard_gradients(), model.layout.shard_size(),
+                                worker.main);
     sum_over_ranks(worker, &scalars->loss, 2);  // and the norm behind it
 }
 
-// AdamW on this rank's shard. Everything it reads of the step is on the device; a norm that is not finite skips it.
+// AdamW on this rank's shard. Everything it reads of the step is on the device; a norm that is not finite
+// skips it.
 inline void update(Worker& worker, const Options& options, float learning_rate, long step) {
     Scalars* scalars = worker.scalars;
-    layers::clip_scale(&scalars->norm, &scalars->clip_scale, &scalars->norm_squared, options.clip, worker.main);
+    layers::clip_scale(&scalars->norm, &scalars->clip_scale, &scalars->norm_squared, options.clip,
+                       worker.main);
     for (int b = 0; b < worker.blocks(); b++) {
         const Range range = worker.shard(b);
-        const long decayed = worker.model.layout.blocks[size_t(b)].decayed - worker.comm.rank() * range.count;
-        layers::adamw_update(worker.model.params + range.flat, worker.master + range.shard, worker.m + range.shard,
-                             worker.v + range.shard, worker.shard_gradients() + range.shard, range.count,
-                             std::clamp(decayed, 0L, range.count), learning_rate, options.beta1, options.beta2,
-                             options.epsilon, options.weight_decay, &scalars->clip_scale, int(step), worker.main);
+        const long decayed = worker.model.layout.blocks[b].decayed - worker.comm.rank() * range.count;
+        layers::adamw_update(
+            worker.model.params + range.flat, worker.master + range.shard, worker.m + range.shard,
+            worker.v + range.shard, worker.shard_gradients() + range.shard, range.count,
+            std::clamp(decayed, 0L, range.count), learning_rate, options.beta1, options.beta2,
+            options.epsilon, options.weight_decay, &scalars->clip_scale, int(step), worker.main);
     }
 }
 
@@ -382,17 +422,18 @@ inline Buffer<float> gather_flat(Worker& worker, const float* shard) {
     Buffer<float> flat(layout.size);
     for (int b = 0; b < worker.blocks(); b++) {
         const Range range = worker.shard(b);
-        worker.comm.all_gather(flat + layout.blocks[size_t(b)].offset, shard + range.shard,
+        worker.comm.all_gather(flat + layout.blocks[b].offset, shard + range.shard,
                                size_t(range.count) * sizeof(float), worker.comm_stream);
     }
     order(worker.comm_stream, worker.main);
     return flat;
 }
 
-// ------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Evaluation, sampling and saving
 
-// The parameters that are evaluated: those of `shard` in place of the worker's own, until restore() puts back exactly
+// The parameters that are evaluated: those of `shard` in place of the worker's own, until restore() puts back
+// exactly
 // the bits that were displaced.   shard: (layout.shard_size()), or null: the worker's own stay
 class EvaluatedParameters {
 public:
@@ -441,9 +482,10 @@ inline float validation_loss(Worker& worker, DataLoader& loader, int B, int T, l
     return loss;
 }
 
-// `length` tokens after an end-of-text token, drawn with the given temperature. The window slides over long samples.
-inline std::vector<int> sample(Model& model, int end_of_text, int length, int T, float temperature, uint64_t seed,
-                               Stream& main) {
+// `length` tokens after an end-of-text token, drawn with the given temperature. The window slides over long
+// samples.
+inline std::vector<int> sample(Model& model, int end_of_text, int length, int T, float temperature,
+                               uint64_t seed, Stream& main) {
     const int window_step = 64;  // windows in whole steps, so that few matmul shapes occur
     const int V = model.shape.vocab_size, Vp = model.shape.padded_vocab_size;
     std::vector<int> tokens = {end_of_text}, window(size_t(T), end_of_text);
@@ -455,26 +497,33 @@ inline std::vector<int> sample(Model& model, int end_of_text, int length, int T,
         const int rows = std::min(T, (used + window_step - 1) / window_step * window_step);
         forward(model, window.data(), 1, rows, main);
         layers::copy_to_host(row.data(), model.acts.logits + long(used - 1) * Vp, Vp, main);
-        for (int i = 0; i < V; i++) { logits[size_t(i)] = float(row[size_t(i)]); }
+        for (int i = 0; i < V; i++) { logits[i] = float(row[i]); }
         const float coin = uniform(random_bits(seed, RandomUse::sampling, tokens.size()).v[0]);
         tokens.push_back(sample_softmax(logits.data(), V, temperature, coin));
     }
     return tokens;
 }
 
-// ------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // From options to a run
 
-inline bool is_model_file(const std::string& model) { return model.size() > 4 && model.substr(model.size() - 4) == ".bin"; }
+inline bool is_model_file(const std::string& model) {
+    return model.size() > 4 && model.substr(model.size() - 4) == ".bin";
+}
 
 // Layers and channels of "d12" and its siblings; zeros for anything else.
 inline GptShape descriptor_shape(const std::string& name) {
-    struct Known { const char* name; int layers, channels; };
-    for (const Known& k : {Known{"d6", 6, 384}, Known{"d12", 12, 768}, Known{"d24", 24, 1024}, Known{"d36", 36, 1280},
-                           Known{"d48", 48, 1600}, Known{"d60", 60, 1920}, Known{"d72", 72, 2880}, Known{"d84", 84, 3456}}) {
+    struct Known {
+        const char* name;
+        int layers, channels;
+    };
+    for (const Known& k :
+         {Known{"d6", 6, 384}, Known{"d12", 12, 768}, Known{"d24", 24, 1024}, Known{"d36", 36, 1280},
+          Known{"d48", 48, 1600}, Known{"d60", 60, 1920}, Known{"d72", 72, 2880}, Known{"d84", 84, 3456}}) {
         if (name == k.name) { return {0, 0, 0, k.layers, k.channels / 64, k.channels}; }
     }
-    throw UserError("-e " + name + " is neither a model file (.bin) nor one of d6, d12, d24, d36, d48, d60, d72, d84: "
+    throw UserError("-e " + name +
+                    " is neither a model file (.bin) nor one of d6, d12, d24, d36, d48, d60, d72, d84: "
                     "for other sizes give --layers, --heads and --channels too");
 }
 
@@ -482,8 +531,9 @@ inline GptShape descriptor_shape(const std::string& name) {
 inline GptShape resolve_shape(const Options& o, const Tokenizer* tokenizer) {
     if (is_model_file(o.model)) {
         if (o.layers || o.heads || o.channels || o.vocab_size || o.max_seq_len) {
-            throw UserError("--layers, --heads, --channels, --vocab-size and --max-seq-len describe a new model, and -e " +
-                            o.model + " is a finished one: leave them out");
+            throw UserError(
+                "--layers, --heads, --channels, --vocab-size, --max-seq-len describe a new model, and -e " +
+                o.model + " is a finished one: leave them out");
         }
         return read_model_shape(o.model);
     }
@@ -502,10 +552,12 @@ inline GptShape resolve_shape(const Options& o, const Tokenizer* tokenizer) {
 
 inline void check_shape(const GptShape& shape, const Options& o) {
     if (shape.channels % shape.heads != 0) {
-        throw UserError(format("%d channels do not divide by %d heads: change --channels or --heads", shape.channels, shape.heads));
+        throw UserError(format("%d channels do not divide by %d heads: change --channels or --heads",
+                               shape.channels, shape.heads));
     }
     if (o.seq_len > shape.max_seq_len) {
-        throw UserError(format("-t %d is more than the model's %d positions: lower -t", o.seq_len, shape.max_seq_len));
+        throw UserError(
+            format("-t %d is more than the model's %d positions: lower -t", o.seq_len, shape.max_seq_len));
     }
 }
 
@@ -523,7 +575,9 @@ inline std::unique_ptr<Tokenizer> find_tokenizer(const Options& o) {
 }
 
 inline MatmulPrecision matmul_precision(const std::string& word) {
-    return word == "highest" ? MatmulPrecision::highest : word == "high" ? MatmulPrecision::high : MatmulPrecision::medium;
+    return word == "highest" ? MatmulPrecision::highest
+           : word == "high"  ? MatmulPrecision::high
+                             : MatmulPrecision::medium;
 }
 
 inline DilocoOptions diloco_options(const Options& o) {
@@ -540,17 +594,21 @@ inline DilocoOptions diloco_options(const Options& o) {
 
 // Checks what can be checked without opening a file, and fills in what is left to the program.
 inline void check_options(Options& o) {
-    if (o.train_data.empty()) { throw UserError("no training data: give -i 'PATTERN' (data/prepare.py makes some)"); }
+    if (o.train_data.empty()) {
+        throw UserError("no training data: give -i 'PATTERN' (data/prepare.py makes some)");
+    }
     if (o.outer_optimizer.empty()) { o.outer_optimizer = o.workers > 1 ? "nesterov" : "none"; }
     const long micro_batch = long(o.batch) * o.seq_len * o.ranks;
     if (o.total_batch == 0) { o.total_batch = micro_batch; }
     if (o.total_batch % micro_batch != 0) {
-        throw UserError(format("-d %ld tokens a step do not divide by -b %d x -t %d x --ranks %d = %ld: change one of them",
-                               o.total_batch, o.batch, o.seq_len, o.ranks, micro_batch));
+        throw UserError(format(
+            "-d %ld tokens a step do not divide by -b %d x -t %d x --ranks %d = %ld: change one of them",
+            o.total_batch, o.batch, o.seq_len, o.ranks, micro_batch));
     }
     if (o.outer_optimizer == "none") {
         if (o.workers > 1) {
-            throw UserError("--outer-optimizer none is plain data parallelism, which is one worker: use --ranks instead of --workers");
+            throw UserError(
+                "--outer-optimizer none is data parallelism, so one worker: use --ranks, not --workers");
         }
     } else {
         validate(diloco_options(o), o.max_steps, o.workers);
@@ -562,28 +620,50 @@ inline void write_text(const std::string& path, const std::string& text) {
 }
 
 // What all processes must agree on, as (option, value).
-inline std::vector<std::pair<std::string, std::string>> fingerprint(const Options& o, const GptShape& s, long steps) {
+inline std::vector<std::pair<std::string, std::string>> fingerprint(const Options& o, const GptShape& s,
+                                                                    long steps) {
     auto number = [](double value) { return format("%.9g", value); };
     std::vector<std::pair<std::string, std::string>> all = {
-        {"--layers", number(s.layers)}, {"--heads", number(s.heads)}, {"--channels", number(s.channels)},
-        {"--vocab-size", number(s.vocab_size)}, {"--max-seq-len", number(s.max_seq_len)}, {"--model", is_model_file(o.model) ? "a file" : "new"},
-        {"--seed", std::to_string(o.seed)}, {"--shuffle", number(o.shuffle)}, {"--batch", number(o.batch)}, {"--seq-len", number(o.seq_len)},
-        {"--total-batch", number(double(o.total_batch))}, {"--max-steps", number(double(steps))}, {"--lr", number(o.learning_rate)},
-        {"--lr-schedule", o.schedule}, {"--warmup", number(double(o.warmup))}, {"--final-lr-fraction", number(o.final_fraction)},
-        {"--weight-decay", number(o.weight_decay)}, {"--beta1", number(o.beta1)}, {"--beta2", number(o.beta2)}, {"--epsilon", number(o.epsilon)},
-        {"--clip", number(o.clip)}, {"--val-every", number(double(o.validate_every))}, {"--val-batches", number(double(o.validation_batches))},
-        {"--save-every", number(double(o.save_every))}, {"--sample-every", number(double(o.sample_every))}, {"--eval", o.evaluate},
+        {"--layers", number(s.layers)},
+        {"--heads", number(s.heads)},
+        {"--channels", number(s.channels)},
+        {"--vocab-size", number(s.vocab_size)},
+        {"--max-seq-len", number(s.max_seq_len)},
+        {"--model", is_model_file(o.model) ? "a file" : "new"},
+        {"--seed", std::to_string(o.seed)},
+        {"--shuffle", number(o.shuffle)},
+        {"--batch", number(o.batch)},
+        {"--seq-len", number(o.seq_len)},
+        {"--total-batch", number(double(o.total_batch))},
+        {"--max-steps", number(double(steps))},
+        {"--lr", number(o.learning_rate)},
+        {"--lr-schedule", o.schedule},
+        {"--warmup", number(double(o.warmup))},
+        {"--final-lr-fraction", number(o.final_fraction)},
+        {"--weight-decay", number(o.weight_decay)},
+        {"--beta1", number(o.beta1)},
+        {"--beta2", number(o.beta2)},
+        {"--epsilon", number(o.epsilon)},
+        {"--clip", number(o.clip)},
+        {"--val-every", number(double(o.validate_every))},
+        {"--val-batches", number(double(o.validation_batches))},
+        {"--save-every", number(double(o.save_every))},
+        {"--sample-every", number(double(o.sample_every))},
+        {"--eval", o.evaluate},
         {"--outer-optimizer", o.outer_optimizer}};
     if (o.outer_optimizer != "none") {  // not --overlap: it may differ from worker to worker
-        all.insert(all.end(), {{"--inner-steps", number(double(o.inner_steps))}, {"--fragment-layers", number(o.fragment_layers)},
-                               {"--fragment-pattern", o.fragment_pattern}, {"--local-weight", number(o.local_weight)},
-                               {"--outer-lr", number(o.outer_learning_rate)}, {"--outer-momentum", number(o.outer_momentum)},
+        all.insert(all.end(), {{"--inner-steps", number(double(o.inner_steps))},
+                               {"--fragment-layers", number(o.fragment_layers)},
+                               {"--fragment-pattern", o.fragment_pattern},
+                               {"--local-weight", number(o.local_weight)},
+                               {"--outer-lr", number(o.outer_learning_rate)},
+                               {"--outer-momentum", number(o.outer_momentum)},
                                {"--outer-dtype", o.outer_format}});
     }
     return all;
 }
 
-// ------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // The loop
 
 inline double now_seconds() {
@@ -619,7 +699,9 @@ struct Run {
     bool speaks() const { return process.rank == 0 && (process.worker == 0 || options.worker >= 0); }
     bool is_first() const { return process.index() == 0; }
     // What is evaluated and saved: null means the worker's own parameters.
-    const float* evaluated() const { return diloco && options.evaluate == "global" ? diloco->global() : nullptr; }
+    const float* evaluated() const {
+        return diloco && options.evaluate == "global" ? diloco->global() : nullptr;
+    }
 };
 
 inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& reports) {
@@ -628,12 +710,13 @@ inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& rep
         run.totals.outer.bytes_sent += r.traffic.bytes_sent;
         run.totals.outer.bytes_received += r.traffic.bytes_received;
         run.totals.waited_seconds += r.waited_seconds;
-        run.logger.sync({r.sync, r.fragment, r.send_step, step, r.traffic.bytes_sent, r.traffic.bytes_received,
-                         r.traffic.seconds, r.waited_seconds, r.global_hash});
+        run.logger.sync({r.sync, r.fragment, r.send_step, step, r.traffic.bytes_sent,
+                         r.traffic.bytes_received, r.traffic.seconds, r.waited_seconds, r.global_hash});
         for (int worker : r.not_finite) {
             if (run.speaks()) {
-                run.status.print(format("sync %ld (fragment %d): worker %d's movement is not finite, nobody applies it", r.sync,
-                                        r.fragment, worker));
+                run.status.print(
+                    format("sync %ld (fragment %d): worker %d's movement is not finite, nobody applies it",
+                           r.sync, r.fragment, worker));
             }
         }
     }
@@ -642,7 +725,8 @@ inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& rep
 inline void evaluate(Run& run, long step) {
     const Options& o = run.options;
     DataLoader& loader = *run.validation_loader;
-    const long batches = o.validation_batches > 0 ? std::min(o.validation_batches, loader.num_batches()) : loader.num_batches();
+    const long batches = o.validation_batches > 0 ? std::min(o.validation_batches, loader.num_batches())
+                                                  : loader.num_batches();
     const float loss = validation_loss(run.worker, loader, o.batch, o.seq_len, batches);
     run.logger.eval(step, loss);
     if (run.speaks()) { run.status.print(format("validation loss %.4f after step %ld", double(loss), step)); }
@@ -650,8 +734,9 @@ inline void evaluate(Run& run, long step) {
 
 inline void print_sample(Run& run, long step) {
     const Options& o = run.options;
-    const std::vector<int> tokens = sample(run.worker.model, run.tokenizer->end_of_text(), o.sample_length, o.seq_len,
-                                           o.temperature, o.seed + uint64_t(step), run.worker.main);
+    const std::vector<int> tokens =
+        sample(run.worker.model, run.tokenizer->end_of_text(), o.sample_length, o.seq_len, o.temperature,
+               o.seed + uint64_t(step), run.worker.main);
     std::string text;
     for (size_t i = 1; i < tokens.size(); i++) { text += run.tokenizer->decode(tokens[i]); }
     run.status.print("sample after step " + std::to_string(step) + ":\n---\n" + printable(text) + "\n---");
@@ -694,7 +779,8 @@ inline void train_step(Run& run, long step) {
     run.totals.tokens += uint64_t(o.total_batch);
     std::vector<SyncReport> syncs;
     if (run.diloco) {
-        syncs = run.diloco->after_inner_step(step, run.totals.tokens, worker.master, worker.model.params, worker.main);
+        syncs = run.diloco->after_inner_step(step, run.totals.tokens, worker.master, worker.model.params,
+                                             worker.main);
     }
     gather_parameters(worker);
     Scalars scalars;
@@ -702,12 +788,13 @@ inline void train_step(Run& run, long step) {
     const double seconds = now_seconds() - start;
     run.totals.train_seconds += seconds;
 
-    run.logger.step({step, scalars.loss, lr, scalars.norm, seconds, run.totals.tokens, double(o.total_batch) / seconds,
-                     inner.bytes_sent, inner.bytes_received});
+    run.logger.step({step, scalars.loss, lr, scalars.norm, seconds, run.totals.tokens,
+                     double(o.total_batch) / seconds, inner.bytes_sent, inner.bytes_received});
     report_syncs(run, step, syncs);
     if (!run.speaks()) { return; }
     if (!std::isfinite(scalars.norm)) {
-        run.status.print(format("step %ld: the gradient is not finite (loss %g): its update is skipped", step, double(scalars.loss)));
+        run.status.print(format("step %ld: the gradient is not finite (loss %g): its update is skipped", step,
+                                double(scalars.loss)));
     }
     run.status.update(step, run.steps, scalars.loss, double(o.total_batch) / seconds);
 }
@@ -718,11 +805,13 @@ inline void print_totals(const Run& run) {
     run.status.print(format("trained %ld steps in %.1f s: %.0f tokens/s a worker", run.steps, t.train_seconds,
                             double(t.tokens) / t.train_seconds));
     if (run.process.ranks > 1) {
-        run.status.print(format("inner: %.1f MB sent by a rank", double(run.worker.traffic.bytes_sent) / 1e6));
+        run.status.print(
+            format("inner: %.1f MB sent by a rank", double(run.worker.traffic.bytes_sent) / 1e6));
     }
     if (run.diloco) {
-        run.status.print(format("outer: %ld syncs, %.3f MB sent by a rank, waited %.2f s (%.2f%% of training)", t.syncs,
-                                double(t.outer.bytes_sent) / 1e6, t.waited_seconds, share));
+        run.status.print(
+            format("outer: %ld syncs, %.3f MB sent by a rank, waited %.2f s (%.2f%% of training)", t.syncs,
+                   double(t.outer.bytes_sent) / 1e6, t.waited_seconds, share));
     }
 }
 
@@ -732,32 +821,36 @@ inline void training_loop(Run& run) {
         train_step(run, step);
         if (step == run.steps && run.diloco) {
             const double start = now_seconds();
-            report_syncs(run, step, run.diloco->finish(run.worker.master, run.worker.model.params, run.worker.main));
+            report_syncs(run, step,
+                         run.diloco->finish(run.worker.master, run.worker.model.params, run.worker.main));
             gather_parameters(run.worker);
             run.totals.train_seconds += now_seconds() - start;
         }
         between_steps(run, step);
     }
     wait_for_parameters(run.worker);
-    run.logger.end({run.steps, run.totals.train_seconds, run.worker.traffic.bytes_sent, run.totals.outer.bytes_sent,
-                    run.totals.waited_seconds});
+    run.logger.end({run.steps, run.totals.train_seconds, run.worker.traffic.bytes_sent,
+                    run.totals.outer.bytes_sent, run.totals.waited_seconds});
     if (run.speaks()) { print_totals(run); }
 }
 
 // "1 step", "2 steps"
-inline std::string counted(long n, const char* what) { return format("%ld %s%s", n, what, n == 1 ? "" : "s"); }
+inline std::string counted(long n, const char* what) {
+    return format("%ld %s%s", n, what, n == 1 ? "" : "s");
+}
 
 inline void print_banner(const Run& run, const std::string& exchanges) {
     const Options& o = run.options;
     const GptShape& s = run.shape;
     const long micro_steps = o.total_batch / (long(o.batch) * o.seq_len * o.ranks);
     printf("model      %s, %s, %d channels, vocabulary %d (padded to %d), %d positions: %.2fM parameters\n",
-           counted(s.layers, "layer").c_str(), counted(s.heads, "head").c_str(), s.channels, s.vocab_size, s.padded_vocab_size,
-           s.max_seq_len, double(run.worker.model.layout.values) / 1e6);
+           counted(s.layers, "layer").c_str(), counted(s.heads, "head").c_str(), s.channels, s.vocab_size,
+           s.padded_vocab_size, s.max_seq_len, double(run.worker.model.layout.values) / 1e6);
     printf("processes  %s x %s%s\n", counted(o.workers, "worker").c_str(), counted(o.ranks, "rank").c_str(),
            o.worker >= 0 ? format(", this is worker %d", o.worker).c_str() : "");
     printf("step       %ld tokens a worker: %s of %d x %d tokens on each rank; %s\n", o.total_batch,
-           counted(micro_steps, "micro-step").c_str(), o.batch, o.seq_len, counted(run.steps, "step").c_str());
+           counted(micro_steps, "micro-step").c_str(), o.batch, o.seq_len,
+           counted(run.steps, "step").c_str());
     printf("matmuls    %s\n", run.worker.model.matmul.description().c_str());
     fputs(exchanges.c_str(), stdout);
     fflush(stdout);
@@ -768,14 +861,15 @@ inline void train(Options o, Process& process) {
     std::unique_ptr<Tokenizer> tokenizer = find_tokenizer(o);
     const GptShape shape = resolve_shape(o, tokenizer.get());
     check_shape(shape, o);
-    DataLoader train_loader(o.train_data, o.batch, o.seq_len, process.index(), process.workers * process.ranks,
-                            shape.vocab_size, o.seed, o.shuffle != 0);
+    DataLoader train_loader(o.train_data, o.batch, o.seq_len, process.index(),
+                            process.workers * process.ranks, shape.vocab_size, o.seed, o.shuffle != 0);
     std::unique_ptr<DataLoader> validation_loader;
     if (!o.validation_data.empty()) {
-        validation_loader = std::make_unique<DataLoader>(o.validation_data, o.batch, o.seq_len, process.rank, process.ranks,
-                                                         shape.vocab_size, o.seed, false);
+        validation_loader = std::make_unique<DataLoader>(o.validation_data, o.batch, o.seq_len, process.rank,
+                                                         process.ranks, shape.vocab_size, o.seed, false);
     }
-    const long steps = o.max_steps >= 0 ? o.max_steps : train_loader.num_tokens() / (o.total_batch * o.workers);
+    const long steps =
+        o.max_steps >= 0 ? o.max_steps : train_loader.num_tokens() / (o.total_batch * o.workers);
     const bool streams = o.outer_optimizer != "none";
     if (streams) { validate(diloco_options(o), steps, o.workers); }
 
@@ -803,17 +897,31 @@ inline void train(Options o, Process& process) {
     std::unique_ptr<Diloco> diloco;
     std::string exchanges;
     if (streams) {
-        const std::vector<Fragment> fragments = make_fragments(layout.layers, int(layout.blocks.size()), o.fragment_layers,
-                                                               parse_fragment_pattern(o.fragment_pattern), o.inner_steps);
-        diloco = std::make_unique<Diloco>(diloco_options(o), fragments, layout, process.rank, *outer, outer_stream);
+        const std::vector<Fragment> fragments =
+            make_fragments(layout.layers, int(layout.blocks.size()), o.fragment_layers,
+                           parse_fragment_pattern(o.fragment_pattern), o.inner_steps);
+        diloco = std::make_unique<Diloco>(diloco_options(o), fragments, layout, process.rank, *outer,
+                                          outer_stream);
         diloco->start(worker.master, main);
         exchanges = plan(diloco_options(o), fragments, layout, o.workers);
     }
     if (process.index() == 0 && !o.output.empty()) { write_text(o.output + "/config.toml", o.toml); }
     logger.run({process.worker, process.rank, process.workers, process.ranks, layout.values, o.resolved});
-    const LearningRateSchedule schedule{schedule_kind(o.schedule), o.learning_rate, o.warmup, steps, o.final_fraction};
-    Run run{o, process, shape, worker, diloco.get(), train_loader, validation_loader.get(), tokenizer.get(), logger, status,
-            schedule, steps, {}};
+    const LearningRateSchedule schedule{schedule_kind(o.schedule), o.learning_rate, o.warmup, steps,
+                                        o.final_fraction};
+    Run run{o,
+            process,
+            shape,
+            worker,
+            diloco.get(),
+            train_loader,
+            validation_loader.get(),
+            tokenizer.get(),
+            logger,
+            status,
+            schedule,
+            steps,
+            {}};
     if (run.speaks()) { print_banner(run, exchanges); }
     try {
         training_loop(run);
@@ -828,8 +936,9 @@ int main(int argc, char** argv) {
     try {
         Options options = parse_options(argc, argv);
         check_options(options);
-        Process process = launch({options.workers, options.ranks, options.worker, options.store, options.interface,
-                                  options.run_name, options.timeout}, argv);
+        Process process = launch({options.workers, options.ranks, options.worker, options.store,
+                                  options.interface, options.run_name, options.timeout},
+                                 argv);
         train(options, process);
     } catch (const UserError& e) {
         fprintf(stderr, "error: %s\n", e.what());

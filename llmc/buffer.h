@@ -18,7 +18,8 @@ public:
         if (!data_) { throw std::bad_alloc(); }
         memset(static_cast<void*>(data_), 0, bytes);
     }
-    Buffer(Buffer&& other) noexcept : data_(std::exchange(other.data_, nullptr)), count_(std::exchange(other.count_, 0)) {}
+    Buffer(Buffer&& other) noexcept
+        : data_(std::exchange(other.data_, nullptr)), count_(std::exchange(other.count_, 0)) {}
     Buffer& operator=(Buffer&& other) noexcept {
         std::swap(data_, other.data_);
         std::swap(count_, other.count_);

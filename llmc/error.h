@@ -1,5 +1,6 @@
 // Errors, by who has to act.
-//   UserError     an option, a file or the environment is wrong: main prints `error: what: what to do`, exits 2
+//   UserError     an option, a file or the environment is wrong: main prints `error: what: what to do`,
+//                 exits 2
 //   RunError      something outside this process failed (a peer died, a disk is full): one line, exits 1
 // Anything else that is thrown is a bug of this program.
 #pragma once

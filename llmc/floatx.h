@@ -1,5 +1,5 @@
-// floatX: the type of parameters and activations. bf16 on GPUs (fp32 in a -DENABLE_FP32 build), fp32 on the CPU.
-// Master weights, optimizer state and outer state are float everywhere.
+// floatX: the type of parameters and activations. bf16 on GPUs (fp32 in a -DENABLE_FP32 build), fp32 on the
+// CPU. Master weights, optimizer state and outer state are float everywhere.
 #pragma once
 #if defined(USE_CUDA) && !defined(ENABLE_FP32)
 #include <cuda_bf16.h>

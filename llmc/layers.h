@@ -1,4 +1,5 @@
-// The layers, by where they run: `layers::` is the CPU's functions or, with USE_CUDA, the kernels of the same names.
+// The layers, by where they run: `layers::` is the CPU's functions or, with USE_CUDA, the kernels of the same
+// names.
 #pragma once
 #include "llmc/cpu/adamw.h"
 #include "llmc/cpu/attention.h"

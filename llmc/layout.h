@@ -1,8 +1,8 @@
 // Layout: what lies where in the flat buffers (parameters, gradients; optimizer and outer state by shard).
 //
-// A block is the unit of everything: reduced as soon as its backward is done, sharded over the ranks, gathered, and
-// exchanged with other workers. One block a transformer layer, then the embedding (wte, wpe, final LayerNorm), cut
-// between rows of wte (or wpe) where it is larger than a fragment of layers:
+// A block is the unit of everything: reduced as soon as its backward is done, sharded over the ranks,
+// gathered, and exchanged with other workers. One block a transformer layer, then the embedding (wte, wpe,
+// final LayerNorm), cut between rows of wte (or wpe) where it is larger than a fragment of layers:
 //
 //     flat buffer  | layer 0 | layer 1 | ... | wte rows 0.. | wte rows k.. | wte rest, wpe, lnf |
 //     a block      | matrices (weight decay) | vectors (none) | padding to a multiple of 128 * ranks |
@@ -15,7 +15,8 @@
 #include <string>
 #include <vector>
 
-const long quantization_block = 128;  // values that share a scale on the wire: a shard is a whole number of these
+// Values that share a scale on the wire: a shard is a whole number of these.
+const long quantization_block = 128;
 
 struct Tensor {
     std::string name;
@@ -33,7 +34,7 @@ struct Block {
     long size;            // with padding: a multiple of quantization_block * ranks
     long values;          // without padding
     long decayed;         // the first `decayed` values have weight decay
-    long logical_offset;  // in the model without padding: an index that does not depend on the number of ranks
+    long logical_offset;  // in the model without padding: whatever the number of ranks
 };
 
 // A part of a shard: `count` values at `shard` in a shard buffer and at `flat` in a flat buffer.
@@ -44,7 +45,7 @@ struct Range {
 struct Layout {
     int ranks = 1;
     std::vector<Tensor> tensors;
-    std::vector<Block> blocks;  // ascending, without gaps: blocks[i].offset + blocks[i].size == blocks[i + 1].offset
+    std::vector<Block> blocks;  // ascending, without gaps: each begins where the one before ends
     int layers = 0;             // blocks [0, layers) are transformer layers, the rest is the embedding
     long size = 0;              // with padding
     long values = 0;            // without
@@ -77,7 +78,8 @@ struct GptShape {
     int channels = 768;
 };
 
-// GPT-2's tensors in blocks. `fragment_layers`: the embedding is cut into blocks no larger than that many layers (0: not).
+// GPT-2's tensors in blocks. `fragment_layers`: the embedding is cut into blocks no larger than that many
+// layers (0: not at all).
 inline Layout gpt_layout(const GptShape& shape, int ranks, int fragment_layers) {
     const long C = shape.channels, unit = quantization_block * ranks;
     Layout layout;

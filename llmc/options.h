@@ -1,5 +1,6 @@
-// Options: the one table. --help, the parser, config.toml and the README's table all come from define_options().
-// The letters are llm.c's wherever the meaning is the same; -h stays free for HellaSwag as there, help is --help.
+// Options: the one table. --help, the parser, config.toml and the README's table all come from
+// define_options(). The letters are llm.c's wherever the meaning is the same; -h stays free for HellaSwag as
+// there, help is --help.
 #pragma once
 #include <CLI/CLI.hpp>
 
@@ -59,21 +60,25 @@ struct Options {
     std::string outer_format = "fp4";
 
     bool print_table = false;
-    std::string toml;                                            // all options as resolved, for config.toml
+    std::string toml;                                           // all options as resolved, for config.toml
     std::vector<std::pair<std::string, std::string>> resolved;  // the same as (name, value)
 };
 
 inline void define_options(CLI::App& app, Options& o) {
     app.set_help_flag("--help", "Print this text and leave");
     app.set_config("--config", "", "Read options from this TOML file; those on the command line win");
-    app.add_flag("--options-table", o.print_table, "Print this table in Markdown and leave")->configurable(false)->group("");
+    app.add_flag("--options-table", o.print_table, "Print this table in Markdown and leave")
+        ->configurable(false)
+        ->group("");
     auto at_least = [](double lowest) {
         const std::string words = "at least " + CLI::detail::to_string(lowest);
-        return CLI::Validator([=](std::string& text) {
-            double value;
-            bool good = CLI::detail::lexical_cast(text, value) && value >= lowest;
-            return good ? std::string() : "'" + text + "' is not a number of " + words;
-        }, words);
+        return CLI::Validator(
+            [=](std::string& text) {
+                double value;
+                bool good = CLI::detail::lexical_cast(text, value) && value >= lowest;
+                return good ? std::string() : "'" + text + "' is not a number of " + words;
+            },
+            words);
     };
     const CLI::Range fraction(0.0, 1.0);
 
@@ -84,68 +89,112 @@ inline void define_options(CLI::App& app, Options& o) {
         for (CLI::Option* option : options) { option->group(name); }
     };
 
-    group("Model and data", {
-        add("-i,--train-data", o.train_data, "Token shards to train on (a pattern such as 'data/x/x_train_*.bin')"),
-        add("-j,--val-data", o.validation_data, "Token shards to validate on"),
-        add("-e,--model", o.model, "Start from a model file, or from new weights: d6, d12, d24, d36, d48, d60, d72, d84"),
-        add("-o,--output", o.output, "Folder for logs and models (none: nothing is written)"),
-        add("--tokenizer", o.tokenizer, "Tokenizer file (default: tokenizer.bin beside the training data, if there)"),
-        add("--layers", o.layers, "Number of layers (0: as -e says)")->check(at_least(0)),
-        add("--heads", o.heads, "Number of attention heads (0: as -e says, or channels / 64)")->check(at_least(0)),
-        add("--channels", o.channels, "Width of the model (0: as -e says)")->check(at_least(0)),
-        add("--vocab-size", o.vocab_size, "Size of the vocabulary (0: the tokenizer file's, else GPT-2's)")->check(at_least(0)),
-        add("--max-seq-len", o.max_seq_len, "Positions of the model (0: as many as -t)")->check(at_least(0)),
-        add("--shuffle", o.shuffle, "1: draw the order of shards and samples anew each epoch; 0: as they lie")->check(CLI::IsMember({0, 1})),
-        add("--seed", o.seed, "Seed of everything random"),
-    });
-    group("Training step", {
-        add("-b,--batch", o.batch, "Sequences in a micro-batch of one process")->check(at_least(1)),
-        add("-t,--seq-len", o.seq_len, "Tokens in a sequence")->check(at_least(1)),
-        add("-d,--total-batch", o.total_batch, "Tokens per step and worker (0: one micro-batch of each of its ranks)")->check(at_least(0)),
-        add("-x,--max-steps", o.max_steps, "Steps to train for (-1: once through the data)"),
-        add("--matmul-precision", o.matmul_precision, "On the CPU: highest (fp32), high or medium (bf16 where the CPU is fast at it)")->check(CLI::IsMember({"highest", "high", "medium"})),
-        add("-r,--recompute", o.recompute, "Recompute in the backward: 0 nothing, 1 GELU, 2 GELU and LayerNorm")->check(CLI::Range(0, 2)),
-    });
-    group("Inner optimizer (AdamW)", {
-        add("-l,--lr", o.learning_rate, "Learning rate")->check(at_least(0)),
-        add("-k,--lr-schedule", o.schedule, "cosine, linear, constant or wsd")->check(CLI::IsMember({"cosine", "linear", "constant", "wsd"})),
-        add("-u,--warmup", o.warmup, "Steps of linear warm-up")->check(at_least(0)),
-        add("-q,--final-lr-fraction", o.final_fraction, "Learning rate at the end, as a fraction of -l")->check(fraction),
-        add("-c,--weight-decay", o.weight_decay, "Weight decay of the matrices")->check(at_least(0)),
-        add("--beta1", o.beta1, "AdamW's beta 1")->check(fraction),
-        add("--beta2", o.beta2, "AdamW's beta 2")->check(fraction),
-        add("--epsilon", o.epsilon, "AdamW's epsilon")->check(at_least(0)),
-        add("--clip", o.clip, "Largest gradient norm (0: no clipping)")->check(at_least(0)),
-    });
-    group("Watching", {
-        add("-v,--val-every", o.validate_every, "Validate every so many steps, and at the end (0: never)")->check(at_least(0)),
-        add("-m,--val-batches", o.validation_batches, "Batches in a validation (0: all)")->check(at_least(0)),
-        add("-s,--sample-every", o.sample_every, "Sample text every so many steps, and at the end (0: never)")->check(at_least(0)),
-        add("-g,--sample-length", o.sample_length, "Tokens in a sample")->check(at_least(1)),
-        add("--temperature", o.temperature, "Temperature of the samples")->check(at_least(0.01)),
-        add("-n,--save-every", o.save_every, "Write the model every so many steps (0: only at the end)")->check(at_least(0)),
-        add("--eval", o.evaluate, "Which parameters are evaluated and saved: global or local")->check(CLI::IsMember({"global", "local"})),
-    });
-    group("Processes", {
-        add("--workers", o.workers, "Workers in the run (M): they exchange fragments")->check(CLI::Range(1, 4096)),
-        add("--ranks", o.ranks, "Ranks in a worker (R): they share gradients every step")->check(CLI::Range(1, 4096)),
-        add("--worker", o.worker, "Start only this worker's ranks here; the others are started elsewhere")->configurable(false),
-        add("--store", o.store, "Where processes meet: file:DIR or redis://[:PASSWORD@]HOST:PORT")->configurable(false),
-        add("--interface", o.interface, "Network interface of the outer exchange (default: the one that leads to the store)")->configurable(false),
-        add("--run-name", o.run_name, "Name of the run in the store; runs that share a store need different ones"),
-        add("--timeout", o.timeout, "Seconds to wait for other processes before giving up")->check(at_least(1)),
-    });
-    group("Streaming DiLoCo", {
-        add("-H,--inner-steps", o.inner_steps, "H: every fragment is exchanged once in so many steps"),
-        add("--fragment-layers", o.fragment_layers, "Layers in a fragment (0: everything in one: classic DiLoCo)")->check(at_least(0)),
-        add("--fragment-pattern", o.fragment_pattern, "strided (every P-th layer) or sequential")->check(CLI::IsMember({"strided", "sequential"})),
-        add("--overlap", o.overlap, "tau: steps from the sending of a fragment to the merge of its mean"),
-        add("--local-weight", o.local_weight, "alpha: weight of the local parameters in the merge"),
-        add("--outer-optimizer", o.outer_optimizer, "none, nesterov or average (default: none for one worker, nesterov for more)"),
-        add("--outer-lr", o.outer_learning_rate, "Outer learning rate")->check(at_least(0)),
-        add("--outer-momentum", o.outer_momentum, "Outer momentum")->check(fraction),
-        add("--outer-dtype", o.outer_format, "Number format on the wire"),
-    });
+    group("Model and data",
+          {
+              add("-i,--train-data", o.train_data,
+                  "Token shards to train on (a pattern such as 'data/x/x_train_*.bin')"),
+              add("-j,--val-data", o.validation_data, "Token shards to validate on"),
+              add("-e,--model", o.model,
+                  "Start from a model file, or from new weights: d6, d12, d24, d36, d48, d60, d72, d84"),
+              add("-o,--output", o.output, "Folder for logs and models (none: nothing is written)"),
+              add("--tokenizer", o.tokenizer,
+                  "Tokenizer file (default: tokenizer.bin beside the training data, if there)"),
+              add("--layers", o.layers, "Number of layers (0: as -e says)")->check(at_least(0)),
+              add("--heads", o.heads, "Number of attention heads (0: as -e says, or channels / 64)")
+                  ->check(at_least(0)),
+              add("--channels", o.channels, "Width of the model (0: as -e says)")->check(at_least(0)),
+              add("--vocab-size", o.vocab_size,
+                  "Size of the vocabulary (0: the tokenizer file's, else GPT-2's)")
+                  ->check(at_least(0)),
+              add("--max-seq-len", o.max_seq_len, "Positions of the model (0: as many as -t)")
+                  ->check(at_least(0)),
+              add("--shuffle", o.shuffle,
+                  "1: draw the order of shards and samples anew each epoch; 0: as they lie")
+                  ->check(CLI::IsMember({0, 1})),
+              add("--seed", o.seed, "Seed of everything random"),
+          });
+    group("Training step",
+          {
+              add("-b,--batch", o.batch, "Sequences in a micro-batch of one process")->check(at_least(1)),
+              add("-t,--seq-len", o.seq_len, "Tokens in a sequence")->check(at_least(1)),
+              add("-d,--total-batch", o.total_batch,
+                  "Tokens per step and worker (0: one micro-batch of each of its ranks)")
+                  ->check(at_least(0)),
+              add("-x,--max-steps", o.max_steps, "Steps to train for (-1: once through the data)"),
+              add("--matmul-precision", o.matmul_precision,
+                  "On the CPU: highest (fp32), high or medium (bf16 where the CPU is fast at it)")
+                  ->check(CLI::IsMember({"highest", "high", "medium"})),
+              add("-r,--recompute", o.recompute,
+                  "Recompute in the backward: 0 nothing, 1 GELU, 2 GELU and LayerNorm")
+                  ->check(CLI::Range(0, 2)),
+          });
+    group("Inner optimizer (AdamW)",
+          {
+              add("-l,--lr", o.learning_rate, "Learning rate")->check(at_least(0)),
+              add("-k,--lr-schedule", o.schedule, "cosine, linear, constant or wsd")
+                  ->check(CLI::IsMember({"cosine", "linear", "constant", "wsd"})),
+              add("-u,--warmup", o.warmup, "Steps of linear warm-up")->check(at_least(0)),
+              add("-q,--final-lr-fraction", o.final_fraction, "Learning rate at the end, as a fraction of -l")
+                  ->check(fraction),
+              add("-c,--weight-decay", o.weight_decay, "Weight decay of the matrices")->check(at_least(0)),
+              add("--beta1", o.beta1, "AdamW's beta 1")->check(fraction),
+              add("--beta2", o.beta2, "AdamW's beta 2")->check(fraction),
+              add("--epsilon", o.epsilon, "AdamW's epsilon")->check(at_least(0)),
+              add("--clip", o.clip, "Largest gradient norm (0: no clipping)")->check(at_least(0)),
+          });
+    group(
+        "Watching",
+        {
+            add("-v,--val-every", o.validate_every, "Validate every so many steps, and at the end (0: never)")
+                ->check(at_least(0)),
+            add("-m,--val-batches", o.validation_batches, "Batches in a validation (0: all)")
+                ->check(at_least(0)),
+            add("-s,--sample-every", o.sample_every,
+                "Sample text every so many steps, and at the end (0: never)")
+                ->check(at_least(0)),
+            add("-g,--sample-length", o.sample_length, "Tokens in a sample")->check(at_least(1)),
+            add("--temperature", o.temperature, "Temperature of the samples")->check(at_least(0.01)),
+            add("-n,--save-every", o.save_every, "Write the model every so many steps (0: only at the end)")
+                ->check(at_least(0)),
+            add("--eval", o.evaluate, "Which parameters are evaluated and saved: global or local")
+                ->check(CLI::IsMember({"global", "local"})),
+        });
+    group(
+        "Processes",
+        {
+            add("--workers", o.workers, "Workers in the run (M): they exchange fragments")
+                ->check(CLI::Range(1, 4096)),
+            add("--ranks", o.ranks, "Ranks in a worker (R): they share gradients every step")
+                ->check(CLI::Range(1, 4096)),
+            add("--worker", o.worker, "Start only this worker's ranks here; the others are started elsewhere")
+                ->configurable(false),
+            add("--store", o.store, "Where processes meet: file:DIR or redis://[:PASSWORD@]HOST:PORT")
+                ->configurable(false),
+            add("--interface", o.interface,
+                "Network interface of the outer exchange (default: the one that leads to the store)")
+                ->configurable(false),
+            add("--run-name", o.run_name,
+                "Name of the run in the store; runs that share a store need different ones"),
+            add("--timeout", o.timeout, "Seconds to wait for other processes before giving up")
+                ->check(at_least(1)),
+        });
+    group(
+        "Streaming DiLoCo",
+        {
+            add("-H,--inner-steps", o.inner_steps, "H: every fragment is exchanged once in so many steps"),
+            add("--fragment-layers", o.fragment_layers,
+                "Layers in a fragment (0: everything in one: classic DiLoCo)")
+                ->check(at_least(0)),
+            add("--fragment-pattern", o.fragment_pattern, "strided (every P-th layer) or sequential")
+                ->check(CLI::IsMember({"strided", "sequential"})),
+            add("--overlap", o.overlap, "tau: steps from the sending of a fragment to the merge of its mean"),
+            add("--local-weight", o.local_weight, "alpha: weight of the local parameters in the merge"),
+            add("--outer-optimizer", o.outer_optimizer,
+                "none, nesterov or average (default: none for one worker, nesterov for more)"),
+            add("--outer-lr", o.outer_learning_rate, "Outer learning rate")->check(at_least(0)),
+            add("--outer-momentum", o.outer_momentum, "Outer momentum")->check(fraction),
+            add("--outer-dtype", o.outer_format, "Number format on the wire"),
+        });
 }
 
 // The README's table of options.
@@ -157,7 +206,9 @@ inline void print_options_table(const CLI::App& app) {
             if (first) { printf("\n**%s**\n\n| option | default | |\n|---|---|---|\n", group.c_str()); }
             first = false;
             std::string names = option->get_name(false, true);
-            for (size_t at = 0; (at = names.find(',', at)) != std::string::npos; at += 4) { names.replace(at, 1, "` `"); }
+            for (size_t at = 0; (at = names.find(',', at)) != std::string::npos; at += 4) {
+                names.replace(at, 1, "` `");
+            }
             printf("| `%s` | %s | %s |\n", names.c_str(), option->get_default_str().c_str(),
                    option->get_description().c_str());
         }
@@ -174,9 +225,7 @@ inline Options parse_options(int argc, char** argv) {
     } catch (const CLI::CallForHelp&) {
         fputs(app.help().c_str(), stdout);
         exit(0);
-    } catch (const CLI::ParseError& e) {
-        throw UserError(std::string(e.what()) + ": see --help");
-    }
+    } catch (const CLI::ParseError& e) { throw UserError(std::string(e.what()) + ": see --help"); }
     if (options.print_table) {
         print_options_table(app);
         exit(0);
@@ -184,8 +233,9 @@ inline Options parse_options(int argc, char** argv) {
     options.toml = app.config_to_str(true, true);
     for (const CLI::Option* option : app.get_options()) {
         if (!option->get_configurable()) { continue; }
-        options.resolved.emplace_back(option->get_single_name(),
-                                      option->count() > 0 ? option->as<std::string>() : option->get_default_str());
+        options.resolved.emplace_back(option->get_single_name(), option->count() > 0
+                                                                     ? option->as<std::string>()
+                                                                     : option->get_default_str());
     }
     return options;
 }

@@ -1,5 +1,6 @@
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a function from a counter
-// and a key to 128 random bits. No state: any thread, CPU or GPU, draws number i by itself and gets the same bits.
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a function from a
+// counter and a key to 128 random bits. No state: any thread, CPU or GPU, draws number i by itself and gets
+// the same bits.
 #pragma once
 #include <cstdint>
 
@@ -22,8 +23,7 @@ HD inline Philox4 philox4x32_10(Philox4 counter, uint32_t key0, uint32_t key1) {
 }
 
 // What random numbers are drawn for: word 3 of the counter, so that no two uses share numbers.
-enum class RandomUse : uint32_t { parameters = 1, shuffle = 2, sampling = 3, rounding_send = 4, rounding_owner = 5,
-                                  rounding_parameters = 6 };
+enum class RandomUse : uint32_t { parameters = 1, shuffle = 2, sampling = 3 };
 
 HD inline Philox4 random_bits(uint64_t seed, RandomUse use, uint64_t index, uint32_t draw = 0) {
     return philox4x32_10({{uint32_t(index), uint32_t(index >> 32), draw, uint32_t(use)}}, uint32_t(seed),
@@ -33,8 +33,9 @@ HD inline Philox4 random_bits(uint64_t seed, RandomUse use, uint64_t index, uint
 // Uniform in [0, 1): 24 bits, exact in float.
 HD inline float uniform(uint32_t bits) { return float(bits >> 8) * 0x1p-24f; }
 
-// Standard normal number `index` of `seed`: the sum of twelve uniforms less six (Irwin-Hall; variance 1, within
-// 6 sigma, excess kurtosis -0.1). Sums of 24-bit integers are exact, so every machine gets the same bits: no libm.
+// Standard normal number `index` of `seed`: the sum of twelve uniforms less six (Irwin-Hall; variance 1,
+// within 6 sigma, excess kurtosis -0.1). Sums of 24-bit integers are exact, so every machine gets the same
+// bits: no libm.
 HD inline float standard_normal(uint64_t seed, RandomUse use, uint64_t index) {
     uint32_t sum = 0;  // at most 12 * 2^24 < 2^28
     for (uint32_t draw = 0; draw < 3; draw++) {

@@ -35,12 +35,14 @@ TEST_P(Layouts, tensors_do_not_overlap_and_fill_all_but_the_padding) {
     std::vector<int> owners(static_cast<size_t>(layout.size), 0);
     long values = 0;
     for (const Tensor& tensor : layout.tensors) {
-        for (long i = 0; i < tensor.count(); i++) { owners[size_t(tensor.offset + i)]++; }
+        for (long i = 0; i < tensor.count(); i++) { owners[tensor.offset + i]++; }
         values += tensor.count();
     }
     EXPECT_EQ(values, layout.values);
     for (const Block& block : layout.blocks) {
-        for (long i = 0; i < block.size; i++) { EXPECT_EQ(owners[size_t(block.offset + i)], i < block.values ? 1 : 0); }
+        for (long i = 0; i < block.size; i++) {
+            EXPECT_EQ(owners[block.offset + i], i < block.values ? 1 : 0);
+        }
     }
 }
 
@@ -89,7 +91,8 @@ TEST_P(Layouts, no_embedding_block_is_larger_than_a_fragment_of_layers) {
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(ranks_and_fragments, Layouts, testing::Combine(testing::Values(1, 2, 3, 8), testing::Values(0, 1, 3)));
+INSTANTIATE_TEST_SUITE_P(ranks_and_fragments, Layouts,
+                         testing::Combine(testing::Values(1, 2, 3, 8), testing::Values(0, 1, 3)));
 
 TEST(Layout, gpt2_124m_is_cut_so_that_its_largest_exchange_is_three_layers) {
     const Layout layout = gpt_layout(GptShape{}, 8, 3);
@@ -105,8 +108,9 @@ TEST(Random, philox_gives_the_published_numbers) {
               (std::vector<uint32_t>{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
     EXPECT_EQ(words(philox4x32_10({{~0u, ~0u, ~0u, ~0u}}, ~0u, ~0u)),
               (std::vector<uint32_t>{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
-    EXPECT_EQ(words(philox4x32_10({{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}}, 0xa4093822, 0x299f31d0)),
-              (std::vector<uint32_t>{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
+    EXPECT_EQ(
+        words(philox4x32_10({{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}}, 0xa4093822, 0x299f31d0)),
+        (std::vector<uint32_t>{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
 }
 
 TEST(Random, normals_have_mean_zero_variance_one_and_stay_within_six) {

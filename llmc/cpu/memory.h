@@ -1,5 +1,5 @@
-// Copies, casts and the few scalars of a step (loss, gradient norm, clip scale), all in stream order: nothing here
-// makes the host wait, so that on a GPU they stay on the device.
+// Copies, casts and the few scalars of a step (loss, gradient norm, clip scale), all in stream order: nothing
+// here makes the host wait, so that on a GPU they stay on the device.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -38,7 +38,8 @@ inline void add_scaled_sum(float* out, const float* values, long n, float scale,
     *out += float(sum * scale);
 }
 
-// *norm = sqrt(*norm_squared);  *scale = min(1, clip / norm), or 1 for clip 0; not finite where the norm is not.
+// *norm = sqrt(*norm_squared);  *scale = min(1, clip / norm), or 1 for clip 0; not finite where the norm is
+// not.
 inline void clip_scale(float* norm, float* scale, const float* norm_squared, float clip, Stream&) {
     *norm = sqrtf(*norm_squared);
     *scale = !std::isfinite(*norm) ? NAN : clip > 0 && *norm > clip ? clip / *norm : 1.0f;
