@@ -11,31 +11,32 @@ out=demo
 model=(
     --layers 4 --heads 4 --channels 128   # 0.8M parameters: learns words and some grammar in a minute or two
     -t 128                                # characters it sees: a sentence or two
-    -b 4                                  # sequences a step on each process: few, and so many steps
-    -x 2000                               # steps
+    -b 2                                  # sequences a step on each process: few, and so many steps
+    -x 4000                               # steps
     --seed 1337                           # the same initial weights and the same order of the text
 )
 # The inner optimizer, AdamW.
 inner=(
-    -l 0.002 -u 50                        # learning rate: large, the model is small; 50 steps to warm it up
+    -l 0.0015 -u 100                      # learning rate: large, the model is small; 100 steps to warm it up
     -k cosine -q 0.1                      # falls to a tenth: the workers' copies come together at the end
     -c 0.1                                # weight decay
 )
 # DiLoCo, classic and streaming.
 outer=(
-    -H 14                                 # steps between two exchanges of a fragment: short, for a short run
+    -H 27                                 # steps between two exchanges of a fragment: the paper has 30 and 100
     --outer-lr 0.7                        # larger than the paper's 0.4, which suits runs of far more steps
     --outer-momentum 0.9                  # the paper's
 )
 # Classic: everything is one fragment, sent in fp32, waited for, and taken over as it is.
 classic=(--fragment-layers 0 --outer-dtype fp32 --overlap 0 --local-weight 0)
-# Streaming: two layers a fragment, in four bits, merged half and half two steps later.
-streaming=(--fragment-layers 2 --outer-dtype fp4 --overlap 2 --local-weight 0.5)
+# Streaming: two layers a fragment, in four bits, merged half and half five steps later: these steps are short,
+# and two processes that share a machine do not keep them to the millisecond.
+streaming=(--fragment-layers 2 --outer-dtype fp4 --overlap 5 --local-weight 0.5)
 
-# Validation: every 200 steps, the same 640 sequences in all runs. A worker validates by itself, in batches of
+# Validation: every 500 steps, the same 640 sequences in all runs. A worker validates by itself, in batches of
 # -b; data-parallel ranks share the work, so that their batches are twice as large and half as many.
-validate_every=200
-validation_batches=160
+validate_every=500
+validation_batches=320
 sample_length=400
 
 say() {
