@@ -65,8 +65,9 @@ struct Options {
 };
 
 inline void define_options(CLI::App& app, Options& o) {
-    app.set_help_flag("--help", "Print this text and leave");
-    app.set_config("--config", "", "Read options from this TOML file; those on the command line win");
+    app.set_help_flag("--help", "Print this text and leave")->group("General");
+    app.set_config("--config", "", "Read options from this TOML file; those on the command line win")
+        ->group("General");
     app.add_flag("--options-table", o.print_table, "Print this table in Markdown and leave")
         ->configurable(false)
         ->group("");

@@ -99,7 +99,7 @@ inline std::string plan(const DilocoOptions& options, std::vector<Fragment> frag
     const double sum = double(std::accumulate(sent.begin(), sent.end(), size_t(0)));
     const size_t peak = *std::max_element(sent.begin(), sent.end());
     return text + format("a process sends %.0f bytes every %ld steps, %.0f a step on average, %zu in a step "
-                         "at most; %d exchanges in flight at most\n", sum, H, sum / double(H), peak,
+                         "at most; at most %d in flight at a time\n", sum, H, sum / double(H), peak,
                          most_in_flight(fragments, H, options.overlap));
 }
 
