@@ -41,6 +41,11 @@ def command(tokens, output, options):
     return [str(TRAINER)] + [str(word) for name, value in merged.items() if value is not None for word in (name, value)]
 
 
+def children(pid):
+    """Processes that process `pid` has started."""
+    return [int(child) for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 class Run:
     """A finished run: its status, what it printed, and its logs by process."""
 
@@ -89,8 +94,8 @@ class Worker:
         return self.text if self.text is not None else "(still running)"
 
     def kill(self):
-        for child in subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True).stdout.split():
-            os.kill(int(child), signal.SIGKILL)
+        for child in children(self.process.pid):
+            os.kill(child, signal.SIGKILL)
         self.process.kill()
 
     def result(self):

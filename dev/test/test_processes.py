@@ -9,15 +9,10 @@ import time
 
 import pytest
 
-from conftest import command
+from conftest import children, command
 
 WORKERS = {"--workers": 2, "-H": 6, "--fragment-layers": 1, "-x": 24}
 LONG = {**WORKERS, "-x": 100000}
-
-
-def children(pid):
-    listed = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout
-    return [int(child) for child in listed.split()]
 
 
 def environment_of(pid):
