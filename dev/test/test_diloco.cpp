@@ -713,7 +713,7 @@ TEST(Plan, it_says_blocks_bytes_offsets_average_and_peak) {
               "       1       3     10               672  b1, b3\n"
               "       2       6     10               288  b4\n"
               "a process sends 1632 bytes every 10 steps, 163 a step on average, 672 in a step at most; "
-              "2 exchanges in flight at most\n");
+              "at most 2 in flight at a time\n");
     EXPECT_NE(plan(options, fragments_of(layout, 0, 10), layout, 3).find("b0..b4\n"), std::string::npos);
     options.offsets = {1, 1, 9};
     EXPECT_NE(plan(options, fragments, layout, 3).find("1344 in a step at most"), std::string::npos);
