@@ -801,7 +801,8 @@ inline void train_step(Run& run, long step) {
 
 inline void print_totals(const Run& run) {
     const Totals& t = run.totals;
-    const double share = 100 * t.waited_seconds / std::max(t.train_seconds, 1e-9);
+    if (run.steps == 0) { return; }
+    const double share = 100 * t.waited_seconds / t.train_seconds;
     run.status.print(format("trained %ld steps in %.1f s: %.0f tokens/s a worker", run.steps, t.train_seconds,
                             double(t.tokens) / t.train_seconds));
     if (run.process.ranks > 1) {
@@ -943,6 +944,9 @@ int main(int argc, char** argv) {
     } catch (const UserError& e) {
         fprintf(stderr, "error: %s\n", e.what());
         return 2;
+    } catch (const std::bad_alloc&) {
+        fprintf(stderr, "error: not enough memory for this model and batch: lower -b, -t or the model's sizes\n");
+        return 1;
     } catch (const std::exception& e) {
         fprintf(stderr, "error: %s\n", e.what());
         return 1;

@@ -84,7 +84,7 @@ inline void define_options(CLI::App& app, Options& o) {
     const CLI::Range fraction(0.0, 1.0);
 
     auto add = [&](const std::string& names, auto& variable, const std::string& what) {
-        return app.add_option(names, variable, what)->capture_default_str();
+        return app.add_option(names, variable, what)->capture_default_str()->take_last();
     };
     auto group = [&](const std::string& name, std::initializer_list<CLI::Option*> options) {
         for (CLI::Option* option : options) { option->group(name); }
@@ -121,7 +121,8 @@ inline void define_options(CLI::App& app, Options& o) {
               add("-d,--total-batch", o.total_batch,
                   "Tokens per step and worker (0: one micro-batch of each of its ranks)")
                   ->check(at_least(0)),
-              add("-x,--max-steps", o.max_steps, "Steps to train for (-1: once through the data)"),
+              add("-x,--max-steps", o.max_steps, "Steps to train for (-1: once through the data)")
+                  ->check(at_least(-1)),
               add("--matmul-precision", o.matmul_precision,
                   "On the CPU: highest (fp32), high or medium (bf16 where the CPU is fast at it)")
                   ->check(CLI::IsMember({"highest", "high", "medium"})),

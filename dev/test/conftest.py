@@ -14,8 +14,20 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "train_gpt_cpu"
 
 # A model that trains a step in a millisecond or two, and has three fragments at --fragment-layers 1.
-TINY = {"--layers": 2, "--heads": 2, "--channels": 32, "--vocab-size": 64, "-t": 16, "-b": 4, "-l": 0.01, "-k": "constant",
-        "-s": 0, "-v": 0, "--matmul-precision": "highest", "--timeout": 30}
+TINY = {
+    "--layers": 2,
+    "--heads": 2,
+    "--channels": 32,
+    "--vocab-size": 64,
+    "-t": 16,
+    "-b": 4,
+    "-l": 0.01,
+    "-k": "constant",
+    "-s": 0,
+    "-v": 0,
+    "--matmul-precision": "highest",
+    "--timeout": 30,
+}
 
 
 def write_shard(path, tokens, magic=20240520, version=1, count=None):
@@ -38,7 +50,9 @@ def tokens(tmp_path_factory):
 
 def command(tokens, output, options):
     merged = {**TINY, "-i": f"{tokens}/x_train_*.bin", "-j": f"{tokens}/x_val_*.bin", "-o": output, **options}
-    return [str(TRAINER)] + [str(word) for name, value in merged.items() if value is not None for word in (name, value)]
+    return [str(TRAINER)] + [
+        str(word) for name, value in merged.items() if value is not None for word in (name, value)
+    ]
 
 
 def children(pid):
@@ -72,8 +86,14 @@ def train(tokens, tmp_path):
 
     def run(name, options, status=0, environment=None):
         folder = tmp_path / name
-        result = subprocess.run(command(tokens, folder, options), capture_output=True, text=True, timeout=120,
-                                env={**os.environ, **(environment or {})}, cwd=tmp_path)
+        result = subprocess.run(
+            command(tokens, folder, options),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, **(environment or {})},
+            cwd=tmp_path,
+        )
         assert result.returncode == status, f"status {result.returncode}\n{result.stdout}\n{result.stderr}"
         return Run(folder, result)
 
@@ -109,8 +129,13 @@ def start_worker(tokens, tmp_path):
 
     def start(w, options, name=""):
         folder = tmp_path / f"worker{w}{name}"
-        process = subprocess.Popen(command(tokens, folder, {**options, "--worker": w}), stdout=subprocess.PIPE,
-                                   stderr=subprocess.STDOUT, text=True, cwd=tmp_path)
+        process = subprocess.Popen(
+            command(tokens, folder, {**options, "--worker": w}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=tmp_path,
+        )
         started.append(Worker(folder, process))
         return started[-1]
 

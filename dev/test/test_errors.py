@@ -19,47 +19,63 @@ def refused(run, *words):
     assert not run.folder.exists()
 
 
-@pytest.mark.parametrize("options,words", [
-    ({**WORKERS, "-H": 0}, ["inner steps"]),
-    ({**WORKERS, "--overlap": 6}, ["overlap", "6"]),
-    ({**WORKERS, "--overlap": -1}, ["overlap"]),
-    ({**WORKERS, "--local-weight": 2}, ["local weight", "2"]),
-    ({**WORKERS, "--outer-dtype": "fp3"}, ["fp3", "fp4"]),
-    ({**WORKERS, "-x": 5}, ["5 steps"]),
-    ({**WORKERS, "--outer-optimizer": "none"}, ["none"]),
-    ({**WORKERS, "--outer-optimizer": "adam"}, ["adam"]),
-    ({**RUN, "--channels": 30, "--heads": 4}, ["30", "4"]),
-    ({**RUN, "-d": 100}, ["100", "-b 4"]),
-    ({**RUN, "--max-seq-len": 8}, ["-t 16", "8"]),
-    ({**RUN, "--vocab-size": 50}, ["x_train_00000", "50"]),
-    ({**RUN, "-i": "nowhere/*.bin"}, ["nowhere"]),
-    ({**RUN, "-i": None}, ["-i"]),
-    ({**RUN, "-e": "d7"}, ["d7"]),
-    ({**RUN, "-e": "missing.bin", "--layers": None, "--heads": None, "--channels": None, "--vocab-size": None}, ["missing.bin"]),
-    ({**RUN, "--nonsense": 1}, ["--nonsense"]),
-    ({**RUN, "-b": 0}, ["at least 1"]),
-    ({**RUN, "-b": "x"}, ["x"]),
-    ({**RUN, "--config": "missing.toml"}, ["missing.toml"]),
-    ({**RUN, "-k": "magic"}, ["magic"]),
-    ({**RUN, "--tokenizer": "missing.bin"}, ["missing.bin"]),
-    ({**WORKERS, "--worker": 2}, ["2"]),
-    ({**WORKERS, "--worker": 0}, ["--store"]),
-    ({**WORKERS, "--worker": 0, "--store": "ftp://x"}, ["ftp"]),
-    ({**WORKERS, "--worker": 0, "--store": "redis://127.0.0.1:1", "--timeout": 3}, ["127.0.0.1", "1"]),
-])
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        ({**WORKERS, "-H": 0}, ["inner steps"]),
+        ({**WORKERS, "--overlap": 6}, ["overlap", "6"]),
+        ({**WORKERS, "--overlap": -1}, ["overlap"]),
+        ({**WORKERS, "--local-weight": 2}, ["local weight", "2"]),
+        ({**WORKERS, "--outer-dtype": "fp3"}, ["fp3", "fp4"]),
+        ({**WORKERS, "-x": 5}, ["5 steps"]),
+        ({**WORKERS, "--outer-optimizer": "none"}, ["none"]),
+        ({**WORKERS, "--outer-optimizer": "adam"}, ["adam"]),
+        ({**RUN, "--channels": 30, "--heads": 4}, ["30", "4"]),
+        ({**RUN, "-d": 100}, ["100", "-b 4"]),
+        ({**RUN, "--max-seq-len": 8}, ["-t 16", "8"]),
+        ({**RUN, "--vocab-size": 50}, ["x_train_00000", "50"]),
+        ({**RUN, "-i": "nowhere/*.bin"}, ["nowhere"]),
+        ({**RUN, "-i": None}, ["-i"]),
+        ({**RUN, "-e": "d7"}, ["d7"]),
+        (
+            {
+                **RUN,
+                "-e": "missing.bin",
+                "--layers": None,
+                "--heads": None,
+                "--channels": None,
+                "--vocab-size": None,
+            },
+            ["missing.bin"],
+        ),
+        ({**RUN, "--nonsense": 1}, ["--nonsense"]),
+        ({**RUN, "-b": 0}, ["at least 1"]),
+        ({**RUN, "-b": "x"}, ["x"]),
+        ({**RUN, "--config": "missing.toml"}, ["missing.toml"]),
+        ({**RUN, "-k": "magic"}, ["magic"]),
+        ({**RUN, "--tokenizer": "missing.bin"}, ["missing.bin"]),
+        ({**WORKERS, "--worker": 2}, ["2"]),
+        ({**WORKERS, "--worker": 0}, ["--store"]),
+        ({**WORKERS, "--worker": 0, "--store": "ftp://x"}, ["ftp"]),
+        ({**WORKERS, "--worker": 0, "--store": "redis://127.0.0.1:1", "--timeout": 3}, ["127.0.0.1", "1"]),
+    ],
+)
 def test_one_line_and_nothing_written(train, options, words):
     refused(train("run", options, status=2), *words)
 
 
-@pytest.mark.parametrize("damage,words", [
-    (lambda path: path.write_bytes(path.read_bytes()[:-10]), ["truncated"]),
-    (lambda path: path.write_bytes(path.read_bytes()[:100]), ["truncated"]),
-    (lambda path: path.write_bytes(struct.pack("<i", 1) + path.read_bytes()[4:]), ["magic"]),
-    (lambda path: path.write_bytes(path.read_bytes() + b"ab"), ["too long"]),
-    (lambda path: write_shard(path, [1] * 10), []),
-    (lambda path: write_shard(path, [1] * 500 + [64] + [1] * 500), ["64"]),
-    (lambda path: path.unlink(), []),
-])
+@pytest.mark.parametrize(
+    "damage,words",
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-10]), ["truncated"]),
+        (lambda path: path.write_bytes(path.read_bytes()[:100]), ["truncated"]),
+        (lambda path: path.write_bytes(struct.pack("<i", 1) + path.read_bytes()[4:]), ["magic"]),
+        (lambda path: path.write_bytes(path.read_bytes() + b"ab"), ["too long"]),
+        (lambda path: write_shard(path, [1] * 10), []),
+        (lambda path: write_shard(path, [1] * 500 + [64] + [1] * 500), ["64"]),
+        (lambda path: path.unlink(), []),
+    ],
+)
 @pytest.mark.parametrize("processes", [{}, {"--workers": 2, "-H": 6}])
 def test_damaged_shards_are_refused(train, tmp_path, tokens, damage, words, processes):
     bad = tmp_path / "data" / "bad.bin"

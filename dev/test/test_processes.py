@@ -42,7 +42,9 @@ def launched(tokens, tmp_path):
 
     def start(options):
         folder = tmp_path / "run"
-        process = subprocess.Popen(command(tokens, folder, options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command(tokens, folder, options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         started.append(process)
         assert wait_until(lambda: steps_logged(folder) > 5), "the run does not start"
         return process, folder
@@ -62,15 +64,31 @@ def redis(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = subprocess.Popen(["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--requirepass", "secret", "--save", "",
-                               "--dir", str(tmp_path)], stdout=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [
+            "redis-server",
+            "--port",
+            str(port),
+            "--bind",
+            "127.0.0.1",
+            "--requirepass",
+            "secret",
+            "--save",
+            "",
+            "--dir",
+            str(tmp_path),
+        ],
+        stdout=subprocess.DEVNULL,
+    )
     wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
     yield f"redis://:secret@127.0.0.1:{port}"
     server.terminate()
     server.wait()
 
 
-def test_separate_workers_meet_through_a_folder_and_agree_with_self_started_ones(train, tmp_path, start_worker):
+def test_separate_workers_meet_through_a_folder_and_agree_with_self_started_ones(
+    train, tmp_path, start_worker
+):
     together = train("together", WORKERS)
     apart = [start_worker(w, {**WORKERS, "--store": f"file:{tmp_path}/store"}) for w in (0, 1)]
     assert [run.wait() for run in apart] == [0, 0], [run.output() for run in apart]
@@ -97,11 +115,28 @@ def test_a_wrong_password_is_one_line(redis, start_worker):
 
 
 LAUNCHERS = {
-    "torchrun": lambda rank, size: {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size,
-                                    "TORCHELASTIC_RUN_ID": "job", "MASTER_ADDR": "localhost", "MASTER_PORT": 1},
-    "mpirun": lambda rank, size: {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": size, "OMPI_COMM_WORLD_LOCAL_RANK": rank,
-                                  "PMIX_NAMESPACE": "job"},
-    "slurm": lambda rank, size: {"SLURM_PROCID": rank, "SLURM_NTASKS": size, "SLURM_LOCALID": rank, "SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0},
+    "torchrun": lambda rank, size: {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": size,
+        "TORCHELASTIC_RUN_ID": "job",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 1,
+    },
+    "mpirun": lambda rank, size: {
+        "OMPI_COMM_WORLD_RANK": rank,
+        "OMPI_COMM_WORLD_SIZE": size,
+        "OMPI_COMM_WORLD_LOCAL_RANK": rank,
+        "PMIX_NAMESPACE": "job",
+    },
+    "slurm": lambda rank, size: {
+        "SLURM_PROCID": rank,
+        "SLURM_NTASKS": size,
+        "SLURM_LOCALID": rank,
+        "SLURM_JOB_ID": 7,
+        "SLURM_STEP_ID": 0,
+    },
 }
 
 
@@ -110,11 +145,20 @@ def test_processes_of_other_launchers_find_their_places(train, tokens, tmp_path,
     options = {**WORKERS, "--ranks": 2, "-b": 2}
     ours = train("ours", options)
     folder = tmp_path / launcher
-    running = [subprocess.Popen(command(tokens, folder, {**options, "--store": f"file:{tmp_path}/store"}), stdout=subprocess.PIPE,
-                                stderr=subprocess.STDOUT, text=True,
-                                env={**os.environ, "OMP_NUM_THREADS": "1",
-                                     **{k: str(v) for k, v in LAUNCHERS[launcher](rank, 4).items()}})
-               for rank in range(4)]
+    running = [
+        subprocess.Popen(
+            command(tokens, folder, {**options, "--store": f"file:{tmp_path}/store"}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                **{k: str(v) for k, v in LAUNCHERS[launcher](rank, 4).items()},
+            },
+        )
+        for rank in range(4)
+    ]
     outputs = [process.communicate(timeout=60)[0] for process in running]
     assert [process.returncode for process in running] == [0] * 4, outputs
     assert sorted(folder.glob("model_*.bin"))[-1].read_bytes() == ours.model()
@@ -140,7 +184,10 @@ def test_a_killed_worker_ends_the_run_and_is_named(launched, workers):
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_separately_started_worker_that_dies_is_named_by_the_others(tmp_path, start_worker, workers):
-    runs = [start_worker(w, {**LONG, "--workers": workers, "--store": f"file:{tmp_path}/store"}) for w in range(workers)]
+    runs = [
+        start_worker(w, {**LONG, "--workers": workers, "--store": f"file:{tmp_path}/store"})
+        for w in range(workers)
+    ]
     assert wait_until(lambda: steps_logged(runs[0].folder) > 5), runs[0].output()
     runs[1].kill()
     start = time.time()

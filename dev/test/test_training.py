@@ -49,13 +49,18 @@ def test_streaming_learns_and_logs_every_sync(train):
         assert sorted({row["fragment"] for row in syncs}) == [0, 1, 2]
         assert all(row["bytes_sent"] > 0 and row["bytes_sent"] == row["bytes_received"] for row in syncs)
         assert all(row["apply_step"] == min(row["send_step"] + 2, 60) for row in syncs)
-    assert [row["bytes_sent"] for row in run.lines("sync", 0)] == [row["bytes_sent"] for row in run.lines("sync", 1)]
+    assert [row["bytes_sent"] for row in run.lines("sync", 0)] == [
+        row["bytes_sent"] for row in run.lines("sync", 1)
+    ]
 
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_global_parameters_are_bitwise_equal_on_all_workers_after_every_sync(train, workers):
     run = train("run", {**STREAMING, "--workers": workers, "--overlap": 3, "-x": 36})
-    hashes = [[(row["sync"], row["global_hash"]) for row in run.lines("sync", process)] for process in range(workers)]
+    hashes = [
+        [(row["sync"], row["global_hash"]) for row in run.lines("sync", process)]
+        for process in range(workers)
+    ]
     assert all(hashes[0] == other for other in hashes)
     assert len(hashes[0]) == 18 and len({h for _, h in hashes[0]}) == 18
 
@@ -109,7 +114,16 @@ def test_bytes_on_the_wire_are_the_format_s(train, dtype, bits):
 def test_a_model_file_starts_a_run_where_it_ended(train):
     first = train("first", {"-x": 20, "-v": 20, "-m": 5})
     names = ("--layers", "--heads", "--channels", "--vocab-size")
-    second = train("second", {**{name: None for name in names}, "-e": first.folder / "model_00000020.bin", "-x": 5, "-v": 5, "-m": 5})
+    second = train(
+        "second",
+        {
+            **{name: None for name in names},
+            "-e": first.folder / "model_00000020.bin",
+            "-x": 5,
+            "-v": 5,
+            "-m": 5,
+        },
+    )
     assert close([first.lines("eval")[-1]["loss"]], [second.lines("eval")[0]["loss"]], 1e-6)
 
 
@@ -123,7 +137,11 @@ def test_the_config_file_repeats_the_run(train):
 def test_main_log_is_what_llm_c_writes(train):
     run = train("run", {"-x": 4, "-v": 2, "-m": 2})
     lines = (run.folder / "main.log").read_text().splitlines()
-    assert [line for line in lines if not re.fullmatch(r"s:\d+ (tel:\d+\.\d{4}|trl:\d+\.\d{4} lr:\d+\.\d{6} norm:\d+\.\d{2})", line)] == []
+    assert [
+        line
+        for line in lines
+        if not re.fullmatch(r"s:\d+ (tel:\d+\.\d{4}|trl:\d+\.\d{4} lr:\d+\.\d{6} norm:\d+\.\d{2})", line)
+    ] == []
     assert len(lines) == 3 + 4
 
 

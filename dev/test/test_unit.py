@@ -25,9 +25,13 @@ def names():
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     report = tmp_path_factory.mktemp("unit") / "report.json"
-    run = subprocess.run([BINARY, f"--gtest_output=json:{report}"], capture_output=True, text=True, timeout=600, cwd=ROOT)
+    run = subprocess.run(
+        [BINARY, f"--gtest_output=json:{report}"], capture_output=True, text=True, timeout=600, cwd=ROOT
+    )
     if not report.exists():
-        pytest.fail(f"unit_tests ended with status {run.returncode}\n{run.stdout[-4000:]}{run.stderr[-4000:]}")
+        pytest.fail(
+            f"unit_tests ended with status {run.returncode}\n{run.stdout[-4000:]}{run.stderr[-4000:]}"
+        )
     tests = [test for suite in json.loads(report.read_text())["testsuites"] for test in suite["testsuite"]]
     return {f"{test['classname']}.{test['name']}": test for test in tests}
 
