@@ -15,6 +15,7 @@ kind. Where a piece was cut out of a document, the next one begins like a new do
 the training part alone.
 """
 import argparse
+import contextlib
 import fcntl
 import itertools
 import json
@@ -277,9 +278,13 @@ def write_shards(parts, tokenizer, writers):
 def make_tokenizer(kind, parts):
     if kind == "bytes":
         return Bytes()
-    if kind == "gpt2":
-        return Gpt2()
-    return Bpe((text for validation, _, text in parts if not validation), int(kind.removeprefix("bpe:")))
+    try:
+        if kind == "gpt2":
+            return Gpt2()
+        return Bpe((text for validation, _, text in parts if not validation), int(kind.removeprefix("bpe:")))
+    except ImportError as error:
+        raise UserError(f"{kind} needs a Python package ({error}): run make setup, then .venv/bin/python "
+                        "data/prepare.py") from error
 
 
 def prepare(options, name, folder):
@@ -375,8 +380,21 @@ def is_there(folder, settings):
         return False
 
 
+def files_made(folder):
+    """What prepare.json lists, whatever text it was of; of its names only those of files in the folder."""
+    try:
+        names = json.loads((folder / "prepare.json").read_text())["files"]
+        return [folder / name for name in names if Path(name).name == name and (folder / name).is_file()]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
 def replace_output(work, folder, name, settings):
-    """Moves the new files into place. prepare.json goes first and comes last: without it, nothing counts."""
+    """Moves the new files into place. prepare.json goes before they come, and comes last: without it, and
+    without all that it lists, nothing counts. Files of another text go too: their tokenizer is replaced.
+    """
+    for old in files_made(folder):
+        old.unlink()
     (folder / "prepare.json").unlink(missing_ok=True)
     for pattern in (f"{name}_train_*.bin", f"{name}_val_*.bin", "tokenizer.bin", "tokenizer.json"):
         for old in folder.glob(pattern):
@@ -408,7 +426,8 @@ def run(options):
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         if new:
-            folder.rmdir()
+            with contextlib.suppress(OSError):  # it is not empty: what went wrong before is to be told
+                folder.rmdir()
         raise
     work.rmdir()
     print(f"{shown}: {summary}")

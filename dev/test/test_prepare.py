@@ -73,6 +73,13 @@ def numbered_lines(count):
     return [f"{i}: the quick brown fox – número {i * i} – jumps\n" for i in range(count)]
 
 
+def load_module():
+    spec = importlib.util.spec_from_file_location("prepare", PREPARE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """Some 300 kB of lines, each different, with characters of one to three bytes."""
@@ -153,9 +160,7 @@ def test_gpt2_takes_its_vocabulary_from_tiktoken(text, tmp_path, monkeypatch):
     encoding = tiktoken.Encoding("gpt2", pat_str=r"\S+|\s+", special_tokens={END.decode(): 257},
                                  mergeable_ranks={**{bytes([i]): i for i in range(256)}, b"th": 256})
     monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": encoding}.__getitem__)
-    spec = importlib.util.spec_from_file_location("prepare", PREPARE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_module()
     module.run(module.parse_options(["--text", str(text), "--out", str(tmp_path), "--tokenizer", "gpt2",
                                      "--validation", "0"]))
     assert documents(tmp_path, "train") == [text.read_bytes()]
@@ -192,6 +197,22 @@ def test_output_of_the_same_settings_is_left_alone_and_any_other_is_made_again(t
     assert (tmp_path / "out" / "lines_train_000000.bin").read_bytes() == before
 
 
+def test_another_text_in_the_same_folder_replaces_the_first_one(text, tmp_path):
+    """Two texts would share tokenizer.bin, and a trainer's pattern would take the shards of both."""
+    other, out = tmp_path / "other.txt", tmp_path / "out"
+    other.write_text("".join(numbered_lines(3000)), encoding="utf-8")
+    made("--text", text, "--out", out, "--shard-tokens", 100000)
+    listed = json.loads((out / "prepare.json").read_text())
+    listed["files"]["../other.txt"] = 1  # no name in the folder: not ours to remove
+    (out / "prepare.json").write_text(json.dumps(listed))
+    (out / "lines_notes.bin").write_bytes(b"the user's own")
+    made("--text", other, "--out", out)
+    assert sorted(path.name for path in out.iterdir()) == ["lines_notes.bin", "other_train_000000.bin",
+                                                           "other_val_000000.bin", "prepare.json",
+                                                           "tokenizer.bin"]
+    assert other.exists()
+
+
 def test_a_run_that_was_killed_leaves_nothing_that_counts(text, tmp_path):
     """Until prepare.json is there, whatever lies in the folder is made again."""
     out = tmp_path / "out"
@@ -225,6 +246,27 @@ def test_bad_input_is_one_line_and_writes_nothing(text, tmp_path):
         assert message in failed(*arguments, "--out", out)
         assert not out.exists(), arguments
     assert f"{short} cannot be read or written" in failed("--text", text, "--out", short)
+
+
+@pytest.mark.parametrize("package, tokenizer", [("tokenizers", "bpe:300"), ("tiktoken", "gpt2")])
+def test_a_missing_python_package_is_one_line(text, tmp_path, package, tokenizer):
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{package}'\")")
+    message = failed("--text", text, "--out", tmp_path / "out", "--tokenizer", tokenizer,
+                     PYTHONPATH=str(tmp_path))
+    assert f"No module named '{package}'" in message and "make setup" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_removed_does_not_hide_what_went_wrong(text, tmp_path, monkeypatch):
+    module = load_module()
+
+    def prepare_badly(options, name, folder):
+        (folder.parent / "notes.txt").write_text("put here meanwhile")
+        raise module.UserError("what went wrong")
+
+    monkeypatch.setattr(module, "prepare", prepare_badly)
+    with pytest.raises(module.UserError, match="what went wrong"):
+        module.run(module.parse_options(["--text", str(text), "--out", str(tmp_path / "out")]))
 
 
 @pytest.mark.skipif(not shutil.which("bible"), reason="needs Debian's bible-kjv")
