@@ -8,9 +8,10 @@
 // From top to bottom: the model, forward, backward, the update inside a worker, evaluation and sampling, the
 // loop. The layers are llmc/cpu/ or llmc/cuda/: same names, same signatures, and this file does not know
 // which.
-#include <signal.h>
 #include <sys/stat.h>
+#include <xxhash.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -297,6 +298,7 @@ inline void backward(Model& model, int B, int T, Stream& main, const std::functi
 struct Scalars {  // on the device: what the host reads of a step, and what AdamW reads of it
     float loss, norm_squared, norm, clip_scale;
 };
+static_assert(offsetof(Scalars, norm_squared) == sizeof(float), "loss and norm are summed over the ranks in one call");
 
 struct Worker {
     Model& model;
@@ -416,54 +418,50 @@ inline void set_parameters(Worker& worker, const float* flat) {
     }
 }
 
-// All of a shard buffer's model, on every rank.   shard: (layout.shard_size())   returns (layout.size)
-inline Buffer<float> gather_flat(Worker& worker, const float* shard) {
+// All of a shard buffer's model, on the host of every rank.   shard: (layout.shard_size())   returns (layout.size)
+inline std::vector<float> gather_flat(Worker& worker, const float* shard) {
     const Layout& layout = worker.model.layout;
-    Buffer<float> flat(layout.size);
+    Buffer<float> gathered(layout.size);
+    order(worker.main, worker.comm_stream);
     for (int b = 0; b < worker.blocks(); b++) {
         const Range range = worker.shard(b);
-        worker.comm.all_gather(flat + layout.blocks[b].offset, shard + range.shard,
-                               size_t(range.count) * sizeof(float), worker.comm_stream);
+        worker.comm.all_gather(gathered + layout.blocks[b].offset, shard + range.shard,
+                               size_t(range.count) * sizeof(float), worker.comm_stream, &worker.traffic);
     }
     order(worker.comm_stream, worker.main);
+    std::vector<float> flat(static_cast<size_t>(layout.size));
+    layers::copy_to_host(flat.data(), gathered.data(), layout.size, worker.main);
     return flat;
 }
 
 // -----------------------------------------------------------------------------------------------------------
 // Evaluation, sampling and saving
 
-// The parameters that are evaluated: those of `shard` in place of the worker's own, until restore() puts back
-// exactly
-// the bits that were displaced.   shard: (layout.shard_size()), or null: the worker's own stay
-class EvaluatedParameters {
-public:
-    EvaluatedParameters(Worker& worker, const float* shard) : worker(worker), swapped(shard != nullptr) {
-        if (!swapped) { return; }
-        displaced = Buffer<floatX>(worker.model.layout.shard_size());
-        wait_for_parameters(worker);
-        for (int b = 0; b < worker.blocks(); b++) {
-            const Range range = worker.shard(b);
-            layers::cast(displaced + range.shard, worker.model.params + range.flat, range.count, worker.main);
-            layers::cast(worker.model.params + range.flat, shard + range.shard, range.count, worker.main);
-        }
-        gather_parameters(worker);
+// Does `work` with the parameters of `shard` in place of the worker's own, and then puts back exactly the
+// bits
+// that were displaced.   shard: (layout.shard_size()), or null: the worker's own stay
+inline void with_parameters(Worker& worker, const float* shard, const std::function<void()>& work) {
+    if (!shard) {
+        work();
+        return;
     }
-
-    void restore() {
-        if (!swapped) { return; }
-        wait_for_parameters(worker);
-        for (int b = 0; b < worker.blocks(); b++) {
-            const Range range = worker.shard(b);
-            layers::cast(worker.model.params + range.flat, displaced + range.shard, range.count, worker.main);
-        }
-        gather_parameters(worker);
+    floatX* params = worker.model.params;
+    Buffer<floatX> displaced(worker.model.layout.shard_size());
+    wait_for_parameters(worker);
+    for (int b = 0; b < worker.blocks(); b++) {
+        const Range range = worker.shard(b);
+        layers::cast(displaced + range.shard, params + range.flat, range.count, worker.main);
+        layers::cast(params + range.flat, shard + range.shard, range.count, worker.main);
     }
-
-private:
-    Worker& worker;
-    bool swapped;
-    Buffer<floatX> displaced;
-};
+    gather_parameters(worker);
+    work();
+    wait_for_parameters(worker);
+    for (int b = 0; b < worker.blocks(); b++) {
+        const Range range = worker.shard(b);
+        layers::cast(params + range.flat, displaced + range.shard, range.count, worker.main);
+    }
+    gather_parameters(worker);
+}
 
 // Mean loss over `batches` batches from the start of the validation data, split over the ranks.
 inline float validation_loss(Worker& worker, DataLoader& loader, int B, int T, long batches) {
@@ -524,7 +522,7 @@ inline GptShape descriptor_shape(const std::string& name) {
     }
     throw UserError("-e " + name +
                     " is neither a model file (.bin) nor one of d6, d12, d24, d36, d48, d60, d72, d84: "
-                    "for other sizes give --layers, --heads and --channels too");
+                    "for other sizes start from one of them and give --layers, --heads and --channels");
 }
 
 // The shape of the model that the options describe.   tokenizer: null where there is none
@@ -592,50 +590,100 @@ inline DilocoOptions diloco_options(const Options& o) {
     return d;
 }
 
-// Checks what can be checked without opening a file, and fills in what is left to the program.
-inline void check_options(Options& o) {
+// Checks what can be checked without opening a file.
+inline void check_options(const Options& o) {
     if (o.train_data.empty()) {
         throw UserError("no training data: give -i 'PATTERN' (data/prepare.py makes some)");
     }
-    if (o.outer_optimizer.empty()) { o.outer_optimizer = o.workers > 1 ? "nesterov" : "none"; }
     const long micro_batch = long(o.batch) * o.seq_len * o.ranks;
-    if (o.total_batch == 0) { o.total_batch = micro_batch; }
     if (o.total_batch % micro_batch != 0) {
         throw UserError(format(
             "-d %ld tokens a step do not divide by -b %d x -t %d x --ranks %d = %ld: change one of them",
             o.total_batch, o.batch, o.seq_len, o.ranks, micro_batch));
     }
-    if (o.outer_optimizer == "none") {
-        if (o.workers > 1) {
-            throw UserError(
-                "--outer-optimizer none is data parallelism, so one worker: use --ranks, not --workers");
-        }
-    } else {
-        validate(diloco_options(o), o.max_steps, o.workers);
-    }
+    parse_fragment_pattern(o.fragment_pattern);
+    validate(diloco_options(o), o.outer_optimizer == "none" ? -1 : o.max_steps, o.workers);
 }
 
 inline void write_text(const std::string& path, const std::string& text) {
     write_file(path, [&](OutputFile& file) { file.write(text.data(), text.size()); });
 }
 
+// What a process reads before it meets the others.
+struct Inputs {
+    std::unique_ptr<Tokenizer> tokenizer;  // null without one
+    GptShape shape;
+    std::unique_ptr<DataLoader> train_loader, validation_loader;  // the second null without -j
+    long steps;
+    Layout layout;
+    std::vector<float> initial;  // parameters: (layout.size)
+};
+
+inline void check_tokenizer(const Tokenizer& tokenizer, const GptShape& shape) {
+    if (tokenizer.vocab_size() > shape.vocab_size) {
+        throw UserError(
+            format("the tokenizer has %d tokens and the model's vocabulary %d: give the tokenizer that "
+                   "the model was trained with (--tokenizer)",
+                   tokenizer.vocab_size(), shape.vocab_size));
+    }
+}
+
+// Opens and checks all files that the options name. Throws UserError.
+inline Inputs open_inputs(const Options& o, const Process& process) {
+    Inputs in;
+    in.tokenizer = find_tokenizer(o);
+    in.shape = resolve_shape(o, in.tokenizer.get());
+    check_shape(in.shape, o);
+    if (in.tokenizer) { check_tokenizer(*in.tokenizer, in.shape); }
+    in.train_loader =
+        std::make_unique<DataLoader>(o.train_data, o.batch, o.seq_len, process.index(), process.size(),
+                                     in.shape.vocab_size, o.seed, o.shuffle != 0);
+    if (!o.validation_data.empty()) {
+        in.validation_loader =
+            std::make_unique<DataLoader>(o.validation_data, o.batch, o.seq_len, process.rank, process.ranks,
+                                         in.shape.vocab_size, o.seed, false);
+    }
+    const long tokens_a_step = o.total_batch * o.workers;
+    in.steps = o.max_steps >= 0 ? o.max_steps : in.train_loader->num_tokens() / tokens_a_step;
+    if (o.max_steps < 0 && in.steps == 0) {
+        throw UserError(
+            format("the training data has %ld tokens, less than one step takes (%ld): lower -d or -b",
+                   in.train_loader->num_tokens(), tokens_a_step));
+    }
+    const bool streams = o.outer_optimizer != "none";
+    if (streams) { validate(diloco_options(o), in.steps, o.workers); }
+
+    in.layout = gpt_layout(in.shape, o.ranks, streams ? o.fragment_layers : 0);
+    in.initial.resize(size_t(in.layout.size));
+    if (is_model_file(o.model)) {
+        read_model(o.model, in.layout, in.initial.data());
+    } else {
+        init_parameters(in.initial.data(), in.shape, in.layout, o.seed);
+    }
+    return in;
+}
+
 // What all processes must agree on, as (option, value).
-inline std::vector<std::pair<std::string, std::string>> fingerprint(const Options& o, const GptShape& s,
-                                                                    long steps) {
+inline std::vector<std::pair<std::string, std::string>> fingerprint(const Options& o, const Inputs& inputs) {
+    const GptShape& s = inputs.shape;
+    const DataLoader* validation = inputs.validation_loader.get();
+    const uint64_t initial_hash = XXH3_64bits(inputs.initial.data(), inputs.initial.size() * sizeof(float));
     auto number = [](double value) { return format("%.9g", value); };
     std::vector<std::pair<std::string, std::string>> all = {
+        {"--workers", number(o.workers)},
+        {"--ranks", number(o.ranks)},
         {"--layers", number(s.layers)},
         {"--heads", number(s.heads)},
         {"--channels", number(s.channels)},
         {"--vocab-size", number(s.vocab_size)},
         {"--max-seq-len", number(s.max_seq_len)},
-        {"--model", is_model_file(o.model) ? "a file" : "new"},
+        {"initial parameters (-e, --seed)", format("%016llx", (unsigned long long)initial_hash)},
         {"--seed", std::to_string(o.seed)},
         {"--shuffle", number(o.shuffle)},
         {"--batch", number(o.batch)},
         {"--seq-len", number(o.seq_len)},
         {"--total-batch", number(double(o.total_batch))},
-        {"--max-steps", number(double(steps))},
+        {"--max-steps", number(double(inputs.steps))},
         {"--lr", number(o.learning_rate)},
         {"--lr-schedule", o.schedule},
         {"--warmup", number(double(o.warmup))},
@@ -650,6 +698,9 @@ inline std::vector<std::pair<std::string, std::string>> fingerprint(const Option
         {"--save-every", number(double(o.save_every))},
         {"--sample-every", number(double(o.sample_every))},
         {"--eval", o.evaluate},
+        {"--val-data (batches)", validation ? number(double(validation->num_batches())) : "none"},
+        {"--tokenizer", inputs.tokenizer ? "given" : "none"},
+        {"--output", o.output.empty() ? "none" : "given"},
         {"--outer-optimizer", o.outer_optimizer}};
     if (o.outer_optimizer != "none") {  // not --overlap: it may differ from worker to worker
         all.insert(all.end(), {{"--inner-steps", number(double(o.inner_steps))},
@@ -683,16 +734,12 @@ struct Totals {
 struct Run {
     const Options& options;
     const Process& process;
-    const GptShape& shape;
+    Inputs& inputs;
     Worker& worker;
     Diloco* diloco;  // null without an outer optimizer
-    DataLoader& train_loader;
-    DataLoader* validation_loader;  // null without -j
-    const Tokenizer* tokenizer;     // null without one
     Logger& logger;
     StatusLine& status;
     LearningRateSchedule schedule;
-    long steps;
     Totals totals;
 
     // One process of those that were started together reports; worker 0's first also saves and samples.
@@ -713,10 +760,10 @@ inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& rep
         run.logger.sync({r.sync, r.fragment, r.send_step, step, r.traffic.bytes_sent,
                          r.traffic.bytes_received, r.traffic.seconds, r.waited_seconds, r.global_hash});
         for (int worker : r.not_finite) {
-            if (run.speaks()) {
+            if (run.process.worker == 0 || run.options.worker >= 0) {  // each rank: it concerns this shard
                 run.status.print(
-                    format("sync %ld (fragment %d): worker %d's movement is not finite, nobody applies it",
-                           r.sync, r.fragment, worker));
+                    format("sync %ld (fragment %d, shard %d): the movement of worker %d is not finite, nobody applies it",
+                           r.sync, r.fragment, run.process.rank, worker));
             }
         }
     }
@@ -724,7 +771,7 @@ inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& rep
 
 inline void evaluate(Run& run, long step) {
     const Options& o = run.options;
-    DataLoader& loader = *run.validation_loader;
+    DataLoader& loader = *run.inputs.validation_loader;
     const long batches = o.validation_batches > 0 ? std::min(o.validation_batches, loader.num_batches())
                                                   : loader.num_batches();
     const float loss = validation_loss(run.worker, loader, o.batch, o.seq_len, batches);
@@ -735,34 +782,35 @@ inline void evaluate(Run& run, long step) {
 inline void print_sample(Run& run, long step) {
     const Options& o = run.options;
     const std::vector<int> tokens =
-        sample(run.worker.model, run.tokenizer->end_of_text(), o.sample_length, o.seq_len, o.temperature,
-               o.seed + uint64_t(step), run.worker.main);
+        sample(run.worker.model, run.inputs.tokenizer->end_of_text(), o.sample_length, o.seq_len,
+               o.temperature, o.seed + uint64_t(step), run.worker.main);
     std::string text;
-    for (size_t i = 1; i < tokens.size(); i++) { text += run.tokenizer->decode(tokens[i]); }
+    for (size_t i = 1; i < tokens.size(); i++) { text += run.inputs.tokenizer->decode(tokens[i]); }
     run.status.print("sample after step " + std::to_string(step) + ":\n---\n" + printable(text) + "\n---");
 }
 
 inline void save_model(Run& run, long step) {
     const float* shard = run.evaluated() ? run.evaluated() : run.worker.master.data();
-    const Buffer<float> flat = gather_flat(run.worker, shard);
+    if (run.process.worker != 0) { return; }
+    const std::vector<float> flat = gather_flat(run.worker, shard);
     if (!run.is_first()) { return; }
     const std::string path = run.options.output + format("/model_%08ld.bin", step);
-    write_model(path, run.shape, run.worker.model.layout, flat.data());
+    write_model(path, run.inputs.shape, run.worker.model.layout, flat.data());
     run.status.print("wrote " + path);
 }
 
 // What happens after `step` steps and before the next: validation, samples, model files.
 inline void between_steps(Run& run, long step) {
     const Options& o = run.options;
-    const bool last = step == run.steps;
+    const bool last = step == run.inputs.steps;
     auto is_time = [&](long every) { return every > 0 && (step % every == 0 || last); };
-    const bool validates = run.validation_loader && is_time(o.validate_every);
-    const bool samples = run.tokenizer && step > 0 && is_time(o.sample_every);
+    const bool validates = run.inputs.validation_loader && is_time(o.validate_every);
+    const bool samples = run.inputs.tokenizer && step > 0 && is_time(o.sample_every);
     if (validates || samples) {
-        EvaluatedParameters parameters(run.worker, run.evaluated());
-        if (validates) { evaluate(run, step); }
-        if (samples && run.is_first()) { print_sample(run, step); }
-        parameters.restore();
+        with_parameters(run.worker, run.evaluated(), [&] {
+            if (validates) { evaluate(run, step); }
+            if (samples && run.is_first()) { print_sample(run, step); }
+        });
     }
     if (!o.output.empty() && step > 0 && (last || is_time(o.save_every))) { save_model(run, step); }
 }
@@ -773,7 +821,7 @@ inline void train_step(Run& run, long step) {
     const double start = now_seconds();
     const float lr = learning_rate(run.schedule, step - 1);
     const int micro_steps = int(o.total_batch / (long(o.batch) * o.seq_len * o.ranks));
-    compute_gradients(worker, run.train_loader, o.batch, o.seq_len, micro_steps);
+    compute_gradients(worker, *run.inputs.train_loader, o.batch, o.seq_len, micro_steps);
     const Traffic inner = worker.traffic;  // the streams have met: nobody is writing it
     update(worker, o, lr, step);
     run.totals.tokens += uint64_t(o.total_batch);
@@ -796,15 +844,15 @@ inline void train_step(Run& run, long step) {
         run.status.print(format("step %ld: the gradient is not finite (loss %g): its update is skipped", step,
                                 double(scalars.loss)));
     }
-    run.status.update(step, run.steps, scalars.loss, double(o.total_batch) / seconds);
+    run.status.update(step, run.inputs.steps, scalars.loss, double(o.total_batch) / seconds);
 }
 
 inline void print_totals(const Run& run) {
     const Totals& t = run.totals;
-    if (run.steps == 0) { return; }
+    if (run.inputs.steps == 0) { return; }
     const double share = 100 * t.waited_seconds / t.train_seconds;
-    run.status.print(format("trained %ld steps in %.1f s: %.0f tokens/s a worker", run.steps, t.train_seconds,
-                            double(t.tokens) / t.train_seconds));
+    run.status.print(format("trained %ld steps in %.1f s: %.0f tokens/s a worker", run.inputs.steps,
+                            t.train_seconds, double(t.tokens) / t.train_seconds));
     if (run.process.ranks > 1) {
         run.status.print(
             format("inner: %.1f MB sent by a rank", double(run.worker.traffic.bytes_sent) / 1e6));
@@ -818,10 +866,11 @@ inline void print_totals(const Run& run) {
 
 inline void training_loop(Run& run) {
     between_steps(run, 0);
-    for (long step = 1; step <= run.steps; step++) {
+    for (long step = 1; step <= run.inputs.steps; step++) {
         train_step(run, step);
-        if (step == run.steps && run.diloco) {
+        if (step == run.inputs.steps && run.diloco) {
             const double start = now_seconds();
+            wait_for_parameters(run.worker);  // the merge writes what is being gathered
             report_syncs(run, step,
                          run.diloco->finish(run.worker.master, run.worker.model.params, run.worker.main));
             gather_parameters(run.worker);
@@ -830,7 +879,7 @@ inline void training_loop(Run& run) {
         between_steps(run, step);
     }
     wait_for_parameters(run.worker);
-    run.logger.end({run.steps, run.totals.train_seconds, run.worker.traffic.bytes_sent,
+    run.logger.end({run.inputs.steps, run.totals.train_seconds, run.worker.traffic.bytes_sent,
                     run.totals.outer.bytes_sent, run.totals.waited_seconds});
     if (run.speaks()) { print_totals(run); }
 }
@@ -842,7 +891,7 @@ inline std::string counted(long n, const char* what) {
 
 inline void print_banner(const Run& run, const std::string& exchanges) {
     const Options& o = run.options;
-    const GptShape& s = run.shape;
+    const GptShape& s = run.inputs.shape;
     const long micro_steps = o.total_batch / (long(o.batch) * o.seq_len * o.ranks);
     printf("model      %s, %s, %d channels, vocabulary %d (padded to %d), %d positions: %.2fM parameters\n",
            counted(s.layers, "layer").c_str(), counted(s.heads, "head").c_str(), s.channels, s.vocab_size,
@@ -851,85 +900,67 @@ inline void print_banner(const Run& run, const std::string& exchanges) {
            o.worker >= 0 ? format(", this is worker %d", o.worker).c_str() : "");
     printf("step       %ld tokens a worker: %s of %d x %d tokens on each rank; %s\n", o.total_batch,
            counted(micro_steps, "micro-step").c_str(), o.batch, o.seq_len,
-           counted(run.steps, "step").c_str());
+           counted(run.inputs.steps, "step").c_str());
     printf("matmuls    %s\n", run.worker.model.matmul.description().c_str());
     fputs(exchanges.c_str(), stdout);
     fflush(stdout);
 }
 
-// One process, from its options to the end of its run.
-inline void train(Options o, Process& process) {
-    std::unique_ptr<Tokenizer> tokenizer = find_tokenizer(o);
-    const GptShape shape = resolve_shape(o, tokenizer.get());
-    check_shape(shape, o);
-    DataLoader train_loader(o.train_data, o.batch, o.seq_len, process.index(),
-                            process.workers * process.ranks, shape.vocab_size, o.seed, o.shuffle != 0);
-    std::unique_ptr<DataLoader> validation_loader;
-    if (!o.validation_data.empty()) {
-        validation_loader = std::make_unique<DataLoader>(o.validation_data, o.batch, o.seq_len, process.rank,
-                                                         process.ranks, shape.vocab_size, o.seed, false);
-    }
-    const long steps =
-        o.max_steps >= 0 ? o.max_steps : train_loader.num_tokens() / (o.total_batch * o.workers);
-    const bool streams = o.outer_optimizer != "none";
-    if (streams) { validate(diloco_options(o), steps, o.workers); }
+// Does `work`. If it throws, this process leaves at once with one line, and the others learn why from the
+// store: here, while everything that they may be waiting for still exists.
+inline void or_leave(const Process& process, const std::function<void()>& work) {
+    try {
+        work();
+    } catch (const std::bad_alloc&) {
+        process.leave_with(
+            RunError("not enough memory for this model and batch: lower -b, -t or the model's sizes"));
+    } catch (const std::exception& error) { process.leave_with(error); }
+}
 
-    process.meet();
-    process.check_fingerprint(fingerprint(o, shape, steps));
+// From the meeting of all processes to the end of the run.
+inline void train_together(const Options& o, Process& process, Inputs& in) {
+    process.check_fingerprint(fingerprint(o, in));
+    Logger logger(o.output, process.index(), process.size());
+    StatusLine status(stdout, process.terminal, process.terminal ? 0.1 : 5.0);
+    const bool streams = o.outer_optimizer != "none";
     const std::unique_ptr<Comm> inner = process.inner_comm();
     const std::unique_ptr<Comm> outer = streams ? process.outer_comm() : nullptr;
 
-    const Layout layout = gpt_layout(shape, process.ranks, streams ? o.fragment_layers : 0);
-    Logger logger(o.output, process.index(), process.workers * process.ranks);
-    StatusLine status(stdout, process.terminal, process.terminal ? 0.1 : 5.0);
     Stream main, inner_stream(Stream::Kind::queued), outer_stream(Stream::Kind::queued);
-    Model model(shape, layout, o.recompute, matmul_precision(o.matmul_precision));
+    Model model(in.shape, in.layout, o.recompute, matmul_precision(o.matmul_precision));
     allocate_activations(model, o.batch, o.seq_len);
     Worker worker(model, *inner, main, inner_stream);
-    {
-        Buffer<float> initial(layout.size);
-        if (is_model_file(o.model)) {
-            read_model(o.model, layout, initial.data());
-        } else {
-            init_parameters(initial, shape, layout, o.seed);
-        }
-        set_parameters(worker, initial);
-    }
+    set_parameters(worker, in.initial.data());
+    in.initial = std::vector<float>();
+
     std::unique_ptr<Diloco> diloco;
     std::string exchanges;
     if (streams) {
         const std::vector<Fragment> fragments =
-            make_fragments(layout.layers, int(layout.blocks.size()), o.fragment_layers,
+            make_fragments(in.layout.layers, int(in.layout.blocks.size()), o.fragment_layers,
                            parse_fragment_pattern(o.fragment_pattern), o.inner_steps);
-        diloco = std::make_unique<Diloco>(diloco_options(o), fragments, layout, process.rank, *outer,
+        diloco = std::make_unique<Diloco>(diloco_options(o), fragments, in.layout, process.rank, *outer,
                                           outer_stream);
         diloco->start(worker.master, main);
-        exchanges = plan(diloco_options(o), fragments, layout, o.workers);
+        exchanges = plan(diloco_options(o), fragments, in.layout, o.workers);
     }
     if (process.index() == 0 && !o.output.empty()) { write_text(o.output + "/config.toml", o.toml); }
-    logger.run({process.worker, process.rank, process.workers, process.ranks, layout.values, o.resolved});
-    const LearningRateSchedule schedule{schedule_kind(o.schedule), o.learning_rate, o.warmup, steps,
+    logger.run({process.worker, process.rank, process.workers, process.ranks, in.layout.values, o.resolved});
+    const LearningRateSchedule schedule{schedule_kind(o.schedule), o.learning_rate, o.warmup, in.steps,
                                         o.final_fraction};
-    Run run{o,
-            process,
-            shape,
-            worker,
-            diloco.get(),
-            train_loader,
-            validation_loader.get(),
-            tokenizer.get(),
-            logger,
-            status,
-            schedule,
-            steps,
-            {}};
+    Run run{o, process, in, worker, diloco.get(), logger, status, schedule, {}};
     if (run.speaks()) { print_banner(run, exchanges); }
-    try {
+    or_leave(process, [&] {
         training_loop(run);
         process.leave();
-    } catch (const std::exception& error) {
-        process.leave_with(error);  // here, while the streams that others may be waiting for still exist
-    }
+    });
+}
+
+// One process, from its options to the end of its run.
+inline void train(const Options& o, Process& process) {
+    Inputs in = open_inputs(o, process);
+    process.meet();
+    or_leave(process, [&] { train_together(o, process, in); });
 }
 
 #ifndef TESTING
@@ -944,9 +975,6 @@ int main(int argc, char** argv) {
     } catch (const UserError& e) {
         fprintf(stderr, "error: %s\n", e.what());
         return 2;
-    } catch (const std::bad_alloc&) {
-        fprintf(stderr, "error: not enough memory for this model and batch: lower -b, -t or the model's sizes\n");
-        return 1;
     } catch (const std::exception& e) {
         fprintf(stderr, "error: %s\n", e.what());
         return 1;

@@ -4,12 +4,14 @@
 #pragma once
 #include <CLI/CLI.hpp>
 
+#include <cmath>
 #include <cstdio>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "error.h"
+#include "tokenizer.h"
 
 struct Options {
     // model and data
@@ -28,6 +30,7 @@ struct Options {
     long max_steps = -1;
     std::string matmul_precision = "medium";
     int recompute = 0;
+    int master_weights = 1;
     // the inner optimizer
     float learning_rate = 3e-4f;
     std::string schedule = "cosine";
@@ -65,23 +68,30 @@ struct Options {
 };
 
 inline void define_options(CLI::App& app, Options& o) {
+    app.allow_config_extras(CLI::config_extras_mode::error);
     app.set_help_flag("--help", "Print this text and leave")->group("General");
     app.set_config("--config", "", "Read options from this TOML file; those on the command line win")
         ->group("General");
     app.add_flag("--options-table", o.print_table, "Print this table in Markdown and leave")
         ->configurable(false)
         ->group("");
-    auto at_least = [](double lowest) {
-        const std::string words = "at least " + CLI::detail::to_string(lowest);
+    // A number that `good` accepts; never NaN or infinity.
+    auto number = [](const std::string& words, bool (*good)(double)) {
         return CLI::Validator(
             [=](std::string& text) {
                 double value;
-                bool good = CLI::detail::lexical_cast(text, value) && value >= lowest;
-                return good ? std::string() : "'" + text + "' is not a number of " + words;
+                bool fine = CLI::detail::lexical_cast(text, value) && std::isfinite(value) && good(value);
+                return fine ? std::string() : "'" + text + "' is not a number of " + words;
             },
             words);
     };
-    const CLI::Range fraction(0.0, 1.0);
+    const CLI::Validator not_negative = number("at least 0", [](double x) { return x >= 0; });
+    const CLI::Validator positive = number("at least 1", [](double x) { return x >= 1; });
+    const CLI::Validator above_zero = number("more than 0", [](double x) { return x > 0; });
+    const CLI::Validator fraction = number("0 to 1", [](double x) { return x >= 0 && x <= 1; });
+    const CLI::Validator below_one =
+        number("at least 0 and less than 1", [](double x) { return x >= 0 && x < 1; });
+    const CLI::Range size(0, 1 << 20);  // of a model: beyond that products would not fit
 
     auto add = [&](const std::string& names, auto& variable, const std::string& what) {
         return app.add_option(names, variable, what)->capture_default_str()->take_last();
@@ -100,15 +110,14 @@ inline void define_options(CLI::App& app, Options& o) {
               add("-o,--output", o.output, "Folder for logs and models (none: nothing is written)"),
               add("--tokenizer", o.tokenizer,
                   "Tokenizer file (default: tokenizer.bin beside the training data, if there)"),
-              add("--layers", o.layers, "Number of layers (0: as -e says)")->check(at_least(0)),
+              add("--layers", o.layers, "Number of layers (0: as -e says)")->check(size),
               add("--heads", o.heads, "Number of attention heads (0: as -e says, or channels / 64)")
-                  ->check(at_least(0)),
-              add("--channels", o.channels, "Width of the model (0: as -e says)")->check(at_least(0)),
+                  ->check(size),
+              add("--channels", o.channels, "Width of the model (0: as -e says)")->check(size),
               add("--vocab-size", o.vocab_size,
                   "Size of the vocabulary (0: the tokenizer file's, else GPT-2's)")
-                  ->check(at_least(0)),
-              add("--max-seq-len", o.max_seq_len, "Positions of the model (0: as many as -t)")
-                  ->check(at_least(0)),
+                  ->check(CLI::Range(0, 65536)),
+              add("--max-seq-len", o.max_seq_len, "Positions of the model (0: as many as -t)")->check(size),
               add("--shuffle", o.shuffle,
                   "1: draw the order of shards and samples anew each epoch; 0: as they lie")
                   ->check(CLI::IsMember({0, 1})),
@@ -116,48 +125,51 @@ inline void define_options(CLI::App& app, Options& o) {
           });
     group("Training step",
           {
-              add("-b,--batch", o.batch, "Sequences in a micro-batch of one process")->check(at_least(1)),
-              add("-t,--seq-len", o.seq_len, "Tokens in a sequence")->check(at_least(1)),
+              add("-b,--batch", o.batch, "Sequences in a micro-batch of one process")
+                  ->check(CLI::Range(1, 1 << 20)),
+              add("-t,--seq-len", o.seq_len, "Tokens in a sequence")->check(CLI::Range(1, 1 << 20)),
               add("-d,--total-batch", o.total_batch,
                   "Tokens per step and worker (0: one micro-batch of each of its ranks)")
-                  ->check(at_least(0)),
+                  ->check(not_negative),
               add("-x,--max-steps", o.max_steps, "Steps to train for (-1: once through the data)")
-                  ->check(at_least(-1)),
+                  ->check(number("at least -1", [](double x) { return x >= -1; })),
               add("--matmul-precision", o.matmul_precision,
                   "On the CPU: highest (fp32), high or medium (bf16 where the CPU is fast at it)")
                   ->check(CLI::IsMember({"highest", "high", "medium"})),
+              add("-w,--master-weights", o.master_weights, "fp32 master weights: always 1")
+                  ->check(CLI::IsMember({1})),
               add("-r,--recompute", o.recompute,
                   "Recompute in the backward: 0 nothing, 1 GELU, 2 GELU and LayerNorm")
                   ->check(CLI::Range(0, 2)),
           });
     group("Inner optimizer (AdamW)",
           {
-              add("-l,--lr", o.learning_rate, "Learning rate")->check(at_least(0)),
+              add("-l,--lr", o.learning_rate, "Learning rate")->check(not_negative),
               add("-k,--lr-schedule", o.schedule, "cosine, linear, constant or wsd")
                   ->check(CLI::IsMember({"cosine", "linear", "constant", "wsd"})),
-              add("-u,--warmup", o.warmup, "Steps of linear warm-up")->check(at_least(0)),
+              add("-u,--warmup", o.warmup, "Steps of linear warm-up")->check(not_negative),
               add("-q,--final-lr-fraction", o.final_fraction, "Learning rate at the end, as a fraction of -l")
                   ->check(fraction),
-              add("-c,--weight-decay", o.weight_decay, "Weight decay of the matrices")->check(at_least(0)),
-              add("--beta1", o.beta1, "AdamW's beta 1")->check(fraction),
-              add("--beta2", o.beta2, "AdamW's beta 2")->check(fraction),
-              add("--epsilon", o.epsilon, "AdamW's epsilon")->check(at_least(0)),
-              add("--clip", o.clip, "Largest gradient norm (0: no clipping)")->check(at_least(0)),
+              add("-c,--weight-decay", o.weight_decay, "Weight decay of the matrices")->check(not_negative),
+              add("--beta1", o.beta1, "AdamW's beta 1")->check(below_one),
+              add("--beta2", o.beta2, "AdamW's beta 2")->check(below_one),
+              add("--epsilon", o.epsilon, "AdamW's epsilon")->check(above_zero),
+              add("--clip", o.clip, "Largest gradient norm (0: no clipping)")->check(not_negative),
           });
     group(
         "Watching",
         {
             add("-v,--val-every", o.validate_every, "Validate every so many steps, and at the end (0: never)")
-                ->check(at_least(0)),
+                ->check(not_negative),
             add("-m,--val-batches", o.validation_batches, "Batches in a validation (0: all)")
-                ->check(at_least(0)),
+                ->check(not_negative),
             add("-s,--sample-every", o.sample_every,
                 "Sample text every so many steps, and at the end (0: never)")
-                ->check(at_least(0)),
-            add("-g,--sample-length", o.sample_length, "Tokens in a sample")->check(at_least(1)),
-            add("--temperature", o.temperature, "Temperature of the samples")->check(at_least(0.01)),
+                ->check(not_negative),
+            add("-g,--sample-length", o.sample_length, "Tokens in a sample")->check(positive),
+            add("--temperature", o.temperature, "Temperature of the samples")->check(above_zero),
             add("-n,--save-every", o.save_every, "Write the model every so many steps (0: only at the end)")
-                ->check(at_least(0)),
+                ->check(not_negative),
             add("--eval", o.evaluate, "Which parameters are evaluated and saved: global or local")
                 ->check(CLI::IsMember({"global", "local"})),
         });
@@ -178,7 +190,7 @@ inline void define_options(CLI::App& app, Options& o) {
             add("--run-name", o.run_name,
                 "Name of the run in the store; runs that share a store need different ones"),
             add("--timeout", o.timeout, "Seconds to wait for other processes before giving up")
-                ->check(at_least(1)),
+                ->check(CLI::Range(1.0, 1e6)),
         });
     group(
         "Streaming DiLoCo",
@@ -186,14 +198,14 @@ inline void define_options(CLI::App& app, Options& o) {
             add("-H,--inner-steps", o.inner_steps, "H: every fragment is exchanged once in so many steps"),
             add("--fragment-layers", o.fragment_layers,
                 "Layers in a fragment (0: everything in one: classic DiLoCo)")
-                ->check(at_least(0)),
+                ->check(not_negative),
             add("--fragment-pattern", o.fragment_pattern, "strided (every P-th layer) or sequential")
                 ->check(CLI::IsMember({"strided", "sequential"})),
             add("--overlap", o.overlap, "tau: steps from the sending of a fragment to the merge of its mean"),
             add("--local-weight", o.local_weight, "alpha: weight of the local parameters in the merge"),
             add("--outer-optimizer", o.outer_optimizer,
                 "none, nesterov or average (default: none for one worker, nesterov for more)"),
-            add("--outer-lr", o.outer_learning_rate, "Outer learning rate")->check(at_least(0)),
+            add("--outer-lr", o.outer_learning_rate, "Outer learning rate")->check(not_negative),
             add("--outer-momentum", o.outer_momentum, "Outer momentum")->check(fraction),
             add("--outer-dtype", o.outer_format, "Number format on the wire"),
         });
@@ -217,6 +229,18 @@ inline void print_options_table(const CLI::App& app) {
     }
 }
 
+// Fills in what was left to the program, so that config.toml says what is used.
+inline void resolve_defaults(CLI::App& app, Options& o) {
+    if (o.outer_optimizer.empty()) {
+        o.outer_optimizer = o.workers > 1 ? "nesterov" : "none";
+        app.get_option("--outer-optimizer")->default_str(o.outer_optimizer);
+    }
+    if (o.total_batch == 0) {
+        o.total_batch = long(o.batch) * o.seq_len * o.ranks;
+        app.get_option("--total-batch")->default_str(std::to_string(o.total_batch));
+    }
+}
+
 // Throws UserError. Prints and leaves for --help and --options-table.
 inline Options parse_options(int argc, char** argv) {
     Options options;
@@ -227,11 +251,14 @@ inline Options parse_options(int argc, char** argv) {
     } catch (const CLI::CallForHelp&) {
         fputs(app.help().c_str(), stdout);
         exit(0);
+    } catch (const CLI::ConfigError& e) {
+        throw UserError("the --config file has what is no option (" + printable(e.what()) + "): see --help");
     } catch (const CLI::ParseError& e) { throw UserError(std::string(e.what()) + ": see --help"); }
     if (options.print_table) {
         print_options_table(app);
         exit(0);
     }
+    resolve_defaults(app, options);
     options.toml = app.config_to_str(true, true);
     for (const CLI::Option* option : app.get_options()) {
         if (!option->get_configurable()) { continue; }

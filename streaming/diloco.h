@@ -55,7 +55,7 @@ inline void validate(const DilocoOptions& options, long steps, int workers) {
         throw UserError(format("%d workers without an outer optimizer would never meet: use nesterov or "
                                "average, or one worker with more ranks", workers));
     }
-    if (workers > 1 && steps >= 0 && steps < H) {
+    if (steps >= 0 && steps < H) {
         throw UserError(format("%ld steps with %ld inner steps (H): train for at least that many, or not all "
                                "fragments are exchanged", steps, H));
     }
@@ -110,8 +110,8 @@ struct SyncReport {
     long send_step, due_step;
     Traffic traffic;
     double waited_seconds;        // how long the main stream stood idle before this mean could be applied
-    uint64_t global_hash;         // of the fragment's global parameters at the send: the same on all workers
-    std::vector<int> not_finite;  // workers whose outer gradient was not finite: then nothing was applied
+    uint64_t global_hash;         // of this worker's global parameters of the fragment, at the send
+    std::vector<int> not_finite;  // workers whose outer gradient of this shard was not finite: nothing was applied
 };
 
 class Diloco {
@@ -211,7 +211,7 @@ private:
         const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
 
         SyncReport report{sync.number, sync.fragment, sync.send_step, due_step(sync), {}, waited.count(),
-                          headers[0].hash, {}};
+                          headers[worker].hash, {}};
         check_agreement(headers, sync);
         for (const PayloadHeader& header : headers) {
             if (header.flags & delta_not_finite) { report.not_finite.push_back(int(header.worker)); }

@@ -68,8 +68,8 @@ inline void check_header(const PayloadHeader& header, const Sync& sync, Format f
         if (got != wanted) {
             const std::string who = "the payload of worker " + std::to_string(worker);
             const std::string why = " is " + std::to_string(got) + ", not " + std::to_string(wanted);
-            throw CommError(worker, who + " for " + describe(sync) + " was refused: its " + what + why
-                                        + ": do all workers run the same program with the same options?");
+            throw RunError(who + " for " + describe(sync) + " was refused: its " + what + why
+                           + ": do all workers run the same program with the same options?");
         }
     };
     same("magic number", header.magic, expected.magic);

@@ -122,8 +122,8 @@ inline void unpack_block(Code<F>* codes, const uint8_t* inp) {
     }
 }
 
-// One block of global - local. Returns false where it is not finite or bf16 cannot hold it.   global, local:
-// (128)
+// One block of global - local. Returns false where it is not finite or bf16 cannot hold it.
+// global, local: (128)
 template <class F>
 inline bool quantize_block(uint8_t* codes, uint16_t* scale, const float* global, const float* local) {
     float delta[quantization_block];

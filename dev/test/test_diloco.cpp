@@ -681,7 +681,7 @@ TEST(Options, each_mistake_is_the_users_and_says_what_to_do) {
     EXPECT_FALSE(mistake([](DilocoOptions&) {}));
     EXPECT_FALSE(mistake([](DilocoOptions&) {}, 100));
     EXPECT_FALSE(mistake([](DilocoOptions&) {}, -1));
-    EXPECT_FALSE(mistake([](DilocoOptions&) {}, 10, 1));
+    EXPECT_TRUE(mistake([](DilocoOptions&) {}, 10, 1));
     EXPECT_FALSE(mistake([](DilocoOptions& o) { o.overlap = 99; }));
     EXPECT_FALSE(mistake([](DilocoOptions& o) { o.optimizer = OuterOptimizer::none; }, 1000, 1));
     EXPECT_TRUE(mistake([](DilocoOptions& o) { o.inner_steps = 0; }));

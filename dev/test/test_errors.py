@@ -6,6 +6,7 @@ import struct
 import pytest
 
 from conftest import write_shard
+from token_files import write_tokenizer
 
 RUN = {"-x": 12}
 WORKERS = {"--workers": 2, "-H": 6, "-x": 12}
@@ -25,17 +26,17 @@ def refused(run, *words):
         ({**WORKERS, "-H": 0}, ["inner steps"]),
         ({**WORKERS, "--overlap": 6}, ["overlap", "6"]),
         ({**WORKERS, "--overlap": -1}, ["overlap"]),
-        ({**WORKERS, "--local-weight": 2}, ["local weight", "2"]),
+        ({**WORKERS, "--local-weight": 2}, ["local weight", "0 to 1"]),
         ({**WORKERS, "--outer-dtype": "fp3"}, ["fp3", "fp4"]),
         ({**WORKERS, "-x": 5}, ["5 steps"]),
-        ({**WORKERS, "--outer-optimizer": "none"}, ["none"]),
+        ({**WORKERS, "--outer-optimizer": "none"}, ["outer optimizer"]),
         ({**WORKERS, "--outer-optimizer": "adam"}, ["adam"]),
-        ({**RUN, "--channels": 30, "--heads": 4}, ["30", "4"]),
+        ({**RUN, "--channels": 30, "--heads": 4}, ["30 channels", "4 heads"]),
         ({**RUN, "-d": 100}, ["100", "-b 4"]),
         ({**RUN, "--max-seq-len": 8}, ["-t 16", "8"]),
-        ({**RUN, "--vocab-size": 50}, ["x_train_00000", "50"]),
+        ({**RUN, "--vocab-size": 50}, ["x_train_00000", "vocabulary of 50"]),
         ({**RUN, "-i": "nowhere/*.bin"}, ["nowhere"]),
-        ({**RUN, "-i": None}, ["-i"]),
+        ({**RUN, "-i": None}, ["no training data"]),
         ({**RUN, "-e": "d7"}, ["d7"]),
         (
             {
@@ -49,12 +50,24 @@ def refused(run, *words):
             ["missing.bin"],
         ),
         ({**RUN, "--nonsense": 1}, ["--nonsense"]),
-        ({**RUN, "-b": 0}, ["at least 1"]),
-        ({**RUN, "-b": "x"}, ["x"]),
+        ({**RUN, "-b": 0}, ["--batch"]),
+        ({**RUN, "-b": "x"}, ["--batch"]),
+        ({**RUN, "-l": "inf"}, ["--lr"]),
+        ({**RUN, "-l": "nan"}, ["--lr"]),
+        ({**RUN, "--beta1": 1}, ["--beta1"]),
+        ({**RUN, "--beta2": "nan"}, ["--beta2"]),
+        ({**RUN, "--epsilon": 0}, ["--epsilon"]),
+        ({**RUN, "--timeout": "inf"}, ["--timeout"]),
+        ({**RUN, "--vocab-size": 70000}, ["--vocab-size"]),
+        ({**RUN, "-w": 0}, ["--master-weights"]),
+        ({**RUN, "-H": 0}, ["inner steps"]),
+        ({**RUN, "--outer-dtype": "fp3"}, ["fp3", "fp4"]),
+        ({**RUN, "-x": -1, "-d": 64000}, ["less than one step"]),
+        ({**RUN, "--outer-optimizer": "nesterov", "-H": 20}, ["12 steps"]),
         ({**RUN, "--config": "missing.toml"}, ["missing.toml"]),
         ({**RUN, "-k": "magic"}, ["magic"]),
         ({**RUN, "--tokenizer": "missing.bin"}, ["missing.bin"]),
-        ({**WORKERS, "--worker": 2}, ["2"]),
+        ({**WORKERS, "--worker": 2}, ["--worker 2"]),
         ({**WORKERS, "--worker": 0}, ["--store"]),
         ({**WORKERS, "--worker": 0, "--store": "ftp://x"}, ["ftp"]),
         ({**WORKERS, "--worker": 0, "--store": "redis://127.0.0.1:1", "--timeout": 3}, ["127.0.0.1", "1"]),
@@ -85,6 +98,17 @@ def test_damaged_shards_are_refused(train, tmp_path, tokens, damage, words, proc
     refused(train("run", {**RUN, **processes, "-i": bad}, status=2), "bad.bin", *words)
 
 
+@pytest.mark.parametrize("text", ["batchh=3\n", "[section]\nbatch=2\n", "\x00\x01rubbish\n"])
+def test_a_config_file_with_what_is_no_option_is_refused(train, tmp_path, text):
+    (tmp_path / "bad.toml").write_text(text)
+    refused(train("run", {**RUN, "--config": tmp_path / "bad.toml"}, status=2), "--config")
+
+
+def test_a_tokenizer_of_another_model_is_refused(train, tmp_path):
+    write_tokenizer(tmp_path / "large.bin", 1000)
+    refused(train("run", {**RUN, "--tokenizer": tmp_path / "large.bin"}, status=2), "1000", "64")
+
+
 def test_an_unwritable_folder_is_refused(train, tmp_path):
     (tmp_path / "file").write_text("")
     run = train("file/run", RUN, status=2)
@@ -106,6 +130,33 @@ def test_an_option_that_differs_is_named_by_all(tmp_path, start_worker):
     for run in runs:
         assert "--inner-steps" in run.output() and "4" in run.output() and "6" in run.output()
         assert not run.folder.exists()
+
+
+def test_different_numbers_of_workers_are_named(tmp_path, start_worker):
+    options = {**WORKERS, "--store": f"file:{tmp_path}/store"}
+    runs = [start_worker(0, options), start_worker(1, {**options, "--workers": 3})]
+    assert [run.wait() for run in runs] == [2, 2], [run.output() for run in runs]
+    for run in runs:
+        assert "--workers" in run.output() and not run.folder.exists()
+
+
+def test_different_model_files_are_named(train, tmp_path, start_worker):
+    files = [
+        train(name, {"-x": 2, "--seed": seed}).folder / "model_00000002.bin"
+        for name, seed in (("a", 1), ("b", 2))
+    ]
+    shape = {"--layers": None, "--heads": None, "--channels": None, "--vocab-size": None}
+    options = {**WORKERS, **shape, "--store": f"file:{tmp_path}/store"}
+    runs = [start_worker(w, {**options, "-e": file}) for w, file in enumerate(files)]
+    assert [run.wait() for run in runs] == [2, 2], [run.output() for run in runs]
+    assert all("initial parameters" in run.output() for run in runs)
+
+
+def test_a_worker_that_fails_before_training_is_reported_by_the_others(tmp_path, start_worker):
+    options = {**WORKERS, "--store": f"file:{tmp_path}/store", "--timeout": 60}
+    runs = [start_worker(0, options), start_worker(1, {**options, "--interface": "nowhere0"})]
+    assert runs[1].wait(20) == 2 and "nowhere0" in runs[1].output()
+    assert runs[0].wait(20) == 1 and "worker 1" in runs[0].output()
 
 
 def test_a_worker_that_never_comes_is_named(tmp_path, start_worker):

@@ -3,9 +3,11 @@
 import json
 import re
 
+import numpy
 import pytest
 
 from conftest import TINY
+from token_files import write_tokenizer
 
 STREAMING = {"--workers": 2, "-H": 6, "--fragment-layers": 1, "-x": 24}
 
@@ -91,10 +93,58 @@ def test_with_local_weight_one_the_exchange_does_not_touch_training(train):
     assert often.losses(0) == seldom.losses(0) and often.losses(1) == seldom.losses(1)
 
 
-def test_overlap_may_differ_from_worker_to_worker(train, tokens, tmp_path, start_worker):
-    store = f"file:{tmp_path}/store"
-    runs = [start_worker(w, {**STREAMING, "--store": store, "--overlap": tau}) for w, tau in ((0, 1), (1, 4))]
+def test_overlap_may_differ_from_worker_to_worker(tmp_path, start_worker):
+    options = {**STREAMING, "--store": f"file:{tmp_path}/store", "-v": 24, "-m": 5}
+    runs = [start_worker(w, {**options, "--overlap": tau}) for w, tau in ((0, 1), (1, 4))]
     assert [run.wait() for run in runs] == [0, 0], [run.output() for run in runs]
+    syncs = [run.result().lines("sync", w) for w, run in enumerate(runs)]
+    for rows, tau in zip(syncs, (1, 4)):
+        assert all(row["apply_step"] == min(row["send_step"] + tau, 24) for row in rows)
+    hashes = [[(row["sync"], row["global_hash"]) for row in rows] for rows in syncs]
+    assert hashes[0] == hashes[1] and len(hashes[0]) == 12
+    # At the end all is applied everywhere: both evaluate the same parameters.
+    assert runs[0].result().lines("eval", 0)[-1]["loss"] == runs[1].result().lines("eval", 1)[-1]["loss"]
+
+
+@pytest.mark.parametrize("options", [{"--overlap": 3}, {"--overlap": 0, "--fragment-layers": 0}])
+def test_streaming_with_two_ranks_is_streaming_with_one(train, options):
+    options = {**STREAMING, **options, "--outer-dtype": "fp32", "-l": 0.001, "-v": 24, "-m": 0}
+    one = train("one", {**options, "-b": 8})
+    two = train("two", {**options, "-b": 4, "--ranks": 2})
+    for worker in (0, 1):
+        assert close(one.losses(worker), two.losses(2 * worker), 1e-5)
+        assert close(one.losses(worker), two.losses(2 * worker + 1), 1e-5)
+    a, b = (numpy.frombuffer(run.model(), "<f4", offset=1024) for run in (one, two))
+    assert numpy.linalg.norm(a - b) <= 1e-4 * numpy.linalg.norm(a)
+
+
+def test_samples_and_models_on_the_way_disturb_nothing(train, tokens):
+    write_tokenizer(tokens / "letters.bin", 64)
+    options = {**STREAMING, "--ranks": 2, "-b": 2, "-d": 4 * TINY["-t"] * 2}  # two micro-steps
+    quiet = train("quiet", options)
+    busy = train("busy", {**options, "--tokenizer": tokens / "letters.bin", "-s": 5, "-g": 40, "-n": 10})
+    assert [quiet.losses(p) for p in range(4)] == [busy.losses(p) for p in range(4)]
+    assert quiet.model() == busy.model()
+    assert busy.stdout.count("sample after step") == 5
+    names = [path.name for path in sorted(busy.folder.glob("model_*.bin"))]
+    assert names == ["model_00000010.bin", "model_00000020.bin", "model_00000024.bin"]
+
+
+def test_local_parameters_are_evaluated_and_saved_on_demand(train):
+    options = {**STREAMING, "-v": 24, "-m": 5}
+    of_global, of_local = train("global", options), train("local", {**options, "--eval": "local"})
+    assert of_global.losses() == of_local.losses()
+    assert of_global.model() != of_local.model()
+    evals = [of_local.lines("eval", process)[-1]["loss"] for process in (0, 1)]
+    assert evals[0] != evals[1] and evals[0] != of_global.lines("eval")[-1]["loss"]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_the_learning_rate_follows_its_schedule(train, schedule):
+    run = train("run", {"-x": 20, "-k": schedule, "-u": 4, "-q": 0.1, "-l": 0.01})
+    rates = [row["lr"] for row in run.lines("step")]
+    assert close(rates[:4], [0.0025, 0.005, 0.0075, 0.01], 1e-8)
+    assert close([rates[-1]], [0.01], 1e-8) if schedule == "constant" else 0.001 < rates[-1] < 0.01
 
 
 def test_one_worker_with_nesterov_is_legal(train):

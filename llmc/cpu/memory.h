@@ -1,5 +1,5 @@
-// Copies, casts and the few scalars of a step (loss, gradient norm, clip scale), all in stream order: nothing
-// here makes the host wait, so that on a GPU they stay on the device.
+// Copies, casts and the few scalars of a step (loss, gradient norm, clip scale). Nothing here makes the host wait
+// but copy_to_host, so that on a GPU they stay on the device. On the CPU they run at once: for the main stream.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -14,6 +14,7 @@ inline void copy_to_device(T* out, const T* inp, long n, Stream&) {
     memcpy(out, inp, size_t(n) * sizeof(T));
 }
 
+// Returns when the host has the values.
 template <class T>
 inline void copy_to_host(T* out, const T* inp, long n, Stream&) {
     memcpy(out, inp, size_t(n) * sizeof(T));
@@ -38,8 +39,7 @@ inline void add_scaled_sum(float* out, const float* values, long n, float scale,
     *out += float(sum * scale);
 }
 
-// *norm = sqrt(*norm_squared);  *scale = min(1, clip / norm), or 1 for clip 0; not finite where the norm is
-// not.
+// *norm = sqrt(*norm_squared);  *scale = min(1, clip / norm), or 1 for clip 0; NaN where the norm is not finite.
 inline void clip_scale(float* norm, float* scale, const float* norm_squared, float clip, Stream&) {
     *norm = sqrtf(*norm_squared);
     *scale = !std::isfinite(*norm) ? NAN : clip > 0 && *norm > clip ? clip / *norm : 1.0f;
