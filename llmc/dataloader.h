@@ -40,8 +40,13 @@ public:
     DataLoader(const std::string& pattern, int B, int T, int process, int processes, int vocab_size,
                uint64_t seed, bool shuffle)
         : B(B), T(T), process(process), processes(processes), vocab_size(vocab_size), seed(seed),
-          shuffle(shuffle), tokens(size_t(B) * T + 1), input(size_t(B) * T), target(size_t(B) * T) {
+          shuffle(shuffle) {
         for (const std::string& path : matching_files(pattern)) { shards.push_back(open_shard(path)); }
+        // Only now: a batch that the shards do not hold may not fit into memory either.
+        const size_t count = size_t(B) * size_t(T);
+        tokens.resize(count + 1);
+        input.resize(count);
+        target.resize(count);
         if (num_tokens() * int64_t(sizeof(uint16_t)) <= full_check_bytes) {
             for (const Shard& shard : shards) { check_all_tokens(shard); }
         }
@@ -174,8 +179,7 @@ private:
     }
 
     // 0, 1, ... count - 1, or with shuffle a permutation drawn for `purpose`, a number that no other draw
-    // uses: the epoch in the upper half; below, 0 for the order of shards, 1 + shard for the order of its
-    // samples.
+    // uses: the epoch in the upper half; below, 0 for the order of shards, 1 + shard for that of its samples.
     std::vector<uint64_t> order(uint64_t count, uint64_t purpose) const {
         std::vector<uint64_t> indices(count);
         std::iota(indices.begin(), indices.end(), uint64_t(0));

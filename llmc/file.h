@@ -27,7 +27,8 @@ class InputFile {
 public:
     // `hint`: what to do where the file is missing, damaged or of another kind.
     InputFile(std::string path, std::string hint) : path(std::move(path)), hint(std::move(hint)) {
-        descriptor = open(this->path.c_str(), O_RDONLY | O_CLOEXEC);
+        // O_NONBLOCK: a pipe is opened at once, and refused below, instead of waiting for someone to write.
+        descriptor = open(this->path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
         if (descriptor < 0) { fail(format("cannot be opened (%s)", strerror(errno))); }
         struct stat status;
         if (fstat(descriptor, &status) != 0 || !S_ISREG(status.st_mode)) {

@@ -142,6 +142,20 @@ TEST(DataLoader, a_damaged_shard_is_an_error_that_names_the_file) {
     EXPECT_TRUE(contains(user_error(open), "is not a file"));
 }
 
+TEST(DataLoader, a_pipe_is_refused_at_once) {
+    TemporaryFolder folder;
+    ASSERT_EQ(mkfifo((folder / "a.bin").c_str(), 0600), 0);
+    auto open = [&] { DataLoader(folder / "a.bin", 4, 8, 0, 1, vocabulary, 0, false); };
+    EXPECT_TRUE(contains(user_error(open), "is not a file"));
+}
+
+TEST(DataLoader, a_batch_that_no_memory_holds_is_too_large_for_the_shard) {
+    TemporaryFolder folder;
+    write_shard(folder / "a.bin", count_up(0, 101));
+    auto open = [&] { DataLoader(folder / "a.bin", 1 << 30, 1 << 20, 0, 1, vocabulary, 0, false); };
+    EXPECT_TRUE(contains(user_error(open), "less than one step takes"));
+}
+
 TEST(DataLoader, a_token_beyond_the_vocabulary_is_found_before_training) {
     TemporaryFolder folder;
     std::vector<uint16_t> tokens = count_up(0, 2000000);
