@@ -43,7 +43,7 @@ class Run:
 
 def read_lines(path):
     try:
-        text = path.read_text()
+        text = path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}): give the folder of a run") from error
     lines = {"run": [], "step": [], "eval": [], "sync": [], "end": []}

@@ -98,10 +98,12 @@ def test_a_picture_is_drawn(runs, tmp_path):
 @pytest.mark.parametrize("script, more", [("compare.py", []), ("plot.py", ["-o", "x.png"])])
 def test_what_is_not_a_finished_run_is_one_line_and_exit_2(script, more, runs, tmp_path):
     log = runs[0] / "metrics_00001.jsonl"
-    good = log.read_text()
-    unfinished = "".join(good.splitlines(True)[:-1])
-    for text, word in [(unfinished, "did not finish"), ("nonsense\n", "line 1"), (None, "cannot read")]:
-        log.unlink() if text is None else log.write_text(text)
+    good = log.read_bytes()
+    unfinished = b"".join(good.splitlines(True)[:-1])
+    not_utf8 = good.replace(b"--seed", b"--s\xe9ed")
+    for text, word in [(unfinished, "did not finish"), (b"nonsense\n", "line 1"), (not_utf8, "line 1"),
+                       (None, "cannot read")]:
+        log.unlink() if text is None else log.write_bytes(text)
         result = command(script, *runs, *more)
         assert result.returncode == 2 and word in result.stderr
         assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
