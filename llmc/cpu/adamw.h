@@ -9,8 +9,7 @@
 namespace cpu {
 
 // Updates master, m, v from grad * *grad_scale, and params = floatX(master). Weight decay applies to the
-// first `decayed` values. Does nothing where *grad_scale is not finite: such a gradient must not reach the
-// moments.
+// first `decayed` values. Does nothing where *grad_scale is not finite: the moments would never recover.
 // params, master, m, v, grad: (count).   grad_scale: (1), the clip scale.   t: 1 at the first update
 inline void adamw_update(floatX* params, float* master, float* m, float* v, const float* grad, long count,
                          long decayed, float lr, float beta1, float beta2, float eps, float weight_decay,
