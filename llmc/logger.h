@@ -14,6 +14,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <memory>
@@ -22,8 +23,10 @@
 #include <vector>
 
 #include "llmc/error.h"
+#include "llmc/tokenizer.h"
 
-// A JSON object of one line, built field by field. What is not a finite number becomes null.
+// A JSON object of one line, built field by field. What is not a finite number becomes null, and what is not
+// UTF-8 becomes U+FFFD.
 class JsonLine {
 public:
     JsonLine& field(const char* name, const std::string& value) { return raw(name, quoted(value)); }
@@ -46,14 +49,19 @@ private:
 
     static std::string quoted(const std::string& value) {
         std::string result = "\"";
-        for (char c : value) {
-            if (c == '"' || c == '\\') {
+        for (size_t at = 0; at < value.size();) {
+            const size_t length = utf8_length(value, at);
+            const char c = value[at];
+            if (length == 0) {
+                result += "\\ufffd";
+            } else if (c == '"' || c == '\\') {
                 result += std::string("\\") + c;
             } else if (uint8_t(c) < 0x20) {
                 result += format("\\u%04x", unsigned(uint8_t(c)));
             } else {
-                result += c;
+                result.append(value, at, length);
             }
+            at += std::max<size_t>(length, 1);
         }
         return result + "\"";
     }
@@ -94,13 +102,15 @@ struct EndMetrics {
 class Logger {
 public:
     // Starts the logs of a new run in `folder`, which is made where it is missing; an empty name means no
-    // logs. process: 0 to processes - 1, over all workers. UserError where the folder cannot be written.
+    // logs. process: 0 to processes - 1, over all workers. UserError where the folder cannot be written, or
+    // holds models of an earlier run: they would look newer than this run's.
     Logger(const std::string& folder, int process, int processes) : start(Clock::now()) {
         if (folder.empty()) { return; }
         std::error_code error;
         std::filesystem::create_directories(folder, error);
         if (error) { fail(folder, error.message()); }
         if (process == 0) {
+            refuse_models(folder);
             remove_other_logs(folder, processes);
             main_log = open(folder + "/main.log");
         }
@@ -154,6 +164,17 @@ private:
 
     static std::string metrics_path(const std::string& folder, int process) {
         return folder + (process == 0 ? "/metrics.jsonl" : format("/metrics_%05d.jsonl", process));
+    }
+
+    static void refuse_models(const std::string& folder) {
+        std::error_code unreadable;  // one may write into a folder without being allowed to list it
+        for (const auto& entry : std::filesystem::directory_iterator(folder, unreadable)) {
+            const std::filesystem::path name = entry.path().filename();
+            if (name.string().rfind("model_", 0) == 0 && name.extension() == ".bin") {
+                throw UserError(folder +
+                                " already holds the models of a run: give another -o, or remove them");
+            }
+        }
     }
 
     // An earlier run may have had more processes: their logs are not this run's. Those below `processes` are
@@ -252,10 +273,13 @@ private:
         visible = true;
     }
 
+    // A process that a launcher has started prints through a pipe: the launcher knows the terminal's width.
     size_t columns() const {
         winsize size;
-        const bool known = ioctl(fileno(out), TIOCGWINSZ, &size) == 0 && size.ws_col > 0;
-        return known ? size.ws_col : 80;
+        if (ioctl(fileno(out), TIOCGWINSZ, &size) == 0 && size.ws_col > 0) { return size.ws_col; }
+        const char* columns = getenv("DILOCO_COLUMNS");
+        const int width = columns ? atoi(columns) : 0;
+        return width > 0 ? size_t(width) : 80;
     }
 
     FILE* out;

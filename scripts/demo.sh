@@ -23,14 +23,14 @@ inner=(
 )
 # DiLoCo, classic and streaming.
 outer=(
-    -H 27                                 # steps between two exchanges of a fragment: the paper has 30 and 100
+    -H 27                                 # steps between two exchanges of a fragment; the paper: 30 and 100
     --outer-lr 0.7                        # larger than the paper's 0.4, which suits runs of far more steps
     --outer-momentum 0.9                  # the paper's
 )
 # Classic: everything is one fragment, sent in fp32, waited for, and taken over as it is.
 classic=(--fragment-layers 0 --outer-dtype fp32 --overlap 0 --local-weight 0)
-# Streaming: two layers a fragment, in four bits, merged half and half five steps later: these steps are short,
-# and two processes that share a machine do not keep them to the millisecond.
+# Streaming: two layers a fragment, in four bits, merged half and half five steps later: these steps are
+# short, and two processes that share a machine do not keep them to the millisecond.
 streaming=(--fragment-layers 2 --outer-dtype fp4 --overlap 5 --local-weight 0.5)
 
 # Validation: every 500 steps, the same 640 sequences in all runs. A worker validates by itself, in batches of
@@ -43,10 +43,11 @@ say() {
     printf '\n== %s\n' "$*"
 }
 
-# train NAME OPTIONS...: one run, its logs and model in demo/NAME
+# train NAME OPTIONS...: one run, its logs and model in demo/NAME, in place of an earlier demo's
 train() {
     local name=$1
     shift
+    rm -rf "${out:?}/$name"
     ./train_gpt_cpu -i "$out/text/*_train_*.bin" -j "$out/text/*_val_*.bin" -o "$out/$name" \
         "${model[@]}" "${inner[@]}" -v "$validate_every" "$@"
 }

@@ -98,6 +98,13 @@ TEST(Logger, what_is_not_a_number_becomes_null) {
     EXPECT_EQ(line.str(), R"({"a":null,"b":null,"c":null,"d":0.100000001})");
 }
 
+TEST(Logger, text_that_is_not_utf8_becomes_valid_json) {
+    JsonLine line;  // a byte alone, a character cut off, a whole one
+    line.field("a", "x\xe9y").field("b", "\xe2\x80").field("c", "\xc3\xa9\xf0\x9f\x98\x80");
+    EXPECT_EQ(line.str(), R"({"a":"x\ufffdy","b":"\ufffd\ufffd",)"
+                          "\"c\":\"\xc3\xa9\xf0\x9f\x98\x80\"}");
+}
+
 TEST(Logger, other_processes_write_their_own_metrics_and_no_main_log) {
     TemporaryFolder folder;
     Logger(folder.name(), 3, 4).eval(1, 2.0);
@@ -115,6 +122,18 @@ TEST(Logger, a_new_run_leaves_nothing_of_an_older_one) {
     EXPECT_EQ(read_bytes(folder / "metrics_00001.jsonl"), "");
     EXPECT_FALSE(std::filesystem::exists(folder / "metrics_00002.jsonl"));
     EXPECT_FALSE(std::filesystem::exists(folder / "metrics_00003.jsonl"));
+}
+
+TEST(Logger, a_folder_with_the_models_of_a_run_is_refused_and_left_alone) {
+    TemporaryFolder folder;
+    Logger(folder.name(), 0, 1).eval(1, 2.0);
+    write_bytes(folder / "model_00000010.bin", "");
+    const std::string message = user_error([&] { Logger(folder.name(), 0, 1); });
+    EXPECT_TRUE(contains(message, folder.name() + " already holds the models of a run"));
+    EXPECT_EQ(lines_of(folder / "metrics.jsonl").size(), 1u);
+    EXPECT_EQ(lines_of(folder / "main.log").size(), 1u);
+    std::filesystem::remove(folder / "model_00000010.bin");
+    EXPECT_NO_THROW(Logger(folder.name(), 0, 1));
 }
 
 TEST(Logger, without_a_folder_nothing_is_written_and_an_impossible_one_is_an_error) {
@@ -149,10 +168,17 @@ TEST(StatusLine, prints_plain_lines_when_piped_the_first_the_last_and_few_betwee
 }
 
 TEST(StatusLine, never_wraps) {
-    const std::string text = printed([](FILE* out) {  // no terminal tells its width here: 80 columns
-        StatusLine(out, true, 0).update(1000000000000, 2000000000000, 1e30, 1e30);
-    });
-    EXPECT_EQ(text.find("\r\033[K"), 79u);
+    auto shown = [] {  // no terminal tells its width here
+        return printed([](FILE* out) {
+            StatusLine(out, true, 0).update(1000000000000, 2000000000000, 1e30, 1e30);
+        }).find("\r\033[K");
+    };
+    EXPECT_EQ(shown(), 79u);
+    setenv("DILOCO_COLUMNS", "60", 1);
+    EXPECT_EQ(shown(), 59u);
+    setenv("DILOCO_COLUMNS", "none", 1);
+    EXPECT_EQ(shown(), 79u);
+    unsetenv("DILOCO_COLUMNS");
 }
 
 TEST(StatusLine, writes_times_as_clocks_do) {
