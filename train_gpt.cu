@@ -2,8 +2,8 @@
 //
 //   worker   R ranks with a fast link: they share gradients every step, and each keeps 1/R of the optimizer
 //            state
-//   run      M workers with slow links: they exchange one fragment of the model at a time, while training goes
-//            on (Streaming DiLoCo, arXiv 2501.18512; all of it is in streaming/)
+//   run      M workers with slow links: they exchange one fragment of the model at a time, while training
+//            goes on (Streaming DiLoCo, arXiv 2501.18512; all of it is in streaming/)
 //
 // From top to bottom: the model, forward, backward, the update inside a worker, evaluation and sampling, the
 // loop. The layers are llmc/cpu/ or llmc/cuda/: same names, same signatures, and this file does not know
@@ -191,8 +191,7 @@ inline floatX* gelu_of(Model& model, int l) {
 }
 
 // Activations and logits of inputs, from parameters that may still be arriving: each block is waited for
-// where it is
-// needed.   inputs: (B,T), on the host
+// where it is needed.   inputs: (B,T), on the host
 inline void forward(Model& model, const int* inputs, int B, int T, Stream& main) {
     const GptShape& shape = model.shape;
     const int C = shape.channels, NH = shape.heads, L = shape.layers, N = B * T;
@@ -235,8 +234,7 @@ inline void forward(Model& model, const int* inputs, int B, int T, Stream& main)
 }
 
 // Cross entropy of the last forward: adds scale * (sum over B * T) to *loss, and turns logits into gradients
-// (each
-// token's times dloss) if `with_gradient`.   targets: (B,T), on the host
+// (each token's times dloss) if `with_gradient`.   targets: (B,T), on the host
 inline void classify(Model& model, const int* targets, int B, int T, float* loss, float scale, float dloss,
                      bool with_gradient, Stream& main) {
     Activations& a = model.acts;
@@ -298,7 +296,7 @@ inline void backward(Model& model, int B, int T, Stream& main, const std::functi
 struct Scalars {  // on the device: what the host reads of a step, and what AdamW reads of it
     float loss, norm_squared, norm, clip_scale;
 };
-static_assert(offsetof(Scalars, norm_squared) == sizeof(float), "loss and norm are summed over the ranks in one call");
+static_assert(offsetof(Scalars, norm_squared) == sizeof(float), "loss and norm are summed in one call");
 
 struct Worker {
     Model& model;
@@ -392,8 +390,8 @@ inline void compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
     sum_over_ranks(worker, &scalars->loss, 2);  // and the norm behind it
 }
 
-// AdamW on this rank's shard. Everything it reads of the step is on the device; a norm that is not finite
-// skips it.
+// AdamW on this rank's shard. All that it reads of the step is on the device; a norm that is not finite
+// makes it do nothing.
 inline void update(Worker& worker, const Options& options, float learning_rate, long step) {
     Scalars* scalars = worker.scalars;
     layers::clip_scale(&scalars->norm, &scalars->clip_scale, &scalars->norm_squared, options.clip,
@@ -418,7 +416,8 @@ inline void set_parameters(Worker& worker, const float* flat) {
     }
 }
 
-// All of a shard buffer's model, on the host of every rank.   shard: (layout.shard_size())   returns (layout.size)
+// All of a shard buffer's model, on the host of every rank.
+// shard: (layout.shard_size())   returns (layout.size)
 inline std::vector<float> gather_flat(Worker& worker, const float* shard) {
     const Layout& layout = worker.model.layout;
     Buffer<float> gathered(layout.size);
@@ -438,8 +437,7 @@ inline std::vector<float> gather_flat(Worker& worker, const float* shard) {
 // Evaluation, sampling and saving
 
 // Does `work` with the parameters of `shard` in place of the worker's own, and then puts back exactly the
-// bits
-// that were displaced.   shard: (layout.shard_size()), or null: the worker's own stay
+// bits that were displaced.   shard: (layout.shard_size()), or null: the worker's own stay
 inline void with_parameters(Worker& worker, const float* shard, const std::function<void()>& work) {
     if (!shard) {
         work();
@@ -480,8 +478,7 @@ inline float validation_loss(Worker& worker, DataLoader& loader, int B, int T, l
     return loss;
 }
 
-// `length` tokens after an end-of-text token, drawn with the given temperature. The window slides over long
-// samples.
+// `length` tokens after an end-of-text token, drawn with the given temperature. The window slides.
 inline std::vector<int> sample(Model& model, int end_of_text, int length, int T, float temperature,
                                uint64_t seed, Stream& main) {
     const int window_step = 64;  // windows in whole steps, so that few matmul shapes occur
@@ -509,7 +506,7 @@ inline bool is_model_file(const std::string& model) {
     return model.size() > 4 && model.substr(model.size() - 4) == ".bin";
 }
 
-// Layers and channels of "d12" and its siblings; zeros for anything else.
+// Layers, heads and channels of "d12" and its siblings; the rest is zero. UserError for anything else.
 inline GptShape descriptor_shape(const std::string& name) {
     struct Known {
         const char* name;
@@ -761,9 +758,9 @@ inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& rep
                          r.traffic.bytes_received, r.traffic.seconds, r.waited_seconds, r.global_hash});
         for (int worker : r.not_finite) {
             if (run.process.worker == 0 || run.options.worker >= 0) {  // each rank: it concerns this shard
-                run.status.print(
-                    format("sync %ld (fragment %d, shard %d): the movement of worker %d is not finite, nobody applies it",
-                           r.sync, r.fragment, run.process.rank, worker));
+                run.status.print(format("sync %ld, fragment %d, shard %d: the movement of worker %d is not "
+                                        "finite: nobody applies it",
+                                        r.sync, r.fragment, run.process.rank, worker));
             }
         }
     }

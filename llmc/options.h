@@ -207,7 +207,8 @@ inline void define_options(CLI::App& app, Options& o) {
                 "none, nesterov or average (default: none for one worker, nesterov for more)"),
             add("--outer-lr", o.outer_learning_rate, "Outer learning rate")->check(not_negative),
             add("--outer-momentum", o.outer_momentum, "Outer momentum")->check(fraction),
-            add("--outer-dtype", o.outer_format, "Number format on the wire"),
+            add("--outer-dtype", o.outer_format,
+                "Number format on the wire: fp4, fp4_e2m1, fp8_e4m3, fp8_e5m2, bf16 or fp32"),
         });
 }
 

@@ -111,7 +111,7 @@ struct SyncReport {
     Traffic traffic;
     double waited_seconds;        // how long the main stream stood idle before this mean could be applied
     uint64_t global_hash;         // of this worker's global parameters of the fragment, at the send
-    std::vector<int> not_finite;  // workers whose outer gradient of this shard was not finite: nothing was applied
+    std::vector<int> not_finite;  // workers whose delta of this shard was not finite: nothing was applied
 };
 
 class Diloco {

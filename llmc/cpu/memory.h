@@ -1,5 +1,6 @@
-// Copies, casts and the few scalars of a step (loss, gradient norm, clip scale). Nothing here makes the host wait
-// but copy_to_host, so that on a GPU they stay on the device. On the CPU they run at once: for the main stream.
+// Copies, casts and the few scalars of a step (loss, gradient norm, clip scale). Nothing here makes the host
+// wait but copy_to_host, so that on a GPU they stay on the device. On the CPU all run at once: they are for
+// the main stream.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -39,7 +40,7 @@ inline void add_scaled_sum(float* out, const float* values, long n, float scale,
     *out += float(sum * scale);
 }
 
-// *norm = sqrt(*norm_squared);  *scale = min(1, clip / norm), or 1 for clip 0; NaN where the norm is not finite.
+// *norm = sqrt(*norm_squared);  *scale = min(1, clip / norm), or 1 for clip 0; NaN where norm is not finite.
 inline void clip_scale(float* norm, float* scale, const float* norm_squared, float clip, Stream&) {
     *norm = sqrtf(*norm_squared);
     *scale = !std::isfinite(*norm) ? NAN : clip > 0 && *norm > clip ? clip / *norm : 1.0f;
