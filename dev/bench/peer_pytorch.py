@@ -19,7 +19,7 @@ try:
     from torch import nn
     from torch.nn import functional as F
 except ImportError:
-    print("error: PyTorch is missing: install it with `.venv/bin/pip install torch`", file=sys.stderr)
+    print("error: PyTorch is missing: make bench-cpu PEERS=1 installs it and runs this", file=sys.stderr)
     sys.exit(2)
 
 B, T, LAYERS, HEADS, CHANNELS, VOCABULARY = 8, 256, 6, 6, 384, 1024
