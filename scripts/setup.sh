@@ -33,10 +33,12 @@ run_or_fail() {
     rm -f "$log"
 }
 
+as_root() {
+    if [ "$(id -u)" -eq 0 ]; then "$@"; else sudo "$@"; fi
+}
+
 apt_get() {
-    local as_root=(env)
-    if [ "$(id -u)" -ne 0 ]; then as_root=(sudo); fi
-    "${as_root[@]}" DEBIAN_FRONTEND=noninteractive apt-get -q "$@" </dev/null
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get -q "$@" </dev/null
 }
 
 is_installed() {
@@ -67,9 +69,13 @@ install_packages() {
     fi
     if [ ${#redis[@]} -gt 0 ]; then
         # The package also starts a service. That may fail (no init system, port in use): the program counts.
-        echo "installing redis-server"
+        echo "installing redis-server, without its service on port 6379: the tests start servers of their own"
         apt_get install -y --no-install-recommends redis-server >/dev/null 2>&1 || true
         command -v redis-server >/dev/null || fail "no redis-server: install it with apt-get to see why"
+        if [ -d /run/systemd/system ]; then
+            run_or_fail "redis-server's service runs: systemctl disable --now redis-server" \
+                as_root systemctl disable --now redis-server
+        fi
     fi
 }
 
