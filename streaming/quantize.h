@@ -177,8 +177,8 @@ inline void read_headers(PayloadHeader* headers, const uint8_t* payloads, size_t
     });
 }
 
-// The loops are functions of their own, outside the lambdas: what a lambda captured, the compiler reads again
-// and again.
+// The loops are functions of their own, outside the lambdas: the compiler reads again and again what a lambda
+// has captured.
 inline uint64_t hash_loop(const float* values, long first, long count) {
     uint64_t sum = 0;
     #pragma omp parallel for simd reduction(+ : sum) if (count >= parallel_blocks * quantization_block)

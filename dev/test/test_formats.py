@@ -66,7 +66,7 @@ def test_every_code_decodes_as_in_ml_dtypes(convert, name):
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_boundary_and_its_neighbours_encode_as_in_ml_dtypes(convert, name):
     dtype, bits = FORMATS[name]
-    # Every upper half of an fp32 with lower halves around 0 and the middle: all boundaries of these formats, +-1 ulp.
+    # Every upper half of an fp32, lower halves around 0 and the middle: all boundaries and their neighbours.
     upper = numpy.arange(1 << 16, dtype=numpy.uint32)[:, None] << 16
     lower = numpy.array([0, 1, 0x4000, 0x7fff, 0x8000, 0x8001, 0xffff], dtype=numpy.uint32)
     words = (upper | lower).ravel()
@@ -112,7 +112,9 @@ int main() {
         uint64_t sum = 0;
         for (size_t i = 0; i < 3 * bytes; i++) { sum = sum * 31 + payloads[i]; }
         for (long i = 0; i < n; i++) {
-            for (float x : {mean[i], momentum[i], global[i], params[i]}) { sum = sum * 31 + float_to_bits(x); }
+            for (float x : {mean[i], momentum[i], global[i], params[i]}) {
+                sum = sum * 31 + float_to_bits(x);
+            }
         }
         printf("%s %016llx\\n", name_of(format).c_str(), (unsigned long long)sum);
     }
