@@ -76,7 +76,10 @@ inline std::string numeric_address(const sockaddr* address, socklen_t length) {
     return text;
 }
 
-// The address of a network interface, IPv4 where it has one. UserError names the interfaces that there are.
+inline bool is_link_local(const std::string& address) { return address.rfind("fe80:", 0) == 0; }
+
+// The address of a network interface: IPv4 where it has one, link-local only where it has no other.
+// UserError names the interfaces that there are.
 inline std::string interface_address(const std::string& interface) {
     ifaddrs* list = nullptr;
     if (getifaddrs(&list) != 0) { throw RunError(format("getifaddrs failed (%s)", strerror(errno))); }
@@ -89,7 +92,12 @@ inline std::string interface_address(const std::string& interface) {
         }
         if (interface != i->ifa_name) { continue; }
         const socklen_t length = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
-        (family == AF_INET ? ipv4 : ipv6) = numeric_address(i->ifa_addr, length);
+        const std::string address = numeric_address(i->ifa_addr, length);
+        if (family == AF_INET) {
+            ipv4 = address;
+        } else if (ipv6.empty() || is_link_local(ipv6)) {
+            ipv6 = address;
+        }
     }
     freeifaddrs(list);
     if (ipv4.empty() && ipv6.empty()) {
@@ -466,7 +474,8 @@ private:
         context = device->createContext(my_rank, my_size);
         interrupter = std::make_unique<Interrupter>();
         // Gloo waits five times as long for a connection.
-        context->setTimeout(std::chrono::milliseconds(std::max(1L, long(timeout * 1000 / 5))));
+        const double milliseconds = std::min(std::max(1.0, timeout * 1000 / 5), 1e9);
+        context->setTimeout(std::chrono::milliseconds(long(milliseconds)));
         std::vector<Address> addresses(static_cast<size_t>(my_size));
         for (int r = 0; r < my_size; r++) {
             if (r != my_rank) { addresses[size_t(r)] = context->createPair(r)->address().bytes(); }
@@ -478,8 +487,8 @@ private:
             try {
                 context->getPair(r)->connect(theirs);
             } catch (const gloo::Exception&) {
-                fail(r, "cannot be connected with from " + members[size_t(my_rank)] + " at " + address +
-                        " (look at --interface and at firewalls)");
+                fail(r, "has died, or cannot be reached from " + members[size_t(my_rank)] + " at " + address +
+                        " (then look at --interface and at firewalls)");
             }
         }
     }
