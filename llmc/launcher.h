@@ -3,10 +3,12 @@
 //   - The first that fails ends all others: SIGTERM, and SIGKILL after some seconds. The launcher's last line
 //     names it, unless it has given its reason itself; its status is the launcher's. A line "error: ..." is
 //     printed once, however many processes say the same.
-//   - SIGINT, SIGTERM and SIGHUP are passed on; if the launcher is killed, the kernel kills the processes.
+//   - SIGINT, SIGTERM and SIGHUP are passed on, unless they are ignored (nohup); if the launcher is killed,
+//     the kernel kills the processes.
 #pragma once
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <poll.h>
 #include <sched.h>
 #include <signal.h>
@@ -21,6 +23,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <vector>
@@ -47,6 +50,17 @@ public:
     }
     std::string path;
 };
+
+// The cores that this process may use; in a container no more than its share of time is worth
+// ("200000 100000" in cpu.max: two; "max 100000": no limit).
+inline int usable_cores() {
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+    const int count = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
+    double microseconds, period;
+    const bool is_limited = bool(std::ifstream("/sys/fs/cgroup/cpu.max") >> microseconds >> period);
+    return is_limited ? std::max(1, std::min(count, int(microseconds / period))) : count;
+}
 
 // A process to start, and what is known of it since.
 struct Child {
@@ -86,11 +100,7 @@ public:
         while (!all_ended()) {
             wait_for_something();
             for (Child& child : children) { relay(child); }
-            handle_signals();
-            if (stopping && Clock::now() > kill_time) {
-                signal_all(SIGKILL);
-                kill_time += std::chrono::hours(1);
-            }
+            look_after_children();
         }
         for (Child& child : children) {
             relay(child);
@@ -108,11 +118,17 @@ private:
 
     // ---- starting
 
-    // From now on signals wait to be read from a descriptor; SIGPIPE becomes an error of write().
+    // From now on signals wait to be read from a descriptor; SIGPIPE becomes an error of write(). What this
+    // process was started to ignore stays ignored, by the processes too.
     void take_signals() {
         sigset_t taken;
         sigemptyset(&taken);
-        for (int s : {SIGINT, SIGTERM, SIGHUP, SIGCHLD}) { sigaddset(&taken, s); }
+        signal(SIGCHLD, SIG_DFL);
+        for (int s : {SIGINT, SIGTERM, SIGHUP, SIGCHLD}) {
+            struct sigaction action;
+            sigaction(s, nullptr, &action);
+            if (action.sa_handler != SIG_IGN) { sigaddset(&taken, s); }
+        }
         sigprocmask(SIG_BLOCK, &taken, &mask_before);
         signals = signalfd(-1, &taken, SFD_CLOEXEC | SFD_NONBLOCK);
         if (signals < 0) { throw RunError(format("signalfd failed (%s)", strerror(errno))); }
@@ -159,19 +175,28 @@ private:
         setenv("DILOCO_TERMINAL", terminal && child.is_first ? "1" : "0", 1);
         const bool replace = false;  // the user's own number
         setenv("OMP_NUM_THREADS", std::to_string(threads_of_a_child()).c_str(), replace);
+        hide_password();
         execv("/proc/self/exe", argv);
         dprintf(STDERR_FILENO, "error: cannot start %s again (%s)\n", argv[0], strerror(errno));
         _exit(127);
     }
 
-    // The cores this process may use, shared out. Processes are not pinned to them: the scheduler keeps as
-    // many busy threads as cores apart by itself, and the communicators' threads run where one is idle.
-    int threads_of_a_child() const {
-        cpu_set_t cores;
-        CPU_ZERO(&cores);
-        const int count = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
-        return std::max(1, count / int(children.size()));
+    // The arguments of a process can be read by all on this machine, so the store's password is struck from
+    // them: the processes have the store from DILOCO_STORE.
+    void hide_password() {
+        if (store.rfind("redis://", 0) != 0) { return; }
+        const std::string hidden = "redis://" + store.substr(store.rfind('@') + 1);
+        for (char** argument = argv; *argument; argument++) {
+            std::string text = *argument;
+            const size_t at = text.find(store);
+            if (at == std::string::npos) { continue; }
+            *argument = strdup(text.replace(at, store.size(), hidden).c_str());
+        }
     }
+
+    // The cores shared out. Processes are not pinned to them: the scheduler keeps as many busy threads as
+    // cores apart by itself, and the communicators' threads run where one is idle.
+    int threads_of_a_child() const { return std::max(1, usable_cores() / int(children.size())); }
 
     // ---- what they print
 
@@ -235,20 +260,33 @@ private:
         if (child.is_first && to == STDOUT_FILENO) { is_inside_line = text.back() != '\n'; }
     }
 
-    // A reader that has gone (| head) ends the run like a signal.
+    // A reader that has gone (| head) ends the run like a signal. One that stalls (| less) holds it up, but
+    // no signal: after one, what the reader does not take is dropped.
     void write_all(int to, const std::string& text) {
         size_t written = 0;
-        while (written < text.size()) {
-            const ssize_t count = write(to, text.data() + written, text.size() - written);
+        while (written < text.size() && wait_for_reader(to)) {
+            // So much a pipe takes at once when it takes anything.
+            const size_t part = std::min<size_t>(text.size() - written, PIPE_BUF);
+            const ssize_t count = write(to, text.data() + written, part);
             if (count >= 0) {
                 written += size_t(count);
-            } else if (errno == EAGAIN) {
-                pollfd waited = {to, POLLOUT, 0};
-                poll(&waited, 1, -1);
-            } else if (errno != EINTR) {
+            } else if (errno != EINTR && errno != EAGAIN) {
                 if (!stopped_by) { stop_by(SIGPIPE); }
                 return;
             }
+        }
+    }
+
+    // False if a signal ends the run and the reader has stalled.
+    bool wait_for_reader(int to) {
+        bool& has_stalled = to == STDOUT_FILENO ? stdout_has_stalled : stderr_has_stalled;
+        while (true) {
+            pollfd polled[] = {{to, POLLOUT, 0}, {signals, POLLIN, 0}};
+            const int ready = poll(polled, 2, has_stalled ? 0 : stopping ? 100 : -1);
+            look_after_children();
+            if (polled[0].revents) { return true; }
+            has_stalled = stopped_by && ready == 0;
+            if (has_stalled) { return false; }
         }
     }
 
@@ -257,6 +295,14 @@ private:
     bool all_ended() const {
         return std::all_of(children.begin(), children.end(),
                            [](const Child& child) { return child.has_ended; });
+    }
+
+    void look_after_children() {
+        handle_signals();
+        if (stopping && Clock::now() > kill_time) {
+            signal_all(SIGKILL);
+            kill_time += std::chrono::hours(1);
+        }
     }
 
     void handle_signals() {
@@ -371,5 +417,6 @@ private:
     const Child* culprit = nullptr;
     int stopped_by = 0;           // the signal that ends the run
     bool stopping = false, was_terminated = false;
+    bool stdout_has_stalled = false, stderr_has_stalled = false;
     Clock::time_point term_time, kill_time;
 };
