@@ -3,6 +3,7 @@
 //                               --worker W the number is the rank in worker W; --store says where to meet
 //     --worker W --store URL    this worker's ranks are started here, the other workers elsewhere
 //     nothing of all that       all processes are started here, and meet in a fresh temporary folder
+// DILOCO_STORE stands for --store where that is not given: it keeps a password out of the list of processes.
 // Where processes are started here, this one becomes their launcher (launcher.h): it starts its own program
 // again with DILOCO_WORKER and DILOCO_RANK set, passes on what they print, and ends when they have ended.
 #pragma once
@@ -21,7 +22,7 @@
 struct LaunchOptions {
     int workers = 1, ranks = 1;
     int worker = -1;        // -1: not given
-    std::string store;      // URL; empty: not given
+    std::string store;      // URL; empty: not given, see store_url()
     std::string interface;  // of the network between workers; empty: the one that leads to the store
     std::string run_name = "diloco";
     double timeout = 600;
@@ -38,6 +39,14 @@ inline std::string environment(const char* name) {
     const char* value = getenv(name);
     return value ? value : "";
 }
+
+// Where processes meet; empty: not given.
+inline std::string store_url(const LaunchOptions& o) {
+    return o.store.empty() ? environment("DILOCO_STORE") : o.store;
+}
+
+// Has the launcher (launcher.h) started this process?
+inline bool has_launcher() { return getenv("DILOCO_WORKER") && getenv("DILOCO_RANK"); }
 
 // UserError unless the variable holds a number of at least 0.
 inline long environment_number(const char* name) {
@@ -93,11 +102,11 @@ struct Place {
 // From the environment and the options. UserError where they contradict each other.
 inline Place find_place(const LaunchOptions& o) {
     check_launch_options(o);
-    if (getenv("DILOCO_WORKER") && getenv("DILOCO_RANK")) {
+    if (has_launcher()) {
         return {int(environment_number("DILOCO_WORKER")), int(environment_number("DILOCO_RANK")), false, ""};
     }
     const long expected = o.worker >= 0 ? o.ranks : long(o.workers) * o.ranks;
-    const bool needs_store = o.store.empty() && long(o.workers) * o.ranks > 1;
+    const bool needs_store = store_url(o).empty() && long(o.workers) * o.ranks > 1;
     const std::optional<World> world = find_world(expected);
     if (world) {
         if (world->size != expected) {
@@ -146,14 +155,12 @@ inline Process launch(const LaunchOptions& o, char** argv) {
     if (place.starts_others) {
         int status;
         {
-            Launcher launcher(children_to_start(o), o.store, argv);
+            Launcher launcher(children_to_start(o), store_url(o), argv);
             status = launcher.run();
         }
         std::exit(status);
     }
-    const std::string inherited_store = environment("DILOCO_STORE");
-    const bool has_launcher = !inherited_store.empty();
-    if (has_launcher) { setvbuf(stdout, nullptr, _IOLBF, BUFSIZ); }  // a pipe that is read line by line
+    if (has_launcher()) { setvbuf(stdout, nullptr, _IOLBF, BUFSIZ); }  // a pipe that is read line by line
 
     Process process;
     process.worker = place.worker;
@@ -163,9 +170,7 @@ inline Process launch(const LaunchOptions& o, char** argv) {
     process.timeout = o.timeout;
     process.interface = o.interface;
     process.run_name = place.job.empty() ? o.run_name : o.run_name + "." + place.job;
-    process.terminal = has_launcher ? environment("DILOCO_TERMINAL") == "1" : isatty(STDOUT_FILENO);
-    if (process.size() > 1) {
-        process.meeting_point = open_store(has_launcher ? inherited_store : o.store, o.timeout);
-    }
+    process.terminal = has_launcher() ? environment("DILOCO_TERMINAL") == "1" : isatty(STDOUT_FILENO);
+    process.store_url = has_launcher() ? environment("DILOCO_STORE") : store_url(o);
     return process;
 }

@@ -55,20 +55,32 @@ public:
 
     // Returns the run id. UserError when processes are missing after the time limit or two claim one place.
     std::string meet() {
-        this->store.set(join_key(index), nonce);
+        claim_place();
         return index == 0 ? gather() : answer();
     }
 
     // Looks whether another process has taken this one's place; tells it so and returns true the first time.
     bool is_displaced() {
         std::optional<std::string> holder = store.try_get(join_key(index));
+        if (!holder) { claim_place(); }  // one that was refused has taken its claim back
         if (!holder || *holder == nonce || *holder == last_rival) { return false; }
         last_rival = *holder;
         store.set("refused/" + *holder, claim(index));
         return true;
     }
 
+    // Takes back what the next processes of this name need not see.
+    void forget(const std::string& id) {
+        if (store.try_get(join_key(index)) == nonce) { store.remove(join_key(index)); }
+        everything->remove(id + "/met/" + std::to_string(index));
+        if (index != 0) { return; }
+        everything->remove(id + "/go");
+        if (store.try_get("roster").value_or("").rfind(id + "\n", 0) == 0) { store.remove("roster"); }
+    }
+
 private:
+    void claim_place() { store.set(join_key(index), nonce); }
+
     static std::string join_key(int i) { return "join/" + std::to_string(i); }
 
     std::string claim(int i) const {
@@ -82,9 +94,9 @@ private:
         std::string id;
         while (true) {
             std::vector<std::string> joined = read_joined();
+            refuse_claims(joined);
             std::vector<std::string> missing = names_where([&](int i) { return joined[size_t(i)].empty(); });
             if (missing.empty()) {
-                refuse_claims(joined);
                 if (joined != nonces) {
                     nonces = joined;
                     id = random_hex(8);
@@ -106,7 +118,12 @@ private:
         std::string id;
         while (true) {
             if (is_displaced()) { throw UserError(claim(index)); }
-            if (store.try_get("refused/" + nonce)) { throw UserError(claim(index)); }
+            if (store.try_get("refused/" + nonce)) {
+                // A process 0 that is there shall see it, too; the next one must not.
+                for (Patience sight(2); !sight.is_over() && !is_refused_by_roster();) { sight.pause(); }
+                forget_claim(index, nonce);
+                throw UserError(claim(index));
+            }
             const std::string roster = store.try_get("roster").value_or("");
             if (roster.find("\n" + nonce + "\n") != std::string::npos) {
                 const std::string found = roster.substr(0, roster.find('\n'));
@@ -130,11 +147,24 @@ private:
     // Two live processes in one place: tells everyone who has joined, and leaves.
     void refuse_claims(const std::vector<std::string>& joined) {
         for (int i = 0; i < int(names.size()); i++) {
-            if ((i == 0 && is_displaced()) || store.try_get("refused/" + joined[size_t(i)])) {
+            const bool is_own = i == 0 && is_displaced();  // then the other one has yet to see that
+            if (is_own || store.try_get("refused/" + joined[size_t(i)])) {
                 publish("!" + claim(i), joined);
+                if (!is_own) { forget_claim(i, joined[size_t(i)]); }
                 throw UserError(claim(i));
             }
         }
+    }
+
+    // Takes a refused claim out of the store: the next run would take it for a live one.
+    void forget_claim(int i, const std::string& refused) {
+        if (store.try_get(join_key(i)) == refused) { store.remove(join_key(i)); }
+        store.remove("refused/" + refused);
+    }
+
+    bool is_refused_by_roster() {
+        const std::string roster = store.try_get("roster").value_or("");
+        return roster.rfind("!", 0) == 0 && roster.find("\n" + nonce + "\n") != std::string::npos;
     }
 
     std::vector<std::string> read_joined() {
@@ -186,7 +216,17 @@ class PlaceKeeper {
 public:
     explicit PlaceKeeper(std::unique_ptr<Meeting> meeting)
         : meeting(std::move(meeting)), thread([this] { run(); }) {}
-    ~PlaceKeeper() {
+    ~PlaceKeeper() { stop(); }
+
+    // Nobody's place is kept any longer; what the meeting left in the store is removed.
+    void leave(const std::string& id) {
+        stop();
+        meeting->forget(id);
+    }
+
+private:
+    void stop() {
+        if (!thread.joinable()) { return; }
         {
             std::lock_guard<std::mutex> lock(mutex);
             closing = true;
@@ -195,7 +235,6 @@ public:
         thread.join();
     }
 
-private:
     void run() {
         std::unique_lock<std::mutex> lock(mutex);
         while (!changed.wait_for(lock, std::chrono::seconds(1), [&] { return closing; })) {
@@ -224,9 +263,10 @@ struct Process {
     double timeout = 600;        // seconds to wait for others
     std::string interface;       // of the network between workers; empty: the one that leads to the store
     std::string run_name = "diloco";
-    std::shared_ptr<Store> meeting_point = std::make_shared<MemoryStore>();
-    std::string run_id;            // known after meet(), as is
-    std::shared_ptr<Store> store;  // the keys of this run
+    std::string store_url;                 // where processes meet; needed if there is more than one
+    std::shared_ptr<Store> meeting_point;  // that store; opened by meet(), as soon as it is needed
+    std::string run_id;                    // known after meet(), as is
+    std::shared_ptr<PrefixStore> store;    // the keys of this run
     std::unique_ptr<PlaceKeeper> keeper;
 
     int index() const { return worker * ranks + rank; }
@@ -237,6 +277,8 @@ struct Process {
     // Returns when all processes of the run are there. UserError when some are missing after `timeout`, or
     // when two claim the same place.
     void meet() {
+        if (!meeting_point && size() > 1) { meeting_point = open_store(store_url, timeout); }
+        if (!meeting_point) { meeting_point = std::make_shared<MemoryStore>(); }
         std::vector<std::string> names;
         for (int i = 0; i < size(); i++) { names.push_back(name(i / ranks, i % ranks)); }
         auto meeting = std::make_unique<Meeting>(meeting_point, run_name, names, index(), timeout, rank == 0);
@@ -277,8 +319,8 @@ struct Process {
                               members);
     }
 
-    // Returns when all processes have come here: from now on no one needs another's connections.
-    // RunError where one has failed instead.
+    // Returns when all processes have come here: from now on no one needs another's connections, and the
+    // run's keys are removed. RunError where one has failed instead.
     void leave() {
         store->set("left/" + std::to_string(index()), "");
         if (index() == 0) {
@@ -286,6 +328,7 @@ struct Process {
             store->set("all left", "");
         }
         await("all left", 0);
+        remove_keys();
         keeper.reset();
     }
 
@@ -310,8 +353,9 @@ private:
     std::string await(const std::string& key, int from) {
         Patience patience(timeout);
         while (true) {
-            if (std::optional<std::string> value = store->try_get(key)) { return *value; }
+            // In this order: a value that was set before the failure counts.
             const bool failed = store->try_get("cause").has_value();
+            if (std::optional<std::string> value = store->try_get(key)) { return *value; }
             if (failed || patience.is_over()) {
                 const Cause cause =
                     record_cause(*store, {name(from / ranks, from % ranks),
@@ -320,6 +364,20 @@ private:
             }
             patience.pause();
         }
+    }
+
+    // Each process removes what it has set, process 0 last: the others wait for its "all left". The run is
+    // complete: a store that fails now does no harm, and processes that end now are waited for only so long.
+    void remove_keys() {
+        try {
+            Patience patience(std::min(timeout, 5.0));
+            for (int i = 1; index() == 0 && i < size(); i++) {
+                const std::string key = "left/" + std::to_string(i);
+                while (store->try_get(key) && !patience.is_over()) { patience.pause(); }
+            }
+            store->remove_own();
+            if (keeper) { keeper->leave(run_id); }
+        } catch (const RunError&) {}
     }
 
     static OptionList unpack_options(const std::string& packed) {

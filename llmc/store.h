@@ -32,6 +32,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -102,11 +103,6 @@ private:
 // -----------------------------------------------------------------------------------------------------------
 // The interface
 
-// Nobody has set the key in time.
-struct StoreTimeout : RunError {
-    using RunError::RunError;
-};
-
 class Store {
 public:
     virtual ~Store() = default;
@@ -127,19 +123,6 @@ public:
 
     // The address of this machine on the way to the store, for others to connect to.
     virtual std::string local_address() { return "127.0.0.1"; }
-
-    // Blocks until the key has a value. StoreTimeout after `seconds`.
-    std::string get(const std::string& key, double seconds) {
-        Patience patience(seconds);
-        while (true) {
-            if (std::optional<std::string> value = try_get(key)) { return *value; }
-            if (patience.is_over()) {
-                throw StoreTimeout(
-                    format("no process has set %s in %s within %.0f s", key.c_str(), url().c_str(), seconds));
-            }
-            patience.pause();
-        }
-    }
 };
 
 // The keys that start with `prefix`, without it: the keys of one run.
@@ -147,18 +130,36 @@ class PrefixStore : public Store {
 public:
     PrefixStore(std::shared_ptr<Store> inner, std::string prefix)
         : inner(std::move(inner)), prefix(std::move(prefix)) {}
-    void set(const std::string& key, const std::string& value) override { inner->set(prefix + key, value); }
+    void set(const std::string& key, const std::string& value) override {
+        remember(key);
+        inner->set(prefix + key, value);
+    }
     std::optional<std::string> try_get(const std::string& key) override {
         return inner->try_get(prefix + key);
     }
     std::string set_if_absent(const std::string& key, const std::string& value) override {
+        remember(key);
         return inner->set_if_absent(prefix + key, value);
     }
     void remove(const std::string& key) override { inner->remove(prefix + key); }
     std::string url() const override { return inner->url(); }
     std::string local_address() override { return inner->local_address(); }
 
+    // Removes all keys that were set through this object.
+    void remove_own() {
+        std::lock_guard<std::mutex> lock(mutex);
+        for (const std::string& key : own) { remove(key); }
+        own.clear();
+    }
+
 private:
+    void remember(const std::string& key) {
+        std::lock_guard<std::mutex> lock(mutex);
+        own.insert(key);
+    }
+
+    std::mutex mutex;
+    std::set<std::string> own;
     std::shared_ptr<Store> inner;
     std::string prefix;
 };
@@ -356,7 +357,8 @@ inline RedisAddress parse_redis_url(const std::string& url) {
         }
         address.port = std::stoi(port);
     }
-    if (address.host.empty() || address.host.find_first_of("/:@?#") == 0 || address.port < 1 ||
+    if (address.host.empty() || address.host[0] == ':' ||
+        address.host.find_first_of("/@?#") != std::string::npos || address.port < 1 ||
         address.port > 65535) {
         throw wrong();
     }
@@ -512,6 +514,7 @@ inline std::unique_ptr<Store> open_store(const std::string& url, double timeout)
     if (url.rfind("file:", 0) == 0 && url.rfind("file://", 0) != 0 && url.size() > strlen("file:")) {
         return std::make_unique<FileStore>(url.substr(strlen("file:")));
     }
-    throw UserError("the store '" + url +
-                    "' is of no known kind: give --store file:DIR or redis://[:PASSWORD@]HOST:PORT");
+    // No more of it than the kind: there may be a password in the rest.
+    throw UserError("the store '" + url.substr(0, url.find(':')) +
+                    ":...' is of no known kind: give --store file:DIR or redis://[:PASSWORD@]HOST:PORT");
 }

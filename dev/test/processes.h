@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "dev/test/files.h"
+#include "llmc/store.h"
 
 // A process that runs `work`. What work returns, or throws as an exception's text, comes back as its report.
 class TestProcess {
@@ -83,6 +84,16 @@ inline std::vector<TestProcess> start_processes(int count, const std::function<s
     std::vector<TestProcess> processes;
     for (int i = 0; i < count; i++) { processes.emplace_back([&, i] { return work(i); }); }
     return processes;
+}
+
+// Waits until the key has a value, at most so long.
+inline std::string wait_for_value(Store& store, const std::string& key, double seconds) {
+    Patience patience(seconds);
+    while (true) {
+        if (std::optional<std::string> value = store.try_get(key)) { return *value; }
+        if (patience.is_over()) { throw std::runtime_error("no process has set " + key); }
+        patience.pause();
+    }
 }
 
 // A private redis-server on a free port. port 0: redis-server is not installed, or did not start.

@@ -89,26 +89,14 @@ TEST_P(Stores, keys_and_values_may_hold_any_bytes) {
     EXPECT_EQ(store->try_get("large"), large);
 }
 
-TEST_P(Stores, get_waits_for_the_value_and_gives_up_after_its_time) {
-    auto store = open();
-    std::thread writer([&] {
-        std::this_thread::sleep_for(std::chrono::milliseconds(100));
-        store->set("late", "here");
-    });
-    EXPECT_EQ(store->get("late", 10), "here");
-    writer.join();
-    const Patience since(60);
-    EXPECT_THROW(store->get("never", 0.15), StoreTimeout);
-    EXPECT_GE(since.waited(), 0.15);
-    EXPECT_LT(since.waited(), 1);
-}
-
 TEST_P(SharedStores, of_many_processes_exactly_one_wins_and_all_know_it) {
     const int rounds = 40;
     auto processes = start_processes(4, [&](int i) {
         auto store = open();
         store->set("here/" + std::to_string(i), "");
-        for (int other = 0; other < 4; other++) { store->get("here/" + std::to_string(other), 20); }
+        for (int other = 0; other < 4; other++) {
+            wait_for_value(*store, "here/" + std::to_string(other), 20);
+        }
         std::string winners;
         for (int round = 0; round < rounds; round++) {
             winners += store->set_if_absent("prize/" + std::to_string(round),
@@ -139,7 +127,7 @@ TEST_P(SharedStores, a_reader_never_sees_half_a_value) {
             return "";
         }
         while (true) {
-            const std::string value = store->get("value", 20);
+            const std::string value = wait_for_value(*store, "value", 20);
             if (value == "end") { return ""; }
             const size_t round = (value.size() - 1) / 500;
             if (value != std::string(1 + round * 500, char('a' + round % 26))) {
@@ -179,6 +167,18 @@ TEST(FileStore, leaves_no_temporary_files_and_no_file_outside_its_folder) {
     EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.name()), {}), 1);
 }
 
+TEST(PrefixStore, removes_what_it_has_set_and_nothing_else) {
+    auto shared = std::make_shared<MemoryStore>();
+    PrefixStore first(shared, "run/"), second(shared, "run/");
+    first.set("a", "1");
+    first.set_if_absent("b", "1");
+    second.set("c", "1");
+    first.remove_own();
+    EXPECT_FALSE(shared->try_get("run/a"));
+    EXPECT_FALSE(shared->try_get("run/b"));
+    EXPECT_EQ(shared->try_get("run/c"), "1");
+}
+
 TEST(PrefixStore, keys_of_two_runs_do_not_meet) {
     auto shared = std::make_shared<MemoryStore>();
     PrefixStore first(shared, "run 1/"), second(shared, "run 2/");
@@ -207,7 +207,8 @@ TEST(OpenStore, what_cannot_be_used_is_a_user_error_that_says_what_to_do) {
     }
     for (const char* url :
          {"redis://", "redis://:1", "redis://host:", "redis://host:0", "redis://host:99999",
-          "redis://host:6379x", "redis://[::1", "redis://secret@host:1", "redis://:%zz@host:1"}) {
+          "redis://host:6379x", "redis://host/0", "redis://[::1", "redis://secret@host:1",
+          "redis://:%zz@host:1"}) {
         EXPECT_NE(open_error(url).find("is not of the form redis://[:PASSWORD@]HOST:PORT: write it so"),
                   std::string::npos)
             << url;
@@ -218,6 +219,16 @@ TEST(OpenStore, what_cannot_be_used_is_a_user_error_that_says_what_to_do) {
     EXPECT_EQ(open_error("redis://127.0.0.1:1"),
               "cannot reach the store at 127.0.0.1:1 (Connection refused): start a Redis or "
               "Valkey server there, or correct --store");
+}
+
+TEST(OpenStore, no_error_shows_a_password) {
+    for (const char* url :
+         {"rediss://:secret@host:1", "unix://:secret@/run/redis.sock", "REDIS://:secret@host",
+          "redis://secret@host", "redis://:secret@host:port", "redis://:secret/host:1",
+          "redis://:secret@127.0.0.1:1"}) {
+        EXPECT_NE(open_error(url), "accepted") << url;
+        EXPECT_EQ(open_error(url).find("secret"), std::string::npos) << open_error(url);
+    }
 }
 
 TEST(OpenStore, redis_urls_are_taken_apart) {
