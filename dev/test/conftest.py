@@ -36,9 +36,18 @@ def write_shard(path, tokens, magic=20240520, version=1, count=None):
     path.write_bytes(header.tobytes() + numpy.asarray(tokens, dtype="<u2").tobytes())
 
 
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch, tmp_path):
+    """No launcher that pytest was started by tells the runs their places; what they leave behind is the test's."""
+    for name in os.environ:
+        if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith(("OMPI_", "SLURM_", "DILOCO_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory):
-    """A pattern of two training shards and a validation shard: a noisy cycle of 64 tokens that a tiny model can learn."""
+    """A pattern of two training shards and a validation shard: a noisy cycle of 64 tokens, easily learned."""
     folder = tmp_path_factory.mktemp("tokens")
     random = numpy.random.default_rng(1)
     stream = numpy.cumsum(random.integers(1, 4, size=40000)) % 64
@@ -58,6 +67,20 @@ def command(tokens, output, options):
 def children(pid):
     """Processes that process `pid` has started."""
     return [int(child) for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid):
+    """One that has ended may stay a zombie for as long as nobody waits for it."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def take_signals():
+    """In a new process: what a shell ignores for its background jobs counts again."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 class Run:
@@ -82,7 +105,7 @@ class Run:
 
 @pytest.fixture
 def train(tokens, tmp_path):
-    """train(name, {option: value, ...}) runs the trainer to its end; status 0 is expected unless told otherwise."""
+    """train(name, {option: value, ...}) runs the trainer to its end, which has status 0 unless told otherwise."""
 
     def run(name, options, status=0, environment=None):
         folder = tmp_path / name
@@ -124,7 +147,7 @@ class Worker:
 
 @pytest.fixture
 def start_worker(tokens, tmp_path):
-    """start_worker(w, options, name) starts one worker in the background; whatever still runs at the end is killed."""
+    """start_worker(w, options, name) starts one worker in the background; what runs at the end is killed."""
     started = []
 
     def start(w, options, name=""):

@@ -1,4 +1,4 @@
-"""Launching, meeting, dying: real processes, over file and Redis stores and under the usual launchers' environments."""
+"""Launching, meeting, dying: real processes, over file and Redis stores and in the environments of launchers."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from conftest import children, command
+from conftest import children, command, is_running, take_signals
 
 WORKERS = {"--workers": 2, "-H": 6, "--fragment-layers": 1, "-x": 24}
 LONG = {**WORKERS, "-x": 100000}
@@ -43,7 +43,11 @@ def launched(tokens, tmp_path):
     def start(options):
         folder = tmp_path / "run"
         process = subprocess.Popen(
-            command(tokens, folder, options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command(tokens, folder, options),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=take_signals,
         )
         started.append(process)
         assert wait_until(lambda: steps_logged(folder) > 5), "the run does not start"
@@ -80,10 +84,17 @@ def redis(tmp_path):
         ],
         stdout=subprocess.DEVNULL,
     )
-    wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
-    yield f"redis://:secret@127.0.0.1:{port}"
-    server.terminate()
-    server.wait()
+
+    def answers():
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    try:
+        assert wait_until(answers), "the Redis server does not start"
+        yield f"redis://:secret@127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()
 
 
 def test_separate_workers_meet_through_a_folder_and_agree_with_self_started_ones(
@@ -107,6 +118,17 @@ def test_a_second_run_in_the_same_store_is_not_confused_by_the_first(redis, star
     for attempt in "ab":
         runs = [start_worker(w, {**WORKERS, "--store": redis}, attempt) for w in (0, 1)]
         assert [run.wait() for run in runs] == [0, 0], [run.output() for run in runs]
+
+
+def test_the_store_may_be_given_by_the_environment(redis, monkeypatch, start_worker):
+    monkeypatch.setenv("DILOCO_STORE", redis)
+    runs = [start_worker(w, WORKERS) for w in (0, 1)]
+    assert [run.wait() for run in runs] == [0, 0], [run.output() for run in runs]
+
+
+def test_a_store_is_made_only_when_processes_meet(tmp_path, start_worker):
+    run = start_worker(0, {**WORKERS, "--store": f"file:{tmp_path}/store", "-i": tmp_path / "nowhere"})
+    assert run.wait() == 2 and not (tmp_path / "store").exists(), run.output()
 
 
 def test_a_wrong_password_is_one_line(redis, start_worker):
@@ -179,7 +201,7 @@ def test_a_killed_worker_ends_the_run_and_is_named(launched, workers):
     out, error = process.communicate(timeout=20)
     assert time.time() - start < 10
     assert process.returncode not in (0, 2) and "worker 1" in error.strip().splitlines()[-1], error
-    assert wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in others), 5)
+    assert wait_until(lambda: not any(is_running(pid) for pid in others), 10)
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -213,9 +235,4 @@ def test_no_process_is_left_behind(launched, with_signal):
     process.send_signal(with_signal)
     process.communicate(timeout=20)
     assert process.returncode != 0
-    assert wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in started), 10)
-
-
-def test_lines_of_other_processes_are_prefixed(train):
-    run = train("run", WORKERS)
-    assert "model " in run.stdout and "fragment" in run.stdout
+    assert wait_until(lambda: not any(is_running(pid) for pid in started), 10)
