@@ -38,7 +38,7 @@ def write_shard(path, tokens, magic=20240520, version=1, count=None):
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch, tmp_path):
-    """No launcher that pytest was started by tells the runs their places; what they leave behind is the test's."""
+    """No launcher that pytest was started by tells the runs their places; what they leave is the test's."""
     for name in os.environ:
         if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith(("OMPI_", "SLURM_", "DILOCO_")):
             monkeypatch.delenv(name)
@@ -105,7 +105,7 @@ class Run:
 
 @pytest.fixture
 def train(tokens, tmp_path):
-    """train(name, {option: value, ...}) runs the trainer to its end, which has status 0 unless told otherwise."""
+    """train(name, {option: value, ...}) runs the trainer to its end, with status 0 unless told otherwise."""
 
     def run(name, options, status=0, environment=None):
         folder = tmp_path / name

@@ -1,4 +1,4 @@
-"""Launching, meeting, dying: real processes, over file and Redis stores and in the environments of launchers."""
+"""Launching, meeting, dying: real processes, over file and Redis stores, in launchers' environments."""
 
 import os
 import shutil

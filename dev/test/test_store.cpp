@@ -269,5 +269,5 @@ TEST(RedisStore, a_server_that_restarts_is_found_again_and_one_that_is_gone_is_a
     server.stop();
     const Patience since(60);
     EXPECT_THROW(store->set("c", "3"), RunError);
-    EXPECT_LT(since.waited(), 6);
+    EXPECT_LT(since.waited(), 10);
 }
