@@ -182,7 +182,8 @@ inline void define_options(CLI::App& app, Options& o) {
                 ->check(CLI::Range(1, 4096)),
             add("--worker", o.worker, "Start only this worker's ranks here; the others are started elsewhere")
                 ->configurable(false),
-            add("--store", o.store, "Where processes meet: file:DIR or redis://[:PASSWORD@]HOST:PORT")
+            add("--store", o.store,
+                "Where processes meet: file:DIR or redis://[:PASSWORD@]HOST:PORT (default: $DILOCO_STORE)")
                 ->configurable(false),
             add("--interface", o.interface,
                 "Network interface of the outer exchange (default: the one that leads to the store)")
