@@ -1,0 +1,49 @@
+// For tests of kernels, on a GPU and on the emulator alike: an array in device memory, one allocation a tensor,
+// so that an access beside it is seen; and a run of the same test under several orders of blocks and threads.
+#pragma once
+#include <functional>
+#include <vector>
+
+#include "llmc/cuda/device.cuh"
+
+template <class T>
+class DeviceArray {
+public:
+    // Not initialized: NaN under the emulator.
+    explicit DeviceArray(size_t count) : count(count) {
+        void* p = nullptr;
+        cudaCheck(cudaMalloc(&p, count * sizeof(T)));
+        data = static_cast<T*>(p);
+    }
+    explicit DeviceArray(const std::vector<T>& values) : DeviceArray(values.size()) {
+        cudaCheck(cudaMemcpy(data, values.data(), count * sizeof(T), cudaMemcpyHostToDevice));
+    }
+    DeviceArray(const DeviceArray&) = delete;
+    DeviceArray& operator=(const DeviceArray&) = delete;
+    ~DeviceArray() { cudaFree(data); }
+
+    operator T*() { return data; }
+    std::vector<T> to_host() const {
+        std::vector<T> values(count);
+        cudaCheck(cudaMemcpy(values.data(), data, count * sizeof(T), cudaMemcpyDeviceToHost));
+        return values;
+    }
+
+private:
+    T* data = nullptr;
+    size_t count;
+};
+
+// Runs `test` under orders 0 (ascending) to orders - 1; on a GPU, which has its own, once.
+inline void for_each_order([[maybe_unused]] int orders, const std::function<void()>& test) {
+#ifdef __CUDACC__
+    test();
+#else
+    const uint64_t before = emulator::settings().seed;
+    for (int seed = 0; seed < orders; seed++) {
+        emulator::settings().seed = uint64_t(seed);
+        test();
+    }
+    emulator::settings().seed = before;
+#endif
+}
