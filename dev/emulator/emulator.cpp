@@ -1,6 +1,6 @@
-// The emulator's scheduler. The threads of a block are fibers, and switch only where they wait for each other:
-// in a barrier or a warp operation. In between, one warp runs as far ahead of the others as it can, its lanes
-// and the warps in an order drawn from a seed: that shows more missing barriers than a fair order does.
+// The emulator's scheduler. The threads of a block are fibers, and switch only where they wait for each
+// other: in a barrier or a warp operation. In between, one warp runs as far ahead of the others as it can,
+// its lanes and the warps in an order drawn from a seed: that shows more missing barriers than a fair order.
 // Compiled without -fsanitize=thread (see sanitizers.h).
 #include "dev/emulator/emulator.h"
 
@@ -56,8 +56,8 @@ bool same(Site a, Site b) { return a.line == b.line && strcmp(a.file, b.file) ==
 std::string name_of(const void* kernel) {
     Dl_info info;
     if (dladdr(kernel, &info) == 0 || !info.dli_sname || info.dli_saddr != kernel) { return "(unnamed)"; }
-    std::unique_ptr<char, void (*)(void*)> name(abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, nullptr),
-                                                free);
+    std::unique_ptr<char, void (*)(void*)> name(
+        abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, nullptr), free);
     return name ? name.get() : info.dli_sname;
 }
 
@@ -106,7 +106,9 @@ struct Thread {
     }
 };
 
-std::string describe(const Thread& thread) { return "thread " + text_of(thread.index) + " " + thread.state(); }
+std::string describe(const Thread& thread) {
+    return "thread " + text_of(thread.index) + " " + thread.state();
+}
 
 // Stacks for the threads of a block, each with a guard page below, and thread sanitizer's fibers. Making a
 // fiber is slow (0.4 ms), so they are kept.
@@ -168,6 +170,7 @@ public:
         const int thread = running / 32 * 32 + lane;
         fail(thread, what, threads[thread].site);
     }
+    [[noreturn]] void fail_in_signal_handler(const std::string& what);
     std::string position() const;
     bool in_kernel() const { return running >= 0; }
     bool is_stack_guard(const void* p) const { return stacks[set].is_guard(p); }
@@ -180,7 +183,10 @@ public:
     SharedMemory shared;
 
 private:
+    struct Abandoned {};
+
     static void thread_main(transfer_t from);
+    void set_report(int thread, const std::string& what, Site site);
     void start_block(uint64_t number);
     void finish_block();
     void wake(int thread);
@@ -189,6 +195,7 @@ private:
     void arrive(const char* name, Site site);
     bool warp_is_complete(int first, unsigned mask);
     void return_from_kernel();
+    void leave_for_good();
     void switch_to(int thread);
     void switch_to_host();
     void jump(fcontext_t to);
@@ -211,8 +218,8 @@ private:
     std::string report;
     Random random;
 
-    // Thread sanitizer: blocks take sets of fibers in turn, so that two blocks of different sets are unordered
-    // and their races on global memory show. It knows 8128 fibers at most.
+    // Thread sanitizer: blocks take sets of fibers in turn, so that two blocks of different sets are
+    // unordered and their races on global memory show. It knows 8128 fibers at most.
     static constexpr int sets = thread_sanitizer ? 4 : 1;
     Stacks stacks[sets];
     int set = 0;
@@ -234,7 +241,7 @@ void Machine::jump(fcontext_t to) {
 
 void Machine::switch_to(int thread) {
     leaving = running;
-    void** state = leaving < 0                ? &host_state
+    void** state = leaving < 0                 ? &host_state
                    : threads[leaving].returned ? nullptr
                                                : &threads[leaving].address_state;
     leave_stack(state, stacks[set].bottom(thread), stack_bytes);
@@ -303,11 +310,20 @@ std::string Machine::position() const {
            text_of(threadIdx) + "; launched at " + text_of(current->site);
 }
 
-void Machine::fail(int thread, const std::string& what, Site site) {
-    failed = true;
+void Machine::set_report(int thread, const std::string& what, Site site) {
     threadIdx = threads[thread].index;
     report = (site.line != 0 ? text_of(site) + ": " : "") + what + "\n  " + position();
-    release(&end_tag);
+    failed = true;
+}
+
+// Unwinds the thread to thread_main; the others are abandoned where they wait.
+void Machine::fail(int thread, const std::string& what, Site site) {
+    set_report(thread, what, site);
+    throw Abandoned{};
+}
+
+void Machine::fail_in_signal_handler(const std::string& what) {
+    set_report(running, what, Site{});
     switch_to_host();
     abort();  // abandoned threads are never resumed
 }
@@ -329,7 +345,8 @@ void Machine::check_shared_memory(Site site) {
     const std::string damage = shared.damage();
     if (damage.empty()) { return; }
     const Site since = self().site;
-    const std::string where = since.line == 0 ? "before it first waited" : "after it waited at " + text_of(since);
+    const std::string where =
+        since.line == 0 ? "before it first waited" : "after it waited at " + text_of(since);
     fail(damage + ", " + where, site);
 }
 
@@ -381,8 +398,8 @@ bool Machine::warp_is_complete(int first, unsigned mask) {
     return complete;
 }
 
-void Machine::warp_operation(const char* name, unsigned mask, void* operand, void (*combine)(Operands), Site site,
-                             bool orders_memory) {
+void Machine::warp_operation(const char* name, unsigned mask, void* operand, void (*combine)(Operands),
+                             Site site, bool orders_memory) {
     const int first = running / 32 * 32, lanes = std::min(32, int(threads.size()) - first);
     if (!(mask >> lane() & 1)) { fail("wrong mask: the calling lane is not in it", site); }
     if (lanes < 32) { mask &= (1u << lanes) - 1; }  // full masks are customary in a last, partial warp
@@ -394,7 +411,9 @@ void Machine::warp_operation(const char* name, unsigned mask, void* operand, voi
     in_operation |= 1u << lane();
     if (warp_is_complete(first, mask)) {
         void* operands[32] = {};
-        for (int i = 0; i < lanes; i++) { operands[i] = mask >> i & 1 ? threads[first + i].operand : nullptr; }
+        for (int i = 0; i < lanes; i++) {
+            operands[i] = mask >> i & 1 ? threads[first + i].operand : nullptr;
+        }
         {
             OwnAccesses own;
             combine(operands);
@@ -417,15 +436,18 @@ void Machine::thread_main(transfer_t from) {
     (machine.leaving < 0 ? machine.host_context : machine.threads[machine.leaving].context) = from.fctx;
     machine.arrived();
     acquire(&machine.start_tag);
-    (*machine.body)();
-    machine.return_from_kernel();
+    try {
+        (*machine.body)();
+        machine.return_from_kernel();
+    } catch (const Abandoned&) {}
+    release(&machine.end_tag);
+    machine.leave_for_good();
 }
 
 void Machine::return_from_kernel() {
     copy_async_commit();
     copy_async_wait(0);
     check_shared_memory(Site{});
-    release(&end_tag);
     const int first = running / 32 * 32;
     for (int lane = 0; waiting[running / 32] != 0 && lane < 32; lane++) {
         if (!(waiting[running / 32] >> lane & 1)) { continue; }
@@ -436,8 +458,11 @@ void Machine::return_from_kernel() {
         }
     }
     self().returned = true;
-    if (--unfinished == 0) { switch_to_host(); }
-    if (runnable_count == 0) { fail(deadlock(), Site{}); }
+    if (--unfinished > 0 && runnable_count == 0) { fail(deadlock(), Site{}); }
+}
+
+void Machine::leave_for_good() {
+    if (failed || unfinished == 0) { switch_to_host(); }
     switch_to(take_runnable());
 }
 
@@ -453,7 +478,11 @@ void Machine::start_block(uint64_t number) {
     stacks[set].reserve(count);
     shared.reset(current->shared_bytes);
     threads.resize(count);
-    runnable.assign((count + 31) / 32, {});
+    runnable.resize((count + 31) / 32);
+    for (std::vector<int>& candidates : runnable) {
+        candidates.clear();
+        candidates.reserve(32);  // none grows later, on a thread of the kernel
+    }
     waiting.assign((count + 31) / 32, 0);
     warp_order.resize((count + 31) / 32);
     std::iota(warp_order.begin(), warp_order.end(), 0);
@@ -462,7 +491,8 @@ void Machine::start_block(uint64_t number) {
     unfinished = int(count);
     for (size_t i = 0; i < count; i++) {
         Thread thread;
-        thread.index = {unsigned(i % block.x), unsigned(i / block.x % block.y), unsigned(i / block.x / block.y)};
+        thread.index = {unsigned(i % block.x), unsigned(i / block.x % block.y),
+                        unsigned(i / block.x / block.y)};
         thread.context = make_fcontext(stacks[set].bottom(i) + stack_bytes, stack_bytes, thread_main);
         thread.fiber = stacks[set].fiber(i);
         if (thread_sanitizer) { name_fiber(thread.fiber, ("CUDA thread " + text_of(thread.index)).c_str()); }
@@ -476,6 +506,12 @@ void Machine::finish_block() {
     size_t bytes;
     enter_stack(host_state, &from, &bytes);
     if (!failed) { return; }
+    for (size_t i = 0; thread_sanitizer && i < threads.size(); i++) {
+        switch_fiber(threads[i].fiber);  // the abandoned threads, too, end before the host goes on
+        release(&end_tag);
+        switch_fiber(host_fiber);
+    }
+    acquire(&end_tag);
     stacks[set].forget_fibers();
     throw Error(report);
 }
@@ -498,7 +534,7 @@ void Machine::run(const Launch& launch, const std::function<void()>& kernel) {
         switch_to(take_runnable());
         finish_block();
     }
-    acquire(&end_tag);
+    acquire(&end_tag);  // not after each block: blocks are unordered
 }
 
 // ---- accesses that fault, and sanitizers' reports
@@ -523,7 +559,7 @@ void on_fault(int number, siginfo_t* info, void*) {
                                  ? "stack overflow: a thread's variables are larger than the emulator's " +
                                        std::to_string(stack_bytes) + " bytes"
                                  : "invalid access: " + explain_address(at);
-    fail(what + " (gdb or a build with -fsanitize=address shows the line)", Site{});
+    machine.fail_in_signal_handler(what + " (gdb or a build with -fsanitize=address shows the line)");
 }
 
 void prepare_for_faults() {
@@ -550,7 +586,9 @@ void check_launch(const Launch& launch) {
     const uint64_t threads = uint64_t(block.x) * block.y * block.z;
     std::string what;
     if (grid.x == 0 || grid.y == 0 || grid.z == 0 || threads == 0) { what = "an empty grid or block"; }
-    if (grid.y > 65535 || grid.z > 65535 || grid.x > 0x7FFFFFFF) { what = "more blocks than a grid can have"; }
+    if (grid.y > 65535 || grid.z > 65535 || grid.x > 0x7FFFFFFF) {
+        what = "more blocks than a grid can have";
+    }
     if (threads > 1024 || block.z > 64) { what = "more threads than a block can have"; }
     if (launch.shared_bytes > settings().shared_bytes_per_block) {
         what = "too much shared memory: " + std::to_string(launch.shared_bytes) + " bytes of " +
@@ -574,8 +612,8 @@ void launch(const Launch& launch, const std::function<void()>& body) {
     machine.run(launch, body);
     const std::string damage = damage_of_device_memory();
     if (!damage.empty()) {
-        throw Error("kernel " + name_of(launch.kernel) + ", launched at " + text_of(launch.site) + ", " + damage +
-                    " (a build with -fsanitize=address shows thread and line)");
+        throw Error("kernel " + name_of(launch.kernel) + ", launched at " + text_of(launch.site) + ", " +
+                    damage + " (a build with -fsanitize=address shows thread and line)");
     }
 }
 
@@ -585,9 +623,7 @@ void fail(const std::string& what, Site site) {
     machine.fail(what, site);
 }
 
-void fail_lane(int lane, const std::string& what) {
-    Machine::of_this_thread().fail_lane(lane, what);
-}
+void fail_lane(int lane, const std::string& what) { Machine::of_this_thread().fail_lane(lane, what); }
 
 int lane() { return Machine::of_this_thread().lane(); }
 
@@ -620,7 +656,9 @@ void warp_operation(const char* name, unsigned mask, void* operand, void (*combi
 
 void copy_async_16(void* shared, const void* global, bool valid, Site site) {
     check_aligned(shared, 16, site);
-    if (!is_shared(shared, 16)) { fail("asynchronous copy to an address that is not in shared memory", site); }
+    if (!is_shared(shared, 16)) {
+        fail("asynchronous copy to an address that is not in shared memory", site);
+    }
     if (valid) { check_aligned(global, 16, site); }
     if (valid && is_shared(global, 1)) { fail("asynchronous copy from shared memory", site); }
     note_write(shared, 16);

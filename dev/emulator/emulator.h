@@ -37,7 +37,7 @@ struct Error : std::runtime_error {
 };
 
 struct Settings {
-    uint64_t seed = 1;                          // of the order of blocks and threads; 0: ascending.  EMULATOR_SEED
+    uint64_t seed = 1;  // of the order of blocks and threads; 0: ascending.  EMULATOR_SEED
     size_t shared_bytes_per_block = 99 * 1024;  // sm_86, sm_89: 99 KiB; sm_80: 163; sm_90, sm_100: 227
 };
 Settings& settings();
@@ -97,44 +97,56 @@ T shuffle(const char* name, unsigned mask, T value, int source, Site site) {
         T value, result;
         int source;
     } own{value, value, source};
-    warp_operation(name, mask, &own, [](Operands lanes) {
-        for (int lane = 0; lane < 32; lane++) {
-            if (!lanes[lane]) { continue; }
-            Operand& operand = *static_cast<Operand*>(lanes[lane]);
-            const Operand* from = static_cast<const Operand*>(lanes[operand.source]);
-            if (!from) {
-                fail_lane(lane, "wrong mask: the value comes from lane " + std::to_string(operand.source) +
-                                    ", which is not in the mask");
+    warp_operation(
+        name, mask, &own,
+        [](Operands lanes) {
+            for (int lane = 0; lane < 32; lane++) {
+                if (!lanes[lane]) { continue; }
+                Operand& operand = *static_cast<Operand*>(lanes[lane]);
+                const Operand* from = static_cast<const Operand*>(lanes[operand.source]);
+                if (!from) {
+                    fail_lane(lane, "wrong mask: the value comes from lane " +
+                                        std::to_string(operand.source) + ", which is not in the mask");
+                }
+                operand.result = from->value;
             }
-            operand.result = from->value;
-        }
-    }, site);
+        },
+        site);
     return own.result;
 }
 
 // Each lane gets the combination of all lanes' values, formed in ascending order of lanes.
 template <class T, class Combine>
 T warp_reduce(const char* name, unsigned mask, T value, Combine, Site site) {
-    warp_operation(name, mask, &value, [](Operands lanes) {
-        T total{};
-        bool first = true;
-        for (void* operand : lanes) {
-            if (!operand) { continue; }
-            total = first ? *static_cast<T*>(operand) : Combine{}(total, *static_cast<T*>(operand));
-            first = false;
-        }
-        for (void* operand : lanes) {
-            if (operand) { *static_cast<T*>(operand) = total; }
-        }
-    }, site);
+    warp_operation(
+        name, mask, &value,
+        [](Operands lanes) {
+            T total{};
+            bool first = true;
+            for (void* operand : lanes) {
+                if (!operand) { continue; }
+                total = first ? *static_cast<T*>(operand) : Combine{}(total, *static_cast<T*>(operand));
+                first = false;
+            }
+            for (void* operand : lanes) {
+                if (operand) { *static_cast<T*>(operand) = total; }
+            }
+        },
+        site);
     return value;
 }
 
 struct Minimum {
-    template <class T> T operator()(T a, T b) const { return std::min(a, b); }
+    template <class T>
+    T operator()(T a, T b) const {
+        return std::min(a, b);
+    }
 };
 struct Maximum {
-    template <class T> T operator()(T a, T b) const { return std::max(a, b); }
+    template <class T>
+    T operator()(T a, T b) const {
+        return std::max(a, b);
+    }
 };
 
 // *p = update(*p) in one piece; returns what was there.
@@ -177,7 +189,8 @@ inline int __syncthreads_and(int predicate, Site site = Site::here()) {
     return emulator::block_barrier("__syncthreads_and", predicate == 0, site) == 0;
 }
 inline void __syncwarp(unsigned mask = ~0u, Site site = Site::here()) {
-    emulator::warp_operation("__syncwarp", mask, &mask, [](emulator::Operands) {}, site, true);
+    emulator::warp_operation(
+        "__syncwarp", mask, &mask, [](emulator::Operands) {}, site, true);
 }
 
 // Where the source lies outside of its part of `width` lanes, a lane gets its own value.
@@ -210,10 +223,12 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, Site site = Site::he
     return emulator::warp_reduce("__ballot_sync", mask, bit, std::bit_or<unsigned>(), site);
 }
 inline int __any_sync(unsigned mask, int predicate, Site site = Site::here()) {
-    return int(emulator::warp_reduce("__any_sync", mask, unsigned(predicate != 0), std::bit_or<unsigned>(), site));
+    return int(
+        emulator::warp_reduce("__any_sync", mask, unsigned(predicate != 0), std::bit_or<unsigned>(), site));
 }
 inline int __all_sync(unsigned mask, int predicate, Site site = Site::here()) {
-    return int(emulator::warp_reduce("__all_sync", mask, unsigned(predicate != 0), std::bit_and<unsigned>(), site));
+    return int(
+        emulator::warp_reduce("__all_sync", mask, unsigned(predicate != 0), std::bit_and<unsigned>(), site));
 }
 // Integers only, as on the device.
 template <class T>
@@ -260,16 +275,22 @@ T __ldg(const T* p, Site site = Site::here()) {
     return *p;
 }
 template <class T>
-T __ldcs(const T* p, Site site = Site::here()) { return __ldg(p, site); }
+T __ldcs(const T* p, Site site = Site::here()) {
+    return __ldg(p, site);
+}
 template <class T>
-T __ldcg(const T* p, Site site = Site::here()) { return __ldg(p, site); }
+T __ldcg(const T* p, Site site = Site::here()) {
+    return __ldg(p, site);
+}
 template <class T>
 void __stcs(T* p, typename emulator::Exactly<T>::type value, Site site = Site::here()) {
     emulator::check_aligned(p, alignof(T), site);
     *p = value;
 }
 template <class T>
-void __stcg(T* p, typename emulator::Exactly<T>::type value, Site site = Site::here()) { __stcs(p, value, site); }
+void __stcg(T* p, typename emulator::Exactly<T>::type value, Site site = Site::here()) {
+    __stcs(p, value, site);
+}
 
 inline void __trap(Site site = Site::here()) { emulator::fail("__trap", site); }
 

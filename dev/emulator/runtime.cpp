@@ -39,7 +39,9 @@ public:
     void* allocate(size_t bytes) {
         std::lock_guard<std::mutex> lock(mutex);
         const size_t mapped = round_up(bytes, page);
-        if (begin == MAP_FAILED || mapped > region_bytes || used + mapped + page > region_bytes) { return nullptr; }
+        if (begin == MAP_FAILED || mapped > region_bytes || used + mapped + page > region_bytes) {
+            return nullptr;
+        }
         char* mapping = static_cast<char*>(begin) + used;
         used += mapped + page;
         if (mprotect(mapping, mapped, PROT_READ | PROT_WRITE) != 0) { return nullptr; }
@@ -52,7 +54,8 @@ public:
         return made.p;
     }
 
-    // False if `p` is not the begin of an allocation. Its pages go back to the system, its addresses stay closed.
+    // False if `p` is not the begin of an allocation. Its pages go back to the system, its addresses stay
+    // closed.
     bool release(void* p) {
         std::lock_guard<std::mutex> lock(mutex);
         auto found = allocations.find(static_cast<char*>(p));
@@ -168,7 +171,8 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind 
     return result(cudaSuccess);
 }
 
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream) {
     return stream ? result(cudaErrorInvalidResourceHandle) : cudaMemcpy(to, from, bytes, kind);
 }
 
@@ -201,10 +205,15 @@ cudaError_t cudaGetLastError() {
 
 const char* cudaGetErrorString(cudaError_t error) {
     switch (error) {
-        case cudaSuccess: return "no error";
-        case cudaErrorInvalidValue: return "invalid argument";
-        case cudaErrorMemoryAllocation: return "out of memory";
-        case cudaErrorInvalidResourceHandle: return "invalid resource handle";
-        default: return "an error that the emulator does not make";
+        case cudaSuccess:
+            return "no error";
+        case cudaErrorInvalidValue:
+            return "invalid argument";
+        case cudaErrorMemoryAllocation:
+            return "out of memory";
+        case cudaErrorInvalidResourceHandle:
+            return "invalid resource handle";
+        default:
+            return "an error that the emulator does not make";
     }
 }

@@ -10,8 +10,8 @@ namespace {
 
 using bf16 = __nv_bfloat16;
 
-constexpr int tile = 64, tile_k = 32;            // a block's part of the output; the depth of one stage
-constexpr int warp_tile = 32;                    // a warp's: 2 x 2 warps
+constexpr int tile = 64, tile_k = 32;                // a block's part of the output; the depth of one stage
+constexpr int warp_tile = 32;                        // a warp's: 2 x 2 warps
 constexpr int row_k = tile_k + 8, row_n = tile + 8;  // rows in shared memory, padded: no bank conflicts
 constexpr int matmul_threads = 128;
 
@@ -117,8 +117,8 @@ void expect_exact_matmul(int M, int N, int K) {
     }
     DeviceArray<bf16> device_a(a), device_b(b);
     DeviceArray<float> out(expected.size());
-    launch(matmul<b_is_transposed>, Grid{dim3((N + tile - 1) / tile, (M + tile - 1) / tile), matmul_threads}, out,
-           device_a, device_b, M, N, K);
+    launch(matmul<b_is_transposed>, Grid{dim3((N + tile - 1) / tile, (M + tile - 1) / tile), matmul_threads},
+           out, device_a, device_b, M, N, K);
     EXPECT_EQ(out.to_host(), expected);
 }
 

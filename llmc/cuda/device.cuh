@@ -50,15 +50,17 @@ void launch(void (*kernel)(P...), const Grid& grid, typename Parameter<P>::type.
 #ifdef __CUDACC__
     const size_t without_asking = 48 * 1024;
     if (grid.shared_bytes > without_asking) {
-        cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(grid.shared_bytes)),
-                  grid.site);
+        cudaCheck(
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(grid.shared_bytes)),
+            grid.site);
     }
     kernel<<<grid.blocks, grid.threads, grid.shared_bytes, grid.stream>>>(arguments...);
     cudaCheck(cudaGetLastError(), grid.site);
 #else
     cudaCheck(cudaStreamSynchronize(grid.stream), grid.site);
-    emulator::launch({reinterpret_cast<const void*>(kernel), grid.blocks, grid.threads, grid.shared_bytes, grid.site},
-                     [=] { kernel(arguments...); });
+    emulator::launch(
+        {reinterpret_cast<const void*>(kernel), grid.blocks, grid.threads, grid.shared_bytes, grid.site},
+        [=] { kernel(arguments...); });
 #endif
 }
 
@@ -68,15 +70,15 @@ void launch(void (*kernel)(P...), const Grid& grid, typename Parameter<P>::type.
 // DYNAMIC_SHARED(memory): unsigned char* to the launch's dynamic shared memory, 128-byte aligned.
 
 #ifdef __CUDACC__
-#define SHARED(Type, name)              \
-    using name##_shared_type = Type;    \
+#define SHARED(Type, name)           \
+    using name##_shared_type = Type; \
     __shared__ alignas(16) name##_shared_type name
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
 #else
-#define SHARED(Type, name)                                                                         \
-    using name##_shared_type = Type;                                                               \
-    static const char name##_key = 0;                                                              \
-    name##_shared_type& name = *static_cast<name##_shared_type*>(                                  \
+#define SHARED(Type, name)                                        \
+    using name##_shared_type = Type;                              \
+    static const char name##_key = 0;                             \
+    name##_shared_type& name = *static_cast<name##_shared_type*>( \
         emulator::shared_variable(&name##_key, #name, sizeof(name##_shared_type), Site::here()))
 #define DYNAMIC_SHARED(name) unsigned char* name = static_cast<unsigned char*>(emulator::dynamic_shared())
 #endif
@@ -163,17 +165,22 @@ void load_matrix_x4(uint32_t (&registers)[4], const void* row, Site site) {
     } own;
     for (int i = 0; i < 8; i++) { own.row[i] = static_cast<const uint16_t*>(row)[i]; }
     own.registers = registers;
-    warp_operation(transposed ? "ldmatrix.x4.trans" : "ldmatrix.x4", ~0u, &own, [](Operands lanes) {
-        auto element = [&](int matrix, int i, int j) {
-            return uint32_t(static_cast<const Operand*>(lanes[8 * matrix + (transposed ? j : i)])->row[transposed ? i : j]);
-        };
-        for (int t = 0; t < 32; t++) {
-            for (int m = 0; m < 4; m++) {
-                const int i = t / 4, j = t % 4 * 2;
-                static_cast<Operand*>(lanes[t])->registers[m] = element(m, i, j) | element(m, i, j + 1) << 16;
+    warp_operation(
+        transposed ? "ldmatrix.x4.trans" : "ldmatrix.x4", ~0u, &own,
+        [](Operands lanes) {
+            auto element = [&](int matrix, int i, int j) {
+                return uint32_t(static_cast<const Operand*>(lanes[8 * matrix + (transposed ? j : i)])
+                                    ->row[transposed ? i : j]);
+            };
+            for (int t = 0; t < 32; t++) {
+                for (int m = 0; m < 4; m++) {
+                    const int i = t / 4, j = t % 4 * 2;
+                    static_cast<Operand*>(lanes[t])->registers[m] = element(m, i, j) | element(m, i, j + 1)
+                                                                                           << 16;
+                }
             }
-        }
-    }, site);
+        },
+        site);
 }
 
 inline float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
@@ -215,9 +222,9 @@ inline void mma_m16n8k16(Operands lanes) {
 }  // namespace emulator
 #endif
 
-// Four 8x8 matrices of 16-bit values out of shared memory. PTX ISA, "ldmatrix": lane i gives the address of row
-// i % 8 of matrix i / 8 (8 values, 16-byte aligned); register m of lane t gets elements 2 * (t % 4) and, in
-// the upper half, 2 * (t % 4) + 1 of row t / 4 of matrix m.
+// Four 8x8 matrices of 16-bit values out of shared memory. PTX ISA, "ldmatrix": lane i gives the address of
+// row i % 8 of matrix i / 8 (8 values, 16-byte aligned); register m of lane t gets elements 2 * (t % 4) and,
+// in its upper half, 2 * (t % 4) + 1 of row t / 4 of matrix m.
 __device__ inline void load_matrix_x4(uint32_t (&registers)[4], const void* row,
                                       [[maybe_unused]] Site site = Site::here()) {
 #ifdef __CUDACC__
@@ -247,11 +254,12 @@ __device__ inline void load_matrix_x4_transposed(uint32_t (&registers)[4], const
 }
 
 // C += A B.   C: (16, 8) float   A: (16, 16) bf16   B: (16, 8) bf16
-// PTX ISA, "mma.m16n8k16": with g = lane / 4 and p = 2 * (lane % 4), a register holding two bf16, low half first,
+// PTX ISA, "mma.m16n8k16": with g = lane / 4, p = 2 * (lane % 4), two bf16 in a register, low half first,
 //
-//     a[0]: A[g][p, p + 1]      a[1]: A[g + 8][p, p + 1]      a[2]: A[g][p + 8, p + 9]   a[3]: A[g + 8][p + 8, p + 9]
-//     b0:   B[p, p + 1][g]      b1:   B[p + 8, p + 9][g]
-//     c[0], c[1]: C[g][p, p + 1]                              c[2], c[3]: C[g + 8][p, p + 1]
+//     a[0]: A[g][p, p + 1]           a[1]: A[g + 8][p, p + 1]
+//     a[2]: A[g][p + 8, p + 9]       a[3]: A[g + 8][p + 8, p + 9]
+//     b0:   B[p, p + 1][g]           b1:   B[p + 8, p + 9][g]
+//     c[0], c[1]: C[g][p, p + 1]     c[2], c[3]: C[g + 8][p, p + 1]
 //
 // The order in which a tensor core sums the 16 products, and how it rounds on the way, is not documented; the
 // emulator sums them in ascending order, rounding each sum to float.
@@ -321,7 +329,15 @@ __device__ inline float block_reduce(float value, Operation operation, Site site
     return value;
 }
 
-__device__ inline float warp_sum(float value, Site site = Site::here()) { return warp_reduce(value, Sum(), site); }
-__device__ inline float warp_max(float value, Site site = Site::here()) { return warp_reduce(value, Maximum(), site); }
-__device__ inline float block_sum(float value, Site site = Site::here()) { return block_reduce(value, Sum(), site); }
-__device__ inline float block_max(float value, Site site = Site::here()) { return block_reduce(value, Maximum(), site); }
+__device__ inline float warp_sum(float value, Site site = Site::here()) {
+    return warp_reduce(value, Sum(), site);
+}
+__device__ inline float warp_max(float value, Site site = Site::here()) {
+    return warp_reduce(value, Maximum(), site);
+}
+__device__ inline float block_sum(float value, Site site = Site::here()) {
+    return block_reduce(value, Sum(), site);
+}
+__device__ inline float block_max(float value, Site site = Site::here()) {
+    return block_reduce(value, Maximum(), site);
+}
