@@ -21,7 +21,7 @@ CUDA_HEADER = $(firstword $(wildcard $(CUDA_HOME)/include/cuda_fp4.h \
 EMULATED = -std=c++17 $(OPTIMIZE) -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Werror -Wno-unknown-pragmas \
            -I. -isystem $(dir $(CUDA_HEADER))
 EMULATOR_HEADERS = $(HEADERS) $(wildcard dev/emulator/*.h llmc/cuda/*.cuh)
-EMULATOR = emulator runtime
+EMULATOR = emulator machine runtime
 KERNEL_TESTS = $(patsubst dev/emulator/%.cpp,%,$(wildcard dev/emulator/test_*.cpp))
 EMULATOR_TESTS = $(foreach kind,plain address thread,$(KERNEL_TESTS:%=build/$(kind)/%))
 CUDA_FLAGS = -std=c++17 -O3 -I. -Werror all-warnings -Xcompiler -Wall,-Wextra \
@@ -90,7 +90,7 @@ test-emulator: setup
 # For the GPUs of 2020, 2022 and 2024; what nvcc warns of is an error.
 check-cuda:
 ifeq ($(NVCC),)
-	@echo "not checked: whether nvcc takes the kernels, there is none (elsewhere than in /usr/local/cuda: CUDA_HOME=)"
+	@echo "not checked: whether nvcc takes the kernels, for there is none (CUDA_HOME says where to look)"
 else
 	$(MAKE) build/nvcc/test_kernels.o
 endif

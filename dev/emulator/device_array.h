@@ -1,5 +1,6 @@
-// For tests of kernels, on a GPU and on the emulator alike: an array in device memory, one allocation a tensor,
-// so that an access beside it is seen; and a run of the same test under several orders of blocks and threads.
+// For tests of kernels, on a GPU and on the emulator alike: an array in device memory, one allocation a
+// tensor, so that an access beside it is seen; and a run of the same test under several orders of blocks and
+// threads.
 #pragma once
 #include <functional>
 #include <vector>

@@ -1,7 +1,7 @@
-// CUDA's device language on a CPU, for an ordinary C++ compiler: llmc/cuda/device.cuh includes this where nvcc
-// is not at work. Threads of a block run as fibers and meet in barriers and warp operations; whoever waits in
-// vain, or misuses one of them, ends the launch with an emulator::Error that names kernel, block, thread and
-// line. README.md beside this file says what is found that way and what is not.
+// CUDA's device language on a CPU, for an ordinary C++ compiler: llmc/cuda/device.cuh includes this where
+// nvcc is not at work. Threads of a block run as fibers and meet in barriers and warp operations; whoever
+// waits in vain, or misuses one of them, ends the launch with an emulator::Error that names kernel, block,
+// thread and line. README.md beside this file says what is found that way and what is not.
 #pragma once
 // The toolkit's own `extern const uint3 threadIdx` would clash with ours.
 #define __DEVICE_LAUNCH_PARAMETERS_H__

@@ -1,6 +1,7 @@
 // The shared memory of one block: variables with a red zone before, between and behind them. All bytes are
 // 0xFF at first (NaN as float, bf16, half and fp8; -1 as an integer), so that what reads a value that nobody
-// wrote shows it, and what writes into a red zone is seen. Under address sanitizer the red zones are forbidden.
+// wrote shows it, and what writes into a red zone is seen. Under address sanitizer the red zones are
+// forbidden.
 #pragma once
 #include <sys/mman.h>
 

@@ -1,6 +1,6 @@
-// Every kind of mistake that the emulator promises to find, made on purpose: the report must name kernel, block,
-// thread and line. A mistake's line is marked `mistake(NAME)`. What only a sanitizer sees, or sees better, is
-// expected of the build with it.
+// Every kind of mistake that the emulator promises to find, made on purpose: the report must name kernel,
+// block, thread and line. A mistake's line is marked `mistake(NAME)`. What only a sanitizer sees, or sees
+// better, is expected of the build with it.
 #include <gtest/gtest.h>
 
 #include <cmath>

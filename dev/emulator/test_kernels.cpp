@@ -1,5 +1,5 @@
-// Correct kernels that use all of the seam: the same right results on a GPU and, under any order of blocks and
-// threads and any sanitizer, on the emulator. Compiles with nvcc, too (-x cu).
+// Correct kernels that use all of the seam: the same right results on a GPU and, under any order of blocks
+// and threads and any sanitizer, on the emulator. Compiles with nvcc, too (-x cu).
 #include <gtest/gtest.h>
 
 #include <numeric>
