@@ -347,6 +347,29 @@ TEST(Emulator, ReportsAWriteFarPastAnAllocationAndIntoFreedMemory) {
         contains(report_of(write_at, Grid{2, 32}, nullptr, 0), {"the address is not in device memory"}));
 }
 
+__global__ void read_at(float* out, const float* inp, long index) {
+    if (threadIdx.x == 17) { out[0] = inp[index]; }  // mistake(read at an index)
+}
+
+TEST(Emulator, ReadsNanOrReportsAReadPastAnAllocation) {
+    DeviceArray<float> inp(std::vector<float>(1026, 1.0f)), out(1);
+    if (has_address_sanitizer) {
+        EXPECT_SANITIZER(launch(read_at, Grid{1, 32}, out, inp, 1026), "AddressSanitizer: use-after-poison",
+                         "read at an index", "thread .17,0,0.");
+        return;
+    }
+    launch(read_at, Grid{1, 32}, out, inp, 1026);
+    EXPECT_TRUE(any_nan(out.to_host()));
+    if (has_thread_sanitizer) {
+        EXPECT_SANITIZER(launch(read_at, Grid{1, 32}, out, inp, 1028), "SEGV", "read at an index",
+                         "thread .17,0,0.");
+        return;
+    }
+    EXPECT_TRUE(
+        contains(report_of(read_at, Grid{1, 32}, out, inp, 1028),
+                 {"invalid access: 8 bytes past the end of an allocation of 4104 bytes", "thread (17,0,0)"}));
+}
+
 __global__ void divide(int* out, int by) { out[threadIdx.x] = 12 / by; }
 
 __global__ void large_local_array(int* out) {

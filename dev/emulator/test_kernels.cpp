@@ -2,6 +2,7 @@
 // and threads and any sanitizer, on the emulator. Compiles with nvcc, too (-x cu).
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <numeric>
 
 #include "dev/emulator/device_array.h"
@@ -130,17 +131,21 @@ TEST(Kernels, TiledMatmulThroughTransposedLoadsIsExact) {
     for_each_order(3, [] { expect_exact_matmul<false>(65, 136, 72); });
 }
 
-// maximum[row] = max over the row, sum[row] = sum of row - maximum.   inp: (rows, C), one block a row
-__global__ void reduce_rows(float* maximum, float* sum, const float* inp, int C) {
+// spread[row] = max - min of the row, sum[row] = sum of row - min.   inp: (rows, C), one block a row
+// Two reductions of a kind follow each other: the second one writes where the first one is still read.
+__global__ void reduce_rows(float* spread, float* sum, const float* inp, int C) {
     const float* row = inp + size_t(blockIdx.x) * C;
-    float part = -INFINITY;
-    for (int c = threadIdx.x; c < C; c += blockDim.x) { part = fmaxf(part, row[c]); }
-    const float largest = block_max(part);
+    float part = -INFINITY, negative_part = -INFINITY;
+    for (int c = threadIdx.x; c < C; c += blockDim.x) {
+        part = fmaxf(part, row[c]);
+        negative_part = fmaxf(negative_part, -row[c]);
+    }
+    const float largest = block_max(part), smallest = -block_max(negative_part);
     part = 0.0f;
-    for (int c = threadIdx.x; c < C; c += blockDim.x) { part += row[c] - largest; }
+    for (int c = threadIdx.x; c < C; c += blockDim.x) { part += row[c] - smallest; }
     const float total = block_sum(part);
     if (threadIdx.x == 0) {
-        maximum[blockIdx.x] = largest;
+        spread[blockIdx.x] = largest - smallest;
         sum[blockIdx.x] = total;
     }
 }
@@ -148,14 +153,18 @@ __global__ void reduce_rows(float* maximum, float* sum, const float* inp, int C)
 TEST(Kernels, BlockReductionsOneAfterAnotherAreExact) {
     for (int C : {5, 127, 1001}) {
         const int rows = 3;
-        std::vector<float> inp(size_t(rows) * C), maximum(rows, -INFINITY), sum(rows);
-        for (size_t i = 0; i < inp.size(); i++) { inp[i] = float(i * 37 % 101); }
-        for (size_t i = 0; i < inp.size(); i++) { maximum[i / C] = fmaxf(maximum[i / C], inp[i]); }
-        for (size_t i = 0; i < inp.size(); i++) { sum[i / C] += inp[i] - maximum[i / C]; }
+        std::vector<float> inp(size_t(rows) * C), spread, sum;
+        // No two of a row are equal: a warp that misses an extreme has another result. Sums stay below 2^24.
+        for (size_t i = 0; i < inp.size(); i++) { inp[i] = float(i * 1237 % 4001); }
+        for (auto row = inp.begin(); row < inp.end(); row += C) {
+            const auto [smallest, largest] = std::minmax_element(row, row + C);
+            spread.push_back(*largest - *smallest);
+            sum.push_back(std::accumulate(row, row + C, 0.0f) - float(C) * *smallest);
+        }
         for_each_order(8, [&] {
-            DeviceArray<float> device_inp(inp), device_maximum(rows), device_sum(rows);
-            launch(reduce_rows, Grid{rows, 128}, device_maximum, device_sum, device_inp, C);
-            EXPECT_EQ(device_maximum.to_host(), maximum);
+            DeviceArray<float> device_inp(inp), device_spread(rows), device_sum(rows);
+            launch(reduce_rows, Grid{rows, 128}, device_spread, device_sum, device_inp, C);
+            EXPECT_EQ(device_spread.to_host(), spread);
             EXPECT_EQ(device_sum.to_host(), sum);
         });
     }

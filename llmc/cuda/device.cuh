@@ -57,7 +57,7 @@ void launch(void (*kernel)(P...), const Grid& grid, typename Parameter<P>::type.
     kernel<<<grid.blocks, grid.threads, grid.shared_bytes, grid.stream>>>(arguments...);
     cudaCheck(cudaGetLastError(), grid.site);
 #else
-    cudaCheck(cudaStreamSynchronize(grid.stream), grid.site);
+    cudaCheck(cudaStreamSynchronize(grid.stream), grid.site);  // all before it, and it, is done at once
     emulator::launch(
         {reinterpret_cast<const void*>(kernel), grid.blocks, grid.threads, grid.shared_bytes, grid.site},
         [=] { kernel(arguments...); });
