@@ -1,5 +1,5 @@
-// Switching between the threads of a block, their meeting points, and the run of a block from its start to its
-// end. Compiled without -fsanitize=thread (see sanitizers.h).
+// Switching between the threads of a block, their meeting points, and the run of a block from its start to
+// its end. Compiled without -fsanitize=thread (see sanitizers.h).
 #include "dev/emulator/machine.h"
 
 #include <cxxabi.h>

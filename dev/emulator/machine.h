@@ -1,7 +1,7 @@
 // The machine that runs a kernel's blocks, one after another. The threads of a block are fibers, and switch
-// only where they wait for each other: in a barrier or a warp operation. In between, one warp runs as far ahead
-// of the others as it can, its lanes and the warps in an order drawn from a seed: that shows more missing
-// barriers than a fair order does.
+// only where they wait for each other: in a barrier or a warp operation. In between, one warp runs as far
+// ahead of the others as it can, its lanes and the warps in an order drawn from a seed: that shows more
+// missing barriers than a fair order does.
 #pragma once
 #include <sys/mman.h>
 

@@ -1,9 +1,9 @@
 // What the sanitizers have to be told about fibers and about memory. In a build without sanitizers nothing.
 //
-// Address sanitizer finds accesses to memory that `forbid` marked. Thread sanitizer takes each CUDA thread as
-// one of its fibers. Switches between them order nothing; `release` and `acquire` order what CUDA orders. The
-// emulator's own sources are compiled without -fsanitize=thread, with EMULATOR_THREAD_SANITIZER defined: their
-// bookkeeping is no part of the program under test, and they name the accesses that are.
+// Address sanitizer finds accesses to memory that `forbid` marked. Thread sanitizer takes each CUDA thread
+// as one of its fibers. Switches between them order nothing; `release` and `acquire` order what CUDA
+// orders. The emulator's own sources are compiled without -fsanitize=thread, with EMULATOR_THREAD_SANITIZER
+// defined: their bookkeeping is no part of the program under test, and they name the accesses that are.
 #pragma once
 #include <cstddef>
 #if defined(__SANITIZE_ADDRESS__)
