@@ -19,7 +19,8 @@ NVCC = $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc))
 CUDA_HEADER = $(firstword $(wildcard $(CUDA_HOME)/include/cuda_fp4.h \
                 .venv/lib/python3.*/site-packages/nvidia/cu13/include/cuda_fp4.h))
 EMULATED = -std=c++17 $(OPTIMIZE) -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Werror \
-           -Wno-unknown-pragmas -I. -isystem $(dir $(or $(CUDA_HEADER),$(error no CUDA headers: run make setup)))
+           -Wno-unknown-pragmas -I. \
+           -isystem $(dir $(or $(CUDA_HEADER),$(error no CUDA headers: run make setup)))
 EMULATOR_HEADERS = $(HEADERS) $(wildcard dev/emulator/*.h llmc/cuda/*.cuh)
 EMULATOR = emulator machine runtime
 KERNEL_TESTS = $(patsubst dev/emulator/%.cpp,%,$(wildcard dev/emulator/test_*.cpp))

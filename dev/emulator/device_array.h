@@ -35,16 +35,17 @@ private:
     size_t count;
 };
 
-// Runs `test` under orders 0 (ascending) to orders - 1; on a GPU, which has its own, once.
+// Runs `test` under as many orders as given, from EMULATOR_SEED on (else 1); under the ascending order alone if
+// that is 0, for a debugger; and on a GPU, which has its own, once.
 inline void for_each_order([[maybe_unused]] int orders, const std::function<void()>& test) {
 #ifdef __CUDACC__
     test();
 #else
-    const uint64_t before = emulator::settings().seed;
-    for (int seed = 0; seed < orders; seed++) {
-        emulator::settings().seed = uint64_t(seed);
+    const uint64_t first = emulator::settings().seed;
+    for (int i = 0; i < (first == 0 ? 1 : orders); i++) {
+        emulator::settings().seed = first + uint64_t(i);
         test();
     }
-    emulator::settings().seed = before;
+    emulator::settings().seed = first;
 #endif
 }
