@@ -47,22 +47,30 @@ void on_fault(int number, siginfo_t* info, void*) {
     machine.fail_in_signal_handler(what + " (gdb or a build with -fsanitize=address shows the line)");
 }
 
-void prepare_for_faults() {
+// Once for the process.
+bool handle_faults() {
     if (address_sanitizer || thread_sanitizer) {
         call_at_death(print_position);
-        return;
+        return true;
     }
-    static thread_local char stack[65536];
-    stack_t alternate{};
-    alternate.ss_sp = stack;
-    alternate.ss_size = sizeof(stack);
-    sigaltstack(&alternate, nullptr);
     for (int number : {SIGSEGV, SIGBUS, SIGFPE}) {
         struct sigaction action {};
         action.sa_sigaction = on_fault;
         action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
         sigaction(number, &action, &previous_action[number]);
     }
+    return true;
+}
+
+// Once for each thread of the host: the handler needs a stack where a fiber's has overflowed. Sanitizers
+// bring their own.
+bool make_signal_stack() {
+    if (address_sanitizer || thread_sanitizer) { return true; }
+    static thread_local char memory[65536];
+    stack_t stack{};
+    stack.ss_sp = memory;
+    stack.ss_size = sizeof(memory);
+    return sigaltstack(&stack, nullptr) == 0;
 }
 
 // Limits that all devices share: CUDA C++ Programming Guide, "Compute Capabilities".
@@ -89,8 +97,9 @@ void check_launch(const Launch& launch) {
 // ---- the interface
 
 void launch(const Launch& launch, const std::function<void()>& body) {
-    static thread_local const bool prepared = (prepare_for_faults(), true);
-    (void)prepared;
+    static const bool handles_faults = handle_faults();
+    static thread_local const bool has_signal_stack = make_signal_stack();
+    if (!handles_faults || !has_signal_stack) { throw Error("no signal handler for kernels that fault"); }
     Machine& machine = Machine::of_this_thread();
     if (machine.in_kernel()) { fail("a kernel launches a kernel", launch.site); }
     check_launch(launch);

@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <fstream>
+#include <thread>
 
 #include "dev/emulator/device_array.h"
 
@@ -568,6 +569,19 @@ TEST(Emulator, RunsOnAfterAReport) {
     DeviceArray<float> out(128);
     for (int i = 0; i < 20; i++) { EXPECT_NE(report_of(return_before_a_barrier, Grid{1, 64}), ""); }
     EXPECT_EQ(report_of(read_before_write, Grid{2, 64}, out), "");
+}
+
+TEST(Emulator, LaunchesFromAnyThreadOfTheHostAndReportsThere) {
+    std::string report;
+    DeviceArray<int> total(std::vector<int>{0});
+    std::thread other([&] {
+        launch(count_threads<true>, Grid{2, 40}, total);
+        report = report_of(return_before_a_barrier, Grid{1, 64});
+    });
+    other.join();
+    launch(count_threads<true>, Grid{1, 1}, total);
+    EXPECT_EQ(total.to_host()[0], 81);
+    EXPECT_TRUE(contains(report, {"deadlock", line_of("barrier that some never reach")}));
 }
 
 TEST(Emulator, NewDeviceMemoryIsNanAndNoAddressIsUsedTwice) {
