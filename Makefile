@@ -47,7 +47,7 @@ build/unit_tests: $(UNIT_TESTS)
 	$(CXX) $(CXXFLAGS) $^ -o $@ -lgtest_main -lgtest $(LDLIBS)
 
 # debug: not tested, for gdb.
-OPTIMIZE = -O1 -g1
+OPTIMIZE = -O2 -g1
 build/debug/%: OPTIMIZE = -O0 -g
 # SANITIZER: of kernels and tests. OWN_SANITIZER: of the emulator, see dev/emulator/sanitizers.h.
 build/address/%: SANITIZER = -fsanitize=address,undefined -fno-sanitize-recover=undefined

@@ -35,8 +35,8 @@ private:
     size_t count;
 };
 
-// Runs `test` under as many orders as given, from EMULATOR_SEED on (else 1); under the ascending order alone if
-// that is 0, for a debugger; and on a GPU, which has its own, once.
+// Runs `test` under as many orders as given, from EMULATOR_SEED on (else 1); under the ascending order alone
+// if that is 0, for a debugger; and on a GPU, which has its own, once.
 inline void for_each_order([[maybe_unused]] int orders, const std::function<void()>& test) {
 #ifdef __CUDACC__
     test();

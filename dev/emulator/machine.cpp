@@ -23,7 +23,9 @@ std::string text_of(const uint3& v) {
 
 std::string text_of(Site site) { return std::string(site.file) + ":" + std::to_string(site.line); }
 
-static bool same(Site a, Site b) { return a.line == b.line && strcmp(a.file, b.file) == 0; }
+static bool same(Site a, Site b) {
+    return a.line == b.line && (a.file == b.file || strcmp(a.file, b.file) == 0);
+}
 
 // The name of a kernel, if the program was linked with -rdynamic and the kernel has external linkage.
 std::string name_of(const void* kernel) {
@@ -185,19 +187,28 @@ int Machine::barrier(const char* name, bool predicate, Site site) {
     return result_of_barrier;
 }
 
+// In the same operation, at the same place, for the same lanes.
+static bool agree(const Thread& a, const Thread& b) {
+    return a.mask == b.mask && a.waits_in == b.waits_in && same(a.site, b.site);
+}
+
 // Whether all lanes of the mask wait in the running thread's operation. Fails if one waits for it elsewhere.
 bool Machine::warp_is_complete(int first, unsigned mask) {
     const Thread& own = self();
+    const unsigned here = waiting[first / 32] & mask, others = here & ~(1u << lane());
+    if (here != mask && (returned[first / 32] & mask) == 0) {  // usually; one of them speaks for all
+        if (others == 0 || agree(threads[first + __builtin_ctz(others)], own)) { return false; }
+    }
     bool complete = true;
     for (int lane = 0; lane < 32; lane++) {
         if (!(mask >> lane & 1)) { continue; }
         const Thread& other = threads[first + lane];
-        if (other.mask == mask && other.waits_in == own.waits_in && same(other.site, own.site)) { continue; }
+        if (agree(other, own)) { continue; }
         complete = false;
         const bool waits_for_us = other.mask >> (running - first) & 1;
-        const bool returned = other.returned;
-        if (!waits_for_us && !returned) { continue; }
-        const char* mistake = returned || other.mask != mask ? "wrong mask" : "divergent warp operation";
+        if (!waits_for_us && !other.returned) { continue; }
+        const char* mistake =
+            other.returned || other.mask != mask ? "wrong mask" : "divergent warp operation";
         fail(std::string(mistake) + ": " + describe(own) + ", but " + describe(other), own.site);
     }
     return complete;
@@ -263,6 +274,7 @@ void Machine::return_from_kernel() {
         }
     }
     self().returned = true;
+    returned[running / 32] |= 1u << lane();
     if (--unfinished > 0 && runnable_count == 0) { fail(deadlock(), Site{}); }
 }
 
@@ -289,6 +301,7 @@ void Machine::start_block(uint64_t number) {
         candidates.reserve(32);  // none grows later, on a thread of the kernel
     }
     waiting.assign((count + 31) / 32, 0);
+    returned.assign((count + 31) / 32, 0);
     warp_order.resize((count + 31) / 32);
     std::iota(warp_order.begin(), warp_order.end(), 0);
     if (settings().seed != 0) { random.shuffle(warp_order); }

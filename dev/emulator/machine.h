@@ -174,6 +174,7 @@ private:
     std::vector<Thread> threads;
     std::vector<std::vector<int>> runnable;  // by warp
     std::vector<unsigned> waiting;           // by warp: lanes in a warp operation
+    std::vector<unsigned> returned;          // by warp: lanes that have returned from the kernel
     std::vector<int> warp_order;             // the first warp with a runnable thread goes on
     int runnable_count = 0, unfinished = 0;
     int at_barrier = 0, true_predicates = 0, result_of_barrier = 0;

@@ -5,7 +5,9 @@
 #pragma once
 #include <sys/mman.h>
 
+#include <cstdint>
 #include <cstring>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -117,11 +119,17 @@ private:
         return text;
     }
 
-    // A loop, not memcmp: thread sanitizer would take that for an access of the kernel's.
+    // Loops, not memcmp: thread sanitizer would take that for an access of the kernel's. Called at every
+    // meeting point: eight bytes at a time.
     bool untouched(size_t begin, size_t end) const {
-        unsigned char all = poison;
-        for (size_t at = begin; at < end; at++) { all &= static_cast<unsigned char>(arena[at]); }
-        return all == poison;
+        uint64_t all = ~uint64_t(0);
+        for (; begin + 8 <= end; begin += 8) {
+            uint64_t eight;
+            memcpy(&eight, arena + begin, 8);
+            all &= eight;
+        }
+        for (; begin < end; begin++) { all &= ~uint64_t(0xFF) | static_cast<unsigned char>(arena[begin]); }
+        return all == ~uint64_t(0);
     }
 
     char* arena = nullptr;
