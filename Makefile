@@ -2,6 +2,8 @@
 # make setup    installs what is missing (Debian, Ubuntu: packages; Python: .venv)
 # make test     every test                         make demo   two workers train a GPT on real text
 # make bench-cpu   speed on this CPU (PEERS=1: and PyTorch's)
+# make test-emulator   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test)
+# make check-cuda      the same kernels through nvcc, if there is one (part of make test)
 CXX = g++
 SHELL = /bin/bash
 # -ffp-contract=off: arithmetic that must give the same bits on every machine says fmaf where it means it.
@@ -10,6 +12,21 @@ CXXFLAGS = -std=c++17 -O3 -march=native -g1 -fopenmp -ffp-contract=off -fno-math
 LDLIBS = -ldnnl -lgloo -lhiredis -lxxhash -lpthread
 HEADERS = $(wildcard llmc/*.h llmc/cpu/*.h streaming/*.h)
 UNIT_TESTS = $(patsubst dev/test/%.cpp,build/%.o,$(wildcard dev/test/test_*.cpp))
+
+# The emulator compiles kernels with g++ and CUDA's headers: the toolkit's, or those of requirements.txt.
+CUDA_HOME ?= /usr/local/cuda
+NVCC = $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc))
+CUDA_HEADER = $(firstword $(wildcard $(CUDA_HOME)/include/cuda_fp4.h \
+                .venv/lib/python3.*/site-packages/nvidia/cu13/include/cuda_fp4.h))
+EMULATED = -std=c++17 $(OPTIMIZE) -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Werror \
+           -Wno-unknown-pragmas -I. \
+           -isystem $(dir $(or $(CUDA_HEADER),$(error no CUDA headers: run make setup)))
+EMULATOR_HEADERS = $(HEADERS) $(wildcard dev/emulator/*.h llmc/cuda/*.cuh)
+EMULATOR = emulator machine runtime
+KERNEL_TESTS = $(patsubst dev/emulator/%.cpp,%,$(wildcard dev/emulator/test_*.cpp))
+EMULATOR_TESTS = $(foreach kind,plain address thread,$(KERNEL_TESTS:%=build/$(kind)/%))
+CUDA_FLAGS = -std=c++17 -O3 -I. -Werror all-warnings -Xcompiler -Wall,-Wextra \
+             $(foreach sm,80 90 100,-gencode arch=compute_$(sm),code=sm_$(sm))
 
 all: train_gpt_cpu
 	@echo "built train_gpt_cpu (this machine's CPU: oneDNN, Gloo, Redis)"
@@ -36,6 +53,32 @@ build/%.o: dev/test/%.cpp $(HEADERS) $(wildcard dev/test/*.h) Makefile | depende
 build/unit_tests: $(UNIT_TESTS)
 	$(CXX) $(CXXFLAGS) $^ -o $@ -lgtest_main -lgtest $(LDLIBS)
 
+# debug: not tested, for gdb.
+OPTIMIZE = -O2 -g1
+build/debug/%: OPTIMIZE = -O0 -g
+# SANITIZER: of kernels and tests. OWN_SANITIZER: of the emulator, see dev/emulator/sanitizers.h.
+build/address/%: SANITIZER = -fsanitize=address,undefined -fno-sanitize-recover=undefined
+build/address/%: OWN_SANITIZER = $(SANITIZER)
+build/thread/%: SANITIZER = -fsanitize=thread
+build/thread/%: OWN_SANITIZER = -DEMULATOR_THREAD_SANITIZER
+
+define emulator_build
+$(EMULATOR:%=build/$(1)/%.o): build/$(1)/%.o: dev/emulator/%.cpp $$(EMULATOR_HEADERS)
+	@mkdir -p $$(@D)
+	$$(CXX) $$(EMULATED) $$(OWN_SANITIZER) -c $$< -o $$@
+
+$(KERNEL_TESTS:%=build/$(1)/%.o): build/$(1)/%.o: dev/emulator/%.cpp $$(EMULATOR_HEADERS)
+	@mkdir -p $$(@D)
+	$$(CXX) $$(EMULATED) $$(SANITIZER) -c $$< -o $$@
+
+# The emulator's objects first: thread sanitizer's copies of the templates that they share with a test would
+# else replace theirs. One test a program: of several, the sanitizers' reports lose lines of templates.
+# -rdynamic: reports name kernels.
+$(KERNEL_TESTS:%=build/$(1)/%): build/$(1)/%: $(EMULATOR:%=build/$(1)/%.o) build/$(1)/%.o
+	$$(CXX) -rdynamic $$(SANITIZER) $$^ -o $$@ -lgtest_main -lgtest -lboost_context -ldl -lpthread
+endef
+$(foreach kind,plain debug address thread,$(eval $(call emulator_build,$(kind))))
+
 build/bench_cpu: dev/bench/bench_cpu.cpp train_gpt.cu $(HEADERS) Makefile | dependencies
 	@mkdir -p build
 	$(CXX) $(CXXFLAGS) $< -o $@ $(LDLIBS)
@@ -45,8 +88,24 @@ setup:
 
 # pytest runs everything, the GoogleTest binary and test_gpt_cpu included, so that one line counts all of it.
 test: setup
-	$(MAKE) -j2 train_gpt_cpu test_gpt_cpu build/unit_tests
+	$(MAKE) -j2 train_gpt_cpu test_gpt_cpu build/unit_tests $(EMULATOR_TESTS) check-cuda
 	.venv/bin/python -m pytest -q dev/test
+
+test-emulator: setup
+	$(MAKE) -j2 $(EMULATOR_TESTS)
+	.venv/bin/python -m pytest -q dev/test/test_emulator.py
+
+# For the GPUs of 2020, 2022 and 2024; what nvcc warns of is an error.
+check-cuda:
+ifeq ($(NVCC),)
+	@echo "not checked: whether nvcc takes the kernels, for there is none (CUDA_HOME says where to look)"
+else
+	$(MAKE) build/nvcc/test_kernels.o
+endif
+
+build/nvcc/test_kernels.o: dev/emulator/test_kernels.cpp $(EMULATOR_HEADERS)
+	@mkdir -p $(@D)
+	$(NVCC) -x cu $(CUDA_FLAGS) -c $< -o $@
 
 demo: setup
 	$(MAKE) train_gpt_cpu
@@ -65,4 +124,4 @@ bench-cpu: setup
 clean:
 	rm -rf build train_gpt_cpu test_gpt_cpu
 
-.PHONY: all dependencies setup test demo bench-cpu clean
+.PHONY: all dependencies setup test test-emulator check-cuda demo bench-cpu clean

@@ -10,7 +10,7 @@ packages=(
     libdnnl-dev                                 # oneDNN: matmuls on the CPU
     libgloo-dev                                 # collectives over TCP
     libhiredis-dev libcli11-dev libxxhash-dev   # Redis, where processes meet; options; checksums
-    libgtest-dev                                # tests
+    libgtest-dev libboost-context-dev           # tests; the fibers that CUDA threads run as without a GPU
     bible-kjv                                   # the text of the demo
     python3-venv                                # text to tokens, plots, tests
 )

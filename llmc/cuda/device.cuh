@@ -1,0 +1,343 @@
+// The seam between kernels and the machine. Kernels are compiled by nvcc for a GPU, or by an ordinary C++
+// compiler for the emulator (dev/emulator/), and this is the only file that knows which.
+//
+// Launches, shared memory, accesses of 16 bytes, the PTX instructions in use (each with its emulation beside
+// it) and reductions. A kernel uses these and CUDA's own barriers, shuffles with explicit masks and
+// intrinsics; it has barriers and warp operations in uniform control flow and does not return before one.
+// The last parameter `site` of a function here is for the emulator's messages.
+#pragma once
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#else
+#include "dev/emulator/emulator.h"
+#endif
+#include <cstdint>
+#include <cstring>
+
+#include "llmc/error.h"
+#include "llmc/host_device.h"
+#include "llmc/site.h"
+
+// ---- launches
+
+inline void cudaCheck(cudaError_t error, Site site = Site::here()) {
+    if (error == cudaSuccess) { return; }
+    throw std::runtime_error(format("%s:%d: CUDA: %s", site.file, site.line, cudaGetErrorString(error)));
+}
+
+// The shape of a launch: Grid{blocks, threads of a block, bytes of dynamic shared memory, stream}.
+struct Grid {
+    Grid(dim3 blocks, dim3 threads, size_t shared_bytes = 0, cudaStream_t stream = nullptr,
+         Site site = Site::here())
+        : blocks(blocks), threads(threads), shared_bytes(shared_bytes), stream(stream), site(site) {}
+    dim3 blocks, threads;
+    size_t shared_bytes;
+    cudaStream_t stream;
+    Site site;
+};
+
+// The arguments' types are the kernel's, not those that the caller happens to have.
+template <class T>
+struct Parameter {
+    using type = T;
+};
+
+// launch(kernel, Grid{...}, arguments...). Throws if the launch itself fails; with the emulator also if the
+// kernel makes a mistake.
+template <class... P>
+void launch(void (*kernel)(P...), const Grid& grid, typename Parameter<P>::type... arguments) {
+#ifdef __CUDACC__
+    const size_t without_asking = 48 * 1024;
+    if (grid.shared_bytes > without_asking) {
+        cudaCheck(
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(grid.shared_bytes)),
+            grid.site);
+    }
+    kernel<<<grid.blocks, grid.threads, grid.shared_bytes, grid.stream>>>(arguments...);
+    cudaCheck(cudaGetLastError(), grid.site);
+#else
+    cudaCheck(cudaStreamSynchronize(grid.stream), grid.site);  // all before it, and it, is done at once
+    emulator::launch(
+        {reinterpret_cast<const void*>(kernel), grid.blocks, grid.threads, grid.shared_bytes, grid.site},
+        [=] { kernel(arguments...); });
+#endif
+}
+
+// ---- shared memory
+//
+// SHARED(float[4][32], partial): a variable, 16-byte aligned.
+// DYNAMIC_SHARED(memory): unsigned char* to the launch's dynamic shared memory, 128-byte aligned.
+
+#ifdef __CUDACC__
+#define SHARED(Type, name)           \
+    using name##_shared_type = Type; \
+    __shared__ alignas(16) name##_shared_type name
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+#else
+#define SHARED(Type, name)                                        \
+    using name##_shared_type = Type;                              \
+    static const char name##_key = 0;                             \
+    name##_shared_type& name = *static_cast<name##_shared_type*>( \
+        emulator::shared_variable(&name##_key, #name, sizeof(name##_shared_type), Site::here()))
+#define DYNAMIC_SHARED(name) unsigned char* name = static_cast<unsigned char*>(emulator::dynamic_shared())
+#endif
+
+// ---- 16 bytes of global or shared memory in one instruction; 16-byte aligned
+
+template <class T>
+struct alignas(16) Pack {
+    static constexpr int size = 16 / sizeof(T);
+    T values[size];
+    __device__ T& operator[](int i) { return values[i]; }
+    __device__ const T& operator[](int i) const { return values[i]; }
+};
+
+template <class T>
+__device__ inline Pack<T> load_pack(const T* p, [[maybe_unused]] Site site = Site::here()) {
+#ifndef __CUDACC__
+    emulator::check_aligned(p, 16, site);
+#endif
+    const int4 bits = *reinterpret_cast<const int4*>(p);
+    Pack<T> pack;
+    memcpy(&pack, &bits, 16);
+    return pack;
+}
+
+template <class T>
+__device__ inline void store_pack(T* p, const Pack<T>& pack, [[maybe_unused]] Site site = Site::here()) {
+#ifndef __CUDACC__
+    emulator::check_aligned(p, 16, site);
+#endif
+    int4 bits;
+    memcpy(&bits, &pack, 16);
+    *reinterpret_cast<int4*>(p) = bits;
+}
+
+// ---- asynchronous copies from global to shared memory (PTX: cp.async; sm_80 and later)
+//
+// A thread's copies since its last commit are a group. After copy_async_wait<N>() all its groups but the
+// newest N have arrived, for itself; for others after a barrier that follows.
+
+// 16 bytes, both addresses 16-byte aligned; zeros where not `valid`, and `global` is then not read.
+__device__ inline void copy_async_16(void* shared, const void* global, bool valid = true,
+                                     [[maybe_unused]] Site site = Site::here()) {
+#ifdef __CUDACC__
+    const unsigned to = unsigned(__cvta_generic_to_shared(shared));
+    const int source_bytes = valid ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(source_bytes)
+                 : "memory");
+#else
+    emulator::copy_async_16(shared, global, valid, site);
+#endif
+}
+
+__device__ inline void copy_async_commit() {
+#ifdef __CUDACC__
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#else
+    emulator::copy_async_commit();
+#endif
+}
+
+template <int groups_in_flight>
+__device__ inline void copy_async_wait() {
+#ifdef __CUDACC__
+    asm volatile("cp.async.wait_group %0;" ::"n"(groups_in_flight) : "memory");
+#else
+    emulator::copy_async_wait(groups_in_flight);
+#endif
+}
+
+// ---- tensor cores (PTX: ldmatrix, mma.sync), by a whole warp
+
+#ifndef __CUDACC__
+namespace emulator {
+
+// Lane i brings row i % 8 of matrix i / 8; register m of lane t gets two elements of matrix m.
+template <bool transposed>
+void load_matrix_x4(uint32_t (&registers)[4], const void* row, Site site) {
+    check_aligned(row, 16, site);
+    if (!is_shared(row, 16)) { fail("ldmatrix from an address that is not in shared memory", site); }
+    struct Operand {
+        uint16_t row[8];
+        uint32_t* registers;
+    } own;
+    for (int i = 0; i < 8; i++) { own.row[i] = static_cast<const uint16_t*>(row)[i]; }
+    own.registers = registers;
+    warp_operation(
+        transposed ? "ldmatrix.x4.trans" : "ldmatrix.x4", ~0u, &own,
+        [](Operands lanes) {
+            auto element = [&](int matrix, int i, int j) {
+                return uint32_t(static_cast<const Operand*>(lanes[8 * matrix + (transposed ? j : i)])
+                                    ->row[transposed ? i : j]);
+            };
+            for (int t = 0; t < 32; t++) {
+                for (int m = 0; m < 4; m++) {
+                    const int i = t / 4, j = t % 4 * 2;
+                    static_cast<Operand*>(lanes[t])->registers[m] = element(m, i, j) | element(m, i, j + 1)
+                                                                                           << 16;
+                }
+            }
+        },
+        site);
+}
+
+inline float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
+inline float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+
+struct MmaOperand {
+    float* c;
+    const uint32_t* a;
+    uint32_t b[2];
+};
+
+// The two matrices out of the lanes' registers, their product, and each lane's part of it.
+inline void mma_m16n8k16(Operands lanes) {
+    float a[16][16], b[16][8], product[16][8] = {};
+    for (int t = 0; t < 32; t++) {
+        const MmaOperand& lane = *static_cast<const MmaOperand*>(lanes[t]);
+        const int group = t / 4, pair = t % 4 * 2;
+        for (int r = 0; r < 4; r++) {
+            a[group + r % 2 * 8][pair + r / 2 * 8] = low_bf16(lane.a[r]);
+            a[group + r % 2 * 8][pair + r / 2 * 8 + 1] = high_bf16(lane.a[r]);
+        }
+        for (int r = 0; r < 2; r++) {
+            b[pair + r * 8][group] = low_bf16(lane.b[r]);
+            b[pair + r * 8 + 1][group] = high_bf16(lane.b[r]);
+        }
+    }
+    for (int i = 0; i < 16; i++) {
+        for (int k = 0; k < 16; k++) {
+            for (int j = 0; j < 8; j++) { product[i][j] += a[i][k] * b[k][j]; }
+        }
+    }
+    for (int t = 0; t < 32; t++) {
+        for (int r = 0; r < 4; r++) {
+            static_cast<const MmaOperand*>(lanes[t])->c[r] += product[t / 4 + r / 2 * 8][t % 4 * 2 + r % 2];
+        }
+    }
+}
+
+}  // namespace emulator
+#endif
+
+// Four 8x8 matrices of 16-bit values out of shared memory. PTX ISA, "ldmatrix": lane i gives the address of
+// row i % 8 of matrix i / 8 (8 values, 16-byte aligned); register m of lane t gets elements 2 * (t % 4) and,
+// in its upper half, 2 * (t % 4) + 1 of row t / 4 of matrix m.
+__device__ inline void load_matrix_x4(uint32_t (&registers)[4], const void* row,
+                                      [[maybe_unused]] Site site = Site::here()) {
+#ifdef __CUDACC__
+    const unsigned from = unsigned(__cvta_generic_to_shared(row));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+                 : "r"(from)
+                 : "memory");
+#else
+    emulator::load_matrix_x4<false>(registers, row, site);
+#endif
+}
+
+// The same, and each 8x8 matrix is transposed on the way: register m of lane t gets elements t / 4 of rows
+// 2 * (t % 4) and 2 * (t % 4) + 1 of matrix m.
+__device__ inline void load_matrix_x4_transposed(uint32_t (&registers)[4], const void* row,
+                                                 [[maybe_unused]] Site site = Site::here()) {
+#ifdef __CUDACC__
+    const unsigned from = unsigned(__cvta_generic_to_shared(row));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+                 : "r"(from)
+                 : "memory");
+#else
+    emulator::load_matrix_x4<true>(registers, row, site);
+#endif
+}
+
+// C += A B.   C: (16, 8) float   A: (16, 16) bf16   B: (16, 8) bf16
+// PTX ISA, "mma.m16n8k16": with g = lane / 4, p = 2 * (lane % 4), two bf16 in a register, low half first,
+//
+//     a[0]: A[g][p, p + 1]           a[1]: A[g + 8][p, p + 1]
+//     a[2]: A[g][p + 8, p + 9]       a[3]: A[g + 8][p + 8, p + 9]
+//     b0:   B[p, p + 1][g]           b1:   B[p + 8, p + 9][g]
+//     c[0], c[1]: C[g][p, p + 1]     c[2], c[3]: C[g + 8][p, p + 1]
+//
+// The order in which a tensor core sums the 16 products, and how it rounds on the way, is not documented; the
+// emulator sums them in ascending order, rounding each sum to float.
+__device__ inline void mma_m16n8k16_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                         [[maybe_unused]] Site site = Site::here()) {
+#ifdef __CUDACC__
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    emulator::MmaOperand own{c, a, {b0, b1}};
+    emulator::warp_operation("mma.m16n8k16", ~0u, &own, emulator::mma_m16n8k16, site);
+#endif
+}
+
+// ---- reductions: all threads get the result; the order of the sum is fixed
+
+constexpr unsigned full_warp = 0xFFFFFFFFu;
+
+__device__ inline void sync_threads([[maybe_unused]] Site site) {
+#ifdef __CUDACC__
+    __syncthreads();
+#else
+    __syncthreads(site);
+#endif
+}
+
+template <class T>
+__device__ inline T shuffle_xor(T value, int bits, [[maybe_unused]] Site site) {
+#ifdef __CUDACC__
+    return __shfl_xor_sync(full_warp, value, bits);
+#else
+    return __shfl_xor_sync(full_warp, value, bits, 32, site);
+#endif
+}
+
+struct Sum {
+    static constexpr float identity = 0.0f;
+    __device__ float operator()(float a, float b) const { return a + b; }
+};
+
+// A NaN loses against a number.
+struct Maximum {
+    static constexpr float identity = -INFINITY;
+    __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+
+// By a whole warp.
+template <class Operation>
+__device__ inline float warp_reduce(float value, Operation operation, Site site = Site::here()) {
+    for (int bits = 16; bits > 0; bits /= 2) { value = operation(value, shuffle_xor(value, bits, site)); }
+    return value;
+}
+
+// By a whole block, a multiple of 32 threads in one dimension. Two barriers.
+template <class Operation>
+__device__ inline float block_reduce(float value, Operation operation, Site site = Site::here()) {
+    SHARED(float[32], partial);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    value = warp_reduce(value, operation, site);
+    if (lane == 0) { partial[warp] = value; }
+    sync_threads(site);
+    value = warp_reduce(lane < warps ? partial[lane] : Operation::identity, operation, site);
+    sync_threads(site);  // the next reduction writes `partial` again
+    return value;
+}
+
+__device__ inline float warp_sum(float value, Site site = Site::here()) {
+    return warp_reduce(value, Sum(), site);
+}
+__device__ inline float warp_max(float value, Site site = Site::here()) {
+    return warp_reduce(value, Maximum(), site);
+}
+__device__ inline float block_sum(float value, Site site = Site::here()) {
+    return block_reduce(value, Sum(), site);
+}
+__device__ inline float block_max(float value, Site site = Site::here()) {
+    return block_reduce(value, Maximum(), site);
+}
