@@ -862,7 +862,6 @@ inline void print_totals(const Run& run) {
 }
 
 inline void training_loop(Run& run) {
-    between_steps(run, 0);
     for (long step = 1; step <= run.inputs.steps; step++) {
         train_step(run, step);
         if (step == run.inputs.steps && run.diloco) {
@@ -914,6 +913,14 @@ inline void or_leave(const Process& process, const std::function<void()>& work) 
     } catch (const std::exception& error) { process.leave_with(error); }
 }
 
+// Returns when all members have come here: no worker begins before the others, only to wait for them at its
+// first merge. Also the communicator's first call.
+inline void meet(Comm& comm, Stream& comm_stream) {
+    Buffer<float> nothing(1);
+    comm.all_reduce(nothing, 1, Reduction::max, comm_stream);
+    comm_stream.synchronize();
+}
+
 // From the meeting of all processes to the end of the run.
 inline void train_together(const Options& o, Process& process, Inputs& in) {
     process.check_fingerprint(fingerprint(o, in));
@@ -948,6 +955,8 @@ inline void train_together(const Options& o, Process& process, Inputs& in) {
     Run run{o, process, in, worker, diloco.get(), logger, status, schedule, {}};
     if (run.speaks()) { print_banner(run, exchanges); }
     or_leave(process, [&] {
+        between_steps(run, 0);
+        if (outer) { meet(*outer, outer_stream); }
         training_loop(run);
         process.leave();
     });
