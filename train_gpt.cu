@@ -592,14 +592,12 @@ inline void check_options(const Options& o) {
     if (o.train_data.empty()) {
         throw UserError("no training data: give -i 'PATTERN' (data/prepare.py makes some)");
     }
-    const long micro_batch = long(o.batch) * o.seq_len * o.ranks;
-    if (o.total_batch % micro_batch != 0) {
+    if (o.total_batch % o.micro_batch() != 0) {
         throw UserError(format(
             "-d %ld tokens a step do not divide by -b %d x -t %d x --ranks %d = %ld: change one of them",
-            o.total_batch, o.batch, o.seq_len, o.ranks, micro_batch));
+            o.total_batch, o.batch, o.seq_len, o.ranks, o.micro_batch()));
     }
-    parse_fragment_pattern(o.fragment_pattern);
-    validate(diloco_options(o), o.outer_optimizer == "none" ? -1 : o.max_steps, o.workers);
+    validate(diloco_options(o), o.streams() ? o.max_steps : -1, o.workers);
 }
 
 inline void write_text(const std::string& path, const std::string& text) {
@@ -647,10 +645,9 @@ inline Inputs open_inputs(const Options& o, const Process& process) {
             format("the training data has %ld tokens, less than one step takes (%ld): lower -d or -b",
                    in.train_loader->num_tokens(), tokens_a_step));
     }
-    const bool streams = o.outer_optimizer != "none";
-    if (streams) { validate(diloco_options(o), in.steps, o.workers); }
+    if (o.streams()) { validate(diloco_options(o), in.steps, o.workers); }
 
-    in.layout = gpt_layout(in.shape, o.ranks, streams ? o.fragment_layers : 0);
+    in.layout = gpt_layout(in.shape, o.ranks, o.streams() ? o.fragment_layers : 0);
     in.initial.resize(size_t(in.layout.size));
     if (is_model_file(o.model)) {
         read_model(o.model, in.layout, in.initial.data());
@@ -699,7 +696,7 @@ inline std::vector<std::pair<std::string, std::string>> fingerprint(const Option
         {"--tokenizer", inputs.tokenizer ? "given" : "none"},
         {"--output", o.output.empty() ? "none" : "given"},
         {"--outer-optimizer", o.outer_optimizer}};
-    if (o.outer_optimizer != "none") {  // not --overlap: it may differ from worker to worker
+    if (o.streams()) {  // not --overlap: it may differ from worker to worker
         all.insert(all.end(), {{"--inner-steps", number(double(o.inner_steps))},
                                {"--fragment-layers", number(o.fragment_layers)},
                                {"--fragment-pattern", o.fragment_pattern},
@@ -817,8 +814,7 @@ inline void train_step(Run& run, long step) {
     Worker& worker = run.worker;
     const double start = now_seconds();
     const float lr = learning_rate(run.schedule, step - 1);
-    const int micro_steps = int(o.total_batch / (long(o.batch) * o.seq_len * o.ranks));
-    compute_gradients(worker, *run.inputs.train_loader, o.batch, o.seq_len, micro_steps);
+    compute_gradients(worker, *run.inputs.train_loader, o.batch, o.seq_len, int(o.micro_steps()));
     const Traffic inner = worker.traffic;  // the streams have met: nobody is writing it
     update(worker, o, lr, step);
     run.totals.tokens += uint64_t(o.total_batch);
@@ -888,14 +884,13 @@ inline std::string counted(long n, const char* what) {
 inline void print_banner(const Run& run, const std::string& exchanges) {
     const Options& o = run.options;
     const GptShape& s = run.inputs.shape;
-    const long micro_steps = o.total_batch / (long(o.batch) * o.seq_len * o.ranks);
     printf("model      %s, %s, %d channels, vocabulary %d (padded to %d), %d positions: %.2fM parameters\n",
            counted(s.layers, "layer").c_str(), counted(s.heads, "head").c_str(), s.channels, s.vocab_size,
            s.padded_vocab_size, s.max_seq_len, double(run.worker.model.layout.values) / 1e6);
     printf("processes  %s x %s%s\n", counted(o.workers, "worker").c_str(), counted(o.ranks, "rank").c_str(),
            o.worker >= 0 ? format(", this is worker %d", o.worker).c_str() : "");
     printf("step       %ld tokens a worker: %s of %d x %d tokens on each rank; %s\n", o.total_batch,
-           counted(micro_steps, "micro-step").c_str(), o.batch, o.seq_len,
+           counted(o.micro_steps(), "micro-step").c_str(), o.batch, o.seq_len,
            counted(run.inputs.steps, "step").c_str());
     printf("matmuls    %s\n", run.worker.model.matmul.description().c_str());
     fputs(exchanges.c_str(), stdout);
@@ -926,9 +921,8 @@ inline void train_together(const Options& o, Process& process, Inputs& in) {
     process.check_fingerprint(fingerprint(o, in));
     Logger logger(o.output, process.index(), process.size());
     StatusLine status(stdout, process.terminal, process.terminal ? 0.1 : 5.0);
-    const bool streams = o.outer_optimizer != "none";
     const std::unique_ptr<Comm> inner = process.inner_comm();
-    const std::unique_ptr<Comm> outer = streams ? process.outer_comm() : nullptr;
+    const std::unique_ptr<Comm> outer = o.streams() ? process.outer_comm() : nullptr;
 
     Stream main, inner_stream(Stream::Kind::queued), outer_stream(Stream::Kind::queued);
     Model model(in.shape, in.layout, o.recompute, matmul_precision(o.matmul_precision));
@@ -939,14 +933,14 @@ inline void train_together(const Options& o, Process& process, Inputs& in) {
 
     std::unique_ptr<Diloco> diloco;
     std::string exchanges;
-    if (streams) {
+    if (o.streams()) {
+        const DilocoOptions d = diloco_options(o);
         const std::vector<Fragment> fragments =
             make_fragments(in.layout.layers, int(in.layout.blocks.size()), o.fragment_layers,
                            parse_fragment_pattern(o.fragment_pattern), o.inner_steps);
-        diloco = std::make_unique<Diloco>(diloco_options(o), fragments, in.layout, process.rank, *outer,
-                                          outer_stream);
+        diloco = std::make_unique<Diloco>(d, fragments, in.layout, process.rank, *outer, outer_stream);
         diloco->start(worker.master, main);
-        exchanges = plan(diloco_options(o), fragments, in.layout, o.workers);
+        exchanges = plan(d, fragments, in.layout, o.workers);
     }
     if (process.index() == 0 && !o.output.empty()) { write_text(o.output + "/config.toml", o.toml); }
     logger.run({process.worker, process.rank, process.workers, process.ranks, in.layout.values, o.resolved});

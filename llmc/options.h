@@ -63,6 +63,12 @@ struct Options {
     std::string outer_format = "fp4";
 
     bool print_table = false;
+    // Tokens that a worker's ranks take in one micro-step, and micro-steps in a step.
+    long micro_batch() const { return long(batch) * seq_len * ranks; }
+    long micro_steps() const { return total_batch / micro_batch(); }
+    // Whether fragments are exchanged: with an outer optimizer.
+    bool streams() const { return outer_optimizer != "none"; }
+
     std::string toml;                                           // all options as resolved, for config.toml
     std::vector<std::pair<std::string, std::string>> resolved;  // the same as (name, value)
 };
@@ -238,7 +244,7 @@ inline void resolve_defaults(CLI::App& app, Options& o) {
         app.get_option("--outer-optimizer")->default_str(o.outer_optimizer);
     }
     if (o.total_batch == 0) {
-        o.total_batch = long(o.batch) * o.seq_len * o.ranks;
+        o.total_batch = o.micro_batch();
         app.get_option("--total-batch")->default_str(std::to_string(o.total_batch));
     }
 }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "llmc/buffer.h"
+#include "llmc/cpu/gelu.h"
 #include "llmc/gelu.h"
 #include "llmc/stream.h"
 
@@ -197,11 +198,10 @@ private:
 // out: (N,OC)   inp: (N,C)   weight: (OC,C)   bias: (OC) or null
 // pre_gelu: (N,OC) or null; given, it is what is described above, and out = gelu(pre_gelu)
 inline void matmul_forward(Matmul& matmul, float* out, const float* inp, const float* weight,
-                           const float* bias, int N, int C, int OC, Stream&, float* pre_gelu = nullptr) {
+                           const float* bias, int N, int C, int OC, Stream& stream,
+                           float* pre_gelu = nullptr) {
     matmul.forward(pre_gelu ? pre_gelu : out, matmul.round_inp(inp, long(N) * C), weight, bias, N, C, OC);
-    if (!pre_gelu) { return; }
-    #pragma omp parallel for simd
-    for (long i = 0; i < long(N) * OC; i++) { out[i] = gelu(pre_gelu[i]); }
+    if (pre_gelu) { gelu_forward(out, pre_gelu, long(N) * OC, stream); }
 }
 
 // dinp, inp: (N,C), dinp overwritten   dweight: (OC,C), dbias: (OC) or null; both are added to
