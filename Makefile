@@ -18,13 +18,17 @@ CUDA_HOME ?= /usr/local/cuda
 NVCC = $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc))
 CUDA_HEADER = $(firstword $(wildcard $(CUDA_HOME)/include/cuda_fp4.h \
                 .venv/lib/python3.*/site-packages/nvidia/cu13/include/cuda_fp4.h))
-EMULATED = -std=c++17 $(OPTIMIZE) -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Werror \
+EMULATED = -std=c++17 $(OPTIMIZE) -DUSE_CUDA -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Werror \
            -Wno-unknown-pragmas -I. \
            -isystem $(dir $(or $(CUDA_HEADER),$(error no CUDA headers: run make setup)))
-EMULATOR_HEADERS = $(HEADERS) $(wildcard dev/emulator/*.h llmc/cuda/*.cuh)
+EMULATOR_HEADERS = $(HEADERS) $(wildcard dev/emulator/*.h llmc/cuda/*.cuh streaming/*.cuh dev/test/kernels/*.h)
 EMULATOR = emulator machine runtime
-KERNEL_TESTS = $(patsubst dev/emulator/%.cpp,%,$(wildcard dev/emulator/test_*.cpp))
-EMULATOR_TESTS = $(foreach kind,plain address thread,$(KERNEL_TESTS:%=build/$(kind)/%))
+KERNEL_SOURCES = $(wildcard dev/emulator/test_*.cpp dev/test/kernels/test_*.cpp)
+KERNEL_TESTS = $(notdir $(KERNEL_SOURCES:.cpp=))
+# fp32: parameters and activations as in a GPU's fp32 build; of the kernels' tests only.
+EMULATOR_TESTS = $(foreach kind,plain address thread,$(KERNEL_TESTS:%=build/$(kind)/%)) \
+                 $(patsubst dev/test/kernels/%.cpp,build/fp32/%,$(wildcard dev/test/kernels/test_*.cpp))
+vpath test_%.cpp dev/emulator dev/test/kernels
 CUDA_FLAGS = -std=c++17 -O3 -I. -Werror all-warnings -Xcompiler -Wall,-Wextra \
              $(foreach sm,80 90 100,-gencode arch=compute_$(sm),code=sm_$(sm))
 
@@ -56,6 +60,7 @@ build/unit_tests: $(UNIT_TESTS)
 # debug: not tested, for gdb.
 OPTIMIZE = -O2 -g1
 build/debug/%: OPTIMIZE = -O0 -g
+build/fp32/%: SANITIZER = -DENABLE_FP32
 # SANITIZER: of kernels and tests. OWN_SANITIZER: of the emulator, see dev/emulator/sanitizers.h.
 build/address/%: SANITIZER = -fsanitize=address,undefined -fno-sanitize-recover=undefined
 build/address/%: OWN_SANITIZER = $(SANITIZER)
@@ -67,7 +72,7 @@ $(EMULATOR:%=build/$(1)/%.o): build/$(1)/%.o: dev/emulator/%.cpp $$(EMULATOR_HEA
 	@mkdir -p $$(@D)
 	$$(CXX) $$(EMULATED) $$(OWN_SANITIZER) -c $$< -o $$@
 
-$(KERNEL_TESTS:%=build/$(1)/%.o): build/$(1)/%.o: dev/emulator/%.cpp $$(EMULATOR_HEADERS)
+$(KERNEL_TESTS:%=build/$(1)/%.o): build/$(1)/%.o: %.cpp $$(EMULATOR_HEADERS)
 	@mkdir -p $$(@D)
 	$$(CXX) $$(EMULATED) $$(SANITIZER) -c $$< -o $$@
 
@@ -75,9 +80,9 @@ $(KERNEL_TESTS:%=build/$(1)/%.o): build/$(1)/%.o: dev/emulator/%.cpp $$(EMULATOR
 # else replace theirs. One test a program: of several, the sanitizers' reports lose lines of templates.
 # -rdynamic: reports name kernels.
 $(KERNEL_TESTS:%=build/$(1)/%): build/$(1)/%: $(EMULATOR:%=build/$(1)/%.o) build/$(1)/%.o
-	$$(CXX) -rdynamic $$(SANITIZER) $$^ -o $$@ -lgtest_main -lgtest -lboost_context -ldl -lpthread
+	$$(CXX) -rdynamic $$(SANITIZER) $$^ -o $$@ -lgtest_main -lgtest -lboost_context -ldnnl -ldl -lpthread
 endef
-$(foreach kind,plain debug address thread,$(eval $(call emulator_build,$(kind))))
+$(foreach kind,plain debug address thread fp32,$(eval $(call emulator_build,$(kind))))
 
 build/bench_cpu: dev/bench/bench_cpu.cpp train_gpt.cu $(HEADERS) Makefile | dependencies
 	@mkdir -p build

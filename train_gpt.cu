@@ -12,7 +12,6 @@
 #include <xxhash.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <functional>
@@ -22,6 +21,7 @@
 
 #include "llmc/buffer.h"
 #include "llmc/checkpoint.h"
+#include "llmc/clock.h"
 #include "llmc/comm.h"
 #include "llmc/comm_gloo.h"
 #include "llmc/dataloader.h"
@@ -31,6 +31,7 @@
 #include "llmc/layers.h"
 #include "llmc/layout.h"
 #include "llmc/logger.h"
+#include "llmc/matmul_precision.h"
 #include "llmc/options.h"
 #include "llmc/random.h"
 #include "llmc/sampler.h"
@@ -43,18 +44,22 @@
 // -----------------------------------------------------------------------------------------------------------
 // The model
 
-// The tensors of one transformer layer, as pointers into a flat buffer of parameters or gradients.
+// The tensors of one transformer layer, as pointers into a flat buffer: parameters (floatX) or gradients, which
+// are fp32, so that sums over micro-steps and ranks lose nothing.
+template <class T>
 struct LayerTensors {
-    floatX *qkvw, *attprojw, *fcw, *fcprojw;                              // (3C,C) (C,C) (4C,C) (C,4C)
-    floatX *ln1w, *ln1b, *qkvb, *attprojb, *ln2w, *ln2b, *fcb, *fcprojb;  // (C) but qkvb (3C), fcb (4C)
+    T *qkvw, *attprojw, *fcw, *fcprojw;                              // (3C,C) (C,C) (4C,C) (C,4C)
+    T *ln1w, *ln1b, *qkvb, *attprojb, *ln2w, *ln2b, *fcb, *fcprojb;  // (C) but qkvb (3C), fcb (4C)
 };
 
+template <class T>
 struct EmbeddingTensors {
-    floatX *wte, *wpe;    // (Vp,C) (maxT,C)
-    floatX *lnfw, *lnfb;  // (C) (C)
+    T *wte, *wpe;    // (Vp,C) (maxT,C)
+    T *lnfw, *lnfb;  // (C) (C)
 };
 
-inline LayerTensors layer_tensors(const Layout& layout, floatX* flat, int layer) {
+template <class T>
+LayerTensors<T> layer_tensors(const Layout& layout, T* flat, int layer) {
     auto at = [&](const char* name) {
         return flat + layout.tensor("h." + std::to_string(layer) + "." + name).offset;
     };
@@ -62,7 +67,8 @@ inline LayerTensors layer_tensors(const Layout& layout, floatX* flat, int layer)
             at("qkvb"), at("attprojb"), at("ln2w"), at("ln2b"),    at("fcb"),  at("fcprojb")};
 }
 
-inline EmbeddingTensors embedding_tensors(const Layout& layout, floatX* flat) {
+template <class T>
+EmbeddingTensors<T> embedding_tensors(const Layout& layout, T* flat) {
     auto at = [&](const char* name) { return flat + layout.tensor(name).offset; };
     return {at("wte"), at("wpe"), at("lnfw"), at("lnfb")};
 }
@@ -89,10 +95,13 @@ struct Model {
     GptShape shape;
     Layout layout;
     int recompute = 0;
-    layers::Matmul matmul;
-    Buffer<floatX> params, grads;  // flat
-    std::vector<LayerTensors> weights, gradients;
-    EmbeddingTensors embedding, dembedding;
+    device::Matmul matmul;
+    Buffer<floatX> params;  // flat
+    Buffer<float> grads;    // flat
+    std::vector<LayerTensors<floatX>> weights;
+    std::vector<LayerTensors<float>> gradients;
+    EmbeddingTensors<floatX> embedding;
+    EmbeddingTensors<float> dembedding;
     std::vector<Event> gathered;  // per block: its parameters are all here
     Activations acts;
     Buffer<int> inputs, targets;  // (N)
@@ -104,12 +113,12 @@ struct Model {
           matmul(precision),
           params(layout.size),
           grads(layout.size),
-          embedding(embedding_tensors(layout, params)),
-          dembedding(embedding_tensors(layout, grads)),
+          embedding(embedding_tensors(layout, params.data())),
+          dembedding(embedding_tensors(layout, grads.data())),
           gathered(layout.blocks.size()) {
         for (int l = 0; l < shape.layers; l++) {
-            weights.push_back(layer_tensors(layout, params, l));
-            gradients.push_back(layer_tensors(layout, grads, l));
+            weights.push_back(layer_tensors(layout, params.data(), l));
+            gradients.push_back(layer_tensors(layout, grads.data(), l));
         }
     }
 };
@@ -196,40 +205,40 @@ inline void forward(Model& model, const int* inputs, int B, int T, Stream& main)
     const GptShape& shape = model.shape;
     const int C = shape.channels, NH = shape.heads, L = shape.layers, N = B * T;
     Activations& a = model.acts;
-    layers::copy_to_device(model.inputs.data(), inputs, N, main);
+    device::copy_to_device(model.inputs.data(), inputs, N, main);
     for (size_t b = size_t(L); b < model.gathered.size(); b++) { main.wait(model.gathered[b]); }
-    layers::encoder_forward(a.encoded, model.inputs, model.embedding.wte, model.embedding.wpe, B, T, C, main);
+    device::encoder_forward(a.encoded, model.inputs, model.embedding.wte, model.embedding.wpe, B, T, C, main);
 
     main.wait(model.gathered[0]);
-    layers::layernorm_forward(ln1_of(model, 0), a.layers[0].ln1_mean, a.layers[0].ln1_rstd, a.encoded,
+    device::layernorm_forward(ln1_of(model, 0), a.layers[0].ln1_mean, a.layers[0].ln1_rstd, a.encoded,
                               model.weights[0].ln1w, model.weights[0].ln1b, N, C, main);
 
     floatX* residual = a.encoded;
     for (int l = 0; l < L; l++) {
-        const LayerTensors& w = model.weights[l];
+        const LayerTensors<floatX>& w = model.weights[l];
         LayerActivations& x = a.layers[l];
         floatX *ln1 = ln1_of(model, l), *ln2 = ln2_of(model, l), *fch_gelu = gelu_of(model, l);
-        layers::matmul_forward(model.matmul, x.qkv, ln1, w.qkvw, w.qkvb, N, C, 3 * C, main);
-        layers::attention_forward(x.attention, x.lse, x.qkv, B, T, C, NH, main);
-        layers::matmul_forward(model.matmul, a.projected, x.attention, w.attprojw, w.attprojb, N, C, C, main);
-        layers::fused_residual_forward(x.residual2, ln2, x.ln2_mean, x.ln2_rstd, residual, a.projected,
+        device::matmul_forward(model.matmul, x.qkv, ln1, w.qkvw, w.qkvb, N, C, 3 * C, main);
+        device::attention_forward(x.attention, x.lse, x.qkv, B, T, C, NH, main);
+        device::matmul_forward(model.matmul, a.projected, x.attention, w.attprojw, w.attprojb, N, C, C, main);
+        device::fused_residual_forward(x.residual2, ln2, x.ln2_mean, x.ln2_rstd, residual, a.projected,
                                        w.ln2w, w.ln2b, N, C, main);
-        layers::matmul_forward(model.matmul, fch_gelu, ln2, w.fcw, w.fcb, N, C, 4 * C, main, x.fch);
-        layers::matmul_forward(model.matmul, a.projected, fch_gelu, w.fcprojw, w.fcprojb, N, 4 * C, C, main);
+        device::matmul_forward(model.matmul, fch_gelu, ln2, w.fcw, w.fcb, N, C, 4 * C, main, x.fch);
+        device::matmul_forward(model.matmul, a.projected, fch_gelu, w.fcprojw, w.fcprojb, N, 4 * C, C, main);
         if (l + 1 < L) {  // the second residual, and the LayerNorm that the next layer begins with
             main.wait(model.gathered[l + 1]);
             LayerActivations& next = a.layers[l + 1];
-            layers::fused_residual_forward(x.residual3, ln1_of(model, l + 1), next.ln1_mean, next.ln1_rstd,
+            device::fused_residual_forward(x.residual3, ln1_of(model, l + 1), next.ln1_mean, next.ln1_rstd,
                                            x.residual2, a.projected, model.weights[l + 1].ln1w,
                                            model.weights[l + 1].ln1b, N, C, main);
         } else {
-            layers::fused_residual_forward(x.residual3, a.lnf, a.lnf_mean, a.lnf_rstd, x.residual2,
+            device::fused_residual_forward(x.residual3, a.lnf, a.lnf_mean, a.lnf_rstd, x.residual2,
                                            a.projected, model.embedding.lnfw, model.embedding.lnfb, N, C,
                                            main);
         }
         residual = x.residual3;
     }
-    layers::matmul_forward(model.matmul, a.logits, a.lnf, model.embedding.wte, static_cast<floatX*>(nullptr),
+    device::matmul_forward(model.matmul, a.logits, a.lnf, model.embedding.wte, static_cast<floatX*>(nullptr),
                            N, C, shape.padded_vocab_size, main);
 }
 
@@ -238,10 +247,10 @@ inline void forward(Model& model, const int* inputs, int B, int T, Stream& main)
 inline void classify(Model& model, const int* targets, int B, int T, float* loss, float scale, float dloss,
                      bool with_gradient, Stream& main) {
     Activations& a = model.acts;
-    layers::copy_to_device(model.targets.data(), targets, long(B) * T, main);
-    layers::fused_classifier(a.logits, a.losses, dloss, model.targets, B * T, model.shape.vocab_size,
+    device::copy_to_device(model.targets.data(), targets, long(B) * T, main);
+    device::fused_classifier(a.logits, a.losses, dloss, model.targets, B * T, model.shape.vocab_size,
                              model.shape.padded_vocab_size, with_gradient, main);
-    layers::add_scaled_sum(loss, a.losses, long(B) * T, scale, main);
+    device::add_scaled_sum(loss, a.losses, long(B) * T, scale, main);
 }
 
 // Adds the gradients of the last forward and classify to model.grads. Calls block_done(b) as soon as block
@@ -250,42 +259,43 @@ inline void backward(Model& model, int B, int T, Stream& main, const std::functi
     const GptShape& shape = model.shape;
     const int C = shape.channels, NH = shape.heads, L = shape.layers, N = B * T, Vp = shape.padded_vocab_size;
     Activations& a = model.acts;
-    floatX* none = nullptr;
-    layers::matmul_backward(model.matmul, a.dprojected, model.dembedding.wte, none, a.logits, a.lnf,
+    float* none = nullptr;
+    device::matmul_backward(model.matmul, a.dprojected, model.dembedding.wte, none, a.logits, a.lnf,
                             model.embedding.wte, N, C, Vp, main);
-    layers::set_zero(a.dresidual.data(), long(N) * C, main);
-    layers::layernorm_backward(a.dresidual, model.dembedding.lnfw, model.dembedding.lnfb, a.dprojected,
+    device::set_zero(a.dresidual.data(), long(N) * C, main);
+    device::layernorm_backward(a.dresidual, model.dembedding.lnfw, model.dembedding.lnfb, a.dprojected,
                                a.layers[L - 1].residual3, model.embedding.lnfw, a.lnf_mean, a.lnf_rstd, N, C,
                                main);
     for (int l = L - 1; l >= 0; l--) {
-        const LayerTensors &w = model.weights[l], &dw = model.gradients[l];
+        const LayerTensors<floatX>& w = model.weights[l];
+        const LayerTensors<float>& dw = model.gradients[l];
         LayerActivations& x = a.layers[l];
         floatX* residual = l == 0 ? a.encoded : a.layers[l - 1].residual3;
         floatX *ln1 = ln1_of(model, l), *ln2 = ln2_of(model, l), *fch_gelu = gelu_of(model, l);
 
-        if (model.recompute >= 1) { layers::gelu_forward(fch_gelu, x.fch, long(N) * 4 * C, main); }
-        layers::matmul_backward(model.matmul, a.dfch, dw.fcprojw, dw.fcprojb, a.dresidual, fch_gelu,
+        if (model.recompute >= 1) { device::gelu_forward(fch_gelu, x.fch, long(N) * 4 * C, main); }
+        device::matmul_backward(model.matmul, a.dfch, dw.fcprojw, dw.fcprojb, a.dresidual, fch_gelu,
                                 w.fcprojw, N, 4 * C, C, main, x.fch);
         if (model.recompute >= 2) {
-            layers::layernorm_forward(ln2, x.ln2_mean, x.ln2_rstd, x.residual2, w.ln2w, w.ln2b, N, C, main);
+            device::layernorm_forward(ln2, x.ln2_mean, x.ln2_rstd, x.residual2, w.ln2w, w.ln2b, N, C, main);
         }
-        layers::matmul_backward(model.matmul, a.dprojected, dw.fcw, dw.fcb, a.dfch, ln2, w.fcw, N, C, 4 * C,
+        device::matmul_backward(model.matmul, a.dprojected, dw.fcw, dw.fcb, a.dfch, ln2, w.fcw, N, C, 4 * C,
                                 main);
-        layers::layernorm_backward(a.dresidual, dw.ln2w, dw.ln2b, a.dprojected, x.residual2, w.ln2w,
+        device::layernorm_backward(a.dresidual, dw.ln2w, dw.ln2b, a.dprojected, x.residual2, w.ln2w,
                                    x.ln2_mean, x.ln2_rstd, N, C, main);
-        layers::matmul_backward(model.matmul, a.dprojected, dw.attprojw, dw.attprojb, a.dresidual,
+        device::matmul_backward(model.matmul, a.dprojected, dw.attprojw, dw.attprojb, a.dresidual,
                                 x.attention, w.attprojw, N, C, C, main);
-        layers::attention_backward(a.dqkv, a.dprojected, x.attention, x.qkv, x.lse, B, T, C, NH, main);
+        device::attention_backward(a.dqkv, a.dprojected, x.attention, x.qkv, x.lse, B, T, C, NH, main);
         if (model.recompute >= 2) {
-            layers::layernorm_forward(ln1, x.ln1_mean, x.ln1_rstd, residual, w.ln1w, w.ln1b, N, C, main);
+            device::layernorm_forward(ln1, x.ln1_mean, x.ln1_rstd, residual, w.ln1w, w.ln1b, N, C, main);
         }
-        layers::matmul_backward(model.matmul, a.dprojected, dw.qkvw, dw.qkvb, a.dqkv, ln1, w.qkvw, N, C,
+        device::matmul_backward(model.matmul, a.dprojected, dw.qkvw, dw.qkvb, a.dqkv, ln1, w.qkvw, N, C,
                                 3 * C, main);
-        layers::layernorm_backward(a.dresidual, dw.ln1w, dw.ln1b, a.dprojected, residual, w.ln1w, x.ln1_mean,
+        device::layernorm_backward(a.dresidual, dw.ln1w, dw.ln1b, a.dprojected, residual, w.ln1w, x.ln1_mean,
                                    x.ln1_rstd, N, C, main);
         block_done(l);
     }
-    layers::encoder_backward(model.dembedding.wte, model.dembedding.wpe, a.dresidual, model.inputs, B, T, C,
+    device::encoder_backward(model.dembedding.wte, model.dembedding.wpe, a.dresidual, model.inputs, B, T, C,
                              main);
     for (size_t b = size_t(L); b < model.layout.blocks.size(); b++) { block_done(int(b)); }
 }
@@ -373,8 +383,8 @@ inline void compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
     Model& model = worker.model;
     Scalars* scalars = worker.scalars;
     const float share = 1.0f / (float(B) * float(T) * float(micro_steps) * float(worker.comm.size()));
-    layers::set_zero(model.grads.data(), model.layout.size, worker.main);
-    layers::set_zero(scalars, 1, worker.main);
+    device::set_zero(model.grads.data(), model.layout.size, worker.main);
+    device::set_zero(scalars, 1, worker.main);
     for (int micro_step = 0; micro_step < micro_steps; micro_step++) {
         const bool last = micro_step == micro_steps - 1;
         loader.next_batch();
@@ -385,7 +395,7 @@ inline void compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
         });
     }
     order(worker.comm_stream, worker.main);
-    layers::global_norm_squared(&scalars->norm_squared, worker.shard_gradients(), model.layout.shard_size(),
+    device::global_norm_squared(&scalars->norm_squared, worker.shard_gradients(), model.layout.shard_size(),
                                 worker.main);
     sum_over_ranks(worker, &scalars->loss, 2);  // and the norm behind it
 }
@@ -394,25 +404,34 @@ inline void compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
 // makes it do nothing.
 inline void update(Worker& worker, const Options& options, float learning_rate, long step) {
     Scalars* scalars = worker.scalars;
-    layers::clip_scale(&scalars->norm, &scalars->clip_scale, &scalars->norm_squared, options.clip,
+    device::clip_scale(&scalars->norm, &scalars->clip_scale, &scalars->norm_squared, options.clip,
                        worker.main);
+    const AdamW adam = adamw(learning_rate, options.beta1, options.beta2, options.epsilon,
+                             options.weight_decay, int(step));
     for (int b = 0; b < worker.blocks(); b++) {
         const Range range = worker.shard(b);
-        const long decayed = worker.model.layout.blocks[b].decayed - worker.comm.rank() * range.count;
-        layers::adamw_update(
-            worker.model.params + range.flat, worker.master + range.shard, worker.m + range.shard,
-            worker.v + range.shard, worker.shard_gradients() + range.shard, range.count,
-            std::clamp(decayed, 0L, range.count), learning_rate, options.beta1, options.beta2,
-            options.epsilon, options.weight_decay, &scalars->clip_scale, int(step), worker.main);
+        const Layout& layout = worker.model.layout;
+        const long decayed = layout.blocks[b].decayed - worker.comm.rank() * range.count;
+        const StochasticRounding rounding{uint64_t(options.seed), uint32_t(step),
+                                          uint64_t(layout.logical_index(range.flat))};
+        device::adamw_update(worker.model.params + range.flat, worker.master + range.shard,
+                             worker.m + range.shard, worker.v + range.shard,
+                             worker.shard_gradients() + range.shard, range.count,
+                             std::clamp(decayed, 0L, range.count), adam, &scalars->clip_scale, rounding,
+                             worker.main);
     }
 }
 
-// Sets master and parameters from a flat model.   flat: (layout.size)
+// Sets master and parameters from a flat model.   flat: (layout.size), on the host
 inline void set_parameters(Worker& worker, const float* flat) {
-    layers::cast(worker.model.params.data(), flat, worker.model.layout.size, worker.main);
+    const long size = worker.model.layout.size;
+    Buffer<float> exact(size);
+    device::copy_to_device(exact.data(), flat, size, worker.main);
+    device::cast(worker.model.params.data(), exact.data(), size, worker.main);
+    worker.main.synchronize();  // `exact` ends here
     for (int b = 0; b < worker.blocks(); b++) {
         const Range range = worker.shard(b);
-        layers::copy_to_device(worker.master + range.shard, flat + range.flat, range.count, worker.main);
+        device::copy_to_device(worker.master + range.shard, flat + range.flat, range.count, worker.main);
     }
 }
 
@@ -429,7 +448,7 @@ inline std::vector<float> gather_flat(Worker& worker, const float* shard) {
     }
     order(worker.comm_stream, worker.main);
     std::vector<float> flat(static_cast<size_t>(layout.size));
-    layers::copy_to_host(flat.data(), gathered.data(), layout.size, worker.main);
+    device::copy_to_host(flat.data(), gathered.data(), layout.size, worker.main);
     return flat;
 }
 
@@ -448,15 +467,15 @@ inline void with_parameters(Worker& worker, const float* shard, const std::funct
     wait_for_parameters(worker);
     for (int b = 0; b < worker.blocks(); b++) {
         const Range range = worker.shard(b);
-        layers::cast(displaced + range.shard, params + range.flat, range.count, worker.main);
-        layers::cast(params + range.flat, shard + range.shard, range.count, worker.main);
+        device::cast(displaced + range.shard, params + range.flat, range.count, worker.main);
+        device::cast(params + range.flat, shard + range.shard, range.count, worker.main);
     }
     gather_parameters(worker);
     work();
     wait_for_parameters(worker);
     for (int b = 0; b < worker.blocks(); b++) {
         const Range range = worker.shard(b);
-        layers::cast(params + range.flat, displaced + range.shard, range.count, worker.main);
+        device::cast(params + range.flat, displaced + range.shard, range.count, worker.main);
     }
     gather_parameters(worker);
 }
@@ -465,7 +484,7 @@ inline void with_parameters(Worker& worker, const float* shard, const std::funct
 inline float validation_loss(Worker& worker, DataLoader& loader, int B, int T, long batches) {
     Scalars* scalars = worker.scalars;
     const float share = 1.0f / (float(B) * float(T) * float(batches) * float(worker.comm.size()));
-    layers::set_zero(scalars, 1, worker.main);
+    device::set_zero(scalars, 1, worker.main);
     loader.reset();
     for (long i = 0; i < batches; i++) {
         loader.next_batch();
@@ -474,7 +493,7 @@ inline float validation_loss(Worker& worker, DataLoader& loader, int B, int T, l
     }
     sum_over_ranks(worker, &scalars->loss, 1);
     float loss;
-    layers::copy_to_host(&loss, &scalars->loss, 1, worker.main);
+    device::copy_to_host(&loss, &scalars->loss, 1, worker.main);
     return loss;
 }
 
@@ -491,13 +510,15 @@ inline std::vector<int> sample(Model& model, int end_of_text, int length, int T,
         std::copy(tokens.begin() + begin, tokens.end(), window.begin());
         const int rows = std::min(T, (used + window_step - 1) / window_step * window_step);
         forward(model, window.data(), 1, rows, main);
-        layers::copy_to_host(row.data(), model.acts.logits + long(used - 1) * Vp, Vp, main);
+        device::copy_to_host(row.data(), model.acts.logits + long(used - 1) * Vp, Vp, main);
         for (int i = 0; i < V; i++) { logits[i] = float(row[i]); }
         const float coin = uniform(random_bits(seed, RandomUse::sampling, tokens.size()).v[0]);
         tokens.push_back(sample_softmax(logits.data(), V, temperature, coin));
     }
     return tokens;
 }
+
+#ifndef TESTING  // tests and benchmarks call what is above
 
 // -----------------------------------------------------------------------------------------------------------
 // From options to a run
@@ -567,12 +588,6 @@ inline std::unique_ptr<Tokenizer> find_tokenizer(const Options& o) {
     const std::string beside = folder_of(o.train_data) + "/tokenizer.bin";
     struct stat info;
     return stat(beside.c_str(), &info) == 0 ? std::make_unique<Tokenizer>(beside) : nullptr;
-}
-
-inline MatmulPrecision matmul_precision(const std::string& word) {
-    return word == "highest" ? MatmulPrecision::highest
-           : word == "high"  ? MatmulPrecision::high
-                             : MatmulPrecision::medium;
 }
 
 inline DilocoOptions diloco_options(const Options& o) {
@@ -711,10 +726,6 @@ inline std::vector<std::pair<std::string, std::string>> fingerprint(const Option
 // -----------------------------------------------------------------------------------------------------------
 // The loop
 
-inline double now_seconds() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
 // What the run has measured so far, for the log and the last line.
 struct Totals {
     double train_seconds = 0;
@@ -825,7 +836,7 @@ inline void train_step(Run& run, long step) {
     }
     gather_parameters(worker);
     Scalars scalars;
-    layers::copy_to_host(&scalars, worker.scalars.data(), 1, worker.main);
+    device::copy_to_host(&scalars, worker.scalars.data(), 1, worker.main);
     const double seconds = now_seconds() - start;
     run.totals.train_seconds += seconds;
 
@@ -963,7 +974,6 @@ inline void train(const Options& o, Process& process) {
     or_leave(process, [&] { train_together(o, process, in); });
 }
 
-#ifndef TESTING
 int main(int argc, char** argv) {
     try {
         Options options = parse_options(argc, argv);

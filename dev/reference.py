@@ -2,10 +2,13 @@
 """The reference that test_gpt compares with: GPT-2 in PyTorch, float64 and autograd, on parameters and tokens
 that both sides draw from Philox, so that none need to be stored.
 
-    dev/reference.py            writes dev/test/data/reference.bin
-    dev/reference.py --check    computes everything again and compares it with that file
+    dev/reference.py            writes the files below
+    dev/reference.py --check    computes everything again and compares it with them
 
-reference.bin, little-endian:
+dev/test/data/reference.bin is of a model of 4 heads, reference_head64.bin of one that is the same but for its
+one head of 64 values, since attention on GPUs has no smaller ones.
+
+Both are little-endian:
     16 int32    magic 20250130, version 1, layers, heads, channels, max_seq_len, vocab_size,
                 padded_vocab_size, B, T, seed, AdamW steps, number of arrays, 0, 0, 0
     64 bytes for each array: name (32 bytes, NUL-padded), int32 dimensions, 4 int32 shape (unused: 1),
@@ -20,14 +23,14 @@ reference.bin, little-endian:
 """
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 PARAMETERS, SHUFFLE = 1, 2  # RandomUse of llmc/random.h
 MAGIC, VERSION = 20250130, 1
-DEFAULT_FILE = Path(__file__).parent / "test/data/reference.bin"
+FILES = Path(__file__).parent / "test/data"
 
 
 @dataclass
@@ -44,6 +47,7 @@ class Shape:
 
 
 REFERENCE_SHAPE = Shape(layers=2, heads=4, channels=64, max_seq_len=64, vocab_size=500)
+SHAPES = {"reference.bin": REFERENCE_SHAPE, "reference_head64.bin": replace(REFERENCE_SHAPE, heads=1)}
 B, T, SEED, STEPS = 2, 64, 1337, 10
 ADAMW = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 
@@ -188,10 +192,9 @@ def visible_norms(flat, shape):
 
 # --------------------------------------------------------------------------------------------------- the file
 
-def compute():
-    """All arrays of the file, in order."""
+def compute(shape):
+    """All arrays of a file, in order."""
     import torch
-    shape = REFERENCE_SHAPE
     tokens = (random_bits(SEED, SHUFFLE, np.arange(B * T + 1))[0] % shape.vocab_size).astype(np.int64)
     inputs = torch.from_numpy(tokens[:-1].reshape(B, T))
     targets = torch.from_numpy(tokens[1:].reshape(B, T))
@@ -212,8 +215,7 @@ def compute():
     return {name: values.astype("<f4") for name, values in arrays.items()}
 
 
-def header(arrays):
-    shape = REFERENCE_SHAPE
+def header(shape, arrays):
     return np.array([MAGIC, VERSION, shape.layers, shape.heads, shape.channels, shape.max_seq_len,
                      shape.vocab_size, shape.padded_vocab_size, B, T, SEED, STEPS, len(arrays), 0, 0, 0],
                     dtype="<i4")
@@ -223,7 +225,7 @@ ENTRY = np.dtype([("name", "S32"), ("dimensions", "<i4"), ("shape", "<i4", 4), (
                   ("offset", "<i8")])
 
 
-def write(path, arrays):
+def write(path, shape, arrays):
     entries = np.zeros(len(arrays), dtype=ENTRY)
     offset = 64 + entries.nbytes
     data = b""
@@ -231,7 +233,7 @@ def write(path, arrays):
         entry["name"], entry["dimensions"], entry["offset"] = name.encode(), values.ndim, offset + len(data)
         entry["shape"] = list(values.shape) + [1] * (4 - values.ndim)
         data += values.tobytes() + b"\0" * (-values.nbytes % 64)
-    path.write_bytes(header(arrays).tobytes() + entries.tobytes() + data)
+    path.write_bytes(header(shape, arrays).tobytes() + entries.tobytes() + data)
 
 
 def read(path):
@@ -252,11 +254,11 @@ def relative_error(a, b):
     return float(np.linalg.norm(np.float64(a) - b) / np.linalg.norm(np.float64(b)))
 
 
-def check(path, tolerance=1e-6):
+def check(path, shape, tolerance=1e-6):
     """Whether the file says what this script computes: float64 against stored float32, so within 1e-6."""
     head, stored = read(path)
-    computed = compute()
-    if not np.array_equal(head, header(computed)) or list(stored) != list(computed):
+    computed = compute(shape)
+    if not np.array_equal(head, header(shape, computed)) or list(stored) != list(computed):
         print(f"{path} is of another model: write it again with dev/reference.py")
         return False
     errors = {name: relative_error(stored[name], computed[name]) for name in computed}
@@ -269,12 +271,14 @@ def check(path, tolerance=1e-6):
 def main():
     parser = argparse.ArgumentParser(description="Writes or checks the reference of test_gpt.")
     parser.add_argument("--check", action="store_true", help="compare the file with what is computed now")
-    parser.add_argument("--file", type=Path, default=DEFAULT_FILE)
+    parser.add_argument("--folder", type=Path, default=FILES)
     arguments = parser.parse_args()
     if arguments.check:
-        sys.exit(0 if check(arguments.file) else 1)
-    write(arguments.file, compute())
-    print(f"wrote {arguments.file}, {arguments.file.stat().st_size} bytes")
+        good = [check(arguments.folder / name, shape) for name, shape in SHAPES.items()]
+        sys.exit(0 if all(good) else 1)
+    for name, shape in SHAPES.items():
+        write(arguments.folder / name, shape, compute(shape))
+        print(f"wrote {arguments.folder / name}, {(arguments.folder / name).stat().st_size} bytes")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 // Buffer: an array in the memory that the layers work on; freed with its owner. All zero bits when new.
-// The CPU's version; 64-byte aligned, so that vector loads and oneDNN are at their fastest.
+// The CPU's version, 64-byte aligned, so that vector loads and oneDNN are at their fastest; the GPU's is
+// llmc/cuda/buffer.cuh.
 #pragma once
 #include <cstdlib>
 #include <cstring>
 #include <new>
 #include <utility>
+
+#include "llmc/device.h"
 
 namespace cpu {
 
@@ -40,4 +43,7 @@ private:
 
 }  // namespace cpu
 
-using cpu::Buffer;
+#ifdef USE_CUDA
+#include "llmc/cuda/buffer.cuh"
+#endif
+using device::Buffer;

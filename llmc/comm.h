@@ -28,9 +28,11 @@ struct Traffic {
 
 enum class Reduction { sum, max };
 
-class Comm {
+// Stream: the CPU's or the GPU's.
+template <class Stream>
+class BasicComm {
 public:
-    virtual ~Comm() = default;
+    virtual ~BasicComm() = default;
     virtual int rank() const = 0;
     virtual int size() const = 0;
 
@@ -48,3 +50,8 @@ public:
     // For small counts: sends (size - 1) * count values.
     virtual void all_reduce(float* values, size_t count, Reduction, Stream&, Traffic* = nullptr) = 0;
 };
+
+namespace cpu {
+using Comm = BasicComm<Stream>;  // of buffers in the host's memory
+}
+using Comm = BasicComm<Stream>;  // of buffers where the parameters lie

@@ -218,7 +218,7 @@ private:
 // -----------------------------------------------------------------------------------------------------------
 // The communicator
 
-class GlooComm : public Comm {
+class GlooComm : public cpu::Comm {
 public:
     GlooComm(Store& store, const std::string& name, int rank, int size, const std::string& interface,
              double timeout_seconds, std::vector<std::string> members)
@@ -234,7 +234,7 @@ public:
     int rank() const override { return my_rank; }
     int size() const override { return my_size; }
 
-    void all_gather(void* out, const void* inp, size_t bytes, Stream& stream, Traffic* traffic) override {
+    void all_gather(void* out, const void* inp, size_t bytes, cpu::Stream& stream, Traffic* traffic) override {
         enqueue(stream, traffic, bytes, [=](uint64_t call) {
             char* const parts = static_cast<char*>(out);
             char* const own = parts + size_t(my_rank) * bytes;
@@ -244,7 +244,7 @@ public:
         });
     }
 
-    void all_to_all(void* out, const void* inp, size_t bytes, Stream& stream, Traffic* traffic) override {
+    void all_to_all(void* out, const void* inp, size_t bytes, cpu::Stream& stream, Traffic* traffic) override {
         enqueue(stream, traffic, bytes, [=](uint64_t call) {
             char* const to = static_cast<char*>(out);
             const char* const from = static_cast<const char*>(inp);
@@ -254,7 +254,7 @@ public:
         });
     }
 
-    void reduce_scatter(float* out, const float* inp, size_t count, Stream& stream,
+    void reduce_scatter(float* out, const float* inp, size_t count, cpu::Stream& stream,
                         Traffic* traffic) override {
         enqueue(stream, traffic, count * sizeof(float), [=](uint64_t call) {
             float* const received = scratch_for(size_t(my_size) * count);
@@ -269,7 +269,7 @@ public:
         });
     }
 
-    void all_reduce(float* values, size_t count, Reduction reduction, Stream& stream,
+    void all_reduce(float* values, size_t count, Reduction reduction, cpu::Stream& stream,
                     Traffic* traffic) override {
         enqueue(stream, traffic, count * sizeof(float), [=](uint64_t call) {
             float* const received = scratch_for(size_t(my_size) * count);
@@ -321,7 +321,7 @@ private:
 
     // Numbers the call in the order of issue, the same on all members, and runs `work` on the stream.
     template <class Work>
-    void enqueue(Stream& stream, Traffic* traffic, size_t bytes, Work work) {
+    void enqueue(cpu::Stream& stream, Traffic* traffic, size_t bytes, Work work) {
         const uint64_t call = calls++;
         stream.enqueue([=] {
             const Clock::time_point start = Clock::now();
@@ -535,7 +535,7 @@ private:
 // until all are connected. `interface`: of the network to use, "" for the one that leads to the store.
 // `timeout_seconds`: for joining, and for each call. `members`: what errors call the members, the same on
 // all; default "rank R of NAME". Throws UserError (no such interface) or CommError.
-inline std::unique_ptr<Comm> make_comm_gloo(Store& store, const std::string& name, int rank, int size,
+inline std::unique_ptr<cpu::Comm> make_comm_gloo(Store& store, const std::string& name, int rank, int size,
                                             const std::string& interface, double timeout_seconds,
                                             std::vector<std::string> members = {}) {
     for (int r = int(members.size()); r < size; r++) {

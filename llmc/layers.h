@@ -1,5 +1,4 @@
-// The layers, by where they run: `layers::` is the CPU's functions or, with USE_CUDA, the kernels of the same
-// names.
+// All layers: the CPU's functions and, with USE_CUDA, the GPU's of the same names.
 #pragma once
 #include "llmc/cpu/adamw.h"
 #include "llmc/cpu/attention.h"
@@ -11,4 +10,14 @@
 #include "llmc/cpu/matmul.h"
 #include "llmc/cpu/memory.h"
 
-namespace layers = cpu;
+#ifdef USE_CUDA
+#include "llmc/cuda/adamw.cuh"
+#include "llmc/cuda/attention.cuh"
+#include "llmc/cuda/classifier.cuh"
+#include "llmc/cuda/encoder.cuh"
+#include "llmc/cuda/gelu.cuh"
+#include "llmc/cuda/global_norm.cuh"
+#include "llmc/cuda/layernorm.cuh"
+#include "llmc/cuda/matmul.cuh"
+#include "llmc/cuda/memory.cuh"
+#endif

@@ -305,14 +305,14 @@ struct Process {
     }
 
     // The ranks of this worker. Throws UserError or CommError.
-    std::unique_ptr<Comm> inner_comm() {
+    std::unique_ptr<cpu::Comm> inner_comm() {
         std::vector<std::string> members;
         for (int r = 0; r < ranks; r++) { members.push_back(name(worker, r)); }
         return make_comm_gloo(*store, "inner/" + std::to_string(worker), rank, ranks, "", timeout, members);
     }
 
     // The processes that own this one's shard, one of each worker. Throws UserError or CommError.
-    std::unique_ptr<Comm> outer_comm() {
+    std::unique_ptr<cpu::Comm> outer_comm() {
         std::vector<std::string> members;
         for (int w = 0; w < workers; w++) { members.push_back(name(w, rank)); }
         return make_comm_gloo(*store, "outer/" + std::to_string(rank), worker, workers, interface, timeout,

@@ -1,9 +1,9 @@
 // Stream and Event: work in order, and points in that order that others can wait for.
 //
-// The CPU's version. An inline stream runs its work at once on the calling thread: the main stream. A queued
-// stream is one thread with a first-in-first-out queue: the streams of the two communicators. An exception in
-// a queued stream stops it: what was queued behind is dropped, and every later event carries the exception to
-// who asks.
+// The CPU's version; the GPU's is llmc/cuda/stream.cuh. An inline stream runs its work at once on the calling
+// thread: the main stream. A queued stream is one thread with a first-in-first-out queue: the streams of the
+// two communicators. An exception in a queued stream stops it: what was queued behind is dropped, and every
+// later event carries the exception to who asks.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -13,6 +13,8 @@
 #include <mutex>
 #include <thread>
 #include <utility>
+
+#include "llmc/device.h"
 
 namespace cpu {
 
@@ -154,5 +156,8 @@ private:
 
 }  // namespace cpu
 
-using cpu::Event;
-using cpu::Stream;
+#ifdef USE_CUDA
+#include "llmc/cuda/stream.cuh"
+#endif
+using device::Event;
+using device::Stream;

@@ -89,3 +89,7 @@ inline void outer_step(float* global, float* momentum, float* local, floatX* par
 }
 
 }  // namespace cpu
+
+#ifdef USE_CUDA
+#include "streaming/outer.cuh"
+#endif

@@ -251,4 +251,6 @@ inline void dequantize_mean(float* mean, const uint8_t* payloads, size_t stride,
 
 }  // namespace cpu
 
-namespace device = cpu;  // where the parameters lie, and the functions that touch them run
+#ifdef USE_CUDA
+#include "streaming/quantize.cuh"
+#endif

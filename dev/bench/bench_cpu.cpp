@@ -11,6 +11,9 @@
 #define TESTING
 #include "train_gpt.cu"
 
+#include "dev/test/alone.h"
+#include "llmc/clock.h"
+
 #include <omp.h>
 
 namespace {
@@ -20,15 +23,14 @@ struct Bench {
     const GptShape shape = {T, 1024, 1024, 6, 6, 384};
     const Layout layout = gpt_layout(shape, 1, 0);
     Stream main, comm_stream;
-    MemoryStore store;
-    const std::unique_ptr<Comm> alone = make_comm_gloo(store, "inner", 0, 1, "", 1);
+    Alone alone;
     Options options;
     std::vector<int> tokens;
     Model model;
     Worker worker;
 
     explicit Bench(MatmulPrecision precision)
-        : model(shape, layout, 0, precision), worker(model, *alone, main, comm_stream) {
+        : model(shape, layout, 0, precision), worker(model, alone, main, comm_stream) {
         allocate_activations(model, B, T);
         Buffer<float> initial(layout.size);
         init_parameters(initial, shape, layout, 1);
@@ -45,13 +47,13 @@ struct Bench {
 
     void step(long t) {
         Scalars* scalars = worker.scalars;
-        layers::set_zero(model.grads.data(), layout.size, main);
-        layers::set_zero(scalars, 1, main);
+        device::set_zero(model.grads.data(), layout.size, main);
+        device::set_zero(scalars, 1, main);
         forward(model, tokens.data(), B, T, main);
         classify(model, tokens.data() + 1, B, T, &scalars->loss, 1.0f / float(N), 1.0f / float(N), true,
                  main);
         backward(model, B, T, main, [](int) {});
-        layers::global_norm_squared(&scalars->norm_squared, worker.shard_gradients(), layout.shard_size(),
+        device::global_norm_squared(&scalars->norm_squared, worker.shard_gradients(), layout.shard_size(),
                                     main);
         update(worker, options, 1e-4f, t);
     }
@@ -122,15 +124,15 @@ inline void run_matmuls_forward(Bench& x) {
     Activations& a = m.acts;
     const int N = x.N, C = x.shape.channels;
     for (size_t l = 0; l < a.layers.size(); l++) {
-        LayerTensors& w = m.weights[l];
+        LayerTensors<floatX>& w = m.weights[l];
         LayerActivations& y = a.layers[l];
-        layers::matmul_forward(m.matmul, y.qkv, y.ln1, w.qkvw, w.qkvb, N, C, 3 * C, x.main);
-        layers::matmul_forward(m.matmul, a.projected, y.attention, w.attprojw, w.attprojb, N, C, C, x.main);
-        layers::matmul_forward(m.matmul, y.fch_gelu, y.ln2, w.fcw, w.fcb, N, C, 4 * C, x.main, y.fch);
-        layers::matmul_forward(m.matmul, a.projected, y.fch_gelu, w.fcprojw, w.fcprojb, N, 4 * C, C, x.main);
+        device::matmul_forward(m.matmul, y.qkv, y.ln1, w.qkvw, w.qkvb, N, C, 3 * C, x.main);
+        device::matmul_forward(m.matmul, a.projected, y.attention, w.attprojw, w.attprojb, N, C, C, x.main);
+        device::matmul_forward(m.matmul, y.fch_gelu, y.ln2, w.fcw, w.fcb, N, C, 4 * C, x.main, y.fch);
+        device::matmul_forward(m.matmul, a.projected, y.fch_gelu, w.fcprojw, w.fcprojb, N, 4 * C, C, x.main);
     }
     const floatX* none = nullptr;
-    layers::matmul_forward(m.matmul, a.logits, a.lnf, m.embedding.wte, none, N, C, x.shape.padded_vocab_size,
+    device::matmul_forward(m.matmul, a.logits, a.lnf, m.embedding.wte, none, N, C, x.shape.padded_vocab_size,
                            x.main);
 }
 
@@ -139,25 +141,26 @@ inline void run_matmuls_backward(Bench& x) {
     Activations& a = m.acts;
     const int N = x.N, C = x.shape.channels;
     floatX* none = nullptr;
-    layers::matmul_backward(m.matmul, a.dprojected, m.dembedding.wte, none, a.logits, a.lnf, m.embedding.wte,
+    device::matmul_backward(m.matmul, a.dprojected, m.dembedding.wte, none, a.logits, a.lnf, m.embedding.wte,
                             N, C, x.shape.padded_vocab_size, x.main);
     for (size_t l = 0; l < a.layers.size(); l++) {
-        LayerTensors &w = m.weights[l], &dw = m.gradients[l];
+        LayerTensors<floatX>& w = m.weights[l];
+        LayerTensors<float>& dw = m.gradients[l];
         LayerActivations& y = a.layers[l];
-        layers::matmul_backward(m.matmul, a.dfch, dw.fcprojw, dw.fcprojb, a.dresidual, y.fch_gelu, w.fcprojw,
+        device::matmul_backward(m.matmul, a.dfch, dw.fcprojw, dw.fcprojb, a.dresidual, y.fch_gelu, w.fcprojw,
                                 N, 4 * C, C, x.main, y.fch);
-        layers::matmul_backward(m.matmul, a.dprojected, dw.fcw, dw.fcb, a.dfch, y.ln2, w.fcw, N, C, 4 * C,
+        device::matmul_backward(m.matmul, a.dprojected, dw.fcw, dw.fcb, a.dfch, y.ln2, w.fcw, N, C, 4 * C,
                                 x.main);
-        layers::matmul_backward(m.matmul, a.dprojected, dw.attprojw, dw.attprojb, a.dresidual, y.attention,
+        device::matmul_backward(m.matmul, a.dprojected, dw.attprojw, dw.attprojb, a.dresidual, y.attention,
                                 w.attprojw, N, C, C, x.main);
-        layers::matmul_backward(m.matmul, a.dprojected, dw.qkvw, dw.qkvb, a.dqkv, y.ln1, w.qkvw, N, C, 3 * C,
+        device::matmul_backward(m.matmul, a.dprojected, dw.qkvw, dw.qkvb, a.dqkv, y.ln1, w.qkvw, N, C, 3 * C,
                                 x.main);
     }
 }
 
 inline void run_attention_forward(Bench& x) {
     for (LayerActivations& y : x.model.acts.layers) {
-        layers::attention_forward(y.attention, y.lse, y.qkv, x.B, x.T, x.shape.channels, x.shape.heads,
+        device::attention_forward(y.attention, y.lse, y.qkv, x.B, x.T, x.shape.channels, x.shape.heads,
                                   x.main);
     }
 }
@@ -165,7 +168,7 @@ inline void run_attention_forward(Bench& x) {
 inline void run_attention_backward(Bench& x) {
     Activations& a = x.model.acts;
     for (LayerActivations& y : a.layers) {
-        layers::attention_backward(a.dqkv, a.dprojected, y.attention, y.qkv, y.lse, x.B, x.T,
+        device::attention_backward(a.dqkv, a.dprojected, y.attention, y.qkv, y.lse, x.B, x.T,
                                    x.shape.channels, x.shape.heads, x.main);
     }
 }
@@ -174,11 +177,12 @@ inline void run_layernorms(Bench& x) {
     Activations& a = x.model.acts;
     const int N = x.N, C = x.shape.channels;
     for (size_t i = 0; i < 2 * a.layers.size(); i++) {
-        LayerTensors &w = x.model.weights[i / 2], &dw = x.model.gradients[i / 2];
+        LayerTensors<floatX>& w = x.model.weights[i / 2];
+        LayerTensors<float>& dw = x.model.gradients[i / 2];
         LayerActivations& y = a.layers[i / 2];
-        layers::fused_residual_forward(y.residual3, y.ln2, y.ln2_mean, y.ln2_rstd, y.residual2, a.projected,
+        device::fused_residual_forward(y.residual3, y.ln2, y.ln2_mean, y.ln2_rstd, y.residual2, a.projected,
                                        w.ln2w, w.ln2b, N, C, x.main);
-        layers::layernorm_backward(a.dresidual, dw.ln2w, dw.ln2b, a.dprojected, y.residual2, w.ln2w,
+        device::layernorm_backward(a.dresidual, dw.ln2w, dw.ln2b, a.dprojected, y.residual2, w.ln2w,
                                    y.ln2_mean, y.ln2_rstd, N, C, x.main);
     }
 }
@@ -187,15 +191,15 @@ inline void run_embedding_and_classifier(Bench& x) {
     Model& m = x.model;
     Activations& a = m.acts;
     const int C = x.shape.channels;
-    layers::encoder_forward(a.encoded, m.inputs, m.embedding.wte, m.embedding.wpe, x.B, x.T, C, x.main);
-    layers::fused_classifier(a.logits, a.losses, 1e-3f, m.targets, x.N, x.shape.vocab_size,
+    device::encoder_forward(a.encoded, m.inputs, m.embedding.wte, m.embedding.wpe, x.B, x.T, C, x.main);
+    device::fused_classifier(a.logits, a.losses, 1e-3f, m.targets, x.N, x.shape.vocab_size,
                              x.shape.padded_vocab_size, true, x.main);
-    layers::encoder_backward(m.dembedding.wte, m.dembedding.wpe, a.dresidual, m.inputs, x.B, x.T, C, x.main);
+    device::encoder_backward(m.dembedding.wte, m.dembedding.wpe, a.dresidual, m.inputs, x.B, x.T, C, x.main);
 }
 
 inline void run_update(Bench& x) {
-    layers::set_zero(x.model.grads.data(), x.layout.size, x.main);
-    layers::global_norm_squared(&x.worker.scalars.data()->norm_squared, x.model.grads, x.layout.size, x.main);
+    device::set_zero(x.model.grads.data(), x.layout.size, x.main);
+    device::global_norm_squared(&x.worker.scalars.data()->norm_squared, x.model.grads, x.layout.size, x.main);
     update(x.worker, x.options, 1e-4f, 100);
 }
 

@@ -1,5 +1,5 @@
-// The part of the CUDA runtime that a test of kernels needs: device memory, copies, errors. There is one
-// stream, the default one, and what is enqueued on it is done when the call returns.
+// The part of the CUDA runtime that a test of kernels needs: device memory, copies, streams, events, errors.
+// What is enqueued on any stream is done when the call returns.
 // Compiled without -fsanitize=thread (see sanitizers.h).
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
@@ -8,6 +8,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 
 #include "dev/emulator/device_memory.h"
 #include "dev/emulator/sanitizers.h"
@@ -121,6 +122,39 @@ private:
     std::map<const char*, Allocation> allocations;
 };
 
+// Handles of streams and events, by kind. They are never used twice.
+struct Handles {
+    std::mutex mutex;
+    std::set<const void*> open;
+
+    template <class Handle>
+    Handle create() {
+        std::lock_guard<std::mutex> lock(mutex);
+        static uintptr_t last = 0;
+        const Handle handle = reinterpret_cast<Handle>(++last * 16);
+        open.insert(handle);
+        return handle;
+    }
+    bool close(const void* handle) {
+        std::lock_guard<std::mutex> lock(mutex);
+        return open.erase(handle) == 1;
+    }
+    bool has(const void* handle) {
+        std::lock_guard<std::mutex> lock(mutex);
+        return open.count(handle) == 1;
+    }
+};
+
+Handles& streams() {
+    static Handles handles;
+    return handles;
+}
+
+Handles& events() {
+    static Handles handles;
+    return handles;
+}
+
 // As on the device, an error stays until it is asked for.
 cudaError_t& last_error() {
     static thread_local cudaError_t error = cudaSuccess;
@@ -131,6 +165,10 @@ cudaError_t result(cudaError_t error) {
     if (error != cudaSuccess) { last_error() = error; }
     return error;
 }
+
+bool is_stream(cudaStream_t stream) { return !stream || streams().has(stream); }
+
+cudaError_t handle_result(bool valid) { return result(valid ? cudaSuccess : cudaErrorInvalidResourceHandle); }
 
 // Which side of a copy is device memory follows from `kind`, and must be true.
 bool copy_is_valid(const void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
@@ -173,7 +211,7 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind 
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream) {
-    return stream ? result(cudaErrorInvalidResourceHandle) : cudaMemcpy(to, from, bytes, kind);
+    return is_stream(stream) ? cudaMemcpy(to, from, bytes, kind) : result(cudaErrorInvalidResourceHandle);
 }
 
 cudaError_t cudaMemset(void* p, int value, size_t bytes) {
@@ -186,12 +224,44 @@ cudaError_t cudaMemset(void* p, int value, size_t bytes) {
 }
 
 cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream) {
-    return stream ? result(cudaErrorInvalidResourceHandle) : cudaMemset(p, value, bytes);
+    return is_stream(stream) ? cudaMemset(p, value, bytes) : result(cudaErrorInvalidResourceHandle);
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-    return result(stream ? cudaErrorInvalidResourceHandle : cudaSuccess);
+    return handle_result(is_stream(stream));
 }
+
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+    *least = 0;
+    *greatest = -5;
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+    *stream = streams().create<cudaStream_t>();
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream) { return handle_result(streams().close(stream)); }
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+    return handle_result(is_stream(stream) && events().has(event));
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+    *event = events().create<cudaEvent_t>();
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) { return handle_result(events().close(event)); }
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    return handle_result(is_stream(stream) && events().has(event));
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) { return handle_result(events().has(event)); }
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) { return handle_result(events().has(event)); }
 
 cudaError_t cudaDeviceSynchronize() { return result(cudaSuccess); }
 

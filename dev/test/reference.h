@@ -125,6 +125,17 @@ inline double relative_error(const float* a, const float* b, long count) {
     return std::sqrt(difference / norm);
 }
 
+// a b / (||a|| ||b||)
+inline double cosine(const float* a, const float* b, long count) {
+    double product = 0, a_norm = 0, b_norm = 0;
+    for (long i = 0; i < count; i++) {
+        product += double(a[i]) * b[i];
+        a_norm += double(a[i]) * a[i];
+        b_norm += double(b[i]) * b[i];
+    }
+    return product / std::sqrt(a_norm * b_norm);
+}
+
 // The norm that "norms" holds for a tensor: qkvb's middle third, the key bias, is left out.
 inline double reference_norm(const float* values, const Tensor& tensor) {
     const bool is_qkvb = tensor.name.size() > 5 && tensor.name.substr(tensor.name.size() - 5) == ".qkvb";

@@ -59,23 +59,26 @@ def test_the_token_shard_is_the_one_committed():
 
 @needs_torch
 def test_the_model_reference_is_what_pytorch_computes():
-    assert reference.check(reference.DEFAULT_FILE)
+    for name, shape in reference.SHAPES.items():
+        assert reference.check(reference.FILES / name, shape)
 
 
 @needs_torch
 def test_a_changed_reference_is_noticed(tmp_path):
-    _, arrays = reference.read(reference.DEFAULT_FILE)
+    _, arrays = reference.read(reference.FILES / "reference.bin")
     arrays["gradient.lnfw"] = arrays["gradient.lnfw"] * np.float32(1.00001)
-    reference.write(tmp_path / "reference.bin", arrays)
-    assert not reference.check(tmp_path / "reference.bin")
+    reference.write(tmp_path / "reference.bin", reference.REFERENCE_SHAPE, arrays)
+    assert not reference.check(tmp_path / "reference.bin", reference.REFERENCE_SHAPE)
 
 
 def test_a_nan_does_not_pass_for_the_model_reference(tmp_path, monkeypatch):
-    _, arrays = reference.read(reference.DEFAULT_FILE)
-    monkeypatch.setattr(reference, "compute", lambda: arrays)
-    assert reference.check(reference.DEFAULT_FILE)
-    reference.write(tmp_path / "reference.bin", {**arrays, "gradient.lnfw": arrays["gradient.lnfw"] * np.nan})
-    assert not reference.check(tmp_path / "reference.bin")
+    shape = reference.REFERENCE_SHAPE
+    _, arrays = reference.read(reference.FILES / "reference.bin")
+    monkeypatch.setattr(reference, "compute", lambda shape: arrays)
+    assert reference.check(reference.FILES / "reference.bin", shape)
+    changed = {**arrays, "gradient.lnfw": arrays["gradient.lnfw"] * np.nan}
+    reference.write(tmp_path / "reference.bin", shape, changed)
+    assert not reference.check(tmp_path / "reference.bin", shape)
 
 
 @pytest.mark.parametrize("mode", ["--check", "--drift"])
