@@ -13,14 +13,14 @@ LDLIBS = -ldnnl -lgloo -lhiredis -lxxhash -lpthread
 HEADERS = $(wildcard llmc/*.h llmc/cpu/*.h streaming/*.h)
 UNIT_TESTS = $(patsubst dev/test/%.cpp,build/%.o,$(wildcard dev/test/test_*.cpp))
 
-# The emulator compiles kernels with g++ and CUDA's headers: the toolkit's, or those of requirements.txt.
+# The emulator compiles kernels with g++ and CUDA's headers: the toolkit's, or those that make setup fetched.
 CUDA_HOME ?= /usr/local/cuda
 NVCC = $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc))
-CUDA_HEADER = $(firstword $(wildcard $(CUDA_HOME)/include/cuda_fp4.h \
+CUDA_HEADER = $(firstword $(wildcard $(CUDA_HOME)/include/cublasLt.h \
                 .venv/lib/python3.*/site-packages/nvidia/cu13/include/cuda_fp4.h))
 EMULATED = -std=c++17 $(OPTIMIZE) -DUSE_CUDA -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Werror \
            -Wno-unknown-pragmas -I. \
-           -isystem $(dir $(or $(CUDA_HEADER),$(error no CUDA headers: run make setup)))
+           -isystem $(dir $(or $(CUDA_HEADER),$(error no CUDA headers: run make setup))) -isystem .venv/cuda
 EMULATOR_HEADERS = $(HEADERS) $(wildcard dev/emulator/*.h llmc/cuda/*.cuh streaming/*.cuh dev/test/kernels/*.h)
 EMULATOR = emulator machine runtime
 KERNEL_SOURCES = $(wildcard dev/emulator/test_*.cpp dev/test/kernels/test_*.cpp)

@@ -94,3 +94,9 @@ install_python_packages() {
 
 if [ -z "${SKIP_PACKAGES:-}" ]; then install_packages; fi
 install_python_packages
+for header in cublasLt.h nccl.h; do
+    if [ ! -e "${CUDA_HOME:-/usr/local/cuda}/include/$header" ]; then
+        .venv/bin/python scripts/fetch_cuda_headers.py .venv/cuda || exit 2
+        break
+    fi
+done
