@@ -2,7 +2,7 @@
 # make setup    installs what is missing (Debian, Ubuntu: packages; Python: .venv)
 # make test     every test                         make demo   two workers train a GPT on real text
 # make bench-cpu   speed on this CPU (PEERS=1: and PyTorch's)
-# make test-emulator   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test)
+# make test-emulated   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test)
 # make check-cuda      the same kernels through nvcc, if there is one (part of make test)
 CXX = g++
 SHELL = /bin/bash
@@ -27,7 +27,8 @@ KERNEL_SOURCES = $(wildcard dev/emulator/test_*.cpp dev/test/kernels/test_*.cpp)
 KERNEL_TESTS = $(notdir $(KERNEL_SOURCES:.cpp=))
 # fp32: parameters and activations as in a GPU's fp32 build; of the kernels' tests only.
 EMULATOR_TESTS = $(foreach kind,plain address thread,$(KERNEL_TESTS:%=build/$(kind)/%)) \
-                 $(patsubst dev/test/kernels/%.cpp,build/fp32/%,$(wildcard dev/test/kernels/test_*.cpp))
+                 $(patsubst dev/test/kernels/%.cpp,build/fp32/%,$(wildcard dev/test/kernels/test_*.cpp)) \
+                 build/plain/test_gpt build/fp32/test_gpt
 vpath test_%.cpp dev/emulator dev/test/kernels
 CUDA_FLAGS = -std=c++17 -O3 -I. -Werror all-warnings -Xcompiler -Wall,-Wextra \
              $(foreach sm,80 90 100,-gencode arch=compute_$(sm),code=sm_$(sm))
@@ -82,6 +83,14 @@ $(KERNEL_TESTS:%=build/$(1)/%.o): build/$(1)/%.o: %.cpp $$(EMULATOR_HEADERS)
 $(KERNEL_TESTS:%=build/$(1)/%): build/$(1)/%: $(EMULATOR:%=build/$(1)/%.o) build/$(1)/%.o
 	$$(CXX) -rdynamic $$(SANITIZER) $$^ -o $$@ -lgtest_main -lgtest -lboost_context -ldnnl -ldl -lpthread
 endef
+
+# test_gpt through the emulated kernels; fp32: of a GPU's fp32 build.
+build/plain/test_gpt build/fp32/test_gpt build/debug/test_gpt: build/%/test_gpt: test_gpt.cu train_gpt.cu \
+        $(EMULATOR:%=build/plain/%.o) $(EMULATOR_HEADERS) dev/test/reference.h dev/test/alone.h | dependencies
+	@mkdir -p $(@D)
+	$(CXX) -rdynamic $(EMULATED) $(SANITIZER) -x c++ $< -x none $(EMULATOR:%=build/plain/%.o) -o $@ \
+	    -lboost_context -ldl $(LDLIBS)
+
 $(foreach kind,plain debug address thread fp32,$(eval $(call emulator_build,$(kind))))
 
 build/bench_cpu: dev/bench/bench_cpu.cpp train_gpt.cu $(HEADERS) Makefile | dependencies
@@ -96,9 +105,9 @@ test: setup
 	$(MAKE) -j2 train_gpt_cpu test_gpt_cpu build/unit_tests $(EMULATOR_TESTS) check-cuda
 	.venv/bin/python -m pytest -q dev/test
 
-test-emulator: setup
+test-emulated: setup
 	$(MAKE) -j2 $(EMULATOR_TESTS)
-	.venv/bin/python -m pytest -q dev/test/test_emulator.py
+	.venv/bin/python -m pytest -q dev/test/test_emulator.py dev/test/test_gpt.py
 
 # For the GPUs of 2020, 2022 and 2024; what nvcc warns of is an error.
 check-cuda:
@@ -129,4 +138,4 @@ bench-cpu: setup
 clean:
 	rm -rf build train_gpt_cpu test_gpt_cpu
 
-.PHONY: all dependencies setup test test-emulator check-cuda demo bench-cpu clean
+.PHONY: all dependencies setup test test-emulated check-cuda demo bench-cpu clean

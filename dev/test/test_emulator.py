@@ -1,20 +1,29 @@
-"""CUDA kernels on the emulator: the same GoogleTest sources in three builds, one row a test and build."""
+"""CUDA kernels on the emulator: the same GoogleTest sources in several builds, one row a test and build."""
 
+import functools
 import json
+import os
 import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from conftest import ROOT
 
-BUILDS = {"plain": "plain", "address": "-fsanitize=address,undefined", "thread": "-fsanitize=thread"}
-PROGRAMS = sorted(path.stem for path in (ROOT / "dev" / "emulator").glob("test_*.cpp"))
+BUILDS = {"plain": "plain", "address": "-fsanitize=address,undefined", "thread": "-fsanitize=thread",
+          "fp32": "-DENABLE_FP32"}
+EMULATOR = sorted(path.stem for path in (ROOT / "dev" / "emulator").glob("test_*.cpp"))
+KERNELS = sorted(path.stem for path in (ROOT / "dev" / "test" / "kernels").glob("test_*.cpp"))
+PROGRAMS = [(build, program) for build in BUILDS for program in (KERNELS if build == "fp32" else EMULATOR + KERNELS)]
 
 
 def binary(build, program):
     return ROOT / "build" / build / program
 
 
+@functools.cache
 def names(program):
     listed = subprocess.run([binary("plain", program), "--gtest_list_tests"], capture_output=True, text=True, check=True)
     suite, found = "", []
@@ -26,26 +35,36 @@ def names(program):
     return found
 
 
-@pytest.fixture(scope="module", params=BUILDS)
-def results(request, tmp_path_factory):
-    """By program and test. A sanitizer's report that no test expects ends the program and fails all its rows."""
-    found = {}
-    for program in PROGRAMS:
-        report = tmp_path_factory.mktemp(program) / "report.json"
-        run = subprocess.run([binary(request.param, program), f"--gtest_output=json:{report}"], capture_output=True,
-                             text=True, timeout=300, cwd=ROOT)
+def run(build, program):
+    """Results by test name, or what the program said if it ended without: a sanitizer's report that no test expects."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        try:
+            done = subprocess.run([binary(build, program), f"--gtest_output=json:{report}"], capture_output=True,
+                                  text=True, timeout=300, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        except subprocess.TimeoutExpired:
+            return f"{program}, {BUILDS[build]}: no end after 300 s"
         suites = json.loads(report.read_text())["testsuites"] if report.exists() else []
-        tests = [test for suite in suites for test in suite["testsuite"]]
-        if not tests or (run.returncode != 0 and not any(test.get("failures") for test in tests)):
-            pytest.fail(f"{program}, {BUILDS[request.param]}: status {run.returncode}\n"
-                        f"{run.stdout[-4000:]}{run.stderr[-4000:]}")
-        found.update({(program, f"{test['classname']}.{test['name']}"): test for test in tests})
-    return found
+    tests = {f"{test['classname']}.{test['name']}": test for suite in suites for test in suite["testsuite"]}
+    if not tests or (done.returncode != 0 and not any(test.get("failures") for test in tests.values())):
+        return (f"{program}, {BUILDS[build]}: status {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+    return tests
 
 
-@pytest.mark.parametrize("program,name", [(program, name) for program in PROGRAMS for name in names(program)])
-def test_emulator(results, program, name):
-    test = results[program, name]
+@pytest.fixture(scope="module")
+def results():
+    """Of all programs, as many at a time as there are cores: the first row waits for what it needs alone."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {(build, program): pool.submit(run, build, program) for build, program in PROGRAMS}
+
+
+@pytest.mark.parametrize("build,program,name", [(build, program, name) for build, program in PROGRAMS
+                                                for name in names(program)])
+def test_emulator(results, build, program, name):
+    tests = results[build, program].result()
+    if isinstance(tests, str):
+        pytest.fail(tests)
+    test = tests[name]
     if test["result"] == "SKIPPED":
         pytest.skip("another build's")
     assert test["result"] == "COMPLETED" and not test.get("failures"), test.get("failures")
