@@ -300,7 +300,10 @@ __device__ inline T shuffle_xor(T value, int bits, [[maybe_unused]] Site site) {
 
 struct Sum {
     static constexpr float identity = 0.0f;
-    __device__ float operator()(float a, float b) const { return a + b; }
+    template <class T>
+    __device__ T operator()(T a, T b) const {
+        return a + b;
+    }
 };
 
 // A NaN loses against a number.
@@ -310,21 +313,21 @@ struct Maximum {
 };
 
 // By a whole warp.
-template <class Operation>
-__device__ inline float warp_reduce(float value, Operation operation, Site site = Site::here()) {
+template <class T, class Operation>
+__device__ inline T warp_reduce(T value, Operation operation, Site site = Site::here()) {
     for (int bits = 16; bits > 0; bits /= 2) { value = operation(value, shuffle_xor(value, bits, site)); }
     return value;
 }
 
 // By a whole block, a multiple of 32 threads in one dimension. Two barriers.
-template <class Operation>
-__device__ inline float block_reduce(float value, Operation operation, Site site = Site::here()) {
-    SHARED(float[32], partial);
+template <class T, class Operation>
+__device__ inline T block_reduce(T value, Operation operation, Site site = Site::here()) {
+    SHARED(T[32], partial);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     value = warp_reduce(value, operation, site);
     if (lane == 0) { partial[warp] = value; }
     sync_threads(site);
-    value = warp_reduce(lane < warps ? partial[lane] : Operation::identity, operation, site);
+    value = warp_reduce(lane < warps ? partial[lane] : T(Operation::identity), operation, site);
     sync_threads(site);  // the next reduction writes `partial` again
     return value;
 }
@@ -336,6 +339,9 @@ __device__ inline float warp_max(float value, Site site = Site::here()) {
     return warp_reduce(value, Maximum(), site);
 }
 __device__ inline float block_sum(float value, Site site = Site::here()) {
+    return block_reduce(value, Sum(), site);
+}
+__device__ inline double block_sum(double value, Site site = Site::here()) {
     return block_reduce(value, Sum(), site);
 }
 __device__ inline float block_max(float value, Site site = Site::here()) {
