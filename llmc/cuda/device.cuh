@@ -277,6 +277,20 @@ __device__ inline void mma_m16n8k16_bf16(float (&c)[4], const uint32_t (&a)[4], 
 #endif
 }
 
+// ---- arithmetic in one instruction
+
+// 2^x (PTX: ex2.approx.ftz). Relative error at most 2^-22, as the PTX ISA has it; what is smaller than the
+// normal numbers, as argument or as result, is 0. The emulator's is exact to float.
+__device__ inline float exp2_approximate(float x) {
+    float y;
+#ifdef __CUDACC__
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+#else
+    y = x < -126.0f ? 0.0f : exp2f(x);
+#endif
+    return y;
+}
+
 // ---- reductions: all threads get the result; the order of the sum is fixed
 
 constexpr unsigned full_warp = 0xFFFFFFFFu;
