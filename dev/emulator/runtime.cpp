@@ -17,7 +17,7 @@ namespace emulator {
 namespace {
 
 constexpr unsigned char poison = 0xFF;
-constexpr size_t page = 4096, alignment = 16, region_bytes = size_t(64) << 30;
+constexpr size_t page = 4096, alignment = 256, region_bytes = size_t(64) << 30;
 
 size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -181,6 +181,8 @@ bool copy_is_valid(const void* to, const void* from, size_t bytes, cudaMemcpyKin
 }
 
 }  // namespace
+
+bool is_device_memory(const void* p, size_t bytes) { return DeviceMemory::instance().holds(p, bytes); }
 
 std::string damage_of_device_memory() { return DeviceMemory::instance().damage(); }
 
