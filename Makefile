@@ -4,6 +4,8 @@
 # make bench-cpu   speed on this CPU (PEERS=1: and PyTorch's)
 # make test-emulated   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test)
 # make check-cuda      the same kernels through nvcc, if there is one (part of make test)
+# make mutate          breaks the kernels on purpose: do the tests notice? (MUTATE=--help: options)
+# make registers       registers and spills of each kernel, as nvcc reports them
 CXX = g++
 SHELL = /bin/bash
 # -ffp-contract=off: arithmetic that must give the same bits on every machine says fmaf where it means it.
@@ -121,6 +123,12 @@ build/nvcc/test_kernels.o: dev/emulator/test_kernels.cpp $(EMULATOR_HEADERS)
 	@mkdir -p $(@D)
 	$(NVCC) -x cu $(CUDA_FLAGS) -c $< -o $@
 
+mutate: setup
+	.venv/bin/python dev/mutate.py $(MUTATE)
+
+registers:
+	python3 dev/registers.py --nvcc $(or $(NVCC),nvcc)
+
 demo: setup
 	$(MAKE) train_gpt_cpu
 	bash scripts/demo.sh
@@ -138,4 +146,4 @@ bench-cpu: setup
 clean:
 	rm -rf build train_gpt_cpu test_gpt_cpu
 
-.PHONY: all dependencies setup test test-emulated check-cuda demo bench-cpu clean
+.PHONY: all dependencies setup test test-emulated check-cuda demo bench-cpu mutate registers clean

@@ -12,8 +12,8 @@ the emulator and run. It is killed if a test fails, the emulator or a sanitizer 
 or exceeds its time. Changes that do not compile are not counted. What survives the plain build is tried in
 those builds of `make test` that may tell more: fp32, thread sanitizer, address sanitizer.
 
-dev/mutants.toml says of known survivors why they change nothing; they still count as survivors. The status is
-1 if less than 97% are killed, if a survivor is not explained there, or if what it says is not so any more.
+dev/mutants.md says of known survivors why they change nothing; they still count as survivors. The status is 1
+if less than 97% are killed, if a survivor is not explained there, or if what it says is not so any more.
 """
 import argparse
 import concurrent.futures
@@ -31,10 +31,9 @@ import sys
 import tempfile
 import threading
 import time
-import tomllib
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-SURVIVORS = ROOT / "dev" / "mutants.toml"
+SURVIVORS = ROOT / "dev" / "mutants.md"
 LEAST_KILLED = 0.97
 SELECTED = 320  # changes in a run without options, roughly: as many as take 20 minutes on two cores
 
@@ -44,8 +43,6 @@ PATTERNS = ("llmc/cuda/*.cuh", "streaming/*.cuh")
 UNCHANGED = {f"llmc/cuda/{name}.cuh" for name in ("buffer", "stream", "pinned", "comm_nccl", "comm_staged")}
 # Of the seam, what is not an instruction of the machine.
 BEGINNINGS = {"llmc/cuda/device.cuh": "// ---- reductions"}
-# Tests are found by name (dev/test/kernels/test_NAME*.cpp), by their #include, or here.
-PROGRAMS = {"llmc/cuda/device.cuh": ["test_kernels"]}
 
 # Kinds that thread sanitizer may notice where results are right.
 ORDERED = {"barrier", "wait", "shuffle", "index", "boundary", "loop"}
@@ -645,9 +642,7 @@ class Tree:
         return (self.folder / file).read_text()
 
     def covering(self, file):
-        """Names of the test programs of a file."""
-        if file in PROGRAMS:
-            return PROGRAMS[file]
+        """The test programs of a file: those with its name, test_NAME or test_NAME_*, else those that include it."""
         tests = sorted((self.folder / "dev/test/kernels").glob("test_*.cpp"))
         stem = pathlib.Path(file).stem
         named = [test.stem for test in tests if re.fullmatch(rf"test_{stem}(_\w+)?", test.stem)]
@@ -768,8 +763,6 @@ class Mutator:
         builds = ["plain", "fp32"] + (["thread"] if change.kind in ORDERED else []) + ["address"]
         for build in builds:
             for name in self.tree.covering(change.file):
-                if build == "fp32" and name in PROGRAMS.get(change.file, []):
-                    continue  # has no such build
                 how = self.kill(build, name, slot)
                 if how == "not compiled":
                     return Verdict(change, how)
@@ -806,14 +799,31 @@ def how_it_ended(result):
 
 # ---- the report
 
-def explained(change, survivors):
-    """Why a change makes no difference, as dev/mutants.toml has it."""
-    return next((entry["reason"] for entry in survivors if is_of(entry, change)), None)
+@dataclasses.dataclass
+class Explanation:
+    """Of a survivor, by the text of its lines: their numbers may change."""
+    file: str
+    was: str
+    becomes: str
+    reason: str
+
+    def is_of(self, change):
+        return (self.file, self.was, self.becomes) == (change.file, change.was, change.becomes)
 
 
-def is_of(entry, change):
-    return (entry["file"], one_line(entry["was"]), one_line(entry["becomes"])) == \
-        (change.file, change.was, change.becomes)
+def read_explanations(text):
+    """Paragraphs that begin with `FILE`: REASON, each followed by the changes it is about, as difference() has them."""
+    found, file, reason, was = [], None, "", None
+    for paragraph in re.split(r"\n\s*\n", text):
+        start = re.match(r"`([^`]+)`:\s*(.*)", paragraph, re.DOTALL)
+        if start:
+            file, reason = start[1], one_line(start[2])
+        for line in paragraph.splitlines():
+            if line.startswith("    - "):
+                was = one_line(line[6:])
+            elif line.startswith("    +"):
+                found.append(Explanation(file, was, one_line(line[5:]), reason))
+    return found
 
 
 def difference(change):
@@ -841,14 +851,14 @@ def report(verdicts, survivors, all_changes):
     ok = True
     survived = [verdict.change for verdict in verdicts if verdict.outcome == "survived"]
     for change in survived:
-        reason = explained(change, survivors)
+        reason = next((entry.reason for entry in survivors if entry.is_of(change)), None)
         ok &= reason is not None
         print(f"\n{change.id} in {change.function} survived: {reason or 'NOT EXPLAINED'}\n{difference(change)}")
     killed = [verdict.change for verdict in verdicts if verdict.outcome == "killed"]
     for entry in survivors:
-        matching = [change for change in all_changes if is_of(entry, change)]
-        where = f"{SURVIVORS.name}: {entry['file']}: {one_line(entry['becomes'])}"
-        if entry["file"] in {change.file for change in all_changes} and not matching:
+        matching = [change for change in all_changes if entry.is_of(change)]
+        where = f"{SURVIVORS.name}: {entry.file}: {entry.becomes}"
+        if not matching:
             print(f"\n{where}: the file has no such change any more")
             ok = False
         elif any(change in killed for change in matching):
@@ -928,8 +938,7 @@ def main():
         except Failure as failure:
             print(f"error: {failure}", file=sys.stderr)
             return 2
-        survivors = tomllib.loads(SURVIVORS.read_text())["survivor"] if SURVIVORS.exists() else []
-        return 0 if report(verdicts, survivors, changes) else 1
+        return 0 if report(verdicts, read_explanations(SURVIVORS.read_text()), changes) else 1
 
 
 if __name__ == "__main__":
