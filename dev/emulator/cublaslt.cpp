@@ -10,6 +10,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -18,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "dev/emulator/cublaslt.h"
 #include "dev/emulator/device_memory.h"
 #include "dev/emulator/sanitizers.h"
 
@@ -88,6 +90,11 @@ cublasStatus_t set(T& attribute, const void* value, size_t bytes) {
     if (!value || bytes != sizeof attribute) { return refuse(invalid, "an attribute of another size"); }
     memcpy(&attribute, value, sizeof attribute);
     return success;
+}
+
+std::atomic<long>& heuristics() {
+    static std::atomic<long> asked{0};
+    return asked;
 }
 
 // ---- one problem, and whether it is one
@@ -168,6 +175,9 @@ cublasStatus_t check_operation(const Problem& p) {
     }
     if (p.operation.epilogue != CUBLASLT_EPILOGUE_DEFAULT && !p.adds_bias() && !p.has_aux()) {
         return refuse(unsupported, "this epilogue");
+    }
+    if (!p.has_aux() && (p.operation.aux_ld != 0 || p.operation.aux_type != -1)) {
+        return refuse(invalid, "AUX_LD or AUX_DATA_TYPE, and an epilogue without AUX");
     }
     return success;
 }
@@ -399,6 +409,9 @@ void note_accesses(const std::vector<Part>& parts) {
 }
 
 }  // namespace
+
+long heuristics_asked() { return heuristics(); }
+
 }  // namespace emulator
 
 using namespace emulator;
@@ -506,6 +519,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
     if (!handle) { return CUBLAS_STATUS_NOT_INITIALIZED; }
     if (!preference || !results || !found || requested < 1) { return invalid; }
     *found = 0;
+    heuristics()++;
     Problem p;
     const cublasStatus_t status = describe(p, operation, a, b, c, d);
     if (status != success) { return status; }

@@ -111,6 +111,10 @@ float slope_of_gelu(float x) {
     return float((f(x + h) - f(x - h)) / (2 * h));
 }
 
+bool has_aux(cublasLtEpilogue_t epilogue) {
+    return epilogue != CUBLASLT_EPILOGUE_DEFAULT && epilogue != CUBLASLT_EPILOGUE_BIAS;
+}
+
 // Sums of products of small integers and the epilogue's input are exact in float and, divided by 8, in bf16;
 // GELU's results are rounded: half an ulp of bf16, 2^-9, and a little for the derivative by differences.
 template <class T, class Out>
@@ -135,9 +139,12 @@ void expect_product(bool transa, bool transb, int m, int n, int k, cublasLtEpilo
     call.set(CUBLASLT_MATMUL_DESC_TRANSB, int32_t(transb ? CUBLAS_OP_T : CUBLAS_OP_N));
     call.epilogue(epilogue);
     call.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, static_cast<void*>(static_cast<Out*>(device_bias)));
-    call.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, static_cast<void*>(static_cast<Out*>(device_aux)));
-    call.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, int64_t(aux.ld));
-    call.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, int32_t(type_of<Out>()));
+    if (has_aux(epilogue)) {
+        call.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER,
+                 static_cast<void*>(static_cast<Out*>(device_aux)));
+        call.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, int64_t(aux.ld));
+        call.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, int32_t(type_of<Out>()));
+    }
     ASSERT_EQ(call.run(), CUBLAS_STATUS_SUCCESS);
 
     const bool with_bias = epilogue == CUBLASLT_EPILOGUE_BIAS || epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
@@ -208,7 +215,7 @@ struct Valid : Call {
         lay_out(d_layout, CUDA_R_16BF, 16, 24, 16);
         epilogue(with);
         set_bias(bias);
-        set_aux(aux, 16);
+        if (has_aux(with)) { set_aux(aux, 16); }
         for (const auto alignment :
              {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
               CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
@@ -291,6 +298,9 @@ TEST(CublasLt, RefusesTypesThatDoNotGoTogether) {
     refuse(CUDA_R_32F, CUDA_R_32F, CUDA_R_32F, fp32, CUBLASLT_EPILOGUE_GELU_AUX);
     refuse(CUDA_R_32F, CUDA_R_32F, CUDA_R_32F, fp32, CUBLASLT_EPILOGUE_DGELU);
     refuse(CUDA_R_16BF, CUDA_R_16BF, CUDA_R_16BF, fp32, CUBLASLT_EPILOGUE_RELU);
+    Valid no_aux;
+    no_aux.set_aux(no_aux.aux, 16);
+    expect_nothing_found(no_aux, invalid);
     Valid aux(CUBLASLT_EPILOGUE_GELU_AUX);
     aux.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, int32_t(CUDA_R_32F));
     expect_nothing_found(aux, unsupported);

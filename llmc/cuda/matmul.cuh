@@ -23,6 +23,7 @@
 
 #include "llmc/cuda/buffer.cuh"
 #include "llmc/cuda/gelu.cuh"
+#include "llmc/cuda/memory.cuh"
 #include "llmc/cuda/stream.cuh"
 #include "llmc/floatx.h"
 #include "llmc/gelu.h"
@@ -86,20 +87,21 @@ __global__ void __launch_bounds__(256)
 // sums[i] += sum over n of inp[n,i].   sums: (columns)   inp: (rows,columns), columns a multiple of 8
 // Chunks of a fixed number of rows are summed, then the chunks: the same bits on every device.
 inline void column_sums(float* sums, const floatX* inp, int rows, int columns, Stream& stream) {
-    const int rows_per_chunk = 128, chunks = (rows + rows_per_chunk - 1) / rows_per_chunk;
+    const int rows_per_chunk = 128, chunks = int(blocks_for(rows, rows_per_chunk));
     const int threads = 32 * column_sums_warps;
-    auto blocks_of = [&](int pack) { return (columns + 32 * pack - 1) / (32 * pack); };
+    const unsigned blocks = blocks_for(columns, 32 * Pack<floatX>::size);
+    const unsigned blocks_of_chunks = blocks_for(columns, 32 * Pack<float>::size);
     float* chunk_sums = stream.scratch<float>(long(chunks) * columns);
-    launch(column_sums_kernel<floatX>, Grid{dim3(blocks_of(Pack<floatX>::size), chunks), threads, 0, stream},
-           chunk_sums, inp, rows, columns, rows_per_chunk, false);
-    launch(column_sums_kernel<float>, Grid{dim3(blocks_of(Pack<float>::size), 1), threads, 0, stream}, sums,
-           chunk_sums, chunks, columns, chunks, true);
+    launch(column_sums_kernel<floatX>, Grid{dim3(blocks, chunks), threads, 0, stream}, chunk_sums, inp, rows,
+           columns, rows_per_chunk, false);
+    launch(column_sums_kernel<float>, Grid{blocks_of_chunks, threads, 0, stream}, sums, chunk_sums, chunks,
+           columns, chunks, true);
 }
 
+// dinp[i] *= gelu'(pre_gelu[i]).   dinp, pre_gelu: (n), n a multiple of 8, 16-byte aligned
 inline void multiply_by_gelu_derivative(floatX* dinp, const floatX* pre_gelu, long n, Stream& stream) {
-    const long per_block = 256 * Pack<floatX>::size;
-    launch(multiply_by_gelu_derivative_kernel,
-           Grid{unsigned((n + per_block - 1) / per_block), 256, 0, stream}, dinp, pre_gelu, n);
+    launch(multiply_by_gelu_derivative_kernel, Grid{blocks_for(n / Pack<floatX>::size, 256), 256, 0, stream},
+           dinp, pre_gelu, n);
 }
 
 // ---- products
@@ -144,12 +146,14 @@ public:
                   const floatX* aux, int N, int C, int OC, Stream& stream) {
         static_assert(std::is_same<Out, floatX>::value || std::is_same<Out, float>::value,
                       "activations or sums");
-        check_arguments({out, a, b, bias, aux}, N, C, OC);
+        check_shape(N, C, OC);
+        require_aligned("matmul", {out, a, b, bias, aux});
         const std::string problem = describe(kind, N, C, OC);
-        const std::array<int, 6> key{int(kind), N, C, OC, bias != nullptr, aux != nullptr};
+        const cublasLtEpilogue_t epilogue = epilogue_of(kind, bias, aux);
+        const std::array<int, 5> key{int(kind), N, C, OC, int(epilogue)};
         auto found = plans.find(key);
         if (found == plans.end()) {
-            found = plans.emplace(key, make_plan(kind, bias, aux, N, C, OC, problem)).first;
+            found = plans.emplace(key, make_plan(kind, epilogue, bias, aux, N, C, OC, problem)).first;
         }
         const Plan& plan = found->second;
         set_pointers(plan, bias, aux, problem);
@@ -176,15 +180,10 @@ private:
                                         what.c_str(), cublasLtGetStatusString(status)));
     }
 
-    static void check_arguments(std::initializer_list<const void*> pointers, int N, int C, int OC) {
-        if (N < 1 || C < 1 || OC < 1 || C % 8 != 0 || OC % 8 != 0) {
+    static void check_shape(int N, int C, int OC) {
+        if (N < 1 || C < 8 || OC < 8 || C % 8 != 0 || OC % 8 != 0) {
             throw std::invalid_argument(
                 format("matmul of N %d, C %d, OC %d: C and OC must be multiples of 8", N, C, OC));
-        }
-        for (const void* p : pointers) {
-            if (reinterpret_cast<uintptr_t>(p) % 16 != 0) {
-                throw std::invalid_argument("matmul: a tensor is not aligned to 16 bytes");
-            }
         }
     }
 
@@ -201,8 +200,8 @@ private:
 
     static void set_pointers(const Plan& plan, const floatX* bias, const floatX* aux,
                              const std::string& problem) {
-        if (bias) { set(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias, problem); }
-        if (aux) { set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, aux, problem); }
+        set(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias, problem);
+        set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, aux, problem);
     }
 
     static cublasLtEpilogue_t epilogue_of(Kind kind, bool with_bias, bool with_aux) {
@@ -219,8 +218,8 @@ private:
         return CublasLtOwner<cublasLtMatrixLayout_t>(made);
     }
 
-    Plan make_plan(Kind kind, const floatX* bias, const floatX* aux, int N, int C, int OC,
-                   const std::string& problem) const {
+    Plan make_plan(Kind kind, cublasLtEpilogue_t epilogue, const floatX* bias, const floatX* aux, int N,
+                   int C, int OC, const std::string& problem) const {
         const cudaDataType_t type = bf16 ? CUDA_R_16BF : CUDA_R_32F;
         Plan plan;
         cublasLtMatmulDesc_t operation;
@@ -232,8 +231,7 @@ private:
         plan.out = of_weight ? layout(CUDA_R_32F, OC, C) : layout(type, N, forward ? OC : C);
         set(plan, CUBLASLT_MATMUL_DESC_TRANSA, int32_t(forward ? CUBLAS_OP_T : CUBLAS_OP_N), problem);
         set(plan, CUBLASLT_MATMUL_DESC_TRANSB, int32_t(of_weight ? CUBLAS_OP_T : CUBLAS_OP_N), problem);
-        const uint32_t epilogue = epilogue_of(kind, bias, aux);
-        set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue, problem);
+        set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t(epilogue), problem);
         if (aux) {
             set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, int64_t(forward ? OC : C), problem);
             set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, int32_t(type), problem);
@@ -259,13 +257,13 @@ private:
               CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
             prefer(alignment, uint32_t(16));
         }
-        cublasLtMatmulHeuristicResult_t result;
+        cublasLtMatmulHeuristicResult_t result{};
+        result.state = CUBLAS_STATUS_NOT_SUPPORTED;  // stays if nothing is found
         int found = 0;
-        const cublasStatus_t status =
-            cublasLtMatmulAlgoGetHeuristic(handle.get(), plan.operation.get(), plan.a.get(), plan.b.get(),
-                                           plan.out.get(), plan.out.get(), made, 1, &result, &found);
         const std::string what = problem + " has no algorithm here: try another shape or a newer CUDA";
-        check(status == CUBLAS_STATUS_SUCCESS && found == 0 ? CUBLAS_STATUS_NOT_SUPPORTED : status, what);
+        check(cublasLtMatmulAlgoGetHeuristic(handle.get(), plan.operation.get(), plan.a.get(), plan.b.get(),
+                                             plan.out.get(), plan.out.get(), made, 1, &result, &found),
+              what);
         check(result.state, what);
         return result.algo;
     }
@@ -273,7 +271,7 @@ private:
     cublasComputeType_t compute;
     Buffer<unsigned char> workspace;
     CublasLtOwner<cublasLtHandle_t> handle;
-    std::map<std::array<int, 6>, Plan> plans;
+    std::map<std::array<int, 5>, Plan> plans;
 };
 
 // out: (N,OC)   inp: (N,C)   weight: (OC,C)   bias: (OC) or null
