@@ -7,15 +7,13 @@
 // arXiv 1805.02867): a thread's sum is relative to the largest of the logits it has seen. The pass that
 // writes the gradient finds the row in the caches.
 #pragma once
+#include <algorithm>
 #include <cfloat>
 
 #include "llmc/cuda/memory.cuh"
 #include "llmc/floatx.h"
 
 namespace cuda {
-
-// Large blocks: each has a row on the way, and all rows on the way together have to fit the L2 cache.
-constexpr int classifier_threads = 1024;
 
 struct SoftmaxSum {
     float max, sum;  // sum of e^(x - max)
@@ -26,7 +24,7 @@ struct SoftmaxSum {
 __device__ inline SoftmaxSum softmax_sum_of_thread(const floatX* row, int V) {
     constexpr int size = Pack<floatX>::size;
     SoftmaxSum part = {-FLT_MAX, 0.0f};
-    for (int first = threadIdx.x * size; first < V; first += classifier_threads * size) {
+    for (int first = threadIdx.x * size; first < V; first += int(blockDim.x) * size) {
         float x[size], max = part.max;
         load_packs(x, row + first);
         for (int j = 0; j < size; j++) {
@@ -42,7 +40,7 @@ __device__ inline SoftmaxSum softmax_sum_of_thread(const floatX* row, int V) {
 
 // One block a row. Bound by memory: in bf16, 2 bytes a logit are read for the loss, and 2 written for the
 // gradient. __expf(x) is off by |x| 2^-23 of itself: 1e-5 where e^x is too small to matter, less before.
-__global__ void __launch_bounds__(classifier_threads)
+__global__ void __launch_bounds__(1024)
     fused_classifier_kernel(floatX* logits, float* losses, float dloss, const int* targets, int V, int Vp,
                             bool write_dlogits) {
     constexpr int size = Pack<floatX>::size;
@@ -56,7 +54,7 @@ __global__ void __launch_bounds__(classifier_threads)
     if (!write_dlogits) { return; }
 
     const float scale = dloss / sum;
-    for (int first = threadIdx.x * size; first < Vp; first += classifier_threads * size) {
+    for (int first = threadIdx.x * size; first < Vp; first += int(blockDim.x) * size) {
         float x[size];
         load_packs(x, row + first);
         for (int j = 0; j < size; j++) {
@@ -75,7 +73,10 @@ inline void fused_classifier(floatX* logits, float* losses, float dloss, const i
     if (Vp % 8 != 0) { throw std::invalid_argument("fused_classifier: Vp is not a multiple of 8"); }
     require_aligned("fused_classifier", {logits});
     if (N == 0) { return; }
-    launch(fused_classifier_kernel, Grid{unsigned(N), classifier_threads, 0, stream}, logits, losses, dloss,
+    // As many threads as a row has packs, in whole warps. Large blocks, because all rows that are on the way at
+    // a time have to fit the L2 cache.
+    const int warps = std::min((Vp / Pack<floatX>::size + 31) / 32, 32);
+    launch(fused_classifier_kernel, Grid{unsigned(N), unsigned(warps) * 32, 0, stream}, logits, losses, dloss,
            targets, V, Vp, write_dlogits);
 }
 

@@ -107,27 +107,27 @@ void expect_like_cpu(const Rows& rows, float dloss, int orders = 2) {
 }
 
 TEST(Classifier, OfSmallVocabulariesIsTheCpus) {
-    for (auto [V, Vp] : {std::pair<int, int>(500, 512), {512, 512}, {1, 128}, {9, 128}, {255, 384}}) {
+    for (auto [V, Vp] : {std::pair<int, int>(500, 512), {512, 512}, {1, 128}, {9, 128}, {2047, 2176}}) {
         expect_like_cpu(random_rows(4, V, Vp, uint64_t(V)), 0.125f);
     }
 }
 
 TEST(Classifier, OfMoreColumnsThanABlockLoadsAtOnceIsTheCpus) {
-    expect_like_cpu(random_rows(3, 20001, 20096, 7), 0.003f);
+    expect_like_cpu(random_rows(3, 20001, 20096, 7), 0.003f, 1);
 }
 
 TEST(Classifier, OfGpt2sVocabularyIsTheCpus) { expect_like_cpu(random_rows(2, 50257, 50304, 8), 1.0f, 1); }
 
 // What a thread has summed so far has to be scaled down each time, or never again.
 TEST(Classifier, OfRisingAndFallingLogitsIsTheCpus) {
-    Rows rows = random_rows(3, 40001, 40064, 9);
+    Rows rows = random_rows(3, 20001, 20096, 9);
     const auto add = [&](int n, int v, int value) {
         rows.at(n, v) = float(floatX(rows.at(n, v) / 4 + float(value)));
     };
     for (int v = 0; v < rows.V; v++) {
         add(0, v, v / 4096);
         add(1, v, -v / 4096);
-        add(2, v, abs(v - 20000) / 4096 * 3);
+        add(2, v, abs(v - 10000) / 2048);
     }
     expect_like_cpu(rows, 0.5f, 1);
 }
@@ -174,9 +174,9 @@ TEST(Classifier, OfALogitThatIsNotANumberIsNotANumber) {
 }
 
 TEST(Classifier, HasTheSameBitsInAnyOrder) {
-    const Rows rows = random_rows(3, 20001, 20096, 13);
+    const Rows rows = random_rows(2, 9001, 9088, 13);
     const Result expected = classified_on_device(rows, 0.003f, true);
-    for_each_order(4, [&] {
+    for_each_order(3, [&] {
         const Result result = classified_on_device(rows, 0.003f, true);
         EXPECT_EQ(result.losses, expected.losses);
         EXPECT_EQ(result.logits, expected.logits);
