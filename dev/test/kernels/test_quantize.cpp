@@ -103,7 +103,7 @@ void expect_same_payload(Format format, const Floats& global, const Floats& loca
 
 // One, three and 17 quantization blocks: the last makes two blocks of threads and one warp of a third.
 TEST(QuantizeKernel, RandomDeltasOfAllMagnitudesGiveTheCpusBytes) {
-    for_each_order(3, [] {
+    for_each_order(2, [] {
         for (Format format : all_formats) {
             for (long n : {128L, 128 * 3L, 128 * 17L}) {
                 for (float deviation : {0x1p-140f, 0x1p-126f, 0x1p-10f, 1.0f, 0x1p100f}) {
@@ -205,20 +205,19 @@ uint64_t flags_of(Format format, const Floats& global, const Floats& local) {
 }
 
 TEST(QuantizeKernel, ABadDeltaIsFlaggedWhereverItStandsAndItsBlockIsZeros) {
-    const Floats global = random_values(128 * 9, 1, 1.0f), zeros(global.size());
+    const Floats global = random_values(128 * 3, 1, 1.0f), zeros(global.size());
     const uint64_t before = some_header(0).flags;
     const float beyond_bf16 = std::nextafterf(Bf16::decode(0x7f7f), INFINITY);
     for (Format format : all_formats) {
         ASSERT_EQ(flags_of(format, global, zeros), before);
         for (float bad : {INFINITY, -INFINITY, NAN, -NAN, FLT_MAX, beyond_bf16}) {
             const bool sendable = format == Format::fp32 && std::isfinite(bad);
-            for (size_t position : {0, 1, 2, 3, 127, 128 + 62, 128 * 8 + 124}) {
+            for (size_t position : {0, 1, 2, 3, 127, 128 + 62, 128 * 2 + 124}) {
                 Floats values = global;
                 values[position] = bad;
                 ASSERT_EQ(flags_of(format, values, zeros), before | (sendable ? 0 : delta_not_finite))
                     << name_of(format) << " " << bad;
-                ASSERT_EQ(flags_of(format, zeros, values), before | (sendable ? 0 : delta_not_finite));
-                expect_same_payload(format, values, zeros);
+                expect_same_payload(format, zeros, values);
             }
         }
         const Floats infinity(128, INFINITY);  // less itself is NaN
@@ -303,10 +302,10 @@ void expect_same_mean(Format format, long n, int workers, size_t between, uint64
 
 // 1024 values are a block of threads.
 TEST(DequantizeMeanKernel, TheMeanOverWorkersHasTheCpusBits) {
-    for_each_order(3, [] {
+    for_each_order(2, [] {
         for (Format format : all_formats) {
-            for (int workers : {1, 2, 3, 5, 9}) {
-                for (long n : {128L, 128 * 3L, 128 * 17L, 128 * 25L}) {
+            for (int workers : {1, 2, 3, 5}) {
+                for (long n : {128L, 128 * 3L, 128 * 25L}) {
                     expect_same_mean(format, n, workers, n % 384 == 0 ? 0 : 48, uint64_t(n + workers));
                 }
             }
