@@ -1,10 +1,10 @@
-// cuBLASLt on a CPU: D = epilogue(alpha op(A) op(B) + beta C) of column-major matrices, bf16 or float, sums in
-// float in ascending order of k. The functions, attributes and types that this program uses, no others.
+// cuBLASLt on a CPU: D = epilogue(alpha op(A) op(B) + beta C) of column-major matrices, bf16 or float, sums
+// in float in ascending order of k. The functions, attributes and types that this program uses, no others.
 //
-// It is as strict as the library's documentation and chooses, of what a caller allows, the worst: an algorithm
-// that needs all the alignment it was promised, overwrites its workspace, works for that one problem only and,
-// if allowed to, rounds partial sums to D's type. A refusal's reason goes to stderr with CUBLASLT_LOG_LEVEL=1
-// in the environment, as the library's own does.
+// It is as strict as the library's documentation and chooses, of what a caller allows, the worst: an
+// algorithm that needs all the alignment it was promised, overwrites its workspace, works for that one
+// problem only and, if allowed to, rounds partial sums to D's type. With CUBLASLT_LOG_LEVEL=1 in the
+// environment a refusal's reason goes to stderr.
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
@@ -339,7 +339,7 @@ std::vector<float> panels_of(const void* matrix, const MatrixLayout& layout, boo
     return panels;
 }
 
-// sum (4 columns of 8 values) += 8 rows of op(A) times 4 columns of op(B), from `first` to before `last` of k.
+// sum (4 columns of 8 values) += 8 rows of op(A) times 4 columns of op(B), for k in [first, last).
 void multiply(Lanes (&sum)[4], const float* a, const float* b, int64_t first, int64_t last) {
     Lanes s0 = sum[0], s1 = sum[1], s2 = sum[2], s3 = sum[3];
     for (int64_t l = first; l < last; l++) {

@@ -1,5 +1,5 @@
-// The emulated cuBLASLt: what it computes, on asymmetric small integers, and that it refuses what the library's
-// documentation forbids. Each misuse is made on purpose.
+// The emulated cuBLASLt: what it computes, on asymmetric small integers, and that it refuses what the
+// library's documentation forbids. Each misuse is made on purpose.
 #include <cublasLt.h>
 #include <gtest/gtest.h>
 

@@ -3,8 +3,8 @@
 //     out = inp weight^T + bias
 //     dinp = dout weight,   dweight += dout^T inp,   dbias += sum over rows of dout
 //
-// bf16 build: the inputs of the three products are bf16, sums are fp32. fp32 build: `highest` is fp32, `high` and
-// `medium` round the inputs to tf32; it is for checking, so GELU has kernels of its own there.
+// bf16 build: the inputs of the three products are bf16, sums are fp32. fp32 build: `highest` is fp32, `high`
+// and `medium` round the inputs to tf32; it is for checking, so GELU has kernels of its own there.
 // cuBLASLt's matrices are column-major. A row-major (r,c) is, as it lies, a column-major (c,r) with leading
 // dimension c, so each product is computed transposed, out of what cuBLASLt takes for A and B:
 //
@@ -37,8 +37,8 @@ constexpr int column_sums_warps = 8;
 
 // sums[chunk,i] = sum over the chunk's rows n of inp[n,i], or += with `add`.
 // sums: (chunks,columns)   inp: (rows,columns), columns a multiple of a pack
-// A warp goes down its rows 16 bytes a lane, the block's warps are then added in order. Block (x, y): 32 packs
-// of columns of chunk y. Bound by memory: each value of inp is read once.
+// A warp goes down its rows 16 bytes a lane, the block's warps are then added in order. Block (x, y): the x-th
+// 32 packs of columns of chunk y. Bound by memory: each value of inp is read once, 2 bytes in bf16.
 template <class T>
 __global__ void column_sums_kernel(float* sums, const T* inp, int rows, int columns, int rows_per_chunk,
                                    bool add) {
@@ -68,7 +68,7 @@ __global__ void column_sums_kernel(float* sums, const T* inp, int rows, int colu
 }
 
 // dinp[i] *= gelu'(pre_gelu[i]).   dinp, pre_gelu: (n), n a multiple of a pack
-// One thread moves 16 bytes. Bound by memory: 3 values read or written for each.
+// One thread moves 16 bytes. Bound by memory: 6 bytes a value in bf16.
 __global__ void __launch_bounds__(256)
     multiply_by_gelu_derivative_kernel(floatX* dinp, const floatX* pre_gelu, long n) {
     const long i = (long(blockIdx.x) * blockDim.x + threadIdx.x) * Pack<floatX>::size;
@@ -116,7 +116,7 @@ struct CublasLtDestroy {
 template <class Pointer>
 using CublasLtOwner = std::unique_ptr<std::remove_pointer_t<Pointer>, CublasLtDestroy>;
 
-// The library's state, its workspace, and a plan for each shape so far. For one thread and one stream at a time.
+// The library's state, its workspace, and a plan for each shape so far. For one thread and one stream.
 class Matmul {
 public:
     enum class Kind { forward, backward_inp, backward_weight };
@@ -137,8 +137,8 @@ public:
         return bf16 ? "bf16, sums in fp32" : compute == CUBLAS_COMPUTE_32F ? "fp32" : "tf32, sums in fp32";
     }
 
-    // One of the products above: out = op(a) op(b), added to `out` by backward_weight. All pointers are 16-byte
-    // aligned, C and OC multiples of 8.
+    // One of the products above: out = op(a) op(b), added to `out` by backward_weight. All pointers are
+    // 16-byte aligned, C and OC multiples of 8.
     // bias: (OC) or null, forward only   aux: of out's shape, or null; written by forward, which makes out
     // its GELU, and read by backward_inp, which multiplies by the derivative of GELU there
     template <class Out>

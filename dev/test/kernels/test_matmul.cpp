@@ -18,8 +18,8 @@ namespace {
 using Floats = std::vector<float>;
 constexpr bool bf16 = !std::is_same<floatX, float>::value;
 
-// What rounding to floatX may change, relative to the value: half of the last of 8 bits. In the fp32 build, where
-// GELU's exponential is at stake, a few units of the last of 24.
+// What rounding to floatX may change, relative to the value: half of the last of 8 bits. In the fp32 build,
+// where GELU's exponential is at stake, a few units of the last of 24.
 constexpr float rounding = bf16 ? 0x1p-8f : 0x1p-21f;
 
 std::vector<floatX> to_floatX(const Floats& values) {
@@ -225,8 +225,7 @@ TEST(Matmul, SumsStayFp32UntilTheEnd) {
     EXPECT_EQ(to_floats(out.to_host()), Floats(size_t(N) * OC, float(C - 2)));
 }
 
-// In the fp32 build: `highest` keeps 24 bits of the inputs, the others 11. Without GELU and bias, so that only
-// the product is rounded.
+// In the fp32 build: `highest` keeps 24 bits of the inputs, the others 11.
 TEST(Matmul, PrecisionIsWhatTheDescriptionSays) {
     const float value = 1.0f + 0x1p-12f;  // in tf32: 1
     for (const auto precision : {MatmulPrecision::highest, MatmulPrecision::high, MatmulPrecision::medium}) {
@@ -329,7 +328,7 @@ TEST(Matmul, ColumnSumsHaveTheSameBitsUnderEveryOrder) {
     });
 }
 
-// The fp32 build's kernel, tested in both. In floatX the product is rounded once.
+// The fp32 build's kernel, tested in both. The product is rounded to floatX once.
 TEST(Matmul, MultiplyByGeluDerivativeTakesEveryValue) {
     for (const long n : {8L, 2048L, 3 * 2048L + 40}) {
         Floats dinp = small_multiples(n, 0.5f, unsigned(n)), x = small_multiples(n, 0.75f, 9), expected;
