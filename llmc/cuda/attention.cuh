@@ -6,10 +6,10 @@
 //     dq = scale ds k,   dk = scale ds^T q
 //
 // A warp owns 16 or 32 rows of a tile (queries, or keys for dk and dv), and its scores go from one product
-// into the next in its registers. Exponentials are to base 2, scale log2(e) folded in. The backward recomputes
-// s and dp in each of two kernels, one that sums over queries and one that sums over keys: 7 products instead
-// of 5, but no atomics, and the same bits in every run. Flops: 2 T^2 C forward, 7 T^2 C backward a sequence.
-// Overloads for float are in attention_fp32.cuh.
+// into the next in its registers. Exponentials are to base 2, scale log2(e) folded in. The backward
+// recomputes s and dp in each of two kernels, one that sums over queries and one that sums over keys: 7
+// products instead of 5, but no atomics, and the same bits in every run. Flops: 2 T^2 C forward, 7 T^2 C
+// backward a sequence. Overloads for float are in attention_fp32.cuh.
 #pragma once
 #include <cuda_bf16.h>
 
@@ -66,7 +66,7 @@ __device__ inline void load_tile_async(bf16* tile, const bf16* head, int ld, int
     const int row = threadIdx.x / (hs / 8), column = threadIdx.x % (hs / 8) * 8;
     bf16* to = tile + tile_index<hs>(row, column);
     const bf16* from = head + size_t(first + row) * ld + column;
-#pragma unroll
+    #pragma unroll
     for (int i = 0; i < rows; i += step, from += step * ld) {
         copy_async_16(to + i * hs, from, first + row + i < T);
     }
@@ -89,16 +89,16 @@ __device__ inline uint32_t bf16_pair(float low, float high) {
 template <int hs, int M, int N>
 __device__ inline void add_product_of_tiles(float (&sum)[M][N][4], const bf16* a_tile, int a_row,
                                             const bf16* b_tile) {
-#pragma unroll
+    #pragma unroll
     for (int k = 0; k < hs; k += 16) {
         uint32_t a[M][4];
-#pragma unroll
+        #pragma unroll
         for (int i = 0; i < M; i++) { load_matrix_x4(a[i], lane_address<hs>(a_tile, a_row + 16 * i, k)); }
-#pragma unroll
+        #pragma unroll
         for (int j = 0; j < N; j += 2) {
             uint32_t b[4];
             load_matrix_x4(b, lane_address<hs>(b_tile, 8 * j, k));
-#pragma unroll
+            #pragma unroll
             for (int i = 0; i < M; i++) {
                 mma_m16n8k16_bf16(sum[i][j], a[i], b[0], b[2]);
                 mma_m16n8k16_bf16(sum[i][j + 1], a[i], b[1], b[3]);
@@ -112,21 +112,21 @@ __device__ inline void add_product_of_tiles(float (&sum)[M][N][4], const bf16* a
 template <int hs, int M, int N>
 __device__ inline void add_product(float (&sum)[M][hs / 8][4], const float (&a)[M][N][4],
                                    const bf16* b_tile) {
-#pragma unroll
+    #pragma unroll
     for (int k = 0; k < N; k += 2) {
         uint32_t pairs[M][4];
-#pragma unroll
+        #pragma unroll
         for (int i = 0; i < M; i++) {
             pairs[i][0] = bf16_pair(a[i][k][0], a[i][k][1]);
             pairs[i][1] = bf16_pair(a[i][k][2], a[i][k][3]);
             pairs[i][2] = bf16_pair(a[i][k + 1][0], a[i][k + 1][1]);
             pairs[i][3] = bf16_pair(a[i][k + 1][2], a[i][k + 1][3]);
         }
-#pragma unroll
+        #pragma unroll
         for (int j = 0; j < hs / 8; j += 2) {
             uint32_t b[4];
             load_matrix_x4_transposed(b, lane_address<hs>(b_tile, 8 * k, 8 * j));
-#pragma unroll
+            #pragma unroll
             for (int i = 0; i < M; i++) {
                 mma_m16n8k16_bf16(sum[i][j], pairs[i], b[0], b[1]);
                 mma_m16n8k16_bf16(sum[i][j + 1], pairs[i], b[2], b[3]);
@@ -143,11 +143,11 @@ __device__ inline void store_rows(bf16* head, int ld, int first, int T, const fl
                                   float factor, bf16* tile, int tile_row) {
     const int lane = threadIdx.x % 32;
     __syncwarp();  // all lanes have read what these rows held
-#pragma unroll
+    #pragma unroll
     for (int i = 0; i < M; i++) {
-#pragma unroll
+        #pragma unroll
         for (int j = 0; j < hs / 8; j++) {
-#pragma unroll
+            #pragma unroll
             for (int r = 0; r < 4; r += 2) {
                 bf16* at = tile + tile_index<hs>(tile_row + row_of(i, r), 8 * j) + column_of(0, 0);
                 *reinterpret_cast<uint32_t*>(at) = bf16_pair(factor * x[i][j][r], factor * x[i][j][r + 1]);
@@ -155,7 +155,7 @@ __device__ inline void store_rows(bf16* head, int ld, int first, int T, const fl
         }
     }
     __syncwarp();
-#pragma unroll
+    #pragma unroll
     for (int pack = lane; pack < 16 * M * hs / 8; pack += 32) {
         const int row = pack / (hs / 8), column = pack % (hs / 8) * 8;
         if (first + row < T) {
@@ -170,11 +170,11 @@ __device__ inline void store_rows(bf16* head, int ld, int first, int T, const fl
 // Scores of keys that come after their query become -infinity.   s: (queries, keys)
 template <int M, int N>
 __device__ inline void mask(float (&s)[M][N][4], int first_query, int first_key) {
-#pragma unroll
+    #pragma unroll
     for (int i = 0; i < M; i++) {
-#pragma unroll
+        #pragma unroll
         for (int j = 0; j < N; j++) {
-#pragma unroll
+            #pragma unroll
             for (int r = 0; r < 4; r++) {
                 if (first_key + column_of(j, r) > first_query + row_of(i, r)) { s[i][j][r] = -INFINITY; }
             }
@@ -185,11 +185,11 @@ __device__ inline void mask(float (&s)[M][N][4], int first_query, int first_key)
 // The same.   s: (keys, queries)
 template <int M, int N>
 __device__ inline void mask_transposed(float (&s)[M][N][4], int first_query, int first_key) {
-#pragma unroll
+    #pragma unroll
     for (int i = 0; i < M; i++) {
-#pragma unroll
+        #pragma unroll
         for (int j = 0; j < N; j++) {
-#pragma unroll
+            #pragma unroll
             for (int r = 0; r < 4; r++) {
                 if (first_key + row_of(i, r) > first_query + column_of(j, r)) { s[i][j][r] = -INFINITY; }
             }
@@ -213,7 +213,7 @@ struct Softmax {
     float max[M][2], sum[M][2];  // sum: of this lane's columns only
 
     __device__ Softmax() {
-#pragma unroll
+        #pragma unroll
         for (int i = 0; i < M; i++) {
             max[i][0] = max[i][1] = -INFINITY;
             sum[i][0] = sum[i][1] = 0.0f;
@@ -224,12 +224,12 @@ struct Softmax {
     // new one. Each row has a score that is not masked, or had one before.
     template <int N, int K>
     __device__ void update(float (&s)[M][N][4], float (&out)[M][K][4], float scale) {
-#pragma unroll
+        #pragma unroll
         for (int i = 0; i < M; i++) {
-#pragma unroll
+            #pragma unroll
             for (int half = 0; half < 2; half++) {
                 float new_max = max[i][half];
-#pragma unroll
+                #pragma unroll
                 for (int j = 0; j < N; j++) {
                     new_max = fmaxf(new_max, fmaxf(s[i][j][2 * half], s[i][j][2 * half + 1]));
                 }
@@ -237,15 +237,15 @@ struct Softmax {
                 const float correction = exp2_approximate(scale * (max[i][half] - new_max));
                 max[i][half] = new_max;
                 sum[i][half] *= correction;
-#pragma unroll
+                #pragma unroll
                 for (int j = 0; j < N; j++) {
-#pragma unroll
+                    #pragma unroll
                     for (int r = 2 * half; r < 2 * half + 2; r++) {
                         s[i][j][r] = exp2_approximate(fmaf(scale, s[i][j][r], -scale * new_max));
                         sum[i][half] += s[i][j][r];
                     }
                 }
-#pragma unroll
+                #pragma unroll
                 for (int j = 0; j < K; j++) {
                     out[i][j][2 * half] *= correction;
                     out[i][j][2 * half + 1] *= correction;
@@ -257,12 +257,12 @@ struct Softmax {
     // `out` becomes the mean of v, and the rows' lse are written, those before T.   lse: (T)
     template <int K>
     __device__ void finish(float (&out)[M][K][4], float* lse, int first, int T, float scale) {
-#pragma unroll
+        #pragma unroll
         for (int i = 0; i < M; i++) {
-#pragma unroll
+            #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const float total = quad_sum(sum[i][half]), inverse = 1.0f / total;
-#pragma unroll
+                #pragma unroll
                 for (int j = 0; j < K; j++) {
                     out[i][j][2 * half] *= inverse;
                     out[i][j][2 * half + 1] *= inverse;
@@ -280,8 +280,8 @@ struct Softmax {
 // that what they all read stays in the L2 cache, and go from the one with most work to the one with least.
 
 // out: (B,T,C)   lse: (B,NH,T)   qkv: (B,T,3C)
-// A block owns queries and goes through keys, from 0 to its last query; the next tile of k and v is on its way
-// while one is in use. Bound by tensor cores: 2 T C flops a query, half of them before its own position.
+// A block owns queries and goes through keys, from 0 to its last query; the next tile of k and v is on its
+// way while one is in use. Bound by tensor cores: 2 T C flops a query, on average over positions.
 template <int hs>
 __global__ void __launch_bounds__(threads, 2)
     forward_kernel(bf16* out, float* lse, const bf16* qkv, int T, int C, float scale) {
@@ -351,7 +351,7 @@ __global__ void prepare_backward_kernel(float* lse2, float* dot, const bf16* dou
 
 // The parts k and v of dqkv: (B,T,3C).   dout: (B,T,C)   qkv: (B,T,3C)   lse2, dot: (B,NH,padded_T)
 // A block owns keys and goes through queries, from its first key to T. All matrices are transposed, keys by
-// queries. Bound by tensor cores: 4 T C flops a key.
+// queries. Bound by tensor cores: 4 T C flops a key, on average.
 template <int hs>
 __global__ void __launch_bounds__(threads, 2)
     backward_dkv_kernel(bf16* dqkv, const bf16* dout, const bf16* qkv, const float* lse2, const float* dot,
@@ -399,12 +399,12 @@ __global__ void __launch_bounds__(threads, 2)
             float p[M][N][4] = {}, ds[M][N][4] = {};
             add_product_of_tiles<hs>(p, k_tile, row, q_tile);
             if (key + 16 * M > query + 1) { mask_transposed(p, query, key); }
-#pragma unroll
+            #pragma unroll
             for (int j = 0; j < N; j++) {
-#pragma unroll
+                #pragma unroll
                 for (int r = 0; r < 4; r++) {
                     const float column_lse2 = lse2_tiles[stage + column_of(j, r)];
-#pragma unroll
+                    #pragma unroll
                     for (int i = 0; i < M; i++) {
                         p[i][j][r] = exp2_approximate(fmaf(scale * log2_e, p[i][j][r], -column_lse2));
                     }
@@ -412,12 +412,12 @@ __global__ void __launch_bounds__(threads, 2)
             }
             add_product<hs>(dv, p, dout_tile);
             add_product_of_tiles<hs>(ds, v_tile, row, dout_tile);
-#pragma unroll
+            #pragma unroll
             for (int j = 0; j < N; j++) {
-#pragma unroll
+                #pragma unroll
                 for (int r = 0; r < 4; r++) {
                     const float column_dot = dot_tiles[stage + column_of(j, r)];
-#pragma unroll
+                    #pragma unroll
                     for (int i = 0; i < M; i++) { ds[i][j][r] = p[i][j][r] * (ds[i][j][r] - column_dot); }
                 }
             }
@@ -430,8 +430,8 @@ __global__ void __launch_bounds__(threads, 2)
 }
 
 // The part q of dqkv: (B,T,3C).   dout: (B,T,C)   qkv: (B,T,3C)   lse2, dot: (B,NH,padded_T)
-// A block owns queries and goes through keys, from 0 to its last query. Bound by tensor cores: 3 T C flops a
-// query.
+// A block owns queries and goes through keys, from 0 to its last query. Bound by tensor cores: 3 T C flops
+// a query, on average.
 template <int hs>
 __global__ void __launch_bounds__(threads, 2)
     backward_dq_kernel(bf16* dqkv, const bf16* dout, const bf16* qkv, const float* lse2, const float* dot,
@@ -455,9 +455,9 @@ __global__ void __launch_bounds__(threads, 2)
     };
 
     float row_lse2[M][2], row_dot[M][2];
-#pragma unroll
+    #pragma unroll
     for (int i = 0; i < M; i++) {
-#pragma unroll
+        #pragma unroll
         for (int half = 0; half < 2; half++) {
             const size_t at = (size_t(b) * gridDim.y + h) * padded_T + query + row_of(i, 2 * half);
             row_lse2[i][half] = lse2[at];
@@ -481,11 +481,11 @@ __global__ void __launch_bounds__(threads, 2)
             add_product_of_tiles<hs>(p, q_tile, row, k_tiles + stage);
             add_product_of_tiles<hs>(ds, dout_tile, row, v_tiles + stage);
             if (key + keys > query + 1) { mask(p, query, key); }
-#pragma unroll
+            #pragma unroll
             for (int i = 0; i < M; i++) {
-#pragma unroll
+                #pragma unroll
                 for (int j = 0; j < N; j++) {
-#pragma unroll
+                    #pragma unroll
                     for (int r = 0; r < 4; r++) {
                         const float probability =
                             exp2_approximate(fmaf(scale * log2_e, p[i][j][r], -row_lse2[i][r / 2]));

@@ -1,8 +1,8 @@
 // Causal self-attention in float, for builds that check: the equations of attention.cuh by plain FMAs.
 //
-// Tiles of 32 rows in shared memory; 256 threads in a square of 16 x 16. Thread (y, x) has rows y and y + 16 of
-// every product and, of scores, columns x and x + 16; of matrices (rows, hs), four columns out of each 64.
-// Flops: 2 T^2 C forward, 7 T^2 C backward a sequence, as there; two shared 16-byte loads for 16 FMAs.
+// Tiles of 32 rows in shared memory; 256 threads in a square of 16 x 16. Thread (y, x) has rows y and y + 16
+// of every product and, of scores, columns x and x + 16; of matrices (rows, hs), four columns out of each 64.
+// Flops: 2 T^2 C forward, 7 T^2 C backward a sequence, as there.
 #pragma once
 #include <stdexcept>
 
