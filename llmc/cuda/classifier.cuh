@@ -73,8 +73,8 @@ inline void fused_classifier(floatX* logits, float* losses, float dloss, const i
     if (Vp % 8 != 0) { throw std::invalid_argument("fused_classifier: Vp is not a multiple of 8"); }
     require_aligned("fused_classifier", {logits});
     if (N == 0) { return; }
-    // As many threads as a row has packs, in whole warps. Large blocks: all rows that are on the way at a time
-    // have to fit the L2 cache.
+    // As many threads as a row has packs, in whole warps. Large blocks: the rows that are on the way at a
+    // time have to fit the L2 cache.
     const int warps = std::min((Vp / Pack<floatX>::size + 31) / 32, 32);
     launch(fused_classifier_kernel, Grid{unsigned(N), unsigned(warps) * 32, 0, stream}, logits, losses, dloss,
            targets, V, Vp, write_dlogits);
