@@ -76,8 +76,8 @@ __device__ inline void offsets_of_counts(int* counts) {
     }
 }
 
-// One pass of a radix sort: the pairs in the order of the digit of their tokens at bit `shift`, those with the
-// same digit in the order that they had. A thread has neighbouring pairs.
+// One pass of a radix sort: the pairs in the order of the digit of their tokens at bit `shift`, those with
+// the same digit in the order that they had. A thread has neighbouring pairs.
 __device__ inline void sort_by_digit(int2* to, const int2* from, int N, int shift, int* counts) {
     const int each = (N + sort_threads - 1) / sort_threads;
     const int begin = min(N, int(threadIdx.x) * each), end = min(N, begin + each);
@@ -93,9 +93,9 @@ __device__ inline void sort_by_digit(int2* to, const int2* from, int N, int shif
     __syncthreads();  // the next pass reads what others wrote
 }
 
-// pairs = (inp[i], i), sorted by token and then by i. One block: a pass moves 24 bytes a token, scattered, and
-// a single SM writes some 64 bytes a clock, so 65,536 tokens should take about 50 us a pass, 0.2 ms for the
-// four passes of a vocabulary of 2^16: a step has 150 ms for them. Passes come in twos, so that the result
+// pairs = (inp[i], i), sorted by token and then by i. One block: a pass moves 24 bytes a token, scattered,
+// and a single SM writes some 64 bytes a clock, so 65,536 tokens should take about 50 us a pass, 0.2 ms for
+// the four passes of a vocabulary of 2^16: a step has 150 ms for them. Passes come in twos, so that the result
 // lies in `pairs`, and end with the highest bit in use.   pairs, spare: (N)   inp: (N)
 // dynamic shared memory: int (sort_counts)
 __global__ void __launch_bounds__(sort_threads)
@@ -127,8 +127,8 @@ __device__ inline void add_eight(float* to, const float (&sum)[8]) {
     store_packs(to, total);
 }
 
-// dwte[token] += the rows of dout at the positions of the token in a chunk of pairs; of a token that the chunk
-// before began, partial[chunk] = their sum. A block has a chunk, a thread eight channels.
+// dwte[token] += the rows of dout at the positions of the token in a chunk of pairs; of a token that the
+// chunk before began, partial[chunk] = their sum. A block has a chunk, a thread eight channels.
 // Bound by memory: 2 bytes a value of dout with bf16, 8 a value of each row of dwte in use.
 // pairs: (N)   partial: (chunks, C)
 __global__ void encoder_backward_chunk_kernel(float* dwte, float* partial, const floatX* dout,

@@ -2,9 +2,9 @@
 //
 //     out = (inp - mean) rstd weight + bias,   mean and rstd = 1 / sqrt(variance + 1e-5) of a row of C values
 //
-// Forward, a warp has a row: it needs no barrier, and rows of GPT's sizes give it a few packs a lane. Backward,
-// a block has one row after another and a thread eight channels of all of them, so that the sums over rows
-// stay in registers. Both read a row from memory once. C is a multiple of 8 and at most 8192.
+// Forward, a warp has a row: it needs no barrier, and rows of GPT's sizes give it a few packs a lane.
+// Backward, a block has one row after another and a thread eight channels of all of them, so that the sums over
+// rows stay in registers. Both read a row from memory once. C is a multiple of 8 and at most 8192.
 #pragma once
 #include <algorithm>
 #include <stdexcept>
@@ -222,7 +222,8 @@ inline int layernorm_backward_blocks(int N, int C) {
     return std::min(N, std::clamp(1024 * 768 / C, 256, 1024));
 }
 
-// All three are added to.   dinp, dout, inp: (N,C)   dweight, dbias: (C) float   weight: (C)   mean, rstd: (N)
+// All three are added to.   dinp, dout, inp: (N,C)   dweight, dbias: (C) float   weight: (C)
+// mean, rstd: (N)
 inline void layernorm_backward(floatX* dinp, float* dweight, float* dbias, const floatX* dout,
                                const floatX* inp, const floatX* weight, const float* mean, const float* rstd,
                                int N, int C, Stream& stream) {

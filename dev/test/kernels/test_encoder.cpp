@@ -79,8 +79,13 @@ struct Gradients {
 };
 
 Gradients cuda_gradients(const Gradients& before, const std::vector<float>& dout, const std::vector<int>& inp,
-                         const Shape& shape) {
+                         const Shape& shape, bool zeroed_scratch = false) {
     Stream stream;
+    if (zeroed_scratch) {
+        const long bytes = 1 << 16;
+        cudaCheck(cudaMemset(stream.scratch<char>(bytes), 0, bytes));
+        cudaCheck(cudaDeviceSynchronize());
+    }
     DeviceArray<int> device_inp(inp);
     DeviceArray<floatX> device_dout(to_floatX(dout));
     DeviceArray<float> dwte(before.dwte), dwpe(before.dwpe);
@@ -104,7 +109,7 @@ void expect_backward_of_the_cpu(const Shape& shape, const std::vector<int>& inp,
 }
 
 TEST(Encoder, BackwardIsTheCpus) {
-    for_each_order(3, [] {
+    for_each_order(2, [] {
         expect_backward_of_the_cpu({1, 1, 8}, {0}, 1, 1);
         expect_backward_of_the_cpu({3, 37, 72}, text(111, 91, 2), 91, 2);
         expect_backward_of_the_cpu({7, 67, 264}, text(469, 300, 3), 300, 3);
@@ -141,6 +146,17 @@ TEST(Encoder, RunsOfAnyLengthMeetChunksAnywhere) {
     });
 }
 
+// The first chunk has none before it, though a token 0 seems to stand there.
+TEST(Encoder, WhatScratchMemoryHeldDoesNotMatter) {
+    const Shape shape{1, 40, 8};
+    std::vector<int> inp(40);
+    for (int i = 0; i < 40; i++) { inp[i] = i / 2; }
+    const std::vector<float> dout = integers(inp.size() * shape.C, 100, 1);
+    const Gradients before{integers(20 * 8, 9, 2), integers(40 * 8, 9, 3)};
+    const Gradients expected = cuda_gradients(before, dout, inp, shape);
+    EXPECT_EQ(cuda_gradients(before, dout, inp, shape, true).dwte, expected.dwte);
+}
+
 TEST(Encoder, BackwardGivesTheSameBitsInAnyOrder) {
     const Shape shape{4, 301, 40};
     const std::vector<int> inp = text(1204, 150, 6);
@@ -174,12 +190,12 @@ void expect_sorted(const std::vector<int>& inp) {
     }
 }
 
-// Of each number of bits from 0 to 31, so that each number of passes comes first; with fewer tokens than
+// Of 0 to 31 bits, so that every number of passes occurs; with fewer tokens than
 // threads, and with four a thread and less for the last ones.
 TEST(Encoder, TokensOfAnySizeAreSortedAndEqualOnesKeepTheirOrder) {
     for_each_order(1, [] {
         std::mt19937 random(7);
-        for (int bits = 0; bits < 32; bits += bits < 8 ? 1 : 3) {
+        for (int bits : {0, 1, 5, 8, 13, 17, 24, 28, 31}) {
             std::vector<int> inp(bits % 2 == 0 ? 3205 : 131);
             const int base = int(random() & ((1u << bits) - 1));
             for (int& token : inp) {
@@ -192,7 +208,7 @@ TEST(Encoder, TokensOfAnySizeAreSortedAndEqualOnesKeepTheirOrder) {
 }
 
 TEST(Encoder, TokensAreSortedUnderAnyOrderOfThreads) {
-    for_each_order(4, [] {
+    for_each_order(3, [] {
         std::mt19937 random(8);
         std::vector<int> inp(2300);
         for (int& token : inp) { token = int(random() >> (1 + random() % 2 * 16)); }

@@ -209,8 +209,8 @@ Gradients cuda_gradients(const Backward& b, unsigned blocks = 0) {
     return {to_float(dinp), dweight.to_host(), dbias.to_host()};
 }
 
-// The terms of dbias are multiples of 2^-5, those of dweight of 2^-12, and their sums stay below 2^12: exact in
-// any order. dinp rounds once, after sums of C values of the size of 1 over C, below 1e-5 off.
+// The terms of dbias are multiples of 2^-5, those of dweight of 2^-12, and their sums stay below 2^12: exact
+// in any order. dinp rounds once, after sums of C values of the size of 1 over C, below 1e-5 off.
 void expect_backward_of_the_cpu(const Shape& shape, unsigned seed) {
     const Backward b(shape, seed);
     const Gradients expected = cpu_gradients(b), actual = cuda_gradients(b);
