@@ -95,8 +95,8 @@ __device__ inline void sort_by_digit(int2* to, const int2* from, int N, int shif
 
 // pairs = (inp[i], i), sorted by token and then by i. One block: a pass moves 24 bytes a token, scattered,
 // and a single SM writes some 64 bytes a clock, so 65,536 tokens should take about 50 us a pass, 0.2 ms for
-// the four passes of a vocabulary of 2^16: a step has 150 ms for them. Passes come in twos, so that the result
-// lies in `pairs`, and end with the highest bit in use.   pairs, spare: (N)   inp: (N)
+// the four passes of a vocabulary of 2^16: a step has 150 ms for them. Passes come in twos, so that the
+// result lies in `pairs`, and end with the highest bit in use.   pairs, spare: (N)   inp: (N)
 // dynamic shared memory: int (sort_counts)
 __global__ void __launch_bounds__(sort_threads)
     sort_tokens_kernel(int2* pairs, int2* spare, const int* inp, int N) {

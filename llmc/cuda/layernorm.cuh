@@ -3,8 +3,8 @@
 //     out = (inp - mean) rstd weight + bias,   mean and rstd = 1 / sqrt(variance + 1e-5) of a row of C values
 //
 // Forward, a warp has a row: it needs no barrier, and rows of GPT's sizes give it a few packs a lane.
-// Backward, a block has one row after another and a thread eight channels of all of them, so that the sums over
-// rows stay in registers. Both read a row from memory once. C is a multiple of 8 and at most 8192.
+// Backward, a block has one row after another and a thread eight channels of all of them, so that the sums
+// over rows stay in registers. Both read a row from memory once. C is a multiple of 8 and at most 8192.
 #pragma once
 #include <algorithm>
 #include <stdexcept>
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(1024)
     SHARED(float2[2][32], warp_sums);
     const int c = threadIdx.x * 8;
     const bool valid = c < C;
-    const float per_channel = 1.0f / float(C);  // no division in the loop: registers are scarce
+    const float per_channel = 1.0f / float(C);           // no division in the loop: registers are scarce
     float w[8] = {}, dy[8] = {}, y[8] = {}, dx[8] = {};  // where not valid: nothing to the sums of a row
     float dweight[8] = {}, dbias[8] = {};
     for (int n = blockIdx.x, turn = 0; n < N; n += gridDim.x, turn ^= 1) {

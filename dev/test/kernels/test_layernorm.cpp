@@ -264,6 +264,13 @@ TEST(LayerNorm, BackwardGivesTheSameBitsInAnyOrder) {
     });
 }
 
+TEST(LayerNorm, ForwardHasAsManyWarpsAsSharedMemoryHasRoomFor) {
+    EXPECT_EQ(cuda::layernorm_warps(1536), 4u);
+    EXPECT_EQ(cuda::layernorm_warps(16384), 3u);
+    EXPECT_EQ(cuda::layernorm_warps(24576), 2u);
+    EXPECT_EQ(cuda::layernorm_warps(65536), 1u);
+}
+
 TEST(LayerNorm, BlocksOfBackwardDependOnRowsAndChannels) {
     EXPECT_EQ(cuda::layernorm_backward_blocks(5, 768), 5);
     EXPECT_EQ(cuda::layernorm_backward_blocks(65536, 64), 1024);
