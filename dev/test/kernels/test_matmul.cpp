@@ -75,14 +75,18 @@ struct Case {
           OC(OC),
           inp(small_multiples(long(N) * C, 0.25f, seed)),
           weight(small_multiples(long(OC) * C, 0.25f, seed + 1)),
-          bias(small_multiples(OC, 0.5f, seed + 2)),
+          bias(small_multiples(OC, 0.25f, seed + 2)),
           dout(small_multiples(long(N) * OC, 0.25f, seed + 3)),
           pre_gelu(small_multiples(long(N) * C, 0.75f, seed + 4)),
           dweight(small_multiples(long(OC) * C, 0.5f, seed + 5)),
           dbias(small_multiples(OC, 1.0f, seed + 6)),
           out(dout.size()),
           out_pre_gelu(dout.size()),
-          dinp(inp.size()) {}
+          dinp(inp.size()) {
+        // Eight bits each; added to a product they are more than eight, so that each rounding shows.
+        const Floats fine = small_multiples(OC, 0x1p-8f, seed + 7);
+        for (int i = 0; i < OC; i++) { bias[size_t(i)] += fine[size_t(i)]; }
+    }
 };
 
 cpu::Matmul& cpu_matmul() {
