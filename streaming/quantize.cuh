@@ -34,13 +34,13 @@ __device__ inline void store_codes(uint8_t* out, const uint32_t (&codes)[4]) {
     __stcg(reinterpret_cast<FourCodes<F>*>(out), packed);
 }
 
+// Above a code's own bits there may be those of the next: decode() does not look at them.
 template <class F>
 __device__ inline void load_codes(uint32_t (&codes)[4], const uint8_t* inp) {
     const FourCodes<F> packed = __ldcs(reinterpret_cast<const FourCodes<F>*>(inp));
     uint32_t words[4] = {};
     memcpy(words, &packed, sizeof(packed));
-    const uint32_t mask = 0xffffffffu >> (32 - F::bits);
-    for (int i = 0; i < 4; i++) { codes[i] = words[i * F::bits / 32] >> i * F::bits % 32 & mask; }
+    for (int i = 0; i < 4; i++) { codes[i] = words[i * F::bits / 32] >> i * F::bits % 32; }
 }
 
 // One warp, one block of 128 values.   codes, scales: where the range's begin   global, local: (128 blocks)
@@ -111,7 +111,7 @@ __global__ void dequantize_mean_kernel(float* mean, const uint8_t* codes, const 
 __global__ void add_hash_kernel(PayloadHeader* header, long first, const float* values, long count) {
     SHARED(unsigned long long[hash_threads / 32], partial);
     const long begin = blockIdx.x * hash_values + threadIdx.x * 4;
-    Pack<float> packs[hash_packs] = {};
+    Pack<float> packs[hash_packs];
     for (int p = 0; p < hash_packs; p++) {
         const long i = begin + p * hash_threads * 4;
         if (i < count) { packs[p] = load_pack(values + i); }
