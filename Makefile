@@ -32,8 +32,9 @@ EMULATOR_TESTS = $(foreach kind,plain address thread,$(KERNEL_TESTS:%=build/$(ki
                  $(patsubst dev/test/kernels/%.cpp,build/fp32/%,$(wildcard dev/test/kernels/test_*.cpp)) \
                  build/plain/test_gpt build/fp32/test_gpt
 vpath test_%.cpp dev/emulator dev/test/kernels
-CUDA_FLAGS = -std=c++17 -O3 -I. -Werror all-warnings -Xcompiler -Wall,-Wextra \
-             $(foreach sm,80 90 100,-gencode arch=compute_$(sm),code=sm_$(sm))
+CUDA_FLAGS = -std=c++17 -O3 -I. -DUSE_CUDA -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas
+CUDA_TESTS = $(patsubst dev/test/kernels/%.cpp,build/nvcc/%.ptx,$(wildcard dev/test/kernels/test_*.cpp)) \
+             build/nvcc/test_kernels.ptx
 
 all: train_gpt_cpu
 	@echo "built train_gpt_cpu (this machine's CPU: oneDNN, Gloo, Redis)"
@@ -116,12 +117,18 @@ check-cuda:
 ifeq ($(NVCC),)
 	@echo "not checked: whether nvcc takes the kernels, for there is none (CUDA_HOME says where to look)"
 else
-	$(MAKE) build/nvcc/test_kernels.o
+	$(MAKE) build/nvcc/test_gpt.o build/nvcc/test_gpt_fp32.o $(CUDA_TESTS)
 endif
 
-build/nvcc/test_kernels.o: dev/emulator/test_kernels.cpp $(EMULATOR_HEADERS)
+build/nvcc/test_gpt.o build/nvcc/test_gpt_fp32.o: test_gpt.cu train_gpt.cu $(EMULATOR_HEADERS)
 	@mkdir -p $(@D)
-	$(NVCC) -x cu $(CUDA_FLAGS) -c $< -o $@
+	$(NVCC) $(CUDA_FLAGS) $(if $(findstring fp32,$@),-DENABLE_FP32) \
+	    $(foreach sm,80 90 100,-gencode arch=compute_$(sm),code=sm_$(sm)) -c $< -o $@
+
+# The kernels are in test_gpt.cu; of their tests it is enough that nvcc takes them.
+build/nvcc/%.ptx: %.cpp $(EMULATOR_HEADERS)
+	@mkdir -p $(@D)
+	$(NVCC) -x cu $(CUDA_FLAGS) -arch=compute_90 -ptx $< -o $@
 
 mutate: setup
 	.venv/bin/python dev/mutate.py $(MUTATE)
