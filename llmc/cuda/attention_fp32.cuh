@@ -124,7 +124,7 @@ __device__ inline float row_sum(float x) {
 // ---- kernels: blocks (tiles, NH, B), in the order of attention.cuh's
 
 // out: (B,T,C)   lse: (B,NH,T)   qkv: (B,T,3C)
-// A block owns queries and goes through keys. Bound by shared memory: 4 T C bytes of it a query.
+// A block owns queries and goes through keys. Bound by shared memory: about 4 T C bytes of it a query.
 template <int hs>
 __global__ void __launch_bounds__(threads)
     forward_kernel(float* out, float* lse, const float* qkv, int T, int C, float scale) {
@@ -218,7 +218,7 @@ __device__ inline void store_scores(float* tile, const float (&s)[2][2]) {
 }
 
 // The parts k and v of dqkv: (B,T,3C).   dout: (B,T,C)   qkv: (B,T,3C)   lse, dot: (B,NH,T)
-// A block owns keys and goes through queries. Bound by shared memory: 8 T C bytes of it a key.
+// A block owns keys and goes through queries. Bound by shared memory: about 8 T C bytes of it a key.
 template <int hs>
 __global__ void __launch_bounds__(threads)
     backward_dkv_kernel(float* dqkv, const float* dout, const float* qkv, const float* lse, const float* dot,
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(threads)
 }
 
 // The part q of dqkv: (B,T,3C).   dout: (B,T,C)   qkv: (B,T,3C)   lse, dot: (B,NH,T)
-// A block owns queries and goes through keys. Bound by shared memory: 6 T C bytes of it a query.
+// A block owns queries and goes through keys. Bound by shared memory: about 6 T C bytes of it a query.
 template <int hs>
 __global__ void __launch_bounds__(threads)
     backward_dq_kernel(float* dqkv, const float* dout, const float* qkv, const float* lse, const float* dot,

@@ -79,9 +79,9 @@ Results run(const Case& c) {
 }
 
 // How far each result may be from the CPU's. `stored`, relative: p or ds, and the result itself, are rounded
-// to T, by half a unit each. `computed`, relative: in float, sums of T or hs terms are formed in another order
-// on either side; a score is wrong by units of its terms, which is the relative error of its exponential. dp
-// and dot have errors relative to their terms, not to their difference.
+// to T, by half a unit each. `computed`, relative: in float, sums of T or hs terms are formed in another
+// order on either side; a score is wrong by units of its terms, which is the relative error of its
+// exponential. dp and dot have errors relative to their terms, not to their difference.
 class Bounds {
 public:
     Bounds(const Case& c, float stored) : c(c), s(c.shape), stored(stored) {
@@ -216,6 +216,12 @@ TEST(Attention, OfLargeAndSmallLogitsEqualsTheCpus) {
 TEST(AttentionFp32, OfLargeAndSmallLogitsEqualsTheCpus) {
     expect_same_as_cpu<float>({1, 100, 1, 64, 64.0f}, 12);
     expect_same_as_cpu<float>({1, 70, 1, 128, 1.0f / 64}, 13);
+}
+
+// One key and sixteen scores, many of them so low that their exponentials are 0 in float.
+TEST(Attention, OfOneKeyIsItsValueHoweverLowItsScore) { expect_same_as_cpu<bf16>({2, 1, 8, 64, 256.0f}, 16); }
+TEST(AttentionFp32, OfOneKeyIsItsValueHoweverLowItsScore) {
+    expect_same_as_cpu<float>({2, 1, 8, 64, 256.0f}, 16);
 }
 
 template <class T>
