@@ -246,6 +246,8 @@ class Source:
                 i = self.tokens[i + 1].partner
             elif self.text(i + 1) in (".", "->", "::"):
                 i += 2
+            elif self.text(i + 1) == "<" and not self.is_spaced(i + 1):
+                i = next(j for j in range(i + 1, len(self.tokens)) if self.text(j) == ">")
             else:
                 return i
 
@@ -330,6 +332,8 @@ class Source:
             self.visit_loop(i)
         elif word == "Grid" and self.text(i + 1) == "{":
             self.visit_grid(i + 1)
+        elif word == "dim3":
+            self.visit_blocks(self.argument_spans(i + 1 if self.text(i + 1) == "(" else i + 2))
         elif word in ("CUBLAS_OP_N", "CUBLAS_OP_T"):
             self.add("launch", i, i, "CUBLAS_OP_T" if word == "CUBLAS_OP_N" else "CUBLAS_OP_N")
         elif word.startswith("CUBLASLT_EPILOGUE_") and word != "CUBLASLT_EPILOGUE_DEFAULT":
@@ -360,7 +364,7 @@ class Source:
             self.add("shuffle", i, last, f"({self.arguments(i + 1)[0]})")
             if word.startswith("block_"):
                 self.add("shuffle", i, i, word.replace("block_", "warp_"))
-        if word in SWAPPED:
+        if word in SWAPPED and not self.is_only_speed(i):
             self.add("minmax", i, i, SWAPPED[word])
 
     def arguments(self, opener):
@@ -379,15 +383,29 @@ class Source:
     def visit_grid(self, brace):
         """Fewer blocks, less shared memory."""
         spans = self.argument_spans(brace)
-        blocks = [spans[0]]
-        if self.text(spans[0][0]) == "dim3":
-            blocks = self.argument_spans(spans[0][0] + 1)
-        for first, last in blocks:
-            if self.tokens[first].kind != "number":
-                self.add("launch", first, last, f"{self.span(first, last)} - 1")
+        if self.text(spans[0][0]) != "dim3":
+            self.visit_blocks(spans[:1])
         if len(spans) > 2 and self.tokens[spans[2][0]].kind != "number":
             first, last = spans[2]
             self.add("launch", first, last, f"({self.span(first, last)}) / 2")
+
+    def visit_blocks(self, spans):
+        for first, last in spans:
+            if self.tokens[first].kind != "number":
+                self.add("launch", first, last, f"{self.span(first, last)} - 1")
+
+    def is_only_speed(self, i):
+        """On the host: how many threads a block has; any number does."""
+        token = self.tokens[i]
+        if token.function is None or token.function.on_device:
+            return False
+        grid = next((opener for opener in self.enclosing(i) if self.text(opener - 1) == "Grid"), None)
+        if grid is not None:
+            first, last = self.argument_spans(grid)[1]
+            return first <= i <= last
+        words = [self.text(j) for j in range(token.statement, i)]
+        declared = words[:words.index("=")] if "=" in words else []
+        return any(re.fullmatch(r"\w*(threads|warps)", word) for word in [token.function.name, *declared])
 
     def visit_number(self, i):
         token = self.tokens[i]
@@ -476,6 +494,8 @@ class Source:
             return
         if self.tokens[i - 1].text in FLOAT_TYPES | {"const", "return", "(", ","}:
             return  # a unary operator, or a pointer's declaration
+        if self.is_only_speed(i):
+            return
         left, right = self.operand_before(i - 1), self.operand_after(i + 1)
         on_device = self.tokens[i].function.on_device
         is_float = self.is_float(left, i - 1) or self.is_float(i + 1, right)
@@ -483,6 +503,8 @@ class Source:
         operator = self.text(i)
         if operator == "*":
             self.add(kind, i, right, "")
+        elif operator == "-" and not on_device and self.text(i + 1) == "1":
+            return  # of a division that rounds up: one block more, which does nothing
         elif operator in "+-":
             self.add(kind, i, i, "-" if operator == "+" else "+")
         elif operator == "/" and is_float:
@@ -490,8 +512,8 @@ class Source:
         elif operator in "/%":
             self.add(kind, i, i, "%" if operator == "/" else "/")
             if self.tokens[i + 1].kind == "number" and right == i + 1:
-                half = int(self.text(i + 1).rstrip("uUlL")) // 2
-                self.add(kind, i + 1, i + 1, str(half))
+                number = int(self.text(i + 1).rstrip("uUlL"))  # on the host: fewer blocks, not more
+                self.add(kind, i + 1, i + 1, str(number // 2 if on_device else number * 2))
         else:
             self.add(kind, i, i, {"&": "|", "|": "&", "^": "|", "<<": ">>", ">>": "<<"}[operator])
 
@@ -504,22 +526,27 @@ class Source:
             return None
         return sum(self.text(j) == ";" and self.tokens[j].within == opener for j in range(opener, i))
 
+    def loop_semicolons(self, opener):
+        return [j for j in range(opener, self.tokens[opener].partner)
+                if self.text(j) == ";" and self.tokens[j].within == opener]
+
     def loop_step(self, opener):
-        """(variable, operator, step) of a for loop, or None."""
-        close = self.tokens[opener].partner
-        semicolons = [j for j in range(opener, close) if self.text(j) == ";" and self.tokens[j].within == opener]
+        """(variable, operator, step, its last token) of a for loop's first step, or None."""
+        semicolons = self.loop_semicolons(opener)
         if len(semicolons) != 2:
             return None
         first = semicolons[1] + 1
-        if self.text(close - 1) in ("++", "--"):
-            return self.text(first), self.text(close - 1)[0] + "=", "1"
+        last = next(j for j in range(first, len(self.tokens)) if j == self.tokens[opener].partner or
+                    self.text(j) == "," and self.tokens[j].within == opener) - 1
+        if self.text(last) in ("++", "--"):
+            return self.text(first), self.text(last)[0] + "=", "1", last
         if self.text(first + 1) in ("+=", "-=", "/=", "*=", ">>=", "<<="):
-            return self.text(first), self.text(first + 1), self.span(first + 2, close - 1)
+            return self.text(first), self.text(first + 1), self.span(first + 2, last), last
         return None
 
     def counts_by_one(self, i):
         step = self.loop_step(self.tokens[i].within)
-        return step is None or step[1:] in (("+=", "1"), ("-=", "1"))
+        return step is None or step[1:3] in (("+=", "1"), ("-=", "1"))
 
     def visit_loop(self, i):
         """The first round skipped, the last one, every second one."""
@@ -527,10 +554,8 @@ class Source:
         step = self.loop_step(opener)
         if step is None:
             return
-        variable, operator, amount = step
-        close = self.tokens[opener].partner
-        first_semicolon, second = [j for j in range(opener, close)
-                                   if self.text(j) == ";" and self.tokens[j].within == opener]
+        variable, operator, amount, step_end = step
+        first_semicolon, second = self.loop_semicolons(opener)
         start = next((j for j in range(opener, first_semicolon)
                       if self.text(j) == variable and self.text(j + 1) == "="), None)
         if start is not None:
@@ -546,7 +571,7 @@ class Source:
             elif operator in ("/=", ">>="):
                 self.add("loop", comparison + 1, second - 1, f"({end}) + 1")
         twice = f"{variable} {operator} " + (f"2 * ({amount})" if operator not in ("/=", "*=") else f"{amount} * {amount}")
-        self.add("loop", second + 1, close - 1, twice)
+        self.add("loop", second + 1, step_end, twice)
 
     # -- names for changes
 
