@@ -482,8 +482,10 @@ class Source:
             self.add("boundary", i + 1, self.end_of_declarator(i + 1) - 1, "true")
         elif set(words[:2]) & FLOAT_TYPES and self.text(i + 1) == "0" and self.text(i + 2) in (",", ";"):
             self.add("init", i + 1, i + 1, "1")
-        elif set(words[:1]) & FLOAT_TYPES and self.text(i + 1) == "{" and self.text(i + 2) == "}":
-            self.add("init", i + 1, i + 2, "{1.0f}")
+        elif self.text(i + 1) == "{":
+            if words[:1] != ["const"] and self.text(i + 2) == "}" and self.text(self.operand_before(i - 1)) in \
+                    self.float_arrays:
+                self.add("init", i + 1, i + 2, "{1.0f}")
         elif (words[-1:] == ["]"] or words[:1] == ["*"]) and words[0] not in FLOAT_TYPES | {"const", "int", "auto"} \
                 and self.tokens[i].function.on_device and self.tokens[i].within == self.tokens[statement].within:
             self.add("init", i, i, "+=")
@@ -494,7 +496,7 @@ class Source:
             return
         if self.tokens[i - 1].text in FLOAT_TYPES | {"const", "return", "(", ","}:
             return  # a unary operator, or a pointer's declaration
-        if self.is_only_speed(i):
+        if self.is_only_speed(i) or "string" in (self.tokens[i - 1].kind, self.tokens[i + 1].kind):
             return
         left, right = self.operand_before(i - 1), self.operand_after(i + 1)
         on_device = self.tokens[i].function.on_device
@@ -668,14 +670,18 @@ class Tree:
         return (self.folder / file).read_text()
 
     def covering(self, file):
-        """The test programs of a file: those with its name, test_NAME or test_NAME_*, else those that include it."""
+        """The test programs of a file: those with its name, test_NAME or test_NAME_*, else those that include it,
+        else those of the files that include it."""
         tests = sorted((self.folder / "dev/test/kernels").glob("test_*.cpp"))
         stem = pathlib.Path(file).stem
         named = [test.stem for test in tests if re.fullmatch(rf"test_{stem}(_\w+)?", test.stem)]
         including = [test.stem for test in tests if f'#include "{file}"' in test.read_text()]
-        if not named and not including:
+        if named or including:
+            return named or including
+        users = [user for user in self.files() if f'#include "{file}"' in self.read(user)]
+        if not users:
             raise Failure(f"no test in dev/test/kernels is named after {file} or includes it")
-        return named or including
+        return sorted({test for user in users for test in self.covering(user)})
 
     def program(self, build, name):
         """Built and run once without a change; at most one at a time."""
