@@ -893,7 +893,7 @@ def report(verdicts, survivors, all_changes):
         if not matching:
             print(f"\n{where}: the file has no such change any more")
             ok = False
-        elif any(change in killed for change in matching):
+        elif all(change in killed for change in matching):
             print(f"\n{where}: is said to survive, and was killed")
             ok = False
     print()
