@@ -246,8 +246,8 @@ private:
             set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, int64_t(forward ? OC : C), problem);
             set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, int32_t(type), problem);
         }
-        // The heuristic looks at the alignment of these two: not at that of the first call's, which may be more
-        // than the next one's, but at 16 bytes. It does not read what is there.
+        // The heuristic looks at the alignment of these two: not at that of the first call's, which may be
+        // more than the next one's, but at 16 bytes. It does not read what is there.
         const floatX* aligned_to_16 = reinterpret_cast<const floatX*>(workspace.data() + 16);
         set_pointers(plan, aligned_to_16, aligned_to_16, problem);
         plan.algorithm = choose_algorithm(plan, problem);
