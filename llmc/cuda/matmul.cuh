@@ -38,8 +38,8 @@ constexpr int column_sums_warps = 8;
 
 // sums[chunk,i] = sum over the chunk's rows n of inp[n,i], or += with `add`.
 // sums: (chunks,columns)   inp: (rows,columns), columns a multiple of a pack
-// A warp goes down its rows 16 bytes a lane, the block's warps are then added in order. Block (x, y): the x-th
-// 32 packs of columns of chunk y. Bound by memory: each value of inp is read once, 2 bytes in bf16.
+// A warp goes down its rows 16 bytes a lane, the block's warps are then added in order. Block (x, y): the
+// x-th 32 packs of columns of chunk y. Bound by memory: each value of inp is read once, 2 bytes in bf16.
 template <class T>
 __global__ void column_sums_kernel(float* sums, const T* inp, int rows, int columns, int rows_per_chunk,
                                    bool add) {
