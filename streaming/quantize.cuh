@@ -123,7 +123,7 @@ __global__ void add_hash_kernel(PayloadHeader* header, long first, const float* 
             for (int k = 0; k < 4; k++) { sum += hash_value(uint64_t(first + i + k), packs[p][k]); }
         }
     }
-    for (int bits = 16; bits > 0; bits /= 2) { sum += __shfl_xor_sync(full_warp, sum, bits); }
+    sum = warp_reduce(sum, Sum());
     if (threadIdx.x % 32 == 0) { partial[threadIdx.x / 32] = sum; }
     __syncthreads();
     if (threadIdx.x == 0) {
