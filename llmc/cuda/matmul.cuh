@@ -101,6 +101,8 @@ inline void column_sums(float* sums, const floatX* inp, int rows, int columns, S
 
 // dinp[i] *= gelu'(pre_gelu[i]).   dinp, pre_gelu: (n), n a multiple of 8, 16-byte aligned
 inline void multiply_by_gelu_derivative(floatX* dinp, const floatX* pre_gelu, long n, Stream& stream) {
+    if (n % 8 != 0) { throw std::invalid_argument("multiply_by_gelu_derivative: n is not a multiple of 8"); }
+    require_aligned("multiply_by_gelu_derivative", {dinp, pre_gelu});
     launch(multiply_by_gelu_derivative_kernel, Grid{blocks_for(n / Pack<floatX>::size, 256), 256, 0, stream},
            dinp, pre_gelu, n);
 }
@@ -141,15 +143,17 @@ public:
         return bf16 ? "bf16, sums in fp32" : compute == CUBLAS_COMPUTE_32F ? "fp32" : "tf32, sums in fp32";
     }
 
+    // Gradients of parameters are sums, in fp32.
+    template <Kind kind>
+    using Out = std::conditional_t<kind == Kind::backward_weight, float, floatX>;
+
     // One of the products above: out = op(a) op(b), added to `out` by backward_weight. All pointers are
     // 16-byte aligned, C and OC multiples of 8.
     // bias: (OC) or null, forward only   aux: of out's shape, or null; written by forward, which makes out
     // its GELU, and read by backward_inp, which multiplies by the derivative of GELU there
-    template <class Out>
-    void multiply(Kind kind, Out* out, const floatX* a, const floatX* b, const floatX* bias,
-                  const floatX* aux, int N, int C, int OC, Stream& stream) {
-        static_assert(std::is_same<Out, floatX>::value || std::is_same<Out, float>::value,
-                      "activations or sums");
+    template <Kind kind>
+    void multiply(Out<kind>* out, const floatX* a, const floatX* b, const floatX* bias, const floatX* aux,
+                  int N, int C, int OC, Stream& stream) {
         check_shape(N, C, OC);
         require_aligned("matmul", {out, a, b, bias, aux});
         const std::string problem = describe(kind, N, C, OC);
@@ -293,10 +297,10 @@ inline void matmul_forward(Matmul& matmul, floatX* out, const floatX* inp, const
                            const floatX* bias, int N, int C, int OC, Stream& stream,
                            floatX* pre_gelu = nullptr) {
     if (pre_gelu && !matmul.fuses_gelu) {
-        matmul.multiply(Matmul::Kind::forward, pre_gelu, weight, inp, bias, nullptr, N, C, OC, stream);
+        matmul.multiply<Matmul::Kind::forward>(pre_gelu, weight, inp, bias, nullptr, N, C, OC, stream);
         gelu_forward(out, pre_gelu, long(N) * OC, stream);
     } else {
-        matmul.multiply(Matmul::Kind::forward, out, weight, inp, bias, pre_gelu, N, C, OC, stream);
+        matmul.multiply<Matmul::Kind::forward>(out, weight, inp, bias, pre_gelu, N, C, OC, stream);
     }
 }
 
@@ -308,8 +312,8 @@ inline void matmul_backward(Matmul& matmul, floatX* dinp, float* dweight, float*
                             const floatX* pre_gelu = nullptr) {
     const floatX* aux = matmul.fuses_gelu ? pre_gelu : nullptr;
     const floatX* none = nullptr;
-    matmul.multiply(Matmul::Kind::backward_weight, dweight, inp, dout, none, none, N, C, OC, stream);
-    matmul.multiply(Matmul::Kind::backward_inp, dinp, weight, dout, none, aux, N, C, OC, stream);
+    matmul.multiply<Matmul::Kind::backward_weight>(dweight, inp, dout, none, none, N, C, OC, stream);
+    matmul.multiply<Matmul::Kind::backward_inp>(dinp, weight, dout, none, aux, N, C, OC, stream);
     if (pre_gelu && !aux) { multiply_by_gelu_derivative(dinp, pre_gelu, long(N) * C, stream); }
     if (dbias) { column_sums(dbias, dout, N, OC, stream); }
 }

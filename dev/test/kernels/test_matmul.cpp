@@ -10,27 +10,17 @@
 #ifndef __CUDACC__
 #include "dev/emulator/cublaslt.h"
 #endif
+#include "dev/test/kernels/values.h"
 #include "llmc/cpu/matmul.h"
 #include "llmc/cuda/matmul.cuh"
 
 namespace {
 
-using Floats = std::vector<float>;
 constexpr bool bf16 = !std::is_same<floatX, float>::value;
 
 // What rounding to floatX may change, relative to the value: half of the last of 8 bits. In the fp32 build,
 // where GELU's exponential is at stake, a few units of the last of 24.
 constexpr float rounding = bf16 ? 0x1p-8f : 0x1p-21f;
-
-std::vector<floatX> to_floatX(const Floats& values) {
-    std::vector<floatX> result;
-    for (const float value : values) { result.push_back(floatX(value)); }
-    return result;
-}
-template <class T>
-Floats to_floats(const std::vector<T>& values) {
-    return Floats(values.begin(), values.end());
-}
 
 // Multiples of `step` from -3 to 3 steps: exact in bf16, and so are their products and sums in float.
 Floats small_multiples(long count, float step, unsigned seed) {
@@ -214,27 +204,38 @@ TEST(Matmul, APlanIsForItsShapeAndTakesTheCallsOwnPointers) {
     }
 }
 
+// What a call each way writes, of tensors that begin `by` values behind an address of 256 bytes.
+std::vector<Floats> results_of(cuda::Matmul& matmul, const Case& x, long by) {
+    auto shifted = [=](Floats values) {
+        values.insert(values.begin(), size_t(by), NAN);
+        return values;
+    };
+    auto from = [=](const Floats& all) {
+        for (long i = 0; i < by; i++) { EXPECT_TRUE(std::isnan(all[size_t(i)])) << "before the tensor"; }
+        return Floats(all.begin() + by, all.end());
+    };
+    DeviceArray<floatX> inp(to_floatX(shifted(x.inp))), weight(to_floatX(shifted(x.weight)));
+    DeviceArray<floatX> bias(to_floatX(shifted(x.bias))), dout(to_floatX(shifted(x.dout)));
+    DeviceArray<floatX> pre_gelu_in(to_floatX(shifted(x.pre_gelu))), dinp(to_floatX(shifted(x.dinp)));
+    DeviceArray<floatX> out(to_floatX(shifted(x.out))), pre_gelu(to_floatX(shifted(x.out)));
+    DeviceArray<float> dweight(shifted(x.dweight)), dbias(shifted(x.dbias));
+    Stream stream;
+    cuda::matmul_forward(matmul, out + by, inp + by, weight + by, bias + by, x.N, x.C, x.OC, stream,
+                         pre_gelu + by);
+    cuda::matmul_backward(matmul, dinp + by, dweight + by, dbias + by, dout + by, inp + by, weight + by, x.N,
+                          x.C, x.OC, stream, pre_gelu_in + by);
+    stream.synchronize();
+    return {from(to_floats(out.to_host())), from(to_floats(pre_gelu.to_host())),
+            from(to_floats(dinp.to_host())), from(dweight.to_host()), from(dbias.to_host())};
+}
+
 // The plan is made in the first call, whose tensors are aligned to 256 bytes.
 TEST(Matmul, TensorsThatBeginAnywhereAtAMultipleOf16BytesAreTaken) {
-    cuda::Matmul matmul(MatmulPrecision::highest);
-    const int N = 6, C = 24, OC = 16;
-    Case x(N, C, OC, 300);
-    cpu::Stream host;
-    cpu::matmul_forward(cpu_matmul(), x.out.data(), x.inp.data(), x.weight.data(), x.bias.data(), N, C, OC,
-                        host, x.out_pre_gelu.data());
-    auto shifted = [](Floats values, long by) {
-        values.insert(values.begin(), size_t(by), NAN);
-        return to_floatX(values);
-    };
-    Stream stream;
-    for (const long by : {128, 8, 16, 24, 32}) {
-        DeviceArray<floatX> inp(shifted(x.inp, by)), weight(shifted(x.weight, by)), bias(shifted(x.bias, by));
-        DeviceArray<floatX> out(size_t(N * OC + by)), pre_gelu(size_t(N * OC + by));
-        cuda::matmul_forward(matmul, out + by, inp + by, weight + by, bias + by, N, C, OC, stream,
-                             pre_gelu + by);
-        stream.synchronize();
-        const Floats all = to_floats(pre_gelu.to_host());
-        EXPECT_EQ(Floats(all.begin() + by, all.end()), to_floats(to_floatX(x.out_pre_gelu)));
+    const Case x(6, 24, 16, 300);
+    for (const bool fuse_gelu : {true, false}) {
+        cuda::Matmul matmul(MatmulPrecision::highest, fuse_gelu);
+        const std::vector<Floats> expected = results_of(matmul, x, 0);
+        for (const long by : {128, 8, 16, 24, 32}) { EXPECT_EQ(results_of(matmul, x, by), expected) << by; }
     }
 }
 
@@ -291,6 +292,13 @@ TEST(Matmul, RefusesWhatItCannotMultiplyBeforeItBegins) {
     EXPECT_THROW(forward(out + 2, a, b, 8, 8), std::invalid_argument);
     EXPECT_THROW(forward(out, a + 2, b, 8, 8), std::invalid_argument);
     EXPECT_THROW(forward(out, a, b + 2, 8, 8), std::invalid_argument);
+    floatX *none = nullptr, *bias = b + 2, *pre_gelu = out + 514;
+    EXPECT_THROW(cuda::matmul_forward(matmul, out, a, b, bias, N, 8, 8, stream), std::invalid_argument);
+    EXPECT_THROW(cuda::matmul_forward(matmul, out, a, b, none, N, 8, 8, stream, pre_gelu),
+                 std::invalid_argument);
+    EXPECT_THROW(cuda::multiply_by_gelu_derivative(out, a, 12, stream), std::invalid_argument);
+    EXPECT_THROW(cuda::multiply_by_gelu_derivative(out + 2, a, 8, stream), std::invalid_argument);
+    EXPECT_THROW(cuda::multiply_by_gelu_derivative(out, a + 2, 8, stream), std::invalid_argument);
     EXPECT_EQ(to_floats(out.to_host()), Floats(1024, 7.0f));
 }
 
@@ -358,8 +366,15 @@ TEST(Matmul, ColumnSumsHaveTheSameBitsUnderEveryOrder) {
     });
 }
 
-// The fp32 build's kernel, tested in both. The product is rounded to floatX once.
+// Where GELU is not fused. The product is rounded to floatX once. The derivative is a sum of two terms of at
+// most 1.2 together, which cancel near x = -0.75, so that their roundings show next to it: where nvcc fuses
+// products and sums, one unit of each and one of the exponent, 2^-21 of dinp. The emulator's is the CPU's.
 TEST(Matmul, MultiplyByGeluDerivativeTakesEveryValue) {
+#ifdef __CUDACC__
+    const float of_dinp = 0x1p-21f;
+#else
+    const float of_dinp = 0.0f;
+#endif
     for (const long n : {8L, 2048L, 3 * 2048L + 40}) {
         Floats dinp = small_multiples(n, 0.5f, unsigned(n)), x = small_multiples(n, 0.75f, 9), expected;
         for (long i = 0; i < n; i++) { expected.push_back(dinp[size_t(i)] * gelu_derivative(x[size_t(i)])); }
@@ -368,7 +383,7 @@ TEST(Matmul, MultiplyByGeluDerivativeTakesEveryValue) {
             DeviceArray<floatX> device_dinp(to_floatX(dinp)), device_x(to_floatX(x));
             cuda::multiply_by_gelu_derivative(device_dinp, device_x, n, stream);
             stream.synchronize();
-            expect_near(device_dinp, expected, Floats(size_t(n), 0.0f), 0.0f);
+            expect_near(device_dinp, expected, dinp, of_dinp);
         });
     }
 }
