@@ -6,7 +6,7 @@
 #pragma once
 #include <stdexcept>
 
-#include "llmc/cuda/device.cuh"
+#include "llmc/cuda/memory.cuh"
 #include "llmc/exponential.h"
 #include "llmc/stream.h"
 
@@ -322,7 +322,9 @@ void backward(float* dqkv, const float* dout, const float* out, const float* qkv
 // out and qkv are 16-byte aligned.
 inline void attention_forward(float* out, float* lse, const float* qkv, int B, int T, int C, int NH,
                               Stream& stream) {
-    if (attention_head_size(B, T, C, NH) == 64) {
+    const int hs = attention_head_size(B, T, C, NH);
+    require_aligned("attention_forward", {out, qkv});
+    if (hs == 64) {
         attention_fp32::forward<64>(out, lse, qkv, B, T, C, stream);
     } else {
         attention_fp32::forward<128>(out, lse, qkv, B, T, C, stream);
@@ -333,7 +335,9 @@ inline void attention_forward(float* out, float* lse, const float* qkv, int B, i
 // All but lse are 16-byte aligned.
 inline void attention_backward(float* dqkv, const float* dout, const float* out, const float* qkv,
                                const float* lse, int B, int T, int C, int NH, Stream& stream) {
-    if (attention_head_size(B, T, C, NH) == 64) {
+    const int hs = attention_head_size(B, T, C, NH);
+    require_aligned("attention_backward", {dqkv, dout, out, qkv});
+    if (hs == 64) {
         attention_fp32::backward<64>(dqkv, dout, out, qkv, lse, B, T, C, stream);
     } else {
         attention_fp32::backward<128>(dqkv, dout, out, qkv, lse, B, T, C, stream);

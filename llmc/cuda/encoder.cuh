@@ -188,10 +188,11 @@ inline void check_encoder_channels(int C) {
     }
 }
 
-// out: (B,T,C)   inp: (B,T) tokens   wte: (V,C)   wpe: (maxT,C)
+// out: (B,T,C)   inp: (B,T) tokens   wte: (V,C)   wpe: (maxT,C)   All but inp are 16-byte aligned.
 inline void encoder_forward(floatX* out, const int* inp, const floatX* wte, const floatX* wpe, int B, int T,
                             int C, Stream& stream) {
     check_encoder_channels(C);
+    require_aligned("encoder_forward", {out, wte, wpe});
     launch(encoder_forward_kernel,
            Grid{unsigned(B * T), std::min(256u, blocks_for(C / 8, 32) * 32), 0, stream}, out, inp, wte, wpe,
            T, C);
@@ -204,10 +205,11 @@ inline void sort_tokens(int2* pairs, int2* spare, const int* inp, int N, Stream&
 }
 
 // dwte[inp[b,t]] += dout[b,t], dwpe[t] += dout[b,t].   dwte: (V,C) float   dwpe: (maxT,C) float
-// dout: (B,T,C)   inp: (B,T)
+// dout: (B,T,C)   inp: (B,T)   All but inp are 16-byte aligned.
 inline void encoder_backward(float* dwte, float* dwpe, const floatX* dout, const int* inp, int B, int T,
                              int C, Stream& stream) {
     check_encoder_channels(C);
+    require_aligned("encoder_backward", {dwte, dwpe, dout});
     const int N = B * T, chunks = (N + chunk_pairs - 1) / chunk_pairs;
     const unsigned threads = std::min(128u, blocks_for(C / 8, 32) * 32);
     const unsigned slices = blocks_for(C / 8, threads);

@@ -194,10 +194,11 @@ inline unsigned layernorm_warps(size_t bytes_of_warp) {
     return unsigned(std::clamp<size_t>(48 * 1024 / bytes_of_warp, 1, 4));
 }
 
-// out: (N,C)   mean, rstd: (N)   inp: (N,C)   weight, bias: (C)
+// out: (N,C)   mean, rstd: (N)   inp: (N,C)   weight, bias: (C)   All but mean and rstd are 16-byte aligned.
 inline void layernorm_forward(floatX* out, float* mean, float* rstd, const floatX* inp, const floatX* weight,
                               const floatX* bias, int N, int C, Stream& stream) {
     check_layernorm_channels(C);
+    require_aligned("layernorm_forward", {out, inp, weight, bias});
     const size_t bytes = size_t(C) * sizeof(floatX);
     const unsigned warps = layernorm_warps(bytes);
     launch(layernorm_forward_kernel, Grid{blocks_for(N, warps), warps * 32, warps * bytes, stream}, out, mean,
@@ -205,11 +206,12 @@ inline void layernorm_forward(floatX* out, float* mean, float* rstd, const float
 }
 
 // residual = inp1 + inp2, rounded; normed = layernorm(residual).   all (N,C), but mean, rstd: (N)
-// and weight, bias: (C)
+// and weight, bias: (C)   All but mean and rstd are 16-byte aligned.
 inline void fused_residual_forward(floatX* residual, floatX* normed, float* mean, float* rstd,
                                    const floatX* inp1, const floatX* inp2, const floatX* weight,
                                    const floatX* bias, int N, int C, Stream& stream) {
     check_layernorm_channels(C);
+    require_aligned("fused_residual_forward", {residual, normed, inp1, inp2, weight, bias});
     const size_t bytes = 2 * size_t(C) * sizeof(floatX);
     const unsigned warps = layernorm_warps(bytes);
     launch(fused_residual_forward_kernel, Grid{blocks_for(N, warps), warps * 32, warps * bytes, stream},
@@ -224,11 +226,12 @@ inline int layernorm_backward_blocks(int N, int C) {
 }
 
 // All three are added to.   dinp, dout, inp: (N,C)   dweight, dbias: (C) float   weight: (C)
-// mean, rstd: (N)
+// mean, rstd: (N)   dinp, dout, inp and weight are 16-byte aligned.
 inline void layernorm_backward(floatX* dinp, float* dweight, float* dbias, const floatX* dout,
                                const floatX* inp, const floatX* weight, const float* mean, const float* rstd,
                                int N, int C, Stream& stream) {
     check_layernorm_channels(C);
+    require_aligned("layernorm_backward", {dinp, dout, inp, weight});
     const int blocks = layernorm_backward_blocks(N, C);
     float* partial = stream.scratch<float>(long(blocks) * 2 * C);
     launch(layernorm_backward_kernel, Grid{unsigned(blocks), blocks_for(C / 8, 32) * 32, 0, stream}, dinp,

@@ -6,6 +6,7 @@
 #include <random>
 
 #include "dev/emulator/device_array.h"
+#include "dev/test/kernels/values.h"
 #include "llmc/cpu/encoder.h"
 #include "llmc/cuda/encoder.cuh"
 
@@ -21,12 +22,6 @@ std::vector<float> integers(size_t count, int size, unsigned seed) {
     std::vector<float> values(count);
     for (float& value : values) { value = float(integer(random)); }
     return values;
-}
-
-std::vector<floatX> to_floatX(const std::vector<float>& values) {
-    std::vector<floatX> converted;
-    for (float value : values) { converted.push_back(floatX(value)); }
-    return converted;
 }
 
 // Tokens below V, the last one among them, about half of them few and frequent ones, as in text.
@@ -57,9 +52,7 @@ void expect_forward_of_the_cpu(const Shape& shape, int V, unsigned seed) {
     DeviceArray<floatX> device_wte(to_floatX(wte)), device_wpe(to_floatX(wpe)), out(expected.size());
     cuda::encoder_forward(out, device_inp, device_wte, device_wpe, B, T, C, stream);
     stream.synchronize();
-    std::vector<float> actual;
-    for (floatX value : out.to_host()) { actual.push_back(float(value)); }
-    EXPECT_EQ(actual, expected);
+    EXPECT_EQ(to_floats(out.to_host()), expected);
 }
 
 // 2056 channels of bf16 are one pack more than a block has threads.
@@ -224,6 +217,22 @@ TEST(Encoder, ChannelsThatItCannotTakeAreRefused) {
     for (int C : {-8, 0, 12}) {
         EXPECT_THROW(cuda::encoder_forward(x, inp, x, x, 1, 1, C, stream), std::invalid_argument);
         EXPECT_THROW(cuda::encoder_backward(f, f, x, inp, 1, 1, C, stream), std::invalid_argument);
+    }
+}
+
+TEST(Encoder, AnyArrayThatIsNotAlignedIsRefused) {
+    Stream stream;
+    DeviceArray<floatX> x(64);
+    DeviceArray<float> f(64);
+    DeviceArray<int> inp(std::vector<int>{0});
+    for (int wrong = 0; wrong < 3; wrong++) {
+        auto at = [&](int i) { return i == wrong ? 1 : 0; };
+        EXPECT_THROW(cuda::encoder_forward(x + at(0), inp, x + 16 + at(1), x + 32 + at(2), 1, 1, 8, stream),
+                     std::invalid_argument)
+            << wrong;
+        EXPECT_THROW(cuda::encoder_backward(f + at(0), f + 16 + at(1), x + at(2), inp, 1, 1, 8, stream),
+                     std::invalid_argument)
+            << wrong;
     }
 }
 
