@@ -3,13 +3,11 @@
 #include <gtest/gtest.h>
 
 #include "dev/emulator/device_array.h"
+#include "dev/test/kernels/values.h"
 #include "llmc/cpu/classifier.h"
 #include "llmc/cuda/classifier.cuh"
-#include "llmc/random.h"
 
 namespace {
-
-using Floats = std::vector<float>;
 
 struct Rows {
     int N, V, Vp;
@@ -45,17 +43,13 @@ Result classified_on_cpu(const Rows& rows, float dloss) {
 }
 
 Result classified_on_device(const Rows& rows, float dloss, bool write_dlogits) {
-    std::vector<floatX> logits;
-    for (float value : rows.logits) { logits.push_back(floatX(value)); }
     cuda::Stream stream;
-    DeviceArray<floatX> device_logits(logits);
+    DeviceArray<floatX> logits(to_floatX(rows.logits));
     DeviceArray<float> losses(Floats(size_t(rows.N) + 1, -7.0f));
     DeviceArray<int> targets(rows.targets);
-    cuda::fused_classifier(device_logits, losses, dloss, targets, rows.N, rows.V, rows.Vp, write_dlogits,
-                           stream);
+    cuda::fused_classifier(logits, losses, dloss, targets, rows.N, rows.V, rows.Vp, write_dlogits, stream);
     stream.synchronize();
-    Result result = {{}, losses.to_host()};
-    for (floatX value : device_logits.to_host()) { result.logits.push_back(float(value)); }
+    Result result = {to_floats(logits.to_host()), losses.to_host()};
     EXPECT_EQ(result.losses.back(), -7.0f);
     result.losses.pop_back();
     return result;

@@ -3,46 +3,17 @@
 #include <gtest/gtest.h>
 
 #include "dev/emulator/device_array.h"
+#include "dev/test/kernels/values.h"
 #include "llmc/cpu/gelu.h"
 #include "llmc/cpu/global_norm.h"
 #include "llmc/cpu/memory.h"
 #include "llmc/cuda/gelu.cuh"
 #include "llmc/cuda/global_norm.cuh"
 #include "llmc/cuda/memory.cuh"
-#include "llmc/random.h"
 
 namespace {
 
 using bf16 = __nv_bfloat16;
-using Floats = std::vector<float>;
-
-// Uniform in [-range, range).
-Floats random_floats(long count, uint64_t seed, float range) {
-    Floats values(static_cast<size_t>(count));
-    for (size_t i = 0; i < values.size(); i++) {
-        values[i] = range * (2 * uniform(random_bits(seed, RandomUse::sampling, i).v[0]) - 1);
-    }
-    return values;
-}
-
-template <class To, class From>
-std::vector<To> converted(const std::vector<From>& values) {
-    std::vector<To> out;
-    for (From value : values) { out.push_back(To(float(value))); }
-    return out;
-}
-
-template <class T>
-void expect_same_bits(const std::vector<T>& values, const std::vector<T>& expected) {
-    ASSERT_EQ(values.size(), expected.size());
-    for (size_t i = 0; i < values.size(); i++) {
-        ASSERT_EQ(memcmp(&values[i], &expected[i], sizeof(T)), 0)
-            << "value " << i << ": " << float(values[i]) << " instead of " << float(expected[i]);
-    }
-}
-
-const size_t behind = 16;  // values that lie behind those of a call, to be left alone
-
 // ---- GELU
 
 // Infinities and the ends of the range of interest among random values.
@@ -53,11 +24,17 @@ std::vector<floatX> gelu_inputs(long n, uint64_t seed) {
     return converted<floatX>(values);
 }
 
-// Both compute the same in float and round once to floatX: by half of bf16's spacing at most. nvcc may fuse
-// products and sums in the exponent, which is below 88 where the result is not yet a denormal: 88 * 2^-23 of
-// the value.
-float gelu_tolerance(float expected) {
-    return (sizeof(floatX) == 2 ? 0x1.02p-8f : 88 * 0x1p-23f) * fabsf(expected) + 1e-37f;
+// bf16: half of its spacing, and what the kernel leaves out, 2^-15. fp32: the kernel's code is the CPU's, but
+// nvcc fuses a product and a sum in the exponent of e^-u, whose error is the result's where x is negative;
+// two more roundings follow. Results that are denormals may be 0 on a GPU.
+float gelu_tolerance([[maybe_unused]] float x, float expected) {
+    if (sizeof(floatX) == 2) { return 0x1.02p-8f * fabsf(expected) + 1e-37f; }
+#ifdef __CUDACC__
+    const float exponent = std::max(0.0f, -x * (gelu_2k + gelu_2k_cubic * x * x));
+    return (exponent + 2) * 0x1p-23f * fabsf(expected) + 1e-37f;
+#else
+    return 0.0f;
+#endif
 }
 
 TEST(Gelu, IsTheCpusForEveryValueAndLeavesTheRestAlone) {
@@ -77,7 +54,7 @@ TEST(Gelu, IsTheCpusForEveryValueAndLeavesTheRestAlone) {
                 if (std::isinf(expected[i])) {
                     ASSERT_EQ(values[i], expected[i]) << i;
                 } else {
-                    ASSERT_NEAR(values[i], expected[i], gelu_tolerance(expected[i])) << i;
+                    ASSERT_NEAR(values[i], expected[i], gelu_tolerance(exact_inp[i], expected[i])) << i;
                 }
             }
             for (size_t i = inp.size(); i < values.size(); i++) { ASSERT_EQ(values[i], -7.0f) << i; }

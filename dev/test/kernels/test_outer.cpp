@@ -5,19 +5,14 @@
 
 #include <cfloat>
 #include <cmath>
-#include <functional>
 #include <string>
 #include <vector>
 
 #include "dev/emulator/device_array.h"
-#include "llmc/random.h"
+#include "dev/test/kernels/values.h"
 #include "streaming/outer.h"
 
 namespace {
-
-using Floats = std::vector<float>;
-
-const size_t behind = 8;  // values behind those of a call, to be left alone
 
 struct Arrays {
     Floats global, momentum, local, mean;
@@ -36,15 +31,6 @@ Arrays random_arrays(long n, uint64_t seed, float deviation) {
     Arrays arrays{values(0, 1.0f), values(1, 0.125f), values(2, 1.0f), values(3, 0.0625f), {}};
     arrays.params.assign(size_t(n) + behind, floatX(77.0f));
     return arrays;
-}
-
-template <class T>
-void expect_same_bits(const std::vector<T>& values, const std::vector<T>& expected, const std::string& what) {
-    ASSERT_EQ(values.size(), expected.size());
-    for (size_t i = 0; i < values.size(); i++) {
-        ASSERT_EQ(memcmp(&values[i], &expected[i], sizeof(T)), 0)
-            << what << " " << i << " is " << float(values[i]) << " instead of " << float(expected[i]);
-    }
 }
 
 // Two steps, the second from what the first one left: a momentum that was not kept would show. Returns what
@@ -145,13 +131,6 @@ TEST(OuterStepKernel, LargeValuesOverflowAsOnTheCpu) {
     expect_same_bits(global.to_host(), arrays.global, "global");
     expect_same_bits(local.to_host(), arrays.local, "local");
     expect_same_bits(params.to_host(), arrays.params, "parameter");
-}
-
-void expect_refused(const std::string& what, const std::function<void()>& call) {
-    try {
-        call();
-        FAIL() << "not refused: " << what;
-    } catch (const std::invalid_argument& error) { EXPECT_EQ(error.what(), what); }
 }
 
 TEST(OuterStepKernel, WhatTheKernelCannotTakeIsRefusedBeforeTheLaunch) {

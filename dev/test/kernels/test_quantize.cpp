@@ -5,18 +5,16 @@
 
 #include <cfloat>
 #include <cmath>
-#include <functional>
 #include <string>
 #include <vector>
 
 #include "dev/emulator/device_array.h"
-#include "llmc/random.h"
+#include "dev/test/kernels/values.h"
 #include "streaming/quantize.h"
 
 namespace {
 
 using Bytes = std::vector<uint8_t>;
-using Floats = std::vector<float>;
 
 // Random numbers of `deviation` (a power of two).
 Floats random_values(long n, uint64_t seed, float deviation) {
@@ -44,8 +42,6 @@ PayloadHeader some_header(uint16_t format) {
     return header;
 }
 
-const size_t behind = 32;  // bytes behind a payload, to be left alone
-
 // A header and, for all that is to be written, bytes that are easy to know again.
 Bytes new_payload(Format format, long n) {
     Bytes payload(payload_bytes(format, n) + behind, 0xa5);
@@ -58,15 +54,6 @@ PayloadHeader header_in(const Bytes& payload) {
     PayloadHeader header;
     memcpy(&header, payload.data(), sizeof(header));
     return header;
-}
-
-template <class T>
-void expect_same_bits(const std::vector<T>& values, const std::vector<T>& expected, const std::string& what) {
-    ASSERT_EQ(values.size(), expected.size());
-    for (size_t i = 0; i < values.size(); i++) {
-        ASSERT_EQ(memcmp(&values[i], &expected[i], sizeof(T)), 0)
-            << what << ": element " << i << " is " << +values[i] << " instead of " << +expected[i];
-    }
 }
 
 // ---- quantize
@@ -442,13 +429,6 @@ TEST(HeaderKernels, HeadersOfAllPayloadsAreRead) {
 }
 
 // ---- what is refused
-
-void expect_refused(const std::string& what, const std::function<void()>& call) {
-    try {
-        call();
-        FAIL() << "not refused: " << what;
-    } catch (const std::invalid_argument& error) { EXPECT_EQ(error.what(), what); }
-}
 
 TEST(QuantizeKernel, WhatTheKernelsCannotTakeIsRefusedBeforeTheLaunch) {
     const Format format = Format::fp4;
