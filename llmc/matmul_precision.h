@@ -1,5 +1,5 @@
-// How exact matmuls of fp32 values are, in PyTorch's words: `highest` is fp32; what `high` and `medium` allow is
-// said where it is done (llmc/cpu/matmul.h, llmc/cuda/matmul.cuh).
+// How exact matmuls of fp32 values are, in PyTorch's words: `highest` is fp32; what `high` and `medium` allow
+// is said where it is done (llmc/cpu/matmul.h, llmc/cuda/matmul.cuh).
 #pragma once
 #include <string>
 

@@ -3,8 +3,8 @@
 //     out = inp weight^T + bias
 //     dinp = dout weight,   dweight += dout^T inp,   dbias += sum over rows of dout
 //
-// `highest` is fp32; `high` and `medium` round the inputs of the three products to bf16 and sum in fp32, where
-// the CPU multiplies bf16 natively (AVX512-BF16, AMX), and are fp32 elsewhere.
+// `highest` is fp32; `high` and `medium` round the inputs of the three products to bf16 and sum in fp32,
+// where the CPU multiplies bf16 natively (AVX512-BF16, AMX), and are fp32 elsewhere.
 #pragma once
 #include <dnnl.hpp>
 
