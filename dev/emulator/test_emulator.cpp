@@ -363,13 +363,13 @@ TEST(Emulator, ReadsNanOrReportsAReadPastAnAllocation) {
     launch(read_at, Grid{1, 32}, out, inp, 1026);
     EXPECT_TRUE(any_nan(out.to_host()));
     if (has_thread_sanitizer) {
-        EXPECT_SANITIZER(launch(read_at, Grid{1, 32}, out, inp, 1028), "SEGV", "read at an index",
+        EXPECT_SANITIZER(launch(read_at, Grid{1, 32}, out, inp, 1088), "SEGV", "read at an index",
                          "thread .17,0,0.");
         return;
     }
-    EXPECT_TRUE(
-        contains(report_of(read_at, Grid{1, 32}, out, inp, 1028),
-                 {"invalid access: 8 bytes past the end of an allocation of 4104 bytes", "thread (17,0,0)"}));
+    EXPECT_TRUE(contains(
+        report_of(read_at, Grid{1, 32}, out, inp, 1088),
+        {"invalid access: 248 bytes past the end of an allocation of 4104 bytes", "thread (17,0,0)"}));
 }
 
 __global__ void divide(int* out, int by) { out[threadIdx.x] = 12 / by; }
