@@ -160,13 +160,15 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 
 cudaError_t cudaMemcpy2D(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
                          size_t height, cudaMemcpyKind kind) {
-    const Copy copy{static_cast<char*>(to), to_pitch, static_cast<const char*>(from), from_pitch, width, height};
+    const Copy copy{
+        static_cast<char*>(to), to_pitch, static_cast<const char*>(from), from_pitch, width, height};
     return copy_on(default_stream(), copy, kind, false, __func__, __builtin_return_address(0));
 }
 
 cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
                               size_t height, cudaMemcpyKind kind, cudaStream_t stream) {
-    const Copy copy{static_cast<char*>(to), to_pitch, static_cast<const char*>(from), from_pitch, width, height};
+    const Copy copy{
+        static_cast<char*>(to), to_pitch, static_cast<const char*>(from), from_pitch, width, height};
     return copy_on(find_stream(stream, __func__), copy, kind, true, __func__, __builtin_return_address(0));
 }
 

@@ -68,6 +68,7 @@ void DeviceMemory::release_all() {
     for (const auto& [p, allocation] : allocations) { free_pages(allocation); }
     allocations.clear();
     pinned_by_program.clear();
+    closed = false;
 }
 
 void DeviceMemory::free_pages(const Allocation& gone) {
@@ -87,20 +88,24 @@ bool DeviceMemory::unpin(void* p) {
     return pinned_by_program.erase(static_cast<char*>(p)) == 1;
 }
 
+bool DeviceMemory::is_pinned_by_program(const void* p, size_t bytes) const {
+    auto after = pinned_by_program.upper_bound(static_cast<const char*>(p));
+    if (after == pinned_by_program.begin()) { return false; }
+    const auto& [begin, length] = *std::prev(after);
+    return static_cast<const char*>(p) + bytes <= begin + length;
+}
+
 Memory DeviceMemory::kind_of(const void* p) {
     if (device.holds(p)) { return Memory::device; }
     if (pinned.holds(p)) { return Memory::pinned; }
     Locked lock(monitor);
-    auto after = pinned_by_program.upper_bound(static_cast<const char*>(p));
-    if (after == pinned_by_program.begin()) { return Memory::pageable; }
-    const auto& [begin, bytes] = *std::prev(after);
-    return p < begin + bytes ? Memory::pinned : Memory::pageable;
+    return is_pinned_by_program(p, 1) ? Memory::pinned : Memory::pageable;
 }
 
 bool DeviceMemory::holds(const void* p, size_t bytes) {
     Locked lock(monitor);
     const Allocation* at = find(p);
-    return at && static_cast<const char*>(p) + bytes <= at->p + at->bytes;
+    return (at && static_cast<const char*>(p) + bytes <= at->p + at->bytes) || is_pinned_by_program(p, bytes);
 }
 
 size_t DeviceMemory::bytes_in_use() {

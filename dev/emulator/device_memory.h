@@ -33,7 +33,7 @@ public:
     bool unpin(void* p);
 
     Memory kind_of(const void* p);
-    // Whether [p, p + bytes) lies in one allocation, of a device's or of pinned memory.
+    // Whether [p, p + bytes) lies in one allocation of device or pinned memory.
     bool holds(const void* p, size_t bytes);
     size_t bytes_in_use();
     size_t bytes_in_all() const { return region_bytes; }
@@ -72,6 +72,7 @@ private:
     void close_if_idle();
     // The last allocation that begins at or before `p`.
     const Allocation* find(const void* p) const;
+    bool is_pinned_by_program(const void* p, size_t bytes) const;
 
     Monitor monitor;
     Region device, pinned;

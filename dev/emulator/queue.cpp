@@ -28,7 +28,8 @@ struct Streams {
     int opened = 0;
     int hosts_waiting = 0;
     double last_poll = 0;
-    const std::string* sticky = nullptr;
+    bool failed = false;
+    std::string failure;  // kept after a reset: a caller may have its address
 
     StreamRef make(bool waits_for_default_stream) {
         auto stream = std::make_shared<Stream>();
@@ -135,7 +136,7 @@ void run_item(Stream& stream, Item& item) {
             acquire(&point->completed);
         }
         stream.waiting = false;
-        skip = !item.work || streams().sticky;
+        skip = !item.work || streams().failed;
         if (!skip) { hold(stream, stream.items_taken); }
     }
     if (skip) { return; }
@@ -352,19 +353,20 @@ WaitsForOthers::~WaitsForOthers() {
 
 void set_sticky_error(const std::string& message) {
     Locked lock(streams().monitor);
-    if (streams().sticky) { return; }
+    if (streams().failed) { return; }
     fprintf(stderr, "emulator: %s\n", message.c_str());
-    streams().sticky = new std::string("unspecified launch failure: " + message);  // cudaGetErrorString's
+    streams().failure = "unspecified launch failure: " + message;  // cudaGetErrorString's
+    streams().failed = true;
 }
 
 const char* sticky_error() {
     Locked lock(streams().monitor);
-    return streams().sticky ? streams().sticky->c_str() : nullptr;
+    return streams().failed ? streams().failure.c_str() : nullptr;
 }
 
 void clear_sticky_error() {
     Locked lock(streams().monitor);
-    streams().sticky = nullptr;
+    streams().failed = false;
 }
 
 }  // namespace emulator

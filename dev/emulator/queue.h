@@ -34,14 +34,14 @@ struct Item {
 };
 
 struct Stream {
-    int number;                       // for messages, and for the adversary
-    bool waits_for_default_stream;    // and that for it, as CUDA's blocking streams
+    int number;                     // for messages, and for the adversary
+    bool waits_for_default_stream;  // and that for it, as CUDA's blocking streams
     std::deque<Item> items;
-    PointRef last;                    // of the item enqueued last
+    PointRef last;  // of the item enqueued last
     uint64_t items_taken = 0;
-    int rank = 0;                     // of the item taken
+    int rank = 0;  // of the item taken
     bool has_thread = false, working = false, waiting = false, closing = false;
-    int nccl_calls_in_progress = 0;   // that may enqueue something later
+    int nccl_calls_in_progress = 0;  // that may enqueue something later
 };
 using StreamRef = std::shared_ptr<Stream>;
 

@@ -219,7 +219,8 @@ cudaError_t cudaMallocHost(void** p, size_t bytes) { return allocate(p, bytes, M
 cudaError_t cudaFreeHost(void* p) { return release(p, Memory::pinned); }
 
 cudaError_t cudaHostRegister(void* p, size_t bytes, unsigned) {
-    return result(DeviceMemory::instance().pin(p, bytes) ? cudaSuccess : cudaErrorHostMemoryAlreadyRegistered);
+    return result(DeviceMemory::instance().pin(p, bytes) ? cudaSuccess
+                                                         : cudaErrorHostMemoryAlreadyRegistered);
 }
 
 cudaError_t cudaHostUnregister(void* p) {
