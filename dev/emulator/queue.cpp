@@ -24,7 +24,7 @@ struct Streams {
     Monitor monitor;  // of all that is here, and of all streams, items and points
     std::map<cudaStream_t, StreamRef> by_handle;
     std::vector<StreamRef> with_thread;  // those that may have work, closed ones included
-    StreamRef default_stream;
+    std::map<int, StreamRef> default_streams;  // by device
     int opened = 0;
     int hosts_waiting = 0;
     double last_poll = 0;
@@ -34,6 +34,7 @@ struct Streams {
     StreamRef make(bool waits_for_default_stream) {
         auto stream = std::make_shared<Stream>();
         stream->number = opened++;
+        stream->device = current_device();
         stream->waits_for_default_stream = waits_for_default_stream;
         return stream;
     }
@@ -105,7 +106,9 @@ void block_until_done(const PointRef& point) {
 std::vector<PointRef> last_points() {
     Locked lock(streams().monitor);
     std::vector<PointRef> points;
-    for (const StreamRef& stream : streams().with_thread) { points.push_back(stream->last); }
+    for (const StreamRef& stream : streams().with_thread) {
+        if (stream->device == current_device()) { points.push_back(stream->last); }
+    }
     return points;
 }
 
@@ -182,15 +185,19 @@ void start_thread(const StreamRef& stream) {
     std::thread(run, stream).detach();
 }
 
-// A default stream waits for those that wait for it.
+// The default stream waits for those that wait for it.
 void add_default_order(const StreamRef& stream, std::vector<PointRef>* after) {
     const Streams& all = streams();
-    if (stream == all.default_stream) {
+    const auto found = all.default_streams.find(stream->device);
+    if (found == all.default_streams.end()) { return; }
+    const StreamRef& default_stream = found->second;
+    if (stream == default_stream) {
         for (const auto& [handle, other] : all.by_handle) {
-            if (other->waits_for_default_stream && other->last) { after->push_back(other->last); }
+            const bool waits = other->waits_for_default_stream && other->device == stream->device;
+            if (waits && other->last) { after->push_back(other->last); }
         }
-    } else if (stream->waits_for_default_stream && all.default_stream && all.default_stream->last) {
-        after->push_back(all.default_stream->last);
+    } else if (stream->waits_for_default_stream && default_stream->last) {
+        after->push_back(default_stream->last);
     }
 }
 
@@ -232,10 +239,16 @@ PointRef put(const StreamRef& stream, const char* call, std::function<void()> wo
 
 // ---- handles
 
+int& current_device() {
+    static thread_local int device = 0;
+    return device;
+}
+
 StreamRef default_stream() {
     Locked lock(streams().monitor);
-    if (!streams().default_stream) { streams().default_stream = streams().make(false); }
-    return streams().default_stream;
+    StreamRef& stream = streams().default_streams[current_device()];
+    if (!stream) { stream = streams().make(false); }
+    return stream;
 }
 
 StreamRef find_stream(cudaStream_t handle, const char* call) {
@@ -324,11 +337,6 @@ void begin_nccl_call(const StreamRef& stream) {
 void end_nccl_call(const StreamRef& stream) {
     Locked lock(streams().monitor);
     stream->nccl_calls_in_progress--;
-}
-
-void note_poll() {
-    Locked lock(streams().monitor);
-    streams().last_poll = seconds_now();
 }
 
 void hold_item() {

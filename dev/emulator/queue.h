@@ -34,7 +34,8 @@ struct Item {
 };
 
 struct Stream {
-    int number;                     // for messages, and for the adversary
+    int number;  // for messages, and for the adversary
+    int device;
     bool waits_for_default_stream;  // and that for it, as CUDA's blocking streams
     std::deque<Item> items;
     PointRef last;  // of the item enqueued last
@@ -45,10 +46,13 @@ struct Stream {
 };
 using StreamRef = std::shared_ptr<Stream>;
 
+// Of the calling thread.
+int& current_device();
+
 // The stream behind a handle; null if it is none. Throws Error where the handle is the default stream's and
 // settings().no_default_stream forbids it. `call`: for the message.
 StreamRef find_stream(cudaStream_t handle, const char* call);
-StreamRef default_stream();
+StreamRef default_stream();  // of the current device
 cudaStream_t open_stream(bool waits_for_default_stream);
 // Its work goes on.
 bool close_stream(cudaStream_t handle);
@@ -64,13 +68,11 @@ PointRef enqueue_for_nccl(const StreamRef& stream, std::function<void()> work);
 PointRef last_point(const StreamRef& stream);  // null: nothing was ever enqueued
 void wait_for(const PointRef& point);          // the host waits
 bool is_done(const PointRef& point);
-void wait_for_all_streams();
+void wait_for_all_streams();                   // of the current device
 void drain_all_streams();  // the same, and thread sanitizer hears of no order
 
 void begin_nccl_call(const StreamRef& stream);
 void end_nccl_call(const StreamRef& stream);
-// The host asked for something that is not ready: it has nothing else to do.
-void note_poll();
 
 // Within an item: the adversary may hold it here.
 void hold_item();

@@ -18,12 +18,8 @@ cudaError_t& last_error() {
     return error;
 }
 
-int& current_device() {
-    static thread_local int device = 0;
-    return device;
-}
-
-// EMULATOR_DEVICES: processes that share a machine each take one. They have one memory.
+// EMULATOR_DEVICES: processes that share a machine each take one. Devices have their own
+// streams, and one memory.
 int device_count() {
     const char* count = getenv("EMULATOR_DEVICES");
     return count ? atoi(count) : 1;
