@@ -15,6 +15,8 @@
 #include <cstdio>
 #include <cstring>
 
+#include "dev/emulator/sanitizers.h"
+
 namespace emulator {
 namespace {
 
@@ -91,6 +93,7 @@ std::string text_of(const Call& call) {
 // ---- connecting: with lower ranks actively, with higher ones passively
 
 bool Peers::connect(const Stops& stops, std::string* error) {
+    OwnAccesses own;  // a descriptor counts as memory
     sockaddr_un address;
     const socklen_t length = address_of(name, rank, &address);
     const int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
@@ -143,6 +146,7 @@ bool Peers::accept_higher_ranks(int listener, const Stops& stops) {
 }
 
 void Peers::close() {
+    OwnAccesses own;
     for (int& socket : sockets) {
         if (socket >= 0) { ::close(socket); }
         socket = -1;
