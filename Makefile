@@ -4,6 +4,8 @@
 # make bench-cpu   speed on this CPU (PEERS=1: and PyTorch's)
 # make test-emulated   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test)
 # make check-cuda      the same kernels through nvcc, if there is one (part of make test)
+# make mutate          breaks the kernels on purpose: do the tests notice? (MUTATE=--help: options)
+# make registers       registers and spills of each kernel, as nvcc reports them
 CXX = g++
 SHELL = /bin/bash
 # -ffp-contract=off: arithmetic that must give the same bits on every machine says fmaf where it means it.
@@ -22,7 +24,7 @@ EMULATED = -std=c++17 $(OPTIMIZE) -DUSE_CUDA -ffp-contract=off -fno-strict-alias
            -Wno-unknown-pragmas -I. \
            -isystem $(dir $(or $(CUDA_HEADER),$(error no CUDA headers: run make setup))) -isystem .venv/cuda
 EMULATOR_HEADERS = $(HEADERS) $(wildcard dev/emulator/*.h llmc/cuda/*.cuh streaming/*.cuh dev/test/kernels/*.h)
-EMULATOR = emulator machine device_memory queue runtime copies streams nccl nccl_operations nccl_peers
+EMULATOR = emulator machine device_memory queue runtime copies streams cublaslt nccl nccl_operations nccl_peers
 KERNEL_SOURCES = $(wildcard dev/emulator/test_*.cpp dev/test/kernels/test_*.cpp)
 KERNEL_TESTS = $(notdir $(KERNEL_SOURCES:.cpp=))
 # fp32: parameters and activations as in a GPU's fp32 build; of the kernels' tests only.
@@ -30,8 +32,9 @@ EMULATOR_TESTS = $(foreach kind,plain address thread,$(KERNEL_TESTS:%=build/$(ki
                  $(patsubst dev/test/kernels/%.cpp,build/fp32/%,$(wildcard dev/test/kernels/test_*.cpp)) \
                  build/plain/test_gpt build/fp32/test_gpt
 vpath test_%.cpp dev/emulator dev/test/kernels
-CUDA_FLAGS = -std=c++17 -O3 -I. -Werror all-warnings -Xcompiler -Wall,-Wextra \
-             $(foreach sm,80 90 100,-gencode arch=compute_$(sm),code=sm_$(sm))
+CUDA_FLAGS = -std=c++17 -O3 -I. -DUSE_CUDA -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas
+CUDA_TESTS = $(patsubst dev/test/kernels/%.cpp,build/nvcc/%.ptx,$(wildcard dev/test/kernels/test_*.cpp)) \
+             build/nvcc/test_kernels.ptx
 
 all: train_gpt_cpu
 	@echo "built train_gpt_cpu (this machine's CPU: oneDNN, Gloo, Redis)"
@@ -114,12 +117,24 @@ check-cuda:
 ifeq ($(NVCC),)
 	@echo "not checked: whether nvcc takes the kernels, for there is none (CUDA_HOME says where to look)"
 else
-	$(MAKE) build/nvcc/test_kernels.o
+	$(MAKE) build/nvcc/test_gpt.o build/nvcc/test_gpt_fp32.o $(CUDA_TESTS)
 endif
 
-build/nvcc/test_kernels.o: dev/emulator/test_kernels.cpp $(EMULATOR_HEADERS)
+build/nvcc/test_gpt.o build/nvcc/test_gpt_fp32.o: test_gpt.cu train_gpt.cu $(EMULATOR_HEADERS)
 	@mkdir -p $(@D)
-	$(NVCC) -x cu $(CUDA_FLAGS) -c $< -o $@
+	$(NVCC) $(CUDA_FLAGS) $(if $(findstring fp32,$@),-DENABLE_FP32) \
+	    $(foreach sm,80 90 100,-gencode arch=compute_$(sm),code=sm_$(sm)) -c $< -o $@
+
+# The kernels are in test_gpt.cu; of their tests it is enough that nvcc takes them.
+build/nvcc/%.ptx: %.cpp $(EMULATOR_HEADERS)
+	@mkdir -p $(@D)
+	$(NVCC) -x cu $(CUDA_FLAGS) -arch=compute_90 -ptx $< -o $@
+
+mutate: setup
+	.venv/bin/python dev/mutate.py $(MUTATE)
+
+registers:
+	python3 dev/registers.py --nvcc $(or $(NVCC),nvcc)
 
 demo: setup
 	$(MAKE) train_gpt_cpu
@@ -138,4 +153,4 @@ bench-cpu: setup
 clean:
 	rm -rf build train_gpt_cpu test_gpt_cpu
 
-.PHONY: all dependencies setup test test-emulated check-cuda demo bench-cpu clean
+.PHONY: all dependencies setup test test-emulated check-cuda demo bench-cpu mutate registers clean

@@ -935,7 +935,7 @@ inline void train_together(const Options& o, Process& process, Inputs& in) {
     const std::unique_ptr<Comm> inner = process.inner_comm();
     const std::unique_ptr<Comm> outer = o.streams() ? process.outer_comm() : nullptr;
 
-    Stream main, inner_stream(Stream::Kind::queued), outer_stream(Stream::Kind::queued);
+    Stream main, inner_stream(Stream::Kind::communicate), outer_stream(Stream::Kind::communicate);
     Model model(in.shape, in.layout, o.recompute, matmul_precision(o.matmul_precision));
     allocate_activations(model, o.batch, o.seq_len);
     Worker worker(model, *inner, main, inner_stream);

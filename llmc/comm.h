@@ -28,8 +28,8 @@ struct Traffic {
 
 enum class Reduction { sum, max };
 
-// Stream: the CPU's or the GPU's.
-template <class Stream>
+// Stream, Event: the CPU's or the GPU's.
+template <class Stream, class Event>
 class BasicComm {
 public:
     virtual ~BasicComm() = default;
@@ -49,9 +49,12 @@ public:
     // values[i] = sum or maximum over ranks.   values: (count)
     // For small counts: sends (size - 1) * count values.
     virtual void all_reduce(float* values, size_t count, Reduction, Stream&, Traffic* = nullptr) = 0;
+
+    // Blocks the host until `event`, recorded behind calls, is complete and none of the calls has failed.
+    virtual void wait(const Event& event) { event.synchronize(); }
 };
 
 namespace cpu {
-using Comm = BasicComm<Stream>;  // of buffers in the host's memory
+using Comm = BasicComm<Stream, Event>;  // of buffers in the host's memory
 }
-using Comm = BasicComm<Stream>;  // of buffers where the parameters lie
+using Comm = BasicComm<Stream, Event>;  // of buffers where the parameters lie

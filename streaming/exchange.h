@@ -140,7 +140,7 @@ public:
     const std::vector<PayloadHeader>& wait(const Sync& sync) override {
         Slot& slot = find(sync);
         try {
-            slot.done.synchronize();
+            comm.wait(slot.done);
         } catch (const CommError& error) {
             std::string who = error.peer < 0 ? "" : " with worker " + std::to_string(error.peer);
             throw CommError(error.peer,

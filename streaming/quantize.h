@@ -9,7 +9,8 @@
 //     code  = encode(delta / scale)
 //     mean  = (0 + decode(code_0) * scale_0 + decode(code_1) * scale_1 + ...) / M     fp32, workers ascending
 //
-// A delta that is not finite or too large for bf16 sets a flag in the header; the payload still travels.
+// A delta that is not finite or too large for bf16 sets a flag in the header; the payload still travels, with
+// zeros for its block, so that no bits depend on what a machine's NaN looks like.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -39,7 +40,7 @@ struct PayloadHeader {
 };
 static_assert(sizeof(PayloadHeader) == 64, "the wire's format");
 
-inline PayloadHeader& header_of(uint8_t* payload) { return *reinterpret_cast<PayloadHeader*>(payload); }
+HD inline PayloadHeader& header_of(uint8_t* payload) { return *reinterpret_cast<PayloadHeader*>(payload); }
 
 // Bytes of the sections of a payload of n values.   n: a multiple of 128
 inline size_t scale_bytes(Format format, long n) {
@@ -67,21 +68,27 @@ HD inline uint64_t hash_value(uint64_t index, float value) {
 HD inline uint32_t bf16_rounded_up(uint32_t x) { return (x + 0xffff) >> 16; }
 
 // The scale of a block whose largest magnitude has the bits `absmax`, as bf16 bits: absmax / largest or more.
-// Only a subnormal quotient can be rounded down to a bf16 that is too small; then the next one is right.
+// 0 for formats without scales. Only a subnormal quotient can be rounded down to a bf16 that is too small;
+// then the next one is right.
 template <class F>
 HD inline uint32_t block_scale(uint32_t absmax) {
-    uint32_t scale = bf16_rounded_up(float_to_bits(divide_rn(bits_to_float(absmax), F::largest)));
-    return scale + (multiply_rn(bits_to_float(scale << 16), F::largest) < bits_to_float(absmax) ? 1 : 0);
+    if constexpr (F::scaled) {
+        const uint32_t scale = bf16_rounded_up(float_to_bits(divide_rn(bits_to_float(absmax), F::largest)));
+        const float reached = multiply_rn(bits_to_float(scale << 16), F::largest);
+        return scale + (reached < bits_to_float(absmax) ? 1 : 0);
+    } else {
+        return 0;
+    }
 }
 
 // Whether a block whose largest magnitude has the bits `absmax` can be sent: not where a delta is not finite,
-// bf16 cannot hold it, or decoding it would overflow.
+// bf16 cannot hold it, or decoding it would overflow.   scale: block_scale<F>(absmax)
 template <class F>
-HD inline bool is_sendable(uint32_t absmax) {
+HD inline bool is_sendable(uint32_t absmax, [[maybe_unused]] uint32_t scale) {
     if constexpr (F::bits == 32) {
         return absmax < 0x7f800000;
     } else if constexpr (F::scaled) {
-        float decoded = multiply_rn(bits_to_float(block_scale<F>(absmax) << 16), F::largest);
+        const float decoded = multiply_rn(bits_to_float(scale << 16), F::largest);
         return bf16_rounded_up(absmax) < 0x7f80 && float_to_bits(decoded) < 0x7f800000;
     } else {
         return bf16_rounded_up(absmax) < 0x7f80;
@@ -122,7 +129,7 @@ inline void unpack_block(Code<F>* codes, const uint8_t* inp) {
     }
 }
 
-// One block of global - local. Returns false where it is not finite or bf16 cannot hold it.
+// One block of global - local. Returns false where it cannot be sent; it is zeros then.
 // global, local: (128)
 template <class F>
 inline bool quantize_block(uint8_t* codes, uint16_t* scale, const float* global, const float* local) {
@@ -133,9 +140,11 @@ inline bool quantize_block(uint8_t* codes, uint16_t* scale, const float* global,
         delta[i] = subtract_rn(global[i], local[i]);
         absmax = std::max(absmax, float_to_bits(delta[i]) & 0x7fffffff);
     }
-    const bool finite = is_sendable<F>(absmax);
+    const uint32_t scale_bits = block_scale<F>(absmax);
+    const bool sendable = is_sendable<F>(absmax, scale_bits);
+    if (!sendable) { std::fill_n(delta, quantization_block, 0.0f); }
     if constexpr (F::scaled) {
-        *scale = uint16_t(finite ? block_scale<F>(absmax) : 0);
+        *scale = uint16_t(sendable ? scale_bits : 0);
         const float divisor = *scale == 0 ? 1.0f : bits_to_float(uint32_t(*scale) << 16);
         for (int i = 0; i < quantization_block; i++) {
             block[i] = Code<F>(F::encode(divide_rn(delta[i], divisor)));
@@ -144,7 +153,7 @@ inline bool quantize_block(uint8_t* codes, uint16_t* scale, const float* global,
         for (int i = 0; i < quantization_block; i++) { block[i] = Code<F>(F::encode(delta[i])); }
     }
     pack_block<F>(codes, block);
-    return finite;
+    return sendable;
 }
 
 // sum[i] += value i of one block of a payload.   sum: (128)   scale: not used by formats without scales

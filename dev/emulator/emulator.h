@@ -260,6 +260,10 @@ T atomicAdd(T* p, typename emulator::Exactly<T>::type value) {
     return emulator::atomic_update(p, [=](T old) { return T(old + value); });
 }
 template <class T>
+T atomicOr(T* p, typename emulator::Exactly<T>::type value) {
+    return emulator::atomic_update(p, [=](T old) { return T(old | value); });
+}
+template <class T>
 T atomicMax(T* p, typename emulator::Exactly<T>::type value) {
     return emulator::atomic_update(p, [=](T old) { return std::max(old, value); });
 }

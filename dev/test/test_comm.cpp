@@ -76,8 +76,8 @@ TEST(CommGloo, collectives_are_exact_and_the_same_bits_on_all_ranks) {
             auto comm = make_comm_gloo(store, "test", rank, size, "", 20);
             std::string bits;
             for (size_t count : {1, 3, 1000, 4099, 100001}) {
-                bits += check_collectives(*comm, count, Stream::Kind::queued);
-                bits += check_collectives(*comm, count, Stream::Kind::run_inline);
+                bits += check_collectives(*comm, count, Stream::Kind::communicate);
+                bits += check_collectives(*comm, count, Stream::Kind::compute);
             }
             const XXH64_hash_t hash = XXH3_64bits(bits.data(), bits.size());
             return std::to_string(hash);
@@ -94,7 +94,7 @@ TEST(CommGloo, traffic_of_a_call_is_size_minus_one_times_its_bytes) {
     auto processes = start_processes(3, [&](int rank) {
         FileStore store(folder.name());
         auto comm = make_comm_gloo(store, "test", rank, 3, "", 20);
-        Stream stream(Stream::Kind::queued);
+        Stream stream(Stream::Kind::communicate);
         std::vector<char> own(1234), all(3 * 1234);
         Traffic traffic;
         comm->all_gather(all.data(), own.data(), own.size(), stream, &traffic);
@@ -115,7 +115,7 @@ TEST(CommGloo, calls_in_flight_and_two_communicators_do_not_mix) {
         FileStore store(folder.name());
         auto inner = make_comm_gloo(store, "inner", rank, 3, "", 20);
         auto outer = make_comm_gloo(store, "outer", 2 - rank, 3, "", 20);
-        Stream inner_stream(Stream::Kind::queued), outer_stream(Stream::Kind::queued);
+        Stream inner_stream(Stream::Kind::communicate), outer_stream(Stream::Kind::communicate);
         const int calls = 50;
         std::vector<std::vector<float>> sums, gathers;
         for (int call = 0; call < calls; call++) {
@@ -147,7 +147,7 @@ TEST(CommGloo, hundreds_of_megabytes_pass) {
     auto processes = start_processes(2, [&](int rank) {
         FileStore store(folder.name());
         auto comm = make_comm_gloo(store, "test", rank, 2, "", 60);
-        Stream stream(Stream::Kind::queued);
+        Stream stream(Stream::Kind::communicate);
         const size_t count = 25'000'000;  // 100 MB a part
         std::vector<float> parts(2 * count), sum(count);
         for (size_t i = 0; i < 2 * count; i++) { parts[i] = float(i % 1000 + size_t(rank)); }
@@ -165,7 +165,7 @@ TEST(CommGloo, waiting_uses_no_core) {
     auto processes = start_processes(2, [&](int rank) {
         FileStore store(folder.name());
         auto comm = make_comm_gloo(store, "test", rank, 2, "", 20);
-        Stream stream(Stream::Kind::queued);
+        Stream stream(Stream::Kind::communicate);
         if (rank == 1) { std::this_thread::sleep_for(std::chrono::milliseconds(700)); }
         const clock_t before = clock();
         float one = 1;
@@ -184,7 +184,7 @@ static std::vector<std::string> reports_after(int signal, double timeout, double
     const std::vector<std::string> members = {"worker 0 rank 0", "worker 1 rank 0", "worker 2 rank 0"};
     auto processes = start_processes(3, [&](int rank) {
         auto comm = make_comm_gloo(store, "outer.0", rank, 3, "", timeout, members);
-        Stream stream(Stream::Kind::queued);
+        Stream stream(Stream::Kind::communicate);
         for (int call = 0;; call++) {
             float one = 1;
             comm->all_reduce(&one, 1, Reduction::sum, stream, nullptr);
@@ -259,7 +259,7 @@ TEST(CommGloo, members_out_of_step_are_an_error_and_never_wrong_data) {
     auto processes = start_processes(2, [&](int rank) {
         FileStore store(folder.name());
         auto comm = make_comm_gloo(store, "test", rank, 2, "", 1);
-        Stream stream(Stream::Kind::queued);
+        Stream stream(Stream::Kind::communicate);
         std::vector<float> values(10, 1.0f);
         comm->all_reduce(values.data(), rank == 0 ? 10 : 9, Reduction::sum, stream, nullptr);
         try {
@@ -300,7 +300,7 @@ TEST(CommGloo, a_named_interface_is_used) {
     auto processes = start_processes(2, [&](int rank) {
         FileStore store(folder.name());
         auto comm = make_comm_gloo(store, "test", rank, 2, "lo", 20);
-        check_collectives(*comm, 11, Stream::Kind::queued);
+        check_collectives(*comm, 11, Stream::Kind::communicate);
         return std::string();
     });
     expect_all_well(processes);

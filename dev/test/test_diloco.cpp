@@ -36,7 +36,7 @@ std::vector<Fragment> fragments_of(const Layout& layout, int fragment_layers, lo
 struct Member {
     Member(const DilocoOptions& options, const std::vector<Fragment>& fragments, const Layout& layout,
            Comm& comm, int rank = 0)
-        : layout(layout), rank(rank), worker(comm.rank()), outer_stream(Stream::Kind::queued),
+        : layout(layout), rank(rank), worker(comm.rank()), outer_stream(Stream::Kind::communicate),
           diloco(options, fragments, layout, rank, comm, outer_stream), local(size_t(layout.shard_size())),
           params(size_t(layout.size), -1.0f) {
         for (size_t i = 0; i < local.size(); i++) { local[i] = standard_normal(7, RandomUse::parameters, i); }
@@ -586,7 +586,7 @@ TEST(Exchange, the_wire_waits_for_a_payload_that_the_main_stream_is_still_writin
     LocalGroup group(2);
     expect_no_errors(run_members(2, [&](int worker) {
         LocalComm comm(group, worker);
-        Stream main(Stream::Kind::queued), outer(Stream::Kind::queued);
+        Stream main(Stream::Kind::communicate), outer(Stream::Kind::communicate);
         AllGatherExchange exchange(Format::fp32, n, 1, comm, outer);
         std::vector<float> global(n, 3.0f), local(n, worker == 0 ? 1.0f : 2.0f), mean(n);
         const Sync sync{0, 0, 1, n};

@@ -512,7 +512,7 @@ TEST(Meeting, works_over_redis) {
         process.meeting_point = open_store(server.url(), 5);
         process.meet();
         auto outer = process.outer_comm();
-        Stream stream(Stream::Kind::queued);
+        Stream stream(Stream::Kind::communicate);
         float one = 1;
         outer->all_reduce(&one, 1, Reduction::sum, stream);
         stream.synchronize();

@@ -37,7 +37,7 @@ TEST(Stream, inline_work_throws_out_of_enqueue_and_the_stream_goes_on) {
 }
 
 TEST(Stream, queued_work_runs_in_order_on_another_thread_and_enqueue_does_not_wait) {
-    Stream stream(Stream::Kind::queued);
+    Stream stream(Stream::Kind::communicate);
     Gate gate;
     std::vector<int> order;
     std::thread::id where;
@@ -54,7 +54,7 @@ TEST(Stream, queued_work_runs_in_order_on_another_thread_and_enqueue_does_not_wa
 TEST(Stream, the_destructor_finishes_what_is_queued) {
     int count = 0;
     {
-        Stream stream(Stream::Kind::queued);
+        Stream stream(Stream::Kind::communicate);
         for (int i = 0; i < 100; i++) { stream.enqueue([&] { count++; }); }
     }
     EXPECT_EQ(count, 100);
@@ -67,7 +67,7 @@ TEST(Event, an_event_that_was_never_recorded_is_complete) {
 }
 
 TEST(Event, completes_with_the_work_before_it_and_not_with_the_work_behind_it) {
-    Stream stream(Stream::Kind::queued);
+    Stream stream(Stream::Kind::communicate);
     Gate before, behind;
     Event event;
     stream.enqueue([&] { before.pass(); });
@@ -81,7 +81,7 @@ TEST(Event, completes_with_the_work_before_it_and_not_with_the_work_behind_it) {
 }
 
 TEST(Event, recording_again_makes_a_new_point_and_a_copy_keeps_the_old_one) {
-    Stream stream(Stream::Kind::queued);
+    Stream stream(Stream::Kind::communicate);
     Gate gate;
     Event event;
     stream.record(event);
@@ -96,7 +96,7 @@ TEST(Event, recording_again_makes_a_new_point_and_a_copy_keeps_the_old_one) {
 }
 
 TEST(Event, a_stream_that_waits_for_another_ones_event_runs_after_it) {
-    Stream first(Stream::Kind::queued), second(Stream::Kind::queued);
+    Stream first(Stream::Kind::communicate), second(Stream::Kind::communicate);
     Gate gate;
     std::atomic<int> value{0};
     int seen = -1;
@@ -112,7 +112,7 @@ TEST(Event, a_stream_that_waits_for_another_ones_event_runs_after_it) {
 }
 
 TEST(Event, work_enqueued_after_a_wait_sees_the_point_that_was_meant) {
-    Stream first(Stream::Kind::queued), second(Stream::Kind::queued);
+    Stream first(Stream::Kind::communicate), second(Stream::Kind::communicate);
     Gate gate;
     Event event;
     first.record(event);
@@ -124,7 +124,7 @@ TEST(Event, work_enqueued_after_a_wait_sees_the_point_that_was_meant) {
 }
 
 TEST(Stream, an_error_stops_the_stream_and_every_later_event_carries_it) {
-    Stream stream(Stream::Kind::queued);
+    Stream stream(Stream::Kind::communicate);
     Event before, after, later;
     bool ran_behind = false;
     stream.record(before);
@@ -147,7 +147,7 @@ TEST(Stream, an_error_stops_the_stream_and_every_later_event_carries_it) {
 }
 
 TEST(Stream, an_error_reaches_a_stream_that_waits_for_the_failed_one) {
-    Stream failed(Stream::Kind::queued), waiting(Stream::Kind::queued), main;
+    Stream failed(Stream::Kind::communicate), waiting(Stream::Kind::communicate), main;
     Event event;
     bool ran = false;
     failed.enqueue([] { throw std::runtime_error("gone"); });
@@ -162,7 +162,7 @@ TEST(Stream, an_error_reaches_a_stream_that_waits_for_the_failed_one) {
 TEST(Stream, dropped_work_gives_back_what_it_holds) {
     auto held = std::make_shared<int>(1);
     {
-        Stream stream(Stream::Kind::queued);
+        Stream stream(Stream::Kind::communicate);
         stream.enqueue([] { throw std::runtime_error("gone"); });
         stream.enqueue([held] {});
         EXPECT_THROW(stream.synchronize(), std::runtime_error);

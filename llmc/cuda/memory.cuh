@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(256) cast_kernel(Out* out, const In* inp, long
 
 // One block. In double, as on the CPU, so that the order of the sum hardly ever shows in the float. There are
 // as many values as a step has tokens: bound by the latency of a few loads.
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(512)
     add_scaled_sum_kernel(float* out, const float* values, long n, float scale) {
     double sum = 0;
     for (long i = threadIdx.x; i < n; i += blockDim.x) { sum += values[i]; }
@@ -105,7 +105,7 @@ inline void cast(Out* out, const In* inp, long n, Stream& stream) {
 
 // *out += scale * (values[0] + ... + values[n - 1]), summed in a fixed order in double.
 inline void add_scaled_sum(float* out, const float* values, long n, float scale, Stream& stream) {
-    launch(add_scaled_sum_kernel, Grid{1, 1024, 0, stream}, out, values, n, scale);
+    launch(add_scaled_sum_kernel, Grid{1, 512, 0, stream}, out, values, n, scale);
 }
 
 // *norm = sqrt(*norm_squared);  *scale = min(1, clip / norm), or 1 for clip 0; NaN where norm is not finite.

@@ -1,8 +1,12 @@
-// Stream and Event on a GPU: cudaStream_t and cudaEvent_t with an owner. The CPU's, with the same functions,
-// are in llmc/stream.h.
+// Stream and Event on a GPU: a cudaStream_t and a cudaEvent_t with an owner, and the stream whose work needs
+// the host on its way.
 #pragma once
+#include <functional>
+#include <memory>
+#include <stdexcept>
 #include <utility>
 
+#include "llmc/cpu/stream.h"
 #include "llmc/cuda/device.cuh"
 
 namespace cuda {
@@ -11,73 +15,109 @@ namespace cuda {
 // An event that was never recorded is complete.
 class Event {
 public:
-    Event() = default;
-    Event(Event&& other) noexcept : event(std::exchange(other.event, nullptr)) {}
-    Event& operator=(Event&& other) noexcept {
-        std::swap(event, other.event);
-        return *this;
-    }
-    // What waits for the point keeps waiting for it.
-    ~Event() {
-        if (event) { cudaEventDestroy(event); }
-    }
-
-    // True once all work before the point is done.
+    // True once all work before the point is done. Throws what work on the host threw.
     bool query() const {
-        if (!event) { return true; }
-        const cudaError_t status = cudaEventQuery(event);
-        if (status == cudaErrorNotReady) { return false; }
+        if (!host.query()) { return false; }
+        if (!handle) { return true; }
+        const cudaError_t status = cudaEventQuery(*handle);
+        if (status == cudaErrorNotReady) {
+            cudaGetLastError();  // it stays there for the next launch to find
+            return false;
+        }
         cudaCheck(status);
         return true;
     }
 
-    // Blocks until all work before the point is done.
+    // Blocks until all work before the point is done. Throws what work on the host threw.
     void synchronize() const {
-        if (event) { cudaCheck(cudaEventSynchronize(event)); }
+        host.synchronize();
+        if (handle) { cudaCheck(cudaEventSynchronize(*handle)); }
     }
 
 private:
     friend class Stream;
-    cudaEvent_t event = nullptr;
+
+    // What waits for an event keeps waiting for it when the handle is gone.
+    struct Handle {
+        cudaEvent_t event = nullptr;
+        Handle() { cudaCheck(cudaEventCreateWithFlags(&event, cudaEventDisableTiming)); }
+        ~Handle() { cudaEventDestroy(event); }
+        Handle(const Handle&) = delete;
+        Handle& operator=(const Handle&) = delete;
+        operator cudaEvent_t() const { return event; }
+    };
+
+    std::shared_ptr<Handle> handle;
+    cpu::Event host;  // on a hosted stream: the event has been recorded
 };
 
 // Work in order, next to that of other streams.
 class Stream {
 public:
-    // run_inline: computes. queued: communicates, and goes first where both have something to run.
-    enum class Kind { run_inline, queued };
+    // compute        kernels, as they are enqueued
+    // communicate    the same at the highest priority, so that transfers start before the next kernels do
+    // hosted         a thread takes the work from a queue and enqueues it when its turn has come, so that
+    //                part of it can be the host's. Other streams may wait for its events only once the host
+    //                has seen them complete.
+    enum class Kind { compute, communicate, hosted };
 
-    explicit Stream(Kind kind = Kind::run_inline) {
+    explicit Stream(Kind kind = Kind::compute) {
         int least = 0, greatest = 0;
         cudaCheck(cudaDeviceGetStreamPriorityRange(&least, &greatest));
         cudaCheck(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking,
-                                               kind == Kind::queued ? greatest : least));
+                                               kind == Kind::compute ? least : greatest));
+        if (kind == Kind::hosted) { host = std::make_unique<cpu::Stream>(cpu::Stream::Kind::communicate); }
     }
     Stream(const Stream&) = delete;
     Stream& operator=(const Stream&) = delete;
 
     // Finishes what is queued.
     ~Stream() {
+        host.reset();
         cudaStreamSynchronize(stream);
         cudaFree(memory);
         cudaStreamDestroy(stream);
     }
 
-    operator cudaStream_t() const { return stream; }
+    // For launches: now, in the order of the calls. A hosted stream takes work through enqueue() alone.
+    operator cudaStream_t() const {
+        if (host) { throw std::logic_error("a launch past the queue of a hosted stream"); }
+        return stream;
+    }
+
+    // Calls `work` with the stream: now, or on a hosted stream when all enqueued before has been.
+    void enqueue(std::function<void(cudaStream_t)> work) {
+        if (host) {
+            host->enqueue([work = std::move(work), stream = stream] { work(stream); });
+        } else {
+            work(stream);
+        }
+    }
 
     // `event` completes when everything enqueued so far has.
     void record(Event& event) {
-        if (!event.event) { cudaCheck(cudaEventCreateWithFlags(&event.event, cudaEventDisableTiming)); }
-        cudaCheck(cudaEventRecord(event.event, stream));
+        if (!event.handle || host || event.handle.use_count() > 1) {
+            event.handle = std::make_shared<Event::Handle>();
+        }
+        event.host = cpu::Event();
+        enqueue([handle = event.handle](cudaStream_t on) { cudaCheck(cudaEventRecord(*handle, on)); });
+        if (host) { host->record(event.host); }
     }
 
     // What is enqueued from now on runs after `event`.
     void wait(const Event& event) {
-        if (event.event) { cudaCheck(cudaStreamWaitEvent(stream, event.event)); }
+        if (!host && !event.host.query()) {
+            throw std::logic_error("a stream waits for an event that the host has not seen complete");
+        }
+        if (!event.handle) { return; }
+        enqueue([handle = event.handle](cudaStream_t on) { cudaCheck(cudaStreamWaitEvent(on, *handle)); });
     }
 
-    // Blocks until everything enqueued so far is done.
-    void synchronize() { cudaCheck(cudaStreamSynchronize(stream)); }
+    // Blocks until everything enqueued so far is done. Throws what work on the host threw.
+    void synchronize() {
+        if (host) { host->synchronize(); }
+        cudaCheck(cudaStreamSynchronize(stream));
+    }
 
     // Device memory for the kernels of one call, 256-byte aligned and not initialized: whoever asks next on
     // this stream gets the same memory. Grows, waiting for the stream, when more is asked for than ever
@@ -98,6 +138,7 @@ public:
 
 private:
     cudaStream_t stream = nullptr;
+    std::unique_ptr<cpu::Stream> host;
     void* memory = nullptr;
     size_t memory_bytes = 0;
 };

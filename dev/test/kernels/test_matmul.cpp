@@ -1,0 +1,350 @@
+// The fully connected layer on cuBLASLt (the emulated one, where there is no GPU) against the CPU's, and its
+// kernels: column sums and the derivative of GELU.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <random>
+
+#include "dev/emulator/device_array.h"
+#ifndef __CUDACC__
+#include "dev/emulator/cublaslt.h"
+#endif
+#include "llmc/cpu/matmul.h"
+#include "llmc/cuda/matmul.cuh"
+
+namespace {
+
+using Floats = std::vector<float>;
+constexpr bool bf16 = !std::is_same<floatX, float>::value;
+
+// What rounding to floatX may change, relative to the value: half of the last of 8 bits. In the fp32 build,
+// where GELU's exponential is at stake, a few units of the last of 24.
+constexpr float rounding = bf16 ? 0x1p-8f : 0x1p-21f;
+
+std::vector<floatX> to_floatX(const Floats& values) {
+    std::vector<floatX> result;
+    for (const float value : values) { result.push_back(floatX(value)); }
+    return result;
+}
+template <class T>
+Floats to_floats(const std::vector<T>& values) {
+    return Floats(values.begin(), values.end());
+}
+
+// Multiples of `step` from -3 to 3 steps: exact in bf16, and so are their products and sums in float.
+Floats small_multiples(long count, float step, unsigned seed) {
+    std::mt19937 random(seed);
+    Floats values;
+    for (long i = 0; i < count; i++) { values.push_back(float(int(random() % 7) - 3) * step); }
+    return values;
+}
+
+// Sums that are exact in float, rounded to floatX once.
+void expect_rounded(const DeviceArray<floatX>& values, const Floats& expected, const char* what) {
+    EXPECT_EQ(to_floats(values.to_host()), to_floats(to_floatX(expected))) << what;
+}
+
+// A GPU's cuBLASLt takes tanh to 2^-11 and may apply GELU to a sum that is rounded already. The emulated one
+// rounds once, and takes tanh in double.
+#ifdef __CUDACC__
+constexpr float of_source = rounding;
+#else
+constexpr float of_source = 0x1p-20f;
+#endif
+
+// Each value is the expected one but for its own rounding, and of_source of what it was computed from.
+void expect_near(const DeviceArray<floatX>& values, const Floats& expected, const Floats& source) {
+    const Floats all = to_floats(values.to_host());
+    ASSERT_EQ(all.size(), expected.size());
+    for (size_t i = 0; i < all.size(); i++) {
+        ASSERT_LE(std::fabs(all[i] - expected[i]),
+                  rounding * std::fabs(expected[i]) + of_source * std::fabs(source[i]))
+            << all[i] << " for " << expected[i] << " at " << i;
+    }
+}
+
+struct Case {
+    int N, C, OC;
+    Floats inp, weight, bias, dout, pre_gelu, dweight, dbias;
+    Floats out, out_pre_gelu, dinp;  // the CPU's
+
+    Case(int N, int C, int OC, unsigned seed)
+        : N(N),
+          C(C),
+          OC(OC),
+          inp(small_multiples(long(N) * C, 0.25f, seed)),
+          weight(small_multiples(long(OC) * C, 0.25f, seed + 1)),
+          bias(small_multiples(OC, 0.25f, seed + 2)),
+          dout(small_multiples(long(N) * OC, 0.25f, seed + 3)),
+          pre_gelu(small_multiples(long(N) * C, 0.75f, seed + 4)),
+          dweight(small_multiples(long(OC) * C, 0.5f, seed + 5)),
+          dbias(small_multiples(OC, 1.0f, seed + 6)),
+          out(dout.size()),
+          out_pre_gelu(dout.size()),
+          dinp(inp.size()) {
+        // Eight bits each; added to a product they are more than eight, so that each rounding shows.
+        const Floats fine = small_multiples(OC, 0x1p-8f, seed + 7);
+        for (int i = 0; i < OC; i++) { bias[size_t(i)] += fine[size_t(i)]; }
+    }
+};
+
+cpu::Matmul& cpu_matmul() {
+    static cpu::Matmul matmul(MatmulPrecision::highest);
+    return matmul;
+}
+
+// The same call on both sides. out and pre_gelu are rounded to floatX; the CPU's are not.
+void expect_forward(cuda::Matmul& matmul, Case x, bool with_bias, bool with_gelu) {
+    SCOPED_TRACE(testing::Message() << "N " << x.N << " C " << x.C << " OC " << x.OC << " bias " << with_bias
+                                    << " gelu " << with_gelu);
+    cpu::Stream host;
+    cpu::matmul_forward(cpu_matmul(), x.out.data(), x.inp.data(), x.weight.data(),
+                        with_bias ? x.bias.data() : nullptr, x.N, x.C, x.OC, host,
+                        with_gelu ? x.out_pre_gelu.data() : nullptr);
+    Stream stream;
+    DeviceArray<floatX> inp(to_floatX(x.inp)), weight(to_floatX(x.weight)), bias(to_floatX(x.bias));
+    DeviceArray<floatX> out(x.out.size()), pre_gelu(x.out.size());
+    cuda::matmul_forward(matmul, out, inp, weight, with_bias ? static_cast<floatX*>(bias) : nullptr, x.N, x.C,
+                         x.OC, stream, with_gelu ? static_cast<floatX*>(pre_gelu) : nullptr);
+    stream.synchronize();
+    if (!with_gelu) {
+        expect_rounded(out, x.out, "out");
+        return;
+    }
+    expect_rounded(pre_gelu, x.out_pre_gelu, "pre_gelu");
+    // The largest slope of GELU, 1.13, and a quarter of a rounding for tanh.
+    Floats source = x.out_pre_gelu;
+    for (float& value : source) { value *= 1.4f; }
+    expect_near(out, x.out, source);
+}
+
+void expect_backward(cuda::Matmul& matmul, Case x, bool with_bias, bool with_gelu) {
+    SCOPED_TRACE(testing::Message() << "N " << x.N << " C " << x.C << " OC " << x.OC << " bias " << with_bias
+                                    << " gelu " << with_gelu);
+    Stream stream;
+    cpu::Stream host;
+    DeviceArray<floatX> dout(to_floatX(x.dout)), inp(to_floatX(x.inp)), weight(to_floatX(x.weight));
+    DeviceArray<floatX> pre_gelu(to_floatX(x.pre_gelu)), dinp(x.inp.size());
+    DeviceArray<float> dweight(x.dweight), dbias(x.dbias);
+    cuda::matmul_backward(matmul, dinp, dweight, with_bias ? static_cast<float*>(dbias) : nullptr, dout, inp,
+                          weight, x.N, x.C, x.OC, stream,
+                          with_gelu ? static_cast<floatX*>(pre_gelu) : nullptr);
+    stream.synchronize();
+    cpu::matmul_backward(cpu_matmul(), x.dinp.data(), x.dweight.data(), with_bias ? x.dbias.data() : nullptr,
+                         x.dout.data(), x.inp.data(), x.weight.data(), x.N, x.C, x.OC, host,
+                         with_gelu ? x.pre_gelu.data() : nullptr);
+    EXPECT_EQ(dweight.to_host(), x.dweight);
+    EXPECT_EQ(dbias.to_host(), x.dbias);
+    if (!with_gelu) {
+        expect_rounded(dinp, x.dinp, "dinp");
+        return;
+    }
+    // `sum` is what the derivative is applied to.
+    Floats sum(x.dinp.size());
+    cpu::matmul_backward(cpu_matmul(), sum.data(), x.dweight.data(), nullptr, x.dout.data(), x.inp.data(),
+                         x.weight.data(), x.N, x.C, x.OC, host);
+    expect_near(dinp, x.dinp, sum);
+}
+
+const std::vector<std::array<int, 3>> shapes = {  // N, C, OC
+    {1, 8, 16},
+    {3, 72, 24},
+    {133, 64, 192},
+    {37, 192, 136},
+    {300, 16, 520}};
+
+TEST(Matmul, ForwardIsTheCpusWithAndWithoutBiasAndGelu) {
+    cuda::Matmul matmul(MatmulPrecision::highest);
+    unsigned seed = 1;
+    for (const auto& [N, C, OC] : shapes) {
+        for (const bool with_bias : {true, false}) {
+            for (const bool with_gelu : {true, false}) {
+                expect_forward(matmul, Case(N, C, OC, seed++), with_bias, with_gelu);
+            }
+        }
+    }
+}
+
+TEST(Matmul, BackwardAddsToTheSumsAndOverwritesDinpAsTheCpuDoes) {
+    cuda::Matmul matmul(MatmulPrecision::highest);
+    unsigned seed = 100;
+    for (const auto& [N, C, OC] : shapes) {
+        for (const bool with_bias : {true, false}) {
+            for (const bool with_gelu : {true, false}) {
+                expect_backward(matmul, Case(N, C, OC, seed++), with_bias, with_gelu);
+            }
+        }
+    }
+}
+
+// Another bias, pre_gelu and shape must not meet the plan, or the pointers, of the call before.
+TEST(Matmul, APlanIsForItsShapeAndTakesTheCallsOwnPointers) {
+    cuda::Matmul matmul(MatmulPrecision::highest);
+    for (unsigned seed = 200; seed < 203; seed++) {
+        for (const auto& [N, C, OC] : {std::array<int, 3>{5, 64, 8}, {5, 8, 64}, {8, 64, 8}, {5, 64, 16}}) {
+            expect_forward(matmul, Case(N, C, OC, seed), true, true);
+            expect_backward(matmul, Case(N, C, OC, seed), true, true);
+        }
+    }
+}
+
+TEST(Matmul, TensorsThatBeginAnywhereAtAMultipleOf16BytesAreTaken) {
+    cuda::Matmul matmul(MatmulPrecision::highest);
+    const int N = 6, C = 24, OC = 16;
+    Case x(N, C, OC, 300);
+    cpu::Stream host;
+    cpu::matmul_forward(cpu_matmul(), x.out.data(), x.inp.data(), x.weight.data(), x.bias.data(), N, C, OC,
+                        host, x.out_pre_gelu.data());
+    auto shifted = [](Floats values, long by) {
+        values.insert(values.begin(), size_t(by), NAN);
+        return to_floatX(values);
+    };
+    Stream stream;
+    for (const long by : {8, 16, 24, 32}) {
+        DeviceArray<floatX> inp(shifted(x.inp, by)), weight(shifted(x.weight, by)), bias(shifted(x.bias, by));
+        DeviceArray<floatX> out(size_t(N * OC + by)), pre_gelu(size_t(N * OC + by));
+        cuda::matmul_forward(matmul, out + by, inp + by, weight + by, bias + by, N, C, OC, stream,
+                             pre_gelu + by);
+        stream.synchronize();
+        const Floats all = to_floats(pre_gelu.to_host());
+        EXPECT_EQ(Floats(all.begin() + by, all.end()), to_floats(to_floatX(x.out_pre_gelu)));
+    }
+}
+
+// 512 + 1 is no bf16: a sum of parts that were rounded to bf16 on the way would lose the ones.
+TEST(Matmul, SumsStayFp32UntilTheEnd) {
+    cuda::Matmul matmul(MatmulPrecision::medium);
+    const int N = 5, C = 64, OC = 8;
+    Floats inp(size_t(N) * C, 1.0f), weight(size_t(OC) * C, 1.0f);
+    for (int c = 0; c < OC; c++) {
+        weight[size_t(c) * C] = 512.0f;
+        weight[size_t(c) * C + C - 1] = -512.0f;
+    }
+    Stream stream;
+    DeviceArray<floatX> device_inp(to_floatX(inp)), device_weight(to_floatX(weight)), out(size_t(N) * OC);
+    cuda::matmul_forward(matmul, out, device_inp, device_weight, static_cast<floatX*>(nullptr), N, C, OC,
+                         stream);
+    stream.synchronize();
+    EXPECT_EQ(to_floats(out.to_host()), Floats(size_t(N) * OC, float(C - 2)));
+}
+
+// In the fp32 build: `highest` keeps 24 bits of the inputs, the others 11.
+TEST(Matmul, PrecisionIsWhatTheDescriptionSays) {
+    const float value = 1.0f + 0x1p-12f;  // in tf32: 1
+    for (const auto precision : {MatmulPrecision::highest, MatmulPrecision::high, MatmulPrecision::medium}) {
+        cuda::Matmul matmul(precision);
+        const bool exact = precision == MatmulPrecision::highest;
+        EXPECT_EQ(matmul.description(), bf16 ? "bf16, sums in fp32" : exact ? "fp32" : "tf32, sums in fp32");
+        if (bf16) { continue; }
+        const int N = 8, C = 8, OC = 8;
+        Stream stream;
+        DeviceArray<floatX> inp(to_floatX(Floats(N * C, value))), weight(to_floatX(Floats(OC * C, 1.0f)));
+        DeviceArray<floatX> out(N * OC);
+        cuda::matmul_forward(matmul, out, inp, weight, static_cast<floatX*>(nullptr), N, C, OC, stream);
+        stream.synchronize();
+        EXPECT_EQ(to_floats(out.to_host()), Floats(N * OC, exact ? 8.0f * value : 8.0f));
+    }
+}
+
+TEST(Matmul, RefusesWhatItCannotMultiplyBeforeItBegins) {
+    cuda::Matmul matmul(MatmulPrecision::highest);
+    Stream stream;
+    const int N = 4;
+    DeviceArray<floatX> a(to_floatX(Floats(1024, 1.0f))), b(to_floatX(Floats(1024, 1.0f)));
+    DeviceArray<floatX> out(to_floatX(Floats(1024, 7.0f)));
+    auto forward = [&](floatX* result, const floatX* inp, const floatX* weight, int C, int OC) {
+        cuda::matmul_forward(matmul, result, inp, weight, static_cast<floatX*>(nullptr), N, C, OC, stream);
+    };
+    EXPECT_THROW(forward(out, a, b, 12, 8), std::invalid_argument);
+    EXPECT_THROW(forward(out, a, b, 8, 12), std::invalid_argument);
+    EXPECT_THROW(forward(out, a, b, 8, 0), std::invalid_argument);
+    EXPECT_THROW(forward(out, a, b, 0, 8), std::invalid_argument);
+    EXPECT_THROW(cuda::matmul_forward(matmul, out, a, b, static_cast<floatX*>(nullptr), 0, 8, 8, stream),
+                 std::invalid_argument);
+    EXPECT_THROW(forward(out + 2, a, b, 8, 8), std::invalid_argument);
+    EXPECT_THROW(forward(out, a + 2, b, 8, 8), std::invalid_argument);
+    EXPECT_THROW(forward(out, a, b + 2, 8, 8), std::invalid_argument);
+    EXPECT_EQ(to_floats(out.to_host()), Floats(1024, 7.0f));
+}
+
+#ifndef __CUDACC__
+TEST(Matmul, ThePlanOfAShapeIsMadeOnce) {
+    cuda::Matmul matmul(MatmulPrecision::highest);
+    const long before = emulator::heuristics_asked();
+    for (unsigned seed = 0; seed < 3; seed++) { expect_forward(matmul, Case(5, 16, 8, seed), true, false); }
+    EXPECT_EQ(emulator::heuristics_asked(), before + 1);
+    expect_backward(matmul, Case(5, 16, 8, 1), true, false);
+    EXPECT_EQ(emulator::heuristics_asked(), before + 3);
+}
+
+// The library's refusal (here of an output in the host's memory) becomes an error that names the shape.
+TEST(Matmul, AnErrorOfTheLibraryNamesTheShape) {
+    cuda::Matmul matmul(MatmulPrecision::highest);
+    Stream stream;
+    DeviceArray<floatX> a(to_floatX(Floats(64, 1.0f))), b(to_floatX(Floats(64, 1.0f)));
+    alignas(16) static floatX out[64];
+    try {
+        cuda::matmul_forward(matmul, out, a, b, static_cast<floatX*>(nullptr), 8, 8, 8, stream);
+        FAIL() << "no error";
+    } catch (const std::runtime_error& error) {
+        const std::string what = error.what();
+        EXPECT_NE(what.find("matmul forward of N 8, C 8, OC 8"), std::string::npos) << what;
+        EXPECT_NE(what.find("CUBLASLT_LOG_LEVEL"), std::string::npos) << what;
+    }
+}
+#endif
+
+// More than two blocks of columns, rows of several chunks and a part of one, fewer rows than warps.
+TEST(Matmul, ColumnSumsAreExactAndAddToWhatIsThere) {
+    for (const auto& [rows, columns] :
+         {std::pair<int, int>{1, 8}, {7, 264}, {129, 520}, {300, 72}, {400, 776}}) {
+        const Floats inp = small_multiples(long(rows) * columns, 0.5f, unsigned(rows));
+        const Floats before = small_multiples(columns, 1.0f, 7);
+        Floats expected = before;
+        for (size_t i = 0; i < inp.size(); i++) { expected[i % size_t(columns)] += inp[i]; }
+        for_each_order(3, [&, rows = rows, columns = columns] {
+            Stream stream;
+            DeviceArray<floatX> device_inp(to_floatX(inp));
+            DeviceArray<float> sums(before);
+            cuda::column_sums(sums, device_inp, rows, columns, stream);
+            stream.synchronize();
+            EXPECT_EQ(sums.to_host(), expected) << rows << " x " << columns;
+        });
+    }
+}
+
+// Values whose sums round: all orders of blocks and threads, and rows behind that are another's.
+TEST(Matmul, ColumnSumsHaveTheSameBitsUnderEveryOrder) {
+    const int rows = 390, columns = 264;
+    std::mt19937 random(3);
+    Floats inp, first;
+    for (int i = 0; i < rows * columns; i++) { inp.push_back(float(random() % 1000) / 999.0f - 0.3f); }
+    DeviceArray<floatX> device_inp(to_floatX(inp));
+    Stream stream;
+    for_each_order(4, [&] {
+        DeviceArray<float> sums(Floats(columns, 0.1f));
+        cuda::column_sums(sums, device_inp, rows, columns, stream);
+        stream.synchronize();
+        const Floats result = sums.to_host();
+        if (first.empty()) { first = result; }
+        EXPECT_EQ(memcmp(first.data(), result.data(), columns * sizeof(float)), 0);
+    });
+}
+
+// The fp32 build's kernel, tested in both. The product is rounded to floatX once.
+TEST(Matmul, MultiplyByGeluDerivativeTakesEveryValue) {
+    for (const long n : {8L, 2048L, 3 * 2048L + 40}) {
+        Floats dinp = small_multiples(n, 0.5f, unsigned(n)), x = small_multiples(n, 0.75f, 9), expected;
+        for (long i = 0; i < n; i++) { expected.push_back(dinp[size_t(i)] * gelu_derivative(x[size_t(i)])); }
+        for_each_order(2, [&] {
+            Stream stream;
+            DeviceArray<floatX> device_dinp(to_floatX(dinp)), device_x(to_floatX(x));
+            cuda::multiply_by_gelu_derivative(device_dinp, device_x, n, stream);
+            stream.synchronize();
+            expect_near(device_dinp, expected, Floats(size_t(n), 0.0f));
+        });
+    }
+}
+
+}  // namespace

@@ -1,0 +1,186 @@
+// The outer step on the device gives the bits that the CPU's gives: global parameters and momentum are the
+// same on all workers, with and without a GPU, and so there are no tolerances here. Compiles with nvcc, too
+// (-x cu).
+#include <gtest/gtest.h>
+
+#include <cfloat>
+#include <cmath>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "dev/emulator/device_array.h"
+#include "llmc/random.h"
+#include "streaming/outer.h"
+
+namespace {
+
+using Floats = std::vector<float>;
+
+const size_t behind = 8;  // values behind those of a call, to be left alone
+
+struct Arrays {
+    Floats global, momentum, local, mean;
+    std::vector<floatX> params;  // not copies of local: what is not written stays different
+};
+
+// Random values; the last are behind those that take part.
+Arrays random_arrays(long n, uint64_t seed, float deviation) {
+    auto values = [=](uint64_t stream, float scale) {
+        Floats out(size_t(n) + behind);
+        for (size_t i = 0; i < out.size(); i++) {
+            out[i] = scale * deviation * standard_normal(seed + stream, RandomUse::sampling, i);
+        }
+        return out;
+    };
+    Arrays arrays{values(0, 1.0f), values(1, 0.125f), values(2, 1.0f), values(3, 0.0625f), {}};
+    arrays.params.assign(size_t(n) + behind, floatX(77.0f));
+    return arrays;
+}
+
+template <class T>
+void expect_same_bits(const std::vector<T>& values, const std::vector<T>& expected, const std::string& what) {
+    ASSERT_EQ(values.size(), expected.size());
+    for (size_t i = 0; i < values.size(); i++) {
+        ASSERT_EQ(memcmp(&values[i], &expected[i], sizeof(T)), 0)
+            << what << " " << i << " is " << float(values[i]) << " instead of " << float(expected[i]);
+    }
+}
+
+// Two steps, the second from what the first one left: a momentum that was not kept would show. Returns what
+// the CPU has after them.
+Arrays expect_same_steps(Arrays arrays, OuterStep step) {
+    const long n = long(arrays.global.size() - behind);
+    DeviceArray<float> global(arrays.global), momentum(arrays.momentum), local(arrays.local);
+    DeviceArray<float> mean(arrays.mean);
+    DeviceArray<floatX> params(arrays.params);
+    const Floats mean_before = arrays.mean;
+    cpu::Stream cpu_stream;
+    Stream stream;
+    for (int i = 0; i < 2; i++) {
+        cpu::outer_step(arrays.global.data(), arrays.momentum.data(), arrays.local.data(),
+                        arrays.params.data(), arrays.mean.data(), n, step, cpu_stream);
+        cuda::outer_step(global, momentum, local, params, mean, n, step, stream);
+        stream.synchronize();
+        expect_same_bits(momentum.to_host(), arrays.momentum, "momentum");
+        expect_same_bits(global.to_host(), arrays.global, "global");
+        expect_same_bits(local.to_host(), arrays.local, "local");
+        expect_same_bits(params.to_host(), arrays.params, "parameter");
+        expect_same_bits(mean.to_host(), mean_before, "mean");
+    }
+    return arrays;
+}
+
+const float alphas[] = {0.0f, 0.3f, 0.5f, 1.0f};
+
+// 1024 values are a block of threads: one, a bit more than three, and less than one.
+TEST(OuterStepKernel, GlobalMomentumLocalAndParametersHaveTheCpusBits) {
+    for_each_order(2, [] {
+        for (long n : {4L, 128L, 1024L, 1024L * 3 + 132}) {
+            for (float alpha : alphas) {
+                for (float deviation : {1.0f, 0x1p-20f, 0x1p-130f}) {
+                    const Arrays arrays = random_arrays(n, uint64_t(n), deviation);
+                    expect_same_steps(arrays, {0.4f, 0.9f, alpha});  // nesterov
+                    expect_same_steps(arrays, {1.0f, 0.0f, alpha});  // average
+                }
+            }
+        }
+    });
+}
+
+bool all_equal(const Floats& a, const Floats& b) { return memcmp(a.data(), b.data(), a.size() * 4) == 0; }
+
+TEST(OuterStepKernel, WithAlphaOneLocalAndParametersStayWhateverTheyAre) {
+    Arrays before = random_arrays(1024 + 128, 1, 1.0f);
+    before.local[3] = -0.0f;
+    before.local[500] = INFINITY;
+    before.local[501] = bits_to_float(0x7fc12345);
+    before.local[1027] = FLT_TRUE_MIN;
+    const Arrays after = expect_same_steps(before, {0.4f, 0.9f, 1.0f});
+    EXPECT_TRUE(all_equal(after.local, before.local));
+    expect_same_bits(after.params, before.params, "parameter");
+    EXPECT_FALSE(all_equal(after.global, before.global));
+}
+
+TEST(OuterStepKernel, WithAlphaZeroLocalBecomesGlobalWhateverItWas) {
+    Arrays before = random_arrays(1024 + 128, 2, 1.0f);
+    for (size_t i = 0; i < 1024; i += 5) { before.local[i] = i % 2 ? INFINITY : NAN; }
+    const Arrays after = expect_same_steps(before, {0.4f, 0.9f, 0.0f});
+    const size_t n = 1024 + 128;
+    for (size_t i = 0; i < n; i++) {
+        ASSERT_EQ(after.local[i], after.global[i]);
+        ASSERT_EQ(float(after.params[i]), float(floatX(after.global[i])));
+    }
+}
+
+// The copy is rounded to nearest, ties to even, at the end: in bf16 these are ties and their neighbours.
+TEST(OuterStepKernel, TheParameterIsTheRoundedLocal) {
+    Arrays arrays = random_arrays(1024, 3, 1.0f);
+    for (size_t i = 0; i < 1024; i++) {
+        arrays.global[i] = bits_to_float(uint32_t(0x3f800000 + (i / 3 << 16) + 0x7fff + i % 3));
+        arrays.momentum[i] = arrays.mean[i] = 0.0f;
+    }
+    const Arrays after = expect_same_steps(arrays, {0.4f, 0.9f, 0.0f});
+    for (size_t i = 0; i < 1024; i++) { ASSERT_EQ(after.local[i], arrays.global[i]); }
+}
+
+TEST(OuterStepKernel, LargeValuesOverflowAsOnTheCpu) {
+    Arrays arrays = random_arrays(1024, 4, 1.0f);
+    for (size_t i = 0; i < 1024; i++) {
+        arrays.global[i] = i % 2 ? FLT_MAX : -FLT_MAX;
+        arrays.mean[i] = (i % 4 < 2 ? 1.0f : -1.0f) * FLT_MAX / float(1 + i % 7);
+        arrays.momentum[i] = 0.0f;
+    }
+    const long n = 1024;
+    DeviceArray<float> global(arrays.global), momentum(arrays.momentum), local(arrays.local);
+    DeviceArray<float> mean(arrays.mean);
+    DeviceArray<floatX> params(arrays.params);
+    cpu::Stream cpu_stream;
+    Stream stream;
+    const OuterStep step{0.4f, 0.9f, 0.5f};
+    cpu::outer_step(arrays.global.data(), arrays.momentum.data(), arrays.local.data(), arrays.params.data(),
+                    arrays.mean.data(), n, step, cpu_stream);
+    cuda::outer_step(global, momentum, local, params, mean, n, step, stream);
+    stream.synchronize();
+    expect_same_bits(global.to_host(), arrays.global, "global");
+    expect_same_bits(local.to_host(), arrays.local, "local");
+    expect_same_bits(params.to_host(), arrays.params, "parameter");
+}
+
+void expect_refused(const std::string& what, const std::function<void()>& call) {
+    try {
+        call();
+        FAIL() << "not refused: " << what;
+    } catch (const std::invalid_argument& error) { EXPECT_EQ(error.what(), what); }
+}
+
+TEST(OuterStepKernel, WhatTheKernelCannotTakeIsRefusedBeforeTheLaunch) {
+    DeviceArray<float> array(64);
+    DeviceArray<floatX> parameters(64);
+    float* a = array;
+    floatX* p = parameters;
+    Stream stream;
+    const OuterStep step{0.4f, 0.9f, 0.5f};
+    const std::string end = " of an outer step are not aligned to 16 bytes";
+    expect_refused("the global parameters" + end,
+                   [&] { cuda::outer_step(a + 1, a, a, p, a, 16, step, stream); });
+    expect_refused("the momenta" + end, [&] { cuda::outer_step(a, a + 2, a, p, a, 16, step, stream); });
+    expect_refused("the local parameters" + end,
+                   [&] { cuda::outer_step(a, a, a + 1, p, a, 16, step, stream); });
+    expect_refused("the means" + end, [&] { cuda::outer_step(a, a, a, p, a + 3, 16, step, stream); });
+    const char* bytes = sizeof(floatX) == 2 ? "8 bytes" : "16 bytes";
+    expect_refused(std::string("the model's parameters of an outer step are not aligned to ") + bytes,
+                   [&] { cuda::outer_step(a, a, a, p + 2, a, 16, step, stream); });
+    for (long n : {15L, 14L, -4L}) {
+        expect_refused("an outer step of " + std::to_string(n) + " values, not a multiple of 4",
+                       [&] { cuda::outer_step(a, a, a, p, a, n, step, stream); });
+    }
+}
+
+TEST(OuterStepKernel, NoValuesAreNoWork) {
+    Arrays before = random_arrays(0, 5, 1.0f);
+    const Arrays after = expect_same_steps(before, {0.4f, 0.9f, 0.5f});
+    EXPECT_TRUE(all_equal(after.global, before.global));
+}
+
+}  // namespace

@@ -1,0 +1,503 @@
+// Payloads on the device: quantize, the mean over workers, the hash and the headers give the bytes that the
+// CPU's functions of the same names give, whatever the values. There are no tolerances here: workers with and
+// without a GPU hold the same bits. Compiles with nvcc, too (-x cu).
+#include <gtest/gtest.h>
+
+#include <cfloat>
+#include <cmath>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "dev/emulator/device_array.h"
+#include "llmc/random.h"
+#include "streaming/quantize.h"
+
+namespace {
+
+using Bytes = std::vector<uint8_t>;
+using Floats = std::vector<float>;
+
+// Random numbers of `deviation` (a power of two).
+Floats random_values(long n, uint64_t seed, float deviation) {
+    Floats values(static_cast<size_t>(n));
+    for (size_t i = 0; i < values.size(); i++) {
+        values[i] = deviation * standard_normal(seed, RandomUse::sampling, i);
+    }
+    return values;
+}
+
+uint32_t random_word(uint64_t seed, uint64_t i) { return random_bits(seed, RandomUse::sampling, i).v[0]; }
+
+// No two fields are alike, and none is zero.
+PayloadHeader some_header(uint16_t format) {
+    PayloadHeader header;
+    header.format = uint16_t(0x1100 + format);
+    header.sync = 0x2122232425262728;
+    header.fragment = 0x31323334;
+    header.worker = 0x41424344;
+    header.send_step = 0x5152535455565758;
+    header.values = 0x6162636465666768;
+    header.tokens = 0x7172737475767778;
+    header.flags = 0x8182838485868786;  // the flag of a bad delta is not among them
+    header.hash = 0xf192939495969798;   // a sum that begins here will overflow
+    return header;
+}
+
+const size_t behind = 32;  // bytes behind a payload, to be left alone
+
+// A header and, for all that is to be written, bytes that are easy to know again.
+Bytes new_payload(Format format, long n) {
+    Bytes payload(payload_bytes(format, n) + behind, 0xa5);
+    const PayloadHeader header = some_header(uint16_t(format));
+    memcpy(payload.data(), &header, sizeof(header));
+    return payload;
+}
+
+PayloadHeader header_in(const Bytes& payload) {
+    PayloadHeader header;
+    memcpy(&header, payload.data(), sizeof(header));
+    return header;
+}
+
+template <class T>
+void expect_same_bits(const std::vector<T>& values, const std::vector<T>& expected, const std::string& what) {
+    ASSERT_EQ(values.size(), expected.size());
+    for (size_t i = 0; i < values.size(); i++) {
+        ASSERT_EQ(memcmp(&values[i], &expected[i], sizeof(T)), 0)
+            << what << ": element " << i << " is " << +values[i] << " instead of " << +expected[i];
+    }
+}
+
+// ---- quantize
+
+struct Part {
+    long first, count;
+};
+
+// Quantizes parts of a fragment, each array an allocation of its own, and compares the whole payload after
+// each part.
+void expect_same_payload(Format format, const Floats& global, const Floats& local, std::vector<Part> parts) {
+    const long n = long(global.size());
+    Bytes expected = new_payload(format, n);
+    DeviceArray<uint8_t> payload(expected);
+    cpu::Stream cpu_stream;
+    Stream stream;
+    for (const Part& part : parts) {
+        const Floats part_global(global.begin() + part.first, global.begin() + part.first + part.count);
+        const Floats part_local(local.begin() + part.first, local.begin() + part.first + part.count);
+        cpu::quantize(expected.data(), format, n, part.first, part_global.data(), part_local.data(),
+                      part.count, cpu_stream);
+        DeviceArray<float> device_global(part_global), device_local(part_local);
+        cuda::quantize(payload, format, n, part.first, device_global, device_local, part.count, stream);
+        stream.synchronize();
+        expect_same_bits(payload.to_host(), expected, name_of(format));
+        expect_same_bits(device_global.to_host(), part_global, "global");
+        expect_same_bits(device_local.to_host(), part_local, "local");
+    }
+}
+
+void expect_same_payload(Format format, const Floats& global, const Floats& local) {
+    expect_same_payload(format, global, local, {{0, long(global.size())}});
+}
+
+// One, three and 17 quantization blocks: the last makes two blocks of threads and one warp of a third.
+TEST(QuantizeKernel, RandomDeltasOfAllMagnitudesGiveTheCpusBytes) {
+    for_each_order(2, [] {
+        for (Format format : all_formats) {
+            for (long n : {128L, 128 * 3L, 128 * 17L}) {
+                for (float deviation : {0x1p-140f, 0x1p-126f, 0x1p-10f, 1.0f, 0x1p100f}) {
+                    const Floats global = random_values(n, uint64_t(n), deviation);
+                    expect_same_payload(format, global, random_values(n, uint64_t(n) + 1, deviation / 4));
+                }
+            }
+        }
+    });
+}
+
+// n rounded up to whole quantization blocks, with zeros.
+Floats in_whole_blocks(Floats values) {
+    values.resize((values.size() + 127) / 128 * 128);
+    return values;
+}
+
+// Every exponent of fp32 with mantissas around those where bf16 rounds, in both signs and in ascending order:
+// blocks' scales run from the smallest denormal to beyond what bf16 can hold.
+Floats patterns() {
+    Floats values;
+    for (uint32_t exponent = 0; exponent < 255; exponent++) {
+        for (uint32_t mantissa : {0x0u, 0x1u, 0x7fffu, 0x8000u, 0x8001u, 0x18000u, 0x3fffffu, 0x400000u,
+                                  0x7f0000u, 0x7f8000u, 0x7fffffu}) {
+            const uint32_t sign = values.size() % 2 << 31;
+            values.push_back(bits_to_float(sign | exponent << 23 | mantissa));
+        }
+    }
+    return in_whole_blocks(values);
+}
+
+TEST(QuantizeKernel, EveryExponentAndTheTiesOfBf16GiveTheCpusBytes) {
+    const Floats values = patterns(), zeros(values.size());
+    for (Format format : all_formats) {
+        expect_same_payload(format, values, zeros);
+        expect_same_payload(format, zeros, values);
+    }
+}
+
+// The values of all codes and those halfway between them, with the neighbours of both in fp32, in both signs
+// and times `scale`. Each block begins with the largest, so that this is its scale.
+template <class F>
+Floats boundaries(float scale) {
+    const uint32_t codes = 1u << (F::bits - 1);
+    Floats values;
+    auto add = [&](float x) {
+        for (float value : {std::nextafterf(x, 0.0f), x, std::nextafterf(x, INFINITY)}) {
+            for (float sign : {1.0f, -1.0f}) {
+                if (values.size() % 128 == 0) { values.push_back(F::largest * scale); }
+                values.push_back(sign * value * scale);
+            }
+        }
+    };
+    for (uint32_t code = 0; code + 1 < codes && F::decode(code + 1) <= F::largest; code++) {
+        add(F::decode(code));
+        add((F::decode(code) + F::decode(code + 1)) / 2);
+    }
+    return in_whole_blocks(values);
+}
+
+TEST(QuantizeKernel, EveryCodeAndEveryTieBetweenCodesGivesTheCpusBytes) {
+    for (Format format : {Format::fp4, Format::fp4_e2m1, Format::fp8_e4m3, Format::fp8_e5m2}) {
+        with_format(format, [=](auto f) {
+            if constexpr (decltype(f)::scaled) {
+                for (float scale : {1.0f, 0x1.82p-3f, 0x1p-130f, 0x1p100f}) {
+                    const Floats values = boundaries<decltype(f)>(scale);
+                    expect_same_payload(format, values, Floats(values.size()));
+                }
+            }
+        });
+    }
+}
+
+// Blocks of zeros with one number between them, -0 and denormals that only a machine without flushing keeps.
+TEST(QuantizeKernel, ZerosOfBothSignsAndDenormalsGiveTheCpusBytes) {
+    for (Format format : all_formats) {
+        Floats global(128 * 9), local(128 * 9);
+        global[128] = -0.0f;
+        global[128 * 2 + 127] = FLT_TRUE_MIN;
+        global[128 * 3 + 64] = -FLT_TRUE_MIN;
+        for (size_t i = 128 * 4; i < 128 * 5; i++) { global[i] = float(i) * FLT_TRUE_MIN; }
+        for (size_t i = 128 * 5; i < 128 * 6; i++) {  // normal numbers with a denormal difference
+            global[i] = FLT_MIN * (1 + float(i) * FLT_EPSILON);
+            local[i] = FLT_MIN;
+        }
+        local[128 * 7 + 5] = 1.0f;
+        expect_same_payload(format, global, local);
+    }
+}
+
+uint64_t flags_of(Format format, const Floats& global, const Floats& local) {
+    DeviceArray<uint8_t> payload(new_payload(format, long(global.size())));
+    DeviceArray<float> device_global(global), device_local(local);
+    Stream stream;
+    cuda::quantize(payload, format, long(global.size()), 0, device_global, device_local, long(global.size()),
+                   stream);
+    stream.synchronize();
+    return header_in(payload.to_host()).flags;
+}
+
+TEST(QuantizeKernel, ABadDeltaIsFlaggedWhereverItStandsAndItsBlockIsZeros) {
+    const Floats global = random_values(128 * 3, 1, 1.0f), zeros(global.size());
+    const uint64_t before = some_header(0).flags;
+    const float beyond_bf16 = std::nextafterf(Bf16::decode(0x7f7f), INFINITY);
+    for (Format format : all_formats) {
+        ASSERT_EQ(flags_of(format, global, zeros), before);
+        for (float bad : {INFINITY, -INFINITY, NAN, -NAN, FLT_MAX, beyond_bf16}) {
+            const bool sendable = format == Format::fp32 && std::isfinite(bad);
+            for (size_t position : {0, 1, 2, 3, 127, 128 + 62, 128 * 2 + 124}) {
+                Floats values = global;
+                values[position] = bad;
+                ASSERT_EQ(flags_of(format, values, zeros), before | (sendable ? 0 : delta_not_finite))
+                    << name_of(format) << " " << bad;
+                expect_same_payload(format, zeros, values);
+            }
+        }
+        const Floats infinity(128, INFINITY);  // less itself is NaN
+        ASSERT_EQ(flags_of(format, infinity, infinity), before | delta_not_finite);
+        expect_same_payload(format, infinity, infinity);
+    }
+}
+
+TEST(QuantizeKernel, TheLargestThatBf16HoldsIsSentWhereItCanBeDecoded) {
+    for (Format format : all_formats) {
+        for (uint32_t bits : {0x7f7f0000u, 0x7f7e8000u, 0x7f000000u, 0x7e800000u}) {
+            Floats global(128 * 3);
+            global[128 + 17] = bits_to_float(bits);
+            expect_same_payload(format, global, Floats(global.size()));
+        }
+    }
+}
+
+TEST(QuantizeKernel, ManyBadBlocksSetTheFlagTogether) {
+    for_each_order(3, [] {
+        const Floats bad(128 * 17, NAN), zeros(bad.size());
+        for (Format format : {Format::fp4, Format::bf16}) { expect_same_payload(format, bad, zeros); }
+    });
+}
+
+TEST(QuantizeKernel, RangesWriteTheirOwnPartOfAPayloadAndNothingElse) {
+    const long n = 128 * 20;
+    const Floats global = random_values(n, 1, 1.0f), local = random_values(n, 2, 1.0f);
+    for_each_order(3, [&] {
+        for (Format format : all_formats) {
+            expect_same_payload(format, global, local,
+                                {{128, 128 * 2}, {128 * 19, 128}, {128 * 3, 128 * 16}, {0, 128}});
+        }
+    });
+}
+
+// ---- the mean
+
+// Random codes, all of the format's but infinities and NaN, whose bits differ between machines. Those of bf16
+// and fp32 are below 2, with denormals among them.
+template <class F>
+void write_random_codes(uint8_t* codes, size_t bytes, uint64_t seed) {
+    for (size_t i = 0; i < bytes; i++) {
+        codes[i] = uint8_t(random_word(seed, i));
+        if (F::bits == 8 && !std::isfinite(F::decode(codes[i]))) { codes[i] ^= 0x40; }
+        if (F::bits > 8 && (i + 1) * 8 % size_t(F::bits) == 0) { codes[i] &= 0xbf; }
+    }
+}
+
+Bytes random_payloads(Format format, long n, size_t stride, int workers, uint64_t seed) {
+    Bytes payloads(stride * size_t(workers), 0xff);  // a NaN where nothing is to be read
+    for (uint64_t worker = 0; worker < uint64_t(workers); worker++) {
+        uint8_t* scales = payloads.data() + worker * stride + sizeof(PayloadHeader);
+        uint8_t* codes = scales + scale_bytes(format, n);
+        for (long b = 0; b < n / 128 && codes > scales; b++) {
+            // From denormals on; small enough for the largest code to be finite.
+            const uint16_t scale = uint16_t(random_word(seed + worker, uint64_t(b)) % 0x6000);
+            memcpy(scales + 2 * b, &scale, 2);
+        }
+        with_format(format, [=](auto f) {
+            write_random_codes<decltype(f)>(codes, code_bytes(format, n), seed + 100 + worker);
+        });
+    }
+    return payloads;
+}
+
+void expect_same_mean(Format format, long n, int workers, size_t between, uint64_t seed) {
+    const size_t stride = payload_bytes(format, n) + between;
+    const Bytes payloads = random_payloads(format, n, stride, workers, seed);
+    Floats expected(size_t(n) + behind, 7.0f);
+    cpu::Stream cpu_stream;
+    cpu::dequantize_mean(expected.data(), payloads.data(), stride, workers, format, n, cpu_stream);
+
+    DeviceArray<uint8_t> device_payloads(payloads);
+    DeviceArray<float> mean(Floats(size_t(n) + behind, 7.0f));
+    Stream stream;
+    cuda::dequantize_mean(mean, device_payloads, stride, workers, format, n, stream);
+    stream.synchronize();
+    expect_same_bits(mean.to_host(), expected, name_of(format) + " of " + std::to_string(workers));
+    expect_same_bits(device_payloads.to_host(), payloads, "payloads");
+}
+
+// 1024 values are a block of threads.
+TEST(DequantizeMeanKernel, TheMeanOverWorkersHasTheCpusBits) {
+    for_each_order(2, [] {
+        for (Format format : all_formats) {
+            for (int workers : {1, 2, 3, 5}) {
+                for (long n : {128L, 128 * 3L, 128 * 25L}) {
+                    expect_same_mean(format, n, workers, n % 384 == 0 ? 0 : 48, uint64_t(n + workers));
+                }
+            }
+        }
+    });
+}
+
+TEST(DequantizeMeanKernel, WorkersAreAddedInAscendingOrder) {
+    const Format format = Format::fp32;
+    const size_t stride = payload_bytes(format, 128);
+    Bytes payloads(stride * 3);
+    const float says[] = {1.0f, 0x1p-24f, 0x1p-24f};  // 1 + 2^-24 is 1; from the other end the sum is more
+    for (size_t worker = 0; worker < 3; worker++) {
+        for (size_t i = 0; i < 128; i++) {
+            memcpy(&payloads[worker * stride + sizeof(PayloadHeader) + 4 * i], &says[worker], 4);
+        }
+    }
+    DeviceArray<uint8_t> device_payloads(payloads);
+    DeviceArray<float> mean(128);
+    Stream stream;
+    cuda::dequantize_mean(mean, device_payloads, stride, 3, format, 128, stream);
+    stream.synchronize();
+    expect_same_bits(mean.to_host(), Floats(128, 1.0f / 3), "mean");
+}
+
+// What every worker does with its own delta.
+TEST(DequantizeMeanKernel, WhatTheDeviceQuantizedIsDecodedAsTheCpuWould) {
+    const long n = 128 * 11;
+    const Floats global = random_values(n, 3, 0x1p-8f), local = random_values(n, 4, 0x1p-8f);
+    for (Format format : all_formats) {
+        Bytes cpu_payload = new_payload(format, n);
+        Floats expected(global.size());
+        cpu::Stream cpu_stream;
+        cpu::quantize(cpu_payload.data(), format, n, 0, global.data(), local.data(), n, cpu_stream);
+        cpu::dequantize_mean(expected.data(), cpu_payload.data(), 0, 1, format, n, cpu_stream);
+
+        DeviceArray<uint8_t> payload(new_payload(format, n));
+        DeviceArray<float> device_global(global), device_local(local), mean(global.size());
+        Stream stream;
+        cuda::quantize(payload, format, n, 0, device_global, device_local, n, stream);
+        cuda::dequantize_mean(mean, payload, 0, 1, format, n, stream);
+        stream.synchronize();
+        expect_same_bits(mean.to_host(), expected, name_of(format));
+    }
+}
+
+// ---- the hash
+
+// The payload's header after the hash of parts of `values`, which begin at `first` in the fragment.
+PayloadHeader device_hash(const Floats& values, long first, const std::vector<long>& counts) {
+    DeviceArray<uint8_t> payload(new_payload(Format::fp4, 128));
+    Stream stream;
+    auto begin = values.begin();
+    for (long count : counts) {
+        DeviceArray<float> part(Floats(begin, begin + count));
+        cuda::add_hash(payload, first + (begin - values.begin()), part, count, stream);
+        stream.synchronize();
+        begin += count;
+    }
+    EXPECT_EQ(begin, values.end());
+    const Bytes bytes = payload.to_host();
+    const Bytes untouched = new_payload(Format::fp4, 128);
+    EXPECT_TRUE(std::equal(bytes.begin() + sizeof(PayloadHeader), bytes.end(),
+                           untouched.begin() + sizeof(PayloadHeader)));
+    return header_in(bytes);
+}
+
+PayloadHeader cpu_hash(const Floats& values, long first) {
+    Bytes payload = new_payload(Format::fp4, 128);
+    cpu::Stream stream;
+    cpu::add_hash(payload.data(), first, values.data(), long(values.size()), stream);
+    return header_in(payload);
+}
+
+void expect_same_header(const PayloadHeader& header, const PayloadHeader& expected) {
+    EXPECT_EQ(header.hash, expected.hash);
+    EXPECT_EQ(memcmp(&header, &expected, sizeof(header)), 0);
+}
+
+// 4096 values are a block of threads. Indices beyond 2^32 occur: fragments of large models.
+TEST(AddHashKernel, TheHashIsTheCpusForAnySplitIntoRanges) {
+    const Floats values = random_values(4096 * 3 + 128 * 5, 1, 1.0f);
+    const long n = long(values.size());
+    for_each_order(4, [&] {
+        for (long first : {0L, 128 * 3L, 128L << 30}) {
+            const PayloadHeader expected = cpu_hash(values, first);
+            const long rest = n - 128 - 4096 - 1024;
+            expect_same_header(device_hash(values, first, {n}), expected);
+            expect_same_header(device_hash(values, first, {128, 4096, 1024, rest}), expected);
+        }
+    });
+    for (long count : {128L, 1024L, 4096L - 128, 4096L, 4096L + 128}) {
+        const Floats part(values.begin(), values.begin() + count);
+        expect_same_header(device_hash(part, 0, {count}), cpu_hash(part, 0));
+    }
+}
+
+TEST(AddHashKernel, EveryBitPatternCounts) {
+    Floats values = patterns();
+    for (float special : {INFINITY, -INFINITY, bits_to_float(0x7fc12345), bits_to_float(0xffc54321)}) {
+        values.insert(values.end(), 32, special);
+    }
+    expect_same_header(device_hash(values, 128, {long(values.size())}), cpu_hash(values, 128));
+}
+
+// ---- headers
+
+TEST(HeaderKernels, AHeaderIsWrittenWholeAndAlone) {
+    Bytes expected = new_payload(Format::fp4, 128);
+    DeviceArray<uint8_t> payload(Bytes(expected.size(), 0xa5));
+    Stream stream;
+    cuda::write_header(payload, some_header(uint16_t(Format::fp4)), stream);
+    stream.synchronize();
+    expect_same_bits(payload.to_host(), expected, "payload");
+}
+
+TEST(HeaderKernels, HeadersOfAllPayloadsAreRead) {
+    const int workers = 3;
+    const size_t stride = payload_bytes(Format::fp8_e4m3, 128 * 3);
+    Bytes payloads(stride * workers, 0xa5);
+    for (int worker = 0; worker < workers; worker++) {
+        const PayloadHeader header = some_header(uint16_t(worker));
+        memcpy(&payloads[size_t(worker) * stride], &header, sizeof(header));
+    }
+    DeviceArray<uint8_t> device_payloads(payloads);
+    std::vector<PayloadHeader> headers(workers + 1);
+    Stream stream;
+    cuda::read_headers(headers.data(), device_payloads, stride, workers, stream);
+    stream.synchronize();
+    for (int worker = 0; worker < workers; worker++) {
+        expect_same_header(headers[size_t(worker)], some_header(uint16_t(worker)));
+    }
+    expect_same_header(headers[workers], PayloadHeader());
+}
+
+// ---- what is refused
+
+void expect_refused(const std::string& what, const std::function<void()>& call) {
+    try {
+        call();
+        FAIL() << "not refused: " << what;
+    } catch (const std::invalid_argument& error) { EXPECT_EQ(error.what(), what); }
+}
+
+TEST(QuantizeKernel, WhatTheKernelsCannotTakeIsRefusedBeforeTheLaunch) {
+    const Format format = Format::fp4;
+    DeviceArray<uint8_t> payload(1024);
+    DeviceArray<float> array(512);
+    uint8_t* p = payload;
+    float* a = array;
+    Stream stream;
+    const std::string aligned = " is not aligned to 16 bytes";
+    const std::string blocks = " values, not a multiple of 128";
+    expect_refused("the payload" + aligned,
+                   [&] { cuda::quantize(p + 8, format, 128, 0, a, a, 128, stream); });
+    expect_refused("the array of global parameters" + aligned,
+                   [&] { cuda::quantize(p, format, 128, 0, a + 1, a, 128, stream); });
+    expect_refused("the array of local parameters" + aligned,
+                   [&] { cuda::quantize(p, format, 128, 0, a, a + 2, 128, stream); });
+    expect_refused("the fragment is 192" + blocks,
+                   [&] { cuda::quantize(p, format, 192, 0, a, a, 128, stream); });
+    expect_refused("what lies before the range to quantize is 64" + blocks,
+                   [&] { cuda::quantize(p, format, 256, 64, a, a, 128, stream); });
+    expect_refused("the range to quantize is 96" + blocks,
+                   [&] { cuda::quantize(p, format, 128, 0, a, a, 96, stream); });
+    expect_refused("the range to quantize is -128" + blocks,
+                   [&] { cuda::quantize(p, format, 128, 0, a, a, -128, stream); });
+    expect_refused("the mean" + aligned,
+                   [&] { cuda::dequantize_mean(a + 1, p, 256, 1, format, 128, stream); });
+    expect_refused("the first payload" + aligned,
+                   [&] { cuda::dequantize_mean(a, p + 4, 256, 1, format, 128, stream); });
+    expect_refused("the second payload" + aligned,
+                   [&] { cuda::dequantize_mean(a, p, 250, 2, format, 128, stream); });
+    expect_refused("the fragment is 127" + blocks,
+                   [&] { cuda::dequantize_mean(a, p, 256, 1, format, 127, stream); });
+    expect_refused("the payload" + aligned, [&] { cuda::add_hash(p + 8, 0, a, 128, stream); });
+    expect_refused("the array to hash" + aligned, [&] { cuda::add_hash(p, 0, a + 3, 128, stream); });
+    expect_refused("the array to hash is 100" + blocks, [&] { cuda::add_hash(p, 0, a, 100, stream); });
+    expect_refused("the payload" + aligned, [&] { cuda::write_header(p + 8, PayloadHeader(), stream); });
+}
+
+TEST(QuantizeKernel, NoValuesAreNoWork) {
+    const Bytes before = new_payload(Format::fp4, 128);
+    DeviceArray<uint8_t> payload(before);
+    DeviceArray<float> array(Floats(128, 3.0f));
+    Stream stream;
+    cuda::add_hash(payload, 0, array, 0, stream);
+    cuda::quantize(payload, Format::fp4, 128, 0, array, array, 0, stream);
+    cuda::dequantize_mean(array, payload, 0, 1, Format::fp4, 0, stream);
+    stream.synchronize();
+    expect_same_bits(payload.to_host(), before, "payload");
+    expect_same_bits(array.to_host(), Floats(128, 3.0f), "array");
+}
+
+}  // namespace

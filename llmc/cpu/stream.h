@@ -1,0 +1,155 @@
+// Stream and Event: work in order, and points in that order that others can wait for.
+//
+// On the CPU, a stream that computes runs its work at once on the calling thread: the main stream. One that
+// communicates is a thread with a first-in-first-out queue. An exception there stops it: what was queued
+// behind is dropped, and every later event carries the exception to who asks.
+#pragma once
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+namespace cpu {
+
+// A point in a stream. Recording it again makes a new point; copies refer to the same point.
+// An event that was never recorded is complete, as CUDA's is.
+class Event {
+public:
+    // True once all work before the point is done. Throws what that work threw.
+    bool query() const {
+        if (!state) { return true; }
+        std::lock_guard<std::mutex> lock(state->mutex);
+        if (state->error) { std::rethrow_exception(state->error); }
+        return state->done;
+    }
+
+    // Blocks until all work before the point is done. Throws what that work threw.
+    void synchronize() const {
+        if (!state) { return; }
+        std::unique_lock<std::mutex> lock(state->mutex);
+        state->changed.wait(lock, [&] { return state->done; });
+        if (state->error) { std::rethrow_exception(state->error); }
+    }
+
+private:
+    friend class Stream;
+    struct State {
+        std::mutex mutex;
+        std::condition_variable changed;
+        bool done = false;
+        std::exception_ptr error;
+    };
+
+    static void complete(State& state, std::exception_ptr error) {
+        std::lock_guard<std::mutex> lock(state.mutex);
+        state.done = true;
+        state.error = std::move(error);
+        state.changed.notify_all();
+    }
+
+    std::shared_ptr<State> state;
+};
+
+class Stream {
+public:
+    // hosted is for what needs the host on its way (llmc/cuda/stream.cuh): here all that communicates does.
+    enum class Kind { compute, communicate, hosted };
+
+    explicit Stream(Kind kind = Kind::compute) {
+        if (kind != Kind::compute) { worker = std::thread([this] { run(); }); }
+    }
+    Stream(const Stream&) = delete;
+    Stream& operator=(const Stream&) = delete;
+
+    // Finishes what is queued, then ends the thread.
+    ~Stream() {
+        if (!worker.joinable()) { return; }
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            closing = true;
+        }
+        changed.notify_all();
+        worker.join();
+    }
+
+    // Runs `work` after everything enqueued before. On a stream that computes it has run, or thrown,
+    // when this returns.
+    void enqueue(std::function<void()> work) {
+        if (!worker.joinable()) {
+            work();
+            return;
+        }
+        push({std::move(work), nullptr});
+    }
+
+    // `event` completes when everything enqueued so far has.
+    void record(Event& event) {
+        event.state = std::make_shared<Event::State>();
+        if (!worker.joinable()) {
+            Event::complete(*event.state, nullptr);
+            return;
+        }
+        push({nullptr, event.state});
+    }
+
+    // What is enqueued from now on runs after `event`.
+    void wait(const Event& event) {
+        enqueue([event] { event.synchronize(); });
+    }
+
+    // Blocks until everything enqueued so far is done. Throws what it threw.
+    void synchronize() {
+        Event all;
+        record(all);
+        all.synchronize();
+    }
+
+private:
+    struct Item {
+        std::function<void()> work;
+        std::shared_ptr<Event::State> event;
+    };
+
+    void push(Item item) {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            items.push_back(std::move(item));
+        }
+        changed.notify_all();
+    }
+
+    void run() {
+        std::exception_ptr error;
+        while (true) {
+            Item item;
+            {
+                std::unique_lock<std::mutex> lock(mutex);
+                changed.wait(lock, [&] { return closing || !items.empty(); });
+                if (items.empty()) { return; }
+                item = std::move(items.front());
+                items.pop_front();
+            }
+            if (item.event) {
+                Event::complete(*item.event, error);
+            } else if (!error) {
+                try {
+                    item.work();
+                } catch (...) {
+                    error = std::current_exception();
+                }
+            }
+        }
+    }
+
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<Item> items;
+    bool closing = false;
+    std::thread worker;
+};
+
+}  // namespace cpu

@@ -1,0 +1,83 @@
+// Softmax, cross entropy and its gradient in one visit to each row of the logits, the largest activation:
+//
+//     loss = log(sum over v of e^(logits[v] - max)) + max - logits[target]
+//     dlogits = (softmax - onehot(target)) dloss
+//
+// Maximum and sum in one pass (Milakov & Gimelshein, "Online normalizer calculation for softmax",
+// arXiv 1805.02867): a thread's sum is relative to the largest of the logits it has seen. The pass that
+// writes the gradient finds the row in the caches.
+#pragma once
+#include <algorithm>
+#include <cfloat>
+
+#include "llmc/cuda/memory.cuh"
+#include "llmc/floatx.h"
+
+namespace cuda {
+
+struct SoftmaxSum {
+    float max, sum;  // sum of e^(x - max)
+};
+
+// A thread's part of a row. Its maximum begins finite: e^(-inf - max) is 0, where -inf - -inf is not.
+// row: (Vp), of which V count
+__device__ inline SoftmaxSum softmax_sum_of_thread(const floatX* row, int V) {
+    constexpr int size = Pack<floatX>::size;
+    SoftmaxSum part = {-FLT_MAX, 0.0f};
+    for (int first = threadIdx.x * size; first < V; first += int(blockDim.x) * size) {
+        float x[size], max = part.max;
+        load_packs(x, row + first);
+        for (int j = 0; j < size; j++) {
+            x[j] = first + j < V ? x[j] : -INFINITY;
+            max = fmaxf(max, x[j]);
+        }
+        part.sum *= __expf(part.max - max);
+        part.max = max;
+        for (int j = 0; j < size; j++) { part.sum += __expf(x[j] - max); }
+    }
+    return part;
+}
+
+// One block a row. Bound by memory: in bf16, 2 bytes a logit are read for the loss, and 2 written for the
+// gradient. __expf(x) is off by |x| 2^-23 of itself: 1e-5 where e^x is too small to matter, less before.
+__global__ void __launch_bounds__(1024)
+    fused_classifier_kernel(floatX* logits, float* losses, float dloss, const int* targets, int V, int Vp,
+                            bool write_dlogits) {
+    constexpr int size = Pack<floatX>::size;
+    floatX* row = logits + long(blockIdx.x) * Vp;
+    const int target = targets[blockIdx.x];
+    const float target_logit = float(row[target]);  // before the barriers, behind which it is overwritten
+    const SoftmaxSum part = softmax_sum_of_thread(row, V);
+    const float max = block_max(part.max);
+    const float sum = block_sum(part.sum * __expf(part.max - max));
+    if (threadIdx.x == 0) { losses[blockIdx.x] = logf(sum) + max - target_logit; }
+    if (!write_dlogits) { return; }
+
+    const float scale = dloss / sum;
+    for (int first = threadIdx.x * size; first < Vp; first += int(blockDim.x) * size) {
+        float x[size];
+        load_packs(x, row + first);
+        for (int j = 0; j < size; j++) {
+            const int v = first + j;
+            x[j] = v < V ? scale * __expf(x[j] - max) - (v == target ? dloss : 0.0f) : 0.0f;
+        }
+        store_packs(row + first, x);
+    }
+}
+
+// logits: (N,Vp), columns V..Vp are padding: left alone, or, if write_dlogits, replaced by
+// dlogits, which are 0 in the padding; Vp a multiple of 8, 16-byte aligned
+// losses: (N), the cross entropy   targets: (N) in [0, V)   dloss: the gradient of each row's loss
+inline void fused_classifier(floatX* logits, float* losses, float dloss, const int* targets, int N, int V,
+                             int Vp, bool write_dlogits, Stream& stream) {
+    if (Vp % 8 != 0) { throw std::invalid_argument("fused_classifier: Vp is not a multiple of 8"); }
+    require_aligned("fused_classifier", {logits});
+    if (N == 0) { return; }
+    // As many threads as a row has packs, in whole warps. Large blocks: the rows that are on the way at a
+    // time have to fit the L2 cache.
+    const int warps = std::min((Vp / Pack<floatX>::size + 31) / 32, 32);
+    launch(fused_classifier_kernel, Grid{unsigned(N), unsigned(warps) * 32, 0, stream}, logits, losses, dloss,
+           targets, V, Vp, write_dlogits);
+}
+
+}  // namespace cuda

@@ -1,0 +1,224 @@
+// The embedding on a GPU: see llmc/cpu/encoder.h.   out[b,t] = wte[inp[b,t]] + wpe[t]
+//
+// Backward, the rows of dout that belong to one token are added without atomics and in a fixed order: the
+// pairs (token, position) are sorted, stably, and a block adds the rows of a chunk of the sorted pairs, token
+// by token. Of a token that goes on over several chunks, the first one adds to dwte and the others leave a
+// partial sum, which a last kernel adds, chunk after chunk. So a frequent token is as parallel as rare ones.
+// C is a multiple of 8.
+#pragma once
+#include <algorithm>
+#include <stdexcept>
+
+#include "llmc/cuda/memory.cuh"
+#include "llmc/floatx.h"
+#include "llmc/stream.h"
+
+namespace cuda {
+
+// A block has a row.   Bound by memory: 4 bytes a value with bf16, and wpe, which stays in the cache.
+__global__ void encoder_forward_kernel(floatX* out, const int* inp, const floatX* wte, const floatX* wpe,
+                                       int T, int C) {
+    const int bt = blockIdx.x;
+    const floatX *token = wte + size_t(inp[bt]) * C, *position = wpe + size_t(bt % T) * C;
+    for (int c = threadIdx.x * Pack<floatX>::size; c < C; c += blockDim.x * Pack<floatX>::size) {
+        const Pack<floatX> a = load_pack(token + c), b = load_pack(position + c);
+        Pack<floatX> sum;
+        for (int i = 0; i < Pack<floatX>::size; i++) { sum[i] = floatX(float(a[i]) + float(b[i])); }
+        store_pack(out + size_t(bt) * C + c, sum);
+    }
+}
+
+// A thread has eight channels of a position and adds the batch in order, as the CPU does.
+// Bound by memory: 2 bytes a value of dout with bf16.
+__global__ void encoder_backward_position_kernel(float* dwpe, const floatX* dout, int B, int T, int C) {
+    const int t = blockIdx.x, c = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
+    if (c >= C) { return; }
+    float sum[8], row[8];
+    load_packs(sum, dwpe + size_t(t) * C + c);
+    #pragma unroll 4
+    for (int b = 0; b < B; b++) {
+        load_packs(row, dout + (size_t(b) * T + t) * C + c);
+        for (int i = 0; i < 8; i++) { sum[i] += row[i]; }
+    }
+    store_packs(dwpe + size_t(t) * C + c, sum);
+}
+
+constexpr int sort_threads = 1024, sort_digit_bits = 4, sort_digits = 1 << sort_digit_bits;
+
+// Where thread `thread` counts its pairs of a digit: digit after digit, each with all threads. A gap after
+// every 16 keeps the warps of `offsets_of_counts` off each other's banks.
+__device__ inline int count_at(int digit, int thread) {
+    const int i = digit * sort_threads + thread;
+    return i + i / sort_digits;
+}
+constexpr int sort_counts = sort_digits * sort_threads / sort_digits * (sort_digits + 1);
+
+// Each count becomes the sum of those before it. A thread has 16 neighbouring ones.
+__device__ inline void offsets_of_counts(int* counts) {
+    SHARED(int[32], warp_sums);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int* own = counts + threadIdx.x * (sort_digits + 1);
+    int sum = 0;
+    for (int i = 0; i < sort_digits; i++) { sum += own[i]; }
+    int up_to_lane = sum;
+    for (int delta = 1; delta < 32; delta *= 2) {
+        const int before = __shfl_up_sync(full_warp, up_to_lane, delta);
+        if (lane >= delta) { up_to_lane += before; }
+    }
+    if (lane == 31) { warp_sums[warp] = up_to_lane; }
+    __syncthreads();
+    int offset = up_to_lane - sum;
+    for (int w = 0; w < warp; w++) { offset += warp_sums[w]; }
+    for (int i = 0; i < sort_digits; i++) {
+        const int count = own[i];
+        own[i] = offset;
+        offset += count;
+    }
+}
+
+// One pass of a radix sort: the pairs in the order of the digit of their tokens at bit `shift`, those with
+// the same digit in the order that they had. A thread has neighbouring pairs.
+__device__ inline void sort_by_digit(int2* to, const int2* from, int N, int shift, int* counts) {
+    const int each = (N + sort_threads - 1) / sort_threads;
+    const int begin = min(N, int(threadIdx.x) * each), end = min(N, begin + each);
+    auto count_of = [&](int2 pair) -> int& {
+        return counts[count_at(pair.x >> shift & (sort_digits - 1), threadIdx.x)];
+    };
+    for (int digit = 0; digit < sort_digits; digit++) { counts[count_at(digit, threadIdx.x)] = 0; }
+    for (int i = begin; i < end; i++) { count_of(from[i])++; }
+    __syncthreads();
+    offsets_of_counts(counts);
+    __syncthreads();
+    for (int i = begin; i < end; i++) { to[count_of(from[i])++] = from[i]; }
+    __syncthreads();  // the next pass reads what others wrote
+}
+
+// pairs = (inp[i], i), sorted by token and then by i. One block: a pass moves 24 bytes a token, scattered,
+// and a single SM writes some 64 bytes a clock, so 65,536 tokens should take about 50 us a pass, 0.2 ms for
+// the four passes of a vocabulary of 2^16: a step has 150 ms for them. Passes come in twos, so that the
+// result lies in `pairs`, and end with the highest bit in use.   pairs, spare: (N)   inp: (N)
+// dynamic shared memory: int (sort_counts)
+__global__ void __launch_bounds__(sort_threads)
+    sort_tokens_kernel(int2* pairs, int2* spare, const int* inp, int N) {
+    DYNAMIC_SHARED(memory);
+    int* counts = reinterpret_cast<int*>(memory);
+    int bits = 0;
+    for (int i = threadIdx.x; i < N; i += sort_threads) {
+        pairs[i] = make_int2(inp[i], i);
+        bits |= inp[i];
+    }
+    for (int shift = 0; shift < 32 && __syncthreads_or(bits >> shift); shift += 2 * sort_digit_bits) {
+        sort_by_digit(spare, pairs, N, shift, counts);
+        sort_by_digit(pairs, spare, N, shift + sort_digit_bits, counts);
+    }
+}
+
+constexpr int chunk_pairs = 32;
+
+// Whether chunk `chunk` begins with the token that the one before ends with.
+__device__ inline bool continues(const int2* pairs, int chunk) {
+    return chunk > 0 && pairs[chunk * chunk_pairs].x == pairs[chunk * chunk_pairs - 1].x;
+}
+
+__device__ inline void add_eight(float* to, const float (&sum)[8]) {
+    float total[8];
+    load_packs(total, to);
+    for (int i = 0; i < 8; i++) { total[i] += sum[i]; }
+    store_packs(to, total);
+}
+
+// dwte[token] += the rows of dout at the positions of the token in a chunk of pairs; of a token that the
+// chunk before began, partial[chunk] = their sum. A block has a chunk, a thread eight channels.
+// Bound by memory: 2 bytes a value of dout with bf16, 8 a value of each row of dwte in use.
+// pairs: (N)   partial: (chunks, C)
+__global__ void encoder_backward_chunk_kernel(float* dwte, float* partial, const floatX* dout,
+                                              const int2* pairs, int N, int C) {
+    const int chunk = blockIdx.x, c = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
+    if (c >= C) { return; }
+    const int begin = chunk * chunk_pairs, end = min(N, begin + chunk_pairs);
+    bool of_chunk_before = continues(pairs, chunk);
+    float sum[8] = {}, row[8];
+    for (int i = begin; i < end; i++) {
+        const int2 pair = pairs[i];
+        load_packs(row, dout + size_t(pair.y) * C + c);
+        for (int k = 0; k < 8; k++) { sum[k] += row[k]; }
+        if (i + 1 < end && pairs[i + 1].x == pair.x) { continue; }
+        if (of_chunk_before) {
+            store_packs(partial + size_t(chunk) * C + c, sum);
+        } else {
+            add_eight(dwte + size_t(pair.x) * C + c, sum);
+        }
+        of_chunk_before = false;
+        for (float& value : sum) { value = 0.0f; }
+    }
+}
+
+// The first chunk from `chunk` on that does not begin with `token`; chunk `chunk` does.
+__device__ inline int end_of_token(const int2* pairs, int token, int chunk, int chunks) {
+    int last = chunk, end = chunks;
+    while (end - last > 1) {
+        const int middle = last + (end - last) / 2;
+        (pairs[middle * chunk_pairs].x == token ? last : end) = middle;
+    }
+    return end;
+}
+
+// dwte[token] += the partial sums of a token, by the block of the first of its chunks that left one.
+// Bound by latency: a token of 3000 positions has 100 chunks.   pairs: (N)   partial: (chunks, C)
+__global__ void encoder_backward_partial_kernel(float* dwte, const float* partial, const int2* pairs,
+                                                int chunks, int C) {
+    const int chunk = blockIdx.x, c = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
+    if (c >= C || !continues(pairs, chunk)) { return; }
+    const int token = pairs[chunk * chunk_pairs].x;
+    const bool first = !continues(pairs, chunk - 1) || pairs[(chunk - 1) * chunk_pairs].x != token;
+    if (!first) { return; }
+    const int end = end_of_token(pairs, token, chunk, chunks);
+    float sum[8] = {}, part[8];
+    #pragma unroll 4
+    for (int i = chunk; i < end; i++) {
+        load_packs(part, partial + size_t(i) * C + c);
+        for (int k = 0; k < 8; k++) { sum[k] += part[k]; }
+    }
+    add_eight(dwte + size_t(token) * C + c, sum);
+}
+
+inline void check_encoder_channels(int C) {
+    if (C < 8 || C % 8 != 0) {
+        throw std::invalid_argument(format("an embedding on a GPU takes multiples of 8 channels, not %d", C));
+    }
+}
+
+// out: (B,T,C)   inp: (B,T) tokens   wte: (V,C)   wpe: (maxT,C)
+inline void encoder_forward(floatX* out, const int* inp, const floatX* wte, const floatX* wpe, int B, int T,
+                            int C, Stream& stream) {
+    check_encoder_channels(C);
+    launch(encoder_forward_kernel,
+           Grid{unsigned(B * T), std::min(256u, blocks_for(C / 8, 32) * 32), 0, stream}, out, inp, wte, wpe,
+           T, C);
+}
+
+// pairs = (inp[i], i), sorted by token and then by i.   pairs, spare: (N)   inp: (N), not negative
+inline void sort_tokens(int2* pairs, int2* spare, const int* inp, int N, Stream& stream) {
+    launch(sort_tokens_kernel, Grid{1, sort_threads, sort_counts * sizeof(int), stream}, pairs, spare, inp,
+           N);
+}
+
+// dwte[inp[b,t]] += dout[b,t], dwpe[t] += dout[b,t].   dwte: (V,C) float   dwpe: (maxT,C) float
+// dout: (B,T,C)   inp: (B,T)
+inline void encoder_backward(float* dwte, float* dwpe, const floatX* dout, const int* inp, int B, int T,
+                             int C, Stream& stream) {
+    check_encoder_channels(C);
+    const int N = B * T, chunks = (N + chunk_pairs - 1) / chunk_pairs;
+    const unsigned threads = std::min(128u, blocks_for(C / 8, 32) * 32);
+    const unsigned slices = blocks_for(C / 8, threads);
+    float* partial = stream.scratch<float>(long(chunks) * C + 4 * long(N));
+    int2* pairs = reinterpret_cast<int2*>(partial + long(chunks) * C);
+    sort_tokens(pairs, pairs + N, inp, N, stream);
+    launch(encoder_backward_chunk_kernel, Grid{dim3(chunks, slices), threads, 0, stream}, dwte, partial, dout,
+           pairs, N, C);
+    launch(encoder_backward_partial_kernel, Grid{dim3(chunks, slices), threads, 0, stream}, dwte, partial,
+           pairs, chunks, C);
+    launch(encoder_backward_position_kernel, Grid{dim3(T, slices), threads, 0, stream}, dwpe, dout, B, T, C);
+}
+
+}  // namespace cuda

@@ -1,0 +1,47 @@
+// The squared L2 norm of a buffer of gradients, in double as on the CPU: squares leave a float's range, and a
+// sum of so many its precision. Two kernels, for chunks of fixed size and for their sums: the same bits on
+// any GPU.
+#pragma once
+#include <algorithm>
+
+#include "llmc/cuda/memory.cuh"
+
+namespace cuda {
+
+constexpr int norm_threads = 512;
+constexpr long norm_chunk = 32 * norm_threads;
+
+// partial[b] = sum of values[i]^2 over chunk b, one block each.   partial: (chunks)   values: (count)
+// Bound by memory: 4 bytes a value.
+__global__ void __launch_bounds__(norm_threads)
+    global_norm_partial_kernel(double* partial, const float* values, long count) {
+    const long begin = blockIdx.x * norm_chunk, end = min(count, begin + norm_chunk);
+    double sum = 0;
+    for (long i = begin + threadIdx.x * 4; i < end; i += norm_threads * 4) {
+        const Pack<float> pack = load_pack(values + i);
+        for (int j = 0; j < 4; j++) { sum = fma(double(pack[j]), double(pack[j]), sum); }
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) { partial[blockIdx.x] = sum; }
+}
+
+// *out = sum of partial.   partial: (chunks), one block. Bound by latency: 8 bytes for norm_chunk values.
+__global__ void __launch_bounds__(norm_threads)
+    global_norm_total_kernel(float* out, const double* partial, int chunks) {
+    double sum = 0;
+    for (int i = threadIdx.x; i < chunks; i += blockDim.x) { sum += partial[i]; }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) { *out = float(sum); }
+}
+
+// *out = sum of values[i]^2.   values: (count), count a multiple of 4, 16-byte aligned
+inline void global_norm_squared(float* out, const float* values, long count, Stream& stream) {
+    if (count % 4 != 0) { throw std::invalid_argument("global_norm_squared: count is not a multiple of 4"); }
+    require_aligned("global_norm_squared", {values});
+    const unsigned chunks = blocks_for(std::max(count, 1L), int(norm_chunk));
+    double* partial = stream.scratch<double>(chunks);
+    launch(global_norm_partial_kernel, Grid{chunks, norm_threads, 0, stream}, partial, values, count);
+    launch(global_norm_total_kernel, Grid{1, norm_threads, 0, stream}, out, partial, int(chunks));
+}
+
+}  // namespace cuda

@@ -1,0 +1,239 @@
+// LayerNorm on a GPU: see llmc/cpu/layernorm.h.
+//
+//     out = (inp - mean) rstd weight + bias,   mean and rstd = 1 / sqrt(variance + 1e-5) of a row of C values
+//
+// Forward, a warp has a row: it needs no barrier, and rows of GPT's sizes give it a few packs a lane.
+// Backward, a block has one row after another and a thread eight channels of all of them, so that the sums
+// over rows stay in registers. Both read a row from memory once. C is a multiple of 8 and at most 8192.
+#pragma once
+#include <algorithm>
+#include <stdexcept>
+
+#include "llmc/cuda/memory.cuh"
+#include "llmc/floatx.h"
+#include "llmc/stream.h"
+
+namespace cuda {
+
+// A lane's first channel, and how far the next one is: a warp reads 512 bytes at a time.
+constexpr int channels_of_lane = Pack<floatX>::size, channels_of_warp = 32 * channels_of_lane;
+
+// One row, by a warp, as cpu::layernorm_row has it. The variance is that of the centred values.
+// row: (C) in shared memory, where a lane reads only the packs that are its own
+__device__ inline void layernorm_row(floatX* out, float* mean, float* rstd, const floatX* row,
+                                     const floatX* weight, const floatX* bias, int C) {
+    const int lane = threadIdx.x % 32;
+    float sum = 0.0f, squares = 0.0f;
+    for (int c = lane * channels_of_lane; c < C; c += channels_of_warp) {
+        const Pack<floatX> x = load_pack(row + c);
+        for (int i = 0; i < channels_of_lane; i++) { sum += float(x[i]); }
+    }
+    const float m = warp_sum(sum) / float(C);
+    for (int c = lane * channels_of_lane; c < C; c += channels_of_warp) {
+        const Pack<floatX> x = load_pack(row + c);
+        for (int i = 0; i < channels_of_lane; i++) { squares += (float(x[i]) - m) * (float(x[i]) - m); }
+    }
+    const float r = 1.0f / sqrtf(warp_sum(squares) / float(C) + 1e-5f);
+    for (int c = lane * channels_of_lane; c < C; c += channels_of_warp) {
+        const Pack<floatX> x = load_pack(row + c), w = load_pack(weight + c), b = load_pack(bias + c);
+        Pack<floatX> normed;
+        for (int i = 0; i < channels_of_lane; i++) {
+            normed[i] = floatX((float(x[i]) - m) * r * float(w[i]) + float(b[i]));
+        }
+        store_pack(out + c, normed);
+    }
+    if (lane == 0) {
+        *mean = m;
+        *rstd = r;
+    }
+}
+
+// A warp has a row, in shared memory: all of it is on its way at once, whatever C.
+// Bound by memory: 4 bytes a value with bf16.   dynamic shared memory: (warps, C)
+__global__ void layernorm_forward_kernel(floatX* out, float* mean, float* rstd, const floatX* inp,
+                                         const floatX* weight, const floatX* bias, int N, int C) {
+    DYNAMIC_SHARED(memory);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int n = blockIdx.x * (blockDim.x / 32) + warp;
+    if (n >= N) { return; }
+    floatX* row = reinterpret_cast<floatX*>(memory) + warp * C;
+    const size_t first = size_t(n) * C;
+    for (int c = lane * channels_of_lane; c < C; c += channels_of_warp) {
+        copy_async_16(row + c, inp + first + c);
+    }
+    copy_async_commit();
+    copy_async_wait<0>();
+    layernorm_row(out + first, mean + n, rstd + n, row, weight, bias, C);
+}
+
+// The same of a sum, which is rounded first: backward reads it rounded.
+// Bound by memory: 8 bytes a value with bf16.   dynamic shared memory: (warps, 2, C)
+__global__ void fused_residual_forward_kernel(floatX* residual, floatX* normed, float* mean, float* rstd,
+                                              const floatX* inp1, const floatX* inp2, const floatX* weight,
+                                              const floatX* bias, int N, int C) {
+    DYNAMIC_SHARED(memory);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int n = blockIdx.x * (blockDim.x / 32) + warp;
+    if (n >= N) { return; }
+    floatX *row = reinterpret_cast<floatX*>(memory) + warp * 2 * C, *row2 = row + C;
+    const size_t first = size_t(n) * C;
+    for (int c = lane * channels_of_lane; c < C; c += channels_of_warp) {
+        copy_async_16(row + c, inp1 + first + c);
+        copy_async_16(row2 + c, inp2 + first + c);
+    }
+    copy_async_commit();
+    copy_async_wait<0>();
+    for (int c = lane * channels_of_lane; c < C; c += channels_of_warp) {
+        const Pack<floatX> a = load_pack(row + c), b = load_pack(row2 + c);
+        Pack<floatX> sum;
+        for (int i = 0; i < channels_of_lane; i++) { sum[i] = floatX(float(a[i]) + float(b[i])); }
+        store_pack(row + c, sum);
+        store_pack(residual + first + c, sum);
+    }
+    layernorm_row(normed + first, mean + n, rstd + n, row, weight, bias, C);
+}
+
+// The sums of two values over a block. One barrier: calls take turns with `warp_sums` 0 and 1, so that a
+// warp can write those of the next row while another one still reads those of this one.
+__device__ inline float2 sum_pair(float2 (&warp_sums)[32], float a, float b) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    a = warp_sum(a);
+    b = warp_sum(b);
+    if (lane == 0) { warp_sums[warp] = make_float2(a, b); }
+    __syncthreads();
+    float2 sum = make_float2(0.0f, 0.0f);
+    #pragma unroll 1  // its caller has no registers to spare
+    for (int w = 0; w < warps; w++) {
+        sum.x += warp_sums[w].x;
+        sum.y += warp_sums[w].y;
+    }
+    return sum;
+}
+
+// A block has rows blockIdx.x, blockIdx.x + gridDim.x, ..., a thread eight channels of them. With
+// x = (inp - mean) rstd and d = weight dout,
+//     dinp += rstd (d - mean over C of d - x * mean over C of d x)
+// and, for the block's rows, partial[0] = sum of dout x, partial[1] = sum of dout.
+// Bound by memory: 8 bytes a value with bf16 (dout, inp, dinp, and dinp back).   partial: (gridDim.x, 2, C)
+__global__ void __launch_bounds__(1024)
+    layernorm_backward_kernel(floatX* dinp, float* partial, const floatX* dout, const floatX* inp,
+                              const floatX* weight, const float* mean, const float* rstd, int N, int C) {
+    SHARED(float2[2][32], warp_sums);
+    const int c = threadIdx.x * 8;
+    const bool valid = c < C;
+    const float per_channel = 1.0f / float(C);           // no division in the loop: registers are scarce
+    float w[8] = {}, dy[8] = {}, y[8] = {}, dx[8] = {};  // where not valid: nothing to the sums of a row
+    float dweight[8] = {}, dbias[8] = {};
+    for (int n = blockIdx.x, turn = 0; n < N; n += gridDim.x, turn ^= 1) {
+        const size_t at = size_t(n) * C + c;
+        if (valid) {
+            load_packs(dy, dout + at);
+            load_packs(y, inp + at);
+            load_packs(dx, dinp + at);
+            load_packs(w, weight + c);
+        }
+        const float m = mean[n], r = rstd[n];
+        float sum = 0.0f, sum_x = 0.0f;
+        for (int i = 0; i < 8; i++) {
+            const float d = w[i] * dy[i], x = (y[i] - m) * r;
+            sum += d;
+            sum_x += d * x;
+            dweight[i] += dy[i] * x;
+            dbias[i] += dy[i];
+            w[i] = d;
+            y[i] = x;
+        }
+        const float2 total = sum_pair(warp_sums[turn], sum, sum_x);
+        const float mean_d = total.x * per_channel, mean_dx = total.y * per_channel;
+        for (int i = 0; i < 8; i++) { dx[i] += r * (w[i] - mean_d - y[i] * mean_dx); }
+        if (valid) { store_packs(dinp + at, dx); }
+    }
+    if (valid) {
+        store_packs(partial + size_t(blockIdx.x) * 2 * C + c, dweight);
+        store_packs(partial + (size_t(blockIdx.x) * 2 + 1) * C + c, dbias);
+    }
+}
+
+constexpr int partial_warps = 16;
+
+// dweight, dbias += the sums over blocks of partial. A block has 32 columns of partial: each warp sums
+// every 16th row, the first warp the warps' sums.
+// Bound by latency: a few megabytes that the kernel before has left in the cache, 4 bytes a value.
+// partial: (blocks, 2, C)
+__global__ void layernorm_add_partial_kernel(float* dweight, float* dbias, const float* partial, int blocks,
+                                             int C) {
+    SHARED(float[partial_warps][32], sums);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int column = blockIdx.x * 32 + lane;
+    const bool valid = column < 2 * C;
+    float sum = 0.0f;
+    if (valid) {
+        #pragma unroll 8
+        for (int block = warp; block < blocks; block += partial_warps) {
+            sum += partial[size_t(block) * 2 * C + column];
+        }
+    }
+    sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp == 0 && valid) {
+        for (int w = 1; w < partial_warps; w++) { sum += sums[w][lane]; }
+        (column < C ? dweight[column] : dbias[column - C]) += sum;
+    }
+}
+
+inline void check_layernorm_channels(int C) {
+    if (C < 8 || C > 8192 || C % 8 != 0) {
+        throw std::invalid_argument(
+            format("LayerNorm on a GPU takes multiples of 8 channels, at most 8192, not %d", C));
+    }
+}
+
+// Warps of a forward block: four, or as many as 48 KiB of shared memory have rows for.
+inline unsigned layernorm_warps(size_t bytes_of_warp) {
+    return unsigned(std::clamp<size_t>(48 * 1024 / bytes_of_warp, 1, 4));
+}
+
+// out: (N,C)   mean, rstd: (N)   inp: (N,C)   weight, bias: (C)
+inline void layernorm_forward(floatX* out, float* mean, float* rstd, const floatX* inp, const floatX* weight,
+                              const floatX* bias, int N, int C, Stream& stream) {
+    check_layernorm_channels(C);
+    const size_t bytes = size_t(C) * sizeof(floatX);
+    const unsigned warps = layernorm_warps(bytes);
+    launch(layernorm_forward_kernel, Grid{blocks_for(N, warps), warps * 32, warps * bytes, stream}, out, mean,
+           rstd, inp, weight, bias, N, C);
+}
+
+// residual = inp1 + inp2, rounded; normed = layernorm(residual).   all (N,C), but mean, rstd: (N)
+// and weight, bias: (C)
+inline void fused_residual_forward(floatX* residual, floatX* normed, float* mean, float* rstd,
+                                   const floatX* inp1, const floatX* inp2, const floatX* weight,
+                                   const floatX* bias, int N, int C, Stream& stream) {
+    check_layernorm_channels(C);
+    const size_t bytes = 2 * size_t(C) * sizeof(floatX);
+    const unsigned warps = layernorm_warps(bytes);
+    launch(fused_residual_forward_kernel, Grid{blocks_for(N, warps), warps * 32, warps * bytes, stream},
+           residual, normed, mean, rstd, inp1, inp2, weight, bias, N, C);
+}
+
+// Blocks of the backward kernel: of N and C alone, so that the order of sums is the same on every GPU. Some
+// 100,000 threads fill the largest of today, where there are rows for them; 256 blocks, where a row has many
+// channels, keep the partial sums small next to the rows.
+inline int layernorm_backward_blocks(int N, int C) {
+    return std::min(N, std::clamp(1024 * 768 / C, 256, 1024));
+}
+
+// All three are added to.   dinp, dout, inp: (N,C)   dweight, dbias: (C) float   weight: (C)
+// mean, rstd: (N)
+inline void layernorm_backward(floatX* dinp, float* dweight, float* dbias, const floatX* dout,
+                               const floatX* inp, const floatX* weight, const float* mean, const float* rstd,
+                               int N, int C, Stream& stream) {
+    check_layernorm_channels(C);
+    const int blocks = layernorm_backward_blocks(N, C);
+    float* partial = stream.scratch<float>(long(blocks) * 2 * C);
+    launch(layernorm_backward_kernel, Grid{unsigned(blocks), blocks_for(C / 8, 32) * 32, 0, stream}, dinp,
+           partial, dout, inp, weight, mean, rstd, N, C);
+    launch(layernorm_add_partial_kernel, Grid{blocks_for(2 * C, 32), partial_warps * 32, 0, stream}, dweight,
+           dbias, partial, blocks, C);
+}
+
+}  // namespace cuda

@@ -1,0 +1,304 @@
+// The fully connected layer, forward and backward, on cuBLASLt; with GELU fused into either side.
+//
+//     out = inp weight^T + bias
+//     dinp = dout weight,   dweight += dout^T inp,   dbias += sum over rows of dout
+//
+// bf16 build: the inputs of the three products are bf16, sums are fp32. fp32 build: `highest` is fp32, `high`
+// and `medium` round the inputs to tf32; it is for checking, so GELU has kernels of its own there.
+// cuBLASLt's matrices are column-major. A row-major (r,c) is, as it lies, a column-major (c,r) with leading
+// dimension c, so each product is computed transposed, out of what cuBLASLt takes for A and B:
+//
+//     product            D = op(A) op(B)    A, as it lies    B, as it lies   m    n    k
+//     forward            out^T              weight (C,OC)^T  inp (C,N)       OC   N    C
+//     backward_inp       dinp^T             weight (C,OC)    dout (OC,N)     C    N    OC
+//     backward_weight    dweight^T          inp (C,N)        dout (OC,N)^T   C    OC   N
+#pragma once
+#include <cublasLt.h>
+
+#include <array>
+#include <map>
+#include <memory>
+#include <string>
+#include <type_traits>
+
+#include "llmc/cuda/buffer.cuh"
+#include "llmc/cuda/gelu.cuh"
+#include "llmc/cuda/memory.cuh"
+#include "llmc/cuda/stream.cuh"
+#include "llmc/floatx.h"
+#include "llmc/gelu.h"
+#include "llmc/matmul_precision.h"
+
+namespace cuda {
+
+// ---- kernels
+
+constexpr int column_sums_warps = 8;
+
+// sums[chunk,i] = sum over the chunk's rows n of inp[n,i], or += with `add`.
+// sums: (chunks,columns)   inp: (rows,columns), columns a multiple of a pack
+// A warp goes down its rows 16 bytes a lane, the block's warps are then added in order. Block (x, y): the x-th
+// 32 packs of columns of chunk y. Bound by memory: each value of inp is read once, 2 bytes in bf16.
+template <class T>
+__global__ void column_sums_kernel(float* sums, const T* inp, int rows, int columns, int rows_per_chunk,
+                                   bool add) {
+    constexpr int size = Pack<T>::size, width = 32 * size;
+    SHARED(float[column_sums_warps][width], partial);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int first_column = blockIdx.x * width, column = first_column + lane * size;
+    const int first = blockIdx.y * rows_per_chunk, last = min(rows, first + rows_per_chunk);
+
+    float sum[size] = {};
+    if (column < columns) {
+#pragma unroll 4
+        for (int n = first + warp; n < last; n += column_sums_warps) {
+            const Pack<T> pack = load_pack(inp + size_t(n) * columns + column);
+            for (int i = 0; i < size; i++) { sum[i] += float(pack[i]); }
+        }
+    }
+    for (int i = 0; i < size; i++) { partial[warp][lane * size + i] = sum[i]; }
+    __syncthreads();
+    const int i = threadIdx.x;
+    if (i < width && first_column + i < columns) {
+        float total = partial[0][i];
+        for (int w = 1; w < column_sums_warps; w++) { total += partial[w][i]; }
+        float& result = sums[size_t(blockIdx.y) * columns + first_column + i];
+        result = add ? result + total : total;
+    }
+}
+
+// dinp[i] *= gelu'(pre_gelu[i]).   dinp, pre_gelu: (n), n a multiple of a pack
+// One thread moves 16 bytes. Bound by memory: 6 bytes a value in bf16.
+__global__ void __launch_bounds__(256)
+    multiply_by_gelu_derivative_kernel(floatX* dinp, const floatX* pre_gelu, long n) {
+    const long i = (long(blockIdx.x) * blockDim.x + threadIdx.x) * Pack<floatX>::size;
+    if (i < n) {
+        Pack<floatX> pack = load_pack(dinp + i);
+        const Pack<floatX> x = load_pack(pre_gelu + i);
+        for (int j = 0; j < Pack<floatX>::size; j++) {
+            pack[j] = floatX(float(pack[j]) * gelu_derivative(float(x[j])));
+        }
+        store_pack(dinp + i, pack);
+    }
+}
+
+// ---- launchers
+
+// sums[i] += sum over n of inp[n,i].   sums: (columns)   inp: (rows,columns), columns a multiple of 8
+// Chunks of a fixed number of rows are summed, then the chunks: the same bits on every device.
+inline void column_sums(float* sums, const floatX* inp, int rows, int columns, Stream& stream) {
+    const int rows_per_chunk = 128, chunks = int(blocks_for(rows, rows_per_chunk));
+    const int threads = 32 * column_sums_warps;
+    const unsigned blocks = blocks_for(columns, 32 * Pack<floatX>::size);
+    const unsigned blocks_of_chunks = blocks_for(columns, 32 * Pack<float>::size);
+    float* chunk_sums = stream.scratch<float>(long(chunks) * columns);
+    launch(column_sums_kernel<floatX>, Grid{dim3(blocks, chunks), threads, 0, stream}, chunk_sums, inp, rows,
+           columns, rows_per_chunk, false);
+    launch(column_sums_kernel<float>, Grid{blocks_of_chunks, threads, 0, stream}, sums, chunk_sums, chunks,
+           columns, chunks, true);
+}
+
+// dinp[i] *= gelu'(pre_gelu[i]).   dinp, pre_gelu: (n), n a multiple of 8, 16-byte aligned
+inline void multiply_by_gelu_derivative(floatX* dinp, const floatX* pre_gelu, long n, Stream& stream) {
+    launch(multiply_by_gelu_derivative_kernel, Grid{blocks_for(n / Pack<floatX>::size, 256), 256, 0, stream},
+           dinp, pre_gelu, n);
+}
+
+// ---- products
+
+// cuBLASLt's objects with owners.
+struct CublasLtDestroy {
+    void operator()(cublasLtHandle_t p) const { cublasLtDestroy(p); }
+    void operator()(cublasLtMatmulDesc_t p) const { cublasLtMatmulDescDestroy(p); }
+    void operator()(cublasLtMatrixLayout_t p) const { cublasLtMatrixLayoutDestroy(p); }
+    void operator()(cublasLtMatmulPreference_t p) const { cublasLtMatmulPreferenceDestroy(p); }
+};
+template <class Pointer>
+using CublasLtOwner = std::unique_ptr<std::remove_pointer_t<Pointer>, CublasLtDestroy>;
+
+// The library's state, its workspace, and a plan for each shape so far. For one thread and one stream.
+class Matmul {
+public:
+    enum class Kind { forward, backward_inp, backward_weight };
+    static constexpr bool bf16 = !std::is_same<floatX, float>::value;
+    static constexpr bool fuses_gelu = bf16;
+
+    explicit Matmul(MatmulPrecision precision)
+        : compute(bf16 || precision == MatmulPrecision::highest ? CUBLAS_COMPUTE_32F
+                                                                : CUBLAS_COMPUTE_32F_FAST_TF32),
+          workspace(workspace_bytes) {
+        cublasLtHandle_t made;
+        check(cublasLtCreate(&made), "cannot begin: is the driver as new as CUDA?");
+        handle.reset(made);
+    }
+
+    // What is used, for people.
+    std::string description() const {
+        return bf16 ? "bf16, sums in fp32" : compute == CUBLAS_COMPUTE_32F ? "fp32" : "tf32, sums in fp32";
+    }
+
+    // One of the products above: out = op(a) op(b), added to `out` by backward_weight. All pointers are
+    // 16-byte aligned, C and OC multiples of 8.
+    // bias: (OC) or null, forward only   aux: of out's shape, or null; written by forward, which makes out
+    // its GELU, and read by backward_inp, which multiplies by the derivative of GELU there
+    template <class Out>
+    void multiply(Kind kind, Out* out, const floatX* a, const floatX* b, const floatX* bias,
+                  const floatX* aux, int N, int C, int OC, Stream& stream) {
+        static_assert(std::is_same<Out, floatX>::value || std::is_same<Out, float>::value,
+                      "activations or sums");
+        check_shape(N, C, OC);
+        require_aligned("matmul", {out, a, b, bias, aux});
+        const std::string problem = describe(kind, N, C, OC);
+        const cublasLtEpilogue_t epilogue = epilogue_of(kind, bias, aux);
+        const std::array<int, 5> key{int(kind), N, C, OC, int(epilogue)};
+        auto found = plans.find(key);
+        if (found == plans.end()) {
+            found = plans.emplace(key, make_plan(kind, epilogue, bias, aux, N, C, OC, problem)).first;
+        }
+        const Plan& plan = found->second;
+        set_pointers(plan, bias, aux, problem);
+        const float alpha = 1.0f, beta = kind == Kind::backward_weight ? 1.0f : 0.0f;
+        check(cublasLtMatmul(handle.get(), plan.operation.get(), &alpha, a, plan.a.get(), b, plan.b.get(),
+                             &beta, out, plan.out.get(), out, plan.out.get(), &plan.algorithm,
+                             workspace.data(), workspace_bytes, stream),
+              problem);
+    }
+
+private:
+    // As much as cuBLAS itself takes on Hopper; 4 MiB would do for what came before.
+    static constexpr size_t workspace_bytes = size_t(32) << 20;
+
+    struct Plan {
+        CublasLtOwner<cublasLtMatmulDesc_t> operation;
+        CublasLtOwner<cublasLtMatrixLayout_t> a, b, out;
+        cublasLtMatmulAlgo_t algorithm;
+    };
+
+    static void check(cublasStatus_t status, const std::string& what) {
+        if (status == CUBLAS_STATUS_SUCCESS) { return; }
+        throw std::runtime_error(format("cuBLASLt: %s: %s (with CUBLASLT_LOG_LEVEL=1 it says why)",
+                                        what.c_str(), cublasLtGetStatusString(status)));
+    }
+
+    static void check_shape(int N, int C, int OC) {
+        if (N < 1 || C < 8 || OC < 8 || C % 8 != 0 || OC % 8 != 0) {
+            throw std::invalid_argument(
+                format("matmul of N %d, C %d, OC %d: C and OC must be multiples of 8", N, C, OC));
+        }
+    }
+
+    static std::string describe(Kind kind, int N, int C, int OC) {
+        const char* names[] = {"forward", "backward_inp", "backward_weight"};
+        return format("matmul %s of N %d, C %d, OC %d", names[int(kind)], N, C, OC);
+    }
+
+    template <class T>
+    static void set(const Plan& plan, cublasLtMatmulDescAttributes_t attribute, const T& value,
+                    const std::string& problem) {
+        check(cublasLtMatmulDescSetAttribute(plan.operation.get(), attribute, &value, sizeof value), problem);
+    }
+
+    static void set_pointers(const Plan& plan, const floatX* bias, const floatX* aux,
+                             const std::string& problem) {
+        set(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias, problem);
+        set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, aux, problem);
+    }
+
+    static cublasLtEpilogue_t epilogue_of(Kind kind, bool with_bias, bool with_aux) {
+        if (with_aux && kind == Kind::backward_inp) { return CUBLASLT_EPILOGUE_DGELU; }
+        if (with_aux) { return with_bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX; }
+        return with_bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+    }
+
+    // A row-major (rows,columns), as cuBLASLt sees it.
+    static CublasLtOwner<cublasLtMatrixLayout_t> layout(cudaDataType_t type, int rows, int columns) {
+        cublasLtMatrixLayout_t made;
+        check(cublasLtMatrixLayoutCreate(&made, type, uint64_t(columns), uint64_t(rows), columns),
+              "a layout");
+        return CublasLtOwner<cublasLtMatrixLayout_t>(made);
+    }
+
+    Plan make_plan(Kind kind, cublasLtEpilogue_t epilogue, const floatX* bias, const floatX* aux, int N,
+                   int C, int OC, const std::string& problem) const {
+        const cudaDataType_t type = bf16 ? CUDA_R_16BF : CUDA_R_32F;
+        Plan plan;
+        cublasLtMatmulDesc_t operation;
+        check(cublasLtMatmulDescCreate(&operation, compute, CUDA_R_32F), problem);
+        plan.operation.reset(operation);
+        const bool forward = kind == Kind::forward, of_weight = kind == Kind::backward_weight;
+        plan.a = of_weight ? layout(type, N, C) : layout(type, OC, C);
+        plan.b = forward ? layout(type, N, C) : layout(type, N, OC);
+        plan.out = of_weight ? layout(CUDA_R_32F, OC, C) : layout(type, N, forward ? OC : C);
+        set(plan, CUBLASLT_MATMUL_DESC_TRANSA, int32_t(forward ? CUBLAS_OP_T : CUBLAS_OP_N), problem);
+        set(plan, CUBLASLT_MATMUL_DESC_TRANSB, int32_t(of_weight ? CUBLAS_OP_T : CUBLAS_OP_N), problem);
+        set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t(epilogue), problem);
+        if (aux) {
+            set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, int64_t(forward ? OC : C), problem);
+            set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, int32_t(type), problem);
+        }
+        set_pointers(plan, bias, aux, problem);  // the heuristic looks at their alignment
+        plan.algorithm = choose_algorithm(plan, problem);
+        return plan;
+    }
+
+    // The heuristic's first choice. Partial sums of a split k stay fp32, and all pointers are promised to be
+    // aligned as its kernels load, to 16 bytes.
+    cublasLtMatmulAlgo_t choose_algorithm(const Plan& plan, const std::string& problem) const {
+        cublasLtMatmulPreference_t made;
+        check(cublasLtMatmulPreferenceCreate(&made), problem);
+        const CublasLtOwner<cublasLtMatmulPreference_t> preference(made);
+        auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
+            check(cublasLtMatmulPreferenceSetAttribute(made, attribute, &value, sizeof value), problem);
+        };
+        prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(workspace_bytes));
+        prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
+        for (const auto alignment :
+             {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+              CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
+            prefer(alignment, uint32_t(16));
+        }
+        cublasLtMatmulHeuristicResult_t result{};
+        result.state = CUBLAS_STATUS_NOT_SUPPORTED;  // stays if nothing is found
+        int found = 0;
+        const std::string what = problem + " has no algorithm here: try another shape or a newer CUDA";
+        check(cublasLtMatmulAlgoGetHeuristic(handle.get(), plan.operation.get(), plan.a.get(), plan.b.get(),
+                                             plan.out.get(), plan.out.get(), made, 1, &result, &found),
+              what);
+        check(result.state, what);
+        return result.algo;
+    }
+
+    cublasComputeType_t compute;
+    Buffer<unsigned char> workspace;
+    CublasLtOwner<cublasLtHandle_t> handle;
+    std::map<std::array<int, 5>, Plan> plans;
+};
+
+// out: (N,OC)   inp: (N,C)   weight: (OC,C)   bias: (OC) or null
+// pre_gelu: (N,OC) or null; given, it is what is described above, and out = gelu(pre_gelu)
+inline void matmul_forward(Matmul& matmul, floatX* out, const floatX* inp, const floatX* weight,
+                           const floatX* bias, int N, int C, int OC, Stream& stream,
+                           floatX* pre_gelu = nullptr) {
+    if (pre_gelu && !Matmul::fuses_gelu) {
+        matmul.multiply(Matmul::Kind::forward, pre_gelu, weight, inp, bias, nullptr, N, C, OC, stream);
+        gelu_forward(out, pre_gelu, long(N) * OC, stream);
+    } else {
+        matmul.multiply(Matmul::Kind::forward, out, weight, inp, bias, pre_gelu, N, C, OC, stream);
+    }
+}
+
+// dinp, inp: (N,C), dinp overwritten   dweight: (OC,C), dbias: (OC) or null; both are added to
+// dout: (N,OC)   weight: (OC,C)
+// pre_gelu: (N,C) or null; given, inp is gelu(pre_gelu), and dinp becomes the gradient of pre_gelu
+inline void matmul_backward(Matmul& matmul, floatX* dinp, float* dweight, float* dbias, const floatX* dout,
+                            const floatX* inp, const floatX* weight, int N, int C, int OC, Stream& stream,
+                            const floatX* pre_gelu = nullptr) {
+    const floatX* aux = Matmul::fuses_gelu ? pre_gelu : nullptr;
+    const floatX* none = nullptr;
+    matmul.multiply(Matmul::Kind::backward_weight, dweight, inp, dout, none, none, N, C, OC, stream);
+    matmul.multiply(Matmul::Kind::backward_inp, dinp, weight, dout, none, aux, N, C, OC, stream);
+    if (pre_gelu && !aux) { multiply_by_gelu_derivative(dinp, pre_gelu, long(N) * C, stream); }
+    if (dbias) { column_sums(dbias, dout, N, OC, stream); }
+}
+
+}  // namespace cuda

@@ -1,0 +1,225 @@
+// Quantize on a GPU: outer gradients to the bytes of a payload, payloads to their mean, and the hash of
+// global parameters. The payload's layout, the equations and the arithmetic of a value are in quantize.h,
+// whose CPU version gives the same bits.
+//
+// A thread has four values next to each other: 16 bytes of fp32 in one access, and their codes in one access
+// of 2 (fp4), 4 (fp8), 8 (bf16) or 16 bytes (fp32). So a warp has one quantization block of 128 values, its
+// largest magnitude is one warp reduction, and whatever a warp reads or writes is whole 32-byte sectors in a
+// row.
+#pragma once
+#include <stdexcept>
+#include <type_traits>
+
+#include "llmc/cuda/device.cuh"
+#include "streaming/quantize.h"
+
+namespace cuda {
+
+const int quantize_threads = 256;
+const int hash_threads = 256, hash_packs = 4;             // packs that a thread has on their way at once
+const long hash_values = hash_threads * hash_packs * 4L;  // of a block
+
+// Four codes of format F, as they lie in memory.
+template <class F>
+using FourCodes = std::conditional_t<
+    F::bits == 4, unsigned short,
+    std::conditional_t<F::bits == 8, unsigned, std::conditional_t<F::bits == 16, uint2, uint4>>>;
+
+template <class F>
+__device__ inline void store_codes(uint8_t* out, const uint32_t (&codes)[4]) {
+    uint32_t words[4] = {};
+    for (int i = 0; i < 4; i++) { words[i * F::bits / 32] |= codes[i] << i * F::bits % 32; }
+    FourCodes<F> packed;
+    memcpy(&packed, words, sizeof(packed));
+    __stcg(reinterpret_cast<FourCodes<F>*>(out), packed);
+}
+
+// Above a code's own bits there may be those of the next: decode() does not look at them.
+template <class F>
+__device__ inline void load_codes(uint32_t (&codes)[4], const uint8_t* inp) {
+    const FourCodes<F> packed = __ldcs(reinterpret_cast<const FourCodes<F>*>(inp));
+    uint32_t words[4] = {};
+    memcpy(words, &packed, sizeof(packed));
+    for (int i = 0; i < 4; i++) { codes[i] = words[i * F::bits / 32] >> i * F::bits % 32; }
+}
+
+// One warp, one block of 128 values.   codes, scales: where the range's begin   global, local: (128 blocks)
+// Bound by memory: 8 bytes read a value, in one pass, and bits / 8 written (fp4: 0.5), 2 more a block.
+template <class F>
+__global__ void quantize_kernel(PayloadHeader* header, uint8_t* codes, uint16_t* scales, const float* global,
+                                const float* local, long blocks) {
+    const long block = (blockIdx.x * long(blockDim.x) + threadIdx.x) / 32;
+    const int lane = threadIdx.x % 32;
+    if (block >= blocks) { return; }  // a whole warp
+    const long i = block * quantization_block + lane * 4;
+    const Pack<float> outer = load_pack(global + i), inner = load_pack(local + i);
+    float delta[4];
+    uint32_t absmax = 0;  // as bits: infinity and NaN are the largest
+    for (int k = 0; k < 4; k++) {
+        delta[k] = subtract_rn(outer[k], inner[k]);
+        absmax = max(absmax, float_to_bits(delta[k]) & 0x7fffffff);
+    }
+    absmax = __reduce_max_sync(full_warp, absmax);
+
+    uint32_t scale = block_scale<F>(absmax);
+    const bool sendable = is_sendable<F>(absmax, scale);
+    if (!sendable) { scale = 0; }
+    if (F::scaled && lane == 0) { scales[block] = uint16_t(scale); }
+    const float divisor = scale == 0 ? 1.0f : bits_to_float(scale << 16);
+    uint32_t encoded[4];
+    for (int k = 0; k < 4; k++) {
+        const float value = sendable ? delta[k] : 0.0f;
+        encoded[k] = F::encode(F::scaled ? divide_rn(value, divisor) : value);
+    }
+    store_codes<F>(codes + i * F::bits / 8, encoded);
+    if (!sendable && lane == 0) {
+        atomicOr(reinterpret_cast<unsigned long long*>(&header->flags), delta_not_finite);
+    }
+}
+
+// One thread, four values.   mean: (n)   codes, scales: of worker 0, the next worker's `stride` bytes on
+// Bound by memory: bits / 8 bytes read a value and worker (fp4: 0.5), 4 written a value.
+template <class F>
+__global__ void dequantize_mean_kernel(float* mean, const uint8_t* codes, const uint8_t* scales,
+                                       size_t stride, int workers, long n) {
+    const long i = (blockIdx.x * long(blockDim.x) + threadIdx.x) * 4;
+    if (i >= n) { return; }
+    codes += i * F::bits / 8;
+    scales += i / quantization_block * sizeof(uint16_t);
+    Pack<float> sum = {};
+    #pragma unroll 4
+    for (int worker = 0; worker < workers; worker++) {
+        uint32_t encoded[4];
+        load_codes<F>(encoded, codes + size_t(worker) * stride);
+        float factor = 1.0f;
+        if constexpr (F::scaled) {
+            const uint8_t* scale = scales + size_t(worker) * stride;
+            factor = bits_to_float(uint32_t(__ldg(reinterpret_cast<const unsigned short*>(scale))) << 16);
+        }
+        for (int k = 0; k < 4; k++) {
+            const float value = F::decode(encoded[k]);
+            sum[k] = add_rn(sum[k], F::scaled ? multiply_rn(value, factor) : value);
+        }
+    }
+    for (int k = 0; k < 4; k++) { sum[k] = divide_rn(sum[k], float(workers)); }
+    store_pack(mean + i, sum);
+}
+
+// header->hash += the hash of values [first, first + count).   values: (count)
+// Sums mod 2^64 are the same in any order, so that each block may add its own when it is done.
+// 4 bytes read a value; about 20 integer instructions a value, which is as much as a GPU does in that time.
+__global__ void add_hash_kernel(PayloadHeader* header, long first, const float* values, long count) {
+    SHARED(unsigned long long[hash_threads / 32], partial);
+    const long begin = blockIdx.x * hash_values + threadIdx.x * 4;
+    Pack<float> packs[hash_packs];
+    for (int p = 0; p < hash_packs; p++) {
+        const long i = begin + p * hash_threads * 4;
+        if (i < count) { packs[p] = load_pack(values + i); }
+    }
+    unsigned long long sum = 0;
+    for (int p = 0; p < hash_packs; p++) {
+        const long i = begin + p * hash_threads * 4;
+        if (i < count) {
+            for (int k = 0; k < 4; k++) { sum += hash_value(uint64_t(first + i + k), packs[p][k]); }
+        }
+    }
+    for (int bits = 16; bits > 0; bits /= 2) { sum += __shfl_xor_sync(full_warp, sum, bits); }
+    if (threadIdx.x % 32 == 0) { partial[threadIdx.x / 32] = sum; }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        unsigned long long total = 0;
+        for (int warp = 0; warp < hash_threads / 32; warp++) { total += partial[warp]; }
+        atomicAdd(reinterpret_cast<unsigned long long*>(&header->hash), total);
+    }
+}
+
+__global__ void write_header_kernel(PayloadHeader* out, PayloadHeader header) { *out = header; }
+
+// What 16-byte accesses need.
+inline void require_16_bytes(const char* what, const void* p) {
+    if (reinterpret_cast<uintptr_t>(p) % 16 != 0) {
+        throw std::invalid_argument(format("%s is not aligned to 16 bytes", what));
+    }
+}
+
+inline void require_blocks_of_128(const char* what, long values) {
+    if (values < 0 || values % quantization_block != 0) {
+        throw std::invalid_argument(
+            format("%s is %ld values, not a multiple of %ld", what, values, quantization_block));
+    }
+}
+
+// Blocks of `threads` for so many values, four a thread.
+inline unsigned launch_blocks(long values, int threads) {
+    return unsigned((values + threads * 4L - 1) / (threads * 4L));
+}
+
+// Writes the header of a payload. It travels with the launch: nothing of the host has to stay alive.
+inline void write_header(uint8_t* payload, const PayloadHeader& header, Stream& stream) {
+    require_16_bytes("the payload", payload);
+    launch(write_header_kernel, Grid{1, 1, 0, stream}, &header_of(payload), header);
+}
+
+// Reads the headers of `count` payloads that lie `stride` bytes apart. `headers` is memory of the host and
+// has to stay alive until the stream has passed; where it is not pinned, the host may wait here for that.
+inline void read_headers(PayloadHeader* headers, const uint8_t* payloads, size_t stride, int count,
+                         Stream& stream) {
+    for (int i = 0; i < count; i++) {
+        cudaCheck(cudaMemcpyAsync(&headers[i], payloads + size_t(i) * stride, sizeof(PayloadHeader),
+                                  cudaMemcpyDeviceToHost, stream));
+    }
+}
+
+// Adds the hash of values [first, first + count) of a fragment to the payload's header.
+// values: (count), 16-byte aligned   count: a multiple of 128
+inline void add_hash(uint8_t* payload, long first, const float* values, long count, Stream& stream) {
+    require_16_bytes("the payload", payload);
+    require_16_bytes("the array to hash", values);
+    require_blocks_of_128("the array to hash", count);
+    if (count == 0) { return; }
+    launch(add_hash_kernel, Grid{unsigned((count + hash_values - 1) / hash_values), hash_threads, 0, stream},
+           &header_of(payload), first, values, count);
+}
+
+// Quantizes values [first, first + count) of a fragment of n values into its payload: global - local.
+// global, local: (count), 16-byte aligned; n, first, count: multiples of 128; payload: 16-byte aligned, its
+// header is written already.
+inline void quantize(uint8_t* payload, Format format, long n, long first, const float* global,
+                     const float* local, long count, Stream& stream) {
+    require_16_bytes("the payload", payload);
+    require_16_bytes("the array of global parameters", global);
+    require_16_bytes("the array of local parameters", local);
+    require_blocks_of_128("the fragment", n);
+    require_blocks_of_128("what lies before the range to quantize", first);
+    require_blocks_of_128("the range to quantize", count);
+    if (count == 0) { return; }
+    with_format(format, [&](auto f) {
+        using F = decltype(f);
+        uint8_t* scales = payload + sizeof(PayloadHeader);
+        uint8_t* codes = scales + scale_bytes(format, n) + first * F::bits / 8;
+        launch(quantize_kernel<F>, Grid{launch_blocks(count, quantize_threads), quantize_threads, 0, stream},
+               &header_of(payload), codes, reinterpret_cast<uint16_t*>(scales) + first / quantization_block,
+               global, local, count / quantization_block);
+    });
+}
+
+// mean[i] = the sum over workers of what their payloads say of value i, in fp32 and ascending order, by
+// float(workers).   mean: (n), 16-byte aligned   payloads: `workers` of them, `stride` bytes apart, a
+// multiple of 16, and 16-byte aligned   n: a multiple of 128
+inline void dequantize_mean(float* mean, const uint8_t* payloads, size_t stride, int workers, Format format,
+                            long n, Stream& stream) {
+    require_16_bytes("the mean", mean);
+    require_16_bytes("the first payload", payloads);
+    require_16_bytes("the second payload", payloads + stride);
+    require_blocks_of_128("the fragment", n);
+    if (n == 0) { return; }
+    with_format(format, [&](auto f) {
+        using F = decltype(f);
+        const uint8_t* scales = payloads + sizeof(PayloadHeader);
+        launch(dequantize_mean_kernel<F>,
+               Grid{launch_blocks(n, quantize_threads), quantize_threads, 0, stream}, mean,
+               scales + scale_bytes(format, n), scales, stride, workers, n);
+    });
+}
+
+}  // namespace cuda
