@@ -108,9 +108,7 @@ char* incoming(const Operation& operation, int rank) {
 void note_accesses(const Member& member, const Operation& operation) {
     CalledFrom caller(operation.caller);
     const size_t bytes = operation.bytes();
-    if (sends_data(member, operation)) {
-        note_read(operation.from, source_bytes(operation, member.size));
-    }
+    if (sends_data(member, operation)) { note_read(operation.from, source_bytes(operation, member.size)); }
     char* const to = static_cast<char*>(operation.to);
     if (operation.call.kind != Collective::all_gather || to + size_t(member.rank) * bytes != operation.from) {
         note_write(to, target_bytes(operation, member.size));
@@ -157,7 +155,8 @@ Outcome perform(const Member& member, const Operation& operation, std::string* e
     return outcome;
 }
 
-Outcome perform_transfers(const Member& member, const std::vector<Operation>& operations, std::string* error) {
+Outcome perform_transfers(const Member& member, const std::vector<Operation>& operations,
+                          std::string* error) {
     std::vector<Message> out, in;
     std::vector<Operation> to_self, from_self;
     for (const Operation& operation : operations) {

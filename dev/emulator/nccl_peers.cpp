@@ -34,7 +34,8 @@ long receive_some(int socket, void* p, size_t bytes) {
 socklen_t address_of(const std::string& name, int rank, sockaddr_un* address) {
     *address = {};
     address->sun_family = AF_UNIX;
-    const int length = snprintf(address->sun_path + 1, sizeof(address->sun_path) - 1, "%s-%d", name.c_str(), rank);
+    const int length =
+        snprintf(address->sun_path + 1, sizeof(address->sun_path) - 1, "%s-%d", name.c_str(), rank);
     return socklen_t(offsetof(sockaddr_un, sun_path) + 1 + size_t(length));
 }
 
@@ -87,7 +88,8 @@ std::string text_of(const Call& call) {
         text += std::string(" (") + name_of(call.reduction) + ")";
     }
     if (call.kind == Collective::broadcast) { text += " from rank " + std::to_string(call.root); }
-    return text + " of " + std::to_string(call.count) + " " + (call.type < ncclNumTypes ? types[call.type] : "?");
+    return text + " of " + std::to_string(call.count) + " " +
+           (call.type < ncclNumTypes ? types[call.type] : "?");
 }
 
 // ---- connecting: with lower ranks actively, with higher ones passively
@@ -99,7 +101,7 @@ bool Peers::connect(const Stops& stops, std::string* error) {
     const int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (bind(listener, reinterpret_cast<sockaddr*>(&address), length) != 0 ||
         listen(listener, int(sockets.size())) != 0) {
-        *error = "rank " + std::to_string(rank) + " is there twice: " + strerror(errno);
+        *error = "is there twice: " + std::string(strerror(errno));
         ::close(listener);
         return false;
     }
@@ -121,7 +123,7 @@ bool Peers::connect_with_lower_ranks(const Stops& stops) {
             if (stops()) { return false; }
             usleep(2000);
         }
-        if (send_some(to, &rank, sizeof(rank)) != sizeof(rank)) { return false; }
+        send_some(to, &rank, sizeof(rank));
     }
     return true;
 }

@@ -68,7 +68,7 @@ private:
 
     std::string name;
     int rank;
-    std::vector<int> sockets;  // by rank; -1: none
+    std::vector<int> sockets;                                            // by rank; -1: none
     std::vector<uint64_t> sent = std::vector<uint64_t>(sockets.size());  // messages, by rank
     std::vector<uint64_t> received = sent;
 };

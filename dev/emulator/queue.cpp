@@ -23,7 +23,7 @@ constexpr uint64_t items_of_one_rank = 4, ranks = 8;
 struct Streams {
     Monitor monitor;  // of all that is here, and of all streams, items and points
     std::map<cudaStream_t, StreamRef> by_handle;
-    std::vector<StreamRef> with_thread;  // those that may have work, closed ones included
+    std::vector<StreamRef> with_thread;        // those that may have work, closed ones included
     std::map<int, StreamRef> default_streams;  // by device
     int opened = 0;
     int hosts_waiting = 0;
@@ -294,8 +294,8 @@ PointRef enqueue(const StreamRef& stream, const char* call, std::function<void()
     return put(stream, call, std::move(work), std::move(after));
 }
 
-PointRef enqueue_for_nccl(const StreamRef& stream, std::function<void()> work) {
-    return put(stream, nullptr, std::move(work), {});
+PointRef enqueue_for_nccl(const StreamRef& stream, std::function<void()> work, std::vector<PointRef> after) {
+    return put(stream, nullptr, std::move(work), std::move(after));
 }
 
 PointRef last_point(const StreamRef& stream) {

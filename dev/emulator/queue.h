@@ -63,13 +63,13 @@ void close_all_streams();
 PointRef enqueue(const StreamRef& stream, const char* call, std::function<void()> work,
                  std::vector<PointRef> after = {});
 // The same for what that NCCL call itself enqueues.
-PointRef enqueue_for_nccl(const StreamRef& stream, std::function<void()> work);
+PointRef enqueue_for_nccl(const StreamRef& stream, std::function<void()> work, std::vector<PointRef> after);
 
 PointRef last_point(const StreamRef& stream);  // null: nothing was ever enqueued
 void wait_for(const PointRef& point);          // the host waits
 bool is_done(const PointRef& point);
-void wait_for_all_streams();                   // of the current device
-void drain_all_streams();  // the same, and thread sanitizer hears of no order
+void wait_for_all_streams();  // of the current device
+void drain_all_streams();     // the same, and thread sanitizer hears of no order
 
 void begin_nccl_call(const StreamRef& stream);
 void end_nccl_call(const StreamRef& stream);

@@ -270,7 +270,8 @@ int exchange_deltas(const Rank& own, Mistake mistake) {
         launch(take_delta, grid, delta, weights, anchor);
         cudaCheck(cudaEventRecord(delta_ready, inner));
         if (mistake != Mistake::no_wait) { cudaCheck(cudaStreamWaitEvent(outer.stream, delta_ready)); }
-        const auto result = ncclAllGather(delta, gathered, n, ncclFloat, outer.comm, outer.stream);  // mistake(gather)
+        const auto result =
+            ncclAllGather(delta, gathered, n, ncclFloat, outer.comm, outer.stream);  // mistake(gather)
         if (mistake == Mistake::unsettled_call) {
             outer.settle(ncclAllGather(delta, gathered, n, ncclFloat, outer.comm, outer.stream));
         }
@@ -362,7 +363,9 @@ int missing_rank(const Rank& own) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
     ncclComm_t comm;
-    if (ncclCommInitRankConfig(&comm, own.size, own.id, own.rank, &config) != ncclInProgress) { return wrong; }
+    if (ncclCommInitRankConfig(&comm, own.size, own.id, own.rank, &config) != ncclInProgress) {
+        return wrong;
+    }
     usleep(100000);
     ncclResult_t state;
     check(ncclCommGetAsyncError(comm, &state));
@@ -375,11 +378,18 @@ int missing_rank(const Rank& own) {
 using Program = int (*)(const Rank&);
 
 const std::map<std::string, Program>& programs() {
-    static const std::map<std::string, Program> all = {
-        {"every operation", every_operation}, {"good exchange", good_exchange}, {"no wait", no_wait},
-        {"no poll", no_poll},                 {"early record", early_record},   {"unsettled call", unsettled_call},
-        {"other count", other_count},         {"other type", other_type},       {"other kind", other_kind},
-        {"other root", other_root},           {"invalid calls", invalid_calls}, {"missing rank", missing_rank}};
+    static const std::map<std::string, Program> all = {{"every operation", every_operation},
+                                                       {"good exchange", good_exchange},
+                                                       {"no wait", no_wait},
+                                                       {"no poll", no_poll},
+                                                       {"early record", early_record},
+                                                       {"unsettled call", unsettled_call},
+                                                       {"other count", other_count},
+                                                       {"other type", other_type},
+                                                       {"other kind", other_kind},
+                                                       {"other root", other_root},
+                                                       {"invalid calls", invalid_calls},
+                                                       {"missing rank", missing_rank}};
     return all;
 }
 
@@ -404,7 +414,9 @@ struct Outcome {
 pid_t start_rank(int output, const std::vector<std::string>& environment) {
     std::vector<char*> variables;
     for (char** variable = environ; *variable; variable++) { variables.push_back(*variable); }
-    for (const std::string& variable : environment) { variables.push_back(const_cast<char*>(variable.c_str())); }
+    for (const std::string& variable : environment) {
+        variables.push_back(const_cast<char*>(variable.c_str()));
+    }
     variables.push_back(nullptr);
     posix_spawn_file_actions_t files;
     posix_spawn_file_actions_init(&files);
@@ -466,7 +478,8 @@ Outcome run_ranks(const std::string& program, int size, uint64_t seed,
 
 std::vector<int> all(int size, int status) { return std::vector<int>(size_t(size), status); }
 
-constexpr int few = has_thread_sanitizer || has_address_sanitizer ? 2 : 4, many = has_thread_sanitizer ? 3 : 10;
+constexpr int few = has_thread_sanitizer || has_address_sanitizer ? 2 : 4,
+              many = has_thread_sanitizer ? 3 : 10;
 
 // ---- tests
 
