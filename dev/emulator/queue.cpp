@@ -1,4 +1,5 @@
-// The streams' threads, their queues and the adversary. Compiled without -fsanitize=thread (see sanitizers.h).
+// The streams' threads, their queues and the adversary. Compiled without -fsanitize=thread (see
+// sanitizers.h).
 #include "dev/emulator/queue.h"
 
 #include <pthread.h>

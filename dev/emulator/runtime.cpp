@@ -87,8 +87,6 @@ const char* cudaGetErrorString(cudaError_t error) {
     }
 }
 
-const char* cudaGetErrorName(cudaError_t error) { return cudaGetErrorString(error); }
-
 // ---- the device
 
 cudaError_t cudaGetDeviceCount(int* count) {

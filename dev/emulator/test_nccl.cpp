@@ -163,6 +163,24 @@ int every_operation(const Rank& own) {
     return mistakes == 0 && rank == own.rank && size == own.size ? right : wrong;
 }
 
+// An operation on one stream, then on another that does not wait for the first: NCCL keeps the order.
+int two_streams(const Rank& own) {
+    ncclComm_t comm;
+    check(ncclCommInitRank(&comm, own.size, own.id, own.rank));
+    cudaStream_t first = new_stream(), second = new_stream();
+    const int n = 500;
+    DeviceArray<float> a(values_of<float>(own.rank, n)), b(values_of<float>(own.rank, n));
+    for (int i = 0; i < 6; i++) {
+        check(ncclAllReduce(a, a, n, ncclFloat, ncclMax, comm, i % 2 == 0 ? first : second));
+        check(ncclBroadcast(b, b, n, ncclFloat, i % own.size, comm, i % 3 == 0 ? second : first));
+    }
+    cudaCheck(cudaStreamSynchronize(first));
+    cudaCheck(cudaStreamSynchronize(second));
+    const bool as_expected = b.to_host() == values_of<float>(0, n);
+    check(ncclCommDestroy(comm));
+    return as_expected ? right : wrong;
+}
+
 // ---- an exchange in the background of training
 
 struct Exchange {
@@ -379,6 +397,7 @@ using Program = int (*)(const Rank&);
 
 const std::map<std::string, Program>& programs() {
     static const std::map<std::string, Program> all = {{"every operation", every_operation},
+                                                       {"two streams", two_streams},
                                                        {"good exchange", good_exchange},
                                                        {"no wait", no_wait},
                                                        {"no poll", no_poll},
@@ -489,6 +508,12 @@ TEST(Nccl, EveryOperationGivesWhatItShould) {
         EXPECT_EQ(outcome.status, all(3, right)) << outcome.output;
     }
     EXPECT_EQ(run_ranks("every operation", 1, 1).status, all(1, right));
+}
+
+TEST(Nccl, OperationsOfOneCommunicatorKeepTheirOrderOnTwoStreams) {
+    for (int seed = 0; seed < few; seed++) {
+        EXPECT_EQ(run_ranks("two streams", 2, uint64_t(seed)).status, all(2, right)) << "seed " << seed;
+    }
 }
 
 TEST(Nccl, RanksCanBeThreads) {
