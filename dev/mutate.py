@@ -486,9 +486,17 @@ class Source:
             if words[:1] != ["const"] and self.text(i + 2) == "}" and self.text(self.operand_before(i - 1)) in \
                     self.float_arrays:
                 self.add("init", i + 1, i + 2, "{1.0f}")
-        elif (words[-1:] == ["]"] or words[:1] == ["*"]) and words[0] not in FLOAT_TYPES | {"const", "int", "auto"} \
-                and self.tokens[i].function.on_device and self.tokens[i].within == self.tokens[statement].within:
+        elif self.is_store(i, words):
             self.add("init", i, i, "+=")
+
+    def is_store(self, i, words):
+        """Of a number to memory or to an array, on the device; not a declaration, and nothing that has no +=."""
+        if not self.tokens[i].function.on_device or \
+                self.tokens[i].within != self.tokens[self.tokens[i].statement].within:
+            return False
+        stores = words[-1:] == ["]"] and words[0] not in FLOAT_TYPES | {"const", "int", "auto"} or \
+            words[:1] == ["*"] and words[1] in self.float_arrays
+        return stores and not self.text(i + 1).startswith(("load_pack", "make_"))
 
     def visit_arithmetic(self, i):
         if self.loop_part(i) == 2 or self.is_check(i) or self.text(i - 1) in (")", "]", "}") and \
@@ -893,7 +901,7 @@ def report(verdicts, survivors, all_changes):
         if not matching:
             print(f"\n{where}: the file has no such change any more")
             ok = False
-        elif any(change in killed for change in matching):
+        elif all(change in killed for change in matching):
             print(f"\n{where}: is said to survive, and was killed")
             ok = False
     print()

@@ -1,10 +1,10 @@
 // cuBLASLt on a CPU: D = epilogue(alpha op(A) op(B) + beta C) of column-major matrices, bf16 or float, sums
 // in float in ascending order of k. The functions, attributes and types that this program uses, no others.
 //
-// It is as strict as the library's documentation and chooses, of what a caller allows, the worst: an
-// algorithm that needs all the alignment it was promised, overwrites its workspace, works for that one
-// problem only and, if allowed to, rounds partial sums to D's type. With CUBLASLT_LOG_LEVEL=1 in the
-// environment a refusal's reason goes to stderr.
+// It is as strict as the library's documentation, or stricter where a comment says so, and chooses, of what a
+// caller allows, the worst: an algorithm that needs all the alignment it was promised, overwrites its
+// workspace, works for that one problem only and, if allowed to, rounds partial sums to D's type. With
+// CUBLASLT_LOG_LEVEL=1 in the environment a refusal's reason goes to stderr.
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
@@ -139,7 +139,7 @@ cublasStatus_t check_types(const Problem& p) {
         return refuse(unsupported, "an epilogue with GELU and a D that is not bf16");
     }
     if (p.has_aux() && operation.aux_type != -1 && operation.aux_type != p.d.type) {
-        return refuse(unsupported, "AUX of a type that is not D's");
+        return refuse(invalid, "AUX of a type that is not D's");
     }
     return success;
 }
@@ -177,6 +177,7 @@ cublasStatus_t check_operation(const Problem& p) {
     if (p.operation.epilogue != CUBLASLT_EPILOGUE_DEFAULT && !p.adds_bias() && !p.has_aux()) {
         return refuse(unsupported, "this epilogue");
     }
+    // Stricter than the documentation, which does not forbid them: they were meant for another epilogue.
     if (!p.has_aux() && (p.operation.aux_ld != 0 || p.operation.aux_type != -1)) {
         return refuse(invalid, "AUX_LD or AUX_DATA_TYPE, and an epilogue without AUX");
     }

@@ -24,14 +24,28 @@ using bf16 = __nv_bfloat16;
 
 constexpr int warps = 4, threads = 32 * warps;  // of a block
 constexpr int largest_tile = 128;               // rows; the sizes of the backward's tiles divide it
-constexpr float log2_e = 1.44269504f;
+constexpr float log2_e = 1.44269504f, ln_2 = 0.693147181f;
 
-// What each kernel's block owns and what it goes through, in rows. As large as registers (255 a thread, two
-// blocks on an SM) and 99 KiB of shared memory allow.
+// What each kernel's block owns and what it goes through, in rows. As large as registers (255 a thread) and
+// 99 KiB of shared memory allow. Two blocks share an SM that has 228 KiB (sm_90, sm_100), one that has 164
+// (sm_80) but for dq of 128, and one that has 100 (sm_86, sm_89) for the forward and dk, dv of 64.
+//
+// Estimates, not measured: clocks of an SM of sm_90 for one step of a block's loop, if nothing else held it
+// up. Tensor cores are taken to reach 5/8 of their peak by mma.sync, shared memory to move 128 bytes a clock,
+// and each of four schedulers to issue an instruction a clock (as many as there are in the compiled loop).
+//
+//     head size           forward: 64    128    dk, dv: 64    128    dq: 64    128
+//     tensor cores                820    820           820    820      1230   1230
+//     shared memory               640    900           860   1440      1150   1410
+//     instructions                760    680           570    550       800    620
+//
+// So no one of them alone is the bound, and what is read from shared memory counts as much as the flops.
+// The queries that a warp multiplies at every step stay in registers where these suffice.
 template <int hs>
 struct Tiles {
+    static constexpr bool forward_q_in_registers = hs == 64;
     static constexpr int forward_queries = 128, forward_keys = hs == 64 ? 64 : 32;
-    static constexpr int dkv_keys = hs == 64 ? 128 : 64, dkv_queries = hs == 64 ? 32 : 64;
+    static constexpr int dkv_keys = hs == 64 ? 128 : 64, dkv_queries = 32;
     static constexpr int dq_queries = 128, dq_keys = hs == 64 ? 64 : 32;
 
     static constexpr size_t forward_bytes = (forward_queries + 4 * forward_keys) * hs * sizeof(bf16);
@@ -52,11 +66,19 @@ __device__ inline int tile_index(int row, int column) {
 }
 
 // What this lane gives to load_matrix_x4 for the 16 x 16 values at (row, column), multiples of 16. Matrices 0
-// and 1 are the left columns, 0 and 2 the upper rows.
+// and 1 are the left columns, 0 and 2 the upper rows: operand A of mma, or, transposed, two operands B.
 template <int hs>
 __device__ inline const bf16* lane_address(const bf16* tile, int row, int column) {
     const int lane = threadIdx.x % 32;
     return tile + row * hs + tile_index<hs>(lane % 16, column + lane / 16 * 8);
+}
+
+// The same, but matrices 0 and 1 are the upper rows, 0 and 2 the left columns: two operands B, untransposed.
+// Either way an operand B is two successive registers, as mma takes it, and none has to be moved.
+template <int hs>
+__device__ inline const bf16* lane_address_of_b(const bf16* tile, int row, int column) {
+    const int lane = threadIdx.x % 32;
+    return tile + row * hs + tile_index<hs>(lane / 16 * 8 + lane % 8, column + lane / 8 % 2 * 8);
 }
 
 // Rows `first`.. of a head to shared memory, zeros from row T on.   head: (T,hs) with leading dimension ld
@@ -85,6 +107,36 @@ __device__ inline uint32_t bf16_pair(float low, float high) {
     return bits;
 }
 
+// 16 columns, from k on, of 16 M rows of a tile, from `row` on: operand A of mma.
+template <int hs, int M>
+__device__ inline void load_a(uint32_t (&a)[M][4], const bf16* tile, int row, int k) {
+    #pragma unroll
+    for (int i = 0; i < M; i++) { load_matrix_x4(a[i], lane_address<hs>(tile, row + 16 * i, k)); }
+}
+
+// All columns.
+template <int hs, int M>
+__device__ inline void load_rows(uint32_t (&rows)[hs / 16][M][4], const bf16* tile, int row) {
+    #pragma unroll
+    for (int k = 0; k < hs; k += 16) { load_a<hs>(rows[k / 16], tile, row, k); }
+}
+
+// sum += A B^T, over columns k.. k + 15.   B: the 8 N rows of b_tile
+template <int hs, int M, int N>
+__device__ inline void add_product_of_columns(float (&sum)[M][N][4], const uint32_t (&a)[M][4],
+                                              const bf16* b_tile, int k) {
+    #pragma unroll
+    for (int j = 0; j < N; j += 2) {
+        uint32_t b[4];
+        load_matrix_x4(b, lane_address_of_b<hs>(b_tile, 8 * j, k));
+        #pragma unroll
+        for (int i = 0; i < M; i++) {
+            mma_m16n8k16_bf16(sum[i][j], a[i], b[0], b[1]);
+            mma_m16n8k16_bf16(sum[i][j + 1], a[i], b[2], b[3]);
+        }
+    }
+}
+
 // sum += A B^T, a product over hs.   A: 16 M rows of a_tile from a_row on   B: the 8 N rows of b_tile
 template <int hs, int M, int N>
 __device__ inline void add_product_of_tiles(float (&sum)[M][N][4], const bf16* a_tile, int a_row,
@@ -92,19 +144,17 @@ __device__ inline void add_product_of_tiles(float (&sum)[M][N][4], const bf16* a
     #pragma unroll
     for (int k = 0; k < hs; k += 16) {
         uint32_t a[M][4];
-        #pragma unroll
-        for (int i = 0; i < M; i++) { load_matrix_x4(a[i], lane_address<hs>(a_tile, a_row + 16 * i, k)); }
-        #pragma unroll
-        for (int j = 0; j < N; j += 2) {
-            uint32_t b[4];
-            load_matrix_x4(b, lane_address<hs>(b_tile, 8 * j, k));
-            #pragma unroll
-            for (int i = 0; i < M; i++) {
-                mma_m16n8k16_bf16(sum[i][j], a[i], b[0], b[2]);
-                mma_m16n8k16_bf16(sum[i][j + 1], a[i], b[1], b[3]);
-            }
-        }
+        load_a<hs>(a, a_tile, a_row, k);
+        add_product_of_columns<hs>(sum, a, b_tile, k);
     }
+}
+
+// The same, with A in registers.
+template <int hs, int M, int N>
+__device__ inline void add_product_of_rows(float (&sum)[M][N][4], const uint32_t (&a)[hs / 16][M][4],
+                                           const bf16* b_tile) {
+    #pragma unroll
+    for (int k = 0; k < hs; k += 16) { add_product_of_columns<hs>(sum, a[k / 16], b_tile, k); }
 }
 
 // sum += A B, with A rounded to bf16.   A: (16 M, 8 N)   B: the 8 N rows of b_tile, (8 N, hs)
@@ -210,7 +260,7 @@ __device__ inline float quad_sum(float x) {
 // Row i's running softmax; [0] is row_of(i, 0), [1] is row_of(i, 2).
 template <int M>
 struct Softmax {
-    float max[M][2], sum[M][2];  // sum: of this lane's columns only
+    float max[M][2], sum[M][2];  // max: times scale, rounded   sum: of this lane's columns only
 
     __device__ Softmax() {
         #pragma unroll
@@ -220,7 +270,7 @@ struct Softmax {
         }
     }
 
-    // Scores become 2^(scale (s - max)); what was summed under an older maximum, `out` too, is brought to the
+    // Scores become 2^(scale s - max); what was summed under an older maximum, `out` too, is brought to the
     // new one. Each row has a score that is not masked, or had one before.
     template <int N, int K>
     __device__ void update(float (&s)[M][N][4], float (&out)[M][K][4], float scale) {
@@ -228,20 +278,20 @@ struct Softmax {
         for (int i = 0; i < M; i++) {
             #pragma unroll
             for (int half = 0; half < 2; half++) {
-                float new_max = max[i][half];
+                float largest = -INFINITY;
                 #pragma unroll
                 for (int j = 0; j < N; j++) {
-                    new_max = fmaxf(new_max, fmaxf(s[i][j][2 * half], s[i][j][2 * half + 1]));
+                    largest = fmaxf(largest, fmaxf(s[i][j][2 * half], s[i][j][2 * half + 1]));
                 }
-                new_max = quad_max(new_max);
-                const float correction = exp2_approximate(scale * (max[i][half] - new_max));
+                const float new_max = fmaxf(max[i][half], scale * quad_max(largest));
+                const float correction = exp2_approximate(max[i][half] - new_max);
                 max[i][half] = new_max;
                 sum[i][half] *= correction;
                 #pragma unroll
                 for (int j = 0; j < N; j++) {
                     #pragma unroll
                     for (int r = 2 * half; r < 2 * half + 2; r++) {
-                        s[i][j][r] = exp2_approximate(fmaf(scale, s[i][j][r], -scale * new_max));
+                        s[i][j][r] = exp2_approximate(fmaf(scale, s[i][j][r], -new_max));
                         sum[i][half] += s[i][j][r];
                     }
                 }
@@ -256,7 +306,7 @@ struct Softmax {
 
     // `out` becomes the mean of v, and the rows' lse are written, those before T.   lse: (T)
     template <int K>
-    __device__ void finish(float (&out)[M][K][4], float* lse, int first, int T, float scale) {
+    __device__ void finish(float (&out)[M][K][4], float* lse, int first, int T) {
         #pragma unroll
         for (int i = 0; i < M; i++) {
             #pragma unroll
@@ -269,7 +319,7 @@ struct Softmax {
                 }
                 const int row = first + row_of(i, 2 * half);
                 if (threadIdx.x % 4 == 0 && row < T) {
-                    lse[row] = (scale * max[i][half] + log2f(total)) / log2_e;
+                    lse[row] = (max[i][half] + log2f(total)) * ln_2;
                 }
             }
         }
@@ -281,7 +331,8 @@ struct Softmax {
 
 // out: (B,T,C)   lse: (B,NH,T)   qkv: (B,T,3C)
 // A block owns queries and goes through keys, from 0 to its last query; the next tile of k and v is on its
-// way while one is in use. Bound by tensor cores: 2 T C flops a query, on average over positions.
+// way while one is in use. Flops: 2 T C a query, on average over positions. Bound by tensor cores and by
+// issuing instructions alike, for heads of 128 by shared memory (estimates: see Tiles).
 template <int hs>
 __global__ void __launch_bounds__(threads, 2)
     forward_kernel(bf16* out, float* lse, const bf16* qkv, int T, int C, float scale) {
@@ -306,8 +357,15 @@ __global__ void __launch_bounds__(threads, 2)
     Softmax<M> softmax;
     const int end = min(first_query + queries, T);
     load_tile_async<queries, hs>(q_tile, q, 3 * C, first_query, T);
+    copy_async_commit();
     load_stage(0);
     copy_async_commit();
+    uint32_t q_rows[hs / 16][M][4];
+    if constexpr (Tiles<hs>::forward_q_in_registers) {
+        copy_async_wait<1>();
+        __syncthreads();  // q is there
+        load_rows<hs>(q_rows, q_tile, row);
+    }
     for (int key = 0; key < end; key += keys) {
         copy_async_wait<0>();
         __syncthreads();  // this tile is there, and the one before it no longer in use
@@ -316,14 +374,18 @@ __global__ void __launch_bounds__(threads, 2)
         if (key < query + 16 * M) {  // else all keys come after the warp's queries
             const int stage = key / keys % 2 * keys * hs;
             float s[M][N][4] = {};
-            add_product_of_tiles<hs>(s, q_tile, row, k_tiles + stage);
+            if constexpr (Tiles<hs>::forward_q_in_registers) {
+                add_product_of_rows<hs>(s, q_rows, k_tiles + stage);
+            } else {
+                add_product_of_tiles<hs>(s, q_tile, row, k_tiles + stage);
+            }
             if (key + keys > query + 1) { mask(s, query, key); }
             softmax.update(s, sum, scale * log2_e);
             add_product<hs>(sum, s, v_tiles + stage);
         }
     }
-    softmax.finish(sum, lse + (size_t(b) * gridDim.y + h) * T, query, T, scale * log2_e);
-    store_rows<hs>(out + size_t(b) * T * C + h * hs, C, query, T, sum, 1.0f, q_tile, row);
+    softmax.finish(sum, lse + (size_t(b) * gridDim.y + h) * T, query, T);
+    store_rows<hs>(out + size_t(b * T) * C + h * hs, C, query, T, sum, 1.0f, q_tile, row);
 }
 
 // What the backward needs of each query, in rows padded to whole tiles: its lse to base 2 and the sum over hs
@@ -351,7 +413,8 @@ __global__ void prepare_backward_kernel(float* lse2, float* dot, const bf16* dou
 
 // The parts k and v of dqkv: (B,T,3C).   dout: (B,T,C)   qkv: (B,T,3C)   lse2, dot: (B,NH,padded_T)
 // A block owns keys and goes through queries, from its first key to T. All matrices are transposed, keys by
-// queries. Bound by tensor cores: 4 T C flops a key, on average.
+// queries. Flops: 4 T C a key, on average. Bound by shared memory, for heads of 64 by tensor cores alike
+// (estimates: see Tiles).
 template <int hs>
 __global__ void __launch_bounds__(threads, 2)
     backward_dkv_kernel(bf16* dqkv, const bf16* dout, const bf16* qkv, const float* lse2, const float* dot,
@@ -370,16 +433,17 @@ __global__ void __launch_bounds__(threads, 2)
     const bf16* q = qkv + size_t(b) * T * 3 * C + h * hs;
     const int first_key = blockIdx.x * keys;
     const int row = threadIdx.x / 32 * 16 * M, key = first_key + row;  // the warp's first
-    const size_t statistics = (size_t(b) * gridDim.y + h) * padded_T;
+    lse2 += (size_t(b) * gridDim.y + h) * padded_T;
+    dot += (size_t(b) * gridDim.y + h) * padded_T;
     auto load_stage = [&](int first_query) {
         const int stage = first_query / queries % 2 * queries;
         load_tile_async<queries, hs>(q_tiles + stage * hs, q, 3 * C, first_query, T);
         load_tile_async<queries, hs>(dout_tiles + stage * hs, dout + size_t(b) * T * C + h * hs, C,
                                      first_query, T);
         if (threadIdx.x < queries / 4) {
-            const size_t at = statistics + first_query + 4 * threadIdx.x;
-            copy_async_16(lse2_tiles + stage + 4 * threadIdx.x, lse2 + at);
-            copy_async_16(dot_tiles + stage + 4 * threadIdx.x, dot + at);
+            const int i = 4 * threadIdx.x;
+            copy_async_16(lse2_tiles + stage + i, lse2 + first_query + i);
+            copy_async_16(dot_tiles + stage + i, dot + first_query + i);
         }
     };
 
@@ -430,8 +494,8 @@ __global__ void __launch_bounds__(threads, 2)
 }
 
 // The part q of dqkv: (B,T,3C).   dout: (B,T,C)   qkv: (B,T,3C)   lse2, dot: (B,NH,padded_T)
-// A block owns queries and goes through keys, from 0 to its last query. Bound by tensor cores: 3 T C flops
-// a query, on average.
+// A block owns queries and goes through keys, from 0 to its last query. Flops: 3 T C a query, on average.
+// Bound by tensor cores, for heads of 128 by shared memory (estimates: see Tiles).
 template <int hs>
 __global__ void __launch_bounds__(threads, 2)
     backward_dq_kernel(bf16* dqkv, const bf16* dout, const bf16* qkv, const float* lse2, const float* dot,

@@ -14,6 +14,11 @@
 #endif
 #include <cstdint>
 #include <cstring>
+#ifdef __CUDACC__
+#include <map>
+#include <mutex>
+#include <utility>
+#endif
 
 #include "llmc/error.h"
 #include "llmc/host_device.h"
@@ -43,6 +48,23 @@ struct Parameter {
     using type = T;
 };
 
+#ifdef __CUDACC__
+// More than 48 KiB of dynamic shared memory have to be asked for, once for a kernel and device.
+inline void allow_shared_memory(const void* kernel, const Grid& grid) {
+    static std::mutex mutex;
+    static std::map<std::pair<const void*, int>, size_t> allowed;
+    int device = 0;
+    cudaCheck(cudaGetDevice(&device), grid.site);
+    const std::lock_guard<std::mutex> lock(mutex);
+    size_t& bytes = allowed[{kernel, device}];
+    if (grid.shared_bytes <= bytes) { return; }
+    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   int(grid.shared_bytes)),
+              grid.site);
+    bytes = grid.shared_bytes;
+}
+#endif
+
 // launch(kernel, Grid{...}, arguments...). Throws if the launch itself fails; with the emulator also if the
 // kernel makes a mistake.
 template <class... P>
@@ -50,9 +72,7 @@ void launch(void (*kernel)(P...), const Grid& grid, typename Parameter<P>::type.
 #ifdef __CUDACC__
     const size_t without_asking = 48 * 1024;
     if (grid.shared_bytes > without_asking) {
-        cudaCheck(
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(grid.shared_bytes)),
-            grid.site);
+        allow_shared_memory(reinterpret_cast<const void*>(kernel), grid);
     }
     kernel<<<grid.blocks, grid.threads, grid.shared_bytes, grid.stream>>>(arguments...);
 #else

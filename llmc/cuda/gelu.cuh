@@ -1,18 +1,30 @@
-// GELU of an array: for recomputation, as matmul_forward applies it on the way.
+// GELU of an array: where matmul_forward does not apply it on the way, and for recomputation. Recomputation
+// starts from what was kept, rounded to floatX: its bits are not those of a product with GELU fused into it,
+// which has not rounded yet.
 #pragma once
+#include <type_traits>
+
 #include "llmc/cuda/memory.cuh"
 #include "llmc/floatx.h"
 #include "llmc/gelu.h"
 
 namespace cuda {
 
-// One thread moves 16 bytes: 8 bf16 values. Bound by memory, 4 bytes a value in bf16; about 35 instructions a
-// value come close to it on the GPUs of 2022.
+// gelu(x) for a result of type floatX: what bf16 rounds away is not computed. There it is off by less than
+// 2^-15 of itself.
+__device__ inline float gelu_of_floatX(float x) {
+    if (std::is_same<floatX, float>::value) { return gelu(x); }
+    const float minus_log2_e = -1.44269504f;
+    const float exponential = exp2_approximate(minus_log2_e * (x * (gelu_2k + gelu_2k_cubic * (x * x))));
+    return __fdividef(x, 1.0f + exponential);  // 0 where the sum is above 2^126
+}
+
+// One thread moves 16 bytes: 8 bf16 values. Bound by memory, 4 bytes a value in bf16.
 __global__ void __launch_bounds__(256) gelu_forward_kernel(floatX* out, const floatX* inp, long n) {
     const long i = (long(blockIdx.x) * blockDim.x + threadIdx.x) * Pack<floatX>::size;
     if (i >= n) { return; }
     Pack<floatX> pack = load_pack(inp + i);
-    for (int j = 0; j < Pack<floatX>::size; j++) { pack[j] = floatX(gelu(float(pack[j]))); }
+    for (int j = 0; j < Pack<floatX>::size; j++) { pack[j] = floatX(gelu_of_floatX(float(pack[j]))); }
     store_pack(out + i, pack);
 }
 

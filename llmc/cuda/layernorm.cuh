@@ -126,13 +126,14 @@ __global__ void __launch_bounds__(1024)
     float dweight[8] = {}, dbias[8] = {};
     for (int n = blockIdx.x, turn = 0; n < N; n += gridDim.x, turn ^= 1) {
         const size_t at = size_t(n) * C + c;
+        // Where not valid, y is not loaded anew: r = 0 keeps it from growing from row to row.
+        const float m = mean[n], r = valid ? rstd[n] : 0.0f;
         if (valid) {
             load_packs(dy, dout + at);
             load_packs(y, inp + at);
             load_packs(dx, dinp + at);
             load_packs(w, weight + c);
         }
-        const float m = mean[n], r = rstd[n];
         float sum = 0.0f, sum_x = 0.0f;
         for (int i = 0; i < 8; i++) {
             const float d = w[i] * dy[i], x = (y[i] - m) * r;

@@ -4,7 +4,8 @@
 //     dinp = dout weight,   dweight += dout^T inp,   dbias += sum over rows of dout
 //
 // bf16 build: the inputs of the three products are bf16, sums are fp32. fp32 build: `highest` is fp32, `high`
-// and `medium` round the inputs to tf32; it is for checking, so GELU has kernels of its own there.
+// and `medium` round the inputs to tf32; it is for checking, so GELU has kernels of its own there, as it has
+// with bf16 on GPUs where fusing it does not pay.
 // cuBLASLt's matrices are column-major. A row-major (r,c) is, as it lies, a column-major (c,r) with leading
 // dimension c, so each product is computed transposed, out of what cuBLASLt takes for A and B:
 //
@@ -37,8 +38,8 @@ constexpr int column_sums_warps = 8;
 
 // sums[chunk,i] = sum over the chunk's rows n of inp[n,i], or += with `add`.
 // sums: (chunks,columns)   inp: (rows,columns), columns a multiple of a pack
-// A warp goes down its rows 16 bytes a lane, the block's warps are then added in order. Block (x, y): the x-th
-// 32 packs of columns of chunk y. Bound by memory: each value of inp is read once, 2 bytes in bf16.
+// A warp goes down its rows 16 bytes a lane, the block's warps are then added in order. Block (x, y): the
+// x-th 32 packs of columns of chunk y. Bound by memory: each value of inp is read once, 2 bytes in bf16.
 template <class T>
 __global__ void column_sums_kernel(float* sums, const T* inp, int rows, int columns, int rows_per_chunk,
                                    bool add) {
@@ -50,7 +51,7 @@ __global__ void column_sums_kernel(float* sums, const T* inp, int rows, int colu
 
     float sum[size] = {};
     if (column < columns) {
-#pragma unroll 4
+        #pragma unroll 4
         for (int n = first + warp; n < last; n += column_sums_warps) {
             const Pack<T> pack = load_pack(inp + size_t(n) * columns + column);
             for (int i = 0; i < size; i++) { sum[i] += float(pack[i]); }
@@ -121,10 +122,13 @@ class Matmul {
 public:
     enum class Kind { forward, backward_inp, backward_weight };
     static constexpr bool bf16 = !std::is_same<floatX, float>::value;
-    static constexpr bool fuses_gelu = bf16;
+    const bool fuses_gelu;  // into products; else it has kernels of its own, as always in the fp32 build
 
-    explicit Matmul(MatmulPrecision precision)
-        : compute(bf16 || precision == MatmulPrecision::highest ? CUBLAS_COMPUTE_32F
+    // fuse_gelu: a gain from Hopper (compute capability 9.0) on. Before, cuBLASLt's products with bf16 GELU
+    // take longer than plain ones and a kernel for it.
+    explicit Matmul(MatmulPrecision precision, bool fuse_gelu = true)
+        : fuses_gelu(bf16 && fuse_gelu),
+          compute(bf16 || precision == MatmulPrecision::highest ? CUBLAS_COMPUTE_32F
                                                                 : CUBLAS_COMPUTE_32F_FAST_TF32),
           workspace(workspace_bytes) {
         cublasLtHandle_t made;
@@ -153,7 +157,7 @@ public:
         const std::array<int, 5> key{int(kind), N, C, OC, int(epilogue)};
         auto found = plans.find(key);
         if (found == plans.end()) {
-            found = plans.emplace(key, make_plan(kind, epilogue, bias, aux, N, C, OC, problem)).first;
+            found = plans.emplace(key, make_plan(kind, epilogue, N, C, OC, problem)).first;
         }
         const Plan& plan = found->second;
         set_pointers(plan, bias, aux, problem);
@@ -210,6 +214,11 @@ private:
         return with_bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
     }
 
+    static bool has_aux(cublasLtEpilogue_t epilogue) {
+        return epilogue == CUBLASLT_EPILOGUE_DGELU || epilogue == CUBLASLT_EPILOGUE_GELU_AUX ||
+               epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+    }
+
     // A row-major (rows,columns), as cuBLASLt sees it.
     static CublasLtOwner<cublasLtMatrixLayout_t> layout(cudaDataType_t type, int rows, int columns) {
         cublasLtMatrixLayout_t made;
@@ -218,8 +227,9 @@ private:
         return CublasLtOwner<cublasLtMatrixLayout_t>(made);
     }
 
-    Plan make_plan(Kind kind, cublasLtEpilogue_t epilogue, const floatX* bias, const floatX* aux, int N,
-                   int C, int OC, const std::string& problem) const {
+    // For any pointers that multiply() takes.
+    Plan make_plan(Kind kind, cublasLtEpilogue_t epilogue, int N, int C, int OC,
+                   const std::string& problem) const {
         const cudaDataType_t type = bf16 ? CUDA_R_16BF : CUDA_R_32F;
         Plan plan;
         cublasLtMatmulDesc_t operation;
@@ -232,11 +242,14 @@ private:
         set(plan, CUBLASLT_MATMUL_DESC_TRANSA, int32_t(forward ? CUBLAS_OP_T : CUBLAS_OP_N), problem);
         set(plan, CUBLASLT_MATMUL_DESC_TRANSB, int32_t(of_weight ? CUBLAS_OP_T : CUBLAS_OP_N), problem);
         set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t(epilogue), problem);
-        if (aux) {
+        if (has_aux(epilogue)) {
             set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, int64_t(forward ? OC : C), problem);
             set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, int32_t(type), problem);
         }
-        set_pointers(plan, bias, aux, problem);  // the heuristic looks at their alignment
+        // The heuristic looks at the alignment of these two: not at that of the first call's, which may be
+        // more than the next one's, but at 16 bytes. It does not read what is there.
+        const floatX* aligned_to_16 = reinterpret_cast<const floatX*>(workspace.data() + 16);
+        set_pointers(plan, aligned_to_16, aligned_to_16, problem);
         plan.algorithm = choose_algorithm(plan, problem);
         return plan;
     }
@@ -279,7 +292,7 @@ private:
 inline void matmul_forward(Matmul& matmul, floatX* out, const floatX* inp, const floatX* weight,
                            const floatX* bias, int N, int C, int OC, Stream& stream,
                            floatX* pre_gelu = nullptr) {
-    if (pre_gelu && !Matmul::fuses_gelu) {
+    if (pre_gelu && !matmul.fuses_gelu) {
         matmul.multiply(Matmul::Kind::forward, pre_gelu, weight, inp, bias, nullptr, N, C, OC, stream);
         gelu_forward(out, pre_gelu, long(N) * OC, stream);
     } else {
@@ -293,7 +306,7 @@ inline void matmul_forward(Matmul& matmul, floatX* out, const floatX* inp, const
 inline void matmul_backward(Matmul& matmul, floatX* dinp, float* dweight, float* dbias, const floatX* dout,
                             const floatX* inp, const floatX* weight, int N, int C, int OC, Stream& stream,
                             const floatX* pre_gelu = nullptr) {
-    const floatX* aux = Matmul::fuses_gelu ? pre_gelu : nullptr;
+    const floatX* aux = matmul.fuses_gelu ? pre_gelu : nullptr;
     const floatX* none = nullptr;
     matmul.multiply(Matmul::Kind::backward_weight, dweight, inp, dout, none, none, N, C, OC, stream);
     matmul.multiply(Matmul::Kind::backward_inp, dinp, weight, dout, none, aux, N, C, OC, stream);

@@ -137,6 +137,7 @@ TEST(Classifier, OfHugeLogitsHasNoOverflow) {
     for (int n : {0, 2}) { rows.at(n, 123) = 0x1p15f; }
     rows.targets[2] = 123;
     rows.at(1, 499) = 0x1p100f;
+    rows.at(5, 200) = 3e30f;  // log2(e) times as much rounds by more than 2^x takes
     for (int v = 0; v < rows.V; v++) {
         rows.at(3, v) -= 0x1p15f;
         rows.at(4, v) = -0x1p120f;

@@ -247,6 +247,22 @@ TEST(LayerNorm, RowsOfABlockDoNotMeet) {
     });
 }
 
+// Forty rows a block, with an rstd of 32 to 96: what a thread beyond the last channel kept from row to row
+// would grow by as much, and soon be infinite. Values are those of above but for powers of two: dweight and
+// dbias are exact again, dinp's sums 64 times as large.
+TEST(LayerNorm, ThreadsWithoutChannelsTakeNothingFromRowToRow) {
+    for (int C : {64, 320}) {
+        Backward b({80, C}, unsigned(C));
+        for (float& value : b.inp) { value /= 64; }
+        for (float& value : b.mean) { value /= 64; }
+        for (float& value : b.rstd) { value *= 64; }
+        const Gradients expected = cpu_gradients(b), actual = cuda_gradients(b, 2);
+        EXPECT_EQ(actual.dweight, expected.dweight);
+        EXPECT_EQ(actual.dbias, expected.dbias);
+        expect_rounded(actual.dinp, expected.dinp, 64 * 1e-5f);
+    }
+}
+
 TEST(LayerNorm, BackwardTakesTheLargestRows) {
     for_each_order(1, [] { expect_backward_of_the_cpu({3, 8192}, 1); });
 }
