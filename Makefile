@@ -24,7 +24,8 @@ EMULATED = -std=c++17 $(OPTIMIZE) -DUSE_CUDA -ffp-contract=off -fno-strict-alias
            -Wno-unknown-pragmas -I. \
            -isystem $(dir $(or $(CUDA_HEADER),$(error no CUDA headers: run make setup))) -isystem .venv/cuda
 EMULATOR_HEADERS = $(HEADERS) $(wildcard dev/emulator/*.h llmc/cuda/*.cuh streaming/*.cuh dev/test/kernels/*.h)
-EMULATOR = emulator machine runtime cublaslt
+EMULATOR = emulator machine device_memory queue runtime copies streams cublaslt nccl nccl_communicator \
+           nccl_operations nccl_peers
 KERNEL_SOURCES = $(wildcard dev/emulator/test_*.cpp dev/test/kernels/test_*.cpp)
 KERNEL_TESTS = $(notdir $(KERNEL_SOURCES:.cpp=))
 # fp32: parameters and activations as in a GPU's fp32 build; of the kernels' tests only.

@@ -21,6 +21,7 @@
 
 #include "dev/emulator/cublaslt.h"
 #include "dev/emulator/device_memory.h"
+#include "dev/emulator/queue.h"
 #include "dev/emulator/sanitizers.h"
 
 struct cublasLtContext {};
@@ -570,9 +571,14 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t oper
     const std::vector<Part> parts = parts_of(p, pointers, algorithm);
     status = check_parts(p, parts);
     if (status != success) { return status; }
-    if (cudaStreamSynchronize(stream) != cudaSuccess) { return refuse(invalid, "this is no stream"); }
-    note_accesses(parts);
-    run(p, pointers, algorithm);
+    const StreamRef on = find_stream(stream, __func__);
+    if (!on) { return refuse(invalid, "this is no stream"); }
+    const void* caller = __builtin_return_address(0);
+    enqueue(on, __func__, [=] {
+        CalledFrom from(caller);
+        note_accesses(parts);
+        run(p, pointers, algorithm);
+    });
     return success;
 }
 

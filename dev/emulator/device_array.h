@@ -18,6 +18,7 @@ public:
     }
     explicit DeviceArray(const std::vector<T>& values) : DeviceArray(values.size()) {
         cudaCheck(cudaMemcpy(data, values.data(), count * sizeof(T), cudaMemcpyHostToDevice));
+        cudaCheck(cudaDeviceSynchronize());  // other streams do not wait for the copy
     }
     DeviceArray(const DeviceArray&) = delete;
     DeviceArray& operator=(const DeviceArray&) = delete;
@@ -26,6 +27,7 @@ public:
     operator T*() { return data; }
     std::vector<T> to_host() const {
         std::vector<T> values(count);
+        cudaCheck(cudaDeviceSynchronize());  // nor this copy for them
         cudaCheck(cudaMemcpy(values.data(), data, count * sizeof(T), cudaMemcpyDeviceToHost));
         return values;
     }

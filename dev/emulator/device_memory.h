@@ -1,22 +1,89 @@
-// The emulated device's global memory, between cudaMalloc and cudaFree.
+// The emulated device's global memory and pinned memory of the host, between allocation and release.
 //
-// It is 0xFF when new (NaN), no address is used twice, and each allocation ends at a page that nobody may
+// Both are 0xFF when new (NaN), no address is used twice, and each allocation ends at a page that nobody may
 // touch: what lies beyond it, before its first page or in freed memory faults. The few bytes up to its first
 // page and, since starts are aligned to 256 bytes, behind its end are 0xFF and looked at after each launch;
 // address sanitizer forbids them.
+//
+// Where streams are asynchronous, device memory is closed to the host: from the moment when the host has
+// waited for a stream, or made an allocation, until a stream works again, it faults (mprotect).
 #pragma once
 #include <cstddef>
+#include <map>
 #include <string>
+
+#include "dev/emulator/futex.h"
 
 namespace emulator {
 
-// Whether [p, p + bytes) lies in one allocation.
+enum class Memory { pageable, pinned, device };
+
+class DeviceMemory {
+public:
+    static DeviceMemory& instance();
+
+    // Null if there is no room.
+    void* allocate(size_t bytes, Memory kind);
+    // False if `p` is not the begin of an allocation of that kind. Its addresses stay closed.
+    bool release(void* p, Memory kind);
+    void release_all();
+
+    // Pageable memory that the program has pinned.
+    bool pin(void* p, size_t bytes);
+    bool unpin(void* p);
+
+    Memory kind_of(const void* p);
+    // Whether [p, p + bytes) lies in one allocation of device or pinned memory.
+    bool holds(const void* p, size_t bytes);
+    size_t bytes_in_use();
+    size_t bytes_in_all() const { return region_bytes; }
+
+    // A stream begins to work on device memory, or ends.
+    void begin_work();
+    void end_work();
+    // The host has waited: closes device memory unless a stream works.
+    void close();
+
+    // Which allocation was written beside, and where; empty if none was.
+    std::string damage();
+    // What an address that faulted is. Without the lock: from a signal handler.
+    std::string explain(const void* p) const;
+
+private:
+    static constexpr size_t region_bytes = size_t(64) << 30;
+
+    struct Region {
+        char* begin;
+        size_t used;
+        bool holds(const void* p) const { return p >= begin && p < begin + region_bytes; }
+    };
+    struct Allocation {
+        char* mapping;  // whole pages, a guard page behind
+        size_t mapped;
+        char* p;
+        size_t bytes;
+        Memory kind;
+        char* end() const { return mapping + mapped; }
+    };
+
+    DeviceMemory();
+    Region& region(Memory kind) { return kind == Memory::device ? device : pinned; }
+    void free_pages(const Allocation& allocation);
+    void close_if_idle();
+    // The last allocation that begins at or before `p`.
+    const Allocation* find(const void* p) const;
+    bool is_pinned_by_program(const void* p, size_t bytes) const;
+
+    Monitor monitor;
+    Region device, pinned;
+    std::map<const char*, Allocation> allocations;
+    std::map<const char*, size_t> pinned_by_program;
+    size_t in_use = 0;
+    int streams_at_work = 0;
+    bool closed = false;
+};
+
+// Whether [p, p + bytes) lies in one allocation of device memory.
 bool is_device_memory(const void* p, size_t bytes);
-
-// Which allocation was written beside, and where; empty if none was.
-std::string damage_of_device_memory();
-
-// What an address that faulted is.
-std::string explain_address(const void* p);
 
 }  // namespace emulator

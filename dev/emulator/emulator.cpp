@@ -5,16 +5,26 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 
 #include "dev/emulator/device_memory.h"
 #include "dev/emulator/machine.h"
+#include "dev/emulator/runtime.h"
 
 namespace emulator {
+
+static bool switched(const char* variable, bool otherwise) {
+    const char* value = getenv(variable);
+    return value ? strcmp(value, "0") != 0 : otherwise;
+}
 
 Settings& settings() {
     static Settings current = [] {
         Settings initial;
         if (const char* seed = getenv("EMULATOR_SEED")) { initial.seed = strtoull(seed, nullptr, 10); }
+        initial.asynchronous = switched("EMULATOR_ASYNCHRONOUS", initial.asynchronous);
+        initial.protect = switched("EMULATOR_PROTECT", initial.protect);
+        initial.no_default_stream = switched("EMULATOR_NO_DEFAULT_STREAM", initial.no_default_stream);
         return initial;
     }();
     return current;
@@ -34,20 +44,22 @@ struct sigaction previous_action[NSIG];
 // A fault in a kernel ends the launch like any other mistake; elsewhere it is what it was before.
 void on_fault(int number, siginfo_t* info, void*) {
     Machine& machine = Machine::of_this_thread();
+    const void* at = info->si_addr;
     if (!machine.in_kernel()) {
+        if (number != SIGFPE) {
+            fprintf(stderr, "emulator: invalid access: %s\n", DeviceMemory::instance().explain(at).c_str());
+        }
         sigaction(number, &previous_action[number], nullptr);
         return;  // and it happens again
     }
-    const void* at = info->si_addr;
     const std::string what = number == SIGFPE ? "integer division by zero"
                              : machine.is_stack_guard(at)
                                  ? "stack overflow: a thread's variables are larger than the emulator's " +
                                        std::to_string(stack_bytes) + " bytes"
-                                 : "invalid access: " + explain_address(at);
+                                 : "invalid access: " + DeviceMemory::instance().explain(at);
     machine.fail_in_signal_handler(what + " (gdb or a build with -fsanitize=address shows the line)");
 }
 
-// Once for the process.
 bool handle_faults() {
     if (address_sanitizer || thread_sanitizer) {
         call_at_death(print_position);
@@ -96,19 +108,29 @@ void check_launch(const Launch& launch) {
 
 // ---- the interface
 
-void launch(const Launch& launch, const std::function<void()>& body) {
-    static const bool handles_faults = handle_faults();
+void catch_faults() {
+    static const bool handled = handle_faults();
+    if (!handled) { throw Error("no signal handler for accesses that fault"); }
+}
+
+static void run(const Launch& launch, const std::function<void()>& body) {
     static thread_local const bool has_signal_stack = make_signal_stack();
-    if (!handles_faults || !has_signal_stack) { throw Error("no signal handler for kernels that fault"); }
-    Machine& machine = Machine::of_this_thread();
-    if (machine.in_kernel()) { fail("a kernel launches a kernel", launch.site); }
-    check_launch(launch);
-    machine.run(launch, body);
-    const std::string damage = damage_of_device_memory();
+    if (!has_signal_stack) { throw Error("no signal stack for kernels that fault"); }
+    Machine::of_this_thread().run(launch, body);
+    const std::string damage = DeviceMemory::instance().damage();
     if (!damage.empty()) {
         throw Error("kernel " + name_of(launch.kernel) + ", launched at " + text_of(launch.site) + ", " +
                     damage + " (a build with -fsanitize=address shows thread and line)");
     }
+}
+
+void launch(const Launch& launch, const std::function<void()>& body) {
+    catch_faults();
+    if (Machine::of_this_thread().in_kernel()) { fail("a kernel launches a kernel", launch.site); }
+    check_launch(launch);
+    const StreamRef stream = find_stream(launch.stream, "a launch");
+    if (!stream) { throw Error(text_of(launch.site) + ": launch on something that is no stream"); }
+    enqueue(stream, "a launch", [launch, body] { run(launch, body); });
 }
 
 void fail(const std::string& what, Site site) {

@@ -39,6 +39,10 @@ struct Error : std::runtime_error {
 struct Settings {
     uint64_t seed = 1;  // of the order of blocks and threads; 0: ascending.  EMULATOR_SEED
     size_t shared_bytes_per_block = 99 * 1024;  // sm_86, sm_89: 99 KiB; sm_80: 163; sm_90, sm_100: 227
+    // Streams are threads, else their work is done at once.  EMULATOR_ASYNCHRONOUS=1
+    bool asynchronous = false;
+    bool protect = true;  // then device memory is closed to the host: device_memory.h.  EMULATOR_PROTECT=0
+    bool no_default_stream = false;  // a call on the null stream is a mistake.  EMULATOR_NO_DEFAULT_STREAM=1
 };
 Settings& settings();
 
@@ -46,11 +50,13 @@ struct Launch {
     const void* kernel;
     dim3 grid, block;
     size_t shared_bytes;
+    cudaStream_t stream;
     Site site;
 };
 
-// Runs all blocks of a grid, one after another, on the calling thread. `body` is one thread's work.
-// Throws Error. What was written before a mistake was found stays written.
+// Runs all blocks of a grid, one after another: on the calling thread, now, or where streams are asynchronous
+// on the stream's. `body` is one thread's work. Throws Error if no device takes the launch and, where the
+// kernel runs now, if it makes a mistake. What was written before a mistake was found stays written.
 void launch(const Launch& launch, const std::function<void()>& body);
 
 // Ends the launch with an Error about the running thread.

@@ -20,6 +20,8 @@ void AnnotateIgnoreWritesBegin(const char* file, int line);
 void AnnotateIgnoreWritesEnd(const char* file, int line);
 void __tsan_read_range(void* from, unsigned long bytes);
 void __tsan_write_range(void* to, unsigned long bytes);
+void __tsan_func_entry(void* caller);
+void __tsan_func_exit();
 }
 #endif
 
@@ -67,6 +69,11 @@ struct OwnAccesses {
         AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
     }
 };
+// While one lives, reports name `caller`, a return address, for accesses that are noted.
+struct CalledFrom {
+    explicit CalledFrom(const void* caller) { __tsan_func_entry(const_cast<void*>(caller)); }
+    ~CalledFrom() { __tsan_func_exit(); }
+};
 #else
 constexpr bool thread_sanitizer = false;
 inline void* create_fiber() { return nullptr; }
@@ -81,6 +88,10 @@ inline void note_write(void*, size_t) {}
 struct OwnAccesses {
     OwnAccesses() {}
     ~OwnAccesses() {}
+};
+struct CalledFrom {
+    explicit CalledFrom(const void*) {}
+    ~CalledFrom() {}
 };
 #endif
 

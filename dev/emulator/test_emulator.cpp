@@ -4,44 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <fstream>
 #include <thread>
 
 #include "dev/emulator/device_array.h"
-
-#if defined(__SANITIZE_THREAD__)
-extern "C" const char* __tsan_default_options() { return "halt_on_error=1"; }
-constexpr bool has_thread_sanitizer = true;
-#else
-constexpr bool has_thread_sanitizer = false;
-#endif
-#if defined(__SANITIZE_ADDRESS__)
-constexpr bool has_address_sanitizer = true;
-#else
-constexpr bool has_address_sanitizer = false;
-#endif
-
-// FILE:LINE of the mark, which is in this file once.
-std::string line_of(const std::string& mark) {
-    std::ifstream source(__FILE__);
-    std::string line;
-    for (int number = 1; std::getline(source, line); number++) {
-        if (line.find("// mistake(" + mark + ")") != std::string::npos) {
-            return __FILE__ ":" + std::to_string(number);
-        }
-    }
-    ADD_FAILURE() << "no mistake(" << mark << ") in " __FILE__ ": run from the root of the repository";
-    return "";
-}
-
-testing::AssertionResult contains(const std::string& text, std::initializer_list<std::string> parts) {
-    for (const std::string& part : parts) {
-        if (text.find(part) == std::string::npos) {
-            return testing::AssertionFailure() << "no \"" << part << "\" in:\n" << text;
-        }
-    }
-    return testing::AssertionSuccess();
-}
+#include "dev/emulator/reports.h"
 
 // What the launch throws; empty if nothing.
 template <class... P>
@@ -51,14 +17,6 @@ std::string report_of(void (*kernel)(P...), const Grid& grid, typename Parameter
     } catch (const emulator::Error& error) { return error.what(); }
     return "";
 }
-
-// Ends the process: a sanitizer must report the mistake, at its line, in the thread that the emulator names.
-// gtest's expressions are POSIX: a dot matches the end of a line, too.
-#define EXPECT_SANITIZER(statement, what, mark, thread)                                                \
-    do {                                                                                               \
-        testing::FLAGS_gtest_death_test_style = "threadsafe";                                          \
-        EXPECT_DEATH(statement, "(" what ").*" + line_of(mark) + ".*emulator: in kernel .*" + thread); \
-    } while (false)
 
 std::string in(const char* kernel, const char* block, const char* thread) {
     return std::string("in kernel ") + kernel + ", block " + block + ", thread " + thread +

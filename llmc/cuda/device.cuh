@@ -75,13 +75,12 @@ void launch(void (*kernel)(P...), const Grid& grid, typename Parameter<P>::type.
         allow_shared_memory(reinterpret_cast<const void*>(kernel), grid);
     }
     kernel<<<grid.blocks, grid.threads, grid.shared_bytes, grid.stream>>>(arguments...);
-    cudaCheck(cudaGetLastError(), grid.site);
 #else
-    cudaCheck(cudaStreamSynchronize(grid.stream), grid.site);  // all before it, and it, is done at once
-    emulator::launch(
-        {reinterpret_cast<const void*>(kernel), grid.blocks, grid.threads, grid.shared_bytes, grid.site},
-        [=] { kernel(arguments...); });
+    emulator::launch({reinterpret_cast<const void*>(kernel), grid.blocks, grid.threads, grid.shared_bytes,
+                      grid.stream, grid.site},
+                     [=] { kernel(arguments...); });
 #endif
+    cudaCheck(cudaGetLastError(), grid.site);
 }
 
 // ---- shared memory

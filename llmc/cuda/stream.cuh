@@ -20,7 +20,10 @@ public:
         if (!host.query()) { return false; }
         if (!handle) { return true; }
         const cudaError_t status = cudaEventQuery(*handle);
-        if (status == cudaErrorNotReady) { return false; }
+        if (status == cudaErrorNotReady) {
+            cudaGetLastError();  // it stays there for the next launch to find
+            return false;
+        }
         cudaCheck(status);
         return true;
     }
