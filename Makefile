@@ -23,7 +23,8 @@ CUDA_HEADER = $(firstword $(wildcard $(CUDA_HOME)/include/cublasLt.h \
 EMULATED = -std=c++17 $(OPTIMIZE) -DUSE_CUDA -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Werror \
            -Wno-unknown-pragmas -I. \
            -isystem $(dir $(or $(CUDA_HEADER),$(error no CUDA headers: run make setup))) -isystem .venv/cuda
-EMULATOR_HEADERS = $(HEADERS) $(wildcard dev/emulator/*.h llmc/cuda/*.cuh streaming/*.cuh dev/test/kernels/*.h)
+EMULATOR_HEADERS = $(HEADERS) Makefile \
+                   $(wildcard dev/emulator/*.h llmc/cuda/*.cuh streaming/*.cuh dev/test/kernels/*.h dev/test/*.h)
 EMULATOR = emulator machine device_memory queue runtime copies streams cublaslt nccl nccl_communicator \
            nccl_operations nccl_peers
 KERNEL_SOURCES = $(wildcard dev/emulator/test_*.cpp dev/test/kernels/test_*.cpp)
@@ -31,7 +32,7 @@ KERNEL_TESTS = $(notdir $(KERNEL_SOURCES:.cpp=))
 # fp32: parameters and activations as in a GPU's fp32 build; of the kernels' tests only.
 EMULATOR_TESTS = $(foreach kind,plain address thread,$(KERNEL_TESTS:%=build/$(kind)/%)) \
                  $(patsubst dev/test/kernels/%.cpp,build/fp32/%,$(wildcard dev/test/kernels/test_*.cpp)) \
-                 build/plain/test_gpt build/fp32/test_gpt
+                 build/plain/test_gpt build/fp32/test_gpt build/plain/train_gpt build/thread/train_gpt
 vpath test_%.cpp dev/emulator dev/test/kernels
 CUDA_FLAGS = -std=c++17 -O3 -I. -DUSE_CUDA -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas
 CUDA_TESTS = $(patsubst dev/test/kernels/%.cpp,build/nvcc/%.ptx,$(wildcard dev/test/kernels/test_*.cpp)) \
@@ -48,11 +49,24 @@ dependencies:
 	    { echo "error: $$header is not installed: run make setup" >&2; exit 2; }; \
 	done
 
+# For this machine's GPU, or for those named (GPU_ARCH="80 90").
+GPU_ARCH ?= native
+NCCL_HOME ?= $(CUDA_HOME)
+GPU_CODE = $(if $(filter native,$(GPU_ARCH)),-arch=native,\
+             $(foreach sm,$(GPU_ARCH),-gencode arch=compute_$(sm),code=sm_$(sm)))
+GPU_HOST = -Xcompiler -march=native,-fopenmp,-ffp-contract=off,-fno-strict-aliasing,-fno-math-errno,-fno-trapping-math
+GPU_LIBS = -L$(NCCL_HOME)/lib -lcublasLt -lnccl -lgloo -lhiredis -lxxhash -lpthread
+train_gpt: train_gpt.cu $(EMULATOR_HEADERS) Makefile
+	$(NVCC) $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) -I$(NCCL_HOME)/include $< -o $@ $(GPU_LIBS)
+
+test_gpt: test_gpt.cu train_gpt.cu $(EMULATOR_HEADERS) Makefile
+	$(NVCC) $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) -I$(NCCL_HOME)/include $< -o $@ $(GPU_LIBS)
+
 # The trainer is one .cu file for CPU and GPU: here g++ takes it as C++.
 train_gpt_cpu: train_gpt.cu $(HEADERS) Makefile | dependencies
 	$(CXX) $(CXXFLAGS) -x c++ $< -o $@ $(LDLIBS)
 
-test_gpt_cpu: test_gpt.cu train_gpt.cu $(HEADERS) dev/test/reference.h Makefile | dependencies
+test_gpt_cpu: test_gpt.cu train_gpt.cu $(HEADERS) $(wildcard dev/test/*.h) Makefile | dependencies
 	$(CXX) $(CXXFLAGS) -x c++ $< -o $@ $(LDLIBS)
 
 build/%.o: dev/test/%.cpp $(HEADERS) $(wildcard dev/test/*.h) Makefile | dependencies
@@ -88,16 +102,27 @@ $(KERNEL_TESTS:%=build/$(1)/%): build/$(1)/%: $(EMULATOR:%=build/$(1)/%.o) build
 	$$(CXX) -rdynamic $$(SANITIZER) $$^ -o $$@ -lgtest_main -lgtest -lboost_context -ldnnl -ldl -lpthread
 endef
 
+# The whole CUDA trainer on a CPU: linked to the emulator instead of the GPU's libraries.
+train_gpt_emulated: build/plain/train_gpt
+	cp $< $@
+
+define emulated_trainer
+build/$(1)/train_gpt: train_gpt.cu $(EMULATOR:%=build/$(1)/%.o) $(EMULATOR_HEADERS) | dependencies
+	$$(CXX) -rdynamic $$(EMULATED) $$(SANITIZER) -x c++ -c $$< -o $$@.o
+	$$(CXX) -rdynamic $$(SANITIZER) $(EMULATOR:%=build/$(1)/%.o) $$@.o -o $$@ -lboost_context -ldl $$(LDLIBS)
+endef
+$(foreach kind,plain debug address thread fp32,$(eval $(call emulated_trainer,$(kind))))
+
 # test_gpt through the emulated kernels; fp32: of a GPU's fp32 build.
 build/plain/test_gpt build/fp32/test_gpt build/debug/test_gpt: build/%/test_gpt: test_gpt.cu train_gpt.cu \
-        $(EMULATOR:%=build/plain/%.o) $(EMULATOR_HEADERS) dev/test/reference.h dev/test/alone.h | dependencies
+        $(EMULATOR:%=build/plain/%.o) $(EMULATOR_HEADERS) | dependencies
 	@mkdir -p $(@D)
 	$(CXX) -rdynamic $(EMULATED) $(SANITIZER) -x c++ $< -x none $(EMULATOR:%=build/plain/%.o) -o $@ \
 	    -lboost_context -ldl $(LDLIBS)
 
 $(foreach kind,plain debug address thread fp32,$(eval $(call emulator_build,$(kind))))
 
-build/bench_cpu: dev/bench/bench_cpu.cpp train_gpt.cu $(HEADERS) Makefile | dependencies
+build/bench_cpu: dev/bench/bench_cpu.cpp train_gpt.cu $(HEADERS) dev/test/alone.h Makefile | dependencies
 	@mkdir -p build
 	$(CXX) $(CXXFLAGS) $< -o $@ $(LDLIBS)
 

@@ -9,13 +9,15 @@
 #include "dev/test/alone.h"
 #include "dev/test/reference.h"
 
-// How far off results may be, ||a - b|| / ||b||: fp32 rounds to 2^-24, bf16 (activations, and parameters as
-// the model reads them) to 2^-9, in some thirty operations in a row; its gradients are judged by direction too.
+// How far off results may be, ||a - b|| / ||b||: a few times what is seen. fp32 rounds to 2^-24, bf16
+// (activations, and parameters as the model reads them) to 2^-8, in some thirty operations in a row; gradients
+// are judged by direction too. AdamW turns what a gradient near zero lacks in precision into whole steps:
+// hence the norms' limit.
 struct Limits {
     double logits, loss, gradient, gradient_cosine, norm;
 };
-const Limits limits = sizeof(floatX) == 4 ? Limits{1e-5, 1e-5, 1e-4, 1e-6, 1e-5}
-                                          : Limits{2e-2, 1e-2, 5e-2, 1e-3, 1e-3};
+const Limits limits = sizeof(floatX) == 4 ? Limits{2e-6, 5e-6, 5e-6, 1e-10, 2e-5}
+                                          : Limits{1.5e-2, 3e-3, 2.5e-2, 2e-4, 5e-4};
 
 struct Report {
     int failures = 0;

@@ -19,11 +19,12 @@
 #include <string>
 #include <vector>
 
+#include "llmc/accelerator.h"
 #include "llmc/buffer.h"
 #include "llmc/checkpoint.h"
 #include "llmc/clock.h"
 #include "llmc/comm.h"
-#include "llmc/comm_gloo.h"
+#include "llmc/comms.h"
 #include "llmc/dataloader.h"
 #include "llmc/error.h"
 #include "llmc/floatx.h"
@@ -33,12 +34,15 @@
 #include "llmc/logger.h"
 #include "llmc/matmul_precision.h"
 #include "llmc/options.h"
+#include "llmc/phase.h"
 #include "llmc/random.h"
 #include "llmc/sampler.h"
 #include "llmc/schedulers.h"
 #include "llmc/store.h"
 #include "llmc/stream.h"
 #include "llmc/tokenizer.h"
+#include "llmc/upload.h"
+#include "llmc/watchdog.h"
 #include "streaming/diloco.h"
 
 // -----------------------------------------------------------------------------------------------------------
@@ -105,6 +109,7 @@ struct Model {
     std::vector<Event> gathered;  // per block: its parameters are all here
     Activations acts;
     Buffer<int> inputs, targets;  // (N)
+    Upload upload;
 
     Model(const GptShape& shape, const Layout& layout, int recompute, MatmulPrecision precision)
         : shape(shape),
@@ -160,6 +165,7 @@ inline void allocate_activations(Model& model, int B, int T) {
     }
     model.inputs = Buffer<int>(N);
     model.targets = Buffer<int>(N);
+    model.upload = Upload(N);
 }
 
 // GPT-2's initial weights: N(0, 0.02), the projections into the residual stream divided by sqrt(2 L),
@@ -202,10 +208,11 @@ inline floatX* gelu_of(Model& model, int l) {
 // Activations and logits of inputs, from parameters that may still be arriving: each block is waited for
 // where it is needed.   inputs: (B,T), on the host
 inline void forward(Model& model, const int* inputs, int B, int T, Stream& main) {
+    const Phase phase("forward");
     const GptShape& shape = model.shape;
     const int C = shape.channels, NH = shape.heads, L = shape.layers, N = B * T;
     Activations& a = model.acts;
-    device::copy_to_device(model.inputs.data(), inputs, N, main);
+    model.upload.copy(model.inputs, inputs, N, main);
     for (size_t b = size_t(L); b < model.gathered.size(); b++) { main.wait(model.gathered[b]); }
     device::encoder_forward(a.encoded, model.inputs, model.embedding.wte, model.embedding.wpe, B, T, C, main);
 
@@ -247,7 +254,7 @@ inline void forward(Model& model, const int* inputs, int B, int T, Stream& main)
 inline void classify(Model& model, const int* targets, int B, int T, float* loss, float scale, float dloss,
                      bool with_gradient, Stream& main) {
     Activations& a = model.acts;
-    device::copy_to_device(model.targets.data(), targets, long(B) * T, main);
+    model.upload.copy(model.targets, targets, long(B) * T, main);
     device::fused_classifier(a.logits, a.losses, dloss, model.targets, B * T, model.shape.vocab_size,
                              model.shape.padded_vocab_size, with_gradient, main);
     device::add_scaled_sum(loss, a.losses, long(B) * T, scale, main);
@@ -256,6 +263,7 @@ inline void classify(Model& model, const int* targets, int B, int T, float* loss
 // Adds the gradients of the last forward and classify to model.grads. Calls block_done(b) as soon as block
 // b's are final.
 inline void backward(Model& model, int B, int T, Stream& main, const std::function<void(int)>& block_done) {
+    const Phase phase("backward");
     const GptShape& shape = model.shape;
     const int C = shape.channels, NH = shape.heads, L = shape.layers, N = B * T, Vp = shape.padded_vocab_size;
     Activations& a = model.acts;
@@ -403,6 +411,7 @@ inline void compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
 // AdamW on this rank's shard. All that it reads of the step is on the device; a norm that is not finite
 // makes it do nothing.
 inline void update(Worker& worker, const Options& options, float learning_rate, long step) {
+    const Phase phase("AdamW");
     Scalars* scalars = worker.scalars;
     device::clip_scale(&scalars->norm, &scalars->clip_scale, &scalars->norm_squared, options.clip,
                        worker.main);
@@ -420,6 +429,28 @@ inline void update(Worker& worker, const Options& options, float learning_rate, 
                              std::clamp(decayed, 0L, range.count), adam, &scalars->clip_scale, rounding,
                              worker.main);
     }
+}
+
+// A step that changes nothing but takes all memory and uses every kernel and collective of one, so that none
+// does so for the first time while exchanges are under way.
+inline void warm_up(Worker& worker, const Options& options) {
+    const int B = options.batch, T = options.seq_len;
+    Scalars* scalars = worker.scalars;
+    const std::vector<int> tokens(size_t(B) * size_t(T));
+    const Scalars not_finite{NAN, NAN, NAN, NAN};  // AdamW does nothing
+    forward(worker.model, tokens.data(), B, T, worker.main);
+    classify(worker.model, tokens.data(), B, T, &scalars->loss, 0.0f, 0.0f, true, worker.main);
+    backward(worker.model, B, T, worker.main, [&](int b) { reduce_block(worker, b); });
+    order(worker.comm_stream, worker.main);
+    device::global_norm_squared(&scalars->norm_squared, worker.shard_gradients(),
+                                worker.model.layout.shard_size(), worker.main);
+    device::copy_to_device(scalars, &not_finite, 1, worker.main);
+    sum_over_ranks(worker, &scalars->loss, 2);
+    update(worker, options, 0.0f, 1);
+    gather_parameters(worker);
+    wait_for_parameters(worker);
+    worker.main.synchronize();
+    worker.traffic = Traffic();
 }
 
 // Sets master and parameters from a flat model.   flat: (layout.size), on the host
@@ -718,7 +749,8 @@ inline std::vector<std::pair<std::string, std::string>> fingerprint(const Option
                                {"--local-weight", number(o.local_weight)},
                                {"--outer-lr", number(o.outer_learning_rate)},
                                {"--outer-momentum", number(o.outer_momentum)},
-                               {"--outer-dtype", o.outer_format}});
+                               {"--outer-dtype", o.outer_format},
+                               {"--outer-transport", o.outer_transport}});
     }
     return all;
 }
@@ -735,6 +767,15 @@ struct Totals {
     double waited_seconds = 0;
 };
 
+// What the host learns of a step when the device is through with it, which may be a step later.
+struct StepResult {
+    long step = 0;  // 0: nothing to learn
+    float learning_rate = 0;
+    Traffic inner;
+    HostBuffer<Scalars> scalars{1};
+    Event done;
+};
+
 // Everything a process holds while it trains.
 struct Run {
     const Options& options;
@@ -744,8 +785,12 @@ struct Run {
     Diloco* diloco;  // null without an outer optimizer
     Logger& logger;
     StatusLine& status;
+    Watchdog& watchdog;
+    const std::string& device;  // for people
     LearningRateSchedule schedule;
     Totals totals;
+    StepResult results[2];     // of this step and of the one before
+    double last_collected = 0;  // now_seconds() when the step before this one was through
 
     // One process of those that were started together reports; worker 0's first also saves and samples.
     bool speaks() const { return process.rank == 0 && (process.worker == 0 || options.worker >= 0); }
@@ -772,6 +817,28 @@ inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& rep
             }
         }
     }
+}
+
+// Waits for a step, if there is one to wait for, and reports it.
+inline void collect(Run& run, StepResult& result) {
+    if (result.step == 0) { return; }
+    result.done.synchronize();
+    const Scalars scalars = result.scalars.data()[0];
+    const double now = now_seconds(), seconds = now - run.last_collected;
+    const double tokens = double(run.options.total_batch);
+    run.last_collected = now;
+    run.totals.train_seconds += seconds;
+    run.logger.step({result.step, scalars.loss, result.learning_rate, scalars.norm, seconds,
+                     uint64_t(result.step) * uint64_t(run.options.total_batch), tokens / seconds,
+                     result.inner.bytes_sent, result.inner.bytes_received});
+    if (run.speaks()) {
+        if (!std::isfinite(scalars.norm)) {
+            run.status.print(format("step %ld: the gradient is not finite (loss %g): its update is skipped",
+                                    result.step, double(scalars.loss)));
+        }
+        run.status.update(result.step, run.inputs.steps, scalars.loss, tokens / seconds);
+    }
+    result.step = 0;
 }
 
 inline void evaluate(Run& run, long step) {
@@ -811,19 +878,24 @@ inline void between_steps(Run& run, long step) {
     auto is_time = [&](long every) { return every > 0 && (step % every == 0 || last); };
     const bool validates = run.inputs.validation_loader && is_time(o.validate_every);
     const bool samples = run.inputs.tokenizer && step > 0 && is_time(o.sample_every);
+    const bool saves = !o.output.empty() && step > 0 && (last || is_time(o.save_every));
+    if (!validates && !samples && !saves && !last) { return; }
+
+    collect(run, run.results[step % 2]);
     if (validates || samples) {
         with_parameters(run.worker, run.evaluated(), [&] {
             if (validates) { evaluate(run, step); }
             if (samples && run.is_first()) { print_sample(run, step); }
         });
     }
-    if (!o.output.empty() && step > 0 && (last || is_time(o.save_every))) { save_model(run, step); }
+    if (saves) { save_model(run, step); }
+    run.last_collected = now_seconds();  // what was done here is no part of a step
 }
 
+// Enqueues a step, and reports the one before it; this one too, if the device is through with it already.
 inline void train_step(Run& run, long step) {
     const Options& o = run.options;
     Worker& worker = run.worker;
-    const double start = now_seconds();
     const float lr = learning_rate(run.schedule, step - 1);
     compute_gradients(worker, *run.inputs.train_loader, o.batch, o.seq_len, int(o.micro_steps()));
     const Traffic inner = worker.traffic;  // the streams have met: nobody is writing it
@@ -831,24 +903,21 @@ inline void train_step(Run& run, long step) {
     run.totals.tokens += uint64_t(o.total_batch);
     std::vector<SyncReport> syncs;
     if (run.diloco) {
+        const Phase phase("exchange");
         syncs = run.diloco->after_inner_step(step, run.totals.tokens, worker.master, worker.model.params,
                                              worker.main);
     }
     gather_parameters(worker);
-    Scalars scalars;
-    device::copy_to_host(&scalars, worker.scalars.data(), 1, worker.main);
-    const double seconds = now_seconds() - start;
-    run.totals.train_seconds += seconds;
+    StepResult& result = run.results[step % 2];
+    result.step = step;
+    result.learning_rate = lr;
+    result.inner = inner;
+    device::copy_to_host_later(result.scalars.data(), worker.scalars.data(), 1, worker.main);
+    worker.main.record(result.done);
 
-    run.logger.step({step, scalars.loss, lr, scalars.norm, seconds, run.totals.tokens,
-                     double(o.total_batch) / seconds, inner.bytes_sent, inner.bytes_received});
+    collect(run, run.results[(step - 1) % 2]);
+    if (result.done.query()) { collect(run, result); }
     report_syncs(run, step, syncs);
-    if (!run.speaks()) { return; }
-    if (!std::isfinite(scalars.norm)) {
-        run.status.print(format("step %ld: the gradient is not finite (loss %g): its update is skipped", step,
-                                double(scalars.loss)));
-    }
-    run.status.update(step, run.inputs.steps, scalars.loss, double(o.total_batch) / seconds);
 }
 
 inline void print_totals(const Run& run) {
@@ -869,14 +938,20 @@ inline void print_totals(const Run& run) {
 }
 
 inline void training_loop(Run& run) {
+    run.last_collected = now_seconds();
     for (long step = 1; step <= run.inputs.steps; step++) {
-        train_step(run, step);
+        {
+            const Watchdog::Watch watch(run.watchdog, format("step %ld", step));
+            train_step(run, step);
+        }
         if (step == run.inputs.steps && run.diloco) {
+            collect(run, run.results[step % 2]);
             const double start = now_seconds();
             wait_for_parameters(run.worker);  // the merge writes what is being gathered
             report_syncs(run, step,
                          run.diloco->finish(run.worker.master, run.worker.model.params, run.worker.main));
             gather_parameters(run.worker);
+            run.worker.main.synchronize();
             run.totals.train_seconds += now_seconds() - start;
         }
         between_steps(run, step);
@@ -903,7 +978,8 @@ inline void print_banner(const Run& run, const std::string& exchanges) {
     printf("step       %ld tokens a worker: %s of %d x %d tokens on each rank; %s\n", o.total_batch,
            counted(o.micro_steps(), "micro-step").c_str(), o.batch, o.seq_len,
            counted(run.inputs.steps, "step").c_str());
-    printf("matmuls    %s\n", run.worker.model.matmul.description().c_str());
+    printf("device     %s; matmuls in %s; parameters %s, gradients fp32\n", run.device.c_str(),
+           run.worker.model.matmul.description().c_str(), sizeof(floatX) == 2 ? "bf16" : "fp32");
     fputs(exchanges.c_str(), stdout);
     fflush(stdout);
 }
@@ -927,19 +1003,37 @@ inline void meet(Comm& comm, Stream& comm_stream) {
     comm_stream.synchronize();
 }
 
+// Before any communicator is made: NCCL has to know where processes share a GPU.
+inline device::Device choose_device(Process& process) {
+    const device::Device device = device::use_device(process.local_rank);
+    if (device.identity.empty()) { return device; }
+    std::vector<std::string> all = process.gather("device", device.identity);
+    std::sort(all.begin(), all.end());
+    if (std::adjacent_find(all.begin(), all.end()) != all.end()) {
+        device::share_device(process.run_id + " " + process.name());
+        if (process.index() == 0) {
+            printf("processes share a GPU: every collective costs milliseconds; for tests only\n");
+        }
+    }
+    return device;
+}
+
 // From the meeting of all processes to the end of the run.
 inline void train_together(const Options& o, Process& process, Inputs& in) {
     process.check_fingerprint(fingerprint(o, in));
+    const device::Device device = choose_device(process);
     Logger logger(o.output, process.index(), process.size());
     StatusLine status(stdout, process.terminal, process.terminal ? 0.1 : 5.0);
-    const std::unique_ptr<Comm> inner = process.inner_comm();
-    const std::unique_ptr<Comm> outer = o.streams() ? process.outer_comm() : nullptr;
+    const std::unique_ptr<Comm> inner = device::make_inner_comm(process.inner_group());
+    const std::unique_ptr<Comm> outer =
+        o.streams() ? device::make_outer_comm(process.outer_group(), o.outer_transport) : nullptr;
 
-    Stream main, inner_stream(Stream::Kind::communicate), outer_stream(Stream::Kind::communicate);
+    Stream main, inner_stream(Stream::Kind::communicate), outer_stream(outer_stream_kind(o.outer_transport));
     Model model(in.shape, in.layout, o.recompute, matmul_precision(o.matmul_precision));
     allocate_activations(model, o.batch, o.seq_len);
     Worker worker(model, *inner, main, inner_stream);
     set_parameters(worker, in.initial.data());
+    if (runs_on_gpu) { warm_up(worker, o); }
     in.initial = std::vector<float>();
 
     std::unique_ptr<Diloco> diloco;
@@ -957,7 +1051,10 @@ inline void train_together(const Options& o, Process& process, Inputs& in) {
     logger.run({process.worker, process.rank, process.workers, process.ranks, in.layout.values, o.resolved});
     const LearningRateSchedule schedule{schedule_kind(o.schedule), o.learning_rate, o.warmup, in.steps,
                                         o.final_fraction};
-    Run run{o, process, in, worker, diloco.get(), logger, status, schedule, {}};
+    // An exchange has its own limit, so a step may take twice as long.
+    Watchdog watchdog({inner.get(), outer.get()}, 2 * o.timeout,
+                      [&](const CommError& error) { process.leave_with(error); });
+    Run run{o, process, in, worker, diloco.get(), logger, status, watchdog, device.name, schedule, {}, {}};
     if (run.speaks()) { print_banner(run, exchanges); }
     or_leave(process, [&] {
         between_steps(run, 0);

@@ -9,8 +9,23 @@
 #include <cstddef>
 #include <cstdint>
 
+#include <string>
+#include <vector>
+
 #include "error.h"
 #include "stream.h"
+
+class Store;
+
+// The members of a communicator, and how they find each other.
+struct CommGroup {
+    Store& store;                      // must live as long as the communicator
+    std::string name;                  // used once in the store's keys
+    int rank, size;                    // this process among the members
+    std::string interface;             // of the network to use; empty: the one that leads to the store
+    double timeout;                    // seconds, for joining and for each call
+    std::vector<std::string> members = {};  // what errors call them, the same on all; empty: "rank R of NAME"
+};
 
 // The other side is gone, silent for longer than the time limit, or out of step.
 struct CommError : RunError {
@@ -28,8 +43,8 @@ struct Traffic {
 
 enum class Reduction { sum, max };
 
-// Stream, Event: the CPU's or the GPU's.
-template <class Stream, class Event>
+// Of the CPU's or the GPU's streams; a GPU's program has both, since Gloo works in the host's memory.
+template <class StreamT, class EventT>
 class BasicComm {
 public:
     virtual ~BasicComm() = default;
@@ -37,21 +52,24 @@ public:
     virtual int size() const = 0;
 
     // out: (size, bytes), part r from rank r.   inp: (bytes)
-    virtual void all_gather(void* out, const void* inp, size_t bytes, Stream&, Traffic* = nullptr) = 0;
+    virtual void all_gather(void* out, const void* inp, size_t bytes, StreamT&, Traffic* = nullptr) = 0;
 
     // out: (size, bytes), part r from rank r.   inp: (size, bytes), part r for rank r
-    virtual void all_to_all(void* out, const void* inp, size_t bytes, Stream&, Traffic* = nullptr) = 0;
+    virtual void all_to_all(void* out, const void* inp, size_t bytes, StreamT&, Traffic* = nullptr) = 0;
 
     // out[i] = sum over ranks of inp[rank()][i].   out: (count)   inp: (size, count)
     // out may be inp's own part.
-    virtual void reduce_scatter(float* out, const float* inp, size_t count, Stream&, Traffic* = nullptr) = 0;
+    virtual void reduce_scatter(float* out, const float* inp, size_t count, StreamT&, Traffic* = nullptr) = 0;
 
     // values[i] = sum or maximum over ranks.   values: (count)
     // For small counts: sends (size - 1) * count values.
-    virtual void all_reduce(float* values, size_t count, Reduction, Stream&, Traffic* = nullptr) = 0;
+    virtual void all_reduce(float* values, size_t count, Reduction, StreamT&, Traffic* = nullptr) = 0;
+
+    // Throws CommError if a call has failed, as far as that can be seen without waiting. From any thread.
+    virtual void check() {}
 
     // Blocks the host until `event`, recorded behind calls, is complete and none of the calls has failed.
-    virtual void wait(const Event& event) { event.synchronize(); }
+    virtual void wait(const EventT& event) { event.synchronize(); }
 };
 
 namespace cpu {

@@ -220,21 +220,21 @@ private:
 
 class GlooComm : public cpu::Comm {
 public:
-    GlooComm(Store& store, const std::string& name, int rank, int size, const std::string& interface,
-             double timeout_seconds, std::vector<std::string> members)
-        : store(store),
-          name(name),
-          my_rank(rank),
-          my_size(size),
-          timeout(timeout_seconds),
-          members(std::move(members)) {
-        if (size > 1) { connect(interface); }
+    explicit GlooComm(const CommGroup& group)
+        : store(group.store),
+          name(group.name),
+          my_rank(group.rank),
+          my_size(group.size),
+          timeout(group.timeout),
+          members(names_of_members(group)) {
+        if (my_size > 1) { connect(group.interface); }
     }
 
     int rank() const override { return my_rank; }
     int size() const override { return my_size; }
 
-    void all_gather(void* out, const void* inp, size_t bytes, cpu::Stream& stream, Traffic* traffic) override {
+    void all_gather(void* out, const void* inp, size_t bytes, cpu::Stream& stream,
+                    Traffic* traffic) override {
         enqueue(stream, traffic, bytes, [=](uint64_t call) {
             char* const parts = static_cast<char*>(out);
             char* const own = parts + size_t(my_rank) * bytes;
@@ -244,7 +244,8 @@ public:
         });
     }
 
-    void all_to_all(void* out, const void* inp, size_t bytes, cpu::Stream& stream, Traffic* traffic) override {
+    void all_to_all(void* out, const void* inp, size_t bytes, cpu::Stream& stream,
+                    Traffic* traffic) override {
         enqueue(stream, traffic, bytes, [=](uint64_t call) {
             char* const to = static_cast<char*>(out);
             const char* const from = static_cast<const char*>(inp);
@@ -286,6 +287,14 @@ public:
 private:
     using Clock = std::chrono::steady_clock;
     using Address = std::vector<char>;
+
+    static std::vector<std::string> names_of_members(const CommGroup& group) {
+        std::vector<std::string> names = group.members;
+        for (int r = int(names.size()); r < group.size; r++) {
+            names.push_back("rank " + std::to_string(r) + " of " + group.name);
+        }
+        return names;
+    }
 
     // out[i] = parts[0][i] + parts[1][i] + ..., in this order, or their maximum (NaN if one is).
     // out may be one of the parts: sums are formed block by block beside it.
@@ -531,16 +540,8 @@ private:
     std::exception_ptr failure;
 };
 
-// Joins the `size` members of `name`, a name used once in the keys of `store`, which must live longer. Blocks
-// until all are connected. `interface`: of the network to use, "" for the one that leads to the store.
-// `timeout_seconds`: for joining, and for each call. `members`: what errors call the members, the same on
-// all; default "rank R of NAME". Throws UserError (no such interface) or CommError.
-inline std::unique_ptr<cpu::Comm> make_comm_gloo(Store& store, const std::string& name, int rank, int size,
-                                            const std::string& interface, double timeout_seconds,
-                                            std::vector<std::string> members = {}) {
-    for (int r = int(members.size()); r < size; r++) {
-        members.push_back("rank " + std::to_string(r) + " of " + name);
-    }
-    return std::make_unique<GlooComm>(store, name, rank, size, interface, timeout_seconds,
-                                      std::move(members));
+// Joins the members of a group. Blocks until all are connected. Throws UserError (no such interface) or
+// CommError.
+inline std::unique_ptr<cpu::Comm> make_comm_gloo(const CommGroup& group) {
+    return std::make_unique<GlooComm>(group);
 }

@@ -8,6 +8,8 @@ namespace cuda {}
 
 #ifdef USE_CUDA
 namespace device = cuda;
+const bool runs_on_gpu = true;
 #else
 namespace device = cpu;
+const bool runs_on_gpu = false;
 #endif

@@ -137,6 +137,14 @@ inline Place find_place(const LaunchOptions& o) {
     return {std::max(o.worker, 0), 0, expected > 1, ""};
 }
 
+// This process among those on this machine, as whoever started it says; 0 if nobody does.
+inline int find_local_rank() {
+    for (const char* name : {"DILOCO_LOCAL_RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"}) {
+        if (getenv(name)) { return int(environment_number(name)); }
+    }
+    return 0;
+}
+
 // The processes to start here, as launcher.h wants them.
 inline std::vector<Child> children_to_start(const LaunchOptions& o) {
     std::vector<Child> children;
@@ -165,6 +173,7 @@ inline Process launch(const LaunchOptions& o, char** argv) {
     Process process;
     process.worker = place.worker;
     process.rank = place.rank;
+    process.local_rank = find_local_rank();
     process.workers = o.workers;
     process.ranks = o.ranks;
     process.timeout = o.timeout;

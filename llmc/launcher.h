@@ -171,6 +171,7 @@ private:
         dup2(err, STDERR_FILENO);
         setenv("DILOCO_WORKER", std::to_string(child.worker).c_str(), 1);
         setenv("DILOCO_RANK", std::to_string(child.rank).c_str(), 1);
+        setenv("DILOCO_LOCAL_RANK", std::to_string(&child - children.data()).c_str(), 1);
         setenv("DILOCO_STORE", store.c_str(), 1);
         setenv("DILOCO_TERMINAL", terminal && child.is_first ? "1" : "0", 1);
         const bool replace = false;  // the user's own number

@@ -1,15 +1,5 @@
-// All layers: the CPU's functions and, with USE_CUDA, the GPU's of the same names.
+// All layers, where the parameters lie: the CPU's functions or, with USE_CUDA, the GPU's of the same names.
 #pragma once
-#include "llmc/cpu/adamw.h"
-#include "llmc/cpu/attention.h"
-#include "llmc/cpu/classifier.h"
-#include "llmc/cpu/encoder.h"
-#include "llmc/cpu/gelu.h"
-#include "llmc/cpu/global_norm.h"
-#include "llmc/cpu/layernorm.h"
-#include "llmc/cpu/matmul.h"
-#include "llmc/cpu/memory.h"
-
 #ifdef USE_CUDA
 #include "llmc/cuda/adamw.cuh"
 #include "llmc/cuda/attention.cuh"
@@ -20,4 +10,14 @@
 #include "llmc/cuda/layernorm.cuh"
 #include "llmc/cuda/matmul.cuh"
 #include "llmc/cuda/memory.cuh"
+#else
+#include "llmc/cpu/adamw.h"
+#include "llmc/cpu/attention.h"
+#include "llmc/cpu/classifier.h"
+#include "llmc/cpu/encoder.h"
+#include "llmc/cpu/gelu.h"
+#include "llmc/cpu/global_norm.h"
+#include "llmc/cpu/layernorm.h"
+#include "llmc/cpu/matmul.h"
+#include "llmc/cpu/memory.h"
 #endif

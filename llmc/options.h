@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "device.h"
 #include "error.h"
 #include "tokenizer.h"
 
@@ -61,6 +62,7 @@ struct Options {
     float outer_learning_rate = 0.4f;
     float outer_momentum = 0.9f;
     std::string outer_format = "fp4";
+    std::string outer_transport = runs_on_gpu ? "nccl" : "gloo";
 
     bool print_table = false;
     // Tokens that a worker's ranks take in one micro-step, and micro-steps in a step.
@@ -216,6 +218,9 @@ inline void define_options(CLI::App& app, Options& o) {
             add("--outer-momentum", o.outer_momentum, "Outer momentum")->check(fraction),
             add("--outer-dtype", o.outer_format,
                 "Number format on the wire: fp4, fp4_e2m1, fp8_e4m3, fp8_e5m2, bf16 or fp32"),
+            add("--outer-transport", o.outer_transport,
+                "What carries the exchange: gloo, or on GPUs also nccl (their default)")
+                ->check(CLI::IsMember({"gloo", "nccl"})),
         });
 }
 

@@ -1,7 +1,7 @@
 // Process: this process among all of a run, and what it settles with the others around the training.
 //     meet()                all are there and alive; keys of older runs in the same store are told apart
 //     check_fingerprint()   all were given the same options
-//     inner_comm(), outer_comm()   the communicators: ranks of this worker; this shard on all workers
+//     inner_group(), outer_group()   whom it talks to: the ranks of this worker; this shard on all workers
 //     leave()               nobody ends while another still waits for it
 // All of it goes through the store. Keys of a run start with its run id, fresh each time processes meet:
 //     NAME/join/I     the nonce of process I: random, new for each process
@@ -23,7 +23,6 @@
 #include <vector>
 
 #include "llmc/comm.h"
-#include "llmc/comm_gloo.h"
 #include "llmc/error.h"
 #include "llmc/store.h"
 
@@ -258,6 +257,7 @@ private:
 
 struct Process {
     int worker = 0, rank = 0;    // this process
+    int local_rank = 0;          // and among the processes on this machine
     int workers = 1, ranks = 1;  // M and R
     bool terminal = false;       // what it prints goes to a terminal, if through the process that started it
     double timeout = 600;        // seconds to wait for others
@@ -304,19 +304,26 @@ struct Process {
         if (!verdict.empty()) { throw UserError(verdict.substr(2) + ": give all the same"); }
     }
 
-    // The ranks of this worker. Throws UserError or CommError.
-    std::unique_ptr<cpu::Comm> inner_comm() {
-        std::vector<std::string> members;
-        for (int r = 0; r < ranks; r++) { members.push_back(name(worker, r)); }
-        return make_comm_gloo(*store, "inner/" + std::to_string(worker), rank, ranks, "", timeout, members);
+    // What each process says of itself under `key`, in the order of their numbers.
+    std::vector<std::string> gather(const std::string& key, const std::string& value) {
+        store->set(key + "/" + std::to_string(index()), value);
+        std::vector<std::string> values;
+        for (int i = 0; i < size(); i++) { values.push_back(await(key + "/" + std::to_string(i), i)); }
+        return values;
     }
 
-    // The processes that own this one's shard, one of each worker. Throws UserError or CommError.
-    std::unique_ptr<cpu::Comm> outer_comm() {
+    // The ranks of this worker.
+    CommGroup inner_group() const {
+        std::vector<std::string> members;
+        for (int r = 0; r < ranks; r++) { members.push_back(name(worker, r)); }
+        return {*store, "inner/" + std::to_string(worker), rank, ranks, "", timeout, members};
+    }
+
+    // The processes that own this one's shard, one of each worker.
+    CommGroup outer_group() const {
         std::vector<std::string> members;
         for (int w = 0; w < workers; w++) { members.push_back(name(w, rank)); }
-        return make_comm_gloo(*store, "outer/" + std::to_string(rank), worker, workers, interface, timeout,
-                              members);
+        return {*store, "outer/" + std::to_string(rank), worker, workers, interface, timeout, members};
     }
 
     // Returns when all processes have come here: from now on no one needs another's connections, and the

@@ -207,7 +207,7 @@ private:
 
     SyncReport receive(const Sync& sync, float* local, floatX* params, Stream& main) {
         const auto begin = std::chrono::steady_clock::now();
-        const std::vector<PayloadHeader>& headers = exchange->wait(sync);
+        const std::vector<PayloadHeader> headers = exchange->wait(sync);
         const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
 
         SyncReport report{sync.number, sync.fragment, sync.send_step, due_step(sync), {}, waited.count(),

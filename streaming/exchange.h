@@ -39,7 +39,7 @@ public:
 
     // Blocks until the mean can be had. The header of every worker's payload, checked to be of this sync.
     // Throws a CommError that names the fragment, the sync and, where it is known, the worker.
-    virtual const std::vector<PayloadHeader>& wait(const Sync& sync) = 0;
+    virtual std::vector<PayloadHeader> wait(const Sync& sync) = 0;
 
     // Writes the mean.   out: (sync.values)
     virtual void mean(float* out, const Sync& sync, Stream& main) = 0;
@@ -105,7 +105,7 @@ public:
             slots.push_back(std::make_unique<Slot>());
             slots.back()->sent = Buffer<uint8_t>(bytes);
             slots.back()->received = Buffer<uint8_t>(bytes * comm.size());
-            slots.back()->headers.resize(size_t(comm.size()));
+            slots.back()->headers = HostBuffer<PayloadHeader>(comm.size());
         }
     }
 
@@ -137,7 +137,7 @@ public:
         stream.record(slot.done);
     }
 
-    const std::vector<PayloadHeader>& wait(const Sync& sync) override {
+    std::vector<PayloadHeader> wait(const Sync& sync) override {
         Slot& slot = find(sync);
         try {
             comm.wait(slot.done);
@@ -149,7 +149,7 @@ public:
         for (int worker = 0; worker < comm.size(); worker++) {
             check_header(slot.headers[worker], sync, format_, worker);
         }
-        return slot.headers;
+        return std::vector<PayloadHeader>(slot.headers.data(), slot.headers + comm.size());
     }
 
     void mean(float* out, const Sync& sync, Stream& main) override {
@@ -171,7 +171,7 @@ private:
         long sync = none;
         Buffer<uint8_t> sent;      // (payload)
         Buffer<uint8_t> received;  // (workers, payload)
-        std::vector<PayloadHeader> headers;
+        HostBuffer<PayloadHeader> headers;  // (workers)
         Traffic traffic;
         Event done;
     };

@@ -164,10 +164,10 @@ inline void write_header(uint8_t* payload, const PayloadHeader& header, Stream& 
 // has to stay alive until the stream has passed; where it is not pinned, the host may wait here for that.
 inline void read_headers(PayloadHeader* headers, const uint8_t* payloads, size_t stride, int count,
                          Stream& stream) {
-    for (int i = 0; i < count; i++) {
-        cudaCheck(cudaMemcpyAsync(&headers[i], payloads + size_t(i) * stride, sizeof(PayloadHeader),
-                                  cudaMemcpyDeviceToHost, stream));
-    }
+    stream.enqueue([=](cudaStream_t on) {
+        cudaCheck(cudaMemcpy2DAsync(headers, sizeof(PayloadHeader), payloads, stride, sizeof(PayloadHeader),
+                                    size_t(count), cudaMemcpyDeviceToHost, on));
+    });
 }
 
 // Adds the hash of values [first, first + count) of a fragment to the payload's header.

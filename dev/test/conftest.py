@@ -57,9 +57,9 @@ def tokens(tmp_path_factory):
     return folder
 
 
-def command(tokens, output, options):
+def command(tokens, output, options, trainer=TRAINER):
     merged = {**TINY, "-i": f"{tokens}/x_train_*.bin", "-j": f"{tokens}/x_val_*.bin", "-o": output, **options}
-    return [str(TRAINER)] + [
+    return [str(trainer)] + [
         str(word) for name, value in merged.items() if value is not None for word in (name, value)
     ]
 
@@ -107,13 +107,13 @@ class Run:
 def train(tokens, tmp_path):
     """train(name, {option: value, ...}) runs the trainer to its end, with status 0 unless told otherwise."""
 
-    def run(name, options, status=0, environment=None):
+    def run(name, options, status=0, environment=None, trainer=TRAINER, seconds=120):
         folder = tmp_path / name
         result = subprocess.run(
-            command(tokens, folder, options),
+            command(tokens, folder, options, trainer),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=seconds,
             env={**os.environ, **(environment or {})},
             cwd=tmp_path,
         )

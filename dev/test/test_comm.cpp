@@ -73,7 +73,7 @@ TEST(CommGloo, collectives_are_exact_and_the_same_bits_on_all_ranks) {
         TemporaryFolder folder;
         auto processes = start_processes(size, [&](int rank) {
             FileStore store(folder.name());
-            auto comm = make_comm_gloo(store, "test", rank, size, "", 20);
+            auto comm = make_comm_gloo({store, "test", rank, size, "", 20});
             std::string bits;
             for (size_t count : {1, 3, 1000, 4099, 100001}) {
                 bits += check_collectives(*comm, count, Stream::Kind::communicate);
@@ -93,7 +93,7 @@ TEST(CommGloo, traffic_of_a_call_is_size_minus_one_times_its_bytes) {
     TemporaryFolder folder;
     auto processes = start_processes(3, [&](int rank) {
         FileStore store(folder.name());
-        auto comm = make_comm_gloo(store, "test", rank, 3, "", 20);
+        auto comm = make_comm_gloo({store, "test", rank, 3, "", 20});
         Stream stream(Stream::Kind::communicate);
         std::vector<char> own(1234), all(3 * 1234);
         Traffic traffic;
@@ -113,8 +113,8 @@ TEST(CommGloo, calls_in_flight_and_two_communicators_do_not_mix) {
     TemporaryFolder folder;
     auto processes = start_processes(3, [&](int rank) {
         FileStore store(folder.name());
-        auto inner = make_comm_gloo(store, "inner", rank, 3, "", 20);
-        auto outer = make_comm_gloo(store, "outer", 2 - rank, 3, "", 20);
+        auto inner = make_comm_gloo({store, "inner", rank, 3, "", 20});
+        auto outer = make_comm_gloo({store, "outer", 2 - rank, 3, "", 20});
         Stream inner_stream(Stream::Kind::communicate), outer_stream(Stream::Kind::communicate);
         const int calls = 50;
         std::vector<std::vector<float>> sums, gathers;
@@ -146,7 +146,7 @@ TEST(CommGloo, hundreds_of_megabytes_pass) {
     TemporaryFolder folder;
     auto processes = start_processes(2, [&](int rank) {
         FileStore store(folder.name());
-        auto comm = make_comm_gloo(store, "test", rank, 2, "", 60);
+        auto comm = make_comm_gloo({store, "test", rank, 2, "", 60});
         Stream stream(Stream::Kind::communicate);
         const size_t count = 25'000'000;  // 100 MB a part
         std::vector<float> parts(2 * count), sum(count);
@@ -164,7 +164,7 @@ TEST(CommGloo, waiting_uses_no_core) {
     TemporaryFolder folder;
     auto processes = start_processes(2, [&](int rank) {
         FileStore store(folder.name());
-        auto comm = make_comm_gloo(store, "test", rank, 2, "", 20);
+        auto comm = make_comm_gloo({store, "test", rank, 2, "", 20});
         Stream stream(Stream::Kind::communicate);
         if (rank == 1) { std::this_thread::sleep_for(std::chrono::milliseconds(700)); }
         const clock_t before = clock();
@@ -183,7 +183,7 @@ static std::vector<std::string> reports_after(int signal, double timeout, double
     FileStore store(folder.name());
     const std::vector<std::string> members = {"worker 0 rank 0", "worker 1 rank 0", "worker 2 rank 0"};
     auto processes = start_processes(3, [&](int rank) {
-        auto comm = make_comm_gloo(store, "outer.0", rank, 3, "", timeout, members);
+        auto comm = make_comm_gloo({store, "outer.0", rank, 3, "", timeout, members});
         Stream stream(Stream::Kind::communicate);
         for (int call = 0;; call++) {
             float one = 1;
@@ -233,8 +233,8 @@ TEST(CommGloo, the_first_death_is_named_even_by_those_not_connected_with_it) {
     const std::vector<std::string> names = {"worker 0 rank 0", "worker 0 rank 1", "worker 1 rank 1"};
     auto processes = start_processes(3, [&](int i) -> std::string {
         std::unique_ptr<Comm> first, second;
-        if (i < 2) { first = make_comm_gloo(store, "first", i, 2, "", 20, {names[0], names[1]}); }
-        if (i > 0) { second = make_comm_gloo(store, "second", i - 1, 2, "", 20, {names[1], names[2]}); }
+        if (i < 2) { first = make_comm_gloo({store, "first", i, 2, "", 20, {names[0], names[1]}}); }
+        if (i > 0) { second = make_comm_gloo({store, "second", i - 1, 2, "", 20, {names[1], names[2]}}); }
         store.set("running/" + std::to_string(i), "1");
         Stream stream;
         float one = 1;
@@ -258,7 +258,7 @@ TEST(CommGloo, members_out_of_step_are_an_error_and_never_wrong_data) {
     TemporaryFolder folder;
     auto processes = start_processes(2, [&](int rank) {
         FileStore store(folder.name());
-        auto comm = make_comm_gloo(store, "test", rank, 2, "", 1);
+        auto comm = make_comm_gloo({store, "test", rank, 2, "", 1});
         Stream stream(Stream::Kind::communicate);
         std::vector<float> values(10, 1.0f);
         comm->all_reduce(values.data(), rank == 0 ? 10 : 9, Reduction::sum, stream, nullptr);
@@ -280,7 +280,7 @@ TEST(CommGloo, an_unknown_interface_is_a_user_error_that_lists_the_known_ones) {
     auto processes = start_processes(2, [&](int rank) {
         FileStore store(folder.name());
         try {
-            make_comm_gloo(store, "test", rank, 2, "nonsense0", 20);
+            make_comm_gloo({store, "test", rank, 2, "nonsense0", 20});
         } catch (const UserError& error) {
             return std::string(error.what());
         }
@@ -299,7 +299,7 @@ TEST(CommGloo, a_named_interface_is_used) {
     TemporaryFolder folder;
     auto processes = start_processes(2, [&](int rank) {
         FileStore store(folder.name());
-        auto comm = make_comm_gloo(store, "test", rank, 2, "lo", 20);
+        auto comm = make_comm_gloo({store, "test", rank, 2, "lo", 20});
         check_collectives(*comm, 11, Stream::Kind::communicate);
         return std::string();
     });
@@ -310,7 +310,7 @@ TEST(CommGloo, a_member_that_does_not_come_is_named_after_the_time_limit) {
     TemporaryFolder folder;
     FileStore store(folder.name());
     try {
-        make_comm_gloo(store, "outer.0", 0, 2, "", 0.3, {"worker 0 rank 0", "worker 1 rank 0"});
+        make_comm_gloo({store, "outer.0", 0, 2, "", 0.3, {"worker 0 rank 0", "worker 1 rank 0"}});
         FAIL() << "accepted";
     } catch (const CommError& error) {
         EXPECT_EQ(error.peer, 1);

@@ -1,10 +1,16 @@
 """test_gpt: the model against PyTorch's numbers, on the CPU and through emulated CUDA kernels; and that it can fail."""
 
 import subprocess
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from conftest import ROOT
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import reference
 
 DATA = ROOT / "dev" / "test" / "data"
 EMULATED = {"bf16": ROOT / "build" / "plain" / "test_gpt", "fp32": ROOT / "build" / "fp32" / "test_gpt"}
@@ -26,12 +32,15 @@ def test_cuda_kernels_agree_with_pytorch(parameters):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("program", [ROOT / "test_gpt_cpu", *EMULATED.values()])
-def test_a_changed_reference_is_noticed(tmp_path, program):
-    data = bytearray((DATA / "reference_head64.bin").read_bytes())
-    at = len(data) // 2 // 4 * 4
-    data[at:at + 4] = b"\x00\x00\x80\x3f"  # one gradient value becomes 1.0
-    changed = tmp_path / "reference.bin"
-    changed.write_bytes(data)
-    result = run(program, changed)
-    assert result.returncode == 1 and "FAILED" in result.stdout
+@pytest.mark.parametrize("program,by", [(ROOT / "test_gpt_cpu", 1e-4), (EMULATED["fp32"], 1e-4), (EMULATED["bf16"], 0.1)])
+def test_a_changed_reference_is_noticed(tmp_path, program, by):
+    _, arrays = reference.read(DATA / "reference_head64.bin")
+    changed = ["logits", "losses", "gradient.h.1.qkvw", "norms"]
+    arrays = {name: (values * np.float32(1 + by) if name in changed else values) for name, values in arrays.items()}
+    reference.write(tmp_path / "changed.bin", reference.SHAPES["reference_head64.bin"], arrays)
+    result = run(program, tmp_path / "changed.bin")
+    failed = [line for line in result.stdout.splitlines() if line.startswith("FAILED")]
+    assert result.returncode == 1
+    for what in ["logits", "loss of step 1 ", "gradient of h.1.qkvw", "norm at the end of wte"]:
+        assert any(what in line for line in failed), result.stdout
+    assert not any("gradient of h.0.qkvw" in line for line in failed)

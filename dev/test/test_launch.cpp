@@ -6,14 +6,15 @@
 #include <sstream>
 
 #include "dev/test/processes.h"
+#include "llmc/comm_gloo.h"
 #include "llmc/launch.h"
 
 // -----------------------------------------------------------------------------------------------------------
 // The program that the launcher tests run: PROGRAM MODE WORKERS RANKS WORKER STORE
 
 static void all_reduce_for_ever(Process& process) {
-    auto inner = process.inner_comm();
-    auto outer = process.outer_comm();
+    auto inner = make_comm_gloo(process.inner_group());
+    auto outer = make_comm_gloo(process.outer_group());
     Stream stream;
     process.store->set("training/" + std::to_string(process.index()), "");
     while (true) {
@@ -67,8 +68,8 @@ static void run_mode(const std::string& mode, Process& process) {
     }
     if (mode != "finish") { all_reduce_for_ever(process); }
 
-    auto inner = process.inner_comm();
-    auto outer = process.outer_comm();
+    auto inner = make_comm_gloo(process.inner_group());
+    auto outer = make_comm_gloo(process.outer_group());
     Stream stream;
     float sum = float(process.index());
     inner->all_reduce(&sum, 1, Reduction::sum, stream);
@@ -511,7 +512,7 @@ TEST(Meeting, works_over_redis) {
         Process process = member("/", i, 3);
         process.meeting_point = open_store(server.url(), 5);
         process.meet();
-        auto outer = process.outer_comm();
+        auto outer = make_comm_gloo(process.outer_group());
         Stream stream(Stream::Kind::communicate);
         float one = 1;
         outer->all_reduce(&one, 1, Reduction::sum, stream);
@@ -577,7 +578,7 @@ TEST(Leaving, removes_all_keys_of_the_run) {
         Process process = member(folder.name(), i, 3);
         process.meet();
         process.check_fingerprint({{"--lr", "0.1"}});
-        auto outer = process.outer_comm();
+        auto outer = make_comm_gloo(process.outer_group());
         process.leave();
         return std::string();
     });

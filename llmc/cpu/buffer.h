@@ -38,4 +38,7 @@ private:
     long count_ = 0;
 };
 
+template <class T>
+using HostBuffer = Buffer<T>;
+
 }  // namespace cpu

@@ -126,9 +126,10 @@ public:
     static constexpr bool bf16 = !std::is_same<floatX, float>::value;
     const bool fuses_gelu;  // into products; else it has kernels of its own, as always in the fp32 build
 
-    // fuse_gelu: a gain from Hopper (compute capability 9.0) on. Before, cuBLASLt's products with bf16 GELU
-    // take longer than plain ones and a kernel for it.
-    explicit Matmul(MatmulPrecision precision, bool fuse_gelu = true)
+    // For the GPU in use.
+    explicit Matmul(MatmulPrecision precision) : Matmul(precision, gpu_gains_from_fusing_gelu()) {}
+
+    Matmul(MatmulPrecision precision, bool fuse_gelu)
         : fuses_gelu(bf16 && fuse_gelu),
           compute(bf16 || precision == MatmulPrecision::highest ? CUBLAS_COMPUTE_32F
                                                                 : CUBLAS_COMPUTE_32F_FAST_TF32),
@@ -136,6 +137,15 @@ public:
         cublasLtHandle_t made;
         check(cublasLtCreate(&made), "cannot begin: is the driver as new as CUDA?");
         handle.reset(made);
+    }
+
+    // From Hopper (compute capability 9.0) on. Before, cuBLASLt's products with bf16 GELU take longer than plain
+    // ones and a kernel for it.
+    static bool gpu_gains_from_fusing_gelu() {
+        int device = 0, major = 0;
+        cudaCheck(cudaGetDevice(&device));
+        cudaCheck(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+        return major >= 9;
     }
 
     // What is used, for people.

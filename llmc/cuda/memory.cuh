@@ -83,10 +83,16 @@ inline void copy_to_device(T* out, const T* inp, long n, Stream& stream) {
     cudaCheck(cudaMemcpyAsync(out, inp, size_t(n) * sizeof(T), cudaMemcpyHostToDevice, stream));
 }
 
+// The host has the values when the stream has come past this. out: of a HostBuffer
+template <class T>
+inline void copy_to_host_later(T* out, const T* inp, long n, Stream& stream) {
+    cudaCheck(cudaMemcpyAsync(out, inp, size_t(n) * sizeof(T), cudaMemcpyDeviceToHost, stream));
+}
+
 // Returns when the host has the values.
 template <class T>
 inline void copy_to_host(T* out, const T* inp, long n, Stream& stream) {
-    cudaCheck(cudaMemcpyAsync(out, inp, size_t(n) * sizeof(T), cudaMemcpyDeviceToHost, stream));
+    copy_to_host_later(out, inp, n, stream);
     stream.synchronize();
 }
 

@@ -66,7 +66,12 @@ public:
         cudaCheck(cudaDeviceGetStreamPriorityRange(&least, &greatest));
         cudaCheck(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking,
                                                kind == Kind::compute ? least : greatest));
-        if (kind == Kind::hosted) { host = std::make_unique<cpu::Stream>(cpu::Stream::Kind::communicate); }
+        if (kind == Kind::hosted) {
+            host = std::make_unique<cpu::Stream>(cpu::Stream::Kind::communicate);
+            int current = 0;
+            cudaCheck(cudaGetDevice(&current));
+            host->enqueue([current] { cudaCheck(cudaSetDevice(current)); });  // each thread has its own
+        }
     }
     Stream(const Stream&) = delete;
     Stream& operator=(const Stream&) = delete;
@@ -110,7 +115,10 @@ public:
             throw std::logic_error("a stream waits for an event that the host has not seen complete");
         }
         if (!event.handle) { return; }
-        enqueue([handle = event.handle](cudaStream_t on) { cudaCheck(cudaStreamWaitEvent(on, *handle)); });
+        enqueue([event](cudaStream_t on) {
+            event.host.synchronize();  // it may be another hosted stream's, and not recorded yet
+            cudaCheck(cudaStreamWaitEvent(on, *event.handle));
+        });
     }
 
     // Blocks until everything enqueued so far is done. Throws what work on the host threw.

@@ -1,0 +1,69 @@
+"""The whole CUDA trainer on a CPU (train_gpt_emulated): streams as threads that an adversary delays, NCCL between
+processes, faults on purpose."""
+
+import time
+
+import pytest
+
+from conftest import ROOT
+
+EMULATED = ROOT / "build" / "plain" / "train_gpt"
+RACES = ROOT / "build" / "thread" / "train_gpt"
+# Heads of 64 values, which attention on GPUs wants; three fragments, of which up to two are in flight.
+SMALL = {"--layers": 2, "--heads": 1, "--channels": 64, "-t": 64, "-b": 1, "-x": 10, "-l": 1e-3, "--timeout": 40,
+         "--workers": 2, "--ranks": 2, "-H": 5, "--overlap": 2, "--fragment-layers": 1, "--outer-dtype": "fp4"}
+
+
+def environment(seed):
+    known = ROOT / "dev" / "test" / "thread_sanitizer.supp"
+    return {"EMULATOR_ASYNCHRONOUS": "1", "EMULATOR_SEED": str(seed), "OMP_NUM_THREADS": "1",
+            "TSAN_OPTIONS": f"halt_on_error=1 suppressions={known}"}
+
+
+def hashes(run, process):
+    return [(row["sync"], row["global_hash"]) for row in run.lines("sync", process)]
+
+
+@pytest.fixture
+def calm(train):
+    """The run that all others are compared with: every call is done when it returns."""
+    return train("calm", SMALL, trainer=EMULATED)
+
+
+def test_workers_hold_the_same_global_parameters_and_losses_are_the_cpu_s(train, calm):
+    for rank in range(2):
+        assert hashes(calm, rank) == hashes(calm, 2 + rank) != []
+    cpu = train("cpu", SMALL)
+    assert calm.losses() == pytest.approx(cpu.losses(), abs=5e-3)  # bf16 against fp32
+    assert calm.losses()[-1] < calm.losses()[0]
+
+
+def test_no_order_of_the_streams_changes_a_bit(train, calm):
+    for seed in (1, 2, 3):
+        run = train(f"seed{seed}", SMALL, environment=environment(seed), trainer=EMULATED)
+        assert run.model() == calm.model()
+        assert run.losses(3) == calm.losses(3)
+
+
+def test_gloo_under_the_gpu_s_stream_gives_nccl_s_bits(train, calm):
+    run = train("gloo", {**SMALL, "--outer-transport": "gloo"}, environment=environment(1), trainer=EMULATED)
+    assert run.model() == calm.model()
+
+
+@pytest.mark.parametrize("transport", ["nccl", "gloo"])
+def test_the_trainer_has_no_race_between_its_streams(train, transport):
+    """Thread sanitizer knows the orders that CUDA promises, and no others."""
+    options = {**SMALL, "--layers": 1, "-t": 16, "-x": 4, "-H": 3, "--timeout": 250, "--outer-transport": transport}
+    calm = train("calm", options, trainer=EMULATED)
+    run = train("watched", options, environment=environment(1), trainer=RACES, seconds=300)
+    assert run.model() == calm.model()
+
+
+@pytest.mark.parametrize("fault,what,status", [("kill:1:30", "was killed by signal 9", 137),
+                                               ("hang:1:30", "no end of step", 1), ("error:0:30", "NCCL", 1)])
+def test_a_fault_of_a_peer_ends_the_run_with_a_message(train, fault, what, status):
+    begin = time.monotonic()
+    run = train("fault", {**SMALL, "-x": 1000, "--timeout": 5}, status=status,
+                environment={**environment(1), "EMULATOR_NCCL_FAULT": fault}, trainer=EMULATED)
+    assert time.monotonic() - begin < 60
+    assert what in run.stderr

@@ -1,0 +1,21 @@
+// The device that a process computes on: on the CPU there is nothing to choose.
+#pragma once
+#include <string>
+
+#include "llmc/device.h"
+#ifdef USE_CUDA
+#include "llmc/cuda/gpu.cuh"
+#endif
+
+namespace cpu {
+
+struct Device {
+    std::string name = "CPU";
+    std::string identity;  // empty: nothing is shared that would have to be known
+    int processors = 0;
+};
+
+inline Device use_device(int) { return {}; }
+inline void share_device(const std::string&) {}
+
+}  // namespace cpu

@@ -1,0 +1,53 @@
+// The communicators of a run, by where the buffers lie and what carries their bytes.
+//     inner   the ranks of a worker, every step: Gloo on CPUs, NCCL on GPUs
+//     outer   one shard on all workers: Gloo, or on GPUs also NCCL
+#pragma once
+#include <memory>
+#include <string>
+
+#include "llmc/comm.h"
+#include "llmc/comm_gloo.h"
+#include "llmc/device.h"
+#ifdef USE_CUDA
+#include "llmc/cuda/comm_nccl.cuh"
+#include "llmc/cuda/comm_staged.cuh"
+#endif
+
+namespace cpu {
+
+inline std::unique_ptr<Comm> make_inner_comm(const CommGroup& group) { return make_comm_gloo(group); }
+
+// UserError for a transport that this build lacks.
+inline std::unique_ptr<Comm> make_outer_comm(const CommGroup& group, const std::string& transport) {
+    if (transport != "gloo") {
+        throw UserError("--outer-transport " + transport + " is for GPUs: leave it out, or use train_gpt");
+    }
+    return make_comm_gloo(group);
+}
+
+}  // namespace cpu
+
+#ifdef USE_CUDA
+namespace cuda {
+
+inline std::unique_ptr<Comm> make_inner_comm(const CommGroup& group) {
+    return std::make_unique<NcclComm>(group, NcclOptions());
+}
+
+// Gloo's works on hosted streams only. NCCL's occupies one SM for as long as an exchange takes.
+inline std::unique_ptr<Comm> make_outer_comm(const CommGroup& group, const std::string& transport) {
+    if (transport == "gloo") { return std::make_unique<StagedComm>(make_comm_gloo(group)); }
+    NcclOptions options;
+    options.blocking = false;
+    options.max_ctas = 1;
+    options.measures_time = true;
+    return std::make_unique<NcclComm>(group, options);
+}
+
+}  // namespace cuda
+#endif
+
+// What an outer communicator of that transport works on.
+inline Stream::Kind outer_stream_kind(const std::string& transport) {
+    return transport == "gloo" ? Stream::Kind::hosted : Stream::Kind::communicate;
+}

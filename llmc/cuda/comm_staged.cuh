@@ -1,0 +1,76 @@
+// Comm over a CPU's communicator (Gloo) for buffers on a GPU: copy to pinned memory, collective, copy back. It
+// occupies no SM while it waits for the network, which NCCL's kernels do.
+#pragma once
+#include <memory>
+#include <utility>
+
+#include "llmc/comm.h"
+#include "llmc/cuda/host_buffer.cuh"
+#include "llmc/stream.h"
+
+namespace cuda {
+
+// On hosted streams only: the host waits for copies and peers. One stream at a time.
+class StagedComm : public ::Comm {
+public:
+    explicit StagedComm(std::unique_ptr<cpu::Comm> host) : host(std::move(host)) {}
+
+    int rank() const override { return host->rank(); }
+    int size() const override { return host->size(); }
+
+    void all_gather(void* out, const void* inp, size_t bytes, Stream& stream, Traffic* traffic) override {
+        stage(out, size_t(size()) * bytes, inp, bytes, stream, [=](char* received, const char* sent) {
+            host->all_gather(received, sent, bytes, at_once, traffic);
+        });
+    }
+
+    void all_to_all(void* out, const void* inp, size_t bytes, Stream& stream, Traffic* traffic) override {
+        const size_t all = size_t(size()) * bytes;
+        stage(out, all, inp, all, stream, [=](char* received, const char* sent) {
+            host->all_to_all(received, sent, bytes, at_once, traffic);
+        });
+    }
+
+    void reduce_scatter(float* out, const float* inp, size_t count, Stream& stream,
+                        Traffic* traffic) override {
+        const size_t bytes = count * sizeof(float);
+        stage(out, bytes, inp, size_t(size()) * bytes, stream, [=](char* received, const char* sent) {
+            host->reduce_scatter(reinterpret_cast<float*>(received), reinterpret_cast<const float*>(sent),
+                                 count, at_once, traffic);
+        });
+    }
+
+    void all_reduce(float* values, size_t count, Reduction reduction, Stream& stream,
+                    Traffic* traffic) override {
+        const size_t bytes = count * sizeof(float);
+        stage(values, bytes, values, bytes, stream, [=](char* received, const char* sent) {
+            memcpy(received, sent, bytes);
+            host->all_reduce(reinterpret_cast<float*>(received), count, reduction, at_once, traffic);
+        });
+    }
+
+private:
+    // `work`(where the result goes, what is sent), both on the host.
+    template <class Work>
+    void stage(void* out, size_t out_bytes, const void* inp, size_t inp_bytes, Stream& stream, Work work) {
+        stream.enqueue([=](cudaStream_t on) {
+            cudaCheck(cudaStreamSynchronize(on));  // the copy back of the call before reads `received`
+            reserve(sent, inp_bytes);
+            reserve(received, out_bytes);
+            cudaCheck(cudaMemcpyAsync(sent.data(), inp, inp_bytes, cudaMemcpyDeviceToHost, on));
+            cudaCheck(cudaStreamSynchronize(on));
+            work(received.data(), sent.data());
+            cudaCheck(cudaMemcpyAsync(out, received.data(), out_bytes, cudaMemcpyHostToDevice, on));
+        });
+    }
+
+    static void reserve(HostBuffer<char>& buffer, size_t bytes) {
+        if (size_t(buffer.count()) < bytes) { buffer = HostBuffer<char>(long(bytes)); }
+    }
+
+    std::unique_ptr<cpu::Comm> host;
+    cpu::Stream at_once;
+    HostBuffer<char> sent, received;
+};
+
+}  // namespace cuda

@@ -1,0 +1,53 @@
+// Which GPU this process uses, and what CUDA and NCCL are told before their first call.
+#pragma once
+#include <unistd.h>
+
+#include <cstdlib>
+#include <string>
+
+#include "llmc/cuda/device.cuh"
+#include "llmc/error.h"
+
+namespace cuda {
+
+// The GPU in use.
+struct Device {
+    std::string name;      // "NVIDIA H200"
+    std::string identity;  // host and place on its bus: the same for processes that share a GPU
+    int processors = 0;    // SMs
+};
+
+// Uses a GPU of this machine: local_rank modulo their number.   UserError where there is none.
+inline Device use_device(int local_rank) {
+    setenv("CUDA_MODULE_LOADING", "EAGER", 0);          // or a kernel's first launch may wait for others to end
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);     // or streams share queues and wait for each other
+    setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0", 0);       // or inner collectives wait for the outer one
+    int count = 0;
+    const cudaError_t status = cudaGetDeviceCount(&count);
+    if (status != cudaSuccess || count == 0) {
+        throw UserError(format("no GPU to be had (%s): run train_gpt_cpu here, or see what nvidia-smi says",
+                               status == cudaSuccess ? "there is none" : cudaGetErrorString(status)));
+    }
+    const int index = local_rank % count;
+    cudaCheck(cudaSetDevice(index));
+    cudaDeviceProp properties;
+    cudaCheck(cudaGetDeviceProperties(&properties, index));
+    char host[256] = "";
+    gethostname(host, sizeof host - 1);
+    return {properties.name, format("%s/%x:%x:%x", host, unsigned(properties.pciDomainID),
+                                    unsigned(properties.pciBusID), unsigned(properties.pciDeviceID)),
+            properties.multiProcessorCount};
+}
+
+// For runs with several processes on a GPU: NCCL refuses two of one host on a GPU, and takes them for
+// different hosts when each has an id of its own. Collectives then go through sockets, and cost milliseconds.
+// process: a name no other process has
+inline void share_device(const std::string& process) {
+    setenv("NCCL_HOSTID", process.c_str(), 1);
+    setenv("NCCL_NET", "Socket", 0);
+    setenv("NCCL_ALGO", "Ring", 0);
+    setenv("NCCL_PROTO", "Simple", 0);
+    setenv("NCCL_SOCKET_IFNAME", "lo", 0);
+}
+
+}  // namespace cuda
