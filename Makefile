@@ -4,6 +4,8 @@
 # make bench-cpu   speed on this CPU (PEERS=1: and PyTorch's)
 # make test-emulated   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test)
 # make check-cuda      the same kernels through nvcc, if there is one (part of make test)
+# make test-gpu        the same tests on this machine's GPU
+# make train_gpt       the CUDA trainer: GPU_ARCH="80 90" for other GPUs than this machine's
 # make mutate          breaks the kernels on purpose: do the tests notice? (MUTATE=--help: options)
 # make registers       registers and spills of each kernel, as nvcc reports them
 CXX = g++
@@ -40,7 +42,7 @@ CUDA_TESTS = $(patsubst dev/test/kernels/%.cpp,build/nvcc/%.ptx,$(wildcard dev/t
 
 all: train_gpt_cpu
 	@echo "built train_gpt_cpu (this machine's CPU: oneDNN, Gloo, Redis)"
-	@echo "not built: train_gpt, the CUDA trainer: this version of the program runs on CPUs only"
+	@echo "make train_gpt builds the CUDA trainer$(if $(NVCC),, (there is no nvcc here: CUDA_HOME says where to look))"
 
 # One line for what is missing, instead of a compiler's many.
 dependencies:
@@ -143,15 +145,31 @@ check-cuda:
 ifeq ($(NVCC),)
 	@echo "not checked: whether nvcc takes the kernels, for there is none (CUDA_HOME says where to look)"
 else
-	$(MAKE) build/nvcc/test_gpt.o build/nvcc/test_gpt_fp32.o $(CUDA_TESTS)
+	$(MAKE) build/nvcc/train_gpt.o build/nvcc/test_gpt_fp32.o $(CUDA_TESTS)
 endif
 
-build/nvcc/test_gpt.o build/nvcc/test_gpt_fp32.o: test_gpt.cu train_gpt.cu $(EMULATOR_HEADERS)
+build/nvcc/train_gpt.o: train_gpt.cu
+build/nvcc/test_gpt_fp32.o: test_gpt.cu train_gpt.cu
+build/nvcc/train_gpt.o build/nvcc/test_gpt_fp32.o: $(EMULATOR_HEADERS)
 	@mkdir -p $(@D)
 	$(NVCC) $(CUDA_FLAGS) $(if $(findstring fp32,$@),-DENABLE_FP32) \
 	    $(foreach sm,80 90 100,-gencode arch=compute_$(sm),code=sm_$(sm)) -c $< -o $@
 
-# The kernels are in test_gpt.cu; of their tests it is enough that nvcc takes them.
+GPU_TESTS = $(patsubst dev/test/kernels/%.cpp,build/gpu/%,$(wildcard dev/test/kernels/test_*.cpp)) \
+            build/gpu/test_kernels
+build/gpu/%: %.cpp $(EMULATOR_HEADERS) | dependencies
+	@mkdir -p $(@D)
+	$(NVCC) -x cu $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) $< -o $@ -lgtest_main -lgtest -lcublasLt -ldnnl -lpthread
+
+# On a GPU what test-emulated runs on a CPU: the kernels' tests, and the model against PyTorch's numbers.
+test-gpu: setup
+	@nvidia-smi -L >/dev/null 2>&1 || \
+	    { echo "error: there is no GPU here: make test-emulated is what can be run" >&2; exit 2; }
+	$(MAKE) $(GPU_TESTS) test_gpt
+	@for test in $(GPU_TESTS); do $$test || exit 1; done
+	./test_gpt dev/test/data/reference_head64.bin
+
+# All kernels are in train_gpt.cu; of their tests it is enough that nvcc takes them.
 build/nvcc/%.ptx: %.cpp $(EMULATOR_HEADERS)
 	@mkdir -p $(@D)
 	$(NVCC) -x cu $(CUDA_FLAGS) -arch=compute_90 -ptx $< -o $@
@@ -177,6 +195,6 @@ bench-cpu: setup
 	fi
 
 clean:
-	rm -rf build train_gpt_cpu test_gpt_cpu
+	rm -rf build train_gpt train_gpt_cpu train_gpt_emulated test_gpt test_gpt_cpu
 
-.PHONY: all dependencies setup test test-emulated check-cuda demo bench-cpu mutate registers clean
+.PHONY: all dependencies setup test test-emulated test-gpu check-cuda demo bench-cpu mutate registers clean

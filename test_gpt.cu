@@ -10,9 +10,9 @@
 #include "dev/test/reference.h"
 
 // How far off results may be, ||a - b|| / ||b||: a few times what is seen. fp32 rounds to 2^-24, bf16
-// (activations, and parameters as the model reads them) to 2^-8, in some thirty operations in a row; gradients
-// are judged by direction too. AdamW turns what a gradient near zero lacks in precision into whole steps:
-// hence the norms' limit.
+// (activations, and parameters as the model reads them) to 2^-8, in some thirty operations in a row. Gradients
+// are judged by direction, too. The norms' limit is wide: AdamW makes whole steps of a gradient that is nearly
+// zero and all rounding.
 struct Limits {
     double logits, loss, gradient, gradient_cosine, norm;
 };

@@ -48,8 +48,8 @@
 // -----------------------------------------------------------------------------------------------------------
 // The model
 
-// The tensors of one transformer layer, as pointers into a flat buffer: parameters (floatX) or gradients, which
-// are fp32, so that sums over micro-steps and ranks lose nothing.
+// The tensors of one transformer layer, as pointers into a flat buffer: of parameters (floatX), or of
+// gradients, which are fp32, so that sums over micro-steps and ranks lose nothing.
 template <class T>
 struct LayerTensors {
     T *qkvw, *attprojw, *fcw, *fcprojw;                              // (3C,C) (C,C) (4C,C) (C,4C)
@@ -602,6 +602,11 @@ inline void check_shape(const GptShape& shape, const Options& o) {
         throw UserError(format("%d channels do not divide by %d heads: change --channels or --heads",
                                shape.channels, shape.heads));
     }
+    const int head = shape.channels / shape.heads;
+    if (runs_on_gpu && head != 64 && head != 128) {
+        throw UserError(format("heads of %d values: attention on GPUs takes 64 or 128, so change --channels or "
+                               "--heads", head));
+    }
     if (o.seq_len > shape.max_seq_len) {
         throw UserError(
             format("-t %d is more than the model's %d positions: lower -t", o.seq_len, shape.max_seq_len));
@@ -642,6 +647,9 @@ inline void check_options(const Options& o) {
         throw UserError(format(
             "-d %ld tokens a step do not divide by -b %d x -t %d x --ranks %d = %ld: change one of them",
             o.total_batch, o.batch, o.seq_len, o.ranks, o.micro_batch()));
+    }
+    if (!runs_on_gpu && o.outer_transport == "nccl") {
+        throw UserError("--outer-transport nccl is for GPUs: leave it out, or use train_gpt");
     }
     validate(diloco_options(o), o.streams() ? o.max_steps : -1, o.workers);
 }
@@ -996,10 +1004,11 @@ inline void or_leave(const Process& process, const std::function<void()>& work) 
 }
 
 // Returns when all members have come here: no worker begins before the others, only to wait for them at its
-// first merge. Also the communicator's first call.
+// first merge. Also the communicator's first call of the kind that the exchange makes.
 inline void meet(Comm& comm, Stream& comm_stream) {
-    Buffer<float> nothing(1);
-    comm.all_reduce(nothing, 1, Reduction::max, comm_stream);
+    const long bytes = 16;
+    Buffer<uint8_t> own(bytes), all(bytes * comm.size());
+    comm.all_gather(all, own, size_t(bytes), comm_stream);
     comm_stream.synchronize();
 }
 

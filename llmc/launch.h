@@ -139,7 +139,8 @@ inline Place find_place(const LaunchOptions& o) {
 
 // This process among those on this machine, as whoever started it says; 0 if nobody does.
 inline int find_local_rank() {
-    for (const char* name : {"DILOCO_LOCAL_RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"}) {
+    for (const char* name :
+         {"DILOCO_LOCAL_RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"}) {
         if (getenv(name)) { return int(environment_number(name)); }
     }
     return 0;

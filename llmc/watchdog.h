@@ -1,10 +1,10 @@
-// Watchdog: a thread that sees what a blocked host cannot: that a collective has failed, or that what the host
-// waits for takes longer than anything may.
+// Watchdog: a thread that sees what a blocked host cannot: that a collective has failed, or that what the
+// host waits for takes longer than anything may.
 //
 //     Watchdog dog({&inner, &outer}, timeout, [&](const CommError& error) { process.leave_with(error); });
 //     {
 //         Watchdog::Watch watch(dog, "step 12");
-//         ...   // if this has not ended after `timeout` seconds, or a communicator fails: `bark`, on its thread
+//         ...   // not ended after `timeout` seconds, or a communicator has failed: `bark`, on its thread
 //     }
 #pragma once
 #include <chrono>

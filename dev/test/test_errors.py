@@ -30,6 +30,7 @@ def refused(run, *words):
         ({**WORKERS, "--outer-dtype": "fp3"}, ["fp3", "fp4"]),
         ({**WORKERS, "-x": 5}, ["5 steps"]),
         ({**WORKERS, "--outer-optimizer": "none"}, ["outer optimizer"]),
+        ({**WORKERS, "--outer-transport": "nccl"}, ["nccl", "GPUs"]),
         ({**WORKERS, "--outer-optimizer": "adam"}, ["adam"]),
         ({**RUN, "--channels": 30, "--heads": 4}, ["30 channels", "4 heads"]),
         ({**RUN, "-d": 100}, ["100", "-b 4"]),

@@ -1,5 +1,5 @@
-// Comm over a CPU's communicator (Gloo) for buffers on a GPU: copy to pinned memory, collective, copy back. It
-// occupies no SM while it waits for the network, which NCCL's kernels do.
+// Comm over a CPU's communicator (Gloo) for buffers on a GPU: copy to pinned memory, collective, copy back.
+// Unlike NCCL's kernels it occupies no SM while it waits for the network.
 #pragma once
 #include <memory>
 #include <utility>

@@ -19,9 +19,9 @@ struct Device {
 
 // Uses a GPU of this machine: local_rank modulo their number.   UserError where there is none.
 inline Device use_device(int local_rank) {
-    setenv("CUDA_MODULE_LOADING", "EAGER", 0);          // or a kernel's first launch may wait for others to end
-    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);     // or streams share queues and wait for each other
-    setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0", 0);       // or inner collectives wait for the outer one
+    setenv("CUDA_MODULE_LOADING", "EAGER", 0);       // or a kernel's first launch may wait for others' end
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);  // or streams share queues and wait for each other
+    setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0", 0);    // or inner collectives wait for the outer one
     int count = 0;
     const cudaError_t status = cudaGetDeviceCount(&count);
     if (status != cudaSuccess || count == 0) {

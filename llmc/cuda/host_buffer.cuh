@@ -1,4 +1,5 @@
-// HostBuffer on a GPU's host: pinned, so that the GPU reads and writes it by itself and copies return at once.
+// HostBuffer on a GPU's host: pinned, so that the GPU reads and writes it by itself and copies return
+// at once.
 #pragma once
 #include <new>
 #include <utility>

@@ -139,8 +139,8 @@ public:
         handle.reset(made);
     }
 
-    // From Hopper (compute capability 9.0) on. Before, cuBLASLt's products with bf16 GELU take longer than plain
-    // ones and a kernel for it.
+    // From Hopper (compute capability 9.0) on. Before, cuBLASLt's products with bf16 GELU take longer than
+    // plain ones and a kernel for it.
     static bool gpu_gains_from_fusing_gelu() {
         int device = 0, major = 0;
         cudaCheck(cudaGetDevice(&device));

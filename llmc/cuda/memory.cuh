@@ -1,5 +1,6 @@
 // Copies, casts and the few scalars of a step (loss, gradient norm, clip scale), which stay on the device:
-// nothing here makes the host wait but copy_to_host.
+// only copy_to_host waits for it. Copies are asynchronous where the host's side is a HostBuffer; from other
+// memory they may wait, and what they read must not change before the stream has come past them.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -76,8 +77,7 @@ __global__ void clip_scale_kernel(float* norm, float* scale, const float* norm_s
 
 // ---- launchers
 
-// From pageable memory: returns when `inp` may change. From pinned memory: at once, and `inp` may change when
-// the stream has come by.
+// inp: of the host
 template <class T>
 inline void copy_to_device(T* out, const T* inp, long n, Stream& stream) {
     cudaCheck(cudaMemcpyAsync(out, inp, size_t(n) * sizeof(T), cudaMemcpyHostToDevice, stream));
