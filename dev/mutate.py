@@ -804,9 +804,9 @@ class Mutator:
         for build in builds:
             for name in self.tree.covering(change.file):
                 how = self.kill(build, name, slot)
-                if how == "not compiled":
+                if how == "not compiled" and build == "plain":
                     return Verdict(change, how)
-                if how:
+                if how and how != "not compiled":  # by another build alone, that is no mistake to notice
                     return Verdict(change, "killed", f"{build} {name}: {how}")
         return Verdict(change, "survived")
 
@@ -819,8 +819,12 @@ class Mutator:
         moved = {f"{goal}.o": str(slot / "test.o"), goal: str(slot / "test")}
         for command in (program.compile[:1] + [f"-I{slot}"] + program.compile[1:], program.link):
             command = [moved.get(word, word) for word in command]
-            if subprocess.run(command, cwd=self.tree.folder, capture_output=True).returncode != 0:
+            made = subprocess.run(command, cwd=self.tree.folder, capture_output=True, text=True)
+            if made.returncode == 0:
+                continue
+            if "-c" in command and "error:" in made.stderr and "fatal error:" not in made.stderr:
                 return "not compiled"
+            raise Failure(f"build/{build}/{name} cannot be built with a change: {made.stderr[-500:]}")
         result = run([slot / "test", *TEST_OPTIONS], self.tree.folder, 5 * program.seconds + 2)
         return how_it_ended(result)
 
