@@ -41,7 +41,7 @@ ALWAYS = {"barrier", "wait", "mask"}  # all of these kinds are in it
 # What is changed: all CUDA sources that have kernels or call libraries' kernels; not the owners of streams, events
 # and memory, and not communication between processes.
 PATTERNS = ("llmc/cuda/*.cuh", "streaming/*.cuh")
-UNCHANGED = {f"llmc/cuda/{name}.cuh" for name in ("buffer", "stream", "pinned", "comm_nccl", "comm_staged")}
+UNCHANGED = {f"llmc/cuda/{name}.cuh" for name in ("buffer", "host_buffer", "stream", "gpu", "comm_nccl", "comm_staged")}
 # Of the seam, what is not an instruction of the machine.
 BEGINNINGS = {"llmc/cuda/device.cuh": "// ---- reductions"}
 
