@@ -57,12 +57,13 @@ NCCL_HOME ?= $(CUDA_HOME)
 GPU_CODE = $(if $(filter native,$(GPU_ARCH)),-arch=native,\
              $(foreach sm,$(GPU_ARCH),-gencode arch=compute_$(sm),code=sm_$(sm)))
 GPU_HOST = -Xcompiler -march=native,-fopenmp,-ffp-contract=off,-fno-strict-aliasing,-fno-math-errno,-fno-trapping-math
+GPU_COMPILER = $(or $(NVCC),$(error there is no nvcc: say where with CUDA_HOME=DIR))
 GPU_LIBS = -L$(NCCL_HOME)/lib -lcublasLt -lnccl -lgloo -lhiredis -lxxhash -lpthread
-train_gpt: train_gpt.cu $(EMULATOR_HEADERS) Makefile
-	$(NVCC) $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) -I$(NCCL_HOME)/include $< -o $@ $(GPU_LIBS)
+train_gpt: train_gpt.cu $(EMULATOR_HEADERS)
+	$(GPU_COMPILER) $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) -I$(NCCL_HOME)/include $< -o $@ $(GPU_LIBS)
 
-test_gpt: test_gpt.cu train_gpt.cu $(EMULATOR_HEADERS) Makefile
-	$(NVCC) $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) -I$(NCCL_HOME)/include $< -o $@ $(GPU_LIBS)
+test_gpt: test_gpt.cu train_gpt.cu $(EMULATOR_HEADERS)
+	$(GPU_COMPILER) $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) -I$(NCCL_HOME)/include $< -o $@ $(GPU_LIBS)
 
 # The trainer is one .cu file for CPU and GPU: here g++ takes it as C++.
 train_gpt_cpu: train_gpt.cu $(HEADERS) Makefile | dependencies
@@ -159,7 +160,7 @@ GPU_TESTS = $(patsubst dev/test/kernels/%.cpp,build/gpu/%,$(wildcard dev/test/ke
             build/gpu/test_kernels
 build/gpu/%: %.cpp $(EMULATOR_HEADERS) | dependencies
 	@mkdir -p $(@D)
-	$(NVCC) -x cu $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) $< -o $@ -lgtest_main -lgtest -lcublasLt -ldnnl -lpthread
+	$(GPU_COMPILER) -x cu $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) $< -o $@ -lgtest_main -lgtest -lcublasLt -ldnnl -lpthread
 
 # On a GPU what test-emulated runs on a CPU: the kernels' tests, and the model against PyTorch's numbers.
 test-gpu: setup

@@ -604,8 +604,8 @@ inline void check_shape(const GptShape& shape, const Options& o) {
     }
     const int head = shape.channels / shape.heads;
     if (runs_on_gpu && head != 64 && head != 128) {
-        throw UserError(format("heads of %d values: attention on GPUs takes 64 or 128, so change --channels or "
-                               "--heads", head));
+        throw UserError(format("heads of %d values: attention on GPUs takes 64 or 128, so change --channels "
+                               "or --heads", head));
     }
     if (o.seq_len > shape.max_seq_len) {
         throw UserError(
@@ -647,6 +647,10 @@ inline void check_options(const Options& o) {
         throw UserError(format(
             "-d %ld tokens a step do not divide by -b %d x -t %d x --ranks %d = %ld: change one of them",
             o.total_batch, o.batch, o.seq_len, o.ranks, o.micro_batch()));
+    }
+    if (o.outer_transport == "nccl" && !o.interface.empty() && o.ranks > 1) {
+        throw UserError("--interface with NCCL between workers would move the ranks' traffic, too: give "
+                        "--outer-transport gloo");
     }
     if (!runs_on_gpu && o.outer_transport == "nccl") {
         throw UserError("--outer-transport nccl is for GPUs: leave it out, or use train_gpt");
@@ -952,6 +956,7 @@ inline void training_loop(Run& run) {
             const Watchdog::Watch watch(run.watchdog, format("step %ld", step));
             train_step(run, step);
         }
+        const Watchdog::Watch watch(run.watchdog, format("step %ld's end", step), Watchdog::no_limit);
         if (step == run.inputs.steps && run.diloco) {
             collect(run, run.results[step % 2]);
             const double start = now_seconds();
@@ -1014,12 +1019,15 @@ inline void meet(Comm& comm, Stream& comm_stream) {
 
 // Before any communicator is made: NCCL has to know where processes share a GPU.
 inline device::Device choose_device(Process& process) {
-    const device::Device device = device::use_device(process.local_rank);
+    const device::Device device = device::use_device(process.local_rank, process.interface);
     if (device.identity.empty()) { return device; }
     std::vector<std::string> all = process.gather("device", device.identity);
+    std::vector<std::string> machines = process.gather("machine", machine_name());
     std::sort(all.begin(), all.end());
     if (std::adjacent_find(all.begin(), all.end()) != all.end()) {
-        device::share_device(process.run_id + " " + process.name());
+        const bool one_machine =
+            std::count(machines.begin(), machines.end(), machines[0]) == long(machines.size());
+        device::share_device(process.run_id + " " + process.name(), one_machine);
         if (process.index() == 0) {
             printf("processes share a GPU: every collective costs milliseconds; for tests only\n");
         }
@@ -1033,41 +1041,53 @@ inline void train_together(const Options& o, Process& process, Inputs& in) {
     const device::Device device = choose_device(process);
     Logger logger(o.output, process.index(), process.size());
     StatusLine status(stdout, process.terminal, process.terminal ? 0.1 : 5.0);
-    const std::unique_ptr<Comm> inner = device::make_inner_comm(process.inner_group());
-    const std::unique_ptr<Comm> outer =
-        o.streams() ? device::make_outer_comm(process.outer_group(), o.outer_transport) : nullptr;
-
+    // Where something throws from here on, the process leaves before any of these is given back: on a GPU
+    // that might wait for a dead peer.
+    std::unique_ptr<Comm> inner, outer;
     Stream main, inner_stream(Stream::Kind::communicate), outer_stream(outer_stream_kind(o.outer_transport));
-    Model model(in.shape, in.layout, o.recompute, matmul_precision(o.matmul_precision));
-    allocate_activations(model, o.batch, o.seq_len);
-    Worker worker(model, *inner, main, inner_stream);
-    set_parameters(worker, in.initial.data());
-    if (runs_on_gpu) { warm_up(worker, o); }
-    in.initial = std::vector<float>();
-
+    std::unique_ptr<Model> model;
+    std::unique_ptr<Worker> worker;
     std::unique_ptr<Diloco> diloco;
     std::string exchanges;
-    if (o.streams()) {
+    Watchdog watchdog([&](const CommError& error) { process.leave_with(error); });
+    or_leave(process, [&] {
+        inner = device::make_inner_comm(process.inner_group());
+        if (o.streams()) { outer = device::make_outer_comm(process.outer_group(), o.outer_transport); }
+        if (process.size() > 1) { watchdog.guard({inner.get(), outer.get()}, o.timeout); }
+        model = std::make_unique<Model>(in.shape, in.layout, o.recompute,
+                                        matmul_precision(o.matmul_precision));
+        allocate_activations(*model, o.batch, o.seq_len);
+        worker = std::make_unique<Worker>(*model, *inner, main, inner_stream);
+        set_parameters(*worker, in.initial.data());
+        in.initial = std::vector<float>();
+        if (runs_on_gpu) {
+            const Watchdog::Watch watch(watchdog, "the first collectives");
+            warm_up(*worker, o);
+        }
+        if (!o.streams()) { return; }
         const DilocoOptions d = diloco_options(o);
         const std::vector<Fragment> fragments =
             make_fragments(in.layout.layers, int(in.layout.blocks.size()), o.fragment_layers,
                            parse_fragment_pattern(o.fragment_pattern), o.inner_steps);
         diloco = std::make_unique<Diloco>(d, fragments, in.layout, process.rank, *outer, outer_stream);
-        diloco->start(worker.master, main);
+        diloco->start(worker->master, main);
         exchanges = plan(d, fragments, in.layout, o.workers);
-    }
+    });
     if (process.index() == 0 && !o.output.empty()) { write_text(o.output + "/config.toml", o.toml); }
     logger.run({process.worker, process.rank, process.workers, process.ranks, in.layout.values, o.resolved});
     const LearningRateSchedule schedule{schedule_kind(o.schedule), o.learning_rate, o.warmup, in.steps,
                                         o.final_fraction};
-    // An exchange has its own limit, so a step may take twice as long.
-    Watchdog watchdog({inner.get(), outer.get()}, 2 * o.timeout,
-                      [&](const CommError& error) { process.leave_with(error); });
-    Run run{o, process, in, worker, diloco.get(), logger, status, watchdog, device.name, schedule, {}, {}};
+    Run run{o, process, in, *worker, diloco.get(), logger, status, watchdog, device.name, schedule, {}, {}};
     if (run.speaks()) { print_banner(run, exchanges); }
     or_leave(process, [&] {
-        between_steps(run, 0);
-        if (outer) { meet(*outer, outer_stream); }
+        {
+            const Watchdog::Watch watch(watchdog, "what comes before step 1", Watchdog::no_limit);
+            between_steps(run, 0);
+        }
+        if (outer) {
+            const Watchdog::Watch watch(watchdog, "the first exchange");
+            meet(*outer, outer_stream);
+        }
         training_loop(run);
         process.leave();
     });

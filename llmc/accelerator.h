@@ -3,6 +3,7 @@
 #include <string>
 
 #include "llmc/device.h"
+#include "llmc/machine.h"
 #ifdef USE_CUDA
 #include "llmc/cuda/gpu.cuh"
 #endif
@@ -15,7 +16,7 @@ struct Device {
     int processors = 0;
 };
 
-inline Device use_device(int) { return {}; }
-inline void share_device(const std::string&) {}
+inline Device use_device(int, const std::string&) { return {}; }
+inline void share_device(const std::string&, bool) {}
 
 }  // namespace cpu

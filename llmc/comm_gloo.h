@@ -36,6 +36,7 @@
 
 #include "llmc/comm.h"
 #include "llmc/error.h"
+#include "llmc/machine.h"
 #include "llmc/store.h"
 #include "llmc/stream.h"
 
@@ -60,15 +61,6 @@ inline Cause record_cause(Store& store, const Cause& seen) {
 
 // -----------------------------------------------------------------------------------------------------------
 // Addresses
-
-// Tells machines apart, containers too: host name and this boot's id.
-inline std::string machine_name() {
-    char host[256] = "";
-    gethostname(host, sizeof host - 1);
-    std::string boot;
-    std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-    return std::string(host) + "/" + boot;
-}
 
 inline std::string numeric_address(const sockaddr* address, socklen_t length) {
     char text[NI_MAXHOST];

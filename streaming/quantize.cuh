@@ -165,8 +165,10 @@ inline void write_header(uint8_t* payload, const PayloadHeader& header, Stream& 
 inline void read_headers(PayloadHeader* headers, const uint8_t* payloads, size_t stride, int count,
                          Stream& stream) {
     stream.enqueue([=](cudaStream_t on) {
-        cudaCheck(cudaMemcpy2DAsync(headers, sizeof(PayloadHeader), payloads, stride, sizeof(PayloadHeader),
-                                    size_t(count), cudaMemcpyDeviceToHost, on));
+        for (int i = 0; i < count; i++) {
+            cudaCheck(cudaMemcpyAsync(&headers[i], payloads + size_t(i) * stride, sizeof(PayloadHeader),
+                                      cudaMemcpyDeviceToHost, on));
+        }
     });
 }
 

@@ -7,8 +7,11 @@
 #pragma once
 #include <nccl.h>
 
+#include <chrono>
 #include <deque>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "llmc/comm.h"
@@ -76,9 +79,11 @@ public:
              [&] { return ncclAllReduce(values, values, count, ncclFloat, operation, comm, stream); });
     }
 
+    // While another thread is in a call, it is that one that will see.
     void check() override {
-        ncclResult_t state = ncclSuccess;
-        require(ncclCommGetAsyncError(comm, &state), "ncclCommGetAsyncError");
+        const std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
+        if (!lock.owns_lock()) { return; }
+        const ncclResult_t state = state_of_calls();
         if (state != ncclInProgress) { require(state, "a collective"); }
     }
 
@@ -89,7 +94,7 @@ public:
             if (patience.is_over()) {
                 throw CommError(-1, format("no answer within %.0f s (--timeout)", timeout));
             }
-            patience.pause();
+            std::this_thread::sleep_for(between_polls);
         }
         check();
         add_times();
@@ -129,7 +134,7 @@ private:
             timing.begin = timing_event();
             cudaCheck(cudaEventRecord(timing.begin, stream));
         }
-        settle(enqueue(), name);
+        settle(locked(enqueue), name);
         if (timed) {
             timing.end = timing_event();
             cudaCheck(cudaEventRecord(timing.end, stream));
@@ -141,15 +146,28 @@ private:
         }
     }
 
+    // NCCL's calls on one communicator are not for two threads at a time: the watchdog has its own.
+    template <class Call>
+    ncclResult_t locked(Call call) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        return call();
+    }
+
+    ncclResult_t state_of_calls() const {
+        ncclResult_t state = ncclSuccess;
+        require(ncclCommGetAsyncError(comm, &state), "ncclCommGetAsyncError");
+        return state;
+    }
+
     // Returns when the call is enqueued.
     void settle(ncclResult_t result, const char* name) {
         Patience patience(timeout);
         while (result == ncclInProgress) {
-            require(ncclCommGetAsyncError(comm, &result), name);
+            result = locked([&] { return state_of_calls(); });
             if (patience.is_over()) {
                 throw CommError(-1, format("%s: no answer within %.0f s (--timeout)", name, timeout));
             }
-            if (result == ncclInProgress) { patience.pause(); }
+            if (result == ncclInProgress) { std::this_thread::sleep_for(between_polls); }
         }
         require(result, name);
     }
@@ -195,10 +213,13 @@ private:
         return event;
     }
 
+    static constexpr std::chrono::microseconds between_polls{50};
+
     int my_rank, my_size;
     double timeout;
     NcclOptions options;
     ncclComm_t comm = nullptr;
+    std::mutex mutex;  // of calls on comm
     std::deque<Timing> timings;
     std::vector<cudaEvent_t> idle;
 };

@@ -1,27 +1,28 @@
 // Which GPU this process uses, and what CUDA and NCCL are told before their first call.
 #pragma once
-#include <unistd.h>
-
 #include <cstdlib>
 #include <string>
 
 #include "llmc/cuda/device.cuh"
 #include "llmc/error.h"
+#include "llmc/machine.h"
 
 namespace cuda {
 
 // The GPU in use.
 struct Device {
     std::string name;      // "NVIDIA H200"
-    std::string identity;  // host and place on its bus: the same for processes that share a GPU
+    std::string identity;  // machine and place on its bus: the same for processes that share a GPU
     int processors = 0;    // SMs
 };
 
 // Uses a GPU of this machine: local_rank modulo their number.   UserError where there is none.
-inline Device use_device(int local_rank) {
+// interface: of the network that NCCL is to use; empty: its choice
+inline Device use_device(int local_rank, const std::string& interface) {
     setenv("CUDA_MODULE_LOADING", "EAGER", 0);       // or a kernel's first launch may wait for others' end
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);  // or streams share queues and wait for each other
     setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0", 0);    // or inner collectives wait for the outer one
+    if (!interface.empty()) { setenv("NCCL_SOCKET_IFNAME", ("=" + interface).c_str(), 1); }
     int count = 0;
     const cudaError_t status = cudaGetDeviceCount(&count);
     if (status != cudaSuccess || count == 0) {
@@ -32,22 +33,20 @@ inline Device use_device(int local_rank) {
     cudaCheck(cudaSetDevice(index));
     cudaDeviceProp properties;
     cudaCheck(cudaGetDeviceProperties(&properties, index));
-    char host[256] = "";
-    gethostname(host, sizeof host - 1);
-    return {properties.name, format("%s/%x:%x:%x", host, unsigned(properties.pciDomainID),
+    return {properties.name, format("%s/%x:%x:%x", machine_name().c_str(), unsigned(properties.pciDomainID),
                                     unsigned(properties.pciBusID), unsigned(properties.pciDeviceID)),
             properties.multiProcessorCount};
 }
 
 // For runs with several processes on a GPU: NCCL refuses two of one host on a GPU, and takes them for
 // different hosts when each has an id of its own. Collectives then go through sockets, and cost milliseconds.
-// process: a name no other process has
-inline void share_device(const std::string& process) {
+// process: a name no other process has   one_machine: all of the run's are on this one
+inline void share_device(const std::string& process, bool one_machine) {
     setenv("NCCL_HOSTID", process.c_str(), 1);
     setenv("NCCL_NET", "Socket", 0);
     setenv("NCCL_ALGO", "Ring", 0);
     setenv("NCCL_PROTO", "Simple", 0);
-    setenv("NCCL_SOCKET_IFNAME", "lo", 0);
+    if (one_machine) { setenv("NCCL_SOCKET_IFNAME", "lo", 0); }
 }
 
 }  // namespace cuda

@@ -3,6 +3,7 @@
 #pragma once
 #include <functional>
 #include <memory>
+#include <new>
 #include <stdexcept>
 #include <utility>
 
@@ -138,7 +139,10 @@ public:
             cudaCheck(cudaFree(memory));
             memory = nullptr;
             memory_bytes = 0;
-            cudaCheck(cudaMalloc(&memory, bytes));
+            if (cudaMalloc(&memory, bytes) != cudaSuccess) {
+                cudaGetLastError();
+                throw std::bad_alloc();
+            }
             memory_bytes = bytes;
         }
         return static_cast<T*>(memory);
