@@ -127,7 +127,8 @@ public:
     const bool fuses_gelu;  // into products; else it has kernels of its own, as always in the fp32 build
 
     // For the GPU in use.
-    explicit Matmul(MatmulPrecision precision) : Matmul(precision, gpu_gains_from_fusing_gelu()) {}
+    explicit Matmul(MatmulPrecision precision)
+        : Matmul(precision, gains_from_fusing_gelu(compute_capability_major())) {}
 
     Matmul(MatmulPrecision precision, bool fuse_gelu)
         : fuses_gelu(bf16 && fuse_gelu),
@@ -140,13 +141,8 @@ public:
     }
 
     // From Hopper (compute capability 9.0) on. Before, cuBLASLt's products with bf16 GELU take longer than
-    // plain ones and a kernel for it.
-    static bool gpu_gains_from_fusing_gelu() {
-        int device = 0, major = 0;
-        cudaCheck(cudaGetDevice(&device));
-        cudaCheck(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-        return major >= 9;
-    }
+    // plain ones and a kernel for it.   major: of the compute capability
+    static bool gains_from_fusing_gelu(int major) { return major >= 9; }
 
     // What is used, for people.
     std::string description() const {
@@ -183,6 +179,13 @@ public:
     }
 
 private:
+    static int compute_capability_major() {
+        int device = 0, major = 0;
+        cudaCheck(cudaGetDevice(&device));
+        cudaCheck(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+        return major;
+    }
+
     // As much as cuBLAS itself takes on Hopper; 4 MiB would do for what came before.
     static constexpr size_t workspace_bytes = size_t(32) << 20;
 

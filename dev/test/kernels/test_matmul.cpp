@@ -229,6 +229,12 @@ std::vector<Floats> results_of(cuda::Matmul& matmul, const Case& x, long by) {
             from(to_floats(dinp.to_host())), from(dweight.to_host()), from(dbias.to_host())};
 }
 
+TEST(Matmul, GeluIsFusedFromHopperOn) {
+    EXPECT_FALSE(cuda::Matmul::gains_from_fusing_gelu(8));
+    EXPECT_TRUE(cuda::Matmul::gains_from_fusing_gelu(9));
+    EXPECT_TRUE(cuda::Matmul::gains_from_fusing_gelu(10));
+}
+
 // The plan is made in the first call, whose tensors are aligned to 256 bytes.
 TEST(Matmul, TensorsThatBeginAnywhereAtAMultipleOf16BytesAreTaken) {
     const Case x(6, 24, 16, 300);
