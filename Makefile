@@ -34,7 +34,8 @@ KERNEL_TESTS = $(notdir $(KERNEL_SOURCES:.cpp=))
 # fp32: parameters and activations as in a GPU's fp32 build; of the kernels' tests only.
 EMULATOR_TESTS = $(foreach kind,plain address thread,$(KERNEL_TESTS:%=build/$(kind)/%)) \
                  $(patsubst dev/test/kernels/%.cpp,build/fp32/%,$(wildcard dev/test/kernels/test_*.cpp)) \
-                 build/plain/test_gpt build/fp32/test_gpt build/plain/train_gpt build/thread/train_gpt
+                 build/plain/test_gpt build/fp32/test_gpt
+EMULATED_TRAINERS = build/plain/train_gpt build/thread/train_gpt
 vpath test_%.cpp dev/emulator dev/test/kernels
 CUDA_FLAGS = -std=c++17 -O3 -I. -DUSE_CUDA -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas
 CUDA_TESTS = $(patsubst dev/test/kernels/%.cpp,build/nvcc/%.ptx,$(wildcard dev/test/kernels/test_*.cpp)) \
@@ -134,7 +135,7 @@ setup:
 
 # pytest runs everything, the GoogleTest binary and test_gpt_cpu included, so that one line counts all of it.
 test: setup
-	$(MAKE) -j2 train_gpt_cpu test_gpt_cpu build/unit_tests $(EMULATOR_TESTS) check-cuda
+	$(MAKE) -j2 train_gpt_cpu test_gpt_cpu build/unit_tests $(EMULATOR_TESTS) $(EMULATED_TRAINERS) check-cuda
 	.venv/bin/python -m pytest -q dev/test
 
 test-emulated: setup
