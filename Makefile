@@ -139,7 +139,7 @@ test: setup
 	.venv/bin/python -m pytest -q dev/test
 
 test-emulated: setup
-	$(MAKE) -j2 $(EMULATOR_TESTS)
+	$(MAKE) -j2 $(EMULATOR_TESTS) test_gpt_cpu
 	.venv/bin/python -m pytest -q dev/test/test_emulator.py dev/test/test_gpt.py
 
 # For the GPUs of 2020, 2022 and 2024; what nvcc warns of is an error.
