@@ -155,7 +155,8 @@ build/nvcc/test_gpt_fp32.o: test_gpt.cu train_gpt.cu
 build/nvcc/train_gpt.o build/nvcc/test_gpt_fp32.o: $(EMULATOR_HEADERS)
 	@mkdir -p $(@D)
 	$(NVCC) $(CUDA_FLAGS) $(if $(findstring fp32,$@),-DENABLE_FP32) \
-	    $(foreach sm,80 90 100,-gencode arch=compute_$(sm),code=sm_$(sm)) -c $< -o $@
+	    $(foreach sm,80 90 100,-gencode arch=compute_$(sm),code=sm_$(sm)) \
+	    -c $(firstword $(filter %.cu,$^)) -o $@
 
 GPU_TESTS = $(patsubst dev/test/kernels/%.cpp,build/gpu/%,$(wildcard dev/test/kernels/test_*.cpp)) \
             build/gpu/test_kernels
