@@ -60,10 +60,7 @@ GPU_CODE = $(if $(filter native,$(GPU_ARCH)),-arch=native,\
 GPU_HOST = -Xcompiler -march=native,-fopenmp,-ffp-contract=off,-fno-strict-aliasing,-fno-math-errno,-fno-trapping-math
 GPU_COMPILER = $(or $(NVCC),$(error there is no nvcc: say where with CUDA_HOME=DIR))
 GPU_LIBS = -L$(NCCL_HOME)/lib -lcublasLt -lnccl -lgloo -lhiredis -lxxhash -lpthread
-train_gpt: train_gpt.cu $(EMULATOR_HEADERS)
-	$(GPU_COMPILER) $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) -I$(NCCL_HOME)/include $< -o $@ $(GPU_LIBS)
-
-test_gpt: test_gpt.cu train_gpt.cu $(EMULATOR_HEADERS)
+train_gpt test_gpt: %: %.cu train_gpt.cu $(EMULATOR_HEADERS)
 	$(GPU_COMPILER) $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) -I$(NCCL_HOME)/include $< -o $@ $(GPU_LIBS)
 
 # The trainer is one .cu file for CPU and GPU: here g++ takes it as C++.

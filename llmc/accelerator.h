@@ -13,7 +13,6 @@ namespace cpu {
 struct Device {
     std::string name = "CPU";
     std::string identity;  // empty: nothing is shared that would have to be known
-    int processors = 0;
 };
 
 inline Device use_device(int, const std::string&) { return {}; }

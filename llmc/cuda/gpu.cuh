@@ -13,7 +13,6 @@ namespace cuda {
 struct Device {
     std::string name;      // "NVIDIA H200"
     std::string identity;  // machine and place on its bus: the same for processes that share a GPU
-    int processors = 0;    // SMs
 };
 
 // Uses a GPU of this machine: local_rank modulo their number.   UserError where there is none.
@@ -34,8 +33,7 @@ inline Device use_device(int local_rank, const std::string& interface) {
     cudaDeviceProp properties;
     cudaCheck(cudaGetDeviceProperties(&properties, index));
     return {properties.name, format("%s/%x:%x:%x", machine_name().c_str(), unsigned(properties.pciDomainID),
-                                    unsigned(properties.pciBusID), unsigned(properties.pciDeviceID)),
-            properties.multiProcessorCount};
+                                    unsigned(properties.pciBusID), unsigned(properties.pciDeviceID))};
 }
 
 // For runs with several processes on a GPU: NCCL refuses two of one host on a GPU, and takes them for
