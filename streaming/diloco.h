@@ -184,8 +184,8 @@ private:
         for (const Range& range : ranges[p]) {
             const float* global = state.global + range.shard;
             device::add_hash(payload, first, global, range.count, main);
-            device::quantize(payload, options.format, n, first, global, local + range.shard, range.count,
-                             main);
+            device::quantize(payload, options.format, Rounding(), n, first, {global, local + range.shard},
+                             range.count, main);
             first += range.count;
         }
         Event ready;

@@ -43,37 +43,70 @@ __device__ inline void load_codes(uint32_t (&codes)[4], const uint8_t* inp) {
     for (int i = 0; i < 4; i++) { codes[i] = words[i * F::bits / 32] >> i * F::bits % 32; }
 }
 
-// One warp, one block of 128 values.   codes, scales: where the range's begin   global, local: (128 blocks)
-// Bound by memory: 8 bytes read a value, in one pass, and bits / 8 written (fp4: 0.5), 2 more a block.
-template <class F>
-__global__ void quantize_kernel(PayloadHeader* header, uint8_t* codes, uint16_t* scales, const float* global,
-                                const float* local, long blocks) {
+// delta = values - minus + residual of four values.
+__device__ inline Pack<float> load_delta(const Source& source, long i) {
+    Pack<float> delta = load_pack(source.values + i), minus = {}, residual = {};
+    if (source.minus != nullptr) { minus = load_pack(source.minus + i); }
+    if (source.residual != nullptr) { residual = load_pack(source.residual + i); }
+    if (source.minus != nullptr) {
+        for (int k = 0; k < 4; k++) { delta[k] = subtract_rn(delta[k], minus[k]); }
+    }
+    if (source.residual != nullptr) {
+        for (int k = 0; k < 4; k++) { delta[k] = add_rn(delta[k], residual[k]); }
+    }
+    return delta;
+}
+
+// codes[k] = encode(delta[k] / scale).   index: of the first value in the model, a multiple of 4
+template <class F, bool stochastic>
+__device__ inline void encode_four(uint32_t (&codes)[4], Pack<float> delta, uint32_t scale,
+                                   const Rounding& rounding, uint64_t index) {
+    if constexpr (F::scaled) {
+        const Divisor divisor = divisor_of(scale);
+        if (divisor.reciprocal != 0) {  // a whole warp
+            for (int k = 0; k < 4; k++) { delta[k] = divide_by(delta[k], divisor); }
+        } else {
+            for (int k = 0; k < 4; k++) { delta[k] = divide_rn(delta[k], divisor.scale); }
+        }
+    }
+    if constexpr (stochastic) {
+        const Philox4 random = random_quad(rounding, index / 4);
+        for (int k = 0; k < 4; k++) { codes[k] = F::encode(delta[k], random.v[k]); }
+    } else {
+        for (int k = 0; k < 4; k++) { codes[k] = F::encode(delta[k]); }
+    }
+}
+
+// One warp, one block of 128 values.   codes, scales: where the range's begin   source: (128 blocks)
+// Bound by memory: 8 bytes read a value, in one pass, and bits / 8 written (fp4: 0.5), 2 more a block; with a
+// residual 12 and 4 more. Stochastic: 10 more integer instructions a value.
+template <class F, bool stochastic>
+__global__ void quantize_kernel(PayloadHeader* header, uint8_t* codes, uint16_t* scales, Source source,
+                                Rounding rounding, long blocks) {
     const long block = (blockIdx.x * long(blockDim.x) + threadIdx.x) / 32;
     const int lane = threadIdx.x % 32;
     if (block >= blocks) { return; }  // a whole warp
     const long i = block * quantization_block + lane * 4;
-    const Pack<float> outer = load_pack(global + i), inner = load_pack(local + i);
-    float delta[4];
+    Pack<float> delta = load_delta(source, i);
     uint32_t absmax = 0;  // as bits: infinity and NaN are the largest
-    for (int k = 0; k < 4; k++) {
-        delta[k] = subtract_rn(outer[k], inner[k]);
-        absmax = max(absmax, float_to_bits(delta[k]) & 0x7fffffff);
-    }
+    for (int k = 0; k < 4; k++) { absmax = max(absmax, float_to_bits(delta[k]) & 0x7fffffff); }
     absmax = __reduce_max_sync(full_warp, absmax);
 
     uint32_t scale = block_scale<F>(absmax);
     const bool sendable = is_sendable<F>(absmax, scale);
-    if (!sendable) { scale = 0; }
-    if (F::scaled && lane == 0) { scales[block] = uint16_t(scale); }
-    const float divisor = scale == 0 ? 1.0f : bits_to_float(scale << 16);
-    uint32_t encoded[4];
-    for (int k = 0; k < 4; k++) {
-        const float value = sendable ? delta[k] : 0.0f;
-        encoded[k] = F::encode(F::scaled ? divide_rn(value, divisor) : value);
+    if (!sendable) {
+        scale = 0;
+        delta = {};
     }
+    if (F::scaled && lane == 0) { scales[block] = uint16_t(scale); }
+    uint32_t encoded[4];
+    encode_four<F, stochastic>(encoded, delta, scale, rounding, rounding.first + uint64_t(i));
     store_codes<F>(codes + i * F::bits / 8, encoded);
-    if (!sendable && lane == 0) {
-        atomicOr(reinterpret_cast<unsigned long long*>(&header->flags), delta_not_finite);
+    if (!sendable) {
+        if (lane == 0) { atomicOr(reinterpret_cast<unsigned long long*>(&header->flags), delta_not_finite); }
+    } else if (source.residual != nullptr) {
+        for (int k = 0; k < 4; k++) { delta[k] = lost<F>(delta[k], encoded[k], scale); }
+        store_pack(source.residual + i, delta);
     }
 }
 
@@ -183,25 +216,30 @@ inline void add_hash(uint8_t* payload, long first, const float* values, long cou
            &header_of(payload), first, values, count);
 }
 
-// Quantizes values [first, first + count) of a fragment of n values into its payload: global - local.
-// global, local: (count), 16-byte aligned; n, first, count: multiples of 128; payload: 16-byte aligned, its
-// header is written already.
-inline void quantize(uint8_t* payload, Format format, long n, long first, const float* global,
-                     const float* local, long count, Stream& stream) {
+// Quantizes values [first, first + count) of a fragment of n values into its payload.
+// source: of `count` values, 16-byte aligned   n, first, count: multiples of 128   payload: 16-byte aligned,
+// its header is written already   rounding.first: a multiple of 4 where it is stochastic
+inline void quantize(uint8_t* payload, Format format, const Rounding& rounding, long n, long first,
+                     const Source& source, long count, Stream& stream) {
     require_16_bytes("the payload", payload);
-    require_16_bytes("the array of global parameters", global);
-    require_16_bytes("the array of local parameters", local);
+    require_16_bytes("the array to quantize", source.values);
+    require_16_bytes("the array to subtract", source.minus);
+    require_16_bytes("the array of residuals", source.residual);
     require_blocks_of_128("the fragment", n);
     require_blocks_of_128("what lies before the range to quantize", first);
     require_blocks_of_128("the range to quantize", count);
+    if (rounding.stochastic && rounding.first % 4 != 0) {
+        throw std::invalid_argument("the range to round stochastically does not begin at a multiple of 4");
+    }
     if (count == 0) { return; }
     with_format(format, [&](auto f) {
         using F = decltype(f);
         uint8_t* scales = payload + sizeof(PayloadHeader);
         uint8_t* codes = scales + scale_bytes(format, n) + first * F::bits / 8;
-        launch(quantize_kernel<F>, Grid{launch_blocks(count, quantize_threads), quantize_threads, 0, stream},
-               &header_of(payload), codes, reinterpret_cast<uint16_t*>(scales) + first / quantization_block,
-               global, local, count / quantization_block);
+        launch(rounding.stochastic ? quantize_kernel<F, true> : quantize_kernel<F, false>,
+               Grid{launch_blocks(count, quantize_threads), quantize_threads, 0, stream}, &header_of(payload),
+               codes, reinterpret_cast<uint16_t*>(scales) + first / quantization_block, source, rounding,
+               count / quantization_block);
     });
 }
 

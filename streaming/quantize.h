@@ -6,11 +6,18 @@
 //
 //     delta = global - local                                   the outer gradient (arXiv 2501.18512, 2.1)
 //     scale = max |delta| / largest code, rounded up to bf16   so that nothing clips; 0 where all are 0
-//     code  = encode(delta / scale)
+//     code  = encode(delta / scale)                            to nearest or stochastically (rounding.h)
 //     mean  = (0 + decode(code_0) * scale_0 + decode(code_1) * scale_1 + ...) / M     fp32, workers ascending
 //
+// With error feedback (Seide et al. 2014) what rounding lost is added the next time:
+//
+//     delta    = global - local + residual
+//     residual = delta - decode(code) * scale
+//
+// The owner of a mean quantizes values, which take the place of global - local.
+//
 // A delta that is not finite or too large for bf16 sets a flag in the header; the payload still travels, with
-// zeros for its block, so that no bits depend on what a machine's NaN looks like.
+// zeros for its block, so that no bits depend on what a machine's NaN looks like. The block's residual stays.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -20,6 +27,7 @@
 #include "formats.h"
 #include "llmc/layout.h"
 #include "llmc/stream.h"
+#include "rounding.h"
 
 const uint64_t delta_not_finite = 1;  // in PayloadHeader::flags
 
@@ -95,6 +103,46 @@ HD inline bool is_sendable(uint32_t absmax, [[maybe_unused]] uint32_t scale) {
     }
 }
 
+// What is quantized: values - minus + residual. {global, local} is an outer gradient, {mean} a mean. The
+// residual is what rounding lost the last time, and becomes what it loses now; without it there is no error
+// feedback.   all: as many values as a call quantizes
+struct Source {
+    const float* values;
+    const float* minus = nullptr;
+    float* residual = nullptr;
+};
+
+// Division by the scale of a block. One that is neither tiny nor huge has a reciprocal to multiply with; the
+// others have 0 here.
+struct Divisor {
+    float scale, reciprocal;
+};
+
+// scale: in bf16, as bits; 0 stands for 1, since such a block has nothing but zeros
+HD inline Divisor divisor_of(uint32_t scale) {
+    const uint32_t word = scale == 0 ? 0x3f800000 : scale << 16;
+    const bool has_reciprocal = word >= uint32_t(127 - 60) << 23 && word < uint32_t(127 + 60) << 23;
+    return {bits_to_float(word), has_reciprocal ? divide_rn(1.0f, bits_to_float(word)) : 0.0f};
+}
+
+// x / scale to nearest: the product with the reciprocal, and one Newton step, which is off by 2^-46 of the
+// quotient before it is rounded. 24 bits divided by the 8 of a bf16 are no nearer to a middle between two
+// floats than 2^-33, so that this is rounded as if it were exact. A quotient below 2^-59 may be off where fp32
+// has denormals; in all formats that is 0.
+HD inline float divide_by(float x, Divisor by) {
+    const float magnitude = bits_to_float(float_to_bits(x) & 0x7fffffff);
+    const float near = multiply_rn(magnitude, by.reciprocal);
+    const float quotient = fma_rn(fma_rn(-near, by.scale, magnitude), by.reciprocal, near);
+    return bits_to_float(float_to_bits(quotient) | (float_to_bits(x) & 0x80000000));
+}
+
+// What the receivers of a code do not get of a delta.   scale: of its block, in bf16, as bits
+template <class F>
+HD inline float lost(float delta, uint32_t code, uint32_t scale) {
+    const float value = F::decode(code);
+    return subtract_rn(delta, F::scaled ? multiply_rn(value, bits_to_float(scale << 16)) : value);
+}
+
 namespace cpu {
 
 const long parallel_blocks = 512;  // below so many blocks one thread is faster than a team
@@ -104,18 +152,18 @@ template <class F>
 using Code = std::conditional_t<F::bits <= 8, uint8_t, std::conditional_t<F::bits == 16, uint16_t, uint32_t>>;
 
 // Codes to the bytes of a payload, and back.   codes: (128)
-// Two fp4 codes are taken as one 16-bit word (little-endian), so that no vector lane has to be moved.
 template <class F>
 inline void pack_block(uint8_t* out, const Code<F>* codes) {
     if constexpr (F::bits == 4) {
-        uint16_t pairs[quantization_block / 2];
-        memcpy(pairs, codes, sizeof(pairs));
-        for (int i = 0; i < quantization_block / 2; i++) { out[i] = uint8_t(pairs[i] | pairs[i] >> 4); }
+        for (int i = 0; i < quantization_block / 2; i++) {
+            out[i] = uint8_t(codes[2 * i] | codes[2 * i + 1] << 4);
+        }
     } else {
         memcpy(out, codes, quantization_block * sizeof(*codes));
     }
 }
 
+// Two fp4 codes are made as one 16-bit word (little-endian), so that no vector lane has to be moved.
 template <class F>
 inline void unpack_block(Code<F>* codes, const uint8_t* inp) {
     if constexpr (F::bits == 4) {
@@ -129,30 +177,84 @@ inline void unpack_block(Code<F>* codes, const uint8_t* inp) {
     }
 }
 
-// One block of global - local. Returns false where it cannot be sent; it is zeros then.
-// global, local: (128)
-template <class F>
-inline bool quantize_block(uint8_t* codes, uint16_t* scale, const float* global, const float* local) {
-    float delta[quantization_block];
-    Code<F> block[quantization_block];
-    uint32_t absmax = 0;  // as bits: infinity and NaN are the largest
-    for (int i = 0; i < quantization_block; i++) {
-        delta[i] = subtract_rn(global[i], local[i]);
-        absmax = std::max(absmax, float_to_bits(delta[i]) & 0x7fffffff);
-    }
-    const uint32_t scale_bits = block_scale<F>(absmax);
-    const bool sendable = is_sendable<F>(absmax, scale_bits);
-    if (!sendable) { std::fill_n(delta, quantization_block, 0.0f); }
-    if constexpr (F::scaled) {
-        *scale = uint16_t(sendable ? scale_bits : 0);
-        const float divisor = *scale == 0 ? 1.0f : bits_to_float(uint32_t(*scale) << 16);
-        for (int i = 0; i < quantization_block; i++) {
-            block[i] = Code<F>(F::encode(divide_rn(delta[i], divisor)));
-        }
+// delta = values - minus + residual of a block. The largest magnitude, as bits: infinity and NaN are larger
+// than any number.   delta: (128)
+inline uint32_t load_block(float* delta, const Source& source, long i) {
+    const float* values = source.values + i;
+    if (source.minus != nullptr) {
+        const float* minus = source.minus + i;
+        for (int k = 0; k < quantization_block; k++) { delta[k] = subtract_rn(values[k], minus[k]); }
     } else {
-        for (int i = 0; i < quantization_block; i++) { block[i] = Code<F>(F::encode(delta[i])); }
+        memcpy(delta, values, quantization_block * sizeof(float));
     }
+    if (source.residual != nullptr) {
+        const float* residual = source.residual + i;
+        for (int k = 0; k < quantization_block; k++) { delta[k] = add_rn(delta[k], residual[k]); }
+    }
+    uint32_t absmax = 0;
+    for (int k = 0; k < quantization_block; k++) {
+        absmax = std::max(absmax, float_to_bits(delta[k]) & 0x7fffffff);
+    }
+    return absmax;
+}
+
+// The random bits of the 128 values that begin at `first` in the model: words + first % 4.
+const int random_quads = quantization_block / 4 + 1;  // one more where `first` is not a multiple of 4
+inline void draw_block(uint32_t* words, const Rounding& rounding, uint64_t first) {
+    for (int quad = 0; quad < random_quads; quad++) {
+        const Philox4 drawn = random_quad(rounding, first / 4 + uint64_t(quad));
+        for (int k = 0; k < 4; k++) { words[quad * 4 + k] = drawn.v[k]; }
+    }
+}
+
+// codes[k] = encode(values[k]).   values, codes: (128)   first: where the block begins in the model
+template <class F, bool stochastic>
+inline void encode_block(Code<F>* codes, const float* values, const Rounding& rounding, uint64_t first) {
+    if constexpr (stochastic && F::bits < 32) {
+        uint32_t words[random_quads * 4];
+        draw_block(words, rounding, first);
+        const uint32_t* random = words + first % 4;
+        for (int k = 0; k < quantization_block; k++) { codes[k] = Code<F>(F::encode(values[k], random[k])); }
+    } else {
+        for (int k = 0; k < quantization_block; k++) { codes[k] = Code<F>(F::encode(values[k])); }
+    }
+}
+
+// quotients = delta / scale.   quotients, delta: (128)
+inline void divide_block(float* quotients, const float* delta, uint32_t scale) {
+    const Divisor divisor = divisor_of(scale);
+    if (divisor.reciprocal != 0) {
+        for (int k = 0; k < quantization_block; k++) { quotients[k] = divide_by(delta[k], divisor); }
+    } else {
+        for (int k = 0; k < quantization_block; k++) { quotients[k] = divide_rn(delta[k], divisor.scale); }
+    }
+}
+
+// Block `i / 128` of a range. Returns false where it cannot be sent; it is zeros then.
+template <class F, bool stochastic>
+inline bool quantize_block(uint8_t* codes, uint16_t* scale, const Source& source, const Rounding& rounding,
+                           long i) {
+    float delta[quantization_block], quotients[quantization_block];
+    Code<F> block[quantization_block];
+    const uint32_t absmax = load_block(delta, source, i);
+    uint32_t scale_bits = block_scale<F>(absmax);
+    const bool sendable = is_sendable<F>(absmax, scale_bits);
+    if (!sendable) {
+        scale_bits = 0;
+        std::fill_n(delta, quantization_block, 0.0f);
+    }
+    if constexpr (F::scaled) {
+        *scale = uint16_t(scale_bits);
+        divide_block(quotients, delta, scale_bits);
+    }
+    encode_block<F, stochastic>(block, F::scaled ? quotients : delta, rounding, rounding.first + uint64_t(i));
     pack_block<F>(codes, block);
+    if (source.residual != nullptr && sendable) {
+        float* residual = source.residual + i;
+        for (int k = 0; k < quantization_block; k++) {
+            residual[k] = lost<F>(delta[k], block[k], scale_bits);
+        }
+    }
     return sendable;
 }
 
@@ -195,16 +297,27 @@ inline uint64_t hash_loop(const float* values, long first, long count) {
     return sum;
 }
 
-template <class F>
-inline bool quantize_loop(uint8_t* codes, uint16_t* scales, const float* global, const float* local,
+template <class F, bool stochastic>
+inline bool quantize_loop(uint8_t* codes, uint16_t* scales, const Source& source, const Rounding& rounding,
                           long blocks) {
     int finite = 1;
     #pragma omp parallel for reduction(& : finite) if (blocks >= parallel_blocks)
     for (long b = 0; b < blocks; b++) {
         const long i = b * quantization_block;
-        finite &= quantize_block<F>(codes + i * F::bits / 8, scales + b, global + i, local + i);
+        finite &= quantize_block<F, stochastic>(codes + i * F::bits / 8, scales + b, source, rounding, i);
     }
     return finite;
+}
+
+// mean = sum / workers. The reciprocal of a power of two is exact, and a product with it the quotient.
+// mean, sum: (128)
+inline void mean_of_sum(float* mean, const float* sum, int workers) {
+    const float divisor = float(workers), reciprocal = divide_rn(1.0f, divisor);
+    if ((workers & (workers - 1)) == 0) {
+        for (int k = 0; k < quantization_block; k++) { mean[k] = multiply_rn(sum[k], reciprocal); }
+    } else {
+        for (int k = 0; k < quantization_block; k++) { mean[k] = divide_rn(sum[k], divisor); }
+    }
 }
 
 template <class F>
@@ -218,7 +331,7 @@ inline void dequantize_loop(float* mean, const uint8_t* codes, const uint8_t* sc
             const size_t payload = size_t(worker) * stride;
             add_block<F>(sum, codes + payload + i * F::bits / 8, scales + payload + b * 2);
         }
-        for (int k = 0; k < quantization_block; k++) { mean[i + k] = divide_rn(sum[k], float(workers)); }
+        mean_of_sum(mean + i, sum, workers);
     }
 }
 
@@ -227,18 +340,20 @@ inline void add_hash(uint8_t* payload, long first, const float* values, long cou
     stream.enqueue([=] { header_of(payload).hash += hash_loop(values, first, count); });
 }
 
-// Quantizes values [first, first + count) of a fragment of n values into its payload: global - local.
-// global, local: (count); first, count: multiples of 128; payload: 16-byte aligned, its header is written
-// already. Memory: 8 bytes read a value, in one pass.
-inline void quantize(uint8_t* payload, Format format, long n, long first, const float* global,
-                     const float* local, long count, Stream& stream) {
+// Quantizes values [first, first + count) of a fragment of n values into its payload.
+// source: of `count` values   first, count: multiples of 128   payload: 16-byte aligned, its header is
+// written already. Memory: 8 bytes read a value, in one pass; with a residual 12, and 4 written.
+inline void quantize(uint8_t* payload, Format format, const Rounding& rounding, long n, long first,
+                     const Source& source, long count, Stream& stream) {
     stream.enqueue([=] {
         bool finite = with_format(format, [=](auto f) {
             using F = decltype(f);
-            uint8_t* scales = payload + sizeof(PayloadHeader);
-            uint8_t* codes = scales + scale_bytes(format, n) + first * F::bits / 8;
-            return quantize_loop<F>(codes, reinterpret_cast<uint16_t*>(scales) + first / quantization_block,
-                                    global, local, count / quantization_block);
+            uint8_t* scales_begin = payload + sizeof(PayloadHeader);
+            uint8_t* codes = scales_begin + scale_bytes(format, n) + first * F::bits / 8;
+            uint16_t* scales = reinterpret_cast<uint16_t*>(scales_begin) + first / quantization_block;
+            const long blocks = count / quantization_block;
+            return rounding.stochastic ? quantize_loop<F, true>(codes, scales, source, rounding, blocks)
+                                       : quantize_loop<F, false>(codes, scales, source, rounding, blocks);
         });
         if (!finite) { header_of(payload).flags |= delta_not_finite; }
     });

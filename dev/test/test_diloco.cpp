@@ -593,7 +593,7 @@ TEST(Exchange, the_wire_waits_for_a_payload_that_the_main_stream_is_still_writin
         uint8_t* payload = exchange.payload(sync);
         main.enqueue([] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); });
         device::write_header(payload, make_header(sync, Format::fp32, worker, 0), main);
-        device::quantize(payload, Format::fp32, n, 0, global.data(), local.data(), n, main);
+        device::quantize(payload, Format::fp32, Rounding(), n, 0, {global.data(), local.data()}, n, main);
         Event ready;
         main.record(ready);
         exchange.start(sync, ready);

@@ -103,7 +103,7 @@ int main() {
             uint8_t* payload = payloads + worker * bytes;
             device::write_header(payload, PayloadHeader(), stream);
             device::add_hash(payload, 0, local.data(), n, stream);
-            device::quantize(payload, format, n, 0, global.data(), local.data(), n, stream);
+            device::quantize(payload, format, Rounding(), n, 0, {global.data(), local.data()}, n, stream);
             for (float& value : local) { value = fma_rn(value, 0.7f, 1e-20f); }
         }
         device::dequantize_mean(mean.data(), payloads, bytes, 3, format, n, stream);

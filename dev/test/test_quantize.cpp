@@ -27,7 +27,7 @@ Buffer<uint8_t> payload_of(Format format, const std::vector<float>& delta) {
     std::vector<float> zeros(delta.size());
     Stream stream;
     device::write_header(payload, PayloadHeader(), stream);
-    device::quantize(payload, format, n, 0, delta.data(), zeros.data(), n, stream);
+    device::quantize(payload, format, Rounding(), n, 0, {delta.data(), zeros.data()}, n, stream);
     return payload;
 }
 
@@ -206,11 +206,12 @@ TEST(Quantize, pieces_make_the_same_payload_as_the_whole) {
         device::write_header(whole, PayloadHeader(), stream);
         device::write_header(parts, PayloadHeader(), stream);
         device::add_hash(whole, 0, global.data(), n, stream);
-        device::quantize(whole, format, n, 0, global.data(), local.data(), n, stream);
+        device::quantize(whole, format, Rounding(), n, 0, {global.data(), local.data()}, n, stream);
         long first = 0;
         for (long count : pieces) {
             device::add_hash(parts, first, &global[first], count, stream);
-            device::quantize(parts, format, n, first, &global[first], &local[first], count, stream);
+            device::quantize(parts, format, Rounding(), n, first, {&global[first], &local[first]}, count,
+                             stream);
             first += count;
         }
         ASSERT_EQ(first, n);

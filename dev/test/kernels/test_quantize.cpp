@@ -73,10 +73,11 @@ void expect_same_payload(Format format, const Floats& global, const Floats& loca
     for (const Part& part : parts) {
         const Floats part_global(global.begin() + part.first, global.begin() + part.first + part.count);
         const Floats part_local(local.begin() + part.first, local.begin() + part.first + part.count);
-        cpu::quantize(expected.data(), format, n, part.first, part_global.data(), part_local.data(),
-                      part.count, cpu_stream);
+        cpu::quantize(expected.data(), format, Rounding(), n, part.first,
+                      {part_global.data(), part_local.data()}, part.count, cpu_stream);
         DeviceArray<float> device_global(part_global), device_local(part_local);
-        cuda::quantize(payload, format, n, part.first, device_global, device_local, part.count, stream);
+        cuda::quantize(payload, format, Rounding(), n, part.first, {device_global, device_local}, part.count,
+                       stream);
         stream.synchronize();
         expect_same_bits(payload.to_host(), expected, name_of(format));
         expect_same_bits(device_global.to_host(), part_global, "global");
@@ -326,13 +327,14 @@ TEST(DequantizeMeanKernel, WhatTheDeviceQuantizedIsDecodedAsTheCpuWould) {
         Bytes cpu_payload = new_payload(format, n);
         Floats expected(global.size());
         cpu::Stream cpu_stream;
-        cpu::quantize(cpu_payload.data(), format, n, 0, global.data(), local.data(), n, cpu_stream);
+        cpu::quantize(cpu_payload.data(), format, Rounding(), n, 0, {global.data(), local.data()}, n,
+                      cpu_stream);
         cpu::dequantize_mean(expected.data(), cpu_payload.data(), 0, 1, format, n, cpu_stream);
 
         DeviceArray<uint8_t> payload(new_payload(format, n));
         DeviceArray<float> device_global(global), device_local(local), mean(global.size());
         Stream stream;
-        cuda::quantize(payload, format, n, 0, device_global, device_local, n, stream);
+        cuda::quantize(payload, format, Rounding(), n, 0, {device_global, device_local}, n, stream);
         cuda::dequantize_mean(mean, payload, 0, 1, format, n, stream);
         stream.synchronize();
         expect_same_bits(mean.to_host(), expected, name_of(format));
@@ -440,19 +442,19 @@ TEST(QuantizeKernel, WhatTheKernelsCannotTakeIsRefusedBeforeTheLaunch) {
     const std::string aligned = " is not aligned to 16 bytes";
     const std::string blocks = " values, not a multiple of 128";
     expect_refused("the payload" + aligned,
-                   [&] { cuda::quantize(p + 8, format, 128, 0, a, a, 128, stream); });
-    expect_refused("the array of global parameters" + aligned,
-                   [&] { cuda::quantize(p, format, 128, 0, a + 1, a, 128, stream); });
-    expect_refused("the array of local parameters" + aligned,
-                   [&] { cuda::quantize(p, format, 128, 0, a, a + 2, 128, stream); });
+                   [&] { cuda::quantize(p + 8, format, Rounding(), 128, 0, {a, a}, 128, stream); });
+    expect_refused("the array to quantize" + aligned,
+                   [&] { cuda::quantize(p, format, Rounding(), 128, 0, {a + 1, a}, 128, stream); });
+    expect_refused("the array to subtract" + aligned,
+                   [&] { cuda::quantize(p, format, Rounding(), 128, 0, {a, a + 2}, 128, stream); });
     expect_refused("the fragment is 192" + blocks,
-                   [&] { cuda::quantize(p, format, 192, 0, a, a, 128, stream); });
+                   [&] { cuda::quantize(p, format, Rounding(), 192, 0, {a, a}, 128, stream); });
     expect_refused("what lies before the range to quantize is 64" + blocks,
-                   [&] { cuda::quantize(p, format, 256, 64, a, a, 128, stream); });
+                   [&] { cuda::quantize(p, format, Rounding(), 256, 64, {a, a}, 128, stream); });
     expect_refused("the range to quantize is 96" + blocks,
-                   [&] { cuda::quantize(p, format, 128, 0, a, a, 96, stream); });
+                   [&] { cuda::quantize(p, format, Rounding(), 128, 0, {a, a}, 96, stream); });
     expect_refused("the range to quantize is -128" + blocks,
-                   [&] { cuda::quantize(p, format, 128, 0, a, a, -128, stream); });
+                   [&] { cuda::quantize(p, format, Rounding(), 128, 0, {a, a}, -128, stream); });
     expect_refused("the mean" + aligned,
                    [&] { cuda::dequantize_mean(a + 1, p, 256, 1, format, 128, stream); });
     expect_refused("the first payload" + aligned,
@@ -473,7 +475,7 @@ TEST(QuantizeKernel, NoValuesAreNoWork) {
     DeviceArray<float> array(Floats(128, 3.0f));
     Stream stream;
     cuda::add_hash(payload, 0, array, 0, stream);
-    cuda::quantize(payload, Format::fp4, 128, 0, array, array, 0, stream);
+    cuda::quantize(payload, Format::fp4, Rounding(), 128, 0, {array, array}, 0, stream);
     cuda::dequantize_mean(array, payload, 0, 1, Format::fp4, 0, stream);
     stream.synchronize();
     expect_same_bits(payload.to_host(), before, "payload");
