@@ -11,9 +11,9 @@
 // Each format is a struct of the same members, so that loops and kernels are written once. encode(x) rounds
 // to nearest, ties to even, but in E3M0, where the two neighbours have no even one, away from zero.
 // encode(x, random) rounds stochastically: of all words of 32 random bits, that part of which x is on its way
-// from the smaller neighbour to the larger one chooses the larger, so that the mean is x. Both are branchless:
-// loops over them vectorise. What is larger than the largest code becomes the largest; a NaN is not kept (the
-// header's flag tells).
+// from the smaller neighbour to the larger one chooses the larger, so that the mean is x. Both are
+// branchless: loops over them vectorise. What is larger than the largest code becomes the largest; a NaN is
+// not kept (the header's flag tells).
 #pragma once
 #include <string>
 
@@ -44,8 +44,8 @@ HD inline uint32_t round_magnitude(uint32_t magnitude, uint32_t largest) {
     return code < largest ? code : largest;
 }
 
-// One of a number's two neighbours in such a format, as a code without sign. The probability of the larger one
-// is exact for normal numbers; for what is less than the smallest of these it is cut to a multiple of
+// One of a number's two neighbours in such a format, as a code without sign. The probability of the larger
+// one is exact for normal numbers; for what is less than the smallest of these it is cut to a multiple of
 // 2^(mantissa_bits - 31).
 // magnitude: the bits of a non-negative fp32.   random: 32 bits
 template <int bias, int mantissa_bits>

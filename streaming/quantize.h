@@ -127,8 +127,8 @@ HD inline Divisor divisor_of(uint32_t scale) {
 
 // x / scale to nearest: the product with the reciprocal, and one Newton step, which is off by 2^-46 of the
 // quotient before it is rounded. 24 bits divided by the 8 of a bf16 are no nearer to a middle between two
-// floats than 2^-33, so that this is rounded as if it were exact. A quotient below 2^-59 may be off where fp32
-// has denormals; in all formats that is 0.
+// floats than 2^-33, so that this is rounded as if it were exact. A quotient below 2^-59 may be off where
+// fp32 has denormals; in all formats that is 0.
 HD inline float divide_by(float x, Divisor by) {
     const float magnitude = bits_to_float(float_to_bits(x) & 0x7fffffff);
     const float near = multiply_rn(magnitude, by.reciprocal);

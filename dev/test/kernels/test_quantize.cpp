@@ -62,9 +62,14 @@ struct Part {
     long first, count;
 };
 
+// Seeds, syncs and indices of more than 32 bits where they may be.
+const Rounding stochastic =
+    stochastic_rounding(0x123456789abcdef0, 3, 17, RoundingStage::send).at(uint64_t(5) << 33 | 12);
+
 // Quantizes parts of a fragment, each array an allocation of its own, and compares the whole payload after
-// each part.
-void expect_same_payload(Format format, const Floats& global, const Floats& local, std::vector<Part> parts) {
+// each part. With residuals: a part of the values' size, some of them 0.
+void expect_same_payload(Format format, const Floats& global, const Floats& local, std::vector<Part> parts,
+                         const Rounding& rounding = Rounding(), bool with_residual = false) {
     const long n = long(global.size());
     Bytes expected = new_payload(format, n);
     DeviceArray<uint8_t> payload(expected);
@@ -73,20 +78,32 @@ void expect_same_payload(Format format, const Floats& global, const Floats& loca
     for (const Part& part : parts) {
         const Floats part_global(global.begin() + part.first, global.begin() + part.first + part.count);
         const Floats part_local(local.begin() + part.first, local.begin() + part.first + part.count);
-        cpu::quantize(expected.data(), format, Rounding(), n, part.first,
-                      {part_global.data(), part_local.data()}, part.count, cpu_stream);
-        DeviceArray<float> device_global(part_global), device_local(part_local);
-        cuda::quantize(payload, format, Rounding(), n, part.first, {device_global, device_local}, part.count,
+        Floats residual;
+        for (float value : part_global) { residual.push_back(residual.size() % 5 ? value * 0x1p-6f : 0.0f); }
+        DeviceArray<float> device_global(part_global), device_local(part_local), device_residual(residual);
+        const Rounding own = rounding.at(rounding.first + uint64_t(part.first));
+        float* cpu_residual = with_residual ? residual.data() : nullptr;
+        float* cuda_residual = device_residual;
+        cpu::quantize(expected.data(), format, own, n, part.first,
+                      {part_global.data(), part_local.data(), cpu_residual}, part.count, cpu_stream);
+        cuda::quantize(payload, format, own, n, part.first,
+                       {device_global, device_local, with_residual ? cuda_residual : nullptr}, part.count,
                        stream);
         stream.synchronize();
         expect_same_bits(payload.to_host(), expected, name_of(format));
         expect_same_bits(device_global.to_host(), part_global, "global");
         expect_same_bits(device_local.to_host(), part_local, "local");
+        expect_same_bits(device_residual.to_host(), residual, "residual");
     }
 }
 
+// To nearest and stochastically, with and without residuals.
 void expect_same_payload(Format format, const Floats& global, const Floats& local) {
-    expect_same_payload(format, global, local, {{0, long(global.size())}});
+    for (const Rounding& rounding : {Rounding(), stochastic}) {
+        for (bool with_residual : {false, true}) {
+            expect_same_payload(format, global, local, {{0, long(global.size())}}, rounding, with_residual);
+        }
+    }
 }
 
 // One, three and 17 quantization blocks: the last makes two blocks of threads and one warp of a third.
@@ -186,8 +203,8 @@ uint64_t flags_of(Format format, const Floats& global, const Floats& local) {
     DeviceArray<uint8_t> payload(new_payload(format, long(global.size())));
     DeviceArray<float> device_global(global), device_local(local);
     Stream stream;
-    cuda::quantize(payload, format, long(global.size()), 0, device_global, device_local, long(global.size()),
-                   stream);
+    cuda::quantize(payload, format, Rounding(), long(global.size()), 0, {device_global, device_local},
+                   long(global.size()), stream);
     stream.synchronize();
     return header_in(payload.to_host()).flags;
 }
@@ -237,9 +254,56 @@ TEST(QuantizeKernel, RangesWriteTheirOwnPartOfAPayloadAndNothingElse) {
     for_each_order(3, [&] {
         for (Format format : all_formats) {
             expect_same_payload(format, global, local,
-                                {{128, 128 * 2}, {128 * 19, 128}, {128 * 3, 128 * 16}, {0, 128}});
+                                {{128, 128 * 2}, {128 * 19, 128}, {128 * 3, 128 * 16}, {0, 128}}, stochastic,
+                                true);
         }
     });
+}
+
+// What an owner sends: a mean, without anything to subtract.
+TEST(QuantizeKernel, ValuesAsTheyAreGiveTheCpusBytes) {
+    const long n = 128 * 11;
+    const Floats mean = random_values(n, 3, 0x1p-8f), before = random_values(n, 4, 0x1p-12f);
+    const Rounding owner = stochastic_rounding(7, 1, 2, RoundingStage::owner).at(1024);
+    for (Format format : all_formats) {
+        for (const Rounding& rounding : {Rounding(), owner}) {
+            Bytes expected = new_payload(format, n);
+            Floats residual = before;
+            cpu::Stream cpu_stream;
+            cpu::quantize(expected.data(), format, rounding, n, 0, {mean.data(), nullptr, residual.data()}, n,
+                          cpu_stream);
+            DeviceArray<uint8_t> payload(new_payload(format, n));
+            DeviceArray<float> device_mean(mean), device_residual(before);
+            Stream stream;
+            cuda::quantize(payload, format, rounding, n, 0, {device_mean, nullptr, device_residual}, n,
+                           stream);
+            stream.synchronize();
+            expect_same_bits(payload.to_host(), expected, name_of(format));
+            expect_same_bits(device_residual.to_host(), residual, name_of(format));
+        }
+    }
+}
+
+// Equal values over a warp, whose four words of a call go to the four values of a lane, in order: had two of
+// them changed places, other values would go up.
+TEST(QuantizeKernel, EachValueIsRoundedWithTheWordOfItsIndex) {
+    Floats values(128 * 9, 0.6f);  // between 0.5 and 1 in E3M0, and 1 is the scale
+    for (size_t i = 0; i < values.size(); i += 128) { values[i] = 1.0f; }
+    DeviceArray<uint8_t> payload(new_payload(Format::fp4, long(values.size())));
+    DeviceArray<float> device_values(values);
+    Stream stream;
+    cuda::quantize(payload, Format::fp4, stochastic, long(values.size()), 0, {device_values},
+                   long(values.size()), stream);
+    stream.synchronize();
+    const Bytes bytes = payload.to_host();
+    const uint8_t* codes = bytes.data() + sizeof(PayloadHeader) + scale_bytes(Format::fp4, 128 * 9);
+    for (size_t i = 0; i < values.size(); i++) {
+        const uint64_t index = stochastic.first + i;
+        const Philox4 words = philox4x32_10(
+            {{uint32_t(index / 4), uint32_t(index / 4 >> 32), 17, 5 + 256 * 3}}, 0x9abcdef0, 0x12345678);
+        const bool up = uint64_t(words.v[index % 4]) + uint64_t(double(0.6f) / 0.5 * 0x1p32) >= 2ull << 32;
+        ASSERT_EQ(codes[i / 2] >> i % 2 * 4 & 15, i % 128 == 0 || up ? 7 : 6) << i;
+    }
 }
 
 // ---- the mean
@@ -447,6 +511,10 @@ TEST(QuantizeKernel, WhatTheKernelsCannotTakeIsRefusedBeforeTheLaunch) {
                    [&] { cuda::quantize(p, format, Rounding(), 128, 0, {a + 1, a}, 128, stream); });
     expect_refused("the array to subtract" + aligned,
                    [&] { cuda::quantize(p, format, Rounding(), 128, 0, {a, a + 2}, 128, stream); });
+    expect_refused("the array of residuals" + aligned,
+                   [&] { cuda::quantize(p, format, Rounding(), 128, 0, {a, a, a + 1}, 128, stream); });
+    expect_refused("the range to round stochastically does not begin at a multiple of 4",
+                   [&] { cuda::quantize(p, format, stochastic.at(6), 128, 0, {a, a}, 128, stream); });
     expect_refused("the fragment is 192" + blocks,
                    [&] { cuda::quantize(p, format, Rounding(), 192, 0, {a, a}, 128, stream); });
     expect_refused("what lies before the range to quantize is 64" + blocks,
