@@ -258,7 +258,18 @@ inline bool quantize_block(uint8_t* codes, uint16_t* scale, const Source& source
     return sendable;
 }
 
-// sum[i] += value i of one block of a payload.   sum: (128)   scale: not used by formats without scales
+// The values of codes of E2M1, doubled: 0, 1, 2, 3, 4, 6, 8, 12. As bytes, of which a vector has more than of
+// floats. A zero has no sign here, which no sum of values can tell.   doubled, codes: (128)
+inline void double_e2m1(int8_t* doubled, const uint8_t* codes) {
+    for (int k = 0; k < quantization_block; k++) {
+        const uint8_t code = codes[k] & 7;
+        const uint8_t magnitude = uint8_t(code + (code > 4 ? code - 4 : 0) + (code > 6 ? 2 : 0));
+        const int8_t sign = int8_t(-(codes[k] >> 3));  // 0 or -1: all bits
+        doubled[k] = int8_t((magnitude ^ sign) - sign);
+    }
+}
+
+// sum[k] += value k of one block of a payload.   sum: (128)   scale: not used by formats without scales
 template <class F>
 inline void add_block(float* sum, const uint8_t* codes, const uint8_t* scale) {
     Code<F> block[quantization_block];
@@ -267,11 +278,20 @@ inline void add_block(float* sum, const uint8_t* codes, const uint8_t* scale) {
         uint16_t bits;
         memcpy(&bits, scale, sizeof(bits));
         const float factor = bits_to_float(uint32_t(bits) << 16);
-        for (int i = 0; i < quantization_block; i++) {
-            sum[i] = add_rn(sum[i], multiply_rn(F::decode(block[i]), factor));
+        if constexpr (std::is_same_v<F, E2M1>) {
+            int8_t doubled[quantization_block];
+            double_e2m1(doubled, block);
+            const float half = multiply_rn(factor, 0.5f);  // exact: a factor is a bf16, denormal or not
+            for (int k = 0; k < quantization_block; k++) {
+                sum[k] = add_rn(sum[k], multiply_rn(float(doubled[k]), half));
+            }
+        } else {
+            for (int k = 0; k < quantization_block; k++) {
+                sum[k] = add_rn(sum[k], multiply_rn(F::decode(block[k]), factor));
+            }
         }
     } else {
-        for (int i = 0; i < quantization_block; i++) { sum[i] = add_rn(sum[i], F::decode(block[i])); }
+        for (int k = 0; k < quantization_block; k++) { sum[k] = add_rn(sum[k], F::decode(block[k])); }
     }
 }
 
