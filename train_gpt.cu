@@ -324,7 +324,8 @@ struct Worker {
     Buffer<float> master, m, v;  // this rank's shard
     Buffer<float> reduced;       // this rank's shard of the summed gradients; one rank: model.grads itself
     Buffer<Scalars> scalars;
-    Traffic traffic;  // of `comm`
+    Event to_comm, to_main;  // of hand_over() and hand_back()
+    Traffic traffic;         // of `comm`
 
     Worker(Model& model, Comm& comm, Stream& main, Stream& comm_stream)
         : model(model),
@@ -340,20 +341,27 @@ struct Worker {
     int blocks() const { return int(model.layout.blocks.size()); }
     Range shard(int block) const { return model.layout.shard(block, comm.rank()); }
     float* shard_gradients() { return comm.size() > 1 ? reduced.data() : model.grads.data(); }
+    // Memory for what is done between steps, when nobody needs the gradients.   (layout.size)
+    float* spare() { return model.grads.data(); }
 };
 
-// What is enqueued on `after` from now on comes after what is enqueued on `before` so far.
-inline void order(Stream& before, Stream& after) {
-    Event event;
-    before.record(event);
-    after.wait(event);
+// What communicates from now on comes after what the main stream does so far.
+inline void hand_over(Worker& worker) {
+    worker.main.record(worker.to_comm);
+    worker.comm_stream.wait(worker.to_comm);
+}
+
+// What the main stream does from now on comes after what communicates so far.
+inline void hand_back(Worker& worker) {
+    worker.comm_stream.record(worker.to_main);
+    worker.main.wait(worker.to_main);
 }
 
 // Starts to sum block b's gradients over the ranks, under the rest of the backward.
 inline void reduce_block(Worker& worker, int b) {
     if (worker.comm.size() == 1) { return; }
     const Range range = worker.shard(b);
-    order(worker.main, worker.comm_stream);
+    hand_over(worker);
     worker.comm.reduce_scatter(worker.reduced + range.shard,
                                worker.model.grads + worker.model.layout.blocks[b].offset, size_t(range.count),
                                worker.comm_stream, &worker.traffic);
@@ -363,7 +371,7 @@ inline void reduce_block(Worker& worker, int b) {
 inline void gather_parameters(Worker& worker) {
     if (worker.comm.size() == 1) { return; }
     const Layout& layout = worker.model.layout;
-    order(worker.main, worker.comm_stream);
+    hand_over(worker);
     for (int i = 0; i < worker.blocks(); i++) {
         const int b = (layout.layers + i) % worker.blocks();  // the embedding first
         const Range range = worker.shard(b);
@@ -381,9 +389,9 @@ inline void wait_for_parameters(Worker& worker) {
 // Sums `count` of the scalars over the ranks, in the order of the step.
 inline void sum_over_ranks(Worker& worker, float* values, size_t count) {
     if (worker.comm.size() == 1) { return; }
-    order(worker.main, worker.comm_stream);
+    hand_over(worker);
     worker.comm.all_reduce(values, count, Reduction::sum, worker.comm_stream, &worker.traffic);
-    order(worker.comm_stream, worker.main);
+    hand_back(worker);
 }
 
 // Gradients of `micro_steps` batches, summed over the ranks into this rank's shard; the loss is their mean.
@@ -402,7 +410,7 @@ inline void compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
             if (last) { reduce_block(worker, b); }
         });
     }
-    order(worker.comm_stream, worker.main);
+    hand_back(worker);
     device::global_norm_squared(&scalars->norm_squared, worker.shard_gradients(), model.layout.shard_size(),
                                 worker.main);
     sum_over_ranks(worker, &scalars->loss, 2);  // and the norm behind it
@@ -441,7 +449,7 @@ inline void warm_up(Worker& worker, const Options& options) {
     forward(worker.model, tokens.data(), B, T, worker.main);
     classify(worker.model, tokens.data(), B, T, &scalars->loss, 0.0f, 0.0f, true, worker.main);
     backward(worker.model, B, T, worker.main, [&](int b) { reduce_block(worker, b); });
-    order(worker.comm_stream, worker.main);
+    hand_back(worker);
     device::global_norm_squared(&scalars->norm_squared, worker.shard_gradients(),
                                 worker.model.layout.shard_size(), worker.main);
     device::copy_to_device(scalars, &not_finite, 1, worker.main);
@@ -456,30 +464,32 @@ inline void warm_up(Worker& worker, const Options& options) {
 // Sets master and parameters from a flat model.   flat: (layout.size), on the host
 inline void set_parameters(Worker& worker, const float* flat) {
     const long size = worker.model.layout.size;
-    Buffer<float> exact(size);
-    device::copy_to_device(exact.data(), flat, size, worker.main);
-    device::cast(worker.model.params.data(), exact.data(), size, worker.main);
-    worker.main.synchronize();  // `exact` ends here
+    device::copy_to_device(worker.spare(), flat, size, worker.main);
+    device::cast(worker.model.params.data(), worker.spare(), size, worker.main);
     for (int b = 0; b < worker.blocks(); b++) {
         const Range range = worker.shard(b);
         device::copy_to_device(worker.master + range.shard, flat + range.flat, range.count, worker.main);
     }
 }
 
-// All of a shard buffer's model, on the host of every rank.
+// All of a shard buffer's model, on the host of every rank. Between steps only.
 // shard: (layout.shard_size())   returns (layout.size)
 inline std::vector<float> gather_flat(Worker& worker, const float* shard) {
     const Layout& layout = worker.model.layout;
-    Buffer<float> gathered(layout.size);
-    order(worker.main, worker.comm_stream);
+    float* gathered = worker.spare();
     for (int b = 0; b < worker.blocks(); b++) {
         const Range range = worker.shard(b);
-        worker.comm.all_gather(gathered + layout.blocks[b].offset, shard + range.shard,
+        device::cast(gathered + range.flat, shard + range.shard, range.count, worker.main);
+    }
+    hand_over(worker);
+    for (int b = 0; b < worker.blocks(); b++) {
+        const Range range = worker.shard(b);
+        worker.comm.all_gather(gathered + layout.blocks[b].offset, gathered + range.flat,
                                size_t(range.count) * sizeof(float), worker.comm_stream, &worker.traffic);
     }
-    order(worker.comm_stream, worker.main);
+    hand_back(worker);
     std::vector<float> flat(static_cast<size_t>(layout.size));
-    device::copy_to_host(flat.data(), gathered.data(), layout.size, worker.main);
+    device::copy_to_host(flat.data(), gathered, layout.size, worker.main);
     return flat;
 }
 
@@ -487,14 +497,15 @@ inline std::vector<float> gather_flat(Worker& worker, const float* shard) {
 // Evaluation, sampling and saving
 
 // Does `work` with the parameters of `shard` in place of the worker's own, and then puts back exactly the
-// bits that were displaced.   shard: (layout.shard_size()), or null: the worker's own stay
+// bits that were displaced. Between steps only.
+// shard: (layout.shard_size()), or null: the worker's own stay
 inline void with_parameters(Worker& worker, const float* shard, const std::function<void()>& work) {
     if (!shard) {
         work();
         return;
     }
     floatX* params = worker.model.params;
-    Buffer<floatX> displaced(worker.model.layout.shard_size());
+    floatX* displaced = reinterpret_cast<floatX*>(worker.spare());
     wait_for_parameters(worker);
     for (int b = 0; b < worker.blocks(); b++) {
         const Range range = worker.shard(b);
@@ -784,6 +795,7 @@ struct StepResult {
     long step = 0;  // 0: nothing to learn
     float learning_rate = 0;
     Traffic inner;
+    std::vector<SyncReport> syncs;  // whose means were merged in it
     HostBuffer<Scalars> scalars{1};
     Event done;
 };
@@ -850,6 +862,7 @@ inline void collect(Run& run, StepResult& result) {
         }
         run.status.update(result.step, run.inputs.steps, scalars.loss, tokens / seconds);
     }
+    report_syncs(run, result.step, result.syncs);
     result.step = 0;
 }
 
@@ -913,14 +926,13 @@ inline void train_step(Run& run, long step) {
     const Traffic inner = worker.traffic;  // the streams have met: nobody is writing it
     update(worker, o, lr, step);
     run.totals.tokens += uint64_t(o.total_batch);
-    std::vector<SyncReport> syncs;
+    StepResult& result = run.results[step % 2];
     if (run.diloco) {
         const Phase phase("exchange");
-        syncs = run.diloco->after_inner_step(step, run.totals.tokens, worker.master, worker.model.params,
-                                             worker.main);
+        result.syncs = run.diloco->after_inner_step(step, run.totals.tokens, worker.master,
+                                                    worker.model.params, worker.main);
     }
     gather_parameters(worker);
-    StepResult& result = run.results[step % 2];
     result.step = step;
     result.learning_rate = lr;
     result.inner = inner;
@@ -929,7 +941,6 @@ inline void train_step(Run& run, long step) {
 
     collect(run, run.results[(step - 1) % 2]);
     if (result.done.query()) { collect(run, result); }
-    report_syncs(run, step, syncs);
 }
 
 inline void print_totals(const Run& run) {
@@ -961,10 +972,11 @@ inline void training_loop(Run& run) {
             collect(run, run.results[step % 2]);
             const double start = now_seconds();
             wait_for_parameters(run.worker);  // the merge writes what is being gathered
-            report_syncs(run, step,
-                         run.diloco->finish(run.worker.master, run.worker.model.params, run.worker.main));
+            const std::vector<SyncReport> syncs =
+                run.diloco->finish(run.worker.master, run.worker.model.params, run.worker.main);
             gather_parameters(run.worker);
             run.worker.main.synchronize();
+            report_syncs(run, step, syncs);
             run.totals.train_seconds += now_seconds() - start;
         }
         between_steps(run, step);
