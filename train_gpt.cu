@@ -663,9 +663,7 @@ inline void check_options(const Options& o) {
         throw UserError("--interface with NCCL between workers would move the ranks' traffic, too: give "
                         "--outer-transport gloo");
     }
-    if (!runs_on_gpu && o.outer_transport == "nccl") {
-        throw UserError("--outer-transport nccl is for GPUs: leave it out, or use train_gpt");
-    }
+    check_outer_transport(o.outer_transport);
     validate(diloco_options(o), o.streams() ? o.max_steps : -1, o.workers);
 }
 

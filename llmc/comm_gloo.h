@@ -33,30 +33,12 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/cause.h"
 #include "llmc/comm.h"
 #include "llmc/error.h"
 #include "llmc/machine.h"
 #include "llmc/store.h"
 #include "llmc/stream.h"
-
-// -----------------------------------------------------------------------------------------------------------
-// The first failure of a run
-
-// Writes down that `process` failed ("worker 1 rank 0"), unless someone else is already written down. Returns
-// the record that counts. A store that has failed too must not hide the failure: then it is the record given.
-struct Cause {
-    std::string process, what;
-};
-
-inline Cause record_cause(Store& store, const Cause& seen) {
-    try {
-        const std::string first = store.set_if_absent("cause", seen.process + "\n" + seen.what);
-        const size_t end = first.find('\n');
-        return {first.substr(0, end), first.substr(end + 1)};
-    } catch (const RunError&) {
-        return seen;
-    }
-}
 
 // -----------------------------------------------------------------------------------------------------------
 // Addresses

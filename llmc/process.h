@@ -22,9 +22,11 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/cause.h"
 #include "llmc/comm.h"
 #include "llmc/error.h"
 #include "llmc/store.h"
+#include "llmc/stores.h"
 
 // -----------------------------------------------------------------------------------------------------------
 // Meeting
