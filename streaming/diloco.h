@@ -8,7 +8,7 @@
 // (ZeRO-1): the processes that hold the same shard in the other workers are the members of the outer
 // communicator. With fragments = 1, tau = 0 and alpha = 0 this is DiLoCo (arXiv 2311.08105).
 #pragma once
-#include <chrono>
+#include <algorithm>
 #include <cmath>
 #include <deque>
 #include <memory>
@@ -109,9 +109,15 @@ struct SyncReport {
     int fragment;
     long send_step, due_step;
     Traffic traffic;
-    double waited_seconds;        // how long the main stream stood idle before this mean could be applied
+    Timestamp idle_from, idle_until;  // of the main stream: see waited_seconds()
     uint64_t global_hash;         // of this worker's global parameters of the fragment, at the send
     std::vector<int> not_finite;  // workers whose delta of this shard was not finite: nothing was applied
+
+    // How long the main stream stood idle before this mean could be applied, by its own clock: from when it
+    // was through with all that had been enqueued before, to when the host had seen the exchange's end. In it
+    // are the wait for a worker that sends later, the wire, and what the host takes to notice (on a GPU it
+    // asks every 50 us). To be called when the host has seen a later event of the main stream complete.
+    double waited_seconds() const { return seconds_between(idle_from, idle_until); }
 };
 
 class Diloco {
@@ -206,12 +212,10 @@ private:
     }
 
     SyncReport receive(const Sync& sync, float* local, floatX* params, Stream& main) {
-        const auto begin = std::chrono::steady_clock::now();
+        const Timestamp idle_from = stamp(main);
         const std::vector<PayloadHeader> headers = exchange->wait(sync);
-        const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
-
-        SyncReport report{sync.number, sync.fragment, sync.send_step, due_step(sync), {}, waited.count(),
-                          headers[worker].hash, {}};
+        SyncReport report{sync.number, sync.fragment, sync.send_step,       due_step(sync), {},
+                          idle_from,   stamp(main),   headers[worker].hash, {}};
         check_agreement(headers, sync);
         for (const PayloadHeader& header : headers) {
             if (header.flags & delta_not_finite) { report.not_finite.push_back(int(header.worker)); }
@@ -229,6 +233,15 @@ private:
                                params + range.flat, mean + first, range.count, outer_step(), main);
             first += range.count;
         }
+    }
+
+    // Now, on the main stream. Reuses what no report holds any more.
+    Timestamp stamp(Stream& main) {
+        auto unused = std::find_if(timestamps.begin(), timestamps.end(),
+                                   [](const Timestamp& timestamp) { return !timestamp.is_shared(); });
+        if (unused == timestamps.end()) { unused = timestamps.emplace(unused); }
+        main.stamp(*unused);
+        return *unused;
     }
 
     // Every worker sent the hash of its global parameters as they were at the send: all must be the same.
@@ -251,5 +264,6 @@ private:
     OuterState state;
     Buffer<float> mean;  // (largest fragment)
     std::deque<Sync> in_flight;
+    std::vector<Timestamp> timestamps;  // of reports
     std::unique_ptr<Exchange> exchange;
 };

@@ -400,10 +400,33 @@ TEST(Diloco, the_time_waited_for_a_late_worker_is_reported_and_bytes_are_counted
         member.after(1);
         const std::vector<SyncReport> reports = member.after(2);
         ASSERT_EQ(reports.size(), 1u);
-        EXPECT_GE(reports[0].waited_seconds, 0.01);
+        EXPECT_GE(reports[0].waited_seconds(), 0.01);
         EXPECT_GE(reports[0].traffic.seconds, 0.01);
         EXPECT_EQ(reports[0].traffic.bytes_sent, 2 * (64u + 32 + 640));
         EXPECT_EQ(reports[0].traffic.bytes_received, 2 * (64u + 32 + 640));
+    }));
+}
+
+TEST(Diloco, the_time_waited_in_a_report_outlives_later_syncs) {
+    const Layout layout = toy_layout({128, 128}, 1);
+    DilocoOptions options;
+    options.inner_steps = 2;
+    options.overlap = 0;
+    LocalGroup group(2);
+    expect_no_errors(run_members(2, [&](int worker) {
+        LocalComm comm(group, worker, [&](long call) { return 0.001 * double(call % 3); });
+        Member member(options, fragments_of(layout, 1, 2), layout, comm);
+        member.start();
+        std::vector<SyncReport> kept;
+        std::vector<double> seconds;
+        for (long step = 1; step <= 12; step++) {
+            for (const SyncReport& report : member.after(step)) {
+                kept.push_back(report);
+                seconds.push_back(report.waited_seconds());
+            }
+        }
+        ASSERT_EQ(kept.size(), 12u);
+        for (size_t i = 0; i < kept.size(); i++) { EXPECT_EQ(kept[i].waited_seconds(), seconds[i]); }
     }));
 }
 

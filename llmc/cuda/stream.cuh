@@ -1,5 +1,5 @@
-// Stream and Event on a GPU: a cudaStream_t and a cudaEvent_t with an owner, and the stream whose work needs
-// the host on its way.
+// Stream, Event and Timestamp on a GPU: a cudaStream_t and cudaEvent_ts with an owner, and the stream whose
+// work needs the host on its way.
 #pragma once
 #include <functional>
 #include <memory>
@@ -11,6 +11,19 @@
 #include "llmc/cuda/device.cuh"
 
 namespace cuda {
+
+// A cudaEvent_t with an owner. What waits for it keeps waiting when it is gone.
+class EventHandle {
+public:
+    explicit EventHandle(unsigned flags) { cudaCheck(cudaEventCreateWithFlags(&event, flags)); }
+    ~EventHandle() { cudaEventDestroy(event); }
+    EventHandle(const EventHandle&) = delete;
+    EventHandle& operator=(const EventHandle&) = delete;
+    operator cudaEvent_t() const { return event; }
+
+private:
+    cudaEvent_t event = nullptr;
+};
 
 // A point in a stream. Recording it again makes a new point: who waits already waits for the old one.
 // An event that was never recorded is complete.
@@ -38,19 +51,30 @@ public:
 private:
     friend class Stream;
 
-    // What waits for an event keeps waiting for it when the handle is gone.
-    struct Handle {
-        cudaEvent_t event = nullptr;
-        Handle() { cudaCheck(cudaEventCreateWithFlags(&event, cudaEventDisableTiming)); }
-        ~Handle() { cudaEventDestroy(event); }
-        Handle(const Handle&) = delete;
-        Handle& operator=(const Handle&) = delete;
-        operator cudaEvent_t() const { return event; }
-    };
-
-    std::shared_ptr<Handle> handle;
+    std::shared_ptr<EventHandle> handle;
     cpu::Event host;  // on a hosted stream: the event has been recorded
 };
+
+// When a stream came to a point, by the GPU's clock. Stamping it again makes a new one; copies refer to the
+// same one.
+class Timestamp {
+public:
+    // There are copies, so that stamping it again could not reuse what it holds.
+    bool is_shared() const { return handle.use_count() > 1; }
+
+private:
+    friend class Stream;
+    friend double seconds_between(const Timestamp& begin, const Timestamp& end);
+
+    std::shared_ptr<EventHandle> handle;
+};
+
+// Of two stamps that are complete: the host has seen a later event of their streams complete.
+inline double seconds_between(const Timestamp& begin, const Timestamp& end) {
+    float milliseconds = 0;
+    cudaCheck(cudaEventElapsedTime(&milliseconds, *begin.handle, *end.handle));
+    return milliseconds / 1e3;
+}
 
 // Work in order, next to that of other streams.
 class Stream {
@@ -103,7 +127,7 @@ public:
     // `event` completes when everything enqueued so far has.
     void record(Event& event) {
         if (!event.handle || host || event.handle.use_count() > 1) {
-            event.handle = std::make_shared<Event::Handle>();
+            event.handle = std::make_shared<EventHandle>(cudaEventDisableTiming);
         }
         event.host = cpu::Event();
         enqueue([handle = event.handle](cudaStream_t on) { cudaCheck(cudaEventRecord(*handle, on)); });
@@ -120,6 +144,14 @@ public:
             event.host.synchronize();  // it may be another hosted stream's, and not recorded yet
             cudaCheck(cudaStreamWaitEvent(on, *event.handle));
         });
+    }
+
+    // `timestamp` is the time at which everything enqueued so far has been done.
+    void stamp(Timestamp& timestamp) {
+        if (!timestamp.handle || timestamp.is_shared()) {
+            timestamp.handle = std::make_shared<EventHandle>(cudaEventDefault);
+        }
+        enqueue([handle = timestamp.handle](cudaStream_t on) { cudaCheck(cudaEventRecord(*handle, on)); });
     }
 
     // Blocks until everything enqueued so far is done. Throws what work on the host threw.
