@@ -326,6 +326,7 @@ struct Worker {
     Buffer<Scalars> scalars;
     Event to_comm, to_main;  // of hand_over() and hand_back()
     Traffic traffic;         // of `comm`
+    std::function<void()> progress = [] {};  // called at each batch: so far nothing stands still
 
     Worker(Model& model, Comm& comm, Stream& main, Stream& comm_stream)
         : model(model),
@@ -403,6 +404,7 @@ inline void compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
     device::set_zero(scalars, 1, worker.main);
     for (int micro_step = 0; micro_step < micro_steps; micro_step++) {
         const bool last = micro_step == micro_steps - 1;
+        worker.progress();
         loader.next_batch();
         forward(model, loader.inputs(), B, T, worker.main);
         classify(model, loader.targets(), B, T, &scalars->loss, share, share, true, worker.main);
@@ -529,6 +531,7 @@ inline float validation_loss(Worker& worker, DataLoader& loader, int B, int T, l
     device::set_zero(scalars, 1, worker.main);
     loader.reset();
     for (long i = 0; i < batches; i++) {
+        worker.progress();
         loader.next_batch();
         forward(worker.model, loader.inputs(), B, T, worker.main);
         classify(worker.model, loader.targets(), B, T, &scalars->loss, share, 0.0f, false, worker.main);
@@ -876,6 +879,7 @@ inline void evaluate(Run& run, long step) {
 
 inline void print_sample(Run& run, long step) {
     const Options& o = run.options;
+    const Watchdog::Alone alone(run.watchdog);
     const std::vector<int> tokens =
         sample(run.worker.model, run.inputs.tokenizer->end_of_text(), o.sample_length, o.seq_len,
                o.temperature, o.seed + uint64_t(step), run.worker.main);
@@ -889,6 +893,7 @@ inline void save_model(Run& run, long step) {
     if (run.process.worker != 0) { return; }
     const std::vector<float> flat = gather_flat(run.worker, shard);
     if (!run.is_first()) { return; }
+    const Watchdog::Alone alone(run.watchdog);
     const std::string path = run.options.output + format("/model_%08ld.bin", step);
     write_model(path, run.inputs.shape, run.worker.model.layout, flat.data());
     run.status.print("wrote " + path);
@@ -965,7 +970,7 @@ inline void training_loop(Run& run) {
             const Watchdog::Watch watch(run.watchdog, format("step %ld", step));
             train_step(run, step);
         }
-        const Watchdog::Watch watch(run.watchdog, format("step %ld's end", step), Watchdog::no_limit);
+        const Watchdog::Watch watch(run.watchdog, format("step %ld's end", step));
         if (step == run.inputs.steps && run.diloco) {
             collect(run, run.results[step % 2]);
             const double start = now_seconds();
@@ -1045,6 +1050,18 @@ inline device::Device choose_device(Process& process) {
     return device;
 }
 
+// Watched, because NCCL's blocking calls wait for a process that has died for as long as it takes.
+inline void make_comms(const Options& o, const Process& process, Watchdog& watchdog,
+                       std::unique_ptr<Comm>& inner, std::unique_ptr<Comm>& outer) {
+    const Watchdog::Watch watch(watchdog, "the joining of the processes");
+    inner = device::make_inner_comm(process.inner_group());
+    watchdog.guard(*inner);
+    if (!o.streams()) { return; }
+    watchdog.progress();
+    outer = device::make_outer_comm(process.outer_group(), o.outer_transport);
+    watchdog.guard(*outer);
+}
+
 // From the meeting of all processes to the end of the run.
 inline void train_together(const Options& o, Process& process, Inputs& in) {
     process.check_fingerprint(fingerprint(o, in));
@@ -1059,15 +1076,14 @@ inline void train_together(const Options& o, Process& process, Inputs& in) {
     std::unique_ptr<Worker> worker;
     std::unique_ptr<Diloco> diloco;
     std::string exchanges;
-    Watchdog watchdog([&](const CommError& error) { process.leave_with(error); });
+    Watchdog watchdog(process);
     or_leave(process, [&] {
-        inner = device::make_inner_comm(process.inner_group());
-        if (o.streams()) { outer = device::make_outer_comm(process.outer_group(), o.outer_transport); }
-        if (process.size() > 1) { watchdog.guard({inner.get(), outer.get()}, o.timeout); }
+        make_comms(o, process, watchdog, inner, outer);
         model = std::make_unique<Model>(in.shape, in.layout, o.recompute,
                                         matmul_precision(o.matmul_precision));
         allocate_activations(*model, o.batch, o.seq_len);
         worker = std::make_unique<Worker>(*model, *inner, main, inner_stream);
+        worker->progress = [&] { watchdog.progress(); };
         set_parameters(*worker, in.initial.data());
         in.initial = std::vector<float>();
         if (runs_on_gpu) {
@@ -1091,7 +1107,7 @@ inline void train_together(const Options& o, Process& process, Inputs& in) {
     if (run.speaks()) { print_banner(run, exchanges); }
     or_leave(process, [&] {
         {
-            const Watchdog::Watch watch(watchdog, "what comes before step 1", Watchdog::no_limit);
+            const Watchdog::Watch watch(watchdog, "what comes before step 1");
             between_steps(run, 0);
         }
         if (outer) {

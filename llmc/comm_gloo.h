@@ -262,10 +262,8 @@ private:
     using Address = std::vector<char>;
 
     static std::vector<std::string> names_of_members(const CommGroup& group) {
-        std::vector<std::string> names = group.members;
-        for (int r = int(names.size()); r < group.size; r++) {
-            names.push_back("rank " + std::to_string(r) + " of " + group.name);
-        }
+        std::vector<std::string> names;
+        for (int r = 0; r < group.size; r++) { names.push_back(group.member(r)); }
         return names;
     }
 
@@ -400,7 +398,7 @@ private:
         }
         const auto found = std::find(members.begin(), members.end(), cause.process);
         const int culprit = found == members.end() ? -1 : int(found - members.begin());
-        failure = std::make_exception_ptr(CommError(culprit, cause.process + " " + cause.what));
+        failure = std::make_exception_ptr(CommError(culprit, cause.text()));
         std::rethrow_exception(failure);
     }
 
