@@ -10,3 +10,9 @@
 using device::Event;
 using device::Stream;
 using device::Timestamp;
+
+// What `after` is given from now on comes after what `before` has been given so far.
+inline void order(Stream& before, Stream& after, Event& event) {
+    before.record(event);
+    after.wait(event);
+}

@@ -109,11 +109,9 @@ public:
 
     // `event` completes when everything enqueued so far has.
     void record(Event& event) {
+        event.state = nullptr;
+        if (!worker.joinable()) { return; }
         event.state = std::make_shared<Event::State>();
-        if (!worker.joinable()) {
-            Event::complete(*event.state, nullptr);
-            return;
-        }
         push({nullptr, event.state});
     }
 

@@ -1,10 +1,12 @@
 // Stream, Event and Timestamp on a GPU: a cudaStream_t and cudaEvent_ts with an owner, and the stream whose
 // work needs the host on its way.
 #pragma once
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <new>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "llmc/cpu/stream.h"
@@ -25,6 +27,32 @@ private:
     cudaEvent_t event = nullptr;
 };
 
+// The answer of cudaEventQuery or cudaStreamQuery.
+inline bool is_complete(cudaError_t status) {
+    if (status == cudaErrorNotReady) {
+        cudaGetLastError();  // it stays there for the next launch to find
+        return false;
+    }
+    cudaCheck(status);
+    return true;
+}
+
+// Blocks the host until `query` says that it is complete.
+//
+// CUDA's own waits spin, and the host waits for most of each step. Events that sleep instead
+// (cudaEventBlockingSync) are not for streams that wait for each other: those without that flag are the fast
+// ones, says cudaEventCreateWithFlags. So the host asks again and again and naps in between, which takes a
+// hundredth of a core. What is over sooner than a nap does not wait for one; a longer wait ends at most a nap
+// (on Linux about 100 us) late, behind which the GPU has its next step already.
+template <class Query>
+inline void wait_until_complete(Query query) {
+    using Clock = std::chrono::steady_clock;
+    const Clock::time_point patience = Clock::now() + std::chrono::microseconds(50);
+    while (!is_complete(query())) {
+        if (Clock::now() > patience) { std::this_thread::sleep_for(std::chrono::microseconds(50)); }
+    }
+}
+
 // A point in a stream. Recording it again makes a new point: who waits already waits for the old one.
 // An event that was never recorded is complete.
 class Event {
@@ -32,20 +60,15 @@ public:
     // True once all work before the point is done. Throws what work on the host threw.
     bool query() const {
         if (!host.query()) { return false; }
-        if (!handle) { return true; }
-        const cudaError_t status = cudaEventQuery(*handle);
-        if (status == cudaErrorNotReady) {
-            cudaGetLastError();  // it stays there for the next launch to find
-            return false;
-        }
-        cudaCheck(status);
-        return true;
+        return !handle || is_complete(cudaEventQuery(*handle));
     }
 
     // Blocks until all work before the point is done. Throws what work on the host threw.
     void synchronize() const {
         host.synchronize();
-        if (handle) { cudaCheck(cudaEventSynchronize(*handle)); }
+        if (handle) {
+            wait_until_complete([this] { return cudaEventQuery(*handle); });
+        }
     }
 
 private:
@@ -125,8 +148,11 @@ public:
     }
 
     // `event` completes when everything enqueued so far has.
+    //
+    // The event of CUDA's is used again: what waits for an earlier record of it does so for that one. Only
+    // what stands in a queue has not begun to wait, or has not recorded yet, and holds on to its own.
     void record(Event& event) {
-        if (!event.handle || host || event.handle.use_count() > 1) {
+        if (!event.handle || event.handle.use_count() > 1) {
             event.handle = std::make_shared<EventHandle>(cudaEventDisableTiming);
         }
         event.host = cpu::Event();
@@ -157,7 +183,7 @@ public:
     // Blocks until everything enqueued so far is done. Throws what work on the host threw.
     void synchronize() {
         if (host) { host->synchronize(); }
-        cudaCheck(cudaStreamSynchronize(stream));
+        wait_until_complete([this] { return cudaStreamQuery(stream); });
     }
 
     // Device memory for the kernels of one call, 256-byte aligned and not initialized: whoever asks next on
