@@ -128,25 +128,46 @@ public:
            Comm& outer, Stream& outer_stream)
         : options(options), fragments(std::move(fragments)), worker(outer.rank()) {
         if (!options.offsets.empty()) { set_offsets(this->fragments, options.offsets, options.inner_steps); }
-        long largest = 0;
         for (const Fragment& fragment : this->fragments) {
             ranges.emplace_back();
             for (int block : fragment.blocks) { ranges.back().push_back(layout.shard(block, rank)); }
-            largest = std::max(largest, shard_values(fragment, layout));
+            if (values_of(int(ranges.size()) - 1) > values_of(largest)) { largest = int(ranges.size()) - 1; }
         }
         values = layout.shard_size();
         tokens_at_send.resize(this->fragments.size());
         state.global = Buffer<float>(values);
         state.momentum = Buffer<float>(values);
-        mean = Buffer<float>(largest);
+        mean = Buffer<float>(values_of(largest));
         const int most = most_in_flight(this->fragments, options.inner_steps, options.overlap);
-        exchange = std::make_unique<AllGatherExchange>(options.format, largest, most, outer, outer_stream);
+        exchange = std::make_unique<AllGatherExchange>(options.format, values_of(largest), most, outer,
+                                                       outer_stream);
     }
 
     // global = local, momentum = 0.   local: (shard_size), the same on all workers
     void start(const float* local, Stream& main) {
         device::cast(state.global.data(), local, values, main);
         device::set_zero(state.momentum.data(), values, main);
+    }
+
+    // Before step 1: an exchange as large as the largest fragment's, of zeros, which nobody uses. When it
+    // returns all workers are there, and all that an exchange needs (kernels, pinned memory, connections) has
+    // been used once, so that none of it is set up under a step. Throws as after_inner_step() does.
+    void rehearse(Stream& main) {
+        const Sync sync = rehearsal(largest, values_of(largest));
+        const long n = sync.values;
+        device::set_zero(mean.data(), n, main);
+        uint8_t* payload = exchange->payload(sync);
+        device::write_header(payload, make_header(sync, options.format, worker, 0), main);
+        device::add_hash(payload, 0, mean, n, main);
+        device::quantize(payload, options.format, n, 0, mean, mean, n, main);
+        exchange->start(sync, main);
+        exchange->wait(sync);
+        exchange->mean(mean, sync, main);
+        const long third = n / 12 * 4;  // of the mean each: global, momentum, mean; with alpha = 1 local stays
+        device::outer_step(mean.data(), mean + third, nullptr, nullptr, mean + 2 * third, third,
+                           {options.learning_rate, options.momentum, 1.0f}, main);
+        main.synchronize();
+        exchange->finish(sync);
     }
 
     // After the inner update of `step` (1, 2, ...): sends, then receives what is due.
@@ -171,6 +192,13 @@ public:
     float* global() { return state.global; }
 
 private:
+    // Of this process's shard of fragment p.
+    long values_of(int p) const {
+        long n = 0;
+        for (const Range& range : ranges[size_t(p)]) { n += range.count; }
+        return n;
+    }
+
     long due_step(const Sync& sync) const { return sync.send_step + options.overlap; }
 
     OuterStep outer_step() const {
@@ -179,8 +207,7 @@ private:
     }
 
     void send(int p, long step, uint64_t tokens, const float* local, Stream& main) {
-        long n = 0;
-        for (const Range& range : ranges[p]) { n += range.count; }
+        const long n = values_of(p);
         const Sync sync{sync_number(fragments, p, step, options.inner_steps), p, step, n};
 
         uint8_t* payload = exchange->payload(sync);
@@ -194,9 +221,7 @@ private:
                              main);
             first += range.count;
         }
-        Event ready;
-        main.record(ready);
-        exchange->start(sync, ready);
+        exchange->start(sync, main);
         tokens_at_send[p] = tokens;
         in_flight.push_back(sync);
     }
@@ -260,6 +285,7 @@ private:
     std::vector<std::vector<Range>> ranges;  // of each fragment: its blocks' shards
     std::vector<uint64_t> tokens_at_send;    // of each fragment: tokens when it was last sent
     int worker;                              // this one
+    int largest = 0;                         // fragment
     long values = 0;                         // in the shard buffers
     OuterState state;
     Buffer<float> mean;  // (largest fragment)

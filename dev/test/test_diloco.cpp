@@ -2,6 +2,7 @@
 // when things go wrong. Workers are threads that meet in a LocalComm.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cmath>
 #include <future>
 #include <map>
@@ -430,6 +431,73 @@ TEST(Diloco, the_time_waited_in_a_report_outlives_later_syncs) {
     }));
 }
 
+TEST(Diloco, a_rehearsal_leaves_no_trace) {
+    const Layout layout = toy_layout({128, 384, 256}, 2);
+    DilocoOptions options;
+    options.inner_steps = 4;
+    std::vector<float> global[2], local[2];
+    std::vector<uint64_t> sent[2];
+    for (int rehearsed = 0; rehearsed < 2; rehearsed++) {
+        LocalGroup group(2);
+        expect_no_errors(run_members(2, [&](int worker) {
+            LocalComm comm(group, worker);
+            Member member(options, fragments_of(layout, 1, 4), layout, comm);
+            member.start();
+            for (int i = 0; i < rehearsed; i++) { member.diloco.rehearse(member.main); }
+            for (long step = 1; step <= 12; step++) {
+                member.inner_step(step);
+                for (const SyncReport& report : member.after(step)) {
+                    if (worker == 0) { sent[rehearsed].push_back(report.traffic.bytes_sent); }
+                }
+            }
+            if (worker != 0) { return; }
+            global[rehearsed] = member.global();
+            local[rehearsed] = member.local;
+        }));
+    }
+    EXPECT_TRUE(same_bits(global[1], global[0]));
+    EXPECT_TRUE(same_bits(local[1], local[0]));
+    EXPECT_EQ(sent[1], sent[0]);
+    EXPECT_EQ(sent[1].size(), 8u);
+}
+
+TEST(Diloco, nobody_returns_from_a_rehearsal_before_all_have_come_with_a_payload_of_the_largest_fragment) {
+    const Layout layout = toy_layout({128, 640, 256}, 2);
+    LocalGroup group(3);
+    std::atomic<int> arrived{0};
+    std::atomic<size_t> bytes_sent{0};
+    expect_no_errors(run_members(3, [&](int worker) {
+        LocalComm comm(group, worker, nullptr, [&](long, uint8_t*, size_t bytes) { bytes_sent = bytes; });
+        Member member(DilocoOptions(), fragments_of(layout, 1, 100), layout, comm);
+        member.start();
+        std::this_thread::sleep_for(std::chrono::milliseconds(10 * worker));
+        arrived++;
+        member.diloco.rehearse(member.main);
+        EXPECT_EQ(arrived, 3);
+    }));
+    EXPECT_EQ(bytes_sent, payload_bytes(Format::fp4, 640));
+}
+
+TEST(Diloco, a_worker_that_is_missing_at_the_rehearsal_or_of_another_format_is_named) {
+    const Layout layout = toy_layout({128}, 0);
+    auto errors = [&](bool leaves) {
+        LocalGroup group(2, 5);
+        return run_members(2, [&](int worker) {
+            DilocoOptions options;
+            if (!leaves && worker == 1) { options.format = Format::fp4_e2m1; }
+            LocalComm comm(group, worker);
+            Member member(options, fragments_of(layout, 0, 100), layout, comm);
+            member.start();
+            if (leaves && worker == 1) { return group.leave(1); }
+            member.diloco.rehearse(member.main);
+        });
+    };
+    EXPECT_EQ(errors(true)[0], "the exchange of fragment 0 (rehearsal before step 1) failed with worker 1: "
+                               "the connection was closed");
+    EXPECT_NE(errors(false)[0].find("the payload of worker 1 for fragment 0 (rehearsal before step 1) was "
+                                    "refused: its number format is"), std::string::npos);
+}
+
 TEST(Diloco, a_header_tells_the_tokens_trained_on_since_the_fragments_last_send) {
     const Layout layout = toy_layout({128, 128}, 1);
     DilocoOptions options;
@@ -617,9 +685,7 @@ TEST(Exchange, the_wire_waits_for_a_payload_that_the_main_stream_is_still_writin
         main.enqueue([] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); });
         device::write_header(payload, make_header(sync, Format::fp32, worker, 0), main);
         device::quantize(payload, Format::fp32, n, 0, global.data(), local.data(), n, main);
-        Event ready;
-        main.record(ready);
-        exchange.start(sync, ready);
+        exchange.start(sync, main);
         EXPECT_EQ(exchange.wait(sync).size(), 2u);
         exchange.mean(mean.data(), sync, main);
         main.synchronize();
