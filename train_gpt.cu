@@ -1032,24 +1032,6 @@ inline void meet(Comm& comm, Stream& comm_stream) {
     comm_stream.synchronize();
 }
 
-// Before any communicator is made: NCCL has to know where processes share a GPU.
-inline device::Device choose_device(Process& process) {
-    const device::Device device = device::use_device(process.local_rank, process.interface);
-    if (device.identity.empty()) { return device; }
-    std::vector<std::string> all = process.gather("device", device.identity);
-    std::vector<std::string> machines = process.gather("machine", machine_name());
-    std::sort(all.begin(), all.end());
-    if (std::adjacent_find(all.begin(), all.end()) != all.end()) {
-        const bool one_machine =
-            std::count(machines.begin(), machines.end(), machines[0]) == long(machines.size());
-        device::share_device(process.run_id + " " + process.name(), one_machine);
-        if (process.index() == 0) {
-            printf("processes share a GPU: every collective costs milliseconds; for tests only\n");
-        }
-    }
-    return device;
-}
-
 // Watched, because NCCL's blocking calls wait for a process that has died for as long as it takes.
 inline void make_comms(const Options& o, const Process& process, Watchdog& watchdog,
                        std::unique_ptr<Comm>& inner, std::unique_ptr<Comm>& outer) {
