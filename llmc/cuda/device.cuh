@@ -74,13 +74,17 @@ void launch(void (*kernel)(P...), const Grid& grid, typename Parameter<P>::type.
     if (grid.shared_bytes > without_asking) {
         allow_shared_memory(reinterpret_cast<const void*>(kernel), grid);
     }
-    kernel<<<grid.blocks, grid.threads, grid.shared_bytes, grid.stream>>>(arguments...);
+    // Its own status, which <<< >>> would leave to cudaGetLastError: that may hold an older call's error.
+    void* pointers[] = {static_cast<void*>(&arguments)..., nullptr};
+    cudaCheck(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid.blocks, grid.threads, pointers,
+                               grid.shared_bytes, grid.stream),
+              grid.site);
 #else
     emulator::launch({reinterpret_cast<const void*>(kernel), grid.blocks, grid.threads, grid.shared_bytes,
                       grid.stream, grid.site},
                      [=] { kernel(arguments...); });
+    cudaCheck(cudaGetLastError(), grid.site);  // stricter: nor may an older call's error be left there
 #endif
-    cudaCheck(cudaGetLastError(), grid.site);
 }
 
 // ---- shared memory
