@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "llmc/clip.h"
 #include "llmc/floatx.h"
 #include "llmc/stream.h"
 
@@ -46,10 +47,10 @@ inline void add_scaled_sum(float* out, const float* values, long n, float scale,
     *out += float(sum * scale);
 }
 
-// *norm = sqrt(*norm_squared);  *scale = min(1, clip / norm), or 1 for clip 0; NaN where norm is not finite.
+// *norm = sqrt(*norm_squared);  *scale = clip_factor(*norm, clip).
 inline void clip_scale(float* norm, float* scale, const float* norm_squared, float clip, Stream&) {
     *norm = sqrtf(*norm_squared);
-    *scale = !std::isfinite(*norm) ? NAN : clip > 0 && *norm > clip ? clip / *norm : 1.0f;
+    *scale = clip_factor(*norm, clip);
 }
 
 }  // namespace cpu

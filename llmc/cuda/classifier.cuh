@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(1024)
 inline void fused_classifier(floatX* logits, float* losses, float dloss, const int* targets, int N, int V,
                              int Vp, bool write_dlogits, Stream& stream) {
     if (Vp % 8 != 0) { throw std::invalid_argument("fused_classifier: Vp is not a multiple of 8"); }
-    require_aligned("fused_classifier", {logits});
+    require_aligned("an array of fused_classifier", {logits});
     if (N == 0) { return; }
     // As many threads as a row has packs, in whole warps. Large blocks: the rows that are on the way at a
     // time have to fit the L2 cache.

@@ -14,6 +14,9 @@
 #endif
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
+#include <stdexcept>
+#include <type_traits>
 #ifdef __CUDACC__
 #include <map>
 #include <mutex>
@@ -87,6 +90,18 @@ void launch(void (*kernel)(P...), const Grid& grid, typename Parameter<P>::type.
 #endif
 }
 
+// Blocks of `threads` threads for `count` threads' work.
+inline unsigned blocks_for(long count, long threads) { return unsigned((count + threads - 1) / threads); }
+
+// What kernels move so many bytes at a time begins at a multiple of them.
+inline void require_aligned(const char* what, std::initializer_list<const void*> arrays, size_t bytes = 16) {
+    for (const void* array : arrays) {
+        if (reinterpret_cast<uintptr_t>(array) % bytes != 0) {
+            throw std::invalid_argument(format("%s is not aligned to %zu bytes", what, bytes));
+        }
+    }
+}
+
 // ---- shared memory
 //
 // SHARED(float[4][32], partial): a variable, 16-byte aligned.
@@ -106,35 +121,47 @@ void launch(void (*kernel)(P...), const Grid& grid, typename Parameter<P>::type.
 #define DYNAMIC_SHARED(name) unsigned char* name = static_cast<unsigned char*>(emulator::dynamic_shared())
 #endif
 
-// ---- 16 bytes of global or shared memory in one instruction; 16-byte aligned
+// ---- 16 bytes of global or shared memory in one instruction, or 8; aligned to as many
+//
+// The lanes of a warp have neighbouring packs, so that each instruction moves whole 32-byte sectors. Where a
+// kernel has arrays of floats and of bf16, a thread has four of both: Pack<float> and Pack<bf16, 4>.
 
-template <class T>
-struct alignas(16) Pack {
-    static constexpr int size = 16 / sizeof(T);
+template <class T, int count = 16 / int(sizeof(T))>
+struct alignas(count * sizeof(T)) Pack {
+    static constexpr int size = count;
     T values[size];
     __device__ T& operator[](int i) { return values[i]; }
     __device__ const T& operator[](int i) const { return values[i]; }
 };
 
-template <class T>
-__device__ inline Pack<T> load_pack(const T* p, [[maybe_unused]] Site site = Site::here()) {
+// What one instruction moves of a pack.
+template <class P>
+using PackBits = std::conditional_t<sizeof(P) == 16, int4, int2>;
+
+template <class T, int count = Pack<T>::size>
+__device__ inline Pack<T, count> load_pack(const T* p, [[maybe_unused]] Site site = Site::here()) {
+    using Bits = PackBits<Pack<T, count>>;
+    static_assert(sizeof(Bits) == sizeof(Pack<T, count>), "16 bytes or 8");
 #ifndef __CUDACC__
-    emulator::check_aligned(p, 16, site);
+    emulator::check_aligned(p, sizeof(Bits), site);
 #endif
-    const int4 bits = *reinterpret_cast<const int4*>(p);
-    Pack<T> pack;
-    memcpy(&pack, &bits, 16);
+    const Bits bits = *reinterpret_cast<const Bits*>(p);
+    Pack<T, count> pack;
+    memcpy(&pack, &bits, sizeof bits);
     return pack;
 }
 
-template <class T>
-__device__ inline void store_pack(T* p, const Pack<T>& pack, [[maybe_unused]] Site site = Site::here()) {
+template <class T, int count>
+__device__ inline void store_pack(T* p, const Pack<T, count>& pack,
+                                  [[maybe_unused]] Site site = Site::here()) {
+    using Bits = PackBits<Pack<T, count>>;
+    static_assert(sizeof(Bits) == sizeof pack, "16 bytes or 8");
 #ifndef __CUDACC__
-    emulator::check_aligned(p, 16, site);
+    emulator::check_aligned(p, sizeof(Bits), site);
 #endif
-    int4 bits;
-    memcpy(&bits, &pack, 16);
-    *reinterpret_cast<int4*>(p) = bits;
+    Bits bits;
+    memcpy(&bits, &pack, sizeof bits);
+    *reinterpret_cast<Bits*>(p) = bits;
 }
 
 // ---- asynchronous copies from global to shared memory (PTX: cp.async; sm_80 and later)

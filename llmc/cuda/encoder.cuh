@@ -28,17 +28,17 @@ __global__ void encoder_forward_kernel(floatX* out, const int* inp, const floatX
     }
 }
 
-// A thread has eight channels of a position and adds the batch in order, as the CPU does.
+// A thread has four channels of a position and adds the batch in order, as the CPU does.
 // Bound by memory: 2 bytes a value of dout with bf16.
 __global__ void encoder_backward_position_kernel(float* dwpe, const floatX* dout, int B, int T, int C) {
-    const int t = blockIdx.x, c = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
+    const int t = blockIdx.x, c = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
     if (c >= C) { return; }
-    float sum[8], row[8];
+    float sum[4], row[4];
     load_packs(sum, dwpe + size_t(t) * C + c);
-    #pragma unroll 4
+    #pragma unroll 8
     for (int b = 0; b < B; b++) {
         load_packs(row, dout + (size_t(b) * T + t) * C + c);
-        for (int i = 0; i < 8; i++) { sum[i] += row[i]; }
+        for (int i = 0; i < 4; i++) { sum[i] += row[i]; }
     }
     store_packs(dwpe + size_t(t) * C + c, sum);
 }
@@ -120,33 +120,32 @@ __device__ inline bool continues(const int2* pairs, int chunk) {
     return chunk > 0 && pairs[chunk * chunk_pairs].x == pairs[chunk * chunk_pairs - 1].x;
 }
 
-__device__ inline void add_eight(float* to, const float (&sum)[8]) {
-    float total[8];
-    load_packs(total, to);
-    for (int i = 0; i < 8; i++) { total[i] += sum[i]; }
-    store_packs(to, total);
+__device__ inline void add_four(float* to, const float (&sum)[4]) {
+    Pack<float> total = load_pack(to);
+    for (int i = 0; i < 4; i++) { total[i] += sum[i]; }
+    store_pack(to, total);
 }
 
 // dwte[token] += the rows of dout at the positions of the token in a chunk of pairs; of a token that the
-// chunk before began, partial[chunk] = their sum. A block has a chunk, a thread eight channels.
+// chunk before began, partial[chunk] = their sum. A block has a chunk, a thread four channels.
 // Bound by memory: 2 bytes a value of dout with bf16, 8 a value of each row of dwte in use.
 // pairs: (N)   partial: (chunks, C)
 __global__ void encoder_backward_chunk_kernel(float* dwte, float* partial, const floatX* dout,
                                               const int2* pairs, int N, int C) {
-    const int chunk = blockIdx.x, c = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
+    const int chunk = blockIdx.x, c = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
     if (c >= C) { return; }
     const int begin = chunk * chunk_pairs, end = min(N, begin + chunk_pairs);
     bool of_chunk_before = continues(pairs, chunk);
-    float sum[8] = {}, row[8];
+    float sum[4] = {}, row[4];
     for (int i = begin; i < end; i++) {
         const int2 pair = pairs[i];
         load_packs(row, dout + size_t(pair.y) * C + c);
-        for (int k = 0; k < 8; k++) { sum[k] += row[k]; }
+        for (int k = 0; k < 4; k++) { sum[k] += row[k]; }
         if (i + 1 < end && pairs[i + 1].x == pair.x) { continue; }
         if (of_chunk_before) {
             store_packs(partial + size_t(chunk) * C + c, sum);
         } else {
-            add_eight(dwte + size_t(pair.x) * C + c, sum);
+            add_four(dwte + size_t(pair.x) * C + c, sum);
         }
         of_chunk_before = false;
         for (float& value : sum) { value = 0.0f; }
@@ -167,19 +166,19 @@ __device__ inline int end_of_token(const int2* pairs, int token, int chunk, int 
 // Bound by latency: a token of 3000 positions has 100 chunks.   pairs: (N)   partial: (chunks, C)
 __global__ void encoder_backward_partial_kernel(float* dwte, const float* partial, const int2* pairs,
                                                 int chunks, int C) {
-    const int chunk = blockIdx.x, c = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
+    const int chunk = blockIdx.x, c = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
     if (c >= C || !continues(pairs, chunk)) { return; }
     const int token = pairs[chunk * chunk_pairs].x;
     const bool first = !continues(pairs, chunk - 1) || pairs[(chunk - 1) * chunk_pairs].x != token;
     if (!first) { return; }
     const int end = end_of_token(pairs, token, chunk, chunks);
-    float sum[8] = {}, part[8];
+    float sum[4] = {}, part[4];
     #pragma unroll 4
     for (int i = chunk; i < end; i++) {
         load_packs(part, partial + size_t(i) * C + c);
-        for (int k = 0; k < 8; k++) { sum[k] += part[k]; }
+        for (int k = 0; k < 4; k++) { sum[k] += part[k]; }
     }
-    add_eight(dwte + size_t(token) * C + c, sum);
+    add_four(dwte + size_t(token) * C + c, sum);
 }
 
 inline void check_encoder_channels(int C) {
@@ -192,7 +191,7 @@ inline void check_encoder_channels(int C) {
 inline void encoder_forward(floatX* out, const int* inp, const floatX* wte, const floatX* wpe, int B, int T,
                             int C, Stream& stream) {
     check_encoder_channels(C);
-    require_aligned("encoder_forward", {out, wte, wpe});
+    require_aligned("an array of encoder_forward", {out, wte, wpe});
     launch(encoder_forward_kernel,
            Grid{unsigned(B * T), std::min(256u, blocks_for(C / 8, 32) * 32), 0, stream}, out, inp, wte, wpe,
            T, C);
@@ -209,10 +208,10 @@ inline void sort_tokens(int2* pairs, int2* spare, const int* inp, int N, Stream&
 inline void encoder_backward(float* dwte, float* dwpe, const floatX* dout, const int* inp, int B, int T,
                              int C, Stream& stream) {
     check_encoder_channels(C);
-    require_aligned("encoder_backward", {dwte, dwpe, dout});
+    require_aligned("an array of encoder_backward", {dwte, dwpe, dout});
     const int N = B * T, chunks = (N + chunk_pairs - 1) / chunk_pairs;
-    const unsigned threads = std::min(128u, blocks_for(C / 8, 32) * 32);
-    const unsigned slices = blocks_for(C / 8, threads);
+    const unsigned threads = std::min(256u, blocks_for(C / 4, 32) * 32);
+    const unsigned slices = blocks_for(C / 4, threads);
     float* partial = stream.scratch<float>(long(chunks) * C + 4 * long(N));
     int2* pairs = reinterpret_cast<int2*>(partial + long(chunks) * C);
     sort_tokens(pairs, pairs + N, inp, N, stream);

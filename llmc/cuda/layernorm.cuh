@@ -198,7 +198,7 @@ inline unsigned layernorm_warps(size_t bytes_of_warp) {
 inline void layernorm_forward(floatX* out, float* mean, float* rstd, const floatX* inp, const floatX* weight,
                               const floatX* bias, int N, int C, Stream& stream) {
     check_layernorm_channels(C);
-    require_aligned("layernorm_forward", {out, inp, weight, bias});
+    require_aligned("an array of layernorm_forward", {out, inp, weight, bias});
     const size_t bytes = size_t(C) * sizeof(floatX);
     const unsigned warps = layernorm_warps(bytes);
     launch(layernorm_forward_kernel, Grid{blocks_for(N, warps), warps * 32, warps * bytes, stream}, out, mean,
@@ -211,7 +211,7 @@ inline void fused_residual_forward(floatX* residual, floatX* normed, float* mean
                                    const floatX* inp1, const floatX* inp2, const floatX* weight,
                                    const floatX* bias, int N, int C, Stream& stream) {
     check_layernorm_channels(C);
-    require_aligned("fused_residual_forward", {residual, normed, inp1, inp2, weight, bias});
+    require_aligned("an array of fused_residual_forward", {residual, normed, inp1, inp2, weight, bias});
     const size_t bytes = 2 * size_t(C) * sizeof(floatX);
     const unsigned warps = layernorm_warps(bytes);
     launch(fused_residual_forward_kernel, Grid{blocks_for(N, warps), warps * 32, warps * bytes, stream},
@@ -231,7 +231,7 @@ inline void layernorm_backward(floatX* dinp, float* dweight, float* dbias, const
                                const floatX* inp, const floatX* weight, const float* mean, const float* rstd,
                                int N, int C, Stream& stream) {
     check_layernorm_channels(C);
-    require_aligned("layernorm_backward", {dinp, dout, inp, weight});
+    require_aligned("an array of layernorm_backward", {dinp, dout, inp, weight});
     const int blocks = layernorm_backward_blocks(N, C);
     float* partial = stream.scratch<float>(long(blocks) * 2 * C);
     launch(layernorm_backward_kernel, Grid{unsigned(blocks), blocks_for(C / 8, 32) * 32, 0, stream}, dinp,

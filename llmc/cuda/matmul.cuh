@@ -102,7 +102,7 @@ inline void column_sums(float* sums, const floatX* inp, int rows, int columns, S
 // dinp[i] *= gelu'(pre_gelu[i]).   dinp, pre_gelu: (n), n a multiple of 8, 16-byte aligned
 inline void multiply_by_gelu_derivative(floatX* dinp, const floatX* pre_gelu, long n, Stream& stream) {
     if (n % 8 != 0) { throw std::invalid_argument("multiply_by_gelu_derivative: n is not a multiple of 8"); }
-    require_aligned("multiply_by_gelu_derivative", {dinp, pre_gelu});
+    require_aligned("an array of multiply_by_gelu_derivative", {dinp, pre_gelu});
     launch(multiply_by_gelu_derivative_kernel, Grid{blocks_for(n / Pack<floatX>::size, 256), 256, 0, stream},
            dinp, pre_gelu, n);
 }
@@ -161,7 +161,7 @@ public:
     void multiply(Out<kind>* out, const floatX* a, const floatX* b, const floatX* bias, const floatX* aux,
                   int N, int C, int OC, Stream& stream) {
         check_shape(N, C, OC);
-        require_aligned("matmul", {out, a, b, bias, aux});
+        require_aligned("an array of matmul", {out, a, b, bias, aux});
         const std::string problem = describe(kind, N, C, OC);
         const cublasLtEpilogue_t epilogue = epilogue_of(kind, bias, aux);
         const std::array<int, 5> key{int(kind), N, C, OC, int(epilogue)};
