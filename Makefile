@@ -1,12 +1,12 @@
 # make          builds train_gpt_cpu, and says what it does not build and why
-# make setup    installs what is missing (Debian, Ubuntu: packages; Python: .venv)
+# make setup    installs what is missing (Debian, Ubuntu: packages; Python: .venv); OFFLINE=DIR: from there
 # make test     every test                         make demo   two workers train a GPT on real text
 # make bench-cpu   speed on this CPU (PEERS=1: and PyTorch's)
 # make test-emulated   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test)
 # make check-cuda      the same kernels through nvcc, if there is one (part of make test)
 # make test-gpu        the same tests on this machine's GPU
 # make train_gpt       the CUDA trainer: GPU_ARCH="80 90" for other GPUs than this machine's
-# make test-long       make test's tests, and those that take too long for it
+# make test-long       make test, and tests that take too long for it
 # make mutate          breaks the kernels on purpose: do the tests notice? (MUTATE=--help: options)
 # make registers       registers and spills of each kernel, as nvcc reports them
 CXX = g++
@@ -40,7 +40,8 @@ EMULATOR_TESTS = $(foreach kind,plain address thread,$(KERNEL_TESTS:%=build/$(ki
                  build/plain/test_gpt build/fp32/test_gpt
 EMULATED_TRAINERS = build/plain/train_gpt build/thread/train_gpt build/without/train_gpt
 vpath test_%.cpp dev/emulator dev/test/kernels
-CUDA_FLAGS = -std=c++17 -O3 -I. -DUSE_CUDA -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas
+CUDA_FLAGS = -std=c++17 -O3 -I. -DUSE_CUDA -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas \
+             $(DEPS_FLAGS)
 CUDA_TESTS = $(patsubst dev/test/kernels/%.cpp,build/nvcc/%.ptx,$(wildcard dev/test/kernels/test_*.cpp)) \
              build/nvcc/test_kernels.ptx
 
@@ -50,7 +51,7 @@ all: train_gpt_cpu
 
 # For this machine's GPU, or for those named (GPU_ARCH="80 90").
 GPU_HOST = -Xcompiler -march=$(CPU_ARCH),-fopenmp,-ffp-contract=off,-fno-strict-aliasing,-fno-math-errno,$\
-           -fno-trapping-math $(GPU_FLAGS) $(DEPS_FLAGS) $(WITHOUT)
+           -fno-trapping-math $(GPU_FLAGS) $(WITHOUT)
 GPU_LIBS = $(GPU_LINK) $(DEPS_LINK) -lcublasLt $(NCCL_LINK) $(OPTIONAL_LIBS) -lxxhash -lpthread
 train_gpt test_gpt: %: %.cu train_gpt.cu $(EMULATOR_HEADERS) build/options_gpu | gpu_dependencies
 	@$(say_what_is_left_out)
@@ -139,15 +140,13 @@ build/bench_cpu: dev/bench/bench_cpu.cpp train_gpt.cu $(HEADERS) dev/test/alone.
 	$(CXX) $(CXXFLAGS) $< -o $@ $(LDLIBS)
 
 setup:
-	@bash scripts/setup.sh $(if $(OFFLINE),--offline "$(OFFLINE)" $(if $(DEPS_HOME),--prefix "$(DEPS_HOME)"))
+	@$(if $(DEPS_HOME),SKIP_PACKAGES=1) bash scripts/setup.sh \
+	    $(if $(OFFLINE),--offline "$(OFFLINE)" $(if $(DEPS_HOME),--prefix "$(DEPS_HOME)"))
 
 # pytest runs everything, the GoogleTest binary and test_gpt_cpu included, so that one line counts all of it.
-test: setup
+test test-long: setup
 	$(MAKE) -j2 train_gpt_cpu test_gpt_cpu build/unit_tests $(EMULATOR_TESTS) $(EMULATED_TRAINERS) check-cuda
-	.venv/bin/python -m pytest -q dev/test
-
-test-long: test
-	.venv/bin/python -m pytest -q dev/test --long -m long
+	.venv/bin/python -m pytest -q -rs dev/test $(if $(filter test-long,$@),--long)
 
 test-emulated: setup
 	$(MAKE) -j2 $(EMULATOR_TESTS) test_gpt_cpu

@@ -30,6 +30,21 @@ TINY = {
 }
 
 
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="also what takes long (make test-long)")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "long: takes too long for make test")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Tests that are marked with pytest.mark.long are skipped unless --long is given."""
+    for item in items:
+        if item.get_closest_marker("long") and not config.getoption("--long"):
+            item.add_marker(pytest.mark.skip(reason="takes long: make test-long runs it"))
+
+
 def write_shard(path, tokens, magic=20240520, version=1, count=None):
     header = numpy.zeros(256, dtype="<i4")
     header[:3] = [magic, version, len(tokens) if count is None else count]
