@@ -662,10 +662,6 @@ inline void check_options(const Options& o) {
             "-d %ld tokens a step do not divide by -b %d x -t %d x --ranks %d = %ld: change one of them",
             o.total_batch, o.batch, o.seq_len, o.ranks, o.micro_batch()));
     }
-    if (o.outer_transport == "nccl" && !o.interface.empty() && o.ranks > 1) {
-        throw UserError("--interface with NCCL between workers would move the ranks' traffic, too: give "
-                        "--outer-transport gloo");
-    }
     check_outer_transport(o.outer_transport);
     validate(diloco_options(o), o.streams() ? o.max_steps : -1, o.workers);
 }
@@ -1023,15 +1019,6 @@ inline void or_leave(const Process& process, const std::function<void()>& work) 
     } catch (const std::exception& error) { process.leave_with(error); }
 }
 
-// Returns when all members have come here: no worker begins before the others, only to wait for them at its
-// first merge. Also the communicator's first call of the kind that the exchange makes.
-inline void meet(Comm& comm, Stream& comm_stream) {
-    const long bytes = 16;
-    Buffer<uint8_t> own(bytes), all(bytes * comm.size());
-    comm.all_gather(all, own, size_t(bytes), comm_stream);
-    comm_stream.synchronize();
-}
-
 // Watched, because NCCL's blocking calls wait for a process that has died for as long as it takes.
 inline void make_comms(const Options& o, const Process& process, Watchdog& watchdog,
                        std::unique_ptr<Comm>& inner, std::unique_ptr<Comm>& outer) {
@@ -1047,7 +1034,7 @@ inline void make_comms(const Options& o, const Process& process, Watchdog& watch
 // From the meeting of all processes to the end of the run.
 inline void train_together(const Options& o, Process& process, Inputs& in) {
     process.check_fingerprint(fingerprint(o, in));
-    const device::Device device = choose_device(process);
+    const device::Device device = choose_device(process, o.streams() && o.outer_transport == "nccl");
     Logger logger(o.output, process.index(), process.size());
     StatusLine status(stdout, process.terminal, process.terminal ? 0.1 : 5.0);
     // Where something throws from here on, the process leaves before any of these is given back: on a GPU
@@ -1092,9 +1079,9 @@ inline void train_together(const Options& o, Process& process, Inputs& in) {
             const Watchdog::Watch watch(watchdog, "what comes before step 1");
             between_steps(run, 0);
         }
-        if (outer) {
+        if (diloco) {  // no worker begins before the others, only to wait for them at its first merge
             const Watchdog::Watch watch(watchdog, "the first exchange");
-            meet(*outer, outer_stream);
+            diloco->rehearse(main);
         }
         training_loop(run);
         process.leave();

@@ -56,14 +56,29 @@ inline std::string sharers_of_a_device(const Process& process, const std::vector
     return "";
 }
 
+// --interface is for the traffic between workers, and NCCL can be given one for all that it carries: that is
+// the same where no worker's ranks need a network for theirs.   machines: of all processes
+inline void check_interface(const Process& process, const std::vector<std::string>& machines) {
+    for (int i = 0; i < process.size(); i++) {
+        if (machines[size_t(i)] != machines[size_t(i / process.ranks * process.ranks)]) {
+            throw UserError(format("--interface would move the traffic inside worker %d, too, whose ranks are "
+                                   "on several machines: give --outer-transport gloo, or leave it out",
+                                   i / process.ranks));
+        }
+    }
+}
+
+// outer_nccl: NCCL carries the exchange between workers, too.
 // Sets environment variables: before NCCL starts its threads, and CUDA reads them in the thread that calls.
-inline device::Device choose_device(Process& process) {
+inline device::Device choose_device(Process& process, bool outer_nccl) {
     if (!runs_on_gpu) { return device::use_device(0, ""); }
     const std::vector<std::string> machines = process.gather("machine", machine_name());
+    const std::string interface = outer_nccl ? process.interface : "";
+    if (!interface.empty()) { check_interface(process, machines); }
     const int number =
         local_number(process, machines, process.gather("local rank", std::to_string(process.local_rank)));
     device::Device device;
-    process.change_environment([&] { device = device::use_device(number, process.interface); });
+    process.change_environment([&] { device = device::use_device(number, interface); });
     const std::string sharers = sharers_of_a_device(process, process.gather("device", device.identity));
     if (sharers.empty()) { return device; }
 
