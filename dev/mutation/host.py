@@ -10,12 +10,12 @@ FILES = ("train_gpt.cu", "streaming/*.h", "llmc/upload.h", "llmc/cuda/*.cuh")
 
 # Calls by what they do. Functions that consist of nothing else are found and join them.
 KINDS = {
-    "record": "record", "cudaEventRecord": "record",
+    "record": "record", "stamp": "record", "cudaEventRecord": "record",
     "wait": "event-wait", "cudaStreamWaitEvent": "event-wait",
     "synchronize": "synchronize", "cudaStreamSynchronize": "synchronize", "cudaEventSynchronize": "synchronize",
     "cudaDeviceSynchronize": "synchronize",
     "query": "poll", "cudaEventQuery": "poll", "cudaStreamQuery": "poll", "settle": "poll",
-    "check": "check",
+    "check": "check", "check_calls": "check",
 }
 # What they say when there is nothing to wait for.
 DONE = {"query": "true", "cudaEventQuery": "cudaSuccess", "cudaStreamQuery": "cudaSuccess"}
@@ -46,8 +46,8 @@ class HostSource(Source):
 
     def visit(self, i):
         word = self.text(i)
-        if word == "check" and self.text(i + 2) != ")":
-            return  # not a communicator's
+        if word == "check" and self.text(i + 2) != ")" or word == "query" and self.text(i - 1) not in (".", "->"):
+            return  # not a communicator's, not an event's
         if word in KINDS:
             self.visit_call(KINDS[word], i)
         elif word in self.orders:

@@ -52,6 +52,28 @@ class KernelSource(Source):
                 i += 1
         return scalars - arrays, arrays
 
+    def end_of_declarator(self, i):
+        """The comma or semicolon behind an initializer."""
+        while i < len(self.tokens) - 1 and self.text(i) not in (",", ";", ")", "}"):
+            i = self.tokens[i].partner + 1 if self.text(i) in OPEN and self.tokens[i].partner > i else i + 1
+        return i
+
+    def operand_after(self, i):
+        """The last token of the operand that begins at i."""
+        while self.text(i) in ("-", "*", "&", "!", "~"):
+            i += 1
+        if self.text(i) in OPEN:
+            i = self.tokens[i].partner
+        while True:
+            if self.text(i + 1) in ("(", "[", "{") and self.text(i) != ")" or self.text(i + 1) == "[":
+                i = self.tokens[i + 1].partner
+            elif self.text(i + 1) in (".", "->", "::"):
+                i += 2
+            elif self.text(i + 1) == "<" and not self.is_spaced(i + 1):
+                i = next(j for j in range(i + 1, len(self.tokens)) if self.text(j) == ">")
+            else:
+                return i
+
     def is_float(self, first, last):
         """Whether an operand is a floating-point value, as far as its text tells."""
         token = self.tokens[first]
@@ -103,6 +125,11 @@ class KernelSource(Source):
             self.visit_assignment(i)
         elif token.text in ("+", "-", "*", "/", "%", "&", "|", "^", "<<", ">>") and self.is_spaced(i):
             self.visit_arithmetic(i)
+
+    def is_spaced(self, i):
+        """A binary operator, and no template's bracket: the sources are formatted."""
+        token = self.tokens[i]
+        return self.source[token.begin - 1].isspace() and self.source[token.end].isspace()
 
     def visit_name(self, i):
         word = self.text(i)

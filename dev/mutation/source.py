@@ -137,12 +137,6 @@ class Source:
     def span(self, first, last):
         return self.source[self.tokens[first].begin:self.tokens[last].end]
 
-    def end_of_declarator(self, i):
-        """The comma or semicolon behind an initializer."""
-        while i < len(self.tokens) - 1 and self.text(i) not in (",", ";", ")", "}"):
-            i = self.tokens[i].partner + 1 if self.text(i) in OPEN and self.tokens[i].partner > i else i + 1
-        return i
-
     def operand_before(self, i):
         """The first token of the operand that ends at i: a name with its calls, subscripts and members."""
         while True:
@@ -156,22 +150,6 @@ class Source:
                 continue
             return i
 
-    def operand_after(self, i):
-        """The last token of the operand that begins at i."""
-        while self.text(i) in ("-", "*", "&", "!", "~"):
-            i += 1
-        if self.text(i) in OPEN:
-            i = self.tokens[i].partner
-        while True:
-            if self.text(i + 1) in ("(", "[", "{") and self.text(i) != ")" or self.text(i + 1) == "[":
-                i = self.tokens[i + 1].partner
-            elif self.text(i + 1) in (".", "->", "::"):
-                i += 2
-            elif self.text(i + 1) == "<" and not self.is_spaced(i + 1):
-                i = next(j for j in range(i + 1, len(self.tokens)) if self.text(j) == ">")
-            else:
-                return i
-
     def enclosing(self, i):
         """Openers of the brackets around token i, innermost first."""
         while self.tokens[i].within >= 0:
@@ -184,11 +162,6 @@ class Source:
         function = self.tokens[first].function
         if self.source[begin:end] != text:
             self.changes.append(Change(self.file, kind, function.name if function else "constants", begin, end, text))
-
-    def is_spaced(self, i):
-        """A binary operator, and no template's bracket: the sources are formatted."""
-        token = self.tokens[i]
-        return self.source[token.begin - 1].isspace() and self.source[token.end].isspace()
 
     def arguments(self, opener):
         """Texts of what stands between brackets, separated by commas."""

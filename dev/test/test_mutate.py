@@ -191,6 +191,7 @@ inline void step(Trainer& t, long n) {
     hand_over(t);
     settle(locked([&] { return ncclAllGather(t.comm); }), "ncclAllGather");
     check(cublasLtCreate(&t.handle), "cannot begin");
+    until(query());
     check();
     for (long i = 0; i < n; i++) { t.main.wait(t.gathered[i]); }
     while (!t.done.query()) { t.stream.synchronize(); }
