@@ -20,11 +20,10 @@ gpu_links = $(call links,$(NVCC),$(1),$(DEPS_FLAGS) $(GPU_FLAGS) $(DEPS_LINK) $(
 
 # A folder of libraries that is not one of the system's: programs remember it.
 SYSTEM_FOLDERS := /lib /lib64 /usr/lib /usr/lib64 $(wildcard /usr/lib/*-linux-gnu)
-library_folder = $(foreach folder,$(filter-out $(SYSTEM_FOLDERS),$(1)),\
+library_folder = $(foreach folder,$(filter-out $(SYSTEM_FOLDERS),$(abspath $(1))),\
                    -L$(folder) -Xlinker -rpath -Xlinker $(folder))
 first_of = $(firstword $(wildcard $(foreach folder,$(1),$(addprefix $(folder)/,$(2)))))
 LIBRARY_FOLDERS := lib64 lib lib/*-linux-gnu targets/*/lib
-without_slash = $(patsubst %/,%,$(dir $(1)))
 
 # --disable-new-dtags: for what these libraries need themselves, too.
 DEPS := $(if $(DEPS_HOME),$(abspath $(DEPS_HOME)) $(abspath $(DEPS_HOME))/usr)
@@ -49,12 +48,14 @@ NVCC = $(wildcard $(CUDA_HOME)/bin/nvcc)
 NO_NVCC = there is no nvcc in $(CUDA_HOME)/bin: say with CUDA_HOME=DIR where the CUDA toolkit is
 GPU_COMPILER = $(or $(NVCC),$(error $(NO_NVCC)))
 NCCL_HERE = $(patsubst %/include/nccl.h,%,$(call first_of,$(CUDA_HOME) $(DEPS),include/nccl.h))
-NCCL = $(or $(NCCL_HOME),$(NCCL_HERE))
+NCCL = $(abspath $(or $(NCCL_HOME),$(NCCL_HERE)))
+NCCL_HOME_HAS_IT = $(and $(wildcard $(NCCL)/include/nccl.h),$(NCCL_LIBRARY))
+NO_NCCL_HOME = there is no NCCL (include/nccl.h and lib/libnccl.so) in $(NCCL_HOME): correct NCCL_HOME
 NCCL_LIBRARY = $(call first_of,$(NCCL),$(addsuffix /libnccl.so,$(LIBRARY_FOLDERS)) \
                                        $(addsuffix /libnccl.so.2,$(LIBRARY_FOLDERS)))
 CUBLAS_LIBRARY = $(call first_of,$(CUDA_HOME),$(addsuffix /libcublasLt.so,$(LIBRARY_FOLDERS)))
 GPU_FLAGS = $(addprefix -I,$(filter-out /usr/include,$(NCCL:%=%/include)))
-GPU_LINK = $(call library_folder,$(sort $(call without_slash,$(NCCL_LIBRARY) $(CUBLAS_LIBRARY))))
+GPU_LINK = $(call library_folder,$(sort $(dir $(NCCL_LIBRARY) $(CUBLAS_LIBRARY))))
 NCCL_LINK = $(if $(NCCL_LIBRARY),-l:$(notdir $(NCCL_LIBRARY)),-lnccl)
 
 # Code for each GPU that is named; for later GPUs PTX of the last.
@@ -80,6 +81,7 @@ gpu_dependencies:
 	@[ -n "$(NVCC)" ] || { echo "error: $(NO_NVCC)" >&2; exit 2; }
 	@[ -n "$(GPUS)" ] || { echo "error: $(NO_GPU)" >&2; exit 2; }
 	@$(call require,cuBLASLt,$(call gpu_links,cublasLt.h,-lcublasLt),it belongs to the CUDA toolkit)
+	@$(if $(and $(NCCL_HOME),$(if $(NCCL_HOME_HAS_IT),,no)),echo "error: $(NO_NCCL_HOME)" >&2; exit 2)
 	@$(call require,NCCL,$(call gpu_links,nccl.h,$(NCCL_LINK)),say with NCCL_HOME=DIR where it is)
 	@$(call require,CLI11 (CLI/CLI.hpp),$(call gpu_links,CLI/CLI.hpp,),run make setup$(comma) or see DEPS_HOME)
 	@$(call require,xxHash,$(call gpu_links,xxhash.h,-lxxhash),run make setup$(comma) or see DEPS_HOME)
