@@ -24,10 +24,11 @@ UNIT_TESTS = $(patsubst dev/test/%.cpp,build/%.o,$(wildcard dev/test/test_*.cpp)
 # The emulator compiles kernels with g++ and CUDA's headers: the toolkit's, or those that make setup fetched.
 CUDA_HEADER = $(firstword $(wildcard $(CUDA_HOME)/include/cublasLt.h \
                 .venv/lib/python3.*/site-packages/nvidia/cu13/include/cuda_fp4.h))
+CUDA_HEADERS = $(filter-out /usr/include/,\
+                 $(dir $(or $(CUDA_HEADER),$(error no CUDA headers: run make setup))))
 EMULATED = -std=c++17 $(OPTIMIZE) -DUSE_CUDA -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Werror \
            -Wno-unknown-pragmas -I. \
-           -isystem $(dir $(or $(CUDA_HEADER),$(error no CUDA headers: run make setup))) -isystem .venv/cuda \
-           $(DEPS_FLAGS) $(WITHOUT)
+           $(addprefix -isystem ,$(CUDA_HEADERS) .venv/cuda) $(DEPS_FLAGS) $(WITHOUT)
 EMULATOR_HEADERS = $(HEADERS) Makefile \
                    $(wildcard dev/emulator/*.h llmc/cuda/*.cuh streaming/*.cuh dev/test/kernels/*.h dev/test/*.h)
 EMULATOR = emulator machine device_memory queue runtime copies streams cublaslt nccl nccl_communicator \

@@ -2,7 +2,7 @@
 # Fetches all that a machine without a network needs to build and test diloco.c, on a machine that has one and
 # runs the same release of Debian or Ubuntu. Needs no root.
 #
-#     scripts/fetch_offline_deps.sh DIR     then, where there is no network:  make setup OFFLINE=DIR
+#     scripts/fetch_offline_deps.sh DIR     then, where there is no network, what DIR/README says
 #
 # DIR/packages   packages that a minimal system lacks, with all they depend on, as a repository of apt's
 # DIR/wheels     the Python packages of requirements.txt, and pip, for this release's Python
@@ -95,8 +95,9 @@ write_readme() {
     release >"$folder/release"
     cat >"$folder/README" <<END
 What diloco.c needs to be built and tested on $(cat "$folder/release") without a network.
-As root:          make setup OFFLINE=$target
-Without root:     make setup OFFLINE=$target DEPS_HOME=\$HOME/diloco-deps
+As root:          bash scripts/setup.sh --offline $target
+                  make
+Without root:     bash scripts/setup.sh --offline $target --prefix \$HOME/diloco-deps
                   make DEPS_HOME=\$HOME/diloco-deps
 Copy the whole folder: the set-up checks that it is complete. train_gpt also needs CUDA's toolkit and NCCL.
 END
