@@ -5,7 +5,7 @@
 //     dog.guard(inner);
 //     {
 //         Watchdog::Watch watch(dog, "step 12");
-//         ...               // `inner` fails, or for twice the run's time limit nothing moves: the end
+//         ...               // `inner` fails, or nothing moves for twice the run's time limit: the end
 //         dog.progress();   // something has moved: the time starts anew
 //     }
 //
@@ -13,6 +13,7 @@
 #pragma once
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -95,18 +96,26 @@ private:
             if (!runs_on_gpu || what.empty() || process.size() == 1) { continue; }
             try {
                 look();
-            } catch (const CommError& error) { process.leave_with(error); }
+            } catch (const std::exception& error) { process.leave_with(error); }
         }
     }
 
     // Twice the time limit, since an exchange that is waited for has that limit and knows more of its end.
+    // Before that only a failure that others have written down counts.
     void look() const {
         for (Comm* comm : comms) { comm->check(); }
         const double seconds = std::chrono::duration<double>(Clock::now() - since).count();
-        if (is_stopped || seconds <= 2 * process.timeout) { return; }
+        if (is_stopped || seconds <= process.timeout) { return; }
+        if (seconds <= 2 * process.timeout && !is_cause_known()) { return; }
         const std::string seen = format("waited %.0f s (twice --timeout) for the end of %s: another process "
                                         "has stopped or is cut off", seconds, what.c_str());
         throw CommError(-1, find_cause(*process.store, {process.name(), seen}).text());
+    }
+
+    bool is_cause_known() const {
+        try {
+            return process.store->try_get("cause").has_value();
+        } catch (const RunError&) { return false; }  // a store that is gone stops nobody who needs it no more
     }
 
     const Process& process;
