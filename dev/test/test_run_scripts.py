@@ -23,14 +23,15 @@ OPTIONS = {**TINY, "-H": 6, "--fragment-layers": 1, "-x": 24, "-b": None}
 SMALL = [str(word) for name, value in OPTIONS.items() if value is not None for word in (name, value)]
 
 
+def plain_environment():
+    """Without what a launcher that this test may run under has set, and the scripts' own names."""
+    kept = ("PATH", "HOME", "USER", "TMPDIR", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
+    return {name: os.environ[name] for name in kept if name in os.environ}
+
+
 def environment_of_scripts(tokens, folder, **variables):
-    """Nothing of a launcher's that this test may run under, and what the scripts ask for."""
-    prefixes = ("OMPI_", "PMI", "SLURM_", "SBATCH_", "DILOCO_", "TORCHELASTIC_")
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        clean.pop(name, None)
     return {
-        **clean,
+        **plain_environment(),
         "PROGRAM": str(TRAINER),
         "TRAIN_DATA": f"{tokens}/x_train_*.bin",
         "VAL_DATA": f"{tokens}/x_val_*.bin",
@@ -40,6 +41,13 @@ def environment_of_scripts(tokens, folder, **variables):
         "OMP_NUM_THREADS": "1",
         **{name: str(value) for name, value in variables.items()},
     }
+
+
+def two_by_two(environment):
+    """Arguments of the program for the run that the tests compare."""
+    arguments = ["-i", environment["TRAIN_DATA"], "-j", environment["VAL_DATA"], "-o", environment["OUT"]]
+    arguments += ["--config", SCRIPTS / "gpt2_124M.toml", "--workers", "2", "--ranks", "2", "-b", "2"]
+    return [*map(str, arguments), *SMALL]
 
 
 def run_script(script, environment, arguments=SMALL, status=0):
@@ -72,14 +80,48 @@ def run_in(folder):
     return Run(folder, subprocess.CompletedProcess([], 0, "", ""))
 
 
+def wait_until(condition, seconds=20):
+    end = time.time() + seconds
+    while time.time() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def steps_logged(folder):
+    path = folder / "metrics.jsonl"
+    return path.read_text().count('"type":"step"') if path.exists() else 0
+
+
+def arguments_of(pid):
+    return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+
+
+def environment_of(pid):
+    text = pathlib.Path(f"/proc/{pid}/environ").read_bytes().decode()
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+
+
+def processes_of(folder):
+    """Trainers that write to this folder."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "cmdline").read_bytes().decode().split("\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if words[0] == str(TRAINER) and str(folder) in words:
+            found.append(int(path.name))
+    return found
+
+
 @pytest.fixture(scope="module")
 def reference(tokens, tmp_path_factory):
     """Two workers of two ranks, started by the program itself."""
     folder = tmp_path_factory.mktemp("reference") / "run"
     environment = environment_of_scripts(tokens, folder)
-    command = [TRAINER, "-i", environment["TRAIN_DATA"], "-j", environment["VAL_DATA"], "-o", folder]
-    command += ["--config", SCRIPTS / "gpt2_124M.toml", "--workers", "2", "--ranks", "2", "-b", "2"]
-    subprocess.run([*map(str, command), *SMALL], env=environment, check=True, capture_output=True, timeout=60)
+    run_script(TRAINER, environment, two_by_two(environment))
     return run_in(folder)
 
 
@@ -202,10 +244,17 @@ def long_job(cluster, tokens, tmp_path):
     """A job that trains, and its processes by SLURM's number."""
     environment = slurm_environment(cluster, tokens, tmp_path / "run")
     job = submit(MULTI_NODE / "run_slurm.sbatch", environment, tmp_path / "log", [*SMALL, "-x", "1000000"])
-    assert wait_until(lambda: steps_logged(tmp_path / "run") > 5), (tmp_path / "log").read_text()
-    trainers = {environment_of(pid)["SLURM_PROCID"]: pid for pid in processes_of(tmp_path / "run")}
-    assert sorted(trainers) == ["0", "1", "2", "3"]
-    return job, trainers
+    try:
+        assert wait_until(lambda: steps_logged(tmp_path / "run") > 5), (tmp_path / "log").read_text()
+        environments = {pid: environment_of(pid) for pid in processes_of(tmp_path / "run")}
+        places = [
+            (e["SLURM_PROCID"], e["SLURMD_NODENAME"], e["SLURM_LOCALID"]) for e in environments.values()
+        ]
+        assert sorted(places) == [("0", "n0", "0"), ("1", "n0", "1"), ("2", "n1", "0"), ("3", "n1", "1")]
+        yield job, {e["SLURM_PROCID"]: pid for pid, e in environments.items()}
+    finally:
+        cluster.query("scancel", job)
+        cluster.wait(job)
 
 
 def test_a_task_that_dies_ends_the_slurm_job_and_is_named(cluster, tmp_path, long_job):
@@ -223,6 +272,14 @@ def test_a_slurm_job_that_is_cancelled_leaves_no_process(cluster, long_job):
     assert wait_until(lambda: not any(map(is_running, trainers.values())))
 
 
+def test_the_workers_of_a_heterogeneous_slurm_job_are_one_run(cluster, tokens, tmp_path, reference):
+    store = f"file:{tmp_path}/store"
+    environment = slurm_environment(cluster, tokens, tmp_path / "run", DILOCO_STORE=store)
+    component = ["-n2", TRAINER, *two_by_two(environment)]
+    run_script("srun", environment, [*component, ":", *component])
+    expect_the_same(tmp_path / "run", reference)
+
+
 @pytest.mark.parametrize("where", ["sbatch", "salloc"])
 def test_without_srun_a_slurm_job_starts_its_processes_itself(cluster, tokens, tmp_path, reference, where):
     environment = slurm_environment(cluster, tokens, tmp_path / "run", RANKS=2)
@@ -237,8 +294,7 @@ def test_without_srun_a_slurm_job_starts_its_processes_itself(cluster, tokens, t
 
 def test_srun_without_a_store_is_refused_in_one_line(cluster, tokens, tmp_path):
     environment = slurm_environment(cluster, tokens, tmp_path / "run")
-    command = ["-N2", "-n4", TRAINER, "-i", environment["TRAIN_DATA"], "--workers", "2", "--ranks", "2"]
-    result = run_script("srun", environment, [*map(str, command), *SMALL], status=2)
+    result = run_script("srun", environment, ["-N2", "-n4", TRAINER, *two_by_two(environment)], status=2)
     errors = {line for line in result.stderr.splitlines() if line.startswith("error: ")}
     assert errors == {
         "error: processes that srun starts need a place to meet: give --store file:DIR "
@@ -283,11 +339,9 @@ def test_mpirun_of_mpich_numbers_the_processes_too(tokens, tmp_path, reference):
     hydra = shutil.which("mpiexec.hydra")
     if not hydra:
         pytest.skip("MPICH's mpirun is not installed (Debian: mpich)")
-    environment = environment_of_scripts(tokens, tmp_path / "run", DILOCO_STORE=f"file:{tmp_path}/store")
-    command = ["-n", "4", TRAINER, "-i", environment["TRAIN_DATA"], "-j", environment["VAL_DATA"]]
-    command += ["-o", tmp_path / "run", "--config", SCRIPTS / "gpt2_124M.toml"]
-    command += ["--workers", "2", "--ranks", "2", "-b", "2"]
-    run_script(hydra, environment, [*map(str, command), *SMALL])
+    store = f"file:{tmp_path}/store"
+    environment = environment_of_scripts(tokens, tmp_path / "run", DILOCO_STORE=store)
+    run_script(hydra, environment, ["-n", "4", TRAINER, *two_by_two(environment)])
     expect_the_same(tmp_path / "run", reference)
 
 
@@ -352,7 +406,7 @@ def redis(tmp_path):
         pytest.skip("redis-server is not installed")
     (tmp_path / "password").write_text(PASSWORD + "\n")
     variables = {"PASSWORD_FILE": tmp_path / "password", "PORT": free_ports(1)[0], "DATA": tmp_path / "redis"}
-    environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+    environment = {**plain_environment(), **{name: str(value) for name, value in variables.items()}}
     server = start_script(MULTI_NODE / "redis_server.sh", environment, [])
     try:
         assert wait_until(lambda: answers(variables["PORT"])), server.communicate()[0]
@@ -368,42 +422,6 @@ def redis(tmp_path):
 def answers(port):
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def wait_until(condition, seconds=20):
-    end = time.time() + seconds
-    while time.time() < end:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def steps_logged(folder):
-    path = folder / "metrics.jsonl"
-    return path.read_text().count('"type":"step"') if path.exists() else 0
-
-
-def arguments_of(pid):
-    return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().decode()
-
-
-def environment_of(pid):
-    text = pathlib.Path(f"/proc/{pid}/environ").read_bytes().decode()
-    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
-
-
-def processes_of(folder):
-    """Trainers that write to this folder."""
-    found = []
-    for path in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            words = (path / "cmdline").read_bytes().decode().split("\0")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if words[0] == str(TRAINER) and str(folder) in words:
-            found.append(int(path.name))
-    return found
 
 
 def site(tokens, tmp_path, redis, worker, **variables):
