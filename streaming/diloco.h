@@ -20,6 +20,7 @@
 #include "llmc/cpu/memory.h"
 #include "llmc/layout.h"
 #include "outer.h"
+#include "outer_state.h"
 #include "schedule.h"
 
 struct DilocoOptions {
@@ -31,6 +32,7 @@ struct DilocoOptions {
     float momentum = 0.9f;       // mu
     Format format = Format::fp4;
     std::vector<long> offsets;  // t_p of each fragment; empty: evenly spread
+    bool offload = false;       // the outer state lies in the host's memory: see outer_state.h
 };
 
 // Throws a UserError for options that make no run of `steps` steps (-1: not known yet).
@@ -133,10 +135,10 @@ public:
             for (int block : fragment.blocks) { ranges.back().push_back(layout.shard(block, rank)); }
             if (values_of(int(ranges.size()) - 1) > values_of(largest)) { largest = int(ranges.size()) - 1; }
         }
-        values = layout.shard_size();
         tokens_at_send.resize(this->fragments.size());
-        state.global = Buffer<float>(values);
-        state.momentum = Buffer<float>(values);
+        const int slots = most_in_a_step(this->fragments, options.inner_steps, options.overlap);
+        state = std::make_unique<OuterState>(ranges, layout.shard_size(), values_of(largest),
+                                             options.offload ? slots : 0);
         mean = Buffer<float>(values_of(largest));
         const int most = most_in_flight(this->fragments, options.inner_steps, options.overlap);
         exchange = std::make_unique<AllGatherExchange>(options.format, values_of(largest), most, outer,
@@ -145,8 +147,8 @@ public:
 
     // global = local, momentum = 0.   local: (shard_size), the same on all workers
     void start(const float* local, Stream& main) {
-        device::cast(state.global.data(), local, values, main);
-        device::set_zero(state.momentum.data(), values, main);
+        state->start(local, main);
+        fetch_for(1);
     }
 
     // Before step 1: an exchange as large as the largest fragment's, of zeros, which nobody uses. When it
@@ -179,17 +181,23 @@ public:
         for (int p = 0; p < int(fragments.size()); p++) {
             if (is_sent(fragments[p], step, options.inner_steps)) { send(p, step, tokens, local, main); }
         }
-        return receive_due(step, local, params, main);
+        std::vector<SyncReport> reports = receive_due(step, local, params, main);
+        fetch_for(step + 1);
+        return reports;
     }
 
     // At the end of training: receives and applies what is in flight, in the order of the sync numbers.
     std::vector<SyncReport> finish(float* local, floatX* params, Stream& main) {
+        state->clear();  // the step that it was fetched for does not come
         return receive_due(in_flight.empty() ? 0 : due_step(in_flight.back()), local, params, main);
     }
 
-    // The outer parameters.   (shard_size)
-    const float* global() const { return state.global; }
-    float* global() { return state.global; }
+    // The outer parameters, readable by kernels, for work on main from now on.   (shard_size)
+    const float* global(Stream& main) { return state->global(main); }
+
+    // The same for who knows that no outer step is still at work, or on its way to where they lie.
+    const float* global() const { return std::as_const(*state).global(); }
+    float* global() { return state->global(); }
 
 private:
     // Of this process's shard of fragment p.
@@ -213,14 +221,13 @@ private:
         uint8_t* payload = exchange->payload(sync);
         const PayloadHeader header = make_header(sync, options.format, worker, tokens - tokens_at_send[p]);
         device::write_header(payload, header, main);
-        long first = 0;
-        for (const Range& range : ranges[p]) {
-            const float* global = state.global + range.shard;
-            device::add_hash(payload, first, global, range.count, main);
-            device::quantize(payload, options.format, n, first, global, local + range.shard, range.count,
-                             main);
-            first += range.count;
+        for (const OuterState::Part& part : state->use(p, OuterState::Needs::global, main)) {
+            const long count = part.range.count;
+            device::add_hash(payload, part.first, part.global, count, main);
+            device::quantize(payload, options.format, n, part.first, part.global, local + part.range.shard,
+                             count, main);
         }
+        state->end_read(p, main);
         exchange->start(sync, main);
         tokens_at_send[p] = tokens;
         in_flight.push_back(sync);
@@ -252,11 +259,24 @@ private:
 
     void apply(const Sync& sync, float* local, floatX* params, Stream& main) {
         exchange->mean(mean, sync, main);
-        long first = 0;
-        for (const Range& range : ranges[sync.fragment]) {
-            device::outer_step(state.global + range.shard, state.momentum + range.shard, local + range.shard,
-                               params + range.flat, mean + first, range.count, outer_step(), main);
-            first += range.count;
+        const auto needs = OuterState::Needs::global_and_momentum;
+        for (const OuterState::Part& part : state->use(sync.fragment, needs, main)) {
+            device::outer_step(part.global, part.momentum, local + part.range.shard, params + part.range.flat,
+                               mean + part.first, part.range.count, outer_step(), main);
+        }
+        state->end_write(sync.fragment, main);
+    }
+
+    // What `step` sends or receives of the outer state, ahead of it.
+    void fetch_for(long step) {
+        state->clear();
+        const long H = options.inner_steps;
+        for (int p = 0; p < int(fragments.size()); p++) {
+            if (is_due(fragments[p], step, H, options.overlap)) {
+                state->fetch(p, OuterState::Needs::global_and_momentum);
+            } else if (is_sent(fragments[p], step, H)) {
+                state->fetch(p, OuterState::Needs::global);
+            }
         }
     }
 
@@ -286,9 +306,8 @@ private:
     std::vector<uint64_t> tokens_at_send;    // of each fragment: tokens when it was last sent
     int worker;                              // this one
     int largest = 0;                         // fragment
-    long values = 0;                         // in the shard buffers
-    OuterState state;
     Buffer<float> mean;  // (largest fragment)
+    std::unique_ptr<OuterState> state;
     std::deque<Sync> in_flight;
     std::vector<Timestamp> timestamps;  // of reports
     std::unique_ptr<Exchange> exchange;

@@ -1,6 +1,6 @@
 // Copies, casts and the few scalars of a step (loss, gradient norm, clip scale). Nothing here makes the host
-// wait but copy_to_host, so that on a GPU they stay on the device. On the CPU all run at once: they are for
-// the main stream.
+// wait but copy_to_host, so that on a GPU they stay on the device. On the CPU all run at once, for the main
+// stream, but the two copies that do not wait: they are for every stream.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -12,14 +12,14 @@
 namespace cpu {
 
 template <class T>
-inline void copy_to_device(T* out, const T* inp, long n, Stream&) {
-    memcpy(out, inp, size_t(n) * sizeof(T));
+inline void copy_to_device(T* out, const T* inp, long n, Stream& stream) {
+    stream.enqueue([=] { memcpy(out, inp, size_t(n) * sizeof(T)); });
 }
 
 // The host has the values when the stream has come past this. out: of the host, on a GPU a HostBuffer
 template <class T>
-inline void copy_to_host_later(T* out, const T* inp, long n, Stream&) {
-    memcpy(out, inp, size_t(n) * sizeof(T));
+inline void copy_to_host_later(T* out, const T* inp, long n, Stream& stream) {
+    stream.enqueue([=] { memcpy(out, inp, size_t(n) * sizeof(T)); });
 }
 
 // Returns when the host has the values.
