@@ -959,6 +959,14 @@ inline void print_totals(const Run& run) {
     }
 }
 
+// Nobody says that it is through while the device still works on what others take part in: one that dies after
+// that would leave it hanging.
+inline void finish_collectives(Run& run) {
+    const Watchdog::Watch watch(run.watchdog, "the last collectives");
+    wait_for_parameters(run.worker);
+    run.worker.main.synchronize();
+}
+
 inline void training_loop(Run& run) {
     run.last_collected = now_seconds();
     for (long step = 1; step <= run.inputs.steps; step++) {
@@ -980,7 +988,7 @@ inline void training_loop(Run& run) {
         }
         between_steps(run, step);
     }
-    wait_for_parameters(run.worker);
+    finish_collectives(run);
     run.logger.end({run.inputs.steps, run.totals.train_seconds, run.worker.traffic.bytes_sent,
                     run.totals.outer.bytes_sent, run.totals.waited_seconds});
     if (run.speaks()) { print_totals(run); }
