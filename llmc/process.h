@@ -370,7 +370,8 @@ private:
 
     // The value that process `from` sets. RunError when the run has failed meanwhile, or after the limit.
     std::string await(const std::string& key, int from) {
-        Patience patience(timeout);
+        // Process 0 is waited for while it waits for others, and knows better who is missing.
+        Patience patience(from == 0 ? timeout + 5 : timeout);
         while (true) {
             // In this order: a value that was set before the failure counts.
             const bool failed = store->try_get("cause").has_value();
@@ -378,7 +379,7 @@ private:
             if (failed || patience.is_over()) {
                 const Cause cause =
                     record_cause(*store, {name(from / ranks, from % ranks),
-                                          format("has been silent for %g s (--timeout)", timeout)});
+                                          format("has been silent for %.0f s (--timeout)", patience.waited())});
                 throw CommError(-1, cause.text());
             }
             patience.pause();
