@@ -649,6 +649,7 @@ inline DilocoOptions diloco_options(const Options& o) {
     d.learning_rate = o.outer_learning_rate;
     d.momentum = o.outer_momentum;
     d.format = parse_format(o.outer_format);
+    d.offload = o.outer_offload;
     return d;
 }
 
@@ -663,6 +664,9 @@ inline void check_options(const Options& o) {
             o.total_batch, o.batch, o.seq_len, o.ranks, o.micro_batch()));
     }
     check_outer_transport(o.outer_transport);
+    if (!runs_on_gpu && o.outer_offload) {
+        throw UserError("--outer-offload is for GPUs, whose memory is not the host's: leave it out");
+    }
     validate(diloco_options(o), o.streams() ? o.max_steps : -1, o.workers);
 }
 
@@ -818,7 +822,7 @@ struct Run {
     bool is_first() const { return process.index() == 0; }
     // What is evaluated and saved: null means the worker's own parameters.
     const float* evaluated() const {
-        return diloco && options.evaluate == "global" ? diloco->global() : nullptr;
+        return diloco && options.evaluate == "global" ? diloco->global(worker.main) : nullptr;
     }
 };
 
