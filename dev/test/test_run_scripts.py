@@ -214,9 +214,9 @@ def slurm_environment(cluster, tokens, folder, **variables):
     return {**environment, **{name: cluster.environment[name] for name in ("PATH", "SLURM_CONF")}}
 
 
-def submit(script, environment, log, arguments=SMALL):
+def submit(script, environment, log, arguments=SMALL, options=()):
     """The job's number."""
-    options = [*SBATCH[1:], f"--output={log}"]
+    options = [*SBATCH[1:], f"--output={log}", *options]
     return run_script(SBATCH[0], environment, [*options, script, *arguments]).stdout.strip()
 
 
@@ -237,6 +237,17 @@ def test_slurm_jobs_of_two_sites_meet_through_redis(cluster, tokens, tmp_path, r
         assert cluster.wait(job) == ("COMPLETED", "0:0"), (tmp_path / f"log{worker}").read_text()
     expect_the_same(tmp_path / "run0", reference, [0, 1])
     expect_the_same(tmp_path / "run1", reference, [2, 3], model=False)
+
+
+def test_the_jobs_of_a_slurm_array_are_the_workers(cluster, tokens, tmp_path, reference, redis):
+    environment = slurm_environment(cluster, tokens, tmp_path / "run", **redis)
+    script = MULTI_NODE / "run_slurm_site.sbatch"
+    array = submit(script, environment, tmp_path / "log%a", options=["--array=0-1"])
+    for worker in (0, 1):
+        assert cluster.wait(f"{array}_{worker}") == ("COMPLETED", "0:0"), (
+            tmp_path / f"log{worker}"
+        ).read_text()
+    expect_the_same(tmp_path / "run", reference)
 
 
 @pytest.fixture
