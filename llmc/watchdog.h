@@ -26,7 +26,9 @@
 
 class Watchdog {
 public:
-    explicit Watchdog(const Process& process) : process(process), thread([this] { run(); }) {}
+    // is_awake: whether it watches at all
+    explicit Watchdog(const Process& process, bool is_awake = runs_on_gpu)
+        : process(process), is_awake(is_awake && process.size() > 1), thread([this] { run(); }) {}
 
     ~Watchdog() {
         {
@@ -93,7 +95,7 @@ private:
     void run() {
         std::unique_lock<std::mutex> lock(mutex);
         while (!changed.wait_for(lock, std::chrono::milliseconds(200), [&] { return closing; })) {
-            if (!runs_on_gpu || what.empty() || process.size() == 1) { continue; }
+            if (!is_awake || what.empty()) { continue; }
             try {
                 look();
             } catch (const std::exception& error) { process.leave_with(error); }
@@ -119,6 +121,7 @@ private:
     }
 
     const Process& process;
+    const bool is_awake;
     std::vector<Comm*> comms;
     std::mutex mutex;
     std::condition_variable changed;
