@@ -167,8 +167,8 @@ inline void add_hash(uint8_t* payload, long first, const float* values, long cou
     require_aligned("the array to hash", {values});
     require_blocks_of_128("the array to hash", count);
     if (count == 0) { return; }
-    launch(add_hash_kernel, Grid{blocks_for(count, hash_values), hash_threads, 0, stream}, &header_of(payload),
-           first, values, count);
+    launch(add_hash_kernel, Grid{blocks_for(count, hash_values), hash_threads, 0, stream},
+           &header_of(payload), first, values, count);
 }
 
 // Quantizes values [first, first + count) of a fragment of n values into its payload: global - local.

@@ -329,6 +329,14 @@ __device__ inline void mma_m16n8k16_bf16(float (&c)[4], const uint32_t (&a)[4], 
 
 // ---- arithmetic in one instruction
 
+__device__ inline int bits_set(unsigned x) {
+#ifdef __CUDACC__
+    return __popc(x);
+#else
+    return __builtin_popcount(x);
+#endif
+}
+
 // 2^x (PTX: ex2.approx.ftz). Relative error at most 2^-22, as the PTX ISA has it; what is smaller than the
 // normal numbers, as argument or as result, is 0. The emulator's is exact to float.
 __device__ inline float exp2_approximate(float x) {

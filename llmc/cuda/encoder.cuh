@@ -43,23 +43,23 @@ __global__ void encoder_backward_position_kernel(float* dwpe, const floatX* dout
     store_packs(dwpe + size_t(t) * C + c, sum);
 }
 
-constexpr int sort_threads = 1024, sort_digit_bits = 4, sort_digits = 1 << sort_digit_bits;
+constexpr int sort_threads = 1024, sort_warps = sort_threads / 32;
+constexpr int sort_digit_bits = 8, sort_digits = 1 << sort_digit_bits;
 
-// Where thread `thread` counts its pairs of a digit: digit after digit, each with all threads. A gap after
-// every 16 keeps the warps of `offsets_of_counts` off each other's banks.
-__device__ inline int count_at(int digit, int thread) {
-    const int i = digit * sort_threads + thread;
-    return i + i / sort_digits;
-}
-constexpr int sort_counts = sort_digits * sort_threads / sort_digits * (sort_digits + 1);
+// Where a warp counts its pairs of a digit. Rows of 257 keep the threads of `offsets_of_counts`, who read
+// columns, off each other's banks.
+__device__ inline int count_at(int digit, int warp) { return warp * (sort_digits + 1) + digit; }
+constexpr int sort_counts = sort_warps * (sort_digits + 1);
 
-// Each count becomes the sum of those before it. A thread has 16 neighbouring ones.
+// Each count becomes the sum of those before it: of smaller digits, and of the digit in the warps before. A
+// thread has eight warps' counts of a digit.
 __device__ inline void offsets_of_counts(int* counts) {
     SHARED(int[32], warp_sums);
+    constexpr int each = sort_digits * sort_warps / sort_threads;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int* own = counts + threadIdx.x * (sort_digits + 1);
+    int* own = counts + count_at(threadIdx.x * each / sort_warps, threadIdx.x * each % sort_warps);
     int sum = 0;
-    for (int i = 0; i < sort_digits; i++) { sum += own[i]; }
+    for (int i = 0; i < each; i++) { sum += own[count_at(0, i)]; }
     int up_to_lane = sum;
     for (int delta = 1; delta < 32; delta *= 2) {
         const int before = __shfl_up_sync(full_warp, up_to_lane, delta);
@@ -69,34 +69,57 @@ __device__ inline void offsets_of_counts(int* counts) {
     __syncthreads();
     int offset = up_to_lane - sum;
     for (int w = 0; w < warp; w++) { offset += warp_sums[w]; }
-    for (int i = 0; i < sort_digits; i++) {
-        const int count = own[i];
-        own[i] = offset;
+    for (int i = 0; i < each; i++) {
+        const int count = own[count_at(0, i)];
+        own[count_at(0, i)] = offset;
         offset += count;
     }
 }
 
+// The lanes of this warp that are `valid` and have this lane's digit, as bits.
+__device__ inline unsigned lanes_with_digit(int digit, bool valid) {
+    unsigned lanes = __ballot_sync(full_warp, valid);
+    for (int bit = 0; bit < sort_digit_bits; bit++) {
+        const bool is_set = digit >> bit & 1;
+        const unsigned set = __ballot_sync(full_warp, is_set);
+        lanes &= is_set ? set : ~set;
+    }
+    return lanes;
+}
+
 // One pass of a radix sort: the pairs in the order of the digit of their tokens at bit `shift`, those with
-// the same digit in the order that they had. A thread has neighbouring pairs.
+// the same digit in the order that they had. A warp has neighbouring pairs, and takes 32 of them at a time.
 __device__ inline void sort_by_digit(int2* to, const int2* from, int N, int shift, int* counts) {
-    const int each = (N + sort_threads - 1) / sort_threads;
-    const int begin = min(N, int(threadIdx.x) * each), end = min(N, begin + each);
-    auto count_of = [&](int2 pair) -> int& {
-        return counts[count_at(pair.x >> shift & (sort_digits - 1), threadIdx.x)];
-    };
-    for (int digit = 0; digit < sort_digits; digit++) { counts[count_at(digit, threadIdx.x)] = 0; }
-    for (int i = begin; i < end; i++) { count_of(from[i])++; }
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int each = (N + sort_threads - 1) / sort_threads * 32;
+    const int begin = min(N, warp * each), end = min(N, begin + each);
+    auto digit_of = [&](int2 pair) { return pair.x >> shift & (sort_digits - 1); };
+    for (int i = threadIdx.x; i < sort_counts; i += sort_threads) { counts[i] = 0; }
+    __syncthreads();
+    for (int i = begin + lane; i < end; i += 32) {
+        atomicAdd(&counts[count_at(digit_of(from[i]), warp)], 1);
+    }
     __syncthreads();
     offsets_of_counts(counts);
     __syncthreads();
-    for (int i = begin; i < end; i++) { to[count_of(from[i])++] = from[i]; }
+    for (int first = begin; first < end; first += 32) {
+        const bool valid = first + lane < end;
+        const int2 pair = valid ? from[first + lane] : make_int2(0, 0);
+        const unsigned lanes = lanes_with_digit(digit_of(pair), valid);
+        int& offset = counts[count_at(digit_of(pair), warp)];
+        const int place = offset + bits_set(lanes & ((1u << lane) - 1));
+        if (valid) { to[place] = pair; }
+        __syncwarp();  // all have read their offset
+        if (lanes >> lane == 1) { offset = place + 1; }  // the last of these lanes
+        __syncwarp();
+    }
     __syncthreads();  // the next pass reads what others wrote
 }
 
-// pairs = (inp[i], i), sorted by token and then by i. One block: a pass moves 24 bytes a token, scattered,
-// and a single SM writes some 64 bytes a clock, so 65,536 tokens should take about 50 us a pass, 0.2 ms for
-// the four passes of a vocabulary of 2^16: a step has 150 ms for them. Passes come in twos, so that the
-// result lies in `pairs`, and end with the highest bit in use.   pairs, spare: (N)   inp: (N)
+// pairs = (inp[i], i), sorted by token and then by i. One block. A pass moves 24 bytes a token; writes are
+// scattered, and an SM stores to about one line a clock: 65,536 tokens should take about 50 us a pass, so
+// 0.1 ms for the two passes of a vocabulary of 2^16. A step has 150 ms for them. Passes come in twos, so that
+// the result lies in `pairs`, and end with the highest bit in use.   pairs, spare: (N)   inp: (N)
 // dynamic shared memory: int (sort_counts)
 __global__ void __launch_bounds__(sort_threads)
     sort_tokens_kernel(int2* pairs, int2* spare, const int* inp, int N) {

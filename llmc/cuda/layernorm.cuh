@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(1024)
     }
 }
 
-constexpr int partial_warps = 16;
+constexpr int partial_warps = 16, partial_rows = 16;  // rows that a thread has on their way at once
 
 // dweight, dbias += the sums over blocks of partial. A block has 32 columns of partial: each warp sums
 // every 16th row, the first warp the warps' sums.
@@ -168,11 +168,13 @@ __global__ void layernorm_add_partial_kernel(float* dweight, float* dbias, const
     const int column = blockIdx.x * 32 + lane;
     const bool valid = column < 2 * C;
     float sum = 0.0f;
-    if (valid) {
-        #pragma unroll 8
-        for (int block = warp; block < blocks; block += partial_warps) {
-            sum += partial[size_t(block) * 2 * C + column];
+    for (int first = warp; first < blocks; first += partial_warps * partial_rows) {
+        float rows[partial_rows];
+        for (int k = 0; k < partial_rows; k++) {
+            const int block = first + k * partial_warps;
+            rows[k] = valid && block < blocks ? partial[size_t(block) * 2 * C + column] : 0.0f;
         }
+        for (float row : rows) { sum += row; }
     }
     sums[warp][lane] = sum;
     __syncthreads();

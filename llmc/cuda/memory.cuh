@@ -49,8 +49,16 @@ __global__ void __launch_bounds__(256) cast_kernel(Out* out, const In* inp, long
 // as many values as a step has tokens: bound by the latency of a few loads.
 __global__ void __launch_bounds__(512)
     add_scaled_sum_kernel(float* out, const float* values, long n, float scale) {
+    constexpr int threads = 512, each = 8;
     double sum = 0;
-    for (long i = threadIdx.x; i < n; i += blockDim.x) { sum += values[i]; }
+    for (long first = threadIdx.x; first < n; first += threads * each) {
+        float some[each];
+        for (int k = 0; k < each; k++) {
+            const long i = first + k * threads;
+            some[k] = i < n ? values[i] : 0.0f;
+        }
+        for (float value : some) { sum += value; }
+    }
     sum = block_sum(sum);
     if (threadIdx.x == 0) { *out += float(sum * scale); }
 }
