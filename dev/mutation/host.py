@@ -6,7 +6,7 @@ A build of the trainer takes minutes, so all changes are built into one program:
 """
 from mutation.source import Source
 
-FILES = ("train_gpt.cu", "streaming/*.h", "llmc/upload.h", "llmc/cuda/*.cuh")
+FILES = ("train_gpt.cu", "streaming/*.h", "llmc/stream.h", "llmc/upload.h", "llmc/cuda/*.cuh")
 
 # Calls by what they do. Functions that consist of nothing else are found and join them.
 KINDS = {
@@ -73,6 +73,9 @@ class HostSource(Source):
         self.add(kind, first, last, "")
         if word in OPPOSITE:
             self.add(kind, i, i, OPPOSITE[word])
+        elif word == "order":
+            (before, after), rest = self.arguments(i + 1)[:2], self.arguments(i + 1)[2:]
+            self.add(kind, first, last, f"order({', '.join([after, before, *rest])})")
 
     def calls(self):
         """Names of what each function calls, by its name."""
@@ -102,8 +105,9 @@ def with_all_changes(source, number):
         was = source.source[begin:end]
         text.append(source.source[at:begin])
         if changes[0].text not in DONE.values():
-            tries = [f"if (mutated({number(change)})) {{ {replaced(change, begin, was)}; }} else " for change in changes]
-            text.append("".join(tries) + f"{{ {was}; }}")
+            for change in changes:
+                text.append(f"if (mutated({number(change)})) {{ {replaced(change, begin, was)}; }} else ")
+            text.append(f"{{ {was}; }}")
         else:
             text.append(f"(mutated({number(changes[0])}) ? {changes[0].text} : {was})")
         at = end

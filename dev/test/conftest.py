@@ -74,9 +74,8 @@ def tokens(tmp_path_factory):
 
 def command(tokens, output, options, trainer=TRAINER):
     merged = {**TINY, "-i": f"{tokens}/x_train_*.bin", "-j": f"{tokens}/x_val_*.bin", "-o": output, **options}
-    return [str(trainer)] + [
-        str(word) for name, value in merged.items() if value is not None for word in (name, value)
-    ]
+    words = [(name,) if value is True else (name, value) for name, value in merged.items() if value is not None]
+    return [str(trainer)] + [str(word) for option in words for word in option]
 
 
 def children(pid):

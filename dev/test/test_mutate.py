@@ -186,9 +186,14 @@ inline void hand_over(Trainer& t) {
     t.main.record(t.event);
     t.comm.wait(t.event);
 }
+inline void order(Stream& before, Stream& after, Event& event) {
+    before.record(event);
+    after.wait(event);
+}
 inline void step(Trainer& t, long n) {
     if (!t.event.query()) { throw std::logic_error("not seen"); }
     hand_over(t);
+    order(t.main, *t.copies, t.event);
     settle(locked([&] { return ncclAllGather(t.comm); }), "ncclAllGather");
     check(cublasLtCreate(&t.handle), "cannot begin");
     until(query());
@@ -210,8 +215,12 @@ def test_of_the_host_side_what_orders_or_waits_is_found_and_nothing_else():
         ("poll", "query", "return status == cudaSuccess && true;"),
         ("record", "hand_over", ";"),
         ("event-wait", "hand_over", ";"),
+        ("record", "order", ";"),
+        ("event-wait", "order", ";"),
         ("order", "step", "hand_back(t);"),
         ("order", "step", ";"),
+        ("order", "step", ";"),
+        ("order", "step", "order(*t.copies, t.main, t.event);"),
         ("poll", "step", "locked([&] { return ncclAllGather(t.comm); });"),
         ("check", "step", ";"),
         ("event-wait", "step", "for (long i = 0; i < n; i++) { ; }"),
@@ -227,8 +236,8 @@ def test_all_changes_of_the_host_side_are_in_one_program_and_one_is_chosen():
                  "const cudaError_t status = (mutated(2) ? cudaSuccess : cudaEventQuery(event));",
                  "return status == cudaSuccess && (mutated(3) ? true : host.query());",
                  "if (mutated(4)) { ; } else { t.main.record(t.event); }",
-                 "if (mutated(7)) { ; } else if (mutated(6)) { hand_back(t); } else { hand_over(t); }",
-                 "while (!(mutated(11) ? true : t.done.query())) {", "// stream.wait(event);"):
+                 "if (mutated(9)) { ; } else if (mutated(8)) { hand_back(t); } else { hand_over(t); }",
+                 "while (!(mutated(15) ? true : t.done.query())) {", "// stream.wait(event);"):
         assert line in text
     assert text.count("mutated(") == len(found.changes)
 
