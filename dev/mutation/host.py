@@ -13,7 +13,7 @@ KINDS = {
     "record": "record", "stamp": "record", "cudaEventRecord": "record",
     "wait": "event-wait", "cudaStreamWaitEvent": "event-wait",
     "synchronize": "synchronize", "cudaStreamSynchronize": "synchronize", "cudaEventSynchronize": "synchronize",
-    "cudaDeviceSynchronize": "synchronize",
+    "cudaDeviceSynchronize": "synchronize", "wait_until_complete": "synchronize",
     "query": "poll", "cudaEventQuery": "poll", "cudaStreamQuery": "poll", "settle": "poll",
     "check": "check", "check_calls": "check",
 }
@@ -48,6 +48,8 @@ class HostSource(Source):
         word = self.text(i)
         if word == "check" and self.text(i + 2) != ")" or word == "query" and self.text(i - 1) not in (".", "->"):
             return  # not a communicator's, not an event's
+        if "wait_until_complete" in [self.text(opener - 1) for opener in self.enclosing(i)]:
+            return  # what it asks: the wait itself is taken away
         if word in KINDS:
             self.visit_call(KINDS[word], i)
         elif word in self.orders:
