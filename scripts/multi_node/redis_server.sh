@@ -12,7 +12,7 @@ SERVER=${SERVER:-redis-server} # or valkey-server
 ADDRESS=${ADDRESS:-127.0.0.1}
 PORT=${PORT:-6379}
 PASSWORD_FILE=${PASSWORD_FILE:-$HOME/.diloco-password} # or the password itself in REDIS_PASSWORD
-DATA=${DATA:-redis} # folder for what it keeps
+DATA=${DATA:-log/redis} # folder for what it keeps
 
 fail() {
     echo "error: $1" >&2
