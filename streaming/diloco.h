@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "exchange.h"
-#include "llmc/cpu/memory.h"
 #include "llmc/layout.h"
+#include "llmc/memory.h"
 #include "outer.h"
 #include "outer_state.h"
 #include "schedule.h"
@@ -165,7 +165,7 @@ public:
         exchange->start(sync, main);
         exchange->wait(sync);
         exchange->mean(mean, sync, main);
-        const long third = n / 12 * 4;  // of the mean each: global, momentum, mean; with alpha = 1 local stays
+        const long third = n / 12 * 4;  // of the mean: for global, momentum and mean; alpha = 1: no local
         device::outer_step(mean.data(), mean + third, nullptr, nullptr, mean + 2 * third, third,
                            {options.learning_rate, options.momentum, 1.0f}, main);
         main.synchronize();
@@ -306,7 +306,7 @@ private:
     std::vector<uint64_t> tokens_at_send;    // of each fragment: tokens when it was last sent
     int worker;                              // this one
     int largest = 0;                         // fragment
-    Buffer<float> mean;  // (largest fragment)
+    Buffer<float> mean;                      // (largest fragment)
     std::unique_ptr<OuterState> state;
     std::deque<Sync> in_flight;
     std::vector<Timestamp> timestamps;  // of reports

@@ -20,7 +20,7 @@ struct Sync {
     long number;  // sync_number() of schedule.h
     int fragment;
     long send_step;  // 0: a rehearsal
-    long values;  // n, of this process's shard of the fragment
+    long values;     // n, of this process's shard of the fragment
 };
 
 // A number that no sync of a run has.
@@ -176,8 +176,8 @@ private:
     // Buffers of one exchange. They stay where they are while the stream works on them.
     struct Slot {
         long sync = none;
-        Buffer<uint8_t> sent;      // (payload)
-        Buffer<uint8_t> received;  // (workers, payload)
+        Buffer<uint8_t> sent;               // (payload)
+        Buffer<uint8_t> received;           // (workers, payload)
         HostBuffer<PayloadHeader> headers;  // (workers)
         Traffic traffic;
         Event ready, done;

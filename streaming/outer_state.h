@@ -1,15 +1,15 @@
 // The outer state of this process's shard: global parameters and momentum, 8 bytes a value, the same bits on
 // every worker. It is used a fragment at a time, by the step that sends or receives it.
 //
-// Resident, it lies where the kernels work. Offloaded, it lies in pinned memory of the host, and there are
-// only as many slots on the device as one step needs, each of the size of the largest fragment. While the
-// model computes step t + 1, a stream of copies fetches what is sent or received at its end:
+// Resident, it lies where the kernels work. Offloaded, it lies in pinned memory of the host, and the device
+// has only as many slots as one step needs, each of the size of the largest fragment. While the model
+// computes step t + 1, a stream of copies fetches what is sent or received at its end:
 //
 //     copies   fetch(t + 1)  ..................  write back
 //     main     forward and backward of t + 1  |  delta or outer step
 //
-// main waits for the fetch of a slot, a fetch for what main did last with the slot, a write-back for the outer
-// step. A fetch comes after earlier write-backs, because they are on one stream.
+// main waits for the fetch of a slot, a fetch for what main did last with the slot, a write-back for the
+// outer step. A fetch comes after earlier write-backs, because they are on one stream.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -19,8 +19,8 @@
 #include <vector>
 
 #include "llmc/buffer.h"
-#include "llmc/cpu/memory.h"
 #include "llmc/layout.h"
+#include "llmc/memory.h"
 #include "llmc/stream.h"
 #include "schedule.h"
 

@@ -41,9 +41,9 @@ inline bool is_complete(cudaError_t status) {
 //
 // CUDA's own waits spin, and the host waits for most of each step. Events that sleep instead
 // (cudaEventBlockingSync) are not for streams that wait for each other: those without that flag are the fast
-// ones, says cudaEventCreateWithFlags. So the host asks again and again and naps in between, which takes a
-// hundredth of a core. What is over sooner than a nap does not wait for one; a longer wait ends at most a nap
-// (on Linux about 100 us) late, behind which the GPU has its next step already.
+// ones, says cudaEventCreateWithFlags. So the host asks again and again, and naps in between. What is over
+// sooner than a nap does not wait for one; a longer wait ends at most a nap late (50 us, and what Linux adds
+// to it), and the step after that has been enqueued by then.
 template <class Query>
 inline void wait_until_complete(Query query) {
     using Clock = std::chrono::steady_clock;
