@@ -4,7 +4,7 @@
 # make bench-cpu   speed on this CPU (PEERS=1: and PyTorch's)
 # make test-emulated   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test)
 # make check-cuda      the same kernels through nvcc, if there is one (part of make test)
-# make test-gpu        the same tests on this machine's GPU
+# make test-gpu        the same tests and more on this machine's GPU       make bench-gpu   its speed
 # make train_gpt       the CUDA trainer: GPU_ARCH="80 90" for other GPUs than this machine's
 # make test-long       make test, and tests that take too long for it
 # make mutate          breaks the kernels on purpose: do the tests notice? (MUTATE=--help: options)
@@ -180,13 +180,36 @@ build/gpu/%: %.cpp $(EMULATOR_HEADERS) | dependencies
 	$(GPU_COMPILER) -x cu $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) $< -o $@ \
 	    $(GPU_LINK) $(DEPS_LINK) -lgtest_main -lgtest -lcublasLt -ldnnl -lpthread
 
-# On a GPU what test-emulated runs on a CPU: the kernels' tests, and the model against PyTorch's numbers.
-test-gpu: setup
-	@nvidia-smi -L >/dev/null 2>&1 || \
-	    { echo "error: there is no GPU here: make test-emulated is what can be run" >&2; exit 2; }
-	$(MAKE) $(GPU_TESTS) test_gpt
-	@for test in $(GPU_TESTS); do $$test || exit 1; done
-	./test_gpt dev/test/data/reference_head64.bin
+build/gpu/test_gpt_fp32: test_gpt.cu train_gpt.cu
+build/gpu/bench_gpu: dev/bench/bench_gpu.cu train_gpt.cu
+build/gpu/test_gpt_fp32 build/gpu/bench_gpu: $(EMULATOR_HEADERS) build/options_gpu | gpu_dependencies
+	@mkdir -p $(@D)
+	$(GPU_COMPILER) $(CUDA_FLAGS) $(if $(findstring fp32,$@),-DENABLE_FP32) $(GPU_CODE) $(GPU_HOST) \
+	    $(firstword $(filter %.cu,$^)) -o $@ $(GPU_LIBS)
+
+# On a GPU what test-emulated runs on a CPU, and more: dev/test/test_gpu.py. train_gpt_cpu: to compare with.
+# PYTHON=python3: with that one's pytest and NumPy, and nothing is set up.
+PYTHON ?= .venv/bin/python
+test-gpu: $(if $(filter .venv/%,$(PYTHON)),setup)
+	@if nvidia-smi -L >/dev/null 2>&1; then \
+	    $(MAKE) $(GPU_TESTS) test_gpt build/gpu/test_gpt_fp32 train_gpt train_gpt_cpu; fi
+	$(PYTHON) -m pytest -q -rs dev/test/test_gpu.py
+
+# PARTS="steps layers": only these (dev/bench/bench_gpu.py says which there are). PEER: a Python with PyTorch.
+PEER ?= python3
+bench-gpu:
+	@nvidia-smi -L >/dev/null 2>&1 || { echo "error: there is no GPU here: run it where one is" >&2; exit 2; }
+	$(MAKE) train_gpt build/gpu/bench_gpu
+	python3 dev/bench/bench_gpu.py --peer-python $(PEER) $(PARTS)
+
+# The benchmark through emulated kernels, for test_bench_gpu.py.
+EMULATED_TRAINERS += build/plain/bench_gpu
+build/plain/bench_gpu: private OPTIMIZE = -O1
+build/plain/bench_gpu: dev/bench/bench_gpu.cu train_gpt.cu $(EMULATOR:%=build/plain/%.o) $(EMULATOR_HEADERS) \
+        | dependencies
+	@mkdir -p $(@D)
+	$(CXX) -rdynamic $(EMULATED) -x c++ $< -x none $(EMULATOR:%=build/plain/%.o) -o $@ \
+	    -lboost_context -ldl $(LDLIBS)
 
 # All kernels are in train_gpt.cu; of their tests it is enough that nvcc takes them.
 build/nvcc/%.ptx: %.cpp $(EMULATOR_HEADERS)
@@ -216,5 +239,5 @@ bench-cpu: setup
 clean:
 	rm -rf build train_gpt train_gpt_cpu train_gpt_emulated test_gpt test_gpt_cpu
 
-.PHONY: all always setup test test-long test-emulated test-gpu check-cuda demo bench-cpu mutate registers \
-        clean
+.PHONY: all always setup test test-long test-emulated test-gpu check-cuda demo bench-cpu bench-gpu mutate \
+        registers clean

@@ -107,12 +107,14 @@ def test_workers_hold_the_same_bits_over_nccl_over_gloo_and_again(train, workers
         assert first.losses() == pytest.approx(train("cpu", options).losses(), abs=5e-3)
 
 
-def test_outer_state_in_host_memory_gives_the_same_bits(train):
-    if "--outer-offload" not in ends_well([TRAINER, "--help"]):
-        pytest.skip("this build has no --outer-offload")
+def test_outer_state_in_host_memory_gives_the_same_bits(train, tmp_path):
+    config = tmp_path / "offload.toml"
+    config.write_text("outer-offload = true\n")
     options = {**STREAMING, "--workers": 2}
-    on_gpu = train("gpu", options, trainer=TRAINER)
-    assert train("host", {**options, "--outer-offload": 1}, trainer=TRAINER).model() == on_gpu.model()
+    on_gpu, on_host = (train(name, {**options, "--config": file}, trainer=TRAINER)
+                       for name, file in (("gpu", None), ("host", config)))
+    assert on_host.model() == on_gpu.model()
+    assert "outer-offload=true" in (on_host.folder / "config.toml").read_text()
 
 
 # ---- a peer that dies
