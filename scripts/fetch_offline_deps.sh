@@ -68,7 +68,7 @@ fetch_packages() {
     closure "$work/essential" apt >"$work/minimal"
     closure "$work/minimal" "${toolchain[@]}" >"$work/with_toolchain"
     closure "$work/with_toolchain" "${libraries[@]}" >"$work/with_libraries"
-    closure "$work/with_libraries" "${extras[@]}" >"$work/all"
+    closure "$work/with_libraries" "${extras[@]}" "${services[@]}" >"$work/all"
     mapfile -t wanted < <(comm -13 "$work/minimal" "$work/all")
     [ ${#wanted[@]} -gt 0 ] || fail "apt finds nothing to fetch: look at its sources"
 

@@ -13,7 +13,9 @@ libraries=(
 )
 extras=(
     bible-kjv                                   # the text of the demo
-    redis-server                                # the tests start one of their own
+)
+services=(
+    redis-server                                # the tests start servers of their own
 )
 
 # The release that packages are for.

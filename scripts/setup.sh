@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-source scripts/packages.sh  # toolchain, libraries, extras, release()
+source scripts/packages.sh  # toolchain, libraries, extras, services, release()
 packages=("${toolchain[@]}" "${libraries[@]}" "${extras[@]}")
 offline=   # folder of scripts/fetch_offline_deps.sh
 prefix=    # folder to unpack libraries into
@@ -62,10 +62,10 @@ use_offline_folder() {
         fail "$offline is for $(cat "$offline/release"), this is $(release): fetch on a machine like this one"
     lists=$(mktemp -d)
     trap 'rm -rf "$lists"' EXIT
-    mkdir -p "$lists/partial"
+    mkdir -p "$lists/of_folder/partial"
     echo "deb [trusted=yes] file:${offline// /%20}/packages ./" >"$lists/sources.list"
     apt_options=(-o Dir::Etc::SourceList="$lists/sources.list" -o Dir::Etc::SourceParts=/dev/null
-                 -o Dir::State::Lists="$lists" -o Dir::Cache::pkgcache= -o Dir::Cache::srcpkgcache=
+                 -o Dir::State::Lists="$lists/of_folder" -o Dir::Cache::pkgcache= -o Dir::Cache::srcpkgcache=
                  -o APT::Sandbox::User=root)
 }
 
@@ -123,7 +123,7 @@ install_packages() {
 }
 
 install_python_packages() {
-    local python=/usr/bin/python3 made_from=.venv/requirements.sha256 wanted
+    local python=/usr/bin/python3 made_from=.venv/requirements.sha256 wanted pip
     wanted=$(sha256sum <requirements.txt)
     if [ "$(cat $made_from 2>/dev/null)" = "$wanted" ] && .venv/bin/python -c '' 2>/dev/null; then return; fi
     [ -x "$python" ] || python=python3
@@ -131,8 +131,9 @@ install_python_packages() {
     if [ -n "$offline" ]; then
         run_or_fail "no Python environment: install Python 3.10 or newer" \
             "$python" -m venv --clear --without-pip .venv
+        pip=$(echo "$offline"/wheels/pip-*.whl)   # Python runs it as it is
         run_or_fail "pip failed: correct that, then run again" \
-            .venv/bin/python "$offline"/wheels/pip-*.whl/pip install --quiet --no-index \
+            .venv/bin/python "$pip/pip" install --quiet --no-index \
             --find-links "$offline/wheels" -r requirements.txt
     else
         run_or_fail "no Python environment: install Python 3.10 or newer with venv" \
