@@ -15,7 +15,7 @@ tell more: fp32, thread sanitizer, address sanitizer.
 
 The host side's changes, which take an event's record, a wait or a poll away, are all built into one emulated trainer
 and chosen when it runs. One is killed if a run ends otherwise, hangs, or writes another model, loss or hash than the
-calm program; under several orders of the streams, and in the build for thread sanitizer what survives them.
+calm program; what survives that is tried in the build for thread sanitizer, which knows no orders but CUDA's.
 
 dev/mutants.md says of known survivors why they change nothing; they still count as survivors. The status is 1
 if less than 97% are killed, if a survivor is not explained there, or if what it says is not so any more.
