@@ -1,31 +1,35 @@
 # make          builds train_gpt_cpu, and says what it does not build and why
-# make setup    installs what is missing (Debian, Ubuntu: packages; Python: .venv)
+# make setup    installs what is missing (Debian, Ubuntu: packages; Python: .venv); OFFLINE=DIR: from there
 # make test     every test                         make demo   two workers train a GPT on real text
 # make bench-cpu   speed on this CPU (PEERS=1: and PyTorch's)
 # make bench-formats   what the wire's formats lose, and their speed (DELTAS="BEFORE.bin AFTER.bin")
 # make test-emulated   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test)
 # make check-cuda      the same kernels through nvcc, if there is one (part of make test)
-# make test-gpu        the same tests on this machine's GPU
+# make test-gpu        the same tests and more on this machine's GPU       make bench-gpu   its speed
 # make train_gpt       the CUDA trainer: GPU_ARCH="80 90" for other GPUs than this machine's
+# make test-long       make test, and tests that take too long for it
 # make mutate          breaks the kernels on purpose: do the tests notice? (MUTATE=--help: options)
 # make registers       registers and spills of each kernel, as nvcc reports them
 CXX = g++
 SHELL = /bin/bash
+.DEFAULT_GOAL := all
+include scripts/libraries.mk
+
 # -ffp-contract=off: arithmetic that must give the same bits on every machine says fmaf where it means it.
-CXXFLAGS = -std=c++17 -O3 -march=native -g1 -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math \
-           -fno-strict-aliasing -Wall -Wextra -Werror -I.
-LDLIBS = -ldnnl -lgloo -lhiredis -lxxhash -lpthread
+CXXFLAGS = -std=c++17 -O3 -march=$(CPU_ARCH) -g1 -fopenmp -ffp-contract=off -fno-math-errno \
+           -fno-trapping-math -fno-strict-aliasing -Wall -Wextra -Werror -I. $(DEPS_FLAGS) $(WITHOUT)
+LDLIBS = $(DEPS_LINK) -ldnnl $(OPTIONAL_LIBS) -lxxhash -lpthread
 HEADERS = $(wildcard llmc/*.h llmc/cpu/*.h streaming/*.h)
 UNIT_TESTS = $(patsubst dev/test/%.cpp,build/%.o,$(wildcard dev/test/test_*.cpp))
 
 # The emulator compiles kernels with g++ and CUDA's headers: the toolkit's, or those that make setup fetched.
-CUDA_HOME ?= /usr/local/cuda
-NVCC = $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc))
 CUDA_HEADER = $(firstword $(wildcard $(CUDA_HOME)/include/cublasLt.h \
                 .venv/lib/python3.*/site-packages/nvidia/cu13/include/cuda_fp4.h))
+CUDA_HEADERS = $(filter-out /usr/include/,\
+                 $(dir $(or $(CUDA_HEADER),$(error no CUDA headers: run make setup))))
 EMULATED = -std=c++17 $(OPTIMIZE) -DUSE_CUDA -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Werror \
            -Wno-unknown-pragmas -I. \
-           -isystem $(dir $(or $(CUDA_HEADER),$(error no CUDA headers: run make setup))) -isystem .venv/cuda
+           $(addprefix -isystem ,$(CUDA_HEADERS) .venv/cuda) $(DEPS_FLAGS) $(WITHOUT)
 EMULATOR_HEADERS = $(HEADERS) Makefile \
                    $(wildcard dev/emulator/*.h llmc/cuda/*.cuh streaming/*.cuh dev/test/kernels/*.h dev/test/*.h)
 EMULATOR = emulator machine device_memory queue runtime copies streams cublaslt nccl nccl_communicator \
@@ -36,36 +40,35 @@ KERNEL_TESTS = $(notdir $(KERNEL_SOURCES:.cpp=))
 EMULATOR_TESTS = $(foreach kind,plain address thread,$(KERNEL_TESTS:%=build/$(kind)/%)) \
                  $(patsubst dev/test/kernels/%.cpp,build/fp32/%,$(wildcard dev/test/kernels/test_*.cpp)) \
                  build/plain/test_gpt build/fp32/test_gpt
-EMULATED_TRAINERS = build/plain/train_gpt build/thread/train_gpt
+EMULATED_TRAINERS = build/plain/train_gpt build/thread/train_gpt build/without/train_gpt
 vpath test_%.cpp dev/emulator dev/test/kernels
-CUDA_FLAGS = -std=c++17 -O3 -I. -DUSE_CUDA -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas
+CUDA_FLAGS = -std=c++17 -O3 -I. -DUSE_CUDA -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas \
+             $(DEPS_FLAGS)
 CUDA_TESTS = $(patsubst dev/test/kernels/%.cpp,build/nvcc/%.ptx,$(wildcard dev/test/kernels/test_*.cpp)) \
              build/nvcc/test_kernels.ptx
 
 all: train_gpt_cpu
-	@echo "built train_gpt_cpu (this machine's CPU: oneDNN, Gloo, Redis)"
-	@echo "make train_gpt builds the CUDA trainer$(if $(NVCC),, (there is no nvcc here: CUDA_HOME says where to look))"
-
-# One line for what is missing, instead of a compiler's many.
-dependencies:
-	@for header in dnnl.hpp gloo/transport/tcp/device.h hiredis/hiredis.h CLI/CLI.hpp xxhash.h; do \
-	    printf '#if !__has_include(<%s>)\n#error\n#endif\n' $$header | $(CXX) -E -x c++ - >/dev/null 2>&1 || \
-	    { echo "error: $$header is not installed: run make setup" >&2; exit 2; }; \
-	done
+	@echo "built train_gpt_cpu (this machine's CPU: oneDNN, Gloo$(if $(HAS_HIREDIS),$(comma) Redis))"
+	@echo "make train_gpt builds the CUDA trainer$(if $(NVCC),, (no nvcc here: CUDA_HOME says where to look))"
 
 # For this machine's GPU, or for those named (GPU_ARCH="80 90").
-GPU_ARCH ?= native
-NCCL_HOME ?= $(CUDA_HOME)
-GPU_CODE = $(if $(filter native,$(GPU_ARCH)),-arch=native,\
-             $(foreach sm,$(GPU_ARCH),-gencode arch=compute_$(sm),code=sm_$(sm)))
-GPU_HOST = -Xcompiler -march=native,-fopenmp,-ffp-contract=off,-fno-strict-aliasing,-fno-math-errno,-fno-trapping-math
-GPU_COMPILER = $(or $(NVCC),$(error there is no nvcc: say where with CUDA_HOME=DIR))
-GPU_LIBS = -L$(NCCL_HOME)/lib -lcublasLt -lnccl -lgloo -lhiredis -lxxhash -lpthread
-train_gpt test_gpt: %: %.cu train_gpt.cu $(EMULATOR_HEADERS)
-	$(GPU_COMPILER) $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) -I$(NCCL_HOME)/include $< -o $@ $(GPU_LIBS)
+GPU_HOST = -Xcompiler -march=$(CPU_ARCH),-fopenmp,-ffp-contract=off,-fno-strict-aliasing,-fno-math-errno,$\
+           -fno-trapping-math $(GPU_FLAGS) $(WITHOUT)
+GPU_LIBS = $(GPU_LINK) $(DEPS_LINK) -lcublasLt $(NCCL_LINK) $(OPTIONAL_LIBS) -lxxhash -lpthread
+train_gpt test_gpt: %: %.cu train_gpt.cu $(EMULATOR_HEADERS) build/options_gpu | gpu_dependencies
+	@$(say_what_is_left_out)
+	$(GPU_COMPILER) $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) $< -o $@ $(GPU_LIBS)
+
+# What is built with other options is built anew.
+build/options_cpu: OPTIONS = $(CXX) $(CXXFLAGS) $(LDLIBS)
+build/options_gpu: OPTIONS = $(NVCC) $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) $(GPU_LIBS)
+build/options_cpu build/options_gpu: always
+	@mkdir -p build
+	@echo "$(OPTIONS)" | cmp -s - $@ || echo "$(OPTIONS)" >$@
 
 # The trainer is one .cu file for CPU and GPU: here g++ takes it as C++.
-train_gpt_cpu: train_gpt.cu $(HEADERS) Makefile | dependencies
+train_gpt_cpu: train_gpt.cu $(HEADERS) Makefile build/options_cpu | dependencies
+	@$(if $(HAS_HIREDIS),,$(say_what_is_left_out))
 	$(CXX) $(CXXFLAGS) -x c++ $< -o $@ $(LDLIBS)
 
 test_gpt_cpu: test_gpt.cu train_gpt.cu $(HEADERS) $(wildcard dev/test/*.h) Makefile | dependencies
@@ -101,7 +104,8 @@ $(KERNEL_TESTS:%=build/$(1)/%.o): build/$(1)/%.o: %.cpp $$(EMULATOR_HEADERS)
 # else replace theirs. One test a program: of several, the sanitizers' reports lose lines of templates.
 # -rdynamic: reports name kernels.
 $(KERNEL_TESTS:%=build/$(1)/%): build/$(1)/%: $(EMULATOR:%=build/$(1)/%.o) build/$(1)/%.o
-	$$(CXX) -rdynamic $$(SANITIZER) $$^ -o $$@ -lgtest_main -lgtest -lboost_context -ldnnl -ldl -lpthread
+	$$(CXX) -rdynamic $$(SANITIZER) $$^ -o $$@ $$(DEPS_LINK) \
+	    -lgtest_main -lgtest -lboost_context -ldnnl -ldl -lpthread
 endef
 
 # The whole CUDA trainer on a CPU: linked to the emulator instead of the GPU's libraries.
@@ -114,6 +118,15 @@ build/$(1)/train_gpt: train_gpt.cu $(EMULATOR:%=build/$(1)/%.o) $(EMULATOR_HEADE
 	$$(CXX) -rdynamic $$(SANITIZER) $(EMULATOR:%=build/$(1)/%.o) $$@.o -o $$@ -lboost_context -ldl $$(LDLIBS)
 endef
 $(foreach kind,plain debug address thread fp32,$(eval $(call emulated_trainer,$(kind))))
+
+# As where there is neither Gloo nor hiredis: what needs them is refused.
+build/without/train_gpt: private OPTIMIZE = -O0
+build/without/train_gpt: private HAS_GLOO =
+build/without/train_gpt: private HAS_HIREDIS =
+build/without/train_gpt: train_gpt.cu $(EMULATOR:%=build/plain/%.o) $(EMULATOR_HEADERS) | dependencies
+	@mkdir -p $(@D)
+	$(CXX) -rdynamic $(EMULATED) -x c++ $< -x none $(EMULATOR:%=build/plain/%.o) -o $@ \
+	    $(DEPS_LINK) -lboost_context -ldl -lxxhash -lpthread
 
 # test_gpt through the emulated kernels; fp32: of a GPU's fp32 build.
 build/plain/test_gpt build/fp32/test_gpt build/debug/test_gpt: build/%/test_gpt: test_gpt.cu train_gpt.cu \
@@ -129,46 +142,75 @@ build/bench_cpu: dev/bench/bench_cpu.cpp train_gpt.cu $(HEADERS) dev/test/alone.
 	$(CXX) $(CXXFLAGS) $< -o $@ $(LDLIBS)
 
 setup:
-	@bash scripts/setup.sh
+	@$(if $(DEPS_HOME),SKIP_PACKAGES=1) bash scripts/setup.sh \
+	    $(if $(OFFLINE),--offline "$(OFFLINE)" $(if $(DEPS_HOME),--prefix "$(DEPS_HOME)"))
 
 # pytest runs everything, the GoogleTest binary and test_gpt_cpu included, so that one line counts all of it.
-test: setup
+test test-long: setup
 	$(MAKE) -j2 train_gpt_cpu test_gpt_cpu build/unit_tests $(EMULATOR_TESTS) $(EMULATED_TRAINERS) check-cuda
-	.venv/bin/python -m pytest -q dev/test
+	.venv/bin/python -m pytest -q -rs dev/test $(if $(filter test-long,$@),--long)
 
 test-emulated: setup
 	$(MAKE) -j2 $(EMULATOR_TESTS) test_gpt_cpu
 	.venv/bin/python -m pytest -q dev/test/test_emulator.py dev/test/test_gpt.py
 
-# For the GPUs of 2020, 2022 and 2024; what nvcc warns of is an error.
+# For the GPUs of 2020, 2022 and 2024, linked where NCCL is; what nvcc warns of is an error.
 check-cuda:
 ifeq ($(NVCC),)
 	@echo "not checked: whether nvcc takes the kernels, for there is none (CUDA_HOME says where to look)"
 else
 	$(MAKE) build/nvcc/train_gpt.o build/nvcc/test_gpt_fp32.o $(CUDA_TESTS)
+	@if $(call gpu_links,nccl.h,$(NCCL_LINK)); then $(MAKE) build/nvcc/train_gpt; else \
+	    echo "not checked: whether train_gpt links, for there is no NCCL (NCCL_HOME says where to look)"; fi
 endif
+
+build/nvcc/train_gpt: build/nvcc/train_gpt.o
+	$(NVCC) $(call code_for,80 90 100) $(GPU_HOST) $< -o $@ $(GPU_LIBS)
 
 build/nvcc/train_gpt.o: train_gpt.cu
 build/nvcc/test_gpt_fp32.o: test_gpt.cu train_gpt.cu
 build/nvcc/train_gpt.o build/nvcc/test_gpt_fp32.o: $(EMULATOR_HEADERS)
 	@mkdir -p $(@D)
-	$(NVCC) $(CUDA_FLAGS) $(if $(findstring fp32,$@),-DENABLE_FP32) \
-	    $(foreach sm,80 90 100,-gencode arch=compute_$(sm),code=sm_$(sm)) \
+	$(NVCC) $(CUDA_FLAGS) $(if $(findstring fp32,$@),-DENABLE_FP32) $(call code_for,80 90 100) $(GPU_HOST) \
 	    -c $(firstword $(filter %.cu,$^)) -o $@
 
 GPU_TESTS = $(patsubst dev/test/kernels/%.cpp,build/gpu/%,$(wildcard dev/test/kernels/test_*.cpp)) \
             build/gpu/test_kernels
 build/gpu/%: %.cpp $(EMULATOR_HEADERS) | dependencies
 	@mkdir -p $(@D)
-	$(GPU_COMPILER) -x cu $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) $< -o $@ -lgtest_main -lgtest -lcublasLt -ldnnl -lpthread
+	$(GPU_COMPILER) -x cu $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) $< -o $@ \
+	    $(GPU_LINK) $(DEPS_LINK) -lgtest_main -lgtest -lcublasLt -ldnnl -lpthread
 
-# On a GPU what test-emulated runs on a CPU: the kernels' tests, and the model against PyTorch's numbers.
-test-gpu: setup
-	@nvidia-smi -L >/dev/null 2>&1 || \
-	    { echo "error: there is no GPU here: make test-emulated is what can be run" >&2; exit 2; }
-	$(MAKE) $(GPU_TESTS) test_gpt
-	@for test in $(GPU_TESTS); do $$test || exit 1; done
-	./test_gpt dev/test/data/reference_head64.bin
+build/gpu/test_gpt_fp32: test_gpt.cu train_gpt.cu
+build/gpu/bench_gpu: dev/bench/bench_gpu.cu train_gpt.cu
+build/gpu/test_gpt_fp32 build/gpu/bench_gpu: $(EMULATOR_HEADERS) build/options_gpu | gpu_dependencies
+	@mkdir -p $(@D)
+	$(GPU_COMPILER) $(CUDA_FLAGS) $(if $(findstring fp32,$@),-DENABLE_FP32) $(GPU_CODE) $(GPU_HOST) \
+	    $(firstword $(filter %.cu,$^)) -o $@ $(GPU_LIBS)
+
+# On a GPU what test-emulated runs on a CPU, and more: dev/test/test_gpu.py. train_gpt_cpu: to compare with.
+# PYTHON=python3: with that one's pytest and NumPy, and nothing is set up.
+PYTHON ?= .venv/bin/python
+test-gpu: $(if $(filter .venv/%,$(PYTHON)),setup)
+	@if nvidia-smi -L >/dev/null 2>&1; then \
+	    $(MAKE) $(GPU_TESTS) test_gpt build/gpu/test_gpt_fp32 train_gpt train_gpt_cpu; fi
+	$(PYTHON) -m pytest -q -rs dev/test/test_gpu.py
+
+# PARTS="steps layers": only these (dev/bench/bench_gpu.py says which there are). PEER: a Python with PyTorch.
+PEER ?= python3
+bench-gpu:
+	@nvidia-smi -L >/dev/null 2>&1 || { echo "error: there is no GPU here: run it where one is" >&2; exit 2; }
+	$(MAKE) train_gpt build/gpu/bench_gpu
+	python3 dev/bench/bench_gpu.py --peer-python $(PEER) $(PARTS)
+
+# The benchmark through emulated kernels, for test_bench_gpu.py.
+EMULATED_TRAINERS += build/plain/bench_gpu
+build/plain/bench_gpu: private OPTIMIZE = -O1
+build/plain/bench_gpu: dev/bench/bench_gpu.cu train_gpt.cu $(EMULATOR:%=build/plain/%.o) $(EMULATOR_HEADERS) \
+        | dependencies
+	@mkdir -p $(@D)
+	$(CXX) -rdynamic $(EMULATED) -x c++ $< -x none $(EMULATOR:%=build/plain/%.o) -o $@ \
+	    -lboost_context -ldl $(LDLIBS)
 
 # All kernels are in train_gpt.cu; of their tests it is enough that nvcc takes them.
 build/nvcc/%.ptx: %.cpp $(EMULATOR_HEADERS)
@@ -214,4 +256,5 @@ build/deltas/model_00000120.bin: | train_gpt_cpu
 clean:
 	rm -rf build train_gpt train_gpt_cpu train_gpt_emulated test_gpt test_gpt_cpu
 
-.PHONY: all dependencies setup test test-emulated test-gpu check-cuda demo bench-cpu bench-formats mutate registers clean
+.PHONY: all always setup test test-long test-emulated test-gpu check-cuda demo bench-cpu bench-formats \
+        bench-gpu mutate registers clean

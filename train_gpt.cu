@@ -324,7 +324,9 @@ struct Worker {
     Buffer<float> master, m, v;  // this rank's shard
     Buffer<float> reduced;       // this rank's shard of the summed gradients; one rank: model.grads itself
     Buffer<Scalars> scalars;
-    Traffic traffic;  // of `comm`
+    Event to_comm, to_main;  // of hand_over() and hand_back()
+    Traffic traffic;         // of `comm`
+    std::function<void()> progress = [] {};  // called at each batch: so far nothing stands still
 
     Worker(Model& model, Comm& comm, Stream& main, Stream& comm_stream)
         : model(model),
@@ -340,20 +342,27 @@ struct Worker {
     int blocks() const { return int(model.layout.blocks.size()); }
     Range shard(int block) const { return model.layout.shard(block, comm.rank()); }
     float* shard_gradients() { return comm.size() > 1 ? reduced.data() : model.grads.data(); }
+    // Memory for what is done between steps, when nobody needs the gradients.   (layout.size)
+    float* spare() { return model.grads.data(); }
 };
 
-// What is enqueued on `after` from now on comes after what is enqueued on `before` so far.
-inline void order(Stream& before, Stream& after) {
-    Event event;
-    before.record(event);
-    after.wait(event);
+// What communicates from now on comes after what the main stream does so far.
+inline void hand_over(Worker& worker) {
+    worker.main.record(worker.to_comm);
+    worker.comm_stream.wait(worker.to_comm);
+}
+
+// What the main stream does from now on comes after what communicates so far.
+inline void hand_back(Worker& worker) {
+    worker.comm_stream.record(worker.to_main);
+    worker.main.wait(worker.to_main);
 }
 
 // Starts to sum block b's gradients over the ranks, under the rest of the backward.
 inline void reduce_block(Worker& worker, int b) {
     if (worker.comm.size() == 1) { return; }
     const Range range = worker.shard(b);
-    order(worker.main, worker.comm_stream);
+    hand_over(worker);
     worker.comm.reduce_scatter(worker.reduced + range.shard,
                                worker.model.grads + worker.model.layout.blocks[b].offset, size_t(range.count),
                                worker.comm_stream, &worker.traffic);
@@ -363,7 +372,7 @@ inline void reduce_block(Worker& worker, int b) {
 inline void gather_parameters(Worker& worker) {
     if (worker.comm.size() == 1) { return; }
     const Layout& layout = worker.model.layout;
-    order(worker.main, worker.comm_stream);
+    hand_over(worker);
     for (int i = 0; i < worker.blocks(); i++) {
         const int b = (layout.layers + i) % worker.blocks();  // the embedding first
         const Range range = worker.shard(b);
@@ -381,9 +390,9 @@ inline void wait_for_parameters(Worker& worker) {
 // Sums `count` of the scalars over the ranks, in the order of the step.
 inline void sum_over_ranks(Worker& worker, float* values, size_t count) {
     if (worker.comm.size() == 1) { return; }
-    order(worker.main, worker.comm_stream);
+    hand_over(worker);
     worker.comm.all_reduce(values, count, Reduction::sum, worker.comm_stream, &worker.traffic);
-    order(worker.comm_stream, worker.main);
+    hand_back(worker);
 }
 
 // Gradients of `micro_steps` batches, summed over the ranks into this rank's shard; the loss is their mean.
@@ -395,6 +404,7 @@ inline void compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
     device::set_zero(scalars, 1, worker.main);
     for (int micro_step = 0; micro_step < micro_steps; micro_step++) {
         const bool last = micro_step == micro_steps - 1;
+        worker.progress();
         loader.next_batch();
         forward(model, loader.inputs(), B, T, worker.main);
         classify(model, loader.targets(), B, T, &scalars->loss, share, share, true, worker.main);
@@ -402,7 +412,7 @@ inline void compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
             if (last) { reduce_block(worker, b); }
         });
     }
-    order(worker.comm_stream, worker.main);
+    hand_back(worker);
     device::global_norm_squared(&scalars->norm_squared, worker.shard_gradients(), model.layout.shard_size(),
                                 worker.main);
     sum_over_ranks(worker, &scalars->loss, 2);  // and the norm behind it
@@ -441,7 +451,7 @@ inline void warm_up(Worker& worker, const Options& options) {
     forward(worker.model, tokens.data(), B, T, worker.main);
     classify(worker.model, tokens.data(), B, T, &scalars->loss, 0.0f, 0.0f, true, worker.main);
     backward(worker.model, B, T, worker.main, [&](int b) { reduce_block(worker, b); });
-    order(worker.comm_stream, worker.main);
+    hand_back(worker);
     device::global_norm_squared(&scalars->norm_squared, worker.shard_gradients(),
                                 worker.model.layout.shard_size(), worker.main);
     device::copy_to_device(scalars, &not_finite, 1, worker.main);
@@ -456,30 +466,32 @@ inline void warm_up(Worker& worker, const Options& options) {
 // Sets master and parameters from a flat model.   flat: (layout.size), on the host
 inline void set_parameters(Worker& worker, const float* flat) {
     const long size = worker.model.layout.size;
-    Buffer<float> exact(size);
-    device::copy_to_device(exact.data(), flat, size, worker.main);
-    device::cast(worker.model.params.data(), exact.data(), size, worker.main);
-    worker.main.synchronize();  // `exact` ends here
+    device::copy_to_device(worker.spare(), flat, size, worker.main);
+    device::cast(worker.model.params.data(), worker.spare(), size, worker.main);
     for (int b = 0; b < worker.blocks(); b++) {
         const Range range = worker.shard(b);
         device::copy_to_device(worker.master + range.shard, flat + range.flat, range.count, worker.main);
     }
 }
 
-// All of a shard buffer's model, on the host of every rank.
+// All of a shard buffer's model, on the host of every rank. Between steps only.
 // shard: (layout.shard_size())   returns (layout.size)
 inline std::vector<float> gather_flat(Worker& worker, const float* shard) {
     const Layout& layout = worker.model.layout;
-    Buffer<float> gathered(layout.size);
-    order(worker.main, worker.comm_stream);
+    float* gathered = worker.spare();
     for (int b = 0; b < worker.blocks(); b++) {
         const Range range = worker.shard(b);
-        worker.comm.all_gather(gathered + layout.blocks[b].offset, shard + range.shard,
+        device::cast(gathered + range.flat, shard + range.shard, range.count, worker.main);
+    }
+    hand_over(worker);
+    for (int b = 0; b < worker.blocks(); b++) {
+        const Range range = worker.shard(b);
+        worker.comm.all_gather(gathered + layout.blocks[b].offset, gathered + range.flat,
                                size_t(range.count) * sizeof(float), worker.comm_stream, &worker.traffic);
     }
-    order(worker.comm_stream, worker.main);
+    hand_back(worker);
     std::vector<float> flat(static_cast<size_t>(layout.size));
-    device::copy_to_host(flat.data(), gathered.data(), layout.size, worker.main);
+    device::copy_to_host(flat.data(), gathered, layout.size, worker.main);
     return flat;
 }
 
@@ -487,14 +499,15 @@ inline std::vector<float> gather_flat(Worker& worker, const float* shard) {
 // Evaluation, sampling and saving
 
 // Does `work` with the parameters of `shard` in place of the worker's own, and then puts back exactly the
-// bits that were displaced.   shard: (layout.shard_size()), or null: the worker's own stay
+// bits that were displaced. Between steps only.
+// shard: (layout.shard_size()), or null: the worker's own stay
 inline void with_parameters(Worker& worker, const float* shard, const std::function<void()>& work) {
     if (!shard) {
         work();
         return;
     }
     floatX* params = worker.model.params;
-    Buffer<floatX> displaced(worker.model.layout.shard_size());
+    floatX* displaced = reinterpret_cast<floatX*>(worker.spare());
     wait_for_parameters(worker);
     for (int b = 0; b < worker.blocks(); b++) {
         const Range range = worker.shard(b);
@@ -518,6 +531,7 @@ inline float validation_loss(Worker& worker, DataLoader& loader, int B, int T, l
     device::set_zero(scalars, 1, worker.main);
     loader.reset();
     for (long i = 0; i < batches; i++) {
+        worker.progress();
         loader.next_batch();
         forward(worker.model, loader.inputs(), B, T, worker.main);
         classify(worker.model, loader.targets(), B, T, &scalars->loss, share, 0.0f, false, worker.main);
@@ -635,6 +649,7 @@ inline DilocoOptions diloco_options(const Options& o) {
     d.learning_rate = o.outer_learning_rate;
     d.momentum = o.outer_momentum;
     d.format = parse_format(o.outer_format);
+    d.offload = o.outer_offload;
     return d;
 }
 
@@ -648,12 +663,9 @@ inline void check_options(const Options& o) {
             "-d %ld tokens a step do not divide by -b %d x -t %d x --ranks %d = %ld: change one of them",
             o.total_batch, o.batch, o.seq_len, o.ranks, o.micro_batch()));
     }
-    if (o.outer_transport == "nccl" && !o.interface.empty() && o.ranks > 1) {
-        throw UserError("--interface with NCCL between workers would move the ranks' traffic, too: give "
-                        "--outer-transport gloo");
-    }
-    if (!runs_on_gpu && o.outer_transport == "nccl") {
-        throw UserError("--outer-transport nccl is for GPUs: leave it out, or use train_gpt");
+    check_outer_transport(o.outer_transport);
+    if (!runs_on_gpu && o.outer_offload) {
+        throw UserError("--outer-offload is for GPUs, whose memory is not the host's: leave it out");
     }
     validate(diloco_options(o), o.streams() ? o.max_steps : -1, o.workers);
 }
@@ -784,6 +796,7 @@ struct StepResult {
     long step = 0;  // 0: nothing to learn
     float learning_rate = 0;
     Traffic inner;
+    std::vector<SyncReport> syncs;  // whose means were merged in it
     HostBuffer<Scalars> scalars{1};
     Event done;
 };
@@ -809,7 +822,7 @@ struct Run {
     bool is_first() const { return process.index() == 0; }
     // What is evaluated and saved: null means the worker's own parameters.
     const float* evaluated() const {
-        return diloco && options.evaluate == "global" ? diloco->global() : nullptr;
+        return diloco && options.evaluate == "global" ? diloco->global(worker.main) : nullptr;
     }
 };
 
@@ -818,9 +831,9 @@ inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& rep
         run.totals.syncs++;
         run.totals.outer.bytes_sent += r.traffic.bytes_sent;
         run.totals.outer.bytes_received += r.traffic.bytes_received;
-        run.totals.waited_seconds += r.waited_seconds;
+        run.totals.waited_seconds += r.waited_seconds();
         run.logger.sync({r.sync, r.fragment, r.send_step, step, r.traffic.bytes_sent,
-                         r.traffic.bytes_received, r.traffic.seconds, r.waited_seconds, r.global_hash});
+                         r.traffic.bytes_received, r.traffic.seconds, r.waited_seconds(), r.global_hash});
         for (int worker : r.not_finite) {
             if (run.process.worker == 0 || run.options.worker >= 0) {  // each rank: it concerns this shard
                 run.status.print(format("sync %ld, fragment %d, shard %d: the movement of worker %d is not "
@@ -850,6 +863,7 @@ inline void collect(Run& run, StepResult& result) {
         }
         run.status.update(result.step, run.inputs.steps, scalars.loss, tokens / seconds);
     }
+    report_syncs(run, result.step, result.syncs);
     result.step = 0;
 }
 
@@ -865,6 +879,7 @@ inline void evaluate(Run& run, long step) {
 
 inline void print_sample(Run& run, long step) {
     const Options& o = run.options;
+    const Watchdog::Alone alone(run.watchdog);
     const std::vector<int> tokens =
         sample(run.worker.model, run.inputs.tokenizer->end_of_text(), o.sample_length, o.seq_len,
                o.temperature, o.seed + uint64_t(step), run.worker.main);
@@ -878,6 +893,7 @@ inline void save_model(Run& run, long step) {
     if (run.process.worker != 0) { return; }
     const std::vector<float> flat = gather_flat(run.worker, shard);
     if (!run.is_first()) { return; }
+    const Watchdog::Alone alone(run.watchdog);
     const std::string path = run.options.output + format("/model_%08ld.bin", step);
     write_model(path, run.inputs.shape, run.worker.model.layout, flat.data());
     run.status.print("wrote " + path);
@@ -913,14 +929,13 @@ inline void train_step(Run& run, long step) {
     const Traffic inner = worker.traffic;  // the streams have met: nobody is writing it
     update(worker, o, lr, step);
     run.totals.tokens += uint64_t(o.total_batch);
-    std::vector<SyncReport> syncs;
+    StepResult& result = run.results[step % 2];
     if (run.diloco) {
         const Phase phase("exchange");
-        syncs = run.diloco->after_inner_step(step, run.totals.tokens, worker.master, worker.model.params,
-                                             worker.main);
+        result.syncs = run.diloco->after_inner_step(step, run.totals.tokens, worker.master,
+                                                    worker.model.params, worker.main);
     }
     gather_parameters(worker);
-    StepResult& result = run.results[step % 2];
     result.step = step;
     result.learning_rate = lr;
     result.inner = inner;
@@ -929,7 +944,6 @@ inline void train_step(Run& run, long step) {
 
     collect(run, run.results[(step - 1) % 2]);
     if (result.done.query()) { collect(run, result); }
-    report_syncs(run, step, syncs);
 }
 
 inline void print_totals(const Run& run) {
@@ -949,6 +963,14 @@ inline void print_totals(const Run& run) {
     }
 }
 
+// Nobody says that it is through while the device still works on what others take part in: one that dies after
+// that would leave it hanging.
+inline void finish_collectives(Run& run) {
+    const Watchdog::Watch watch(run.watchdog, "the last collectives");
+    wait_for_parameters(run.worker);
+    run.worker.main.synchronize();
+}
+
 inline void training_loop(Run& run) {
     run.last_collected = now_seconds();
     for (long step = 1; step <= run.inputs.steps; step++) {
@@ -956,20 +978,21 @@ inline void training_loop(Run& run) {
             const Watchdog::Watch watch(run.watchdog, format("step %ld", step));
             train_step(run, step);
         }
-        const Watchdog::Watch watch(run.watchdog, format("step %ld's end", step), Watchdog::no_limit);
+        const Watchdog::Watch watch(run.watchdog, format("step %ld's end", step));
         if (step == run.inputs.steps && run.diloco) {
             collect(run, run.results[step % 2]);
             const double start = now_seconds();
             wait_for_parameters(run.worker);  // the merge writes what is being gathered
-            report_syncs(run, step,
-                         run.diloco->finish(run.worker.master, run.worker.model.params, run.worker.main));
+            const std::vector<SyncReport> syncs =
+                run.diloco->finish(run.worker.master, run.worker.model.params, run.worker.main);
             gather_parameters(run.worker);
             run.worker.main.synchronize();
+            report_syncs(run, step, syncs);
             run.totals.train_seconds += now_seconds() - start;
         }
         between_steps(run, step);
     }
-    wait_for_parameters(run.worker);
+    finish_collectives(run);
     run.logger.end({run.inputs.steps, run.totals.train_seconds, run.worker.traffic.bytes_sent,
                     run.totals.outer.bytes_sent, run.totals.waited_seconds});
     if (run.speaks()) { print_totals(run); }
@@ -1008,37 +1031,22 @@ inline void or_leave(const Process& process, const std::function<void()>& work) 
     } catch (const std::exception& error) { process.leave_with(error); }
 }
 
-// Returns when all members have come here: no worker begins before the others, only to wait for them at its
-// first merge. Also the communicator's first call of the kind that the exchange makes.
-inline void meet(Comm& comm, Stream& comm_stream) {
-    const long bytes = 16;
-    Buffer<uint8_t> own(bytes), all(bytes * comm.size());
-    comm.all_gather(all, own, size_t(bytes), comm_stream);
-    comm_stream.synchronize();
-}
-
-// Before any communicator is made: NCCL has to know where processes share a GPU.
-inline device::Device choose_device(Process& process) {
-    const device::Device device = device::use_device(process.local_rank, process.interface);
-    if (device.identity.empty()) { return device; }
-    std::vector<std::string> all = process.gather("device", device.identity);
-    std::vector<std::string> machines = process.gather("machine", machine_name());
-    std::sort(all.begin(), all.end());
-    if (std::adjacent_find(all.begin(), all.end()) != all.end()) {
-        const bool one_machine =
-            std::count(machines.begin(), machines.end(), machines[0]) == long(machines.size());
-        device::share_device(process.run_id + " " + process.name(), one_machine);
-        if (process.index() == 0) {
-            printf("processes share a GPU: every collective costs milliseconds; for tests only\n");
-        }
-    }
-    return device;
+// Watched, because NCCL's blocking calls wait for a process that has died for as long as it takes.
+inline void make_comms(const Options& o, const Process& process, Watchdog& watchdog,
+                       std::unique_ptr<Comm>& inner, std::unique_ptr<Comm>& outer) {
+    const Watchdog::Watch watch(watchdog, "the joining of the processes");
+    inner = device::make_inner_comm(process.inner_group());
+    watchdog.guard(*inner);
+    if (!o.streams()) { return; }
+    watchdog.progress();
+    outer = device::make_outer_comm(process.outer_group(), o.outer_transport);
+    watchdog.guard(*outer);
 }
 
 // From the meeting of all processes to the end of the run.
 inline void train_together(const Options& o, Process& process, Inputs& in) {
     process.check_fingerprint(fingerprint(o, in));
-    const device::Device device = choose_device(process);
+    const device::Device device = choose_device(process, o.streams() && o.outer_transport == "nccl");
     Logger logger(o.output, process.index(), process.size());
     StatusLine status(stdout, process.terminal, process.terminal ? 0.1 : 5.0);
     // Where something throws from here on, the process leaves before any of these is given back: on a GPU
@@ -1049,15 +1057,14 @@ inline void train_together(const Options& o, Process& process, Inputs& in) {
     std::unique_ptr<Worker> worker;
     std::unique_ptr<Diloco> diloco;
     std::string exchanges;
-    Watchdog watchdog([&](const CommError& error) { process.leave_with(error); });
+    Watchdog watchdog(process);
     or_leave(process, [&] {
-        inner = device::make_inner_comm(process.inner_group());
-        if (o.streams()) { outer = device::make_outer_comm(process.outer_group(), o.outer_transport); }
-        if (process.size() > 1) { watchdog.guard({inner.get(), outer.get()}, o.timeout); }
+        make_comms(o, process, watchdog, inner, outer);
         model = std::make_unique<Model>(in.shape, in.layout, o.recompute,
                                         matmul_precision(o.matmul_precision));
         allocate_activations(*model, o.batch, o.seq_len);
         worker = std::make_unique<Worker>(*model, *inner, main, inner_stream);
+        worker->progress = [&] { watchdog.progress(); };
         set_parameters(*worker, in.initial.data());
         in.initial = std::vector<float>();
         if (runs_on_gpu) {
@@ -1081,12 +1088,12 @@ inline void train_together(const Options& o, Process& process, Inputs& in) {
     if (run.speaks()) { print_banner(run, exchanges); }
     or_leave(process, [&] {
         {
-            const Watchdog::Watch watch(watchdog, "what comes before step 1", Watchdog::no_limit);
+            const Watchdog::Watch watch(watchdog, "what comes before step 1");
             between_steps(run, 0);
         }
-        if (outer) {
+        if (diloco) {  // no worker begins before the others, only to wait for them at its first merge
             const Watchdog::Watch watch(watchdog, "the first exchange");
-            meet(*outer, outer_stream);
+            diloco->rehearse(main);
         }
         training_loop(run);
         process.leave();

@@ -25,6 +25,10 @@ struct CommGroup {
     std::string interface;             // of the network to use; empty: the one that leads to the store
     double timeout;                    // seconds, for joining and for each call
     std::vector<std::string> members = {};  // what errors call them, the same on all; empty: "rank R of NAME"
+
+    std::string member(int r) const {
+        return members.empty() ? "rank " + std::to_string(r) + " of " + name : members[size_t(r)];
+    }
 };
 
 // The other side is gone, silent for longer than the time limit, or out of step.

@@ -33,30 +33,12 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/cause.h"
 #include "llmc/comm.h"
 #include "llmc/error.h"
 #include "llmc/machine.h"
 #include "llmc/store.h"
 #include "llmc/stream.h"
-
-// -----------------------------------------------------------------------------------------------------------
-// The first failure of a run
-
-// Writes down that `process` failed ("worker 1 rank 0"), unless someone else is already written down. Returns
-// the record that counts. A store that has failed too must not hide the failure: then it is the record given.
-struct Cause {
-    std::string process, what;
-};
-
-inline Cause record_cause(Store& store, const Cause& seen) {
-    try {
-        const std::string first = store.set_if_absent("cause", seen.process + "\n" + seen.what);
-        const size_t end = first.find('\n');
-        return {first.substr(0, end), first.substr(end + 1)};
-    } catch (const RunError&) {
-        return seen;
-    }
-}
 
 // -----------------------------------------------------------------------------------------------------------
 // Addresses
@@ -280,10 +262,8 @@ private:
     using Address = std::vector<char>;
 
     static std::vector<std::string> names_of_members(const CommGroup& group) {
-        std::vector<std::string> names = group.members;
-        for (int r = int(names.size()); r < group.size; r++) {
-            names.push_back("rank " + std::to_string(r) + " of " + group.name);
-        }
+        std::vector<std::string> names;
+        for (int r = 0; r < group.size; r++) { names.push_back(group.member(r)); }
         return names;
     }
 
@@ -418,7 +398,7 @@ private:
         }
         const auto found = std::find(members.begin(), members.end(), cause.process);
         const int culprit = found == members.end() ? -1 : int(found - members.begin());
-        failure = std::make_exception_ptr(CommError(culprit, cause.process + " " + cause.what));
+        failure = std::make_exception_ptr(CommError(culprit, cause.text()));
         std::rethrow_exception(failure);
     }
 

@@ -1,13 +1,21 @@
 // The communicators of a run, by where the buffers lie and what carries their bytes.
 //     inner   the ranks of a worker, every step: Gloo on CPUs, NCCL on GPUs
 //     outer   one shard on all workers: Gloo, or on GPUs also NCCL
+// A GPU's program needs no Gloo: where it is missing make defines WITHOUT_GLOO, and this file alone knows it.
 #pragma once
 #include <memory>
 #include <string>
 
 #include "llmc/comm.h"
-#include "llmc/comm_gloo.h"
 #include "llmc/device.h"
+#include "llmc/error.h"
+#ifdef WITHOUT_GLOO
+const bool has_gloo = false;
+inline std::unique_ptr<cpu::Comm> make_comm_gloo(const CommGroup&) { throw RunError("built without Gloo"); }
+#else
+#include "llmc/comm_gloo.h"
+const bool has_gloo = true;
+#endif
 #ifdef USE_CUDA
 #include "llmc/cuda/comm_nccl.cuh"
 #include "llmc/cuda/comm_staged.cuh"
@@ -42,6 +50,16 @@ inline std::unique_ptr<Comm> make_outer_comm(const CommGroup& group, const std::
 
 }  // namespace cuda
 #endif
+
+// UserError for an outer transport that this program does not have.
+inline void check_outer_transport(const std::string& transport) {
+    if (transport == "nccl" && !runs_on_gpu) {
+        throw UserError("--outer-transport nccl is for GPUs: leave it out, or use train_gpt");
+    }
+    if (transport == "gloo" && !has_gloo) {
+        throw UserError("--outer-transport gloo is not in this build: give nccl, or build again with Gloo");
+    }
+}
 
 // What an outer communicator of that transport works on.
 inline Stream::Kind outer_stream_kind(const std::string& transport) {

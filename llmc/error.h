@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 struct UserError : std::runtime_error {
     using std::runtime_error::runtime_error;
@@ -28,4 +29,14 @@ __attribute__((format(printf, 1, 2))) inline std::string format(const char* text
     vsnprintf(&result[0], size_t(length) + 1, text, again);
     va_end(again);
     return result;
+}
+
+// "a, b and c"; of many the first few.
+inline std::string list_in_words(const std::vector<std::string>& names) {
+    const size_t shown = names.size() > 9 ? 8 : names.size();
+    std::string text;
+    for (size_t i = 0; i < shown; i++) {
+        text += (i == 0 ? "" : i + 1 == names.size() ? " and " : ", ") + names[i];
+    }
+    return shown < names.size() ? text + format(" and %zu more", names.size() - shown) : text;
 }

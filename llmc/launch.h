@@ -32,6 +32,7 @@ struct LaunchOptions {
 struct World {
     std::string program;  // for messages
     long number, size;
+    int local_rank;   // its number among those on this machine
     std::string job;  // the same for all of them, and different from other runs; may be empty
 };
 
@@ -58,24 +59,33 @@ inline long environment_number(const char* name) {
     return std::stol(text);
 }
 
-// SLURM's variables are also there in a batch script and in an interactive shell, which are no parallel
-// program: a step number and several tasks tell an srun. A run of `expected` = 1 may be a step of one.
+// Of a variable that may be missing.
+inline int number_or_zero(const char* name) { return getenv(name) ? int(environment_number(name)) : 0; }
+
+// torchrun and mpirun set their variables in their processes alone. SLURM's are also there in a batch script
+// and in an interactive shell, which are no parallel program, and in what torchrun or mpirun starts there: they
+// come last, and a step number and several tasks tell an srun. A run of `expected` = 1 may be a step of one.
 inline std::optional<World> find_world(long expected) {
+    auto world = [](const char* program, const char* rank, const char* size, const char* local_rank,
+                    const std::string& job) {
+        return World{program, environment_number(rank), environment_number(size), number_or_zero(local_rank),
+                     job};
+    };
     if (getenv("RANK") && getenv("WORLD_SIZE") && getenv("LOCAL_RANK")) {
-        return World{"torchrun", environment_number("RANK"), environment_number("WORLD_SIZE"),
-                     environment("TORCHELASTIC_RUN_ID")};
+        return world("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", environment("TORCHELASTIC_RUN_ID"));
     }
     if (getenv("OMPI_COMM_WORLD_RANK") && getenv("OMPI_COMM_WORLD_SIZE")) {
-        return World{"mpirun", environment_number("OMPI_COMM_WORLD_RANK"),
-                     environment_number("OMPI_COMM_WORLD_SIZE"), environment("PMIX_NAMESPACE")};
+        return world("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+                     environment("PMIX_NAMESPACE"));
+    }
+    if (getenv("PMI_RANK") && getenv("PMI_SIZE") && getenv("MPI_LOCALRANKID")) {  // MPICH's, Intel MPI's
+        return world("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "");
     }
     if (getenv("SLURM_PROCID") && getenv("SLURM_STEP_ID") && getenv("SLURM_NTASKS")) {
-        const long tasks =
-            environment_number(getenv("SLURM_STEP_NUM_TASKS") ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS");
-        if (tasks > 1 || tasks == expected) {
-            return World{"srun", environment_number("SLURM_PROCID"), tasks,
-                         environment("SLURM_JOB_ID") + "." + environment("SLURM_STEP_ID")};
-        }
+        const char* tasks = getenv("SLURM_STEP_NUM_TASKS") ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS";
+        const World step = world("srun", "SLURM_PROCID", tasks, "SLURM_LOCALID",
+                                 environment("SLURM_JOB_ID") + "." + environment("SLURM_STEP_ID"));
+        if (step.size > 1 || step.size == expected) { return step; }
     }
     return std::nullopt;
 }
@@ -94,16 +104,22 @@ inline void check_launch_options(const LaunchOptions& o) {
 
 // Worker and rank of this process, and what tells its run from others of the same name.
 struct Place {
-    int worker, rank;
+    int worker = 0, rank = 0;
+    int local_rank = 0;          // among the processes that were started with it on this machine
     bool starts_others = false;  // it is none of the processes but starts them
     std::string job;
+    std::string started_by;  // torchrun, mpirun or srun
 };
 
 // From the environment and the options. UserError where they contradict each other.
 inline Place find_place(const LaunchOptions& o) {
     check_launch_options(o);
+    Place place;
     if (has_launcher()) {
-        return {int(environment_number("DILOCO_WORKER")), int(environment_number("DILOCO_RANK")), false, ""};
+        place.worker = int(environment_number("DILOCO_WORKER"));
+        place.rank = int(environment_number("DILOCO_RANK"));
+        place.local_rank = number_or_zero("DILOCO_LOCAL_RANK");
+        return place;
     }
     const long expected = o.worker >= 0 ? o.ranks : long(o.workers) * o.ranks;
     const bool needs_store = store_url(o).empty() && long(o.workers) * o.ranks > 1;
@@ -126,24 +142,22 @@ inline Place find_place(const LaunchOptions& o) {
                             " starts need a place to meet: give --store file:DIR (a folder that all "
                             "see) or redis://HOST:PORT");
         }
-        if (o.worker >= 0) { return {o.worker, int(world->number), false, ""}; }  // the others are other jobs
-        return {int(world->number / o.ranks), int(world->number % o.ranks), false, world->job};
+        const int number = int(world->number);
+        place.worker = o.worker >= 0 ? o.worker : number / o.ranks;
+        place.rank = number % o.ranks;
+        place.local_rank = world->local_rank;
+        if (o.worker < 0) { place.job = world->job; }  // else the other workers are other jobs
+        place.started_by = world->program;
+        return place;
     }
     if (o.worker >= 0 && o.workers > 1 && needs_store) {
         throw UserError(
             "--worker needs a place to meet the other workers: give --store file:DIR (a folder that all see) "
             "or redis://HOST:PORT");
     }
-    return {std::max(o.worker, 0), 0, expected > 1, ""};
-}
-
-// This process among those on this machine, as whoever started it says; 0 if nobody does.
-inline int find_local_rank() {
-    for (const char* name :
-         {"DILOCO_LOCAL_RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"}) {
-        if (getenv(name)) { return int(environment_number(name)); }
-    }
-    return 0;
+    place.worker = std::max(o.worker, 0);
+    place.starts_others = expected > 1;
+    return place;
 }
 
 // The processes to start here, as launcher.h wants them.
@@ -174,13 +188,15 @@ inline Process launch(const LaunchOptions& o, char** argv) {
     Process process;
     process.worker = place.worker;
     process.rank = place.rank;
-    process.local_rank = find_local_rank();
+    process.local_rank = place.local_rank;
     process.workers = o.workers;
     process.ranks = o.ranks;
     process.timeout = o.timeout;
     process.interface = o.interface;
     process.run_name = place.job.empty() ? o.run_name : o.run_name + "." + place.job;
-    process.terminal = has_launcher() ? environment("DILOCO_TERMINAL") == "1" : isatty(STDOUT_FILENO);
+    // mpirun gives each process a terminal of its own, wherever its own output goes.
+    process.terminal = has_launcher() ? environment("DILOCO_TERMINAL") == "1"
+                                      : place.started_by != "mpirun" && isatty(STDOUT_FILENO);
     process.store_url = has_launcher() ? environment("DILOCO_STORE") : store_url(o);
     return process;
 }

@@ -63,6 +63,7 @@ struct Options {
     float outer_momentum = 0.9f;
     std::string outer_format = "fp4";
     std::string outer_transport = runs_on_gpu ? "nccl" : "gloo";
+    bool outer_offload = false;
 
     bool print_table = false;
     // Tokens that a worker's ranks take in one micro-step, and micro-steps in a step.
@@ -221,6 +222,9 @@ inline void define_options(CLI::App& app, Options& o) {
             add("--outer-transport", o.outer_transport,
                 "What carries the exchange: gloo, or on GPUs also nccl (their default)")
                 ->check(CLI::IsMember({"gloo", "nccl"})),
+            app.add_flag("--outer-offload", o.outer_offload,
+                         "On GPUs: outer parameters and momentum in the host's memory, fetched when needed")
+                ->default_str("false"),
         });
 }
 

@@ -13,8 +13,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdio>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -22,22 +24,14 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/cause.h"
 #include "llmc/comm.h"
 #include "llmc/error.h"
 #include "llmc/store.h"
+#include "llmc/stores.h"
 
 // -----------------------------------------------------------------------------------------------------------
 // Meeting
-
-// "a, b and c"; of many the first few.
-inline std::string list_in_words(const std::vector<std::string>& names) {
-    const size_t shown = names.size() > 9 ? 8 : names.size();
-    std::string text;
-    for (size_t i = 0; i < shown; i++) {
-        text += (i == 0 ? "" : i + 1 == names.size() ? " and " : ", ") + names[i];
-    }
-    return shown < names.size() ? text + format(" and %zu more", names.size() - shown) : text;
-}
 
 // How processes of one name find each other in a store, once.
 class Meeting {
@@ -217,6 +211,12 @@ public:
         : meeting(std::move(meeting)), thread([this] { run(); }) {}
     ~PlaceKeeper() { stop(); }
 
+    // Does `work` while the thread that keeps the place does nothing.
+    void pause(const std::function<void()>& work) {
+        std::lock_guard<std::mutex> lock(mutex);
+        work();
+    }
+
     // Nobody's place is kept any longer; what the meeting left in the store is removed.
     void leave(const std::string& id) {
         stop();
@@ -268,6 +268,7 @@ struct Process {
     std::string run_id;                    // known after meet(), as is
     std::shared_ptr<PrefixStore> store;    // the keys of this run
     std::unique_ptr<PlaceKeeper> keeper;
+    std::unique_ptr<std::atomic<bool>> is_leaving = std::make_unique<std::atomic<bool>>(false);
 
     int index() const { return worker * ranks + rank; }
     int size() const { return workers * ranks; }
@@ -312,6 +313,16 @@ struct Process {
         return values;
     }
 
+    // Does `set`, which calls setenv(). Not safe beside getenv() in another thread, and a connection to the
+    // store that is made anew may call it: so the thread that has one pauses. Others must not be there yet.
+    void change_environment(const std::function<void()>& set) {
+        if (keeper) {
+            keeper->pause(set);
+        } else {
+            set();
+        }
+    }
+
     // The ranks of this worker.
     CommGroup inner_group() const {
         std::vector<std::string> members;
@@ -342,8 +353,9 @@ struct Process {
     // Ends this process at once, with its one line on stderr: status 2 for a UserError, otherwise 1. To be
     // called where an error is caught while communicators still exist: their threads may be waiting for a
     // process that is alive, and destructors would wait with them. What is this process's own failure is
-    // written down for the others to report.
+    // written down for the others to report. Several threads may find an error: the first one's counts.
     [[noreturn]] void leave_with(const std::exception& error) const {
+        while (is_leaving->exchange(true)) { std::this_thread::sleep_for(std::chrono::hours(1)); }
         if (store && size() > 1 && !dynamic_cast<const CommError*>(&error)) {
             record_cause(*store, {name(), format("has stopped: %s", error.what())});
         }
@@ -358,7 +370,8 @@ private:
 
     // The value that process `from` sets. RunError when the run has failed meanwhile, or after the limit.
     std::string await(const std::string& key, int from) {
-        Patience patience(timeout);
+        // Process 0 is waited for while it waits for others, and knows better who is missing.
+        Patience patience(from == 0 ? timeout + 5 : timeout);
         while (true) {
             // In this order: a value that was set before the failure counts.
             const bool failed = store->try_get("cause").has_value();
@@ -366,8 +379,8 @@ private:
             if (failed || patience.is_over()) {
                 const Cause cause =
                     record_cause(*store, {name(from / ranks, from % ranks),
-                                          format("has been silent for %g s (--timeout)", timeout)});
-                throw CommError(-1, cause.process + " " + cause.what);
+                                          format("has been silent for %.0f s (--timeout)", patience.waited())});
+                throw CommError(-1, cause.text());
             }
             patience.pause();
         }

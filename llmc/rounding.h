@@ -14,7 +14,7 @@
 struct StochasticRounding {
     uint64_t seed;
     uint32_t step;
-    uint64_t first;  // index of value 0 in the model without padding; on a GPU a multiple of 8
+    uint64_t first;  // index of value 0 in the model without padding; on a GPU a multiple of 4
 };
 
 // The random bits of 8 values: value index % 8 takes 16 of them.   index: in the model

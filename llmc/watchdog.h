@@ -1,31 +1,34 @@
-// Watchdog: a thread that sees what a blocked host cannot: that a collective has failed, or that what the
-// host waits for takes longer than anything may.
+// Watchdog: a thread that sees what a blocked host cannot: that a collective has failed, or that the host has
+// waited for longer than anything may take. It ends the process then (Process::leave_with).
 //
-//     Watchdog dog([&](const CommError& error) { process.leave_with(error); });
-//     dog.guard({&inner, &outer}, timeout);
+//     Watchdog dog(process);
+//     dog.guard(inner);
 //     {
 //         Watchdog::Watch watch(dog, "step 12");
-//         ...   // not ended after 2 `timeout` seconds, or a communicator has failed: `bark`, on its thread
+//         ...               // `inner` fails, or nothing moves for twice the run's time limit: the end
+//         dog.progress();   // something has moved: the time starts anew
 //     }
 //
 // Only on a GPU: on the CPU the host waits for nothing but the transport, which has limits of its own.
 #pragma once
 #include <chrono>
 #include <condition_variable>
-#include <functional>
+#include <exception>
 #include <mutex>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
+#include "llmc/cause.h"
 #include "llmc/comm.h"
+#include "llmc/device.h"
+#include "llmc/process.h"
 
 class Watchdog {
 public:
-    // bark: ends the process.
-    explicit Watchdog(std::function<void(const CommError&)> bark)
-        : bark(std::move(bark)), thread([this] { run(); }) {}
+    // is_awake: whether it watches at all
+    explicit Watchdog(const Process& process, bool is_awake = runs_on_gpu)
+        : process(process), is_awake(is_awake && process.size() > 1), thread([this] { run(); }) {}
 
     ~Watchdog() {
         {
@@ -36,24 +39,38 @@ public:
         thread.join();
     }
 
-    // From now on watches what has to do with these; null for one that there is not.
-    void guard(std::vector<Comm*> to_guard, double seconds) {
+    // From now on a failure of `comm` is seen. It must live as long as anything is watched.
+    void guard(Comm& comm) {
         std::lock_guard<std::mutex> lock(mutex);
-        comms = std::move(to_guard);
-        timeout = seconds;
+        comms.push_back(&comm);
     }
 
-    enum Limit { twice_the_timeout, no_limit };  // an exchange in it has a limit of its own, hence twice
+    // What the host waits for has moved. Often enough, that is: long before a time limit is over.
+    void progress() {
+        std::lock_guard<std::mutex> lock(mutex);
+        since = Clock::now();
+    }
 
     // What the host is about to do, for as long as this lives. One at a time.
     class Watch {
     public:
-        Watch(Watchdog& dog, const std::string& what, Limit limit = twice_the_timeout) : dog(dog) {
-            dog.set(what, limit);
-        }
-        ~Watch() { dog.set("", no_limit); }
+        Watch(Watchdog& dog, const std::string& what) : dog(dog) { dog.set(what); }
+        ~Watch() { dog.set(""); }
         Watch(const Watch&) = delete;
         Watch& operator=(const Watch&) = delete;
+
+    private:
+        Watchdog& dog;
+    };
+
+    // Within a Watch: for as long as this lives the host works alone, and takes the time that it needs. (The
+    // others have to wait for it. How long they do is what the time limit says.)
+    class Alone {
+    public:
+        explicit Alone(Watchdog& dog) : dog(dog) { dog.stop_the_clock(true); }
+        ~Alone() { dog.stop_the_clock(false); }
+        Alone(const Alone&) = delete;
+        Alone& operator=(const Alone&) = delete;
 
     private:
         Watchdog& dog;
@@ -62,38 +79,55 @@ public:
 private:
     using Clock = std::chrono::steady_clock;
 
-    void set(const std::string& now, Limit now_limit) {
+    void set(const std::string& now) {
         std::lock_guard<std::mutex> lock(mutex);
         what = now;
-        limit = now_limit;
         since = Clock::now();
     }
 
+    void stop_the_clock(bool stopped) {
+        std::lock_guard<std::mutex> lock(mutex);
+        is_stopped = stopped;
+        since = Clock::now();
+    }
+
+    // The lock is held while it looks, and so the host goes nowhere once something was found.
     void run() {
         std::unique_lock<std::mutex> lock(mutex);
         while (!changed.wait_for(lock, std::chrono::milliseconds(200), [&] { return closing; })) {
-            if (!runs_on_gpu || what.empty() || comms.empty()) { continue; }
+            if (!is_awake || what.empty()) { continue; }
             try {
-                for (Comm* comm : comms) {
-                    if (comm) { comm->check(); }
-                }
-                const double seconds = std::chrono::duration<double>(Clock::now() - since).count();
-                if (limit != no_limit && seconds > 2 * timeout) {
-                    throw CommError(-1, format("no end of %s after %.0f s (twice --timeout): another process "
-                                               "has stopped or is cut off", what.c_str(), seconds));
-                }
-            } catch (const CommError& error) { bark(error); }
+                look();
+            } catch (const std::exception& error) { process.leave_with(error); }
         }
     }
 
+    // Twice the time limit, since an exchange that is waited for has that limit and knows more of its end.
+    // Before that only a failure that others have written down counts.
+    void look() const {
+        for (Comm* comm : comms) { comm->check(); }
+        const double seconds = std::chrono::duration<double>(Clock::now() - since).count();
+        if (is_stopped || seconds <= process.timeout) { return; }
+        if (seconds <= 2 * process.timeout && !is_cause_known()) { return; }
+        const std::string seen = format("waited %.0f s (twice --timeout) for the end of %s: another process "
+                                        "has stopped or is cut off", seconds, what.c_str());
+        throw CommError(-1, find_cause(*process.store, {process.name(), seen}).text());
+    }
+
+    bool is_cause_known() const {
+        try {
+            return process.store->try_get("cause").has_value();
+        } catch (const RunError&) { return false; }  // a store that is gone stops nobody who needs it no more
+    }
+
+    const Process& process;
+    const bool is_awake;
     std::vector<Comm*> comms;
-    double timeout = 0;
-    std::function<void(const CommError&)> bark;
     std::mutex mutex;
     std::condition_variable changed;
     bool closing = false;
     std::string what;  // empty: nothing to watch
-    Limit limit = no_limit;
+    bool is_stopped = false;
     Clock::time_point since;
     std::thread thread;
 };

@@ -2,18 +2,17 @@
 # Installs what is missing: packages of Debian or Ubuntu, and the Python packages of requirements.txt (.venv).
 # Where nothing is missing it takes milliseconds and says nothing. `make setup`, `demo` and `test` call it.
 # SKIP_PACKAGES=1 leaves the system's packages to you.
+#     --offline DIR   without a network, from what scripts/fetch_offline_deps.sh has fetched
+#     --prefix DIR    with that and without root: libraries are unpacked there (then make DEPS_HOME=DIR)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-packages=(
-    g++ make                                    # the build
-    libdnnl-dev                                 # oneDNN: matmuls on the CPU
-    libgloo-dev                                 # collectives over TCP
-    libhiredis-dev libcli11-dev libxxhash-dev   # Redis, where processes meet; options; checksums
-    libgtest-dev libboost-context-dev           # tests; the fibers that CUDA threads run as without a GPU
-    bible-kjv                                   # the text of the demo
-    python3-venv                                # text to tokens, plots, tests
-)
+source scripts/packages.sh  # toolchain, libraries, extras, services, release()
+packages=("${toolchain[@]}" "${libraries[@]}" "${extras[@]}")
+offline=   # folder of scripts/fetch_offline_deps.sh
+prefix=    # folder to unpack libraries into
+lists=     # apt's, where it is offline
+apt_options=()
 
 fail() {
     echo "error: $1" >&2
@@ -38,7 +37,51 @@ as_root() {
 }
 
 apt_get() {
-    as_root env DEBIAN_FRONTEND=noninteractive apt-get -q "$@" </dev/null
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get -q "${apt_options[@]}" "$@" </dev/null
+}
+
+read_options() {
+    while [ $# -gt 0 ]; do
+        case $1 in
+            --offline) offline=$(realpath "${2:-}") ;;
+            --prefix) prefix=${2:-} ;;
+            *) fail "no option $1: there are --offline DIR and --prefix DIR" ;;
+        esac
+        shift 2
+    done
+    [ -z "$prefix" ] || [ -n "$offline" ] || fail "--prefix is for --offline: give both"
+}
+
+# From now on apt knows that folder and nothing else.
+use_offline_folder() {
+    [ -e "$offline/SHA256SUMS" ] ||
+        fail "$offline is no folder of scripts/fetch_offline_deps.sh: name the one that is"
+    (cd "$offline" && sha256sum --quiet --check SHA256SUMS >/dev/null 2>&1) ||
+        fail "$offline is damaged: copy it again"
+    [ "$(release)" = "$(cat "$offline/release")" ] ||
+        fail "$offline is for $(cat "$offline/release"), this is $(release): fetch on a machine like this one"
+    lists=$(mktemp -d)
+    trap 'rm -rf "$lists"' EXIT
+    mkdir -p "$lists/of_folder/partial"
+    echo "deb [trusted=yes] file:${offline// /%20}/packages ./" >"$lists/sources.list"
+    apt_options=(-o Dir::Etc::SourceList="$lists/sources.list" -o Dir::Etc::SourceParts=/dev/null
+                 -o Dir::State::Lists="$lists/of_folder" -o Dir::Cache::pkgcache= -o Dir::Cache::srcpkgcache=
+                 -o APT::Sandbox::User=root)
+}
+
+# Without root: the libraries, which a system with a compiler and Python may lack.
+unpack_libraries() {
+    local package made_from="$prefix/libraries.sha256" wanted
+    command -v g++ >/dev/null || fail "there is no g++: load a compiler, then run again"
+    wanted=$(sha256sum <"$offline/SHA256SUMS")
+    if [ "$(cat "$made_from" 2>/dev/null)" = "$wanted" ]; then return; fi
+    echo "unpacking libraries into $prefix"
+    mkdir -p "$prefix"
+    while read -r package; do
+        run_or_fail "$package cannot be unpacked into $prefix: give a folder with room that can be written" \
+            dpkg-deb --extract "$offline/packages/$package.deb" "$prefix"
+    done <"$offline/packages/libraries.txt"
+    echo "$wanted" >"$made_from"
 }
 
 is_installed() {
@@ -80,23 +123,40 @@ install_packages() {
 }
 
 install_python_packages() {
-    local python=/usr/bin/python3 made_from=.venv/requirements.sha256 wanted
+    local python=/usr/bin/python3 made_from=.venv/requirements.sha256 wanted pip
     wanted=$(sha256sum <requirements.txt)
     if [ "$(cat $made_from 2>/dev/null)" = "$wanted" ] && .venv/bin/python -c '' 2>/dev/null; then return; fi
     [ -x "$python" ] || python=python3
     echo "making .venv: $(grep -o "^[a-z_0-9]*" requirements.txt | uniq | tr '\n' ' ')"
-    run_or_fail "no Python environment: install Python 3.10 or newer with venv" \
-        "$python" -m venv --clear .venv
-    run_or_fail "pip failed: check the network, then run again" \
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+    if [ -n "$offline" ]; then
+        run_or_fail "no Python environment: install Python 3.10 or newer" \
+            "$python" -m venv --clear --without-pip .venv
+        pip=$(echo "$offline"/wheels/pip-*.whl)   # Python runs it as it is
+        run_or_fail "pip failed: correct that, then run again" \
+            .venv/bin/python "$pip/pip" install --quiet --no-index \
+            --find-links "$offline/wheels" -r requirements.txt
+    else
+        run_or_fail "no Python environment: install Python 3.10 or newer with venv" \
+            "$python" -m venv --clear .venv
+        run_or_fail "pip failed: check the network, then run again" \
+            .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+    fi
     echo "$wanted" >$made_from
 }
 
-if [ -z "${SKIP_PACKAGES:-}" ]; then install_packages; fi
+install_cuda_headers() {
+    local home=${CUDA_HOME:-/usr/local/cuda}
+    if [ -e "$home/include/cublasLt.h" ] && [ -e "$home/include/nccl.h" ]; then return; fi
+    if [ -n "$offline" ] && [ ! -e .venv/cuda ]; then cp -r "$offline/cuda" .venv/cuda; fi
+    .venv/bin/python scripts/fetch_cuda_headers.py .venv/cuda || exit 2
+}
+
+read_options "$@"
+if [ -n "$offline" ]; then use_offline_folder; fi
+if [ -n "$prefix" ]; then
+    unpack_libraries
+elif [ -z "${SKIP_PACKAGES:-}" ]; then
+    install_packages
+fi
 install_python_packages
-for header in cublasLt.h nccl.h; do
-    if [ ! -e "${CUDA_HOME:-/usr/local/cuda}/include/$header" ]; then
-        .venv/bin/python scripts/fetch_cuda_headers.py .venv/cuda || exit 2
-        break
-    fi
-done
+install_cuda_headers

@@ -8,7 +8,7 @@
 // (ZeRO-1): the processes that hold the same shard in the other workers are the members of the outer
 // communicator. With fragments = 1, tau = 0 and alpha = 0 this is DiLoCo (arXiv 2311.08105).
 #pragma once
-#include <chrono>
+#include <algorithm>
 #include <cmath>
 #include <deque>
 #include <memory>
@@ -17,9 +17,10 @@
 #include <vector>
 
 #include "exchange.h"
-#include "llmc/cpu/memory.h"
 #include "llmc/layout.h"
+#include "llmc/memory.h"
 #include "outer.h"
+#include "outer_state.h"
 #include "schedule.h"
 
 struct DilocoOptions {
@@ -31,6 +32,7 @@ struct DilocoOptions {
     float momentum = 0.9f;       // mu
     Format format = Format::fp4;
     std::vector<long> offsets;  // t_p of each fragment; empty: evenly spread
+    bool offload = false;       // the outer state lies in the host's memory: see outer_state.h
 };
 
 // Throws a UserError for options that make no run of `steps` steps (-1: not known yet).
@@ -109,9 +111,15 @@ struct SyncReport {
     int fragment;
     long send_step, due_step;
     Traffic traffic;
-    double waited_seconds;        // how long the main stream stood idle before this mean could be applied
+    Timestamp idle_from, idle_until;  // of the main stream: see waited_seconds()
     uint64_t global_hash;         // of this worker's global parameters of the fragment, at the send
     std::vector<int> not_finite;  // workers whose delta of this shard was not finite: nothing was applied
+
+    // How long the main stream stood idle before this mean could be applied, by its own clock: from when it
+    // was through with all that had been enqueued before, to when the host had seen the exchange's end. In it
+    // are the wait for a worker that sends later, the wire, and what the host takes to notice (on a GPU it
+    // asks every 50 us). To be called when the host has seen a later event of the main stream complete.
+    double waited_seconds() const { return seconds_between(idle_from, idle_until); }
 };
 
 class Diloco {
@@ -122,25 +130,46 @@ public:
            Comm& outer, Stream& outer_stream)
         : options(options), fragments(std::move(fragments)), worker(outer.rank()) {
         if (!options.offsets.empty()) { set_offsets(this->fragments, options.offsets, options.inner_steps); }
-        long largest = 0;
         for (const Fragment& fragment : this->fragments) {
             ranges.emplace_back();
             for (int block : fragment.blocks) { ranges.back().push_back(layout.shard(block, rank)); }
-            largest = std::max(largest, shard_values(fragment, layout));
+            if (values_of(int(ranges.size()) - 1) > values_of(largest)) { largest = int(ranges.size()) - 1; }
         }
-        values = layout.shard_size();
         tokens_at_send.resize(this->fragments.size());
-        state.global = Buffer<float>(values);
-        state.momentum = Buffer<float>(values);
-        mean = Buffer<float>(largest);
+        const int slots = most_in_a_step(this->fragments, options.inner_steps, options.overlap);
+        state = std::make_unique<OuterState>(ranges, layout.shard_size(), values_of(largest),
+                                             options.offload ? slots : 0);
+        mean = Buffer<float>(values_of(largest));
         const int most = most_in_flight(this->fragments, options.inner_steps, options.overlap);
-        exchange = std::make_unique<AllGatherExchange>(options.format, largest, most, outer, outer_stream);
+        exchange = std::make_unique<AllGatherExchange>(options.format, values_of(largest), most, outer,
+                                                       outer_stream);
     }
 
     // global = local, momentum = 0.   local: (shard_size), the same on all workers
     void start(const float* local, Stream& main) {
-        device::cast(state.global.data(), local, values, main);
-        device::set_zero(state.momentum.data(), values, main);
+        state->start(local, main);
+        fetch_for(1);
+    }
+
+    // Before step 1: an exchange as large as the largest fragment's, of zeros, which nobody uses. When it
+    // returns all workers are there, and all that an exchange needs (kernels, pinned memory, connections) has
+    // been used once, so that none of it is set up under a step. Throws as after_inner_step() does.
+    void rehearse(Stream& main) {
+        const Sync sync = rehearsal(largest, values_of(largest));
+        const long n = sync.values;
+        device::set_zero(mean.data(), n, main);
+        uint8_t* payload = exchange->payload(sync);
+        device::write_header(payload, make_header(sync, options.format, worker, 0), main);
+        device::add_hash(payload, 0, mean, n, main);
+        device::quantize(payload, options.format, Rounding(), n, 0, {mean, mean}, n, main);
+        exchange->start(sync, main);
+        exchange->wait(sync);
+        exchange->mean(mean, sync, main);
+        const long third = n / 12 * 4;  // of the mean: for global, momentum and mean; alpha = 1: no local
+        device::outer_step(mean.data(), mean + third, nullptr, nullptr, mean + 2 * third, third,
+                           {options.learning_rate, options.momentum, 1.0f}, main);
+        main.synchronize();
+        exchange->finish(sync);
     }
 
     // After the inner update of `step` (1, 2, ...): sends, then receives what is due.
@@ -152,19 +181,32 @@ public:
         for (int p = 0; p < int(fragments.size()); p++) {
             if (is_sent(fragments[p], step, options.inner_steps)) { send(p, step, tokens, local, main); }
         }
-        return receive_due(step, local, params, main);
+        std::vector<SyncReport> reports = receive_due(step, local, params, main);
+        fetch_for(step + 1);
+        return reports;
     }
 
     // At the end of training: receives and applies what is in flight, in the order of the sync numbers.
     std::vector<SyncReport> finish(float* local, floatX* params, Stream& main) {
+        state->clear();  // the step that it was fetched for does not come
         return receive_due(in_flight.empty() ? 0 : due_step(in_flight.back()), local, params, main);
     }
 
-    // The outer parameters.   (shard_size)
-    const float* global() const { return state.global; }
-    float* global() { return state.global; }
+    // The outer parameters, readable by kernels, for work on main from now on.   (shard_size)
+    const float* global(Stream& main) { return state->global(main); }
+
+    // The same for who knows that no outer step is still at work, or on its way to where they lie.
+    const float* global() const { return std::as_const(*state).global(); }
+    float* global() { return state->global(); }
 
 private:
+    // Of this process's shard of fragment p.
+    long values_of(int p) const {
+        long n = 0;
+        for (const Range& range : ranges[size_t(p)]) { n += range.count; }
+        return n;
+    }
+
     long due_step(const Sync& sync) const { return sync.send_step + options.overlap; }
 
     OuterStep outer_step() const {
@@ -173,24 +215,20 @@ private:
     }
 
     void send(int p, long step, uint64_t tokens, const float* local, Stream& main) {
-        long n = 0;
-        for (const Range& range : ranges[p]) { n += range.count; }
+        const long n = values_of(p);
         const Sync sync{sync_number(fragments, p, step, options.inner_steps), p, step, n};
 
         uint8_t* payload = exchange->payload(sync);
         const PayloadHeader header = make_header(sync, options.format, worker, tokens - tokens_at_send[p]);
         device::write_header(payload, header, main);
-        long first = 0;
-        for (const Range& range : ranges[p]) {
-            const float* global = state.global + range.shard;
-            device::add_hash(payload, first, global, range.count, main);
-            device::quantize(payload, options.format, Rounding(), n, first, {global, local + range.shard},
-                             range.count, main);
-            first += range.count;
+        for (const OuterState::Part& part : state->use(p, OuterState::Needs::global, main)) {
+            const long count = part.range.count;
+            device::add_hash(payload, part.first, part.global, count, main);
+            device::quantize(payload, options.format, Rounding(), n, part.first,
+                             {part.global, local + part.range.shard}, count, main);
         }
-        Event ready;
-        main.record(ready);
-        exchange->start(sync, ready);
+        state->end_read(p, main);
+        exchange->start(sync, main);
         tokens_at_send[p] = tokens;
         in_flight.push_back(sync);
     }
@@ -206,12 +244,10 @@ private:
     }
 
     SyncReport receive(const Sync& sync, float* local, floatX* params, Stream& main) {
-        const auto begin = std::chrono::steady_clock::now();
+        const Timestamp idle_from = stamp(main);
         const std::vector<PayloadHeader> headers = exchange->wait(sync);
-        const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
-
-        SyncReport report{sync.number, sync.fragment, sync.send_step, due_step(sync), {}, waited.count(),
-                          headers[worker].hash, {}};
+        SyncReport report{sync.number, sync.fragment, sync.send_step,       due_step(sync), {},
+                          idle_from,   stamp(main),   headers[worker].hash, {}};
         check_agreement(headers, sync);
         for (const PayloadHeader& header : headers) {
             if (header.flags & delta_not_finite) { report.not_finite.push_back(int(header.worker)); }
@@ -223,12 +259,34 @@ private:
 
     void apply(const Sync& sync, float* local, floatX* params, Stream& main) {
         exchange->mean(mean, sync, main);
-        long first = 0;
-        for (const Range& range : ranges[sync.fragment]) {
-            device::outer_step(state.global + range.shard, state.momentum + range.shard, local + range.shard,
-                               params + range.flat, mean + first, range.count, outer_step(), main);
-            first += range.count;
+        const auto needs = OuterState::Needs::global_and_momentum;
+        for (const OuterState::Part& part : state->use(sync.fragment, needs, main)) {
+            device::outer_step(part.global, part.momentum, local + part.range.shard, params + part.range.flat,
+                               mean + part.first, part.range.count, outer_step(), main);
         }
+        state->end_write(sync.fragment, main);
+    }
+
+    // What `step` sends or receives of the outer state, ahead of it.
+    void fetch_for(long step) {
+        state->clear();
+        const long H = options.inner_steps;
+        for (int p = 0; p < int(fragments.size()); p++) {
+            if (is_due(fragments[p], step, H, options.overlap)) {
+                state->fetch(p, OuterState::Needs::global_and_momentum);
+            } else if (is_sent(fragments[p], step, H)) {
+                state->fetch(p, OuterState::Needs::global);
+            }
+        }
+    }
+
+    // Now, on the main stream. Reuses what no report holds any more.
+    Timestamp stamp(Stream& main) {
+        auto unused = std::find_if(timestamps.begin(), timestamps.end(),
+                                   [](const Timestamp& timestamp) { return !timestamp.is_shared(); });
+        if (unused == timestamps.end()) { unused = timestamps.emplace(unused); }
+        main.stamp(*unused);
+        return *unused;
     }
 
     // Every worker sent the hash of its global parameters as they were at the send: all must be the same.
@@ -247,9 +305,10 @@ private:
     std::vector<std::vector<Range>> ranges;  // of each fragment: its blocks' shards
     std::vector<uint64_t> tokens_at_send;    // of each fragment: tokens when it was last sent
     int worker;                              // this one
-    long values = 0;                         // in the shard buffers
-    OuterState state;
-    Buffer<float> mean;  // (largest fragment)
+    int largest = 0;                         // fragment
+    Buffer<float> mean;                      // (largest fragment)
+    std::unique_ptr<OuterState> state;
     std::deque<Sync> in_flight;
+    std::vector<Timestamp> timestamps;  // of reports
     std::unique_ptr<Exchange> exchange;
 };

@@ -6,6 +6,7 @@
 // received by a process, and one rounding. All workers decode the same bytes, so the mean is bitwise the same
 // on all of them.
 #pragma once
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -18,11 +19,17 @@
 struct Sync {
     long number;  // sync_number() of schedule.h
     int fragment;
-    long send_step;
-    long values;  // n, of this process's shard of the fragment
+    long send_step;  // 0: a rehearsal
+    long values;     // n, of this process's shard of the fragment
 };
 
+// A number that no sync of a run has.
+inline Sync rehearsal(int fragment, long values) {
+    return {std::numeric_limits<long>::max(), fragment, 0, values};
+}
+
 inline std::string describe(const Sync& sync) {
+    if (sync.send_step == 0) { return format("fragment %d (rehearsal before step 1)", sync.fragment); }
     return format("fragment %d (sync %ld, sent at step %ld)", sync.fragment, sync.number, sync.send_step);
 }
 
@@ -34,8 +41,8 @@ public:
     // Where the payload is to be written: payload_bytes(format, sync.values), 64-byte aligned.
     virtual uint8_t* payload(const Sync& sync) = 0;
 
-    // Sends the payload once `ready` has completed. Returns at once.
-    virtual void start(const Sync& sync, const Event& ready) = 0;
+    // Sends the payload once all that `main` has been given so far is done. Returns at once.
+    virtual void start(const Sync& sync, Stream& main) = 0;
 
     // Blocks until the mean can be had. The header of every worker's payload, checked to be of this sync.
     // Throws a CommError that names the fragment, the sync and, where it is known, the worker.
@@ -127,11 +134,11 @@ public:
         throw std::logic_error("more exchanges in flight than there are buffers");
     }
 
-    void start(const Sync& sync, const Event& ready) override {
+    void start(const Sync& sync, Stream& main) override {
         Slot& slot = find(sync);
         const size_t bytes = payload_bytes(format_, sync.values);
         slot.traffic = Traffic();
-        stream.wait(ready);
+        order(main, stream, slot.ready);
         comm.all_gather(slot.received, slot.sent, bytes, stream, &slot.traffic);
         device::read_headers(slot.headers.data(), slot.received, bytes, comm.size(), stream);
         stream.record(slot.done);
@@ -169,11 +176,11 @@ private:
     // Buffers of one exchange. They stay where they are while the stream works on them.
     struct Slot {
         long sync = none;
-        Buffer<uint8_t> sent;      // (payload)
-        Buffer<uint8_t> received;  // (workers, payload)
+        Buffer<uint8_t> sent;               // (payload)
+        Buffer<uint8_t> received;           // (workers, payload)
         HostBuffer<PayloadHeader> headers;  // (workers)
         Traffic traffic;
-        Event done;
+        Event ready, done;
     };
 
     Slot& find(const Sync& sync) {

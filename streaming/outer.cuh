@@ -3,7 +3,6 @@
 // version gives the same bits.
 #pragma once
 #include <stdexcept>
-#include <type_traits>
 
 #include "llmc/cuda/device.cuh"
 #include "streaming/outer.h"
@@ -11,8 +10,6 @@
 namespace cuda {
 
 const int outer_step_threads = 256;
-
-using FourParameters = std::conditional_t<sizeof(floatX) == 2, uint2, uint4>;
 
 // One thread, four values: 16 bytes of each fp32 array in one access, all loads before the first store.
 // all: (n), n a multiple of 4   params: written in 8 (bf16) or 16 bytes
@@ -34,19 +31,10 @@ __global__ void outer_step_kernel(float* global, float* momentum, float* local, 
     store_pack(momentum + i, new_momentum);
     store_pack(global + i, new_global);
     if (merging) {
-        floatX copies[4];
+        Pack<floatX, 4> copies;
         for (int k = 0; k < 4; k++) { copies[k] = floatX(new_local[k]); }
-        FourParameters packed;
-        memcpy(&packed, copies, sizeof(packed));
         store_pack(local + i, new_local);
-        __stcg(reinterpret_cast<FourParameters*>(params + i), packed);
-    }
-}
-
-inline void check_outer_step(const char* what, const void* p, size_t alignment) {
-    if (reinterpret_cast<uintptr_t>(p) % alignment != 0) {
-        throw std::invalid_argument(
-            format("the %s of an outer step are not aligned to %zu bytes", what, alignment));
+        store_pack(params + i, copies);
     }
 }
 
@@ -55,17 +43,13 @@ inline void check_outer_step(const char* what, const void* p, size_t alignment) 
 // all: (n), n a multiple of 4, 16-byte aligned (params: 4 parameters)
 inline void outer_step(float* global, float* momentum, float* local, floatX* params, const float* mean,
                        long n, OuterStep step, Stream& stream) {
-    check_outer_step("global parameters", global, 16);
-    check_outer_step("momenta", momentum, 16);
-    check_outer_step("local parameters", local, 16);
-    check_outer_step("model's parameters", params, sizeof(FourParameters));
-    check_outer_step("means", mean, 16);
+    require_aligned("an array of outer_step", {global, momentum, local, mean});
+    require_aligned("the array of parameters of outer_step", {params}, sizeof(Pack<floatX, 4>));
     if (n < 0 || n % 4 != 0) {
         throw std::invalid_argument(format("an outer step of %ld values, not a multiple of 4", n));
     }
     if (n == 0) { return; }
-    const long values = outer_step_threads * 4L;  // of a block
-    launch(outer_step_kernel, Grid{unsigned((n + values - 1) / values), outer_step_threads, 0, stream},
+    launch(outer_step_kernel, Grid{blocks_for(n / 4, outer_step_threads), outer_step_threads, 0, stream},
            global, momentum, local, params, mean, n, step);
 }
 

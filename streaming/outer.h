@@ -38,12 +38,6 @@ struct OuterStep {
     float local_weight;  // alpha
 };
 
-// The outer state: the same bits on every worker.   global, momentum: (shard_size)
-struct OuterState {
-    Buffer<float> global;
-    Buffer<float> momentum;
-};
-
 // New momentum of a value; then its new global parameter, from that.
 HD inline float outer_momentum(float momentum, float mean, OuterStep step) {
     return fma_rn(step.momentum, momentum, mean);

@@ -168,13 +168,6 @@ __global__ void add_hash_kernel(PayloadHeader* header, long first, const float* 
 
 __global__ void write_header_kernel(PayloadHeader* out, PayloadHeader header) { *out = header; }
 
-// What 16-byte accesses need.
-inline void require_16_bytes(const char* what, const void* p) {
-    if (reinterpret_cast<uintptr_t>(p) % 16 != 0) {
-        throw std::invalid_argument(format("%s is not aligned to 16 bytes", what));
-    }
-}
-
 inline void require_blocks_of_128(const char* what, long values) {
     if (values < 0 || values % quantization_block != 0) {
         throw std::invalid_argument(
@@ -182,14 +175,9 @@ inline void require_blocks_of_128(const char* what, long values) {
     }
 }
 
-// Blocks of `threads` for so many values, four a thread.
-inline unsigned launch_blocks(long values, int threads) {
-    return unsigned((values + threads * 4L - 1) / (threads * 4L));
-}
-
 // Writes the header of a payload. It travels with the launch: nothing of the host has to stay alive.
 inline void write_header(uint8_t* payload, const PayloadHeader& header, Stream& stream) {
-    require_16_bytes("the payload", payload);
+    require_aligned("the payload", {payload});
     launch(write_header_kernel, Grid{1, 1, 0, stream}, &header_of(payload), header);
 }
 
@@ -208,11 +196,11 @@ inline void read_headers(PayloadHeader* headers, const uint8_t* payloads, size_t
 // Adds the hash of values [first, first + count) of a fragment to the payload's header.
 // values: (count), 16-byte aligned   count: a multiple of 128
 inline void add_hash(uint8_t* payload, long first, const float* values, long count, Stream& stream) {
-    require_16_bytes("the payload", payload);
-    require_16_bytes("the array to hash", values);
+    require_aligned("the payload", {payload});
+    require_aligned("the array to hash", {values});
     require_blocks_of_128("the array to hash", count);
     if (count == 0) { return; }
-    launch(add_hash_kernel, Grid{unsigned((count + hash_values - 1) / hash_values), hash_threads, 0, stream},
+    launch(add_hash_kernel, Grid{blocks_for(count, hash_values), hash_threads, 0, stream},
            &header_of(payload), first, values, count);
 }
 
@@ -221,10 +209,10 @@ inline void add_hash(uint8_t* payload, long first, const float* values, long cou
 // its header is written already   rounding.first: a multiple of 4 where it is stochastic
 inline void quantize(uint8_t* payload, Format format, const Rounding& rounding, long n, long first,
                      const Source& source, long count, Stream& stream) {
-    require_16_bytes("the payload", payload);
-    require_16_bytes("the array to quantize", source.values);
-    require_16_bytes("the array to subtract", source.minus);
-    require_16_bytes("the array of residuals", source.residual);
+    require_aligned("the payload", {payload});
+    require_aligned("the array to quantize", {source.values});
+    require_aligned("the array to subtract", {source.minus});
+    require_aligned("the array of residuals", {source.residual});
     require_blocks_of_128("the fragment", n);
     require_blocks_of_128("what lies before the range to quantize", first);
     require_blocks_of_128("the range to quantize", count);
@@ -237,8 +225,9 @@ inline void quantize(uint8_t* payload, Format format, const Rounding& rounding, 
         uint8_t* scales = payload + sizeof(PayloadHeader);
         uint8_t* codes = scales + scale_bytes(format, n) + first * F::bits / 8;
         launch(rounding.stochastic ? quantize_kernel<F, true> : quantize_kernel<F, false>,
-               Grid{launch_blocks(count, quantize_threads), quantize_threads, 0, stream}, &header_of(payload),
-               codes, reinterpret_cast<uint16_t*>(scales) + first / quantization_block, source, rounding,
+               Grid{blocks_for(count / 4, quantize_threads), quantize_threads, 0, stream},
+               &header_of(payload), codes,
+               reinterpret_cast<uint16_t*>(scales) + first / quantization_block, source, rounding,
                count / quantization_block);
     });
 }
@@ -248,16 +237,16 @@ inline void quantize(uint8_t* payload, Format format, const Rounding& rounding, 
 // multiple of 16, and 16-byte aligned   n: a multiple of 128
 inline void dequantize_mean(float* mean, const uint8_t* payloads, size_t stride, int workers, Format format,
                             long n, Stream& stream) {
-    require_16_bytes("the mean", mean);
-    require_16_bytes("the first payload", payloads);
-    require_16_bytes("the second payload", payloads + stride);
+    require_aligned("the mean", {mean});
+    require_aligned("the first payload", {payloads});
+    require_aligned("the second payload", {payloads + stride});
     require_blocks_of_128("the fragment", n);
     if (n == 0) { return; }
     with_format(format, [&](auto f) {
         using F = decltype(f);
         const uint8_t* scales = payloads + sizeof(PayloadHeader);
         launch(dequantize_mean_kernel<F>,
-               Grid{launch_blocks(n, quantize_threads), quantize_threads, 0, stream}, mean,
+               Grid{blocks_for(n / 4, quantize_threads), quantize_threads, 0, stream}, mean,
                scales + scale_bytes(format, n), scales, stride, workers, n);
     });
 }

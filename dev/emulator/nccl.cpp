@@ -2,7 +2,8 @@
 // wait there for the other ranks for as long as it takes: only ncclCommAbort frees a stream whose peer is
 // gone. Where streams are not asynchronous, an operation is done when its call returns.
 //
-//     EMULATOR_NCCL_FAULT=KIND:RANK:CALL[:NAME]   at its CALL-th operation (from 1) on a communicator, RANK
+//     EMULATOR_NCCL_FAULT=KIND:RANK:CALL[:NAME]   at its CALL-th operation (from 1; 0: when it is to join) on
+//                                                 a communicator, RANK
 //         kill     dies
 //         hang     takes part in nothing any more
 //         error    reports ncclRemoteError from ncclCommGetAsyncError, and takes part in nothing any more
@@ -57,6 +58,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* handle, int size, ncclUniqueId i
     keep(comm);
     *handle = comm.get();
     return start(comm, [comm] {
+        if (!joins(*comm)) { return; }
         std::string error;
         const bool connected = comm->peers.connect([&comm] { return gives_up(*comm); }, &error);
         if (!connected && !gives_up(*comm)) { set_error(*comm, ncclSystemError, error); }

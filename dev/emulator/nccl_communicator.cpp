@@ -167,6 +167,12 @@ void run_operations(ncclComm& comm, const std::vector<Operation>& operations) {
 
 // ---- calls
 
+bool joins(ncclComm& comm) {
+    if (survives(comm, 0)) { return true; }
+    spin_until_aborted(comm);
+    return false;
+}
+
 ncclResult_t start(const CommRef& comm, std::function<void()> work) {
     if (comm->blocking) {
         work();
@@ -179,6 +185,7 @@ ncclResult_t start(const CommRef& comm, std::function<void()> work) {
     Random random{settings().seed * 0xD1B54A32D192ED03u ^ uint64_t(comm->rank) << 32 ^ comm->calls++};
     const bool at_once = settings().seed == 0 || random.below(2) == 0;
     const auto microseconds = useconds_t(at_once ? 50 : random.below(5000));
+    const bool says_so = settings().seed == 0 || random.below(4) > 0;
     std::thread([comm, work = std::move(work), microseconds] {
         usleep(microseconds);
         work();
@@ -186,7 +193,7 @@ ncclResult_t start(const CommRef& comm, std::function<void()> work) {
         comm->state.compare_exchange_strong(expected, ncclSuccess);
         comm->tasks--;
     }).detach();
-    return ncclInProgress;
+    return says_so ? ncclInProgress : ncclSuccess;
 }
 
 void forget_progress(ncclComm& comm) {

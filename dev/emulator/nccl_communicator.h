@@ -48,7 +48,11 @@ void set_error(ncclComm& comm, ncclResult_t result, const std::string& what);
 std::string error_of(ncclComm& comm);
 bool gives_up(const ncclComm& comm);
 
-// Calls `work`: for a blocking communicator now; for any other after a while, on a thread of its own.
+// Whether a rank gets past a fault that is injected where communicators are made.
+bool joins(ncclComm& comm);
+
+// Calls `work`: for a blocking communicator now; for any other after a while, on a thread of its own. Then the
+// result may be ncclSuccess already: only ncclCommGetAsyncError tells.
 ncclResult_t start(const CommRef& comm, std::function<void()> work);
 // The program knows now that the call is done: what it enqueues on the streams comes behind.
 void forget_progress(ncclComm& comm);

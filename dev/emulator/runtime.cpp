@@ -111,6 +111,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
     snprintf(p.name, sizeof(p.name), "emulated GPU");
     p.major = 9;  // as Hopper; but of shared memory no more than sm_86 has: what fits here fits everywhere
     p.minor = 0;
+    p.pciBusID = device;
     p.multiProcessorCount = 4;
     p.warpSize = warpSize;
     p.totalGlobalMem = DeviceMemory::instance().bytes_in_all();

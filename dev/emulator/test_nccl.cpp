@@ -381,9 +381,8 @@ int missing_rank(const Rank& own) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
     ncclComm_t comm;
-    if (ncclCommInitRankConfig(&comm, own.size, own.id, own.rank, &config) != ncclInProgress) {
-        return wrong;
-    }
+    const ncclResult_t result = ncclCommInitRankConfig(&comm, own.size, own.id, own.rank, &config);
+    if (result != ncclInProgress && result != ncclSuccess) { return wrong; }
     usleep(100000);
     ncclResult_t state;
     check(ncclCommGetAsyncError(comm, &state));

@@ -30,6 +30,21 @@ TINY = {
 }
 
 
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="also what takes long (make test-long)")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "long: takes too long for make test")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Tests that are marked with pytest.mark.long are skipped unless --long is given."""
+    for item in items:
+        if item.get_closest_marker("long") and not config.getoption("--long"):
+            item.add_marker(pytest.mark.skip(reason="takes long: make test-long runs it"))
+
+
 def write_shard(path, tokens, magic=20240520, version=1, count=None):
     header = numpy.zeros(256, dtype="<i4")
     header[:3] = [magic, version, len(tokens) if count is None else count]
@@ -59,9 +74,8 @@ def tokens(tmp_path_factory):
 
 def command(tokens, output, options, trainer=TRAINER):
     merged = {**TINY, "-i": f"{tokens}/x_train_*.bin", "-j": f"{tokens}/x_val_*.bin", "-o": output, **options}
-    return [str(trainer)] + [
-        str(word) for name, value in merged.items() if value is not None for word in (name, value)
-    ]
+    words = [(name,) if value is True else (name, value) for name, value in merged.items() if value is not None]
+    return [str(trainer)] + [str(word) for option in words for word in option]
 
 
 def children(pid):

@@ -2,6 +2,7 @@
 // when things go wrong. Workers are threads that meet in a LocalComm.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cmath>
 #include <future>
 #include <map>
@@ -61,8 +62,9 @@ struct Member {
     }
     std::vector<SyncReport> finish() { return diloco.finish(local.data(), params.data(), main); }
 
-    std::vector<float> global() const {
-        return std::vector<float>(diloco.global(), diloco.global() + layout.shard_size());
+    std::vector<float> global() {
+        const float* values = diloco.global(main);
+        return std::vector<float>(values, values + layout.shard_size());
     }
 
     const Layout& layout;
@@ -337,6 +339,123 @@ TEST(Diloco, global_is_bitwise_equal_on_2_3_and_4_workers_after_every_sync_whate
     for (Format format : all_formats) { expect_agreement(3, format, 2); }
 }
 
+// What a run leaves behind.
+struct Outcome {
+    std::vector<float> global, local, params;
+    std::vector<uint64_t> hashes;        // of the global parameters, as they were sent
+    std::vector<std::vector<float>> at;  // global after some of the steps
+};
+
+bool operator==(const Outcome& a, const Outcome& b) {
+    bool same = same_bits(a.global, b.global) && same_bits(a.local, b.local) &&
+                same_bits(a.params, b.params) && a.hashes == b.hashes && a.at.size() == b.at.size();
+    for (size_t i = 0; same && i < a.at.size(); i++) { same = same_bits(a.at[i], b.at[i]); }
+    return same;
+}
+
+Outcome run_worker(const DilocoOptions& options, const std::vector<Fragment>& fragments, const Layout& layout,
+                   long steps, Comm& comm) {
+    Member member(options, fragments, layout, comm);
+    Outcome outcome;
+    auto note = [&](const std::vector<SyncReport>& reports) {
+        for (const SyncReport& report : reports) { outcome.hashes.push_back(report.global_hash); }
+    };
+    member.start();
+    for (long step = 1; step <= steps; step++) {
+        member.inner_step(step);
+        if (step == 5) { member.local[1] = NAN; }  // whose fragment is then applied by nobody
+        note(member.after(step));
+        if (step == 5) { member.local[1] = 1; }
+        if (step % 7 == 0) { outcome.at.push_back(member.global()); }
+    }
+    note(member.finish());
+    outcome.global = member.global();
+    outcome.local = member.local;
+    outcome.params = member.params;
+    return outcome;
+}
+
+TEST(Offload, the_state_on_the_host_gives_the_bits_of_the_one_on_the_device_under_every_schedule) {
+    const Layout layout = toy_layout({128, 384, 128, 256, 256, 640, 128}, 5);
+    for (uint64_t seed = 0; seed < 60; seed++) {
+        auto draw = [&](long n, uint64_t use) {
+            return long(random_bits(seed, RandomUse::sampling, use).v[0] % uint64_t(n));
+        };
+        DilocoOptions options;
+        const long H = options.inner_steps = 1 + draw(9, 1);
+        options.overlap = std::vector<long>{0, std::min(1L, H - 1), H - 1, draw(H, 2)}[seed % 4];
+        const std::vector<Fragment> fragments = fragments_of(layout, int(draw(4, 3)), H);
+        if (seed % 3 > 0) {  // colliding offsets, where there are few
+            const long places = seed % 3 == 1 ? H : std::min(2L, H);
+            for (size_t p = 0; p < fragments.size(); p++) { options.offsets.push_back(draw(places, 10 + p)); }
+        }
+        const long steps = H + draw(4 * H, 4);
+        Outcome outcomes[2][2];  // resident, offloaded; of each worker
+        for (int offload = 0; offload < 2; offload++) {
+            options.offload = offload == 1;
+            LocalGroup group(2);
+            expect_no_errors(run_members(2, [&](int worker) {
+                LocalComm comm(group, worker);
+                outcomes[offload][worker] = run_worker(options, fragments, layout, steps, comm);
+            }));
+        }
+        for (int worker = 0; worker < 2; worker++) {
+            ASSERT_TRUE(outcomes[1][worker] == outcomes[0][worker]) << "seed " << seed << ", " << worker;
+        }
+        ASSERT_FALSE(outcomes[0][0].hashes.empty());
+    }
+}
+
+TEST(Offload, there_are_as_many_slots_as_any_step_has_fragments) {
+    const Layout layout = toy_layout(std::vector<long>(8, 128), 7);
+    for (long H = 1; H <= 9; H++) {
+        for (long overlap = 0; overlap < H; overlap++) {
+            for (int fragment_layers : {0, 1, 2, 3}) {
+                const std::vector<Fragment> fragments = fragments_of(layout, fragment_layers, H);
+                int most = 0;
+                for (long step = 1; step <= 4 * H; step++) {
+                    std::set<int> used;
+                    for (int p = 0; p < int(fragments.size()); p++) {
+                        const bool sent = is_sent(fragments[p], step, H);
+                        if (sent || is_due(fragments[p], step, H, overlap)) { used.insert(p); }
+                    }
+                    most = std::max(most, int(used.size()));
+                }
+                EXPECT_EQ(most_in_a_step(fragments, H, overlap), most) << H << " " << overlap;
+            }
+        }
+    }
+}
+
+TEST(Offload, a_step_that_needs_more_than_the_slots_is_refused) {
+    const std::vector<std::vector<Range>> ranges = {{Range{0, 0, 128}}, {Range{128, 128, 128}}};
+    OuterState state(ranges, 256, 128, 1);
+    Stream main;
+    const std::vector<float> local(256, 1.0f);
+    state.start(local.data(), main);
+    state.fetch(0, OuterState::Needs::global);
+    EXPECT_THROW(state.fetch(1, OuterState::Needs::global), std::logic_error);
+    state.clear();
+    EXPECT_EQ(state.use(1, OuterState::Needs::global, main)[0].global[127], 1.0f);
+}
+
+TEST(Offload, what_was_not_fetched_ahead_is_fetched_when_it_is_used) {
+    const std::vector<std::vector<Range>> ranges = {{Range{0, 0, 128}}, {Range{128, 128, 128}}};
+    OuterState state(ranges, 256, 128, 1);
+    Stream main;
+    const std::vector<float> local(256, 1.0f);
+    state.start(local.data(), main);
+    for (int p = 0; p < 2; p++) {
+        const OuterState::Part part = state.use(p, OuterState::Needs::global_and_momentum, main)[0];
+        part.global[5] = float(10 + p);
+        part.momentum[5] = float(20 + p);
+        state.end_write(p, main);
+    }
+    EXPECT_EQ(state.use(0, OuterState::Needs::global, main)[0].global[5], 10.0f);
+    EXPECT_EQ(state.use(0, OuterState::Needs::global_and_momentum, main)[0].momentum[5], 20.0f);
+    EXPECT_EQ(state.global(main)[128 + 5], 11.0f);
+}
+
 TEST(Diloco, more_fragments_than_inner_steps_are_all_exchanged) {
     const Layout layout = toy_layout(std::vector<long>(7, 128), 5);
     DilocoOptions options;
@@ -400,11 +519,101 @@ TEST(Diloco, the_time_waited_for_a_late_worker_is_reported_and_bytes_are_counted
         member.after(1);
         const std::vector<SyncReport> reports = member.after(2);
         ASSERT_EQ(reports.size(), 1u);
-        EXPECT_GE(reports[0].waited_seconds, 0.01);
+        EXPECT_GE(reports[0].waited_seconds(), 0.01);
         EXPECT_GE(reports[0].traffic.seconds, 0.01);
         EXPECT_EQ(reports[0].traffic.bytes_sent, 2 * (64u + 32 + 640));
         EXPECT_EQ(reports[0].traffic.bytes_received, 2 * (64u + 32 + 640));
     }));
+}
+
+TEST(Diloco, the_time_waited_in_a_report_outlives_later_syncs) {
+    const Layout layout = toy_layout({128, 128}, 1);
+    DilocoOptions options;
+    options.inner_steps = 2;
+    options.overlap = 0;
+    LocalGroup group(2);
+    expect_no_errors(run_members(2, [&](int worker) {
+        LocalComm comm(group, worker, [&](long call) { return 0.001 * double(call % 3); });
+        Member member(options, fragments_of(layout, 1, 2), layout, comm);
+        member.start();
+        std::vector<SyncReport> kept;
+        std::vector<double> seconds;
+        for (long step = 1; step <= 12; step++) {
+            for (const SyncReport& report : member.after(step)) {
+                kept.push_back(report);
+                seconds.push_back(report.waited_seconds());
+            }
+        }
+        ASSERT_EQ(kept.size(), 12u);
+        for (size_t i = 0; i < kept.size(); i++) { EXPECT_EQ(kept[i].waited_seconds(), seconds[i]); }
+    }));
+}
+
+TEST(Diloco, a_rehearsal_leaves_no_trace) {
+    const Layout layout = toy_layout({128, 384, 256}, 2);
+    DilocoOptions options;
+    options.inner_steps = 4;
+    std::vector<float> global[2], local[2];
+    std::vector<uint64_t> sent[2];
+    for (int rehearsed = 0; rehearsed < 2; rehearsed++) {
+        LocalGroup group(2);
+        expect_no_errors(run_members(2, [&](int worker) {
+            LocalComm comm(group, worker);
+            Member member(options, fragments_of(layout, 1, 4), layout, comm);
+            member.start();
+            for (int i = 0; i < rehearsed; i++) { member.diloco.rehearse(member.main); }
+            for (long step = 1; step <= 12; step++) {
+                member.inner_step(step);
+                for (const SyncReport& report : member.after(step)) {
+                    if (worker == 0) { sent[rehearsed].push_back(report.traffic.bytes_sent); }
+                }
+            }
+            if (worker != 0) { return; }
+            global[rehearsed] = member.global();
+            local[rehearsed] = member.local;
+        }));
+    }
+    EXPECT_TRUE(same_bits(global[1], global[0]));
+    EXPECT_TRUE(same_bits(local[1], local[0]));
+    EXPECT_EQ(sent[1], sent[0]);
+    EXPECT_EQ(sent[1].size(), 8u);
+}
+
+TEST(Diloco, nobody_returns_from_a_rehearsal_before_all_have_come_with_a_payload_of_the_largest_fragment) {
+    const Layout layout = toy_layout({128, 640, 256}, 2);
+    LocalGroup group(3);
+    std::atomic<int> arrived{0};
+    std::atomic<size_t> bytes_sent{0};
+    expect_no_errors(run_members(3, [&](int worker) {
+        LocalComm comm(group, worker, nullptr, [&](long, uint8_t*, size_t bytes) { bytes_sent = bytes; });
+        Member member(DilocoOptions(), fragments_of(layout, 1, 100), layout, comm);
+        member.start();
+        std::this_thread::sleep_for(std::chrono::milliseconds(10 * worker));
+        arrived++;
+        member.diloco.rehearse(member.main);
+        EXPECT_EQ(arrived, 3);
+    }));
+    EXPECT_EQ(bytes_sent, payload_bytes(Format::fp4, 640));
+}
+
+TEST(Diloco, a_worker_that_is_missing_at_the_rehearsal_or_of_another_format_is_named) {
+    const Layout layout = toy_layout({128}, 0);
+    auto errors = [&](bool leaves) {
+        LocalGroup group(2, 5);
+        return run_members(2, [&](int worker) {
+            DilocoOptions options;
+            if (!leaves && worker == 1) { options.format = Format::fp4_e2m1; }
+            LocalComm comm(group, worker);
+            Member member(options, fragments_of(layout, 0, 100), layout, comm);
+            member.start();
+            if (leaves && worker == 1) { return group.leave(1); }
+            member.diloco.rehearse(member.main);
+        });
+    };
+    EXPECT_EQ(errors(true)[0], "the exchange of fragment 0 (rehearsal before step 1) failed with worker 1: "
+                               "the connection was closed");
+    EXPECT_NE(errors(false)[0].find("the payload of worker 1 for fragment 0 (rehearsal before step 1) was "
+                                    "refused: its number format is"), std::string::npos);
 }
 
 TEST(Diloco, a_header_tells_the_tokens_trained_on_since_the_fragments_last_send) {
@@ -594,9 +803,7 @@ TEST(Exchange, the_wire_waits_for_a_payload_that_the_main_stream_is_still_writin
         main.enqueue([] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); });
         device::write_header(payload, make_header(sync, Format::fp32, worker, 0), main);
         device::quantize(payload, Format::fp32, Rounding(), n, 0, {global.data(), local.data()}, n, main);
-        Event ready;
-        main.record(ready);
-        exchange.start(sync, ready);
+        exchange.start(sync, main);
         EXPECT_EQ(exchange.wait(sync).size(), 2u);
         exchange.mean(mean.data(), sync, main);
         main.synchronize();

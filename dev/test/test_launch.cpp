@@ -612,9 +612,33 @@ TEST(Leaving, waits_for_all_and_reports_one_that_has_failed_instead) {
 // -----------------------------------------------------------------------------------------------------------
 // Places
 
+using Variables = std::vector<std::pair<const char*, const char*>>;
+
+// The place of a process with these variables and none else that a launcher sets.
+static Place place_in(const Variables& variables, const LaunchOptions& options) {
+    for (const char* name :
+         {"RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK",
+          "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "PMIX_NAMESPACE", "PMI_RANK", "PMI_SIZE",
+          "MPI_LOCALRANKID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID",
+          "SLURM_JOB_ID", "SLURM_STEP_ID", "DILOCO_WORKER", "DILOCO_RANK", "DILOCO_LOCAL_RANK",
+          "DILOCO_STORE"}) {
+        unsetenv(name);
+    }
+    struct Set {
+        explicit Set(const Variables& variables) : variables(variables) {
+            for (const auto& [name, value] : variables) { setenv(name, value, 1); }
+        }
+        ~Set() {
+            for (const auto& [name, value] : variables) { unsetenv(name); }
+        }
+        const Variables& variables;
+    } set(variables);
+    return find_place(options);
+}
+
 struct EnvironmentCase {
     const char* name;
-    std::vector<std::pair<const char*, const char*>> variables;
+    Variables variables;
     int workers, ranks, worker;
     bool store;
     const char* expected;  // "W.R", "W.R launcher" or, of an error, its beginning
@@ -624,13 +648,6 @@ class Environments : public testing::TestWithParam<EnvironmentCase> {};
 
 TEST_P(Environments, say_the_place) {
     const EnvironmentCase& c = GetParam();
-    for (const char* name :
-         {"RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK",
-          "OMPI_COMM_WORLD_SIZE", "PMIX_NAMESPACE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS",
-          "SLURM_JOB_ID", "SLURM_STEP_ID", "DILOCO_WORKER", "DILOCO_RANK", "DILOCO_STORE"}) {
-        unsetenv(name);
-    }
-    for (const auto& [name, value] : c.variables) { setenv(name, value, 1); }
     LaunchOptions options;
     options.workers = c.workers;
     options.ranks = c.ranks;
@@ -638,24 +655,30 @@ TEST_P(Environments, say_the_place) {
     if (c.store) { options.store = "file:/tmp/x"; }
     std::string result;
     try {
-        const Place place = find_place(options);
+        const Place place = place_in(c.variables, options);
         result = format("%d.%d", place.worker, place.rank) + (place.starts_others ? " launcher" : "") +
                  (place.job.empty() ? "" : " " + place.job);
     } catch (const UserError& error) {
         result = std::string(error.what()).substr(0, strlen(c.expected));
     }
-    for (const auto& [name, value] : c.variables) { unsetenv(name); }
     EXPECT_EQ(result, c.expected);
 }
 
-static std::vector<std::pair<const char*, const char*>> torchrun(const char* rank, const char* size) {
+static Variables torchrun(const char* rank, const char* size) {
     return {{"RANK", rank}, {"WORLD_SIZE", size}, {"LOCAL_RANK", "0"}, {"TORCHELASTIC_RUN_ID", "job7"}};
 }
-static std::vector<std::pair<const char*, const char*>> mpirun(const char* rank, const char* size) {
+static Variables mpirun(const char* rank, const char* size) {
     return {{"OMPI_COMM_WORLD_RANK", rank}, {"OMPI_COMM_WORLD_SIZE", size}, {"PMIX_NAMESPACE", "prterun-x"}};
 }
-static std::vector<std::pair<const char*, const char*>> srun(const char* rank, const char* size) {
+static Variables srun(const char* rank, const char* size) {
     return {{"SLURM_PROCID", rank}, {"SLURM_NTASKS", size}, {"SLURM_JOB_ID", "12"}, {"SLURM_STEP_ID", "3"}};
+}
+
+// As one of the two tasks of a step that starts the real processes.
+static Variables in_a_slurm_job(Variables variables) {
+    for (const auto& variable : srun("0", "2")) { variables.push_back(variable); }
+    variables.emplace_back("SLURM_LOCALID", "0");
+    return variables;
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -712,6 +735,17 @@ INSTANTIATE_TEST_SUITE_P(
         EnvironmentCase{"mpirun", mpirun("3", "4"), 2, 2, -1, true, "1.1 prterun-x"},
         EnvironmentCase{"mpirun_wrong_world", mpirun("0", "1"), 2, 2, -1, true,
                         "mpirun started 1 processes but 2 workers x 2 ranks are 4"},
+        EnvironmentCase{"mpirun_of_mpich",
+                        {{"PMI_RANK", "3"}, {"PMI_SIZE", "4"}, {"MPI_LOCALRANKID", "1"}},
+                        2,
+                        2,
+                        -1,
+                        true,
+                        "1.1"},
+        EnvironmentCase{"mpirun_in_a_slurm_job", in_a_slurm_job(mpirun("3", "4")), 2, 2, -1, true,
+                        "1.1 prterun-x"},
+        EnvironmentCase{"torchrun_in_a_slurm_job", in_a_slurm_job(torchrun("3", "4")), 2, 2, -1, true,
+                        "1.1 job7"},
         EnvironmentCase{"srun", srun("3", "4"), 2, 2, -1, true, "1.1 12.3"},
         EnvironmentCase{"srun_wrong_world", srun("3", "5"), 2, 2, -1, true, "srun started 5 processes but"},
         EnvironmentCase{"srun_step_of_a_larger_job",
@@ -734,3 +768,23 @@ INSTANTIATE_TEST_SUITE_P(
                         false,
                         "0.0 launcher"}),
     [](const auto& info) { return std::string(info.param.name); });
+
+static int local_rank_in(const Variables& variables) {
+    LaunchOptions options;
+    options.workers = options.ranks = 2;
+    options.store = "file:/tmp/x";
+    return place_in(variables, options).local_rank;
+}
+
+TEST(LocalRank, is_what_the_program_says_that_started_the_processes) {
+    Variables job = in_a_slurm_job(mpirun("3", "4"));
+    EXPECT_EQ(local_rank_in(job), 0);
+    job.emplace_back("OMPI_COMM_WORLD_LOCAL_RANK", "3");
+    EXPECT_EQ(local_rank_in(job), 3);
+    job.insert(job.end(), {{"DILOCO_WORKER", "0"}, {"DILOCO_RANK", "1"}, {"DILOCO_LOCAL_RANK", "2"}});
+    EXPECT_EQ(local_rank_in(job), 2);
+    EXPECT_EQ(local_rank_in({{"SLURM_LOCALID", "5"}, {"LOCAL_RANK", "6"}}), 0);
+    EXPECT_EQ(
+        local_rank_in({{"RANK", "2"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "1"}, {"MPI_LOCALRANKID", "3"}}),
+        1);
+}

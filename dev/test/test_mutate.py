@@ -1,6 +1,7 @@
-"""The tool that breaks kernels: what it finds in a source, and that its verdicts are right."""
+"""The tool that breaks the CUDA trainer: what it finds in a source, and that its verdicts are right."""
 
 import dataclasses
+import json
 import re
 import sys
 
@@ -9,9 +10,9 @@ import pytest
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "dev"))
-import mutate  # noqa: E402
+from mutation import host, kernel_tests, kernels, orders, report, source  # noqa: E402
 
-SOURCE = """#pragma once
+KERNELS = """#pragma once
 // if (i < n) { __syncthreads(); }
 constexpr float log2_e = 1.44269504f;
 constexpr int tile = 64;
@@ -43,12 +44,12 @@ inline void sum(float* out, const float* inp, int n, Stream& stream) {
 """
 
 
-def changes(source=SOURCE):
-    return mutate.Source("x.cuh", source).changes
+def changes(text=KERNELS):
+    return kernels.KernelSource("x.cuh", text).changes
 
 
-def becomes(kind, source=SOURCE):
-    return [change.becomes for change in changes(source) if change.kind == kind]
+def becomes(kind, text=KERNELS):
+    return [change.becomes for change in changes(text) if change.kind == kind]
 
 
 @pytest.mark.parametrize(
@@ -89,14 +90,14 @@ def test_each_kind_finds_its_place(kind, line):
 
 def test_comments_texts_and_what_the_compiler_checks_stay():
     for change in changes():
-        changed = mutate.changed(SOURCE, change)
+        changed = source.changed(KERNELS, change)
         for kept in ("// if (i < n) { __syncthreads(); }", '"sum: n < 1: nothing to sum"', "constexpr int tile = 64;",
                      'static_assert(size % 32 == 0, "a < b");', "__launch_bounds__(128, 2)", "template <int size>"):
             assert kept in changed, change.id
 
 
 def test_only_what_the_emulated_build_compiles_is_changed():
-    source = """__device__ int f(int a) {
+    text = """__device__ int f(int a) {
 #ifdef __CUDACC__
     return a + 1;
 #else
@@ -104,12 +105,12 @@ def test_only_what_the_emulated_build_compiles_is_changed():
 #endif
 }
 """
-    assert [change.becomes for change in changes(source)] == ["return a + 2;"]
+    assert [change.becomes for change in changes(text)] == ["return a + 2;"]
 
 
 def test_of_the_seam_only_the_reductions_are_changed():
     file = "llmc/cuda/device.cuh"
-    functions = {change.function for change in mutate.Source(file, (ROOT / file).read_text()).changes}
+    functions = {change.function for change in kernels.KernelSource(file, (ROOT / file).read_text()).changes}
     assert {"warp_reduce", "block_reduce", "shuffle_xor"} <= functions
     assert not functions & {"launch", "load_matrix_x4", "copy_async_16"}
 
@@ -119,36 +120,38 @@ def test_names_of_changes_are_stable_and_differ():
     assert first == again
     assert len({change.id for change in first}) == len(first)
     barrier = next(change for change in first if change.kind == "barrier")
-    line = SOURCE[: SOURCE.index("        __syncthreads();")].count("\n") + 1
+    line = KERNELS[: KERNELS.index("        __syncthreads();")].count("\n") + 1
     assert (barrier.id, barrier.function) == (f"x.cuh:{line}:barrier:1", "sum_kernel")
-    moved = next(change for change in changes("\n" + SOURCE) if change.kind == "barrier")
+    moved = next(change for change in changes("\n" + KERNELS) if change.kind == "barrier")
     assert moved.id == f"x.cuh:{line + 1}:barrier:1"
     assert (moved.was, moved.becomes) == (barrier.was, barrier.becomes)
 
 
 def test_a_selection_has_each_kind_in_each_function_and_every_barrier_wait_and_mask():
     everything = changes()
-    selected = mutate.selection(everything, 25)
-    assert selected == mutate.selection(everything, 25)
+    selected = kernels.selection(everything, 25)
+    assert selected == kernels.selection(everything, 25)
     assert {(change.function, change.kind) for change in selected} == \
         {(change.function, change.kind) for change in everything}
-    for kind in mutate.ALWAYS:
+    for kind in kernels.ALWAYS:
         assert [change for change in selected if change.kind == kind] == \
             [change for change in everything if change.kind == kind]
-    assert len(mutate.selection(everything, len(everything))) == len(everything)
+    assert len(kernels.selection(everything, len(everything))) == len(everything)
 
 
-def test_explanations_are_found_by_the_text_of_the_line():
+def test_explanations_are_found_by_the_function_and_the_text_of_the_line():
     change = next(change for change in changes() if change.kind == "mask")
-    text = f"# Title\n\n`x.cuh`: a reason\nof two lines.\n\n{mutate.difference(change)}\n"
-    (entry,) = mutate.read_explanations(text)
+    text = f"# Title\n\n`x.cuh`, `{change.function}`: a reason\nof two lines.\n\n{report.difference(change)}\n"
+    (entry,) = report.read_explanations(text)
     assert entry.reason == "a reason of two lines."
-    assert entry.is_of(change) and not entry.is_of(dataclasses.replace(change, file="y.cuh"))
+    assert entry.is_of(change)
+    assert not entry.is_of(dataclasses.replace(change, file="y.cuh"))
+    assert not entry.is_of(dataclasses.replace(change, function="its_twin"))
 
 
 def test_the_committed_explanations_have_a_reason_and_a_file_each():
-    text = mutate.SURVIVORS.read_text()
-    found = mutate.read_explanations(text)
+    text = report.SURVIVORS.read_text()
+    found = report.read_explanations(text)
     assert len(found) == len(re.findall(r"^    \+", text, re.MULTILINE))
     for entry in found:
         assert entry.reason and entry.was != entry.becomes and (ROOT / entry.file).exists(), entry
@@ -156,27 +159,120 @@ def test_the_committed_explanations_have_a_reason_and_a_file_each():
 
 def test_an_unexplained_survivor_or_an_explanation_that_is_not_so_fails_the_run(capsys):
     everything = changes()
-    verdicts = [mutate.Verdict(change, "killed") for change in everything]
-    assert mutate.report(verdicts, [], everything)
+    verdicts = [report.Verdict(change, "killed") for change in everything]
+    assert report.report(verdicts, [], everything)
     verdicts[0].outcome = "survived"
-    assert not mutate.report(verdicts, [], everything)
-    first = mutate.Explanation("x.cuh", everything[0].was, everything[0].becomes, "reason")
+    assert not report.report(verdicts, [], everything)
+    first = report.Explanation("x.cuh", everything[0].function, everything[0].was, everything[0].becomes, "reason")
     share = 1 - 1 / len(everything)
-    assert mutate.report(verdicts, [first], everything) == (share >= mutate.LEAST_KILLED)
+    assert report.report(verdicts, [first], everything) == (share >= report.LEAST_KILLED)
     verdicts[0].outcome = "killed"
-    assert not mutate.report(verdicts, [first], everything)
+    assert not report.report(verdicts, [first], everything)
     verdicts[0].outcome = "not compiled"
-    assert not mutate.report(verdicts, [dataclasses.replace(first, was="another line")], everything)
+    assert not report.report(verdicts, [dataclasses.replace(first, was="another line")], everything)
     assert "no such change any more" in capsys.readouterr().out
+
+
+HOST = """#pragma once
+// stream.wait(event);
+struct Trainer {
+    void wait(const Event& event) { stream.enqueue([=](cudaStream_t on) { cudaCheck(cudaStreamWaitEvent(on, event)); }); }
+    bool query() const {
+        const cudaError_t status = cudaEventQuery(event);
+        return status == cudaSuccess && host.query();
+    }
+};
+inline void hand_over(Trainer& t) {
+    t.main.record(t.event);
+    t.comm.wait(t.event);
+}
+inline void order(Stream& before, Stream& after, Event& event) {
+    before.record(event);
+    after.wait(event);
+}
+inline void step(Trainer& t, long n) {
+    if (!t.event.query()) { throw std::logic_error("not seen"); }
+    hand_over(t);
+    order(t.main, *t.copies, t.event);
+    settle(locked([&] { return ncclAllGather(t.comm); }), "ncclAllGather");
+    check(cublasLtCreate(&t.handle), "cannot begin");
+    until(query());
+    check();
+    for (long i = 0; i < n; i++) { t.main.wait(t.gathered[i]); }
+    while (!t.done.query()) { t.stream.synchronize(); }
+}
+"""
+
+
+def host_source():
+    return host.read_sources(["x.h"], lambda file: HOST)[0]
+
+
+def test_of_the_host_side_what_orders_or_waits_is_found_and_nothing_else():
+    assert [(change.kind, change.function, change.becomes) for change in host_source().changes] == [
+        ("event-wait", "wait", "void wait(const Event& event) { stream.enqueue([=](cudaStream_t on) { ; }); }"),
+        ("poll", "query", "const cudaError_t status = cudaSuccess;"),
+        ("poll", "query", "return status == cudaSuccess && true;"),
+        ("record", "hand_over", ";"),
+        ("event-wait", "hand_over", ";"),
+        ("record", "order", ";"),
+        ("event-wait", "order", ";"),
+        ("order", "step", "hand_back(t);"),
+        ("order", "step", ";"),
+        ("order", "step", ";"),
+        ("order", "step", "order(*t.copies, t.main, t.event);"),
+        ("poll", "step", "locked([&] { return ncclAllGather(t.comm); });"),
+        ("check", "step", ";"),
+        ("event-wait", "step", "for (long i = 0; i < n; i++) { ; }"),
+        ("poll", "step", "while (!true) { t.stream.synchronize(); }"),
+        ("synchronize", "step", "while (!t.done.query()) { ; }"),
+    ]
+
+
+def test_all_changes_of_the_host_side_are_in_one_program_and_one_is_chosen():
+    found = host_source()
+    text = host.with_all_changes(found, lambda change: found.changes.index(change) + 1)
+    for line in ("if (mutated(1)) { ; } else { cudaCheck(cudaStreamWaitEvent(on, event)); }",
+                 "const cudaError_t status = (mutated(2) ? cudaSuccess : cudaEventQuery(event));",
+                 "return status == cudaSuccess && (mutated(3) ? true : host.query());",
+                 "if (mutated(4)) { ; } else { t.main.record(t.event); }",
+                 "if (mutated(9)) { ; } else if (mutated(8)) { hand_back(t); } else { hand_over(t); }",
+                 "while (!(mutated(15) ? true : t.done.query())) {", "// stream.wait(event);"):
+        assert line in text
+    assert text.count("mutated(") == len(found.changes)
+
+
+def test_every_file_of_the_host_side_is_searched():
+    names = {path.relative_to(ROOT).as_posix() for pattern in host.FILES for path in ROOT.glob(pattern)}
+    found = {found.file for found in host.read_sources(sorted(names), lambda file: (ROOT / file).read_text())}
+    assert {"train_gpt.cu", "streaming/diloco.h", "streaming/exchange.h", "llmc/upload.h", "llmc/cuda/stream.cuh",
+            "llmc/cuda/comm_nccl.cuh", "llmc/cuda/comm_staged.cuh", "llmc/cuda/memory.cuh"} <= found
+
+
+def test_a_run_is_seen_by_models_samples_and_numbers_but_not_by_times(tmp_path):
+    row = {"type": "eval", "step": 2, "time": 0.5, "loss": 4.25}
+    (tmp_path / "model_00000002.bin").write_bytes(b"weights")
+
+    def seen(sample="abc", **changed):
+        (tmp_path / "metrics.jsonl").write_text(json.dumps({**row, **changed}) + "\n")
+        return orders.Seen.of(tmp_path, f"sample after step 2:\n---\n{sample}\n---\n1.5 s\n")
+
+    first = seen()
+    assert first.difference(seen(time=0.75)) == ""
+    assert first.difference(seen(loss=4.5)) == "other eval in metrics.jsonl"
+    assert first.difference(seen(loss=None)) == "other eval in metrics.jsonl"
+    assert first.difference(seen("abd")) == "other sample"
+    (tmp_path / "model_00000002.bin").write_bytes(b"Weights")
+    assert first.difference(seen()) == "other model"
 
 
 def test_a_missing_barrier_is_killed_and_an_unchanged_program_is_not(tmp_path):
     """One real build: the test of the reductions."""
-    tree = mutate.Tree(tmp_path)
+    tree = kernel_tests.Tree(tmp_path)
     file = "llmc/cuda/device.cuh"
-    source = mutate.Source(file, tree.read(file))
-    barrier = next(change for change in source.changes if change.kind == "barrier" and change.function == "block_reduce")
-    mutator = mutate.Mutator(tree, 1)
+    found = kernels.KernelSource(file, tree.read(file)).changes
+    barrier = next(change for change in found if change.kind == "barrier" and change.function == "block_reduce")
+    mutator = kernel_tests.Mutator(tree, 1)
     verdict = mutator.try_change(barrier)
     assert (verdict.outcome, verdict.by.split(":")[0]) == ("killed", "plain test_device")
     broken = mutator.try_change(dataclasses.replace(barrier, text=")"))

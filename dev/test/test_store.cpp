@@ -7,6 +7,8 @@
 
 #include "dev/test/processes.h"
 #include "llmc/store.h"
+#include "llmc/store_redis.h"
+#include "llmc/stores.h"
 
 enum class Kind { folder, redis, memory, prefix };
 

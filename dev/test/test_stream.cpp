@@ -169,3 +169,35 @@ TEST(Stream, dropped_work_gives_back_what_it_holds) {
         EXPECT_EQ(held.use_count(), 1);
     }
 }
+
+TEST(Timestamp, tells_when_the_stream_came_there_not_when_it_was_asked_to) {
+    Stream stream(Stream::Kind::communicate);
+    Gate gate;
+    Timestamp begin, end;
+    Event first_done;
+    stream.stamp(begin);
+    stream.record(first_done);
+    stream.enqueue([&] { gate.pass(); });
+    stream.stamp(end);
+    first_done.synchronize();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    gate.open();
+    stream.synchronize();
+    EXPECT_GE(seconds_between(begin, end), 0.02);
+    EXPECT_EQ(seconds_between(begin, begin), 0);
+}
+
+TEST(Timestamp, stamping_again_makes_a_new_one_and_a_copy_keeps_the_old_one) {
+    Stream stream;
+    Timestamp timestamp, second;
+    stream.stamp(timestamp);
+    EXPECT_FALSE(timestamp.is_shared());
+    const Timestamp old = timestamp;
+    EXPECT_TRUE(timestamp.is_shared());
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    stream.stamp(timestamp);
+    stream.stamp(second);
+    EXPECT_GE(seconds_between(old, timestamp), 0.002);
+    EXPECT_GE(seconds_between(timestamp, second), 0);
+    EXPECT_FALSE(old.is_shared());
+}

@@ -4,39 +4,23 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
-#include <utility>
+
+#include "llmc/owned_array.h"
 
 namespace cpu {
 
-template <class T>
-class Buffer {
-public:
-    Buffer() = default;
-    explicit Buffer(long count) : count_(count) {
-        size_t bytes = (size_t(count) * sizeof(T) + 63) / 64 * 64;
-        data_ = static_cast<T*>(std::aligned_alloc(64, bytes == 0 ? 64 : bytes));
-        if (!data_) { throw std::bad_alloc(); }
-        memset(static_cast<void*>(data_), 0, bytes);
+struct AlignedMemory {
+    static void* take(size_t bytes) {
+        const size_t whole = (bytes + 63) / 64 * 64;  // as aligned_alloc wants it
+        void* p = std::aligned_alloc(64, whole);
+        if (!p) { throw std::bad_alloc(); }
+        return memset(p, 0, whole);
     }
-    Buffer(Buffer&& other) noexcept
-        : data_(std::exchange(other.data_, nullptr)), count_(std::exchange(other.count_, 0)) {}
-    Buffer& operator=(Buffer&& other) noexcept {
-        std::swap(data_, other.data_);
-        std::swap(count_, other.count_);
-        return *this;
-    }
-    ~Buffer() { free(data_); }
-
-    T* data() { return data_; }
-    const T* data() const { return data_; }
-    operator T*() { return data_; }
-    operator const T*() const { return data_; }
-    long count() const { return count_; }
-
-private:
-    T* data_ = nullptr;
-    long count_ = 0;
+    static void give_back(void* p) { free(p); }
 };
+
+template <class T>
+using Buffer = OwnedArray<T, AlignedMemory>;
 
 template <class T>
 using HostBuffer = Buffer<T>;

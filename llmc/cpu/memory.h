@@ -1,24 +1,25 @@
 // Copies, casts and the few scalars of a step (loss, gradient norm, clip scale). Nothing here makes the host
-// wait but copy_to_host, so that on a GPU they stay on the device. On the CPU all run at once: they are for
-// the main stream.
+// wait but copy_to_host, so that on a GPU they stay on the device. On the CPU all run at once, for the main
+// stream, but the two copies that do not wait: they are for every stream.
 #pragma once
 #include <cmath>
 #include <cstring>
 
+#include "llmc/clip.h"
 #include "llmc/floatx.h"
 #include "llmc/stream.h"
 
 namespace cpu {
 
 template <class T>
-inline void copy_to_device(T* out, const T* inp, long n, Stream&) {
-    memcpy(out, inp, size_t(n) * sizeof(T));
+inline void copy_to_device(T* out, const T* inp, long n, Stream& stream) {
+    stream.enqueue([=] { memcpy(out, inp, size_t(n) * sizeof(T)); });
 }
 
 // The host has the values when the stream has come past this. out: of the host, on a GPU a HostBuffer
 template <class T>
-inline void copy_to_host_later(T* out, const T* inp, long n, Stream&) {
-    memcpy(out, inp, size_t(n) * sizeof(T));
+inline void copy_to_host_later(T* out, const T* inp, long n, Stream& stream) {
+    stream.enqueue([=] { memcpy(out, inp, size_t(n) * sizeof(T)); });
 }
 
 // Returns when the host has the values.
@@ -46,10 +47,10 @@ inline void add_scaled_sum(float* out, const float* values, long n, float scale,
     *out += float(sum * scale);
 }
 
-// *norm = sqrt(*norm_squared);  *scale = min(1, clip / norm), or 1 for clip 0; NaN where norm is not finite.
+// *norm = sqrt(*norm_squared);  *scale = clip_factor(*norm, clip).
 inline void clip_scale(float* norm, float* scale, const float* norm_squared, float clip, Stream&) {
     *norm = sqrtf(*norm_squared);
-    *scale = !std::isfinite(*norm) ? NAN : clip > 0 && *norm > clip ? clip / *norm : 1.0f;
+    *scale = clip_factor(*norm, clip);
 }
 
 }  // namespace cpu

@@ -1,9 +1,11 @@
-// Stream and Event: work in order, and points in that order that others can wait for.
+// Stream, Event, Timestamp: work in order, points in that order that others can wait for, and when a stream
+// came to a point.
 //
 // On the CPU, a stream that computes runs its work at once on the calling thread: the main stream. One that
 // communicates is a thread with a first-in-first-out queue. An exception there stops it: what was queued
 // behind is dropped, and every later event carries the exception to who asks.
 #pragma once
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -54,6 +56,25 @@ private:
     std::shared_ptr<State> state;
 };
 
+// When a stream came to a point. Stamping it again makes a new one; copies refer to the same one.
+class Timestamp {
+public:
+    // There are copies, so that stamping it again could not reuse what it holds.
+    bool is_shared() const { return moment.use_count() > 1; }
+
+private:
+    friend class Stream;
+    friend double seconds_between(const Timestamp& begin, const Timestamp& end);
+    using Clock = std::chrono::steady_clock;
+
+    std::shared_ptr<Clock::time_point> moment;
+};
+
+// Of two stamps that are complete: the host has seen a later event of their streams complete.
+inline double seconds_between(const Timestamp& begin, const Timestamp& end) {
+    return std::chrono::duration<double>(*end.moment - *begin.moment).count();
+}
+
 class Stream {
 public:
     // hosted is for what needs the host on its way (llmc/cuda/stream.cuh): here all that communicates does.
@@ -88,17 +109,23 @@ public:
 
     // `event` completes when everything enqueued so far has.
     void record(Event& event) {
+        event.state = nullptr;
+        if (!worker.joinable()) { return; }
         event.state = std::make_shared<Event::State>();
-        if (!worker.joinable()) {
-            Event::complete(*event.state, nullptr);
-            return;
-        }
         push({nullptr, event.state});
     }
 
     // What is enqueued from now on runs after `event`.
     void wait(const Event& event) {
         enqueue([event] { event.synchronize(); });
+    }
+
+    // `timestamp` is the time at which everything enqueued so far has been done.
+    void stamp(Timestamp& timestamp) {
+        if (!timestamp.moment || timestamp.is_shared()) {
+            timestamp.moment = std::make_shared<Timestamp::Clock::time_point>();
+        }
+        enqueue([moment = timestamp.moment] { *moment = Timestamp::Clock::now(); });
     }
 
     // Blocks until everything enqueued so far is done. Throws what it threw.

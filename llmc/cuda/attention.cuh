@@ -600,7 +600,7 @@ void backward(bf16* dqkv, const bf16* dout, const bf16* out, const bf16* qkv, co
 inline void attention_forward(__nv_bfloat16* out, float* lse, const __nv_bfloat16* qkv, int B, int T, int C,
                               int NH, Stream& stream) {
     const int hs = attention_head_size(B, T, C, NH);
-    require_aligned("attention_forward", {out, qkv});
+    require_aligned("an array of attention_forward", {out, qkv});
     if (hs == 64) {
         attention::forward<64>(out, lse, qkv, B, T, C, stream);
     } else {
@@ -614,7 +614,7 @@ inline void attention_backward(__nv_bfloat16* dqkv, const __nv_bfloat16* dout, c
                                const __nv_bfloat16* qkv, const float* lse, int B, int T, int C, int NH,
                                Stream& stream) {
     const int hs = attention_head_size(B, T, C, NH);
-    require_aligned("attention_backward", {dqkv, dout, out, qkv});
+    require_aligned("an array of attention_backward", {dqkv, dout, out, qkv});
     if (hs == 64) {
         attention::backward<64>(dqkv, dout, out, qkv, lse, B, T, C, stream);
     } else {

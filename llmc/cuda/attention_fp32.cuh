@@ -323,7 +323,7 @@ void backward(float* dqkv, const float* dout, const float* out, const float* qkv
 inline void attention_forward(float* out, float* lse, const float* qkv, int B, int T, int C, int NH,
                               Stream& stream) {
     const int hs = attention_head_size(B, T, C, NH);
-    require_aligned("attention_forward", {out, qkv});
+    require_aligned("an array of attention_forward", {out, qkv});
     if (hs == 64) {
         attention_fp32::forward<64>(out, lse, qkv, B, T, C, stream);
     } else {
@@ -336,7 +336,7 @@ inline void attention_forward(float* out, float* lse, const float* qkv, int B, i
 inline void attention_backward(float* dqkv, const float* dout, const float* out, const float* qkv,
                                const float* lse, int B, int T, int C, int NH, Stream& stream) {
     const int hs = attention_head_size(B, T, C, NH);
-    require_aligned("attention_backward", {dqkv, dout, out, qkv});
+    require_aligned("an array of attention_backward", {dqkv, dout, out, qkv});
     if (hs == 64) {
         attention_fp32::backward<64>(dqkv, dout, out, qkv, lse, B, T, C, stream);
     } else {

@@ -2,48 +2,30 @@
 // write it: see llmc/cuda/memory.cuh.
 #pragma once
 #include <new>
-#include <utility>
 
 #include "llmc/cuda/device.cuh"
+#include "llmc/owned_array.h"
 
 namespace cuda {
 
-template <class T>
-class Buffer {
-public:
-    Buffer() = default;
-    // Throws std::bad_alloc where the device has no more memory.
-    explicit Buffer(long count) : count_(count) {
-        if (count == 0) { return; }
+struct GpuMemory {
+    // Waits for the whole device: for what is taken before step 1.
+    static void* take(size_t bytes) {
         void* p = nullptr;
-        const cudaError_t status = cudaMalloc(&p, size_t(count) * sizeof(T));
+        const cudaError_t status = cudaMalloc(&p, bytes);
         if (status == cudaErrorMemoryAllocation) {
-            cudaGetLastError();
+            cudaGetLastError();  // it stays there for the next launch to find
             throw std::bad_alloc();
         }
         cudaCheck(status);
-        data_ = static_cast<T*>(p);
-        cudaCheck(cudaMemset(p, 0, size_t(count) * sizeof(T)));
+        cudaCheck(cudaMemset(p, 0, bytes));
         cudaCheck(cudaDeviceSynchronize());  // other streams do not wait for the memset
+        return p;
     }
-    Buffer(Buffer&& other) noexcept
-        : data_(std::exchange(other.data_, nullptr)), count_(std::exchange(other.count_, 0)) {}
-    Buffer& operator=(Buffer&& other) noexcept {
-        std::swap(data_, other.data_);
-        std::swap(count_, other.count_);
-        return *this;
-    }
-    ~Buffer() { cudaFree(data_); }
-
-    T* data() { return data_; }
-    const T* data() const { return data_; }
-    operator T*() { return data_; }
-    operator const T*() const { return data_; }
-    long count() const { return count_; }
-
-private:
-    T* data_ = nullptr;
-    long count_ = 0;
+    static void give_back(void* p) { cudaFree(p); }
 };
+
+template <class T>
+using Buffer = OwnedArray<T, GpuMemory>;
 
 }  // namespace cuda

@@ -4,6 +4,7 @@
 // A call of a non-blocking communicator may return before NCCL has enqueued anything; an event recorded then
 // would complete at once. So each call here is polled until NCCL says that it is no longer in progress.
 // An aborted or failed collective lets its event complete, too: wait() asks the communicator after the event.
+// NCCL does not say which member failed: all report what the first to know has written down (cause.h).
 #pragma once
 #include <nccl.h>
 
@@ -14,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "llmc/cause.h"
 #include "llmc/comm.h"
 #include "llmc/store.h"
 #include "llmc/stream.h"
@@ -29,15 +31,14 @@ struct NcclOptions {
 class NcclComm : public ::Comm {
 public:
     // Throws CommError when not all members have come within the group's timeout.
-    NcclComm(const CommGroup& group, const NcclOptions& options)
-        : my_rank(group.rank), my_size(group.size), timeout(group.timeout), options(options) {
+    NcclComm(const CommGroup& group, const NcclOptions& options) : group(group), options(options) {
         const std::string key = group.name + "/nccl";
-        const ncclUniqueId id = share_id(group.store, key);
+        const ncclUniqueId id = share_id(key);
         ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
         config.blocking = options.blocking ? 1 : 0;
         if (options.max_ctas > 0) { config.minCTAs = config.maxCTAs = options.max_ctas; }
-        settle(ncclCommInitRankConfig(&comm, my_size, id, my_rank, &config), "ncclCommInitRankConfig");
-        if (my_rank == 0) { group.store.remove(key); }
+        settle(ncclCommInitRankConfig(&comm, size(), id, rank(), &config), "ncclCommInitRankConfig");
+        if (rank() == 0) { group.store.remove(key); }
     }
     NcclComm(const NcclComm&) = delete;
     NcclComm& operator=(const NcclComm&) = delete;
@@ -45,8 +46,8 @@ public:
     // Gives up what is under way: whoever wants its result has waited for it.
     ~NcclComm() override { ncclCommAbort(comm); }
 
-    int rank() const override { return my_rank; }
-    int size() const override { return my_size; }
+    int rank() const override { return group.rank; }
+    int size() const override { return group.size; }
 
     void all_gather(void* out, const void* inp, size_t bytes, Stream& stream, Traffic* traffic) override {
         call("ncclAllGather", bytes, stream, traffic,
@@ -58,7 +59,7 @@ public:
         const char* const from = static_cast<const char*>(inp);
         call("all-to-all", bytes, stream, traffic, [&] {
             require(ncclGroupStart(), "ncclGroupStart");
-            for (int peer = 0; peer < my_size; peer++) {
+            for (int peer = 0; peer < size(); peer++) {
                 grouped(ncclSend(from + size_t(peer) * bytes, bytes, ncclUint8, peer, comm, stream));
                 grouped(ncclRecv(to + size_t(peer) * bytes, bytes, ncclUint8, peer, comm, stream));
             }
@@ -81,22 +82,19 @@ public:
 
     // While another thread is in a call, it is that one that will see.
     void check() override {
-        const std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
-        if (!lock.owns_lock()) { return; }
-        const ncclResult_t state = state_of_calls();
-        if (state != ncclInProgress) { require(state, "a collective"); }
+        std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
+        if (lock.owns_lock()) { check_calls(lock); }
     }
 
     void wait(const Event& event) override {
-        Patience patience(timeout);
+        Patience patience(group.timeout);
         while (!event.query()) {
             check();
-            if (patience.is_over()) {
-                throw CommError(-1, format("no answer within %.0f s (--timeout)", timeout));
-            }
+            if (patience.is_over()) { fail_waiting("an exchange"); }
             std::this_thread::sleep_for(between_polls);
         }
-        check();
+        std::unique_lock<std::mutex> lock(mutex);
+        check_calls(lock);
         add_times();
     }
 
@@ -107,19 +105,17 @@ private:
     };
 
     // The id that rank 0 draws, through the store.
-    ncclUniqueId share_id(Store& store, const std::string& key) const {
+    ncclUniqueId share_id(const std::string& key) const {
         ncclUniqueId id;
-        if (my_rank == 0) {
+        if (rank() == 0) {
             require(ncclGetUniqueId(&id), "ncclGetUniqueId");
-            store.set(key, std::string(id.internal, sizeof id.internal));
+            group.store.set(key, std::string(id.internal, sizeof id.internal));
             return id;
         }
-        Patience patience(timeout);
+        Patience patience(group.timeout);
         std::optional<std::string> shared;
-        while (!(shared = store.try_get(key))) {
-            if (patience.is_over()) {
-                throw CommError(0, format("rank 0 did not come within %.0f s (--timeout)", timeout));
-            }
+        while (!(shared = group.store.try_get(key))) {
+            if (patience.is_over() || group.store.try_get("cause")) { fail_waiting("NCCL's id"); }
             patience.pause();
         }
         memcpy(id.internal, shared->data(), sizeof id.internal);
@@ -141,8 +137,8 @@ private:
             timings.push_back(timing);
         }
         if (traffic) {
-            traffic->bytes_sent += size_t(my_size - 1) * bytes;
-            traffic->bytes_received += size_t(my_size - 1) * bytes;
+            traffic->bytes_sent += size_t(size() - 1) * bytes;
+            traffic->bytes_received += size_t(size() - 1) * bytes;
         }
     }
 
@@ -159,15 +155,23 @@ private:
         return state;
     }
 
-    // Returns when the call is enqueued.
+    // Throws if a call has failed. `lock`: of the mutex; given back before this waits for a cause.
+    void check_calls(std::unique_lock<std::mutex>& lock) const {
+        const ncclResult_t state = state_of_calls();
+        lock.unlock();
+        if (state != ncclInProgress) { require(state, "a collective"); }
+    }
+
+    // Returns when the call is enqueued: of a non-blocking communicator its state alone says so, whatever the
+    // call has returned.
     void settle(ncclResult_t result, const char* name) {
-        Patience patience(timeout);
+        if (!options.blocking && result == ncclSuccess) { result = ncclInProgress; }
+        Patience patience(group.timeout);
         while (result == ncclInProgress) {
             result = locked([&] { return state_of_calls(); });
-            if (patience.is_over()) {
-                throw CommError(-1, format("%s: no answer within %.0f s (--timeout)", name, timeout));
-            }
-            if (result == ncclInProgress) { std::this_thread::sleep_for(between_polls); }
+            if (result != ncclInProgress) { break; }
+            if (patience.is_over()) { fail_waiting(name); }
+            std::this_thread::sleep_for(between_polls);
         }
         require(result, name);
     }
@@ -180,8 +184,30 @@ private:
     void require(ncclResult_t result, const char* name) const {
         if (result == ncclSuccess) { return; }
         const char* const last = ncclGetLastError(comm);
-        throw CommError(-1, format("%s: NCCL: %s%s%s", name, ncclGetErrorString(result),
-                                   last && *last ? ": " : "", last ? last : ""));
+        const std::string with = size() > 1 ? " with " + others() : "";
+        fail(format("failed in %s%s: NCCL: %s%s%s", name, with.c_str(), ncclGetErrorString(result),
+                    last && *last ? ": " : "", last ? last : ""));
+    }
+
+    [[noreturn]] void fail_waiting(const char* name) const {
+        fail(format("waited %g s (--timeout) for %s (%s)", group.timeout, others().c_str(), name));
+    }
+
+    // Reports the cause, if it is known to anyone; otherwise what this process has seen.
+    [[noreturn]] void fail(const std::string& seen) const {
+        const Cause cause = find_cause(group.store, {group.member(rank()), seen});
+        int culprit = size() - 1;
+        while (culprit >= 0 && (culprit == rank() || group.member(culprit) != cause.process)) { culprit--; }
+        throw CommError(culprit, cause.text());
+    }
+
+    // "worker 1 rank 0", "one of worker 1 rank 0 and worker 2 rank 0"
+    std::string others() const {
+        std::vector<std::string> names;
+        for (int r = 0; r < size(); r++) {
+            if (r != rank()) { names.push_back(group.member(r)); }
+        }
+        return (names.size() > 1 ? "one of " : "") + list_in_words(names);
     }
 
     // Calls end in the order in which they were made.
@@ -215,9 +241,8 @@ private:
 
     static constexpr std::chrono::microseconds between_polls{50};
 
-    int my_rank, my_size;
-    double timeout;
-    NcclOptions options;
+    const CommGroup group;
+    const NcclOptions options;
     ncclComm_t comm = nullptr;
     std::mutex mutex;  // of calls on comm
     std::deque<Timing> timings;

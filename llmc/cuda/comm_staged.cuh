@@ -54,11 +54,12 @@ private:
     template <class Work>
     void stage(void* out, size_t out_bytes, const void* inp, size_t inp_bytes, Stream& stream, Work work) {
         stream.enqueue([=](cudaStream_t on) {
-            cudaCheck(cudaStreamSynchronize(on));  // the copy back of the call before reads `received`
+            const auto query = [on] { return cudaStreamQuery(on); };
+            wait_until_complete(query);  // the copy back of the call before reads `received`
             reserve(sent, inp_bytes);
             reserve(received, out_bytes);
             cudaCheck(cudaMemcpyAsync(sent.data(), inp, inp_bytes, cudaMemcpyDeviceToHost, on));
-            cudaCheck(cudaStreamSynchronize(on));
+            wait_until_complete(query);
             work(received.data(), sent.data());
             cudaCheck(cudaMemcpyAsync(out, received.data(), out_bytes, cudaMemcpyHostToDevice, on));
         });

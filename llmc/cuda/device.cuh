@@ -14,6 +14,9 @@
 #endif
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
+#include <stdexcept>
+#include <type_traits>
 #ifdef __CUDACC__
 #include <map>
 #include <mutex>
@@ -74,13 +77,29 @@ void launch(void (*kernel)(P...), const Grid& grid, typename Parameter<P>::type.
     if (grid.shared_bytes > without_asking) {
         allow_shared_memory(reinterpret_cast<const void*>(kernel), grid);
     }
-    kernel<<<grid.blocks, grid.threads, grid.shared_bytes, grid.stream>>>(arguments...);
+    // Its own status, which <<< >>> would leave to cudaGetLastError: that may hold an older call's error.
+    void* pointers[] = {static_cast<void*>(&arguments)..., nullptr};
+    cudaCheck(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid.blocks, grid.threads, pointers,
+                               grid.shared_bytes, grid.stream),
+              grid.site);
 #else
     emulator::launch({reinterpret_cast<const void*>(kernel), grid.blocks, grid.threads, grid.shared_bytes,
                       grid.stream, grid.site},
                      [=] { kernel(arguments...); });
+    cudaCheck(cudaGetLastError(), grid.site);  // stricter: nor may an older call's error be left there
 #endif
-    cudaCheck(cudaGetLastError(), grid.site);
+}
+
+// Blocks of `threads` threads for `count` threads' work.
+inline unsigned blocks_for(long count, long threads) { return unsigned((count + threads - 1) / threads); }
+
+// What kernels move so many bytes at a time begins at a multiple of them.
+inline void require_aligned(const char* what, std::initializer_list<const void*> arrays, size_t bytes = 16) {
+    for (const void* array : arrays) {
+        if (reinterpret_cast<uintptr_t>(array) % bytes != 0) {
+            throw std::invalid_argument(format("%s is not aligned to %zu bytes", what, bytes));
+        }
+    }
 }
 
 // ---- shared memory
@@ -102,35 +121,47 @@ void launch(void (*kernel)(P...), const Grid& grid, typename Parameter<P>::type.
 #define DYNAMIC_SHARED(name) unsigned char* name = static_cast<unsigned char*>(emulator::dynamic_shared())
 #endif
 
-// ---- 16 bytes of global or shared memory in one instruction; 16-byte aligned
+// ---- 16 bytes of global or shared memory in one instruction, or 8; aligned to as many
+//
+// The lanes of a warp have neighbouring packs, so that each instruction moves whole 32-byte sectors. Where a
+// kernel has arrays of floats and of bf16, a thread has four of both: Pack<float> and Pack<bf16, 4>.
 
-template <class T>
-struct alignas(16) Pack {
-    static constexpr int size = 16 / sizeof(T);
+template <class T, int count = 16 / int(sizeof(T))>
+struct alignas(count * sizeof(T)) Pack {
+    static constexpr int size = count;
     T values[size];
     __device__ T& operator[](int i) { return values[i]; }
     __device__ const T& operator[](int i) const { return values[i]; }
 };
 
-template <class T>
-__device__ inline Pack<T> load_pack(const T* p, [[maybe_unused]] Site site = Site::here()) {
+// What one instruction moves of a pack.
+template <class P>
+using PackBits = std::conditional_t<sizeof(P) == 16, int4, int2>;
+
+template <class T, int count = Pack<T>::size>
+__device__ inline Pack<T, count> load_pack(const T* p, [[maybe_unused]] Site site = Site::here()) {
+    using Bits = PackBits<Pack<T, count>>;
+    static_assert(sizeof(Bits) == sizeof(Pack<T, count>), "16 bytes or 8");
 #ifndef __CUDACC__
-    emulator::check_aligned(p, 16, site);
+    emulator::check_aligned(p, sizeof(Bits), site);
 #endif
-    const int4 bits = *reinterpret_cast<const int4*>(p);
-    Pack<T> pack;
-    memcpy(&pack, &bits, 16);
+    const Bits bits = *reinterpret_cast<const Bits*>(p);
+    Pack<T, count> pack;
+    memcpy(&pack, &bits, sizeof bits);
     return pack;
 }
 
-template <class T>
-__device__ inline void store_pack(T* p, const Pack<T>& pack, [[maybe_unused]] Site site = Site::here()) {
+template <class T, int count>
+__device__ inline void store_pack(T* p, const Pack<T, count>& pack,
+                                  [[maybe_unused]] Site site = Site::here()) {
+    using Bits = PackBits<Pack<T, count>>;
+    static_assert(sizeof(Bits) == sizeof pack, "16 bytes or 8");
 #ifndef __CUDACC__
-    emulator::check_aligned(p, 16, site);
+    emulator::check_aligned(p, sizeof(Bits), site);
 #endif
-    int4 bits;
-    memcpy(&bits, &pack, 16);
-    *reinterpret_cast<int4*>(p) = bits;
+    Bits bits;
+    memcpy(&bits, &pack, sizeof bits);
+    *reinterpret_cast<Bits*>(p) = bits;
 }
 
 // ---- asynchronous copies from global to shared memory (PTX: cp.async; sm_80 and later)
@@ -297,6 +328,14 @@ __device__ inline void mma_m16n8k16_bf16(float (&c)[4], const uint32_t (&a)[4], 
 }
 
 // ---- arithmetic in one instruction
+
+__device__ inline int bits_set(unsigned x) {
+#ifdef __CUDACC__
+    return __popc(x);
+#else
+    return __builtin_popcount(x);
+#endif
+}
 
 // 2^x (PTX: ex2.approx.ftz). Relative error at most 2^-22, as the PTX ISA has it; what is smaller than the
 // normal numbers, as argument or as result, is 0. The emulator's is exact to float.

@@ -28,38 +28,38 @@ __global__ void encoder_forward_kernel(floatX* out, const int* inp, const floatX
     }
 }
 
-// A thread has eight channels of a position and adds the batch in order, as the CPU does.
+// A thread has four channels of a position and adds the batch in order, as the CPU does.
 // Bound by memory: 2 bytes a value of dout with bf16.
 __global__ void encoder_backward_position_kernel(float* dwpe, const floatX* dout, int B, int T, int C) {
-    const int t = blockIdx.x, c = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
+    const int t = blockIdx.x, c = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
     if (c >= C) { return; }
-    float sum[8], row[8];
+    float sum[4], row[4];
     load_packs(sum, dwpe + size_t(t) * C + c);
-    #pragma unroll 4
+    #pragma unroll 8
     for (int b = 0; b < B; b++) {
         load_packs(row, dout + (size_t(b) * T + t) * C + c);
-        for (int i = 0; i < 8; i++) { sum[i] += row[i]; }
+        for (int i = 0; i < 4; i++) { sum[i] += row[i]; }
     }
     store_packs(dwpe + size_t(t) * C + c, sum);
 }
 
-constexpr int sort_threads = 1024, sort_digit_bits = 4, sort_digits = 1 << sort_digit_bits;
+constexpr int sort_threads = 1024, sort_warps = sort_threads / 32;
+constexpr int sort_digit_bits = 8, sort_digits = 1 << sort_digit_bits;
 
-// Where thread `thread` counts its pairs of a digit: digit after digit, each with all threads. A gap after
-// every 16 keeps the warps of `offsets_of_counts` off each other's banks.
-__device__ inline int count_at(int digit, int thread) {
-    const int i = digit * sort_threads + thread;
-    return i + i / sort_digits;
-}
-constexpr int sort_counts = sort_digits * sort_threads / sort_digits * (sort_digits + 1);
+// Where a warp counts its pairs of a digit. Rows of 257 keep the threads of `offsets_of_counts`, who read
+// columns, off each other's banks.
+__device__ inline int count_at(int digit, int warp) { return warp * (sort_digits + 1) + digit; }
+constexpr int sort_counts = sort_warps * (sort_digits + 1);
 
-// Each count becomes the sum of those before it. A thread has 16 neighbouring ones.
+// Each count becomes the sum of those before it: of smaller digits, and of the digit in the warps before. A
+// thread has eight warps' counts of a digit.
 __device__ inline void offsets_of_counts(int* counts) {
     SHARED(int[32], warp_sums);
+    constexpr int each = sort_digits * sort_warps / sort_threads;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int* own = counts + threadIdx.x * (sort_digits + 1);
+    int* own = counts + count_at(threadIdx.x * each / sort_warps, threadIdx.x * each % sort_warps);
     int sum = 0;
-    for (int i = 0; i < sort_digits; i++) { sum += own[i]; }
+    for (int i = 0; i < each; i++) { sum += own[count_at(0, i)]; }
     int up_to_lane = sum;
     for (int delta = 1; delta < 32; delta *= 2) {
         const int before = __shfl_up_sync(full_warp, up_to_lane, delta);
@@ -69,34 +69,57 @@ __device__ inline void offsets_of_counts(int* counts) {
     __syncthreads();
     int offset = up_to_lane - sum;
     for (int w = 0; w < warp; w++) { offset += warp_sums[w]; }
-    for (int i = 0; i < sort_digits; i++) {
-        const int count = own[i];
-        own[i] = offset;
+    for (int i = 0; i < each; i++) {
+        const int count = own[count_at(0, i)];
+        own[count_at(0, i)] = offset;
         offset += count;
     }
 }
 
+// The lanes of this warp that are `valid` and have this lane's digit, as bits.
+__device__ inline unsigned lanes_with_digit(int digit, bool valid) {
+    unsigned lanes = __ballot_sync(full_warp, valid);
+    for (int bit = 0; bit < sort_digit_bits; bit++) {
+        const bool is_set = digit >> bit & 1;
+        const unsigned set = __ballot_sync(full_warp, is_set);
+        lanes &= is_set ? set : ~set;
+    }
+    return lanes;
+}
+
 // One pass of a radix sort: the pairs in the order of the digit of their tokens at bit `shift`, those with
-// the same digit in the order that they had. A thread has neighbouring pairs.
+// the same digit in the order that they had. A warp has neighbouring pairs, and takes 32 of them at a time.
 __device__ inline void sort_by_digit(int2* to, const int2* from, int N, int shift, int* counts) {
-    const int each = (N + sort_threads - 1) / sort_threads;
-    const int begin = min(N, int(threadIdx.x) * each), end = min(N, begin + each);
-    auto count_of = [&](int2 pair) -> int& {
-        return counts[count_at(pair.x >> shift & (sort_digits - 1), threadIdx.x)];
-    };
-    for (int digit = 0; digit < sort_digits; digit++) { counts[count_at(digit, threadIdx.x)] = 0; }
-    for (int i = begin; i < end; i++) { count_of(from[i])++; }
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int each = (N + sort_threads - 1) / sort_threads * 32;
+    const int begin = min(N, warp * each), end = min(N, begin + each);
+    auto digit_of = [&](int2 pair) { return pair.x >> shift & (sort_digits - 1); };
+    for (int i = threadIdx.x; i < sort_counts; i += sort_threads) { counts[i] = 0; }
+    __syncthreads();
+    for (int i = begin + lane; i < end; i += 32) {
+        atomicAdd(&counts[count_at(digit_of(from[i]), warp)], 1);
+    }
     __syncthreads();
     offsets_of_counts(counts);
     __syncthreads();
-    for (int i = begin; i < end; i++) { to[count_of(from[i])++] = from[i]; }
+    for (int first = begin; first < end; first += 32) {
+        const bool valid = first + lane < end;
+        const int2 pair = valid ? from[first + lane] : make_int2(0, 0);
+        const unsigned lanes = lanes_with_digit(digit_of(pair), valid);
+        int& offset = counts[count_at(digit_of(pair), warp)];
+        const int place = offset + bits_set(lanes & ((1u << lane) - 1));
+        if (valid) { to[place] = pair; }
+        __syncwarp();  // all have read their offset
+        if (lanes >> lane == 1) { offset = place + 1; }  // the last of these lanes
+        __syncwarp();
+    }
     __syncthreads();  // the next pass reads what others wrote
 }
 
-// pairs = (inp[i], i), sorted by token and then by i. One block: a pass moves 24 bytes a token, scattered,
-// and a single SM writes some 64 bytes a clock, so 65,536 tokens should take about 50 us a pass, 0.2 ms for
-// the four passes of a vocabulary of 2^16: a step has 150 ms for them. Passes come in twos, so that the
-// result lies in `pairs`, and end with the highest bit in use.   pairs, spare: (N)   inp: (N)
+// pairs = (inp[i], i), sorted by token and then by i. One block. A pass moves 24 bytes a token; writes are
+// scattered, and an SM stores to about one line a clock: 65,536 tokens should take about 50 us a pass, so
+// 0.1 ms for the two passes of a vocabulary of 2^16. A step has 150 ms for them. Passes come in twos, so that
+// the result lies in `pairs`, and end with the highest bit in use.   pairs, spare: (N)   inp: (N)
 // dynamic shared memory: int (sort_counts)
 __global__ void __launch_bounds__(sort_threads)
     sort_tokens_kernel(int2* pairs, int2* spare, const int* inp, int N) {
@@ -120,33 +143,32 @@ __device__ inline bool continues(const int2* pairs, int chunk) {
     return chunk > 0 && pairs[chunk * chunk_pairs].x == pairs[chunk * chunk_pairs - 1].x;
 }
 
-__device__ inline void add_eight(float* to, const float (&sum)[8]) {
-    float total[8];
-    load_packs(total, to);
-    for (int i = 0; i < 8; i++) { total[i] += sum[i]; }
-    store_packs(to, total);
+__device__ inline void add_four(float* to, const float (&sum)[4]) {
+    Pack<float> total = load_pack(to);
+    for (int i = 0; i < 4; i++) { total[i] += sum[i]; }
+    store_pack(to, total);
 }
 
 // dwte[token] += the rows of dout at the positions of the token in a chunk of pairs; of a token that the
-// chunk before began, partial[chunk] = their sum. A block has a chunk, a thread eight channels.
+// chunk before began, partial[chunk] = their sum. A block has a chunk, a thread four channels.
 // Bound by memory: 2 bytes a value of dout with bf16, 8 a value of each row of dwte in use.
 // pairs: (N)   partial: (chunks, C)
 __global__ void encoder_backward_chunk_kernel(float* dwte, float* partial, const floatX* dout,
                                               const int2* pairs, int N, int C) {
-    const int chunk = blockIdx.x, c = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
+    const int chunk = blockIdx.x, c = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
     if (c >= C) { return; }
     const int begin = chunk * chunk_pairs, end = min(N, begin + chunk_pairs);
     bool of_chunk_before = continues(pairs, chunk);
-    float sum[8] = {}, row[8];
+    float sum[4] = {}, row[4];
     for (int i = begin; i < end; i++) {
         const int2 pair = pairs[i];
         load_packs(row, dout + size_t(pair.y) * C + c);
-        for (int k = 0; k < 8; k++) { sum[k] += row[k]; }
+        for (int k = 0; k < 4; k++) { sum[k] += row[k]; }
         if (i + 1 < end && pairs[i + 1].x == pair.x) { continue; }
         if (of_chunk_before) {
             store_packs(partial + size_t(chunk) * C + c, sum);
         } else {
-            add_eight(dwte + size_t(pair.x) * C + c, sum);
+            add_four(dwte + size_t(pair.x) * C + c, sum);
         }
         of_chunk_before = false;
         for (float& value : sum) { value = 0.0f; }
@@ -167,19 +189,19 @@ __device__ inline int end_of_token(const int2* pairs, int token, int chunk, int 
 // Bound by latency: a token of 3000 positions has 100 chunks.   pairs: (N)   partial: (chunks, C)
 __global__ void encoder_backward_partial_kernel(float* dwte, const float* partial, const int2* pairs,
                                                 int chunks, int C) {
-    const int chunk = blockIdx.x, c = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
+    const int chunk = blockIdx.x, c = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
     if (c >= C || !continues(pairs, chunk)) { return; }
     const int token = pairs[chunk * chunk_pairs].x;
     const bool first = !continues(pairs, chunk - 1) || pairs[(chunk - 1) * chunk_pairs].x != token;
     if (!first) { return; }
     const int end = end_of_token(pairs, token, chunk, chunks);
-    float sum[8] = {}, part[8];
+    float sum[4] = {}, part[4];
     #pragma unroll 4
     for (int i = chunk; i < end; i++) {
         load_packs(part, partial + size_t(i) * C + c);
-        for (int k = 0; k < 8; k++) { sum[k] += part[k]; }
+        for (int k = 0; k < 4; k++) { sum[k] += part[k]; }
     }
-    add_eight(dwte + size_t(token) * C + c, sum);
+    add_four(dwte + size_t(token) * C + c, sum);
 }
 
 inline void check_encoder_channels(int C) {
@@ -192,7 +214,7 @@ inline void check_encoder_channels(int C) {
 inline void encoder_forward(floatX* out, const int* inp, const floatX* wte, const floatX* wpe, int B, int T,
                             int C, Stream& stream) {
     check_encoder_channels(C);
-    require_aligned("encoder_forward", {out, wte, wpe});
+    require_aligned("an array of encoder_forward", {out, wte, wpe});
     launch(encoder_forward_kernel,
            Grid{unsigned(B * T), std::min(256u, blocks_for(C / 8, 32) * 32), 0, stream}, out, inp, wte, wpe,
            T, C);
@@ -209,10 +231,10 @@ inline void sort_tokens(int2* pairs, int2* spare, const int* inp, int N, Stream&
 inline void encoder_backward(float* dwte, float* dwpe, const floatX* dout, const int* inp, int B, int T,
                              int C, Stream& stream) {
     check_encoder_channels(C);
-    require_aligned("encoder_backward", {dwte, dwpe, dout});
+    require_aligned("an array of encoder_backward", {dwte, dwpe, dout});
     const int N = B * T, chunks = (N + chunk_pairs - 1) / chunk_pairs;
-    const unsigned threads = std::min(128u, blocks_for(C / 8, 32) * 32);
-    const unsigned slices = blocks_for(C / 8, threads);
+    const unsigned threads = std::min(256u, blocks_for(C / 4, 32) * 32);
+    const unsigned slices = blocks_for(C / 4, threads);
     float* partial = stream.scratch<float>(long(chunks) * C + 4 * long(N));
     int2* pairs = reinterpret_cast<int2*>(partial + long(chunks) * C);
     sort_tokens(pairs, pairs + N, inp, N, stream);

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(norm_threads)
 // *out = sum of values[i]^2.   values: (count), count a multiple of 4, 16-byte aligned
 inline void global_norm_squared(float* out, const float* values, long count, Stream& stream) {
     if (count % 4 != 0) { throw std::invalid_argument("global_norm_squared: count is not a multiple of 4"); }
-    require_aligned("global_norm_squared", {values});
+    require_aligned("an array of global_norm_squared", {values});
     const unsigned chunks = blocks_for(std::max(count, 1L), int(norm_chunk));
     double* partial = stream.scratch<double>(chunks);
     launch(global_norm_partial_kernel, Grid{chunks, norm_threads, 0, stream}, partial, values, count);

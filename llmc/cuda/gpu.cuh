@@ -15,9 +15,9 @@ struct Device {
     std::string identity;  // machine and place on its bus: the same for processes that share a GPU
 };
 
-// Uses a GPU of this machine: local_rank modulo their number.   UserError where there is none.
+// Uses a GPU of this machine: `number` modulo theirs.   UserError where there is none.
 // interface: of the network that NCCL is to use; empty: its choice
-inline Device use_device(int local_rank, const std::string& interface) {
+inline Device use_device(int number, const std::string& interface) {
     setenv("CUDA_MODULE_LOADING", "EAGER", 0);       // or a kernel's first launch may wait for others' end
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);  // or streams share queues and wait for each other
     setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0", 0);    // or inner collectives wait for the outer one
@@ -28,7 +28,7 @@ inline Device use_device(int local_rank, const std::string& interface) {
         throw UserError(format("no GPU to be had (%s): run train_gpt_cpu here, or see what nvidia-smi says",
                                status == cudaSuccess ? "there is none" : cudaGetErrorString(status)));
     }
-    const int index = local_rank % count;
+    const int index = number % count;
     cudaCheck(cudaSetDevice(index));
     cudaDeviceProp properties;
     cudaCheck(cudaGetDeviceProperties(&properties, index));

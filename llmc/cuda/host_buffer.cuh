@@ -1,45 +1,29 @@
 // HostBuffer on a GPU's host: pinned, so that the GPU reads and writes it by itself and copies return
 // at once.
 #pragma once
+#include <cstring>
 #include <new>
-#include <utility>
 
 #include "llmc/cuda/device.cuh"
+#include "llmc/owned_array.h"
 
 namespace cuda {
 
-template <class T>
-class HostBuffer {
-public:
-    HostBuffer() = default;
-    // Throws std::bad_alloc where the host has no more memory to pin.
-    explicit HostBuffer(long count) : count_(count) {
+struct PinnedMemory {
+    static void* take(size_t bytes) {
         void* p = nullptr;
-        if (cudaMallocHost(&p, size_t(count) * sizeof(T)) != cudaSuccess) {
-            cudaGetLastError();
+        const cudaError_t status = cudaMallocHost(&p, bytes);
+        if (status == cudaErrorMemoryAllocation) {
+            cudaGetLastError();  // it stays there for the next launch to find
             throw std::bad_alloc();
         }
-        data_ = static_cast<T*>(p);
-        memset(p, 0, size_t(count) * sizeof(T));
+        cudaCheck(status);
+        return memset(p, 0, bytes);
     }
-    HostBuffer(HostBuffer&& other) noexcept
-        : data_(std::exchange(other.data_, nullptr)), count_(std::exchange(other.count_, 0)) {}
-    HostBuffer& operator=(HostBuffer&& other) noexcept {
-        std::swap(data_, other.data_);
-        std::swap(count_, other.count_);
-        return *this;
-    }
-    ~HostBuffer() { cudaFreeHost(data_); }
-
-    T* data() { return data_; }
-    const T* data() const { return data_; }
-    operator T*() { return data_; }
-    operator const T*() const { return data_; }
-    long count() const { return count_; }
-
-private:
-    T* data_ = nullptr;
-    long count_ = 0;
+    static void give_back(void* p) { cudaFreeHost(p); }
 };
+
+template <class T>
+using HostBuffer = OwnedArray<T, PinnedMemory>;
 
 }  // namespace cuda

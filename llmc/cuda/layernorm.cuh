@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(1024)
     }
 }
 
-constexpr int partial_warps = 16;
+constexpr int partial_warps = 16, partial_rows = 16;  // rows that a thread has on their way at once
 
 // dweight, dbias += the sums over blocks of partial. A block has 32 columns of partial: each warp sums
 // every 16th row, the first warp the warps' sums.
@@ -168,11 +168,13 @@ __global__ void layernorm_add_partial_kernel(float* dweight, float* dbias, const
     const int column = blockIdx.x * 32 + lane;
     const bool valid = column < 2 * C;
     float sum = 0.0f;
-    if (valid) {
-        #pragma unroll 8
-        for (int block = warp; block < blocks; block += partial_warps) {
-            sum += partial[size_t(block) * 2 * C + column];
+    for (int first = warp; first < blocks; first += partial_warps * partial_rows) {
+        float rows[partial_rows];
+        for (int k = 0; k < partial_rows; k++) {
+            const int block = first + k * partial_warps;
+            rows[k] = valid && block < blocks ? partial[size_t(block) * 2 * C + column] : 0.0f;
         }
+        for (float row : rows) { sum += row; }
     }
     sums[warp][lane] = sum;
     __syncthreads();
@@ -198,7 +200,7 @@ inline unsigned layernorm_warps(size_t bytes_of_warp) {
 inline void layernorm_forward(floatX* out, float* mean, float* rstd, const floatX* inp, const floatX* weight,
                               const floatX* bias, int N, int C, Stream& stream) {
     check_layernorm_channels(C);
-    require_aligned("layernorm_forward", {out, inp, weight, bias});
+    require_aligned("an array of layernorm_forward", {out, inp, weight, bias});
     const size_t bytes = size_t(C) * sizeof(floatX);
     const unsigned warps = layernorm_warps(bytes);
     launch(layernorm_forward_kernel, Grid{blocks_for(N, warps), warps * 32, warps * bytes, stream}, out, mean,
@@ -211,7 +213,7 @@ inline void fused_residual_forward(floatX* residual, floatX* normed, float* mean
                                    const floatX* inp1, const floatX* inp2, const floatX* weight,
                                    const floatX* bias, int N, int C, Stream& stream) {
     check_layernorm_channels(C);
-    require_aligned("fused_residual_forward", {residual, normed, inp1, inp2, weight, bias});
+    require_aligned("an array of fused_residual_forward", {residual, normed, inp1, inp2, weight, bias});
     const size_t bytes = 2 * size_t(C) * sizeof(floatX);
     const unsigned warps = layernorm_warps(bytes);
     launch(fused_residual_forward_kernel, Grid{blocks_for(N, warps), warps * 32, warps * bytes, stream},
@@ -231,7 +233,7 @@ inline void layernorm_backward(floatX* dinp, float* dweight, float* dbias, const
                                const floatX* inp, const floatX* weight, const float* mean, const float* rstd,
                                int N, int C, Stream& stream) {
     check_layernorm_channels(C);
-    require_aligned("layernorm_backward", {dinp, dout, inp, weight});
+    require_aligned("an array of layernorm_backward", {dinp, dout, inp, weight});
     const int blocks = layernorm_backward_blocks(N, C);
     float* partial = stream.scratch<float>(long(blocks) * 2 * C);
     launch(layernorm_backward_kernel, Grid{unsigned(blocks), blocks_for(C / 8, 32) * 32, 0, stream}, dinp,

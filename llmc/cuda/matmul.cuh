@@ -34,15 +34,16 @@ namespace cuda {
 
 // ---- kernels
 
-constexpr int column_sums_warps = 8;
+constexpr int column_sums_warps = 8, column_sums_packs = 8;  // packs that a lane has on their way at once
 
 // sums[chunk,i] = sum over the chunk's rows n of inp[n,i], or += with `add`.
 // sums: (chunks,columns)   inp: (rows,columns), columns a multiple of a pack
 // A warp goes down its rows 16 bytes a lane, the block's warps are then added in order. Block (x, y): the
 // x-th 32 packs of columns of chunk y. Bound by memory: each value of inp is read once, 2 bytes in bf16.
+// Launch bounds: registers for 4 blocks an SM. With fewer a pack would be waited for before the next is read.
 template <class T>
-__global__ void column_sums_kernel(float* sums, const T* inp, int rows, int columns, int rows_per_chunk,
-                                   bool add) {
+__global__ void __launch_bounds__(32 * column_sums_warps, 4)
+    column_sums_kernel(float* sums, const T* inp, int rows, int columns, int rows_per_chunk, bool add) {
     constexpr int size = Pack<T>::size, width = 32 * size;
     SHARED(float[column_sums_warps][width], partial);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -51,10 +52,15 @@ __global__ void column_sums_kernel(float* sums, const T* inp, int rows, int colu
 
     float sum[size] = {};
     if (column < columns) {
-        #pragma unroll 4
-        for (int n = first + warp; n < last; n += column_sums_warps) {
-            const Pack<T> pack = load_pack(inp + size_t(n) * columns + column);
-            for (int i = 0; i < size; i++) { sum[i] += float(pack[i]); }
+        for (int n = first + warp; n < last; n += column_sums_warps * column_sums_packs) {
+            Pack<T> packs[column_sums_packs] = {};
+            for (int k = 0; k < column_sums_packs; k++) {
+                const int row = n + k * column_sums_warps;
+                if (row < last) { packs[k] = load_pack(inp + size_t(row) * columns + column); }
+            }
+            for (const Pack<T>& pack : packs) {
+                for (int i = 0; i < size; i++) { sum[i] += float(pack[i]); }
+            }
         }
     }
     for (int i = 0; i < size; i++) { partial[warp][lane * size + i] = sum[i]; }
@@ -88,7 +94,7 @@ __global__ void __launch_bounds__(256)
 // sums[i] += sum over n of inp[n,i].   sums: (columns)   inp: (rows,columns), columns a multiple of 8
 // Chunks of a fixed number of rows are summed, then the chunks: the same bits on every device.
 inline void column_sums(float* sums, const floatX* inp, int rows, int columns, Stream& stream) {
-    const int rows_per_chunk = 128, chunks = int(blocks_for(rows, rows_per_chunk));
+    const int rows_per_chunk = 256, chunks = int(blocks_for(rows, rows_per_chunk));
     const int threads = 32 * column_sums_warps;
     const unsigned blocks = blocks_for(columns, 32 * Pack<floatX>::size);
     const unsigned blocks_of_chunks = blocks_for(columns, 32 * Pack<float>::size);
@@ -102,7 +108,7 @@ inline void column_sums(float* sums, const floatX* inp, int rows, int columns, S
 // dinp[i] *= gelu'(pre_gelu[i]).   dinp, pre_gelu: (n), n a multiple of 8, 16-byte aligned
 inline void multiply_by_gelu_derivative(floatX* dinp, const floatX* pre_gelu, long n, Stream& stream) {
     if (n % 8 != 0) { throw std::invalid_argument("multiply_by_gelu_derivative: n is not a multiple of 8"); }
-    require_aligned("multiply_by_gelu_derivative", {dinp, pre_gelu});
+    require_aligned("an array of multiply_by_gelu_derivative", {dinp, pre_gelu});
     launch(multiply_by_gelu_derivative_kernel, Grid{blocks_for(n / Pack<floatX>::size, 256), 256, 0, stream},
            dinp, pre_gelu, n);
 }
@@ -161,21 +167,20 @@ public:
     void multiply(Out<kind>* out, const floatX* a, const floatX* b, const floatX* bias, const floatX* aux,
                   int N, int C, int OC, Stream& stream) {
         check_shape(N, C, OC);
-        require_aligned("matmul", {out, a, b, bias, aux});
-        const std::string problem = describe(kind, N, C, OC);
+        require_aligned("an array of matmul", {out, a, b, bias, aux});
         const cublasLtEpilogue_t epilogue = epilogue_of(kind, bias, aux);
         const std::array<int, 5> key{int(kind), N, C, OC, int(epilogue)};
         auto found = plans.find(key);
         if (found == plans.end()) {
-            found = plans.emplace(key, make_plan(kind, epilogue, N, C, OC, problem)).first;
+            found = plans.emplace(key, make_plan(kind, epilogue, N, C, OC)).first;
         }
         const Plan& plan = found->second;
-        set_pointers(plan, bias, aux, problem);
+        set_pointers(plan, bias, aux);
         const float alpha = 1.0f, beta = kind == Kind::backward_weight ? 1.0f : 0.0f;
         check(cublasLtMatmul(handle.get(), plan.operation.get(), &alpha, a, plan.a.get(), b, plan.b.get(),
                              &beta, out, plan.out.get(), out, plan.out.get(), &plan.algorithm,
                              workspace.data(), workspace_bytes, stream),
-              problem);
+              plan.problem);
     }
 
 private:
@@ -190,6 +195,7 @@ private:
     static constexpr size_t workspace_bytes = size_t(32) << 20;
 
     struct Plan {
+        std::string problem;  // for people
         CublasLtOwner<cublasLtMatmulDesc_t> operation;
         CublasLtOwner<cublasLtMatrixLayout_t> a, b, out;
         cublasLtMatmulAlgo_t algorithm;
@@ -214,15 +220,14 @@ private:
     }
 
     template <class T>
-    static void set(const Plan& plan, cublasLtMatmulDescAttributes_t attribute, const T& value,
-                    const std::string& problem) {
-        check(cublasLtMatmulDescSetAttribute(plan.operation.get(), attribute, &value, sizeof value), problem);
+    static void set(const Plan& plan, cublasLtMatmulDescAttributes_t attribute, const T& value) {
+        check(cublasLtMatmulDescSetAttribute(plan.operation.get(), attribute, &value, sizeof value),
+              plan.problem);
     }
 
-    static void set_pointers(const Plan& plan, const floatX* bias, const floatX* aux,
-                             const std::string& problem) {
-        set(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias, problem);
-        set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, aux, problem);
+    static void set_pointers(const Plan& plan, const floatX* bias, const floatX* aux) {
+        set(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+        set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, aux);
     }
 
     static cublasLtEpilogue_t epilogue_of(Kind kind, bool with_bias, bool with_aux) {
@@ -245,40 +250,40 @@ private:
     }
 
     // For any pointers that multiply() takes.
-    Plan make_plan(Kind kind, cublasLtEpilogue_t epilogue, int N, int C, int OC,
-                   const std::string& problem) const {
+    Plan make_plan(Kind kind, cublasLtEpilogue_t epilogue, int N, int C, int OC) const {
         const cudaDataType_t type = bf16 ? CUDA_R_16BF : CUDA_R_32F;
         Plan plan;
+        plan.problem = describe(kind, N, C, OC);
         cublasLtMatmulDesc_t operation;
-        check(cublasLtMatmulDescCreate(&operation, compute, CUDA_R_32F), problem);
+        check(cublasLtMatmulDescCreate(&operation, compute, CUDA_R_32F), plan.problem);
         plan.operation.reset(operation);
         const bool forward = kind == Kind::forward, of_weight = kind == Kind::backward_weight;
         plan.a = of_weight ? layout(type, N, C) : layout(type, OC, C);
         plan.b = forward ? layout(type, N, C) : layout(type, N, OC);
         plan.out = of_weight ? layout(CUDA_R_32F, OC, C) : layout(type, N, forward ? OC : C);
-        set(plan, CUBLASLT_MATMUL_DESC_TRANSA, int32_t(forward ? CUBLAS_OP_T : CUBLAS_OP_N), problem);
-        set(plan, CUBLASLT_MATMUL_DESC_TRANSB, int32_t(of_weight ? CUBLAS_OP_T : CUBLAS_OP_N), problem);
-        set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t(epilogue), problem);
+        set(plan, CUBLASLT_MATMUL_DESC_TRANSA, int32_t(forward ? CUBLAS_OP_T : CUBLAS_OP_N));
+        set(plan, CUBLASLT_MATMUL_DESC_TRANSB, int32_t(of_weight ? CUBLAS_OP_T : CUBLAS_OP_N));
+        set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t(epilogue));
         if (has_aux(epilogue)) {
-            set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, int64_t(forward ? OC : C), problem);
-            set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, int32_t(type), problem);
+            set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, int64_t(forward ? OC : C));
+            set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, int32_t(type));
         }
         // The heuristic looks at the alignment of these two: not at that of the first call's, which may be
         // more than the next one's, but at 16 bytes. It does not read what is there.
         const floatX* aligned_to_16 = reinterpret_cast<const floatX*>(workspace.data() + 16);
-        set_pointers(plan, aligned_to_16, aligned_to_16, problem);
-        plan.algorithm = choose_algorithm(plan, problem);
+        set_pointers(plan, aligned_to_16, aligned_to_16);
+        plan.algorithm = choose_algorithm(plan);
         return plan;
     }
 
     // The heuristic's first choice. Partial sums of a split k stay fp32, and all pointers are promised to be
     // aligned as its kernels load, to 16 bytes.
-    cublasLtMatmulAlgo_t choose_algorithm(const Plan& plan, const std::string& problem) const {
+    cublasLtMatmulAlgo_t choose_algorithm(const Plan& plan) const {
         cublasLtMatmulPreference_t made;
-        check(cublasLtMatmulPreferenceCreate(&made), problem);
+        check(cublasLtMatmulPreferenceCreate(&made), plan.problem);
         const CublasLtOwner<cublasLtMatmulPreference_t> preference(made);
         auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
-            check(cublasLtMatmulPreferenceSetAttribute(made, attribute, &value, sizeof value), problem);
+            check(cublasLtMatmulPreferenceSetAttribute(made, attribute, &value, sizeof value), plan.problem);
         };
         prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(workspace_bytes));
         prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
@@ -290,7 +295,7 @@ private:
         cublasLtMatmulHeuristicResult_t result{};
         result.state = CUBLAS_STATUS_NOT_SUPPORTED;  // stays if nothing is found
         int found = 0;
-        const std::string what = problem + " has no algorithm here: try another shape or a newer CUDA";
+        const std::string what = plan.problem + " has no algorithm here: try another shape or a newer CUDA";
         check(cublasLtMatmulAlgoGetHeuristic(handle.get(), plan.operation.get(), plan.a.get(), plan.b.get(),
                                              plan.out.get(), plan.out.get(), made, 1, &result, &found),
               what);

@@ -2,56 +2,42 @@
 // only copy_to_host waits for it. Copies are asynchronous where the host's side is a HostBuffer; from other
 // memory they may wait, and what they read must not change before the stream has come past them.
 #pragma once
-#include <cmath>
-#include <cstdint>
-#include <initializer_list>
-#include <stdexcept>
-
+#include "llmc/clip.h"
 #include "llmc/cuda/stream.cuh"
 
 namespace cuda {
 
 // ---- what kernels of elementwise work share
 
-// `count` values at `p`, 16-byte aligned, as floats and back, 16 bytes at a time.
+// `count` values at `p` as floats and back, in packs of 16 bytes, or of 8 where that is all.
 template <int count, class T>
 __device__ inline void load_packs(float (&values)[count], const T* p) {
-    for (int i = 0; i < count; i += Pack<T>::size) {
-        const Pack<T> pack = load_pack(p + i);
-        for (int j = 0; j < Pack<T>::size; j++) { values[i + j] = float(pack[j]); }
+    constexpr int size = count < Pack<T>::size ? count : Pack<T>::size;
+    for (int i = 0; i < count; i += size) {
+        const Pack<T, size> pack = load_pack<T, size>(p + i);
+        for (int j = 0; j < size; j++) { values[i + j] = float(pack[j]); }
     }
 }
 
 template <int count, class T>
 __device__ inline void store_packs(T* p, const float (&values)[count]) {
-    for (int i = 0; i < count; i += Pack<T>::size) {
-        Pack<T> pack;
-        for (int j = 0; j < Pack<T>::size; j++) { pack[j] = T(values[i + j]); }
+    constexpr int size = count < Pack<T>::size ? count : Pack<T>::size;
+    for (int i = 0; i < count; i += size) {
+        Pack<T, size> pack;
+        for (int j = 0; j < size; j++) { pack[j] = T(values[i + j]); }
         store_pack(p + i, pack);
-    }
-}
-
-// Blocks of `threads` threads for `count` threads' work.
-inline unsigned blocks_for(long count, int threads) { return unsigned((count + threads - 1) / threads); }
-
-// What kernels move 16 bytes at a time begins at a multiple of them.
-inline void require_aligned(const char* function, std::initializer_list<const void*> arrays) {
-    for (const void* array : arrays) {
-        if (reinterpret_cast<uintptr_t>(array) % 16 != 0) {
-            throw std::invalid_argument(format("%s: an array is not 16-byte aligned", function));
-        }
     }
 }
 
 // ---- kernels
 
-// One thread converts 8 values, the last one what is left. Bound by memory: sizeof(Out) + sizeof(In) bytes a
-// value.
+// One thread converts four values, the last one what is left. Bound by memory: sizeof(Out) + sizeof(In) bytes
+// a value.
 template <class Out, class In>
 __global__ void __launch_bounds__(256) cast_kernel(Out* out, const In* inp, long n) {
-    const long i = (long(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
-    if (i + 8 <= n) {
-        float values[8];
+    const long i = (long(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
+    if (i + 4 <= n) {
+        float values[4];
         load_packs(values, inp + i);
         store_packs(out + i, values);
     } else {
@@ -63,8 +49,16 @@ __global__ void __launch_bounds__(256) cast_kernel(Out* out, const In* inp, long
 // as many values as a step has tokens: bound by the latency of a few loads.
 __global__ void __launch_bounds__(512)
     add_scaled_sum_kernel(float* out, const float* values, long n, float scale) {
+    constexpr int threads = 512, each = 8;
     double sum = 0;
-    for (long i = threadIdx.x; i < n; i += blockDim.x) { sum += values[i]; }
+    for (long first = threadIdx.x; first < n; first += threads * each) {
+        float some[each];
+        for (int k = 0; k < each; k++) {
+            const long i = first + k * threads;
+            some[k] = i < n ? values[i] : 0.0f;
+        }
+        for (float value : some) { sum += value; }
+    }
     sum = block_sum(sum);
     if (threadIdx.x == 0) { *out += float(sum * scale); }
 }
@@ -72,7 +66,7 @@ __global__ void __launch_bounds__(512)
 // One thread: bound by the launch.
 __global__ void clip_scale_kernel(float* norm, float* scale, const float* norm_squared, float clip) {
     *norm = sqrtf(*norm_squared);
-    *scale = !std::isfinite(*norm) ? NAN : clip > 0 && *norm > clip ? clip / *norm : 1.0f;
+    *scale = clip_factor(*norm, clip);
 }
 
 // ---- launchers
@@ -104,9 +98,9 @@ inline void set_zero(T* out, long n, Stream& stream) {
 // out[i] = inp[i], rounded to nearest.   out, inp: (n), float or bf16, 16-byte aligned
 template <class Out, class In>
 inline void cast(Out* out, const In* inp, long n, Stream& stream) {
-    require_aligned("cast", {out, inp});
+    require_aligned("an array of cast", {out, inp});
     if (n == 0) { return; }
-    launch(cast_kernel<Out, In>, Grid{blocks_for((n + 7) / 8, 256), 256, 0, stream}, out, inp, n);
+    launch(cast_kernel<Out, In>, Grid{blocks_for((n + 3) / 4, 256), 256, 0, stream}, out, inp, n);
 }
 
 // *out += scale * (values[0] + ... + values[n - 1]), summed in a fixed order in double.
@@ -114,7 +108,7 @@ inline void add_scaled_sum(float* out, const float* values, long n, float scale,
     launch(add_scaled_sum_kernel, Grid{1, 512, 0, stream}, out, values, n, scale);
 }
 
-// *norm = sqrt(*norm_squared);  *scale = min(1, clip / norm), or 1 for clip 0; NaN where norm is not finite.
+// *norm = sqrt(*norm_squared);  *scale = clip_factor(*norm, clip).
 inline void clip_scale(float* norm, float* scale, const float* norm_squared, float clip, Stream& stream) {
     launch(clip_scale_kernel, Grid{1, 1, 0, stream}, norm, scale, norm_squared, clip);
 }

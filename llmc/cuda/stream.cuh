@@ -1,16 +1,57 @@
-// Stream and Event on a GPU: a cudaStream_t and a cudaEvent_t with an owner, and the stream whose work needs
-// the host on its way.
+// Stream, Event and Timestamp on a GPU: a cudaStream_t and cudaEvent_ts with an owner, and the stream whose
+// work needs the host on its way.
 #pragma once
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <new>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "llmc/cpu/stream.h"
 #include "llmc/cuda/device.cuh"
 
 namespace cuda {
+
+// A cudaEvent_t with an owner. What waits for it keeps waiting when it is gone.
+class EventHandle {
+public:
+    explicit EventHandle(unsigned flags) { cudaCheck(cudaEventCreateWithFlags(&event, flags)); }
+    ~EventHandle() { cudaEventDestroy(event); }
+    EventHandle(const EventHandle&) = delete;
+    EventHandle& operator=(const EventHandle&) = delete;
+    operator cudaEvent_t() const { return event; }
+
+private:
+    cudaEvent_t event = nullptr;
+};
+
+// The answer of cudaEventQuery or cudaStreamQuery.
+inline bool is_complete(cudaError_t status) {
+    if (status == cudaErrorNotReady) {
+        cudaGetLastError();  // it stays there for the next launch to find
+        return false;
+    }
+    cudaCheck(status);
+    return true;
+}
+
+// Blocks the host until `query` says that it is complete.
+//
+// CUDA's own waits spin, and the host waits for most of each step. Events that sleep instead
+// (cudaEventBlockingSync) are not for streams that wait for each other: those without that flag are the fast
+// ones, says cudaEventCreateWithFlags. So the host asks again and again, and naps in between. What is over
+// sooner than a nap does not wait for one; a longer wait ends at most a nap late (50 us, and what Linux adds
+// to it), and the step after that has been enqueued by then.
+template <class Query>
+inline void wait_until_complete(Query query) {
+    using Clock = std::chrono::steady_clock;
+    const Clock::time_point patience = Clock::now() + std::chrono::microseconds(50);
+    while (!is_complete(query())) {
+        if (Clock::now() > patience) { std::this_thread::sleep_for(std::chrono::microseconds(50)); }
+    }
+}
 
 // A point in a stream. Recording it again makes a new point: who waits already waits for the old one.
 // An event that was never recorded is complete.
@@ -19,38 +60,44 @@ public:
     // True once all work before the point is done. Throws what work on the host threw.
     bool query() const {
         if (!host.query()) { return false; }
-        if (!handle) { return true; }
-        const cudaError_t status = cudaEventQuery(*handle);
-        if (status == cudaErrorNotReady) {
-            cudaGetLastError();  // it stays there for the next launch to find
-            return false;
-        }
-        cudaCheck(status);
-        return true;
+        return !handle || is_complete(cudaEventQuery(*handle));
     }
 
     // Blocks until all work before the point is done. Throws what work on the host threw.
     void synchronize() const {
         host.synchronize();
-        if (handle) { cudaCheck(cudaEventSynchronize(*handle)); }
+        if (handle) {
+            wait_until_complete([this] { return cudaEventQuery(*handle); });
+        }
     }
 
 private:
     friend class Stream;
 
-    // What waits for an event keeps waiting for it when the handle is gone.
-    struct Handle {
-        cudaEvent_t event = nullptr;
-        Handle() { cudaCheck(cudaEventCreateWithFlags(&event, cudaEventDisableTiming)); }
-        ~Handle() { cudaEventDestroy(event); }
-        Handle(const Handle&) = delete;
-        Handle& operator=(const Handle&) = delete;
-        operator cudaEvent_t() const { return event; }
-    };
-
-    std::shared_ptr<Handle> handle;
+    std::shared_ptr<EventHandle> handle;
     cpu::Event host;  // on a hosted stream: the event has been recorded
 };
+
+// When a stream came to a point, by the GPU's clock. Stamping it again makes a new one; copies refer to the
+// same one.
+class Timestamp {
+public:
+    // There are copies, so that stamping it again could not reuse what it holds.
+    bool is_shared() const { return handle.use_count() > 1; }
+
+private:
+    friend class Stream;
+    friend double seconds_between(const Timestamp& begin, const Timestamp& end);
+
+    std::shared_ptr<EventHandle> handle;
+};
+
+// Of two stamps that are complete: the host has seen a later event of their streams complete.
+inline double seconds_between(const Timestamp& begin, const Timestamp& end) {
+    float milliseconds = 0;
+    cudaCheck(cudaEventElapsedTime(&milliseconds, *begin.handle, *end.handle));
+    return milliseconds / 1e3;
+}
 
 // Work in order, next to that of other streams.
 class Stream {
@@ -101,9 +148,12 @@ public:
     }
 
     // `event` completes when everything enqueued so far has.
+    //
+    // The event of CUDA's is used again: what waits for an earlier record of it does so for that one. Only
+    // what stands in a queue has not begun to wait, or has not recorded yet, and holds on to its own.
     void record(Event& event) {
-        if (!event.handle || host || event.handle.use_count() > 1) {
-            event.handle = std::make_shared<Event::Handle>();
+        if (!event.handle || event.handle.use_count() > 1) {
+            event.handle = std::make_shared<EventHandle>(cudaEventDisableTiming);
         }
         event.host = cpu::Event();
         enqueue([handle = event.handle](cudaStream_t on) { cudaCheck(cudaEventRecord(*handle, on)); });
@@ -122,10 +172,18 @@ public:
         });
     }
 
+    // `timestamp` is the time at which everything enqueued so far has been done.
+    void stamp(Timestamp& timestamp) {
+        if (!timestamp.handle || timestamp.is_shared()) {
+            timestamp.handle = std::make_shared<EventHandle>(cudaEventDefault);
+        }
+        enqueue([handle = timestamp.handle](cudaStream_t on) { cudaCheck(cudaEventRecord(*handle, on)); });
+    }
+
     // Blocks until everything enqueued so far is done. Throws what work on the host threw.
     void synchronize() {
         if (host) { host->synchronize(); }
-        cudaCheck(cudaStreamSynchronize(stream));
+        wait_until_complete([this] { return cudaStreamQuery(stream); });
     }
 
     // Device memory for the kernels of one call, 256-byte aligned and not initialized: whoever asks next on

@@ -110,7 +110,7 @@ TEST(Encoder, BackwardIsTheCpus) {
     });
 }
 
-// More channels than a block has: 1032 are one thread more than 128.
+// More channels than a block has: 1032 are two threads more than 256.
 TEST(Encoder, BackwardOfManyChannelsIsTheCpus) {
     for_each_order(2, [] {
         expect_backward_of_the_cpu({3, 53, 1032}, text(159, 20, 1), 20, 1);

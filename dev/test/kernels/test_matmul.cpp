@@ -338,7 +338,7 @@ TEST(Matmul, AnErrorOfTheLibraryNamesTheShape) {
 // More than two blocks of columns, rows of several chunks and a part of one, fewer rows than warps.
 TEST(Matmul, ColumnSumsAreExactAndAddToWhatIsThere) {
     for (const auto& [rows, columns] :
-         {std::pair<int, int>{1, 8}, {7, 264}, {129, 520}, {300, 72}, {400, 776}}) {
+         {std::pair<int, int>{1, 8}, {7, 264}, {257, 520}, {300, 72}, {520, 776}, {2310, 8}}) {
         const Floats inp = small_multiples(long(rows) * columns, 0.5f, unsigned(rows));
         const Floats before = small_multiples(columns, 1.0f, 7);
         Floats expected = before;

@@ -1,0 +1,86 @@
+"""make bench-gpu's program and its table, on small shapes through emulated kernels: everything runs and every figure
+is there. Times mean nothing here."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+
+BENCH, TRAINER = ROOT / "build" / "plain" / "bench_gpu", ROOT / "build" / "plain" / "train_gpt"
+SCRIPT = ROOT / "dev" / "bench" / "bench_gpu.py"
+NUMBER = r"\s+([\d.]+|inf)"
+
+
+def bench(*words):
+    return subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    if not BENCH.exists():
+        pytest.skip("build/plain/bench_gpu is not built: make build/plain/bench_gpu")
+    out = tmp_path_factory.mktemp("bench") / "table.txt"
+    result = bench("--tiny", "--bench", BENCH, "--trainer", TRAINER, "--out", out)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert out.read_text() == result.stdout
+    return result.stdout
+
+
+def test_every_kernel_of_a_step_has_a_time_and_a_rate(table):
+    kinds = re.findall(rf"^  (.+?){NUMBER}{NUMBER}{NUMBER}%{NUMBER} (TF/s|GB/s){NUMBER}%$", table, re.MULTILINE)
+    names = [kind[0] for kind in kinds]
+    assert len(names) == len(set(names)) == 27
+    for name in ["matmul qkv: dweight", "attention forward", "LayerNorm backward", "AdamW"]:
+        assert name in names
+    assert all(float(kind[2]) > 0 for kind in kinds)
+
+
+def test_the_phases_of_a_step_make_up_the_step(table):
+    phases = ["zero gradients", "forward", "classifier", "backward", "gradient norm", "AdamW"]
+    times = [float(re.search(rf"^  {name}{NUMBER}{NUMBER}%$", table, re.MULTILINE)[1]) for name in phases]
+    whole = float(re.search(rf"^  step{NUMBER}$", table, re.MULTILINE)[1])
+    assert min(times) > 0 and sum(times) == pytest.approx(whole, rel=0.01)
+
+
+def test_every_streaming_kernel_stands_beside_a_copy(table):
+    for name in ["add_hash", "outer_step"] + [
+            kernel.format(format) for format in ("fp4", "fp4_e2m1", "fp8_e4m3", "fp8_e5m2", "bf16", "fp32")
+            for kernel in ("quantize {}", "dequantize_mean {}, M = 2", "dequantize_mean {}, M = 8")]:
+        row = re.search(rf"^  {re.escape(name)}{NUMBER * 5}%$", table, re.MULTILINE)
+        assert row and float(row[2]) > 0, name
+
+
+def test_mfu_of_an_unknown_gpu_is_not_invented(table):
+    rows = re.findall(rf"^  tiny, recompute \d{NUMBER}{NUMBER}{NUMBER}%{NUMBER}{NUMBER}\s+(\S+)$", table, re.MULTILINE)
+    assert [row[5] for row in rows] == ["-", "-"]
+    assert table.count("PyTorch, attention") == 4
+
+
+@pytest.mark.parametrize("who", ["1 worker:", "2 workers that share this GPU:"])
+def test_the_cost_of_an_exchange_is_beside_its_noise(table, who):
+    part = table[table.index(who):].split("\n\n")[0]
+    assert re.search(rf"^  never{NUMBER}$", part, re.MULTILINE)
+    for way in ["H = 4, tau = 1", "H = 3, tau = 2"]:
+        assert re.search(rf"^  {way}{NUMBER}\s+[+-][\d.]+%.*{NUMBER}%{NUMBER} ms$", part, re.MULTILINE), part
+    assert "noise: not known from one run" in part
+
+
+@pytest.mark.parametrize("words,message", [
+    (["speed"], "error: there is no part 'speed': give some of steps, layers, streaming, exchange1, exchange2"),
+    (["--bench", "nowhere"], "error: nowhere is not built: make bench-gpu builds it")])
+def test_a_user_s_mistake_is_one_line(words, message):
+    result = bench(*words)
+    assert (result.returncode, result.stderr, result.stdout) == (2, message + "\n", "")
+
+
+def test_flops_are_counted_as_llm_c_counts_them():
+    sys.path.insert(0, str(SCRIPT.parent))
+    import bench_gpu
+    gpt2 = {"parameters": 124475904, "layers": 12, "channels": 768, "seq_len": 1024, "device": "NVIDIA H200"}
+    assert bench_gpu.flops_a_token(gpt2) == 803478528
+    row, rate = bench_gpu.speed({"batch": 64, "seq_len": 1024}, [163.84], gpt2)
+    assert rate == pytest.approx(400000)
+    assert row.split()[-2:] == ["321.4", "32.5%"]  # of 989.4 TFLOP/s

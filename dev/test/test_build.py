@@ -1,0 +1,238 @@
+"""What make finds and what it says of what is missing; programs that are built without Gloo and hiredis; the
+set-up without a network. Where only make's choices matter, g++ stands in for nvcc."""
+
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+
+import pytest
+
+from conftest import ROOT
+
+WITHOUT = ROOT / "build" / "without" / "train_gpt"
+RUN = {"--layers": 1, "--heads": 1, "--channels": 64, "-b": 1, "-x": 4}
+WORKERS = {**RUN, "--workers": 2, "-H": 4}
+
+
+# ---- make's choices
+
+
+def make(*arguments, path=None):
+    """make in the sources, by itself: not as a part of the make that runs the tests."""
+    left_out = {"MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS"}
+    left_out |= {"CUDA_HOME", "NCCL_HOME", "DEPS_HOME", "GPU_ARCH"}
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    environment["PATH"] = f"{path}:{environment['PATH']}" if path else environment["PATH"]
+    words = ["make", "--no-print-directory", *map(str, arguments)]
+    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def refused(result, *words):
+    """One line for the user; make adds where it stopped."""
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("make: ***")]
+    assert result.returncode == 2 and len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+def compiler_line(program, *arguments, path=None):
+    """How make would build a program, as words."""
+    result = make("-n", "-B", program, *arguments, path=path)
+    assert result.returncode == 0, result.stderr
+    text = result.stdout.replace("\\\n", " ")
+    return shlex.split(next(line for line in reversed(text.splitlines()) if f"-o {program}" in line))
+
+
+def script(file, text):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+
+
+def library(file):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["g++", "-shared", "-x", "c++", "/dev/null", "-o", file], check=True)
+
+
+@pytest.fixture
+def toolkit(tmp_path):
+    """A CUDA toolkit whose nvcc is g++."""
+    home = tmp_path / "cuda"
+    script(home / "bin" / "nvcc", f'exec g++ "$@" -I{home}/include -L{home}/lib64')
+    (home / "include").mkdir()
+    (home / "include" / "cublasLt.h").touch()
+    library(home / "lib64" / "libcublasLt.so")
+    return home
+
+
+@pytest.fixture
+def nccl(tmp_path):
+    """NCCL as NVIDIA's wheel has it."""
+    home = tmp_path / "nvidia" / "nccl"
+    library(home / "lib" / "libnccl.so.2")
+    (home / "include").mkdir()
+    (home / "include" / "nccl.h").touch()
+    return home
+
+
+def no_gpu(folder):
+    script(folder / "nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
+    return folder
+
+
+def test_a_missing_nvcc_is_one_line(tmp_path):
+    refused(make("train_gpt", f"CUDA_HOME={tmp_path}"), "nvcc", str(tmp_path), "CUDA_HOME=DIR")
+
+
+def test_without_a_gpu_the_user_is_asked_for_which_to_build(toolkit, tmp_path):
+    path = no_gpu(tmp_path / "bin")
+    refused(make("gpu_dependencies", f"CUDA_HOME={toolkit}", path=path), "no GPU here", "GPU_ARCH=90")
+
+
+def test_what_the_cuda_trainer_needs_is_looked_for_before_it_is_compiled(toolkit, nccl, tmp_path):
+    where = [f"CUDA_HOME={toolkit}", "GPU_ARCH=90"]
+    assert make("gpu_dependencies", *where, f"NCCL_HOME={nccl}").returncode == 0
+    refused(make("gpu_dependencies", *where, f"NCCL_HOME={tmp_path}"), str(tmp_path), "NCCL_HOME")
+    (nccl / "lib" / "libnccl.so.2").unlink()
+    refused(make("gpu_dependencies", *where, f"NCCL_HOME={nccl}"), "libnccl.so", "NCCL_HOME")
+
+
+LIBRARIES = [("cuBLASLt", "-lcublasLt"), ("NCCL", "-lnccl"), ("xxHash", "-lxxhash")]
+
+
+@pytest.mark.parametrize("name,flag", LIBRARIES)
+def test_a_library_that_does_not_link_is_one_line(toolkit, name, flag):
+    script(toolkit / "bin" / "nvcc", f'case "$*" in *{flag}*) exit 1;; esac')
+    refused(make("gpu_dependencies", f"CUDA_HOME={toolkit}", "GPU_ARCH=90"), f"{name} is missing")
+
+
+def test_the_last_gpu_named_is_built_for_in_ptx_too(toolkit):
+    words = compiler_line("train_gpt", f"CUDA_HOME={toolkit}", "GPU_ARCH=80 sm_90")
+    assert [words[i + 1] for i, word in enumerate(words) if word == "-gencode"] == [
+        "arch=compute_80,code=[sm_80]",
+        "arch=compute_90,code=[sm_90,compute_90]",
+    ]
+
+
+def test_this_machine_s_gpus_are_built_for_once_each(toolkit, tmp_path):
+    script(tmp_path / "bin" / "nvidia-smi", "printf '9.0\\n10.0\\n9.0\\n'")
+    words = compiler_line("train_gpt", f"CUDA_HOME={toolkit}", path=tmp_path / "bin")
+    assert [words[i + 1] for i, word in enumerate(words) if word == "-gencode"] == [
+        "arch=compute_90,code=[sm_90]",
+        "arch=compute_100,code=[sm_100,compute_100]",
+    ]
+
+
+def remembered(words):
+    """The folders of -rpath."""
+    return [words[i + 2] for i, word in enumerate(words) if word == "-rpath"]
+
+
+def test_the_program_remembers_where_nccl_and_unpacked_libraries_were_found(toolkit, nccl, tmp_path):
+    unpacked = tmp_path / "deps" / "usr" / "lib"
+    unpacked.mkdir(parents=True)
+    (tmp_path / "deps" / "usr" / "include").mkdir()
+    arguments = [f"CUDA_HOME={toolkit}", "GPU_ARCH=90", f"NCCL_HOME={nccl}/", f"DEPS_HOME={tmp_path}/deps"]
+    words = compiler_line("train_gpt", *arguments)
+    assert remembered(words) == [str(toolkit / "lib64"), str(nccl / "lib"), str(unpacked)]
+    assert {f"-I{nccl}/include", "-l:libnccl.so.2", f"{tmp_path}/deps/usr/include"} <= set(words)
+
+
+def test_system_folders_are_not_remembered():
+    assert remembered(compiler_line("train_gpt_cpu")) == []
+
+
+@pytest.mark.parametrize("name,flag", [("Gloo", "-DWITHOUT_GLOO"), ("hiredis", "-DWITHOUT_HIREDIS")])
+def test_what_is_not_found_is_left_out_and_said(toolkit, name, flag):
+    arguments = [f"CUDA_HOME={toolkit}", "GPU_ARCH=90", f"HAS_{name.upper()}="]
+    words = compiler_line("train_gpt", *arguments)
+    assert flag in words and f"-l{name.lower()}" not in words
+    assert f"{name}: not found" in make("-n", "-B", "train_gpt", *arguments).stdout
+
+
+def test_the_cpu_s_trainer_needs_gloo():
+    refused(make("dependencies", "HAS_GLOO="), "Gloo is missing", "make setup")
+
+
+# ---- programs without them
+
+
+@pytest.fixture
+def without():
+    if not WITHOUT.exists():
+        pytest.skip("build/without/train_gpt is not built: make build/without/train_gpt")
+    return WITHOUT
+
+
+def test_a_build_without_them_reads_none_of_their_headers():
+    words = compiler_line("build/without/train_gpt")
+    words = words[: words.index("none") - 1] + ["-M"]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "train_gpt.cu" in result.stdout and "/CLI/" in result.stdout
+    for name in ("gloo/", "hiredis/", "dnnl"):
+        assert name not in result.stdout
+
+
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        ({**WORKERS, "--outer-transport": "gloo"}, ["--outer-transport gloo is not in this build", "nccl"]),
+        ({**RUN, "--outer-transport": "gloo"}, ["--outer-transport gloo is not in this build", "nccl"]),
+        ({**WORKERS, "--worker": 0, "--store": "redis://127.0.0.1:1"}, ["redis:// is not in", "file:DIR"]),
+    ],
+)
+def test_what_needs_what_is_left_out_is_refused_before_anything_is_written(without, train, options, words):
+    run = train("run", options, status=2, trainer=without)
+    lines = run.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), run.stderr
+    assert all(word in lines[0] for word in words)
+    assert not run.folder.exists()
+
+
+def test_without_them_workers_exchange_over_nccl(without, train):
+    run = train("run", WORKERS, trainer=without)
+    assert run.losses() and run.lines("sync")
+
+
+# ---- the set-up without a network
+
+
+def set_up(*arguments):
+    words = ["bash", ROOT / "scripts" / "setup.sh", *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True)
+
+
+@pytest.fixture
+def offline(tmp_path):
+    """A folder as scripts/fetch_offline_deps.sh makes it, of another release."""
+    folder = tmp_path / "offline"
+    folder.mkdir()
+    (folder / "release").write_text("plan9 4 amd64\n")
+    with open(folder / "SHA256SUMS", "w") as sums:
+        subprocess.run(["sha256sum", "./release"], cwd=folder, stdout=sums, check=True)
+    return folder
+
+
+def test_the_set_up_refuses_a_folder_that_does_not_fit(offline, tmp_path):
+    refused(set_up("--offline", offline), "plan9 4 amd64", "fetch on a machine like this one")
+    (offline / "release").write_text("plan9 5 amd64\n")
+    refused(set_up("--offline", offline), str(offline), "damaged")
+    refused(set_up("--offline", tmp_path / "missing"), "missing", "fetch_offline_deps.sh")
+    refused(set_up("--prefix", tmp_path / "prefix"), "--offline")
+    refused(set_up("--online"), "--online")
+    assert not (tmp_path / "prefix").exists()
+
+
+@pytest.mark.skipif(not shutil.which("apt-get"), reason="this is not Debian or Ubuntu")
+def test_fetching_leaves_alone_what_is_there(tmp_path):
+    def fetch(*arguments):
+        words = ["bash", ROOT / "scripts" / "fetch_offline_deps.sh", *map(str, arguments)]
+        return subprocess.run(words, capture_output=True, text=True)
+
+    (tmp_path / "kept").write_text("mine")
+    refused(fetch(tmp_path), str(tmp_path), "another folder")
+    refused(fetch(), "DIR")
+    assert [file.name for file in pathlib.Path(tmp_path).iterdir()] == ["kept"]

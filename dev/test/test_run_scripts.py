@@ -1,0 +1,524 @@
+"""The scripts in scripts/, started by the real launchers on this machine, with a tiny model on the CPU: they
+train the same bits as the program's own launcher. A launcher that is not installed is skipped."""
+
+import os
+import pathlib
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, TINY, TRAINER, Run, children, is_running, take_signals
+from slurm_cluster import SlurmCluster, free_ports, missing_programs
+
+SCRIPTS = ROOT / "scripts"
+MULTI_NODE = SCRIPTS / "multi_node"
+RUN_SCRIPTS = sorted([SCRIPTS / "run_gpt2_124M.sh", *MULTI_NODE.glob("run_*")])
+PASSWORD = "0123456789abcdef" * 2
+# What makes the run of the scripts small; batches and processes are theirs to set.
+OPTIONS = {**TINY, "-H": 6, "--fragment-layers": 1, "-x": 24, "-b": None}
+SMALL = [str(word) for name, value in OPTIONS.items() if value is not None for word in (name, value)]
+
+
+def plain_environment():
+    """Without what a launcher that this test may run under has set, and the scripts' own names."""
+    kept = ("PATH", "HOME", "USER", "TMPDIR", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
+    return {name: os.environ[name] for name in kept if name in os.environ}
+
+
+def environment_of_scripts(tokens, folder, **variables):
+    return {
+        **plain_environment(),
+        "PROGRAM": str(TRAINER),
+        "TRAIN_DATA": f"{tokens}/x_train_*.bin",
+        "VAL_DATA": f"{tokens}/x_val_*.bin",
+        "OUT": str(folder),
+        "BATCH": "2",
+        "TOKENS": "128",  # 2 workers x 2 ranks x 2 sequences of 16 tokens
+        "OMP_NUM_THREADS": "1",
+        **{name: str(value) for name, value in variables.items()},
+    }
+
+
+def two_by_two(environment):
+    """Arguments of the program for the run that the tests compare."""
+    arguments = ["-i", environment["TRAIN_DATA"], "-j", environment["VAL_DATA"], "-o", environment["OUT"]]
+    arguments += ["--config", SCRIPTS / "gpt2_124M.toml", "--workers", "2", "--ranks", "2", "-b", "2"]
+    return [*map(str, arguments), *SMALL]
+
+
+def run_script(script, environment, arguments=SMALL, status=0):
+    result = subprocess.run(
+        [script, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == status, f"status {result.returncode}\n{result.stdout}\n{result.stderr}"
+    return result
+
+
+def start_script(script, environment, arguments=SMALL):
+    return subprocess.Popen(
+        [script, *arguments],
+        env=environment,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=take_signals,
+    )
+
+
+def finish(processes, statuses):
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == statuses, "\n".join(outputs)
+    return outputs
+
+
+def run_in(folder):
+    return Run(folder, subprocess.CompletedProcess([], 0, "", ""))
+
+
+def wait_until(condition, seconds=20):
+    end = time.time() + seconds
+    while time.time() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def steps_logged(folder):
+    path = folder / "metrics.jsonl"
+    return path.read_text().count('"type":"step"') if path.exists() else 0
+
+
+def arguments_of(pid):
+    return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+
+
+def environment_of(pid):
+    text = pathlib.Path(f"/proc/{pid}/environ").read_bytes().decode()
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+
+
+def processes_of(folder):
+    """Trainers that write to this folder."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "cmdline").read_bytes().decode().split("\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if words[0] == str(TRAINER) and str(folder) in words:
+            found.append(int(path.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference(tokens, tmp_path_factory):
+    """Two workers of two ranks, started by the program itself."""
+    folder = tmp_path_factory.mktemp("reference") / "run"
+    environment = environment_of_scripts(tokens, folder)
+    run_script(TRAINER, environment, two_by_two(environment))
+    return run_in(folder)
+
+
+def expect_the_same(folder, reference, processes=(0, 1, 2, 3), model=True):
+    run = run_in(folder)
+    for process in processes:
+        assert len(run.losses(process)) == 24
+        assert run.losses(process) == reference.losses(process), f"process {process}"
+    if model:
+        assert run.model() == reference.model()
+
+
+# What can be checked where no launcher is installed
+
+
+def words_of_the_program(script):
+    """The options that a script gives to the program."""
+    text = re.sub(r"\\\n", " ", script.read_text())
+    commands = re.findall(r'^(?:exec )?.*"\$PROGRAM" (--config .*)$', text, flags=re.MULTILINE)
+    assert len(commands) == 1, script
+    return re.findall(r"(?<![\w\"$(])-{1,2}[A-Za-z][\w-]*", commands[0])
+
+
+@pytest.mark.parametrize("script", RUN_SCRIPTS, ids=lambda script: script.name)
+def test_every_option_that_a_script_gives_is_in_the_table(script):
+    table = subprocess.run([TRAINER, "--options-table"], capture_output=True, text=True, check=True).stdout
+    options = words_of_the_program(script)
+    assert {"--config", "-i", "-j", "-o", "--workers", "--ranks", "-b", "-d"} <= set(options)
+    assert [option for option in options if f"`{option}`" not in table] == []
+
+
+def test_the_program_takes_every_line_of_gpt2_124M_toml(tmp_path):
+    config = SCRIPTS / "gpt2_124M.toml"
+    keys = re.findall(r"^([a-z-]+) =", config.read_text(), flags=re.MULTILINE)
+    assert {"model", "lr", "inner-steps"} <= set(keys)
+    command = [TRAINER, "--config", config, "-i", tmp_path / "none.bin", "-j", tmp_path / "none.bin"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2 and result.stderr.startswith("error: no file matches"), result.stderr
+
+
+def test_the_scripts_pass_shellcheck():
+    if not shutil.which("shellcheck"):
+        pytest.skip("shellcheck is not installed")
+    scripts = [*RUN_SCRIPTS, MULTI_NODE / "redis_server.sh"]
+    result = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+def test_every_script_that_a_page_or_a_script_names_exists():
+    pages = [MULTI_NODE / "README.md", *RUN_SCRIPTS, MULTI_NODE / "redis_server.sh"]
+    names = {name for page in pages for name in re.findall(r"\w+\.(?:sh|sbatch|toml)\b", page.read_text())}
+    assert {"redis_server.sh", "run_site.sh", "gpt2_124M.toml"} <= names
+    assert [name for name in names if not list(SCRIPTS.rglob(name))] == []
+
+
+# One node
+
+
+def test_one_node_trains_as_the_program_alone_does(tokens, tmp_path, reference):
+    run_script(SCRIPTS / "run_gpt2_124M.sh", environment_of_scripts(tokens, tmp_path / "run", RANKS=2))
+    expect_the_same(tmp_path / "run", reference)
+
+
+def test_one_worker_of_two_ranks_is_plain_data_parallel(tokens, tmp_path):
+    environment = environment_of_scripts(tokens, tmp_path / "run", WORKERS=1, RANKS=2)
+    run_script(SCRIPTS / "run_gpt2_124M.sh", environment)
+    run = run_in(tmp_path / "run")
+    assert run.lines("run")[0]["options"]["outer-optimizer"] == "none"
+    assert run.lines("step")[0]["loss"] == run.lines("step", 1)[0]["loss"]
+
+
+# SLURM
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two nodes, which are this machine."""
+    if missing_programs():
+        pytest.skip(f"SLURM's {', '.join(missing_programs())} not installed (Debian: slurm-wlm, munge)")
+    with SlurmCluster(nodes=2, cpus=4) as cluster:
+        yield cluster
+
+
+# For a cluster without GPUs.
+SBATCH = ["sbatch", "--parsable", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1"]
+
+
+def slurm_environment(cluster, tokens, folder, **variables):
+    environment = environment_of_scripts(tokens, folder, **variables)
+    return {**environment, **{name: cluster.environment[name] for name in ("PATH", "SLURM_CONF")}}
+
+
+def submit(script, environment, log, arguments=SMALL, options=()):
+    """The job's number."""
+    options = [*SBATCH[1:], f"--output={log}", *options]
+    return run_script(SBATCH[0], environment, [*options, script, *arguments]).stdout.strip()
+
+
+def test_a_slurm_job_of_two_nodes_holds_two_workers(cluster, tokens, tmp_path, reference):
+    environment = slurm_environment(cluster, tokens, tmp_path / "run")
+    job = submit(MULTI_NODE / "run_slurm.sbatch", environment, tmp_path / "log")
+    assert cluster.wait(job) == ("COMPLETED", "0:0"), (tmp_path / "log").read_text()
+    expect_the_same(tmp_path / "run", reference)
+
+
+def test_slurm_jobs_of_two_sites_meet_through_redis(cluster, tokens, tmp_path, reference, redis):
+    jobs = []
+    for worker in (0, 1):
+        variables = {"WORKER": worker, "INTERFACE": "lo", **redis}
+        environment = slurm_environment(cluster, tokens, tmp_path / f"run{worker}", **variables)
+        jobs.append(submit(MULTI_NODE / "run_slurm_site.sbatch", environment, tmp_path / f"log{worker}"))
+    for worker, job in enumerate(jobs):
+        assert cluster.wait(job) == ("COMPLETED", "0:0"), (tmp_path / f"log{worker}").read_text()
+    expect_the_same(tmp_path / "run0", reference, [0, 1])
+    expect_the_same(tmp_path / "run1", reference, [2, 3], model=False)
+
+
+def test_the_jobs_of_a_slurm_array_are_the_workers(cluster, tokens, tmp_path, reference, redis):
+    environment = slurm_environment(cluster, tokens, tmp_path / "run", **redis)
+    script = MULTI_NODE / "run_slurm_site.sbatch"
+    array = submit(script, environment, tmp_path / "log%a", options=["--array=0-1"])
+    for worker in (0, 1):
+        assert cluster.wait(f"{array}_{worker}") == ("COMPLETED", "0:0"), (
+            tmp_path / f"log{worker}"
+        ).read_text()
+    expect_the_same(tmp_path / "run", reference)
+
+
+@pytest.fixture
+def long_job(cluster, tokens, tmp_path):
+    """A job that trains, and its processes by SLURM's number."""
+    environment = slurm_environment(cluster, tokens, tmp_path / "run")
+    job = submit(MULTI_NODE / "run_slurm.sbatch", environment, tmp_path / "log", [*SMALL, "-x", "1000000"])
+    try:
+        assert wait_until(lambda: steps_logged(tmp_path / "run") > 5), (tmp_path / "log").read_text()
+        environments = {pid: environment_of(pid) for pid in processes_of(tmp_path / "run")}
+        places = [
+            (e["SLURM_PROCID"], e["SLURMD_NODENAME"], e["SLURM_LOCALID"]) for e in environments.values()
+        ]
+        assert sorted(places) == [("0", "n0", "0"), ("1", "n0", "1"), ("2", "n1", "0"), ("3", "n1", "1")]
+        yield job, {e["SLURM_PROCID"]: pid for pid, e in environments.items()}
+    finally:
+        cluster.query("scancel", job)
+        cluster.wait(job)
+
+
+def test_a_task_that_dies_ends_the_slurm_job_and_is_named(cluster, tmp_path, long_job):
+    job, trainers = long_job
+    os.kill(trainers["3"], 9)
+    assert cluster.wait(job) == ("FAILED", "137:0")
+    assert "worker 1 rank 1" in (tmp_path / "log").read_text()
+    assert wait_until(lambda: not any(map(is_running, trainers.values())))
+
+
+def test_a_slurm_job_that_is_cancelled_leaves_no_process(cluster, long_job):
+    job, trainers = long_job
+    cluster.query("scancel", job)
+    assert cluster.wait(job)[0] == "CANCELLED"
+    assert wait_until(lambda: not any(map(is_running, trainers.values())))
+
+
+def test_the_workers_of_a_heterogeneous_slurm_job_are_one_run(cluster, tokens, tmp_path, reference):
+    store = f"file:{tmp_path}/store"
+    environment = slurm_environment(cluster, tokens, tmp_path / "run", DILOCO_STORE=store)
+    component = ["-n2", TRAINER, *two_by_two(environment)]
+    run_script("srun", environment, [*component, ":", *component])
+    expect_the_same(tmp_path / "run", reference)
+
+
+@pytest.mark.parametrize("where", ["sbatch", "salloc"])
+def test_without_srun_a_slurm_job_starts_its_processes_itself(cluster, tokens, tmp_path, reference, where):
+    environment = slurm_environment(cluster, tokens, tmp_path / "run", RANKS=2)
+    script = SCRIPTS / "run_gpt2_124M.sh"
+    if where == "sbatch":
+        job = submit(script, environment, tmp_path / "log")
+        assert cluster.wait(job) == ("COMPLETED", "0:0"), (tmp_path / "log").read_text()
+    else:
+        run_script("salloc", environment, ["-N2", "--ntasks-per-node=2", script, *SMALL])
+    expect_the_same(tmp_path / "run", reference)
+
+
+def test_srun_without_a_store_is_refused_in_one_line(cluster, tokens, tmp_path):
+    environment = slurm_environment(cluster, tokens, tmp_path / "run")
+    result = run_script("srun", environment, ["-N2", "-n4", TRAINER, *two_by_two(environment)], status=2)
+    errors = {line for line in result.stderr.splitlines() if line.startswith("error: ")}
+    assert errors == {
+        "error: processes that srun starts need a place to meet: give --store file:DIR "
+        "(a folder that all see) or redis://HOST:PORT"
+    }
+
+
+# mpirun
+
+# Open MPI asks before it runs as root, as containers do, and before it starts more processes than there are
+# cores. With no remote shell it does not look for one.
+MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_plm_rsh_agent": "false",
+}
+
+
+def open_mpi():
+    installed = shutil.which("mpirun")
+    if not installed or "Open MPI" not in subprocess.check_output(["mpirun", "--version"], text=True):
+        pytest.skip("Open MPI's mpirun is not installed (Debian: openmpi-bin)")
+
+
+def test_mpirun_starts_two_workers_of_two_ranks(tokens, tmp_path, reference):
+    open_mpi()
+    environment = environment_of_scripts(tokens, tmp_path / "run", RANKS=2, **MPI)
+    result = run_script(MULTI_NODE / "run_mpi.sh", environment)
+    expect_the_same(tmp_path / "run", reference)
+    assert "\033" not in result.stdout, "lines are redrawn, though this is no terminal"
+
+
+def test_mpirun_in_a_slurm_job_starts_on_its_nodes(cluster, tokens, tmp_path, reference):
+    open_mpi()
+    environment = slurm_environment(cluster, tokens, tmp_path / "run", RANKS=2, **MPI)
+    run_script("salloc", environment, ["-N2", "--ntasks-per-node=2", MULTI_NODE / "run_mpi.sh", *SMALL])
+    expect_the_same(tmp_path / "run", reference)
+
+
+def test_mpirun_of_mpich_numbers_the_processes_too(tokens, tmp_path, reference):
+    hydra = shutil.which("mpiexec.hydra")
+    if not hydra:
+        pytest.skip("MPICH's mpirun is not installed (Debian: mpich)")
+    store = f"file:{tmp_path}/store"
+    environment = environment_of_scripts(tokens, tmp_path / "run", DILOCO_STORE=store)
+    run_script(hydra, environment, ["-n", "4", TRAINER, *two_by_two(environment)])
+    expect_the_same(tmp_path / "run", reference)
+
+
+# torchrun
+
+# What torchrun does with --no-python, where PyTorch is not installed: the documented environment.
+TORCHRUN = """#!{python}
+import argparse, os, subprocess, sys
+parser = argparse.ArgumentParser(allow_abbrev=False)
+for name in ("nnodes", "node-rank", "nproc-per-node", "max-restarts", "master-port"):
+    parser.add_argument("--" + name, type=int, required=True)
+parser.add_argument("--master-addr", required=True)
+parser.add_argument("--no-python", action="store_true", required=True)
+parser.add_argument("command", nargs=argparse.REMAINDER)
+o = parser.parse_args()
+size = o.nnodes * o.nproc_per_node
+numbers = [dict(LOCAL_RANK=i, RANK=o.node_rank * o.nproc_per_node + i) for i in range(o.nproc_per_node)]
+shared = dict(WORLD_SIZE=size, LOCAL_WORLD_SIZE=o.nproc_per_node, GROUP_RANK=o.node_rank, ROLE_NAME="default",
+              GROUP_WORLD_SIZE=o.nnodes, ROLE_WORLD_SIZE=size, MASTER_ADDR=o.master_addr,
+              MASTER_PORT=o.master_port, TORCHELASTIC_RESTART_COUNT=0, TORCHELASTIC_MAX_RESTARTS=0,
+              TORCHELASTIC_RUN_ID="none")
+started = [subprocess.Popen(o.command, env={{**os.environ, **{{k: str(v) for k, v in dict(
+    shared, ROLE_RANK=own["RANK"], **own).items()}}}}) for own in numbers]
+sys.exit(max(abs(process.wait()) for process in started))
+"""
+
+
+@pytest.fixture
+def torchrun_path(tmp_path):
+    """PATH with a torchrun: PyTorch's where it is installed."""
+    if shutil.which("torchrun"):
+        return os.environ["PATH"]
+    stand_in = tmp_path / "bin" / "torchrun"
+    stand_in.parent.mkdir()
+    stand_in.write_text(TORCHRUN.format(python=sys.executable))
+    stand_in.chmod(0o755)
+    return f"{stand_in.parent}:{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize("nodes, gpus, workers", [(1, 4, 2), (2, 2, 2)])
+def test_torchrun_starts_two_workers_of_two_ranks(
+    tokens, tmp_path, reference, torchrun_path, nodes, gpus, workers
+):
+    variables = dict(PATH=torchrun_path, NODES=nodes, GPUS=gpus, WORKERS=workers)
+    variables["MASTER"] = f"127.0.0.1:{free_ports(1)[0]}"
+    environment = environment_of_scripts(tokens, tmp_path / "run", **variables)
+    agents = [
+        start_script(MULTI_NODE / "run_torchrun.sh", {**environment, "NODE": str(node)})
+        for node in range(nodes)
+    ]
+    finish(agents, [0] * nodes)
+    expect_the_same(tmp_path / "run", reference)
+
+
+# Sites
+
+
+@pytest.fixture
+def redis(tmp_path):
+    """Variables of the scripts for a server that redis_server.sh has started."""
+    if not shutil.which("redis-server"):
+        pytest.skip("redis-server is not installed")
+    (tmp_path / "password").write_text(PASSWORD + "\n")
+    variables = {"PASSWORD_FILE": tmp_path / "password", "PORT": free_ports(1)[0], "DATA": tmp_path / "redis"}
+    environment = {**plain_environment(), **{name: str(value) for name, value in variables.items()}}
+    server = start_script(MULTI_NODE / "redis_server.sh", environment, [])
+    try:
+        assert wait_until(lambda: answers(variables["PORT"])), server.communicate()[0]
+        yield {"REDIS": f"127.0.0.1:{variables['PORT']}", "PASSWORD_FILE": tmp_path / "password"}
+        assert PASSWORD not in arguments_of(server.pid)
+        assert (tmp_path / "redis").stat().st_mode & 0o77 == 0
+        assert list((tmp_path / "redis").rglob("*.aof")), "nothing is written to the disk"
+    finally:
+        server.terminate()
+        server.communicate(timeout=20)
+
+
+def answers(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def site(tokens, tmp_path, redis, worker, **variables):
+    variables = {"RANKS": 2, "WORKER": worker, "INTERFACE": "lo", **redis, **variables}
+    return environment_of_scripts(tokens, tmp_path / f"run{worker}", **variables)
+
+
+def test_two_sites_meet_through_redis(tokens, tmp_path, reference, redis):
+    sites = [
+        start_script(MULTI_NODE / "run_site.sh", site(tokens, tmp_path, redis, worker)) for worker in (0, 1)
+    ]
+    finish(sites, [0, 0])
+    expect_the_same(tmp_path / "run0", reference, [0, 1])
+    expect_the_same(tmp_path / "run1", reference, [2, 3], model=False)
+
+
+def test_a_site_that_dies_is_named_at_the_other_and_both_can_begin_anew(tokens, tmp_path, reference, redis):
+    long = [*SMALL, "-x", "1000000"]
+    sites = [
+        start_script(MULTI_NODE / "run_site.sh", site(tokens, tmp_path, redis, worker), long)
+        for worker in (0, 1)
+    ]
+    assert wait_until(lambda: steps_logged(tmp_path / "run0") > 5)
+    for pid in [sites[1].pid, *children(sites[1].pid)]:
+        assert PASSWORD not in arguments_of(pid)
+    sites[1].kill()
+    output = finish(sites, [1, -9])[0]
+    assert "worker 1" in output.strip().splitlines()[-1], output
+    test_two_sites_meet_through_redis(tokens, tmp_path, reference, redis)
+
+
+def test_the_server_asks_for_the_password(tokens, tmp_path, redis):
+    (tmp_path / "other").write_text("wrong\n")
+    environment = site(tokens, tmp_path, redis, 0, PASSWORD_FILE=tmp_path / "other")
+    result = run_script(MULTI_NODE / "run_site.sh", environment, status=2)
+    assert "password" in result.stderr and result.stderr.count("\n") == 1
+
+
+# Mistakes: one line, status 2, before anything is started or written
+
+MISTAKES = {
+    "run_gpt2_124M.sh, no program": ({"PROGRAM": "./nowhere"}, "there is no ./nowhere"),
+    "run_gpt2_124M.sh, no data": ({"TRAIN_DATA": "none/*.bin", "RANKS": 2}, "no file matches none/*.bin"),
+    "run_slurm.sbatch, no data": ({"TRAIN_DATA": "none/*.bin"}, "no file matches none/*.bin"),
+    "run_slurm.sbatch, odd workers": ({"WORKERS": 3}, "4 tasks do not divide into 3 workers"),
+    "run_slurm_site.sbatch, no worker": ({}, "this job is worker '' of 2"),
+    "run_slurm_site.sbatch, worker too large": ({"WORKER": 2}, "this job is worker '2' of 2"),
+    "run_slurm_site.sbatch, no password": (
+        {"WORKER": 0, "PASSWORD_FILE": "/nowhere/x"},
+        "no password in /nowhere/x",
+    ),
+    "run_mpi.sh, no mpirun": ({"PATH": "/nowhere"}, "there is no mpirun"),
+    "run_mpi.sh, no data": ({"TRAIN_DATA": "none/*.bin"}, "no file matches none/*.bin"),
+    "run_torchrun.sh, no torchrun": ({"PATH": "/nowhere"}, "there is no torchrun"),
+    "run_torchrun.sh, no node": ({}, "this is node '' of 2"),
+    "run_torchrun.sh, node too large": ({"NODE": 2}, "this is node '2' of 2"),
+    "run_torchrun.sh, odd workers": ({"NODE": 0, "GPUS": 3, "WORKERS": 4}, "2 x 3 processes do not divide"),
+    "run_site.sh, no worker": ({}, "this site is worker '' of 2"),
+    "run_site.sh, worker too large": ({"WORKER": 2}, "this site is worker '2' of 2"),
+    "run_site.sh, no interface": ({"WORKER": 0, "INTERFACE": "none0"}, "no network interface none0"),
+    "run_site.sh, no password": (
+        {"WORKER": 0, "INTERFACE": "lo", "PASSWORD_FILE": "/nowhere/x"},
+        "no password in /nowhere/x",
+    ),
+    "redis_server.sh, no server": ({"SERVER": "nowhere"}, "there is no nowhere"),
+    "redis_server.sh, no password": ({"PASSWORD_FILE": "/nowhere/x"}, "no password in /nowhere/x"),
+    "redis_server.sh, short password": ({"REDIS_PASSWORD": "hello"}, "not 16 or more letters and digits"),
+    "redis_server.sh, every network": (
+        {"REDIS_PASSWORD": PASSWORD, "ADDRESS": "0.0.0.0"},
+        "ADDRESS 0.0.0.0 is every network",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line(tokens, tmp_path, torchrun_path, mistake):
+    variables, expected = MISTAKES[mistake]
+    script = next(SCRIPTS.rglob(mistake.split(",")[0]))
+    stand_ins = tmp_path / "programs"
+    stand_ins.mkdir()
+    for program in ("mpirun", "redis-server"):  # whether they are installed matters to other mistakes
+        (stand_ins / program).write_text("#!/bin/sh\nexit 99\n")
+        (stand_ins / program).chmod(0o755)
+    defaults = {"PATH": f"{torchrun_path}:{stand_ins}", "DATA": tmp_path / "redis"}
+    slurm = {"SLURM_JOB_ID": 1, "SLURM_JOB_NUM_NODES": 2, "SLURM_NTASKS": 4}
+    environment = environment_of_scripts(tokens, tmp_path / "run", **{**defaults, **slurm, **variables})
+    result = run_script(shutil.which("bash"), environment, [script, *SMALL], status=2)
+    assert re.fullmatch(r"error: .*: .*\n", result.stderr) and expected in result.stderr, result.stderr
+    assert not (tmp_path / "run").exists() and not (tmp_path / "redis").exists()

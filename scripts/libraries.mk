@@ -1,0 +1,89 @@
+# What the build looks for, and where. Each can be said: make train_gpt NCCL_HOME=DIR GPU_ARCH="80 90"
+#   CUDA_HOME   the CUDA toolkit (else /usr/local/cuda, else where the nvcc of the PATH is)
+#   NCCL_HOME   include/nccl.h with lib/libnccl.so or libnccl.so.2, as in NVIDIA's wheel (else CUDA_HOME and
+#               DEPS_HOME, else the system's)
+#   DEPS_HOME   libraries that are unpacked there instead of installed (make setup OFFLINE=DIR DEPS_HOME=DIR)
+#   GPU_ARCH    the GPUs to build for (else this machine's)     CPU_ARCH   the CPU (else this machine's)
+#   HAS_GLOO=   nothing after the = leaves Gloo out although it is there; HAS_HIREDIS= hiredis
+GPU_ARCH ?= native
+CPU_ARCH ?= native
+hash := \#
+comma := ,
+
+# What takes a while is found out when it is first asked for, and once.
+once = $(eval $(1) := $(2))$($(1))
+# A shell command: does a program that includes $(2) link with the options $(3)?
+links = printf '%s\n' '$(hash)if !__has_include(<$(2)>)' '$(hash)error' '$(hash)endif' 'int main() {}' | \
+        $(1) -x c++ - -o /dev/null $(3) >/dev/null 2>&1
+host_links = $(call links,$(CXX),$(1),$(DEPS_FLAGS) $(DEPS_LINK) $(2))
+gpu_links = $(call links,$(NVCC),$(1),$(DEPS_FLAGS) $(GPU_FLAGS) $(DEPS_LINK) $(GPU_LINK) $(2))
+
+# A folder of libraries that is not one of the system's: programs remember it.
+SYSTEM_FOLDERS := /lib /lib64 /usr/lib /usr/lib64 $(wildcard /usr/lib/*-linux-gnu)
+library_folder = $(foreach folder,$(filter-out $(SYSTEM_FOLDERS),$(abspath $(1))),\
+                   -L$(folder) -Xlinker -rpath -Xlinker $(folder))
+first_of = $(firstword $(wildcard $(foreach folder,$(1),$(addprefix $(folder)/,$(2)))))
+LIBRARY_FOLDERS := lib64 lib lib/*-linux-gnu targets/*/lib
+
+# --disable-new-dtags: for what these libraries need themselves, too.
+DEPS := $(if $(DEPS_HOME),$(abspath $(DEPS_HOME)) $(abspath $(DEPS_HOME))/usr)
+DEPS_FLAGS := $(addprefix -isystem ,$(wildcard $(DEPS:%=%/include)))
+DEPS_LIBRARIES := $(wildcard $(foreach folder,$(DEPS),$(addprefix $(folder)/,$(LIBRARY_FOLDERS))))
+DEPS_LINK := $(call library_folder,$(DEPS_LIBRARIES)) $(if $(DEPS),-Xlinker --disable-new-dtags)
+
+# Optional: what would need a missing one is refused by the programs.
+HAS_GLOO = $(call once,HAS_GLOO,$(shell $(call host_links,gloo/transport/tcp/device.h,-lgloo) && echo yes))
+HAS_HIREDIS = $(call once,HAS_HIREDIS,$(shell $(call host_links,hiredis/hiredis.h,-lhiredis) && echo yes))
+WITHOUT = $(if $(HAS_GLOO),,-DWITHOUT_GLOO) $(if $(HAS_HIREDIS),,-DWITHOUT_HIREDIS)
+OPTIONAL_LIBS = $(if $(HAS_GLOO),-lgloo) $(if $(HAS_HIREDIS),-lhiredis)
+say_what_is_left_out = \
+    $(if $(HAS_GLOO),,echo "Gloo: not found: --outer-transport gloo is not in this build";) \
+    $(if $(HAS_HIREDIS),,echo "hiredis: not found: --store redis:// is not in this build";)
+
+# The CUDA toolkit, and NCCL.
+NVCC_ON_PATH = $(call once,NVCC_ON_PATH,$(realpath $(shell command -v nvcc)))
+USUAL_NVCC := /usr/local/cuda/bin/nvcc
+CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(or $(wildcard $(USUAL_NVCC)),$(NVCC_ON_PATH),$(USUAL_NVCC)))
+NVCC = $(wildcard $(CUDA_HOME)/bin/nvcc)
+NO_NVCC = there is no nvcc in $(CUDA_HOME)/bin: say with CUDA_HOME=DIR where the CUDA toolkit is
+GPU_COMPILER = $(or $(NVCC),$(error $(NO_NVCC)))
+NCCL_HERE = $(patsubst %/include/nccl.h,%,$(call first_of,$(CUDA_HOME) $(DEPS),include/nccl.h))
+NCCL = $(abspath $(or $(NCCL_HOME),$(NCCL_HERE)))
+NCCL_HOME_HAS_IT = $(and $(wildcard $(NCCL)/include/nccl.h),$(NCCL_LIBRARY))
+NO_NCCL_HOME = there is no NCCL (include/nccl.h and lib/libnccl.so) in $(NCCL_HOME): correct NCCL_HOME
+NCCL_LIBRARY = $(call first_of,$(NCCL),$(addsuffix /libnccl.so,$(LIBRARY_FOLDERS)) \
+                                       $(addsuffix /libnccl.so.2,$(LIBRARY_FOLDERS)))
+CUBLAS_LIBRARY = $(call first_of,$(CUDA_HOME),$(addsuffix /libcublasLt.so,$(LIBRARY_FOLDERS)))
+GPU_FLAGS = $(addprefix -I,$(filter-out /usr/include,$(NCCL:%=%/include)))
+GPU_LINK = $(call library_folder,$(sort $(dir $(NCCL_LIBRARY) $(CUBLAS_LIBRARY))))
+NCCL_LINK = $(if $(NCCL_LIBRARY),-l:$(notdir $(NCCL_LIBRARY)),-lnccl)
+
+# Code for each GPU that is named; for later GPUs PTX of the last.
+GPUS_HERE = $(call once,GPUS_HERE,$(shell \
+    nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
+    grep -xE '[0-9]+\.[0-9]' | tr -d . | sort -nu))
+GPUS = $(if $(filter native,$(GPU_ARCH)),$(GPUS_HERE),$(GPU_ARCH:sm_%=%))
+code_for = $(foreach sm,$(1),-gencode \
+    'arch=compute_$(sm),code=[sm_$(sm)$(if $(filter $(sm),$(lastword $(1))),$(comma)compute_$(sm))]')
+GPU_CODE = $(call code_for,$(GPUS))
+NO_GPU = no GPU here: name the ones to build for, e.g. make train_gpt GPU_ARCH=90
+
+# One line for what is missing, instead of a compiler's many. $(1): what it is, $(2): a command, $(3): advice
+require = $(2) || { echo "error: $(1) is missing: $(3)" >&2; exit 2; }
+
+dependencies:
+	@$(call require,oneDNN (dnnl.hpp),$(call host_links,dnnl.hpp,-ldnnl),run make setup)
+	@$(call require,Gloo,[ -n "$(HAS_GLOO)" ],run make setup)
+	@$(call require,CLI11 (CLI/CLI.hpp),$(call host_links,CLI/CLI.hpp,),run make setup)
+	@$(call require,xxHash,$(call host_links,xxhash.h,-lxxhash),run make setup)
+
+gpu_dependencies:
+	@[ -n "$(NVCC)" ] || { echo "error: $(NO_NVCC)" >&2; exit 2; }
+	@[ -n "$(GPUS)" ] || { echo "error: $(NO_GPU)" >&2; exit 2; }
+	@$(call require,cuBLASLt,$(call gpu_links,cublasLt.h,-lcublasLt),it belongs to the CUDA toolkit)
+	@$(if $(and $(NCCL_HOME),$(if $(NCCL_HOME_HAS_IT),,no)),echo "error: $(NO_NCCL_HOME)" >&2; exit 2)
+	@$(call require,NCCL,$(call gpu_links,nccl.h,$(NCCL_LINK)),say with NCCL_HOME=DIR where it is)
+	@$(call require,CLI11 (CLI/CLI.hpp),$(call gpu_links,CLI/CLI.hpp,),run make setup$(comma) or see DEPS_HOME)
+	@$(call require,xxHash,$(call gpu_links,xxhash.h,-lxxhash),run make setup$(comma) or see DEPS_HOME)
+
+.PHONY: dependencies gpu_dependencies

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# The Redis (or Valkey) server through which workers at different sites find each other. Run it at one of
+# them, and copy the file with the password to the others:
+#     (umask 077; openssl rand -hex 32 >~/.diloco-password)
+#     ADDRESS=10.7.0.1 scripts/multi_node/redis_server.sh
+# It stays in the foreground; Ctrl-C ends it. Little goes through it, when a run begins and ends: any machine
+# will do. What it has acknowledged is on its disk, and not lost in a crash. Redis does not encrypt: ADDRESS
+# is that of a WireGuard interface (README.md beside this script), or of a network that you trust.
+set -euo pipefail
+
+SERVER=${SERVER:-redis-server} # or valkey-server
+ADDRESS=${ADDRESS:-127.0.0.1}
+PORT=${PORT:-6379}
+PASSWORD_FILE=${PASSWORD_FILE:-$HOME/.diloco-password} # or the password itself in REDIS_PASSWORD
+DATA=${DATA:-log/redis} # folder for what it keeps
+
+fail() {
+    echo "error: $1" >&2
+    exit 2
+}
+command -v "$SERVER" >/dev/null || fail "there is no $SERVER: install it, or set SERVER"
+password=${REDIS_PASSWORD:-$(cat "$PASSWORD_FILE" 2>/dev/null || true)}
+[ -n "$password" ] || fail "no password in $PASSWORD_FILE: openssl rand -hex 32 >$PASSWORD_FILE"
+# A hundred thousand can be tried in a second. Letters and digits need no quoting in the store's address.
+[[ $password =~ ^[[:alnum:]]{16,}$ ]] ||
+    fail "the password is not 16 or more letters and digits: openssl rand -hex 32 >$PASSWORD_FILE"
+case $ADDRESS in
+    0.0.0.0 | :: | '*') fail "ADDRESS $ADDRESS is every network: give the address of one, WireGuard's" ;;
+esac
+
+mkdir -p "$DATA"
+chmod 700 "$DATA"
+# The settings come through stdin: in arguments all users of this machine could read the password.
+exec "$SERVER" - <<END
+bind $ADDRESS
+port $PORT
+requirepass $password
+dir "$DATA"
+save ""
+appendonly yes
+appendfsync always
+tcp-keepalive 60
+END

@@ -1,0 +1,188 @@
+// The outer state of this process's shard: global parameters and momentum, 8 bytes a value, the same bits on
+// every worker. It is used a fragment at a time, by the step that sends or receives it.
+//
+// Resident, it lies where the kernels work. Offloaded, it lies in pinned memory of the host, and the device
+// has only as many slots as one step needs, each of the size of the largest fragment. While the model
+// computes step t + 1, a stream of copies fetches what is sent or received at its end:
+//
+//     copies   fetch(t + 1)  ..................  write back
+//     main     forward and backward of t + 1  |  delta or outer step
+//
+// main waits for the fetch of a slot, a fetch for what main did last with the slot, a write-back for the
+// outer step. A fetch comes after earlier write-backs, because they are on one stream.
+#pragma once
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "llmc/buffer.h"
+#include "llmc/layout.h"
+#include "llmc/memory.h"
+#include "llmc/stream.h"
+#include "schedule.h"
+
+// The most fragments that one step sends or receives.
+inline int most_in_a_step(const std::vector<Fragment>& fragments, long H, long overlap) {
+    int most = 0;
+    for (const Fragment& one : fragments) {
+        for (long step : {one.offset + 2 * H, one.offset + 2 * H + overlap}) {
+            int now = 0;
+            for (const Fragment& other : fragments) {
+                now += is_sent(other, step, H) || is_due(other, step, H, overlap);
+            }
+            most = std::max(most, now);
+        }
+    }
+    return most;
+}
+
+class OuterState {
+public:
+    // What is needed of a fragment: to send it, or to receive it.
+    enum class Needs { global, global_and_momentum };
+
+    // The range of one block, where kernels can work on it.
+    struct Part {
+        Range range;
+        long first;       // its first value within the fragment
+        float* global;    // (range.count)
+        float* momentum;  // (range.count), if it was asked for
+    };
+
+    // ranges: of each fragment, its blocks' shards
+    // values: of the whole shard   largest: of them, in the largest fragment
+    // slots: of an offloaded state; 0: resident
+    OuterState(std::vector<std::vector<Range>> ranges, long values, long largest, int slots)
+        : ranges(std::move(ranges)), values(values), slots(size_t(slots)) {
+        if (slots == 0) {
+            resident_global = Buffer<float>(values);
+            resident_momentum = Buffer<float>(values);
+            return;
+        }
+        host_global = HostBuffer<float>(values);
+        host_momentum = HostBuffer<float>(values);
+        for (Slot& slot : this->slots) {
+            slot.global = Buffer<float>(largest);
+            slot.momentum = Buffer<float>(largest);
+        }
+        copies.emplace(Stream::Kind::communicate);
+    }
+
+    // global = local; momentum is zero from the start.   local: (values)
+    void start(const float* local, Stream& main) {
+        if (copies) {
+            device::copy_to_host_later(host_global.data(), local, values, main);
+            order(main, *copies, copied);
+        } else {
+            device::cast(resident_global.data(), local, values, main);
+        }
+    }
+
+    // Nobody uses what is in the slots any more.
+    void clear() {
+        for (Slot& slot : slots) { slot.fragment = none; }
+    }
+
+    // Starts to bring fragment p to the device.
+    void fetch(int p, Needs needs) {
+        if (!copies) { return; }
+        Slot& slot = slot_for(p);
+        slot.fragment = p;
+        slot.has_momentum = needs == Needs::global_and_momentum;
+        copies->wait(slot.used);
+        for_parts(p, [&](const Range& range, long first) {
+            device::copy_to_device(slot.global + first, host_global + range.shard, range.count, *copies);
+            if (slot.has_momentum) {
+                device::copy_to_device(slot.momentum + first, host_momentum + range.shard, range.count,
+                                       *copies);
+            }
+        });
+        copies->record(slot.fetched);
+    }
+
+    // Fragment p, for work on main from now on. What was not fetched ahead is fetched now.
+    std::vector<Part> use(int p, Needs needs, Stream& main) {
+        Slot* slot = nullptr;
+        if (copies) {
+            slot = &slot_for(p);
+            const bool lacks_momentum = needs == Needs::global_and_momentum && !slot->has_momentum;
+            if (slot->fragment != p || lacks_momentum) { fetch(p, needs); }
+            main.wait(slot->fetched);
+        }
+        std::vector<Part> parts;
+        for_parts(p, [&](const Range& range, long first) {
+            float* global = slot ? slot->global + first : resident_global + range.shard;
+            float* momentum = slot ? slot->momentum + first : resident_momentum + range.shard;
+            parts.push_back({range, first, global, momentum});
+        });
+        return parts;
+    }
+
+    // main has been given what reads fragment p.
+    void end_read(int p, Stream& main) {
+        if (copies) { main.record(slot_for(p).used); }
+    }
+
+    // main has been given what changes fragment p: starts to write it back.
+    void end_write(int p, Stream& main) {
+        if (!copies) { return; }
+        Slot& slot = slot_for(p);
+        order(main, *copies, slot.used);
+        for_parts(p, [&](const Range& range, long first) {
+            device::copy_to_host_later(host_global + range.shard, slot.global + first, range.count, *copies);
+            device::copy_to_host_later(host_momentum + range.shard, slot.momentum + first, range.count,
+                                       *copies);
+        });
+        slot.fragment = none;
+    }
+
+    // The global parameters, readable by kernels, for work on main from now on.   (values)
+    const float* global(Stream& main) {
+        if (copies) { order(*copies, main, copied); }
+        return global();
+    }
+
+    // The same for who knows that nothing is on its way there.
+    const float* global() const { return copies ? host_global.data() : resident_global.data(); }
+    float* global() { return copies ? host_global.data() : resident_global.data(); }
+
+private:
+    static constexpr int none = -1;
+
+    struct Slot {
+        int fragment = none;
+        bool has_momentum = false;
+        Buffer<float> global, momentum;  // (largest fragment)
+        Event fetched, used;
+    };
+
+    // The one that holds fragment p, or a free one.
+    Slot& slot_for(int p) {
+        for (int wanted : {p, none}) {
+            for (Slot& slot : slots) {
+                if (slot.fragment == wanted) { return slot; }
+            }
+        }
+        throw std::logic_error("a step uses more fragments of the outer state than there are slots");
+    }
+
+    template <class Work>
+    void for_parts(int p, Work work) const {
+        long first = 0;
+        for (const Range& range : ranges[size_t(p)]) {
+            work(range, first);
+            first += range.count;
+        }
+    }
+
+    std::vector<std::vector<Range>> ranges;
+    long values;
+    Buffer<float> resident_global, resident_momentum;  // (values); offloaded: none
+    HostBuffer<float> host_global, host_momentum;      // (values); resident: none
+    std::vector<Slot> slots;
+    Event copied;
+    std::optional<Stream> copies;  // the last member: it works on the others until it ends
+};
