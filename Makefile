@@ -196,7 +196,7 @@ test-gpu: $(if $(filter .venv/%,$(PYTHON)),setup)
 	    $(MAKE) $(GPU_TESTS) test_gpt build/gpu/test_gpt_fp32 train_gpt train_gpt_cpu; fi
 	$(PYTHON) -m pytest -q -rs dev/test/test_gpu.py
 
-# PARTS="steps layers": only these (dev/bench/bench_gpu.py says which there are). PEER: a Python with PyTorch.
+# PARTS="d12 layers": only these (dev/bench/bench_gpu.py says which there are). PEER: a Python with PyTorch.
 PEER ?= python3
 bench-gpu:
 	@nvidia-smi -L >/dev/null 2>&1 || { echo "error: there is no GPU here: run it where one is" >&2; exit 2; }

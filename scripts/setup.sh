@@ -100,6 +100,7 @@ install_packages() {
     command -v redis-server >/dev/null || redis=(redis-server)   # the tests start one of their own
     if [ $((${#missing[@]} + ${#redis[@]})) -eq 0 ]; then return; fi
     if [ "$(id -u)" -ne 0 ] && ! command -v sudo >/dev/null; then
+        [ -z "$offline" ] || fail "packages are missing and there is no sudo: unpack them with --prefix DIR"
         fail "packages are missing and there is no sudo: as root, apt-get install ${missing[*]} ${redis[*]}"
     fi
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """make bench-gpu: how fast the CUDA trainer is on this GPU, in one table, printed and written to a file.
 
-    steps      tokens/s and MFU of d12 and d48, and PyTorch's on the same model (peer_pytorch_gpu.py); for d12
-               both hold the GPU's memory at once and take turns, a few steps each
+    d12        tokens/s and MFU, and PyTorch's on the same model (peer_pytorch_gpu.py): both hold the GPU's
+               memory at once and take turns, a few steps each
+    d48        the same one after the other: both at once do not fit
     layers     a d12 step by phase, and each kind of kernel against a matmul's or a copy's rate
     streaming  the exchange's kernels against copies that move as many bytes
     exchange1  what Streaming DiLoCo costs one worker: runs of train_gpt with and without it take turns
@@ -28,7 +29,7 @@ import tempfile
 from array import array
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PARTS = ["steps", "layers", "streaming", "exchange1", "exchange2"]
+PARTS = ["d12", "d48", "layers", "streaming", "exchange1", "exchange2"]
 # Dense bf16 TFLOP/s; the first name that is part of the GPU's counts.
 PROMISED = {"H200": 989.4, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.4, "A100": 312.0,
             "B200": 2250.0}
@@ -37,8 +38,8 @@ BAR = 0.01  # what an exchange may cost, of a step averaged over H
 
 class Full:
     """What is measured on a GPU."""
-    # B (0: what fits), T, recompute, whether PyTorch's fits beside it
-    models = [("d12", 64, 1024, 0, True), ("d48", 0, 1024, 1, False)]
+    # model, B (0: what fits), T, recompute, whether PyTorch's fits beside it
+    models = {"d12": ("d12", 64, 1024, 0, True), "d48": ("d48", 0, 1024, 1, False)}
     peer_batch = 16  # of d48: PyTorch recomputes nothing
     rounds, steps = 5, 8
     layers = ["d12", 64, 1024, 0, 7]
@@ -51,7 +52,7 @@ class Full:
 
 
 class Tiny(Full):
-    models = [("tiny", 1, 64, 0, True), ("tiny", 1, 64, 1, False)]
+    models = {"d12": ("tiny", 1, 64, 0, True), "d48": ("tiny", 1, 64, 1, False)}
     peer_batch = 1
     rounds, steps = 1, 1
     layers = ["tiny", 1, 64, 1, 1]
@@ -150,7 +151,10 @@ def peer_command(args, model, batch, length, attention):
             "--seq-len", length, "--attention", attention]
 
 
-def bench_model(table, args, size, model, batch, length, recompute, interleaved):
+def bench_model(table, args, size, name):
+    model, batch, length, recompute, interleaved = size.models[name]
+    table.print(f"{'a training step':36} {'B':>5} {'ms':>10} {'spread':>8} {'tokens/s':>10} {'TFLOP/s':>9} "
+                f"{'MFU':>8}")
     command = [args.bench, "steps", model, batch, length, recompute]
     ours = Server(command)
     about = ours.about
@@ -178,13 +182,6 @@ def bench_model(table, args, size, model, batch, length, recompute, interleaved)
             table.print(f"    {name:32} not measured: {why}")
     if interleaved:
         ours.close()
-
-
-def bench_steps(table, args, size):
-    table.print(f"{'a training step':36} {'B':>5} {'ms':>10} {'spread':>8} {'tokens/s':>10} {'TFLOP/s':>9} "
-                f"{'MFU':>8}")
-    for model in size.models:
-        bench_model(table, args, size, *model)
     table.print()
 
 
@@ -290,7 +287,8 @@ def noise(without):
 def print_costs(table, results):
     """results: of each way of exchanging, the first of them never, its runs"""
     without = [run.step for run in next(iter(results.values()))]
-    table.print(f"  {'exchange':20} {'ms a step':>10}  {'cost, median (range)':28} {'waited':>8} {'wire':>12}")
+    table.print(f"  {'exchange':20} {'ms a step':>10}  {'cost, median (range)':28} {'waited':>8} "
+                f"{'wire':>12}")
     for name, runs in results.items():
         row = f"  {name:20} {1e3 * statistics.median(run.step for run in runs):10.2f}"
         if runs[0].wire is not None:
@@ -353,7 +351,8 @@ def main():
     table = Table(args.out)
     table.print(f"{about_machine()}; {datetime.date.today()}")
     table.print()
-    parts = {"steps": lambda: bench_steps(table, args, size),
+    parts = {"d12": lambda: bench_model(table, args, size, "d12"),
+             "d48": lambda: bench_model(table, args, size, "d48"),
              "layers": lambda: bench_layers(table, args, size),
              "streaming": lambda: bench_streaming(table, args, size),
              "exchange1": lambda: bench_exchange(table, args, size, 1),

@@ -8,18 +8,18 @@ import os
 import pathlib
 import re
 
-# Two workers of two ranks; a head of 64 values, which attention on GPUs wants; two fragments, both in flight at times.
-# Between steps all happens that may, alone and together: validation, samples, models, with other parameters than the
-# worker's.
+# Two workers of two ranks; a head of 64 values, which attention on GPUs wants; fragments of which two are in flight at
+# times. Between steps all happens that may, alone and together: validation, samples, models, with other parameters than
+# the worker's.
 STREAMING = {"--layers": 1, "--heads": 1, "--channels": 64, "--vocab-size": 64, "-t": 16, "-b": 1, "-d": 64,
              "-x": 5, "-l": 1e-2, "-k": "constant", "--workers": 2, "--ranks": 2, "-H": 3, "--overlap": 2,
              "--fragment-layers": 1, "--outer-dtype": "fp4", "-v": 3, "-m": 3, "-n": 2, "-s": 2, "-g": 2}
 
 CONFIGURATIONS = {
     "nccl": {**STREAMING, "--outer-offload": True},
-    "gloo": {**STREAMING, "--outer-transport": "gloo", "--eval": "local", "-r": 2},
+    "gloo": {**STREAMING, "--layers": 2, "--outer-transport": "gloo", "--eval": "local", "-r": 2},
     "no overlap": {**STREAMING, "--overlap": 0, "--ranks": 1, "-d": 32, "-v": 0, "-s": 0, "-n": 0},
-    "one worker": {**STREAMING, "--workers": 1, "--outer-optimizer": "none", "--overlap": 0, "--layers": 2},
+    "one worker": {**STREAMING, "--workers": 1, "--outer-optimizer": "none", "--overlap": 0},
 }
 
 

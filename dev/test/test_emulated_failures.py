@@ -1,5 +1,5 @@
-"""What becomes of the others when one process of the CUDA trainer dies, hangs or fails. All are started one by
-one, as torchrun does, so that nobody but themselves ends the survivors."""
+"""What becomes of the others when one process of the CUDA trainer dies, hangs or fails. All are started one
+by one, as torchrun does, so that nobody but themselves ends the survivors."""
 
 import concurrent.futures
 import os
@@ -96,7 +96,7 @@ FAULTS = {
     "hangs in an exchange": (1, "hang:0:3", {**LONG, **SOON}, "some", "waited 8 s"),
     "of one worker hangs while it joins": (1, "hang:1:0", ONE, "none", "the end of the joining"),
     "of one worker hangs in the first collectives": (1, "hang:1:2", ONE, "none", "the end of the first"),
-    "of one worker hangs in the validation": (1, "hang:1:6", {"-v": 3, **ONE}, "none", "the end of what comes"),
+    "of one worker hangs in the validation": (1, "hang:1:6", {"-v": 3, **ONE}, "none", "end of what comes"),
     "of one worker hangs in a step": (1, "hang:1:33", {**LONG, **ONE}, "some", "the end of step"),
 }
 
@@ -124,7 +124,7 @@ def undisturbed(tokens, tmp_path_factory):
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_when_a_process(name, ended, undisturbed):
-    """... then the others end by themselves, each with one line and status 1; a model is whole or not there."""
+    """... then the others end by themselves, each with one line and status 1; a model is whole or absent."""
     _, _, options, done, said = FAULTS[name]
     run, ends = ended[name]
     for process, (status, lines) in ends.items():
@@ -160,7 +160,7 @@ def test_a_process_that_stands_still_between_workers_on_gloo_is_named(tokens, tm
 def test_workers_started_one_by_one_on_a_machine_take_different_gpus_if_there_are(tokens, tmp_path, gpus):
     options = {**OPTIONS, "--ranks": 1, "--store": f"file:{tmp_path}/store"}
     running = [subprocess.Popen(command(tokens, tmp_path / "out", {**options, "--worker": worker}, TRAINER),
-                                stdout=subprocess.PIPE, text=True, env=environment({"EMULATOR_DEVICES": gpus}))
+                                env=environment({"EMULATOR_DEVICES": gpus}), stdout=subprocess.PIPE, text=True)
                for worker in range(2)]
     outputs = [process.communicate(timeout=100)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0]

@@ -96,9 +96,7 @@ __device__ inline void sort_by_digit(int2* to, const int2* from, int N, int shif
     auto digit_of = [&](int2 pair) { return pair.x >> shift & (sort_digits - 1); };
     for (int i = threadIdx.x; i < sort_counts; i += sort_threads) { counts[i] = 0; }
     __syncthreads();
-    for (int i = begin + lane; i < end; i += 32) {
-        atomicAdd(&counts[count_at(digit_of(from[i]), warp)], 1);
-    }
+    for (int i = begin + lane; i < end; i += 32) { atomicAdd(&counts[count_at(digit_of(from[i]), warp)], 1); }
     __syncthreads();
     offsets_of_counts(counts);
     __syncthreads();
@@ -109,8 +107,8 @@ __device__ inline void sort_by_digit(int2* to, const int2* from, int N, int shif
         int& offset = counts[count_at(digit_of(pair), warp)];
         const int place = offset + bits_set(lanes & ((1u << lane) - 1));
         if (valid) { to[place] = pair; }
-        __syncwarp();  // all have read their offset
-        if (lanes >> lane == 1) { offset = place + 1; }  // the last of these lanes
+        __syncwarp();                                    // all have read their offset,
+        if (lanes >> lane == 1) { offset = place + 1; }  // which the last of these lanes moves on
         __syncwarp();
     }
     __syncthreads();  // the next pass reads what others wrote

@@ -171,9 +171,7 @@ public:
         const cublasLtEpilogue_t epilogue = epilogue_of(kind, bias, aux);
         const std::array<int, 5> key{int(kind), N, C, OC, int(epilogue)};
         auto found = plans.find(key);
-        if (found == plans.end()) {
-            found = plans.emplace(key, make_plan(kind, epilogue, N, C, OC)).first;
-        }
+        if (found == plans.end()) { found = plans.emplace(key, make_plan(kind, epilogue, N, C, OC)).first; }
         const Plan& plan = found->second;
         set_pointers(plan, bias, aux);
         const float alpha = 1.0f, beta = kind == Kind::backward_weight ? 1.0f : 0.0f;

@@ -45,16 +45,17 @@ __global__ void __launch_bounds__(256) cast_kernel(Out* out, const In* inp, long
     }
 }
 
+constexpr int sum_threads = 512, sum_each = 8;  // values that a thread has on their way at once
+
 // One block. In double, as on the CPU, so that the order of the sum hardly ever shows in the float. There are
 // as many values as a step has tokens: bound by the latency of a few loads.
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(sum_threads)
     add_scaled_sum_kernel(float* out, const float* values, long n, float scale) {
-    constexpr int threads = 512, each = 8;
     double sum = 0;
-    for (long first = threadIdx.x; first < n; first += threads * each) {
-        float some[each];
-        for (int k = 0; k < each; k++) {
-            const long i = first + k * threads;
+    for (long first = threadIdx.x; first < n; first += sum_threads * sum_each) {
+        float some[sum_each];
+        for (int k = 0; k < sum_each; k++) {
+            const long i = first + k * sum_threads;
             some[k] = i < n ? values[i] : 0.0f;
         }
         for (float value : some) { sum += value; }
@@ -105,7 +106,7 @@ inline void cast(Out* out, const In* inp, long n, Stream& stream) {
 
 // *out += scale * (values[0] + ... + values[n - 1]), summed in a fixed order in double.
 inline void add_scaled_sum(float* out, const float* values, long n, float scale, Stream& stream) {
-    launch(add_scaled_sum_kernel, Grid{1, 512, 0, stream}, out, values, n, scale);
+    launch(add_scaled_sum_kernel, Grid{1, sum_threads, 0, stream}, out, values, n, scale);
 }
 
 // *norm = sqrt(*norm_squared);  *scale = clip_factor(*norm, clip).

@@ -187,11 +187,11 @@ Gradients cuda_gradients(const Backward& b, unsigned blocks = 0) {
         cuda::layernorm_backward(dinp, dweight, dbias, dout, inp, weight, mean, rstd, b.N, b.C, stream);
     } else {
         DeviceArray<float> partial(size_t(blocks) * 2 * b.C);
-        launch(cuda::layernorm_backward_kernel, Grid{blocks, blocks_for(b.C / 8, 32) * 32, 0, stream},
-               dinp, partial, dout, inp, weight, mean, rstd, b.N, b.C);
+        launch(cuda::layernorm_backward_kernel, Grid{blocks, blocks_for(b.C / 8, 32) * 32, 0, stream}, dinp,
+               partial, dout, inp, weight, mean, rstd, b.N, b.C);
         launch(cuda::layernorm_add_partial_kernel,
-               Grid{blocks_for(2 * b.C, 32), 32 * cuda::partial_warps, 0, stream}, dweight, dbias,
-               partial, int(blocks), b.C);
+               Grid{blocks_for(2 * b.C, 32), 32 * cuda::partial_warps, 0, stream}, dweight, dbias, partial,
+               int(blocks), b.C);
         stream.synchronize();  // before `partial` goes
     }
     stream.synchronize();
