@@ -3,11 +3,17 @@
 //     payload | header, 64 bytes | scales, a bf16 for 128 values | codes, two fp4 a byte, the first one low |
 //
 // Every section starts and ends on 16 bytes: NCCL moves single bytes otherwise. bf16 and fp32 have no scales.
+// A fragment may be cut into parts, each a payload of its own (PayloadLayout).
 //
 //     delta = global - local                                   the outer gradient (arXiv 2501.18512, 2.1)
 //     scale = max |delta| / largest code, rounded up to bf16   so that nothing clips; 0 where all are 0
 //     code  = encode(delta / scale)                            to nearest or stochastically (rounding.h)
 //     mean  = (0 + decode(code_0) * scale_0 + decode(code_1) * scale_1 + ...) / M     fp32, workers ascending
+//
+// or, weighted by the tokens that the headers tell,
+//
+//     weight_w = float(tokens_w) / float(tokens_0 + tokens_1 + ...)             1 / M where nobody has any
+//     mean     = fma(weight_1, decode(code_1) * scale_1, fma(weight_0, decode(code_0) * scale_0, 0)) ...
 //
 // With error feedback (Seide et al. 2014) what rounding lost is added the next time:
 //
@@ -29,7 +35,7 @@
 #include "llmc/stream.h"
 #include "rounding.h"
 
-const uint64_t delta_not_finite = 1;  // in PayloadHeader::flags
+const uint32_t delta_not_finite = 1;  // in PayloadHeader::flags
 
 struct PayloadHeader {
     uint32_t magic = payload_magic;
@@ -39,10 +45,11 @@ struct PayloadHeader {
     uint32_t fragment = 0;
     uint32_t worker = 0;     // whose payload it is
     uint64_t send_step = 0;
-    uint64_t values = 0;     // n, a multiple of 128
+    uint64_t values = 0;     // n of the fragment, a multiple of 128
     uint64_t tokens = 0;     // that the worker trained on since it last sent this fragment
-    uint64_t flags = 0;
-    uint64_t hash = 0;       // of the sender's global parameters: the sum of hash_value() mod 2^64
+    uint32_t flags = 0;
+    uint16_t part = 0, parts = 1;  // of the fragment
+    uint64_t hash = 0;       // of the sender's global parameters: the part's sum of hash_value() mod 2^64
 
     static constexpr uint32_t payload_magic = 0x4f434c44;  // "DLCO"
 };
@@ -50,11 +57,13 @@ static_assert(sizeof(PayloadHeader) == 64, "the wire's format");
 
 HD inline PayloadHeader& header_of(uint8_t* payload) { return *reinterpret_cast<PayloadHeader*>(payload); }
 
-// Bytes of the sections of a payload of n values.   n: a multiple of 128
-inline size_t scale_bytes(Format format, long n) {
+// Bytes of n values' scales, of the section that they are in, and of the codes.   n: a multiple of 128
+inline size_t bare_scale_bytes(Format format, long n) {
     bool scaled = with_format(format, [](auto f) { return decltype(f)::scaled; });
-    return scaled ? (size_t(n / quantization_block) * sizeof(uint16_t) + 15) / 16 * 16 : 0;
+    return scaled ? size_t(n / quantization_block) * sizeof(uint16_t) : 0;
 }
+
+inline size_t scale_bytes(Format format, long n) { return (bare_scale_bytes(format, n) + 15) / 16 * 16; }
 
 inline size_t code_bytes(Format format, long n) {
     return size_t(n) * size_t(with_format(format, [](auto f) { return decltype(f)::bits; })) / 8;
@@ -62,6 +71,54 @@ inline size_t code_bytes(Format format, long n) {
 
 inline size_t payload_bytes(Format format, long n) {
     return sizeof(PayloadHeader) + scale_bytes(format, n) + code_bytes(format, n);
+}
+
+// Where the values of a fragment lie in its payloads: cut into parts of ceil(blocks / parts) quantization
+// blocks each, of which the last may have fewer, or none. Each is a payload of its own, and all are equally
+// long: what a part lacks of blocks is zeros on the wire.
+struct PayloadLayout {
+    Format format;
+    long values;       // n, of the fragment, a multiple of 128
+    int parts;
+    long part_values;  // of a whole part
+    size_t scales, codes, bytes;  // of a part: where its sections begin, and where the next part does
+
+    long first_of(int part) const { return std::min(part * part_values, values); }
+    long values_of(int part) const { return first_of(part + 1) - first_of(part); }
+
+    // One of the parts by itself.
+    PayloadLayout only(int part) const {
+        PayloadLayout one = *this;
+        one.values = values_of(part);
+        one.parts = 1;
+        return one;
+    }
+};
+
+// headers: that a part begins with
+inline PayloadLayout payload_layout(Format format, long n, int parts = 1, int headers = 1) {
+    const long blocks = n / quantization_block;
+    const long part_values = (blocks + parts - 1) / parts * quantization_block;
+    const size_t scales = sizeof(PayloadHeader) * size_t(headers);
+    const size_t codes = scales + scale_bytes(format, part_values);
+    return {format, n, parts, part_values, scales, codes, codes + code_bytes(format, part_values)};
+}
+
+// Calls work(part, first, count) for each part that has some of the values [first, first + count).
+template <class Work>
+inline void for_each_part(const PayloadLayout& layout, long first, long count, Work work) {
+    const long end = first + count;
+    while (first < end) {
+        const int part = int(first / layout.part_values);
+        const long next = std::min(end, (part + 1) * layout.part_values);
+        work(part, first, next - first);
+        first = next;
+    }
+}
+
+// Weight of a worker in the mean.   sum: of all workers' tokens
+HD inline float token_weight(uint64_t tokens, uint64_t sum, int workers) {
+    return sum == 0 ? divide_rn(1.0f, float(workers)) : divide_rn(float(tokens), float(sum));
 }
 
 // What value number `index` adds to the hash. A product between two folds spreads every bit over the word.
@@ -110,6 +167,12 @@ struct Source {
     const float* values;
     const float* minus = nullptr;
     float* residual = nullptr;
+
+    // Without the first `count` values.
+    Source from(long count) const {
+        return {values + count, minus == nullptr ? nullptr : minus + count,
+                residual == nullptr ? nullptr : residual + count};
+    }
 };
 
 // Division by the scale of a block. One that is neither tiny nor huge has a reciprocal to multiply with; the
@@ -269,9 +332,16 @@ inline void double_e2m1(int8_t* doubled, const uint8_t* codes) {
     }
 }
 
-// sum[k] += value k of one block of a payload.   sum: (128)   scale: not used by formats without scales
-template <class F>
-inline void add_block(float* sum, const uint8_t* codes, const uint8_t* scale) {
+// sum + value, or sum + weight * value.
+template <bool weighted>
+inline float add_value(float sum, float value, [[maybe_unused]] float weight) {
+    return weighted ? fma_rn(weight, value, sum) : add_rn(sum, value);
+}
+
+// sum[k] += value k of one block of a payload, times its weight where it is weighted.
+// sum: (128)   scale: not used by formats without scales
+template <class F, bool weighted>
+inline void add_block(float* sum, const uint8_t* codes, const uint8_t* scale, float weight) {
     Code<F> block[quantization_block];
     unpack_block<F>(block, codes);
     if constexpr (F::scaled) {
@@ -283,15 +353,17 @@ inline void add_block(float* sum, const uint8_t* codes, const uint8_t* scale) {
             double_e2m1(doubled, block);
             const float half = multiply_rn(factor, 0.5f);  // exact: a factor is a bf16, denormal or not
             for (int k = 0; k < quantization_block; k++) {
-                sum[k] = add_rn(sum[k], multiply_rn(float(doubled[k]), half));
+                sum[k] = add_value<weighted>(sum[k], multiply_rn(float(doubled[k]), half), weight);
             }
         } else {
             for (int k = 0; k < quantization_block; k++) {
-                sum[k] = add_rn(sum[k], multiply_rn(F::decode(block[k]), factor));
+                sum[k] = add_value<weighted>(sum[k], multiply_rn(F::decode(block[k]), factor), weight);
             }
         }
     } else {
-        for (int k = 0; k < quantization_block; k++) { sum[k] = add_rn(sum[k], F::decode(block[k])); }
+        for (int k = 0; k < quantization_block; k++) {
+            sum[k] = add_value<weighted>(sum[k], F::decode(block[k]), weight);
+        }
     }
 }
 
@@ -300,12 +372,64 @@ inline void write_header(uint8_t* payload, const PayloadHeader& header, Stream& 
     stream.enqueue([=] { memcpy(payload, &header, sizeof(header)); });
 }
 
-// Reads the headers of `count` payloads that lie `stride` bytes apart. `headers` is memory of the host.
-inline void read_headers(PayloadHeader* headers, const uint8_t* payloads, size_t stride, int count,
+// Reads the first `each` headers of `count` payloads that lie `stride` bytes apart. `headers` is memory of
+// the host.   headers: (count, each)
+inline void read_headers(PayloadHeader* headers, const uint8_t* payloads, size_t stride, int count, int each,
                          Stream& stream) {
     stream.enqueue([=] {
-        for (int i = 0; i < count; i++) { memcpy(&headers[i], payloads + i * stride, sizeof(PayloadHeader)); }
+        for (int i = 0; i < count; i++) {
+            memcpy(headers + i * each, payloads + size_t(i) * stride, size_t(each) * sizeof(PayloadHeader));
+        }
     });
+}
+
+// Writes what the payload of a mean begins with: a header of its own, and those of the `count` payloads that
+// the mean is of, `stride` bytes apart.
+inline void write_mean_headers(uint8_t* out, const PayloadHeader& header, const uint8_t* payloads,
+                               size_t stride, int count, Stream& stream) {
+    stream.enqueue([=] {
+        memcpy(out, &header, sizeof(header));
+        for (int i = 0; i < count; i++) {
+            memcpy(out + size_t(i + 1) * sizeof(header), payloads + size_t(i) * stride, sizeof(header));
+        }
+    });
+}
+
+// Writes the zeros that parts have in place of the blocks that they lack.
+inline void clear_padding(uint8_t* payload, const PayloadLayout& layout, Stream& stream) {
+    stream.enqueue([=] {
+        for (int part = 0; part < layout.parts; part++) {
+            const long n = layout.values_of(part);
+            if (n == layout.part_values) { continue; }
+            const size_t scales = layout.scales + bare_scale_bytes(layout.format, n);
+            const size_t codes = layout.codes + code_bytes(layout.format, n);
+            uint8_t* begin = payload + size_t(part) * layout.bytes;
+            memset(begin + scales, 0, layout.codes - scales);
+            memset(begin + codes, 0, layout.bytes - codes);
+        }
+    });
+}
+
+// weights[w] = token_weight() of the worker whose payload is number w.   weights: (workers)
+inline void token_weights(float* weights, const uint8_t* payloads, size_t stride, int workers,
+                          Stream& stream) {
+    stream.enqueue([=] {
+        auto tokens = [=](int worker) {
+            PayloadHeader header;
+            memcpy(&header, payloads + size_t(worker) * stride, sizeof(header));
+            return header.tokens;
+        };
+        uint64_t sum = 0;
+        for (int worker = 0; worker < workers; worker++) { sum += tokens(worker); }
+        for (int worker = 0; worker < workers; worker++) {
+            weights[worker] = token_weight(tokens(worker), sum, workers);
+        }
+    });
+}
+
+// out = inp.   out, inp: (count)
+inline void copy_values(float* out, const float* inp, long count, Stream& stream) {
+    stream.enqueue([=] { memcpy(out, inp, size_t(count) * sizeof(float)); });
 }
 
 // The loops are functions of their own, outside the lambdas: the compiler reads again and again what a lambda
@@ -340,18 +464,24 @@ inline void mean_of_sum(float* mean, const float* sum, int workers) {
     }
 }
 
-template <class F>
+// mean, codes, scales: where a part of `blocks` blocks begins   weights: (workers), for a weighted mean
+template <class F, bool weighted>
 inline void dequantize_loop(float* mean, const uint8_t* codes, const uint8_t* scales, size_t stride,
-                            int workers, long blocks) {
+                            int workers, const float* weights, long blocks) {
     #pragma omp parallel for if (blocks >= parallel_blocks)
     for (long b = 0; b < blocks; b++) {
         const long i = b * quantization_block;
         float sum[quantization_block] = {};
         for (int worker = 0; worker < workers; worker++) {
             const size_t payload = size_t(worker) * stride;
-            add_block<F>(sum, codes + payload + i * F::bits / 8, scales + payload + b * 2);
+            add_block<F, weighted>(sum, codes + payload + i * F::bits / 8, scales + payload + b * 2,
+                                   weighted ? weights[worker] : 1.0f);
         }
-        mean_of_sum(mean + i, sum, workers);
+        if constexpr (weighted) {
+            memcpy(mean + i, sum, sizeof(sum));
+        } else {
+            mean_of_sum(mean + i, sum, workers);
+        }
     }
 }
 
@@ -360,37 +490,56 @@ inline void add_hash(uint8_t* payload, long first, const float* values, long cou
     stream.enqueue([=] { header_of(payload).hash += hash_loop(values, first, count); });
 }
 
-// Quantizes values [first, first + count) of a fragment of n values into its payload.
-// source: of `count` values   first, count: multiples of 128   payload: 16-byte aligned, its header is
-// written already. Memory: 8 bytes read a value, in one pass; with a residual 12, and 4 written.
-inline void quantize(uint8_t* payload, Format format, const Rounding& rounding, long n, long first,
+// Quantizes values [first, first + count) of a fragment into its payload.
+// source: of `count` values   first, count: multiples of 128   payload: 16-byte aligned, the headers of its
+// parts are written already. Memory: 8 bytes read a value, in one pass; with a residual 12, and 4 written.
+inline void quantize(uint8_t* payload, const PayloadLayout& layout, const Rounding& rounding, long first,
                      const Source& source, long count, Stream& stream) {
     stream.enqueue([=] {
-        bool finite = with_format(format, [=](auto f) {
-            using F = decltype(f);
-            uint8_t* scales_begin = payload + sizeof(PayloadHeader);
-            uint8_t* codes = scales_begin + scale_bytes(format, n) + first * F::bits / 8;
-            uint16_t* scales = reinterpret_cast<uint16_t*>(scales_begin) + first / quantization_block;
-            const long blocks = count / quantization_block;
-            return rounding.stochastic ? quantize_loop<F, true>(codes, scales, source, rounding, blocks)
-                                       : quantize_loop<F, false>(codes, scales, source, rounding, blocks);
+        for_each_part(layout, first, count, [&](int part, long begin, long n) {
+            uint8_t* bytes = payload + size_t(part) * layout.bytes;
+            const long skipped = begin - first, within = begin - layout.first_of(part);
+            const bool finite = with_format(layout.format, [=](auto f) {
+                using F = decltype(f);
+                uint8_t* codes = bytes + layout.codes + within * F::bits / 8;
+                uint16_t* scales =
+                    reinterpret_cast<uint16_t*>(bytes + layout.scales) + within / quantization_block;
+                return (rounding.stochastic ? quantize_loop<F, true> : quantize_loop<F, false>)(
+                    codes, scales, source.from(skipped), rounding.at(rounding.first + uint64_t(skipped)),
+                    n / quantization_block);
+            });
+            if (!finite) { header_of(bytes).flags |= delta_not_finite; }
         });
-        if (!finite) { header_of(payload).flags |= delta_not_finite; }
     });
 }
 
-// mean[i] = the sum over workers of what their payloads say of value i, in fp32 and ascending order, by
-// float(workers). mean: (n)   payloads: `workers` of them, `stride` bytes apart.   Memory: 4 bytes written a
-// value, in one pass.
-inline void dequantize_mean(float* mean, const uint8_t* payloads, size_t stride, int workers, Format format,
-                            long n, Stream& stream) {
+// mean[i] = the mean over workers of what their payloads say of value i: in fp32, in ascending order, by
+// float(workers), or with their weights.   mean: (layout.values)   payloads: `workers` of them, `stride`
+// bytes apart   weights: (workers), or null   Memory: 4 bytes written a value, in one pass.
+inline void dequantize_mean(float* mean, const uint8_t* payloads, size_t stride, int workers,
+                            const PayloadLayout& layout, const float* weights, Stream& stream) {
     stream.enqueue([=] {
-        with_format(format, [=](auto f) {
-            const uint8_t* scales = payloads + sizeof(PayloadHeader);
-            const uint8_t* codes = scales + scale_bytes(format, n);
-            dequantize_loop<decltype(f)>(mean, codes, scales, stride, workers, n / quantization_block);
+        for_each_part(layout, 0, layout.values, [&](int part, long first, long n) {
+            const uint8_t* bytes = payloads + size_t(part) * layout.bytes;
+            with_format(layout.format, [=](auto f) {
+                using F = decltype(f);
+                (weights != nullptr ? dequantize_loop<F, true> : dequantize_loop<F, false>)(
+                    mean + first, bytes + layout.codes, bytes + layout.scales, stride, workers, weights,
+                    n / quantization_block);
+            });
         });
     });
+}
+
+// The same for a fragment of n values in one part, and without weights.
+inline void quantize(uint8_t* payload, Format format, const Rounding& rounding, long n, long first,
+                     const Source& source, long count, Stream& stream) {
+    quantize(payload, payload_layout(format, n), rounding, first, source, count, stream);
+}
+
+inline void dequantize_mean(float* mean, const uint8_t* payloads, size_t stride, int workers, Format format,
+                            long n, Stream& stream) {
+    dequantize_mean(mean, payloads, stride, workers, payload_layout(format, n), nullptr, stream);
 }
 
 }  // namespace cpu

@@ -37,7 +37,9 @@ PayloadHeader some_header(uint16_t format) {
     header.send_step = 0x5152535455565758;
     header.values = 0x6162636465666768;
     header.tokens = 0x7172737475767778;
-    header.flags = 0x8182838485868786;  // the flag of a bad delta is not among them
+    header.flags = 0x81828386;  // the flag of a bad delta is not among them
+    header.part = 0x9192;
+    header.parts = 0xa1a2;
     header.hash = 0xf192939495969798;   // a sum that begins here will overflow
     return header;
 }
@@ -475,23 +477,174 @@ TEST(HeaderKernels, AHeaderIsWrittenWholeAndAlone) {
     expect_same_bits(payload.to_host(), expected, "payload");
 }
 
+// `count` payloads that begin with `each` headers, all of them different.
+Bytes payloads_with_headers(int count, int each, size_t stride) {
+    Bytes payloads(stride * size_t(count), 0xa5);
+    for (int i = 0; i < count * each; i++) {
+        PayloadHeader header = some_header(uint16_t(i));
+        header.tokens = random_word(5, uint64_t(i)) % 1000;
+        memcpy(&payloads[size_t(i / each) * stride + size_t(i % each) * sizeof(header)], &header,
+               sizeof(header));
+    }
+    return payloads;
+}
+
 TEST(HeaderKernels, HeadersOfAllPayloadsAreRead) {
     const int workers = 3;
-    const size_t stride = payload_bytes(Format::fp8_e4m3, 128 * 3);
-    Bytes payloads(stride * workers, 0xa5);
-    for (int worker = 0; worker < workers; worker++) {
-        const PayloadHeader header = some_header(uint16_t(worker));
-        memcpy(&payloads[size_t(worker) * stride], &header, sizeof(header));
+    for (int each : {1, 4}) {
+        const size_t stride = sizeof(PayloadHeader) * size_t(each) + 48;
+        const Bytes payloads = payloads_with_headers(workers, each, stride);
+        DeviceArray<uint8_t> device_payloads(payloads);
+        std::vector<PayloadHeader> headers(size_t(workers * each + 1)), expected(headers.size());
+        Stream stream;
+        cpu::Stream cpu_stream;
+        cuda::read_headers(headers.data(), device_payloads, stride, workers, each, stream);
+        cpu::read_headers(expected.data(), payloads.data(), stride, workers, each, cpu_stream);
+        stream.synchronize();
+        for (size_t i = 0; i < headers.size(); i++) { expect_same_header(headers[i], expected[i]); }
+        expect_same_header(headers.back(), PayloadHeader());
+        EXPECT_EQ(headers[size_t(each)].format, some_header(uint16_t(each)).format);
     }
-    DeviceArray<uint8_t> device_payloads(payloads);
-    std::vector<PayloadHeader> headers(workers + 1);
+}
+
+// 33 headers are more packs of 16 bytes than a block has threads, and more workers than a warp has.
+TEST(HeaderKernels, AMeanBeginsWithItsOwnHeaderAndThoseOfWhatItIsAMeanOf) {
+    for (int workers : {1, 3, 33}) {
+        const size_t stride = sizeof(PayloadHeader) + 80, bytes = sizeof(PayloadHeader) * size_t(1 + workers);
+        const Bytes payloads = payloads_with_headers(workers, 1, stride);
+        Bytes expected(bytes + behind, 0x5a);
+        DeviceArray<uint8_t> out(expected), device_payloads(payloads);
+        Stream stream;
+        cpu::Stream cpu_stream;
+        cuda::write_mean_headers(out, some_header(77), device_payloads, stride, workers, stream);
+        cpu::write_mean_headers(expected.data(), some_header(77), payloads.data(), stride, workers,
+                                cpu_stream);
+        stream.synchronize();
+        expect_same_bits(out.to_host(), expected, "headers");
+        EXPECT_EQ(memcmp(&expected[bytes - sizeof(PayloadHeader)], &payloads[stride * size_t(workers - 1)],
+                         sizeof(PayloadHeader)), 0);
+    }
+}
+
+TEST(TokenWeightsKernel, TheWeightsHaveTheCpusBits) {
+    for (int workers : {1, 3, 33}) {
+        const size_t stride = sizeof(PayloadHeader) + 80;
+        Bytes payloads = payloads_with_headers(workers, 1, stride);
+        auto tokens_of = [&](int worker) -> uint64_t& {
+            return reinterpret_cast<PayloadHeader*>(&payloads[stride * size_t(worker)])->tokens;
+        };
+        for (int round = 0; round < 3; round++) {
+            if (round == 1) { tokens_of(0) = (uint64_t(1) << 53) + 1; }  // not a float, nor a double
+            for (int worker = 0; round == 2 && worker < workers; worker++) { tokens_of(worker) = 0; }
+            Floats expected(size_t(workers) + behind, 7.0f);
+            DeviceArray<float> weights(expected);
+            DeviceArray<uint8_t> device_payloads(payloads);
+            Stream stream;
+            cpu::Stream cpu_stream;
+            cuda::token_weights(weights, device_payloads, stride, workers, stream);
+            cpu::token_weights(expected.data(), payloads.data(), stride, workers, cpu_stream);
+            stream.synchronize();
+            expect_same_bits(weights.to_host(), expected, "weights");
+            if (round == 2) { EXPECT_EQ(expected[0], 1.0f / float(workers)); }
+        }
+    }
+}
+
+// ---- fragments in parts
+
+// Headers and, for all that is to be written, bytes that are easy to know again.
+Bytes new_parts(const PayloadLayout& layout) {
+    Bytes payload(layout.bytes * size_t(layout.parts) + behind, 0xa5);
+    for (int part = 0; part < layout.parts; part++) {
+        PayloadHeader header = some_header(uint16_t(layout.format));
+        header.part = uint16_t(part);
+        memcpy(&payload[layout.bytes * size_t(part)], &header, sizeof(header));
+    }
+    return payload;
+}
+
+// Fewer blocks than parts, as many, and numbers that do not divide; ranges that end within parts.
+TEST(PartsOfAFragment, QuantizedInOneLaunchTheyAreTheCpusBytes) {
+    for_each_order(2, [] {
+        for (Format format : all_formats) {
+            for (int parts : {2, 3, 4, 8}) {
+                for (long blocks : {1L, 3L, 8L, 13L, 26L}) {
+                    const long n = 128 * blocks, cut = blocks / 3 * 128;
+                    const PayloadLayout layout = payload_layout(format, n, parts, parts % 2 ? 1 : 1 + parts);
+                    Floats global = random_values(n, uint64_t(n), 1.0f);
+                    if (blocks == 13) { global[size_t(n - 1)] = NAN; }
+                    Floats residual = random_values(n, 9, 0x1p-9f);
+                    Bytes expected = new_parts(layout);
+                    DeviceArray<uint8_t> payload(expected);
+                    DeviceArray<float> device_global(global), device_residual(residual);
+                    Stream stream;
+                    cpu::Stream cpu_stream;
+                    cuda::clear_padding(payload, layout, stream);
+                    cpu::clear_padding(expected.data(), layout, cpu_stream);
+                    for (auto [first, count] : {Part{cut, n - cut}, Part{0, cut}}) {
+                        const Rounding own = stochastic.at(stochastic.first + uint64_t(first));
+                        cuda::quantize(payload, layout, own, first,
+                                       Source{device_global, nullptr, device_residual}.from(first), count,
+                                       stream);
+                        cpu::quantize(expected.data(), layout, own, first,
+                                      Source{global.data(), nullptr, residual.data()}.from(first), count,
+                                      cpu_stream);
+                    }
+                    stream.synchronize();
+                    expect_same_bits(payload.to_host(), expected, name_of(format));
+                    expect_same_bits(device_residual.to_host(), residual, name_of(format));
+                }
+            }
+        }
+    });
+}
+
+TEST(PartsOfAFragment, TheirMeansWithAndWithoutWeightsHaveTheCpusBits) {
+    for (Format format : all_formats) {
+        for (int parts : {1, 3, 8}) {
+            for (long blocks : {1L, 8L, 13L}) {
+                const int workers = 3;
+                const PayloadLayout layout = payload_layout(format, 128 * blocks, parts, 1 + parts);
+                const size_t stride = layout.bytes * size_t(parts);
+                Bytes payloads;
+                for (uint64_t worker = 0; worker < workers; worker++) {
+                    Bytes one = new_parts(layout);
+                    const Floats values = random_values(128 * blocks, worker, worker == 1 ? 0x1p-135f : 1.0f);
+                    cpu::Stream cpu_stream;
+                    cpu::quantize(one.data(), layout, Rounding(), 0, {values.data()}, 128 * blocks,
+                                  cpu_stream);
+                    payloads.insert(payloads.end(), one.begin(), one.begin() + long(stride));
+                }
+                const Floats weights = {0.3f, 0.6f, 0.1f};
+                DeviceArray<uint8_t> device_payloads(payloads);
+                DeviceArray<float> device_weights(weights);
+                for (bool weighted : {false, true}) {
+                    Floats expected(size_t(128 * blocks + behind), 7.0f);
+                    DeviceArray<float> mean(expected);
+                    Stream stream;
+                    cpu::Stream cpu_stream;
+                    float* const on_device = device_weights;
+                    cuda::dequantize_mean(mean, device_payloads, stride, workers, layout,
+                                          weighted ? on_device : nullptr, stream);
+                    cpu::dequantize_mean(expected.data(), payloads.data(), stride, workers, layout,
+                                         weighted ? weights.data() : nullptr, cpu_stream);
+                    stream.synchronize();
+                    expect_same_bits(mean.to_host(), expected, name_of(format));
+                }
+            }
+        }
+    }
+}
+
+TEST(CopyValues, AllAreCopiedAndNothingElse) {
+    const Floats values = random_values(1000, 3, 1.0f);
+    DeviceArray<float> inp(values), out(Floats(values.size(), 7.0f));
     Stream stream;
-    cuda::read_headers(headers.data(), device_payloads, stride, workers, stream);
+    cuda::copy_values(out, inp, 999, stream);
     stream.synchronize();
-    for (int worker = 0; worker < workers; worker++) {
-        expect_same_header(headers[size_t(worker)], some_header(uint16_t(worker)));
-    }
-    expect_same_header(headers[workers], PayloadHeader());
+    Floats expected = values;
+    expected.back() = 7.0f;
+    expect_same_bits(out.to_host(), expected, "out");
 }
 
 // ---- what is refused
