@@ -1,6 +1,6 @@
-// Exchanges: all-gather and all-to-all, over a LocalComm. Bytes against the formula written out, means against
-// decoding by hand, hashes against each other, headers that are not what they should be; and what each option
-// of the wire does to whole runs. Workers are threads.
+// Exchanges: all-gather and all-to-all, over a LocalComm. Bytes against the formula written out, means
+// against decoding by hand, hashes against each other, headers that are not what they should be; and what each
+// option of the wire does to whole runs. Workers are threads.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -59,11 +59,12 @@ void write_payload(Exchange& exchange, const Sync& sync, const WireOptions& wire
     const Rounding rounding = wire.rounding(worker, sync.number, RoundingStage::send);
     for (const Piece& piece : two_pieces(sync.values)) {
         for_each_part(layout, piece.first, piece.count, [&](int part, long first, long count) {
-            device::add_hash(payload + size_t(part) * layout.bytes, first, &values[size_t(first)], count, main);
+            uint8_t* bytes = payload + size_t(part) * layout.bytes;
+            device::add_hash(bytes, first, &values[size_t(first)], count, main);
         });
         if (piece.count == 0) { continue; }
-        device::quantize(payload, layout, rounding.at(piece.index), piece.first, {&values[size_t(piece.first)]},
-                         piece.count, main);
+        device::quantize(payload, layout, rounding.at(piece.index), piece.first,
+                         {&values[size_t(piece.first)]}, piece.count, main);
     }
 }
 
@@ -250,12 +251,11 @@ TEST(Exchange, what_parts_lack_of_blocks_is_zeros_also_where_another_fragment_la
         Stream stream;
         device::clear_padding(payload, layout, stream);
         for (int part = 0; part < 4; part++) {
-            const Floats zeros(256, 0.0f);
             Floats decoded(256, 7.0f);
             const uint8_t* bytes = payload + size_t(part) * layout.bytes;
             device::dequantize_mean(decoded.data(), bytes, 0, 1, format, 256, stream);
-            const size_t lacking = part < 2 ? 0 : part == 2 ? 128 : 256;
-            EXPECT_TRUE(std::equal(zeros.begin(), zeros.begin() + long(lacking), decoded.end() - long(lacking)));
+            const long lacking = part < 2 ? 0 : part == 2 ? 128 : 256;
+            EXPECT_EQ(std::count(decoded.end() - lacking, decoded.end(), 0.0f), lacking);
             EXPECT_EQ(bytes[0], 0xff);
             if (lacking < 256) { EXPECT_EQ(bytes[layout.codes], 0xff); }
         }
@@ -283,7 +283,8 @@ const Layout layout = toy_layout({128, 384, 128, 256, 640}, 4);  // fragments of
 struct Worker {
     Worker(const DilocoOptions& options, Comm& comm)
         : number(comm.rank()), outer_stream(Stream::Kind::communicate),
-          diloco(options, make_fragments(4, 5, 2, FragmentPattern::strided, H), layout, 0, comm, outer_stream),
+          diloco(options, make_fragments(4, 5, 2, FragmentPattern::strided, H), layout, 0, comm,
+                 outer_stream),
           local(random_values(77, layout.size, 0.1f)), params(local) {
         diloco.start(local.data(), main);
     }
@@ -295,7 +296,8 @@ struct Worker {
     }
 
     std::vector<SyncReport> after(long step) {
-        return diloco.after_inner_step(step, uint64_t(step) * tokens_a_step, local.data(), params.data(), main);
+        const uint64_t tokens = uint64_t(step) * tokens_a_step;
+        return diloco.after_inner_step(step, tokens, local.data(), params.data(), main);
     }
 
     Floats global() {
@@ -464,7 +466,9 @@ struct ByHand {
             for (size_t i = 0; i < mean.size(); i++) { mean[i] += arrived[i]; }
         }
         for (float& value : mean) { value /= float(locals.size()); }
-        if (wire.exchange == ExchangeKind::all_to_all) { mean = sent({mean.data(), nullptr, of_mean.data()}); }
+        if (wire.exchange == ExchangeKind::all_to_all) {
+            mean = sent({mean.data(), nullptr, of_mean.data()});
+        }
         for (size_t i = 0; i < mean.size(); i++) { global[i] -= mean[i]; }
     }
 
@@ -499,7 +503,8 @@ TEST(Wire, feedback_of_senders_and_owners_is_as_by_hand_and_as_before_where_a_sy
         expect_no_errors(run_members(workers, [&](int worker) {
             LocalComm comm(group, worker);
             Stream main, outer(Stream::Kind::communicate);
-            Diloco diloco(options, make_fragments(2, 2, 0, FragmentPattern::strided, 1), small, 0, comm, outer);
+            Diloco diloco(options, make_fragments(2, 2, 0, FragmentPattern::strided, 1), small, 0, comm,
+                          outer);
             Floats params = initial;
             diloco.start(initial.data(), main);
             diloco.rehearse(main);
@@ -511,6 +516,40 @@ TEST(Wire, feedback_of_senders_and_owners_is_as_by_hand_and_as_before_where_a_sy
                 ASSERT_TRUE(same_bits(Floats(global, global + small.size), expected_at[size_t(step - 1)]))
                     << name_of(kind) << " " << step;
             }
+        }));
+    }
+}
+
+TEST(Wire, a_worker_with_half_the_batch_has_a_third_of_the_mean_of_two) {
+    const Layout small = toy_layout({128 * 5, 128 * 2}, 2);
+    for (ExchangeKind kind : both_kinds) {
+        DilocoOptions options;
+        options.inner_steps = 4;
+        options.overlap = 0;
+        options.optimizer = OuterOptimizer::average;
+        options.wire = {Format::fp32, kind, false, 0, false, true};
+        const Floats initial = random_values(1, small.size, 1.0f);
+        const Floats ends[2] = {random_values(2, small.size, 1.0f), random_values(3, small.size, 1.0f)};
+        Floats expected = initial;
+        for (size_t i = 0; i < expected.size(); i++) {
+            const float full = initial[i] - ends[0][i], half = initial[i] - ends[1][i];
+            const float two_thirds = 128.0f / 192, third = 64.0f / 192;  // tokens of four steps
+            expected[i] = initial[i] - fmaf(third, half, two_thirds * full);
+        }
+        LocalGroup group(2);
+        expect_no_errors(run_members(2, [&](int worker) {
+            LocalComm comm(group, worker);
+            Stream main, outer(Stream::Kind::communicate);
+            Diloco diloco(options, make_fragments(2, 2, 0, FragmentPattern::strided, 4), small, 0, comm,
+                          outer);
+            Floats local = ends[worker], params = initial;
+            diloco.start(initial.data(), main);
+            for (long step = 1; step <= 4; step++) {
+                const uint64_t tokens = uint64_t(step) * (worker == 0 ? 32 : 16);
+                diloco.after_inner_step(step, tokens, local.data(), params.data(), main);
+            }
+            const float* global = diloco.global(main);
+            EXPECT_TRUE(same_bits(Floats(global, global + small.size), expected));
         }));
     }
 }
@@ -571,8 +610,8 @@ TEST(AllToAll, a_header_that_is_wrong_in_either_stage_is_refused_by_all_who_get_
                 exchange->start(sync, main);
                 exchange->wait(sync);
             });
-            const std::string expected = "the payload of worker 1 for fragment 0 (sync 3, sent at step 17) was "
-                                         "refused: its " + std::string(damage.what) + " is ";
+            const std::string expected = "the payload of worker 1 for fragment 0 (sync 3, sent at step 17) "
+                                         "was refused: its " + std::string(damage.what) + " is ";
             for (size_t worker = 0; worker < 3; worker++) {
                 if (worker == 0 || !of_mean) {  // what was received in stage 1 travels on in stage 2
                     EXPECT_EQ(errors[worker].substr(0, expected.size()), expected);
