@@ -7,7 +7,7 @@
 # make test-gpu        the same tests and more on this machine's GPU       make bench-gpu   its speed
 # make train_gpt       the CUDA trainer: GPU_ARCH="80 90" for other GPUs than this machine's
 # make test-long       make test, and tests that take too long for it
-# make mutate          breaks the kernels on purpose: do the tests notice? (MUTATE=--help: options)
+# make mutate          breaks kernels and host side on purpose: do the tests notice? (MUTATE=--help: options)
 # make registers       registers and spills of each kernel, as nvcc reports them
 CXX = g++
 SHELL = /bin/bash
