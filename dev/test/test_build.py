@@ -91,6 +91,11 @@ def test_without_a_gpu_the_user_is_asked_for_which_to_build(toolkit, tmp_path):
     refused(make("gpu_dependencies", f"CUDA_HOME={toolkit}", path=path), "no GPU here", "GPU_ARCH=90")
 
 
+@pytest.mark.parametrize("gpus,odd", [("banana", "banana"), ("90 75", "75"), ("9.0", "9.0"), ("sm_70", "70")])
+def test_a_gpu_that_is_none_or_too_old_is_one_line(toolkit, gpus, odd):
+    refused(make("gpu_dependencies", f"CUDA_HOME={toolkit}", f"GPU_ARCH={gpus}"), f"GPU '{odd}'", "80")
+
+
 def test_what_the_cuda_trainer_needs_is_looked_for_before_it_is_compiled(toolkit, nccl, tmp_path):
     where = [f"CUDA_HOME={toolkit}", "GPU_ARCH=90"]
     assert make("gpu_dependencies", *where, f"NCCL_HOME={nccl}").returncode == 0
