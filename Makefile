@@ -44,7 +44,8 @@ EMULATOR_TESTS = $(foreach kind,plain address thread,$(KERNEL_TESTS:%=build/$(ki
 EMULATED_TRAINERS = build/plain/train_gpt build/thread/train_gpt build/without/train_gpt
 vpath test_%.cpp dev/emulator dev/test/kernels
 CUDA_FLAGS = -std=c++17 -O3 -I. -DUSE_CUDA $(CUDA_WARNINGS) $(DEPS_FLAGS)
-CUDA_WARNINGS = $(if $(WARNINGS),-Werror all-warnings -Xcompiler -Wall$(comma)-Wextra$(comma)-Wno-unknown-pragmas)
+CUDA_WARNINGS = $(if $(WARNINGS),-Werror all-warnings \
+                               -Xcompiler -Wall$(comma)-Wextra$(comma)-Wno-unknown-pragmas)
 CUDA_TESTS = $(patsubst dev/test/kernels/%.cpp,build/nvcc/%.ptx,$(wildcard dev/test/kernels/test_*.cpp)) \
              build/nvcc/test_kernels.ptx
 
