@@ -474,9 +474,10 @@ inline void set_parameters(Worker& worker, const float* flat) {
     }
 }
 
-// All of a shard buffer's model, on the host of every rank. Between steps only.
-// shard: (layout.shard_size())   returns (layout.size)
-inline std::vector<float> gather_flat(Worker& worker, const float* shard) {
+// All of a shard buffer's model, on the host of the rank that wants it: their machine may have no memory for
+// a copy of each. Between steps only.
+// shard: (layout.shard_size())   returns (layout.size), or nothing
+inline std::vector<float> gather_flat(Worker& worker, const float* shard, bool wanted) {
     const Layout& layout = worker.model.layout;
     float* gathered = worker.spare();
     for (int b = 0; b < worker.blocks(); b++) {
@@ -490,6 +491,7 @@ inline std::vector<float> gather_flat(Worker& worker, const float* shard) {
                                size_t(range.count) * sizeof(float), worker.comm_stream, &worker.traffic);
     }
     hand_back(worker);
+    if (!wanted) { return {}; }
     std::vector<float> flat(static_cast<size_t>(layout.size));
     device::copy_to_host(flat.data(), gathered, layout.size, worker.main);
     return flat;
@@ -891,7 +893,7 @@ inline void print_sample(Run& run, long step) {
 inline void save_model(Run& run, long step) {
     const float* shard = run.evaluated() ? run.evaluated() : run.worker.master.data();
     if (run.process.worker != 0) { return; }
-    const std::vector<float> flat = gather_flat(run.worker, shard);
+    const std::vector<float> flat = gather_flat(run.worker, shard, run.is_first());
     if (!run.is_first()) { return; }
     const Watchdog::Alone alone(run.watchdog);
     const std::string path = run.options.output + format("/model_%08ld.bin", step);
