@@ -225,7 +225,7 @@ def test_the_set_up_refuses_a_folder_that_does_not_fit(offline, tmp_path):
     (offline / "release").write_text("plan9 5 amd64\n")
     refused(set_up("--offline", offline), str(offline), "damaged")
     refused(set_up("--offline", offline.name, folder=tmp_path), str(offline), "damaged")
-    refused(set_up("--offline", "missing/too", folder=tmp_path), f"{tmp_path}/missing", "fetch_offline_deps.sh")
+    refused(set_up("--offline", "none/a", folder=tmp_path), f"{tmp_path}/none/a", "fetch_offline_deps.sh")
     refused(set_up("--offline"), "--offline DIR")
     refused(set_up("--offline", offline, "--prefix"), "--prefix DIR")
     refused(set_up("--prefix", tmp_path / "prefix"), "--offline")
