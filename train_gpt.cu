@@ -463,7 +463,8 @@ inline void warm_up(Worker& worker, const Options& options) {
     worker.traffic = Traffic();
 }
 
-// Sets master and parameters from a flat model.   flat: (layout.size), on the host
+// Sets master and parameters from a flat model, which may go when this returns: whether a copy has read memory
+// that is not pinned by then is up to CUDA.   flat: (layout.size), on the host
 inline void set_parameters(Worker& worker, const float* flat) {
     const long size = worker.model.layout.size;
     device::copy_to_device(worker.spare(), flat, size, worker.main);
@@ -472,6 +473,7 @@ inline void set_parameters(Worker& worker, const float* flat) {
         const Range range = worker.shard(b);
         device::copy_to_device(worker.master + range.shard, flat + range.flat, range.count, worker.main);
     }
+    worker.main.synchronize();
 }
 
 // All of a shard buffer's model, on the host of the rank that wants it: their machine may have no memory for
@@ -891,9 +893,10 @@ inline void print_sample(Run& run, long step) {
 }
 
 inline void save_model(Run& run, long step) {
-    const float* shard = run.evaluated() ? run.evaluated() : run.worker.master.data();
     if (run.process.worker != 0) { return; }
-    const std::vector<float> flat = gather_flat(run.worker, shard, run.is_first());
+    const float* evaluated = run.evaluated();
+    const std::vector<float> flat =
+        gather_flat(run.worker, evaluated ? evaluated : run.worker.master.data(), run.is_first());
     if (!run.is_first()) { return; }
     const Watchdog::Alone alone(run.watchdog);
     const std::string path = run.options.output + format("/model_%08ld.bin", step);
@@ -1049,6 +1052,7 @@ inline void make_comms(const Options& o, const Process& process, Watchdog& watch
 inline void train_together(const Options& o, Process& process, Inputs& in) {
     process.check_fingerprint(fingerprint(o, in));
     const device::Device device = choose_device(process, o.streams() && o.outer_transport == "nccl");
+    check_outer_interface(o.outer_transport, o.interface);
     Logger logger(o.output, process.index(), process.size());
     StatusLine status(stdout, process.terminal, process.terminal ? 0.1 : 5.0);
     // Where something throws from here on, the process leaves before any of these is given back: on a GPU
