@@ -463,8 +463,8 @@ inline void warm_up(Worker& worker, const Options& options) {
     worker.traffic = Traffic();
 }
 
-// Sets master and parameters from a flat model, which may go when this returns: whether a copy has read memory
-// that is not pinned by then is up to CUDA.   flat: (layout.size), on the host
+// Sets master and parameters from a flat model, which may go when this returns: a copy may still be reading
+// memory that is not pinned, and so this waits.   flat: (layout.size), on the host
 inline void set_parameters(Worker& worker, const float* flat) {
     const long size = worker.model.layout.size;
     device::copy_to_device(worker.spare(), flat, size, worker.main);

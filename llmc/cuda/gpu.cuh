@@ -31,8 +31,8 @@ inline void use_interface(const std::string& name) {
 // interface: of the network that NCCL is to use; empty: its choice
 //
 // Rings, because NVLink's switches, which NCCL would sometimes prefer, add in another order each time
-// (github.com/NVIDIA/nccl/issues/1497). And because an algorithm connects when it is first used, which depends
-// on the size: with one of them that is before step 1.
+// (github.com/NVIDIA/nccl/issues/1497). And because an algorithm connects when it is first used, and sizes
+// have different ones: with one for all that is before step 1.
 inline Device use_device(int number, const std::string& interface) {
     setenv("CUDA_MODULE_LOADING", "EAGER", 0);       // or a kernel's first launch may wait for others' end
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);  // or streams share queues and wait for each other
