@@ -910,7 +910,8 @@ inline void between_steps(Run& run, long step) {
     const bool last = step == run.inputs.steps;
     auto is_time = [&](long every) { return every > 0 && (step % every == 0 || last); };
     const bool validates = run.inputs.validation_loader && is_time(o.validate_every);
-    const bool samples = run.inputs.tokenizer && step > 0 && is_time(o.sample_every);
+    const bool samples =  // the others would only change parameters to and fro
+        run.inputs.tokenizer && run.process.worker == 0 && step > 0 && is_time(o.sample_every);
     const bool saves = !o.output.empty() && step > 0 && (last || is_time(o.save_every));
     if (!validates && !samples && !saves && !last) { return; }
 
