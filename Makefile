@@ -148,7 +148,7 @@ build/bench_cpu: dev/bench/bench_cpu.cpp train_gpt.cu $(HEADERS) dev/test/alone.
 	$(CXX) $(CXXFLAGS) $< -o $@ $(LDLIBS)
 
 setup:
-	@$(if $(DEPS_HOME),SKIP_PACKAGES=1) bash scripts/setup.sh \
+	@CUDA_HOME="$(CUDA_HOME)" $(if $(DEPS_HOME),SKIP_PACKAGES=1) bash scripts/setup.sh \
 	    $(if $(OFFLINE),--offline "$(OFFLINE)" $(if $(DEPS_HOME),--prefix "$(DEPS_HOME)"))
 
 # pytest runs everything, the GoogleTest binary and test_gpt_cpu included, so that one line counts all of it.

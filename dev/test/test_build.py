@@ -220,6 +220,7 @@ def offline(tmp_path):
     return folder
 
 
+@pytest.mark.skipif(not shutil.which("dpkg"), reason="this is not Debian or Ubuntu")
 def test_the_set_up_refuses_a_folder_that_does_not_fit(offline, tmp_path):
     refused(set_up("--offline", offline), "plan9 4 amd64", "fetch on a machine like this one")
     (offline / "release").write_text("plan9 5 amd64\n")

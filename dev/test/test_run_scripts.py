@@ -340,6 +340,20 @@ def test_mpirun_starts_two_workers_of_two_ranks(tokens, tmp_path, reference):
     assert "\033" not in result.stdout, "lines are redrawn, though this is no terminal"
 
 
+def test_mpirun_takes_nccl_s_variables_to_other_nodes_and_shows_nobody_the_password(tokens, tmp_path):
+    script = tmp_path / "bin" / "mpirun"
+    script.parent.mkdir()
+    script.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    script.chmod(0o755)
+    store = f"redis://:{PASSWORD}@127.0.0.1:6379"
+    variables = {"PATH": f"{script.parent}:{os.environ['PATH']}", "NCCL_SOCKET_IFNAME": "eth0"}
+    environment = environment_of_scripts(tokens, tmp_path / "run", DILOCO_STORE=store, **variables)
+    words = run_script(MULTI_NODE / "run_mpi.sh", environment).stdout.splitlines()
+    passed_on = [words[i + 1] for i, word in enumerate(words) if word == "-x"]
+    assert {"DILOCO_STORE", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME"} <= set(passed_on)
+    assert not any(PASSWORD in word for word in words)
+
+
 def test_mpirun_in_a_slurm_job_starts_on_its_nodes(cluster, tokens, tmp_path, reference):
     open_mpi()
     environment = slurm_environment(cluster, tokens, tmp_path / "run", RANKS=2, **MPI)
