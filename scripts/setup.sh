@@ -57,7 +57,7 @@ read_options() {
 
 # From now on apt knows that folder and nothing else.
 use_offline_folder() {
-    command -v dpkg >/dev/null || fail "--offline is for Debian and Ubuntu: run make, which says what is missing"
+    command -v dpkg >/dev/null || fail "--offline is for Debian and Ubuntu: make says what else is missing"
     [ -e "$offline/SHA256SUMS" ] ||
         fail "$offline is no folder of scripts/fetch_offline_deps.sh: name the one that is"
     (cd "$offline" && sha256sum --quiet --check SHA256SUMS >/dev/null 2>&1) ||
