@@ -8,16 +8,18 @@
 # make test-gpu        the same tests and more on this machine's GPU       make bench-gpu   its speed
 # make train_gpt       the CUDA trainer: GPU_ARCH="80 90" for other GPUs than this machine's
 # make test-long       make test, and tests that take too long for it
-# make mutate          breaks the kernels on purpose: do the tests notice? (MUTATE=--help: options)
+# make mutate          breaks kernels and host side on purpose: do the tests notice? (MUTATE=--help: options)
 # make registers       registers and spills of each kernel, as nvcc reports them
 CXX = g++
 SHELL = /bin/bash
 .DEFAULT_GOAL := all
 include scripts/libraries.mk
 
+# Clean with g++ 12. Another compiler may warn of more: make WARNINGS= goes on all the same.
+WARNINGS = -Wall -Wextra -Werror
 # -ffp-contract=off: arithmetic that must give the same bits on every machine says fmaf where it means it.
 CXXFLAGS = -std=c++17 -O3 -march=$(CPU_ARCH) -g1 -fopenmp -ffp-contract=off -fno-math-errno \
-           -fno-trapping-math -fno-strict-aliasing -Wall -Wextra -Werror -I. $(DEPS_FLAGS) $(WITHOUT)
+           -fno-trapping-math -fno-strict-aliasing $(WARNINGS) -I. $(DEPS_FLAGS) $(WITHOUT)
 LDLIBS = $(DEPS_LINK) -ldnnl $(OPTIONAL_LIBS) -lxxhash -lpthread
 HEADERS = $(wildcard llmc/*.h llmc/cpu/*.h streaming/*.h)
 UNIT_TESTS = $(patsubst dev/test/%.cpp,build/%.o,$(wildcard dev/test/test_*.cpp))
@@ -27,11 +29,11 @@ CUDA_HEADER = $(firstword $(wildcard $(CUDA_HOME)/include/cublasLt.h \
                 .venv/lib/python3.*/site-packages/nvidia/cu13/include/cuda_fp4.h))
 CUDA_HEADERS = $(filter-out /usr/include/,\
                  $(dir $(or $(CUDA_HEADER),$(error no CUDA headers: run make setup))))
-EMULATED = -std=c++17 $(OPTIMIZE) -DUSE_CUDA -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Werror \
+EMULATED = -std=c++17 $(OPTIMIZE) -DUSE_CUDA -ffp-contract=off -fno-strict-aliasing $(WARNINGS) \
            -Wno-unknown-pragmas -I. \
            $(addprefix -isystem ,$(CUDA_HEADERS) .venv/cuda) $(DEPS_FLAGS) $(WITHOUT)
-EMULATOR_HEADERS = $(HEADERS) Makefile \
-                   $(wildcard dev/emulator/*.h llmc/cuda/*.cuh streaming/*.cuh dev/test/kernels/*.h dev/test/*.h)
+EMULATOR_HEADERS = $(HEADERS) Makefile $(wildcard dev/emulator/*.h llmc/cuda/*.cuh streaming/*.cuh \
+                                                  dev/test/kernels/*.h dev/test/*.h)
 EMULATOR = emulator machine device_memory queue runtime copies streams cublaslt nccl nccl_communicator \
            nccl_operations nccl_peers
 KERNEL_SOURCES = $(wildcard dev/emulator/test_*.cpp dev/test/kernels/test_*.cpp)
@@ -42,8 +44,9 @@ EMULATOR_TESTS = $(foreach kind,plain address thread,$(KERNEL_TESTS:%=build/$(ki
                  build/plain/test_gpt build/fp32/test_gpt
 EMULATED_TRAINERS = build/plain/train_gpt build/thread/train_gpt build/without/train_gpt
 vpath test_%.cpp dev/emulator dev/test/kernels
-CUDA_FLAGS = -std=c++17 -O3 -I. -DUSE_CUDA -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-unknown-pragmas \
-             $(DEPS_FLAGS)
+CUDA_FLAGS = -std=c++17 -O3 -I. -DUSE_CUDA $(CUDA_WARNINGS) $(DEPS_FLAGS)
+CUDA_WARNINGS = $(if $(WARNINGS),-Werror all-warnings \
+                               -Xcompiler -Wall$(comma)-Wextra$(comma)-Wno-unknown-pragmas)
 CUDA_TESTS = $(patsubst dev/test/kernels/%.cpp,build/nvcc/%.ptx,$(wildcard dev/test/kernels/test_*.cpp)) \
              build/nvcc/test_kernels.ptx
 
@@ -59,10 +62,12 @@ train_gpt test_gpt: %: %.cu train_gpt.cu $(EMULATOR_HEADERS) build/options_gpu |
 	@$(say_what_is_left_out)
 	$(GPU_COMPILER) $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) $< -o $@ $(GPU_LIBS)
 
-# What is built with other options is built anew.
+# What is built with other options is built anew. Where something is missing they stay as they were.
 build/options_cpu: OPTIONS = $(CXX) $(CXXFLAGS) $(LDLIBS)
 build/options_gpu: OPTIONS = $(NVCC) $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) $(GPU_LIBS)
-build/options_cpu build/options_gpu: always
+build/options_cpu: always | dependencies
+build/options_gpu: always | gpu_dependencies
+build/options_cpu build/options_gpu:
 	@mkdir -p build
 	@echo "$(OPTIONS)" | cmp -s - $@ || echo "$(OPTIONS)" >$@
 
@@ -71,10 +76,11 @@ train_gpt_cpu: train_gpt.cu $(HEADERS) Makefile build/options_cpu | dependencies
 	@$(if $(HAS_HIREDIS),,$(say_what_is_left_out))
 	$(CXX) $(CXXFLAGS) -x c++ $< -o $@ $(LDLIBS)
 
-test_gpt_cpu: test_gpt.cu train_gpt.cu $(HEADERS) $(wildcard dev/test/*.h) Makefile | dependencies
+test_gpt_cpu: test_gpt.cu train_gpt.cu $(HEADERS) $(wildcard dev/test/*.h) Makefile build/options_cpu \
+        | dependencies
 	$(CXX) $(CXXFLAGS) -x c++ $< -o $@ $(LDLIBS)
 
-build/%.o: dev/test/%.cpp $(HEADERS) $(wildcard dev/test/*.h) Makefile | dependencies
+build/%.o: dev/test/%.cpp $(HEADERS) $(wildcard dev/test/*.h) Makefile build/options_cpu | dependencies
 	@mkdir -p build
 	$(CXX) $(CXXFLAGS) -c $< -o $@
 
@@ -137,12 +143,13 @@ build/plain/test_gpt build/fp32/test_gpt build/debug/test_gpt: build/%/test_gpt:
 
 $(foreach kind,plain debug address thread fp32,$(eval $(call emulator_build,$(kind))))
 
-build/bench_cpu: dev/bench/bench_cpu.cpp train_gpt.cu $(HEADERS) dev/test/alone.h Makefile | dependencies
+build/bench_cpu: dev/bench/bench_cpu.cpp train_gpt.cu $(HEADERS) dev/test/alone.h Makefile build/options_cpu \
+        | dependencies
 	@mkdir -p build
 	$(CXX) $(CXXFLAGS) $< -o $@ $(LDLIBS)
 
 setup:
-	@$(if $(DEPS_HOME),SKIP_PACKAGES=1) bash scripts/setup.sh \
+	@CUDA_HOME="$(CUDA_HOME)" $(if $(DEPS_HOME),SKIP_PACKAGES=1) bash scripts/setup.sh \
 	    $(if $(OFFLINE),--offline "$(OFFLINE)" $(if $(DEPS_HOME),--prefix "$(DEPS_HOME)"))
 
 # pytest runs everything, the GoogleTest binary and test_gpt_cpu included, so that one line counts all of it.
@@ -176,7 +183,7 @@ build/nvcc/train_gpt.o build/nvcc/test_gpt_fp32.o: $(EMULATOR_HEADERS)
 
 GPU_TESTS = $(patsubst dev/test/kernels/%.cpp,build/gpu/%,$(wildcard dev/test/kernels/test_*.cpp)) \
             build/gpu/test_kernels
-build/gpu/%: %.cpp $(EMULATOR_HEADERS) | dependencies
+build/gpu/%: %.cpp $(EMULATOR_HEADERS) build/options_gpu | dependencies gpu_dependencies
 	@mkdir -p $(@D)
 	$(GPU_COMPILER) -x cu $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) $< -o $@ \
 	    $(GPU_LINK) $(DEPS_LINK) -lgtest_main -lgtest -lcublasLt -ldnnl -lpthread

@@ -463,7 +463,8 @@ inline void warm_up(Worker& worker, const Options& options) {
     worker.traffic = Traffic();
 }
 
-// Sets master and parameters from a flat model.   flat: (layout.size), on the host
+// Sets master and parameters from a flat model, which may go when this returns: a copy may still be reading
+// memory that is not pinned, and so this waits.   flat: (layout.size), on the host
 inline void set_parameters(Worker& worker, const float* flat) {
     const long size = worker.model.layout.size;
     device::copy_to_device(worker.spare(), flat, size, worker.main);
@@ -472,11 +473,13 @@ inline void set_parameters(Worker& worker, const float* flat) {
         const Range range = worker.shard(b);
         device::copy_to_device(worker.master + range.shard, flat + range.flat, range.count, worker.main);
     }
+    worker.main.synchronize();
 }
 
-// All of a shard buffer's model, on the host of every rank. Between steps only.
-// shard: (layout.shard_size())   returns (layout.size)
-inline std::vector<float> gather_flat(Worker& worker, const float* shard) {
+// All of a shard buffer's model, on the host of the rank that wants it: their machine may have no memory for
+// a copy of each. Between steps only.
+// shard: (layout.shard_size())   returns (layout.size), or nothing
+inline std::vector<float> gather_flat(Worker& worker, const float* shard, bool wanted) {
     const Layout& layout = worker.model.layout;
     float* gathered = worker.spare();
     for (int b = 0; b < worker.blocks(); b++) {
@@ -490,6 +493,7 @@ inline std::vector<float> gather_flat(Worker& worker, const float* shard) {
                                size_t(range.count) * sizeof(float), worker.comm_stream, &worker.traffic);
     }
     hand_back(worker);
+    if (!wanted) { return {}; }
     std::vector<float> flat(static_cast<size_t>(layout.size));
     device::copy_to_host(flat.data(), gathered, layout.size, worker.main);
     return flat;
@@ -926,9 +930,10 @@ inline void print_sample(Run& run, long step) {
 }
 
 inline void save_model(Run& run, long step) {
-    const float* shard = run.evaluated() ? run.evaluated() : run.worker.master.data();
     if (run.process.worker != 0) { return; }
-    const std::vector<float> flat = gather_flat(run.worker, shard);
+    const float* evaluated = run.evaluated();
+    const std::vector<float> flat =
+        gather_flat(run.worker, evaluated ? evaluated : run.worker.master.data(), run.is_first());
     if (!run.is_first()) { return; }
     const Watchdog::Alone alone(run.watchdog);
     const std::string path = run.options.output + format("/model_%08ld.bin", step);
@@ -942,7 +947,8 @@ inline void between_steps(Run& run, long step) {
     const bool last = step == run.inputs.steps;
     auto is_time = [&](long every) { return every > 0 && (step % every == 0 || last); };
     const bool validates = run.inputs.validation_loader && is_time(o.validate_every);
-    const bool samples = run.inputs.tokenizer && step > 0 && is_time(o.sample_every);
+    const bool samples =  // the others would only change parameters to and fro
+        run.inputs.tokenizer && run.process.worker == 0 && step > 0 && is_time(o.sample_every);
     const bool saves = !o.output.empty() && step > 0 && (last || is_time(o.save_every));
     if (!validates && !samples && !saves && !last) { return; }
 
@@ -1085,6 +1091,7 @@ inline void train_together(const Options& o, Process& process, Inputs& in) {
     process.check_fingerprint(fingerprint(o, in));
     if (o.has_own_batch()) { share_data(o, process, in); }
     const device::Device device = choose_device(process, o.streams() && o.outer_transport == "nccl");
+    check_outer_interface(o.outer_transport, o.interface);
     Logger logger(o.output, process.index(), process.size());
     StatusLine status(stdout, process.terminal, process.terminal ? 0.1 : 5.0);
     // Where something throws from here on, the process leaves before any of these is given back: on a GPU

@@ -119,9 +119,8 @@ def work(arguments, folder):
             verdicts += mutate(part, changes, arguments.jobs, arguments.verbose)
     all_changes = [change for part in parts for change in part.changes]
     explanations = read_explanations(SURVIVORS.read_text())
-    if arguments.part:
-        files = {change.file for change in all_changes}
-        explanations = [entry for entry in explanations if entry.file in files]
+    if arguments.part:  # the other part's are not looked for
+        explanations = [entry for entry in explanations if any(entry.is_of(change) for change in all_changes)]
     return 0 if report(verdicts, explanations, all_changes) else 1
 
 

@@ -2,9 +2,9 @@
 // joins the ranks of a worker, the outer one joins the same shard of all workers.
 //
 // Calls are stream-ordered like NCCL's: they return at once, buffers belong to the call until the stream has
-// passed it, and all members issue the same calls in the same order. Sums are formed in ascending order of
-// rank, so that every member holds the same bits. A failure is a CommError, thrown by the stream's events and
-// synchronize().
+// passed it, and all members issue the same calls in the same order. Sums are formed in one order (Gloo: of
+// rank; NCCL: of its rings), so that every member, and every run, holds the same bits. A failure is a
+// CommError, thrown by wait(), check(), the stream's events and synchronize().
 #pragma once
 #include <cstddef>
 #include <cstdint>

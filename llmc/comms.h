@@ -12,6 +12,7 @@
 #ifdef WITHOUT_GLOO
 const bool has_gloo = false;
 inline std::unique_ptr<cpu::Comm> make_comm_gloo(const CommGroup&) { throw RunError("built without Gloo"); }
+inline std::string interface_address(const std::string&) { throw RunError("built without Gloo"); }
 #else
 #include "llmc/comm_gloo.h"
 const bool has_gloo = true;
@@ -59,6 +60,11 @@ inline void check_outer_transport(const std::string& transport) {
     if (transport == "gloo" && !has_gloo) {
         throw UserError("--outer-transport gloo is not in this build: give nccl, or build again with Gloo");
     }
+}
+
+// UserError for a network interface that Gloo would not find; NCCL's is looked for when it is set.
+inline void check_outer_interface(const std::string& transport, const std::string& interface) {
+    if (transport == "gloo" && !interface.empty()) { interface_address(interface); }
 }
 
 // What an outer communicator of that transport works on.

@@ -22,12 +22,14 @@ command -v apt-get >/dev/null || fail "this is not Debian or Ubuntu: fetch on th
 python=/usr/bin/python3
 "$python" -c 'import venv, ensurepip' 2>/dev/null || fail "no $python with venv: apt-get install python3-venv"
 
-work=$(mktemp -d)
-mkdir -p "$(dirname "$1")" "$work/state/lists/partial" "$work/cache/archives/partial"
-target=$(realpath "$1")
+target=$(realpath --canonicalize-missing -- "$1")
 folder=$target.part   # renamed when it is whole
+mkdir -p "$(dirname "$target")" 2>/dev/null || fail "$(dirname "$target") cannot be made: give another folder"
+mkdir "$folder" 2>/dev/null ||
+    fail "$folder cannot be made: remove what a fetch that was killed has left, or give another folder"
+work=$(mktemp -d)
 trap 'rm -rf "$work" "$folder"' EXIT
-mkdir "$folder" || fail "$folder cannot be made: give another folder"
+mkdir -p "$work/state/lists/partial" "$work/cache/archives/partial"
 touch "$work/nothing_installed"
 
 # apt with lists of its own and nothing installed: what it would install is then all that is needed.
@@ -95,11 +97,12 @@ write_readme() {
     release >"$folder/release"
     cat >"$folder/README" <<END
 What diloco.c needs to be built and tested on $(cat "$folder/release") without a network.
-As root:          bash scripts/setup.sh --offline $target
+Copy this whole folder, here DIR: the set-up checks that it is complete.
+As root:          bash scripts/setup.sh --offline DIR
                   make
-Without root:     bash scripts/setup.sh --offline $target --prefix \$HOME/diloco-deps
+Without root:     bash scripts/setup.sh --offline DIR --prefix \$HOME/diloco-deps
                   make DEPS_HOME=\$HOME/diloco-deps
-Copy the whole folder: the set-up checks that it is complete. train_gpt also needs CUDA's toolkit and NCCL.
+make train_gpt also needs CUDA's toolkit and NCCL, which are not in here.
 END
     (cd "$folder" && find . -type f ! -name SHA256SUMS -print0 | sort -z | xargs -0 sha256sum >"$work/sums" &&
         mv "$work/sums" SHA256SUMS)

@@ -3,7 +3,8 @@
 #   NCCL_HOME   include/nccl.h with lib/libnccl.so or libnccl.so.2, as in NVIDIA's wheel (else CUDA_HOME and
 #               DEPS_HOME, else the system's)
 #   DEPS_HOME   libraries that are unpacked there instead of installed (make setup OFFLINE=DIR DEPS_HOME=DIR)
-#   GPU_ARCH    the GPUs to build for (else this machine's)     CPU_ARCH   the CPU (else this machine's)
+#   GPU_ARCH    the GPUs to build for (else this machine's), of 80 and later
+#   CPU_ARCH    the CPU to build for (else this machine's)
 #   HAS_GLOO=   nothing after the = leaves Gloo out although it is there; HAS_HIREDIS= hiredis
 GPU_ARCH ?= native
 CPU_ARCH ?= native
@@ -67,6 +68,9 @@ code_for = $(foreach sm,$(1),-gencode \
     'arch=compute_$(sm),code=[sm_$(sm)$(if $(filter $(sm),$(lastword $(1))),$(comma)compute_$(sm))]')
 GPU_CODE = $(call code_for,$(GPUS))
 NO_GPU = no GPU here: name the ones to build for, e.g. make train_gpt GPU_ARCH=90
+# bf16 came with 80.
+ODD_GPUS = $(call once,ODD_GPUS,$(shell printf '%s\n' $(GPUS) | grep -vxE '([89][0-9]|1[0-9]{2})[af]?'))
+NO_SUCH_GPU = no code for a GPU '$(ODD_GPUS)': give numbers of 80 (A100) and later, e.g. GPU_ARCH="80 90"
 
 # One line for what is missing, instead of a compiler's many. $(1): what it is, $(2): a command, $(3): advice
 require = $(2) || { echo "error: $(1) is missing: $(3)" >&2; exit 2; }
@@ -80,6 +84,7 @@ dependencies:
 gpu_dependencies:
 	@[ -n "$(NVCC)" ] || { echo "error: $(NO_NVCC)" >&2; exit 2; }
 	@[ -n "$(GPUS)" ] || { echo "error: $(NO_GPU)" >&2; exit 2; }
+	@$(if $(ODD_GPUS),echo 'error: $(subst ','\'',$(NO_SUCH_GPU))' >&2; exit 2)
 	@$(call require,cuBLASLt,$(call gpu_links,cublasLt.h,-lcublasLt),it belongs to the CUDA toolkit)
 	@$(if $(and $(NCCL_HOME),$(if $(NCCL_HOME_HAS_IT),,no)),echo "error: $(NO_NCCL_HOME)" >&2; exit 2)
 	@$(call require,NCCL,$(call gpu_links,nccl.h,$(NCCL_LINK)),say with NCCL_HOME=DIR where it is)

@@ -22,6 +22,9 @@ fail() {
     exit 2
 }
 command -v "$PROGRAM" >/dev/null || fail "there is no $PROGRAM: run make train_gpt, or set PROGRAM"
+for name in WORKERS RANKS BATCH TOKENS; do
+    [[ ${!name} =~ ^[1-9][0-9]*$ ]] || fail "$name is '${!name}': set it to a whole number"
+done
 
 exec "$PROGRAM" --config "$CONFIG" -i "$TRAIN_DATA" -j "$VAL_DATA" -o "$OUT" \
     --workers "$WORKERS" --ranks "$RANKS" -b "$BATCH" -d $((TOKENS / WORKERS)) "$@"

@@ -5,6 +5,7 @@
 #     --offline DIR   without a network, from what scripts/fetch_offline_deps.sh has fetched
 #     --prefix DIR    with that and without root: libraries are unpacked there (then make DEPS_HOME=DIR)
 set -euo pipefail
+called_from=$PWD
 cd "$(dirname "$0")/.."
 
 source scripts/packages.sh  # toolchain, libraries, extras, services, release()
@@ -41,12 +42,14 @@ apt_get() {
 }
 
 read_options() {
+    local folder
     while [ $# -gt 0 ]; do
         case $1 in
-            --offline) offline=$(realpath "${2:-}") ;;
-            --prefix) prefix=${2:-} ;;
+            --offline | --prefix) [ -n "${2:-}" ] || fail "$1 names no folder: write $1 DIR" ;;
             *) fail "no option $1: there are --offline DIR and --prefix DIR" ;;
         esac
+        folder=$(cd "$called_from" && realpath --canonicalize-missing -- "$2")
+        if [ "$1" = --offline ]; then offline=$folder; else prefix=$folder; fi
         shift 2
     done
     [ -z "$prefix" ] || [ -n "$offline" ] || fail "--prefix is for --offline: give both"
@@ -54,6 +57,7 @@ read_options() {
 
 # From now on apt knows that folder and nothing else.
 use_offline_folder() {
+    command -v dpkg >/dev/null || fail "--offline is for Debian and Ubuntu: make says what else is missing"
     [ -e "$offline/SHA256SUMS" ] ||
         fail "$offline is no folder of scripts/fetch_offline_deps.sh: name the one that is"
     (cd "$offline" && sha256sum --quiet --check SHA256SUMS >/dev/null 2>&1) ||
@@ -146,8 +150,10 @@ install_python_packages() {
 }
 
 install_cuda_headers() {
-    local home=${CUDA_HOME:-/usr/local/cuda}
-    if [ -e "$home/include/cublasLt.h" ] && [ -e "$home/include/nccl.h" ]; then return; fi
+    local home=${CUDA_HOME:-/usr/local/cuda} nccl
+    for nccl in "$home/include/nccl.h" /usr/include/nccl.h; do
+        if [ -e "$home/include/cublasLt.h" ] && [ -e "$nccl" ]; then return; fi
+    done
     if [ -n "$offline" ] && [ ! -e .venv/cuda ]; then cp -r "$offline/cuda" .venv/cuda; fi
     .venv/bin/python scripts/fetch_cuda_headers.py .venv/cuda || exit 2
 }

@@ -139,7 +139,7 @@ class SlurmCluster:
             )
         self.daemons.append(daemon)
 
-    def wait_for(self, condition, what, seconds=20):
+    def wait_for(self, condition, what, seconds=120):
         end = time.time() + seconds
         while not condition():
             ended = [daemon.args[0] for daemon in self.daemons if daemon.poll() is not None]
@@ -154,7 +154,7 @@ class SlurmCluster:
     def all_are_idle(self):
         return self.query("sinfo", "-h", "-N", "-o", "%t") == ["idle"] * len(self.nodes)
 
-    def wait(self, job, seconds=60):
+    def wait(self, job, seconds=240):
         """(state, exit code) of a batch job once it has ended, as ("FAILED", "2:0"). sbatch --wait looks only
         every few seconds."""
         end = time.time() + seconds
@@ -171,13 +171,13 @@ class SlurmCluster:
         """Ends jobs, then daemons, the last started first."""
         if (self.folder / "munge.socket").exists() and self.query("squeue", "-h", "-o", "%i"):
             self.query("scancel", "--full", "-u", getpass.getuser())
-            end = time.time() + 10
+            end = time.time() + 30
             while self.query("squeue", "-h", "-o", "%i") and time.time() < end:
                 time.sleep(0.1)
         for daemon in reversed(self.daemons):
             daemon.terminate()
             try:
-                daemon.wait(10)
+                daemon.wait(30)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()

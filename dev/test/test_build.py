@@ -2,7 +2,6 @@
 set-up without a network. Where only make's choices matter, g++ stands in for nvcc."""
 
 import os
-import pathlib
 import shlex
 import shutil
 import subprocess
@@ -89,6 +88,11 @@ def test_a_missing_nvcc_is_one_line(tmp_path):
 def test_without_a_gpu_the_user_is_asked_for_which_to_build(toolkit, tmp_path):
     path = no_gpu(tmp_path / "bin")
     refused(make("gpu_dependencies", f"CUDA_HOME={toolkit}", path=path), "no GPU here", "GPU_ARCH=90")
+
+
+@pytest.mark.parametrize("gpus,odd", [("banana", "banana"), ("90 75", "75"), ("9.0", "9.0"), ("sm_70", "70")])
+def test_a_gpu_that_is_none_or_too_old_is_one_line(toolkit, gpus, odd):
+    refused(make("gpu_dependencies", f"CUDA_HOME={toolkit}", f"GPU_ARCH={gpus}"), f"GPU '{odd}'", "80")
 
 
 def test_what_the_cuda_trainer_needs_is_looked_for_before_it_is_compiled(toolkit, nccl, tmp_path):
@@ -200,9 +204,9 @@ def test_without_them_workers_exchange_over_nccl(without, train):
 # ---- the set-up without a network
 
 
-def set_up(*arguments):
+def set_up(*arguments, folder=None):
     words = ["bash", ROOT / "scripts" / "setup.sh", *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True)
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -216,11 +220,15 @@ def offline(tmp_path):
     return folder
 
 
+@pytest.mark.skipif(not shutil.which("dpkg"), reason="this is not Debian or Ubuntu")
 def test_the_set_up_refuses_a_folder_that_does_not_fit(offline, tmp_path):
     refused(set_up("--offline", offline), "plan9 4 amd64", "fetch on a machine like this one")
     (offline / "release").write_text("plan9 5 amd64\n")
     refused(set_up("--offline", offline), str(offline), "damaged")
-    refused(set_up("--offline", tmp_path / "missing"), "missing", "fetch_offline_deps.sh")
+    refused(set_up("--offline", offline.name, folder=tmp_path), str(offline), "damaged")
+    refused(set_up("--offline", "none/a", folder=tmp_path), f"{tmp_path}/none/a", "fetch_offline_deps.sh")
+    refused(set_up("--offline"), "--offline DIR")
+    refused(set_up("--offline", offline, "--prefix"), "--prefix DIR")
     refused(set_up("--prefix", tmp_path / "prefix"), "--offline")
     refused(set_up("--online"), "--online")
     assert not (tmp_path / "prefix").exists()
@@ -233,6 +241,8 @@ def test_fetching_leaves_alone_what_is_there(tmp_path):
         return subprocess.run(words, capture_output=True, text=True)
 
     (tmp_path / "kept").write_text("mine")
+    (tmp_path / "new.part").mkdir()
     refused(fetch(tmp_path), str(tmp_path), "another folder")
+    refused(fetch(tmp_path / "new"), "new.part", "another folder")
     refused(fetch(), "DIR")
-    assert [file.name for file in pathlib.Path(tmp_path).iterdir()] == ["kept"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["kept", "new.part"]

@@ -59,6 +59,12 @@ def test_the_trainer_has_no_race_between_its_streams(train, transport):
     assert run.model() == calm.model()
 
 
+def test_an_interface_that_nccl_would_not_find_is_a_user_s_mistake(train):
+    run = train("nowhere", {**SMALL, "--interface": "nowhere0"}, status=2, trainer=EMULATED)
+    assert run.stderr.startswith("error: no network interface nowhere0: ") and run.stderr.count("\n") == 1
+    assert not run.folder.exists()
+
+
 @pytest.mark.parametrize("fault,what,status", [("kill:1:30", "was killed by signal 9", 137),
                                                ("hang:1:30", "waited", 1), ("error:0:30", "NCCL", 1)])
 def test_a_fault_of_a_process_ends_the_run_of_its_launcher_with_a_message(train, fault, what, status):

@@ -156,8 +156,9 @@ def test_different_model_files_are_named(train, tmp_path, start_worker):
 def test_a_worker_that_fails_before_training_is_reported_by_the_others(tmp_path, start_worker):
     options = {**WORKERS, "--store": f"file:{tmp_path}/store", "--timeout": 60}
     runs = [start_worker(0, options), start_worker(1, {**options, "--interface": "nowhere0"})]
-    assert runs[1].wait(20) == 2 and "nowhere0" in runs[1].output()
-    assert runs[0].wait(20) == 1 and "worker 1" in runs[0].output()
+    assert runs[1].wait(50) == 2 and "nowhere0" in runs[1].output()
+    assert runs[0].wait(50) == 1 and "worker 1" in runs[0].output()
+    assert not runs[1].folder.exists()
 
 
 def test_a_worker_that_never_comes_is_named(tmp_path, start_worker):

@@ -18,6 +18,7 @@ SCRIPTS = ROOT / "scripts"
 MULTI_NODE = SCRIPTS / "multi_node"
 RUN_SCRIPTS = sorted([SCRIPTS / "run_gpt2_124M.sh", *MULTI_NODE.glob("run_*")])
 PASSWORD = "0123456789abcdef" * 2
+PATIENCE = 240  # seconds until something hangs: other programs may keep the machine busy
 # What makes the run of the scripts small; batches and processes are theirs to set.
 OPTIONS = {**TINY, "-H": 6, "--fragment-layers": 1, "-x": 24, "-b": None}
 SMALL = [str(word) for name, value in OPTIONS.items() if value is not None for word in (name, value)]
@@ -52,7 +53,7 @@ def two_by_two(environment):
 
 def run_script(script, environment, arguments=SMALL, status=0):
     result = subprocess.run(
-        [script, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60
+        [script, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
     )
     assert result.returncode == status, f"status {result.returncode}\n{result.stdout}\n{result.stderr}"
     return result
@@ -71,7 +72,7 @@ def start_script(script, environment, arguments=SMALL):
 
 
 def finish(processes, statuses):
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
     assert [process.returncode for process in processes] == statuses, "\n".join(outputs)
     return outputs
 
@@ -80,7 +81,7 @@ def run_in(folder):
     return Run(folder, subprocess.CompletedProcess([], 0, "", ""))
 
 
-def wait_until(condition, seconds=20):
+def wait_until(condition, seconds=PATIENCE):
     end = time.time() + seconds
     while time.time() < end:
         if condition():
@@ -339,6 +340,20 @@ def test_mpirun_starts_two_workers_of_two_ranks(tokens, tmp_path, reference):
     assert "\033" not in result.stdout, "lines are redrawn, though this is no terminal"
 
 
+def test_mpirun_takes_nccl_s_variables_to_other_nodes_and_shows_nobody_the_password(tokens, tmp_path):
+    script = tmp_path / "bin" / "mpirun"
+    script.parent.mkdir()
+    script.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    script.chmod(0o755)
+    store = f"redis://:{PASSWORD}@127.0.0.1:6379"
+    variables = {"PATH": f"{script.parent}:{os.environ['PATH']}", "NCCL_SOCKET_IFNAME": "eth0"}
+    environment = environment_of_scripts(tokens, tmp_path / "run", DILOCO_STORE=store, **variables)
+    words = run_script(MULTI_NODE / "run_mpi.sh", environment).stdout.splitlines()
+    passed_on = [words[i + 1] for i, word in enumerate(words) if word == "-x"]
+    assert {"DILOCO_STORE", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME"} <= set(passed_on)
+    assert not any(PASSWORD in word for word in words)
+
+
 def test_mpirun_in_a_slurm_job_starts_on_its_nodes(cluster, tokens, tmp_path, reference):
     open_mpi()
     environment = slurm_environment(cluster, tokens, tmp_path / "run", RANKS=2, **MPI)
@@ -420,14 +435,15 @@ def redis(tmp_path):
     environment = {**plain_environment(), **{name: str(value) for name, value in variables.items()}}
     server = start_script(MULTI_NODE / "redis_server.sh", environment, [])
     try:
-        assert wait_until(lambda: answers(variables["PORT"])), server.communicate()[0]
+        assert wait_until(lambda: answers(variables["PORT"]) or server.poll() is not None)
+        assert server.poll() is None, server.communicate()[0]
         yield {"REDIS": f"127.0.0.1:{variables['PORT']}", "PASSWORD_FILE": tmp_path / "password"}
         assert PASSWORD not in arguments_of(server.pid)
         assert (tmp_path / "redis").stat().st_mode & 0o77 == 0
         assert list((tmp_path / "redis").rglob("*.aof")), "nothing is written to the disk"
     finally:
         server.terminate()
-        server.communicate(timeout=20)
+        server.communicate(timeout=PATIENCE)
 
 
 def answers(port):
@@ -476,8 +492,13 @@ def test_the_server_asks_for_the_password(tokens, tmp_path, redis):
 MISTAKES = {
     "run_gpt2_124M.sh, no program": ({"PROGRAM": "./nowhere"}, "there is no ./nowhere"),
     "run_gpt2_124M.sh, no data": ({"TRAIN_DATA": "none/*.bin", "RANKS": 2}, "no file matches none/*.bin"),
+    "run_gpt2_124M.sh, no number": ({"WORKERS": "two"}, "WORKERS is 'two'"),
+    "run_slurm.sbatch, no job": ({"SLURM_NTASKS": "", "SLURM_JOB_ID": ""}, "start this with sbatch"),
+    "run_slurm.sbatch, no workers": ({"WORKERS": 0}, "WORKERS is '0'"),
     "run_slurm.sbatch, no data": ({"TRAIN_DATA": "none/*.bin"}, "no file matches none/*.bin"),
     "run_slurm.sbatch, odd workers": ({"WORKERS": 3}, "4 tasks do not divide into 3 workers"),
+    "run_slurm_site.sbatch, no job": ({"WORKER": 0, "SLURM_NTASKS": ""}, "start this with sbatch"),
+    "run_slurm_site.sbatch, no number": ({"WORKER": 0, "TOKENS": "0.5M"}, "TOKENS is '0.5M'"),
     "run_slurm_site.sbatch, no worker": ({}, "this job is worker '' of 2"),
     "run_slurm_site.sbatch, worker too large": ({"WORKER": 2}, "this job is worker '2' of 2"),
     "run_slurm_site.sbatch, no password": (
@@ -485,11 +506,14 @@ MISTAKES = {
         "no password in /nowhere/x",
     ),
     "run_mpi.sh, no mpirun": ({"PATH": "/nowhere"}, "there is no mpirun"),
+    "run_mpi.sh, no ranks": ({"RANKS": 0}, "RANKS is '0'"),
     "run_mpi.sh, no data": ({"TRAIN_DATA": "none/*.bin"}, "no file matches none/*.bin"),
     "run_torchrun.sh, no torchrun": ({"PATH": "/nowhere"}, "there is no torchrun"),
+    "run_torchrun.sh, no number": ({"NODE": 0, "GPUS": "all"}, "GPUS is 'all'"),
     "run_torchrun.sh, no node": ({}, "this is node '' of 2"),
     "run_torchrun.sh, node too large": ({"NODE": 2}, "this is node '2' of 2"),
     "run_torchrun.sh, odd workers": ({"NODE": 0, "GPUS": 3, "WORKERS": 4}, "2 x 3 processes do not divide"),
+    "run_site.sh, no number": ({"WORKER": 0, "BATCH": "-1"}, "BATCH is '-1'"),
     "run_site.sh, no worker": ({}, "this site is worker '' of 2"),
     "run_site.sh, worker too large": ({"WORKER": 2}, "this site is worker '2' of 2"),
     "run_site.sh, no interface": ({"WORKER": 0, "INTERFACE": "none0"}, "no network interface none0"),
@@ -503,6 +527,10 @@ MISTAKES = {
     "redis_server.sh, every network": (
         {"REDIS_PASSWORD": PASSWORD, "ADDRESS": "0.0.0.0"},
         "ADDRESS 0.0.0.0 is every network",
+    ),
+    "redis_server.sh, every network but in Redis' way": (
+        {"REDIS_PASSWORD": PASSWORD, "ADDRESS": "* -::*"},
+        "is every network",
     ),
 }
 

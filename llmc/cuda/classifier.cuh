@@ -58,7 +58,8 @@ __device__ inline void load_row(floatX* to, const floatX* row, int Vp) {
     copy_async_wait<0>();
 }
 
-// One block a row, in shared memory if it fits: one of two blocks on an SM loads while the other computes.
+// One block a row, in shared memory if it fits. On sm_90 and sm_100 two blocks with GPT-2's rows fit an SM if
+// a thread has at most 32 registers: one loads while the other computes. On sm_80 one fits.
 // Bound by memory: in bf16, 2 bytes a logit are read for the loss, and 2 written for the gradient; about 18
 // instructions a logit for both, as target and padding have branches of their own.
 // dynamic shared memory: (Vp) if in_shared_memory

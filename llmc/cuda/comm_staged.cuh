@@ -54,19 +54,24 @@ private:
     template <class Work>
     void stage(void* out, size_t out_bytes, const void* inp, size_t inp_bytes, Stream& stream, Work work) {
         stream.enqueue([=](cudaStream_t on) {
-            const auto query = [on] { return cudaStreamQuery(on); };
-            wait_until_complete(query);  // the copy back of the call before reads `received`
-            reserve(sent, inp_bytes);
-            reserve(received, out_bytes);
+            reserve(sent, inp_bytes, on);
+            reserve(received, out_bytes, on);
             cudaCheck(cudaMemcpyAsync(sent.data(), inp, inp_bytes, cudaMemcpyDeviceToHost, on));
-            wait_until_complete(query);
+            wait_for(on);  // and for the copy back of the call before, which reads `received`
             work(received.data(), sent.data());
             cudaCheck(cudaMemcpyAsync(out, received.data(), out_bytes, cudaMemcpyHostToDevice, on));
         });
     }
 
-    static void reserve(HostBuffer<char>& buffer, size_t bytes) {
-        if (size_t(buffer.count()) < bytes) { buffer = HostBuffer<char>(long(bytes)); }
+    // In the first calls only: none is larger than the rehearsal's (streaming/diloco.h).
+    static void reserve(HostBuffer<char>& buffer, size_t bytes, cudaStream_t on) {
+        if (size_t(buffer.count()) >= bytes) { return; }
+        wait_for(on);  // the copy back of the call before
+        buffer = HostBuffer<char>(long(bytes));
+    }
+
+    static void wait_for(cudaStream_t on) {
+        wait_until_complete([on] { return cudaStreamQuery(on); });
     }
 
     std::unique_ptr<cpu::Comm> host;

@@ -1,5 +1,7 @@
 // Which GPU this process uses, and what CUDA and NCCL are told before their first call.
 #pragma once
+#include <net/if.h>
+
 #include <cstdlib>
 #include <string>
 
@@ -15,13 +17,28 @@ struct Device {
     std::string identity;  // machine and place on its bus: the same for processes that share a GPU
 };
 
+// NCCL's traffic goes through a network interface.   UserError where there is no such one: NCCL's own message
+// would not name it.
+inline void use_interface(const std::string& name) {
+    if (if_nametoindex(name.c_str()) == 0) {
+        throw UserError("no network interface " + name + ": give --interface one that `ip address` lists");
+    }
+    setenv("NCCL_SOCKET_IFNAME", ("=" + name).c_str(), 1);
+    setenv("NCCL_NET", "Socket", 0);  // or InfiniBand, where there is some, carries the bytes past it
+}
+
 // Uses a GPU of this machine: `number` modulo theirs.   UserError where there is none.
 // interface: of the network that NCCL is to use; empty: its choice
+//
+// Rings, because NVLink's switches, which NCCL would sometimes prefer, add in another order each time
+// (github.com/NVIDIA/nccl/issues/1497). And because an algorithm connects when it is first used, and sizes
+// have different ones: with one for all that is before step 1.
 inline Device use_device(int number, const std::string& interface) {
     setenv("CUDA_MODULE_LOADING", "EAGER", 0);       // or a kernel's first launch may wait for others' end
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);  // or streams share queues and wait for each other
     setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0", 0);    // or inner collectives wait for the outer one
-    if (!interface.empty()) { setenv("NCCL_SOCKET_IFNAME", ("=" + interface).c_str(), 1); }
+    setenv("NCCL_ALGO", "Ring", 0);
+    if (!interface.empty()) { use_interface(interface); }
     int count = 0;
     const cudaError_t status = cudaGetDeviceCount(&count);
     if (status != cudaSuccess || count == 0) {
@@ -42,7 +59,6 @@ inline Device use_device(int number, const std::string& interface) {
 inline void share_device(const std::string& process, bool one_machine) {
     setenv("NCCL_HOSTID", process.c_str(), 1);
     setenv("NCCL_NET", "Socket", 0);
-    setenv("NCCL_ALGO", "Ring", 0);
     setenv("NCCL_PROTO", "Simple", 0);
     if (one_machine) { setenv("NCCL_SOCKET_IFNAME", "lo", 0); }
 }

@@ -18,7 +18,8 @@ struct PinnedMemory {
             throw std::bad_alloc();
         }
         cudaCheck(status);
-        return memset(p, 0, bytes);
+        memset(p, 0, bytes);
+        return p;
     }
     static void give_back(void* p) { cudaFreeHost(p); }
 };

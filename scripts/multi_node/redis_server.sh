@@ -25,7 +25,7 @@ password=${REDIS_PASSWORD:-$(cat "$PASSWORD_FILE" 2>/dev/null || true)}
 [[ $password =~ ^[[:alnum:]]{16,}$ ]] ||
     fail "the password is not 16 or more letters and digits: openssl rand -hex 32 >$PASSWORD_FILE"
 case $ADDRESS in
-    0.0.0.0 | :: | '*') fail "ADDRESS $ADDRESS is every network: give the address of one, WireGuard's" ;;
+    0.0.0.0 | :: | *'*'*) fail "ADDRESS $ADDRESS is every network: give the address of one, WireGuard's" ;;
 esac
 
 mkdir -p "$DATA"

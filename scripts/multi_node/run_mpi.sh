@@ -26,11 +26,20 @@ fail() {
 }
 command -v mpirun >/dev/null || fail "there is no mpirun: install Open MPI (Debian: openmpi-bin)"
 command -v "$PROGRAM" >/dev/null || fail "there is no $PROGRAM: run make train_gpt, or set PROGRAM"
+for name in WORKERS RANKS BATCH TOKENS; do
+    [[ ${!name} =~ ^[1-9][0-9]*$ ]] || fail "$name is '${!name}': set it to a whole number"
+done
 compgen -G "$TRAIN_DATA" >/dev/null || fail "no file matches $TRAIN_DATA: set TRAIN_DATA to your token shards"
+
+# What of the environment other nodes get, too.
+passed_on=(-x DILOCO_STORE)
+for name in LD_LIBRARY_PATH "${!OMP_@}" "${!NCCL_@}"; do
+    [ -z "${!name:-}" ] || passed_on+=(-x "$name")
+done
 
 # By slot: a node is filled before the next, so that the ranks of a worker sit together. Bound to a core, as
 # mpirun would have it, the threads of a process would stand in each other's way.
 exec mpirun -np $((WORKERS * RANKS)) ${HOSTFILE:+--hostfile "$HOSTFILE"} --map-by slot --bind-to none \
-    -x DILOCO_STORE \
+    "${passed_on[@]}" \
     "$PROGRAM" --config "$CONFIG" -i "$TRAIN_DATA" -j "$VAL_DATA" -o "$OUT" \
     --workers "$WORKERS" --ranks "$RANKS" -b "$BATCH" -d $((TOKENS / WORKERS)) "$@"

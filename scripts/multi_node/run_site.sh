@@ -29,6 +29,9 @@ fail() {
     exit 2
 }
 command -v "$PROGRAM" >/dev/null || fail "there is no $PROGRAM: run make train_gpt, or set PROGRAM"
+for name in WORKERS RANKS BATCH TOKENS; do
+    [[ ${!name} =~ ^[1-9][0-9]*$ ]] || fail "$name is '${!name}': set it to a whole number"
+done
 if ! [[ $WORKER =~ ^[0-9]+$ && $WORKER -lt $WORKERS ]]; then
     fail "this site is worker '$WORKER' of $WORKERS: set WORKER to 0 ... $((WORKERS - 1))"
 fi

@@ -29,6 +29,9 @@ fail() {
 }
 command -v torchrun >/dev/null || fail "there is no torchrun: install PyTorch, or see run_mpi.sh"
 command -v "$PROGRAM" >/dev/null || fail "there is no $PROGRAM: run make train_gpt, or set PROGRAM"
+for name in NODES GPUS WORKERS BATCH TOKENS; do
+    [[ ${!name} =~ ^[1-9][0-9]*$ ]] || fail "$name is '${!name}': set it to a whole number"
+done
 compgen -G "$TRAIN_DATA" >/dev/null || fail "no file matches $TRAIN_DATA: set TRAIN_DATA to your token shards"
 if ! [[ $NODE =~ ^[0-9]+$ && $NODE -lt $NODES ]]; then
     fail "this is node '$NODE' of $NODES: set NODE to 0 ... $((NODES - 1))"
