@@ -1,6 +1,6 @@
 // Exchanges: all-gather and all-to-all, over a LocalComm. Bytes against the formula written out, means
-// against decoding by hand, hashes against each other, headers that are not what they should be; and what each
-// option of the wire does to whole runs. Workers are threads.
+// against decoding by hand, hashes against each other, headers that are not what they should be; and what
+// each option of the wire does to whole runs. Workers are threads.
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -5,6 +5,8 @@ import itertools
 
 import pytest
 
+from conftest import ROOT
+
 FORMATS = {"fp4": 4, "fp4_e2m1": 4, "fp8_e4m3": 8, "fp8_e5m2": 8, "bf16": 16, "fp32": 32}  # bits of a code
 ROUNDINGS = ["nearest", "stochastic"]
 EXCHANGES = ["all_gather", "all_to_all"]
@@ -117,3 +119,33 @@ def test_uneven_workers_with_different_steps_are_told(start_worker, tmp_path):
     for worker in workers:
         assert worker.process.returncode == 2
         assert "--max-steps" in worker.output() and "--batch" not in worker.output()
+
+
+# Heads of 64 values, which attention on GPUs wants; two fragments are in flight at times.
+ON_GPUS = {"--layers": 2, "--heads": 1, "--channels": 64, "-t": 16, "-b": 1, "-x": 9, "--workers": 3, "-H": 5,
+           "--overlap": 2, "--fragment-layers": 1, "--outer-exchange": "all_to_all", "--timeout": 100,
+           "--outer-rounding": "stochastic", "--outer-error-feedback": True, "--outer-weights": "tokens"}
+EMULATED = ROOT / "build" / "plain" / "train_gpt"
+RACES = ROOT / "build" / "thread" / "train_gpt"
+SEEDED = {"EMULATOR_ASYNCHRONOUS": "1", "EMULATOR_SEED": "1", "OMP_NUM_THREADS": "1",
+          "TSAN_OPTIONS": f"halt_on_error=1 suppressions={ROOT}/dev/test/thread_sanitizer.supp"}
+
+
+def test_means_by_all_to_all_under_emulated_cuda_have_the_same_bits_in_every_order_and_over_gloo(train):
+    """NCCL with every call done when it returns; with streams that an adversary delays; Gloo."""
+    calm = train("calm", ON_GPUS, trainer=EMULATED)
+    assert syncs(calm, 0) == syncs(calm, 1) == syncs(calm, 2) != []
+    gloo = {**ON_GPUS, "--outer-transport": "gloo"}
+    offloaded = {**ON_GPUS, "--outer-offload": True}
+    for name, options in (("nccl", ON_GPUS), ("gloo", gloo), ("offloaded", offloaded)):
+        run = train(name, options, environment=SEEDED, trainer=EMULATED)
+        assert run.model() == calm.model() and syncs(run, 1) == syncs(calm, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("transport", ["nccl", "gloo"])
+def test_all_to_all_has_no_race_between_its_streams(train, transport):
+    options = {**ON_GPUS, "--layers": 1, "-x": 4, "-H": 3, "--timeout": 250, "--outer-transport": transport}
+    calm = train("calm", options, trainer=EMULATED)
+    run = train("watched", options, environment=SEEDED, trainer=RACES, seconds=300)
+    assert run.model() == calm.model()
