@@ -686,6 +686,7 @@ struct Inputs {
     std::unique_ptr<DataLoader> train_loader, validation_loader;  // the second null without -j
     long steps;
     Layout layout;
+    std::vector<Fragment> fragments;  // none where nothing is exchanged
     std::vector<float> initial;  // parameters: (layout.size)
 };
 
@@ -726,6 +727,12 @@ inline Inputs open_inputs(const Options& o, const Process& process) {
     }
     set_steps(o, o.total_batch * o.workers, in);
     in.layout = gpt_layout(in.shape, o.ranks, o.streams() ? o.fragment_layers : 0);
+    if (o.streams()) {
+        in.fragments = make_fragments(in.layout, o.fragment_layers,
+                                      parse_fragment_pattern(o.fragment_pattern), o.inner_steps);
+        const std::vector<long> offsets = parse_offsets(o.fragment_offsets);
+        if (!offsets.empty()) { set_offsets(in.fragments, offsets, o.inner_steps); }
+    }
     in.initial.resize(size_t(in.layout.size));
     if (is_model_file(o.model)) {
         read_model(o.model, in.layout, in.initial.data());
@@ -786,6 +793,7 @@ inline std::vector<std::pair<std::string, std::string>> fingerprint(const Option
         all.insert(all.end(), {{"--inner-steps", number(double(o.inner_steps))},
                                {"--fragment-layers", number(o.fragment_layers)},
                                {"--fragment-pattern", o.fragment_pattern},
+                               {"--fragment-offsets", o.fragment_offsets},
                                {"--local-weight", number(o.local_weight)},
                                {"--outer-lr", number(o.outer_learning_rate)},
                                {"--outer-momentum", number(o.outer_momentum)},
@@ -825,7 +833,7 @@ inline void share_data(const Options& o, Process& process, Inputs& in) {
 
 // What the run has measured so far, for the log and the last line.
 struct Totals {
-    double train_seconds = 0;
+    double train_seconds = 0, first_step_seconds = 0;
     uint64_t tokens = 0;  // this worker's
     long syncs = 0;
     Traffic outer;
@@ -885,6 +893,18 @@ inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& rep
     }
 }
 
+// What the plan comes to in Mbit/s: once, when there are ten steps to measure, or at the end of a shorter run.
+// The first step is left out, in which memory is touched for the first time.
+inline void print_rates(Run& run, long step) {
+    if (step == 1) { run.totals.first_step_seconds = run.totals.train_seconds; }
+    if (!run.diloco || !run.speaks() || step < 2 || step != std::min(11L, run.inputs.steps)) { return; }
+    const double seconds = (run.totals.train_seconds - run.totals.first_step_seconds) / double(step - 1);
+    const std::vector<size_t> bytes = sync_bytes(diloco_options(run.options), run.inputs.fragments,
+                                                 run.inputs.layout, run.options.workers);
+    run.status.print(rates(run.inputs.fragments, bytes, run.options.inner_steps, run.options.overlap,
+                           seconds));
+}
+
 // Waits for a step, if there is one to wait for, and reports it.
 inline void collect(Run& run, StepResult& result) {
     if (result.step == 0) { return; }
@@ -905,6 +925,7 @@ inline void collect(Run& run, StepResult& result) {
         run.status.update(result.step, run.inputs.steps, scalars.loss, tokens / seconds);
     }
     report_syncs(run, result.step, result.syncs);
+    print_rates(run, result.step);
     result.step = 0;
 }
 
@@ -1118,12 +1139,9 @@ inline void train_together(const Options& o, Process& process, Inputs& in) {
         }
         if (!o.streams()) { return; }
         const DilocoOptions d = diloco_options(o);
-        const std::vector<Fragment> fragments =
-            make_fragments(in.layout.layers, int(in.layout.blocks.size()), o.fragment_layers,
-                           parse_fragment_pattern(o.fragment_pattern), o.inner_steps);
-        diloco = std::make_unique<Diloco>(d, fragments, in.layout, process.rank, *outer, outer_stream);
+        diloco = std::make_unique<Diloco>(d, in.fragments, in.layout, process.rank, *outer, outer_stream);
         diloco->start(worker->master, main);
-        exchanges = plan(d, fragments, in.layout, o.workers);
+        exchanges = plan(d, in.fragments, in.layout, o.workers);
     });
     if (process.index() == 0 && !o.output.empty()) { write_text(o.output + "/config.toml", o.toml); }
     logger.run({process.worker, process.rank, process.workers, process.ranks, in.layout.values, o.resolved});

@@ -94,20 +94,27 @@ inline std::vector<long> shard_values(const std::vector<Fragment>& fragments, co
     return values;
 }
 
-// The schedule in words and numbers, for people: a line for each fragment and one for the sum. Bytes are
-// those that one process sends; it receives as many.
+// Bytes that a process sends in a sync, by fragment. It receives as many.
+inline std::vector<size_t> sync_bytes(const DilocoOptions& options, const std::vector<Fragment>& fragments,
+                                      const Layout& layout, int workers) {
+    const std::vector<long> values = shard_values(fragments, layout);
+    const ExchangeKind exchange = choose_exchange(options.wire, values, workers);
+    std::vector<size_t> bytes;
+    for (long n : values) { bytes.push_back(exchange_bytes(exchange, options.wire.format, n, workers)); }
+    return bytes;
+}
+
+// The schedule in words and numbers, for people: a line for each fragment and one for the sum.
 inline std::string plan(const DilocoOptions& options, std::vector<Fragment> fragments, const Layout& layout,
                         int workers) {
     const long H = options.inner_steps;
     if (!options.offsets.empty()) { set_offsets(fragments, options.offsets, H); }
+    const ExchangeKind exchange = choose_exchange(options.wire, shard_values(fragments, layout), workers);
+    const std::vector<size_t> bytes = sync_bytes(options, fragments, layout, workers);
+    const std::vector<size_t> sent = sent_in_period(fragments, bytes, H);
     std::string text = "fragment  offset  every      bytes a sync  blocks\n";
-    std::vector<size_t> sent(size_t(H), 0);  // at each step of a period
-    const std::vector<long> values = shard_values(fragments, layout);
-    const ExchangeKind exchange = choose_exchange(options.wire, values, workers);
     for (size_t p = 0; p < fragments.size(); p++) {
-        const size_t bytes = exchange_bytes(exchange, options.wire.format, values[p], workers);
-        sent[size_t(fragments[p].offset)] += bytes;
-        text += format("%8zu  %6ld  %5ld  %16zu  %s\n", p, fragments[p].offset, H, bytes,
+        text += format("%8zu  %6ld  %5ld  %16zu  %s\n", p, fragments[p].offset, H, bytes[p],
                        block_names(fragments[p].blocks, layout).c_str());
     }
     const double sum = double(std::accumulate(sent.begin(), sent.end(), size_t(0)));
