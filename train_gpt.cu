@@ -893,7 +893,7 @@ inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& rep
     }
 }
 
-// What the plan comes to in Mbit/s: once, when there are ten steps to measure, or at the end of a shorter run.
+// What the plan comes to in Mbit/s: once, after ten steps that are measured, or at the end of a shorter run.
 // The first step is left out, in which memory is touched for the first time.
 inline void print_rates(Run& run, long step) {
     if (step == 1) { run.totals.first_step_seconds = run.totals.train_seconds; }
