@@ -1,6 +1,7 @@
 // Error feedback (Seide et al. 2014): what rounding has lost of a fragment is added when it is rounded the
 // next time. quantize() updates the residuals; here they are kept from one sync to the next. Where a sync is
 // applied by nobody, nothing of it has arrived, and its fragment gets back the residuals of before.
+// Memory: 4 bytes a value, and as much for each fragment in flight.
 #pragma once
 #include <algorithm>
 #include <numeric>
@@ -26,7 +27,7 @@ public:
         if (values.empty()) { return nullptr; }
         Kept& one = find(none);
         one.sync = sync;
-        device::copy_values(one.before, of(fragment), values[size_t(fragment)], stream);
+        copy(one.before, of(fragment), fragment, stream);
         return of(fragment);
     }
 
@@ -35,7 +36,7 @@ public:
         if (values.empty()) { return; }
         Kept& one = find(sync);
         one.sync = none;
-        if (!applied) { device::copy_values(of(fragment), one.before, values[size_t(fragment)], stream); }
+        if (!applied) { copy(of(fragment), one.before, fragment, stream); }
     }
 
 private:
@@ -48,6 +49,12 @@ private:
 
     long first_of(int fragment) const { return std::accumulate(&values[0], &values[size_t(fragment)], 0L); }
     float* of(int fragment) { return residuals + first_of(fragment); }
+
+    // An owner has nothing of a fragment with fewer blocks than there are workers.
+    void copy(float* out, const float* inp, int fragment, Stream& stream) {
+        const long n = values[size_t(fragment)];
+        if (n > 0) { device::copy_values(out, inp, n, stream); }
+    }
 
     Kept& find(long sync) {
         for (Kept& one : kept) {
