@@ -882,7 +882,9 @@ inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& rep
         run.totals.outer.bytes_received += r.traffic.bytes_received;
         run.totals.waited_seconds += r.waited_seconds();
         run.logger.sync({r.sync, r.fragment, r.send_step, step, r.traffic.bytes_sent,
-                         r.traffic.bytes_received, r.traffic.seconds, r.waited_seconds(), r.global_hash});
+                         r.traffic.bytes_received, r.traffic.seconds, r.waited_seconds(), r.global_hash,
+                         r.statistics.delta_norm, r.mean_norm(), r.statistics.quantization_error,
+                         r.statistics.cosines, r.statistics.mean_cosines});
         for (int worker : r.not_finite) {
             if (run.process.worker == 0 || run.options.worker >= 0) {  // each rank: it concerns this shard
                 run.status.print(format("sync %ld, fragment %d, shard %d: the movement of worker %d is not "

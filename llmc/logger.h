@@ -4,6 +4,16 @@
 //                   object a line, "type" first: run, step, eval, sync, end
 //   StatusLine      on a terminal one live line, rewritten in place; piped, a plain line every few seconds
 // Times are in seconds; "time" counts from the start of the log. Every line is flushed: a reader may follow.
+// A sync's numbers are of this process's shard of the fragment:
+//   wire_seconds, waited_seconds   of the exchange itself; that training stood still for it
+//   staleness           steps from its send to its merge: tau, fewer for what the run's end brings in
+//   delta_norm          of this worker's outer gradient as it was encoded (with error feedback: its residual
+//                       included)
+//   quantization_error  the norm of what encoding lost of it, as a fraction of delta_norm
+//   mean_norm           of the mean that was applied; null where none was
+//   cosines             between the workers' outer gradients as they were decoded: the pairs (0, 1), (0, 2), ...,
+//                       (1, 2), ...; null for one worker, and for more than eight, which have
+//   mean_cosines        instead, of each worker's with the mean of all, before that is rounded; else null
 #pragma once
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -31,13 +41,16 @@ class JsonLine {
 public:
     JsonLine& field(const char* name, const std::string& value) { return raw(name, quoted(value)); }
     JsonLine& field(const char* name, const char* value) { return raw(name, quoted(value)); }
-    JsonLine& field(const char* name, double value) {  // nine digits: exact for a float
-        return raw(name, std::isfinite(value) ? format("%.9g", value) : "null");
-    }
+    JsonLine& field(const char* name, double value) { return raw(name, number(value)); }
     JsonLine& field(const char* name, int value) { return raw(name, std::to_string(value)); }
     JsonLine& field(const char* name, long value) { return raw(name, std::to_string(value)); }
     JsonLine& field(const char* name, uint64_t value) { return raw(name, std::to_string(value)); }
     JsonLine& field(const char* name, const JsonLine& value) { return raw(name, value.str()); }
+    JsonLine& field(const char* name, const std::vector<double>& values) {  // none: null
+        std::string list;
+        for (double value : values) { list += (list.empty() ? "" : ",") + number(value); }
+        return raw(name, values.empty() ? "null" : "[" + list + "]");
+    }
 
     std::string str() const { return "{" + text + "}"; }
 
@@ -45,6 +58,10 @@ private:
     JsonLine& raw(const char* name, const std::string& value) {
         text += (text.empty() ? "" : ",") + quoted(name) + ":" + value;
         return *this;
+    }
+
+    static std::string number(double value) {  // nine digits: exact for a float
+        return std::isfinite(value) ? format("%.9g", value) : "null";
     }
 
     static std::string quoted(const std::string& value) {
@@ -90,6 +107,8 @@ struct SyncMetrics {
     uint64_t bytes_sent = 0, bytes_received = 0;
     double wire_seconds = 0, waited_seconds = 0;
     uint64_t global_hash = 0;  // of the global parameters that were sent from
+    double delta_norm = NAN, mean_norm = NAN, quantization_error = NAN;
+    std::vector<double> cosines, mean_cosines;
 };
 
 struct EndMetrics {
@@ -146,7 +165,10 @@ public:
                   .field("send_step", m.send_step).field("apply_step", m.apply_step).field("time", seconds())
                   .field("bytes_sent", m.bytes_sent).field("bytes_received", m.bytes_received)
                   .field("wire_seconds", m.wire_seconds).field("waited_seconds", m.waited_seconds)
-                  .field("global_hash", format("%016llx", (unsigned long long)m.global_hash)));
+                  .field("global_hash", format("%016llx", (unsigned long long)m.global_hash))
+                  .field("staleness", m.apply_step - m.send_step).field("delta_norm", m.delta_norm)
+                  .field("mean_norm", m.mean_norm).field("quantization_error", m.quantization_error)
+                  .field("cosines", m.cosines).field("mean_cosines", m.mean_cosines));
     }
 
     void end(const EndMetrics& m) {

@@ -9,12 +9,17 @@ public:
     // in_flight: the most exchanges at the same time.
     AllGatherExchange(const WireOptions& wire, long largest, int in_flight, Comm& comm, Stream& stream)
         : wire(wire), comm(comm), stream(stream), weights(wire.token_weights ? comm.size() : 0),
-          slots(in_flight) {
+          partial(partial_sums(comm.size())), sums(row_sums(comm.size())), slots(in_flight) {
+        if (has_mean_row(comm.size())) {
+            own_mean = Buffer<float>(largest);
+            own_weights = Buffer<float>(weights.count());
+        }
         slots.for_each([&](Slot& slot) {
             const long bytes = long(payload_bytes(wire.format, largest));
             slot.sent = Buffer<uint8_t>(bytes);
             slot.received = Buffer<uint8_t>(bytes * comm.size());
             slot.headers = HostBuffer<PayloadHeader>(comm.size());
+            slot.sums = HostBuffer<double>(sums.count());
         });
     }
 
@@ -31,6 +36,7 @@ public:
         order(main, stream, slot.ready);
         comm.all_gather(slot.received, slot.sent, bytes, stream, &slot.traffic);
         device::read_headers(slot.headers.data(), slot.received, bytes, comm.size(), 1, stream);
+        compare(slot, layout(sync));
         stream.record(slot.done);
     }
 
@@ -40,17 +46,12 @@ public:
         for (int worker = 0; worker < comm.size(); worker++) {
             check_header(slot.headers[worker], sync, layout(sync), 0, worker);
         }
-        return {{{slot.headers.data(), slot.headers + comm.size()}}, {}};
+        return {{{slot.headers.data(), slot.headers + comm.size()}}, {},
+                {slot.sums.data(), slot.sums + sums.count()}};
     }
 
     void mean(float* out, const Sync& sync, Stream& main) override {
-        const Slot& slot = slots.of(sync);
-        const size_t bytes = layout(sync).bytes;
-        if (wire.token_weights) {
-            device::token_weights(weights.data(), slot.received, bytes, comm.size(), main);
-        }
-        device::dequantize_mean(out, slot.received, bytes, comm.size(), layout(sync),
-                                wire.token_weights ? weights.data() : nullptr, main);
+        take_mean(out, weights.data(), slots.of(sync), layout(sync), main);
     }
 
     Traffic finish(const Sync& sync, bool, Stream&) override {
@@ -64,13 +65,34 @@ private:
         Buffer<uint8_t> sent;               // (payload)
         Buffer<uint8_t> received;           // (workers, payload)
         HostBuffer<PayloadHeader> headers;  // (workers)
+        HostBuffer<double> sums;            // (row_sums(workers))
         Traffic traffic;
         Event ready, done;
     };
 
+    // weights: (workers), to work with
+    void take_mean(float* out, float* weights, const Slot& slot, const PayloadLayout& layout, Stream& on) {
+        if (wire.token_weights) {
+            device::token_weights(weights, slot.received, layout.bytes, comm.size(), on);
+        }
+        device::dequantize_mean(out, slot.received, layout.bytes, comm.size(), layout,
+                                wire.token_weights ? weights : nullptr, on);
+    }
+
+    // The sums of products of what has arrived. On the outer stream, with a mean of its own where it needs one.
+    void compare(Slot& slot, const PayloadLayout& layout) {
+        const int workers = comm.size();
+        if (has_mean_row(workers)) { take_mean(own_mean, own_weights.data(), slot, layout, stream); }
+        device::sum_rows(sums, partial, slot.received, layout.bytes, workers, layout, own_mean.data(), stream);
+        device::read_sums(slot.sums.data(), reinterpret_cast<const uint8_t*>(sums.data()), 0, 1,
+                          row_sums(workers), stream);
+    }
+
     const WireOptions wire;
     Comm& comm;
     Stream& stream;
-    Buffer<float> weights;  // (workers), if they are by tokens
+    Buffer<float> weights;                // (workers), if they are by tokens
+    Buffer<double> partial, sums;         // of compare()
+    Buffer<float> own_mean, own_weights;  // of compare(), for more workers than most_pairwise
     Slots<Slot> slots;
 };

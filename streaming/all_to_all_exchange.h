@@ -4,7 +4,7 @@
 //     on worker w  decodes the M parts, takes their mean, encodes it once into a payload of its own
 //     all_gather   that payload goes to everyone
 //
-//     payload of a mean | header | the M headers of what it is a mean of | scales | codes |
+//     payload of a mean | header | the M headers of what it is a mean of | sums (statistics.h) | scales | codes |
 //
 // 2 (M - 1) / M payloads sent and received by a process instead of M - 1, and two roundings. All of it runs
 // on the outer stream, with no host in between: that checks the headers, which all workers get to see, before
@@ -22,7 +22,8 @@ public:
     AllToAllExchange(const WireOptions& wire, std::vector<std::vector<Piece>> pieces_, int in_flight,
                      Comm& comm, Stream& stream)
         : wire(wire), pieces(std::move(pieces_)), comm(comm), stream(stream), workers(comm.size()),
-          me(comm.rank()), weights(wire.token_weights ? workers : 0), slots(in_flight) {
+          me(comm.rank()), weights(wire.token_weights ? workers : 0), partial(partial_sums(workers)),
+          slots(in_flight) {
         slots.for_each([&](Slot& slot) { take_buffers(slot); });
         own_mean = Buffer<float>(layout_of(largest()).part_values);
         own_payload = Buffer<uint8_t>(long(mean_layout_of(largest()).bytes));
@@ -50,6 +51,8 @@ public:
         const size_t bytes = mean_layout_of(sync.values).bytes;
         comm.all_gather(slot.means, own_payload, bytes, stream, &slot.traffic);
         device::read_headers(slot.headers.data(), slot.means, bytes, workers, 1 + workers, stream);
+        device::read_sums(slot.sums.data(), slot.means + mean_sums_offset(workers), bytes, workers,
+                          row_sums(workers), stream);
         stream.record(slot.done);
     }
 
@@ -66,6 +69,7 @@ public:
             all.means.push_back(headers[0]);
             all.sent.emplace_back(headers + 1, headers + 1 + workers);
         }
+        all.sums = add_parts(slot.sums.data());
         return all;
     }
 
@@ -86,6 +90,7 @@ private:
         Buffer<uint8_t> received;           // (workers, payload), of the part that this worker owns
         Buffer<uint8_t> means;              // (parts, payload of a mean)
         HostBuffer<PayloadHeader> headers;  // (parts, 1 + workers)
+        HostBuffer<double> sums;            // (parts, row_sums(workers))
         Traffic traffic;
         Event ready, done;
     };
@@ -102,7 +107,16 @@ private:
 
     PayloadLayout layout_of(long n) const { return payload_layout(wire.format, n, workers); }
     PayloadLayout mean_layout_of(long n) const {
-        return payload_layout(wire.format, n, workers, 1 + workers);
+        return mean_payload_layout(wire.format, n, workers);
+    }
+
+    // In ascending order: all workers get the same.   sums: (parts, row_sums(workers))
+    std::vector<double> add_parts(const double* sums) const {
+        std::vector<double> total(size_t(row_sums(workers)));
+        for (int part = 0; part < workers; part++) {
+            for (double& sum : total) { sum += *sums++; }
+        }
+        return total;
     }
 
     void take_buffers(Slot& slot) const {
@@ -111,6 +125,7 @@ private:
         slot.received = Buffer<uint8_t>(long(sent) * workers);
         slot.means = Buffer<uint8_t>(long(mean) * workers);
         slot.headers = HostBuffer<PayloadHeader>(workers * (1 + workers));
+        slot.sums = HostBuffer<double>(long(workers) * row_sums(workers));
     }
 
     // own_payload = the mean of this worker's part, from what the others have sent. On the outer stream.
@@ -121,6 +136,8 @@ private:
         }
         device::dequantize_mean(own_mean, received, whole.bytes, workers, whole.only(me),
                                 wire.token_weights ? weights.data() : nullptr, stream);
+        device::sum_rows(reinterpret_cast<double*>(own_payload + mean_sums_offset(workers)), partial, received,
+                         whole.bytes, workers, whole.only(me), own_mean, stream);
         device::write_mean_headers(own_payload, make_header(sync, whole, me, me, 0), received, whole.bytes,
                                    workers, stream);
         device::clear_padding(own_payload, own, stream);
@@ -148,6 +165,7 @@ private:
     Stream& stream;
     const int workers, me;
     Buffer<float> weights;        // (workers), if they are by tokens
+    Buffer<double> partial;       // of the sums of rows
     Buffer<float> own_mean;       // (part); this and the next are used on the outer stream alone
     Buffer<uint8_t> own_payload;  // (payload of a mean)
     ErrorFeedback feedback;       // of this worker's parts

@@ -136,12 +136,18 @@ struct SyncReport {
     // Workers whose delta of this shard was not finite, or else whose mean of a part was not: nothing was
     // applied.
     std::vector<int> not_finite;
+    OuterStatistics statistics = {};  // of this process's shard; nothing, where nothing was applied
+    std::shared_ptr<HostBuffer<float>> mean_square = nullptr;  // nothing was applied
 
     // How long the main stream stood idle before this mean could be applied, by its own clock: from when it
     // was through with all that had been enqueued before, to when the host had seen the exchange's end. In it
     // are the wait for a worker that sends later, the wire, and what the host takes to notice (on a GPU it
     // asks every 50 us). To be called when the host has seen a later event of the main stream complete.
     double waited_seconds() const { return seconds_between(idle_from, idle_until); }
+
+    // The norm of this shard of the mean, to be asked for when the same can be said of that event. NaN: there
+    // was none.
+    double mean_norm() const { return mean_square ? std::sqrt(mean_square->data()[0]) : NAN; }
 };
 
 class Diloco {
@@ -162,6 +168,7 @@ public:
         state = std::make_unique<OuterState>(ranges, layout.shard_size(), values_of(largest),
                                              options.offload ? slots : 0);
         mean = Buffer<float>(values_of(largest));
+        for (int i = 0; i < 3 * slots; i++) { host_numbers.push_back(new_host_number()); }
         set_up_exchange(layout, outer, outer_stream);
     }
 
@@ -180,9 +187,10 @@ public:
         device::set_zero(mean.data(), n, main);
         Sending sending = begin_payload(sync, 0, main);
         add_to_payload(sending, {0, n, 0}, mean, mean, main);
-        exchange->start(sync, main);
+        start_exchange(sync, main);
         exchange->wait(sync);
         exchange->mean(mean, sync, main);
+        mean_square_of(n, main);
         const long third = n / 12 * 4;  // of the mean: for global, momentum and mean; alpha = 1: no local
         device::outer_step(mean.data(), mean + third, nullptr, nullptr, mean + 2 * third, third,
                            {options.learning_rate, options.momentum, 1.0f}, main);
@@ -241,7 +249,7 @@ private:
             add_to_payload(sending, pieces[size_t(p)][i], parts[i].global, local_part, main);
         }
         state->end_read(p, main);
-        exchange->start(sync, main);
+        start_exchange(sync, main);
         tokens_at_send[p] = tokens;
         in_flight.push_back(sync);
     }
@@ -266,12 +274,17 @@ private:
         }
         check_agreement(headers, sync);
         const bool applied = report.not_finite.empty();
-        if (applied) { apply(sync, local, params, main); }
+        if (applied) {
+            report.mean_square = apply(sync, local, params, main);
+            report.statistics =
+                outer_statistics(encodings.of(sync).sums.data(), headers.sums, int(headers.sent[0].size()));
+        }
         report.traffic = end_exchange(sync, applied, main);
         return report;
     }
 
-    void apply(const Sync& sync, float* local, floatX* params, Stream& main) {
+    // Returns the squared norm of the mean, as SyncReport has it.
+    std::shared_ptr<HostBuffer<float>> apply(const Sync& sync, float* local, floatX* params, Stream& main) {
         exchange->mean(mean, sync, main);
         const auto needs = OuterState::Needs::global_and_momentum;
         for (const OuterState::Part& part : state->use(sync.fragment, needs, main)) {
@@ -279,6 +292,21 @@ private:
                                mean + part.first, part.range.count, outer_step(), main);
         }
         state->end_write(sync.fragment, main);
+        return mean_square_of(sync.values, main);
+    }
+
+    // The squared norm of the first n values of `mean`, which the host has when main has come past this.
+    std::shared_ptr<HostBuffer<float>> mean_square_of(long n, Stream& main) {
+        auto unused = std::find_if(host_numbers.begin(), host_numbers.end(),
+                                   [](const auto& number) { return number.use_count() == 1; });
+        if (unused == host_numbers.end()) { unused = host_numbers.insert(unused, new_host_number()); }
+        device::global_norm_squared(mean_square, mean, n, main);
+        device::copy_to_host_later((*unused)->data(), mean_square.data(), 1, main);
+        return *unused;
+    }
+
+    static std::shared_ptr<HostBuffer<float>> new_host_number() {
+        return std::make_shared<HostBuffer<float>>(1);
     }
 
     // What `step` sends or receives of the outer state, ahead of it.
@@ -345,6 +373,7 @@ private:
         }
         const WireOptions& wire = options.wire;
         const int most = most_in_flight(fragments, options.inner_steps, options.overlap);
+        encodings = Slots<Encoding>(most);
         if (wire.error_feedback) { feedback = ErrorFeedback(values, most); }
         if (choose_exchange(wire, values, outer.size()) == ExchangeKind::all_gather) {
             const long n = values_of(largest);
@@ -353,6 +382,11 @@ private:
             exchange = std::make_unique<AllToAllExchange>(wire, pieces, most, outer, outer_stream);
         }
     }
+
+    // What the encoding of a sync that is in flight has lost.
+    struct Encoding {
+        HostBuffer<double> sums{encoding_sums};
+    };
 
     // A payload that is being written.
     struct Sending {
@@ -372,6 +406,7 @@ private:
                                  make_header(sync, sending.layout, part, worker, tokens), main);
         }
         device::clear_padding(sending.payload, sending.layout, main);
+        device::set_zero(encoding.data(), encoding_sums, main);
         return sending;
     }
 
@@ -384,12 +419,21 @@ private:
                              global + (first - piece.first), count, main);
         });
         float* residual = sending.residual == nullptr ? nullptr : sending.residual + piece.first;
-        device::quantize(sending.payload, layout, sending.rounding.at(piece.index), piece.first,
-                         {global, local, residual}, piece.count, main);
+        const Source source{global, local, residual};
+        device::quantize(sending.payload, layout, sending.rounding.at(piece.index), piece.first, source,
+                         piece.count, main);
+        device::sum_encoding(encoding, partial, sending.payload, layout, piece.first, source, piece.count, main);
+    }
+
+    // What the exchange waits for on main has the host's sums in it: whoever has waited for it may read them.
+    void start_exchange(const Sync& sync, Stream& main) {
+        device::copy_to_host_later(encodings.take(sync).sums.data(), encoding.data(), encoding_sums, main);
+        exchange->start(sync, main);
     }
 
     Traffic end_exchange(const Sync& sync, bool applied, Stream& main) {
         feedback.end(sync.fragment, sync.number, applied, main);
+        encodings.give_back(sync);
         return exchange->finish(sync, applied, main);
     }
 
@@ -401,6 +445,10 @@ private:
     int worker;                              // this one
     int largest = 0;                         // fragment
     Buffer<float> mean;                      // (largest fragment)
+    Buffer<float> mean_square{1};
+    Buffer<double> encoding{encoding_sums}, partial{partial_sums(1)};
+    std::vector<std::shared_ptr<HostBuffer<float>>> host_numbers;  // of reports
+    Slots<Encoding> encodings{0};
     std::unique_ptr<OuterState> state;
     ErrorFeedback feedback;  // of what this worker sends
     std::deque<Sync> in_flight;

@@ -17,6 +17,7 @@
 #include "llmc/buffer.h"
 #include "llmc/comm.h"
 #include "quantize.h"
+#include "statistics.h"
 
 enum class ExchangeKind { automatic, all_gather, all_to_all };  // automatic: the fewer bytes
 
@@ -50,12 +51,21 @@ struct WireOptions {
     }
 };
 
+// The payload of a part's mean, by all-to-all: a header of its own, those of the M payloads that it is a mean
+// of, and the sums of products of what these say.
+inline size_t mean_sums_offset(int workers) { return sizeof(PayloadHeader) * size_t(1 + workers); }
+
+inline PayloadLayout mean_payload_layout(Format format, long n, int workers) {
+    const size_t sums = (sizeof(double) * size_t(row_sums(workers)) + 15) / 16 * 16;
+    return payload_layout(format, n, workers, 1 + workers, sums);
+}
+
 // What a process sends (and receives) in the exchange of a fragment of n values.
 inline size_t exchange_bytes(ExchangeKind kind, Format format, long n, int workers) {
     const size_t others = size_t(workers - 1);
     if (kind == ExchangeKind::all_gather) { return others * payload_bytes(format, n); }
     return others * (payload_layout(format, n, workers).bytes +
-                     payload_layout(format, n, workers, 1 + workers).bytes);
+                     mean_payload_layout(format, n, workers).bytes);
 }
 
 // The exchange of fragments of so many values. Where both send as much, the one that rounds once.
@@ -93,10 +103,11 @@ inline std::string describe(const Sync& sync) {
     return format("fragment %d (sync %ld, sent at step %ld)", sync.fragment, sync.number, sync.send_step);
 }
 
-// The headers of a sync's payloads, checked to be of this sync.
+// The headers of a sync's payloads, checked to be of this sync, and what came with them.
 struct Headers {
     std::vector<std::vector<PayloadHeader>> sent;  // (parts, workers)
     std::vector<PayloadHeader> means;              // of the parts' means, by their owners; all-gather: none
+    std::vector<double> sums;                      // (row_sums(workers)), of the workers' payloads
 };
 
 // The calls for one sync, in this order: payload, start, wait, mean (if at all), finish.

@@ -95,11 +95,11 @@ struct PayloadLayout {
     }
 };
 
-// headers: that a part begins with
-inline PayloadLayout payload_layout(Format format, long n, int parts = 1, int headers = 1) {
+// headers: that a part begins with   more: bytes behind them, a multiple of 16
+inline PayloadLayout payload_layout(Format format, long n, int parts = 1, int headers = 1, size_t more = 0) {
     const long blocks = n / quantization_block;
     const long part_values = (blocks + parts - 1) / parts * quantization_block;
-    const size_t scales = sizeof(PayloadHeader) * size_t(headers);
+    const size_t scales = sizeof(PayloadHeader) * size_t(headers) + more;
     const size_t codes = scales + scale_bytes(format, part_values);
     return {format, n, parts, part_values, scales, codes, codes + code_bytes(format, part_values)};
 }

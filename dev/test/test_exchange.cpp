@@ -141,9 +141,9 @@ Floats arriving_mean(const WireOptions& wire, long n, int workers, const std::ve
     return arriving;
 }
 
-// fp4 has half a byte a value and 2 a block, in whole 16 bytes.
-size_t fp4_bytes(size_t headers, size_t blocks) {
-    return 64 * headers + (2 * blocks + 15) / 16 * 16 + 64 * blocks;
+// fp4 has half a byte a value and 2 a block, in whole 16 bytes. Sums have 8 each.
+size_t fp4_bytes(size_t headers, size_t blocks, size_t sums = 0) {
+    return 64 * headers + (8 * sums + 15) / 16 * 16 + (2 * blocks + 15) / 16 * 16 + 64 * blocks;
 }
 
 TEST(Exchange, bytes_on_the_wire_are_those_of_the_formula_for_sizes_that_divide_by_nothing) {
@@ -158,7 +158,8 @@ TEST(Exchange, bytes_on_the_wire_are_those_of_the_formula_for_sizes_that_divide_
             }
             wire.exchange = ExchangeKind::all_to_all;
             for (const Result& result : exchange_once(wire, 128 * blocks, workers)) {
-                EXPECT_EQ(result.traffic.bytes_sent, others * (fp4_bytes(1, part) + fp4_bytes(1 + M, part)));
+                EXPECT_EQ(result.traffic.bytes_sent,
+                          others * (fp4_bytes(1, part) + fp4_bytes(1 + M, part, M * (M + 1) / 2)));
                 EXPECT_EQ(result.traffic.bytes_received, result.traffic.bytes_sent);
             }
         }

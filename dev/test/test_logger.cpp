@@ -60,7 +60,11 @@ TEST(Logger, metrics_hold_every_field_one_object_a_line) {
     logger.run(run);
     logger.step({1, 4.5f, 3e-4f, 1.25, 0.5, 4096, 8192, 10, 20});
     logger.eval(1, 4.25);
-    logger.sync({7, 2, 20, 21, 6000000000u, 5, 0.125, 0.5, 0xfedcba9876543210u});
+    logger.sync({7, 2, 20, 23, 6000000000u, 5, 0.125, 0.5, 0xfedcba9876543210u, 0.5, 0.25, 0.0625,
+                 {1, NAN, -0.125}, {}});
+    SyncMetrics many;  // workers
+    many.mean_cosines = {0.5};
+    logger.sync(many);
     logger.end({21, 9.5, 1, 2, 0.75});
     const std::vector<std::string> expected = {
         R"({"type":"run","version":1,"worker":0,"rank":0,"workers":2,"ranks":1,"parameters":812345,)"
@@ -68,9 +72,14 @@ TEST(Logger, metrics_hold_every_field_one_object_a_line) {
         R"({"type":"step","step":1,"time":T,"loss":4.5,"lr":0.000300000014,"norm":1.25,"seconds":0.5,)"
         R"("tokens":4096,"tokens_per_second":8192,"inner_bytes_sent":10,"inner_bytes_received":20})",
         R"({"type":"eval","step":1,"time":T,"loss":4.25})",
-        R"({"type":"sync","sync":7,"fragment":2,"send_step":20,"apply_step":21,"time":T,)"
+        R"({"type":"sync","sync":7,"fragment":2,"send_step":20,"apply_step":23,"time":T,)"
         R"("bytes_sent":6000000000,"bytes_received":5,"wire_seconds":0.125,"waited_seconds":0.5,)"
-        R"("global_hash":"fedcba9876543210"})",
+        R"("global_hash":"fedcba9876543210","staleness":3,"delta_norm":0.5,"mean_norm":0.25,)"
+        R"("quantization_error":0.0625,"cosines":[1,null,-0.125],"mean_cosines":null})",
+        R"({"type":"sync","sync":0,"fragment":0,"send_step":0,"apply_step":0,"time":T,"bytes_sent":0,)"
+        R"("bytes_received":0,"wire_seconds":0,"waited_seconds":0,"global_hash":"0000000000000000",)"
+        R"("staleness":0,"delta_norm":null,"mean_norm":null,"quantization_error":null,"cosines":null,)"
+        R"("mean_cosines":[0.5]})",
         R"({"type":"end","step":21,"time":T,"train_seconds":9.5,"inner_bytes_sent":1,"outer_bytes_sent":2,)"
         R"("waited_seconds":0.75})"};
     EXPECT_EQ(without_times(folder / "metrics.jsonl"), expected);

@@ -33,16 +33,21 @@ def syncs(run, process):
     ]
 
 
-def payload_bytes(name, blocks, headers=1):
-    scales = (2 * blocks + 15) // 16 * 16 if FORMATS[name] < 16 else 0
-    return 64 * headers + scales + blocks * 128 * FORMATS[name] // 8
+def whole_16(count):
+    return (count + 15) // 16 * 16
+
+
+def payload_bytes(name, blocks, headers=1, sums=0):
+    scales = whole_16(2 * blocks) if FORMATS[name] < 16 else 0
+    return 64 * headers + whole_16(8 * sums) + scales + blocks * 128 * FORMATS[name] // 8
 
 
 def exchange_bytes(exchange, name, blocks, workers):
     if exchange == "all_gather":
         return (workers - 1) * payload_bytes(name, blocks)
     part = -(-blocks // workers)
-    return (workers - 1) * (payload_bytes(name, part) + payload_bytes(name, part, 1 + workers))
+    of_mean = payload_bytes(name, part, 1 + workers, sums=workers * (workers + 1) // 2)
+    return (workers - 1) * (payload_bytes(name, part) + of_mean)
 
 
 # A layer has 12 C^2 + 13 C values (C = 32), the embedding (128 + 16 + 2) C.

@@ -1,0 +1,157 @@
+// Statistics of the outer gradients on a GPU: sums of products of what payloads say. The sums and their cost
+// are in statistics.h; the CPU's differ from these in the order of additions, in double, and in nothing else.
+//
+// Two kernels for each call: one block for a chunk, whose number depends on the number of values alone, then
+// one block for the chunks of a sum. No atomics: the same bits on any GPU.
+#pragma once
+#include "llmc/cuda/global_norm.cuh"
+#include "streaming/quantize.cuh"
+#include "streaming/statistics.h"
+
+namespace cuda {
+
+const int statistics_threads = 256;  // a chunk has at least a pack for each
+
+// Four values of a payload, from value `i` of the part on.
+template <class F>
+__device__ inline Pack<float> decode_four(const uint8_t* payload, const PayloadLayout& layout, long i) {
+    uint32_t encoded[4];
+    load_codes<F>(encoded, payload + layout.codes + i * F::bits / 8);
+    float factor = 1.0f;
+    if constexpr (F::scaled) {
+        const auto* scales = reinterpret_cast<const unsigned short*>(payload + layout.scales);
+        factor = bits_to_float(uint32_t(__ldg(scales + i / quantization_block)) << 16);
+    }
+    Pack<float> values;
+    for (int k = 0; k < 4; k++) { values[k] = multiply_rn(F::decode(encoded[k]), factor); }
+    return values;
+}
+
+__device__ inline double dot_four(const Pack<float>& a, const Pack<float>& b, double sum) {
+    for (int k = 0; k < 4; k++) { sum = fma(double(a[k]), double(b[k]), sum); }
+    return sum;
+}
+
+// Block (c, s): chunk c of sum s; chunks are packs that lie `chunks` blocks of threads apart.
+// partial: (sums, chunks)   mean: (layout.values), or null
+// Bound by memory: bits / 8 bytes a value and row (fp4: 0.5; a sum of squares has one row), 4 of the mean.
+template <class F>
+__global__ void __launch_bounds__(statistics_threads)
+    row_sums_kernel(double* partial, const uint8_t* payloads, size_t stride, int workers, PayloadLayout layout,
+                    const float* mean) {
+    const RowPair rows = rows_of(int(blockIdx.y), workers);
+    auto load = [=](int row, long i) {
+        return row == workers ? load_pack(mean + i)
+                              : decode_four<F>(payloads + size_t(row) * stride, layout, i);
+    };
+    const long step = long(gridDim.x) * statistics_threads * 4;
+    double sum = 0;
+    for (long i = (blockIdx.x * long(statistics_threads) + threadIdx.x) * 4; i < layout.values; i += step) {
+        const Pack<float> a = load(rows.a, i);
+        sum = dot_four(a, rows.a == rows.b ? a : load(rows.b, i), sum);
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) { partial[blockIdx.y * gridDim.x + blockIdx.x] = sum; }
+}
+
+// Block c: chunk c of both sums, as above.   partial: (encoding_sums, chunks)   first: of the range's `count`
+// values in the fragment
+// Bound by memory: 8 bytes a value, or 4 with error feedback, and bits / 8 (fp4: 0.5).
+template <class F>
+__global__ void __launch_bounds__(statistics_threads)
+    encoding_sums_kernel(double* partial, const uint8_t* payload, PayloadLayout layout, long first,
+                         Source source, long count) {
+    const long step = long(gridDim.x) * statistics_threads * 4;
+    double delta_square = 0, lost_square = 0;
+    for (long i = (blockIdx.x * long(statistics_threads) + threadIdx.x) * 4; i < count; i += step) {
+        const unsigned part = part_of(layout, (first + i) / quantization_block);
+        const Pack<float> decoded =
+            decode_four<F>(payload + part * layout.bytes, layout, first + i - part * layout.part_values);
+        Pack<float> delta, lost;
+        if (source.residual != nullptr) {
+            lost = load_pack(source.residual + i);
+            for (int k = 0; k < 4; k++) { delta[k] = add_rn(decoded[k], lost[k]); }
+        } else {
+            const Pack<float> values = load_pack(source.values + i), minus = load_pack(source.minus + i);
+            for (int k = 0; k < 4; k++) {
+                delta[k] = subtract_rn(values[k], minus[k]);
+                lost[k] = subtract_rn(delta[k], decoded[k]);
+            }
+        }
+        delta_square = dot_four(delta, delta, delta_square);
+        lost_square = dot_four(lost, lost, lost_square);
+    }
+    delta_square = block_sum(delta_square);
+    lost_square = block_sum(lost_square);
+    if (threadIdx.x == 0) {
+        partial[blockIdx.x] = delta_square;
+        partial[gridDim.x + blockIdx.x] = lost_square;
+    }
+}
+
+// Block s: sum s of its chunks, one a thread.   out: (sums)   partial: (sums, chunks)
+static_assert(most_chunks <= statistics_threads, "one chunk a thread");
+__global__ void __launch_bounds__(statistics_threads)
+    add_chunks_kernel(double* out, const double* partial, int chunks, bool add) {
+    const int c = int(threadIdx.x);
+    const double sum = block_sum(c < chunks ? partial[blockIdx.x * chunks + c] : 0.0);
+    if (c == 0) { out[blockIdx.x] = add ? out[blockIdx.x] + sum : sum; }
+}
+
+// All of these work on hosted streams, too, since they go through enqueue().
+
+// The sums of products of what `workers` payloads say, `stride` bytes apart.
+// out: (row_sums(workers))   partial: (partial_sums(workers)), to work with   layout: of a fragment in one part
+// mean: (layout.values), 16-byte aligned, for more workers than most_pairwise
+inline void sum_rows(double* out, double* partial, const uint8_t* payloads, size_t stride, int workers,
+                     const PayloadLayout& layout, const float* mean, Stream& stream) {
+    require_aligned("the first payload", {payloads});
+    require_aligned("the second payload", {payloads + stride});
+    require_aligned("the mean", {mean});
+    require_blocks_of_128("the fragment", layout.values);
+    if (has_mean_row(workers) && mean == nullptr) {
+        throw std::invalid_argument(format("%d workers are compared with the mean, and there is none", workers));
+    }
+    stream.enqueue([=](cudaStream_t on) {
+        const unsigned chunks = unsigned(chunks_of(layout.values)), sums = unsigned(row_sums(workers));
+        with_format(layout.format, [&](auto f) {
+            launch(row_sums_kernel<decltype(f)>, Grid{dim3(chunks, sums), statistics_threads, 0, on}, partial,
+                   payloads, stride, workers, layout, mean);
+        });
+        launch(add_chunks_kernel, Grid{sums, statistics_threads, 0, on}, out, partial, int(chunks), false);
+    });
+}
+
+// Adds to `out` the sums of what quantize() has just made of values [first, first + count) of a fragment.
+// out: (encoding_sums)   partial: (partial_sums(1)), to work with   source: as quantize() has left it
+inline void sum_encoding(double* out, double* partial, const uint8_t* payload, const PayloadLayout& layout,
+                         long first, const Source& source, long count, Stream& stream) {
+    require_aligned("the payload", {payload});
+    require_aligned("the array that was quantized", {source.values, source.minus, source.residual});
+    require_blocks_of_128("what lies before the range", first);
+    require_blocks_of_128("the range", count);
+    if (count == 0) { return; }
+    stream.enqueue([=](cudaStream_t on) {
+        const unsigned chunks = unsigned(chunks_of(count));
+        with_format(layout.format, [&](auto f) {
+            launch(encoding_sums_kernel<decltype(f)>, Grid{chunks, statistics_threads, 0, on}, partial,
+                   payload, layout, first, source, count);
+        });
+        launch(add_chunks_kernel, Grid{encoding_sums, statistics_threads, 0, on}, out, partial, int(chunks),
+               true);
+    });
+}
+
+// Reads `count` groups of `each` sums that lie `stride` bytes apart. `out` is memory of the host and has to
+// stay alive until the stream has passed; where it is not pinned, the host may wait here for that.
+// out: (count, each)
+inline void read_sums(double* out, const uint8_t* from, size_t stride, int count, int each, Stream& stream) {
+    stream.enqueue([=](cudaStream_t on) {
+        for (int i = 0; i < count; i++) {
+            cudaCheck(cudaMemcpyAsync(out + i * each, from + size_t(i) * stride, size_t(each) * sizeof(double),
+                                      cudaMemcpyDeviceToHost, on));
+        }
+    });
+}
+
+}  // namespace cuda

@@ -1,0 +1,217 @@
+// Statistics of the outer gradients: how large they are, how alike those of the workers are, and what rounding
+// lost of them. All come from sums of products of two rows, in double and in a fixed order; squares of fp32
+// neither overflow there nor vanish.
+//
+//     row w of M workers            what all decode of worker w's payload
+//     sum w, w = 0..M-1             row w . row w
+//     for M <= 8, behind them       row a . row b, a < b: (0, 1), (0, 2), ..., (1, 2), ...
+//     for more, behind them         row w . mean for each w; mean . mean
+//
+// and, of what this worker has encoded, delta . delta and lost . lost with lost = delta - decoded.
+//
+// Cost, bytes of memory a value and sync: the rows' sums on the outer stream, once the payloads have arrived,
+// M^2 payloads' values for M <= 8 (fp4, M = 2: 2; the caches hold most of M = 8's 32), else 2 M of them and
+// 4 M + 4; on the main stream 8 and a payload's value at a send (with error feedback 4 and that), and 4 at an
+// apply. GPT-2 124M with H = 100, fp4 and two workers: 1.8 GB in 100 steps, 0.6 ms at 3 TB/s, of which the
+// main stream has 1.5 GB, as much as a sixth of AdamW's traffic in one step. That is why there is no option.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "llmc/cpu/global_norm.h"
+#include "quantize.h"
+
+const int most_pairwise = 8;  // workers up to which each pair is compared
+
+// A sum of products goes over chunks first: as many for a number of values, whatever works on them.
+const int most_chunks = 256;
+const long smallest_chunk = 1024;  // values
+
+HD inline int chunks_of(long values) {
+    const long chunks = (values + smallest_chunk - 1) / smallest_chunk;
+    return int(chunks < 1 ? 1 : chunks < most_chunks ? chunks : most_chunks);
+}
+
+HD inline bool has_mean_row(int workers) { return workers > most_pairwise; }
+
+// Sums of products of rows.
+HD inline int row_sums(int workers) {
+    return has_mean_row(workers) ? 2 * workers + 1 : workers * (workers + 1) / 2;
+}
+
+// The two rows of a sum; row number `workers` is the mean.
+struct RowPair {
+    int a, b;
+};
+
+HD inline RowPair rows_of(int sum, int workers) {
+    if (sum < workers) { return {sum, sum}; }
+    int b = sum - workers, a = 0;
+    if (has_mean_row(workers)) { return {b, workers}; }
+    for (; b >= workers - 1 - a; a++) { b -= workers - 1 - a; }
+    return {a, a + 1 + b};
+}
+
+const int encoding_sums = 2;  // delta . delta, lost . lost
+
+// The most partial sums of a call.
+inline long partial_sums(int workers) {
+    return long(most_chunks) * std::max(row_sums(workers), encoding_sums);
+}
+
+// What the sums say. A number that there is none of, because of a row of zeros or of what is not finite, is NaN.
+struct OuterStatistics {
+    double delta_norm = std::numeric_limits<double>::quiet_NaN();
+    double quantization_error = std::numeric_limits<double>::quiet_NaN();  // |lost| / |delta|
+    std::vector<double> cosines;       // of rows a < b, for two to eight workers
+    std::vector<double> mean_cosines;  // of each row and the mean, for more
+};
+
+// encoding: (encoding_sums)   rows: (row_sums(workers))
+inline OuterStatistics outer_statistics(const double* encoding, const std::vector<double>& rows, int workers) {
+    OuterStatistics statistics;
+    statistics.delta_norm = std::sqrt(encoding[0]);
+    statistics.quantization_error = std::sqrt(encoding[1] / encoding[0]);
+    auto& cosines = has_mean_row(workers) ? statistics.mean_cosines : statistics.cosines;
+    const double mean_square = rows.back();  // if there is a mean
+    const int end = row_sums(workers) - (has_mean_row(workers) ? 1 : 0);
+    for (int sum = workers; sum < end; sum++) {
+        const auto [a, b] = rows_of(sum, workers);
+        const double other = b == workers ? mean_square : rows[size_t(b)];
+        cosines.push_back(rows[size_t(sum)] / (std::sqrt(rows[size_t(a)]) * std::sqrt(other)));
+    }
+    return statistics;
+}
+
+namespace cpu {
+
+// row = what a payload says of one block.   row: (128)   payload: of a part   block: of the part
+template <class F>
+inline void decode_block(float* row, const uint8_t* payload, const PayloadLayout& layout, long block) {
+    std::fill_n(row, quantization_block, 0.0f);
+    add_block<F, false>(row, payload + layout.codes + block * quantization_block * F::bits / 8,
+                        payload + layout.scales + block * 2, 1.0f);
+}
+
+// a . b   a, b: (128)
+inline double dot_block(const float* a, const float* b) {
+    double sum = 0;
+    #pragma omp simd reduction(+ : sum)
+    for (int k = 0; k < quantization_block; k++) { sum += double(a[k]) * double(b[k]); }
+    return sum;
+}
+
+// out[s] = or += the chunks of sum s, in their order.   partial: (sums, chunks)
+inline void add_chunks(double* out, const double* partial, int sums, int chunks, bool add) {
+    for (int s = 0; s < sums; s++) {
+        double sum = 0;
+        for (int c = 0; c < chunks; c++) { sum += partial[s * chunks + c]; }
+        out[s] = add ? out[s] + sum : sum;
+    }
+}
+
+// One thread: this runs beside the training step, on the outer stream.
+template <class F>
+inline void row_sums_loop(double* out, double* partial, const uint8_t* payloads, size_t stride, int workers,
+                          const PayloadLayout& layout, const float* mean) {
+    const int sums = row_sums(workers), chunks = chunks_of(layout.values);
+    const long blocks = layout.values / quantization_block;
+    std::vector<float> rows(size_t(workers + 1) * quantization_block);
+    auto row = [&](int number) { return &rows[size_t(number) * quantization_block]; };
+    std::fill_n(partial, sums * chunks, 0.0);
+    for (int c = 0; c < chunks; c++) {
+        for (long block = blocks * c / chunks; block < blocks * (c + 1) / chunks; block++) {
+            for (int w = 0; w < workers; w++) {
+                decode_block<F>(row(w), payloads + size_t(w) * stride, layout, block);
+            }
+            if (has_mean_row(workers)) {
+                std::copy_n(mean + block * quantization_block, quantization_block, row(workers));
+            }
+            for (int s = 0; s < sums; s++) {
+                const auto [a, b] = rows_of(s, workers);
+                partial[s * chunks + c] += dot_block(row(a), row(b));
+            }
+        }
+    }
+    add_chunks(out, partial, sums, chunks, false);
+}
+
+// delta . delta and lost . lost of one block. With error feedback the residual is what was lost.
+template <class F>
+inline void add_encoding(double (&sums)[encoding_sums], const uint8_t* payload, const PayloadLayout& layout,
+                         long block, const Source& source, long i) {
+    float decoded[quantization_block], delta[quantization_block], lost[quantization_block];
+    decode_block<F>(decoded, payload, layout, block);
+    for (int k = 0; k < quantization_block; k++) {
+        if (source.residual != nullptr) {
+            lost[k] = source.residual[i + k];
+            delta[k] = add_rn(decoded[k], lost[k]);
+        } else {
+            delta[k] = subtract_rn(source.values[i + k], source.minus[i + k]);
+            lost[k] = subtract_rn(delta[k], decoded[k]);
+        }
+    }
+    sums[0] += dot_block(delta, delta);
+    sums[1] += dot_block(lost, lost);
+}
+
+// first: of the values in the fragment
+template <class F>
+inline void encoding_sums_loop(double* out, double* partial, const uint8_t* payload, const PayloadLayout& layout,
+                               long first, const Source& source, long count) {
+    const int chunks = chunks_of(count);
+    const long blocks = count / quantization_block, part_blocks = layout.part_values / quantization_block;
+    #pragma omp parallel for if (blocks >= parallel_blocks)
+    for (int c = 0; c < chunks; c++) {
+        double sums[encoding_sums] = {};
+        for (long block = blocks * c / chunks; block < blocks * (c + 1) / chunks; block++) {
+            const long place = first / quantization_block + block, part = place / part_blocks;
+            add_encoding<F>(sums, payload + size_t(part) * layout.bytes, layout, place - part * part_blocks,
+                            source, block * quantization_block);
+        }
+        for (int s = 0; s < encoding_sums; s++) { partial[s * chunks + c] = sums[s]; }
+    }
+    add_chunks(out, partial, encoding_sums, chunks, true);
+}
+
+// The sums of products of what `workers` payloads say, `stride` bytes apart.
+// out: (row_sums(workers))   partial: (partial_sums(workers)), to work with   layout: of a fragment in one part
+// mean: (layout.values), for more workers than most_pairwise
+inline void sum_rows(double* out, double* partial, const uint8_t* payloads, size_t stride, int workers,
+                     const PayloadLayout& layout, const float* mean, Stream& stream) {
+    stream.enqueue([=] {
+        with_format(layout.format, [=](auto f) {
+            row_sums_loop<decltype(f)>(out, partial, payloads, stride, workers, layout, mean);
+        });
+    });
+}
+
+// Adds to `out` the sums of what quantize() has just made of values [first, first + count) of a fragment.
+// out: (encoding_sums)   partial: (partial_sums(1)), to work with   source: as quantize() has left it
+inline void sum_encoding(double* out, double* partial, const uint8_t* payload, const PayloadLayout& layout,
+                         long first, const Source& source, long count, Stream& stream) {
+    if (count == 0) { return; }
+    stream.enqueue([=] {
+        with_format(layout.format, [=](auto f) {
+            encoding_sums_loop<decltype(f)>(out, partial, payload, layout, first, source, count);
+        });
+    });
+}
+
+// Reads `count` groups of `each` sums that lie `stride` bytes apart. `out` is memory of the host.
+// out: (count, each)
+inline void read_sums(double* out, const uint8_t* from, size_t stride, int count, int each, Stream& stream) {
+    stream.enqueue([=] {
+        for (int i = 0; i < count; i++) {
+            memcpy(out + i * each, from + size_t(i) * stride, size_t(each) * sizeof(double));
+        }
+    });
+}
+
+}  // namespace cpu
+
+#ifdef USE_CUDA
+#include "streaming/statistics.cuh"
+#endif
