@@ -11,9 +11,10 @@
 //                       included)
 //   quantization_error  the norm of what encoding lost of it, as a fraction of delta_norm
 //   mean_norm           of the mean that was applied; null where none was
-//   cosines             between the workers' outer gradients as they were decoded: the pairs (0, 1), (0, 2), ...,
-//                       (1, 2), ...; null for one worker, and for more than eight, which have
+//   cosines             between the workers' outer gradients as they were decoded: of the pairs (0, 1),
+//                       (0, 2), ..., (1, 2), ...; null for one worker, and for more than eight, which have
 //   mean_cosines        instead, of each worker's with the mean of all, before that is rounded; else null
+// Where nobody applied a sync, for a delta was not finite, all norms, the error and cosines are null.
 #pragma once
 #include <sys/ioctl.h>
 #include <unistd.h>

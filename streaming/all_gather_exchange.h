@@ -79,11 +79,13 @@ private:
                                 wire.token_weights ? weights : nullptr, on);
     }
 
-    // The sums of products of what has arrived. On the outer stream, with a mean of its own where it needs one.
+    // The sums of products of what has arrived. On the outer stream, where the mean, if one is needed, is
+    // made for this alone.
     void compare(Slot& slot, const PayloadLayout& layout) {
         const int workers = comm.size();
         if (has_mean_row(workers)) { take_mean(own_mean, own_weights.data(), slot, layout, stream); }
-        device::sum_rows(sums, partial, slot.received, layout.bytes, workers, layout, own_mean.data(), stream);
+        device::sum_rows(sums, partial, slot.received, layout.bytes, workers, layout, own_mean.data(),
+                         stream);
         device::read_sums(slot.sums.data(), reinterpret_cast<const uint8_t*>(sums.data()), 0, 1,
                           row_sums(workers), stream);
     }

@@ -4,11 +4,12 @@
 //     on worker w  decodes the M parts, takes their mean, encodes it once into a payload of its own
 //     all_gather   that payload goes to everyone
 //
-//     payload of a mean | header | the M headers of what it is a mean of | sums (statistics.h) | scales | codes |
+//     payload of a mean | header | the M headers of what it is a mean of | sums | scales | codes |
 //
 // 2 (M - 1) / M payloads sent and received by a process instead of M - 1, and two roundings. All of it runs
 // on the outer stream, with no host in between: that checks the headers, which all workers get to see, before
-// it lets anybody use the mean. An owner may have an error feedback of its own.
+// it lets anybody use the mean. The sums are of products of the M parts (statistics.h): no process but their
+// owner sees all of them. An owner may have an error feedback of its own.
 #pragma once
 #include <algorithm>
 
@@ -106,9 +107,7 @@ private:
     }
 
     PayloadLayout layout_of(long n) const { return payload_layout(wire.format, n, workers); }
-    PayloadLayout mean_layout_of(long n) const {
-        return mean_payload_layout(wire.format, n, workers);
-    }
+    PayloadLayout mean_layout_of(long n) const { return mean_payload_layout(wire.format, n, workers); }
 
     // In ascending order: all workers get the same.   sums: (parts, row_sums(workers))
     std::vector<double> add_parts(const double* sums) const {
@@ -136,8 +135,8 @@ private:
         }
         device::dequantize_mean(own_mean, received, whole.bytes, workers, whole.only(me),
                                 wire.token_weights ? weights.data() : nullptr, stream);
-        device::sum_rows(reinterpret_cast<double*>(own_payload + mean_sums_offset(workers)), partial, received,
-                         whole.bytes, workers, whole.only(me), own_mean, stream);
+        double* sums = reinterpret_cast<double*>(own_payload + mean_sums_offset(workers));
+        device::sum_rows(sums, partial, received, whole.bytes, workers, whole.only(me), own_mean, stream);
         device::write_mean_headers(own_payload, make_header(sync, whole, me, me, 0), received, whole.bytes,
                                    workers, stream);
         device::clear_padding(own_payload, own, stream);

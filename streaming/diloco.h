@@ -422,7 +422,8 @@ private:
         const Source source{global, local, residual};
         device::quantize(sending.payload, layout, sending.rounding.at(piece.index), piece.first, source,
                          piece.count, main);
-        device::sum_encoding(encoding, partial, sending.payload, layout, piece.first, source, piece.count, main);
+        device::sum_encoding(encoding, partial, sending.payload, layout, piece.first, source, piece.count,
+                             main);
     }
 
     // What the exchange waits for on main has the host's sums in it: whoever has waited for it may read them.

@@ -64,8 +64,8 @@ inline PayloadLayout mean_payload_layout(Format format, long n, int workers) {
 inline size_t exchange_bytes(ExchangeKind kind, Format format, long n, int workers) {
     const size_t others = size_t(workers - 1);
     if (kind == ExchangeKind::all_gather) { return others * payload_bytes(format, n); }
-    return others * (payload_layout(format, n, workers).bytes +
-                     mean_payload_layout(format, n, workers).bytes);
+    const size_t mean = mean_payload_layout(format, n, workers).bytes;
+    return others * (payload_layout(format, n, workers).bytes + mean);
 }
 
 // The exchange of fragments of so many values. Where both send as much, the one that rounds once.

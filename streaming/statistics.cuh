@@ -37,8 +37,8 @@ __device__ inline double dot_four(const Pack<float>& a, const Pack<float>& b, do
 // Bound by memory: bits / 8 bytes a value and row (fp4: 0.5; a sum of squares has one row), 4 of the mean.
 template <class F>
 __global__ void __launch_bounds__(statistics_threads)
-    row_sums_kernel(double* partial, const uint8_t* payloads, size_t stride, int workers, PayloadLayout layout,
-                    const float* mean) {
+    row_sums_kernel(double* partial, const uint8_t* payloads, size_t stride, int workers,
+                    PayloadLayout layout, const float* mean) {
     const RowPair rows = rows_of(int(blockIdx.y), workers);
     auto load = [=](int row, long i) {
         return row == workers ? load_pack(mean + i)
@@ -101,8 +101,9 @@ __global__ void __launch_bounds__(statistics_threads)
 // All of these work on hosted streams, too, since they go through enqueue().
 
 // The sums of products of what `workers` payloads say, `stride` bytes apart.
-// out: (row_sums(workers))   partial: (partial_sums(workers)), to work with   layout: of a fragment in one part
-// mean: (layout.values), 16-byte aligned, for more workers than most_pairwise
+// out: (row_sums(workers))   partial: (partial_sums(workers)), to work with
+// layout: of a fragment in one part   mean: (layout.values), 16-byte aligned, or for no more workers than
+// most_pairwise null
 inline void sum_rows(double* out, double* partial, const uint8_t* payloads, size_t stride, int workers,
                      const PayloadLayout& layout, const float* mean, Stream& stream) {
     require_aligned("the first payload", {payloads});
@@ -110,7 +111,8 @@ inline void sum_rows(double* out, double* partial, const uint8_t* payloads, size
     require_aligned("the mean", {mean});
     require_blocks_of_128("the fragment", layout.values);
     if (has_mean_row(workers) && mean == nullptr) {
-        throw std::invalid_argument(format("%d workers are compared with the mean, and there is none", workers));
+        throw std::invalid_argument(
+            format("%d workers are compared with the mean, and there is none", workers));
     }
     stream.enqueue([=](cudaStream_t on) {
         const unsigned chunks = unsigned(chunks_of(layout.values)), sums = unsigned(row_sums(workers));
@@ -148,8 +150,8 @@ inline void sum_encoding(double* out, double* partial, const uint8_t* payload, c
 inline void read_sums(double* out, const uint8_t* from, size_t stride, int count, int each, Stream& stream) {
     stream.enqueue([=](cudaStream_t on) {
         for (int i = 0; i < count; i++) {
-            cudaCheck(cudaMemcpyAsync(out + i * each, from + size_t(i) * stride, size_t(each) * sizeof(double),
-                                      cudaMemcpyDeviceToHost, on));
+            cudaCheck(cudaMemcpyAsync(out + i * each, from + size_t(i) * stride,
+                                      size_t(each) * sizeof(double), cudaMemcpyDeviceToHost, on));
         }
     });
 }

@@ -169,7 +169,8 @@ struct Encoded {
 TEST(Statistics, what_encoding_loses_is_the_delta_without_what_is_decoded) {
     for (Format format : all_formats) {
         for (auto [parts, blocks] : {std::pair{1, 1L}, {1, 1700L}, {3, 29L}, {4, 5L}}) {
-            const Floats global = random_values(1, 128 * blocks, 1.0f), local = random_values(2, 128 * blocks, 1.0f);
+            const Floats global = random_values(1, 128 * blocks, 1.0f);
+            const Floats local = random_values(2, 128 * blocks, 1.0f);
             const Floats delta = minus(global, local);
             const Encoded encoded(format, parts, global, local, nullptr);
             const Floats lost = minus(delta, encoded.decoded);
@@ -229,7 +230,8 @@ std::vector<Reported> first_sync(const WireOptions& wire, int workers, int not_f
     const std::vector<std::string> errors = run_members(workers, [&](int worker) {
         LocalComm comm(group, worker);
         Stream main, outer(Stream::Kind::communicate);
-        Diloco diloco(options, make_fragments(0, 1, 0, FragmentPattern::strided, 2), one_block(), 0, comm, outer);
+        const std::vector<Fragment> fragments = make_fragments(0, 1, 0, FragmentPattern::strided, 2);
+        Diloco diloco(options, fragments, one_block(), 0, comm, outer);
         Floats local = initial(), params = initial();
         diloco.start(local.data(), main);
         diloco.rehearse(main);
