@@ -63,7 +63,7 @@ def draw_losses(axes, runs):
 
 def draw_traffic(axes, runs):
     steps = min(len(run.processes[0].steps) for run in runs)
-    begin = 0 if steps <= EXCERPT else steps // 2
+    begin = max(0, steps - EXCERPT) // 2
     shown = []
     for number, (run, color) in enumerate(zip(runs, COLORS)):
         sent = {step: count for step, count in bytes_by_step(run.processes[0]).items()
