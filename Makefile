@@ -2,6 +2,8 @@
 # make setup    installs what is missing (Debian, Ubuntu: packages; Python: .venv); OFFLINE=DIR: from there
 # make test     every test                         make demo   two workers train a GPT on real text
 # make bench-cpu   speed on this CPU (PEERS=1: and PyTorch's)
+# make bench-formats   what the wire's formats lose, and their speed (DELTAS="BEFORE.bin AFTER.bin")
+# make bench-wire-quality   what they cost in validation loss: 42 runs, about an hour; resumable
 # make test-emulated   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test)
 # make check-cuda      the same kernels through nvcc, if there is one (part of make test)
 # make test-gpu        the same tests and more on this machine's GPU       make bench-gpu   its speed
@@ -243,8 +245,30 @@ bench-cpu: setup
 	    .venv-peers/bin/python dev/bench/peer_pytorch.py --ours build/bench_cpu.txt; \
 	fi
 
+build/bench_formats: dev/bench/bench_formats.cpp $(HEADERS) Makefile
+	@mkdir -p build
+	$(CXX) $(CXXFLAGS) $< -o $@ -lpthread
+
+# Deltas are what 60 inner steps change: two model files of a run of this program, or of a small one made here.
+RECORDED = build/deltas/model_00000060.bin build/deltas/model_00000120.bin
+DELTAS ?= $(RECORDED)
+bench-formats: setup
+	$(MAKE) build/bench_formats $(if $(filter $(RECORDED),$(DELTAS)),build/deltas/model_00000120.bin)
+	build/bench_formats $(DELTAS)
+
+build/deltas/model_00000120.bin: | train_gpt_cpu
+	.venv/bin/python data/prepare.py --tokenizer bytes --out build/deltas/text
+	./train_gpt_cpu -i 'build/deltas/text/*_train_*.bin' -o build/deltas -e d6 --layers 4 --channels 128 \
+	    -t 64 -b 8 -l 1e-3 -u 20 -x 120 -n 60 -v 0 -s 0
+
+# ARGUMENTS="--minutes 30": dev/bench/wire_quality.py --help
+bench-wire-quality: setup
+	$(MAKE) train_gpt_cpu
+	.venv/bin/python data/prepare.py --tokenizer bytes --out build/wire_quality/text
+	.venv/bin/python dev/bench/wire_quality.py --report dev/results/wire_quality.md $(ARGUMENTS)
+
 clean:
 	rm -rf build train_gpt train_gpt_cpu train_gpt_emulated test_gpt test_gpt_cpu
 
-.PHONY: all always setup test test-long test-emulated test-gpu check-cuda demo bench-cpu bench-gpu mutate \
-        registers clean
+.PHONY: all always setup test test-long test-emulated test-gpu check-cuda demo bench-cpu bench-formats \
+        bench-wire-quality bench-gpu mutate registers clean

@@ -652,7 +652,8 @@ inline DilocoOptions diloco_options(const Options& o) {
     d.optimizer = parse_outer_optimizer(o.outer_optimizer);
     d.learning_rate = o.outer_learning_rate;
     d.momentum = o.outer_momentum;
-    d.format = parse_format(o.outer_format);
+    d.wire = {parse_format(o.outer_format), parse_exchange(o.outer_exchange),
+              o.outer_rounding == "stochastic", o.seed, o.outer_error_feedback, o.weighs_by_tokens()};
     d.offload = o.outer_offload;
     return d;
 }
@@ -685,6 +686,7 @@ struct Inputs {
     std::unique_ptr<DataLoader> train_loader, validation_loader;  // the second null without -j
     long steps;
     Layout layout;
+    std::vector<Fragment> fragments;  // none where nothing is exchanged
     std::vector<float> initial;  // parameters: (layout.size)
 };
 
@@ -695,6 +697,17 @@ inline void check_tokenizer(const Tokenizer& tokenizer, const GptShape& shape) {
                    "the model was trained with (--tokenizer)",
                    tokenizer.vocab_size(), shape.vocab_size));
     }
+}
+
+// tokens_a_step: of all workers
+inline void set_steps(const Options& o, long tokens_a_step, Inputs& in) {
+    in.steps = o.max_steps >= 0 ? o.max_steps : in.train_loader->num_tokens() / tokens_a_step;
+    if (o.max_steps < 0 && in.steps == 0) {
+        throw UserError(
+            format("the training data has %ld tokens, less than one step takes (%ld): lower -d or -b",
+                   in.train_loader->num_tokens(), tokens_a_step));
+    }
+    if (o.streams()) { validate(diloco_options(o), in.steps, o.workers); }
 }
 
 // Opens and checks all files that the options name. Throws UserError.
@@ -712,16 +725,14 @@ inline Inputs open_inputs(const Options& o, const Process& process) {
             std::make_unique<DataLoader>(o.validation_data, o.batch, o.seq_len, process.rank, process.ranks,
                                          in.shape.vocab_size, o.seed, false);
     }
-    const long tokens_a_step = o.total_batch * o.workers;
-    in.steps = o.max_steps >= 0 ? o.max_steps : in.train_loader->num_tokens() / tokens_a_step;
-    if (o.max_steps < 0 && in.steps == 0) {
-        throw UserError(
-            format("the training data has %ld tokens, less than one step takes (%ld): lower -d or -b",
-                   in.train_loader->num_tokens(), tokens_a_step));
-    }
-    if (o.streams()) { validate(diloco_options(o), in.steps, o.workers); }
-
+    set_steps(o, o.total_batch * o.workers, in);
     in.layout = gpt_layout(in.shape, o.ranks, o.streams() ? o.fragment_layers : 0);
+    if (o.streams()) {
+        in.fragments = make_fragments(in.layout, o.fragment_layers,
+                                      parse_fragment_pattern(o.fragment_pattern), o.inner_steps);
+        const std::vector<long> offsets = parse_offsets(o.fragment_offsets);
+        if (!offsets.empty()) { set_offsets(in.fragments, offsets, o.inner_steps); }
+    }
     in.initial.resize(size_t(in.layout.size));
     if (is_model_file(o.model)) {
         read_model(o.model, in.layout, in.initial.data());
@@ -748,10 +759,7 @@ inline std::vector<std::pair<std::string, std::string>> fingerprint(const Option
         {"initial parameters (-e, --seed)", format("%016llx", (unsigned long long)initial_hash)},
         {"--seed", std::to_string(o.seed)},
         {"--shuffle", number(o.shuffle)},
-        {"--batch", number(o.batch)},
         {"--seq-len", number(o.seq_len)},
-        {"--total-batch", number(double(o.total_batch))},
-        {"--max-steps", number(double(inputs.steps))},
         {"--lr", number(o.learning_rate)},
         {"--lr-schedule", o.schedule},
         {"--warmup", number(double(o.warmup))},
@@ -766,21 +774,58 @@ inline std::vector<std::pair<std::string, std::string>> fingerprint(const Option
         {"--save-every", number(double(o.save_every))},
         {"--sample-every", number(double(o.sample_every))},
         {"--eval", o.evaluate},
-        {"--val-data (batches)", validation ? number(double(validation->num_batches())) : "none"},
+        {"--val-data", validation ? "given" : "none"},
         {"--tokenizer", inputs.tokenizer ? "given" : "none"},
         {"--output", o.output.empty() ? "none" : "given"},
         {"--outer-optimizer", o.outer_optimizer}};
+    if (o.has_own_batch()) {
+        all.push_back({"--max-steps", number(double(o.max_steps))});
+        const long tokens = inputs.train_loader->num_tokens();  // of which the steps are made: share_data()
+        if (o.max_steps < 0) { all.push_back({"--train-data (tokens)", number(double(tokens))}); }
+    } else {
+        const long batches = validation ? validation->num_batches() : 0;
+        all.insert(all.end(), {{"--batch", number(o.batch)},
+                               {"--total-batch", number(double(o.total_batch))},
+                               {"--max-steps", number(double(inputs.steps))},
+                               {"--val-data (batches)", number(double(batches))}});
+    }
     if (o.streams()) {  // not --overlap: it may differ from worker to worker
         all.insert(all.end(), {{"--inner-steps", number(double(o.inner_steps))},
                                {"--fragment-layers", number(o.fragment_layers)},
                                {"--fragment-pattern", o.fragment_pattern},
+                               {"--fragment-offsets", o.fragment_offsets},
                                {"--local-weight", number(o.local_weight)},
                                {"--outer-lr", number(o.outer_learning_rate)},
                                {"--outer-momentum", number(o.outer_momentum)},
                                {"--outer-dtype", o.outer_format},
+                               {"--outer-exchange", o.outer_exchange},
+                               {"--outer-rounding", o.outer_rounding},
+                               {"--outer-error-feedback", o.outer_error_feedback ? "true" : "false"},
+                               {"--outer-weights", o.outer_weights},
                                {"--outer-transport", o.outer_transport}});
     }
     return all;
+}
+
+// Where workers have batches of their own: once through the data is what all of them take in a step together,
+// and each process reads sequences that no other one reads.
+inline void share_data(const Options& o, Process& process, Inputs& in) {
+    long tokens_a_step = 0, first = 0, sequences = 0;
+    const std::vector<std::string> all = process.gather("batch", format("%d %ld", o.batch, o.total_batch));
+    for (int i = 0; i < process.size(); i++) {
+        const int worker = i / o.ranks;
+        if (all[size_t(i)] != all[size_t(worker * o.ranks)]) {
+            throw UserError(format("the ranks of worker %d differ in -b or -d: give all the same", worker));
+        }
+        int batch = 0;
+        long total_batch = 0;
+        sscanf(all[size_t(i)].c_str(), "%d %ld", &batch, &total_batch);
+        if (i == process.index()) { first = sequences; }
+        sequences += batch;
+        if (i % o.ranks == 0) { tokens_a_step += total_batch; }
+    }
+    in.train_loader->share(first, sequences);
+    set_steps(o, tokens_a_step, in);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -788,7 +833,7 @@ inline std::vector<std::pair<std::string, std::string>> fingerprint(const Option
 
 // What the run has measured so far, for the log and the last line.
 struct Totals {
-    double train_seconds = 0;
+    double train_seconds = 0, first_step_seconds = 0;
     uint64_t tokens = 0;  // this worker's
     long syncs = 0;
     Traffic outer;
@@ -848,6 +893,18 @@ inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& rep
     }
 }
 
+// What the plan comes to in Mbit/s: once, after ten steps that are measured, or at the end of a shorter run.
+// The first step is left out, in which memory is touched for the first time.
+inline void print_rates(Run& run, long step) {
+    if (step == 1) { run.totals.first_step_seconds = run.totals.train_seconds; }
+    if (!run.diloco || !run.speaks() || step < 2 || step != std::min(11L, run.inputs.steps)) { return; }
+    const double seconds = (run.totals.train_seconds - run.totals.first_step_seconds) / double(step - 1);
+    const std::vector<size_t> bytes = sync_bytes(diloco_options(run.options), run.inputs.fragments,
+                                                 run.inputs.layout, run.options.workers);
+    run.status.print(rates(run.inputs.fragments, bytes, run.options.inner_steps, run.options.overlap,
+                           seconds));
+}
+
 // Waits for a step, if there is one to wait for, and reports it.
 inline void collect(Run& run, StepResult& result) {
     if (result.step == 0) { return; }
@@ -868,6 +925,7 @@ inline void collect(Run& run, StepResult& result) {
         run.status.update(result.step, run.inputs.steps, scalars.loss, tokens / seconds);
     }
     report_syncs(run, result.step, result.syncs);
+    print_rates(run, result.step);
     result.step = 0;
 }
 
@@ -1052,6 +1110,7 @@ inline void make_comms(const Options& o, const Process& process, Watchdog& watch
 // From the meeting of all processes to the end of the run.
 inline void train_together(const Options& o, Process& process, Inputs& in) {
     process.check_fingerprint(fingerprint(o, in));
+    if (o.has_own_batch()) { share_data(o, process, in); }
     const device::Device device = choose_device(process, o.streams() && o.outer_transport == "nccl");
     check_outer_interface(o.outer_transport, o.interface);
     Logger logger(o.output, process.index(), process.size());
@@ -1080,12 +1139,9 @@ inline void train_together(const Options& o, Process& process, Inputs& in) {
         }
         if (!o.streams()) { return; }
         const DilocoOptions d = diloco_options(o);
-        const std::vector<Fragment> fragments =
-            make_fragments(in.layout.layers, int(in.layout.blocks.size()), o.fragment_layers,
-                           parse_fragment_pattern(o.fragment_pattern), o.inner_steps);
-        diloco = std::make_unique<Diloco>(d, fragments, in.layout, process.rank, *outer, outer_stream);
+        diloco = std::make_unique<Diloco>(d, in.fragments, in.layout, process.rank, *outer, outer_stream);
         diloco->start(worker->master, main);
-        exchanges = plan(d, fragments, in.layout, o.workers);
+        exchanges = plan(d, in.fragments, in.layout, o.workers);
     });
     if (process.index() == 0 && !o.output.empty()) { write_text(o.output + "/config.toml", o.toml); }
     logger.run({process.worker, process.rank, process.workers, process.ranks, in.layout.values, o.resolved});

@@ -5,21 +5,25 @@ train_gpt_cpu with it.
 
     dev/reference_diloco.py            writes reference_diloco.json and _tokens.bin in dev/test/data
     dev/reference_diloco.py --check    computes everything again and compares
-    dev/reference_diloco.py --drift    computes everything in float32 and prints how far that is from float64
+    dev/reference_diloco.py --mistakes computes what wrong programs would: each must be beyond a tolerance
 
-The JSON holds, for each setting, the trainer's options, and as results
+The JSON holds, for each setting, the trainer's options (a list is one value for each worker), as results
     losses, norms     [worker][step]: loss and gradient norm (before clipping) of every inner step
     tensor_norms      of the final global parameters; of qkvb without the key bias (dev/reference.py: why)
     sample            every SAMPLE_STRIDEth value of the final global parameters in the unpadded model's
                       order, key biases left out
+and, by kind, the drift: how far the results in float32 are from those in float64, at most, in DRIFT_RUNS runs
+from initial values that differ in their last bit.
 
-Tolerance: a correct trainer in fp32 on a CPU differs by rounding only; how far that goes, --drift shows.
-PyTorch 2.15 drifts by 2e-7 (losses), 3e-6 (norms), 2e-5 (tensor norms, those of small biases) and 4e-5 (the
-sample's movement from its initial values), the trainer by less. But a drift of 1e-7 in a parameter is one of
-1e-5 in a delta, which now and then carries a value over a boundary of fp4 to another code, or a block's
-largest value over one of bf16 to another scale: 1e-4 in the norm of a tensor has been seen. TOLERANCE leaves
-room for that. Mistakes are larger where it counts: 0.1% more outer lr moves losses by 2e-5, one step of delay
-by 1e-2.
+Tolerance: a correct trainer in fp32 on a CPU differs by rounding only, as those runs do. With fp32 on the
+wire drift is small (3e-7 in losses, 4e-6 in norms, 2e-5 in tensor norms, those of small biases, and 5e-5 in
+the sample's movement from its initial values), and TOLERANCE leaves it room. Formats of four bits are
+discontinuous: a drift of 1e-7 in a parameter is one of 1e-5 in a delta, which now and then carries a value
+over a boundary to another code, or a block's largest value over one of bf16 to another scale; a value moves
+by a quarter of the block's largest, training goes on from there, and more codes change at the next exchange.
+No tolerance for each single value bounds that. But what comes of it in losses and norms is what the drift
+shows, so that DRIFT_FACTOR times the drift is allowed where that is more than TOLERANCE. Mistakes are larger:
+--mistakes shows by how much.
 """
 import argparse
 import json
@@ -35,14 +39,15 @@ from reference import (ADAMW, SHUFFLE, AdamW, Shape, decay_mask, initial_values,
 DATA = Path(__file__).parent / "test/data"
 RESULTS, TOKENS = DATA / "reference_diloco.json", DATA / "reference_diloco_tokens.bin"
 TOLERANCE = {"losses": 1e-5, "norms": 1e-4, "tensor_norms": 1e-3, "sample": 1e-2}
+DRIFT_RUNS, DRIFT_FACTOR = 8, 4
 TOKEN_COUNT, TOKEN_VALUES = 1700, 100
 SAMPLE_STRIDE = 61
-WORKERS, MAX_GRADIENT_NORM, BLOCK = 2, 1.0, 128
+MAX_GRADIENT_NORM, BLOCK = 1.0, 128
 
 # The trainer's options. Together: several fragments in flight, and some still so at the end of training; a
 # step that sends one fragment and receives another; gradients clipped and not; an embedding in two blocks;
-# both patterns.
-COMMON = {"--workers": WORKERS, "--ranks": 1, "-k": "constant", "-u": 0, "-c": 0.1, "--shuffle": 0,
+# all patterns; uneven offsets; workers with batches, micro-steps and overlaps of their own.
+COMMON = {"--workers": 2, "--ranks": 1, "-k": "constant", "-u": 0, "-c": 0.1, "--shuffle": 0,
           "--outer-optimizer": "nesterov", "--matmul-precision": "highest"}
 SETTINGS = {
     "streaming_fp32": {
@@ -63,7 +68,36 @@ SETTINGS = {
         "--inner-steps": 6, "--fragment-layers": 0, "--fragment-pattern": "strided",
         "--overlap": 0, "--local-weight": 0.0, "--outer-lr": 0.7, "--outer-momentum": 0.9,
         "--outer-dtype": "fp32"},
+    "unequal_workers": {
+        "--layers": 2, "--heads": 2, "--channels": 32, "--vocab-size": 120,
+        "-b": [4, 2], "-t": 16, "-d": [64, 96], "-x": 20, "-l": 0.003, "--seed": 3,
+        "--inner-steps": 4, "--fragment-layers": 1, "--fragment-pattern": "strided",
+        "--overlap": 1, "--local-weight": 0.5, "--outer-lr": 0.5, "--outer-momentum": 0.9,
+        "--outer-dtype": "fp32", "--outer-weights": "tokens"},
+    "own_overlaps": {
+        "--workers": 3, "--layers": 5, "--heads": 2, "--channels": 16, "--vocab-size": 500,
+        "-b": 4, "-t": 16, "-d": 64, "-x": 26, "-l": 0.002, "--seed": 13,
+        "--inner-steps": 7, "--fragment-layers": 2, "--fragment-pattern": "balanced",
+        "--fragment-offsets": "2,5,0,3,3", "--overlap": [0, 3, 6], "--local-weight": 0.5,
+        "--outer-lr": 0.4, "--outer-momentum": 0.9, "--outer-dtype": "fp32"},
+    "all_to_all_fp4": {
+        "--workers": 3, "--layers": 3, "--heads": 2, "--channels": 16, "--vocab-size": 500,
+        "-b": [4, 2, 4], "-t": 16, "-d": [64, 32, 64], "-x": 21, "-l": 0.002, "--seed": 17,
+        "--inner-steps": 5, "--fragment-layers": 2, "--fragment-pattern": "strided",
+        "--overlap": [4, 2, 3], "--local-weight": 0.5, "--outer-lr": 0.5, "--outer-momentum": 0.8,
+        "--outer-dtype": "fp4", "--outer-exchange": "all_to_all", "--outer-weights": "tokens"},
+    "error_feedback_e2m1": {
+        "--workers": 3, "--layers": 2, "--heads": 2, "--channels": 16, "--vocab-size": 500,
+        "-b": 4, "-t": 16, "-d": 64, "-x": 21, "-l": 0.002, "--seed": 19,
+        "--inner-steps": 3, "--fragment-layers": 1, "--fragment-pattern": "strided",
+        "--overlap": 2, "--local-weight": 0.25, "--outer-optimizer": "average",
+        "--outer-dtype": "fp4_e2m1", "--outer-exchange": "all_to_all", "--outer-error-feedback": True},
 }
+
+
+def of_worker(options, worker):
+    """The options of one worker."""
+    return {name: value[worker] if isinstance(value, list) else value for name, value in options.items()}
 
 
 # ------------------------------------------------------------------------------------------------------- data
@@ -81,15 +115,17 @@ def token_shard(tokens):
     return head.tobytes() + tokens.astype("<u2").tobytes()
 
 
-def batches(tokens, worker, batch, time):
-    """(inputs, targets) of a worker, for ever: its part of each WORKERS * B * T; a short rest is left."""
+def batches(tokens, worker, options):
+    """(inputs, targets) of a worker, for ever: its sequences of each sample, which holds as many as the
+    batches of all workers together; a short rest is left.   options: with lists, of all workers"""
     import torch
-    part = batch * time
+    time, counts = options["-t"], [of_worker(options, w)["-b"] for w in range(options["--workers"])]
+    batch, sample = counts[worker], sum(counts) * time
     while True:
-        for start in range(0, len(tokens) - WORKERS * part, WORKERS * part):
-            begin = start + worker * part
-            yield (torch.from_numpy(tokens[begin:begin + part].reshape(batch, time)),
-                   torch.from_numpy(tokens[begin + 1:begin + part + 1].reshape(batch, time)))
+        for start in range(0, len(tokens) - sample, sample):
+            begin = start + sum(counts[:worker]) * time
+            yield tuple(torch.from_numpy(tokens[at:at + batch * time].reshape(batch, time))
+                        for at in (begin, begin + 1))
 
 
 # -------------------------------------------------------------------------------------------------- fragments
@@ -99,131 +135,183 @@ def model_shape(options):
                  max_seq_len=options["-t"], vocab_size=options["--vocab-size"])
 
 
+def embedding_blocks(begin, end, largest, channels):
+    """The embedding cut at whole rows and whole blocks of quantization into pieces of at most `largest`."""
+    piece, blocks = largest // math.lcm(channels, BLOCK) * math.lcm(channels, BLOCK), []
+    while end - begin > largest:
+        blocks.append((begin, begin + piece))
+        begin += piece
+    return blocks + [(begin, end)]
+
+
+def padded(values):
+    return -(-values // BLOCK) * BLOCK
+
+
 def make_fragments(shape, per_fragment, pattern):
-    """Fragments as lists of (begin, end) in the unpadded model: groups of layers, then the embedding."""
+    """Fragments as lists of (begin, end) in the unpadded model."""
     L, C = shape.layers, shape.channels
     values = sum(int(np.prod(dimensions)) for _, dimensions in tensors(shape))
-    if per_fragment == 0:
-        groups, largest = [list(range(L))], values
-    else:
-        count = math.ceil(L / per_fragment)
-        groups = [list(range(p, L, count)) if pattern == "strided" else
-                  list(range(p * per_fragment, min(L, (p + 1) * per_fragment))) for p in range(count)]
-        layer = 12 * C * C + 13 * C
-        largest = min(per_fragment, L) * math.ceil(layer / BLOCK) * BLOCK
-
     layer = 12 * C * C + 13 * C
-    fragments = [[(l * layer, (l + 1) * layer) for l in group] for group in groups]
-    unit = math.lcm(C, BLOCK)  # the embedding is cut at whole rows and whole blocks of quantization
-    begin, embedding = L * layer, []
-    while values - begin > largest:
-        embedding.append((begin, begin + largest // unit * unit))
-        begin = embedding[-1][1]
-    embedding.append((begin, values))
+    layers = [(l * layer, (l + 1) * layer) for l in range(L)]
     if per_fragment == 0:
-        return [fragments[0] + embedding]
-    return fragments + [[block] for block in embedding]
+        return [layers + embedding_blocks(L * layer, values, values, C)]
+
+    embedding = embedding_blocks(L * layer, values, min(per_fragment, L) * padded(layer), C)
+    count = math.ceil(L / per_fragment)
+    if pattern == "balanced":
+        return balanced(layers + embedding, count + len(embedding))
+    return [layers[p::count] if pattern == "strided" else layers[p * per_fragment:(p + 1) * per_fragment]
+            for p in range(count)] + [[block] for block in embedding]
+
+
+def balanced(blocks, count):
+    """The largest block that is left goes to the fragment with the fewest bytes; the first of equals."""
+    fragments = [[] for _ in range(count)]
+    size = lambda block: padded(block[1] - block[0])
+    for block in sorted(blocks, key=size, reverse=True):
+        min(fragments, key=lambda fragment: sum(map(size, fragment))).append(block)
+    return sorted(sorted(fragment) for fragment in fragments)
+
+
+def send_offsets(options, count):
+    if "--fragment-offsets" in options:
+        return [int(offset) for offset in options["--fragment-offsets"].split(",")]
+    return [p * options["--inner-steps"] // count for p in range(count)]
 
 
 # ----------------------------------------------------------------------------------------------------- format
 
 def bf16_rounded_up(x):
-    """The smallest bf16 that is at least x > 0, as float64."""
+    """The smallest bf16 that is at least x >= 0, as float64."""
     single = np.float32(x)
-    if single < x:
-        single = np.nextafter(single, np.float32(np.inf))
-    bits = int(single.view(np.uint32))
-    return float(np.uint32((bits + 0xFFFF) & 0xFFFF0000).view(np.float32))
+    single = np.where(single < x, np.nextafter(single, np.float32(np.inf)), single)
+    return np.uint32((single.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-def through_fp4(delta):
-    """What the others read: 0, +-2^-6 ... +-1 (E3M0) times the block's scale; nearest, ties away from 0."""
-    padded = np.concatenate([delta, np.zeros(-len(delta) % BLOCK)])
-    for block in padded.reshape(-1, BLOCK):
-        largest = np.abs(block).max()
-        if largest == 0:
-            continue
-        scale = bf16_rounded_up(largest)
-        ratio = np.abs(block) / scale
-        fraction, exponent = np.frexp(ratio)  # ratio = fraction * 2^exponent, fraction in [0.5, 1)
-        nearest = np.exp2(exponent - 1 + (fraction >= 0.75))
-        magnitude = np.where(ratio < 2.0**-7, 0.0, np.maximum(nearest, 2.0**-6))
-        block[:] = np.sign(block) * magnitude * scale
-    return padded[:len(delta)]
+def nearest_e3m0(ratio):
+    """Of 0, 2^-6, ..., 2^-1, 1; ties away from 0."""
+    fraction, exponent = np.frexp(ratio)  # ratio = fraction * 2^exponent, fraction in [0.5, 1)
+    nearest = np.exp2(exponent - 1 + (fraction >= 0.75))
+    return np.where(ratio < 2.0**-7, 0.0, np.maximum(nearest, 2.0**-6))
+
+
+def nearest_e2m1(ratio):
+    """Of 0, 0.5, 1, 1.5, 2, 3, 4, 6; ties to the one with an even mantissa."""
+    step = np.where(ratio < 2, 0.5, np.where(ratio < 4, 1.0, 2.0))
+    return np.rint(ratio / step) * step
+
+
+FOUR_BITS = {"fp4": (nearest_e3m0, 1.0), "fp4_e2m1": (nearest_e2m1, 6.0)}  # and the largest of the numbers
+
+
+def through_four_bits(delta, format):
+    """What the others read of a delta."""
+    nearest, largest_code = FOUR_BITS[format]
+    blocks = np.concatenate([delta, np.zeros(-len(delta) % BLOCK)]).reshape(-1, BLOCK)
+    scale = np.float64(bf16_rounded_up(np.abs(blocks).max(axis=1, keepdims=True) / largest_code))
+    ratio = np.abs(blocks) / np.where(scale == 0, 1, scale)
+    return (np.sign(blocks) * nearest(ratio) * scale).reshape(-1)[:len(delta)]
 
 
 # -------------------------------------------------------------------------------------------------- algorithm
 
 class Worker:
-    def __init__(self, initial, shape, batches, lr):
+    """A worker: its inner training, and its copy of the global parameters and their Nesterov momentum."""
+
+    def __init__(self, initial, options, batches):
         import torch
-        self.shape, self.batches, self.local = shape, batches, initial.clone()
-        mask = torch.from_numpy(decay_mask(shape)).to(initial.dtype)
-        self.optimizer = AdamW(initial, mask, **{**ADAMW, "lr": lr})
+        self.options, self.shape, self.batches = options, model_shape(options), batches
+        self.local, self.parameters, self.momentum = initial.clone(), initial.clone(), initial * 0
+        mask = torch.from_numpy(decay_mask(self.shape)).to(initial.dtype)
+        self.optimizer = AdamW(initial, mask, **{**ADAMW, "lr": options["-l"]})
+        self.in_flight = []  # (due step, fragment, mean), in the order of sending
         self.losses, self.norms = [], []
+        averages = options["--outer-optimizer"] == "average"
+        self.outer_lr = 1.0 if averages else options["--outer-lr"]
+        self.mu = 0.0 if averages else options["--outer-momentum"]
 
     def inner_step(self):
-        inputs, targets = next(self.batches)
-        loss, gradient, _ = loss_and_gradient(self.local, inputs, targets, self.shape)
+        micro_steps = self.options["-d"] // (self.options["-b"] * self.options["-t"])
+        loss, gradient = 0.0, self.local * 0
+        for _ in range(micro_steps):
+            part, part_gradient, _ = loss_and_gradient(self.local, *next(self.batches), self.shape)
+            loss += part / micro_steps
+            gradient += part_gradient / micro_steps
         norm = gradient.norm().item()
         self.losses.append(loss)
         self.norms.append(norm)
         self.local = self.optimizer.update(self.local, gradient * min(1.0, MAX_GRADIENT_NORM / norm))
 
+    def receive_due(self, step):
+        while self.in_flight and self.in_flight[0][0] <= step:
+            _, fragment, mean = self.in_flight.pop(0)
+            for block, delta in zip(fragment, mean):
+                self.apply(slice(*block), delta)
 
-class Outer:
-    """The shared parameters and their Nesterov momentum; sends and receives fragments of all workers."""
+    def apply(self, at, delta):
+        alpha = self.options["--local-weight"]
+        self.momentum[at] = self.mu * self.momentum[at] + delta
+        self.parameters[at] -= self.outer_lr * (delta + self.mu * self.momentum[at])
+        self.local[at] = alpha * self.local[at] + (1 - alpha) * self.parameters[at]
 
-    def __init__(self, initial, options):
-        self.parameters, self.momentum = initial.clone(), initial * 0
-        self.lr, self.mu = options["--outer-lr"], options["--outer-momentum"]
-        self.alpha = options["--local-weight"]
-        self.dtype = options["--outer-dtype"]
 
-    def sent(self, block, worker):
+class Wire:
+    """What becomes of deltas on their way to everyone: encoded, averaged, with all_to_all encoded again."""
+
+    def __init__(self, options, initial):
+        workers = options["--workers"]
+        of_tokens = options.get("--outer-weights") == "tokens"
+        parts = [of_worker(options, w)["-d"] if of_tokens else 1 for w in range(workers)]
+        self.weights = [part / sum(parts) for part in parts]
+        self.format, self.twice = options["--outer-dtype"], options.get("--outer-exchange") == "all_to_all"
+        self.feedback = options.get("--outer-error-feedback", False)
+        self.lost = [initial * 0 for _ in range(workers + 1)]  # for error feedback; the last: of means
+
+    def encoded(self, values, at, sender):
         import torch
-        delta = self.parameters[slice(*block)] - worker.local[slice(*block)]
-        if self.dtype == "fp4":
-            delta = torch.from_numpy(through_fp4(delta.double().numpy())).to(delta.dtype)
-        return delta
+        if self.format == "fp32":
+            return values
+        if self.feedback:
+            values = values + self.lost[sender][at]
+        result = torch.from_numpy(through_four_bits(values.double().numpy(), self.format)).to(values.dtype)
+        self.lost[sender][at] = values - result
+        return result
 
     def mean(self, fragment, workers):
-        return [sum(self.sent(block, worker) for worker in workers) / len(workers) for block in fragment]
-
-    def receive(self, fragment, mean, workers):
-        for block, delta in zip(fragment, mean):
+        result = []
+        for block in fragment:
             at = slice(*block)
-            self.momentum[at] = self.mu * self.momentum[at] + delta
-            self.parameters[at] -= self.lr * (delta + self.mu * self.momentum[at])
-            for worker in workers:
-                worker.local[at] = self.alpha * worker.local[at] + (1 - self.alpha) * self.parameters[at]
+            mean = sum(weight * self.encoded(worker.parameters[at] - worker.local[at], at, w)
+                       for w, (weight, worker) in enumerate(zip(self.weights, workers)))
+            result.append(self.encoded(mean, at, len(workers)) if self.twice else mean)
+        return result
 
 
-def train(options, tokens, dtype="float64"):
-    """Algorithm 2. Returns the workers and the final global parameters."""
+def train(options, tokens, initial):
+    """Algorithm 2 from initial values, in their precision. Returns the workers, of equal parameters."""
     import torch
     shape = model_shape(options)
-    initial = torch.from_numpy(trainer_initial_values(shape, options["--seed"])).to(getattr(torch, dtype))
-    workers = [Worker(initial, shape, batches(tokens, w, options["-b"], options["-t"]), options["-l"])
-               for w in range(WORKERS)]
-    outer = Outer(initial, options)
+    workers = [Worker(initial, of_worker(options, w), batches(tokens, w, options))
+               for w in range(options["--workers"])]
+    wire = Wire(options, initial)
     fragments = make_fragments(shape, options["--fragment-layers"], options["--fragment-pattern"])
-    H, tau = options["--inner-steps"], options["--overlap"]
-    offsets = [p * H // len(fragments) for p in range(len(fragments))]
+    offsets = send_offsets(options, len(fragments))
 
-    in_flight = []  # (due step, fragment, mean), in the order of sending
     for step in range(1, options["-x"] + 1):
         for worker in workers:
             worker.inner_step()
-        for p, fragment in enumerate(fragments):
-            if (step - offsets[p]) % H == 0:
-                in_flight.append((step + tau, fragment, outer.mean(fragment, workers)))
-        while in_flight and in_flight[0][0] == step:
-            _, fragment, mean = in_flight.pop(0)
-            outer.receive(fragment, mean, workers)
-    for _, fragment, mean in in_flight:
-        outer.receive(fragment, mean, workers)
-    return workers, outer.parameters
+        for offset, fragment in zip(offsets, fragments, strict=True):
+            if (step - offset) % options["--inner-steps"] == 0:
+                mean = wire.mean(fragment, workers)
+                for worker in workers:
+                    worker.in_flight.append((step + worker.options["--overlap"], fragment, mean))
+        for worker in workers:
+            worker.receive_due(step)
+    for worker in workers:
+        worker.receive_due(math.inf)
+        assert torch.equal(worker.parameters, workers[0].parameters)
+    return workers
 
 
 def trainer_initial_values(shape, seed):
@@ -257,14 +345,26 @@ def model_results(flat, options):
             "sample": np.float64(flat[sample_indices(shape)]).tolist()}
 
 
-def results(options, tokens, dtype="float64"):
-    workers, parameters = train(options, tokens, dtype)
+def results(options, tokens, drift=None):
+    """drift: None, or the number of a run in float32 whose initial values differ in the last bit."""
+    import torch
+    options = {**COMMON, **options}
+    initial = trainer_initial_values(model_shape(options), options["--seed"])
+    if drift is None:
+        initial = np.float64(initial)
+    else:
+        up = random_bits(drift, SHUFFLE, np.arange(len(initial)))[0] % 2 == 1
+        initial = np.where(up, np.nextafter(initial, np.float32(np.inf)), initial)
+    workers = train(options, tokens, torch.from_numpy(initial))
     return {"losses": [worker.losses for worker in workers], "norms": [worker.norms for worker in workers],
-            **model_results(parameters.numpy(), options)}
+            **model_results(workers[0].parameters.numpy(), options)}
 
 
-def stored_results(name):
-    return json.loads(RESULTS.read_text())[name]["results"]
+def stored(name):
+    """The results and the tolerances of a setting."""
+    entry = json.loads(RESULTS.read_text())[name]
+    return entry["results"], {kind: max(TOLERANCE[kind], DRIFT_FACTOR * entry["drift"][kind])
+                              for kind in TOLERANCE}
 
 
 def errors(options, found, expected):
@@ -287,38 +387,75 @@ def rounded(value):
     return [rounded(v) for v in value] if isinstance(value, list) else float(f"{value:.9g}")
 
 
+def text(errors):
+    return "  ".join(f"{kind} {value:.1e}" for kind, value in errors.items())
+
+
 def write(path, tokens):
-    settings = {name: {"options": {**COMMON, **options}, "results": rounded(results(options, tokens))}
-                for name, options in SETTINGS.items()}
+    settings = {}
+    for name, options in SETTINGS.items():
+        exact = results(options, tokens)
+        runs = [errors(options, results(options, tokens, run), exact) for run in range(DRIFT_RUNS)]
+        drift = {kind: float(np.max([run[kind] for run in runs])) for kind in TOLERANCE}
+        print(f"{name:22} {text(drift)}")
+        settings[name] = {"options": {**COMMON, **options}, "results": rounded(exact),
+                          "drift": {kind: float(f"{value:.2g}") for kind, value in drift.items()}}
     path.write_text(json.dumps(settings, separators=(",", ":")).replace(',"', ',\n"') + "\n")
 
 
-def compare(path, tokens, dtype):
-    """Prints the differences from the stored results and returns the largest by kind."""
-    stored = json.loads(path.read_text())
-    worst = dict.fromkeys(TOLERANCE, 0.0)
+def check(tokens):
+    """Whether the stored files are what is computed now."""
+    good = TOKENS.read_bytes() == token_shard(tokens)
     for name, options in SETTINGS.items():
-        if stored[name]["options"] != {**COMMON, **options}:
-            sys.exit(f"error: {path} is of other options: write it again with dev/reference_diloco.py")
-        difference = errors(options, results(options, tokens, dtype), stored[name]["results"])
-        print(name, *(f"{kind} {value:.1e}" for kind, value in difference.items()))
-        worst = {kind: float(np.maximum(worst[kind], difference[kind])) for kind in worst}  # a NaN stays
-    return worst
+        if json.loads(RESULTS.read_text())[name]["options"] != {**COMMON, **options}:
+            sys.exit(f"error: {RESULTS} is of other options: write it again with dev/reference_diloco.py")
+        difference = errors(options, results(options, tokens), stored(name)[0])
+        print(f"{name:22} {text(difference)}")
+        good = good and all(error <= 1e-6 for error in difference.values())
+    return good
+
+
+def wrong_programs(options):
+    """Options with one thing other than it should be."""
+    tau, H = options["--overlap"], options["--inner-steps"]
+    later = [(t + 1) % H for t in tau] if isinstance(tau, list) else (tau + 1) % H
+    yield "one step later", {"--overlap": later}
+    yield "other local weight", {"--local-weight": options["--local-weight"] + 0.01}
+    if "--outer-weights" in options:
+        yield "equal weights", {"--outer-weights": "equal"}
+    if "--outer-exchange" in options:
+        yield "one rounding", {"--outer-exchange": "all_gather"}
+    if "--outer-error-feedback" in options:
+        yield "no error feedback", {"--outer-error-feedback": False}
+    if options["--outer-dtype"] != "fp32":
+        yield "no rounding", {"--outer-dtype": "fp32"}
+    if "--outer-momentum" in options:
+        yield "other momentum", {"--outer-momentum": options["--outer-momentum"] - 0.01}
+
+
+def all_mistakes_show(tokens):
+    """Prints how far wrong programs are off in multiples of the tolerance; whether each is beyond one."""
+    good = True
+    for name, options in SETTINGS.items():
+        expected, tolerance = stored(name)
+        for what, change in wrong_programs(options):
+            difference = errors(options, results({**options, **change}, tokens), expected)
+            ratios = {kind: difference[kind] / tolerance[kind] for kind in tolerance}
+            print(f"{name:22} {what:20} {text(ratios)}")
+            good = good and max(ratios.values()) > 1
+    return good
 
 
 def main():
     parser = argparse.ArgumentParser(description="Writes or checks the reference of the trainer's workers.")
     parser.add_argument("--check", action="store_true", help="compare the files with what is computed now")
-    parser.add_argument("--drift", action="store_true", help="compare float32 with the stored float64")
+    parser.add_argument("--mistakes", action="store_true", help="how far wrong programs are off")
     arguments = parser.parse_args()
     tokens = make_tokens()
     if arguments.check:
-        same_tokens = TOKENS.read_bytes() == token_shard(tokens)
-        worst = compare(RESULTS, tokens, "float64")
-        sys.exit(0 if same_tokens and all(error <= 1e-6 for error in worst.values()) else 1)
-    if arguments.drift:
-        worst = compare(RESULTS, tokens, "float32")
-        sys.exit(0 if all(worst[kind] <= TOLERANCE[kind] for kind in worst) else 1)
+        sys.exit(0 if check(tokens) else 1)
+    if arguments.mistakes:
+        sys.exit(0 if all_mistakes_show(tokens) else 1)
     TOKENS.write_bytes(token_shard(tokens))
     write(RESULTS, tokens)
     print(f"wrote {RESULTS}, {RESULTS.stat().st_size} bytes, and {TOKENS}, {TOKENS.stat().st_size} bytes")

@@ -7,7 +7,8 @@
 //     shard   | sample 0                          | sample 1       ...  | rest, unused |
 //     sample  | process 0: B rows of T | process 1 | ... |
 //
-// So one process with B = 8 and two with B = 4 see the same tokens in a step. With `shuffle` the order of the
+// So one process with B = 8 and two with B = 4 see the same tokens in a step. Processes may also have B of
+// their own: share(). With `shuffle` the order of the
 // shards and of the samples in a shard is drawn anew for each epoch from the seed, the same on all processes.
 #pragma once
 #include <glob.h>
@@ -39,8 +40,8 @@ public:
     // found here where all shards together are at most `full_check_bytes`, else when a batch is read.
     DataLoader(const std::string& pattern, int B, int T, int process, int processes, int vocab_size,
                uint64_t seed, bool shuffle)
-        : B(B), T(T), process(process), processes(processes), vocab_size(vocab_size), seed(seed),
-          shuffle(shuffle) {
+        : B(B), T(T), first_row(long(B) * process), rows(long(B) * processes), vocab_size(vocab_size),
+          seed(seed), shuffle(shuffle) {
         for (const std::string& path : matching_files(pattern)) { shards.push_back(open_shard(path)); }
         // Only now: a batch that the shards do not hold may not fit into memory either.
         const size_t count = size_t(B) * size_t(T);
@@ -50,6 +51,15 @@ public:
         if (num_tokens() * int64_t(sizeof(uint16_t)) <= full_check_bytes) {
             for (const Shard& shard : shards) { check_all_tokens(shard); }
         }
+        reset();
+    }
+
+    // From now on, and from the first sample, a sample is `all` rows of T tokens for all processes, and this
+    // one takes its B of them from row `first` on. UserError where a shard has no whole sample.
+    void share(long first, long all) {
+        first_row = first;
+        rows = all;
+        for (Shard& shard : shards) { shard.samples = samples_of(*shard.file, shard.tokens); }
         reset();
     }
 
@@ -72,7 +82,7 @@ public:
         if (next.sample == sample_order.size()) { advance_shard(); }
         const uint64_t sample = sample_order[next.sample];
         const int64_t count = int64_t(B) * T;
-        read_tokens(shards[shard_order[next.shard]], (int64_t(sample) * processes + process) * count);
+        read_tokens(shards[shard_order[next.shard]], (int64_t(sample) * rows + first_row) * T);
         for (int64_t i = 0; i < count; i++) {
             input[i] = tokens[i];
             target[i] = tokens[i + 1];
@@ -127,13 +137,18 @@ private:
         if (header[1] != 1) { file->fail(format("is a token shard of version %d, not 1", header[1])); }
         if (header[2] < 0) { file->fail(format("has a damaged header (%d tokens)", header[2])); }
         file->check_size(int64_t(header[2]) * int64_t(sizeof(uint16_t)));
-        const long sample = long(B) * T * processes, count = header[2];
+        return {file, header[2], samples_of(*file, header[2])};
+    }
+
+    // Whole samples in a shard of `count` tokens.
+    long samples_of(const InputFile& file, long count) const {
+        const long sample = rows * T;
         if (count < sample + 1) {
-            throw UserError(format("%s has %ld tokens, less than one step takes (%ld = batch %d x sequence "
-                                   "%d x processes %d, and one): use a smaller batch, or a longer text",
-                                   path.c_str(), count, sample + 1, B, T, processes));
+            throw UserError(format("%s has %ld tokens, less than one step takes (%ld = %ld sequences of all "
+                                   "processes x %d tokens, and one): use a smaller batch, or a longer text",
+                                   file.name().c_str(), count, sample + 1, rows, T));
         }
-        return {file, count, (count - 1) / sample};
+        return (count - 1) / sample;
     }
 
     void check_all_tokens(const Shard& shard) const {
@@ -198,7 +213,9 @@ private:
                                shards[0].file->name().c_str()));
     }
 
-    int B, T, process, processes, vocab_size;
+    int B, T;
+    long first_row, rows;  // of a sample: this process's first one, and all
+    int vocab_size;
     uint64_t seed;
     bool shuffle;
     std::vector<Shard> shards;

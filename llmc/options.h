@@ -56,12 +56,17 @@ struct Options {
     long inner_steps = 100;
     int fragment_layers = 3;
     std::string fragment_pattern = "strided";
+    std::string fragment_offsets;  // empty: evenly spread
     long overlap = 1;
     float local_weight = 0.5f;
     std::string outer_optimizer;  // empty: none for one worker, nesterov for more
     float outer_learning_rate = 0.4f;
     float outer_momentum = 0.9f;
     std::string outer_format = "fp4";
+    std::string outer_exchange = "auto";
+    std::string outer_rounding = "nearest";
+    bool outer_error_feedback = false;
+    std::string outer_weights = "equal";
     std::string outer_transport = runs_on_gpu ? "nccl" : "gloo";
     bool outer_offload = false;
 
@@ -71,6 +76,9 @@ struct Options {
     long micro_steps() const { return total_batch / micro_batch(); }
     // Whether fragments are exchanged: with an outer optimizer.
     bool streams() const { return outer_optimizer != "none"; }
+    // Whether a worker's share of a mean is by its tokens; it may then have -b and -d of its own.
+    bool weighs_by_tokens() const { return outer_weights == "tokens"; }
+    bool has_own_batch() const { return streams() && weighs_by_tokens(); }
 
     std::string toml;                                           // all options as resolved, for config.toml
     std::vector<std::pair<std::string, std::string>> resolved;  // the same as (name, value)
@@ -209,8 +217,11 @@ inline void define_options(CLI::App& app, Options& o) {
             add("--fragment-layers", o.fragment_layers,
                 "Layers in a fragment (0: everything in one: classic DiLoCo)")
                 ->check(not_negative),
-            add("--fragment-pattern", o.fragment_pattern, "strided (every P-th layer) or sequential")
-                ->check(CLI::IsMember({"strided", "sequential"})),
+            add("--fragment-pattern", o.fragment_pattern,
+                "strided (every P-th layer), sequential, or balanced: as many fragments, of about equal bytes")
+                ->check(CLI::IsMember({"strided", "sequential", "balanced"})),
+            add("--fragment-offsets", o.fragment_offsets,
+                "Steps within H at which the fragments are sent, such as 0,7,14 (default: evenly spread)"),
             add("--overlap", o.overlap, "tau: steps from the sending of a fragment to the merge of its mean"),
             add("--local-weight", o.local_weight, "alpha: weight of the local parameters in the merge"),
             add("--outer-optimizer", o.outer_optimizer,
@@ -219,6 +230,20 @@ inline void define_options(CLI::App& app, Options& o) {
             add("--outer-momentum", o.outer_momentum, "Outer momentum")->check(fraction),
             add("--outer-dtype", o.outer_format,
                 "Number format on the wire: fp4, fp4_e2m1, fp8_e4m3, fp8_e5m2, bf16 or fp32"),
+            add("--outer-exchange", o.outer_exchange,
+                "all_gather, or with three workers and more all_to_all: fewer bytes, and means rounded once "
+                "more (auto: the fewer bytes)")
+                ->check(CLI::IsMember({"auto", "all_gather", "all_to_all"})),
+            add("--outer-rounding", o.outer_rounding, "nearest, or stochastic: right on average")
+                ->check(CLI::IsMember({"nearest", "stochastic"})),
+            app.add_flag("--outer-error-feedback", o.outer_error_feedback,
+                         "Add what rounding lost of a fragment when it is sent again (4 bytes a value, on the "
+                         "device)")
+                ->default_str("false"),
+            add("--outer-weights", o.outer_weights,
+                "Of workers in the mean: equal, or by the tokens they trained on; then each may have its own "
+                "-b and -d")
+                ->check(CLI::IsMember({"equal", "tokens"})),
             add("--outer-transport", o.outer_transport,
                 "What carries the exchange: gloo, or on GPUs also nccl (their default)")
                 ->check(CLI::IsMember({"gloo", "nccl"})),

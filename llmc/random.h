@@ -23,7 +23,10 @@ HD inline Philox4 philox4x32_10(Philox4 counter, uint32_t key0, uint32_t key1) {
 }
 
 // What random numbers are drawn for: word 3 of the counter, so that no two uses share numbers.
-enum class RandomUse : uint32_t { parameters = 1, shuffle = 2, sampling = 3, rounding = 4 };
+// send_rounding and owner_rounding are the wire's, with a worker's number above (streaming/rounding.h).
+enum class RandomUse : uint32_t {
+    parameters = 1, shuffle = 2, sampling = 3, rounding = 4, send_rounding = 5, owner_rounding = 6
+};
 
 HD inline Philox4 random_bits(uint64_t seed, RandomUse use, uint64_t index, uint32_t draw = 0) {
     return philox4x32_10({{uint32_t(index), uint32_t(index >> 32), draw, uint32_t(use)}}, uint32_t(seed),

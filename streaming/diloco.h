@@ -13,10 +13,13 @@
 #include <deque>
 #include <memory>
 #include <numeric>
+#include <set>
 #include <string>
 #include <vector>
 
-#include "exchange.h"
+#include "all_gather_exchange.h"
+#include "all_to_all_exchange.h"
+#include "error_feedback.h"
 #include "llmc/layout.h"
 #include "llmc/memory.h"
 #include "outer.h"
@@ -30,9 +33,11 @@ struct DilocoOptions {
     OuterOptimizer optimizer = OuterOptimizer::nesterov;
     float learning_rate = 0.4f;  // the outer one
     float momentum = 0.9f;       // mu
-    Format format = Format::fp4;
     std::vector<long> offsets;  // t_p of each fragment; empty: evenly spread
-    bool offload = false;       // the outer state lies in the host's memory: see outer_state.h
+    WireOptions wire;
+    // The outer state lies in the host's memory: see outer_state.h. The residuals of error feedback, which a
+    // send changes at once, stay on the device.
+    bool offload = false;
 };
 
 // Throws a UserError for options that make no run of `steps` steps (-1: not known yet).
@@ -83,25 +88,40 @@ inline std::string block_names(const std::vector<int>& blocks, const Layout& lay
     return names;
 }
 
-// The schedule in words and numbers, for people: a line for each fragment and one for the sum. Bytes are
-// those that one process sends; it receives as many.
+inline std::vector<long> shard_values(const std::vector<Fragment>& fragments, const Layout& layout) {
+    std::vector<long> values;
+    for (const Fragment& fragment : fragments) { values.push_back(shard_values(fragment, layout)); }
+    return values;
+}
+
+// Bytes that a process sends in a sync, by fragment. It receives as many.
+inline std::vector<size_t> sync_bytes(const DilocoOptions& options, const std::vector<Fragment>& fragments,
+                                      const Layout& layout, int workers) {
+    const std::vector<long> values = shard_values(fragments, layout);
+    const ExchangeKind exchange = choose_exchange(options.wire, values, workers);
+    std::vector<size_t> bytes;
+    for (long n : values) { bytes.push_back(exchange_bytes(exchange, options.wire.format, n, workers)); }
+    return bytes;
+}
+
+// The schedule in words and numbers, for people: a line for each fragment and one for the sum.
 inline std::string plan(const DilocoOptions& options, std::vector<Fragment> fragments, const Layout& layout,
                         int workers) {
     const long H = options.inner_steps;
     if (!options.offsets.empty()) { set_offsets(fragments, options.offsets, H); }
+    const ExchangeKind exchange = choose_exchange(options.wire, shard_values(fragments, layout), workers);
+    const std::vector<size_t> bytes = sync_bytes(options, fragments, layout, workers);
+    const std::vector<size_t> sent = sent_in_period(fragments, bytes, H);
     std::string text = "fragment  offset  every      bytes a sync  blocks\n";
-    std::vector<size_t> sent(size_t(H), 0);  // at each step of a period
     for (size_t p = 0; p < fragments.size(); p++) {
-        const size_t payload = payload_bytes(options.format, shard_values(fragments[p], layout));
-        const size_t bytes = size_t(workers - 1) * payload;
-        sent[size_t(fragments[p].offset)] += bytes;
-        text += format("%8zu  %6ld  %5ld  %16zu  %s\n", p, fragments[p].offset, H, bytes,
+        text += format("%8zu  %6ld  %5ld  %16zu  %s\n", p, fragments[p].offset, H, bytes[p],
                        block_names(fragments[p].blocks, layout).c_str());
     }
     const double sum = double(std::accumulate(sent.begin(), sent.end(), size_t(0)));
     const size_t peak = *std::max_element(sent.begin(), sent.end());
-    return text + format("a process sends %.0f bytes every %ld steps, %.0f a step on average, %zu in a step "
-                         "at most; at most %d in flight at a time\n", sum, H, sum / double(H), peak,
+    return text + format("a process sends %.0f bytes every %ld steps by %s, %.0f a step on average, %zu in a "
+                         "step at most; at most %d in flight at a time\n", sum, H,
+                         name_of(exchange).c_str(), sum / double(H), peak,
                          most_in_flight(fragments, H, options.overlap));
 }
 
@@ -113,7 +133,9 @@ struct SyncReport {
     Traffic traffic;
     Timestamp idle_from, idle_until;  // of the main stream: see waited_seconds()
     uint64_t global_hash;         // of this worker's global parameters of the fragment, at the send
-    std::vector<int> not_finite;  // workers whose delta of this shard was not finite: nothing was applied
+    // Workers whose delta of this shard was not finite, or else whose mean of a part was not: nothing was
+    // applied.
+    std::vector<int> not_finite;
 
     // How long the main stream stood idle before this mean could be applied, by its own clock: from when it
     // was through with all that had been enqueued before, to when the host had seen the exchange's end. In it
@@ -140,9 +162,7 @@ public:
         state = std::make_unique<OuterState>(ranges, layout.shard_size(), values_of(largest),
                                              options.offload ? slots : 0);
         mean = Buffer<float>(values_of(largest));
-        const int most = most_in_flight(this->fragments, options.inner_steps, options.overlap);
-        exchange = std::make_unique<AllGatherExchange>(options.format, values_of(largest), most, outer,
-                                                       outer_stream);
+        set_up_exchange(layout, outer, outer_stream);
     }
 
     // global = local, momentum = 0.   local: (shard_size), the same on all workers
@@ -158,18 +178,16 @@ public:
         const Sync sync = rehearsal(largest, values_of(largest));
         const long n = sync.values;
         device::set_zero(mean.data(), n, main);
-        uint8_t* payload = exchange->payload(sync);
-        device::write_header(payload, make_header(sync, options.format, worker, 0), main);
-        device::add_hash(payload, 0, mean, n, main);
-        device::quantize(payload, options.format, n, 0, mean, mean, n, main);
+        Sending sending = begin_payload(sync, 0, main);
+        add_to_payload(sending, {0, n, 0}, mean, mean, main);
         exchange->start(sync, main);
         exchange->wait(sync);
         exchange->mean(mean, sync, main);
         const long third = n / 12 * 4;  // of the mean: for global, momentum and mean; alpha = 1: no local
         device::outer_step(mean.data(), mean + third, nullptr, nullptr, mean + 2 * third, third,
                            {options.learning_rate, options.momentum, 1.0f}, main);
+        end_exchange(sync, false, main);
         main.synchronize();
-        exchange->finish(sync);
     }
 
     // After the inner update of `step` (1, 2, ...): sends, then receives what is due.
@@ -215,17 +233,12 @@ private:
     }
 
     void send(int p, long step, uint64_t tokens, const float* local, Stream& main) {
-        const long n = values_of(p);
-        const Sync sync{sync_number(fragments, p, step, options.inner_steps), p, step, n};
-
-        uint8_t* payload = exchange->payload(sync);
-        const PayloadHeader header = make_header(sync, options.format, worker, tokens - tokens_at_send[p]);
-        device::write_header(payload, header, main);
-        for (const OuterState::Part& part : state->use(p, OuterState::Needs::global, main)) {
-            const long count = part.range.count;
-            device::add_hash(payload, part.first, part.global, count, main);
-            device::quantize(payload, options.format, n, part.first, part.global, local + part.range.shard,
-                             count, main);
+        const Sync sync{sync_number(fragments, p, step, options.inner_steps), p, step, values_of(p)};
+        Sending sending = begin_payload(sync, tokens - tokens_at_send[p], main);
+        const std::vector<OuterState::Part> parts = state->use(p, OuterState::Needs::global, main);
+        for (size_t i = 0; i < parts.size(); i++) {
+            const float* local_part = local + parts[i].range.shard;
+            add_to_payload(sending, pieces[size_t(p)][i], parts[i].global, local_part, main);
         }
         state->end_read(p, main);
         exchange->start(sync, main);
@@ -245,15 +258,16 @@ private:
 
     SyncReport receive(const Sync& sync, float* local, floatX* params, Stream& main) {
         const Timestamp idle_from = stamp(main);
-        const std::vector<PayloadHeader> headers = exchange->wait(sync);
-        SyncReport report{sync.number, sync.fragment, sync.send_step,       due_step(sync), {},
-                          idle_from,   stamp(main),   headers[worker].hash, {}};
-        check_agreement(headers, sync);
-        for (const PayloadHeader& header : headers) {
-            if (header.flags & delta_not_finite) { report.not_finite.push_back(int(header.worker)); }
+        const Headers headers = exchange->wait(sync);
+        SyncReport report{sync.number, sync.fragment, sync.send_step, due_step(sync),         {},
+                          idle_from,   stamp(main),   0,              not_finite_of(headers)};
+        for (const std::vector<PayloadHeader>& part : headers.sent) {
+            report.global_hash += part[size_t(worker)].hash;
         }
-        if (report.not_finite.empty()) { apply(sync, local, params, main); }
-        report.traffic = exchange->finish(sync);
+        check_agreement(headers, sync);
+        const bool applied = report.not_finite.empty();
+        if (applied) { apply(sync, local, params, main); }
+        report.traffic = end_exchange(sync, applied, main);
         return report;
     }
 
@@ -289,9 +303,12 @@ private:
         return *unused;
     }
 
-    // Every worker sent the hash of its global parameters as they were at the send: all must be the same.
-    void check_agreement(const std::vector<PayloadHeader>& headers, const Sync& sync) const {
-        const std::vector<int> diverged = diverged_workers(headers);
+    // Every worker sent the hashes of its global parameters as they were at the send: all must be the same.
+    void check_agreement(const Headers& headers, const Sync& sync) const {
+        std::set<int> diverged;
+        for (const std::vector<PayloadHeader>& part : headers.sent) {
+            for (int worker : diverged_workers(part)) { diverged.insert(worker); }
+        }
         if (diverged.empty()) { return; }
         std::string who;
         for (int worker : diverged) { who += (who.empty() ? "" : ", ") + std::to_string(worker); }
@@ -300,14 +317,92 @@ private:
                        who + ": start the run again from its last checkpoint");
     }
 
+    // Senders whose delta was not finite. A mean may be beyond what can be sent, too: then its owner.
+    static std::vector<int> not_finite_of(const Headers& headers) {
+        std::set<int> senders, owners;
+        for (const std::vector<PayloadHeader>& part : headers.sent) {
+            for (const PayloadHeader& header : part) {
+                if (header.flags & delta_not_finite) { senders.insert(int(header.worker)); }
+            }
+        }
+        for (const PayloadHeader& header : headers.means) {
+            if (header.flags & delta_not_finite) { owners.insert(int(header.worker)); }
+        }
+        const std::set<int>& named = senders.empty() ? owners : senders;
+        return std::vector<int>(named.begin(), named.end());
+    }
+
+    void set_up_exchange(const Layout& layout, Comm& outer, Stream& outer_stream) {
+        std::vector<long> values;
+        for (int p = 0; p < int(ranges.size()); p++) {
+            values.push_back(values_of(p));
+            pieces.emplace_back();
+            long first = 0;
+            for (const Range& range : ranges[size_t(p)]) {
+                pieces.back().push_back({first, range.count, uint64_t(layout.logical_index(range.flat))});
+                first += range.count;
+            }
+        }
+        const WireOptions& wire = options.wire;
+        const int most = most_in_flight(fragments, options.inner_steps, options.overlap);
+        if (wire.error_feedback) { feedback = ErrorFeedback(values, most); }
+        if (choose_exchange(wire, values, outer.size()) == ExchangeKind::all_gather) {
+            const long n = values_of(largest);
+            exchange = std::make_unique<AllGatherExchange>(wire, n, most, outer, outer_stream);
+        } else {
+            exchange = std::make_unique<AllToAllExchange>(wire, pieces, most, outer, outer_stream);
+        }
+    }
+
+    // A payload that is being written.
+    struct Sending {
+        uint8_t* payload;
+        PayloadLayout layout;
+        Rounding rounding;
+        float* residual;  // (values of the fragment), or null
+    };
+
+    // tokens: that this worker has trained on since the fragment's last send
+    Sending begin_payload(const Sync& sync, uint64_t tokens, Stream& main) {
+        Sending sending{exchange->payload(sync), exchange->layout(sync),
+                        options.wire.rounding(worker, sync.number, RoundingStage::send),
+                        feedback.begin(sync.fragment, sync.number, main)};
+        for (int part = 0; part < sending.layout.parts; part++) {
+            device::write_header(sending.payload + size_t(part) * sending.layout.bytes,
+                                 make_header(sync, sending.layout, part, worker, tokens), main);
+        }
+        device::clear_padding(sending.payload, sending.layout, main);
+        return sending;
+    }
+
+    // global, local: (piece.count)
+    void add_to_payload(const Sending& sending, const Piece& piece, const float* global, const float* local,
+                        Stream& main) {
+        const PayloadLayout& layout = sending.layout;
+        for_each_part(layout, piece.first, piece.count, [&](int part, long first, long count) {
+            device::add_hash(sending.payload + size_t(part) * layout.bytes, first,
+                             global + (first - piece.first), count, main);
+        });
+        float* residual = sending.residual == nullptr ? nullptr : sending.residual + piece.first;
+        device::quantize(sending.payload, layout, sending.rounding.at(piece.index), piece.first,
+                         {global, local, residual}, piece.count, main);
+    }
+
+    Traffic end_exchange(const Sync& sync, bool applied, Stream& main) {
+        feedback.end(sync.fragment, sync.number, applied, main);
+        return exchange->finish(sync, applied, main);
+    }
+
     DilocoOptions options;
     std::vector<Fragment> fragments;
     std::vector<std::vector<Range>> ranges;  // of each fragment: its blocks' shards
+    std::vector<std::vector<Piece>> pieces;  // the same, as they lie in a fragment and in the model
     std::vector<uint64_t> tokens_at_send;    // of each fragment: tokens when it was last sent
     int worker;                              // this one
     int largest = 0;                         // fragment
     Buffer<float> mean;                      // (largest fragment)
     std::unique_ptr<OuterState> state;
+    ErrorFeedback feedback;  // of what this worker sends
     std::deque<Sync> in_flight;
     std::vector<Timestamp> timestamps;  // of reports
     std::unique_ptr<Exchange> exchange;

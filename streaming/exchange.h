@@ -1,19 +1,79 @@
 // Exchange: the mean of one fragment's outer gradients over all workers. The state machine writes a payload,
 // starts the exchange and comes back some steps later; in between training goes on. Several exchanges may be
-// under way.
+// under way. There are two, and what one process of M sends with them is, in payloads of the whole fragment,
 //
-// AllGatherExchange sends each payload to everyone over the outer communicator: M - 1 payloads sent and
-// received by a process, and one rounding. All workers decode the same bytes, so the mean is bitwise the same
-// on all of them.
+//     all_gather   M - 1          all_gather_exchange.h: everyone gets each payload; one rounding
+//     all_to_all   2 (M - 1) / M  all_to_all_exchange.h: everyone gets the mean of a part from the part's
+//                                 owner, who has rounded it once more: other bits than all_gather's
+//
+// With both, all workers decode the same bytes, so the mean is bitwise the same on all of them.
 #pragma once
 #include <limits>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "llmc/buffer.h"
 #include "llmc/comm.h"
 #include "quantize.h"
+
+enum class ExchangeKind { automatic, all_gather, all_to_all };  // automatic: the fewer bytes
+
+inline std::string name_of(ExchangeKind kind) {
+    switch (kind) {
+        case ExchangeKind::automatic: return "auto";
+        case ExchangeKind::all_gather: return "all_gather";
+        case ExchangeKind::all_to_all: break;
+    }
+    return "all_to_all";
+}
+
+inline ExchangeKind parse_exchange(const std::string& name) {
+    for (auto kind : {ExchangeKind::automatic, ExchangeKind::all_gather, ExchangeKind::all_to_all}) {
+        if (name == name_of(kind)) { return kind; }
+    }
+    throw UserError("unknown outer exchange '" + name + "': use auto, all_gather or all_to_all");
+}
+
+// What the workers send each other. The same on all of them.
+struct WireOptions {
+    Format format = Format::fp4;
+    ExchangeKind exchange = ExchangeKind::automatic;
+    bool stochastic = false;      // rounding; else to nearest
+    uint64_t seed = 0;            // of stochastic rounding
+    bool error_feedback = false;  // of senders, and of the owners of means
+    bool token_weights = false;   // of workers in the mean; else all are equal
+
+    Rounding rounding(int worker, long sync, RoundingStage stage) const {
+        return stochastic ? stochastic_rounding(seed, worker, uint64_t(sync), stage) : Rounding();
+    }
+};
+
+// What a process sends (and receives) in the exchange of a fragment of n values.
+inline size_t exchange_bytes(ExchangeKind kind, Format format, long n, int workers) {
+    const size_t others = size_t(workers - 1);
+    if (kind == ExchangeKind::all_gather) { return others * payload_bytes(format, n); }
+    return others * (payload_layout(format, n, workers).bytes +
+                     payload_layout(format, n, workers, 1 + workers).bytes);
+}
+
+// The exchange of fragments of so many values. Where both send as much, the one that rounds once.
+inline ExchangeKind choose_exchange(const WireOptions& wire, const std::vector<long>& values, int workers) {
+    if (wire.exchange != ExchangeKind::automatic) { return wire.exchange; }
+    size_t gather = 0, all_to_all = 0;
+    for (long n : values) {
+        gather += exchange_bytes(ExchangeKind::all_gather, wire.format, n, workers);
+        all_to_all += exchange_bytes(ExchangeKind::all_to_all, wire.format, n, workers);
+    }
+    return all_to_all < gather ? ExchangeKind::all_to_all : ExchangeKind::all_gather;
+}
+
+// Values of a fragment that are neighbours in the model without padding.
+struct Piece {
+    long first, count;  // within the fragment
+    uint64_t index;     // of the first one in the model
+};
 
 // One exchange of one fragment.
 struct Sync {
@@ -33,44 +93,58 @@ inline std::string describe(const Sync& sync) {
     return format("fragment %d (sync %ld, sent at step %ld)", sync.fragment, sync.number, sync.send_step);
 }
 
+// The headers of a sync's payloads, checked to be of this sync.
+struct Headers {
+    std::vector<std::vector<PayloadHeader>> sent;  // (parts, workers)
+    std::vector<PayloadHeader> means;              // of the parts' means, by their owners; all-gather: none
+};
+
 // The calls for one sync, in this order: payload, start, wait, mean (if at all), finish.
 class Exchange {
 public:
     virtual ~Exchange() = default;
 
-    // Where the payload is to be written: payload_bytes(format, sync.values), 64-byte aligned.
+    // Where the values of a sync's fragment lie in its payload.
+    virtual PayloadLayout layout(const Sync& sync) const = 0;
+
+    // Where the payload is to be written: layout(sync), with the headers, and zeros for what parts lack.
+    // 64-byte aligned.
     virtual uint8_t* payload(const Sync& sync) = 0;
 
     // Sends the payload once all that `main` has been given so far is done. Returns at once.
     virtual void start(const Sync& sync, Stream& main) = 0;
 
-    // Blocks until the mean can be had. The header of every worker's payload, checked to be of this sync.
+    // Blocks until the mean can be had.
     // Throws a CommError that names the fragment, the sync and, where it is known, the worker.
-    virtual std::vector<PayloadHeader> wait(const Sync& sync) = 0;
+    virtual Headers wait(const Sync& sync) = 0;
 
     // Writes the mean.   out: (sync.values)
     virtual void mean(float* out, const Sync& sync, Stream& main) = 0;
 
-    // Gives the sync's buffers back. What it put on the wire.
-    virtual Traffic finish(const Sync& sync) = 0;
+    // Gives the sync's buffers back. What it put on the wire.   applied: whether the workers take the mean
+    virtual Traffic finish(const Sync& sync, bool applied, Stream& main) = 0;
 };
 
-// The header that `worker` sends with `sync`; the flags and the hash are added to it later.
-inline PayloadHeader make_header(const Sync& sync, Format format, int worker, uint64_t tokens) {
+// The header that `worker` sends with a part of `sync`; the flags and the hash are added to it later.
+inline PayloadHeader make_header(const Sync& sync, const PayloadLayout& layout, int part, int worker,
+                                 uint64_t tokens) {
     PayloadHeader header;
-    header.format = uint16_t(format);
+    header.format = uint16_t(layout.format);
     header.sync = uint64_t(sync.number);
     header.fragment = uint32_t(sync.fragment);
     header.worker = uint32_t(worker);
     header.send_step = uint64_t(sync.send_step);
     header.values = uint64_t(sync.values);
     header.tokens = tokens;
+    header.part = uint16_t(part);
+    header.parts = uint16_t(layout.parts);
     return header;
 }
 
 // Refuses a payload that is not the one expected of `worker`.
-inline void check_header(const PayloadHeader& header, const Sync& sync, Format format_expected, int worker) {
-    const PayloadHeader expected = make_header(sync, format_expected, worker, 0);
+inline void check_header(const PayloadHeader& header, const Sync& sync, const PayloadLayout& layout, int part,
+                         int worker) {
+    const PayloadHeader expected = make_header(sync, layout, part, worker, 0);
     auto same = [&](const char* what, uint64_t got, uint64_t wanted) {
         if (got != wanted) {
             const std::string who = "the payload of worker " + std::to_string(worker);
@@ -87,6 +161,19 @@ inline void check_header(const PayloadHeader& header, const Sync& sync, Format f
     same("sender", header.worker, expected.worker);
     same("send step", header.send_step, expected.send_step);
     same("number of values", header.values, expected.values);
+    same("number of parts", header.parts, expected.parts);
+    same("part", header.part, expected.part);
+}
+
+// Blocks until `event` is complete, which is recorded behind the calls of a sync.
+inline void wait_for(Comm& comm, const Event& event, const Sync& sync) {
+    try {
+        comm.wait(event);
+    } catch (const CommError& error) {
+        const std::string who = error.peer < 0 ? "" : " with worker " + std::to_string(error.peer);
+        throw CommError(error.peer,
+                        "the exchange of " + describe(sync) + " failed" + who + ": " + error.what());
+    }
 }
 
 // Workers whose global parameters are not those that most workers hold; all, where no more than half agree.
@@ -101,97 +188,48 @@ inline std::vector<int> diverged_workers(const std::vector<PayloadHeader>& heade
     return diverged;
 }
 
-class AllGatherExchange : public Exchange {
+// The buffers of the exchanges in flight. A slot stays where it is while a stream works on it.
+template <class Slot>
+class Slots {
 public:
-    // largest: values in this process's shard of the largest fragment.
-    // in_flight: the most exchanges at the same time.
-    AllGatherExchange(Format format, long largest, int in_flight, Comm& comm, Stream& stream)
-        : format_(format), comm(comm), stream(stream) {
-        const long bytes = long(payload_bytes(format, largest));
-        for (int i = 0; i < in_flight; i++) {
-            slots.push_back(std::make_unique<Slot>());
-            slots.back()->sent = Buffer<uint8_t>(bytes);
-            slots.back()->received = Buffer<uint8_t>(bytes * comm.size());
-            slots.back()->headers = HostBuffer<PayloadHeader>(comm.size());
-        }
+    explicit Slots(int count) : slots(size_t(count)) {
+        for (Entry& entry : slots) { entry.slot = std::make_unique<Slot>(); }
     }
 
-    // The stream may still be working on the buffers; an error it met was reported by wait().
-    ~AllGatherExchange() override {
-        try {
-            stream.synchronize();
-        } catch (const std::exception&) {
-        }
+    template <class Work>
+    void for_each(Work work) {
+        for (Entry& entry : slots) { work(*entry.slot); }
     }
 
-    uint8_t* payload(const Sync& sync) override {
-        for (auto& slot : slots) {
-            if (slot->sync == none) {
-                slot->sync = sync.number;
-                return slot->sent;
-            }
-        }
-        throw std::logic_error("more exchanges in flight than there are buffers");
+    Slot& take(const Sync& sync) {
+        Entry& entry = find(none, "more exchanges in flight than there are buffers");
+        entry.sync = sync.number;
+        return *entry.slot;
     }
-
-    void start(const Sync& sync, Stream& main) override {
-        Slot& slot = find(sync);
-        const size_t bytes = payload_bytes(format_, sync.values);
-        slot.traffic = Traffic();
-        order(main, stream, slot.ready);
-        comm.all_gather(slot.received, slot.sent, bytes, stream, &slot.traffic);
-        device::read_headers(slot.headers.data(), slot.received, bytes, comm.size(), stream);
-        stream.record(slot.done);
-    }
-
-    std::vector<PayloadHeader> wait(const Sync& sync) override {
-        Slot& slot = find(sync);
-        try {
-            comm.wait(slot.done);
-        } catch (const CommError& error) {
-            std::string who = error.peer < 0 ? "" : " with worker " + std::to_string(error.peer);
-            throw CommError(error.peer,
-                            "the exchange of " + describe(sync) + " failed" + who + ": " + error.what());
-        }
-        for (int worker = 0; worker < comm.size(); worker++) {
-            check_header(slot.headers[worker], sync, format_, worker);
-        }
-        return std::vector<PayloadHeader>(slot.headers.data(), slot.headers + comm.size());
-    }
-
-    void mean(float* out, const Sync& sync, Stream& main) override {
-        const size_t bytes = payload_bytes(format_, sync.values);
-        device::dequantize_mean(out, find(sync).received, bytes, comm.size(), format_, sync.values, main);
-    }
-
-    Traffic finish(const Sync& sync) override {
-        Slot& slot = find(sync);
-        slot.sync = none;
-        return slot.traffic;
-    }
+    Slot& of(const Sync& sync) { return *find(sync.number, "no such exchange is in flight").slot; }
+    void give_back(const Sync& sync) { find(sync.number, "no such exchange is in flight").sync = none; }
 
 private:
     static constexpr long none = -1;
 
-    // Buffers of one exchange. They stay where they are while the stream works on them.
-    struct Slot {
+    struct Entry {
         long sync = none;
-        Buffer<uint8_t> sent;               // (payload)
-        Buffer<uint8_t> received;           // (workers, payload)
-        HostBuffer<PayloadHeader> headers;  // (workers)
-        Traffic traffic;
-        Event ready, done;
+        std::unique_ptr<Slot> slot;
     };
 
-    Slot& find(const Sync& sync) {
-        for (auto& slot : slots) {
-            if (slot->sync == sync.number) { return *slot; }
+    Entry& find(long sync, const char* otherwise) {
+        for (Entry& entry : slots) {
+            if (entry.sync == sync) { return entry; }
         }
-        throw std::logic_error("no such exchange is in flight");
+        throw std::logic_error(otherwise);
     }
 
-    Format format_;
-    Comm& comm;
-    Stream& stream;
-    std::vector<std::unique_ptr<Slot>> slots;
+    std::vector<Entry> slots;
 };
+
+// The stream may still be working on an exchange's buffers; an error it met was reported by wait().
+inline void let_end(Stream& stream) {
+    try {
+        stream.synchronize();
+    } catch (const std::exception&) {}
+}

@@ -8,15 +8,18 @@
 //     fp32
 //
 // Formats of 4 and 8 bits share a scale between the values of a block (quantize.h); the others need none.
-// Each format is a struct of the same members, so that loops and kernels are written once. encode() rounds to
-// nearest, ties to even, but in E3M0, where the two neighbours have no even one, away from zero. It is
-// branchless: loops over it vectorise. What is larger than the largest code becomes the largest; a NaN is not
-// kept (the header's flag tells).
+// Each format is a struct of the same members, so that loops and kernels are written once. encode(x) rounds
+// to nearest, ties to even, but in E3M0, where the two neighbours have no even one, away from zero.
+// encode(x, random) rounds stochastically: of all words of 32 random bits, that part of which x is on its way
+// from the smaller neighbour to the larger one chooses the larger, so that the mean is x. Both are
+// branchless: loops over them vectorise. What is larger than the largest code becomes the largest; a NaN is
+// not kept (the header's flag tells).
 #pragma once
 #include <string>
 
 #include "arithmetic.h"
 #include "llmc/error.h"
+#include "llmc/rounding.h"
 
 enum class Format { fp4, fp4_e2m1, fp8_e4m3, fp8_e5m2, bf16, fp32 };
 
@@ -41,6 +44,31 @@ HD inline uint32_t round_magnitude(uint32_t magnitude, uint32_t largest) {
     return code < largest ? code : largest;
 }
 
+// One of a number's two neighbours in such a format, as a code without sign. The probability of the larger
+// one is exact for normal numbers; for what is less than the smallest of these it is cut to a multiple of
+// 2^(mantissa_bits - 31).
+// magnitude: the bits of a non-negative fp32.   random: 32 bits
+template <int bias, int mantissa_bits>
+HD inline uint32_t round_stochastically(uint32_t magnitude, uint32_t random, uint32_t largest) {
+    const int dropped = 23 - mantissa_bits;
+    const uint32_t smallest_normal = uint32_t(127 + 1 - bias) << 23;
+    const bool is_normal = int32_t(magnitude) >= int32_t(smallest_normal);
+
+    // Normal: what is dropped and as many random bits carry into what is kept.
+    uint32_t normal =
+        ((magnitude + (random >> (32 - dropped))) >> dropped) - (uint32_t(127 - bias) << mantissa_bits);
+
+    // Subnormal: the same in fixed point: the number of the format's smallest steps, with as many bits behind
+    // the point as 31 leave.
+    const int fraction = 31 - mantissa_bits;
+    const float to_fixed = bits_to_float(uint32_t(127 + bias + 30) << 23);  // 2^(bias - 1 + 31)
+    const float fixed = multiply_rn(bits_to_float(is_normal ? 0 : magnitude), to_fixed);
+    uint32_t subnormal = (uint32_t(int32_t(fixed)) + (random >> (32 - fraction))) >> fraction;
+
+    uint32_t code = is_normal ? normal : subnormal;
+    return code < largest ? code : largest;
+}
+
 struct E3M0 {
     static constexpr int bits = 4;
     static constexpr bool scaled = true;
@@ -53,6 +81,11 @@ struct E3M0 {
         int32_t exponent = int32_t((uint32_t(magnitude) + half) >> 23) - 120;
         exponent = exponent > 7 ? 7 : exponent < 1 ? 1 : exponent;
         return sign | uint32_t(magnitude < half_of_smallest ? 0 : exponent);
+    }
+
+    HD static uint32_t encode(float x, uint32_t random) {
+        const uint32_t word = float_to_bits(x);
+        return (word >> 28 & 8) | round_stochastically<7, 0>(word & 0x7fffffff, random, 7);
     }
 
     // The code's exponent, moved to where fp32 has its own, is the value times 2^(7 - 127); 0 is 0 there too.
@@ -72,11 +105,17 @@ struct E2M1 {
         return (float_to_bits(x) >> 28 & 8) | round_magnitude<2, 1>(float_to_bits(x) & 0x7fffffff, 7);
     }
 
-    // Exponent and mantissa go to where fp32 has them. The one subnormal, 0.5, and 0 stand apart.
+    HD static uint32_t encode(float x, uint32_t random) {
+        const uint32_t word = float_to_bits(x);
+        return (word >> 28 & 8) | round_stochastically<1, 1>(word & 0x7fffffff, random, 7);
+    }
+
+    // Exponent and mantissa go to where fp32 has them. That makes 0.5 and 0.75 of the codes without exponent,
+    // 0 and 0.5: 2 x - 1, which is more than x for the others.
     HD static float decode(uint32_t code) {
-        const uint32_t normal = ((code & 7) << 22) + (uint32_t(127 - 1) << 23);
-        const uint32_t subnormal = code & 1 ? 0x3f000000 : 0;
-        return bits_to_float((code & 8) << 28 | (code & 6 ? normal : subnormal));
+        const float normal = bits_to_float(((code & 7) << 22) + (uint32_t(127 - 1) << 23));
+        const float subnormal = subtract_rn(add_rn(normal, normal), 1.0f);
+        return bits_to_float((code & 8) << 28 | float_to_bits(normal < subnormal ? normal : subnormal));
     }
 };
 
@@ -89,10 +128,15 @@ struct E4M3 {
         return (float_to_bits(x) >> 24 & 0x80) | round_magnitude<4, 3>(float_to_bits(x) & 0x7fffffff, 0x7e);
     }
 
+    HD static uint32_t encode(float x, uint32_t random) {
+        const uint32_t word = float_to_bits(x);
+        return (word >> 24 & 0x80) | round_stochastically<7, 3>(word & 0x7fffffff, random, 0x7e);
+    }
+
     HD static float decode(uint32_t code) {
         // As E3M0's, with the mantissa behind: a subnormal becomes one of fp32's, and the product is exact.
-        float value = multiply_rn(bits_to_float((code & 0x80) << 24 | (code & 0x7f) << 20), 0x1p120f);
-        return (code & 0x7f) == 0x7f ? bits_to_float(0x7fc00000 | (code & 0x80) << 24) : value;
+        const float value = multiply_rn(bits_to_float((code & 0x7f) << 20), 0x1p120f);
+        return bits_to_float((code & 0x80) << 24 | (value > largest ? 0x7fc00000 : float_to_bits(value)));
     }
 };
 
@@ -105,10 +149,15 @@ struct E5M2 {
         return (float_to_bits(x) >> 24 & 0x80) | round_magnitude<5, 2>(float_to_bits(x) & 0x7fffffff, 0x7b);
     }
 
+    HD static uint32_t encode(float x, uint32_t random) {
+        const uint32_t word = float_to_bits(x);
+        return (word >> 24 & 0x80) | round_stochastically<15, 2>(word & 0x7fffffff, random, 0x7b);
+    }
+
     HD static float decode(uint32_t code) {
-        uint32_t shifted = (code & 0x80) << 24 | (code & 0x7f) << 21;
-        float value = multiply_rn(bits_to_float(shifted), 0x1p112f);
-        return (code & 0x7f) >= 0x7c ? bits_to_float(shifted | 0x7f800000) : value;  // infinity and NaN
+        const float value = multiply_rn(bits_to_float((code & 0x7f) << 21), 0x1p112f);
+        const uint32_t beyond = value > largest ? 0x7f800000 : 0;  // infinity, and NaN with its mantissa
+        return bits_to_float((code & 0x80) << 24 | float_to_bits(value) | beyond);
     }
 };
 
@@ -122,6 +171,10 @@ struct Bf16 {
         return (word & 0x7fffffff) < 0x7f800000 ? rounded : word >> 16;  // rounded, a NaN could become a zero
     }
 
+    HD static uint32_t encode(float x, uint32_t random) {
+        return bf16_rounded_stochastically(x, random >> 16);
+    }
+
     HD static float decode(uint32_t code) { return bits_to_float(code << 16); }
 };
 
@@ -130,6 +183,7 @@ struct Fp32 {
     static constexpr bool scaled = false;
 
     HD static uint32_t encode(float x) { return float_to_bits(x); }
+    HD static uint32_t encode(float x, uint32_t) { return float_to_bits(x); }
     HD static float decode(uint32_t code) { return bits_to_float(code); }
 };
 

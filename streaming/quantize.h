@@ -3,14 +3,27 @@
 //     payload | header, 64 bytes | scales, a bf16 for 128 values | codes, two fp4 a byte, the first one low |
 //
 // Every section starts and ends on 16 bytes: NCCL moves single bytes otherwise. bf16 and fp32 have no scales.
+// A fragment may be cut into parts, each a payload of its own (PayloadLayout).
 //
 //     delta = global - local                                   the outer gradient (arXiv 2501.18512, 2.1)
 //     scale = max |delta| / largest code, rounded up to bf16   so that nothing clips; 0 where all are 0
-//     code  = encode(delta / scale)
+//     code  = encode(delta / scale)                            to nearest or stochastically (rounding.h)
 //     mean  = (0 + decode(code_0) * scale_0 + decode(code_1) * scale_1 + ...) / M     fp32, workers ascending
 //
+// or, weighted by the tokens that the headers tell,
+//
+//     weight_w = float(tokens_w) / float(tokens_0 + tokens_1 + ...)             1 / M where nobody has any
+//     mean     = fma(weight_1, decode(code_1) * scale_1, fma(weight_0, decode(code_0) * scale_0, 0)) ...
+//
+// With error feedback (Seide et al. 2014) what rounding lost is added the next time:
+//
+//     delta    = global - local + residual
+//     residual = delta - decode(code) * scale
+//
+// The owner of a mean quantizes values, which take the place of global - local.
+//
 // A delta that is not finite or too large for bf16 sets a flag in the header; the payload still travels, with
-// zeros for its block, so that no bits depend on what a machine's NaN looks like.
+// zeros for its block, so that no bits depend on what a machine's NaN looks like. The block's residual stays.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -20,8 +33,9 @@
 #include "formats.h"
 #include "llmc/layout.h"
 #include "llmc/stream.h"
+#include "rounding.h"
 
-const uint64_t delta_not_finite = 1;  // in PayloadHeader::flags
+const uint32_t delta_not_finite = 1;  // in PayloadHeader::flags
 
 struct PayloadHeader {
     uint32_t magic = payload_magic;
@@ -31,10 +45,11 @@ struct PayloadHeader {
     uint32_t fragment = 0;
     uint32_t worker = 0;     // whose payload it is
     uint64_t send_step = 0;
-    uint64_t values = 0;     // n, a multiple of 128
+    uint64_t values = 0;     // n of the fragment, a multiple of 128
     uint64_t tokens = 0;     // that the worker trained on since it last sent this fragment
-    uint64_t flags = 0;
-    uint64_t hash = 0;       // of the sender's global parameters: the sum of hash_value() mod 2^64
+    uint32_t flags = 0;
+    uint16_t part = 0, parts = 1;  // of the fragment
+    uint64_t hash = 0;       // of the sender's global parameters: the part's sum of hash_value() mod 2^64
 
     static constexpr uint32_t payload_magic = 0x4f434c44;  // "DLCO"
 };
@@ -42,11 +57,13 @@ static_assert(sizeof(PayloadHeader) == 64, "the wire's format");
 
 HD inline PayloadHeader& header_of(uint8_t* payload) { return *reinterpret_cast<PayloadHeader*>(payload); }
 
-// Bytes of the sections of a payload of n values.   n: a multiple of 128
-inline size_t scale_bytes(Format format, long n) {
+// Bytes of n values' scales, of the section that they are in, and of the codes.   n: a multiple of 128
+inline size_t bare_scale_bytes(Format format, long n) {
     bool scaled = with_format(format, [](auto f) { return decltype(f)::scaled; });
-    return scaled ? (size_t(n / quantization_block) * sizeof(uint16_t) + 15) / 16 * 16 : 0;
+    return scaled ? size_t(n / quantization_block) * sizeof(uint16_t) : 0;
 }
+
+inline size_t scale_bytes(Format format, long n) { return (bare_scale_bytes(format, n) + 15) / 16 * 16; }
 
 inline size_t code_bytes(Format format, long n) {
     return size_t(n) * size_t(with_format(format, [](auto f) { return decltype(f)::bits; })) / 8;
@@ -54,6 +71,54 @@ inline size_t code_bytes(Format format, long n) {
 
 inline size_t payload_bytes(Format format, long n) {
     return sizeof(PayloadHeader) + scale_bytes(format, n) + code_bytes(format, n);
+}
+
+// Where the values of a fragment lie in its payloads: cut into parts of ceil(blocks / parts) quantization
+// blocks each, of which the last may have fewer, or none. Each is a payload of its own, and all are equally
+// long: what a part lacks of blocks is zeros on the wire.
+struct PayloadLayout {
+    Format format;
+    long values;       // n, of the fragment, a multiple of 128
+    int parts;
+    long part_values;  // of a whole part
+    size_t scales, codes, bytes;  // of a part: where its sections begin, and where the next part does
+
+    long first_of(int part) const { return std::min(part * part_values, values); }
+    long values_of(int part) const { return first_of(part + 1) - first_of(part); }
+
+    // One of the parts by itself.
+    PayloadLayout only(int part) const {
+        PayloadLayout one = *this;
+        one.values = values_of(part);
+        one.parts = 1;
+        return one;
+    }
+};
+
+// headers: that a part begins with
+inline PayloadLayout payload_layout(Format format, long n, int parts = 1, int headers = 1) {
+    const long blocks = n / quantization_block;
+    const long part_values = (blocks + parts - 1) / parts * quantization_block;
+    const size_t scales = sizeof(PayloadHeader) * size_t(headers);
+    const size_t codes = scales + scale_bytes(format, part_values);
+    return {format, n, parts, part_values, scales, codes, codes + code_bytes(format, part_values)};
+}
+
+// Calls work(part, first, count) for each part that has some of the values [first, first + count).
+template <class Work>
+inline void for_each_part(const PayloadLayout& layout, long first, long count, Work work) {
+    const long end = first + count;
+    while (first < end) {
+        const int part = int(first / layout.part_values);
+        const long next = std::min(end, (part + 1) * layout.part_values);
+        work(part, first, next - first);
+        first = next;
+    }
+}
+
+// Weight of a worker in the mean.   sum: of all workers' tokens
+HD inline float token_weight(uint64_t tokens, uint64_t sum, int workers) {
+    return sum == 0 ? divide_rn(1.0f, float(workers)) : divide_rn(float(tokens), float(sum));
 }
 
 // What value number `index` adds to the hash. A product between two folds spreads every bit over the word.
@@ -95,6 +160,52 @@ HD inline bool is_sendable(uint32_t absmax, [[maybe_unused]] uint32_t scale) {
     }
 }
 
+// What is quantized: values - minus + residual. {global, local} is an outer gradient, {mean} a mean. The
+// residual is what rounding lost the last time, and becomes what it loses now; without it there is no error
+// feedback.   all: as many values as a call quantizes
+struct Source {
+    const float* values;
+    const float* minus = nullptr;
+    float* residual = nullptr;
+
+    // Without the first `count` values.
+    Source from(long count) const {
+        return {values + count, minus == nullptr ? nullptr : minus + count,
+                residual == nullptr ? nullptr : residual + count};
+    }
+};
+
+// Division by the scale of a block. One that is neither tiny nor huge has a reciprocal to multiply with; the
+// others have 0 here.
+struct Divisor {
+    float scale, reciprocal;
+};
+
+// scale: in bf16, as bits; 0 stands for 1, since such a block has nothing but zeros
+HD inline Divisor divisor_of(uint32_t scale) {
+    const uint32_t word = scale == 0 ? 0x3f800000 : scale << 16;
+    const bool has_reciprocal = word >= uint32_t(127 - 60) << 23 && word < uint32_t(127 + 60) << 23;
+    return {bits_to_float(word), has_reciprocal ? divide_rn(1.0f, bits_to_float(word)) : 0.0f};
+}
+
+// x / scale to nearest: the product with the reciprocal, and one Newton step, which is off by 2^-46 of the
+// quotient before it is rounded. 24 bits divided by the 8 of a bf16 are no nearer to a middle between two
+// floats than 2^-33, so that this is rounded as if it were exact. A quotient below 2^-59 may be off where
+// fp32 has denormals; in all formats that is 0.
+HD inline float divide_by(float x, Divisor by) {
+    const float magnitude = bits_to_float(float_to_bits(x) & 0x7fffffff);
+    const float near = multiply_rn(magnitude, by.reciprocal);
+    const float quotient = fma_rn(fma_rn(-near, by.scale, magnitude), by.reciprocal, near);
+    return bits_to_float(float_to_bits(quotient) | (float_to_bits(x) & 0x80000000));
+}
+
+// What the receivers of a code do not get of a delta.   scale: of its block, in bf16, as bits
+template <class F>
+HD inline float lost(float delta, uint32_t code, uint32_t scale) {
+    const float value = F::decode(code);
+    return subtract_rn(delta, F::scaled ? multiply_rn(value, bits_to_float(scale << 16)) : value);
+}
+
 namespace cpu {
 
 const long parallel_blocks = 512;  // below so many blocks one thread is faster than a team
@@ -104,18 +215,18 @@ template <class F>
 using Code = std::conditional_t<F::bits <= 8, uint8_t, std::conditional_t<F::bits == 16, uint16_t, uint32_t>>;
 
 // Codes to the bytes of a payload, and back.   codes: (128)
-// Two fp4 codes are taken as one 16-bit word (little-endian), so that no vector lane has to be moved.
 template <class F>
 inline void pack_block(uint8_t* out, const Code<F>* codes) {
     if constexpr (F::bits == 4) {
-        uint16_t pairs[quantization_block / 2];
-        memcpy(pairs, codes, sizeof(pairs));
-        for (int i = 0; i < quantization_block / 2; i++) { out[i] = uint8_t(pairs[i] | pairs[i] >> 4); }
+        for (int i = 0; i < quantization_block / 2; i++) {
+            out[i] = uint8_t(codes[2 * i] | codes[2 * i + 1] << 4);
+        }
     } else {
         memcpy(out, codes, quantization_block * sizeof(*codes));
     }
 }
 
+// Two fp4 codes are made as one 16-bit word (little-endian), so that no vector lane has to be moved.
 template <class F>
 inline void unpack_block(Code<F>* codes, const uint8_t* inp) {
     if constexpr (F::bits == 4) {
@@ -129,47 +240,130 @@ inline void unpack_block(Code<F>* codes, const uint8_t* inp) {
     }
 }
 
-// One block of global - local. Returns false where it cannot be sent; it is zeros then.
-// global, local: (128)
-template <class F>
-inline bool quantize_block(uint8_t* codes, uint16_t* scale, const float* global, const float* local) {
-    float delta[quantization_block];
-    Code<F> block[quantization_block];
-    uint32_t absmax = 0;  // as bits: infinity and NaN are the largest
-    for (int i = 0; i < quantization_block; i++) {
-        delta[i] = subtract_rn(global[i], local[i]);
-        absmax = std::max(absmax, float_to_bits(delta[i]) & 0x7fffffff);
-    }
-    const uint32_t scale_bits = block_scale<F>(absmax);
-    const bool sendable = is_sendable<F>(absmax, scale_bits);
-    if (!sendable) { std::fill_n(delta, quantization_block, 0.0f); }
-    if constexpr (F::scaled) {
-        *scale = uint16_t(sendable ? scale_bits : 0);
-        const float divisor = *scale == 0 ? 1.0f : bits_to_float(uint32_t(*scale) << 16);
-        for (int i = 0; i < quantization_block; i++) {
-            block[i] = Code<F>(F::encode(divide_rn(delta[i], divisor)));
-        }
+// delta = values - minus + residual of a block. The largest magnitude, as bits: infinity and NaN are larger
+// than any number.   delta: (128)
+inline uint32_t load_block(float* delta, const Source& source, long i) {
+    const float* values = source.values + i;
+    if (source.minus != nullptr) {
+        const float* minus = source.minus + i;
+        for (int k = 0; k < quantization_block; k++) { delta[k] = subtract_rn(values[k], minus[k]); }
     } else {
-        for (int i = 0; i < quantization_block; i++) { block[i] = Code<F>(F::encode(delta[i])); }
+        memcpy(delta, values, quantization_block * sizeof(float));
     }
+    if (source.residual != nullptr) {
+        const float* residual = source.residual + i;
+        for (int k = 0; k < quantization_block; k++) { delta[k] = add_rn(delta[k], residual[k]); }
+    }
+    uint32_t absmax = 0;
+    for (int k = 0; k < quantization_block; k++) {
+        absmax = std::max(absmax, float_to_bits(delta[k]) & 0x7fffffff);
+    }
+    return absmax;
+}
+
+// The random bits of the 128 values that begin at `first` in the model: words + first % 4.
+const int random_quads = quantization_block / 4 + 1;  // one more where `first` is not a multiple of 4
+inline void draw_block(uint32_t* words, const Rounding& rounding, uint64_t first) {
+    for (int quad = 0; quad < random_quads; quad++) {
+        const Philox4 drawn = random_quad(rounding, first / 4 + uint64_t(quad));
+        for (int k = 0; k < 4; k++) { words[quad * 4 + k] = drawn.v[k]; }
+    }
+}
+
+// codes[k] = encode(values[k]).   values, codes: (128)   first: where the block begins in the model
+template <class F, bool stochastic>
+inline void encode_block(Code<F>* codes, const float* values, const Rounding& rounding, uint64_t first) {
+    if constexpr (stochastic && F::bits < 32) {
+        uint32_t words[random_quads * 4];
+        draw_block(words, rounding, first);
+        const uint32_t* random = words + first % 4;
+        for (int k = 0; k < quantization_block; k++) { codes[k] = Code<F>(F::encode(values[k], random[k])); }
+    } else {
+        for (int k = 0; k < quantization_block; k++) { codes[k] = Code<F>(F::encode(values[k])); }
+    }
+}
+
+// quotients = delta / scale.   quotients, delta: (128)
+inline void divide_block(float* quotients, const float* delta, uint32_t scale) {
+    const Divisor divisor = divisor_of(scale);
+    if (divisor.reciprocal != 0) {
+        for (int k = 0; k < quantization_block; k++) { quotients[k] = divide_by(delta[k], divisor); }
+    } else {
+        for (int k = 0; k < quantization_block; k++) { quotients[k] = divide_rn(delta[k], divisor.scale); }
+    }
+}
+
+// Block `i / 128` of a range. Returns false where it cannot be sent; it is zeros then.
+template <class F, bool stochastic>
+inline bool quantize_block(uint8_t* codes, uint16_t* scale, const Source& source, const Rounding& rounding,
+                           long i) {
+    float delta[quantization_block], quotients[quantization_block];
+    Code<F> block[quantization_block];
+    const uint32_t absmax = load_block(delta, source, i);
+    uint32_t scale_bits = block_scale<F>(absmax);
+    const bool sendable = is_sendable<F>(absmax, scale_bits);
+    if (!sendable) {
+        scale_bits = 0;
+        std::fill_n(delta, quantization_block, 0.0f);
+    }
+    if constexpr (F::scaled) {
+        *scale = uint16_t(scale_bits);
+        divide_block(quotients, delta, scale_bits);
+    }
+    encode_block<F, stochastic>(block, F::scaled ? quotients : delta, rounding, rounding.first + uint64_t(i));
     pack_block<F>(codes, block);
+    if (source.residual != nullptr && sendable) {
+        float* residual = source.residual + i;
+        for (int k = 0; k < quantization_block; k++) {
+            residual[k] = lost<F>(delta[k], block[k], scale_bits);
+        }
+    }
     return sendable;
 }
 
-// sum[i] += value i of one block of a payload.   sum: (128)   scale: not used by formats without scales
-template <class F>
-inline void add_block(float* sum, const uint8_t* codes, const uint8_t* scale) {
+// The values of codes of E2M1, doubled: 0, 1, 2, 3, 4, 6, 8, 12. As bytes, of which a vector has more than of
+// floats. A zero has no sign here, which no sum of values can tell.   doubled, codes: (128)
+inline void double_e2m1(int8_t* doubled, const uint8_t* codes) {
+    for (int k = 0; k < quantization_block; k++) {
+        const uint8_t code = codes[k] & 7;
+        const uint8_t magnitude = uint8_t(code + (code > 4 ? code - 4 : 0) + (code > 6 ? 2 : 0));
+        const int8_t sign = int8_t(-(codes[k] >> 3));  // 0 or -1: all bits
+        doubled[k] = int8_t((magnitude ^ sign) - sign);
+    }
+}
+
+// sum + value, or sum + weight * value.
+template <bool weighted>
+inline float add_value(float sum, float value, [[maybe_unused]] float weight) {
+    return weighted ? fma_rn(weight, value, sum) : add_rn(sum, value);
+}
+
+// sum[k] += value k of one block of a payload, times its weight where it is weighted.
+// sum: (128)   scale: not used by formats without scales
+template <class F, bool weighted>
+inline void add_block(float* sum, const uint8_t* codes, const uint8_t* scale, float weight) {
     Code<F> block[quantization_block];
     unpack_block<F>(block, codes);
     if constexpr (F::scaled) {
         uint16_t bits;
         memcpy(&bits, scale, sizeof(bits));
         const float factor = bits_to_float(uint32_t(bits) << 16);
-        for (int i = 0; i < quantization_block; i++) {
-            sum[i] = add_rn(sum[i], multiply_rn(F::decode(block[i]), factor));
+        if constexpr (std::is_same_v<F, E2M1>) {
+            int8_t doubled[quantization_block];
+            double_e2m1(doubled, block);
+            const float half = multiply_rn(factor, 0.5f);  // exact: a factor is a bf16, denormal or not
+            for (int k = 0; k < quantization_block; k++) {
+                sum[k] = add_value<weighted>(sum[k], multiply_rn(float(doubled[k]), half), weight);
+            }
+        } else {
+            for (int k = 0; k < quantization_block; k++) {
+                sum[k] = add_value<weighted>(sum[k], multiply_rn(F::decode(block[k]), factor), weight);
+            }
         }
     } else {
-        for (int i = 0; i < quantization_block; i++) { sum[i] = add_rn(sum[i], F::decode(block[i])); }
+        for (int k = 0; k < quantization_block; k++) {
+            sum[k] = add_value<weighted>(sum[k], F::decode(block[k]), weight);
+        }
     }
 }
 
@@ -178,12 +372,64 @@ inline void write_header(uint8_t* payload, const PayloadHeader& header, Stream& 
     stream.enqueue([=] { memcpy(payload, &header, sizeof(header)); });
 }
 
-// Reads the headers of `count` payloads that lie `stride` bytes apart. `headers` is memory of the host.
-inline void read_headers(PayloadHeader* headers, const uint8_t* payloads, size_t stride, int count,
+// Reads the first `each` headers of `count` payloads that lie `stride` bytes apart. `headers` is memory of
+// the host.   headers: (count, each)
+inline void read_headers(PayloadHeader* headers, const uint8_t* payloads, size_t stride, int count, int each,
                          Stream& stream) {
     stream.enqueue([=] {
-        for (int i = 0; i < count; i++) { memcpy(&headers[i], payloads + i * stride, sizeof(PayloadHeader)); }
+        for (int i = 0; i < count; i++) {
+            memcpy(headers + i * each, payloads + size_t(i) * stride, size_t(each) * sizeof(PayloadHeader));
+        }
     });
+}
+
+// Writes what the payload of a mean begins with: a header of its own, and those of the `count` payloads that
+// the mean is of, `stride` bytes apart.
+inline void write_mean_headers(uint8_t* out, const PayloadHeader& header, const uint8_t* payloads,
+                               size_t stride, int count, Stream& stream) {
+    stream.enqueue([=] {
+        memcpy(out, &header, sizeof(header));
+        for (int i = 0; i < count; i++) {
+            memcpy(out + size_t(i + 1) * sizeof(header), payloads + size_t(i) * stride, sizeof(header));
+        }
+    });
+}
+
+// Writes the zeros that parts have in place of the blocks that they lack.
+inline void clear_padding(uint8_t* payload, const PayloadLayout& layout, Stream& stream) {
+    stream.enqueue([=] {
+        for (int part = 0; part < layout.parts; part++) {
+            const long n = layout.values_of(part);
+            if (n == layout.part_values) { continue; }
+            const size_t scales = layout.scales + bare_scale_bytes(layout.format, n);
+            const size_t codes = layout.codes + code_bytes(layout.format, n);
+            uint8_t* begin = payload + size_t(part) * layout.bytes;
+            memset(begin + scales, 0, layout.codes - scales);
+            memset(begin + codes, 0, layout.bytes - codes);
+        }
+    });
+}
+
+// weights[w] = token_weight() of the worker whose payload is number w.   weights: (workers)
+inline void token_weights(float* weights, const uint8_t* payloads, size_t stride, int workers,
+                          Stream& stream) {
+    stream.enqueue([=] {
+        auto tokens = [=](int worker) {
+            PayloadHeader header;
+            memcpy(&header, payloads + size_t(worker) * stride, sizeof(header));
+            return header.tokens;
+        };
+        uint64_t sum = 0;
+        for (int worker = 0; worker < workers; worker++) { sum += tokens(worker); }
+        for (int worker = 0; worker < workers; worker++) {
+            weights[worker] = token_weight(tokens(worker), sum, workers);
+        }
+    });
+}
+
+// out = inp.   out, inp: (count)
+inline void copy_values(float* out, const float* inp, long count, Stream& stream) {
+    stream.enqueue([=] { memcpy(out, inp, size_t(count) * sizeof(float)); });
 }
 
 // The loops are functions of their own, outside the lambdas: the compiler reads again and again what a lambda
@@ -195,30 +441,47 @@ inline uint64_t hash_loop(const float* values, long first, long count) {
     return sum;
 }
 
-template <class F>
-inline bool quantize_loop(uint8_t* codes, uint16_t* scales, const float* global, const float* local,
+template <class F, bool stochastic>
+inline bool quantize_loop(uint8_t* codes, uint16_t* scales, const Source& source, const Rounding& rounding,
                           long blocks) {
     int finite = 1;
     #pragma omp parallel for reduction(& : finite) if (blocks >= parallel_blocks)
     for (long b = 0; b < blocks; b++) {
         const long i = b * quantization_block;
-        finite &= quantize_block<F>(codes + i * F::bits / 8, scales + b, global + i, local + i);
+        finite &= quantize_block<F, stochastic>(codes + i * F::bits / 8, scales + b, source, rounding, i);
     }
     return finite;
 }
 
-template <class F>
+// mean = sum / workers. The reciprocal of a power of two is exact, and a product with it the quotient.
+// mean, sum: (128)
+inline void mean_of_sum(float* mean, const float* sum, int workers) {
+    const float divisor = float(workers), reciprocal = divide_rn(1.0f, divisor);
+    if ((workers & (workers - 1)) == 0) {
+        for (int k = 0; k < quantization_block; k++) { mean[k] = multiply_rn(sum[k], reciprocal); }
+    } else {
+        for (int k = 0; k < quantization_block; k++) { mean[k] = divide_rn(sum[k], divisor); }
+    }
+}
+
+// mean, codes, scales: where a part of `blocks` blocks begins   weights: (workers), for a weighted mean
+template <class F, bool weighted>
 inline void dequantize_loop(float* mean, const uint8_t* codes, const uint8_t* scales, size_t stride,
-                            int workers, long blocks) {
+                            int workers, const float* weights, long blocks) {
     #pragma omp parallel for if (blocks >= parallel_blocks)
     for (long b = 0; b < blocks; b++) {
         const long i = b * quantization_block;
         float sum[quantization_block] = {};
         for (int worker = 0; worker < workers; worker++) {
             const size_t payload = size_t(worker) * stride;
-            add_block<F>(sum, codes + payload + i * F::bits / 8, scales + payload + b * 2);
+            add_block<F, weighted>(sum, codes + payload + i * F::bits / 8, scales + payload + b * 2,
+                                   weighted ? weights[worker] : 1.0f);
         }
-        for (int k = 0; k < quantization_block; k++) { mean[i + k] = divide_rn(sum[k], float(workers)); }
+        if constexpr (weighted) {
+            memcpy(mean + i, sum, sizeof(sum));
+        } else {
+            mean_of_sum(mean + i, sum, workers);
+        }
     }
 }
 
@@ -227,35 +490,56 @@ inline void add_hash(uint8_t* payload, long first, const float* values, long cou
     stream.enqueue([=] { header_of(payload).hash += hash_loop(values, first, count); });
 }
 
-// Quantizes values [first, first + count) of a fragment of n values into its payload: global - local.
-// global, local: (count); first, count: multiples of 128; payload: 16-byte aligned, its header is written
-// already. Memory: 8 bytes read a value, in one pass.
-inline void quantize(uint8_t* payload, Format format, long n, long first, const float* global,
-                     const float* local, long count, Stream& stream) {
+// Quantizes values [first, first + count) of a fragment into its payload.
+// source: of `count` values   first, count: multiples of 128   payload: 16-byte aligned, the headers of its
+// parts are written already. Memory: 8 bytes read a value, in one pass; with a residual 12, and 4 written.
+inline void quantize(uint8_t* payload, const PayloadLayout& layout, const Rounding& rounding, long first,
+                     const Source& source, long count, Stream& stream) {
     stream.enqueue([=] {
-        bool finite = with_format(format, [=](auto f) {
-            using F = decltype(f);
-            uint8_t* scales = payload + sizeof(PayloadHeader);
-            uint8_t* codes = scales + scale_bytes(format, n) + first * F::bits / 8;
-            return quantize_loop<F>(codes, reinterpret_cast<uint16_t*>(scales) + first / quantization_block,
-                                    global, local, count / quantization_block);
+        for_each_part(layout, first, count, [&](int part, long begin, long n) {
+            uint8_t* bytes = payload + size_t(part) * layout.bytes;
+            const long skipped = begin - first, within = begin - layout.first_of(part);
+            const bool finite = with_format(layout.format, [=](auto f) {
+                using F = decltype(f);
+                uint8_t* codes = bytes + layout.codes + within * F::bits / 8;
+                uint16_t* scales =
+                    reinterpret_cast<uint16_t*>(bytes + layout.scales) + within / quantization_block;
+                return (rounding.stochastic ? quantize_loop<F, true> : quantize_loop<F, false>)(
+                    codes, scales, source.from(skipped), rounding.at(rounding.first + uint64_t(skipped)),
+                    n / quantization_block);
+            });
+            if (!finite) { header_of(bytes).flags |= delta_not_finite; }
         });
-        if (!finite) { header_of(payload).flags |= delta_not_finite; }
     });
 }
 
-// mean[i] = the sum over workers of what their payloads say of value i, in fp32 and ascending order, by
-// float(workers). mean: (n)   payloads: `workers` of them, `stride` bytes apart.   Memory: 4 bytes written a
-// value, in one pass.
-inline void dequantize_mean(float* mean, const uint8_t* payloads, size_t stride, int workers, Format format,
-                            long n, Stream& stream) {
+// mean[i] = the mean over workers of what their payloads say of value i: in fp32, in ascending order, by
+// float(workers), or with their weights.   mean: (layout.values)   payloads: `workers` of them, `stride`
+// bytes apart   weights: (workers), or null   Memory: 4 bytes written a value, in one pass.
+inline void dequantize_mean(float* mean, const uint8_t* payloads, size_t stride, int workers,
+                            const PayloadLayout& layout, const float* weights, Stream& stream) {
     stream.enqueue([=] {
-        with_format(format, [=](auto f) {
-            const uint8_t* scales = payloads + sizeof(PayloadHeader);
-            const uint8_t* codes = scales + scale_bytes(format, n);
-            dequantize_loop<decltype(f)>(mean, codes, scales, stride, workers, n / quantization_block);
+        for_each_part(layout, 0, layout.values, [&](int part, long first, long n) {
+            const uint8_t* bytes = payloads + size_t(part) * layout.bytes;
+            with_format(layout.format, [=](auto f) {
+                using F = decltype(f);
+                (weights != nullptr ? dequantize_loop<F, true> : dequantize_loop<F, false>)(
+                    mean + first, bytes + layout.codes, bytes + layout.scales, stride, workers, weights,
+                    n / quantization_block);
+            });
         });
     });
+}
+
+// The same for a fragment of n values in one part, and without weights.
+inline void quantize(uint8_t* payload, Format format, const Rounding& rounding, long n, long first,
+                     const Source& source, long count, Stream& stream) {
+    quantize(payload, payload_layout(format, n), rounding, first, source, count, stream);
+}
+
+inline void dequantize_mean(float* mean, const uint8_t* payloads, size_t stride, int workers, Format format,
+                            long n, Stream& stream) {
+    dequantize_mean(mean, payloads, stride, workers, payload_layout(format, n), nullptr, stream);
 }
 
 }  // namespace cpu

@@ -7,12 +7,16 @@
 // after it was sent.
 #pragma once
 #include <algorithm>
+#include <cstdlib>
+#include <numeric>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "llmc/error.h"
+#include "llmc/layout.h"
 
-enum class FragmentPattern { strided, sequential };
+enum class FragmentPattern { strided, sequential, balanced };
 
 struct Fragment {
     std::vector<int> blocks;  // indices into Layout::blocks, ascending
@@ -22,34 +26,86 @@ struct Fragment {
 inline FragmentPattern parse_fragment_pattern(const std::string& name) {
     if (name == "strided") { return FragmentPattern::strided; }
     if (name == "sequential") { return FragmentPattern::sequential; }
-    throw UserError("unknown fragment pattern '" + name + "': use strided or sequential");
+    if (name == "balanced") { return FragmentPattern::balanced; }
+    throw UserError("unknown fragment pattern '" + name + "': use strided, sequential or balanced");
 }
 
-// The fragments of a model whose blocks [0, layers) are its layers and [layers, blocks) its embedding:
-//     P' = ceil(layers / fragment_layers) fragments of layers;
+// "0,7,14" to its numbers; "" to none. Whether they suit the fragments, set_offsets() checks.
+inline std::vector<long> parse_offsets(const std::string& text) {
+    std::vector<long> offsets;
+    size_t at = 0;
+    while (at < text.size()) {
+        const size_t end = std::min(text.find(',', at), text.size());
+        const std::string number = text.substr(at, end - at);
+        const bool digits = !number.empty() && number.find_first_not_of("0123456789") == std::string::npos;
+        if (!digits || number.size() > 9 || end + 1 == text.size()) {
+            throw UserError("offsets of fragments '" + text + "': use numbers with commas between them, "
+                            "such as 0,7,14");
+        }
+        offsets.push_back(std::atol(number.c_str()));
+        at = end + 1;
+    }
+    return offsets;
+}
+
+// Blocks in `count` fragments of about equal size, whatever is in them: the largest block first, each to the
+// fragment that holds least so far (Graham 1969: the largest fragment is at most 4/3 of what is possible).
+// The order is the blocks' own among equals, so that every worker finds the same.
+inline std::vector<Fragment> balanced_fragments(const std::vector<long>& sizes, int count) {
+    std::vector<int> order(sizes.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return sizes[a] > sizes[b]; });
+
+    std::vector<Fragment> fragments(count);
+    std::vector<long> held(count, 0);
+    for (int block : order) {
+        const long least = std::min_element(held.begin(), held.end()) - held.begin();
+        fragments[least].blocks.push_back(block);
+        held[least] += sizes[block];
+    }
+    for (Fragment& fragment : fragments) { std::sort(fragment.blocks.begin(), fragment.blocks.end()); }
+    std::sort(fragments.begin(), fragments.end(),
+              [](const Fragment& a, const Fragment& b) { return a.blocks[0] < b.blocks[0]; });
+    return fragments;
+}
+
+// The fragments of a model whose blocks [0, layers) are its layers and the rest its embedding:
+//     P' = ceil(layers / fragment_layers) fragments of layers, and one for each block of the embedding;
 //     strided: fragment p holds the layers p, p + P', p + 2P', ...;
-//     sequential: fragment_layers consecutive ones; then one fragment for each block of the embedding.
+//     sequential: fragment_layers consecutive ones;
+//     balanced: as many fragments, but any blocks in any of them, so that all are about as large.
 // fragment_layers 0: a single fragment with everything (DiLoCo, arXiv 2311.08105). Offsets: floor(p * H / P).
+// sizes: of all blocks, for balanced
 inline std::vector<Fragment> make_fragments(int layers, int blocks, int fragment_layers,
-                                            FragmentPattern pattern, long H) {
+                                            FragmentPattern pattern, long H,
+                                            const std::vector<long>& sizes = {}) {
     if (fragment_layers < 0) {
         throw UserError(format("%d layers in a fragment: use at least 1, or 0 for everything in one fragment",
                                fragment_layers));
     }
-    const int layer_fragments = fragment_layers == 0 ? 1 : (layers + fragment_layers - 1) / fragment_layers;
-    std::vector<Fragment> fragments(layer_fragments);
-    for (int layer = 0; layer < layers; layer++) {
-        bool consecutive = fragment_layers > 0 && pattern == FragmentPattern::sequential;
-        fragments[consecutive ? layer / fragment_layers : layer % layer_fragments].blocks.push_back(layer);
+    const int of_layers = fragment_layers == 0 ? 1 : (layers + fragment_layers - 1) / fragment_layers;
+    const int count = fragment_layers == 0 ? 1 : of_layers + blocks - layers;
+    std::vector<Fragment> fragments(count);
+    if (pattern == FragmentPattern::balanced) {
+        if (int(sizes.size()) != blocks) { throw std::logic_error("balanced fragments need every size"); }
+        fragments = balanced_fragments(sizes, count);
+    } else {
+        const bool neighbours = fragment_layers > 0 && pattern == FragmentPattern::sequential;
+        for (int block = 0; block < blocks; block++) {
+            const int p = block >= layers ? of_layers + block - layers
+                          : neighbours    ? block / fragment_layers : block % of_layers;
+            fragments[std::min(p, count - 1)].blocks.push_back(block);
+        }
     }
-    for (int block = layers; block < blocks; block++) {
-        if (fragment_layers > 0) { fragments.emplace_back(); }
-        fragments.back().blocks.push_back(block);
-    }
-    for (size_t p = 0; p < fragments.size(); p++) {
-        fragments[p].offset = long(p) * H / long(fragments.size());
-    }
+    for (int p = 0; p < count; p++) { fragments[p].offset = long(p) * H / count; }
     return fragments;
+}
+
+inline std::vector<Fragment> make_fragments(const Layout& layout, int fragment_layers,
+                                            FragmentPattern pattern, long H) {
+    std::vector<long> sizes;
+    for (const Block& block : layout.blocks) { sizes.push_back(block.size); }
+    return make_fragments(layout.layers, int(layout.blocks.size()), fragment_layers, pattern, H, sizes);
 }
 
 // Replaces the offsets by others, one a fragment, each in [0, H).
@@ -104,4 +160,45 @@ inline int most_in_flight(const std::vector<Fragment>& fragments, long H, long o
         most = std::max(most, now);
     }
     return most;
+}
+
+// Bytes that a process sends in the steps t with t mod H = 0, 1, ..., H - 1.   bytes: of a sync, by fragment
+inline std::vector<size_t> sent_in_period(const std::vector<Fragment>& fragments,
+                                          const std::vector<size_t>& bytes, long H) {
+    std::vector<size_t> sent(H, 0);
+    for (size_t p = 0; p < fragments.size(); p++) { sent[fragments[p].offset] += bytes[p]; }
+    return sent;
+}
+
+// The slowest link, in bytes a step, over which all arrives in the `overlap` steps that it has, latency aside:
+// what is sent in `length` + 1 steps in a row has `length` steps and the last one's overlap to pass.
+// overlap: at least 1
+inline double bytes_a_step_without_waits(const std::vector<size_t>& sent, long overlap) {
+    const long H = long(sent.size());
+    double most = double(std::accumulate(sent.begin(), sent.end(), size_t(0))) / double(H);
+    for (long first = 0; first < H; first++) {
+        size_t sum = 0;
+        for (long length = 0; length < H; length++) {
+            sum += sent[(first + length) % H];
+            most = std::max(most, double(sum) / double(length + overlap));
+        }
+    }
+    return most;
+}
+
+// What the plan comes to in Mbit/s, once it is known how long a step takes: a line for people.
+// bytes: that a process sends in a sync, by fragment; it receives as many.
+inline std::string rates(const std::vector<Fragment>& fragments, const std::vector<size_t>& bytes, long H,
+                         long overlap, double step_seconds) {
+    const std::vector<size_t> sent = sent_in_period(fragments, bytes, H);
+    auto mbits = [&](double bytes_a_step) { return bytes_a_step * 8e-6 / step_seconds; };
+    const double average = double(std::accumulate(sent.begin(), sent.end(), size_t(0))) / double(H);
+    const double peak = double(*std::max_element(sent.begin(), sent.end()));
+    std::string line = format("at %.4g s a step a process sends %.4g Mbit/s on average and %.4g Mbit/s in "
+                              "the step that sends most", step_seconds, mbits(average), mbits(peak));
+    if (overlap > 0) {
+        line += format("; with an overlap of %ld a link of %.4g Mbit/s keeps up", overlap,
+                       mbits(bytes_a_step_without_waits(sent, overlap)));
+    }
+    return line;
 }

@@ -530,7 +530,8 @@ inline std::vector<StreamingKernel> streaming_kernels(long n, Stream& stream) {
         const size_t payload = payload_bytes(format, n);
         kernels.push_back({std::string("quantize ") + f.name, 8.0 * double(n) + double(payload),
                            [n, format, &stream](FragmentArrays& a) {
-                               device::quantize(a.payloads(), format, n, 0, a.global, a.local, n, stream);
+                               device::quantize(a.payloads(), format, Rounding(), n, 0, {a.global, a.local},
+                                                n, stream);
                            }});
         for (int workers : {2, 4, 8}) {
             kernels.push_back({::format("dequantize_mean %s, M = %d", f.name, workers),

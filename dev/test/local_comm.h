@@ -90,6 +90,7 @@ public:
                 const uint8_t* part = group.buffer(r) + size_t(rank_) * bytes;
                 memcpy(static_cast<uint8_t*>(out) + size_t(r) * bytes, part, bytes);
             }
+            if (corrupt) { corrupt(calls, static_cast<uint8_t*>(out), bytes); }
         });
     }
 

@@ -70,6 +70,25 @@ TEST(DataLoader, two_processes_with_half_the_batch_see_the_same_tokens_in_a_step
     }
 }
 
+TEST(DataLoader, processes_with_batches_of_their_own_share_what_one_would_read) {
+    TemporaryFolder folder;
+    write_two_shards(folder);
+    for (bool shuffle : {false, true}) {
+        DataLoader whole = open_two_shards(folder, 6, 0, 1, 7, shuffle);
+        DataLoader first = open_two_shards(folder, 4, 0, 2, 7, shuffle);
+        DataLoader second = open_two_shards(folder, 2, 1, 2, 7, shuffle);
+        first.share(0, 6);
+        second.share(4, 6);
+        EXPECT_EQ(second.num_batches(), whole.num_batches());
+        for (int step = 0; step < 25; step++) {
+            std::vector<int> both = next_inputs(first, 16), rest = next_inputs(second, 8);
+            both.insert(both.end(), rest.begin(), rest.end());
+            ASSERT_EQ(next_inputs(whole, 24), both) << "step " << step;
+        }
+        EXPECT_TRUE(contains(user_error([&] { first.share(0, 100); }), "less than one step takes"));
+    }
+}
+
 TEST(DataLoader, shuffling_visits_every_sample_once_an_epoch_in_an_order_of_its_own) {
     TemporaryFolder folder;
     write_two_shards(folder);

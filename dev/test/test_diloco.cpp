@@ -121,7 +121,7 @@ TEST(Diloco, the_recurrence_of_two_fragments_is_exact_in_all_six_cases) {
             options.local_weight = alpha;
             options.learning_rate = 2;
             options.momentum = 0;
-            options.format = Format::fp32;
+            options.wire.format = Format::fp32;
             options.offsets = {3 - tau, (6 - tau) % 6};
             const std::vector<std::array<double, 2>> expected = recurrence(30, int(tau), double(alpha));
             LocalGroup group(2);
@@ -150,7 +150,7 @@ TEST(Diloco, one_fragment_without_overlap_in_fp32_is_algorithm_1_of_DiLoCo) {
     options.inner_steps = H;
     options.overlap = 0;
     options.local_weight = 0;
-    options.format = Format::fp32;
+    options.wire.format = Format::fp32;
     std::vector<std::vector<float>> local(workers), global(workers), initial(workers);
     LocalGroup group(workers);
     expect_no_errors(run_members(workers, [&](int worker) {
@@ -230,7 +230,7 @@ TEST(Diloco, one_worker_alone_takes_its_own_movement_as_outer_gradient) {
     DilocoOptions options;
     options.inner_steps = 4;
     options.overlap = 1;
-    options.format = Format::fp32;
+    options.wire.format = Format::fp32;
     LocalGroup group(1);
     LocalComm comm(group, 0);
     Member member(options, fragments_of(layout, 3, 4), layout, comm);
@@ -261,7 +261,7 @@ TEST(Diloco, the_optimizer_average_makes_global_the_mean_of_the_workers) {
     options.overlap = 0;
     options.local_weight = 0;
     options.optimizer = OuterOptimizer::average;
-    options.format = Format::fp32;
+    options.wire.format = Format::fp32;
     LocalGroup group(4);
     expect_no_errors(run_members(4, [&](int worker) {
         LocalComm comm(group, worker);
@@ -288,7 +288,7 @@ void expect_agreement(int workers, Format format, int ranks) {
         DilocoOptions options;
         options.inner_steps = H;
         options.overlap = std::vector<long>{8, 5, 0, 3}[worker];
-        options.format = format;
+        options.wire.format = format;
         auto delay = [&](long call) { return 0.001 * double((call + worker) % 3); };
         LocalComm comm(group, worker, delay);
         const int rank = ranks - 1;
@@ -602,7 +602,7 @@ TEST(Diloco, a_worker_that_is_missing_at_the_rehearsal_or_of_another_format_is_n
         LocalGroup group(2, 5);
         return run_members(2, [&](int worker) {
             DilocoOptions options;
-            if (!leaves && worker == 1) { options.format = Format::fp4_e2m1; }
+            if (!leaves && worker == 1) { options.wire.format = Format::fp4_e2m1; }
             LocalComm comm(group, worker);
             Member member(options, fragments_of(layout, 0, 100), layout, comm);
             member.start();
@@ -749,7 +749,7 @@ TEST(Diloco, workers_with_different_formats_or_schedules_are_refused) {
     const std::vector<std::string> errors = run_members(2, [&](int worker) {
         DilocoOptions options;
         options.inner_steps = 4;
-        options.format = worker == 0 ? Format::fp4 : Format::fp4_e2m1;
+        options.wire.format = worker == 0 ? Format::fp4 : Format::fp4_e2m1;
         LocalComm comm(group, worker);
         Member member(options, fragments_of(layout, 1, 4), layout, comm);
         member.start();
@@ -796,19 +796,19 @@ TEST(Exchange, the_wire_waits_for_a_payload_that_the_main_stream_is_still_writin
     expect_no_errors(run_members(2, [&](int worker) {
         LocalComm comm(group, worker);
         Stream main(Stream::Kind::communicate), outer(Stream::Kind::communicate);
-        AllGatherExchange exchange(Format::fp32, n, 1, comm, outer);
+        AllGatherExchange exchange({Format::fp32}, n, 1, comm, outer);
         std::vector<float> global(n, 3.0f), local(n, worker == 0 ? 1.0f : 2.0f), mean(n);
         const Sync sync{0, 0, 1, n};
         uint8_t* payload = exchange.payload(sync);
         main.enqueue([] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); });
-        device::write_header(payload, make_header(sync, Format::fp32, worker, 0), main);
-        device::quantize(payload, Format::fp32, n, 0, global.data(), local.data(), n, main);
+        device::write_header(payload, make_header(sync, exchange.layout(sync), 0, worker, 0), main);
+        device::quantize(payload, Format::fp32, Rounding(), n, 0, {global.data(), local.data()}, n, main);
         exchange.start(sync, main);
-        EXPECT_EQ(exchange.wait(sync).size(), 2u);
+        EXPECT_EQ(exchange.wait(sync).sent[0].size(), 2u);
         exchange.mean(mean.data(), sync, main);
         main.synchronize();
         EXPECT_EQ(mean, std::vector<float>(n, 1.5f));
-        EXPECT_EQ(exchange.finish(sync).bytes_sent, payload_bytes(Format::fp32, n));
+        EXPECT_EQ(exchange.finish(sync, true, main).bytes_sent, payload_bytes(Format::fp32, n));
     }));
 }
 
@@ -919,8 +919,8 @@ TEST(Plan, it_says_blocks_bytes_offsets_average_and_peak) {
               "       0       0     10               672  b0, b2\n"
               "       1       3     10               672  b1, b3\n"
               "       2       6     10               288  b4\n"
-              "a process sends 1632 bytes every 10 steps, 163 a step on average, 672 in a step at most; "
-              "at most 2 in flight at a time\n");
+              "a process sends 1632 bytes every 10 steps by all_gather, 163 a step on average, 672 in a step at "
+              "most; at most 2 in flight at a time\n");
     EXPECT_NE(plan(options, fragments_of(layout, 0, 10), layout, 3).find("b0..b4\n"), std::string::npos);
     options.offsets = {1, 1, 9};
     EXPECT_NE(plan(options, fragments, layout, 3).find("1344 in a step at most"), std::string::npos);

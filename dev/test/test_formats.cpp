@@ -1,6 +1,7 @@
 // The number formats, exhaustively: every code and every rounding boundary.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <limits>
@@ -138,6 +139,130 @@ TEST(Formats, denormals_infinities_and_nan_survive_where_the_format_has_them) {
     EXPECT_TRUE(std::isnan(Bf16::decode(Bf16::encode(-NAN))));
     for (uint32_t bits : {0u, 1u, 0x80000000u, 0x3f800001u, 0x7f7fffffu, 0x7f800000u, 0x7fc00001u}) {
         EXPECT_EQ(Fp32::encode(Fp32::decode(bits)), bits);
+    }
+}
+
+uint32_t encode(Format format, float x, uint32_t random) {
+    return with_format(format, [=](auto f) { return decltype(f)::encode(x, random); });
+}
+
+// How many of all 2^32 random words give x, a non-negative number, a code above `code`: the larger a word,
+// the larger the code.
+uint64_t words_that_go_up(Format format, float x, uint32_t code) {
+    uint64_t first = 0, end = uint64_t(1) << 32;  // the first word that goes up is in [first, end]
+    while (first < end) {
+        const uint64_t middle = (first + end) / 2;
+        if (encode(format, x, uint32_t(middle)) > code) {
+            end = middle;
+        } else {
+            first = middle + 1;
+        }
+    }
+    return (uint64_t(1) << 32) - first;
+}
+
+// Numbers between two neighbours: next to both, next to the middle and elsewhere. The lower one is the first.
+std::vector<float> between(float low, float high) {
+    const float middle = float((double(low) + high) / 2);
+    std::vector<float> points = {low, std::nextafterf(low, high), std::nextafterf(middle, low), middle,
+                                 std::nextafterf(middle, high), std::nextafterf(high, low)};
+    for (double part : {1e-6, 0.1, 1 / 3., 0.7, 0.999}) {
+        points.push_back(float(low + part * (double(high) - low)));
+    }
+    return points;
+}
+
+// Below the smallest normal number the probability has fewer bits; above, it is exact.
+TEST(StochasticFormats, the_larger_neighbour_is_as_likely_as_the_way_to_it_is_done) {
+    for (Format format : enumerable) {
+        const std::vector<double> values = values_of(format);
+        const int mantissa_bits = format == Format::fp4        ? 0
+                                  : format == Format::fp4_e2m1 ? 1
+                                  : format == Format::fp8_e4m3 ? 3
+                                                               : 2;
+        const bool all_exact = format == Format::bf16;
+        for (uint32_t code = 0; code + 1 < values.size(); code++) {
+            const double low = values[code], high = values[code + 1];
+            const bool is_normal = all_exact || code >= 1u << mantissa_bits;
+            for (float x : between(float(low), float(high))) {
+                const double exact = std::ldexp((double(x) - low) / (high - low), 32);
+                const double step = is_normal ? 1 : std::ldexp(1, 1 + mantissa_bits);
+                const double expected = std::floor(exact / step) * step;
+                ASSERT_EQ(double(words_that_go_up(format, x, code)), expected) << name_of(format) << " " << x;
+                if (is_normal) { ASSERT_EQ(expected, exact) << name_of(format) << " " << x; }
+            }
+        }
+    }
+}
+
+// Without the search above, which believes that larger words give larger codes.
+TEST(StochasticFormats, the_mean_over_all_random_words_is_the_number) {
+    const double parts[] = {0x1p-10, 0.25, 0.5, 0.578125, 1 - 0x1p-10};
+    for (Format format : enumerable) {
+        const std::vector<double> values = values_of(format);
+        for (uint32_t code : {0u, 1u, 2u, 3u, 6u, uint32_t(values.size()) - 2}) {
+            const double low = values[code], high = values[code + 1];
+            for (double part : parts) {
+                const float x = float(low + part * (high - low));
+                double sum = 0;
+                for (uint32_t word = 0; word < 1024; word++) {  // the other 22 bits decide nothing here
+                    const uint32_t got = encode(format, -x, word << 22 | (word * 0x9e3779b1 >> 10));
+                    ASSERT_TRUE(got == (code | sign_bit(format)) || got == (code + 1) + sign_bit(format));
+                    sum += double(decode(format, got));
+                }
+                if (double(x) == low + part * (high - low)) { ASSERT_EQ(sum / 1024, -double(x)); }
+            }
+        }
+    }
+}
+
+TEST(StochasticFormats, what_a_format_holds_stays_as_it_is) {
+    for (Format format : enumerable) {
+        const uint32_t codes = uint32_t(values_of(format).size());
+        for (uint32_t code = 0; code < codes; code++) {
+            for (uint32_t signed_code : {code, code | sign_bit(format)}) {
+                for (uint32_t random : {0u, 1u, 0x80000000u, 0xfffffffeu, 0xffffffffu}) {
+                    ASSERT_EQ(encode(format, decode(format, signed_code), random), signed_code);
+                }
+            }
+        }
+    }
+    for (uint32_t bits : {0u, 1u, 0x80000000u, 0x3f800001u, 0x7f7fffffu}) {
+        EXPECT_EQ(Fp32::encode(bits_to_float(bits), 0xffffffff), bits);
+    }
+}
+
+TEST(StochasticFormats, any_number_becomes_one_of_its_neighbours_with_its_sign) {
+    for (Format format : {Format::fp4, Format::fp4_e2m1, Format::fp8_e4m3, Format::fp8_e5m2}) {
+        const std::vector<double> values = values_of(format);
+        for (uint64_t i = 0; i < 20000; i++) {
+            const Philox4 bits = random_bits(2, RandomUse::parameters, i);
+            const float fraction = float(int32_t(bits.v[0])) * 0x1p-31f;
+            const float x = std::ldexp(fraction, int(bits.v[1] % 40) - 25) * float(values.back());
+            const double magnitude = std::min<double>(std::fabs(x), values.back());
+            const double decoded = decode(format, encode(format, x, bits.v[2]));
+            const auto above = std::lower_bound(values.begin(), values.end(), magnitude);
+            const double below = *above == magnitude ? magnitude : *std::prev(above);
+            ASSERT_TRUE(std::fabs(decoded) == *above || std::fabs(decoded) == below) << x << " " << decoded;
+            ASSERT_EQ(std::signbit(decoded), std::signbit(x));
+        }
+    }
+}
+
+TEST(StochasticFormats, what_is_too_large_becomes_the_largest_and_denormals_hardly_ever_more_than_zero) {
+    for (Format format : {Format::fp4, Format::fp4_e2m1, Format::fp8_e4m3, Format::fp8_e5m2}) {
+        const uint32_t largest = uint32_t(values_of(format).size()) - 1;
+        const float value = decode(format, largest);
+        for (uint32_t random : {0u, 0x80000000u, 0xffffffffu}) {
+            for (float x : {std::nextafterf(value, INFINITY), 1.3f * value, FLT_MAX, INFINITY}) {
+                EXPECT_EQ(encode(format, x, random), largest) << name_of(format) << " " << x;
+                EXPECT_EQ(encode(format, -x, random), largest | sign_bit(format));
+            }
+            for (float x : {0.0f, FLT_TRUE_MIN, FLT_MIN}) {
+                EXPECT_EQ(encode(format, x, random), 0u);
+                EXPECT_EQ(encode(format, -x, random), sign_bit(format));
+            }
+        }
     }
 }
 

@@ -1,12 +1,14 @@
-"""The number formats of streaming/formats.h against ml_dtypes, which is written by others."""
+"""What others have written: the number formats against ml_dtypes, the random numbers against cuRAND; and the
+same bits from a plain build and a vectorised one."""
 
+import os
 import pathlib
 import subprocess
 
 import numpy
 import pytest
 
-ml_dtypes = pytest.importorskip("ml_dtypes")
+ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed: make setup installs it")
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -89,21 +91,26 @@ BITS_PROGRAM = """
 #include "streaming/quantize.h"
 int main() {
     const long n = 128 * 65;
-    std::vector<float> global(n), momentum(n), local(n), params(n), mean(n);
+    std::vector<float> global(n), momentum(n), local(n), params(n), mean(n), residual(n);
     for (long i = 0; i < n; i++) {
         float scale = bits_to_float(uint32_t(1 + i / 128 * 3) << 23);  // from denormals upwards
         global[i] = scale * standard_normal(1, RandomUse::parameters, i);
         local[i] = scale * standard_normal(2, RandomUse::parameters, i);
     }
     Stream stream;
-    for (Format format : all_formats) {
+    for (int i = 0; i < 12; i++) {
+        const Format format = all_formats[i / 2];
+        const bool stochastic = i % 2 != 0;
         const size_t bytes = payload_bytes(format, n);
         Buffer<uint8_t> payloads(long(3 * bytes));
         for (int worker = 0; worker < 3; worker++) {
             uint8_t* payload = payloads + worker * bytes;
             device::write_header(payload, PayloadHeader(), stream);
             device::add_hash(payload, 0, local.data(), n, stream);
-            device::quantize(payload, format, n, 0, global.data(), local.data(), n, stream);
+            const Rounding rounding =
+                stochastic ? stochastic_rounding(9, worker, 4, RoundingStage::send).at(13) : Rounding();
+            const Source source{global.data(), local.data(), stochastic ? residual.data() : nullptr};
+            device::quantize(payload, format, rounding, n, 0, source, n, stream);
             for (float& value : local) { value = fma_rn(value, 0.7f, 1e-20f); }
         }
         device::dequantize_mean(mean.data(), payloads, bytes, 3, format, n, stream);
@@ -112,11 +119,11 @@ int main() {
         uint64_t sum = 0;
         for (size_t i = 0; i < 3 * bytes; i++) { sum = sum * 31 + payloads[i]; }
         for (long i = 0; i < n; i++) {
-            for (float x : {mean[i], momentum[i], global[i], params[i]}) {
+            for (float x : {mean[i], momentum[i], global[i], params[i], residual[i]}) {
                 sum = sum * 31 + float_to_bits(x);
             }
         }
-        printf("%s %016llx\\n", name_of(format).c_str(), (unsigned long long)sum);
+        printf("%s%d %016llx\\n", name_of(format).c_str(), stochastic, (unsigned long long)sum);
     }
 }
 """
@@ -131,4 +138,45 @@ def test_payload_mean_and_outer_step_have_the_same_bits_on_cpus_with_and_without
         subprocess.run([*common, *flags, "-o", tmp_path / name], check=True)
         outputs.append(subprocess.run([tmp_path / name], capture_output=True, check=True, text=True).stdout)
     assert outputs[0] == outputs[1]
-    assert len(set(outputs[0].split())) == 12  # six formats, six checksums
+    assert len(set(outputs[0].split())) == 24  # six formats, two roundings, a checksum each
+
+
+CUDA = pathlib.Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+
+# cuRAND's generator as it is in its header, which is for host code, too, beside ours. Prints both.
+CURAND_PROGRAM = """
+#include <cstdio>
+#include <curand_kernel.h>
+#include "streaming/rounding.h"
+int main() {
+    for (uint64_t seed : {uint64_t(0), uint64_t(42), uint64_t(0xfedcba9876543210)}) {
+        for (int worker : {0, 3, (1 << 24) - 1}) {
+            for (uint64_t sync : {0u, 17u, 0xffffffffu}) {
+                for (RoundingStage stage : {RoundingStage::send, RoundingStage::owner}) {
+                    for (uint64_t first : {uint64_t(0), uint64_t(1003), (uint64_t(1) << 34) - 6}) {
+                        const Rounding ours = stochastic_rounding(seed, worker, sync, stage);
+                        curandStatePhilox4_32_10_t theirs;
+                        curand_init(seed, uint64_t(ours.use) << 32 | ours.sync, first, &theirs);
+                        for (uint64_t i = first; i < first + 12; i++) {
+                            printf("%08x %08x\\n", random_quad(ours, i / 4).v[i % 4], curand(&theirs));
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+"""
+
+
+@pytest.mark.skipif(not (CUDA / "include/curand_kernel.h").exists(),
+                    reason="cuRAND's headers are not installed: CUDA_HOME says where they are")
+def test_the_wires_random_numbers_are_those_of_curand(tmp_path):
+    (tmp_path / "curand.cpp").write_text(CURAND_PROGRAM)
+    subprocess.run(["g++", "-std=c++17", "-O1", f"-I{ROOT}", "-isystem", CUDA / "include",
+                    tmp_path / "curand.cpp", "-o", tmp_path / "curand"], check=True)
+    printed = subprocess.run([tmp_path / "curand"], capture_output=True, check=True, text=True).stdout
+    pairs = [line.split() for line in printed.splitlines()]
+    assert len(pairs) == 3 * 3 * 3 * 2 * 3 * 12
+    assert all(ours == theirs for ours, theirs in pairs)
+    assert len({ours for ours, _ in pairs}) == len(pairs)

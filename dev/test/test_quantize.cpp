@@ -1,6 +1,7 @@
 // Payloads: their layout, their error, what is flagged, the mean, and the hash of the parameters.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <utility>
@@ -27,7 +28,7 @@ Buffer<uint8_t> payload_of(Format format, const std::vector<float>& delta) {
     std::vector<float> zeros(delta.size());
     Stream stream;
     device::write_header(payload, PayloadHeader(), stream);
-    device::quantize(payload, format, n, 0, delta.data(), zeros.data(), n, stream);
+    device::quantize(payload, format, Rounding(), n, 0, {delta.data(), zeros.data()}, n, stream);
     return payload;
 }
 
@@ -206,11 +207,12 @@ TEST(Quantize, pieces_make_the_same_payload_as_the_whole) {
         device::write_header(whole, PayloadHeader(), stream);
         device::write_header(parts, PayloadHeader(), stream);
         device::add_hash(whole, 0, global.data(), n, stream);
-        device::quantize(whole, format, n, 0, global.data(), local.data(), n, stream);
+        device::quantize(whole, format, Rounding(), n, 0, {global.data(), local.data()}, n, stream);
         long first = 0;
         for (long count : pieces) {
             device::add_hash(parts, first, &global[first], count, stream);
-            device::quantize(parts, format, n, first, &global[first], &local[first], count, stream);
+            device::quantize(parts, format, Rounding(), n, first, {&global[first], &local[first]}, count,
+                             stream);
             first += count;
         }
         ASSERT_EQ(first, n);
@@ -240,6 +242,254 @@ TEST(Quantize, the_mean_is_the_sum_in_ascending_order_of_workers_divided_by_thei
     }
     expect_mean(Format::fp4, 3, 128 * many_blocks);
 }
+
+// ---- stochastic rounding
+
+const Rounding stochastic = stochastic_rounding(7, 1, 5, RoundingStage::send);
+
+Buffer<uint8_t> payload_of(Format format, const Rounding& rounding, const Source& source, long n) {
+    Buffer<uint8_t> payload(long(payload_bytes(format, n)));
+    Stream stream;
+    device::write_header(payload, PayloadHeader(), stream);
+    device::quantize(payload, format, rounding, n, 0, source, n, stream);
+    return payload;
+}
+
+std::vector<float> decoded(Format format, const Buffer<uint8_t>& payload, long n) {
+    std::vector<float> mean(static_cast<size_t>(n));
+    Stream stream;
+    device::dequantize_mean(mean.data(), payload, 0, 1, format, n, stream);
+    return mean;
+}
+
+bool same(const Buffer<uint8_t>& a, const Buffer<uint8_t>& b) {
+    return a.count() == b.count() && memcmp(a.data(), b.data(), size_t(a.count())) == 0;
+}
+
+template <class F>
+std::vector<float> rounded_one_by_one(const std::vector<float>& values, const Buffer<uint8_t>& payload,
+                                      const Rounding& rounding) {
+    std::vector<float> result;
+    for (size_t i = 0; i < values.size(); i++) {
+        const uint64_t index = rounding.first + i;
+        const uint32_t random = random_quad(rounding, index / 4).v[index % 4];
+        const float scale = F::scaled ? scale_of(payload, long(i / 128)) : 1.0f;
+        result.push_back(F::decode(F::encode(values[i] / scale, random)) * scale);
+    }
+    return result;
+}
+
+// Blocks begin anywhere in the model: its tensors may have any size.
+TEST(QuantizeStochastically, a_value_is_rounded_with_the_word_of_its_index_in_the_model) {
+    const std::vector<float> values = random_values(128 * 5, 1);
+    for (Format format : all_formats) {
+        for (uint64_t first : {uint64_t(0), uint64_t(1), uint64_t(130), uint64_t(3) << 33 | 7}) {
+            const Rounding rounding = stochastic.at(first);
+            const Buffer<uint8_t> payload = payload_of(format, rounding, {values.data()}, 128 * 5);
+            const std::vector<float> expected = with_format(format, [&](auto f) {
+                return rounded_one_by_one<decltype(f)>(values, payload, rounding);
+            });
+            ASSERT_EQ(decoded(format, payload, 128 * 5), expected) << name_of(format) << " " << first;
+        }
+    }
+}
+
+// What lies at [begin, begin + count) of the model is rounded alike, whichever payload it is in and wherever.
+TEST(QuantizeStochastically, a_cut_into_ranges_and_shards_changes_nothing) {
+    const long n = 128 * (many_blocks + 100), pieces[] = {128, 128 * 99, 128 * many_blocks};
+    const std::vector<float> values = random_values(n, 1, 1);
+    for (Format format : all_formats) {
+        const Rounding rounding = stochastic.at(12);
+        const Buffer<uint8_t> whole = payload_of(format, rounding, {values.data()}, n);
+        const std::vector<float> expected = decoded(format, whole, n);
+        Buffer<uint8_t> ranges(long(payload_bytes(format, n)));
+        Stream stream;
+        device::write_header(ranges, PayloadHeader(), stream);
+        long first = 0;
+        for (long count : pieces) {
+            device::quantize(ranges, format, rounding.at(12 + uint64_t(first)), n, first, {&values[first]},
+                             count, stream);
+            const Buffer<uint8_t> shard =
+                payload_of(format, rounding.at(12 + uint64_t(first)), {&values[first]}, count);
+            const std::vector<float> of_shard = decoded(format, shard, count);
+            ASSERT_TRUE(std::equal(of_shard.begin(), of_shard.end(), expected.begin() + first));
+            first += count;
+        }
+        ASSERT_EQ(first, n);
+        ASSERT_TRUE(same(ranges, whole)) << name_of(format);
+    }
+}
+
+TEST(QuantizeStochastically, it_repeats_itself_but_not_for_another_seed_worker_sync_stage_or_place) {
+    const std::vector<float> values = random_values(128 * 3, 1);
+    const auto send = RoundingStage::send;
+    const Rounding others[] = {
+        Rounding(), stochastic_rounding(8, 1, 5, send), stochastic_rounding(7, 2, 5, send),
+        stochastic_rounding(7, 1, 6, send), stochastic_rounding(7, 1, 5, RoundingStage::owner),
+        stochastic.at(128)};
+    for (Format format : all_formats) {
+        const Buffer<uint8_t> payload = payload_of(format, stochastic, {values.data()}, 128 * 3);
+        ASSERT_TRUE(same(payload_of(format, stochastic, {values.data()}, 128 * 3), payload));
+        for (const Rounding& other : others) {
+            const bool equal = same(payload_of(format, other, {values.data()}, 128 * 3), payload);
+            ASSERT_EQ(equal, format == Format::fp32) << name_of(format);
+        }
+    }
+}
+
+// The variance of a value that is rounded to one of two neighbours: what lies below it times what lies above.
+template <class F>
+double variance(float value, float scale) {
+    const float quotient = std::fabs(value) / scale;
+    const double low = F::decode(F::encode(quotient, 0)), high = F::decode(F::encode(quotient, 0xffffffff));
+    return (double(quotient) - low) * (high - double(quotient)) * scale * scale;
+}
+
+// Each value within five standard deviations of its mean, and the sum of all within five of its own, so that
+// small values are not biased either.
+TEST(QuantizeStochastically, the_mean_over_many_syncs_is_the_value) {
+    const long n = 256;
+    const int syncs = 4000;
+    const std::vector<float> values = random_values(n, 3);
+    for (Format format : {Format::fp4, Format::fp4_e2m1, Format::fp8_e4m3, Format::fp8_e5m2, Format::bf16}) {
+        std::vector<double> sum(size_t(n), 0);
+        for (int sync = 0; sync < syncs; sync++) {
+            const Rounding rounding = stochastic_rounding(1, 0, uint64_t(sync), RoundingStage::send);
+            const Buffer<uint8_t> payload = payload_of(format, rounding, {values.data()}, n);
+            const std::vector<float> got = decoded(format, payload, n);
+            for (size_t i = 0; i < got.size(); i++) { sum[i] += double(got[i]) - double(values[i]); }
+        }
+        const Buffer<uint8_t> payload = payload_of(format, stochastic, {values.data()}, n);
+        double all = 0, all_variances = 0;
+        for (size_t i = 0; i < sum.size(); i++) {
+            const double of_one = syncs * with_format(format, [&](auto f) {
+                return variance<decltype(f)>(values[i], f.scaled ? scale_of(payload, long(i / 128)) : 1.0f);
+            });
+            ASSERT_LE(std::fabs(sum[i]), 5 * std::sqrt(of_one)) << name_of(format) << " " << values[i];
+            all += sum[i] * (values[i] > 0 ? 1 : -1);  // away from zero and towards it
+            all_variances += of_one;
+        }
+        EXPECT_GT(all_variances, 0);
+        EXPECT_LE(std::fabs(all), 5 * std::sqrt(all_variances)) << name_of(format);
+    }
+}
+
+// ---- division by the scale
+
+// All scales' mantissas; numerators at random and around every middle between two codes of E4M3 times the
+// scale, where a quotient that is off by its last bit changes a code.
+TEST(Quantize, division_by_a_scale_has_the_bits_of_a_division) {
+    for (uint32_t mantissa = 0; mantissa < 128; mantissa++) {
+        for (uint32_t exponent : {127u - 60, 127u - 59, 100u, 127u, 127u + 59}) {
+            const Divisor divisor = divisor_of(exponent << 7 | mantissa);
+            ASSERT_NE(divisor.reciprocal, 0);
+            auto expect_quotient = [&](float x) {
+                for (float signed_x : {x, -x}) {
+                    ASSERT_EQ(float_to_bits(divide_by(signed_x, divisor)),
+                              float_to_bits(signed_x / divisor.scale)) << signed_x << " / " << divisor.scale;
+                }
+            };
+            for (uint64_t i = 0; i < 300; i++) {
+                const Philox4 bits = random_bits(mantissa, RandomUse::parameters, i, exponent);
+                const float mantissa = divisor.scale * (1 + uniform(bits.v[0]));
+                expect_quotient(std::ldexp(mantissa, int(bits.v[1] % 74) - 58));
+            }
+            for (uint32_t code = 0; code < 0x7e; code++) {
+                const float middle = (E4M3::decode(code) + E4M3::decode(code + 1)) / 2 * divisor.scale;
+                for (float x : {std::nextafterf(middle, 0.0f), middle, std::nextafterf(middle, INFINITY)}) {
+                    expect_quotient(x);
+                }
+            }
+            expect_quotient(0.0f);
+        }
+    }
+    EXPECT_EQ(divisor_of(0).scale, 1.0f);
+    for (uint32_t scale : {1u, 0x7fu, (127u - 60) * 128 - 1, (127u + 60) * 128, 0x7f7fu}) {
+        EXPECT_EQ(divisor_of(scale).reciprocal, 0.0f) << scale;
+        EXPECT_EQ(divisor_of(scale).scale, bits_to_float(scale << 16));
+    }
+}
+
+// ---- error feedback
+
+// Two syncs: the second one's delta has the first one's residual in it.
+TEST(ErrorFeedback, the_residual_is_what_receivers_did_not_get_and_is_added_to_the_next_delta) {
+    const long n = 128 * many_blocks;
+    const std::vector<float> global = random_values(n, 1), local = random_values(n, 2);
+    for (const Rounding& rounding : {Rounding(), stochastic}) {
+        for (Format format : all_formats) {
+            std::vector<float> residual(static_cast<size_t>(n)), delta(static_cast<size_t>(n));
+            for (int sync = 0; sync < 2; sync++) {
+                for (size_t i = 0; i < delta.size(); i++) { delta[i] = global[i] - local[i] + residual[i]; }
+                const Source source{global.data(), local.data(), residual.data()};
+                const Buffer<uint8_t> payload = payload_of(format, rounding, source, n);
+                const Buffer<uint8_t> expected = payload_of(format, rounding, {delta.data()}, n);
+                ASSERT_TRUE(same(payload, expected)) << name_of(format);
+                const std::vector<float> got = decoded(format, payload, n);
+                for (size_t i = 0; i < delta.size(); i++) { ASSERT_EQ(residual[i], delta[i] - got[i]); }
+            }
+            const std::vector<float> nothing(static_cast<size_t>(n));
+            EXPECT_EQ(residual == nothing, format == Format::fp32);
+        }
+    }
+}
+
+TEST(ErrorFeedback, values_as_they_are_such_as_a_mean_have_it_too) {
+    const std::vector<float> mean = random_values(256, 1), zeros(256);
+    for (Format format : all_formats) {
+        std::vector<float> of_values = random_values(256, 2, 1e-4f), of_difference = of_values;
+        const Buffer<uint8_t> values =
+            payload_of(format, stochastic, {mean.data(), nullptr, of_values.data()}, 256);
+        const Buffer<uint8_t> difference =
+            payload_of(format, stochastic, {mean.data(), zeros.data(), of_difference.data()}, 256);
+        ASSERT_TRUE(same(values, difference)) << name_of(format);
+        ASSERT_EQ(of_values, of_difference);
+    }
+}
+
+// Of a delta that stays the same, what is sent in many syncs is off by one residual in all.
+TEST(ErrorFeedback, nothing_is_lost_for_good) {
+    const long n = 128;
+    const std::vector<float> delta = random_values(n, 1);
+    for (Format format : scaled_formats) {
+        std::vector<float> residual(static_cast<size_t>(n));
+        std::vector<double> sent(static_cast<size_t>(n));
+        const int syncs = 200;
+        for (int sync = 0; sync < syncs; sync++) {
+            const Source source{delta.data(), nullptr, residual.data()};
+            const std::vector<float> got = decoded(format, payload_of(format, Rounding(), source, n), n);
+            for (size_t i = 0; i < sent.size(); i++) { sent[i] += double(got[i]); }
+        }
+        for (size_t i = 0; i < sent.size(); i++) {
+            const double missing = syncs * double(delta[i]) - sent[i];
+            ASSERT_NEAR(missing, double(residual[i]), 1e-7) << name_of(format);  // 200 roundings of fp32
+            ASSERT_LE(std::fabs(missing), 0.01) << name_of(format);              // of 200 deltas of 0.001
+        }
+    }
+}
+
+TEST(ErrorFeedback, the_residual_of_a_block_that_cannot_be_sent_stays_as_it_was) {
+    const std::vector<float> before = random_values(128 * 3, 2, 1e-4f);
+    for (Format format : all_formats) {
+        for (float bad : {INFINITY, NAN}) {
+            std::vector<float> delta = random_values(128 * 3, 1), residual = before;
+            delta[128 + 77] = bad;
+            Buffer<uint8_t> payload =
+                payload_of(format, stochastic, {delta.data(), nullptr, residual.data()}, 128 * 3);
+            EXPECT_EQ(header_of(payload).flags, delta_not_finite);
+            for (size_t i = 0; i < residual.size(); i++) {
+                ASSERT_EQ(residual[i] == before[i], i / 128 == 1) << name_of(format) << " " << i;
+            }
+        }
+        std::vector<float> delta = random_values(128, 1), residual(128);
+        residual[5] = NAN;  // in the sum
+        Buffer<uint8_t> payload =
+            payload_of(format, Rounding(), {delta.data(), nullptr, residual.data()}, 128);
+        EXPECT_EQ(header_of(payload).flags, delta_not_finite);
+    }
+}
+
+// ---- the hash
 
 uint64_t hash_of(const std::vector<float>& values, long first = 0) {
     Buffer<uint8_t> payload(64);

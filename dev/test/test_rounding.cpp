@@ -1,11 +1,14 @@
-// Stochastic rounding of parameters to bf16: which random bits a value gets, and what they do to it.
+// Philox; stochastic rounding of parameters to bf16: which random bits a value gets, and what they do to it;
+// and which ones a value gets on the wire.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <vector>
 
 #include "llmc/rounding.h"
+#include "streaming/rounding.h"
 
 namespace {
 
@@ -166,6 +169,59 @@ TEST(Rounding, the_mean_over_a_models_values_is_the_value) {
         }
         EXPECT_NEAR(double(all) / (8 * packs), fraction, 4 * deviation / std::sqrt(8));
     }
+}
+
+// Random123's kat_vectors, "philox4x32 10": counter, key, what they give.
+TEST(Philox, the_published_answers_come_out) {
+    const struct {
+        Philox4 counter;
+        uint32_t key[2];
+        Philox4 answer;
+    } vectors[] = {
+        {{{0, 0, 0, 0}}, {0, 0}, {{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}}},
+        {{{0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff}},
+         {0xffffffff, 0xffffffff},
+         {{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}}},
+        {{{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}},
+         {0xa4093822, 0x299f31d0},
+         {{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}}},
+    };
+    for (const auto& vector : vectors) {
+        const Philox4 got = philox4x32_10(vector.counter, vector.key[0], vector.key[1]);
+        for (int i = 0; i < 4; i++) { EXPECT_EQ(got.v[i], vector.answer.v[i]); }
+    }
+}
+
+Halves words_of(const Rounding& rounding, uint64_t quad) {
+    const Philox4 drawn = random_quad(rounding, quad);
+    return Halves(drawn.v, drawn.v + 4);
+}
+
+// Expected: random_bits(seed, stage + 256 worker, [quad], sync) of dev/reference.py.
+TEST(WireRounding, four_values_get_philoxs_words_of_seed_worker_sync_stage_and_index) {
+    const Rounding send = stochastic_rounding(42, 3, 17, RoundingStage::send);
+    EXPECT_EQ(words_of(send, 10), (Halves{0x1b642393, 0xa258c38e, 0x768a5428, 0xce4b6ac3}));
+    const Rounding owner =
+        stochastic_rounding(0x123456789abcdef0, 1 << 23, 0x89abcdef, RoundingStage::owner);
+    EXPECT_EQ(words_of(owner, 0x5000000058 / 4), (Halves{0x9a4088ea, 0xa9fb1d88, 0xf3ed62ab, 0x0415645d}));
+}
+
+TEST(WireRounding, seeds_workers_syncs_stages_and_quads_get_other_words_each) {
+    std::vector<uint32_t> all;
+    for (uint64_t seed : {uint64_t(42), uint64_t(43), 42 | uint64_t(1) << 32}) {
+        for (int worker : {0, 1, 256, 1 << 23}) {
+            for (uint64_t sync : {0, 1, 256}) {
+                for (RoundingStage stage : {RoundingStage::send, RoundingStage::owner}) {
+                    for (uint64_t quad : {uint64_t(0), uint64_t(1), uint64_t(1) << 32}) {
+                        const Halves words = words_of(stochastic_rounding(seed, worker, sync, stage), quad);
+                        all.insert(all.end(), words.begin(), words.end());
+                    }
+                }
+            }
+        }
+    }
+    std::sort(all.begin(), all.end());  // of 2^32 numbers: that two of 864 are equal is unlikely, and not so
+    EXPECT_EQ(std::adjacent_find(all.begin(), all.end()), all.end());
 }
 
 TEST(Rounding, fp32_parameters_are_not_rounded) {

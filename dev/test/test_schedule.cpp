@@ -8,6 +8,9 @@
 
 namespace {
 
+const FragmentPattern all_patterns[] = {FragmentPattern::strided, FragmentPattern::sequential,
+                                        FragmentPattern::balanced};
+
 struct Case {
     int layers, embedding, fragment_layers;
     FragmentPattern pattern;
@@ -19,7 +22,7 @@ std::vector<Case> many_cases() {
     for (int layers : {1, 2, 3, 6, 7, 12, 24}) {
         for (int embedding : {1, 2, 5}) {
             for (int fragment_layers : {0, 1, 2, 3, 5, 30}) {
-                for (FragmentPattern pattern : {FragmentPattern::strided, FragmentPattern::sequential}) {
+                for (FragmentPattern pattern : all_patterns) {
                     for (long H : {1, 2, 7, 10, 30, 100}) {
                         cases.push_back({layers, embedding, fragment_layers, pattern, H});
                     }
@@ -30,8 +33,31 @@ std::vector<Case> many_cases() {
     return cases;
 }
 
-std::vector<Fragment> fragments_of(const Case& c) {
-    return make_fragments(c.layers, c.layers + c.embedding, c.fragment_layers, c.pattern, c.H);
+// Of a model as layout.h cuts it: layers of one size, and pieces of the embedding that are no larger than a
+// fragment of layers and, but for the last, about that large.
+std::vector<long> sizes_of(const Case& c) {
+    const long layer = 1000;
+    const long limit = c.fragment_layers == 0 ? 5000 : layer * std::min(c.layers, c.fragment_layers);
+    std::vector<long> sizes(c.layers, layer);
+    for (int piece = 1; piece < c.embedding; piece++) { sizes.push_back(limit - 10); }
+    sizes.push_back(limit * (1 + c.layers % 5) / 5);
+    return sizes;
+}
+
+std::vector<Fragment> fragments_of(const Case& c, const std::vector<long>& sizes) {
+    return make_fragments(c.layers, c.layers + c.embedding, c.fragment_layers, c.pattern, c.H, sizes);
+}
+
+std::vector<Fragment> fragments_of(const Case& c) { return fragments_of(c, sizes_of(c)); }
+
+long largest_fragment(const std::vector<Fragment>& fragments, const std::vector<long>& sizes) {
+    long largest = 0;
+    for (const Fragment& fragment : fragments) {
+        long sum = 0;
+        for (int block : fragment.blocks) { sum += sizes[size_t(block)]; }
+        largest = std::max(largest, sum);
+    }
+    return largest;
 }
 
 TEST(Schedule, every_block_is_in_exactly_one_fragment) {
@@ -49,6 +75,7 @@ TEST(Schedule, every_block_is_in_exactly_one_fragment) {
 
 TEST(Schedule, no_fragment_holds_more_layers_than_asked_for_and_none_mixes_layers_and_embedding) {
     for (const Case& c : many_cases()) {
+        if (c.pattern == FragmentPattern::balanced) { continue; }
         const std::vector<Fragment> fragments = fragments_of(c);
         if (c.fragment_layers == 0) {
             ASSERT_EQ(fragments.size(), 1u);
@@ -74,6 +101,82 @@ TEST(Schedule, strided_interleaves_layers_and_sequential_keeps_neighbours_togeth
               (std::vector<std::vector<int>>{{0, 3, 6}, {1, 4}, {2, 5}, {7}, {8}}));
     EXPECT_EQ(blocks(FragmentPattern::sequential),
               (std::vector<std::vector<int>>{{0, 1, 2}, {3, 4, 5}, {6}, {7}, {8}}));
+}
+
+TEST(Schedule, balanced_has_as_many_fragments_as_strided_and_its_largest_is_no_larger) {
+    int smaller = 0;
+    for (Case c : many_cases()) {
+        if (c.pattern != FragmentPattern::balanced) { continue; }
+        const std::vector<long> sizes = sizes_of(c);
+        const std::vector<Fragment> balanced = fragments_of(c, sizes);
+        c.pattern = FragmentPattern::strided;
+        const std::vector<Fragment> strided = fragments_of(c, sizes);
+        ASSERT_EQ(balanced.size(), strided.size());
+        const long largest = largest_fragment(balanced, sizes), before = largest_fragment(strided, sizes);
+        ASSERT_LE(largest, before) << c.layers << " " << c.embedding << " " << c.fragment_layers;
+        smaller += largest < before;
+    }
+    EXPECT_GT(smaller, 50);
+}
+
+// The largest fragment of the best cut, by trying all.
+long smallest_possible(const std::vector<long>& sizes, std::vector<long>& held, size_t block, long best) {
+    if (block == sizes.size()) { return *std::max_element(held.begin(), held.end()); }
+    for (size_t p = 0; p < held.size(); p++) {
+        if (held[p] + sizes[block] < best) {
+            held[p] += sizes[block];
+            best = std::min(best, smallest_possible(sizes, held, block + 1, best));
+            held[p] -= sizes[block];
+        }
+        if (held[p] == 0) { break; }  // the other empty ones are the same
+    }
+    return best;
+}
+
+TEST(Schedule, balanced_is_within_a_third_of_the_best_for_blocks_of_any_sizes) {
+    for (uint32_t seed = 1; seed <= 500; seed++) {
+        uint32_t state = seed * 2654435761u;
+        auto random = [&] { return (state = state * 1664525u + 1013904223u) >> 16; };
+        std::vector<long> sizes(1 + random() % 9);
+        for (long& size : sizes) { size = 128 * (1 + random() % 40); }
+        const int count = 1 + int(random() % sizes.size());
+        const std::vector<Fragment> fragments = balanced_fragments(sizes, count);
+
+        std::multiset<int> seen;
+        for (const Fragment& fragment : fragments) {
+            ASSERT_FALSE(fragment.blocks.empty());
+            seen.insert(fragment.blocks.begin(), fragment.blocks.end());
+        }
+        ASSERT_EQ(seen.size(), sizes.size());
+        ASSERT_EQ(std::set<int>(seen.begin(), seen.end()).size(), sizes.size());
+        std::vector<long> held(size_t(count), 0);
+        const double best = double(smallest_possible(sizes, held, 0, 1L << 40));
+        ASSERT_LE(double(largest_fragment(fragments, sizes)), best * (4.0 / 3 - 1.0 / (3 * count)) + 0.5);
+    }
+}
+
+TEST(Schedule, balanced_is_the_same_on_every_worker_and_numbers_fragments_by_their_first_block) {
+    auto blocks = [](std::vector<long> sizes, int count) {
+        std::vector<std::vector<int>> result;
+        for (const Fragment& one : balanced_fragments(sizes, count)) { result.push_back(one.blocks); }
+        return result;
+    };
+    using Blocks = std::vector<std::vector<int>>;
+    EXPECT_EQ(blocks({7, 7, 7, 7, 20, 10}, 3), (Blocks{{0, 1, 3}, {2, 5}, {4}}));
+    EXPECT_EQ(blocks({5, 5, 5, 5}, 2), (Blocks{{0, 2}, {1, 3}}));
+    EXPECT_EQ(blocks({1, 2, 3}, 1), (Blocks{{0, 1, 2}}));
+}
+
+TEST(Schedule, a_layout_is_balanced_by_the_sizes_of_its_blocks) {
+    const Layout layout = gpt_layout({256, 1000, 1024, 6, 2, 128}, 1, 4);
+    std::vector<long> sizes;
+    for (const Block& block : layout.blocks) { sizes.push_back(block.size); }
+    const auto balanced = make_fragments(layout, 4, FragmentPattern::balanced, 30);
+    const auto strided = make_fragments(layout, 4, FragmentPattern::strided, 30);
+    ASSERT_EQ(balanced.size(), strided.size());
+    EXPECT_EQ(largest_fragment(strided, sizes), 3 * sizes[0]);
+    EXPECT_LT(largest_fragment(balanced, sizes), 3 * sizes[0]);
+    EXPECT_THROW(make_fragments(6, 7, 4, FragmentPattern::balanced, 30), std::logic_error);
 }
 
 TEST(Schedule, every_fragment_is_sent_exactly_once_in_any_H_steps_after_its_first_and_once_by_step_H) {
@@ -162,8 +265,60 @@ TEST(Schedule, offsets_can_be_set_freely_below_H) {
     EXPECT_THROW(set_offsets(fragments, {0, 1}, 6), UserError);
 }
 
+TEST(Schedule, offsets_are_numbers_with_commas_between_them) {
+    EXPECT_EQ(parse_offsets(""), std::vector<long>());
+    EXPECT_EQ(parse_offsets("0"), std::vector<long>({0}));
+    EXPECT_EQ(parse_offsets("12,0,7"), std::vector<long>({12, 0, 7}));
+    for (const char* wrong : {",", "1,", ",1", "1,,2", "1 2", " 1", "-1", "1.5", "a", "0x1", "9999999999"}) {
+        EXPECT_THROW(parse_offsets(wrong), UserError) << wrong;
+    }
+}
+
+TEST(Schedule, what_is_sent_in_a_period_is_every_fragment_once_at_its_offset) {
+    std::vector<Fragment> fragments = make_fragments(2, 3, 1, FragmentPattern::strided, 4);
+    set_offsets(fragments, {1, 3, 1}, 4);
+    EXPECT_EQ(sent_in_period(fragments, {10, 20, 30}, 4), (std::vector<size_t>{0, 40, 0, 20}));
+}
+
+// A link that passes `rate` bytes in a step, first come first served: does everything arrive in its overlap?
+bool keeps_up(const std::vector<size_t>& sent, long overlap, double rate) {
+    const long H = long(sent.size());
+    double waiting = 0;  // bytes that have been sent and are not through
+    for (long step = 0; step < 200 * H; step++) {
+        waiting += double(sent[size_t(step % H)]);
+        if (waiting > rate * double(overlap)) { return false; }
+        waiting = std::max(0.0, waiting - rate);
+    }
+    return true;
+}
+
+TEST(Schedule, the_slowest_link_without_waits_keeps_up_and_one_that_is_slower_does_not) {
+    for (const Case& c : many_cases()) {
+        const std::vector<Fragment> fragments = fragments_of(c);
+        std::vector<size_t> bytes;
+        for (size_t p = 0; p < fragments.size(); p++) { bytes.push_back(1000 + 777 * p % 1500); }
+        const std::vector<size_t> sent = sent_in_period(fragments, bytes, c.H);
+        for (long overlap : {1L, 3L, c.H / 2, c.H - 1}) {
+            if (overlap < 1 || overlap >= c.H) { continue; }
+            const double rate = bytes_a_step_without_waits(sent, overlap);
+            ASSERT_TRUE(keeps_up(sent, overlap, rate * 1.0001)) << c.H << " " << overlap;
+            ASSERT_FALSE(keeps_up(sent, overlap, rate * 0.99)) << c.H << " " << overlap;
+        }
+    }
+}
+
+TEST(Schedule, rates_are_the_plan_in_megabits_at_the_measured_step_time) {
+    const std::vector<Fragment> fragments = make_fragments(2, 3, 1, FragmentPattern::strided, 30);
+    const std::string line = rates(fragments, {1000000, 1000000, 3000000}, 30, 5, 0.5);
+    EXPECT_EQ(line, "at 0.5 s a step a process sends 2.667 Mbit/s on average and 48 Mbit/s in the step that "
+                    "sends most; with an overlap of 5 a link of 9.6 Mbit/s keeps up");
+    EXPECT_EQ(rates(fragments, {1000000, 1000000, 3000000}, 30, 0, 0.5),
+              line.substr(0, line.find(';')));
+}
+
 TEST(Schedule, a_wrong_pattern_or_a_negative_fragment_size_is_the_users_mistake) {
     EXPECT_EQ(parse_fragment_pattern("strided"), FragmentPattern::strided);
+    EXPECT_EQ(parse_fragment_pattern("balanced"), FragmentPattern::balanced);
     EXPECT_EQ(parse_fragment_pattern("sequential"), FragmentPattern::sequential);
     EXPECT_THROW(parse_fragment_pattern("random"), UserError);
     EXPECT_THROW(make_fragments(6, 7, -1, FragmentPattern::strided, 10), UserError);

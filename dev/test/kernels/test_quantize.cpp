@@ -37,7 +37,9 @@ PayloadHeader some_header(uint16_t format) {
     header.send_step = 0x5152535455565758;
     header.values = 0x6162636465666768;
     header.tokens = 0x7172737475767778;
-    header.flags = 0x8182838485868786;  // the flag of a bad delta is not among them
+    header.flags = 0x81828386;  // the flag of a bad delta is not among them
+    header.part = 0x9192;
+    header.parts = 0xa1a2;
     header.hash = 0xf192939495969798;   // a sum that begins here will overflow
     return header;
 }
@@ -62,9 +64,14 @@ struct Part {
     long first, count;
 };
 
+// Seeds, syncs and indices of more than 32 bits where they may be.
+const Rounding stochastic =
+    stochastic_rounding(0x123456789abcdef0, 3, 17, RoundingStage::send).at(uint64_t(5) << 33 | 12);
+
 // Quantizes parts of a fragment, each array an allocation of its own, and compares the whole payload after
-// each part.
-void expect_same_payload(Format format, const Floats& global, const Floats& local, std::vector<Part> parts) {
+// each part. With residuals: a part of the values' size, some of them 0.
+void expect_same_payload(Format format, const Floats& global, const Floats& local, std::vector<Part> parts,
+                         const Rounding& rounding = Rounding(), bool with_residual = false) {
     const long n = long(global.size());
     Bytes expected = new_payload(format, n);
     DeviceArray<uint8_t> payload(expected);
@@ -73,19 +80,32 @@ void expect_same_payload(Format format, const Floats& global, const Floats& loca
     for (const Part& part : parts) {
         const Floats part_global(global.begin() + part.first, global.begin() + part.first + part.count);
         const Floats part_local(local.begin() + part.first, local.begin() + part.first + part.count);
-        cpu::quantize(expected.data(), format, n, part.first, part_global.data(), part_local.data(),
-                      part.count, cpu_stream);
-        DeviceArray<float> device_global(part_global), device_local(part_local);
-        cuda::quantize(payload, format, n, part.first, device_global, device_local, part.count, stream);
+        Floats residual;
+        for (float value : part_global) { residual.push_back(residual.size() % 5 ? value * 0x1p-6f : 0.0f); }
+        DeviceArray<float> device_global(part_global), device_local(part_local), device_residual(residual);
+        const Rounding own = rounding.at(rounding.first + uint64_t(part.first));
+        float* cpu_residual = with_residual ? residual.data() : nullptr;
+        float* cuda_residual = device_residual;
+        cpu::quantize(expected.data(), format, own, n, part.first,
+                      {part_global.data(), part_local.data(), cpu_residual}, part.count, cpu_stream);
+        cuda::quantize(payload, format, own, n, part.first,
+                       {device_global, device_local, with_residual ? cuda_residual : nullptr}, part.count,
+                       stream);
         stream.synchronize();
         expect_same_bits(payload.to_host(), expected, name_of(format));
         expect_same_bits(device_global.to_host(), part_global, "global");
         expect_same_bits(device_local.to_host(), part_local, "local");
+        expect_same_bits(device_residual.to_host(), residual, "residual");
     }
 }
 
+// To nearest and stochastically, with and without residuals.
 void expect_same_payload(Format format, const Floats& global, const Floats& local) {
-    expect_same_payload(format, global, local, {{0, long(global.size())}});
+    for (const Rounding& rounding : {Rounding(), stochastic}) {
+        for (bool with_residual : {false, true}) {
+            expect_same_payload(format, global, local, {{0, long(global.size())}}, rounding, with_residual);
+        }
+    }
 }
 
 // One, three and 17 quantization blocks: the last makes two blocks of threads and one warp of a third.
@@ -185,8 +205,8 @@ uint64_t flags_of(Format format, const Floats& global, const Floats& local) {
     DeviceArray<uint8_t> payload(new_payload(format, long(global.size())));
     DeviceArray<float> device_global(global), device_local(local);
     Stream stream;
-    cuda::quantize(payload, format, long(global.size()), 0, device_global, device_local, long(global.size()),
-                   stream);
+    cuda::quantize(payload, format, Rounding(), long(global.size()), 0, {device_global, device_local},
+                   long(global.size()), stream);
     stream.synchronize();
     return header_in(payload.to_host()).flags;
 }
@@ -236,9 +256,56 @@ TEST(QuantizeKernel, RangesWriteTheirOwnPartOfAPayloadAndNothingElse) {
     for_each_order(3, [&] {
         for (Format format : all_formats) {
             expect_same_payload(format, global, local,
-                                {{128, 128 * 2}, {128 * 19, 128}, {128 * 3, 128 * 16}, {0, 128}});
+                                {{128, 128 * 2}, {128 * 19, 128}, {128 * 3, 128 * 16}, {0, 128}}, stochastic,
+                                true);
         }
     });
+}
+
+// What an owner sends: a mean, without anything to subtract.
+TEST(QuantizeKernel, ValuesAsTheyAreGiveTheCpusBytes) {
+    const long n = 128 * 11;
+    const Floats mean = random_values(n, 3, 0x1p-8f), before = random_values(n, 4, 0x1p-12f);
+    const Rounding owner = stochastic_rounding(7, 1, 2, RoundingStage::owner).at(1024);
+    for (Format format : all_formats) {
+        for (const Rounding& rounding : {Rounding(), owner}) {
+            Bytes expected = new_payload(format, n);
+            Floats residual = before;
+            cpu::Stream cpu_stream;
+            cpu::quantize(expected.data(), format, rounding, n, 0, {mean.data(), nullptr, residual.data()}, n,
+                          cpu_stream);
+            DeviceArray<uint8_t> payload(new_payload(format, n));
+            DeviceArray<float> device_mean(mean), device_residual(before);
+            Stream stream;
+            cuda::quantize(payload, format, rounding, n, 0, {device_mean, nullptr, device_residual}, n,
+                           stream);
+            stream.synchronize();
+            expect_same_bits(payload.to_host(), expected, name_of(format));
+            expect_same_bits(device_residual.to_host(), residual, name_of(format));
+        }
+    }
+}
+
+// Equal values over a warp, whose four words of a call go to the four values of a lane, in order: had two of
+// them changed places, other values would go up.
+TEST(QuantizeKernel, EachValueIsRoundedWithTheWordOfItsIndex) {
+    Floats values(128 * 9, 0.6f);  // between 0.5 and 1 in E3M0, and 1 is the scale
+    for (size_t i = 0; i < values.size(); i += 128) { values[i] = 1.0f; }
+    DeviceArray<uint8_t> payload(new_payload(Format::fp4, long(values.size())));
+    DeviceArray<float> device_values(values);
+    Stream stream;
+    cuda::quantize(payload, Format::fp4, stochastic, long(values.size()), 0, {device_values},
+                   long(values.size()), stream);
+    stream.synchronize();
+    const Bytes bytes = payload.to_host();
+    const uint8_t* codes = bytes.data() + sizeof(PayloadHeader) + scale_bytes(Format::fp4, 128 * 9);
+    for (size_t i = 0; i < values.size(); i++) {
+        const uint64_t index = stochastic.first + i;
+        const Philox4 words = philox4x32_10(
+            {{uint32_t(index / 4), uint32_t(index / 4 >> 32), 17, 5 + 256 * 3}}, 0x9abcdef0, 0x12345678);
+        const bool up = uint64_t(words.v[index % 4]) + uint64_t(double(0.6f) / 0.5 * 0x1p32) >= 2ull << 32;
+        ASSERT_EQ(codes[i / 2] >> i % 2 * 4 & 15, i % 128 == 0 || up ? 7 : 6) << i;
+    }
 }
 
 // ---- the mean
@@ -326,13 +393,14 @@ TEST(DequantizeMeanKernel, WhatTheDeviceQuantizedIsDecodedAsTheCpuWould) {
         Bytes cpu_payload = new_payload(format, n);
         Floats expected(global.size());
         cpu::Stream cpu_stream;
-        cpu::quantize(cpu_payload.data(), format, n, 0, global.data(), local.data(), n, cpu_stream);
+        cpu::quantize(cpu_payload.data(), format, Rounding(), n, 0, {global.data(), local.data()}, n,
+                      cpu_stream);
         cpu::dequantize_mean(expected.data(), cpu_payload.data(), 0, 1, format, n, cpu_stream);
 
         DeviceArray<uint8_t> payload(new_payload(format, n));
         DeviceArray<float> device_global(global), device_local(local), mean(global.size());
         Stream stream;
-        cuda::quantize(payload, format, n, 0, device_global, device_local, n, stream);
+        cuda::quantize(payload, format, Rounding(), n, 0, {device_global, device_local}, n, stream);
         cuda::dequantize_mean(mean, payload, 0, 1, format, n, stream);
         stream.synchronize();
         expect_same_bits(mean.to_host(), expected, name_of(format));
@@ -409,23 +477,174 @@ TEST(HeaderKernels, AHeaderIsWrittenWholeAndAlone) {
     expect_same_bits(payload.to_host(), expected, "payload");
 }
 
+// `count` payloads that begin with `each` headers, all of them different.
+Bytes payloads_with_headers(int count, int each, size_t stride) {
+    Bytes payloads(stride * size_t(count), 0xa5);
+    for (int i = 0; i < count * each; i++) {
+        PayloadHeader header = some_header(uint16_t(i));
+        header.tokens = random_word(5, uint64_t(i)) % 1000;
+        memcpy(&payloads[size_t(i / each) * stride + size_t(i % each) * sizeof(header)], &header,
+               sizeof(header));
+    }
+    return payloads;
+}
+
 TEST(HeaderKernels, HeadersOfAllPayloadsAreRead) {
     const int workers = 3;
-    const size_t stride = payload_bytes(Format::fp8_e4m3, 128 * 3);
-    Bytes payloads(stride * workers, 0xa5);
-    for (int worker = 0; worker < workers; worker++) {
-        const PayloadHeader header = some_header(uint16_t(worker));
-        memcpy(&payloads[size_t(worker) * stride], &header, sizeof(header));
+    for (int each : {1, 4}) {
+        const size_t stride = sizeof(PayloadHeader) * size_t(each) + 48;
+        const Bytes payloads = payloads_with_headers(workers, each, stride);
+        DeviceArray<uint8_t> device_payloads(payloads);
+        std::vector<PayloadHeader> headers(size_t(workers * each + 1)), expected(headers.size());
+        Stream stream;
+        cpu::Stream cpu_stream;
+        cuda::read_headers(headers.data(), device_payloads, stride, workers, each, stream);
+        cpu::read_headers(expected.data(), payloads.data(), stride, workers, each, cpu_stream);
+        stream.synchronize();
+        for (size_t i = 0; i < headers.size(); i++) { expect_same_header(headers[i], expected[i]); }
+        expect_same_header(headers.back(), PayloadHeader());
+        EXPECT_EQ(headers[size_t(each)].format, some_header(uint16_t(each)).format);
     }
-    DeviceArray<uint8_t> device_payloads(payloads);
-    std::vector<PayloadHeader> headers(workers + 1);
+}
+
+// 33 headers are more packs of 16 bytes than a block has threads, and more workers than a warp has.
+TEST(HeaderKernels, AMeanBeginsWithItsOwnHeaderAndThoseOfWhatItIsAMeanOf) {
+    for (int workers : {1, 3, 33}) {
+        const size_t stride = sizeof(PayloadHeader) + 80, bytes = sizeof(PayloadHeader) * size_t(1 + workers);
+        const Bytes payloads = payloads_with_headers(workers, 1, stride);
+        Bytes expected(bytes + behind, 0x5a);
+        DeviceArray<uint8_t> out(expected), device_payloads(payloads);
+        Stream stream;
+        cpu::Stream cpu_stream;
+        cuda::write_mean_headers(out, some_header(77), device_payloads, stride, workers, stream);
+        cpu::write_mean_headers(expected.data(), some_header(77), payloads.data(), stride, workers,
+                                cpu_stream);
+        stream.synchronize();
+        expect_same_bits(out.to_host(), expected, "headers");
+        EXPECT_EQ(memcmp(&expected[bytes - sizeof(PayloadHeader)], &payloads[stride * size_t(workers - 1)],
+                         sizeof(PayloadHeader)), 0);
+    }
+}
+
+TEST(TokenWeightsKernel, TheWeightsHaveTheCpusBits) {
+    for (int workers : {1, 3, 33}) {
+        const size_t stride = sizeof(PayloadHeader) + 80;
+        Bytes payloads = payloads_with_headers(workers, 1, stride);
+        auto tokens_of = [&](int worker) -> uint64_t& {
+            return reinterpret_cast<PayloadHeader*>(&payloads[stride * size_t(worker)])->tokens;
+        };
+        for (int round = 0; round < 3; round++) {
+            if (round == 1) { tokens_of(0) = (uint64_t(1) << 53) + 1; }  // not a float, nor a double
+            for (int worker = 0; round == 2 && worker < workers; worker++) { tokens_of(worker) = 0; }
+            Floats expected(size_t(workers) + behind, 7.0f);
+            DeviceArray<float> weights(expected);
+            DeviceArray<uint8_t> device_payloads(payloads);
+            Stream stream;
+            cpu::Stream cpu_stream;
+            cuda::token_weights(weights, device_payloads, stride, workers, stream);
+            cpu::token_weights(expected.data(), payloads.data(), stride, workers, cpu_stream);
+            stream.synchronize();
+            expect_same_bits(weights.to_host(), expected, "weights");
+            if (round == 2) { EXPECT_EQ(expected[0], 1.0f / float(workers)); }
+        }
+    }
+}
+
+// ---- fragments in parts
+
+// Headers and, for all that is to be written, bytes that are easy to know again.
+Bytes new_parts(const PayloadLayout& layout) {
+    Bytes payload(layout.bytes * size_t(layout.parts) + behind, 0xa5);
+    for (int part = 0; part < layout.parts; part++) {
+        PayloadHeader header = some_header(uint16_t(layout.format));
+        header.part = uint16_t(part);
+        memcpy(&payload[layout.bytes * size_t(part)], &header, sizeof(header));
+    }
+    return payload;
+}
+
+// Fewer blocks than parts, as many, and numbers that do not divide; ranges that end within parts.
+TEST(PartsOfAFragment, QuantizedInOneLaunchTheyAreTheCpusBytes) {
+    for_each_order(2, [] {
+        for (Format format : all_formats) {
+            for (int parts : {2, 3, 4, 8}) {
+                for (long blocks : {1L, 3L, 8L, 13L, 26L}) {
+                    const long n = 128 * blocks, cut = blocks / 3 * 128;
+                    const PayloadLayout layout = payload_layout(format, n, parts, parts % 2 ? 1 : 1 + parts);
+                    Floats global = random_values(n, uint64_t(n), 1.0f);
+                    if (blocks == 13) { global[size_t(n - 1)] = NAN; }
+                    Floats residual = random_values(n, 9, 0x1p-9f);
+                    Bytes expected = new_parts(layout);
+                    DeviceArray<uint8_t> payload(expected);
+                    DeviceArray<float> device_global(global), device_residual(residual);
+                    Stream stream;
+                    cpu::Stream cpu_stream;
+                    cuda::clear_padding(payload, layout, stream);
+                    cpu::clear_padding(expected.data(), layout, cpu_stream);
+                    for (auto [first, count] : {Part{cut, n - cut}, Part{0, cut}}) {
+                        const Rounding own = stochastic.at(stochastic.first + uint64_t(first));
+                        cuda::quantize(payload, layout, own, first,
+                                       Source{device_global, nullptr, device_residual}.from(first), count,
+                                       stream);
+                        cpu::quantize(expected.data(), layout, own, first,
+                                      Source{global.data(), nullptr, residual.data()}.from(first), count,
+                                      cpu_stream);
+                    }
+                    stream.synchronize();
+                    expect_same_bits(payload.to_host(), expected, name_of(format));
+                    expect_same_bits(device_residual.to_host(), residual, name_of(format));
+                }
+            }
+        }
+    });
+}
+
+TEST(PartsOfAFragment, TheirMeansWithAndWithoutWeightsHaveTheCpusBits) {
+    for (Format format : all_formats) {
+        for (int parts : {1, 3, 8}) {
+            for (long blocks : {1L, 8L, 13L}) {
+                const int workers = 3;
+                const PayloadLayout layout = payload_layout(format, 128 * blocks, parts, 1 + parts);
+                const size_t stride = layout.bytes * size_t(parts);
+                Bytes payloads;
+                for (uint64_t worker = 0; worker < workers; worker++) {
+                    Bytes one = new_parts(layout);
+                    const Floats values = random_values(128 * blocks, worker, worker == 1 ? 0x1p-135f : 1.0f);
+                    cpu::Stream cpu_stream;
+                    cpu::quantize(one.data(), layout, Rounding(), 0, {values.data()}, 128 * blocks,
+                                  cpu_stream);
+                    payloads.insert(payloads.end(), one.begin(), one.begin() + long(stride));
+                }
+                const Floats weights = {0.3f, 0.6f, 0.1f};
+                DeviceArray<uint8_t> device_payloads(payloads);
+                DeviceArray<float> device_weights(weights);
+                for (bool weighted : {false, true}) {
+                    Floats expected(size_t(128 * blocks + behind), 7.0f);
+                    DeviceArray<float> mean(expected);
+                    Stream stream;
+                    cpu::Stream cpu_stream;
+                    float* const on_device = device_weights;
+                    cuda::dequantize_mean(mean, device_payloads, stride, workers, layout,
+                                          weighted ? on_device : nullptr, stream);
+                    cpu::dequantize_mean(expected.data(), payloads.data(), stride, workers, layout,
+                                         weighted ? weights.data() : nullptr, cpu_stream);
+                    stream.synchronize();
+                    expect_same_bits(mean.to_host(), expected, name_of(format));
+                }
+            }
+        }
+    }
+}
+
+TEST(CopyValues, AllAreCopiedAndNothingElse) {
+    const Floats values = random_values(1000, 3, 1.0f);
+    DeviceArray<float> inp(values), out(Floats(values.size(), 7.0f));
     Stream stream;
-    cuda::read_headers(headers.data(), device_payloads, stride, workers, stream);
+    cuda::copy_values(out, inp, 999, stream);
     stream.synchronize();
-    for (int worker = 0; worker < workers; worker++) {
-        expect_same_header(headers[size_t(worker)], some_header(uint16_t(worker)));
-    }
-    expect_same_header(headers[workers], PayloadHeader());
+    Floats expected = values;
+    expected.back() = 7.0f;
+    expect_same_bits(out.to_host(), expected, "out");
 }
 
 // ---- what is refused
@@ -440,19 +659,23 @@ TEST(QuantizeKernel, WhatTheKernelsCannotTakeIsRefusedBeforeTheLaunch) {
     const std::string aligned = " is not aligned to 16 bytes";
     const std::string blocks = " values, not a multiple of 128";
     expect_refused("the payload" + aligned,
-                   [&] { cuda::quantize(p + 8, format, 128, 0, a, a, 128, stream); });
-    expect_refused("the array of global parameters" + aligned,
-                   [&] { cuda::quantize(p, format, 128, 0, a + 1, a, 128, stream); });
-    expect_refused("the array of local parameters" + aligned,
-                   [&] { cuda::quantize(p, format, 128, 0, a, a + 2, 128, stream); });
+                   [&] { cuda::quantize(p + 8, format, Rounding(), 128, 0, {a, a}, 128, stream); });
+    expect_refused("the array to quantize" + aligned,
+                   [&] { cuda::quantize(p, format, Rounding(), 128, 0, {a + 1, a}, 128, stream); });
+    expect_refused("the array to subtract" + aligned,
+                   [&] { cuda::quantize(p, format, Rounding(), 128, 0, {a, a + 2}, 128, stream); });
+    expect_refused("the array of residuals" + aligned,
+                   [&] { cuda::quantize(p, format, Rounding(), 128, 0, {a, a, a + 1}, 128, stream); });
+    expect_refused("the range to round stochastically does not begin at a multiple of 4",
+                   [&] { cuda::quantize(p, format, stochastic.at(6), 128, 0, {a, a}, 128, stream); });
     expect_refused("the fragment is 192" + blocks,
-                   [&] { cuda::quantize(p, format, 192, 0, a, a, 128, stream); });
+                   [&] { cuda::quantize(p, format, Rounding(), 192, 0, {a, a}, 128, stream); });
     expect_refused("what lies before the range to quantize is 64" + blocks,
-                   [&] { cuda::quantize(p, format, 256, 64, a, a, 128, stream); });
+                   [&] { cuda::quantize(p, format, Rounding(), 256, 64, {a, a}, 128, stream); });
     expect_refused("the range to quantize is 96" + blocks,
-                   [&] { cuda::quantize(p, format, 128, 0, a, a, 96, stream); });
+                   [&] { cuda::quantize(p, format, Rounding(), 128, 0, {a, a}, 96, stream); });
     expect_refused("the range to quantize is -128" + blocks,
-                   [&] { cuda::quantize(p, format, 128, 0, a, a, -128, stream); });
+                   [&] { cuda::quantize(p, format, Rounding(), 128, 0, {a, a}, -128, stream); });
     expect_refused("the mean" + aligned,
                    [&] { cuda::dequantize_mean(a + 1, p, 256, 1, format, 128, stream); });
     expect_refused("the first payload" + aligned,
@@ -473,7 +696,7 @@ TEST(QuantizeKernel, NoValuesAreNoWork) {
     DeviceArray<float> array(Floats(128, 3.0f));
     Stream stream;
     cuda::add_hash(payload, 0, array, 0, stream);
-    cuda::quantize(payload, Format::fp4, 128, 0, array, array, 0, stream);
+    cuda::quantize(payload, Format::fp4, Rounding(), 128, 0, {array, array}, 0, stream);
     cuda::dequantize_mean(array, payload, 0, 1, Format::fp4, 0, stream);
     stream.synchronize();
     expect_same_bits(payload.to_host(), before, "payload");

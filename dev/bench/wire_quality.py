@@ -1,0 +1,277 @@
+#!/usr/bin/env python3
+"""What the wire's formats cost in quality: a model of about 3M parameters trained on the King James Bible
+with each of them, from several seeds, and the validation loss of each run beside that of the run which is the
+same but for its fp32 on the wire.
+
+    dev/bench/wire_quality.py            trains what is not there yet, and prints the table
+    dev/bench/wire_quality.py --tokens 60000 --seeds 1 --only m2-fp32 m2-fp4 --out build/trial   a short one
+
+A finished run is a folder in --out that is not run again, so that it can be stopped at any time; when
+--minutes are over no other run begins. All runs of a seed start from the same bits and read the same tokens
+in the same order, whatever the number of workers: a step is TOKENS_A_STEP tokens of all workers together. So
+data-parallel is one run for all numbers of workers.
+
+The paired difference is that of two losses of one seed: what is in both, the seed and the tokens, cancels.
+Its standard deviation over seeds is next to it; its standard error is that by the root of their number.
+"""
+import argparse
+import datetime
+import hashlib
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "dev"))
+from compare import UserError, bytes_sent, read_run, size_text, validation_loss
+
+SEQUENCE, TOKENS_A_STEP, VALIDATION_SEQUENCES = 128, 2048, 320
+
+# The model and AdamW, about as in the demo.
+COMMON = {"--layers": 4, "--heads": 4, "--channels": 240, "-t": SEQUENCE, "-l": 0.0015, "-u": 40,
+          "-k": "cosine", "-q": 0.1, "-c": 0.1, "-s": 0}
+# A run has 585 steps: with H = 20 every fragment is exchanged 29 times. The rest is the demo's.
+STREAMING = {"-H": 20, "--fragment-layers": 1, "--overlap": 2, "--local-weight": 0.5, "--outer-lr": 0.7,
+             "--outer-momentum": 0.9}
+
+
+@dataclass
+class Setting:
+    name: str
+    workers: int  # 1: data-parallel
+    options: dict
+    title: str
+    rounding: str = "nearest"
+
+
+def of_format(workers, dtype, title, stochastic=False, feedback=False):
+    options = {**STREAMING, "--outer-dtype": dtype}
+    if stochastic:
+        options["--outer-rounding"] = "stochastic"
+    if feedback:
+        options["--outer-error-feedback"] = True
+    name = f"m{workers}-{dtype}" + "-stochastic" * stochastic + "-feedback" * feedback
+    rounding = ("stochastic" if stochastic else "nearest") + ", error feedback" * feedback
+    return Setting(name, workers, options, title, rounding)
+
+
+E3M0, E2M1 = ("fp4", "fp4 E3M0"), ("fp4_e2m1", "fp4 E2M1")
+SETTINGS = [
+    Setting("data-parallel", 1, {"--ranks": 2}, "data-parallel", "-"),
+    of_format(2, "fp32", "fp32"), of_format(2, *E3M0), of_format(2, *E2M1),
+    of_format(2, "bf16", "bf16"), of_format(2, "fp8_e4m3", "fp8 E4M3"),
+    *(of_format(2, *format, stochastic, feedback) for format in (E3M0, E2M1)
+      for stochastic, feedback in ((True, False), (False, True), (True, True))),
+    of_format(4, "fp32", "fp32"), of_format(4, *E3M0)]
+
+
+# --------------------------------------------------------------------------------------------------- running
+
+def options_of(setting, seed, tokens, text):
+    """All options of a run but -o. A step is the same tokens in all of them, and so is validation."""
+    processes = setting.workers * setting.options.get("--ranks", 1)
+    batch = TOKENS_A_STEP // SEQUENCE // processes
+    validation_batch = batch * setting.options.get("--ranks", 1)  # ranks share a batch, workers do not
+    return {**COMMON, **setting.options, "--workers": setting.workers, "-b": batch,
+            "-x": tokens // TOKENS_A_STEP, "--seed": seed, "-v": 10**9,
+            "-m": VALIDATION_SEQUENCES // validation_batch,
+            "-i": f"{text}/*_train_*.bin", "-j": f"{text}/*_val_*.bin"}
+
+
+def run(trainer, options, folder):
+    """Trains into `folder`, which appears when the run is complete. Returns its seconds. One thread a
+    process: two of them fill two cores, and matmuls are too small for more."""
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    words = [(name,) if value is True else (name, str(value)) for name, value in options.items()]
+    command = [str(trainer), *(word for option in words for word in option), "-o", str(part)]
+    start = time.monotonic()
+    result = subprocess.run(command, capture_output=True, text=True,
+                            env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if result.returncode != 0:
+        lines = (result.stderr.strip() or result.stdout.strip()).splitlines() or ["no message"]
+        raise UserError(f"{folder.name} failed ({lines[-1]}): run this: {' '.join(command)}")
+    seconds = time.monotonic() - start
+    for model in part.glob("model_*.bin"):
+        model.unlink()
+    program = hashlib.sha256(Path(trainer).read_bytes()).hexdigest()[:12]
+    (part / "made_by.json").write_text(json.dumps({"options": options, "program": program,
+                                                   "seconds": seconds}))
+    part.rename(folder)
+    return seconds
+
+
+def made_by(folder, options):
+    """How a finished run was made; None where there is none."""
+    if not folder.exists():
+        return None
+    try:
+        made = json.loads((folder / "made_by.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} is no run of this benchmark ({error}): remove it") from error
+    if made["options"] != options:
+        raise UserError(f"{folder} was run with other options: remove it, or give another --out")
+    return made
+
+
+def run_all(arguments, settings):
+    """Seed by seed, so that what there is can be compared whenever it is stopped."""
+    begin, longest = time.monotonic(), 0.0
+    todo = [(seed, setting) for seed in range(1, arguments.seeds + 1) for setting in settings]
+    for number, (seed, setting) in enumerate(todo, 1):
+        folder = arguments.out / f"{setting.name}-seed{seed}"
+        options = options_of(setting, seed, arguments.tokens, arguments.text)
+        if made_by(folder, options):
+            continue
+        if time.monotonic() - begin + longest > arguments.minutes * 60:
+            print(f"{arguments.minutes} minutes are over: run this again to go on", flush=True)
+            return
+        seconds = run(arguments.trainer, options, folder)
+        longest = max(longest, seconds)
+        print(f"{number:3} of {len(todo)}  {folder.name:34} {validation_loss(read_run(folder)):.4f}  "
+              f"{seconds:.0f} s", flush=True)
+
+
+# ----------------------------------------------------------------------------------------------------- table
+
+def read_losses(arguments, settings):
+    """{setting: {seed: Run}} of what there is, and what it was made by."""
+    runs, made = {}, []
+    for setting in settings:
+        runs[setting.name] = {}
+        for seed in range(1, arguments.seeds + 1):
+            folder = arguments.out / f"{setting.name}-seed{seed}"
+            one = made_by(folder, options_of(setting, seed, arguments.tokens, arguments.text))
+            if one:
+                runs[setting.name][seed] = read_run(folder)
+                made.append(one)
+    return runs, made
+
+
+def paired(runs, base):
+    """Differences of losses in percent of the base's, over the seeds that both have."""
+    return [100 * (validation_loss(runs[seed]) / validation_loss(base[seed]) - 1)
+            for seed in sorted(runs.keys() & base.keys())]
+
+
+def difference_text(differences):
+    if len(differences) < 2:
+        return f"{differences[0]:+.3f}%" if differences else "-"
+    return f"{statistics.mean(differences):+.3f}% ± {statistics.stdev(differences):.3f}"
+
+
+def row(setting, workers, runs):
+    own, base = runs[setting.name], runs.get(f"m{workers}-fp32", {})
+    if not own:
+        return None
+    is_base = setting.name == f"m{workers}-fp32"
+    differences = [] if is_base else paired(own, base)
+    losses = [validation_loss(run) for run in own.values()]
+    sent = size_text(max(bytes_sent(run) for run in own.values()))
+    each = " ".join(f"{difference:+.2f}" for difference in differences) or "-"
+    return [str(workers), setting.title, setting.rounding, f"{statistics.mean(losses):.4f}",
+            difference_text(differences), each, sent, str(len(own))]
+
+
+def rows(settings, runs):
+    """For each number of workers: data-parallel, then fp32 and the other formats."""
+    result = []
+    for workers in (2, 4):
+        if any(setting.workers == workers for setting in settings):
+            result += [row(setting, workers, runs) for setting in settings
+                       if setting.workers in (1, workers)]
+    return [one for one in result if one]
+
+
+def markdown(header, lines):
+    widths = [max(len(line[column]) for line in [header, *lines]) for column in range(len(header))]
+    show = lambda cells: "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths)) + " |"
+    return "\n".join([show(header), show(["-" * width for width in widths]), *map(show, lines)])
+
+
+def verdicts(runs):
+    """The bar: four bits as they come by default, against fp32."""
+    lines = []
+    for workers in (2, 4):
+        differences = paired(runs.get(f"m{workers}-fp4", {}), runs.get(f"m{workers}-fp32", {}))
+        if differences:
+            mean, spread = statistics.mean(differences), "one seed"
+            if len(differences) > 1:
+                spread = f"standard error {statistics.stdev(differences) / math.sqrt(len(differences)):.3f}"
+            within = "within" if mean <= 0.3 else "NOT within"
+            lines.append(f"{workers} workers: fp4 E3M0 to nearest is {mean:+.3f}% ({spread}) from fp32, "
+                         f"{within} 0.3%.")
+    return lines
+
+
+def machine():
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return f"{os.cpu_count()} cores of {line.partition(':')[2].strip()}"
+    return f"{os.cpu_count()} cores"
+
+
+def report(arguments, settings):
+    runs, made = read_losses(arguments, settings)
+    table = rows(settings, runs)
+    if not table:
+        raise UserError("no run has finished: give it more --minutes")
+    parameters = next(run for seeds in runs.values() for run in seeds.values()).parameters
+    header = ["workers", "on the wire", "rounding", "loss", "to fp32: mean ± std", "each seed",
+              "sent by a process", "seeds"]
+    minutes = sum(one["seconds"] for one in made) / 60
+    text = [f"`make bench-wire-quality`, {machine()}, {datetime.date.today()}: {parameters / 1e6:.2f}M "
+            f"parameters, {arguments.tokens:,} tokens of the King James Bible as bytes, {TOKENS_A_STEP} a "
+            f"step; validation loss of the global parameters on {VALIDATION_SEQUENCES * SEQUENCE:,} tokens. "
+            f"{len(made)} runs, {minutes:.0f} minutes.", "", markdown(header, table), "", *verdicts(runs),
+            "Data-parallel stands in both parts: a step is as many tokens whoever takes it; its bytes are of "
+            "fp32 gradients. With four workers the exchange is all-to-all: means are rounded once more."]
+    missing = len(settings) * arguments.seeds - len(made)
+    if missing:
+        text.append(f"{missing} of {missing + len(made)} runs are missing: run it again.")
+    programs = len({one["program"] for one in made})
+    if programs > 1:
+        text.append(f"The runs were made by {programs} different builds of the trainer.")
+    return "\n".join(text) + "\n"
+
+
+def parse_arguments():
+    names = [setting.name for setting in SETTINGS]
+    parser = argparse.ArgumentParser(description="What the wire's formats cost in quality.")
+    parser.add_argument("--trainer", type=Path, default=ROOT / "train_gpt_cpu")
+    parser.add_argument("--text", type=Path, default=ROOT / "build/wire_quality/text", help="token shards")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/wire_quality", help="folder of the runs")
+    parser.add_argument("--report", type=Path, help="write the table here too")
+    parser.add_argument("--tokens", type=int, default=1_200_000, help="of a run")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=75, help="no run begins that may end later")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=" ".join(names))
+    return parser.parse_args()
+
+
+def main():
+    arguments = parse_arguments()
+    settings = [one for one in SETTINGS if not arguments.only or one.name in arguments.only]
+    try:
+        if not arguments.trainer.exists():
+            raise UserError(f"{arguments.trainer} is not there: run make train_gpt_cpu")
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        run_all(arguments, settings)
+        text = report(arguments, settings)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print("\n" + text, end="")
+    if arguments.report:
+        arguments.report.write_text("# What the wire's formats cost in quality\n\n" + text)
+
+
+if __name__ == "__main__":
+    main()

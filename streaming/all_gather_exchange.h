@@ -1,0 +1,76 @@
+// AllGatherExchange sends each payload to everyone over the outer communicator: M - 1 payloads sent and
+// received by a process, and one rounding.
+#pragma once
+#include "exchange.h"
+
+class AllGatherExchange : public Exchange {
+public:
+    // largest: values in this process's shard of the largest fragment.
+    // in_flight: the most exchanges at the same time.
+    AllGatherExchange(const WireOptions& wire, long largest, int in_flight, Comm& comm, Stream& stream)
+        : wire(wire), comm(comm), stream(stream), weights(wire.token_weights ? comm.size() : 0),
+          slots(in_flight) {
+        slots.for_each([&](Slot& slot) {
+            const long bytes = long(payload_bytes(wire.format, largest));
+            slot.sent = Buffer<uint8_t>(bytes);
+            slot.received = Buffer<uint8_t>(bytes * comm.size());
+            slot.headers = HostBuffer<PayloadHeader>(comm.size());
+        });
+    }
+
+    ~AllGatherExchange() override { let_end(stream); }
+
+    PayloadLayout layout(const Sync& sync) const override { return payload_layout(wire.format, sync.values); }
+
+    uint8_t* payload(const Sync& sync) override { return slots.take(sync).sent; }
+
+    void start(const Sync& sync, Stream& main) override {
+        Slot& slot = slots.of(sync);
+        const size_t bytes = layout(sync).bytes;
+        slot.traffic = Traffic();
+        order(main, stream, slot.ready);
+        comm.all_gather(slot.received, slot.sent, bytes, stream, &slot.traffic);
+        device::read_headers(slot.headers.data(), slot.received, bytes, comm.size(), 1, stream);
+        stream.record(slot.done);
+    }
+
+    Headers wait(const Sync& sync) override {
+        Slot& slot = slots.of(sync);
+        wait_for(comm, slot.done, sync);
+        for (int worker = 0; worker < comm.size(); worker++) {
+            check_header(slot.headers[worker], sync, layout(sync), 0, worker);
+        }
+        return {{{slot.headers.data(), slot.headers + comm.size()}}, {}};
+    }
+
+    void mean(float* out, const Sync& sync, Stream& main) override {
+        const Slot& slot = slots.of(sync);
+        const size_t bytes = layout(sync).bytes;
+        if (wire.token_weights) {
+            device::token_weights(weights.data(), slot.received, bytes, comm.size(), main);
+        }
+        device::dequantize_mean(out, slot.received, bytes, comm.size(), layout(sync),
+                                wire.token_weights ? weights.data() : nullptr, main);
+    }
+
+    Traffic finish(const Sync& sync, bool, Stream&) override {
+        const Traffic traffic = slots.of(sync).traffic;
+        slots.give_back(sync);
+        return traffic;
+    }
+
+private:
+    struct Slot {
+        Buffer<uint8_t> sent;               // (payload)
+        Buffer<uint8_t> received;           // (workers, payload)
+        HostBuffer<PayloadHeader> headers;  // (workers)
+        Traffic traffic;
+        Event ready, done;
+    };
+
+    const WireOptions wire;
+    Comm& comm;
+    Stream& stream;
+    Buffer<float> weights;  // (workers), if they are by tokens
+    Slots<Slot> slots;
+};

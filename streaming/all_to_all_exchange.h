@@ -1,0 +1,155 @@
+// AllToAllExchange cuts a fragment into as many parts as there are workers; each worker owns the mean of one:
+//
+//     all_to_all   part w of every worker's payload goes to worker w
+//     on worker w  decodes the M parts, takes their mean, encodes it once into a payload of its own
+//     all_gather   that payload goes to everyone
+//
+//     payload of a mean | header | the M headers of what it is a mean of | scales | codes |
+//
+// 2 (M - 1) / M payloads sent and received by a process instead of M - 1, and two roundings. All of it runs
+// on the outer stream, with no host in between: that checks the headers, which all workers get to see, before
+// it lets anybody use the mean. An owner may have an error feedback of its own.
+#pragma once
+#include <algorithm>
+
+#include "error_feedback.h"
+#include "exchange.h"
+
+class AllToAllExchange : public Exchange {
+public:
+    // pieces: of each fragment, this process's shard.
+    // in_flight: the most exchanges at the same time.
+    AllToAllExchange(const WireOptions& wire, std::vector<std::vector<Piece>> pieces_, int in_flight,
+                     Comm& comm, Stream& stream)
+        : wire(wire), pieces(std::move(pieces_)), comm(comm), stream(stream), workers(comm.size()),
+          me(comm.rank()), weights(wire.token_weights ? workers : 0), slots(in_flight) {
+        slots.for_each([&](Slot& slot) { take_buffers(slot); });
+        own_mean = Buffer<float>(layout_of(largest()).part_values);
+        own_payload = Buffer<uint8_t>(long(mean_layout_of(largest()).bytes));
+        if (wire.error_feedback) {
+            std::vector<long> values;
+            for (const std::vector<Piece>& one : pieces) {
+                values.push_back(layout_of(values_of(one)).values_of(me));
+            }
+            feedback = ErrorFeedback(values, in_flight);
+        }
+    }
+
+    ~AllToAllExchange() override { let_end(stream); }
+
+    PayloadLayout layout(const Sync& sync) const override { return layout_of(sync.values); }
+
+    uint8_t* payload(const Sync& sync) override { return slots.take(sync).sent; }
+
+    void start(const Sync& sync, Stream& main) override {
+        Slot& slot = slots.of(sync);
+        slot.traffic = Traffic();
+        order(main, stream, slot.ready);
+        comm.all_to_all(slot.received, slot.sent, layout(sync).bytes, stream, &slot.traffic);
+        encode_mean(sync, slot.received);
+        const size_t bytes = mean_layout_of(sync.values).bytes;
+        comm.all_gather(slot.means, own_payload, bytes, stream, &slot.traffic);
+        device::read_headers(slot.headers.data(), slot.means, bytes, workers, 1 + workers, stream);
+        stream.record(slot.done);
+    }
+
+    Headers wait(const Sync& sync) override {
+        Slot& slot = slots.of(sync);
+        wait_for(comm, slot.done, sync);
+        Headers all;
+        for (int part = 0; part < workers; part++) {
+            const PayloadHeader* headers = slot.headers + part * (1 + workers);
+            check_header(headers[0], sync, layout(sync), part, part);
+            for (int worker = 0; worker < workers; worker++) {
+                check_header(headers[1 + worker], sync, layout(sync), part, worker);
+            }
+            all.means.push_back(headers[0]);
+            all.sent.emplace_back(headers + 1, headers + 1 + workers);
+        }
+        return all;
+    }
+
+    void mean(float* out, const Sync& sync, Stream& main) override {
+        device::dequantize_mean(out, slots.of(sync).means, 0, 1, mean_layout_of(sync.values), nullptr, main);
+    }
+
+    Traffic finish(const Sync& sync, bool applied, Stream& main) override {
+        feedback.end(sync.fragment, sync.number, applied, main);
+        const Traffic traffic = slots.of(sync).traffic;
+        slots.give_back(sync);
+        return traffic;
+    }
+
+private:
+    struct Slot {
+        Buffer<uint8_t> sent;               // (parts, payload)
+        Buffer<uint8_t> received;           // (workers, payload), of the part that this worker owns
+        Buffer<uint8_t> means;              // (parts, payload of a mean)
+        HostBuffer<PayloadHeader> headers;  // (parts, 1 + workers)
+        Traffic traffic;
+        Event ready, done;
+    };
+
+    static long values_of(const std::vector<Piece>& pieces) {
+        return pieces.empty() ? 0 : pieces.back().first + pieces.back().count;
+    }
+
+    long largest() const {
+        long most = 0;
+        for (const std::vector<Piece>& one : pieces) { most = std::max(most, values_of(one)); }
+        return most;
+    }
+
+    PayloadLayout layout_of(long n) const { return payload_layout(wire.format, n, workers); }
+    PayloadLayout mean_layout_of(long n) const {
+        return payload_layout(wire.format, n, workers, 1 + workers);
+    }
+
+    void take_buffers(Slot& slot) const {
+        const size_t sent = layout_of(largest()).bytes, mean = mean_layout_of(largest()).bytes;
+        slot.sent = Buffer<uint8_t>(long(sent) * workers);
+        slot.received = Buffer<uint8_t>(long(sent) * workers);
+        slot.means = Buffer<uint8_t>(long(mean) * workers);
+        slot.headers = HostBuffer<PayloadHeader>(workers * (1 + workers));
+    }
+
+    // own_payload = the mean of this worker's part, from what the others have sent. On the outer stream.
+    void encode_mean(const Sync& sync, const uint8_t* received) {
+        const PayloadLayout whole = layout(sync), own = mean_layout_of(sync.values).only(me);
+        if (wire.token_weights) {
+            device::token_weights(weights.data(), received, whole.bytes, workers, stream);
+        }
+        device::dequantize_mean(own_mean, received, whole.bytes, workers, whole.only(me),
+                                wire.token_weights ? weights.data() : nullptr, stream);
+        device::write_mean_headers(own_payload, make_header(sync, whole, me, me, 0), received, whole.bytes,
+                                   workers, stream);
+        device::clear_padding(own_payload, own, stream);
+        quantize_mean(sync, own, whole.first_of(me));
+    }
+
+    // Piece by piece: values are rounded with the random bits of their places in the model.
+    // begin: of the part in the fragment
+    void quantize_mean(const Sync& sync, const PayloadLayout& own, long begin) {
+        float* residual = feedback.begin(sync.fragment, sync.number, stream);
+        const Rounding rounding = wire.rounding(me, sync.number, RoundingStage::owner);
+        for (const Piece& piece : pieces[size_t(sync.fragment)]) {
+            const long first = std::max(piece.first, begin);
+            const long end = std::min(piece.first + piece.count, begin + own.values);
+            if (first >= end) { continue; }
+            const Source part{own_mean, nullptr, residual};
+            device::quantize(own_payload, own, rounding.at(piece.index + uint64_t(first - piece.first)),
+                             first - begin, part.from(first - begin), end - first, stream);
+        }
+    }
+
+    const WireOptions wire;
+    const std::vector<std::vector<Piece>> pieces;
+    Comm& comm;
+    Stream& stream;
+    const int workers, me;
+    Buffer<float> weights;        // (workers), if they are by tokens
+    Buffer<float> own_mean;       // (part); this and the next are used on the outer stream alone
+    Buffer<uint8_t> own_payload;  // (payload of a mean)
+    ErrorFeedback feedback;       // of this worker's parts
+    Slots<Slot> slots;
+};

@@ -1,0 +1,69 @@
+// Error feedback (Seide et al. 2014): what rounding has lost of a fragment is added when it is rounded the
+// next time. quantize() updates the residuals; here they are kept from one sync to the next. Where a sync is
+// applied by nobody, nothing of it has arrived, and its fragment gets back the residuals of before.
+// Memory: 4 bytes a value, and as much for each fragment in flight.
+#pragma once
+#include <algorithm>
+#include <numeric>
+#include <stdexcept>
+#include <vector>
+
+#include "llmc/buffer.h"
+#include "quantize.h"
+
+class ErrorFeedback {
+public:
+    ErrorFeedback() = default;  // none: all residuals are null
+
+    // values: of each fragment   in_flight: the most syncs at the same time
+    ErrorFeedback(const std::vector<long>& values, int in_flight) : values(values), kept(size_t(in_flight)) {
+        residuals = Buffer<float>(std::accumulate(values.begin(), values.end(), 0L));
+        const long largest = *std::max_element(values.begin(), values.end());
+        for (Kept& one : kept) { one.before = Buffer<float>(largest); }
+    }
+
+    // The residuals of a fragment, for a sync that will change them.   returns (values), or null
+    float* begin(int fragment, long sync, Stream& stream) {
+        if (values.empty()) { return nullptr; }
+        Kept& one = find(none);
+        one.sync = sync;
+        copy(one.before, of(fragment), fragment, stream);
+        return of(fragment);
+    }
+
+    // The sync is over.
+    void end(int fragment, long sync, bool applied, Stream& stream) {
+        if (values.empty()) { return; }
+        Kept& one = find(sync);
+        one.sync = none;
+        if (!applied) { copy(of(fragment), one.before, fragment, stream); }
+    }
+
+private:
+    static constexpr long none = -1;
+
+    struct Kept {
+        long sync = none;
+        Buffer<float> before;  // (largest fragment)
+    };
+
+    long first_of(int fragment) const { return std::accumulate(&values[0], &values[size_t(fragment)], 0L); }
+    float* of(int fragment) { return residuals + first_of(fragment); }
+
+    // An owner has nothing of a fragment with fewer blocks than there are workers.
+    void copy(float* out, const float* inp, int fragment, Stream& stream) {
+        const long n = values[size_t(fragment)];
+        if (n > 0) { device::copy_values(out, inp, n, stream); }
+    }
+
+    Kept& find(long sync) {
+        for (Kept& one : kept) {
+            if (one.sync == sync) { return one; }
+        }
+        throw std::logic_error("error feedback for a sync that is not in flight, or for too many of them");
+    }
+
+    std::vector<long> values;
+    Buffer<float> residuals;  // (values of all fragments)
+    std::vector<Kept> kept;
+};

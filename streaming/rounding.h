@@ -1,0 +1,47 @@
+// How the wire rounds: to nearest, or stochastically, and with which random bits.
+//
+// Value i of the model without padding (layout.h: logical_index) is rounded with word i % 4 of
+//
+//     Philox4x32-10, key: seed, counter: {i / 4 in two words, sync, use + 256 worker}
+//
+// which is number i of cuRAND's subsequence 2^32 (use + 256 worker) + sync. The index is the model's, so that
+// the bits do not depend on how a fragment is cut into blocks and shards. All 32 bits of a word are for one
+// value: with them the probabilities of normal numbers are exact (formats.h).
+#pragma once
+#include <cstdint>
+
+#include "llmc/host_device.h"
+#include "llmc/random.h"
+
+// Who rounds: the sender of a delta, or the owner of a mean.
+enum class RoundingStage : uint32_t {
+    send = uint32_t(RandomUse::send_rounding),
+    owner = uint32_t(RandomUse::owner_rounding)
+};
+
+// Rounding() is to nearest.
+struct Rounding {
+    bool stochastic = false;
+    uint64_t seed = 0;
+    uint32_t sync = 0;   // number of the exchange
+    uint32_t use = 0;    // stage and worker
+    uint64_t first = 0;  // index in the model of the first value that a call rounds
+
+    // The same for values that begin at `index` in the model.
+    Rounding at(uint64_t index) const {
+        Rounding moved = *this;
+        moved.first = index;
+        return moved;
+    }
+};
+
+// worker: who encodes, less than 2^24.   sync: counted mod 2^32
+inline Rounding stochastic_rounding(uint64_t seed, int worker, uint64_t sync, RoundingStage stage) {
+    return {true, seed, uint32_t(sync), uint32_t(stage) | uint32_t(worker) << 8, 0};
+}
+
+// The random bits of values [4 quad, 4 quad + 4) of the model.
+HD inline Philox4 random_quad(const Rounding& rounding, uint64_t quad) {
+    return philox4x32_10({{uint32_t(quad), uint32_t(quad >> 32), rounding.sync, rounding.use}},
+                         uint32_t(rounding.seed), uint32_t(rounding.seed >> 32));
+}
