@@ -699,7 +699,7 @@ inline void check_tokenizer(const Tokenizer& tokenizer, const GptShape& shape) {
     }
 }
 
-// tokens_a_step: of all workers
+// tokens_a_step: of all workers, as far as they are known
 inline void set_steps(const Options& o, long tokens_a_step, Inputs& in) {
     in.steps = o.max_steps >= 0 ? o.max_steps : in.train_loader->num_tokens() / tokens_a_step;
     if (o.max_steps < 0 && in.steps == 0) {
@@ -725,7 +725,7 @@ inline Inputs open_inputs(const Options& o, const Process& process) {
             std::make_unique<DataLoader>(o.validation_data, o.batch, o.seq_len, process.rank, process.ranks,
                                          in.shape.vocab_size, o.seed, false);
     }
-    set_steps(o, o.total_batch * o.workers, in);
+    set_steps(o, o.has_own_batch() ? o.total_batch : o.total_batch * o.workers, in);
     in.layout = gpt_layout(in.shape, o.ranks, o.streams() ? o.fragment_layers : 0);
     if (o.streams()) {
         in.fragments = make_fragments(in.layout, o.fragment_layers,
@@ -1077,7 +1077,8 @@ inline void print_banner(const Run& run, const std::string& exchanges) {
            s.padded_vocab_size, s.max_seq_len, double(run.worker.model.layout.values) / 1e6);
     printf("processes  %s x %s%s\n", counted(o.workers, "worker").c_str(), counted(o.ranks, "rank").c_str(),
            o.worker >= 0 ? format(", this is worker %d", o.worker).c_str() : "");
-    printf("step       %ld tokens a worker: %s of %d x %d tokens on each rank; %s\n", o.total_batch,
+    printf("step       %ld tokens %s: %s of %d x %d tokens on each rank; %s\n", o.total_batch,
+           o.has_own_batch() ? format("on worker %d", run.process.worker).c_str() : "a worker",
            counted(o.micro_steps(), "micro-step").c_str(), o.batch, o.seq_len,
            counted(run.inputs.steps, "step").c_str());
     printf("device     %s; matmuls in %s; parameters %s, gradients fp32\n", run.device.c_str(),

@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""Draws finished runs: loss by step, and what a process sent in each step.
+"""Draws finished runs: losses, traffic, cosines and waits; what a run did not measure is left out.
 
     dev/plot.py RUN... -o FILE.png
 
-Above: the training loss (light, mean over workers) and the validation loss (dots). Below: bytes that
-process 0 sent in each step, on a logarithmic scale; of a long run, some steps from its middle. A sync
-counts in the step that sends it, and a step without a mark sent nothing.
+Losses: training (light, mean over workers) and validation (dots). Traffic: bytes that process 0 sent in each
+step, on a logarithmic scale; of a long run, some steps from its middle. A sync counts in the step that sends
+it, and a step without a mark sent nothing. Cosines, for each run of several workers: between their outer
+gradients, the mean over pairs of workers, for each fragment; 1 is the same direction, and that of independent
+ones is 0. Waits: how long each worker's slowest rank stood still before merges, summed up over the steps.
 """
 import argparse
+import itertools
 import sys
 from pathlib import Path
 
@@ -60,7 +63,7 @@ def draw_losses(axes, runs):
 
 def draw_traffic(axes, runs):
     steps = min(len(run.processes[0].steps) for run in runs)
-    begin = 0 if steps <= EXCERPT else steps // 2
+    begin = max(0, steps - EXCERPT) // 2
     shown = []
     for number, (run, color) in enumerate(zip(runs, COLORS)):
         sent = {step: count for step, count in bytes_by_step(run.processes[0]).items()
@@ -84,12 +87,67 @@ def draw_traffic(axes, runs):
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, -0.2), borderaxespad=0)
 
 
+def cosines_by_fragment(run):
+    """{fragment: (send steps, cosines)} of process 0's shard: the mean over pairs of workers."""
+    result = {}
+    for line in run.processes[0].syncs:
+        pairs = [cosine for cosine in line.get("cosines") or [] if cosine is not None]
+        if pairs:
+            steps, means = result.setdefault(line["fragment"], ([], []))
+            steps.append(line["send_step"])
+            means.append(sum(pairs) / len(pairs))
+    return dict(sorted(result.items()))
+
+
+def draw_cosines(axes, run):
+    fragments = cosines_by_fragment(run)
+    for number, (fragment, (steps, means)) in enumerate(fragments.items()):
+        shade = 0.1 + 0.8 * number / max(1, len(fragments) - 1)
+        axes.plot(steps, means, color=plt.cm.viridis(shade), linewidth=1.3, marker=".", label=str(fragment))
+    axes.axhline(0, color="#777777", linewidth=0.8)
+    axes.set_ylabel("cosine between workers")
+    axes.set_xlabel(f"step ({run.name})")
+    axes.legend(title="fragment", frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8,
+                ncols=1 + len(fragments) // 10)
+
+
+def waits(run, worker):
+    """(steps, seconds so far) of the rank that waited longest in all."""
+    process = max(run.of_worker(worker), key=lambda one: one.end["waited_seconds"])
+    seconds = itertools.accumulate(line["waited_seconds"] for line in process.syncs)
+    return [line["apply_step"] for line in process.syncs], list(seconds)
+
+
+def draw_waits(axes, runs_and_colors):
+    for run, color in runs_and_colors:
+        for worker in range(run.workers):
+            steps, seconds = waits(run, worker)
+            axes.plot(steps, seconds, color=color, linewidth=1.4, drawstyle="steps-post",
+                      linestyle=["-", "--", ":", "-."][worker % 4], label=f"{run.name}, worker {worker}")
+    axes.set_ylabel("seconds waited so far")
+    axes.set_xlabel("step")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, loc="upper left", fontsize=9)
+
+
+def panels_of(runs):
+    """(height, function that draws it) of all that there is to draw."""
+    panels = [(1.3, lambda axes: draw_losses(axes, runs)), (1, lambda axes: draw_traffic(axes, runs))]
+    panels += [(0.7, lambda axes, run=run: draw_cosines(axes, run)) for run in runs
+               if cosines_by_fragment(run)]
+    exchanging = [(run, color) for run, color in zip(runs, COLORS) if run.processes[0].syncs]
+    if exchanging:
+        panels.append((0.7, lambda axes: draw_waits(axes, exchanging)))
+    return panels
+
+
 def draw(runs, path):
-    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 8.5), height_ratios=[1.3, 1],
-                                          layout="constrained")
-    draw_losses(above, runs)
-    draw_traffic(below, runs)
-    for axes in (above, below):
+    panels = panels_of(runs)
+    heights = [height for height, _ in panels]
+    figure, all_axes = plt.subplots(len(panels), 1, figsize=(9, 3.7 * sum(heights)), height_ratios=heights,
+                                    layout="constrained")
+    for axes, (_, draw_panel) in zip(all_axes, panels):
+        draw_panel(axes)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
@@ -103,7 +161,7 @@ def draw(runs, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Draws losses and traffic of finished runs.")
+    parser = argparse.ArgumentParser(description="Draws losses, traffic, cosines and waits of finished runs.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (its -o)")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.png")
     arguments = parser.parse_args()

@@ -9,12 +9,14 @@ import pytest
 DEV = Path(__file__).parents[1]
 sys.path.insert(0, str(DEV))
 import compare
+import plot
 
 STEPS = 200
 
 
-def write_process(path, worker, rank, workers, ranks, loss, inner_bytes, syncs, waited):
-    """inner_bytes: sent in every step.   syncs: [(send step, bytes)]"""
+def write_process(path, worker, rank, workers, ranks, loss, inner_bytes, syncs, waited, cosines=()):
+    """inner_bytes: sent in every step.   syncs: [(send step, bytes)], whose fragments are 0, 1, 2, 0, 1, ...
+    cosines: between workers' outer gradients, of the first syncs"""
     lines = [{"type": "run", "version": 1, "worker": worker, "rank": rank, "workers": workers, "ranks": ranks,
               "parameters": 1_240_000, "options": {"--seed": "1"}}]
     lines.append({"type": "eval", "step": 0, "time": 0.1, "loss": 5.5})
@@ -24,10 +26,11 @@ def write_process(path, worker, rank, workers, ranks, loss, inner_bytes, syncs, 
         lines.append({"type": "step", "step": step, "time": step * 0.1, "loss": now + noise, "lr": 1e-3,
                       "norm": 1.0, "seconds": 0.1, "tokens": step * 1000 * ranks, "tokens_per_second": 1e4,
                       "inner_bytes_sent": step * inner_bytes, "inner_bytes_received": step * inner_bytes})
-        lines += [{"type": "sync", "sync": step, "fragment": 0, "send_step": sent, "apply_step": step,
+        lines += [{"type": "sync", "sync": sync, "fragment": sync % 3, "send_step": sent, "apply_step": step,
                    "time": step * 0.1, "bytes_sent": count, "bytes_received": count, "wire_seconds": 0.01,
-                   "waited_seconds": 0.0}
-                  for sent, count in syncs if sent == step - 1]
+                   "waited_seconds": waited / len(syncs),
+                   **({"cosines": cosines[sync]} if sync < len(cosines) else {})}
+                  for sync, (sent, count) in enumerate(syncs) if sent == step - 1]
         if step % 25 == 0:
             lines.append({"type": "eval", "step": step, "time": step * 0.1,
                           "loss": loss if step == STEPS else now})
@@ -93,6 +96,34 @@ def test_a_picture_is_drawn(runs, tmp_path):
     result = command("plot.py", *runs, "-o", tmp_path / "losses.png")
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "losses.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_cosines_are_the_mean_over_pairs_for_each_fragment(runs):
+    cosines = [[0.5, 0.25, 0.75], [1, None, 0], None, [-0.5, 0, 0.5], [], [None, None, None], [0.1, 0.2, 0.6]]
+    write_process(runs[2] / "metrics.jsonl", 0, 0, 2, 1, 2.02, 0, [(step, 10) for step in range(8, STEPS, 8)],
+                  0, cosines)
+    found = plot.cosines_by_fragment(compare.read_run(runs[2]))
+    assert found == {0: ([8, 32, 56], [0.5, 0, pytest.approx(0.3)]), 1: ([16], [0.5])}
+    assert plot.cosines_by_fragment(compare.read_run(runs[1])) == {}
+
+
+def test_waits_sum_up_over_the_steps_of_the_rank_that_waited_longest(runs):
+    steps, seconds = plot.waits(compare.read_run(runs[1]), 1)
+    assert steps == list(range(26, STEPS, 25))
+    assert seconds[0] == pytest.approx(2.5 / 7) and seconds[-1] == pytest.approx(2.5)
+    write_process(runs[0] / "metrics.jsonl", 0, 0, 1, 2, 2.0, 0, [(5, 1)], 1)
+    write_process(runs[0] / "metrics_00001.jsonl", 0, 1, 1, 2, 2.0, 0, [(6, 1)], 3)
+    assert plot.waits(compare.read_run(runs[0]), 0) == ([7], [3])
+
+
+def test_only_what_was_measured_gets_a_panel(runs, tmp_path):
+    dp, classic, streaming = (compare.read_run(folder) for folder in runs)
+    assert len(plot.panels_of([dp])) == 2  # losses and traffic
+    assert len(plot.panels_of([dp, classic])) == 3  # and waits
+    streaming.processes[0].syncs[0]["cosines"] = [0.5]
+    assert len(plot.panels_of([dp, classic, streaming])) == 4
+    plot.draw([dp, classic, streaming], tmp_path / "all.png")
+    assert (tmp_path / "all.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.parametrize("script, more", [("compare.py", []), ("plot.py", ["-o", "x.png"])])

@@ -54,6 +54,14 @@ def exchange_bytes(exchange, name, blocks, workers):
 BLOCKS = [-(-(12 * 32 * 32 + 13 * 32) // 128)] * 2 + [-(-(128 + 16 + 2) * 32 // 128)]
 
 
+def assert_bytes_are_those_of_the_formula(run, exchange, name, workers):
+    rows = [row for process in range(workers) for row in run.lines("sync", process)]
+    assert rows
+    for row in rows:
+        expected = exchange_bytes(exchange, name, BLOCKS[row["fragment"]], workers)
+        assert (row["bytes_sent"], row["bytes_received"]) == (expected, expected)
+
+
 @pytest.mark.parametrize("name, rounding, exchange", ALL)
 def test_four_workers_hold_the_same_global_parameters_at_every_sync(train, name, rounding, exchange):
     options = {"--outer-dtype": name, "--outer-rounding": rounding, "--outer-exchange": exchange}
@@ -63,10 +71,24 @@ def test_four_workers_hold_the_same_global_parameters_at_every_sync(train, name,
     of_worker = [syncs(run, process) for process in range(4)]
     assert of_worker == [of_worker[0]] * 4
     assert len({row[3] for row in of_worker[0]}) == len(of_worker[0]) == 20  # each differs from all others
-    for row in run.lines("sync", 2):
-        expected = exchange_bytes(exchange, name, BLOCKS[row["fragment"]], 4)
-        assert (row["bytes_sent"], row["bytes_received"]) == (expected, expected)
+    assert_bytes_are_those_of_the_formula(run, exchange, name, 4)
     assert run.losses()[-1] < 3 < run.losses()[0]
+
+
+@pytest.mark.parametrize(
+    "workers, exchange", [(2, "all_to_all"), (3, "all_gather"), (3, "all_to_all"), (8, "all_to_all")]
+)
+def test_bytes_are_those_of_the_formula_for_any_number_of_workers(train, workers, exchange):
+    run = train("run", {**FOUR, "--workers": workers, "--outer-exchange": exchange, "-x": 60})
+    assert [syncs(run, process) for process in range(workers)] == [syncs(run, 0)] * workers
+    assert_bytes_are_those_of_the_formula(run, exchange, "fp4", workers)
+
+
+def test_auto_takes_all_gather_for_two_workers_and_all_to_all_for_four(train):
+    for workers, exchange in ((2, "all_gather"), (4, "all_to_all")):
+        run = train(f"of{workers}", {**FOUR, "--workers": workers, "-x": 30})
+        assert_bytes_are_those_of_the_formula(run, exchange, "fp4", workers)
+        assert f" by {exchange}, " in run.stdout
 
 
 UNEVEN = {"--workers": 2, "-H": 6, "--fragment-layers": 1, "-x": 24, "--outer-weights": "tokens"}

@@ -1,5 +1,5 @@
-"""dev/bench/wire_quality.py: its runs read the same tokens, its table is of the logs, and what is there is not
-run again. The logs are made here."""
+"""dev/bench/wire_quality.py: its runs read the same tokens, its table is of the logs, and what is there is
+not run again. The logs are made here."""
 import json
 import sys
 from pathlib import Path

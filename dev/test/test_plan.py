@@ -1,0 +1,49 @@
+"""What the trainer prints of its plan: fragments by pattern and offsets; Mbit/s, once steps are measured."""
+
+import re
+
+import pytest
+
+OUTER = {"--workers": 2, "--layers": 5, "--fragment-layers": 2, "--inner-steps": 6, "--overlap": 2}
+
+
+def fragments(run):
+    """[(offset, bytes a sync, blocks)] of the plan."""
+    rows = re.findall(r"^ +\d+ +(\d+) +6 +(\d+)  (\S.*)$", run.stdout, re.M)
+    return [(int(offset), int(count), blocks) for offset, count, blocks in rows]
+
+
+def test_balanced_fragments_are_as_many_as_strided_ones_and_the_largest_is_smaller(train):
+    of_three = {**OUTER, "-x": 6, "--fragment-layers": 3}
+    strided = fragments(train("strided", {**of_three, "--fragment-pattern": "strided"}))
+    balanced = fragments(train("balanced", {**of_three, "--fragment-pattern": "balanced"}))
+    assert [blocks for _, _, blocks in strided] == ["h.0, h.2, h.4", "h.1, h.3", "embedding"]
+    assert [blocks for _, _, blocks in balanced] == ["h.0, h.3", "h.1, h.4", "h.2, embedding"]
+    assert max(count for _, count, _ in balanced) < 0.7 * max(count for _, count, _ in strided)
+
+
+def test_offsets_are_when_the_fragments_are_sent(train):
+    run = train("offsets", {**OUTER, "-x": 12, "--fragment-offsets": "1,0,5,1"})
+    assert [offset for offset, _, _ in fragments(run)] == [1, 0, 5, 1]
+    assert [row["send_step"] for row in run.lines("sync")] == [1, 1, 5, 6, 7, 7, 11, 12]
+
+
+def test_the_plan_in_megabits_is_printed_once_and_is_that_of_the_steps_measured(train):
+    run = train("rates", {**OUTER, "-x": 30})
+    (seconds, average, peak, link), = re.findall(
+        r"^at (\S+) s a step a process sends (\S+) Mbit/s on average and (\S+) Mbit/s in the step that sends "
+        r"most; with an overlap of 2 a link of (\S+) Mbit/s keeps up$", run.stdout, re.M)
+    steps = [row["seconds"] for row in run.lines("step")]
+    assert float(seconds) == pytest.approx(sum(steps[1:11]) / 10, rel=1e-3)
+    sizes = [count for _, count, _ in fragments(run)]
+    assert float(average) == pytest.approx(sum(sizes) / 6 * 8e-6 / float(seconds), rel=1e-3)
+    assert float(peak) == pytest.approx(max(sizes) * 8e-6 / float(seconds), rel=1e-3)
+    assert float(average) <= float(link) <= float(peak)
+
+
+@pytest.mark.parametrize("offsets, word", [
+    ("0,1", "2 offsets for 4 fragments"), ("0,1,2,6", "fragment 3 has offset 6"), ("0,1,2,x", "0,1,2,x")])
+def test_offsets_that_do_not_fit_are_the_users_mistake(train, offsets, word):
+    run = train("wrong", {**OUTER, "-x": 12, "--fragment-offsets": offsets}, status=2)
+    assert run.stderr.startswith("error: ") and run.stderr.count("\n") == 1 and word in run.stderr
+    assert not run.folder.exists()
