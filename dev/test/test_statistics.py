@@ -3,6 +3,10 @@
 import numpy
 import pytest
 
+from conftest import ROOT
+
+EMULATED = ROOT / "build" / "plain" / "train_gpt"
+
 # One sync, of everything, at the end; the global parameters move by the mean. Local parameters stay.
 ONE_SYNC = {"--workers": 2, "-H": 8, "-x": 8, "--overlap": 0, "--local-weight": 1, "--fragment-layers": 0,
             "--outer-optimizer": "average", "--outer-dtype": "fp32"}
@@ -62,3 +66,26 @@ def test_one_worker_has_no_cosines_and_its_mean_is_its_delta(train):
     rows = run.lines("sync")
     assert len(rows) == 4 and all(row["cosines"] is None for row in rows)
     assert all(close(row["mean_norm"], row["delta_norm"]) for row in rows)
+
+
+# Heads of 64 values, which attention on GPUs wants; up to two fragments are in flight.
+ON_GPUS = {"--layers": 1, "--heads": 1, "--channels": 64, "-t": 16, "-b": 1, "-x": 7, "--workers": 2, "-H": 4,
+           "--overlap": 3, "--fragment-layers": 1, "--timeout": 100}
+FIELDS = ("sync", "delta_norm", "mean_norm", "quantization_error", "cosines")
+
+
+def numbers(run, process):
+    return [[row[field] for field in FIELDS] for row in run.lines("sync", process)]
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
+def test_under_emulated_cuda_the_host_reads_the_same_numbers_in_every_order_of_the_streams(train, exchange):
+    """The host reads them without a wait of their own: too early would be those of another sync, or none."""
+    options = {**ON_GPUS, "--outer-exchange": exchange}
+    calm = train("calm", options, trainer=EMULATED)
+    assert len(numbers(calm, 0)) >= 3 and all(None not in row for row in numbers(calm, 0))
+    for seed, transport in ((1, "nccl"), (2, "gloo")):
+        environment = {"EMULATOR_ASYNCHRONOUS": "1", "EMULATOR_SEED": str(seed), "OMP_NUM_THREADS": "1"}
+        run = train(transport, {**options, "--outer-transport": transport}, environment=environment,
+                    trainer=EMULATED)
+        assert [numbers(run, process) for process in (0, 1)] == [numbers(calm, process) for process in (0, 1)]
