@@ -1,4 +1,4 @@
-"""What metrics.jsonl says of the outer gradients, from the models that runs save: all deltas by subtraction."""
+"""What metrics.jsonl says of the outer gradients, from models that runs save: all deltas by subtraction."""
 
 import numpy
 import pytest
