@@ -35,7 +35,8 @@ done
 if ! [[ $WORKER =~ ^[0-9]+$ && $WORKER -lt $WORKERS ]]; then
     fail "this site is worker '$WORKER' of $WORKERS: set WORKER to 0 ... $((WORKERS - 1))"
 fi
-[ -e "/sys/class/net/$INTERFACE" ] || fail "no network interface $INTERFACE: bring it up, or set INTERFACE"
+[ ! -d /sys/class/net ] || [ -e "/sys/class/net/$INTERFACE" ] || \
+    fail "no network interface $INTERFACE: bring it up, or set INTERFACE"
 if [ -z "${DILOCO_STORE:-}" ]; then
     [ -s "$PASSWORD_FILE" ] || fail "no password in $PASSWORD_FILE: copy the Redis server's there"
     DILOCO_STORE=redis://:$(cat "$PASSWORD_FILE")@$REDIS
