@@ -538,6 +538,8 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_line(tokens, tmp_path, torchrun_path, mistake):
     variables, expected = MISTAKES[mistake]
+    if "interface" in expected and not pathlib.Path("/sys/class/net").is_dir():
+        pytest.skip("there is no sysfs here, in which the script looks for network interfaces")
     script = next(SCRIPTS.rglob(mistake.split(",")[0]))
     stand_ins = tmp_path / "programs"
     stand_ins.mkdir()
