@@ -12,6 +12,7 @@ from conftest import ROOT
 BENCH, TRAINER = ROOT / "build" / "plain" / "bench_gpu", ROOT / "build" / "plain" / "train_gpt"
 SCRIPT = ROOT / "dev" / "bench" / "bench_gpu.py"
 NUMBER = r"\s+([\d.]+|inf)"
+pytestmark = pytest.mark.long
 
 
 def bench(*words):
