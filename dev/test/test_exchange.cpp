@@ -7,22 +7,12 @@
 #include <map>
 
 #include "dev/test/local_comm.h"
-#include "llmc/random.h"
+#include "dev/test/random_values.h"
 #include "streaming/diloco.h"
 
 namespace {
 
-using Floats = std::vector<float>;
-
 const std::vector<ExchangeKind> both_kinds = {ExchangeKind::all_gather, ExchangeKind::all_to_all};
-
-Floats random_values(uint64_t seed, long n, float deviation) {
-    Floats values(static_cast<size_t>(n));
-    for (size_t i = 0; i < values.size(); i++) {
-        values[i] = deviation * standard_normal(seed, RandomUse::sampling, i);
-    }
-    return values;
-}
 
 bool same_bits(const Floats& a, const Floats& b) {
     return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
@@ -579,6 +569,17 @@ TEST(Wire, a_mean_that_is_not_finite_is_applied_by_nobody_and_its_owner_named) {
 
 // ---- headers by all-to-all
 
+// An exchange up to the wait for its mean.
+void send_and_wait(LocalComm& comm) {
+    Stream main, outer(Stream::Kind::communicate);
+    const WireOptions wire{Format::fp4, ExchangeKind::all_to_all};
+    const std::unique_ptr<Exchange> exchange = make_exchange(wire, 128 * 7, comm, outer);
+    const Sync sync{3, 0, 17, 128 * 7};
+    write_payload(*exchange, sync, wire, comm.rank(), 1, random_values(1, 128 * 7, 1.0f), main);
+    exchange->start(sync, main);
+    exchange->wait(sync);
+}
+
 TEST(AllToAll, a_header_that_is_wrong_in_either_stage_is_refused_by_all_who_get_to_see_it) {
     struct Damage {
         size_t offset;
@@ -603,13 +604,7 @@ TEST(AllToAll, a_header_that_is_wrong_in_either_stage_is_refused_by_all_who_get_
             };
             const std::vector<std::string> errors = run_members(3, [&](int worker) {
                 LocalComm comm(group, worker, nullptr, worker == 0 ? corrupt : LocalComm::Corrupt());
-                Stream main, outer(Stream::Kind::communicate);
-                const WireOptions wire{Format::fp4, ExchangeKind::all_to_all};
-                const std::unique_ptr<Exchange> exchange = make_exchange(wire, 128 * 7, comm, outer);
-                const Sync sync{3, 0, 17, 128 * 7};
-                write_payload(*exchange, sync, wire, worker, 1, random_values(1, 128 * 7, 1.0f), main);
-                exchange->start(sync, main);
-                exchange->wait(sync);
+                send_and_wait(comm);
             });
             const std::string expected = "the payload of worker 1 for fragment 0 (sync 3, sent at step 17) "
                                          "was refused: its " + std::string(damage.what) + " is ";
@@ -632,13 +627,7 @@ TEST(AllToAll, a_worker_that_leaves_between_the_stages_is_named) {
             return 0.0;
         };
         LocalComm comm(group, worker, delay);
-        Stream main, outer(Stream::Kind::communicate);
-        const WireOptions wire{Format::fp4, ExchangeKind::all_to_all};
-        const std::unique_ptr<Exchange> exchange = make_exchange(wire, 128 * 7, comm, outer);
-        const Sync sync{3, 0, 17, 128 * 7};
-        write_payload(*exchange, sync, wire, worker, 1, random_values(1, 128 * 7, 1.0f), main);
-        exchange->start(sync, main);
-        exchange->wait(sync);
+        send_and_wait(comm);
     });
     for (const std::string& error : errors) {
         EXPECT_EQ(error, "the exchange of fragment 0 (sync 3, sent at step 17) failed with worker 2: "

@@ -6,20 +6,10 @@
 #include <cmath>
 
 #include "dev/test/local_comm.h"
-#include "llmc/random.h"
+#include "dev/test/random_values.h"
 #include "streaming/diloco.h"
 
 namespace {
-
-using Floats = std::vector<float>;
-
-Floats random_values(uint64_t seed, long n, float deviation) {
-    Floats values(static_cast<size_t>(n));
-    for (size_t i = 0; i < values.size(); i++) {
-        values[i] = deviation * standard_normal(seed, RandomUse::sampling, i);
-    }
-    return values;
-}
 
 Floats minus(const Floats& a, const Floats& b) {
     Floats difference(a.size());

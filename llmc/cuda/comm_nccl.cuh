@@ -213,12 +213,7 @@ private:
     // Calls end in the order in which they were made.
     void add_times() {
         while (!timings.empty()) {
-            const cudaError_t status = cudaEventQuery(timings.front().end);
-            if (status == cudaErrorNotReady) {
-                cudaGetLastError();  // it stays there for the next launch to find
-                return;
-            }
-            cudaCheck(status);
+            if (!is_complete(cudaEventQuery(timings.front().end))) { return; }
             const Timing done = timings.front();
             timings.pop_front();
             float milliseconds = 0;
