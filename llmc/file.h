@@ -126,8 +126,10 @@ private:
 };
 
 // Makes the file `path` of what `write` writes. Until all of that is on the disk, `path` stays what it was.
-inline void write_file(const std::string& path, const std::function<void(OutputFile&)>& write) {
-    const std::string temporary = path + ".tmp";
+// `tag`: part of the temporary name, different for processes that may write the same file at the same time.
+inline void write_file(const std::string& path, const std::function<void(OutputFile&)>& write,
+                       const std::string& tag = "") {
+    const std::string temporary = path + tag + ".tmp";
     try {
         OutputFile file(temporary);
         write(file);

@@ -1,0 +1,439 @@
+// State files: all that one process of a run is after a step, so that the run can go on from there.
+//
+//     header      256 int32, as llm.c's files have:   state_magic, state_version, then
+//                 [2] step (int64)  [4] worker  [5] rank  [6] workers  [7] ranks  [8] lineage (16 characters)
+//                 [12] number of sections  [13] 0  [14] bytes of the whole file (int64)  [16...] 0
+//     table       64 bytes a section: name (48 characters, the rest 0), offset (int64), bytes (int64)
+//     sections    in that order, each at the next multiple of 64 bytes; 0 in between
+//     checksum    XXH3_64 of all before it, at the next multiple of 64 bytes, where the file ends
+//
+// So the same sections are the same bytes, and a reader knows where everything must lie before it reads any.
+// What the sections are is said where they are written; numbers and words by name are Fields. The checksum
+// says whether a file is whole; the file DONE_STEP (write_done), that all processes have theirs.
+#pragma once
+#include <xxhash.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <new>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/error.h"
+#include "llmc/file.h"
+
+const int32_t state_magic = 20261121, state_version = 1;
+
+// Whose state, and of when.
+struct StateIdentity {
+    long step = 0;
+    int worker = 0, rank = 0, workers = 1, ranks = 1;
+    std::string lineage;  // 16 hex digits, drawn when a run starts from nothing and kept by its resumes
+
+    int process() const { return worker * ranks + rank; }
+};
+
+struct StateSection {
+    std::string name;
+    const void* data;
+    size_t bytes;
+};
+
+inline std::string state_path(const std::string& folder, long step, int process) {
+    return folder + format("/state_%08ld_%05d.bin", step, process);
+}
+inline std::string model_path(const std::string& folder, long step) {
+    return folder + format("/model_%08ld.bin", step);
+}
+inline std::string done_path(const std::string& folder, long step) {
+    return folder + format("/DONE_%08ld", step);
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Fields
+
+// What to do about a file of a checkpoint that cannot be used.
+inline const char* checkpoint_hint() {
+    return "resume from another step, or start from a model file (-e model_STEP.bin)";
+}
+
+// Names with a number or a word each, and all of it as text: a line "name value" each. Exact: a real number
+// is its bits in hexadecimal (a NaN keeps its own), a word may hold any bytes (a backslash and the end of a
+// line are written as in C). What is not there, or is of another kind, is a UserError that names the file.
+class Fields {
+public:
+    void set(const std::string& name, int value) { put(name, std::to_string(value)); }
+    void set(const std::string& name, long value) { put(name, std::to_string(value)); }
+    void set(const std::string& name, uint64_t value) { put(name, std::to_string(value)); }
+    void set(const std::string& name, double value) {
+        uint64_t bits;
+        memcpy(&bits, &value, sizeof bits);
+        put(name, format("%016llx", (unsigned long long)bits));
+    }
+    void set(const std::string& name, const std::string& value) { put(name, value); }
+    void set(const std::string& name, const char* value) { put(name, value); }
+
+    bool has(const std::string& name) const { return values.count(name) != 0; }
+    long integer(const std::string& name) const { return number<long>(name, 10, "a whole number"); }
+    uint64_t count(const std::string& name) const { return number<uint64_t>(name, 10, "a count"); }
+    double real(const std::string& name) const {
+        if (word(name).size() != 16) { fail("'" + name + "' is not the 16 digits of a real number"); }
+        const uint64_t bits = number<uint64_t>(name, 16, "a real number");
+        double value;
+        memcpy(&value, &bits, sizeof value);
+        return value;
+    }
+    const std::string& word(const std::string& name) const {
+        const auto found = values.find(name);
+        if (found == values.end()) { fail("does not say '" + name + "'"); }
+        return found->second;
+    }
+
+    std::string text() const {
+        std::string all;
+        for (const auto& [name, value] : values) {
+            all += name + " ";
+            for (char c : value) { all += c == '\\' ? "\\\\" : c == '\n' ? "\\n" : std::string(1, c); }
+            all += "\n";
+        }
+        return all;
+    }
+
+    // `file`: for messages.
+    static Fields parse(const std::string& text, const std::string& file) {
+        Fields fields;
+        fields.file = file;
+        for (size_t at = 0; at < text.size();) {
+            const size_t end = text.find('\n', at), space = text.find(' ', at);
+            if (end == std::string::npos) { fields.fail("has fields that end within a line"); }
+            if (space >= end || !is_name(text.substr(at, space - at))) {
+                fields.fail("has a line of fields that is not 'name value'");
+            }
+            const std::string name = text.substr(at, space - at);
+            if (fields.has(name)) { fields.fail("says '" + name + "' twice"); }
+            fields.values[name] = fields.unescape(text.substr(space + 1, end - space - 1));
+            at = end + 1;
+        }
+        return fields;
+    }
+
+    // Printable characters other than a space, and at least one.
+    static bool is_name(const std::string& name) {
+        auto is_printable = [](char c) { return c > ' ' && c < 127; };
+        return !name.empty() && std::all_of(name.begin(), name.end(), is_printable);
+    }
+
+private:
+    [[noreturn]] void fail(const std::string& what) const {
+        throw UserError((file.empty() ? "the state" : file) + " " + what + ": " + checkpoint_hint());
+    }
+
+    void put(const std::string& name, const std::string& value) {
+        if (!is_name(name)) { throw std::logic_error("'" + name + "' cannot be the name of a field"); }
+        values[name] = value;
+    }
+
+    template <class T>
+    T number(const std::string& name, int base, const char* kind) const {
+        const std::string& digits = word(name);
+        T value{};
+        const char* end = digits.data() + digits.size();
+        const auto [stop, error] = std::from_chars(digits.data(), end, value, base);
+        if (error != std::errc() || stop != end) { fail("has a '" + name + "' that is not " + kind); }
+        return value;
+    }
+
+    std::string unescape(const std::string& line) const {
+        std::string value;
+        for (size_t i = 0; i < line.size(); i++) {
+            if (line[i] != '\\') { value += line[i]; continue; }
+            i++;
+            if (i == line.size() || (line[i] != '\\' && line[i] != 'n')) { fail("has a damaged word"); }
+            value += line[i] == 'n' ? '\n' : '\\';
+        }
+        return value;
+    }
+
+    std::map<std::string, std::string> values;
+    std::string file;
+};
+
+// -----------------------------------------------------------------------------------------------------------
+// The format, both ways
+
+namespace state_format {
+struct Entry {
+    char name[48];
+    int64_t offset, bytes;
+};
+static_assert(sizeof(Entry) == 64);
+
+const size_t most_sections = 1 << 16, chunk_bytes = 1 << 22;
+
+inline int64_t aligned(int64_t offset) { return (offset + 63) / 64 * 64; }
+
+inline bool is_lineage(const std::string& text) {
+    return text.size() == 16 && text.find_first_not_of("0123456789abcdef") == std::string::npos;
+}
+
+inline bool is_plausible(const StateIdentity& who) {
+    return who.step >= 0 && who.workers >= 1 && who.ranks >= 1 && who.worker >= 0 && who.rank >= 0 &&
+           who.worker < who.workers && who.rank < who.ranks && is_lineage(who.lineage);
+}
+
+class Checksum {
+public:
+    Checksum() : state(XXH3_createState(), XXH3_freeState) {
+        if (!state || XXH3_64bits_reset(state.get()) != XXH_OK) { throw std::bad_alloc(); }
+    }
+    void add(const void* data, size_t bytes) { XXH3_64bits_update(state.get(), data, bytes); }
+    uint64_t value() const { return XXH3_64bits_digest(state.get()); }
+
+private:
+    std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state;
+};
+
+inline FileHeader pack(const StateIdentity& who, size_t sections, int64_t file_bytes) {
+    FileHeader header{state_magic, state_version, 0, 0, who.worker, who.rank, who.workers, who.ranks};
+    const int64_t step = who.step;
+    memcpy(&header[2], &step, sizeof step);
+    memcpy(&header[8], who.lineage.data(), 16);
+    header[12] = int32_t(sections);
+    memcpy(&header[14], &file_bytes, sizeof file_bytes);
+    return header;
+}
+
+inline StateIdentity unpack(const FileHeader& header) {
+    StateIdentity who;
+    int64_t step;
+    memcpy(&step, &header[2], sizeof step);
+    who.step = step;
+    who.worker = header[4], who.rank = header[5], who.workers = header[6], who.ranks = header[7];
+    who.lineage.assign(reinterpret_cast<const char*>(&header[8]), 16);
+    return who;
+}
+
+// The table, and where the checksum stands.
+inline std::pair<std::vector<Entry>, int64_t> lay_out(const std::vector<StateSection>& sections) {
+    std::vector<Entry> table;
+    std::set<std::string> names;
+    int64_t end = int64_t(sizeof(FileHeader) + sections.size() * sizeof(Entry));
+    for (const StateSection& section : sections) {
+        Entry entry{};
+        if (!Fields::is_name(section.name) || section.name.size() > sizeof entry.name ||
+            !names.insert(section.name).second) {
+            throw std::logic_error("'" + section.name + "' cannot be the name of another section");
+        }
+        memcpy(entry.name, section.name.data(), section.name.size());
+        entry.offset = aligned(end);
+        entry.bytes = int64_t(section.bytes);
+        end = entry.offset + entry.bytes;
+        table.push_back(entry);
+    }
+    return {table, aligned(end)};
+}
+}  // namespace state_format
+
+// Writes the state file `path`. RunError where the disk does not take it: `path` stays what it was, and so
+// it does where `check`, called every few megabytes, throws.
+inline void write_state(const std::string& path, const StateIdentity& who,
+                        const std::vector<StateSection>& sections,
+                        const std::function<void()>& check = [] {}) {
+    using namespace state_format;
+    if (!is_plausible(who) || sections.size() > most_sections) { throw std::logic_error("no such state"); }
+    const auto [table, checksum_offset] = lay_out(sections);
+    const FileHeader header = pack(who, table.size(), checksum_offset + int64_t(sizeof(uint64_t)));
+    write_file(path, [&, &table = table, checksum_offset = checksum_offset](OutputFile& file) {
+        Checksum checksum;
+        int64_t at = 0;
+        auto write = [&](const void* data, size_t bytes) {
+            for (size_t done = 0; done < bytes;) {
+                const size_t count = std::min(bytes - done, chunk_bytes);
+                check();
+                file.write(static_cast<const char*>(data) + done, count);
+                checksum.add(static_cast<const char*>(data) + done, count);
+                done += count;
+            }
+            at += int64_t(bytes);
+        };
+        const char padding[64] = {};
+        write(header.data(), sizeof header);
+        write(table.data(), table.size() * sizeof(Entry));
+        for (size_t i = 0; i < table.size(); i++) {
+            write(padding, size_t(table[i].offset - at));
+            write(sections[i].data, sections[i].bytes);
+        }
+        write(padding, size_t(checksum_offset - at));
+        const uint64_t sum = checksum.value();
+        file.write(&sum, sizeof sum);
+    });
+}
+
+// A state file whose header, table and size are those of a whole one; verify() says of the rest. A file that
+// cannot be read, is damaged or of another kind is a UserError that names it.
+class StateReader {
+public:
+    explicit StateReader(const std::string& path) : file(path, checkpoint_hint()) {
+        const int32_t llmc_magic = 20240527;
+        FileHeader header{};
+        read_at(header.data(), std::min<size_t>(sizeof header, size_t(file.size())), 0);
+        if (header[0] == llmc_magic) {
+            throw UserError(path + " is a state file of llm.c's own, not of this program: start from its "
+                                   "model (-e model_STEP.bin of the same step)");
+        }
+        header = file.read_header(state_magic, "state file");
+        if (header[1] != state_version) { file.fail(format("is a state file of version %d", header[1])); }
+        who = state_format::unpack(header);
+        check_header(header);
+        read_table(size_t(header[12]));
+    }
+
+    // Reads all of it.
+    void verify() const {
+        state_format::Checksum checksum;
+        std::vector<char> buffer(size_t(std::min<int64_t>(checksum_offset, state_format::chunk_bytes)));
+        for (int64_t at = 0; at < checksum_offset;) {
+            const size_t count = size_t(std::min<int64_t>(checksum_offset - at, int64_t(buffer.size())));
+            read_at(buffer.data(), count, at);
+            checksum.add(buffer.data(), count);
+            at += int64_t(count);
+        }
+        uint64_t expected;
+        read_at(&expected, sizeof expected, checksum_offset);
+        if (checksum.value() != expected) { file.fail("is damaged (its checksum does not match)"); }
+    }
+
+    const StateIdentity& identity() const { return who; }
+    const std::string& path() const { return file.name(); }
+    bool has(const std::string& name) const { return sections.count(name) != 0; }
+    size_t bytes(const std::string& name) const { return size_t(find(name).bytes); }
+
+    void read(const std::string& name, void* out, size_t count) const {
+        const Place& place = find(name);
+        if (size_t(place.bytes) != count) {
+            file.fail(format("has %lld bytes of '%s', not the %zu that belong there", (long long)place.bytes,
+                             name.c_str(), count));
+        }
+        read_at(out, count, place.offset);
+    }
+
+    template <class T>
+    std::vector<T> values(const std::string& name) const {
+        if (bytes(name) % sizeof(T) != 0) { file.fail("has a '" + name + "' that ends within a value"); }
+        std::vector<T> all(bytes(name) / sizeof(T));
+        read(name, all.data(), bytes(name));
+        return all;
+    }
+
+    std::string text(const std::string& name) const {
+        std::string all(bytes(name), '\0');
+        read(name, &all[0], all.size());
+        return all;
+    }
+
+private:
+    struct Place {
+        int64_t offset, bytes;
+    };
+
+    void check_header(const FileHeader& header) {
+        int64_t file_bytes;
+        memcpy(&file_bytes, &header[14], sizeof file_bytes);
+        if (header[12] < 0 || size_t(header[12]) > state_format::most_sections || header[13] != 0 ||
+            std::any_of(header.begin() + 16, header.end(), [](int32_t word) { return word != 0; }) ||
+            !state_format::is_plausible(who)) {
+            file.fail("has a damaged header");
+        }
+        if (file.size() != file_bytes) {
+            file.fail(format("is %s (%lld bytes, its header promises %lld)",
+                             file.size() < file_bytes ? "truncated" : "too long", (long long)file.size(),
+                             (long long)file_bytes));
+        }
+        checksum_offset = file_bytes - int64_t(sizeof(uint64_t));
+        const int64_t table_bytes = header[12] * int64_t(sizeof(state_format::Entry));
+        if (checksum_offset < int64_t(sizeof header) + table_bytes) { file.fail("has a damaged header"); }
+    }
+
+    // Each section must lie where the one before it says, and the checksum behind the last.
+    void read_table(size_t count) {
+        std::vector<state_format::Entry> table(count);
+        read_at(table.data(), count * sizeof(state_format::Entry), sizeof(FileHeader));
+        int64_t end = int64_t(sizeof(FileHeader) + count * sizeof(state_format::Entry));
+        for (const state_format::Entry& entry : table) {
+            const std::string name(entry.name, strnlen(entry.name, sizeof entry.name));
+            const bool is_padded = std::all_of(entry.name + name.size(), std::end(entry.name),
+                                               [](char c) { return c == 0; });
+            if (!Fields::is_name(name) || !is_padded || entry.offset != state_format::aligned(end) ||
+                entry.bytes < 0 || entry.bytes > checksum_offset - entry.offset ||
+                !sections.emplace(name, Place{entry.offset, entry.bytes}).second) {
+                file.fail("has a damaged table of sections");
+            }
+            end = entry.offset + entry.bytes;
+        }
+        if (state_format::aligned(end) != checksum_offset) { file.fail("has a damaged table of sections"); }
+    }
+
+    const Place& find(const std::string& name) const {
+        const auto found = sections.find(name);
+        if (found == sections.end()) { file.fail("has no '" + name + "'"); }
+        return found->second;
+    }
+
+    // A file that a disk does not give back is as good as none: its reader may have another one.
+    void read_at(void* out, size_t count, int64_t offset) const {
+        try {
+            file.read(out, count, offset);
+        } catch (const RunError& error) {
+            throw UserError(std::string(error.what()) + ": " + checkpoint_hint());
+        }
+    }
+
+    InputFile file;
+    StateIdentity who;
+    std::map<std::string, Place> sections;
+    int64_t checksum_offset = 0;
+};
+
+// -----------------------------------------------------------------------------------------------------------
+// DONE_STEP: written by rank 0 of each worker when all processes have written their states
+
+inline void write_done(const std::string& folder, const StateIdentity& who) {
+    Fields fields;
+    fields.set("step", who.step);
+    fields.set("workers", who.workers);
+    fields.set("ranks", who.ranks);
+    fields.set("lineage", who.lineage);
+    const std::string text = fields.text();
+    // Workers of one folder write the same file: each under a temporary name of its own.
+    write_file(done_path(folder, who.step), [&](OutputFile& file) { file.write(text.data(), text.size()); },
+               "." + std::to_string(who.process()));
+}
+
+// Of what run it is, and of how many processes (worker and rank mean nothing). UserError, naming the file.
+inline StateIdentity read_done(const std::string& folder, long step) {
+    const std::string path = done_path(folder, step);
+    const InputFile file(path, checkpoint_hint());
+    if (file.size() > 4096) { file.fail("is too long"); }
+    std::string text(size_t(file.size()), '\0');
+    file.read(&text[0], text.size(), 0);
+    const Fields fields = Fields::parse(text, path);
+    StateIdentity who;
+    who.step = fields.integer("step");
+    const long workers = fields.integer("workers"), ranks = fields.integer("ranks");
+    who.lineage = fields.word("lineage");
+    const long most = 1 << 20;
+    if (who.step != step || workers < 1 || ranks < 1 || workers > most || ranks > most ||
+        !state_format::is_lineage(who.lineage)) {
+        file.fail("is damaged");
+    }
+    who.workers = int(workers), who.ranks = int(ranks);
+    return who;
+}
