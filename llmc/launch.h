@@ -26,6 +26,7 @@ struct LaunchOptions {
     std::string interface;  // of the network between workers; empty: the one that leads to the store
     std::string run_name = "diloco";
     double timeout = 600;
+    bool stops_gracefully = false;  // the processes handle a request to stop (stop.h)
 };
 
 // This process as its number among those that another program has started.
@@ -178,7 +179,7 @@ inline Process launch(const LaunchOptions& o, char** argv) {
     if (place.starts_others) {
         int status;
         {
-            Launcher launcher(children_to_start(o), store_url(o), argv);
+            Launcher launcher(children_to_start(o), store_url(o), argv, o.stops_gracefully);
             status = launcher.run();
         }
         std::exit(status);

@@ -3,8 +3,10 @@
 //   - The first that fails ends all others: SIGTERM, and SIGKILL after some seconds. The launcher's last line
 //     names it, unless it has given its reason itself; its status is the launcher's. A line "error: ..." is
 //     printed once, however many processes say the same.
-//   - SIGINT, SIGTERM and SIGHUP are passed on, unless they are ignored (nohup); if the launcher is killed,
-//     the kernel kills the processes.
+//   - SIGINT, SIGTERM and SIGHUP are passed on, unless they are ignored (nohup), and end the run; if the
+//     launcher is killed, the kernel kills the processes.
+//   - Processes that stop gracefully (stop.h) have all the time they need after a first SIGTERM or SIGUSR1.
+//     Those that leave with stopped_status have not failed, whether the request came here or elsewhere.
 #pragma once
 #include <errno.h>
 #include <fcntl.h>
@@ -26,9 +28,11 @@
 #include <fstream>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "llmc/error.h"
+#include "llmc/stop.h"
 #include "llmc/store.h"
 
 // A folder in $TMPDIR or /tmp that is removed with all that is in it.
@@ -68,6 +72,7 @@ struct Child {
 
     std::string name() const { return format("worker %d rank %d", worker, rank); }
     std::string prefix() const { return is_first ? "" : format("[%d.%d] ", worker, rank); }
+    bool has_stopped() const { return has_exited && status == stopped_status; }
 
     struct Output {
         int pipe = -1;     // our end; -1 when closed
@@ -78,15 +83,17 @@ struct Child {
     bool is_first;  // process 0 of the run
     pid_t pid = -1;
     bool has_ended = false;
-    int status = 0;  // exit code, or 128 + signal
+    bool has_exited = false;  // has ended, and not by a signal
+    int status = 0;           // exit code, or 128 + signal
     Output out, err;
 };
 
 class Launcher {
 public:
     // `store`: URL; empty: a fresh temporary folder, for as long as the launcher lives.  argv: this program's
-    Launcher(std::vector<Child> children, const std::string& store, char** argv)
-        : children(std::move(children)), store(store), argv(argv) {
+    // `stops_gracefully`: asked to stop, the processes write a checkpoint and end by themselves.
+    Launcher(std::vector<Child> children, const std::string& store, char** argv, bool stops_gracefully)
+        : children(std::move(children)), store(store), argv(argv), stops_gracefully(stops_gracefully) {
         if (store.empty()) {
             folder = std::make_unique<TemporaryDirectory>();
             this->store = "file:" + folder->path;
@@ -124,10 +131,11 @@ private:
         sigset_t taken;
         sigemptyset(&taken);
         signal(SIGCHLD, SIG_DFL);
-        for (int s : {SIGINT, SIGTERM, SIGHUP, SIGCHLD}) {
+        for (int s : {SIGINT, SIGTERM, SIGHUP, SIGCHLD, SIGUSR1}) {
             struct sigaction action;
             sigaction(s, nullptr, &action);
-            if (action.sa_handler != SIG_IGN) { sigaddset(&taken, s); }
+            const bool is_taken = s != SIGUSR1 || stops_gracefully;
+            if (is_taken && action.sa_handler != SIG_IGN) { sigaddset(&taken, s); }
         }
         sigprocmask(SIG_BLOCK, &taken, &mask_before);
         signals = signalfd(-1, &taken, SFD_CLOEXEC | SFD_NONBLOCK);
@@ -252,13 +260,14 @@ private:
             errors.push_back({&child, text.substr(strlen("error: "))});
             return;
         }
-        if (is_inside_line && !(child.is_first && to == STDOUT_FILENO)) {
-            // The line being redrawn makes room; process 0 will draw it again.
-            write_all(STDOUT_FILENO, "\r\033[K");
-            is_inside_line = false;
-        }
+        if (!(child.is_first && to == STDOUT_FILENO)) { make_room(); }
         write_all(to, child.prefix() + text);
         if (child.is_first && to == STDOUT_FILENO) { is_inside_line = text.back() != '\n'; }
+    }
+
+    // Removes the line being redrawn; process 0 will draw it again.
+    void make_room() {
+        if (std::exchange(is_inside_line, false)) { write_all(STDOUT_FILENO, "\r\033[K"); }
     }
 
     // A reader that has gone (| head) ends the run like a signal. One that stalls (| less) holds it up, but
@@ -309,9 +318,28 @@ private:
     void handle_signals() {
         signalfd_siginfo info;
         while (read(signals, &info, sizeof info) == sizeof info) {
-            if (info.ssi_signo != SIGCHLD) { stop_by(int(info.ssi_signo)); }
+            if (info.ssi_signo != SIGCHLD) { obey(int(info.ssi_signo)); }
         }
         reap();
+    }
+
+    // The first request to stop is the processes' business; a second one, and any other signal, ends the run.
+    void obey(int signal) {
+        const bool is_request =
+            std::find(stop_signals.begin(), stop_signals.end(), signal) != stop_signals.end();
+        if (!is_request || !stops_gracefully || stopping) {
+            stop_by(signal);
+        } else if (!requested_by) {
+            requested_by = signal;
+            request_time = Clock::now();
+            signal_all(signal);
+            make_room();
+            write_all(STDERR_FILENO, format("signal %d (%s): the run writes a checkpoint and stops; a second "
+                                            "signal ends it at once\n",
+                                            signal, strsignal(signal)));
+        } else if (Clock::now() - request_time > to_duration(one_request_seconds)) {
+            stop_by(signal);
+        }
     }
 
     // Passes a signal on; the second time there is no more waiting.
@@ -327,8 +355,15 @@ private:
             int status;
             if (child.has_ended || waitpid(child.pid, &status, WNOHANG) != child.pid) { continue; }
             child.has_ended = true;
-            child.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-            if (child.status != 0 && !stopped_by && !was_terminated) { blame(child); }
+            child.has_exited = WIFEXITED(status);
+            child.status = child.has_exited ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+            const bool has_failed = child.status != 0 && !child.has_stopped();
+            if (!has_failed || stopped_by || was_terminated) { continue; }
+            if (requested_by && !child.has_exited && child.status == 128 + requested_by) {
+                stop_by(requested_by);  // it was still starting: there is nothing to write
+            } else {
+                blame(child);
+            }
         }
         if (culprit && !was_terminated && Clock::now() >= term_time) {
             was_terminated = true;
@@ -366,6 +401,10 @@ private:
     int report() {
         if (is_inside_line) { write_all(STDOUT_FILENO, "\n"); }
         print_errors();
+        if (all_have_stopped()) {
+            write_all(STDERR_FILENO, "stopped by request\n");
+            return stopped_status;
+        }
         if (stopped_by) {
             if (stopped_by != SIGPIPE) {
                 print_error(format("stopped by signal %d (%s)\n", stopped_by, strsignal(stopped_by)));
@@ -383,6 +422,14 @@ private:
             print_error(format("%s left with exit code %d\n", culprit->name().c_str(), status));
         }
         return status;
+    }
+
+    // By request, those that had not ended before it.
+    bool all_have_stopped() const {
+        auto has_stopped = [](const Child& child) { return child.has_stopped(); };
+        auto is_well = [](const Child& child) { return child.status == 0 || child.has_stopped(); };
+        return std::any_of(children.begin(), children.end(), has_stopped) &&
+               std::all_of(children.begin(), children.end(), is_well);
     }
 
     void print_error(const std::string& text) { write_all(STDERR_FILENO, "error: " + text); }
@@ -410,14 +457,16 @@ private:
     std::vector<Child> children;
     std::string store;
     char** argv;
+    const bool stops_gracefully;
     std::unique_ptr<TemporaryDirectory> folder;
     sigset_t mask_before;
     int signals = -1;
     std::vector<Error> errors;
     bool is_inside_line = false;  // the terminal's last line is process 0's and has no end yet
     const Child* culprit = nullptr;
+    int requested_by = 0;         // the signal that asked the processes to stop
     int stopped_by = 0;           // the signal that ends the run
     bool stopping = false, was_terminated = false;
     bool stdout_has_stalled = false, stderr_has_stalled = false;
-    Clock::time_point term_time, kill_time;
+    Clock::time_point request_time, term_time, kill_time;
 };
