@@ -294,7 +294,13 @@ private:
             job.write_model(files.model(step));
             written.model = true;
         }
-        write_state(files.state(step), job.identity, job.sections(), [&] { check(); });
+        try {
+            write_state(files.state(step), job.identity, job.sections(), [&] { check(); });
+        } catch (...) {
+            // A model without its state would not be found again when old checkpoints are deleted.
+            if (written.model) { unlink(files.model(step).c_str()); }
+            throw;
+        }
         written.state = true;
         written.seconds = now_seconds() - start;
     }

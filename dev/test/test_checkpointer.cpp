@@ -333,6 +333,26 @@ TEST(Checkpointer, abandoning_ends_a_wait_and_keeps_what_is_whole) {
     EXPECT_THROW(run.begin(0, 20), std::logic_error);
 }
 
+TEST(Checkpointer, abandoning_ends_a_write_and_leaves_no_half_of_it) {
+    Processes run(1, 1);
+    run.start();
+    const std::vector<char> chunk(1 << 22);
+    std::promise<void> begun;
+    CheckpointJob job = run.job(0, 10);
+    job.sections = [&] {
+        begun.set_value();
+        std::vector<StateSection> sections;  // a gigabyte
+        for (int i = 0; i < 250; i++) { sections.push_back({std::to_string(i), chunk.data(), chunk.size()}); }
+        return sections;
+    };
+    run[0].begin(job);
+    begun.get_future().wait();
+    run[0].abandon();
+    run[0].wait();
+    EXPECT_TRUE(run[0].has_failed());
+    EXPECT_EQ(run.files(0), "");
+}
+
 TEST(Checkpointer, its_end_does_not_wait_for_others) {
     Processes run(2, 1, false, "", 100000);
     run.start();
