@@ -20,6 +20,7 @@ PLANTED = {
     "eval_set": ("llmc/eval_set.h", "if (count > left())", "if (count > 10000)", "heap-buffer-overflow"),
     "model": ("llmc/checkpoint.h", "        check_size();\n", "", ""),
     "payload": ("streaming/exchange.h", 'same("sender", header.worker, expected.worker);', "", "in their order"),
+    "resume": ("llmc/resume.h", "int(i))).verify();", "int(i))).identity();", "a whole file of the run"),
     "state": ("llmc/state_file.h", "who.worker < who.workers && ", "", "a worker of the run"),
     "store": ("llmc/store_redis.h", "port.size() > 5 || ", "", "std::out_of_range"),
     "tokenizer": ("llmc/tokenizer.h", " || eot >= vocab_size", "", "the end of text is a token"),
