@@ -286,7 +286,6 @@ private:
     // The model first: where there is a state of process 0, its model is there.
     void write_files(const CheckpointJob& job, Written& written) {
         const long step = job.identity.step;
-        check();
         job.ready();
         check();
         const double start = now_seconds();
