@@ -211,8 +211,8 @@ bench-gpu:
 	$(MAKE) train_gpt build/gpu/bench_gpu
 	python3 dev/bench/bench_gpu.py --peer-python $(PEER) $(PARTS)
 
-# The benchmark through emulated kernels, for test_bench_gpu.py.
-EMULATED_TRAINERS += build/plain/bench_gpu
+# The benchmark through emulated kernels, for test_bench_gpu.py, which is a long test.
+test-long: EMULATED_TRAINERS += build/plain/bench_gpu
 build/plain/bench_gpu: private OPTIMIZE = -O1
 build/plain/bench_gpu: dev/bench/bench_gpu.cu train_gpt.cu $(EMULATOR:%=build/plain/%.o) $(EMULATOR_HEADERS) \
         | dependencies

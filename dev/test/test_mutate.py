@@ -266,6 +266,7 @@ def test_a_run_is_seen_by_models_samples_and_numbers_but_not_by_times(tmp_path):
     assert first.difference(seen()) == "other model"
 
 
+@pytest.mark.long
 def test_a_missing_barrier_is_killed_and_an_unchanged_program_is_not(tmp_path):
     """One real build: the test of the reductions."""
     tree = kernel_tests.Tree(tmp_path)
