@@ -46,7 +46,7 @@ def read_lines(path):
         text = path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}): give the folder of a run") from error
-    lines = {"run": [], "step": [], "eval": [], "sync": [], "end": []}
+    lines = {"run": [], "step": [], "eval": [], "sync": [], "checkpoint": [], "resume": [], "end": []}
     for number, line in enumerate(text.splitlines(), 1):
         try:
             fields = json.loads(line)

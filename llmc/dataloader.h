@@ -93,6 +93,9 @@ public:
     const int* inputs() const { return input.data(); }    // (B, T)
     const int* targets() const { return target.data(); }  // (B, T), inputs shifted by one token
 
+    // Sequences of T tokens in a sample, of all processes.
+    long rows_of_a_sample() const { return rows; }
+
     DataPosition position() const { return next; }
 
     // Continues at a saved position. UserError where these shards do not have it.

@@ -1,7 +1,8 @@
 // What a run writes down while it goes.
 //   main.log        llm.c's, one line a step or validation, by process 0: what its plotting scripts read
 //   metrics.jsonl   by process 0, and metrics_00001.jsonl, ... by the others: everything measured, one JSON
-//                   object a line, "type" first: run, step, eval, sync, end
+//                   object a line, "type" first: run, step, eval, sync, checkpoint,
+//                   resume, end
 //   StatusLine      on a terminal one live line, rewritten in place; piped, a plain line every few seconds
 // Times are in seconds; "time" counts from the start of the log. Every line is flushed: a reader may follow.
 // A sync's numbers are of this process's shard of the fragment:
@@ -28,12 +29,15 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "llmc/error.h"
+#include "llmc/file.h"
 #include "llmc/tokenizer.h"
 
 // A JSON object of one line, built field by field. What is not a finite number becomes null, and what is not
@@ -119,27 +123,43 @@ struct EndMetrics {
     double waited_seconds = 0;
 };
 
+// What the logs of a run that is resumed keep: what came after its checkpoint happens again.
+struct LogCut {
+    long step = 0;            // the checkpoint's
+    long first_sync = 0;      // the first that was not applied
+    bool keeps_eval = false;  // of that very step
+};
+
 class Logger {
 public:
-    // Starts the logs of a new run in `folder`, which is made where it is missing; an empty name means no
-    // logs. process: 0 to processes - 1, over all workers. UserError where the folder cannot be written, or
-    // holds models of an earlier run: they would look newer than this run's.
-    Logger(const std::string& folder, int process, int processes) : start(Clock::now()) {
+    // Starts the logs of a run in `folder`, which is made where it is missing; an empty name means no logs.
+    // process: 0 to processes - 1, over all workers.
+    // cut: goes on with the logs that are there; without it they are begun anew.
+    // UserError where the folder cannot be written, or holds models of an earlier run: they would look newer
+    // than this run's.
+    Logger(const std::string& folder, int process, int processes, const std::optional<LogCut>& cut = {})
+        : start(Clock::now()) {
         if (folder.empty()) { return; }
         std::error_code error;
         std::filesystem::create_directories(folder, error);
         if (error) { fail(folder, error.message()); }
         if (process == 0) {
-            refuse_models(folder);
+            if (!cut) { refuse_models(folder); }
             remove_other_logs(folder, processes);
-            main_log = open(folder + "/main.log");
+            main_log = open(folder + "/main.log", cut);
         }
-        metrics = open(metrics_path(folder, process));
+        metrics = open(metrics_path(folder, process), cut);
     }
 
-    void run(const RunMetrics& m) {
+    // The first line; where the log goes on, one that says since when, and with which options.
+    void run(const RunMetrics& m, long resumed_at = 0) {
         JsonLine options;
         for (const auto& [name, value] : m.options) { options.field(name.c_str(), value); }
+        if (has_run_line) {
+            write(JsonLine().field("type", "resume").field("step", resumed_at).field("time", seconds())
+                      .field("options", options));
+            return;
+        }
         write(JsonLine().field("type", "run").field("version", 1).field("worker", m.worker)
                   .field("rank", m.rank).field("workers", m.workers).field("ranks", m.ranks)
                   .field("parameters", m.parameters).field("options", options));
@@ -170,6 +190,12 @@ public:
                   .field("staleness", m.apply_step - m.send_step).field("delta_norm", m.delta_norm)
                   .field("mean_norm", m.mean_norm).field("quantization_error", m.quantization_error)
                   .field("cosines", m.cosines).field("mean_cosines", m.mean_cosines));
+    }
+
+    // paused: seconds for which training stood still for the checkpoint after `step`
+    void checkpoint(long step, double paused) {
+        write(JsonLine().field("type", "checkpoint").field("step", step).field("time", seconds())
+                  .field("paused_seconds", paused));
     }
 
     void end(const EndMetrics& m) {
@@ -206,17 +232,57 @@ private:
         while (std::filesystem::remove(metrics_path(folder, processes))) { processes++; }
     }
 
-    static LogFile open(const std::string& path) {
-        FILE* file = fopen(path.c_str(), "we");
+    LogFile open(const std::string& path, const std::optional<LogCut>& cut) {
+        if (cut) { keep_lines(path, *cut); }
+        FILE* file = fopen(path.c_str(), cut ? "ae" : "we");
         if (!file) { fail(path, strerror(errno)); }
         return LogFile(file);
+    }
+
+    // Takes out of a log, if it is there, what is not kept: a last line without an end, too.
+    void keep_lines(const std::string& path, const LogCut& cut) {
+        std::ifstream log(path, std::ios::binary);
+        if (!log) { return; }
+        std::string kept, line;
+        while (std::getline(log, line) && !log.eof()) {
+            if (!is_kept(line, cut)) { continue; }
+            kept += line + "\n";
+            has_run_line = has_run_line || line.rfind("{\"type\":\"run\"", 0) == 0;
+            const size_t time = line.find("\"time\":");
+            if (time != std::string::npos) { seconds_before = strtod(line.c_str() + time + 7, nullptr); }
+        }
+        write_file(path, [&](OutputFile& file) { file.write(kept.data(), kept.size()); });
+    }
+
+    // Of main.log and of metrics.jsonl. The end of the run comes again.
+    static bool is_kept(const std::string& line, const LogCut& cut) {
+        auto number = [&](const char* pattern) -> std::optional<long> {
+            long value = 0;
+            int end = 0;  // of the whole pattern
+            const bool found = sscanf(line.c_str(), pattern, &value, &end) == 1 && end > 0;
+            return found ? std::optional<long>(value) : std::nullopt;
+        };
+        for (const char* step : {"s:%ld trl:%n", "{\"type\":\"step\",\"step\":%ld,%n"}) {
+            if (const auto n = number(step)) { return *n <= cut.step; }
+        }
+        for (const char* eval : {"s:%ld tel:%n", "{\"type\":\"eval\",\"step\":%ld,%n"}) {
+            if (const auto n = number(eval)) { return *n < cut.step || (*n == cut.step && cut.keeps_eval); }
+        }
+        if (const auto n = number("{\"type\":\"sync\",\"sync\":%ld,%n")) { return *n < cut.first_sync; }
+        for (const char* other : {"{\"type\":\"checkpoint\",\"step\":%ld,%n",
+                                  "{\"type\":\"resume\",\"step\":%ld,%n"}) {
+            if (const auto n = number(other)) { return *n <= cut.step; }
+        }
+        return line.rfind("{\"type\":\"run\"", 0) == 0;
     }
 
     [[noreturn]] static void fail(const std::string& path, const std::string& why) {
         throw UserError("cannot write " + path + " (" + why + "): give a log folder that can be written");
     }
 
-    double seconds() const { return std::chrono::duration<double>(Clock::now() - start).count(); }
+    double seconds() const {
+        return seconds_before + std::chrono::duration<double>(Clock::now() - start).count();
+    }
     void write(const JsonLine& line) { print(metrics, line.str()); }
 
     static void print(const LogFile& file, const std::string& line) {
@@ -227,6 +293,8 @@ private:
     }
 
     Clock::time_point start;
+    double seconds_before = 0;  // of a log that goes on: its last time
+    bool has_run_line = false;
     LogFile main_log, metrics;
 };
 

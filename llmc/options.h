@@ -46,8 +46,11 @@ struct Options {
     long sample_every = 20;
     int sample_length = 64;
     float temperature = 0.8f;
-    long save_every = 0;
     std::string evaluate = "global";
+    // checkpoints
+    long save_every = 0;
+    long keep_checkpoints = 0, major_checkpoints = 0;
+    int resume = 0;
     // processes
     int workers = 1, ranks = 1, worker = -1;
     std::string store, interface, run_name = "diloco";
@@ -185,11 +188,25 @@ inline void define_options(CLI::App& app, Options& o) {
                 ->check(not_negative),
             add("-g,--sample-length", o.sample_length, "Tokens in a sample")->check(positive),
             add("--temperature", o.temperature, "Temperature of the samples")->check(above_zero),
-            add("-n,--save-every", o.save_every, "Write the model every so many steps (0: only at the end)")
-                ->check(not_negative),
             add("--eval", o.evaluate, "Which parameters are evaluated and saved: global or local")
                 ->check(CLI::IsMember({"global", "local"})),
         });
+    group("Checkpoints",
+          {
+              add("-n,--save-every", o.save_every,
+                  "Write a checkpoint (the model, and all that the run is) every so many steps, and at the end "
+                  "(0: only the model, at the end)")
+                  ->check(not_negative),
+              add("--keep-checkpoints", o.keep_checkpoints,
+                  "-nk: keep so many of them, the newest (0: all)")
+                  ->check(not_negative),
+              add("--major-checkpoints", o.major_checkpoints,
+                  "-nm: keep those of every so many steps for ever (0: none)")
+                  ->check(not_negative),
+              add("-y,--resume", o.resume,
+                  "1: go on from the newest whole checkpoint in -o, if there is one; 0: begin anew")
+                  ->check(CLI::IsMember({0, 1})),
+          });
     group(
         "Processes",
         {
@@ -271,6 +288,15 @@ inline void print_options_table(const CLI::App& app) {
     }
 }
 
+// llm.c's options of one dash and two letters, which CLI11 would take for two options of one letter.
+inline std::string long_option(const std::string& word) {
+    for (const auto& [letters, name] : {std::pair<const char*, const char*>{"-nk", "--keep-checkpoints"},
+                                        {"-nm", "--major-checkpoints"}}) {
+        if (word == letters) { return name; }
+    }
+    return word;
+}
+
 // Fills in what was left to the program, so that config.toml says what is used.
 inline void resolve_defaults(CLI::App& app, Options& o) {
     if (o.outer_optimizer.empty()) {
@@ -286,10 +312,13 @@ inline void resolve_defaults(CLI::App& app, Options& o) {
 // Throws UserError. Prints and leaves for --help and --options-table.
 inline Options parse_options(int argc, char** argv) {
     Options options;
-    CLI::App app("Trains a GPT on GPUs (or CPUs) that do not sit next to each other, with Streaming DiLoCo.");
+    CLI::App app("Trains a GPT on GPUs (or CPUs) that do not sit next to each other, with Streaming DiLoCo.",
+                 argv[0]);
     define_options(app, options);
     try {
-        app.parse(argc, argv);
+        std::vector<std::string> words;  // the last one first, as CLI11 takes them
+        for (int i = argc - 1; i > 0; i--) { words.push_back(long_option(argv[i])); }
+        app.parse(std::move(words));
     } catch (const CLI::CallForHelp&) {
         fputs(app.help().c_str(), stdout);
         exit(0);

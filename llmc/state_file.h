@@ -242,39 +242,43 @@ inline std::pair<std::vector<Entry>, int64_t> lay_out(const std::vector<StateSec
 }
 }  // namespace state_format
 
-// Writes the state file `path`. RunError where the disk does not take it: `path` stays what it was, and so
-// it does where `check`, called every few megabytes, throws.
-inline void write_state(const std::string& path, const StateIdentity& who,
-                        const std::vector<StateSection>& sections,
+// Writes a state into a file that is open, and empty. Calls `check` every few megabytes.
+inline void write_state(OutputFile& file, const StateIdentity& who, const std::vector<StateSection>& sections,
                         const std::function<void()>& check = [] {}) {
     using namespace state_format;
     if (!is_plausible(who) || sections.size() > most_sections) { throw std::logic_error("no such state"); }
     const auto [table, checksum_offset] = lay_out(sections);
     const FileHeader header = pack(who, table.size(), checksum_offset + int64_t(sizeof(uint64_t)));
-    write_file(path, [&, &table = table, checksum_offset = checksum_offset](OutputFile& file) {
-        Checksum checksum;
-        int64_t at = 0;
-        auto write = [&](const void* data, size_t bytes) {
-            for (size_t done = 0; done < bytes;) {
-                const size_t count = std::min(bytes - done, chunk_bytes);
-                check();
-                file.write(static_cast<const char*>(data) + done, count);
-                checksum.add(static_cast<const char*>(data) + done, count);
-                done += count;
-            }
-            at += int64_t(bytes);
-        };
-        const char padding[64] = {};
-        write(header.data(), sizeof header);
-        write(table.data(), table.size() * sizeof(Entry));
-        for (size_t i = 0; i < table.size(); i++) {
-            write(padding, size_t(table[i].offset - at));
-            write(sections[i].data, sections[i].bytes);
+    Checksum checksum;
+    int64_t at = 0;
+    auto write = [&](const void* data, size_t bytes) {
+        for (size_t done = 0; done < bytes;) {
+            const size_t count = std::min(bytes - done, chunk_bytes);
+            check();
+            file.write(static_cast<const char*>(data) + done, count);
+            checksum.add(static_cast<const char*>(data) + done, count);
+            done += count;
         }
-        write(padding, size_t(checksum_offset - at));
-        const uint64_t sum = checksum.value();
-        file.write(&sum, sizeof sum);
-    });
+        at += int64_t(bytes);
+    };
+    const char padding[64] = {};
+    write(header.data(), sizeof header);
+    write(table.data(), table.size() * sizeof(Entry));
+    for (size_t i = 0; i < table.size(); i++) {
+        write(padding, size_t(table[i].offset - at));
+        write(sections[i].data, sections[i].bytes);
+    }
+    write(padding, size_t(checksum_offset - at));
+    const uint64_t sum = checksum.value();
+    file.write(&sum, sizeof sum);
+}
+
+// Writes the state file `path`. RunError where the disk does not take it: `path` stays what it was, and so
+// it does where `check` throws.
+inline void write_state(const std::string& path, const StateIdentity& who,
+                        const std::vector<StateSection>& sections,
+                        const std::function<void()>& check = [] {}) {
+    write_file(path, [&](OutputFile& file) { write_state(file, who, sections, check); });
 }
 
 // A state file whose header, table and size are those of a whole one; verify() says of the rest. A file that
