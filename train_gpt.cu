@@ -1202,63 +1202,34 @@ inline std::string changed_options(const Fields& before, const Options& o) {
     std::string text;
     for (const auto& [name, value] : o.resolved) {
         const std::string old = before.has(name) ? before.word(name) : "(unknown)";
-        if (name == "--resume" || old == value) { continue; }
+        if (name == "resume" || old == value) { continue; }
         text += (text.empty() ? "" : ", ") + name + " " + old + " -> " + value;
     }
     return text;
 }
 
-// Whether a state is of the same processes, fragments and batches, so that it can be taken as it is.
-inline bool has_same_shape(const ResumePoint& point, const Fields& fields, const Fields& before,
-                           const Options& o, const Inputs& in) {
-    const Fields now = option_fields(o);
-    if (point.workers != o.workers || point.ranks != o.ranks) { return false; }
-    for (const char* name : {"--outer-optimizer", "--inner-steps", "--fragment-layers", "--fragment-pattern",
-                             "--fragment-offsets", "--outer-error-feedback", "--outer-exchange"}) {
-        if (!before.has(name) || before.word(name) != now.word(name)) { return false; }
-    }
-    return fields.integer("data.rows") == in.train_loader->rows_of_a_sample() &&
-           fields.integer("float_bytes") == long(sizeof(floatX));
-}
-
-inline void check_same_model(const Fields& fields, const GptShape& shape, const std::string& path) {
-    const bool same = fields.integer("shape.layers") == shape.layers &&
-                      fields.integer("shape.heads") == shape.heads &&
-                      fields.integer("shape.channels") == shape.channels &&
-                      fields.integer("shape.vocab_size") == shape.vocab_size &&
-                      fields.integer("shape.padded_vocab_size") == shape.padded_vocab_size &&
-                      fields.integer("shape.max_seq_len") == shape.max_seq_len;
-    if (!same) {
-        throw UserError(path + " is of another model than -e and the options for sizes describe: give those "
-                               "of the run that is resumed");
-    }
-}
-
+// The state of this process, as it lies there, or put together from those of a run of another shape.
 inline Resumption open_checkpoint(const Options& o, const Process& process, const Inputs& in,
                                   const ResumePoint& point) {
     Resumption r;
     r.step = point.step;
     r.lineage = point.lineage;
-    const bool same_processes = point.workers == o.workers && point.ranks == o.ranks;
-    const int source = same_processes ? process.index() : 0;
-    r.state = std::make_unique<StateReader>(state_path(o.output, point.step, source));
-    r.fields = Fields::parse(r.state->text("fields"), r.state->path());
-    const Fields before = Fields::parse(r.state->text("options"), r.state->path());
-    check_same_model(r.fields, in.shape, r.state->path());
     if (r.step > in.steps) {
-        throw UserError(format("%s is of step %ld, and this run ends after step %ld: give a larger -x",
-                               r.state->path().c_str(), r.step, in.steps));
+        throw UserError(format("the checkpoint in %s is of step %ld, and this run ends after step %ld: give a "
+                               "larger -x", o.output.c_str(), r.step, in.steps));
     }
-    const std::string changed = changed_options(before, o);
+    const StoredRun stored{o.output, point.step, point.workers, point.ranks, point.lineage};
+    const StateShape shape{in.shape, in.layout, in.fragments, o.inner_steps, diloco_options(o).wire,
+                           process.worker, process.rank, o.workers, o.ranks,
+                           in.train_loader->rows_of_a_sample()};
+    if (has_shape(stored, shape)) {
+        r.state = std::make_unique<StateReader>(state_path(o.output, point.step, process.index()));
+    } else {
+        r.state = reshape_state(stored, shape, r.notes);
+    }
+    r.fields = Fields::parse(r.state->text("fields"), r.state->path());
+    const std::string changed = changed_options(Fields::parse(r.state->text("options"), r.state->path()), o);
     if (!changed.empty()) { r.notes.push_back("resumed with other options: " + changed); }
-    if (!has_same_shape(point, r.fields, before, o, in)) {
-        StateShape shape{in.shape, in.layout, in.fragments, o.inner_steps, diloco_options(o).wire,
-                         process.worker, process.rank, o.workers, o.ranks,
-                         in.train_loader->rows_of_a_sample()};
-        r.state = reshape_state({o.output, point.step, point.workers, point.ranks, point.lineage}, shape,
-                                r.notes);
-        r.fields = Fields::parse(r.state->text("fields"), r.state->path());
-    }
     return r;
 }
 
@@ -1550,6 +1521,7 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
         if (!o.output.empty()) {
             checkpointer = std::make_unique<Checkpointer>(o.output, process, o.keep_checkpoints,
                                                           o.major_checkpoints);
+            checkpointer->forget_later(resumed.step, resumed.lineage);
         }
         if (!o.streams()) { return; }
         const DilocoOptions d = diloco_options(o);
