@@ -155,7 +155,7 @@ private:
     }
 
     void check_all_tokens(const Shard& shard) const {
-        std::vector<uint16_t> block(size_t(1) << 19);
+        std::vector<uint16_t> block(size_t(std::min(shard.tokens, 1L << 19)));
         for (long begin = 0; begin < shard.tokens; begin += long(block.size())) {
             const size_t count = size_t(std::min(long(block.size()), shard.tokens - begin));
             shard.file->read(block.data(), count * sizeof(uint16_t), data_offset(begin));

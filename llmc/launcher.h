@@ -464,8 +464,8 @@ private:
     std::vector<Error> errors;
     bool is_inside_line = false;  // the terminal's last line is process 0's and has no end yet
     const Child* culprit = nullptr;
-    int requested_by = 0;         // the signal that asked the processes to stop
-    int stopped_by = 0;           // the signal that ends the run
+    int requested_by = 0;  // the signal that asked the processes to stop
+    int stopped_by = 0;    // the signal that ends the run
     bool stopping = false, was_terminated = false;
     bool stdout_has_stalled = false, stderr_has_stalled = false;
     Clock::time_point request_time, term_time, kill_time;

@@ -4,6 +4,7 @@
 #pragma once
 #include <CLI/CLI.hpp>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <string>
@@ -309,6 +310,13 @@ inline void resolve_defaults(CLI::App& app, Options& o) {
     }
 }
 
+// What a message quotes of a file, safe for a terminal.
+inline std::string in_one_line(const std::string& text) {
+    std::string line = printable(text);
+    std::replace_if(line.begin(), line.end(), [](char c) { return c == '\n' || c == '\t'; }, ' ');
+    return line;
+}
+
 // Throws UserError. Prints and leaves for --help and --options-table.
 inline Options parse_options(int argc, char** argv) {
     Options options;
@@ -323,8 +331,9 @@ inline Options parse_options(int argc, char** argv) {
         fputs(app.help().c_str(), stdout);
         exit(0);
     } catch (const CLI::ConfigError& e) {
-        throw UserError("the --config file has what is no option (" + printable(e.what()) + "): see --help");
-    } catch (const CLI::ParseError& e) { throw UserError(std::string(e.what()) + ": see --help"); }
+        const std::string what = in_one_line(e.what());
+        throw UserError("the --config file has what is no option (" + what + "): see --help");
+    } catch (const CLI::ParseError& e) { throw UserError(in_one_line(e.what()) + ": see --help"); }
     if (options.print_table) {
         print_options_table(app);
         exit(0);

@@ -21,6 +21,7 @@
 #include <map>
 #include <memory>
 #include <new>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -279,6 +280,17 @@ inline void write_state(const std::string& path, const StateIdentity& who,
                         const std::vector<StateSection>& sections,
                         const std::function<void()>& check = [] {}) {
     write_file(path, [&](OutputFile& file) { write_state(file, who, sections, check); });
+}
+
+// Whose state a file is by its header, which may be all there is of it. Nothing: not a state file of ours.
+inline std::optional<StateIdentity> peek_identity(const std::string& path) {
+    try {
+        const FileHeader header = InputFile(path, checkpoint_hint()).read_header(state_magic, "state file");
+        const StateIdentity who = state_format::unpack(header);
+        if (header[1] == state_version && state_format::is_plausible(who)) { return who; }
+    } catch (const UserError&) {
+    } catch (const RunError&) {}
+    return std::nullopt;
 }
 
 // A state file whose header, table and size are those of a whole one; verify() says of the rest. A file that

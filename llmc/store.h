@@ -133,14 +133,18 @@ public:
         remember(key);
         return inner->set_if_absent(prefix + key, value);
     }
-    void remove(const std::string& key) override { inner->remove(prefix + key); }
+    void remove(const std::string& key) override {
+        inner->remove(prefix + key);
+        std::lock_guard<std::mutex> lock(mutex);
+        own.erase(key);
+    }
     std::string url() const override { return inner->url(); }
     std::string local_address() override { return inner->local_address(); }
 
-    // Removes all keys that were set through this object.
+    // Removes all keys that were set through this object and are still there.
     void remove_own() {
         std::lock_guard<std::mutex> lock(mutex);
-        for (const std::string& key : own) { remove(key); }
+        for (const std::string& key : own) { inner->remove(prefix + key); }
         own.clear();
     }
 

@@ -69,7 +69,7 @@ inline RedisAddress parse_redis_url(const std::string& url) {
         }
         address.port = std::stoi(port);
     }
-    if (address.host.empty() || address.host[0] == ':' ||
+    if (address.host.empty() || rest[0] == ':' ||
         address.host.find_first_of("/@?#") != std::string::npos || address.port < 1 ||
         address.port > 65535) {
         throw wrong();

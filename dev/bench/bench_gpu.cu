@@ -5,9 +5,10 @@
 //                                                 steps and prints their milliseconds; B 0: as many as fit
 //   bench_gpu layers MODEL B T RECOMPUTE ROUNDS   a step by phase, and each kind of kernel alone, against the
 //                                                 rates of a large matmul and of a copy
-//   bench_gpu streaming VALUES ROUNDS MEGABYTES   the exchange's kernels on a fragment of so many values,
-//                                                 against copies that move as many bytes. Launches take turns
-//                                                 over arrays of MEGABYTES in all: more than the caches hold
+//   bench_gpu streaming VALUES ROUNDS MEGABYTES   the kernels of an exchange and of its statistics on a
+//                                                 fragment of so many values, against copies that move as
+//                                                 many bytes. Launches take turns over arrays of MEGABYTES in
+//                                                 all: more than the caches hold
 //
 // MODEL: d12, d48 or tiny. Tokens are random. Figures are medians. Rates count the bytes or flops that the
 // equations need, causal attention's half; not what a kernel does besides.
@@ -480,21 +481,26 @@ inline void print_layers(Bench& x, int rounds) {
 
 // ---- streaming
 
-// The arrays of one exchange of a fragment of n values, by up to eight workers.
+// The arrays of one exchange of a fragment of n values, by up to one worker more than have their pairs
+// compared; those have the most sums.
 struct FragmentArrays {
-    static constexpr int most_workers = 8;
-    Buffer<float> global, momentum, local, mean;
+    static constexpr int most_workers = most_pairwise + 1;
+    Buffer<float> global, momentum, local, mean, residual;
     Buffer<floatX> params;
     Buffer<float> random_bytes;
+    Buffer<double> sums, partial;
 
     FragmentArrays(long n, Stream& stream)
         : global(random_values<float>(n, stream)),
           momentum(n),
           local(n),
           mean(n),
+          residual(n),
           params(n),
           random_bytes(random_values<float>(most_workers * long(payload_bytes(Format::fp32, n)) / 4,
-                                            stream)) {}
+                                            stream)),
+          sums(row_sums(most_pairwise)),
+          partial(partial_sums(most_pairwise)) {}
 
     uint8_t* payloads() { return reinterpret_cast<uint8_t*>(random_bytes.data()); }
 };
@@ -514,6 +520,74 @@ const NamedFormat formats[] = {{"fp4", Format::fp4},           {"fp4_e2m1", Form
                                {"fp8_e4m3", Format::fp8_e4m3}, {"fp8_e5m2", Format::fp8_e5m2},
                                {"bf16", Format::bf16},         {"fp32", Format::fp32}};
 
+// how: behind the format's name   bytes: moved a value, besides those of a payload
+inline void add_quantize(std::vector<StreamingKernel>& kernels, const NamedFormat& f, const char* how,
+                         const Rounding& rounding, bool feedback, double bytes, long n, Stream& stream) {
+    const Format format = f.format;
+    kernels.push_back({std::string("quantize ") + f.name + how,
+                       bytes * double(n) + double(payload_bytes(format, n)),
+                       [=, &stream](FragmentArrays& a) {
+                           const Source source{a.global, a.local, feedback ? a.residual.data() : nullptr};
+                           device::quantize(a.payloads(), format, rounding, n, 0, source, n, stream);
+                       }});
+}
+
+inline void add_dequantize(std::vector<StreamingKernel>& kernels, const NamedFormat& f, int workers, long n,
+                           Stream& stream) {
+    const Format format = f.format;
+    const size_t payload = payload_bytes(format, n);
+    kernels.push_back({::format("dequantize_mean %s, M = %d", f.name, workers),
+                       double(payload) * workers + 4.0 * double(n), [=, &stream](FragmentArrays& a) {
+                           device::dequantize_mean(a.mean, a.payloads(), payload, workers, format, n, stream);
+                       }});
+}
+
+inline void add_sum_encoding(std::vector<StreamingKernel>& kernels, const NamedFormat& f, const char* how,
+                             bool feedback, long n, Stream& stream) {
+    const PayloadLayout layout = payload_layout(f.format, n);
+    kernels.push_back({std::string("sum_encoding ") + f.name + how,
+                       (feedback ? 4.0 : 8.0) * double(n) + double(layout.bytes),
+                       [=, &stream](FragmentArrays& a) {
+                           const Source source{a.global, a.local, feedback ? a.residual.data() : nullptr};
+                           device::sum_encoding(a.sums, a.partial, a.payloads(), layout, 0, source, n,
+                                                stream);
+                       }});
+}
+
+// Bytes are the kernel's bound: a payload for each square, two for each product of a pair. With eight workers
+// most of them come from a cache, where payloads fit into one, and the rate may exceed a copy's.
+inline void add_sum_rows(std::vector<StreamingKernel>& kernels, const NamedFormat& f, int workers, long n,
+                         Stream& stream) {
+    const PayloadLayout layout = payload_layout(f.format, n);
+    const double payload = double(layout.bytes), M = workers;
+    const double bytes = has_mean_row(workers) ? 2 * M * payload + (M + 1) * 4 * double(n) : M * M * payload;
+    kernels.push_back({::format("sum_rows %s, M = %d", f.name, workers), bytes,
+                       [=, &stream](FragmentArrays& a) {
+                           device::sum_rows(a.sums, a.partial, a.payloads(), layout.bytes, workers, layout,
+                                            a.mean, stream);
+                       }});
+}
+
+// What each format has, and what the default one has besides.
+inline void add_format(std::vector<StreamingKernel>& kernels, const NamedFormat& f, long n, Stream& stream) {
+    const bool is_default = f.format == Format::fp4;
+    Rounding stochastic;
+    stochastic.stochastic = true;
+    add_quantize(kernels, f, "", Rounding(), false, 8, n, stream);
+    if (is_default) {
+        add_quantize(kernels, f, ", stochastic", stochastic, false, 8, n, stream);
+        add_quantize(kernels, f, ", error feedback", Rounding(), true, 16, n, stream);
+    }
+    for (int workers : {2, 4, 8}) { add_dequantize(kernels, f, workers, n, stream); }
+    add_sum_encoding(kernels, f, "", false, n, stream);
+    add_sum_rows(kernels, f, 2, n, stream);
+    if (is_default) {
+        add_sum_encoding(kernels, f, ", error feedback", true, n, stream);
+        add_sum_rows(kernels, f, most_pairwise, n, stream);
+        add_sum_rows(kernels, f, most_pairwise + 1, n, stream);
+    }
+}
+
 inline std::vector<StreamingKernel> streaming_kernels(long n, Stream& stream) {
     std::vector<StreamingKernel> kernels;
     kernels.push_back({"add_hash", 4.0 * double(n), [n, &stream](FragmentArrays& a) {
@@ -525,23 +599,7 @@ inline std::vector<StreamingKernel> streaming_kernels(long n, Stream& stream) {
                            device::outer_step(a.global, a.momentum, a.local, a.params, a.mean, n, step,
                                               stream);
                        }});
-    for (const NamedFormat& f : formats) {
-        const Format format = f.format;
-        const size_t payload = payload_bytes(format, n);
-        kernels.push_back({std::string("quantize ") + f.name, 8.0 * double(n) + double(payload),
-                           [n, format, &stream](FragmentArrays& a) {
-                               device::quantize(a.payloads(), format, Rounding(), n, 0, {a.global, a.local},
-                                                n, stream);
-                           }});
-        for (int workers : {2, 4, 8}) {
-            kernels.push_back({::format("dequantize_mean %s, M = %d", f.name, workers),
-                               double(payload) * workers + 4.0 * double(n),
-                               [n, format, workers, payload, &stream](FragmentArrays& a) {
-                                   device::dequantize_mean(a.mean, a.payloads(), payload, workers, format, n,
-                                                           stream);
-                               }});
-        }
-    }
+    for (const NamedFormat& f : formats) { add_format(kernels, f, n, stream); }
     return kernels;
 }
 
@@ -582,7 +640,7 @@ inline void print_streaming(long n, int rounds, double bytes_in_turn) {
         }
         const double rate = kernel.bytes / median(own) * 1e3;
         const double copy = 2.0 * double(half) / median(copies) * 1e3;
-        printf("  %-34s %8.1f %9.1f %9.1f %9.1f %6.1f%%\n", kernel.name.c_str(), kernel.bytes / 1e6,
+        printf("  %-34s %8.3f %9.1f %9.1f %9.1f %6.1f%%\n", kernel.name.c_str(), kernel.bytes / 1e6,
                1e3 * median(own), rate / 1e9, copy / 1e9, 100 * rate / copy);
         fflush(stdout);
     }

@@ -47,11 +47,26 @@ def test_the_phases_of_a_step_make_up_the_step(table):
 
 
 def test_every_streaming_kernel_stands_beside_a_copy(table):
-    for name in ["add_hash", "outer_step"] + [
-            kernel.format(format) for format in ("fp4", "fp4_e2m1", "fp8_e4m3", "fp8_e5m2", "bf16", "fp32")
-            for kernel in ("quantize {}", "dequantize_mean {}, M = 2", "dequantize_mean {}, M = 8")]:
+    of_each = ["quantize {}", "sum_encoding {}", "sum_rows {}, M = 2"] + [
+        f"dequantize_mean {{}}, M = {workers}" for workers in (2, 4, 8)]
+    of_default = ["quantize fp4, stochastic", "quantize fp4, error feedback", "sum_encoding fp4, error feedback",
+                  "sum_rows fp4, M = 8", "sum_rows fp4, M = 9"]
+    names = ["add_hash", "outer_step", *of_default] + [
+        row.format(name) for name in ("fp4", "fp4_e2m1", "fp8_e4m3", "fp8_e5m2", "bf16", "fp32") for row in of_each]
+    for name in names:
         row = re.search(rf"^  {re.escape(name)}{NUMBER * 5}%$", table, re.MULTILINE)
         assert row and float(row[2]) > 0, name
+
+
+def test_bytes_of_a_streaming_kernel_are_those_of_its_bound(table):
+    """MB of 2048 values, by hand: 16 blocks, a payload of fp4 is 64 + 32 + 1024 bytes."""
+    payload, values = 1120, 2048
+    for name, count in [("quantize fp4", 8 * values + payload), ("quantize fp4, error feedback", 16 * values + payload),
+                        ("sum_encoding fp4", 8 * values + payload),
+                        ("sum_encoding fp4, error feedback", 4 * values + payload), ("sum_rows fp4, M = 2", 4 * payload),
+                        ("sum_rows fp4, M = 8", 64 * payload), ("sum_rows fp4, M = 9", 18 * payload + 40 * values)]:
+        row = re.search(rf"^  {re.escape(name)}{NUMBER * 5}%$", table, re.MULTILINE)
+        assert float(row[1]) == pytest.approx(count / 1e6, abs=0.0006), name
 
 
 def test_mfu_of_an_unknown_gpu_is_not_invented(table):

@@ -25,6 +25,24 @@ static void all_reduce_for_ever(Process& process) {
     }
 }
 
+// Goes on until one of the processes has been asked to stop, as training does. Returns the exit status.
+static int train_until_stopped(const std::string& mode, Process& process) {
+    const StopRequest request;
+    process.meet();
+    const bool is_victim = process.name() == "worker 1 rank 0";
+    printf("pid %d\n", getpid());
+    while (!process.store->try_get("stop")) {
+        if (request.is_set()) { process.store->set("stop", ""); }
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    printf("asked\n");
+    if (mode == "stop with a failure" && is_victim) { return 3; }
+    if (mode == "stop at the end" && is_victim) { return 0; }
+    if (mode == "stop never") { std::this_thread::sleep_for(std::chrono::hours(1)); }
+    if (mode == "stop slowly") { std::this_thread::sleep_for(std::chrono::milliseconds(5500)); }
+    return stopped_status;
+}
+
 static void run_mode(const std::string& mode, Process& process) {
     const bool is_victim = process.name() == "worker 1 rank 0";
     if (mode == "where") {
@@ -62,7 +80,7 @@ static void run_mode(const std::string& mode, Process& process) {
             kill(getpid(), SIGKILL);
         }).detach();
     }
-    if (mode == "pids") {
+    if (mode == "pids" || mode == "stop-unprepared") {
         printf("pid %d\n", getpid());
         fflush(stdout);
     }
@@ -88,10 +106,17 @@ __attribute__((constructor)) static void test_program(int argc, char** argv) {
     options.worker = atoi(argv[4]);
     options.store = argv[5];
     options.timeout = 20;
+    const std::string mode = argv[1];
+    options.stops_gracefully = mode.rfind("stop", 0) == 0;
+    int status = 0;
     try {
         Process process = launch(options, argv);
         try {
-            run_mode(argv[1], process);
+            if (mode.rfind("stop ", 0) == 0) {
+                status = train_until_stopped(mode, process);
+            } else {
+                run_mode(mode, process);
+            }
         } catch (const std::runtime_error& error) {
             process.leave_with(error);
         }
@@ -99,7 +124,7 @@ __attribute__((constructor)) static void test_program(int argc, char** argv) {
         fprintf(stderr, "error: %s\n", error.what());
         exit(2);
     }
-    exit(0);
+    exit(status);
 }
 
 struct Program {
@@ -134,7 +159,7 @@ struct Program {
               "DILOCO_WORKER", "DILOCO_RANK", "DILOCO_STORE"}) {
             unsetenv(name);
         }
-        for (int s : {SIGINT, SIGTERM, SIGHUP}) { signal(s, SIG_DFL); }
+        for (int s : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) { signal(s, SIG_DFL); }
         prepare();
         const std::string numbers[] = {std::to_string(workers), std::to_string(ranks),
                                        std::to_string(worker)};
@@ -288,6 +313,104 @@ TEST(Launcher, signals_are_passed_on_and_no_process_is_left_behind) {
             EXPECT_TRUE(program.leaves_nothing_in_tmp());
         }
     }
+}
+
+static std::string request_line(int signal) {
+    return format("signal %d (%s): the run writes a checkpoint and stops; a second signal ends it at once\n",
+                  signal, strsignal(signal));
+}
+
+// Until so many processes have said that they are to stop.
+static void wait_until_asked(const Program& program, int count) {
+    const Patience patience(20);
+    auto asked = [&] {
+        const std::vector<std::string> lines = sorted_lines(program.read("out"));
+        return std::count_if(lines.begin(), lines.end(), [](const std::string& line) {
+            return line.find("asked") != std::string::npos;
+        });
+    };
+    while (asked() < count) {
+        if (patience.is_over()) { throw std::runtime_error("nobody is asked to stop"); }
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+}
+
+TEST(Launcher, processes_that_are_asked_to_stop_leave_by_themselves) {
+    for (int signal : stop_signals) {
+        Program program("stop soon", 2, 2);
+        const std::vector<pid_t> pids = wait_for_pids(program, 4);
+        program.process.send_signal(signal);
+        EXPECT_EQ(program.wait(), stopped_status);
+        EXPECT_TRUE(all_are_gone(pids));
+        EXPECT_EQ(program.err, request_line(signal) + "stopped by request\n");
+        EXPECT_TRUE(program.leaves_nothing_in_tmp());
+    }
+}
+
+TEST(Launcher, processes_that_are_asked_to_stop_have_time_and_a_repeated_signal_is_the_same) {
+    Program program("stop slowly", 2, 1);
+    wait_for_pids(program, 2);
+    for (int i = 0; i < 2; i++) { program.process.send_signal(SIGTERM); }
+    wait_until_asked(program, 1);
+    program.process.send_signal(SIGTERM);
+    EXPECT_EQ(program.wait(), stopped_status);
+    EXPECT_EQ(program.err, request_line(SIGTERM) + "stopped by request\n");
+}
+
+TEST(Launcher, a_run_that_is_stopped_elsewhere_has_not_failed_here) {
+    Program program("stop soon", 2, 1);
+    kill(wait_for_pids(program, 2)[0], SIGUSR1);
+    EXPECT_EQ(program.wait(), stopped_status);
+    EXPECT_EQ(program.err, "stopped by request\n");
+}
+
+TEST(Launcher, one_that_had_finished_when_the_others_were_stopped_has_not_failed) {
+    Program program("stop at the end", 2, 1);
+    wait_for_pids(program, 2);
+    program.process.send_signal(SIGTERM);
+    EXPECT_EQ(program.wait(), stopped_status);
+    EXPECT_EQ(program.err, request_line(SIGTERM) + "stopped by request\n");
+}
+
+TEST(Launcher, one_that_fails_while_the_others_stop_is_to_blame) {
+    Program program("stop with a failure", 2, 2);
+    wait_for_pids(program, 4);
+    program.process.send_signal(SIGTERM);
+    EXPECT_EQ(program.wait(), 3);
+    EXPECT_EQ(program.err, request_line(SIGTERM) + "error: worker 1 rank 0 left with exit code 3\n");
+}
+
+TEST(Launcher, a_second_signal_ends_processes_that_stop) {
+    for (int second : {SIGTERM, SIGUSR1, SIGINT}) {
+        Program program("stop never", 2, 1);
+        const std::vector<pid_t> pids = wait_for_pids(program, 2);
+        program.process.send_signal(SIGTERM);
+        wait_until_asked(program, 2);
+        if (second != SIGINT) {
+            std::this_thread::sleep_for(std::chrono::duration<double>(one_request_seconds + 0.1));
+        }
+        program.process.send_signal(second);
+        EXPECT_EQ(program.wait(), 128 + second);
+        EXPECT_TRUE(all_are_gone(pids));
+        EXPECT_EQ(program.err, request_line(SIGTERM) +
+                                   format("error: stopped by signal %d (%s)\n", second, strsignal(second)));
+    }
+}
+
+TEST(Launcher, processes_that_were_still_starting_when_they_were_asked_to_stop_just_end) {
+    Program program("stop-unprepared", 2, 1);
+    wait_for_pids(program, 2);
+    program.process.send_signal(SIGTERM);
+    EXPECT_EQ(program.wait(), 128 + SIGTERM);
+    EXPECT_EQ(program.err, request_line(SIGTERM) + "error: stopped by signal 15 (Terminated)\n");
+}
+
+TEST(Launcher, ctrl_c_ends_processes_that_could_stop) {
+    Program program("stop soon", 2, 1);
+    wait_for_pids(program, 2);
+    program.process.send_signal(SIGINT);
+    EXPECT_EQ(program.wait(), 128 + SIGINT);
+    EXPECT_EQ(program.err, "error: stopped by signal 2 (Interrupt)\n");
 }
 
 TEST(Launcher, a_signal_that_it_was_started_to_ignore_is_ignored) {

@@ -3,7 +3,7 @@
 
 #include "dev/test/processes.h"
 
-// A process that waits for requests, and says "ready" and "asked" in the store: what it reports is what it did.
+// A process that waits for requests; it says "ready" and "asked" in the store, and reports how it has left.
 static TestProcess waiting_process(
     const std::string& folder, const std::function<void()>& prepare = [] {}) {
     return TestProcess([=] {

@@ -2,8 +2,10 @@
 // processes.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <fstream>
 #include <set>
+#include <thread>
 
 #include "dev/test/processes.h"
 #include "llmc/store.h"
@@ -179,6 +181,41 @@ TEST(PrefixStore, removes_what_it_has_set_and_nothing_else) {
     EXPECT_FALSE(shared->try_get("run/a"));
     EXPECT_FALSE(shared->try_get("run/b"));
     EXPECT_EQ(shared->try_get("run/c"), "1");
+}
+
+TEST(PrefixStore, what_it_has_removed_is_no_longer_its_own) {
+    auto shared = std::make_shared<MemoryStore>();
+    PrefixStore first(shared, "run/"), second(shared, "run/");
+    first.set("a", "1");
+    first.remove("a");
+    second.set("a", "2");
+    first.remove_own();
+    EXPECT_EQ(shared->try_get("run/a"), "2");
+}
+
+TEST_P(Stores, threads_of_one_process_may_use_it_at_once) {
+    auto store = open();
+    std::atomic<int> torn{0};
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; i++) {
+        threads.emplace_back([&, i] {
+            const std::string own = "own/" + std::to_string(i);
+            for (int round = 0; round < 100; round++) {
+                const std::string value(size_t(1 + 37 * round), char('a' + i));
+                store->set(own, value);
+                torn += store->try_get(own) != value;
+                store->set("shared", value);
+                const std::string seen = store->try_get("shared").value_or("");
+                torn += seen.empty() || seen.find_first_not_of(seen[0]) != std::string::npos;
+                const std::string winner = store->set_if_absent("prize", own);
+                torn += store->try_get("prize") != winner;
+                store->remove(own);
+                torn += store->try_get(own).has_value();
+            }
+        });
+    }
+    for (std::thread& thread : threads) { thread.join(); }
+    EXPECT_EQ(torn, 0);
 }
 
 TEST(PrefixStore, keys_of_two_runs_do_not_meet) {

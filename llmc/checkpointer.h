@@ -1,0 +1,463 @@
+// Checkpointer: writes the checkpoints of a run on a thread of its own, while training goes on.
+// A checkpoint counts when it is whole: when every process has its state of that step on its disk. They agree
+// on that through the run's store, led by process 0:
+//     checkpoint/STEP/I             process I: "whole", or "failed: " and why
+//     checkpoint/STEP/verdict       process 0, of all of these: the same
+//     checkpoint/STEP/done/I        rank 0 of each worker, when its folder has DONE_STEP: the same
+//     checkpoint/STEP/done/verdict  process 0: "whole" and the steps that stay, or "failed: " and why
+// Only after the last of them is anything old deleted, and only what is of the same lineage. A checkpoint
+// that fails is an announcement, not the end of the run: what it has written is taken back, all older ones
+// stay.
+#pragma once
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <filesystem>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "llmc/clock.h"
+#include "llmc/error.h"
+#include "llmc/process.h"
+#include "llmc/state_file.h"
+#include "llmc/store.h"
+
+struct CheckpointJob {
+    StateIdentity identity;
+    std::function<void()> ready;  // on the writer's thread: returns when the data is in host memory
+    std::function<std::vector<StateSection>()> sections;       // after ready()
+    std::function<void(const std::string& path)> write_model;  // empty: this process writes no model
+};
+
+// -----------------------------------------------------------------------------------------------------------
+// The files of one process in its folder
+
+class CheckpointFolder {
+public:
+    CheckpointFolder(std::string folder, const Process& process)
+        : folder(std::move(folder)), index(process.index()), is_first_rank(process.rank == 0) {}
+
+    std::string state(long step) const { return state_path(folder, step, index); }
+    std::string model(long step) const { return model_path(folder, step); }
+    std::string done(long step) const { return done_path(folder, step); }
+    void write_done(const StateIdentity& who) const { ::write_done(folder, who); }
+
+    // "2.31 GB", of what this process has written.
+    std::string size(long step, bool with_model) const {
+        std::error_code gone;
+        double bytes = double(std::filesystem::file_size(state(step), gone));
+        if (with_model) { bytes += double(std::filesystem::file_size(model(step), gone)); }
+        if (gone) { return "of unknown size"; }
+        if (bytes < 1e6) { return format("%.1f kB", bytes / 1e3); }
+        return bytes < 1e9 ? format("%.1f MB", bytes / 1e6) : format("%.2f GB", bytes / 1e9);
+    }
+
+    // The steps that this folder knows to be whole.
+    std::set<long> whole_steps(const std::string& lineage) const {
+        std::set<long> steps;
+        for (const std::string& name : names()) {
+            const long step = step_in(name, "DONE_", "");
+            if (step >= 0 && is_done(step, lineage)) { steps.insert(step); }
+        }
+        return steps;
+    }
+
+    // The steps of which there is something of this process, whole or not.
+    std::set<long> steps(const std::string& lineage) const {
+        std::set<long> steps;
+        if (is_first_rank) { steps = whole_steps(lineage); }
+        for (const std::string& name : names()) {
+            const long step = step_in(name, "state_", format("_%05d.bin", index));
+            if (step >= 0 && is_of(folder + "/" + name, lineage)) { steps.insert(step); }
+        }
+        return steps;
+    }
+
+    // Removes what this process has of a step, no file of another lineage. DONE_ first and the state last:
+    // what is left when the power fails meanwhile is not taken for whole, and is found again.
+    void remove(long step, const std::string& lineage) const {
+        if (is_first_rank && is_done(step, lineage)) { unlink_file(done(step)); }
+        if (!is_of(state(step), lineage)) { return; }
+        if (index == 0) { unlink_file(model(step)); }
+        unlink_file(state(step));
+    }
+
+    // Removes what a process that was killed had begun to write.
+    void remove_unfinished(const std::string& lineage) const {
+        for (const std::string& name : names()) {
+            const std::string path = folder + "/" + name;
+            const bool is_own = step_in(name, "state_", format("_%05d.bin.tmp", index)) >= 0;
+            if (is_own && is_of(path, lineage)) { unlink_file(path); }
+        }
+    }
+
+    static void unlink_file(const std::string& path) {
+        if (unlink(path.c_str()) != 0 && errno != ENOENT) {
+            throw RunError("cannot delete " + path + ": " + strerror(errno));
+        }
+    }
+
+private:
+    std::vector<std::string> names() const {
+        std::vector<std::string> found;
+        std::error_code error;
+        std::filesystem::directory_iterator entry(folder, error), end;
+        for (; !error && entry != end; entry.increment(error)) {
+            found.push_back(entry->path().filename().string());
+        }
+        return found;
+    }
+
+    // The number between `before` and `after`; -1 where the name is not of that form.
+    static long step_in(const std::string& name, const std::string& before, const std::string& after) {
+        if (name.size() <= before.size() + after.size() || name.rfind(before, 0) != 0 ||
+            name.compare(name.size() - after.size(), after.size(), after) != 0) {
+            return -1;
+        }
+        const std::string digits = name.substr(before.size(), name.size() - before.size() - after.size());
+        const bool is_number = digits.size() >= 8 && digits.size() <= 18 &&
+                               digits.find_first_not_of("0123456789") == std::string::npos;
+        return is_number ? std::atol(digits.c_str()) : -1;
+    }
+
+    bool is_done(long step, const std::string& lineage) const {
+        try {
+            return read_done(folder, step).lineage == lineage;
+        } catch (const std::runtime_error&) { return false; }
+    }
+
+    static bool is_of(const std::string& path, const std::string& lineage) {
+        const std::optional<StateIdentity> who = peek_identity(path);
+        return who && who->lineage == lineage;
+    }
+
+    const std::string folder;
+    const int index;
+    const bool is_first_rank;
+};
+
+// -----------------------------------------------------------------------------------------------------------
+// The writer
+
+class Checkpointer {
+public:
+    // keep (-nk): so many of the newest whole ones stay, 0: all. major (-nm): the steps that it divides stay
+    // for ever, 0: none. Process 0's count.
+    Checkpointer(std::string folder, const Process& process, long keep, long major)
+        : files(std::move(folder), process),
+          process(process),
+          store(*process.store),
+          keep(keep),
+          major(major),
+          thread([this] { run(); }) {}
+    Checkpointer(const Checkpointer&) = delete;
+    Checkpointer& operator=(const Checkpointer&) = delete;
+    ~Checkpointer() {
+        give_up();
+        thread.join();
+    }
+
+    // For a run that has resumed from `step`, before it trains: removes what this process has of later steps.
+    // It belongs to a future that will not be, and must not be mixed with this one's checkpoints.
+    void forget_later(long step, const std::string& lineage) const {
+        for (long later : files.steps(lineage)) {
+            if (later > step) { files.remove(later, lineage); }
+        }
+    }
+
+    // Returns at once. Only when is_idle(), and for each step once.
+    void begin(CheckpointJob job) {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (next || is_abandoned || job.identity.step <= newest) {
+            throw std::logic_error(format("no checkpoint of step %ld can begin now", job.identity.step));
+        }
+        newest = job.identity.step;
+        next = std::move(job);
+        changed.notify_all();
+    }
+
+    bool is_idle() {
+        std::lock_guard<std::mutex> lock(mutex);
+        return !next;
+    }
+
+    // Returns when nothing is being written.
+    void wait() {
+        std::unique_lock<std::mutex> lock(mutex);
+        changed.wait(lock, [&] { return !next; });
+    }
+
+    // Lines for people, in their order; each once.
+    std::vector<std::string> take_messages() {
+        std::lock_guard<std::mutex> lock(mutex);
+        return std::exchange(messages, {});
+    }
+
+    // Of the last one that has ended: whether it is not whole on all processes.
+    bool has_failed() const {
+        std::lock_guard<std::mutex> lock(mutex);
+        return failed;
+    }
+
+    // The loop has failed: no half file stays, nobody is waited for. Make a ready() that blocks throw first.
+    // The disk has some seconds to come back; a process that leaves cannot wait for it longer.
+    void abandon() {
+        give_up();
+        std::unique_lock<std::mutex> lock(mutex);
+        changed.wait_for(lock, std::chrono::seconds(5), [&] { return !next; });
+    }
+
+private:
+    struct Abandoned {};
+
+    // What process 0 says of all, or a process of itself.
+    struct Verdict {
+        bool is_whole = false;
+        std::string words;  // whole: which steps stay, none: all; else why not
+
+        std::string text() const { return (is_whole ? "whole" : "failed: ") + words; }
+        static Verdict parse(const std::string& text) {
+            if (text.rfind("whole", 0) == 0) { return {true, text.substr(5)}; }
+            return {false, text.rfind("failed: ", 0) == 0 ? text.substr(8) : "it says '" + text + "'"};
+        }
+    };
+
+    // What this process has written of the checkpoint.
+    struct Written {
+        bool model = false, state = false, done = false;
+        double seconds = 0;
+    };
+
+    void give_up() {
+        std::lock_guard<std::mutex> lock(mutex);
+        is_abandoned = true;
+        changed.notify_all();
+    }
+
+    void run() {
+        std::unique_lock<std::mutex> lock(mutex);
+        while (true) {
+            changed.wait(lock, [&] { return next || is_abandoned; });
+            if (!next) { return; }
+            lock.unlock();
+            const bool is_whole = carry_out(*next);
+            lock.lock();
+            failed = !is_whole;
+            next.reset();
+            changed.notify_all();
+        }
+    }
+
+    bool carry_out(const CheckpointJob& job) {
+        try {
+            return write_and_agree(job);
+        } catch (const Abandoned&) {
+            return false;
+        } catch (const std::exception& error) {
+            // Of the store: nobody knows of all. What is written stays, for the others may have theirs.
+            say(format("it is not known whether the checkpoint of step %ld is whole: %s", job.identity.step,
+                       error.what()));
+            return false;
+        }
+    }
+
+    bool write_and_agree(const CheckpointJob& job) {
+        const StateIdentity& who = job.identity;
+        const std::string key = format("checkpoint/%ld", who.step);
+        Written written;
+        Verdict own = attempt([&] { write_files(job, written); });
+        Verdict verdict = agree(key, own, 1, who);
+        forget_keys(who.step);
+        if (verdict.is_whole) {
+            if (process.rank == 0) { own = attempt([&] { write_done(who, written); }); }
+            verdict = agree(key + "/done", own, process.ranks, who);
+        }
+        announce(who, own, verdict, written);
+        const Verdict clean = attempt([&] { clean_up(who, verdict, written); });
+        if (!clean.is_whole) { say(format("after the checkpoint of step %ld: ", who.step) + clean.words); }
+        return verdict.is_whole;
+    }
+
+    // The model first: where there is a state of process 0, its model is there.
+    void write_files(const CheckpointJob& job, Written& written) {
+        const long step = job.identity.step;
+        check();
+        job.ready();
+        check();
+        const double start = now_seconds();
+        if (job.write_model) {
+            job.write_model(files.model(step));
+            written.model = true;
+        }
+        write_state(files.state(step), job.identity, job.sections(), [&] { check(); });
+        written.state = true;
+        written.seconds = now_seconds() - start;
+    }
+
+    void write_done(const StateIdentity& who, Written& written) {
+        files.write_done(who);
+        written.done = true;
+    }
+
+    // "whole", or what went wrong in `work`.
+    template <class Work>
+    Verdict attempt(Work work) {
+        try {
+            work();
+            return {true, ""};
+        } catch (const std::exception& error) {
+            check();  // what fails because it was abandoned is no failure to tell others of
+            return {false, error.what()};
+        }
+    }
+
+    // Each `stride`-th process has said under `key` how it stands; what process 0 makes of that.
+    Verdict agree(const std::string& key, const Verdict& own, int stride, const StateIdentity& who) {
+        if (process.index() % stride == 0) {
+            store.set(key + "/" + std::to_string(process.index()), own.text());
+        }
+        if (process.index() != 0) {
+            // Process 0 may have as long to write, and as long again to wait for others.
+            Patience patience(2 * process.timeout + 5);
+            const std::optional<std::string> verdict = await(key + "/verdict", patience);
+            if (verdict) { return Verdict::parse(*verdict); }
+            throw RunError(Process::name(0, 0) + " does not say");
+        }
+        Verdict verdict = collect(key, own, stride);
+        verdict.words = verdict.is_whole ? steps_that_stay(who) : verdict.words + last_whole(who);
+        store.set(key + "/verdict", verdict.text());
+        return verdict;
+    }
+
+    Verdict collect(const std::string& key, const Verdict& own, int stride) {
+        std::vector<std::string> failures;
+        if (!own.is_whole) { failures.push_back(process.name() + ": " + own.words); }
+        Patience patience(process.timeout);
+        for (int i = stride; i < process.size(); i += stride) {
+            const std::string name = Process::name(i / process.ranks, i % process.ranks);
+            const std::optional<std::string> said = await(key + "/" + std::to_string(i), patience);
+            const Verdict theirs =
+                said ? Verdict::parse(*said)
+                     : Verdict{false, format("has not been heard of for %.0f s", patience.waited())};
+            if (!theirs.is_whole) { failures.push_back(name + ": " + theirs.words); }
+        }
+        return {failures.empty(), list_in_words(failures)};
+    }
+
+    // The value of the key; nothing where it does not come in time, or the run has failed.
+    std::optional<std::string> await(const std::string& key, Patience& patience) {
+        while (true) {
+            check();
+            // In this order: a value that was set before the failure counts.
+            const bool run_has_failed = store.try_get("cause").has_value();
+            if (std::optional<std::string> value = store.try_get(key)) { return value; }
+            if (run_has_failed || patience.is_over()) { return std::nullopt; }
+            patience.pause();
+        }
+    }
+
+    // Nobody reads the keys of the step before any more: all have come to this one.
+    void forget_keys(long step) {
+        const long before = std::exchange(last_in_store, step);
+        if (before < 0) { return; }
+        const std::string key = format("checkpoint/%ld", before);
+        for (const std::string& part : {key, key + "/done"}) {
+            store.remove(part + "/" + std::to_string(process.index()));
+            if (process.index() == 0) { store.remove(part + "/verdict"); }
+        }
+    }
+
+    // " 20 30 40"; empty: all.
+    std::string steps_that_stay(const StateIdentity& who) const {
+        if (keep <= 0) { return ""; }
+        std::set<long> whole = files.whole_steps(who.lineage);
+        whole.erase(whole.upper_bound(who.step), whole.end());
+        whole.insert(who.step);
+        std::string steps;
+        long newer = 0;
+        for (auto step = whole.rbegin(); step != whole.rend(); ++step, newer++) {
+            const bool stays = newer < keep || (major > 0 && *step % major == 0);
+            if (stays) { steps += " " + std::to_string(*step); }
+        }
+        return steps;
+    }
+
+    std::string last_whole(const StateIdentity& who) const {
+        const std::set<long> whole = files.whole_steps(who.lineage);
+        const auto after = whole.lower_bound(who.step);
+        if (after == whole.begin()) { return "; there is none before it"; }
+        return format("; the last whole one is of step %ld", *std::prev(after));
+    }
+
+    // What is not whole is of no use, and the disk may be full.
+    void clean_up(const StateIdentity& who, const Verdict& verdict, const Written& written) const {
+        if (verdict.is_whole) {
+            files.remove_unfinished(who.lineage);
+            remove_old(who, verdict.words);
+        } else {
+            if (written.done) { CheckpointFolder::unlink_file(files.done(who.step)); }
+            if (written.model) { CheckpointFolder::unlink_file(files.model(who.step)); }
+            if (written.state) { CheckpointFolder::unlink_file(files.state(who.step)); }
+        }
+    }
+
+    void remove_old(const StateIdentity& who, const std::string& stay) const {
+        std::istringstream words(stay);
+        std::set<long> kept;
+        for (long step; words >> step;) { kept.insert(step); }
+        if (!kept.count(who.step)) { return; }  // all stay
+        for (long step : files.steps(who.lineage)) {
+            if (step < who.step && !kept.count(step)) { files.remove(step, who.lineage); }
+        }
+    }
+
+    // Process 0 speaks for all. Another worker's output may be elsewhere: there who has failed speaks, too.
+    void announce(const StateIdentity& who, const Verdict& own, const Verdict& verdict,
+                  const Written& written) {
+        const bool is_first = process.index() == 0;
+        if (verdict.is_whole && is_first) {
+            const std::string size = files.size(who.step, written.model);
+            say(format("checkpoint of step %ld is whole (%s in %.1f s)", who.step, size.c_str(),
+                       written.seconds));
+        } else if (!verdict.is_whole && (is_first || (process.worker != 0 && !own.is_whole))) {
+            say(format("there is no checkpoint of step %ld: ", who.step) + verdict.words);
+        }
+    }
+
+    void say(const std::string& line) {
+        std::lock_guard<std::mutex> lock(mutex);
+        messages.push_back(line);
+    }
+
+    void check() const {
+        if (is_abandoned) { throw Abandoned(); }
+    }
+
+    const CheckpointFolder files;
+    const Process& process;
+    Store& store;
+    const long keep, major;
+    long last_in_store = -1;  // of the writer's thread alone
+
+    mutable std::mutex mutex;
+    std::condition_variable changed;
+    std::optional<CheckpointJob> next;  // what is being written
+    long newest = -1;
+    bool failed = false;
+    std::atomic<bool> is_abandoned{false};
+    std::vector<std::string> messages;
+    std::thread thread;
+};
