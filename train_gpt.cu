@@ -1118,7 +1118,7 @@ inline void wait_for_writer(Run& run, long step) {
     run.checkpointer->wait();
 }
 
-// Starts to copy all that the run is after `step` steps.
+// Starts to copy all that the run is after `step` steps. After the last one the model is yet to come.
 inline void take_snapshot(Run& run, long step) {
     Worker& worker = run.worker;
     const Layout& layout = worker.model.layout;
@@ -1137,6 +1137,7 @@ inline void take_snapshot(Run& run, long step) {
     }
     if (run.diloco) { run.diloco->snapshot(*snapshot.outer, worker.main); }
     worker.main.record(snapshot.copied);
+    if (step < run.inputs.steps) { snapshot.model = gather_model(run); }
     snapshot.fields = progress(run, step);
     snapshot.options_text = option_fields(run.options).text();
 }
@@ -1161,11 +1162,11 @@ inline std::vector<StateSection> state_sections(Snapshot& s) {
     return sections;
 }
 
-// Has the snapshot of `step` written, and the model as it is now.
+// Has the snapshot of `step` written.
 inline void write_checkpoint(Run& run, long step) {
     Snapshot& snapshot = *run.snapshot;
     const Process& p = run.process;
-    snapshot.model = gather_model(run);
+    if (step == run.inputs.steps) { snapshot.model = gather_model(run); }
     CheckpointJob job;
     job.identity = {step, p.worker, p.rank, p.workers, p.ranks, run.resumed.lineage};
     job.ready = [&snapshot] {
@@ -1535,7 +1536,7 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
     const LearningRateSchedule schedule{schedule_kind(o.schedule), o.learning_rate, o.warmup, in.steps,
                                         o.final_fraction};
     Run run{o, process, in, *worker, diloco.get(), logger, status, watchdog, device.name, schedule, resumed,
-            checkpointer.get()};
+            checkpointer.get(), {}, {}, {}, {}};
     if (run.speaks()) { print_banner(run, exchanges); }
     bool is_complete = false;
     or_leave(process, [&] {
