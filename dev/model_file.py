@@ -136,7 +136,7 @@ def appearing_whole(path):
             sync(made)
         os.rename(beside, path)
     except BaseException:
-        for made in beside.glob("*"):
+        for made in [*beside.glob("*")]:
             made.unlink()
         if beside.is_dir():
             beside.rmdir()

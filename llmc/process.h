@@ -16,6 +16,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -299,10 +300,10 @@ struct Process {
                 const std::string theirs = await("fingerprint/" + std::to_string(i), i);
                 verdict += differences(options, unpack_options(theirs), i);
             }
-            store->set("fingerprint/verdict", verdict);
+            store->set("fingerprint/verdict", verdict.empty() ? "" : verdict.substr(strlen("; ")));
         }
         const std::string verdict = await("fingerprint/verdict", 0);
-        if (!verdict.empty()) { throw UserError(verdict.substr(2) + ": give all the same"); }
+        if (!verdict.empty()) { throw UserError(verdict + ": give all the same"); }
     }
 
     // What each process says of itself under `key`, in the order of their numbers.
@@ -400,12 +401,16 @@ private:
         } catch (const RunError&) {}
     }
 
+    // An option and its value, each ended by a zero byte; another program's words may be cut short.
     static OptionList unpack_options(const std::string& packed) {
         OptionList options;
         for (size_t at = 0; at < packed.size();) {
-            const std::string option = packed.c_str() + at, value = packed.c_str() + at + option.size() + 1;
-            options.emplace_back(option, value);
-            at += option.size() + value.size() + 2;
+            const size_t middle = packed.find('\0', at);
+            const size_t end = middle == std::string::npos ? middle : packed.find('\0', middle + 1);
+            if (end == std::string::npos) { break; }
+            options.emplace_back(packed.substr(at, middle - at),
+                                 packed.substr(middle + 1, end - middle - 1));
+            at = end + 1;
         }
         return options;
     }
