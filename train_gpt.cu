@@ -1108,12 +1108,11 @@ inline std::unique_ptr<Snapshot> make_snapshot(const Run& run) {
     return snapshot;
 }
 
-// Waits for the checkpoint before this one, whose memory is needed.
+// Waits for the checkpoint before this one, whose memory is needed. Where the run is asked to stop before the
+// means that it lacks are due, it is given up: they are in this one.
 inline void wait_for_writer(Run& run, long step) {
     if (run.checkpointer->is_idle()) { return; }
-    if (run.diloco && step == run.stopping.at) {  // what it waits for may come only after this step
-        run.diloco->collect_in_flight(run.worker.main);
-    }
+    if (step == run.stopping.at && run.snapshot->outer) { run.snapshot->outer->abandon(); }
     const Watchdog::Alone alone(run.watchdog);
     run.checkpointer->wait();
 }
