@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Breaks the CUDA trainer on purpose, one change at a time, and lists what the tests do not notice.
 
-    dev/mutate.py                     the host side, and of the kernels a selection: each function, each kind of change
+    dev/mutate.py                     the host side, the wire, and of the kernels a selection: each function, each kind of change
     dev/mutate.py --all               every change
-    dev/mutate.py --part host         that part alone: host or kernels
+    dev/mutate.py --part host         that part alone: host, wire or kernels
     dev/mutate.py --only FILE         those of one file; with --all every one
     dev/mutate.py --id ID             one change: FILE:LINE:KIND:N
     dev/mutate.py --list, --show ID   what would be changed, without a run
@@ -16,6 +16,9 @@ tell more: fp32, thread sanitizer, address sanitizer.
 The host side's changes, which take an event's record, a wait or a poll away, are all built into one emulated trainer
 and chosen when it runs. One is killed if a run ends otherwise, hangs, or writes another model, loss or hash than the
 calm program; what survives that is tried in the build for thread sanitizer, which knows no orders but CUDA's.
+
+The wire's changes are to the host's code of exchanges and error feedback. Each is compiled into the CPU's tests of
+exchanges.
 
 dev/mutants.md says of known survivors why they change nothing; they still count as survivors. The status is 1
 if less than 97% are killed, if a survivor is not explained there, or if what it says is not so any more.
@@ -32,6 +35,7 @@ from mutation.kernel_tests import Mutator, Tree
 from mutation.kernels import KernelSource, selection
 from mutation.programs import Failure
 from mutation.report import SURVIVORS, difference, read_explanations, report
+from mutation.wire import Wire
 
 SELECTED = 320  # kernels' changes in a run without options, if that is enough for each kind in each function
 
@@ -48,7 +52,7 @@ class Kernels:
         return selection(self.changes, SELECTED)
 
 
-PARTS = {"host": HostSide, "kernels": Kernels}
+PARTS = {"host": HostSide, "wire": Wire, "kernels": Kernels}
 
 
 def mutate(part, changes, jobs, verbose):

@@ -13,12 +13,14 @@
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
-#include <cstdlib>
+#include <cstdio>
 #include <cstring>
 #include <exception>
 #include <filesystem>
 #include <functional>
+#include <iterator>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -48,7 +50,10 @@ struct CheckpointJob {
 class CheckpointFolder {
 public:
     CheckpointFolder(std::string folder, const Process& process)
-        : folder(std::move(folder)), index(process.index()), is_first_rank(process.rank == 0) {}
+        : folder(std::move(folder)),
+          index(process.index()),
+          size(process.size()),
+          is_first_rank(process.rank == 0) {}
 
     std::string state(long step) const { return state_path(folder, step, index); }
     std::string model(long step) const { return model_path(folder, step); }
@@ -56,10 +61,10 @@ public:
     void write_done(const StateIdentity& who) const { ::write_done(folder, who); }
 
     // "2.31 GB", of what this process has written.
-    std::string size(long step, bool with_model) const {
+    std::string size_in_words(long step, bool with_model) const {
         std::error_code gone;
         double bytes = double(std::filesystem::file_size(state(step), gone));
-        if (with_model) { bytes += double(std::filesystem::file_size(model(step), gone)); }
+        if (with_model && !gone) { bytes += double(std::filesystem::file_size(model(step), gone)); }
         if (gone) { return "of unknown size"; }
         if (bytes < 1e6) { return format("%.1f kB", bytes / 1e3); }
         return bytes < 1e9 ? format("%.1f MB", bytes / 1e6) : format("%.2f GB", bytes / 1e9);
@@ -69,38 +74,28 @@ public:
     std::set<long> whole_steps(const std::string& lineage) const {
         std::set<long> steps;
         for (const std::string& name : names()) {
-            const long step = step_in(name, "DONE_", "");
-            if (step >= 0 && is_done(step, lineage)) { steps.insert(step); }
+            long step = -1;
+            if (sscanf(name.c_str(), "DONE_%ld", &step) == 1 && folder + "/" + name == done(step) &&
+                is_done(step, lineage)) {
+                steps.insert(step);
+            }
         }
         return steps;
     }
 
-    // The steps of which there is something of this process, whole or not.
-    std::set<long> steps(const std::string& lineage) const {
-        std::set<long> steps;
-        if (is_first_rank) { steps = whole_steps(lineage); }
-        for (const std::string& name : names()) {
-            const long step = step_in(name, "state_", format("_%05d.bin", index));
-            if (step >= 0 && is_of(folder + "/" + name, lineage)) { steps.insert(step); }
+    // Removes this process's files of the steps that are `unwanted`, none of another lineage. DONE_ first and
+    // the state last: what is left when the power fails meanwhile is not taken for whole, and is found again.
+    template <class Condition>
+    void remove(const std::string& lineage, Condition unwanted) const {
+        for (long step : is_first_rank ? whole_steps(lineage) : std::set<long>()) {
+            if (unwanted(step)) { unlink_file(done(step)); }
         }
-        return steps;
-    }
-
-    // Removes what this process has of a step, no file of another lineage. DONE_ first and the state last:
-    // what is left when the power fails meanwhile is not taken for whole, and is found again.
-    void remove(long step, const std::string& lineage) const {
-        if (is_first_rank && is_done(step, lineage)) { unlink_file(done(step)); }
-        if (!is_of(state(step), lineage)) { return; }
-        if (index == 0) { unlink_file(model(step)); }
-        unlink_file(state(step));
-    }
-
-    // Removes what a process that was killed had begun to write.
-    void remove_unfinished(const std::string& lineage) const {
         for (const std::string& name : names()) {
             const std::string path = folder + "/" + name;
-            const bool is_own = step_in(name, "state_", format("_%05d.bin.tmp", index)) >= 0;
-            if (is_own && is_of(path, lineage)) { unlink_file(path); }
+            const std::optional<long> step = own_step(path, name);
+            if (!step || !unwanted(*step) || !is_of(path, lineage)) { continue; }
+            if (index == 0) { unlink_file(model(*step)); }
+            unlink_file(path);
         }
     }
 
@@ -121,22 +116,21 @@ private:
         return found;
     }
 
-    // The number between `before` and `after`; -1 where the name is not of that form.
-    static long step_in(const std::string& name, const std::string& before, const std::string& after) {
-        if (name.size() <= before.size() + after.size() || name.rfind(before, 0) != 0 ||
-            name.compare(name.size() - after.size(), after.size(), after) != 0) {
-            return -1;
-        }
-        const std::string digits = name.substr(before.size(), name.size() - before.size() - after.size());
-        const bool is_number = digits.size() >= 8 && digits.size() <= 18 &&
-                               digits.find_first_not_of("0123456789") == std::string::npos;
-        return is_number ? std::atol(digits.c_str()) : -1;
+    // Of this process's own states, and of those of processes that the run no longer has.
+    std::optional<long> own_step(const std::string& path, const std::string& name) const {
+        long step = -1;
+        int writer = -1;
+        const bool is_own = sscanf(name.c_str(), "state_%ld_%d", &step, &writer) == 2 &&
+                            path == state_path(folder, step, writer) && (writer == index || writer >= size);
+        return is_own ? std::optional<long>(step) : std::nullopt;
     }
 
     bool is_done(long step, const std::string& lineage) const {
         try {
             return read_done(folder, step).lineage == lineage;
-        } catch (const std::runtime_error&) { return false; }
+        } catch (const std::runtime_error&) {
+            return false;
+        }
     }
 
     static bool is_of(const std::string& path, const std::string& lineage) {
@@ -145,7 +139,7 @@ private:
     }
 
     const std::string folder;
-    const int index;
+    const int index, size;
     const bool is_first_rank;
 };
 
@@ -173,9 +167,7 @@ public:
     // For a run that has resumed from `step`, before it trains: removes what this process has of later steps.
     // It belongs to a future that will not be, and must not be mixed with this one's checkpoints.
     void forget_later(long step, const std::string& lineage) const {
-        for (long later : files.steps(lineage)) {
-            if (later > step) { files.remove(later, lineage); }
-        }
+        files.remove(lineage, [&](long later) { return later > step; });
     }
 
     // Returns at once. Only when is_idle(), and for each step once.
@@ -405,7 +397,6 @@ private:
     // What is not whole is of no use, and the disk may be full.
     void clean_up(const StateIdentity& who, const Verdict& verdict, const Written& written) const {
         if (verdict.is_whole) {
-            files.remove_unfinished(who.lineage);
             remove_old(who, verdict.words);
         } else {
             if (written.done) { CheckpointFolder::unlink_file(files.done(who.step)); }
@@ -419,9 +410,7 @@ private:
         std::set<long> kept;
         for (long step; words >> step;) { kept.insert(step); }
         if (!kept.count(who.step)) { return; }  // all stay
-        for (long step : files.steps(who.lineage)) {
-            if (step < who.step && !kept.count(step)) { files.remove(step, who.lineage); }
-        }
+        files.remove(who.lineage, [&](long step) { return step < who.step && !kept.count(step); });
     }
 
     // Process 0 speaks for all. Another worker's output may be elsewhere: there who has failed speaks, too.
@@ -429,7 +418,7 @@ private:
                   const Written& written) {
         const bool is_first = process.index() == 0;
         if (verdict.is_whole && is_first) {
-            const std::string size = files.size(who.step, written.model);
+            const std::string size = files.size_in_words(who.step, written.model);
             say(format("checkpoint of step %ld is whole (%s in %.1f s)", who.step, size.c_str(),
                        written.seconds));
         } else if (!verdict.is_whole && (is_first || (process.worker != 0 && !own.is_whole))) {

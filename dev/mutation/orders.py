@@ -20,6 +20,10 @@ CONFIGURATIONS = {
     "gloo": {**STREAMING, "--layers": 2, "--outer-transport": "gloo", "--eval": "local", "-r": 2},
     "no overlap": {**STREAMING, "--overlap": 0, "--ranks": 1, "-d": 32, "-v": 0, "-s": 0, "-n": 0},
     "one worker": {**STREAMING, "--workers": 1, "--outer-optimizer": "none", "--overlap": 0},
+    # Fragments of 391 and 73 blocks: one worker's part has fewer than the others'.
+    "all to all": {**STREAMING, "--workers": 3, "--ranks": 1, "-d": 16, "-v": 0, "-s": 0, "-n": 0,
+                   "--outer-exchange": "all_to_all", "--outer-rounding": "stochastic", "--outer-error-feedback": True,
+                   "--outer-weights": "tokens"},
 }
 
 
@@ -57,7 +61,8 @@ class Seen:
 # Of each kind of line, what is the same in every run.
 KEPT = {"step": ("step", "loss", "lr", "norm", "inner_bytes_sent", "inner_bytes_received"),
         "eval": ("step", "loss"),
-        "sync": ("sync", "fragment", "send_step", "apply_step", "bytes_sent", "bytes_received", "global_hash"),
+        "sync": ("sync", "fragment", "send_step", "apply_step", "bytes_sent", "bytes_received", "global_hash",
+                 "delta_norm", "quantization_error", "mean_norm", "cosines"),
         "end": ("step", "inner_bytes_sent", "outer_bytes_sent")}
 
 

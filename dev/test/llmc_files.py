@@ -35,16 +35,15 @@ def header_bytes(*values):
     return numpy.array(values, "<i4").tobytes() + bytes(4 * (256 - len(values)))
 
 
-def random_model(seed=1, L=2, C=32, V=64, T=16):
-    """{name: float32 array}, wte with V rows; values that bf16 holds exactly, so that both versions of a file
-    hold the same model."""
+def random_model(seed=1, L=2, C=32, V=64, T=16, exact_in=5):
+    """{name: float32 array}, wte with V rows. exact_in: a version of the file that holds these values."""
     random = numpy.random.default_rng(seed)
     sizes = {"L": L, "C": C, "V": V, "T": T, "3C": 3 * C, "4C": 4 * C}
     tensors = {}
     for name, letters in ORDER.items():
         values = random.normal(0, 0.3, [sizes[letter] for letter in letters.split()]).astype("<f4")
         values += name in ("ln1w", "ln2w", "lnfw")
-        tensors[name] = (values.view("<u4") & 0xFFFF0000).view("<f4")
+        tensors[name] = (values.view("<u4") & (0xFFFF0000 if exact_in == 5 else 0xFFFFFFFF)).view("<f4")
     return tensors
 
 

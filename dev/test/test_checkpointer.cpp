@@ -256,8 +256,9 @@ TEST(Checkpointer, older_ones_of_the_lineage_go_and_all_else_stays) {
     leave_behind(folder, 4, 0, lineage, true);
     leave_behind(folder, 5, 0, stranger, true);
     leave_behind(folder, 6, 0, lineage, false);  // was being written when the power failed
-    leave_behind(folder, 6, 3, lineage, false);  // of a process that this run has not
-    leave_behind(folder, 9, 0, lineage, true);   // later than the one that is written
+    leave_behind(folder, 6, 3, lineage, false);  // of a process that the run no longer has
+    leave_behind(folder, 7, 3, stranger, false);
+    leave_behind(folder, 9, 0, lineage, true);  // later than the one that is written
     for (const char* name : {"model_00000004.bin", "model_00000005.bin", "state_00000004_00000.bin.old",
                              "state_00000003_00000.bin", "state_4_00000.bin", "DONE_00000003", "main.log"}) {
         write_bytes(folder + "/" + name, "not a state");
@@ -268,25 +269,8 @@ TEST(Checkpointer, older_ones_of_the_lineage_go_and_all_else_stays) {
     EXPECT_EQ(run.files(0),
               "DONE_00000003 DONE_00000005 DONE_00000008 DONE_00000009 main.log model_00000005.bin "
               "model_00000008.bin state_00000003_00000.bin state_00000004_00000.bin.old "
-              "state_00000005_00000.bin state_00000006_00003.bin state_00000008_00000.bin "
+              "state_00000005_00000.bin state_00000007_00003.bin state_00000008_00000.bin "
               "state_00000009_00000.bin state_4_00000.bin ");
-}
-
-TEST(Checkpointer, what_a_killed_process_had_begun_goes_with_the_next_whole_one) {
-    Processes run(2, 1, true);
-    const std::string& folder = run.members[0].folder;
-    for (int index : {0, 1, 2}) {
-        leave_behind(folder, 7, index, index == 1 ? stranger : lineage, false);
-        const std::string path = state_path(folder, 7, index);
-        const std::string bytes = read_bytes(path);
-        write_bytes(path + ".tmp", bytes.substr(0, bytes.size() - 4));
-        std::filesystem::remove(path);
-    }
-    run.start(0);
-    run.checkpoint(8);
-    EXPECT_FALSE(exists(state_path(folder, 7, 0) + ".tmp"));
-    EXPECT_TRUE(exists(state_path(folder, 7, 1) + ".tmp")) << "of another lineage";
-    EXPECT_TRUE(exists(state_path(folder, 7, 2) + ".tmp")) << "of another process";
 }
 
 TEST(Checkpointer, a_resumed_run_forgets_what_comes_later) {

@@ -1,13 +1,12 @@
 """llm.c's files: what it would write is read, and what is written is what it would write, byte for byte."""
 
-import pathlib
 import subprocess
 import sys
 
 import numpy
 import pytest
 
-from conftest import TINY
+from conftest import ROOT, TINY
 from llmc_files import (
     mean_loss,
     model_bytes,
@@ -17,7 +16,8 @@ from llmc_files import (
     validation_batches,
 )
 
-PREPARE = pathlib.Path(__file__).resolve().parents[2] / "data" / "prepare.py"
+PREPARE = ROOT / "data" / "prepare.py"
+EMULATED = ROOT / "build" / "plain" / "train_gpt"  # the CUDA trainer on a CPU: parameters in bf16
 GIVEN = {"--layers": None, "--heads": None, "--channels": None, "--vocab-size": None}  # by the model file
 
 
@@ -37,16 +37,25 @@ def run_from(train, tmp_path, name, content, options):
     ids=["one process", "two ranks", "two workers of two ranks"],
 )
 def test_a_model_that_no_step_changed_is_what_llmc_would_write(train, tmp_path, version, processes):
-    model = random_model()
+    model = random_model(exact_in=version)
     run = run_from(train, tmp_path, "run", model_bytes(model, 2, version), {**processes, "-x": 4, "-l": 0})
     assert run.model() == model_bytes(model, 2, 3)
 
 
 @pytest.mark.parametrize("version", [3, 5])
+def test_the_gpu_trainers_model_is_in_fp32_whatever_it_computes_with(train, tmp_path, version):
+    model = random_model(exact_in=version, L=1, C=64)
+    (tmp_path / "m.bin").write_bytes(model_bytes(model, 1, version))
+    options = {**GIVEN, "-e": tmp_path / "m.bin", "-x": 2, "-b": 1, "-l": 0}
+    assert train("run", options, trainer=EMULATED).model() == model_bytes(model, 1, 3)
+
+
+@pytest.mark.parametrize("version", [3, 5])
 def test_a_model_file_means_here_what_it_means_to_llmc(train, tmp_path, tokens, version):
     model = random_model(seed=2)
-    run = run_from(train, tmp_path, "run", model_bytes(model, 2, version), {"-x": 0, "-v": 1, "-m": 0})
+    run = run_from(train, tmp_path, "run", model_bytes(model, 2, version), {"-x": 0, "-v": 1, "-m": 9})
     stream = numpy.fromfile(next(tokens.glob("x_val_*.bin")), "<u2", offset=1024)
+    stream = stream[: 9 * TINY["-b"] * TINY["-t"] + 1]
     expected = mean_loss(model, 2, *validation_batches(stream, TINY["-b"], TINY["-t"]))
     assert [row["loss"] for row in run.lines("eval")] == [pytest.approx(expected, abs=2e-5)]
 

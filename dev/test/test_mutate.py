@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "dev"))
-from mutation import host, kernel_tests, kernels, orders, report, source  # noqa: E402
+from mutation import host, kernel_tests, kernels, orders, report, source, wire  # noqa: E402
 
 KERNELS = """#pragma once
 // if (i < n) { __syncthreads(); }
@@ -279,3 +279,39 @@ def test_a_missing_barrier_is_killed_and_an_unchanged_program_is_not(tmp_path):
     assert broken.outcome == "not compiled"
     assert mutator.kill("plain", "test_device", mutator.slots.get()) == ""
     assert tree.read(file) == (ROOT / file).read_text()
+
+
+WIRE = """#pragma once
+struct Exchange {
+    void start(const Sync& sync, Stream& main) {
+        Slot& slot = slots.of(sync);
+        slot.traffic = Traffic();
+        order(main, stream, slot.ready);
+        comm.all_gather(slot.received, slot.sent, bytes(sync), stream, &slot.traffic);
+        for (double& sum : total) { sum += *sums++; }
+        if (!applied) { device::copy_values(out, before, n - 1, stream); }
+        throw std::logic_error("no such exchange");
+    }
+};
+"""
+
+
+def test_of_the_wire_calls_assignments_and_arithmetic_are_changed_but_no_declaration_and_no_order():
+    found = [(change.kind, change.becomes) for change in wire.WireSource("x.h", WIRE).changes]
+    for expected in (("assignment", ";"), ("call", ";"), ("assignment", "for (double& sum : total) { ; }"),
+                     ("call", "if (!applied) { ; }"), ("init", "for (double& sum : total) { sum = *sums++; }"),
+                     ("boundary", "if (true) { device::copy_values(out, before, n - 1, stream); }"),
+                     ("boundary", "if (false) { device::copy_values(out, before, n - 1, stream); }")):
+        assert expected in found
+    assert sum(kind == "call" for kind, _ in found) == sum(kind == "assignment" for kind, _ in found) == 2
+    for change in wire.WireSource("x.h", WIRE).changes:
+        changed = source.changed(WIRE, change)
+        for kept in ("Slot& slot = slots.of(sync);", "order(main, stream, slot.ready);", "throw std::logic_error("):
+            assert kept in changed, change.id
+
+
+def test_every_file_of_the_wire_has_changes_and_its_selection_has_each_kind_in_each_function():
+    found = [change for file in wire.FILES for change in wire.WireSource(file, (ROOT / file).read_text()).changes]
+    assert {change.file for change in found} == set(wire.FILES)
+    groups = {(change.function, change.kind) for change in found}
+    assert {(change.function, change.kind) for change in kernels.selection(found, wire.SELECTED)} == groups
