@@ -286,7 +286,6 @@ private:
     // The model first: where there is a state of process 0, its model is there.
     void write_files(const CheckpointJob& job, Written& written) {
         const long step = job.identity.step;
-        check();
         job.ready();
         check();
         const double start = now_seconds();
@@ -294,7 +293,13 @@ private:
             job.write_model(files.model(step));
             written.model = true;
         }
-        write_state(files.state(step), job.identity, job.sections(), [&] { check(); });
+        try {
+            write_state(files.state(step), job.identity, job.sections(), [&] { check(); });
+        } catch (...) {
+            // A model without its state would not be found again when old checkpoints are deleted.
+            if (written.model) { unlink(files.model(step).c_str()); }
+            throw;
+        }
         written.state = true;
         written.seconds = now_seconds() - start;
     }

@@ -13,7 +13,6 @@
 #pragma once
 #include <algorithm>
 
-#include "error_feedback.h"
 #include "exchange.h"
 
 class AllToAllExchange : public Exchange {
@@ -33,7 +32,7 @@ public:
             for (const std::vector<Piece>& one : pieces) {
                 values.push_back(layout_of(values_of(one)).values_of(me));
             }
-            feedback = ErrorFeedback(values, in_flight);
+            owner_feedback = ErrorFeedback(values, in_flight);
         }
     }
 
@@ -79,7 +78,7 @@ public:
     }
 
     Traffic finish(const Sync& sync, bool applied, Stream& main) override {
-        feedback.end(sync.fragment, sync.number, applied, main);
+        owner_feedback.end(sync.fragment, sync.number, applied, main);
         const Traffic traffic = slots.of(sync).traffic;
         slots.give_back(sync);
         return traffic;
@@ -146,7 +145,7 @@ private:
     // Piece by piece: values are rounded with the random bits of their places in the model.
     // begin: of the part in the fragment
     void quantize_mean(const Sync& sync, const PayloadLayout& own, long begin) {
-        float* residual = feedback.begin(sync.fragment, sync.number, stream);
+        float* residual = owner_feedback.begin(sync.fragment, sync.number, stream);
         const Rounding rounding = wire.rounding(me, sync.number, RoundingStage::owner);
         for (const Piece& piece : pieces[size_t(sync.fragment)]) {
             const long first = std::max(piece.first, begin);
@@ -167,6 +166,5 @@ private:
     Buffer<double> partial;       // of the sums of rows
     Buffer<float> own_mean;       // (part); this and the next are used on the outer stream alone
     Buffer<uint8_t> own_payload;  // (payload of a mean)
-    ErrorFeedback feedback;       // of this worker's parts
     Slots<Slot> slots;
 };

@@ -25,6 +25,8 @@
 #include "outer.h"
 #include "outer_state.h"
 #include "schedule.h"
+#include "snapshot.h"
+#include "sync_report.h"
 
 struct DilocoOptions {
     long inner_steps = 100;     // H
@@ -125,38 +127,13 @@ inline std::string plan(const DilocoOptions& options, std::vector<Fragment> frag
                          most_in_flight(fragments, H, options.overlap));
 }
 
-// What was done for one exchange that has ended.
-struct SyncReport {
-    long sync;
-    int fragment;
-    long send_step, due_step;
-    Traffic traffic;
-    Timestamp idle_from, idle_until;  // of the main stream: see waited_seconds()
-    uint64_t global_hash;         // of this worker's global parameters of the fragment, at the send
-    // Workers whose delta of this shard was not finite, or else whose mean of a part was not: nothing was
-    // applied.
-    std::vector<int> not_finite;
-    OuterStatistics statistics = {};  // of this process's shard; nothing, where nothing was applied
-    std::shared_ptr<HostBuffer<float>> mean_square = nullptr;  // nothing was applied
-
-    // How long the main stream stood idle before this mean could be applied, by its own clock: from when it
-    // was through with all that had been enqueued before, to when the host had seen the exchange's end. In it
-    // are the wait for a worker that sends later, the wire, and what the host takes to notice (on a GPU it
-    // asks every 50 us). To be called when the host has seen a later event of the main stream complete.
-    double waited_seconds() const { return seconds_between(idle_from, idle_until); }
-
-    // The norm of this shard of the mean, to be asked for when the same can be said of that event. NaN: there
-    // was none.
-    double mean_norm() const { return mean_square ? std::sqrt(mean_square->data()[0]) : NAN; }
-};
-
 class Diloco {
 public:
     // rank: this process's rank in its worker.
     // outer: joins the processes that hold this shard; its rank is the worker's number.
     Diloco(const DilocoOptions& options, std::vector<Fragment> fragments, const Layout& layout, int rank,
            Comm& outer, Stream& outer_stream)
-        : options(options), fragments(std::move(fragments)), worker(outer.rank()) {
+        : options(options), fragments(std::move(fragments)), worker(outer.rank()), workers(outer.size()) {
         if (!options.offsets.empty()) { set_offsets(this->fragments, options.offsets, options.inner_steps); }
         for (const Fragment& fragment : this->fragments) {
             ranges.emplace_back();
@@ -218,6 +195,44 @@ public:
         return receive_due(in_flight.empty() ? 0 : due_step(in_flight.back()), local, params, main);
     }
 
+    // From the next send on this worker asks all to take a checkpoint and leave: see SyncReport::stops.
+    void request_stop() { stopping = true; }
+
+    // Memory for a snapshot, once for all that are taken. It refers to parts of this.
+    std::unique_ptr<OuterSnapshot> make_snapshot() {
+        const size_t most = std::max(size_t(encodings.count()), in_flight.size());
+        return std::make_unique<OuterSnapshot>(*state, feedback, exchange->owner_feedback, state->count(),
+                                               values_of(largest), int(most));
+    }
+
+    // Between two steps: starts to copy all that the next ones build on. What is in flight is added as it is
+    // received (snapshot.h): until then `out` has to stay.
+    void snapshot(OuterSnapshot& out, Stream& main) {
+        out.begin(in_flight, tokens_at_send, main);
+        taken = &out;
+    }
+
+    // Where the run ends behind a snapshot: takes part in what is in flight, for the snapshot and for the
+    // other workers, and applies none of it.
+    void collect_in_flight(Stream& main) {
+        for (; !in_flight.empty(); in_flight.pop_front()) { end(take(in_flight.front(), main), main); }
+    }
+
+    // Goes on where a snapshot was taken, after start() and rehearse(). tau may be another one.
+    // Throws a UserError where the snapshot is not of these fragments.
+    void restore(const StateReader& saved, const Fields& fields, Stream& main) {
+        const long values = state->count();
+        tokens_at_send = saved_tokens(fields, fragments.size());
+        resumed = saved_syncs(saved, fields, fragments, values_of_all(), options.inner_steps, workers);
+        state->load(read_floats(saved, "global", values).data(),
+                    read_floats(saved, "momentum", values).data(), main);
+        load_residuals(feedback, saved, "residuals", main);
+        load_residuals(exchange->owner_feedback, saved, "owner_residuals", main);
+        in_flight.clear();
+        for (const SavedSync& one : resumed) { in_flight.push_back(one.sync); }
+        fetch_for(saved.identity().step + 1);
+    }
+
     // The outer parameters, readable by kernels, for work on main from now on.   (shard_size)
     const float* global(Stream& main) { return state->global(main); }
 
@@ -231,6 +246,12 @@ private:
         long n = 0;
         for (const Range& range : ranges[size_t(p)]) { n += range.count; }
         return n;
+    }
+
+    std::vector<long> values_of_all() const {
+        std::vector<long> values;
+        for (int p = 0; p < int(fragments.size()); p++) { values.push_back(values_of(p)); }
+        return values;
     }
 
     long due_step(const Sync& sync) const { return sync.send_step + options.overlap; }
@@ -257,6 +278,8 @@ private:
     // In the order of sending, which is that of the sync numbers and, on one worker, of the due steps.
     std::vector<SyncReport> receive_due(long step, float* local, floatX* params, Stream& main) {
         std::vector<SyncReport> reports;
+        // After a resume with a smaller tau there may be more at once than what was fetched leaves room for.
+        if (!in_flight.empty() && due_step(in_flight.front()) < step) { state->clear(); }
         while (!in_flight.empty() && due_step(in_flight.front()) <= step) {
             reports.push_back(receive(in_flight.front(), local, params, main));
             in_flight.pop_front();
@@ -265,27 +288,52 @@ private:
     }
 
     SyncReport receive(const Sync& sync, float* local, floatX* params, Stream& main) {
+        SyncReport report = take(sync, main);
+        if (report.applied()) { report.mean_square = apply(sync, local, params, main); }
+        end(report, main);
+        return report;
+    }
+
+    // Waits for a sync. Its mean is in `mean` then, where it is to be applied.
+    SyncReport take(const Sync& sync, Stream& main) {
+        for (const SavedSync& saved : resumed) {
+            if (saved.sync.number == sync.number) { return take_saved(saved, main); }
+        }
         const Timestamp idle_from = stamp(main);
         const Headers headers = exchange->wait(sync);
         SyncReport report{sync.number, sync.fragment, sync.send_step, due_step(sync),         {},
                           idle_from,   stamp(main),   0,              not_finite_of(headers)};
+        report.stops = asks_to_stop(headers);
         for (const std::vector<PayloadHeader>& part : headers.sent) {
             report.global_hash += part[size_t(worker)].hash;
         }
         check_agreement(headers, sync);
-        const bool applied = report.not_finite.empty();
-        if (applied) {
-            report.mean_square = apply(sync, local, params, main);
-            report.statistics =
-                outer_statistics(encodings.of(sync).sums.data(), headers.sums, int(headers.sent[0].size()));
+        if (report.applied()) {
+            exchange->mean(mean, sync, main);
+            report.statistics = outer_statistics(encodings.of(sync).sums.data(), headers.sums, workers);
         }
-        report.traffic = end_exchange(sync, applied, main);
+        report.traffic = end_exchange(sync, report.applied(), main);
         return report;
+    }
+
+    // What arrived in the run that this one goes on with, or was to arrive.
+    SyncReport take_saved(const SavedSync& saved, Stream& main) {
+        SyncReport report = saved.report;
+        report.due_step = due_step(saved.sync);
+        report.idle_from = stamp(main);
+        report.idle_until = stamp(main);
+        if (report.applied()) {
+            device::copy_to_device(mean.data(), saved.mean.data(), saved.sync.values, main);
+        }
+        return report;
+    }
+
+    void end(const SyncReport& report, Stream& main) {
+        if (taken != nullptr) { taken->deliver(report, mean, main); }
     }
 
     // Returns the squared norm of the mean, as SyncReport has it.
     std::shared_ptr<HostBuffer<float>> apply(const Sync& sync, float* local, floatX* params, Stream& main) {
-        exchange->mean(mean, sync, main);
         const auto needs = OuterState::Needs::global_and_momentum;
         for (const OuterState::Part& part : state->use(sync.fragment, needs, main)) {
             device::outer_step(part.global, part.momentum, local + part.range.shard, params + part.range.flat,
@@ -345,25 +393,9 @@ private:
                        who + ": start the run again from its last checkpoint");
     }
 
-    // Senders whose delta was not finite. A mean may be beyond what can be sent, too: then its owner.
-    static std::vector<int> not_finite_of(const Headers& headers) {
-        std::set<int> senders, owners;
-        for (const std::vector<PayloadHeader>& part : headers.sent) {
-            for (const PayloadHeader& header : part) {
-                if (header.flags & delta_not_finite) { senders.insert(int(header.worker)); }
-            }
-        }
-        for (const PayloadHeader& header : headers.means) {
-            if (header.flags & delta_not_finite) { owners.insert(int(header.worker)); }
-        }
-        const std::set<int>& named = senders.empty() ? owners : senders;
-        return std::vector<int>(named.begin(), named.end());
-    }
-
     void set_up_exchange(const Layout& layout, Comm& outer, Stream& outer_stream) {
-        std::vector<long> values;
+        const std::vector<long> values = values_of_all();
         for (int p = 0; p < int(ranges.size()); p++) {
-            values.push_back(values_of(p));
             pieces.emplace_back();
             long first = 0;
             for (const Range& range : ranges[size_t(p)]) {
@@ -402,8 +434,9 @@ private:
                         options.wire.rounding(worker, sync.number, RoundingStage::send),
                         feedback.begin(sync.fragment, sync.number, main)};
         for (int part = 0; part < sending.layout.parts; part++) {
-            device::write_header(sending.payload + size_t(part) * sending.layout.bytes,
-                                 make_header(sync, sending.layout, part, worker, tokens), main);
+            PayloadHeader header = make_header(sync, sending.layout, part, worker, tokens);
+            if (stopping) { header.flags |= stop_requested; }
+            device::write_header(sending.payload + size_t(part) * sending.layout.bytes, header, main);
         }
         device::clear_padding(sending.payload, sending.layout, main);
         device::set_zero(encoding.data(), encoding_sums, main);
@@ -443,7 +476,7 @@ private:
     std::vector<std::vector<Range>> ranges;  // of each fragment: its blocks' shards
     std::vector<std::vector<Piece>> pieces;  // the same, as they lie in a fragment and in the model
     std::vector<uint64_t> tokens_at_send;    // of each fragment: tokens when it was last sent
-    int worker;                              // this one
+    int worker, workers;                     // this one, and how many there are
     int largest = 0;                         // fragment
     Buffer<float> mean;                      // (largest fragment)
     Buffer<float> mean_square{1};
@@ -453,6 +486,9 @@ private:
     std::unique_ptr<OuterState> state;
     ErrorFeedback feedback;  // of what this worker sends
     std::deque<Sync> in_flight;
+    std::vector<SavedSync> resumed;    // of them, those that were already when the run was stopped
+    OuterSnapshot* taken = nullptr;    // the last one
+    bool stopping = false;
     std::vector<Timestamp> timestamps;  // of reports
     std::unique_ptr<Exchange> exchange;
 };

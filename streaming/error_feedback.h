@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "llmc/buffer.h"
+#include "llmc/memory.h"
 #include "quantize.h"
 
 class ErrorFeedback {
@@ -31,12 +32,29 @@ public:
         return of(fragment);
     }
 
-    // The sync is over.
+    // The sync is over, and its exchange no longer at work on the fragment's residuals.
     void end(int fragment, long sync, bool applied, Stream& stream) {
         if (values.empty()) { return; }
         Kept& one = find(sync);
         one.sync = none;
         if (!applied) { copy(of(fragment), one.before, fragment, stream); }
+    }
+
+    // Of all fragments.
+    long count() const { return residuals.count(); }
+
+    // Copies the residuals of a fragment that is not in flight to their place among all, in memory of the
+    // host.   out: (count()), of a HostBuffer
+    void save(int fragment, float* out, Stream& main) const {
+        if (values.empty() || values[size_t(fragment)] == 0) { return; }
+        const long first = first_of(fragment);
+        device::copy_to_host_later(out + first, residuals + first, values[size_t(fragment)], main);
+    }
+
+    // Takes what save() has written, while nothing is in flight.   inp: (count()), of the host
+    void load(const float* inp, Stream& main) {
+        device::copy_to_device(residuals.data(), inp, count(), main);
+        main.synchronize();
     }
 
 private:

@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "error_feedback.h"
 #include "llmc/buffer.h"
 #include "llmc/comm.h"
 #include "quantize.h"
@@ -134,6 +135,8 @@ public:
 
     // Gives the sync's buffers back. What it put on the wire.   applied: whether the workers take the mean
     virtual Traffic finish(const Sync& sync, bool applied, Stream& main) = 0;
+
+    ErrorFeedback owner_feedback;  // of the means that this worker rounds, by all-to-all
 };
 
 // The header that `worker` sends with a part of `sync`; the flags and the hash are added to it later.
@@ -206,6 +209,8 @@ public:
     explicit Slots(int count) : slots(size_t(count)) {
         for (Entry& entry : slots) { entry.slot = std::make_unique<Slot>(); }
     }
+
+    int count() const { return int(slots.size()); }
 
     template <class Work>
     void for_each(Work work) {

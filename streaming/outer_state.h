@@ -71,6 +71,8 @@ public:
         copies.emplace(Stream::Kind::communicate);
     }
 
+    long count() const { return values; }
+
     // global = local; momentum is zero from the start.   local: (values)
     void start(const float* local, Stream& main) {
         if (copies) {
@@ -137,6 +139,32 @@ public:
                                        *copies);
         });
         slot.fragment = none;
+    }
+
+    // Copies all of it as it is when main has come this far.   to_global, to_momentum: (values), HostBuffers
+    void save(float* to_global, float* to_momentum, Stream& main) {
+        if (copies) {  // by kernels: a copy from the host to the host would make it wait
+            order(*copies, main, copied);  // later write-backs come after an outer step of main's
+            device::cast(to_global, host_global.data(), values, main);
+            device::cast(to_momentum, host_momentum.data(), values, main);
+        } else {
+            device::copy_to_host_later(to_global, resident_global.data(), values, main);
+            device::copy_to_host_later(to_momentum, resident_momentum.data(), values, main);
+        }
+    }
+
+    // Takes what save() has written.   from_global, from_momentum: (values), of the host
+    void load(const float* from_global, const float* from_momentum, Stream& main) {
+        main.synchronize();
+        if (copies) {
+            copies->synchronize();
+            std::copy_n(from_global, values, host_global.data());
+            std::copy_n(from_momentum, values, host_momentum.data());
+        } else {
+            device::copy_to_device(resident_global.data(), from_global, values, main);
+            device::copy_to_device(resident_momentum.data(), from_momentum, values, main);
+            main.synchronize();
+        }
     }
 
     // The global parameters, readable by kernels, for work on main from now on.   (values)

@@ -35,7 +35,9 @@
 #include "llmc/stream.h"
 #include "rounding.h"
 
-const uint32_t delta_not_finite = 1;  // in PayloadHeader::flags
+// In PayloadHeader::flags.
+const uint32_t delta_not_finite = 1;
+const uint32_t stop_requested = 2;  // the sender has been asked to end the run: all take the same checkpoint
 
 struct PayloadHeader {
     uint32_t magic = payload_magic;

@@ -73,6 +73,10 @@ public:
     std::string state(int i, long step) const { return state_path(members[size_t(i)].folder, step, i); }
     bool is_done(int i, long step) const { return exists(done_path(members[size_t(i)].folder, step)); }
     std::vector<std::string> messages(int i) { return members[size_t(i)].checkpointer->take_messages(); }
+    std::string last_message(int i) {
+        const std::vector<std::string> lines = messages(i);
+        return lines.empty() ? "nothing was said" : lines.back();
+    }
     Checkpointer& operator[](int i) { return *members[size_t(i)].checkpointer; }
     Store& store(int i) { return *members[size_t(i)].process.store; }
 
@@ -224,8 +228,8 @@ TEST(Checkpointer, where_done_cannot_be_written_nothing_counts_and_nothing_is_de
     EXPECT_TRUE(run[1].has_failed());
     EXPECT_EQ(run.files(0), "DONE_00000010 model_00000010.bin state_00000010_00000.bin ");
     EXPECT_EQ(run.files(1), "DONE_00000010 DONE_00000020 state_00000010_00001.bin ");
-    EXPECT_TRUE(contains(run.messages(0).back(), "there is no checkpoint of step 20: worker 1 rank 0: "));
-    EXPECT_TRUE(contains(run.messages(1).back(), "there is no checkpoint of step 20: worker 1 rank 0: "));
+    EXPECT_TRUE(contains(run.last_message(0), "there is no checkpoint of step 20: worker 1 rank 0: "));
+    EXPECT_TRUE(contains(run.last_message(1), "there is no checkpoint of step 20: worker 1 rank 0: "));
 }
 
 TEST(Checkpointer, the_newest_and_the_major_ones_stay) {
@@ -295,7 +299,7 @@ TEST(Checkpointer, a_silent_process_is_named_after_the_time_limit) {
     run[0].wait();
     EXPECT_TRUE(run[0].has_failed());
     EXPECT_TRUE(
-        contains(run.messages(0).back(),
+        contains(run.last_message(0),
                  "there is no checkpoint of step 10: worker 1 rank 0: has not been heard of for 0 s"));
     EXPECT_EQ(run.files(0), "");
     // It comes after all: the verdict is still there.
@@ -315,7 +319,7 @@ TEST(Checkpointer, nobody_waits_for_a_run_that_has_failed) {
     run.begin(1, 10);
     run[1].wait();
     EXPECT_TRUE(run[1].has_failed());
-    EXPECT_EQ(run.messages(1).back(),
+    EXPECT_EQ(run.last_message(1),
               "it is not known whether the checkpoint of step 10 is whole: worker 0 rank 0 does not say");
     EXPECT_EQ(run.files(1), "state_00000010_00001.bin ") << "the others may have theirs";
 }
@@ -331,6 +335,26 @@ TEST(Checkpointer, abandoning_ends_a_wait_and_keeps_what_is_whole) {
     EXPECT_TRUE(run.messages(0).empty());
     EXPECT_EQ(run.files(0), "model_00000010.bin state_00000010_00000.bin ");
     EXPECT_THROW(run.begin(0, 20), std::logic_error);
+}
+
+TEST(Checkpointer, abandoning_ends_a_write_and_leaves_no_half_of_it) {
+    Processes run(1, 1);
+    run.start();
+    const std::vector<char> chunk(1 << 22);
+    std::promise<void> begun;
+    CheckpointJob job = run.job(0, 10);
+    job.sections = [&] {
+        begun.set_value();
+        std::vector<StateSection> sections;  // a gigabyte
+        for (int i = 0; i < 250; i++) { sections.push_back({std::to_string(i), chunk.data(), chunk.size()}); }
+        return sections;
+    };
+    run[0].begin(job);
+    begun.get_future().wait();
+    run[0].abandon();
+    run[0].wait();
+    EXPECT_TRUE(run[0].has_failed());
+    EXPECT_EQ(run.files(0), "");
 }
 
 TEST(Checkpointer, its_end_does_not_wait_for_others) {
@@ -380,7 +404,7 @@ TEST(Checkpointer, a_full_disk_stops_a_checkpoint_and_not_the_run) {
         job.sections = [&] { return std::vector<StateSection>{{"large", large.data(), large.size()}}; };
         run[0].begin(job);
         run.wait();
-        const std::string said = run.messages(0).back();
+        const std::string said = run.last_message(0);
         setrlimit(RLIMIT_FSIZE, &before);
         run.checkpoint(30);
         return said + (run[0].has_failed() ? "" : "|whole again");

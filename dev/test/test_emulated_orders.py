@@ -16,8 +16,9 @@ from mutation.orders import CONFIGURATIONS, Seen, environment  # noqa: E402
 EMULATED = ROOT / "build" / "plain" / "train_gpt"
 
 
+@pytest.mark.parametrize("seeds", [(11,), pytest.param((12, 13), marks=pytest.mark.long)], ids=["one seed", "two more"])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_no_seed_of_delays_changes_a_bit(train, tmp_path, name):
+def test_no_seed_of_delays_changes_a_bit(train, tmp_path, name, seeds):
     write_tokenizer(tmp_path / "tokenizer.bin", 64)
     options = {**CONFIGURATIONS[name], "--tokenizer": tmp_path / "tokenizer.bin", "--timeout": 60}
 
@@ -27,7 +28,7 @@ def test_no_seed_of_delays_changes_a_bit(train, tmp_path, name):
 
     calm = seen(train("calm", options, trainer=EMULATED))
     assert calm.models and calm.logs
-    for seed in (11, 12):
+    for seed in seeds:
         run = train(f"seed{seed}", options, environment=environment(seed), trainer=EMULATED)
         assert calm.difference(seen(run)) == ""
 

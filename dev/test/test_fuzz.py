@@ -1,4 +1,4 @@
-"""The fuzzing harnesses (dev/fuzz): a few seconds each find nothing, and each finds a bug that is planted for it.
+"""The fuzzing harnesses (dev/fuzz): a few seconds each find nothing; each finds a bug that is planted for it.
 make fuzz runs them for longer. Where there is no clang with libFuzzer they are skipped."""
 
 import os
@@ -12,25 +12,34 @@ from conftest import ROOT
 
 HARNESSES = sorted(path.stem.removeprefix("fuzz_") for path in (ROOT / "dev" / "fuzz").glob("fuzz_*.cpp"))
 
-# For each harness a header, what is taken out of it, what takes its place, and the words that tell it was found.
+# For each harness: a header, what is taken out of it, what takes its place; words that tell what was found.
 PLANTED = {
-    "config": ("llmc/options.h", "throw UserError(in_one_line(e.what())", "throw UserError(std::string(e.what())",
-               "a message has no control characters"),
+    "config": (
+        "llmc/options.h",
+        "throw UserError(in_one_line(e.what())",
+        "throw UserError(std::string(e.what())",
+        "a message has no control characters",
+    ),
     "done": ("llmc/state_file.h", "who.step != step || ", "", "a run that can be"),
-    "eval_set": ("llmc/eval_set.h", "if (count > left())", "if (count > 10000)", "heap-buffer-overflow"),
-    "model": ("llmc/checkpoint.h", "        check_size();\n", "", ""),
+    "eval_set": ("llmc/eval_set.h", "count > left()", "count > 10000", "heap-buffer-overflow"),
+    "model": ("llmc/checkpoint.h", "        check_size();\n", "", "out-of-memory|a file has at least"),
     "payload": ("streaming/exchange.h", 'same("sender", header.worker, expected.worker);', "", "in their order"),
+    "resume": ("llmc/resume.h", "int(i))).verify();", "int(i))).identity();", "a whole file of the run"),
     "state": ("llmc/state_file.h", "who.worker < who.workers && ", "", "a worker of the run"),
-    "store": ("llmc/store_redis.h", "port.size() > 5 || ", "", "std::out_of_range"),
+    "store": (
+        "llmc/store_redis.h",
+        " || !isxdigit(text[i + 1]) || !isxdigit(text[i + 2])",
+        "",
+        "std::invalid_argument",
+    ),
     "tokenizer": ("llmc/tokenizer.h", " || eot >= vocab_size", "", "the end of text is a token"),
-    "tokens": ("llmc/dataloader.h", "if (largest < vocab_size) { return; }", "if (largest > 0) { return; }",
-               "an input is a token"),
+    "tokens": ("llmc/dataloader.h", "if (largest < vocab_size) { return; }", "return;", "is a token"),
 }
 
 
 def fuzz(name, seconds, tmp_path, *words):
-    """make fuzz-NAME, by itself: not as a part of the make that runs the tests. A fixed seed, so that what was not
-    found is not found by another run of the same sources; a loaded machine may take its time for an input."""
+    """make fuzz-NAME, by itself: not as a part of the make that runs the tests. With a fixed seed, so that the
+    same sources give the same inputs; a loaded machine may take its time for one of them."""
     environment = {key: value for key, value in os.environ.items() if not re.match("MAKE|MFLAGS", key)}
     command = ["make", "--no-print-directory", f"fuzz-{name}", f"SECONDS={seconds}", "FUZZ_TIMEOUT=60"]
     command += ["FUZZ_OPTIONS=-seed=1", f"FUZZ_CORPUS={tmp_path}/corpus", *words]
@@ -41,9 +50,10 @@ def fuzz(name, seconds, tmp_path, *words):
 def needs_clang(tmp_path_factory):
     source = tmp_path_factory.mktemp("clang") / "empty.cpp"
     source.write_text('extern "C" int LLVMFuzzerTestOneInput() { return 0; }')
-    command = [os.environ.get("CLANG", "clang++"), "-fsanitize=fuzzer,address", source, "-o", source.with_suffix("")]
-    if not shutil.which(command[0]) or subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip(f"there is no {command[0]} with libFuzzer here: the parsers are not fuzzed")
+    clang, program = os.environ.get("CLANG", "clang++"), source.with_suffix("")
+    command = [clang, "-fsanitize=fuzzer,address", source, "-o", program]
+    if not shutil.which(clang) or subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip(f"there is no {clang} with libFuzzer here: the parsers are not fuzzed")
 
 
 @pytest.mark.parametrize("name", HARNESSES)
@@ -57,7 +67,7 @@ def test_nothing_is_found_in_a_few_seconds(name, tmp_path):
 
 # One in make test, so that a harness which finds nothing is known to look.
 @pytest.mark.parametrize(
-    "name", [name if name == "tokenizer" else pytest.param(name, marks=pytest.mark.long) for name in HARNESSES]
+    "name", [pytest.param(name, marks=[] if name == "tokenizer" else [pytest.mark.long]) for name in HARNESSES]
 )
 def test_a_planted_bug_is_found(name, tmp_path):
     path, text, replacement, told = PLANTED[name]
@@ -67,9 +77,10 @@ def test_a_planted_bug_is_found(name, tmp_path):
     assert source.count(text) == 1, f"{path} has changed: plant another bug"
     (tmp_path / path).write_text(source.replace(text, replacement))
 
-    result = fuzz(name, 60, tmp_path, f"FUZZ_SOURCES={tmp_path}", f"FUZZ_BUILD={tmp_path}/build")
+    # It ends when the bug is found: within seconds, where the machine is not slow.
+    result = fuzz(name, 300, tmp_path, f"FUZZ_SOURCES={tmp_path}", f"FUZZ_BUILD={tmp_path}/build")
     assert result.returncode != 0 and "has found a bug" in result.stderr, f"{result.stdout}\n{result.stderr}"
-    assert told in (tmp_path / "build" / f"{name}.log").read_text()
+    assert re.search(told, (tmp_path / "build" / f"{name}.log").read_text())
     assert list((tmp_path / "build").glob(f"found-{name}-*")), "the input is kept"
 
 

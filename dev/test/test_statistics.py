@@ -78,6 +78,7 @@ def numbers(run, process):
     return [[row[field] for field in FIELDS] for row in run.lines("sync", process)]
 
 
+@pytest.mark.long  # test_emulated_orders.py compares these numbers, too, in other runs
 @pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
 def test_under_emulated_cuda_the_host_reads_the_same_numbers_in_every_order_of_the_streams(train, exchange):
     options = {**ON_GPUS, "--outer-exchange": exchange}

@@ -1,0 +1,221 @@
+// Snapshot: the state of Streaming DiLoCo after step C, for a checkpoint, in pinned memory of the host.
+// Nobody stops for it. What lies still is copied at C; a sync that was sent by C and not applied at C is
+// added when it is received, which each worker does when it is due there. A resumed run takes its mean from
+// the file instead of the wire.
+//
+//     at C          global, momentum, tokens at the last sends; residuals of fragments that are not in flight
+//     at a receive  the mean, or that nobody applies it; what its report says; then the fragment's residuals
+//
+// Between C and its receive a fragment is not sent, so its residuals, the sender's and the owner's, are those
+// of C, but where nobody applies the sync: then they are those of before it, which the resumed run would come
+// to as well. All copies are the main stream's: an exchange that has been received is no longer at work on
+// them, and a later one of the fragment begins behind main.
+//
+// The writer's thread waits until the last copy is there. Memory: 8 bytes a value of the shard, 4 with error
+// feedback and 4 / workers for owners, and 4 for each value that is in flight.
+#pragma once
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "error_feedback.h"
+#include "outer_state.h"
+#include "sync_report.h"
+
+// Fields and sections that a checkpoint has of the i-th sync in flight begin with this.
+inline std::string name_in_flight(size_t i) { return "in_flight." + std::to_string(i) + "."; }
+
+class OuterSnapshot {
+public:
+    // What it is taken of must live as long.
+    // values: of the shard   largest: of them, in the largest fragment   in_flight: the most at a time
+    OuterSnapshot(OuterState& state, ErrorFeedback& sender, ErrorFeedback& owner, long values, long largest,
+                  int in_flight)
+        : state(state), sender(sender), owner(owner), global(values), momentum(values),
+          residuals(sender.count()), owner_residuals(owner.count()) {
+        for (int i = 0; i < in_flight; i++) { means.emplace_back(largest); }
+    }
+
+    // Starts the copies of what is there. Not before the last ones have been written or given up.
+    void begin(const std::deque<Sync>& in_flight, const std::vector<uint64_t>& tokens_at_send, Stream& main) {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (is_waiting()) { throw std::logic_error("a snapshot is taken while one is not complete"); }
+        if (in_flight.size() > means.size()) { throw std::logic_error("more in flight than was said"); }
+        tokens = tokens_at_send;
+        syncs.clear();
+        for (const Sync& sync : in_flight) { syncs.push_back({sync, {}}); }
+        missing = syncs.size();
+        abandoned = false;
+        state.save(global.data(), momentum.data(), main);
+        for (int p = 0; p < int(tokens.size()); p++) {
+            const bool flies = std::any_of(syncs.begin(), syncs.end(),
+                                           [&](const Awaited& one) { return one.sync.fragment == p; });
+            if (!flies) { save_residuals(p, main); }
+        }
+        main.record(copied);
+    }
+
+    // A sync has been received; one that was not in flight at C is none of its business. Where the mean is
+    // applied it is in `mean`, and stays there until main has come past this.
+    void deliver(const SyncReport& report, const float* mean, Stream& main) {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (!is_waiting()) { return; }
+        for (size_t i = 0; i < syncs.size(); i++) {
+            Awaited& one = syncs[i];
+            if (one.sync.number != report.sync) { continue; }
+            if (report.applied()) {
+                device::copy_to_host_later(means[i].data(), mean, one.sync.values, main);
+            }
+            save_residuals(one.sync.fragment, main);
+            main.record(copied);
+            one.report = report;
+            one.report.idle_from = one.report.idle_until = Timestamp();  // the loop's, to be used again
+            one.report.mean_square = nullptr;
+            missing--;
+        }
+        changed.notify_all();
+    }
+
+    // On any thread: returns when the host has all of it.
+    // Throws a RunError where it was abandoned.
+    void wait() const {
+        std::unique_lock<std::mutex> lock(mutex);
+        changed.wait(lock, [this] { return abandoned || missing == 0; });
+        if (abandoned) { throw RunError("the run ended before all that was on its way had arrived"); }
+        const Event all = copied;
+        lock.unlock();
+        all.synchronize();
+    }
+
+    // On any thread: what is missing does not come any more.
+    void abandon() {
+        std::lock_guard<std::mutex> lock(mutex);
+        abandoned = missing > 0;
+        changed.notify_all();
+    }
+
+    // What a state file has of it, once wait() has returned.
+    std::vector<StateSection> sections() const {
+        std::vector<StateSection> all;
+        auto add = [&](const std::string& name, const HostBuffer<float>& values, long count) {
+            if (count > 0) { all.push_back({name, values.data(), size_t(count) * sizeof(float)}); }
+        };
+        add("global", global, global.count());
+        add("momentum", momentum, momentum.count());
+        add("residuals", residuals, residuals.count());
+        add("owner_residuals", owner_residuals, owner_residuals.count());
+        for (size_t i = 0; i < syncs.size(); i++) {
+            const Awaited& one = syncs[i];
+            if (one.report.applied()) { add(name_in_flight(i) + "mean", means[i], one.sync.values); }
+        }
+        return all;
+    }
+
+    void add_fields(Fields& fields) const {
+        fields.set("fragments", long(tokens.size()));
+        for (size_t p = 0; p < tokens.size(); p++) {
+            fields.set("tokens_at_send." + std::to_string(p), tokens[p]);
+        }
+        fields.set("in_flight", long(syncs.size()));
+        for (size_t i = 0; i < syncs.size(); i++) {
+            const Sync& sync = syncs[i].sync;
+            fields.set(name_in_flight(i) + "sync", sync.number);
+            fields.set(name_in_flight(i) + "fragment", long(sync.fragment));
+            fields.set(name_in_flight(i) + "send_step", sync.send_step);
+            fields.set(name_in_flight(i) + "values", sync.values);
+            add_report(fields, name_in_flight(i), syncs[i].report);
+        }
+    }
+
+private:
+    // A sync that was in flight at C.
+    struct Awaited {
+        Sync sync;
+        SyncReport report;  // once it has been received
+    };
+
+    bool is_waiting() const { return missing > 0 && !abandoned; }
+
+    void save_residuals(int fragment, Stream& main) {
+        sender.save(fragment, residuals.data(), main);
+        owner.save(fragment, owner_residuals.data(), main);
+    }
+
+    OuterState& state;
+    ErrorFeedback &sender, &owner;
+    HostBuffer<float> global, momentum;  // (values)
+    HostBuffer<float> residuals, owner_residuals;
+    std::vector<HostBuffer<float>> means;  // (largest fragment) each, of the syncs below
+    std::vector<uint64_t> tokens;          // of each fragment, when it was last sent
+    std::vector<Awaited> syncs;
+    Event copied;                          // behind the last copy so far
+    size_t missing = 0;                    // of the syncs
+    bool abandoned = false;
+    mutable std::mutex mutex;              // of the four above
+    mutable std::condition_variable changed;
+};
+
+// A sync that was in flight when a checkpoint was taken, as a resumed run receives it.
+struct SavedSync {
+    Sync sync;
+    SyncReport report;
+    HostBuffer<float> mean;  // (sync.values); none, where nobody applies it
+};
+
+inline std::vector<float> read_floats(const StateReader& state, const std::string& name, long count) {
+    std::vector<float> values(static_cast<size_t>(count));
+    state.read(name, values.data(), values.size() * sizeof(float));
+    return values;
+}
+
+inline void load_residuals(ErrorFeedback& feedback, const StateReader& state, const std::string& name,
+                           Stream& main) {
+    if (feedback.count() > 0) { feedback.load(read_floats(state, name, feedback.count()).data(), main); }
+}
+
+inline std::vector<uint64_t> saved_tokens(const Fields& fields, size_t fragments) {
+    if (fields.integer("fragments") != long(fragments)) {
+        throw UserError(format("the checkpoint is of %ld fragments, and here are %zu: resume with the "
+                               "options that the run had", fields.integer("fragments"), fragments));
+    }
+    std::vector<uint64_t> tokens;
+    for (size_t p = 0; p < fragments; p++) {
+        tokens.push_back(fields.count("tokens_at_send." + std::to_string(p)));
+    }
+    return tokens;
+}
+
+// The syncs in flight, in the order of sending. values: of this process's shard of each fragment
+// Throws a UserError for those that the schedule of this run does not have.
+inline std::vector<SavedSync> saved_syncs(const StateReader& state, const Fields& fields,
+                                          const std::vector<Fragment>& fragments,
+                                          const std::vector<long>& values, long H, int workers) {
+    std::vector<SavedSync> saved;
+    const long count = count_of(fields, "in_flight", long(fragments.size()));
+    const long step = state.identity().step;
+    for (long i = 0; i < count; i++) {
+        const std::string prefix = name_in_flight(size_t(i));
+        const long p = fields.integer(prefix + "fragment");
+        const Sync sync{fields.integer(prefix + "sync"), int(p), fields.integer(prefix + "send_step"),
+                        fields.integer(prefix + "values")};
+        const bool fits = p >= 0 && p < long(fragments.size()) && sync.values == values[size_t(p)] &&
+                          sync.send_step <= step && sync.send_step > step - H &&
+                          is_sent(fragments[size_t(p)], sync.send_step, H) &&
+                          sync.number == sync_number(fragments, int(p), sync.send_step, H) &&
+                          (saved.empty() || sync.number > saved.back().sync.number);
+        if (!fits) {
+            throw UserError(format("%s has fragment %ld, of %ld values, on its way as sync %ld since step "
+                                   "%ld, and here that is not so: resume with the options that the run had",
+                                   state.path().c_str(), p, sync.values, sync.number, sync.send_step));
+        }
+        saved.push_back({sync, report_of(fields, prefix, sync, workers), {}});
+        if (saved.back().report.applied()) {
+            saved.back().mean = HostBuffer<float>(sync.values);
+            state.read(prefix + "mean", saved.back().mean.data(), size_t(sync.values) * sizeof(float));
+        }
+    }
+    return saved;
+}

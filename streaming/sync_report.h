@@ -1,0 +1,120 @@
+// SyncReport: what was done for one exchange that has ended, for logs and for people. A checkpoint has those
+// of the syncs that were on their way when it was taken, so that the resumed run's log lacks nothing.
+#pragma once
+#include <cmath>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "exchange.h"
+#include "llmc/state_file.h"
+
+struct SyncReport {
+    long sync;
+    int fragment;
+    long send_step, due_step;
+    Traffic traffic;
+    Timestamp idle_from, idle_until;  // of the main stream: see waited_seconds()
+    uint64_t global_hash;         // of this worker's global parameters of the fragment, at the send
+    // Workers whose delta of this shard was not finite, or else whose mean of a part was not: nothing was
+    // applied.
+    std::vector<int> not_finite;
+    OuterStatistics statistics = {};  // of this process's shard; nothing, where nothing was applied
+    std::shared_ptr<HostBuffer<float>> mean_square = nullptr;  // nothing was applied
+    bool stops = false;  // some worker has asked all to stop when it sent this
+
+    bool applied() const { return not_finite.empty(); }
+
+    // How long the main stream stood idle before this mean could be applied, by its own clock: from when it
+    // was through with all that had been enqueued before, to when the host had seen the exchange's end. In it
+    // are the wait for a worker that sends later, the wire, and what the host takes to notice (on a GPU it
+    // asks every 50 us). To be called when the host has seen a later event of the main stream complete.
+    double waited_seconds() const { return seconds_between(idle_from, idle_until); }
+
+    // The norm of this shard of the mean, to be asked for when the same can be said of that event. NaN: there
+    // was none.
+    double mean_norm() const { return mean_square ? std::sqrt(mean_square->data()[0]) : NAN; }
+};
+
+// Senders whose delta was not finite. A mean may be beyond what can be sent, too: then its owner.
+inline std::vector<int> not_finite_of(const Headers& headers) {
+    std::set<int> senders, owners;
+    for (const std::vector<PayloadHeader>& part : headers.sent) {
+        for (const PayloadHeader& header : part) {
+            if (header.flags & delta_not_finite) { senders.insert(int(header.worker)); }
+        }
+    }
+    for (const PayloadHeader& header : headers.means) {
+        if (header.flags & delta_not_finite) { owners.insert(int(header.worker)); }
+    }
+    const std::set<int>& named = senders.empty() ? owners : senders;
+    return std::vector<int>(named.begin(), named.end());
+}
+
+inline bool asks_to_stop(const Headers& headers) {
+    for (const std::vector<PayloadHeader>& part : headers.sent) {
+        for (const PayloadHeader& header : part) {
+            if (header.flags & stop_requested) { return true; }
+        }
+    }
+    return false;
+}
+
+// ---- in a checkpoint: what the resumed run cannot find out by itself. Not whether to stop: that is done.
+
+// How many of `name` there are, checked.
+inline long count_of(const Fields& fields, const std::string& name, long most) {
+    const long count = fields.integer(name);
+    if (count < 0 || count > most) {
+        throw UserError(format("the checkpoint has %ld of '%s', and there can be %ld: %s", count,
+                               name.c_str(), most, checkpoint_hint()));
+    }
+    return count;
+}
+
+inline void add_numbers(Fields& fields, const std::string& name, const std::vector<double>& numbers) {
+    fields.set(name, long(numbers.size()));
+    for (size_t i = 0; i < numbers.size(); i++) { fields.set(name + "." + std::to_string(i), numbers[i]); }
+}
+
+inline std::vector<double> numbers_of(const Fields& fields, const std::string& name, long most) {
+    std::vector<double> numbers(static_cast<size_t>(count_of(fields, name, most)));
+    for (size_t i = 0; i < numbers.size(); i++) { numbers[i] = fields.real(name + "." + std::to_string(i)); }
+    return numbers;
+}
+
+// prefix: of the names
+inline void add_report(Fields& fields, const std::string& prefix, const SyncReport& report) {
+    fields.set(prefix + "bytes_sent", report.traffic.bytes_sent);
+    fields.set(prefix + "bytes_received", report.traffic.bytes_received);
+    fields.set(prefix + "seconds", report.traffic.seconds);
+    fields.set(prefix + "global_hash", report.global_hash);
+    fields.set(prefix + "delta_norm", report.statistics.delta_norm);
+    fields.set(prefix + "quantization_error", report.statistics.quantization_error);
+    add_numbers(fields, prefix + "cosines", report.statistics.cosines);
+    add_numbers(fields, prefix + "mean_cosines", report.statistics.mean_cosines);
+    const std::string not_finite = prefix + "not_finite";
+    fields.set(not_finite, long(report.not_finite.size()));
+    for (size_t i = 0; i < report.not_finite.size(); i++) {
+        fields.set(not_finite + "." + std::to_string(i), long(report.not_finite[i]));
+    }
+}
+
+// The report of `sync`, but for when it was due and the times of the main stream.
+inline SyncReport report_of(const Fields& fields, const std::string& prefix, const Sync& sync, int workers) {
+    SyncReport report{sync.number, sync.fragment, sync.send_step, 0, {}, {}, {}, 0, {}};
+    report.traffic.bytes_sent = fields.count(prefix + "bytes_sent");
+    report.traffic.bytes_received = fields.count(prefix + "bytes_received");
+    report.traffic.seconds = fields.real(prefix + "seconds");
+    report.global_hash = fields.count(prefix + "global_hash");
+    report.statistics.delta_norm = fields.real(prefix + "delta_norm");
+    report.statistics.quantization_error = fields.real(prefix + "quantization_error");
+    report.statistics.cosines = numbers_of(fields, prefix + "cosines", row_sums(workers));
+    report.statistics.mean_cosines = numbers_of(fields, prefix + "mean_cosines", workers);
+    const long not_finite = count_of(fields, prefix + "not_finite", workers);
+    for (long i = 0; i < not_finite; i++) {
+        report.not_finite.push_back(int(fields.integer(prefix + "not_finite." + std::to_string(i))));
+    }
+    return report;
+}
