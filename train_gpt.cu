@@ -912,7 +912,7 @@ struct Run {
     Logger& logger;
     StatusLine& status;
     Watchdog& watchdog;
-    const std::string& device;  // for people
+    const device::Device& device;
     LearningRateSchedule schedule;
     Resumption& resumed;
     Checkpointer* checkpointer;  // null where nothing is written
@@ -1168,7 +1168,8 @@ inline void write_checkpoint(Run& run, long step) {
     if (step == run.inputs.steps) { snapshot.model = gather_model(run); }
     CheckpointJob job;
     job.identity = {step, p.worker, p.rank, p.workers, p.ranks, run.resumed.lineage};
-    job.ready = [&snapshot] {
+    job.ready = [&run, &snapshot] {
+        device::use_in_this_thread(run.device);
         snapshot.copied.synchronize();
         if (snapshot.outer) { snapshot.outer->wait(); }
     };
@@ -1453,7 +1454,7 @@ inline void print_banner(const Run& run, const std::string& exchanges) {
            o.has_own_batch() ? format("on worker %d", run.process.worker).c_str() : "a worker",
            counted(o.micro_steps(), "micro-step").c_str(), o.batch, o.seq_len,
            counted(run.inputs.steps, "step").c_str());
-    printf("device     %s; matmuls in %s; parameters %s, gradients fp32\n", run.device.c_str(),
+    printf("device     %s; matmuls in %s; parameters %s, gradients fp32\n", run.device.name.c_str(),
            run.worker.model.matmul.description().c_str(), sizeof(floatX) == 2 ? "bf16" : "fp32");
     fputs(exchanges.c_str(), stdout);
     for (const std::string& note : run.resumed.notes) { printf("%s\n", note.c_str()); }
@@ -1534,7 +1535,7 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
                resumed.step);
     const LearningRateSchedule schedule{schedule_kind(o.schedule), o.learning_rate, o.warmup, in.steps,
                                         o.final_fraction};
-    Run run{o, process, in, *worker, diloco.get(), logger, status, watchdog, device.name, schedule, resumed,
+    Run run{o, process, in, *worker, diloco.get(), logger, status, watchdog, device, schedule, resumed,
             checkpointer.get(), {}, {}, {}, {}};
     if (run.speaks()) { print_banner(run, exchanges); }
     bool is_complete = false;
