@@ -9,6 +9,8 @@
 # make test-gpu        the same tests and more on this machine's GPU       make bench-gpu   its speed
 # make train_gpt       the CUDA trainer: GPU_ARCH="80 90" for other GPUs than this machine's
 # make test-long       make test, and tests that take too long for it
+# make fuzz            each parser of files, payloads and the store under libFuzzer, a minute each (needs clang)
+# make torture         kills a run KILLS=500 times, in the middle of writes too, and compares its bits at the end
 # make mutate          breaks kernels and host side on purpose: do the tests notice? (MUTATE=--help: options)
 # make registers       registers and spills of each kernel, as nvcc reports them
 CXX = g++
@@ -155,7 +157,8 @@ setup:
 
 # pytest runs everything, the GoogleTest binary and test_gpt_cpu included, so that one line counts all of it.
 test test-long: setup
-	$(MAKE) -j2 train_gpt_cpu test_gpt_cpu build/unit_tests $(EMULATOR_TESTS) $(EMULATED_TRAINERS) check-cuda
+	$(MAKE) -j2 train_gpt_cpu test_gpt_cpu build/unit_tests $(EMULATOR_TESTS) $(EMULATED_TRAINERS) check-cuda \
+	    $(if $(filter test-long,$@),$(FUZZ_PROGRAMS))
 	.venv/bin/python -m pytest -q -rs dev/test $(if $(filter test-long,$@),--long)
 
 test-emulated: setup
@@ -225,6 +228,14 @@ build/nvcc/%.ptx: %.cpp $(EMULATOR_HEADERS)
 	@mkdir -p $(@D)
 	$(NVCC) -x cu $(CUDA_FLAGS) -arch=compute_90 -ptx $< -o $@
 
+include dev/fuzz/fuzz.mk
+
+# ARGUMENTS="--seed 7": dev/torture.py --help
+KILLS ?= 500
+torture: setup
+	$(MAKE) train_gpt_cpu
+	.venv/bin/python dev/torture.py --kills $(KILLS) $(ARGUMENTS)
+
 mutate: setup
 	.venv/bin/python dev/mutate.py $(MUTATE)
 
@@ -271,4 +282,4 @@ clean:
 	rm -rf build train_gpt train_gpt_cpu train_gpt_emulated test_gpt test_gpt_cpu
 
 .PHONY: all always setup test test-long test-emulated test-gpu check-cuda demo bench-cpu bench-formats \
-        bench-wire-quality bench-gpu mutate registers clean
+        bench-wire-quality bench-gpu mutate torture registers clean

@@ -22,6 +22,7 @@
 #include "llmc/accelerator.h"
 #include "llmc/buffer.h"
 #include "llmc/checkpoint.h"
+#include "llmc/checkpointer.h"
 #include "llmc/clock.h"
 #include "llmc/comm.h"
 #include "llmc/comms.h"
@@ -36,14 +37,19 @@
 #include "llmc/options.h"
 #include "llmc/phase.h"
 #include "llmc/random.h"
+#include "llmc/resume.h"
 #include "llmc/sampler.h"
 #include "llmc/schedulers.h"
+#include "llmc/state_file.h"
+#include "llmc/stop.h"
 #include "llmc/store.h"
 #include "llmc/stream.h"
 #include "llmc/tokenizer.h"
 #include "llmc/upload.h"
 #include "llmc/watchdog.h"
 #include "streaming/diloco.h"
+#include "streaming/reshape.h"
+#include "streaming/snapshot.h"
 
 // -----------------------------------------------------------------------------------------------------------
 // The model
@@ -312,9 +318,11 @@ inline void backward(Model& model, int B, int T, Stream& main, const std::functi
 // One worker: data parallelism over its ranks, optimizer state sharded (ZeRO-1)
 
 struct Scalars {  // on the device: what the host reads of a step, and what AdamW reads of it
-    float loss, norm_squared, norm, clip_scale;
+    float loss, norm_squared, stop;  // summed over the ranks; stop: how many were asked to
+    float norm, clip_scale;
 };
-static_assert(offsetof(Scalars, norm_squared) == sizeof(float), "loss and norm are summed in one call");
+const size_t summed_scalars = 3;
+static_assert(offsetof(Scalars, norm) == summed_scalars * sizeof(float), "they are summed in one call");
 
 struct Worker {
     Model& model;
@@ -324,6 +332,7 @@ struct Worker {
     Buffer<float> master, m, v;  // this rank's shard
     Buffer<float> reduced;       // this rank's shard of the summed gradients; one rank: model.grads itself
     Buffer<Scalars> scalars;
+    HostBuffer<float> one{1};  // holds 1
     Event to_comm, to_main;  // of hand_over() and hand_back()
     Traffic traffic;         // of `comm`
     std::function<void()> progress = [] {};  // called at each batch: so far nothing stands still
@@ -337,7 +346,9 @@ struct Worker {
           m(model.layout.shard_size()),
           v(model.layout.shard_size()),
           reduced(comm.size() > 1 ? model.layout.shard_size() : 0),
-          scalars(1) {}
+          scalars(1) {
+        one.data()[0] = 1;
+    }
 
     int blocks() const { return int(model.layout.blocks.size()); }
     Range shard(int block) const { return model.layout.shard(block, comm.rank()); }
@@ -396,7 +407,9 @@ inline void sum_over_ranks(Worker& worker, float* values, size_t count) {
 }
 
 // Gradients of `micro_steps` batches, summed over the ranks into this rank's shard; the loss is their mean.
-inline void compute_gradients(Worker& worker, DataLoader& loader, int B, int T, int micro_steps) {
+// stop: this rank was asked to stop, which all ranks of the worker learn with the loss.
+inline void compute_gradients(Worker& worker, DataLoader& loader, int B, int T, int micro_steps,
+                              bool stop = false) {
     Model& model = worker.model;
     Scalars* scalars = worker.scalars;
     const float share = 1.0f / (float(B) * float(T) * float(micro_steps) * float(worker.comm.size()));
@@ -415,7 +428,8 @@ inline void compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
     hand_back(worker);
     device::global_norm_squared(&scalars->norm_squared, worker.shard_gradients(), model.layout.shard_size(),
                                 worker.main);
-    sum_over_ranks(worker, &scalars->loss, 2);  // and the norm behind it
+    if (stop) { device::copy_to_device(&scalars->stop, worker.one.data(), 1, worker.main); }
+    sum_over_ranks(worker, &scalars->loss, summed_scalars);
 }
 
 // AdamW on this rank's shard. All that it reads of the step is on the device; a norm that is not finite
@@ -447,7 +461,7 @@ inline void warm_up(Worker& worker, const Options& options) {
     const int B = options.batch, T = options.seq_len;
     Scalars* scalars = worker.scalars;
     const std::vector<int> tokens(size_t(B) * size_t(T));
-    const Scalars not_finite{NAN, NAN, NAN, NAN};  // AdamW does nothing
+    const Scalars not_finite{NAN, NAN, NAN, NAN, NAN};  // AdamW does nothing
     forward(worker.model, tokens.data(), B, T, worker.main);
     classify(worker.model, tokens.data(), B, T, &scalars->loss, 0.0f, 0.0f, true, worker.main);
     backward(worker.model, B, T, worker.main, [&](int b) { reduce_block(worker, b); });
@@ -455,7 +469,7 @@ inline void warm_up(Worker& worker, const Options& options) {
     device::global_norm_squared(&scalars->norm_squared, worker.shard_gradients(),
                                 worker.model.layout.shard_size(), worker.main);
     device::copy_to_device(scalars, &not_finite, 1, worker.main);
-    sum_over_ranks(worker, &scalars->loss, 2);
+    sum_over_ranks(worker, &scalars->loss, summed_scalars);
     update(worker, options, 0.0f, 1);
     gather_parameters(worker);
     wait_for_parameters(worker);
@@ -668,6 +682,13 @@ inline void check_options(const Options& o) {
             "-d %ld tokens a step do not divide by -b %d x -t %d x --ranks %d = %ld: change one of them",
             o.total_batch, o.batch, o.seq_len, o.ranks, o.micro_batch()));
     }
+    if (o.resume && o.output.empty()) {
+        throw UserError("-y 1 resumes from the folder of the logs: give -o");
+    }
+    if (o.streams() && o.save_every > 0 && o.save_every <= o.overlap) {
+        throw UserError(format("a checkpoint every %ld steps (-n) needs what is in flight for %ld (--overlap): "
+                               "give a larger -n", o.save_every, o.overlap));
+    }
     check_outer_transport(o.outer_transport);
     if (!runs_on_gpu && o.outer_offload) {
         throw UserError("--outer-offload is for GPUs, whose memory is not the host's: leave it out");
@@ -772,6 +793,7 @@ inline std::vector<std::pair<std::string, std::string>> fingerprint(const Option
         {"--val-every", number(double(o.validate_every))},
         {"--val-batches", number(double(o.validation_batches))},
         {"--save-every", number(double(o.save_every))},
+        {"--resume", number(o.resume)},
         {"--sample-every", number(double(o.sample_every))},
         {"--eval", o.evaluate},
         {"--val-data", validation ? "given" : "none"},
@@ -833,9 +855,9 @@ inline void share_data(const Options& o, Process& process, Inputs& in) {
 
 // What the run has measured so far, for the log and the last line.
 struct Totals {
-    double train_seconds = 0, first_step_seconds = 0;
+    double train_seconds = 0;
     uint64_t tokens = 0;  // this worker's
-    long syncs = 0;
+    long syncs = 0, next_sync = 0;  // merged so far, and the number of the next one
     Traffic outer;
     double waited_seconds = 0;
 };
@@ -844,10 +866,40 @@ struct Totals {
 struct StepResult {
     long step = 0;  // 0: nothing to learn
     float learning_rate = 0;
+    uint64_t tokens = 0;  // of this worker up to here
     Traffic inner;
     std::vector<SyncReport> syncs;  // whose means were merged in it
     HostBuffer<Scalars> scalars{1};
     Event done;
+};
+
+// What a checkpoint holds of a process, in the host's memory. The streams fill it while training goes on.
+struct Snapshot {
+    HostBuffer<float> master, m, v;        // this rank's shard
+    HostBuffer<floatX> params;             // (layout.shard_size())
+    std::unique_ptr<OuterSnapshot> outer;  // null without an outer optimizer
+    std::vector<float> model;              // (layout.size), where this process writes the model
+    Fields fields;
+    std::string fields_text, options_text;
+    Event copied;
+};
+
+// The state that a run goes on from.
+struct Resumption {
+    long step = 0;        // that are done; 0: the run begins
+    std::string lineage;  // of the run: see state_file.h
+    std::unique_ptr<StateReader> state;
+    Fields fields;
+    std::vector<std::string> notes;  // for people
+};
+
+// A request to stop: every rank of a worker knows of it when it comes with the loss, all workers when it has
+// travelled with a sync. They stop at the same step, which the slowest of them reaches knowing of it.
+struct Stopping {
+    std::optional<StopRequest> request;  // of this process; none where nothing is written
+    long largest_overlap = 0;            // tau, of all workers
+    long asked_at = 0;                   // step whose loss brought it; 0: none did
+    long at = 0;                         // step after which the run stops; 0: it does not
 };
 
 // Everything a process holds while it trains.
@@ -860,11 +912,16 @@ struct Run {
     Logger& logger;
     StatusLine& status;
     Watchdog& watchdog;
-    const std::string& device;  // for people
+    const device::Device& device;
     LearningRateSchedule schedule;
+    Resumption& resumed;
+    Checkpointer* checkpointer;  // null where nothing is written
+    Stopping stopping;
     Totals totals;
+    std::unique_ptr<Snapshot> snapshot;  // made for the first checkpoint
     StepResult results[2];     // of this step and of the one before
     double last_collected = 0;  // now_seconds() when the step before this one was through
+    double first_seconds = 0;   // of the first step that was trained here
 
     // One process of those that were started together reports; worker 0's first also saves and samples.
     bool speaks() const { return process.rank == 0 && (process.worker == 0 || options.worker >= 0); }
@@ -878,6 +935,7 @@ struct Run {
 inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& reports) {
     for (const SyncReport& r : reports) {
         run.totals.syncs++;
+        run.totals.next_sync = r.sync + 1;
         run.totals.outer.bytes_sent += r.traffic.bytes_sent;
         run.totals.outer.bytes_received += r.traffic.bytes_received;
         run.totals.waited_seconds += r.waited_seconds();
@@ -898,9 +956,10 @@ inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& rep
 // What the plan comes to in Mbit/s: once, after ten steps that are measured, or at the end of a shorter run.
 // The first step is left out, in which memory is touched for the first time.
 inline void print_rates(Run& run, long step) {
-    if (step == 1) { run.totals.first_step_seconds = run.totals.train_seconds; }
-    if (!run.diloco || !run.speaks() || step < 2 || step != std::min(11L, run.inputs.steps)) { return; }
-    const double seconds = (run.totals.train_seconds - run.totals.first_step_seconds) / double(step - 1);
+    const long trained = step - run.resumed.step, all = run.inputs.steps - run.resumed.step;
+    if (trained == 1) { run.first_seconds = run.totals.train_seconds; }
+    if (!run.diloco || !run.speaks() || trained < 2 || trained != std::min(11L, all)) { return; }
+    const double seconds = (run.totals.train_seconds - run.first_seconds) / double(trained - 1);
     const std::vector<size_t> bytes = sync_bytes(diloco_options(run.options), run.inputs.fragments,
                                                  run.inputs.layout, run.options.workers);
     run.status.print(rates(run.inputs.fragments, bytes, run.options.inner_steps, run.options.overlap,
@@ -912,12 +971,13 @@ inline void collect(Run& run, StepResult& result) {
     if (result.step == 0) { return; }
     result.done.synchronize();
     const Scalars scalars = result.scalars.data()[0];
+    if (scalars.stop > 0 && run.stopping.asked_at == 0) { run.stopping.asked_at = result.step; }
     const double now = now_seconds(), seconds = now - run.last_collected;
     const double tokens = double(run.options.total_batch);
     run.last_collected = now;
     run.totals.train_seconds += seconds;
     run.logger.step({result.step, scalars.loss, result.learning_rate, scalars.norm, seconds,
-                     uint64_t(result.step) * uint64_t(run.options.total_batch), tokens / seconds,
+                     result.tokens, tokens / seconds,
                      result.inner.bytes_sent, result.inner.bytes_received});
     if (run.speaks()) {
         if (!std::isfinite(scalars.norm)) {
@@ -952,19 +1012,24 @@ inline void print_sample(Run& run, long step) {
     run.status.print("sample after step " + std::to_string(step) + ":\n---\n" + printable(text) + "\n---");
 }
 
-inline void save_model(Run& run, long step) {
-    if (run.process.worker != 0) { return; }
+// Of what is evaluated, on worker 0's first process, else nothing.   returns (layout.size)
+inline std::vector<float> gather_model(Run& run) {
+    if (run.process.worker != 0) { return {}; }
     const float* evaluated = run.evaluated();
-    const std::vector<float> flat =
-        gather_flat(run.worker, evaluated ? evaluated : run.worker.master.data(), run.is_first());
+    return gather_flat(run.worker, evaluated ? evaluated : run.worker.master.data(), run.is_first());
+}
+
+inline void save_model(Run& run, long step) {
+    const std::vector<float> flat = gather_model(run);
     if (!run.is_first()) { return; }
     const Watchdog::Alone alone(run.watchdog);
-    const std::string path = run.options.output + format("/model_%08ld.bin", step);
+    const std::string path = model_path(run.options.output, step);
     write_model(path, run.inputs.shape, run.worker.model.layout, flat.data());
     run.status.print("wrote " + path);
 }
 
-// What happens after `step` steps and before the next: validation, samples, model files.
+// What happens after `step` steps and before the next: validation and samples; after the last one, the model,
+// where no checkpoint has it.
 inline void between_steps(Run& run, long step) {
     const Options& o = run.options;
     const bool last = step == run.inputs.steps;
@@ -972,7 +1037,8 @@ inline void between_steps(Run& run, long step) {
     const bool validates = run.inputs.validation_loader && is_time(o.validate_every);
     const bool samples =  // the others would only change parameters to and fro
         run.inputs.tokenizer && run.process.worker == 0 && step > 0 && is_time(o.sample_every);
-    const bool saves = !o.output.empty() && step > 0 && (last || is_time(o.save_every));
+    const bool has_checkpoint = o.save_every > 0 && run.resumed.step < step;
+    const bool saves = !o.output.empty() && step > 0 && last && !has_checkpoint;
     if (!validates && !samples && !saves && !last) { return; }
 
     collect(run, run.results[step % 2]);
@@ -986,23 +1052,287 @@ inline void between_steps(Run& run, long step) {
     run.last_collected = now_seconds();  // what was done here is no part of a step
 }
 
+// -----------------------------------------------------------------------------------------------------------
+// Checkpoints
+
+inline bool is_checkpoint_due(const Run& run, long step) {
+    const long every = run.options.save_every;
+    if (!run.checkpointer) { return false; }
+    return step == run.stopping.at || (every > 0 && (step % every == 0 || step == run.inputs.steps));
+}
+
+// Where the run is, in numbers.
+inline Fields progress(const Run& run, long step) {
+    const GptShape& shape = run.inputs.shape;
+    const DataPosition data = run.inputs.train_loader->position();
+    const Totals& t = run.totals;
+    Fields fields;
+    fields.set("step", step);
+    fields.set("tokens", t.tokens);
+    fields.set("float_bytes", long(sizeof(floatX)));
+    fields.set("shape.max_seq_len", long(shape.max_seq_len));
+    fields.set("shape.vocab_size", long(shape.vocab_size));
+    fields.set("shape.padded_vocab_size", long(shape.padded_vocab_size));
+    fields.set("shape.layers", long(shape.layers));
+    fields.set("shape.heads", long(shape.heads));
+    fields.set("shape.channels", long(shape.channels));
+    fields.set("data.epoch", data.epoch);
+    fields.set("data.shard", data.shard);
+    fields.set("data.sample", data.sample);
+    fields.set("data.rows", run.inputs.train_loader->rows_of_a_sample());
+    fields.set("total.train_seconds", t.train_seconds);
+    fields.set("total.syncs", t.syncs);
+    fields.set("total.next_sync", t.next_sync);
+    fields.set("total.inner_bytes_sent", uint64_t(run.worker.traffic.bytes_sent));
+    fields.set("total.inner_bytes_received", uint64_t(run.worker.traffic.bytes_received));
+    fields.set("total.outer_bytes_sent", uint64_t(t.outer.bytes_sent));
+    fields.set("total.outer_bytes_received", uint64_t(t.outer.bytes_received));
+    fields.set("total.waited_seconds", t.waited_seconds);
+    return fields;
+}
+
+inline Fields option_fields(const Options& o) {
+    Fields fields;
+    for (const auto& [name, value] : o.resolved) { fields.set(name, value); }
+    return fields;
+}
+
+inline std::unique_ptr<Snapshot> make_snapshot(const Run& run) {
+    auto snapshot = std::make_unique<Snapshot>();
+    const long n = run.worker.model.layout.shard_size();
+    for (HostBuffer<float>* buffer : {&snapshot->master, &snapshot->m, &snapshot->v}) {
+        *buffer = HostBuffer<float>(n);
+    }
+    snapshot->params = HostBuffer<floatX>(n);
+    if (run.diloco) { snapshot->outer = run.diloco->make_snapshot(); }
+    return snapshot;
+}
+
+// Waits for the checkpoint before this one, whose memory is needed. Where the run is asked to stop before the
+// means that it lacks are due, it is given up: they are in this one.
+inline void wait_for_writer(Run& run, long step) {
+    if (run.checkpointer->is_idle()) { return; }
+    if (step == run.stopping.at && run.snapshot->outer) { run.snapshot->outer->abandon(); }
+    const Watchdog::Alone alone(run.watchdog);
+    run.checkpointer->wait();
+}
+
+// Starts to copy all that the run is after `step` steps. After the last one the model is yet to come.
+inline void take_snapshot(Run& run, long step) {
+    Worker& worker = run.worker;
+    const Layout& layout = worker.model.layout;
+    collect(run, run.results[step % 2]);
+    wait_for_writer(run, step);
+    if (!run.snapshot) { run.snapshot = make_snapshot(run); }
+    Snapshot& snapshot = *run.snapshot;
+    wait_for_parameters(worker);
+    device::copy_to_host_later(snapshot.master.data(), worker.master.data(), layout.shard_size(), worker.main);
+    device::copy_to_host_later(snapshot.m.data(), worker.m.data(), layout.shard_size(), worker.main);
+    device::copy_to_host_later(snapshot.v.data(), worker.v.data(), layout.shard_size(), worker.main);
+    for (int b = 0; b < worker.blocks(); b++) {
+        const Range range = worker.shard(b);
+        device::copy_to_host_later(snapshot.params + range.shard, worker.model.params + range.flat,
+                                   range.count, worker.main);
+    }
+    if (run.diloco) { run.diloco->snapshot(*snapshot.outer, worker.main); }
+    worker.main.record(snapshot.copied);
+    if (step < run.inputs.steps) { snapshot.model = gather_model(run); }
+    snapshot.fields = progress(run, step);
+    snapshot.options_text = option_fields(run.options).text();
+}
+
+// The sections of a state, once all of the snapshot is there.
+inline std::vector<StateSection> state_sections(Snapshot& s) {
+    Fields fields = s.fields;
+    if (s.outer) { s.outer->add_fields(fields); }
+    s.fields_text = fields.text();
+    auto values = [](const char* name, auto& buffer) {
+        return StateSection{name, buffer.data(), size_t(buffer.count()) * sizeof(*buffer.data())};
+    };
+    std::vector<StateSection> sections = {{"fields", s.fields_text.data(), s.fields_text.size()},
+                                          {"options", s.options_text.data(), s.options_text.size()},
+                                          values("master", s.master),
+                                          values("m", s.m),
+                                          values("v", s.v),
+                                          values("params", s.params)};
+    if (s.outer) {
+        for (StateSection& section : s.outer->sections()) { sections.push_back(std::move(section)); }
+    }
+    return sections;
+}
+
+// Has the snapshot of `step` written.
+inline void write_checkpoint(Run& run, long step) {
+    Snapshot& snapshot = *run.snapshot;
+    const Process& p = run.process;
+    if (step == run.inputs.steps) { snapshot.model = gather_model(run); }
+    CheckpointJob job;
+    job.identity = {step, p.worker, p.rank, p.workers, p.ranks, run.resumed.lineage};
+    job.ready = [&run, &snapshot] {
+        device::use_in_this_thread(run.device);
+        snapshot.copied.synchronize();
+        if (snapshot.outer) { snapshot.outer->wait(); }
+    };
+    job.sections = [&snapshot] { return state_sections(snapshot); };
+    if (run.is_first()) {
+        job.write_model = [&run, &snapshot](const std::string& path) {
+            write_model(path, run.inputs.shape, run.worker.model.layout, snapshot.model.data());
+        };
+    }
+    run.checkpointer->begin(std::move(job));
+}
+
+// Until the last checkpoint is whole. RunError where it is not.
+inline void finish_checkpoints(Run& run) {
+    if (!run.checkpointer) { return; }
+    const Watchdog::Alone alone(run.watchdog);
+    run.checkpointer->wait();
+    std::string last;
+    for (const std::string& message : run.checkpointer->take_messages()) {
+        run.status.print(message);
+        last = message;
+    }
+    if (run.checkpointer->has_failed()) {
+        throw RunError("the last checkpoint is not whole" + (last.empty() ? "" : " (" + last + ")") +
+                       ": free the disk, and resume from the one before it (-y 1)");
+    }
+}
+
+// What has another value than when the state was written, for people.
+inline std::string changed_options(const Fields& before, const Options& o) {
+    std::string text;
+    for (const auto& [name, value] : o.resolved) {
+        const std::string old = before.has(name) ? before.word(name) : "(unknown)";
+        if (name == "resume" || old == value) { continue; }
+        text += (text.empty() ? "" : ", ") + name + " " + old + " -> " + value;
+    }
+    return text;
+}
+
+// The state of this process, as it lies there, or put together from those of a run of another shape.
+inline Resumption open_checkpoint(const Options& o, const Process& process, const Inputs& in,
+                                  const ResumePoint& point) {
+    Resumption r;
+    r.step = point.step;
+    r.lineage = point.lineage;
+    if (r.step > in.steps) {
+        throw UserError(format("the checkpoint in %s is of step %ld, and this run ends after step %ld: give a "
+                               "larger -x", o.output.c_str(), r.step, in.steps));
+    }
+    const StoredRun stored{o.output, point.step, point.workers, point.ranks, point.lineage};
+    const StateShape shape{in.shape, in.layout, in.fragments, o.inner_steps, diloco_options(o).wire,
+                           process.worker, process.rank, o.workers, o.ranks,
+                           in.train_loader->rows_of_a_sample()};
+    if (has_shape(stored, shape)) {
+        r.state = std::make_unique<StateReader>(state_path(o.output, point.step, process.index()));
+    } else {
+        r.state = reshape_state(stored, shape, r.notes);
+    }
+    r.fields = Fields::parse(r.state->text("fields"), r.state->path());
+    const std::string changed = changed_options(Fields::parse(r.state->text("options"), r.state->path()), o);
+    if (!changed.empty()) { r.notes.push_back("resumed with other options: " + changed); }
+    return r;
+}
+
+// What the run goes on from, agreed by all processes: the newest checkpoint, or nothing.
+inline Resumption find_checkpoint(const Options& o, Process& process, const Inputs& in) {
+    std::optional<ResumePoint> point;
+    std::vector<std::string> notes;
+    if (o.resume) { point = agree_on_checkpoint(process, o.output, notes); }
+    Resumption r;
+    if (point) {
+        r = open_checkpoint(o, process, in, *point);
+        in.train_loader->seek({r.fields.count("data.epoch"), r.fields.count("data.shard"),
+                               r.fields.count("data.sample")});
+    } else {
+        r.lineage = process.run_id;
+    }
+    r.notes.insert(r.notes.begin(), notes.begin(), notes.end());
+    return r;
+}
+
+inline void restore(Buffer<float>& to, const StateReader& state, const char* name, Stream& main) {
+    std::vector<float> values(static_cast<size_t>(to.count()));
+    state.read(name, values.data(), values.size() * sizeof(float));
+    device::copy_to_device(to.data(), values.data(), to.count(), main);
+    main.synchronize();  // the memory goes
+}
+
+inline void restore(Worker& worker, const StateReader& state) {
+    restore(worker.master, state, "master", worker.main);
+    restore(worker.m, state, "m", worker.main);
+    restore(worker.v, state, "v", worker.main);
+    std::vector<floatX> params(static_cast<size_t>(worker.model.layout.shard_size()));
+    state.read("params", params.data(), params.size() * sizeof(floatX));
+    for (int b = 0; b < worker.blocks(); b++) {
+        const Range range = worker.shard(b);
+        device::copy_to_device(worker.model.params + range.flat, params.data() + range.shard, range.count,
+                               worker.main);
+    }
+    gather_parameters(worker);
+    wait_for_parameters(worker);
+    worker.main.synchronize();
+}
+
+inline void restore(Run& run, const Fields& fields) {
+    Totals& t = run.totals;
+    t.train_seconds = fields.real("total.train_seconds");
+    t.tokens = fields.count("tokens");
+    t.syncs = fields.integer("total.syncs");
+    t.next_sync = fields.integer("total.next_sync");
+    t.outer.bytes_sent = fields.count("total.outer_bytes_sent");
+    t.outer.bytes_received = fields.count("total.outer_bytes_received");
+    t.waited_seconds = fields.real("total.waited_seconds");
+    run.worker.traffic.bytes_sent = fields.count("total.inner_bytes_sent");
+    run.worker.traffic.bytes_received = fields.count("total.inner_bytes_received");
+}
+
+// The logs without what the run does again. The end of a run that was at its end is one of those things.
+inline std::optional<LogCut> log_cut(const Resumption& r, const Inputs& in) {
+    if (!r.state) { return std::nullopt; }
+    return LogCut{r.step, r.fields.integer("total.next_sync"), r.step < in.steps};
+}
+
+// tau of the worker that merges last.
+inline long largest_overlap(const Options& o, Process& process) {
+    long largest = 0;
+    for (const std::string& text : process.gather("overlap", std::to_string(o.overlap))) {
+        largest = std::max(largest, atol(text.c_str()));
+    }
+    return largest;
+}
+
+// The first sync that carries a request says when the run stops: all workers get to see it by then.
+inline void plan_stop(Run& run, const std::vector<SyncReport>& syncs) {
+    for (const SyncReport& sync : syncs) {
+        if (sync.stops && run.stopping.at == 0) {
+            run.stopping.at = sync.send_step + run.stopping.largest_overlap;
+        }
+    }
+}
+
 // Enqueues a step, and reports the one before it; this one too, if the device is through with it already.
 inline void train_step(Run& run, long step) {
     const Options& o = run.options;
     Worker& worker = run.worker;
     const float lr = learning_rate(run.schedule, step - 1);
-    compute_gradients(worker, *run.inputs.train_loader, o.batch, o.seq_len, int(o.micro_steps()));
+    compute_gradients(worker, *run.inputs.train_loader, o.batch, o.seq_len, int(o.micro_steps()),
+                      run.stopping.request && run.stopping.request->is_set());
     const Traffic inner = worker.traffic;  // the streams have met: nobody is writing it
     update(worker, o, lr, step);
     run.totals.tokens += uint64_t(o.total_batch);
     StepResult& result = run.results[step % 2];
     if (run.diloco) {
         const Phase phase("exchange");
+        // Two steps later, so that all ranks know of it: the loss of the step before may not be here yet.
+        if (run.stopping.asked_at > 0 && run.stopping.asked_at + 2 <= step) { run.diloco->request_stop(); }
         result.syncs = run.diloco->after_inner_step(step, run.totals.tokens, worker.master,
                                                     worker.model.params, worker.main);
     }
     gather_parameters(worker);
+    plan_stop(run, result.syncs);
     result.step = step;
+    result.tokens = run.totals.tokens;
     result.learning_rate = lr;
     result.inner = inner;
     device::copy_to_host_later(result.scalars.data(), worker.scalars.data(), 1, worker.main);
@@ -1010,6 +1340,9 @@ inline void train_step(Run& run, long step) {
 
     collect(run, run.results[(step - 1) % 2]);
     if (result.done.query()) { collect(run, result); }
+    if (!run.diloco && run.stopping.asked_at > 0 && run.stopping.at == 0) {
+        run.stopping.at = run.stopping.asked_at + 1;  // by then all ranks have seen that loss
+    }
 }
 
 inline void print_totals(const Run& run) {
@@ -1037,31 +1370,71 @@ inline void finish_collectives(Run& run) {
     run.worker.main.synchronize();
 }
 
-inline void training_loop(Run& run) {
+// Receives and merges what is in flight, after the last step.
+inline void end_exchanges(Run& run, long step) {
+    if (!run.diloco) { return; }
+    collect(run, run.results[step % 2]);
+    const double start = now_seconds();
+    wait_for_parameters(run.worker);  // the merge writes what is being gathered
+    const std::vector<SyncReport> syncs =
+        run.diloco->finish(run.worker.master, run.worker.model.params, run.worker.main);
+    gather_parameters(run.worker);
+    run.worker.main.synchronize();
+    report_syncs(run, step, syncs);
+    run.totals.train_seconds += now_seconds() - start;
+}
+
+// A checkpoint is of the run as it is before the last merges, as after any other step; its model is not.
+inline void end_step(Run& run, long step) {
+    const bool last = step == run.inputs.steps, saves = is_checkpoint_due(run, step);
+    if (!last) { between_steps(run, step); }
+    const double start = now_seconds();
+    if (saves) { take_snapshot(run, step); }
+    if (last) {
+        end_exchanges(run, step);
+        between_steps(run, step);
+    } else if (run.diloco && step == run.stopping.at) {
+        run.diloco->collect_in_flight(run.worker.main);
+    }
+    if (!saves) { return; }
+    write_checkpoint(run, step);
+    run.logger.checkpoint(step, now_seconds() - start);
     run.last_collected = now_seconds();
-    for (long step = 1; step <= run.inputs.steps; step++) {
+}
+
+// Returns whether the run has come to its end: it may have been asked to stop.
+inline bool training_loop(Run& run) {
+    run.last_collected = now_seconds();
+    long step = run.resumed.step;
+    while (step < run.inputs.steps && (step == 0 || step != run.stopping.at)) {
+        step++;
         {
             const Watchdog::Watch watch(run.watchdog, format("step %ld", step));
             train_step(run, step);
         }
         const Watchdog::Watch watch(run.watchdog, format("step %ld's end", step));
-        if (step == run.inputs.steps && run.diloco) {
-            collect(run, run.results[step % 2]);
-            const double start = now_seconds();
-            wait_for_parameters(run.worker);  // the merge writes what is being gathered
-            const std::vector<SyncReport> syncs =
-                run.diloco->finish(run.worker.master, run.worker.model.params, run.worker.main);
-            gather_parameters(run.worker);
-            run.worker.main.synchronize();
-            report_syncs(run, step, syncs);
-            run.totals.train_seconds += now_seconds() - start;
-        }
+        end_step(run, step);
+        if (!run.checkpointer) { continue; }
+        for (const std::string& message : run.checkpointer->take_messages()) { run.status.print(message); }
+    }
+    const Watchdog::Watch watch(run.watchdog, "the end");
+    if (run.resumed.step == run.inputs.steps && step > 0) {  // resumed where nothing is left but the end
+        end_exchanges(run, step);
         between_steps(run, step);
     }
+    finish_checkpoints(run);
     finish_collectives(run);
+    if (step < run.inputs.steps) {
+        if (run.speaks()) {
+            run.status.print(format("stopped by request after step %ld of %ld: -y 1 goes on from there", step,
+                                    run.inputs.steps));
+        }
+        return false;
+    }
     run.logger.end({run.inputs.steps, run.totals.train_seconds, run.worker.traffic.bytes_sent,
                     run.totals.outer.bytes_sent, run.totals.waited_seconds});
     if (run.speaks()) { print_totals(run); }
+    return true;
 }
 
 // "1 step", "2 steps"
@@ -1081,9 +1454,11 @@ inline void print_banner(const Run& run, const std::string& exchanges) {
            o.has_own_batch() ? format("on worker %d", run.process.worker).c_str() : "a worker",
            counted(o.micro_steps(), "micro-step").c_str(), o.batch, o.seq_len,
            counted(run.inputs.steps, "step").c_str());
-    printf("device     %s; matmuls in %s; parameters %s, gradients fp32\n", run.device.c_str(),
+    printf("device     %s; matmuls in %s; parameters %s, gradients fp32\n", run.device.name.c_str(),
            run.worker.model.matmul.description().c_str(), sizeof(floatX) == 2 ? "bf16" : "fp32");
     fputs(exchanges.c_str(), stdout);
+    for (const std::string& note : run.resumed.notes) { printf("%s\n", note.c_str()); }
+    if (run.resumed.step > 0) { printf("resumed after step %ld\n", run.resumed.step); }
     fflush(stdout);
 }
 
@@ -1111,12 +1486,14 @@ inline void make_comms(const Options& o, const Process& process, Watchdog& watch
 }
 
 // From the meeting of all processes to the end of the run.
-inline void train_together(const Options& o, Process& process, Inputs& in) {
+// Returns whether it has come to its end: it may have been asked to stop.
+inline bool train_together(const Options& o, Process& process, Inputs& in) {
     process.check_fingerprint(fingerprint(o, in));
     if (o.has_own_batch()) { share_data(o, process, in); }
+    Resumption resumed = find_checkpoint(o, process, in);
     const device::Device device = choose_device(process, o.streams() && o.outer_transport == "nccl");
     check_outer_interface(o.outer_transport, o.interface);
-    Logger logger(o.output, process.index(), process.size());
+    Logger logger(o.output, process.index(), process.size(), log_cut(resumed, in));
     StatusLine status(stdout, process.terminal, process.terminal ? 0.1 : 5.0);
     // Where something throws from here on, the process leaves before any of these is given back: on a GPU
     // that might wait for a dead peer.
@@ -1125,6 +1502,7 @@ inline void train_together(const Options& o, Process& process, Inputs& in) {
     std::unique_ptr<Model> model;
     std::unique_ptr<Worker> worker;
     std::unique_ptr<Diloco> diloco;
+    std::unique_ptr<Checkpointer> checkpointer;
     std::string exchanges;
     Watchdog watchdog(process);
     or_leave(process, [&] {
@@ -1140,6 +1518,12 @@ inline void train_together(const Options& o, Process& process, Inputs& in) {
             const Watchdog::Watch watch(watchdog, "the first collectives");
             warm_up(*worker, o);
         }
+        if (resumed.state) { restore(*worker, *resumed.state); }
+        if (!o.output.empty()) {
+            checkpointer = std::make_unique<Checkpointer>(o.output, process, o.keep_checkpoints,
+                                                          o.major_checkpoints);
+            checkpointer->forget_later(resumed.step, resumed.lineage);
+        }
         if (!o.streams()) { return; }
         const DilocoOptions d = diloco_options(o);
         diloco = std::make_unique<Diloco>(d, in.fragments, in.layout, process.rank, *outer, outer_stream);
@@ -1147,30 +1531,46 @@ inline void train_together(const Options& o, Process& process, Inputs& in) {
         exchanges = plan(d, in.fragments, in.layout, o.workers);
     });
     if (process.index() == 0 && !o.output.empty()) { write_text(o.output + "/config.toml", o.toml); }
-    logger.run({process.worker, process.rank, process.workers, process.ranks, in.layout.values, o.resolved});
+    logger.run({process.worker, process.rank, process.workers, process.ranks, in.layout.values, o.resolved},
+               resumed.step);
     const LearningRateSchedule schedule{schedule_kind(o.schedule), o.learning_rate, o.warmup, in.steps,
                                         o.final_fraction};
-    Run run{o, process, in, *worker, diloco.get(), logger, status, watchdog, device.name, schedule, {}, {}};
+    Run run{o, process, in, *worker, diloco.get(), logger, status, watchdog, device, schedule, resumed,
+            checkpointer.get(), {}, {}, {}, {}};
     if (run.speaks()) { print_banner(run, exchanges); }
+    bool is_complete = false;
     or_leave(process, [&] {
-        {
+        if (resumed.step == 0) {
             const Watchdog::Watch watch(watchdog, "what comes before step 1");
             between_steps(run, 0);
+        }
+        if (checkpointer) {
+            run.stopping.largest_overlap = largest_overlap(o, process);
+            run.stopping.request.emplace();
+            if (o.save_every > 0) { run.snapshot = make_snapshot(run); }
         }
         if (diloco) {  // no worker begins before the others, only to wait for them at its first merge
             const Watchdog::Watch watch(watchdog, "the first exchange");
             diloco->rehearse(main);
         }
-        training_loop(run);
+        if (resumed.state) {
+            restore(run, resumed.fields);
+            if (diloco) { diloco->restore(*resumed.state, resumed.fields, main); }
+            resumed.state.reset();
+        }
+        is_complete = training_loop(run);
         process.leave();
     });
+    return is_complete;
 }
 
-// One process, from its options to the end of its run.
-inline void train(const Options& o, Process& process) {
+// One process, from its options to the end of its run, or until it is asked to stop. Returns its status.
+inline int train(const Options& o, Process& process) {
     Inputs in = open_inputs(o, process);
     process.meet();
-    or_leave(process, [&] { train_together(o, process, in); });
+    bool is_complete = false;
+    or_leave(process, [&] { is_complete = train_together(o, process, in); });
+    return is_complete ? 0 : stopped_status;
 }
 
 int main(int argc, char** argv) {
@@ -1178,9 +1578,10 @@ int main(int argc, char** argv) {
         Options options = parse_options(argc, argv);
         check_options(options);
         Process process = launch({options.workers, options.ranks, options.worker, options.store,
-                                  options.interface, options.run_name, options.timeout},
+                                  options.interface, options.run_name, options.timeout,
+                                  !options.output.empty()},
                                  argv);
-        train(options, process);
+        return train(options, process);
     } catch (const UserError& e) {
         fprintf(stderr, "error: %s\n", e.what());
         return 2;
@@ -1188,6 +1589,5 @@ int main(int argc, char** argv) {
         fprintf(stderr, "error: %s\n", e.what());
         return 1;
     }
-    return 0;
 }
 #endif

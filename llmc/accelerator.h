@@ -22,6 +22,7 @@ struct Device {
 };
 
 inline Device use_device(int, const std::string&) { return {}; }
+inline void use_in_this_thread(const Device&) {}
 inline void share_device(const std::string&, bool) {}
 
 }  // namespace cpu

@@ -15,7 +15,11 @@ namespace cuda {
 struct Device {
     std::string name;      // "NVIDIA H200"
     std::string identity;  // machine and place on its bus: the same for processes that share a GPU
+    int index = 0;         // of this machine's
 };
+
+// Each thread that calls CUDA has to say so for itself, or it opens the first GPU.
+inline void use_in_this_thread(const Device& device) { cudaCheck(cudaSetDevice(device.index)); }
 
 // NCCL's traffic goes through a network interface.   UserError where there is no such one: NCCL's own message
 // would not name it.
@@ -50,7 +54,8 @@ inline Device use_device(int number, const std::string& interface) {
     cudaDeviceProp properties;
     cudaCheck(cudaGetDeviceProperties(&properties, index));
     return {properties.name, format("%s/%x:%x:%x", machine_name().c_str(), unsigned(properties.pciDomainID),
-                                    unsigned(properties.pciBusID), unsigned(properties.pciDeviceID))};
+                                    unsigned(properties.pciBusID), unsigned(properties.pciDeviceID)),
+            index};
 }
 
 // For runs with several processes on a GPU: NCCL refuses two of one host on a GPU, and takes them for
