@@ -2,6 +2,10 @@
 // transport would put them on the wire, a member can be told to be late or to leave, and nothing waits for
 // ever.
 #pragma once
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -146,12 +150,20 @@ private:
     long calls = 0;  // counted on the stream
 };
 
+// The calling thread's loops are its own: members are more than cores, and OpenMP's teams wait by spinning.
+inline void without_teams() {
+#ifdef _OPENMP
+    omp_set_num_threads(1);
+#endif
+}
+
 // Runs `work(rank)` on `size` threads and waits for them. Returns what each threw: "" for nothing.
 inline std::vector<std::string> run_members(int size, const std::function<void(int)>& work) {
     std::vector<std::string> errors(static_cast<size_t>(size));
     std::vector<std::thread> threads;
     for (int rank = 0; rank < size; rank++) {
         threads.emplace_back([&, rank] {
+            without_teams();
             try {
                 work(rank);
             } catch (const std::exception& error) {
