@@ -23,7 +23,12 @@ PLANTED = {
     "done": ("llmc/state_file.h", "who.step != step || ", "", "a run that can be"),
     "eval_set": ("llmc/eval_set.h", "count > left()", "count > 10000", "heap-buffer-overflow"),
     "model": ("llmc/checkpoint.h", "        check_size();\n", "", "out-of-memory|a file has at least"),
-    "payload": ("streaming/exchange.h", 'same("sender", header.worker, expected.worker);', "", "in their order"),
+    "payload": (
+        "streaming/exchange.h",
+        'same("sender", header.worker, expected.worker);',
+        "",
+        "in their order",
+    ),
     "resume": ("llmc/resume.h", "int(i))).verify();", "int(i))).identity();", "a whole file of the run"),
     "state": ("llmc/state_file.h", "who.worker < who.workers && ", "", "a worker of the run"),
     "store": (
@@ -38,8 +43,8 @@ PLANTED = {
 
 
 def fuzz(name, seconds, tmp_path, *words):
-    """make fuzz-NAME, by itself: not as a part of the make that runs the tests. With a fixed seed, so that the
-    same sources give the same inputs; a loaded machine may take its time for one of them."""
+    """make fuzz-NAME, by itself: not as a part of the make that runs the tests. With a fixed seed, so that
+    the same sources give the same inputs; a loaded machine may take its time for one of them."""
     environment = {key: value for key, value in os.environ.items() if not re.match("MAKE|MFLAGS", key)}
     command = ["make", "--no-print-directory", f"fuzz-{name}", f"SECONDS={seconds}", "FUZZ_TIMEOUT=60"]
     command += ["FUZZ_OPTIONS=-seed=1", f"FUZZ_CORPUS={tmp_path}/corpus", *words]
@@ -67,7 +72,8 @@ def test_nothing_is_found_in_a_few_seconds(name, tmp_path):
 
 # One in make test, so that a harness which finds nothing is known to look.
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "tokenizer" else [pytest.mark.long]) for name in HARNESSES]
+    "name",
+    [pytest.param(name, marks=[] if name == "tokenizer" else [pytest.mark.long]) for name in HARNESSES],
 )
 def test_a_planted_bug_is_found(name, tmp_path):
     path, text, replacement, told = PLANTED[name]
