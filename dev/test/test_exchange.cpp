@@ -567,6 +567,63 @@ TEST(Wire, a_mean_that_is_not_finite_is_applied_by_nobody_and_its_owner_named) {
     }));
 }
 
+// Whatever main is given behind the point at which the wire takes the payload is late.
+class CommAheadOfMain : public LocalComm {
+public:
+    CommAheadOfMain(LocalGroup& group, int rank, Stream& main) : LocalComm(group, rank), main(main) {}
+
+    void all_gather(void* out, const void* inp, size_t bytes, Stream& stream, Traffic* traffic) override {
+        hold();
+        LocalComm::all_gather(out, inp, bytes, stream, traffic);
+    }
+
+    void all_to_all(void* out, const void* inp, size_t bytes, Stream& stream, Traffic* traffic) override {
+        hold();
+        LocalComm::all_to_all(out, inp, bytes, stream, traffic);
+    }
+
+private:
+    void hold() {
+        main.enqueue([] { std::this_thread::sleep_for(std::chrono::milliseconds(30)); });
+    }
+
+    Stream& main;
+};
+
+// The host reads them when it has waited for the exchange, and for nothing else.
+TEST(Wire, the_sums_of_what_a_worker_encodes_are_the_hosts_before_the_exchange_is_through) {
+    const Layout small = toy_layout({128 * 5, 128 * 2}, 2);
+    for (ExchangeKind kind : both_kinds) {
+        DilocoOptions options;
+        options.inner_steps = 2;
+        options.overlap = 1;
+        options.wire = {Format::fp32, kind};
+        const Floats initial = random_values(1, small.size, 1.0f);
+        LocalGroup group(2);
+        expect_no_errors(run_members(2, [&](int worker) {
+            Stream main(Stream::Kind::communicate), outer(Stream::Kind::communicate);
+            CommAheadOfMain comm(group, worker, main);
+            Diloco diloco(options, make_fragments(2, 2, 0, FragmentPattern::strided, 2), small, 0, comm,
+                          outer);
+            Floats params = initial, local = random_values(uint64_t(2 + worker), small.size, 1.0f);
+            double square = 0;
+            for (size_t i = 0; i < local.size(); i++) {
+                const double delta = double(initial[i] - local[i]);
+                square += delta * delta;
+            }
+            diloco.start(initial.data(), main);
+            diloco.after_inner_step(2, 10, local.data(), params.data(), main);
+            const std::unique_ptr<OuterSnapshot> snapshot = diloco.make_snapshot();
+            diloco.snapshot(*snapshot, main);
+            diloco.collect_in_flight(main);
+            snapshot->wait();
+            Fields fields;
+            snapshot->add_fields(fields);
+            EXPECT_NEAR(fields.real("in_flight.0.delta_norm"), std::sqrt(square), 1e-6 * std::sqrt(square));
+        }));
+    }
+}
+
 // ---- headers by all-to-all
 
 // An exchange up to the wait for its mean.
