@@ -9,8 +9,8 @@
 # make test-gpu        the same tests and more on this machine's GPU       make bench-gpu   its speed
 # make train_gpt       the CUDA trainer: GPU_ARCH="80 90" for other GPUs than this machine's
 # make test-long       make test, and tests that take too long for it
-# make fuzz            each parser of files, payloads and the store under libFuzzer, a minute each (needs clang)
-# make torture         kills a run KILLS=500 times, in the middle of writes too, and compares its bits at the end
+# make fuzz            each parser of files, payloads and the store under libFuzzer, a minute each (clang)
+# make torture         kills a run KILLS=500 times, in the middle of writes too, and compares its bits
 # make mutate          breaks kernels and host side on purpose: do the tests notice? (MUTATE=--help: options)
 # make registers       registers and spills of each kernel, as nvcc reports them
 CXX = g++
