@@ -686,7 +686,7 @@ inline void check_options(const Options& o) {
         throw UserError("-y 1 resumes from the folder of the logs: give -o");
     }
     if (o.streams() && o.save_every > 0 && o.save_every <= o.overlap) {
-        throw UserError(format("a checkpoint every %ld steps (-n) needs what is in flight for %ld (--overlap): "
+        throw UserError(format("a checkpoint every %ld steps (-n) lacks what is in flight for %ld (--overlap): "
                                "give a larger -n", o.save_every, o.overlap));
     }
     check_outer_transport(o.outer_transport);
@@ -1126,9 +1126,10 @@ inline void take_snapshot(Run& run, long step) {
     if (!run.snapshot) { run.snapshot = make_snapshot(run); }
     Snapshot& snapshot = *run.snapshot;
     wait_for_parameters(worker);
-    device::copy_to_host_later(snapshot.master.data(), worker.master.data(), layout.shard_size(), worker.main);
-    device::copy_to_host_later(snapshot.m.data(), worker.m.data(), layout.shard_size(), worker.main);
-    device::copy_to_host_later(snapshot.v.data(), worker.v.data(), layout.shard_size(), worker.main);
+    const long n = layout.shard_size();
+    device::copy_to_host_later(snapshot.master.data(), worker.master.data(), n, worker.main);
+    device::copy_to_host_later(snapshot.m.data(), worker.m.data(), n, worker.main);
+    device::copy_to_host_later(snapshot.v.data(), worker.v.data(), n, worker.main);
     for (int b = 0; b < worker.blocks(); b++) {
         const Range range = worker.shard(b);
         device::copy_to_host_later(snapshot.params + range.shard, worker.model.params + range.flat,
@@ -1493,7 +1494,7 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
     Resumption resumed = find_checkpoint(o, process, in);
     const device::Device device = choose_device(process, o.streams() && o.outer_transport == "nccl");
     check_outer_interface(o.outer_transport, o.interface);
-    Logger logger(o.output, process.index(), process.size(), log_cut(resumed, in));
+    Logger logger(o.output, process.index(), process.size(), o.resume != 0, log_cut(resumed, in));
     StatusLine status(stdout, process.terminal, process.terminal ? 0.1 : 5.0);
     // Where something throws from here on, the process leaves before any of these is given back: on a GPU
     // that might wait for a dead peer.

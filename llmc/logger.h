@@ -134,17 +134,18 @@ class Logger {
 public:
     // Starts the logs of a run in `folder`, which is made where it is missing; an empty name means no logs.
     // process: 0 to processes - 1, over all workers.
-    // cut: goes on with the logs that are there; without it they are begun anew.
-    // UserError where the folder cannot be written, or holds models of an earlier run: they would look newer
-    // than this run's.
-    Logger(const std::string& folder, int process, int processes, const std::optional<LogCut>& cut = {})
+    // takes_over: what the folder holds of a run may be replaced; cut: and the logs go on from there.
+    // UserError where the folder cannot be written, or else holds models of an earlier run: they would look
+    // newer than this run's.
+    Logger(const std::string& folder, int process, int processes, bool takes_over = false,
+           const std::optional<LogCut>& cut = {})
         : start(Clock::now()) {
         if (folder.empty()) { return; }
         std::error_code error;
         std::filesystem::create_directories(folder, error);
         if (error) { fail(folder, error.message()); }
         if (process == 0) {
-            if (!cut) { refuse_models(folder); }
+            if (!takes_over) { refuse_models(folder); }
             remove_other_logs(folder, processes);
             main_log = open(folder + "/main.log", cut);
         }
@@ -219,9 +220,10 @@ private:
         std::error_code unreadable;  // one may write into a folder without being allowed to list it
         for (const auto& entry : std::filesystem::directory_iterator(folder, unreadable)) {
             const std::filesystem::path name = entry.path().filename();
-            if (name.string().rfind("model_", 0) == 0 && name.extension() == ".bin") {
-                throw UserError(folder +
-                                " already holds the models of a run: give another -o, or remove them");
+            const bool is_of_run = name.string().rfind("model_", 0) == 0 || name.string().rfind("state_", 0) == 0;
+            if (is_of_run && name.extension() == ".bin") {
+                throw UserError(folder + " already holds the models of a run: give another -o, or -y 1 to go on "
+                                         "with it, or remove them");
             }
         }
     }

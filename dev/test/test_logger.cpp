@@ -2,6 +2,7 @@
 #include "llmc/logger.h"
 
 #include <cmath>
+#include <fstream>
 #include <limits>
 #include <sstream>
 
@@ -141,8 +142,63 @@ TEST(Logger, a_folder_with_the_models_of_a_run_is_refused_and_left_alone) {
     EXPECT_TRUE(contains(message, folder.name() + " already holds the models of a run"));
     EXPECT_EQ(lines_of(folder / "metrics.jsonl").size(), 1u);
     EXPECT_EQ(lines_of(folder / "main.log").size(), 1u);
-    std::filesystem::remove(folder / "model_00000010.bin");
+    EXPECT_NO_THROW(Logger(folder.name(), 0, 1, true));
+    std::filesystem::rename(folder / "model_00000010.bin", folder / "state_00000010_00000.bin");
+    EXPECT_TRUE(contains(user_error([&] { Logger(folder.name(), 0, 1); }), "-y 1"));
+    std::filesystem::remove(folder / "state_00000010_00000.bin");
     EXPECT_NO_THROW(Logger(folder.name(), 0, 1));
+}
+
+TEST(Logger, a_resumed_run_goes_on_without_what_it_does_again) {
+    TemporaryFolder folder;
+    auto write = [](Logger& logger, long from, long to) {
+        for (long n = from; n <= to; n++) {
+            StepMetrics step;
+            step.step = n;
+            logger.step(step);
+            SyncMetrics sync;
+            sync.sync = n - 2;  // in flight for two steps
+            if (n > 2) { logger.sync(sync); }
+            logger.eval(n, double(n));
+            if (n % 3 == 0) { logger.checkpoint(n, 0.5); }
+        }
+    };
+    {
+        Logger logger(folder.name(), 0, 2);
+        logger.run({});
+        write(logger, 1, 6);
+        logger.end({});
+    }
+    const std::vector<std::string> whole = without_times(folder / "metrics.jsonl");
+    const std::string main_log = read_bytes(folder / "main.log");
+    std::ofstream(folder / "metrics.jsonl", std::ios::app) << R"({"type":"step","step":2,"ti)";  // torn
+    Logger logger(folder.name(), 0, 2, true, LogCut{3, 2, true});
+    const std::vector<std::string> kept = without_times(folder / "metrics.jsonl");
+    EXPECT_EQ(kept, std::vector<std::string>(whole.begin(), whole.begin() + 9));
+    logger.run({}, 3);
+    write(logger, 4, 6);
+    logger.end({});
+    std::vector<std::string> resumed = without_times(folder / "metrics.jsonl");
+    EXPECT_EQ(resumed[9].rfind(R"({"type":"resume","step":3,)", 0), 0u);
+    resumed.erase(resumed.begin() + 9);
+    EXPECT_EQ(resumed, whole);
+    EXPECT_EQ(read_bytes(folder / "main.log"), main_log);
+}
+
+TEST(Logger, a_log_that_goes_on_has_times_that_go_on_and_one_that_is_missing_begins) {
+    TemporaryFolder folder;
+    std::ofstream(folder / "metrics.jsonl") << R"({"type":"run","time":1})" << "\n"
+                                            << R"({"type":"eval","step":1,"time":250.5,"loss":1})" << "\n"
+                                            << R"({"type":"eval","step":2,"time":300,"loss":1})" << "\n";
+    Logger logger(folder.name(), 0, 1, true, LogCut{2, 0, false});  // the eval of step 2 comes again
+    logger.eval(2, 1);
+    const std::string last = lines_of(folder / "metrics.jsonl").back();
+    const double time = strtod(last.c_str() + last.find("\"time\":") + 7, nullptr);
+    EXPECT_GE(time, 250.5);
+    EXPECT_LT(time, 300);
+    Logger other(folder / "new", 0, 1, true, LogCut{2, 0, false});
+    other.run({}, 2);
+    EXPECT_EQ(lines_of(folder / "new/metrics.jsonl")[0].rfind(R"({"type":"run")", 0), 0u);
 }
 
 TEST(Logger, without_a_folder_nothing_is_written_and_an_impossible_one_is_an_error) {
