@@ -97,6 +97,8 @@ build/fp32/%: SANITIZER = -DENABLE_FP32
 # SANITIZER: of kernels and tests. OWN_SANITIZER: of the emulator, see dev/emulator/sanitizers.h.
 build/address/%: SANITIZER = -fsanitize=address,undefined -fno-sanitize-recover=undefined
 build/address/%: OWN_SANITIZER = $(SANITIZER)
+# Kernels' tests spend more of their time in the compiler than in running, most under this sanitizer.
+$(patsubst dev/test/kernels/%.cpp,build/address/%.o,$(wildcard dev/test/kernels/test_*.cpp)): OPTIMIZE = -O1 -g1
 build/thread/%: SANITIZER = -fsanitize=thread
 build/thread/%: OWN_SANITIZER = -DEMULATOR_THREAD_SANITIZER
 

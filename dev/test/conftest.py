@@ -60,6 +60,12 @@ def own_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
+@pytest.fixture
+def one_thread(monkeypatch):
+    """Processes that are started one by one take all cores each, and here they share them."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory):
     """A pattern of two training shards and a validation shard: a noisy cycle of 64 tokens, easily learned."""

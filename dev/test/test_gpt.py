@@ -32,7 +32,8 @@ def test_cuda_kernels_agree_with_pytorch(parameters):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("program,by", [(ROOT / "test_gpt_cpu", 1e-4), (EMULATED["fp32"], 1e-4), (EMULATED["bf16"], 0.1)])
+@pytest.mark.parametrize("program,by", [(ROOT / "test_gpt_cpu", 1e-4), (EMULATED["bf16"], 0.1),
+                                        pytest.param(EMULATED["fp32"], 1e-4, marks=pytest.mark.long)])
 def test_a_changed_reference_is_noticed(tmp_path, program, by):
     _, arrays = reference.read(DATA / "reference_head64.bin")
     changed = ["logits", "losses", "gradient.h.1.qkvw", "norms"]

@@ -94,12 +94,6 @@ def test_auto_takes_all_gather_for_two_workers_and_all_to_all_for_four(train):
 UNEVEN = {"--workers": 2, "-H": 6, "--fragment-layers": 1, "-x": 24, "--outer-weights": "tokens"}
 
 
-@pytest.fixture
-def one_thread(monkeypatch):
-    """Workers that are started one by one take all cores each, and here they share them."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 def start_two(start_worker, tmp_path, options, own):
     workers = [
         start_worker(w, {**options, **own[w], "--store": f"file:{tmp_path}/store"}) for w in (0, 1)
