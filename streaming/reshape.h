@@ -65,7 +65,8 @@ public:
     // UserError where it is missing, damaged or of another run.
     StoredState(const StoredRun& run, int worker, int rank)
         : path(state_path(run.folder, run.step, worker * run.ranks + rank)), reader(found(path)),
-          fields(Fields::parse(reader.text("fields"), path)), options(reader.text("options")) {
+          fields(Fields::parse(reader.text("fields"), path)),
+          options(Fields::parse(reader.text("options"), path)) {
         const StateIdentity& id = reader.identity();
         if (id.lineage != run.lineage) {
             fail("is the state of another run (" + id.lineage + ", not " + run.lineage + ")",
@@ -79,36 +80,22 @@ public:
         }
     }
 
-    // An option of the run that wrote it.
-    std::string option(const std::string& name) const {
-        for (size_t at = 0; at < options.size();) {
-            const size_t end = std::min(options.find('\n', at), options.size());
-            if (options.compare(at, name.size() + 1, name + " ") == 0) {
-                at += name.size() + 1;
-                return options.substr(at, end - at);
-            }
-            at = end + 1;
-        }
-        fail("does not say the option --" + name, damaged);
-    }
-
+    // An option as it was typed, read as the parser of options reads it: 0x14 is 20.
     long whole_option(const std::string& name, long least, long most) const {
-        const std::string text = option(name);
+        const std::string& text = options.word(name);
         char* end = nullptr;
         errno = 0;
-        const long value = strtol(text.c_str(), &end, 10);
-        if (text.empty() || *end || errno || value < least || value > most) {
-            fail("has '" + text + "' for the option --" + name, damaged);
-        }
+        const long value = strtol(text.c_str(), &end, 0);
+        if (text.empty() || *end || errno || value < least || value > most) { fail_option(name); }
         return value;
     }
 
-    // By way of long double, as the parser of options does it: the same bits.
+    // By way of long double, as there: the same bits.
     float real_option(const std::string& name) const {
-        const std::string text = option(name);
+        const std::string& text = options.word(name);
         char* end = nullptr;
         const float value = float(strtold(text.c_str(), &end));
-        if (text.empty() || *end) { fail("has '" + text + "' for the option --" + name, damaged); }
+        if (text.empty() || *end) { fail_option(name); }
         return value;
     }
 
@@ -122,14 +109,15 @@ public:
         throw UserError(path + " " + what + ": " + hint);
     }
 
-    static constexpr const char* damaged = "resume from another checkpoint";
-
     const std::string path;
     const StateReader reader;
-    const Fields fields;
-    const std::string options;  // a line "name value" each
+    const Fields fields, options;
 
 private:
+    [[noreturn]] void fail_option(const std::string& name) const {
+        fail("has '" + options.word(name) + "' for the option --" + name, checkpoint_hint());
+    }
+
     static const std::string& found(const std::string& path) {
         if (access(path.c_str(), F_OK) != 0) {
             throw UserError(path + " is missing: a run of another shape needs the old processes' states, so "
@@ -165,7 +153,7 @@ inline StateShape shape_of(const StoredState& state, const GptShape& model) {
     shape.workers = id.workers;
     shape.ranks = id.ranks;
     shape.rows = state.fields.integer("data.rows");
-    if (state.option("outer-optimizer") == "none") {
+    if (state.options.word("outer-optimizer") == "none") {
         shape.layout = gpt_layout(model, id.ranks, 0);
         return shape;
     }
@@ -173,20 +161,20 @@ inline StateShape shape_of(const StoredState& state, const GptShape& model) {
     shape.inner_steps = state.whole_option("inner-steps", 1, 1L << 40);
     shape.layout = gpt_layout(model, id.ranks, fragment_layers);
     shape.fragments = make_fragments(shape.layout, fragment_layers,
-                                     parse_fragment_pattern(state.option("fragment-pattern")),
+                                     parse_fragment_pattern(state.options.word("fragment-pattern")),
                                      shape.inner_steps);
-    const std::vector<long> offsets = parse_offsets(state.option("fragment-offsets"));
+    const std::vector<long> offsets = parse_offsets(state.options.word("fragment-offsets"));
     if (!offsets.empty()) { set_offsets(shape.fragments, offsets, shape.inner_steps); }
-    shape.wire.format = parse_format(state.option("outer-dtype"));
-    shape.wire.exchange = parse_exchange(state.option("outer-exchange"));
-    shape.wire.error_feedback = state.option("outer-error-feedback") == "true";
+    shape.wire.format = parse_format(state.options.word("outer-dtype"));
+    shape.wire.exchange = parse_exchange(state.options.word("outer-exchange"));
+    shape.wire.error_feedback = state.options.word("outer-error-feedback") == "true";
     return shape;
 }
 
 // The outer step of the run that wrote the state.
 inline OuterStep outer_step_of(const StoredState& state) {
     const float local_weight = state.real_option("local-weight");
-    if (parse_outer_optimizer(state.option("outer-optimizer")) == OuterOptimizer::average) {
+    if (parse_outer_optimizer(state.options.word("outer-optimizer")) == OuterOptimizer::average) {
         return {1.0f, 0.0f, local_weight};
     }
     return {state.real_option("outer-lr"), state.real_option("outer-momentum"), local_weight};
@@ -330,7 +318,7 @@ inline std::vector<StoredSync> stored_syncs(const StoredState& state, const Stat
         const long fragment = state.fields.integer(prefix + "fragment");
         if (fragment < 0 || fragment >= long(old.fragments.size())) {
             state.fail(format("has fragment %ld of %zu in flight", fragment, old.fragments.size()),
-                       StoredState::damaged);
+                       checkpoint_hint());
         }
         syncs.push_back({prefix + "mean", int(fragment),
                          shard_values(old.fragments[size_t(fragment)], old.layout),
@@ -395,7 +383,7 @@ inline void check_agreement(const ShardState& shard, const StoredRun& run, int w
     };
     if (differ(shard.global, expected.global) || differ(shard.momentum, expected.momentum)) {
         other.fail(format("holds other global parameters than worker %d's state", worker),
-                   StoredState::damaged);
+                   checkpoint_hint());
     }
 }
 
@@ -636,13 +624,13 @@ inline std::unique_ptr<StateReader> reshape_state(const StoredRun& run, const St
     ShardState shard = recut_shard(run, worker, old, to);
     adapt_to(shard, old, to);
     const std::vector<float> owner = owner_residuals(source, old, to);
-    const std::string fields = new_fields(source, old, to).text();
+    const std::string fields = new_fields(source, old, to).text(), options = source.options.text();
 
     NamelessFile file;
     {
         OutputFile out(file.path());
         write_state(out, {run.step, to.worker, to.rank, to.workers, to.ranks, run.lineage},
-                    sections_of(shard, owner, fields, source.options));
+                    sections_of(shard, owner, fields, options));
     }
     notes.push_back(format("the state of %d x %d processes (workers x ranks) goes on in %d x %d", old.workers,
                            old.ranks, to.workers, to.ranks));

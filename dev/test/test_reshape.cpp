@@ -25,6 +25,7 @@ struct MadeUpRun {
     int fragment_layers = 1;
     std::string pattern = "strided", offsets;
     long inner_steps = 20;
+    std::string typed_inner_steps;  // if not as a plain number
     bool error_feedback = false;
     std::string exchange = "all_gather";
     long rows = 8;
@@ -49,9 +50,10 @@ struct MadeUpRun {
     }
 
     std::string options() const {
+        const std::string H = typed_inner_steps.empty() ? std::to_string(inner_steps) : typed_inner_steps;
         return "train-data a b.bin\nranks 9\nfragment-layers " + std::to_string(fragment_layers) +
-               "\nfragment-pattern " + pattern + "\nfragment-offsets " + offsets + "\ninner-steps " +
-               std::to_string(inner_steps) + "\nouter-optimizer " + outer_optimizer +
+               "\nfragment-pattern " + pattern + "\nfragment-offsets " + offsets + "\ninner-steps " + H +
+               "\nouter-optimizer " + outer_optimizer +
                "\nouter-lr 0.4\nouter-momentum 0.9\nlocal-weight 0.25\nouter-dtype fp4\nouter-exchange " +
                exchange + "\nouter-error-feedback " + (error_feedback ? "true" : "false") + "\n";
     }
@@ -727,6 +729,18 @@ TEST(Reshape, only_what_a_state_depends_on_makes_it_one_of_another_shape) {
     EXPECT_FALSE(fits([](MadeUpRun& r) { r.outer_optimizer = "none"; }));
 }
 
+TEST(Reshape, options_are_read_as_the_trainer_read_them) {
+    MadeUpRun run;
+    run.typed_inner_steps = "0x14";
+    TemporaryFolder folder;
+    write_run(folder.name(), run);
+    EXPECT_TRUE(has_shape(run.stored(folder.name()), run.shape(0, 0)));
+    run.typed_inner_steps = "20x";
+    write_run(folder.name(), run);
+    EXPECT_TRUE(contains(user_error([&] { has_shape(run.stored(folder.name()), run.shape(0, 0)); }),
+                         "has '20x' for the option --inner-steps"));
+}
+
 TEST(Reshape, files_that_do_not_belong_together_are_refused_by_name) {
     MadeUpRun from;
     from.workers = 2;
@@ -794,8 +808,10 @@ TEST(Reshape, a_state_with_impossible_words_is_refused) {
         EXPECT_TRUE(contains(text, state_path(folder.name(), step, 0)));
         return text;
     };
-    EXPECT_TRUE(contains(message([](MadeUpRun& r, Fields&) { r.inner_steps = 0; }), "'0' for the option"));
-    EXPECT_TRUE(contains(message([](MadeUpRun& r, Fields&) { r.fragment_layers = -1; }), "'-1' for the"));
+    EXPECT_TRUE(contains(message([](MadeUpRun& r, Fields&) { r.inner_steps = 0; }),
+                         "has '0' for the option --inner-steps"));
+    EXPECT_TRUE(contains(message([](MadeUpRun& r, Fields&) { r.fragment_layers = -1; }),
+                         "has '-1' for the option --fragment-layers"));
     EXPECT_TRUE(contains(message([](MadeUpRun&, Fields& f) { f.set("in_flight.0.fragment", 5L); }),
                          "has fragment 5 of 5 in flight"));
     EXPECT_TRUE(contains(message([](MadeUpRun&, Fields& f) { f.set("in_flight", 2L); }), "in_flight.1"));
