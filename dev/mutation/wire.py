@@ -1,5 +1,5 @@
-"""The wire on the host's side: how an exchange puts payloads, headers, means and residuals together. Each change is
-compiled into the CPU's tests of exchanges, which run the very same code.
+"""The wire on the host's side: how an exchange puts payloads, headers, means, sums and residuals together. Each change
+is compiled into the CPU's tests of exchanges and of their statistics, which run the very same code.
 
 Besides what is changed in kernels (boundaries, indices, loops, sizes), each call and each assignment is taken away.
 What orders streams is the host side's part: these tests' streams need little of it.
@@ -17,12 +17,12 @@ from mutation.report import Verdict
 from mutation.source import changed
 
 FILES = ("streaming/error_feedback.h", "streaming/all_to_all_exchange.h", "streaming/all_gather_exchange.h")
-TEST = "test_exchange"
+TESTS = ("test_exchange", "test_statistics")  # in this order until one notices
 SELECTED = 60  # changes in a run without options
 ORDERS = {*KINDS, "order", "wait_for", "let_end"}
-SECONDS = 20, 60  # of the processor and on the clock, for a run: the test takes two
+SECONDS = 20, 60  # of the processor and on the clock, for a run: a test takes two
 
-# What the test includes of what is not changed, compiled once.
+# What the tests include of what is not changed, compiled once.
 PRELUDE = """#include <gtest/gtest.h>
 #include <cmath>
 #include <map>
@@ -61,7 +61,7 @@ class WireSource(KernelSource):
 
 
 class Wire:
-    """A private copy of the sources, and the test built in it, one change at a time."""
+    """A private copy of the sources, and the tests built in it, one change at a time."""
 
     def __init__(self, folder, jobs, root=ROOT):
         self.folder = folder
@@ -70,7 +70,7 @@ class Wire:
         self.slots = queue.Queue()
         for i in range(jobs):
             self.slots.put(self.make_slot(i))
-        self.compile, self.link = self.commands()
+        self.flags, self.link = self.commands()
         self.ready, self.lock = False, threading.Lock()
 
     def some(self):
@@ -89,19 +89,20 @@ class Wire:
         return slot
 
     def commands(self):
-        """How make compiles the test and links the unit tests, as words."""
+        """How make compiles a test and links the unit tests, as words."""
         dry = subprocess.run(["make", "-n", "-B", "--no-print-directory", "build/unit_tests"], cwd=self.folder,
                              capture_output=True, text=True)
         lines = [shlex.split(line) for line in dry.stdout.splitlines() if "build/" in line and " -o " in line]
-        compiled = next((words for words in lines if f"build/{TEST}.o" in words and "-c" in words), None)
+        compiled = next((words for words in lines if f"build/{TESTS[0]}.o" in words and "-c" in words), None)
         linked = next((words for words in lines if "-lgtest" in words), None)
         if not compiled or not linked:
             raise Failure(f"make build/unit_tests: {dry.stderr.strip() or 'not as expected'}")
-        compiled = ["-O1" if word == "-O3" else "-w" if word == "-g1" else word for word in compiled]
-        return compiled, [word for word in linked if not word.endswith(".o")]
+        flags = compiled[:compiled.index("-c")]
+        flags = ["-O1" if word == "-O3" else "-w" if word == "-g1" else word for word in flags]
+        return flags, [word for word in linked if not word.endswith(".o")]
 
     def prepare(self, slot):
-        """Once: the prelude, and the unchanged test, which must pass."""
+        """Once: the prelude, and the unchanged tests, which must pass."""
         with self.lock:
             if not self.ready:
                 self.build(slot)
@@ -110,12 +111,12 @@ class Wire:
     def build(self, slot):
         header = self.folder / "prelude.h"
         header.write_text(PRELUDE)
-        flags = self.compile[:self.compile.index("-c")]
-        must([*flags, "-x", "c++-header", header, "-o", f"{header}.gch"], self.folder)
-        self.compile[1:1] = ["-include", str(header)]
-        how = self.kill(slot)
-        if how:
-            raise Failure(f"{TEST} fails without a change: {how}")
+        must([*self.flags, "-x", "c++-header", header, "-o", f"{header}.gch"], self.folder)
+        self.flags[1:1] = ["-include", str(header)]
+        for test in TESTS:
+            how = self.kill(test, slot)
+            if how:
+                raise Failure(f"{test} fails without a change: {how}")
 
     def try_change(self, change):
         slot = self.slots.get()
@@ -124,24 +125,29 @@ class Wire:
             mutant = slot / change.file
             mutant.unlink()
             mutant.write_text(changed(self.read(change.file), change))
-            how = self.kill(slot)
+            verdict = self.verdict(change, slot)
             mutant.unlink()
             mutant.symlink_to(self.folder / change.file)
+            return verdict
         finally:
             self.slots.put(slot)
-        if how == "not compiled":
-            return Verdict(change, how)
-        return Verdict(change, "killed", f"{TEST}: {how}") if how else Verdict(change, "survived")
 
-    def kill(self, slot):
-        """How the test notices what is in the slot, or nothing."""
-        words = [str(slot / "test.o") if word == f"build/{TEST}.o" else word for word in self.compile]
-        made = subprocess.run([words[0], f"-I{slot}", *words[1:]], cwd=self.folder, capture_output=True, text=True)
+    def verdict(self, change, slot):
+        for test in TESTS:
+            how = self.kill(test, slot)
+            if how:
+                return Verdict(change, how) if how == "not compiled" else Verdict(change, "killed", f"{test}: {how}")
+        return Verdict(change, "survived")
+
+    def kill(self, test, slot):
+        """How a test notices what is in the slot, or nothing."""
+        words = [self.flags[0], f"-I{slot}", *self.flags[1:], "-c", f"dev/test/{test}.cpp", "-o", slot / "test.o"]
+        made = subprocess.run(words, cwd=self.folder, capture_output=True, text=True)
         if made.returncode != 0:
             if "error:" not in made.stderr or "fatal error:" in made.stderr:
-                raise Failure(f"{TEST} cannot be built with a change: {made.stderr[-500:]}")
+                raise Failure(f"{test} cannot be built with a change: {made.stderr[-500:]}")
             return "not compiled"
-        link = [str(slot / "test") if word == "build/unit_tests" else word for word in self.link]
+        link = [slot / "test" if word == "build/unit_tests" else word for word in self.link]
         at = link.index("-o")
         must([*link[:at], slot / "test.o", *link[at:]], self.folder)
         return how_it_ended(run([slot / "test", *TEST_OPTIONS], self.folder, *SECONDS))

@@ -79,6 +79,20 @@ struct Result {
     Headers headers;
 };
 
+// A sync from the payload to its end, as one worker sees it.
+Result exchange_one(Exchange& exchange, const Sync& sync, const WireOptions& wire, int worker,
+                    uint64_t tokens, Stream& main) {
+    write_payload(exchange, sync, wire, worker, tokens, random_values(uint64_t(worker), sync.values, 1.0f),
+                  main);
+    exchange.start(sync, main);
+    Result result;
+    result.headers = exchange.wait(sync);
+    result.mean.resize(size_t(sync.values));
+    exchange.mean(result.mean.data(), sync, main);
+    result.traffic = exchange.finish(sync, true, main);
+    return result;
+}
+
 // One exchange of `n` values among `workers`; worker w has w + 1 tokens, or those that are given.
 std::vector<Result> exchange_once(const WireOptions& wire, long n, int workers,
                                   std::vector<uint64_t> tokens = {}) {
@@ -88,15 +102,8 @@ std::vector<Result> exchange_once(const WireOptions& wire, long n, int workers,
         LocalComm comm(group, worker);
         Stream main, outer(Stream::Kind::communicate);
         const std::unique_ptr<Exchange> exchange = make_exchange(wire, n, comm, outer);
-        const Sync sync{3, 0, 17, n};
         const uint64_t own = tokens.empty() ? uint64_t(worker) + 1 : tokens[size_t(worker)];
-        write_payload(*exchange, sync, wire, worker, own, random_values(uint64_t(worker), n, 1.0f), main);
-        exchange->start(sync, main);
-        Result& result = results[size_t(worker)];
-        result.headers = exchange->wait(sync);
-        result.mean.resize(size_t(n));
-        exchange->mean(result.mean.data(), sync, main);
-        result.traffic = exchange->finish(sync, true, main);
+        results[size_t(worker)] = exchange_one(*exchange, {3, 0, 17, n}, wire, worker, own, main);
     }));
     return results;
 }
@@ -213,6 +220,23 @@ TEST(Exchange, a_mean_by_tokens_is_what_the_weights_by_hand_give) {
             const Floats equal = arriving_mean(wire, 128 * 7, 3, {1.0f / 3, 1.0f / 3, 1.0f / 3});
             EXPECT_TRUE(same_bits(exchange_once(wire, 128 * 7, 3, {0, 0, 0})[1].mean, equal));
         }
+    }
+}
+
+TEST(Exchange, a_sync_in_the_buffers_of_another_has_its_own_bytes_and_nothing_of_the_others_rounding) {
+    for (ExchangeKind kind : both_kinds) {
+        const WireOptions wire{Format::fp4, kind};
+        LocalGroup group(3);
+        expect_no_errors(run_members(3, [&](int worker) {
+            LocalComm comm(group, worker);
+            Stream main, outer(Stream::Kind::communicate);
+            const std::unique_ptr<Exchange> exchange = make_exchange(wire, 128 * 7, comm, outer);
+            const Result first = exchange_one(*exchange, {3, 0, 17, 128 * 7}, wire, worker, 1, main);
+            const Result second = exchange_one(*exchange, {4, 0, 22, 128 * 7}, wire, worker, 1, main);
+            EXPECT_TRUE(same_bits(first.mean, second.mean)) << name_of(kind);
+            EXPECT_EQ(first.traffic.bytes_sent, second.traffic.bytes_sent) << name_of(kind);
+            EXPECT_EQ(first.traffic.bytes_received, second.traffic.bytes_received) << name_of(kind);
+        }));
     }
 }
 
@@ -672,6 +696,23 @@ TEST(AllToAll, a_header_that_is_wrong_in_either_stage_is_refused_by_all_who_get_
                     EXPECT_EQ(errors[worker], "");
                 }
             }
+        }
+    }
+}
+
+TEST(AllToAll, the_header_of_every_worker_and_of_every_mean_is_looked_at) {
+    for (long stage : {0, 1}) {
+        for (size_t damaged : {0, 1, 2}) {
+            LocalGroup group(3, 5);
+            auto corrupt = [&](long call, uint8_t* parts, size_t bytes) {
+                if (call == stage) { parts[damaged * bytes + offsetof(PayloadHeader, sync)] ^= 4; }
+            };
+            const std::vector<std::string> errors = run_members(3, [&](int worker) {
+                LocalComm comm(group, worker, nullptr, worker == 0 ? corrupt : LocalComm::Corrupt());
+                send_and_wait(comm);
+            });
+            const std::string expected = "the payload of worker " + std::to_string(damaged) + " for ";
+            EXPECT_EQ(errors[0].substr(0, expected.size()), expected);
         }
     }
 }
