@@ -1108,11 +1108,12 @@ inline std::unique_ptr<Snapshot> make_snapshot(const Run& run) {
     return snapshot;
 }
 
-// Waits for the checkpoint before this one, whose memory is needed. Where the run is asked to stop before the
+// Waits for the checkpoint before this one, whose memory is needed. Where the run stops or ends before the
 // means that it lacks are due, it is given up: they are in this one.
 inline void wait_for_writer(Run& run, long step) {
     if (run.checkpointer->is_idle()) { return; }
-    if (step == run.stopping.at && run.snapshot->outer) { run.snapshot->outer->abandon(); }
+    const bool leaves = step == run.stopping.at || step == run.inputs.steps;
+    if (leaves && run.snapshot->outer) { run.snapshot->outer->abandon(); }
     const Watchdog::Alone alone(run.watchdog);
     run.checkpointer->wait();
 }
@@ -1235,6 +1236,17 @@ inline Resumption open_checkpoint(const Options& o, const Process& process, cons
     return r;
 }
 
+// What one process finds to be a user's mistake all refuse, in the same words and before any of them writes.
+inline void check_together(Process& process, const std::string& key, const std::function<void()>& check) {
+    std::string mistake;
+    try {
+        check();
+    } catch (const UserError& error) { mistake = error.what(); }
+    for (const std::string& text : process.gather(key, mistake)) {
+        if (!text.empty()) { throw UserError(text); }
+    }
+}
+
 // What the run goes on from, agreed by all processes: the newest checkpoint, or nothing.
 inline Resumption find_checkpoint(const Options& o, Process& process, const Inputs& in) {
     std::optional<ResumePoint> point;
@@ -1242,9 +1254,11 @@ inline Resumption find_checkpoint(const Options& o, Process& process, const Inpu
     if (o.resume) { point = agree_on_checkpoint(process, o.output, notes); }
     Resumption r;
     if (point) {
-        r = open_checkpoint(o, process, in, *point);
-        in.train_loader->seek({r.fields.count("data.epoch"), r.fields.count("data.shard"),
-                               r.fields.count("data.sample")});
+        check_together(process, "resume/opened", [&] {
+            r = open_checkpoint(o, process, in, *point);
+            in.train_loader->seek({r.fields.count("data.epoch"), r.fields.count("data.shard"),
+                                   r.fields.count("data.sample")});
+        });
     } else {
         r.lineage = process.run_id;
     }
@@ -1491,6 +1505,9 @@ inline void make_comms(const Options& o, const Process& process, Watchdog& watch
 inline bool train_together(const Options& o, Process& process, Inputs& in) {
     process.check_fingerprint(fingerprint(o, in));
     if (o.has_own_batch()) { share_data(o, process, in); }
+    check_together(process, "output", [&] {
+        if (!o.output.empty() && !o.resume) { refuse_models(o.output); }
+    });
     Resumption resumed = find_checkpoint(o, process, in);
     const device::Device device = choose_device(process, o.streams() && o.outer_transport == "nccl");
     check_outer_interface(o.outer_transport, o.interface);

@@ -130,6 +130,19 @@ struct LogCut {
     bool keeps_eval = false;  // of that very step
 };
 
+// UserError where the folder, if it is there, holds models or states of a run.
+inline void refuse_models(const std::string& folder) {
+    std::error_code unreadable;  // one may write into a folder without being allowed to list it
+    for (const auto& entry : std::filesystem::directory_iterator(folder, unreadable)) {
+        const std::filesystem::path name = entry.path().filename();
+        const bool is_of_run = name.string().rfind("model_", 0) == 0 || name.string().rfind("state_", 0) == 0;
+        if (is_of_run && name.extension() == ".bin") {
+            throw UserError(folder + " already holds the models of a run: give another -o, or -y 1 to go on "
+                                     "with it, or remove them");
+        }
+    }
+}
+
 class Logger {
 public:
     // Starts the logs of a run in `folder`, which is made where it is missing; an empty name means no logs.
@@ -214,18 +227,6 @@ private:
 
     static std::string metrics_path(const std::string& folder, int process) {
         return folder + (process == 0 ? "/metrics.jsonl" : format("/metrics_%05d.jsonl", process));
-    }
-
-    static void refuse_models(const std::string& folder) {
-        std::error_code unreadable;  // one may write into a folder without being allowed to list it
-        for (const auto& entry : std::filesystem::directory_iterator(folder, unreadable)) {
-            const std::filesystem::path name = entry.path().filename();
-            const bool is_of_run = name.string().rfind("model_", 0) == 0 || name.string().rfind("state_", 0) == 0;
-            if (is_of_run && name.extension() == ".bin") {
-                throw UserError(folder + " already holds the models of a run: give another -o, or -y 1 to go on "
-                                         "with it, or remove them");
-            }
-        }
     }
 
     // An earlier run may have had more processes: their logs are not this run's. Those below `processes` are
