@@ -180,8 +180,8 @@ def of_worker(options, worker):
 class Start:
     """All processes of a run, started by one launcher, or worker by worker where their options differ."""
 
-    def __init__(self, options, base, trainer, tokens, environment=None):
-        """base: the folder for all that the run writes"""
+    def __init__(self, options, base, trainer, tokens, environment=None, preexec=None):
+        """base: the folder for all that the run writes   preexec: called in each new process"""
         self.base, self.ranks = Path(base), options.get("--ranks", 1)
         workers = options.get("--workers", 1)
         self.is_apart = any(isinstance(value, list) for value in options.values())
@@ -197,6 +197,7 @@ class Start:
             with outputs[0].open("w") as out, outputs[1].open("w") as error:
                 self.launchers.append(subprocess.Popen(
                     command(tokens, self.folders[w], own, trainer), stdout=out, stderr=error, cwd=self.base,
+                    preexec_fn=preexec,
                     env={**os.environ, "TMPDIR": str(self.base), "OMP_NUM_THREADS": "1", **(environment or {})}))
 
     def written(self):
