@@ -17,24 +17,14 @@ namespace cuda {
 // A cudaEvent_t with an owner. What waits for it keeps waiting when it is gone.
 class EventHandle {
 public:
-    explicit EventHandle(unsigned flags) {
-        cudaCheck(cudaGetDevice(&device));
-        cudaCheck(cudaEventCreateWithFlags(&event, flags));
-    }
+    explicit EventHandle(unsigned flags) { cudaCheck(cudaEventCreateWithFlags(&event, flags)); }
     ~EventHandle() { cudaEventDestroy(event); }
     EventHandle(const EventHandle&) = delete;
     EventHandle& operator=(const EventHandle&) = delete;
     operator cudaEvent_t() const { return event; }
 
-    // cudaEventQuery on any thread: one that has chosen no device would else begin to use the first one.
-    cudaError_t status() const {
-        cudaCheck(cudaSetDevice(device));
-        return cudaEventQuery(event);
-    }
-
 private:
     cudaEvent_t event = nullptr;
-    int device = 0;
 };
 
 // The answer of cudaEventQuery or cudaStreamQuery.
@@ -70,14 +60,14 @@ public:
     // True once all work before the point is done. Throws what work on the host threw.
     bool query() const {
         if (!host.query()) { return false; }
-        return !handle || is_complete(handle->status());
+        return !handle || is_complete(cudaEventQuery(*handle));
     }
 
     // Blocks until all work before the point is done. Throws what work on the host threw.
     void synchronize() const {
         host.synchronize();
         if (handle) {
-            wait_until_complete([this] { return handle->status(); });
+            wait_until_complete([this] { return cudaEventQuery(*handle); });
         }
     }
 
