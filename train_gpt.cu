@@ -1189,13 +1189,10 @@ inline void finish_checkpoints(Run& run) {
     if (!run.checkpointer) { return; }
     const Watchdog::Alone alone(run.watchdog);
     run.checkpointer->wait();
-    std::string last;
-    for (const std::string& message : run.checkpointer->take_messages()) {
-        run.status.print(message);
-        last = message;
-    }
+    for (const std::string& message : run.checkpointer->take_messages()) { run.status.print(message); }
     if (run.checkpointer->has_failed()) {
-        throw RunError("the last checkpoint is not whole" + (last.empty() ? "" : " (" + last + ")") +
+        const std::string why = run.checkpointer->failure();
+        throw RunError("the last checkpoint is not whole" + (why.empty() ? "" : " (" + why + ")") +
                        ": free the disk, and resume from the one before it (-y 1)");
     }
 }
@@ -1565,7 +1562,6 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
         if (checkpointer) {
             run.stopping.largest_overlap = largest_overlap(o, process);
             run.stopping.request.emplace();
-            if (o.save_every > 0) { run.snapshot = make_snapshot(run); }
         }
         if (diloco) {  // no worker begins before the others, only to wait for them at its first merge
             const Watchdog::Watch watch(watchdog, "the first exchange");
@@ -1576,6 +1572,7 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
             if (diloco) { diloco->restore(*resumed.state, resumed.fields, main); }
             resumed.state.reset();
         }
+        if (o.save_every > 0 && checkpointer) { run.snapshot = make_snapshot(run); }
         is_complete = training_loop(run);
         process.leave();
     });
