@@ -77,11 +77,11 @@ inline std::string header_bytes(std::initializer_list<int32_t> values) {
     return bytes_of(header);
 }
 
-// A folder of its own; in memory where there is room for files.
+// A folder of its own, in $TMPDIR: make's rule has that in memory, and removes what a crash leaves.
 class Folder {
 public:
     Folder() {
-        name = std::filesystem::exists("/dev/shm") ? "/dev/shm/fuzz-XXXXXX" : "/tmp/fuzz-XXXXXX";
+        name = (std::filesystem::temp_directory_path() / "fuzz-XXXXXX").string();
         if (!mkdtemp(&name[0])) { throw RunError("no temporary folder"); }
     }
     Folder(const Folder&) = delete;

@@ -35,14 +35,17 @@ $(FUZZERS:%=$(FUZZ_BUILD)/%): $(FUZZ_BUILD)/%: dev/fuzz/fuzz_%.cpp dev/fuzz/fuzz
 
 # Seeds are made anew each time. The corpus, what libFuzzer has found worth keeping, grows from run to run.
 # ASan keeps freed memory for a while: not so much that it is taken for the parser's.
+FUZZ_TMPDIR = $(firstword $(wildcard /dev/shm) /tmp)
+FUZZ_RUN = ASAN_OPTIONS=quarantine_size_mb=64 $< $(FUZZ_LIMITS) $(FUZZ_OPTIONS) -max_total_time=$(SECONDS) \
+           -print_final_stats=1 -artifact_prefix=$(FUZZ_BUILD)/found-$*- $(FUZZ_CORPUS)/$* \
+           $(FUZZ_BUILD)/seeds/$*
 $(FUZZERS:%=fuzz-%): fuzz-%: $(FUZZ_BUILD)/%
 	@rm -rf $(FUZZ_BUILD)/seeds/$* && mkdir -p $(FUZZ_BUILD)/seeds/$* $(FUZZ_CORPUS)/$*
 	@$< seeds=$(FUZZ_BUILD)/seeds/$*
 	@echo "fuzz_$* for $(SECONDS) seconds"
-	@ASAN_OPTIONS=quarantine_size_mb=64 $< $(FUZZ_LIMITS) $(FUZZ_OPTIONS) -max_total_time=$(SECONDS) \
-	    -print_final_stats=1 -artifact_prefix=$(FUZZ_BUILD)/found-$*- $(FUZZ_CORPUS)/$* \
-	    $(FUZZ_BUILD)/seeds/$* >$(FUZZ_BUILD)/$*.log 2>&1 || { tail -n 50 $(FUZZ_BUILD)/$*.log; \
-	    echo "error: fuzz_$* has found a bug: all of its words are in $(FUZZ_BUILD)/$*.log" >&2; exit 1; }
+	@export TMPDIR="$$(mktemp -d -p $(FUZZ_TMPDIR))" && trap 'rm -rf "$$TMPDIR"' EXIT && \
+	    { $(FUZZ_RUN) >$(FUZZ_BUILD)/$*.log 2>&1 || { tail -n 50 $(FUZZ_BUILD)/$*.log; \
+	    echo "error: fuzz_$* has found a bug: all of its words are in $(FUZZ_BUILD)/$*.log" >&2; exit 1; }; }
 	@sed -n 's/^stat::number_of_executed_units: */fuzz_$*: nothing found; inputs: /p' $(FUZZ_BUILD)/$*.log
 
 .PHONY: fuzz $(FUZZERS:%=fuzz-%)
