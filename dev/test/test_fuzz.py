@@ -10,6 +10,8 @@ import pytest
 
 from conftest import ROOT
 
+pytestmark = pytest.mark.long  # they take minutes to build
+
 HARNESSES = sorted(path.stem.removeprefix("fuzz_") for path in (ROOT / "dev" / "fuzz").glob("fuzz_*.cpp"))
 
 # For each harness: a header, what is taken out of it, what takes its place; words that tell what was found.
