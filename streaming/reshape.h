@@ -531,7 +531,9 @@ inline std::string not_carried_over(const StateShape& old, const StateShape& to)
     std::vector<std::string> names;
     if (starts_from_global(old, to) && old.streams()) { names.push_back("workers' own parameters"); }
     if (old.workers > to.workers) {
-        names.push_back(format("AdamW's moments of workers %d to %d", to.workers, old.workers - 1));
+        const std::string first = std::to_string(to.workers), last = std::to_string(old.workers - 1);
+        names.push_back("AdamW's moments of " +
+                        (first == last ? "worker " + first : "workers " + first + " to " + last));
     }
     if (old.streams() && !to.streams()) { names.push_back("outer momentum"); }
     if (old.has_residuals() && !to.has_residuals()) { names.push_back("residuals of error feedback"); }
