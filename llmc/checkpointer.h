@@ -204,6 +204,12 @@ public:
         return failed;
     }
 
+    // And why not: the same words on all processes. Empty where a process does not know.
+    std::string failure() const {
+        std::lock_guard<std::mutex> lock(mutex);
+        return failed ? why : "";
+    }
+
     // The loop has failed: no half file stays, nobody is waited for. Make a ready() that blocks throw first.
     // The disk has some seconds to come back; a process that leaves cannot wait for it longer.
     void abandon() {
@@ -244,6 +250,7 @@ private:
         while (true) {
             changed.wait(lock, [&] { return next || is_abandoned; });
             if (!next) { return; }
+            why.clear();
             lock.unlock();
             const bool is_whole = carry_out(*next);
             lock.lock();
@@ -422,13 +429,20 @@ private:
     void announce(const StateIdentity& who, const Verdict& own, const Verdict& verdict,
                   const Written& written) {
         const bool is_first = process.index() == 0;
+        const std::string missing = format("there is no checkpoint of step %ld: ", who.step) + verdict.words;
+        if (!verdict.is_whole) { remember(missing); }
         if (verdict.is_whole && is_first) {
             const std::string size = files.size_in_words(who.step, written.model);
             say(format("checkpoint of step %ld is whole (%s in %.1f s)", who.step, size.c_str(),
                        written.seconds));
         } else if (!verdict.is_whole && (is_first || (process.worker != 0 && !own.is_whole))) {
-            say(format("there is no checkpoint of step %ld: ", who.step) + verdict.words);
+            say(missing);
         }
+    }
+
+    void remember(const std::string& failure) {
+        std::lock_guard<std::mutex> lock(mutex);
+        why = failure;
     }
 
     void say(const std::string& line) {
@@ -451,6 +465,7 @@ private:
     std::optional<CheckpointJob> next;  // what is being written
     long newest = -1;
     bool failed = false;
+    std::string why;
     std::atomic<bool> is_abandoned{false};
     std::vector<std::string> messages;
     std::thread thread;
