@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT / "dev" / "test"))
 from conftest import children, command, is_running, write_shard  # noqa: E402
 
 # Three fragments, sent at steps 2, 5 and 8 of 8. No process waits long for one that is dead.
-COMMON = {"-b": 2, "-H": 8, "--fragment-layers": 1, "-k": "cosine", "-v": 50, "-m": 2, "-x": 300, "-n": 6,
+COMMON = {"-b": 2, "-H": 8, "--fragment-layers": 1, "-k": "cosine", "-v": 50, "-m": 2, "-x": 200, "-n": 6,
           "--outer-optimizer": "nesterov", "--timeout": 30}
 
 # A list has a value for each worker: then each is started by itself, with a folder of its own.
@@ -312,7 +312,15 @@ class Strike:
             if self.kind == "checkpoint" and written.newest_done() > done:
                 break
             time.sleep(0.0001 if self.kind == "write" else 0.001)
+        if start.is_apart and self.victim != "all":
+            self.let_them_meet(start)
         time.sleep(self.delay)
+
+    @staticmethod
+    def let_them_meet(start):
+        """A machine that dies before that is only missed, for as long as --timeout says."""
+        while not start.has_ended() and not all(start.stdout(w) for w in range(len(start.launchers))):
+            time.sleep(0.001)
 
 
 class Torture:
@@ -416,7 +424,7 @@ def write_tokens(folder):
     return folder
 
 
-def torture(kills, seed, trainer, folder, names):
+def torture(kills, seed, trainer, folder, names, kills_a_run=10):
     """Returns the table's rows by configuration. Failure, with `configuration` and `seed` of the run, where one fails."""
     tokens, rows, undisturbed = write_tokens(folder / "tokens"), {}, {}
     number, killed = 0, 0
@@ -427,7 +435,7 @@ def torture(kills, seed, trainer, folder, names):
             if name not in undisturbed:
                 undisturbed[name] = one.run_undisturbed()
             shutil.rmtree(one.folder / "tortured", ignore_errors=True)
-            one.run(*undisturbed[name], kills - killed)
+            one.run(*undisturbed[name], min(kills - killed, kills_a_run))
         except Failure as failure:
             failure.configuration, failure.seed = name, one.seed
             raise
@@ -454,7 +462,8 @@ def main():
     parser.add_argument("--trainer", type=Path, default=ROOT / "train_gpt_cpu")
     arguments = parser.parse_args()
     if not arguments.trainer.exists():
-        sys.exit(f"error: {arguments.trainer} is not built: run make")
+        print(f"error: there is no {arguments.trainer}: run make", file=sys.stderr)
+        return 2
     seed = secrets.randbelow(10**6) if arguments.seed is None else arguments.seed
     names = [arguments.configuration] if arguments.configuration else list(CONFIGURATIONS)
     print(f"seed {seed}, {arguments.kills} kills", flush=True)
