@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Pulls the plug. A run of many short steps, with a checkpoint every few of them, is started; at some moment all
-of its processes get SIGKILL, or those of one machine, or one process only (then the others must end by
-themselves); it is resumed (-y 1) and killed again, until one start comes through. Then models, states and logs
-must have the bits of the run that nobody disturbed. The next run has another configuration.
+"""Pulls the plug. A run of many short steps, with a checkpoint every few of them, is started; at some moment
+all of its processes get SIGKILL, or those of one machine, or one process only (then the others must end by
+themselves); it is resumed (-y 1) and killed again, until one start comes through. Then models, states and
+logs must have the bits of the run that nobody disturbed. The next run has another configuration.
 
     dev/torture.py --kills 500 [--seed S] [--configuration NAME] [--trainer ./train_gpt_cpu]
 
-Strikes come at a random time, as soon as a file is being written (NAME.tmp is there), or a few milliseconds after
-a checkpoint has begun. Two starts that get nowhere are followed by one that is left alone until its next
+Strikes come at a random time, as soon as a file is being written (NAME.tmp is there), or a few milliseconds
+after a checkpoint is whole. Two starts that get nowhere are followed by one that is left alone until its next
 checkpoint is whole. Times of kills come from the seed; what a process is doing then is the machine's affair.
 """
 import argparse
@@ -41,8 +41,8 @@ CONFIGURATIONS = {
     "two workers": {"--workers": 2, "--overlap": 1},
     "two machines": {"--workers": 2, "--overlap": [0, 5], "--outer-dtype": "fp8_e4m3"},
     "ranks": {"--workers": 2, "--ranks": 2, "--overlap": 5, "--outer-error-feedback": True},
-    "all-to-all": {"--workers": 4, "--overlap": 4, "--outer-exchange": "all_to_all", "--outer-error-feedback": True,
-                   "--outer-rounding": "stochastic"},
+    "all-to-all": {"--workers": 4, "--overlap": 4, "--outer-exchange": "all_to_all",
+                   "--outer-error-feedback": True, "--outer-rounding": "stochastic"},
     "data parallel": {"--ranks": 2, "--outer-optimizer": "none"},
     "no overlap": {"--workers": 2, "--overlap": 0, "--outer-dtype": "bf16"},
     "few are kept": {"--workers": 2, "--overlap": 2, "-nk": 2, "-nm": 60, "--outer-dtype": "fp4_e2m1"},
@@ -60,7 +60,7 @@ class Failure(Exception):
     """What must not be: different bits, a process that hangs, an error that is not clear."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # What a run has written
 
 def log_name(process):
@@ -68,7 +68,7 @@ def log_name(process):
 
 
 def history(path):
-    """What a log says of steps, evaluations and syncs, but for times: by kind and number, each of which is there once."""
+    """What a log says of steps, evaluations and syncs, but for times: by kind and number, each there once."""
     found = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
@@ -92,6 +92,19 @@ def state_sections(path):
         name, offset, size = struct.unpack_from("<48sqq", data, 1024 + 64 * i)
         found[name.rstrip(b"\0").decode()] = data[offset:offset + size]
     return {name: data for name, data in found.items() if name not in ("fields", "options")}
+
+
+def step_of(path):
+    """Of a model, state or DONE_ file."""
+    return int(path.name.split("_")[1].split(".")[0])
+
+
+def set_back(folders, step):
+    """Removes all checkpoints of later steps."""
+    for folder in folders:
+        for path in [*folder.glob("state_*"), *folder.glob("model_*"), *folder.glob("DONE_*")]:
+            if step_of(path) > step:
+                path.unlink()
 
 
 class Written:
@@ -121,11 +134,12 @@ class Written:
 
     def newest_done(self):
         """The newest step that some machine knows to be whole; 0 without any."""
-        return max((int(path.name[5:]) for folder in self.folders for path in folder.glob("DONE_*[0-9]")), default=0)
+        done = [path for folder in self.folders for path in folder.glob("DONE_*[0-9]")]
+        return max(map(step_of, done), default=0)
 
     def newest_whole(self):
         """The newest step of which every process has its state; 0 without any."""
-        steps = [{int(name.split("_")[1]) for name in self.states(process)} for process in self.processes()]
+        steps = [set(map(step_of, self.states(process).values())) for process in self.processes()]
         return max(set.intersection(*steps), default=0)
 
 
@@ -156,13 +170,13 @@ def compare_states(run, expected):
         ours, theirs = run.states(process), expected.states(process)
         for name in sorted(ours.keys() & theirs.keys()):
             a, b = state_sections(ours[name]), state_sections(theirs[name])
-            different = [section for section in sorted(a.keys() | b.keys()) if a.get(section) != b.get(section)]
+            different = [key for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
             if different:
                 raise Failure(f"{name}: {', '.join(different)} differ from those without interruption")
 
 
 def compare(run, expected):
-    """Failure unless `run` has the bits of `expected`: all that both have written, and every line of the logs."""
+    """Failure unless `run` has the bits of `expected`: of all that both have written, and of every log."""
     compare_logs(run, expected)
     compare_models(run, expected)
     compare_states(run, expected)
@@ -170,7 +184,7 @@ def compare(run, expected):
         raise Failure(f"left behind: {', '.join(run.unfinished())}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Processes
 
 def of_worker(options, worker):
@@ -198,7 +212,8 @@ class Start:
                 self.launchers.append(subprocess.Popen(
                     command(tokens, self.folders[w], own, trainer), stdout=out, stderr=error, cwd=self.base,
                     preexec_fn=preexec,
-                    env={**os.environ, "TMPDIR": str(self.base), "OMP_NUM_THREADS": "1", **(environment or {})}))
+                    env={**os.environ, "TMPDIR": str(self.base), "OMP_NUM_THREADS": "1",
+                         **(environment or {})}))
 
     def written(self):
         return Written(self.folders, self.ranks)
@@ -234,7 +249,8 @@ class Start:
             return [launcher.wait(max(0.01, end - time.monotonic())) for launcher in self.launchers]
         except subprocess.TimeoutExpired:
             self.kill("all")
-            raise Failure(f"the run has not ended after {seconds} s; its last lines:\n{self.output()[-1000:]}") from None
+            raise Failure(f"the run has not ended after {seconds} s; the last it said:\n"
+                          f"{self.output()[-1000:]}") from None
 
     def stdout(self, w=0):
         return self.logs[w][0].read_text(errors="replace")
@@ -254,7 +270,7 @@ def wait_until_gone(pids):
         time.sleep(0.001)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Torture
 
 @dataclass
@@ -276,13 +292,14 @@ class Counts:
     def text(self, name):
         resumed = sorted(step for step in self.resumes if step > 0)
         steps = f"{resumed[0]}-{resumed[len(resumed) // 2]}-{resumed[-1]}" if resumed else "-"
-        return (f"{name:<18}{self.runs:>5}{self.starts:>8}{self.kills:>7}{self.in_a_write:>10}{self.of_one:>8}"
-                f"{len(resumed):>9}{steps:>13}{len(self.resumes) - len(resumed):>7}{self.passed_over:>8}"
+        anew = len(self.resumes) - len(resumed)
+        return (f"{name:<18}{self.runs:>5}{self.starts:>8}{self.kills:>7}{self.in_a_write:>10}"
+                f"{self.of_one:>8}{len(resumed):>9}{steps:>13}{anew:>7}{self.passed_over:>8}"
                 f"{self.seconds:>8.0f}")
 
 
-HEADER = (f"{'':<18}{'runs':>5}{'starts':>8}{'kills':>7}{'in write':>10}{'of one':>8}{'resumes':>9}{'from step':>13}"
-          f"{'anew':>7}{'passed':>8}{'s':>8}")
+HEADER = (f"{'':<18}{'runs':>5}{'starts':>8}{'kills':>7}{'in write':>10}{'of one':>8}{'resumes':>9}"
+          f"{'from step':>13}{'anew':>7}{'passed':>8}{'s':>8}")
 
 
 class Strike:
@@ -365,7 +382,8 @@ class Torture:
             said = re.findall("^checkpoint of step ([0-9]+) is whole", start.stdout(), re.M)
             promised = max([promised, *map(int, said)])
             if there < promised:
-                raise Failure(f"the checkpoint of step {promised} was whole, and only that of step {there} is there")
+                raise Failure(f"the checkpoint of step {promised} was whole, and now that of step {there} is "
+                              "the newest")
         compare(start.written(), expected)
         self.counts.runs += 1
         self.counts.seconds += time.monotonic() - begin
@@ -392,14 +410,16 @@ class Torture:
             if launcher.pid in killed or launcher.returncode == 0:
                 continue
             lines = start.stderr(w).splitlines()
-            if not lines or not all(line.startswith("error: ") for line in lines) or len(lines) > self.most_errors():
-                raise Failure(f"status {launcher.returncode}, and instead of a clear line:\n{start.stderr(w)}")
+            are_clear = all(line.startswith("error: ") for line in lines)
+            if not are_clear or not 0 < len(lines) <= self.most_errors():
+                raise Failure(f"status {launcher.returncode}, and instead of a clear line:\n"
+                              f"{start.stderr(w)}")
 
     def most_errors(self):
         return 1 + self.options.get("--ranks", 1) * self.options.get("--workers", 1)
 
     def check_resume(self, start, there):
-        """It must go on from the newest step that all have, at the same on all machines; it may be killed before."""
+        """It goes on from the newest step that all processes have, on all machines; if it comes so far."""
         steps = []
         for w in range(len(start.launchers)):
             text = start.stdout(w)
@@ -407,7 +427,8 @@ class Torture:
             steps += [int(step) for step in re.findall("^resumed after step ([0-9]+)$", text, re.M)]
             steps += [0] * len(re.findall("training starts at step 1$", text, re.M))
         if any(step != there for step in steps):
-            raise Failure(f"all had the state of step {there}, and workers resumed from {steps}:\n{start.output()}")
+            raise Failure(f"all had the state of step {there}, and workers resumed from {steps}:\n"
+                          f"{start.output()}")
         self.counts.resumes += steps[:1]
 
 
@@ -425,7 +446,7 @@ def write_tokens(folder):
 
 
 def torture(kills, seed, trainer, folder, names, kills_a_run=10):
-    """Returns the table's rows by configuration. Failure, with `configuration` and `seed` of the run, where one fails."""
+    """Returns the table's rows by configuration. A Failure knows `configuration` and `seed` of its run."""
     tokens, rows, undisturbed = write_tokens(folder / "tokens"), {}, {}
     number, killed = 0, 0
     while killed < kills:
@@ -455,7 +476,8 @@ def print_table(rows):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, help="default: a random one, which is printed")
     parser.add_argument("--configuration", choices=CONFIGURATIONS, help="default: all of them, in turn")
@@ -472,7 +494,8 @@ def main():
         rows = torture(arguments.kills, seed, arguments.trainer.resolve(), folder, names)
     except Failure as failure:
         print(f"{failure}\nwhat it left is in {folder}; again:\n    dev/torture.py --kills {arguments.kills} "
-              f"--seed {failure.seed} --configuration '{failure.configuration}' --trainer {arguments.trainer}")
+              f"--seed {failure.seed} --configuration '{failure.configuration}' "
+              f"--trainer {arguments.trainer}")
         return 1
     print_table(rows)
     shutil.rmtree(folder)

@@ -1,5 +1,6 @@
-"""Checkpoints of the CUDA trainer on a CPU (train_gpt_emulated): taken and resumed in mid-exchange, under an adversary that
-delays its streams, over NCCL and Gloo, with the outer state on the device and in the host's memory."""
+"""Checkpoints of the CUDA trainer on a CPU (train_gpt_emulated): taken and resumed in mid-exchange, under an
+adversary that delays its streams, over NCCL and Gloo, with the outer state on the device and in the host's
+memory."""
 import shutil
 import signal
 import sys
@@ -11,13 +12,15 @@ from conftest import ROOT
 from test_emulated_training import EMULATED, SMALL, environment
 
 sys.path.insert(0, str(ROOT / "dev"))
-from torture import Start, compare, state_sections  # noqa: E402
+from torture import Start, compare, set_back, state_sections  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not EMULATED.exists(), reason="train_gpt_emulated is not built: make test builds it")
+pytestmark = pytest.mark.skipif(not EMULATED.exists(),
+                                reason="build/plain/train_gpt is not built: make test does it")
 
 # Sends at steps 1, 3, 5, 6, 8, 10, 11 and 13: after step 6 two of them are in flight.
 RUN = {**SMALL, "-k": "cosine", "-x": 13, "-n": 6, "-y": 1}
-FEEDBACK = {"--outer-error-feedback": True, "--outer-rounding": "stochastic", "--outer-exchange": "all_to_all"}
+FEEDBACK = {"--outer-error-feedback": True, "--outer-rounding": "stochastic",
+            "--outer-exchange": "all_to_all"}
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +49,6 @@ def finish(tokens, tmp_path):
     return run
 
 
-def set_back(folders, step):
-    for folder in folders:
-        for path in [*folder.glob("state_*"), *folder.glob("model_*"), *folder.glob("DONE_*")]:
-            if int(path.name.split("_")[1].split(".")[0]) > step:
-                path.unlink()
-
-
 @pytest.mark.parametrize("options,seed", [
     ({"--outer-offload": True}, 1),
     pytest.param({}, 2, marks=pytest.mark.long),
@@ -64,8 +60,8 @@ def set_back(folders, step):
     pytest.param({**FEEDBACK, "--outer-transport": "gloo", "--overlap": 4}, 8, marks=pytest.mark.long),
 ], ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else str(value))
 def test_a_run_resumes_in_mid_exchange_to_the_same_bits(undisturbed, finish, options, seed):
-    changed = {name: value for name, value in options.items() if name not in ("--outer-transport", "--outer-offload")}
-    expected = undisturbed(changed)
+    same_bits = ("--outer-transport", "--outer-offload")
+    expected = undisturbed({name: value for name, value in options.items() if name not in same_bits})
     start = finish("run", options, seed)
     compare(start.written(), expected)  # taking checkpoints under an adversary changes nothing
     assert "in_flight.1.mean" in state_sections(start.folders[0] / "state_00000006_00003.bin")
@@ -75,7 +71,8 @@ def test_a_run_resumes_in_mid_exchange_to_the_same_bits(undisturbed, finish, opt
     compare(resumed.written(), expected)
 
 
-def test_checkpoints_of_nccl_and_of_resident_state_resume_over_gloo_with_state_in_host_memory(undisturbed, finish, tmp_path):
+def test_a_checkpoint_over_nccl_resumes_over_gloo_with_outer_state_in_host_memory(undisturbed, finish,
+                                                                                  tmp_path):
     expected = undisturbed({})
     shutil.copytree(expected.folders[0], tmp_path / "run" / "run")
     set_back([tmp_path / "run" / "run"], 6)

@@ -1,5 +1,6 @@
-"""A run that is stopped, killed, or set back to an older checkpoint, and resumed, is the run that never stopped: the
-same bits in models, states and logs. Real processes; and what a user reads when a checkpoint cannot be had."""
+"""A run that is stopped, killed, or set back to an older checkpoint, and resumed, is the run that never
+stopped: the same bits in models, states and logs. Real processes; and what a user reads when a checkpoint
+cannot be written, or cannot be had."""
 import itertools
 import json
 import re
@@ -16,7 +17,7 @@ import pytest
 from conftest import ROOT, TRAINER
 
 sys.path.insert(0, str(ROOT / "dev"))
-from torture import Start, compare, log_name, wait_until_gone  # noqa: E402
+from torture import Start, compare, log_name, set_back, step_of, wait_until_gone  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not TRAINER.exists(), reason="train_gpt_cpu is not built: run make")
 
@@ -45,7 +46,7 @@ FACTORS = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Which combinations
 
 def is_possible(case):
@@ -62,8 +63,8 @@ def wanted(strength):
 
 
 def cover(strength):
-    """Few cases that have them all. Each begins with a combination that is still missing; then it takes factor by
-    factor the value that adds most, of equals the one that was used least."""
+    """Few cases that have them all. Each begins with a combination that is still missing; then it takes
+    factor by factor the value that adds most, of equals the one that was used least."""
     missing = dict.fromkeys(wanted(strength))
     used = dict.fromkeys(((name, value) for name, values in FACTORS.items() for value in values), 0)
     cases = []
@@ -74,8 +75,11 @@ def cover(strength):
                 continue
             others = [frozenset(some) for some in itertools.combinations(case.items(), strength - 1)]
             possible = [value for value in values if is_possible({**case, name: value})]
-            case[name] = max(possible, key=lambda value: (sum(some | {(name, value)} in missing for some in others),
-                                                          -used[name, value]))
+
+            def gain(value):
+                return sum(some | {(name, value)} in missing for some in others), -used[name, value]
+
+            case[name] = max(possible, key=gain)
         for item in case.items():
             used[item] += 1
         for some in itertools.combinations(case.items(), strength):
@@ -95,9 +99,10 @@ def options_of(case):
     """A list has a value for each worker: then they are started one by one, each with a folder of its own."""
     workers, tokens = case["workers"], 32 * case["ranks"]
     # The end comes before what the checkpoint of step 60 lacks with the larger overlaps.
-    options = {**RUN, "-x": 63, "--workers": workers, "--ranks": case["ranks"], "--outer-dtype": case["dtype"],
-               "--outer-rounding": case["rounding"], "--outer-exchange": case["exchange"],
-               "--outer-optimizer": case["optimizer"], "--outer-weights": case["weights"],
+    options = {**RUN, "-x": 63, "--workers": workers, "--ranks": case["ranks"],
+               "--outer-dtype": case["dtype"], "--outer-rounding": case["rounding"],
+               "--outer-exchange": case["exchange"], "--outer-optimizer": case["optimizer"],
+               "--outer-weights": case["weights"],
                "--overlap": [4, 0, H - 1, 1][:workers] if case["overlap"] == "different" else case["overlap"]}
     if case["feedback"]:
         options["--outer-error-feedback"] = True
@@ -117,12 +122,12 @@ def test_the_cases_cover_all_combinations_of_so_many_factors(strength):
         assert found == possible
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Runs and their interruptions
 
 @pytest.fixture
 def begin(tokens, tmp_path):
-    """begin(name, options) starts the processes of a run in the background; what runs at the end is killed."""
+    """begin(name, options) starts the processes of a run in the background; at the end they are killed."""
     started = []
 
     def start(name, options, **more):
@@ -162,14 +167,6 @@ def wait_until(condition, start, seconds=60):
 def steps_logged(start, process=0):
     path = start.written().folder_of(process) / log_name(process)
     return path.read_text().count('"type":"step"') if path.exists() else 0
-
-
-def remove_checkpoints(folders, after):
-    """Those of later steps."""
-    for folder in folders:
-        for path in [*folder.glob("state_*"), *folder.glob("model_*"), *folder.glob("DONE_*")]:
-            if int(re.findall("[0-9]+", path.name)[0]) > after:
-                path.unlink()
 
 
 def resumed_step(start, w=0):
@@ -215,7 +212,7 @@ def interrupt(begin, base, options, how, expected, back_to):
         return stop_in_time(begin, "stopped", options)[1]
     shutil.copytree(expected.base, base / "set_back", ignore=shutil.ignore_patterns("store"))
     back = [base / "set_back" / folder.name for folder in expected.folders]
-    remove_checkpoints(back, back_to)
+    set_back(back, back_to)
     return "set_back"
 
 
@@ -286,7 +283,7 @@ def test_evaluated_local_parameters_resume_to_the_same_bits(begin, run, tmp_path
     check_case(begin, run, tmp_path, {**TWO, "--eval": "local", "--overlap": 4}, "set back", 20)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Stopping by request
 
 def stopped_step(start, w=0):
@@ -340,15 +337,19 @@ def test_processes_that_were_started_to_ignore_a_signal_go_on(begin, run):
     assert start.wait() == [0], start.output()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Which checkpoints there are
 
 def steps_of(folder, pattern):
-    return sorted({int(path.name.split("_")[1].split(".")[0]) for path in folder.glob(pattern)})
+    return sorted(set(map(step_of, folder.glob(pattern))))
 
 
-@pytest.mark.parametrize("options,kept", [({}, [10, 20, 30, 40, 50, 60]), ({"-nk": 1}, [60]), ({"-nk": 2}, [50, 60]),
-                                          ({"-nk": 2, "-nm": 30}, [30, 50, 60]), ({"-nm": 30}, [10, 20, 30, 40, 50, 60])])
+ALL = [10, 20, 30, 40, 50, 60]
+
+
+@pytest.mark.parametrize("options,kept", [
+    ({}, ALL), ({"-nm": 30}, ALL), ({"-nk": 1}, [60]), ({"-nk": 2}, [50, 60]),
+    ({"-nk": 2, "-nm": 30}, [30, 50, 60])])
 def test_old_checkpoints_are_deleted_as_asked(run, options, kept):
     done = run("run", {**TWO, "--overlap": [2, 2], **options})
     for process, folder in enumerate(done.folders):
@@ -374,7 +375,7 @@ def test_logs_say_for_how_long_training_paused(run):
     done = run("run", {**TWO, "--ranks": 2}).written()
     for process in done.processes():
         rows = [row for row in log_rows(done, process) if row["type"] == "checkpoint"]
-        assert [row["step"] for row in rows] == [10, 20, 30, 40, 50, 60]
+        assert [row["step"] for row in rows] == ALL
         assert all(0 <= row["paused_seconds"] <= row["time"] for row in rows)
 
 
@@ -383,7 +384,7 @@ def log_rows(written, process):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # What a user is told
 
 def refused(start, *words):
@@ -411,7 +412,7 @@ def copy(checkpoints, tmp_path):
 
     def make(name, after=60):
         shutil.copytree(checkpoints.base, tmp_path / name)
-        remove_checkpoints([tmp_path / name / "run"], after)
+        set_back([tmp_path / name / "run"], after)
         return tmp_path / name / "run"
 
     return make
@@ -436,8 +437,8 @@ def test_changed_options_are_named(run, copy):
     copy("run", 40)
     resumed = run("run", {**TWO, "-l": 0.02, "--local-weight": 0.25, "-x": 80, "--overlap": 3})
     assert resumed_step(resumed) == 40
-    (line,) = [line for line in resumed.stdout().splitlines() if line.startswith("resumed with other options: ")]
-    changes = set(line.split(": ", 1)[1].split(", "))
+    (line,) = re.findall("^resumed with other options: (.*)$", resumed.stdout(), re.M)
+    changes = set(line.split(", "))
     assert {change for change in changes if not change.startswith("output ")} == {
         "lr 0.01 -> 0.02", "local-weight 0.5 -> 0.25", "max-steps 60 -> 80", "overlap 2 -> 3"}
 
@@ -465,13 +466,13 @@ def test_a_checkpoint_that_does_not_suit_the_options_is_refused(run, copy, chang
     assert contents(folder) == before
 
 
-@pytest.mark.parametrize("options", [TWO, {**TWO, "--workers": 1}, {**TWO, "--ranks": 2}], ids=["same", "M", "R"])
-def test_missing_files_are_named(run, copy, options):
+@pytest.mark.parametrize("change", [{}, {"--workers": 1}, {"--ranks": 2}], ids=["same", "M", "R"])
+def test_missing_files_are_named(run, copy, change):
     folder = copy("run", 20)
     for path in folder.glob("state_*_00001.bin"):
         path.unlink()
     before = contents(folder)
-    refused(run("run", options, status=2), "state_00000020_00001.bin is missing",
+    refused(run("run", {**TWO, **change}, status=2), "state_00000020_00001.bin is missing",
             "state_00000010_00001.bin is missing", "-o")
     assert contents(folder) == before
 
@@ -518,15 +519,15 @@ def test_several_damaged_checkpoints_are_passed_over(run, checkpoints, copy):
     compare(resumed.written(), checkpoints.written())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Another shape
 
 @pytest.mark.parametrize("workers,ranks", [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)])
 def test_a_model_file_starts_any_number_of_processes(run, checkpoints, workers, ranks):
     model = checkpoints.folders[0] / "model_00000060.bin"
-    start = run("run", {**TWO, **MODEL_SIZES, "-e": model, "--workers": workers, "--ranks": ranks, "-m": 4 // ranks,
-                        "-x": 20})
-    again = run("again", {**TWO, **MODEL_SIZES, "-e": model, "-m": 4, "-x": 20})
+    options = {**TWO, **MODEL_SIZES, "-e": model, "-x": 20}
+    start = run("run", {**options, "--workers": workers, "--ranks": ranks, "-m": 4 // ranks})
+    again = run("again", {**options, "-m": 4})
     first = [dict(written.history(0)["eval", 0])["loss"] for written in (start.written(), again.written())]
     assert first[0] == pytest.approx(first[1], abs=1e-5)
     assert dict(start.written().history(0)["step", 20])["loss"] < 3.5
@@ -538,8 +539,10 @@ def losses_of(start, process=0):
 
 CHANGES = {
     "ranks": ({"--ranks": 2, "-b": 1}, ["goes on in 2 x 2", "parameters, global parameters, outer momentum"]),
-    "more_workers": ({"--workers": 4}, ["goes on in 4 x 1", "every worker starts from the global parameters"]),
-    "fewer_workers": ({"--workers": 1}, ["goes on in 1 x 1", "every worker starts from the global parameters"]),
+    "more_workers": ({"--workers": 4},
+                     ["goes on in 4 x 1", "every worker starts from the global parameters"]),
+    "fewer_workers": ({"--workers": 1},
+                      ["goes on in 1 x 1", "every worker starts from the global parameters"]),
     "data_parallel": ({"--workers": 1, "--ranks": 2, "--outer-optimizer": "none"},
                       ["goes on in 1 x 2", "not carried over", "outer momentum"]),
     "H": ({"-H": 12}, ["inner-steps 8 -> 12", "carried over"]),
@@ -564,8 +567,8 @@ def test_a_run_of_another_shape_goes_on_and_says_what_was_carried_over(run, chec
 
 
 def test_processes_that_are_cut_anew_and_back_have_a_run_s_state(run, copy):
-    """Two ranks and one again: what is in flight is merged at once, so it is not the run that never stopped; but its
-    parameters are all there."""
+    """Two ranks and one again: what is in flight is merged at once, so it is not the run that never stopped;
+    but its parameters are all there."""
     copy("run", 40)
     run("run", {**TWO, "--ranks": 2, "-b": 1, "-x": 50})
     back = run("run", {**TWO, "-x": 60})
@@ -573,11 +576,11 @@ def test_processes_that_are_cut_anew_and_back_have_a_run_s_state(run, copy):
     assert dict(back.written().history(0)["step", 60])["loss"] < 3.5
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Disks
 
 def messages(start, w=0):
-    return [line for line in start.stdout(w).splitlines() if line.startswith("there is no checkpoint of step ")]
+    return re.findall("^there is no checkpoint of step .*$", start.stdout(w), re.M)
 
 
 def ignore_file_limit():
@@ -596,7 +599,8 @@ def test_a_checkpoint_that_finds_no_room_is_one_line_and_the_one_before_resumes(
     assert start.wait() == [1], start.output()
     assert start.written().newest_done() < 200
     lines = messages(start)
-    assert lines and all("worker 1 rank 1: cannot write " in line and "File too large" in line for line in lines)
+    for words in ("worker 1 rank 1: cannot write ", "File too large"):
+        assert lines and all(words in line for line in lines)
     assert steps_logged(start) == 200
     assert not start.written().unfinished()
     (error,) = start.stderr().splitlines()
@@ -624,7 +628,8 @@ def small_disk(tmp_path):
     """A file system of two megabytes; who may not mount one cannot try."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", folder], capture_output=True, text=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", folder],
+                             capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"cannot mount a small file system ({mounted.stderr.strip()})")
     yield folder

@@ -1,5 +1,5 @@
-"""The plug is pulled (dev/torture.py): runs that are killed again and again end with the bits of those that are not.
-And what torture looks at: differences, hangs and errors that nobody can read do not escape it."""
+"""The plug is pulled (dev/torture.py): runs that are killed again and again end with the bits of those that
+are not. And what torture looks at: differences, hangs and errors that nobody can read do not escape it."""
 import shutil
 import subprocess
 import sys
@@ -10,7 +10,8 @@ import pytest
 from conftest import ROOT, TRAINER
 
 sys.path.insert(0, str(ROOT / "dev"))
-from torture import CONFIGURATIONS, COMMON, Failure, Start, Torture, compare, state_sections, torture  # noqa: E402
+from torture import (COMMON, CONFIGURATIONS, Failure, Start, Torture, compare,  # noqa: E402
+                     state_sections, torture)
 
 pytestmark = pytest.mark.skipif(not TRAINER.exists(), reason="train_gpt_cpu is not built: run make")
 
@@ -28,12 +29,13 @@ def test_runs_that_are_killed_fifty_times_end_with_the_bits_of_undisturbed_ones(
     assert sum(row.in_a_write for row in rows.values()) > 0 < sum(row.of_one for row in rows.values())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # What torture looks at
 
 @pytest.fixture(scope="module")
 def finished(tokens, tmp_path_factory):
-    start = Start({**COMMON, **CONFIGURATIONS["ranks"], "-x": 20}, tmp_path_factory.mktemp("run"), TRAINER, tokens)
+    options = {**COMMON, **CONFIGURATIONS["ranks"], "-x": 20}
+    start = Start(options, tmp_path_factory.mktemp("run"), TRAINER, tokens)
     assert start.wait() == [0], start.output()
     return start
 
@@ -55,6 +57,10 @@ def flip_last_of(section):
     return work
 
 
+def replace(old, new):
+    return lambda data: data.replace(old, new)
+
+
 def without_line(word):
     return lambda data: b"".join(line for line in data.splitlines(True) if word not in line)
 
@@ -64,17 +70,22 @@ def twice(word):
 
 
 DIFFERENCES = {
-    "bit_of_a_model": (edit("model_00000006.bin", lambda data: data[:-1] + bytes([data[-1] ^ 1])), "model_00000006.bin"),
+    "bit_of_a_model": (edit("model_00000006.bin", lambda data: data[:-1] + bytes([data[-1] ^ 1])),
+                       "model_00000006.bin has other bits"),
     "no_last_model": (lambda folder: (folder / "model_00000020.bin").unlink(), "no model_00000020.bin"),
     "bit_of_the_moments": (flip_last_of("v"), "state_00000006_00002.bin: v differ"),
     "bit_of_a_mean_in_flight": (flip_last_of("in_flight.1.mean"), "in_flight.1.mean differ"),
-    "step_missing": (edit("metrics_00001.jsonl", without_line(b'"step","step":7,')), "process 1, step 7: None"),
+    "step_missing": (edit("metrics_00001.jsonl", without_line(b'"step","step":7,')),
+                     "process 1, step 7: None"),
     "step_twice": (edit("metrics.jsonl", twice(b'"step","step":7,')), "has step 7 twice"),
-    "sync_missing": (edit("metrics_00003.jsonl", without_line(b'"sync","sync":4,')), "process 3, sync 4: None"),
-    "eval_differs": (edit("metrics.jsonl", lambda data: data.replace(b'"eval","step":20', b'"eval","step":19')), "eval"),
-    "hash_differs": (edit("metrics_00002.jsonl", lambda data: data.replace(b'"global_hash":"', b'"global_hash":"x')), "sync 0"),
+    "sync_missing": (edit("metrics_00003.jsonl", without_line(b'"sync","sync":4,')),
+                     "process 3, sync 4: None"),
+    "eval_differs": (edit("metrics.jsonl", replace(b'"eval","step":20', b'"eval","step":19')), "eval 19"),
+    "hash_differs": (edit("metrics_00002.jsonl", replace(b'"global_hash":"', b'"global_hash":"x')),
+                     "process 2, sync 0"),
     "main_log": (edit("main.log", without_line(b"s:9 ")), "main.log"),
-    "left_behind": (lambda folder: (folder / "state_00000006_00000.bin.tmp").touch(), "left behind: state_00000006"),
+    "left_behind": (lambda folder: (folder / "state_00000006_00000.bin.tmp").touch(),
+                    "left behind: state_00000006_00000.bin.tmp"),
 }
 
 
@@ -98,7 +109,8 @@ def test_a_run_that_hangs_is_found_and_ended(tokens, tmp_path):
     assert all(launcher.wait(20) for launcher in start.launchers)
 
 
-@pytest.mark.parametrize("text", ["", "Segmentation fault\n", "error: one\nterminate called\n", "error: x\n" * 9])
+@pytest.mark.parametrize("text", ["", "Segmentation fault\n", "error: one\nterminate called\n",
+                                  "error: x\n" * 9])
 def test_an_error_that_is_not_one_clear_line_is_found(text):
     start = SimpleNamespace(launchers=[SimpleNamespace(pid=1, returncode=1)], stderr=lambda w: text)
     with pytest.raises(Failure, match="instead of a clear line"):
@@ -114,7 +126,8 @@ def test_a_run_that_goes_back_behind_a_whole_checkpoint_is_found():
 
 
 def run_tool(*words):
-    return subprocess.run([sys.executable, ROOT / "dev" / "torture.py", *map(str, words)], capture_output=True, text=True)
+    return subprocess.run([sys.executable, ROOT / "dev" / "torture.py", *map(str, words)],
+                          capture_output=True, text=True)
 
 
 def test_a_failure_is_status_1_and_says_how_to_have_it_again(tmp_path):
