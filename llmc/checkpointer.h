@@ -2,12 +2,14 @@
 // A checkpoint counts when it is whole: when every process has its state of that step on its disk. They agree
 // on that through the run's store, led by process 0:
 //     checkpoint/STEP/I             process I: "whole", or "failed: " and why
-//     checkpoint/STEP/verdict       process 0, of all of these: the same
-//     checkpoint/STEP/done/I        rank 0 of each worker, when its folder has DONE_STEP: the same
-//     checkpoint/STEP/done/verdict  process 0: "whole" and the steps that stay, or "failed: " and why
+//     checkpoint/STEP/verdict       process 0, of all of these: the same, or "silent: " and who
+//     checkpoint/STEP/done/I        rank 0 of each worker, when its folder has DONE_STEP: as before
+//     checkpoint/STEP/done/verdict  process 0: "whole" and the steps that stay, or else as before
 // Only after the last of them is anything old deleted, and only what is of the same lineage. A checkpoint
 // that fails is an announcement, not the end of the run: what it has written is taken back, all older ones
 // stay.
+// While the loop trains, the writer waits for others as long as it takes: they may be many steps behind, or
+// their disks slow, and the loop sees for itself who is gone. The run's time limit begins when the loop waits.
 #pragma once
 #include <unistd.h>
 
@@ -189,7 +191,9 @@ public:
     // Returns when nothing is being written.
     void wait() {
         std::unique_lock<std::mutex> lock(mutex);
+        is_waited_for = true;
         changed.wait(lock, [&] { return !next; });
+        is_waited_for = false;
     }
 
     // Lines for people, in their order; each once.
@@ -224,11 +228,15 @@ private:
     // What process 0 says of all, or a process of itself.
     struct Verdict {
         bool is_whole = false;
-        std::string words;  // whole: which steps stay, none: all; else why not
+        std::string words;       // whole: which steps stay, none: all; else why not
+        bool is_silent = false;  // not whole only because some have not said anything
 
-        std::string text() const { return (is_whole ? "whole" : "failed: ") + words; }
+        std::string text() const {
+            return (is_whole ? "whole" : is_silent ? "silent: " : "failed: ") + words;
+        }
         static Verdict parse(const std::string& text) {
             if (text.rfind("whole", 0) == 0) { return {true, text.substr(5)}; }
+            if (text.rfind("silent: ", 0) == 0) { return {false, text.substr(8), true}; }
             return {false, text.rfind("failed: ", 0) == 0 ? text.substr(8) : "it says '" + text + "'"};
         }
     };
@@ -266,7 +274,7 @@ private:
         } catch (const Abandoned&) {
             return false;
         } catch (const std::exception& error) {
-            // Of the store: nobody knows of all. What is written stays, for the others may have theirs.
+            // Nobody knows of all. What is written stays, for the others may have theirs.
             say(format("it is not known whether the checkpoint of step %ld is whole: %s", job.identity.step,
                        error.what()));
             return false;
@@ -283,6 +291,8 @@ private:
         if (verdict.is_whole) {
             if (process.rank == 0) { own = attempt([&] { write_done(who, written); }); }
             verdict = agree(key + "/done", own, process.ranks, who);
+            // Who is silent now has its state: a resume takes this step, so nobody may delete any of it.
+            if (verdict.is_silent) { throw RunError(verdict.words); }
         }
         announce(who, own, verdict, written);
         const Verdict clean = attempt([&] { clean_up(who, verdict, written); });
@@ -348,6 +358,7 @@ private:
 
     Verdict collect(const std::string& key, const Verdict& own, int stride) {
         std::vector<std::string> failures;
+        bool is_silent = own.is_whole;
         if (!own.is_whole) { failures.push_back(process.name() + ": " + own.words); }
         Patience patience(process.timeout);
         for (int i = stride; i < process.size(); i += stride) {
@@ -355,10 +366,12 @@ private:
             const std::optional<std::string> said = await(key + "/" + std::to_string(i), patience);
             const Verdict theirs =
                 said ? Verdict::parse(*said)
-                     : Verdict{false, format("has not been heard of for %.0f s", patience.waited())};
-            if (!theirs.is_whole) { failures.push_back(name + ": " + theirs.words); }
+                     : Verdict{false, format("has not been heard of for %.0f s", patience.waited()), true};
+            if (theirs.is_whole) { continue; }
+            is_silent = is_silent && theirs.is_silent;
+            failures.push_back(name + ": " + theirs.words);
         }
-        return {failures.empty(), list_in_words(failures)};
+        return {failures.empty(), list_in_words(failures), !failures.empty() && is_silent};
     }
 
     // The value of the key; nothing where it does not come in time, or the run has failed.
@@ -368,6 +381,7 @@ private:
             // In this order: a value that was set before the failure counts.
             const bool run_has_failed = store.try_get("cause").has_value();
             if (std::optional<std::string> value = store.try_get(key)) { return value; }
+            if (!is_waited_for) { patience.begin_again(); }
             if (run_has_failed || patience.is_over()) { return std::nullopt; }
             patience.pause();
         }
@@ -466,7 +480,7 @@ private:
     long newest = -1;
     bool failed = false;
     std::string why;
-    std::atomic<bool> is_abandoned{false};
+    std::atomic<bool> is_abandoned{false}, is_waited_for{false};
     std::vector<std::string> messages;
     std::thread thread;
 };

@@ -43,6 +43,7 @@ public:
     double waited() const { return std::chrono::duration<double>(Clock::now() - start).count(); }
     double left() const { return std::max(0.0, limit - waited()); }
     bool is_over() const { return waited() >= limit; }
+    void begin_again() { start = Clock::now(); }
 
     // Sleeps: 1 ms at first, at most 100 ms, and never past the end.
     void pause() {

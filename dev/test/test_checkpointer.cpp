@@ -312,6 +312,34 @@ TEST(Checkpointer, a_silent_process_is_named_after_the_time_limit) {
     EXPECT_TRUE(run.is_done(1, 20));
 }
 
+// Which see for themselves whether others are gone: these may be steps behind, or their disks slow.
+TEST(Checkpointer, loops_that_train_give_others_all_the_time_they_need) {
+    Processes run(2, 1, false, "", 0.01);
+    run.start();
+    run.begin(0, 10);
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    EXPECT_FALSE(run[0].is_idle());
+    run.begin(1, 10);
+    for (Patience patience(20); !(run[0].is_idle() && run[1].is_idle()) && !patience.is_over();) {
+        patience.pause();
+    }
+    EXPECT_FALSE(run[0].has_failed() || run[1].has_failed());
+    EXPECT_TRUE(run.is_done(0, 10) && run.is_done(1, 10));
+}
+
+TEST(Checkpointer, states_that_all_have_stay_when_somebody_dies_before_done) {
+    Processes run(2, 1, false, "", 0.2);
+    run.start(1);
+    leave_behind(run.members[1].folder, 10, 1, lineage, false);
+    run.store(1).set("checkpoint/10/1", "whole");
+    run.begin(0, 10);
+    run[0].wait();
+    EXPECT_TRUE(run[0].has_failed());
+    EXPECT_TRUE(contains(run.last_message(0), "it is not known whether the checkpoint of step 10 is whole: "
+                                              "worker 1 rank 0: has not been heard of for "));
+    EXPECT_TRUE(exists(run.state(0, 10)) && exists(run.state(1, 10)));
+}
+
 TEST(Checkpointer, nobody_waits_for_a_run_that_has_failed) {
     Processes run(2, 1);
     run.start();
