@@ -101,6 +101,8 @@ public:
         }
     }
 
+    void sync() const { sync_folder(folder); }
+
     static void unlink_file(const std::string& path) {
         if (unlink(path.c_str()) != 0 && errno != ENOENT) {
             throw RunError("cannot delete " + path + ": " + strerror(errno));
@@ -167,9 +169,11 @@ public:
     }
 
     // For a run that has resumed from `step`, before it trains: removes what this process has of later steps.
-    // It belongs to a future that will not be, and must not be mixed with this one's checkpoints.
+    // It belongs to a future that will not be, and must not be mixed with this one's checkpoints: not after a
+    // loss of power either, and so this returns when the disk has forgotten it, too.
     void forget_later(long step, const std::string& lineage) const {
         files.remove(lineage, [&](long later) { return later > step; });
+        files.sync();
     }
 
     // Returns at once. Only when is_idle(), and for each step once.

@@ -125,6 +125,15 @@ private:
     int descriptor = -1;
 };
 
+// Returns once the names in a folder, new ones and those that are gone, are so on the disk.
+inline void sync_folder(const std::string& folder) {
+    const int descriptor = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (descriptor >= 0) {
+        fsync(descriptor);
+        close(descriptor);
+    }
+}
+
 // Makes the file `path` of what `write` writes. Until all of that is on the disk, `path` stays what it was.
 // `tag`: part of the temporary name, different for processes that may write the same file at the same time.
 inline void write_file(const std::string& path, const std::function<void(OutputFile&)>& write,
@@ -143,10 +152,5 @@ inline void write_file(const std::string& path, const std::function<void(OutputF
     }
     // The new name is an entry of the folder and has to reach the disk as well.
     const size_t slash = path.rfind('/');
-    const std::string folder = slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(slash, 1));
-    const int descriptor = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (descriptor >= 0) {
-        fsync(descriptor);
-        close(descriptor);
-    }
+    sync_folder(slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(slash, 1)));
 }
