@@ -33,7 +33,7 @@ from conftest import children, command, is_running, write_shard  # noqa: E402
 
 # Three fragments, sent at steps 2, 5 and 8 of 8. No process waits long for one that is dead.
 COMMON = {"-b": 2, "-H": 8, "--fragment-layers": 1, "-k": "cosine", "-v": 50, "-m": 2, "-x": 200, "-n": 6,
-          "--outer-optimizer": "nesterov", "--timeout": 30}
+          "--outer-optimizer": "nesterov", "--timeout": 10}
 
 # A list has a value for each worker: then each is started by itself, with a folder of its own.
 CONFIGURATIONS = {

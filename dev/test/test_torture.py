@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not TRAINER.exists(), reason="train_gpt_cpu is n
 
 
 def test_runs_that_are_killed_eight_times_end_with_the_bits_of_undisturbed_ones(tmp_path):
-    rows = torture(8, 1, TRAINER, tmp_path, ["ranks", "two machines"], kills_a_run=4)
+    rows = torture(8, 1, TRAINER, tmp_path, ["ranks", "all in flight"], kills_a_run=4)
     assert sum(row.kills for row in rows.values()) == 8
     assert all(row.runs > 0 and row.starts > row.kills for row in rows.values())
 
