@@ -1079,7 +1079,7 @@ inline Fields progress(const Run& run, long step) {
     fields.set("data.epoch", data.epoch);
     fields.set("data.shard", data.shard);
     fields.set("data.sample", data.sample);
-    fields.set("data.rows", run.inputs.train_loader->rows_of_a_sample());
+    fields.set("data.sample_tokens", run.inputs.train_loader->tokens_of_a_sample());
     fields.set("total.train_seconds", t.train_seconds);
     fields.set("total.syncs", t.syncs);
     fields.set("total.next_sync", t.next_sync);
@@ -1221,7 +1221,7 @@ inline Resumption open_checkpoint(const Options& o, const Process& process, cons
     const StoredRun stored{o.output, point.step, point.workers, point.ranks, point.lineage};
     const StateShape shape{in.shape, in.layout, in.fragments, o.inner_steps, diloco_options(o).wire,
                            process.worker, process.rank, o.workers, o.ranks,
-                           in.train_loader->rows_of_a_sample()};
+                           in.train_loader->tokens_of_a_sample()};
     if (has_shape(stored, shape)) {
         r.state = std::make_unique<StateReader>(state_path(o.output, point.step, process.index()));
     } else {

@@ -93,8 +93,8 @@ public:
     const int* inputs() const { return input.data(); }    // (B, T)
     const int* targets() const { return target.data(); }  // (B, T), inputs shifted by one token
 
-    // Sequences of T tokens in a sample, of all processes.
-    long rows_of_a_sample() const { return rows; }
+    // In a sample, of all processes: what positions are counted in.
+    long tokens_of_a_sample() const { return rows * T; }
 
     DataPosition position() const { return next; }
 

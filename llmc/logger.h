@@ -271,12 +271,23 @@ private:
         for (const char* eval : {"s:%ld tel:%n", "{\"type\":\"eval\",\"step\":%ld,%n"}) {
             if (const auto n = number(eval)) { return *n < cut.step || (*n == cut.step && cut.keeps_eval); }
         }
-        if (const auto n = number("{\"type\":\"sync\",\"sync\":%ld,%n")) { return *n < cut.first_sync; }
+        if (const auto kept = is_kept_sync(line, cut)) { return *kept; }
         for (const char* other : {"{\"type\":\"checkpoint\",\"step\":%ld,%n",
                                   "{\"type\":\"resume\",\"step\":%ld,%n"}) {
             if (const auto n = number(other)) { return *n <= cut.step; }
         }
         return line.rfind("{\"type\":\"run\"", 0) == 0;
+    }
+
+    // What the end of a run has merged at its last step is merged again. By the number alone it could not be
+    // told: before the run had other fragments, or another H, they had others.
+    static std::optional<bool> is_kept_sync(const std::string& line, const LogCut& cut) {
+        long sync = 0, apply_step = 0;
+        int end = 0;
+        const char* pattern =
+            "{\"type\":\"sync\",\"sync\":%ld,\"fragment\":%*d,\"send_step\":%*d,\"apply_step\":%ld,%n";
+        if (sscanf(line.c_str(), pattern, &sync, &apply_step, &end) != 2 || end == 0) { return std::nullopt; }
+        return apply_step < cut.step || (apply_step == cut.step && sync < cut.first_sync);
     }
 
     [[noreturn]] static void fail(const std::string& path, const std::string& why) {

@@ -229,7 +229,10 @@ public:
         load_residuals(feedback, saved, "residuals", main);
         load_residuals(exchange->owner_feedback, saved, "owner_residuals", main);
         in_flight.clear();
-        for (const SavedSync& one : resumed) { in_flight.push_back(one.sync); }
+        for (const SavedSync& one : resumed) {
+            in_flight.push_back(one.sync);
+            host_numbers.push_back(new_host_number());  // with a smaller tau all may be due in one step
+        }
         fetch_for(saved.identity().step + 1);
     }
 
@@ -486,7 +489,7 @@ private:
     std::unique_ptr<OuterState> state;
     ErrorFeedback feedback;  // of what this worker sends
     std::deque<Sync> in_flight;
-    std::vector<SavedSync> resumed;    // of them, those that were already when the run was stopped
+    std::vector<SavedSync> resumed;    // those that were when the run was stopped; pinned, and so kept
     OuterSnapshot* taken = nullptr;    // the last one
     bool stopping = false;
     std::vector<Timestamp> timestamps;  // of reports

@@ -38,7 +38,7 @@ struct StateShape {
     long inner_steps = 0;             // H
     WireOptions wire;
     int worker = 0, rank = 0, workers = 1, ranks = 1;
-    long rows = 0;  // sequences in a sample of the data, of all processes
+    long sample_tokens = 0;  // in a sample of the data, of all processes
 
     bool streams() const { return !fragments.empty(); }
     bool has_residuals() const { return streams() && wire.error_feedback; }
@@ -152,7 +152,8 @@ inline StateShape shape_of(const StoredState& state, const GptShape& model) {
     shape.rank = id.rank;
     shape.workers = id.workers;
     shape.ranks = id.ranks;
-    shape.rows = state.fields.integer("data.rows");
+    shape.sample_tokens = state.fields.integer("data.sample_tokens");
+    if (shape.sample_tokens < 1) { state.fail("has no tokens in a sample", checkpoint_hint()); }
     if (state.options.word("outer-optimizer") == "none") {
         shape.layout = gpt_layout(model, id.ranks, 0);
         return shape;
@@ -193,8 +194,9 @@ inline bool have_same_fragments(const StateShape& a, const StateShape& b) {
                       });
 }
 
+// Without fragments there is none, whatever H is.
 inline bool have_same_schedule(const StateShape& a, const StateShape& b) {
-    return a.inner_steps == b.inner_steps &&
+    return (!a.streams() || a.inner_steps == b.inner_steps) &&
            std::equal(a.fragments.begin(), a.fragments.end(), b.fragments.begin(), b.fragments.end(),
                       [](const Fragment& x, const Fragment& y) { return x.offset == y.offset; });
 }
@@ -209,8 +211,8 @@ inline bool has_shape(const StoredRun& run, const StateShape& to) {
     if (run.workers != to.workers || run.ranks != to.ranks) { return false; }
     const StoredState state(run, to.worker, to.rank);
     const StateShape from = shape_of(state, to.model);
-    return from.rows == to.rows && have_same_fragments(from, to) && have_same_schedule(from, to) &&
-           from.has_residuals() == to.has_residuals() &&
+    return from.sample_tokens == to.sample_tokens && have_same_fragments(from, to) &&
+           have_same_schedule(from, to) && from.has_residuals() == to.has_residuals() &&
            from.has_owner_residuals() == to.has_owner_residuals() && has_parameters_as_here(state);
 }
 
@@ -313,6 +315,10 @@ inline std::vector<StoredSync> stored_syncs(const StoredState& state, const Stat
     std::vector<StoredSync> syncs;
     if (!old.streams()) { return syncs; }
     const long count = state.fields.integer("in_flight");
+    if (count < 0 || count > long(old.fragments.size())) {
+        state.fail(format("has %ld of %zu fragments in flight", count, old.fragments.size()),
+                   checkpoint_hint());
+    }
     for (long i = 0; i < count; i++) {
         const std::string prefix = name_in_flight(size_t(i));
         const long fragment = state.fields.integer(prefix + "fragment");
@@ -490,10 +496,10 @@ inline Fields fields_that_stay(const StoredState& source) {
 inline Fields new_fields(const StoredState& source, const StateShape& old, const StateShape& to) {
     Fields fields = fields_that_stay(source);
     fields.set("float_bytes", long(sizeof(floatX)));
-    // A sample is so many sequences: about the same place, in other units.
+    // About the same place, in samples of another size.
     const uint64_t sample = fields.count("data.sample");
-    fields.set("data.sample", sample * uint64_t(old.rows) / uint64_t(to.rows));
-    fields.set("data.rows", to.rows);
+    fields.set("data.sample", sample * uint64_t(old.sample_tokens) / uint64_t(to.sample_tokens));
+    fields.set("data.sample_tokens", to.sample_tokens);
     if (!to.streams()) { return fields; }
     fields.set("fragments", long(to.fragments.size()));
     fields.set("in_flight", 0L);
@@ -567,9 +573,10 @@ inline std::string merged_at_once(const StoredState& source, const StateShape& o
 }
 
 inline std::string data_in_words(const StateShape& old, const StateShape& to) {
-    if (old.rows == to.rows) { return ""; }
-    return format("all processes together take %ld sequences at a time, not %ld: the position in the data is "
-                  "about the same, and some of it may be read again or passed over", to.rows, old.rows);
+    if (old.sample_tokens == to.sample_tokens) { return ""; }
+    return format("all processes together take %ld tokens at a time, not %ld: the position in the data is "
+                  "about the same, and some of it may be read again or passed over",
+                  to.sample_tokens, old.sample_tokens);
 }
 
 inline std::string parameters_in_words(const StoredState& source, const StateShape& old,

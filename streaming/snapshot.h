@@ -188,7 +188,8 @@ inline std::vector<uint64_t> saved_tokens(const Fields& fields, size_t fragments
     return tokens;
 }
 
-// The syncs in flight, in the order of sending. values: of this process's shard of each fragment
+// The syncs in flight, in the order of sending. What was sent H - 1 steps ago had been received with any tau.
+// values: of this process's shard of each fragment
 // Throws a UserError for those that the schedule of this run does not have.
 inline std::vector<SavedSync> saved_syncs(const StateReader& state, const Fields& fields,
                                           const std::vector<Fragment>& fragments,
@@ -202,7 +203,7 @@ inline std::vector<SavedSync> saved_syncs(const StateReader& state, const Fields
         const Sync sync{fields.integer(prefix + "sync"), int(p), fields.integer(prefix + "send_step"),
                         fields.integer(prefix + "values")};
         const bool fits = p >= 0 && p < long(fragments.size()) && sync.values == values[size_t(p)] &&
-                          sync.send_step <= step && sync.send_step > step - H &&
+                          sync.send_step <= step && sync.send_step > step - (H - 1) &&
                           is_sent(fragments[size_t(p)], sync.send_step, H) &&
                           sync.number == sync_number(fragments, int(p), sync.send_step, H) &&
                           (saved.empty() || sync.number > saved.back().sync.number);

@@ -158,6 +158,7 @@ TEST(Logger, a_resumed_run_goes_on_without_what_it_does_again) {
             logger.step(step);
             SyncMetrics sync;
             sync.sync = n - 2;  // in flight for two steps
+            sync.apply_step = n;
             if (n > 2) { logger.sync(sync); }
             logger.eval(n, double(n));
             if (n % 3 == 0) { logger.checkpoint(n, 0.5); }
@@ -183,6 +184,28 @@ TEST(Logger, a_resumed_run_goes_on_without_what_it_does_again) {
     resumed.erase(resumed.begin() + 9);
     EXPECT_EQ(resumed, whole);
     EXPECT_EQ(read_bytes(folder / "main.log"), main_log);
+}
+
+TEST(Logger, syncs_are_kept_by_the_step_that_merged_them_for_other_fragments_have_other_numbers) {
+    TemporaryFolder folder;
+    auto write = [](Logger& logger, long number, long apply_step) {
+        SyncMetrics sync;
+        sync.sync = number;
+        sync.apply_step = apply_step;
+        logger.sync(sync);
+    };
+    {
+        Logger logger(folder.name(), 0, 1);
+        logger.run({});
+        for (long step : {1, 2, 3}) { write(logger, 40 + step, step); }
+        for (long step : {4, 5, 6}) { write(logger, 3 + step, step); }  // of a resume with fewer fragments
+        write(logger, 10, 6);                                           // at the end of that run
+        write(logger, 10, 7);
+    }
+    const std::vector<std::string> whole = without_times(folder / "metrics.jsonl");
+    Logger logger(folder.name(), 0, 1, true, LogCut{6, 10, true});
+    EXPECT_EQ(without_times(folder / "metrics.jsonl"),
+              std::vector<std::string>(whole.begin(), whole.end() - 2));
 }
 
 TEST(Logger, a_log_that_goes_on_has_times_that_go_on_and_one_that_is_missing_begins) {

@@ -28,7 +28,7 @@ struct MadeUpRun {
     std::string typed_inner_steps;  // if not as a plain number
     bool error_feedback = false;
     std::string exchange = "all_gather";
-    long rows = 8;
+    long sample_tokens = 8;
 
     // As the trainer makes it of its options.
     StateShape shape(int worker, int rank) const {
@@ -40,12 +40,12 @@ struct MadeUpRun {
             shape.fragments = make_fragments(shape.layout, fragment_layers, parse_fragment_pattern(pattern),
                                              inner_steps);
             if (!offsets.empty()) { set_offsets(shape.fragments, parse_offsets(offsets), inner_steps); }
-            shape.inner_steps = inner_steps;
-            shape.wire.exchange = parse_exchange(exchange);
-            shape.wire.error_feedback = error_feedback;
         }
+        shape.inner_steps = inner_steps;  // options have a value where nobody asks for it
+        shape.wire.exchange = parse_exchange(exchange);
+        shape.wire.error_feedback = error_feedback;
         shape.worker = worker, shape.rank = rank, shape.workers = workers, shape.ranks = ranks;
-        shape.rows = rows;
+        shape.sample_tokens = sample_tokens;
         return shape;
     }
 
@@ -161,7 +161,7 @@ Fields fields_of(const StateShape& shape, const std::vector<Flying>& flying) {
     fields.set("data.epoch", uint64_t(2));
     fields.set("data.shard", uint64_t(1));
     fields.set("data.sample", uint64_t(7));
-    fields.set("data.rows", shape.rows);
+    fields.set("data.sample_tokens", shape.sample_tokens);
     fields.set("total.waited_seconds", 0.5 + shape.worker + 0.01 * shape.rank);
     if (!shape.streams()) { return fields; }
     fields.set("fragments", long(shape.fragments.size()));
@@ -680,16 +680,16 @@ TEST(Reshape, error_feedback_that_is_new_starts_from_zero) {
 
 TEST(Reshape, the_position_in_the_data_stays_about_the_same) {
     MadeUpRun from, to;
-    from.rows = 12;
-    to.rows = 5;
+    from.sample_tokens = 12;
+    to.sample_tokens = 5;
     TemporaryFolder folder;
     write_run(folder.name(), from);
     const NewWorker now = reshape(folder.name(), from, to);
     EXPECT_EQ(now.fields().count("data.sample"), 16u);  // 7 * 12 / 5 = 16.8
-    EXPECT_EQ(now.fields().integer("data.rows"), 5);
+    EXPECT_EQ(now.fields().integer("data.sample_tokens"), 5);
     EXPECT_EQ(now.fields().count("data.epoch"), 2u);
     EXPECT_EQ(now.fields().count("data.shard"), 1u);
-    EXPECT_TRUE(contains(now.all_notes(), "5 sequences at a time, not 12"));
+    EXPECT_TRUE(contains(now.all_notes(), "5 tokens at a time, not 12"));
 }
 
 TEST(Reshape, parameters_of_another_type_are_made_from_the_master_weights) {
@@ -729,8 +729,23 @@ TEST(Reshape, only_what_a_state_depends_on_makes_it_one_of_another_shape) {
     EXPECT_FALSE(fits([](MadeUpRun& r) { r.inner_steps = 21; }));
     EXPECT_FALSE(fits([](MadeUpRun& r) { r.offsets = "0,4,8,12,17"; }));
     EXPECT_FALSE(fits([](MadeUpRun& r) { r.fragment_layers = 2; }));
-    EXPECT_FALSE(fits([](MadeUpRun& r) { r.rows = 9; }));
+    EXPECT_FALSE(fits([](MadeUpRun& r) { r.sample_tokens = 9; }));
     EXPECT_FALSE(fits([](MadeUpRun& r) { r.outer_optimizer = "none"; }));
+}
+
+TEST(Reshape, without_an_outer_optimizer_no_option_of_one_makes_another_shape) {
+    MadeUpRun plain;
+    plain.outer_optimizer = "none";
+    plain.ranks = 2;
+    TemporaryFolder folder;
+    write_run(folder.name(), plain);
+    EXPECT_TRUE(has_shape(plain.stored(folder.name()), plain.shape(0, 1)));
+    MadeUpRun other = plain;
+    other.inner_steps = 7;
+    other.fragment_layers = 2;
+    other.error_feedback = true;
+    EXPECT_TRUE(has_shape(plain.stored(folder.name()), other.shape(0, 1)));
+    EXPECT_FALSE(has_shape(plain.stored(folder.name()), MadeUpRun().shape(0, 0)));
 }
 
 TEST(Reshape, options_are_read_as_the_trainer_read_them) {
@@ -819,6 +834,12 @@ TEST(Reshape, a_state_with_impossible_words_is_refused) {
     EXPECT_TRUE(contains(message([](MadeUpRun&, Fields& f) { f.set("in_flight.0.fragment", 5L); }),
                          "has fragment 5 of 5 in flight"));
     EXPECT_TRUE(contains(message([](MadeUpRun&, Fields& f) { f.set("in_flight", 2L); }), "in_flight.1"));
+    for (long count : {-1L, 6L}) {
+        EXPECT_TRUE(contains(message([&](MadeUpRun&, Fields& f) { f.set("in_flight", count); }),
+                             format("has %ld of 5 fragments in flight", count)));
+    }
+    EXPECT_TRUE(contains(message([](MadeUpRun&, Fields& f) { f.set("data.sample_tokens", 0L); }),
+                         "has no tokens in a sample"));
     EXPECT_TRUE(contains(message([](MadeUpRun&, Fields& f) { f.set("in_flight.0.fragment", 4L); }),
                          "in_flight.0.mean"));
 }

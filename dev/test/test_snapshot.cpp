@@ -510,6 +510,19 @@ TEST(Snapshot, one_of_other_fragments_or_another_schedule_is_refused) {
              {"in_flight.1.send_step", "5"}}) {
         EXPECT_TRUE(contains(with(name, value), "resume with the options that the run had")) << name;
     }
+    // b4's of step 8 had been received by step 12 with any tau: it is sent again at step 13.
+    Folder later;
+    run(plan, later, {12});
+    EXPECT_TRUE(contains(refusal([&](Member& member) {
+        const StateReader saved(state_path(later, 12, member.worker));
+        Fields fields = Fields::parse(saved.text("fields"), "f");
+        EXPECT_EQ(fields.integer("in_flight.0.send_step"), 10);
+        fields.set("in_flight.0.sync", 4L);
+        fields.set("in_flight.0.fragment", 2L);
+        fields.set("in_flight.0.send_step", 8L);
+        fields.set("in_flight.0.values", 384L);
+        member.diloco.restore(saved, fields, member.main);
+    }, plan), "of 384 values, on its way as sync 4 since step 8"));
     for (const char* name : {"in_flight", "in_flight.1.cosines", "in_flight.1.not_finite"}) {
         for (const char* value : {"-1", "5"}) {
             EXPECT_TRUE(contains(with(name, value), "of '" + std::string(name) + "', and there can be"));
