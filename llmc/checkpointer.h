@@ -11,6 +11,7 @@
 // While the loop trains, the writer waits for others as long as it takes: they may be many steps behind, or
 // their disks slow, and the loop sees for itself who is gone. The run's time limit begins when the loop waits.
 #pragma once
+#include <signal.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -37,6 +38,7 @@
 #include "llmc/error.h"
 #include "llmc/process.h"
 #include "llmc/state_file.h"
+#include "llmc/stop.h"
 #include "llmc/store.h"
 
 struct CheckpointJob {
@@ -258,6 +260,7 @@ private:
     }
 
     void run() {
+        leave_requests_to_others();
         std::unique_lock<std::mutex> lock(mutex);
         while (true) {
             changed.wait(lock, [&] { return next || is_abandoned; });
@@ -270,6 +273,14 @@ private:
             next.reset();
             changed.notify_all();
         }
+    }
+
+    // To stop: a signal that this thread took would interrupt it, which some file systems report as failure.
+    static void leave_requests_to_others() {
+        sigset_t requests;
+        sigemptyset(&requests);
+        for (int signal : stop_signals) { sigaddset(&requests, signal); }
+        pthread_sigmask(SIG_BLOCK, &requests, nullptr);
     }
 
     bool carry_out(const CheckpointJob& job) {
