@@ -9,7 +9,8 @@
 // that fails is an announcement, not the end of the run: what it has written is taken back, all older ones
 // stay.
 // While the loop trains, the writer waits for others as long as it takes: they may be many steps behind, or
-// their disks slow, and the loop sees for itself who is gone. The run's time limit begins when the loop waits.
+// their disks slow, or the store away, and the loop sees for itself who is gone. The run's time limit begins
+// when the loop waits.
 #pragma once
 #include <signal.h>
 #include <unistd.h>
@@ -289,7 +290,7 @@ private:
         } catch (const Abandoned&) {
             return false;
         } catch (const std::exception& error) {
-            // Nobody knows of all. What is written stays, for the others may have theirs.
+            // Nobody can say for all. What is written stays, for the others may have theirs.
             say(format("it is not known whether the checkpoint of step %ld is whole: %s", job.identity.step,
                        error.what()));
             return false;
@@ -356,7 +357,7 @@ private:
     // Each `stride`-th process has said under `key` how it stands; what process 0 makes of that.
     Verdict agree(const std::string& key, const Verdict& own, int stride, const StateIdentity& who) {
         if (process.index() % stride == 0) {
-            store.set(key + "/" + std::to_string(process.index()), own.text());
+            tell(key + "/" + std::to_string(process.index()), own.text());
         }
         if (process.index() != 0) {
             // Process 0 may have as long to write, and as long again to wait for others.
@@ -367,7 +368,7 @@ private:
         }
         Verdict verdict = collect(key, own, stride);
         verdict.words = verdict.is_whole ? steps_that_stay(who) : verdict.words + last_whole(who);
-        store.set(key + "/verdict", verdict.text());
+        tell(key + "/verdict", verdict.text());
         return verdict;
     }
 
@@ -389,15 +390,38 @@ private:
         return {failures.empty(), list_in_words(failures), !failures.empty() && is_silent};
     }
 
+    void tell(const std::string& key, const std::string& value) {
+        Patience patience(process.timeout);
+        ask_until(patience, [&] {
+            store.set(key, value);
+            return true;
+        });
+    }
+
     // The value of the key; nothing where it does not come in time, or the run has failed.
     std::optional<std::string> await(const std::string& key, Patience& patience) {
-        while (true) {
-            check();
+        std::optional<std::string> value;
+        ask_until(patience, [&] {
             // In this order: a value that was set before the failure counts.
             const bool run_has_failed = store.try_get("cause").has_value();
-            if (std::optional<std::string> value = store.try_get(key)) { return value; }
+            value = store.try_get(key);
+            return value || run_has_failed;
+        });
+        return value;
+    }
+
+    // Asks the store again and again until `ask` says that it is done, or there is no patience left.
+    // Throws a RunError where there is no store at the end of it.
+    template <class Ask>
+    void ask_until(Patience& patience, Ask ask) {
+        while (true) {
+            check();
             if (!is_waited_for) { patience.begin_again(); }
-            if (run_has_failed || patience.is_over()) { return std::nullopt; }
+            try {
+                if (ask() || patience.is_over()) { return; }
+            } catch (const RunError&) {
+                if (patience.is_over()) { throw; }
+            }
             patience.pause();
         }
     }
@@ -407,10 +431,12 @@ private:
         const long before = std::exchange(last_in_store, step);
         if (before < 0) { return; }
         const std::string key = format("checkpoint/%ld", before);
-        for (const std::string& part : {key, key + "/done"}) {
-            store.remove(part + "/" + std::to_string(process.index()));
-            if (process.index() == 0) { store.remove(part + "/verdict"); }
-        }
+        try {
+            for (const std::string& part : {key, key + "/done"}) {
+                store.remove(part + "/" + std::to_string(process.index()));
+                if (process.index() == 0) { store.remove(part + "/verdict"); }
+            }
+        } catch (const RunError&) {}  // a store that is away keeps them until the end of the run
     }
 
     // " 20 30 40"; empty: all.

@@ -148,6 +148,33 @@ void expect_done_only_when_all_have_theirs(Processes& run) {
     EXPECT_EQ(run.files(2), "DONE_00000040 state_00000040_00002.bin state_00000040_00003.bin ");
 }
 
+// Another store that is away for a while.
+class AbsentStore : public Store {
+public:
+    explicit AbsentStore(std::shared_ptr<Store> store) : store(std::move(store)) {}
+    void set(const std::string& key, const std::string& value) override { there().set(key, value); }
+    std::optional<std::string> try_get(const std::string& key) override { return there().try_get(key); }
+    std::string set_if_absent(const std::string& key, const std::string& value) override {
+        return there().set_if_absent(key, value);
+    }
+    void remove(const std::string& key) override { there().remove(key); }
+    std::string url() const override { return store->url(); }
+
+    std::atomic<bool> is_away{false};
+    std::atomic<int> refused{0};
+
+private:
+    Store& there() {
+        if (is_away) {
+            refused++;
+            throw RunError("the store is away");
+        }
+        return *store;
+    }
+
+    std::shared_ptr<Store> store;
+};
+
 }  // namespace
 
 TEST(Checkpointer, done_appears_only_when_all_processes_have_theirs) {
@@ -325,6 +352,27 @@ TEST(Checkpointer, loops_that_train_give_others_all_the_time_they_need) {
     }
     EXPECT_FALSE(run[0].has_failed() || run[1].has_failed());
     EXPECT_TRUE(run.is_done(0, 10) && run.is_done(1, 10));
+}
+
+TEST(Checkpointer, a_store_may_be_away_for_a_while) {
+    Processes run(2, 1);
+    std::vector<std::shared_ptr<AbsentStore>> stores;
+    for (Member& member : run.members) {
+        stores.push_back(std::make_shared<AbsentStore>(member.process.store));
+        member.process.store = std::make_shared<PrefixStore>(stores.back(), "");
+    }
+    run.start();
+    run.checkpoint(10);
+    for (auto& store : stores) { store->is_away = true; }
+    for (int i : {0, 1}) { run.begin(i, 20); }
+    for (Patience patience(20); (!stores[0]->refused || !stores[1]->refused) && !patience.is_over();) {
+        patience.pause();
+    }
+    EXPECT_FALSE(run[0].is_idle() || run[1].is_idle());
+    for (auto& store : stores) { store->is_away = false; }
+    run.wait();
+    EXPECT_FALSE(run[0].has_failed() || run[1].has_failed());
+    EXPECT_TRUE(run.is_done(0, 20) && run.is_done(1, 20));
 }
 
 TEST(Checkpointer, states_that_all_have_stay_when_somebody_dies_before_done) {
