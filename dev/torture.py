@@ -321,7 +321,7 @@ class Strike:
         done = written.newest_done()
         while not start.has_ended() and time.monotonic() < begin + START_SECONDS:
             if self.kind == "any" and time.monotonic() > begin + self.after:
-                return
+                break
             if self.kind == "write":
                 seen.update(name for name in written.unfinished() if name.startswith(self.file))
                 if len(seen) > self.skip:
