@@ -159,19 +159,21 @@ public:
         if (error) { fail(folder, error.message()); }
         if (process == 0) {
             if (!takes_over) { refuse_models(folder); }
-            remove_other_logs(folder, processes);
+            end_other_logs(folder, processes, cut);
             main_log = open(folder + "/main.log", cut);
         }
         metrics = open(metrics_path(folder, process), cut);
     }
 
-    // The first line; where the log goes on, one that says since when, and with which options.
+    // The first line; where the log goes on, one that says since when, as which process and with which
+    // options.
     void run(const RunMetrics& m, long resumed_at = 0) {
         JsonLine options;
         for (const auto& [name, value] : m.options) { options.field(name.c_str(), value); }
         if (has_run_line) {
             write(JsonLine().field("type", "resume").field("step", resumed_at).field("time", seconds())
-                      .field("options", options));
+                      .field("worker", m.worker).field("rank", m.rank).field("workers", m.workers)
+                      .field("ranks", m.ranks).field("options", options));
             return;
         }
         write(JsonLine().field("type", "run").field("version", 1).field("worker", m.worker)
@@ -206,6 +208,15 @@ public:
                   .field("cosines", m.cosines).field("mean_cosines", m.mean_cosines));
     }
 
+    // Returns when the disk has all that was logged so far. On any thread.
+    void sync() const {
+        for (const LogFile* file : {&main_log, &metrics}) {
+            if (*file && fsync(fileno(file->get())) != 0) {
+                throw RunError(format("cannot write the logs: %s", strerror(errno)));
+            }
+        }
+    }
+
     // paused: seconds for which training stood still for the checkpoint after `step`
     void checkpoint(long step, double paused) {
         write(JsonLine().field("type", "checkpoint").field("step", step).field("time", seconds())
@@ -229,32 +240,52 @@ private:
         return folder + (process == 0 ? "/metrics.jsonl" : format("/metrics_%05d.jsonl", process));
     }
 
-    // An earlier run may have had more processes: their logs are not this run's. Those below `processes` are
-    // begun anew by their own process.
-    static void remove_other_logs(const std::string& folder, int processes) {
-        while (std::filesystem::remove(metrics_path(folder, processes))) { processes++; }
+    // There may be logs of more processes than there are now. Those of an earlier run go; those of this one,
+    // before it had fewer, end where it goes on. Whose process there still is, that cares for its own.
+    static void end_other_logs(const std::string& folder, int processes, const std::optional<LogCut>& cut) {
+        for (;; processes++) {
+            const std::string path = metrics_path(folder, processes);
+            if (!std::filesystem::exists(path)) { return; }
+            if (cut) {
+                keep_lines(path, *cut);
+            } else {
+                std::filesystem::remove(path);
+            }
+        }
     }
 
     LogFile open(const std::string& path, const std::optional<LogCut>& cut) {
-        if (cut) { keep_lines(path, *cut); }
+        if (cut) {
+            const Kept kept = keep_lines(path, *cut);
+            has_run_line = kept.run_line;
+            seconds_before = kept.seconds;
+        }
         FILE* file = fopen(path.c_str(), cut ? "ae" : "we");
         if (!file) { fail(path, strerror(errno)); }
         return LogFile(file);
     }
 
+    // What there is of a log that goes on.
+    struct Kept {
+        bool run_line = false;
+        double seconds = 0;  // the last time in it
+    };
+
     // Takes out of a log, if it is there, what is not kept: a last line without an end, too.
-    void keep_lines(const std::string& path, const LogCut& cut) {
+    static Kept keep_lines(const std::string& path, const LogCut& cut) {
+        Kept kept;
         std::ifstream log(path, std::ios::binary);
-        if (!log) { return; }
-        std::string kept, line;
+        if (!log) { return kept; }
+        std::string text, line;
         while (std::getline(log, line) && !log.eof()) {
             if (!is_kept(line, cut)) { continue; }
-            kept += line + "\n";
-            has_run_line = has_run_line || line.rfind("{\"type\":\"run\"", 0) == 0;
+            text += line + "\n";
+            kept.run_line = kept.run_line || line.rfind("{\"type\":\"run\"", 0) == 0;
             const size_t time = line.find("\"time\":");
-            if (time != std::string::npos) { seconds_before = strtod(line.c_str() + time + 7, nullptr); }
+            if (time != std::string::npos) { kept.seconds = strtod(line.c_str() + time + 7, nullptr); }
         }
-        write_file(path, [&](OutputFile& file) { file.write(kept.data(), kept.size()); });
+        write_file(path, [&](OutputFile& file) { file.write(text.data(), text.size()); });
+        return kept;
     }
 
     // Of main.log and of metrics.jsonl. The end of the run comes again.

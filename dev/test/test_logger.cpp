@@ -186,6 +186,22 @@ TEST(Logger, a_resumed_run_goes_on_without_what_it_does_again) {
     EXPECT_EQ(read_bytes(folder / "main.log"), main_log);
 }
 
+TEST(Logger, a_run_that_goes_on_with_fewer_processes_keeps_what_the_others_have_written_by_then) {
+    TemporaryFolder folder;
+    for (int process : {0, 1, 2}) {
+        Logger logger(folder.name(), process, 3);
+        logger.run({process, 0, 3, 1, 0, {}});
+        for (long step : {1, 2, 3}) { logger.eval(step, 1.0); }
+    }
+    Logger logger(folder.name(), 0, 1, true, LogCut{2, 0, true});
+    for (int process : {1, 2}) {
+        EXPECT_EQ(lines_of(folder / format("metrics_%05d.jsonl", process)).size(), 3u);
+    }
+    logger.run({0, 0, 1, 1, 0, {}}, 2);
+    const std::string resumed = lines_of(folder / "metrics.jsonl").back();
+    EXPECT_TRUE(contains(resumed, R"("worker":0,"rank":0,"workers":1,"ranks":1,"options":{})"));
+}
+
 TEST(Logger, syncs_are_kept_by_the_step_that_merged_them_for_other_fragments_have_other_numbers) {
     TemporaryFolder folder;
     auto write = [](Logger& logger, long number, long apply_step) {
