@@ -1174,6 +1174,7 @@ inline void write_checkpoint(Run& run, long step) {
         device::use_in_this_thread(run.device);
         snapshot.copied.synchronize();
         if (snapshot.outer) { snapshot.outer->wait(); }
+        run.logger.sync();  // the log that a resumed run goes on with lacks nothing, whatever the power does
     };
     job.sections = [&snapshot] { return state_sections(snapshot); };
     if (run.is_first()) {
