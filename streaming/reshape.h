@@ -493,8 +493,22 @@ inline Fields fields_that_stay(const StoredState& source) {
     return Fields::parse(kept, source.path);
 }
 
+// What was in flight and is merged now counts as any other sync does.
+inline void count_merged(Fields& totals, const StoredState& source, const StateShape& old) {
+    auto add = [&](const std::string& total, uint64_t more) { totals.set(total, totals.count(total) + more); };
+    const size_t syncs = stored_syncs(source, old).size();
+    for (size_t i = 0; i < syncs; i++) {
+        const std::string prefix = name_in_flight(i);
+        add("total.syncs", 1);
+        add("total.outer_bytes_sent", source.fields.count(prefix + "bytes_sent"));
+        add("total.outer_bytes_received", source.fields.count(prefix + "bytes_received"));
+        totals.set("total.next_sync", source.fields.count(prefix + "sync") + 1);
+    }
+}
+
 inline Fields new_fields(const StoredState& source, const StateShape& old, const StateShape& to) {
     Fields fields = fields_that_stay(source);
+    count_merged(fields, source, old);
     fields.set("float_bytes", long(sizeof(floatX)));
     // About the same place, in samples of another size.
     const uint64_t sample = fields.count("data.sample");

@@ -163,6 +163,10 @@ Fields fields_of(const StateShape& shape, const std::vector<Flying>& flying) {
     fields.set("data.sample", uint64_t(7));
     fields.set("data.sample_tokens", shape.sample_tokens);
     fields.set("total.waited_seconds", 0.5 + shape.worker + 0.01 * shape.rank);
+    fields.set("total.syncs", 5L);
+    fields.set("total.next_sync", 5L);
+    fields.set("total.outer_bytes_sent", uint64_t(5000));
+    fields.set("total.outer_bytes_received", uint64_t(6000));
     if (!shape.streams()) { return fields; }
     fields.set("fragments", long(shape.fragments.size()));
     for (size_t p = 0; p < shape.fragments.size(); p++) {
@@ -175,6 +179,8 @@ Fields fields_of(const StateShape& shape, const std::vector<Flying>& flying) {
         fields.set(name_in_flight(i) + "fragment", flying[i].fragment);
         fields.set(name_in_flight(i) + "send_step", step);
         fields.set(name_in_flight(i) + "values", shard_values(fragment, shape.layout));
+        fields.set(name_in_flight(i) + "bytes_sent", uint64_t(100 + i));
+        fields.set(name_in_flight(i) + "bytes_received", uint64_t(200 + i));
     }
     return fields;
 }
@@ -554,6 +560,10 @@ TEST(Reshape, means_in_flight_are_merged_at_once) {
             EXPECT_TRUE(same_bits(now.model("params"), params));
             EXPECT_EQ(now.fields().integer("in_flight"), 0);
             EXPECT_FALSE(now.fields().has("in_flight.0.sync"));
+            EXPECT_EQ(now.fields().integer("total.syncs"), 7);
+            EXPECT_EQ(now.fields().integer("total.next_sync"), 7);
+            EXPECT_EQ(now.fields().count("total.outer_bytes_sent"), 5201u);
+            EXPECT_EQ(now.fields().count("total.outer_bytes_received"), 6401u);
             EXPECT_TRUE(contains(now.all_notes(), "means were merged at once: 2\n"));
         }
     }
