@@ -66,7 +66,7 @@ struct Options {
     std::string outer_optimizer;  // empty: none for one worker, nesterov for more
     float outer_learning_rate = 0.4f;
     float outer_momentum = 0.9f;
-    std::string outer_format = "fp4";
+    std::string outer_format = "fp4_e2m1";
     std::string outer_exchange = "auto";
     std::string outer_rounding = "nearest";
     bool outer_error_feedback = false;

@@ -40,7 +40,7 @@ inline ExchangeKind parse_exchange(const std::string& name) {
 
 // What the workers send each other. The same on all of them.
 struct WireOptions {
-    Format format = Format::fp4;
+    Format format = Format::fp4_e2m1;
     ExchangeKind exchange = ExchangeKind::automatic;
     bool stochastic = false;      // rounding; else to nearest
     uint64_t seed = 0;            // of stochastic rounding
