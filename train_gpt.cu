@@ -1498,6 +1498,29 @@ inline void make_comms(const Options& o, const Process& process, Watchdog& watch
     watchdog.guard(*outer);
 }
 
+// What comes before the loop.
+inline void begin_training(Run& run, Process& process) {
+    Resumption& resumed = run.resumed;
+    if (resumed.step == 0) {
+        const Watchdog::Watch watch(run.watchdog, "what comes before step 1");
+        between_steps(run, 0);
+    }
+    if (run.checkpointer) {
+        run.stopping.largest_overlap = largest_overlap(run.options, process);
+        run.stopping.request.emplace();  // until here one ends the process at once: there is nothing to write
+    }
+    if (run.diloco) {  // no worker begins before the others, only to wait for them at its first merge
+        const Watchdog::Watch watch(run.watchdog, "the first exchange");
+        run.diloco->rehearse(run.worker.main);
+    }
+    if (resumed.state) {
+        restore(run, resumed.fields);
+        if (run.diloco) { run.diloco->restore(*resumed.state, resumed.fields, run.worker.main); }
+        resumed.state.reset();
+    }
+    if (run.options.save_every > 0 && run.checkpointer) { run.snapshot = make_snapshot(run); }
+}
+
 // From the meeting of all processes to the end of the run.
 // Returns whether it has come to its end: it may have been asked to stop.
 inline bool train_together(const Options& o, Process& process, Inputs& in) {
@@ -1556,24 +1579,7 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
     if (run.speaks()) { print_banner(run, exchanges); }
     bool is_complete = false;
     or_leave(process, [&] {
-        if (resumed.step == 0) {
-            const Watchdog::Watch watch(watchdog, "what comes before step 1");
-            between_steps(run, 0);
-        }
-        if (checkpointer) {
-            run.stopping.largest_overlap = largest_overlap(o, process);
-            run.stopping.request.emplace();
-        }
-        if (diloco) {  // no worker begins before the others, only to wait for them at its first merge
-            const Watchdog::Watch watch(watchdog, "the first exchange");
-            diloco->rehearse(main);
-        }
-        if (resumed.state) {
-            restore(run, resumed.fields);
-            if (diloco) { diloco->restore(*resumed.state, resumed.fields, main); }
-            resumed.state.reset();
-        }
-        if (o.save_every > 0 && checkpointer) { run.snapshot = make_snapshot(run); }
+        begin_training(run, process);
         is_complete = training_loop(run);
         process.leave();
     });
