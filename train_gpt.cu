@@ -685,6 +685,9 @@ inline void check_options(const Options& o) {
     if (o.resume && o.output.empty()) {
         throw UserError("-y 1 resumes from the folder of the logs: give -o");
     }
+    if (o.save_every > 0 && o.output.empty()) {
+        throw UserError(format("-n %ld writes checkpoints into the folder of the logs: give -o", o.save_every));
+    }
     if (o.streams() && o.save_every > 0 && o.save_every <= o.overlap) {
         throw UserError(format("a checkpoint every %ld steps (-n) lacks what is in flight for %ld (--overlap): "
                                "give a larger -n", o.save_every, o.overlap));

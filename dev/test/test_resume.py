@@ -454,6 +454,10 @@ def test_resuming_needs_a_folder(run):
     refused(run("run", {**TWO, "-o": None}, status=2), "-y 1", "-o")
 
 
+def test_checkpoints_need_a_folder(run):
+    refused(run("run", {**TWO, "-y": 0, "-o": None}, status=2), "-n 10", "-o")
+
+
 @pytest.mark.parametrize("change,words", [
     ({"-x": 40}, ["step 60", "after step 40", "-x"]),
     ({"--channels": 64}, ["another model"]),
