@@ -921,7 +921,7 @@ struct Run {
     Checkpointer* checkpointer;  // null where nothing is written
     Stopping stopping;
     Totals totals;
-    std::unique_ptr<Snapshot> snapshot;  // made for the first checkpoint
+    std::unique_ptr<Snapshot> snapshot;  // made before the loop, or without -n when the run is stopped
     StepResult results[2];     // of this step and of the one before
     double last_collected = 0;  // now_seconds() when the step before this one was through
     double first_seconds = 0;   // of the first step that was trained here

@@ -7,7 +7,8 @@
 // Times are in seconds; "time" counts from the start of the log. Every line is flushed: a reader may follow.
 // A sync's numbers are of this process's shard of the fragment:
 //   wire_seconds, waited_seconds   of the exchange itself; that training stood still for it
-//   staleness           steps from its send to its merge: tau, fewer for what the run's end brings in
+//   staleness           steps from its send to its merge: tau, fewer for what the run's end brings in,
+//                       more where a resume has made tau smaller
 //   delta_norm          of this worker's outer gradient as it was encoded (with error feedback: its residual
 //                       included)
 //   quantization_error  the norm of what encoding lost of it, as a fraction of delta_norm

@@ -222,6 +222,7 @@ def check_case(begin, run, base, options, how, back_to=10):
     resumed = run(name, options)
     step = resumed_step(resumed)
     assert 0 < step < options["-x"] and (how != "set back" or step == back_to)
+    assert "goes on in" not in resumed.stdout()  # from its own state as it is, and not from a reshaped one
     compare(resumed.written(), expected.written())
 
 
