@@ -158,7 +158,7 @@ def test_the_program_takes_every_line_of_gpt2_124M_toml(tmp_path):
     config = SCRIPTS / "gpt2_124M.toml"
     keys = re.findall(r"^([a-z-]+) =", config.read_text(), flags=re.MULTILINE)
     assert {"model", "lr", "inner-steps"} <= set(keys)
-    command = [TRAINER, "--config", config, "-i", tmp_path / "none.bin", "-j", tmp_path / "none.bin"]
+    command = [TRAINER, "--config", config, "-i", tmp_path / "none.bin", "-j", tmp_path / "none.bin", "-o", tmp_path]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2 and result.stderr.startswith("error: no file matches"), result.stderr
 
