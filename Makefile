@@ -3,7 +3,7 @@
 # make test     every test                         make demo   two workers train a GPT on real text
 # make bench-cpu   speed on this CPU (PEERS=1: and PyTorch's)
 # make bench-formats   what the wire's formats lose, and their speed (DELTAS="BEFORE.bin AFTER.bin")
-# make bench-wire-quality   what they cost in validation loss: 42 runs, about an hour; resumable
+# make bench-wire-quality   what they cost in validation loss: 45 runs, about 70 minutes; resumable
 # make test-emulated   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test)
 # make check-cuda      the same kernels through nvcc, if there is one (part of make test)
 # make test-gpu        the same tests and more on this machine's GPU       make bench-gpu   its speed

@@ -40,7 +40,7 @@ def make_run(arguments, setting, seed, seconds=60):
 
 def test_all_runs_train_and_validate_on_the_same_tokens():
     names = [setting.name for setting in wire_quality.SETTINGS]
-    assert len(names) == len(set(names)) == 14
+    assert len(names) == len(set(names)) == 15
     for setting in wire_quality.SETTINGS:
         options = wire_quality.options_of(setting, 1, 1_200_000, "text")
         ranks = options.get("--ranks", 1)
