@@ -13,7 +13,7 @@ import re
 # the worker's.
 STREAMING = {"--layers": 1, "--heads": 1, "--channels": 64, "--vocab-size": 64, "-t": 16, "-b": 1, "-d": 64,
              "-x": 5, "-l": 1e-2, "-k": "constant", "--workers": 2, "--ranks": 2, "-H": 3, "--overlap": 2,
-             "--fragment-layers": 1, "--outer-dtype": "fp4", "-v": 3, "-m": 3, "-n": 2, "-s": 2, "-g": 2}
+             "--fragment-layers": 1, "--outer-dtype": "fp4", "-v": 3, "-m": 3, "-n": 3, "-s": 2, "-g": 2}
 
 CONFIGURATIONS = {
     "nccl": {**STREAMING, "--outer-offload": True},
