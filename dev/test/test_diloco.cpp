@@ -602,7 +602,7 @@ TEST(Diloco, a_worker_that_is_missing_at_the_rehearsal_or_of_another_format_is_n
         LocalGroup group(2, 5);
         return run_members(2, [&](int worker) {
             DilocoOptions options;
-            if (!leaves && worker == 1) { options.wire.format = Format::fp4_e2m1; }
+            if (!leaves && worker == 1) { options.wire.format = Format::fp4; }
             LocalComm comm(group, worker);
             Member member(options, fragments_of(layout, 0, 100), layout, comm);
             member.start();

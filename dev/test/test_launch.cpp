@@ -680,7 +680,7 @@ public:
     std::optional<std::string> try_get(const std::string& key) override {
         const std::optional<std::string> value = MemoryStore::try_get(key);
         if (key == "run/fingerprint/verdict" && !value) {
-            set(key, "; they differ");
+            set(key, "they differ");
             set("run/cause", "worker 0 rank 0\nhas stopped: they differ");
         }
         return value;
