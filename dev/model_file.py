@@ -11,15 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
+from compare import UserError
+
 MAGIC = 20240326
 VERSIONS = {3: "float32", 5: "bfloat16"}
 HEADER_BYTES = 1024
 STORED_AS = {"float32": np.dtype("<f4"), "bfloat16": np.dtype("<u2")}
 LARGEST_SIZE = 1 << 24  # far above any model's
-
-
-class UserError(Exception):
-    """A mistake of the user's: what is wrong, and what to do."""
 
 
 @dataclass(frozen=True)

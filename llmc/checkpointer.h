@@ -79,11 +79,8 @@ public:
     std::set<long> whole_steps(const std::string& lineage) const {
         std::set<long> steps;
         for (const std::string& name : names()) {
-            long step = -1;
-            if (sscanf(name.c_str(), "DONE_%ld", &step) == 1 && folder + "/" + name == done(step) &&
-                is_done(step, lineage)) {
-                steps.insert(step);
-            }
+            const std::optional<long> step = done_named(name);
+            if (step && is_done(*step, lineage)) { steps.insert(*step); }
         }
         return steps;
     }
@@ -97,7 +94,7 @@ public:
         }
         for (const std::string& name : names()) {
             const std::string path = folder + "/" + name;
-            const std::optional<long> step = own_step(path, name);
+            const std::optional<long> step = own_step(name);
             if (!step || !unwanted(*step) || !is_of(path, lineage)) { continue; }
             if (index == 0) { unlink_file(model(*step)); }
             unlink_file(path);
@@ -114,22 +111,15 @@ public:
 
 private:
     std::vector<std::string> names() const {
-        std::vector<std::string> found;
-        std::error_code error;
-        std::filesystem::directory_iterator entry(folder, error), end;
-        for (; !error && entry != end; entry.increment(error)) {
-            found.push_back(entry->path().filename().string());
-        }
-        return found;
+        std::error_code unreadable;
+        return names_in(folder, unreadable);
     }
 
     // Of this process's own states, and of those of processes that the run no longer has.
-    std::optional<long> own_step(const std::string& path, const std::string& name) const {
-        long step = -1;
-        int writer = -1;
-        const bool is_own = sscanf(name.c_str(), "state_%ld_%d", &step, &writer) == 2 &&
-                            path == state_path(folder, step, writer) && (writer == index || writer >= size);
-        return is_own ? std::optional<long>(step) : std::nullopt;
+    std::optional<long> own_step(const std::string& name) const {
+        const auto state = state_named(name);
+        const bool is_own = state && (state->second == index || state->second >= size);
+        return is_own ? std::optional<long>(state->first) : std::nullopt;
     }
 
     bool is_done(long step, const std::string& lineage) const {

@@ -122,29 +122,15 @@ inline ResumePoint look_at_done(const std::string& folder, long step) {
     } catch (const std::runtime_error&) { return {step, "", 1, 1}; }
 }
 
-inline std::vector<std::string> names_in(const std::string& folder, std::error_code& error) {
-    std::vector<std::string> names;
-    std::filesystem::directory_iterator entry(folder, error);
-    for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
-        names.push_back(entry->path().filename());
-    }
-    return names;
-}
-
 inline FolderView view_folder(const std::string& folder) {
     FolderView view;
     view.folder = folder;
     std::error_code error;
     for (const std::string& name : names_in(folder, error)) {
-        const std::string path = folder + "/" + name;
-        long step = -1;
-        int process = -1;
-        if (sscanf(name.c_str(), "state_%ld_%d", &step, &process) == 2 && step >= 0 && process >= 0 &&
-            path == state_path(folder, step, process)) {
-            view.states[{step, process}] = look_at_state(folder, step, process);
-        } else if (sscanf(name.c_str(), "DONE_%ld", &step) == 1 && step >= 0 &&
-                   path == done_path(folder, step)) {
-            view.done[step] = look_at_done(folder, step);
+        if (const auto state = state_named(name)) {
+            view.states[*state] = look_at_state(folder, state->first, state->second);
+        } else if (const auto step = done_named(name)) {
+            view.done[*step] = look_at_done(folder, *step);
         }
     }
     if (error && error != std::errc::no_such_file_or_directory) { view.trouble = error.message(); }

@@ -16,15 +16,19 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <functional>
 #include <map>
 #include <memory>
 #include <new>
 #include <optional>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -56,6 +60,32 @@ inline std::string model_path(const std::string& folder, long step) {
 }
 inline std::string done_path(const std::string& folder, long step) {
     return folder + format("/DONE_%08ld", step);
+}
+
+// The step and the process of a file of a name that state_path() gives, and the step of one that done_path()
+// gives; nothing for any other name.   name: without the folder
+inline std::optional<std::pair<long, int>> state_named(const std::string& name) {
+    long step = -1;
+    int process = -1;
+    const bool is_one = sscanf(name.c_str(), "state_%ld_%d", &step, &process) == 2 && step >= 0 &&
+                        process >= 0 && "/" + name == state_path("", step, process);
+    return is_one ? std::optional<std::pair<long, int>>({step, process}) : std::nullopt;
+}
+inline std::optional<long> done_named(const std::string& name) {
+    long step = -1;
+    const bool is_one =
+        sscanf(name.c_str(), "DONE_%ld", &step) == 1 && step >= 0 && "/" + name == done_path("", step);
+    return is_one ? std::optional<long>(step) : std::nullopt;
+}
+
+// Of all that is in the folder; `error`: where it cannot be read, and then as many as could be.
+inline std::vector<std::string> names_in(const std::string& folder, std::error_code& error) {
+    std::vector<std::string> names;
+    std::filesystem::directory_iterator entry(folder, error);
+    for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
+        names.push_back(entry->path().filename());
+    }
+    return names;
 }
 
 // -----------------------------------------------------------------------------------------------------------
