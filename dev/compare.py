@@ -50,11 +50,11 @@ def read_lines(path):
     for number, line in enumerate(text.splitlines(), 1):
         try:
             fields = json.loads(line)
-            lines[fields["type"]].append(fields)
+            lines.setdefault(fields["type"], []).append(fields)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} line {number} is no line of metrics: give a run's folder") from error
-    if len(lines["run"]) != 1 or lines["run"][0]["version"] != 1:
-        raise UserError(f"{path} is not the log of one run, version 1: give the folder of a run")
+    if len(lines["run"]) != 1 or lines["run"][0]["version"] not in (1, 2):
+        raise UserError(f"{path} is not the log of one run, version 1 or 2: give the folder of a run")
     if len(lines["end"]) != 1 or not lines["step"]:
         raise UserError(f"the run in {path.parent} did not finish: wait for it, or start it again")
     return lines

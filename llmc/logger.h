@@ -1,22 +1,9 @@
 // What a run writes down while it goes.
-//   main.log        llm.c's, one line a step or validation, by process 0: what its plotting scripts read
+//   main.log        llm.c's, one line a step or evaluation, by process 0: what its plotting scripts read
 //   metrics.jsonl   by process 0, and metrics_00001.jsonl, ... by the others: everything measured, one JSON
-//                   object a line, "type" first: run, step, eval, sync, checkpoint,
-//                   resume, end
+//                   object a line, "type" first. dev/metrics.md says what each type and field means
 //   StatusLine      on a terminal one live line, rewritten in place; piped, a plain line every few seconds
 // Times are in seconds; "time" counts from the start of the log. Every line is flushed: a reader may follow.
-// A sync's numbers are of this process's shard of the fragment:
-//   wire_seconds, waited_seconds   of the exchange itself; that training stood still for it
-//   staleness           steps from its send to its merge: tau, fewer for what the run's end brings in,
-//                       more where a resume has made tau smaller
-//   delta_norm          of this worker's outer gradient as it was encoded (with error feedback: its residual
-//                       included)
-//   quantization_error  the norm of what encoding lost of it, as a fraction of delta_norm
-//   mean_norm           of the mean that was applied; null where none was
-//   cosines             between the workers' outer gradients as they were decoded: of the pairs (0, 1),
-//                       (0, 2), ..., (1, 2), ...; null for one worker, and for more than eight, which have
-//   mean_cosines        instead, of each worker's with the mean of all, before that is rounded; else null
-// Where nobody applied a sync, for a delta was not finite, all norms, the error and cosines are null.
 #pragma once
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -48,10 +35,14 @@ public:
     JsonLine& field(const char* name, const std::string& value) { return raw(name, quoted(value)); }
     JsonLine& field(const char* name, const char* value) { return raw(name, quoted(value)); }
     JsonLine& field(const char* name, double value) { return raw(name, number(value)); }
+    JsonLine& field(const char* name, bool value) { return raw(name, value ? "true" : "false"); }
     JsonLine& field(const char* name, int value) { return raw(name, std::to_string(value)); }
     JsonLine& field(const char* name, long value) { return raw(name, std::to_string(value)); }
     JsonLine& field(const char* name, uint64_t value) { return raw(name, std::to_string(value)); }
     JsonLine& field(const char* name, const JsonLine& value) { return raw(name, value.str()); }
+    JsonLine& field(const char* name, const std::optional<long>& value) {  // none: null
+        return raw(name, value ? std::to_string(*value) : "null");
+    }
     JsonLine& field(const char* name, const std::vector<double>& values) {  // none: null
         std::string list;
         for (double value : values) { list += (list.empty() ? "" : ",") + number(value); }
@@ -92,10 +83,16 @@ private:
     std::string text;
 };
 
+// Of metrics.jsonl (dev/metrics.md). Readers ignore what they do not know: a new type or field leaves the
+// number as it is, one that is gone or means something else raises it.
+constexpr int metrics_version = 2;
+
 struct RunMetrics {
     int worker = 0, rank = 0, workers = 1, ranks = 1;
     long parameters = 0;
     std::vector<std::pair<std::string, std::string>> options;  // name and value
+    std::optional<long> steps = {};             // of the whole run
+    std::vector<double> fragment_offsets = {};  // t_p of each fragment; none without an outer optimizer
 };
 
 struct StepMetrics {
@@ -104,6 +101,9 @@ struct StepMetrics {
     uint64_t tokens = 0;  // that this worker has trained on so far
     double tokens_per_second = 0;
     uint64_t inner_bytes_sent = 0, inner_bytes_received = 0;  // by this process so far
+    double loss_zscore = NAN, norm_zscore = NAN;  // NAN until there are enough steps to compare with
+    bool skipped = false;                         // the update
+    double mfu = NAN;                             // NAN where the device's peak is not known
 };
 
 struct SyncMetrics {
@@ -128,7 +128,7 @@ struct EndMetrics {
 struct LogCut {
     long step = 0;            // the checkpoint's
     long first_sync = 0;      // the first that was not applied
-    bool keeps_eval = false;  // of that very step
+    bool keeps_eval = false;  // of that very step, HellaSwag's too
 };
 
 // UserError where the folder, if it is there, holds models or states of a run.
@@ -171,15 +171,17 @@ public:
     void run(const RunMetrics& m, long resumed_at = 0) {
         JsonLine options;
         for (const auto& [name, value] : m.options) { options.field(name.c_str(), value); }
+        JsonLine line;
         if (has_run_line) {
-            write(JsonLine().field("type", "resume").field("step", resumed_at).field("time", seconds())
-                      .field("worker", m.worker).field("rank", m.rank).field("workers", m.workers)
-                      .field("ranks", m.ranks).field("options", options));
-            return;
+            line.field("type", "resume").field("step", resumed_at);
+        } else {
+            line.field("type", "run").field("version", metrics_version);
         }
-        write(JsonLine().field("type", "run").field("version", 1).field("worker", m.worker)
-                  .field("rank", m.rank).field("workers", m.workers).field("ranks", m.ranks)
-                  .field("parameters", m.parameters).field("options", options));
+        line.field("time", seconds()).field("unix_time", unix_seconds()).field("worker", m.worker)
+            .field("rank", m.rank).field("workers", m.workers).field("ranks", m.ranks)
+            .field("parameters", m.parameters).field("steps", m.steps)
+            .field("fragment_offsets", m.fragment_offsets).field("options", options);
+        write(line);
     }
 
     void step(const StepMetrics& m) {
@@ -189,13 +191,22 @@ public:
                   .field("seconds", m.seconds).field("tokens", m.tokens)
                   .field("tokens_per_second", m.tokens_per_second)
                   .field("inner_bytes_sent", m.inner_bytes_sent)
-                  .field("inner_bytes_received", m.inner_bytes_received));
+                  .field("inner_bytes_received", m.inner_bytes_received)
+                  .field("loss_zscore", m.loss_zscore).field("norm_zscore", m.norm_zscore)
+                  .field("skipped", m.skipped).field("mfu", m.mfu));
     }
 
     void eval(long step, double loss) {
         print(main_log, format("s:%ld tel:%.4f", step, loss));
         write(JsonLine().field("type", "eval").field("step", step).field("time", seconds())
                   .field("loss", loss));
+    }
+
+    // accuracy: of `examples` examples, the share whose right ending the model finds likeliest
+    void hellaswag(long step, double accuracy, long examples) {
+        print(main_log, format("s:%ld eval:%.4f", step, accuracy));
+        write(JsonLine().field("type", "hellaswag").field("step", step).field("time", seconds())
+                  .field("accuracy", accuracy).field("examples", examples));
     }
 
     void sync(const SyncMetrics& m) {
@@ -300,7 +311,8 @@ private:
         for (const char* step : {"s:%ld trl:%n", "{\"type\":\"step\",\"step\":%ld,%n"}) {
             if (const auto n = number(step)) { return *n <= cut.step; }
         }
-        for (const char* eval : {"s:%ld tel:%n", "{\"type\":\"eval\",\"step\":%ld,%n"}) {
+        for (const char* eval : {"s:%ld tel:%n", "s:%ld eval:%n", "{\"type\":\"eval\",\"step\":%ld,%n",
+                                 "{\"type\":\"hellaswag\",\"step\":%ld,%n"}) {
             if (const auto n = number(eval)) { return *n < cut.step || (*n == cut.step && cut.keeps_eval); }
         }
         if (const auto kept = is_kept_sync(line, cut)) { return *kept; }
@@ -328,6 +340,10 @@ private:
 
     double seconds() const {
         return seconds_before + std::chrono::duration<double>(Clock::now() - start).count();
+    }
+    static long unix_seconds() {
+        const auto now = std::chrono::system_clock::now().time_since_epoch();
+        return long(std::chrono::duration_cast<std::chrono::seconds>(now).count());
     }
     void write(const JsonLine& line) { print(metrics, line.str()); }
 

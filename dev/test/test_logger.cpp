@@ -21,9 +21,11 @@ std::vector<std::string> lines_of(const std::string& path) {
 std::vector<std::string> without_times(const std::string& path) {
     std::vector<std::string> lines = lines_of(path);
     for (std::string& line : lines) {
-        const size_t begin = line.find("\"time\":");
-        if (begin == std::string::npos) { continue; }
-        line.replace(begin, line.find_first_of(",}", begin) - begin, "\"time\":T");
+        for (const std::string name : {"\"time\":", "\"unix_time\":"}) {
+            const size_t begin = line.find(name);
+            if (begin == std::string::npos) { continue; }
+            line.replace(begin, line.find_first_of(",}", begin) - begin, name + "T");
+        }
     }
     return lines;
 }
@@ -49,18 +51,22 @@ TEST(Logger, main_log_is_llmcs) {
     StepMetrics step;
     step.step = 1, step.loss = 4.98765, step.learning_rate = 3e-4, step.norm = 1.2345;
     logger.step(step);
+    logger.hellaswag(1, 0.29446, 10042);
     EXPECT_EQ(read_bytes(folder / "new/log/main.log"),
               "s:0 tel:5.1235\n"
-              "s:1 trl:4.9877 lr:0.000300 norm:1.23\n");
+              "s:1 trl:4.9877 lr:0.000300 norm:1.23\n"
+              "s:1 eval:0.2945\n");
 }
 
 TEST(Logger, metrics_hold_every_field_one_object_a_line) {
     TemporaryFolder folder;
     Logger logger(folder.name(), 0, 2);
-    RunMetrics run{0, 0, 2, 1, 812345, {{"--lr", "0.001"}, {"--output", "a \"b\\c\"\n"}}};
+    RunMetrics run{0, 0, 2, 1, 812345, {{"--lr", "0.001"}, {"--output", "a \"b\\c\"\n"}}, 21, {0, 7, 14}};
     logger.run(run);
     logger.step({1, 4.5f, 3e-4f, 1.25, 0.5, 4096, 8192, 10, 20});
+    logger.step({2, 4.5, 0.5, 1.25, 0.5, 4096, 8192, 10, 20, -0.5, 3.5, true, 0.375});
     logger.eval(1, 4.25);
+    logger.hellaswag(1, 0.28125, 10042);
     logger.sync({7, 2, 20, 23, 6000000000u, 5, 0.125, 0.5, 0xfedcba9876543210u, 0.5, 0.25, 0.0625,
                  {1, NAN, -0.125}, {}});
     SyncMetrics many;  // workers
@@ -68,11 +74,17 @@ TEST(Logger, metrics_hold_every_field_one_object_a_line) {
     logger.sync(many);
     logger.end({21, 9.5, 1, 2, 0.75});
     const std::vector<std::string> expected = {
-        R"({"type":"run","version":1,"worker":0,"rank":0,"workers":2,"ranks":1,"parameters":812345,)"
+        R"({"type":"run","version":2,"time":T,"unix_time":T,"worker":0,"rank":0,"workers":2,"ranks":1,)"
+        R"("parameters":812345,"steps":21,"fragment_offsets":[0,7,14],)"
         R"("options":{"--lr":"0.001","--output":"a \"b\\c\"\u000a"}})",
         R"({"type":"step","step":1,"time":T,"loss":4.5,"lr":0.000300000014,"norm":1.25,"seconds":0.5,)"
-        R"("tokens":4096,"tokens_per_second":8192,"inner_bytes_sent":10,"inner_bytes_received":20})",
+        R"("tokens":4096,"tokens_per_second":8192,"inner_bytes_sent":10,"inner_bytes_received":20,)"
+        R"("loss_zscore":null,"norm_zscore":null,"skipped":false,"mfu":null})",
+        R"({"type":"step","step":2,"time":T,"loss":4.5,"lr":0.5,"norm":1.25,"seconds":0.5,)"
+        R"("tokens":4096,"tokens_per_second":8192,"inner_bytes_sent":10,"inner_bytes_received":20,)"
+        R"("loss_zscore":-0.5,"norm_zscore":3.5,"skipped":true,"mfu":0.375})",
         R"({"type":"eval","step":1,"time":T,"loss":4.25})",
+        R"({"type":"hellaswag","step":1,"time":T,"accuracy":0.28125,"examples":10042})",
         R"({"type":"sync","sync":7,"fragment":2,"send_step":20,"apply_step":23,"time":T,)"
         R"("bytes_sent":6000000000,"bytes_received":5,"wire_seconds":0.125,"waited_seconds":0.5,)"
         R"("global_hash":"fedcba9876543210","staleness":3,"delta_norm":0.5,"mean_norm":0.25,)"
@@ -161,6 +173,7 @@ TEST(Logger, a_resumed_run_goes_on_without_what_it_does_again) {
             sync.apply_step = n;
             if (n > 2) { logger.sync(sync); }
             logger.eval(n, double(n));
+            logger.hellaswag(n, 0.25, 10);
             if (n % 3 == 0) { logger.checkpoint(n, 0.5); }
         }
     };
@@ -175,13 +188,13 @@ TEST(Logger, a_resumed_run_goes_on_without_what_it_does_again) {
     std::ofstream(folder / "metrics.jsonl", std::ios::app) << R"({"type":"step","step":2,"ti)";  // torn
     Logger logger(folder.name(), 0, 2, true, LogCut{3, 2, true});
     const std::vector<std::string> kept = without_times(folder / "metrics.jsonl");
-    EXPECT_EQ(kept, std::vector<std::string>(whole.begin(), whole.begin() + 9));
+    EXPECT_EQ(kept, std::vector<std::string>(whole.begin(), whole.begin() + 12));
     logger.run({}, 3);
     write(logger, 4, 6);
     logger.end({});
     std::vector<std::string> resumed = without_times(folder / "metrics.jsonl");
-    EXPECT_EQ(resumed[9].rfind(R"({"type":"resume","step":3,)", 0), 0u);
-    resumed.erase(resumed.begin() + 9);
+    EXPECT_EQ(resumed[12].rfind(R"({"type":"resume","step":3,)", 0), 0u);
+    resumed.erase(resumed.begin() + 12);
     EXPECT_EQ(resumed, whole);
     EXPECT_EQ(read_bytes(folder / "main.log"), main_log);
 }
@@ -198,8 +211,9 @@ TEST(Logger, a_run_that_goes_on_with_fewer_processes_keeps_what_the_others_have_
         EXPECT_EQ(lines_of(folder / format("metrics_%05d.jsonl", process)).size(), 3u);
     }
     logger.run({0, 0, 1, 1, 0, {}}, 2);
-    const std::string resumed = lines_of(folder / "metrics.jsonl").back();
-    EXPECT_TRUE(contains(resumed, R"("worker":0,"rank":0,"workers":1,"ranks":1,"options":{})"));
+    EXPECT_EQ(without_times(folder / "metrics.jsonl").back(),
+              R"({"type":"resume","step":2,"time":T,"unix_time":T,"worker":0,"rank":0,"workers":1,"ranks":1,)"
+              R"("parameters":0,"steps":null,"fragment_offsets":null,"options":{}})");
 }
 
 TEST(Logger, syncs_are_kept_by_the_step_that_merged_them_for_other_fragments_have_other_numbers) {
@@ -222,6 +236,28 @@ TEST(Logger, syncs_are_kept_by_the_step_that_merged_them_for_other_fragments_hav
     Logger logger(folder.name(), 0, 1, true, LogCut{6, 10, true});
     EXPECT_EQ(without_times(folder / "metrics.jsonl"),
               std::vector<std::string>(whole.begin(), whole.end() - 2));
+}
+
+TEST(Logger, evaluations_of_the_step_that_a_run_goes_on_from_are_kept_only_where_they_do_not_come_again) {
+    for (bool keeps_eval : {true, false}) {
+        TemporaryFolder folder;
+        {
+            Logger logger(folder.name(), 0, 1);
+            logger.run({});
+            for (long step : {4, 8, 12}) {
+                logger.eval(step, 2.0);
+                logger.hellaswag(step, 0.25, 10);
+            }
+        }
+        const std::vector<std::string> whole = without_times(folder / "metrics.jsonl");
+        Logger logger(folder.name(), 0, 1, true, LogCut{8, 0, keeps_eval});
+        const long steps = keeps_eval ? 2 : 1;
+        EXPECT_EQ(without_times(folder / "metrics.jsonl"),
+                  std::vector<std::string>(whole.begin(), whole.begin() + 1 + 2 * steps));
+        const std::string first = "s:4 tel:2.0000\ns:4 eval:0.2500\n";
+        EXPECT_EQ(read_bytes(folder / "main.log"),
+                  keeps_eval ? first + "s:8 tel:2.0000\ns:8 eval:0.2500\n" : first);
+    }
 }
 
 TEST(Logger, a_log_that_goes_on_has_times_that_go_on_and_one_that_is_missing_begins) {
