@@ -23,7 +23,7 @@ struct Options {
     std::string output;
     std::string tokenizer;
     int layers = 0, heads = 0, channels = 0, vocab_size = 0, max_seq_len = 0;
-    int shuffle = 1;
+    int shuffle = 1, overfit = 0;
     uint64_t seed = 1337;
     // the step
     int batch = 4;
@@ -41,13 +41,21 @@ struct Options {
     float weight_decay = 0.0f;
     float beta1 = 0.9f, beta2 = 0.95f, epsilon = 1e-8f;
     float clip = 1.0f;
+    float skip_loss_zscore = 0.0f, skip_norm_zscore = 0.0f;  // 0: no update is skipped
     // watching it
     long validate_every = 20;
     long validation_batches = 20;
     long sample_every = 20;
     int sample_length = 64;
     float temperature = 0.8f;
+    int top_k = 0;
+    float top_p = 1.0f;
+    std::string prompt;
     std::string evaluate = "global";
+    int hellaswag = 0;
+    std::string hellaswag_data;
+    // another job than training
+    bool generate = false;
     // checkpoints
     long save_every = 0;
     long keep_checkpoints = 0, major_checkpoints = 0;
@@ -93,6 +101,9 @@ inline void define_options(CLI::App& app, Options& o) {
     app.set_help_flag("--help", "Print this text and leave")->group("General");
     app.set_config("--config", "", "Read options from this TOML file; those on the command line win")
         ->group("General");
+    app.add_flag("--generate", o.generate, "Write text with the model of -e instead of training")
+        ->configurable(false)
+        ->group("General");
     app.add_flag("--options-table", o.print_table, "Print this table in Markdown and leave")
         ->configurable(false)
         ->group("");
@@ -110,6 +121,8 @@ inline void define_options(CLI::App& app, Options& o) {
     const CLI::Validator positive = number("at least 1", [](double x) { return x >= 1; });
     const CLI::Validator above_zero = number("more than 0", [](double x) { return x > 0; });
     const CLI::Validator fraction = number("0 to 1", [](double x) { return x >= 0 && x <= 1; });
+    const CLI::Validator share =
+        number("more than 0 and at most 1", [](double x) { return x > 0 && x <= 1; });
     const CLI::Validator below_one =
         number("at least 0 and less than 1", [](double x) { return x >= 0 && x < 1; });
     const CLI::Range size(0, 1 << 20);  // of a model: beyond that products would not fit
@@ -141,6 +154,8 @@ inline void define_options(CLI::App& app, Options& o) {
               add("--max-seq-len", o.max_seq_len, "Positions of the model (0: as many as -t)")->check(size),
               add("--shuffle", o.shuffle,
                   "1: draw the order of shards and samples anew each epoch; 0: as they lie")
+                  ->check(CLI::IsMember({0, 1})),
+              add("-a,--overfit", o.overfit, "1: train on one batch again and again; 0: on all of the data")
                   ->check(CLI::IsMember({0, 1})),
               add("--seed", o.seed, "Seed of everything random"),
           });
@@ -176,6 +191,13 @@ inline void define_options(CLI::App& app, Options& o) {
               add("--beta2", o.beta2, "AdamW's beta 2")->check(below_one),
               add("--epsilon", o.epsilon, "AdamW's epsilon")->check(above_zero),
               add("--clip", o.clip, "Largest gradient norm (0: no clipping)")->check(not_negative),
+              add("--skip-loss-zscore", o.skip_loss_zscore,
+                  "-sl: skip an update whose loss is so many standard deviations above the last ones' mean "
+                  "(0: never)")
+                  ->check(not_negative),
+              add("--skip-norm-zscore", o.skip_norm_zscore,
+                  "-sg: the same by the norm of the gradient (0: never)")
+                  ->check(not_negative),
           });
     group(
         "Watching",
@@ -188,9 +210,20 @@ inline void define_options(CLI::App& app, Options& o) {
                 "Sample text every so many steps, and at the end (0: never)")
                 ->check(not_negative),
             add("-g,--sample-length", o.sample_length, "Tokens in a sample")->check(positive),
-            add("--temperature", o.temperature, "Temperature of the samples")->check(above_zero),
+            add("--prompt", o.prompt, "What samples begin with (default: the end-of-text token alone)"),
+            add("--temperature", o.temperature, "Temperature of the samples (0: always the likeliest token)")
+                ->check(not_negative),
+            add("--top-k", o.top_k, "Draw from the so many likeliest tokens (0: from all)")
+                ->check(CLI::Range(0, 1 << 20)),
+            add("--top-p", o.top_p,
+                "Draw from the likeliest tokens that have this probability together (1: from all)")
+                ->check(share),
             add("--eval", o.evaluate, "Which parameters are evaluated and saved: global or local")
                 ->check(CLI::IsMember({"global", "local"})),
+            add("-h,--hellaswag", o.hellaswag, "1: evaluate HellaSwag whenever the model is validated")
+                ->check(CLI::IsMember({0, 1})),
+            add("--hellaswag-data", o.hellaswag_data,
+                "HellaSwag's file (default: data/hellaswag/hellaswag_val.bin, or the same in dev/)"),
         });
     group("Checkpoints",
           {
@@ -292,7 +325,9 @@ inline void print_options_table(const CLI::App& app) {
 // llm.c's options of one dash and two letters, which CLI11 would take for two options of one letter.
 inline std::string long_option(const std::string& word) {
     for (const auto& [letters, name] : {std::pair<const char*, const char*>{"-nk", "--keep-checkpoints"},
-                                        {"-nm", "--major-checkpoints"}}) {
+                                        {"-nm", "--major-checkpoints"},
+                                        {"-sl", "--skip-loss-zscore"},
+                                        {"-sg", "--skip-norm-zscore"}}) {
         if (word == letters) { return name; }
     }
     return word;

@@ -15,7 +15,8 @@ void fuzz(const std::string& bytes) {
     require(options.workers >= 1 && options.workers <= 4096, "a number of workers that can be");
     require(options.ranks >= 1 && options.ranks <= 4096, "a number of ranks that can be");
     require(options.clip >= 0 && options.learning_rate >= 0, "no NaN, nothing negative");
-    require(options.temperature > 0 && options.beta2 < 1, "within the limits of the table");
+    require(options.temperature >= 0 && options.top_k >= 0, "a way to draw tokens");
+    require(options.top_p > 0 && options.top_p <= 1 && options.beta2 < 1, "within the limits of the table");
 }
 
 std::vector<std::string> seeds() {
