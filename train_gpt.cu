@@ -576,7 +576,7 @@ inline std::vector<int> sample(Model& model, int end_of_text, int length, int T,
         device::copy_to_host(row.data(), model.acts.logits + long(used - 1) * Vp, Vp, main);
         for (int i = 0; i < V; i++) { logits[i] = float(row[i]); }
         const float coin = uniform(random_bits(seed, RandomUse::sampling, tokens.size()).v[0]);
-        tokens.push_back(sample_softmax(logits.data(), V, temperature, coin));
+        tokens.push_back(sample_token(logits.data(), V, {temperature}, coin));
     }
     return tokens;
 }

@@ -1,33 +1,103 @@
-// Sampling: token i with probability softmax(logits / temperature)[i], by inverting the cumulative sum.
+// Sampling: one token of many by chance. Token i has the probability softmax(logits / temperature)[i], or
+// none: only the top_k likeliest can be drawn (Fan et al. 2018, arXiv 1805.04833), and of these only as few
+// as have the probability top_p together (nucleus sampling: Holtzman et al. 2019, arXiv 1904.09751).
+// Of two tokens that are as likely the one with the lower number counts as likelier: the same logits and the
+// same coin always give the same token.
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <numeric>
+#include <vector>
 
-// Draws an index from softmax(logits / temperature) with `coin`, uniform in [0, 1). Temperature 0 takes the
-// largest. An index whose probability is 0 (logit -infinity, or not a number) is never drawn unless there is
-// no other.
-// logits: (n)
-inline int sample_softmax(const float* logits, int n, float temperature, float coin) {
+struct Sampling {
+    float temperature = 1;  // 0: always the likeliest
+    int top_k = 0;          // 0: all
+    float top_p = 1;        // at least one token stays
+};
+
+// The index of the largest logit, the first of several. Not a number counts only where all are that.
+inline int likeliest_token(const float* logits, int n) {
     int largest = 0;
     for (int i = 1; i < n; i++) {
         const bool first_number = std::isnan(logits[largest]) && !std::isnan(logits[i]);
         if (logits[i] > logits[largest] || first_number) { largest = i; }
     }
-    if (!(temperature > 0) || !std::isfinite(logits[largest])) { return largest; }
-    // In double: rounding over a large vocabulary stays far below the probability of a rare token.
-    auto weight = [&](int i) {
-        return std::isnan(logits[i]) ? 0.0 : std::exp((double(logits[i]) - logits[largest]) / temperature);
-    };
-    double sum = 0;
-    for (int i = 0; i < n; i++) { sum += weight(i); }
-    const double threshold = coin * sum;
-    double cumulative = 0;
-    int last = largest;  // the last with a probability above 0: where a coin of 1 ends
+    return largest;
+}
+
+// exp((logit - the largest) / temperature): probabilities before they are divided by their sum. 0 for what
+// cannot be drawn: logit -infinity, or not a number.
+// In double: rounding over a large vocabulary stays far below the probability of a rare token.
+inline std::vector<double> sampling_weights(const float* logits, int n, float largest, float temperature) {
+    std::vector<double> weights(static_cast<size_t>(n));
     for (int i = 0; i < n; i++) {
-        const double w = weight(i);
-        cumulative += w;
-        if (w > 0) { last = i; }
-        if (threshold < cumulative) { return i; }
+        if (logits[i] > -std::numeric_limits<float>::infinity()) {
+            weights[size_t(i)] = std::exp((double(logits[i]) - largest) / temperature);
+        }
+    }
+    return weights;
+}
+
+// The tokens that can be drawn.
+inline std::vector<int> drawable_tokens(const std::vector<double>& weights) {
+    std::vector<int> tokens;
+    for (size_t i = 0; i < weights.size(); i++) {
+        if (weights[i] > 0) { tokens.push_back(int(i)); }
+    }
+    return tokens;
+}
+
+// Whether token a is likelier than b. Logits tell more than weights, where exp() gives the same for both.
+inline bool is_likelier(const float* logits, int a, int b) {
+    return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
+}
+
+// Sets the weights of all but the k likeliest tokens to 0. O(n).
+inline void keep_top_k(std::vector<double>& weights, const float* logits, int k) {
+    std::vector<int> tokens = drawable_tokens(weights);
+    if (size_t(k) >= tokens.size()) { return; }
+    std::nth_element(tokens.begin(), tokens.begin() + k, tokens.end(),
+                     [&](int a, int b) { return is_likelier(logits, a, b); });
+    std::for_each(tokens.begin() + k, tokens.end(), [&](int token) { weights[size_t(token)] = 0; });
+}
+
+// Sets the weights of all but the likeliest tokens that together have the probability p, and no more than it
+// takes, to 0. O(n + m log n) for m that stay: most distributions have few.
+inline void keep_top_p(std::vector<double>& weights, const float* logits, float p) {
+    std::vector<int> tokens = drawable_tokens(weights);
+    auto is_less_likely = [&](int a, int b) { return is_likelier(logits, b, a); };
+    std::make_heap(tokens.begin(), tokens.end(), is_less_likely);
+    const double enough = p * std::accumulate(weights.begin(), weights.end(), 0.0);
+    double kept = 0;
+    auto end = tokens.end();  // of those that have not been taken out
+    do {
+        std::pop_heap(tokens.begin(), end, is_less_likely);
+        kept += weights[size_t(*--end)];
+    } while (end != tokens.begin() && kept < enough);
+    std::for_each(tokens.begin(), end, [&](int token) { weights[size_t(token)] = 0; });
+}
+
+// An index with probability weights[i] / sum, by inverting the cumulative sum; never one of weight 0.
+inline int draw(const std::vector<double>& weights, float coin) {
+    const double threshold = coin * std::accumulate(weights.begin(), weights.end(), 0.0);
+    double cumulative = 0;
+    int last = 0;  // the last that can be drawn: where a coin of 1 ends
+    for (size_t i = 0; i < weights.size(); i++) {
+        cumulative += weights[i];
+        if (weights[i] > 0) { last = int(i); }
+        if (threshold < cumulative) { break; }
     }
     return last;
+}
+
+// Draws a token with `coin`, uniform in [0, 1).   logits: (n), n at least 1
+// Where the largest logit is infinite or no logit is a number there is nothing to draw from: the likeliest.
+inline int sample_token(const float* logits, int n, const Sampling& sampling, float coin) {
+    const int likeliest = likeliest_token(logits, n);
+    if (!(sampling.temperature > 0) || !std::isfinite(logits[likeliest])) { return likeliest; }
+    std::vector<double> weights = sampling_weights(logits, n, logits[likeliest], sampling.temperature);
+    if (sampling.top_k > 0) { keep_top_k(weights, logits, sampling.top_k); }
+    if (sampling.top_p < 1) { keep_top_p(weights, logits, sampling.top_p); }
+    return draw(weights, coin);
 }

@@ -1,11 +1,7 @@
-// Tokens back to text, and one token out of many by chance.
+// Tokens back to text.
 #include "llmc/tokenizer.h"
 
-#include <cmath>
-#include <limits>
-
 #include "dev/test/files.h"
-#include "llmc/sampler.h"
 
 TEST(Tokenizer, decodes_the_bytes_of_a_version_2_file) {
     TemporaryFolder folder;
@@ -73,43 +69,4 @@ TEST(Tokenizer, printable_text_is_utf8_without_control_characters) {
     EXPECT_EQ(printable("\xF4\x8F\xBF\xBF"), "\xF4\x8F\xBF\xBF");
     EXPECT_EQ(printable("\xF0\x8F\xBF\xBF").size(), 12u);
     EXPECT_EQ(printable("\xFF"), replacement);
-}
-
-TEST(Sampler, draws_every_token_as_often_as_softmax_says) {
-    const std::vector<float> logits = {0.5f, -1.0f, 2.0f, 0.0f, 1.5f};
-    for (float temperature : {0.5f, 1.0f, 3.0f}) {
-        double sum = 0;
-        for (float logit : logits) { sum += std::exp(double(logit) / temperature); }
-        std::vector<long> counts(logits.size());
-        const int draws = 100000;
-        for (int i = 0; i < draws; i++) {  // coins spread evenly: no luck involved
-            const float coin = (float(i) + 0.5f) / draws;
-            counts[size_t(sample_softmax(logits.data(), int(logits.size()), temperature, coin))]++;
-        }
-        for (size_t i = 0; i < logits.size(); i++) {
-            EXPECT_NEAR(double(counts[i]) / draws, std::exp(double(logits[i]) / temperature) / sum, 3e-5);
-        }
-    }
-}
-
-TEST(Sampler, holds_at_the_ends) {
-    const float infinity = std::numeric_limits<float>::infinity(), nan = std::nanf("");
-    const float coin = 1 - 0x1p-24f;  // the largest that uniform() draws
-    const float closed[] = {-infinity, 1.0f, 2.0f, -infinity};
-    EXPECT_EQ(sample_softmax(closed, 4, 1.0f, 0.0f), 1);
-    EXPECT_EQ(sample_softmax(closed, 4, 1.0f, coin), 2);
-    EXPECT_EQ(sample_softmax(closed, 4, 1.0f, 1.0f), 2);
-    EXPECT_EQ(sample_softmax(closed, 4, 0.0f, 0.0f), 2);  // temperature 0 takes the largest
-    const float large[] = {1e30f, -1e30f, 3e38f, -3e38f};
-    EXPECT_EQ(sample_softmax(large, 4, 1e-30f, 0.9f), 2);
-    const float damaged[] = {nan, 1.0f, nan};
-    EXPECT_EQ(sample_softmax(damaged, 3, 1.0f, 0.0f), 1);
-    EXPECT_EQ(sample_softmax(damaged, 3, 1.0f, coin), 1);
-    const float hopeless[] = {nan, nan};
-    EXPECT_EQ(sample_softmax(hopeless, 2, 1.0f, 0.5f), 0);
-    const float one[] = {-5.0f};
-    EXPECT_EQ(sample_softmax(one, 1, 1.0f, coin), 0);
-    std::vector<float> equal(50257, 0.0f);
-    EXPECT_EQ(sample_softmax(equal.data(), 50257, 1.0f, 0.0f), 0);
-    EXPECT_EQ(sample_softmax(equal.data(), 50257, 1.0f, coin), 50256);
 }
