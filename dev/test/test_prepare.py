@@ -74,6 +74,8 @@ def numbered_lines(count):
 
 
 def load_module():
+    if str(PREPARE.parent) not in sys.path:
+        sys.path.insert(0, str(PREPARE.parent))
     spec = importlib.util.spec_from_file_location("prepare", PREPARE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

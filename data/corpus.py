@@ -1,0 +1,411 @@
+"""What the scripts of this folder share: tokenizers, token shards, and folders that know what was made in them.
+
+Files are llm.c's: shards of 256 int32 {20240520, 1, token count}, then uint16 tokens; tokenizer.bin of 256 int32
+{20240328, 2, vocabulary size, end of text}, then of every token a length byte and its bytes. Every document begins
+with the end-of-text token. A folder holds a whole corpus when its prepare.json lists it: with what settings it was
+made, and the sizes of its files.
+"""
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+SCRIPT = Path(sys.argv[0]).name
+try:
+    import numpy as np
+except ImportError:
+    sys.exit(f"error: NumPy is missing: run make setup, then .venv/bin/python data/{SCRIPT}")
+
+SHARD_MAGIC, TOKENIZER_MAGIC = 20240520, 20240328
+HEADER_BYTES = 1024
+END_OF_TEXT = "<|endoftext|>"
+LARGEST_VOCABULARY = 1 << 16  # a token is a uint16
+LONGEST_TOKEN = 255  # bytes: its length is one byte
+GPT2_VOCABULARY = 50257
+WORK = ".part"  # what is made lies there until it is whole
+
+
+class UserError(Exception):
+    """A mistake of the user's: what is wrong, and what to do."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message}: see --help")
+
+
+def run_script(script):
+    """Calls script(), and says in a line what a user can mend. Returns the exit status."""
+    try:
+        script()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename or 'a file'} cannot be read or written ({error.strerror}): check the "
+              "path, permissions and free space", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+# Tokenizers: `vocabulary`, every token's bytes; `end_of_text`, its token; encode(texts), arrays of uint16, in which
+# END_OF_TEXT is text like any other; `threads` to encode with.
+
+
+class Bytes:
+    vocabulary = [bytes([value]) for value in range(256)] + [END_OF_TEXT.encode()]
+    end_of_text = 256
+
+    def encode(self, texts):
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.uint16) for text in texts]
+
+
+class Bpe:
+    """A byte-level BPE of Hugging Face tokenizers whose last token is END_OF_TEXT."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.end_of_text = tokenizer.token_to_id(END_OF_TEXT)
+        by_id = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+        bytes_of = byte_level_characters()
+        self.vocabulary = [bytes(map(bytes_of.get, name)) for name, _ in by_id[:-1]] + [END_OF_TEXT.encode()]
+
+    def encode(self, texts):
+        self.tokenizer.encode_special_tokens = True
+        encoded = [np.array(encoding.ids, np.uint16) for encoding in self.tokenizer.encode_batch_fast(texts)]
+        self.tokenizer.encode_special_tokens = False
+        return encoded
+
+
+class Gpt2:
+    """GPT-2's way to split words, with an encoding of tiktoken's."""
+
+    threads = 8
+
+    def __init__(self, encoding):
+        self.encoding = encoding
+        self.end_of_text = encoding.eot_token
+        self.vocabulary = [*map(encoding.decode_single_token_bytes, range(self.end_of_text)),
+                           END_OF_TEXT.encode()]
+
+    def encode(self, texts):
+        encoded = self.encoding.encode_ordinary_batch(texts, num_threads=self.threads)
+        return [np.array(tokens, np.uint16) for tokens in encoded]
+
+
+def byte_level_characters():
+    """The character that stands for each byte in a byte-level BPE, turned around: {character: byte}.
+
+    Printable Latin-1 characters stand for themselves, the other bytes for U+0100, U+0101, ... in order.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = [*map(chr, printable), *(chr(256 + i) for i in range(len(others)))]
+    return dict(zip(characters, printable + others))
+
+
+def train_bpe(texts, size):
+    """A byte-level BPE like GPT-2's, trained on `texts`. A short text may give fewer than `size` tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=size - 1, initial_alphabet=alphabet, show_progress=False,
+                                  max_token_length=LONGEST_TOKEN)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([END_OF_TEXT])  # after training: the last one, as in GPT-2
+    return Bpe(tokenizer)
+
+
+def download_gpt2():
+    """GPT-2's own vocabulary, by tiktoken, which downloads it once."""
+    import tiktoken
+    try:
+        return Gpt2(tiktoken.get_encoding("gpt2"))
+    except Exception as error:  # requests' errors, or a damaged cache: tiktoken has no type of its own
+        reason = str(error).splitlines()[0][:200]
+        raise UserError(f"GPT-2's vocabulary cannot be downloaded ({reason}): connect to the internet "
+                        "once, or use --tokenizer bytes, bpe:N, or llm.c's gpt2_tokenizer.bin") from error
+
+
+def gpt2_of(vocabulary):
+    """GPT-2's tokenizer from its tokens alone: they are in the order of its merges, and tiktoken asks for no more."""
+    import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str
+    return Gpt2(tiktoken.Encoding("gpt2", pat_str=r50k_pat_str,
+                                  mergeable_ranks={token: rank for rank, token in enumerate(vocabulary[:-1])},
+                                  special_tokens={END_OF_TEXT: len(vocabulary) - 1}))
+
+
+def make_tokenizer(kind, texts):
+    """kind: what tokenizer_choice takes. texts(): what a BPE is trained on."""
+    try:
+        if kind == "bytes":
+            return Bytes()
+        if kind == "gpt2":
+            return download_gpt2()
+        if kind.startswith("bpe:"):
+            return train_bpe(texts(), int(kind.removeprefix("bpe:")))
+        return load_tokenizer(Path(kind))
+    except ImportError as error:
+        raise UserError(f"{kind} needs a Python package ({error}): run make setup, then .venv/bin/python "
+                        f"data/{SCRIPT}") from error
+
+
+def is_kind(text):
+    """Whether a --tokenizer is the name of a kind, not a folder or a file."""
+    kind, _, size = text.partition(":")
+    return text in ("bytes", "gpt2") or (kind == "bpe" and size.isdecimal()
+                                         and 257 <= int(size) <= LARGEST_VOCABULARY)
+
+
+def tokenizer_choice(text):
+    if is_kind(text) or tokenizer_file(Path(text)).is_file():
+        return text
+    raise UserError(f"there is no tokenizer {text}: use bytes, gpt2, bpe:N with N from 257 (256 bytes, end of "
+                    f"text) to {LARGEST_VOCABULARY} (a token is a uint16), or a folder with a tokenizer.bin")
+
+
+def tokenizer_label(choice):
+    """For the names of folders."""
+    path = Path(choice).resolve()
+    return choice.replace(":", "") if is_kind(choice) else (path.name if path.is_dir() else path.stem)
+
+
+def tokenizer_file(path):
+    return path / "tokenizer.bin" if path.is_dir() else path
+
+
+def load_tokenizer(path):
+    """That of a corpus in the folder `path`, or of the file `path`."""
+    path = tokenizer_file(path)
+    vocabulary, merges = read_vocabulary(path), path.with_name("tokenizer.json")
+    if vocabulary == Bytes.vocabulary:
+        return Bytes()
+    if merges.is_file():
+        return load_bpe(merges, vocabulary)
+    if len(vocabulary) == GPT2_VOCABULARY:
+        return gpt2_of(vocabulary)
+    raise UserError(f"{path} does not say how text becomes tokens: give the folder that data/prepare.py made, "
+                    "with tokenizer.json in it")
+
+
+def load_bpe(path, vocabulary):
+    from tokenizers import Tokenizer
+    try:
+        tokenizer = Bpe(Tokenizer.from_file(str(path)))
+    except Exception as error:  # of no type of its own
+        raise UserError(f"{path} is damaged: make it again with data/prepare.py") from error
+    if tokenizer.vocabulary != vocabulary:
+        raise UserError(f"{path} has other tokens than the tokenizer.bin beside it: make both again with "
+                        "data/prepare.py")
+    return tokenizer
+
+
+def read_vocabulary(path):
+    """The tokens of a tokenizer.bin. llm.c's own, of version 1, is GPT-2's and leaves the end of text empty."""
+    data = path.read_bytes()
+    if len(data) < HEADER_BYTES or np.frombuffer(data[:8], "<i4").tolist() not in ([TOKENIZER_MAGIC, 1],
+                                                                                   [TOKENIZER_MAGIC, 2]):
+        raise UserError(f"{path} is not a tokenizer.bin: give a folder that data/prepare.py made, or llm.c's "
+                        "gpt2_tokenizer.bin")
+    at, vocabulary = HEADER_BYTES, []
+    while at < len(data):
+        vocabulary.append(data[at + 1:at + 1 + data[at]])
+        at += 1 + data[at]
+    size, end_of_text = np.frombuffer(data[8:16], "<i4").tolist()
+    last = len(vocabulary) - 1
+    if at != len(data) or len(vocabulary) != size or (data[4] == 2 and end_of_text != last):
+        raise UserError(f"{path} is damaged: make it again with data/prepare.py")
+    return vocabulary[:-1] + [END_OF_TEXT.encode()]
+
+
+def identity(tokenizer):
+    """The same for tokenizers with the same tokens."""
+    tokens = b"".join(bytes([len(token)]) + token for token in tokenizer.vocabulary)
+    return hashlib.sha256(tokens).hexdigest()
+
+
+# Files
+
+
+def header(*values):
+    return np.array(values, "<i4").tobytes().ljust(HEADER_BYTES, b"\0")
+
+
+def write_tokenizer(folder, tokenizer):
+    with open(folder / "tokenizer.bin", "wb") as file:
+        file.write(header(TOKENIZER_MAGIC, 2, len(tokenizer.vocabulary), tokenizer.end_of_text))
+        for token in tokenizer.vocabulary:
+            file.write(bytes([len(token)]) + token)
+    if isinstance(tokenizer, Bpe):
+        tokenizer.tokenizer.save(str(folder / "tokenizer.json"))
+
+
+class ShardWriter:
+    """Writes tokens to path_of(0), path_of(1), ... of `shard_tokens` each. A shard appears when it is whole, and is
+    `unfinished` until then.
+
+    The last takes a rest below a tenth of a shard with it: a loader has no use for shards of a few tokens. The
+    first `alone` take none. counts: tokens of the shards that are there already.
+    """
+
+    def __init__(self, path_of, shard_tokens, unfinished, counts=(), alone=0):
+        self.path_of, self.shard_tokens, self.unfinished, self.alone = path_of, shard_tokens, unfinished, alone
+        self.counts = list(counts)
+        self.file, self.in_shard = None, 0
+
+    @property
+    def room(self):
+        """Tokens until a shard ends."""
+        return self.shard_tokens - self.in_shard
+
+    def write(self, tokens):
+        while len(tokens) > 0:
+            if self.file is None:
+                self.file = open(self.unfinished, "wb")
+                self.file.write(header())
+            part = tokens[:self.room]
+            self.file.write(part.astype("<u2").tobytes())
+            self.in_shard += len(part)
+            tokens = tokens[len(part):]
+            if self.room == 0:
+                self.finish_shard()
+
+    def finish_shard(self):
+        seal(self.file, self.in_shard, self.path_of(len(self.counts)))
+        self.counts.append(self.in_shard)
+        self.file, self.in_shard = None, 0
+
+    def close(self):
+        if self.file is None:
+            return
+        if len(self.counts) > self.alone and self.in_shard * 10 < self.shard_tokens:
+            self.file.close()
+            rest = np.fromfile(self.unfinished, "<u2", offset=HEADER_BYTES)
+            rewrite_shard(self.path_of(len(self.counts) - 1), self.counts[-1], rest, self.unfinished)
+            self.counts[-1] += self.in_shard
+            self.file, self.in_shard = None, 0
+        else:
+            self.finish_shard()
+
+
+def seal(file, tokens, path):
+    """Gives a shard that is written, in the place where it became one, its header and its name."""
+    file.seek(0)
+    file.write(header(SHARD_MAGIC, 1, tokens))
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+    os.replace(file.name, path)
+
+
+def rewrite_shard(path, keep, rest, unfinished):
+    """The first `keep` tokens of a shard, and `rest` behind them."""
+    kept = np.memmap(path, "<u2", "r", HEADER_BYTES, (keep,))
+    file = open(unfinished, "wb")
+    file.write(header())
+    kept.tofile(file)
+    rest.tofile(file)
+    seal(file, keep + len(rest), path)
+
+
+# Folders
+
+
+@contextlib.contextmanager
+def locked(folder):
+    """Makes the folder, and keeps other runs from it. One that failed leaves no folder that was not there."""
+    new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        take_turn(lock, folder)
+        yield
+    except BaseException:
+        if new:
+            with contextlib.suppress(OSError):  # it is not empty: what went wrong before is to be told
+                folder.rmdir()
+        raise
+    finally:
+        os.close(lock)
+
+
+def take_turn(lock, folder):
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(f"{os.path.relpath(folder)}: waiting for another run", flush=True)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def read_record(folder):
+    """What prepare.json says; nothing where it is none."""
+    try:
+        record = json.loads((folder / "prepare.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def is_there(folder, settings):
+    """Whether `folder` holds the whole output of these settings."""
+    record = read_record(folder)
+    try:
+        return record.get("settings") == settings and all((folder / name).stat().st_size == size
+                                                          for name, size in record["files"].items())
+    except (OSError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def files_made(folder):
+    """What prepare.json lists, whatever text it was of; of its names only those of files in the folder."""
+    names = read_record(folder).get("files")
+    if not isinstance(names, dict):
+        return []
+    return [folder / name for name in names if Path(name).name == name and (folder / name).is_file()]
+
+
+def replace_output(work, folder, patterns, settings):
+    """Moves the new files into place. prepare.json goes before they come, and comes last: without it, and
+    without all that it lists, nothing counts. Files of another text go too: their tokenizer is replaced.
+    """
+    for old in files_made(folder):
+        old.unlink()
+    (folder / "prepare.json").unlink(missing_ok=True)
+    for pattern in (*patterns, "tokenizer.bin", "tokenizer.json"):
+        for old in folder.glob(pattern):
+            old.unlink()
+    files = {path.name: path.stat().st_size for path in sorted(work.iterdir())}
+    (work / "prepare.json").write_text(json.dumps({"settings": settings, "files": files}, indent=1) + "\n")
+    for path in [*files, "prepare.json"]:
+        os.replace(work / path, folder / path)
+
+
+def make_whole(folder, settings, patterns, make):
+    """Lets make(work) write a corpus, which then appears in `folder` at once; nothing where it is there already.
+
+    patterns: of older files that go. make returns the line that sums the corpus up.
+    """
+    shown = os.path.relpath(folder)
+    with locked(folder):
+        if is_there(folder, settings):
+            print(f"{shown}: already there")
+            return
+        work = folder / WORK
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        try:
+            summary = make(work)
+            replace_output(work, folder, patterns, settings)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    print(f"{shown}: {summary}")
