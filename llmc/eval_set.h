@@ -1,5 +1,5 @@
 // EvalSet: questions with several endings of which one is right, such as HellaSwag's: a model is asked which
-// ending it finds likeliest. This is the reader alone; the evaluation in the training loop (-h) is to use it.
+// ending it finds likeliest. This is the reader; eval_batches.h makes batches of it and counts.
 //
 // The file is llm.c's: header of 256 int32 {20240522, 1, examples, bytes of the longest example}, then the
 // examples, each of uint16:
@@ -21,7 +21,7 @@ const int32_t eval_set_magic = 20240522;
 const uint16_t eval_example_start = 65535;
 
 struct EvalExample {
-    int label;  // of the completion that is right
+    int label = 0;  // of the completion that is right
     std::vector<int> context;
     std::vector<std::vector<int>> completions;
 
@@ -58,8 +58,8 @@ public:
     void check_fits(int T) const {
         if (longest <= size_t(T)) { return; }
         throw UserError(
-            format("%s has sequences of %zu tokens (example %ld), more than the model's %d: give "
-                   "a model with more positions, or another eval set",
+            format("%s has sequences of %zu tokens (example %ld), more than %d positions: raise -t, or give "
+                   "another eval set",
                    file.name().c_str(), longest, longest_at, T));
     }
 
