@@ -16,6 +16,7 @@
 #include "train_gpt.cu"
 
 #include "dev/test/alone.h"
+#include "llmc/mfu.h"
 
 #include <iostream>
 
@@ -207,10 +208,11 @@ inline std::vector<double> step_milliseconds(Bench& x, int steps) {
 }
 
 inline void serve_steps(Bench& x) {
+    const std::string gpu = gpu_name();
     JsonLine about;
-    about.field("device", gpu_name()).field("parameters", x.layout.values).field("layers", x.shape.layers)
-        .field("channels", x.shape.channels).field("batch", x.B).field("seq_len", x.T)
-        .field("recompute", x.model.recompute);
+    about.field("device", gpu).field("batch", x.B).field("seq_len", x.T).field("recompute", x.model.recompute)
+        .field("flops_per_token", model_flops_per_token(x.shape, x.layout.values, x.T))
+        .field("promised_flops", promised_flops(gpu, sizeof(floatX) == 2).value_or(NAN));
     printf("%s\n", about.str().c_str());
     fflush(stdout);
     for (int steps; std::cin >> steps;) {

@@ -12,9 +12,9 @@
     python3 dev/bench/bench_gpu.py [PART ...]      all, unless some are named; about 15 minutes on an H200
 
 MFU is llm.c's: 6 N + 6 L C T flops a token, N being all parameters, with positions and the vocabulary's
-padding, over the dense bf16 rate in NVIDIA's data sheet. Steps are timed by the GPU, except in the exchange
-parts: there by the trainer's own log (metrics.jsonl), each figure the mean of H steps. --tiny tries all of it
-on small shapes; their times say nothing.
+padding, over the dense bf16 rate in NVIDIA's data sheet (llmc/mfu.h). Steps are timed by the GPU, except in
+the exchange parts: there by the trainer's own log (metrics.jsonl), each figure the mean of H steps. --tiny
+tries all of it on small shapes; their times say nothing.
 """
 import argparse
 import datetime
@@ -30,9 +30,6 @@ from array import array
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PARTS = ["d12", "d48", "layers", "streaming", "exchange1", "exchange2"]
-# Dense bf16 TFLOP/s; the first name that is part of the GPU's counts.
-PROMISED = {"H200": 989.4, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.4, "A100": 312.0,
-            "B200": 2250.0}
 BAR = 0.01  # what an exchange may cost, of a step averaged over H
 
 
@@ -115,20 +112,12 @@ class Server:
         self.process.wait()
 
 
-def promised_flops(device):
-    return next((1e12 * rate for name, rate in PROMISED.items() if name in device), None)
-
-
-def flops_a_token(about):
-    return 6 * about["parameters"] + 6 * about["layers"] * about["channels"] * about["seq_len"]
-
-
 def speed(about, medians, ours):
     """A row of the table. medians: of each round, in milliseconds. ours: what bench_gpu says of the model"""
     milliseconds = statistics.median(medians)
     rate = about["batch"] * about["seq_len"] / milliseconds * 1e3
-    flops = rate * flops_a_token(ours)
-    promised = promised_flops(ours["device"])
+    flops = rate * ours["flops_per_token"]
+    promised = ours["promised_flops"]  # none of a GPU that is not known
     mfu = f"{100 * flops / promised:6.1f}%" if promised else "-"
     spread = 100 * (max(medians) - min(medians)) / milliseconds
     row = f"{about['batch']:5} {milliseconds:10.2f} {spread:7.2f}% {rate:10.0f} {flops / 1e12:9.1f} {mfu:>8}"

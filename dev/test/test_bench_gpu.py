@@ -92,11 +92,13 @@ def test_a_user_s_mistake_is_one_line(words, message):
     assert (result.returncode, result.stderr, result.stdout) == (2, message + "\n", "")
 
 
-def test_flops_are_counted_as_llm_c_counts_them():
+def test_mfu_is_the_flops_of_a_token_over_the_promised_ones():
     sys.path.insert(0, str(SCRIPT.parent))
     import bench_gpu
-    gpt2 = {"parameters": 124475904, "layers": 12, "channels": 768, "seq_len": 1024, "device": "NVIDIA H200"}
-    assert bench_gpu.flops_a_token(gpt2) == 803478528
-    row, rate = bench_gpu.speed({"batch": 64, "seq_len": 1024}, [163.84], gpt2)
+    gpt2 = {"flops_per_token": 803478528, "promised_flops": 989.4e12}
+    measured = {"batch": 64, "seq_len": 1024}
+    row, rate = bench_gpu.speed(measured, [163.84], gpt2)
     assert rate == pytest.approx(400000)
-    assert row.split()[-2:] == ["321.4", "32.5%"]  # of 989.4 TFLOP/s
+    assert row.split()[-2:] == ["321.4", "32.5%"]
+    row, _ = bench_gpu.speed(measured, [163.84], {**gpt2, "promised_flops": None})
+    assert row.split()[-2:] == ["321.4", "-"]
