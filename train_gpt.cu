@@ -1573,7 +1573,8 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
         exchanges = plan(d, in.fragments, in.layout, o.workers);
     });
     if (process.index() == 0 && !o.output.empty()) { write_text(o.output + "/config.toml", o.toml); }
-    logger.run({process.worker, process.rank, process.workers, process.ranks, in.layout.values, o.resolved},
+    logger.run({process.worker, process.rank, process.workers, process.ranks, in.layout.values, o.resolved,
+                in.steps, diloco ? offsets(in.fragments) : std::vector<double>()},
                resumed.step);
     const LearningRateSchedule schedule{schedule_kind(o.schedule), o.learning_rate, o.warmup, in.steps,
                                         o.final_fraction};

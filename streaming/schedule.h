@@ -123,6 +123,13 @@ inline void set_offsets(std::vector<Fragment>& fragments, const std::vector<long
     }
 }
 
+// t_p of each.
+inline std::vector<double> offsets(const std::vector<Fragment>& fragments) {
+    std::vector<double> offsets;
+    for (const Fragment& fragment : fragments) { offsets.push_back(double(fragment.offset)); }
+    return offsets;
+}
+
 inline long first_send(const Fragment& fragment, long H) {
     return fragment.offset == 0 ? H : fragment.offset;
 }
