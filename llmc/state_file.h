@@ -8,8 +8,9 @@
 //     checksum    XXH3_64 of all before it, at the next multiple of 64 bytes, where the file ends
 //
 // So the same sections are the same bytes, and a reader knows where everything must lie before it reads any.
-// What the sections are is said where they are written; numbers and words by name are Fields. The checksum
-// says whether a file is whole; the file DONE_STEP (write_done), that all processes have theirs.
+// What the sections are is said where they are written; numbers and words by name are Fields. One that files
+// of earlier versions do not have ("outliers") is looked for with has(). The checksum says whether a file is
+// whole; the file DONE_STEP (write_done), that all processes have theirs.
 #pragma once
 #include <xxhash.h>
 

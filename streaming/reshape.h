@@ -5,7 +5,8 @@
 //     ranks      values are found by their place in the model without padding, and cut anew
 //     in flight  means that nobody had applied yet are merged at once, as at the end of a run
 //     workers    as many as before: each goes on with its own parameters. Another number: all start from the
-//                global parameters, worker w with AdamW's moments and residuals of old worker w mod M
+//                global parameters, worker w with AdamW's moments and residuals of old worker w mod M, and
+//                with the losses and norms that its outliers are found among
 //
 // A process reads one old shard at a time, and only those that have some of its new one.
 #pragma once
@@ -479,6 +480,11 @@ inline std::vector<float> owner_residuals(const StoredState& source, const State
     return keeps ? source.floats("owner_residuals", count) : std::vector<float>(size_t(count));
 }
 
+// The worker's window (llmc/outlier.h), the same on all its ranks. Runs of earlier versions have none.
+inline std::vector<char> outliers_of(const StoredState& source) {
+    return source.reader.has("outliers") ? source.reader.values<char>("outliers") : std::vector<char>();
+}
+
 // The old fields but for those of fragments.
 inline Fields fields_that_stay(const StoredState& source) {
     const std::string text = source.fields.text();
@@ -528,7 +534,7 @@ inline Fields new_fields(const StoredState& source, const StateShape& old, const
 // -----------------------------------------------------------------------------------------------------------
 // In words
 
-inline std::string carried_over(const StateShape& old, const StateShape& to) {
+inline std::string carried_over(const StoredState& source, const StateShape& old, const StateShape& to) {
     const bool from_global = starts_from_global(old, to);
     const bool global = old.streams() && to.streams();
     std::vector<std::string> names;
@@ -538,6 +544,7 @@ inline std::string carried_over(const StateShape& old, const StateShape& to) {
     names.push_back("AdamW's moments");
     if (old.has_residuals() && to.has_residuals()) { names.push_back("residuals of error feedback"); }
     if (keeps_owner_residuals(old, to)) { names.push_back("those of owners"); }
+    if (!outliers_of(source).empty()) { names.push_back("the last losses and norms"); }
     std::string text = "carried over: " + list_in_words(names);
     if (from_global) { text += "; every worker starts from the global parameters"; }
     if (old.workers != to.workers && old.workers > 1 && to.workers > 1) {
@@ -620,7 +627,8 @@ private:
 };
 
 inline std::vector<StateSection> sections_of(const ShardState& shard, const std::vector<float>& owner,
-                                             const std::string& fields, const std::string& options) {
+                                             const std::vector<char>& outliers, const std::string& fields,
+                                             const std::string& options) {
     std::vector<StateSection> sections = {{"fields", fields.data(), fields.size()},
                                           {"options", options.data(), options.size()}};
     auto add = [&](const char* name, const auto& values) {
@@ -634,6 +642,7 @@ inline std::vector<StateSection> sections_of(const ShardState& shard, const std:
     add("momentum", shard.momentum);
     add("residuals", shard.residuals);
     add("owner_residuals", owner);
+    add("outliers", outliers);
     return sections;
 }
 
@@ -647,18 +656,19 @@ inline std::unique_ptr<StateReader> reshape_state(const StoredRun& run, const St
     ShardState shard = recut_shard(run, worker, old, to);
     adapt_to(shard, old, to);
     const std::vector<float> owner = owner_residuals(source, old, to);
+    const std::vector<char> outliers = outliers_of(source);
     const std::string fields = new_fields(source, old, to).text(), options = source.options.text();
 
     NamelessFile file;
     {
         OutputFile out(file.path());
         write_state(out, {run.step, to.worker, to.rank, to.workers, to.ranks, run.lineage},
-                    sections_of(shard, owner, fields, options));
+                    sections_of(shard, owner, outliers, fields, options));
     }
     notes.push_back(format("the state of %d x %d processes (workers x ranks) goes on in %d x %d", old.workers,
                            old.ranks, to.workers, to.ranks));
     for (const std::string& note :
-         {carried_over(old, to), not_carried_over(old, to), starting_anew(old, to),
+         {carried_over(source, old, to), not_carried_over(old, to), starting_anew(old, to),
           merged_at_once(source, old), data_in_words(old, to), parameters_in_words(source, old, to)}) {
         if (!note.empty()) { notes.push_back(note); }
     }

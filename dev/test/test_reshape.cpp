@@ -688,6 +688,42 @@ TEST(Reshape, error_feedback_that_is_new_starts_from_zero) {
     EXPECT_FALSE(reshape(other.name(), with, without).has("residuals"));
 }
 
+// All ranks of a worker have the same window, of whatever bytes.
+TEST(Reshape, all_ranks_of_a_worker_go_on_with_its_window_of_outliers) {
+    MadeUpRun from;
+    from.workers = 2;
+    from.ranks = 2;
+    TemporaryFolder folder;
+    auto window = [](int worker) { return random_values(uint64_t(70 + worker), 260, 1.0f); };
+    for (int worker = 0; worker < 2; worker++) {
+        for (int rank = 0; rank < 2; rank++) {
+            const StateShape shape = from.shape(worker, rank);
+            auto floats = floats_of(shape, {});
+            floats["outliers"] = window(worker);
+            write_process(folder.name(), from, shape, fields_of(shape, {}), floats);
+        }
+    }
+    for (const auto& [workers, ranks] : {std::pair{2, 1}, {2, 4}, {1, 2}, {4, 2}}) {
+        const MadeUpRun to = with_ranks(with_workers(from, workers), ranks);
+        for (int worker = 0; worker < workers; worker++) {
+            const NewWorker now = reshape(folder.name(), from, to, worker);
+            for (const auto& state : now.states) {
+                EXPECT_TRUE(same_bits(floats_in(*state, "outliers"), window(worker % 2))) << worker;
+            }
+            EXPECT_TRUE(contains(now.all_notes(), " and the last losses and norms"));
+        }
+    }
+}
+
+TEST(Reshape, a_run_of_an_earlier_version_has_no_window_of_outliers) {
+    MadeUpRun run;
+    TemporaryFolder folder;
+    write_run(folder.name(), run);
+    const NewWorker now = reshape(folder.name(), run, with_ranks(run, 2));
+    EXPECT_FALSE(now.has("outliers"));
+    EXPECT_FALSE(contains(now.all_notes(), "losses"));
+}
+
 TEST(Reshape, the_position_in_the_data_stays_about_the_same) {
     MadeUpRun from, to;
     from.sample_tokens = 12;
