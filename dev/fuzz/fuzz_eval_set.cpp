@@ -1,6 +1,6 @@
-// Eval sets. What the reader takes holds to what its header comment says.
+// Eval sets. What the reader takes holds to what its header comment says, and every example is evaluated once.
 #include "dev/fuzz/fuzz.h"
-#include "llmc/eval_set.h"
+#include "llmc/eval_batches.h"
 
 const int vocabulary = 1000;
 
@@ -9,10 +9,24 @@ void check_tokens(const std::vector<int>& tokens) {
     for (int token : tokens) { require(token >= 0 && token < vocabulary, "a token is of the vocabulary"); }
 }
 
+// With losses of 0 everywhere the first completion is the likeliest.
+void check_batches(const EvalSet& set, long labelled_first) {
+    EvalBatches batches(set, 3, set.longest_sequence(), 0, 1);
+    for (long i = 0; i < batches.size(); i++) {
+        const EvalBatch batch = batches.next();
+        for (int token : batch.inputs) { require(token >= 0 && token < vocabulary, "an input is a token"); }
+        for (int token : batch.targets) { require(token >= 0 && token < vocabulary, "a target is a token"); }
+        batches.score(batch, std::vector<float>(batch.targets.size()).data());
+    }
+    require(batches.counted() == set.size(), "every example counts once");
+    require(batches.correct() == labelled_first, "the model is right where the label says so");
+}
+
 void fuzz(const std::string& bytes) {
     const MemoryFile file(bytes);
     const EvalSet set(file.path(), vocabulary);
     size_t longest = 0;
+    long labelled_first = 0;
     for (long i = 0; i < set.size(); i++) {
         const EvalExample example = set.example(i);
         require(example.label >= 0 && size_t(example.label) < example.completions.size(),
@@ -20,8 +34,10 @@ void fuzz(const std::string& bytes) {
         check_tokens(example.context);
         for (const std::vector<int>& completion : example.completions) { check_tokens(completion); }
         longest = std::max(longest, example.longest_sequence());
+        labelled_first += example.label == 0;
     }
     require(longest == size_t(set.longest_sequence()), "the longest sequence is an example's");
+    check_batches(set, labelled_first);
     set.check_fits(64);
 }
 
