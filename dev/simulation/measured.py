@@ -1,0 +1,142 @@
+"""A finished run's sizes, options and measured time of a step, and what it would make of a slower link."""
+import dataclasses
+from dataclasses import dataclass
+
+from compare import UserError, read_lines
+from model_file import ModelFile
+from simulation.payloads import Shape, choose_exchange, exchange_bytes, gpt_shape, make_fragments
+from simulation.trainer import Calls, Link, data_parallel_utilization, streaming_utilization
+
+DESCRIPTORS = {"d6": (6, 384), "d12": (12, 768), "d24": (24, 1024), "d36": (36, 1280), "d48": (48, 1600),
+               "d60": (60, 1920), "d72": (72, 2880), "d84": (84, 3456)}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of a run: what it cost, what it did, and how."""
+    shape: Shape
+    step_seconds: float  # of the slowest worker, without its waits for exchanges
+    workers: int         # M
+    ranks: int           # R
+    inner_steps: int     # H
+    fragment_layers: int
+    fragment_pattern: str
+    fragment_offsets: tuple  # t_p of each fragment; none: evenly spread
+    overlap: int         # tau; the smallest, where workers differ
+    outer_dtype: str
+    outer_exchange: str
+    micro_steps: int = 1
+    parameter_bytes: int = 4  # of a value that ranks gather: 4 on a CPU, 2 on a GPU
+    ranks_share_link: bool = True
+
+    @property
+    def is_data_parallel(self):
+        return self.workers == 1
+
+    def exchanges(self):
+        """(offset, bytes of each call) by fragment, of one rank."""
+        blocks = self.shape.blocks(self.ranks, self.fragment_layers)
+        fragments = make_fragments(blocks, self.shape.layers, self.fragment_layers, self.fragment_pattern,
+                                   self.inner_steps)
+        offsets = self.fragment_offsets or [fragment.offset for fragment in fragments]
+        values = [sum(blocks[b] for b in fragment.blocks) // self.ranks for fragment in fragments]
+        kind = choose_exchange(self.outer_exchange, self.outer_dtype, values, self.workers)
+        return [(offset, exchange_bytes(kind, self.outer_dtype, n, self.workers))
+                for offset, n in zip(offsets, values, strict=True)]
+
+
+def predict(run, link_bits_per_second, rtt_seconds, **overrides):
+    """Expected utilization of a run (read_measured(folder)) over a link: its tokens/s as a share of those
+    that it had without one. Of a run with one worker and several ranks, the link is between the ranks; else
+    between workers, in either direction at once, and shared by the ranks of a worker (ranks_share_link).
+
+    overrides: other values of Measured's fields (inner_steps, overlap, outer_dtype, fragment_layers, workers,
+    step_seconds, ...) or of Link's (mtu, slow_start_after_idle)."""
+    of_link = {name: overrides.pop(name) for name in ("mtu", "slow_start_after_idle") if name in overrides}
+    return utilization(dataclasses.replace(run, **overrides),
+                       Link(link_bits_per_second, rtt_seconds, **of_link))
+
+
+def utilization(run, link):
+    if run.is_data_parallel and run.ranks == 1:
+        raise UserError("a run of one process sends nothing: give one with several, or --workers")
+    if run.is_data_parallel:
+        blocks = run.shape.blocks(run.ranks, 0)
+        return data_parallel_utilization(run.step_seconds, blocks, run.shape.layers, run.ranks,
+                                         run.parameter_bytes, run.micro_steps, Calls(link, run.ranks - 1))
+    at_once = run.ranks if run.ranks_share_link else 1
+    exchanges = [(offset, [count * at_once for count in counts]) for offset, counts in run.exchanges()]
+    return streaming_utilization(run.step_seconds, run.inner_steps, run.overlap, exchanges,
+                                 Calls(link, at_once * (run.workers - 1)))
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+def read_measured(folder):
+    """UserError where there is no finished run, or its log does not say enough."""
+    first = read_lines(folder / "metrics.jsonl")
+    run, options = first["run"][0], first["run"][0]["options"]
+    names = ["metrics.jsonl"] + [f"metrics_{n:05d}.jsonl" for n in range(1, run["workers"] * run["ranks"])]
+    logs = [first] + [read_lines(folder / name) for name in names[1:]]
+    try:
+        layers, channels = shape_options(folder, options)
+        return Measured(
+            shape=gpt_shape(layers, channels, run["parameters"]),
+            step_seconds=max(mean_step_seconds(log) for log in logs),
+            workers=run["workers"], ranks=run["ranks"], inner_steps=int(options["inner-steps"]),
+            fragment_layers=int(options["fragment-layers"]), fragment_pattern=options["fragment-pattern"],
+            fragment_offsets=offsets_of(options),
+            overlap=min(int(log["run"][0]["options"]["overlap"]) for log in logs),
+            outer_dtype=options["outer-dtype"], outer_exchange=options.get("outer-exchange", "all_gather"),
+            micro_steps=micro_steps(options, run["ranks"]), parameter_bytes=parameter_bytes(first))
+    except (KeyError, ValueError) as error:
+        raise UserError(f"the log of {folder} does not say what the run was ({error}): start it again with "
+                        "this version") from error
+
+
+def shape_options(folder, options):
+    """(layers, channels), from the options or, where they name a model, from that or one that the run wrote."""
+    layers, channels = int(options["layers"]), int(options["channels"])
+    known = DESCRIPTORS.get(options["model"], (0, 0))
+    layers, channels = layers or known[0], channels or known[1]
+    if layers and channels:
+        return layers, channels
+    for path in [*sorted(folder.glob("model_*.bin")), folder.cwd() / options["model"]]:
+        if path.is_file():
+            shape = ModelFile(path).shape
+            return shape.layers, shape.channels
+    raise UserError(f"{folder} was started from {options['model']}, which is not here, and has no model_*.bin: "
+                    "put the model where it was")
+
+
+def mean_step_seconds(log):
+    """Without the first tenth of the steps, in which memory is touched for the first time, and without waits;
+    those behind the last step, for what is then in flight, are in no step."""
+    steps, overlap = log["step"], int(log["run"][0]["options"]["overlap"])
+    begin = steps[0]["step"] + max(1, len(steps) // 10)
+    seconds = [line["seconds"] for line in steps if line["step"] >= begin]
+    waits = sum(line["waited_seconds"] for line in log["sync"]
+                if begin <= line["apply_step"] >= line["send_step"] + overlap)
+    if not seconds or sum(seconds) <= waits:
+        raise UserError("the run is too short to say how long a step takes: give one of 20 steps or more")
+    return (sum(seconds) - waits) / len(seconds)
+
+
+def offsets_of(options):
+    text = options.get("fragment-offsets", "")
+    return tuple(int(number) for number in text.split(",")) if text else ()
+
+
+def micro_steps(options, ranks):
+    tokens = int(options["batch"]) * int(options["seq-len"]) * ranks
+    return max(1, int(options["total-batch"]) // tokens)
+
+
+def parameter_bytes(log):
+    """Of a value that ranks gather, from what they sent in a step: its 4 bytes of gradient are known."""
+    run, steps = log["run"][0], log["step"]
+    if run["ranks"] == 1 or len(steps) < 3:
+        return 4
+    sent = steps[-1]["inner_bytes_sent"] - steps[-2]["inner_bytes_sent"]
+    a_value = sent * run["ranks"] / (run["ranks"] - 1) / run["parameters"] - 4
+    return 2 if a_value < 3 else 4

@@ -1,0 +1,112 @@
+"""The time that this trainer's steps take over a slow link, call by call.
+
+The link joins two processes or more, carries as much in either direction at a time, and does one collective
+call after the other, in the order in which they are issued (a queue: first in, first out). A call between
+processes that are in step takes
+
+    one round trip      Gloo's receiver says that it is ready, and then the data come
+    bytes / rate        IP's and TCP's headers included
+    and at its start    TCP opens its window from ten segments anew where the connection has been idle for as
+                        long as its retransmission timer: a round trip for 10 segments, for 20, 40, ... until
+                        the window is what the link holds in a round trip
+
+Compute takes the same time in every step, and all processes are in step: what one waits for another one's
+jitter is not in here. The program's own work on what it sends and receives is in the time of a step.
+"""
+from dataclasses import dataclass
+
+from simulation.steady import steady_seconds
+
+IP_AND_TCP_HEADERS = 52  # bytes: IPv4, TCP and its time stamps
+SEGMENTS_AT_FIRST = 10   # RFC 6928
+SHORTEST_TIMER = 0.2     # seconds: Linux's least retransmission timer, on top of the round trip
+
+
+@dataclass(frozen=True)
+class Link:
+    """Of a worker: what it sends and what it receives pass it side by side."""
+    bits_per_second: float
+    rtt_seconds: float = 0.0
+    mtu: int = 1500
+    slow_start_after_idle: bool = True  # Linux's net.ipv4.tcp_slow_start_after_idle
+
+    @property
+    def bytes_per_second(self):
+        return self.bits_per_second / 8 * (self.mtu - IP_AND_TCP_HEADERS) / self.mtu
+
+
+class Calls:
+    """The link's queue. Times are in seconds."""
+
+    def __init__(self, link, peers=1):
+        self.link, self.free = link, 0.0
+        self.first_window = peers * SEGMENTS_AT_FIRST * (link.mtu - IP_AND_TCP_HEADERS)
+        self.window = self.first_window
+
+    def call(self, ready, count):
+        """When a call of `count` bytes is through that is issued at `ready`."""
+        start = max(ready, self.free)
+        if self.link.slow_start_after_idle and start - self.free > self.link.rtt_seconds + SHORTEST_TIMER:
+            self.window = self.first_window
+        self.free = start + self.link.rtt_seconds + self.send_seconds(count)
+        return self.free
+
+    def send_seconds(self, count):
+        """From the first byte's departure to the last one's."""
+        rate, rtt = self.link.bytes_per_second, self.link.rtt_seconds
+        seconds = 0.0
+        while self.window < rate * rtt and count > self.window:
+            seconds += rtt
+            count -= self.window
+            self.window *= 2
+        return seconds + count / rate
+
+
+def streaming_utilization(step_seconds, inner_steps, overlap, exchanges, calls):
+    """Share of the time that a worker computes. A fragment is sent behind its step, and merged behind the
+    step that is `overlap` (tau) later: until then its exchange must be through.
+    exchanges: (offset, [bytes of each call]) by fragment."""
+    active = sorted({(offset + after) % inner_steps for offset, _ in exchanges for after in (0, overlap)})
+    now, last, arrivals = 0.0, 0, {}
+
+    def simulate_period():
+        nonlocal now, last
+        begin = last - last % inner_steps
+        for step in (begin + inner_steps + one for one in active):  # nothing happens in the others
+            now += (step - last) * step_seconds
+            last = step
+            for offset, counts in exchanges:
+                if step % inner_steps == offset:
+                    for count in counts:
+                        arrived = calls.call(now, count)
+                    arrivals[step + overlap] = arrived
+            now = max(now, arrivals.pop(step, now))
+        return now, [calls.free, *arrivals.values()]
+
+    return inner_steps * step_seconds / steady_seconds(simulate_period)
+
+
+def data_parallel_utilization(step_seconds, blocks, layers, ranks, parameter_bytes, micro_steps, calls):
+    """Share of the time that a rank computes. Gradients of a block, fp32, are reduced and scattered as soon as
+    its backward is done, in the last micro-step; three scalars follow, for the norm; then the parameters are
+    gathered, the embedding first, and the next forward waits for each block where it needs it.
+    blocks: sizes, layers first. A third of a micro-step is forward."""
+    forward = step_seconds / micro_steps / 3 / layers
+    to_others = [(ranks - 1) * size // ranks for size in blocks]
+    embedding = range(layers, len(blocks))
+    now, gathered = 0.0, [0.0] * len(blocks)
+
+    def simulate_step():
+        nonlocal now
+        for block in [*embedding, *range(layers)]:
+            now = max(now, gathered[block]) + (forward if block < layers else 0)
+        now += step_seconds * (micro_steps - 1) / micro_steps
+        for block in [*reversed(range(layers)), *embedding]:
+            now += 2 * forward if block < layers else 0
+            reduced = calls.call(now, 4 * to_others[block])
+        now = calls.call(reduced, 12 * (ranks - 1))
+        for block in [*embedding, *range(layers)]:
+            gathered[block] = calls.call(now, parameter_bytes * to_others[block])
+        return now, gathered
+
+    return step_seconds / steady_seconds(simulate_step)
