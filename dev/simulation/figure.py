@@ -11,7 +11,7 @@ COLORS = ["#555555", "#0072B2", "#D55E00", "#009E73", "#CC79A7"]  # Okabe and It
 
 
 def draw(path):
-    figure, panels = plt.subplots(1, len(SIZES), figsize=(11, 3.7), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, len(SIZES), figsize=(11, 4), sharey=True, layout="constrained")
     for axes, size in zip(panels, SIZES):
         for method, color in zip(METHODS, COLORS):
             shares = utilizations(size, method, GRID)
@@ -22,7 +22,8 @@ def draw(path):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="#dddddd", linewidth=0.6)
     panels[0].set_ylabel("compute utilization, %")
-    panels[-1].legend(frameon=False, loc="lower right")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(METHODS),
+                  frameon=False)
     try:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:

@@ -348,3 +348,9 @@ def test_runs_that_say_too_little_are_refused(train, capsys):
         assert what in capsys.readouterr().err
     simulate.main(["--plan", str(data_parallel.folder), "--link", "1gbit", "--workers", "2"])
     assert "2 x 2 processes" in capsys.readouterr().out
+
+
+def test_the_published_table_is_what_the_simulator_prints(capsys):
+    simulate.main(["--paper"])
+    results = Path(__file__).parents[1] / "results" / "simulated.md"
+    assert capsys.readouterr().out in results.read_text()
