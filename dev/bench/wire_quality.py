@@ -16,20 +16,13 @@ Its standard deviation over seeds is next to it; its standard error is that by t
 """
 import argparse
 import datetime
-import hashlib
-import json
 import math
-import os
-import shutil
 import statistics
-import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "dev"))
+from runs import ROOT, Budget, difference_text, machine, made_by, markdown, paired, train
 from compare import UserError, bytes_sent, read_run, size_text, validation_loss
 
 SEQUENCE, TOKENS_A_STEP, VALIDATION_SEQUENCES = 128, 2048, 320
@@ -85,56 +78,20 @@ def options_of(setting, seed, tokens, text):
             "-i": f"{text}/*_train_*.bin", "-j": f"{text}/*_val_*.bin"}
 
 
-def run(trainer, options, folder):
-    """Trains into `folder`, which appears when the run is complete. Returns its seconds. One thread a
-    process: two of them fill two cores, and matmuls are too small for more."""
-    part = folder.with_name(folder.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    words = [(name,) if value is True else (name, str(value)) for name, value in options.items()]
-    command = [str(trainer), *(word for option in words for word in option), "-o", str(part)]
-    start = time.monotonic()
-    result = subprocess.run(command, capture_output=True, text=True,
-                            env={**os.environ, "OMP_NUM_THREADS": "1"})
-    if result.returncode != 0:
-        lines = (result.stderr.strip() or result.stdout.strip()).splitlines() or ["no message"]
-        raise UserError(f"{folder.name} failed ({lines[-1]}): run this: {' '.join(command)}")
-    seconds = time.monotonic() - start
-    for model in part.glob("model_*.bin"):
-        model.unlink()
-    program = hashlib.sha256(Path(trainer).read_bytes()).hexdigest()[:12]
-    (part / "made_by.json").write_text(json.dumps({"options": options, "program": program,
-                                                   "seconds": seconds}))
-    part.rename(folder)
-    return seconds
-
-
-def made_by(folder, options):
-    """How a finished run was made; None where there is none."""
-    if not folder.exists():
-        return None
-    try:
-        made = json.loads((folder / "made_by.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is no run of this benchmark ({error}): remove it") from error
-    if made["options"] != options:
-        raise UserError(f"{folder} was run with other options: remove it, or give another --out")
-    return made
-
-
 def run_all(arguments, settings):
     """Seed by seed, so that what there is can be compared whenever it is stopped."""
-    begin, longest = time.monotonic(), 0.0
+    budget = Budget(arguments.minutes)
     todo = [(seed, setting) for seed in range(1, arguments.seeds + 1) for setting in settings]
     for number, (seed, setting) in enumerate(todo, 1):
         folder = arguments.out / f"{setting.name}-seed{seed}"
         options = options_of(setting, seed, arguments.tokens, arguments.text)
         if made_by(folder, options):
             continue
-        if time.monotonic() - begin + longest > arguments.minutes * 60:
+        if budget.is_spent():
             print(f"{arguments.minutes} minutes are over: run this again to go on", flush=True)
             return
-        seconds = run(arguments.trainer, options, folder)
-        longest = max(longest, seconds)
+        seconds = train(arguments.trainer, options, folder)
+        budget.spend(seconds)
         print(f"{number:3} of {len(todo)}  {folder.name:34} {validation_loss(read_run(folder)):.4f}  "
               f"{seconds:.0f} s", flush=True)
 
@@ -153,18 +110,6 @@ def read_losses(arguments, settings):
                 runs[setting.name][seed] = read_run(folder)
                 made.append(one)
     return runs, made
-
-
-def paired(runs, base):
-    """Differences of losses in percent of the base's, over the seeds that both have."""
-    return [100 * (validation_loss(runs[seed]) / validation_loss(base[seed]) - 1)
-            for seed in sorted(runs.keys() & base.keys())]
-
-
-def difference_text(differences):
-    if len(differences) < 2:
-        return f"{differences[0]:+.3f}%" if differences else "-"
-    return f"{statistics.mean(differences):+.3f}% ± {statistics.stdev(differences):.3f}"
 
 
 def row(setting, workers, runs):
@@ -190,12 +135,6 @@ def rows(settings, runs):
     return [one for one in result if one]
 
 
-def markdown(header, lines):
-    widths = [max(len(line[column]) for line in [header, *lines]) for column in range(len(header))]
-    show = lambda cells: "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths)) + " |"
-    return "\n".join([show(header), show(["-" * width for width in widths]), *map(show, lines)])
-
-
 def verdicts(runs):
     """The bar: four bits, to nearest, against fp32."""
     lines = []
@@ -209,13 +148,6 @@ def verdicts(runs):
             lines.append(f"{workers} workers: {title} to nearest is {mean:+.3f}% ({spread}) from fp32, "
                          f"{within} 0.3%.")
     return lines
-
-
-def machine():
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return f"{os.cpu_count()} cores of {line.partition(':')[2].strip()}"
-    return f"{os.cpu_count()} cores"
 
 
 def report(arguments, settings):
