@@ -7,75 +7,27 @@ Bytes are those that one process sent, the largest over processes; of a sync, li
 first run's bytes: on a CPU, data-parallel training here sends fp32. A worker's wait is that of its rank that
 waited longest: the time for which training stood still before a merge. Waiting for a slower worker is in it.
 """
-import argparse
-import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-
-class UserError(Exception):
-    """A mistake of the user's: what is wrong, and what to do."""
-
-
-@dataclass
-class ProcessLog:
-    """The lines of one process by type."""
-    worker: int
-    rank: int
-    steps: list
-    evals: list
-    syncs: list
-    end: dict
-
-
-@dataclass
-class Run:
-    name: str
-    workers: int
-    ranks: int
-    parameters: int
-    processes: list  # of ProcessLog: worker 0's ranks, worker 1's ranks, ...
-
-    def of_worker(self, worker):
-        return [p for p in self.processes if p.worker == worker]
-
-
-def read_lines(path):
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror}): give the folder of a run") from error
-    lines = {"run": [], "step": [], "eval": [], "sync": [], "checkpoint": [], "resume": [], "end": []}
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            fields = json.loads(line)
-            lines.setdefault(fields["type"], []).append(fields)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} line {number} is no line of metrics: give a run's folder") from error
-    if len(lines["run"]) != 1 or lines["run"][0]["version"] not in (1, 2):
-        raise UserError(f"{path} is not the log of one run, version 1 or 2: give the folder of a run")
-    if len(lines["end"]) != 1 or not lines["step"]:
-        raise UserError(f"the run in {path.parent} did not finish: wait for it, or start it again")
-    return lines
-
-
-def read_run(folder):
-    """The run in a folder, all of its processes."""
-    first = read_lines(folder / "metrics.jsonl")
-    run = first["run"][0]
-    logs = [first] + [read_lines(folder / f"metrics_{process:05d}.jsonl")
-                      for process in range(1, run["workers"] * run["ranks"])]
-    processes = [ProcessLog(lines["run"][0]["worker"], lines["run"][0]["rank"], lines["step"], lines["eval"],
-                            lines["sync"], lines["end"][0]) for lines in logs]
-    return Run(folder.resolve().name, run["workers"], run["ranks"], run["parameters"], processes)
-
+from metrics import Parser, UserError, exit_status, read_lines, read_run  # other tools take them from here
 
 # --------------------------------------------------------------------------------------------------- measures
 
 def validation_loss(run):
     """Of the last validation; None where the run had none."""
     return run.processes[0].evals[-1]["loss"] if run.processes[0].evals else None
+
+
+def hellaswag_accuracy(run):
+    """Of the last time; None where the run had none."""
+    return run.processes[0].hellaswags[-1]["accuracy"] if run.processes[0].hellaswags else None
+
+
+def skipped_updates(run):
+    """Of all workers."""
+    return sum(line.get("skipped") is True
+               for worker in range(run.workers) for line in run.of_worker(worker)[0].steps)
 
 
 def bytes_sent(run):
@@ -147,6 +99,15 @@ def waited_text(run, worker):
     return f"{seconds:.2f} s ({100 * fraction:.2f}%)"
 
 
+def optional_rows(runs):
+    """Of what only some runs have."""
+    accuracies, skipped = [hellaswag_accuracy(run) for run in runs], [skipped_updates(run) for run in runs]
+    if any(accuracy is not None for accuracy in accuracies):
+        yield ["HellaSwag accuracy", *("-" if one is None else f"{one:.4f}" for one in accuracies)]
+    if any(skipped):
+        yield ["updates skipped", *map(str, skipped)]
+
+
 def table(runs):
     """Rows of text: a label, then a cell for each run."""
     first = runs[0]
@@ -156,6 +117,7 @@ def table(runs):
         ["tokens trained on", *(f"{tokens(run):,}" for run in runs)],
         ["validation loss", loss_text(validation_loss(first), None),
          *(loss_text(validation_loss(run), validation_loss(first)) for run in runs[1:])],
+        *optional_rows(runs),
         ["sent by a process", *(size_text(bytes_sent(run)) for run in runs)],
         [f"  fewer than {first.name}, as sent", "-",
          *(ratio_text(bytes_sent(first), bytes_sent(run)) for run in runs[1:])],
@@ -179,18 +141,14 @@ def print_table(rows):
             print("-" * (sum(widths) + 2 * (len(widths) - 1)))
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Compares runs by loss, bytes sent and time waited.")
+def main(words):
+    parser = Parser(description="Compares finished runs by loss, bytes sent and time waited.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (its -o)")
-    try:
-        runs = [read_run(folder) for folder in parser.parse_args().runs]
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    runs = [read_run(folder) for folder in parser.parse_args(words).runs]
     print_table(table(runs))
     if len({tokens(run) for run in runs}) > 1:
         print("The runs trained on different numbers of tokens: losses and bytes do not compare.")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))
