@@ -27,6 +27,7 @@
 #include "llmc/comm.h"
 #include "llmc/comms.h"
 #include "llmc/dataloader.h"
+#include "llmc/descriptor.h"
 #include "llmc/error.h"
 #include "llmc/floatx.h"
 #include "llmc/launch.h"
@@ -590,22 +591,6 @@ inline bool is_model_file(const std::string& model) {
     return model.size() > 4 && model.substr(model.size() - 4) == ".bin";
 }
 
-// Layers, heads and channels of "d12" and its siblings; the rest is zero. UserError for anything else.
-inline GptShape descriptor_shape(const std::string& name) {
-    struct Known {
-        const char* name;
-        int layers, channels;
-    };
-    for (const Known& k :
-         {Known{"d6", 6, 384}, Known{"d12", 12, 768}, Known{"d24", 24, 1024}, Known{"d36", 36, 1280},
-          Known{"d48", 48, 1600}, Known{"d60", 60, 1920}, Known{"d72", 72, 2880}, Known{"d84", 84, 3456}}) {
-        if (name == k.name) { return {0, 0, 0, k.layers, k.channels / 64, k.channels}; }
-    }
-    throw UserError("-e " + name +
-                    " is neither a model file (.bin) nor one of d6, d12, d24, d36, d48, d60, d72, d84: "
-                    "for other sizes start from one of them and give --layers, --heads and --channels");
-}
-
 // The shape of the model that the options describe.   tokenizer: null where there is none
 inline GptShape resolve_shape(const Options& o, const Tokenizer* tokenizer) {
     if (is_model_file(o.model)) {
@@ -616,14 +601,16 @@ inline GptShape resolve_shape(const Options& o, const Tokenizer* tokenizer) {
         }
         return read_model_shape(o.model);
     }
-    GptShape shape = descriptor_shape(o.model);
+    GptShape shape = parse_descriptor(o.model);
     if (o.layers) { shape.layers = o.layers; }
     if (o.channels) {
         shape.channels = o.channels;
         shape.heads = std::max(1, o.channels / 64);
     }
     if (o.heads) { shape.heads = o.heads; }
-    shape.max_seq_len = o.max_seq_len ? o.max_seq_len : o.seq_len;
+    if (o.max_seq_len || shape.max_seq_len == 0) {
+        shape.max_seq_len = o.max_seq_len ? o.max_seq_len : o.seq_len;
+    }
     shape.vocab_size = o.vocab_size ? o.vocab_size : tokenizer ? tokenizer->vocab_size() : 50257;
     shape.padded_vocab_size = (shape.vocab_size + 127) / 128 * 128;
     return shape;
@@ -1605,7 +1592,7 @@ int main(int argc, char** argv) {
         check_options(options);
         Process process = launch({options.workers, options.ranks, options.worker, options.store,
                                   options.interface, options.run_name, options.timeout,
-                                  !options.output.empty()},
+                                  !options.output.empty(), options.world},
                                  argv);
         return train(options, process);
     } catch (const UserError& e) {

@@ -1,15 +1,24 @@
 // launch: which worker and rank this process is. Whoever started it has said so, in one of these ways:
 //     torchrun, mpirun, srun    by their environment: process number = worker * ranks + rank, or with
-//                               --worker W the number is the rank in worker W; --store says where to meet
+//                               --worker W the number is the rank in worker W; --store says where to meet,
+//                               unless all are on this machine: then a folder of their job does
+//     -pn N -pr R               llm.c's flags: the same by options (world.h)
 //     --worker W --store URL    this worker's ranks are started here, the other workers elsewhere
 //     nothing of all that       all processes are started here, and meet in a fresh temporary folder
 // DILOCO_STORE stands for --store where that is not given: it keeps a password out of the list of processes.
 // Where processes are started here, this one becomes their launcher (launcher.h): it starts its own program
 // again with DILOCO_WORKER and DILOCO_RANK set, passes on what they print, and ends when they have ended.
 #pragma once
+#include <sys/stat.h>
+#include <unistd.h>
+#include <xxhash.h>
+
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -18,6 +27,7 @@
 #include "llmc/launcher.h"
 #include "llmc/process.h"
 #include "llmc/store.h"
+#include "llmc/world.h"
 
 struct LaunchOptions {
     int workers = 1, ranks = 1;
@@ -27,68 +37,12 @@ struct LaunchOptions {
     std::string run_name = "diloco";
     double timeout = 600;
     bool stops_gracefully = false;  // the processes handle a request to stop (stop.h)
+    std::optional<World> world{};   // by -pn and -pr; else the environment may have one
 };
-
-// This process as its number among those that another program has started.
-struct World {
-    std::string program;  // for messages
-    long number, size;
-    int local_rank;   // its number among those on this machine
-    std::string job;  // the same for all of them, and different from other runs; may be empty
-};
-
-inline std::string environment(const char* name) {
-    const char* value = getenv(name);
-    return value ? value : "";
-}
 
 // Where processes meet; empty: not given.
 inline std::string store_url(const LaunchOptions& o) {
     return o.store.empty() ? environment("DILOCO_STORE") : o.store;
-}
-
-// Has the launcher (launcher.h) started this process?
-inline bool has_launcher() { return getenv("DILOCO_WORKER") && getenv("DILOCO_RANK"); }
-
-// UserError unless the variable holds a number of at least 0.
-inline long environment_number(const char* name) {
-    const std::string text = environment(name);
-    if (text.empty() || text.size() > 9 || text.find_first_not_of("0123456789") != std::string::npos) {
-        throw UserError(
-            format("%s is '%s', not a number: start the processes anew, or unset it", name, text.c_str()));
-    }
-    return std::stol(text);
-}
-
-// Of a variable that may be missing.
-inline int number_or_zero(const char* name) { return getenv(name) ? int(environment_number(name)) : 0; }
-
-// torchrun and mpirun set their variables in their processes alone. SLURM's are also there in a batch script
-// and in an interactive shell, which are no parallel program, and in what torchrun or mpirun starts there: they
-// come last, and a step number and several tasks tell an srun. A run of `expected` = 1 may be a step of one.
-inline std::optional<World> find_world(long expected) {
-    auto world = [](const char* program, const char* rank, const char* size, const char* local_rank,
-                    const std::string& job) {
-        return World{program, environment_number(rank), environment_number(size), number_or_zero(local_rank),
-                     job};
-    };
-    if (getenv("RANK") && getenv("WORLD_SIZE") && getenv("LOCAL_RANK")) {
-        return world("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", environment("TORCHELASTIC_RUN_ID"));
-    }
-    if (getenv("OMPI_COMM_WORLD_RANK") && getenv("OMPI_COMM_WORLD_SIZE")) {
-        return world("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-                     environment("PMIX_NAMESPACE"));
-    }
-    if (getenv("PMI_RANK") && getenv("PMI_SIZE") && getenv("MPI_LOCALRANKID")) {  // MPICH's, Intel MPI's
-        return world("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "");
-    }
-    if (getenv("SLURM_PROCID") && getenv("SLURM_STEP_ID") && getenv("SLURM_NTASKS")) {
-        const char* tasks = getenv("SLURM_STEP_NUM_TASKS") ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS";
-        const World step = world("srun", "SLURM_PROCID", tasks, "SLURM_LOCALID",
-                                 environment("SLURM_JOB_ID") + "." + environment("SLURM_STEP_ID"));
-        if (step.size > 1 || step.size == expected) { return step; }
-    }
-    return std::nullopt;
 }
 
 inline void check_launch_options(const LaunchOptions& o) {
@@ -110,7 +64,54 @@ struct Place {
     bool starts_others = false;  // it is none of the processes but starts them
     std::string job;
     std::string started_by;  // torchrun, mpirun or srun
+    std::string folder;      // where the processes meet if no store is given
 };
+
+// UserError unless the world is that of these options.
+inline void check_world(const World& world, const LaunchOptions& o, long expected) {
+    if (world.size != expected) {
+        const std::string what =
+            o.worker >= 0 ? format("worker %d has %d ranks", o.worker, o.ranks)
+                          : format("%d workers x %d ranks are %ld processes", o.workers, o.ranks, expected);
+        throw UserError(format("%s %ld processes but %s: make --workers, --ranks and --worker agree with it",
+                               world.says().c_str(), world.size, what.c_str()));
+    }
+    if (world.number >= world.size) {
+        throw UserError(format("%s numbers this process %ld of %ld: start the processes anew",
+                               world.program.c_str(), world.number, world.size));
+    }
+}
+
+// Where processes meet that were all started on this machine: a folder of this user and their job. Empty
+// where that cannot be.
+inline std::string job_folder(const World& world, const LaunchOptions& o) {
+    const bool others_elsewhere = o.worker >= 0 && o.workers > 1;
+    if (world.job.empty() || !world.is_on_one_machine() || others_elsewhere) { return ""; }
+    const std::string parent = environment("TMPDIR");
+    const uint64_t hash = XXH3_64bits(world.job.data(), world.job.size());
+    return (parent.empty() ? "/tmp" : parent) +
+           format("/diloco-%ld-%016llx", long(geteuid()), (unsigned long long)hash);
+}
+
+inline Place place_in_world(const World& world, const LaunchOptions& o, bool needs_store) {
+    Place place;
+    if (needs_store) {
+        place.folder = job_folder(world, o);
+        if (place.folder.empty()) {
+            const std::string who = world.program.empty() ? "-pn and -pr number" : world.program + " starts";
+            throw UserError("processes that " + who +
+                            " need a place to meet: give --store file:DIR (a folder that all "
+                            "see) or redis://HOST:PORT");
+        }
+    }
+    const int number = int(world.number);
+    place.worker = o.worker >= 0 ? o.worker : number / o.ranks;
+    place.rank = number % o.ranks;
+    place.local_rank = world.local_rank;
+    if (o.worker < 0) { place.job = world.job; }  // else the other workers are other jobs
+    place.started_by = world.program;
+    return place;
+}
 
 // From the environment and the options. UserError where they contradict each other.
 inline Place find_place(const LaunchOptions& o) {
@@ -124,32 +125,10 @@ inline Place find_place(const LaunchOptions& o) {
     }
     const long expected = o.worker >= 0 ? o.ranks : long(o.workers) * o.ranks;
     const bool needs_store = store_url(o).empty() && long(o.workers) * o.ranks > 1;
-    const std::optional<World> world = find_world(expected);
+    const std::optional<World> world = o.world ? o.world : find_world(expected);
     if (world) {
-        if (world->size != expected) {
-            const std::string what = o.worker >= 0 ? format("worker %d has %d ranks", o.worker, o.ranks)
-                                                   : format("%d workers x %d ranks are %ld processes",
-                                                            o.workers, o.ranks, expected);
-            throw UserError(
-                format("%s started %ld processes but %s: make --workers, --ranks and --worker agree with it",
-                       world->program.c_str(), world->size, what.c_str()));
-        }
-        if (world->number >= world->size) {
-            throw UserError(format("%s numbers this process %ld of %ld: start the processes anew",
-                                   world->program.c_str(), world->number, world->size));
-        }
-        if (needs_store) {
-            throw UserError("processes that " + world->program +
-                            " starts need a place to meet: give --store file:DIR (a folder that all "
-                            "see) or redis://HOST:PORT");
-        }
-        const int number = int(world->number);
-        place.worker = o.worker >= 0 ? o.worker : number / o.ranks;
-        place.rank = number % o.ranks;
-        place.local_rank = world->local_rank;
-        if (o.worker < 0) { place.job = world->job; }  // else the other workers are other jobs
-        place.started_by = world->program;
-        return place;
+        check_world(*world, o, expected);
+        return place_in_world(*world, o, needs_store);
     }
     if (o.worker >= 0 && o.workers > 1 && needs_store) {
         throw UserError(
@@ -160,6 +139,52 @@ inline Place find_place(const LaunchOptions& o) {
     place.starts_others = expected > 1;
     return place;
 }
+
+// Makes the folder, or takes it if another process of the job has made it. UserError where it is not this
+// user's alone: whoever can write there could tell the processes whom to connect to.
+inline void make_private_folder(const std::string& path) {
+    struct stat info;
+    do {
+        if (mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) {
+            throw UserError("no temporary folder " + path + " (" + strerror(errno) +
+                            "): set TMPDIR to a folder that can be written, or give --store file:DIR");
+        }
+    } while (lstat(path.c_str(), &info) != 0 && errno == ENOENT);  // removed by one that has just left
+    if (!S_ISDIR(info.st_mode) || info.st_uid != geteuid() || (info.st_mode & 077) != 0) {
+        throw UserError("the temporary folder " + path +
+                        " is not yours alone: remove it, set TMPDIR to another place, or give --store "
+                        "file:DIR");
+    }
+}
+
+// The store in the folder of a job: made when it is first used, and removed by the last process that is done.
+class JobStore : public Store {
+public:
+    explicit JobStore(std::string path) : path(std::move(path)) {}
+    ~JobStore() override {
+        if (opened) { rmdir(path.c_str()); }
+    }
+    void set(const std::string& key, const std::string& value) override { files().set(key, value); }
+    std::optional<std::string> try_get(const std::string& key) override { return files().try_get(key); }
+    std::string set_if_absent(const std::string& key, const std::string& value) override {
+        return files().set_if_absent(key, value);
+    }
+    void remove(const std::string& key) override { files().remove(key); }
+    std::string url() const override { return "file:" + path; }
+
+private:
+    FileStore& files() {
+        std::call_once(once, [this] {
+            make_private_folder(path);
+            opened = std::make_unique<FileStore>(path);
+        });
+        return *opened;
+    }
+
+    const std::string path;
+    std::once_flag once;
+    std::unique_ptr<FileStore> opened;
+};
 
 // The processes to start here, as launcher.h wants them.
 inline std::vector<Child> children_to_start(const LaunchOptions& o) {
@@ -199,5 +224,6 @@ inline Process launch(const LaunchOptions& o, char** argv) {
     process.terminal = has_launcher() ? environment("DILOCO_TERMINAL") == "1"
                                       : place.started_by != "mpirun" && isatty(STDOUT_FILENO);
     process.store_url = has_launcher() ? environment("DILOCO_STORE") : store_url(o);
+    if (!place.folder.empty()) { process.meeting_point = std::make_shared<JobStore>(place.folder); }
     return process;
 }

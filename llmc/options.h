@@ -1,19 +1,25 @@
 // Options: the one table. --help, the parser, config.toml and the README's table all come from
-// define_options(). The letters are llm.c's wherever the meaning is the same; -h stays free for HellaSwag as
-// there, help is --help.
+// define_options(). The letters are llm.c's wherever the meaning is the same; -h is HellaSwag as there, help
+// is --help. llm.c's other flags are in llmc_flags.h.
 #pragma once
-#include <CLI/CLI.hpp>
+#include <unistd.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <optional>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "device.h"
-#include "error.h"
-#include "tokenizer.h"
+#include "llmc/descriptor.h"
+#include "llmc/device.h"
+#include "llmc/error.h"
+#include "llmc/llmc_flags.h"
+#include "llmc/tokenizer.h"
+#include "llmc/world.h"
 
 struct Options {
     // model and data
@@ -64,6 +70,7 @@ struct Options {
     int workers = 1, ranks = 1, worker = -1;
     std::string store, interface, run_name = "diloco";
     double timeout = 600;
+    std::optional<World> world;  // by llm.c's -pn and -pr
     // Streaming DiLoCo
     long inner_steps = 100;
     int fragment_layers = 3;
@@ -82,10 +89,13 @@ struct Options {
     std::string outer_transport = runs_on_gpu ? "nccl" : "gloo";
     bool outer_offload = false;
 
-    bool print_table = false;
+    bool print_table = false, print_llmc_table = false;
+    std::vector<std::string> notes;  // what the user should know of these options, for the banner
+
     // Tokens that a worker's ranks take in one micro-step, and micro-steps in a step.
     long micro_batch() const { return long(batch) * seq_len * ranks; }
     long micro_steps() const { return total_batch / micro_batch(); }
+    bool evaluates_hellaswag() const { return hellaswag == 1 && !hellaswag_data.empty(); }
     // Whether fragments are exchanged: with an outer optimizer.
     bool streams() const { return outer_optimizer != "none"; }
     // Whether a worker's share of a mean is by its tokens; it may then have -b and -d of its own.
@@ -107,6 +117,10 @@ inline void define_options(CLI::App& app, Options& o) {
     app.add_flag("--options-table", o.print_table, "Print this table in Markdown and leave")
         ->configurable(false)
         ->group("");
+    app.add_flag("--llmc-flags-table", o.print_llmc_table, "Print llm.c's flags in Markdown and leave")
+        ->configurable(false)
+        ->group("");
+    app.footer("llm.c's -z, -f and flags of two letters are taken as well: see --llmc-flags-table.");
     // A number that `good` accepts; never NaN or infinity.
     auto number = [](const std::string& words, bool (*good)(double)) {
         return CLI::Validator(
@@ -118,6 +132,7 @@ inline void define_options(CLI::App& app, Options& o) {
             words);
     };
     const CLI::Validator not_negative = number("at least 0", [](double x) { return x >= 0; });
+    const CLI::Validator least_minus_one = number("at least -1", [](double x) { return x >= -1; });
     const CLI::Validator positive = number("at least 1", [](double x) { return x >= 1; });
     const CLI::Validator above_zero = number("more than 0", [](double x) { return x > 0; });
     const CLI::Validator fraction = number("0 to 1", [](double x) { return x >= 0 && x <= 1; });
@@ -125,6 +140,11 @@ inline void define_options(CLI::App& app, Options& o) {
         number("more than 0 and at most 1", [](double x) { return x > 0 && x <= 1; });
     const CLI::Validator below_one =
         number("at least 0 and less than 1", [](double x) { return x >= 0 && x < 1; });
+    const CLI::Validator only_one(
+        [](std::string& text) {
+            return text == "1" ? std::string() : "the outer step needs fp32 weights, so that it is always 1";
+        },
+        "1");
     const CLI::Range size(0, 1 << 20);  // of a model: beyond that products would not fit
 
     auto add = [&](const std::string& names, auto& variable, const std::string& what) {
@@ -134,31 +154,33 @@ inline void define_options(CLI::App& app, Options& o) {
         for (CLI::Option* option : options) { option->group(name); }
     };
 
-    group("Model and data",
-          {
-              add("-i,--train-data", o.train_data,
-                  "Token shards to train on (a pattern such as 'data/x/x_train_*.bin')"),
-              add("-j,--val-data", o.validation_data, "Token shards to validate on"),
-              add("-e,--model", o.model,
-                  "Start from a model file, or from new weights: d6, d12, d24, d36, d48, d60, d72, d84"),
-              add("-o,--output", o.output, "Folder for logs and models (none: nothing is written)"),
-              add("--tokenizer", o.tokenizer,
-                  "Tokenizer file (default: tokenizer.bin beside the training data, if there)"),
-              add("--layers", o.layers, "Number of layers (0: as -e says)")->check(size),
-              add("--heads", o.heads, "Number of attention heads (0: as -e says, or channels / 64)")
-                  ->check(size),
-              add("--channels", o.channels, "Width of the model (0: as -e says)")->check(size),
-              add("--vocab-size", o.vocab_size,
-                  "Size of the vocabulary (0: the tokenizer file's, else GPT-2's)")
-                  ->check(CLI::Range(0, 65536)),
-              add("--max-seq-len", o.max_seq_len, "Positions of the model (0: as many as -t)")->check(size),
-              add("--shuffle", o.shuffle,
-                  "1: draw the order of shards and samples anew each epoch; 0: as they lie")
-                  ->check(CLI::IsMember({0, 1})),
-              add("-a,--overfit", o.overfit, "1: train on one batch again and again; 0: on all of the data")
-                  ->check(CLI::IsMember({0, 1})),
-              add("--seed", o.seed, "Seed of everything random"),
-          });
+    group(
+        "Model and data",
+        {
+            add("-i,--train-data", o.train_data,
+                "Token shards to train on (a pattern such as 'data/x/x_train_*.bin')"),
+            add("-j,--val-data", o.validation_data, "Token shards to validate on"),
+            add("-e,--model", o.model, "Start from a model file, or from new weights: " + descriptor_names()),
+            add("-o,--output", o.output, "Folder for logs and models (none: nothing is written)"),
+            add("--tokenizer", o.tokenizer,
+                "Tokenizer file (default: tokenizer.bin beside the training data, or gpt2_tokenizer.bin "
+                "here)"),
+            add("--layers", o.layers, "Number of layers (0: as -e says)")->check(size),
+            add("--heads", o.heads, "Number of attention heads (0: as -e says, or channels / 64)")
+                ->check(size),
+            add("--channels", o.channels, "Width of the model (0: as -e says)")->check(size),
+            add("--vocab-size", o.vocab_size,
+                "Size of the vocabulary (0: the tokenizer file's, else GPT-2's)")
+                ->check(CLI::Range(0, 65536)),
+            add("--max-seq-len", o.max_seq_len, "Positions of the model (0: as many as -t; GPT-3's: 2048)")
+                ->check(size),
+            add("--shuffle", o.shuffle,
+                "1: draw the order of shards and samples anew each epoch; 0: as they lie")
+                ->check(CLI::IsMember({0, 1})),
+            add("-a,--overfit", o.overfit, "1: train on one batch again and again; 0: on all of the data")
+                ->check(CLI::IsMember({0, 1})),
+            add("--seed", o.seed, "Seed of everything random"),
+        });
     group("Training step",
           {
               add("-b,--batch", o.batch, "Sequences in a micro-batch of one process")
@@ -166,14 +188,13 @@ inline void define_options(CLI::App& app, Options& o) {
               add("-t,--seq-len", o.seq_len, "Tokens in a sequence")->check(CLI::Range(1, 1 << 20)),
               add("-d,--total-batch", o.total_batch,
                   "Tokens per step and worker (0: one micro-batch of each of its ranks)")
-                  ->check(not_negative),
+                  ->check(least_minus_one),
               add("-x,--max-steps", o.max_steps, "Steps to train for (-1: once through the data)")
-                  ->check(number("at least -1", [](double x) { return x >= -1; })),
+                  ->check(least_minus_one),
               add("--matmul-precision", o.matmul_precision,
                   "On the CPU: highest (fp32), high or medium (bf16 where the CPU is fast at it)")
                   ->check(CLI::IsMember({"highest", "high", "medium"})),
-              add("-w,--master-weights", o.master_weights, "fp32 master weights: always 1")
-                  ->check(CLI::IsMember({1})),
+              add("-w,--master-weights", o.master_weights, "fp32 master weights: always 1")->check(only_one),
               add("-r,--recompute", o.recompute,
                   "Recompute in the backward: 0 nothing, 1 GELU, 2 GELU and LayerNorm")
                   ->check(CLI::Range(0, 2)),
@@ -205,7 +226,7 @@ inline void define_options(CLI::App& app, Options& o) {
             add("-v,--val-every", o.validate_every, "Validate every so many steps, and at the end (0: never)")
                 ->check(not_negative),
             add("-m,--val-batches", o.validation_batches, "Batches in a validation (0: all)")
-                ->check(not_negative),
+                ->check(least_minus_one),
             add("-s,--sample-every", o.sample_every,
                 "Sample text every so many steps, and at the end (0: never)")
                 ->check(not_negative),
@@ -225,22 +246,22 @@ inline void define_options(CLI::App& app, Options& o) {
             add("--hellaswag-data", o.hellaswag_data,
                 "HellaSwag's file (default: data/hellaswag/hellaswag_val.bin, or the same in dev/)"),
         });
-    group("Checkpoints",
-          {
-              add("-n,--save-every", o.save_every,
-                  "Write a checkpoint (the model, and all that the run is) every so many steps, and at the end "
-                  "(0: only the model, at the end)")
-                  ->check(not_negative),
-              add("--keep-checkpoints", o.keep_checkpoints,
-                  "-nk: keep so many of them, the newest (0: all)")
-                  ->check(not_negative),
-              add("--major-checkpoints", o.major_checkpoints,
-                  "-nm: keep those of every so many steps for ever (0: none)")
-                  ->check(not_negative),
-              add("-y,--resume", o.resume,
-                  "1: go on from the newest whole checkpoint in -o, if there is one; 0: begin anew")
-                  ->check(CLI::IsMember({0, 1})),
-          });
+    group(
+        "Checkpoints",
+        {
+            add("-n,--save-every", o.save_every,
+                "Write a checkpoint (the model, and all that the run is) every so many steps, and at the end "
+                "(0: only the model, at the end)")
+                ->check(not_negative),
+            add("--keep-checkpoints", o.keep_checkpoints, "-nk: keep so many of them, the newest (0: all)")
+                ->check(not_negative),
+            add("--major-checkpoints", o.major_checkpoints,
+                "-nm: keep those of every so many steps for ever (0: none)")
+                ->check(not_negative),
+            add("-y,--resume", o.resume,
+                "1: go on from the newest whole checkpoint in -o, if there is one; 0: begin anew")
+                ->check(CLI::IsMember({0, 1})),
+        });
     group(
         "Processes",
         {
@@ -287,9 +308,10 @@ inline void define_options(CLI::App& app, Options& o) {
                 ->check(CLI::IsMember({"auto", "all_gather", "all_to_all"})),
             add("--outer-rounding", o.outer_rounding, "nearest, or stochastic: right on average")
                 ->check(CLI::IsMember({"nearest", "stochastic"})),
-            app.add_flag("--outer-error-feedback", o.outer_error_feedback,
-                         "Add what rounding lost of a fragment when it is sent again (4 bytes a value, on the "
-                         "device)")
+            app.add_flag(
+                   "--outer-error-feedback", o.outer_error_feedback,
+                   "Add what rounding lost of a fragment when it is sent again (4 bytes a value, on the "
+                   "device)")
                 ->default_str("false"),
             add("--outer-weights", o.outer_weights,
                 "Of workers in the mean: equal, or by the tokens they trained on; then each may have its own "
@@ -322,45 +344,105 @@ inline void print_options_table(const CLI::App& app) {
     }
 }
 
-// llm.c's options of one dash and two letters, which CLI11 would take for two options of one letter.
-inline std::string long_option(const std::string& word) {
-    for (const auto& [letters, name] : {std::pair<const char*, const char*>{"-nk", "--keep-checkpoints"},
-                                        {"-nm", "--major-checkpoints"},
-                                        {"-sl", "--skip-loss-zscore"},
-                                        {"-sg", "--skip-norm-zscore"}}) {
-        if (word == letters) { return name; }
+// Gives an option its value, for config.toml, too.
+inline void resolve(CLI::App& app, const std::string& name, const std::string& value) {
+    CLI::Option* option = app.get_option(name);
+    option->clear();
+    option->default_str(value);
+}
+
+// Processes that another program has started are ranks of as many workers as there are said to be, so that
+// llm.c's command lines under mpirun mean here what they mean there.
+inline void resolve_ranks(CLI::App& app, Options& o) {
+    if (has_launcher() || app.count("--ranks") > 0) { return; }
+    const std::optional<World> world = o.world ? o.world : find_world(0);
+    if (!world) { return; }
+    const long workers = o.worker >= 0 ? 1 : o.workers;  // that have their processes among these
+    if (world->size % workers != 0 || world->size / workers > 4096) { return; }
+    o.ranks = int(world->size / workers);
+    resolve(app, "--ranks", std::to_string(o.ranks));
+}
+
+// The first of these files that is there; empty: none is.
+inline std::string first_that_exists(const std::vector<std::string>& paths) {
+    for (const std::string& path : paths) {
+        if (access(path.c_str(), F_OK) == 0) { return path; }
     }
-    return word;
+    return "";
+}
+
+// llm.c's data, here or in its own folder.
+inline void resolve_data(CLI::App& app, Options& o) {
+    const std::string shakespeare = "data/tinyshakespeare/tiny_shakespeare_";
+    const std::string found =
+        first_that_exists({shakespeare + "train.bin", "dev/" + shakespeare + "train.bin"});
+    if (o.train_data.empty() && !found.empty() && !o.generate) {
+        o.train_data = found;
+        resolve(app, "--train-data", found);
+        o.notes.push_back("there is no -i: training on " + found);
+        const std::string validation = found.substr(0, found.size() - strlen("train.bin")) + "val.bin";
+        if (o.validation_data.empty() && access(validation.c_str(), F_OK) == 0) {
+            o.validation_data = validation;
+            resolve(app, "--val-data", validation);
+        }
+    }
+    if (o.hellaswag == 0 || !o.hellaswag_data.empty()) { return; }
+    const std::string hellaswag = "data/hellaswag/hellaswag_val.bin";
+    o.hellaswag_data = first_that_exists({hellaswag, "dev/" + hellaswag});
+    resolve(app, "--hellaswag-data", o.hellaswag_data);
+    if (o.hellaswag_data.empty()) {
+        o.notes.push_back("HellaSwag is left out, since there is no " + hellaswag +
+                          ": data/hellaswag.py makes it");
+    }
 }
 
 // Fills in what was left to the program, so that config.toml says what is used.
 inline void resolve_defaults(CLI::App& app, Options& o) {
+    resolve_ranks(app, o);
     if (o.outer_optimizer.empty()) {
         o.outer_optimizer = o.workers > 1 ? "nesterov" : "none";
-        app.get_option("--outer-optimizer")->default_str(o.outer_optimizer);
+        resolve(app, "--outer-optimizer", o.outer_optimizer);
     }
-    if (o.total_batch == 0) {
+    resolve_data(app, o);
+    if (o.total_batch <= 0) {
         o.total_batch = o.micro_batch();
-        app.get_option("--total-batch")->default_str(std::to_string(o.total_batch));
+        resolve(app, "--total-batch", std::to_string(o.total_batch));
+    }
+    if (o.validation_batches < 0) {
+        o.validation_batches = 0;
+        resolve(app, "--val-batches", "0");
     }
 }
 
 // What a message quotes of a file, safe for a terminal.
 inline std::string in_one_line(const std::string& text) {
     std::string line = printable(text);
-    std::replace_if(line.begin(), line.end(), [](char c) { return c == '\n' || c == '\t'; }, ' ');
+    std::replace_if(
+        line.begin(), line.end(), [](char c) { return c == '\n' || c == '\t'; }, ' ');
     return line;
 }
 
-// Throws UserError. Prints and leaves for --help and --options-table.
-inline Options parse_options(int argc, char** argv) {
-    Options options;
-    CLI::App app("Trains a GPT on GPUs (or CPUs) that do not sit next to each other, with Streaming DiLoCo.",
-                 argv[0]);
-    define_options(app, options);
+// The command line as CLI11 takes it, the last word first.
+inline std::vector<std::string> translate(const CLI::App& app, int argc, char** argv, LlmcFlags& flags) {
+    const std::vector<std::string> line(argv + std::min(argc, 1), argv + argc);
+    std::vector<std::string> words = translate_llmc_flags(line, flags, [&](const std::string& word) {
+        const CLI::Option* option = app.get_option_no_throw(word);
+        return option && option->get_items_expected_min() > 0;
+    });
+    std::reverse(words.begin(), words.end());
+    return words;
+}
+
+inline void apply_llmc_flags(const LlmcFlags& flags, Options& o) {
+    o.world = llmc_world(flags);
+    o.store = llmc_store(flags, o.store);
+    const std::string note = llmc_note(flags);
+    if (!note.empty()) { o.notes.push_back(note); }
+}
+
+// Throws UserError. Prints and leaves for --help and the tables.
+inline void parse(CLI::App& app, std::vector<std::string> words, const Options& o) {
     try {
-        std::vector<std::string> words;  // the last one first, as CLI11 takes them
-        for (int i = argc - 1; i > 0; i--) { words.push_back(long_option(argv[i])); }
         app.parse(std::move(words));
     } catch (const CLI::CallForHelp&) {
         fputs(app.help().c_str(), stdout);
@@ -369,12 +451,42 @@ inline Options parse_options(int argc, char** argv) {
         const std::string what = in_one_line(e.what());
         throw UserError("the --config file has what is no option (" + what + "): see --help");
     } catch (const CLI::ParseError& e) { throw UserError(in_one_line(e.what()) + ": see --help"); }
-    if (options.print_table) {
-        print_options_table(app);
-        exit(0);
+    if (o.print_table) { print_options_table(app); }
+    if (o.print_llmc_table) { print_llmc_flags_table(); }
+    if (o.print_table || o.print_llmc_table) { exit(0); }
+}
+
+// A run's prompt must come back from its config.toml, and what CLI11 quotes does not always.
+inline void check_prompt(const Options& o) {
+    CLI::App app;
+    Options read;
+    define_options(app, read);
+    std::istringstream toml(o.toml);
+    try {
+        app.parse_from_stream(toml);
+    } catch (const CLI::ParseError&) { read.prompt = ""; }
+    if (read.prompt == o.prompt) { return; }
+    throw UserError(
+        "--prompt has what config.toml cannot hold (a line break, a # or both kinds of quotes): "
+        "change it, or write with --generate");
+}
+
+// Throws UserError. Prints and leaves for --help and the tables.
+inline Options parse_options(int argc, char** argv) {
+    Options options;
+    CLI::App app("Trains a GPT on GPUs (or CPUs) that do not sit next to each other, with Streaming DiLoCo.",
+                 argv[0]);
+    define_options(app, options);
+    LlmcFlags flags;
+    parse(app, translate(app, argc, argv, flags), options);
+    apply_llmc_flags(flags, options);
+    if (wants_exact_matmuls(flags)) {
+        options.matmul_precision = "highest";
+        resolve(app, "--matmul-precision", options.matmul_precision);
     }
     resolve_defaults(app, options);
     options.toml = app.config_to_str(true, true);
+    if (!options.prompt.empty() && !options.generate) { check_prompt(options); }
     for (const CLI::Option* option : app.get_options()) {
         if (!option->get_configurable()) { continue; }
         options.resolved.emplace_back(option->get_single_name(), option->count() > 0

@@ -2,9 +2,13 @@
 // very test program as the program that it starts.
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <fstream>
+#include <set>
 #include <sstream>
 
+#include "dev/test/files.h"
+#include "dev/test/launch_environment.h"
 #include "dev/test/processes.h"
 #include "llmc/comm_gloo.h"
 #include "llmc/launch.h"
@@ -117,9 +121,7 @@ __attribute__((constructor)) static void test_program(int argc, char** argv) {
             } else {
                 run_mode(mode, process);
             }
-        } catch (const std::runtime_error& error) {
-            process.leave_with(error);
-        }
+        } catch (const std::runtime_error& error) { process.leave_with(error); }
     } catch (const UserError& error) {
         fprintf(stderr, "error: %s\n", error.what());
         exit(2);
@@ -325,9 +327,8 @@ static void wait_until_asked(const Program& program, int count) {
     const Patience patience(20);
     auto asked = [&] {
         const std::vector<std::string> lines = sorted_lines(program.read("out"));
-        return std::count_if(lines.begin(), lines.end(), [](const std::string& line) {
-            return line.find("asked") != std::string::npos;
-        });
+        return std::count_if(lines.begin(), lines.end(),
+                             [](const std::string& line) { return line.find("asked") != std::string::npos; });
     };
     while (asked() < count) {
         if (patience.is_over()) { throw std::runtime_error("nobody is asked to stop"); }
@@ -536,9 +537,7 @@ TEST(Meeting, two_processes_that_claim_one_place_both_leave_and_so_do_the_others
             if (worker == 0) { std::this_thread::sleep_for(std::chrono::milliseconds(500)); }
             try {
                 member(folder.name(), worker, 3).meet();
-            } catch (const UserError& error) {
-                return error.what();
-            }
+            } catch (const UserError& error) { return error.what(); }
             return "accepted";
         });
         for (auto& process : processes) {
@@ -595,9 +594,7 @@ TEST(Meeting, one_that_claims_a_place_in_a_running_run_leaves_and_the_run_goes_o
         TestProcess late([&]() -> std::string {
             try {
                 member(folder.name(), claimed, 2).meet();
-            } catch (const UserError& error) {
-                return error.what();
-            }
+            } catch (const UserError& error) { return error.what(); }
             return "accepted";
         });
         EXPECT_EQ(late.wait(20), 0);
@@ -615,9 +612,7 @@ TEST(Meeting, who_is_missing_after_the_time_limit_is_named) {
     auto processes = start_processes(2, [&](int i) -> std::string {
         try {
             member(folder.name(), 2 * i, 4, 0.5).meet();
-        } catch (const UserError& error) {
-            return error.what();
-        }
+        } catch (const UserError& error) { return error.what(); }
         return "accepted";
     });
     for (auto& process : processes) { EXPECT_EQ(process.wait(20), 0); }
@@ -660,9 +655,7 @@ TEST(Fingerprint, all_processes_throw_the_same_error_that_names_every_difference
         if (i == 1) { options.emplace_back("--new", "1"); }
         try {
             process.check_fingerprint(options);
-        } catch (const UserError& error) {
-            return error.what();
-        }
+        } catch (const UserError& error) { return error.what(); }
         return "accepted";
     });
     for (auto& process : processes) {
@@ -720,9 +713,7 @@ TEST(Leaving, waits_for_all_and_reports_one_that_has_failed_instead) {
         }
         try {
             process.leave();
-        } catch (const CommError& error) {
-            return error.what();
-        }
+        } catch (const CommError& error) { return error.what(); }
         return "left";
     });
     for (int i : {0, 1}) {
@@ -735,27 +726,9 @@ TEST(Leaving, waits_for_all_and_reports_one_that_has_failed_instead) {
 // -----------------------------------------------------------------------------------------------------------
 // Places
 
-using Variables = std::vector<std::pair<const char*, const char*>>;
-
 // The place of a process with these variables and none else that a launcher sets.
 static Place place_in(const Variables& variables, const LaunchOptions& options) {
-    for (const char* name :
-         {"RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK",
-          "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "PMIX_NAMESPACE", "PMI_RANK", "PMI_SIZE",
-          "MPI_LOCALRANKID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID",
-          "SLURM_JOB_ID", "SLURM_STEP_ID", "DILOCO_WORKER", "DILOCO_RANK", "DILOCO_LOCAL_RANK",
-          "DILOCO_STORE"}) {
-        unsetenv(name);
-    }
-    struct Set {
-        explicit Set(const Variables& variables) : variables(variables) {
-            for (const auto& [name, value] : variables) { setenv(name, value, 1); }
-        }
-        ~Set() {
-            for (const auto& [name, value] : variables) { unsetenv(name); }
-        }
-        const Variables& variables;
-    } set(variables);
+    const LaunchEnvironment environment(variables);
     return find_place(options);
 }
 
@@ -781,9 +754,7 @@ TEST_P(Environments, say_the_place) {
         const Place place = place_in(c.variables, options);
         result = format("%d.%d", place.worker, place.rank) + (place.starts_others ? " launcher" : "") +
                  (place.job.empty() ? "" : " " + place.job);
-    } catch (const UserError& error) {
-        result = std::string(error.what()).substr(0, strlen(c.expected));
-    }
+    } catch (const UserError& error) { result = std::string(error.what()).substr(0, strlen(c.expected)); }
     EXPECT_EQ(result, c.expected);
 }
 
@@ -891,6 +862,148 @@ INSTANTIATE_TEST_SUITE_P(
                         false,
                         "0.0 launcher"}),
     [](const auto& info) { return std::string(info.param.name); });
+
+static World flagged(long number, long size) {
+    World world;
+    world.number = number;
+    world.size = size;
+    world.local_rank = int(number % 8);
+    return world;
+}
+
+TEST(FlaggedWorld, numbers_processes_as_an_environment_does) {
+    LaunchOptions options;
+    options.workers = options.ranks = 2;
+    options.store = "file:/tmp/x";
+    options.world = flagged(3, 4);
+    const Place place = place_in({}, options);
+    EXPECT_EQ(place.worker, 1);
+    EXPECT_EQ(place.rank, 1);
+    EXPECT_EQ(place.local_rank, 3);
+    EXPECT_FALSE(place.starts_others);
+}
+
+TEST(FlaggedWorld, needs_a_store_and_as_many_processes_as_the_run_has) {
+    LaunchOptions options;
+    options.ranks = 4;
+    options.world = flagged(3, 4);
+    EXPECT_TRUE(contains(user_error([&] { place_in({}, options); }),
+                         "processes that -pn and -pr number need a place to meet: give --store"));
+    options.world = flagged(3, 8);
+    EXPECT_TRUE(contains(user_error([&] { place_in({}, options); }),
+                         "-pn says 8 processes but 1 workers x 4 ranks are 4 processes"));
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Meeting in a job's folder
+
+static LaunchOptions ranks(int count) {
+    LaunchOptions options;
+    options.ranks = count;
+    return options;
+}
+
+// Where processes of these variables meet, in $TMPDIR.
+static std::string folder_in(const Variables& variables, const LaunchOptions& options) {
+    return place_in(variables, options).folder;
+}
+
+static Variables joined(Variables variables, const Variables& more) {
+    variables.insert(variables.end(), more.begin(), more.end());
+    return variables;
+}
+
+TEST(JobFolder, is_of_the_job_where_all_its_processes_are_on_this_machine) {
+    const Variables mpi = joined(mpirun("1", "4"), {{"OMPI_COMM_WORLD_LOCAL_SIZE", "4"}});
+    const Variables slurm = joined(srun("1", "4"), {{"SLURM_NNODES", "1"}});
+    const Variables step = joined(srun("1", "4"), {{"SLURM_NNODES", "2"}, {"SLURM_STEP_NUM_NODES", "1"}});
+    const Variables torch = joined(torchrun("1", "4"), {{"LOCAL_WORLD_SIZE", "4"}, {"MASTER_PORT", "1"}});
+    std::set<std::string> folders;
+    for (const Variables& variables : {mpi, slurm, torch}) {
+        const std::string folder = folder_in(variables, ranks(4));
+        EXPECT_TRUE(contains(folder, "/diloco-" + std::to_string(geteuid()) + "-"));
+        EXPECT_FALSE(std::filesystem::exists(folder)) << "made only when it is used";
+        folders.insert(folder);
+    }
+    EXPECT_EQ(folder_in(step, ranks(4)), folder_in(slurm, ranks(4)));
+    const Variables other = joined(torchrun("1", "4"), {{"LOCAL_WORLD_SIZE", "4"}, {"MASTER_PORT", "2"}});
+    folders.insert(folder_in(other, ranks(4)));
+    EXPECT_EQ(folders.size(), 4u) << "one for each job";
+}
+
+TEST(JobFolder, is_none_where_a_store_is_given_or_none_is_needed) {
+    const Variables mpi = joined(mpirun("1", "4"), {{"OMPI_COMM_WORLD_LOCAL_SIZE", "4"}});
+    LaunchOptions options = ranks(4);
+    options.store = "file:/tmp/x";
+    EXPECT_EQ(folder_in(mpi, options), "");
+    EXPECT_EQ(folder_in(joined(mpi, {{"DILOCO_STORE", "file:/tmp/x"}}), ranks(4)), "");
+    const Variables alone = joined(mpirun("0", "1"), {{"OMPI_COMM_WORLD_LOCAL_SIZE", "1"}});
+    EXPECT_EQ(folder_in(alone, ranks(1)), "");
+}
+
+TEST(JobFolder, does_not_replace_a_store_for_several_machines_nameless_jobs_and_workers_elsewhere) {
+    const Variables mpi = joined(mpirun("1", "4"), {{"OMPI_COMM_WORLD_LOCAL_SIZE", "4"}});
+    LaunchOptions elsewhere = ranks(4);
+    elsewhere.workers = 2;
+    elsewhere.worker = 0;
+    const Variables mpich = {
+        {"PMI_RANK", "1"}, {"PMI_SIZE", "4"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "4"}};
+    using Case = std::pair<Variables, LaunchOptions>;
+    for (const Case& c : {Case{joined(mpirun("1", "4"), {{"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}}), ranks(4)},
+                          Case{joined(srun("1", "4"), {{"SLURM_NNODES", "2"}}), ranks(4)},
+                          Case{mpirun("1", "4"), ranks(4)}, Case{mpich, ranks(4)}, Case{mpi, elsewhere}}) {
+        EXPECT_TRUE(contains(user_error([&] { folder_in(c.first, c.second); }),
+                             "need a place to meet: give --store"));
+    }
+}
+
+TEST(JobStore, is_private_and_goes_with_its_last_process) {
+    TemporaryFolder folder;
+    const std::string path = folder / "job";
+    auto first = std::make_unique<JobStore>(path), second = std::make_unique<JobStore>(path);
+    first->set("key", "value");
+    EXPECT_EQ(second->try_get("key").value_or(""), "value");
+    struct stat info;
+    ASSERT_EQ(stat(path.c_str(), &info), 0);
+    EXPECT_EQ(info.st_mode & 0777, 0700u);
+    second.reset();
+    EXPECT_EQ(first->try_get("key").value_or(""), "value");
+    first->remove("key");
+    first.reset();
+    EXPECT_FALSE(std::filesystem::exists(path));
+}
+
+TEST(JobStore, that_is_not_used_leaves_nothing) {
+    TemporaryFolder folder;
+    { JobStore store(folder / "job"); }
+    EXPECT_TRUE(std::filesystem::is_empty(folder.name()));
+}
+
+TEST(JobStore, does_not_use_what_others_may_write_to) {
+    TemporaryFolder folder;
+    std::filesystem::create_directory(folder / "open");
+    std::filesystem::permissions(folder / "open", std::filesystem::perms(0770));
+    std::filesystem::create_directory(folder / "mine");
+    std::filesystem::permissions(folder / "mine", std::filesystem::perms(0700));
+    std::filesystem::create_directory_symlink(folder / "mine", folder / "link");
+    write_bytes(folder / "file", "");
+    std::vector<std::string> names = {"open", "link", "file"};
+    if (geteuid() == 0) {  // only root can make what is another's
+        std::filesystem::create_directory(folder / "theirs");
+        std::filesystem::permissions(folder / "theirs", std::filesystem::perms(0700));
+        ASSERT_EQ(chown((folder / "theirs").c_str(), 12345, 12345), 0);
+        names.push_back("theirs");
+    }
+    for (const std::string& name : names) {
+        EXPECT_TRUE(contains(user_error([&] { JobStore(folder / name).set("key", ""); }),
+                             "is not yours alone: remove it"))
+            << name;
+    }
+    EXPECT_TRUE(contains(user_error([&] { JobStore(folder / "no/where").set("key", ""); }), "set TMPDIR"));
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Local ranks
 
 static int local_rank_in(const Variables& variables) {
     LaunchOptions options;

@@ -1,0 +1,101 @@
+// World: this process as its number among those that another program has started, by what that program says.
+//     torchrun, mpirun, srun   in the environment
+//     -pn N -pr R -pg G        llm.c's flags for a launcher that does not: process R of N, G on each machine
+#pragma once
+#include <cstdlib>
+#include <optional>
+#include <string>
+
+#include "llmc/error.h"
+
+struct World {
+    std::string program;  // for messages; empty: -pn and -pr say it
+    long number = 0, size = 1;
+    int local_rank = 0;   // its number among those on this machine
+    long local_size = 0;  // of them on this machine; 0: not known
+    std::string job;      // the same for all of them, and different from other runs; may be empty
+
+    bool is_on_one_machine() const { return local_size == size; }
+    std::string says() const { return program.empty() ? "-pn says" : program + " started"; }
+};
+
+inline std::string environment(const char* name) {
+    const char* value = getenv(name);
+    return value ? value : "";
+}
+
+// Has the launcher (launcher.h) started this process?
+inline bool has_launcher() { return getenv("DILOCO_WORKER") && getenv("DILOCO_RANK"); }
+
+// UserError unless the variable holds a number of at least 0.
+inline long environment_number(const char* name) {
+    const std::string text = environment(name);
+    if (text.empty() || text.size() > 9 || text.find_first_not_of("0123456789") != std::string::npos) {
+        throw UserError(
+            format("%s is '%s', not a number: start the processes anew, or unset it", name, text.c_str()));
+    }
+    return std::stol(text);
+}
+
+// Of a variable that may be missing.
+inline int number_or_zero(const char* name) {
+    return name && getenv(name) ? int(environment_number(name)) : 0;
+}
+
+// The names of a program's variables; those of its processes on this machine may be missing.
+struct WorldVariables {
+    const char *rank, *size, *local_rank, *local_size;
+};
+
+inline World read_world(const char* program, const WorldVariables& names, const std::string& job) {
+    return {program,
+            environment_number(names.rank),
+            environment_number(names.size),
+            number_or_zero(names.local_rank),
+            number_or_zero(names.local_size),
+            job};
+}
+
+// Without --rdzv-id all runs have the same id, but those on one machine have a port each.
+inline std::string torchrun_job() {
+    const std::string id = environment("TORCHELASTIC_RUN_ID"), port = environment("MASTER_PORT");
+    return id.empty() || port.empty() ? id : id + "." + port;
+}
+
+// One of several tasks, or what a run of `expected` processes may be: a step of one.
+inline std::optional<World> find_slurm_step(long expected) {
+    const bool has_step = getenv("SLURM_STEP_NUM_TASKS");
+    World step = read_world(
+        "srun",
+        {"SLURM_PROCID", has_step ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS", "SLURM_LOCALID", nullptr},
+        environment("SLURM_JOB_ID") + "." + environment("SLURM_STEP_ID"));
+    const bool has_nodes = getenv("SLURM_STEP_NUM_NODES");
+    if (number_or_zero(has_nodes ? "SLURM_STEP_NUM_NODES" : "SLURM_NNODES") == 1) {
+        step.local_size = step.size;
+    }
+    if (step.size > 1 || step.size == expected) { return step; }
+    return std::nullopt;
+}
+
+// torchrun and mpirun set their variables in their processes alone. SLURM's are also there in a batch script
+// and in an interactive shell, which are no parallel program, and in what torchrun or mpirun starts there:
+// they come last, and a step number and several tasks tell an srun.
+inline std::optional<World> find_world(long expected) {
+    if (getenv("RANK") && getenv("WORLD_SIZE") && getenv("LOCAL_RANK")) {
+        return read_world("torchrun", {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
+                          torchrun_job());
+    }
+    if (getenv("OMPI_COMM_WORLD_RANK") && getenv("OMPI_COMM_WORLD_SIZE")) {
+        return read_world("mpirun",
+                          {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+                           "OMPI_COMM_WORLD_LOCAL_SIZE"},
+                          environment("PMIX_NAMESPACE"));
+    }
+    if (getenv("PMI_RANK") && getenv("PMI_SIZE") && getenv("MPI_LOCALRANKID")) {  // MPICH's, Intel MPI's
+        return read_world("mpirun", {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"}, "");
+    }
+    if (getenv("SLURM_PROCID") && getenv("SLURM_STEP_ID") && getenv("SLURM_NTASKS")) {
+        return find_slurm_step(expected);
+    }
+    return std::nullopt;
+}
