@@ -30,12 +30,24 @@ def exit_status(work):
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # who reads the output has seen enough: head, less
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def log_name(process):
     """Of process 0 to M R - 1: worker 0's ranks come first."""
     return "metrics.jsonl" if process == 0 else f"metrics_{process:05d}.jsonl"
+
+
+def labels(folders):
+    """A name for each, as short as they differ: of a/log and b/log a/log and b/log, of a/x and b/y x and y."""
+    paths = [folder.resolve().parts for folder in folders]
+    for count in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(path[-count:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            break
+    return names
 
 
 def parse(line):
@@ -158,6 +170,7 @@ class GrowingLog:
         except FileNotFoundError:
             if self.offset > 0:
                 self._begin_again()
+            self.is_read = True
             return []
         except OSError as error:
             raise UserError(f"cannot read {self.path} ({error.strerror}): give a run's folder") from error

@@ -200,6 +200,9 @@ class RunView:
         for view in self.processes.values():
             view.read()
 
+    def is_read(self):
+        return all(view.log.is_read for view in self.processes.values())
+
     def _find(self):
         """Logs may appear late: sites start when they like."""
         for folder in self.folders:
@@ -362,11 +365,11 @@ def progress_line(run):
     leaders, workers = run.leaders(), run.shape()[0]
     step, steps = min(view.step for view in leaders), run.steps()
     of_all = "" if len(leaders) == workers else f" of {len(leaders)} of {workers} workers"
-    rate = sum(view.tokens_per_second() or 0 for view in leaders)
+    rate, tokens = sum(view.tokens_per_second() for view in leaders), sum(view.tokens for view in leaders)
     ended = all(view.end for view in leaders)
-    return (f"step {step:,}" + (f" of {steps:,} ({100 * step / steps:.1f}%)" if steps else "") +
-            f"   {sum(view.tokens for view in leaders):,} tokens   {rate:,.0f} tokens/s{of_all}   " +
-            ("ended" if ended else f"{duration(run.seconds_left())} left"))
+    return (f"step {step:,}" + (f" of {steps:,} ({100 * step / steps:.1f}%)" if steps else "") + "   " +
+            ("ended" if ended else f"{duration(run.seconds_left())} left") +
+            f"   {rate:,.0f} tokens/s   {f'{tokens:,}' if tokens < 1e7 else short(tokens)} tokens{of_all}")
 
 
 def measured_line(run):
@@ -409,7 +412,7 @@ def picture(run, width, height, bars=BARS, now=None):
                "no run has begun to write metrics.jsonl there")
         return [(f"waiting for {names}"[:width], "bold"), (why[:width], "")][:height]
     lines = [(names, "bold")]
-    reading = [view.log for view in run.processes.values() if not view.log.is_read and view.log.size]
+    reading = [view.log for view in run.processes.values() if not view.log.is_read]
     if reading:
         share = sum(log.offset for log in reading) / sum(log.size for log in reading)
         lines.append((f"reading the logs: {100 * share:.0f}%", ""))
@@ -503,8 +506,7 @@ def watch(run, interval, bars):
             styled = [STYLES[style] + line + ("\x1b[0m" if style else "") for line, style in lines]
             sys.stdout.write("\x1b[H" + "\x1b[K\r\n".join(styled) + "\x1b[J")
             sys.stdout.flush()
-            reading = any(not view.log.is_read and view.log.size for view in run.processes.values())
-            if is_quit(keys, wake, 0 if reading else interval):
+            if is_quit(keys, wake, interval if run.is_read() else 0):
                 return
 
 
@@ -528,7 +530,7 @@ def main(words):
         watch(run, arguments.interval, bars)
         return
     run.read()
-    while any(not view.log.is_read and view.log.size for view in run.processes.values()):
+    while not run.is_read():
         run.read()
     size = shutil.get_terminal_size()
     for line, _ in picture(run, size.columns, 10**6, bars):
