@@ -23,7 +23,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from compare import UserError, size_text
+from compare import size_text
+from metrics import Parser, UserError, exit_status
 from simulation import general, paper
 from simulation.measured import Measured, predict, read_measured
 from simulation.payloads import BITS, EXCHANGES, PATTERNS, Shape
@@ -232,11 +233,6 @@ def plan_text(arguments):
 
 # ---------------------------------------------------------------------------------------------- command line
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        self.exit(2, f"error: {message}: --help lists the options\n")
-
-
 def parse_arguments(words):
     parser = Parser(description="Simulates how much of their time workers wait for a slow link.",
                     epilog="What each means: the beginning of dev/simulate.py.")
@@ -279,19 +275,15 @@ def text_of(arguments):
     return general_text(arguments)
 
 
-def main(words=None):
+def main(words):
     arguments = parse_arguments(words)
-    try:
-        if arguments.plot:
-            from simulation.figure import draw  # matplotlib takes a second to load
-            draw(arguments.plot)
-            print(f"wrote {arguments.plot}")
-        else:
-            print(text_of(arguments))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    if arguments.plot:
+        from simulation.figure import draw  # matplotlib takes a second to load
+        draw(arguments.plot)
+        print(f"wrote {arguments.plot}")
+    else:
+        print(text_of(arguments))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

@@ -27,8 +27,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from runs import ROOT, Budget, difference_text, machine, made_by, markdown, paired, start, train  # finds dev/
-from compare import UserError, bytes_sent, read_run, size_text, validation_loss
+from runs import (ROOT, Budget, difference_text, machine, made_by, markdown, paired, start,  # finds dev/, too
+                  train)
+from compare import bytes_sent, read_run, size_text, validation_loss
+from metrics import Parser, UserError, exit_status
 
 SWEEP_SEED = 100  # of the short runs
 SHORTER = 4       # times as many tokens have the long ones
@@ -400,16 +402,11 @@ NOTES = ("The paper's gaps are of its table 5 (arXiv 2501.18512): 35M parameters
 
 # ---------------------------------------------------------------------------------------------- command line
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        self.exit(2, f"error: {message}: --help lists the options\n")
-
-
 def default_text():
     return ROOT / "build/quality/text"
 
 
-def parse_arguments(words=None):
+def parse_arguments(words):
     names = [method.name for method in METHODS]
     parser = Parser(description="What Streaming DiLoCo costs in validation loss.",
                     epilog="What is run and how: the beginning of dev/bench/quality.py.")
@@ -449,20 +446,16 @@ def check(arguments):
                         f"give --tokens {least} or more")
 
 
-def main():
-    arguments = parse_arguments()
-    try:
-        check(arguments)
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        run_all(arguments)
-        text = report(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+def main(words):
+    arguments = parse_arguments(words)
+    check(arguments)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    run_all(arguments)
+    text = report(arguments)
     print("\n" + text, end="")
     if arguments.report:
         arguments.report.write_text("# What Streaming DiLoCo costs in validation loss\n\n" + text)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

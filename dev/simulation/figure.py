@@ -4,7 +4,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from compare import UserError
+from metrics import UserError
 from simulation.paper import GRID, METHODS, SIZES, utilizations
 
 COLORS = ["#555555", "#0072B2", "#D55E00", "#009E73", "#CC79A7"]  # Okabe and Ito's

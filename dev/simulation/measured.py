@@ -1,14 +1,19 @@
 """A finished run's sizes, options and measured time of a step, and what it would make of a slower link."""
 import dataclasses
+import re
 from dataclasses import dataclass
 
-from compare import UserError, read_lines
+from metrics import UserError, log_name, read_lines
 from model_file import ModelFile
 from simulation.payloads import Shape, choose_exchange, exchange_bytes, gpt_shape, make_fragments
 from simulation.trainer import Calls, Link, data_parallel_utilization, streaming_utilization
 
+# Layers and channels, of llmc/descriptor.h.
 DESCRIPTORS = {"d6": (6, 384), "d12": (12, 768), "d24": (24, 1024), "d36": (36, 1280), "d48": (48, 1600),
-               "d60": (60, 1920), "d72": (72, 2880), "d84": (84, 3456)}
+               "d60": (60, 1920), "d72": (72, 2880), "d84": (84, 3456), "gpt3:c384": (6, 384),
+               "gpt3:c768": (12, 768), "gpt3:c1024": (24, 1024), "gpt3:c1536": (24, 1536),
+               "gpt3:c2048": (24, 2048), "gpt3:c2560": (32, 2560), "gpt3:c4096": (32, 4096),
+               "gpt3:c12288": (96, 12288)}
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,7 @@ def read_measured(folder):
     """UserError where there is no finished run, or its log does not say enough."""
     first = read_lines(folder / "metrics.jsonl")
     run, options = first["run"][0], first["run"][0]["options"]
-    names = ["metrics.jsonl"] + [f"metrics_{n:05d}.jsonl" for n in range(1, run["workers"] * run["ranks"])]
-    logs = [first] + [read_lines(folder / name) for name in names[1:]]
+    logs = [first] + [read_lines(folder / log_name(n)) for n in range(1, run["workers"] * run["ranks"])]
     try:
         layers, channels = shape_options(folder, options)
         return Measured(
@@ -97,7 +101,7 @@ def read_measured(folder):
 def shape_options(folder, options):
     """(layers, channels), from the options or, where they name a model, from that or one that the run wrote."""
     layers, channels = int(options["layers"]), int(options["channels"])
-    known = DESCRIPTORS.get(options["model"], (0, 0))
+    known = DESCRIPTORS.get(re.sub("^gpt2:d?", "d", options["model"]), (0, 0))
     layers, channels = layers or known[0], channels or known[1]
     if layers and channels:
         return layers, channels

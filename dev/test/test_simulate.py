@@ -3,6 +3,7 @@ those of real runs, and plans that keep what they promise."""
 import heapq
 import random
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import simulate
 from simulation import general, graph, paper
-from simulation.measured import utilization
+from simulation.measured import DESCRIPTORS, utilization
 from simulation.payloads import Shape, exchange_bytes
 from simulation.planner import TARGET, candidates, make_plan
 from simulation.trainer import Calls, Link, data_parallel_utilization, streaming_utilization
@@ -330,11 +331,16 @@ def test_general_and_papers_table_agree_where_they_say_the_same():
     (["--parameters", "1e9", "--layers", "24", "--step-time", "1s", "--overlap", "100"], "an overlap of 100"),
     (["--parameters", "1e9", "--layers", "24", "--step-time", "0s"], "takes some time"),
     (["--rtt", "-1ms", "--paper"], "--rtt")])
-def test_wrong_options_are_one_line(words, what, capsys):
-    with pytest.raises(SystemExit) as exit:
+def test_wrong_options_are_the_users_mistake(words, what):
+    with pytest.raises(simulate.UserError, match=what):
         simulate.main(words)
-    text = capsys.readouterr().err
-    assert exit.value.code == 2 and text.startswith("error: ") and text.count("\n") == 1 and what in text
+
+
+def test_a_mistake_is_one_line_and_status_2():
+    result = subprocess.run([sys.executable, simulate.__file__, "--run", "nowhere", "--link", "1"],
+                            capture_output=True, text=True)
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
 def test_runs_that_say_too_little_are_refused(train, capsys):
@@ -343,11 +349,25 @@ def test_runs_that_say_too_little_are_refused(train, capsys):
     for words, what in [(["--run", one.folder, "--link", "1gbit"], "one process sends nothing"),
                         (["--run", one.folder], "over one link"),
                         (["--plan", data_parallel.folder, "--link", "1gbit"], "such as --workers 2")]:
-        with pytest.raises(SystemExit):
+        with pytest.raises(simulate.UserError, match=what):
             simulate.main([str(word) for word in words])
-        assert what in capsys.readouterr().err
     simulate.main(["--plan", str(data_parallel.folder), "--link", "1gbit", "--workers", "2"])
     assert "2 x 2 processes" in capsys.readouterr().out
+
+
+def test_models_by_name_are_those_of_the_trainer():
+    table = (Path(__file__).parents[2] / "llmc" / "descriptor.h").read_text()
+    known = re.findall(r'\{"([a-z0-9:]+)", (\d+), (\d+), \d+, \d+\}', table)
+    assert {name: (int(layers), int(channels)) for name, layers, channels in known} == DESCRIPTORS
+
+
+def test_a_run_that_began_with_a_model_file_has_its_shape_from_that(train):
+    first = train("first", {"-x": 20})
+    model = str(next(first.folder.glob("model_*.bin")))
+    run = train("second", {"-e": model, "--layers": None, "--heads": None, "--channels": None, "--vocab-size": None,
+                           "--workers": 2, "-H": 10, "-x": 20})
+    shapes = [simulate.read_measured(one.folder).shape for one in (first, run)]
+    assert shapes[0] == shapes[1]
 
 
 def test_the_published_table_is_what_the_simulator_prints(capsys):
