@@ -5,7 +5,7 @@
 #   DEPS_HOME   libraries that are unpacked there instead of installed (make setup OFFLINE=DIR DEPS_HOME=DIR)
 #   GPU_ARCH    the GPUs to build for (else this machine's), of 80 and later
 #   CPU_ARCH    the CPU to build for (else this machine's)
-#   HAS_GLOO=   nothing after the = leaves Gloo out although it is there; HAS_HIREDIS= hiredis
+#   HAS_GLOO=   nothing after the = leaves Gloo out although it is there; HAS_HIREDIS= hiredis, HAS_PCRE2= PCRE2
 GPU_ARCH ?= native
 CPU_ARCH ?= native
 hash := \#
@@ -35,11 +35,14 @@ DEPS_LINK := $(call library_folder,$(DEPS_LIBRARIES)) $(if $(DEPS),-Xlinker --di
 # Optional: what would need a missing one is refused by the programs.
 HAS_GLOO = $(call once,HAS_GLOO,$(shell $(call host_links,gloo/transport/tcp/device.h,-lgloo) && echo yes))
 HAS_HIREDIS = $(call once,HAS_HIREDIS,$(shell $(call host_links,hiredis/hiredis.h,-lhiredis) && echo yes))
-WITHOUT = $(if $(HAS_GLOO),,-DWITHOUT_GLOO) $(if $(HAS_HIREDIS),,-DWITHOUT_HIREDIS)
-OPTIONAL_LIBS = $(if $(HAS_GLOO),-lgloo) $(if $(HAS_HIREDIS),-lhiredis)
+HAS_PCRE2 = $(call once,HAS_PCRE2,$(shell $(call host_links,pcre2.h,-lpcre2-8) && echo yes))
+WITHOUT = $(if $(HAS_GLOO),,-DWITHOUT_GLOO) $(if $(HAS_HIREDIS),,-DWITHOUT_HIREDIS) \
+          $(if $(HAS_PCRE2),,-DWITHOUT_PCRE2)
+OPTIONAL_LIBS = $(if $(HAS_GLOO),-lgloo) $(if $(HAS_HIREDIS),-lhiredis) $(if $(HAS_PCRE2),-lpcre2-8)
 say_what_is_left_out = \
     $(if $(HAS_GLOO),,echo "Gloo: not found: --outer-transport gloo is not in this build";) \
-    $(if $(HAS_HIREDIS),,echo "hiredis: not found: --store redis:// is not in this build";)
+    $(if $(HAS_HIREDIS),,echo "hiredis: not found: --store redis:// is not in this build";) \
+    $(if $(HAS_PCRE2),,echo "PCRE2: not found: --prompt takes tokenizers of bytes alone in this build";)
 
 # The CUDA toolkit, and NCCL.
 NVCC_ON_PATH = $(call once,NVCC_ON_PATH,$(realpath $(shell command -v nvcc)))

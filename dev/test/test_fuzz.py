@@ -23,6 +23,12 @@ PLANTED = {
         "a message has no control characters",
     ),
     "done": ("llmc/state_file.h", "who.step != step || ", "", "a run that can be"),
+    "encoder": (
+        "llmc/byte_pair_encoder.h",
+        "if (found != numbers.end()) { return found->second; }",
+        "return found->second;",
+        "null pointer|SEGV",
+    ),
     "eval_set": ("llmc/eval_set.h", "count > left()", "count > 10000", "heap-buffer-overflow"),
     "model": ("llmc/checkpoint.h", "        check_size();\n", "", "out-of-memory|a file has at least"),
     "payload": (

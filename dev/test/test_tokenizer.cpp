@@ -1,7 +1,10 @@
-// Tokens back to text.
+// Tokens back to text, and text to tokens. That the tokens are other libraries' is test_encode.py's.
 #include "llmc/tokenizer.h"
 
+#include <random>
+
 #include "dev/test/files.h"
+#include "llmc/byte_pair_encoder.h"
 
 TEST(Tokenizer, decodes_the_bytes_of_a_version_2_file) {
     TemporaryFolder folder;
@@ -69,4 +72,161 @@ TEST(Tokenizer, printable_text_is_utf8_without_control_characters) {
     EXPECT_EQ(printable("\xF4\x8F\xBF\xBF"), "\xF4\x8F\xBF\xBF");
     EXPECT_EQ(printable("\xF0\x8F\xBF\xBF").size(), 12u);
     EXPECT_EQ(printable("\xFF"), replacement);
+}
+
+namespace {
+
+using Tokens = std::vector<int>;
+
+// The file of these tokens, of which the last is the end of text.
+void write_tokenizer(const std::string& path, const std::vector<std::string>& tokens) {
+    std::string entries;
+    for (const std::string& token : tokens) { entries += char(token.size()) + token; }
+    const int count = int(tokens.size());
+    write_bytes(path, header_bytes({20240328, 2, count, count - 1}) + entries);
+}
+
+Tokens encode(const std::vector<std::string>& vocabulary, std::string_view text) {
+    TemporaryFolder folder;
+    write_tokenizer(folder / "t.bin", vocabulary);
+    const Tokenizer tokenizer(folder / "t.bin");
+    return BytePairEncoder(tokenizer).encode(text);
+}
+
+// All bytes, then the merged ones, then the end of text.
+std::vector<std::string> bytes_and(const std::vector<std::string>& merged) {
+    std::vector<std::string> tokens;
+    for (int byte = 0; byte < 256; byte++) { tokens.push_back(std::string(1, char(byte))); }
+    tokens.insert(tokens.end(), merged.begin(), merged.end());
+    tokens.push_back("<|endoftext|>");
+    return tokens;
+}
+
+// Of a word: joins the neighbours that make the token of the lowest number, the leftmost first, looked for anew
+// each time.
+Tokens by_definition(const std::vector<std::string>& vocabulary, const std::string& word) {
+    auto number = [&](const std::string& token) {
+        return int(std::find(vocabulary.begin(), vocabulary.end(), token) - vocabulary.begin());
+    };
+    const int none = int(vocabulary.size());
+    std::vector<std::string> parts;
+    for (char c : word) { parts.push_back({c}); }
+    while (true) {
+        int lowest = none;
+        size_t at = 0;
+        for (size_t i = 0; i + 1 < parts.size(); i++) {
+            const int joined = number(parts[i] + parts[i + 1]);
+            if (joined < lowest) {
+                lowest = joined;
+                at = i;
+            }
+        }
+        if (lowest == none) { break; }
+        parts[at] += parts[at + 1];
+        parts.erase(parts.begin() + long(at) + 1);
+    }
+    Tokens tokens;
+    for (const std::string& part : parts) { tokens.push_back(number(part)); }
+    return tokens;
+}
+
+class MergedTokens : public ::testing::Test {
+#ifdef WITHOUT_PCRE2
+    void SetUp() override { GTEST_SKIP() << "PCRE2 is not in this build"; }
+#endif
+};
+
+}  // namespace
+
+TEST(BytePairEncoder, in_a_vocabulary_of_bytes_each_byte_is_its_token) {
+    std::string text;
+    Tokens expected;
+    for (int c = 0; c < 0x80; c++) {
+        text += char(c);
+        expected.push_back(c);
+    }
+    for (int byte : {0xC3, 0xA9, 0xF0, 0x9F, 0x8C, 0x8D}) {
+        text += char(byte);
+        expected.push_back(byte);
+    }
+    EXPECT_EQ(encode(bytes_and({}), text), expected);
+    EXPECT_EQ(encode(bytes_and({}), ""), Tokens());
+}
+
+TEST(BytePairEncoder, the_end_of_text_is_one_token_wherever_it_stands) {
+    EXPECT_EQ(encode(bytes_and({}), "<|endoftext|>"), Tokens({256}));
+    EXPECT_EQ(encode(bytes_and({}), "a<|endoftext|><|endoftext|>b"), Tokens({'a', 256, 256, 'b'}));
+    EXPECT_EQ(encode(bytes_and({}), "<|endoftext").size(), 11u);
+    EXPECT_EQ(encode({"a", "b", "<end>"}, "a<end>b<end>"), Tokens({0, 2, 1, 2}));
+}
+
+TEST(BytePairEncoder, what_cannot_be_encoded_is_one_line) {
+    for (const char* wrong : {"ab\x80", "ab\xC3", "ab\xED\xA0\x80", "ab\xC0\xAF", "ab\xFF"}) {
+        const std::string message = user_error([&] { encode(bytes_and({}), wrong); });
+        EXPECT_TRUE(contains(message, "the prompt is not UTF-8 (byte 2): convert it"));
+    }
+    const std::string message = user_error([&] { encode({"a", "b", "<|endoftext|>"}, "abc"); });
+    EXPECT_TRUE(contains(message, "no token for byte 0x63 of the prompt"));
+}
+
+TEST_F(MergedTokens, pairs_are_joined_lowest_number_first_and_of_one_number_leftmost_first) {
+    EXPECT_EQ(encode(bytes_and({"bc", "ab"}), "abc"), Tokens({'a', 256}));
+    EXPECT_EQ(encode(bytes_and({"ab", "bc"}), "abc"), Tokens({256, 'c'}));
+    EXPECT_EQ(encode(bytes_and({"aa"}), "aaaaa"), Tokens({256, 256, 'a'}));
+    EXPECT_EQ(encode(bytes_and({"aa", "aaa"}), "aaaaa"), Tokens({256, 257}));
+    // A token of which no two neighbours are ever the parts is not made.
+    EXPECT_EQ(encode(bytes_and({"abcd"}), "abcd"), Tokens({'a', 'b', 'c', 'd'}));
+    EXPECT_EQ(encode(bytes_and({"ab", "cd", "abcd"}), "abcdcdab"), Tokens({258, 257, 256}));
+}
+
+TEST_F(MergedTokens, nothing_is_joined_across_the_pieces_of_gpt2s_pattern) {
+    const std::vector<std::string> vocabulary =
+        bytes_and({"a ", " a", "ab", "a1", "1a", "a.", "'s", "  ", "\n\n", "n'", "'t", "\xC3\xA9",
+                   "a\xC3\xA9", "\xE2\x80", "\xE2\x80\x83", "  a"});
+    auto text = [&](std::string_view prompt) {
+        std::string result;
+        for (int token : encode(vocabulary, prompt)) { result += vocabulary[size_t(token)] + "|"; }
+        return result;
+    };
+    EXPECT_EQ(text("a a"), "a| a|");
+    EXPECT_EQ(text("a  a"), "a| | a|");  // the last space goes with the word
+    EXPECT_EQ(text("a   "), "a|  | |");
+    EXPECT_EQ(text("a1a."), "a|1|a|.|");
+    EXPECT_EQ(text("ban't's"), "b|a|n|'t|'s|");
+    EXPECT_EQ(text("a\n\na"), "a|\n|\n|a|");
+    EXPECT_EQ(text("a\n\n"), "a|\n\n|");
+    EXPECT_EQ(text("a\xC3\xA9"), "a\xC3\xA9|");  // a letter
+    EXPECT_EQ(text("a\xE2\x80\x83\xE2\x80\x83"), "a|\xE2\x80\x83|\xE2\x80\x83|");  // em space
+    EXPECT_EQ(text("a<|endoftext|>b"), "a|<|endoftext|>|b|");
+}
+
+TEST_F(MergedTokens, a_character_may_be_a_token_where_its_bytes_are_none) {
+    EXPECT_EQ(encode({"a", "\xC3\xA9", "<|endoftext|>"}, "a\xC3\xA9"), Tokens({0, 1}));
+    const std::string message = user_error([&] { encode({"a", "\xC3\xA9", "<|endoftext|>"}, "\xC3\xA8"); });
+    EXPECT_TRUE(contains(message, "byte 0xC3"));
+}
+
+// In time that is quadratic in its length this would not end.
+TEST_F(MergedTokens, a_word_of_a_quarter_of_a_million_letters_is_joined_to_the_end) {
+    std::vector<std::string> merged;
+    for (size_t length = 2; length <= 128; length *= 2) { merged.push_back(std::string(length, 'a')); }
+    EXPECT_EQ(encode(bytes_and(merged), std::string(1 << 18, 'a')), Tokens((1 << 18) / 128, 256 + 6));
+}
+
+TEST_F(MergedTokens, any_word_becomes_what_the_definition_says) {
+    std::mt19937 random(1);
+    auto letters = [&](size_t count) {
+        std::string text;
+        while (text.size() < count) { text += char('a' + random() % 3); }
+        return text;
+    };
+    for (int trial = 0; trial < 300; trial++) {
+        std::vector<std::string> merged;
+        while (merged.size() < 12) {
+            const std::string token = letters(2 + random() % 4);
+            if (std::find(merged.begin(), merged.end(), token) == merged.end()) { merged.push_back(token); }
+        }
+        const std::string text = letters(random() % 60);
+        EXPECT_EQ(encode(bytes_and(merged), text), by_definition(bytes_and(merged), text)) << text;
+    }
 }

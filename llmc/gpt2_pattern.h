@@ -1,0 +1,78 @@
+// GPT-2's pattern: what it cuts a text into before byte pairs are merged (github.com/openai/gpt-2, encoder.py):
+// a contraction such as 's; letters, digits or other characters, each with a space before them if there is
+// one; white space, whose last character is left to a word that follows.
+//
+// Letters and numbers are Unicode's, which PCRE2 knows. It may be missing where a program is built: make then
+// defines WITHOUT_PCRE2, and this file alone knows it. Characters that are newer than PCRE2's Unicode count as
+// neither.
+#pragma once
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+#include "llmc/error.h"
+
+#ifdef WITHOUT_PCRE2
+class Gpt2Pattern {
+public:
+    Gpt2Pattern() {
+        throw UserError(
+            "a prompt for this tokenizer needs PCRE2, which is not in this build: install it (libpcre2-dev) "
+            "and build again, or use a tokenizer of bytes");
+    }
+    template <typename Take>
+    void cut(std::string_view, Take) const {}
+};
+#else
+#define PCRE2_CODE_UNIT_WIDTH 8
+#include <pcre2.h>
+
+class Gpt2Pattern {
+public:
+    Gpt2Pattern() {
+        // Unicode's White_Space. PCRE2's \s has one more, U+180E.
+        const std::string space = R"(\t-\r \x{85}\x{A0}\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F})"
+                                  R"(\x{205F}\x{3000})";
+        const std::string pattern = R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\p{L}\p{N})" + space +
+                                    "]+|[" + space + "]+(?![^" + space + "])|[" + space + "]+";
+        int error;
+        PCRE2_SIZE at;
+        code.reset(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(pattern.data()), pattern.size(), PCRE2_UTF,
+                                 &error, &at, nullptr));
+        if (!code) { fail("pcre2_compile", error); }
+    }
+
+    // Calls take(piece) for each piece, in order; joined they are the text.   text: valid UTF-8
+    template <typename Take>
+    void cut(std::string_view text, Take take) const {
+        const std::unique_ptr<pcre2_match_data, FreeMatch> match(pcre2_match_data_create(1, nullptr));
+        if (!match) { throw std::bad_alloc(); }
+        for (size_t at = 0; at < text.size();) {
+            // Without the check of the whole rest that would make this quadratic.
+            const int found = pcre2_match(code.get(), reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(),
+                                          at, PCRE2_ANCHORED | PCRE2_NO_UTF_CHECK, match.get(), nullptr);
+            if (found < 0) { fail("pcre2_match", found); }  // for every character is of some kind
+            const size_t end = pcre2_get_ovector_pointer(match.get())[1];
+            take(text.substr(at, end - at));
+            at = end;
+        }
+    }
+
+private:
+    struct FreeCode {
+        void operator()(pcre2_code* code) const { pcre2_code_free(code); }
+    };
+    struct FreeMatch {
+        void operator()(pcre2_match_data* match) const { pcre2_match_data_free(match); }
+    };
+
+    [[noreturn]] static void fail(const char* call, int error) {
+        PCRE2_UCHAR text[200];
+        pcre2_get_error_message(error, text, sizeof text);
+        throw std::runtime_error(format("%s: %s", call, reinterpret_cast<const char*>(text)));
+    }
+
+    std::unique_ptr<pcre2_code, FreeCode> code;
+};
+#endif
