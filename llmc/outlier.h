@@ -36,18 +36,19 @@ struct OutlierLimits {
     float loss_zscore = 0, norm_zscore = 0;
 };
 
-// Of a value that is in the window, which is full. 0 where all values are the same. The same bits on CPU and
-// GPU: sums are in the window's order, and the only product that a compiler could fuse is spelled fma (the
-// others are by 1/128, which rounds nothing); double division and root round to nearest on both.
+// Of a value that is in the window. 0 where all values are the same. The same bits on CPU and GPU: sums are in
+// the window's order, the only product that a compiler could fuse with one is spelled fma, and division and
+// root round to nearest in double on both.
 HD inline float zscore(const SeriesWindow& window, float value) {
+    const int count = window.entered < outlier_window_size ? int(window.entered) : outlier_window_size;
     double sum = 0, squares = 0;
-    for (float x : window.values) { sum += double(x); }
-    const double mean = sum / outlier_window_size;
-    for (float x : window.values) {
-        const double distance = double(x) - mean;
+    for (int i = 0; i < count; i++) { sum += double(window.values[i]); }
+    const double mean = sum / count;
+    for (int i = 0; i < count; i++) {
+        const double distance = double(window.values[i]) - mean;
         squares = fma(distance, distance, squares);
     }
-    const double deviation = sqrt(squares / outlier_window_size);
+    const double deviation = sqrt(squares / count);
     return deviation > 0 ? float((double(value) - mean) / deviation) : 0.0f;
 }
 

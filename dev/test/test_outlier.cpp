@@ -93,7 +93,8 @@ TEST(Outlier, scores_by_hand) {
     EXPECT_FLOAT_EQ(enter_value(window, 4), float((4 - 3.015625) / std::sqrt(1 - 0.015625 * 0.015625)));
     window = window_of(alternating(2, 4, 128));
     EXPECT_FLOAT_EQ(enter_value(window, 2), -1);  // in the place of another 2
-    // In the place of a 2 a 131: mean 3 + 129 / 128; squares 63 + 64 + 128^2 less 128 times the shift's.
+    EXPECT_EQ(zscore(window_of({2, 4, 4, 2, 4, 2}), 4), 1);
+    // In the place of a 2 a 131: mean 3 + 129 / 128; squares 63 + 64 + 128^2, less 128 of the mean's shift.
     window = window_of(alternating(2, 4, 128));
     const double shift = 129.0 / 128;
     EXPECT_FLOAT_EQ(enter_value(window, 131),
