@@ -1,0 +1,436 @@
+#!/usr/bin/env python3
+"""How much of its speed a run keeps over a slow line: two trainer processes, each in a network namespace of
+its own, real TCP between them, and dev/wan/relay.cpp for the distance.
+
+    dev/bench/wan.py            runs what is not there yet, and prints the tables (root; `make bench-wan`)
+    dev/bench/wan.py --quick    only unlimited and the slowest line, without the variants of tau = 1
+    dev/bench/wan.py --only fp4-tau5 diloco --minutes 10
+
+Utilization is tokens/s over the tokens/s of the same method through the same relay when that neither limits
+nor delays. Where fragments are exchanged it is of periods of H steps, each of which sends and merges every
+fragment once, behind a first period that is left out; of data-parallel it is of the median step behind the
+first. Beside it stands what dev/simulate.py predicts from the unlimited run's log.
+
+A finished run is a folder in --out that is not run again, so that it can be stopped at any time; when
+--minutes are over no other run begins.
+"""
+import argparse
+import contextlib
+import datetime
+import hashlib
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "dev/bench"), str(ROOT / "dev/wan")]
+from compare import UserError, read_run, size_text
+from runs import KEPT, Budget, machine, made_by, markdown
+from simulate import predict, read_measured
+from sites import Line, Sites, missing
+
+PROCESSES = 2
+
+# 2.8M parameters, and bytes as tokens: a step takes some tenths of a second on a core, as one of a large
+# model does on large machines, and data-parallel sends 11 MB in each.
+COMMON = {"--layers": 6, "--heads": 3, "--channels": 192, "--vocab-size": 257, "-t": 256, "-b": 8,
+          "-l": 0.001, "-s": 0, "-v": 0, "--timeout": 120}
+MEGABITS_A_STEP = 90  # that data-parallel sends
+INNER_STEPS, PERIODS = 20, 2  # H, and how many are measured
+
+
+@dataclass(frozen=True)
+class Method:
+    name: str
+    title: str
+    ranks: int      # that share gradients every step
+    options: tuple  # pairs
+
+    @property
+    def workers(self):
+        return PROCESSES // self.ranks
+
+
+def streams(name, title, layers, overlap, dtype):
+    """alpha: without overlap nothing was learnt meanwhile that could be kept."""
+    return Method(name, title, 1, (("-H", INNER_STEPS), ("--fragment-layers", layers), ("--overlap", overlap),
+                                   ("--outer-dtype", dtype), ("--local-weight", 0.5 if overlap else 0)))
+
+
+METHODS = [Method("data-parallel", "data-parallel", 2, ()),
+           streams("diloco", "DiLoCo", 0, 0, "fp32"),
+           streams("streaming", "streaming", 1, 0, "fp32"),
+           streams("overlap-tau1", "+ overlap, tau 1", 1, 1, "fp32"),
+           streams("overlap-tau5", "+ overlap, tau 5", 1, 5, "fp32"),
+           streams("fp4-tau1", "+ fp4, tau 1", 1, 1, "fp4_e2m1"),
+           streams("fp4-tau5", "+ fp4, tau 5", 1, 5, "fp4_e2m1")]
+
+RATES, ROUND_TRIPS, LOSS = (0, 200, 40, 8), (0, 80), 0.001  # Mbit/s, 0: unlimited; ms; of the last line
+
+
+def make_line(megabits, round_trip_ms, loss, sysctls):
+    """Jumbo frames where a line is not limited, as between neighbours."""
+    return Line(megabits, round_trip_ms, loss, mtu=1500 if megabits else 9000, sysctls=tuple(sysctls))
+
+
+def make_lines(sysctls=()):
+    """The first is what the others are compared with."""
+    lines = [make_line(rate, trip, 0, sysctls) for trip in ROUND_TRIPS for rate in RATES]
+    return [*lines, make_line(RATES[-1], ROUND_TRIPS[-1], LOSS, sysctls)]
+
+
+def base_of(line):
+    return make_line(0, 0, 0, line.sysctls)
+
+
+def name_of(line):
+    rate = f"{line.megabits:g}mbit" if line.megabits else "unlimited"
+    return f"{rate}-{line.round_trip_ms:g}ms" + (f"-loss{line.loss:g}" if line.loss else "")
+
+
+# --------------------------------------------------------------------------------------------------- running
+
+def steps_of(method, line):
+    """Of data-parallel as many as half a minute has room for, by a guess: it makes a call for each block's
+    gradients and for its parameters."""
+    if method.ranks == 1:
+        return INNER_STEPS * (1 + PERIODS)
+    guess = 0.4 + (MEGABITS_A_STEP / line.megabits if line.megabits else 0) + 0.017 * line.round_trip_ms
+    return min(60, max(5, math.ceil(30 / guess)))
+
+
+def options_of(method, line, text):
+    return {**COMMON, **dict(method.options), "--workers": method.workers, "--ranks": method.ranks,
+            "-x": steps_of(method, line), "-i": f"{text}/*_train_*.bin"}
+
+
+def start(trainer, options, sites, folder):
+    """A trainer in each site, as torchrun would start them: one thread each, for there are few cores."""
+    folder.mkdir(parents=True)
+    words = [str(word) for option in options.items() for word in option]
+    command = [str(Path(trainer).resolve()), *words, "-o", str(folder), "--store", f"file:{folder / 'store'}",
+               "--interface", sites.interface]
+    processes = []
+    for site in range(PROCESSES):
+        place = {"RANK": str(site), "WORLD_SIZE": str(PROCESSES), "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+        with open(folder / f"process{site}.log", "w") as output:
+            processes.append(subprocess.Popen([*sites.inside(site), *command], env={**os.environ, **place},
+                                              stdout=output, stderr=subprocess.STDOUT))
+    return processes
+
+
+@contextlib.contextmanager
+def ended(processes):
+    try:
+        yield
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def wait_for(processes, folder):
+    for site, process in enumerate(processes):
+        if process.wait() != 0:
+            lines = (folder / f"process{site}.log").read_text().strip().splitlines() or ["no message"]
+            raise UserError(f"the run of {folder.name} failed ({lines[-1]}): see {folder}/process*.log")
+
+
+def congestion_control(sites):
+    """TCP's, in the sites."""
+    names = [f"/proc/sys/net/ipv4/{name}" for name in ("tcp_congestion_control", "tcp_slow_start_after_idle")]
+    return subprocess.run([*sites.inside(0), "cat", *names], capture_output=True, text=True,
+                          check=True).stdout.split()
+
+
+def train(trainer, relay, options, line, folder):
+    """Trains into `folder` and returns what the devices and the relay counted."""
+    with Sites(line, PROCESSES, relay) as sites:
+        tcp = congestion_control(sites)
+        processes = start(trainer, options, sites, folder)
+        with ended(processes):
+            wait_for(processes, folder)
+        devices = [asdict(sites.counters(site)) for site in range(PROCESSES)]
+    shutil.rmtree(folder / "store")
+    for model in folder.glob("model_*.bin"):
+        model.unlink()
+    return {"devices": devices, "relay": sites.statistics, "tcp": tcp}
+
+
+def record_of(arguments, method, line):
+    """What a run is told apart by, as it is kept."""
+    options = options_of(method, line, arguments.text)
+    return json.loads(json.dumps({**options, "line": asdict(line)}))
+
+
+def folder_of(arguments, method, line):
+    return arguments.out / f"{method.name}_{name_of(line)}"
+
+
+def made(arguments, method, line):
+    return made_by(folder_of(arguments, method, line), record_of(arguments, method, line))
+
+
+def run(arguments, method, line):
+    """Trains into a folder that appears when the run is complete. Returns its seconds."""
+    folder = folder_of(arguments, method, line)
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    options = options_of(method, line, arguments.text)
+    begin = time.monotonic()
+    counted = train(arguments.trainer, arguments.relay, options, line, part)
+    seconds = time.monotonic() - begin
+    program = hashlib.sha256(Path(arguments.trainer).read_bytes()).hexdigest()[:12]
+    (part / KEPT).write_text(json.dumps({"options": record_of(arguments, method, line), "seconds": seconds,
+                                         "program": program, **counted}))
+    part.rename(folder)
+    return seconds
+
+
+def run_all(arguments, methods, lines):
+    """Line by line, the unlimited one first: what there is can be compared whenever it is stopped."""
+    budget = Budget(arguments.minutes)
+    todo = [(method, line) for line in lines for method in methods]
+    for number, (method, line) in enumerate(todo, 1):
+        if made(arguments, method, line):
+            continue
+        if budget.is_spent():
+            print(f"{arguments.minutes:g} minutes are over: run this again to go on", flush=True)
+            return
+        seconds = run(arguments, method, line)
+        budget.spend(seconds)
+        row = row_of(arguments, method, line)
+        result = f"{percent(row.measured)}, predicted {percent(row.predicted)}" if row else "-"
+        print(f"{number:3} of {len(todo)}  {method.name:14} {name_of(line):18} {result:24} {seconds:.0f} s",
+              flush=True)
+
+
+# ------------------------------------------------------------------------------------------------------ rows
+
+def tokens_per_second(method, run):
+    """Of all processes. Where one is late the others wait for it, sooner or later: the slowest one's."""
+    length = INNER_STEPS if method.ranks == 1 else 1
+    slowest = 0.0
+    for process in run.processes:
+        seconds = [line["seconds"] for line in process.steps][length:]
+        periods = [sum(seconds[i:i + length]) for i in range(0, len(seconds) - length + 1, length)]
+        slowest = max(slowest, statistics.median(periods))
+    tokens = sum(run.of_worker(worker)[0].steps[0]["tokens"] for worker in range(run.workers))
+    return length * tokens / slowest
+
+
+def program_bytes(process):
+    """What a process sent, by its log. It leaves out the exchange before step 1, as large as the largest."""
+    rehearsal = max((line["bytes_sent"] for line in process.syncs), default=0)
+    return process.end["inner_bytes_sent"] + process.end["outer_bytes_sent"] + rehearsal
+
+
+@dataclass
+class Row:
+    method: Method
+    line: Line
+    tokens_per_second: float
+    measured: float   # utilization
+    predicted: float
+    sent: int         # bytes, by process 0's log
+    overhead: float   # what its device sent over that, the larger of both processes'
+    waited: float     # seconds, by process 0
+    lost: int         # packets, of all, by full queues and by the line
+    relay_share: float  # of a core
+
+
+def row_of(arguments, method, line):
+    """None where the run or the unlimited one is not there."""
+    own, base = made(arguments, method, line), made(arguments, method, base_of(line))
+    if not own or not base:
+        return None
+    base_folder = folder_of(arguments, method, base_of(line))
+    run, relay = read_run(folder_of(arguments, method, line)), own["relay"]
+    speed = tokens_per_second(method, run)
+    overhead = max(device["bytes_sent"] / program_bytes(process)
+                   for device, process in zip(own["devices"], run.processes))
+    lost = sum(site["lost"] + site["up"]["dropped"] + site["down"]["dropped"] for site in relay["sites"])
+    return Row(method, line, speed, speed / tokens_per_second(method, read_run(base_folder)),
+               prediction(base_folder, line, own["tcp"]), program_bytes(run.processes[0]), overhead,
+               run.processes[0].end["waited_seconds"], lost, relay["cpu_seconds"] / relay["seconds"])
+
+
+def prediction(base_folder, line, tcp):
+    """BBR has no slow start after an idle connection, whatever the option says."""
+    if line == base_of(line):
+        return 1.0
+    rate = line.megabits * 1e6 if line.megabits else 1e11
+    return predict(read_measured(base_folder), rate, line.round_trip_ms / 1000, mtu=line.mtu,
+                   slow_start_after_idle=tcp != ["bbr", "1"] and tcp[1] == "1")
+
+
+def percent(share):
+    return f"{100 * share:.{1 if share < 0.1 else 0}f}%"
+
+
+def line_text(line):
+    rate = f"{line.megabits:g} Mbit/s" if line.megabits else "unlimited"
+    return rate + (f", {100 * line.loss:g}% lost" if line.loss else "")
+
+
+def overview(methods, lines, rows):
+    """A line's utilization by each method: measured, and predicted in brackets."""
+    table = []
+    for line in lines:
+        cells = [rows.get((method, line)) for method in methods]
+        if any(cells):
+            table.append([f"{line.round_trip_ms:g} ms", line_text(line),
+                          *(f"{percent(row.measured)} ({percent(row.predicted)})" if row else "-"
+                            for row in cells)])
+    return markdown(["round trip", "line", *(method.title for method in methods)], table)
+
+
+def details(methods, lines, rows):
+    table = [[f"{line.round_trip_ms:g} ms", line_text(line), method.title, f"{row.tokens_per_second:,.0f}",
+              percent(row.measured), percent(row.predicted), f"{100 * (row.measured - row.predicted):+.1f}",
+              size_text(row.sent), f"{row.overhead:.3f}", f"{row.waited:.1f} s", str(row.lost),
+              percent(row.relay_share)]
+             for line in lines for method in methods if (row := rows.get((method, line)))]
+    return markdown(["round trip", "line", "method", "tokens/s", "measured", "predicted", "points apart",
+                     "sent by a process", "device / program", "waited", "packets lost", "relay, of a core"],
+                    table)
+
+
+# --------------------------------------------------------------------------------------------------- verdicts
+
+def bar_text(rows):
+    """The claim: where data-parallel keeps at most 5%, Streaming DiLoCo in four bits keeps at least 95%."""
+    data_parallel, fp4 = METHODS[0], METHODS[-1]
+    slow = [row for (method, _), row in rows.items() if method == data_parallel and row.measured <= 0.05]
+    if not slow:
+        return "On none of these lines does data-parallel keep at most 5% of its speed."
+    texts = []
+    for row in slow:
+        other = rows.get((fp4, row.line))
+        if other:
+            texts.append(f"{line_text(row.line)} at {row.line.round_trip_ms:g} ms: data-parallel keeps "
+                         f"{percent(row.measured)}, streaming with four bits and tau 5 keeps "
+                         f"{percent(other.measured)}: {'at least' if other.measured >= 0.95 else 'NOT'} 95%.")
+    return "\n".join(texts)
+
+
+def prediction_text(rows):
+    others = [row for row in rows.values() if row.line != base_of(row.line)]
+    far = [row for row in others if abs(row.measured - row.predicted) > 0.05]
+    text = f"{len(others) - len(far)} of {len(others)} predictions are within 5 points of the measurement."
+    if far:
+        names = ", ".join(f"{row.method.title} over {line_text(row.line)} at {row.line.round_trip_ms:g} ms "
+                          f"({100 * (row.measured - row.predicted):+.0f})" for row in far)
+        text += f" The others: {names}."
+    return text
+
+
+def setting_text(arguments, rows):
+    runs = [made(arguments, *cell) for cell in rows]
+    parameters = read_run(folder_of(arguments, *next(iter(rows)))).parameters
+    text = (f"`make bench-wan`, {machine()}, {datetime.date.today()}: {parameters / 1e6:.2f}M parameters, "
+            f"{COMMON['-b'] * COMMON['-t']:,} tokens a step and process, H = {INNER_STEPS}, two workers of "
+            f"one process (data-parallel: one worker of two), one thread each; TCP with "
+            f"{', '.join(sorted({one['tcp'][0] for one in runs}))}. {len(rows)} runs, "
+            f"{sum(one['seconds'] for one in runs) / 60:.0f} minutes.")
+    programs = len({one["program"] for one in runs})
+    return text + (f" They were made by {programs} different builds of the trainer." if programs > 1 else "")
+
+
+EXPLANATION = """\
+A line limits what each worker sends and, likewise, what it receives; its queue holds what passes in a round
+trip, and 32 packets at least. device / program: bytes that the namespace's device has sent, by the kernel's
+count, over those that the program has counted: headers, acknowledgements, what was sent again. Packets lost:
+in full queues, and by lines that lose some. Waited: by process 0, in exchanges alone."""
+
+
+def report(arguments, methods, lines):
+    """(text, rows)"""
+    cells = [(method, line) for line in lines for method in methods]
+    rows = {cell: row for cell in cells if (row := row_of(arguments, *cell))}
+    if not rows:
+        raise UserError("no run over an unlimited line has finished: give it more --minutes")
+    text = [setting_text(arguments, rows), "",
+            "Share of the tokens/s that the same method has over the unlimited line without a delay, "
+            "measured (predicted):", "", overview(methods, lines, rows), "", bar_text(rows), "",
+            prediction_text(rows), "", details(methods, lines, rows), "", EXPLANATION]
+    if len(rows) < len(cells):
+        text.append(f"{len(cells) - len(rows)} of {len(cells)} runs are missing: run it again.")
+    return "\n".join(text) + "\n", rows
+
+
+def draw(rows, path):
+    """Where there are rows of limited lines."""
+    from wan_figure import draw as draw_rows  # matplotlib takes a second to load
+
+    shown = [row for row in rows.values() if row.line.megabits and not row.line.loss]
+    if shown:
+        draw_rows(path, [method.title for method in METHODS], shown)
+
+
+def parse_arguments():
+    names = [method.name for method in METHODS]
+    parser = argparse.ArgumentParser(description="Training over slow lines.")
+    parser.add_argument("--trainer", type=Path, default=ROOT / "train_gpt_cpu")
+    parser.add_argument("--relay", type=Path, default=ROOT / "build/relay")
+    parser.add_argument("--text", type=Path, default=ROOT / "build/wan/text", help="token shards, bytes")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/wan", help="folder of the runs")
+    parser.add_argument("--report", type=Path, help="write the tables here too, and the figure beside it")
+    parser.add_argument("--minutes", type=float, default=40, help="no run begins that may end later")
+    parser.add_argument("--quick", action="store_true", help="the slowest line alone: a quarter of the time")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=" ".join(names))
+    parser.add_argument("--sysctl", action="append", default=[], metavar="NAME=VALUE",
+                        help="of the namespaces, such as net/ipv4/tcp_congestion_control=reno")
+    return parser.parse_args()
+
+
+def chosen(arguments):
+    """(methods, lines)"""
+    methods = [one for one in METHODS if not arguments.only or one.name in arguments.only]
+    lines = make_lines(arguments.sysctl)
+    if arguments.quick:
+        methods = [one for one in methods if not one.name.endswith("tau1")]
+        lines = [line for line in lines
+                 if line == base_of(line) or (line.megabits == RATES[-1] and not line.loss)]
+    return methods, lines
+
+
+def check(arguments):
+    if lack := missing():
+        raise UserError(lack)
+    if not arguments.trainer.exists():
+        raise UserError(f"{arguments.trainer} is not there: run make train_gpt_cpu")
+    if not list(arguments.text.glob("*_train_*.bin")):
+        raise UserError(f"{arguments.text} holds no tokens: run make bench-wan, or give --text")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+
+
+def main():
+    arguments = parse_arguments()
+    methods, lines = chosen(arguments)
+    try:
+        check(arguments)
+        run_all(arguments, methods, lines)
+        text, rows = report(arguments, methods, lines)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    print("\n" + text, end="")
+    if arguments.report:
+        figure = arguments.report.with_suffix(".png")
+        draw(rows, figure)
+        arguments.report.write_text(f"# Training over slow lines\n\n{text}\n![utilization]({figure.name})\n")
+
+
+if __name__ == "__main__":
+    main()
