@@ -1,16 +1,17 @@
-"""The README's table of options is the program's."""
+"""The README's tables of options are the program's."""
 
 import subprocess
+
+import pytest
 
 from conftest import ROOT, TRAINER
 
 
-def test_the_table_of_options_is_the_program_s():
-    table = subprocess.run([TRAINER, "--options-table"], capture_output=True, text=True, check=True).stdout
-    assert table.count("\n| `") > 40
-    assert (
-        table.strip() in (ROOT / "README.md").read_text()
-    ), "put ./train_gpt_cpu --options-table into README.md"
+@pytest.mark.parametrize("option,rows", [("--options-table", 40), ("--llmc-flags-table", 20)])
+def test_the_tables_of_options_are_the_program_s(option, rows):
+    table = subprocess.run([TRAINER, option], capture_output=True, text=True, check=True).stdout
+    assert table.count("\n| `") > rows
+    assert table.strip() in (ROOT / "README.md").read_text(), f"put ./train_gpt_cpu {option} into README.md"
 
 
 def test_every_option_has_a_help_line():
