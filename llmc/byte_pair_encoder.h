@@ -58,8 +58,8 @@ private:
         }
     };
 
-    // A piece's parts: the one that begins at byte i ends at end[i] (0: none begins there), and the one before
-    // it begins at before[i].
+    // A piece's parts: the one that begins at byte i ends at end[i] (0: none begins there), and the one
+    // before it begins at before[i].
     struct Parts {
         std::vector<size_t> end, before;
         std::priority_queue<Pair> pairs;  // also those whose parts are gone

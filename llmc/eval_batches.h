@@ -58,7 +58,8 @@ public:
         examples_counted = examples_correct = 0;
     }
 
-    // The next of size() batches. T differs from batch to batch, in few steps, so that few matmul shapes occur.
+    // The next of size() batches. T differs from batch to batch, in whole steps, so that few matmul shapes
+    // occur.
     EvalBatch next() {
         const int T = order.at(next_place).T;
         const size_t count = size_t(B) * size_t(T);

@@ -1,10 +1,9 @@
-// GPT-2's pattern: what it cuts a text into before byte pairs are merged (github.com/openai/gpt-2, encoder.py):
-// a contraction such as 's; letters, digits or other characters, each with a space before them if there is
-// one; white space, whose last character is left to a word that follows.
+// GPT-2's pattern: what it cuts a text into before byte pairs are merged (github.com/openai/gpt-2,
+// src/encoder.py): a contraction such as 's; letters, digits or other characters, with a space before them if
+// there is one; white space, whose last character is left to a word that follows.
 //
-// Letters and numbers are Unicode's, which PCRE2 knows. It may be missing where a program is built: make then
-// defines WITHOUT_PCRE2, and this file alone knows it. Characters that are newer than PCRE2's Unicode count as
-// neither.
+// Letters and numbers are Unicode's, which PCRE2 knows; characters newer than its Unicode count as neither.
+// It may be missing where a program is built: make then defines WITHOUT_PCRE2, and this file alone knows it.
 #pragma once
 #include <memory>
 #include <stdexcept>

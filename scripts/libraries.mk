@@ -5,7 +5,7 @@
 #   DEPS_HOME   libraries that are unpacked there instead of installed (make setup OFFLINE=DIR DEPS_HOME=DIR)
 #   GPU_ARCH    the GPUs to build for (else this machine's), of 80 and later
 #   CPU_ARCH    the CPU to build for (else this machine's)
-#   HAS_GLOO=   nothing after the = leaves Gloo out although it is there; HAS_HIREDIS= hiredis, HAS_PCRE2= PCRE2
+#   HAS_GLOO=   nothing after the = leaves Gloo out although it is there; so do HAS_HIREDIS= and HAS_PCRE2=
 GPU_ARCH ?= native
 CPU_ARCH ?= native
 hash := \#

@@ -1,4 +1,4 @@
-// Eval sets. What the reader takes holds to what its header comment says, and every example is evaluated once.
+// Eval sets. What the reader takes holds to what its header comment says; every example is evaluated once.
 #include "dev/fuzz/fuzz.h"
 #include "llmc/eval_batches.h"
 

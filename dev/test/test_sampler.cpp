@@ -16,7 +16,8 @@ int sampled(const std::vector<float>& logits, const Sampling& sampling, float co
     return sample_token(logits.data(), int(logits.size()), sampling, coin);
 }
 
-// The definition: sort all, cut after top_k, cut where the sum reaches top_p of what is left, divide by the sum.
+// The definition: sort all, cut after top_k, cut where the sum reaches top_p of what is left, divide by the
+// sum.
 std::vector<double> probabilities(const std::vector<float>& logits, const Sampling& sampling) {
     std::vector<int> order(logits.size());
     std::iota(order.begin(), order.end(), 0);

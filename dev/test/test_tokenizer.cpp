@@ -102,8 +102,8 @@ std::vector<std::string> bytes_and(const std::vector<std::string>& merged) {
     return tokens;
 }
 
-// Of a word: joins the neighbours that make the token of the lowest number, the leftmost first, looked for anew
-// each time.
+// Of a word: joins the neighbours that make the token of the lowest number, the leftmost first, looked for
+// anew each time.
 Tokens by_definition(const std::vector<std::string>& vocabulary, const std::string& word) {
     auto number = [&](const std::string& token) {
         return int(std::find(vocabulary.begin(), vocabulary.end(), token) - vocabulary.begin());
