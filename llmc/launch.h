@@ -157,7 +157,8 @@ inline void make_private_folder(const std::string& path) {
     }
 }
 
-// The store in the folder of a job: made when it is first used, and removed by the last process that is done.
+// The store in the folder of a job: made when it is first used, and removed by the last process that comes to
+// its end. A run that is killed leaves some kB there; no later job has its name.
 class JobStore : public Store {
 public:
     explicit JobStore(std::string path) : path(std::move(path)) {}

@@ -1,4 +1,4 @@
-"""llm.c's flags with real processes: mpirun's and those that -pn and -pr number are the ranks of one worker, and
+"""llm.c's flags with real processes: those that mpirun, srun or -pn and -pr number are ranks of one worker, and
 a run that was started with such flags goes on from its config.toml. What each flag becomes is in test_options.cpp."""
 
 import os
@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from conftest import TRAINER, command
+from slurm_cluster import SlurmCluster, missing_programs
 
 # As in llm.c's scripts, with what is small in the tests' own model.
 LLMC = {"-z": 1, "-ge": 1, "-r": 0, "-c": 0.1, "-q": 0.0, "-u": 2, "-d": 256, "-x": 8, "-n": 4, "-nk": 5, "-sl": 7.0}
@@ -53,6 +54,20 @@ def test_mpirun_s_processes_refuse_what_is_wrong_and_leave_nothing(mpirun, token
     errors = {line for line in result.stderr.splitlines() if line.startswith("error: ")}
     assert len(errors) == 1 and "nowhere" in errors.pop()
     assert not (tmp_path / "mpi").exists()
+
+
+def test_srun_on_one_machine_needs_no_store_either(train, tokens, tmp_path):
+    if missing_programs():
+        pytest.skip(f"SLURM's {', '.join(missing_programs())} not installed (Debian: slurm-wlm, munge)")
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    with SlurmCluster(nodes=1) as cluster:
+        environment = {**cluster.environment, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+        words = ["srun", "-n2", *command(tokens, tmp_path / "srun", LLMC)]
+        result = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (tmp_path / "srun" / "model_00000008.bin").read_bytes() == train("run", TWO_RANKS).model()
+    assert not list(temporary.glob("diloco-*"))
 
 
 def test_processes_that_pn_and_pr_number_meet_in_the_folder_of_pf(train, tokens, tmp_path, one_thread):
