@@ -78,10 +78,12 @@ def utilization(run, link):
 # ---------------------------------------------------------------------------------------------------- reading
 
 def read_measured(folder):
-    """UserError where there is no finished run, or its log does not say enough."""
-    first = read_lines(folder / "metrics.jsonl")
-    run, options = first["run"][0], first["run"][0]["options"]
-    logs = [first] + [read_lines(folder / log_name(n)) for n in range(1, run["workers"] * run["ranks"])]
+    """UserError where there is no finished run, or its log does not say enough. Of a resumed run it is the part
+    since then."""
+    first = since_resumed(read_lines(folder / "metrics.jsonl"))
+    run, options = first["run"], first["run"]["options"]
+    logs = [first] + [since_resumed(read_lines(folder / log_name(n)))
+                      for n in range(1, run["workers"] * run["ranks"])]
     try:
         layers, channels = shape_options(folder, options)
         return Measured(
@@ -90,12 +92,20 @@ def read_measured(folder):
             workers=run["workers"], ranks=run["ranks"], inner_steps=int(options["inner-steps"]),
             fragment_layers=int(options["fragment-layers"]), fragment_pattern=options["fragment-pattern"],
             fragment_offsets=offsets_of(options),
-            overlap=min(int(log["run"][0]["options"]["overlap"]) for log in logs),
+            overlap=min(int(log["run"]["options"]["overlap"]) for log in logs),
             outer_dtype=options["outer-dtype"], outer_exchange=options.get("outer-exchange", "all_gather"),
             micro_steps=micro_steps(options, run["ranks"]), parameter_bytes=parameter_bytes(first))
     except (KeyError, ValueError) as error:
         raise UserError(f"the log of {folder} does not say what the run was ({error}): start it again with "
                         "this version") from error
+
+
+def since_resumed(log):
+    """{"run": what the process last began as, "step": steps since then, "sync": those sent since then}"""
+    run = {**log["run"][0], **(log["resume"][-1] if log["resume"] else {})}
+    begin = log["resume"][-1]["step"] if log["resume"] else 0
+    return {"run": run, "step": [line for line in log["step"] if line["step"] > begin],
+            "sync": [line for line in log["sync"] if line["send_step"] > begin]}
 
 
 def shape_options(folder, options):
@@ -116,8 +126,8 @@ def shape_options(folder, options):
 def mean_step_seconds(log):
     """Without the first tenth of the steps, in which memory is touched for the first time, and without waits;
     those behind the last step, for what is then in flight, are in no step."""
-    steps, overlap = log["step"], int(log["run"][0]["options"]["overlap"])
-    begin = steps[0]["step"] + max(1, len(steps) // 10)
+    steps, overlap = log["step"], int(log["run"]["options"]["overlap"])
+    begin = steps[0]["step"] + max(1, len(steps) // 10) if steps else 0
     seconds = [line["seconds"] for line in steps if line["step"] >= begin]
     waits = sum(line["waited_seconds"] for line in log["sync"]
                 if begin <= line["apply_step"] >= line["send_step"] + overlap)
@@ -138,8 +148,8 @@ def micro_steps(options, ranks):
 
 def parameter_bytes(log):
     """Of a value that ranks gather, from what they sent in a step: its 4 bytes of gradient are known."""
-    run, steps = log["run"][0], log["step"]
-    if run["ranks"] == 1 or len(steps) < 3:
+    run, steps = log["run"], log["step"]
+    if run["ranks"] == 1:
         return 4
     sent = steps[-1]["inner_bytes_sent"] - steps[-2]["inner_bytes_sent"]
     a_value = sent * run["ranks"] / (run["ranks"] - 1) / run["parameters"] - 4

@@ -361,6 +361,21 @@ def test_models_by_name_are_those_of_the_trainer():
     assert {name: (int(layers), int(channels)) for name, layers, channels in known} == DESCRIPTORS
 
 
+def test_of_a_resumed_run_it_is_the_part_since_then_that_counts(train):
+    options = {"--workers": 2, "-n": 20}
+    train("run", {**options, "-H": 10, "-x": 20})
+    run = train("run", {**options, "-H": 5, "-x": 60, "--overlap": 2, "-y": 1})
+    measured = simulate.read_measured(run.folder)
+    assert (measured.inner_steps, measured.overlap) == (5, 2)
+    means = []
+    for process in (0, 1):
+        seconds = [row["seconds"] for row in run.lines("step", process)[20 + 4:]]  # a tenth of 40 is left out
+        waits = [row["waited_seconds"] for row in run.lines("sync", process)
+                 if row["send_step"] > 20 and row["send_step"] + 2 <= row["apply_step"] >= 25]
+        means.append((sum(seconds) - sum(waits)) / len(seconds))
+    assert measured.step_seconds == pytest.approx(max(means))
+
+
 def test_a_run_that_began_with_a_model_file_has_its_shape_from_that(train):
     first = train("first", {"-x": 20})
     model = str(next(first.folder.glob("model_*.bin")))
