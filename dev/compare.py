@@ -10,7 +10,7 @@ waited longest: the time for which training stood still before a merge. Waiting 
 import sys
 from pathlib import Path
 
-from metrics import Parser, UserError, exit_status, read_lines, read_run  # other tools take them from here
+from metrics import Parser, UserError, exit_status, labels, read_lines, read_run  # of which others take some
 
 # --------------------------------------------------------------------------------------------------- measures
 
@@ -41,7 +41,7 @@ def bytes_by_step(process):
         result[line["step"]] = line["inner_bytes_sent"] - before
         before = line["inner_bytes_sent"]
     for line in process.syncs:
-        result[line["send_step"]] += line["bytes_sent"]
+        result[line["send_step"]] = result.get(line["send_step"], 0) + line["bytes_sent"]
     return result
 
 
@@ -144,7 +144,10 @@ def print_table(rows):
 def main(words):
     parser = Parser(description="Compares finished runs by loss, bytes sent and time waited.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (its -o)")
-    runs = [read_run(folder) for folder in parser.parse_args(words).runs]
+    folders = parser.parse_args(words).runs
+    runs = [read_run(folder) for folder in folders]
+    for run, name in zip(runs, labels(folders)):
+        run.name = name
     print_table(table(runs))
     if len({tokens(run) for run in runs}) > 1:
         print("The runs trained on different numbers of tokens: losses and bytes do not compare.")

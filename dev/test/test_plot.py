@@ -17,7 +17,7 @@ STEPS = 200
 def write_process(path, worker, rank, workers, ranks, loss, inner_bytes, syncs, waited, cosines=()):
     """inner_bytes: sent in every step.   syncs: [(send step, bytes)], whose fragments are 0, 1, 2, 0, 1, ...
     cosines: between workers' outer gradients, of the first syncs"""
-    lines = [{"type": "run", "version": 1, "worker": worker, "rank": rank, "workers": workers, "ranks": ranks,
+    lines = [{"type": "run", "version": 2, "worker": worker, "rank": rank, "workers": workers, "ranks": ranks,
               "parameters": 1_240_000, "options": {"--seed": "1"}}]
     lines.append({"type": "eval", "step": 0, "time": 0.1, "loss": 5.5})
     for step in range(1, STEPS + 1):
@@ -116,12 +116,59 @@ def test_waits_sum_up_over_the_steps_of_the_rank_that_waited_longest(runs):
     assert plot.waits(compare.read_run(runs[0]), 0) == ([7], [3])
 
 
+def panels(*runs, x="step"):
+    """How many in each row."""
+    return [len(row[1]) for row in plot.rows_of(drawn(*runs, x=x))]
+
+
+def drawn(*runs, x="step"):
+    return [plot.Drawn(run, run.name, "black", plot.step_places(run, x)) for run in runs]
+
+
+def test_steps_lie_where_their_tokens_and_times_are(runs):
+    dp, classic, _ = (compare.read_run(folder) for folder in runs)
+    assert plot.step_places(dp, "step")[STEPS] == STEPS and plot.step_places(dp, "time")[0] == 0
+    assert [plot.step_places(run, "tokens")[50] for run in (dp, classic)] == [100_000, 100_000]
+    assert plot.step_places(dp, "time")[50] == pytest.approx(5.0)
+    assert plot.excerpt(drawn(dp, classic)) == (40, 160)
+    begin, end = plot.excerpt(drawn(dp, classic, x="time"))
+    assert (begin, end) == (pytest.approx(4), pytest.approx(16))
+
+
+@pytest.mark.parametrize("x", ["tokens", "time"])
+def test_a_picture_against_tokens_or_time_is_another_one(runs, tmp_path, x):
+    for name, more in [("steps.png", []), ("other.png", ["--x", x])]:
+        assert command("plot.py", *runs, "-o", tmp_path / name, *more).returncode == 0
+    assert (tmp_path / "other.png").read_bytes() != (tmp_path / "steps.png").read_bytes()
+
+
+def test_runs_of_the_same_name_are_told_apart(runs, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        runs[0 if name == "a" else 1].rename(tmp_path / name / "log")
+    result = command("compare.py", tmp_path / "a/log", tmp_path / "b/log")
+    assert result.stdout.split("\n")[0].split() == ["a/log", "b/log"]
+
+
+def test_hellaswag_and_skipped_updates_have_rows_where_a_run_has_them(runs):
+    dp, classic, _ = (compare.read_run(folder) for folder in runs)
+    names = [row[0] for row in compare.table([dp, classic])]
+    assert "HellaSwag accuracy" not in names and "updates skipped" not in names
+    classic.processes[0].hellaswags.append({"step": STEPS, "accuracy": 0.29446})
+    classic.processes[1].steps[3]["skipped"] = True
+    rows = {row[0]: row[1:] for row in compare.table([dp, classic])}
+    assert rows["HellaSwag accuracy"] == ["-", "0.2945"] and rows["updates skipped"] == ["0", "1"]
+
+
 def test_only_what_was_measured_gets_a_panel(runs, tmp_path):
     dp, classic, streaming = (compare.read_run(folder) for folder in runs)
-    assert len(plot.panels_of([dp])) == 2  # losses and traffic
-    assert len(plot.panels_of([dp, classic])) == 3  # and waits
-    streaming.processes[0].syncs[0]["cosines"] = [0.5]
-    assert len(plot.panels_of([dp, classic, streaming])) == 4
+    assert panels(dp) == [1, 1]  # losses and traffic
+    assert panels(dp, classic) == [1, 1, 1]  # and waits
+    for run in (classic, streaming):
+        run.processes[0].syncs[0]["cosines"] = [0.5]
+    assert panels(dp, classic, streaming) == [1, 1, 2, 1]  # cosines beside each other
+    streaming.processes[0].hellaswags.append({"step": 100, "accuracy": 0.25})
+    assert panels(dp, classic, streaming) == [1, 1, 1, 2, 1]
     plot.draw([dp, classic, streaming], tmp_path / "all.png")
     assert (tmp_path / "all.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 

@@ -1,4 +1,4 @@
-"""dev/export_tensorboard.py writes what the logs say, by step and fragment, also while they grow and are cut."""
+"""dev/export_tensorboard.py writes what logs say, by step and fragment, also while they grow and are cut."""
 import json
 import os
 import subprocess
