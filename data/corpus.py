@@ -1,9 +1,9 @@
-"""What the scripts of this folder share: tokenizers, token shards, and folders that know what was made in them.
+"""What the scripts of this folder share: tokenizers, token shards, folders that know what was made in them.
 
-Files are llm.c's: shards of 256 int32 {20240520, 1, token count}, then uint16 tokens; tokenizer.bin of 256 int32
-{20240328, 2, vocabulary size, end of text}, then of every token a length byte and its bytes. Every document begins
-with the end-of-text token. A folder holds a whole corpus when its prepare.json lists it: with what settings it was
-made, and the sizes of its files.
+Files are llm.c's: shards of 256 int32 {20240520, 1, token count}, then uint16 tokens; tokenizer.bin of 256
+int32 {20240328, 2, vocabulary size, end of text}, then of every token a length byte and its bytes. Every
+document begins with the end-of-text token. A folder holds a whole corpus when its prepare.json lists it: with
+what settings it was made, and the sizes of its files.
 """
 import argparse
 import contextlib
@@ -55,8 +55,8 @@ def run_script(script):
     return 0
 
 
-# Tokenizers: `vocabulary`, every token's bytes; `end_of_text`, its token; encode(texts), arrays of uint16, in which
-# END_OF_TEXT is text like any other; `threads` to encode with.
+# Tokenizers: `vocabulary`, every token's bytes; `end_of_text`, its token; encode(texts), arrays of uint16, in
+# which END_OF_TEXT is text like any other; `threads` to encode with.
 
 
 class Bytes:
@@ -137,7 +137,7 @@ def download_gpt2():
 
 
 def gpt2_of(vocabulary):
-    """GPT-2's tokenizer from its tokens alone: they are in the order of its merges, and tiktoken asks for no more."""
+    """GPT-2's tokenizer from its tokens alone: they are in the order of its merges, which is all it takes."""
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
     return Gpt2(tiktoken.Encoding("gpt2", pat_str=r50k_pat_str,
@@ -170,8 +170,8 @@ def is_kind(text):
 def tokenizer_choice(text):
     if is_kind(text) or tokenizer_file(Path(text)).is_file():
         return text
-    raise UserError(f"there is no tokenizer {text}: use bytes, gpt2, bpe:N with N from 257 (256 bytes, end of "
-                    f"text) to {LARGEST_VOCABULARY} (a token is a uint16), or a folder with a tokenizer.bin")
+    raise UserError(f"there is no tokenizer {text}: use bytes, gpt2, bpe:N with N from 257 (256 bytes, end "
+                    f"of text) to {LARGEST_VOCABULARY} (a token is a uint16), or a folder with tokenizer.bin")
 
 
 def tokenizer_label(choice):
@@ -194,8 +194,8 @@ def load_tokenizer(path):
         return load_bpe(merges, vocabulary)
     if len(vocabulary) == GPT2_VOCABULARY:
         return gpt2_of(vocabulary)
-    raise UserError(f"{path} does not say how text becomes tokens: give the folder that data/prepare.py made, "
-                    "with tokenizer.json in it")
+    raise UserError(f"{path} does not say how text becomes tokens: give the folder that data/prepare.py "
+                    "made, with tokenizer.json in it")
 
 
 def load_bpe(path, vocabulary):
@@ -211,7 +211,7 @@ def load_bpe(path, vocabulary):
 
 
 def read_vocabulary(path):
-    """The tokens of a tokenizer.bin. llm.c's own, of version 1, is GPT-2's and leaves the end of text empty."""
+    """The tokens of a tokenizer.bin. llm.c's own, of version 1, is GPT-2's and has no end-of-text field."""
     data = path.read_bytes()
     if len(data) < HEADER_BYTES or np.frombuffer(data[:8], "<i4").tolist() not in ([TOKENIZER_MAGIC, 1],
                                                                                    [TOKENIZER_MAGIC, 2]):
@@ -234,6 +234,44 @@ def identity(tokenizer):
     return hashlib.sha256(tokens).hexdigest()
 
 
+# Options
+
+
+def add_output_options(parser, folder):
+    parser.add_argument("--tokenizer", type=tokenizer_choice, default="gpt2", metavar="TOKENIZER",
+                        help="gpt2, bytes, bpe:N, or for the vocabulary of a corpus its folder (gpt2)")
+    parser.add_argument("--out", type=Path, metavar="DIR",
+                        help=f"folder to write to (data/{folder}, for other tokenizers data/{folder}-NAME)")
+
+
+def output_folder(options, name):
+    if options.tokenizer != "gpt2":
+        name += f"-{tokenizer_label(options.tokenizer)}"
+    return options.out or Path(__file__).resolve().parent / name
+
+
+def shard_size(text):
+    if text.isdecimal() and 1000 <= int(text) <= 10**9:
+        return int(text)
+    raise UserError(f"{text} is no size of a shard: give 1000 to 1000000000 tokens")
+
+
+def token_count(text):
+    """A number of tokens: 100000, 1e9."""
+    try:
+        count = float(text)
+        if count >= 1 and count == int(count):
+            return int(count)
+    except (ValueError, OverflowError):
+        pass
+    raise UserError(f"{text} is no number of tokens: give one such as 1000000 or 1e6")
+
+
+def tokenizer_settings(choice):
+    """What a --tokenizer is, wherever its folder has moved."""
+    return choice if is_kind(choice) else identity(load_tokenizer(Path(choice)))
+
+
 # Files
 
 
@@ -251,15 +289,16 @@ def write_tokenizer(folder, tokenizer):
 
 
 class ShardWriter:
-    """Writes tokens to path_of(0), path_of(1), ... of `shard_tokens` each. A shard appears when it is whole, and is
-    `unfinished` until then.
+    """Writes tokens to path_of(0), path_of(1), ... of `shard_tokens` each. A shard appears when it is whole,
+    and is `unfinished` until then.
 
-    The last takes a rest below a tenth of a shard with it: a loader has no use for shards of a few tokens. The
-    first `alone` take none. counts: tokens of the shards that are there already.
+    The last takes a rest below a tenth of a shard with it: a loader has no use for shards of a few tokens.
+    The first `alone` take none. counts: tokens of the shards that are there already.
     """
 
     def __init__(self, path_of, shard_tokens, unfinished, counts=(), alone=0):
-        self.path_of, self.shard_tokens, self.unfinished, self.alone = path_of, shard_tokens, unfinished, alone
+        self.path_of, self.shard_tokens, self.unfinished = path_of, shard_tokens, unfinished
+        self.alone = alone
         self.counts = list(counts)
         self.file, self.in_shard = None, 0
 
@@ -267,6 +306,10 @@ class ShardWriter:
     def room(self):
         """Tokens until a shard ends."""
         return self.shard_tokens - self.in_shard
+
+    @property
+    def tokens(self):
+        return sum(self.counts) + self.in_shard
 
     def write(self, tokens):
         while len(tokens) > 0:
@@ -391,7 +434,7 @@ def replace_output(work, folder, patterns, settings):
 
 
 def make_whole(folder, settings, patterns, make):
-    """Lets make(work) write a corpus, which then appears in `folder` at once; nothing where it is there already.
+    """Lets make(work) write a corpus, which then appears in `folder` at once. Does nothing where it is there.
 
     patterns: of older files that go. make returns the line that sums the corpus up.
     """

