@@ -1,5 +1,6 @@
-"""llm.c's flags with real processes: those that mpirun, srun or -pn and -pr number are ranks of one worker, and
-a run that was started with such flags goes on from its config.toml. What each flag becomes is in test_options.cpp."""
+"""llm.c's flags with real processes: those that mpirun, srun or -pn and -pr number are ranks of one worker,
+and a run that was started with such flags goes on from its config.toml. test_options.cpp has what each flag
+becomes."""
 
 import os
 import shutil
@@ -11,7 +12,19 @@ from conftest import TRAINER, command
 from slurm_cluster import SlurmCluster, missing_programs
 
 # As in llm.c's scripts, with what is small in the tests' own model.
-LLMC = {"-z": 1, "-ge": 1, "-r": 0, "-c": 0.1, "-q": 0.0, "-u": 2, "-d": 256, "-x": 8, "-n": 4, "-nk": 5, "-sl": 7.0}
+LLMC = {
+    "-z": 1,
+    "-ge": 1,
+    "-r": 0,
+    "-c": 0.1,
+    "-q": 0.0,
+    "-u": 2,
+    "-d": 256,
+    "-x": 8,
+    "-n": 4,
+    "-nk": 5,
+    "-sl": 7.0,
+}
 TWO_RANKS = {**LLMC, "-z": None, "-ge": None, "--ranks": 2}
 
 # Open MPI asks before it runs as root and before it starts more processes than there are cores.
@@ -23,18 +36,22 @@ MPI = {
 }
 
 
+def finish(words, folder, environment=None):
+    return subprocess.run(words, capture_output=True, text=True, env=environment, cwd=folder, timeout=120)
+
+
 @pytest.fixture
 def mpirun(tmp_path):
     """mpirun(arguments) starts two processes of the trainer."""
-    if not shutil.which("mpirun") or "Open MPI" not in subprocess.check_output(["mpirun", "--version"], text=True):
+    installed = shutil.which("mpirun")
+    if not installed or "Open MPI" not in subprocess.check_output(["mpirun", "--version"], text=True):
         pytest.skip("Open MPI's mpirun is not installed (Debian: openmpi-bin)")
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     environment = {**os.environ, **MPI, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
 
     def run(arguments, status=0):
-        words = ["mpirun", "-np", "2", *arguments]
-        result = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
+        result = finish(["mpirun", "-np", "2", *arguments], tmp_path, environment)
         assert result.returncode == status, result.stdout + result.stderr
         assert not list(temporary.glob("diloco-*")), "what the processes met in is left behind"
         return result
@@ -63,8 +80,7 @@ def test_srun_on_one_machine_needs_no_store_either(train, tokens, tmp_path):
     temporary.mkdir()
     with SlurmCluster(nodes=1) as cluster:
         environment = {**cluster.environment, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
-        words = ["srun", "-n2", *command(tokens, tmp_path / "srun", LLMC)]
-        result = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
+        result = finish(["srun", "-n2", *command(tokens, tmp_path / "srun", LLMC)], tmp_path, environment)
     assert result.returncode == 0, result.stdout + result.stderr
     assert (tmp_path / "srun" / "model_00000008.bin").read_bytes() == train("run", TWO_RANKS).model()
     assert not list(temporary.glob("diloco-*"))
@@ -72,25 +88,19 @@ def test_srun_on_one_machine_needs_no_store_either(train, tokens, tmp_path):
 
 def test_processes_that_pn_and_pr_number_meet_in_the_folder_of_pf(train, tokens, tmp_path, one_thread):
     flags = {**LLMC, "-pn": 2, "-pg": 8, "-pi": "fs", "-pf": tmp_path / "shared"}
-    started = [
-        subprocess.Popen(
-            command(tokens, tmp_path / "numbered", {**flags, "-pr": rank}), stdout=subprocess.DEVNULL, cwd=tmp_path
-        )
-        for rank in (1, 0)
-    ]
+    commands = [command(tokens, tmp_path / "numbered", {**flags, "-pr": rank}) for rank in (1, 0)]
+    started = [subprocess.Popen(words, stdout=subprocess.DEVNULL, cwd=tmp_path) for words in commands]
     assert [process.wait(timeout=60) for process in started] == [0, 0]
     assert (tmp_path / "numbered" / "model_00000008.bin").read_bytes() == train("run", TWO_RANKS).model()
     assert not list((tmp_path / "shared").iterdir())
 
 
-def test_a_run_that_llm_c_s_flags_have_started_goes_on_from_its_config(train, tokens, tmp_path):
-    flags = {**LLMC, "-d": 128, "-f": 0, "-sg": 7.0, "--matmul-precision": None, "--prompt": 'a "b"', "-nm": 8}
-    whole = train("whole", {**flags, "-k": "constant", "-x": 12})
-    train("run", {**flags, "-k": "constant"})
-    config = ["--config", tmp_path / "run" / "config.toml", "-x", 12, "-y", 1]
-    result = subprocess.run(
-        [str(word) for word in [TRAINER, *config]], capture_output=True, text=True, cwd=tmp_path, timeout=60
-    )
+def test_a_run_that_llm_c_s_flags_have_started_goes_on_from_its_config(train, tmp_path, one_thread):
+    flags = {**LLMC, "-d": 128, "-f": 0, "-sg": 7, "-nm": 8, "--matmul-precision": None, "--prompt": 'a "b"'}
+    whole = train("whole", {**flags, "-x": 12})
+    train("run", flags)
+    config = ["--config", tmp_path / "run" / "config.toml", "-x", "12", "-y", "1"]
+    result = finish([TRAINER, *config], tmp_path)
     assert result.returncode == 0, result.stderr
     assert "resumed after step 8" in result.stdout
     changes = [line for line in result.stdout.splitlines() if line.startswith("resumed with other options")]
@@ -98,7 +108,9 @@ def test_a_run_that_llm_c_s_flags_have_started_goes_on_from_its_config(train, to
     assert (tmp_path / "run" / "model_00000012.bin").read_bytes() == whole.model()
 
 
-@pytest.mark.parametrize("options,words", [({"-z": 2}, "-z 2"), ({"-pn": 2, "-pr": 0, "-pi": "tcp"}, "redis://HOST")])
+@pytest.mark.parametrize(
+    "options,words", [({"-z": 2}, "-z 2"), ({"-pn": 2, "-pr": 0, "-pi": "tcp"}, "redis://HOST")]
+)
 def test_flags_that_are_refused_get_one_line(train, options, words):
     run = train("run", {**LLMC, **options}, status=2)
     assert run.stderr.startswith("error: ") and run.stderr.count("\n") == 1 and words in run.stderr
