@@ -129,14 +129,14 @@ def setting_of(arguments):
     missing = [name for name in ("parameters", "layers", "step_time") if getattr(arguments, name) is None]
     if missing:
         name = "--" + missing[0].replace("_", "-")
-        raise UserError(f"{name} is not given: give --parameters, --layers and --step-time, or one of --paper, "
-                        "--plot, --run and --plan")
+        raise UserError(f"{name} is not given: give --parameters, --layers and --step-time, or one of "
+                        "--paper, --plot, --run and --plan")
     if arguments.parameters < arguments.embedding + arguments.layers:
         raise UserError(f"{arguments.parameters} parameters are too few for {arguments.layers} layers and an "
                         f"embedding of {arguments.embedding}: give all of them by --parameters")
     if arguments.overlap >= arguments.inner_steps:
-        raise UserError(f"an overlap of {arguments.overlap} with {arguments.inner_steps} inner steps: use less "
-                        "than those")
+        raise UserError(f"an overlap of {arguments.overlap} with {arguments.inner_steps} inner steps: "
+                        "use less than those")
     layer_values = (arguments.parameters - arguments.embedding) // arguments.layers
     return general.Setting(Shape(arguments.layers, layer_values, arguments.embedding), arguments.step_time,
                            arguments.workers or 2, arguments.inner_steps, arguments.fragment_layers,
@@ -157,9 +157,10 @@ def general_text(arguments):
     rows += [["sent a step"] + [size_text(round(general.bytes_a_step(method))) for method in methods]]
     return (f"Utilization: {arguments.parameters / 1e6:.4g}M parameters in {setting.shape.layers} layers, "
             f"{setting.step_seconds:.4g} s a step, {setting.workers} workers, "
-            f"round trip {1000 * arguments.rtt:.4g} ms,\nH = {setting.inner_steps}, {setting.fragment_layers} "
-            f"layers a fragment, {setting.fragment_pattern}, tau = {setting.overlap}; not quantized is "
-            f"{setting.plain_dtype}; {setting.timing}'s timing\n\n" + aligned(rows))
+            f"round trip {1000 * arguments.rtt:.4g} ms,\nH = {setting.inner_steps}, "
+            f"{setting.fragment_layers} layers a fragment, {setting.fragment_pattern}, "
+            f"tau = {setting.overlap}; not quantized is {setting.plain_dtype}; {setting.timing}'s timing\n\n"
+            + aligned(rows))
 
 
 # ---------------------------------------------------------------------------------------------- measured runs
@@ -246,7 +247,8 @@ def parse_arguments(words):
                       help="such as 200mbit; several for a table")
     link.add_argument("--rtt", type=seconds, default=0.0, metavar="TIME", help="round trip, such as 80ms")
     link.add_argument("--mtu", type=count(100), default=1500, help="bytes of a packet (1500)")
-    link.add_argument("--no-slow-start", action="store_true", help="the window of TCP stays open between syncs")
+    link.add_argument("--no-slow-start", action="store_true",
+                      help="TCP's window stays open between syncs")
     link.add_argument("--ranks-own-links", action="store_true", help="each rank of a worker has such a link")
     model = parser.add_argument_group("a model")
     model.add_argument("--parameters", type=count(1), help="in all, such as 1e9")
@@ -261,7 +263,8 @@ def parse_arguments(words):
     model.add_argument("--outer-dtype", choices=BITS, default="fp4_e2m1", help="(fp4_e2m1)")
     model.add_argument("--plain-dtype", choices=("bf16", "fp32"), default="bf16", help="not quantized (bf16)")
     model.add_argument("--outer-exchange", choices=EXCHANGES, default="auto", help="(auto)")
-    model.add_argument("--timing", choices=("trainer", "paper"), default="trainer", help="which model (trainer)")
+    model.add_argument("--timing", choices=("trainer", "paper"), default="trainer",
+                       help="whose model of time (trainer)")
     return parser.parse_args(words)
 
 

@@ -1,23 +1,24 @@
 #!/usr/bin/env python3
-"""What Streaming DiLoCo costs in validation loss: data-parallel training, classic DiLoCo, streaming in fp32 and in
-four bits, with H = 30 and 100, tau = 1 and 5, two and four workers, on equally many tokens.
+"""What Streaming DiLoCo costs in validation loss: data-parallel training, classic DiLoCo, streaming in fp32
+and in four bits, with H = 30 and 100, tau = 1 and 5, two and four workers, on equally many tokens.
 
     dev/bench/quality.py                     runs what is not there yet, and prints the tables
     dev/bench/quality.py --minutes 30        no run begins that may end later; the same command goes on
     dev/bench/quality.py --only data-parallel classic-m2-h30 --learning-rate 0.002 --outer-lr 0.4
     dev/bench/quality.py --scale trial --text FOLDER    every kind of run once, within minutes: does all work?
-    dev/bench/quality.py --scale gpu --trainer ./train_gpt --text FOLDER   data-parallel, classic, fp4: one GPU
+    dev/bench/quality.py --scale gpu --trainer ./train_gpt --text FOLDER   three methods, one GPU
 
 Short runs of a quarter of the tokens come first. The inner learning rate is the one of three that is best for
-data-parallel training, and all methods have it. The outer one is the best of four for streaming in four bits with
-H = 30, and all exchanging methods have it. The long runs are of other seeds than these.
+data-parallel training, and all methods have it. The outer one is the best of four for streaming in four bits
+with H = 30, and all exchanging methods have it. The long runs are of other seeds than these.
 
-All runs of a seed start from the same bits and read the same tokens in the same order, as many in a step whatever
-the number of workers. Gaps are paired: of two losses of one seed. The loss is that of the global parameters; the
-local ones' is the mean over workers, from the same run's last checkpoint, resumed with --eval local.
+All runs of a seed start from the same bits and read the same tokens in the same order, as many in a step
+whatever the number of workers. Gaps are paired: of two losses of one seed. The loss is that of the global
+parameters; the local ones' is the mean over workers, from the same run's last checkpoint, resumed with --eval
+local.
 
-How the gap goes with longer training is shown twice: along the long runs, where the learning rate has not yet come
-down, and by the short runs, which are complete trainings of a quarter of the length.
+How the gap goes with longer training is shown twice: along the long runs, where the learning rate has not yet
+come down, and by the short runs, which are complete trainings of a quarter of the length.
 """
 import argparse
 import datetime
@@ -104,7 +105,8 @@ class Method:
         if self.streams:
             return {**options, "--fragment-layers": 1, "--overlap": self.overlap, "--local-weight": 0.5,
                     "--outer-dtype": self.kind}
-        return {**options, "--fragment-layers": 0, "--overlap": 0, "--local-weight": 0, "--outer-dtype": "fp32"}
+        return {**options, "--fragment-layers": 0, "--overlap": 0, "--local-weight": 0,
+                "--outer-dtype": "fp32"}
 
 
 DATA_PARALLEL = Method("data-parallel")
@@ -166,7 +168,8 @@ class Jobs:
         if len(self.arguments.learning_rates) == 1:
             self.learning_rate = self.arguments.learning_rates[0]
             return
-        self.by_learning_rate = {lr: self.short(DATA_PARALLEL, lr, None) for lr in self.arguments.learning_rates}
+        self.by_learning_rate = {lr: self.short(DATA_PARALLEL, lr, None)
+                                 for lr in self.arguments.learning_rates}
         self.learning_rate = best(self.arguments, self.by_learning_rate)
 
     def choose_outer_lr(self):
@@ -182,7 +185,8 @@ class Jobs:
     def add_long(self):
         """The main methods' seeds, then one of each other method."""
         chosen = [one for one in METHODS if one.name in self.arguments.names]
-        order = [(one, seed) for seed in range(1, self.arguments.seeds + 1) for one in chosen if one.name in MAIN]
+        order = [(one, seed) for seed in range(1, self.arguments.seeds + 1)
+                 for one in chosen if one.name in MAIN]
         order += [(one, 1) for one in chosen if one.name not in MAIN]
         self.long = [job(self.arguments, method, self.steps, seed, self.learning_rate, self.outer_lr,
                          f"{method.name}-seed{seed}") for method, seed in order]
@@ -331,7 +335,8 @@ def sweep_line(arguments, what, jobs):
     if None not in losses.values():
         chosen = min(losses, key=losses.get)
         is_edge = chosen in (min(losses), max(losses))
-        text += f" Taken: {chosen:g}" + (", the end of the range: a better one may lie beyond." if is_edge else ".")
+        text += f" Taken: {chosen:g}"
+        text += ", the end of the range: a better one may lie beyond." if is_edge else "."
     return text
 
 
@@ -374,30 +379,32 @@ def report(arguments):
     parameters = next(run for seeds in results.runs.values() for run in seeds.values()).parameters
     minutes = sum(made["seconds"] for made in results.made) / 60
     programs = len({made["program"] for made in results.made})
-    intro = (f"`make bench-quality`, {machine()}, {datetime.date.today()}: {parameters / 1e6:.2f}M parameters, "
-             f"{jobs.steps * arguments.scale.step_tokens:,} tokens of {corpus_of(arguments)}, "
-             f"{arguments.scale.step_tokens} a step of all workers together, {jobs.steps} steps; inner learning "
-             f"rate {jobs.learning_rate:g}, outer {jobs.outer_lr:g}, momentum 0.9. Validation loss of the global "
-             f"parameters on {arguments.scale.validation_tokens:,} tokens; beside it that of the workers' own, "
-             f"their mean. {len(results.made)} long runs, {minutes:.0f} minutes.")
+    scale = arguments.scale
+    intro = (f"`make bench-quality`, {machine()}, {datetime.date.today()}: {parameters / 1e6:.2f}M "
+             f"parameters, {jobs.steps * scale.step_tokens:,} tokens of {corpus_of(arguments)}, "
+             f"{scale.step_tokens} a step of all workers together, {jobs.steps} steps; inner learning rate {jobs.learning_rate:g}, outer "
+             f"{jobs.outer_lr:g}, momentum 0.9. Validation loss of the global parameters on "
+             f"{scale.validation_tokens:,} tokens; beside it that of the workers' own, their mean. "
+             f"{len(results.made)} long runs, {minutes:.0f} minutes.")
     parts = [intro, main_table(results), "\n".join(verdicts(results)),
              "## Before the long runs\n\nShort runs, of a quarter of the tokens.\n\n"
              + "\n".join(f"- {line}" for line in text) if text else "",
-             "## As training gets longer\n\nGaps to data-parallel. \"Trained on 25% alone\": complete trainings of "
-             "that length, with the learning rate's whole course. The other columns are stations of the long runs.",
+             "## As training gets longer\n\nGaps to data-parallel. \"Trained on 25% alone\": complete "
+             "trainings of that length, with the learning rate's whole course. The other columns are stations of "
+             "the long runs.",
              trend_table(arguments, jobs, results), NOTES]
     if results.missing:
-        parts.append(f"{results.missing} of {results.missing + len(results.made)} long runs are missing: run it "
-                     "again.")
+        parts.append(f"{results.missing} of {results.missing + len(results.made)} long runs are missing: run "
+                     "it again.")
     if programs > 1:
         parts.append(f"The runs were made by {programs} different builds of the trainer.")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-NOTES = ("The paper's gaps are of its table 5 (arXiv 2501.18512): 35M parameters, C4, two workers, its own fp4 "
-         "(E3M0) with tau = 1. With four workers here a step is still as many tokens, half as many on each. DiLoCo "
-         "is fp32, all parameters in one fragment, tau 0, alpha 0; streaming has a layer in each fragment and "
-         "alpha 0.5.")
+NOTES = ("The paper's gaps are of its table 5 (arXiv 2501.18512): 35M parameters, C4, two workers, its own "
+         "fp4 (E3M0) with tau = 1. With four workers here a step is still as many tokens, half as many on "
+         "each. DiLoCo is fp32, all parameters in one fragment, tau 0, alpha 0; streaming has a layer in each "
+         "fragment and alpha 0.5.")
 
 
 # ---------------------------------------------------------------------------------------------- command line
@@ -419,7 +426,8 @@ def parse_arguments(words):
     parser.add_argument("--seeds", type=int, help="of " + ", ".join(MAIN))
     parser.add_argument("--learning-rate", type=float, nargs="+", dest="learning_rates",
                         help="one, or several of which data-parallel's best is taken")
-    parser.add_argument("--outer-lr", type=float, nargs="+", dest="outer_lrs", help="likewise, streaming's best")
+    parser.add_argument("--outer-lr", type=float, nargs="+", dest="outer_lrs",
+                        help="likewise, streaming's best")
     parser.add_argument("--minutes", type=float, default=120, help="no run begins that may end later (120)")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", dest="names",
                         help="of " + " ".join(names))
@@ -437,13 +445,14 @@ def check(arguments):
     if not arguments.trainer.exists():
         raise UserError(f"{arguments.trainer} is not there: run make train_gpt_cpu")
     if not list(arguments.text.glob("*_train_*.bin")) or not list(arguments.text.glob("*_val_*.bin")):
-        raise UserError(f"{arguments.text} holds no token shards: run make bench-quality, or give another --text")
+        raise UserError(f"{arguments.text} holds no token shards: run make bench-quality, or give another "
+                        "--text")
     longest = max([SHORTER * STREAMING.inner_steps]
                   + [one.inner_steps for one in METHODS if one.name in arguments.names])
     least = longest * arguments.scale.step_tokens
     if arguments.tokens < least:
-        raise UserError(f"{arguments.tokens} tokens are no {longest} steps, which H = 100 or the short runs need: "
-                        f"give --tokens {least} or more")
+        raise UserError(f"{arguments.tokens} tokens are no {longest} steps, which H = 100 or the short runs "
+                        f"need: give --tokens {least} or more")
 
 
 def main(words):

@@ -26,8 +26,8 @@ def command_of(trainer, options, folder):
 
 
 def start(trainer, options, folder, name):
-    """Runs the trainer to its end. One thread a process: two of them fill two cores, and matmuls are too small
-    for more."""
+    """Runs the trainer to its end. One thread a process: two of them fill two cores, and matmuls are too
+    small for more."""
     command = command_of(trainer, options, folder)
     result = subprocess.run(command, capture_output=True, text=True,
                             env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -49,7 +49,8 @@ def train(trainer, options, folder, finish=lambda part: {}):
         for file in part.glob(pattern):
             file.unlink()
     program = hashlib.sha256(Path(trainer).read_bytes()).hexdigest()[:12]
-    (part / KEPT).write_text(json.dumps({"options": options, "program": program, "seconds": seconds, **found}))
+    made = {"options": options, "program": program, "seconds": seconds, **found}
+    (part / KEPT).write_text(json.dumps(made))
     part.rename(folder)
     return seconds
 

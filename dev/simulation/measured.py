@@ -78,8 +78,8 @@ def utilization(run, link):
 # ---------------------------------------------------------------------------------------------------- reading
 
 def read_measured(folder):
-    """UserError where there is no finished run, or its log does not say enough. Of a resumed run it is the part
-    since then."""
+    """UserError where there is no finished run, or its log does not say enough. Of a resumed run it is the
+    part since then."""
     first = since_resumed(read_lines(folder / "metrics.jsonl"))
     run, options = first["run"], first["run"]["options"]
     logs = [first] + [since_resumed(read_lines(folder / log_name(n)))
@@ -109,7 +109,7 @@ def since_resumed(log):
 
 
 def shape_options(folder, options):
-    """(layers, channels), from the options or, where they name a model, from that or one that the run wrote."""
+    """(layers, channels), from the options or, where they name a model, from that or from the run's own."""
     layers, channels = int(options["layers"]), int(options["channels"])
     known = DESCRIPTORS.get(re.sub("^gpt2:d?", "d", options["model"]), (0, 0))
     layers, channels = layers or known[0], channels or known[1]
@@ -119,8 +119,8 @@ def shape_options(folder, options):
         if path.is_file():
             shape = ModelFile(path).shape
             return shape.layers, shape.channels
-    raise UserError(f"{folder} was started from {options['model']}, which is not here, and has no model_*.bin: "
-                    "put the model where it was")
+    raise UserError(f"{folder} was started from {options['model']}, which is not here, and has no "
+                    "model_*.bin: put the model where it was")
 
 
 def mean_step_seconds(log):

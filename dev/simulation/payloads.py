@@ -29,8 +29,8 @@ def payload_bytes(format, values, before_scales=HEADER_BYTES):
 
 
 def exchange_bytes(kind, format, values, workers):
-    """Bytes that a process sends (and receives) in each of the collectives of an exchange, one after the other:
-    one by all-gather; by all-to-all the parts of the payload, and then the means of the parts."""
+    """Bytes that a process sends (and receives) in each of the collectives of an exchange, one after the
+    other: one by all-gather; by all-to-all the parts of the payload, and then the means of the parts."""
     others = workers - 1
     if kind == "all_gather":
         return [others * payload_bytes(format, values)]

@@ -2,8 +2,8 @@
 
 Candidates are the run's own values and those that the paper tried, and H beyond them. Of all that reach the
 target the best has, in this order: H and tau that the paper tried (100 and 5 at most); the smallest tau, for
-a mean that arrives later is of an older model; the fewest options changed; the smallest H; the paper's 3 layers.
-Four bits are fp4_e2m1, this trainer's default.
+a mean that arrives later is of an older model; the fewest options changed; the smallest H; the paper's 3
+layers. Four bits are fp4_e2m1, this trainer's default.
 """
 import itertools
 from dataclasses import dataclass, replace

@@ -87,10 +87,10 @@ def streaming_utilization(step_seconds, inner_steps, overlap, exchanges, calls):
 
 
 def data_parallel_utilization(step_seconds, blocks, layers, ranks, parameter_bytes, micro_steps, calls):
-    """Share of the time that a rank computes. Gradients of a block, fp32, are reduced and scattered as soon as
-    its backward is done, in the last micro-step; three scalars follow, for the norm; then the parameters are
-    gathered, the embedding first, and the next forward waits for each block where it needs it.
-    blocks: sizes, layers first. A third of a micro-step is forward."""
+    """Share of the time that a rank computes. Gradients of a block, fp32, are reduced and scattered as soon
+    as its backward is done, in the last micro-step; three scalars follow, for the norm; then the parameters
+    are gathered, the embedding first, and the next forward waits for each block where it needs it. blocks:
+    sizes, layers first. A third of a micro-step is forward."""
     forward = step_seconds / micro_steps / 3 / layers
     to_others = [(ranks - 1) * size // ranks for size in blocks]
     embedding = range(layers, len(blocks))

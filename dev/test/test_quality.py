@@ -1,5 +1,5 @@
-"""dev/bench/quality.py: its runs read the same tokens, its rates come from its short runs, its tables are of the
-logs and the local losses those of the run's own bits. Most logs are made here; the last test trains."""
+"""dev/bench/quality.py: its runs read the same tokens, its rates come from its short runs, its tables are of
+the logs and the local losses those of the run's own bits. Most logs are made here; the last test trains."""
 import json
 import sys
 from dataclasses import replace
@@ -76,7 +76,7 @@ def rows(text, title):
 
 @pytest.mark.parametrize("scale", quality.SCALES)
 def test_all_runs_train_and_validate_on_the_same_tokens(scale, tmp_path):
-    arguments = quality.parse_arguments(["--scale", scale, "--text", str(tmp_path), "--out", str(tmp_path / "out")])
+    arguments = quality.parse_arguments(["--scale", scale, "--text", str(tmp_path), "--out", str(tmp_path)])
     sizes = arguments.scale
     names = [method.name for method in quality.METHODS]
     assert len(names) == len(set(names)) == 14 and set(quality.MAIN) < set(names)
@@ -115,7 +115,8 @@ def test_the_tables_hold_paired_gaps_local_losses_and_the_trend(arguments):
     text = quality.report(arguments)
     table = rows(text, "to data-parallel: mean ± std")
     assert table["-", "-", "-", "data-parallel"][:4] == ["2.1000", "-", "-", "-"]
-    assert table["2", "30", "0", "DiLoCo, fp32"] == ["2.1100", "+0.50% ± 0.71", "+0.9%", "2.2600", "2.00 kB", "2"]
+    assert table["2", "30", "0", "DiLoCo, fp32"] == ["2.1100", "+0.50% ± 0.71", "+0.9%", "2.2600", "2.00 kB",
+                                                     "2"]
     assert table["2", "30", "1", "streaming, fp4 E2M1"][1:3] == ["+1.25% ± 0.35", "+0.6%"]
     assert table["2", "100", "1", "streaming, fp4 E3M0"][:4] == ["2.1000", "+5.00%", "+1.4%", "2.2500"]
     assert "tau = 1: +0.75% ± 0.36 to DiLoCo's loss: not more than 1% above it." in text
@@ -160,11 +161,12 @@ def test_runs_with_other_options_are_not_taken_for_these(arguments):
 
 
 @pytest.mark.parametrize("words, what", [
-    (["--tokens", "25600"], "give --tokens 30720 or more"), (["--text", "nowhere"], "nowhere holds no token shards"),
+    (["--tokens", "25600"], "give --tokens 30720 or more"),
+    (["--text", "nowhere"], "nowhere holds no token shards"),
     (["--trainer", "nowhere"], "nowhere is not there"), (["--only", "x"], "invalid choice")])
 def test_wrong_options_are_the_users_mistake(arguments, words, what):
-    given = ["--scale", "trial", "--text", str(arguments.text), "--out", str(arguments.out / "new"), "--trainer",
-             "/bin/false"]
+    given = ["--scale", "trial", "--text", str(arguments.text), "--out", str(arguments.out / "new"),
+             "--trainer", "/bin/false"]
     with pytest.raises(quality.UserError, match=what):
         quality.main([*given, *words])
     assert not (arguments.out / "new").exists()

@@ -117,7 +117,8 @@ def streaming_step_ends(step_seconds, inner_steps, overlap, exchanges, call_seco
 
     def needed(step):
         sent = step - overlap
-        return [(sent, p) for p, (offset, _) in enumerate(exchanges) if sent >= 1 and sent % inner_steps == offset]
+        return [(sent, p) for p, (offset, _) in enumerate(exchanges)
+                if sent >= 1 and sent % inner_steps == offset]
 
     while len(ends) < steps:
         if not calling and waiting:
@@ -186,7 +187,7 @@ def test_data_parallel_waits_for_its_gradients_and_hides_what_it_can_under_backw
         assert share(rate) > alone  # nothing hidden
 
 
-# ------------------------------------------------------------------------------------------ bytes of real runs
+# ----------------------------------------------------------------------------------------- bytes of real runs
 
 WIRES = [{"--outer-dtype": "fp4_e2m1", "--fragment-pattern": "sequential"},
          {"--outer-dtype": "fp4", "--fragment-layers": 0},
@@ -199,8 +200,8 @@ WIRES = [{"--outer-dtype": "fp4_e2m1", "--fragment-pattern": "sequential"},
 
 @pytest.mark.parametrize("wire", WIRES, ids=lambda wire: "-".join(str(value) for value in wire.values()))
 def test_bytes_of_each_sync_are_those_of_a_real_run(train, wire):
-    run = train("run", {"--workers": 2, "--layers": 3, "--fragment-layers": 1, "-H": 6, "-x": 12, "--overlap": 2,
-                        **wire})
+    run = train("run", {"--workers": 2, "--layers": 3, "--fragment-layers": 1, "-H": 6, "-x": 12,
+                        "--overlap": 2, **wire})
     measured = simulate.read_measured(run.folder)
     exchanges = measured.exchanges()
     rows = run.lines("sync")
@@ -231,7 +232,7 @@ def test_bytes_of_a_data_parallel_step_are_those_of_a_real_run(train):
     assert counter.bytes == steps * (sent[-1] - sent[-2])
 
 
-# ------------------------------------------------------------------------------------------ predictions, plans
+# ----------------------------------------------------------------------------------------- predictions, plans
 
 RUN = simulate.Measured(shape=Shape(12, 7_087_872, 39_385_344, 768), step_seconds=1.0, workers=2, ranks=1,
                         inner_steps=30, fragment_layers=0, fragment_pattern="strided", fragment_offsets=(),
@@ -312,7 +313,8 @@ def test_general_tables_of_both_timings_hold_a_row_for_each_link(capsys):
 def test_general_and_papers_table_agree_where_they_say_the_same():
     size = paper.SIZES[0]
     setting = general.Setting(Shape(size.layers, round(size.parameters / size.layers / 128) * 128),
-                              size.step_seconds, 2, 96, 3, "strided", 1, "bf16", "bf16", "all_gather", "paper")
+                              size.step_seconds, 2, 96, 3, "strided", 1, "bf16", "bf16", "all_gather",
+                              "paper")
     rates = [1e9, 10e9, 100e9]
     ours = [general.utilizations(method, rates, 0.0) for method in general.methods(setting)[:4]]
     for method, shares in zip(paper.METHODS, ours):
@@ -322,10 +324,13 @@ def test_general_and_papers_table_agree_where_they_say_the_same():
 
 
 @pytest.mark.parametrize("words, what", [
-    ([], "--parameters is not given"), (["--parameters", "1e9", "--layers", "24"], "--step-time is not given"),
+    ([], "--parameters is not given"),
+    (["--parameters", "1e9", "--layers", "24"], "--step-time is not given"),
     (["--run", "nowhere", "--link", "1gbit"], "cannot read nowhere/metrics.jsonl"),
-    (["--run", "nowhere", "--link", "1"], "write it like 200mbit"), (["--run", "r", "--link", "0mbit"], "rate 0"),
-    (["--parameters", "1.5", "--layers", "2"], "no whole number"), (["--paper", "--plan", "x"], "not allowed"),
+    (["--run", "nowhere", "--link", "1"], "write it like 200mbit"),
+    (["--run", "r", "--link", "0mbit"], "rate 0"),
+    (["--parameters", "1.5", "--layers", "2"], "no whole number"),
+    (["--paper", "--plan", "x"], "not allowed"),
     (["--parameters", "9", "--layers", "24", "--step-time", "1s"], "too few"),
     (["--parameters", "1e9", "--layers", "24", "--step-time", "1s", "--workers", "1"], "one worker"),
     (["--parameters", "1e9", "--layers", "24", "--step-time", "1s", "--overlap", "100"], "an overlap of 100"),
@@ -379,8 +384,8 @@ def test_of_a_resumed_run_it_is_the_part_since_then_that_counts(train):
 def test_a_run_that_began_with_a_model_file_has_its_shape_from_that(train):
     first = train("first", {"-x": 20})
     model = str(next(first.folder.glob("model_*.bin")))
-    run = train("second", {"-e": model, "--layers": None, "--heads": None, "--channels": None, "--vocab-size": None,
-                           "--workers": 2, "-H": 10, "-x": 20})
+    run = train("second", {"-e": model, "--layers": None, "--heads": None, "--channels": None,
+                           "--vocab-size": None, "--workers": 2, "-H": 10, "-x": 20})
     shapes = [simulate.read_measured(one.folder).shape for one in (first, run)]
     assert shapes[0] == shapes[1]
 
