@@ -205,12 +205,13 @@ def candidate_row(name, candidate):
             size_text(max(sent.values())), rate_text(average), rate_text(peak), str(candidate.in_flight())]
 
 
-def verdict(plan):
+def verdict(plan, has_run):
+    """has_run: the run was one with these options, not a data-parallel one"""
     best = plan.best
     if not plan.reaches:
         return (f"Nothing that was tried, with H up to 1000 and tau up to 10, reaches {TARGET:.0%} on this "
                 f"link; {best.options} comes nearest, with {percent(best.utilization)}.")
-    if best.changes == 0:
+    if best.changes == 0 and has_run:
         return f"The run keeps {percent(best.utilization)} of its speed as it is."
     text = f"Start it with {best.options}."
     if best.is_beyond_paper:
@@ -223,13 +224,14 @@ def plan_text(arguments):
     if run.is_data_parallel:
         raise UserError(f"{arguments.plan} is a run of one worker: say for how many like it to plan, such as "
                         "--workers 2")
+    has_run = not read_measured(arguments.plan).is_data_parallel
     plan = make_plan(run, link)
     rows = [["", "options", "utilization", "sent in H steps", "at once", "average", "in that step",
-             "in flight"], candidate_row("as it is", plan.own)]
+             "in flight"], candidate_row("as it is" if has_run else "defaults", plan.own)]
     if plan.best.changes > 0:
         rows.append(candidate_row("best" if plan.reaches else "nearest", plan.best))
     rows += [candidate_row("or", one) for one in plan.others if one.changes > 0]
-    return f"{describe(run, link)}\n\n{aligned(rows)}\n\n{verdict(plan)}"
+    return f"{describe(run, link)}\n\n{aligned(rows)}\n\n{verdict(plan, has_run)}"
 
 
 # ---------------------------------------------------------------------------------------------- command line

@@ -382,16 +382,16 @@ def report(arguments):
     scale = arguments.scale
     intro = (f"`make bench-quality`, {machine()}, {datetime.date.today()}: {parameters / 1e6:.2f}M "
              f"parameters, {jobs.steps * scale.step_tokens:,} tokens of {corpus_of(arguments)}, "
-             f"{scale.step_tokens} a step of all workers together, {jobs.steps} steps; inner learning rate {jobs.learning_rate:g}, outer "
-             f"{jobs.outer_lr:g}, momentum 0.9. Validation loss of the global parameters on "
-             f"{scale.validation_tokens:,} tokens; beside it that of the workers' own, their mean. "
-             f"{len(results.made)} long runs, {minutes:.0f} minutes.")
+             f"{scale.step_tokens} a step of all workers together, {jobs.steps} steps; inner learning rate "
+             f"{jobs.learning_rate:g}, outer {jobs.outer_lr:g}, momentum 0.9. Validation loss of the global "
+             f"parameters on {scale.validation_tokens:,} tokens; beside it that of the workers' own, their "
+             f"mean. {len(results.made)} long runs, {minutes:.0f} minutes.")
     parts = [intro, main_table(results), "\n".join(verdicts(results)),
              "## Before the long runs\n\nShort runs, of a quarter of the tokens.\n\n"
              + "\n".join(f"- {line}" for line in text) if text else "",
              "## As training gets longer\n\nGaps to data-parallel. \"Trained on 25% alone\": complete "
-             "trainings of that length, with the learning rate's whole course. The other columns are stations of "
-             "the long runs.",
+             "trainings of that length, with the learning rate's whole course. The other columns are "
+             "stations of the long runs.",
              trend_table(arguments, jobs, results), NOTES]
     if results.missing:
         parts.append(f"{results.missing} of {results.missing + len(results.made)} long runs are missing: run "
@@ -403,8 +403,8 @@ def report(arguments):
 
 NOTES = ("The paper's gaps are of its table 5 (arXiv 2501.18512): 35M parameters, C4, two workers, its own "
          "fp4 (E3M0) with tau = 1. With four workers here a step is still as many tokens, half as many on "
-         "each. DiLoCo is fp32, all parameters in one fragment, tau 0, alpha 0; streaming has a layer in each "
-         "fragment and alpha 0.5.")
+         "each. DiLoCo is fp32, all parameters in one fragment, tau 0, alpha 0; streaming has a layer in "
+         "each fragment and alpha 0.5.")
 
 
 # ---------------------------------------------------------------------------------------------- command line

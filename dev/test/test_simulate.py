@@ -357,7 +357,8 @@ def test_runs_that_say_too_little_are_refused(train, capsys):
         with pytest.raises(simulate.UserError, match=what):
             simulate.main([str(word) for word in words])
     simulate.main(["--plan", str(data_parallel.folder), "--link", "1gbit", "--workers", "2"])
-    assert "2 x 2 processes" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "2 x 2 processes" in text and "defaults" in text and "as it is" not in text
 
 
 def test_models_by_name_are_those_of_the_trainer():
