@@ -167,6 +167,20 @@ class SlurmCluster:
             time.sleep(0.1)
         raise RuntimeError(f"job {job} is {fields['JobState']} after {seconds} s")
 
+    def wait_until_requeued(self, job, seconds=240):
+        """Until a job is back in the queue, from where it may start soon: SLURM would wait a minute or two,
+        since a node refuses a start that was granted up to the second in which it had to end the job."""
+        end = time.time() + seconds
+        while time.time() < end:
+            words = self.query("scontrol", "-o", "show", "job", job)
+            fields = dict(word.split("=", 1) for word in words if "=" in word)
+            if fields["JobState"] == "PENDING" and fields["Restarts"] != "0":
+                time.sleep(3)
+                self.query("scontrol", "update", f"JobId={job}", "StartTime=now")
+                return
+            time.sleep(0.1)
+        raise RuntimeError(f"job {job} is {fields['JobState']} after {seconds} s, and was not requeued")
+
     def close(self):
         """Ends jobs, then daemons, the last started first."""
         if (self.folder / "munge.socket").exists() and self.query("squeue", "-h", "-o", "%i"):

@@ -1,6 +1,7 @@
 """The scripts in scripts/, started by the real launchers on this machine, with a tiny model on the CPU: they
 train the same bits as the program's own launcher. A launcher that is not installed is skipped."""
 
+import contextlib
 import os
 import pathlib
 import re
@@ -14,9 +15,15 @@ import pytest
 from conftest import ROOT, TINY, TRAINER, Run, children, is_running, take_signals
 from slurm_cluster import SlurmCluster, free_ports, missing_programs
 
+sys.path.insert(0, str(ROOT / "dev"))
+from torture import Written, compare, state_sections  # noqa: E402
+
 SCRIPTS = ROOT / "scripts"
 MULTI_NODE = SCRIPTS / "multi_node"
-RUN_SCRIPTS = sorted([SCRIPTS / "run_gpt2_124M.sh", *MULTI_NODE.glob("run_*")])
+MODELS = ["gpt2_124M", "gpt2_350M", "gpt2_774M", "gpt2_1558M"]
+STARTS = sorted([SCRIPTS / "run.sh", *MULTI_NODE.glob("run_*")])  # each starts any model
+RUN_SCRIPTS = sorted([*STARTS, *SCRIPTS.glob("run_gpt*.sh")])
+SHARED = [SCRIPTS / "training.sh", MULTI_NODE / "slurm_step.sh"]
 PASSWORD = "0123456789abcdef" * 2
 PATIENCE = 240  # seconds until something hangs: other programs may keep the machine busy
 # What makes the run of the scripts small; batches and processes are theirs to set.
@@ -47,7 +54,8 @@ def environment_of_scripts(tokens, folder, **variables):
 def two_by_two(environment):
     """Arguments of the program for the run that the tests compare."""
     arguments = ["-i", environment["TRAIN_DATA"], "-j", environment["VAL_DATA"], "-o", environment["OUT"]]
-    arguments += ["--config", SCRIPTS / "gpt2_124M.toml", "--workers", "2", "--ranks", "2", "-b", "2"]
+    arguments += ["--config", SCRIPTS / "gpt2_124M.toml", "--workers", "2", "--ranks", "2"]
+    arguments += ["-b", "2", "-d", "64"]
     return [*map(str, arguments), *SMALL]
 
 
@@ -137,44 +145,129 @@ def expect_the_same(folder, reference, processes=(0, 1, 2, 3), model=True):
 
 # What can be checked where no launcher is installed
 
+VALUES = {  # parameters of the models, with the vocabulary's padding to 128
+    "gpt2_124M": (12, 768, 1024),
+    "gpt2_350M": (24, 1024, 1024),
+    "gpt2_774M": (36, 1280, 1024),
+    "gpt2_1558M": (48, 1600, 1024),
+}
+UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12}
 
-def words_of_the_program(script):
-    """The options that a script gives to the program."""
-    text = re.sub(r"\\\n", " ", script.read_text())
-    commands = re.findall(r'^(?:exec )?.*"\$PROGRAM" (--config .*)$', text, flags=re.MULTILINE)
-    assert len(commands) == 1, script
-    return re.findall(r"(?<![\w\"$(])-{1,2}[A-Za-z][\w-]*", commands[0])
+
+@pytest.mark.parametrize("model", VALUES)
+def test_the_bytes_that_a_script_promises_are_those_of_four_bits_and_a_scale_for_128_values(model):
+    layers, channels, positions = VALUES[model]
+    values = (50304 + positions) * channels + layers * (12 * channels**2 + 13 * channels) + 2 * channels
+    text = (SCRIPTS / f"run_{model}.sh").read_text()
+    steps = int(re.search(r"([\d,]+) steps", text)[1].replace(",", ""))
+    number = r"([\d.]+) (MB|GB|TB)"
+    rows = re.findall(rf"^# +(\d) +{number} +{number} +{number} +{number}, {number}$", text, re.M)
+    assert [int(row[0]) for row in rows] == [2, 4, 8]
+    for workers, *words in rows:
+        numbers = [float(size) * UNITS[unit] for size, unit in zip(words[::2], words[1::2])]
+        a_step, at_most, whole, data_parallel, data_parallel_whole = numbers
+        shares = 1 if workers == "2" else 2 * (int(workers) - 1) / int(workers)  # all-gather; all-to-all
+        assert a_step == pytest.approx(shares * values * 4.125 / 8 / 100, rel=0.005)
+        layer = 3 * (12 * channels**2 + 13 * channels)
+        assert at_most == pytest.approx(shares * layer * 4.125 / 8, rel=0.005)
+        assert whole == pytest.approx(a_step * steps, rel=0.01)
+        ring = 2 * (int(workers) - 1) / int(workers) * 2 * values
+        assert (data_parallel, data_parallel_whole) == pytest.approx((ring, ring * steps), rel=0.006)
+
+
+
+def stand_in(path, text="exit 99"):
+    """A program of that path, in sh."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def says_its_words(tmp_path):
+    """A program that prints its arguments, for the scripts to start, alone or in the place of a launcher."""
+    return stand_in(tmp_path / "bin" / "program", 'printf "%s\\n" "$@"')
+
+
+def words_of_the_program(script, environment, says_its_words, *arguments):
+    """The words that a script gives to the program, through whatever starts it."""
+    for launcher in ("srun", "mpirun", "torchrun"):
+        shutil.copy(says_its_words, says_its_words.parent / launcher)
+    path = f"{says_its_words.parent}:{os.environ['PATH']}"
+    places = {"NODE": 0, "WORKER": 0, "INTERFACE": "lo", "DILOCO_STORE": "file:store", "SLURM_JOB_ID": 1,
+              "SLURM_JOB_NUM_NODES": 2}
+    places["SLURM_NTASKS"] = 8 if "site" in script.name else 16
+    places = {name: str(value) for name, value in places.items()}
+    environment = {**places, **environment, "PATH": path, "PROGRAM": str(says_its_words)}
+    words = run_script(shutil.which("bash"), environment, [script, *arguments]).stdout.splitlines()
+    return words[words.index("--config") :]
 
 
 @pytest.mark.parametrize("script", RUN_SCRIPTS, ids=lambda script: script.name)
-def test_every_option_that_a_script_gives_is_in_the_table(script):
+def test_every_option_that_a_script_gives_is_in_the_table(script, tokens, tmp_path, says_its_words):
     table = subprocess.run([TRAINER, "--options-table"], capture_output=True, text=True, check=True).stdout
-    options = words_of_the_program(script)
+    words = words_of_the_program(script, environment_of_scripts(tokens, tmp_path / "run"), says_its_words)
+    options = [word for word in words if re.match("--?[A-Za-z]", word)]
     assert {"--config", "-i", "-j", "-o", "--workers", "--ranks", "-b", "-d"} <= set(options)
     assert [option for option in options if f"`{option}`" not in table] == []
 
 
-def test_the_program_takes_every_line_of_gpt2_124M_toml(tmp_path):
-    config = SCRIPTS / "gpt2_124M.toml"
-    keys = re.findall(r"^([a-z-]+) =", config.read_text(), flags=re.MULTILINE)
-    assert {"model", "lr", "inner-steps"} <= set(keys)
-    command = [TRAINER, "--config", config, "-i", tmp_path / "none.bin", "-j", tmp_path / "none.bin", "-o", tmp_path]
+def settings(model):
+    """{name: text} of a model's file of options."""
+    text = (SCRIPTS / f"{model}.toml").read_text()
+    return dict(re.findall(r'^([a-z-]+) = "?([^"\n]*)"?$', text, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_program_takes_every_line_of_a_toml(model, tmp_path):
+    assert {"model", "lr", "inner-steps", "train-data", "total-batch", "batch"} <= set(settings(model))
+    none = tmp_path / "none.bin"
+    command = [TRAINER, "--config", SCRIPTS / f"{model}.toml", "-i", none, "-j", none, "-o", tmp_path]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2 and result.stderr.startswith("error: no file matches"), result.stderr
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("script", STARTS, ids=lambda script: script.name)
+def test_every_way_to_start_trains_every_model_on_its_tokens(script, model, tmp_path, says_its_words):
+    of_model = settings(model)
+    shard = tmp_path / "x_000000.bin"
+    shard.touch()
+    environment = {**plain_environment(), "RUN": model, "TRAIN_DATA": str(shard)}
+    words = words_of_the_program(script, environment, says_its_words, "-x", "7")
+    given = dict(zip(words[::2], words[1::2]))
+    assert given["--config"] == f"scripts/{model}.toml" and given["-j"] == of_model["val-data"]
+    workers, ranks, batch = (int(given[name]) for name in ("--workers", "--ranks", "-b"))
+    assert workers == 2 and batch == int(of_model["batch"]) and words[-2:] == ["-x", "7"]
+    assert int(given["-d"]) * workers == int(of_model["total-batch"])
+    assert int(given["-d"]) % (ranks * batch * int(of_model["seq-len"])) == 0
+    assert given["-o"].startswith(f"log/{model}")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_script_of_a_model_is_run_sh_with_its_name(model, tokens, tmp_path, says_its_words):
+    environment = environment_of_scripts(tokens, tmp_path / "run")
+    alone = words_of_the_program(SCRIPTS / f"run_{model}.sh", environment, says_its_words, "-x", "7")
+    named = words_of_the_program(SCRIPTS / "run.sh", {**environment, "RUN": model}, says_its_words, "-x", "7")
+    assert alone == named and f"scripts/{model}.toml" in alone
 
 
 def test_the_scripts_pass_shellcheck():
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is not installed")
     scripts = [*RUN_SCRIPTS, MULTI_NODE / "redis_server.sh"]
-    result = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True)
+    command = ["shellcheck", "--external-sources", *scripts]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
 
 
 def test_every_script_that_a_page_or_a_script_names_exists():
-    pages = [MULTI_NODE / "README.md", *RUN_SCRIPTS, MULTI_NODE / "redis_server.sh"]
-    names = {name for page in pages for name in re.findall(r"\w+\.(?:sh|sbatch|toml)\b", page.read_text())}
-    assert {"redis_server.sh", "run_site.sh", "gpt2_124M.toml"} <= names
+    pages = [MULTI_NODE / "README.md", *RUN_SCRIPTS, *SHARED, MULTI_NODE / "redis_server.sh"]
+    pages += [SCRIPTS / f"{model}.toml" for model in MODELS]
+    script = re.compile(r"(?<![$\w])\w+\.(?:sh|sbatch|toml)\b")
+    names = {name for page in pages for name in script.findall(page.read_text())}
+    assert {"redis_server.sh", "run_site.sh", "gpt2_124M.toml", "slurm_step.sh"} <= names
     assert [name for name in names if not list(SCRIPTS.rglob(name))] == []
 
 
@@ -282,6 +375,113 @@ def test_a_slurm_job_that_is_cancelled_leaves_no_process(cluster, long_job):
     cluster.query("scancel", job)
     assert cluster.wait(job)[0] == "CANCELLED"
     assert wait_until(lambda: not any(map(is_running, trainers.values())))
+
+
+# SLURM: jobs that are requeued
+
+# Several fragments are always on the wire: one is sent every other step, and merged five steps later.
+REQUEUED = [*SMALL, "--overlap", "5", "-x", "900", "-n", "150", "-nk", "0"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tokens, tmp_path_factory):
+    """The run that is requeued elsewhere, from its beginning to its end."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    environment = environment_of_scripts(tokens, folder, RANKS=2)
+    run_script(SCRIPTS / "run.sh", environment, REQUEUED)
+    return Written([folder, folder], 2)
+
+
+def wait_for_steps(folder, count, log):
+    assert wait_until(lambda: steps_logged(folder) > count), log.read_text()
+
+
+def expect_an_undisturbed_end(cluster, job, folder, log, undisturbed):
+    """Of a job that was requeued."""
+    cluster.wait_until_requeued(job)
+    assert cluster.wait(job) == ("COMPLETED", "0:0"), log.read_text()
+    compare(Written([folder, folder], 2), undisturbed)
+    assert (folder / "DONE_00000900").exists()
+
+
+def checkpoint_in_flight(folder, step):
+    """Means that were on the wire when the checkpoint was taken, in the state of each process."""
+    states = [folder / f"state_{step:08d}_{process:05d}.bin" for process in range(4)]
+    mean = re.compile(r"in_flight\.\d+\.mean")
+    return [[name for name in state_sections(path) if mean.fullmatch(name)] for path in states]
+
+
+def stopped_after(log):
+    """The steps after which the run in a job has stopped."""
+    return [int(step) for step in re.findall(r"stopped by request after step (\d+) of 900", log.read_text())]
+
+
+def test_a_job_requeued_in_mid_exchange_ends_with_the_bits_of_one_that_was_not(
+    cluster, tokens, tmp_path, undisturbed
+):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    environment = slurm_environment(cluster, tokens, folder)
+    job = submit(MULTI_NODE / "run_slurm.sbatch", environment, log, REQUEUED)
+    wait_for_steps(folder, 40, log)
+    cluster.query("scontrol", "requeue", job)
+    expect_an_undisturbed_end(cluster, job, folder, log, undisturbed)
+    (step,) = stopped_after(log)
+    assert all(len(means) >= 2 for means in checkpoint_in_flight(folder, step))
+    assert f"resumed after step {step}" in log.read_text()
+
+
+def test_a_job_killed_between_checkpoints_and_requeued_ends_with_the_same_bits(
+    cluster, tokens, tmp_path, undisturbed
+):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    # Deaf to SIGTERM, as one that is not through with its checkpoint when KillWait is over: SIGKILL follows.
+    deaf = stand_in(tmp_path / "deaf", f'[ -n "$SLURM_RESTART_COUNT" ] || trap "" TERM\nexec {TRAINER} "$@"')
+    environment = slurm_environment(cluster, tokens, folder, PROGRAM=deaf)
+    job = submit(MULTI_NODE / "run_slurm.sbatch", environment, log, REQUEUED)
+    wait_for_steps(folder, 200, log)
+    cluster.query("scontrol", "requeue", job)
+    for pid in processes_of(folder):  # without the wait
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 9)
+    expect_an_undisturbed_end(cluster, job, folder, log, undisturbed)
+    assert stopped_after(log) == []
+    assert re.search(r"^resumed after step (150|300|450|600|750)$", log.read_text(), re.M)
+    assert all(len(means) >= 2 for means in checkpoint_in_flight(folder, 150))
+
+
+def test_a_job_whose_time_is_up_requeues_itself(cluster, tokens, tmp_path, undisturbed):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    environment = slurm_environment(cluster, tokens, folder)
+    job = submit(MULTI_NODE / "run_slurm.sbatch", environment, log, REQUEUED)
+    wait_for_steps(folder, 40, log)
+    cluster.query("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@300 sends it
+    expect_an_undisturbed_end(cluster, job, folder, log, undisturbed)
+    assert len(stopped_after(log)) == 1
+
+
+def test_a_site_that_is_preempted_takes_the_others_along(cluster, tokens, tmp_path, undisturbed, redis):
+    jobs, folders = [], [tmp_path / f"run{worker}" for worker in (0, 1)]
+    logs = [tmp_path / f"log{worker}" for worker in (0, 1)]
+    for worker, folder in enumerate(folders):
+        variables = {"WORKER": worker, "INTERFACE": "lo", **redis}
+        environment = slurm_environment(cluster, tokens, folder, **variables)
+        jobs.append(submit(MULTI_NODE / "run_slurm_site.sbatch", environment, logs[worker], REQUEUED))
+    wait_for_steps(folders[0], 40, logs[0])
+    cluster.query("scontrol", "requeue", jobs[1])
+    for job in jobs:
+        cluster.wait_until_requeued(job)
+    for job, log in zip(jobs, logs):
+        assert cluster.wait(job) == ("COMPLETED", "0:0"), log.read_text()
+    compare(Written(folders, 2), undisturbed)
+    assert len(stopped_after(logs[0])) == 1
+
+
+def test_a_job_that_is_asked_to_stop_before_its_time_stays_out_of_the_queue(cluster, tmp_path, long_job):
+    job, trainers = long_job
+    cluster.query("scancel", "--signal=TERM", job)  # to the tasks alone
+    assert cluster.wait(job) == ("FAILED", "143:0")
+    assert "-y 1 goes on from there" in (tmp_path / "log").read_text()
+    assert not any(map(is_running, trainers.values()))
 
 
 def test_the_workers_of_a_heterogeneous_slurm_job_are_one_run(cluster, tokens, tmp_path, reference):

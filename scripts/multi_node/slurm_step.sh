@@ -1,0 +1,34 @@
+# shellcheck shell=bash
+# What the SLURM scripts share: the training as a step of this job, and what becomes of the job when it stops.
+# SLURM signals the batch script and its srun together with the tasks, so this shell has to outlive a signal
+# to see how the training ends.
+
+time_is_up=0 # SIGUSR1 came: the job's time is nearly up (sbatch --signal=B:USR1@...)
+is_ended=0   # SIGTERM came: SLURM ends the job, or requeues it by itself
+status=127   # the training's
+stopped=143  # that status: it was asked to stop, and has written a checkpoint
+
+# run_step PROGRAM ARGUMENT...: runs it in all tasks and waits for the last.
+# --distribution=block: neighbours in number, the ranks of a worker, sit on the same node. No --gpus-per-task
+# nor --gpu-bind: a task takes the GPU of its number on the node, and NCCL's fast paths need to see its
+# peers' GPUs. srun does not take over --cpus-per-task by itself. When a task dies the others find out, say
+# which, and end; if they do not, srun ends them a minute later (--wait): at once the message would be lost.
+# --export=ALL: also where the job was submitted with --export=NONE.
+run_step() {
+    srun --export=ALL --distribution=block --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
+        --kill-on-bad-exit=0 --wait=60 "$@" &
+    local srun=$! result is_interrupted=1
+    trap 'is_interrupted=1 time_is_up=1; kill -USR1 $srun' USR1 # srun passes it on
+    trap 'is_interrupted=1 is_ended=1' TERM
+    while ((is_interrupted)); do
+        is_interrupted=0 result=0
+        wait $srun || result=$?
+        ((result == 127)) || status=$result # 127: the signal came when it had been waited for
+    done
+    trap - USR1 TERM
+}
+
+# Puts the job back into the queue, from where it goes on.
+requeue_if_stopped() {
+    if ((status == stopped && ! is_ended)); then scontrol requeue "$SLURM_JOB_ID"; fi
+}

@@ -1,0 +1,50 @@
+# shellcheck shell=bash
+# What the run scripts share: what is trained, as the environment says it or else the .toml, and the options of
+# the program that come of it. What is wrong is said in one line. Sourced from the folder of the program.
+#     RUN          gpt2_124M (the default), gpt2_350M, gpt2_774M or gpt2_1558M: a .toml beside this file
+#     CONFIG       another file of options than that
+#     TRAIN_DATA, VAL_DATA   token shards, else what the file says
+#     TOKENS       in a step of all workers, a multiple of all GPUs x BATCH x the length of a sequence; else
+#                  what the file says, as is
+#     BATCH        sequences that a GPU takes at once
+#     OUT          folder for logs and checkpoints
+
+PROGRAM=${PROGRAM:-./train_gpt} # ./train_gpt_cpu where there is no GPU; set OMP_NUM_THREADS then
+RUN=${RUN:-gpt2_124M}
+CONFIG=${CONFIG:-scripts/$RUN.toml}
+
+fail() {
+    echo "error: $1" >&2
+    exit 2
+}
+
+# What CONFIG says of an option.
+setting() {
+    local line
+    while IFS= read -r line; do
+        if [[ $line =~ ^"$1"\ *=\ *\"?([^\"]*)\"?$ ]]; then echo "${BASH_REMATCH[1]}"; fi
+    done <"$CONFIG"
+}
+
+numbers() {
+    local name
+    for name in "$@"; do
+        [[ ${!name} =~ ^[1-9][0-9]*$ ]] || fail "$name is '${!name}': set it to a whole number"
+    done
+}
+
+command -v "$PROGRAM" >/dev/null || fail "there is no $PROGRAM: run make train_gpt, or set PROGRAM"
+[ -f "$CONFIG" ] || fail "there is no $CONFIG: start this from the folder of the program, with a RUN it knows"
+TRAIN_DATA=${TRAIN_DATA:-$(setting train-data)}
+VAL_DATA=${VAL_DATA:-$(setting val-data)}
+TOKENS=${TOKENS:-$(setting total-batch)}
+BATCH=${BATCH:-$(setting batch)}
+OUT=${OUT:-log/$RUN}
+numbers TOKENS BATCH
+compgen -G "$TRAIN_DATA" >/dev/null || fail "no file matches $TRAIN_DATA: set TRAIN_DATA to your token shards"
+
+# train_by WORKERS RANKS: the options of the program
+train_by() {
+    training=(--config "$CONFIG" -i "$TRAIN_DATA" -j "$VAL_DATA" -o "$OUT"
+        --workers "$1" --ranks "$2" -b "$BATCH" -d $((TOKENS / $1)))
+}
