@@ -250,7 +250,7 @@ def parse_arguments(words):
     link.add_argument("--rtt", type=seconds, default=0.0, metavar="TIME", help="round trip, such as 80ms")
     link.add_argument("--mtu", type=count(100), default=1500, help="bytes of a packet (1500)")
     link.add_argument("--no-slow-start", action="store_true",
-                      help="TCP's window stays open between syncs")
+                      help="TCP's window stays open between syncs, as BBR's does")
     link.add_argument("--ranks-own-links", action="store_true", help="each rank of a worker has such a link")
     model = parser.add_argument_group("a model")
     model.add_argument("--parameters", type=count(1), help="in all, such as 1e9")

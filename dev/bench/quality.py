@@ -66,7 +66,7 @@ SCALES = {
     "cpu": Scale({"--layers": 4, "--heads": 4, "--channels": 128}, 128, 2048, 3000, 40960, 60,
                  (0.001, 0.002, 0.004), OUTER_LRS, 2, 3),
     # The outer rate is the paper's; two workers share the GPU.
-    "gpu": Scale({"--layers": 12, "--heads": 8, "--channels": 512}, 1024, 65536, 1500, 655360, 100,
+    "gpu": Scale({"--layers": 12, "--heads": 8, "--channels": 512}, 1024, 65536, 1500, 131072, 100,
                  (0.001,), (0.4,), 1, 1, ("data-parallel", "classic-m2-h30", "fp4_e2m1-m2-h30-tau1"),
                  (("--outer-transport", "gloo"),)),
     "trial": Scale({"--layers": 2, "--heads": 2, "--channels": 32}, 32, 256, 120, 1024, 10,

@@ -8,7 +8,7 @@ processes that are in step takes
     bytes / rate        IP's and TCP's headers included
     and at its start    TCP opens its window from ten segments anew where the connection has been idle for as
                         long as its retransmission timer: a round trip for 10 segments, for 20, 40, ... until
-                        the window is what the link holds in a round trip
+                        the window is what the link holds in a round trip. Not with BBR for congestion control
 
 Compute takes the same time in every step, and all processes are in step: what one waits for another one's
 jitter is not in here. The program's own work on what it sends and receives is in the time of a step.
