@@ -43,16 +43,18 @@ def run_script(script):
     """Calls script(), and says in a line what a user can mend. Returns the exit status."""
     try:
         script()
+        return 0
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        message, status = f"error: {error}\n", 2
     except OSError as error:
-        print(f"error: {error.filename or 'a file'} cannot be read or written ({error.strerror}): check the "
-              "path, permissions and free space", file=sys.stderr)
-        return 2
+        message = (f"error: {error.filename or 'a file'} cannot be read or written ({error.strerror}): check "
+                   "the path, permissions and free space\n")
+        status = 2
     except KeyboardInterrupt:
-        return 130
-    return 0
+        message, status = "", 130
+    progress = "\r\033[K" if sys.stderr.isatty() else ""  # it is on the line
+    print(end=progress + message, file=sys.stderr, flush=True)
+    return status
 
 
 # Tokenizers: `vocabulary`, every token's bytes; `end_of_text`, its token; encode(texts), arrays of uint16, in

@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -359,7 +360,7 @@ def find_source(options, record):
     if record.get("commit"):
         return record["commit"], [HubFile(*entry) for entry in record["source"]], None
     commit, files = hub_files(options.url, DATASETS[options.type][0], f"sample/{sample}", limits_of(options))
-    files = [file for file in files if file.path.endswith(".parquet")]
+    files = [file for file in files if re.fullmatch(rf"sample/{sample}/[\w.-]+\.parquet", file.path)]
     if not files:
         raise UserError(f"{options.url} has no sample/{sample} of {DATASETS[options.type][0]}: "
                         "give --from DIR")

@@ -107,10 +107,12 @@ class Progress:
     def show(self, share, *parts):
         """share: of the work that is done, 0 to 1."""
         now = self.clock()
-        if now - self.shown < self.every:
+        if self.fractions and now - self.shown < self.every:
             return
-        self.shown = now
         self.fractions.append((now, share))
+        if len(self.fractions) == 1 and not self.live:
+            return  # the time that is left is told from the second one on
+        self.shown = now
         line = ", ".join([f"{100 * share:.1f}%", *parts, self.left()])
         print(f"\r\033[K{line}" if self.live else line, end="" if self.live else "\n", file=self.stream,
               flush=True)

@@ -9,8 +9,8 @@ import importlib
 import io
 import json
 import os
+import pathlib
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -80,6 +80,8 @@ class Answers(http.server.BaseHTTPRequestHandler):
         if fault == "wrong":
             body = bytes(len(body))
         self.send_response(status)
+        if self.path in self.server.site.links:
+            self.send_header("Link", self.server.site.links[self.path])
         if fault == "chunked":
             self.send_header("Transfer-Encoding", "chunked")
         elif fault != "unsaid":
@@ -103,10 +105,11 @@ class Answers(http.server.BaseHTTPRequestHandler):
 
 class Site:
     """files: {path: bytes}; faults: {path: what happens to its next requests, in order}; asked: (path, first
-    byte) of all requests; moved: {path: where to}."""
+    byte) of all requests; moved: {path: where to}; links: {path: header that tells the next page}."""
 
     def __init__(self):
         self.files, self.faults, self.asked, self.headers, self.moved = {}, {}, [], [], {}
+        self.links = {}
         self.released = threading.Event()
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
         self.server.daemon_threads, self.server.site = True, self
@@ -566,9 +569,10 @@ def parquet(tmp_path_factory):
 
 
 def serve_hub(site, parquet):
-    """As the hub has them: the listing in two pages, and files that are elsewhere."""
+    """As the hub has them: in two pages, and elsewhere; and a file that would go where it should not."""
     files = sorted((parquet / SAMPLE).iterdir())
-    listing = [{"type": "directory", "path": f"{SAMPLE}/x", "oid": "d", "size": 0}]
+    listing = [{"type": "directory", "path": f"{SAMPLE}/x", "oid": "d", "size": 0},
+               {"type": "file", "path": f"{SAMPLE}/../../../x.parquet", "oid": "1", "size": 5}]
     for file in files:
         content, path = file.read_bytes(), f"{SAMPLE}/{file.name}"
         listing.append({"type": "file", "path": path, "size": len(content), "oid": "1",
@@ -576,21 +580,24 @@ def serve_hub(site, parquet):
         site.files[f"/cdn/{file.name}"] = content
         site.moved[f"/datasets/{REPOSITORY}/resolve/{COMMIT}/{path}"] = f"{site.address}/cdn/{file.name}"
     site.files[f"/api/datasets/{REPOSITORY}/revision/main"] = json.dumps({"sha": COMMIT}).encode()
-    site.files[f"/api/datasets/{REPOSITORY}/tree/{COMMIT}/{SAMPLE}"] = json.dumps(listing).encode()
+    page = f"/api/datasets/{REPOSITORY}/tree/{COMMIT}/{SAMPLE}"
+    pages_of_it = [json.dumps(part).encode() for part in (listing[:3], listing[3:])]
+    site.files[page], site.files[page + "?next"] = pages_of_it
+    site.links[page] = f'<{site.address}{page}?next>; rel="next"'
 
 
 def stream():
     return b"".join(END + text.encode() for file in pages() for text in file)
 
 
-FINEWEB = ["--tokenizer", "bytes", "--shard-tokens", 5000, "--processes", 2]
+FINEWEB = ["--tokenizer", "bytes", "--shard-tokens", 5000, "--processes", 1]
 
 
 @pytest.fixture(scope="session")
 def undisturbed(parquet, tmp_path_factory):
     """What FineWeb's stand-in becomes in one go."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    made("fineweb.py", "--from", parquet, *FINEWEB, "--out", out)
+    made("fineweb.py", "--from", parquet, *FINEWEB, "--processes", 3, "--out", out)
     return out
 
 
@@ -670,7 +677,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(site, parquet, undisturbed, tmp_
     assert all(content == whole[name] for name, content in without_record(tmp_path / "out").items())
     made("fineweb.py", *arguments)
     assert without_record(tmp_path / "out") == without_record(undisturbed)
-    assert len([path for path, _ in site.asked if path.startswith("/api/")]) == 2  # pinned by the first run
+    assert len([path for path, _ in site.asked if path.startswith("/api/")]) == 3  # pinned by the first run
 
 
 def test_shards_that_went_are_made_again(site, parquet, undisturbed, tmp_path):
@@ -796,8 +803,8 @@ def test_progress_has_a_line_now_and_then_and_the_time_left(monkeypatch):
         now[0] = float(second)
         progress.show(second / 1000, f"{second} tokens")
     assert stream.getvalue().splitlines() == [
-        "3.0%, 30 tokens, time left: not known yet", "6.0%, 60 tokens, 15:40 left",
-        "9.0%, 90 tokens, 15:10 left", "12.0%, 120 tokens, 14:40 left"]
+        "3.0%, 30 tokens, 16:10 left", "6.0%, 60 tokens, 15:40 left", "9.0%, 90 tokens, 15:10 left",
+        "12.0%, 120 tokens, 14:40 left"]
 
 
 def test_gpt2s_tokens_are_llmcs_tokenizer_file_in_the_order_of_merges():
@@ -812,6 +819,19 @@ def test_gpt2s_tokens_are_llmcs_tokenizer_file_in_the_order_of_merges():
     texts = ["the quick dogs' número\n\n 12 over – <|endoftext|> jumps", "", "  the  \n "]
     assert [[*tokens] for tokens in ours.encode(texts)] == [[*tokens] for tokens in peer.encode(texts)]
     assert b"".join(ours.vocabulary[token] for token in ours.encode(texts)[0]) == texts[0].encode()
+
+
+def test_gpt2s_tokens_are_what_they_always_were():
+    """Skipped where GPT-2's vocabulary has not been downloaded: TIKTOKEN_CACHE_DIR says where it lies."""
+    cache = pathlib.Path(os.environ.get("TIKTOKEN_CACHE_DIR") or "there is none")
+    address = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
+    if not (cache / hashlib.sha1(address.encode()).hexdigest()).exists():
+        pytest.skip("needs GPT-2's vocabulary in TIKTOKEN_CACHE_DIR")
+    corpus = load("corpus")
+    whole = corpus.make_tokenizer("gpt2", None)
+    for tokenizer in (whole, corpus.gpt2_of(whole.vocabulary)):
+        assert [[*tokens] for tokens in tokenizer.encode(["Hello world", " the"])] == [[15496, 995], [262]]
+        assert len(tokenizer.vocabulary) == 50257 and tokenizer.end_of_text == 50256
 
 
 def test_half_characters_become_replacement_characters():
