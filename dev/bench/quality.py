@@ -20,7 +20,6 @@ local.
 How the gap goes with longer training is shown twice: along the long runs, where the learning rate has not yet
 come down, and by the short runs, which are complete trainings of a quarter of the length.
 """
-import argparse
 import datetime
 import shutil
 import statistics
