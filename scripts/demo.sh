@@ -31,7 +31,7 @@ outer=(
 classic=(--fragment-layers 0 --outer-dtype fp32 --overlap 0 --local-weight 0)
 # Streaming: two layers a fragment, in four bits, merged half and half five steps later: these steps are
 # short, and two processes that share a machine do not keep them to the millisecond.
-streaming=(--fragment-layers 2 --outer-dtype fp4 --overlap 5 --local-weight 0.5)
+streaming=(--fragment-layers 2 --outer-dtype fp4_e2m1 --overlap 5 --local-weight 0.5)
 
 # Validation: every 500 steps, the same 640 sequences in all runs. A worker validates by itself, in batches of
 # -b; data-parallel ranks share the work, so that their batches are twice as large and half as many.
