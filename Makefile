@@ -7,7 +7,8 @@
 # make test-emulated   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test)
 # make check-cuda      the same kernels through nvcc, if there is one (part of make test)
 # make test-gpu        the same tests and more on this machine's GPU       make bench-gpu   its speed
-# make train_gpt       the CUDA trainer: GPU_ARCH="80 90" for other GPUs than this machine's
+# make train_gpt       the CUDA trainer: GPU_ARCH="80 90" for other GPUs than this machine's, PRECISION=FP32
+#                      for parameters and activations in fp32 instead of bf16
 # make test-long       make test, and tests that take too long for it
 # make fuzz            each parser of files, payloads and the store under libFuzzer, a minute each (clang)
 # make torture         kills a run KILLS=500 times, in the middle of writes too, and compares its bits
@@ -61,13 +62,17 @@ all: train_gpt_cpu
 GPU_HOST = -Xcompiler -march=$(CPU_ARCH),-fopenmp,-ffp-contract=off,-fno-strict-aliasing,-fno-math-errno,$\
            -fno-trapping-math $(GPU_FLAGS) $(WITHOUT)
 GPU_LIBS = $(GPU_LINK) $(DEPS_LINK) -lcublasLt $(NCCL_LINK) $(OPTIONAL_LIBS) -lxxhash -lpthread
+PRECISION ?= BF16
+PRECISION_FLAGS = $(if $(filter-out BF16 FP32,$(PRECISION)),\
+                    $(error PRECISION=$(PRECISION) is not there: BF16 or FP32),\
+                    $(if $(filter FP32,$(PRECISION)),-DENABLE_FP32))
 train_gpt test_gpt: %: %.cu train_gpt.cu $(EMULATOR_HEADERS) build/options_gpu | gpu_dependencies
 	@$(say_what_is_left_out)
-	$(GPU_COMPILER) $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) $< -o $@ $(GPU_LIBS)
+	$(GPU_COMPILER) $(CUDA_FLAGS) $(PRECISION_FLAGS) $(GPU_CODE) $(GPU_HOST) $< -o $@ $(GPU_LIBS)
 
 # What is built with other options is built anew. Where something is missing they stay as they were.
 build/options_cpu: OPTIONS = $(CXX) $(CXXFLAGS) $(LDLIBS)
-build/options_gpu: OPTIONS = $(NVCC) $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) $(GPU_LIBS)
+build/options_gpu: OPTIONS = $(NVCC) $(CUDA_FLAGS) $(PRECISION_FLAGS) $(GPU_CODE) $(GPU_HOST) $(GPU_LIBS)
 build/options_cpu: always | dependencies
 build/options_gpu: always | gpu_dependencies
 build/options_cpu build/options_gpu:
@@ -76,7 +81,7 @@ build/options_cpu build/options_gpu:
 
 # The trainer is one .cu file for CPU and GPU: here g++ takes it as C++.
 train_gpt_cpu: train_gpt.cu $(HEADERS) Makefile build/options_cpu | dependencies
-	@$(if $(HAS_HIREDIS),,$(say_what_is_left_out))
+	@$(if $(and $(HAS_HIREDIS),$(HAS_PCRE2)),,$(say_what_is_left_out))
 	$(CXX) $(CXXFLAGS) -x c++ $< -o $@ $(LDLIBS)
 
 test_gpt_cpu: test_gpt.cu train_gpt.cu $(HEADERS) $(wildcard dev/test/*.h) Makefile build/options_cpu \
@@ -86,6 +91,12 @@ test_gpt_cpu: test_gpt.cu train_gpt.cu $(HEADERS) $(wildcard dev/test/*.h) Makef
 build/%.o: dev/test/%.cpp $(HEADERS) $(wildcard dev/test/*.h) Makefile build/options_cpu | dependencies
 	@mkdir -p build
 	$(CXX) $(CXXFLAGS) -c $< -o $@
+
+# Texts to tokens, for test_encode.py.
+build/encode: dev/test/encode.cpp llmc/byte_pair_encoder.h llmc/gpt2_pattern.h llmc/tokenizer.h llmc/file.h \
+        llmc/error.h Makefile build/options_cpu | dependencies
+	@mkdir -p build
+	$(CXX) $(CXXFLAGS) $< -o $@ $(DEPS_LINK) $(if $(HAS_PCRE2),-lpcre2-8)
 
 build/unit_tests: $(UNIT_TESTS)
 	$(CXX) $(CXXFLAGS) $^ -o $@ -lgtest_main -lgtest $(LDLIBS)
@@ -130,10 +141,11 @@ build/$(1)/train_gpt: train_gpt.cu $(EMULATOR:%=build/$(1)/%.o) $(EMULATOR_HEADE
 endef
 $(foreach kind,plain debug address thread fp32,$(eval $(call emulated_trainer,$(kind))))
 
-# As where there is neither Gloo nor hiredis: what needs them is refused.
+# As where there is none of Gloo, hiredis and PCRE2: what needs them is refused.
 build/without/train_gpt: private OPTIMIZE = -O0
 build/without/train_gpt: private HAS_GLOO =
 build/without/train_gpt: private HAS_HIREDIS =
+build/without/train_gpt: private HAS_PCRE2 =
 build/without/train_gpt: train_gpt.cu $(EMULATOR:%=build/plain/%.o) $(EMULATOR_HEADERS) | dependencies
 	@mkdir -p $(@D)
 	$(CXX) -rdynamic $(EMULATED) -x c++ $< -x none $(EMULATOR:%=build/plain/%.o) -o $@ \
@@ -159,8 +171,8 @@ setup:
 
 # pytest runs everything, the GoogleTest binary and test_gpt_cpu included, so that one line counts all of it.
 test test-long: setup
-	$(MAKE) -j2 train_gpt_cpu test_gpt_cpu build/unit_tests $(EMULATOR_TESTS) $(EMULATED_TRAINERS) check-cuda \
-	    $(if $(filter test-long,$@),$(FUZZ_PROGRAMS))
+	$(MAKE) -j2 train_gpt_cpu test_gpt_cpu build/unit_tests build/encode $(EMULATOR_TESTS) \
+	    $(EMULATED_TRAINERS) check-cuda $(if $(filter test-long,$@),$(FUZZ_PROGRAMS))
 	.venv/bin/python -m pytest -q -rs dev/test $(if $(filter test-long,$@),--long)
 
 test-emulated: setup

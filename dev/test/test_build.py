@@ -148,11 +148,15 @@ def test_system_folders_are_not_remembered():
     assert remembered(compiler_line("train_gpt_cpu")) == []
 
 
-@pytest.mark.parametrize("name,flag", [("Gloo", "-DWITHOUT_GLOO"), ("hiredis", "-DWITHOUT_HIREDIS")])
-def test_what_is_not_found_is_left_out_and_said(toolkit, name, flag):
+@pytest.mark.parametrize("name,library,flag", [
+    ("Gloo", "gloo", "-DWITHOUT_GLOO"),
+    ("hiredis", "hiredis", "-DWITHOUT_HIREDIS"),
+    ("PCRE2", "pcre2-8", "-DWITHOUT_PCRE2"),
+])
+def test_what_is_not_found_is_left_out_and_said(toolkit, name, library, flag):
     arguments = [f"CUDA_HOME={toolkit}", "GPU_ARCH=90", f"HAS_{name.upper()}="]
     words = compiler_line("train_gpt", *arguments)
-    assert flag in words and f"-l{name.lower()}" not in words
+    assert flag in words and f"-l{library}" not in words
     assert f"{name}: not found" in make("-n", "-B", "train_gpt", *arguments).stdout
 
 
@@ -176,7 +180,7 @@ def test_a_build_without_them_reads_none_of_their_headers():
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "train_gpt.cu" in result.stdout and "/CLI/" in result.stdout
-    for name in ("gloo/", "hiredis/", "dnnl"):
+    for name in ("gloo/", "hiredis/", "pcre2", "dnnl"):
         assert name not in result.stdout
 
 
