@@ -21,6 +21,7 @@
 
 #include "llmc/accelerator.h"
 #include "llmc/buffer.h"
+#include "llmc/byte_pair_encoder.h"
 #include "llmc/checkpoint.h"
 #include "llmc/checkpointer.h"
 #include "llmc/clock.h"
@@ -29,13 +30,17 @@
 #include "llmc/dataloader.h"
 #include "llmc/descriptor.h"
 #include "llmc/error.h"
+#include "llmc/eval_batches.h"
+#include "llmc/eval_set.h"
 #include "llmc/floatx.h"
 #include "llmc/launch.h"
 #include "llmc/layers.h"
 #include "llmc/layout.h"
 #include "llmc/logger.h"
 #include "llmc/matmul_precision.h"
+#include "llmc/mfu.h"
 #include "llmc/options.h"
+#include "llmc/outlier.h"
 #include "llmc/phase.h"
 #include "llmc/random.h"
 #include "llmc/resume.h"
@@ -45,6 +50,7 @@
 #include "llmc/stop.h"
 #include "llmc/store.h"
 #include "llmc/stream.h"
+#include "llmc/text_printer.h"
 #include "llmc/tokenizer.h"
 #include "llmc/upload.h"
 #include "llmc/watchdog.h"
@@ -320,7 +326,10 @@ inline void backward(Model& model, int B, int T, Stream& main, const std::functi
 
 struct Scalars {  // on the device: what the host reads of a step, and what AdamW reads of it
     float loss, norm_squared, stop;  // summed over the ranks; stop: how many were asked to
-    float norm, clip_scale;
+    float norm, clip_scale;          // clip_scale: NaN where the update is skipped
+    float loss_zscore, norm_zscore;
+
+    bool is_skipped() const { return !std::isfinite(clip_scale); }
 };
 const size_t summed_scalars = 3;
 static_assert(offsetof(Scalars, norm) == summed_scalars * sizeof(float), "they are summed in one call");
@@ -333,7 +342,8 @@ struct Worker {
     Buffer<float> master, m, v;  // this rank's shard
     Buffer<float> reduced;       // this rank's shard of the summed gradients; one rank: model.grads itself
     Buffer<Scalars> scalars;
-    HostBuffer<float> one{1};  // holds 1
+    Buffer<OutlierWindow> outliers;  // the same on all ranks
+    HostBuffer<float> one{1};        // holds 1
     Event to_comm, to_main;  // of hand_over() and hand_back()
     Traffic traffic;         // of `comm`
     std::function<void()> progress = [] {};  // called at each batch: so far nothing stands still
@@ -347,7 +357,8 @@ struct Worker {
           m(model.layout.shard_size()),
           v(model.layout.shard_size()),
           reduced(comm.size() > 1 ? model.layout.shard_size() : 0),
-          scalars(1) {
+          scalars(1),
+          outliers(1) {
         one.data()[0] = 1;
     }
 
@@ -433,13 +444,16 @@ inline void compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
     sum_over_ranks(worker, &scalars->loss, summed_scalars);
 }
 
-// AdamW on this rank's shard. All that it reads of the step is on the device; a norm that is not finite
-// makes it do nothing.
+// AdamW on this rank's shard. All that it reads of the step is on the device; a norm that is not finite makes
+// it do nothing, and so does an outlier.
 inline void update(Worker& worker, const Options& options, float learning_rate, long step) {
     const Phase phase("AdamW");
     Scalars* scalars = worker.scalars;
     device::clip_scale(&scalars->norm, &scalars->clip_scale, &scalars->norm_squared, options.clip,
                        worker.main);
+    device::skip_outliers(worker.outliers.data(), &scalars->loss_zscore, &scalars->norm_zscore,
+                          &scalars->clip_scale, &scalars->loss, &scalars->norm,
+                          {options.skip_loss_zscore, options.skip_norm_zscore}, worker.main);
     const AdamW adam = adamw(learning_rate, options.beta1, options.beta2, options.epsilon,
                              options.weight_decay, int(step));
     for (int b = 0; b < worker.blocks(); b++) {
@@ -462,7 +476,7 @@ inline void warm_up(Worker& worker, const Options& options) {
     const int B = options.batch, T = options.seq_len;
     Scalars* scalars = worker.scalars;
     const std::vector<int> tokens(size_t(B) * size_t(T));
-    const Scalars not_finite{NAN, NAN, NAN, NAN, NAN};  // AdamW does nothing
+    const Scalars not_finite{NAN, NAN, NAN, NAN, NAN, NAN, NAN};  // AdamW does nothing
     forward(worker.model, tokens.data(), B, T, worker.main);
     classify(worker.model, tokens.data(), B, T, &scalars->loss, 0.0f, 0.0f, true, worker.main);
     backward(worker.model, B, T, worker.main, [&](int b) { reduce_block(worker, b); });
@@ -478,12 +492,17 @@ inline void warm_up(Worker& worker, const Options& options) {
     worker.traffic = Traffic();
 }
 
-// Sets master and parameters from a flat model, which may go when this returns: a copy may still be reading
-// memory that is not pinned, and so this waits.   flat: (layout.size), on the host
+// Sets the parameters from a flat model, which may go when this returns: a copy may still be reading memory
+// that is not pinned, and so this waits.   flat: (layout.size), on the host
+inline void set_parameters(Model& model, const float* flat, Stream& main) {
+    device::copy_to_device(model.grads.data(), flat, model.layout.size, main);
+    device::cast(model.params.data(), model.grads.data(), model.layout.size, main);
+    main.synchronize();
+}
+
+// And the master weights.
 inline void set_parameters(Worker& worker, const float* flat) {
-    const long size = worker.model.layout.size;
-    device::copy_to_device(worker.spare(), flat, size, worker.main);
-    device::cast(worker.model.params.data(), worker.spare(), size, worker.main);
+    set_parameters(worker.model, flat, worker.main);
     for (int b = 0; b < worker.blocks(); b++) {
         const Range range = worker.shard(b);
         device::copy_to_device(worker.master + range.shard, flat + range.flat, range.count, worker.main);
@@ -561,25 +580,49 @@ inline float validation_loss(Worker& worker, DataLoader& loader, int B, int T, l
     return loss;
 }
 
-// `length` tokens after an end-of-text token, drawn with the given temperature. The window slides.
-inline std::vector<int> sample(Model& model, int end_of_text, int length, int T, float temperature,
-                               uint64_t seed, Stream& main) {
+// Share of the examples whose right completion is the likeliest, split over the ranks.
+inline double eval_accuracy(Worker& worker, const EvalSet& set, int B, int T) {
+    Model& model = worker.model;
+    Scalars* scalars = worker.scalars;
+    EvalBatches batches(set, B, T, worker.comm.rank(), worker.comm.size());
+    std::vector<float> losses(size_t(B) * size_t(T));
+    for (long i = 0; i < batches.size(); i++) {
+        worker.progress();
+        const EvalBatch batch = batches.next();
+        forward(model, batch.inputs.data(), batch.B, batch.T, worker.main);
+        classify(model, batch.targets.data(), batch.B, batch.T, &scalars->loss, 0.0f, 0.0f, false,
+                 worker.main);
+        device::copy_to_host(losses.data(), model.acts.losses.data(), long(batch.B) * batch.T, worker.main);
+        batches.score(batch, losses.data());
+    }
+    const float correct = float(batches.correct());
+    float all;
+    device::copy_to_device(&scalars->loss, &correct, 1, worker.main);
+    sum_over_ranks(worker, &scalars->loss, 1);
+    device::copy_to_host(&all, &scalars->loss, 1, worker.main);
+    return double(all) / double(set.size());
+}
+
+// Draws `length` tokens after those of `prompt`, of which there is at least one, and tells take() each of
+// them, until it returns false. A window of T tokens slides over both.
+inline void sample(Model& model, const std::vector<int>& prompt, int length, int T, const Sampling& sampling,
+                   uint64_t seed, Stream& main, const std::function<bool(int)>& take) {
     const int window_step = 64;  // windows in whole steps, so that few matmul shapes occur
     const int V = model.shape.vocab_size, Vp = model.shape.padded_vocab_size;
-    std::vector<int> tokens = {end_of_text}, window(size_t(T), end_of_text);
+    std::vector<int> tokens = prompt, window(size_t(T), prompt[0]);
     std::vector<floatX> row(static_cast<size_t>(Vp));
     std::vector<float> logits(static_cast<size_t>(V));
-    while (int(tokens.size()) <= length) {
+    for (int i = 1; i <= length; i++) {
         const int begin = std::max(0, int(tokens.size()) - T), used = int(tokens.size()) - begin;
         std::copy(tokens.begin() + begin, tokens.end(), window.begin());
         const int rows = std::min(T, (used + window_step - 1) / window_step * window_step);
         forward(model, window.data(), 1, rows, main);
         device::copy_to_host(row.data(), model.acts.logits + long(used - 1) * Vp, Vp, main);
-        for (int i = 0; i < V; i++) { logits[i] = float(row[i]); }
-        const float coin = uniform(random_bits(seed, RandomUse::sampling, tokens.size()).v[0]);
-        tokens.push_back(sample_token(logits.data(), V, {temperature}, coin));
+        for (int v = 0; v < V; v++) { logits[size_t(v)] = float(row[size_t(v)]); }
+        const float coin = uniform(random_bits(seed, RandomUse::sampling, uint64_t(i)).v[0]);
+        tokens.push_back(sample_token(logits.data(), V, sampling, coin));
+        if (!take(tokens.back())) { return; }
     }
-    return tokens;
 }
 
 #ifndef TESTING  // tests and benchmarks call what is above
@@ -616,16 +659,20 @@ inline GptShape resolve_shape(const Options& o, const Tokenizer* tokenizer) {
     return shape;
 }
 
-inline void check_shape(const GptShape& shape, const Options& o) {
-    if (shape.channels % shape.heads != 0) {
-        throw UserError(format("%d channels do not divide by %d heads: change --channels or --heads",
-                               shape.channels, shape.heads));
-    }
+inline void check_heads(const GptShape& shape) {
     const int head = shape.channels / shape.heads;
     if (runs_on_gpu && head != 64 && head != 128) {
         throw UserError(format("heads of %d values: attention on GPUs takes 64 or 128, so change --channels "
                                "or --heads", head));
     }
+}
+
+inline void check_shape(const GptShape& shape, const Options& o) {
+    if (shape.channels % shape.heads != 0) {
+        throw UserError(format("%d channels do not divide by %d heads: change --channels or --heads",
+                               shape.channels, shape.heads));
+    }
+    check_heads(shape);
     if (o.seq_len > shape.max_seq_len) {
         throw UserError(
             format("-t %d is more than the model's %d positions: lower -t", o.seq_len, shape.max_seq_len));
@@ -637,12 +684,19 @@ inline std::string folder_of(const std::string& path) {
     return slash == std::string::npos ? "." : path.substr(0, slash);
 }
 
-// The tokenizer that was asked for, or the one beside the training data, or none.
-inline std::unique_ptr<Tokenizer> find_tokenizer(const Options& o) {
-    if (!o.tokenizer.empty()) { return std::make_unique<Tokenizer>(o.tokenizer); }
-    const std::string beside = folder_of(o.train_data) + "/tokenizer.bin";
+inline bool is_there(const std::string& path) {
     struct stat info;
-    return stat(beside.c_str(), &info) == 0 ? std::make_unique<Tokenizer>(beside) : nullptr;
+    return stat(path.c_str(), &info) == 0;
+}
+
+// The tokenizer that was asked for, or the one beside `path` (training data, or a model), or the one that
+// llm.c reads, or none.
+inline std::unique_ptr<Tokenizer> find_tokenizer(const Options& o, const std::string& path) {
+    if (!o.tokenizer.empty()) { return std::make_unique<Tokenizer>(o.tokenizer); }
+    for (const std::string& file : {folder_of(path) + "/tokenizer.bin", std::string("gpt2_tokenizer.bin")}) {
+        if (is_there(file)) { return std::make_unique<Tokenizer>(file); }
+    }
+    return nullptr;
 }
 
 inline DilocoOptions diloco_options(const Options& o) {
@@ -669,6 +723,10 @@ inline void check_options(const Options& o) {
             "-d %ld tokens a step do not divide by -b %d x -t %d x --ranks %d = %ld: change one of them",
             o.total_batch, o.batch, o.seq_len, o.ranks, o.micro_batch()));
     }
+    if (o.hellaswag && o.hellaswag_data.empty()) {
+        throw UserError("there is no data/hellaswag/hellaswag_val.bin for -h 1: run data/hellaswag.py, name "
+                        "another with --hellaswag-data, or leave -h 1 out");
+    }
     if (o.resume && o.output.empty()) {
         throw UserError("-y 1 resumes from the folder of the logs: give -o");
     }
@@ -679,12 +737,19 @@ inline void check_options(const Options& o) {
         throw UserError(format("a checkpoint every %ld steps (-n) lacks what is in flight for %ld (--overlap): "
                                "give a larger -n", o.save_every, o.overlap));
     }
+    const float limit = std::max(o.skip_loss_zscore, o.skip_norm_zscore);
+    if (limit >= largest_zscore) {
+        throw UserError(format("no z-score of %d values is above %.1f, so -sl and -sg of %g would skip nothing: "
+                               "give less, or 0", outlier_window_size, largest_zscore, double(limit)));
+    }
     check_outer_transport(o.outer_transport);
     if (!runs_on_gpu && o.outer_offload) {
         throw UserError("--outer-offload is for GPUs, whose memory is not the host's: leave it out");
     }
     validate(diloco_options(o), o.streams() ? o.max_steps : -1, o.workers);
 }
+
+inline Sampling sampling(const Options& o) { return {o.temperature, o.top_k, o.top_p}; }
 
 inline void write_text(const std::string& path, const std::string& text) {
     write_file(path, [&](OutputFile& file) { file.write(text.data(), text.size()); });
@@ -695,6 +760,8 @@ struct Inputs {
     std::unique_ptr<Tokenizer> tokenizer;  // null without one
     GptShape shape;
     std::unique_ptr<DataLoader> train_loader, validation_loader;  // the second null without -j
+    std::unique_ptr<EvalSet> hellaswag;                           // null without -h 1
+    std::vector<int> prompt;  // what samples begin with: at least an end of text
     long steps;
     Layout layout;
     std::vector<Fragment> fragments;  // none where nothing is exchanged
@@ -708,6 +775,14 @@ inline void check_tokenizer(const Tokenizer& tokenizer, const GptShape& shape) {
                    "the model was trained with (--tokenizer)",
                    tokenizer.vocab_size(), shape.vocab_size));
     }
+}
+
+// An end of text, then the prompt.
+inline std::vector<int> prompt_tokens(const Tokenizer& tokenizer, const std::string& prompt) {
+    std::vector<int> tokens = {tokenizer.end_of_text()};
+    if (prompt.empty()) { return tokens; }
+    for (int token : BytePairEncoder(tokenizer).encode(prompt)) { tokens.push_back(token); }
+    return tokens;
 }
 
 // tokens_a_step: of all workers, as far as they are known
@@ -724,7 +799,7 @@ inline void set_steps(const Options& o, long tokens_a_step, Inputs& in) {
 // Opens and checks all files that the options name. Throws UserError.
 inline Inputs open_inputs(const Options& o, const Process& process) {
     Inputs in;
-    in.tokenizer = find_tokenizer(o);
+    in.tokenizer = find_tokenizer(o, o.train_data);
     in.shape = resolve_shape(o, in.tokenizer.get());
     check_shape(in.shape, o);
     if (in.tokenizer) { check_tokenizer(*in.tokenizer, in.shape); }
@@ -735,6 +810,14 @@ inline Inputs open_inputs(const Options& o, const Process& process) {
         in.validation_loader =
             std::make_unique<DataLoader>(o.validation_data, o.batch, o.seq_len, process.rank, process.ranks,
                                          in.shape.vocab_size, o.seed, false);
+    }
+    if (o.hellaswag) {
+        in.hellaswag = std::make_unique<EvalSet>(o.hellaswag_data, in.shape.vocab_size);
+        in.hellaswag->check_fits(o.seq_len);
+    }
+    if (in.tokenizer) { in.prompt = prompt_tokens(*in.tokenizer, o.prompt); }
+    if (!in.tokenizer && !o.prompt.empty()) {
+        throw UserError("--prompt needs the tokenizer that the data was made with: give --tokenizer");
     }
     set_steps(o, o.has_own_batch() ? o.total_batch : o.total_batch * o.workers, in);
     in.layout = gpt_layout(in.shape, o.ranks, o.streams() ? o.fragment_layers : 0);
@@ -786,6 +869,11 @@ inline std::vector<std::pair<std::string, std::string>> fingerprint(const Option
         {"--resume", number(o.resume)},
         {"--sample-every", number(double(o.sample_every))},
         {"--eval", o.evaluate},
+        {"--hellaswag", number(o.hellaswag)},
+        {"--hellaswag-data (examples)", number(inputs.hellaswag ? double(inputs.hellaswag->size()) : 0)},
+        {"--skip-loss-zscore", number(o.skip_loss_zscore)},
+        {"--skip-norm-zscore", number(o.skip_norm_zscore)},
+        {"--overfit", number(o.overfit)},
         {"--val-data", validation ? "given" : "none"},
         {"--tokenizer", inputs.tokenizer ? "given" : "none"},
         {"--output", o.output.empty() ? "none" : "given"},
@@ -867,6 +955,7 @@ struct StepResult {
 struct Snapshot {
     HostBuffer<float> master, m, v;        // this rank's shard
     HostBuffer<floatX> params;             // (layout.shard_size())
+    HostBuffer<OutlierWindow> outliers{1};
     std::unique_ptr<OuterSnapshot> outer;  // null without an outer optimizer
     std::vector<float> model;              // (layout.size), where this process writes the model
     Fields fields;
@@ -904,6 +993,8 @@ struct Run {
     Watchdog& watchdog;
     const device::Device& device;
     LearningRateSchedule schedule;
+    double flops_per_token;                // of the model
+    std::optional<double> promised_flops;  // a second, of this GPU's matmuls
     Resumption& resumed;
     Checkpointer* checkpointer;  // null where nothing is written
     Stopping stopping;
@@ -956,25 +1047,72 @@ inline void print_rates(Run& run, long step) {
                            seconds));
 }
 
-// Waits for a step, if there is one to wait for, and reports it.
+// Why a run ends whose loss is no number any more, and what to do.
+inline std::string divergence(const Run& run, long step, float loss) {
+    const std::string& folder = run.options.output;
+    long good = 0;
+    bool is_suspect = false;  // the parameters that gave this loss are in a checkpoint, too
+    std::error_code error;
+    for (const std::string& name : run.checkpointer ? names_in(folder, error) : std::vector<std::string>()) {
+        const long done = done_named(name).value_or(0);
+        is_suspect = is_suspect || (done > 0 && done == step - 1);
+        if (done < step - 1) { good = std::max(good, done); }
+    }
+    const std::string what = format("the loss of step %ld is %g: ", step, double(loss));
+    if (good == 0) { return what + "begin anew with a lower -l or a longer -u (there is no checkpoint)"; }
+    return what + (is_suspect ? "remove " + done_path(folder, step - 1) + ", then " : "") +
+           format("go on from the last good checkpoint, of step %ld, with -y 1 and a lower -l or -sg 4: with "
+                  "nothing changed the same comes again", good);
+}
+
+// What of a step is out of the ordinary, for people.
+inline void report_skipped(const Run& run, long step, const Scalars& s) {
+    if (!std::isfinite(s.norm)) {
+        run.status.print(format("step %ld: the gradient is not finite (loss %g): its update is skipped", step,
+                                double(s.loss)));
+    } else if (s.is_skipped()) {
+        run.status.print(format("step %ld: loss %.4f (z-score %.1f), gradient norm %.4g (z-score %.1f): an "
+                                "outlier, its update is skipped",
+                                step, double(s.loss), double(s.loss_zscore), double(s.norm),
+                                double(s.norm_zscore)));
+    }
+}
+
+// Model flops utilization of this worker's GPUs. NaN where their rate is not known.
+inline double mfu(const Run& run, double tokens_per_second) {
+    if (!run.promised_flops) { return NAN; }
+    return run.flops_per_token * tokens_per_second / (*run.promised_flops * run.process.ranks);
+}
+
+// Waits for a step, if there is one to wait for, and reports it. RunError where its loss is not a number.
 inline void collect(Run& run, StepResult& result) {
     if (result.step == 0) { return; }
     result.done.synchronize();
     const Scalars scalars = result.scalars.data()[0];
     if (scalars.stop > 0 && run.stopping.asked_at == 0) { run.stopping.asked_at = result.step; }
     const double now = now_seconds(), seconds = now - run.last_collected;
-    const double tokens = double(run.options.total_batch);
+    const double tokens_per_second = double(run.options.total_batch) / seconds;
     run.last_collected = now;
     run.totals.train_seconds += seconds;
-    run.logger.step({result.step, scalars.loss, result.learning_rate, scalars.norm, seconds,
-                     result.tokens, tokens / seconds,
-                     result.inner.bytes_sent, result.inner.bytes_received});
+    StepMetrics metrics;
+    metrics.step = result.step;
+    metrics.loss = scalars.loss;
+    metrics.learning_rate = result.learning_rate;
+    metrics.norm = scalars.norm;
+    metrics.loss_zscore = scalars.loss_zscore;
+    metrics.norm_zscore = scalars.norm_zscore;
+    metrics.skipped = scalars.is_skipped();
+    metrics.seconds = seconds;
+    metrics.tokens = result.tokens;
+    metrics.tokens_per_second = tokens_per_second;
+    metrics.mfu = mfu(run, tokens_per_second);
+    metrics.inner_bytes_sent = result.inner.bytes_sent;
+    metrics.inner_bytes_received = result.inner.bytes_received;
+    run.logger.step(metrics);
+    if (!std::isfinite(scalars.loss)) { throw RunError(divergence(run, result.step, scalars.loss)); }
     if (run.speaks()) {
-        if (!std::isfinite(scalars.norm)) {
-            run.status.print(format("step %ld: the gradient is not finite (loss %g): its update is skipped",
-                                    result.step, double(scalars.loss)));
-        }
-        run.status.update(result.step, run.inputs.steps, scalars.loss, tokens / seconds);
+        report_skipped(run, result.step, scalars);
+        run.status.update(result.step, run.inputs.steps, scalars.loss, tokens_per_second, metrics.mfu);
     }
     report_syncs(run, result.step, result.syncs);
     print_rates(run, result.step);
@@ -991,14 +1129,26 @@ inline void evaluate(Run& run, long step) {
     if (run.speaks()) { run.status.print(format("validation loss %.4f after step %ld", double(loss), step)); }
 }
 
+inline void evaluate_hellaswag(Run& run, long step) {
+    const Options& o = run.options;
+    const EvalSet& set = *run.inputs.hellaswag;
+    const double accuracy = eval_accuracy(run.worker, set, o.batch, o.seq_len);
+    run.logger.hellaswag(step, accuracy, set.size());
+    if (run.speaks()) {
+        run.status.print(format("HellaSwag %.4f after step %ld (%ld examples)", accuracy, step, set.size()));
+    }
+}
+
 inline void print_sample(Run& run, long step) {
     const Options& o = run.options;
+    const Tokenizer& tokenizer = *run.inputs.tokenizer;
     const Watchdog::Alone alone(run.watchdog);
-    const std::vector<int> tokens =
-        sample(run.worker.model, run.inputs.tokenizer->end_of_text(), o.sample_length, o.seq_len,
-               o.temperature, o.seed + uint64_t(step), run.worker.main);
-    std::string text;
-    for (size_t i = 1; i < tokens.size(); i++) { text += run.inputs.tokenizer->decode(tokens[i]); }
+    std::string text = o.prompt;
+    sample(run.worker.model, run.inputs.prompt, o.sample_length, o.seq_len, sampling(o),
+           o.seed + uint64_t(step), run.worker.main, [&](int token) {
+               text += tokenizer.decode(token);
+               return true;
+           });
     run.status.print("sample after step " + std::to_string(step) + ":\n---\n" + printable(text) + "\n---");
 }
 
@@ -1025,16 +1175,18 @@ inline void between_steps(Run& run, long step) {
     const bool last = step == run.inputs.steps;
     auto is_time = [&](long every) { return every > 0 && (step % every == 0 || last); };
     const bool validates = run.inputs.validation_loader && is_time(o.validate_every);
+    const bool answers = run.inputs.hellaswag && step > 0 && is_time(o.validate_every);
     const bool samples =  // the others would only change parameters to and fro
         run.inputs.tokenizer && run.process.worker == 0 && step > 0 && is_time(o.sample_every);
     const bool has_checkpoint = o.save_every > 0 && run.resumed.step < step;
     const bool saves = !o.output.empty() && step > 0 && last && !has_checkpoint;
-    if (!validates && !samples && !saves && !last) { return; }
+    if (!validates && !answers && !samples && !saves && !last) { return; }
 
     collect(run, run.results[step % 2]);
-    if (validates || samples) {
+    if (validates || answers || samples) {
         with_parameters(run.worker, run.evaluated(), [&] {
             if (validates) { evaluate(run, step); }
+            if (answers) { evaluate_hellaswag(run, step); }
             if (samples && run.is_first()) { print_sample(run, step); }
         });
     }
@@ -1126,6 +1278,7 @@ inline void take_snapshot(Run& run, long step) {
         device::copy_to_host_later(snapshot.params + range.shard, worker.model.params + range.flat,
                                    range.count, worker.main);
     }
+    device::copy_to_host_later(snapshot.outliers.data(), worker.outliers.data(), 1, worker.main);
     if (run.diloco) { run.diloco->snapshot(*snapshot.outer, worker.main); }
     worker.main.record(snapshot.copied);
     if (step < run.inputs.steps) { snapshot.model = gather_model(run); }
@@ -1146,11 +1299,20 @@ inline std::vector<StateSection> state_sections(Snapshot& s) {
                                           values("master", s.master),
                                           values("m", s.m),
                                           values("v", s.v),
-                                          values("params", s.params)};
+                                          values("params", s.params),
+                                          values("outliers", s.outliers)};
     if (s.outer) {
         for (StateSection& section : s.outer->sections()) { sections.push_back(std::move(section)); }
     }
     return sections;
+}
+
+// A run whose parameters are no numbers any more does not come back, and needs the checkpoints it has.
+inline void check_finite(const HostBuffer<float>& values) {
+    const float* begin = values.data();
+    if (!std::all_of(begin, begin + values.count(), [](float value) { return std::isfinite(value); })) {
+        throw RunError("the parameters are not finite");
+    }
 }
 
 // Has the snapshot of `step` written.
@@ -1163,6 +1325,7 @@ inline void write_checkpoint(Run& run, long step) {
     job.ready = [&run, &snapshot] {
         device::use_in_this_thread(run.device);
         snapshot.copied.synchronize();
+        check_finite(snapshot.master);
         if (snapshot.outer) { snapshot.outer->wait(); }
         run.logger.sync();  // the log that a resumed run goes on with lacks nothing, whatever the power does
     };
@@ -1262,6 +1425,12 @@ inline void restore(Buffer<float>& to, const StateReader& state, const char* nam
 }
 
 inline void restore(Worker& worker, const StateReader& state) {
+    if (state.has("outliers")) {  // states of version 1 may lack it
+        OutlierWindow outliers;
+        state.read("outliers", &outliers, sizeof outliers);
+        device::copy_to_device(worker.outliers.data(), &outliers, 1, worker.main);
+        worker.main.synchronize();  // the memory goes
+    }
     restore(worker.master, state, "master", worker.main);
     restore(worker.m, state, "m", worker.main);
     restore(worker.v, state, "v", worker.main);
@@ -1319,6 +1488,7 @@ inline void train_step(Run& run, long step) {
     const Options& o = run.options;
     Worker& worker = run.worker;
     const float lr = learning_rate(run.schedule, step - 1);
+    if (o.overfit) { run.inputs.train_loader->reset(); }
     compute_gradients(worker, *run.inputs.train_loader, o.batch, o.seq_len, int(o.micro_steps()),
                       run.stopping.request && run.stopping.request->is_set());
     const Traffic inner = worker.traffic;  // the streams have met: nobody is writing it
@@ -1460,6 +1630,7 @@ inline void print_banner(const Run& run, const std::string& exchanges) {
     printf("device     %s; matmuls in %s; parameters %s, gradients fp32\n", run.device.name.c_str(),
            run.worker.model.matmul.description().c_str(), sizeof(floatX) == 2 ? "bf16" : "fp32");
     fputs(exchanges.c_str(), stdout);
+    for (const std::string& note : o.notes) { printf("note       %s\n", note.c_str()); }
     for (const std::string& note : run.resumed.notes) { printf("%s\n", note.c_str()); }
     if (run.resumed.step > 0) { printf("resumed after step %ld\n", run.resumed.step); }
     fflush(stdout);
@@ -1565,8 +1736,10 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
                resumed.step);
     const LearningRateSchedule schedule{schedule_kind(o.schedule), o.learning_rate, o.warmup, in.steps,
                                         o.final_fraction};
-    Run run{o, process, in, *worker, diloco.get(), logger, status, watchdog, device, schedule, resumed,
-            checkpointer.get(), {}, {}, {}, {}};
+    Run run{o, process, in, *worker, diloco.get(), logger, status, watchdog, device, schedule,
+            model_flops_per_token(in.shape, in.layout.values, o.seq_len),
+            promised_flops(device.name, sizeof(floatX) == 2, matmul_precision(o.matmul_precision)),
+            resumed, checkpointer.get(), {}, {}, {}, {}};
     if (run.speaks()) { print_banner(run, exchanges); }
     bool is_complete = false;
     or_leave(process, [&] {
@@ -1586,9 +1759,47 @@ inline int train(const Options& o, Process& process) {
     return is_complete ? 0 : stopped_status;
 }
 
+// Writes text with a trained model, on one device: --generate.
+inline void generate(const Options& o) {
+    if (!is_model_file(o.model)) {
+        throw UserError("--generate writes with a trained model: give its file (-e log/model_00001000.bin)");
+    }
+    const GptShape shape = resolve_shape(o, nullptr);
+    const std::unique_ptr<Tokenizer> tokenizer =
+        find_tokenizer(o, o.train_data.empty() ? o.model : o.train_data);
+    if (!tokenizer) {
+        throw UserError("there is no tokenizer.bin beside " + o.model +
+                        ": name the one that the model was trained with (--tokenizer)");
+    }
+    check_tokenizer(*tokenizer, shape);
+    check_heads(shape);
+    const std::vector<int> prompt = prompt_tokens(*tokenizer, o.prompt);
+    Process process;
+    choose_device(process, false);
+    const Layout layout = gpt_layout(shape, 1, 0);
+    std::vector<float> flat(static_cast<size_t>(layout.size));
+    read_model(o.model, layout, flat.data());
+    Stream main;
+    Model model(shape, layout, 2, matmul_precision(o.matmul_precision));  // 2: the least memory
+    allocate_activations(model, 1, shape.max_seq_len);
+    set_parameters(model, flat.data(), main);
+    TextPrinter printer;
+    printer.print(o.prompt);
+    sample(model, prompt, o.sample_length, shape.max_seq_len, sampling(o), o.seed, main, [&](int token) {
+        if (token == tokenizer->end_of_text()) { return false; }
+        printer.print(tokenizer->decode(token));
+        return true;
+    });
+    printer.end();
+}
+
 int main(int argc, char** argv) {
     try {
         Options options = parse_options(argc, argv);
+        if (options.generate) {
+            generate(options);
+            return 0;
+        }
         check_options(options);
         Process process = launch({options.workers, options.ranks, options.worker, options.store,
                                   options.interface, options.run_name, options.timeout,

@@ -378,8 +378,8 @@ public:
     StatusLine& operator=(const StatusLine&) = delete;
     ~StatusLine() { clear(); }
 
-    // Step `step` of `steps` is done.
-    void update(long step, long steps, double loss, double tokens_per_second) {
+    // Step `step` of `steps` is done.   mfu: model flops utilization, NAN where it is not known
+    void update(long step, long steps, double loss, double tokens_per_second, double mfu = NAN) {
         const double now = std::chrono::duration<double>(Clock::now() - start).count();
         if (first_step < 0) {
             first_step = step;
@@ -390,6 +390,7 @@ public:
         shown_time = now;
         std::string line =
             format("step %ld/%ld  loss %.4f  %.0f tokens/s", step, steps, loss, tokens_per_second);
+        if (std::isfinite(mfu)) { line += format("  %.1f%% MFU", 100 * mfu); }
         if (step > first_step) {  // the first step is slower and says little about the rest
             const double step_seconds = (now - first_time) / double(step - first_step);
             line += "  " + clock_text(step_seconds * double(steps - step)) + " left";

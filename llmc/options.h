@@ -95,7 +95,6 @@ struct Options {
     // Tokens that a worker's ranks take in one micro-step, and micro-steps in a step.
     long micro_batch() const { return long(batch) * seq_len * ranks; }
     long micro_steps() const { return total_batch / micro_batch(); }
-    bool evaluates_hellaswag() const { return hellaswag == 1 && !hellaswag_data.empty(); }
     // Whether fragments are exchanged: with an outer optimizer.
     bool streams() const { return outer_optimizer != "none"; }
     // Whether a worker's share of a mean is by its tokens; it may then have -b and -d of its own.
@@ -390,10 +389,6 @@ inline void resolve_data(CLI::App& app, Options& o) {
     const std::string hellaswag = "data/hellaswag/hellaswag_val.bin";
     o.hellaswag_data = first_that_exists({hellaswag, "dev/" + hellaswag});
     resolve(app, "--hellaswag-data", o.hellaswag_data);
-    if (o.hellaswag_data.empty()) {
-        o.notes.push_back("HellaSwag is left out, since there is no " + hellaswag +
-                          ": data/hellaswag.py makes it");
-    }
 }
 
 // Fills in what was left to the program, so that config.toml says what is used.

@@ -61,5 +61,8 @@ HD inline float enter_value(SeriesWindow& window, float value) {
     return was_full ? zscore(window, value) : NAN;
 }
 
+// A value that is like no other has it: sqrt(n - 1) of n values.
+constexpr double largest_zscore = 11.269427669584644;
+
 // What has no score is none.
 HD inline bool is_outlier(float zscore, float limit) { return limit > 0 && zscore > limit; }

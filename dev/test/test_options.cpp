@@ -395,22 +395,17 @@ TEST(DefaultData, is_none_where_it_is_not_there) {
     EXPECT_TRUE(parsed("").notes.empty());
 }
 
-TEST(HellaSwag, is_looked_for_here_and_in_llm_c_s_folder_and_missed_aloud) {
+TEST(HellaSwag, is_looked_for_here_and_in_llm_c_s_folder) {
     TemporaryFolder folder;
     const InFolder in(folder.name());
-    const Options without = parsed("-i x -h 1");
-    EXPECT_FALSE(without.evaluates_hellaswag());
-    ASSERT_EQ(without.notes.size(), 1u);
-    EXPECT_TRUE(contains(without.notes[0], "HellaSwag is left out"));
+    EXPECT_EQ(parsed("-i x -h 1").hellaswag_data, "");
     for (const std::string place : {"dev/data/hellaswag", "data/hellaswag"}) {
         std::filesystem::create_directories(place);
         write_bytes(place + "/hellaswag_val.bin", "");
-        const Options o = parsed("-i x -h 1");
-        EXPECT_TRUE(o.evaluates_hellaswag());
-        EXPECT_EQ(o.hellaswag_data, place + "/hellaswag_val.bin");
+        EXPECT_EQ(parsed("-i x -h 1").hellaswag_data, place + "/hellaswag_val.bin");
     }
     EXPECT_EQ(parsed("-h 1 --hellaswag-data mine.bin").hellaswag_data, "mine.bin");
-    EXPECT_FALSE(parsed("-h 0").evaluates_hellaswag());
+    EXPECT_EQ(parsed("-h 0").hellaswag_data, "");
 }
 
 // -----------------------------------------------------------------------------------------------------------

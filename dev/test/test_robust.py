@@ -1,0 +1,97 @@
+"""What a run does when training goes wrong: outliers, losses that are no numbers; and -a, one batch for ever."""
+
+import numpy
+import pytest
+
+from conftest import TINY, write_shard
+
+
+@pytest.fixture
+def poisoned(tmp_path):
+    """A shard of a noisy cycle, easily learned, and after 260 steps of 64 tokens one token all through a step."""
+    random = numpy.random.default_rng(1)
+    stream = numpy.cumsum(random.integers(1, 3, size=20000)) % 32
+    stream[16640:16704] = 63
+    write_shard(tmp_path / "p_train_000000.bin", stream)
+    return {"-i": f"{tmp_path}/p_train_*.bin", "-j": None, "--shuffle": 0, "-x": 280, "-l": 0.003}
+
+
+def test_a_step_whose_loss_is_an_outlier_is_skipped(train, poisoned):
+    run = train("run", {**poisoned, "-sl": 8})
+    steps = run.lines("step")
+    assert [row["step"] for row in steps if row["skipped"]] == [261]
+    assert steps[260]["loss_zscore"] > 8
+    assert "step 261: loss" in run.stdout and "skipped" in run.stdout
+    # Until 128 losses are known there is nothing to compare with.
+    assert all(row["loss_zscore"] is None for row in steps[:128])
+    assert all(row["loss_zscore"] is not None for row in steps[128:])
+
+
+def test_a_step_whose_gradient_is_an_outlier_is_skipped(train, poisoned):
+    run = train("run", {**poisoned, "-sg": 8})
+    assert [row["step"] for row in run.lines("step") if row["skipped"]] == [261]
+
+
+def test_what_is_skipped_changes_nothing_but_the_count_of_steps(train, poisoned):
+    """Until it is skipped a run with limits is a run without; the step after it is of the same parameters."""
+    plain, careful = train("plain", poisoned), train("careful", {**poisoned, "-sl": 8})
+    assert plain.losses()[:261] == careful.losses()[:261]
+    assert plain.losses()[261] != careful.losses()[261]
+    before = train("before", {**poisoned, "-x": 260})
+    after = train("after", {**poisoned, "-x": 261, "-k": "constant", "-sl": 8})
+    assert before.model() == after.model()
+
+
+def test_all_ranks_skip_the_same_step(train, poisoned):
+    run = train("run", {**poisoned, "-sl": 6, "--ranks": 2, "-b": 2})
+    skipped = [[row["step"] for row in run.lines("step", process) if row["skipped"]] for process in (0, 1)]
+    assert skipped[0] == skipped[1] and 261 in skipped[0]
+    assert run.losses(0) == run.losses(1)
+
+
+def test_outliers_are_told_by_the_losses_from_before_a_resume(train, poisoned):
+    whole = train("whole", {**poisoned, "-sl": 8, "-n": 100})
+    train("parts", {**poisoned, "-sl": 8, "-n": 100, "-x": 100})
+    parts = train("parts", {**poisoned, "-sl": 8, "-n": 100, "-y": 1})
+    assert [row["loss_zscore"] for row in whole.lines("step")] == [row["loss_zscore"] for row in parts.lines("step")]
+    assert whole.model() == parts.model()
+
+
+DIVERGING = {"-l": 1e18, "-k": "constant", "-u": 0, "-x": 60, "--clip": 0}
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_names_the_last_good_checkpoint(train, tmp_path):
+    good = {"-n": 4, "-x": 8, "-k": "constant"}
+    train("run", good)
+    run = train("run", {**DIVERGING, "-n": 4, "-y": 1}, status=1)
+    assert "checkpoint, of step 8," in run.stderr and "loss of step" in run.stderr, run.stderr
+    assert run.stderr.count("\n") == 1
+    # Checkpoints of parameters that are no numbers would only be in the way of a resume.
+    last = max(row["step"] for row in run.lines("step"))
+    done = [int(path.name[5:]) for path in run.folder.glob("DONE_*")]
+    assert max(done) < last
+    again = train("run", {**good, "-x": 12, "-y": 1})
+    assert numpy.isfinite(again.losses()).all()
+
+
+def test_without_checkpoints_it_says_to_begin_anew(train):
+    run = train("run", DIVERGING, status=1)
+    assert "begin anew" in run.stderr and run.stderr.count("\n") == 1
+
+
+def test_a_worker_that_diverges_ends_the_run_of_all(train):
+    run = train("run", {**DIVERGING, "--workers": 2, "-H": 6, "--fragment-layers": 1}, status=1)
+    assert "loss of step" in run.stderr
+
+
+def test_overfit_trains_on_one_batch_again_and_again(train):
+    run = train("run", {"-a": 1, "-x": 40, "-b": 2})
+    other = train("other", {"-x": 40, "-b": 2})
+    assert run.losses()[0] == other.losses()[0]
+    assert run.losses()[-1] < 0.5 * other.losses()[-1]
+
+
+def test_overfit_takes_the_micro_steps_of_one_step(train):
+    one = train("one", {"-a": 1, "-x": 10, "-b": 4, "-l": 0.001, "--shuffle": 0})
+    two = train("two", {"-a": 1, "-x": 10, "-b": 2, "-d": 4 * TINY["-t"], "-l": 0.001, "--shuffle": 0})
+    assert numpy.allclose(one.losses(), two.losses(), atol=1e-5)
