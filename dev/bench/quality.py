@@ -388,10 +388,7 @@ def report(arguments):
     parts = [intro, main_table(results), "\n".join(verdicts(results)),
              "## Before the long runs\n\nShort runs, of a quarter of the tokens.\n\n"
              + "\n".join(f"- {line}" for line in text) if text else "",
-             "## As training gets longer\n\nGaps to data-parallel. \"Trained on 25% alone\": complete "
-             "trainings of that length, with the learning rate's whole course. The other columns are "
-             "stations of the long runs.",
-             trend_table(arguments, jobs, results), NOTES]
+             TREND + trend if (trend := trend_table(arguments, jobs, results)) else "", NOTES]
     if results.missing:
         parts.append(f"{results.missing} of {results.missing + len(results.made)} long runs are missing: run "
                      "it again.")
@@ -399,6 +396,13 @@ def report(arguments):
         parts.append(f"The runs were made by {programs} different builds of the trainer.")
     return "\n\n".join(part for part in parts if part) + "\n"
 
+
+TREND = """## As training gets longer
+
+Gaps to data-parallel. "Trained on 25% alone": complete trainings of that length, with the learning rate's
+whole course. The other columns are stations of the long runs.
+
+"""
 
 NOTES = ("The paper's gaps are of its table 5 (arXiv 2501.18512): 35M parameters, C4, two workers, its own "
          "fp4 (E3M0) with tau = 1. With four workers here a step is still as many tokens, half as many on "
