@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# What the run scripts share: what is trained, as the environment says it or else the .toml, and the options of
-# the program that come of it. What is wrong is said in one line. Sourced from the folder of the program.
-#     RUN          gpt2_124M (the default), gpt2_350M, gpt2_774M or gpt2_1558M: a .toml beside this file
+# What the run scripts share: what is trained, as the environment says it or else the .toml, and the options
+# of the program that come of it. What is wrong is said in one line. Sourced from the folder of the program.
+#     RUN          gpt2_124M (the default), gpt2_350M, gpt2_774M, gpt2_1558M or gpt3_125M: a .toml beside this
 #     CONFIG       another file of options than that
 #     TRAIN_DATA, VAL_DATA   token shards, else what the file says
 #     TOKENS       in a step of all workers, a multiple of all GPUs x BATCH x the length of a sequence; else

@@ -20,14 +20,14 @@ from torture import Written, compare, state_sections  # noqa: E402
 
 SCRIPTS = ROOT / "scripts"
 MULTI_NODE = SCRIPTS / "multi_node"
-MODELS = ["gpt2_124M", "gpt2_350M", "gpt2_774M", "gpt2_1558M"]
+MODELS = ["gpt2_124M", "gpt2_350M", "gpt2_774M", "gpt2_1558M", "gpt3_125M"]
 STARTS = sorted([SCRIPTS / "run.sh", *MULTI_NODE.glob("run_*")])  # each starts any model
 RUN_SCRIPTS = sorted([*STARTS, *SCRIPTS.glob("run_gpt*.sh")])
 SHARED = [SCRIPTS / "training.sh", MULTI_NODE / "slurm_step.sh"]
 PASSWORD = "0123456789abcdef" * 2
 PATIENCE = 240  # seconds until something hangs: other programs may keep the machine busy
 # What makes the run of the scripts small; batches and processes are theirs to set.
-OPTIONS = {**TINY, "-H": 6, "--fragment-layers": 1, "-x": 24, "-b": None}
+OPTIONS = {**TINY, "-H": 6, "--fragment-layers": 1, "-x": 24, "-h": 0, "-b": None}
 SMALL = [str(word) for name, value in OPTIONS.items() if value is not None for word in (name, value)]
 
 
@@ -150,6 +150,7 @@ VALUES = {  # parameters of the models, with the vocabulary's padding to 128
     "gpt2_350M": (24, 1024, 1024),
     "gpt2_774M": (36, 1280, 1024),
     "gpt2_1558M": (48, 1600, 1024),
+    "gpt3_125M": (12, 768, 2048),
 }
 UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12}
 
