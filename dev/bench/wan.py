@@ -40,10 +40,10 @@ PROCESSES = 2
 
 # 2.8M parameters, and bytes as tokens: a step takes some tenths of a second on a core, as one of a large
 # model does on large machines, and data-parallel sends 11 MB in each.
-COMMON = {"--layers": 6, "--heads": 3, "--channels": 192, "--vocab-size": 257, "-t": 256, "-b": 8,
+COMMON = {"--layers": 6, "--heads": 3, "--channels": 192, "--vocab-size": 257, "-t": 256, "-b": 16,
           "-l": 0.001, "-s": 0, "-v": 0, "--timeout": 120}
 MEGABITS_A_STEP = 90  # that data-parallel sends
-INNER_STEPS, PERIODS = 20, 2  # H, and how many are measured
+INNER_STEPS, PERIODS = 20, 2  # H, and how many are measured; twice as many of what others are compared with
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def steps_of(method, line):
     """Of data-parallel as many as half a minute has room for, by a guess: it makes a call for each block's
     gradients and for its parameters."""
     if method.ranks == 1:
-        return INNER_STEPS * (1 + PERIODS)
+        return INNER_STEPS * (1 + PERIODS * (2 if line == base_of(line) else 1))
     guess = 0.4 + (MEGABITS_A_STEP / line.megabits if line.megabits else 0) + 0.017 * line.round_trip_ms
     return min(60, max(5, math.ceil(30 / guess)))
 
@@ -341,6 +341,8 @@ def setting_text(arguments, rows):
             f"one process (data-parallel: one worker of two), one thread each; TCP with "
             f"{', '.join(sorted({one['tcp'][0] for one in runs}))}. {len(rows)} runs, "
             f"{sum(one['seconds'] for one in runs) / 60:.0f} minutes.")
+    late = max(one["relay"]["late_ms_mean"] for one in runs)
+    text += f" The relay delivered packets at most {late:.1f} ms late in the mean of a run."
     programs = len({one["program"] for one in runs})
     return text + (f" They were made by {programs} different builds of the trainer." if programs > 1 else "")
 
@@ -349,7 +351,14 @@ EXPLANATION = """\
 A line limits what each worker sends and, likewise, what it receives; its queue holds what passes in a round
 trip, and 32 packets at least. device / program: bytes that the namespace's device has sent, by the kernel's
 count, over those that the program has counted: headers, acknowledgements, what was sent again. Packets lost:
-in full queues, and by lines that lose some. Waited: by process 0, in exchanges alone."""
+in full queues, and by lines that lose some. Waited: by process 0, in exchanges alone.
+
+An exchange takes a round trip, in which Gloo's receiver says that it is ready and the data come, and what the
+data take. Data-parallel makes two such calls for each block and one more in a step, one after the other.
+
+The nearest published measurement, for scale (github.com/Adnan082/diloco-measured, 2026-08): four L40S over
+shaped Ethernet, 30.8M parameters; DiLoCo with H = 128 keeps 11.6% of its speed at 50 Mbit/s, 36% at 200, 72%
+at 1,000 and 87% at 5,000; data-parallel keeps 0.04% at 50."""
 
 
 def report(arguments, methods, lines):
