@@ -169,7 +169,7 @@ def test_a_mistake_is_one_line(relay, far, words, message):
     assert message in one_line(subprocess.run([str(relay), *words], capture_output=True, text=True))
 
 
-@pytest.mark.parametrize("program", ["dev/wan/probe.py", "dev/bench/wan.py"])
+@pytest.mark.parametrize("program", ["dev/wan/sites.py", "dev/wan/probe.py", "dev/bench/wan.py"])
 def test_without_root_it_says_so(program):
     nobody = ["setpriv", "--reuid=65534", "--clear-groups"] if os.geteuid() == 0 else []
     result = subprocess.run([*nobody, sys.executable, str(ROOT / program)], capture_output=True, text=True)

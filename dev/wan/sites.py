@@ -1,9 +1,12 @@
+#!/usr/bin/env python3
 """Machines far apart, on this one: sites that are joined by relay.cpp's lines, and programs in them.
 
     with Sites(Line(megabits=10, round_trip_ms=80), count=2) as sites:
         process = subprocess.Popen([*sites.inside(0), "some", "program"])
         print(sites.counters(0).bytes_sent)
     print(sites.statistics)
+
+    dev/wan/sites.py    says in one line what this machine lacks for them, if anything
 
 A site is a network namespace and a host name. Nothing of it has a name or a file outside, and programs that
 were started inside end with the process that started them: nothing is left behind, even by a run that was
@@ -120,3 +123,9 @@ class Sites:
         text = self.process.communicate()[0]
         if text and self.statistics is None:
             self.statistics = json.loads(text)
+
+
+if __name__ == "__main__":
+    if lack := missing():
+        print(f"error: {lack}", file=sys.stderr)
+        sys.exit(2)
