@@ -12,8 +12,9 @@ Each line is of one process: "1.0" is worker 1's rank 0. Its columns:
     sent, received    in all by this process, to its worker's ranks and to other workers
     wait              how much of the last minute (of its log) training stood still before merges
     ckpt              step of the last checkpoint that it has copied; the top says which is whole
-    state             steps behind the first process, or how long nothing has been written: where that is
-                      longer than ten steps take (and five seconds)
+    state             "!-7 40 s": 7 steps behind the first process, and nothing written for 40 s, where that
+                      is longer than ten steps take (and five seconds). Where one process hangs, all come to
+                      wait for it, and it is among those that are behind
 
 Logs that do not exist yet are waited for, and a log that a resumed run cuts is read again.
 """
@@ -264,12 +265,11 @@ class RunView:
         if not view.steps:
             return "starts", False
         silent, seconds = now - view.grown_at, view.step_seconds()
-        if silent > max(SILENT_STEPS * seconds, SILENT_SECONDS):
-            return f"! {duration(silent)}", True
+        is_silent = silent > max(SILENT_STEPS * seconds, SILENT_SECONDS)
         behind = max(leader.step for leader in self.leaders()) - view.step
-        if behind >= BEHIND_STEPS and behind * seconds > BEHIND_SECONDS:
-            return f"! -{behind}", True
-        return "ok", False
+        is_behind = behind >= BEHIND_STEPS and (is_silent or behind * seconds > BEHIND_SECONDS)
+        parts = [f"-{behind}"] * is_behind + [duration(silent)] * is_silent
+        return ("!" + " ".join(parts), True) if parts else ("ok", False)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def in_flight_text(view, width):
 
 
 HEADINGS = ["proc", "step", "loss", "tokens/s", "in flight", "sent", "received", "wait", "ckpt", "state"]
-WIDTHS = [5, 8, 7, 8, 9, 6, 8, 5, 6, 7]  # with a space between them 78
+WIDTHS = [5, 8, 7, 8, 9, 6, 8, 5, 6, 9]  # with a space between them 80
 IN_FLIGHT = HEADINGS.index("in flight")
 NARROWER = ["received", "ckpt", "tokens/s", "sent", "wait", "in flight", "loss"]  # go, where room is lacking
 
