@@ -1,6 +1,6 @@
 """dev/wan: sites on this machine and the lines between them; dev/bench/wan.py: training over such lines.
-Needs root and TUN devices, and is skipped where they are missing. What a line must not exceed is held to; what
-it should reach is an order of magnitude, for the machine may be busy."""
+Needs root and TUN devices, and is skipped where they are missing. What a line must not exceed is held to;
+what it should reach is an order of magnitude, for the machine may be busy."""
 import json
 import os
 import signal
