@@ -225,7 +225,7 @@ def test_the_program_takes_every_line_of_a_toml(model, tmp_path):
     assert {"model", "lr", "inner-steps", "train-data", "total-batch", "batch"} <= set(settings(model))
     none = tmp_path / "none.bin"
     command = [TRAINER, "--config", SCRIPTS / f"{model}.toml", "-i", none, "-j", none, "-o", tmp_path]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run([*command, "--hellaswag-data", none], capture_output=True, text=True)
     assert result.returncode == 2 and result.stderr.startswith("error: no file matches"), result.stderr
 
 
