@@ -438,13 +438,14 @@ def replace_output(work, folder, patterns, settings):
 def make_whole(folder, settings, patterns, make):
     """Lets make(work) write a corpus, which then appears in `folder` at once. Does nothing where it is there.
 
-    patterns: of older files that go. make returns the line that sums the corpus up.
+    patterns: of older files that go. make returns the line that sums the corpus up. Returns whether it was
+    called.
     """
     shown = os.path.relpath(folder)
     with locked(folder):
         if is_there(folder, settings):
             print(f"{shown}: already there")
-            return
+            return False
         work = folder / WORK
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
@@ -454,3 +455,4 @@ def make_whole(folder, settings, patterns, make):
         finally:
             shutil.rmtree(work, ignore_errors=True)
     print(f"{shown}: {summary}")
+    return True

@@ -138,7 +138,7 @@ class Downloads:
             with self.connections:
                 fetch(Remote(self.address(file.path), file.size, file.sha256), path, self.limits, received)
             self.started[number].set_result(None)
-        except BaseException as error:  # get() raises it
+        except BaseException as error:  # wait() raises it
             self.started[number].set_exception(error)
 
     def release(self, before):
@@ -332,11 +332,12 @@ def take_up(output, record):
     """What an earlier run of the same settings left: shards up to the first one that is not there."""
     if not record:
         return
+    shown = os.path.relpath(output.folder)
     if record.get("settings") != output.settings:
-        raise UserError(f"{os.path.relpath(output.folder)} holds something else (another tokenizer or size "
-                        "of shards, perhaps): give another --out, or remove it")
+        raise UserError(f"{shown} holds something else (another tokenizer or size of shards, perhaps): give "
+                        "another --out, or remove it")
     if [[file.path, file.size] for file in output.files] != [entry[:2] for entry in record["source"]]:
-        raise UserError(f"{os.path.relpath(output.folder)} was begun from others: give those, or remove it")
+        raise UserError(f"{shown} was begun from other files: give those, or another --out")
     positions = [Position(*position) for position in record["positions"]]
     shards = next((shard for shard in range(len(positions)) if not output.whole(shard)), len(positions))
     output.positions = positions[:shards]

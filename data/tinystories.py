@@ -178,8 +178,9 @@ def run(options, source=SOURCE):
     downloads = folder / "downloads"
     settings = {"corpus": "tinystories", "version": VERSION, "max_tokens": options.max_tokens,
                 "tokenizer": tokenizer_settings(options.tokenizer)}
-    make_whole(folder, settings, ("TinyStories_*.bin",), lambda work: make(options, source, downloads, work))
-    if not options.keep and options.source is None:
+    made = make_whole(folder, settings, ("TinyStories_*.bin",),
+                      lambda work: make(options, source, downloads, work))
+    if made and not options.keep:
         shutil.rmtree(downloads, ignore_errors=True)
 
 

@@ -532,8 +532,11 @@ def test_an_archive_that_breaks_off_is_gone_on_with_and_one_that_is_damaged_is_n
     site.faults["/all.tar.gz"] = ["drop", "500", "500", "500"]
     assert "start again" in failed_here(capsys, "tinystories", arguments, source)
     assert [*(tmp_path / "out").iterdir()] == [tmp_path / "out" / "downloads"]
-    made_here(capsys, "tinystories", arguments, source)
+    made_here(capsys, "tinystories", [*arguments, "--keep"], source)
     assert site.asked[-1] == ("/all.tar.gz", len(site.files["/all.tar.gz"]) // 2)
+    assert "already there" in made_here(capsys, "tinystories", arguments, source)
+    kept = tmp_path / "out" / "downloads" / "TinyStories_all_data.tar.gz"
+    assert kept.read_bytes() == site.files["/all.tar.gz"]
 
     site.files["/all.tar.gz"] = site.files["/all.tar.gz"][:400]
     arguments[-1] = tmp_path / "other"
@@ -739,7 +742,7 @@ def test_other_settings_or_files_in_the_same_folder_are_refused(parquet, tmp_pat
     for path in sorted((parquet / SAMPLE).iterdir())[:2]:
         (other / path.name).write_bytes(path.read_bytes())
     message = failed("fineweb.py", "--from", tmp_path / "other", *arguments)
-    assert "was begun from others" in message
+    assert "was begun from other files" in message
     assert contents(out) == before
 
 
@@ -783,6 +786,15 @@ def test_a_download_that_is_given_up_is_gone_on_with_by_the_next_start(site, par
     made("fineweb.py", *arguments)
     half = len(site.files["/cdn/001_00000.parquet"]) // 2
     assert ("/cdn/001_00000.parquet", half) in site.asked[-4:]
+    assert without_record(tmp_path / "out") == without_record(undisturbed)
+
+
+def test_what_was_begun_from_a_folder_can_be_gone_on_with_from_the_hub(site, parquet, undisturbed, tmp_path):
+    arguments = [*FINEWEB, "--out", tmp_path / "out"]
+    made("fineweb.py", "--from", parquet, *arguments, "--max-tokens", 40000)
+    serve_hub(site, parquet)
+    made("fineweb.py", "--url", site.address, *arguments)
+    assert "/cdn/002_00000.parquet" in [path for path, _ in site.asked]
     assert without_record(tmp_path / "out") == without_record(undisturbed)
 
 
