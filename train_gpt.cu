@@ -1774,8 +1774,7 @@ inline void generate(const Options& o) {
     check_tokenizer(*tokenizer, shape);
     check_heads(shape);
     const std::vector<int> prompt = prompt_tokens(*tokenizer, o.prompt);
-    Process process;
-    choose_device(process, false);
+    device::use_device(0, "");
     const Layout layout = gpt_layout(shape, 1, 0);
     std::vector<float> flat(static_cast<size_t>(layout.size));
     read_model(o.model, layout, flat.data());

@@ -1,11 +1,14 @@
 """The whole CUDA trainer on a CPU (train_gpt_emulated): streams as threads that an adversary delays, NCCL between
 processes, faults on purpose."""
 
+import subprocess
 import time
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, TRAINER
+from test_evaluation import eval_set, random_examples
+from token_files import write_tokenizer
 
 EMULATED = ROOT / "build" / "plain" / "train_gpt"
 RACES = ROOT / "build" / "thread" / "train_gpt"
@@ -76,3 +79,19 @@ def test_a_fault_of_a_process_ends_the_run_of_its_launcher_with_a_message(train,
                 environment={**environment(1), "EMULATOR_NCCL_FAULT": fault}, trainer=EMULATED)
     assert time.monotonic() - begin < 60
     assert what in run.stderr
+
+
+def test_what_evaluates_and_writes_text_gives_the_cpu_s_answers(train, tmp_path):
+    """In bf16 a likeliest token may be another: here a model that has learned a cycle is sure of each."""
+    write_tokenizer(tmp_path / "tokenizer.bin", 64)
+    (tmp_path / "set.bin").write_bytes(eval_set(random_examples(40, most=16)))
+    options = {**SMALL, "--workers": 1, "--ranks": 1, "--layers": 1, "-x": 60, "-b": 4, "-v": 60, "-l": 1e-2,
+               "-h": 1, "--hellaswag-data": tmp_path / "set.bin", "--tokenizer": tmp_path / "tokenizer.bin"}
+    runs = [train(name, options, trainer=trainer) for name, trainer in (("cpu", TRAINER), ("gpu", EMULATED))]
+    accuracies = [run.lines("hellaswag")[0]["accuracy"] for run in runs]
+    assert accuracies[0] == pytest.approx(accuracies[1], abs=0.1)
+    words = ["--generate", "-e", next(runs[0].folder.glob("model_*.bin")), "--tokenizer", tmp_path / "tokenizer.bin",
+             "--prompt", "!#%", "--temperature", 0, "-g", 30]
+    texts = [subprocess.run([str(word) for word in (trainer, *words)], capture_output=True, text=True, timeout=100,
+                            check=True).stdout for trainer in (TRAINER, EMULATED)]
+    assert texts[0] == texts[1] and len(texts[0]) > 4

@@ -26,13 +26,13 @@ def eval_set(examples):
     return header_bytes(20240522, 1, len(rows), max(map(len, rows))) + b"".join(rows)
 
 
-def random_examples(count, seed=3):
+def random_examples(count, seed=3, most=8):
     random = numpy.random.default_rng(seed)
 
     def tokens(least, most):
         return random.integers(0, VOCABULARY, random.integers(least, most + 1)).tolist()
 
-    return [(int(random.integers(4)), tokens(1, 8), [tokens(1, 8) for _ in range(4)]) for _ in range(count)]
+    return [(int(random.integers(4)), tokens(1, most), [tokens(1, most) for _ in range(4)]) for _ in range(count)]
 
 
 def likeliest(tensors, context, completions):
