@@ -99,6 +99,18 @@ def test_the_picture_holds_what_the_logs_say(folder):
         ["1.0", "200", "1.0500", "200", "2:0/5", "220k", "428k", "9.9%", "-"]]
 
 
+def test_rates_and_waits_are_of_the_last_minute_and_the_slowest_worker_says_how_long_it_takes(tmp_path):
+    for process, seconds in [(0, 0.5), (1, 0.75)]:
+        rows = steps(1, 100, 4.0)  # 400 s, with long waits
+        later = [{**row, "time": 400 + row["time"] - 100 * seconds} for row in steps(101, 300, seconds)]
+        write(tmp_path, process, [first_line(process), *rows, sync(0, 30, 35, 100.0, 4.0), *later,
+                                  {**sync(0, 270, 275, 6.0), "time": 400 + 175 * seconds}])
+    run = view_of(tmp_path)
+    assert [row_of(run, name)[3] for name in ("0.0", "1.0")] == ["200", "133"]
+    assert [row_of(run, name)[-3] for name in ("0.0", "1.0")] == ["9.9%", "9.9%"]
+    assert "8:45 left   333 tokens/s" in " ".join(lines_of(run))  # 700 steps of 0.75 s
+
+
 def test_lines_fit_into_any_terminal(folder):
     write(folder, 0, steps(10**7, 10**7 + 1, loss_zscore=1.0))
     for width, height in [(80, 24), (40, 8), (200, 50), (10, 3), (1, 1)]:
