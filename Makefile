@@ -4,6 +4,8 @@
 # make bench-cpu   speed on this CPU (PEERS=1: and PyTorch's)
 # make bench-formats   what the wire's formats lose, and their speed (DELTAS="BEFORE.bin AFTER.bin")
 # make bench-wire-quality   what they cost in validation loss: 45 runs, about 70 minutes; resumable
+# make bench-quality   what DiLoCo and streaming cost in validation loss; resumable, at most two hours
+# make simulate        the paper's Table 4 and figure 4, simulated (dev/simulate.py --help: any model, any run)
 # make test-emulated   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test)
 # make check-cuda      the same kernels through nvcc, if there is one (part of make test)
 # make test-gpu        the same tests and more on this machine's GPU       make bench-gpu   its speed
@@ -292,8 +294,19 @@ bench-wire-quality: setup
 	.venv/bin/python data/prepare.py --tokenizer bytes --out build/wire_quality/text
 	.venv/bin/python dev/bench/wire_quality.py --report dev/results/wire_quality.md $(ARGUMENTS)
 
+simulate: setup
+	.venv/bin/python dev/simulate.py --paper
+	@mkdir -p build
+	.venv/bin/python dev/simulate.py --plot build/simulated.png
+
+# ARGUMENTS="--minutes 30", "--text DIR": dev/bench/quality.py --help
+bench-quality: setup
+	$(MAKE) train_gpt_cpu
+	.venv/bin/python data/prepare.py --tokenizer bytes --out build/quality/text
+	.venv/bin/python dev/bench/quality.py --report dev/results/quality.md $(ARGUMENTS)
+
 clean:
 	rm -rf build train_gpt train_gpt_cpu train_gpt_emulated test_gpt test_gpt_cpu
 
 .PHONY: all always setup test test-long test-emulated test-gpu check-cuda demo bench-cpu bench-formats \
-        bench-wire-quality bench-gpu mutate torture registers clean
+        bench-wire-quality bench-quality bench-gpu simulate mutate torture registers clean
