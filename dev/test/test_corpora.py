@@ -692,13 +692,16 @@ def test_shards_that_went_are_made_again(site, parquet, undisturbed, tmp_path):
     assert without_record(tmp_path / "out") == without_record(undisturbed)
 
 
-@pytest.mark.parametrize("tokens", [10000, 10100, 12000])
+@pytest.mark.parametrize("tokens", [400, 10000, 10100, 12000])
 def test_a_part_of_fineweb_is_its_beginning_and_can_be_gone_on_with(parquet, undisturbed, tmp_path, tokens):
-    """A rest below a tenth of a shard goes to the last one, and leaves it when more is asked for."""
+    """A rest below a tenth of a shard goes to the last one, but not to what is held out, and leaves it when more
+    is asked for.
+    """
     arguments = ["--from", parquet, *FINEWEB, "--out", tmp_path / "out"]
     made("fineweb.py", *arguments, "--max-tokens", tokens)
     parts = [shard(path) for path in sorted((tmp_path / "out").glob("fineweb_train_*.bin"))]
-    assert [*map(len, parts)] == {10000: [5000] * 2, 10100: [5000, 5100], 12000: [5000, 5000, 2000]}[tokens]
+    assert [*map(len, parts)] == {400: [400], 10000: [5000] * 2, 10100: [5000, 5100],
+                                  12000: [5000, 5000, 2000]}[tokens]
     whole = numpy.concatenate([shard(path) for path in sorted(undisturbed.glob("fineweb_train_*.bin"))])
     assert (numpy.concatenate(parts) == whole[:tokens]).all()
     assert "already there" in made("fineweb.py", *arguments, "--max-tokens", tokens)
@@ -787,6 +790,18 @@ def test_a_download_that_is_given_up_is_gone_on_with_by_the_next_start(site, par
     half = len(site.files["/cdn/001_00000.parquet"]) // 2
     assert ("/cdn/001_00000.parquet", half) in site.asked[-4:]
     assert without_record(tmp_path / "out") == without_record(undisturbed)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_files_that_are_used_up_make_room_unless_they_are_to_be_kept(tmp_path, keep):
+    files = [load("download").HubFile(f"{SAMPLE}/{number}.parquet", 5, None) for number in range(4)]
+    downloads = load("fineweb").Downloads(files, str, tmp_path, load("download").Limits(1, 0), keep)
+    (tmp_path / SAMPLE).mkdir(parents=True)
+    for file in files:
+        (tmp_path / file.path).write_bytes(b"12345")
+    downloads.release(2)
+    assert [(tmp_path / file.path).exists() for file in files] == [keep, keep, True, True]
+    assert downloads.downloaded == 10
 
 
 def test_what_was_begun_from_a_folder_can_be_gone_on_with_from_the_hub(site, parquet, undisturbed, tmp_path):
