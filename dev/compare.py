@@ -30,6 +30,13 @@ def skipped_updates(run):
                for worker in range(run.workers) for line in run.of_worker(worker)[0].steps)
 
 
+def mfu(run):
+    """Model flops utilization of worker 0, over its steps; None where the device's peak is not known."""
+    steps = [line for line in run.processes[0].steps if line.get("mfu") is not None]
+    seconds = sum(line["seconds"] for line in steps)
+    return sum(line["mfu"] * line["seconds"] for line in steps) / seconds if seconds > 0 else None
+
+
 def bytes_sent(run):
     return max(p.end["inner_bytes_sent"] + p.end["outer_bytes_sent"] for p in run.processes)
 
@@ -101,9 +108,11 @@ def waited_text(run, worker):
 
 def optional_rows(runs):
     """Of what only some runs have."""
-    accuracies, skipped = [hellaswag_accuracy(run) for run in runs], [skipped_updates(run) for run in runs]
-    if any(accuracy is not None for accuracy in accuracies):
-        yield ["HellaSwag accuracy", *("-" if one is None else f"{one:.4f}" for one in accuracies)]
+    for label, measure, digits in [("HellaSwag accuracy", hellaswag_accuracy, 4), ("MFU", mfu, 3)]:
+        values = [measure(run) for run in runs]
+        if any(value is not None for value in values):
+            yield [label, *("-" if value is None else f"{value:.{digits}f}" for value in values)]
+    skipped = [skipped_updates(run) for run in runs]
     if any(skipped):
         yield ["updates skipped", *map(str, skipped)]
 

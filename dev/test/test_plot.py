@@ -150,13 +150,17 @@ def test_runs_of_the_same_name_are_told_apart(runs, tmp_path):
     assert result.stdout.split("\n")[0].split() == ["a/log", "b/log"]
 
 
-def test_hellaswag_and_skipped_updates_have_rows_where_a_run_has_them(runs):
+def test_hellaswag_mfu_and_skipped_updates_have_rows_where_a_run_has_them(runs):
     dp, classic, _ = (compare.read_run(folder) for folder in runs)
     names = [row[0] for row in compare.table([dp, classic])]
-    assert "HellaSwag accuracy" not in names and "updates skipped" not in names
+    assert not {"HellaSwag accuracy", "MFU", "updates skipped"} & set(names)
     classic.processes[0].hellaswags.append({"step": STEPS, "accuracy": 0.29446})
     classic.processes[1].steps[3]["skipped"] = True
+    for line, mfu in zip(dp.processes[0].steps, [None, 0.5, 0.25, 0.25]):
+        line["mfu"] = mfu
+    dp.processes[0].steps[1]["seconds"] = 0.2
     rows = {row[0]: row[1:] for row in compare.table([dp, classic])}
+    assert rows["MFU"] == ["0.375", "-"]
     assert rows["HellaSwag accuracy"] == ["-", "0.2945"] and rows["updates skipped"] == ["0", "1"]
 
 
