@@ -1,5 +1,6 @@
 """data/prepare.py: every byte of the text arrives, in the formats of the trainer; nothing is half-done."""
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -225,6 +226,34 @@ def test_a_run_that_was_killed_leaves_nothing_that_counts(text, tmp_path):
     made("--text", text, "--out", out)
     assert sorted(path.name for path in out.iterdir()) == ["lines_train_000000.bin", "lines_val_000000.bin",
                                                            "notes.txt", "prepare.json", "tokenizer.bin"]
+
+
+def test_a_second_run_at_the_same_time_waits_and_finds_the_work_done(text, tmp_path):
+    arguments = ["--text", text, "--out", tmp_path / "out"]
+    made(*arguments)
+    first = os.open(tmp_path / "out", os.O_RDONLY)
+    fcntl.flock(first, fcntl.LOCK_EX)
+    command = [sys.executable, PREPARE, *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as second:
+        assert "waiting for another run" in second.stdout.readline()
+        assert second.poll() is None
+        os.close(first)
+        assert "already there" in second.communicate(timeout=60)[0]
+
+
+def test_a_vocabulary_is_that_of_a_corpus_made_before(text, tmp_path):
+    pytest.importorskip("tokenizers")
+    other = tmp_path / "other.txt"
+    lines = "".join(numbered_lines(500)) + "Words, – and <|endoftext|> more words.\n"
+    other.write_text(lines, encoding="utf-8")
+    made("--text", text, "--out", tmp_path / "a", "--tokenizer", "bpe:400")
+    made("--text", other, "--out", tmp_path / "b", "--tokenizer", tmp_path / "a", "--validation", 0)
+    for name in ("tokenizer.bin", "tokenizer.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert b"".join(documents(tmp_path / "b", "train")) == other.read_bytes().replace(END, b"")
+    os.truncate(tmp_path / "a" / "tokenizer.bin", 1500)
+    message = failed("--text", other, "--out", tmp_path / "c", "--tokenizer", tmp_path / "a")
+    assert "tokenizer.bin is damaged" in message
 
 
 def test_bad_input_is_one_line_and_writes_nothing(text, tmp_path):
