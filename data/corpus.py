@@ -243,7 +243,7 @@ def add_output_options(parser, folder):
     parser.add_argument("--tokenizer", type=tokenizer_choice, default="gpt2", metavar="TOKENIZER",
                         help="gpt2, bytes, bpe:N, or for the vocabulary of a corpus its folder (gpt2)")
     parser.add_argument("--out", type=Path, metavar="DIR",
-                        help=f"folder to write to (data/{folder}, for other tokenizers data/{folder}-NAME)")
+                        help=f"folder to write to (data/{folder}, with another tokenizer's name behind it)")
 
 
 def output_folder(options, name):

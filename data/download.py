@@ -121,7 +121,7 @@ def patiently(url, limits, attempt, progress=lambda: 0):
                 pause = None
         if pause is None:
             raise UserError(f"{url} cannot be downloaded ({reason}): check the connection and start again, "
-                            "or download it elsewhere and give --from DIR")
+                            "or download it elsewhere and give --from DIR (see --help)")
         time.sleep(pause)
 
 

@@ -430,7 +430,7 @@ def parse_options(arguments):
     parser.add_argument("-v", "--version", choices=("10B", "100B"), default="10B", help="tokens (10B)")
     parser.add_argument("-s", "--shard-tokens", "--shard_size", type=shard_size, default=10**8, metavar="N",
                         help="tokens in a shard (10^8)")
-    add_output_options(parser, "fineweb10B and so on")
+    add_output_options(parser, "fineweb10B or the like")
     parser.add_argument("--max-tokens", type=token_count, metavar="N", help="training tokens at most (all)")
     add_process_options(parser)
     parser.add_argument("--keep", action="store_true", help="leave downloads in the folder's downloads/")
