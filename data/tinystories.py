@@ -7,9 +7,10 @@
     data/tinystories.py --from DIR          from DIR/TinyStories_all_data.tar.gz, downloaded elsewhere, or
                                             from what is in it: DIR/data00.json, ...
 
-Downloads 1.6 GB, unpacks it and writes TinyStories_train.bin, TinyStories_val.bin and tokenizer.bin. As llm.c has it, the first file of the archive is for validation, and stories are shuffled
-within their files, in the same order; unlike there, files follow each other in the order of their names. A
-BPE of its own (bpe:N) is trained on the first file of the training part.
+Downloads 1.6 GB, unpacks it and writes TinyStories_train.bin, TinyStories_val.bin and tokenizer.bin. As llm.c
+has it, the first file of the archive is for validation, and stories are shuffled within their files, in the
+same order; unlike there, files follow each other in the order of their names. A BPE of its own (bpe:N) is
+trained on the first file of the training part.
 """
 import argparse
 import contextlib
