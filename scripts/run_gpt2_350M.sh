@@ -3,9 +3,9 @@
 # with its hyperparameters (gpt2_350M.toml), on one machine:
 #     scripts/run_gpt2_350M.sh                       two workers of four GPUs: Streaming DiLoCo, tried out
 #     WORKERS=1 RANKS=8 scripts/run_gpt2_350M.sh     one worker of eight: plain data parallel
-# On several: multi_node/README.md, with RUN=gpt2_350M. The data are expected in data/fineweb100B;
-# training.sh says what else can be set. Options given to this script win over the .toml's, such as
-# `scripts/run_gpt2_350M.sh -x 1000 --overlap 5`.
+# On several: multi_node/README.md, with RUN=gpt2_350M. The data: data/fineweb.py --version 100B
+# and data/hellaswag.py. training.sh says what else can be set. Options given to this script win over the
+# .toml's: `scripts/run_gpt2_350M.sh -x 1000 --overlap 5`.
 #
 # What to expect. None of it has been measured with this program: it has not trained this on GPUs yet. Loss,
 # HellaSwag and time are what is published for llm.c, which is the same model and data in data parallel.

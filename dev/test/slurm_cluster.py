@@ -154,14 +154,17 @@ class SlurmCluster:
     def all_are_idle(self):
         return self.query("sinfo", "-h", "-N", "-o", "%t") == ["idle"] * len(self.nodes)
 
+    def state(self, job):
+        """What SLURM says of a job, by name."""
+        words = self.query("scontrol", "-o", "show", "job", job)
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
     def wait(self, job, seconds=240):
         """(state, exit code) of a batch job once it has ended, as ("FAILED", "2:0"). sbatch --wait looks only
         every few seconds."""
         end = time.time() + seconds
         while time.time() < end:
-            fields = dict(
-                word.split("=", 1) for word in self.query("scontrol", "-o", "show", "job", job) if "=" in word
-            )
+            fields = self.state(job)
             if fields["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
                 return fields["JobState"], fields["ExitCode"]
             time.sleep(0.1)
@@ -172,8 +175,7 @@ class SlurmCluster:
         since a node refuses a start that was granted up to the second in which it had to end the job."""
         end = time.time() + seconds
         while time.time() < end:
-            words = self.query("scontrol", "-o", "show", "job", job)
-            fields = dict(word.split("=", 1) for word in words if "=" in word)
+            fields = self.state(job)
             if fields["JobState"] == "PENDING" and fields["Restarts"] != "0":
                 time.sleep(3)
                 self.query("scontrol", "update", f"JobId={job}", "StartTime=now")

@@ -450,12 +450,17 @@ def test_a_job_killed_between_checkpoints_and_requeued_ends_with_the_same_bits(
     assert all(len(means) >= 2 for means in checkpoint_in_flight(folder, 150))
 
 
-def test_a_job_whose_time_is_up_requeues_itself(cluster, tokens, tmp_path, undisturbed):
+# As --signal=B:USR1@300 does when the time is nearly up, and a preemption with a time of grace.
+SIGNALS = {"batch script": ["--batch", "--signal=USR1"], "tasks": ["--signal=TERM"]}
+
+
+@pytest.mark.parametrize("to", SIGNALS)
+def test_a_job_that_is_asked_to_stop_requeues_itself(cluster, tokens, tmp_path, undisturbed, to):
     folder, log = tmp_path / "run", tmp_path / "log"
     environment = slurm_environment(cluster, tokens, folder)
     job = submit(MULTI_NODE / "run_slurm.sbatch", environment, log, REQUEUED)
     wait_for_steps(folder, 40, log)
-    cluster.query("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@300 sends it
+    cluster.query("scancel", *SIGNALS[to], job)
     expect_an_undisturbed_end(cluster, job, folder, log, undisturbed)
     assert len(stopped_after(log)) == 1
 
@@ -477,12 +482,12 @@ def test_a_site_that_is_preempted_takes_the_others_along(cluster, tokens, tmp_pa
     assert len(stopped_after(logs[0])) == 1
 
 
-def test_a_job_that_is_asked_to_stop_before_its_time_stays_out_of_the_queue(cluster, tmp_path, long_job):
-    job, trainers = long_job
-    cluster.query("scancel", "--signal=TERM", job)  # to the tasks alone
-    assert cluster.wait(job) == ("FAILED", "143:0")
+def test_a_cancelled_job_that_has_time_for_a_checkpoint_stays_cancelled(cluster, tmp_path, long_job):
+    job, _ = long_job
+    cluster.query("scancel", job)
+    assert cluster.wait(job)[0] == "CANCELLED"
     assert "-y 1 goes on from there" in (tmp_path / "log").read_text()
-    assert not any(map(is_running, trainers.values()))
+    assert cluster.state(job)["Restarts"] == "0"
 
 
 def test_the_workers_of_a_heterogeneous_slurm_job_are_one_run(cluster, tokens, tmp_path, reference):

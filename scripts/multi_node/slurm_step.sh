@@ -3,10 +3,9 @@
 # SLURM signals the batch script and its srun together with the tasks, so this shell has to outlive a signal
 # to see how the training ends.
 
-time_is_up=0 # SIGUSR1 came: the job's time is nearly up (sbatch --signal=B:USR1@...)
-is_ended=0   # SIGTERM came: SLURM ends the job, or requeues it by itself
-status=127   # the training's
-stopped=143  # that status: it was asked to stop, and has written a checkpoint
+is_ended=0  # SIGTERM came to this shell, too: SLURM ends the job, or puts it back into the queue by itself
+status=127  # the training's
+stopped=143 # that status: it was asked to stop, and has written a checkpoint
 
 # run_step PROGRAM ARGUMENT...: runs it in all tasks and waits for the last.
 # --distribution=block: neighbours in number, the ranks of a worker, sit on the same node. No --gpus-per-task
@@ -18,7 +17,7 @@ run_step() {
     srun --export=ALL --distribution=block --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
         --kill-on-bad-exit=0 --wait=60 "$@" &
     local srun=$! result is_interrupted=1
-    trap 'is_interrupted=1 time_is_up=1; kill -USR1 $srun' USR1 # srun passes it on
+    trap 'is_interrupted=1; kill -USR1 $srun' USR1 # the time is nearly up; srun passes it on
     trap 'is_interrupted=1 is_ended=1' TERM
     while ((is_interrupted)); do
         is_interrupted=0 result=0
@@ -28,7 +27,10 @@ run_step() {
     trap - USR1 TERM
 }
 
-# Puts the job back into the queue, from where it goes on.
+# A run that was asked to stop by its time limit, by a preemption with a time of grace or by another site goes
+# back into the queue, from where it goes on.
 requeue_if_stopped() {
-    if ((status == stopped && ! is_ended)); then scontrol requeue "$SLURM_JOB_ID"; fi
+    if ((status == stopped && ! is_ended)); then
+        scontrol requeue "$SLURM_JOB_ID" || true # in salloc it says that it cannot
+    fi
 }
