@@ -10,7 +10,7 @@
                                                   HuggingFaceFW/fineweb --repo-type dataset
                                                   --include 'sample/10BT/*' --local-dir DIR
 
-Needs pyarrow: .venv/bin/pip install -r requirements-corpora.txt. Writes fineweb_val_000000.bin, then
+Writes fineweb_val_000000.bin, then
 fineweb_train_000001.bin, ... (edu_fineweb_... of FineWeb-Edu), 10^8 tokens each, the last with what is left,
 and tokenizer.bin. Every shard appears when it is whole, and the next start goes on behind it, to the same
 bytes as if it had never stopped. While processes make tokens of one file the next two are downloaded into
@@ -440,8 +440,8 @@ def parse_options(arguments):
     try:
         import pyarrow.parquet  # noqa: F401 (before anything is written)
     except ImportError as error:
-        raise UserError(f"FineWeb's files need pyarrow ({error}): .venv/bin/pip install -r "
-                        "requirements-corpora.txt, then .venv/bin/python data/fineweb.py") from error
+        raise UserError(f"FineWeb's files need pyarrow ({error}): run make setup, then .venv/bin/python "
+                        "data/fineweb.py") from error
     return options
 
 

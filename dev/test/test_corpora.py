@@ -560,7 +560,7 @@ REPOSITORY = "HuggingFaceFW/fineweb"
 
 @pytest.fixture(scope="session")
 def parquet(tmp_path_factory):
-    pytest.importorskip("pyarrow", reason="needs pyarrow: pip install -r requirements-corpora.txt")
+    pytest.importorskip("pyarrow", reason="needs pyarrow: make setup")
     import pyarrow
     import pyarrow.parquet
     folder = tmp_path_factory.mktemp("hub") / SAMPLE
@@ -816,7 +816,7 @@ def test_what_was_begun_from_a_folder_can_be_gone_on_with_from_the_hub(site, par
 def test_a_missing_pyarrow_is_one_line(tmp_path):
     (tmp_path / "pyarrow.py").write_text("raise ModuleNotFoundError(\"No module named 'pyarrow'\")")
     message = failed("fineweb.py", "--out", tmp_path / "out", PYTHONPATH=str(tmp_path))
-    assert "pip install -r requirements-corpora.txt" in message
+    assert "run make setup" in message
     assert not (tmp_path / "out").exists()
 
 
