@@ -10,12 +10,11 @@
                                                   HuggingFaceFW/fineweb --repo-type dataset
                                                   --include 'sample/10BT/*' --local-dir DIR
 
-Writes fineweb_val_000000.bin, then
-fineweb_train_000001.bin, ... (edu_fineweb_... of FineWeb-Edu), 10^8 tokens each, the last with what is left,
-and tokenizer.bin. Every shard appears when it is whole, and the next start goes on behind it, to the same
-bytes as if it had never stopped. While processes make tokens of one file the next two are downloaded into
-downloads/, 2 GB each, and removed after use. A BPE of its own (bpe:N) is trained on the last documents of the
-first file.
+Writes fineweb_val_000000.bin, then fineweb_train_000001.bin, ... (edu_fineweb_... of FineWeb-Edu), 10^8
+tokens each, the last with what is left, and tokenizer.bin. Every shard appears when it is whole, and the next
+start goes on behind it, to the same bytes as if it had never stopped. While processes make tokens of one file
+the next two are downloaded into downloads/, 2 GB each, and removed after use. A BPE of its own (bpe:N) is
+trained on the last documents of the first file.
 """
 import argparse
 import contextlib
