@@ -5,6 +5,7 @@
 # make bench-formats   what the wire's formats lose, and their speed (DELTAS="BEFORE.bin AFTER.bin")
 # make bench-wire-quality   what they cost in validation loss: 45 runs, about 70 minutes; resumable
 # make bench-quality   what DiLoCo and streaming cost in validation loss; resumable, at most two hours
+# make bench-wan       what a run keeps of its speed over slow lines (root): 63 runs, resumable; ARGUMENTS=--quick
 # make simulate        the paper's Table 4 and figure 4, simulated (dev/simulate.py --help: any model, any run)
 # make test-emulated   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test)
 # make check-cuda      the same kernels through nvcc, if there is one (part of make test)
@@ -305,8 +306,20 @@ bench-quality: setup
 	.venv/bin/python data/prepare.py --tokenizer bytes --out build/quality/text
 	.venv/bin/python dev/bench/quality.py --report dev/results/quality.md $(ARGUMENTS)
 
+build/relay: dev/wan/relay.cpp
+	@mkdir -p build
+	$(CXX) -std=c++17 -O2 $(WARNINGS) $< -o $@
+
+# ARGUMENTS="--quick": dev/bench/wan.py --help
+bench-wan:
+	@python3 dev/wan/sites.py
+	$(MAKE) setup
+	$(MAKE) train_gpt_cpu build/relay
+	.venv/bin/python data/prepare.py --tokenizer bytes --out build/wan/text
+	.venv/bin/python dev/bench/wan.py --report dev/results/wan.md $(ARGUMENTS)
+
 clean:
 	rm -rf build train_gpt train_gpt_cpu train_gpt_emulated test_gpt test_gpt_cpu
 
 .PHONY: all always setup test test-long test-emulated test-gpu check-cuda demo bench-cpu bench-formats \
-        bench-wire-quality bench-quality bench-gpu simulate mutate torture registers clean
+        bench-wire-quality bench-quality bench-wan bench-gpu simulate mutate torture registers clean
