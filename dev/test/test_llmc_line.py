@@ -1,11 +1,12 @@
-"""Someone who trains with llm.c changes the binary's name and goes on: the lines of its run_gpt2_124M.sh and
-run_gpt3_125M.sh, as they are published, start, train, evaluate, and log what its dev/vislog.ipynb reads. In a
+"""Someone who trains with llm.c changes the binary's name and goes on: the lines of its run_gpt2_124M.sh,
+run_gpt2_350M.sh and run_gpt3_125M.sh, as they are published, start, train, evaluate, and log what its dev/vislog.ipynb reads. In a
 folder laid out as llm.c's is, with corpora that are made here, and made small by options behind the line, of
 which the last one counts.
 (Facts: github.com/karpathy/llm.c, scripts/, dev/vislog.ipynb, dev/data/data_common.py.)"""
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 
@@ -24,6 +25,11 @@ GPT2_124M = """
     -i "dev/data/fineweb10B/fineweb_train_*.bin" -j "dev/data/fineweb10B/fineweb_val_*.bin" -o log_gpt2_124M
     -v 250 -s 20000 -g 144 -h 1 -b 64 -t 1024 -d 524288 -r 0 -z 1 -c 0.1 -l 0.0006 -q 0.0 -u 700 -n 5000 -y 1
     -e "d12"
+"""
+GPT2_350M = """
+    -i 'dev/data/fineweb100B/fineweb_train_*.bin' -j 'dev/data/fineweb100B/fineweb_val_*.bin' -o log_gpt2_350M
+    -v 250 -s 100000 -g 144 -h 1 -b 64 -t 1024 -d 524288 -r 0 -z 1 -c 0.1 -l 0.0003 -q 0.0 -u 700 -n 2000
+    -x 60000 -y 1 -e d24 -pn 8 -pr $OMPI_COMM_WORLD_RANK
 """
 GPT3_125M = """
     -i "dev/data/fineweb100B/fineweb_train_*.bin" -j "dev/data/fineweb100B/fineweb_val_*.bin" -o log_gpt3_125M
@@ -75,14 +81,16 @@ def home(tmp_path):
     return tmp_path
 
 
-def start(home, launcher, line, status=0):
-    """What a shell in that folder prints for the line, its backslashes and newlines taken out."""
-    command = f"{launcher} ./train_gpt2cu {' '.join(line.split())}"
+def start(home, launcher, line, quoted=False):
+    """What a shell in that folder prints for the line, its backslashes and newlines taken out.
+    quoted: the launcher takes it as one word"""
+    program = f"./train_gpt2cu {' '.join(line.split())}"
+    command = f"{launcher} {shlex.quote(program) if quoted else program}"
     environment = {**os.environ, **MPI, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         ["bash", "-c", command], cwd=home, env=environment, capture_output=True, text=True, timeout=PATIENCE
     )
-    assert result.returncode == status, f"status {result.returncode}\n{result.stdout}\n{result.stderr}"
+    assert result.returncode == 0, f"status {result.returncode}\n{result.stdout}\n{result.stderr}"
     return result
 
 
@@ -146,6 +154,14 @@ def test_a_line_of_llm_c_is_one_worker_of_what_mpirun_starts(home, line):
     start(home, by_mpirun(), f"{line} {SMALL} -x 1")
     run = run_line(folder)
     assert (run["workers"], run["ranks"], run["options"]["outer-optimizer"]) == (1, 2, "none")
+
+
+def test_the_350M_line_of_llm_c_numbers_its_processes_by_flags(home):
+    line = f"{GPT2_350M} {SMALL} -x 2".replace("-pn 8", "-pn 2")
+    start(home, f"{by_mpirun()} bash -c", line, quoted=True)
+    run = run_line(home / "log_gpt2_350M")
+    assert (run["workers"], run["ranks"], run["options"]["model"]) == (1, 2, "d24")
+    assert sorted(streams_of(home / "log_gpt2_350M" / "main.log")["trl"]) == [1, 2]
 
 
 def test_the_gpt3_line_asks_for_gpt_3_and_for_outliers_to_be_skipped(home):
