@@ -1,7 +1,7 @@
 """Someone who trains with llm.c changes the binary's name and goes on: the lines of its run_gpt2_124M.sh,
-run_gpt2_350M.sh and run_gpt3_125M.sh, as they are published, start, train, evaluate, and log what its dev/vislog.ipynb reads. In a
-folder laid out as llm.c's is, with corpora that are made here, and made small by options behind the line, of
-which the last one counts.
+run_gpt2_350M.sh and run_gpt3_125M.sh, as they are published, start, train, evaluate, and log what its
+dev/vislog.ipynb reads. In a folder laid out as llm.c's is, with corpora that are made here, and made small by
+options behind the line, of which the last one counts.
 (Facts: github.com/karpathy/llm.c, scripts/, dev/vislog.ipynb, dev/data/data_common.py.)"""
 
 import os
@@ -183,7 +183,7 @@ def test_llm_c_s_loop_goes_on_after_a_crash_and_ends_with_the_done_file(home):
             echo "attempt $attempt"
             ./train_gpt2cu {' '.join(line.split())} &
             if [ $attempt = 1 ]; then
-                while ! [ -f log_gpt2_124M/DONE_00000010 ]; do sleep 0.02; done
+                while kill -0 $! && ! [ -f log_gpt2_124M/DONE_00000010 ]; do sleep 0.02; done
                 kill -KILL $!
             fi
             wait
