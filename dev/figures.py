@@ -25,8 +25,10 @@ from simulation.payloads import choose_exchange, exchange_bytes, gpt_shape, make
 
 FOLDER = Path(__file__).resolve().parents[1] / "streaming/figures"
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#555555"]  # Okabe and Ito's
-STYLE = {"svg.hashsalt": "diloco.c", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10,
-         "axes.spines.top": False, "axes.spines.right": False}  # a white ground: legible on a dark page, too
+# Text stays text, which is small; a white ground is legible on a dark page, too.
+STYLE = {"svg.hashsalt": "diloco.c", "svg.fonttype": "none", "font.family": "sans-serif",
+         "font.sans-serif": ["DejaVu Sans", "Arial"], "font.size": 10, "axes.spines.top": False,
+         "axes.spines.right": False}
 
 # ------------------------------------------------------------------------------------------------ the example
 

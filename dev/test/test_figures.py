@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import matplotlib
 import numpy as np
@@ -170,6 +171,7 @@ def test_figures_are_small_shown_on_the_page_and_the_same_each_time(tmp_path):
     for name in names:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
         assert (figures.FOLDER / name).stat().st_size <= 30_000
+        assert ElementTree.parse(figures.FOLDER / name).getroot().tag.endswith("}svg")
 
 
 def test_the_figures_of_the_page_are_those_of_the_script(tmp_path):

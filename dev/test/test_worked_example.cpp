@@ -1,11 +1,13 @@
 // The example of streaming/README.md: two workers and one fragment of one block, with the numbers that the
 // page shows. What it starts from is read from the page and goes through the trainer's own state machine;
-// what comes out must be what the page says, in all the digits that it has. Workers are threads.
+// what comes out must be what the page says, in all the digits that it has. Workers are threads. And the
+// bytes that the page names for GPT-2 124M, by the trainer's plan.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <fstream>
-#include <iterator>
 #include <map>
+#include <numeric>
 #include <sstream>
 
 #include "dev/test/local_comm.h"
@@ -35,9 +37,25 @@ Rows read_example() {
     return rows;
 }
 
+// Its words, with one space between them.
 std::string page_text() {
     std::ifstream page(page_path);
-    return {std::istreambuf_iterator<char>(page), {}};
+    std::string text;
+    for (std::string word; page >> word;) { text += word + " "; }
+    return text;
+}
+
+// Most and mean of what a worker sends in a step, in MB: GPT-2 124M, two workers, H = 100.
+std::pair<double, double> megabytes(Format format, int fragment_layers) {
+    DilocoOptions options;
+    options.wire.format = format;
+    const Layout layout = gpt_layout(GptShape(), 1, fragment_layers);
+    const std::vector<Fragment> fragments =
+        make_fragments(layout, fragment_layers, FragmentPattern::strided, options.inner_steps);
+    const std::vector<size_t> sent =
+        sent_in_period(fragments, sync_bytes(options, fragments, layout, 2), options.inner_steps);
+    const double sum = double(std::accumulate(sent.begin(), sent.end(), size_t(0)));
+    return {double(*std::max_element(sent.begin(), sent.end())) / 1e6, sum / 1e6 / double(sent.size())};
 }
 
 // Values 0 to 3 of a block; the others are zero.
@@ -117,4 +135,16 @@ TEST(WorkedExample, two_workers_come_to_the_numbers_of_the_page) {
         if (worker == 0) { expect_row(rows.at("local 0, merged"), local.data(), "local 0, merged"); }
     });
     EXPECT_EQ(errors, std::vector<std::string>(2));
+}
+
+TEST(WorkedExample, the_traffic_of_the_page_is_that_of_the_plan) {
+    const auto [whole, average] = megabytes(Format::fp32, 0);
+    const double peak = megabytes(Format::fp32, 3).first;
+    const auto [least_peak, least] = megabytes(Format::fp4_e2m1, 3);
+    for (const std::string& said :
+         {format("DiLoCo in fp32 sends %.2f MB a step on average, but all %.0f MB at once", average, whole),
+          format("Fragments lower the peak to %.1f MB, four bits to %.3g MB, and the average to %.3f MB",
+                 peak, least_peak, least)}) {
+        EXPECT_NE(page_text().find(said), std::string::npos) << said;
+    }
 }
