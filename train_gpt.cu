@@ -8,7 +8,6 @@
 // From top to bottom: the model, forward, backward, the update inside a worker, evaluation and sampling, the
 // loop. The layers are llmc/cpu/ or llmc/cuda/: same names, same signatures, and this file does not know
 // which.
-#include <sys/stat.h>
 #include <xxhash.h>
 
 #include <algorithm>
@@ -16,6 +15,8 @@
 #include <cstdio>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -684,19 +685,17 @@ inline std::string folder_of(const std::string& path) {
     return slash == std::string::npos ? "." : path.substr(0, slash);
 }
 
-inline bool is_there(const std::string& path) {
-    struct stat info;
-    return stat(path.c_str(), &info) == 0;
-}
-
 // The tokenizer that was asked for, or the one beside `path` (training data, or a model), or the one that
-// llm.c reads, or none.
+// llm.c reads, unless the vocabulary is known to be smaller, or none.
 inline std::unique_ptr<Tokenizer> find_tokenizer(const Options& o, const std::string& path) {
     if (!o.tokenizer.empty()) { return std::make_unique<Tokenizer>(o.tokenizer); }
-    for (const std::string& file : {folder_of(path) + "/tokenizer.bin", std::string("gpt2_tokenizer.bin")}) {
-        if (is_there(file)) { return std::make_unique<Tokenizer>(file); }
-    }
-    return nullptr;
+    const std::string beside = folder_of(path) + "/tokenizer.bin", llmc = "gpt2_tokenizer.bin";
+    const std::string file = first_that_exists({beside, llmc});
+    if (file.empty()) { return nullptr; }
+    auto tokenizer = std::make_unique<Tokenizer>(file);
+    const int known = is_model_file(o.model) ? read_model_shape(o.model).vocab_size : o.vocab_size;
+    if (file == llmc && known > 0 && tokenizer->vocab_size() > known) { return nullptr; }
+    return tokenizer;
 }
 
 inline DilocoOptions diloco_options(const Options& o) {
@@ -727,20 +726,27 @@ inline void check_options(const Options& o) {
         throw UserError("there is no data/hellaswag/hellaswag_val.bin for -h 1: run data/hellaswag.py, name "
                         "another with --hellaswag-data, or leave -h 1 out");
     }
+    if (o.hellaswag && o.validate_every == 0) {
+        throw UserError("-h 1 evaluates HellaSwag with each validation, and -v 0 has none: give -v, or leave "
+                        "-h 1 out");
+    }
     if (o.resume && o.output.empty()) {
         throw UserError("-y 1 resumes from the folder of the logs: give -o");
     }
     if (o.save_every > 0 && o.output.empty()) {
-        throw UserError(format("-n %ld writes checkpoints into the folder of the logs: give -o", o.save_every));
+        throw UserError(
+            format("-n %ld writes checkpoints into the folder of the logs: give -o", o.save_every));
     }
     if (o.streams() && o.save_every > 0 && o.save_every <= o.overlap) {
-        throw UserError(format("a checkpoint every %ld steps (-n) lacks what is in flight for %ld (--overlap): "
-                               "give a larger -n", o.save_every, o.overlap));
+        throw UserError(
+            format("a checkpoint every %ld steps (-n) lacks what is in flight for %ld (--overlap): give a "
+                   "larger -n", o.save_every, o.overlap));
     }
     const float limit = std::max(o.skip_loss_zscore, o.skip_norm_zscore);
     if (limit >= largest_zscore) {
-        throw UserError(format("no z-score of %d values is above %.1f, so -sl and -sg of %g would skip nothing: "
-                               "give less, or 0", outlier_window_size, largest_zscore, double(limit)));
+        throw UserError(
+            format("no z-score of %d values is above %.1f, so -sl and -sg of %g would skip nothing: give "
+                   "less, or 0", outlier_window_size, largest_zscore, double(limit)));
     }
     check_outer_transport(o.outer_transport);
     if (!runs_on_gpu && o.outer_offload) {
@@ -987,22 +993,22 @@ struct Run {
     const Process& process;
     Inputs& inputs;
     Worker& worker;
-    Diloco* diloco;  // null without an outer optimizer
     Logger& logger;
     StatusLine& status;
     Watchdog& watchdog;
     const device::Device& device;
-    LearningRateSchedule schedule;
-    double flops_per_token;                // of the model
-    std::optional<double> promised_flops;  // a second, of this GPU's matmuls
     Resumption& resumed;
-    Checkpointer* checkpointer;  // null where nothing is written
-    Stopping stopping;
-    Totals totals;
-    std::unique_ptr<Snapshot> snapshot;  // made before the loop, or without -n when the run is stopped
-    StepResult results[2];     // of this step and of the one before
-    double last_collected = 0;  // now_seconds() when the step before this one was through
-    double first_seconds = 0;   // of the first step that was trained here
+    Diloco* diloco = nullptr;              // null without an outer optimizer
+    Checkpointer* checkpointer = nullptr;  // null where nothing is written
+    LearningRateSchedule schedule{};
+    double flops_per_token = 0;              // of the model
+    std::optional<double> promised_flops{};  // a second, of this GPU's matmuls
+    Stopping stopping{};
+    Totals totals{};
+    std::unique_ptr<Snapshot> snapshot{};  // made before the loop, or without -n when the run is stopped
+    StepResult results[2]{};               // of this step and of the one before
+    double last_collected = 0;             // now_seconds() when the step before this one was through
+    double first_seconds = 0;              // of the first step that was trained here
 
     // One process of those that were started together reports; worker 0's first also saves and samples.
     bool speaks() const { return process.rank == 0 && (process.worker == 0 || options.worker >= 0); }
@@ -1047,22 +1053,23 @@ inline void print_rates(Run& run, long step) {
                            seconds));
 }
 
-// Why a run ends whose loss is no number any more, and what to do.
+// Why a run ends whose loss is no number any more, and what to do. A resume takes the newest step of which
+// every process has its state, so that of the parameters that gave this loss has to go.
 inline std::string divergence(const Run& run, long step, float loss) {
-    const std::string& folder = run.options.output;
-    long good = 0;
-    bool is_suspect = false;  // the parameters that gave this loss are in a checkpoint, too
-    std::error_code error;
-    for (const std::string& name : run.checkpointer ? names_in(folder, error) : std::vector<std::string>()) {
-        const long done = done_named(name).value_or(0);
-        is_suspect = is_suspect || (done > 0 && done == step - 1);
-        if (done < step - 1) { good = std::max(good, done); }
+    const std::string what =
+        format("the loss of step %ld is %s: ", step, std::isnan(loss) ? "not a number" : "infinite");
+    const CheckpointFolder files(run.options.output, run.process);
+    std::set<long> good;
+    if (run.checkpointer) { good = files.whole_steps(run.resumed.lineage); }
+    good.erase(good.lower_bound(step - 1), good.end());
+    if (good.empty()) {
+        return what + "begin anew with a lower -l or a longer -u (there is no checkpoint from before that)";
     }
-    const std::string what = format("the loss of step %ld is %g: ", step, double(loss));
-    if (good == 0) { return what + "begin anew with a lower -l or a longer -u (there is no checkpoint)"; }
-    return what + (is_suspect ? "remove " + done_path(folder, step - 1) + ", then " : "") +
+    const bool is_suspect_there = !first_that_exists({files.state(step - 1)}).empty();
+    const std::string suspect = run.options.output + format("/state_%08ld_*.bin", step - 1);
+    return what + (is_suspect_there ? "remove " + suspect + ", then " : "") +
            format("go on from the last good checkpoint, of step %ld, with -y 1 and a lower -l or -sg 4: with "
-                  "nothing changed the same comes again", good);
+                  "nothing changed the same comes again", *good.rbegin());
 }
 
 // What of a step is out of the ordinary, for people.
@@ -1084,16 +1091,8 @@ inline double mfu(const Run& run, double tokens_per_second) {
     return run.flops_per_token * tokens_per_second / (*run.promised_flops * run.process.ranks);
 }
 
-// Waits for a step, if there is one to wait for, and reports it. RunError where its loss is not a number.
-inline void collect(Run& run, StepResult& result) {
-    if (result.step == 0) { return; }
-    result.done.synchronize();
-    const Scalars scalars = result.scalars.data()[0];
-    if (scalars.stop > 0 && run.stopping.asked_at == 0) { run.stopping.asked_at = result.step; }
-    const double now = now_seconds(), seconds = now - run.last_collected;
-    const double tokens_per_second = double(run.options.total_batch) / seconds;
-    run.last_collected = now;
-    run.totals.train_seconds += seconds;
+inline StepMetrics step_metrics(const Run& run, const StepResult& result, const Scalars& scalars,
+                                double seconds) {
     StepMetrics metrics;
     metrics.step = result.step;
     metrics.loss = scalars.loss;
@@ -1104,15 +1103,29 @@ inline void collect(Run& run, StepResult& result) {
     metrics.skipped = scalars.is_skipped();
     metrics.seconds = seconds;
     metrics.tokens = result.tokens;
-    metrics.tokens_per_second = tokens_per_second;
-    metrics.mfu = mfu(run, tokens_per_second);
+    metrics.tokens_per_second = double(run.options.total_batch) / seconds;
+    metrics.mfu = mfu(run, metrics.tokens_per_second);
     metrics.inner_bytes_sent = result.inner.bytes_sent;
     metrics.inner_bytes_received = result.inner.bytes_received;
+    return metrics;
+}
+
+// Waits for a step, if there is one to wait for, and reports it. RunError where its loss is not a number.
+inline void collect(Run& run, StepResult& result) {
+    if (result.step == 0) { return; }
+    result.done.synchronize();
+    const Scalars scalars = result.scalars.data()[0];
+    if (scalars.stop > 0 && run.stopping.asked_at == 0) { run.stopping.asked_at = result.step; }
+    const double now = now_seconds(), seconds = now - run.last_collected;
+    run.last_collected = now;
+    run.totals.train_seconds += seconds;
+    const StepMetrics metrics = step_metrics(run, result, scalars, seconds);
     run.logger.step(metrics);
     if (!std::isfinite(scalars.loss)) { throw RunError(divergence(run, result.step, scalars.loss)); }
     if (run.speaks()) {
         report_skipped(run, result.step, scalars);
-        run.status.update(result.step, run.inputs.steps, scalars.loss, tokens_per_second, metrics.mfu);
+        run.status.update(result.step, run.inputs.steps, scalars.loss, metrics.tokens_per_second,
+                          metrics.mfu);
     }
     report_syncs(run, result.step, result.syncs);
     print_rates(run, result.step);
@@ -1355,7 +1368,8 @@ inline void finish_checkpoints(Run& run) {
 inline std::string changed_options(const Fields& before, const Options& o) {
     std::string text;
     for (const auto& [name, value] : o.resolved) {
-        const std::string old = before.has(name) ? before.word(name) : "(unknown)";
+        // A state that does not say comes from a version without the option.
+        const std::string old = before.has(name) ? before.word(name) : default_of(name);
         if (name == "resume" || old == value) { continue; }
         text += (text.empty() ? "" : ", ") + name + " " + old + " -> " + value;
     }
@@ -1369,8 +1383,9 @@ inline Resumption open_checkpoint(const Options& o, const Process& process, cons
     r.step = point.step;
     r.lineage = point.lineage;
     if (r.step > in.steps) {
-        throw UserError(format("the checkpoint in %s is of step %ld, and this run ends after step %ld: give a "
-                               "larger -x", o.output.c_str(), r.step, in.steps));
+        throw UserError(
+            format("the checkpoint in %s is of step %ld, and this run ends after step %ld: give a larger -x",
+                   o.output.c_str(), r.step, in.steps));
     }
     const StoredRun stored{o.output, point.step, point.workers, point.ranks, point.lineage};
     const StateShape shape{in.shape, in.layout, in.fragments, o.inner_steps, diloco_options(o).wire,
@@ -1535,8 +1550,8 @@ inline void print_totals(const Run& run) {
     }
 }
 
-// Nobody says that it is through while the device still works on what others take part in: one that dies after
-// that would leave it hanging.
+// Nobody says that it is through while the device still works on what others take part in: one that dies
+// after that would leave it hanging.
 inline void finish_collectives(Run& run) {
     const Watchdog::Watch watch(run.watchdog, "the last collectives");
     wait_for_parameters(run.worker);
@@ -1734,12 +1749,13 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
     logger.run({process.worker, process.rank, process.workers, process.ranks, in.layout.values, o.resolved,
                 in.steps, diloco ? offsets(in.fragments) : std::vector<double>()},
                resumed.step);
-    const LearningRateSchedule schedule{schedule_kind(o.schedule), o.learning_rate, o.warmup, in.steps,
-                                        o.final_fraction};
-    Run run{o, process, in, *worker, diloco.get(), logger, status, watchdog, device, schedule,
-            model_flops_per_token(in.shape, in.layout.values, o.seq_len),
-            promised_flops(device.name, sizeof(floatX) == 2, matmul_precision(o.matmul_precision)),
-            resumed, checkpointer.get(), {}, {}, {}, {}};
+    Run run{o, process, in, *worker, logger, status, watchdog, device, resumed};
+    run.diloco = diloco.get();
+    run.checkpointer = checkpointer.get();
+    run.schedule = {schedule_kind(o.schedule), o.learning_rate, o.warmup, in.steps, o.final_fraction};
+    run.flops_per_token = model_flops_per_token(in.shape, in.layout.values, o.seq_len);
+    run.promised_flops =
+        promised_flops(device.name, sizeof(floatX) == 2, matmul_precision(o.matmul_precision));
     if (run.speaks()) { print_banner(run, exchanges); }
     bool is_complete = false;
     or_leave(process, [&] {
@@ -1759,6 +1775,13 @@ inline int train(const Options& o, Process& process) {
     return is_complete ? 0 : stopped_status;
 }
 
+// The memory of the file's values goes before that of activations is taken.
+inline void read_parameters(Model& model, const std::string& path, Stream& main) {
+    std::vector<float> flat(static_cast<size_t>(model.layout.size));
+    read_model(path, model.layout, flat.data());
+    set_parameters(model, flat.data(), main);
+}
+
 // Writes text with a trained model, on one device: --generate.
 inline void generate(const Options& o) {
     if (!is_model_file(o.model)) {
@@ -1776,12 +1799,10 @@ inline void generate(const Options& o) {
     const std::vector<int> prompt = prompt_tokens(*tokenizer, o.prompt);
     device::use_device(0, "");
     const Layout layout = gpt_layout(shape, 1, 0);
-    std::vector<float> flat(static_cast<size_t>(layout.size));
-    read_model(o.model, layout, flat.data());
     Stream main;
     Model model(shape, layout, 2, matmul_precision(o.matmul_precision));  // 2: the least memory
+    read_parameters(model, o.model, main);
     allocate_activations(model, 1, shape.max_seq_len);
-    set_parameters(model, flat.data(), main);
     TextPrinter printer;
     printer.print(o.prompt);
     sample(model, prompt, o.sample_length, shape.max_seq_len, sampling(o), o.seed, main, [&](int token) {
@@ -1808,6 +1829,9 @@ int main(int argc, char** argv) {
     } catch (const UserError& e) {
         fprintf(stderr, "error: %s\n", e.what());
         return 2;
+    } catch (const std::bad_alloc&) {
+        fprintf(stderr, "error: not enough memory for this model: take a smaller one\n");
+        return 1;
     } catch (const std::exception& e) {
         fprintf(stderr, "error: %s\n", e.what());
         return 1;

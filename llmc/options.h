@@ -289,7 +289,8 @@ inline void define_options(CLI::App& app, Options& o) {
                 "Layers in a fragment (0: everything in one: classic DiLoCo)")
                 ->check(not_negative),
             add("--fragment-pattern", o.fragment_pattern,
-                "strided (every P-th layer), sequential, or balanced: as many fragments, of about equal bytes")
+                "strided (every P-th layer), sequential, or balanced: as many fragments, of about equal "
+                "bytes")
                 ->check(CLI::IsMember({"strided", "sequential", "balanced"})),
             add("--fragment-offsets", o.fragment_offsets,
                 "Steps within H at which the fragments are sent, such as 0,7,14 (default: evenly spread)"),
@@ -323,6 +324,14 @@ inline void define_options(CLI::App& app, Options& o) {
                          "On GPUs: outer parameters and momentum in the host's memory, fetched when needed")
                 ->default_str("false"),
         });
+}
+
+// What an option is where nobody gives it.
+inline std::string default_of(const std::string& name) {
+    CLI::App app;
+    Options options;
+    define_options(app, options);
+    return app.get_option("--" + name)->get_default_str();
 }
 
 // The README's table of options.

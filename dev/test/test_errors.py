@@ -67,6 +67,7 @@ def refused(run, *words):
         ({**RUN, "--outer-optimizer": "nesterov", "-H": 20}, ["12 steps"]),
         ({**RUN, "--config": "missing.toml"}, ["missing.toml"]),
         ({**RUN, "-k": "magic"}, ["magic"]),
+        ({**RUN, "-h": 1, "--hellaswag-data": "set.bin", "-v": 0}, ["-h 1", "-v 0"]),
         ({**RUN, "--tokenizer": "missing.bin"}, ["missing.bin"]),
         ({**WORKERS, "--worker": 2}, ["--worker 2"]),
         ({**WORKERS, "--worker": 0}, ["--store"]),

@@ -58,7 +58,9 @@ def model(tmp_path):
     return tensors
 
 
-@pytest.mark.parametrize("shape", [{"-b": 1}, {"-b": 3, "--ranks": 2}, {"-b": 8, "--workers": 2, "-H": 1, "--overlap": 0}])
+@pytest.mark.parametrize(
+    "shape", [{"-b": 1}, {"-b": 3, "--ranks": 2}, {"-b": 8, "--workers": 2, "-H": 1, "--overlap": 0}]
+)
 def test_hellaswag_is_the_share_of_right_completions_that_are_likeliest(model, train, tmp_path, shape):
     examples = random_examples(21)
     (tmp_path / "hellaswag.bin").write_bytes(eval_set(examples))
@@ -142,7 +144,7 @@ def test_samples_in_the_loop_go_on_with_the_prompt(model, letters, train, tmp_pa
     options = {**OF_FILE, "-e": tmp_path / "given.bin", "--tokenizer": tmp_path / "tokenizer.bin", "-s": 1, "-g": 5,
                "--temperature": 0, "--prompt": letter(9) + letter(30)}
     expected = continuation(model, [VOCABULARY - 1, 9, 30], 5)
-    shown = "".join(letter(token) if token < VOCABULARY - 1 else letter(token) for token in [9, 30] + expected)
+    shown = "".join(map(letter, [9, 30] + expected))
     assert f"---\n{shown}\n---" in train("run", options).stdout
 
 
@@ -161,6 +163,18 @@ def test_wrong_inputs_of_generate_are_one_line(model, letters, tmp_path, options
     assert not os.path.exists(tmp_path / "log")
 
 
+def test_llm_c_s_tokenizer_that_lies_here_is_taken_where_the_model_has_its_tokens(model, train, tmp_path):
+    options = {"-s": 1, "-g": 3, "-x": 1}
+    write_tokenizer(tmp_path / "gpt2_tokenizer.bin", VOCABULARY)
+    assert "sample after step 1" in train("taken", options).stdout
+    assert generate(tmp_path, {"-e": "given.bin", "-g": 3}).strip()
+    write_tokenizer(tmp_path / "gpt2_tokenizer.bin", VOCABULARY + 1)
+    assert "sample" not in train("passed_over", options).stdout
+    of_file = {**OF_FILE, "-e": tmp_path / "given.bin"}
+    assert "sample" not in train("of_file", {**options, **of_file}).stdout
+    assert "--tokenizer" in generate(tmp_path, {"-e": "given.bin"}, status=2)
+
+
 def test_without_its_tokenizer_generate_says_what_to_give(model, tmp_path):
     assert "--tokenizer" in generate(tmp_path, {"-e": "given.bin"}, status=2)
 
@@ -171,7 +185,7 @@ def test_without_its_tokenizer_generate_says_what_to_give(model, tmp_path):
     (eval_set([(0, [1], [[99]] * 4)]), ["99", "vocabulary"]),
 ])
 def test_wrong_eval_sets_are_refused_before_anything_is_written(train, tmp_path, content, words):
-    options = {"-h": 1, "-x": 4}
+    options = {"-h": 1, "-x": 4, "-v": 2}
     if content is not None:
         (tmp_path / "set.bin").write_bytes(content)
         options["--hellaswag-data"] = tmp_path / "set.bin"

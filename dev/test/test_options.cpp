@@ -435,6 +435,19 @@ TEST(Config, brings_a_prompt_back_or_the_prompt_is_refused) {
     }
 }
 
+// What a state of an earlier version lacks is shown as this when a run goes on from it.
+TEST(Config, has_the_default_of_each_option_by_its_name) {
+    TemporaryFolder folder;
+    const InFolder in(folder.name());
+    const Options options = parsed("");
+    ASSERT_GT(options.resolved.size(), 50u);
+    for (const auto& [name, value] : options.resolved) {
+        if (name == "outer-optimizer" || name == "total-batch") { continue; }  // as others say
+        EXPECT_EQ(default_of(name), value) << name;
+    }
+    EXPECT_EQ(default_of("top-p"), "1");
+}
+
 TEST(Config, does_not_choose_between_training_and_writing) {
     TemporaryFolder folder;
     write_bytes(folder / "config.toml", "generate=true\n");

@@ -10,6 +10,7 @@ import pytest
 
 from conftest import TRAINER, command
 from slurm_cluster import SlurmCluster, missing_programs
+from token_files import write_tokenizer
 
 # As in llm.c's scripts, with what is small in the tests' own model.
 LLMC = {
@@ -96,7 +97,9 @@ def test_processes_that_pn_and_pr_number_meet_in_the_folder_of_pf(train, tokens,
 
 
 def test_a_run_that_llm_c_s_flags_have_started_goes_on_from_its_config(train, tmp_path, one_thread):
-    flags = {**LLMC, "-d": 128, "-f": 0, "-sg": 7, "-nm": 8, "--matmul-precision": None, "--prompt": 'a "b"'}
+    write_tokenizer(tmp_path / "letters.bin", 64)
+    flags = {**LLMC, "-d": 128, "-f": 0, "-sg": 7, "-nm": 8, "--matmul-precision": None, "--prompt": 'A"B"',
+             "--tokenizer": tmp_path / "letters.bin"}
     whole = train("whole", {**flags, "-x": 12})
     train("run", flags)
     config = ["--config", tmp_path / "run" / "config.toml", "-x", "12", "-y", "1"]

@@ -74,9 +74,33 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_the_last_good_checkpoin
     assert numpy.isfinite(again.losses()).all()
 
 
+@pytest.mark.parametrize("shape", [{}, {"--ranks": 2, "-b": 2}])
+def test_what_it_says_to_remove_is_in_the_way_and_its_removal_is_enough(train, shape):
+    """A checkpoint may hold the parameters that gave that loss: finite, and good for nothing."""
+    plain = {**shape, "-n": 4, "--clip": 0, "-y": 1}
+    train("run", {**plain, "-x": 8})
+    train("run", {**plain, "-x": 9, "-l": 1e18})
+    run = train("run", {**plain, "-x": 12}, status=1)
+    named = run.folder / "state_00000009_*.bin"
+    assert f"remove {named}, then" in run.stderr and "checkpoint, of step 8," in run.stderr, run.stderr
+    assert run.stderr.count("\n") == 1
+    states = list(run.folder.glob(named.name))
+    assert len(states) == shape.get("--ranks", 1)
+    for state in states:
+        state.unlink()
+    again = train("run", {**plain, "-x": 12})
+    assert "resumed after step 8" in again.stdout and numpy.isfinite(again.losses()).all()
+
+
 def test_without_checkpoints_it_says_to_begin_anew(train):
     run = train("run", DIVERGING, status=1)
     assert "begin anew" in run.stderr and run.stderr.count("\n") == 1
+
+
+def test_the_checkpoint_of_the_parameters_that_gave_that_loss_is_not_called_good(train):
+    train("run", {**DIVERGING, "-x": 1, "-n": 1})
+    run = train("run", {**DIVERGING, "-x": 4, "-n": 4, "-y": 1}, status=1)
+    assert "begin anew" in run.stderr and "no checkpoint from before that" in run.stderr, run.stderr
 
 
 def test_a_worker_that_diverges_ends_the_run_of_all(train):
