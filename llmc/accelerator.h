@@ -62,9 +62,10 @@ inline std::string sharers_of_a_device(const Process& process, const std::vector
 inline void check_interface(const Process& process, const std::vector<std::string>& machines) {
     for (int i = 0; i < process.size(); i++) {
         if (machines[size_t(i)] != machines[size_t(i / process.ranks * process.ranks)]) {
-            throw UserError(format("--interface would move the traffic inside worker %d, too, whose ranks are "
-                                   "on several machines: give --outer-transport gloo, or leave it out",
-                                   i / process.ranks));
+            throw UserError(
+                format("--interface would move the traffic inside worker %d, too, whose ranks are on several "
+                       "machines: give --outer-transport gloo, or leave it out",
+                       i / process.ranks));
         }
     }
 }

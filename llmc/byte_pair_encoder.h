@@ -32,8 +32,8 @@ public:
         if (longest > 1) { pattern = std::make_unique<Gpt2Pattern>(); }
     }
 
-    // The tokens of a text. <|endoftext|> in it, or as the tokenizer has it, is the end-of-text token.
-    // UserError where the text is not UTF-8, or has a byte that no token has.
+    // The tokens of a text. Where it has the end-of-text token's own bytes, GPT-2's <|endoftext|>, they are
+    // that token. UserError where the text is not UTF-8, or has a byte that no token has.
     std::vector<int> encode(std::string_view text) const {
         check_utf8(text);
         std::vector<int> tokens;

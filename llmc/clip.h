@@ -1,5 +1,5 @@
-// Clipping gradients by their norm (Pascanu et al., arXiv 1211.5063): the factor that all of them are multiplied
-// with, so that their norm is at most `clip`.
+// Clipping gradients by their norm (Pascanu et al., arXiv 1211.5063): the factor that all of them are
+// multiplied with, so that their norm is at most `clip`.
 #pragma once
 #include <cmath>
 

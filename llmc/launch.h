@@ -158,7 +158,8 @@ inline void make_private_folder(const std::string& path) {
 }
 
 // The store in the folder of a job: made when it is first used, and removed by the last process that comes to
-// its end. A run that is killed leaves some kB there; no later job has its name.
+// its end. A run that is killed leaves some kB there. A job that SLURM puts back into its queue comes again
+// under the same name, and finds them: as in any store, they are no run's but the old one's (process.h).
 class JobStore : public Store {
 public:
     explicit JobStore(std::string path) : path(std::move(path)) {}

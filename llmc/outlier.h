@@ -1,7 +1,8 @@
-// Outliers of a run: how far a step's loss and gradient norm lie from those of the last 128 steps, in standard
-// deviations,
+// Outliers of a run: how far a step's loss and gradient norm lie from those of the last 128 steps, in
+// standard deviations,
 //
-//     z = (x - mean) / deviation,   mean and deviation (over n, not n - 1) of the last 128 values, x among them
+//     z = (x - mean) / deviation     mean and deviation (over n, not n - 1) of the last 128 values, x among
+//                                    them
 //
 // which is llm.c's z-score (its llmc/outlier_detector.h), so that its limits mean the same here: x enters the
 // window before it is scored, whether or not its step is skipped, and has no score (NaN) while fewer than 128
@@ -36,9 +37,9 @@ struct OutlierLimits {
     float loss_zscore = 0, norm_zscore = 0;
 };
 
-// Of a value that is in the window. 0 where all values are the same. The same bits on CPU and GPU: sums are in
-// the window's order, the only product that a compiler could fuse with one is spelled fma, and division and
-// root round to nearest in double on both.
+// Of a value that is in the window. 0 where all values are the same. The same bits on CPU and GPU: sums are
+// in the window's order, the only product that a compiler could fuse with one is spelled fma, and division
+// and root round to nearest in double on both.
 HD inline float zscore(const SeriesWindow& window, float value) {
     const int count = window.entered < outlier_window_size ? int(window.entered) : outlier_window_size;
     double sum = 0, squares = 0;

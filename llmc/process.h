@@ -378,9 +378,9 @@ private:
             const bool failed = store->try_get("cause").has_value();
             if (std::optional<std::string> value = store->try_get(key)) { return *value; }
             if (failed || patience.is_over()) {
-                const Cause cause =
-                    record_cause(*store, {name(from / ranks, from % ranks),
-                                          format("has been silent for %.0f s (--timeout)", patience.waited())});
+                const std::string silent =
+                    format("has been silent for %.0f s (--timeout)", patience.waited());
+                const Cause cause = record_cause(*store, {name(from / ranks, from % ranks), silent});
                 throw CommError(-1, cause.text());
             }
             patience.pause();

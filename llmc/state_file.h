@@ -25,7 +25,6 @@
 #include <memory>
 #include <new>
 #include <optional>
-#include <optional>
 #include <set>
 #include <stdexcept>
 #include <string>
