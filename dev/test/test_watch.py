@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from conftest import ROOT, TRAINER
+from conftest import ROOT, TRAINER, take_signals
 
 sys.path.insert(0, str(ROOT / "dev"))
 import watch  # noqa: E402
@@ -293,9 +293,14 @@ class Terminal:
         self.resize(24, 80)
         self.before = termios.tcgetattr(slave)
         environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+
+        def prepare():
+            take_signals()
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
         self.process = subprocess.Popen([sys.executable, WATCH, "--interval", "0.05", *words], stdin=slave,
                                         stdout=slave, stderr=slave, env=environment, start_new_session=True,
-                                        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+                                        preexec_fn=prepare)
         self.slave, self.text = slave, ""
 
     def resize(self, lines, columns):
