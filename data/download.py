@@ -5,6 +5,7 @@ fetch() writes to NAME.partial, goes on where it stopped (HTTP ranges), tries ag
 them, and only then gives the file its name. hub_files() lists a folder of a data set on the Hugging Face hub,
 pinned to a commit, with sizes and checksums.
 """
+import contextlib
 import hashlib
 import http.client
 import json
@@ -80,6 +81,20 @@ def fetch(remote, path, limits, received=lambda count: None):
 
 def partial_of(path):
     return path.with_name(path.name + ".partial")
+
+
+def discard(folder, paths):
+    """Removes downloads in `folder`, whole or not, and folders of theirs that are empty then. What else lies
+    there is the user's."""
+    for path in paths:
+        for each in (path, partial_of(path)):
+            if each.is_file():
+                each.unlink()
+        for parent in path.parents:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+            if parent == folder:
+                break
 
 
 def size_of(path):

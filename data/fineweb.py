@@ -52,6 +52,7 @@ from download import (
     HubFile,
     Remote,
     add_source_options,
+    discard,
     fetch,
     hub_address,
     hub_file_address,
@@ -329,9 +330,12 @@ def describe(options, tokenizer):
 
 def take_up(output, record):
     """What an earlier run of the same settings left: shards up to the first one that is not there."""
+    shown = os.path.relpath(output.folder)
+    if not record and output.shards():  # llm.c's have these names, too
+        raise UserError(f"{shown} holds shards and no prepare.json that says how they were made: use them as "
+                        "they are, or give another --out")
     if not record:
         return
-    shown = os.path.relpath(output.folder)
     if record.get("settings") != output.settings:
         raise UserError(f"{shown} holds something else (another tokenizer or size of shards, perhaps): give "
                         "another --out, or remove it")
@@ -464,7 +468,8 @@ def run(options):
         finally:
             shutil.rmtree(work, ignore_errors=True)
         if not options.keep:
-            shutil.rmtree(folder / "downloads", ignore_errors=True)
+            downloads = folder / "downloads"
+            discard(downloads, [downloads / file.path for file in files])
     print(f"{shown}: {summary}")
 
 

@@ -37,7 +37,7 @@ from corpus import (
     tokenizer_settings,
     write_tokenizer,
 )
-from download import HUB, Remote, add_source_options, check, fetch, hub_address, limits_of
+from download import HUB, Remote, add_source_options, check, discard, fetch, hub_address, limits_of
 from parallel import Processes, Progress, add_process_options, size, tokenize
 
 ARCHIVE = "TinyStories_all_data.tar.gz"
@@ -181,7 +181,7 @@ def run(options, source=SOURCE):
     made = make_whole(folder, settings, ("TinyStories_*.bin",),
                       lambda work: make(options, source, downloads, work))
     if made and not options.keep:
-        shutil.rmtree(downloads, ignore_errors=True)
+        discard(downloads, [downloads / ARCHIVE])
 
 
 if __name__ == "__main__":

@@ -32,6 +32,10 @@ def exit_status(work):
         return 130
     except BrokenPipeError:  # who reads the output has seen enough: head, less
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        print(f"error: {error.filename or 'a file'} cannot be used ({error.strerror}): check the path, "
+              "permissions and free space", file=sys.stderr)
+        return 2
     return 0
 
 

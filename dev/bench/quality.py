@@ -20,15 +20,17 @@ local.
 How the gap goes with longer training is shown twice: along the long runs, where the learning rate has not yet
 come down, and by the short runs, which are complete trainings of a quarter of the length.
 """
+import argparse
 import datetime
+import math
 import shutil
 import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from runs import (ROOT, Budget, difference_text, machine, made_by, markdown, paired, start,  # finds dev/, too
-                  train)
+from runs import (ROOT, Budget, check_report, difference_text, machine, made_by, markdown,  # finds dev/, too
+                  paired, start, train)
 from compare import bytes_sent, read_run, size_text, validation_loss
 from metrics import Parser, UserError, exit_status
 
@@ -377,7 +379,8 @@ def report(arguments):
         return "\n".join([*text, "No long run has finished: run it again."]) + "\n"
     parameters = next(run for seeds in results.runs.values() for run in seeds.values()).parameters
     minutes = sum(made["seconds"] for made in results.made) / 60
-    programs = len({made["program"] for made in results.made})
+    made = (made_by(arguments.out / one.name, one.options) for one in jobs.all())
+    programs = len({one["program"] for one in made if one})
     scale = arguments.scale
     intro = (f"`make bench-quality`, {machine()}, {datetime.date.today()}: {parameters / 1e6:.2f}M "
              f"parameters, {jobs.steps * scale.step_tokens:,} tokens of {corpus_of(arguments)}, "
@@ -416,6 +419,16 @@ def default_text():
     return ROOT / "build/quality/text"
 
 
+def above_zero(kind):
+    def parse(text):
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not above zero")
+        return value
+    parse.__name__ = kind.__name__  # "invalid int value"
+    return parse
+
+
 def parse_arguments(words):
     names = [method.name for method in METHODS]
     parser = Parser(description="What Streaming DiLoCo costs in validation loss.",
@@ -425,13 +438,14 @@ def parse_arguments(words):
     parser.add_argument("--out", type=Path, default=ROOT / "build/quality", help="folder of the runs")
     parser.add_argument("--report", type=Path, help="write the tables here too")
     parser.add_argument("--scale", choices=SCALES, default="cpu", help="sizes for this machine (cpu)")
-    parser.add_argument("--tokens", type=int, help="of a long run")
-    parser.add_argument("--seeds", type=int, help="of " + ", ".join(MAIN))
-    parser.add_argument("--learning-rate", type=float, nargs="+", dest="learning_rates",
+    parser.add_argument("--tokens", type=above_zero(int), help="of a long run")
+    parser.add_argument("--seeds", type=above_zero(int), help="of " + ", ".join(MAIN))
+    parser.add_argument("--learning-rate", type=above_zero(float), nargs="+", dest="learning_rates",
                         help="one, or several of which data-parallel's best is taken")
-    parser.add_argument("--outer-lr", type=float, nargs="+", dest="outer_lrs",
+    parser.add_argument("--outer-lr", type=above_zero(float), nargs="+", dest="outer_lrs",
                         help="likewise, streaming's best")
-    parser.add_argument("--minutes", type=float, default=120, help="no run begins that may end later (120)")
+    parser.add_argument("--minutes", type=above_zero(float), default=120,
+                        help="no run begins that may end later (120)")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", dest="names",
                         help="of " + " ".join(names))
     arguments = parser.parse_args(words)
@@ -450,6 +464,7 @@ def check(arguments):
     if not list(arguments.text.glob("*_train_*.bin")) or not list(arguments.text.glob("*_val_*.bin")):
         raise UserError(f"{arguments.text} holds no token shards: run make bench-quality, or give another "
                         "--text")
+    check_report(arguments.report)
     longest = max([SHORTER * STREAMING.inner_steps]
                   + [one.inner_steps for one in METHODS if one.name in arguments.names])
     least = longest * arguments.scale.step_tokens

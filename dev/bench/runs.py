@@ -22,7 +22,7 @@ KEPT = "made_by.json"
 
 def command_of(trainer, options, folder):
     words = [(name,) if value is True else (name, str(value)) for name, value in options.items()]
-    return [str(trainer), *(word for option in words for word in option), "-o", str(folder)]
+    return [str(Path(trainer).resolve()), *(word for option in words for word in option), "-o", str(folder)]
 
 
 def start(trainer, options, folder, name):
@@ -41,6 +41,7 @@ def train(trainer, options, folder, finish=lambda part: {}):
     finish: told where the run lies before that; what it returns is kept in made_by.json."""
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
+    program = hashlib.sha256(Path(trainer).read_bytes()).hexdigest()[:12]
     begin = time.monotonic()
     start(trainer, options, part, folder.name)
     found = finish(part)
@@ -48,7 +49,6 @@ def train(trainer, options, folder, finish=lambda part: {}):
     for pattern in ("model_*.bin", "state_*.bin", "DONE_*"):
         for file in part.glob(pattern):
             file.unlink()
-    program = hashlib.sha256(Path(trainer).read_bytes()).hexdigest()[:12]
     made = {"options": options, "program": program, "seconds": seconds, **found}
     (part / KEPT).write_text(json.dumps(made))
     part.rename(folder)
@@ -66,6 +66,12 @@ def made_by(folder, options):
     if made["options"] != options:
         raise UserError(f"{folder} was run with other options: remove it, or give another --out")
     return made
+
+
+def check_report(path):
+    """Before hours of runs, not behind them."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise UserError(f"--report {path} cannot be written: give a file in a folder that is there")
 
 
 class Budget:

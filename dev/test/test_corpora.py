@@ -514,6 +514,22 @@ def test_stories_are_shuffled_as_llmc_does_and_the_first_file_is_held_out(capsys
     assert "already there" in made_here(capsys, "tinystories", arguments, source)
 
 
+def test_what_a_user_has_in_a_folder_named_downloads_stays(capsys, site, parquet, tmp_path):
+    source, mine = write_stories(tmp_path / "there", site), tmp_path / "out" / "downloads" / "mine.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("the user's own")
+    arguments = ["--tokenizer", "bytes", "--out", tmp_path / "out", "--processes", 1]
+    made_here(capsys, "tinystories", ["--url", source.url, *arguments], source)
+    assert [*mine.parent.iterdir()] == [mine]
+    serve_hub(site, parquet)
+    mine = mine.rename(tmp_path / "mine.txt")
+    fineweb = tmp_path / "web" / "downloads" / SAMPLE
+    fineweb.mkdir(parents=True)
+    mine = mine.rename(fineweb / "mine.txt")
+    made("fineweb.py", "--url", site.address, *QUICK, *FINEWEB, "--out", tmp_path / "web")
+    assert [*fineweb.iterdir()] == [mine]
+
+
 def test_a_part_of_the_stories_and_a_vocabulary_of_their_own(capsys, site, tmp_path):
     pytest.importorskip("tokenizers")
     source = write_stories(tmp_path / "there", site)
@@ -732,6 +748,16 @@ def test_fineweb_has_a_vocabulary_of_its_own_and_keeps_it(site, parquet, tmp_pat
     (tmp_path / "out" / names[1]).unlink()
     made("fineweb.py", *arguments)
     assert without_record(tmp_path / "out") == before
+
+
+def test_shards_that_another_program_made_are_left_alone(parquet, undisturbed, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    for path in undisturbed.glob("fineweb_*.bin"):  # llm.c's have the same names, and no record
+        (out / path.name).write_bytes(path.read_bytes())
+    before = contents(out)
+    assert "no prepare.json" in failed("fineweb.py", "--from", parquet, *FINEWEB, "--out", out)
+    assert contents(out) == before
 
 
 def test_other_settings_or_files_in_the_same_folder_are_refused(parquet, tmp_path):

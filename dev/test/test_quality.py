@@ -1,6 +1,7 @@
 """dev/bench/quality.py: its runs read the same tokens, its rates come from its short runs, its tables are of
 the logs and the local losses those of the run's own bits. Most logs are made here; the last test trains."""
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -160,9 +161,31 @@ def test_runs_with_other_options_are_not_taken_for_these(arguments):
         quality.run_all(arguments)
 
 
+def test_another_build_of_the_trainer_is_said_even_if_only_short_runs_are_of_it(arguments):
+    make_short_runs(arguments)
+    make_long_runs(arguments)
+    assert "different builds" not in quality.report(arguments)
+    path = arguments.out / quality.Jobs(arguments).short_classic.name / "made_by.json"
+    path.write_text(path.read_text().replace('"program": "a"', '"program": "b"'))
+    assert "made by 2 different builds" in quality.report(arguments)
+
+
+def test_a_trainer_beside_the_shell_is_found_and_one_that_does_not_start_is_one_line(arguments, tmp_path):
+    (tmp_path / "trainer").write_text("#!/bin/sh\necho 'error: it was found: good' >&2; exit 2\n")
+    words = ["--scale", "trial", "--text", str(arguments.text), "--out", "runs", "--trainer", "./trainer"]
+    for mode, message in ((0o755, "it was found"), (0o644, "trainer cannot be used (Permission denied)")):
+        (tmp_path / "trainer").chmod(mode)
+        result = subprocess.run([sys.executable, quality.__file__, *words], capture_output=True, text=True,
+                                cwd=tmp_path)
+        assert result.returncode == 2 and message in result.stderr and result.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("words, what", [
     (["--tokens", "25600"], "give --tokens 30720 or more"),
     (["--text", "nowhere"], "nowhere holds no token shards"),
+    (["--tokens", "0"], "0 is not above zero"), (["--seeds", "-1"], "-1 is not above zero"),
+    (["--learning-rate", "nan"], "nan is not above zero"), (["--minutes", "x"], "invalid float value"),
+    (["--report", "nowhere/report.md"], "nowhere/report.md cannot be written"),
     (["--trainer", "nowhere"], "nowhere is not there"), (["--only", "x"], "invalid choice")])
 def test_wrong_options_are_the_users_mistake(arguments, words, what):
     given = ["--scale", "trial", "--text", str(arguments.text), "--out", str(arguments.out / "new"),
