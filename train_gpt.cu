@@ -1053,23 +1053,25 @@ inline void print_rates(Run& run, long step) {
                            seconds));
 }
 
-// Why a run ends whose loss is no number any more, and what to do. A resume takes the newest step of which
-// every process has its state, so that of the parameters that gave this loss has to go.
-inline std::string divergence(const Run& run, long step, float loss) {
-    const std::string what =
-        format("the loss of step %ld is %s: ", step, std::isnan(loss) ? "not a number" : "infinite");
+// Ends the run where a loss is no number any more, and says what to do. A resume takes the newest step of
+// which every process has its state, so that of the parameters that gave this loss has to go.
+// name: of the loss   step: after which the parameters were those that gave it
+inline void check_loss(const Run& run, float loss, const std::string& name, long step) {
+    if (std::isfinite(loss)) { return; }
+    const std::string what = name + (std::isnan(loss) ? " is not a number: " : " is infinite: ");
     const CheckpointFolder files(run.options.output, run.process);
     std::set<long> good;
     if (run.checkpointer) { good = files.whole_steps(run.resumed.lineage); }
-    good.erase(good.lower_bound(step - 1), good.end());
+    good.erase(good.lower_bound(step), good.end());
     if (good.empty()) {
-        return what + "begin anew with a lower -l or a longer -u (there is no checkpoint from before that)";
+        throw RunError(
+            what + "begin anew with a lower -l or a longer -u (there is no checkpoint from before that)");
     }
-    const bool is_suspect_there = !first_that_exists({files.state(step - 1)}).empty();
-    const std::string suspect = run.options.output + format("/state_%08ld_*.bin", step - 1);
-    return what + (is_suspect_there ? "remove " + suspect + ", then " : "") +
-           format("go on from the last good checkpoint, of step %ld, with -y 1 and a lower -l or -sg 4: with "
-                  "nothing changed the same comes again", *good.rbegin());
+    const bool is_suspect_there = !first_that_exists({files.state(step)}).empty();
+    const std::string suspect = run.options.output + format("/state_%08ld_*.bin", step);
+    throw RunError(what + (is_suspect_there ? "remove " + suspect + ", then " : "") +
+                   format("go on from the last good checkpoint, of step %ld, with -y 1 and a lower -l or -sg "
+                          "4: with nothing changed the same comes again", *good.rbegin()));
 }
 
 // What of a step is out of the ordinary, for people.
@@ -1110,7 +1112,7 @@ inline StepMetrics step_metrics(const Run& run, const StepResult& result, const 
     return metrics;
 }
 
-// Waits for a step, if there is one to wait for, and reports it. RunError where its loss is not a number.
+// Waits for a step, if there is one to wait for, and reports it. RunError where its loss is no number.
 inline void collect(Run& run, StepResult& result) {
     if (result.step == 0) { return; }
     result.done.synchronize();
@@ -1121,7 +1123,7 @@ inline void collect(Run& run, StepResult& result) {
     run.totals.train_seconds += seconds;
     const StepMetrics metrics = step_metrics(run, result, scalars, seconds);
     run.logger.step(metrics);
-    if (!std::isfinite(scalars.loss)) { throw RunError(divergence(run, result.step, scalars.loss)); }
+    check_loss(run, scalars.loss, format("the loss of step %ld", result.step), result.step - 1);
     if (run.speaks()) {
         report_skipped(run, result.step, scalars);
         run.status.update(result.step, run.inputs.steps, scalars.loss, metrics.tokens_per_second,
@@ -1139,6 +1141,7 @@ inline void evaluate(Run& run, long step) {
                                                   : loader.num_batches();
     const float loss = validation_loss(run.worker, loader, o.batch, o.seq_len, batches);
     run.logger.eval(step, loss);
+    check_loss(run, loss, format("the validation loss after step %ld", step), step);
     if (run.speaks()) { run.status.print(format("validation loss %.4f after step %ld", double(loss), step)); }
 }
 
@@ -1674,6 +1677,21 @@ inline void make_comms(const Options& o, const Process& process, Watchdog& watch
     watchdog.guard(*outer);
 }
 
+// A worker with the parameters that the run begins with.
+inline std::unique_ptr<Worker> make_worker(const Options& o, Inputs& in, Model& model, Comm& inner,
+                                           Stream& main, Stream& inner_stream, Watchdog& watchdog) {
+    allocate_activations(model, o.batch, o.seq_len);
+    auto worker = std::make_unique<Worker>(model, inner, main, inner_stream);
+    worker->progress = [&watchdog] { watchdog.progress(); };
+    set_parameters(*worker, in.initial.data());
+    in.initial = std::vector<float>();
+    if (runs_on_gpu) {
+        const Watchdog::Watch watch(watchdog, "the first collectives");
+        warm_up(*worker, o);
+    }
+    return worker;
+}
+
 // What comes before the loop.
 inline void begin_training(Run& run, Process& process) {
     Resumption& resumed = run.resumed;
@@ -1724,15 +1742,7 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
         make_comms(o, process, watchdog, inner, outer);
         model = std::make_unique<Model>(in.shape, in.layout, o.recompute,
                                         matmul_precision(o.matmul_precision));
-        allocate_activations(*model, o.batch, o.seq_len);
-        worker = std::make_unique<Worker>(*model, *inner, main, inner_stream);
-        worker->progress = [&] { watchdog.progress(); };
-        set_parameters(*worker, in.initial.data());
-        in.initial = std::vector<float>();
-        if (runs_on_gpu) {
-            const Watchdog::Watch watch(watchdog, "the first collectives");
-            warm_up(*worker, o);
-        }
+        worker = make_worker(o, in, *model, *inner, main, inner_stream, watchdog);
         if (resumed.state) { restore(*worker, *resumed.state); }
         if (!o.output.empty()) {
             checkpointer = std::make_unique<Checkpointer>(o.output, process, o.keep_checkpoints,
@@ -1759,9 +1769,14 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
     if (run.speaks()) { print_banner(run, exchanges); }
     bool is_complete = false;
     or_leave(process, [&] {
-        begin_training(run, process);
-        is_complete = training_loop(run);
-        process.leave();
+        try {
+            begin_training(run, process);
+            is_complete = training_loop(run);
+            process.leave();
+        } catch (...) {
+            status.clear();  // for the one line that says why
+            throw;
+        }
     });
     return is_complete;
 }

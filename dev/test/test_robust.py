@@ -1,9 +1,12 @@
 """What a run does when training goes wrong: outliers, losses that are no numbers; and -a, one batch for ever."""
 
+import os
+import subprocess
+
 import numpy
 import pytest
 
-from conftest import TINY, write_shard
+from conftest import TINY, command, write_shard
 
 
 @pytest.fixture
@@ -101,6 +104,30 @@ def test_the_checkpoint_of_the_parameters_that_gave_that_loss_is_not_called_good
     train("run", {**DIVERGING, "-x": 1, "-n": 1})
     run = train("run", {**DIVERGING, "-x": 4, "-n": 4, "-y": 1}, status=1)
     assert "begin anew" in run.stderr and "no checkpoint from before that" in run.stderr, run.stderr
+
+
+@pytest.mark.parametrize("shape", [{}, {"--workers": 2, "-H": 1, "--overlap": 0}])
+def test_a_validation_loss_that_is_no_number_ends_the_run_before_its_model_is_written(train, shape):
+    run = train("run", {**DIVERGING, **shape, "-x": 1, "-v": 1, "--eval": "local"}, status=1)
+    assert "the validation loss after step 1 is not a number: begin anew" in run.stderr, run.stderr
+    assert run.stderr.count("\n") == 1 and not list(run.folder.glob("model_*"))
+
+
+def test_on_a_terminal_why_a_run_ends_is_a_line_of_its_own(tokens, tmp_path):
+    master, terminal = os.openpty()
+    words = command(tokens, tmp_path / "run", {**DIVERGING, "-x": 60})
+    started = subprocess.Popen(words, stdout=terminal, stderr=terminal, cwd=tmp_path)
+    os.close(terminal)
+    shown = b""
+    try:
+        while more := os.read(master, 4096):
+            shown += more
+    except OSError:  # Linux says so at the end of what a terminal has
+        pass
+    os.close(master)
+    assert started.wait(timeout=60) == 1
+    last = shown.decode().rstrip().split("\r\n")[-1]
+    assert b"step 1/60" in shown and last.split("\x1b[K")[-1].startswith("error: the loss of step"), shown
 
 
 def test_a_worker_that_diverges_ends_the_run_of_all(train):
