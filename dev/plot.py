@@ -249,6 +249,8 @@ def main(words):
     arguments = parser.parse_args(words)
     if len(arguments.runs) > len(COLORS):
         raise UserError(f"{len(arguments.runs)} runs are too many: give at most {len(COLORS)}")
+    if not arguments.output.suffix:  # matplotlib would give it one
+        raise UserError(f"{arguments.output} names no format: give a name such as losses.png")
     runs = [read_run(folder) for folder in arguments.runs]
     draw(runs, arguments.output, arguments.x, labels(arguments.runs))
     print(f"drew {arguments.output}")

@@ -72,7 +72,7 @@ def count(smallest):
             value = float(text)
         except ValueError:
             value = -1
-        if value < smallest or value != int(value):
+        if not smallest <= value < float("inf") or value != int(value):
             raise argparse.ArgumentTypeError(f"'{text}' is no whole number from {smallest} on")
         return int(value)
     return parse
@@ -208,14 +208,27 @@ def candidate_row(name, candidate):
 def verdict(plan, has_run):
     """has_run: the run was one with these options, not a data-parallel one"""
     best = plan.best
-    if not plan.reaches:
-        return (f"Nothing that was tried, with H up to 1000 and tau up to 10, reaches {TARGET:.0%} on this "
-                f"link; {best.options} comes nearest, with {percent(best.utilization)}.")
-    if best.changes == 0 and has_run:
+    if plan.reaches and best.changes == 0 and has_run:
         return f"The run keeps {percent(best.utilization)} of its speed as it is."
-    text = f"Start it with {best.options}."
-    if best.is_beyond_paper:
-        text += (" The paper tried no H above 100 and advises no tau above 5: look at the loss, too.")
+    workers = "" if has_run else f"--workers {best.run.workers} "
+    if plan.reaches:
+        text = f"Start it with {workers}{best.options}."
+    else:
+        text = (f"Nothing that was tried, with H up to 1000 and tau up to 10, reaches {TARGET:.0%} on this "
+                f"link; {workers}{best.options} comes nearest, with {percent(best.utilization)}.")
+    return text + cautions(best)
+
+
+def cautions(candidate):
+    """What its options ask of a run beyond what was measured."""
+    run, text = candidate.run, ""
+    if candidate.is_beyond_paper:
+        text += " The paper tried no H above 100 and advises no tau above 5: look at the loss, too."
+    if run.inner_steps > run.steps > 0:
+        text += f" This run had {run.steps} steps: that takes H, {run.inner_steps}, or more (-x)."
+    if run.overlap > 0 and run.local_weight == 0:
+        text += (" With its --local-weight, 0, what is learnt while a fragment is under way is lost: the "
+                 "paper's is 0.5.")
     return text
 
 

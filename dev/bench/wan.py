@@ -14,7 +14,6 @@ first. Beside it stands what dev/simulate.py predicts from the unlimited run's l
 A finished run is a folder in --out that is not run again, so that it can be stopped at any time; when
 --minutes are over no other run begins.
 """
-import argparse
 import contextlib
 import datetime
 import hashlib
@@ -31,8 +30,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "dev/bench"), str(ROOT / "dev/wan")]
-from compare import UserError, read_run, size_text
-from runs import KEPT, Budget, machine, made_by, markdown
+from compare import read_run, size_text
+from metrics import Parser, UserError, exit_status
+from runs import KEPT, Budget, check_report, machine, made_by, markdown
 from simulate import predict, read_measured
 from sites import Line, Sites, missing
 
@@ -385,9 +385,9 @@ def draw(rows, path):
         draw_rows(path, [method.title for method in METHODS], shown)
 
 
-def parse_arguments():
+def parse_arguments(words):
     names = [method.name for method in METHODS]
-    parser = argparse.ArgumentParser(description="Training over slow lines.")
+    parser = Parser(description="Training over slow lines.")
     parser.add_argument("--trainer", type=Path, default=ROOT / "train_gpt_cpu")
     parser.add_argument("--relay", type=Path, default=ROOT / "build/relay")
     parser.add_argument("--text", type=Path, default=ROOT / "build/wan/text", help="token shards, bytes")
@@ -398,7 +398,7 @@ def parse_arguments():
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=" ".join(names))
     parser.add_argument("--sysctl", action="append", default=[], metavar="NAME=VALUE",
                         help="of the namespaces, such as net/ipv4/tcp_congestion_control=reno")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def chosen(arguments):
@@ -419,21 +419,16 @@ def check(arguments):
         raise UserError(f"{arguments.trainer} is not there: run make train_gpt_cpu")
     if not list(arguments.text.glob("*_train_*.bin")):
         raise UserError(f"{arguments.text} holds no tokens: run make bench-wan, or give --text")
+    check_report(arguments.report)
     arguments.out.mkdir(parents=True, exist_ok=True)
 
 
-def main():
-    arguments = parse_arguments()
+def main(words):
+    arguments = parse_arguments(words)
     methods, lines = chosen(arguments)
-    try:
-        check(arguments)
-        run_all(arguments, methods, lines)
-        text, rows = report(arguments, methods, lines)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    check(arguments)
+    run_all(arguments, methods, lines)
+    text, rows = report(arguments, methods, lines)
     print("\n" + text, end="")
     if arguments.report:
         figure = arguments.report.with_suffix(".png")
@@ -442,4 +437,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

@@ -11,6 +11,8 @@ COLORS = ["#555555", "#0072B2", "#D55E00", "#009E73", "#CC79A7"]  # Okabe and It
 
 
 def draw(path):
+    if not path.suffix:  # matplotlib would give it one
+        raise UserError(f"{path} names no format: give a name such as simulated.png")
     figure, panels = plt.subplots(1, len(SIZES), figsize=(11, 4), sharey=True, layout="constrained")
     for axes, size in zip(panels, SIZES):
         for method, color in zip(METHODS, COLORS):

@@ -33,6 +33,8 @@ class Measured:
     micro_steps: int = 1
     parameter_bytes: int = 4  # of a value that ranks gather: 4 on a CPU, 2 on a GPU
     ranks_share_link: bool = True
+    local_weight: float = 0.5  # alpha
+    steps: int = 0             # that it trained; 0: not known
 
     @property
     def is_data_parallel(self):
@@ -94,7 +96,8 @@ def read_measured(folder):
             fragment_offsets=offsets_of(options),
             overlap=min(int(log["run"]["options"]["overlap"]) for log in logs),
             outer_dtype=options["outer-dtype"], outer_exchange=options.get("outer-exchange", "all_gather"),
-            micro_steps=micro_steps(options, run["ranks"]), parameter_bytes=parameter_bytes(first))
+            micro_steps=micro_steps(options, run["ranks"]), parameter_bytes=parameter_bytes(first),
+            local_weight=float(options.get("local-weight", 0.5)), steps=first["step"][-1]["step"])
     except (KeyError, ValueError) as error:
         raise UserError(f"the log of {folder} does not say what the run was ({error}): start it again with "
                         "this version") from error

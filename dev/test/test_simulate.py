@@ -279,6 +279,20 @@ def test_a_run_that_keeps_its_speed_is_left_as_it_is_and_a_hopeless_link_is_call
     assert not hopeless.reaches and hopeless.best.utilization < TARGET and not hopeless.others
 
 
+def test_a_plan_says_what_else_its_options_take():
+    classic = replace(RUN, local_weight=0, steps=20)
+    far = make_plan(classic, Link(5e7, 0.02))
+    assert far.reaches and far.best.run.inner_steps > 20 and far.best.run.overlap > 0
+    text = simulate.verdict(far, True)
+    assert f"This run had 20 steps: that takes H, {far.best.run.inner_steps}, or more (-x)." in text
+    assert "With its --local-weight, 0, what is learnt" in text and "--workers" not in text
+    unlike = make_plan(replace(classic, local_weight=0.5, steps=5000), Link(5e7, 0.02))
+    text = simulate.verdict(unlike, False)
+    assert "had" not in text and "local-weight" not in text and "Start it with --workers 2 -H" in text
+    nothing = make_plan(classic, Link(1e4, 0.08))
+    assert "This run had 20 steps" in simulate.verdict(nothing, True)
+
+
 def test_rates_of_a_plan_are_its_bytes_by_its_time():
     plan = make_plan(RUN, Link(2e8, 0.08))
     sent = plan.best.bytes_by_step()
@@ -330,6 +344,9 @@ def test_general_and_papers_table_agree_where_they_say_the_same():
     (["--run", "nowhere", "--link", "1"], "write it like 200mbit"),
     (["--run", "r", "--link", "0mbit"], "rate 0"),
     (["--parameters", "1.5", "--layers", "2"], "no whole number"),
+    (["--parameters", "inf", "--layers", "2"], "'inf' is no whole number"),
+    (["--parameters", "nan", "--layers", "2"], "'nan' is no whole number"),
+    (["--plot", "simulated"], "names no format"),
     (["--paper", "--plan", "x"], "not allowed"),
     (["--parameters", "9", "--layers", "24", "--step-time", "1s"], "too few"),
     (["--parameters", "1e9", "--layers", "24", "--step-time", "1s", "--workers", "1"], "one worker"),

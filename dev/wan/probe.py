@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from sites import ROOT, Line, Sites, UserError, missing
+from sites import ROOT, Line, Sites, UserError, missing  # finds dev/, too
+from metrics import Parser, exit_status
 
 PORT = 5001
 
@@ -58,11 +59,11 @@ def ping(address, count):
 
 
 def receive():
-    """Takes one stream and says when each 64 KiB came."""
+    """Takes one stream and says when it could begin, and when each 64 KiB came."""
     with socket.create_server(("", PORT)) as server:
+        arrivals = [(time.monotonic(), 0)]
         print("ready", flush=True)
         connection, _ = server.accept()
-        arrivals = []
         with connection:
             while data := connection.recv(65536):
                 arrivals.append((time.monotonic(), len(data)))
@@ -108,12 +109,14 @@ def measure(line, packets, megabytes, relay=ROOT / "build/relay"):
         arrivals, _ = run_pair(sites, ["--as", "receive"],
                                ["--as", "stream", "--bytes", str(int(megabytes * 1e6))])
     relay_share = sites.statistics["cpu_seconds"] / sites.statistics["seconds"]
-    return {"round_trip_ms": round_trip, "lost": lost, "megabits": rate_of(json.loads(arrivals)),
-            "relay_share": relay_share, "relay": sites.statistics}
+    arrivals = json.loads(arrivals)
+    return {"round_trip_ms": round_trip, "lost": lost, "megabits": rate_of(arrivals),
+            "stream_seconds": arrivals[-1][0] - arrivals[0][0], "relay_share": relay_share,
+            "relay": sites.statistics}
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Measures a line between two sites.")
+def parse_arguments(words):
+    parser = Parser(description="Measures a line between two sites.")
     parser.add_argument("--mbit", type=float, default=0, help="Mbit/s (0: unlimited)")
     parser.add_argument("--rtt", type=float, default=0, help="round trip in ms")
     parser.add_argument("--loss", type=float, default=0, help="probability")
@@ -124,27 +127,36 @@ def main():
                         help=argparse.SUPPRESS)
     parser.add_argument("--bytes", type=int, help=argparse.SUPPRESS)
     parser.add_argument("address", nargs="?", help=argparse.SUPPRESS)
-    a = parser.parse_args()
-    if a.part == "echo":
-        echo(a.packets)
-    elif a.part == "ping":
-        print(json.dumps(ping(a.address, a.packets)))
-    elif a.part == "receive":
+    arguments = parser.parse_args(words)
+    if arguments.packets < 1:
+        raise UserError(f"--packets {arguments.packets}: give one or more")
+    if arguments.megabytes is not None and not 0.1 <= arguments.megabytes <= 1e6:
+        raise UserError(f"--megabytes {arguments.megabytes:g}: give 0.1 to 1000000")
+    return arguments
+
+
+def print_measured(arguments):
+    if lack := missing():
+        raise UserError(lack)
+    line = Line(arguments.mbit, arguments.rtt, arguments.loss, mtu=arguments.mtu)
+    found = measure(line, arguments.packets, arguments.megabytes or (arguments.mbit or 2000) / 2)
+    print(f"round trip {found['round_trip_ms']:.2f} ms, lost {100 * found['lost']:.2f}%, "
+          f"one stream {found['megabits']:.1f} Mbit/s, relay {100 * found['relay_share']:.1f}% of a core")
+
+
+def main(words):
+    arguments = parse_arguments(words)
+    if arguments.part == "echo":
+        echo(arguments.packets)
+    elif arguments.part == "ping":
+        print(json.dumps(ping(arguments.address, arguments.packets)))
+    elif arguments.part == "receive":
         receive()
-    elif a.part == "stream":
-        stream(a.address, a.bytes)
+    elif arguments.part == "stream":
+        stream(arguments.address, arguments.bytes)
     else:
-        try:
-            if lack := missing():
-                raise UserError(lack)
-            line = Line(a.mbit, a.rtt, a.loss, mtu=a.mtu)
-            found = measure(line, a.packets, a.megabytes or (a.mbit or 2000) / 2)
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
-        print(f"round trip {found['round_trip_ms']:.2f} ms, lost {100 * found['lost']:.2f}%, "
-              f"one stream {found['megabits']:.1f} Mbit/s, relay {100 * found['relay_share']:.1f}% of a core")
+        print_measured(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

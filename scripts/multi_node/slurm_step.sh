@@ -17,7 +17,7 @@ run_step() {
     srun --export=ALL --distribution=block --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
         --kill-on-bad-exit=0 --wait=60 "$@" &
     local srun=$! result is_interrupted=1
-    trap 'is_interrupted=1; kill -USR1 $srun' USR1 # the time is nearly up; srun passes it on
+    trap 'is_interrupted=1; kill -USR1 $srun || true' USR1 # the time is nearly up; srun passes it on
     trap 'is_interrupted=1 is_ended=1' TERM
     while ((is_interrupted)); do
         is_interrupted=0 result=0
