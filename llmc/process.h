@@ -181,9 +181,9 @@ private:
     void wait_for(const std::vector<std::string>& missing) {
         if (patience.is_over()) {
             throw UserError(
-                format("%s did not come within %g s: start all workers with the same --store, --run-name, "
-                       "--workers and --ranks, or raise --timeout",
-                       list_in_words(missing).c_str(), timeout));
+                format("%s did not come to %s within %g s: start all workers with the same --store, "
+                       "--run-name, --workers and --ranks, or raise --timeout",
+                       list_in_words(missing).c_str(), everything->url().c_str(), timeout));
         }
         if (loud && patience.waited() > next_notice) {
             fprintf(stderr, "waiting for %s (%.0f of %g s)\n", list_in_words(missing).c_str(),

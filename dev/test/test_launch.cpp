@@ -618,9 +618,10 @@ TEST(Meeting, who_is_missing_after_the_time_limit_is_named) {
     for (auto& process : processes) { EXPECT_EQ(process.wait(20), 0); }
     EXPECT_EQ(
         processes[0].report,
-        "worker 1 rank 0 and worker 3 rank 0 did not come within 0.5 s: start all workers with the same "
-        "--store, --run-name, --workers and --ranks, or raise --timeout");
-    EXPECT_EQ(processes[1].report.rfind("worker 0 rank 0 did not come within 0.5 s", 0), 0u);
+        "worker 1 rank 0 and worker 3 rank 0 did not come to file:" + folder.name() +
+            " within 0.5 s: start all workers with the same --store, --run-name, --workers and --ranks, or "
+            "raise --timeout");
+    EXPECT_EQ(processes[1].report.rfind("worker 0 rank 0 did not come to ", 0), 0u);
 }
 
 TEST(Meeting, works_over_redis) {
