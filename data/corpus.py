@@ -419,39 +419,50 @@ def files_made(folder):
     return [folder / name for name in names if Path(name).name == name and (folder / name).is_file()]
 
 
-def replace_output(work, folder, patterns, settings):
-    """Moves the new files into place. prepare.json goes before they come, and comes last: without it, and
-    without all that it lists, nothing counts. Files of another text go too: their tokenizer is replaced.
+def not_made_here(folder, patterns):
+    """Files that have the names of what comes, and are not of a corpus that prepare.json lists: the user's."""
+    ours = files_made(folder)
+    return [path for pattern in (*patterns, "tokenizer.bin", "tokenizer.json")
+            for path in sorted(folder.glob(pattern)) if path not in ours]
+
+
+def replace_output(work, folder, settings):
+    """Moves the new files into place, and those of an earlier corpus out of it, of another text too: their
+    tokenizer is replaced. prepare.json lists all of them before that, as what does not count, and comes last.
     """
-    for old in files_made(folder):
+    def save(settings, files):
+        (work / "prepare.json").write_text(json.dumps({"settings": settings, "files": files}, indent=1) + "\n")
+        os.replace(work / "prepare.json", folder / "prepare.json")
+
+    files, earlier = {path.name: path.stat().st_size for path in sorted(work.iterdir())}, files_made(folder)
+    save(None, {path.name: None for path in earlier} | files)
+    for old in earlier:
         old.unlink()
-    (folder / "prepare.json").unlink(missing_ok=True)
-    for pattern in (*patterns, "tokenizer.bin", "tokenizer.json"):
-        for old in folder.glob(pattern):
-            old.unlink()
-    files = {path.name: path.stat().st_size for path in sorted(work.iterdir())}
-    (work / "prepare.json").write_text(json.dumps({"settings": settings, "files": files}, indent=1) + "\n")
-    for path in [*files, "prepare.json"]:
-        os.replace(work / path, folder / path)
+    for name in files:
+        os.replace(work / name, folder / name)
+    save(settings, files)
 
 
 def make_whole(folder, settings, patterns, make):
     """Lets make(work) write a corpus, which then appears in `folder` at once. Does nothing where it is there.
 
-    patterns: of older files that go. make returns the line that sums the corpus up. Returns whether it was
-    called.
+    patterns: of its files' names, under which there must be nothing of the user's. make returns the line that
+    sums the corpus up. Returns whether it was called.
     """
     shown = os.path.relpath(folder)
     with locked(folder):
         if is_there(folder, settings):
             print(f"{shown}: already there")
             return False
+        if others := not_made_here(folder, patterns):  # llm.c's, say
+            raise UserError(f"{shown}/{others[0].name} was not made by this script: use it as it is, or give "
+                            "another --out")
         work = folder / WORK
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         try:
             summary = make(work)
-            replace_output(work, folder, patterns, settings)
+            replace_output(work, folder, settings)
         finally:
             shutil.rmtree(work, ignore_errors=True)
     print(f"{shown}: {summary}")

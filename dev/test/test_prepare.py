@@ -1,5 +1,6 @@
 """data/prepare.py: every byte of the text arrives, in the formats of the trainer; nothing is half-done."""
 
+import contextlib
 import fcntl
 import importlib.util
 import json
@@ -217,15 +218,54 @@ def test_another_text_in_the_same_folder_replaces_the_first_one(text, tmp_path):
 
 
 def test_a_run_that_was_killed_leaves_nothing_that_counts(text, tmp_path):
-    """Until prepare.json is there, whatever lies in the folder is made again."""
     out = tmp_path / "out"
     (out / ".part").mkdir(parents=True)
     (out / ".part" / "lines_train_000000.bin").write_bytes(b"half")
-    (out / "lines_train_000007.bin").write_bytes(b"old")
     (out / "notes.txt").write_text("the user's own")
     made("--text", text, "--out", out)
     assert sorted(path.name for path in out.iterdir()) == ["lines_train_000000.bin", "lines_val_000000.bin",
                                                            "notes.txt", "prepare.json", "tokenizer.bin"]
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_a_run_that_is_killed_among_its_last_moves_is_gone_on_with(text, tmp_path, at, monkeypatch):
+    """Files of the text before, of the new one, some of both: all are replaced, and counted last."""
+    other, out, moves = tmp_path / "other.txt", tmp_path / "out", []
+    other.write_text("".join(numbered_lines(500)), encoding="utf-8")
+    made("--text", text, "--out", out)
+    monkeypatch.syspath_prepend(str(PREPARE.parent))
+    spec = importlib.util.spec_from_file_location("prepare_to_kill", PREPARE)
+    prepare = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(prepare)
+    corpus, replace = sys.modules["corpus"], os.replace
+
+    def killed(source, target):
+        if pathlib.Path(target).parent == out:
+            moves.append(target)
+            if len(moves) > at:
+                raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(corpus.os, "replace", killed)
+    arguments = ["--text", str(other), "--out", str(out)]
+    with pytest.raises(KeyboardInterrupt) if at < 5 else contextlib.nullcontext():
+        prepare.run(prepare.parse_options(arguments))
+    monkeypatch.undo()
+    assert ("already there" in made(*arguments)) == (at == 5)
+    made("--text", other, "--out", tmp_path / "whole")
+    for path in (tmp_path / "whole").iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes()
+    assert len([*out.iterdir()]) == 4
+
+
+@pytest.mark.parametrize("name", ["lines_train_000007.bin", "tokenizer.bin", "tokenizer.json"])
+def test_a_file_that_it_has_not_made_is_left_alone(text, tmp_path, name):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / name).write_bytes(b"the user's own")
+    message = failed("--text", text, "--out", out)
+    assert f"{name} was not made by this script" in message and "another --out" in message
+    assert [path.read_bytes() for path in out.iterdir()] == [b"the user's own"]
 
 
 def test_a_second_run_at_the_same_time_waits_and_finds_the_work_done(text, tmp_path):
