@@ -443,6 +443,7 @@ def process_lines(run, width, height, now):
 # -----------------------------------------------------------------------------------------------------------
 # The terminal
 
+SCREEN_TAKEN, SCREEN_LEFT = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 STYLES = {"": "", "bold": "\x1b[1m", "late": "\x1b[1;33m"}
 
 
@@ -464,6 +465,25 @@ def screen():
     def leave(*_):
         raise SystemExit(143)
 
+    def write(text):  # past sys.stdout, which a signal may have found at work
+        os.write(sys.stdout.fileno(), text.encode())
+
+    def restore():
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            write(SCREEN_LEFT)
+            if keys:
+                termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+    def take():
+        if keys:
+            tty.setcbreak(sys.stdin)
+        write(SCREEN_TAKEN)
+
+    def suspend(*_):  # Ctrl-Z; behind the second line it has been continued
+        restore()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        take()
+
     keys = sys.stdin.isatty()
     before = termios.tcgetattr(sys.stdin) if keys else None
     wake, wakened = os.pipe()
@@ -472,18 +492,16 @@ def screen():
     signal.signal(signal.SIGWINCH, lambda *_: None)  # that it came is enough: select() sees the pipe
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGHUP, leave)
+    signal.signal(signal.SIGTSTP, suspend)
     try:
-        if keys:
-            tty.setcbreak(sys.stdin)
-        sys.stdout.write("\x1b[?1049h\x1b[?25l")
+        take()
         yield ([sys.stdin] if keys else []), wake
     finally:
         signal.set_wakeup_fd(-1)
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            sys.stdout.write("\x1b[?25h\x1b[?1049l")
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        with contextlib.suppress(OSError):
             sys.stdout.flush()
-            if keys:
-                termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        restore()
 
 
 def is_quit(keys, wake, seconds):

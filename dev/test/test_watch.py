@@ -363,6 +363,22 @@ def test_it_follows_a_run_and_the_size_of_the_terminal_and_ends_on_q(tmp_path, t
     assert shown.end() == 0
 
 
+def test_ctrl_z_gives_the_terminal_back_until_it_is_continued(tmp_path, terminal):
+    shown = terminal(tmp_path)
+    shown.wait_for("no run has begun")
+    os.write(shown.master, b"\x1a")
+    assert os.WIFSTOPPED(os.waitpid(shown.process.pid, os.WUNTRACED)[1])
+    shown.read()
+    assert shown.text.endswith("\x1b[?25h\x1b[?1049l")
+    assert termios.tcgetattr(shown.slave) == shown.before
+    shown.text = ""
+    shown.process.send_signal(signal.SIGCONT)
+    shown.wait_for("no run has begun")
+    assert shown.text.startswith("\x1b[?1049h\x1b[?25l")
+    os.write(shown.master, b"q")
+    assert shown.end() == 0
+
+
 @pytest.mark.parametrize("how, status", [("Ctrl-C", 130), (signal.SIGTERM, 143), ("refused", 2)])
 def test_whatever_ends_it_leaves_the_terminal_clean(tmp_path, terminal, how, status):
     shown = terminal(tmp_path)
