@@ -18,7 +18,8 @@ from metrics import GrowingLog, Parser, UserError, exit_status, labels
 
 OF_WORKER = {  # field of a step: tag
     "loss": "loss/train", "lr": "optimizer/lr", "norm": "optimizer/norm",
-    "loss_zscore": "optimizer/loss_zscore", "norm_zscore": "optimizer/norm_zscore", "skipped": "optimizer/skipped",
+    "loss_zscore": "optimizer/loss_zscore", "norm_zscore": "optimizer/norm_zscore",
+    "skipped": "optimizer/skipped",
     "tokens": "speed/tokens",
     "tokens_per_second": "speed/tokens_per_second", "mfu": "speed/mfu"}
 OF_PROCESS = {"inner_bytes_sent": "inner/bytes_sent", "inner_bytes_received": "inner/bytes_received"}
@@ -151,8 +152,8 @@ def check(runs, folders, follow):
     """Before anything is written."""
     for run, folder in zip(runs, folders):
         if not follow and not (run / "metrics.jsonl").exists() and not list(run.glob("metrics_*.jsonl")):
-            raise UserError(f"{run} has no metrics.jsonl: give the folder of a run, or --follow one that is to "
-                            "come")
+            raise UserError(f"{run} has no metrics.jsonl: give the folder of a run, or --follow one that is "
+                            "to come")
         if list(folder.glob("worker*/events.out.tfevents.*")):
             raise UserError(f"{folder} already holds events: give another -o, or remove it")
 

@@ -45,7 +45,7 @@ def log_name(process):
 
 
 def labels(folders):
-    """A name for each, as short as they differ: of a/log and b/log a/log and b/log, of a/x and b/y x and y."""
+    """A name for each, as short as they differ: of a/log and b/log these, of a/x and b/y x and y."""
     paths = [folder.resolve().parts for folder in folders]
     for count in range(1, max(map(len, paths)) + 1):
         names = ["/".join(path[-count:]) for path in paths]

@@ -9,7 +9,8 @@ Traffic: bytes that process 0 sent in each step, on a logarithmic scale; of long
 middle. A sync counts in the step that sends it, and a step without a mark sent nothing. Cosines, for each run
 of several workers, on the same axes: between their outer gradients, the mean over pairs of workers, for each
 fragment; 1 is the same direction, and that of independent ones is 0. Waits: how long each worker's slowest
-rank stood still before merges, summed up. Time is the log's: what was between a stop and a resume is not in it.
+rank stood still before merges, summed up. Time is the log's: what was between a stop and a resume is not in
+it.
 """
 import itertools
 import sys

@@ -710,8 +710,8 @@ def test_shards_that_went_are_made_again(site, parquet, undisturbed, tmp_path):
 
 @pytest.mark.parametrize("tokens", [400, 10000, 10100, 12000])
 def test_a_part_of_fineweb_is_its_beginning_and_can_be_gone_on_with(parquet, undisturbed, tmp_path, tokens):
-    """A rest below a tenth of a shard goes to the last one, but not to what is held out, and leaves it when more
-    is asked for.
+    """A rest below a tenth of a shard goes to the last one, but not to what is held out, and leaves it when
+    more is asked for.
     """
     arguments = ["--from", parquet, *FINEWEB, "--out", tmp_path / "out"]
     made("fineweb.py", *arguments, "--max-tokens", tokens)

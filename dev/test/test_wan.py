@@ -249,7 +249,8 @@ def test_training_over_a_slow_line_sends_the_bytes_that_it_counts(bench, tmp_pat
 @pytest.mark.parametrize("program, words, what", [
     ("dev/bench/wan.py", ["--only", "x"], "invalid choice"),
     ("dev/bench/wan.py", ["--minutes", "x"], "float"),
-    ("dev/wan/probe.py", ["--mbit", "x"], "float"), ("dev/wan/probe.py", ["--packets", "0"], "--packets 0"),
+    ("dev/wan/probe.py", ["--mbit", "x"], "float"),
+    ("dev/wan/probe.py", ["--packets", "0"], "--packets 0"),
     ("dev/wan/probe.py", ["--megabytes", "-1"], "--megabytes -1")])
 def test_a_mistake_is_one_line_and_status_2(program, words, what):
     result = subprocess.run([sys.executable, ROOT / program, *words], capture_output=True, text=True)
