@@ -130,7 +130,7 @@ def test_on_a_terminal_why_a_run_ends_is_a_line_of_its_own(tokens, tmp_path):
     assert b"step 1/60" in shown and last.split("\x1b[K")[-1].startswith("error: the loss of step"), shown
 
 
-def test_a_worker_that_diverges_ends_the_run_of_all(train):
+def test_workers_that_diverge_end_their_run(train):
     run = train("run", {**DIVERGING, "--workers": 2, "-H": 6, "--fragment-layers": 1}, status=1)
     assert "loss of step" in run.stderr
 
