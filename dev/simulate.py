@@ -225,7 +225,7 @@ def cautions(candidate):
     if candidate.is_beyond_paper:
         text += " The paper tried no H above 100 and advises no tau above 5: look at the loss, too."
     if run.inner_steps > run.steps > 0:
-        text += f" This run had {run.steps} steps: that takes H, {run.inner_steps}, or more (-x)."
+        text += f" This run had {run.steps} steps: one with H = {run.inner_steps} needs as many, or more (-x)."
     if run.overlap > 0 and run.local_weight == 0:
         text += (" With its --local-weight, 0, what is learnt while a fragment is under way is lost: the "
                  "paper's is 0.5.")

@@ -284,7 +284,7 @@ def test_a_plan_says_what_else_its_options_take():
     far = make_plan(classic, Link(5e7, 0.02))
     assert far.reaches and far.best.run.inner_steps > 20 and far.best.run.overlap > 0
     text = simulate.verdict(far, True)
-    assert f"This run had 20 steps: that takes H, {far.best.run.inner_steps}, or more (-x)." in text
+    assert f"This run had 20 steps: one with H = {far.best.run.inner_steps} needs as many, or more" in text
     assert "With its --local-weight, 0, what is learnt" in text and "--workers" not in text
     unlike = make_plan(replace(classic, local_weight=0.5, steps=5000), Link(5e7, 0.02))
     text = simulate.verdict(unlike, False)

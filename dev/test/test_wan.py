@@ -164,6 +164,8 @@ def one_line(result):
     (["--up", "1,2,3"], "neither one value nor one for each site"), (["--loss", "1"], "give less than 1"),
     (["--delay", "-1"], "--delay has '-1'"), (["--rate", "1"], "--rate 1 is unknown"),
     (["--up"], "lacks its value"),
+    (["--sysctl", "kernel/pid_max=32768"], "none of a site's network"),
+    (["--sysctl", "net/../kernel/pid_max=32768"], "none of a site's network"),
     (["--sysctl", "net/ipv4/tcp_congestion_control=none"], "cannot set net/ipv4/tcp_congestion_control")])
 def test_a_mistake_is_one_line(relay, far, words, message):
     far(Line()).close()

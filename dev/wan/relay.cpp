@@ -110,6 +110,11 @@ static void check(const Options& o) {
     for (double p : o.loss) {
         if (p >= 1) { throw UserError("--loss is a probability: give less than 1"); }
     }
+    for (const std::string& sysctl : o.sysctls) {  // all others are the whole machine's
+        if (sysctl.rfind("net/", 0) != 0 || sysctl.find("..") != std::string::npos) {
+            throw UserError("--sysctl " + sysctl + " is none of a site's network: give net/...=VALUE");
+        }
+    }
 }
 
 static Options parse_options(int argc, char** argv) {
