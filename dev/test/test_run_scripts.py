@@ -693,6 +693,17 @@ def test_the_server_asks_for_the_password(tokens, tmp_path, redis):
     assert "password" in result.stderr and result.stderr.count("\n") == 1
 
 
+def test_the_server_leaves_a_folder_that_is_there_as_it_is_and_keeps_its_files_to_itself(tmp_path):
+    folder = tmp_path / "redis"
+    folder.mkdir()
+    folder.chmod(0o755)
+    server = stand_in(tmp_path / "server", f"touch {folder}/file")
+    variables = {"SERVER": str(server), "REDIS_PASSWORD": PASSWORD, "DATA": str(folder)}
+    run_script(MULTI_NODE / "redis_server.sh", {**plain_environment(), **variables}, [])
+    assert folder.stat().st_mode & 0o777 == 0o755
+    assert (folder / "file").stat().st_mode & 0o777 == 0o600
+
+
 # Mistakes: one line, status 2, before anything is started or written
 
 MISTAKES = {
@@ -717,10 +728,12 @@ MISTAKES = {
     "run_torchrun.sh, no torchrun": ({"PATH": "/nowhere"}, "there is no torchrun"),
     "run_torchrun.sh, no number": ({"NODE": 0, "GPUS": "all"}, "GPUS is 'all'"),
     "run_torchrun.sh, no node": ({}, "this is node '' of 2"),
+    "run_torchrun.sh, no decimal number": ({"NODE": "08"}, "this is node '08' of 2"),
     "run_torchrun.sh, node too large": ({"NODE": 2}, "this is node '2' of 2"),
     "run_torchrun.sh, odd workers": ({"NODE": 0, "GPUS": 3, "WORKERS": 4}, "2 x 3 processes do not divide"),
     "run_site.sh, no number": ({"WORKER": 0, "BATCH": "-1"}, "BATCH is '-1'"),
     "run_site.sh, no worker": ({}, "this site is worker '' of 2"),
+    "run_site.sh, no decimal number": ({"WORKER": "08"}, "this site is worker '08' of 2"),
     "run_site.sh, worker too large": ({"WORKER": 2}, "this site is worker '2' of 2"),
     "run_site.sh, no interface": ({"WORKER": 0, "INTERFACE": "none0"}, "no network interface none0"),
     "run_site.sh, no password": (
@@ -736,6 +749,14 @@ MISTAKES = {
     ),
     "redis_server.sh, every network but in Redis' way": (
         {"REDIS_PASSWORD": PASSWORD, "ADDRESS": "* -::*"},
+        "is every network",
+    ),
+    "redis_server.sh, every network in short": (
+        {"REDIS_PASSWORD": PASSWORD, "ADDRESS": "0"},
+        "ADDRESS 0 is every network",
+    ),
+    "redis_server.sh, every network beside another": (
+        {"REDIS_PASSWORD": PASSWORD, "ADDRESS": "127.0.0.1 0.0.0.0"},
         "is every network",
     ),
 }

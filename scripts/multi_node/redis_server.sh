@@ -24,12 +24,13 @@ password=${REDIS_PASSWORD:-$(cat "$PASSWORD_FILE" 2>/dev/null || true)}
 # A hundred thousand can be tried in a second. Letters and digits need no quoting in the store's address.
 [[ $password =~ ^[[:alnum:]]{16,}$ ]] ||
     fail "the password is not 16 or more letters and digits: openssl rand -hex 32 >$PASSWORD_FILE"
-case $ADDRESS in
-    0.0.0.0 | :: | *'*'*) fail "ADDRESS $ADDRESS is every network: give the address of one, WireGuard's" ;;
-esac
+# 0, 0.0.0.0, ::, and Redis' own * and -::*; several addresses may have one of these among them.
+if [[ $ADDRESS =~ ^[0.:]*$|[[:space:]*] ]]; then
+    fail "ADDRESS $ADDRESS is every network: give the address of one, WireGuard's"
+fi
 
-mkdir -p "$DATA"
-chmod 700 "$DATA"
+umask 077 # what it keeps is nobody else's
+mkdir -p "$DATA" 2>/dev/null || fail "the folder $DATA cannot be made: set DATA"
 # The settings come through stdin: in arguments all users of this machine could read the password.
 exec "$SERVER" - <<END
 bind $ADDRESS

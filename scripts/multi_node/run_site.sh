@@ -23,7 +23,7 @@ TIMEOUT=${TIMEOUT:-600} # seconds to wait for the other sites to be started, or 
 source scripts/training.sh
 RUN_NAME=${RUN_NAME:-$RUN} # runs that share a server need different ones
 numbers WORKERS RANKS
-if ! [[ $WORKER =~ ^[0-9]+$ && $WORKER -lt $WORKERS ]]; then
+if ! [[ $WORKER =~ ^(0|[1-9][0-9]*)$ && $WORKER -lt $WORKERS ]]; then
     fail "this site is worker '$WORKER' of $WORKERS: set WORKER to 0 ... $((WORKERS - 1))"
 fi
 [ ! -d /sys/class/net ] || [ -e "/sys/class/net/$INTERFACE" ] || \

@@ -21,7 +21,7 @@ MASTER=${MASTER:-localhost:29500}
 source scripts/training.sh
 numbers NODES GPUS WORKERS
 command -v torchrun >/dev/null || fail "there is no torchrun: install PyTorch, or see run_mpi.sh"
-if ! [[ $NODE =~ ^[0-9]+$ && $NODE -lt $NODES ]]; then
+if ! [[ $NODE =~ ^(0|[1-9][0-9]*)$ && $NODE -lt $NODES ]]; then
     fail "this is node '$NODE' of $NODES: set NODE to 0 ... $((NODES - 1))"
 fi
 if ((NODES * GPUS % WORKERS != 0)); then
