@@ -20,17 +20,15 @@ local.
 How the gap goes with longer training is shown twice: along the long runs, where the learning rate has not yet
 come down, and by the short runs, which are complete trainings of a quarter of the length.
 """
-import argparse
 import datetime
-import math
 import shutil
 import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from runs import (ROOT, Budget, check_report, difference_text, machine, made_by, markdown,  # finds dev/, too
-                  paired, start, train)
+from runs import (ROOT, Budget, above_zero, check_report, difference_text, machine, made_by,  # finds dev/, too
+                  markdown, paired, start, train)
 from compare import bytes_sent, read_run, size_text, validation_loss
 from metrics import Parser, UserError, exit_status
 
@@ -419,16 +417,6 @@ def default_text():
     return ROOT / "build/quality/text"
 
 
-def above_zero(kind):
-    def parse(text):
-        value = kind(text)
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not above zero")
-        return value
-    parse.__name__ = kind.__name__  # "invalid int value"
-    return parse
-
-
 def parse_arguments(words):
     names = [method.name for method in METHODS]
     parser = Parser(description="What Streaming DiLoCo costs in validation loss.",
@@ -444,8 +432,8 @@ def parse_arguments(words):
                         help="one, or several of which data-parallel's best is taken")
     parser.add_argument("--outer-lr", type=above_zero(float), nargs="+", dest="outer_lrs",
                         help="likewise, streaming's best")
-    parser.add_argument("--minutes", type=above_zero(float), default=120,
-                        help="no run begins that may end later (120)")
+    parser.add_argument("--minutes", type=above_zero(float, or_zero=True), default=120,
+                        help="no run begins that may end later (120; 0: the tables of what is there)")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", dest="names",
                         help="of " + " ".join(names))
     arguments = parser.parse_args(words)

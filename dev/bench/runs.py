@@ -3,8 +3,10 @@
 A finished run is a folder that is not run again, with how it was made in made_by.json. One that was stopped
 leaves NAME.part, and begins anew.
 """
+import argparse
 import hashlib
 import json
+import math
 import os
 import shutil
 import statistics
@@ -66,6 +68,17 @@ def made_by(folder, options):
     if made["options"] != options:
         raise UserError(f"{folder} was run with other options: remove it, or give another --out")
     return made
+
+
+def above_zero(kind, or_zero=False):
+    """What argparse takes for a number of this kind that is neither negative, infinite, nan nor zero."""
+    def parse(text):
+        value = kind(text)
+        if not 0 <= value < math.inf or (value == 0 and not or_zero):
+            raise argparse.ArgumentTypeError(f"{text} is not above zero")
+        return value
+    parse.__name__ = kind.__name__  # "invalid int value"
+    return parse
 
 
 def check_report(path):

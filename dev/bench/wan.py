@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "dev/bench"), str(ROOT / "dev/wan")]
 from compare import read_run, size_text
 from metrics import Parser, UserError, exit_status
-from runs import KEPT, Budget, check_report, machine, made_by, markdown
+from runs import KEPT, Budget, above_zero, check_report, machine, made_by, markdown
 from simulate import predict, read_measured
 from sites import Line, Sites, missing
 
@@ -393,7 +393,8 @@ def parse_arguments(words):
     parser.add_argument("--text", type=Path, default=ROOT / "build/wan/text", help="token shards, bytes")
     parser.add_argument("--out", type=Path, default=ROOT / "build/wan", help="folder of the runs")
     parser.add_argument("--report", type=Path, help="write the tables here too, and the figure beside it")
-    parser.add_argument("--minutes", type=float, default=40, help="no run begins that may end later")
+    parser.add_argument("--minutes", type=above_zero(float, or_zero=True), default=40,
+                        help="no run begins that may end later (40; 0: the tables of what is there)")
     parser.add_argument("--quick", action="store_true", help="the slowest line alone: a quarter of the time")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=" ".join(names))
     parser.add_argument("--sysctl", action="append", default=[], metavar="NAME=VALUE",

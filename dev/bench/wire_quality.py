@@ -14,7 +14,6 @@ data-parallel is one run for all numbers of workers.
 The paired difference is that of two losses of one seed: what is in both, the seed and the tokens, cancels.
 Its standard deviation over seeds is next to it; its standard error is that by the root of their number.
 """
-import argparse
 import datetime
 import math
 import statistics
@@ -22,8 +21,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from runs import ROOT, Budget, difference_text, machine, made_by, markdown, paired, train
-from compare import UserError, bytes_sent, read_run, size_text, validation_loss
+from runs import (ROOT, Budget, above_zero, check_report, difference_text, machine, made_by,  # finds dev/, too
+                  markdown, paired, train)
+from compare import bytes_sent, read_run, size_text, validation_loss
+from metrics import Parser, UserError, exit_status
 
 SEQUENCE, TOKENS_A_STEP, VALIDATION_SEQUENCES = 128, 2048, 320
 
@@ -174,36 +175,34 @@ def report(arguments, settings):
     return "\n".join(text) + "\n"
 
 
-def parse_arguments():
+def parse_arguments(words):
     names = [setting.name for setting in SETTINGS]
-    parser = argparse.ArgumentParser(description="What the wire's formats cost in quality.")
+    parser = Parser(description="What the wire's formats cost in quality.")
     parser.add_argument("--trainer", type=Path, default=ROOT / "train_gpt_cpu")
     parser.add_argument("--text", type=Path, default=ROOT / "build/wire_quality/text", help="token shards")
     parser.add_argument("--out", type=Path, default=ROOT / "build/wire_quality", help="folder of the runs")
     parser.add_argument("--report", type=Path, help="write the table here too")
-    parser.add_argument("--tokens", type=int, default=1_200_000, help="of a run")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=75, help="no run begins that may end later")
+    parser.add_argument("--tokens", type=above_zero(int), default=1_200_000, help="of a run")
+    parser.add_argument("--seeds", type=above_zero(int), default=3)
+    parser.add_argument("--minutes", type=above_zero(float, or_zero=True), default=75,
+                        help="no run begins that may end later (75; 0: the table of what is there)")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=" ".join(names))
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
-def main():
-    arguments = parse_arguments()
+def main(words):
+    arguments = parse_arguments(words)
     settings = [one for one in SETTINGS if not arguments.only or one.name in arguments.only]
-    try:
-        if not arguments.trainer.exists():
-            raise UserError(f"{arguments.trainer} is not there: run make train_gpt_cpu")
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        run_all(arguments, settings)
-        text = report(arguments, settings)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    if not arguments.trainer.exists():
+        raise UserError(f"{arguments.trainer} is not there: run make train_gpt_cpu")
+    check_report(arguments.report)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    run_all(arguments, settings)
+    text = report(arguments, settings)
     print("\n" + text, end="")
     if arguments.report:
         arguments.report.write_text("# What the wire's formats cost in quality\n\n" + text)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

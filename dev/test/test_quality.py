@@ -184,7 +184,8 @@ def test_a_trainer_beside_the_shell_is_found_and_one_that_does_not_start_is_one_
     (["--tokens", "25600"], "give --tokens 30720 or more"),
     (["--text", "nowhere"], "nowhere holds no token shards"),
     (["--tokens", "0"], "0 is not above zero"), (["--seeds", "-1"], "-1 is not above zero"),
-    (["--learning-rate", "nan"], "nan is not above zero"), (["--minutes", "x"], "invalid float value"),
+    (["--learning-rate", "nan"], "nan is not above zero"), (["--minutes", "nan"], "nan is not above zero"),
+    (["--minutes", "x"], "invalid float value"),
     (["--report", "nowhere/report.md"], "nowhere/report.md cannot be written"),
     (["--trainer", "nowhere"], "nowhere is not there"), (["--only", "x"], "invalid choice")])
 def test_wrong_options_are_the_users_mistake(arguments, words, what):

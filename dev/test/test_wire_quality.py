@@ -14,11 +14,10 @@ LOSSES = {"data-parallel": [2.0, 2.2], "m2-fp32": [2.1, 2.3], "m2-fp4": [2.121, 
 
 
 @pytest.fixture
-def arguments(tmp_path, monkeypatch):
-    words = ["wire_quality.py", "--seeds", "2", "--out", str(tmp_path), "--text", "text",
+def arguments(tmp_path):
+    words = ["--seeds", "2", "--out", str(tmp_path), "--text", "text",
              "--trainer", "/bin/false", "--only", *LOSSES]
-    monkeypatch.setattr(sys, "argv", words)
-    return wire_quality.parse_arguments()
+    return wire_quality.parse_arguments(words)
 
 
 @pytest.fixture
@@ -86,3 +85,13 @@ def test_runs_with_other_options_are_not_taken_for_these(arguments, settings):
     (folder / "made_by.json").unlink()
     with pytest.raises(wire_quality.UserError, match="is no run of this benchmark"):
         wire_quality.report(arguments, settings)
+
+
+@pytest.mark.parametrize("words, what", [
+    (["--seeds", "0"], "0 is not above zero"), (["--tokens", "many"], "invalid int value"),
+    (["--only", "x"], "invalid choice"), (["--report", "nowhere/x.md"], "nowhere/x.md cannot be written"),
+    (["--trainer", "nowhere"], "nowhere is not there")])
+def test_wrong_options_are_the_users_mistake(tmp_path, words, what):
+    with pytest.raises(wire_quality.UserError, match=what):
+        wire_quality.main(["--trainer", "/bin/false", "--out", str(tmp_path / "new"), *words])
+    assert not (tmp_path / "new").exists()
