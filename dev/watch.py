@@ -34,6 +34,8 @@ MINUTE = 60           # seconds of log over which rates and waits are taken
 KEPT_STEPS = 5000     # of each process: for rates and the losses' line
 TAIL = 4 << 20        # bytes at a log's end whose steps are read when watching begins
 READ_AT_ONCE = 16 << 20  # bytes of one log in one picture
+STEP_FIELDS = ("step", "time", "seconds", "tokens", "tokens_per_second", "inner_bytes_sent",
+               "inner_bytes_received")  # that every step has; its loss may be null
 BEHIND_STEPS, BEHIND_SECONDS = 2, 1  # both, to be called late
 SILENT_STEPS, SILENT_SECONDS = 10, 5
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
@@ -104,7 +106,8 @@ class ProcessView:
         if kind in ("run", "resume"):
             self._take_place(line)
         elif kind == "step":
-            self.steps.append(line)
+            self.steps.append({"skipped": line.get("skipped"), "loss": line.get("loss"),
+                               **{field: line[field] for field in STEP_FIELDS}})
         elif kind == "sync":
             self.syncs.append((line["time"], line["waited_seconds"]))
             self.merged[line["fragment"]] = line["send_step"]

@@ -242,9 +242,9 @@ def test_a_log_that_is_cut_and_goes_on_is_shown_as_it_is(folder):
 
 def test_lines_that_cannot_be_read_are_counted_and_the_others_shown(folder):
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('\0\0\0\n{"type":"sync","fragment":1}\n{"type":"of later"}\n')
+        file.write('\0\0\0\n{"type":"sync","fragment":1}\n{"type":"step","step":300}\n{"type":"of later"}\n')
     run = view_of(folder)
-    assert row_of(run, "0.0")[1] == "200" and "2 unreadable lines" in " ".join(lines_of(run))
+    assert row_of(run, "0.0")[1] == "200" and "3 unreadable lines" in " ".join(lines_of(run))
 
 
 def test_a_log_of_weeks_is_read_from_its_end_with_all_its_bytes(tmp_path, monkeypatch):
