@@ -206,7 +206,7 @@ def candidate_row(name, candidate):
 
 
 def verdict(plan, has_run):
-    """has_run: the run was one with these options, not a data-parallel one"""
+    """has_run: the run was one with these options and as many workers, not a data-parallel one"""
     best = plan.best
     if plan.reaches and best.changes == 0 and has_run:
         return f"The run keeps {percent(best.utilization)} of its speed as it is."
@@ -237,14 +237,15 @@ def plan_text(arguments):
     if run.is_data_parallel:
         raise UserError(f"{arguments.plan} is a run of one worker: say for how many like it to plan, such as "
                         "--workers 2")
-    has_run = not read_measured(arguments.plan).is_data_parallel
+    measured = read_measured(arguments.plan)
+    has_run = not measured.is_data_parallel
     plan = make_plan(run, link)
     rows = [["", "options", "utilization", "sent in H steps", "at once", "average", "in that step",
              "in flight"], candidate_row("as it is" if has_run else "defaults", plan.own)]
     if plan.best.changes > 0:
         rows.append(candidate_row("best" if plan.reaches else "nearest", plan.best))
     rows += [candidate_row("or", one) for one in plan.others if one.changes > 0]
-    return f"{describe(run, link)}\n\n{aligned(rows)}\n\n{verdict(plan, has_run)}"
+    return f"{describe(run, link)}\n\n{aligned(rows)}\n\n{verdict(plan, run.workers == measured.workers)}"
 
 
 # ---------------------------------------------------------------------------------------------- command line

@@ -309,6 +309,9 @@ def test_plans_and_predictions_of_a_real_run_are_printed(train, capsys):
     assert re.search(r"expected utilization: \d+\.\d%", capsys.readouterr().out)
     simulate.main(["--plan", str(folder), "--link", "10mbit", "--rtt", "5ms"])
     text = capsys.readouterr().out
+    assert "--workers" not in text
+    simulate.main(["--plan", str(folder), "--link", "10mbit", "--rtt", "5ms", "--workers", "8"])
+    assert "--workers 8 -H" in capsys.readouterr().out
     assert "as it is" in text and ("Start it with -H" in text or "Nothing that was tried" in text
                                    or "as it is." in text)
 
