@@ -501,7 +501,7 @@ inline Fields fields_that_stay(const StoredState& source) {
 
 // What was in flight and is merged now counts as any other sync does.
 inline void count_merged(Fields& totals, const StoredState& source, const StateShape& old) {
-    auto add = [&](const std::string& total, uint64_t more) { totals.set(total, totals.count(total) + more); };
+    auto add = [&](const std::string& name, uint64_t more) { totals.set(name, totals.count(name) + more); };
     const size_t syncs = stored_syncs(source, old).size();
     for (size_t i = 0; i < syncs; i++) {
         const std::string prefix = name_in_flight(i);

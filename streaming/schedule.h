@@ -177,7 +177,7 @@ inline std::vector<size_t> sent_in_period(const std::vector<Fragment>& fragments
     return sent;
 }
 
-// The slowest link, in bytes a step, over which all arrives in the `overlap` steps that it has, latency aside:
+// The slowest link, in bytes a step, over which all arrives within its `overlap` steps, latency aside:
 // what is sent in `length` + 1 steps in a row has `length` steps and the last one's overlap to pass.
 // overlap: at least 1
 inline double bytes_a_step_without_waits(const std::vector<size_t>& sent, long overlap) {
