@@ -7,12 +7,12 @@
 # make bench-quality   what DiLoCo and streaming cost in validation loss; resumable, at most two hours
 # make bench-wan       what a run keeps of its speed over slow lines (root): 63 runs, resumable; ARGUMENTS=--quick
 # make simulate        the paper's Table 4 and figure 4, simulated (dev/simulate.py --help: any model, any run)
-# make test-emulated   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test)
-# make check-cuda      the same kernels through nvcc, if there is one (part of make test)
+# make test-emulated   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test-long)
+# make check-cuda      the same kernels through nvcc, if there is one (part of make test-long)
 # make test-gpu        the same tests and more on this machine's GPU       make bench-gpu   its speed
 # make train_gpt       the CUDA trainer: GPU_ARCH="80 90" for other GPUs than this machine's, PRECISION=FP32
 #                      for parameters and activations in fp32 instead of bf16
-# make test-long       make test, and tests that take too long for it
+# make test-long       make test, and what takes too long for it: kernels under sanitizers and nvcc, too
 # make fuzz            each parser of files, payloads and the store under libFuzzer, a minute each (clang)
 # make torture         kills a run KILLS=500 times, in the middle of writes too, and compares its bits
 # make mutate          breaks kernels and host side on purpose: do the tests notice? (MUTATE=--help: options)
@@ -47,11 +47,14 @@ EMULATOR = emulator machine device_memory queue runtime copies streams cublaslt 
            nccl_operations nccl_peers
 KERNEL_SOURCES = $(wildcard dev/emulator/test_*.cpp dev/test/kernels/test_*.cpp)
 KERNEL_TESTS = $(notdir $(KERNEL_SOURCES:.cpp=))
-# fp32: parameters and activations as in a GPU's fp32 build; of the kernels' tests only.
-EMULATOR_TESTS = $(foreach kind,plain address thread,$(KERNEL_TESTS:%=build/$(kind)/%)) \
+# What make test runs of the emulator's; the long tests run the same programs with sanitizers, and in fp32
+# (parameters and activations as in a GPU's fp32 build).
+PLAIN_TESTS = $(KERNEL_TESTS:%=build/plain/%) build/plain/test_gpt
+EMULATOR_TESTS = $(PLAIN_TESTS) $(foreach kind,address thread,$(KERNEL_TESTS:%=build/$(kind)/%)) \
                  $(patsubst dev/test/kernels/%.cpp,build/fp32/%,$(wildcard dev/test/kernels/test_*.cpp)) \
-                 build/plain/test_gpt build/fp32/test_gpt
-EMULATED_TRAINERS = build/plain/train_gpt build/thread/train_gpt build/without/train_gpt
+                 build/fp32/test_gpt
+EMULATED_TRAINERS = build/plain/train_gpt build/without/train_gpt
+LONG_TESTS = $(EMULATOR_TESTS) build/thread/train_gpt build/plain/bench_gpu $(FUZZ_PROGRAMS) check-cuda
 vpath test_%.cpp dev/emulator dev/test/kernels
 CUDA_FLAGS = -std=c++17 -O3 -I. -DUSE_CUDA $(CUDA_WARNINGS) $(DEPS_FLAGS)
 CUDA_TESTS = $(patsubst dev/test/kernels/%.cpp,build/nvcc/%.ptx,$(wildcard dev/test/kernels/test_*.cpp)) \
@@ -174,13 +177,13 @@ setup:
 
 # pytest runs everything, the GoogleTest binary and test_gpt_cpu included, so that one line counts all of it.
 test test-long: setup
-	$(MAKE) -j2 train_gpt_cpu test_gpt_cpu build/unit_tests build/encode $(EMULATOR_TESTS) \
-	    $(EMULATED_TRAINERS) check-cuda $(if $(filter test-long,$@),$(FUZZ_PROGRAMS))
+	$(MAKE) -j2 train_gpt_cpu test_gpt_cpu build/unit_tests build/encode $(PLAIN_TESTS) $(EMULATED_TRAINERS) \
+	    $(if $(filter test-long,$@),$(LONG_TESTS))
 	.venv/bin/python -m pytest -q -rs dev/test $(if $(filter test-long,$@),--long)
 
 test-emulated: setup
 	$(MAKE) -j2 $(EMULATOR_TESTS) test_gpt_cpu
-	.venv/bin/python -m pytest -q dev/test/test_emulator.py dev/test/test_gpt.py
+	.venv/bin/python -m pytest -q --long dev/test/test_emulator.py dev/test/test_gpt.py
 
 # For the GPUs of 2020, 2022 and 2024, linked where NCCL is; what nvcc warns of is an error.
 check-cuda:
@@ -232,7 +235,6 @@ bench-gpu:
 	python3 dev/bench/bench_gpu.py --peer-python $(PEER) $(PARTS)
 
 # The benchmark through emulated kernels, for test_bench_gpu.py, which is a long test.
-test-long: EMULATED_TRAINERS += build/plain/bench_gpu
 build/plain/bench_gpu: private OPTIMIZE = -O1
 build/plain/bench_gpu: dev/bench/bench_gpu.cu train_gpt.cu $(EMULATOR:%=build/plain/%.o) $(EMULATOR_HEADERS) \
         | dependencies

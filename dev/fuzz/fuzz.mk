@@ -12,10 +12,10 @@ EMPTY_FUZZER = extern "C" int LLVMFuzzerTestOneInput() { return 0; }
 HAS_FUZZER = $(call once,HAS_FUZZER,$(shell echo '$(EMPTY_FUZZER)' | \
                $(CLANG) -fsanitize=fuzzer,address -x c++ - -o /dev/null 2>/dev/null && echo yes))
 NO_FUZZER = there is no $(CLANG) with libFuzzer here: install clang, or name one with CLANG=
-# For make test: none where there is no clang.
+# For make test-long: none where there is no clang.
 FUZZ_PROGRAMS = $(if $(HAS_FUZZER),$(FUZZERS:%=$(FUZZ_BUILD)/%))
 
-# -O1: these are built in every make test. CLI11 takes longer to optimize than to run. Clang's warnings are no
+# -O1: these are built in every make test-long. CLI11 takes longer to optimize than to run. Clang's warnings are no
 # errors in CI either: each clang has others.
 FUZZ_OPTIMIZE = -O1
 $(FUZZ_BUILD)/config: FUZZ_OPTIMIZE = -O0

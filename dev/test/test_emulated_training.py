@@ -53,8 +53,9 @@ def test_gloo_under_the_gpu_s_stream_gives_nccl_s_bits(train, calm):
     assert run.model() == calm.model()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["nccl", "gloo"])
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_the_trainer_has_no_race_between_its_streams(train, workers, transport):
     """Thread sanitizer knows the orders that CUDA promises, and no others: what one misses is a race in every process,
     under every seed. A worker that exchanges with itself has all orders between streams."""

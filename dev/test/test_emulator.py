@@ -51,15 +51,21 @@ def run(build, program):
     return tests
 
 
+def is_long(build):
+    return build != "plain"
+
+
 @pytest.fixture(scope="module")
-def results():
+def results(request):
     """Of all programs, as many at a time as there are cores: the first row waits for what it needs alone."""
+    wanted = [place for place in PROGRAMS if request.config.getoption("--long") or not is_long(place[0])]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {(build, program): pool.submit(run, build, program) for build, program in PROGRAMS}
+        yield {place: pool.submit(run, *place) for place in wanted}
 
 
-@pytest.mark.parametrize("build,program,name", [(build, program, name) for build, program in PROGRAMS
-                                                for name in names(program)])
+@pytest.mark.parametrize("build,program,name", [
+    pytest.param(build, program, name, marks=pytest.mark.long if is_long(build) else [])
+    for build, program in PROGRAMS for name in names(program)])
 def test_emulator(results, build, program, name):
     tests = results[build, program].result()
     if isinstance(tests, str):
