@@ -15,8 +15,8 @@ NO_FUZZER = there is no $(CLANG) with libFuzzer here: install clang, or name one
 # For make test-long: none where there is no clang.
 FUZZ_PROGRAMS = $(if $(HAS_FUZZER),$(FUZZERS:%=$(FUZZ_BUILD)/%))
 
-# -O1: these are built in every make test-long. CLI11 takes longer to optimize than to run. Clang's warnings are no
-# errors in CI either: each clang has others.
+# -O1: these are built in every make test-long. CLI11 takes longer to optimize than to run. Clang's warnings
+# are no errors in CI either: each clang has others.
 FUZZ_OPTIMIZE = -O1
 $(FUZZ_BUILD)/config: FUZZ_OPTIMIZE = -O0
 FUZZ_FLAGS = -std=c++17 $(FUZZ_OPTIMIZE) -g1 -fno-omit-frame-pointer -ffp-contract=off -fno-strict-aliasing \
