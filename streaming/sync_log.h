@@ -1,0 +1,902 @@
+// The sync log: one worker's part in exchanges that wait for nobody who is slow, dead, or not yet there.
+//
+// Payloads lie in a store. Whose payloads make up sync s is decided there once, by an entry that is set if absent
+// and never changed. The global parameters after s are a function of the entries up to s, so a worker is only ever
+// at some position of one log: dying, stalling, being slow and joining are all the same thing, being behind.
+// (Keys: sync_log_records.h. What must hold, a function each: sync_log_rules.h.)
+//
+// A worker takes part in sync s of a fragment once it has applied the fragment's syncs before s:
+//   1. chunks, then line     Who reads the line finds the payload. A start has its own names (incarnation), so what
+//                            lies under a name never changes. Who passes the send step without sending abstains.
+//   2. entry? lines, beats   Who has a line in s may decide: at once when all that are alive and not catching up
+//                            have one; at its due step when all that are waited for have; `grace` later without
+//                            them. Never with fewer lines than min_workers. It counts those that stand on the
+//                            hash that most stand on, and stops where that is not its own.
+//   3. entry, if absent      The first one wins, and the winner's is read, by its decider as well.
+//   4. generation            Read after the entry: a store that came back empty has lost lines, so what it decides
+//                            is believed by nobody.
+//   5. payloads, apply       At the due step; at once where this worker was not to send s any more. Whose payload
+//                            was not counted moves local by what global moved.
+//   6. removal               By the decider of s: the payloads of its fragment that are `retain` syncs old and that
+//                            some worker's checkpoint has behind it. Whatever is older than that in the store is
+//                            removed with them, also what a stalled worker wrote too late.
+// Who finds an entry's payload gone asks for a snapshot: all fragments of another worker as they were at one
+// instant, in chunks, then its offer with their digest; the first offer is read, and checked. Its sweep is the
+// decider's, too, where the asking start is dead; who finds a chunk gone asks again under a new name.
+//
+// Who is waited for is said by beats, which change all the time. A beat promises to be in time from a sync on. Who
+// was not, is not waited for until it promises again, later each time: a slow worker costs others little, a hung
+// one a single grace. Who is more than max_lag steps behind the newest sync that anyone opened jumps to its step.
+//
+// Nothing here waits or asks a clock: request() says what to ask the store next, answer() takes what it said, one
+// at a time; turn() is the trainer's, at the end of a step, and says whether it may go on. A lost answer is asked
+// for again: every request may be done twice. The caller keeps these three apart (a mutex).
+#pragma once
+#include <algorithm>
+#include <deque>
+#include <functional>
+#include <map>
+#include <optional>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/error.h"
+#include "sync_log_records.h"
+#include "sync_log_rules.h"
+
+struct SyncLogOptions {
+    int workers = 2;
+    int min_workers = 2;
+    long overlap = 1;           // tau
+    long max_lag = 4;           // steps
+    long retain = 4;            // syncs of each fragment
+    bool checkpoints = true;    // payloads are kept until one has them behind it
+    size_t chunk = 64 << 20;    // bytes
+    double grace = 10;          // seconds, as all that follows
+    double expiry = 5;          // without a change of a beat
+    double poll = 0.1;          // between two looks at what has not happened yet
+    double retry = 0.5;         // after a lost answer
+};
+
+// What a worker starts with. A first start: position 0 everywhere, no generation.
+struct LogStart {
+    std::string token;            // random, of this start
+    std::string generation;       // in which the checkpoint was written
+    std::vector<long> positions;  // of its fragments
+    bool from_checkpoint = false;
+};
+
+struct Contribution {
+    int worker;
+    std::string payload;
+};
+
+// This worker's shard of the outer state. Called by the constructor and by turn(), and encoded() by request().
+class LogShard {
+public:
+    struct Encoded {
+        std::string payload;
+        uint64_t tokens = 0;
+    };
+
+    virtual ~LogShard() = default;
+    virtual uint64_t hash(int fragment) = 0;  // of its global parameters
+    virtual void encode(long sync) = 0;       // global - local as they are now
+    virtual const Encoded* encoded(long sync) = 0;  // null: not there yet. Stays until the sync is applied.
+
+    // In ascending order of workers; none: global stays. counted: this worker's, maybe of an earlier start, is in.
+    virtual void apply(long sync, const std::vector<Contribution>& contributions, bool counted) = 0;
+
+    virtual std::string snapshot() = 0;                // global and momentum of all fragments
+    virtual void load(const std::string& snapshot) = 0;  // and local = global
+};
+
+struct LogTurn {
+    enum Kind { go_on, wait, jump, stop };
+    Kind kind;
+    long step = 0;  // to jump to; it counts as done
+};
+
+class SyncLog {
+public:
+    SyncLog(const SyncLogOptions& options, const SyncSchedule& schedule, int worker, LogShard& shard,
+            const SyncLogRules& rules, const LogStart& start)
+        : options(options), schedule(schedule), shard(shard), rules(rules), start(start) {
+        me.worker = worker;
+        enter(start.positions);
+    }
+
+    // What to ask the store now, if anything. The caller brings the answer before it asks for more.
+    std::optional<StoreRequest> request(double now) {
+        if (phase == Phase::stopped || (is_asked && now < retry_at)) { return std::nullopt; }
+        if (!is_asked) { choose(now); }
+        return is_asked ? std::optional<StoreRequest>(asked.request) : std::nullopt;
+    }
+
+    void answer(const StoreAnswer& answer, double now) {
+        if (phase == Phase::stopped) { return; }
+        if (answer.lost) {
+            retry_at = now + options.retry;
+            return;
+        }
+        is_asked = false;
+        retry_at = 0;
+        const Handler then = std::move(asked.then);
+        then(answer, now);
+    }
+
+    // At the end of `step`, and again until it says something else than to wait.
+    LogTurn turn(long step, double now) {
+        if (phase == Phase::stopped) { return {LogTurn::stop}; }
+        this->step = step;
+        if (phase == Phase::behind && snapshot.is_whole) { load_snapshot(); }
+        if (phase != Phase::running) { return {LogTurn::wait}; }
+        if (giving && giving->bytes.empty()) { giving->bytes = write_snapshot(); }
+        while (Slot* slot = ready()) { apply(*slot); }
+        if (newest_open >= 0 && schedule.send_step(newest_open) > step + options.max_lag) {
+            say(format("jumps from step %ld to %ld", step, schedule.send_step(newest_open)));
+            return {LogTurn::jump, schedule.send_step(newest_open)};
+        }
+        take_part();
+        for (Slot& slot : slots) {
+            if (due_step(slot.sync) <= step && slot.due_since < 0) { slot.due_since = now; }
+        }
+        for (const Slot& slot : slots) {
+            if (slot.due_since >= 0) { return {LogTurn::wait}; }
+        }
+        if (promise < 0) { promise = schedule.first_after(step); }
+        return {LogTurn::go_on};
+    }
+
+    // For the heartbeat. An empty one: not registered yet.
+    std::string beat(long count) const {
+        const bool is_known = phase == Phase::running || phase == Phase::behind;
+        return is_known ? Beat{me.number, count, promise, newest_sent}.text() : std::string();
+    }
+    void check_generation(const StoreAnswer& answer) {
+        if (phase == Phase::stopped || generation.empty() || answer.lost) { return; }
+        if (!answer.found || answer.value != generation) {
+            stop("the store has lost the run: it came back empty, or is another one");
+        }
+    }
+
+    // A checkpoint with these positions will be there after a crash.
+    void checkpointed(const std::vector<long>& positions) {
+        chores.push_back({{StoreRequest::put, key("durable"), std::to_string(me.worker), numbers(positions)},
+                          [](const StoreAnswer&, double) {}});
+    }
+
+    std::vector<long> positions() const {
+        std::vector<long> positions;
+        for (const Slot& slot : slots) { positions.push_back(schedule.index(slot.sync)); }
+        return positions;
+    }
+    const std::string& current_generation() const { return generation; }
+    const std::string& why_stopped() const { return why; }
+    bool has_diverged() const { return diverged; }
+    bool is_running() const { return phase == Phase::running; }
+    bool is_idle() const { return !giving && chores.empty(); }
+    std::vector<std::string> news() { return std::exchange(told, {}); }
+
+private:
+    using Handler = std::function<void(const StoreAnswer&, double now)>;
+    struct Asked {
+        StoreRequest request;
+        Handler then;
+    };
+    enum class Phase { opening, registering, agreeing, running, behind, stopped };
+
+    // A fragment's next sync.
+    struct Slot {
+        enum Own { none, sending, sent, abstaining, abstained };
+        long sync = 0;
+        uint64_t hash = 0;
+        Own own = none;
+        size_t chunks = 0;  // written
+        bool looked = false;
+        double look_at = 0;
+        std::optional<Entry> entry;
+        bool confirmed = false;
+        std::vector<std::string> payloads;  // of the entry's contributors, as far as they are read
+        std::string part;                   // of the next one
+        double due_since = -1;
+
+        bool has_line() const { return own == sent || own == abstained; }
+    };
+
+    struct Snapshot {
+        int attempt = 0;
+        bool is_wanted = false;  // the store knows
+        std::optional<Offer> offer;
+        std::string bytes;
+        size_t chunks = 0;
+        bool is_whole = false;
+        double look_at = 0;
+    };
+
+    struct Giving {
+        std::string want, bytes;
+        size_t chunks = 0;
+    };
+
+    struct Seen {
+        std::string text;
+        Beat beat;
+        double changed = 0;
+    };
+
+    // -------------------------------------------------------------------------------------------------------
+    // Asking
+
+    void ask(StoreRequest request, Handler then) {
+        asked = {std::move(request), std::move(then)};
+        is_asked = true;
+    }
+
+    std::string key(const std::string& folder) const { return generation + "/" + folder; }
+
+    void choose(double now) {
+        switch (phase) {
+            case Phase::opening: return open();
+            case Phase::registering: return register_start();
+            case Phase::agreeing: return agree(now);
+            case Phase::running: return choose_running(now);
+            case Phase::behind: return choose_behind(now);
+            case Phase::stopped: return;
+        }
+    }
+
+    void choose_running(double now) {
+        if (do_chore()) { return; }
+        // Neither is long put off for the other: transfers take turns with looks at who is alive.
+        if (now >= look_around_at) { return look_around(); }
+        for (size_t i = 0; i < slots.size() && !is_asked; i++) {
+            next_slot = (next_slot + 1) % slots.size();
+            serve(slots[next_slot], now);
+        }
+        if (!is_asked && giving) { give(); }
+    }
+
+    bool do_chore() {
+        if (chores.empty()) { return false; }
+        Asked chore = std::move(chores.front());
+        chores.pop_front();
+        ask(std::move(chore.request), std::move(chore.then));
+        return true;
+    }
+
+    void add_removal(const std::string& folder, const std::string& name = "") {
+        chores.push_back({{StoreRequest::remove, folder, name, ""}, [](const StoreAnswer&, double) {}});
+    }
+
+    // -------------------------------------------------------------------------------------------------------
+    // Starting
+
+    void open() {
+        ask({StoreRequest::put_if_absent, "run", "generation", start.token},
+            [this](const StoreAnswer& answer, double) {
+                generation = answer.value;
+                phase = Phase::registering;
+                me.number = 1;
+            });
+    }
+
+    // The first number that is this start's own.
+    void register_start() {
+        const std::string folder = key("incarnation/" + std::to_string(me.worker));
+        ask({StoreRequest::put_if_absent, folder, std::to_string(me.number), start.token},
+            [this](const StoreAnswer& answer, double now) {
+                if (!rules.is_own_start(answer.value, start.token)) {
+                    me.number++;
+                    return;
+                }
+                say("starts");
+                checkpointed(start.from_checkpoint ? start.positions : std::vector<long>(slots.size(), 0));
+                if (generation == start.generation) {
+                    phase = Phase::running;
+                } else {
+                    agree_from = now;
+                    phase = Phase::agreeing;
+                }
+            });
+    }
+
+    Base base() const {
+        Base base;
+        base.positions = positions();
+        for (const Slot& slot : slots) { base.hashes.push_back(slot.hash); }
+        return base;
+    }
+
+    // What the log begins with: of those that are there, the newest.
+    void agree(double now) {
+        if (!is_registered) {
+            return ask({StoreRequest::put_if_absent, key("registered"), me.text(), base().text()},
+                       [this](const StoreAnswer&, double) { is_registered = true; });
+        }
+        if (now < agree_at) { return; }
+        ask({StoreRequest::get, key("run"), "start", ""}, [this](const StoreAnswer& answer, double) {
+            if (answer.found) { return begin(Base::parse(answer.value)); }
+            ask({StoreRequest::list, key("registered"), "", ""}, [this](const StoreAnswer& answer, double now) {
+                agree_on(answer.listing, now);
+            });
+        });
+    }
+
+    void agree_on(const std::map<std::string, std::string>& registered, double now) {
+        agree_at = now + options.poll;
+        std::set<int> there;
+        std::optional<Base> newest;
+        for (const auto& [who, text] : registered) {
+            const Base one = Base::parse(text);
+            if (!newest || one.sum() > newest->sum()) { newest = one; }
+            there.insert(Incarnation::parse(who).worker);
+        }
+        const bool all = int(there.size()) >= options.workers;
+        const bool enough = int(there.size()) >= options.min_workers && now >= agree_from + options.grace;
+        if (!newest || !(all || enough)) { return; }
+        ask({StoreRequest::put_if_absent, key("run"), "start", newest->text()},
+            [this](const StoreAnswer& answer, double) { begin(Base::parse(answer.value)); });
+    }
+
+    void begin(const Base& first) {
+        if (first == base()) {
+            phase = Phase::running;
+        } else {
+            fall_behind("holds not what the run begins with");
+        }
+    }
+
+    // At these positions, with what the shard holds.
+    void enter(const std::vector<long>& positions) {
+        slots.assign(positions.size(), Slot());
+        for (int p = 0; p < int(slots.size()); p++) {
+            slots[size_t(p)].sync = schedule.sync(p, positions[size_t(p)]);
+            slots[size_t(p)].hash = shard.hash(p);
+        }
+    }
+
+    void stop(const std::string& reason) {
+        why = reason;
+        say("stops: " + reason);
+        phase = Phase::stopped;
+    }
+
+    void say(const std::string& text) { told.push_back(me.text() + " " + text); }
+
+    // -------------------------------------------------------------------------------------------------------
+    // A sync, on the trainer's side
+
+    long due_step(long sync) const { return schedule.send_step(sync) + options.overlap; }
+
+    // What can be applied at this step: the lowest sync.
+    Slot* ready() {
+        Slot* first = nullptr;
+        for (Slot& slot : slots) {
+            const bool is_fetched = slot.confirmed && slot.payloads.size() == slot.entry->contributors.size();
+            const bool is_due = due_step(slot.sync) <= step || slot.own == Slot::none;
+            if (is_fetched && is_due && (first == nullptr || slot.sync < first->sync)) { first = &slot; }
+        }
+        return first;
+    }
+
+    void apply(Slot& slot) {
+        std::vector<Contribution> contributions;
+        for (size_t i = 0; i < slot.payloads.size(); i++) {
+            contributions.push_back({slot.entry->contributors[i].who.worker, std::move(slot.payloads[i])});
+        }
+        const bool counted = slot.entry->counts(me.worker);
+        shard.apply(slot.sync, contributions, counted);
+        keep_promise(slot);
+        const int p = schedule.fragment(slot.sync);
+        const long next = slot.sync + schedule.fragments();
+        slot = Slot();
+        slot.sync = next;
+        slot.hash = shard.hash(p);
+    }
+
+    // Who was not in time though it had promised to be promises again: at first for the next sync, then later
+    // each time, so that others seldom wait in vain.
+    void keep_promise(const Slot& slot) {
+        if (slot.entry->counts(me.worker)) { times_late = 0; }
+        if (promise < 0 || slot.sync < promise || slot.entry->knows(me.worker)) { return; }
+        times_late++;
+        const long later = times_late == 1 ? 0 : long(schedule.fragments()) << std::min(times_late - 2, 4);
+        promise = schedule.first_after(step) + later;
+        say(format("was late for sync %ld", slot.sync));
+    }
+
+    // Sends what is sent at this step; abstains where a send step has been passed over.
+    void take_part() {
+        for (Slot& slot : slots) {
+            if (slot.own != Slot::none || slot.entry) { continue; }
+            const long send_step = schedule.send_step(slot.sync);
+            if (send_step == step) {
+                shard.encode(slot.sync);
+                slot.own = Slot::sending;
+                newest_sent = std::max(newest_sent, slot.sync);
+                newest_open = std::max(newest_open, slot.sync);
+            } else if (send_step < step) {
+                slot.own = Slot::abstaining;
+            }
+        }
+    }
+
+    // -------------------------------------------------------------------------------------------------------
+    // A sync, on the store's side
+
+    std::string folder(const char* what, long sync) const { return key(what + ("/" + std::to_string(sync))); }
+
+    void serve(Slot& slot, double now) {
+        if (slot.entry) {
+            if (!slot.confirmed) { return confirm(slot); }
+            if (slot.payloads.size() < slot.entry->contributors.size()) { fetch(slot); }
+            return;
+        }
+        const bool others_are_ahead = newest_open > slot.sync;
+        if (slot.own == Slot::sending && (!others_are_ahead || slot.looked)) { return send(slot); }
+        if (slot.own == Slot::abstaining) { return write_line(slot, {slot.hash, 0, 0, 0}, Slot::abstained); }
+        if (now >= slot.look_at && (slot.has_line() || others_are_ahead)) { look(slot); }
+    }
+
+    // Handlers find their slot by its sync: it may have moved on.
+    Slot* find(long sync) {
+        for (Slot& slot : slots) {
+            if (slot.sync == sync) { return &slot; }
+        }
+        return nullptr;
+    }
+
+    void send(Slot& slot) {
+        const LogShard::Encoded* encoded = shard.encoded(slot.sync);
+        if (encoded == nullptr) { return; }
+        if (encoded->tokens == 0) {
+            slot.own = Slot::abstaining;
+            return;
+        }
+        const std::string& payload = encoded->payload;
+        if (slot.chunks == chunks_of(payload.size(), options.chunk)) {
+            return write_line(slot, {slot.hash, encoded->tokens, payload.size(), digest_of(payload)}, Slot::sent);
+        }
+        ask({StoreRequest::put_if_absent, folder("payload", slot.sync),
+             me.text() + "." + std::to_string(slot.chunks),
+             payload.substr(slot.chunks * options.chunk, options.chunk)},
+            [this, sync = slot.sync](const StoreAnswer&, double) {
+                if (Slot* slot = find(sync)) { slot->chunks++; }
+            });
+    }
+
+    void write_line(Slot& slot, const Line& line, Slot::Own own) {
+        ask({StoreRequest::put_if_absent, folder("sent", slot.sync), me.text(), line.text()},
+            [this, sync = slot.sync, own](const StoreAnswer&, double) {
+                if (Slot* slot = find(sync)) { slot->own = own; }
+            });
+    }
+
+    // Is there an entry? If not, should there be one?
+    void look(Slot& slot) {
+        ask({StoreRequest::get, key("entry"), std::to_string(slot.sync), ""},
+            [this, sync = slot.sync](const StoreAnswer& answer, double now) {
+                Slot* slot = find(sync);
+                if (slot == nullptr) { return; }
+                slot->looked = true;
+                slot->look_at = now + options.poll;
+                if (answer.found) {
+                    slot->entry = Entry::parse(answer.value);
+                } else if (slot->has_line()) {
+                    look_at_lines(*slot);
+                }
+            });
+    }
+
+    void look_at_lines(const Slot& slot) {
+        ask({StoreRequest::list, folder("sent", slot.sync), "", ""},
+            [this, sync = slot.sync](const StoreAnswer& answer, double now) {
+                Slot* slot = find(sync);
+                if (slot == nullptr) { return; }
+                Lines lines;
+                for (const auto& [who, text] : answer.listing) { lines[who] = Line::parse(text); }
+                if (std::optional<Entry> entry = decide(*slot, lines, now)) { write_entry(sync, *entry); }
+            });
+    }
+
+    void write_entry(long sync, const Entry& entry) {
+        ask({rules.entry_is_written_by(), key("entry"), std::to_string(sync), entry.text()},
+            [this, sync, entry](const StoreAnswer& answer, double) {
+                const Entry decided = rules.decided(entry, Entry::parse(answer.value));
+                if (Slot* slot = find(sync)) { slot->entry = decided; }
+            });
+    }
+
+    void confirm(Slot& slot) {
+        ask({StoreRequest::get, "run", "generation", ""}, [this, sync = slot.sync](const StoreAnswer& answer,
+                                                                                  double) {
+            check_generation(answer);
+            Slot* slot = find(sync);
+            if (phase == Phase::stopped || slot == nullptr) { return; }
+            if (slot->entry->hash != slot->hash) { return diverge(); }
+            slot->confirmed = true;
+            for (auto& [worker, missed] : last_missed) {
+                if (!slot->entry->knows(worker)) { missed = std::max(missed, sync); }
+            }
+            if (slot->entry->decider == me) {
+                say(format("decided sync %ld: %s", sync, slot->entry->text().c_str()));
+                sweep(sync);
+            }
+        });
+    }
+
+    void diverge() {
+        diverged = true;
+        stop(format("the global parameters of worker %d are not those of the run", me.worker));
+    }
+
+    void fetch(Slot& slot) {
+        const Contributor& one = slot.entry->contributors[slot.payloads.size()];
+        const size_t chunk = slot.part.size() / options.chunk;
+        ask({StoreRequest::get, folder("payload", slot.sync), one.who.text() + "." + std::to_string(chunk), ""},
+            [this, sync = slot.sync, one](const StoreAnswer& answer, double) {
+                Slot* slot = find(sync);
+                if (slot == nullptr) { return; }
+                if (!answer.found) { return fall_behind(format("finds a payload of sync %ld gone", sync)); }
+                slot->part += answer.value;
+                if (slot->part.size() < one.bytes) { return; }
+                if (digest_of(slot->part) != one.digest) {
+                    return stop(format("the payload of worker %d for sync %ld is damaged", one.who.worker, sync));
+                }
+                slot->payloads.push_back(std::exchange(slot->part, ""));
+            });
+    }
+
+    // -------------------------------------------------------------------------------------------------------
+    // Deciding
+
+    bool is_alive(const Seen& seen, double now) const { return now < seen.changed + options.expiry; }
+
+    // The line that stands for each worker: of its starts the latest that may be counted, else the latest.
+    std::map<int, std::pair<Incarnation, Line>> by_worker(const Lines& lines, uint64_t hash) const {
+        std::map<int, std::pair<Incarnation, Line>> chosen;
+        for (const auto& [text, line] : lines) {
+            const Incarnation who = Incarnation::parse(text);
+            auto [at, is_first] = chosen.insert({who.worker, {who, line}});
+            const auto rank = [&](const Incarnation& who, const Line& line) {
+                return std::make_pair(rules.counts(line, hash), who.number);
+            };
+            if (!is_first && rank(who, line) > rank(at->second.first, at->second.second)) {
+                at->second = {who, line};
+            }
+        }
+        return chosen;
+    }
+
+    std::optional<Entry> decide(const Slot& slot, const Lines& in_store, double now) {
+        std::map<std::string, Beat> alive;
+        for (const auto& [worker, one] : seen) {
+            if (is_alive(one, now)) { alive[Incarnation{worker, one.beat.incarnation}.text()] = one.beat; }
+        }
+        const Lines lines = rules.taken_as_sent(in_store, alive, slot.hash);
+        const auto chosen = by_worker(lines, slot.hash);
+        if (int(chosen.size()) < options.min_workers || !is_majority(chosen, slot.hash)) { return std::nullopt; }
+        if (!is_time(slot, chosen, now)) { return std::nullopt; }
+        Entry entry;
+        entry.hash = slot.hash;
+        entry.decider = me;
+        for (const auto& [worker, one] : chosen) {
+            const Line& line = one.second;
+            if (rules.counts(line, slot.hash)) {
+                entry.contributors.push_back({one.first, line.bytes, line.digest});
+            } else {
+                entry.abstained.push_back(worker);
+            }
+        }
+        return entry;
+    }
+
+    // Does most of the run stand where this worker does? Where most stand elsewhere, it is the odd one.
+    bool is_majority(const std::map<int, std::pair<Incarnation, Line>>& chosen, uint64_t hash) {
+        std::map<uint64_t, size_t> holders;
+        for (const auto& [worker, one] : chosen) { holders[one.second.hash]++; }
+        for (const auto& [other, count] : holders) {
+            if (other != hash && 2 * count > chosen.size()) { diverge(); }
+        }
+        return rules.is_majority(holders[hash], chosen.size());
+    }
+
+    bool is_time(const Slot& slot, const std::map<int, std::pair<Incarnation, Line>>& chosen, double now) const {
+        bool all_alive = true, all_waited_for = true;
+        for (const auto& [worker, one] : seen) {
+            if (chosen.count(worker) || !is_alive(one, now) || one.beat.promise < 0) { continue; }
+            all_alive = false;
+            const auto missed = last_missed.find(worker);
+            if (one.beat.promise <= slot.sync && one.beat.promise > missed->second) { all_waited_for = false; }
+        }
+        if (all_alive) { return true; }
+        if (slot.due_since < 0) { return false; }
+        return all_waited_for || now >= slot.due_since + options.grace;
+    }
+
+    // -------------------------------------------------------------------------------------------------------
+    // Looking around: who is alive, who needs a snapshot
+
+    void look_around() {
+        ask({StoreRequest::list, key("beat"), "", ""}, [this](const StoreAnswer& answer, double now) {
+            for (const auto& [name, text] : answer.listing) { see(std::atoi(name.c_str()), text, now); }
+            ask({StoreRequest::list, key("want"), "", ""}, [this](const StoreAnswer& answer, double now) {
+                look_around_at = now + options.poll;
+                if (phase == Phase::running) { consider(answer.listing, now); }
+            });
+        });
+    }
+
+    void see(int worker, const std::string& text, double now) {
+        Seen& one = seen[worker];
+        last_missed.insert({worker, -1});
+        if (one.text == text) { return; }
+        one = {text, Beat::parse(text), now};
+        newest_open = std::max(newest_open, one.beat.newest);
+        if (worker == me.worker && one.beat.incarnation > me.number) {
+            stop("another process has started as this worker");
+        }
+    }
+
+    // The worker with the lowest number gives; the next one, where that takes too long.
+    void consider(const std::map<std::string, std::string>& wants, double now) {
+        std::map<std::string, double> still;
+        for (const auto& [want, reason] : wants) {
+            const auto known = wanted_since.find(want);
+            still[want] = known == wanted_since.end() ? now : known->second;
+        }
+        wanted_since = still;
+        if (giving) { return; }
+        int before_me = 0;
+        for (const auto& [worker, one] : seen) {
+            before_me += worker < me.worker && is_alive(one, now) && one.beat.promise >= 0;
+        }
+        for (const auto& [want, since] : wanted_since) {
+            if (Incarnation::parse(want).worker == me.worker || given.count(want)) { continue; }
+            if (now >= since + before_me * options.grace) { return offer(want); }
+        }
+    }
+
+    void offer(const std::string& want) {
+        ask({StoreRequest::get, key("offer"), want, ""}, [this, want](const StoreAnswer& answer, double) {
+            if (answer.found) {
+                given.insert(want);
+            } else {
+                giving = Giving{want, "", 0};
+            }
+        });
+    }
+
+    // -------------------------------------------------------------------------------------------------------
+    // Snapshots
+
+    std::string write_snapshot() { return numbers(positions()) + "\n" + shard.snapshot(); }
+
+    void give() {
+        if (giving->bytes.empty()) { return; }  // the trainer's turn
+        if (giving->chunks < chunks_of(giving->bytes.size(), options.chunk)) {
+            return ask({StoreRequest::put_if_absent, key("snapshot/" + giving->want),
+                        me.text() + "." + std::to_string(giving->chunks),
+                        giving->bytes.substr(giving->chunks * options.chunk, options.chunk)},
+                       [this](const StoreAnswer&, double) {
+                           if (giving) { giving->chunks++; }
+                       });
+        }
+        const Offer mine{me, giving->bytes.size(), digest_of(giving->bytes)};
+        ask({StoreRequest::put_if_absent, key("offer"), giving->want, mine.text()},
+            [this](const StoreAnswer& answer, double) {
+                if (!giving) { return; }
+                say("gives a snapshot to " + giving->want);
+                given.insert(giving->want);
+                for (size_t i = 0; i < giving->chunks && !(Offer::parse(answer.value).giver == me); i++) {
+                    add_removal(key("snapshot/" + giving->want), me.text() + "." + std::to_string(i));
+                }
+                giving.reset();
+            });
+    }
+
+    void fall_behind(const std::string& reason) {
+        say(reason + ": needs a snapshot");
+        phase = Phase::behind;
+        promise = -1;
+        giving.reset();
+        ask_for_snapshot();
+    }
+
+    // Under a new name each time.
+    void ask_for_snapshot() {
+        const int attempt = snapshot.attempt + 1;
+        snapshot = Snapshot();
+        snapshot.attempt = attempt;
+    }
+
+    std::string want() const { return me.text() + "." + std::to_string(snapshot.attempt); }
+
+    void choose_behind(double now) {
+        if (snapshot.is_whole || do_chore()) { return; }
+        if (now >= look_around_at) { return look_around(); }
+        if (!snapshot.is_wanted) {
+            return ask({StoreRequest::put_if_absent, key("want"), want(), "-"},
+                       [this](const StoreAnswer&, double) { snapshot.is_wanted = true; });
+        }
+        if (snapshot.offer) { return read_snapshot(); }
+        if (now < snapshot.look_at) { return; }
+        ask({StoreRequest::get, key("offer"), want(), ""}, [this](const StoreAnswer& answer, double now) {
+            snapshot.look_at = now + options.poll;
+            if (answer.found) {
+                snapshot.offer = Offer::parse(answer.value);
+            } else {  // the wish may have been swept away while this worker was not alive
+                snapshot.is_wanted = false;
+            }
+        });
+    }
+
+    void read_snapshot() {
+        const Offer& offer = *snapshot.offer;
+        ask({StoreRequest::get, key("snapshot/" + want()),
+             offer.giver.text() + "." + std::to_string(snapshot.chunks), ""},
+            [this](const StoreAnswer& answer, double) {
+                const Offer& offer = *snapshot.offer;
+                snapshot.bytes += answer.value;
+                snapshot.chunks++;
+                const bool is_last = snapshot.chunks == chunks_of(offer.bytes, options.chunk);
+                if (!rules.is_chunk(answer) || (is_last && !rules.is_whole(snapshot.bytes, offer))) {
+                    say("finds its snapshot gone");
+                    forget_snapshot();
+                    return ask_for_snapshot();
+                }
+                snapshot.is_whole = is_last;
+            });
+    }
+
+    void forget_snapshot() {
+        add_removal(key("want"), want());
+        add_removal(key("offer"), want());
+        add_removal(key("snapshot/" + want()));
+    }
+
+    void load_snapshot() {
+        const size_t end = snapshot.bytes.find('\n');
+        shard.load(snapshot.bytes.substr(end + 1));
+        enter(parse_numbers(snapshot.bytes.substr(0, end)));
+        say("goes on from a snapshot at " + snapshot.bytes.substr(0, end));
+        forget_snapshot();
+        const int attempt = snapshot.attempt;
+        snapshot = Snapshot();
+        snapshot.attempt = attempt;
+        phase = Phase::running;
+    }
+
+    // -------------------------------------------------------------------------------------------------------
+    // Removing what nobody needs any more
+
+    void sweep(long sync) {
+        chores.push_back({{StoreRequest::list, key("durable"), "", ""},
+                          [this, sync](const StoreAnswer& answer, double) {
+            const int p = schedule.fragment(sync);
+            long durable = 0;
+            for (const auto& [worker, text] : answer.listing) {
+                durable = std::max(durable, parse_numbers(text)[size_t(p)]);
+            }
+            if (!options.checkpoints) { durable = schedule.index(sync); }
+            const long oldest = rules.oldest_kept(schedule.index(sync), options.retain, durable);
+            for (const char* what : {"payload/", "sent/"}) { sweep_syncs(key(what), p, oldest); }
+        }});
+        chores.push_back({{StoreRequest::list, key("want"), "", ""}, [this](const StoreAnswer& answer, double now) {
+            sweep_snapshots(answer.listing, now);
+        }});
+    }
+
+    void sweep_syncs(const std::string& folder, int p, long oldest) {
+        chores.push_back({{StoreRequest::folders, folder, "", ""},
+                          [this, folder, p, oldest](const StoreAnswer& answer, double) {
+            for (const auto& [name, nothing] : answer.listing) {
+                const long sync = std::atol(name.substr(folder.size()).c_str());
+                if (schedule.fragment(sync) == p && schedule.index(sync) < oldest) { add_removal(name); }
+            }
+        }});
+    }
+
+    // Snapshots whose reader is dead, or has started again, or has read them.
+    void sweep_snapshots(const std::map<std::string, std::string>& wants, double now) {
+        const auto is_over = [this, wants, now](const std::string& want) {
+            const Incarnation who = Incarnation::parse(want);
+            const auto found = seen.find(who.worker);
+            return !wants.count(want) || found == seen.end() || !is_alive(found->second, now) ||
+                   found->second.beat.incarnation != who.number;
+        };
+        for (const auto& [want, reason] : wants) {
+            if (is_over(want)) { add_removal(key("want"), want); }
+        }
+        const std::string folder = key("snapshot/");
+        chores.push_back({{StoreRequest::folders, folder, "", ""},
+                          [this, folder, is_over](const StoreAnswer& answer, double) {
+            for (const auto& [name, nothing] : answer.listing) {
+                if (is_over(name.substr(folder.size()))) { add_removal(name); }
+            }
+        }});
+        chores.push_back({{StoreRequest::list, key("offer"), "", ""},
+                          [this, is_over](const StoreAnswer& answer, double) {
+            for (const auto& [want, text] : answer.listing) {
+                if (is_over(want)) { add_removal(key("offer"), want); }
+            }
+        }});
+    }
+
+    static std::string numbers(const std::vector<long>& values) {
+        std::string text;
+        for (long value : values) { text += (text.empty() ? "" : " ") + std::to_string(value); }
+        return text;
+    }
+    static std::vector<long> parse_numbers(const std::string& text) {
+        std::vector<long> values;
+        std::istringstream in(text);
+        for (long value; in >> value;) { values.push_back(value); }
+        return values;
+    }
+
+    const SyncLogOptions options;
+    const SyncSchedule schedule;
+    LogShard& shard;
+    const SyncLogRules& rules;
+    const LogStart start;
+    Incarnation me;
+    Phase phase = Phase::opening;
+    std::string generation, why;
+    bool diverged = false;
+    std::vector<std::string> told;
+
+    Asked asked;
+    bool is_asked = false;  // and not yet answered
+    double retry_at = 0;
+    std::deque<Asked> chores;
+
+    bool is_registered = false;
+    double agree_from = 0, agree_at = 0;
+
+    std::vector<Slot> slots;  // by fragment
+    size_t next_slot = 0;
+    long step = 0;
+    long newest_sent = -1, newest_open = -1;  // syncs; by this worker, by any
+    long promise = -1;
+    int times_late = 0;
+
+    double look_around_at = 0;
+    std::map<int, Seen> seen;             // by worker
+    std::map<int, long> last_missed;      // the newest sync that a worker had no line in
+    std::map<std::string, double> wanted_since;
+    std::set<std::string> given;
+    std::optional<Giving> giving;
+    Snapshot snapshot;
+};
+
+// Shows that this process is alive, over a connection of its own: a payload that takes a minute is no silence.
+class Heartbeat {
+public:
+    explicit Heartbeat(double interval) : interval(interval) {}
+
+    std::optional<StoreRequest> request(const SyncLog& log, int worker, double now) {
+        if (is_checking) { return StoreRequest{StoreRequest::get, "run", "generation", ""}; }
+        const std::string beat = log.beat(0);
+        if (beat.empty() || (now < next && beat == shown)) { return std::nullopt; }
+        shown = beat;
+        next = now + interval;
+        return StoreRequest{StoreRequest::put, log.current_generation() + "/beat", std::to_string(worker),
+                            log.beat(++count)};
+    }
+
+    void answer(const StoreAnswer& answer, SyncLog& log) {
+        if (is_checking) { log.check_generation(answer); }
+        is_checking = !is_checking;
+    }
+
+private:
+    double interval, next = 0;
+    std::string shown;
+    long count = 0;
+    bool is_checking = false;
+};
