@@ -36,6 +36,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <set>
 #include <stdexcept>
@@ -80,6 +81,7 @@ public:
     struct Encoded {
         std::string payload;
         uint64_t tokens = 0;
+        uint64_t hash = 0;  // of the global parameters that it was made on, at that instant
     };
 
     virtual ~LogShard() = default;
@@ -153,7 +155,7 @@ public:
 
     // For the heartbeat. An empty one: not registered yet.
     std::string beat(long count) const {
-        const bool is_known = phase == Phase::running || phase == Phase::behind;
+        const bool is_known = phase == Phase::agreeing || phase == Phase::running || phase == Phase::behind;
         return is_known ? Beat{me.number, count, promise, newest_sent}.text() : std::string();
     }
     void check_generation(const StoreAnswer& answer) {
@@ -251,13 +253,16 @@ private:
 
     void choose_running(double now) {
         if (do_chore()) { return; }
-        // Neither is long put off for the other: transfers take turns with looks at who is alive.
-        if (now >= look_around_at) { return look_around(); }
-        for (size_t i = 0; i < slots.size() && !is_asked; i++) {
-            next_slot = (next_slot + 1) % slots.size();
-            serve(slots[next_slot], now);
+        if (now >= look_around_at) { return look_around(now); }
+        // In turns, so that none of them is put off for ever: all fragments, and who needs a snapshot.
+        for (size_t i = 0; i <= slots.size() && !is_asked; i++) {
+            next_turn = (next_turn + 1) % (slots.size() + 1);
+            if (next_turn < slots.size()) {
+                serve(slots[next_turn], now);
+            } else if (giving) {
+                give();
+            }
         }
-        if (!is_asked && giving) { give(); }
     }
 
     bool do_chore() {
@@ -459,6 +464,7 @@ private:
         }
         const std::string& payload = encoded->payload;
         if (slot.chunks == chunks_of(payload.size(), options.chunk)) {
+            slot.hash = encoded->hash;
             return write_line(slot, {slot.hash, encoded->tokens, payload.size(), digest_of(payload)}, Slot::sent);
         }
         ask({StoreRequest::put_if_absent, folder("payload", slot.sync),
@@ -621,11 +627,12 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // Looking around: who is alive, who needs a snapshot
 
-    void look_around() {
-        ask({StoreRequest::list, key("beat"), "", ""}, [this](const StoreAnswer& answer, double now) {
+    // Over a slow link at most a fifth of the time.
+    void look_around(double from) {
+        ask({StoreRequest::list, key("beat"), "", ""}, [this, from](const StoreAnswer& answer, double now) {
             for (const auto& [name, text] : answer.listing) { see(std::atoi(name.c_str()), text, now); }
-            ask({StoreRequest::list, key("want"), "", ""}, [this](const StoreAnswer& answer, double now) {
-                look_around_at = now + options.poll;
+            ask({StoreRequest::list, key("want"), "", ""}, [this, from](const StoreAnswer& answer, double now) {
+                look_around_at = now + std::max(options.poll, 4 * (now - from));
                 if (phase == Phase::running) { consider(answer.listing, now); }
             });
         });
@@ -655,18 +662,21 @@ private:
         for (const auto& [worker, one] : seen) {
             before_me += worker < me.worker && is_alive(one, now) && one.beat.promise >= 0;
         }
+        std::vector<std::string> due;
         for (const auto& [want, since] : wanted_since) {
-            if (Incarnation::parse(want).worker == me.worker || given.count(want)) { continue; }
-            if (now >= since + before_me * options.grace) { return offer(want); }
+            const bool is_mine = Incarnation::parse(want).worker == me.worker;
+            if (!is_mine && now >= since + before_me * options.grace) { due.push_back(want); }
         }
+        if (!due.empty()) { choose_reader(due); }
     }
 
-    void offer(const std::string& want) {
-        ask({StoreRequest::get, key("offer"), want, ""}, [this, want](const StoreAnswer& answer, double) {
-            if (answer.found) {
-                given.insert(want);
-            } else {
-                giving = Giving{want, "", 0};
+    void choose_reader(const std::vector<std::string>& wants) {
+        ask({StoreRequest::list, key("offer"), "", ""}, [this, wants](const StoreAnswer& answer, double) {
+            for (const std::string& want : wants) {
+                if (!answer.listing.count(want)) {
+                    giving = Giving{want, "", 0};
+                    return;
+                }
             }
         });
     }
@@ -691,7 +701,6 @@ private:
             [this](const StoreAnswer& answer, double) {
                 if (!giving) { return; }
                 say("gives a snapshot to " + giving->want);
-                given.insert(giving->want);
                 for (size_t i = 0; i < giving->chunks && !(Offer::parse(answer.value).giver == me); i++) {
                     add_removal(key("snapshot/" + giving->want), me.text() + "." + std::to_string(i));
                 }
@@ -718,7 +727,7 @@ private:
 
     void choose_behind(double now) {
         if (snapshot.is_whole || do_chore()) { return; }
-        if (now >= look_around_at) { return look_around(); }
+        if (now >= look_around_at) { return look_around(now); }
         if (!snapshot.is_wanted) {
             return ask({StoreRequest::put_if_absent, key("want"), want(), "-"},
                        [this](const StoreAnswer&, double) { snapshot.is_wanted = true; });
@@ -746,17 +755,11 @@ private:
                 const bool is_last = snapshot.chunks == chunks_of(offer.bytes, options.chunk);
                 if (!rules.is_chunk(answer) || (is_last && !rules.is_whole(snapshot.bytes, offer))) {
                     say("finds its snapshot gone");
-                    forget_snapshot();
+                    remove_snapshot(want());
                     return ask_for_snapshot();
                 }
                 snapshot.is_whole = is_last;
             });
-    }
-
-    void forget_snapshot() {
-        add_removal(key("want"), want());
-        add_removal(key("offer"), want());
-        add_removal(key("snapshot/" + want()));
     }
 
     void load_snapshot() {
@@ -764,7 +767,7 @@ private:
         shard.load(snapshot.bytes.substr(end + 1));
         enter(parse_numbers(snapshot.bytes.substr(0, end)));
         say("goes on from a snapshot at " + snapshot.bytes.substr(0, end));
-        forget_snapshot();
+        remove_snapshot(want());
         const int attempt = snapshot.attempt;
         snapshot = Snapshot();
         snapshot.attempt = attempt;
@@ -786,9 +789,7 @@ private:
             const long oldest = rules.oldest_kept(schedule.index(sync), options.retain, durable);
             for (const char* what : {"payload/", "sent/"}) { sweep_syncs(key(what), p, oldest); }
         }});
-        chores.push_back({{StoreRequest::list, key("want"), "", ""}, [this](const StoreAnswer& answer, double now) {
-            sweep_snapshots(answer.listing, now);
-        }});
+        sweep_snapshots();
     }
 
     void sweep_syncs(const std::string& folder, int p, long oldest) {
@@ -801,30 +802,41 @@ private:
         }});
     }
 
-    // Snapshots whose reader is dead, or has started again, or has read them.
-    void sweep_snapshots(const std::map<std::string, std::string>& wants, double now) {
-        const auto is_over = [this, wants, now](const std::string& want) {
-            const Incarnation who = Incarnation::parse(want);
-            const auto found = seen.find(who.worker);
-            return !wants.count(want) || found == seen.end() || !is_alive(found->second, now) ||
-                   found->second.beat.incarnation != who.number;
-        };
-        for (const auto& [want, reason] : wants) {
-            if (is_over(want)) { add_removal(key("want"), want); }
-        }
+    // Snapshots whose reader is dead, or has started again, or has read them. What there is is asked for before
+    // who wants it, or what is only now being written would seem to be wanted by nobody.
+    void sweep_snapshots() {
         const std::string folder = key("snapshot/");
-        chores.push_back({{StoreRequest::folders, folder, "", ""},
-                          [this, folder, is_over](const StoreAnswer& answer, double) {
-            for (const auto& [name, nothing] : answer.listing) {
-                if (is_over(name.substr(folder.size()))) { add_removal(name); }
+        auto there = std::make_shared<std::set<std::string>>();
+        const auto note = [there](size_t prefix) {
+            return [there, prefix](const StoreAnswer& answer, double) {
+                for (const auto& [name, text] : answer.listing) { there->insert(name.substr(prefix)); }
+            };
+        };
+        chores.push_back({{StoreRequest::folders, folder, "", ""}, note(folder.size())});
+        chores.push_back({{StoreRequest::list, key("offer"), "", ""}, note(0)});
+        chores.push_back({{StoreRequest::list, key("want"), "", ""},
+                          [this, there](const StoreAnswer& answer, double now) {
+            for (const auto& [want, reason] : answer.listing) {
+                if (is_reading(want, now)) {
+                    there->erase(want);
+                } else {
+                    there->insert(want);
+                }
             }
+            for (const std::string& want : *there) { remove_snapshot(want); }
         }});
-        chores.push_back({{StoreRequest::list, key("offer"), "", ""},
-                          [this, is_over](const StoreAnswer& answer, double) {
-            for (const auto& [want, text] : answer.listing) {
-                if (is_over(want)) { add_removal(key("offer"), want); }
-            }
-        }});
+    }
+
+    bool is_reading(const std::string& want, double now) const {
+        const Incarnation who = Incarnation::parse(want);
+        const auto found = seen.find(who.worker);
+        return found != seen.end() && is_alive(found->second, now) && found->second.beat.incarnation == who.number;
+    }
+
+    void remove_snapshot(const std::string& want) {
+        add_removal(key("want"), want);
+        add_removal(key("offer"), want);
+        add_removal(key("snapshot/" + want));
     }
 
     static std::string numbers(const std::vector<long>& values) {
@@ -859,7 +871,7 @@ private:
     double agree_from = 0, agree_at = 0;
 
     std::vector<Slot> slots;  // by fragment
-    size_t next_slot = 0;
+    size_t next_turn = 0;
     long step = 0;
     long newest_sent = -1, newest_open = -1;  // syncs; by this worker, by any
     long promise = -1;
@@ -869,7 +881,6 @@ private:
     std::map<int, Seen> seen;             // by worker
     std::map<int, long> last_missed;      // the newest sync that a worker had no line in
     std::map<std::string, double> wanted_since;
-    std::set<std::string> given;
     std::optional<Giving> giving;
     Snapshot snapshot;
 };
