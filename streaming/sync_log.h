@@ -136,7 +136,7 @@ public:
         this->step = step;
         if (phase == Phase::behind && snapshot.is_whole) { load_snapshot(); }
         if (phase != Phase::running) { return {LogTurn::wait}; }
-        if (giving && giving->bytes.empty()) { giving->bytes = write_snapshot(); }
+        if (giving && giving->bytes.empty() && !write_snapshot()) { return {LogTurn::stop}; }
         while (Slot* slot = ready()) { apply(*slot); }
         if (newest_open >= 0 && schedule.send_step(newest_open) > step + options.max_lag) {
             say(format("jumps from step %ld to %ld", step, schedule.send_step(newest_open)));
@@ -357,6 +357,9 @@ private:
 
     // At these positions, with what the shard holds.
     void enter(const std::vector<long>& positions) {
+        if (int(positions.size()) != schedule.fragments()) {
+            throw std::logic_error("positions of another number of fragments");
+        }
         slots.assign(positions.size(), Slot());
         for (int p = 0; p < int(slots.size()); p++) {
             slots[size_t(p)].sync = schedule.sync(p, positions[size_t(p)]);
@@ -684,7 +687,17 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // Snapshots
 
-    std::string write_snapshot() { return numbers(positions()) + "\n" + shard.snapshot(); }
+    // False: what lies in this worker's memory is not what the last syncs left there.
+    bool write_snapshot() {
+        for (int p = 0; p < int(slots.size()); p++) {
+            if (shard.hash(p) != slots[size_t(p)].hash) {
+                diverge();
+                return false;
+            }
+        }
+        giving->bytes = numbers(positions()) + "\n" + shard.snapshot();
+        return true;
+    }
 
     void give() {
         if (giving->bytes.empty()) { return; }  // the trainer's turn

@@ -31,7 +31,7 @@
 
 // Each may be asked again after its answer was lost: nothing that is done twice does harm.
 struct StoreRequest {
-    // put_if_absent: answers the value that is there then. remove: without a name the whole folder.
+    // put and put_if_absent answer the value that is there then. remove: without a name the whole folder.
     // list: names and values in a folder. folders: those whose names begin with `folder`.
     enum Kind { get, put, put_if_absent, remove, list, folders };
     Kind kind;
@@ -41,7 +41,7 @@ struct StoreRequest {
 struct StoreAnswer {
     bool lost = false;   // the connection failed: it may have happened or not
     bool found = false;  // get
-    std::string value;   // get, put_if_absent
+    std::string value;   // get, put, put_if_absent
     std::map<std::string, std::string> listing;  // list: by name; folders: names alone
 };
 

@@ -30,6 +30,7 @@ public:
             }
             case StoreRequest::put:
                 change(request);
+                answer.value = request.value;
                 break;
             case StoreRequest::put_if_absent:
                 check_same_payload(request);

@@ -2,27 +2,32 @@
 // connections, crashes, stalls, restarts and newcomers, all drawn from one seed, with what must hold checked after
 // every event. Time is a number, so a run of a minute takes milliseconds, and a seed that fails fails again.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <queue>
 
 #include "dev/test/simulated_store.h"
-#include "llmc/random.h"
 
 namespace simulation {
 
+// SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014).
 class Random {
 public:
-    explicit Random(uint64_t seed) : seed(seed) {}
-    uint32_t bits() { return random_bits(seed, RandomUse::sampling, count++).v[0]; }
+    explicit Random(uint64_t seed) : state(seed) {}
+    uint32_t bits() {
+        uint64_t mixed = state += 0x9e3779b97f4a7c15;
+        mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9;
+        mixed = (mixed ^ (mixed >> 27)) * 0x94d049bb133111eb;
+        return uint32_t((mixed ^ (mixed >> 31)) >> 32);
+    }
     double between(double low, double high) { return low + (high - low) * bits() * 0x1p-32; }
     long among(long low, long high) { return low + long(bits() % uint32_t(high - low + 1)); }
     bool happens(double probability) { return bits() * 0x1p-32 < probability; }
 
 private:
-    uint64_t seed, count = 0;
+    uint64_t state;
 };
 
 const int values = 3;  // of a fragment
@@ -120,13 +125,14 @@ public:
             }
             state.residual[p].assign(values, 0.0f);
         }
-        state.is_corrupt = at < snapshot.size() && snapshot[at] == '1';
+        was_misled = at < snapshot.size() && snapshot[at] == '1';
         state.local = state.global;
         sent.clear();
     }
 
     State state;
     std::map<long, Encoded> sent;
+    bool was_misled = false;  // by a snapshot of one that is corrupt
 
 private:
     static void append(std::string& bytes, const Values& from) {
@@ -169,7 +175,7 @@ struct Plan {
     enum Mode { plain, all_die, store_emptied, disks_lost, corruption, modes };
     Mode mode;
     int workers, min_workers;
-    long H, fragments, steps;
+    long H, fragments, steps, checkpoint_every;
     std::vector<long> overlap;
     std::vector<double> step_time, delay, first_start;
     double crashes, stalls, losses;  // probabilities of each, at a request
@@ -183,10 +189,11 @@ struct Plan {
         H = random.among(2, 6);
         fragments = random.among(1, 3);
         steps = random.among(3 * H, 7 * H);
+        checkpoint_every = random.among(1, 4 * H);
         quiet_from = random.between(5, 40);
         for (int w = 0; w < workers; w++) {
             overlap.push_back(random.among(0, H - 1));
-            step_time.push_back(random.happens(0.2) ? random.between(1.5, 6) : random.between(0.4, 1.0));
+            step_time.push_back(random.happens(0.2) ? random.between(1.5, 4) : random.between(0.4, 1.0));
             delay.push_back(random.happens(0.2) ? random.between(0.1, 0.4) : random.between(0.002, 0.05));
             first_start.push_back(w >= min_workers && random.happens(0.3) ? random.between(3, 40)
                                                                          : random.between(0, 1));
@@ -207,6 +214,35 @@ struct Plan {
     }
 };
 
+// What happened, over all runs.
+struct Totals {
+    long syncs = 0, deaths = 0, stalls = 0, snapshots = 0, snapshots_gone = 0, jumps = 0, late = 0;
+    long new_generations = 0, diverged = 0, undecidable = 0;
+
+    void operator+=(const Totals& more) {
+        syncs += more.syncs;
+        deaths += more.deaths;
+        stalls += more.stalls;
+        snapshots += more.snapshots;
+        snapshots_gone += more.snapshots_gone;
+        jumps += more.jumps;
+        late += more.late;
+        new_generations += more.new_generations;
+        diverged += more.diverged;
+        undecidable += more.undecidable;
+    }
+
+    std::string text() const {
+        return format("%ld syncs, %ld deaths, %ld stalls, %ld snapshots, %ld found gone, %ld jumps, %ld times late, "
+                      "%ld new generations, %ld diverged, %ld undecidable", syncs, deaths, stalls, snapshots,
+                      snapshots_gone, jumps, late, new_generations, diverged, undecidable);
+    }
+};
+
+// A worker has taken its global parameters from one whose own are wrong, before that could show: from here on
+// nobody can know which are right.
+struct Undecidable {};
+
 class World {
 public:
     World(uint64_t seed, const SyncLogRules& rules, bool traced)
@@ -222,8 +258,9 @@ public:
         const double deadline = plan.quiet_from + 200 + 20.0 * double(plan.steps);
         while (!is_over()) {
             if (events.empty()) { throw Violation("nothing happens any more"); }
-            const Event event = events.top();
-            events.pop();
+            std::pop_heap(events.begin(), events.end());
+            const Event event = std::move(events.back());
+            events.pop_back();
             now = event.time;
             if (now > deadline) { throw Violation("the run has not ended: " + where_all_are()); }
             event.what();
@@ -232,7 +269,7 @@ public:
     }
 
     std::vector<std::string> trace;
-    long syncs = 0, uncounted = 0, starts = 0, snapshots = 0, jumps = 0, generations = 0;
+    Totals totals;
 
 private:
     struct Checkpoint {
@@ -250,6 +287,7 @@ private:
         long step = 0, done = -1;
         double stalled_until = 0;
         bool is_done = false;
+        std::vector<long> checked;  // positions
     };
 
     struct Worker {
@@ -273,12 +311,15 @@ private:
         return SyncSchedule(fragments, plan.H);
     }
 
-    void at(double time, std::function<void()> what) { events.push({time, count++, std::move(what)}); }
+    void at(double time, std::function<void()> what) {
+        events.push_back({time, count++, std::move(what)});
+        std::push_heap(events.begin(), events.end());
+    }
 
     // In `seconds`, if the process still lives, and when it is not stopped.
     void later(int w, double seconds, std::function<void()> what) {
         const long life = workers[size_t(w)].life;
-        at(now + seconds, [this, w, life, what] {
+        at(now + seconds, [this, w, life, what = std::move(what)] {
             Worker& worker = workers[size_t(w)];
             if (!worker.process || worker.life != life) { return; }
             const double stalled = worker.process->stalled_until - now;
@@ -300,7 +341,6 @@ private:
         Worker& worker = workers[size_t(w)];
         if (worker.process) { return; }
         worker.life++;
-        starts++;
         worker.process = std::make_unique<Process>();
         Process& process = *worker.process;
         process.shard = std::make_unique<Shard>(w, schedule);
@@ -328,6 +368,7 @@ private:
 
     void kill(int w, const char* why) {
         tell(format("worker %d dies%s", w, why));
+        totals.deaths++;
         workers[size_t(w)].process.reset();
         workers[size_t(w)].life++;
     }
@@ -343,9 +384,9 @@ private:
         check(w);
         switch (turn.kind) {
             case LogTurn::stop: return after_stop(w);
-            case LogTurn::wait: return later(w, 0.1, [this, w] { train(w); });
+            case LogTurn::wait: return later(w, 0.2, [this, w] { train(w); });
             case LogTurn::jump:
-                jumps++;
+                totals.jumps++;
                 process.step = turn.step;
                 return later(w, 0, [this, w] { train(w); });
             case LogTurn::go_on: break;
@@ -365,8 +406,10 @@ private:
     void listen(int w) {
         for (const std::string& news : workers[size_t(w)].process->log->news()) {
             tell(news);
-            snapshots += news.find("goes on from a snapshot") != std::string::npos;
-            uncounted += news.find("was late") != std::string::npos;
+            const auto says = [&](const char* text) { return news.find(text) != std::string::npos; };
+            totals.snapshots += says("goes on from a snapshot");
+            totals.snapshots_gone += says("finds its snapshot gone");
+            totals.late += says("was late");
         }
     }
 
@@ -378,6 +421,7 @@ private:
         if (log.has_diverged()) {
             if (!worker.process->shard->state.is_corrupt) { throw Violation(log.why_stopped()); }
             worker.checkpoint.reset();
+            totals.diverged++;
         }
         kill(w, ", by itself");
         restart_after(w, random.between(0.5, 3));
@@ -385,7 +429,7 @@ private:
 
     void maybe_checkpoint(int w) {
         Process& process = *workers[size_t(w)].process;
-        if (process.step % 3 != 0 || process.step == process.done) { return; }
+        if (process.step % plan.checkpoint_every != 0 || process.step == process.done) { return; }
         process.done = process.step;
         auto checkpoint = std::make_shared<Checkpoint>();
         checkpoint->shard = process.shard->state;
@@ -408,7 +452,7 @@ private:
         Process& process = *workers[size_t(w)].process;
         const std::optional<StoreRequest> request = process.log->request(now);
         listen(w);
-        if (!request) { return later(w, 0.1, [this, w] { talk(w); }); }
+        if (!request) { return later(w, 0.15, [this, w] { talk(w); }); }
         travel(w, *request, [this, w](const StoreAnswer& answer) {
             workers[size_t(w)].process->log->answer(answer, now);
             listen(w);
@@ -419,7 +463,7 @@ private:
     void beat(int w) {
         Process& process = *workers[size_t(w)].process;
         const std::optional<StoreRequest> request = process.heartbeat->request(*process.log, w, now);
-        if (!request) { return later(w, 0.1, [this, w] { beat(w); }); }
+        if (!request) { return later(w, 0.25, [this, w] { beat(w); }); }
         travel(w, *request, [this, w](const StoreAnswer& answer) {
             Process& process = *workers[size_t(w)].process;
             process.heartbeat->answer(answer, *process.log);
@@ -434,7 +478,7 @@ private:
         const bool lost_on_the_way = lost && random.happens(0.5);
         const double there = way(w), back = lost ? random.between(0.2, 1.5) : way(w);
         const long life = workers[size_t(w)].life;
-        at(now + there, [=] {
+        at(now + there, [=, then = std::move(then)] {
             StoreAnswer answer;
             answer.lost = true;
             if (!lost_on_the_way && now >= store_away_until) {
@@ -470,6 +514,7 @@ private:
             kill(w, "");
             restart_after(w, random.between(0.2, 10));
         } else if (random.happens(plan.stalls)) {
+            totals.stalls++;
             const double seconds = random.between(0.5, random.happens(0.5) ? 3 : 12);
             tell(format("worker %d stalls for %.1f s", w, seconds));
             workers[size_t(w)].process->stalled_until = now + seconds;
@@ -509,6 +554,7 @@ private:
             if (plan.mode == Plan::store_emptied) {
                 tell("the store loses its data");
                 store.empty();
+                totals.new_generations++;
             }
             const int w = int(random.among(0, plan.workers - 1));
             if (plan.mode == Plan::corruption && workers[size_t(w)].process) {
@@ -523,9 +569,12 @@ private:
 
     // At equal positions of one run all hold the same bits.
     void check(int w) {
-        const Process& process = *workers[size_t(w)].process;
+        Process& process = *workers[size_t(w)].process;
+        if (process.shard->was_misled) { throw Undecidable(); }
         if (process.shard->state.is_corrupt || !process.log->is_running()) { return; }
         const std::vector<long> positions = process.log->positions();
+        if (positions == process.checked) { return; }
+        process.checked = positions;
         for (int p = 0; p < int(positions.size()); p++) {
             const std::string place = process.log->current_generation() +
                                       format(" %d %ld", p, positions[size_t(p)]);
@@ -535,7 +584,7 @@ private:
                 throw Violation(format("workers %d and %d differ in fragment %d after %ld syncs", w,
                                        known->second.second, p, positions[size_t(p)]));
             }
-            syncs += is_new;
+            totals.syncs += is_new;
         }
     }
 
@@ -574,22 +623,28 @@ private:
     const SyncSchedule schedule;
     SimulatedStore store;
     std::vector<Worker> workers;
-    std::priority_queue<Event> events;
+    std::vector<Event> events;  // a heap: the earliest is taken first
     std::map<std::string, std::pair<uint64_t, int>> hashes;
     double now = 0, store_away_until = 0;
     long count = 0;
 };
 
 // What went wrong; empty: nothing.
-inline std::string run(uint64_t seed, const SyncLogRules& rules, std::vector<std::string>* trace = nullptr) {
+inline std::string run(uint64_t seed, const SyncLogRules& rules, std::vector<std::string>* trace = nullptr,
+                       Totals* totals = nullptr) {
     World world(seed, rules, trace != nullptr);
     std::string wrong;
     try {
         world.run();
     } catch (const Violation& violation) {
         wrong = violation.what();
+    } catch (const Undecidable&) {
+        world.totals.undecidable++;
+    } catch (const std::logic_error& error) {
+        wrong = error.what();
     }
     if (trace) { *trace = world.trace; }
+    if (totals) { *totals += world.totals; }
     return wrong;
 }
 
