@@ -138,7 +138,8 @@ public:
         if (phase != Phase::running) { return {LogTurn::wait}; }
         if (giving && giving->bytes.empty() && !write_snapshot()) { return {LogTurn::stop}; }
         while (Slot* slot = ready()) { apply(*slot); }
-        if (newest_open >= 0 && schedule.send_step(newest_open) > step + options.max_lag) {
+        const long max_lag = is_aligned ? options.max_lag : 0;
+        if (newest_open >= 0 && schedule.send_step(newest_open) > step + max_lag) {
             say(format("jumps from step %ld to %ld", step, schedule.send_step(newest_open)));
             return {LogTurn::jump, schedule.send_step(newest_open)};
         }
@@ -409,6 +410,7 @@ private:
     // Who was not in time though it had promised to be promises again: at first for the next sync, then later
     // each time, so that others seldom wait in vain.
     void keep_promise(const Slot& slot) {
+        if (slot.own == Slot::sent) { is_aligned = slot.entry->counts(me.worker); }
         if (slot.entry->counts(me.worker)) { times_late = 0; }
         if (promise < 0 || slot.sync < promise || slot.entry->knows(me.worker)) { return; }
         times_late++;
@@ -889,6 +891,7 @@ private:
     long newest_sent = -1, newest_open = -1;  // syncs; by this worker, by any
     long promise = -1;
     int times_late = 0;
+    bool is_aligned = false;  // its last payload was counted: it keeps step with the others
 
     double look_around_at = 0;
     std::map<int, Seen> seen;             // by worker

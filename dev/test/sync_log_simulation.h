@@ -7,6 +7,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "dev/test/simulated_store.h"
 
@@ -172,7 +173,7 @@ private:
 
 // What a run is like, from its seed.
 struct Plan {
-    enum Mode { plain, all_die, store_emptied, disks_lost, corruption, modes };
+    enum Mode { plain, all_die, store_emptied, disks_lost, corruption, modes, none };
     Mode mode;
     int workers, min_workers;
     long H, fragments, steps, checkpoint_every;
@@ -188,9 +189,9 @@ struct Plan {
         min_workers = workers / 2 + 1;
         H = random.among(2, 6);
         fragments = random.among(1, 3);
-        steps = random.among(3 * H, 7 * H);
+        steps = random.among(3 * H, 6 * H);
         checkpoint_every = random.among(1, 4 * H);
-        quiet_from = random.between(5, 40);
+        quiet_from = random.between(5, 30);
         for (int w = 0; w < workers; w++) {
             overlap.push_back(random.among(0, H - 1));
             step_time.push_back(random.happens(0.2) ? random.between(1.5, 4) : random.between(0.4, 1.0));
@@ -214,10 +215,24 @@ struct Plan {
     }
 };
 
+// Three workers that do the same and do not fail by themselves.
+inline void make_even(Plan& plan) {
+    plan.mode = Plan::none;
+    plan.workers = plan.options.workers = 3;
+    plan.min_workers = plan.options.min_workers = 2;
+    plan.steps = 40;
+    plan.overlap.assign(3, std::min(1L, plan.H - 1));
+    plan.step_time.assign(3, 0.7);
+    plan.delay.assign(3, 0.02);
+    plan.first_start.assign(3, 0);
+    plan.crashes = plan.stalls = plan.losses = 0;
+}
+
 // What happened, over all runs.
 struct Totals {
     long syncs = 0, deaths = 0, stalls = 0, snapshots = 0, snapshots_gone = 0, jumps = 0, late = 0;
     long new_generations = 0, diverged = 0, undecidable = 0;
+    long most_answers = 0;  // that a worker had in vain
 
     void operator+=(const Totals& more) {
         syncs += more.syncs;
@@ -230,12 +245,13 @@ struct Totals {
         new_generations += more.new_generations;
         diverged += more.diverged;
         undecidable += more.undecidable;
+        most_answers = std::max(most_answers, more.most_answers);
     }
 
     std::string text() const {
         return format("%ld syncs, %ld deaths, %ld stalls, %ld snapshots, %ld found gone, %ld jumps, %ld times late, "
-                      "%ld new generations, %ld diverged, %ld undecidable", syncs, deaths, stalls, snapshots,
-                      snapshots_gone, jumps, late, new_generations, diverged, undecidable);
+                      "%ld new generations, %ld diverged, %ld undecidable, %ld answers at most", syncs, deaths, stalls, snapshots,
+                      snapshots_gone, jumps, late, new_generations, diverged, undecidable, most_answers);
     }
 };
 
@@ -245,8 +261,10 @@ struct Undecidable {};
 
 class World {
 public:
-    World(uint64_t seed, const SyncLogRules& rules, bool traced)
-        : random(seed), plan(random), rules(rules), traced(traced), schedule(make_schedule(plan)),
+    // With the seed's plan, or what `change` makes of it.
+    World(uint64_t seed, const SyncLogRules& rules, bool traced,
+          const std::function<void(Plan&)>& change = [](Plan&) {})
+        : random(seed), plan(make_plan(random, change)), rules(rules), traced(traced), schedule(make_schedule(plan)),
           store(schedule, plan.options.retain), workers(size_t(plan.workers)) {}
 
     // Throws a Violation.
@@ -268,6 +286,30 @@ public:
         check_end();
     }
 
+    // Worker w dies at `time` and comes back.
+    void kill_at(int w, double time, double for_seconds) {
+        at(time, [this, w, for_seconds] {
+            kill(w, "");
+            restart_after(w, for_seconds);
+        });
+    }
+
+    // How many syncs were decided from the first step that w's second start trained to the first sync that
+    // counts it. None: it was never counted.
+    std::optional<long> decided_without(int w) const {
+        const Process& process = *workers[size_t(w)].process;
+        std::optional<long> first;
+        for (const auto& [key, entry] : store.entries()) {
+            const long sync = std::atol(key.substr(key.rfind('/') + 1).c_str());
+            for (const Contributor& one : entry.contributors) {
+                const bool is_it = one.who == Incarnation{w, 2};
+                if (is_it && (!first || sync < *first)) { first = sync; }
+            }
+        }
+        if (!first) { return std::nullopt; }
+        return std::max(0L, *first - process.newest_at_return);
+    }
+
     std::vector<std::string> trace;
     Totals totals;
 
@@ -280,6 +322,14 @@ private:
         long step = 0;
     };
 
+    // A fragment's next sync, where it is due: for how long, and how many answers its worker has had since there
+    // was no reason left to wait.
+    struct Wait {
+        long position = -1;
+        double since = -1;
+        long answers = 0;
+    };
+
     struct Process {
         std::unique_ptr<Shard> shard;
         std::unique_ptr<SyncLog> log;
@@ -288,6 +338,8 @@ private:
         double stalled_until = 0;
         bool is_done = false;
         std::vector<long> checked;  // positions
+        std::vector<Wait> waits;    // of each fragment
+        long newest_at_return = -1;  // sync that was decided when this start began to train
     };
 
     struct Worker {
@@ -304,6 +356,12 @@ private:
             return time > other.time || (time == other.time && number > other.number);
         }
     };
+
+    static Plan make_plan(Random& random, const std::function<void(Plan&)>& change) {
+        Plan plan(random);
+        change(plan);
+        return plan;
+    }
 
     static SyncSchedule make_schedule(const Plan& plan) {
         std::vector<Fragment> fragments{size_t(plan.fragments)};
@@ -344,6 +402,7 @@ private:
         worker.process = std::make_unique<Process>();
         Process& process = *worker.process;
         process.shard = std::make_unique<Shard>(w, schedule);
+        process.waits.resize(size_t(plan.fragments));
         LogStart begin;
         begin.token = format("%08x%08x", random.bits(), random.bits());
         begin.positions.assign(size_t(plan.fragments), 0);
@@ -398,9 +457,18 @@ private:
         }
         later(w, plan.step_time[size_t(w)] * random.between(0.9, 1.1), [this, w] {
             Process& process = *workers[size_t(w)].process;
+            if (process.newest_at_return < 0) { process.newest_at_return = newest_decided(); }
             process.shard->train(++process.step);
             train(w);
         });
+    }
+
+    long newest_decided() const {
+        long newest = -1;
+        for (const auto& [key, entry] : store.entries()) {
+            newest = std::max(newest, std::atol(key.substr(key.rfind('/') + 1).c_str()));
+        }
+        return newest;
     }
 
     void listen(int w) {
@@ -456,6 +524,7 @@ private:
         travel(w, *request, [this, w](const StoreAnswer& answer) {
             workers[size_t(w)].process->log->answer(answer, now);
             listen(w);
+            if (!answer.lost) { check_waits(w); }
             talk(w);
         });
     }
@@ -534,6 +603,7 @@ private:
     }
 
     void plan_disasters() {
+        if (plan.mode == Plan::none) { return; }
         const double when = random.between(0.3, 1) * plan.quiet_from;
         if (random.happens(0.3)) {
             const double until = when + random.between(0.5, 8);
@@ -586,6 +656,34 @@ private:
             }
             totals.syncs += is_new;
         }
+    }
+
+    // Who is due and finds enough lines waits for the grace, and then for nobody: for no more than what it has to
+    // read by itself. (Where it is unknown who has diverged, all wait.)
+    void check_waits(int w) {
+        Process& process = *workers[size_t(w)].process;
+        const std::string run = process.log->current_generation();
+        if (plan.mode == Plan::corruption || run != store.generation() || !process.log->is_running()) { return; }
+        const std::vector<long> positions = process.log->positions();
+        for (int p = 0; p < int(positions.size()); p++) {
+            Wait& wait = process.waits[size_t(p)];
+            const long sync = schedule.sync(p, positions[size_t(p)]);
+            const bool is_due = schedule.send_step(sync) + plan.overlap[size_t(w)] <= process.step;
+            if (wait.position != positions[size_t(p)] || !is_due) { wait = {positions[size_t(p)], -1, 0}; }
+            if (!is_due || (wait.since < 0 && !has_enough(run, sync))) { continue; }
+            if (wait.since < 0) { wait.since = now; }
+            wait.answers += now > wait.since + plan.options.grace;
+            totals.most_answers = std::max(totals.most_answers, wait.answers);
+            if (wait.answers > 250) { throw Violation(format("worker %d waits for sync %ld without need", w, sync)); }
+        }
+    }
+
+    bool has_enough(const std::string& run, long sync) {
+        std::set<int> there;
+        for (const auto& [who, line] : store.in(run + "/sent/" + std::to_string(sync))) {
+            there.insert(Incarnation::parse(who).worker);
+        }
+        return int(there.size()) >= plan.min_workers;
     }
 
     bool is_over() const {

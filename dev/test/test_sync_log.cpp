@@ -58,6 +58,22 @@ TEST(SyncLog, a_seed_is_the_same_run_again) {
     }
 }
 
+TEST(SyncLog, a_worker_that_comes_back_is_counted_again_within_two_periods) {
+    const SyncLogRules rules;
+    for (uint64_t seed = 1; seed <= 300; seed++) {
+        long period = 0;
+        simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
+            simulation::make_even(plan);
+            period = plan.fragments;
+        });
+        world.kill_at(int(seed % 3), 6 + double(seed % 50) / 10, double(seed % 7));
+        ASSERT_NO_THROW(world.run()) << "seed " << seed;
+        const std::optional<long> without = world.decided_without(int(seed % 3));
+        ASSERT_TRUE(without) << "seed " << seed;
+        ASSERT_LE(*without, 2 * period) << "seed " << seed;
+    }
+}
+
 // Returns what the first seed finds that finds anything.
 std::string found(const SyncLogRules& broken) {
     for (uint64_t seed = 1; seed <= seeds; seed++) {
