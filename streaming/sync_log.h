@@ -1,36 +1,36 @@
 // The sync log: one worker's part in exchanges that wait for nobody who is slow, dead, or not yet there.
 //
-// Payloads lie in a store. Whose payloads make up sync s is decided there once, by an entry that is set if absent
-// and never changed. The global parameters after s are a function of the entries up to s, so a worker is only ever
-// at some position of one log: dying, stalling, being slow and joining are all the same thing, being behind.
-// (Keys: sync_log_records.h. What must hold, a function each: sync_log_rules.h.)
+// Payloads lie in a store. Whose payloads make up sync s is decided there once, by an entry that is set if
+// absent and never changed. The global parameters after s are a function of the entries up to s, so a worker is
+// only ever at some position of one log: dying, stalling, being slow and joining are all the same, being behind.
+// (Keys: sync_log_records.h. Who is counted: sync_log_decision.h. What safety hangs on: sync_log_rules.h.)
 //
 // A worker takes part in sync s of a fragment once it has applied the fragment's syncs before s:
-//   1. chunks, then line     Who reads the line finds the payload. A start has its own names (incarnation), so what
-//                            lies under a name never changes. Who passes the send step without sending abstains.
-//   2. entry? lines, beats   Who has a line in s may decide: at once when all that are alive and not catching up
-//                            have one; at its due step when all that are waited for have; `grace` later without
-//                            them. Never with fewer lines than min_workers. It counts those that stand on the
-//                            hash that most stand on, and stops where that is not its own.
-//   3. entry, if absent      The first one wins, and the winner's is read, by its decider as well.
-//   4. generation            Read after the entry: a store that came back empty has lost lines, so what it decides
-//                            is believed by nobody.
-//   5. payloads, apply       At the due step; at once where this worker was not to send s any more. Whose payload
-//                            was not counted moves local by what global moved.
-//   6. removal               By the decider of s: the payloads of its fragment that are `retain` syncs old and that
-//                            some worker's checkpoint has behind it. Whatever is older than that in the store is
-//                            removed with them, also what a stalled worker wrote too late.
+//   1. chunks, then line    Who reads the line finds the payload. Each start has its own names (incarnation), so
+//                           what lies under a name never changes. Who passes the send step unsent abstains.
+//   2. entry? lines, beats  Who has a line in s may decide: at once when all that are alive and not catching up
+//                           have one; at its due step when all that are waited for have; `grace` later without
+//                           them. Never with fewer lines than min_workers. It counts those that stand on its
+//                           hash, if most do; where most stand on another, it stops.
+//   3. entry, if absent     The first one wins, and the winner's is read, by its decider as well.
+//   4. generation           Read after the entry: a store that came back empty has lost lines, so what is
+//                           decided there is believed by nobody.
+//   5. payloads, apply      At the due step; at once where this worker was not to send s any more. Whose payload
+//                           was not counted moves local by what global moved.
+//   6. removal              By the decider: payloads of its fragment that are older than `retain` syncs and
+//                           that some checkpoint has behind it; with them, what a stalled worker wrote too late.
 // Who finds an entry's payload gone asks for a snapshot: all fragments of another worker as they were at one
-// instant, in chunks, then its offer with their digest; the first offer is read, and checked. Its sweep is the
-// decider's, too, where the asking start is dead; who finds a chunk gone asks again under a new name.
+// instant, in chunks, then an offer with their digest. The first offer is read, and checked; who finds a chunk
+// gone asks again under a new name. What a dead start asked for, deciders remove.
 //
-// Who is waited for is said by beats, which change all the time. A beat promises to be in time from a sync on. Who
-// was not, is not waited for until it promises again, later each time: a slow worker costs others little, a hung
-// one a single grace. Who is more than max_lag steps behind the newest sync that anyone opened jumps to its step.
+// Who is waited for is said by beats. A beat promises to be in time from a sync on. Who was not, is not waited
+// for until it promises again, later each time: a slow worker costs others little, a hung one a single grace.
+// Who is more than max_lag steps behind the newest sync that anyone opened jumps to its step; who has just
+// started, or sent too late to be counted, however little it is behind.
 //
-// Nothing here waits or asks a clock: request() says what to ask the store next, answer() takes what it said, one
-// at a time; turn() is the trainer's, at the end of a step, and says whether it may go on. A lost answer is asked
-// for again: every request may be done twice. The caller keeps these three apart (a mutex).
+// Nothing here waits or asks a clock: request() says what to ask the store next, answer() takes what it said,
+// one at a time; turn() is the trainer's, at the end of a step, and says whether it may go on. A lost answer is
+// asked for again: every request may be done twice. The caller keeps these three apart (a mutex).
 #pragma once
 #include <algorithm>
 #include <deque>
@@ -45,21 +45,22 @@
 #include <vector>
 
 #include "llmc/error.h"
+#include "sync_log_decision.h"
 #include "sync_log_records.h"
 #include "sync_log_rules.h"
 
 struct SyncLogOptions {
     int workers = 2;
     int min_workers = 2;
-    long overlap = 1;           // tau
-    long max_lag = 4;           // steps
-    long retain = 4;            // syncs of each fragment
-    bool checkpoints = true;    // payloads are kept until one has them behind it
-    size_t chunk = 64 << 20;    // bytes
-    double grace = 10;          // seconds, as all that follows
-    double expiry = 5;          // without a change of a beat
-    double poll = 0.1;          // between two looks at what has not happened yet
-    double retry = 0.5;         // after a lost answer
+    long overlap = 1;         // tau
+    long max_lag = 4;         // steps
+    long retain = 4;          // syncs of each fragment
+    bool checkpoints = true;  // payloads are kept until one has them behind it
+    size_t chunk = 64 << 20;  // bytes
+    double grace = 10;        // seconds, as all that follows
+    double expiry = 5;        // without a change of a beat
+    double poll = 0.1;        // between two looks at what has not happened yet
+    double retry = 0.5;       // after a lost answer
 };
 
 // What a worker starts with. A first start: position 0 everywhere, no generation.
@@ -85,14 +86,14 @@ public:
     };
 
     virtual ~LogShard() = default;
-    virtual uint64_t hash(int fragment) = 0;  // of its global parameters
-    virtual void encode(long sync) = 0;       // global - local as they are now
+    virtual uint64_t hash(int fragment) = 0;        // of its global parameters
+    virtual void encode(long sync) = 0;             // global - local as they are now
     virtual const Encoded* encoded(long sync) = 0;  // null: not there yet. Stays until the sync is applied.
 
     // In ascending order of workers; none: global stays. counted: this worker's, maybe of an earlier start, is in.
     virtual void apply(long sync, const std::vector<Contribution>& contributions, bool counted) = 0;
 
-    virtual std::string snapshot() = 0;                // global and momentum of all fragments
+    virtual std::string snapshot() = 0;                  // global and momentum of all fragments
     virtual void load(const std::string& snapshot) = 0;  // and local = global
 };
 
@@ -106,7 +107,12 @@ class SyncLog {
 public:
     SyncLog(const SyncLogOptions& options, const SyncSchedule& schedule, int worker, LogShard& shard,
             const SyncLogRules& rules, const LogStart& start)
-        : options(options), schedule(schedule), shard(shard), rules(rules), start(start) {
+        : options(options),
+          schedule(schedule),
+          shard(shard),
+          rules(rules),
+          start(start),
+          presence(options.expiry) {
         me.worker = worker;
         enter(start.positions);
     }
@@ -225,12 +231,6 @@ private:
         size_t chunks = 0;
     };
 
-    struct Seen {
-        std::string text;
-        Beat beat;
-        double changed = 0;
-    };
-
     // -------------------------------------------------------------------------------------------------------
     // Asking
 
@@ -243,12 +243,18 @@ private:
 
     void choose(double now) {
         switch (phase) {
-            case Phase::opening: return open();
-            case Phase::registering: return register_start();
-            case Phase::agreeing: return agree(now);
-            case Phase::running: return choose_running(now);
-            case Phase::behind: return choose_behind(now);
-            case Phase::stopped: return;
+            case Phase::opening:
+                return open();
+            case Phase::registering:
+                return register_start();
+            case Phase::agreeing:
+                return agree(now);
+            case Phase::running:
+                return choose_running(now);
+            case Phase::behind:
+                return choose_behind(now);
+            case Phase::stopped:
+                return;
         }
     }
 
@@ -326,9 +332,8 @@ private:
         if (now < agree_at) { return; }
         ask({StoreRequest::get, key("run"), "start", ""}, [this](const StoreAnswer& answer, double) {
             if (answer.found) { return begin(Base::parse(answer.value)); }
-            ask({StoreRequest::list, key("registered"), "", ""}, [this](const StoreAnswer& answer, double now) {
-                agree_on(answer.listing, now);
-            });
+            ask({StoreRequest::list, key("registered"), "", ""},
+                [this](const StoreAnswer& answer, double now) { agree_on(answer.listing, now); });
         });
     }
 
@@ -470,7 +475,8 @@ private:
         const std::string& payload = encoded->payload;
         if (slot.chunks == chunks_of(payload.size(), options.chunk)) {
             slot.hash = encoded->hash;
-            return write_line(slot, {slot.hash, encoded->tokens, payload.size(), digest_of(payload)}, Slot::sent);
+            return write_line(slot, {slot.hash, encoded->tokens, payload.size(), digest_of(payload)},
+                              Slot::sent);
         }
         ask({StoreRequest::put_if_absent, folder("payload", slot.sync),
              me.text() + "." + std::to_string(slot.chunks),
@@ -510,7 +516,12 @@ private:
                 if (slot == nullptr) { return; }
                 Lines lines;
                 for (const auto& [who, text] : answer.listing) { lines[who] = Line::parse(text); }
-                if (std::optional<Entry> entry = decide(*slot, lines, now)) { write_entry(sync, *entry); }
+                if (is_odd_one(lines, slot->hash, rules)) { return diverge(); }
+                const Question question{sync, slot->hash, slot->due_since, me};
+                if (std::optional<Entry> entry =
+                        decide(question, lines, presence, rules, options.min_workers, options.grace, now)) {
+                    write_entry(sync, *entry);
+                }
             });
     }
 
@@ -523,21 +534,19 @@ private:
     }
 
     void confirm(Slot& slot) {
-        ask({StoreRequest::get, "run", "generation", ""}, [this, sync = slot.sync](const StoreAnswer& answer,
-                                                                                  double) {
-            check_generation(answer);
-            Slot* slot = find(sync);
-            if (phase == Phase::stopped || slot == nullptr) { return; }
-            if (slot->entry->hash != slot->hash) { return diverge(); }
-            slot->confirmed = true;
-            for (auto& [worker, missed] : last_missed) {
-                if (!slot->entry->knows(worker)) { missed = std::max(missed, sync); }
-            }
-            if (slot->entry->decider == me) {
-                say(format("decided sync %ld: %s", sync, slot->entry->text().c_str()));
-                sweep(sync);
-            }
-        });
+        ask({StoreRequest::get, "run", "generation", ""},
+            [this, sync = slot.sync](const StoreAnswer& answer, double) {
+                check_generation(answer);
+                Slot* slot = find(sync);
+                if (phase == Phase::stopped || slot == nullptr) { return; }
+                if (slot->entry->hash != slot->hash) { return diverge(); }
+                slot->confirmed = true;
+                presence.note(*slot->entry, sync);
+                if (slot->entry->decider == me) {
+                    say(format("decided sync %ld: %s", sync, slot->entry->text().c_str()));
+                    sweep(sync);
+                }
+            });
     }
 
     void diverge() {
@@ -548,7 +557,8 @@ private:
     void fetch(Slot& slot) {
         const Contributor& one = slot.entry->contributors[slot.payloads.size()];
         const size_t chunk = slot.part.size() / options.chunk;
-        ask({StoreRequest::get, folder("payload", slot.sync), one.who.text() + "." + std::to_string(chunk), ""},
+        ask({StoreRequest::get, folder("payload", slot.sync), one.who.text() + "." + std::to_string(chunk),
+             ""},
             [this, sync = slot.sync, one](const StoreAnswer& answer, double) {
                 Slot* slot = find(sync);
                 if (slot == nullptr) { return; }
@@ -556,77 +566,11 @@ private:
                 slot->part += answer.value;
                 if (slot->part.size() < one.bytes) { return; }
                 if (digest_of(slot->part) != one.digest) {
-                    return stop(format("the payload of worker %d for sync %ld is damaged", one.who.worker, sync));
+                    return stop(
+                        format("the payload of worker %d for sync %ld is damaged", one.who.worker, sync));
                 }
                 slot->payloads.push_back(std::exchange(slot->part, ""));
             });
-    }
-
-    // -------------------------------------------------------------------------------------------------------
-    // Deciding
-
-    bool is_alive(const Seen& seen, double now) const { return now < seen.changed + options.expiry; }
-
-    // The line that stands for each worker: of its starts the latest that may be counted, else the latest.
-    std::map<int, std::pair<Incarnation, Line>> by_worker(const Lines& lines, uint64_t hash) const {
-        std::map<int, std::pair<Incarnation, Line>> chosen;
-        for (const auto& [text, line] : lines) {
-            const Incarnation who = Incarnation::parse(text);
-            auto [at, is_first] = chosen.insert({who.worker, {who, line}});
-            const auto rank = [&](const Incarnation& who, const Line& line) {
-                return std::make_pair(rules.counts(line, hash), who.number);
-            };
-            if (!is_first && rank(who, line) > rank(at->second.first, at->second.second)) {
-                at->second = {who, line};
-            }
-        }
-        return chosen;
-    }
-
-    std::optional<Entry> decide(const Slot& slot, const Lines& in_store, double now) {
-        std::map<std::string, Beat> alive;
-        for (const auto& [worker, one] : seen) {
-            if (is_alive(one, now)) { alive[Incarnation{worker, one.beat.incarnation}.text()] = one.beat; }
-        }
-        const Lines lines = rules.taken_as_sent(in_store, alive, slot.hash);
-        const auto chosen = by_worker(lines, slot.hash);
-        if (int(chosen.size()) < options.min_workers || !is_majority(chosen, slot.hash)) { return std::nullopt; }
-        if (!is_time(slot, chosen, now)) { return std::nullopt; }
-        Entry entry;
-        entry.hash = slot.hash;
-        entry.decider = me;
-        for (const auto& [worker, one] : chosen) {
-            const Line& line = one.second;
-            if (rules.counts(line, slot.hash)) {
-                entry.contributors.push_back({one.first, line.bytes, line.digest});
-            } else {
-                entry.abstained.push_back(worker);
-            }
-        }
-        return entry;
-    }
-
-    // Does most of the run stand where this worker does? Where most stand elsewhere, it is the odd one.
-    bool is_majority(const std::map<int, std::pair<Incarnation, Line>>& chosen, uint64_t hash) {
-        std::map<uint64_t, size_t> holders;
-        for (const auto& [worker, one] : chosen) { holders[one.second.hash]++; }
-        for (const auto& [other, count] : holders) {
-            if (other != hash && 2 * count > chosen.size()) { diverge(); }
-        }
-        return rules.is_majority(holders[hash], chosen.size());
-    }
-
-    bool is_time(const Slot& slot, const std::map<int, std::pair<Incarnation, Line>>& chosen, double now) const {
-        bool all_alive = true, all_waited_for = true;
-        for (const auto& [worker, one] : seen) {
-            if (chosen.count(worker) || !is_alive(one, now) || one.beat.promise < 0) { continue; }
-            all_alive = false;
-            const auto missed = last_missed.find(worker);
-            if (one.beat.promise <= slot.sync && one.beat.promise > missed->second) { all_waited_for = false; }
-        }
-        if (all_alive) { return true; }
-        if (slot.due_since < 0) { return false; }
-        return all_waited_for || now >= slot.due_since + options.grace;
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -636,20 +580,19 @@ private:
     void look_around(double from) {
         ask({StoreRequest::list, key("beat"), "", ""}, [this, from](const StoreAnswer& answer, double now) {
             for (const auto& [name, text] : answer.listing) { see(std::atoi(name.c_str()), text, now); }
-            ask({StoreRequest::list, key("want"), "", ""}, [this, from](const StoreAnswer& answer, double now) {
-                look_around_at = now + std::max(options.poll, 4 * (now - from));
-                if (phase == Phase::running) { consider(answer.listing, now); }
-            });
+            ask({StoreRequest::list, key("want"), "", ""},
+                [this, from](const StoreAnswer& answer, double now) {
+                    look_around_at = now + std::max(options.poll, 4 * (now - from));
+                    if (phase == Phase::running) { consider(answer.listing, now); }
+                });
         });
     }
 
     void see(int worker, const std::string& text, double now) {
-        Seen& one = seen[worker];
-        last_missed.insert({worker, -1});
-        if (one.text == text) { return; }
-        one = {text, Beat::parse(text), now};
-        newest_open = std::max(newest_open, one.beat.newest);
-        if (worker == me.worker && one.beat.incarnation > me.number) {
+        if (!presence.see(worker, text, now)) { return; }
+        const Beat beat = Beat::parse(text);
+        newest_open = std::max(newest_open, beat.newest);
+        if (worker == me.worker && beat.incarnation > me.number) {
             stop("another process has started as this worker");
         }
     }
@@ -663,10 +606,7 @@ private:
         }
         wanted_since = still;
         if (giving) { return; }
-        int before_me = 0;
-        for (const auto& [worker, one] : seen) {
-            before_me += worker < me.worker && is_alive(one, now) && one.beat.promise >= 0;
-        }
+        const int before_me = presence.running_before(me.worker, now);
         std::vector<std::string> due;
         for (const auto& [want, since] : wanted_since) {
             const bool is_mine = Incarnation::parse(want).worker == me.worker;
@@ -793,28 +733,30 @@ private:
     // Removing what nobody needs any more
 
     void sweep(long sync) {
-        chores.push_back({{StoreRequest::list, key("durable"), "", ""},
-                          [this, sync](const StoreAnswer& answer, double) {
-            const int p = schedule.fragment(sync);
-            long durable = 0;
-            for (const auto& [worker, text] : answer.listing) {
-                durable = std::max(durable, parse_numbers(text)[size_t(p)]);
-            }
-            if (!options.checkpoints) { durable = schedule.index(sync); }
-            const long oldest = rules.oldest_kept(schedule.index(sync), options.retain, durable);
-            for (const char* what : {"payload/", "sent/"}) { sweep_syncs(key(what), p, oldest); }
-        }});
+        chores.push_back(
+            {{StoreRequest::list, key("durable"), "", ""}, [this, sync](const StoreAnswer& answer, double) {
+                 const int p = schedule.fragment(sync);
+                 long durable = 0;
+                 for (const auto& [worker, text] : answer.listing) {
+                     durable = std::max(durable, parse_numbers(text)[size_t(p)]);
+                 }
+                 if (!options.checkpoints) { durable = schedule.index(sync); }
+                 const long oldest = rules.oldest_kept(schedule.index(sync), options.retain, durable);
+                 for (const char* what : {"payload/", "sent/"}) { sweep_syncs(key(what), p, oldest); }
+             }});
         sweep_snapshots();
     }
 
     void sweep_syncs(const std::string& folder, int p, long oldest) {
         chores.push_back({{StoreRequest::folders, folder, "", ""},
                           [this, folder, p, oldest](const StoreAnswer& answer, double) {
-            for (const auto& [name, nothing] : answer.listing) {
-                const long sync = std::atol(name.substr(folder.size()).c_str());
-                if (schedule.fragment(sync) == p && schedule.index(sync) < oldest) { add_removal(name); }
-            }
-        }});
+                              for (const auto& [name, nothing] : answer.listing) {
+                                  const long sync = std::atol(name.substr(folder.size()).c_str());
+                                  if (schedule.fragment(sync) == p && schedule.index(sync) < oldest) {
+                                      add_removal(name);
+                                  }
+                              }
+                          }});
     }
 
     // Snapshots whose reader is dead, or has started again, or has read them. What there is is asked for before
@@ -829,23 +771,17 @@ private:
         };
         chores.push_back({{StoreRequest::folders, folder, "", ""}, note(folder.size())});
         chores.push_back({{StoreRequest::list, key("offer"), "", ""}, note(0)});
-        chores.push_back({{StoreRequest::list, key("want"), "", ""},
-                          [this, there](const StoreAnswer& answer, double now) {
-            for (const auto& [want, reason] : answer.listing) {
-                if (is_reading(want, now)) {
-                    there->erase(want);
-                } else {
-                    there->insert(want);
-                }
-            }
-            for (const std::string& want : *there) { remove_snapshot(want); }
-        }});
-    }
-
-    bool is_reading(const std::string& want, double now) const {
-        const Incarnation who = Incarnation::parse(want);
-        const auto found = seen.find(who.worker);
-        return found != seen.end() && is_alive(found->second, now) && found->second.beat.incarnation == who.number;
+        chores.push_back(
+            {{StoreRequest::list, key("want"), "", ""}, [this, there](const StoreAnswer& answer, double now) {
+                 for (const auto& [want, reason] : answer.listing) {
+                     if (presence.is_alive(Incarnation::parse(want), now)) {
+                         there->erase(want);
+                     } else {
+                         there->insert(want);
+                     }
+                 }
+                 for (const std::string& want : *there) { remove_snapshot(want); }
+             }});
     }
 
     void remove_snapshot(const std::string& want) {
@@ -894,8 +830,7 @@ private:
     bool is_aligned = false;  // its last payload was counted: it keeps step with the others
 
     double look_around_at = 0;
-    std::map<int, Seen> seen;             // by worker
-    std::map<int, long> last_missed;      // the newest sync that a worker had no line in
+    Presence presence;
     std::map<std::string, double> wanted_since;
     std::optional<Giving> giving;
     Snapshot snapshot;

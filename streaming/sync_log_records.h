@@ -1,8 +1,8 @@
-// What the sync log (sync_log.h) keeps in the store, and how it asks the store for it. A key is a folder and a
-// name in it. Small values are text, so that a user may look at a run with redis-cli, or cat:
+// What the sync log (sync_log.h) keeps in the store, and how it asks the store for it. A key is a folder and
+// a name in it. Small values are text, so that a user may look at a run with redis-cli, or cat:
 //
-//     run/generation   token                      drawn anew where the store is new; what follows is in folders
-//     GENERATION/...                              that begin with it, so that two generations never meet
+//     run/generation   token                      drawn anew where the store is new; what follows lies in
+//     GENERATION/...                              folders that begin with it: two generations never meet
 //     incarnation/w    i: token                   each start of worker w has a number of its own
 //     registered       w.i: Base                  what a start has, before the run begins
 //     run              start: Base                what the first entries stand on
@@ -39,15 +39,15 @@ struct StoreRequest {
 };
 
 struct StoreAnswer {
-    bool lost = false;   // the connection failed: it may have happened or not
-    bool found = false;  // get
-    std::string value;   // get, put, put_if_absent
+    bool lost = false;                           // the connection failed: it may have happened or not
+    bool found = false;                          // get
+    std::string value;                           // get, put, put_if_absent
     std::map<std::string, std::string> listing;  // list: by name; folders: names alone
 };
 
-// What Redis (a folder is a hash: HGET, HSET, HSETNX, HDEL and UNLINK, HGETALL, SCAN) and a shared folder (open,
-// rename, link, unlink, readdir) can both do. Blocks; the sync log is asked for requests and given answers, so
-// that who waits here is a thread of its own, or nobody but a simulation's clock.
+// What Redis (a folder is a hash: HGET, HSET, HSETNX, HDEL and UNLINK, HGETALL, SCAN) and a shared folder
+// (open, rename, link, unlink, readdir) can both do. Blocks; the sync log is asked for requests and given
+// answers, so that who waits here is a thread of its own, or nobody but a simulation's clock.
 class LogStore {
 public:
     virtual ~LogStore() = default;

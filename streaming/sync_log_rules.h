@@ -1,5 +1,5 @@
-// The rules that the sync log's safety hangs on, one function each. A test breaks them one by one, and requires
-// that the simulation finds out.
+// The rules that the sync log's safety hangs on, one function each. A test breaks them one by one, and
+// requires that the simulation finds out.
 #pragma once
 #include <algorithm>
 #include <map>
@@ -11,14 +11,16 @@ class SyncLogRules {
 public:
     virtual ~SyncLogRules() = default;
 
-    // A start's number is its own where its token is what stands there: nothing that an earlier start wrote is
-    // ever written again.
+    // A start's number is its own where its token is what stands there: nothing that an earlier start wrote
+    // is ever written again.
     virtual bool is_own_start(const std::string& there, const std::string& token) const {
         return there == token;
     }
 
     // A payload is counted on the global parameters that it was made on, and if there is anything in it.
-    virtual bool counts(const Line& line, uint64_t hash) const { return line.hash == hash && line.tokens > 0; }
+    virtual bool counts(const Line& line, uint64_t hash) const {
+        return line.hash == hash && line.tokens > 0;
+    }
 
     // Who decides stands where most do: of two halves neither goes on.
     virtual bool is_majority(size_t holders, size_t of) const { return 2 * holders > of; }
@@ -34,8 +36,8 @@ public:
     // ... and who wrote another believes it.
     virtual Entry decided(const Entry&, const Entry& winner) const { return winner; }
 
-    // Of a fragment, when its sync number `index` is decided: what a worker that is `retain` syncs behind needs,
-    // and what one needs that starts again from the newest checkpoint of all, where all have died.
+    // Of a fragment, when its sync number `index` is decided: what a worker that is `retain` syncs behind
+    // needs, and what one needs that starts again from the newest checkpoint of all, where all have died.
     virtual long oldest_kept(long index, long retain, long durable) const {
         return std::min(index - retain, durable);
     }

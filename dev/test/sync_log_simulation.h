@@ -1,6 +1,6 @@
 // A deterministic simulation of the sync log: workers of their own speeds, a store with delays and lost
-// connections, crashes, stalls, restarts and newcomers, all drawn from one seed, with what must hold checked after
-// every event. Time is a number, so a run of a minute takes milliseconds, and a seed that fails fails again.
+// connections, crashes, stalls, restarts and newcomers, all drawn from one seed, with what must hold checked
+// after every event. Time is a number: a run of a minute takes milliseconds, and a seed that fails fails again.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -33,8 +33,8 @@ private:
 
 const int values = 3;  // of a fragment
 
-// Small numbers that go the way of a fragment's: any difference in who was counted, in which order or on what base
-// shows in the hash at once.
+// Small numbers that go the way of a fragment's: any difference in who was counted, in which order or on what
+// base shows in the hash at once.
 class Shard : public LogShard {
 public:
     using Values = std::vector<float>;
@@ -120,7 +120,8 @@ public:
         size_t at = 0;
         for (size_t p = 0; p < state.global.size(); p++) {
             for (Values* to : {&state.global[p], &state.momentum[p]}) {
-                const size_t there = std::min(snapshot.size() - std::min(at, snapshot.size()), sizeof(float) * values);
+                const size_t there =
+                    std::min(snapshot.size() - std::min(at, snapshot.size()), sizeof(float) * values);
                 std::memcpy(to->data(), snapshot.data() + std::min(at, snapshot.size()), there);
                 at += sizeof(float) * values;
             }
@@ -154,7 +155,9 @@ private:
             std::memcpy(header, one.payload.data(), sizeof header);
             std::memcpy(codes.data(), one.payload.data() + sizeof header, sizeof(float) * values);
             if (header[0] != uint64_t(sync)) { throw Violation("a payload of another sync is applied"); }
-            if (header[1] != hash(int(p)) && !state.is_corrupt) { throw Violation("a payload that stands on another hash is applied"); }
+            if (header[1] != hash(int(p)) && !state.is_corrupt) {
+                throw Violation("a payload that stands on another hash is applied");
+            }
             sum += float(header[2]);
             for (size_t i = 0; i < size_t(values); i++) {
                 mean[i] = std::fmaf(float(header[2]), codes[i], mean[i]);
@@ -197,7 +200,7 @@ struct Plan {
             step_time.push_back(random.happens(0.2) ? random.between(1.5, 4) : random.between(0.4, 1.0));
             delay.push_back(random.happens(0.2) ? random.between(0.1, 0.4) : random.between(0.002, 0.05));
             first_start.push_back(w >= min_workers && random.happens(0.3) ? random.between(3, 40)
-                                                                         : random.between(0, 1));
+                                                                          : random.between(0, 1));
         }
         const double often = random.happens(0.2) ? 4 : random.happens(0.3) ? 0 : 1;
         crashes = often * random.between(0, 0.006);
@@ -249,9 +252,11 @@ struct Totals {
     }
 
     std::string text() const {
-        return format("%ld syncs, %ld deaths, %ld stalls, %ld snapshots, %ld found gone, %ld jumps, %ld times late, "
-                      "%ld new generations, %ld diverged, %ld undecidable, %ld answers at most", syncs, deaths, stalls, snapshots,
-                      snapshots_gone, jumps, late, new_generations, diverged, undecidable, most_answers);
+        return format(
+            "%ld syncs, %ld deaths, %ld stalls, %ld snapshots, %ld found gone, %ld jumps, %ld times late, "
+            "%ld new generations, %ld diverged, %ld undecidable, %ld answers at most",
+            syncs, deaths, stalls, snapshots, snapshots_gone, jumps, late, new_generations, diverged,
+            undecidable, most_answers);
     }
 };
 
@@ -262,10 +267,16 @@ struct Undecidable {};
 class World {
 public:
     // With the seed's plan, or what `change` makes of it.
-    World(uint64_t seed, const SyncLogRules& rules, bool traced,
-          const std::function<void(Plan&)>& change = [](Plan&) {})
-        : random(seed), plan(make_plan(random, change)), rules(rules), traced(traced), schedule(make_schedule(plan)),
-          store(schedule, plan.options.retain), workers(size_t(plan.workers)) {}
+    World(
+        uint64_t seed, const SyncLogRules& rules, bool traced,
+        const std::function<void(Plan&)>& change = [](Plan&) {})
+        : random(seed),
+          plan(make_plan(random, change)),
+          rules(rules),
+          traced(traced),
+          schedule(make_schedule(plan)),
+          store(schedule, plan.options.retain),
+          workers(size_t(plan.workers)) {}
 
     // Throws a Violation.
     void run() {
@@ -337,8 +348,8 @@ private:
         long step = 0, done = -1;
         double stalled_until = 0;
         bool is_done = false;
-        std::vector<long> checked;  // positions
-        std::vector<Wait> waits;    // of each fragment
+        std::vector<long> checked;   // positions
+        std::vector<Wait> waits;     // of each fragment
         long newest_at_return = -1;  // sync that was decided when this start began to train
     };
 
@@ -365,7 +376,9 @@ private:
 
     static SyncSchedule make_schedule(const Plan& plan) {
         std::vector<Fragment> fragments{size_t(plan.fragments)};
-        for (long p = 0; p < plan.fragments; p++) { fragments[size_t(p)].offset = p * plan.H / plan.fragments; }
+        for (long p = 0; p < plan.fragments; p++) {
+            fragments[size_t(p)].offset = p * plan.H / plan.fragments;
+        }
         return SyncSchedule(fragments, plan.H);
     }
 
@@ -419,7 +432,8 @@ private:
         options.overlap = plan.overlap[size_t(w)];
         process.log = std::make_unique<SyncLog>(options, schedule, w, *process.shard, rules, begin);
         process.heartbeat = std::make_unique<Heartbeat>(0.7);
-        tell(format("worker %d is started at step %ld%s", w, process.step, worker.checkpoint ? "" : ", anew"));
+        tell(
+            format("worker %d is started at step %ld%s", w, process.step, worker.checkpoint ? "" : ", anew"));
         later(w, 0, [this, w] { talk(w); });
         later(w, 0, [this, w] { beat(w); });
         later(w, 0, [this, w] { train(w); });
@@ -442,13 +456,16 @@ private:
         listen(w);
         check(w);
         switch (turn.kind) {
-            case LogTurn::stop: return after_stop(w);
-            case LogTurn::wait: return later(w, 0.2, [this, w] { train(w); });
+            case LogTurn::stop:
+                return after_stop(w);
+            case LogTurn::wait:
+                return later(w, 0.2, [this, w] { train(w); });
             case LogTurn::jump:
                 totals.jumps++;
                 process.step = turn.step;
                 return later(w, 0, [this, w] { train(w); });
-            case LogTurn::go_on: break;
+            case LogTurn::go_on:
+                break;
         }
         maybe_checkpoint(w);
         if (process.step >= plan.steps) {
@@ -520,7 +537,9 @@ private:
         Process& process = *workers[size_t(w)].process;
         const std::optional<StoreRequest> request = process.log->request(now);
         listen(w);
-        if (!request) { return later(w, 0.15, [this, w] { talk(w); }); }
+        if (!request) {
+            return later(w, 0.15, [this, w] { talk(w); });
+        }
         travel(w, *request, [this, w](const StoreAnswer& answer) {
             workers[size_t(w)].process->log->answer(answer, now);
             listen(w);
@@ -532,7 +551,9 @@ private:
     void beat(int w) {
         Process& process = *workers[size_t(w)].process;
         const std::optional<StoreRequest> request = process.heartbeat->request(*process.log, w, now);
-        if (!request) { return later(w, 0.25, [this, w] { beat(w); }); }
+        if (!request) {
+            return later(w, 0.25, [this, w] { beat(w); });
+        }
         travel(w, *request, [this, w](const StoreAnswer& answer) {
             Process& process = *workers[size_t(w)].process;
             process.heartbeat->answer(answer, *process.log);
@@ -571,7 +592,9 @@ private:
         std::string text = format("  worker %d: %s %s %s", w, kinds[request.kind], request.folder.c_str(),
                                   request.name.c_str());
         if (is_text) { text += " " + request.value + " -> " + answer.value; }
-        for (const auto& [name, value] : answer.listing) { text += " [" + name + (is_text ? ": " + value : "") + "]"; }
+        for (const auto& [name, value] : answer.listing) {
+            text += " [" + name + (is_text ? ": " + value : "") + "]";
+        }
         tell(text + (answer.lost ? " (answer lost)" : ""));
     }
 
@@ -646,8 +669,8 @@ private:
         if (positions == process.checked) { return; }
         process.checked = positions;
         for (int p = 0; p < int(positions.size()); p++) {
-            const std::string place = process.log->current_generation() +
-                                      format(" %d %ld", p, positions[size_t(p)]);
+            const std::string place =
+                process.log->current_generation() + format(" %d %ld", p, positions[size_t(p)]);
             const uint64_t hash = process.shard->hash(p);
             const auto [known, is_new] = hashes.insert({place, {hash, w}});
             if (known->second.first != hash) {
@@ -663,7 +686,9 @@ private:
     void check_waits(int w) {
         Process& process = *workers[size_t(w)].process;
         const std::string run = process.log->current_generation();
-        if (plan.mode == Plan::corruption || run != store.generation() || !process.log->is_running()) { return; }
+        if (plan.mode == Plan::corruption || run != store.generation() || !process.log->is_running()) {
+            return;
+        }
         const std::vector<long> positions = process.log->positions();
         for (int p = 0; p < int(positions.size()); p++) {
             Wait& wait = process.waits[size_t(p)];
@@ -674,7 +699,9 @@ private:
             if (wait.since < 0) { wait.since = now; }
             wait.answers += now > wait.since + plan.options.grace;
             totals.most_answers = std::max(totals.most_answers, wait.answers);
-            if (wait.answers > 250) { throw Violation(format("worker %d waits for sync %ld without need", w, sync)); }
+            if (wait.answers > 250) {
+                throw Violation(format("worker %d waits for sync %ld without need", w, sync));
+            }
         }
     }
 
@@ -734,13 +761,9 @@ inline std::string run(uint64_t seed, const SyncLogRules& rules, std::vector<std
     std::string wrong;
     try {
         world.run();
-    } catch (const Violation& violation) {
-        wrong = violation.what();
-    } catch (const Undecidable&) {
+    } catch (const Violation& violation) { wrong = violation.what(); } catch (const Undecidable&) {
         world.totals.undecidable++;
-    } catch (const std::logic_error& error) {
-        wrong = error.what();
-    }
+    } catch (const std::logic_error& error) { wrong = error.what(); }
     if (trace) { *trace = world.trace; }
     if (totals) { *totals += world.totals; }
     return wrong;

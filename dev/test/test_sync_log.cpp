@@ -1,6 +1,6 @@
-// The sync log, by simulation: thousands of runs with crashes, stalls, lost connections, restarts and newcomers
-// between any two requests to the store, each from a seed, and each rule broken in turn to see that it is found
-// out. SEED=n shows all that happens in run n.
+// The sync log, by simulation: thousands of runs with crashes, stalls, lost connections, restarts and
+// newcomers between any two requests to the store, each from a seed, and each rule broken in turn to see that
+// it is found out. SEED=n shows all that happens in run n.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -14,7 +14,9 @@ const uint64_t seeds = 10000;
 
 std::string last_lines(const std::vector<std::string>& trace, size_t most) {
     std::string text;
-    for (size_t i = trace.size() - std::min(most, trace.size()); i < trace.size(); i++) { text += trace[i] + "\n"; }
+    for (size_t i = trace.size() - std::min(most, trace.size()); i < trace.size(); i++) {
+        text += trace[i] + "\n";
+    }
     return text;
 }
 
@@ -174,7 +176,9 @@ TEST(SyncLog, records_are_read_as_they_were_written) {
     entry.abstained = {4, 11};
     EXPECT_EQ(Entry::parse(entry.text()).text(), entry.text());
     EXPECT_TRUE(entry.counts(10) && !entry.counts(4) && entry.knows(4) && !entry.knows(3));
-    for (const char* text : {"1 2 3 4", "18446744073709551615 0 0 0"}) { EXPECT_EQ(Line::parse(text).text(), text); }
+    for (const char* text : {"1 2 3 4", "18446744073709551615 0 0 0"}) {
+        EXPECT_EQ(Line::parse(text).text(), text);
+    }
     for (const char* text : {"1 2 3 4", "1 2 -1 -1"}) { EXPECT_EQ(Beat::parse(text).text(), text); }
     EXPECT_EQ(Offer::parse("3.2 10 11").text(), "3.2 10 11");
     EXPECT_EQ(Base::parse("3 5 2 ").positions, (std::vector<long>{3}));
