@@ -1,36 +1,39 @@
 // The sync log: one worker's part in exchanges that wait for nobody who is slow, dead, or not yet there.
 //
 // Payloads lie in a store. Whose payloads make up sync s is decided there once, by an entry that is set if
-// absent and never changed. The global parameters after s are a function of the entries up to s, so a worker is
-// only ever at some position of one log: dying, stalling, being slow and joining are all the same, being behind.
-// (Keys: sync_log_records.h. Who is counted: sync_log_decision.h. What safety hangs on: sync_log_rules.h.)
+// absent and never changed. The global parameters after s are a function of the entries up to s, so a worker
+// is only ever at some position of one log: dying, stalling, being slow and joining are all the same, being
+// behind. (Keys: sync_log_records.h. Who is counted: sync_log_decision.h. What safety hangs on:
+// sync_log_rules.h.)
 //
 // A worker takes part in sync s of a fragment once it has applied the fragment's syncs before s:
-//   1. chunks, then line    Who reads the line finds the payload. Each start has its own names (incarnation), so
-//                           what lies under a name never changes. Who passes the send step unsent abstains.
-//   2. entry? lines, beats  Who has a line in s may decide: at once when all that are alive and not catching up
-//                           have one; at its due step when all that are waited for have; `grace` later without
-//                           them. Never with fewer lines than min_workers. It counts those that stand on its
-//                           hash, if most do; where most stand on another, it stops.
+//   1. chunks, then line    Who reads the line finds the payload. Each start has its own names (incarnation),
+//                           so what lies under a name never changes. Who passes the send step unsent
+//                           abstains.
+//   2. entry? lines, beats  Who has a line in s may decide: at once when all that are alive and not catching
+//                           up have one; at its due step when all that are waited for have; `grace` later
+//                           without them. Never with fewer lines than min_workers. It counts those that stand
+//                           on its hash, if most do; where most stand on another, it stops.
 //   3. entry, if absent     The first one wins, and the winner's is read, by its decider as well.
 //   4. generation           Read after the entry: a store that came back empty has lost lines, so what is
 //                           decided there is believed by nobody.
-//   5. payloads, apply      At the due step; at once where this worker was not to send s any more. Whose payload
-//                           was not counted moves local by what global moved.
+//   5. payloads, apply      At the due step; at once where this worker was not to send s any more. Whose
+//                           payload was not counted moves local by what global moved.
 //   6. removal              By the decider: payloads of its fragment that are older than `retain` syncs and
-//                           that some checkpoint has behind it; with them, what a stalled worker wrote too late.
+//                           that some checkpoint has behind it; with them, what a stalled worker wrote too
+//                           late.
 // Who finds an entry's payload gone asks for a snapshot: all fragments of another worker as they were at one
-// instant, in chunks, then an offer with their digest. The first offer is read, and checked; who finds a chunk
-// gone asks again under a new name. What a dead start asked for, deciders remove.
+// instant, in chunks, then an offer with their digest. The first offer is read, and checked; who finds a
+// chunk gone asks again under a new name. What a dead start asked for, deciders remove.
 //
-// Who is waited for is said by beats. A beat promises to be in time from a sync on. Who was not, is not waited
-// for until it promises again, later each time: a slow worker costs others little, a hung one a single grace.
-// Who is more than max_lag steps behind the newest sync that anyone opened jumps to its step; who has just
-// started, or sent too late to be counted, however little it is behind.
+// Who is waited for is said by beats. A beat promises to be in time from a sync on. Who was not, is not
+// waited for until it promises again, later each time: a slow worker costs others little, a hung one a single
+// grace. Who is more than max_lag steps behind the newest sync that anyone opened jumps to its step; who has
+// just started, or sent too late to be counted, however little it is behind.
 //
 // Nothing here waits or asks a clock: request() says what to ask the store next, answer() takes what it said,
-// one at a time; turn() is the trainer's, at the end of a step, and says whether it may go on. A lost answer is
-// asked for again: every request may be done twice. The caller keeps these three apart (a mutex).
+// one at a time; turn() is the trainer's, at the end of a step, and says whether it may go on. A lost answer
+// is asked for again: every request may be done twice. The caller keeps these three apart (a mutex).
 #pragma once
 #include <algorithm>
 #include <deque>
@@ -76,7 +79,8 @@ struct Contribution {
     std::string payload;
 };
 
-// This worker's shard of the outer state. Called by the constructor and by turn(), and encoded() by request().
+// This worker's shard of the outer state. Called by the constructor and by turn(), and encoded() by
+// request().
 class LogShard {
 public:
     struct Encoded {
@@ -90,7 +94,8 @@ public:
     virtual void encode(long sync) = 0;             // global - local as they are now
     virtual const Encoded* encoded(long sync) = 0;  // null: not there yet. Stays until the sync is applied.
 
-    // In ascending order of workers; none: global stays. counted: this worker's, maybe of an earlier start, is in.
+    // In ascending order of workers; none: global stays. counted: this worker's, maybe of an earlier start,
+    // is in.
     virtual void apply(long sync, const std::vector<Contribution>& contributions, bool counted) = 0;
 
     virtual std::string snapshot() = 0;                  // global and momentum of all fragments
@@ -127,9 +132,13 @@ public:
     void answer(const StoreAnswer& answer, double now) {
         if (phase == Phase::stopped) { return; }
         if (answer.lost) {
+            if (!is_cut_off) { say("has lost the store, and goes on until it needs it"); }
+            is_cut_off = true;
             retry_at = now + options.retry;
             return;
         }
+        if (is_cut_off) { say("has the store again"); }
+        is_cut_off = false;
         is_asked = false;
         retry_at = 0;
         const Handler then = std::move(asked.then);
@@ -212,6 +221,7 @@ private:
         std::vector<std::string> payloads;  // of the entry's contributors, as far as they are read
         std::string part;                   // of the next one
         double due_since = -1;
+        bool has_told = false;  // that there are too few
 
         bool has_line() const { return own == sent || own == abstained; }
     };
@@ -306,13 +316,10 @@ private:
                     return;
                 }
                 say("starts");
-                checkpointed(start.from_checkpoint ? start.positions : std::vector<long>(slots.size(), 0));
-                if (generation == start.generation) {
-                    phase = Phase::running;
-                } else {
-                    agree_from = now;
-                    phase = Phase::agreeing;
-                }
+                agree_from = now;
+                phase = generation == start.generation ? Phase::running : Phase::agreeing;
+                // A checkpoint of another generation is not of this log, unless the log begins with it.
+                checkpointed(phase == Phase::running ? start.positions : std::vector<long>(slots.size(), 0));
             });
     }
 
@@ -356,6 +363,7 @@ private:
     void begin(const Base& first) {
         if (first == base()) {
             phase = Phase::running;
+            if (start.from_checkpoint) { checkpointed(start.positions); }
         } else {
             fall_behind("holds not what the run begins with");
         }
@@ -415,7 +423,9 @@ private:
     // Who was not in time though it had promised to be promises again: at first for the next sync, then later
     // each time, so that others seldom wait in vain.
     void keep_promise(const Slot& slot) {
-        if (slot.own == Slot::sent) { is_aligned = slot.entry->counts(me.worker); }
+        if (slot.own == Slot::sent || slot.own == Slot::sending) {
+            is_aligned = slot.entry->counts(me.worker);
+        }
         if (slot.entry->counts(me.worker)) { times_late = 0; }
         if (promise < 0 || slot.sync < promise || slot.entry->knows(me.worker)) { return; }
         times_late++;
@@ -517,12 +527,22 @@ private:
                 Lines lines;
                 for (const auto& [who, text] : answer.listing) { lines[who] = Line::parse(text); }
                 if (is_odd_one(lines, slot->hash, rules)) { return diverge(); }
+                tell_of_few(*slot, lines, now);
                 const Question question{sync, slot->hash, slot->due_since, me};
                 if (std::optional<Entry> entry =
                         decide(question, lines, presence, rules, options.min_workers, options.grace, now)) {
                     write_entry(sync, *entry);
                 }
             });
+    }
+
+    void tell_of_few(Slot& slot, const Lines& lines, double now) {
+        const size_t there = standing_lines(lines, slot.hash, rules).size();
+        const bool waits = slot.due_since >= 0 && now >= slot.due_since + options.grace;
+        if (slot.has_told || !waits || int(there) >= options.min_workers) { return; }
+        slot.has_told = true;
+        say(format("waits: %zu of at least %d workers have sent sync %ld", there, options.min_workers,
+                   slot.sync));
     }
 
     void write_entry(long sync, const Entry& entry) {
@@ -759,8 +779,8 @@ private:
                           }});
     }
 
-    // Snapshots whose reader is dead, or has started again, or has read them. What there is is asked for before
-    // who wants it, or what is only now being written would seem to be wanted by nobody.
+    // Snapshots whose reader is dead, or has started again, or has read them. What there is is asked for
+    // before who wants it, or what is only now being written would seem to be wanted by nobody.
     void sweep_snapshots() {
         const std::string folder = key("snapshot/");
         auto there = std::make_shared<std::set<std::string>>();
@@ -814,7 +834,8 @@ private:
     std::vector<std::string> told;
 
     Asked asked;
-    bool is_asked = false;  // and not yet answered
+    bool is_asked = false;    // and not yet answered
+    bool is_cut_off = false;  // its last answer was lost
     double retry_at = 0;
     std::deque<Asked> chores;
 
@@ -836,7 +857,8 @@ private:
     Snapshot snapshot;
 };
 
-// Shows that this process is alive, over a connection of its own: a payload that takes a minute is no silence.
+// Shows that this process is alive, over a connection of its own: a payload that takes a minute is no
+// silence.
 class Heartbeat {
 public:
     explicit Heartbeat(double interval) : interval(interval) {}

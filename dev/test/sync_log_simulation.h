@@ -1,6 +1,7 @@
 // A deterministic simulation of the sync log: workers of their own speeds, a store with delays and lost
 // connections, crashes, stalls, restarts and newcomers, all drawn from one seed, with what must hold checked
-// after every event. Time is a number: a run of a minute takes milliseconds, and a seed that fails fails again.
+// after every event. Time is a number: a run of a minute takes milliseconds, and a seed that fails fails
+// again.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -333,8 +334,8 @@ private:
         long step = 0;
     };
 
-    // A fragment's next sync, where it is due: for how long, and how many answers its worker has had since there
-    // was no reason left to wait.
+    // A fragment's next sync, where it is due: for how long, and how many answers its worker has had since
+    // there was no reason left to wait.
     struct Wait {
         long position = -1;
         double since = -1;
@@ -625,6 +626,15 @@ private:
         }
     }
 
+    void kill_all() {
+        for (int w = 0; w < plan.workers; w++) {
+            if (workers[size_t(w)].process) {
+                kill(w, ", as all do");
+                restart_after(w, random.between(0.2, 10));
+            }
+        }
+    }
+
     void plan_disasters() {
         if (plan.mode == Plan::none) { return; }
         const double when = random.between(0.3, 1) * plan.quiet_from;
@@ -635,15 +645,10 @@ private:
                 store_away_until = until;
             });
         }
+        if (plan.mode == Plan::all_die || (plan.mode == Plan::store_emptied && random.happens(0.4))) {
+            at(random.between(0.3, 1) * plan.quiet_from, [this] { kill_all(); });
+        }
         at(when, [this] {
-            if (plan.mode == Plan::all_die) {
-                for (int w = 0; w < plan.workers; w++) {
-                    if (workers[size_t(w)].process) {
-                        kill(w, ", as all do");
-                        restart_after(w, random.between(0.2, 10));
-                    }
-                }
-            }
             if (plan.mode == Plan::store_emptied) {
                 tell("the store loses its data");
                 store.empty();
@@ -681,8 +686,8 @@ private:
         }
     }
 
-    // Who is due and finds enough lines waits for the grace, and then for nobody: for no more than what it has to
-    // read by itself. (Where it is unknown who has diverged, all wait.)
+    // Who is due and finds enough lines waits for the grace, and then for nobody: for no more than what it
+    // has to read by itself. (Where it is unknown who has diverged, all wait.)
     void check_waits(int w) {
         Process& process = *workers[size_t(w)].process;
         const std::string run = process.log->current_generation();
@@ -738,6 +743,13 @@ private:
     void check_end() {
         long counted = 0;
         for (const auto& [key, entry] : store.entries()) { counted += !entry.contributors.empty(); }
+        for (const auto& [want, reason] : store.in(store.generation() + "/want")) {
+            const Worker& reader = workers[size_t(Incarnation::parse(want).worker)];
+            const std::string beat = reader.process->log->beat(0);
+            if (Beat::parse(beat).incarnation == Incarnation::parse(want).number) {
+                throw Violation("the wish for snapshot " + want + " is still there");
+            }
+        }
         if (counted == 0) { throw Violation("no sync counted anybody"); }
     }
 
