@@ -461,10 +461,12 @@ private:
             if (slot.payloads.size() < slot.entry->contributors.size()) { fetch(slot); }
             return;
         }
-        const bool others_are_ahead = newest_open > slot.sync;
-        if (slot.own == Slot::sending && (!others_are_ahead || slot.looked)) { return send(slot); }
+        // Behind, it is likely that there is an entry: then there is nothing to send any more.
+        const bool is_behind = newest_open > slot.sync;
+        if (is_behind && !slot.looked) { return look(slot); }
+        if (slot.own == Slot::sending) { return send(slot); }
         if (slot.own == Slot::abstaining) { return write_line(slot, {slot.hash, 0, 0, 0}, Slot::abstained); }
-        if (now >= slot.look_at && (slot.has_line() || others_are_ahead)) { look(slot); }
+        if (now >= slot.look_at && (slot.has_line() || is_behind)) { look(slot); }
     }
 
     // Handlers find their slot by its sync: it may have moved on.

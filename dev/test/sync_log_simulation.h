@@ -214,7 +214,7 @@ struct Plan {
         options.chunk = size_t(random.among(10, 40));
         options.grace = random.between(1, 4);
         options.expiry = 3;
-        options.poll = 0.2;
+        options.poll = 0.3;
         options.retry = 0.4;
     }
 };
@@ -226,7 +226,7 @@ inline void make_even(Plan& plan) {
     plan.min_workers = plan.options.min_workers = 2;
     plan.steps = 40;
     plan.overlap.assign(3, std::min(1L, plan.H - 1));
-    plan.step_time.assign(3, 0.7);
+    plan.step_time.assign(3, 2);
     plan.delay.assign(3, 0.02);
     plan.first_start.assign(3, 0);
     plan.crashes = plan.stalls = plan.losses = 0;
@@ -306,9 +306,9 @@ public:
         });
     }
 
-    // How many syncs were decided from the first step that w's second start trained to the first sync that
-    // counts it. None: it was never counted.
-    std::optional<long> decided_without(int w) const {
+    // From the newest sync that was open when w's second start began to train, how many it took until one
+    // counted it. None: it was never counted.
+    std::optional<long> syncs_until_counted(int w) const {
         const Process& process = *workers[size_t(w)].process;
         std::optional<long> first;
         for (const auto& [key, entry] : store.entries()) {
@@ -351,7 +351,7 @@ private:
         bool is_done = false;
         std::vector<long> checked;   // positions
         std::vector<Wait> waits;     // of each fragment
-        long newest_at_return = -1;  // sync that was decided when this start began to train
+        long newest_at_return = -1;  // sync that was open when this start began to train
     };
 
     struct Worker {
@@ -460,7 +460,7 @@ private:
             case LogTurn::stop:
                 return after_stop(w);
             case LogTurn::wait:
-                return later(w, 0.2, [this, w] { train(w); });
+                return later(w, 0.3, [this, w] { train(w); });
             case LogTurn::jump:
                 totals.jumps++;
                 process.step = turn.step;
@@ -471,21 +471,23 @@ private:
         maybe_checkpoint(w);
         if (process.step >= plan.steps) {
             process.is_done = true;
-            return later(w, 0.2, [this, w] { train(w); });
+            return later(w, 0.3, [this, w] { train(w); });
         }
         later(w, plan.step_time[size_t(w)] * random.between(0.9, 1.1), [this, w] {
             Process& process = *workers[size_t(w)].process;
-            if (process.newest_at_return < 0) { process.newest_at_return = newest_decided(); }
+            if (process.newest_at_return < 0) { process.newest_at_return = newest_open(); }
             process.shard->train(++process.step);
             train(w);
         });
     }
 
-    long newest_decided() const {
+    // The newest sync that anybody has sent.
+    long newest_open() {
         long newest = -1;
         for (const auto& [key, entry] : store.entries()) {
             newest = std::max(newest, std::atol(key.substr(key.rfind('/') + 1).c_str()));
         }
+        while (store.has(store.generation() + "/sent/" + std::to_string(newest + 1))) { newest++; }
         return newest;
     }
 
@@ -539,7 +541,7 @@ private:
         const std::optional<StoreRequest> request = process.log->request(now);
         listen(w);
         if (!request) {
-            return later(w, 0.15, [this, w] { talk(w); });
+            return later(w, 0.25, [this, w] { talk(w); });
         }
         travel(w, *request, [this, w](const StoreAnswer& answer) {
             workers[size_t(w)].process->log->answer(answer, now);
@@ -553,7 +555,7 @@ private:
         Process& process = *workers[size_t(w)].process;
         const std::optional<StoreRequest> request = process.heartbeat->request(*process.log, w, now);
         if (!request) {
-            return later(w, 0.25, [this, w] { beat(w); });
+            return later(w, 0.4, [this, w] { beat(w); });
         }
         travel(w, *request, [this, w](const StoreAnswer& answer) {
             Process& process = *workers[size_t(w)].process;
