@@ -20,8 +20,9 @@
 //   5. payloads, apply      At the due step; at once where this worker was not to send s any more. Whose
 //                           payload was not counted moves local by what global moved.
 //   6. removal              By the decider: payloads of its fragment that are older than `retain` syncs and
-//                           that some checkpoint has behind it; with them, what a stalled worker wrote too
-//                           late.
+//                           that the checkpoints of two workers have behind them, so that the run survives
+//                           the death of all of them and the loss of a disk; with them, what a stalled worker
+//                           wrote too late.
 // Who finds an entry's payload gone asks for a snapshot: all fragments of another worker as they were at one
 // instant, in chunks, then an offer with their digest. The first offer is read, and checked; who finds a
 // chunk gone asks again under a new name. What a dead start asked for, deciders remove.
@@ -58,7 +59,7 @@ struct SyncLogOptions {
     long overlap = 1;         // tau
     long max_lag = 4;         // steps
     long retain = 4;          // syncs of each fragment
-    bool checkpoints = true;  // payloads are kept until one has them behind it
+    bool checkpoints = true;  // payloads are kept until two workers' have them behind them
     size_t chunk = 64 << 20;  // bytes
     double grace = 10;        // seconds, as all that follows
     double expiry = 5;        // without a change of a beat
@@ -758,15 +759,24 @@ private:
         chores.push_back(
             {{StoreRequest::list, key("durable"), "", ""}, [this, sync](const StoreAnswer& answer, double) {
                  const int p = schedule.fragment(sync);
-                 long durable = 0;
+                 std::vector<long> durable;
                  for (const auto& [worker, text] : answer.listing) {
-                     durable = std::max(durable, parse_numbers(text)[size_t(p)]);
+                     durable.push_back(parse_numbers(text)[size_t(p)]);
                  }
-                 if (!options.checkpoints) { durable = schedule.index(sync); }
-                 const long oldest = rules.oldest_kept(schedule.index(sync), options.retain, durable);
+                 const long reach = covered(durable, sync);
+                 const long oldest = rules.oldest_kept(schedule.index(sync), options.retain, reach);
                  for (const char* what : {"payload/", "sent/"}) { sweep_syncs(key(what), p, oldest); }
              }});
         sweep_snapshots();
+    }
+
+    // Up to where the checkpoints of two workers reach: one of them may be lost.
+    long covered(std::vector<long> positions, long sync) const {
+        if (!options.checkpoints) { return schedule.index(sync); }
+        const size_t copies = size_t(std::min(2, options.min_workers));
+        if (positions.size() < copies) { return 0; }
+        std::sort(positions.rbegin(), positions.rend());
+        return positions[copies - 1];
     }
 
     void sweep_syncs(const std::string& folder, int p, long oldest) {

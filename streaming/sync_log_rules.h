@@ -37,7 +37,7 @@ public:
     virtual Entry decided(const Entry&, const Entry& winner) const { return winner; }
 
     // Of a fragment, when its sync number `index` is decided: what a worker that is `retain` syncs behind
-    // needs, and what one needs that starts again from the newest checkpoint of all, where all have died.
+    // needs, and what all need that start again from their checkpoints, of which two reach to `durable`.
     virtual long oldest_kept(long index, long retain, long durable) const {
         return std::min(index - retain, durable);
     }

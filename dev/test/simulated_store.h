@@ -6,6 +6,7 @@
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "streaming/sync_log.h"
 
@@ -79,6 +80,7 @@ private:
     void change(const StoreRequest& request) {
         check_same_payload(request);
         if (parts(request.folder).first == "entry") { check_entry(request); }
+        if (parts(request.folder).first == "durable") { note_claim(request); }
         folders[request.folder][request.name] = request.value;
     }
 
@@ -113,6 +115,18 @@ private:
         decided.insert({key, entry});
     }
 
+    // A claim may be taken back between the sweep that has read it and the removal.
+    void note_claim(const StoreRequest& request) {
+        std::vector<long>& claim = claims[run_of(request.folder)][request.name];
+        std::istringstream in(request.value);
+        claim.resize(size_t(schedule.fragments()));
+        for (long& position : claim) {
+            long claimed = 0;
+            in >> claimed;
+            position = std::max(position, claimed);
+        }
+    }
+
     void remove(const StoreRequest& request) {
         if (!request.name.empty()) {
             const auto folder = folders.find(request.folder);
@@ -125,7 +139,7 @@ private:
         folders.erase(request.folder);
     }
 
-    // Payloads stay for who is `retain` syncs behind, and for who has the newest checkpoint.
+    // Payloads stay for who is `retain` syncs behind, and for who has one of the two newest checkpoints.
     void check_removal(const std::string& folder) {
         const std::string run = run_of(folder);
         const long sync = std::atol(parts(folder).second.c_str());
@@ -135,12 +149,10 @@ private:
             const long other = std::atol(name.c_str());
             if (schedule.fragment(other) == p) { newest = std::max(newest, schedule.index(other)); }
         }
-        for (const auto& [name, text] : in(run + "/durable")) {
-            std::istringstream positions(text);
-            long position = 0;
-            for (int q = 0; q <= p; q++) { positions >> position; }
-            durable = std::max(durable, position);
-        }
+        std::vector<long> reach;
+        for (const auto& [worker, positions] : claims[run]) { reach.push_back(positions[size_t(p)]); }
+        std::sort(reach.rbegin(), reach.rend());
+        if (reach.size() > 1) { durable = reach[1]; }
         if (run == generation() && schedule.index(sync) >= std::min(newest - retain, durable)) {
             throw Violation("the payloads of sync " + std::to_string(sync) + " are removed too early");
         }
@@ -151,4 +163,5 @@ private:
     std::map<std::string, std::map<std::string, std::string>> folders;
     std::map<std::string, uint64_t> payloads;
     std::map<std::string, Entry> decided;
+    std::map<std::string, std::map<std::string, std::vector<long>>> claims;  // to checkpoints, by run, worker
 };

@@ -616,13 +616,15 @@ private:
         }
     }
 
-    // Only where others are there whom the run can go on with.
+    // One in a run: it is what the log promises to survive.
     void lose_disk(int w) {
         int others = 0;
         for (int v = 0; v < plan.workers; v++) {
             others += v != w && workers[size_t(v)].process && workers[size_t(v)].process->log->is_running();
         }
-        if (plan.mode == Plan::disks_lost && others >= plan.min_workers && random.happens(0.5)) {
+        const bool may_be = plan.mode == Plan::disks_lost && !has_lost_disk && others >= plan.min_workers;
+        if (may_be && random.happens(0.5)) {
+            has_lost_disk = true;
             workers[size_t(w)].checkpoint.reset();
             tell(format("worker %d loses its disk", w));
         }
@@ -766,6 +768,7 @@ private:
     std::map<std::string, std::pair<uint64_t, int>> hashes;
     double now = 0, store_away_until = 0;
     long count = 0;
+    bool has_lost_disk = false;
 };
 
 // What went wrong; empty: nothing.

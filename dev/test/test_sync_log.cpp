@@ -118,6 +118,10 @@ TEST(SyncLogSimulation, finds_a_deletion_that_is_too_early) {
         long oldest_kept(long index, long retain, long) const override { return index - retain; }
     } without_checkpoints;
     EXPECT_NE(found(without_checkpoints), "");
+    struct : SyncLogRules {
+        long oldest_kept(long index, long, long durable) const override { return std::min(index, durable); }
+    } not_retained;
+    EXPECT_NE(found(not_retained), "");
 }
 
 TEST(SyncLogSimulation, finds_a_snapshot_that_is_read_half) {
