@@ -62,7 +62,7 @@ struct SyncLogOptions {
     bool checkpoints = true;  // payloads are kept until two workers' have them behind them
     size_t chunk = 64 << 20;  // bytes
     double grace = 10;        // seconds, as all that follows
-    double expiry = 5;        // without a change of a beat
+    double expiry = 5;        // between two looks that find the same beat
     double poll = 0.1;        // between two looks at what has not happened yet
     double retry = 0.5;       // after a lost answer
 };
@@ -331,15 +331,16 @@ private:
         return base;
     }
 
-    // What the log begins with: of those that are there, the newest.
+    // What the log begins with: of those that are there, the newest. Who is registered before that begins
+    // with the run, and keeps step from its first sync on.
     void agree(double now) {
-        if (!is_registered) {
-            return ask({StoreRequest::put_if_absent, key("registered"), me.text(), base().text()},
-                       [this](const StoreAnswer&, double) { is_registered = true; });
-        }
         if (now < agree_at) { return; }
         ask({StoreRequest::get, key("run"), "start", ""}, [this](const StoreAnswer& answer, double) {
             if (answer.found) { return begin(Base::parse(answer.value)); }
+            if (!is_aligned) {
+                return ask({StoreRequest::put_if_absent, key("registered"), me.text(), base().text()},
+                           [this](const StoreAnswer&, double) { is_aligned = true; });
+            }
             ask({StoreRequest::list, key("registered"), "", ""},
                 [this](const StoreAnswer& answer, double now) { agree_on(answer.listing, now); });
         });
@@ -602,7 +603,7 @@ private:
     // Over a slow link at most a fifth of the time.
     void look_around(double from) {
         ask({StoreRequest::list, key("beat"), "", ""}, [this, from](const StoreAnswer& answer, double now) {
-            for (const auto& [name, text] : answer.listing) { see(std::atoi(name.c_str()), text, now); }
+            see(answer.listing, now);
             ask({StoreRequest::list, key("want"), "", ""},
                 [this, from](const StoreAnswer& answer, double now) {
                     look_around_at = now + std::max(options.poll, 4 * (now - from));
@@ -611,13 +612,18 @@ private:
         });
     }
 
-    void see(int worker, const std::string& text, double now) {
-        if (!presence.see(worker, text, now)) { return; }
-        const Beat beat = Beat::parse(text);
-        newest_open = std::max(newest_open, beat.newest);
-        if (worker == me.worker && beat.incarnation > me.number) {
-            stop("another process has started as this worker");
+    void see(const std::map<std::string, std::string>& listing, double now) {
+        std::map<int, std::string> beats;
+        for (const auto& [name, text] : listing) {
+            const int worker = std::atoi(name.c_str());
+            const Beat beat = Beat::parse(text);
+            beats[worker] = text;
+            newest_open = std::max(newest_open, beat.newest);
+            if (worker == me.worker && beat.incarnation > me.number) {
+                return stop("another process has started as this worker");
+            }
         }
+        presence.look(beats, now);
     }
 
     // The worker with the lowest number gives; the next one, where that takes too long.
@@ -629,7 +635,7 @@ private:
         }
         wanted_since = still;
         if (giving) { return; }
-        const int before_me = presence.running_before(me.worker, now);
+        const int before_me = presence.running_before(me.worker);
         std::vector<std::string> due;
         for (const auto& [want, since] : wanted_since) {
             const bool is_mine = Incarnation::parse(want).worker == me.worker;
@@ -804,9 +810,9 @@ private:
         chores.push_back({{StoreRequest::folders, folder, "", ""}, note(folder.size())});
         chores.push_back({{StoreRequest::list, key("offer"), "", ""}, note(0)});
         chores.push_back(
-            {{StoreRequest::list, key("want"), "", ""}, [this, there](const StoreAnswer& answer, double now) {
+            {{StoreRequest::list, key("want"), "", ""}, [this, there](const StoreAnswer& answer, double) {
                  for (const auto& [want, reason] : answer.listing) {
-                     if (presence.is_alive(Incarnation::parse(want), now)) {
+                     if (presence.is_alive(Incarnation::parse(want))) {
                          there->erase(want);
                      } else {
                          there->insert(want);
@@ -851,7 +857,6 @@ private:
     double retry_at = 0;
     std::deque<Asked> chores;
 
-    bool is_registered = false;
     double agree_from = 0, agree_at = 0;
 
     std::vector<Slot> slots;  // by fragment
@@ -860,7 +865,7 @@ private:
     long newest_sent = -1, newest_open = -1;  // syncs; by this worker, by any
     long promise = -1;
     int times_late = 0;
-    bool is_aligned = false;  // its last payload was counted: it keeps step with the others
+    bool is_aligned = false;  // it keeps step with the others: its last payload was counted
 
     double look_around_at = 0;
     Presence presence;

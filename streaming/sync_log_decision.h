@@ -9,20 +9,22 @@
 #include "sync_log_records.h"
 #include "sync_log_rules.h"
 
-// Who is there, by their beats. A worker is alive while its beat changes, and one that is seen for the first
-// time until it has had the time to change it.
+// Who is there, by their beats. A worker is alive unless its beat was the same in looks that are `expiry`
+// apart: who looks seldom, over a slow link or after a stall, takes nobody for dead because of that.
 class Presence {
 public:
     explicit Presence(double expiry) : expiry(expiry) {}
 
-    // True where the beat is a new one.
-    bool see(int worker, const std::string& text, double now) {
-        Seen& one = seen[worker];
-        if (one.text == text) { return false; }
-        one.text = text;
-        one.beat = Beat::parse(text);
-        one.changed = now;
-        return true;
+    // All beats, at one look.
+    void look(const std::map<int, std::string>& beats, double now) {
+        looked = now;
+        for (const auto& [worker, text] : beats) {
+            Seen& one = seen[worker];
+            if (one.text == text) { continue; }
+            one.text = text;
+            one.beat = Beat::parse(text);
+            one.changed = now;
+        }
     }
 
     // Whoever is not in an entry has broken its promise, if it had made one.
@@ -32,25 +34,24 @@ public:
         }
     }
 
-    bool is_alive(const Incarnation& who, double now) const {
+    bool is_alive(const Incarnation& who) const {
         const auto found = seen.find(who.worker);
-        return found != seen.end() && is_alive(found->second, now) &&
-               found->second.beat.incarnation == who.number;
+        return found != seen.end() && is_alive(found->second) && found->second.beat.incarnation == who.number;
     }
 
-    std::map<std::string, Beat> alive(double now) const {
+    std::map<std::string, Beat> alive() const {
         std::map<std::string, Beat> alive;
         for (const auto& [worker, one] : seen) {
-            if (is_alive(one, now)) { alive[Incarnation{worker, one.beat.incarnation}.text()] = one.beat; }
+            if (is_alive(one)) { alive[Incarnation{worker, one.beat.incarnation}.text()] = one.beat; }
         }
         return alive;
     }
 
     // Workers of lower numbers that are alive and have nothing to catch up with.
-    int running_before(int worker, double now) const {
+    int running_before(int worker) const {
         int count = 0;
         for (const auto& [other, one] : seen) {
-            count += other < worker && is_alive(one, now) && one.beat.promise >= 0;
+            count += other < worker && is_alive(one) && one.beat.promise >= 0;
         }
         return count;
     }
@@ -62,10 +63,10 @@ public:
 
     // Who has no line: has(worker) tells who has.
     template <class Has>
-    Missing missing(long sync, double now, Has has) const {
+    Missing missing(long sync, Has has) const {
         Missing missing;
         for (const auto& [worker, one] : seen) {
-            if (has(worker) || !is_alive(one, now) || one.beat.promise < 0) { continue; }
+            if (has(worker) || !is_alive(one) || one.beat.promise < 0) { continue; }
             missing.any = true;
             missing.waited_for |= one.missed < one.beat.promise && one.beat.promise <= sync;
         }
@@ -80,9 +81,10 @@ private:
         long missed = -1;  // the newest sync that it had no line in
     };
 
-    bool is_alive(const Seen& one, double now) const { return now < one.changed + expiry; }
+    bool is_alive(const Seen& one) const { return looked < one.changed + expiry; }
 
     double expiry;
+    double looked = 0;         // when, the last time
     std::map<int, Seen> seen;  // by worker
 };
 
@@ -131,12 +133,12 @@ inline bool is_odd_one(const Lines& lines, uint64_t hash, const SyncLogRules& ru
 inline std::optional<Entry> decide(const Question& question, const Lines& in_store, const Presence& presence,
                                    const SyncLogRules& rules, int min_workers, double grace, double now) {
     const uint64_t hash = question.hash;
-    const Lines lines = rules.taken_as_sent(in_store, presence.alive(now), hash);
+    const Lines lines = rules.taken_as_sent(in_store, presence.alive(), hash);
     const StandingLines standing = standing_lines(lines, hash, rules);
     if (int(standing.size()) < min_workers) { return std::nullopt; }
     if (!rules.is_majority(holders_of_hashes(standing)[hash], standing.size())) { return std::nullopt; }
 
-    const auto missing = presence.missing(question.sync, now, [&](int w) { return standing.count(w) != 0; });
+    const auto missing = presence.missing(question.sync, [&](int w) { return standing.count(w) != 0; });
     const bool is_due = question.due_since >= 0;
     const bool is_time =
         !missing.any || (is_due && !missing.waited_for) || (is_due && now >= question.due_since + grace);

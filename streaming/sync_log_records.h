@@ -17,11 +17,13 @@
 #pragma once
 #include <xxhash.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <optional>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "schedule.h"

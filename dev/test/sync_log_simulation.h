@@ -306,6 +306,9 @@ public:
         });
     }
 
+    // Of all generations, by key.
+    const std::map<std::string, Entry>& entries() const { return store.entries(); }
+
     // From the newest sync that was open when w's second start began to train, how many it took until one
     // counted it. None: it was never counted.
     std::optional<long> syncs_until_counted(int w) const {

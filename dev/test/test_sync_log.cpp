@@ -60,9 +60,29 @@ TEST(SyncLog, a_seed_is_the_same_run_again) {
     }
 }
 
+// So that its bits are those of the exchanges in lock-step.
+TEST(SyncLog, with_nobody_late_all_are_counted_in_every_sync_and_nobody_jumps) {
+    const SyncLogRules rules;
+    for (uint64_t seed = 1; seed <= 100; seed++) {
+        long syncs = 0;
+        simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
+            simulation::make_even(plan);
+            plan.options.grace = 60;
+            plan.options.max_lag = plan.H;
+            syncs = plan.steps / plan.H * plan.fragments;
+        });
+        ASSERT_NO_THROW(world.run()) << "seed " << seed;
+        EXPECT_EQ(world.totals.jumps, 0) << "seed " << seed;
+        ASSERT_GE(long(world.entries().size()), syncs - 4) << "seed " << seed;
+        for (const auto& [key, entry] : world.entries()) {
+            ASSERT_EQ(entry.contributors.size(), 3u) << "seed " << seed << ", " << key;
+        }
+    }
+}
+
 TEST(SyncLog, a_worker_that_comes_back_is_counted_again_within_two_periods) {
     const SyncLogRules rules;
-    for (uint64_t seed = 1; seed <= 300; seed++) {
+    for (uint64_t seed = 1; seed <= 100; seed++) {
         long period = 0;
         simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
             simulation::make_even(plan);
