@@ -80,8 +80,7 @@ struct Contribution {
     std::string payload;
 };
 
-// This worker's shard of the outer state. Called by the constructor and by turn(), and encoded() by
-// request().
+// This worker's shard of the outer state. Called by the constructor and turn(); encoded(), by request().
 class LogShard {
 public:
     struct Encoded {
@@ -95,8 +94,8 @@ public:
     virtual void encode(long sync) = 0;             // global - local as they are now
     virtual const Encoded* encoded(long sync) = 0;  // null: not there yet. Stays until the sync is applied.
 
-    // In ascending order of workers; none: global stays. counted: this worker's, maybe of an earlier start,
-    // is in.
+    // In ascending order of workers; none: global stays.
+    // counted: this worker's payload is among them, maybe that of an earlier start
     virtual void apply(long sync, const std::vector<Contribution>& contributions, bool counted) = 0;
 
     virtual std::string snapshot() = 0;                  // global and momentum of all fragments
@@ -874,8 +873,7 @@ private:
     Snapshot snapshot;
 };
 
-// Shows that this process is alive, over a connection of its own: a payload that takes a minute is no
-// silence.
+// Shows that this process is alive, over a connection of its own: a payload may take a minute.
 class Heartbeat {
 public:
     explicit Heartbeat(double interval) : interval(interval) {}
