@@ -172,7 +172,7 @@ public:
     // For the heartbeat. An empty one: not registered yet.
     std::string beat(long count) const {
         const bool is_known = phase == Phase::agreeing || phase == Phase::running || phase == Phase::behind;
-        return is_known ? Beat{me.number, count, promise, newest_sent}.text() : std::string();
+        return is_known ? LogBeat{me.number, count, promise, newest_sent}.text() : std::string();
     }
     void check_generation(const StoreAnswer& answer) {
         if (phase == Phase::stopped || generation.empty() || answer.lost) { return; }
@@ -216,7 +216,7 @@ private:
         size_t chunks = 0;  // written
         bool looked = false;
         double look_at = 0;
-        std::optional<Entry> entry;
+        std::optional<LogEntry> entry;
         bool confirmed = false;
         std::vector<std::string> payloads;  // of the entry's contributors, as far as they are read
         std::string part;                   // of the next one
@@ -229,7 +229,7 @@ private:
     struct Snapshot {
         int attempt = 0;
         bool is_wanted = false;  // the store knows
-        std::optional<Offer> offer;
+        std::optional<LogOffer> offer;
         std::string bytes;
         size_t chunks = 0;
         bool is_whole = false;
@@ -323,8 +323,8 @@ private:
             });
     }
 
-    Base base() const {
-        Base base;
+    LogBase base() const {
+        LogBase base;
         base.positions = positions();
         for (const Slot& slot : slots) { base.hashes.push_back(slot.hash); }
         return base;
@@ -335,7 +335,7 @@ private:
     void agree(double now) {
         if (now < agree_at) { return; }
         ask({StoreRequest::get, key("run"), "start", ""}, [this](const StoreAnswer& answer, double) {
-            if (answer.found) { return begin(Base::parse(answer.value)); }
+            if (answer.found) { return begin(LogBase::parse(answer.value)); }
             if (!is_aligned) {
                 return ask({StoreRequest::put_if_absent, key("registered"), me.text(), base().text()},
                            [this](const StoreAnswer&, double) { is_aligned = true; });
@@ -348,9 +348,9 @@ private:
     void agree_on(const std::map<std::string, std::string>& registered, double now) {
         agree_at = now + options.poll;
         std::set<int> there;
-        std::optional<Base> newest;
+        std::optional<LogBase> newest;
         for (const auto& [who, text] : registered) {
-            const Base one = Base::parse(text);
+            const LogBase one = LogBase::parse(text);
             if (!newest || one.sum() > newest->sum()) { newest = one; }
             there.insert(Incarnation::parse(who).worker);
         }
@@ -358,10 +358,10 @@ private:
         const bool enough = int(there.size()) >= options.min_workers && now >= agree_from + options.grace;
         if (!newest || !(all || enough)) { return; }
         ask({StoreRequest::put_if_absent, key("run"), "start", newest->text()},
-            [this](const StoreAnswer& answer, double) { begin(Base::parse(answer.value)); });
+            [this](const StoreAnswer& answer, double) { begin(LogBase::parse(answer.value)); });
     }
 
-    void begin(const Base& first) {
+    void begin(const LogBase& first) {
         if (first == base()) {
             phase = Phase::running;
             if (start.from_checkpoint) { checkpointed(start.positions); }
@@ -499,7 +499,7 @@ private:
             });
     }
 
-    void write_line(Slot& slot, const Line& line, Slot::Own own) {
+    void write_line(Slot& slot, const LogLine& line, Slot::Own own) {
         ask({StoreRequest::put_if_absent, folder("sent", slot.sync), me.text(), line.text()},
             [this, sync = slot.sync, own](const StoreAnswer&, double) {
                 if (Slot* slot = find(sync)) { slot->own = own; }
@@ -515,7 +515,7 @@ private:
                 slot->looked = true;
                 slot->look_at = now + options.poll;
                 if (answer.found) {
-                    slot->entry = Entry::parse(answer.value);
+                    slot->entry = LogEntry::parse(answer.value);
                 } else if (slot->has_line()) {
                     look_at_lines(*slot);
                 }
@@ -527,19 +527,19 @@ private:
             [this, sync = slot.sync](const StoreAnswer& answer, double now) {
                 Slot* slot = find(sync);
                 if (slot == nullptr) { return; }
-                Lines lines;
-                for (const auto& [who, text] : answer.listing) { lines[who] = Line::parse(text); }
+                LogLines lines;
+                for (const auto& [who, text] : answer.listing) { lines[who] = LogLine::parse(text); }
                 if (is_odd_one(lines, slot->hash, rules)) { return diverge(); }
                 tell_of_few(*slot, lines, now);
                 const Question question{sync, slot->hash, slot->due_since, me};
-                if (std::optional<Entry> entry =
+                if (std::optional<LogEntry> entry =
                         decide(question, lines, presence, rules, options.min_workers, options.grace, now)) {
                     write_entry(sync, *entry);
                 }
             });
     }
 
-    void tell_of_few(Slot& slot, const Lines& lines, double now) {
+    void tell_of_few(Slot& slot, const LogLines& lines, double now) {
         const size_t there = standing_lines(lines, slot.hash, rules).size();
         const bool waits = slot.due_since >= 0 && now >= slot.due_since + options.grace;
         if (slot.has_told || !waits || int(there) >= options.min_workers) { return; }
@@ -548,10 +548,10 @@ private:
                    slot.sync));
     }
 
-    void write_entry(long sync, const Entry& entry) {
+    void write_entry(long sync, const LogEntry& entry) {
         ask({rules.entry_is_written_by(), key("entry"), std::to_string(sync), entry.text()},
             [this, sync, entry](const StoreAnswer& answer, double) {
-                const Entry decided = rules.decided(entry, Entry::parse(answer.value));
+                const LogEntry decided = rules.decided(entry, LogEntry::parse(answer.value));
                 if (Slot* slot = find(sync)) { slot->entry = decided; }
             });
     }
@@ -615,7 +615,7 @@ private:
         std::map<int, std::string> beats;
         for (const auto& [name, text] : listing) {
             const int worker = std::atoi(name.c_str());
-            const Beat beat = Beat::parse(text);
+            const LogBeat beat = LogBeat::parse(text);
             beats[worker] = text;
             newest_open = std::max(newest_open, beat.newest);
             if (worker == me.worker && beat.incarnation > me.number) {
@@ -679,12 +679,12 @@ private:
                            if (giving) { giving->chunks++; }
                        });
         }
-        const Offer mine{me, giving->bytes.size(), digest_of(giving->bytes)};
+        const LogOffer mine{me, giving->bytes.size(), digest_of(giving->bytes)};
         ask({StoreRequest::put_if_absent, key("offer"), giving->want, mine.text()},
             [this](const StoreAnswer& answer, double) {
                 if (!giving) { return; }
                 say("gives a snapshot to " + giving->want);
-                for (size_t i = 0; i < giving->chunks && !(Offer::parse(answer.value).giver == me); i++) {
+                for (size_t i = 0; i < giving->chunks && !(LogOffer::parse(answer.value).giver == me); i++) {
                     add_removal(key("snapshot/" + giving->want), me.text() + "." + std::to_string(i));
                 }
                 giving.reset();
@@ -720,7 +720,7 @@ private:
         ask({StoreRequest::get, key("offer"), want(), ""}, [this](const StoreAnswer& answer, double now) {
             snapshot.look_at = now + options.poll;
             if (answer.found) {
-                snapshot.offer = Offer::parse(answer.value);
+                snapshot.offer = LogOffer::parse(answer.value);
             } else {  // the wish may have been swept away while this worker was not alive
                 snapshot.is_wanted = false;
             }
@@ -728,11 +728,11 @@ private:
     }
 
     void read_snapshot() {
-        const Offer& offer = *snapshot.offer;
+        const LogOffer& offer = *snapshot.offer;
         ask({StoreRequest::get, key("snapshot/" + want()),
              offer.giver.text() + "." + std::to_string(snapshot.chunks), ""},
             [this](const StoreAnswer& answer, double) {
-                const Offer& offer = *snapshot.offer;
+                const LogOffer& offer = *snapshot.offer;
                 snapshot.bytes += answer.value;
                 snapshot.chunks++;
                 const bool is_last = snapshot.chunks == chunks_of(offer.bytes, options.chunk);

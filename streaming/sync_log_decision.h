@@ -22,13 +22,13 @@ public:
             Seen& one = seen[worker];
             if (one.text == text) { continue; }
             one.text = text;
-            one.beat = Beat::parse(text);
+            one.beat = LogBeat::parse(text);
             one.changed = now;
         }
     }
 
     // Whoever is not in an entry has broken its promise, if it had made one.
-    void note(const Entry& entry, long sync) {
+    void note(const LogEntry& entry, long sync) {
         for (auto& [worker, one] : seen) {
             if (!entry.knows(worker)) { one.missed = std::max(one.missed, sync); }
         }
@@ -39,8 +39,8 @@ public:
         return found != seen.end() && is_alive(found->second) && found->second.beat.incarnation == who.number;
     }
 
-    std::map<std::string, Beat> alive() const {
-        std::map<std::string, Beat> alive;
+    std::map<std::string, LogBeat> alive() const {
+        std::map<std::string, LogBeat> alive;
         for (const auto& [worker, one] : seen) {
             if (is_alive(one)) { alive[Incarnation{worker, one.beat.incarnation}.text()] = one.beat; }
         }
@@ -76,7 +76,7 @@ public:
 private:
     struct Seen {
         std::string text;
-        Beat beat;
+        LogBeat beat;
         double changed = 0;
         long missed = -1;  // the newest sync that it had no line in
     };
@@ -97,11 +97,11 @@ struct Question {
 };
 
 // The line that stands for each worker: of its starts the latest that may be counted, else the latest.
-using StandingLines = std::map<int, std::pair<Incarnation, Line>>;
+using StandingLines = std::map<int, std::pair<Incarnation, LogLine>>;
 
-inline StandingLines standing_lines(const Lines& lines, uint64_t hash, const SyncLogRules& rules) {
+inline StandingLines standing_lines(const LogLines& lines, uint64_t hash, const SyncLogRules& rules) {
     StandingLines standing;
-    const auto rank = [&](const Incarnation& who, const Line& line) {
+    const auto rank = [&](const Incarnation& who, const LogLine& line) {
         return std::make_pair(rules.counts(line, hash), who.number);
     };
     for (const auto& [text, line] : lines) {
@@ -121,7 +121,7 @@ inline std::map<uint64_t, size_t> holders_of_hashes(const StandingLines& lines) 
 }
 
 // Do most stand on a hash that is not this one?
-inline bool is_odd_one(const Lines& lines, uint64_t hash, const SyncLogRules& rules) {
+inline bool is_odd_one(const LogLines& lines, uint64_t hash, const SyncLogRules& rules) {
     const StandingLines standing = standing_lines(lines, hash, rules);
     for (const auto& [other, count] : holders_of_hashes(standing)) {
         if (other != hash && 2 * count > standing.size()) { return true; }
@@ -130,10 +130,11 @@ inline bool is_odd_one(const Lines& lines, uint64_t hash, const SyncLogRules& ru
 }
 
 // The entry that this worker would write now, if it is time for one.
-inline std::optional<Entry> decide(const Question& question, const Lines& in_store, const Presence& presence,
-                                   const SyncLogRules& rules, int min_workers, double grace, double now) {
+inline std::optional<LogEntry> decide(const Question& question, const LogLines& in_store,
+                                      const Presence& presence, const SyncLogRules& rules, int min_workers,
+                                      double grace, double now) {
     const uint64_t hash = question.hash;
-    const Lines lines = rules.taken_as_sent(in_store, presence.alive(), hash);
+    const LogLines lines = rules.taken_as_sent(in_store, presence.alive(), hash);
     const StandingLines standing = standing_lines(lines, hash, rules);
     if (int(standing.size()) < min_workers) { return std::nullopt; }
     if (!rules.is_majority(holders_of_hashes(standing)[hash], standing.size())) { return std::nullopt; }
@@ -144,7 +145,7 @@ inline std::optional<Entry> decide(const Question& question, const Lines& in_sto
         !missing.any || (is_due && !missing.waited_for) || (is_due && now >= question.due_since + grace);
     if (!is_time) { return std::nullopt; }
 
-    Entry entry;
+    LogEntry entry;
     entry.hash = hash;
     entry.decider = question.asker;
     for (const auto& [worker, one] : standing) {

@@ -4,16 +4,16 @@
 //     run/generation   token                      drawn anew where the store is new; what follows lies in
 //     GENERATION/...                              folders that begin with it: two generations never meet
 //     incarnation/w    i: token                   each start of worker w has a number of its own
-//     registered       w.i: Base                  what a start has, before the run begins
-//     run              start: Base                what the first entries stand on
-//     beat             w: Beat                    overwritten all the time
+//     registered       w.i: LogBase               what a start has, before the run begins
+//     run              start: LogBase             what the first entries stand on
+//     beat             w: LogBeat                 overwritten all the time
 //     payload/s        w.i.c: bytes               chunk c of what w.i sends in sync s
-//     sent/s           w.i: Line                  the payload is whole, or w.i abstains
-//     entry            s: Entry                   who makes up sync s; never changed, kept for ever
+//     sent/s           w.i: LogLine               the payload is whole, or w.i abstains
+//     entry            s: LogEntry                who makes up sync s; never changed, kept for ever
 //     durable          w: positions               of w's newest checkpoint
 //     want             w.i.n: reason              w.i needs a snapshot, for the n-th time
 //     snapshot/w.i.n   v.j.c: bytes               chunk c of what v.j gives
-//     offer            w.i.n: Offer               v.j's is whole; the first one is read
+//     offer            w.i.n: LogOffer            v.j's is whole; the first one is read
 #pragma once
 #include <xxhash.h>
 
@@ -112,7 +112,7 @@ inline uint64_t digest_of(const std::string& bytes) { return XXH3_64bits(bytes.d
 inline size_t chunks_of(size_t bytes, size_t chunk) { return (bytes + chunk - 1) / chunk; }
 
 // In sent/s.
-struct Line {
+struct LogLine {
     uint64_t hash = 0;    // of the fragment's global parameters at the sender
     uint64_t tokens = 0;  // 0: abstains
     size_t bytes = 0;     // of the payload
@@ -123,14 +123,14 @@ struct Line {
         out << hash << ' ' << tokens << ' ' << bytes << ' ' << digest;
         return out.str();
     }
-    static Line parse(const std::string& text) {
-        Line line;
+    static LogLine parse(const std::string& text) {
+        LogLine line;
         std::istringstream(text) >> line.hash >> line.tokens >> line.bytes >> line.digest;
         return line;
     }
 };
 
-using Lines = std::map<std::string, Line>;  // by incarnation
+using LogLines = std::map<std::string, LogLine>;  // by incarnation
 
 // Contributors in ascending order of workers, at most one incarnation of each.
 struct Contributor {
@@ -139,7 +139,7 @@ struct Contributor {
     uint64_t digest = 0;
 };
 
-struct Entry {
+struct LogEntry {
     uint64_t hash = 0;  // of the fragment's global parameters that it stands on
     Incarnation decider;
     std::vector<Contributor> contributors;
@@ -163,8 +163,8 @@ struct Entry {
         for (int worker : abstained) { out << ' ' << worker; }
         return out.str();
     }
-    static Entry parse(const std::string& text) {
-        Entry entry;
+    static LogEntry parse(const std::string& text) {
+        LogEntry entry;
         std::string who;
         size_t count = 0;
         std::istringstream in(text);
@@ -183,7 +183,7 @@ struct Entry {
 
 // A worker is alive while its count changes, by the clock of who looks: no clocks are compared. It is waited
 // for from the sync on that it has promised, until it breaks the promise.
-struct Beat {
+struct LogBeat {
     int incarnation = 0;
     long count = 0;
     long promise = -1;  // the first sync that it will be in time for; -1: none, it has to catch up
@@ -194,15 +194,15 @@ struct Beat {
         out << incarnation << ' ' << count << ' ' << promise << ' ' << newest;
         return out.str();
     }
-    static Beat parse(const std::string& text) {
-        Beat beat;
+    static LogBeat parse(const std::string& text) {
+        LogBeat beat;
         std::istringstream(text) >> beat.incarnation >> beat.count >> beat.promise >> beat.newest;
         return beat;
     }
 };
 
 // Where in the log somebody is: of each fragment, how many syncs are applied, and the hash then.
-struct Base {
+struct LogBase {
     std::vector<long> positions;
     std::vector<uint64_t> hashes;
 
@@ -211,7 +211,7 @@ struct Base {
         for (long position : positions) { sum += position; }
         return sum;
     }
-    bool operator==(const Base& other) const {
+    bool operator==(const LogBase& other) const {
         return positions == other.positions && hashes == other.hashes;
     }
     std::string text() const {
@@ -219,8 +219,8 @@ struct Base {
         for (size_t p = 0; p < positions.size(); p++) { out << positions[p] << ' ' << hashes[p] << ' '; }
         return out.str();
     }
-    static Base parse(const std::string& text) {
-        Base base;
+    static LogBase parse(const std::string& text) {
+        LogBase base;
         std::istringstream in(text);
         uint64_t hash;
         for (long position; in >> position >> hash;) {
@@ -231,7 +231,7 @@ struct Base {
     }
 };
 
-struct Offer {
+struct LogOffer {
     Incarnation giver;
     size_t bytes = 0;
     uint64_t digest = 0;
@@ -241,8 +241,8 @@ struct Offer {
         out << giver.text() << ' ' << bytes << ' ' << digest;
         return out.str();
     }
-    static Offer parse(const std::string& text) {
-        Offer offer;
+    static LogOffer parse(const std::string& text) {
+        LogOffer offer;
         std::string who;
         std::istringstream(text) >> who >> offer.bytes >> offer.digest;
         offer.giver = Incarnation::parse(who);

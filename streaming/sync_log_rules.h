@@ -18,7 +18,7 @@ public:
     }
 
     // A payload is counted on the global parameters that it was made on, and if there is anything in it.
-    virtual bool counts(const Line& line, uint64_t hash) const {
+    virtual bool counts(const LogLine& line, uint64_t hash) const {
         return line.hash == hash && line.tokens > 0;
     }
 
@@ -26,7 +26,8 @@ public:
     virtual bool is_majority(size_t holders, size_t of) const { return 2 * holders > of; }
 
     // A heartbeat shows who might send, a line who has.
-    virtual Lines taken_as_sent(const Lines& lines, const std::map<std::string, Beat>&, uint64_t) const {
+    virtual LogLines taken_as_sent(const LogLines& lines, const std::map<std::string, LogBeat>&,
+                                   uint64_t) const {
         return lines;
     }
 
@@ -34,7 +35,7 @@ public:
     virtual StoreRequest::Kind entry_is_written_by() const { return StoreRequest::put_if_absent; }
 
     // ... and who wrote another believes it.
-    virtual Entry decided(const Entry&, const Entry& winner) const { return winner; }
+    virtual LogEntry decided(const LogEntry&, const LogEntry& winner) const { return winner; }
 
     // Of a fragment, when its sync number `index` is decided: what a worker that is `retain` syncs behind
     // needs, and what all need that start again from their checkpoints, of which two reach to `durable`.
@@ -44,7 +45,7 @@ public:
 
     // A snapshot is used when all of it is there and is what its giver wrote.
     virtual bool is_chunk(const StoreAnswer& answer) const { return answer.found; }
-    virtual bool is_whole(const std::string& bytes, const Offer& offer) const {
+    virtual bool is_whole(const std::string& bytes, const LogOffer& offer) const {
         return bytes.size() == offer.bytes && digest_of(bytes) == offer.digest;
     }
 };

@@ -60,7 +60,7 @@ public:
     std::string generation() { return folders.count("run") ? folders["run"]["generation"] : ""; }
 
     // Every entry there ever was, by its key.
-    const std::map<std::string, Entry>& entries() const { return decided; }
+    const std::map<std::string, LogEntry>& entries() const { return decided; }
 
     std::map<std::string, std::string> in(const std::string& folder) {
         return folders.count(folder) ? folders[folder] : std::map<std::string, std::string>();
@@ -96,7 +96,7 @@ private:
 
     void check_entry(const StoreRequest& request) {
         const std::string key = request.folder + "/" + request.name;
-        const Entry entry = Entry::parse(request.value);
+        const LogEntry entry = LogEntry::parse(request.value);
         const auto there = folders[request.folder].find(request.name);
         if (there != folders[request.folder].end() && there->second != request.value) {
             throw Violation("entry " + request.name + " is overwritten");
@@ -109,7 +109,9 @@ private:
             const auto line = lines.find(one.who.text());
             const std::string who = one.who.text() + " is counted in sync " + request.name;
             if (line == lines.end()) { throw Violation(who + " and has not sent"); }
-            if (Line::parse(line->second).hash != entry.hash) { throw Violation(who + " on another hash"); }
+            if (LogLine::parse(line->second).hash != entry.hash) {
+                throw Violation(who + " on another hash");
+            }
             if (!workers.insert(one.who.worker).second) { throw Violation(who + " twice"); }
         }
         decided.insert({key, entry});
@@ -162,6 +164,6 @@ private:
     const long retain;
     std::map<std::string, std::map<std::string, std::string>> folders;
     std::map<std::string, uint64_t> payloads;
-    std::map<std::string, Entry> decided;
+    std::map<std::string, LogEntry> decided;
     std::map<std::string, std::map<std::string, std::vector<long>>> claims;  // to checkpoints, by run, worker
 };

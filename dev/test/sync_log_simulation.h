@@ -307,7 +307,7 @@ public:
     }
 
     // Of all generations, by key.
-    const std::map<std::string, Entry>& entries() const { return store.entries(); }
+    const std::map<std::string, LogEntry>& entries() const { return store.entries(); }
 
     // From the newest sync that was open when w's second start began to train, how many it took until one
     // counted it. None: it was never counted.
@@ -753,7 +753,7 @@ private:
         for (const auto& [want, reason] : store.in(store.generation() + "/want")) {
             const Worker& reader = workers[size_t(Incarnation::parse(want).worker)];
             const std::string beat = reader.process->log->beat(0);
-            if (Beat::parse(beat).incarnation == Incarnation::parse(want).number) {
+            if (LogBeat::parse(beat).incarnation == Incarnation::parse(want).number) {
                 throw Violation("the wish for snapshot " + want + " is still there");
             }
         }

@@ -124,7 +124,7 @@ TEST(SyncLogSimulation, finds_a_payload_that_changes_after_a_restart_under_the_s
 
 TEST(SyncLogSimulation, finds_a_payload_that_is_counted_on_another_hash) {
     struct : SyncLogRules {
-        bool counts(const Line& line, uint64_t) const override { return line.tokens > 0; }
+        bool counts(const LogLine& line, uint64_t) const override { return line.tokens > 0; }
     } rules;
     EXPECT_NE(found(rules), "");
 }
@@ -147,23 +147,23 @@ TEST(SyncLogSimulation, finds_a_deletion_that_is_too_early) {
 TEST(SyncLogSimulation, finds_a_snapshot_that_is_read_half) {
     struct : SyncLogRules {
         bool is_chunk(const StoreAnswer&) const override { return true; }
-        bool is_whole(const std::string&, const Offer&) const override { return true; }
+        bool is_whole(const std::string&, const LogOffer&) const override { return true; }
     } rules;
     EXPECT_NE(found(rules), "");
 }
 
 TEST(SyncLogSimulation, finds_a_decider_that_does_not_read_the_winners_entry) {
     struct : SyncLogRules {
-        Entry decided(const Entry& mine, const Entry&) const override { return mine; }
+        LogEntry decided(const LogEntry& mine, const LogEntry&) const override { return mine; }
     } rules;
     EXPECT_NE(found(rules), "");
 }
 
 TEST(SyncLogSimulation, finds_a_heartbeat_that_is_taken_for_a_sent_payload) {
     struct : SyncLogRules {
-        Lines taken_as_sent(const Lines& lines, const std::map<std::string, Beat>& alive,
+        LogLines taken_as_sent(const LogLines& lines, const std::map<std::string, LogBeat>& alive,
                             uint64_t hash) const override {
-            Lines more = lines;
+            LogLines more = lines;
             for (const auto& [who, beat] : alive) { more.insert({who, {hash, 1, 0, 0}}); }
             return more;
         }
@@ -193,20 +193,20 @@ TEST(SyncLog, syncs_by_number_are_those_of_the_schedule) {
 }
 
 TEST(SyncLog, records_are_read_as_they_were_written) {
-    Entry entry;
+    LogEntry entry;
     entry.hash = ~0ull;
     entry.decider = {3, 12};
     entry.contributors = {{{0, 1}, 17, 5}, {{10, 2}, 0, ~0ull}};
     entry.abstained = {4, 11};
-    EXPECT_EQ(Entry::parse(entry.text()).text(), entry.text());
+    EXPECT_EQ(LogEntry::parse(entry.text()).text(), entry.text());
     EXPECT_TRUE(entry.counts(10) && !entry.counts(4) && entry.knows(4) && !entry.knows(3));
     for (const char* text : {"1 2 3 4", "18446744073709551615 0 0 0"}) {
-        EXPECT_EQ(Line::parse(text).text(), text);
+        EXPECT_EQ(LogLine::parse(text).text(), text);
     }
-    for (const char* text : {"1 2 3 4", "1 2 -1 -1"}) { EXPECT_EQ(Beat::parse(text).text(), text); }
-    EXPECT_EQ(Offer::parse("3.2 10 11").text(), "3.2 10 11");
-    EXPECT_EQ(Base::parse("3 5 2 ").positions, (std::vector<long>{3}));
-    EXPECT_EQ(Base::parse("3 5 2 7 ").text(), "3 5 2 7 ");
+    for (const char* text : {"1 2 3 4", "1 2 -1 -1"}) { EXPECT_EQ(LogBeat::parse(text).text(), text); }
+    EXPECT_EQ(LogOffer::parse("3.2 10 11").text(), "3.2 10 11");
+    EXPECT_EQ(LogBase::parse("3 5 2 ").positions, (std::vector<long>{3}));
+    EXPECT_EQ(LogBase::parse("3 5 2 7 ").text(), "3 5 2 7 ");
 }
 
 }  // namespace
