@@ -1,0 +1,212 @@
+// The sync log, by simulation: thousands of runs with crashes, stalls, lost connections, restarts and
+// newcomers between any two requests to the store, each from a seed, and each rule broken in turn to see that
+// it is found out. SEED=n shows all that happens in run n.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+
+#include "dev/test/sync_log_simulation.h"
+#include "streaming/schedule.h"
+
+namespace {
+
+const uint64_t seeds = 10000;
+
+std::string last_lines(const std::vector<std::string>& trace, size_t most) {
+    std::string text;
+    for (size_t i = trace.size() - std::min(most, trace.size()); i < trace.size(); i++) {
+        text += trace[i] + "\n";
+    }
+    return text;
+}
+
+TEST(SyncLog, workers_stay_equal_and_go_on_whatever_happens_between_any_two_requests) {
+    const SyncLogRules rules;
+    if (const char* seed = std::getenv("SEED")) {
+        std::vector<std::string> trace;
+        const std::string wrong = simulation::run(uint64_t(std::atoll(seed)), rules, &trace);
+        printf("%s", last_lines(trace, trace.size()).c_str());
+        ASSERT_EQ(wrong, "");
+        return;
+    }
+    simulation::Totals totals;
+    for (uint64_t seed = 1; seed <= seeds; seed++) {
+        if (simulation::run(seed, rules, nullptr, &totals).empty()) { continue; }
+        std::vector<std::string> trace;
+        const std::string wrong = simulation::run(seed, rules, &trace);
+        FAIL() << "SEED=" << seed << " shows this run; its last lines:\n" << last_lines(trace, 60) << wrong;
+    }
+    // What is claimed to be survived did happen.
+    printf("%s\n", totals.text().c_str());
+    EXPECT_GT(totals.syncs, 50000);
+    EXPECT_GT(totals.deaths, 10000);
+    EXPECT_GT(totals.stalls, 10000);
+    EXPECT_GT(totals.snapshots, 1000);
+    EXPECT_GT(totals.snapshots_gone, 10);
+    EXPECT_GT(totals.jumps, 1000);
+    EXPECT_GT(totals.late, 1000);
+    EXPECT_GT(totals.new_generations, 500);
+    EXPECT_GT(totals.diverged, 100);
+    EXPECT_LT(totals.undecidable, 100);
+}
+
+TEST(SyncLog, a_seed_is_the_same_run_again) {
+    for (uint64_t seed = 1; seed <= 20; seed++) {
+        std::vector<std::string> first, again;
+        simulation::run(seed, SyncLogRules(), &first);
+        simulation::run(seed, SyncLogRules(), &again);
+        ASSERT_GT(first.size(), 100u);
+        ASSERT_EQ(first, again);
+    }
+}
+
+// So that its bits are those of the exchanges in lock-step.
+TEST(SyncLog, with_nobody_late_all_are_counted_in_every_sync_and_nobody_jumps) {
+    const SyncLogRules rules;
+    for (uint64_t seed = 1; seed <= 100; seed++) {
+        long syncs = 0;
+        simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
+            simulation::make_even(plan);
+            plan.options.grace = 60;
+            plan.options.max_lag = plan.H;
+            syncs = plan.steps / plan.H * plan.fragments;
+        });
+        ASSERT_NO_THROW(world.run()) << "seed " << seed;
+        EXPECT_EQ(world.totals.jumps, 0) << "seed " << seed;
+        ASSERT_GE(long(world.entries().size()), syncs - 4) << "seed " << seed;
+        for (const auto& [key, entry] : world.entries()) {
+            ASSERT_EQ(entry.contributors.size(), 3u) << "seed " << seed << ", " << key;
+        }
+    }
+}
+
+TEST(SyncLog, a_worker_that_comes_back_is_counted_again_within_two_periods) {
+    const SyncLogRules rules;
+    for (uint64_t seed = 1; seed <= 100; seed++) {
+        long period = 0;
+        simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
+            simulation::make_even(plan);
+            period = plan.fragments;
+        });
+        world.kill_at(int(seed % 3), 6 + double(seed % 50) / 10, double(seed % 7));
+        ASSERT_NO_THROW(world.run()) << "seed " << seed;
+        const std::optional<long> took = world.syncs_until_counted(int(seed % 3));
+        ASSERT_TRUE(took) << "seed " << seed;
+        ASSERT_LE(*took, 2 * period) << "seed " << seed;
+    }
+}
+
+// Returns what the first seed finds that finds anything.
+std::string found(const SyncLogRules& broken) {
+    for (uint64_t seed = 1; seed <= seeds; seed++) {
+        const std::string wrong = simulation::run(seed, broken);
+        if (!wrong.empty()) {
+            printf("seed %lu: %s\n", seed, wrong.c_str());
+            return wrong;
+        }
+    }
+    return "";
+}
+
+TEST(SyncLogSimulation, finds_an_entry_that_is_overwritten) {
+    struct : SyncLogRules {
+        StoreRequest::Kind entry_is_written_by() const override { return StoreRequest::put; }
+    } rules;
+    EXPECT_NE(found(rules), "");
+}
+
+TEST(SyncLogSimulation, finds_a_payload_that_changes_after_a_restart_under_the_same_name) {
+    struct : SyncLogRules {
+        bool is_own_start(const std::string&, const std::string&) const override { return true; }
+    } rules;
+    EXPECT_NE(found(rules), "");
+}
+
+TEST(SyncLogSimulation, finds_a_payload_that_is_counted_on_another_hash) {
+    struct : SyncLogRules {
+        bool counts(const LogLine& line, uint64_t) const override { return line.tokens > 0; }
+    } rules;
+    EXPECT_NE(found(rules), "");
+}
+
+TEST(SyncLogSimulation, finds_a_deletion_that_is_too_early) {
+    struct : SyncLogRules {
+        long oldest_kept(long index, long retain, long) const override { return index - retain + 1; }
+    } without_a_sync;
+    EXPECT_NE(found(without_a_sync), "");
+    struct : SyncLogRules {
+        long oldest_kept(long index, long retain, long) const override { return index - retain; }
+    } without_checkpoints;
+    EXPECT_NE(found(without_checkpoints), "");
+    struct : SyncLogRules {
+        long oldest_kept(long index, long, long durable) const override { return std::min(index, durable); }
+    } not_retained;
+    EXPECT_NE(found(not_retained), "");
+}
+
+TEST(SyncLogSimulation, finds_a_snapshot_that_is_read_half) {
+    struct : SyncLogRules {
+        bool is_chunk(const StoreAnswer&) const override { return true; }
+        bool is_whole(const std::string&, const LogOffer&) const override { return true; }
+    } rules;
+    EXPECT_NE(found(rules), "");
+}
+
+TEST(SyncLogSimulation, finds_a_decider_that_does_not_read_the_winners_entry) {
+    struct : SyncLogRules {
+        LogEntry decided(const LogEntry& mine, const LogEntry&) const override { return mine; }
+    } rules;
+    EXPECT_NE(found(rules), "");
+}
+
+TEST(SyncLogSimulation, finds_a_heartbeat_that_is_taken_for_a_sent_payload) {
+    struct : SyncLogRules {
+        LogLines taken_as_sent(const LogLines& lines, const std::map<std::string, LogBeat>& alive,
+                            uint64_t hash) const override {
+            LogLines more = lines;
+            for (const auto& [who, beat] : alive) { more.insert({who, {hash, 1, 0, 0}}); }
+            return more;
+        }
+    } rules;
+    EXPECT_NE(found(rules), "");
+}
+
+TEST(SyncLog, syncs_by_number_are_those_of_the_schedule) {
+    for (long H : {1L, 2L, 5L, 7L}) {
+        for (int count = 1; count <= 4; count++) {
+            const auto fragments = make_fragments(count - 1, count, 1, FragmentPattern::strided, H);
+            const SyncSchedule schedule(fragments, H);
+            long next = 0;
+            for (long step = 1; step <= 4 * H; step++) {
+                ASSERT_EQ(schedule.first_after(step - 1), next);
+                for (int p = 0; p < count; p++) {
+                    if (!is_sent(fragments[size_t(p)], step, H)) { continue; }
+                    ASSERT_EQ(sync_number(fragments, p, step, H), next);
+                    ASSERT_EQ(schedule.fragment(next), p);
+                    ASSERT_EQ(schedule.send_step(next), step);
+                    ASSERT_EQ(schedule.sync(p, schedule.index(next)), next);
+                    next++;
+                }
+            }
+        }
+    }
+}
+
+TEST(SyncLog, records_are_read_as_they_were_written) {
+    LogEntry entry;
+    entry.hash = ~0ull;
+    entry.decider = {3, 12};
+    entry.contributors = {{{0, 1}, 17, 5}, {{10, 2}, 0, ~0ull}};
+    entry.abstained = {4, 11};
+    EXPECT_EQ(LogEntry::parse(entry.text()).text(), entry.text());
+    EXPECT_TRUE(entry.counts(10) && !entry.counts(4) && entry.knows(4) && !entry.knows(3));
+    for (const char* text : {"1 2 3 4", "18446744073709551615 0 0 0"}) {
+        EXPECT_EQ(LogLine::parse(text).text(), text);
+    }
+    for (const char* text : {"1 2 3 4", "1 2 -1 -1"}) { EXPECT_EQ(LogBeat::parse(text).text(), text); }
+    EXPECT_EQ(LogOffer::parse("3.2 10 11").text(), "3.2 10 11");
+    EXPECT_EQ(LogBase::parse("3 5 2 ").positions, (std::vector<long>{3}));
+    EXPECT_EQ(LogBase::parse("3 5 2 7 ").text(), "3 5 2 7 ");
+}
+
+}  // namespace

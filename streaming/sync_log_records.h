@@ -1,0 +1,251 @@
+// What the sync log (sync_log.h) keeps in the store, and how it asks the store for it. A key is a folder and
+// a name in it. Small values are text, so that a user may look at a run with redis-cli, or cat:
+//
+//     run/generation   token                      drawn anew where the store is new; what follows lies in
+//     GENERATION/...                              folders that begin with it: two generations never meet
+//     incarnation/w    i: token                   each start of worker w has a number of its own
+//     registered       w.i: LogBase               what a start has, before the run begins
+//     run              start: LogBase             what the first entries stand on
+//     beat             w: LogBeat                 overwritten all the time
+//     payload/s        w.i.c: bytes               chunk c of what w.i sends in sync s
+//     sent/s           w.i: LogLine               the payload is whole, or w.i abstains
+//     entry            s: LogEntry                who makes up sync s; never changed, kept for ever
+//     durable          w: positions               of w's newest checkpoint
+//     want             w.i.n: reason              w.i needs a snapshot, for the n-th time
+//     snapshot/w.i.n   v.j.c: bytes               chunk c of what v.j gives
+//     offer            w.i.n: LogOffer            v.j's is whole; the first one is read
+#pragma once
+#include <xxhash.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "schedule.h"
+
+// -----------------------------------------------------------------------------------------------------------
+// The store
+
+// Each may be asked again after its answer was lost: nothing that is done twice does harm.
+struct StoreRequest {
+    // put and put_if_absent answer the value that is there then. remove: without a name the whole folder.
+    // list: names and values in a folder. folders: those whose names begin with `folder`.
+    enum Kind { get, put, put_if_absent, remove, list, folders };
+    Kind kind;
+    std::string folder, name, value;
+};
+
+struct StoreAnswer {
+    bool lost = false;                           // the connection failed: it may have happened or not
+    bool found = false;                          // get
+    std::string value;                           // get, put, put_if_absent
+    std::map<std::string, std::string> listing;  // list: by name; folders: names alone
+};
+
+// What Redis (a folder is a hash: HGET, HSET, HSETNX, HDEL and UNLINK, HGETALL, SCAN) and a shared folder
+// (open, rename, link, unlink, readdir) can both do. Blocks; the sync log is asked for requests and given
+// answers, so that who waits here is a thread of its own, or nobody but a simulation's clock.
+class LogStore {
+public:
+    virtual ~LogStore() = default;
+    virtual StoreAnswer perform(const StoreRequest& request) = 0;
+};
+
+// -----------------------------------------------------------------------------------------------------------
+// The schedule by sync number
+
+// Any P syncs in a row hold every fragment once.
+class SyncSchedule {
+public:
+    SyncSchedule(const std::vector<Fragment>& fragments, long H) : H(H), places(fragments.size()) {
+        for (int p = 0; p < int(fragments.size()); p++) { order.push_back({first_send(fragments[p], H), p}); }
+        std::sort(order.begin(), order.end());
+        for (size_t i = 0; i < order.size(); i++) { places[size_t(order[i].second)] = long(i); }
+    }
+    int fragments() const { return int(order.size()); }
+    int fragment(long sync) const { return order[size_t(sync) % order.size()].second; }
+    long index(long sync) const { return sync / fragments(); }  // among those of its fragment
+    long sync(int fragment, long index) const { return index * fragments() + places[size_t(fragment)]; }
+    long send_step(long sync) const { return order[size_t(sync) % order.size()].first + index(sync) * H; }
+    // The first sync that is sent behind `step`.
+    long first_after(long step) const {
+        long sync = 0;
+        for (int p = 0; p < fragments(); p++) {
+            const long first = order[size_t(places[size_t(p)])].first;
+            sync += step < first ? 0 : (step - first) / H + 1;
+        }
+        return sync;
+    }
+
+private:
+    long H;
+    std::vector<std::pair<long, int>> order;  // first send step and fragment
+    std::vector<long> places;                 // of each fragment in it
+};
+
+// -----------------------------------------------------------------------------------------------------------
+// Records
+
+// A worker's start, "w.i".
+struct Incarnation {
+    int worker = -1, number = 0;
+
+    std::string text() const { return std::to_string(worker) + "." + std::to_string(number); }
+    static Incarnation parse(const std::string& text) {
+        Incarnation one;
+        char dot;
+        std::istringstream(text) >> one.worker >> dot >> one.number;
+        return one;
+    }
+    bool operator==(const Incarnation& other) const {
+        return worker == other.worker && number == other.number;
+    }
+};
+
+inline uint64_t digest_of(const std::string& bytes) { return XXH3_64bits(bytes.data(), bytes.size()); }
+
+inline size_t chunks_of(size_t bytes, size_t chunk) { return (bytes + chunk - 1) / chunk; }
+
+// In sent/s.
+struct LogLine {
+    uint64_t hash = 0;    // of the fragment's global parameters at the sender
+    uint64_t tokens = 0;  // 0: abstains
+    size_t bytes = 0;     // of the payload
+    uint64_t digest = 0;  // of the payload
+
+    std::string text() const {
+        std::ostringstream out;
+        out << hash << ' ' << tokens << ' ' << bytes << ' ' << digest;
+        return out.str();
+    }
+    static LogLine parse(const std::string& text) {
+        LogLine line;
+        std::istringstream(text) >> line.hash >> line.tokens >> line.bytes >> line.digest;
+        return line;
+    }
+};
+
+using LogLines = std::map<std::string, LogLine>;  // by incarnation
+
+// Contributors in ascending order of workers, at most one incarnation of each.
+struct Contributor {
+    Incarnation who;
+    size_t bytes = 0;
+    uint64_t digest = 0;
+};
+
+struct LogEntry {
+    uint64_t hash = 0;  // of the fragment's global parameters that it stands on
+    Incarnation decider;
+    std::vector<Contributor> contributors;
+    std::vector<int> abstained;  // and those whose hash was another
+
+    bool counts(int worker) const {
+        for (const Contributor& one : contributors) {
+            if (one.who.worker == worker) { return true; }
+        }
+        return false;
+    }
+    bool knows(int worker) const {
+        return counts(worker) || std::find(abstained.begin(), abstained.end(), worker) != abstained.end();
+    }
+    std::string text() const {
+        std::ostringstream out;
+        out << hash << ' ' << decider.text() << ' ' << contributors.size();
+        for (const Contributor& one : contributors) {
+            out << ' ' << one.who.text() << ' ' << one.bytes << ' ' << one.digest;
+        }
+        for (int worker : abstained) { out << ' ' << worker; }
+        return out.str();
+    }
+    static LogEntry parse(const std::string& text) {
+        LogEntry entry;
+        std::string who;
+        size_t count = 0;
+        std::istringstream in(text);
+        in >> entry.hash >> who >> count;
+        entry.decider = Incarnation::parse(who);
+        for (size_t i = 0; i < count; i++) {
+            Contributor one;
+            in >> who >> one.bytes >> one.digest;
+            one.who = Incarnation::parse(who);
+            entry.contributors.push_back(one);
+        }
+        for (int worker; in >> worker;) { entry.abstained.push_back(worker); }
+        return entry;
+    }
+};
+
+// A worker is alive while its count changes, by the clock of who looks: no clocks are compared. It is waited
+// for from the sync on that it has promised, until it breaks the promise.
+struct LogBeat {
+    int incarnation = 0;
+    long count = 0;
+    long promise = -1;  // the first sync that it will be in time for; -1: none, it has to catch up
+    long newest = -1;   // the newest sync that it has sent
+
+    std::string text() const {
+        std::ostringstream out;
+        out << incarnation << ' ' << count << ' ' << promise << ' ' << newest;
+        return out.str();
+    }
+    static LogBeat parse(const std::string& text) {
+        LogBeat beat;
+        std::istringstream(text) >> beat.incarnation >> beat.count >> beat.promise >> beat.newest;
+        return beat;
+    }
+};
+
+// Where in the log somebody is: of each fragment, how many syncs are applied, and the hash then.
+struct LogBase {
+    std::vector<long> positions;
+    std::vector<uint64_t> hashes;
+
+    long sum() const {
+        long sum = 0;
+        for (long position : positions) { sum += position; }
+        return sum;
+    }
+    bool operator==(const LogBase& other) const {
+        return positions == other.positions && hashes == other.hashes;
+    }
+    std::string text() const {
+        std::ostringstream out;
+        for (size_t p = 0; p < positions.size(); p++) { out << positions[p] << ' ' << hashes[p] << ' '; }
+        return out.str();
+    }
+    static LogBase parse(const std::string& text) {
+        LogBase base;
+        std::istringstream in(text);
+        uint64_t hash;
+        for (long position; in >> position >> hash;) {
+            base.positions.push_back(position);
+            base.hashes.push_back(hash);
+        }
+        return base;
+    }
+};
+
+struct LogOffer {
+    Incarnation giver;
+    size_t bytes = 0;
+    uint64_t digest = 0;
+
+    std::string text() const {
+        std::ostringstream out;
+        out << giver.text() << ' ' << bytes << ' ' << digest;
+        return out.str();
+    }
+    static LogOffer parse(const std::string& text) {
+        LogOffer offer;
+        std::string who;
+        std::istringstream(text) >> who >> offer.bytes >> offer.digest;
+        offer.giver = Incarnation::parse(who);
+        return offer;
+    }
+};

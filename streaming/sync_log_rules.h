@@ -1,0 +1,51 @@
+// The rules that the sync log's safety hangs on, one function each. A test breaks them one by one, and
+// requires that the simulation finds out.
+#pragma once
+#include <algorithm>
+#include <map>
+#include <string>
+
+#include "sync_log_records.h"
+
+class SyncLogRules {
+public:
+    virtual ~SyncLogRules() = default;
+
+    // A start's number is its own where its token is what stands there: nothing that an earlier start wrote
+    // is ever written again.
+    virtual bool is_own_start(const std::string& there, const std::string& token) const {
+        return there == token;
+    }
+
+    // A payload is counted on the global parameters that it was made on, and if there is anything in it.
+    virtual bool counts(const LogLine& line, uint64_t hash) const {
+        return line.hash == hash && line.tokens > 0;
+    }
+
+    // Who decides stands where most do: of two halves neither goes on.
+    virtual bool is_majority(size_t holders, size_t of) const { return 2 * holders > of; }
+
+    // A heartbeat shows who might send, a line who has.
+    virtual LogLines taken_as_sent(const LogLines& lines, const std::map<std::string, LogBeat>&,
+                                   uint64_t) const {
+        return lines;
+    }
+
+    // The first entry wins ...
+    virtual StoreRequest::Kind entry_is_written_by() const { return StoreRequest::put_if_absent; }
+
+    // ... and who wrote another believes it.
+    virtual LogEntry decided(const LogEntry&, const LogEntry& winner) const { return winner; }
+
+    // Of a fragment, when its sync number `index` is decided: what a worker that is `retain` syncs behind
+    // needs, and what all need that start again from their checkpoints, of which two reach to `durable`.
+    virtual long oldest_kept(long index, long retain, long durable) const {
+        return std::min(index - retain, durable);
+    }
+
+    // A snapshot is used when all of it is there and is what its giver wrote.
+    virtual bool is_chunk(const StoreAnswer& answer) const { return answer.found; }
+    virtual bool is_whole(const std::string& bytes, const LogOffer& offer) const {
+        return bytes.size() == offer.bytes && digest_of(bytes) == offer.digest;
+    }
+};
