@@ -23,7 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from huggingface import PREFIX, TRANSPOSED, Parser, run_tool, tensor_name, write_safetensors
+from huggingface import PREFIX, TRANSPOSED, tensor_name, write_safetensors
+from metrics import Parser, exit_status
 from model_file import STORED_AS, ModelFile, UserError, appearing_whole, convert, describe, parts
 
 TOKENIZER_MAGIC, HEADER_BYTES = 20240328, 1024
@@ -268,4 +269,4 @@ def export(arguments):
 
 
 if __name__ == "__main__":
-    sys.exit(run_tool(export))
+    sys.exit(exit_status(export, "cannot be read or written"))

@@ -1,17 +1,15 @@
-"""What dev/export_hf.py and dev/import_hf.py share: names of tensors, safetensors files, how a tool ends.
+"""What dev/export_hf.py and dev/import_hf.py share: names of tensors, and safetensors files.
 
 A safetensors file is 8 bytes with the length of its header, the header (JSON: of every tensor its type,
 shape, and where it lies behind the header), and the tensors' values, little-endian. It is read and written by
 hand here: tensor by tensor, and in bf16, of which NumPy knows nothing.
 """
-import argparse
 import json
 import os
-import sys
 
 import numpy as np
 
-from model_file import UserError
+from metrics import UserError
 
 PREFIX = "transformer."
 # Hugging Face's Conv1D multiplies by a matrix from the right: (in, out), where llm.c has (out, in).
@@ -95,24 +93,3 @@ class Safetensors:
         """Values as they lie in the file: float32, float16, or uint16 that hold bf16."""
         at, shape, kind = self.places[name]
         return np.memmap(self.path, TYPES[kind][1], "r", at, shape)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UserError(f"{message}: see --help")
-
-
-def run_tool(work):
-    """Exit status of work(arguments); a mistake of the user's is one line and 2."""
-    try:
-        work(sys.argv[1:])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename or 'a file'} cannot be read or written ({error.strerror}): check the "
-              "path, permissions and free space", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from huggingface import PREFIX, TRANSPOSED, TYPES, Parser, Safetensors, run_tool, tensor_name
+from huggingface import PREFIX, TRANSPOSED, TYPES, Safetensors, tensor_name
+from metrics import Parser, exit_status
 from model_file import STORED_AS, Shape, UserError, convert, describe, parts, write_model
 
 # What config.json may say of these; the first is what it means to say nothing.
@@ -165,4 +166,4 @@ def import_model(arguments):
 
 
 if __name__ == "__main__":
-    sys.exit(run_tool(import_model))
+    sys.exit(exit_status(import_model, "cannot be read or written"))

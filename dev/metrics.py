@@ -21,8 +21,8 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}: see --help")
 
 
-def exit_status(work):
-    """Of work(arguments): a mistake of the user's is one line and 2."""
+def exit_status(work, trouble="cannot be used"):
+    """Of work(arguments): a mistake of the user's is one line and 2. trouble: what is wrong with a file."""
     try:
         work(sys.argv[1:])
     except UserError as error:
@@ -33,7 +33,7 @@ def exit_status(work):
     except BrokenPipeError:  # who reads the output has seen enough: head, less
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        print(f"error: {error.filename or 'a file'} cannot be used ({error.strerror}): check the path, "
+        print(f"error: {error.filename or 'a file'} {trouble} ({error.strerror}): check the path, "
               "permissions and free space", file=sys.stderr)
         return 2
     return 0

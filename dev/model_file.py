@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from compare import UserError
+from metrics import UserError
 
 MAGIC = 20240326
 VERSIONS = {3: "float32", 5: "bfloat16"}

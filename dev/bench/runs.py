@@ -17,7 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "dev"))
-from compare import UserError, validation_loss
+from compare import validation_loss
+from metrics import UserError
 
 KEPT = "made_by.json"
 

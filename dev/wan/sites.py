@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "dev"))
-from compare import UserError
+from metrics import UserError
 
 CLONE_NEWNET = 0x40000000
 
