@@ -228,13 +228,18 @@ def test_training_over_a_slow_line_sends_the_bytes_that_it_counts(bench, tmp_pat
         for method in ("data-parallel", "+ fp4, tau 5"):
             row = rows[trip, "4 Mbit/s", method]
             assert row[4].endswith("%") and row[5].endswith("%")
-            assert 1.0 < float(row[8]) < 1.5  # small messages, and what a full queue drops comes again
+            assert 1.0 < float(row[8])
             assert 1.0 < float(rows["0 ms", "unlimited", method][8]) < 1.1
     assert (tmp_path / "wan.png").stat().st_size > 10000
 
-    # What is sent travels: no line was passed by.
+    # What is sent travels: no line was passed by. Beside what the program counts there are headers, small
+    # messages, and what TCP sends again: more where the machine is busy.
     for method in ("data-parallel", "fp4-tau5"):
-        made = json.loads((tmp_path / f"wan/{method}_4mbit-20ms/made_by.json").read_text())
+        folder = tmp_path / f"wan/{method}_4mbit-20ms"
+        made = json.loads((folder / "made_by.json").read_text())
+        for device, process in zip(made["devices"], wan.read_run(folder).processes):
+            once = device["bytes_sent"] - 1500 * device["segments_sent_again"]
+            assert once < 1.2 * wan.program_bytes(process)
         for device, site in zip(made["devices"], made["relay"]["sites"]):
             assert device["bytes_sent"] <= site["up"]["bytes"] + 1500 * site["up"]["dropped"]
             assert site["up"]["bytes"] <= 4e6 / 8 * made["relay"]["seconds"]

@@ -51,12 +51,13 @@ class Line:
 
 @dataclass
 class Counters:
-    """Of a site's device since it is there: whole packets, headers and all."""
+    """Of a site's device since it is there: whole packets, headers and all; and of its TCP."""
     bytes_received: int
     packets_received: int
     bytes_sent: int
     packets_sent: int
     dropped: int
+    segments_sent_again: int
 
 
 def missing():
@@ -109,13 +110,15 @@ class Sites:
         return ["setpriv", "--pdeathsig", "KILL", "nsenter", f"--net={network}", f"--uts={host_name}"]
 
     def counters(self, site):
-        """The kernel's counters of the site's device, those that /sys/class/net has in it."""
-        text = subprocess.run([*self.inside(site), "cat", "/proc/net/dev"], capture_output=True, text=True,
-                              check=True).stdout
-        fields = next(line.split(":")[1].split() for line in text.splitlines()
+        """The kernel's counters of the site's device, those that /sys/class/net has in it, and of its TCP."""
+        lines = subprocess.run([*self.inside(site), "cat", "/proc/net/dev", "/proc/net/snmp"],
+                               capture_output=True, text=True, check=True).stdout.splitlines()
+        fields = next(line.split(":")[1].split() for line in lines
                       if line.strip().startswith(self.interface + ":"))
         numbers = [int(field) for field in fields]
-        return Counters(numbers[0], numbers[1], numbers[8], numbers[9], numbers[3] + numbers[11])
+        names, values = (line.split()[1:] for line in lines if line.startswith("Tcp:"))
+        return Counters(numbers[0], numbers[1], numbers[8], numbers[9], numbers[3] + numbers[11],
+                        int(dict(zip(names, values))["RetransSegs"]))
 
     def close(self):
         if self.process.poll() is None:
