@@ -20,6 +20,7 @@ import hashlib
 import json
 import math
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -38,9 +39,9 @@ from sites import Line, Sites, missing
 
 PROCESSES = 2
 
-# 2.8M parameters, and bytes as tokens: a step takes some tenths of a second on a core, as one of a large
-# model does on large machines, and data-parallel sends 11 MB in each.
-COMMON = {"--layers": 6, "--heads": 3, "--channels": 192, "--vocab-size": 257, "-t": 256, "-b": 16,
+# 2.8M parameters, and bytes as tokens: a step takes a third of a second on a core, as one of a large model
+# does on large machines, and data-parallel sends 11 MB in each.
+COMMON = {"--layers": 6, "--heads": 3, "--channels": 192, "--vocab-size": 257, "-t": 256, "-b": 8,
           "-l": 0.001, "-s": 0, "-v": 0, "--timeout": 120}
 MEGABITS_A_STEP = 90  # that data-parallel sends
 INNER_STEPS, PERIODS = 20, 2  # H, and how many are measured; twice as many of what others are compared with
@@ -72,12 +73,14 @@ METHODS = [Method("data-parallel", "data-parallel", 2, ()),
            streams("fp4-tau1", "+ fp4, tau 1", 1, 1, "fp4_e2m1"),
            streams("fp4-tau5", "+ fp4, tau 5", 1, 5, "fp4_e2m1")]
 
-RATES, ROUND_TRIPS, LOSS = (0, 200, 40, 8), (0, 80), 0.001  # Mbit/s, 0: unlimited; ms; of the last line
+RATES, ROUND_TRIPS, LOSS = (0, 200, 40, 10), (0, 80), 0.001  # Mbit/s, 0: unlimited; ms; of the last line
+QUEUE_MS = 50  # of a line's sending at least: what routers have room for
 
 
 def make_line(megabits, round_trip_ms, loss, sysctls):
-    """Jumbo frames where a line is not limited, as between neighbours."""
-    return Line(megabits, round_trip_ms, loss, mtu=1500 if megabits else 9000, sysctls=tuple(sysctls))
+    """Jumbo frames and no queue where a line is not limited, as between neighbours."""
+    queue_ms, mtu = (max(round_trip_ms, QUEUE_MS), 1500) if megabits else (0, 9000)
+    return Line(megabits, round_trip_ms, loss, queue_ms, mtu, sysctls=tuple(sysctls))
 
 
 def make_lines(sysctls=()):
@@ -155,14 +158,17 @@ def train(trainer, relay, options, line, folder):
     """Trains into `folder` and returns what the devices and the relay counted."""
     with Sites(line, PROCESSES, relay) as sites:
         tcp = congestion_control(sites)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         processes = start(trainer, options, sites, folder)
         with ended(processes):
             wait_for(processes, folder)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         devices = [asdict(sites.counters(site)) for site in range(PROCESSES)]
     shutil.rmtree(folder / "store")
     for model in folder.glob("model_*.bin"):
         model.unlink()
-    return {"devices": devices, "relay": sites.statistics, "tcp": tcp}
+    return {"devices": devices, "relay": sites.statistics, "tcp": tcp,
+            "system_seconds": after.ru_stime - before.ru_stime}
 
 
 def record_of(arguments, method, line):
@@ -244,7 +250,7 @@ class Row:
     overhead: float   # what its device sent over that, the larger of both processes'
     waited: float     # seconds, by process 0
     lost: int         # packets, of all, by full queues and by the line
-    relay_share: float  # of a core
+    network_share: float  # of all cores: the trainers' system time and the relay
 
 
 def row_of(arguments, method, line):
@@ -260,7 +266,8 @@ def row_of(arguments, method, line):
     lost = sum(site["lost"] + site["up"]["dropped"] + site["down"]["dropped"] for site in relay["sites"])
     return Row(method, line, speed, speed / tokens_per_second(method, read_run(base_folder)),
                prediction(base_folder, line, own["tcp"]), program_bytes(run.processes[0]), overhead,
-               run.processes[0].end["waited_seconds"], lost, relay["cpu_seconds"] / relay["seconds"])
+               run.processes[0].end["waited_seconds"], lost,
+               (own["system_seconds"] + relay["cpu_seconds"]) / relay["seconds"] / os.cpu_count())
 
 
 def prediction(base_folder, line, tcp):
@@ -297,10 +304,10 @@ def details(methods, lines, rows):
     table = [[f"{line.round_trip_ms:g} ms", line_text(line), method.title, f"{row.tokens_per_second:,.0f}",
               percent(row.measured), percent(row.predicted), f"{100 * (row.measured - row.predicted):+.1f}",
               size_text(row.sent), f"{row.overhead:.3f}", f"{row.waited:.1f} s", str(row.lost),
-              percent(row.relay_share)]
+              percent(row.network_share)]
              for line in lines for method in methods if (row := rows.get((method, line)))]
     return markdown(["round trip", "line", "method", "tokens/s", "measured", "predicted", "points apart",
-                     "sent by a process", "device / program", "waited", "packets lost", "relay, of a core"],
+                     "sent by a process", "device / program", "waited", "packets lost", "cores for packets"],
                     table)
 
 
@@ -348,10 +355,13 @@ def setting_text(arguments, rows):
 
 
 EXPLANATION = """\
-A line limits what each worker sends and, likewise, what it receives; its queue holds what passes in a round
-trip, and 32 packets at least. device / program: bytes that the namespace's device has sent, by the kernel's
-count, over those that the program has counted: headers, acknowledgements, what was sent again. Packets lost:
-in full queues, and by lines that lose some. Waited: by process 0, in exchanges alone.
+A line limits what each worker sends and, likewise, what it receives; its queue holds what passes in 50 ms or
+in a round trip, and 32 packets at least. device / program: bytes that the namespace's device has sent, by the
+kernel's count, over those that the program has counted: headers, acknowledgements, what was sent again.
+Packets lost: in full queues, and by lines that lose some. Waited: by process 0, in exchanges alone. Cores for
+packets: the share of this machine's processor time that its kernel and the relay took. Training keeps every
+core busy but while it waits, and so this is speed that it loses here, which a machine with an idle core would
+not.
 
 An exchange takes a round trip, in which Gloo's receiver says that it is ready and the data come, and what the
 data take. Data-parallel makes two such calls for each block and one more in a step, one after the other.
