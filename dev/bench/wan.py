@@ -233,6 +233,19 @@ def tokens_per_second(method, run):
     return length * tokens / slowest
 
 
+def busy_share(method, run):
+    """Of the time in which tokens_per_second() measures: what no process waited for an exchange, their mean. A
+    machine that is slower for a while, by which tokens/s suffer, is as busy as before. None: it is not logged."""
+    if method.ranks > 1:
+        return None
+    shares = []
+    for process in run.processes:
+        steps = {line["step"]: line["seconds"] for line in process.steps[INNER_STEPS:]}
+        waited = sum(line["waited_seconds"] for line in process.syncs if line["apply_step"] in steps)
+        shares.append(1 - waited / sum(steps.values()))
+    return statistics.mean(shares)
+
+
 def program_bytes(process):
     """What a process sent, by its log. It leaves out the exchange before step 1, as large as the largest."""
     rehearsal = max((line["bytes_sent"] for line in process.syncs), default=0)
@@ -245,6 +258,7 @@ class Row:
     line: Line
     tokens_per_second: float
     measured: float   # utilization
+    busy: object      # the same by the time that nobody waited; None: not known
     predicted: float
     sent: int         # bytes, by process 0's log
     overhead: float   # what its device sent over that, the larger of both processes'
@@ -264,7 +278,10 @@ def row_of(arguments, method, line):
     overhead = max(device["bytes_sent"] / program_bytes(process)
                    for device, process in zip(own["devices"], run.processes))
     lost = sum(site["lost"] + site["up"]["dropped"] + site["down"]["dropped"] for site in relay["sites"])
-    return Row(method, line, speed, speed / tokens_per_second(method, read_run(base_folder)),
+    base_run = read_run(base_folder)
+    busy = busy_share(method, run)
+    return Row(method, line, speed, speed / tokens_per_second(method, base_run),
+               None if busy is None else busy / busy_share(method, base_run),
                prediction(base_folder, line, own["tcp"]), program_bytes(run.processes[0]), overhead,
                run.processes[0].end["waited_seconds"], lost,
                (own["system_seconds"] + relay["cpu_seconds"]) / relay["seconds"] / os.cpu_count())
@@ -302,12 +319,13 @@ def overview(methods, lines, rows):
 
 def details(methods, lines, rows):
     table = [[f"{line.round_trip_ms:g} ms", line_text(line), method.title, f"{row.tokens_per_second:,.0f}",
-              percent(row.measured), percent(row.predicted), f"{100 * (row.measured - row.predicted):+.1f}",
+              percent(row.measured), "-" if row.busy is None else percent(row.busy), percent(row.predicted),
+              f"{points(row):+.1f}", "-" if row.busy is None else f"{100 * (row.busy - row.predicted):+.1f}",
               size_text(row.sent), f"{row.overhead:.3f}", f"{row.waited:.1f} s", str(row.lost),
               percent(row.network_share)]
              for line in lines for method in methods if (row := rows.get((method, line)))]
-    return markdown(["round trip", "line", "method", "tokens/s", "measured", "predicted", "points apart",
-                     "sent by a process", "device / program", "waited", "packets lost", "cores for packets"],
+    return markdown(["round trip", "line", "method", "tokens/s", "by tokens/s", "by waits", "predicted",
+                     "points apart, by tokens/s", "by waits", "sent by a process", "device / program", "waited", "packets lost", "cores for packets"],
                     table)
 
 
@@ -331,13 +349,22 @@ def bar_text(rows):
 
 def prediction_text(rows):
     others = [row for row in rows.values() if row.line != base_of(row.line)]
-    far = [row for row in others if abs(row.measured - row.predicted) > 0.05]
-    text = f"{len(others) - len(far)} of {len(others)} predictions are within 5 points of the measurement."
+    far = [row for row in others if abs(points(row)) > 5]
+    text = f"{len(others) - len(far)} of {len(others)} predictions are within 5 points of tokens/s."
     if far:
-        names = ", ".join(f"{row.method.title} over {line_text(row.line)} at {row.line.round_trip_ms:g} ms "
-                          f"({100 * (row.measured - row.predicted):+.0f})" for row in far)
-        text += f" The others: {names}."
-    return text
+        text += f" The others: {', '.join(name_and_points(row) for row in far)}."
+    logged = [row for row in others if row.busy is not None]
+    close = sum(abs(row.busy - row.predicted) <= 0.05 for row in logged)
+    return text + f" By waits {close} of {len(logged)} are."
+
+
+def points(row):
+    return 100 * (row.measured - row.predicted)
+
+
+def name_and_points(row):
+    return (f"{row.method.title} over {line_text(row.line)} at {row.line.round_trip_ms:g} ms ({points(row):+.0f}"
+            + (f", by waits {100 * (row.busy - row.predicted):+.0f})" if row.busy is not None else ")"))
 
 
 def setting_text(arguments, rows):
@@ -362,6 +389,10 @@ Packets lost: in full queues, and by lines that lose some. Waited: by process 0,
 packets: the share of this machine's processor time that its kernel and the relay took. Training keeps every
 core busy but while it waits, and so this is speed that it loses here, which a machine with an idle core would
 not.
+
+By tokens/s: over those of the same method over the unlimited line. By waits: the same of the share of the time
+in which a process did not wait for an exchange, the mean of both. Where a machine is now faster and now slower,
+as virtual ones are, the first goes with it and the second does not; data-parallel's waits are not logged.
 
 An exchange takes a round trip, in which Gloo's receiver says that it is ready and the data come, and what the
 data take. Data-parallel makes two such calls for each block and one more in a step, one after the other.
