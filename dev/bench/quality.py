@@ -8,7 +8,7 @@ and in four bits, with H = 30 and 100, tau = 1 and 5, two and four workers, on e
     dev/bench/quality.py --scale trial --text FOLDER    every kind of run once, within minutes: does all work?
     dev/bench/quality.py --scale gpu --trainer ./train_gpt --text FOLDER   three methods, one GPU
 
-Short runs of a quarter of the tokens come first. The inner learning rate is the one of three that is best for
+Short runs of a quarter of the tokens come first. The inner learning rate is the one of four that is best for
 data-parallel training, and all methods have it. The outer one is the best of four, with H = 30: for streaming
 in four bits, which all that stream have, and for classic DiLoCo. The long runs are of other seeds than these.
 
@@ -63,7 +63,7 @@ MAIN = ("data-parallel", "classic-m2-h30", "fp32-m2-h30-tau1", "fp4_e2m1-m2-h30-
 SCALES = {
     # Two cores, all in less than two hours: 0.86M parameters, 6.1M tokens, 100 outer steps with H = 30.
     "cpu": Scale({"--layers": 4, "--heads": 4, "--channels": 128}, 128, 2048, 3000, 40960, 60,
-                 (0.002, 0.004, 0.008), OUTER_LRS, 2, 3),
+                 (0.002, 0.004, 0.008, 0.016), OUTER_LRS, 2, 3),
     # The outer rate is the paper's; two workers share the GPU.
     "gpu": Scale({"--layers": 12, "--heads": 8, "--channels": 512}, 1024, 65536, 1500, 131072, 100,
                  (0.001,), (0.4,), 1, 1, ("data-parallel", "classic-m2-h30", "fp4_e2m1-m2-h30-tau1"),
