@@ -51,7 +51,8 @@ public:
     }
 
     void mean(float* out, const Sync& sync, Stream& main) override {
-        take_mean(out, weights.data(), slots.of(sync), layout(sync), main);
+        const PayloadLayout one = layout(sync);
+        mean_of_payloads(out, weights.data(), slots.of(sync).received, one.bytes, comm.size(), one, main);
     }
 
     Traffic finish(const Sync& sync, bool, Stream&) override {
@@ -70,20 +71,14 @@ private:
         Event ready, done;
     };
 
-    // weights: (workers), to work with
-    void take_mean(float* out, float* weights, const Slot& slot, const PayloadLayout& layout, Stream& on) {
-        if (wire.token_weights) {
-            device::token_weights(weights, slot.received, layout.bytes, comm.size(), on);
-        }
-        device::dequantize_mean(out, slot.received, layout.bytes, comm.size(), layout,
-                                wire.token_weights ? weights : nullptr, on);
-    }
-
     // The sums of products of what has arrived. On the outer stream, where the mean, if one is needed, is
     // made for this alone.
     void compare(Slot& slot, const PayloadLayout& layout) {
         const int workers = comm.size();
-        if (has_mean_row(workers)) { take_mean(own_mean, own_weights.data(), slot, layout, stream); }
+        if (has_mean_row(workers)) {
+            mean_of_payloads(own_mean, own_weights.data(), slot.received, layout.bytes, workers, layout,
+                             stream);
+        }
         device::sum_rows(sums, partial, slot.received, layout.bytes, workers, layout, own_mean.data(),
                          stream);
         device::read_sums(slot.sums.data(), reinterpret_cast<const uint8_t*>(sums.data()), 0, 1,

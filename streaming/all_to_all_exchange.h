@@ -129,11 +129,7 @@ private:
     // own_payload = the mean of this worker's part, from what the others have sent. On the outer stream.
     void encode_mean(const Sync& sync, const uint8_t* received) {
         const PayloadLayout whole = layout(sync), own = mean_layout_of(sync.values).only(me);
-        if (wire.token_weights) {
-            device::token_weights(weights.data(), received, whole.bytes, workers, stream);
-        }
-        device::dequantize_mean(own_mean, received, whole.bytes, workers, whole.only(me),
-                                wire.token_weights ? weights.data() : nullptr, stream);
+        mean_of_payloads(own_mean, weights.data(), received, whole.bytes, workers, whole.only(me), stream);
         double* sums = reinterpret_cast<double*>(own_payload + mean_sums_offset(workers));
         device::sum_rows(sums, partial, received, whole.bytes, workers, whole.only(me), own_mean, stream);
         device::write_mean_headers(own_payload, make_header(sync, whole, me, me, 0), received, whole.bytes,

@@ -40,6 +40,18 @@ public:
         if (!applied) { copy(of(fragment), one.before, fragment, stream); }
     }
 
+    // Whether begin() has been called for a sync, and end() has not.
+    bool is_in_flight(long sync) const {
+        return std::any_of(kept.begin(), kept.end(), [=](const Kept& one) { return one.sync == sync; });
+    }
+
+    // Nothing is lost, and nothing in flight.
+    void clear(Stream& stream) {
+        if (values.empty()) { return; }
+        for (Kept& one : kept) { one.sync = none; }
+        device::set_zero(residuals.data(), count(), stream);
+    }
+
     // Of all fragments.
     long count() const { return residuals.count(); }
 
@@ -51,9 +63,24 @@ public:
         device::copy_to_host_later(out + first, residuals + first, values[size_t(fragment)], main);
     }
 
+    // The same of those of before a sync that is in flight.
+    void save_before(int fragment, long sync, float* out, Stream& main) {
+        const long n = values[size_t(fragment)];
+        device::copy_to_host_later(out + first_of(fragment), find(sync).before.data(), n, main);
+    }
+
     // Takes what save() has written, while nothing is in flight.   inp: (count()), of the host
     void load(const float* inp, Stream& main) {
         device::copy_to_device(residuals.data(), inp, count(), main);
+        main.synchronize();
+    }
+
+    // Takes what save_before() has written: the sync is in flight again.   inp: (count()), of the host
+    void load_before(int fragment, long sync, const float* inp, Stream& main) {
+        Kept& one = find(none);
+        one.sync = sync;
+        const long n = values[size_t(fragment)];
+        device::copy_to_device(one.before.data(), inp + first_of(fragment), n, main);
         main.synchronize();
     }
 

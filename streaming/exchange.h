@@ -179,6 +179,14 @@ inline void check_header(const PayloadHeader& header, const Sync& sync, const Pa
     same("part", header.part, expected.part);
 }
 
+// out = the mean of `workers` payloads that lie `stride` bytes apart, by weights or, where these are null, of
+// equals.   out: (layout.values)   weights: (workers), to work with
+inline void mean_of_payloads(float* out, float* weights, const uint8_t* payloads, size_t stride, int workers,
+                             const PayloadLayout& layout, Stream& on) {
+    if (weights != nullptr) { device::token_weights(weights, payloads, stride, workers, on); }
+    device::dequantize_mean(out, payloads, stride, workers, layout, weights, on);
+}
+
 // Blocks until `event` is complete, which is recorded behind the calls of a sync.
 inline void wait_for(Comm& comm, const Event& event, const Sync& sync) {
     try {

@@ -19,18 +19,19 @@ __global__ void outer_step_kernel(float* global, float* momentum, float* local, 
                                   const float* mean, long n, OuterStep step) {
     const long i = (blockIdx.x * long(blockDim.x) + threadIdx.x) * 4;
     if (i >= n) { return; }
-    const bool merging = step.local_weight < 1;
+    const bool moves_local = step.moves_local();
     const Pack<float> outer_gradient = load_pack(mean + i);
     Pack<float> new_momentum = load_pack(momentum + i), new_global = load_pack(global + i), new_local = {};
-    if (merging) { new_local = load_pack(local + i); }
+    if (moves_local) { new_local = load_pack(local + i); }
     for (int k = 0; k < 4; k++) {
+        const float old_global = new_global[k];
         new_momentum[k] = outer_momentum(new_momentum[k], outer_gradient[k], step);
-        new_global[k] = outer_parameter(new_global[k], new_momentum[k], outer_gradient[k], step);
-        new_local[k] = merge(new_local[k], new_global[k], step.local_weight);
+        new_global[k] = outer_parameter(old_global, new_momentum[k], outer_gradient[k], step);
+        new_local[k] = moved_local(new_local[k], old_global, new_global[k], step);
     }
     store_pack(momentum + i, new_momentum);
     store_pack(global + i, new_global);
-    if (merging) {
+    if (moves_local) {
         Pack<floatX, 4> copies;
         for (int k = 0; k < 4; k++) { copies[k] = floatX(new_local[k]); }
         store_pack(local + i, new_local);
@@ -39,7 +40,7 @@ __global__ void outer_step_kernel(float* global, float* momentum, float* local, 
 }
 
 // One pass over a range: momentum, global, local and the copy of local that the model computes with.
-// With alpha = 1 local and params stay as they are.
+// With alpha = 1 local and params stay as they are, unless local follows.
 // all: (n), n a multiple of 4, 16-byte aligned (params: 4 parameters)
 inline void outer_step(float* global, float* momentum, float* local, floatX* params, const float* mean,
                        long n, OuterStep step, Stream& stream) {

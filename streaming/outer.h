@@ -4,6 +4,10 @@
 //     global   = global - lr * (mean + mu * momentum)      Nesterov, as torch.optim.SGD(nesterov=True) has it
 //     local    = alpha * local + (1 - alpha) * global      the merge: exact for alpha = 0 and alpha = 1
 //
+// A worker whose own outer gradient is not in the mean follows instead, so that its next one lacks nothing:
+//
+//     local    = local + (new global - old global)
+//
 // The optimizer `average` is lr = 1, mu = 0: global becomes the mean of the workers' parameters at the send.
 #pragma once
 #include <string>
@@ -32,10 +36,16 @@ inline OuterOptimizer parse_outer_optimizer(const std::string& name) {
     throw UserError("unknown outer optimizer '" + name + "': use none, nesterov or average");
 }
 
+enum class LocalMove { merge, follow };
+
 struct OuterStep {
     float learning_rate;
     float momentum;      // mu
     float local_weight;  // alpha
+    LocalMove move = LocalMove::merge;
+
+    // Whether local moves at all.
+    HD bool moves_local() const { return local_weight < 1 || move == LocalMove::follow; }
 };
 
 // New momentum of a value; then its new global parameter, from that.
@@ -53,21 +63,28 @@ HD inline float merge(float local, float global, float alpha) {
     return alpha == 0 ? global : mixed;
 }
 
+// The new local parameter of a value, where it moves at all.
+HD inline float moved_local(float local, float old_global, float new_global, OuterStep step) {
+    if (step.move == LocalMove::follow) { return add_rn(local, subtract_rn(new_global, old_global)); }
+    return merge(local, new_global, step.local_weight);
+}
+
 namespace cpu {
 
 const long parallel_values = 1 << 16;  // below so many one thread is faster than a team
 
 inline void outer_step_loop(float* global, float* momentum, float* local, floatX* params, const float* mean,
                             long n, OuterStep step) {
-    const bool merging = step.local_weight < 1;
+    const bool moves_local = step.moves_local();
     #pragma omp parallel for simd if (n >= parallel_values)
     for (long i = 0; i < n; i++) {
+        const float old_global = global[i];
         const float new_momentum = outer_momentum(momentum[i], mean[i], step);
-        const float new_global = outer_parameter(global[i], new_momentum, mean[i], step);
+        const float new_global = outer_parameter(old_global, new_momentum, mean[i], step);
         momentum[i] = new_momentum;
         global[i] = new_global;
-        if (merging) {
-            const float new_local = merge(local[i], new_global, step.local_weight);
+        if (moves_local) {
+            const float new_local = moved_local(local[i], old_global, new_global, step);
             local[i] = new_local;
             params[i] = floatX(new_local);
         }
@@ -75,7 +92,7 @@ inline void outer_step_loop(float* global, float* momentum, float* local, floatX
 }
 
 // One pass over a range: momentum, global, local and the copy of local that the model computes with.
-// With alpha = 1 local and params stay as they are.
+// With alpha = 1 local and params stay as they are, unless local follows.
 // all: (n)   Memory: 16 bytes read and 16 written a value.
 inline void outer_step(float* global, float* momentum, float* local, floatX* params, const float* mean,
                        long n, OuterStep step, Stream& stream) {

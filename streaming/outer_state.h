@@ -88,6 +88,12 @@ public:
         for (Slot& slot : slots) { slot.fragment = none; }
     }
 
+    // Gives up what has been fetched ahead, where else there is no slot for fragment p.
+    void make_room(int p) {
+        const auto fits = [p](const Slot& slot) { return slot.fragment == p || slot.fragment == none; };
+        if (std::none_of(slots.begin(), slots.end(), fits)) { clear(); }
+    }
+
     // Starts to bring fragment p to the device.
     void fetch(int p, Needs needs) {
         if (!copies) { return; }

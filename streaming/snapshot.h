@@ -11,13 +11,19 @@
 // to as well. All copies are the main stream's: an exchange that has been received is no longer at work on
 // them, and a later one of the fragment begins behind main.
 //
+// The sync log has what was sent by C in its store, where a resumed run finds it: nothing is waited for. With
+// the state goes the place in the log that it belongs to, and, as long as it is not known whether a payload
+// counts, the residuals of before it.
+//
 // The writer's thread waits until the last copy is there. Memory: 8 bytes a value of the shard, 4 with error
-// feedback and 4 / workers for owners, and 4 for each value that is in flight.
+// feedback (for the sync log 8) and 4 / workers for owners, and 4 for each value that is in flight.
 #pragma once
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
+#include <limits>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -27,6 +33,13 @@
 
 // Fields and sections that a checkpoint has of the i-th sync in flight begin with this.
 inline std::string name_in_flight(size_t i) { return "in_flight." + std::to_string(i) + "."; }
+
+// Where in the sync log a worker is.
+struct LogPlace {
+    std::string generation;
+    std::vector<long> positions;  // of each fragment: how many of its syncs are applied
+    std::vector<bool> sent;       // its next one has changed the fragment's residuals already
+};
 
 class OuterSnapshot {
 public:
@@ -54,6 +67,21 @@ public:
             const bool flies = std::any_of(syncs.begin(), syncs.end(),
                                            [&](const Awaited& one) { return one.sync.fragment == p; });
             if (!flies) { save_residuals(p, main); }
+        }
+        main.record(copied);
+    }
+
+    // The same for the sync log: what is copied now is all that there is.
+    void begin(const LogPlace& place_, const std::vector<long>& syncs, const std::vector<uint64_t>& tokens_,
+               Stream& main) {
+        begin({}, tokens_, main);
+        std::lock_guard<std::mutex> lock(mutex);
+        place = place_;
+        if (residuals_before.count() == 0) { residuals_before = HostBuffer<float>(sender.count()); }
+        for (int p = 0; p < int(syncs.size()); p++) {
+            if (place->sent[size_t(p)]) {
+                sender.save_before(p, syncs[size_t(p)], residuals_before.data(), main);
+            }
         }
         main.record(copied);
     }
@@ -107,6 +135,7 @@ public:
         add("momentum", momentum, momentum.count());
         add("residuals", residuals, residuals.count());
         add("owner_residuals", owner_residuals, owner_residuals.count());
+        if (place) { add("residuals_before", residuals_before, residuals_before.count()); }
         for (size_t i = 0; i < syncs.size(); i++) {
             const Awaited& one = syncs[i];
             if (one.report.applied()) { add(name_in_flight(i) + "mean", means[i], one.sync.values); }
@@ -128,7 +157,16 @@ public:
             fields.set(name_in_flight(i) + "values", sync.values);
             add_report(fields, name_in_flight(i), syncs[i].report);
         }
+        if (!place) { return; }
+        fields.set("log.generation", place->generation);
+        for (size_t p = 0; p < place->positions.size(); p++) {
+            fields.set("log.position." + std::to_string(p), place->positions[p]);
+            fields.set("log.sent." + std::to_string(p), place->sent[p] ? 1 : 0);
+        }
     }
+
+    // Where it is in the sync log; not for one of lock-step.
+    const LogPlace& log_place() const { return place.value(); }
 
 private:
     // A sync that was in flight at C.
@@ -148,6 +186,8 @@ private:
     ErrorFeedback &sender, &owner;
     HostBuffer<float> global, momentum;  // (values)
     HostBuffer<float> residuals, owner_residuals;
+    std::optional<LogPlace> place;
+    HostBuffer<float> residuals_before;    // (residuals.count()), of the sync log
     std::vector<HostBuffer<float>> means;  // (largest fragment) each, of the syncs below
     std::vector<uint64_t> tokens;          // of each fragment, when it was last sent
     std::vector<Awaited> syncs;
@@ -186,6 +226,28 @@ inline std::vector<uint64_t> saved_tokens(const Fields& fields, size_t fragments
         tokens.push_back(fields.count("tokens_at_send." + std::to_string(p)));
     }
     return tokens;
+}
+
+// A run in lock-step cannot go on from a place in the sync log: other workers are at others.
+inline void refuse_log_place(const StateReader& state, const Fields& fields) {
+    if (!fields.has("log.generation")) { return; }
+    throw UserError(state.path() + " is of a run with --outer-transport store: resume it with that, or start "
+                    "from its model (-e model_STEP.bin)");
+}
+
+inline LogPlace saved_place(const StateReader& state, const Fields& fields, size_t fragments) {
+    if (!fields.has("log.generation")) {
+        throw UserError(state.path() + " is of a run without --outer-transport store: resume it without, or "
+                        "start from its model (-e model_STEP.bin)");
+    }
+    LogPlace place;
+    place.generation = fields.word("log.generation");
+    for (size_t p = 0; p < fragments; p++) {
+        place.positions.push_back(count_of(fields, "log.position." + std::to_string(p),
+                                           std::numeric_limits<long>::max()));
+        place.sent.push_back(count_of(fields, "log.sent." + std::to_string(p), 1) == 1);
+    }
+    return place;
 }
 
 // The syncs in flight, in the order of sending. What was sent H - 1 steps ago had been received with any tau.

@@ -42,6 +42,11 @@ HD inline int row_sums(int workers) {
     return has_mean_row(workers) ? 2 * workers + 1 : workers * (workers + 1) / 2;
 }
 
+// The most of them for as many workers or fewer.
+inline int most_row_sums(int workers) {
+    return std::max(row_sums(std::min(workers, most_pairwise)), row_sums(workers));
+}
+
 // The two rows of a sum; row number `workers` is the mean.
 struct RowPair {
     int a, b;
@@ -57,9 +62,9 @@ HD inline RowPair rows_of(int sum, int workers) {
 
 const int encoding_sums = 2;  // delta . delta, lost . lost
 
-// The most partial sums of a call.
+// The most partial sums of a call for as many workers or fewer.
 inline long partial_sums(int workers) {
-    return long(most_chunks) * std::max(row_sums(workers), encoding_sums);
+    return long(most_chunks) * std::max(most_row_sums(workers), encoding_sums);
 }
 
 // What the sums say. NaN: there is no such number, because of a row of zeros.

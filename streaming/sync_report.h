@@ -3,12 +3,25 @@
 #pragma once
 #include <cmath>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "exchange.h"
 #include "llmc/state_file.h"
+
+// What the sync log decided for a sync.
+struct LogReport {
+    struct Contributor {
+        int worker;
+        uint64_t tokens;  // that it had trained on since its last send of the fragment
+    };
+    std::vector<Contributor> contributors;  // ascending; none: everybody skips the sync
+    bool counted = false;                   // this worker is among them
+    int decider = -1;                       // worker
+    double grace_seconds = 0;               // that the decider has waited for who did not come
+};
 
 struct SyncReport {
     long sync;
@@ -23,8 +36,9 @@ struct SyncReport {
     OuterStatistics statistics = {};  // of this process's shard; nothing, where nothing was applied
     std::shared_ptr<HostBuffer<float>> mean_square = nullptr;  // nothing was applied
     bool stops = false;  // some worker has asked all to stop when it sent this
+    std::optional<LogReport> log = std::nullopt;  // of the sync log; in lock-step all workers take part
 
-    bool applied() const { return not_finite.empty(); }
+    bool applied() const { return not_finite.empty() && !(log && log->contributors.empty()); }
 
     // How long the main stream stood idle before this mean could be applied, by its own clock: from when it
     // was through with all that had been enqueued before, to when the host had seen the exchange's end. In it

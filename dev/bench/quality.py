@@ -8,9 +8,9 @@ and in four bits, with H = 30 and 100, tau = 1 and 5, two and four workers, on e
     dev/bench/quality.py --scale trial --text FOLDER    every kind of run once, within minutes: does all work?
     dev/bench/quality.py --scale gpu --trainer ./train_gpt --text FOLDER   three methods, one GPU
 
-Short runs of a quarter of the tokens come first. The inner learning rate is the one of three that is best for
-data-parallel training, and all methods have it. The outer one is the best of four for streaming in four bits
-with H = 30, and all exchanging methods have it. The long runs are of other seeds than these.
+Short runs of a quarter of the tokens come first. The inner learning rate is the one of four that is best for
+data-parallel training, and all methods have it. The outer one is the best of four, with H = 30: for streaming
+in four bits, which all that stream have, and for classic DiLoCo. The long runs are of other seeds than these.
 
 All runs of a seed start from the same bits and read the same tokens in the same order, as many in a step
 whatever the number of workers. Gaps are paired: of two losses of one seed. The loss is that of the global
@@ -63,7 +63,7 @@ MAIN = ("data-parallel", "classic-m2-h30", "fp32-m2-h30-tau1", "fp4_e2m1-m2-h30-
 SCALES = {
     # Two cores, all in less than two hours: 0.86M parameters, 6.1M tokens, 100 outer steps with H = 30.
     "cpu": Scale({"--layers": 4, "--heads": 4, "--channels": 128}, 128, 2048, 3000, 40960, 60,
-                 (0.001, 0.002, 0.004), OUTER_LRS, 2, 3),
+                 (0.002, 0.004, 0.008, 0.016), OUTER_LRS, 2, 3),
     # The outer rate is the paper's; two workers share the GPU.
     "gpu": Scale({"--layers": 12, "--heads": 8, "--channels": 512}, 1024, 65536, 1500, 131072, 100,
                  (0.001,), (0.4,), 1, 1, ("data-parallel", "classic-m2-h30", "fp4_e2m1-m2-h30-tau1"),
@@ -110,11 +110,16 @@ class Method:
 
 DATA_PARALLEL = Method("data-parallel")
 CLASSIC, STREAMING = Method("classic", 2, 30), Method("fp4_e2m1", 2, 30, 1)
+SWEPT = (STREAMING, CLASSIC)  # their outer learning rates
 METHODS = [
     DATA_PARALLEL, CLASSIC, Method("fp32", 2, 30, 1), STREAMING, Method("fp4", 2, 30, 1),
     Method("fp4_e2m1", 2, 30, 5), Method("classic", 2, 100), Method("fp4_e2m1", 2, 100, 1),
     Method("fp4", 2, 100, 1), Method("fp4_e2m1", 2, 100, 5), Method("classic", 4, 30),
     Method("fp4_e2m1", 4, 30, 1), Method("fp4", 4, 30, 1), Method("fp4_e2m1", 4, 100, 1)]
+
+def swept_like(method):
+    return CLASSIC if method.kind == "classic" else STREAMING
+
 
 # Evaluation losses of arXiv 2501.18512, table 5, at 35M parameters on C4, two workers.
 PAPERS = {"data-parallel": 3.51, CLASSIC: 3.54, Method("fp4", 2, 30, 1): 3.53, Method("fp4", 2, 100, 1): 3.56}
@@ -147,17 +152,17 @@ class Jobs:
     def __init__(self, arguments):
         self.arguments = arguments
         self.steps = arguments.tokens // arguments.scale.step_tokens
-        self.learning_rate = self.outer_lr = None
-        self.by_learning_rate, self.by_outer_lr, self.short_classic, self.long = {}, {}, None, []
+        self.learning_rate, self.outer_lr = None, {}  # the second by swept_like()
+        self.by_learning_rate, self.by_outer_lr, self.long = {}, {}, []
         self.choose_learning_rate()
         if self.learning_rate is not None:
             self.choose_outer_lr()
-        if self.outer_lr is not None:
+        if self.outer_lr and None not in self.outer_lr.values():
             self.add_long()
 
     def all(self):
-        return [*self.by_learning_rate.values(), *self.by_outer_lr.values(),
-                *([self.short_classic] if self.short_classic else []), *self.long]
+        return [*self.by_learning_rate.values(),
+                *(one for sweep in self.by_outer_lr.values() for one in sweep.values()), *self.long]
 
     def short(self, method, learning_rate, outer_lr):
         name = f"short-{method.name}-lr{learning_rate:g}" + (f"-outer{outer_lr:g}" if outer_lr else "")
@@ -173,13 +178,12 @@ class Jobs:
 
     def choose_outer_lr(self):
         if len(self.arguments.outer_lrs) == 1:
-            self.outer_lr = self.arguments.outer_lrs[0]
+            self.outer_lr = {method: self.arguments.outer_lrs[0] for method in SWEPT}
             return
-        self.by_outer_lr = {lr: self.short(STREAMING, self.learning_rate, lr)
-                            for lr in self.arguments.outer_lrs}
-        self.outer_lr = best(self.arguments, self.by_outer_lr)
-        if self.outer_lr is not None:
-            self.short_classic = self.short(CLASSIC, self.learning_rate, self.outer_lr)
+        for method in SWEPT:
+            self.by_outer_lr[method] = {lr: self.short(method, self.learning_rate, lr)
+                                        for lr in self.arguments.outer_lrs}
+            self.outer_lr[method] = best(self.arguments, self.by_outer_lr[method])
 
     def add_long(self):
         """The main methods' seeds, then one of each other method."""
@@ -187,8 +191,9 @@ class Jobs:
         order = [(one, seed) for seed in range(1, self.arguments.seeds + 1)
                  for one in chosen if one.name in MAIN]
         order += [(one, 1) for one in chosen if one.name not in MAIN]
-        self.long = [job(self.arguments, method, self.steps, seed, self.learning_rate, self.outer_lr,
-                         f"{method.name}-seed{seed}") for method, seed in order]
+        self.long = [job(self.arguments, method, self.steps, seed, self.learning_rate,
+                         self.outer_lr[swept_like(method)], f"{method.name}-seed{seed}")
+                     for method, seed in order]
 
 
 def best(arguments, jobs):
@@ -304,7 +309,7 @@ def gaps_along(runs, base, steps):
 
 def short_gap(arguments, jobs, method):
     """Of the complete training on a quarter of the tokens; None where there is none."""
-    one = {STREAMING: jobs.by_outer_lr.get(jobs.outer_lr), CLASSIC: jobs.short_classic}.get(method)
+    one = jobs.by_outer_lr.get(method, {}).get(jobs.outer_lr.get(method))
     base = jobs.by_learning_rate.get(jobs.learning_rate)
     losses = [loss_of(arguments, each) if each else None for each in (one, base)]
     return None if None in losses else 100 * (losses[0] / losses[1] - 1)
@@ -343,9 +348,9 @@ def sweep_lines(arguments, jobs):
     lines = []
     if jobs.by_learning_rate:
         lines.append(sweep_line(arguments, "Learning rate of data-parallel", jobs.by_learning_rate))
-    if jobs.by_outer_lr:
-        lines.append(sweep_line(arguments, "Outer learning rate of streaming, fp4 E2M1, H = 30, tau = 1",
-                                jobs.by_outer_lr))
+    for method, sweep in jobs.by_outer_lr.items():
+        of = f"{method.title}, H = {method.inner_steps}, tau = {method.overlap}"
+        lines.append(sweep_line(arguments, f"Outer learning rate of {of}", sweep))
     return lines
 
 
@@ -383,8 +388,9 @@ def report(arguments):
     intro = (f"`make bench-quality`, {machine()}, {datetime.date.today()}: {parameters / 1e6:.2f}M "
              f"parameters, {jobs.steps * scale.step_tokens:,} tokens of {corpus_of(arguments)}, "
              f"{scale.step_tokens} a step of all workers together, {jobs.steps} steps; inner learning rate "
-             f"{jobs.learning_rate:g}, outer {jobs.outer_lr:g}, momentum 0.9. Validation loss of the global "
-             f"parameters on {scale.validation_tokens:,} tokens; beside it that of the workers' own, their "
+             f"{jobs.learning_rate:g}, outer {jobs.outer_lr[STREAMING]:g} (DiLoCo: "
+             f"{jobs.outer_lr[CLASSIC]:g}), momentum 0.9. Validation loss of the global parameters on "
+             f"{scale.validation_tokens:,} tokens; beside it that of the workers' own, their "
              f"mean. {len(results.made)} long runs, {minutes:.0f} minutes.")
     parts = [intro, main_table(results), "\n".join(verdicts(results)),
              "## Before the long runs\n\nShort runs, of a quarter of the tokens.\n\n"

@@ -20,6 +20,7 @@ import hashlib
 import json
 import math
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -38,9 +39,9 @@ from sites import Line, Sites, missing
 
 PROCESSES = 2
 
-# 2.8M parameters, and bytes as tokens: a step takes some tenths of a second on a core, as one of a large
-# model does on large machines, and data-parallel sends 11 MB in each.
-COMMON = {"--layers": 6, "--heads": 3, "--channels": 192, "--vocab-size": 257, "-t": 256, "-b": 16,
+# 2.8M parameters, and bytes as tokens: a step takes a third of a second on a core, as one of a large model
+# does on large machines, and data-parallel sends 11 MB in each.
+COMMON = {"--layers": 6, "--heads": 3, "--channels": 192, "--vocab-size": 257, "-t": 256, "-b": 8,
           "-l": 0.001, "-s": 0, "-v": 0, "--timeout": 120}
 MEGABITS_A_STEP = 90  # that data-parallel sends
 INNER_STEPS, PERIODS = 20, 2  # H, and how many are measured; twice as many of what others are compared with
@@ -72,12 +73,14 @@ METHODS = [Method("data-parallel", "data-parallel", 2, ()),
            streams("fp4-tau1", "+ fp4, tau 1", 1, 1, "fp4_e2m1"),
            streams("fp4-tau5", "+ fp4, tau 5", 1, 5, "fp4_e2m1")]
 
-RATES, ROUND_TRIPS, LOSS = (0, 200, 40, 8), (0, 80), 0.001  # Mbit/s, 0: unlimited; ms; of the last line
+RATES, ROUND_TRIPS, LOSS = (0, 200, 40, 10), (0, 80), 0.001  # Mbit/s, 0: unlimited; ms; of the last line
+QUEUE_MS = 50  # of a line's sending at least: what routers have room for
 
 
 def make_line(megabits, round_trip_ms, loss, sysctls):
-    """Jumbo frames where a line is not limited, as between neighbours."""
-    return Line(megabits, round_trip_ms, loss, mtu=1500 if megabits else 9000, sysctls=tuple(sysctls))
+    """Jumbo frames and no queue where a line is not limited, as between neighbours."""
+    queue_ms, mtu = (max(round_trip_ms, QUEUE_MS), 1500) if megabits else (0, 9000)
+    return Line(megabits, round_trip_ms, loss, queue_ms, mtu, sysctls=tuple(sysctls))
 
 
 def make_lines(sysctls=()):
@@ -155,14 +158,17 @@ def train(trainer, relay, options, line, folder):
     """Trains into `folder` and returns what the devices and the relay counted."""
     with Sites(line, PROCESSES, relay) as sites:
         tcp = congestion_control(sites)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         processes = start(trainer, options, sites, folder)
         with ended(processes):
             wait_for(processes, folder)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         devices = [asdict(sites.counters(site)) for site in range(PROCESSES)]
     shutil.rmtree(folder / "store")
     for model in folder.glob("model_*.bin"):
         model.unlink()
-    return {"devices": devices, "relay": sites.statistics, "tcp": tcp}
+    return {"devices": devices, "relay": sites.statistics, "tcp": tcp,
+            "system_seconds": after.ru_stime - before.ru_stime}
 
 
 def record_of(arguments, method, line):
@@ -227,6 +233,19 @@ def tokens_per_second(method, run):
     return length * tokens / slowest
 
 
+def busy_share(method, run):
+    """Of the time in which tokens_per_second() measures: what no process waited for an exchange, their mean. A
+    machine that is slower for a while, by which tokens/s suffer, is as busy as before. None: it is not logged."""
+    if method.ranks > 1:
+        return None
+    shares = []
+    for process in run.processes:
+        steps = {line["step"]: line["seconds"] for line in process.steps[INNER_STEPS:]}
+        waited = sum(line["waited_seconds"] for line in process.syncs if line["apply_step"] in steps)
+        shares.append(1 - waited / sum(steps.values()))
+    return statistics.mean(shares)
+
+
 def program_bytes(process):
     """What a process sent, by its log. It leaves out the exchange before step 1, as large as the largest."""
     rehearsal = max((line["bytes_sent"] for line in process.syncs), default=0)
@@ -239,12 +258,13 @@ class Row:
     line: Line
     tokens_per_second: float
     measured: float   # utilization
+    busy: object      # the same by the time that nobody waited; None: not known
     predicted: float
     sent: int         # bytes, by process 0's log
     overhead: float   # what its device sent over that, the larger of both processes'
     waited: float     # seconds, by process 0
     lost: int         # packets, of all, by full queues and by the line
-    relay_share: float  # of a core
+    network_share: float  # of all cores: the trainers' system time and the relay
 
 
 def row_of(arguments, method, line):
@@ -258,9 +278,13 @@ def row_of(arguments, method, line):
     overhead = max(device["bytes_sent"] / program_bytes(process)
                    for device, process in zip(own["devices"], run.processes))
     lost = sum(site["lost"] + site["up"]["dropped"] + site["down"]["dropped"] for site in relay["sites"])
-    return Row(method, line, speed, speed / tokens_per_second(method, read_run(base_folder)),
+    base_run = read_run(base_folder)
+    busy = busy_share(method, run)
+    return Row(method, line, speed, speed / tokens_per_second(method, base_run),
+               None if busy is None else busy / busy_share(method, base_run),
                prediction(base_folder, line, own["tcp"]), program_bytes(run.processes[0]), overhead,
-               run.processes[0].end["waited_seconds"], lost, relay["cpu_seconds"] / relay["seconds"])
+               run.processes[0].end["waited_seconds"], lost,
+               (own["system_seconds"] + relay["cpu_seconds"]) / relay["seconds"] / os.cpu_count())
 
 
 def prediction(base_folder, line, tcp):
@@ -295,12 +319,13 @@ def overview(methods, lines, rows):
 
 def details(methods, lines, rows):
     table = [[f"{line.round_trip_ms:g} ms", line_text(line), method.title, f"{row.tokens_per_second:,.0f}",
-              percent(row.measured), percent(row.predicted), f"{100 * (row.measured - row.predicted):+.1f}",
+              percent(row.measured), "-" if row.busy is None else percent(row.busy), percent(row.predicted),
+              f"{points(row):+.1f}", "-" if row.busy is None else f"{100 * (row.busy - row.predicted):+.1f}",
               size_text(row.sent), f"{row.overhead:.3f}", f"{row.waited:.1f} s", str(row.lost),
-              percent(row.relay_share)]
+              percent(row.network_share)]
              for line in lines for method in methods if (row := rows.get((method, line)))]
-    return markdown(["round trip", "line", "method", "tokens/s", "measured", "predicted", "points apart",
-                     "sent by a process", "device / program", "waited", "packets lost", "relay, of a core"],
+    return markdown(["round trip", "line", "method", "tokens/s", "by tokens/s", "by waits", "predicted",
+                     "points apart, by tokens/s", "by waits", "sent by a process", "device / program", "waited", "packets lost", "cores for packets"],
                     table)
 
 
@@ -324,13 +349,22 @@ def bar_text(rows):
 
 def prediction_text(rows):
     others = [row for row in rows.values() if row.line != base_of(row.line)]
-    far = [row for row in others if abs(row.measured - row.predicted) > 0.05]
-    text = f"{len(others) - len(far)} of {len(others)} predictions are within 5 points of the measurement."
+    far = [row for row in others if abs(points(row)) > 5]
+    text = f"{len(others) - len(far)} of {len(others)} predictions are within 5 points of tokens/s."
     if far:
-        names = ", ".join(f"{row.method.title} over {line_text(row.line)} at {row.line.round_trip_ms:g} ms "
-                          f"({100 * (row.measured - row.predicted):+.0f})" for row in far)
-        text += f" The others: {names}."
-    return text
+        text += f" The others: {', '.join(name_and_points(row) for row in far)}."
+    logged = [row for row in others if row.busy is not None]
+    close = sum(abs(row.busy - row.predicted) <= 0.05 for row in logged)
+    return text + f" By waits {close} of {len(logged)} are."
+
+
+def points(row):
+    return 100 * (row.measured - row.predicted)
+
+
+def name_and_points(row):
+    return (f"{row.method.title} over {line_text(row.line)} at {row.line.round_trip_ms:g} ms ({points(row):+.0f}"
+            + (f", by waits {100 * (row.busy - row.predicted):+.0f})" if row.busy is not None else ")"))
 
 
 def setting_text(arguments, rows):
@@ -348,10 +382,17 @@ def setting_text(arguments, rows):
 
 
 EXPLANATION = """\
-A line limits what each worker sends and, likewise, what it receives; its queue holds what passes in a round
-trip, and 32 packets at least. device / program: bytes that the namespace's device has sent, by the kernel's
-count, over those that the program has counted: headers, acknowledgements, what was sent again. Packets lost:
-in full queues, and by lines that lose some. Waited: by process 0, in exchanges alone.
+A line limits what each worker sends and, likewise, what it receives; its queue holds what passes in 50 ms or
+in a round trip, and 32 packets at least. device / program: bytes that the namespace's device has sent, by the
+kernel's count, over those that the program has counted: headers, acknowledgements, what was sent again.
+Packets lost: in full queues, and by lines that lose some. Waited: by process 0, in exchanges alone. Cores for
+packets: the share of this machine's processor time that its kernel and the relay took. Training keeps every
+core busy but while it waits, and so this is speed that it loses here, which a machine with an idle core would
+not.
+
+By tokens/s: over those of the same method over the unlimited line. By waits: the same of the share of the time
+in which a process did not wait for an exchange, the mean of both. Where a machine is now faster and now slower,
+as virtual ones are, the first goes with it and the second does not; data-parallel's waits are not logged.
 
 An exchange takes a round trip, in which Gloo's receiver says that it is ready and the data come, and what the
 data take. Data-parallel makes two such calls for each block and one more in a step, one after the other.

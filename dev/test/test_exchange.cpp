@@ -584,8 +584,9 @@ TEST(Wire, a_mean_that_is_not_finite_is_applied_by_nobody_and_its_owner_named) {
         Floats local(size_t(small.size)), params = local;
         diloco.start(local.data(), main);
         local[200] = -3e38f;
+        long step = 1;
         const std::vector<SyncReport> reports =
-            diloco.after_inner_step(1, 0, local.data(), params.data(), main);
+            diloco.after_inner_step(step, 0, local.data(), params.data(), main);
         EXPECT_EQ(reports[0].not_finite, std::vector<int>{1});
         EXPECT_EQ(diloco.global(main)[200], 0.0f);
     }));
@@ -636,7 +637,8 @@ TEST(Wire, the_sums_of_what_a_worker_encodes_are_the_hosts_before_the_exchange_i
                 square += delta * delta;
             }
             diloco.start(initial.data(), main);
-            diloco.after_inner_step(2, 10, local.data(), params.data(), main);
+            long step = 2;
+            diloco.after_inner_step(step, 10, local.data(), params.data(), main);
             const std::unique_ptr<OuterSnapshot> snapshot = diloco.make_snapshot();
             diloco.snapshot(*snapshot, main);
             diloco.collect_in_flight(main);

@@ -52,12 +52,12 @@ def make_run(arguments, one, loss, along=(2.5, 2.4, 2.3), local=None):
 
 
 def make_short_runs(arguments, by_learning_rate=(3.2, 3.0, 3.1), by_outer_lr=(3.3, 3.15, 3.06, 3.09),
-                    classic=3.12):
+                    classic=(3.2, 3.12, 3.15, 3.3)):
     for one, loss in zip(quality.Jobs(arguments).by_learning_rate.values(), by_learning_rate):
         make_run(arguments, one, loss)
-    for one, loss in zip(quality.Jobs(arguments).by_outer_lr.values(), by_outer_lr):
-        make_run(arguments, one, loss)
-    make_run(arguments, quality.Jobs(arguments).short_classic, classic)
+    for method, losses in ((quality.STREAMING, by_outer_lr), (quality.CLASSIC, classic)):
+        for one, loss in zip(quality.Jobs(arguments).by_outer_lr[method].values(), losses):
+            make_run(arguments, one, loss)
 
 
 def make_long_runs(arguments):
@@ -95,12 +95,14 @@ def test_the_rates_are_those_of_the_best_short_runs_and_the_long_runs_wait_for_t
     assert all(one.options["-x"] == STEPS // 4 and one.seed == quality.SWEEP_SEED for one in jobs.all())
     make_short_runs(arguments)
     jobs = quality.Jobs(arguments)
-    assert jobs.learning_rate == 0.004 and jobs.outer_lr == 0.7
+    assert jobs.learning_rate == 0.004
+    assert jobs.outer_lr == {quality.STREAMING: 0.7, quality.CLASSIC: 0.4}
     assert [one.method.name for one in jobs.long] == [*ONLY[:3], *ONLY[:3], ONLY[3]]
     assert [one.seed for one in jobs.long] == [1, 1, 1, 2, 2, 2, 1]
     for one in jobs.long:
         assert one.options["-l"] == 0.004 and one.options["-x"] == STEPS
-        assert one.options.get("--outer-lr", 0.7) == 0.7
+        rates = {"data-parallel": None, "classic": 0.4}
+        assert one.options.get("--outer-lr") == rates.get(one.method.kind, 0.7)
 
 
 def test_a_rate_that_is_given_is_not_looked_for(arguments):
@@ -165,7 +167,7 @@ def test_another_build_of_the_trainer_is_said_even_if_only_short_runs_are_of_it(
     make_short_runs(arguments)
     make_long_runs(arguments)
     assert "different builds" not in quality.report(arguments)
-    path = arguments.out / quality.Jobs(arguments).short_classic.name / "made_by.json"
+    path = arguments.out / quality.Jobs(arguments).by_outer_lr[quality.CLASSIC][0.4].name / "made_by.json"
     path.write_text(path.read_text().replace('"program": "a"', '"program": "b"'))
     assert "made by 2 different builds" in quality.report(arguments)
 

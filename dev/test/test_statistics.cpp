@@ -225,11 +225,13 @@ std::vector<Reported> first_sync(const WireOptions& wire, int workers, int not_f
         Floats local = initial(), params = initial();
         diloco.start(local.data(), main);
         diloco.rehearse(main);
-        diloco.after_inner_step(1, 10, local.data(), params.data(), main);
+        long step = 1;
+        diloco.after_inner_step(step, 10, local.data(), params.data(), main);
+        step = 2;
         local = moved(worker);
         if (worker == not_finite) { local[300] = INFINITY; }
         const std::vector<SyncReport> reports =
-            diloco.after_inner_step(2, 20, local.data(), params.data(), main);
+            diloco.after_inner_step(step, 20, local.data(), params.data(), main);
         ASSERT_EQ(reports.size(), 1u);
         const float* global = diloco.global(main);
         reported[size_t(worker)] = {reports[0].statistics, reports[0].mean_norm(),

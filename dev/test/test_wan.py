@@ -223,13 +223,14 @@ def bench(far, relay, tokens, tmp_path, monkeypatch):
 def test_training_over_a_slow_line_sends_the_bytes_that_it_counts(bench, tmp_path, monkeypatch, capsys):
     text = bench("--quick", "--only", "data-parallel", "fp4-tau5")
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
-    rows = {(line[0], line[1], line[2]): line for line in lines if len(line) == 12}
+    rows = {(line[0], line[1], line[2]): line for line in lines if len(line) == 14}
     for trip in ("0 ms", "20 ms"):
         for method in ("data-parallel", "+ fp4, tau 5"):
             row = rows[trip, "4 Mbit/s", method]
-            assert row[4].endswith("%") and row[5].endswith("%")
-            assert 1.0 < float(row[8])
-            assert 1.0 < float(rows["0 ms", "unlimited", method][8]) < 1.1
+            assert row[4].endswith("%") and row[6].endswith("%")
+            assert row[5].endswith("%") if method != "data-parallel" else row[5] == "-"
+            assert 1.0 < float(row[10])
+            assert 1.0 < float(rows["0 ms", "unlimited", method][10]) < 1.1
     assert (tmp_path / "wan.png").stat().st_size > 10000
 
     # What is sent travels: no line was passed by. Beside what the program counts there are headers, small

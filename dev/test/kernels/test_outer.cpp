@@ -68,6 +68,7 @@ TEST(OuterStepKernel, GlobalMomentumLocalAndParametersHaveTheCpusBits) {
                     const Arrays arrays = random_arrays(n, uint64_t(n), deviation);
                     expect_same_steps(arrays, {0.4f, 0.9f, alpha});  // nesterov
                     expect_same_steps(arrays, {1.0f, 0.0f, alpha});  // average
+                    expect_same_steps(arrays, {0.4f, 0.9f, alpha, LocalMove::follow});
                 }
             }
         }
@@ -96,6 +97,25 @@ TEST(OuterStepKernel, WithAlphaZeroLocalBecomesGlobalWhateverItWas) {
     for (size_t i = 0; i < n; i++) {
         ASSERT_EQ(after.local[i], after.global[i]);
         ASSERT_EQ(float(after.params[i]), float(floatX(after.global[i])));
+    }
+}
+
+TEST(OuterStepKernel, WhoFollowsMovesByWhatGlobalMovesWhateverAlphaIs) {
+    for (float alpha : alphas) {
+        const Arrays before = random_arrays(1024 + 128, 6, 1.0f);
+        Arrays expected = before;
+        const Arrays after = expect_same_steps(before, {0.4f, 0.9f, alpha, LocalMove::follow});
+        for (size_t i = 0; i < 1024 + 128; i++) {
+            for (int step = 0; step < 2; step++) {
+                const float old = expected.global[i];
+                expected.momentum[i] = fmaf(0.9f, expected.momentum[i], expected.mean[i]);
+                const float move = fmaf(0.9f, expected.momentum[i], expected.mean[i]);
+                expected.global[i] = fmaf(-0.4f, move, old);
+                expected.local[i] += expected.global[i] - old;
+            }
+            ASSERT_EQ(after.local[i], expected.local[i]);
+            ASSERT_EQ(float(after.params[i]), float(floatX(expected.local[i])));
+        }
     }
 }
 
