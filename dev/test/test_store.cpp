@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <fstream>
+#include <functional>
 #include <set>
 #include <thread>
 
@@ -397,11 +398,10 @@ TEST_F(TlsStores, with_and_without_tls_do_not_meet) {
 
 // ---- silence
 
-// A server of one connection that takes what it is sent piece by piece, sleeping after each, answers after so
-// many bytes, and then says nothing more.
-class SlowServer {
+// A server of one connection.
+class FakeServer {
 public:
-    SlowServer(size_t bytes, const std::string& answer) {
+    explicit FakeServer(const std::function<void(int connection)>& serve) {
         const int listening = socket(AF_INET, SOCK_STREAM, 0);
         const int small = 16 << 10;
         setsockopt(listening, SOL_SOCKET, SO_RCVBUF, &small, sizeof small);
@@ -414,29 +414,18 @@ public:
             throw std::runtime_error("no server");
         }
         port = ntohs(address.sin_port);
-        thread = std::thread([=] { serve(listening, bytes, answer); });
+        thread = std::thread([=] {
+            const int connection = accept(listening, nullptr, nullptr);
+            serve(connection);
+            close(connection);
+            close(listening);
+        });
     }
-    ~SlowServer() { thread.join(); }
+    ~FakeServer() { thread.join(); }
 
     int port;
 
 private:
-    // Until the other side has had enough.
-    static void serve(int listening, size_t bytes, const std::string& answer) {
-        const int connection = accept(listening, nullptr, nullptr);
-        char buffer[16 << 10];
-        size_t had = 0;
-        ssize_t count;
-        while ((count = recv(connection, buffer, sizeof buffer, 0)) > 0) {
-            const bool was_all = had >= bytes;
-            had += size_t(count);
-            if (had >= bytes && !was_all) { send(connection, answer.data(), answer.size(), MSG_NOSIGNAL); }
-            if (had < bytes) { std::this_thread::sleep_for(std::chrono::milliseconds(20)); }
-        }
-        close(connection);
-        close(listening);
-    }
-
     std::thread thread;
 };
 
@@ -453,10 +442,24 @@ struct Connected {
     const int descriptor;
 };
 
+// Takes what it is sent piece by piece, sleeping after each, answers after so many bytes, and then waits until
+// the other side has had enough.
+static void serve_slowly(int connection, size_t bytes, const std::string& answer) {
+    char buffer[16 << 10];
+    ssize_t count;
+    size_t had = 0;
+    while (had < bytes && (count = recv(connection, buffer, sizeof buffer, 0)) > 0) {
+        had += size_t(count);
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+    send(connection, answer.data(), answer.size(), MSG_NOSIGNAL);
+    while (recv(connection, buffer, sizeof buffer, 0) > 0) {}
+}
+
 // 4 MB in pieces of at most 16 kB, each 20 ms: five seconds, most of them after all is with the kernel.
 TEST(Socket, what_takes_long_is_not_lost_while_it_moves) {
     const std::string value(4'000'000, 'x');
-    SlowServer server(value.size(), "answer");
+    FakeServer server([&](int connection) { serve_slowly(connection, value.size(), "answer"); });
     const Connected connected(server.port);
     Socket socket(connected.descriptor, 2);
     socket.send(value.data(), value.size());
@@ -467,12 +470,37 @@ TEST(Socket, what_takes_long_is_not_lost_while_it_moves) {
 }
 
 TEST(Socket, silence_is_an_end) {
-    SlowServer server(1, "");
+    FakeServer server([](int connection) { serve_slowly(connection, 1, ""); });
     const Connected connected(server.port);
     Socket socket(connected.descriptor, 0.2);
     socket.send("x", 1);
     char buffer[16];
     EXPECT_THROW(socket.receive(buffer, sizeof buffer), ConnectionLost);
+}
+
+// Answers each command that it is sent with the next of these.
+static void answer_with(int connection, const std::vector<std::string>& answers) {
+    char buffer[1000];
+    for (const std::string& answer : answers) {
+        if (recv(connection, buffer, sizeof buffer, 0) <= 0) { return; }
+        send(connection, answer.data(), answer.size(), MSG_NOSIGNAL);
+    }
+}
+
+TEST(RedisStore, a_server_that_still_reads_its_data_is_waited_for) {
+    const std::string loading = "-LOADING Redis is loading the dataset in memory\r\n";
+    FakeServer server([&](int connection) {
+        answer_with(connection, {loading, loading, loading, "+PONG\r\n", "$5\r\nvalue\r\n"});
+    });
+    auto store = open_store("redis://127.0.0.1:" + std::to_string(server.port), 10);
+    EXPECT_EQ(store->try_get("key"), "value");
+}
+
+TEST(RedisStore, what_does_not_speak_redis_is_a_user_error) {
+    FakeServer server([](int connection) { answer_with(connection, {"HTTP/1.1 400 Bad Request\r\n\r\n"}); });
+    EXPECT_NE(open_error("redis://127.0.0.1:" + std::to_string(server.port))
+                  .find("does not answer like Redis (Protocol error"),
+              std::string::npos);
 }
 
 TEST(Socket, a_server_that_takes_nothing_more_is_lost) {
