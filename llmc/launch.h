@@ -7,7 +7,8 @@
 //     nothing of all that       all processes are started here, and meet in a fresh temporary folder
 // DILOCO_STORE stands for --store where that is not given: it keeps a password out of the list of processes.
 // Where processes are started here, this one becomes their launcher (launcher.h): it starts its own program
-// again with DILOCO_WORKER and DILOCO_RANK set, passes on what they print, and ends when they have ended.
+// again with DILOCO_WORKER and DILOCO_RANK set, passes on what they print, and ends when they have ended. Of
+// independent workers it starts one that has failed again, with DILOCO_RESTART set to how often it did so.
 #pragma once
 #include <sys/stat.h>
 #include <unistd.h>
@@ -38,6 +39,8 @@ struct LaunchOptions {
     double timeout = 600;
     bool stops_gracefully = false;  // the processes handle a request to stop (stop.h)
     std::optional<World> world{};   // by -pn and -pr; else the environment may have one
+    bool independent = false;       // the workers: see Process
+    int restarts = 0;               // of an independent worker that has failed, by the launcher
 };
 
 // Where processes meet; empty: not given.
@@ -83,10 +86,11 @@ inline void check_world(const World& world, const LaunchOptions& o, long expecte
 }
 
 // Where processes meet that were all started on this machine: a folder of this user and their job. Empty
-// where that cannot be.
+// where that cannot be; and for independent workers, whose log has to outlive a job.
 inline std::string job_folder(const World& world, const LaunchOptions& o) {
     const bool others_elsewhere = o.worker >= 0 && o.workers > 1;
-    if (world.job.empty() || !world.is_on_one_machine() || others_elsewhere) { return ""; }
+    const bool is_usable = world.is_on_one_machine() && !others_elsewhere && !o.independent;
+    if (world.job.empty() || !is_usable) { return ""; }
     const std::string parent = environment("TMPDIR");
     const uint64_t hash = XXH3_64bits(world.job.data(), world.job.size());
     return (parent.empty() ? "/tmp" : parent) +
@@ -108,7 +112,8 @@ inline Place place_in_world(const World& world, const LaunchOptions& o, bool nee
     place.worker = o.worker >= 0 ? o.worker : number / o.ranks;
     place.rank = number % o.ranks;
     place.local_rank = world.local_rank;
-    if (o.worker < 0) { place.job = world.job; }  // else the other workers are other jobs
+    // Where the other workers are other jobs, or may be, the job says nothing of the run.
+    if (o.worker < 0 && !o.independent) { place.job = world.job; }
     place.started_by = world.program;
     return place;
 }
@@ -124,9 +129,15 @@ inline Place find_place(const LaunchOptions& o) {
         return place;
     }
     const long expected = o.worker >= 0 ? o.ranks : long(o.workers) * o.ranks;
-    const bool needs_store = store_url(o).empty() && long(o.workers) * o.ranks > 1;
+    const bool has_others = o.independent || long(o.workers) * o.ranks > 1;
+    const bool needs_store = store_url(o).empty() && has_others;
     const std::optional<World> world = o.world ? o.world : find_world(expected);
     if (world) {
+        if (o.restarts > 0) {
+            throw UserError(
+                "--restart is for processes that this program starts: leave it out, or start one "
+                "for each worker (--worker W)");
+        }
         check_world(*world, o, expected);
         return place_in_world(*world, o, needs_store);
     }
@@ -136,7 +147,8 @@ inline Place find_place(const LaunchOptions& o) {
             "or redis://HOST:PORT");
     }
     place.worker = std::max(o.worker, 0);
-    place.starts_others = expected > 1;
+    // An independent one that is alone here may need a launcher: for its restarts, or for the store.
+    place.starts_others = expected > 1 || (o.independent && (o.restarts > 0 || needs_store));
     return place;
 }
 
@@ -206,7 +218,8 @@ inline Process launch(const LaunchOptions& o, char** argv) {
     if (place.starts_others) {
         int status;
         {
-            Launcher launcher(children_to_start(o), store_url(o), argv, o.stops_gracefully);
+            Launcher launcher(children_to_start(o), store_url(o), argv, o.stops_gracefully, o.independent,
+                              o.restarts);
             status = launcher.run();
         }
         std::exit(status);
@@ -219,6 +232,8 @@ inline Process launch(const LaunchOptions& o, char** argv) {
     process.local_rank = place.local_rank;
     process.workers = o.workers;
     process.ranks = o.ranks;
+    process.independent = o.independent;
+    process.restart = has_launcher() ? number_or_zero("DILOCO_RESTART") : 0;
     process.timeout = o.timeout;
     process.interface = o.interface;
     process.run_name = place.job.empty() ? o.run_name : o.run_name + "." + place.job;

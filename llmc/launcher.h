@@ -3,6 +3,9 @@
 //   - The first that fails ends all others: SIGTERM, and SIGKILL after some seconds. The launcher's last line
 //     names it, unless it has given its reason itself; its status is the launcher's. A line "error: ..." is
 //     printed once, however many processes say the same.
+//   - Independent workers are a unit each: a process that fails ends its worker alone. A line says so, and
+//     the worker is started again, a few times; not where it was a user's mistake, or asked to stop. The
+//     status is 0 where one of them has completed the run, unless a mistake has kept another from it.
 //   - SIGINT, SIGTERM and SIGHUP are passed on, unless they are ignored (nohup), and end the run; if the
 //     launcher is killed, the kernel kills the processes.
 //   - Processes that stop gracefully (stop.h) have all the time they need after a first SIGTERM or SIGUSR1.
@@ -26,7 +29,9 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -88,12 +93,63 @@ struct Child {
     Output out, err;
 };
 
+// When a worker that fails is started again: up to so many times, after 1, 2, 4 ... 30 seconds. Ten minutes
+// without a failure, and the count begins anew.
+class Restarts {
+public:
+    explicit Restarts(int most) : most(most) {}
+
+    // It has failed, so many seconds after its last start. Returns those to wait before the next one; 0:
+    // there is none.
+    double next(double seconds) {
+        if (seconds >= 600) { count = 0; }
+        if (count >= most) { return 0; }
+        return std::min(double(1 << std::min(count++, 5)), 30.0);
+    }
+
+    const int most;
+    int count = 0;  // of those since the last long time without a failure
+};
+
+// Processes that end together: all of them, or of independent workers those of one.
+struct Unit {
+    using Clock = std::chrono::steady_clock;
+    enum class State { running, waiting, over };
+
+    explicit Unit(int restarts) : restarts(restarts) {}
+
+    bool has_ended() const {
+        return std::all_of(children.begin(), children.end(),
+                           [](const Child* child) { return child->has_ended; });
+    }
+
+    std::vector<Child*> children;
+    Restarts restarts;
+    State state = State::running;
+    const Child* culprit = nullptr;  // the one to blame for its end
+    bool stopping = false, was_terminated = false;
+    Clock::time_point start_time = Clock::now(), restart_time, term_time, kill_time;
+};
+
 class Launcher {
 public:
     // `store`: URL; empty: a fresh temporary folder, for as long as the launcher lives.  argv: this program's
     // `stops_gracefully`: asked to stop, the processes write a checkpoint and end by themselves.
-    Launcher(std::vector<Child> children, const std::string& store, char** argv, bool stops_gracefully)
-        : children(std::move(children)), store(store), argv(argv), stops_gracefully(stops_gracefully) {
+    // `independent`: a worker that fails ends alone, and is started again up to `restarts` times.
+    // children: in ascending order of their workers
+    Launcher(std::vector<Child> children, const std::string& store, char** argv, bool stops_gracefully,
+             bool independent = false, int restarts = 0)
+        : children(std::move(children)),
+          store(store),
+          argv(argv),
+          stops_gracefully(stops_gracefully),
+          independent(independent) {
+        for (Child& child : this->children) {
+            const bool is_next =
+                independent && !units.empty() && units.back().children[0]->worker != child.worker;
+            if (units.empty() || is_next) { units.emplace_back(restarts); }
+            units.back().children.push_back(&child);
+        }
         if (store.empty()) {
             folder = std::make_unique<TemporaryDirectory>();
             this->store = "file:" + folder->path;
@@ -103,25 +159,33 @@ public:
     // Returns the exit status of the run, once no process is left.
     int run() {
         take_signals();
-        for (Child& child : children) { start(child); }
-        while (!all_ended()) {
+        start_all();
+        while (!is_over()) {
             wait_for_something();
             for (Child& child : children) { relay(child); }
             look_after_children();
-        }
-        for (Child& child : children) {
-            relay(child);
-            flush(child);
+            for (Unit& unit : units) { look_after(unit); }
+            if (!mistakes.empty() && Clock::now() >= mistake_time) { print_mistakes(); }
         }
         return report();
     }
 
 private:
-    using Clock = std::chrono::steady_clock;
+    using Clock = Unit::Clock;
+    using State = Unit::State;
     static constexpr double grace_seconds = 5;  // between SIGTERM and SIGKILL
     // From the first failure to SIGTERM. The others usually find the same, and may say so; and where one that
     // has lost its peer leaves before the peer is seen to be dead, it is the dead one that counts.
     static constexpr double agreement_seconds = 1;
+
+    struct Error {
+        const Child* child;
+        std::string text;  // without "error: "
+    };
+    struct Failure {
+        int status;
+        std::string what;
+    };
 
     // ---- starting
 
@@ -143,7 +207,17 @@ private:
         signal(SIGPIPE, SIG_IGN);
     }
 
-    void start(Child& child) {
+    void start_all() {
+        try {
+            for (Child& child : children) { start(child); }
+        } catch (const RunError&) {
+            signal_all(SIGKILL);
+            throw;
+        }
+    }
+
+    // restart: how often its worker was started before
+    void start(Child& child, int restart = 0) {
         int out[2], err[2];
         if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0) {
             throw RunError(format("no pipe for %s (%s)", child.name().c_str(), strerror(errno)));
@@ -151,14 +225,15 @@ private:
         fflush(nullptr);
         const pid_t launcher = getpid();
         child.pid = fork();
-        if (child.pid < 0) {
-            const int error = errno;
-            signal_all(SIGKILL);
-            throw RunError(format("cannot start %s (%s)", child.name().c_str(), strerror(error)));
-        }
-        if (child.pid == 0) { become(child, launcher, out[1], err[1]); }
+        if (child.pid == 0) { become(child, restart, launcher, out[1], err[1]); }
+        const int error = errno;
         close(out[1]);
         close(err[1]);
+        if (child.pid < 0) {
+            close(out[0]);
+            close(err[0]);
+            throw RunError(format("cannot start %s (%s)", child.name().c_str(), strerror(error)));
+        }
         child.out.pipe = out[0];
         child.err.pipe = err[0];
         fcntl(child.out.pipe, F_SETFL, O_NONBLOCK);
@@ -166,7 +241,7 @@ private:
     }
 
     // In the new process. Its own process group: a terminal's Ctrl-C reaches it once, through the launcher.
-    [[noreturn]] void become(const Child& child, pid_t launcher, int out, int err) {
+    [[noreturn]] void become(const Child& child, int restart, pid_t launcher, int out, int err) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         if (getppid() != launcher) { _exit(1); }
         setpgid(0, 0);
@@ -180,6 +255,7 @@ private:
         setenv("DILOCO_WORKER", std::to_string(child.worker).c_str(), 1);
         setenv("DILOCO_RANK", std::to_string(child.rank).c_str(), 1);
         setenv("DILOCO_LOCAL_RANK", std::to_string(&child - children.data()).c_str(), 1);
+        setenv("DILOCO_RESTART", std::to_string(restart).c_str(), 1);
         setenv("DILOCO_STORE", store.c_str(), 1);
         setenv("DILOCO_TERMINAL", terminal && child.is_first ? "1" : "0", 1);
         const bool replace = false;  // the user's own number
@@ -193,8 +269,9 @@ private:
     // The arguments of a process can be read by all on this machine, so the store's password is struck from
     // them: the processes have the store from DILOCO_STORE.
     void hide_password() {
-        if (store.rfind("redis://", 0) != 0) { return; }
-        const std::string hidden = "redis://" + store.substr(store.rfind('@') + 1);
+        const size_t end = store.rfind('@');
+        if (store.rfind("redis", 0) != 0 || end == std::string::npos) { return; }
+        const std::string hidden = store.substr(0, store.find("//") + 2) + store.substr(end + 1);
         for (char** argument = argv; *argument; argument++) {
             std::string text = *argument;
             const size_t at = text.find(store);
@@ -216,7 +293,15 @@ private:
                 if (output->pipe >= 0) { polled.push_back({output->pipe, POLLIN, 0}); }
             }
         }
-        poll(polled.data(), polled.size(), stopping ? 100 : -1);
+        poll(polled.data(), polled.size(), has_deadline() ? 100 : -1);
+    }
+
+    // Whether time alone makes something happen.
+    bool has_deadline() const {
+        auto has_one = [](const Unit& unit) {
+            return unit.state == State::waiting || (unit.state == State::running && unit.stopping);
+        };
+        return !mistakes.empty() || std::any_of(units.begin(), units.end(), has_one);
     }
 
     void relay(Child& child) {
@@ -292,7 +377,7 @@ private:
         bool& has_stalled = to == STDOUT_FILENO ? stdout_has_stalled : stderr_has_stalled;
         while (true) {
             pollfd polled[] = {{to, POLLOUT, 0}, {signals, POLLIN, 0}};
-            const int ready = poll(polled, 2, has_stalled ? 0 : stopping ? 100 : -1);
+            const int ready = poll(polled, 2, has_stalled ? 0 : has_deadline() ? 100 : -1);
             look_after_children();
             if (polled[0].revents) { return true; }
             has_stalled = stopped_by && ready == 0;
@@ -302,16 +387,17 @@ private:
 
     // ---- their ends
 
-    bool all_ended() const {
-        return std::all_of(children.begin(), children.end(),
-                           [](const Child& child) { return child.has_ended; });
+    bool is_over() const {
+        return std::all_of(units.begin(), units.end(),
+                           [](const Unit& unit) { return unit.state == State::over; });
     }
 
     void look_after_children() {
         handle_signals();
-        if (stopping && Clock::now() > kill_time) {
-            signal_all(SIGKILL);
-            kill_time += std::chrono::hours(1);
+        for (Unit& unit : units) {
+            if (!unit.stopping || Clock::now() <= unit.kill_time) { continue; }
+            send(unit, SIGKILL);
+            unit.kill_time += std::chrono::hours(1);
         }
     }
 
@@ -320,19 +406,21 @@ private:
         while (read(signals, &info, sizeof info) == sizeof info) {
             if (info.ssi_signo != SIGCHLD) { obey(int(info.ssi_signo)); }
         }
-        reap();
+        for (Unit& unit : units) { reap(unit); }
     }
 
     // The first request to stop is the processes' business; a second one, and any other signal, ends the run.
     void obey(int signal) {
         const bool is_request =
             std::find(stop_signals.begin(), stop_signals.end(), signal) != stop_signals.end();
-        if (!is_request || !stops_gracefully || stopping) {
+        auto is_ending = [](const Unit& unit) { return unit.stopping || unit.state == State::over; };
+        if (!is_request || !stops_gracefully || std::all_of(units.begin(), units.end(), is_ending)) {
             stop_by(signal);
         } else if (!requested_by) {
             requested_by = signal;
             request_time = Clock::now();
             signal_all(signal);
+            start_nothing_more();
             make_room();
             write_all(STDERR_FILENO, format("signal %d (%s): the run writes a checkpoint and stops; a second "
                                             "signal ends it at once\n",
@@ -344,63 +432,192 @@ private:
 
     // Passes a signal on; the second time there is no more waiting.
     void stop_by(int signal) {
-        if (stopped_by) { kill_time = Clock::now(); }
+        for (Unit& unit : units) {
+            if (stopped_by) { unit.kill_time = Clock::now(); }
+            stop_within(unit, grace_seconds);
+        }
         stopped_by = signal;
         signal_all(signal == SIGPIPE ? SIGTERM : signal);
-        stop_within(grace_seconds);
+        start_nothing_more();
     }
 
-    void reap() {
-        for (Child& child : children) {
+    void start_nothing_more() {
+        for (Unit& unit : units) {
+            if (unit.state == State::waiting) { give_up(unit, end_in_words(unit)); }
+        }
+    }
+
+    void reap(Unit& unit) {
+        for (Child* child : unit.children) {
             int status;
-            if (child.has_ended || waitpid(child.pid, &status, WNOHANG) != child.pid) { continue; }
-            child.has_ended = true;
-            child.has_exited = WIFEXITED(status);
-            child.status = child.has_exited ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-            const bool has_failed = child.status != 0 && !child.has_stopped();
-            if (!has_failed || stopped_by || was_terminated) { continue; }
-            if (requested_by && !child.has_exited && child.status == 128 + requested_by) {
+            if (child->has_ended || waitpid(child->pid, &status, WNOHANG) != child->pid) { continue; }
+            child->has_ended = true;
+            child->has_exited = WIFEXITED(status);
+            child->status = child->has_exited ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+            const bool has_failed = child->status != 0 && !child->has_stopped();
+            if (!has_failed || stopped_by || unit.was_terminated) { continue; }
+            if (requested_by && !child->has_exited && child->status == 128 + requested_by && !independent) {
                 stop_by(requested_by);  // it was still starting: there is nothing to write
             } else {
-                blame(child);
+                blame(unit, *child);
             }
         }
-        if (culprit && !was_terminated && Clock::now() >= term_time) {
-            was_terminated = true;
-            signal_all(SIGTERM);
+        if (unit.culprit && !unit.was_terminated && Clock::now() >= unit.term_time) {
+            unit.was_terminated = true;
+            send(unit, SIGTERM);
         }
     }
 
     // The first to fail is to blame, unless another turns out to be the cause before all are ended: those
     // that lose a peer leave with status 1, and may be seen to end before it.
-    void blame(const Child& child) {
+    static void blame(Unit& unit, const Child& child) {
         auto weight = [](const Child& c) { return c.status > 128 ? 3 : c.status != 1 ? 2 : 1; };
-        if (!culprit) {
-            term_time = Clock::now() + to_duration(agreement_seconds);
-            stop_within(agreement_seconds + grace_seconds);
+        if (!unit.culprit) {
+            unit.term_time = Clock::now() + to_duration(agreement_seconds);
+            stop_within(unit, agreement_seconds + grace_seconds);
         }
-        if (!culprit || weight(child) > weight(*culprit)) { culprit = &child; }
+        if (!unit.culprit || weight(child) > weight(*unit.culprit)) { unit.culprit = &child; }
     }
 
     static Clock::duration to_duration(double seconds) {
         return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
     }
 
-    void stop_within(double seconds) {
-        if (!stopping) { kill_time = Clock::now() + to_duration(seconds); }
-        stopping = true;
+    static void stop_within(Unit& unit, double seconds) {
+        if (!unit.stopping) { unit.kill_time = Clock::now() + to_duration(seconds); }
+        unit.stopping = true;
     }
 
-    void signal_all(int signal) {
-        for (const Child& child : children) {
-            if (child.pid > 0 && !child.has_ended) { kill(child.pid, signal); }
+    static void send(const Unit& unit, int signal) {
+        for (const Child* child : unit.children) {
+            if (child->pid > 0 && !child->has_ended) { kill(child->pid, signal); }
         }
     }
 
+    void signal_all(int signal) const {
+        for (const Unit& unit : units) { send(unit, signal); }
+    }
+
+    // Nothing that may have to wait for a reader is done while it looks after children; here it is.
+    void look_after(Unit& unit) {
+        if (unit.state == State::waiting && Clock::now() >= unit.restart_time) { restart(unit); }
+        if (unit.state != State::running || !unit.has_ended()) { return; }
+        unit.state = State::over;
+        for (Child* child : unit.children) {
+            relay(*child);
+            flush(*child);
+        }
+        if (independent && !stopped_by) { settle(unit); }
+    }
+
+    // ---- independent workers
+
+    // What its end means, once all processes of a worker have ended.
+    void settle(Unit& unit) {
+        std::vector<Error> own = take_errors(unit);
+        const Child* culprit = unit.culprit;
+        if (culprit && culprit->status == 2) {
+            hold_mistake(unit, own);
+            return;
+        }
+        print_errors(std::move(own), culprit);
+        if (culprit && !was_asked_to_stop(*culprit)) {
+            fail(unit);
+            return;
+        }
+        const bool is_complete = std::all_of(unit.children.begin(), unit.children.end(),
+                                             [](const Child* child) { return child->status == 0; });
+        any_is_complete |= is_complete;
+        any_has_stopped |= !is_complete;
+        say(culprit       ? end_in_words(unit) + ", a request to stop"
+            : is_complete ? name(unit) + " has completed the run"
+                          : name(unit) + " has stopped by request");
+    }
+
+    // By who sent it a signal that means just that, before it was ready to take it.
+    static bool was_asked_to_stop(const Child& child) {
+        auto is_cause = [&](int signal) { return child.status == 128 + signal; };
+        return !child.has_exited && std::any_of(stop_signals.begin(), stop_signals.end(), is_cause);
+    }
+
+    // Of a user's mistake only those speak who found it themselves; and only after a moment, in which others
+    // may find the same.
+    void hold_mistake(const Unit& unit, const std::vector<Error>& own) {
+        if (mistakes.empty()) { mistake_time = Clock::now() + to_duration(agreement_seconds); }
+        const size_t before = mistakes.size();
+        std::copy_if(own.begin(), own.end(), std::back_inserter(mistakes),
+                     [](const Error& error) { return error.child->status == 2; });
+        if (mistakes.size() == before) { mistakes.push_back({unit.culprit, "it left with exit code 2\n"}); }
+        any_is_mistaken = true;
+    }
+
+    void print_mistakes() { print_errors(std::exchange(mistakes, {}), nullptr); }
+
+    void fail(Unit& unit) {
+        const std::chrono::duration<double> lived = Clock::now() - unit.start_time;
+        const double pause = requested_by ? 0 : unit.restarts.next(lived.count());
+        const int most = unit.restarts.most;
+        std::string line = end_in_words(unit);
+        if (pause > 0) {
+            unit.state = State::waiting;
+            unit.restart_time = Clock::now() + to_duration(pause);
+            line += format("; restart %d of %d in %g s", unit.restarts.count, most, pause);
+        } else {
+            give_up(unit, line);
+            if (most > 0 && !requested_by) { line += format("; none of %d restarts is left", most); }
+        }
+        say(line);
+    }
+
+    void give_up(Unit& unit, const std::string& why) {
+        unit.state = State::over;
+        if (!first_failure) { first_failure = Failure{unit.culprit->status, why}; }
+    }
+
+    void restart(Unit& unit) {
+        unit.culprit = nullptr;
+        unit.stopping = unit.was_terminated = false;
+        unit.state = State::running;
+        unit.start_time = Clock::now();
+        for (Child* child : unit.children) {
+            for (const Child::Output* output : {&child->out, &child->err}) {
+                if (output->pipe >= 0) { close(output->pipe); }  // whoever else has it outlives the process
+            }
+            *child = Child(child->worker, child->rank, child->is_first);
+        }
+        for (Child* child : unit.children) {
+            try {
+                start(*child, unit.restarts.count);
+            } catch (const RunError& error) {
+                errors.push_back({child, error.what() + std::string("\n")});
+                child->has_ended = child->has_exited = true;
+                child->status = 1;
+                blame(unit, *child);
+            }
+        }
+    }
+
+    static std::string name(const Unit& unit) { return format("worker %d", unit.children[0]->worker); }
+
+    // "worker 2 was killed by signal 9 (Killed)", of several ranks "worker 2 rank 1 left with exit code 1"
+    std::string end_in_words(const Unit& unit) const {
+        return (unit.children.size() == 1 ? name(unit) : unit.culprit->name()) + how_it_ended(*unit.culprit);
+    }
+
+    void say(const std::string& line) {
+        make_room();
+        write_all(STDERR_FILENO, line + "\n");
+    }
+
+    // ---- the end of the run
+
     // The processes' own error lines, then the launcher's. Returns the exit status.
     int report() {
-        if (is_inside_line) { write_all(STDOUT_FILENO, "\n"); }
-        print_errors();
+        if (std::exchange(is_inside_line, false)) { write_all(STDOUT_FILENO, "\n"); }
+        print_mistakes();
+        const Child* culprit = independent ? nullptr : units[0].culprit;
+        print_errors(errors, culprit);
+        if (independent && !stopped_by) { return report_workers(); }
         if (all_have_stopped()) {
             write_all(STDERR_FILENO, "stopped by request\n");
             return stopped_status;
@@ -412,16 +629,24 @@ private:
             return 128 + stopped_by;
         }
         if (!culprit) { return 0; }
-        const int status = culprit->status;
         const bool has_spoken =
             std::any_of(errors.begin(), errors.end(), [&](const Error& e) { return e.child == culprit; });
-        if (status > 128) {
-            print_error(format("%s was killed by signal %d (%s)\n", culprit->name().c_str(), status - 128,
-                               strsignal(status - 128)));
-        } else if (!has_spoken) {
-            print_error(format("%s left with exit code %d\n", culprit->name().c_str(), status));
+        if (culprit->status > 128 || !has_spoken) {
+            print_error(culprit->name() + how_it_ended(*culprit) + "\n");
         }
-        return status;
+        return culprit->status;
+    }
+
+    // Of independent workers the best that one has come to.
+    int report_workers() {
+        if (any_is_mistaken) { return 2; }
+        if (any_is_complete) { return 0; }
+        if (any_has_stopped) {
+            write_all(STDERR_FILENO, "stopped by request\n");
+            return stopped_status;
+        }
+        print_error("no worker has completed the run: " + first_failure->what + "\n");
+        return first_failure->status;
     }
 
     // By request, those that had not ended before it.
@@ -432,41 +657,57 @@ private:
                std::all_of(children.begin(), children.end(), is_well);
     }
 
+    // " was killed by signal 9 (Killed)"
+    static std::string how_it_ended(const Child& child) {
+        const int signal = child.status - 128;
+        return signal > 0 ? format(" was killed by signal %d (%s)", signal, strsignal(signal))
+                          : format(" left with exit code %d", child.status);
+    }
+
     void print_error(const std::string& text) { write_all(STDERR_FILENO, "error: " + text); }
+
+    // Those of its processes.
+    std::vector<Error> take_errors(const Unit& unit) {
+        auto is_others = [&](const Error& error) { return error.child->worker != unit.children[0]->worker; };
+        const auto own = std::stable_partition(errors.begin(), errors.end(), is_others);
+        const std::vector<Error> taken(own, errors.end());
+        errors.erase(own, errors.end());
+        return taken;
+    }
 
     // Each line once, without a name where several say it or process 0 does; the culprit's last. Of a
     // UserError only those who found it themselves.
-    void print_errors() {
-        std::stable_partition(errors.begin(), errors.end(),
+    void print_errors(std::vector<Error> lines, const Child* culprit) {
+        std::stable_partition(lines.begin(), lines.end(),
                               [&](const Error& error) { return error.child != culprit; });
-        for (auto error = errors.begin(); error != errors.end(); error++) {
+        for (auto error = lines.begin(); error != lines.end(); error++) {
             auto is_same = [&](const Error& other) { return other.text == error->text; };
             const bool is_consequence = culprit && culprit->status == 2 && error->child->status != 2;
-            if (is_consequence || std::any_of(error + 1, errors.end(), is_same)) { continue; }
-            const bool is_common = std::any_of(errors.begin(), error, is_same);
+            if (is_consequence || std::any_of(error + 1, lines.end(), is_same)) { continue; }
+            const bool is_common = std::any_of(lines.begin(), error, is_same);
             const bool needs_name = !is_common && !error->child->is_first;
+            make_room();
             print_error((needs_name ? error->child->name() + ": " : "") + error->text);
         }
     }
 
-    struct Error {
-        const Child* child;
-        std::string text;  // without "error: "
-    };
-
     std::vector<Child> children;
+    std::vector<Unit> units;
     std::string store;
     char** argv;
-    const bool stops_gracefully;
+    const bool stops_gracefully, independent;
     std::unique_ptr<TemporaryDirectory> folder;
     sigset_t mask_before;
     int signals = -1;
     std::vector<Error> errors;
     bool is_inside_line = false;  // the terminal's last line is process 0's and has no end yet
-    const Child* culprit = nullptr;
-    int requested_by = 0;  // the signal that asked the processes to stop
-    int stopped_by = 0;    // the signal that ends the run
-    bool stopping = false, was_terminated = false;
+    int requested_by = 0;         // the signal that asked the processes to stop
+    int stopped_by = 0;           // the signal that ends the run
     bool stdout_has_stalled = false, stderr_has_stalled = false;
-    Clock::time_point request_time, term_time, kill_time;
+    Clock::time_point request_time;
+    // Of independent workers: what any of them has come to, and what is yet to be said.
+    bool any_is_complete = false, any_has_stopped = false, any_is_mistaken = false;
+    std::optional<Failure> first_failure;  // of those that are not started again
+    std::vector<Error> mistakes;
+    Clock::time_point mistake_time;
 };

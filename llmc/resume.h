@@ -1,7 +1,9 @@
-// Resume: which checkpoint all processes of a run go on from. Each looks into its own folder and says in the
-// store what it sees there; so all know the same, and all find the same answer:
+// Resume: which checkpoint all processes of a run go on from, or the ranks of an independent worker. Each
+// looks into its own folder and says in the store what it sees there; so all know the same, and all find the
+// same answer:
 //   - the newest step at which every process has its own file, all of the same run (lineage);
-//   - of a run of another number of workers or ranks: at which every process has all files of that run.
+//   - of a run of another number of workers or ranks: at which every process has all files of that run
+//     (an independent worker does not go on from such a one, nor from another worker's: that is an error).
 // Then each reads the files it needs in full. Where one is damaged, the next older step is tried.
 // Names and headers are not covered by a checksum until then: they decide what is tried, never what is taken.
 #pragma once
@@ -27,14 +29,28 @@ struct ResumePoint {
     long step = 0;
     std::string lineage;
     int workers = 1, ranks = 1;
+    int worker = -1;  // the independent one that wrote it; -1: all workers did, in lock-step
 
-    long size() const { return long(workers) * ranks; }
+    bool is_of_one_worker() const { return worker >= 0; }
+    long size() const { return is_of_one_worker() ? ranks : long(workers) * ranks; }
     bool operator==(const ResumePoint& other) const { return key() == other.key(); }
     bool operator<(const ResumePoint& other) const { return key() < other.key(); }
 
 private:
-    std::tuple<long, const std::string&, int, int> key() const { return {step, lineage, workers, ranks}; }
+    std::tuple<long, const std::string&, int, int, int> key() const {
+        return {step, lineage, workers, ranks, worker};
+    }
 };
+
+inline ResumePoint point_of(const StateIdentity& who) {
+    return {who.step, who.lineage, who.workers, who.ranks, who.independent ? who.worker : -1};
+}
+
+// "4 x 2 processes", "worker 1 of 4 x 2 processes"
+inline std::string writers_of(const ResumePoint& point) {
+    return (point.is_of_one_worker() ? format("worker %d of ", point.worker) : "") +
+           format("%d x %d processes", point.workers, point.ranks);
+}
 
 // -----------------------------------------------------------------------------------------------------------
 // What a process sees in its folder
@@ -58,7 +74,7 @@ struct FolderView {
         };
         auto pack_entry = [&](const char* kind, long step, int process, const ResumePoint& p,
                               const std::string& flaw) {
-            return line(format("%s %ld %d %d %d %s ", kind, step, process, p.workers, p.ranks,
+            return line(format("%s %ld %d %d %d %d %s ", kind, step, process, p.workers, p.ranks, p.worker,
                                p.lineage.empty() ? "-" : p.lineage.c_str()) +
                         flaw);
         };
@@ -80,7 +96,8 @@ struct FolderView {
             std::string kind, flaw;
             ResumePoint point;
             int process;
-            words >> kind >> point.step >> process >> point.workers >> point.ranks >> point.lineage;
+            words >> kind >> point.step >> process >> point.workers >> point.ranks >> point.worker >>
+                point.lineage;
             std::getline(words >> std::ws, flaw);
             if (point.lineage == "-") { point.lineage.clear(); }
             if (kind == "done") {
@@ -106,9 +123,7 @@ inline FolderView::State look_at_state(const std::string& folder, long step, int
     try {
         const StateReader reader(path);
         const StateIdentity& who = reader.identity();
-        if (who.step == step && long(who.worker) * who.ranks + who.rank == process) {
-            return {{step, who.lineage, who.workers, who.ranks}, ""};
-        }
+        if (who.step == step && who.process() == process) { return {point_of(who), ""}; }
         return {{},
                 path + format(" is the state of %s at step %ld, not what its name says",
                               Process::name(who.worker, who.rank).c_str(), who.step)};
@@ -117,8 +132,7 @@ inline FolderView::State look_at_state(const std::string& folder, long step, int
 
 inline ResumePoint look_at_done(const std::string& folder, long step) {
     try {
-        const StateIdentity who = read_done(folder, step);
-        return {step, who.lineage, who.workers, who.ranks};
+        return point_of(read_done(folder, step));
     } catch (const std::runtime_error&) { return {step, "", 1, 1}; }
 }
 
@@ -150,7 +164,7 @@ inline void remove_leftovers(const Process& process, const std::string& folder) 
             (sscanf(name.c_str(), "DONE_%ld.%d", &step, &writer) == 2 &&
              path == done_path(folder, step) + format(".%d.tmp", writer)) ||
             (sscanf(name.c_str(), "model_%ld", &step) == 1 && path == model_path(folder, step) + ".tmp");
-        if (is_leftover && (writer == process.index() || writer >= process.size())) {
+        if (is_leftover && (writer == process.group_index() || writer >= process.group_size())) {
             std::filesystem::remove(path, ignored);
         }
     }
@@ -159,10 +173,20 @@ inline void remove_leftovers(const Process& process, const std::string& folder) 
 // -----------------------------------------------------------------------------------------------------------
 // What all see
 
-// The processes whose files a process of this run reads: its own, or all where the shapes differ.
+// A checkpoint that these processes may have written; in which start of theirs is not known.
+inline ResumePoint own_point(const Process& process, long step) {
+    return {step, "", process.workers, process.ranks, process.independent ? process.worker : -1};
+}
+
+inline bool is_of_same_shape(const Process& process, const ResumePoint& point) {
+    const ResumePoint own = own_point(process, point.step);
+    return point.workers == own.workers && point.ranks == own.ranks && point.worker == own.worker;
+}
+
+// The processes whose files process `index` reads: its own, or all where the shapes differ.
 inline std::pair<long, long> files_needed(const Process& process, int index, const ResumePoint& point) {
-    const bool is_same_shape = point.workers == process.workers && point.ranks == process.ranks;
-    return is_same_shape ? std::pair(long(index), index + 1L) : std::pair(0L, point.size());
+    const bool is_own = is_of_same_shape(process, point);
+    return is_own ? std::pair(long(index), index + 1L) : std::pair(0L, point.size());
 }
 
 // The first thing that keeps process `index` from going on from there, as far as names and headers tell.
@@ -179,8 +203,7 @@ inline std::string find_lack(const Process& process, int index, const FolderView
             return path + " is of another run (" + state.point.lineage + ", not " + point.lineage + ")";
         }
         if (!(state.point == point)) {
-            return path + format(" was written by %d x %d processes, not %d x %d", state.point.workers,
-                                 state.point.ranks, point.workers, point.ranks);
+            return path + " was written by " + writers_of(state.point) + ", not " + writers_of(point);
         }
     }
     return "";
@@ -188,7 +211,7 @@ inline std::string find_lack(const Process& process, int index, const FolderView
 
 // The same after reading them in full, from this process's own folder.
 inline std::string find_damage(const Process& process, const std::string& folder, const ResumePoint& point) {
-    const auto [begin, end] = files_needed(process, process.index(), point);
+    const auto [begin, end] = files_needed(process, process.group_index(), point);
     try {
         for (long i = begin; i < end; i++) { StateReader(state_path(folder, point.step, int(i))).verify(); }
     } catch (const UserError& error) { return without_hint(error); }
@@ -202,11 +225,11 @@ public:
         for (const std::string& text : process.gather("resume/folder", view_folder(folder).pack())) {
             views.push_back(FolderView::unpack(text));
         }
-        for (int i = 0; i < process.size(); i++) {
+        for (int i = 0; i < process.group_size(); i++) {
             const FolderView& view = views[size_t(i)];
             if (!view.trouble.empty()) {
                 throw UserError(format("%s cannot read the folder %s (%s): give it another -o",
-                                       name(i).c_str(), view.folder.c_str(), view.trouble.c_str()));
+                                       process.member(i).c_str(), view.folder.c_str(), view.trouble.c_str()));
             }
         }
         for (const FolderView& view : views) {
@@ -225,13 +248,13 @@ public:
     // Why this one cannot be taken, in words; empty: it is whole on all processes. Collective.
     std::string find_flaws(const ResumePoint& point) {
         std::vector<std::string> flaws;
-        for (int i = 0; i < process.size(); i++) {
+        for (int i = 0; i < process.group_size(); i++) {
             flaws.push_back(find_lack(process, i, views[size_t(i)], point));
         }
         auto is_empty = [](const std::string& flaw) { return flaw.empty(); };
         if (std::all_of(flaws.begin(), flaws.end(), is_empty)) {
-            const std::string key =
-                format("resume/%ld/%dx%d/%s", point.step, point.workers, point.ranks, point.lineage.c_str());
+            const std::string key = format("resume/%ld/%dx%d/%d/%s", point.step, point.workers, point.ranks,
+                                           point.worker, point.lineage.c_str());
             flaws = process.gather(key, find_damage(process, folder, point));
         }
         return in_words(flaws, point);
@@ -239,6 +262,33 @@ public:
 
     // Has there ever been a checkpoint that was complete?
     bool was_ever_complete() const { return has_done; }
+
+    // UserError for a checkpoint that is whole and not for this run: what is reshaped is a run in lock-step.
+    void check_shape(const ResumePoint& point) const {
+        const bool may_reshape = !process.independent && !point.is_of_one_worker();
+        if (may_reshape || is_of_same_shape(process, point)) { return; }
+        const std::string what =
+            format("the checkpoint of step %ld in %s is of ", point.step, views[0].folder.c_str());
+        const std::string whole_run = format("a run of %d workers x %d ranks", point.workers, point.ranks);
+        if (!process.independent) {
+            throw UserError(what + format("worker %d of a run with --outer-transport store: resume it with "
+                                          "that, or give another -o",
+                                          point.worker));
+        }
+        if (!point.is_of_one_worker()) {
+            throw UserError(what + whole_run +
+                            " in lock-step: resume it with the --outer-transport that it "
+                            "had, or give another -o");
+        }
+        if (point.workers != process.workers || point.ranks != process.ranks) {
+            throw UserError(what + whole_run +
+                            format(", not %d x %d: with --outer-transport store a worker "
+                                   "resumes with the --workers and --ranks that it had",
+                                   process.workers, process.ranks));
+        }
+        throw UserError(what + format("worker %d, not of worker %d: give each worker the folder that it had",
+                                      point.worker, process.worker));
+    }
 
     // Where the folders hold more than one run's.
     std::string note_of_runs() const {
@@ -254,8 +304,6 @@ public:
     }
 
 private:
-    std::string name(int i) const { return Process::name(i / process.ranks, i % process.ranks); }
-
     void collect_points() {
         std::set<ResumePoint> found;
         std::set<long> steps, known;
@@ -271,7 +319,7 @@ private:
         }
         // Of a step of which no header is left it is still to be said why it is passed over.
         for (long step : steps) {
-            if (!known.count(step)) { found.insert({step, "", process.workers, process.ranks}); }
+            if (!known.count(step)) { found.insert(own_point(process, step)); }
         }
         points.assign(found.rbegin(), found.rend());
         if (newest_done.lineage.empty()) { return; }
@@ -287,10 +335,10 @@ private:
         std::string text;
         for (size_t i = 0; i < flaws.size(); i++) {
             if (flaws[i].empty() || ++count > most) { continue; }
-            text += (text.empty() ? "" : "; ") + name(int(i)) + ": " + flaws[i];
+            text += (text.empty() ? "" : "; ") + process.member(int(i)) + ": " + flaws[i];
         }
         if (count > most) { text += format("; and %zu more processes", count - most); }
-        if (count > 0 && (point.workers != process.workers || point.ranks != process.ranks)) {
+        if (count > 0 && !process.independent && !is_of_same_shape(process, point)) {
             text += format(
                 " (it is of %d workers x %d ranks: to go on with %d x %d, each process needs all its files)",
                 point.workers, point.ranks, process.workers, process.ranks);
@@ -306,8 +354,8 @@ private:
     bool has_done = false;
 };
 
-// Where to go on from; nothing: at the beginning. All processes call it after meet(), once, each with its own
-// folder; all get the same, or throw the same UserError. `notes`: what a user should know, a line each.
+// Where to go on from; nothing: at the beginning. All of a group call it after meet(), once, each with its
+// own folder; all get the same, or throw the same UserError. `notes`: what a user should know, a line each.
 inline std::optional<ResumePoint> agree_on_checkpoint(Process& process, const std::string& folder,
                                                       std::vector<std::string>& notes) {
     remove_leftovers(process, folder);
@@ -320,7 +368,10 @@ inline std::optional<ResumePoint> agree_on_checkpoint(Process& process, const st
     std::vector<std::string> passed_over;
     for (const ResumePoint& point : search.in_order()) {
         const std::string flaws = search.find_flaws(point);
-        if (flaws.empty()) { return point; }
+        if (flaws.empty()) {
+            search.check_shape(point);
+            return point;
+        }
         notes.push_back(format("step %ld was passed over: ", point.step) + flaws);
         if (passed_over.size() < 3) { passed_over.push_back(format("step %ld: ", point.step) + flaws); }
     }

@@ -1,6 +1,7 @@
 // Store: the key-value store that processes meet through. Values are byte strings of any content.
 //   file:DIR                          a folder that all processes see (one machine, or a shared file system)
-//   redis://[:PASSWORD@]HOST[:PORT]   a Redis or Valkey server that all processes reach (store_redis.h)
+//   redis://[:PASSWORD@]HOST[:PORT]   a Redis or Valkey server that all processes reach (store_redis.h);
+//                                     rediss://: over TLS
 // It carries addresses, run ids and who failed, not gradients. One process that is all alone needs no URL:
 // MemoryStore.
 //
@@ -9,7 +10,6 @@
 // several threads.
 #pragma once
 #include <errno.h>
-#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 #include <string.h>
@@ -31,6 +31,7 @@
 #include <vector>
 
 #include "llmc/error.h"
+#include "llmc/value_file.h"
 
 // -----------------------------------------------------------------------------------------------------------
 // Waiting, random names, signals
@@ -191,15 +192,18 @@ private:
 // -----------------------------------------------------------------------------------------------------------
 // A folder
 
-// One file a key. Values appear whole: they are written under another name and then renamed, or linked where
-// only the first may win; rename(2) and link(2) are atomic on network file systems, too.
+// One file a key (value_file.h). A value is written under another name, which then becomes the key's, or is
+// linked to it where only the first may win.
 class FileStore : public Store {
 public:
-    explicit FileStore(std::string folder) : folder(std::move(folder)) {
+    explicit FileStore(std::string folder) : folder(std::move(folder)) { make_usable(this->folder); }
+
+    // UserError where a store cannot be in this folder.
+    static void make_usable(const std::string& folder) {
         std::error_code error;
-        std::filesystem::create_directories(this->folder, error);
-        if (error || access(this->folder.c_str(), R_OK | W_OK | X_OK) != 0) {
-            throw UserError("the store's folder " + this->folder + " cannot be used (" +
+        std::filesystem::create_directories(folder, error);
+        if (error || access(folder.c_str(), R_OK | W_OK | X_OK) != 0) {
+            throw UserError("the store's folder " + folder + " cannot be used (" +
                             (error ? error.message() : std::string(strerror(errno))) +
                             "): give --store a folder that can be written");
         }
@@ -207,28 +211,13 @@ public:
 
     void set(const std::string& key, const std::string& value) override {
         const std::string temporary = write_temporary(value);
-        if (rename(temporary.c_str(), path(key).c_str()) != 0) { fail("rename", temporary); }
+        if (rename(temporary.c_str(), path(key).c_str()) != 0) { fail_value_file("rename", temporary); }
     }
 
     std::optional<std::string> try_get(const std::string& key) override {
-        while (true) {
-            const int file = open(path(key).c_str(), O_RDONLY | O_CLOEXEC);
-            if (file < 0 && errno == ENOENT) { return std::nullopt; }
-            if (file < 0 && errno == ESTALE) { continue; }
-            if (file < 0) { fail("open", path(key)); }
-            std::string value;
-            char buffer[4096];
-            ssize_t count;
-            while ((count = read(file, buffer, sizeof buffer)) > 0) { value.append(buffer, size_t(count)); }
-            const int error = errno;
-            close(file);
-            if (count == 0) { return value; }
-            // ESTALE: the file was replaced on its server while it was being read.
-            if (error != ESTALE && error != EINTR) {
-                errno = error;
-                fail("read", path(key));
-            }
-        }
+        if (std::optional<std::string> value = read_value_file(path(key))) { return value; }
+        refresh_folder(folder);
+        return read_value_file(path(key));
     }
 
     std::string set_if_absent(const std::string& key, const std::string& value) override {
@@ -239,7 +228,7 @@ public:
                 const int error = errno;
                 unlink(temporary.c_str());
                 errno = error;
-                fail("link", path(key));
+                fail_value_file("link", path(key));
             }
             std::optional<std::string> winner = won ? value : try_get(key);
             if (winner) {
@@ -250,50 +239,27 @@ public:
     }
 
     void remove(const std::string& key) override {
-        if (unlink(path(key).c_str()) != 0 && errno != ENOENT) { fail("unlink", path(key)); }
+        if (unlink(path(key).c_str()) != 0 && errno != ENOENT) { fail_value_file("unlink", path(key)); }
     }
 
     std::string url() const override { return "file:" + folder; }
 
 private:
-    [[noreturn]] static void fail(const char* call, const std::string& path) {
-        throw RunError(format("the store's file %s: %s failed (%s)", path.c_str(), call, strerror(errno)));
-    }
-
-    // A key as a file name: what is not a letter, digit, '_', '-' or inner '.' becomes %XX. A long one is
-    // cut, and ends in a hash of the whole; "%%" stands in no other name.
+    // A long name is cut, and ends in a hash of the whole; "%%" stands in no other name.
     std::string path(const std::string& key) const {
-        std::string name;
-        for (unsigned char c : key) {
-            const bool plain = isalnum(c) || c == '_' || c == '-' || (c == '.' && !name.empty());
-            name += plain ? std::string(1, char(c)) : format("%%%02X", c);
-        }
+        std::string name = file_name_of(key);
         if (name.size() > 200) {
             const XXH128_hash_t hash = XXH3_128bits(key.data(), key.size());
             name = name.substr(0, 150) + format("%%%%%016llx%016llx", (unsigned long long)hash.high64,
                                                 (unsigned long long)hash.low64);
         }
-        return folder + "/" + (name.empty() ? "%" : name);
+        return folder + "/" + name;
     }
 
     std::string write_temporary(const std::string& value) const {
         const std::string temporary = folder + "/.new-" + random_hex(12);
-        const int file = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-        if (file < 0) { fail("open", temporary); }
-        size_t written = 0;
-        while (written < value.size()) {
-            const ssize_t count = write(file, value.data() + written, value.size() - written);
-            if (count < 0 && errno == EINTR) { continue; }
-            if (count < 0) {
-                const int error = errno;
-                close(file);
-                unlink(temporary.c_str());
-                errno = error;
-                fail("write", temporary);
-            }
-            written += size_t(count);
-        }
-        if (close(file) != 0) { fail("close", temporary); }
+        const bool sync = false;  // a run that lost its power meets anew
+        write_value_file(temporary, value, sync);
         return temporary;
     }
 

@@ -1,5 +1,5 @@
 // The stores by URL (see store.h). hiredis may be missing where a program is built: make then defines
-// WITHOUT_HIREDIS, and this file alone knows it.
+// WITHOUT_HIREDIS, and this file and streaming/log_stores.h alone know it.
 #pragma once
 #include <string.h>
 
@@ -9,21 +9,32 @@
 #include "llmc/error.h"
 #include "llmc/store.h"
 #ifdef WITHOUT_HIREDIS
-inline std::unique_ptr<Store> open_redis_store(const std::string&, double) {
-    throw UserError("--store redis:// is not in this build: give file:DIR, or build again with hiredis");
+[[noreturn]] inline void refuse_redis(const std::string& url) {
+    throw UserError("--store " + url.substr(0, url.find(':')) +
+                    ":// is not in this build: give file:DIR, or build again with hiredis");
 }
+inline std::unique_ptr<Store> open_redis_store(const std::string& url, double) { refuse_redis(url); }
 #else
 #include "llmc/store_redis.h"
 #endif
 
-// UserError for a URL of no known kind and for a store that cannot be used.
-inline std::unique_ptr<Store> open_store(const std::string& url, double timeout) {
-    if (url.rfind("redis://", 0) == 0) { return open_redis_store(url, timeout); }
-    if (url.rfind("file:///", 0) == 0) { return std::make_unique<FileStore>(url.substr(strlen("file://"))); }
+inline bool is_redis_url(const std::string& url) {
+    return url.rfind("redis://", 0) == 0 || url.rfind("rediss://", 0) == 0;
+}
+
+// The folder of file:DIR or file:///DIR. UserError for a URL of no known kind.
+inline std::string folder_of_store(const std::string& url) {
+    if (url.rfind("file:///", 0) == 0) { return url.substr(strlen("file://")); }
     if (url.rfind("file:", 0) == 0 && url.rfind("file://", 0) != 0 && url.size() > strlen("file:")) {
-        return std::make_unique<FileStore>(url.substr(strlen("file:")));
+        return url.substr(strlen("file:"));
     }
     // No more of it than the kind: there may be a password in the rest.
     throw UserError("the store '" + url.substr(0, url.find(':')) +
                     ":...' is of no known kind: give --store file:DIR or redis://[:PASSWORD@]HOST:PORT");
+}
+
+// UserError for a URL of no known kind and for a store that cannot be used.
+inline std::unique_ptr<Store> open_store(const std::string& url, double timeout) {
+    if (is_redis_url(url)) { return open_redis_store(url, timeout); }
+    return std::make_unique<FileStore>(folder_of_store(url));
 }

@@ -28,7 +28,7 @@ class Watchdog {
 public:
     // is_awake: whether it watches at all
     explicit Watchdog(const Process& process, bool is_awake = runs_on_gpu)
-        : process(process), is_awake(is_awake && process.size() > 1), thread([this] { run(); }) {}
+        : process(process), is_awake(is_awake && process.group_size() > 1), thread([this] { run(); }) {}
 
     ~Watchdog() {
         {

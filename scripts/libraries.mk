@@ -5,7 +5,8 @@
 #   DEPS_HOME   libraries that are unpacked there instead of installed (make setup OFFLINE=DIR DEPS_HOME=DIR)
 #   GPU_ARCH    the GPUs to build for (else this machine's), of 80 and later
 #   CPU_ARCH    the CPU to build for (else this machine's)
-#   HAS_GLOO=   nothing after the = leaves Gloo out although it is there; so do HAS_HIREDIS= and HAS_PCRE2=
+#   HAS_GLOO=   nothing after the = leaves Gloo out although it is there; so do HAS_HIREDIS=, HAS_OPENSSL= and
+#               HAS_PCRE2=
 GPU_ARCH ?= native
 CPU_ARCH ?= native
 hash := \#
@@ -28,20 +29,25 @@ LIBRARY_FOLDERS := lib64 lib lib/*-linux-gnu targets/*/lib
 
 # --disable-new-dtags: for what these libraries need themselves, too.
 DEPS := $(if $(DEPS_HOME),$(abspath $(DEPS_HOME)) $(abspath $(DEPS_HOME))/usr)
-DEPS_FLAGS := $(addprefix -isystem ,$(wildcard $(DEPS:%=%/include)))
+DEPS_FLAGS := $(addprefix -isystem ,$(wildcard $(DEPS:%=%/include) \
+                                               $(DEPS:%=%/include/*-linux-gnu)))
 DEPS_LIBRARIES := $(wildcard $(foreach folder,$(DEPS),$(addprefix $(folder)/,$(LIBRARY_FOLDERS))))
 DEPS_LINK := $(call library_folder,$(DEPS_LIBRARIES)) $(if $(DEPS),-Xlinker --disable-new-dtags)
 
 # Optional: what would need a missing one is refused by the programs.
 HAS_GLOO = $(call once,HAS_GLOO,$(shell $(call host_links,gloo/transport/tcp/device.h,-lgloo) && echo yes))
 HAS_HIREDIS = $(call once,HAS_HIREDIS,$(shell $(call host_links,hiredis/hiredis.h,-lhiredis) && echo yes))
+HAS_OPENSSL = $(call once,HAS_OPENSSL,$(shell $(call host_links,openssl/opensslconf.h,-lssl -lcrypto) && \
+                                                echo yes))
 HAS_PCRE2 = $(call once,HAS_PCRE2,$(shell $(call host_links,pcre2.h,-lpcre2-8) && echo yes))
 WITHOUT = $(if $(HAS_GLOO),,-DWITHOUT_GLOO) $(if $(HAS_HIREDIS),,-DWITHOUT_HIREDIS) \
-          $(if $(HAS_PCRE2),,-DWITHOUT_PCRE2)
-OPTIONAL_LIBS = $(if $(HAS_GLOO),-lgloo) $(if $(HAS_HIREDIS),-lhiredis) $(if $(HAS_PCRE2),-lpcre2-8)
+          $(if $(HAS_OPENSSL),,-DWITHOUT_OPENSSL) $(if $(HAS_PCRE2),,-DWITHOUT_PCRE2)
+OPTIONAL_LIBS = $(if $(HAS_GLOO),-lgloo) $(if $(HAS_HIREDIS),-lhiredis $(if $(HAS_OPENSSL),-lssl -lcrypto)) \
+                $(if $(HAS_PCRE2),-lpcre2-8)
 say_what_is_left_out = \
     $(if $(HAS_GLOO),,echo "Gloo: not found: --outer-transport gloo is not in this build";) \
     $(if $(HAS_HIREDIS),,echo "hiredis: not found: --store redis:// is not in this build";) \
+    $(if $(HAS_OPENSSL),,echo "OpenSSL: not found: --store rediss:// (TLS) is not in this build";) \
     $(if $(HAS_PCRE2),,echo "PCRE2: not found: --prompt takes tokenizers of bytes alone in this build";)
 
 # The CUDA toolkit, and NCCL.

@@ -55,6 +55,11 @@ struct StoredRun {
     long step = 0;
     int workers = 1, ranks = 1;
     std::string lineage;
+    bool independent = false;  // its workers: then it is of one of them, and goes on in that one alone
+
+    std::string path(int worker, int rank) const {
+        return state_path(folder, step, independent ? rank : worker * ranks + rank);
+    }
 };
 
 // -----------------------------------------------------------------------------------------------------------
@@ -65,7 +70,7 @@ class StoredState {
 public:
     // UserError where it is missing, damaged or of another run.
     StoredState(const StoredRun& run, int worker, int rank)
-        : path(state_path(run.folder, run.step, worker * run.ranks + rank)), reader(found(path)),
+        : path(run.path(worker, rank)), reader(found(path)),
           fields(Fields::parse(reader.text("fields"), path)),
           options(Fields::parse(reader.text("options"), path)) {
         const StateIdentity& id = reader.identity();

@@ -3,8 +3,10 @@
 // Payloads lie in a store. Whose payloads make up sync s is decided there once, by an entry that is set if
 // absent and never changed. The global parameters after s are a function of the entries up to s, so a worker
 // is only ever at some position of one log: dying, stalling, being slow and joining are all the same, being
-// behind. (Keys: sync_log_records.h. Who is counted: sync_log_decision.h. What safety hangs on:
-// sync_log_rules.h.)
+// behind. Where workers have several ranks each shard has a log of its own, and the contributors of one sync
+// may differ from shard to shard; the ranks of a worker agree on what their turns say, at each step.
+// (Keys: sync_log_records.h. Who is counted: sync_log_decision.h. What safety hangs on: sync_log_rules.h.
+// What is told of it: sync_log_events.h. Threads: sync_log_threads.h.)
 //
 // A worker takes part in sync s of a fragment once it has applied the fragment's syncs before s:
 //   1. chunks, then line    Who reads the line finds the payload. Each start has its own names (incarnation),
@@ -17,8 +19,9 @@
 //   3. entry, if absent     The first one wins, and the winner's is read, by its decider as well.
 //   4. generation           Read after the entry: a store that came back empty has lost lines, so what is
 //                           decided there is believed by nobody.
-//   5. payloads, apply      At the due step; at once where this worker was not to send s any more. Whose
-//                           payload was not counted moves local by what global moved.
+//   5. payloads, apply      At the due step, at the latest behind the last one; at once where this worker was
+//                           not to send s any more. Whose payload was not counted moves local by what global
+//                           moved.
 //   6. removal              By the decider: payloads of its fragment that are older than `retain` syncs and
 //                           that the checkpoints of two workers have behind them, so that the run survives
 //                           the death of all of them and the loss of a disk; with them, what a stalled worker
@@ -26,6 +29,9 @@
 // Who finds an entry's payload gone asks for a snapshot: all fragments of another worker as they were at one
 // instant, in chunks, then an offer with their digest. The first offer is read, and checked; who finds a
 // chunk gone asks again under a new name. What a dead start asked for, deciders remove.
+//
+// Who has finished its last step applies what was sent until then, gives the snapshots that those ask for who
+// are alive, and leaves a note. Who needs one later, when nobody is there, knows by it that the run is over.
 //
 // Who is waited for is said by beats. A beat promises to be in time from a sync on. Who was not, is not
 // waited for until it promises again, later each time: a slow worker costs others little, a hung one a single
@@ -50,10 +56,12 @@
 
 #include "llmc/error.h"
 #include "sync_log_decision.h"
+#include "sync_log_heartbeat.h"
 #include "sync_log_records.h"
 #include "sync_log_rules.h"
 
 struct SyncLogOptions {
+    int shard = 0;  // this process's rank in its worker
     int workers = 2;
     int min_workers = 2;
     long overlap = 1;         // tau
@@ -70,6 +78,7 @@ struct SyncLogOptions {
 // What a worker starts with. A first start: position 0 everywhere, no generation.
 struct LogStart {
     std::string token;            // random, of this start
+    std::string fingerprint;      // of the options that all must have
     std::string generation;       // in which the checkpoint was written
     std::vector<long> positions;  // of its fragments
     bool from_checkpoint = false;
@@ -80,7 +89,8 @@ struct Contribution {
     std::string payload;
 };
 
-// This worker's shard of the outer state. Called by the constructor and turn(); encoded(), by request().
+// This worker's shard of the outer state. Called by the constructor, turn() and finish(); encoded(), by
+// request() and answer().
 class LogShard {
 public:
     struct Encoded {
@@ -90,9 +100,10 @@ public:
     };
 
     virtual ~LogShard() = default;
-    virtual uint64_t hash(int fragment) = 0;        // of its global parameters
-    virtual void encode(long sync) = 0;             // global - local as they are now
-    virtual const Encoded* encoded(long sync) = 0;  // null: not there yet. Stays until the sync is applied.
+    virtual uint64_t hash(int fragment) = 0;  // of its global parameters
+    virtual void encode(long sync) = 0;       // global - local as they are now
+    // Null: not there yet, or not any more. Stays until the sync is applied, or a snapshot is loaded.
+    virtual const Encoded* encoded(long sync) = 0;
 
     // In ascending order of workers; none: global stays.
     // counted: this worker's payload is among them, maybe that of an earlier start
@@ -119,6 +130,7 @@ public:
           start(start),
           presence(options.expiry) {
         me.worker = worker;
+        encoded_until.assign(start.positions.size(), -1);
         enter(start.positions);
     }
 
@@ -132,12 +144,15 @@ public:
     void answer(const StoreAnswer& answer, double now) {
         if (phase == Phase::stopped) { return; }
         if (answer.lost) {
-            if (!is_cut_off) { say("has lost the store, and goes on until it needs it"); }
+            if (!is_cut_off) {
+                say(LogEventKind::store_lost, "has lost the store, and goes on until it needs it" +
+                                                  (answer.trouble.empty() ? "" : ": " + answer.trouble));
+            }
             is_cut_off = true;
             retry_at = now + options.retry;
             return;
         }
-        if (is_cut_off) { say("has the store again"); }
+        if (is_cut_off) { say(LogEventKind::store_back, "has the store again"); }
         is_cut_off = false;
         is_asked = false;
         retry_at = 0;
@@ -145,35 +160,63 @@ public:
         then(answer, now);
     }
 
-    // At the end of `step`, and again until it says something else than to wait.
+    // At the end of `step`, and again until it says something else than to wait. Before the first step, with
+    // the step that is done: it waits until it has a place in the run.
     LogTurn turn(long step, double now) {
-        if (phase == Phase::stopped) { return {LogTurn::stop}; }
-        this->step = step;
-        if (phase == Phase::behind && snapshot.is_whole) { load_snapshot(); }
-        if (phase != Phase::running) { return {LogTurn::wait}; }
-        if (giving && giving->bytes.empty() && !write_snapshot()) { return {LogTurn::stop}; }
-        while (Slot* slot = ready()) { apply(*slot); }
-        const long max_lag = is_aligned ? options.max_lag : 0;
-        if (newest_open >= 0 && schedule.send_step(newest_open) > step + max_lag) {
-            say(format("jumps from step %ld to %ld", step, schedule.send_step(newest_open)));
-            return {LogTurn::jump, schedule.send_step(newest_open)};
-        }
-        take_part();
-        for (Slot& slot : slots) {
-            if (due_step(slot.sync) <= step && slot.due_since < 0) { slot.due_since = now; }
-        }
-        for (const Slot& slot : slots) {
-            if (slot.due_since >= 0) { return {LogTurn::wait}; }
-        }
-        if (promise < 0) { promise = schedule.first_after(step); }
-        return {LogTurn::go_on};
+        const LogTurn said = take_turn(step, now);
+        is_waiting = said.kind == LogTurn::wait;
+        if (is_waiting) { look_around_at = std::min(look_around_at, look_earliest); }
+        return said;
     }
 
-    // For the heartbeat. An empty one: not registered yet.
-    std::string beat(long count) const {
-        const bool is_known = phase == Phase::agreeing || phase == Phase::running || phase == Phase::behind;
-        return is_known ? LogBeat{me.number, count, promise, newest_sent}.text() : std::string();
+    // Behind the last step, in place of turn(). All that was sent until then is due now; at the end global
+    // parameters are those of all others that end there. It waits, too, while it is needed for a snapshot.
+    LogTurn finish(long last_step, double now) {
+        is_finishing = true;
+        const LogTurn last = turn(last_step, now);
+        if (last.kind != LogTurn::go_on) { return last; }
+        if (!is_leaving) {
+            is_leaving = true;
+            look_around_at = look_earliest;
+        }
+        return {has_left ? LogTurn::go_on : LogTurn::wait};
     }
+
+    // Would turn() say, or do, something else now than when it last said to wait?
+    bool is_turn_due() const {
+        if (phase == Phase::stopped) { return true; }
+        if (phase == Phase::behind) { return snapshot.is_whole; }
+        if (phase != Phase::running) { return false; }
+        if ((giving && giving->bytes.empty()) || ready() >= 0 || is_far_behind()) { return true; }
+        bool waits = false;
+        for (const Slot& slot : slots) {
+            if (!is_due(slot.sync)) { continue; }
+            if (slot.due_since < 0) { return true; }
+            waits = true;
+        }
+        return !waits && (!is_leaving || has_left);
+    }
+
+    // Seconds until request() may have something to ask that it has not now, but for what turn() changes.
+    double rest(double now) const {
+        if (phase == Phase::stopped) { return options.poll; }
+        double until = is_asked ? retry_at : phase == Phase::running ? look_around_at : now + options.poll;
+        for (const Slot& slot : slots) {
+            if (is_asked || phase != Phase::running) { break; }
+            if (slot.own == Slot::sending && !slot.entry) { until = now; }  // it is being encoded
+            if (slot.look_at > now) { until = std::min(until, slot.look_at); }
+        }
+        return std::max(until - now, 0.001);
+    }
+
+    LogPulse pulse() const {
+        const bool is_known = phase == Phase::agreeing || phase == Phase::running || phase == Phase::behind;
+        if (!is_known) { return LogPulse(); }
+        const long promised = phase == Phase::behind ? LogBeat::needs_snapshot : promise;
+        return {generation, key("beat"), me.worker, {me.number, 0, promised, newest_sent}};
+    }
+
+    // The answer to what `run/generation` is.
     void check_generation(const StoreAnswer& answer) {
         if (phase == Phase::stopped || generation.empty() || answer.lost) { return; }
         if (!answer.found || answer.value != generation) {
@@ -193,11 +236,15 @@ public:
         return positions;
     }
     const std::string& current_generation() const { return generation; }
+    Incarnation incarnation() const { return me; }  // number 0: not registered yet
     const std::string& why_stopped() const { return why; }
     bool has_diverged() const { return diverged; }
+    bool is_over() const { return over; }  // it came too late: all others have ended
+    bool is_refused() const { return !run_fingerprint.empty(); }
+    const std::string& theirs() const { return run_fingerprint; }  // the run's, that it was refused for
     bool is_running() const { return phase == Phase::running; }
     bool is_idle() const { return !giving && chores.empty(); }
-    std::vector<std::string> news() { return std::exchange(told, {}); }
+    std::vector<LogEvent> events() { return std::exchange(told, {}); }
 
 private:
     using Handler = std::function<void(const StoreAnswer&, double now)>;
@@ -205,7 +252,7 @@ private:
         StoreRequest request;
         Handler then;
     };
-    enum class Phase { opening, registering, agreeing, running, behind, stopped };
+    enum class Phase { opening, comparing, registering, agreeing, running, behind, stopped };
 
     // A fragment's next sync.
     struct Slot {
@@ -220,7 +267,8 @@ private:
         bool confirmed = false;
         std::vector<std::string> payloads;  // of the entry's contributors, as far as they are read
         std::string part;                   // of the next one
-        double due_since = -1;
+        size_t bytes_read = 0;
+        double due_since = -1, ripe_since = -1;
         bool has_told = false;  // that there are too few
 
         bool has_line() const { return own == sent || own == abstained; }
@@ -249,12 +297,16 @@ private:
         is_asked = true;
     }
 
-    std::string key(const std::string& folder) const { return generation + "/" + folder; }
+    std::string key(const std::string& folder) const {
+        return generation + "/" + std::to_string(options.shard) + "/" + folder;
+    }
 
     void choose(double now) {
         switch (phase) {
             case Phase::opening:
                 return open();
+            case Phase::comparing:
+                return compare();
             case Phase::registering:
                 return register_start();
             case Phase::agreeing:
@@ -280,6 +332,14 @@ private:
                 give();
             }
         }
+        if (!is_asked && is_leaving) { leave(); }
+    }
+
+    // Nobody who is alive needs anything from this worker: it says that it has all, and may end.
+    void leave() {
+        if (has_left || is_wanted || !has_looked_last || giving) { return; }
+        ask({StoreRequest::put, key("done"), std::to_string(me.worker), std::to_string(step)},
+            [this](const StoreAnswer&, double) { has_left = true; });
     }
 
     bool do_chore() {
@@ -301,8 +361,21 @@ private:
         ask({StoreRequest::put_if_absent, "run", "generation", start.token},
             [this](const StoreAnswer& answer, double) {
                 generation = answer.value;
-                phase = Phase::registering;
-                me.number = 1;
+                phase = Phase::comparing;
+            });
+    }
+
+    // Who comes first says what all must agree in, for all shards.
+    void compare() {
+        ask({StoreRequest::put_if_absent, generation + "/run", "fingerprint", start.fingerprint},
+            [this](const StoreAnswer& answer, double) {
+                if (rules.is_same_run(start.fingerprint, answer.value)) {
+                    phase = Phase::registering;
+                    me.number = 1;
+                } else {
+                    run_fingerprint = answer.value;
+                    stop("its options are not those of the run");
+                }
             });
     }
 
@@ -315,8 +388,9 @@ private:
                     me.number++;
                     return;
                 }
-                say("starts");
+                say(LogEventKind::starts, "starts as " + me.text());
                 agree_from = now;
+                add_removal(key("done"), std::to_string(me.worker));
                 phase = generation == start.generation ? Phase::running : Phase::agreeing;
                 // A checkpoint of another generation is not of this log, unless the log begins with it.
                 checkpointed(phase == Phase::running ? start.positions : std::vector<long>(slots.size(), 0));
@@ -384,41 +458,117 @@ private:
 
     void stop(const std::string& reason) {
         why = reason;
-        say("stops: " + reason);
+        say(LogEventKind::stops, "stops: " + reason);
         phase = Phase::stopped;
     }
 
-    void say(const std::string& text) { told.push_back(me.text() + " " + text); }
+    void say(LogEventKind kind, const std::string& text, long sync = -1) {
+        told.push_back({kind, sync, me.worker, text});
+    }
+
+    void say(LogEventKind kind, long sync, const LogEntry& entry, const std::string& text) {
+        say(kind, text + in_words(entry), sync);
+        told.back().entry = entry;
+    }
+
+    // Of others. Who is gone may have been done.
+    void tell_changes() {
+        for (const Presence::Change& change : presence.changes()) {
+            if (change.worker == me.worker) { continue; }
+            const std::string who = format("worker %d ", change.worker);
+            if (change.kind == LogEventKind::gone) {
+                chores.push_back({{StoreRequest::get, key("done"), std::to_string(change.worker), ""},
+                                  [this, change, who](const StoreAnswer& answer, double) {
+                                      told.push_back({answer.found ? LogEventKind::done : change.kind, -1,
+                                                      change.worker,
+                                                      who + (answer.found ? "has ended" : "is gone")});
+                                  }});
+                continue;
+            }
+            const char* said = change.kind == LogEventKind::joined ? "joins"
+                               : change.kind == LogEventKind::late ? "is late"
+                               : change.sync < 0                   ? "is back" : "is in time again";
+            const std::string what = change.sync < 0 ? format(", as start %d", change.start)
+                                                     : format(" for sync %ld", change.sync);
+            told.push_back({change.kind, change.sync, change.worker, who + said + what});
+        }
+    }
 
     // -------------------------------------------------------------------------------------------------------
     // A sync, on the trainer's side
 
-    long due_step(long sync) const { return schedule.send_step(sync) + options.overlap; }
-
-    // What can be applied at this step: the lowest sync.
-    Slot* ready() {
-        Slot* first = nullptr;
+    LogTurn take_turn(long step, double now) {
+        if (phase == Phase::stopped) { return {LogTurn::stop}; }
+        this->step = step;
+        if (phase == Phase::behind && snapshot.is_whole) { load_snapshot(); }
+        if (phase != Phase::running) { return {LogTurn::wait}; }
+        if (giving && giving->bytes.empty() && !write_snapshot()) { return {LogTurn::stop}; }
+        for (int p = ready(); p >= 0; p = ready()) { apply(slots[size_t(p)], now); }
+        if (is_far_behind()) { return jump(); }
+        take_part();
+        bool waits = false;
         for (Slot& slot : slots) {
-            const bool is_fetched = slot.confirmed && slot.payloads.size() == slot.entry->contributors.size();
-            const bool is_due = due_step(slot.sync) <= step || slot.own == Slot::none;
-            if (is_fetched && is_due && (first == nullptr || slot.sync < first->sync)) { first = &slot; }
+            if (!is_due(slot.sync)) { continue; }
+            waits = true;
+            if (slot.due_since < 0) { slot.due_since = now; }
         }
-        return first;
+        if (waits) { return {LogTurn::wait}; }
+        if (promise < 0) { promise = schedule.first_after(step); }
+        return {LogTurn::go_on};
     }
 
-    void apply(Slot& slot) {
+    bool is_due(long sync) const {
+        const long send_step = schedule.send_step(sync);
+        return is_finishing ? rules.is_of_run(send_step, step) : send_step + options.overlap <= step;
+    }
+
+    // The fragment of what can be applied at this step: of the lowest sync. -1: none.
+    int ready() const {
+        const Slot* first = nullptr;
+        for (const Slot& slot : slots) {
+            const bool is_fetched = slot.confirmed && slot.payloads.size() == slot.entry->contributors.size();
+            const bool may_be = is_due(slot.sync) || slot.own == Slot::none;
+            if (is_fetched && may_be && (first == nullptr || slot.sync < first->sync)) { first = &slot; }
+        }
+        return first == nullptr ? -1 : int(first - slots.data());
+    }
+
+    bool is_far_behind() const {
+        const long max_lag = is_aligned ? options.max_lag : 0;
+        return !is_finishing && newest_open >= 0 && schedule.send_step(newest_open) > step + max_lag;
+    }
+
+    // The ranks of a worker may need some turns to agree on it.
+    LogTurn jump() {
+        const long to = schedule.send_step(newest_open);
+        if (to != jumps_to) { say(LogEventKind::jumps, format("jumps from step %ld to %ld", step, to)); }
+        jumps_to = to;
+        return {LogTurn::jump, to};
+    }
+
+    void apply(Slot& slot, double now) {
         std::vector<Contribution> contributions;
         for (size_t i = 0; i < slot.payloads.size(); i++) {
             contributions.push_back({slot.entry->contributors[i].who.worker, std::move(slot.payloads[i])});
         }
         const bool counted = slot.entry->counts(me.worker);
         shard.apply(slot.sync, contributions, counted);
+        tell_of_applied(slot, counted, now);
         keep_promise(slot);
         const int p = schedule.fragment(slot.sync);
         const long next = slot.sync + schedule.fragments();
         slot = Slot();
         slot.sync = next;
         slot.hash = shard.hash(p);
+    }
+
+    void tell_of_applied(const Slot& slot, bool counted, double now) {
+        const std::string text = format("applies sync %ld, ", slot.sync) + (counted ? "" : "not counted: ");
+        say(LogEventKind::applied, slot.sync, *slot.entry, text + "it ");
+        LogEvent& event = told.back();
+        event.counted = counted;
+        event.waited = slot.due_since < 0 ? 0 : now - slot.due_since;
+        event.bytes_read = slot.bytes_read;
     }
 
     // Who was not in time though it had promised to be promises again: at first for the next sync, then later
@@ -432,20 +582,23 @@ private:
         times_late++;
         const long later = times_late == 1 ? 0 : long(schedule.fragments()) << std::min(times_late - 2, 4);
         promise = schedule.first_after(step) + later;
-        say(format("was late for sync %ld", slot.sync));
+        say(LogEventKind::late, format("was late for sync %ld", slot.sync), slot.sync);
     }
 
-    // Sends what is sent at this step; abstains where a send step has been passed over.
+    // Sends what is sent at this step; abstains where a send step has been passed over, and where it has sent
+    // and then taken a snapshot: one name never holds two payloads.
     void take_part() {
-        for (Slot& slot : slots) {
+        for (int p = 0; p < int(slots.size()); p++) {
+            Slot& slot = slots[size_t(p)];
             if (slot.own != Slot::none || slot.entry) { continue; }
             const long send_step = schedule.send_step(slot.sync);
-            if (send_step == step) {
+            if (send_step == step && slot.sync > encoded_until[size_t(p)]) {
                 shard.encode(slot.sync);
                 slot.own = Slot::sending;
+                encoded_until[size_t(p)] = slot.sync;
                 newest_sent = std::max(newest_sent, slot.sync);
                 newest_open = std::max(newest_open, slot.sync);
-            } else if (send_step < step) {
+            } else if (send_step <= step) {
                 slot.own = Slot::abstaining;
             }
         }
@@ -513,7 +666,8 @@ private:
                 Slot* slot = find(sync);
                 if (slot == nullptr) { return; }
                 slot->looked = true;
-                slot->look_at = now + options.poll;
+                // The trainer stands still for what is due.
+                slot->look_at = now + (slot->due_since < 0 ? options.poll : options.poll / 10);
                 if (answer.found) {
                     slot->entry = LogEntry::parse(answer.value);
                 } else if (slot->has_line()) {
@@ -532,10 +686,13 @@ private:
                 if (is_odd_one(lines, slot->hash, rules)) { return diverge(); }
                 tell_of_few(*slot, lines, now);
                 const Question question{sync, slot->hash, slot->due_since, me};
-                if (std::optional<LogEntry> entry =
-                        decide(question, lines, presence, rules, options.min_workers, options.grace, now)) {
-                    write_entry(sync, *entry);
-                }
+                const std::optional<LogEntry> entry =
+                    decide(question, lines, presence, rules, options.min_workers, options.grace, now);
+                if (!entry) { return; }
+                // There may be others since it last looked around.
+                if (slot->ripe_since < 0) { slot->ripe_since = now - options.poll; }
+                if (looked_at >= slot->ripe_since) { return write_entry(sync, *entry); }
+                look_around_at = slot->look_at = now;
             });
     }
 
@@ -544,8 +701,10 @@ private:
         const bool waits = slot.due_since >= 0 && now >= slot.due_since + options.grace;
         if (slot.has_told || !waits || int(there) >= options.min_workers) { return; }
         slot.has_told = true;
-        say(format("waits: %zu of at least %d workers have sent sync %ld", there, options.min_workers,
-                   slot.sync));
+        say(LogEventKind::too_few,
+            format("waits: %zu of at least %d workers have sent sync %ld", there, options.min_workers,
+                   slot.sync),
+            slot.sync);
     }
 
     void write_entry(long sync, const LogEntry& entry) {
@@ -565,10 +724,12 @@ private:
                 if (slot->entry->hash != slot->hash) { return diverge(); }
                 slot->confirmed = true;
                 presence.note(*slot->entry, sync);
+                tell_changes();
                 if (slot->entry->decider == me) {
-                    say(format("decided sync %ld: %s", sync, slot->entry->text().c_str()));
+                    say(LogEventKind::decided, sync, *slot->entry, format("decides sync %ld: it ", sync));
                     sweep(sync);
                 }
+                take_own(*slot);
             });
     }
 
@@ -582,33 +743,58 @@ private:
         const size_t chunk = slot.part.size() / options.chunk;
         ask({StoreRequest::get, folder("payload", slot.sync), one.who.text() + "." + std::to_string(chunk),
              ""},
-            [this, sync = slot.sync, one](const StoreAnswer& answer, double) {
+            [this, sync = slot.sync, bytes = one.bytes](const StoreAnswer& answer, double) {
                 Slot* slot = find(sync);
                 if (slot == nullptr) { return; }
                 if (!answer.found) { return fall_behind(format("finds a payload of sync %ld gone", sync)); }
                 slot->part += answer.value;
-                if (slot->part.size() < one.bytes) { return; }
-                if (digest_of(slot->part) != one.digest) {
-                    return stop(
-                        format("the payload of worker %d for sync %ld is damaged", one.who.worker, sync));
-                }
-                slot->payloads.push_back(std::exchange(slot->part, ""));
+                slot->bytes_read += answer.value.size();
+                if (slot->part.size() < bytes) { return; }
+                add_payload(*slot, std::exchange(slot->part, ""));
+                if (phase == Phase::running) { take_own(*slot); }
             });
+    }
+
+    void add_payload(Slot& slot, std::string payload) {
+        const Contributor& one = slot.entry->contributors[slot.payloads.size()];
+        if (digest_of(payload) != one.digest) {
+            return stop(
+                format("the payload of worker %d for sync %ld is damaged", one.who.worker, slot.sync));
+        }
+        slot.payloads.push_back(std::move(payload));
+    }
+
+    // Its own, where that is the next.
+    void take_own(Slot& slot) {
+        const std::vector<Contributor>& all = slot.entry->contributors;
+        const size_t next = slot.payloads.size();
+        if (next == all.size() || !rules.is_own_payload(all[next].who, me)) { return; }
+        const LogShard::Encoded* encoded = shard.encoded(slot.sync);
+        if (encoded != nullptr) { add_payload(slot, encoded->payload); }
     }
 
     // -------------------------------------------------------------------------------------------------------
     // Looking around: who is alive, who needs a snapshot
 
-    // Over a slow link at most a fifth of the time.
+    // Often where the trainer stands still. Over a slow link at most a fifth of the time.
     void look_around(double from) {
-        ask({StoreRequest::list, key("beat"), "", ""}, [this, from](const StoreAnswer& answer, double now) {
+        const bool is_last = is_leaving;
+        ask({StoreRequest::list, key("beat"), "", ""}, [=](const StoreAnswer& answer, double now) {
             see(answer.listing, now);
-            ask({StoreRequest::list, key("want"), "", ""},
-                [this, from](const StoreAnswer& answer, double now) {
-                    look_around_at = now + std::max(options.poll, 4 * (now - from));
-                    if (phase == Phase::running) { consider(answer.listing, now); }
-                });
+            looked_at = now;
+            ask({StoreRequest::list, key("want"), "", ""}, [=](const StoreAnswer& answer, double now) {
+                rest_from_looking(from, now);
+                if (phase == Phase::running) { consider(answer.listing, is_last, from, now); }
+                const bool is_alone = phase == Phase::behind && !presence.can_anyone_give(me.worker);
+                alone_since = !is_alone ? -1 : alone_since < 0 ? now : alone_since;
+                if (is_alone && now >= alone_since + options.grace) { look_for_an_end(); }
+            });
         });
+    }
+
+    void rest_from_looking(double from, double now) {
+        look_earliest = now + std::max(options.poll, 4 * (now - from));
+        look_around_at = is_waiting ? look_earliest : std::max(look_earliest, now + options.expiry / 8);
     }
 
     void see(const std::map<std::string, std::string>& listing, double now) {
@@ -623,34 +809,46 @@ private:
             }
         }
         presence.look(beats, now);
+        tell_changes();
     }
 
-    // The worker with the lowest number gives; the next one, where that takes too long.
-    void consider(const std::map<std::string, std::string>& wants, double now) {
+    // What others want. Of that, what nobody offers yet is for somebody to give.
+    void consider(const std::map<std::string, std::string>& wants, bool is_last, double from, double now) {
         std::map<std::string, double> still;
         for (const auto& [want, reason] : wants) {
             const auto known = wanted_since.find(want);
+            if (Incarnation::parse(want).worker == me.worker) { continue; }
             still[want] = known == wanted_since.end() ? now : known->second;
         }
         wanted_since = still;
-        if (giving) { return; }
-        const int before_me = presence.running_before(me.worker);
-        std::vector<std::string> due;
-        for (const auto& [want, since] : wanted_since) {
-            const bool is_mine = Incarnation::parse(want).worker == me.worker;
-            if (!is_mine && now >= since + before_me * options.grace) { due.push_back(want); }
-        }
-        if (!due.empty()) { choose_reader(due); }
+        if (still.empty()) { return choose_reader(is_last, now); }
+        ask({StoreRequest::list, key("offer"), "", ""}, [=](const StoreAnswer& answer, double now) {
+            for (const auto& [want, offer] : answer.listing) { wanted_since.erase(want); }
+            rest_from_looking(from, now);
+            choose_reader(is_last, now);
+        });
     }
 
-    void choose_reader(const std::vector<std::string>& wants) {
-        ask({StoreRequest::list, key("offer"), "", ""}, [this, wants](const StoreAnswer& answer, double) {
-            for (const std::string& want : wants) {
-                if (!answer.listing.count(want)) {
-                    giving = Giving{want, "", 0};
-                    return;
-                }
-            }
+    // The worker with the lowest number gives; the next one, where that takes too long.
+    void choose_reader(bool is_last, double now) {
+        has_looked_last = is_last;
+        is_wanted = false;
+        const int before_me = presence.running_before(me.worker);
+        for (const auto& [want, since] : wanted_since) {
+            is_wanted |= presence.is_alive(Incarnation::parse(want));
+            if (!giving && now >= since + before_me * options.grace) { giving = Giving{want, "", 0}; }
+        }
+    }
+
+    // Nobody is alive that could give a snapshot. If somebody has ended, nobody is awaited.
+    void look_for_an_end() {
+        ask({StoreRequest::get, key("offer"), want(), ""}, [this](const StoreAnswer& answer, double) {
+            if (answer.found || snapshot.offer) { return; }
+            ask({StoreRequest::list, key("done"), "", ""}, [this](const StoreAnswer& answer, double) {
+                if (answer.listing.empty()) { return; }
+                over = true;
+                stop("the run is over, and nobody is there to take a snapshot from");
+            });
         });
     }
 
@@ -683,7 +881,7 @@ private:
         ask({StoreRequest::put_if_absent, key("offer"), giving->want, mine.text()},
             [this](const StoreAnswer& answer, double) {
                 if (!giving) { return; }
-                say("gives a snapshot to " + giving->want);
+                say(LogEventKind::gives_snapshot, "gives a snapshot to " + giving->want);
                 for (size_t i = 0; i < giving->chunks && !(LogOffer::parse(answer.value).giver == me); i++) {
                     add_removal(key("snapshot/" + giving->want), me.text() + "." + std::to_string(i));
                 }
@@ -692,9 +890,9 @@ private:
     }
 
     void fall_behind(const std::string& reason) {
-        say(reason + ": needs a snapshot");
+        say(LogEventKind::needs_snapshot, reason + ": needs a snapshot");
         phase = Phase::behind;
-        promise = -1;
+        promise = LogBeat::catches_up;
         giving.reset();
         ask_for_snapshot();
     }
@@ -737,7 +935,7 @@ private:
                 snapshot.chunks++;
                 const bool is_last = snapshot.chunks == chunks_of(offer.bytes, options.chunk);
                 if (!rules.is_chunk(answer) || (is_last && !rules.is_whole(snapshot.bytes, offer))) {
-                    say("finds its snapshot gone");
+                    say(LogEventKind::snapshot_gone, "finds its snapshot gone, and asks for another");
                     remove_snapshot(want());
                     return ask_for_snapshot();
                 }
@@ -749,7 +947,8 @@ private:
         const size_t end = snapshot.bytes.find('\n');
         shard.load(snapshot.bytes.substr(end + 1));
         enter(parse_numbers(snapshot.bytes.substr(0, end)));
-        say("goes on from a snapshot at " + snapshot.bytes.substr(0, end));
+        say(LogEventKind::takes_snapshot,
+            "goes on from a snapshot, its fragments at syncs " + snapshot.bytes.substr(0, end));
         remove_snapshot(want());
         const int attempt = snapshot.attempt;
         snapshot = Snapshot();
@@ -846,9 +1045,9 @@ private:
     const LogStart start;
     Incarnation me;
     Phase phase = Phase::opening;
-    std::string generation, why;
-    bool diverged = false;
-    std::vector<std::string> told;
+    std::string generation, run_fingerprint, why;
+    bool diverged = false, over = false;
+    std::vector<LogEvent> told;
 
     Asked asked;
     bool is_asked = false;    // and not yet answered
@@ -862,40 +1061,23 @@ private:
     size_t next_turn = 0;
     long step = 0;
     long newest_sent = -1, newest_open = -1;  // syncs; by this worker, by any
-    long promise = -1;
+    std::vector<long> encoded_until;          // by fragment: the newest sync that this start has encoded
+    long promise = LogBeat::catches_up;
+    long jumps_to = -1;
     int times_late = 0;
     bool is_aligned = false;  // it keeps step with the others: its last payload was counted
 
-    double look_around_at = 0;
+    double look_around_at = 0, look_earliest = 0, looked_at = 0;
+    bool is_waiting = true;  // the trainer
     Presence presence;
-    std::map<std::string, double> wanted_since;
+    std::map<std::string, double> wanted_since;  // snapshots, by others; those that nobody offers
+    bool is_wanted = false;                      // by one that is alive
     std::optional<Giving> giving;
     Snapshot snapshot;
-};
+    double alone_since = -1;  // behind, and nobody there that could give one
 
-// Shows that this process is alive, over a connection of its own: a payload may take a minute.
-class Heartbeat {
-public:
-    explicit Heartbeat(double interval) : interval(interval) {}
-
-    std::optional<StoreRequest> request(const SyncLog& log, int worker, double now) {
-        if (is_checking) { return StoreRequest{StoreRequest::get, "run", "generation", ""}; }
-        const std::string beat = log.beat(0);
-        if (beat.empty() || (now < next && beat == shown)) { return std::nullopt; }
-        shown = beat;
-        next = now + interval;
-        return StoreRequest{StoreRequest::put, log.current_generation() + "/beat", std::to_string(worker),
-                            log.beat(++count)};
-    }
-
-    void answer(const StoreAnswer& answer, SyncLog& log) {
-        if (is_checking) { log.check_generation(answer); }
-        is_checking = !is_checking;
-    }
-
-private:
-    double interval, next = 0;
-    std::string shown;
-    long count = 0;
-    bool is_checking = false;
+    bool is_finishing = false;     // behind the last step
+    bool is_leaving = false;       // all is applied
+    bool has_looked_last = false;  // since then: does anybody need anything?
+    bool has_left = false;         // and said so
 };

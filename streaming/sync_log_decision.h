@@ -5,7 +5,9 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "sync_log_events.h"
 #include "sync_log_records.h"
 #include "sync_log_rules.h"
 
@@ -15,24 +17,53 @@ class Presence {
 public:
     explicit Presence(double expiry) : expiry(expiry) {}
 
+    struct Change {
+        LogEventKind kind;  // joined, late, gone, back
+        int worker;
+        long sync = -1;  // late, back: the one that shows it
+        int start = 0;   // joined, back: its incarnation
+    };
+
     // All beats, at one look.
     void look(const std::map<int, std::string>& beats, double now) {
         looked = now;
         for (const auto& [worker, text] : beats) {
-            Seen& one = seen[worker];
+            const auto [at, is_first] = seen.insert({worker, Seen()});
+            Seen& one = at->second;
             if (one.text == text) { continue; }
+            const LogBeat beat = LogBeat::parse(text);
+            // The first beat that is found may be that of one that is long dead.
+            if (!is_first) { note_life(one, worker, beat.incarnation); }
             one.text = text;
-            one.beat = LogBeat::parse(text);
+            one.beat = beat;
             one.changed = now;
+        }
+        for (auto& [worker, one] : seen) {
+            if (is_alive(one) || one.state == State::unknown || one.state == State::gone) { continue; }
+            one.state = State::gone;
+            changed.push_back({LogEventKind::gone, worker});
         }
     }
 
     // Whoever is not in an entry has broken its promise, if it had made one.
     void note(const LogEntry& entry, long sync) {
         for (auto& [worker, one] : seen) {
-            if (!entry.knows(worker)) { one.missed = std::max(one.missed, sync); }
+            const bool had_promised = keeps_promises(one) && one.beat.promise <= sync && is_alive(one);
+            if (!entry.knows(worker)) {
+                if (had_promised && one.state == State::in_time) {
+                    one.state = State::late;
+                    changed.push_back({LogEventKind::late, worker, sync});
+                }
+                one.missed = std::max(one.missed, sync);
+            } else if (had_promised && one.state == State::late) {
+                one.state = State::in_time;
+                changed.push_back({LogEventKind::back, worker, sync});
+            }
         }
     }
+
+    // Since the last call.
+    std::vector<Change> changes() { return std::exchange(changed, {}); }
 
     bool is_alive(const Incarnation& who) const {
         const auto found = seen.find(who.worker);
@@ -47,6 +78,15 @@ public:
         return alive;
     }
 
+    // Is anybody alive, but for this worker, that will some day hold all that the others do?
+    bool can_anyone_give(int but_for) const {
+        for (const auto& [worker, one] : seen) {
+            const bool has_hope = is_alive(one) && one.beat.promise != LogBeat::needs_snapshot;
+            if (has_hope && worker != but_for) { return true; }
+        }
+        return false;
+    }
+
     // Workers of lower numbers that are alive and have nothing to catch up with.
     int running_before(int worker) const {
         int count = 0;
@@ -57,8 +97,8 @@ public:
     }
 
     struct Missing {
-        bool any = false;         // is alive, and not catching up
-        bool waited_for = false;  // and has promised to be in this sync
+        std::vector<int> who;  // are alive, and not catching up
+        bool waited_for = false;  // and one has promised to be in this sync
     };
 
     // Who has no line: has(worker) tells who has.
@@ -67,25 +107,40 @@ public:
         Missing missing;
         for (const auto& [worker, one] : seen) {
             if (has(worker) || !is_alive(one) || one.beat.promise < 0) { continue; }
-            missing.any = true;
-            missing.waited_for |= one.missed < one.beat.promise && one.beat.promise <= sync;
+            missing.who.push_back(worker);
+            missing.waited_for |= keeps_promises(one) && one.beat.promise <= sync;
         }
         return missing;
     }
 
 private:
+    enum class State { unknown, in_time, late, gone };
+
     struct Seen {
         std::string text;
         LogBeat beat;
         double changed = 0;
         long missed = -1;  // the newest sync that it had no line in
+        State state = State::unknown;
     };
 
     bool is_alive(const Seen& one) const { return looked < one.changed + expiry; }
+    static bool keeps_promises(const Seen& one) {
+        return one.beat.promise >= 0 && one.missed < one.beat.promise;
+    }
+
+    void note_life(Seen& one, int worker, int incarnation) {
+        const bool is_new = one.state == State::unknown;
+        const bool was_away = one.state == State::gone || incarnation != one.beat.incarnation;
+        if (!is_new && !was_away) { return; }
+        one.state = State::in_time;
+        changed.push_back({is_new ? LogEventKind::joined : LogEventKind::back, worker, -1, incarnation});
+    }
 
     double expiry;
     double looked = 0;         // when, the last time
     std::map<int, Seen> seen;  // by worker
+    std::vector<Change> changed;
 };
 
 // A sync as one worker sees it that may decide.
@@ -141,16 +196,19 @@ inline std::optional<LogEntry> decide(const Question& question, const LogLines& 
 
     const auto missing = presence.missing(question.sync, [&](int w) { return standing.count(w) != 0; });
     const bool is_due = question.due_since >= 0;
-    const bool is_time =
-        !missing.any || (is_due && !missing.waited_for) || (is_due && now >= question.due_since + grace);
+    const bool is_time = missing.who.empty() || (is_due && !missing.waited_for) ||
+                         (is_due && now >= question.due_since + grace);
     if (!is_time) { return std::nullopt; }
 
     LogEntry entry;
     entry.hash = hash;
     entry.decider = question.asker;
+    entry.missing = missing.who;
+    entry.waited = is_due ? long((now - question.due_since) * 1000) : 0;
     for (const auto& [worker, one] : standing) {
         if (rules.counts(one.second, hash)) {
-            entry.contributors.push_back({one.first, one.second.bytes, one.second.digest});
+            const LogLine& line = one.second;
+            entry.contributors.push_back({one.first, line.bytes, line.digest, line.tokens});
         } else {
             entry.abstained.push_back(worker);
         }

@@ -3,6 +3,8 @@
 //
 //     run/generation   token                      drawn anew where the store is new; what follows lies in
 //     GENERATION/...                              folders that begin with it: two generations never meet
+//     run              fingerprint: text          of who came first: the options that all must have
+//     r/...                                       rank r of every worker has a log of its own, and all of:
 //     incarnation/w    i: token                   each start of worker w has a number of its own
 //     registered       w.i: LogBase               what a start has, before the run begins
 //     run              start: LogBase             what the first entries stand on
@@ -11,6 +13,7 @@
 //     sent/s           w.i: LogLine               the payload is whole, or w.i abstains
 //     entry            s: LogEntry                who makes up sync s; never changed, kept for ever
 //     durable          w: positions               of w's newest checkpoint
+//     done             w: step                    w has applied all that there is until its last step
 //     want             w.i.n: reason              w.i needs a snapshot, for the n-th time
 //     snapshot/w.i.n   v.j.c: bytes               chunk c of what v.j gives
 //     offer            w.i.n: LogOffer            v.j's is whole; the first one is read
@@ -42,6 +45,7 @@ struct StoreRequest {
 
 struct StoreAnswer {
     bool lost = false;                           // the connection failed: it may have happened or not
+    std::string trouble;                         // lost: why, a line for people
     bool found = false;                          // get
     std::string value;                           // get, put, put_if_absent
     std::map<std::string, std::string> listing;  // list: by name; folders: names alone
@@ -54,6 +58,7 @@ class LogStore {
 public:
     virtual ~LogStore() = default;
     virtual StoreAnswer perform(const StoreRequest& request) = 0;
+    virtual std::string warning() const { return ""; }  // of settings that endanger the run, when it is opened
 };
 
 // -----------------------------------------------------------------------------------------------------------
@@ -114,7 +119,7 @@ inline size_t chunks_of(size_t bytes, size_t chunk) { return (bytes + chunk - 1)
 // In sent/s.
 struct LogLine {
     uint64_t hash = 0;    // of the fragment's global parameters at the sender
-    uint64_t tokens = 0;  // 0: abstains
+    uint64_t tokens = 0;  // that it has trained on since its last send; 0: abstains
     size_t bytes = 0;     // of the payload
     uint64_t digest = 0;  // of the payload
 
@@ -137,6 +142,7 @@ struct Contributor {
     Incarnation who;
     size_t bytes = 0;
     uint64_t digest = 0;
+    uint64_t tokens = 0;
 };
 
 struct LogEntry {
@@ -144,6 +150,10 @@ struct LogEntry {
     Incarnation decider;
     std::vector<Contributor> contributors;
     std::vector<int> abstained;  // and those whose hash was another
+    // For people: who was alive, had nothing to catch up with, and no line; and for how many milliseconds the
+    // decider had been due.
+    std::vector<int> missing;
+    long waited = 0;
 
     bool counts(int worker) const {
         for (const Contributor& one : contributors) {
@@ -158,9 +168,13 @@ struct LogEntry {
         std::ostringstream out;
         out << hash << ' ' << decider.text() << ' ' << contributors.size();
         for (const Contributor& one : contributors) {
-            out << ' ' << one.who.text() << ' ' << one.bytes << ' ' << one.digest;
+            out << ' ' << one.who.text() << ' ' << one.bytes << ' ' << one.digest << ' ' << one.tokens;
         }
-        for (int worker : abstained) { out << ' ' << worker; }
+        for (const std::vector<int>* workers : {&abstained, &missing}) {
+            out << ' ' << workers->size();
+            for (int worker : *workers) { out << ' ' << worker; }
+        }
+        out << ' ' << waited;
         return out.str();
     }
     static LogEntry parse(const std::string& text) {
@@ -170,13 +184,16 @@ struct LogEntry {
         std::istringstream in(text);
         in >> entry.hash >> who >> count;
         entry.decider = Incarnation::parse(who);
-        for (size_t i = 0; i < count; i++) {
-            Contributor one;
-            in >> who >> one.bytes >> one.digest;
+        for (Contributor one; count > 0 && in >> who >> one.bytes >> one.digest >> one.tokens; count--) {
             one.who = Incarnation::parse(who);
             entry.contributors.push_back(one);
         }
-        for (int worker; in >> worker;) { entry.abstained.push_back(worker); }
+        for (std::vector<int>* workers : {&entry.abstained, &entry.missing}) {
+            count = 0;
+            in >> count;
+            for (int worker; count > 0 && in >> worker; count--) { workers->push_back(worker); }
+        }
+        in >> entry.waited;
         return entry;
     }
 };
@@ -184,9 +201,11 @@ struct LogEntry {
 // A worker is alive while its count changes, by the clock of who looks: no clocks are compared. It is waited
 // for from the sync on that it has promised, until it breaks the promise.
 struct LogBeat {
+    static constexpr long catches_up = -1, needs_snapshot = -2;
+
     int incarnation = 0;
     long count = 0;
-    long promise = -1;  // the first sync that it will be in time for; -1: none, it has to catch up
+    long promise = catches_up;  // the first sync that it will be in time for, if any
     long newest = -1;   // the newest sync that it has sent
 
     std::string text() const {

@@ -17,6 +17,11 @@ public:
         return there == token;
     }
 
+    // Who has other options than the run has no part in it.
+    virtual bool is_same_run(const std::string& fingerprint, const std::string& theirs) const {
+        return fingerprint == theirs;
+    }
+
     // A payload is counted on the global parameters that it was made on, and if there is anything in it.
     virtual bool counts(const LogLine& line, uint64_t hash) const {
         return line.hash == hash && line.tokens > 0;
@@ -36,6 +41,12 @@ public:
 
     // ... and who wrote another believes it.
     virtual LogEntry decided(const LogEntry&, const LogEntry& winner) const { return winner; }
+
+    // A worker need not read what it has sent itself; an earlier start of it may have sent something else.
+    virtual bool is_own_payload(const Incarnation& who, const Incarnation& me) const { return who == me; }
+
+    // Who ends has applied every sync that anybody can have sent by the last step.
+    virtual bool is_of_run(long send_step, long last_step) const { return send_step <= last_step; }
 
     // Of a fragment, when its sync number `index` is decided: what a worker that is `retain` syncs behind
     // needs, and what all need that start again from their checkpoints, of which two reach to `durable`.

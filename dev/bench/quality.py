@@ -8,9 +8,11 @@ and in four bits, with H = 30 and 100, tau = 1 and 5, two and four workers, on e
     dev/bench/quality.py --scale trial --text FOLDER    every kind of run once, within minutes: does all work?
     dev/bench/quality.py --scale gpu --trainer ./train_gpt --text FOLDER   three methods, one GPU
 
-Short runs of a quarter of the tokens come first. The inner learning rate is the one of four that is best for
-data-parallel training, and all methods have it. The outer one is the best of four, with H = 30: for streaming
-in four bits, which all that stream have, and for classic DiLoCo. The long runs are of other seeds than these.
+Short runs of a quarter of the tokens come first. The inner learning rate is the best of four, for
+data-parallel training and, since a worker's batch is smaller, for streaming in four bits with H = 30 and an
+outer rate of 0.7: all methods that exchange have that. The outer one is the best of four, with H = 30: for
+streaming in four bits, which all that stream have, and for classic DiLoCo. The long runs are of other seeds
+than these.
 
 All runs of a seed start from the same bits and read the same tokens in the same order, as many in a step
 whatever the number of workers. Gaps are paired: of two losses of one seed. The loss is that of the global
@@ -33,6 +35,7 @@ from compare import bytes_sent, read_run, size_text, validation_loss
 from metrics import Parser, UserError, exit_status
 
 SWEEP_SEED = 100  # of the short runs
+SWEEP_OUTER_LR = 0.7
 SHORTER = 4       # times as many tokens have the long ones
 NEVER = 10**9
 
@@ -117,7 +120,12 @@ METHODS = [
     Method("fp4", 2, 100, 1), Method("fp4_e2m1", 2, 100, 5), Method("classic", 4, 30),
     Method("fp4_e2m1", 4, 30, 1), Method("fp4", 4, 30, 1), Method("fp4_e2m1", 4, 100, 1)]
 
-def swept_like(method):
+def inner_like(method):
+    """Whose sweep its inner learning rate is of."""
+    return method if method == DATA_PARALLEL else STREAMING
+
+
+def outer_like(method):
     return CLASSIC if method.kind == "classic" else STREAMING
 
 
@@ -152,36 +160,38 @@ class Jobs:
     def __init__(self, arguments):
         self.arguments = arguments
         self.steps = arguments.tokens // arguments.scale.step_tokens
-        self.learning_rate, self.outer_lr = None, {}  # the second by swept_like()
+        self.learning_rate, self.outer_lr = {}, {}  # by inner_like() and outer_like()
         self.by_learning_rate, self.by_outer_lr, self.long = {}, {}, []
         self.choose_learning_rate()
-        if self.learning_rate is not None:
+        if None not in self.learning_rate.values():
             self.choose_outer_lr()
         if self.outer_lr and None not in self.outer_lr.values():
             self.add_long()
 
     def all(self):
-        return [*self.by_learning_rate.values(),
-                *(one for sweep in self.by_outer_lr.values() for one in sweep.values()), *self.long]
+        sweeps = [*self.by_learning_rate.values(), *self.by_outer_lr.values()]
+        short = {one.name: one for sweep in sweeps for one in sweep.values()}  # some are of two sweeps
+        return [*short.values(), *self.long]
 
     def short(self, method, learning_rate, outer_lr):
         name = f"short-{method.name}-lr{learning_rate:g}" + (f"-outer{outer_lr:g}" if outer_lr else "")
         return job(self.arguments, method, self.steps // SHORTER, SWEEP_SEED, learning_rate, outer_lr, name)
 
     def choose_learning_rate(self):
-        if len(self.arguments.learning_rates) == 1:
-            self.learning_rate = self.arguments.learning_rates[0]
-            return
-        self.by_learning_rate = {lr: self.short(DATA_PARALLEL, lr, None)
-                                 for lr in self.arguments.learning_rates}
-        self.learning_rate = best(self.arguments, self.by_learning_rate)
+        for method, outer_lr in ((DATA_PARALLEL, None), (STREAMING, SWEEP_OUTER_LR)):
+            rates = self.arguments.learning_rates
+            if len(rates) == 1:
+                self.learning_rate[method] = rates[0]
+                continue
+            self.by_learning_rate[method] = {lr: self.short(method, lr, outer_lr) for lr in rates}
+            self.learning_rate[method] = best(self.arguments, self.by_learning_rate[method])
 
     def choose_outer_lr(self):
         if len(self.arguments.outer_lrs) == 1:
             self.outer_lr = {method: self.arguments.outer_lrs[0] for method in SWEPT}
             return
         for method in SWEPT:
-            self.by_outer_lr[method] = {lr: self.short(method, self.learning_rate, lr)
+            self.by_outer_lr[method] = {lr: self.short(method, self.learning_rate[STREAMING], lr)
                                         for lr in self.arguments.outer_lrs}
             self.outer_lr[method] = best(self.arguments, self.by_outer_lr[method])
 
@@ -191,8 +201,8 @@ class Jobs:
         order = [(one, seed) for seed in range(1, self.arguments.seeds + 1)
                  for one in chosen if one.name in MAIN]
         order += [(one, 1) for one in chosen if one.name not in MAIN]
-        self.long = [job(self.arguments, method, self.steps, seed, self.learning_rate,
-                         self.outer_lr[swept_like(method)], f"{method.name}-seed{seed}")
+        self.long = [job(self.arguments, method, self.steps, seed, self.learning_rate[inner_like(method)],
+                         self.outer_lr[outer_like(method)], f"{method.name}-seed{seed}")
                      for method, seed in order]
 
 
@@ -310,7 +320,7 @@ def gaps_along(runs, base, steps):
 def short_gap(arguments, jobs, method):
     """Of the complete training on a quarter of the tokens; None where there is none."""
     one = jobs.by_outer_lr.get(method, {}).get(jobs.outer_lr.get(method))
-    base = jobs.by_learning_rate.get(jobs.learning_rate)
+    base = jobs.by_learning_rate.get(DATA_PARALLEL, {}).get(jobs.learning_rate[DATA_PARALLEL])
     losses = [loss_of(arguments, each) if each else None for each in (one, base)]
     return None if None in losses else 100 * (losses[0] / losses[1] - 1)
 
@@ -346,11 +356,11 @@ def sweep_line(arguments, what, jobs):
 
 def sweep_lines(arguments, jobs):
     lines = []
-    if jobs.by_learning_rate:
-        lines.append(sweep_line(arguments, "Learning rate of data-parallel", jobs.by_learning_rate))
-    for method, sweep in jobs.by_outer_lr.items():
-        of = f"{method.title}, H = {method.inner_steps}, tau = {method.overlap}"
-        lines.append(sweep_line(arguments, f"Outer learning rate of {of}", sweep))
+    for what, sweeps in (("Learning rate", jobs.by_learning_rate), ("Outer learning rate", jobs.by_outer_lr)):
+        for method, sweep in sweeps.items():
+            schedule = f", H = {method.inner_steps}, tau = {method.overlap}"
+            of = method.title + (schedule if method != DATA_PARALLEL else "")
+            lines.append(sweep_line(arguments, f"{what} of {of}", sweep))
     return lines
 
 
@@ -388,7 +398,8 @@ def report(arguments):
     intro = (f"`make bench-quality`, {machine()}, {datetime.date.today()}: {parameters / 1e6:.2f}M "
              f"parameters, {jobs.steps * scale.step_tokens:,} tokens of {corpus_of(arguments)}, "
              f"{scale.step_tokens} a step of all workers together, {jobs.steps} steps; inner learning rate "
-             f"{jobs.learning_rate:g}, outer {jobs.outer_lr[STREAMING]:g} (DiLoCo: "
+             f"{jobs.learning_rate[DATA_PARALLEL]:g} for data-parallel and "
+             f"{jobs.learning_rate[STREAMING]:g} for the others, outer {jobs.outer_lr[STREAMING]:g} (DiLoCo: "
              f"{jobs.outer_lr[CLASSIC]:g}), momentum 0.9. Validation loss of the global parameters on "
              f"{scale.validation_tokens:,} tokens; beside it that of the workers' own, their "
              f"mean. {len(results.made)} long runs, {minutes:.0f} minutes.")

@@ -8,6 +8,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <functional>
@@ -99,7 +100,9 @@ inline std::string wait_for_value(Store& store, const std::string& key, double s
 // A private redis-server on a free port. port 0: redis-server is not installed, or did not start.
 class RedisServer {
 public:
-    explicit RedisServer(const std::string& password = "") : password(password) {
+    // `options`: more words of redis-server's, PORT for the port; the last one of a kind counts.
+    explicit RedisServer(const std::string& password = "", const std::vector<std::string>& options = {})
+        : password(password), options(options) {
         for (int attempt = 0; attempt < 3 && port == 0; attempt++) { start(free_port()); }
     }
     RedisServer(const RedisServer&) = delete;
@@ -113,6 +116,9 @@ public:
         }
     }
 
+    // It does nothing more, and does not end.
+    void pause() { kill(pid, SIGSTOP); }
+
     void start(int candidate) {
         pid = fork();
         if (pid == 0) {
@@ -120,10 +126,11 @@ public:
             const int null = open("/dev/null", O_RDWR);
             dup2(null, 1);
             dup2(null, 2);
-            const std::string number = std::to_string(candidate);
-            execlp("redis-server", "redis-server", "--port", number.c_str(), "--bind", "127.0.0.1", "--save",
-                   "", "--appendonly", "no", "--dir", folder.name().c_str(),
-                   password.empty() ? nullptr : "--requirepass", password.c_str(), nullptr);
+            std::vector<std::string> words = command(candidate);
+            std::vector<char*> pointers;
+            for (std::string& word : words) { pointers.push_back(&word[0]); }
+            pointers.push_back(nullptr);
+            execvp(pointers[0], pointers.data());
             _exit(127);
         }
         for (int i = 0; i < 300; i++) {
@@ -148,6 +155,15 @@ public:
     int port = 0;
 
 private:
+    std::vector<std::string> command(int port) const {
+        std::vector<std::string> words = {"redis-server", "--port", "PORT", "--bind", "127.0.0.1"};
+        words.insert(words.end(), {"--save", "", "--appendonly", "no", "--dir", folder.name()});
+        if (!password.empty()) { words.insert(words.end(), {"--requirepass", password}); }
+        words.insert(words.end(), options.begin(), options.end());
+        std::replace(words.begin(), words.end(), std::string("PORT"), std::to_string(port));
+        return words;
+    }
+
     static sockaddr_in local(int port) {
         sockaddr_in address = {};
         address.sin_family = AF_INET;
@@ -174,7 +190,8 @@ private:
         return connected;
     }
 
-    std::string password;
+    const std::string password;
+    const std::vector<std::string> options;
     TemporaryFolder folder;
     pid_t pid = -1;
 };

@@ -59,6 +59,9 @@ public:
     bool has(const std::string& folder) const { return folders.count(folder) != 0; }
     std::string generation() { return folders.count("run") ? folders["run"]["generation"] : ""; }
 
+    // Has anybody ever been done with it?   run: GENERATION/shard
+    bool has_ended(const std::string& run) const { return ended.count(run) != 0; }
+
     // Every entry there ever was, by its key.
     const std::map<std::string, LogEntry>& entries() const { return decided; }
 
@@ -67,20 +70,26 @@ public:
     }
 
 private:
-    // "GENERATION/what/rest" to what and rest.
+    // "GENERATION/shard/what/rest" to what and rest.
     static std::pair<std::string, std::string> parts(const std::string& folder) {
-        const size_t first = folder.find('/');
-        if (first == std::string::npos) { return {folder, ""}; }
-        const size_t second = folder.find('/', first + 1);
-        return {folder.substr(first + 1, second - first - 1),
-                second == std::string::npos ? "" : folder.substr(second + 1)};
+        const std::string run = run_of(folder);
+        if (run == folder) { return {"", ""}; }
+        const size_t at = run.size() + 1;
+        const size_t slash = folder.find('/', at);
+        return {folder.substr(at, slash - at), slash == std::string::npos ? "" : folder.substr(slash + 1)};
     }
-    static std::string run_of(const std::string& folder) { return folder.substr(0, folder.find('/')); }
+    // "GENERATION/shard"
+    static std::string run_of(const std::string& folder) {
+        const size_t slash = folder.find('/');
+        return slash == std::string::npos ? folder : folder.substr(0, folder.find('/', slash + 1));
+    }
+    bool is_now(const std::string& run) { return run.substr(0, run.find('/')) == generation(); }
 
     void change(const StoreRequest& request) {
         check_same_payload(request);
         if (parts(request.folder).first == "entry") { check_entry(request); }
         if (parts(request.folder).first == "durable") { note_claim(request); }
+        if (parts(request.folder).first == "done") { ended.insert(run_of(request.folder)); }
         folders[request.folder][request.name] = request.value;
     }
 
@@ -104,7 +113,7 @@ private:
         const std::string run = run_of(request.folder);
         std::set<int> workers;
         // A store that came back empty has no lines any more: who decides there is believed by nobody.
-        for (const Contributor& one : run == generation() ? entry.contributors : std::vector<Contributor>()) {
+        for (const Contributor& one : is_now(run) ? entry.contributors : std::vector<Contributor>()) {
             const auto lines = in(run + "/sent/" + request.name);
             const auto line = lines.find(one.who.text());
             const std::string who = one.who.text() + " is counted in sync " + request.name;
@@ -155,7 +164,7 @@ private:
         for (const auto& [worker, positions] : claims[run]) { reach.push_back(positions[size_t(p)]); }
         std::sort(reach.rbegin(), reach.rend());
         if (reach.size() > 1) { durable = reach[1]; }
-        if (run == generation() && schedule.index(sync) >= std::min(newest - retain, durable)) {
+        if (is_now(run) && schedule.index(sync) >= std::min(newest - retain, durable)) {
             throw Violation("the payloads of sync " + std::to_string(sync) + " are removed too early");
         }
     }
@@ -165,5 +174,6 @@ private:
     std::map<std::string, std::map<std::string, std::string>> folders;
     std::map<std::string, uint64_t> payloads;
     std::map<std::string, LogEntry> decided;
+    std::set<std::string> ended;
     std::map<std::string, std::map<std::string, std::vector<long>>> claims;  // to checkpoints, by run, worker
 };

@@ -46,9 +46,10 @@ public:
         bool is_corrupt = false;  // known to the simulation alone
     };
 
-    Shard(int worker, const SyncSchedule& schedule) : worker(worker), schedule(schedule) {
+    Shard(int worker, int rank, const SyncSchedule& schedule)
+        : worker(worker), rank(rank), schedule(schedule) {
         const size_t P = size_t(schedule.fragments());
-        state.global.assign(P, Values(values, 1.0f));
+        state.global.assign(P, Values(values, 1.0f + float(rank)));
         state.local = state.global;
         for (auto* one : {&state.momentum, &state.residual, &state.residual_before}) {
             one->assign(P, Values(values, 0.0f));
@@ -57,7 +58,7 @@ public:
     }
 
     void train(long step) {
-        Random noise(uint64_t(step) * 64 + uint64_t(worker) + 1);
+        Random noise(uint64_t(step) * 64 + uint64_t(rank * 32 + worker) + 1);
         for (Values& fragment : state.local) {
             for (float& value : fragment) { value -= float(noise.between(-0.05, 0.1)) * value; }
         }
@@ -94,7 +95,10 @@ public:
         append(out.payload, codes);
     }
 
-    const Encoded* encoded(long sync) override { return &sent.at(sync); }
+    const Encoded* encoded(long sync) override {
+        const auto found = sent.find(sync);
+        return found == sent.end() ? nullptr : &found->second;
+    }
 
     void apply(long sync, const std::vector<Contribution>& contributions, bool counted) override {
         const size_t p = size_t(schedule.fragment(sync));
@@ -171,7 +175,7 @@ private:
         }
     }
 
-    const int worker;
+    const int worker, rank;
     const SyncSchedule& schedule;
 };
 
@@ -179,17 +183,19 @@ private:
 struct Plan {
     enum Mode { plain, all_die, store_emptied, disks_lost, corruption, modes, none };
     Mode mode;
-    int workers, min_workers;
+    int workers, ranks, min_workers;
     long H, fragments, steps, checkpoint_every;
     std::vector<long> overlap;
     std::vector<double> step_time, delay, first_start;
     double crashes, stalls, losses;  // probabilities of each, at a request
+    double strangers;                // and that a start has other options than the run
     double quiet_from;               // no faults any more
     SyncLogOptions options;
 
     explicit Plan(Random& random) {
         mode = Mode(random.among(0, modes - 1));
         workers = int(random.among(mode == corruption ? 3 : 2, 5));
+        ranks = random.happens(0.2) ? 2 : 1;
         min_workers = workers / 2 + 1;
         H = random.among(2, 6);
         fragments = random.among(1, 3);
@@ -207,6 +213,7 @@ struct Plan {
         crashes = often * random.between(0, 0.006);
         stalls = often * random.between(0, 0.006);
         losses = often * random.between(0, 0.06);
+        strangers = mode == store_emptied ? 0 : 0.1;
         options.workers = workers;
         options.min_workers = min_workers;
         options.max_lag = random.among(0, 2 * H);
@@ -224,18 +231,19 @@ inline void make_even(Plan& plan) {
     plan.mode = Plan::none;
     plan.workers = plan.options.workers = 3;
     plan.min_workers = plan.options.min_workers = 2;
+    plan.ranks = 1;
     plan.steps = 40;
     plan.overlap.assign(3, std::min(1L, plan.H - 1));
     plan.step_time.assign(3, 2);
     plan.delay.assign(3, 0.02);
     plan.first_start.assign(3, 0);
-    plan.crashes = plan.stalls = plan.losses = 0;
+    plan.crashes = plan.stalls = plan.losses = plan.strangers = 0;
 }
 
 // What happened, over all runs.
 struct Totals {
     long syncs = 0, deaths = 0, stalls = 0, snapshots = 0, snapshots_gone = 0, jumps = 0, late = 0;
-    long new_generations = 0, diverged = 0, undecidable = 0;
+    long new_generations = 0, diverged = 0, undecidable = 0, refused = 0, too_late = 0, gone = 0;
     long most_answers = 0;  // that a worker had in vain
 
     void operator+=(const Totals& more) {
@@ -249,15 +257,19 @@ struct Totals {
         new_generations += more.new_generations;
         diverged += more.diverged;
         undecidable += more.undecidable;
+        refused += more.refused;
+        too_late += more.too_late;
+        gone += more.gone;
         most_answers = std::max(most_answers, more.most_answers);
     }
 
     std::string text() const {
         return format(
             "%ld syncs, %ld deaths, %ld stalls, %ld snapshots, %ld found gone, %ld jumps, %ld times late, "
-            "%ld new generations, %ld diverged, %ld undecidable, %ld answers at most",
+            "%ld new generations, %ld diverged, %ld undecidable, %ld refused, %ld too late for the run, "
+            "%ld times gone, %ld answers at most",
             syncs, deaths, stalls, snapshots, snapshots_gone, jumps, late, new_generations, diverged,
-            undecidable, most_answers);
+            undecidable, refused, too_late, gone, most_answers);
     }
 };
 
@@ -312,7 +324,6 @@ public:
     // From the newest sync that was open when w's second start began to train, how many it took until one
     // counted it. None: it was never counted.
     std::optional<long> syncs_until_counted(int w) const {
-        const Process& process = *workers[size_t(w)].process;
         std::optional<long> first;
         for (const auto& [key, entry] : store.entries()) {
             const long sync = std::atol(key.substr(key.rfind('/') + 1).c_str());
@@ -322,7 +333,7 @@ public:
             }
         }
         if (!first) { return std::nullopt; }
-        return std::max(0L, *first - process.newest_at_return);
+        return std::max(0L, *first - workers[size_t(w)].newest_at_return);
     }
 
     std::vector<std::string> trace;
@@ -330,10 +341,13 @@ public:
 
 private:
     struct Checkpoint {
-        Shard::State shard;
-        std::map<long, LogShard::Encoded> sent;
-        std::vector<long> positions;
-        std::string generation;
+        struct Rank {
+            Shard::State shard;
+            std::map<long, LogShard::Encoded> sent;
+            std::vector<long> positions;
+            std::string generation;
+        };
+        std::vector<Rank> ranks;
         long step = 0;
     };
 
@@ -345,22 +359,34 @@ private:
         long answers = 0;
     };
 
-    struct Process {
+    struct Rank {
         std::unique_ptr<Shard> shard;
         std::unique_ptr<SyncLog> log;
         std::unique_ptr<Heartbeat> heartbeat;
+        std::vector<long> checked;          // positions
+        std::vector<Wait> waits;            // of each fragment
+        std::map<int, LogEventKind> others; // what it told last
+    };
+
+    // The ranks of a worker in one: where one dies or stops, all do.
+    struct Process {
+        std::vector<Rank> ranks;
         long step = 0, done = -1;
         double stalled_until = 0;
-        bool is_done = false;
-        std::vector<long> checked;   // positions
-        std::vector<Wait> waits;     // of each fragment
-        long newest_at_return = -1;  // sync that was open when this start began to train
+        bool is_finishing = false, is_stranger = false;
+
+        bool is_running() const {
+            return std::all_of(ranks.begin(), ranks.end(),
+                               [](const Rank& rank) { return rank.log->is_running(); });
+        }
     };
 
     struct Worker {
-        std::unique_ptr<Process> process;  // none: dead
+        std::unique_ptr<Process> process;  // none: dead, or it has ended
         long life = 0;                     // events of an earlier one are void
+        bool has_ended = false;
         std::optional<Checkpoint> checkpoint;
+        long newest_at_return = -1;  // sync that was open when this start began to train
     };
 
     struct Event {
@@ -416,31 +442,45 @@ private:
         Worker& worker = workers[size_t(w)];
         if (worker.process) { return; }
         worker.life++;
+        worker.newest_at_return = -1;
         worker.process = std::make_unique<Process>();
         Process& process = *worker.process;
-        process.shard = std::make_unique<Shard>(w, schedule);
-        process.waits.resize(size_t(plan.fragments));
+        process.is_stranger = !is_quiet() && !store.in(store.generation() + "/run").empty() &&
+                              random.happens(plan.strangers);
+        if (worker.checkpoint) { process.step = process.done = worker.checkpoint->step; }
+        process.ranks.resize(size_t(plan.ranks));
+        tell(
+            format("worker %d is started at step %ld%s", w, process.step, worker.checkpoint ? "" : ", anew"));
+        for (int r = 0; r < plan.ranks; r++) {
+            start_rank(w, r);
+            later(w, 0, [this, w, r] { talk(w, r); });
+            later(w, 0, [this, w, r] { beat(w, r); });
+        }
+        later(w, 0, [this, w] { train(w); });
+    }
+
+    void start_rank(int w, int r) {
+        const Worker& worker = workers[size_t(w)];
+        Rank& rank = worker.process->ranks[size_t(r)];
+        rank.shard = std::make_unique<Shard>(w, r, schedule);
+        rank.waits.resize(size_t(plan.fragments));
         LogStart begin;
         begin.token = format("%08x%08x", random.bits(), random.bits());
+        begin.fingerprint = worker.process->is_stranger ? "other options" : "the run's options";
         begin.positions.assign(size_t(plan.fragments), 0);
         if (worker.checkpoint) {
-            const Checkpoint& from = *worker.checkpoint;
-            process.shard->state = from.shard;
-            process.shard->sent = from.sent;
-            process.step = process.done = from.step;
+            const Checkpoint::Rank& from = worker.checkpoint->ranks[size_t(r)];
+            rank.shard->state = from.shard;
+            rank.shard->sent = from.sent;
             begin.positions = from.positions;
             begin.generation = from.generation;
             begin.from_checkpoint = true;
         }
         SyncLogOptions options = plan.options;
         options.overlap = plan.overlap[size_t(w)];
-        process.log = std::make_unique<SyncLog>(options, schedule, w, *process.shard, rules, begin);
-        process.heartbeat = std::make_unique<Heartbeat>(0.7);
-        tell(
-            format("worker %d is started at step %ld%s", w, process.step, worker.checkpoint ? "" : ", anew"));
-        later(w, 0, [this, w] { talk(w); });
-        later(w, 0, [this, w] { beat(w); });
-        later(w, 0, [this, w] { train(w); });
+        options.shard = r;
+        rank.log = std::make_unique<SyncLog>(options, schedule, w, *rank.shard, rules, begin);
+        rank.heartbeat = std::make_unique<Heartbeat>(0.7);
     }
 
     void kill(int w, const char* why) {
@@ -454,34 +494,91 @@ private:
         at(now + seconds, [this, w] { start(w); });
     }
 
+    // What the ranks of a worker make of what each of them says.
+    static LogTurn agreed(const LogTurn& one, const LogTurn& other) {
+        for (const LogTurn::Kind kind : {LogTurn::stop, LogTurn::wait, LogTurn::jump}) {
+            if (one.kind == kind || other.kind == kind) { return {kind, std::max(one.step, other.step)}; }
+        }
+        return one;
+    }
+
+    LogTurn turn(Process& process) {
+        LogTurn turn{LogTurn::go_on};
+        for (Rank& rank : process.ranks) {
+            turn = agreed(turn, process.is_finishing ? rank.log->finish(process.step, now)
+                                                     : rank.log->turn(process.step, now));
+        }
+        return turn;
+    }
+
     void train(int w) {
         Process& process = *workers[size_t(w)].process;
-        const LogTurn turn = process.log->turn(process.step, now);
+        const LogTurn said = turn(process);
         listen(w);
         check(w);
-        switch (turn.kind) {
+        switch (said.kind) {
             case LogTurn::stop:
                 return after_stop(w);
             case LogTurn::wait:
                 return later(w, 0.3, [this, w] { train(w); });
             case LogTurn::jump:
                 totals.jumps++;
-                process.step = turn.step;
+                process.step = said.step;
                 return later(w, 0, [this, w] { train(w); });
             case LogTurn::go_on:
                 break;
         }
+        if (process.is_finishing) { return end(w); }
         maybe_checkpoint(w);
         if (process.step >= plan.steps) {
-            process.is_done = true;
-            return later(w, 0.3, [this, w] { train(w); });
+            process.is_finishing = true;
+            return later(w, 0, [this, w] { train(w); });
         }
         later(w, plan.step_time[size_t(w)] * random.between(0.9, 1.1), [this, w] {
-            Process& process = *workers[size_t(w)].process;
-            if (process.newest_at_return < 0) { process.newest_at_return = newest_open(); }
-            process.shard->train(++process.step);
+            Worker& worker = workers[size_t(w)];
+            if (worker.newest_at_return < 0) { worker.newest_at_return = newest_open(); }
+            worker.process->step++;
+            for (Rank& rank : worker.process->ranks) { rank.shard->train(worker.process->step); }
             train(w);
         });
+    }
+
+    // All that was sent is applied, and nobody misses anything.
+    void end(int w) {
+        Worker& worker = workers[size_t(w)];
+        for (int r = 0; r < plan.ranks; r++) {
+            const SyncLog& log = *worker.process->ranks[size_t(r)].log;
+            for (long sync : first_missing(log.positions())) {
+                if (schedule.send_step(sync) <= plan.steps) {
+                    throw Violation(format("worker %d ends without sync %ld", w, sync));
+                }
+            }
+            const std::string run = log.current_generation();
+            for (const auto& [want, reason] : store.in(run + format("/%d/want", r))) {
+                if (run == store.generation() && Incarnation::parse(want) == log.incarnation()) {
+                    throw Violation("the wish for snapshot " + want + " is still there");
+                }
+            }
+        }
+        tell(format("worker %d ends", w));
+        leave(w);
+    }
+
+    // Who ends in a run that the store has lost takes part in the next one.
+    void leave(int w) {
+        Worker& worker = workers[size_t(w)];
+        worker.has_ended = worker.process->ranks[0].log->current_generation() == store.generation();
+        if (!worker.has_ended) { restart_after(w, 1); }
+        worker.process.reset();
+        worker.life++;
+    }
+
+    std::vector<long> first_missing(const std::vector<long>& positions) const {
+        std::vector<long> syncs;
+        for (int p = 0; p < int(positions.size()); p++) {
+            syncs.push_back(schedule.sync(p, positions[size_t(p)]));
+        }
+        return syncs;
     }
 
     // The newest sync that anybody has sent.
@@ -490,29 +587,56 @@ private:
         for (const auto& [key, entry] : store.entries()) {
             newest = std::max(newest, std::atol(key.substr(key.rfind('/') + 1).c_str()));
         }
-        while (store.has(store.generation() + "/sent/" + std::to_string(newest + 1))) { newest++; }
+        while (store.has(store.generation() + "/0/sent/" + std::to_string(newest + 1))) { newest++; }
         return newest;
     }
 
     void listen(int w) {
-        for (const std::string& news : workers[size_t(w)].process->log->news()) {
-            tell(news);
-            const auto says = [&](const char* text) { return news.find(text) != std::string::npos; };
-            totals.snapshots += says("goes on from a snapshot");
-            totals.snapshots_gone += says("finds its snapshot gone");
-            totals.late += says("was late");
+        for (Rank& rank : workers[size_t(w)].process->ranks) {
+            for (const LogEvent& event : rank.log->events()) {
+                tell(rank.log->incarnation().text() + " " + event.text);
+                totals.snapshots += event.kind == LogEventKind::takes_snapshot;
+                totals.snapshots_gone += event.kind == LogEventKind::snapshot_gone;
+                totals.late += event.kind == LogEventKind::late;
+                if (event.worker != w) { listen_to_change(rank, event); }
+            }
         }
+    }
+
+    // A change is told once.
+    void listen_to_change(Rank& rank, const LogEvent& event) {
+        totals.gone += event.kind == LogEventKind::gone;
+        const auto [last, is_first] = rank.others.insert({event.worker, event.kind});
+        const bool is_again = !is_first && last->second == event.kind && event.kind != LogEventKind::back;
+        if (is_again || is_first != (event.kind == LogEventKind::joined)) {
+            throw Violation("what is told of others makes no sense: " + event.text);
+        }
+        last->second = event.kind;
     }
 
     // A worker that has stopped itself is started again; one that has diverged trusts its checkpoint no more.
     void after_stop(int w) {
         Worker& worker = workers[size_t(w)];
-        const SyncLog& log = *worker.process->log;
-        if (log.why_stopped().find("damaged") != std::string::npos) { throw Violation(log.why_stopped()); }
-        if (log.has_diverged()) {
-            if (!worker.process->shard->state.is_corrupt) { throw Violation(log.why_stopped()); }
-            worker.checkpoint.reset();
-            totals.diverged++;
+        for (int r = 0; r < plan.ranks; r++) {
+            const Rank& rank = worker.process->ranks[size_t(r)];
+            const SyncLog& log = *rank.log;
+            const bool is_damaged = log.why_stopped().find("damaged") != std::string::npos;
+            if (is_damaged) { throw Violation(log.why_stopped()); }
+            if (log.is_refused() && !worker.process->is_stranger) {
+                throw Violation(format("worker %d is refused, and has the options of the run", w));
+            }
+            totals.refused += log.is_refused();
+            if (log.is_over()) {
+                const std::string run = log.current_generation() + format("/%d", r);
+                if (!store.has_ended(run)) { throw Violation(log.why_stopped()); }
+                totals.too_late++;
+                return leave(w);
+            }
+            if (log.has_diverged()) {
+                if (!rank.shard->state.is_corrupt) { throw Violation(log.why_stopped()); }
+                worker.checkpoint.reset();
+                totals.diverged++;
+            }
         }
         kill(w, ", by itself");
         restart_after(w, random.between(0.5, 3));
@@ -523,14 +647,17 @@ private:
         if (process.step % plan.checkpoint_every != 0 || process.step == process.done) { return; }
         process.done = process.step;
         auto checkpoint = std::make_shared<Checkpoint>();
-        checkpoint->shard = process.shard->state;
-        checkpoint->sent = process.shard->sent;
-        checkpoint->positions = process.log->positions();
-        checkpoint->generation = process.log->current_generation();
+        for (const Rank& rank : process.ranks) {
+            checkpoint->ranks.push_back({rank.shard->state, rank.shard->sent, rank.log->positions(),
+                                         rank.log->current_generation()});
+        }
         checkpoint->step = process.step;
         later(w, random.between(0.1, 1), [this, w, checkpoint] {
             workers[size_t(w)].checkpoint = *checkpoint;
-            workers[size_t(w)].process->log->checkpointed(checkpoint->positions);
+            for (int r = 0; r < plan.ranks; r++) {
+                workers[size_t(w)].process->ranks[size_t(r)].log->checkpointed(
+                    checkpoint->ranks[size_t(r)].positions);
+            }
         });
     }
 
@@ -539,31 +666,31 @@ private:
 
     double way(int w) { return plan.delay[size_t(w)] * random.between(0.3, random.happens(0.02) ? 20 : 1.5); }
 
-    void talk(int w) {
-        Process& process = *workers[size_t(w)].process;
-        const std::optional<StoreRequest> request = process.log->request(now);
+    void talk(int w, int r) {
+        Rank& rank = workers[size_t(w)].process->ranks[size_t(r)];
+        const std::optional<StoreRequest> request = rank.log->request(now);
         listen(w);
         if (!request) {
-            return later(w, 0.25, [this, w] { talk(w); });
+            return later(w, 0.25, [this, w, r] { talk(w, r); });
         }
-        travel(w, *request, [this, w](const StoreAnswer& answer) {
-            workers[size_t(w)].process->log->answer(answer, now);
+        travel(w, *request, [this, w, r](const StoreAnswer& answer) {
+            workers[size_t(w)].process->ranks[size_t(r)].log->answer(answer, now);
             listen(w);
-            if (!answer.lost) { check_waits(w); }
-            talk(w);
+            if (!answer.lost) { check_waits(w, r); }
+            talk(w, r);
         });
     }
 
-    void beat(int w) {
-        Process& process = *workers[size_t(w)].process;
-        const std::optional<StoreRequest> request = process.heartbeat->request(*process.log, w, now);
+    void beat(int w, int r) {
+        Rank& rank = workers[size_t(w)].process->ranks[size_t(r)];
+        const std::optional<StoreRequest> request = rank.heartbeat->request(rank.log->pulse(), now);
         if (!request) {
-            return later(w, 0.4, [this, w] { beat(w); });
+            return later(w, 0.4, [this, w, r] { beat(w, r); });
         }
-        travel(w, *request, [this, w](const StoreAnswer& answer) {
-            Process& process = *workers[size_t(w)].process;
-            process.heartbeat->answer(answer, *process.log);
-            beat(w);
+        travel(w, *request, [this, w, r](const StoreAnswer& answer) {
+            Rank& rank = workers[size_t(w)].process->ranks[size_t(r)];
+            if (!rank.heartbeat->answer(answer)) { rank.log->check_generation(answer); }
+            beat(w, r);
         });
     }
 
@@ -623,7 +750,7 @@ private:
     void lose_disk(int w) {
         int others = 0;
         for (int v = 0; v < plan.workers; v++) {
-            others += v != w && workers[size_t(v)].process && workers[size_t(v)].process->log->is_running();
+            others += v != w && workers[size_t(v)].process && workers[size_t(v)].process->is_running();
         }
         const bool may_be = plan.mode == Plan::disks_lost && !has_lost_disk && others >= plan.min_workers;
         if (may_be && random.happens(0.5)) {
@@ -660,11 +787,14 @@ private:
                 tell("the store loses its data");
                 store.empty();
                 totals.new_generations++;
+                for (int w = 0; w < plan.workers; w++) {
+                    if (std::exchange(workers[size_t(w)].has_ended, false)) { restart_after(w, 1); }
+                }
             }
             const int w = int(random.among(0, plan.workers - 1));
             if (plan.mode == Plan::corruption && workers[size_t(w)].process) {
                 tell(format("worker %d: a bit of its global parameters flips", w));
-                workers[size_t(w)].process->shard->corrupt();
+                workers[size_t(w)].process->ranks[0].shard->corrupt();
             }
         });
     }
@@ -672,22 +802,34 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // What must hold
 
-    // At equal positions of one run all hold the same bits.
+    // At equal positions of one run all hold the same bits. Who is not of the run has none of it.
     void check(int w) {
         Process& process = *workers[size_t(w)].process;
-        if (process.shard->was_misled) { throw Undecidable(); }
-        if (process.shard->state.is_corrupt || !process.log->is_running()) { return; }
-        const std::vector<long> positions = process.log->positions();
-        if (positions == process.checked) { return; }
-        process.checked = positions;
-        for (int p = 0; p < int(positions.size()); p++) {
+        for (int r = 0; r < plan.ranks; r++) {
+            Rank& rank = process.ranks[size_t(r)];
+            if (process.is_stranger && rank.log->incarnation().number > 0) {
+                throw Violation(format("worker %d takes part, with other options than the run's", w));
+            }
+            if (rank.shard->was_misled) { throw Undecidable(); }
+            if (rank.shard->state.is_corrupt || !rank.log->is_running()) { continue; }
+            const std::vector<long> positions = rank.log->positions();
+            if (positions == rank.checked) { continue; }
+            rank.checked = positions;
+            check_hashes(w, r);
+        }
+    }
+
+    void check_hashes(int w, int r) {
+        const Rank& rank = workers[size_t(w)].process->ranks[size_t(r)];
+        for (int p = 0; p < int(rank.checked.size()); p++) {
+            const long position = rank.checked[size_t(p)];
             const std::string place =
-                process.log->current_generation() + format(" %d %ld", p, positions[size_t(p)]);
-            const uint64_t hash = process.shard->hash(p);
+                rank.log->current_generation() + format(" %d %d %ld", r, p, position);
+            const uint64_t hash = rank.shard->hash(p);
             const auto [known, is_new] = hashes.insert({place, {hash, w}});
             if (known->second.first != hash) {
                 throw Violation(format("workers %d and %d differ in fragment %d after %ld syncs", w,
-                                       known->second.second, p, positions[size_t(p)]));
+                                       known->second.second, p, position));
             }
             totals.syncs += is_new;
         }
@@ -695,15 +837,17 @@ private:
 
     // Who is due and finds enough lines waits for the grace, and then for nobody: for no more than what it
     // has to read by itself. (Where it is unknown who has diverged, all wait.)
-    void check_waits(int w) {
+    void check_waits(int w, int r) {
         Process& process = *workers[size_t(w)].process;
-        const std::string run = process.log->current_generation();
-        if (plan.mode == Plan::corruption || run != store.generation() || !process.log->is_running()) {
+        Rank& rank = process.ranks[size_t(r)];
+        const std::string generation = rank.log->current_generation();
+        const std::string run = generation + format("/%d", r);
+        if (plan.mode == Plan::corruption || generation != store.generation() || !rank.log->is_running()) {
             return;
         }
-        const std::vector<long> positions = process.log->positions();
+        const std::vector<long> positions = rank.log->positions();
         for (int p = 0; p < int(positions.size()); p++) {
-            Wait& wait = process.waits[size_t(p)];
+            Wait& wait = rank.waits[size_t(p)];
             const long sync = schedule.sync(p, positions[size_t(p)]);
             const bool is_due = schedule.send_step(sync) + plan.overlap[size_t(w)] <= process.step;
             if (wait.position != positions[size_t(p)] || !is_due) { wait = {positions[size_t(p)], -1, 0}; }
@@ -726,23 +870,19 @@ private:
     }
 
     bool is_over() const {
-        if (!is_quiet()) { return false; }
-        for (const Worker& worker : workers) {
-            if (!worker.process || !worker.process->is_done || !worker.process->log->is_running() ||
-                !worker.process->log->is_idle()) {
-                return false;
-            }
-        }
-        return true;
+        return (is_quiet() || events.empty()) &&
+               std::all_of(workers.begin(), workers.end(),
+                           [](const Worker& worker) { return worker.has_ended; });
     }
 
     std::string where_all_are() const {
         std::string text;
         for (size_t w = 0; w < workers.size(); w++) {
             const auto& process = workers[w].process;
-            text += !process ? format("worker %zu is dead; ", w)
+            const char* without = workers[w].has_ended ? "has ended" : "is dead";
+            text += !process ? format("worker %zu %s; ", w, without)
                              : format("worker %zu is at step %ld%s; ", w, process->step,
-                                      process->log->is_running() ? "" : ", waiting for the run");
+                                      process->is_running() ? "" : ", waiting for the run");
         }
         return text;
     }
@@ -750,13 +890,6 @@ private:
     void check_end() {
         long counted = 0;
         for (const auto& [key, entry] : store.entries()) { counted += !entry.contributors.empty(); }
-        for (const auto& [want, reason] : store.in(store.generation() + "/want")) {
-            const Worker& reader = workers[size_t(Incarnation::parse(want).worker)];
-            const std::string beat = reader.process->log->beat(0);
-            if (LogBeat::parse(beat).incarnation == Incarnation::parse(want).number) {
-                throw Violation("the wish for snapshot " + want + " is still there");
-            }
-        }
         if (counted == 0) { throw Violation("no sync counted anybody"); }
     }
 

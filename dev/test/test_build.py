@@ -151,6 +151,7 @@ def test_system_folders_are_not_remembered():
 @pytest.mark.parametrize("name,library,flag", [
     ("Gloo", "gloo", "-DWITHOUT_GLOO"),
     ("hiredis", "hiredis", "-DWITHOUT_HIREDIS"),
+    ("OpenSSL", "ssl", "-DWITHOUT_OPENSSL"),
     ("PCRE2", "pcre2-8", "-DWITHOUT_PCRE2"),
 ])
 def test_what_is_not_found_is_left_out_and_said(toolkit, name, library, flag):
@@ -180,7 +181,7 @@ def test_a_build_without_them_reads_none_of_their_headers():
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "train_gpt.cu" in result.stdout and "/CLI/" in result.stdout
-    for name in ("gloo/", "hiredis/", "pcre2", "dnnl"):
+    for name in ("gloo/", "hiredis/", "openssl/", "pcre2", "dnnl"):
         assert name not in result.stdout
 
 

@@ -27,17 +27,19 @@ struct Member {
 class Processes {
 public:
     Processes(int workers, int ranks, bool shares_folder = false, const std::string& store_url = "",
-              double timeout = 60)
+              double timeout = 60, bool independent = false)
         : workers(workers), ranks(ranks), members(size_t(workers * ranks)) {
         auto memory = std::make_shared<MemoryStore>();
         for (int i = 0; i < workers * ranks; i++) {
             Process& process = members[size_t(i)].process;
             process.worker = i / ranks, process.rank = i % ranks;
             process.workers = workers, process.ranks = ranks;
+            process.independent = independent;
             process.timeout = timeout;
             std::shared_ptr<Store> everything = memory;
             if (!store_url.empty()) { everything = open_store(store_url, 5); }
-            process.store = std::make_shared<PrefixStore>(everything, "run/");
+            const std::string run = independent ? format("run of worker %d/", process.worker) : "run/";
+            process.store = std::make_shared<PrefixStore>(everything, run);
             members[size_t(i)].folder = folder / (shares_folder ? "all" : "w" + std::to_string(i / ranks));
             std::filesystem::create_directories(members[size_t(i)].folder);
         }
@@ -52,10 +54,10 @@ public:
     CheckpointJob job(int i, long step) const {
         const Process& process = members[size_t(i)].process;
         CheckpointJob job;
-        job.identity = {step, process.worker, process.rank, workers, ranks, lineage};
+        job.identity = {step, process.worker, process.rank, workers, ranks, lineage, process.independent};
         job.ready = [] {};
         job.sections = [i] { return std::vector<StateSection>{{"index", &data()[i], sizeof(int)}}; };
-        if (i == 0) {
+        if (process.group_index() == 0) {
             job.write_model = [](const std::string& path) { write_bytes(path, "a model"); };
         }
         return job;
@@ -70,7 +72,9 @@ public:
         wait();
     }
 
-    std::string state(int i, long step) const { return state_path(members[size_t(i)].folder, step, i); }
+    std::string state(int i, long step) const {
+        return state_path(members[size_t(i)].folder, step, members[size_t(i)].process.group_index());
+    }
     bool is_done(int i, long step) const { return exists(done_path(members[size_t(i)].folder, step)); }
     std::vector<std::string> messages(int i) { return members[size_t(i)].checkpointer->take_messages(); }
     std::string last_message(int i) {
@@ -224,6 +228,46 @@ TEST(Checkpointer, where_one_process_fails_there_is_no_checkpoint_and_all_know_w
     EXPECT_EQ(run.files(0),
               "DONE_00000030 model_00000030.bin state_00000030_00000.bin state_00000030_00001.bin ");
     EXPECT_EQ(run.files(2), "DONE_00000030 state_00000030_00002.bin state_00000030_00003.bin ");
+}
+
+TEST(Checkpointer, an_independent_worker_agrees_with_its_ranks_alone) {
+    Processes run(2, 2, false, "", 60, true);
+    run.start(1);
+    for (long step : {10, 30}) {
+        for (int i : {2, 3}) { run.begin(i, step); }
+        run.wait();
+    }
+    for (int i : {0, 1}) { run.begin(i, 20); }
+    run.wait();
+    const char* const files = "DONE_000000%d model_000000%d.bin state_000000%d_00000.bin "
+                              "state_000000%d_00001.bin ";
+    EXPECT_EQ(run.files(0), format(files, 20, 20, 20, 20));
+    EXPECT_EQ(run.files(2), format(files, 30, 30, 30, 30));
+    EXPECT_TRUE(contains(run.last_message(0), "checkpoint of step 20 is whole "));
+    EXPECT_TRUE(contains(run.last_message(2), "checkpoint of step 30 is whole "));
+    EXPECT_TRUE(run.messages(1).empty() && run.messages(3).empty());
+    const StateIdentity who = StateReader(run.state(3, 30)).identity();
+    EXPECT_TRUE(who.independent);
+    EXPECT_EQ(who.worker, 1);
+    EXPECT_EQ(who.rank, 1);
+    EXPECT_EQ(who.workers, 2);
+    EXPECT_EQ(read_done(run.members[2].folder, 30).worker, 1);
+}
+
+TEST(Checkpointer, where_a_rank_of_an_independent_worker_fails_its_process_0_says_so) {
+    Processes run(2, 2, false, "", 60, true);
+    run.start();
+    CheckpointJob job = run.job(3, 10);
+    job.ready = [] { throw RunError("a mean did not arrive"); };
+    run[3].begin(job);
+    for (int i : {0, 1, 2}) { run.begin(i, 10); }
+    run.wait();
+    EXPECT_FALSE(run[0].has_failed() || run[1].has_failed());
+    EXPECT_TRUE(run[2].has_failed() && run[3].has_failed());
+    EXPECT_EQ(run.last_message(2), "there is no checkpoint of step 10: worker 1 rank 1: a mean did not "
+                                   "arrive; there is none before it");
+    EXPECT_TRUE(run.messages(3).empty());
+    EXPECT_EQ(run.files(2), "");
 }
 
 TEST(Checkpointer, a_model_or_data_that_cannot_be_had_is_a_failure_like_any_other) {

@@ -40,7 +40,7 @@ PLANTED = {
     "resume": ("llmc/resume.h", "int(i))).verify();", "int(i))).identity();", "a whole file of the run"),
     "state": ("llmc/state_file.h", "who.worker < who.workers && ", "", "a worker of the run"),
     "store": (
-        "llmc/store_redis.h",
+        "llmc/redis.h",
         " || !isxdigit(text[i + 1]) || !isxdigit(text[i + 2])",
         "",
         "std::invalid_argument",

@@ -35,6 +35,7 @@ static int train_until_stopped(const std::string& mode, Process& process) {
     process.meet();
     const bool is_victim = process.name() == "worker 1 rank 0";
     printf("pid %d\n", getpid());
+    if (mode == "stop or die" && is_victim) { raise(SIGKILL); }
     while (!process.store->try_get("stop")) {
         if (request.is_set()) { process.store->set("stop", ""); }
         std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -101,6 +102,41 @@ static void run_mode(const std::string& mode, Process& process) {
     process.leave();
 }
 
+// Of independent workers, until the test lets it end (the file DILOCO_TEST_GO): "worker 1 dies once".
+// Who the mode does not name waits. Returns the exit status.
+static int run_alone(const std::string& mode, Process& process) {
+    const bool is_meant = mode.rfind("all ", 0) == 0 || process.worker == 1;
+    const std::string act = is_meant ? mode.substr(mode.find(' ', mode.find(' ') + 1) + 1) : "waits";
+    const bool is_last_rank = process.rank == process.ranks - 1;
+    printf("start %d, pid %d\n", process.restart, getpid());
+    if (act == "dies" || (act == "dies once" && process.restart == 0)) { raise(SIGKILL); }
+    if (act == "fails") { throw RunError("the disk is full"); }
+    if (act == "loses a rank") {
+        if (is_last_rank) { raise(SIGKILL); }
+        signal(SIGTERM, SIG_IGN);
+        std::this_thread::sleep_for(std::chrono::hours(1));
+    }
+    if (act == "meets" || act == "meets again") {
+        process.meet();
+        process.check_fingerprint({{"--overlap", std::to_string(process.worker)}});
+        if (act == "meets again" && process.worker == 1 && process.restart == 0 && is_last_rank) {
+            raise(SIGKILL);
+        }
+        auto inner = make_comm_gloo(process.inner_group());
+        Stream stream;
+        float sum = float(10 * process.worker + process.rank);
+        inner->all_reduce(&sum, 1, Reduction::sum, stream);
+        printf("sum %g\n", sum);
+        process.leave();
+    }
+    while (!std::filesystem::exists(getenv("DILOCO_TEST_GO"))) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    if (act == "makes a mistake") { throw UserError("no such shard: look"); }
+    printf("done\n");
+    return 0;
+}
+
 // Runs before main where the environment asks for it: gtest then never starts.
 __attribute__((constructor)) static void test_program(int argc, char** argv) {
     if (!getenv("DILOCO_TEST_PROGRAM") || argc < 6) { return; }
@@ -111,13 +147,18 @@ __attribute__((constructor)) static void test_program(int argc, char** argv) {
     options.store = argv[5];
     options.timeout = 20;
     const std::string mode = argv[1];
-    options.stops_gracefully = mode.rfind("stop", 0) == 0;
+    options.stops_gracefully = mode.rfind("stop", 0) == 0 || mode == "worker 1 waits";
+    const char* restarts = getenv("DILOCO_TEST_RESTARTS");
+    options.independent = restarts != nullptr;
+    options.restarts = restarts ? atoi(restarts) : 0;
     int status = 0;
     try {
         Process process = launch(options, argv);
         try {
             if (mode.rfind("stop ", 0) == 0) {
                 status = train_until_stopped(mode, process);
+            } else if (options.independent) {
+                status = run_alone(mode, process);
             } else {
                 run_mode(mode, process);
             }
@@ -444,6 +485,16 @@ TEST(Launcher, a_password_stands_in_no_argument_of_its_processes) {
     EXPECT_EQ(sorted_lines(program.out), (std::vector<std::string>{"[1.0] " + line, line}));
 }
 
+TEST(Launcher, a_password_is_hidden_with_tls_and_a_store_without_one_is_left_alone) {
+    for (const std::string password : {":secret@", "user:secret@", ""}) {
+        const std::string store = "rediss://" + password + "127.0.0.1:1";
+        Program program("arguments", 2, 1, -1, store);
+        EXPECT_EQ(program.wait(), 0) << program.err;
+        const std::string line = "program arguments 2 1 -1 rediss://127.0.0.1:1 , store " + store;
+        EXPECT_EQ(sorted_lines(program.out), (std::vector<std::string>{"[1.0] " + line, line}));
+    }
+}
+
 TEST(Launcher, the_store_may_be_given_by_the_environment) {
     TemporaryFolder shared;
     auto prepare = [&] { setenv("DILOCO_STORE", ("file:" + shared.name()).c_str(), 1); };
@@ -471,6 +522,232 @@ TEST(Launcher, a_dead_worker_is_named_at_the_other_site) {
     kill(victim, SIGKILL);
     EXPECT_EQ(first.wait(10), 1);
     EXPECT_EQ(first.err, "error: worker 1 rank 0 is gone (its connection was closed)\n");
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Independent workers
+
+// Those of a mode of run_alone(), or of one that stops.
+struct Workers {
+    Workers(const std::string& mode, int workers, int ranks, int restarts, int worker = -1,
+            const std::string& store = "")
+        : go(folder / "go"), program(mode, workers, ranks, worker, store, [=, go = go] {
+              setenv("DILOCO_TEST_RESTARTS", std::to_string(restarts).c_str(), 1);
+              setenv("DILOCO_TEST_GO", go.c_str(), 1);
+          }) {}
+
+    void let_go() { write_bytes(go, ""); }
+    int wait() { return program.wait(60); }
+    std::vector<std::string> errors() const { return sorted_lines(program.err); }
+
+    // The first line of "out" or "err" that begins like this.
+    std::string wait_for(const std::string& name, const std::string& beginning) const {
+        for (const Patience patience(60); !patience.is_over();) {
+            std::istringstream lines(program.read(name));
+            for (std::string line; std::getline(lines, line) && !lines.eof();) {
+                if (line.rfind(beginning, 0) == 0) { return line; }
+            }
+            std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        }
+        throw std::runtime_error("'" + beginning + "' does not come: " + program.read(name));
+    }
+
+    pid_t pid(const std::string& prefix) const {
+        const std::string line = wait_for("out", prefix);
+        return atoi(line.c_str() + line.find("pid ") + 4);
+    }
+
+    int count(const std::string& name, const std::string& part) const {
+        const std::vector<std::string> lines = sorted_lines(program.read(name));
+        return int(std::count_if(lines.begin(), lines.end(), [&](const std::string& line) {
+            return line.find(part) != std::string::npos;
+        }));
+    }
+
+    TemporaryFolder folder;
+    const std::string go;
+    Program program;
+};
+
+static std::vector<std::string> sorted(std::vector<std::string> lines) {
+    std::sort(lines.begin(), lines.end());
+    return lines;
+}
+
+TEST(IndependentWorkers, one_that_dies_does_not_end_the_others_and_a_line_says_so) {
+    Workers run("worker 1 dies", 3, 1, 0);
+    run.wait_for("err", "worker 1 was killed by signal 9 (Killed)");
+    run.let_go();
+    EXPECT_EQ(run.wait(), 0);
+    EXPECT_EQ(run.errors(), sorted({"worker 1 was killed by signal 9 (Killed)",
+                                    "worker 0 has completed the run", "worker 2 has completed the run"}));
+    EXPECT_EQ(run.count("out", "done"), 2);
+    EXPECT_TRUE(run.program.leaves_nothing_in_tmp());
+}
+
+TEST(IndependentWorkers, one_that_failed_is_started_again_and_knows_it) {
+    Workers run("worker 1 dies once", 2, 1, 3);
+    run.wait_for("out", "[1.0] start 1, ");
+    run.let_go();
+    EXPECT_EQ(run.wait(), 0);
+    EXPECT_EQ(run.errors(), sorted({"worker 1 was killed by signal 9 (Killed); restart 1 of 3 in 1 s",
+                                    "worker 0 has completed the run", "worker 1 has completed the run"}));
+    EXPECT_EQ(run.count("out", "[1.0] start 0, "), 1);
+    EXPECT_EQ(run.count("out", "[1.0] done"), 1);
+}
+
+TEST(IndependentWorkers, one_that_fails_again_and_again_is_given_up_and_the_others_go_on) {
+    Workers run("worker 1 dies", 2, 1, 2);
+    run.wait_for("err", "worker 1 was killed by signal 9 (Killed); none of 2 restarts is left");
+    run.let_go();
+    EXPECT_EQ(run.wait(), 0);
+    EXPECT_EQ(run.errors(), sorted({"worker 1 was killed by signal 9 (Killed); restart 1 of 2 in 1 s",
+                                    "worker 1 was killed by signal 9 (Killed); restart 2 of 2 in 2 s",
+                                    "worker 1 was killed by signal 9 (Killed); none of 2 restarts is left",
+                                    "worker 0 has completed the run"}));
+    for (int start : {0, 1, 2}) { EXPECT_EQ(run.count("out", format("[1.0] start %d, ", start)), 1); }
+}
+
+TEST(IndependentWorkers, where_all_fail_the_status_is_that_of_the_first) {
+    Workers run("all workers fails", 2, 1, 0);
+    EXPECT_EQ(run.wait(), 1);
+    const std::vector<std::string> lines = run.errors();
+    for (const char* line : {"error: the disk is full", "error: worker 1 rank 0: the disk is full",
+                             "worker 0 left with exit code 1", "worker 1 left with exit code 1"}) {
+        EXPECT_EQ(std::count(lines.begin(), lines.end(), line), 1) << line << "\n" << run.program.err;
+    }
+    EXPECT_EQ(run.count("err", "error: no worker has completed the run: worker "), 1) << run.program.err;
+    EXPECT_EQ(lines.size(), 5u) << run.program.err;
+}
+
+TEST(IndependentWorkers, a_mistake_is_not_started_again_and_said_once_where_all_make_it) {
+    Workers run("all workers makes a mistake", 3, 1, 3);
+    wait_for_pids(run.program, 3);
+    run.let_go();
+    EXPECT_EQ(run.wait(), 2);
+    EXPECT_EQ(run.program.err, "error: no such shard: look\n");
+    EXPECT_EQ(run.count("out", "start 1"), 0);
+}
+
+TEST(IndependentWorkers, a_mistake_of_one_is_said_and_is_the_status_though_the_others_complete_the_run) {
+    Workers run("worker 1 makes a mistake", 2, 1, 3);
+    wait_for_pids(run.program, 2);
+    run.let_go();
+    EXPECT_EQ(run.wait(), 2);
+    EXPECT_EQ(run.errors(),
+              sorted({"error: worker 1 rank 0: no such shard: look", "worker 0 has completed the run"}));
+}
+
+TEST(IndependentWorkers, a_dead_rank_ends_its_worker_though_the_others_hang_and_no_other_worker) {
+    Workers run("worker 1 loses a rank", 2, 2, 0);
+    run.wait_for("err", "worker 1 rank 1 was killed by signal 9 (Killed)");
+    EXPECT_FALSE(is_running(run.pid("[1.0] start")));
+    EXPECT_TRUE(is_running(run.pid("start")) && is_running(run.pid("[0.1] start")));
+    run.let_go();
+    EXPECT_EQ(run.wait(), 0);
+    EXPECT_EQ(run.count("out", "done"), 2);
+}
+
+TEST(IndependentWorkers, their_ranks_meet_and_agree_among_themselves) {
+    Workers run("all workers meets", 2, 2, 0);
+    run.let_go();
+    EXPECT_EQ(run.wait(), 0) << run.program.err;
+    for (const char* sum : {"[0.1] sum 1", "[1.0] sum 21", "[1.1] sum 21"}) {
+        EXPECT_EQ(run.count("out", sum), 1) << run.program.out;
+    }
+    EXPECT_EQ(run.count("out", "sum 1"), 2);
+}
+
+TEST(IndependentWorkers, ranks_that_are_started_again_meet_in_the_store_that_their_worker_had) {
+    Workers run("all workers meets again", 2, 2, 1);
+    run.let_go();
+    EXPECT_EQ(run.wait(), 0) << run.program.err;
+    EXPECT_EQ(run.count("err", "worker 1 rank 1 was killed by signal 9 (Killed); restart 1 of 1 in 1 s"), 1)
+        << run.program.err;
+    EXPECT_EQ(run.count("out", "sum 21"), 2);
+    EXPECT_EQ(run.count("out", "[1.0] start 1, "), 1);
+    EXPECT_EQ(run.count("out", "[0.1] start 1, "), 0);
+}
+
+TEST(IndependentWorkers, a_request_to_the_launcher_stops_all) {
+    for (int signal : stop_signals) {
+        Workers run("stop soon", 3, 1, 3);
+        const std::vector<pid_t> pids = wait_for_pids(run.program, 3);
+        run.program.process.send_signal(signal);
+        EXPECT_EQ(run.wait(), stopped_status);
+        EXPECT_TRUE(all_are_gone(pids));
+        std::string request = request_line(signal);
+        request.pop_back();
+        EXPECT_EQ(run.errors(),
+                  sorted({request, "worker 0 has stopped by request", "worker 1 has stopped by request",
+                          "worker 2 has stopped by request", "stopped by request"}));
+    }
+}
+
+TEST(IndependentWorkers, a_request_to_one_of_them_stops_that_one_and_it_is_not_started_again) {
+    Workers run("stop soon", 2, 1, 3);
+    wait_for_pids(run.program, 2);
+    kill(run.pid("[1.0] pid"), SIGUSR1);
+    run.wait_for("err", "worker 1 has stopped by request");
+    EXPECT_TRUE(is_running(run.pid("pid")));
+    kill(run.pid("pid"), SIGTERM);
+    EXPECT_EQ(run.wait(), stopped_status);
+    EXPECT_EQ(run.errors(), sorted({"worker 1 has stopped by request", "worker 0 has stopped by request",
+                                    "stopped by request"}));
+}
+
+TEST(IndependentWorkers, one_that_waits_for_its_restart_is_not_started_after_a_request) {
+    Workers run("stop or die", 2, 1, 5);
+    run.wait_for("err", "worker 1 was killed by signal 9 (Killed); restart 3 of 5 in 4 s");
+    run.program.process.send_signal(SIGTERM);
+    EXPECT_EQ(run.wait(), stopped_status);
+    EXPECT_EQ(run.count("out", "[1.0] pid"), 3);
+    EXPECT_EQ(run.count("err", "worker 0 has stopped by request"), 1) << run.program.err;
+}
+
+TEST(IndependentWorkers, those_that_are_not_ready_to_stop_end_when_they_are_asked_and_are_no_failure) {
+    Workers run("worker 1 waits", 2, 1, 3);
+    const std::vector<pid_t> pids = wait_for_pids(run.program, 2);
+    run.program.process.send_signal(SIGTERM);
+    EXPECT_EQ(run.wait(), stopped_status);
+    EXPECT_TRUE(all_are_gone(pids));
+    EXPECT_EQ(run.count("err", " was killed by signal 15 (Terminated), a request to stop"), 2)
+        << run.program.err;
+}
+
+TEST(IndependentWorkers, ctrl_c_ends_all) {
+    Workers run("worker 1 dies once", 2, 2, 3);
+    run.wait_for("out", "[1.1] start 1, ");
+    const std::vector<pid_t> pids = wait_for_pids(run.program, 6);
+    run.program.process.send_signal(SIGINT);
+    EXPECT_EQ(run.wait(), 128 + SIGINT);
+    EXPECT_TRUE(all_are_gone(pids));
+    EXPECT_EQ(run.count("err", "error: stopped by signal 2 (Interrupt)"), 1) << run.program.err;
+    EXPECT_TRUE(run.program.leaves_nothing_in_tmp());
+}
+
+TEST(IndependentWorkers, one_that_is_started_here_alone_is_started_again_too) {
+    TemporaryFolder shared;
+    Workers run("worker 1 dies once", 2, 1, 1, 1, "file:" + shared.name());
+    run.wait_for("out", "[1.0] start 1, ");
+    run.let_go();
+    EXPECT_EQ(run.wait(), 0) << run.program.err;
+}
+
+TEST(Restarts, come_later_each_time_and_only_so_often) {
+    Restarts restarts(7);
+    for (double pause : {1, 2, 4, 8, 16, 30, 30}) { EXPECT_EQ(restarts.next(599), pause); }
+    EXPECT_EQ(restarts.next(599), 0);
+    EXPECT_EQ(Restarts(0).next(1), 0);
+}
+
+TEST(Restarts, begin_anew_after_ten_minutes_without_a_failure) {
+    Restarts restarts(2);
+    EXPECT_EQ(restarts.next(1), 1);
+    EXPECT_EQ(restarts.next(601), 1);
+    EXPECT_EQ(restarts.next(1), 2);
+    EXPECT_EQ(restarts.next(1), 0);
+    EXPECT_EQ(restarts.next(601), 1);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -1001,6 +1278,38 @@ TEST(JobStore, does_not_use_what_others_may_write_to) {
             << name;
     }
     EXPECT_TRUE(contains(user_error([&] { JobStore(folder / "no/where").set("key", ""); }), "set TMPDIR"));
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Places of independent workers
+
+static LaunchOptions independent(int workers, int worker, bool has_store, int restarts = 0) {
+    LaunchOptions options;
+    options.workers = workers;
+    options.worker = worker;
+    if (has_store) { options.store = "file:/tmp/x"; }
+    options.independent = true;
+    options.restarts = restarts;
+    return options;
+}
+
+TEST(IndependentPlaces, one_that_is_alone_here_has_a_launcher_where_it_needs_a_store_or_restarts) {
+    EXPECT_FALSE(place_in({}, independent(2, 1, true)).starts_others);
+    EXPECT_TRUE(place_in({}, independent(2, 1, true, 3)).starts_others);
+    EXPECT_TRUE(place_in({}, independent(1, -1, false)).starts_others);
+    EXPECT_TRUE(contains(user_error([] { place_in({}, independent(2, 1, false)); }),
+                         "--worker needs a place to meet the other workers: give --store"));
+}
+
+TEST(IndependentPlaces, processes_of_other_launchers_need_a_store_and_have_no_restarts) {
+    const Variables mpi = joined(mpirun("1", "2"), {{"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}});
+    const Place place = place_in(mpi, independent(2, -1, true));
+    EXPECT_EQ(place.worker, 1);
+    EXPECT_EQ(place.job, "") << "the log goes on when the job comes again";
+    EXPECT_TRUE(contains(user_error([&] { place_in(mpi, independent(2, -1, false)); }),
+                         "processes that mpirun starts need a place to meet: give --store"));
+    EXPECT_TRUE(contains(user_error([&] { place_in(mpi, independent(2, -1, true, 1)); }),
+                         "--restart is for processes that this program starts: leave it out"));
 }
 
 // -----------------------------------------------------------------------------------------------------------

@@ -71,18 +71,22 @@ static Agreement agree(Process& process, const std::string& folder) {
     return agreement;
 }
 
-// Of as many processes as there are folders. All must have come to the same result.
-static Agreement agreement_of(const Shape& shape, const std::vector<std::string>& folders) {
+static Process process_of(const Shape& shape, int index) {
+    Process process;
+    process.worker = index / shape.ranks;
+    process.rank = index % shape.ranks;
+    process.workers = shape.workers;
+    process.ranks = shape.ranks;
+    process.timeout = 20;
+    return process;
+}
+
+// Of processes with a folder each. All must have come to the same result.
+static Agreement agreement_among(std::vector<Process> processes, const std::vector<std::string>& folders) {
     TemporaryFolder store;
     std::vector<Agreement> agreements(folders.size());
-    std::vector<Process> processes(folders.size());
     std::vector<std::thread> threads;
     for (size_t i = 0; i < folders.size(); i++) {
-        processes[i].worker = int(i) / shape.ranks;
-        processes[i].rank = int(i) % shape.ranks;
-        processes[i].workers = shape.workers;
-        processes[i].ranks = shape.ranks;
-        processes[i].timeout = 20;
         processes[i].meeting_point = std::make_shared<FileStore>(store.name());
         threads.emplace_back([&, i] { agreements[i] = agree(processes[i], folders[i]); });
     }
@@ -92,6 +96,33 @@ static Agreement agreement_of(const Shape& shape, const std::vector<std::string>
         EXPECT_EQ(other.notes.size(), agreements[0].notes.size());
     }
     return agreements[0];
+}
+
+static Agreement agreement_of(const Shape& shape, const std::vector<std::string>& folders) {
+    std::vector<Process> processes;
+    for (int i = 0; i < int(folders.size()); i++) { processes.push_back(process_of(shape, i)); }
+    return agreement_among(std::move(processes), folders);
+}
+
+// Of the ranks of an independent worker.
+static Agreement agreement_in_worker(int worker, const std::string& folder, const Shape& shape) {
+    std::vector<Process> processes;
+    for (int rank = 0; rank < shape.ranks; rank++) {
+        processes.push_back(process_of(shape, worker * shape.ranks + rank));
+        processes.back().independent = true;
+    }
+    return agreement_among(std::move(processes), std::vector<std::string>(size_t(shape.ranks), folder));
+}
+
+// What an independent worker has written.
+static void add_own_checkpoint(const std::string& folder, long step, int worker, const Shape& shape,
+                               const std::string& lineage = run_a) {
+    for (int rank = 0; rank < shape.ranks; rank++) {
+        StateIdentity who = identity(step, worker * shape.ranks + rank, shape, lineage);
+        who.independent = true;
+        write_state(state_path(folder, step, rank), who, {{"step", &step, sizeof step}});
+        if (rank == 0) { write_done(folder, who); }
+    }
 }
 
 static Agreement agreement_in(const std::string& folder, const Shape& shape) {
@@ -330,4 +361,88 @@ TEST(ResumePoint, what_a_process_was_writing_when_it_was_killed_is_removed) {
     agreement_of(shape, {first.name(), second.name()});
     for (const std::string& name : own) { EXPECT_FALSE(std::filesystem::exists(first / name)) << name; }
     for (const std::string& name : others) { EXPECT_TRUE(std::filesystem::exists(first / name)) << name; }
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Independent workers
+
+TEST(ResumePoint, of_an_independent_worker_is_the_newest_that_all_its_ranks_have) {
+    const Shape shape{3, 2};
+    TemporaryFolder folder;
+    for (long step : {20, 40, 60}) { add_own_checkpoint(folder.name(), step, 2, shape); }
+    EXPECT_EQ(agreement_in_worker(2, folder.name(), shape).result, "60 " + run_a + " 3x2");
+    flip_bit(state_path(folder.name(), 60, 1), 1100);
+    std::filesystem::remove(state_path(folder.name(), 40, 1));
+    const Agreement a = agreement_in_worker(2, folder.name(), shape);
+    EXPECT_EQ(a.result, "20 " + run_a + " 3x2");
+    const std::string over = " was passed over: worker 2 rank 1: ";
+    EXPECT_EQ(a.notes, (Notes{"step 60" + over + state_path(folder.name(), 60, 1) +
+                                  " is damaged (its checksum does not match)",
+                              "step 40" + over + state_path(folder.name(), 40, 1) + " is missing"}));
+}
+
+TEST(ResumePoint, a_flipped_bit_in_an_independent_workers_header_makes_the_one_before_it_count) {
+    const Shape shape{3, 2};
+    TemporaryFolder folder;
+    for (long step : {40, 60}) { add_own_checkpoint(folder.name(), step, 2, shape); }
+    for (int rank : {0, 1}) {
+        const std::string victim = state_path(folder.name(), 60, rank);
+        for (size_t byte = 0; byte < 72; byte += 4) {
+            flip_bit(victim, byte);
+            EXPECT_EQ(agreement_in_worker(2, folder.name(), shape).result, "40 " + run_a + " 3x2") << byte;
+            flip_bit(victim, byte);
+        }
+    }
+    EXPECT_EQ(agreement_in_worker(2, folder.name(), shape).result, "60 " + run_a + " 3x2");
+}
+
+TEST(ResumePoint, an_independent_worker_without_a_checkpoint_begins) {
+    TemporaryFolder folder;
+    EXPECT_EQ(agreement_in_worker(1, folder.name(), {2, 1}).result, "none");
+}
+
+TEST(ResumePoint, of_another_worker_is_refused_and_both_are_named) {
+    for (const Shape& shape : {Shape{2, 1}, Shape{2, 2}}) {
+        TemporaryFolder folder;
+        add_own_checkpoint(folder.name(), 60, 0, shape);
+        EXPECT_EQ(agreement_in_worker(1, folder.name(), shape).result,
+                  "error: the checkpoint of step 60 in " + folder.name() +
+                      " is of worker 0, not of worker 1: give each worker the folder that it had");
+    }
+}
+
+TEST(ResumePoint, of_an_independent_worker_of_another_shape_is_refused_and_both_are_named) {
+    const Shape old{2, 2};
+    for (const Shape& shape : {Shape{3, 2}, Shape{2, 1}, Shape{2, 3}}) {
+        TemporaryFolder folder;
+        add_own_checkpoint(folder.name(), 60, 1, old);
+        EXPECT_EQ(agreement_in_worker(1, folder.name(), shape).result,
+                  "error: the checkpoint of step 60 in " + folder.name() +
+                      format(" is of a run of 2 workers x 2 ranks, not %d x %d: with --outer-transport store "
+                             "a worker resumes with the --workers and --ranks that it had",
+                             shape.workers, shape.ranks));
+    }
+}
+
+TEST(ResumePoint, of_a_run_in_lock_step_is_none_for_an_independent_worker_nor_the_other_way_round) {
+    TemporaryFolder together, apart;
+    add_checkpoint(together.name(), 60, {2, 1});
+    EXPECT_EQ(agreement_in_worker(0, together.name(), {2, 1}).result,
+              "error: the checkpoint of step 60 in " + together.name() +
+                  " is of a run of 2 workers x 1 ranks in lock-step: resume it with the --outer-transport "
+                  "that it had, or give another -o");
+    add_own_checkpoint(apart.name(), 60, 0, {2, 1});
+    EXPECT_EQ(agreement_in(apart.name(), {2, 1}).result,
+              "error: the checkpoint of step 60 in " + apart.name() +
+                  " is of worker 0 of a run with --outer-transport store: resume it with that, or give "
+                  "another -o");
+}
+
+TEST(ResumePoint, a_damaged_one_of_another_worker_is_passed_over) {
+    const Shape shape{2, 1};
+    TemporaryFolder folder;
+    add_own_checkpoint(folder.name(), 40, 1, shape);
+    add_own_checkpoint(folder.name(), 60, 0, shape);
+    flip_bit(state_path(folder.name(), 60, 0), 1100);
+    EXPECT_EQ(agreement_in_worker(1, folder.name(), shape).result, "40 " + run_a + " 2x1");
 }

@@ -4,9 +4,11 @@
 
 #include <atomic>
 #include <fstream>
+#include <functional>
 #include <set>
 #include <thread>
 
+#include "dev/test/certificates.h"
 #include "dev/test/processes.h"
 #include "llmc/store.h"
 #include "llmc/store_redis.h"
@@ -262,9 +264,9 @@ TEST(OpenStore, what_cannot_be_used_is_a_user_error_that_says_what_to_do) {
 
 TEST(OpenStore, no_error_shows_a_password) {
     for (const char* url :
-         {"rediss://:secret@host:1", "unix://:secret@/run/redis.sock", "REDIS://:secret@host",
+         {"rediss://:secret@host:0", "unix://:secret@/run/redis.sock", "REDIS://:secret@host",
           "redis://secret@host", "redis://:secret@host:port", "redis://:secret/host:1",
-          "redis://:secret@127.0.0.1:1"}) {
+          "redis://:secret@127.0.0.1:1", "rediss://:secret@127.0.0.1:1"}) {
         EXPECT_NE(open_error(url), "accepted") << url;
         EXPECT_EQ(open_error(url).find("secret"), std::string::npos) << open_error(url);
     }
@@ -280,6 +282,11 @@ TEST(OpenStore, redis_urls_are_taken_apart) {
     EXPECT_EQ(full.password, "a@b@c");
     EXPECT_EQ(full.host, "fe80::1");
     EXPECT_EQ(full.port, 7000);
+    EXPECT_FALSE(full.tls);
+    const RedisAddress encrypted = parse_redis_url("rediss://:pass@example.org:7001");
+    EXPECT_EQ(encrypted.host, "example.org");
+    EXPECT_EQ(encrypted.port, 7001);
+    EXPECT_TRUE(encrypted.tls);
 }
 
 TEST(RedisStore, a_wrong_or_missing_password_is_a_user_error_without_the_password) {
@@ -309,4 +316,200 @@ TEST(RedisStore, a_server_that_restarts_is_found_again_and_one_that_is_gone_is_a
     const Patience since(60);
     EXPECT_THROW(store->set("c", "3"), RunError);
     EXPECT_LT(since.waited(), 10);
+}
+
+// ---- rediss://
+
+class TlsStores : public testing::Test {
+protected:
+    // Empty where such a server cannot be had.
+    std::string start(const std::string& certificate, const std::string& asks_clients = "no") {
+        server = certificates.server(certificate, "secret", asks_clients);
+        return server->port == 0 ? "" : "127.0.0.1:" + std::to_string(server->port);
+    }
+
+    Certificates certificates;
+    std::unique_ptr<RedisServer> server;
+};
+
+#define NEED_TLS(where) \
+    if ((where).empty()) { GTEST_SKIP() << "there is no openssl, or no redis-server that knows TLS"; }
+
+TEST_F(TlsStores, a_server_whose_authority_is_known_is_a_store_like_others) {
+    const std::string where = start("right");
+    NEED_TLS(where);
+    const TrustedAuthority trusted(certificates.authority());
+    auto store = open_store("rediss://:secret@" + where, 5);
+    const std::string large(3'000'000, '\0');
+    store->set("large", large);
+    EXPECT_EQ(store->try_get("large"), large);
+    EXPECT_EQ(store->set_if_absent("large", "late"), large);
+    EXPECT_EQ(store->url(), "rediss://" + where);
+    EXPECT_EQ(store->local_address(), "127.0.0.1");
+    EXPECT_EQ(open_error("rediss://:secret@localhost:" + std::to_string(server->port)), "accepted");
+    EXPECT_NE(open_error("rediss://:guess@" + where).find("give --store rediss://:PASSWORD@"),
+              std::string::npos);
+    server->stop();
+    server->start(server->port);
+    store->set("a", "1");
+    EXPECT_EQ(store->try_get("a"), "1");
+}
+
+TEST_F(TlsStores, a_server_that_shows_no_certificate_of_its_own_is_refused) {
+    const std::string where = start("right");
+    NEED_TLS(where);
+    const std::string url = "rediss://:secret@" + where;
+    const std::string unknown = open_error(url);
+    EXPECT_NE(unknown.find("the certificate of the store at " + where + " is not to be trusted"),
+              std::string::npos)
+        << unknown;
+    EXPECT_NE(unknown.find("DILOCO_CA"), std::string::npos) << unknown;
+    {
+        const TrustedAuthority missing("/nowhere/ca.crt");
+        EXPECT_NE(open_error(url).find("there are no certificates in /nowhere/ca.crt"), std::string::npos);
+    }
+    const TrustedAuthority trusted(certificates.authority());
+    EXPECT_EQ(open_error(url), "accepted");
+    const std::string other = start("other");
+    NEED_TLS(other);
+    for (const std::string& host : {std::string("127.0.0.1:"), std::string("localhost:")}) {
+        const std::string error = open_error("rediss://:secret@" + host + std::to_string(server->port));
+        EXPECT_NE(error.find(" is made out to another: give --store the name"), std::string::npos) << error;
+    }
+}
+
+TEST_F(TlsStores, a_server_that_wants_certificates_of_clients_is_told_apart) {
+    const std::string where = start("right", "yes");
+    NEED_TLS(where);
+    const TrustedAuthority trusted(certificates.authority());
+    const std::string error = open_error("rediss://:secret@" + where);
+    EXPECT_NE(error.find("start it with tls-auth-clients no"), std::string::npos) << error;
+}
+
+TEST_F(TlsStores, with_and_without_tls_do_not_meet) {
+    const std::string where = start("right");
+    NEED_TLS(where);
+    const std::string plain = open_error("redis://:secret@" + where);
+    EXPECT_NE(plain.find("correct --store (over TLS it is rediss://)"), std::string::npos) << plain;
+    RedisServer without;
+    const std::string encrypted = open_error("rediss://127.0.0.1:" + std::to_string(without.port));
+    EXPECT_NE(encrypted.find("correct --store (without TLS it is redis://)"), std::string::npos) << encrypted;
+}
+
+// ---- silence
+
+// A server of one connection.
+class FakeServer {
+public:
+    explicit FakeServer(const std::function<void(int connection)>& serve) {
+        const int listening = socket(AF_INET, SOCK_STREAM, 0);
+        const int small = 16 << 10;
+        setsockopt(listening, SOL_SOCKET, SO_RCVBUF, &small, sizeof small);
+        sockaddr_in address = {};
+        address.sin_family = AF_INET;
+        address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+        socklen_t length = sizeof address;
+        if (bind(listening, (sockaddr*)&address, length) != 0 || listen(listening, 1) != 0 ||
+            getsockname(listening, (sockaddr*)&address, &length) != 0) {
+            throw std::runtime_error("no server");
+        }
+        port = ntohs(address.sin_port);
+        thread = std::thread([=] {
+            const int connection = accept(listening, nullptr, nullptr);
+            serve(connection);
+            close(connection);
+            close(listening);
+        });
+    }
+    ~FakeServer() { thread.join(); }
+
+    int port;
+
+private:
+    std::thread thread;
+};
+
+struct Connected {
+    explicit Connected(int port) : descriptor(socket(AF_INET, SOCK_STREAM, 0)) {
+        sockaddr_in address = {};
+        address.sin_family = AF_INET;
+        address.sin_port = htons(uint16_t(port));
+        address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+        EXPECT_EQ(connect(descriptor, (const sockaddr*)&address, sizeof address), 0);
+    }
+    ~Connected() { close(descriptor); }
+
+    const int descriptor;
+};
+
+// Takes what it is sent piece by piece, sleeping after each, answers after so many bytes, and then waits until
+// the other side has had enough.
+static void serve_slowly(int connection, size_t bytes, const std::string& answer) {
+    char buffer[16 << 10];
+    ssize_t count;
+    size_t had = 0;
+    while (had < bytes && (count = recv(connection, buffer, sizeof buffer, 0)) > 0) {
+        had += size_t(count);
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+    send(connection, answer.data(), answer.size(), MSG_NOSIGNAL);
+    while (recv(connection, buffer, sizeof buffer, 0) > 0) {}
+}
+
+// 4 MB in pieces of at most 16 kB, each 20 ms: five seconds, most of them after all is with the kernel.
+TEST(Socket, what_takes_long_is_not_lost_while_it_moves) {
+    const std::string value(4'000'000, 'x');
+    FakeServer server([&](int connection) { serve_slowly(connection, value.size(), "answer"); });
+    const Connected connected(server.port);
+    Socket socket(connected.descriptor, 2);
+    socket.send(value.data(), value.size());
+    char buffer[16];
+    std::string answer;
+    while (answer.size() < 6) { answer.append(buffer, socket.receive(buffer, sizeof buffer)); }
+    EXPECT_EQ(answer, "answer");
+}
+
+TEST(Socket, silence_is_an_end) {
+    FakeServer server([](int connection) { serve_slowly(connection, 1, ""); });
+    const Connected connected(server.port);
+    Socket socket(connected.descriptor, 0.2);
+    socket.send("x", 1);
+    char buffer[16];
+    EXPECT_THROW(socket.receive(buffer, sizeof buffer), ConnectionLost);
+}
+
+// Answers each command that it is sent with the next of these.
+static void answer_with(int connection, const std::vector<std::string>& answers) {
+    char buffer[1000];
+    for (const std::string& answer : answers) {
+        if (recv(connection, buffer, sizeof buffer, 0) <= 0) { return; }
+        send(connection, answer.data(), answer.size(), MSG_NOSIGNAL);
+    }
+}
+
+TEST(RedisStore, a_server_that_still_reads_its_data_is_waited_for) {
+    const std::string loading = "-LOADING Redis is loading the dataset in memory\r\n";
+    FakeServer server([&](int connection) {
+        answer_with(connection, {loading, loading, loading, "+PONG\r\n", "$5\r\nvalue\r\n"});
+    });
+    auto store = open_store("redis://127.0.0.1:" + std::to_string(server.port), 10);
+    EXPECT_EQ(store->try_get("key"), "value");
+}
+
+TEST(RedisStore, what_does_not_speak_redis_is_a_user_error) {
+    FakeServer server([](int connection) { answer_with(connection, {"HTTP/1.1 400 Bad Request\r\n\r\n"}); });
+    EXPECT_NE(open_error("redis://127.0.0.1:" + std::to_string(server.port))
+                  .find("does not answer like Redis (Protocol error"),
+              std::string::npos);
+}
+
+TEST(Socket, a_server_that_takes_nothing_more_is_lost) {
+    RedisServer server;
+    if (server.port == 0) { GTEST_SKIP() << "redis-server is not installed or does not start"; }
+    RedisConnection connection(server.url(), 0.3);
+    connection.connect(5);
+    server.pause();
+    const std::string value(16 << 20, 'x');
+    EXPECT_THROW(connection.ask({"SET", "key", value}), ConnectionLost);
+    EXPECT_FALSE(connection.is_open());
 }

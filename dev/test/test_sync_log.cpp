@@ -48,6 +48,9 @@ TEST(SyncLog, workers_stay_equal_and_go_on_whatever_happens_between_any_two_requ
     EXPECT_GT(totals.new_generations, 500);
     EXPECT_GT(totals.diverged, 100);
     EXPECT_LT(totals.undecidable, 100);
+    EXPECT_GT(totals.refused, 1000);
+    EXPECT_GT(totals.too_late, 100);
+    EXPECT_GT(totals.gone, 1000);
 }
 
 TEST(SyncLog, a_seed_is_the_same_run_again) {
@@ -73,6 +76,7 @@ TEST(SyncLog, with_nobody_late_all_are_counted_in_every_sync_and_nobody_jumps) {
         });
         ASSERT_NO_THROW(world.run()) << "seed " << seed;
         EXPECT_EQ(world.totals.jumps, 0) << "seed " << seed;
+        EXPECT_EQ(world.totals.late, 0) << "seed " << seed;
         ASSERT_GE(long(world.entries().size()), syncs - 4) << "seed " << seed;
         for (const auto& [key, entry] : world.entries()) {
             ASSERT_EQ(entry.contributors.size(), 3u) << "seed " << seed << ", " << key;
@@ -171,6 +175,29 @@ TEST(SyncLogSimulation, finds_a_heartbeat_that_is_taken_for_a_sent_payload) {
     EXPECT_NE(found(rules), "");
 }
 
+TEST(SyncLogSimulation, finds_a_worker_with_other_options_that_takes_part) {
+    struct : SyncLogRules {
+        bool is_same_run(const std::string&, const std::string&) const override { return true; }
+    } rules;
+    EXPECT_NE(found(rules), "");
+}
+
+TEST(SyncLogSimulation, finds_what_an_earlier_start_has_sent_taken_for_ones_own) {
+    struct : SyncLogRules {
+        bool is_own_payload(const Incarnation& who, const Incarnation& me) const override {
+            return who.worker == me.worker;
+        }
+    } rules;
+    EXPECT_NE(found(rules), "");
+}
+
+TEST(SyncLogSimulation, finds_a_worker_that_ends_without_the_last_sync) {
+    struct : SyncLogRules {
+        bool is_of_run(long send_step, long last_step) const override { return send_step < last_step; }
+    } rules;
+    EXPECT_NE(found(rules), "");
+}
+
 TEST(SyncLog, syncs_by_number_are_those_of_the_schedule) {
     for (long H : {1L, 2L, 5L, 7L}) {
         for (int count = 1; count <= 4; count++) {
@@ -196,9 +223,19 @@ TEST(SyncLog, records_are_read_as_they_were_written) {
     LogEntry entry;
     entry.hash = ~0ull;
     entry.decider = {3, 12};
-    entry.contributors = {{{0, 1}, 17, 5}, {{10, 2}, 0, ~0ull}};
+    entry.contributors = {{{0, 1}, 17, 5, 4096}, {{10, 2}, 0, ~0ull, ~0ull}};
     entry.abstained = {4, 11};
-    EXPECT_EQ(LogEntry::parse(entry.text()).text(), entry.text());
+    entry.missing = {5};
+    entry.waited = 1250;
+    const LogEntry read = LogEntry::parse(entry.text());
+    EXPECT_EQ(read.text(), entry.text());
+    EXPECT_EQ(read.contributors[0].tokens, 4096u);
+    EXPECT_EQ(read.abstained, entry.abstained);
+    EXPECT_EQ(read.missing, entry.missing);
+    EXPECT_EQ(read.waited, 1250);
+    EXPECT_EQ(in_words(read),
+              "counts 0.1 (4096 tokens) and 10.2 (18446744073709551615 tokens); workers 4 and 11 abstain; "
+              "worker 5 is missing after 1.25 s");
     EXPECT_TRUE(entry.counts(10) && !entry.counts(4) && entry.knows(4) && !entry.knows(3));
     for (const char* text : {"1 2 3 4", "18446744073709551615 0 0 0"}) {
         EXPECT_EQ(LogLine::parse(text).text(), text);

@@ -1,0 +1,52 @@
+// Shows that this process is alive, over a connection of its own: a payload may take a minute. After each
+// beat it asks whether this still is the store that has the run. Like the sync log itself it only says what
+// to ask.
+#pragma once
+#include <algorithm>
+#include <optional>
+#include <string>
+
+#include "sync_log_records.h"
+
+// What it has to show: a copy, so that it need not wait for a sync log that is at work.
+struct LogPulse {
+    std::string generation, folder;  // empty: nothing yet, or nothing any more
+    int worker = 0;
+    LogBeat beat;  // without its count
+
+    bool operator==(const LogPulse& other) const {
+        return folder == other.folder && worker == other.worker && beat.text() == other.beat.text();
+    }
+};
+
+class Heartbeat {
+public:
+    explicit Heartbeat(double interval) : interval(interval) {}
+
+    // A beat that says something new does not wait.
+    std::optional<StoreRequest> request(const LogPulse& pulse, double now) {
+        if (is_checking) { return StoreRequest{StoreRequest::get, "run", "generation", ""}; }
+        if (pulse.folder.empty() || (now < next && pulse == shown)) { return std::nullopt; }
+        shown = pulse;
+        next = now + interval;
+        LogBeat beat = pulse.beat;
+        beat.count = ++count;
+        return StoreRequest{StoreRequest::put, pulse.folder, std::to_string(pulse.worker), beat.text()};
+    }
+
+    // False: the store has lost the run, as SyncLog::check_generation() will see.
+    bool answer(const StoreAnswer& answer) {
+        const bool was_checking = is_checking;
+        is_checking = !is_checking;
+        return !was_checking || answer.lost || (answer.found && answer.value == shown.generation);
+    }
+
+    // Seconds until there is something to ask for, if the pulse stays as it is.
+    double rest(double now) const { return is_checking ? 0 : std::clamp(next - now, 0.001, interval); }
+
+private:
+    double interval, next = 0;
+    LogPulse shown;
+    long count = 0;
+    bool is_checking = false;
+};
