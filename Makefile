@@ -87,7 +87,7 @@ build/options_cpu build/options_gpu:
 
 # The trainer is one .cu file for CPU and GPU: here g++ takes it as C++.
 train_gpt_cpu: train_gpt.cu $(HEADERS) Makefile build/options_cpu | dependencies
-	@$(if $(and $(HAS_HIREDIS),$(HAS_PCRE2)),,$(say_what_is_left_out))
+	@$(if $(and $(HAS_HIREDIS),$(HAS_OPENSSL),$(HAS_PCRE2)),,$(say_what_is_left_out))
 	$(CXX) $(CXXFLAGS) -x c++ $< -o $@ $(LDLIBS)
 
 test_gpt_cpu: test_gpt.cu train_gpt.cu $(HEADERS) $(wildcard dev/test/*.h) Makefile build/options_cpu \
@@ -147,10 +147,11 @@ build/$(1)/train_gpt: train_gpt.cu $(EMULATOR:%=build/$(1)/%.o) $(EMULATOR_HEADE
 endef
 $(foreach kind,plain debug address thread fp32,$(eval $(call emulated_trainer,$(kind))))
 
-# As where there is none of Gloo, hiredis and PCRE2: what needs them is refused.
+# As where there is none of Gloo, hiredis, OpenSSL and PCRE2: what needs them is refused.
 build/without/train_gpt: private OPTIMIZE = -O0
 build/without/train_gpt: private HAS_GLOO =
 build/without/train_gpt: private HAS_HIREDIS =
+build/without/train_gpt: private HAS_OPENSSL =
 build/without/train_gpt: private HAS_PCRE2 =
 build/without/train_gpt: train_gpt.cu $(EMULATOR:%=build/plain/%.o) $(EMULATOR_HEADERS) | dependencies
 	@mkdir -p $(@D)

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -718,6 +719,9 @@ inline DilocoOptions diloco_options(const Options& o) {
     return d;
 }
 
+// To how many a process sends what it has to say in a sync, and itself: a payload goes to the store once.
+inline int exchange_members(const Options& o) { return o.is_independent() ? 2 : o.workers; }
+
 // UserError for what does not go together with workers that come and go, or is for them alone.
 inline void check_independent(const Options& o) {
     if (!o.is_independent()) {
@@ -1183,7 +1187,7 @@ inline void print_rates(Run& run, long update) {
     if (!run.outer || !run.speaks() || trained < 2 || trained != std::min(11L, all)) { return; }
     const double seconds = (run.totals.train_seconds - run.first_seconds) / double(trained - 1);
     const std::vector<size_t> bytes = sync_bytes(diloco_options(run.options), run.inputs.fragments,
-                                                 run.inputs.layout, run.options.workers);
+                                                 run.inputs.layout, exchange_members(run.options));
     run.status.print(rates(run.inputs.fragments, bytes, run.options.inner_steps, run.options.overlap,
                            seconds));
 }
@@ -1476,7 +1480,7 @@ inline void write_checkpoint(Run& run, long step) {
     const Process& p = run.process;
     if (step == run.inputs.steps) { snapshot.model = gather_model(run); }
     CheckpointJob job;
-    job.identity = {step, p.worker, p.rank, p.workers, p.ranks, run.resumed.lineage};
+    job.identity = {step, p.worker, p.rank, p.workers, p.ranks, run.resumed.lineage, p.independent};
     job.ready = [&run, &snapshot] {
         device::use_in_this_thread(run.device);
         snapshot.copied.synchronize();
@@ -1531,12 +1535,15 @@ inline Resumption open_checkpoint(const Options& o, const Process& process, cons
             format("the checkpoint in %s is of step %ld, and this run ends after step %ld: give a larger -x",
                    folder.c_str(), r.step, in.steps));
     }
-    const StoredRun stored{folder, point.step, point.workers, point.ranks, point.lineage};
+    const StoredRun stored{folder, point.step, point.workers, point.ranks, point.lineage, o.is_independent()};
     const StateShape shape{in.shape, in.layout, in.fragments, o.inner_steps, diloco_options(o).wire,
                            process.worker, process.rank, o.workers, o.ranks,
                            in.train_loader->tokens_of_a_sample()};
     if (has_shape(stored, shape)) {
-        r.state = std::make_unique<StateReader>(state_path(folder, point.step, process.index()));
+        r.state = std::make_unique<StateReader>(state_path(folder, point.step, process.group_index()));
+    } else if (o.is_independent()) {
+        throw UserError(folder + " is of other fragments, or another number format or feedback of errors: a "
+                        "worker that comes and goes goes on with the options that it had");
     } else {
         r.state = reshape_state(stored, shape, r.notes);
     }
@@ -1678,7 +1685,9 @@ inline void report_events(Run& run) {
         const std::optional<long> sync = event.sync >= 0 ? std::optional<long>(event.sync) : std::nullopt;
         run.logger.event({run.step, name_of(event.kind), sync, event.worker, event.text});
         const bool is_routine = event.kind == LogEventKind::decided || event.kind == LogEventKind::applied;
-        if (run.process.rank == 0 && !is_routine) { run.status.print(event.text); }
+        const bool is_own = event.worker == run.process.worker;
+        if (is_routine || run.process.rank > 0 || !(is_own || run.speaks())) { continue; }
+        run.status.print((is_own ? format("worker %d ", event.worker) : "") + event.text);
     }
 }
 
@@ -1951,7 +1960,12 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
     process.check_fingerprint(fingerprint(o, in));
     if (o.has_own_batch()) { share_data(o, process, in); }
     check_together(process, "output", [&] {
-        if (!o.output.empty() && !o.resume) { refuse_models(checkpoint_folder(o, process)); }
+        if (o.output.empty()) { return; }
+        const std::string folder = checkpoint_folder(o, process);
+        if (!o.resume) { refuse_models(folder); }
+        std::error_code error;
+        std::filesystem::create_directories(folder, error);
+        if (error) { throw UserError("cannot write into " + folder + " (" + error.message() + "): give -o"); }
     });
     Resumption resumed = find_checkpoint(o, process, in);
     const device::Device device = choose_device(process, o.streams() && o.outer_transport == "nccl");
@@ -1995,7 +2009,7 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
                                                   outer_stream);
         }
         outer_loop->start(worker->master, main);
-        exchanges = plan(d, in.fragments, in.layout, o.workers);
+        exchanges = plan(d, in.fragments, in.layout, exchange_members(o));
     });
     if (process.group_index() == 0 && !o.output.empty()) { write_text(o.output + "/config.toml", o.toml); }
     logger.run({process.worker, process.rank, process.workers, process.ranks, in.layout.values, o.resolved,

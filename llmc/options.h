@@ -280,7 +280,7 @@ inline void define_options(CLI::App& app, Options& o) {
             add("--worker", o.worker, "Start only this worker's ranks here; the others are started elsewhere")
                 ->configurable(false),
             add("--store", o.store,
-                "Where processes meet: file:DIR, redis://[:PASSWORD@]HOST:PORT, or rediss:// with TLS (default: "
+                "Where processes meet: file:DIR, redis://[:PASSWORD@]HOST:PORT or rediss:// (TLS; default: "
                 "$DILOCO_STORE)")
                 ->configurable(false),
             add("--interface", o.interface,
@@ -291,7 +291,7 @@ inline void define_options(CLI::App& app, Options& o) {
             add("--timeout", o.timeout, "Seconds to wait for other processes before giving up")
                 ->check(CLI::Range(1.0, 1e6)),
             add("--restart", o.restarts,
-                "Start a worker that fails so many times again, where workers come and go (0: never)")
+                "Start a worker that has failed again, up to so many times (--outer-transport store)")
                 ->check(CLI::Range(0, 1 << 20)),
         });
     group(
