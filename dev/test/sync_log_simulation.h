@@ -195,7 +195,7 @@ struct Plan {
     explicit Plan(Random& random) {
         mode = Mode(random.among(0, modes - 1));
         workers = int(random.among(mode == corruption ? 3 : 2, 5));
-        ranks = random.happens(0.2) ? 2 : 1;
+        ranks = random.happens(0.1) ? 2 : 1;
         min_workers = workers / 2 + 1;
         H = random.among(2, 6);
         fragments = random.among(1, 3);
@@ -594,7 +594,7 @@ private:
     void listen(int w) {
         for (Rank& rank : workers[size_t(w)].process->ranks) {
             for (const LogEvent& event : rank.log->events()) {
-                tell(rank.log->incarnation().text() + " " + event.text);
+                if (traced) { tell(rank.log->incarnation().text() + " " + event.text); }
                 totals.snapshots += event.kind == LogEventKind::takes_snapshot;
                 totals.snapshots_gone += event.kind == LogEventKind::snapshot_gone;
                 totals.late += event.kind == LogEventKind::late;
