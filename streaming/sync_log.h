@@ -807,13 +807,19 @@ private:
         ask({StoreRequest::list, key("beat"), "", ""}, [=](const StoreAnswer& answer, double now) {
             see(answer.listing, now);
             looked_at = now;
-            ask({StoreRequest::list, key("want"), "", ""}, [=](const StoreAnswer& answer, double now) {
-                rest_from_looking(from, now);
-                if (phase == Phase::running) { consider(answer.listing, is_last, from, now); }
-                const bool is_alone = phase == Phase::behind && !presence.can_anyone_give(me.worker);
-                alone_since = !is_alone ? -1 : alone_since < 0 ? now : alone_since;
-                if (is_alone && now >= alone_since + options.grace) { look_for_an_end(); }
-            });
+            rest_from_looking(from, now);
+            const bool is_alone = phase == Phase::behind && !presence.can_anyone_give(me.worker);
+            alone_since = !is_alone ? -1 : alone_since < 0 ? now : alone_since;
+            if (is_alone && now >= alone_since + options.grace) { look_for_an_end(); }
+            if (phase == Phase::running) { look_at_wants(is_last, from, now); }
+        });
+    }
+
+    // Who wants something shows it in its beat.
+    void look_at_wants(bool is_last, double from, double now) {
+        if (!presence.does_anyone_need(me.worker)) { return consider({}, is_last, from, now); }
+        ask({StoreRequest::list, key("want"), "", ""}, [=](const StoreAnswer& answer, double now) {
+            consider(answer.listing, is_last, from, now);
         });
     }
 
