@@ -106,7 +106,7 @@ public:
     }
 
     struct Missing {
-        std::vector<int> who;  // are alive, and not catching up
+        std::vector<int> who;     // are alive, and not catching up
         bool waited_for = false;  // and one has promised to be in this sync
     };
 

@@ -363,9 +363,9 @@ private:
         std::unique_ptr<Shard> shard;
         std::unique_ptr<SyncLog> log;
         std::unique_ptr<Heartbeat> heartbeat;
-        std::vector<long> checked;          // positions
-        std::vector<Wait> waits;            // of each fragment
-        std::map<int, LogEventKind> others; // what it told last
+        std::vector<long> checked;           // positions
+        std::vector<Wait> waits;             // of each fragment
+        std::map<int, LogEventKind> others;  // what it told last
     };
 
     // The ranks of a worker in one: where one dies or stops, all do.
@@ -445,8 +445,8 @@ private:
         worker.newest_at_return = -1;
         worker.process = std::make_unique<Process>();
         Process& process = *worker.process;
-        process.is_stranger = !is_quiet() && !store.in(store.generation() + "/run").empty() &&
-                              random.happens(plan.strangers);
+        process.is_stranger =
+            !is_quiet() && !store.in(store.generation() + "/run").empty() && random.happens(plan.strangers);
         if (worker.checkpoint) { process.step = process.done = worker.checkpoint->step; }
         process.ranks.resize(size_t(plan.ranks));
         tell(
@@ -648,8 +648,8 @@ private:
         process.done = process.step;
         auto checkpoint = std::make_shared<Checkpoint>();
         for (const Rank& rank : process.ranks) {
-            checkpoint->ranks.push_back({rank.shard->state, rank.shard->sent, rank.log->positions(),
-                                         rank.log->current_generation()});
+            checkpoint->ranks.push_back(
+                {rank.shard->state, rank.shard->sent, rank.log->positions(), rank.log->current_generation()});
         }
         checkpoint->step = process.step;
         later(w, random.between(0.1, 1), [this, w, checkpoint] {
@@ -823,8 +823,7 @@ private:
         const Rank& rank = workers[size_t(w)].process->ranks[size_t(r)];
         for (int p = 0; p < int(rank.checked.size()); p++) {
             const long position = rank.checked[size_t(p)];
-            const std::string place =
-                rank.log->current_generation() + format(" %d %d %ld", r, p, position);
+            const std::string place = rank.log->current_generation() + format(" %d %d %ld", r, p, position);
             const uint64_t hash = rank.shard->hash(p);
             const auto [known, is_new] = hashes.insert({place, {hash, w}});
             if (known->second.first != hash) {
