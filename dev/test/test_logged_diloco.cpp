@@ -313,14 +313,15 @@ Outcomes run_lock_step(const Plan& plan) {
     return outcomes;
 }
 
-Outcomes run_log(const Plan& plan) {
-    Outcomes outcomes(size_t(plan.workers * plan.ranks));
+// started: so many of the plan's workers
+Outcomes run_log(const Plan& plan, int started) {
+    Outcomes outcomes(size_t(started * plan.ranks));
     MemoryStore store;
     std::vector<std::unique_ptr<LocalGroup>> groups;
-    for (int worker = 0; worker < plan.workers; worker++) {
+    for (int worker = 0; worker < started; worker++) {
         groups.push_back(std::make_unique<LocalGroup>(plan.ranks));
     }
-    expect_no_errors(run_members(plan.workers * plan.ranks,
+    expect_no_errors(run_members(started * plan.ranks,
                                  [&](int process) {
                                      const int worker = process / plan.ranks;
                                      Member member(plan, store, worker, process % plan.ranks,
@@ -361,10 +362,15 @@ void sort_reports(Outcomes& outcomes) {
     }
 }
 
-void expect_lock_steps_bits(const Plan& plan) {
+// absent: places for workers who never come
+void expect_lock_steps_bits(const Plan& plan, int absent = 0) {
     SCOPED_TRACE(plan.describe());
     const Outcomes expected = run_lock_step(plan);
-    Outcomes outcomes = run_log(plan);
+    Plan places = plan;
+    places.workers += absent;
+    places.min_workers = plan.workers;
+    places.grace = absent > 0 ? 0.05 : plan.grace;
+    Outcomes outcomes = run_log(places, plan.workers);
     sort_reports(outcomes);
     for (size_t i = 0; i < expected.size(); i++) {
         EXPECT_TRUE(same_bits(outcomes[i].global, expected[i].global));
@@ -421,11 +427,21 @@ TEST(LoggedDiloco, each_shard_of_workers_of_two_ranks_has_lock_steps_bits) {
     }
 }
 
+TEST(LoggedDiloco, two_who_run_with_more_places_have_the_bits_of_a_run_of_two) {
+    for (bool token_weights : {false, true}) {
+        for (int absent : {1, 8}) {  // 8: ten workers would compare each payload with the mean alone
+            Plan plan;
+            plan.wire.token_weights = token_weights;
+            ASSERT_NO_FATAL_FAILURE(expect_lock_steps_bits(plan, absent));
+        }
+    }
+}
+
 TEST(LoggedDiloco, a_report_tells_who_was_counted_with_what_and_who_decided) {
     Plan plan;
     plan.workers = 3;
     plan.last = 60;
-    for (const Outcome& outcome : run_log(plan)) {
+    for (const Outcome& outcome : run_log(plan, 3)) {
         for (const SyncReport& report : outcome.reports) {
             const long since = std::min(report.send_step, H);
             ASSERT_EQ(report.log->contributors.size(), 3u);
@@ -558,7 +574,10 @@ TEST(LoggedDiloco, a_newcomer_takes_a_snapshot_and_is_counted_from_then_on) {
         expect_no_errors(run_members(3, [&](int worker) {
             while (worker == 2 && standing < 2) { pause(); }
             Member member(plan, store, worker);
-            if (worker == 2) { member.local = random_values(5, member.layout.shard_size(), 0.1f); }
+            if (worker == 2) {  // it has trained by itself, which nobody gets to see
+                member.local = random_values(5, member.layout.shard_size(), 0.1f);
+                member.tokens = 100000;
+            }
             long step = member.begin();
             if (worker == 2) {
                 while (member.loop->snapshots_taken() == 0) { member.after(*member.loop, step); }
@@ -586,6 +605,9 @@ TEST(LoggedDiloco, a_newcomer_takes_a_snapshot_and_is_counted_from_then_on) {
         }));
         expect_one_history(outcomes);
         EXPECT_TRUE(outcomes[2].reports.back().log->counted);
+        for (const SyncReport& report : outcomes[0].reports) {
+            for (const auto& one : report.log->contributors) { EXPECT_LT(one.tokens, 100000u); }
+        }
     }
 }
 
