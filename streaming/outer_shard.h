@@ -168,13 +168,13 @@ public:
 
     const DilocoOptions options;
     const std::vector<Fragment> fragments;
-    const std::vector<long> values;           // of each fragment, in this shard
-    std::vector<std::vector<Range>> ranges;   // of each fragment: its blocks' shards
-    std::vector<std::vector<Piece>> pieces;   // the same, as they lie in a fragment and in the model
-    int largest = 0;                          // fragment
+    const std::vector<long> values;          // of each fragment, in this shard
+    std::vector<std::vector<Range>> ranges;  // of each fragment: its blocks' shards
+    std::vector<std::vector<Piece>> pieces;  // the same, as they lie in a fragment and in the model
+    int largest = 0;                         // fragment
     std::unique_ptr<OuterState> state;
-    ErrorFeedback feedback;                   // of what this worker sends
-    Buffer<float> mean;                       // (largest fragment)
+    ErrorFeedback feedback;  // of what this worker sends
+    Buffer<float> mean;      // (largest fragment)
 
 private:
     // A payload that is being written.

@@ -22,8 +22,9 @@
 //   5. payloads, apply      At the due step, at the latest behind the last one; at once where this worker was
 //                           not to send s any more. Whose payload was not counted moves local by what global
 //                           moved.
-//   6. removal              By the decider: payloads of its fragment that are older than `retain` syncs and
-//                           that the checkpoints of two workers have behind them, so that the run survives
+//   6. removal              By the decider, once a period: payloads that are older than `retain` syncs of
+//                           their fragment and that the checkpoints of two workers have behind them, so that
+//                           the run survives
 //                           the death of all of them and the loss of a disk; with them, what a stalled worker
 //                           wrote too late.
 // Who finds an entry's payload gone asks for a snapshot: all fragments of another worker as they were at one
@@ -197,16 +198,20 @@ public:
         return !waits && (!is_leaving || has_left);
     }
 
-    // Seconds until request() may have something to ask that it has not now, but for what turn() changes.
+    // Seconds until request() will have something to ask, unless turn() changes that. When a payload will be
+    // encoded is not known.
     double rest(double now) const {
+        const double soon = 0.001;
         if (phase == Phase::stopped) { return options.poll; }
-        double until = is_asked ? retry_at : phase == Phase::running ? look_around_at : now + options.poll;
+        if (is_asked) { return std::max(retry_at - now, soon); }
+        if (phase != Phase::running || !chores.empty()) { return chores.empty() ? options.poll : soon; }
+        double until = look_around_at;
+        if ((giving && !giving->bytes.empty()) || may_leave()) { until = now; }
         for (const Slot& slot : slots) {
-            if (is_asked || phase != Phase::running) { break; }
-            if (slot.own == Slot::sending && !slot.entry) { until = now; }  // it is being encoded
+            if (next(slot, now) != Next::nothing) { until = now; }
             if (slot.look_at > now) { until = std::min(until, slot.look_at); }
         }
-        return std::max(until - now, 0.001);
+        return std::max(until - now, soon);
     }
 
     LogPulse pulse() const {
@@ -332,12 +337,14 @@ private:
                 give();
             }
         }
-        if (!is_asked && is_leaving) { leave(); }
+        if (!is_asked && may_leave()) { leave(); }
     }
 
     // Nobody who is alive needs anything from this worker: it says that it has all, and may end.
+    bool may_leave() const {
+        return is_leaving && has_looked_last && !has_left && !is_wanted && !giving;
+    }
     void leave() {
-        if (has_left || is_wanted || !has_looked_last || giving) { return; }
         ask({StoreRequest::put, key("done"), std::to_string(me.worker), std::to_string(step)},
             [this](const StoreAnswer&, double) { has_left = true; });
     }
@@ -510,7 +517,7 @@ private:
         for (Slot& slot : slots) {
             if (!is_due(slot.sync)) { continue; }
             waits = true;
-            if (slot.due_since < 0) { slot.due_since = now; }
+            if (slot.due_since < 0) { slot.due_since = slot.look_at = now; }
         }
         if (waits) { return {LogTurn::wait}; }
         if (promise < 0) { promise = schedule.first_after(step); }
@@ -609,18 +616,36 @@ private:
 
     std::string folder(const char* what, long sync) const { return key(what + ("/" + std::to_string(sync))); }
 
-    void serve(Slot& slot, double now) {
+    enum class Next { nothing, confirm, fetch, look, send, abstain };
+
+    Next next(const Slot& slot, double now) const {
         if (slot.entry) {
-            if (!slot.confirmed) { return confirm(slot); }
-            if (slot.payloads.size() < slot.entry->contributors.size()) { fetch(slot); }
-            return;
+            if (!slot.confirmed) { return Next::confirm; }
+            return slot.payloads.size() < slot.entry->contributors.size() ? Next::fetch : Next::nothing;
         }
         // Behind, it is likely that there is an entry: then there is nothing to send any more.
         const bool is_behind = newest_open > slot.sync;
-        if (is_behind && !slot.looked) { return look(slot); }
-        if (slot.own == Slot::sending) { return send(slot); }
-        if (slot.own == Slot::abstaining) { return write_line(slot, {slot.hash, 0, 0, 0}, Slot::abstained); }
-        if (now >= slot.look_at && (slot.has_line() || is_behind)) { look(slot); }
+        if (is_behind && !slot.looked) { return Next::look; }
+        if (slot.own == Slot::sending) { return Next::send; }
+        if (slot.own == Slot::abstaining) { return Next::abstain; }
+        return now >= slot.look_at && (slot.has_line() || is_behind) ? Next::look : Next::nothing;
+    }
+
+    void serve(Slot& slot, double now) {
+        switch (next(slot, now)) {
+            case Next::nothing:
+                return;
+            case Next::confirm:
+                return confirm(slot);
+            case Next::fetch:
+                return fetch(slot);
+            case Next::look:
+                return look(slot);
+            case Next::send:
+                return send(slot);
+            case Next::abstain:
+                return write_line(slot, {slot.hash, 0, 0, 0}, Slot::abstained);
+        }
     }
 
     // Handlers find their slot by its sync: it may have moved on.
@@ -727,7 +752,7 @@ private:
                 tell_changes();
                 if (slot->entry->decider == me) {
                     say(LogEventKind::decided, sync, *slot->entry, format("decides sync %ld: it ", sync));
-                    sweep(sync);
+                    if (sync % schedule.fragments() == 0) { sweep(); }  // once a period
                 }
                 take_own(*slot);
             });
@@ -782,13 +807,19 @@ private:
         ask({StoreRequest::list, key("beat"), "", ""}, [=](const StoreAnswer& answer, double now) {
             see(answer.listing, now);
             looked_at = now;
-            ask({StoreRequest::list, key("want"), "", ""}, [=](const StoreAnswer& answer, double now) {
-                rest_from_looking(from, now);
-                if (phase == Phase::running) { consider(answer.listing, is_last, from, now); }
-                const bool is_alone = phase == Phase::behind && !presence.can_anyone_give(me.worker);
-                alone_since = !is_alone ? -1 : alone_since < 0 ? now : alone_since;
-                if (is_alone && now >= alone_since + options.grace) { look_for_an_end(); }
-            });
+            rest_from_looking(from, now);
+            const bool is_alone = phase == Phase::behind && !presence.can_anyone_give(me.worker);
+            alone_since = !is_alone ? -1 : alone_since < 0 ? now : alone_since;
+            if (is_alone && now >= alone_since + options.grace) { look_for_an_end(); }
+            if (phase == Phase::running) { look_at_wants(is_last, from, now); }
+        });
+    }
+
+    // Who wants something shows it in its beat.
+    void look_at_wants(bool is_last, double from, double now) {
+        if (!presence.does_anyone_need(me.worker)) { return consider({}, is_last, from, now); }
+        ask({StoreRequest::list, key("want"), "", ""}, [=](const StoreAnswer& answer, double now) {
+            consider(answer.listing, is_last, from, now);
         });
     }
 
@@ -959,40 +990,43 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // Removing what nobody needs any more
 
-    void sweep(long sync) {
+    void sweep() {
         chores.push_back(
-            {{StoreRequest::list, key("durable"), "", ""}, [this, sync](const StoreAnswer& answer, double) {
-                 const int p = schedule.fragment(sync);
-                 std::vector<long> durable;
-                 for (const auto& [worker, text] : answer.listing) {
-                     durable.push_back(parse_numbers(text)[size_t(p)]);
+            {{StoreRequest::list, key("durable"), "", ""}, [this](const StoreAnswer& answer, double) {
+                 std::vector<long> oldest;
+                 for (size_t p = 0; p < slots.size(); p++) {
+                     std::vector<long> durable;
+                     for (const auto& [worker, text] : answer.listing) {
+                         durable.push_back(parse_numbers(text)[p]);
+                     }
+                     // The newest that is known to be decided.
+                     const long index = schedule.index(slots[p].sync) - (slots[p].entry ? 0 : 1);
+                     oldest.push_back(rules.oldest_kept(index, options.retain, covered(durable, index)));
                  }
-                 const long reach = covered(durable, sync);
-                 const long oldest = rules.oldest_kept(schedule.index(sync), options.retain, reach);
-                 for (const char* what : {"payload/", "sent/"}) { sweep_syncs(key(what), p, oldest); }
+                 for (const char* what : {"payload/", "sent/"}) { sweep_syncs(key(what), oldest); }
              }});
         sweep_snapshots();
     }
 
     // Up to where the checkpoints of two workers reach: one of them may be lost.
-    long covered(std::vector<long> positions, long sync) const {
-        if (!options.checkpoints) { return schedule.index(sync); }
+    long covered(std::vector<long> positions, long index) const {
+        if (!options.checkpoints) { return index; }
         const size_t copies = size_t(std::min(2, options.min_workers));
         if (positions.size() < copies) { return 0; }
         std::sort(positions.rbegin(), positions.rend());
         return positions[copies - 1];
     }
 
-    void sweep_syncs(const std::string& folder, int p, long oldest) {
-        chores.push_back({{StoreRequest::folders, folder, "", ""},
-                          [this, folder, p, oldest](const StoreAnswer& answer, double) {
-                              for (const auto& [name, nothing] : answer.listing) {
-                                  const long sync = std::atol(name.substr(folder.size()).c_str());
-                                  if (schedule.fragment(sync) == p && schedule.index(sync) < oldest) {
-                                      add_removal(name);
-                                  }
-                              }
-                          }});
+    // oldest: that is kept, by fragment
+    void sweep_syncs(const std::string& folder, const std::vector<long>& oldest) {
+        chores.push_back(
+            {{StoreRequest::folders, folder, "", ""}, [=](const StoreAnswer& answer, double) {
+                 for (const auto& [name, nothing] : answer.listing) {
+                     const long sync = std::atol(name.substr(folder.size()).c_str());
+                     const bool is_needed = schedule.index(sync) >= oldest[size_t(schedule.fragment(sync))];
+                     if (!is_needed) { add_removal(name); }
+                 }
+             }});
     }
 
     // Snapshots whose reader is dead, or has started again, or has read them. What there is is asked for

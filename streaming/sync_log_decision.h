@@ -78,11 +78,20 @@ public:
         return alive;
     }
 
-    // Is anybody alive, but for this worker, that will some day hold all that the others do?
+    // Is anybody alive, but for this worker, that will some day hold all that the others do? That needs a
+    // snapshot?
     bool can_anyone_give(int but_for) const {
         for (const auto& [worker, one] : seen) {
             const bool has_hope = is_alive(one) && one.beat.promise != LogBeat::needs_snapshot;
             if (has_hope && worker != but_for) { return true; }
+        }
+        return false;
+    }
+
+    bool does_anyone_need(int but_for) const {
+        for (const auto& [worker, one] : seen) {
+            const bool needs = is_alive(one) && one.beat.promise == LogBeat::needs_snapshot;
+            if (needs && worker != but_for) { return true; }
         }
         return false;
     }
@@ -97,7 +106,7 @@ public:
     }
 
     struct Missing {
-        std::vector<int> who;  // are alive, and not catching up
+        std::vector<int> who;     // are alive, and not catching up
         bool waited_for = false;  // and one has promised to be in this sync
     };
 

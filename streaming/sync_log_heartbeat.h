@@ -15,7 +15,9 @@ struct LogPulse {
     LogBeat beat;  // without its count
 
     bool operator==(const LogPulse& other) const {
-        return folder == other.folder && worker == other.worker && beat.text() == other.beat.text();
+        return folder == other.folder && worker == other.worker &&
+               beat.incarnation == other.beat.incarnation && beat.promise == other.beat.promise &&
+               beat.newest == other.beat.newest;
     }
 };
 

@@ -22,6 +22,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <map>
 #include <optional>
 #include <sstream>
@@ -29,6 +30,7 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/error.h"
 #include "schedule.h"
 
 // -----------------------------------------------------------------------------------------------------------
@@ -209,13 +211,11 @@ struct LogBeat {
     long newest = -1;   // the newest sync that it has sent
 
     std::string text() const {
-        std::ostringstream out;
-        out << incarnation << ' ' << count << ' ' << promise << ' ' << newest;
-        return out.str();
+        return format("%d %ld %ld %ld", incarnation, count, promise, newest);
     }
     static LogBeat parse(const std::string& text) {
         LogBeat beat;
-        std::istringstream(text) >> beat.incarnation >> beat.count >> beat.promise >> beat.newest;
+        sscanf(text.c_str(), "%d %ld %ld %ld", &beat.incarnation, &beat.count, &beat.promise, &beat.newest);
         return beat;
     }
 };

@@ -114,12 +114,9 @@ public:
     }
 
     void checkpointed(const std::vector<long>& positions) {
-        {
-            const std::lock_guard<std::mutex> lock(mutex);
-            log.checkpointed(positions);
-            has_more = true;
-        }
-        needed.notify_all();
+        const std::lock_guard<std::mutex> lock(mutex);
+        log.checkpointed(positions);
+        wake();
     }
 
     std::vector<LogEvent> events() {
@@ -161,17 +158,19 @@ private:
     template <class Turn>
     LogTurn timed_turn(const Turn& turn) {
         const double from = now(), work_before = shard.seconds();
-        LogTurn said{LogTurn::wait};
-        {
-            const std::lock_guard<std::mutex> lock(mutex);
-            if (thrown) { std::rethrow_exception(thrown); }
-            said = turn();
-            show_pulse();
-            has_more = true;
-            in_turns += now() - from - (shard.seconds() - work_before);
-        }
-        needed.notify_all();
+        const std::lock_guard<std::mutex> lock(mutex);
+        if (thrown) { std::rethrow_exception(thrown); }
+        const LogTurn said = turn();
+        show_pulse();
+        if (now() + log.rest(now()) < asks_at) { wake(); }
+        in_turns += now() - from - (shard.seconds() - work_before);
         return said;
+    }
+
+    // The store's thread. To be called with the log's lock, and not without need: it is a system call.
+    void wake() {
+        asks_at = 0;
+        needed.notify_all();
     }
 
     // To be called with the log's lock.
@@ -202,9 +201,10 @@ private:
             const std::optional<StoreRequest> request = log.request(now());
             asking_cpu = cpu_seconds();
             if (!request) {
-                needed.wait_for(lock, std::chrono::duration<double>(log.rest(now())),
-                                [this] { return ending || has_more; });
-                has_more = false;
+                asks_at = now() + log.rest(now());
+                needed.wait_for(lock, std::chrono::duration<double>(asks_at - now()),
+                                [this] { return ending || asks_at == 0; });
+                asks_at = 0;
                 continue;
             }
             lock.unlock();
@@ -249,7 +249,7 @@ private:
     std::condition_variable needed, answered;
     TimedShard shard;
     SyncLog log;
-    bool has_more = false;      // for the store's thread to ask
+    double asks_at = 0;         // when the store's thread looks again; 0: it is at work
     std::exception_ptr thrown;  // by one of the threads
     double in_turns = 0, waited = 0;
     std::atomic<double> asking_cpu{0}, beating_cpu{0};

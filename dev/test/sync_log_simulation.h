@@ -195,7 +195,7 @@ struct Plan {
     explicit Plan(Random& random) {
         mode = Mode(random.among(0, modes - 1));
         workers = int(random.among(mode == corruption ? 3 : 2, 5));
-        ranks = random.happens(0.2) ? 2 : 1;
+        ranks = random.happens(0.1) ? 2 : 1;
         min_workers = workers / 2 + 1;
         H = random.among(2, 6);
         fragments = random.among(1, 3);
@@ -363,9 +363,9 @@ private:
         std::unique_ptr<Shard> shard;
         std::unique_ptr<SyncLog> log;
         std::unique_ptr<Heartbeat> heartbeat;
-        std::vector<long> checked;          // positions
-        std::vector<Wait> waits;            // of each fragment
-        std::map<int, LogEventKind> others; // what it told last
+        std::vector<long> checked;           // positions
+        std::vector<Wait> waits;             // of each fragment
+        std::map<int, LogEventKind> others;  // what it told last
     };
 
     // The ranks of a worker in one: where one dies or stops, all do.
@@ -445,8 +445,8 @@ private:
         worker.newest_at_return = -1;
         worker.process = std::make_unique<Process>();
         Process& process = *worker.process;
-        process.is_stranger = !is_quiet() && !store.in(store.generation() + "/run").empty() &&
-                              random.happens(plan.strangers);
+        process.is_stranger =
+            !is_quiet() && !store.in(store.generation() + "/run").empty() && random.happens(plan.strangers);
         if (worker.checkpoint) { process.step = process.done = worker.checkpoint->step; }
         process.ranks.resize(size_t(plan.ranks));
         tell(
@@ -594,7 +594,7 @@ private:
     void listen(int w) {
         for (Rank& rank : workers[size_t(w)].process->ranks) {
             for (const LogEvent& event : rank.log->events()) {
-                tell(rank.log->incarnation().text() + " " + event.text);
+                if (traced) { tell(rank.log->incarnation().text() + " " + event.text); }
                 totals.snapshots += event.kind == LogEventKind::takes_snapshot;
                 totals.snapshots_gone += event.kind == LogEventKind::snapshot_gone;
                 totals.late += event.kind == LogEventKind::late;
@@ -648,8 +648,8 @@ private:
         process.done = process.step;
         auto checkpoint = std::make_shared<Checkpoint>();
         for (const Rank& rank : process.ranks) {
-            checkpoint->ranks.push_back({rank.shard->state, rank.shard->sent, rank.log->positions(),
-                                         rank.log->current_generation()});
+            checkpoint->ranks.push_back(
+                {rank.shard->state, rank.shard->sent, rank.log->positions(), rank.log->current_generation()});
         }
         checkpoint->step = process.step;
         later(w, random.between(0.1, 1), [this, w, checkpoint] {
@@ -823,8 +823,7 @@ private:
         const Rank& rank = workers[size_t(w)].process->ranks[size_t(r)];
         for (int p = 0; p < int(rank.checked.size()); p++) {
             const long position = rank.checked[size_t(p)];
-            const std::string place =
-                rank.log->current_generation() + format(" %d %d %ld", r, p, position);
+            const std::string place = rank.log->current_generation() + format(" %d %d %ld", r, p, position);
             const uint64_t hash = rank.shard->hash(p);
             const auto [known, is_new] = hashes.insert({place, {hash, w}});
             if (known->second.first != hash) {

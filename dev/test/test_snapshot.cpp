@@ -186,6 +186,7 @@ struct Member {
         diloco.restore(saved, Fields::parse(saved.text("fields"), saved.path()), main);
         local = saved.values<float>("master");
         params = saved.values<float>("params");
+        EXPECT_EQ(diloco.begin(step, 0, local.data(), params.data(), main), step);  // rehearses again
     }
 
     int process() const { return worker * plan.ranks + rank; }
