@@ -2011,7 +2011,9 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
         outer_loop->start(worker->master, main);
         exchanges = plan(d, in.fragments, in.layout, exchange_members(o));
     });
-    if (process.group_index() == 0 && !o.output.empty()) { write_text(o.output + "/config.toml", o.toml); }
+    if (process.group_index() == 0 && !o.output.empty()) {
+        write_text(checkpoint_folder(o, process) + "/config.toml", o.toml);
+    }
     logger.run({process.worker, process.rank, process.workers, process.ranks, in.layout.values, o.resolved,
                 in.steps, offsets(in.fragments)},
                resumed.step);
