@@ -15,6 +15,7 @@
 # make test-long       make test, and what takes too long for it: kernels under sanitizers and nvcc, too
 # make fuzz            each parser of files, payloads and the store under libFuzzer, a minute each (clang)
 # make torture         kills a run KILLS=500 times, in the middle of writes too, and compares its bits
+# make chaos           workers that come and go are killed, stopped, slowed and cut off for MINUTES=10; SEED=
 # make mutate          breaks kernels and host side on purpose: do the tests notice? (MUTATE=--help: options)
 # make registers       registers and spills of each kernel, as nvcc reports them
 CXX = g++
@@ -256,6 +257,12 @@ torture: setup
 	$(MAKE) train_gpt_cpu
 	.venv/bin/python dev/torture.py --kills $(KILLS) $(ARGUMENTS)
 
+MINUTES = 10
+# ARGUMENTS="--links": dev/chaos.py --help
+chaos: setup
+	$(MAKE) train_gpt_cpu
+	.venv/bin/python dev/chaos.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGUMENTS)
+
 mutate: setup
 	.venv/bin/python dev/mutate.py $(MUTATE)
 
@@ -325,4 +332,4 @@ clean:
 	rm -rf build train_gpt train_gpt_cpu train_gpt_emulated test_gpt test_gpt_cpu
 
 .PHONY: all always setup test test-long test-emulated test-gpu check-cuda demo bench-cpu bench-formats \
-        bench-wire-quality bench-quality bench-wan bench-gpu simulate mutate torture registers clean
+        bench-wire-quality bench-quality bench-wan bench-gpu simulate mutate torture chaos registers clean
