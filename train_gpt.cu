@@ -1632,8 +1632,8 @@ inline void restore(Run& run, const Fields& fields) {
     run.worker.traffic.bytes_received = fields.count("total.inner_bytes_received");
 }
 
-// The logs without what the run does again. The end of a run that was at its end is one of those things. Of a
-// worker that comes and goes all of it was done, and the others have built on it.
+// The logs without what the run does again. The end of a run that was at its end is one of those things. A
+// worker that comes back without a checkpoint does none of it again: it goes on where the others are.
 inline std::optional<LogCut> log_cut(const Options& o, const Resumption& r, const Inputs& in) {
     if (!r.state && o.is_independent() && o.resume) { return LogCut{in.steps, LONG_MAX, true}; }
     if (!r.state) { return std::nullopt; }
