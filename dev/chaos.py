@@ -47,8 +47,11 @@ LIMIT = 2 * (GRACE + EXPIRY) + 30  # seconds, in which a worker that could go on
 # A step takes some ten milliseconds, so that the time between a send and its merge, as in real runs, is
 # longer than that between two looks into the store. Three fragments.
 COMMON = {"--outer-transport": "store", "--min-workers": 2, "--grace": GRACE, "--timeout": TIMEOUT,
-          "--channels": 64, "-t": 64, "-b": 16, "-H": 24, "--fragment-layers": 1, "--overlap": 6, "-n": 50,
+          "--channels": 64, "-t": 64, "-b": 16, "-H": 24, "--fragment-layers": 1, "--overlap": 10, "-n": 50,
           "-nk": 3, "-l": 0.003}
+
+
+OVER = "the other workers have come to the end of this run"  # is told to who comes too late
 
 
 class Failure(Exception):
@@ -126,8 +129,8 @@ class Chaos:
         while not all(worker.ended for worker in self.workers):
             self.look()
             time.sleep(0.05)
-        through = [worker for worker in self.workers if worker.process.returncode == 0]
-        models = {worker.model() for worker in through}
+        through = [worker for worker in self.workers if worker.is_through()]
+        models = {worker.path_of_model().read_bytes() for worker in through}
         if len(models) != 1:
             raise Failure(f"workers {[worker.number for worker in through]} end with {len(models)} models")
         for worker in through:
@@ -339,12 +342,14 @@ class Chaos:
         worker.wanted, worker.ended = False, True
         self.read()
         status, text = worker.process.returncode, worker.text()
-        others_have = any(other.process and other.process.returncode == 0 for other in self.workers)
-        is_over = status == 1 and "the run is over" in text and others_have
         self.tell(f"worker {worker.number}", f"has ended with status {status}")
-        if status != 0 and not is_over:
+        if status != 0:
             raise Failure(f"nobody has killed worker {worker.number}, and its status is {status}:\n"
                           f"{text[-2000:]}")
+        if OVER in text and not any(other.is_through() for other in self.workers):
+            raise Failure(f"worker {worker.number} has been told that all have ended, and none has")
+        if OVER not in text and not worker.is_through():
+            raise Failure(f"worker {worker.number} has ended without a model:\n{text[-2000:]}")
 
     def find_hangs(self):
         now = time.monotonic()

@@ -23,7 +23,7 @@ class Worker:
         self.process, self.folder, self.output, self.logs = None, None, None, []
         self.starts = 0
         self.wanted = False     # it is to be there
-        self.ended = False      # with status 0, or came when the run was over
+        self.ended = False      # by itself: it is through, or came when the run was over
         self.slowing = None     # (thread, event that ends it)
         self.hindered = set()   # by what, for the time being: stopped, slow, cut off
         self.free_since = None  # time.monotonic(), since when it could go on
@@ -124,6 +124,10 @@ class Worker:
     def text(self):
         return self.output.read_text(errors="replace") if self.output and self.output.exists() else ""
 
-    def model(self):
-        (path,) = (self.folder / f"worker_{self.number}").glob(f"model_{self.chaos.options['-x']:08d}.bin")
-        return path.read_bytes()
+    def path_of_model(self):
+        return self.folder / f"worker_{self.number}" / f"model_{self.chaos.options['-x']:08d}.bin"
+
+    def is_through(self):
+        """It has come to the end of the run by itself."""
+        return (self.process is not None and self.process.poll() == 0
+                and self.path_of_model().exists())

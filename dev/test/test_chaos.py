@@ -19,7 +19,7 @@ import blows  # noqa: E402
 import outcome  # noqa: E402
 import places  # noqa: E402
 import redis_server  # noqa: E402
-from chaos import LIMIT, Chaos, Failure  # noqa: E402
+from chaos import LIMIT, OVER, Chaos, Failure  # noqa: E402
 from link import Commands, Link  # noqa: E402
 from redis_server import RedisServer, packed  # noqa: E402
 from run_logs import Agreement, Divergence, StartLog  # noqa: E402
@@ -96,14 +96,28 @@ def test_who_ends_without_being_killed_is_found(quiet):
 
 
 def test_who_comes_when_the_run_is_over_has_not_failed(quiet):
-    for number, script in [(0, "true"), (1, "exit 1")]:
-        worker = quiet.workers[number]
+    first, late, other = quiet.workers
+    for worker in (first, late):
         worker.kill()
-        worker.process, worker.wanted = subprocess.Popen(["sh", "-c", script]), True
+        worker.process = subprocess.Popen(["true"])
         worker.process.wait()
-        worker.output.write_text("error: the run is over\n" if number == 1 else "")
+    late.output.write_text(OVER + "\n")
+    late.wanted = True
+    with pytest.raises(Failure, match="worker 1 has been told that all have ended"):
+        quiet.look()
+    first.wanted = True
+    with pytest.raises(Failure, match="worker 0 has ended without a model"):
+        quiet.look()
+    write_model(first, b"one")
+    first.wanted = late.wanted = True
     quiet.look()
-    assert [worker.ended for worker in quiet.workers] == [True, True, False]
+    assert first.ended and late.ended and not other.ended
+
+
+def write_model(worker, data):
+    folder = worker.folder / f"worker_{worker.number}"
+    folder.mkdir(exist_ok=True)
+    (folder / "model_00000100.bin").write_bytes(data)
 
 
 def test_who_stands_still_though_it_could_go_on_is_found(quiet):
@@ -133,12 +147,10 @@ def test_a_loss_that_is_no_number_and_one_that_does_not_fall_are_found(quiet):
         worker.kill()
         worker.process, worker.ended, worker.losses = subprocess.Popen(["true"]), True, [1.0] * 50
         worker.process.wait()
-        model = worker.folder / f"worker_{worker.number}"
-        model.mkdir()
-        (model / "model_00000100.bin").write_bytes(b"one")
+        write_model(worker, b"one")
     with pytest.raises(Failure, match="worker 0 has learnt nothing"):
         quiet.end()
-    (quiet.workers[1].folder / "worker_1/model_00000100.bin").write_bytes(b"another")
+    write_model(quiet.workers[1], b"another")
     with pytest.raises(Failure, match="end with 2 models"):
         quiet.end()
 

@@ -283,7 +283,8 @@ def test_a_worker_that_is_late_joins_by_a_snapshot(workers):
     run[2].start()
     run.end_well()
     assert run[2].happened("takes_snapshot") and not run[2].happened("too_few")
-    assert run[2].counted() and run[2].lines("step")[0]["step"] >= 40
+    steps = [line["step"] for line in run[2].lines("step")]
+    assert run[2].counted() and all(step <= 3 or step >= 40 for step in steps)  # 3: where sync 0 is due
     assert run[0].happened("joined")
 
 
@@ -293,7 +294,7 @@ def test_a_worker_that_is_late_goes_through_the_log_where_all_of_it_is_there(wor
     run[2].start()
     run.end_well()
     assert not run[2].happened("needs_snapshot") and run[2].counted()
-    assert [line["sync"] for line in run[2].lines("sync")] == [line["sync"] for line in run[0].lines("sync")]
+    assert sorted(line["sync"] for line in run[2].lines("sync")) == list(range(45))
 
 
 def test_two_join_at_once(workers):
@@ -351,8 +352,8 @@ def test_a_wrong_password_is_one_line(workers):
     run[0].url = run[0].url.replace(redis_server.PASSWORD, "wrong")
     run[0].start()
     assert run[0].status() == 2
-    (line,) = run[0].output().splitlines()
-    assert line.startswith("error: ") and "password" in line and "wrong" not in line
+    (line,) = [line for line in run[0].output().splitlines() if line.startswith("error: ")]
+    assert "password" in line and "wrong@" not in line
 
 
 def test_a_second_process_of_a_worker_takes_its_place(workers):
@@ -370,7 +371,8 @@ def test_who_comes_when_all_have_ended_is_told_so(workers):
     run = workers(**FEW_PAYLOADS).start(0, 1)
     assert [run[0].status(), run[1].status()] == [0, 0], run[0].output()
     run[2].start()
-    assert run[2].status() == 1 and "the run is over" in run[2].output().splitlines()[-1]
+    assert run[2].status() == 0 and "have come to the end" in run[2].output().splitlines()[-1]
+    assert not run[2].lines("end") and not list(run[2].folder.glob("worker_2/model_*"))
 
 
 # -----------------------------------------------------------------------------------------------------------
