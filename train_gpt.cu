@@ -450,8 +450,8 @@ inline void compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
     sum_over_ranks(worker, &scalars->loss, summed_scalars);
 }
 
-// AdamW's next update of this rank's shard. All that it reads of the step is on the device; a norm that is not
-// finite makes it do nothing, and so does an outlier.
+// AdamW's next update of this rank's shard. All that it reads of the step is on the device; a norm that is
+// not finite makes it do nothing, and so does an outlier.
 inline void update(Worker& worker, const Options& options, float learning_rate) {
     const Phase phase("AdamW");
     const long t = ++worker.adamw_updates;
@@ -961,24 +961,25 @@ inline Fingerprint fingerprint(const Options& o, const Inputs& inputs) {
     const DataLoader* validation = inputs.validation_loader.get();
     auto number = [](double value) { return format("%.9g", value); };
     Fingerprint all = fingerprint_of_run(o, inputs);
-    all.insert(all.end(),
-               {{"--val-every", number(double(o.validate_every))},
-                {"--val-batches", number(double(o.validation_batches))},
-                {"--save-every", number(double(o.save_every))},
-                {"--resume", number(o.resume)},
-                {"--sample-every", number(double(o.sample_every))},
-                {"--eval", o.evaluate},
-                {"--hellaswag", number(o.hellaswag)},
-                {"--hellaswag-data (examples)", number(inputs.hellaswag ? double(inputs.hellaswag->size()) : 0)},
-                {"--val-data", validation ? "given" : "none"},
-                {"--tokenizer", inputs.tokenizer ? "given" : "none"},
-                {"--output", o.output.empty() ? "none" : "given"}});
+    all.insert(all.end(), {{"--val-every", number(double(o.validate_every))},
+                           {"--val-batches", number(double(o.validation_batches))},
+                           {"--save-every", number(double(o.save_every))},
+                           {"--resume", number(o.resume)},
+                           {"--sample-every", number(double(o.sample_every))},
+                           {"--eval", o.evaluate},
+                           {"--hellaswag", number(o.hellaswag)},
+                           {"--hellaswag-data (examples)",
+                            number(inputs.hellaswag ? double(inputs.hellaswag->size()) : 0)},
+                           {"--val-data", validation ? "given" : "none"},
+                           {"--tokenizer", inputs.tokenizer ? "given" : "none"},
+                           {"--output", o.output.empty() ? "none" : "given"}});
     if (!o.has_own_batch()) {
         const double batches = validation ? double(validation->num_batches()) : 0;
         all.push_back({"--val-data (batches)", number(batches)});
     }
     if (o.is_independent()) {
-        all.insert(all.end(), {{"--batch", number(o.batch)}, {"--total-batch", number(double(o.total_batch))}});
+        all.insert(all.end(),
+                   {{"--batch", number(o.batch)}, {"--total-batch", number(double(o.total_batch))}});
     }
     return all;
 }
@@ -1000,7 +1001,8 @@ inline std::string differences(const std::string& ours, const std::string& their
     };
     auto only_in_first = [](const std::set<std::string>& first, const std::set<std::string>& second) {
         std::vector<std::string> names;
-        std::set_difference(first.begin(), first.end(), second.begin(), second.end(), std::back_inserter(names));
+        std::set_difference(first.begin(), first.end(), second.begin(), second.end(),
+                            std::back_inserter(names));
         return names.empty() ? std::string("nothing") : list_in_words(names);
     };
     const std::set<std::string> own = lines(ours), run = lines(theirs);
@@ -1937,8 +1939,9 @@ inline bool train_in_log(Run& run, Process& process) {
         return training_loop(run);
     } catch (const LogLeft&) {
         if (run.speaks()) {
-            run.status.print("stopped by request while it waited for other workers: -y 1 goes on from the last "
-                             "checkpoint");
+            run.status.print(
+                "stopped by request while it waited for other workers: -y 1 goes on from the last "
+                "checkpoint");
         }
         return false;
     } catch (const LogStopped& stopped) {
@@ -2001,9 +2004,9 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
                                          [&device] { device::use_in_this_thread(device); }};
             const LogStart start{random_hex(16), text_of(fingerprint_of_run(o, in)), "", {}, false};
             outer_loop = std::make_unique<LoggedDiloco>(
-                d, log_options(o, process), in.fragments, in.layout, process.rank, *inner, inner_stream, start,
-                [&] { return open_log_store(process.store_url, process.run_name, o.timeout); }, callbacks,
-                InnerMoments{worker->m, worker->v, &worker->adamw_updates});
+                d, log_options(o, process), in.fragments, in.layout, process.rank, *inner, inner_stream,
+                start, [&] { return open_log_store(process.store_url, process.run_name, o.timeout); },
+                callbacks, InnerMoments{worker->m, worker->v, &worker->adamw_updates});
         } else {
             outer_loop = std::make_unique<Diloco>(d, in.fragments, in.layout, process.rank, *outer,
                                                   outer_stream);

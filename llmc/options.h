@@ -331,8 +331,8 @@ inline void define_options(CLI::App& app, Options& o) {
                 "-b and -d")
                 ->check(CLI::IsMember({"equal", "tokens"})),
             add("--outer-transport", o.outer_transport,
-                "What carries the exchange: gloo, or on GPUs also nccl (their default); or store: workers may "
-                "be slow, die and join")
+                "What carries the exchange: gloo, or on GPUs also nccl (their default); or store: workers "
+                "may be slow, die and join")
                 ->check(CLI::IsMember({"gloo", "nccl", "store"})),
             app.add_flag("--outer-offload", o.outer_offload,
                          "On GPUs: outer parameters and momentum in the host's memory, fetched when needed")
@@ -353,7 +353,8 @@ inline void define_options(CLI::App& app, Options& o) {
                 "Syncs of each fragment whose payloads are kept for workers that come back")
                 ->check(positive),
             app.add_flag("--join-moments", o.join_moments,
-                         "A worker that joins takes AdamW's moments from another one too, instead of new ones")
+                         "A worker that joins takes AdamW's moments from another one too, instead of new "
+                         "ones")
                 ->default_str("false"),
         });
 }
