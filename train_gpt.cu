@@ -1924,7 +1924,11 @@ inline void begin_training(Run& run, Process& process) {
         const Watchdog::Watch watch(run.watchdog, "the first exchange");
         run.step = run.outer->begin(run.step, run.totals.tokens, run.worker.master, run.worker.model.params,
                                     run.worker.main);
-        if (run.logged) { note_snapshots(run, run.logged->snapshots_taken()); }
+        if (run.logged) {
+            note_snapshots(run, run.logged->snapshots_taken());
+            const std::string warning = run.logged->warning();
+            if (run.speaks() && !warning.empty()) { run.status.print("warning: " + warning); }
+        }
         report_events(run);
         gather_parameters(run.worker);
     }

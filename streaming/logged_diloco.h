@@ -175,6 +175,9 @@ public:
     // How many snapshots of other workers it has taken, in place of its own parameters.
     int snapshots_taken() const { return loads; }
 
+    // Of the store's settings that endanger the run.
+    std::string warning() const { return log ? log->warning() : ""; }
+
     LogCosts costs() const { return log ? log->costs() : LogCosts(); }
 
 private:
