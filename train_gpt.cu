@@ -1956,7 +1956,10 @@ inline bool train_in_log(Run& run, Process& process) {
                             "another --run-name");
         }
         if (!stopped.is_over) { throw; }
-        if (run.speaks()) { run.status.print("the other workers have come to the end of this run"); }
+        if (run.speaks()) {
+            run.status.print("the other workers have come to the end of this run: a new one needs another "
+                             "--run-name");
+        }
         return true;
     }
 }
