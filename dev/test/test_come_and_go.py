@@ -275,7 +275,7 @@ def test_all_die_and_go_on_from_their_checkpoints(workers):
 
 # The first payloads are gone soon, so that a newcomer cannot go through the log from its beginning; and the run
 # is long enough for one that comes twice.
-FEW_PAYLOADS = {"--retain": 1, "-n": 4, "-x": 600}
+FEW_PAYLOADS = {"--retain": 1, "-n": 4, "-x": 300}
 
 
 def test_a_worker_that_is_late_joins_by_a_snapshot(workers):
