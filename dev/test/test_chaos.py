@@ -3,11 +3,13 @@ hang, an end that it did not bring about do not escape it. Its links (dev/chaos/
 told."""
 import json
 import random
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -47,9 +49,8 @@ def test_a_run_through_chaos_ends_well(words):
     result = run_tool("--minutes", 5, "--events", 12, "--seed", 7, *words)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "no difference, no hang" in result.stdout
-    log = result.stdout.rsplit(" ", 1)[1].strip()
-    with open(log) as file:
-        text = file.read()
+    (log,) = re.findall("^what happened, in order: (.*)$", result.stdout, re.M)
+    text = Path(log).read_text()
     assert "decides sync" in text and "counts" in text and "killed" in text
 
 

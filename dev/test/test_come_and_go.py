@@ -273,8 +273,8 @@ def test_all_die_and_go_on_from_their_checkpoints(workers):
 # -----------------------------------------------------------------------------------------------------------
 # Newcomers
 
-# The first payloads are gone soon, so that a newcomer cannot go through the log from its beginning; and the run
-# is long enough for one that comes twice.
+# The first payloads are gone soon, so that a newcomer cannot go through the log from its beginning; and the
+# run is long enough for one that comes twice.
 FEW_PAYLOADS = {"--retain": 1, "-n": 4, "-x": 300}
 
 
