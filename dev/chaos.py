@@ -194,7 +194,8 @@ class Chaos:
         victims = [self.workers[w] for w in blow.victims if not self.workers[w].ended]
         words = " and ".join(str(worker.number) for worker in victims)
         self.tell("chaos", f"{blow.kind}: worker{'s' * (len(victims) > 1)} {words}, {blow.seconds:.2f} s")
-        if blow.kind in MISSED and is_alone and victims:
+        others = sum(worker.wanted for worker in self.workers if worker not in victims)
+        if blow.kind in MISSED and is_alone and victims and others >= self.options["--min-workers"]:
             self.awaited.append((blow, time.monotonic(), {worker.number for worker in victims}))
         if blow.kind == "store killed":
             self.store_is_up = False
