@@ -15,6 +15,7 @@
 # make test-long       make test, and what takes too long for it: kernels under sanitizers and nvcc, too
 # make fuzz            each parser of files, payloads and the store under libFuzzer, a minute each (clang)
 # make torture         kills a run KILLS=500 times, in the middle of writes too, and compares its bits
+# make chaos           workers that come and go are killed, stopped, slowed and cut off for MINUTES=10; SEED=
 # make mutate          breaks kernels and host side on purpose: do the tests notice? (MUTATE=--help: options)
 # make registers       registers and spills of each kernel, as nvcc reports them
 CXX = g++
@@ -87,7 +88,7 @@ build/options_cpu build/options_gpu:
 
 # The trainer is one .cu file for CPU and GPU: here g++ takes it as C++.
 train_gpt_cpu: train_gpt.cu $(HEADERS) Makefile build/options_cpu | dependencies
-	@$(if $(and $(HAS_HIREDIS),$(HAS_PCRE2)),,$(say_what_is_left_out))
+	@$(if $(and $(HAS_HIREDIS),$(HAS_OPENSSL),$(HAS_PCRE2)),,$(say_what_is_left_out))
 	$(CXX) $(CXXFLAGS) -x c++ $< -o $@ $(LDLIBS)
 
 test_gpt_cpu: test_gpt.cu train_gpt.cu $(HEADERS) $(wildcard dev/test/*.h) Makefile build/options_cpu \
@@ -147,10 +148,11 @@ build/$(1)/train_gpt: train_gpt.cu $(EMULATOR:%=build/$(1)/%.o) $(EMULATOR_HEADE
 endef
 $(foreach kind,plain debug address thread fp32,$(eval $(call emulated_trainer,$(kind))))
 
-# As where there is none of Gloo, hiredis and PCRE2: what needs them is refused.
+# As where there is none of Gloo, hiredis, OpenSSL and PCRE2: what needs them is refused.
 build/without/train_gpt: private OPTIMIZE = -O0
 build/without/train_gpt: private HAS_GLOO =
 build/without/train_gpt: private HAS_HIREDIS =
+build/without/train_gpt: private HAS_OPENSSL =
 build/without/train_gpt: private HAS_PCRE2 =
 build/without/train_gpt: train_gpt.cu $(EMULATOR:%=build/plain/%.o) $(EMULATOR_HEADERS) | dependencies
 	@mkdir -p $(@D)
@@ -255,6 +257,12 @@ torture: setup
 	$(MAKE) train_gpt_cpu
 	.venv/bin/python dev/torture.py --kills $(KILLS) $(ARGUMENTS)
 
+MINUTES = 10
+# ARGUMENTS="--links": dev/chaos.py --help
+chaos: setup
+	$(MAKE) train_gpt_cpu
+	.venv/bin/python dev/chaos.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGUMENTS)
+
 mutate: setup
 	.venv/bin/python dev/mutate.py $(MUTATE)
 
@@ -324,4 +332,4 @@ clean:
 	rm -rf build train_gpt train_gpt_cpu train_gpt_emulated test_gpt test_gpt_cpu
 
 .PHONY: all always setup test test-long test-emulated test-gpu check-cuda demo bench-cpu bench-formats \
-        bench-wire-quality bench-quality bench-wan bench-gpu simulate mutate torture registers clean
+        bench-wire-quality bench-quality bench-wan bench-gpu simulate mutate torture chaos registers clean

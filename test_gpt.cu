@@ -100,7 +100,7 @@ inline int test_model(const Reference& reference, int recompute) {
         if (step == 1) { check_gradients(report, model, reference, main); }
         device::global_norm_squared(&scalars->norm_squared, worker.shard_gradients(), layout.shard_size(),
                                     main);
-        update(worker, options, reference_learning_rate, step);
+        update(worker, options, reference_learning_rate);
     }
     const std::vector<float> master = to_host(worker.master.data(), layout.size, main);
     const std::vector<float>& norms = reference.array("norms").values;

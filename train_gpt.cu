@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -56,6 +57,9 @@
 #include "llmc/upload.h"
 #include "llmc/watchdog.h"
 #include "streaming/diloco.h"
+#include "streaming/log_stores.h"
+#include "streaming/logged_diloco.h"
+#include "streaming/outer_loop.h"
 #include "streaming/reshape.h"
 #include "streaming/snapshot.h"
 
@@ -345,6 +349,7 @@ struct Worker {
     Buffer<Scalars> scalars;
     Buffer<OutlierWindow> outliers;  // the same on all ranks
     HostBuffer<float> one{1};        // holds 1
+    long adamw_updates = 0;  // of m and v
     Event to_comm, to_main;  // of hand_over() and hand_back()
     Traffic traffic;         // of `comm`
     std::function<void()> progress = [] {};  // called at each batch: so far nothing stands still
@@ -445,10 +450,11 @@ inline void compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
     sum_over_ranks(worker, &scalars->loss, summed_scalars);
 }
 
-// AdamW on this rank's shard. All that it reads of the step is on the device; a norm that is not finite makes
-// it do nothing, and so does an outlier.
-inline void update(Worker& worker, const Options& options, float learning_rate, long step) {
+// AdamW's next update of this rank's shard. All that it reads of the step is on the device; a norm that is
+// not finite makes it do nothing, and so does an outlier.
+inline void update(Worker& worker, const Options& options, float learning_rate) {
     const Phase phase("AdamW");
+    const long t = ++worker.adamw_updates;
     Scalars* scalars = worker.scalars;
     device::clip_scale(&scalars->norm, &scalars->clip_scale, &scalars->norm_squared, options.clip,
                        worker.main);
@@ -456,12 +462,12 @@ inline void update(Worker& worker, const Options& options, float learning_rate, 
                           &scalars->clip_scale, &scalars->loss, &scalars->norm,
                           {options.skip_loss_zscore, options.skip_norm_zscore}, worker.main);
     const AdamW adam = adamw(learning_rate, options.beta1, options.beta2, options.epsilon,
-                             options.weight_decay, int(step));
+                             options.weight_decay, int(t));
     for (int b = 0; b < worker.blocks(); b++) {
         const Range range = worker.shard(b);
         const Layout& layout = worker.model.layout;
         const long decayed = layout.blocks[b].decayed - worker.comm.rank() * range.count;
-        const StochasticRounding rounding{uint64_t(options.seed), uint32_t(step),
+        const StochasticRounding rounding{uint64_t(options.seed), uint32_t(t),
                                           uint64_t(layout.logical_index(range.flat))};
         device::adamw_update(worker.model.params + range.flat, worker.master + range.shard,
                              worker.m + range.shard, worker.v + range.shard,
@@ -486,10 +492,11 @@ inline void warm_up(Worker& worker, const Options& options) {
                                 worker.model.layout.shard_size(), worker.main);
     device::copy_to_device(scalars, &not_finite, 1, worker.main);
     sum_over_ranks(worker, &scalars->loss, summed_scalars);
-    update(worker, options, 0.0f, 1);
+    update(worker, options, 0.0f);
     gather_parameters(worker);
     wait_for_parameters(worker);
     worker.main.synchronize();
+    worker.adamw_updates = 0;
     worker.traffic = Traffic();
 }
 
@@ -712,6 +719,47 @@ inline DilocoOptions diloco_options(const Options& o) {
     return d;
 }
 
+// To how many a process sends what it has to say in a sync, and itself: a payload goes to the store once.
+inline int exchange_members(const Options& o) { return o.is_independent() ? 2 : o.workers; }
+
+// UserError for what does not go together with workers that come and go, or is for them alone.
+inline void check_independent(const Options& o) {
+    if (!o.is_independent()) {
+        if (o.restarts == 0) { return; }
+        throw UserError("--restart is for workers that come and go: add --outer-transport store");
+    }
+    if (!o.streams()) {
+        throw UserError(
+            "--outer-transport store carries fragments, and there is no outer optimizer: give "
+            "--outer-optimizer nesterov, or leave it out");
+    }
+    if (o.outer_exchange != "auto") {
+        throw UserError("--outer-exchange " + o.outer_exchange +
+                        " is for workers in lock-step: leave it out with --outer-transport store");
+    }
+    if (o.min_workers > o.workers) {
+        throw UserError(format("--min-workers %d are more than the %d workers: give at most as many",
+                               o.min_workers, o.workers));
+    }
+    if (o.has_own_batch() && o.max_steps < 0) {
+        throw UserError(
+            "how many steps the data make is not known where workers have batches of their own: give -x");
+    }
+}
+
+inline LogOptions log_options(const Options& o, const Process& process) {
+    LogOptions log;
+    log.worker = process.worker;
+    log.join_moments = o.join_moments;
+    log.protocol.workers = o.workers;
+    log.protocol.min_workers = o.min_workers;
+    log.protocol.max_lag = o.max_lag;
+    log.protocol.retain = o.retain;
+    log.protocol.grace = o.grace;
+    log.protocol.checkpoints = o.save_every > 0;
+    return log;
+}
+
 // Checks what can be checked without opening a file.
 inline void check_options(const Options& o) {
     if (o.train_data.empty()) {
@@ -749,6 +797,7 @@ inline void check_options(const Options& o) {
                    "less, or 0", outlier_window_size, largest_zscore, double(limit)));
     }
     check_outer_transport(o.outer_transport);
+    check_independent(o);
     if (!runs_on_gpu && o.outer_offload) {
         throw UserError("--outer-offload is for GPUs, whose memory is not the host's: leave it out");
     }
@@ -842,13 +891,14 @@ inline Inputs open_inputs(const Options& o, const Process& process) {
     return in;
 }
 
-// What all processes must agree on, as (option, value).
-inline std::vector<std::pair<std::string, std::string>> fingerprint(const Options& o, const Inputs& inputs) {
+using Fingerprint = std::vector<std::pair<std::string, std::string>>;  // (option, value)
+
+// What all workers must agree on.
+inline Fingerprint fingerprint_of_run(const Options& o, const Inputs& inputs) {
     const GptShape& s = inputs.shape;
-    const DataLoader* validation = inputs.validation_loader.get();
     const uint64_t initial_hash = XXH3_64bits(inputs.initial.data(), inputs.initial.size() * sizeof(float));
     auto number = [](double value) { return format("%.9g", value); };
-    std::vector<std::pair<std::string, std::string>> all = {
+    Fingerprint all = {
         {"--workers", number(o.workers)},
         {"--ranks", number(o.ranks)},
         {"--layers", number(s.layers)},
@@ -869,31 +919,18 @@ inline std::vector<std::pair<std::string, std::string>> fingerprint(const Option
         {"--beta2", number(o.beta2)},
         {"--epsilon", number(o.epsilon)},
         {"--clip", number(o.clip)},
-        {"--val-every", number(double(o.validate_every))},
-        {"--val-batches", number(double(o.validation_batches))},
-        {"--save-every", number(double(o.save_every))},
-        {"--resume", number(o.resume)},
-        {"--sample-every", number(double(o.sample_every))},
-        {"--eval", o.evaluate},
-        {"--hellaswag", number(o.hellaswag)},
-        {"--hellaswag-data (examples)", number(inputs.hellaswag ? double(inputs.hellaswag->size()) : 0)},
         {"--skip-loss-zscore", number(o.skip_loss_zscore)},
         {"--skip-norm-zscore", number(o.skip_norm_zscore)},
         {"--overfit", number(o.overfit)},
-        {"--val-data", validation ? "given" : "none"},
-        {"--tokenizer", inputs.tokenizer ? "given" : "none"},
-        {"--output", o.output.empty() ? "none" : "given"},
         {"--outer-optimizer", o.outer_optimizer}};
     if (o.has_own_batch()) {
         all.push_back({"--max-steps", number(double(o.max_steps))});
         const long tokens = inputs.train_loader->num_tokens();  // of which the steps are made: share_data()
         if (o.max_steps < 0) { all.push_back({"--train-data (tokens)", number(double(tokens))}); }
     } else {
-        const long batches = validation ? validation->num_batches() : 0;
         all.insert(all.end(), {{"--batch", number(o.batch)},
                                {"--total-batch", number(double(o.total_batch))},
-                               {"--max-steps", number(double(inputs.steps))},
-                               {"--val-data (batches)", number(double(batches))}});
+                               {"--max-steps", number(double(inputs.steps))}});
     }
     if (o.streams()) {  // not --overlap: it may differ from worker to worker
         all.insert(all.end(), {{"--inner-steps", number(double(o.inner_steps))},
@@ -910,12 +947,75 @@ inline std::vector<std::pair<std::string, std::string>> fingerprint(const Option
                                {"--outer-weights", o.outer_weights},
                                {"--outer-transport", o.outer_transport}});
     }
+    if (o.is_independent()) {  // not --grace and --max-lag: what a worker has patience for
+        all.insert(all.end(), {{"--min-workers", number(o.min_workers)},
+                               {"--retain", number(double(o.retain))},
+                               {"--join-moments", o.join_moments ? "true" : "false"}});
+    }
     return all;
+}
+
+// And what processes must agree on that do the same at the same step: all, or where workers come and go the
+// ranks of one.
+inline Fingerprint fingerprint(const Options& o, const Inputs& inputs) {
+    const DataLoader* validation = inputs.validation_loader.get();
+    auto number = [](double value) { return format("%.9g", value); };
+    Fingerprint all = fingerprint_of_run(o, inputs);
+    all.insert(all.end(), {{"--val-every", number(double(o.validate_every))},
+                           {"--val-batches", number(double(o.validation_batches))},
+                           {"--save-every", number(double(o.save_every))},
+                           {"--resume", number(o.resume)},
+                           {"--sample-every", number(double(o.sample_every))},
+                           {"--eval", o.evaluate},
+                           {"--hellaswag", number(o.hellaswag)},
+                           {"--hellaswag-data (examples)",
+                            number(inputs.hellaswag ? double(inputs.hellaswag->size()) : 0)},
+                           {"--val-data", validation ? "given" : "none"},
+                           {"--tokenizer", inputs.tokenizer ? "given" : "none"},
+                           {"--output", o.output.empty() ? "none" : "given"}});
+    if (!o.has_own_batch()) {
+        const double batches = validation ? double(validation->num_batches()) : 0;
+        all.push_back({"--val-data (batches)", number(batches)});
+    }
+    if (o.is_independent()) {
+        all.insert(all.end(),
+                   {{"--batch", number(o.batch)}, {"--total-batch", number(double(o.total_batch))}});
+    }
+    return all;
+}
+
+// A line for each option, as the log keeps it.
+inline std::string text_of(const Fingerprint& fingerprint) {
+    std::string text;
+    for (const auto& [option, value] : fingerprint) { text += option + " " + value + "\n"; }
+    return text;
+}
+
+// What is not the same in two of these, for people.
+inline std::string differences(const std::string& ours, const std::string& theirs) {
+    auto lines = [](const std::string& text) {
+        std::set<std::string> all;
+        std::istringstream in(text);
+        for (std::string line; std::getline(in, line);) { all.insert(line); }
+        return all;
+    };
+    auto only_in_first = [](const std::set<std::string>& first, const std::set<std::string>& second) {
+        std::vector<std::string> names;
+        std::set_difference(first.begin(), first.end(), second.begin(), second.end(),
+                            std::back_inserter(names));
+        return names.empty() ? std::string("nothing") : list_in_words(names);
+    };
+    const std::set<std::string> own = lines(ours), run = lines(theirs);
+    return "this worker has " + only_in_first(own, run) + ", the run has " + only_in_first(run, own);
 }
 
 // Where workers have batches of their own: once through the data is what all of them take in a step together,
 // and each process reads sequences that no other one reads.
 inline void share_data(const Options& o, Process& process, Inputs& in) {
+    if (o.is_independent()) {  // none knows of another's batch
+        in.train_loader->take_part(process.worker, o.workers, process.rank, o.ranks);
+        return;
+    }
     long tokens_a_step = 0, first = 0, sequences = 0;
     const std::vector<std::string> all = process.gather("batch", format("%d %ld", o.batch, o.total_batch));
     for (int i = 0; i < process.size(); i++) {
@@ -941,14 +1041,22 @@ inline void share_data(const Options& o, Process& process, Inputs& in) {
 struct Totals {
     double train_seconds = 0;
     uint64_t tokens = 0;  // this worker's
+    long updates = 0;     // by this worker: steps but those that it has jumped over
+    long joined_after = -1;  // so many updates it took a snapshot of another worker, the last time; -1: never
     long syncs = 0, next_sync = 0;  // merged so far, and the number of the next one
     Traffic outer;
     double waited_seconds = 0;
 };
 
+// Workers that come and go keep their checkpoints apart: each goes on from its own.
+inline std::string checkpoint_folder(const Options& o, const Process& process) {
+    return o.is_independent() ? o.output + format("/worker_%d", process.worker) : o.output;
+}
+
 // What the host learns of a step when the device is through with it, which may be a step later.
 struct StepResult {
     long step = 0;  // 0: nothing to learn
+    long update = 0;
     float learning_rate = 0;
     uint64_t tokens = 0;  // of this worker up to here
     Traffic inner;
@@ -978,14 +1086,18 @@ struct Resumption {
     std::vector<std::string> notes;  // for people
 };
 
-// A request to stop: every rank of a worker knows of it when it comes with the loss, all workers when it has
-// travelled with a sync. They stop at the same step, which the slowest of them reaches knowing of it.
+// A request to stop: every rank of a worker knows of it when it comes with the loss, all workers in lock-step
+// when it has travelled with a sync. They stop at the same step, which the slowest of them reaches knowing of
+// it; a worker that is alone, or comes and goes, after the update behind that which brought it.
 struct Stopping {
     std::optional<StopRequest> request;  // of this process; none where nothing is written
     long largest_overlap = 0;            // tau, of all workers
-    long asked_at = 0;                   // step whose loss brought it; 0: none did
-    long at = 0;                         // step after which the run stops; 0: it does not
+    long asked_in = 0;                   // update whose loss brought it; 0: none did
+    long at = 0;                         // step after which the run stops; 0: not known
 };
+
+// Updates over which the learning rate of a worker rises that has taken over another one's parameters.
+constexpr long join_warmup = 10;
 
 // Everything a process holds while it trains.
 struct Run {
@@ -998,7 +1110,8 @@ struct Run {
     Watchdog& watchdog;
     const device::Device& device;
     Resumption& resumed;
-    Diloco* diloco = nullptr;              // null without an outer optimizer
+    OuterLoop* outer = nullptr;            // null without an outer optimizer
+    LoggedDiloco* logged = nullptr;        // the same, where workers come and go; else null
     Checkpointer* checkpointer = nullptr;  // null where nothing is written
     LearningRateSchedule schedule{};
     double flops_per_token = 0;              // of the model
@@ -1006,18 +1119,44 @@ struct Run {
     Stopping stopping{};
     Totals totals{};
     std::unique_ptr<Snapshot> snapshot{};  // made before the loop, or without -n when the run is stopped
-    StepResult results[2]{};               // of this step and of the one before
+    long step = 0;                         // that the run has come to
+    long step_before = 0;                  // where it came from: more than one step behind after a jump
+    StepResult results[2]{};               // of this update and of the one before
     double last_collected = 0;             // now_seconds() when the step before this one was through
     double first_seconds = 0;              // of the first step that was trained here
+    long updates_before = 0;               // of that step
+    int snapshots_taken = 0;               // of other workers
 
-    // One process of those that were started together reports; worker 0's first also saves and samples.
+    // One process of those that were started together reports; the first one also saves and samples. Workers
+    // that come and go have a first one each.
     bool speaks() const { return process.rank == 0 && (process.worker == 0 || options.worker >= 0); }
-    bool is_first() const { return process.index() == 0; }
+    bool is_first() const { return process.rank == 0 && is_first_worker(); }
+    bool is_first_worker() const { return process.worker == 0 || options.is_independent(); }
+    StepResult& last_result() { return results[totals.updates % 2]; }
+    StepResult& result_before() { return results[(totals.updates + 1) % 2]; }
+    // Whether workers stop together, as a sync says that carries the request.
+    bool stops_together() const { return outer && !options.is_independent(); }
+    bool is_stopping() const {
+        if (stops_together()) { return stopping.at > 0 && step == stopping.at; }
+        return stopping.asked_in > 0 && totals.updates > stopping.asked_in;
+    }
+    // Whether, in coming here, it has come to a step that `every` divides.
+    bool passes(long every) const { return every > 0 && step / every > step_before / every; }
     // What is evaluated and saved: null means the worker's own parameters.
     const float* evaluated() const {
-        return diloco && options.evaluate == "global" ? diloco->global(worker.main) : nullptr;
+        return outer && options.evaluate == "global" ? outer->global(worker.main) : nullptr;
     }
 };
+
+inline void add_decision(SyncMetrics& metrics, const LogReport& log) {
+    for (const LogReport::Contributor& one : log.contributors) {
+        metrics.contributors.push_back(one.worker);
+        metrics.contributor_tokens.push_back(double(one.tokens));
+    }
+    metrics.decider = log.decider;
+    metrics.grace_seconds = log.grace_seconds;
+    metrics.counted = log.counted;
+}
 
 inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& reports) {
     for (const SyncReport& r : reports) {
@@ -1026,10 +1165,12 @@ inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& rep
         run.totals.outer.bytes_sent += r.traffic.bytes_sent;
         run.totals.outer.bytes_received += r.traffic.bytes_received;
         run.totals.waited_seconds += r.waited_seconds();
-        run.logger.sync({r.sync, r.fragment, r.send_step, step, r.traffic.bytes_sent,
-                         r.traffic.bytes_received, r.traffic.seconds, r.waited_seconds(), r.global_hash,
-                         r.statistics.delta_norm, r.mean_norm(), r.statistics.quantization_error,
-                         r.statistics.cosines, r.statistics.mean_cosines});
+        SyncMetrics metrics{r.sync, r.fragment, r.send_step, step, r.traffic.bytes_sent,
+                            r.traffic.bytes_received, r.traffic.seconds, r.waited_seconds(), r.global_hash,
+                            r.statistics.delta_norm, r.mean_norm(), r.statistics.quantization_error,
+                            r.statistics.cosines, r.statistics.mean_cosines};
+        if (r.log) { add_decision(metrics, *r.log); }
+        run.logger.sync(metrics);
         for (int worker : r.not_finite) {
             if (run.process.worker == 0 || run.options.worker >= 0) {  // each rank: it concerns this shard
                 run.status.print(format("sync %ld, fragment %d, shard %d: the movement of worker %d is not "
@@ -1042,13 +1183,13 @@ inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& rep
 
 // What the plan comes to in Mbit/s: once, after ten steps that are measured, or at the end of a shorter run.
 // The first step is left out, in which memory is touched for the first time.
-inline void print_rates(Run& run, long step) {
-    const long trained = step - run.resumed.step, all = run.inputs.steps - run.resumed.step;
+inline void print_rates(Run& run, long update) {
+    const long trained = update - run.updates_before, all = run.inputs.steps - run.resumed.step;
     if (trained == 1) { run.first_seconds = run.totals.train_seconds; }
-    if (!run.diloco || !run.speaks() || trained < 2 || trained != std::min(11L, all)) { return; }
+    if (!run.outer || !run.speaks() || trained < 2 || trained != std::min(11L, all)) { return; }
     const double seconds = (run.totals.train_seconds - run.first_seconds) / double(trained - 1);
     const std::vector<size_t> bytes = sync_bytes(diloco_options(run.options), run.inputs.fragments,
-                                                 run.inputs.layout, run.options.workers);
+                                                 run.inputs.layout, exchange_members(run.options));
     run.status.print(rates(run.inputs.fragments, bytes, run.options.inner_steps, run.options.overlap,
                            seconds));
 }
@@ -1059,7 +1200,8 @@ inline void print_rates(Run& run, long step) {
 inline void check_loss(const Run& run, float loss, const std::string& name, long step) {
     if (std::isfinite(loss)) { return; }
     const std::string what = name + (std::isnan(loss) ? " is not a number: " : " is infinite: ");
-    const CheckpointFolder files(run.options.output, run.process);
+    const std::string folder = checkpoint_folder(run.options, run.process);
+    const CheckpointFolder files(folder, run.process);
     std::set<long> good;
     if (run.checkpointer) { good = files.whole_steps(run.resumed.lineage); }
     good.erase(good.lower_bound(step), good.end());
@@ -1068,7 +1210,7 @@ inline void check_loss(const Run& run, float loss, const std::string& name, long
             what + "begin anew with a lower -l or a longer -u (there is no checkpoint from before that)");
     }
     const bool is_suspect_there = !first_that_exists({files.state(step)}).empty();
-    const std::string suspect = run.options.output + format("/state_%08ld_*.bin", step);
+    const std::string suspect = folder + format("/state_%08ld_*.bin", step);
     throw RunError(what + (is_suspect_there ? "remove " + suspect + ", then " : "") +
                    format("go on from the last good checkpoint, of step %ld, with -y 1 and a lower -l or -sg "
                           "4: with nothing changed the same comes again", *good.rbegin()));
@@ -1117,7 +1259,7 @@ inline void collect(Run& run, StepResult& result) {
     if (result.step == 0) { return; }
     result.done.synchronize();
     const Scalars scalars = result.scalars.data()[0];
-    if (scalars.stop > 0 && run.stopping.asked_at == 0) { run.stopping.asked_at = result.step; }
+    if (scalars.stop > 0 && run.stopping.asked_in == 0) { run.stopping.asked_in = result.update; }
     const double now = now_seconds(), seconds = now - run.last_collected;
     run.last_collected = now;
     run.totals.train_seconds += seconds;
@@ -1130,7 +1272,7 @@ inline void collect(Run& run, StepResult& result) {
                           metrics.mfu);
     }
     report_syncs(run, result.step, result.syncs);
-    print_rates(run, result.step);
+    print_rates(run, result.update);
     result.step = 0;
 }
 
@@ -1168,9 +1310,9 @@ inline void print_sample(Run& run, long step) {
     run.status.print("sample after step " + std::to_string(step) + ":\n---\n" + printable(text) + "\n---");
 }
 
-// Of what is evaluated, on worker 0's first process, else nothing.   returns (layout.size)
+// Of what is evaluated, on the first process of a worker that saves, else nothing.   returns (layout.size)
 inline std::vector<float> gather_model(Run& run) {
-    if (run.process.worker != 0) { return {}; }
+    if (!run.is_first_worker()) { return {}; }
     const float* evaluated = run.evaluated();
     return gather_flat(run.worker, evaluated ? evaluated : run.worker.master.data(), run.is_first());
 }
@@ -1179,7 +1321,7 @@ inline void save_model(Run& run, long step) {
     const std::vector<float> flat = gather_model(run);
     if (!run.is_first()) { return; }
     const Watchdog::Alone alone(run.watchdog);
-    const std::string path = model_path(run.options.output, step);
+    const std::string path = model_path(checkpoint_folder(run.options, run.process), step);
     write_model(path, run.inputs.shape, run.worker.model.layout, flat.data());
     run.status.print("wrote " + path);
 }
@@ -1189,16 +1331,16 @@ inline void save_model(Run& run, long step) {
 inline void between_steps(Run& run, long step) {
     const Options& o = run.options;
     const bool last = step == run.inputs.steps;
-    auto is_time = [&](long every) { return every > 0 && (step % every == 0 || last); };
+    auto is_time = [&](long every) { return run.passes(every) || (every > 0 && (last || step == 0)); };
     const bool validates = run.inputs.validation_loader && is_time(o.validate_every);
     const bool answers = run.inputs.hellaswag && step > 0 && is_time(o.validate_every);
     const bool samples =  // the others would only change parameters to and fro
-        run.inputs.tokenizer && run.process.worker == 0 && step > 0 && is_time(o.sample_every);
+        run.inputs.tokenizer && run.is_first_worker() && step > 0 && is_time(o.sample_every);
     const bool has_checkpoint = o.save_every > 0 && run.resumed.step < step;
     const bool saves = !o.output.empty() && step > 0 && last && !has_checkpoint;
     if (!validates && !answers && !samples && !saves && !last) { return; }
 
-    collect(run, run.results[step % 2]);
+    collect(run, run.last_result());
     if (validates || answers || samples) {
         with_parameters(run.worker, run.evaluated(), [&] {
             if (validates) { evaluate(run, step); }
@@ -1216,7 +1358,7 @@ inline void between_steps(Run& run, long step) {
 inline bool is_checkpoint_due(const Run& run, long step) {
     const long every = run.options.save_every;
     if (!run.checkpointer) { return false; }
-    return step == run.stopping.at || (every > 0 && (step % every == 0 || step == run.inputs.steps));
+    return run.is_stopping() || run.passes(every) || (every > 0 && step == run.inputs.steps);
 }
 
 // Where the run is, in numbers.
@@ -1227,6 +1369,9 @@ inline Fields progress(const Run& run, long step) {
     Fields fields;
     fields.set("step", step);
     fields.set("tokens", t.tokens);
+    fields.set("updates", t.updates);
+    fields.set("adamw_updates", run.worker.adamw_updates);
+    fields.set("joined_after", t.joined_after);
     fields.set("float_bytes", long(sizeof(floatX)));
     fields.set("shape.max_seq_len", long(shape.max_seq_len));
     fields.set("shape.vocab_size", long(shape.vocab_size));
@@ -1262,7 +1407,7 @@ inline std::unique_ptr<Snapshot> make_snapshot(const Run& run) {
         *buffer = HostBuffer<float>(n);
     }
     snapshot->params = HostBuffer<floatX>(n);
-    if (run.diloco) { snapshot->outer = run.diloco->make_snapshot(); }
+    if (run.outer) { snapshot->outer = run.outer->make_snapshot(); }
     return snapshot;
 }
 
@@ -1270,7 +1415,7 @@ inline std::unique_ptr<Snapshot> make_snapshot(const Run& run) {
 // means that it lacks are due, it is given up: they are in this one.
 inline void wait_for_writer(Run& run, long step) {
     if (run.checkpointer->is_idle()) { return; }
-    const bool leaves = step == run.stopping.at || step == run.inputs.steps;
+    const bool leaves = run.is_stopping() || step == run.inputs.steps;
     if (leaves && run.snapshot->outer) { run.snapshot->outer->abandon(); }
     const Watchdog::Alone alone(run.watchdog);
     run.checkpointer->wait();
@@ -1280,7 +1425,7 @@ inline void wait_for_writer(Run& run, long step) {
 inline void take_snapshot(Run& run, long step) {
     Worker& worker = run.worker;
     const Layout& layout = worker.model.layout;
-    collect(run, run.results[step % 2]);
+    collect(run, run.last_result());
     wait_for_writer(run, step);
     if (!run.snapshot) { run.snapshot = make_snapshot(run); }
     Snapshot& snapshot = *run.snapshot;
@@ -1295,7 +1440,7 @@ inline void take_snapshot(Run& run, long step) {
                                    range.count, worker.main);
     }
     device::copy_to_host_later(snapshot.outliers.data(), worker.outliers.data(), 1, worker.main);
-    if (run.diloco) { run.diloco->snapshot(*snapshot.outer, worker.main); }
+    if (run.outer) { run.outer->snapshot(*snapshot.outer, worker.main); }
     worker.main.record(snapshot.copied);
     if (step < run.inputs.steps) { snapshot.model = gather_model(run); }
     snapshot.fields = progress(run, step);
@@ -1337,7 +1482,7 @@ inline void write_checkpoint(Run& run, long step) {
     const Process& p = run.process;
     if (step == run.inputs.steps) { snapshot.model = gather_model(run); }
     CheckpointJob job;
-    job.identity = {step, p.worker, p.rank, p.workers, p.ranks, run.resumed.lineage};
+    job.identity = {step, p.worker, p.rank, p.workers, p.ranks, run.resumed.lineage, p.independent};
     job.ready = [&run, &snapshot] {
         device::use_in_this_thread(run.device);
         snapshot.copied.synchronize();
@@ -1346,6 +1491,7 @@ inline void write_checkpoint(Run& run, long step) {
         run.logger.sync();  // the log that a resumed run goes on with lacks nothing, whatever the power does
     };
     job.sections = [&snapshot] { return state_sections(snapshot); };
+    if (run.outer) { job.when_whole = [&run, &snapshot] { run.outer->checkpointed(*snapshot.outer); }; }
     if (run.is_first()) {
         job.write_model = [&run, &snapshot](const std::string& path) {
             write_model(path, run.inputs.shape, run.worker.model.layout, snapshot.model.data());
@@ -1382,20 +1528,24 @@ inline std::string changed_options(const Fields& before, const Options& o) {
 // The state of this process, as it lies there, or put together from those of a run of another shape.
 inline Resumption open_checkpoint(const Options& o, const Process& process, const Inputs& in,
                                   const ResumePoint& point) {
+    const std::string folder = checkpoint_folder(o, process);
     Resumption r;
     r.step = point.step;
     r.lineage = point.lineage;
     if (r.step > in.steps) {
         throw UserError(
             format("the checkpoint in %s is of step %ld, and this run ends after step %ld: give a larger -x",
-                   o.output.c_str(), r.step, in.steps));
+                   folder.c_str(), r.step, in.steps));
     }
-    const StoredRun stored{o.output, point.step, point.workers, point.ranks, point.lineage};
+    const StoredRun stored{folder, point.step, point.workers, point.ranks, point.lineage, o.is_independent()};
     const StateShape shape{in.shape, in.layout, in.fragments, o.inner_steps, diloco_options(o).wire,
                            process.worker, process.rank, o.workers, o.ranks,
                            in.train_loader->tokens_of_a_sample()};
     if (has_shape(stored, shape)) {
-        r.state = std::make_unique<StateReader>(state_path(o.output, point.step, process.index()));
+        r.state = std::make_unique<StateReader>(state_path(folder, point.step, process.group_index()));
+    } else if (o.is_independent()) {
+        throw UserError(folder + " is of other fragments, or another number format or feedback of errors: a "
+                        "worker that comes and goes goes on with the options that it had");
     } else {
         r.state = reshape_state(stored, shape, r.notes);
     }
@@ -1420,7 +1570,7 @@ inline void check_together(Process& process, const std::string& key, const std::
 inline Resumption find_checkpoint(const Options& o, Process& process, const Inputs& in) {
     std::optional<ResumePoint> point;
     std::vector<std::string> notes;
-    if (o.resume) { point = agree_on_checkpoint(process, o.output, notes); }
+    if (o.resume) { point = agree_on_checkpoint(process, checkpoint_folder(o, process), notes); }
     Resumption r;
     if (point) {
         check_together(process, "resume/opened", [&] {
@@ -1468,6 +1618,13 @@ inline void restore(Run& run, const Fields& fields) {
     Totals& t = run.totals;
     t.train_seconds = fields.real("total.train_seconds");
     t.tokens = fields.count("tokens");
+    if (fields.has("updates")) {
+        t.updates = fields.integer("updates");
+        t.joined_after = fields.integer("joined_after");
+        run.worker.adamw_updates = fields.integer("adamw_updates");
+    } else {  // of a version that had no workers that come and go
+        t.updates = run.worker.adamw_updates = run.resumed.step;
+    }
     t.syncs = fields.integer("total.syncs");
     t.next_sync = fields.integer("total.next_sync");
     t.outer.bytes_sent = fields.count("total.outer_bytes_sent");
@@ -1477,8 +1634,10 @@ inline void restore(Run& run, const Fields& fields) {
     run.worker.traffic.bytes_received = fields.count("total.inner_bytes_received");
 }
 
-// The logs without what the run does again. The end of a run that was at its end is one of those things.
-inline std::optional<LogCut> log_cut(const Resumption& r, const Inputs& in) {
+// The logs without what the run does again. The end of a run that was at its end is one of those things. A
+// worker that comes back without a checkpoint does none of it again: it goes on where the others are.
+inline std::optional<LogCut> log_cut(const Options& o, const Resumption& r, const Inputs& in) {
+    if (!r.state && o.is_independent() && o.resume) { return LogCut{in.steps, LONG_MAX, true}; }
     if (!r.state) { return std::nullopt; }
     return LogCut{r.step, r.fields.integer("total.next_sync"), r.step < in.steps};
 }
@@ -1501,39 +1660,83 @@ inline void plan_stop(Run& run, const std::vector<SyncReport>& syncs) {
     }
 }
 
-// Enqueues a step, and reports the one before it; this one too, if the device is through with it already.
+// Of `step`; a worker that has just taken over another one's parameters warms up.
+inline float learning_rate_of(const Run& run, long step) {
+    const float lr = learning_rate(run.schedule, step - 1);
+    const Totals& t = run.totals;
+    if (t.joined_after < 0) { return lr; }
+    return lr * std::min(1.0f, float(t.updates - t.joined_after) / float(join_warmup));
+}
+
+// This worker's parameters are those of a snapshot now. AdamW's moments came with it, or begin anew.
+inline void note_snapshots(Run& run, int taken) {
+    if (taken == run.snapshots_taken) { return; }
+    run.snapshots_taken = taken;
+    run.totals.joined_after = run.totals.updates;
+    if (run.options.join_moments) { return; }
+    Worker& worker = run.worker;
+    device::set_zero(worker.m.data(), worker.m.count(), worker.main);
+    device::set_zero(worker.v.data(), worker.v.count(), worker.main);
+    worker.adamw_updates = 0;
+}
+
+// Where workers come and go: what there was to tell since the last time.
+inline void report_events(Run& run) {
+    if (!run.logged) { return; }
+    for (const LogEvent& event : run.logged->events()) {
+        const std::optional<long> sync = event.sync >= 0 ? std::optional<long>(event.sync) : std::nullopt;
+        run.logger.event({run.step, name_of(event.kind), sync, event.worker, event.text});
+        const bool is_routine = event.kind == LogEventKind::decided || event.kind == LogEventKind::applied;
+        const bool is_own = event.worker == run.process.worker;
+        if (is_routine || run.process.rank > 0 || !(is_own || run.speaks())) { continue; }
+        run.status.print((is_own ? format("worker %d ", event.worker) : "") + event.text);
+    }
+}
+
+// While the log has this worker wait for others. False: it was asked to stop.
+inline bool while_waiting(Run& run) {
+    run.watchdog.progress();
+    report_events(run);
+    return !(run.stopping.request && run.stopping.request->is_set());
+}
+
+// Enqueues a step, and reports the one before it; this one too, if the device is through with it already. A
+// worker that is far behind the others is at a later step then.
 inline void train_step(Run& run, long step) {
     const Options& o = run.options;
     Worker& worker = run.worker;
-    const float lr = learning_rate(run.schedule, step - 1);
+    run.totals.updates++;
+    const float lr = learning_rate_of(run, step);
     if (o.overfit) { run.inputs.train_loader->reset(); }
     compute_gradients(worker, *run.inputs.train_loader, o.batch, o.seq_len, int(o.micro_steps()),
                       run.stopping.request && run.stopping.request->is_set());
     const Traffic inner = worker.traffic;  // the streams have met: nobody is writing it
-    update(worker, o, lr, step);
+    update(worker, o, lr);
     run.totals.tokens += uint64_t(o.total_batch);
-    StepResult& result = run.results[step % 2];
-    if (run.diloco) {
+    StepResult& result = run.last_result();
+    run.step = step;
+    if (run.outer) {
         const Phase phase("exchange");
-        // Two steps later, so that all ranks know of it: the loss of the step before may not be here yet.
-        if (run.stopping.asked_at > 0 && run.stopping.asked_at + 2 <= step) { run.diloco->request_stop(); }
-        result.syncs = run.diloco->after_inner_step(step, run.totals.tokens, worker.master,
-                                                    worker.model.params, worker.main);
+        // Two updates later, so that all ranks know of it: the loss of the one before may not be here yet.
+        const long asked_in = run.stopping.asked_in;
+        if (asked_in > 0 && asked_in + 2 <= run.totals.updates) { run.outer->request_stop(); }
+        result.syncs = run.outer->after_inner_step(run.step, run.totals.tokens, worker.master,
+                                                   worker.model.params, worker.main);
+        if (run.logged) { note_snapshots(run, run.logged->snapshots_taken()); }
+        report_events(run);
     }
     gather_parameters(worker);
     plan_stop(run, result.syncs);
     result.step = step;
+    result.update = run.totals.updates;
     result.tokens = run.totals.tokens;
     result.learning_rate = lr;
     result.inner = inner;
     device::copy_to_host_later(result.scalars.data(), worker.scalars.data(), 1, worker.main);
     worker.main.record(result.done);
 
-    collect(run, run.results[(step - 1) % 2]);
+    collect(run, run.result_before());
     if (result.done.query()) { collect(run, result); }
-    if (!run.diloco && run.stopping.asked_at > 0 && run.stopping.at == 0) {
-        run.stopping.at = run.stopping.asked_at + 1;  // by then all ranks have seen that loss
-    }
 }
 
 inline void print_totals(const Run& run) {
@@ -1546,7 +1749,7 @@ inline void print_totals(const Run& run) {
         run.status.print(
             format("inner: %.1f MB sent by a rank", double(run.worker.traffic.bytes_sent) / 1e6));
     }
-    if (run.diloco) {
+    if (run.outer) {
         run.status.print(
             format("outer: %ld syncs, %.3f MB sent by a rank, waited %.2f s (%.2f%% of training)", t.syncs,
                    double(t.outer.bytes_sent) / 1e6, t.waited_seconds, share));
@@ -1563,12 +1766,13 @@ inline void finish_collectives(Run& run) {
 
 // Receives and merges what is in flight, after the last step.
 inline void end_exchanges(Run& run, long step) {
-    if (!run.diloco) { return; }
-    collect(run, run.results[step % 2]);
+    if (!run.outer) { return; }
+    collect(run, run.last_result());
     const double start = now_seconds();
     wait_for_parameters(run.worker);  // the merge writes what is being gathered
     const std::vector<SyncReport> syncs =
-        run.diloco->finish(run.worker.master, run.worker.model.params, run.worker.main);
+        run.outer->finish(step, run.worker.master, run.worker.model.params, run.worker.main);
+    report_events(run);
     gather_parameters(run.worker);
     run.worker.main.synchronize();
     report_syncs(run, step, syncs);
@@ -1584,8 +1788,8 @@ inline void end_step(Run& run, long step) {
     if (last) {
         end_exchanges(run, step);
         between_steps(run, step);
-    } else if (run.diloco && step == run.stopping.at) {
-        run.diloco->collect_in_flight(run.worker.main);
+    } else if (run.outer && run.is_stopping()) {
+        run.outer->collect_in_flight(run.worker.main);
     }
     if (!saves) { return; }
     write_checkpoint(run, step);
@@ -1596,18 +1800,18 @@ inline void end_step(Run& run, long step) {
 // Returns whether the run has come to its end: it may have been asked to stop.
 inline bool training_loop(Run& run) {
     run.last_collected = now_seconds();
-    long step = run.resumed.step;
-    while (step < run.inputs.steps && (step == 0 || step != run.stopping.at)) {
-        step++;
+    while (run.step < run.inputs.steps && !run.is_stopping()) {
+        run.step_before = run.step;
         {
-            const Watchdog::Watch watch(run.watchdog, format("step %ld", step));
-            train_step(run, step);
+            const Watchdog::Watch watch(run.watchdog, format("step %ld", run.step + 1));
+            train_step(run, run.step + 1);
         }
-        const Watchdog::Watch watch(run.watchdog, format("step %ld's end", step));
-        end_step(run, step);
+        const Watchdog::Watch watch(run.watchdog, format("step %ld's end", run.step));
+        end_step(run, run.step);
         if (!run.checkpointer) { continue; }
         for (const std::string& message : run.checkpointer->take_messages()) { run.status.print(message); }
     }
+    const long step = run.step;
     const Watchdog::Watch watch(run.watchdog, "the end");
     if (run.resumed.step == run.inputs.steps && step > 0) {  // resumed where nothing is left but the end
         end_exchanges(run, step);
@@ -1622,8 +1826,14 @@ inline bool training_loop(Run& run) {
         }
         return false;
     }
-    run.logger.end({run.inputs.steps, run.totals.train_seconds, run.worker.traffic.bytes_sent,
-                    run.totals.outer.bytes_sent, run.totals.waited_seconds});
+    EndMetrics end{run.inputs.steps, run.totals.train_seconds, run.worker.traffic.bytes_sent,
+                   run.totals.outer.bytes_sent, run.totals.waited_seconds};
+    if (run.logged) {
+        const LogCosts costs = run.logged->costs();
+        end.log_turn_seconds = costs.turns;
+        end.log_thread_seconds = costs.threads;
+    }
+    run.logger.end(end);
     if (run.speaks()) { print_totals(run); }
     return true;
 }
@@ -1671,7 +1881,7 @@ inline void make_comms(const Options& o, const Process& process, Watchdog& watch
     const Watchdog::Watch watch(watchdog, "the joining of the processes");
     inner = device::make_inner_comm(process.inner_group());
     watchdog.guard(*inner);
-    if (!o.streams()) { return; }
+    if (!o.streams() || o.is_independent()) { return; }
     watchdog.progress();
     outer = device::make_outer_comm(process.outer_group(), o.outer_transport);
     watchdog.guard(*outer);
@@ -1703,16 +1913,55 @@ inline void begin_training(Run& run, Process& process) {
         run.stopping.largest_overlap = largest_overlap(run.options, process);
         run.stopping.request.emplace();  // until here one ends the process at once: there is nothing to write
     }
-    if (run.diloco) {  // no worker begins before the others, only to wait for them at its first merge
-        const Watchdog::Watch watch(run.watchdog, "the first exchange");
-        run.diloco->rehearse(run.worker.main);
-    }
     if (resumed.state) {
         restore(run, resumed.fields);
-        if (run.diloco) { run.diloco->restore(*resumed.state, resumed.fields, run.worker.main); }
+        if (run.outer) { run.outer->restore(*resumed.state, resumed.fields, run.worker.main); }
         resumed.state.reset();
     }
+    run.step = run.step_before = resumed.step;
+    run.updates_before = run.totals.updates;
+    if (run.outer) {  // in lock-step no worker begins before the others, to wait for them at its first merge
+        const Watchdog::Watch watch(run.watchdog, "the first exchange");
+        run.step = run.outer->begin(run.step, run.totals.tokens, run.worker.master, run.worker.model.params,
+                                    run.worker.main);
+        if (run.logged) {
+            note_snapshots(run, run.logged->snapshots_taken());
+            const std::string warning = run.logged->warning();
+            if (run.speaks() && !warning.empty()) { run.status.print("warning: " + warning); }
+        }
+        report_events(run);
+        gather_parameters(run.worker);
+    }
     if (run.options.save_every > 0 && run.checkpointer) { run.snapshot = make_snapshot(run); }
+}
+
+// begin_training() and training_loop(), where workers come and go: what ends them there.
+// Returns whether the run has come to its end.
+inline bool train_in_log(Run& run, Process& process) {
+    try {
+        begin_training(run, process);
+        return training_loop(run);
+    } catch (const LogLeft&) {
+        if (run.speaks()) {
+            run.status.print(
+                "stopped by request while it waited for other workers: -y 1 goes on from the last "
+                "checkpoint");
+        }
+        return false;
+    } catch (const LogStopped& stopped) {
+        report_events(run);
+        if (stopped.is_refused) {
+            const std::string ours = text_of(fingerprint_of_run(run.options, run.inputs));
+            throw UserError(differences(ours, stopped.theirs) + ": give all workers the same, or this run "
+                            "another --run-name");
+        }
+        if (!stopped.is_over) { throw; }
+        if (run.speaks()) {
+            run.status.print("the other workers have come to the end of this run: a new one needs another "
+                             "--run-name");
+        }
+        return true;
+    }
 }
 
 // From the meeting of all processes to the end of the run.
@@ -1721,12 +1970,17 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
     process.check_fingerprint(fingerprint(o, in));
     if (o.has_own_batch()) { share_data(o, process, in); }
     check_together(process, "output", [&] {
-        if (!o.output.empty() && !o.resume) { refuse_models(o.output); }
+        if (o.output.empty()) { return; }
+        const std::string folder = checkpoint_folder(o, process);
+        if (!o.resume) { refuse_models(folder); }
+        std::error_code error;
+        std::filesystem::create_directories(folder, error);
+        if (error) { throw UserError("cannot write into " + folder + " (" + error.message() + "): give -o"); }
     });
     Resumption resumed = find_checkpoint(o, process, in);
     const device::Device device = choose_device(process, o.streams() && o.outer_transport == "nccl");
     check_outer_interface(o.outer_transport, o.interface);
-    Logger logger(o.output, process.index(), process.size(), o.resume != 0, log_cut(resumed, in));
+    Logger logger(o.output, process.index(), process.size(), o.resume != 0, log_cut(o, resumed, in));
     StatusLine status(stdout, process.terminal, process.terminal ? 0.1 : 5.0);
     // Where something throws from here on, the process leaves before any of these is given back: on a GPU
     // that might wait for a dead peer.
@@ -1734,10 +1988,11 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
     Stream main, inner_stream(Stream::Kind::communicate), outer_stream(outer_stream_kind(o.outer_transport));
     std::unique_ptr<Model> model;
     std::unique_ptr<Worker> worker;
-    std::unique_ptr<Diloco> diloco;
+    std::unique_ptr<OuterLoop> outer_loop;
     std::unique_ptr<Checkpointer> checkpointer;
     std::string exchanges;
     Watchdog watchdog(process);
+    Run* running = nullptr;
     or_leave(process, [&] {
         make_comms(o, process, watchdog, inner, outer);
         model = std::make_unique<Model>(in.shape, in.layout, o.recompute,
@@ -1745,22 +2000,37 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
         worker = make_worker(o, in, *model, *inner, main, inner_stream, watchdog);
         if (resumed.state) { restore(*worker, *resumed.state); }
         if (!o.output.empty()) {
-            checkpointer = std::make_unique<Checkpointer>(o.output, process, o.keep_checkpoints,
-                                                          o.major_checkpoints);
+            checkpointer = std::make_unique<Checkpointer>(checkpoint_folder(o, process), process,
+                                                          o.keep_checkpoints, o.major_checkpoints);
             checkpointer->forget_later(resumed.step, resumed.lineage);
         }
         if (!o.streams()) { return; }
         const DilocoOptions d = diloco_options(o);
-        diloco = std::make_unique<Diloco>(d, in.fragments, in.layout, process.rank, *outer, outer_stream);
-        diloco->start(worker->master, main);
-        exchanges = plan(d, in.fragments, in.layout, o.workers);
+        if (o.is_independent()) {
+            const LogCallbacks callbacks{[&running] { return while_waiting(*running); },
+                                         [&device] { device::use_in_this_thread(device); }};
+            const LogStart start{random_hex(16), text_of(fingerprint_of_run(o, in)), "", {}, false};
+            outer_loop = std::make_unique<LoggedDiloco>(
+                d, log_options(o, process), in.fragments, in.layout, process.rank, *inner, inner_stream,
+                start, [&] { return open_log_store(process.store_url, process.run_name, o.timeout); },
+                callbacks, InnerMoments{worker->m, worker->v, &worker->adamw_updates});
+        } else {
+            outer_loop = std::make_unique<Diloco>(d, in.fragments, in.layout, process.rank, *outer,
+                                                  outer_stream);
+        }
+        outer_loop->start(worker->master, main);
+        exchanges = plan(d, in.fragments, in.layout, exchange_members(o));
     });
-    if (process.index() == 0 && !o.output.empty()) { write_text(o.output + "/config.toml", o.toml); }
+    if (process.group_index() == 0 && !o.output.empty()) {
+        write_text(checkpoint_folder(o, process) + "/config.toml", o.toml);
+    }
     logger.run({process.worker, process.rank, process.workers, process.ranks, in.layout.values, o.resolved,
-                in.steps, diloco ? offsets(in.fragments) : std::vector<double>()},
+                in.steps, offsets(in.fragments)},
                resumed.step);
     Run run{o, process, in, *worker, logger, status, watchdog, device, resumed};
-    run.diloco = diloco.get();
+    running = &run;
+    run.outer = outer_loop.get();
+    run.logged = dynamic_cast<LoggedDiloco*>(outer_loop.get());
     run.checkpointer = checkpointer.get();
     run.schedule = {schedule_kind(o.schedule), o.learning_rate, o.warmup, in.steps, o.final_fraction};
     run.flops_per_token = model_flops_per_token(in.shape, in.layout.values, o.seq_len);
@@ -1770,8 +2040,12 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
     bool is_complete = false;
     or_leave(process, [&] {
         try {
-            begin_training(run, process);
-            is_complete = training_loop(run);
+            if (run.logged) {
+                is_complete = train_in_log(run, process);
+            } else {
+                begin_training(run, process);
+                is_complete = training_loop(run);
+            }
             process.leave();
         } catch (...) {
             status.clear();  // for the one line that says why
@@ -1838,8 +2112,10 @@ int main(int argc, char** argv) {
         check_options(options);
         Process process = launch({options.workers, options.ranks, options.worker, options.store,
                                   options.interface, options.run_name, options.timeout,
-                                  !options.output.empty(), options.world},
+                                  !options.output.empty(), options.world, options.is_independent(),
+                                  options.restarts},
                                  argv);
+        if (process.restart > 0 && !options.output.empty()) { options.resume = 1; }
         return train(options, process);
     } catch (const UserError& e) {
         fprintf(stderr, "error: %s\n", e.what());

@@ -16,6 +16,10 @@ Each line is of one process: "1.0" is worker 1's rank 0. Its columns:
                       is longer than ten steps take (and five seconds). Where one process hangs, all come to
                       wait for it, and it is among those that are behind
 
+Where workers come and go (--outer-transport store), the state is what their logs say of each other: "late"
+(others went on without it), "gone" (no sign of life), "catch-up" (it waits for a snapshot), "too few" (it
+waits for --min-workers), "no store", "stopped". The last of such changes are listed below the table.
+
 Logs that do not exist yet are waited for, and a log that a resumed run cuts is read again.
 """
 import contextlib
@@ -25,7 +29,7 @@ import shutil
 import signal
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from pathlib import Path
 
 from metrics import GrowingLog, Parser, UserError, exit_status, log_name
@@ -36,8 +40,15 @@ TAIL = 4 << 20        # bytes at a log's end whose steps are read when watching 
 READ_AT_ONCE = 16 << 20  # bytes of one log in one picture
 STEP_FIELDS = ("step", "time", "seconds", "tokens", "tokens_per_second", "inner_bytes_sent",
                "inner_bytes_received")  # that every step has; its loss may be null
+EVENT_FIELDS = ("unix_time", "kind", "sync", "worker", "text")
 BEHIND_STEPS, BEHIND_SECONDS = 2, 1  # both, to be called late
 SILENT_STEPS, SILENT_SECONDS = 10, 5
+LATER_SECONDS = 30    # in which several workers notice the same
+CHANGES = 20          # that are kept
+# What an event says of the worker that it is about, as long as nothing later says otherwise.
+STANDINGS = {"late": "late", "gone": "gone", "needs_snapshot": "catch-up", "snapshot_gone": "catch-up",
+             "too_few": "too few", "store_lost": "no store", "stops": "stopped", "starts": "", "jumps": "",
+             "takes_snapshot": "", "store_back": "", "joined": "", "back": "", "done": ""}
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 
 
@@ -84,6 +95,8 @@ class ProcessView:
         self.resumed_at = 0
         self.steps = deque(maxlen=KEPT_STEPS)
         self.syncs = deque(maxlen=KEPT_STEPS)  # (time, seconds waited)
+        self.events = deque(maxlen=KEPT_STEPS)
+        self.counted_at = 0   # unix time of the last sync that this worker was counted in
         self.merged = {}      # fragment: send step of the last that was merged
         self.outer_sent = self.outer_received = 0
         self.eval = self.hellaswag = self.checkpoint = self.end = None
@@ -115,6 +128,11 @@ class ProcessView:
             self.outer_received += line["bytes_received"]
             if self.schedule:
                 self.schedule.learn(line)
+            if line.get("counted"):
+                self.counted_at = self.place["unix_time"] + line["time"] - self.place["time"]
+        elif kind == "event":
+            if line["kind"] in STANDINGS:
+                self.events.append({field: line[field] for field in EVENT_FIELDS})
         elif kind == "eval":
             self.eval = line
         elif kind == "hellaswag":
@@ -255,16 +273,50 @@ class RunView:
         return max((int(name) for name in names if name.isdigit()), default=None)
 
     def seconds_left(self):
-        """By the slowest worker."""
+        """By the slowest worker; where workers come and go by the foremost, whom all others follow."""
         steps, leaders = self.steps(), self.leaders()
         if not steps or not leaders:
             return None
-        return max((steps - view.step) * view.step_seconds() for view in leaders)
+        last = min if self.comes_and_goes() else max
+        return last((steps - view.step) * view.step_seconds() for view in leaders)
 
-    def state(self, view, now):
+    def comes_and_goes(self):
+        """Whether workers do."""
+        return any(view.place and view.place.get("options", {}).get("outer-transport") == "store"
+                   for view in self.processes.values())
+
+    def events(self):
+        """[(number of the process that tells it, event)] in order of time."""
+        told = [(number, event) for number, view in self.processes.items() for event in view.events]
+        return sorted(told, key=lambda one: (one[1]["unix_time"], one[0]))
+
+    def standings(self):
+        """{worker: the last that was said of it}, but for what was said before it was counted again."""
+        last = {event["worker"]: event for _, event in self.events()}
+        ranks, counted_at = max(1, self.shape()[1]), defaultdict(float)
+        for number, view in self.processes.items():
+            counted_at[number // ranks] = max(counted_at[number // ranks], view.counted_at)
+        return {worker: STANDINGS[event["kind"]] for worker, event in last.items()
+                if event["unix_time"] >= counted_at[worker] - 1}
+
+    def changes(self):
+        """[(worker that tells it, event)], the newest last; what several processes tell, once."""
+        kept = []
+        for number, event in self.events()[-10 * CHANGES:]:
+            is_known = any(other_number != number and event["unix_time"] - other["unix_time"] < LATER_SECONDS
+                           and all(event[field] == other[field] for field in ("kind", "sync", "worker"))
+                           for other_number, other in kept[-CHANGES:])
+            if not is_known:
+                kept.append((number, event))
+        ranks = max(1, self.shape()[1])
+        return [(number // ranks, event) for number, event in kept[-CHANGES:]]
+
+    def state(self, view, now, standing=""):
         """(text, whether it is late)"""
         if view.end:
             return "done", False
+        if standing:
+            return "!" + standing, True
         if not view.steps:
             return "starts", False
         silent, seconds = now - view.grown_at, view.step_seconds()
@@ -366,7 +418,8 @@ def process_cells(name, view, state, columns):
 
 def progress_line(run):
     leaders, workers = run.leaders(), run.shape()[0]
-    step, steps = min(view.step for view in leaders), run.steps()
+    foremost = max if run.comes_and_goes() else min
+    step, steps = foremost(view.step for view in leaders), run.steps()
     of_all = "" if len(leaders) == workers else f" of {len(leaders)} of {workers} workers"
     rate, tokens = sum(view.tokens_per_second() for view in leaders), sum(view.tokens for view in leaders)
     ended = all(view.end for view in leaders)
@@ -426,14 +479,16 @@ def picture(run, width, height, bars=BARS, now=None):
         lines.append((measured, ""))
     lines.append(("", ""))
     lines += process_lines(run, width, height - len(lines), now)
+    lines += change_lines(run, height - len(lines))
     return [(line[:width], style) for line, style in lines[:height]]
 
 
 def process_lines(run, width, height, now):
     """The table. Where there is not room for all, who is late comes first."""
-    columns, rows = columns_for(width), []
+    columns, rows, standings = columns_for(width), [], run.standings()
     for name, view in run.rows():
-        state, late = run.state(view, now) if view else ("no log", False)
+        standing = standings.get(int(name.split(".")[0]), "")
+        state, late = run.state(view, now, standing) if view else ("no log", False)
         rows.append((table_line(process_cells(name, view, state, columns), columns), "late" if late else ""))
     room = max(1, height - 1)
     if len(rows) > room:
@@ -441,6 +496,14 @@ def process_lines(run, width, height, now):
         left_out = len(rows) - room + 1
         rows = rows[:room - 1] + [(f"{left_out} more processes", "")]
     return [(table_line(HEADINGS, columns), "bold"), *rows]
+
+
+def change_lines(run, height):
+    """The newest ones for which there is room, below an empty line."""
+    changes = run.changes()[-max(0, height - 1):] if height > 1 else []
+    lines = [(f"{time.strftime('%H:%M:%S', time.localtime(event['unix_time']))}  worker {worker}: "
+              f"{event['text']}", "") for worker, event in changes]
+    return [("", ""), *lines] if lines else []
 
 
 # -----------------------------------------------------------------------------------------------------------

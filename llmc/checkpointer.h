@@ -47,6 +47,7 @@ struct CheckpointJob {
     std::function<void()> ready;  // on the writer's thread: returns when the data is in host memory
     std::function<std::vector<StateSection>()> sections;       // after ready()
     std::function<void(const std::string& path)> write_model;  // empty: this process writes no model
+    std::function<void()> when_whole = [] {};                  // on the writer's thread
 };
 
 // -----------------------------------------------------------------------------------------------------------
@@ -301,6 +302,7 @@ private:
             if (verdict.is_silent) { throw RunError(verdict.words); }
         }
         announce(who, own, verdict, written);
+        if (verdict.is_whole) { job.when_whole(); }
         const Verdict clean = attempt([&] { clean_up(who, verdict, written); });
         if (!clean.is_whole) { say(format("after the checkpoint of step %ld: ", who.step) + clean.words); }
         return verdict.is_whole;

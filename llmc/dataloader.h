@@ -63,6 +63,18 @@ public:
         reset();
     }
 
+    // From now on, and from the first sample, this process reads only the `part`-th of `parts` of each shard,
+    // as one of so many that share it. UserError where a part has no whole sample.
+    void take_part(long part, long parts, int process, int processes) {
+        first_row = long(B) * process;
+        rows = long(B) * processes;
+        for (Shard& shard : shards) {
+            shard.first = shard.tokens * part / parts;
+            shard.samples = samples_of(*shard.file, shard.tokens * (part + 1) / parts - shard.first);
+        }
+        reset();
+    }
+
     // Tokens in all shards.
     long num_tokens() const {
         long sum = 0;
@@ -82,7 +94,8 @@ public:
         if (next.sample == sample_order.size()) { advance_shard(); }
         const uint64_t sample = sample_order[next.sample];
         const int64_t count = int64_t(B) * T;
-        read_tokens(shards[shard_order[next.shard]], (int64_t(sample) * rows + first_row) * T);
+        const Shard& shard = shards[shard_order[next.shard]];
+        read_tokens(shard, shard.first + (int64_t(sample) * rows + first_row) * T);
         for (int64_t i = 0; i < count; i++) {
             input[i] = tokens[i];
             target[i] = tokens[i + 1];
@@ -115,6 +128,7 @@ private:
         std::shared_ptr<InputFile> file;
         long tokens;
         long samples;
+        long first = 0;  // token of the first sample
     };
 
     // Reading a GiB takes well under a second where it is cached, and seconds from a disk.

@@ -43,6 +43,9 @@ public:
     JsonLine& field(const char* name, const std::optional<long>& value) {  // none: null
         return raw(name, value ? std::to_string(*value) : "null");
     }
+    JsonLine& field(const char* name, const std::optional<bool>& value) {
+        return raw(name, value ? (*value ? "true" : "false") : "null");
+    }
     JsonLine& field(const char* name, const std::vector<double>& values) {  // none: null
         std::string list;
         for (double value : values) { list += (list.empty() ? "" : ",") + number(value); }
@@ -115,6 +118,20 @@ struct SyncMetrics {
     uint64_t global_hash = 0;  // of the global parameters that were sent from
     double delta_norm = NAN, mean_norm = NAN, quantization_error = NAN;
     std::vector<double> cosines, mean_cosines;
+    // Where workers come and go.
+    std::vector<double> contributors = {}, contributor_tokens = {};  // numbers of workers; none: in lock-step
+    std::optional<long> decider = {};
+    double grace_seconds = NAN;
+    std::optional<bool> counted = {};  // this worker
+};
+
+// What happened to this worker or was seen by it, where workers come and go.
+struct EventMetrics {
+    long step = 0;
+    std::string kind;
+    std::optional<long> sync = {};  // none: of no sync
+    int worker = 0;                 // whom it is about
+    std::string text;               // for people
 };
 
 struct EndMetrics {
@@ -122,6 +139,7 @@ struct EndMetrics {
     double train_seconds = 0;
     uint64_t inner_bytes_sent = 0, outer_bytes_sent = 0;  // by this process in the whole run
     double waited_seconds = 0;
+    double log_turn_seconds = NAN, log_thread_seconds = NAN;  // of the sync log; NAN: in lock-step
 };
 
 // What the logs of a run that is resumed keep: what came after its checkpoint happens again.
@@ -217,7 +235,16 @@ public:
                   .field("global_hash", format("%016llx", (unsigned long long)m.global_hash))
                   .field("staleness", m.apply_step - m.send_step).field("delta_norm", m.delta_norm)
                   .field("mean_norm", m.mean_norm).field("quantization_error", m.quantization_error)
-                  .field("cosines", m.cosines).field("mean_cosines", m.mean_cosines));
+                  .field("cosines", m.cosines).field("mean_cosines", m.mean_cosines)
+                  .field("contributors", m.contributors).field("contributor_tokens", m.contributor_tokens)
+                  .field("decider", m.decider).field("grace_seconds", m.grace_seconds)
+                  .field("counted", m.counted));
+    }
+
+    void event(const EventMetrics& m) {
+        write(JsonLine().field("type", "event").field("step", m.step).field("time", seconds())
+                  .field("unix_time", unix_seconds()).field("kind", m.kind).field("sync", m.sync)
+                  .field("worker", m.worker).field("text", m.text));
     }
 
     // Returns when the disk has all that was logged so far. On any thread.
@@ -238,7 +265,9 @@ public:
     void end(const EndMetrics& m) {
         write(JsonLine().field("type", "end").field("step", m.step).field("time", seconds())
                   .field("train_seconds", m.train_seconds).field("inner_bytes_sent", m.inner_bytes_sent)
-                  .field("outer_bytes_sent", m.outer_bytes_sent).field("waited_seconds", m.waited_seconds));
+                  .field("outer_bytes_sent", m.outer_bytes_sent).field("waited_seconds", m.waited_seconds)
+                  .field("log_turn_seconds", m.log_turn_seconds)
+                  .field("log_thread_seconds", m.log_thread_seconds));
     }
 
 private:

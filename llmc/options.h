@@ -70,6 +70,7 @@ struct Options {
     int workers = 1, ranks = 1, worker = -1;
     std::string store, interface, run_name = "diloco";
     double timeout = 600;
+    int restarts = 0;
     std::optional<World> world;  // by llm.c's -pn and -pr
     // Streaming DiLoCo
     long inner_steps = 100;
@@ -88,6 +89,12 @@ struct Options {
     std::string outer_weights = "equal";
     std::string outer_transport = runs_on_gpu ? "nccl" : "gloo";
     bool outer_offload = false;
+    // workers that come and go
+    int min_workers = 0;    // 0: more than half of them
+    double grace = 10;      // seconds
+    long max_lag = -1;      // steps; -1: tau
+    long retain = 4;        // syncs of each fragment
+    bool join_moments = false;
 
     bool print_table = false, print_llmc_table = false;
     std::vector<std::string> notes;  // what the user should know of these options, for the banner
@@ -100,6 +107,8 @@ struct Options {
     // Whether a worker's share of a mean is by its tokens; it may then have -b and -d of its own.
     bool weighs_by_tokens() const { return outer_weights == "tokens"; }
     bool has_own_batch() const { return streams() && weighs_by_tokens(); }
+    // Whether workers come and go, and know each other through the log in the store alone.
+    bool is_independent() const { return outer_transport == "store"; }
 
     std::string toml;                                           // all options as resolved, for config.toml
     std::vector<std::pair<std::string, std::string>> resolved;  // the same as (name, value)
@@ -271,7 +280,8 @@ inline void define_options(CLI::App& app, Options& o) {
             add("--worker", o.worker, "Start only this worker's ranks here; the others are started elsewhere")
                 ->configurable(false),
             add("--store", o.store,
-                "Where processes meet: file:DIR or redis://[:PASSWORD@]HOST:PORT (default: $DILOCO_STORE)")
+                "Where processes meet: file:DIR, redis://[:PASSWORD@]HOST:PORT or rediss:// (TLS; default: "
+                "$DILOCO_STORE)")
                 ->configurable(false),
             add("--interface", o.interface,
                 "Network interface of the outer exchange (default: the one that leads to the store)")
@@ -280,6 +290,9 @@ inline void define_options(CLI::App& app, Options& o) {
                 "Name of the run in the store; runs that share a store need different ones"),
             add("--timeout", o.timeout, "Seconds to wait for other processes before giving up")
                 ->check(CLI::Range(1.0, 1e6)),
+            add("--restart", o.restarts,
+                "Start a worker that has failed again, up to so many times (--outer-transport store)")
+                ->check(CLI::Range(0, 1 << 20)),
         });
     group(
         "Streaming DiLoCo",
@@ -318,10 +331,30 @@ inline void define_options(CLI::App& app, Options& o) {
                 "-b and -d")
                 ->check(CLI::IsMember({"equal", "tokens"})),
             add("--outer-transport", o.outer_transport,
-                "What carries the exchange: gloo, or on GPUs also nccl (their default)")
-                ->check(CLI::IsMember({"gloo", "nccl"})),
+                "What carries the exchange: gloo, or on GPUs also nccl (their default); or store: workers "
+                "may be slow, die and join")
+                ->check(CLI::IsMember({"gloo", "nccl", "store"})),
             app.add_flag("--outer-offload", o.outer_offload,
                          "On GPUs: outer parameters and momentum in the host's memory, fetched when needed")
+                ->default_str("false"),
+        });
+    group(
+        "Workers that come and go (--outer-transport store)",
+        {
+            add("--min-workers", o.min_workers,
+                "Workers that must have sent, or nobody goes on (0: more than half of them)")
+                ->check(CLI::Range(0, 4096)),
+            add("--grace", o.grace, "Seconds that a sync waits at its due step for workers that are alive")
+                ->check(CLI::Range(0.0, 1e6)),
+            add("--max-lag", o.max_lag,
+                "Steps that a worker may be behind the newest sync before it jumps there (-1: tau)")
+                ->check(least_minus_one),
+            add("--retain", o.retain,
+                "Syncs of each fragment whose payloads are kept for workers that come back")
+                ->check(positive),
+            app.add_flag("--join-moments", o.join_moments,
+                         "A worker that joins takes AdamW's moments from another one too, instead of new "
+                         "ones")
                 ->default_str("false"),
         });
 }
@@ -406,6 +439,14 @@ inline void resolve_defaults(CLI::App& app, Options& o) {
     if (o.outer_optimizer.empty()) {
         o.outer_optimizer = o.workers > 1 ? "nesterov" : "none";
         resolve(app, "--outer-optimizer", o.outer_optimizer);
+    }
+    if (o.min_workers == 0) {
+        o.min_workers = o.workers / 2 + 1;
+        resolve(app, "--min-workers", std::to_string(o.min_workers));
+    }
+    if (o.max_lag < 0) {
+        o.max_lag = o.overlap;
+        resolve(app, "--max-lag", std::to_string(o.max_lag));
     }
     resolve_data(app, o);
     if (o.total_batch <= 0) {

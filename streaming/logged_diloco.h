@@ -48,8 +48,13 @@ struct InnerMoments {
 
 // What the trainer does in between.
 struct LogCallbacks {
-    std::function<void()> waiting;  // now and then while the log says to wait; what it throws ends the wait
+    std::function<bool()> waiting;     // now and then while the log says to wait; false: ends the wait
     std::function<void()> use_device;  // on the log's thread, before it asks the device for anything
+};
+
+// The wait for others was ended here, on all ranks of this worker.
+struct LogLeft : RunError {
+    LogLeft() : RunError("left while it waited for other workers") {}
 };
 
 // The run cannot go on here.
@@ -170,6 +175,9 @@ public:
     // How many snapshots of other workers it has taken, in place of its own parameters.
     int snapshots_taken() const { return loads; }
 
+    // Of the store's settings that endanger the run.
+    std::string warning() const { return log ? log->warning() : ""; }
+
     LogCosts costs() const { return log ? log->costs() : LogCosts(); }
 
 private:
@@ -215,6 +223,7 @@ private:
                     step = agreed.step;
                     break;
                 case LogTurn::wait:
+                    if (all_leave) { throw LogLeft(); }
                     wait();
                     break;
                 case LogTurn::stop:
@@ -231,11 +240,12 @@ private:
 
     void wait() {
         log->wait(longest_wait);
-        if (callbacks.waiting) { callbacks.waiting(); }
+        if (callbacks.waiting && !callbacks.waiting()) { leaves = true; }
     }
 
     // What all ranks of this worker do: stop, before wait, before jump (as far as any), before go_on.
     LogTurn agree(const LogTurn& mine) {
+        all_leave = leaves;
         if (inner.size() == 1) { return mine; }
         const LogTurn::Kind by_urgency[] = {LogTurn::go_on, LogTurn::jump, LogTurn::wait, LogTurn::stop};
         const auto urgency = [&](LogTurn::Kind kind) {
@@ -243,16 +253,18 @@ private:
         };
         own_turn[0] = urgency(mine.kind);
         own_turn[1] = mine.step;
-        device::copy_to_device(sent_turn.data(), own_turn.data(), 2, inner_stream);
-        inner.all_gather(all_turns.data(), sent_turn.data(), 2 * sizeof(int64_t), inner_stream);
+        own_turn[2] = leaves;
+        device::copy_to_device(sent_turn.data(), own_turn.data(), 3, inner_stream);
+        inner.all_gather(all_turns.data(), sent_turn.data(), 3 * sizeof(int64_t), inner_stream);
         device::copy_to_host_later(turns.data(), all_turns.data(), turns.count(), inner_stream);
         inner_stream.record(gathered);
         inner.wait(gathered);
         LogTurn all{LogTurn::go_on};
         for (int rank = 0; rank < inner.size(); rank++) {
-            const LogTurn::Kind kind = by_urgency[turns[2 * rank]];
+            const LogTurn::Kind kind = by_urgency[turns[3 * rank]];
             if (urgency(kind) > urgency(all.kind)) { all = {kind}; }
-            if (kind == all.kind) { all.step = std::max(all.step, long(turns[2 * rank + 1])); }
+            if (kind == all.kind) { all.step = std::max(all.step, long(turns[3 * rank + 1])); }
+            all_leave = all_leave || turns[3 * rank + 2] != 0;
         }
         return all;
     }
@@ -507,10 +519,10 @@ private:
         partial = Buffer<double>(partial_sums(workers));
         sums = Buffer<double>(most_row_sums(workers));
         host_sums = HostBuffer<double>(most_row_sums(workers));
-        own_turn = HostBuffer<int64_t>(2);
-        sent_turn = Buffer<int64_t>(2);
-        all_turns = Buffer<int64_t>(2 * inner.size());
-        turns = HostBuffer<int64_t>(2 * inner.size());
+        own_turn = HostBuffer<int64_t>(3);
+        sent_turn = Buffer<int64_t>(3);
+        all_turns = Buffer<int64_t>(3 * inner.size());
+        turns = HostBuffer<int64_t>(3 * inner.size());
     }
 
     // Before step 1: all that a sync needs of the device has been used once when this returns.
@@ -552,8 +564,9 @@ private:
     Buffer<float> weights;                 // (workers), if they are by tokens
     Buffer<double> partial, sums;          // of the sums of rows
     HostBuffer<double> host_sums;
-    HostBuffer<int64_t> own_turn, turns;   // (2), (ranks, 2): what is to be done, and the step
-    Buffer<int64_t> sent_turn, all_turns;  // the same
+    bool leaves = false, all_leave = false;  // this rank, or one of the worker, has ended the wait
+    HostBuffer<int64_t> own_turn, turns;     // (3), (ranks, 3): what is to be done, the step, leaves
+    Buffer<int64_t> sent_turn, all_turns;    // the same
     Event gathered, applied;
     Now now;
     Timestamp idle_from;

@@ -437,7 +437,14 @@ private:
         }
         const bool all = int(there.size()) >= options.workers;
         const bool enough = int(there.size()) >= options.min_workers && now >= agree_from + options.grace;
-        if (!newest || !(all || enough)) { return; }
+        if (!newest || !(all || enough)) {
+            if (!has_told_of_few && now >= agree_from + options.grace) {
+                has_told_of_few = true;
+                say(LogEventKind::too_few, format("waits: %zu of at least %d workers are here to begin",
+                                                  there.size(), options.min_workers));
+            }
+            return;
+        }
         ask({StoreRequest::put_if_absent, key("run"), "start", newest->text()},
             [this](const StoreAnswer& answer, double) { begin(LogBase::parse(answer.value)); });
     }
@@ -1090,6 +1097,7 @@ private:
     std::deque<Asked> chores;
 
     double agree_from = 0, agree_at = 0;
+    bool has_told_of_few = false;  // that they cannot begin
 
     std::vector<Slot> slots;  // by fragment
     size_t next_turn = 0;

@@ -60,7 +60,8 @@ class LogStore {
 public:
     virtual ~LogStore() = default;
     virtual StoreAnswer perform(const StoreRequest& request) = 0;
-    virtual std::string warning() const { return ""; }  // of settings that endanger the run, when it is opened
+    // Of settings that endanger the run, when it is opened.
+    virtual std::string warning() const { return ""; }
 };
 
 // -----------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ struct Bench {
         return 6.0 * double(layout.values) + 6.0 * shape.layers * shape.channels * T;
     }
 
-    void step(long t) {
+    void step() {
         Scalars* scalars = worker.scalars;
         device::set_zero(model.grads.data(), layout.size, main);
         device::set_zero(scalars, 1, main);
@@ -55,7 +55,7 @@ struct Bench {
         backward(model, B, T, main, [](int) {});
         device::global_norm_squared(&scalars->norm_squared, worker.shard_gradients(), layout.shard_size(),
                                     main);
-        update(worker, options, 1e-4f, t);
+        update(worker, options, 1e-4f);
     }
 };
 
@@ -217,12 +217,11 @@ inline void bench_precision(const char* word, MatmulPrecision precision) {
     const bool fp32 = x.model.matmul.description() == "fp32";
     LargestMatmul largest(fp32 ? dnnl::memory::data_type::f32 : dnnl::memory::data_type::bf16);
     std::vector<double> step_seconds, rates;
-    long t = 0;
-    x.step(++t);
+    x.step();
     largest.rate();
     for (int round = 0; round < rounds; round++) {
         rates.push_back(largest.rate());
-        for (int i = 0; i < steps; i++) { step_seconds.push_back(seconds_of([&] { x.step(++t); })); }
+        for (int i = 0; i < steps; i++) { step_seconds.push_back(seconds_of([&] { x.step(); })); }
     }
     const double step = median(step_seconds), rate = median(rates), tokens = x.N / step;
     printf("%-8s %-19s %8.0f %9.1f %11.3f %11.3f %7.2f\n", word, x.model.matmul.description().c_str(), tokens,

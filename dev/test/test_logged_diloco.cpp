@@ -214,7 +214,10 @@ struct Member : Trainer {
         start.token = "start-" + std::to_string(number_of_starts++);
         start.fingerprint = plan.fingerprint;
         LogCallbacks callbacks;
-        callbacks.waiting = [this] { waiting ? waiting() : void(); };
+        callbacks.waiting = [this] {
+            if (waiting) { waiting(); }
+            return !leaves;
+        };
         loop = std::make_unique<LoggedDiloco>(
             plan.options(), plan.log_options(worker), toy_fragments(), layout, rank, inner, inner_stream,
             start, [this, &store] { return std::make_unique<Line>(store, is_cut); }, callbacks,
@@ -267,6 +270,7 @@ struct Member : Trainer {
     Stream inner_stream;
     std::atomic<bool> is_cut{false};
     std::function<void()> waiting;
+    bool leaves = false;  // while it waits
     Floats m, v;
     long updates = 7;
     std::unique_ptr<LoggedDiloco> loop;
@@ -770,6 +774,27 @@ TEST(LoggedDiloco, what_the_trainer_throws_while_it_waits_ends_the_wait) {
     };
     EXPECT_THROW(member.begin(), RunError);
     EXPECT_EQ(calls, 3);
+}
+
+TEST(LoggedDiloco, who_ends_the_wait_takes_the_other_ranks_of_its_worker_along) {
+    Plan plan;
+    plan.ranks = 2;
+    MemoryStore store;
+    LocalGroup ranks(plan.ranks);
+    std::atomic<int> left{0};
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < plan.ranks; rank++) {
+        threads.emplace_back([&, rank] {
+            without_teams();
+            Member member(plan, store, 0, rank, &ranks);  // there is no other worker
+            member.leaves = rank == 1;
+            try {
+                member.begin();
+            } catch (const LogLeft&) { left++; }
+        });
+    }
+    for (std::thread& thread : threads) { thread.join(); }
+    EXPECT_EQ(left, 2);
 }
 
 TEST(LoggedDiloco, checkpoints_of_lock_step_and_of_the_log_are_not_taken_for_each_other) {

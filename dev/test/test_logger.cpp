@@ -71,8 +71,14 @@ TEST(Logger, metrics_hold_every_field_one_object_a_line) {
                  {1, NAN, -0.125}, {}});
     SyncMetrics many;  // workers
     many.mean_cosines = {0.5};
+    many.contributors = {1, 3};
+    many.contributor_tokens = {4096, 512};
+    many.decider = 3;
+    many.grace_seconds = 1.5;
+    many.counted = false;
     logger.sync(many);
-    logger.end({21, 9.5, 1, 2, 0.75});
+    logger.event({20, "late", {}, 2, "is late"});
+    logger.end({21, 9.5, 1, 2, 0.75, 0.5});
     const std::vector<std::string> expected = {
         R"({"type":"run","version":2,"time":T,"unix_time":T,"worker":0,"rank":0,"workers":2,"ranks":1,)"
         R"("parameters":812345,"steps":21,"fragment_offsets":[0,7,14],)"
@@ -88,13 +94,19 @@ TEST(Logger, metrics_hold_every_field_one_object_a_line) {
         R"({"type":"sync","sync":7,"fragment":2,"send_step":20,"apply_step":23,"time":T,)"
         R"("bytes_sent":6000000000,"bytes_received":5,"wire_seconds":0.125,"waited_seconds":0.5,)"
         R"("global_hash":"fedcba9876543210","staleness":3,"delta_norm":0.5,"mean_norm":0.25,)"
-        R"("quantization_error":0.0625,"cosines":[1,null,-0.125],"mean_cosines":null})",
+        R"("quantization_error":0.0625,"cosines":[1,null,-0.125],"mean_cosines":null,)"
+        R"("contributors":null,"contributor_tokens":null,"decider":null,"grace_seconds":null,)"
+        R"("counted":null})",
         R"({"type":"sync","sync":0,"fragment":0,"send_step":0,"apply_step":0,"time":T,"bytes_sent":0,)"
         R"("bytes_received":0,"wire_seconds":0,"waited_seconds":0,"global_hash":"0000000000000000",)"
         R"("staleness":0,"delta_norm":null,"mean_norm":null,"quantization_error":null,"cosines":null,)"
-        R"("mean_cosines":[0.5]})",
+        R"("mean_cosines":[0.5],)"
+        R"("contributors":[1,3],"contributor_tokens":[4096,512],"decider":3,"grace_seconds":1.5,)"
+        R"("counted":false})",
+        R"({"type":"event","step":20,"time":T,"unix_time":T,"kind":"late","sync":null,"worker":2,)"
+        R"("text":"is late"})",
         R"({"type":"end","step":21,"time":T,"train_seconds":9.5,"inner_bytes_sent":1,"outer_bytes_sent":2,)"
-        R"("waited_seconds":0.75})"};
+        R"("waited_seconds":0.75,"log_turn_seconds":0.5,"log_thread_seconds":null})"};
     EXPECT_EQ(without_times(folder / "metrics.jsonl"), expected);
 }
 

@@ -64,6 +64,7 @@ def test_every_line_of_runs_is_documented_and_everything_documented_appears(trai
     runs = [train("streaming", {**STREAMING, "-h": 1, "--hellaswag-data": tmp_path / "set.bin"}),
             train("streaming", {**STREAMING, "-x": 24, "-y": 1}),
             train("long", {"-x": 140, "-sg": 0.5}),  # z-scores want 128 steps
+            train("log", {**STREAMING, "--outer-transport": "store"}),
             train("many", {"--workers": 9, "-H": 2, "--fragment-layers": 0, "-x": 3})]
     rows, schema = [row for run in runs for row in rows_of(run.folder)], documented()
     assert sorted(set(faults(rows, schema))) == []
@@ -76,7 +77,7 @@ def test_every_line_of_runs_is_documented_and_everything_documented_appears(trai
 
 def test_what_is_not_as_documented_is_noticed():
     schema = documented()
-    assert len(schema) == 8 and all(schema.values())
+    assert len(schema) == 9 and all(schema.values())
     good = {"type": "eval", "step": 1, "time": 0.5, "loss": 2.0}
     for changes, word in [({}, None), ({"loss": None}, None), ({"more": 1}, "not documented"),
                           ({"step": None}, "null"), ({"step": 1.5}, "no integer"),

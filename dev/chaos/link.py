@@ -1,0 +1,149 @@
+"""A worker's link to its Redis server, in the hands of a test: it can be cut, and it knows what passes.
+
+    link = Link(server.port)               the worker is given link.port
+    link.cut(); link.mend()                nothing passes meanwhile, and nobody is told
+    link.drop()                            every connection ends
+    link.trap("HSETNX", "/sent/", action)  the next command on such a key is held, and action(send, command)
+                                           called: send(bytes) passes on all, a part or nothing of command,
+                                           its bytes
+"""
+import contextlib
+import socket
+import threading
+
+BUFFER = 1 << 16
+
+
+class Commands:
+    """Cuts a client's stream into commands: "*2", "$3", "GET", "$1", "k", each with its line's end."""
+
+    def __init__(self):
+        self.data = b""
+
+    def feed(self, data):
+        """[(words, bytes)] of the commands that are whole now."""
+        self.data += data
+        whole = []
+        while (one := self._first()) is not None:
+            whole.append(one)
+            self.data = self.data[len(one[1]):]
+        return whole
+
+    def _first(self):
+        head, words = self._line(0), []
+        if head is None:
+            return None
+        number, at = head
+        for _ in range(number):
+            if (length := self._line(at)) is None:
+                return None
+            begin, at = length[1], length[1] + length[0] + 2
+            if at > len(self.data):
+                return None
+            words.append(self.data[begin:at - 2])
+        return words, self.data[:at]
+
+    def _line(self, at):
+        """(the number behind a line's first letter, where the next line begins)"""
+        end = self.data.find(b"\r\n", at)
+        return None if end < 0 else (int(self.data[at + 1:end]), end + 2)
+
+
+class Trap:
+    """`sprung` is set once action() has returned."""
+
+    def __init__(self, command, key, action, field):
+        self.command, self.key, self.action, self.field = command, key, action, field
+        self.sprung = threading.Event()
+
+    def is_for(self, words):
+        names = [word.decode(errors="replace") for word in words[:3]]
+        return (len(names) > 1 and names[0].upper() == self.command and self.key in names[1]
+                and self.field in (None, *names[2:]))
+
+
+class Link:
+    def __init__(self, port, address="127.0.0.1"):
+        self.to, self.open = (address, port), threading.Event()
+        self.open.set()
+        self.traps, self.pairs, self.lock = [], set(), threading.Lock()
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.is_closed = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def trap(self, command, key, action, field=None):
+        """key: a part of it   field: all of it, or any"""
+        self.traps.append(Trap(command, key, action, field))
+        return self.traps[-1]
+
+    def cut(self):
+        self.open.clear()
+
+    def mend(self):
+        self.open.set()
+
+    def drop(self):
+        with self.lock:
+            pairs = list(self.pairs)
+        for pair in pairs:
+            self._end(pair)
+
+    def close(self):
+        self.is_closed = True
+        self.listener.close()
+        self.drop()
+        self.mend()
+
+    def _accept(self):
+        while not self.is_closed:
+            try:
+                client, _ = self.listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._connect, args=(client,), daemon=True).start()
+
+    def _connect(self, client):
+        self.open.wait()
+        try:
+            server = socket.create_connection(self.to)
+        except OSError:
+            client.close()
+            return
+        for one in (client, server):
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        pair = (client, server)
+        with self.lock:
+            self.pairs.add(pair)
+        threading.Thread(target=self._pump, args=(pair, server, client, self._answer), daemon=True).start()
+        commands = Commands()
+        self._pump(pair, client, server, lambda send, data: self._ask(commands, send, data))
+
+    def _pump(self, pair, source, sink, pass_on):
+        with contextlib.suppress(OSError):
+            while data := source.recv(BUFFER):
+                self.open.wait()
+                pass_on(sink.sendall, data)
+        self._end(pair)
+
+    @staticmethod
+    def _answer(send, data):
+        send(data)
+
+    def _ask(self, commands, send, data):
+        for words, command in commands.feed(data):
+            trap = next((one for one in self.traps if one.is_for(words)), None)
+            if trap is None:
+                send(command)
+                continue
+            self.traps.remove(trap)
+            trap.action(send, command)
+            trap.sprung.set()
+
+    def _end(self, pair):
+        with self.lock:
+            self.pairs.discard(pair)
+        for one in pair:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()

@@ -1,0 +1,87 @@
+"""A Redis server of one's own, which can be killed and started again, with its data or without."""
+import contextlib
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+PASSWORD = "secret"
+
+
+def missing():
+    """What this machine lacks for a server, or None."""
+    found = shutil.which("redis-server") and shutil.which("redis-cli")
+    return None if found else "there is no Redis server here: apt-get install redis-server"
+
+
+def free_port(address="127.0.0.1"):
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
+
+
+class RedisServer:
+    """What it has answered survives SIGKILL: appendfsync always."""
+
+    def __init__(self, folder, address="127.0.0.1", inside=()):
+        """inside: the words that go before its command, where it runs in a site of its own"""
+        self.folder, self.address, self.inside = Path(folder), address, list(inside)
+        self.port, self.process = 16379 if inside else free_port(), None
+        self.start()
+
+    def url(self, password=PASSWORD, address=None, port=None):
+        return f"redis://:{password}@{address or self.address}:{port or self.port}"
+
+    def start(self):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        words = ["redis-server", "--port", self.port, "--bind", self.address, "--requirepass", PASSWORD,
+                 "--save", "", "--appendonly", "yes", "--appendfsync", "always", "--dir", self.folder]
+        self.process = subprocess.Popen([*self.inside, *map(str, words)], stdout=subprocess.DEVNULL)
+        end = time.monotonic() + 20
+        while not self.is_ready():
+            if time.monotonic() > end or self.process.poll() is not None:
+                raise RuntimeError("the Redis server does not start")
+            time.sleep(0.02)
+
+    def is_ready(self):
+        """It refuses connections, then says LOADING until its data are there."""
+        if self.inside:  # out of reach from here: its own client asks
+            words = ["redis-cli", "-h", self.address, "-p", self.port, "-a", PASSWORD, "PING"]
+            result = subprocess.run([*self.inside, *map(str, words)], capture_output=True, text=True)
+            return result.stdout.strip() == "PONG"
+        with contextlib.suppress(OSError):
+            return self.ask("PING") == b"+PONG"
+        return False
+
+    def ask(self, *words):
+        """The first line of its answer, or the value that it is followed by. Lists are not read."""
+        with socket.create_connection((self.address, self.port), timeout=10) as connection:
+            with connection.makefile("rwb") as stream:
+                for command in (("AUTH", PASSWORD), words):
+                    stream.write(packed(command))
+                    stream.flush()
+                    line = stream.readline().rstrip(b"\r\n")
+                if line[:1] == b"$" and line != b"$-1":
+                    return stream.read(int(line[1:]))
+                return line
+
+    def kill(self):
+        """SIGKILL: a machine that loses its power."""
+        self.process.kill()
+        self.process.wait()
+
+    def clear(self):
+        """Of one that is not running: the data."""
+        for path in self.folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def stop(self):
+        if self.process.poll() is None:
+            self.kill()
+
+
+def packed(words):
+    """A command on the wire."""
+    texts = [word if isinstance(word, bytes) else str(word).encode() for word in words]
+    return b"*%d\r\n" % len(texts) + b"".join(b"$%d\r\n%s\r\n" % (len(text), text) for text in texts)
