@@ -1,6 +1,7 @@
 """Workers that are made to come and go (dev/chaos.py) end well; and what chaos looks at: a difference, a
 hang, an end that it did not bring about do not escape it. Its links (dev/chaos/link.py) do what they are
 told."""
+import os
 import json
 import random
 import re
@@ -41,7 +42,8 @@ def needs(store, links=False):
 # -----------------------------------------------------------------------------------------------------------
 # Real runs
 
-@pytest.mark.long
+# How long a run takes to go on after a blow hangs on how busy the machine is: make chaos is for a quiet one.
+@pytest.mark.skipif(not os.environ.get("CHAOS"), reason="some minutes of blows each: CHAOS=1 gives them")
 @pytest.mark.parametrize("words", [["--store", "redis"], ["--store", "file"], ["--ranks", 2, "--workers", 3],
                                    ["--links"]], ids=["redis", "file", "ranks", "links"])
 def test_a_run_through_chaos_ends_well(words):
