@@ -1,8 +1,8 @@
 """Workers that are made to come and go (dev/chaos.py) end well; and what chaos looks at: a difference, a
 hang, an end that it did not bring about do not escape it. Its links (dev/chaos/link.py) do what they are
 told."""
-import os
 import json
+import os
 import random
 import re
 import socket
