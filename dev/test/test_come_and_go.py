@@ -298,7 +298,7 @@ def test_who_comes_back_when_all_others_have_sent_their_last_sync_ends_like_them
 
 # The first payloads are gone soon, so that a newcomer cannot go through the log from its beginning; and the
 # run is long enough for one that comes twice.
-FEW_PAYLOADS = {"--retain": 1, "-n": 4, "-x": 300}
+FEW_PAYLOADS = {"--retain": 1, "-n": 4, "-x": 800}
 
 
 def test_a_worker_that_is_late_joins_by_a_snapshot(workers):
