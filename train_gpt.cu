@@ -1068,6 +1068,12 @@ inline std::string checkpoint_folder(const Options& o, const Process& process) {
     return o.is_independent() ? o.output + format("/worker_%d", process.worker) : o.output;
 }
 
+inline void make_folder(const std::string& folder) {
+    std::error_code error;
+    std::filesystem::create_directories(folder, error);
+    if (error) { throw UserError("cannot write into " + folder + " (" + error.message() + "): correct -o"); }
+}
+
 // What the host learns of a step when the device is through with it, which may be a step later.
 struct StepResult {
     long step = 0;  // 0: nothing to learn
@@ -2002,17 +2008,13 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
     const std::string options_of_run = text_of(fingerprint_of_run(o, in));
     check_together(process, "log", [&] { check_log(o, process, options_of_run); });
     check_together(process, "output", [&] {
-        if (o.output.empty()) { return; }
-        const std::string folder = checkpoint_folder(o, process);
-        if (!o.resume) { refuse_models(folder); }
-        std::error_code error;
-        std::filesystem::create_directories(folder, error);
-        if (error) { throw UserError("cannot write into " + folder + " (" + error.message() + "): give -o"); }
+        if (!o.output.empty() && !o.resume) { refuse_models(checkpoint_folder(o, process)); }
     });
     Resumption resumed = find_checkpoint(o, process, in);
     const device::Device device = choose_device(process, o.streams() && o.outer_transport == "nccl");
     check_outer_interface(o.outer_transport, o.interface);
     Logger logger(o.output, process.index(), process.size(), o.resume != 0, log_cut(o, resumed, in));
+    if (!o.output.empty()) { make_folder(checkpoint_folder(o, process)); }
     StatusLine status(stdout, process.terminal, process.terminal ? 0.1 : 5.0);
     // Where something throws from here on, the process leaves before any of these is given back: on a GPU
     // that might wait for a dead peer.
