@@ -1009,6 +1009,21 @@ inline std::string differences(const std::string& ours, const std::string& their
     return "this worker has " + only_in_first(own, run) + ", the run has " + only_in_first(run, own);
 }
 
+[[noreturn]] inline void refuse_options(const std::string& ours, const std::string& theirs) {
+    throw UserError(differences(ours, theirs) + ": give all workers the same, or this run another --run-name");
+}
+
+// Where workers come and go, before anything is written: whether the store can be used, and whether a run that
+// is there already has these options. A later start of another one is seen when this one begins.
+inline void check_log(const Options& o, const Process& process, const std::string& ours) {
+    if (!o.is_independent()) { return; }
+    const std::unique_ptr<LogStore> store = open_log_store(process.store_url, process.run_name, o.timeout);
+    const StoreAnswer generation = store->perform({StoreRequest::get, "run", "generation", ""});
+    if (!generation.found) { return; }
+    const StoreAnswer run = store->perform({StoreRequest::get, generation.value + "/run", "fingerprint", ""});
+    if (run.found && run.value != ours) { refuse_options(ours, run.value); }
+}
+
 // Where workers have batches of their own: once through the data is what all of them take in a step together,
 // and each process reads sequences that no other one reads.
 inline void share_data(const Options& o, Process& process, Inputs& in) {
@@ -1053,6 +1068,12 @@ inline std::string checkpoint_folder(const Options& o, const Process& process) {
     return o.is_independent() ? o.output + format("/worker_%d", process.worker) : o.output;
 }
 
+inline void make_folder(const std::string& folder) {
+    std::error_code error;
+    std::filesystem::create_directories(folder, error);
+    if (error) { throw UserError("cannot write into " + folder + " (" + error.message() + "): correct -o"); }
+}
+
 // What the host learns of a step when the device is through with it, which may be a step later.
 struct StepResult {
     long step = 0;  // 0: nothing to learn
@@ -1088,7 +1109,8 @@ struct Resumption {
 
 // A request to stop: every rank of a worker knows of it when it comes with the loss, all workers in lock-step
 // when it has travelled with a sync. They stop at the same step, which the slowest of them reaches knowing of
-// it; a worker that is alone, or comes and goes, after the update behind that which brought it.
+// it; a worker that is alone, or comes and goes, after the update behind that which brought it, or where it
+// stands and waits for other workers.
 struct Stopping {
     std::optional<StopRequest> request;  // of this process; none where nothing is written
     long largest_overlap = 0;            // tau, of all workers
@@ -1136,9 +1158,11 @@ struct Run {
     StepResult& result_before() { return results[(totals.updates + 1) % 2]; }
     // Whether workers stop together, as a sync says that carries the request.
     bool stops_together() const { return outer && !options.is_independent(); }
+    // Whether it was asked to stop while it waited for other workers, and waits no longer.
+    bool has_left() const { return logged && logged->has_left(); }
     bool is_stopping() const {
         if (stops_together()) { return stopping.at > 0 && step == stopping.at; }
-        return stopping.asked_in > 0 && totals.updates > stopping.asked_in;
+        return has_left() || (stopping.asked_in > 0 && totals.updates > stopping.asked_in);
     }
     // Whether, in coming here, it has come to a step that `every` divides.
     bool passes(long every) const { return every > 0 && step / every > step_before / every; }
@@ -1764,7 +1788,8 @@ inline void finish_collectives(Run& run) {
     run.worker.main.synchronize();
 }
 
-// Receives and merges what is in flight, after the last step.
+// Receives and merges what is in flight, after the last step. Not all, where it waits no longer: then the
+// checkpoint of this step goes on there.
 inline void end_exchanges(Run& run, long step) {
     if (!run.outer) { return; }
     collect(run, run.last_result());
@@ -1779,17 +1804,29 @@ inline void end_exchanges(Run& run, long step) {
     run.totals.train_seconds += now_seconds() - start;
 }
 
+// What is left to do behind the last step, or as much of it as can be done without waiting for who is asked
+// to stop meanwhile.
+inline void end_run(Run& run, long step) {
+    if (run.has_left()) { return; }
+    end_exchanges(run, step);
+    if (!run.has_left()) { between_steps(run, step); }
+}
+
 // A checkpoint is of the run as it is before the last merges, as after any other step; its model is not.
 inline void end_step(Run& run, long step) {
-    const bool last = step == run.inputs.steps, saves = is_checkpoint_due(run, step);
+    const bool last = step == run.inputs.steps;
+    bool saves = is_checkpoint_due(run, step);
     if (!last) { between_steps(run, step); }
     const double start = now_seconds();
     if (saves) { take_snapshot(run, step); }
     if (last) {
-        end_exchanges(run, step);
-        between_steps(run, step);
+        end_run(run, step);
     } else if (run.outer && run.is_stopping()) {
         run.outer->collect_in_flight(run.worker.main);
+    }
+    if (run.has_left() && !saves) {
+        take_snapshot(run, step);
+        saves = true;
     }
     if (!saves) { return; }
     write_checkpoint(run, step);
@@ -1800,6 +1837,10 @@ inline void end_step(Run& run, long step) {
 // Returns whether the run has come to its end: it may have been asked to stop.
 inline bool training_loop(Run& run) {
     run.last_collected = now_seconds();
+    if (run.step == run.inputs.steps && run.resumed.step < run.step) {  // all others had sent all there is
+        const Watchdog::Watch watch(run.watchdog, "the end");
+        end_step(run, run.step);
+    }
     while (run.step < run.inputs.steps && !run.is_stopping()) {
         run.step_before = run.step;
         {
@@ -1814,12 +1855,11 @@ inline bool training_loop(Run& run) {
     const long step = run.step;
     const Watchdog::Watch watch(run.watchdog, "the end");
     if (run.resumed.step == run.inputs.steps && step > 0) {  // resumed where nothing is left but the end
-        end_exchanges(run, step);
-        between_steps(run, step);
+        end_run(run, step);
     }
     finish_checkpoints(run);
     finish_collectives(run);
-    if (step < run.inputs.steps) {
+    if (step < run.inputs.steps || run.has_left()) {
         if (run.speaks()) {
             run.status.print(format("stopped by request after step %ld of %ld: -y 1 goes on from there", step,
                                     run.inputs.steps));
@@ -1928,16 +1968,16 @@ inline void begin_training(Run& run, Process& process) {
             note_snapshots(run, run.logged->snapshots_taken());
             const std::string warning = run.logged->warning();
             if (run.speaks() && !warning.empty()) { run.status.print("warning: " + warning); }
+            report_events(run);
+            gather_parameters(run.worker);
         }
-        report_events(run);
-        gather_parameters(run.worker);
     }
     if (run.options.save_every > 0 && run.checkpointer) { run.snapshot = make_snapshot(run); }
 }
 
 // begin_training() and training_loop(), where workers come and go: what ends them there.
 // Returns whether the run has come to its end.
-inline bool train_in_log(Run& run, Process& process) {
+inline bool train_in_log(Run& run, Process& process, const std::string& options_of_run) {
     try {
         begin_training(run, process);
         return training_loop(run);
@@ -1950,11 +1990,7 @@ inline bool train_in_log(Run& run, Process& process) {
         return false;
     } catch (const LogStopped& stopped) {
         report_events(run);
-        if (stopped.is_refused) {
-            const std::string ours = text_of(fingerprint_of_run(run.options, run.inputs));
-            throw UserError(differences(ours, stopped.theirs) + ": give all workers the same, or this run "
-                            "another --run-name");
-        }
+        if (stopped.is_refused) { refuse_options(options_of_run, stopped.theirs); }
         if (!stopped.is_over) { throw; }
         if (run.speaks()) {
             run.status.print("the other workers have come to the end of this run: a new one needs another "
@@ -1969,18 +2005,16 @@ inline bool train_in_log(Run& run, Process& process) {
 inline bool train_together(const Options& o, Process& process, Inputs& in) {
     process.check_fingerprint(fingerprint(o, in));
     if (o.has_own_batch()) { share_data(o, process, in); }
+    const std::string options_of_run = text_of(fingerprint_of_run(o, in));
+    check_together(process, "log", [&] { check_log(o, process, options_of_run); });
     check_together(process, "output", [&] {
-        if (o.output.empty()) { return; }
-        const std::string folder = checkpoint_folder(o, process);
-        if (!o.resume) { refuse_models(folder); }
-        std::error_code error;
-        std::filesystem::create_directories(folder, error);
-        if (error) { throw UserError("cannot write into " + folder + " (" + error.message() + "): give -o"); }
+        if (!o.output.empty() && !o.resume) { refuse_models(checkpoint_folder(o, process)); }
     });
     Resumption resumed = find_checkpoint(o, process, in);
     const device::Device device = choose_device(process, o.streams() && o.outer_transport == "nccl");
     check_outer_interface(o.outer_transport, o.interface);
     Logger logger(o.output, process.index(), process.size(), o.resume != 0, log_cut(o, resumed, in));
+    if (!o.output.empty()) { make_folder(checkpoint_folder(o, process)); }
     StatusLine status(stdout, process.terminal, process.terminal ? 0.1 : 5.0);
     // Where something throws from here on, the process leaves before any of these is given back: on a GPU
     // that might wait for a dead peer.
@@ -2009,7 +2043,7 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
         if (o.is_independent()) {
             const LogCallbacks callbacks{[&running] { return while_waiting(*running); },
                                          [&device] { device::use_in_this_thread(device); }};
-            const LogStart start{random_hex(16), text_of(fingerprint_of_run(o, in)), "", {}, false};
+            const LogStart start{random_hex(16), options_of_run, "", {}, false};
             outer_loop = std::make_unique<LoggedDiloco>(
                 d, log_options(o, process), in.fragments, in.layout, process.rank, *inner, inner_stream,
                 start, [&] { return open_log_store(process.store_url, process.run_name, o.timeout); },
@@ -2041,7 +2075,7 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
     or_leave(process, [&] {
         try {
             if (run.logged) {
-                is_complete = train_in_log(run, process);
+                is_complete = train_in_log(run, process, options_of_run);
             } else {
                 begin_training(run, process);
                 is_complete = training_loop(run);

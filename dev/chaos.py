@@ -44,12 +44,11 @@ from worker import Worker  # noqa: E402
 
 LIMIT = 2 * (GRACE + EXPIRY) + 30  # seconds, in which a worker that could go on must have done so
 
-# A step takes some ten milliseconds, so that the time between a send and its merge, as in real runs, is
-# longer than that between two looks into the store. Three fragments.
+# Three fragments. A step takes some ten milliseconds, so that the time between a send and its merge, as in
+# real runs, is longer than that between two looks into the store, or than some ten round trips.
 COMMON = {"--outer-transport": "store", "--min-workers": 2, "--grace": GRACE, "--timeout": TIMEOUT,
-          "--channels": 64, "-t": 64, "-b": 16, "-H": 24, "--fragment-layers": 1, "--overlap": 10, "-n": 50,
-          "-nk": 3, "-l": 0.003}
-
+          "--channels": 64, "-t": 64, "-b": 16, "-H": 24, "--fragment-layers": 1, "-n": 50, "-nk": 3,
+          "-l": 0.003, "-j": None}
 
 OVER = "the other workers have come to the end of this run"  # is told to who comes too late
 
@@ -69,7 +68,8 @@ class Chaos:
         self.trainer, self.tokens, self.base = arguments.trainer, tokens, base
         self.totals, self.journal = totals, journal
         self.options = {**COMMON, "--workers": arguments.workers, "--ranks": arguments.ranks,
-                        "-x": arguments.steps, **self.draw_options()}
+                        "--overlap": 20 if arguments.links else 10, "-x": arguments.steps,
+                        **self.draw_options()}
         base.mkdir(parents=True)
         kind = (places.Folder if arguments.store == "file" else places.Apart if arguments.links
                 else places.Here)
@@ -194,7 +194,8 @@ class Chaos:
         victims = [self.workers[w] for w in blow.victims if not self.workers[w].ended]
         words = " and ".join(str(worker.number) for worker in victims)
         self.tell("chaos", f"{blow.kind}: worker{'s' * (len(victims) > 1)} {words}, {blow.seconds:.2f} s")
-        if blow.kind in MISSED and is_alone and victims:
+        others = sum(worker.wanted for worker in self.workers if worker not in victims)
+        if blow.kind in MISSED and is_alone and victims and others >= self.options["--min-workers"]:
             self.awaited.append((blow, time.monotonic(), {worker.number for worker in victims}))
         if blow.kind == "store killed":
             self.store_is_up = False
@@ -400,7 +401,7 @@ class Chaos:
         if rank == 0:
             self.totals.waited_ever += line["waited_seconds"]
             if self.is_calm and when > self.calm_since:
-                self.totals.waited += line["waited_seconds"]
+                self.totals.waited += min(line["waited_seconds"], when - self.calm_since)
         for one in list(self.awaited):
             blow, struck, victims = one
             is_back = any(self.workers[w].started_at > struck for w in victims)
@@ -481,16 +482,20 @@ def main(words):
         print(f"{failure}\nwhat it left is in {base}; again:\n    dev/chaos.py "
               f"--minutes {arguments.minutes:g} --seed {failure.seed} {options}")
         status = 1
-    write_journal(journal, base / "chaos.log")
-    print(table(totals))
+    finally:
+        write_journal(journal, base / "chaos.log")
+        print(table(totals))
+        print(f"what happened, in order: {base}/chaos.log")
     print(verdict(totals) if status == 0 else "FAILED")
-    print(f"what happened, in order: {base}/chaos.log")
     return status
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and what it has started ends with it
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -4,7 +4,8 @@
 //     names it, unless it has given its reason itself; its status is the launcher's. A line "error: ..." is
 //     printed once, however many processes say the same.
 //   - Independent workers are a unit each: a process that fails ends its worker alone. A line says so, and
-//     the worker is started again, a few times; not where it was a user's mistake, or asked to stop. The
+//     the worker is started again, a few times; not where it was a user's mistake from the beginning, or
+//     asked to stop. The
 //     status is 0 where one of them has completed the run, unless a mistake has kept another from it.
 //   - SIGINT, SIGTERM and SIGHUP are passed on, unless they are ignored (nohup), and end the run; if the
 //     launcher is killed, the kernel kills the processes.
@@ -516,7 +517,8 @@ private:
     void settle(Unit& unit) {
         std::vector<Error> own = take_errors(unit);
         const Child* culprit = unit.culprit;
-        if (culprit && culprit->status == 2) {
+        // One that had no mistake when it was started first has lost what it needs: the store may come back.
+        if (culprit && culprit->status == 2 && unit.restarts.count == 0) {
             hold_mistake(unit, own);
             return;
         }

@@ -440,11 +440,11 @@ inline void resolve_defaults(CLI::App& app, Options& o) {
         o.outer_optimizer = o.workers > 1 ? "nesterov" : "none";
         resolve(app, "--outer-optimizer", o.outer_optimizer);
     }
-    if (o.min_workers == 0) {
+    if (o.is_independent() && o.min_workers == 0) {
         o.min_workers = o.workers / 2 + 1;
         resolve(app, "--min-workers", std::to_string(o.min_workers));
     }
-    if (o.max_lag < 0) {
+    if (o.is_independent() && o.max_lag < 0) {
         o.max_lag = o.overlap;
         resolve(app, "--max-lag", std::to_string(o.max_lag));
     }

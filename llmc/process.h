@@ -211,8 +211,10 @@ private:
 // Keeps this process's place while it trains: one that claims it later is told so, and leaves.
 class PlaceKeeper {
 public:
-    explicit PlaceKeeper(std::unique_ptr<Meeting> meeting)
-        : meeting(std::move(meeting)), thread([this] { run(); }) {}
+    // `refuses`: those that claim it later. Else they get it.
+    PlaceKeeper(std::unique_ptr<Meeting> meeting, bool refuses) : meeting(std::move(meeting)) {
+        if (refuses) { thread = std::thread([this] { run(); }); }
+    }
     ~PlaceKeeper() { stop(); }
 
     // Does `work` while the thread that keeps the place does nothing.
@@ -288,8 +290,8 @@ struct Process {
     std::string member(int i) const { return independent ? name(worker, i) : name(i / ranks, i % ranks); }
 
     // Returns when all of the group are there. UserError when some are missing after `timeout`, or when two
-    // claim the same place. (A process that is alone meets nobody: who claims an independent worker of one
-    // rank a second time is told by the sync log.) In what follows process i is the group's i-th.
+    // claim the same place. (Where an independent worker is started twice, the later start goes on, and the
+    // sync log tells the other.) In what follows process i is the group's i-th.
     void meet() {
         if (!meeting_point && group_size() > 1) { meeting_point = open_store(store_url, timeout); }
         if (!meeting_point) { meeting_point = std::make_shared<MemoryStore>(); }
@@ -300,7 +302,7 @@ struct Process {
             std::make_unique<Meeting>(meeting_point, group_name, names, group_index(), timeout, rank == 0);
         run_id = meeting->meet();
         store = std::make_shared<PrefixStore>(meeting_point, run_id + "/");
-        if (group_size() > 1) { keeper = std::make_unique<PlaceKeeper>(std::move(meeting)); }
+        if (group_size() > 1) { keeper = std::make_unique<PlaceKeeper>(std::move(meeting), !independent); }
     }
 
     // Compares all (option, value) pairs with process 0's. If any differ, all throw the same UserError.

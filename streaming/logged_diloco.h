@@ -52,7 +52,7 @@ struct LogCallbacks {
     std::function<void()> use_device;  // on the log's thread, before it asks the device for anything
 };
 
-// The wait for others was ended here, on all ranks of this worker.
+// The wait for others was ended here, on all ranks of this worker, before it had a place in the run.
 struct LogLeft : RunError {
     LogLeft() : RunError("left while it waited for other workers") {}
 };
@@ -121,6 +121,7 @@ public:
         log = std::make_unique<SyncLogThreads>(log_options.protocol, schedule, log_options.worker, log_shard,
                                                log_start, open);
         step = take_turns(step, [this](long at) { return log->turn(at); });
+        if (all_leave) { throw LogLeft(); }
         for (SyncReport& report : reports) { report.idle_from = report.idle_until; }  // that was no training
         shard.fetch_for(step + 1);
         return step;
@@ -172,6 +173,10 @@ public:
         return std::exchange(told, {});
     }
 
+    // Whether after_inner_step() or finish() has returned before its end, because the trainer has ended the
+    // wait: on all ranks of this worker. What is due then is applied by who resumes from a snapshot of now.
+    bool has_left() const { return all_leave; }
+
     // How many snapshots of other workers it has taken, in place of its own parameters.
     int snapshots_taken() const { return loads; }
 
@@ -209,7 +214,7 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // Turns
 
-    // Until the log says to go on. Returns the step to go on behind.
+    // Until the log says to go on, or the wait is ended. Returns the step to go on behind.
     template <class Turn>
     long take_turns(long step, Turn turn) {
         idle_from = shard.stamp(*now.main);
@@ -223,7 +228,7 @@ private:
                     step = agreed.step;
                     break;
                 case LogTurn::wait:
-                    if (all_leave) { throw LogLeft(); }
+                    if (all_leave) { return step; }
                     wait();
                     break;
                 case LogTurn::stop:
@@ -245,8 +250,10 @@ private:
 
     // What all ranks of this worker do: stop, before wait, before jump (as far as any), before go_on.
     LogTurn agree(const LogTurn& mine) {
-        all_leave = leaves;
-        if (inner.size() == 1) { return mine; }
+        if (inner.size() == 1) {
+            all_leave = leaves && mine.kind == LogTurn::wait;
+            return mine;
+        }
         const LogTurn::Kind by_urgency[] = {LogTurn::go_on, LogTurn::jump, LogTurn::wait, LogTurn::stop};
         const auto urgency = [&](LogTurn::Kind kind) {
             return int64_t(std::find(std::begin(by_urgency), std::end(by_urgency), kind) - by_urgency);
@@ -260,12 +267,14 @@ private:
         inner_stream.record(gathered);
         inner.wait(gathered);
         LogTurn all{LogTurn::go_on};
+        bool one_leaves = false;
         for (int rank = 0; rank < inner.size(); rank++) {
             const LogTurn::Kind kind = by_urgency[turns[3 * rank]];
             if (urgency(kind) > urgency(all.kind)) { all = {kind}; }
             if (kind == all.kind) { all.step = std::max(all.step, long(turns[3 * rank + 1])); }
-            all_leave = all_leave || turns[3 * rank + 2] != 0;
+            one_leaves = one_leaves || turns[3 * rank + 2] != 0;
         }
+        all_leave = one_leaves && all.kind == LogTurn::wait;
         return all;
     }
 
@@ -564,7 +573,7 @@ private:
     Buffer<float> weights;                 // (workers), if they are by tokens
     Buffer<double> partial, sums;          // of the sums of rows
     HostBuffer<double> host_sums;
-    bool leaves = false, all_leave = false;  // this rank, or one of the worker, has ended the wait
+    bool leaves = false, all_leave = false;  // this rank has ended the wait; all ranks of the worker have
     HostBuffer<int64_t> own_turn, turns;     // (3), (ranks, 3): what is to be done, the step, leaves
     Buffer<int64_t> sent_turn, all_turns;    // the same
     Event gathered, applied;

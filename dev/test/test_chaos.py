@@ -2,12 +2,15 @@
 hang, an end that it did not bring about do not escape it. Its links (dev/chaos/link.py) do what they are
 told."""
 import json
+import os
 import random
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -39,7 +42,8 @@ def needs(store, links=False):
 # -----------------------------------------------------------------------------------------------------------
 # Real runs
 
-@pytest.mark.long
+# How long a run takes to go on after a blow hangs on how busy the machine is: make chaos is for a quiet one.
+@pytest.mark.skipif(not os.environ.get("CHAOS"), reason="some minutes of blows each: CHAOS=1 gives them")
 @pytest.mark.parametrize("words", [["--store", "redis"], ["--store", "file"], ["--ranks", 2, "--workers", 3],
                                    ["--links"]], ids=["redis", "file", "ranks", "links"])
 def test_a_run_through_chaos_ends_well(words):
@@ -47,9 +51,8 @@ def test_a_run_through_chaos_ends_well(words):
     result = run_tool("--minutes", 5, "--events", 12, "--seed", 7, *words)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "no difference, no hang" in result.stdout
-    log = result.stdout.rsplit(" ", 1)[1].strip()
-    with open(log) as file:
-        text = file.read()
+    (log,) = re.findall("^what happened, in order: (.*)$", result.stdout, re.M)
+    text = Path(log).read_text()
     assert "decides sync" in text and "counts" in text and "killed" in text
 
 

@@ -98,6 +98,10 @@ class Worker:
         except subprocess.TimeoutExpired:
             pytest.fail(f"worker {self.number} hangs: {self.output()[-2000:]}")
 
+    def wrote_nothing(self):
+        """Into its folder, but for what it said."""
+        return list(self.folder.iterdir()) == [self.starts[-1][1]]
+
     def model(self):
         (path,) = (self.folder / f"worker_{self.number}").glob(f"model_{self.options['-x']:08d}.bin")
         return path.read_bytes()
@@ -270,12 +274,31 @@ def test_all_die_and_go_on_from_their_checkpoints(workers):
         assert 10 <= line["step"] <= step
 
 
+def test_who_comes_back_when_all_others_have_sent_their_last_sync_ends_like_them(workers):
+    # With nothing that the log begins with: it is at the last step as soon as it has a place in the run.
+    run = workers(**{"--workers": 2}).start()
+    for worker in run.all:
+        worker.wait_for(lambda worker: worker.lines("checkpoint"))
+    for worker in run.all:
+        worker.kill()
+    run.server.ask("FLUSHALL")
+    for worker in run.all:
+        worker.start(True)
+    trap = run[1].link.trap("HSETNX", "/sent/44", lambda send, command: run[1].process.kill())
+    assert trap.sprung.wait(60), run[1].output()
+    run[1].kill()
+    run[1].start()
+    assert [worker.status() for worker in run.all] == [0, 0], [worker.output() for worker in run.all]
+    assert run[1].step() == 0, "it has trained a step: worker 0 was not at its end"
+    assert run[0].model() == run[1].model()
+
+
 # -----------------------------------------------------------------------------------------------------------
 # Newcomers
 
-# The first payloads are gone soon, so that a newcomer cannot go through the log from its beginning; and the run
-# is long enough for one that comes twice.
-FEW_PAYLOADS = {"--retain": 1, "-n": 4, "-x": 300}
+# The first payloads are gone soon, so that a newcomer cannot go through the log from its beginning; and the
+# run is long enough for one that comes twice.
+FEW_PAYLOADS = {"--retain": 1, "-n": 4, "-x": 800}
 
 
 def test_a_worker_that_is_late_joins_by_a_snapshot(workers):
@@ -344,6 +367,25 @@ def test_who_has_other_options_is_refused_and_nobody_is_harmed(workers):
     assert stranger.status() == 2
     (line,) = [line for line in stranger.output().splitlines() if line.startswith("error: ")]
     assert "inner-steps" in line and "9" in line and "8" in line
+    assert stranger.wrote_nothing()
+    stranger.link.close()
+    run.end_well()
+
+
+def of_a_file(model):
+    return {"-e": model, "--layers": None, "--heads": None, "--channels": None, "--vocab-size": None}
+
+
+def test_who_begins_with_other_parameters_is_refused(workers):
+    run = workers().start()
+    model = run[0].folder / "worker_0/model_00000010.bin"
+    run[0].wait_for(lambda worker: worker.lines("checkpoint") and model.exists())
+    stranger = Worker(2, run.base, run[2].tokens, run.server, {**run[2].options, **of_a_file(model)})
+    stranger.start(folder="stranger")
+    assert stranger.status() == 2, stranger.output()
+    (line,) = [line for line in stranger.output().splitlines() if line.startswith("error: ")]
+    assert "initial parameters (-e, --seed)" in line
+    assert stranger.wrote_nothing()
     stranger.link.close()
     run.end_well()
 
@@ -355,6 +397,7 @@ def test_a_wrong_password_is_one_line(workers):
     assert run[0].status() == 2
     (line,) = [line for line in run[0].output().splitlines() if line.startswith("error: ")]
     assert "password" in line and "wrong@" not in line
+    assert run[0].wrote_nothing()
 
 
 def test_a_second_process_of_a_worker_takes_its_place(workers):
@@ -486,6 +529,24 @@ def test_a_worker_that_is_asked_to_stop_leaves_a_checkpoint_and_the_others_go_on
     run[0].wait_for(lambda worker: worker.step() > before)
     run[2].start(True)
     run.end_well()
+
+
+def test_a_worker_that_is_asked_to_stop_while_it_waits_loses_no_step(workers):
+    run = workers(**{"-n": 1000}).start()
+    run[2].wait_for(lambda worker: worker.step() >= 20)
+    for other in run.all[:2]:
+        other.process.send_signal(signal.SIGSTOP)
+    run[2].wait_for(lambda worker: worker.happened("too_few"))
+    run[2].process.send_signal(signal.SIGTERM)
+    assert run[2].status() == 143, run[2].output()
+    step = run[2].step()
+    assert f"stopped by request after step {step} of 120" in run[2].output()
+    for other in run.all[:2]:
+        other.process.send_signal(signal.SIGCONT)
+    run[2].start(True)
+    run.end_well()
+    (line,) = run[2].lines("resume")
+    assert line["step"] == step >= 20
 
 
 LOCK_STEP = {"--workers": 2, "-H": 20, "--fragment-layers": 1, "--overlap": 3, "-x": 200, "-v": 50, "-m": 2,
