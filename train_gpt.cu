@@ -1975,9 +1975,9 @@ inline void begin_training(Run& run, Process& process) {
     if (run.options.save_every > 0 && run.checkpointer) { run.snapshot = make_snapshot(run); }
 }
 
-// begin_training() and training_loop(), where workers come and go: what ends them there.
+// Trains, and says what ends that early where workers come and go.
 // Returns whether the run has come to its end.
-inline bool train_in_log(Run& run, Process& process, const std::string& options_of_run) {
+inline bool train_to_the_end(Run& run, Process& process, const std::string& options_of_run) {
     try {
         begin_training(run, process);
         return training_loop(run);
@@ -2074,12 +2074,7 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
     bool is_complete = false;
     or_leave(process, [&] {
         try {
-            if (run.logged) {
-                is_complete = train_in_log(run, process, options_of_run);
-            } else {
-                begin_training(run, process);
-                is_complete = training_loop(run);
-            }
+            is_complete = train_to_the_end(run, process, options_of_run);
             process.leave();
         } catch (...) {
             status.clear();  // for the one line that says why

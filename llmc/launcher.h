@@ -5,8 +5,8 @@
 //     printed once, however many processes say the same.
 //   - Independent workers are a unit each: a process that fails ends its worker alone. A line says so, and
 //     the worker is started again, a few times; not where it was a user's mistake from the beginning, or
-//     asked to stop. The
-//     status is 0 where one of them has completed the run, unless a mistake has kept another from it.
+//     asked to stop. The status is 0 where one of them has completed the run, unless a mistake has kept
+//     another from it.
 //   - SIGINT, SIGTERM and SIGHUP are passed on, unless they are ignored (nohup), and end the run; if the
 //     launcher is killed, the kernel kills the processes.
 //   - Processes that stop gracefully (stop.h) have all the time they need after a first SIGTERM or SIGUSR1.

@@ -24,9 +24,8 @@
 //                           moved.
 //   6. removal              By the decider, once a period: payloads that are older than `retain` syncs of
 //                           their fragment and that the checkpoints of two workers have behind them, so that
-//                           the run survives
-//                           the death of all of them and the loss of a disk; with them, what a stalled worker
-//                           wrote too late.
+//                           the run survives the death of all of them and the loss of a disk; with them, what
+//                           a stalled worker wrote too late.
 // Who finds an entry's payload gone asks for a snapshot: all fragments of another worker as they were at one
 // instant, in chunks, then an offer with their digest. The first offer is read, and checked; who finds a
 // chunk gone asks again under a new name. What a dead start asked for, deciders remove.

@@ -13,6 +13,7 @@
 #include "dev/test/files.h"
 #include "dev/test/local_comm.h"
 #include "dev/test/random_values.h"
+#include "dev/test/toy_layout.h"
 #include "streaming/diloco.h"
 #include "streaming/logged_diloco.h"
 
@@ -81,20 +82,6 @@ struct Line : LogStore {
 };
 
 const long H = 20;
-
-// Blocks of the given sizes (per rank), of which the last belongs to no layer.
-Layout toy_layout(int ranks) {
-    Layout layout;
-    layout.ranks = ranks;
-    layout.layers = 4;
-    for (long size : {128L, 256L, 128L, 128L, 384L}) {
-        const std::string name = "b" + std::to_string(layout.blocks.size());
-        layout.blocks.push_back({name, layout.size, size * ranks, size * ranks, 0, layout.values});
-        layout.size += size * ranks;
-        layout.values += size * ranks;
-    }
-    return layout;
-}
 
 // b0 and b2, sent at 20, 40, ...; b1 and b3, at 6, 26, ...; b4, at 13, 33, ...
 std::vector<Fragment> toy_fragments() { return make_fragments(4, 5, 2, FragmentPattern::strided, H); }

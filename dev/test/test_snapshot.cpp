@@ -11,6 +11,7 @@
 #include "dev/test/files.h"
 #include "dev/test/local_comm.h"
 #include "dev/test/random_values.h"
+#include "dev/test/toy_layout.h"
 #include "streaming/diloco.h"
 
 namespace {
@@ -20,20 +21,6 @@ struct Folder : TemporaryFolder {
 };
 
 const long H = 5;
-
-// Blocks of the given sizes (per rank), of which the last belongs to no layer.
-Layout toy_layout(int ranks) {
-    Layout layout;
-    layout.ranks = ranks;
-    layout.layers = 4;
-    for (long size : {128L, 256L, 128L, 128L, 384L}) {
-        const std::string name = "b" + std::to_string(layout.blocks.size());
-        layout.blocks.push_back({name, layout.size, size * ranks, size * ranks, 0, layout.values});
-        layout.size += size * ranks;
-        layout.values += size * ranks;
-    }
-    return layout;
-}
 
 // b0 and b2, sent at 5, 10, ...; b1 and b3, at 1, 6, ...; b4, at 3, 8, ...
 std::vector<Fragment> toy_fragments() { return make_fragments(4, 5, 2, FragmentPattern::strided, H); }
