@@ -6,10 +6,13 @@
     link.trap("HSETNX", "/sent/", action)  the next command on such a key is held, and action(send, command)
                                            called: send(bytes) passes on all, a part or nothing of command,
                                            its bytes
+    link.hold(is_for, may_pass)            commands for which is_for(words) wait, and all behind them on their
+                                           connection, until may_pass(words)
 """
 import contextlib
 import socket
 import threading
+import time
 
 BUFFER = 1 << 16
 
@@ -52,30 +55,42 @@ class Commands:
 class Trap:
     """`sprung` is set once action() has returned."""
 
-    def __init__(self, command, key, action, field):
-        self.command, self.key, self.action, self.field = command, key, action, field
+    def __init__(self, command, key, action, field, value):
+        self.command, self.key, self.action, self.field, self.value = command, key, action, field, value
         self.sprung = threading.Event()
 
     def is_for(self, words):
         names = [word.decode(errors="replace") for word in words[:3]]
         return (len(names) > 1 and names[0].upper() == self.command and self.key in names[1]
-                and self.field in (None, *names[2:]))
+                and self.field in (None, *names[2:]) and (self.value is None or self.value(words[-1])))
+
+
+class Hold:
+    """`reached` is set once a command has come to wait."""
+
+    def __init__(self, is_for, may_pass):
+        self.is_for, self.may_pass = is_for, may_pass
+        self.reached = threading.Event()
 
 
 class Link:
     def __init__(self, port, address="127.0.0.1"):
         self.to, self.open = (address, port), threading.Event()
         self.open.set()
-        self.traps, self.pairs, self.lock = [], set(), threading.Lock()
+        self.traps, self.holds, self.pairs, self.lock = [], [], set(), threading.Lock()
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
         self.is_closed = False
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def trap(self, command, key, action, field=None):
-        """key: a part of it   field: all of it, or any"""
-        self.traps.append(Trap(command, key, action, field))
+    def trap(self, command, key, action, field=None, value=None):
+        """key: a part of it   field: all of it, or any   value: of the last word, or any"""
+        self.traps.append(Trap(command, key, action, field, value))
         return self.traps[-1]
+
+    def hold(self, is_for, may_pass):
+        self.holds.append(Hold(is_for, may_pass))
+        return self.holds[-1]
 
     def cut(self):
         self.open.clear()
@@ -132,6 +147,8 @@ class Link:
 
     def _ask(self, commands, send, data):
         for words, command in commands.feed(data):
+            for hold in self.holds:
+                self._keep_back(hold, words)
             trap = next((one for one in self.traps if one.is_for(words)), None)
             if trap is None:
                 send(command)
@@ -139,6 +156,11 @@ class Link:
             self.traps.remove(trap)
             trap.action(send, command)
             trap.sprung.set()
+
+    def _keep_back(self, hold, words):
+        while hold.is_for(words) and not self.is_closed and not hold.may_pass(words):
+            hold.reached.set()
+            time.sleep(0.02)
 
     def _end(self, pair):
         with self.lock:

@@ -55,16 +55,14 @@ class RedisServer:
         return False
 
     def ask(self, *words):
-        """The first line of its answer, or the value that it is followed by. Lists are not read."""
+        """The first line of its answer, or the value that it is followed by; of a list, its values."""
         with socket.create_connection((self.address, self.port), timeout=10) as connection:
             with connection.makefile("rwb") as stream:
                 for command in (("AUTH", PASSWORD), words):
                     stream.write(packed(command))
                     stream.flush()
-                    line = stream.readline().rstrip(b"\r\n")
-                if line[:1] == b"$" and line != b"$-1":
-                    return stream.read(int(line[1:]))
-                return line
+                    answer = answer_from(stream)
+                return answer
 
     def kill(self):
         """SIGKILL: a machine that loses its power."""
@@ -79,6 +77,15 @@ class RedisServer:
     def stop(self):
         if self.process.poll() is None:
             self.kill()
+
+
+def answer_from(stream):
+    line = stream.readline().rstrip(b"\r\n")
+    if line[:1] == b"*":
+        return [answer_from(stream) for _ in range(int(line[1:]))]
+    if line[:1] == b"$" and line != b"$-1":
+        return stream.read(int(line[1:]) + 2)[:-2]
+    return line
 
 
 def packed(words):
