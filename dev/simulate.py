@@ -12,7 +12,8 @@ and this trainer's, call by call (simulation/trainer.py). The first two print th
 trainer's; the third the trainer's unless told otherwise (--timing paper).
 
 A link's rate is what a worker sends at and, at the same time, receives at. Its ranks share it, unless
---ranks-own-links says that each has one of its own. For other programs:
+--ranks-own-links says that each has one of its own. With --outer-transport store it is the link to the store,
+whose own link, --store-link, all workers share. For other programs:
 
     from simulate import predict, read_measured
     predict(read_measured(Path("log")), 200e6, 0.08)        # the expected utilization, in [0, 1]
@@ -141,13 +142,16 @@ def setting_of(arguments):
     return general.Setting(Shape(arguments.layers, layer_values, arguments.embedding), arguments.step_time,
                            arguments.workers or 2, arguments.inner_steps, arguments.fragment_layers,
                            arguments.fragment_pattern, arguments.overlap, arguments.outer_dtype,
-                           arguments.plain_dtype, arguments.outer_exchange, arguments.timing)
+                           arguments.plain_dtype, arguments.outer_exchange, arguments.timing,
+                           arguments.outer_transport or "gloo")
 
 
 def general_text(arguments):
     setting = setting_of(arguments)
     if setting.workers < 2:
         raise UserError("one worker exchanges nothing: give --workers 2 or more")
+    if setting.timing == "paper" and setting.outer_transport == "store":
+        raise UserError("the paper's model of time has no store: leave out --timing paper")
     of_link = {} if setting.timing == "paper" else link_options(arguments)
     methods = general.methods(setting)
     columns = [general.utilizations(method, arguments.links, arguments.rtt, **of_link) for method in methods]
@@ -166,13 +170,16 @@ def general_text(arguments):
 # ---------------------------------------------------------------------------------------------- measured runs
 
 def link_options(arguments):
-    return {"mtu": arguments.mtu, "slow_start_after_idle": not arguments.no_slow_start}
+    return {"mtu": arguments.mtu, "slow_start_after_idle": not arguments.no_slow_start,
+            "store_bits_per_second": arguments.store_link or 0}
 
 
 def measured_of(arguments, folder):
     run = read_measured(folder)
     if arguments.workers is not None:
         run = replace(run, workers=arguments.workers)
+    if arguments.outer_transport is not None:
+        run = replace(run, outer_transport=arguments.outer_transport)
     return replace(run, ranks_share_link=not arguments.ranks_own_links)
 
 
@@ -185,7 +192,7 @@ def one_link(arguments):
 def describe(run, link):
     what = "data-parallel over the link" if run.is_data_parallel else (
         f"H = {run.inner_steps}, {run.fragment_layers} layers a fragment, tau = {run.overlap}, "
-        f"{run.outer_dtype}")
+        f"{run.outer_dtype}" + ", through a store" * (run.outer_transport == "store"))
     return (f"{run.shape.values / 1e6:.4g}M parameters, {run.workers} x {run.ranks} processes, "
             f"{run.step_seconds:.4g} s a step measured; {what}\n"
             f"link: {rate_text(link.bits_per_second)}, round trip {1000 * link.rtt_seconds:.4g} ms, "
@@ -266,6 +273,7 @@ def parse_arguments(words):
     link.add_argument("--no-slow-start", action="store_true",
                       help="TCP's window stays open between syncs, as BBR's does")
     link.add_argument("--ranks-own-links", action="store_true", help="each rank of a worker has such a link")
+    link.add_argument("--store-link", type=rate, metavar="RATE", help="the store's own (as --link)")
     model = parser.add_argument_group("a model")
     model.add_argument("--parameters", type=count(1), help="in all, such as 1e9")
     model.add_argument("--embedding", type=count(0), default=0, help="of them, not in layers (0)")
@@ -279,6 +287,8 @@ def parse_arguments(words):
     model.add_argument("--outer-dtype", choices=BITS, default="fp4_e2m1", help="(fp4_e2m1)")
     model.add_argument("--plain-dtype", choices=("bf16", "fp32"), default="bf16", help="not quantized (bf16)")
     model.add_argument("--outer-exchange", choices=EXCHANGES, default="auto", help="(auto)")
+    model.add_argument("--outer-transport", choices=("gloo", "store"),
+                       help="(gloo; of a measured run: as it had)")
     model.add_argument("--timing", choices=("trainer", "paper"), default="trainer",
                        help="whose model of time (trainer)")
     return parser.parse_args(words)

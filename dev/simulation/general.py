@@ -5,6 +5,7 @@ import numpy as np
 
 from simulation import graph
 from simulation.payloads import BITS, Shape, choose_exchange, exchange_bytes, make_fragments
+from simulation.store import StoreCalls, store_bytes
 from simulation.trainer import Calls, Link, data_parallel_utilization, streaming_utilization
 
 
@@ -21,13 +22,16 @@ class Setting:
     plain_dtype: str   # of what is not, and of what data-parallel gathers
     outer_exchange: str
     timing: str        # trainer: this one's, call by call; paper: its graph of layers
+    outer_transport: str = "gloo"  # or store
 
 
 @dataclass(frozen=True)
 class Method:
     name: str
     setting: Setting
-    exchanges: list  # (offset, [bytes of each call], layers from 1) by fragment; none: data-parallel
+    # (offset, [bytes of each call; through a store, written and read], layers from 1) by fragment; none:
+    # data-parallel
+    exchanges: list
 
 
 def exchanges_of(setting):
@@ -37,8 +41,14 @@ def exchanges_of(setting):
                                setting.inner_steps)
     values = [sum(blocks[b] for b in fragment.blocks) for fragment in fragments]
     kind = choose_exchange(setting.outer_exchange, setting.outer_dtype, values, setting.workers)
-    return [(fragment.offset, exchange_bytes(kind, setting.outer_dtype, n, setting.workers),
-             [b + 1 for b in fragment.blocks if b < layers]) for fragment, n in zip(fragments, values)]
+
+    def counts(n):
+        if setting.outer_transport == "store":
+            return store_bytes(setting.outer_dtype, n, setting.workers)
+        return exchange_bytes(kind, setting.outer_dtype, n, setting.workers)
+
+    return [(fragment.offset, counts(n), [b + 1 for b in fragment.blocks if b < layers])
+            for fragment, n in zip(fragments, values)]
 
 
 def methods(setting):
@@ -51,10 +61,11 @@ def methods(setting):
 
 
 def bytes_a_step(method):
-    """That a worker sends, on average."""
+    """That a worker sends, on average; through a store: that it reads."""
     setting = method.setting
     if method.exchanges:
-        return sum(sum(counts) for _, counts, _ in method.exchanges) / setting.inner_steps
+        of_sync = max if setting.outer_transport == "store" else sum
+        return sum(of_sync(counts) for _, counts, _ in method.exchanges) / setting.inner_steps
     gradients = BITS[setting.plain_dtype] / 8 if setting.timing == "paper" else 4
     a_value = gradients + BITS[setting.plain_dtype] / 8
     return setting.shape.values * a_value * (setting.workers - 1) / setting.workers
@@ -71,6 +82,8 @@ def by_calls(method, link):
     setting, calls = method.setting, Calls(link, method.setting.workers - 1)
     if method.exchanges:
         exchanges = [(offset, counts) for offset, counts, _ in method.exchanges]
+        if setting.outer_transport == "store":
+            calls = StoreCalls(link, setting.workers)
         return streaming_utilization(setting.step_seconds, setting.inner_steps, setting.overlap, exchanges,
                                      calls)
     blocks = setting.shape.blocks(setting.workers, 0)

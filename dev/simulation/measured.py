@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from metrics import UserError, log_name, read_lines
 from model_file import ModelFile
 from simulation.payloads import Shape, choose_exchange, exchange_bytes, gpt_shape, make_fragments
+from simulation.store import StoreCalls, store_bytes
 from simulation.trainer import Calls, Link, data_parallel_utilization, streaming_utilization
 
 # Layers and channels, of llmc/descriptor.h.
@@ -35,31 +36,42 @@ class Measured:
     ranks_share_link: bool = True
     local_weight: float = 0.5  # alpha
     steps: int = 0             # that it trained; 0: not known
+    outer_transport: str = "gloo"  # or nccl, or store
 
     @property
     def is_data_parallel(self):
         return self.workers == 1
 
     def exchanges(self):
-        """(offset, bytes of each call) by fragment, of one rank."""
+        """(offset, bytes of each call) by fragment, of one rank; through a store [bytes written, read]."""
         blocks = self.shape.blocks(self.ranks, self.fragment_layers)
         fragments = make_fragments(blocks, self.shape.layers, self.fragment_layers, self.fragment_pattern,
                                    self.inner_steps)
         offsets = self.fragment_offsets or [fragment.offset for fragment in fragments]
         values = [sum(blocks[b] for b in fragment.blocks) // self.ranks for fragment in fragments]
+        if self.outer_transport == "store":
+            return [(offset, store_bytes(self.outer_dtype, n, self.workers))
+                    for offset, n in zip(offsets, values, strict=True)]
         kind = choose_exchange(self.outer_exchange, self.outer_dtype, values, self.workers)
         return [(offset, exchange_bytes(kind, self.outer_dtype, n, self.workers))
                 for offset, n in zip(offsets, values, strict=True)]
+
+    def carried(self, counts):
+        """Bytes of an exchange that pass a worker's link in the direction that has more of them."""
+        ranks = self.ranks if self.ranks_share_link else 1
+        return ranks * (max(counts) if self.outer_transport == "store" else sum(counts))
 
 
 def predict(run, link_bits_per_second, rtt_seconds, **overrides):
     """Expected utilization of a run (read_measured(folder)) over a link: its tokens/s as a share of those
     that it had without one. Of a run with one worker and several ranks, the link is between the ranks; else
-    between workers, in either direction at once, and shared by the ranks of a worker (ranks_share_link).
+    between workers, in either direction at once, and shared by the ranks of a worker (ranks_share_link);
+    through a store it is a worker's link to that.
 
     overrides: other values of Measured's fields (inner_steps, overlap, outer_dtype, fragment_layers, workers,
-    step_seconds, ...) or of Link's (mtu, slow_start_after_idle)."""
-    of_link = {name: overrides.pop(name) for name in ("mtu", "slow_start_after_idle") if name in overrides}
+    step_seconds, outer_transport, ...) or of Link's (mtu, slow_start_after_idle, store_bits_per_second)."""
+    names = ("mtu", "slow_start_after_idle", "store_bits_per_second")
+    of_link = {name: overrides.pop(name) for name in names if name in overrides}
     return utilization(dataclasses.replace(run, **overrides),
                        Link(link_bits_per_second, rtt_seconds, **of_link))
 
@@ -73,8 +85,9 @@ def utilization(run, link):
                                          run.parameter_bytes, run.micro_steps, Calls(link, run.ranks - 1))
     at_once = run.ranks if run.ranks_share_link else 1
     exchanges = [(offset, [count * at_once for count in counts]) for offset, counts in run.exchanges()]
-    return streaming_utilization(run.step_seconds, run.inner_steps, run.overlap, exchanges,
-                                 Calls(link, at_once * (run.workers - 1)))
+    calls = (StoreCalls(link, run.workers, at_once) if run.outer_transport == "store"
+             else Calls(link, at_once * (run.workers - 1)))
+    return streaming_utilization(run.step_seconds, run.inner_steps, run.overlap, exchanges, calls)
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -97,7 +110,8 @@ def read_measured(folder):
             overlap=min(int(log["run"]["options"]["overlap"]) for log in logs),
             outer_dtype=options["outer-dtype"], outer_exchange=options.get("outer-exchange", "all_gather"),
             micro_steps=micro_steps(options, run["ranks"]), parameter_bytes=parameter_bytes(first),
-            local_weight=float(options.get("local-weight", 0.5)), steps=first["step"][-1]["step"])
+            local_weight=float(options.get("local-weight", 0.5)), steps=first["step"][-1]["step"],
+            outer_transport=options.get("outer-transport", "gloo"))
     except (KeyError, ValueError) as error:
         raise UserError(f"the log of {folder} does not say what the run was ({error}): start it again with "
                         "this version") from error

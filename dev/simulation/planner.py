@@ -27,7 +27,8 @@ class Candidate:
     @property
     def options(self):
         return (f"-H {self.run.inner_steps} --fragment-layers {self.run.fragment_layers} "
-                f"--overlap {self.run.overlap} --outer-dtype {self.run.outer_dtype}")
+                f"--overlap {self.run.overlap} --outer-dtype {self.run.outer_dtype}"
+                + " --outer-transport store" * (self.run.outer_transport == "store"))
 
     @property
     def is_beyond_paper(self):
@@ -42,8 +43,7 @@ class Candidate:
         """{step of a period: bytes that a worker's link carries}"""
         sent = {}
         for offset, counts in self.run.exchanges():
-            at_once = self.run.ranks if self.run.ranks_share_link else 1
-            sent[offset] = sent.get(offset, 0) + at_once * sum(counts)
+            sent[offset] = sent.get(offset, 0) + self.run.carried(counts)
         return sent
 
     def bits_per_second(self):

@@ -29,37 +29,53 @@ class Link:
     rtt_seconds: float = 0.0
     mtu: int = 1500
     slow_start_after_idle: bool = True  # Linux's net.ipv4.tcp_slow_start_after_idle
+    store_bits_per_second: float = 0    # of the store's own link; 0: as the worker's
 
     @property
     def bytes_per_second(self):
         return self.bits_per_second / 8 * (self.mtu - IP_AND_TCP_HEADERS) / self.mtu
 
 
+class Window:
+    """TCP's, in one direction: how much may be under way."""
+
+    def __init__(self, link, connections=1):
+        self.link = link
+        self.at_first = connections * SEGMENTS_AT_FIRST * (link.mtu - IP_AND_TCP_HEADERS)
+        self.bytes, self.used_until = self.at_first, 0.0
+
+    def send_seconds(self, start, count):
+        """From the first byte's departure, at `start`, to the last one's."""
+        rate, rtt = self.link.bytes_per_second, self.link.rtt_seconds
+        if self.link.slow_start_after_idle and start - self.used_until > rtt + SHORTEST_TIMER:
+            self.bytes = self.at_first
+        seconds = 0.0
+        while self.bytes < rate * rtt and count > self.bytes:
+            seconds += rtt
+            count -= self.bytes
+            self.bytes *= 2
+        seconds += count / rate
+        self.used_until = start + rtt + seconds
+        return seconds
+
+
 class Calls:
     """The link's queue. Times are in seconds."""
 
     def __init__(self, link, peers=1):
-        self.link, self.free = link, 0.0
-        self.first_window = peers * SEGMENTS_AT_FIRST * (link.mtu - IP_AND_TCP_HEADERS)
-        self.window = self.first_window
+        self.link, self.free, self.window = link, 0.0, Window(link, peers)
 
     def call(self, ready, count):
         """When a call of `count` bytes is through that is issued at `ready`."""
         start = max(ready, self.free)
-        if self.link.slow_start_after_idle and start - self.free > self.link.rtt_seconds + SHORTEST_TIMER:
-            self.window = self.first_window
-        self.free = start + self.link.rtt_seconds + self.send_seconds(count)
+        self.free = start + self.link.rtt_seconds + self.window.send_seconds(start, count)
         return self.free
 
-    def send_seconds(self, count):
-        """From the first byte's departure to the last one's."""
-        rate, rtt = self.link.bytes_per_second, self.link.rtt_seconds
-        seconds = 0.0
-        while self.window < rate * rtt and count > self.window:
-            seconds += rtt
-            count -= self.window
-            self.window *= 2
-        return seconds + count / rate
+    def exchange(self, ready, counts):
+        """When the calls of an exchange are through, the first of which is issued at `ready`."""
+        for count in counts:
+            arrived = self.call(ready, count)
+        return arrived
 
 
 def streaming_utilization(step_seconds, inner_steps, overlap, exchanges, calls):
@@ -77,9 +93,7 @@ def streaming_utilization(step_seconds, inner_steps, overlap, exchanges, calls):
             last = step
             for offset, counts in exchanges:
                 if step % inner_steps == offset:
-                    for count in counts:
-                        arrived = calls.call(now, count)
-                    arrivals[step + overlap] = arrived
+                    arrivals[step + overlap] = calls.exchange(now, counts)
             now = max(now, arrivals.pop(step, now))
         return now, [calls.free, *arrivals.values()]
 

@@ -17,6 +17,7 @@ from simulation import general, graph, paper
 from simulation.measured import DESCRIPTORS, utilization
 from simulation.payloads import Shape, exchange_bytes
 from simulation.planner import TARGET, candidates, make_plan
+from simulation.store import ROUND_TRIPS, StoreCalls
 from simulation.trainer import Calls, Link, data_parallel_utilization, streaming_utilization
 
 
@@ -168,8 +169,37 @@ def test_a_call_takes_a_round_trip_and_more_where_tcp_opens_its_window_anew():
     slow = Calls(Link(8 * 1052, 0.1, mtu=1052))  # holds less than a window in a round trip
     assert slow.call(0, 50 * window) == pytest.approx(500.1)
     open_window = Calls(replace(link, slow_start_after_idle=False))
-    open_window.window = 1e12
+    open_window.window.bytes = 1e12
     assert open_window.call(9, 7 * window) == pytest.approx(9.1, abs=1e-4)
+
+
+def test_a_sync_through_a_store_takes_its_round_trips_and_its_workers_share_the_stores_link():
+    link = Link(8e6, 0.1, mtu=1052, slow_start_after_idle=False)  # a megabyte a second, less headers
+    second = link.bytes_per_second
+
+    def through(workers, **more):
+        calls = StoreCalls(replace(link, **more), workers)
+        calls.written.bytes = calls.read.bytes = 1e12
+        return calls.exchange(5, [second, 3 * second]) - 5
+
+    trips = ROUND_TRIPS * link.rtt_seconds
+    assert through(1) == pytest.approx(trips + 4)
+    assert through(4) == pytest.approx(trips + 16)  # a quarter of the store's link for each
+    assert through(4, store_bits_per_second=32e6) == pytest.approx(trips + 4)
+    assert through(4, store_bits_per_second=16e6) == pytest.approx(trips + 8)
+    assert through(4, rtt_seconds=0) == pytest.approx(16)
+
+
+def test_a_worker_takes_one_sync_after_the_other_and_tcp_opens_both_windows_anew():
+    link = Link(1e12, 0.1, mtu=1052)
+    window, trips = 10 * 1000, ROUND_TRIPS * 0.1
+    calls = StoreCalls(link, 2)
+    assert calls.exchange(5, [window, window]) == pytest.approx(5 + trips, abs=1e-4)
+    assert calls.exchange(5, [1, 1]) == pytest.approx(5 + 2 * trips, abs=1e-4)  # behind the one before
+    later = calls.exchange(20, [7 * window, 3 * window]) - 20  # 1 + 2 + 4 windows, and 1 + 2
+    assert later == pytest.approx(trips + 0.2 + 0.1, abs=1e-4)
+    ranks = StoreCalls(link, 2, connections=4)
+    assert ranks.exchange(5, [4 * window, 12 * window]) == pytest.approx(5 + trips + 0.1, abs=1e-4)
 
 
 def test_data_parallel_waits_for_its_gradients_and_hides_what_it_can_under_backward():
@@ -209,6 +239,20 @@ def test_bytes_of_each_sync_are_those_of_a_real_run(train, wire):
     for row in rows:
         offset, counts = exchanges[row["fragment"]]
         assert row["bytes_sent"] == sum(counts) and row["send_step"] % 6 == offset
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bytes_of_each_sync_through_a_store_are_those_of_a_real_run(train, ranks):
+    run = train("run", {"--workers": 3, "--ranks": ranks, "--layers": 3, "--fragment-layers": 1, "-H": 6,
+                        "-x": 24, "--overlap": 2, "--outer-transport": "store", "--grace": 60,
+                        "--max-lag": 1000})
+    measured = simulate.read_measured(run.folder)
+    exchanges = measured.exchanges()
+    assert measured.outer_transport == "store" and len(run.lines("sync")) >= 4 * len(exchanges) - 3
+    for row in run.lines("sync"):
+        _, counts = exchanges[row["fragment"]]
+        assert [row["bytes_sent"], row["bytes_received"]] == counts
+        assert measured.carried(counts) == ranks * row["bytes_received"]
 
 
 def test_bytes_of_a_data_parallel_step_are_those_of_a_real_run(train):
@@ -303,6 +347,22 @@ def test_rates_of_a_plan_are_its_bytes_by_its_time():
     assert bits == pytest.approx(4.125, rel=1e-3)  # two workers, a payload each
 
 
+def test_a_store_takes_more_round_trips_and_its_plans_say_that_it_is_meant():
+    streaming = replace(RUN, inner_steps=100, fragment_layers=3, overlap=1, outer_dtype="fp4_e2m1",
+                        step_seconds=0.2)
+    through_a_store = replace(streaming, outer_transport="store")
+    for rtt in (0.08, 0.2):
+        assert simulate.predict(through_a_store, 1e9, rtt) < simulate.predict(streaming, 1e9, rtt) < 1
+    shares = [simulate.predict(through_a_store, 1e9, 0.08, workers=workers) for workers in (2, 4, 8)]
+    assert shares == sorted(shares, reverse=True) and shares[0] > shares[2]
+    wide = simulate.predict(through_a_store, 1e9, 0.08, workers=8, store_bits_per_second=8e9)
+    assert shares[2] < wide < shares[0]
+    plan = make_plan(through_a_store, Link(1e9, 0.08))
+    assert plan.reaches and plan.best.options.endswith(" --outer-transport store")
+    payloads = {offset: counts[0] for offset, counts in plan.best.run.exchanges()}
+    assert plan.best.bytes_by_step() == payloads  # of two workers each reads one
+
+
 def test_plans_and_predictions_of_a_real_run_are_printed(train, capsys):
     folder = train("run", {"--workers": 2, "-H": 6, "-x": 30, "--overlap": 1}).folder
     simulate.main(["--run", str(folder), "--link", "1gbit"])
@@ -312,6 +372,9 @@ def test_plans_and_predictions_of_a_real_run_are_printed(train, capsys):
     assert "--workers" not in text
     simulate.main(["--plan", str(folder), "--link", "10mbit", "--rtt", "5ms", "--workers", "8"])
     assert "--workers 8 -H" in capsys.readouterr().out
+    simulate.main(["--plan", str(folder), "--link", "10mbit", "--rtt", "5ms", "--outer-transport", "store",
+                   "--store-link", "1gbit"])
+    assert ", through a store" in capsys.readouterr().out
     assert "as it is" in text and ("Start it with -H" in text or "Nothing that was tried" in text
                                    or "as it is." in text)
 
@@ -325,6 +388,17 @@ def test_general_tables_of_both_timings_hold_a_row_for_each_link(capsys):
         shares = [[float(cell.rstrip("%")) for cell in row[2:]] for row in rows]
         assert all(slow <= fast for slow, fast in zip(*shares))
         assert shares[0][0] < 1 < shares[0][1] < shares[0][-1]
+
+
+def test_general_tables_of_a_store_are_those_of_its_time(capsys):
+    words = ["--parameters", "1e9", "--layers", "24", "--step-time", "100ms", "--link", "1gbit"]
+    store, shares = ["--outer-transport", "store"], []
+    for more in ([], store, [*store, "--store-link", "100gbit"], [*store, "--workers", "8"]):
+        simulate.main([*words, "--rtt", "80ms", *more])
+        row, = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("1 Gbit/s")]
+        shares.append(float(row[-1].rstrip("%")))
+    lock_step, store, fast_store, eight = shares
+    assert eight < store < fast_store < lock_step
 
 
 def test_general_and_papers_table_agree_where_they_say_the_same():
@@ -355,6 +429,8 @@ def test_general_and_papers_table_agree_where_they_say_the_same():
     (["--parameters", "1e9", "--layers", "24", "--step-time", "1s", "--workers", "1"], "one worker"),
     (["--parameters", "1e9", "--layers", "24", "--step-time", "1s", "--overlap", "100"], "an overlap of 100"),
     (["--parameters", "1e9", "--layers", "24", "--step-time", "0s"], "takes some time"),
+    (["--parameters", "1e9", "--layers", "24", "--step-time", "1s", "--timing", "paper", "--outer-transport",
+      "store"], "has no store"),
     (["--rtt", "-1ms", "--paper"], "--rtt")])
 def test_wrong_options_are_the_users_mistake(words, what):
     with pytest.raises(simulate.UserError, match=what):

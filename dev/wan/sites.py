@@ -31,7 +31,7 @@ CLONE_NEWNET = 0x40000000
 
 @dataclass(frozen=True)
 class Line:
-    """What joins each site with the others, both ways alike."""
+    """What joins a site with the others, both ways alike."""
     megabits: float = 0      # Mbit/s; 0: unlimited
     round_trip_ms: float = 0
     loss: float = 0          # probability, of a packet
@@ -40,13 +40,20 @@ class Line:
     seed: int = 1            # of the losses
     sysctls: tuple = ()      # NAME=VALUE, in every site
 
-    def options(self):
-        buffer = self.buffer_ms or self.round_trip_ms
-        options = ["--up", self.megabits, "--down", self.megabits, "--delay", self.round_trip_ms / 4,
-                   "--loss", self.loss, "--buffer", buffer, "--mtu", self.mtu, "--seed", self.seed]
-        for sysctl in self.sysctls:
-            options += ["--sysctl", sysctl]
-        return [str(option) for option in options]
+
+def relay_options(lines):
+    """Of one line for all sites, or of one for each. MTU, seed and sysctls are the first one's."""
+    def of_all(value):
+        return ",".join(str(value(line)) for line in lines)
+
+    rate = of_all(lambda line: line.megabits)
+    options = ["--up", rate, "--down", rate, "--delay", of_all(lambda line: line.round_trip_ms / 4),
+               "--loss", of_all(lambda line: line.loss),
+               "--buffer", of_all(lambda line: line.buffer_ms or line.round_trip_ms),
+               "--mtu", str(lines[0].mtu), "--seed", str(lines[0].seed)]
+    for sysctl in lines[0].sysctls:
+        options += ["--sysctl", sysctl]
+    return options
 
 
 @dataclass
@@ -79,14 +86,19 @@ def missing():
 
 
 class Sites:
-    """`statistics`: what the relay counted, when the sites are closed."""
+    """lines: one for all of `count` sites, or a list of one for each
+    `statistics`: what the relay counted, when the sites are closed."""
 
-    def __init__(self, line, count=2, relay=ROOT / "build/relay"):
+    def __init__(self, lines, count=2, relay=ROOT / "build/relay"):
         self.statistics = None
+        if isinstance(lines, Line):
+            lines = [lines]
+        else:
+            count = len(lines)
         if not Path(relay).exists():
             raise UserError(f"{relay} is not there: run make build/relay")
         # Its own session: a Ctrl-C is for the program that started it, which then ends it.
-        self.process = subprocess.Popen([str(relay), "--sites", str(count), *line.options()],
+        self.process = subprocess.Popen([str(relay), "--sites", str(count), *relay_options(lines)],
                                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                         start_new_session=True)
         text = self.process.stdout.readline()
