@@ -1,0 +1,126 @@
+"""Workers of one run for benchmarks, each a process of its own: with a share of a core (quota.py) or without,
+in a site of its own behind a line (dev/wan/sites.py) or all here, and the store that they meet through.
+
+    with Fleet(trainer, options, folder, workers=4, shares={3: 0.15}) as fleet:
+        for worker in range(4):
+            fleet.start(worker)
+        fleet.wait()
+"""
+import contextlib
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "dev/chaos"), str(ROOT / "dev/wan")]
+from metrics import GrowingLog, UserError, log_name
+from quota import Quotas
+from redis_server import RedisServer
+from sites import Sites
+
+
+class Fleet:
+    """options: of every worker   shares: by worker, of a core; who is not in it is not held up
+    lines: a site's for each worker, and the store's; none: all are on this machine
+
+    A worker's standard output lies in folder/workerW.txt, all logs in `folder`."""
+
+    def __init__(self, trainer, options, folder, workers, shares=None, store="redis", lines=(), relay=None):
+        self.trainer, self.options, self.folder = Path(trainer).resolve(), options, Path(folder)
+        self.workers, self.shares, self.kind = workers, shares or {}, store
+        self.lines, self.relay = lines, relay
+        self.processes, self.outputs, self.logs, self.steps = {}, [], {}, {}
+        self.sites = self.server = None
+        self.traffic = []  # of each site's device, when all have ended
+        self.stack = contextlib.ExitStack()
+
+    def __enter__(self):
+        with contextlib.ExitStack() as opened:
+            self.folder.mkdir(parents=True)
+            self.quotas = opened.enter_context(Quotas()) if self.shares else None
+            if self.lines:
+                self.sites = opened.enter_context(Sites(self.lines, relay=self.relay))
+            if self.kind == "redis":
+                site = (self.sites.addresses[-1], self.sites.inside(self.workers)) if self.sites else ()
+                self.server = RedisServer(self.folder / "redis", *site)
+                opened.callback(self.server.stop)
+            self.stack = opened.pop_all()
+        self.begun, self.before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        return self
+
+    def __exit__(self, *_):
+        try:
+            for process in self.processes.values():
+                end(process)
+        finally:
+            self.stack.close()
+            for output in self.outputs:
+                output.close()
+        self.wall = time.monotonic() - self.begun
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used = after.ru_utime + after.ru_stime - self.before.ru_utime - self.before.ru_stime
+        self.cores = used / self.wall
+        for leftover in ("redis", "store"):
+            shutil.rmtree(self.folder / leftover, ignore_errors=True)
+
+    def url(self):
+        return self.server.url() if self.server else f"file:{self.folder / 'store'}"
+
+    def place(self, worker):
+        """The words that go before its command."""
+        words = self.sites.inside(worker) if self.sites else ["setpriv", "--pdeathsig", "KILL"]
+        if worker in self.shares:
+            words = [*words, *self.quotas.inside(f"worker{worker}", self.shares[worker])]
+        return words
+
+    def start(self, worker, options=None):
+        """One thread each: there are few cores. options: of this worker alone."""
+        merged = {**self.options, **(options or {}), "--worker": worker}
+        words = [str(word) for name, value in merged.items()
+                 for word in ((name,) if value is True else (name, value))]
+        interface = ["--interface", self.sites.interface] if self.sites else []
+        output = open(self.folder / f"worker{worker}.txt", "a")
+        self.outputs.append(output)
+        self.logs[worker] = GrowingLog(self.folder / log_name(worker))
+        command = [*self.place(worker), str(self.trainer), *words, *interface, "-o", str(self.folder)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "DILOCO_STORE": self.url()}
+        self.processes[worker] = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT,
+                                                  env=environment)
+
+    def kill(self, worker):
+        """As a machine that loses its power."""
+        end(self.processes[worker])
+
+    def wait_for_step(self, worker, step):
+        while self.step_of(worker) < step:
+            if self.processes[worker].poll() is not None:
+                raise self.failure(worker, f"ended before step {step}")
+            time.sleep(0.02)
+
+    def step_of(self, worker):
+        for line in self.logs[worker].read():
+            if line["type"] == "step":
+                self.steps[worker] = line["step"]
+        return self.steps.get(worker, 0)
+
+    def wait(self):
+        """Until all have ended, as they should."""
+        for worker, process in self.processes.items():
+            if process.wait() != 0:
+                raise self.failure(worker, "failed")
+        if self.sites:
+            self.traffic = [self.sites.counters(site) for site in range(len(self.lines))]
+
+    def failure(self, worker, what):
+        lines = (self.folder / f"worker{worker}.txt").read_text().strip().splitlines() or ["no message"]
+        return UserError(f"worker {worker} {what} ({lines[-1]}): see {self.folder}/worker*.txt")
+
+
+def end(process):
+    if process.poll() is None:
+        process.kill()
+    process.wait()

@@ -1,0 +1,113 @@
+#!/usr/bin/env python3
+"""That nobody waits: what --outer-transport store does with workers of different speed, with one that is lost
+and comes back, over slow and far lines; and what it costs when nothing happens.
+
+    dev/bench/uneven.py          runs what is not there yet, and prints the tables (root; `make bench-uneven`)
+    dev/bench/uneven.py --quick  every kind of run once, within minutes: does all work?
+    dev/bench/uneven.py --only links far --minutes 30
+
+    bits     with nobody late a run through a folder, one through Redis and one over Gloo are the same run
+    costs    two busy workers: how much of their time goes into heartbeats, deciding and the store
+    far      utilization over a line of 1 Gbit/s and 80 ms to the store, beside what dev/simulate.py predicts
+    links    lines of 10 Mbit/s with payloads on them all the time: is anybody taken for late or gone?
+    uneven   one of four workers at half the speed, at a tenth, and not there at all: the speed of the others,
+             in how many syncs it is counted, and its run's loss beside an even one's with as many tokens
+    lost     one of four workers is killed at a third of the run and comes back at two thirds
+
+Where workers are to have a speed of their own each has a quota of a core (quota.py), so small that all quotas
+and the store together leave some of the machine idle: they do not compete for it. Steps take the time that
+they would on a machine some times slower than this one, and a worker with half the quota has exactly half
+the speed.
+
+A finished run is a folder in --out that is not run again, so that it can be stopped at any time; when
+--minutes are over no other run begins. Whether a bar is met is computed from the runs' logs.
+"""
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "dev/bench"), str(ROOT / "dev/chaos"), str(ROOT / "dev/wan")]
+import quota
+import redis_server
+import sites
+from metrics import Parser, UserError, exit_status
+from runs import Budget, above_zero, check_report
+from uneven_jobs import KINDS, SCALES, all_jobs, made, train
+from uneven_report import report
+
+
+def next_job(arguments):
+    """(number, job) of the first that is not there; None where all are."""
+    for number, job in enumerate(all_jobs(arguments), 1):
+        if made(arguments, job) is None:
+            return number, job
+    return None
+
+
+def run_all(arguments):
+    budget = Budget(arguments.minutes)
+    while (found := next_job(arguments)) is not None:
+        number, job = found
+        if budget.is_spent():
+            print(f"{arguments.minutes:g} minutes are over: run this again to go on", flush=True)
+            return
+        seconds = train(arguments, job)
+        budget.spend(seconds)
+        print(f"{number:3}  {job.name:24} {seconds:.0f} s", flush=True)
+
+
+def parse_arguments(words):
+    parser = Parser(description="Workers that are slow, far away, or come and go.")
+    parser.add_argument("--trainer", type=Path, default=ROOT / "train_gpt_cpu")
+    parser.add_argument("--relay", type=Path, default=ROOT / "build/relay")
+    parser.add_argument("--text", type=Path, default=ROOT / "build/uneven/text", help="token shards, bytes")
+    parser.add_argument("--out", type=Path, help="folder of the runs (build/uneven, or build/uneven/quick)")
+    parser.add_argument("--report", type=Path, help="write the tables here too")
+    parser.add_argument("--seeds", type=above_zero(int), help="of the runs whose losses are compared (3)")
+    parser.add_argument("--minutes", type=above_zero(float, or_zero=True), default=120,
+                        help="no run begins that may end later (120; 0: the tables of what is there)")
+    parser.add_argument("--quick", action="store_true", help="every kind of run once, and short")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND",
+                        help=" ".join(KINDS))
+    arguments = parser.parse_args(words)
+    arguments.scale = SCALES["quick" if arguments.quick else "full"]
+    arguments.seeds = arguments.seeds or arguments.scale.seeds
+    arguments.out = arguments.out or ROOT / "build/uneven" / ("quick" if arguments.quick else "")
+    return arguments
+
+
+def lacks(kinds):
+    """What this machine lacks for runs of these kinds."""
+    found = [redis_server.missing()]
+    if {"far", "links"} & kinds:
+        found.append(sites.missing())
+    if {"far", "links", "uneven", "lost"} & kinds:
+        found.append(quota.missing())
+    return [lack for lack in found if lack is not None]
+
+
+def check(arguments):
+    if not arguments.trainer.exists():
+        raise UserError(f"{arguments.trainer} is not there: run make train_gpt_cpu")
+    for split in ("train", "val"):
+        if not list(arguments.text.glob(f"*_{split}_*.bin")):
+            raise UserError(f"{arguments.text} holds no tokens (*_{split}_*.bin): run make bench-uneven, "
+                            "or give another --text")
+    check_report(arguments.report)
+    if lack := lacks(set(arguments.only)):
+        raise UserError(lack[0])
+    arguments.out.mkdir(parents=True, exist_ok=True)
+
+
+def main(words):
+    arguments = parse_arguments(words)
+    check(arguments)
+    run_all(arguments)
+    text = report(arguments)
+    print("\n" + text, end="")
+    if arguments.report:
+        arguments.report.write_text("# Workers that come and go\n\n" + text)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))

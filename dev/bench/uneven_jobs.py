@@ -1,0 +1,235 @@
+"""The runs of uneven.py: their sizes, what befalls their workers, and the folders in which they are kept."""
+import hashlib
+import json
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "dev/bench"), str(ROOT / "dev/wan")]
+from fleet import Fleet
+from metrics import log_name, read_lines
+from runs import KEPT, made_by
+from sites import Line
+
+KINDS = ("bits", "costs", "far", "links", "uneven", "lost")
+
+# Bytes as tokens. Two layers that train a step in a millisecond or two.
+TINY = {"--layers": 2, "--heads": 2, "--channels": 32, "--vocab-size": 257, "-t": 16, "-b": 4, "-l": 0.01,
+        "-v": 50, "-m": 2, "-H": 20, "--fragment-layers": 1, "--overlap": 3, "--outer-error-feedback": True,
+        "--matmul-precision": "highest"}
+
+# 2.8M parameters: a step takes a third of a second of a core, as one of a large model on large machines.
+BUSY = {"--layers": 6, "--heads": 3, "--channels": 192, "--vocab-size": 257, "-t": 256, "-b": 8, "-l": 0.001,
+        "-v": 0, "-H": 30, "--fragment-layers": 1, "--overlap": 1}
+
+# 3.2M parameters and few tokens: payloads of 0.4 MB in four bits, and little work between them.
+CARRYING = {"--layers": 4, "--heads": 4, "--channels": 256, "--vocab-size": 257, "-t": 32, "-b": 1,
+            "-l": 0.001, "-v": 0, "-H": 100, "--fragment-layers": 1, "--outer-weights": "tokens"}
+FAR_WORKERS, FAR_OVERLAPS = (2, 4, 8), (1, 10)
+NO_WAITS = 40      # tau of the runs beside the store
+FAR_SHARE = 0.15   # of a core, of each of two, four and eight
+FAR_LINE, NEAR_LINE = Line(megabits=1000, round_trip_ms=80), Line(mtu=9000)
+LINKS_OVERLAP, LINKS_SHARE = 45, 0.15
+SLOW_LINE = Line(megabits=10, round_trip_ms=20, buffer_ms=50)
+STORES_LINE = replace(SLOW_LINE, megabits=0)  # where the workers' are slow
+
+# 0.86M parameters, of which a step of 512 tokens takes some 20 ms of a core.
+LEARNING = {"--layers": 4, "--heads": 4, "--channels": 128, "--vocab-size": 257, "-t": 128, "-b": 4,
+            "-l": 0.004, "-k": "cosine", "-q": 0.1, "-u": 60, "-c": 0.1, "-H": 50, "--fragment-layers": 1,
+            "--overlap": 5, "--outer-weights": "tokens"}
+STEP_TOKENS = LEARNING["-t"] * LEARNING["-b"]
+VALIDATION_TOKENS = 40960
+SHARE = 0.3        # of a core, of each of four workers
+SLOWER = {"half": 2, "tenth": 10}
+CHECKPOINTS = 24   # in a run that loses a worker
+
+STORE = {"--outer-transport": "store", "--timeout": 60}
+
+
+@dataclass(frozen=True)
+class Scale:
+    learning_steps: int
+    seeds: int
+    costs_steps: int
+    far_periods: int  # of H steps, that are measured
+    far_workers: tuple
+    links_steps: int
+
+
+SCALES = {"full": Scale(1200, 3, 240, 3, FAR_WORKERS, 6600), "quick": Scale(150, 1, 60, 1, (2,), 300)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, as its made_by.json keeps it."""
+    name: str  # of its folder
+    options: dict
+    workers: int
+    absent: tuple = ()  # workers that are never started
+    shares: tuple = ()  # of a core, by worker; none: as much as there is
+    store: str = "redis"
+    lines: tuple = ()   # of each worker, and the store's; none: all on one machine
+    loses: int = -1     # the worker that is killed at a third of the steps, and comes back at two thirds
+
+    def record(self):
+        return json.loads(json.dumps(asdict(self)))
+
+
+def with_text(arguments, options, steps, seed=1):
+    return {**options, "-x": steps, "--seed": seed, "-s": 0, "-i": f"{arguments.text}/*_train_*.bin",
+            "-j": f"{arguments.text}/*_val_*.bin"}
+
+
+# --------------------------------------------------------------------------------- two workers, on all cores
+
+def bits_jobs(arguments):
+    options = {**with_text(arguments, TINY, 200), "--workers": 2}
+    nobody_late = {**options, **STORE, "--grace": 60, "--max-lag": 1000}
+    return [Job("bits-gloo", {**options, "--outer-transport": "gloo"}, 2, store="file"),
+            Job("bits-file", nobody_late, 2, store="file"), Job("bits-redis", nobody_late, 2)]
+
+
+def costs_jobs(arguments):
+    options = {**with_text(arguments, BUSY, arguments.scale.costs_steps), **STORE, "--workers": 2}
+    return [Job(f"costs-{store}", options, 2, store=store) for store in ("redis", "file")]
+
+
+# ----------------------------------------------------------------------------------------- far from the store
+
+def far_job(arguments, workers, overlap, line, name):
+    steps = CARRYING["-H"] * (1 + arguments.scale.far_periods)
+    options = {**with_text(arguments, CARRYING, steps), **STORE, "--overlap": overlap, "--workers": workers}
+    return Job(f"far-{workers}-{name}", options, workers, shares=(FAR_SHARE,) * workers,
+               lines=(line,) * (workers + 1))
+
+
+def near_job(arguments, workers):
+    """What the others are compared with."""
+    return far_job(arguments, workers, NO_WAITS, NEAR_LINE, "near")
+
+
+def distant_job(arguments, workers, overlap):
+    return far_job(arguments, workers, overlap, FAR_LINE, f"tau{overlap}")
+
+
+def far_jobs(arguments):
+    return [one for workers in arguments.scale.far_workers
+            for one in (near_job(arguments, workers),
+                        *(distant_job(arguments, workers, overlap) for overlap in FAR_OVERLAPS))]
+
+
+def links_jobs(arguments):
+    options = {**with_text(arguments, CARRYING, arguments.scale.links_steps), **STORE,
+               "--overlap": LINKS_OVERLAP, "--workers": 4}
+    return [Job("links", options, 4, shares=(LINKS_SHARE,) * 4, lines=(SLOW_LINE,) * 4 + (STORES_LINE,))]
+
+
+# -------------------------------------------------------------------------- four workers, and what they learn
+
+def learning_job(arguments, name, seed, steps=None, **more):
+    """All four with the same share, unless told otherwise."""
+    steps = steps or arguments.scale.learning_steps
+    options = {**with_text(arguments, LEARNING, steps, seed), **STORE, "--workers": 4, "-v": steps,
+               "-m": VALIDATION_TOKENS // STEP_TOKENS}
+    return Job(f"{name}-seed{seed}", options, 4, **{"shares": (SHARE,) * 4, **more})
+
+
+def even_job(arguments, seed):
+    return learning_job(arguments, "even", seed)
+
+
+def without_job(arguments, seed):
+    return learning_job(arguments, "without", seed, absent=(3,))
+
+
+def slower_job(arguments, name, seed):
+    return learning_job(arguments, name, seed, shares=(SHARE,) * 3 + (SHARE / SLOWER[name],))
+
+
+def as_many_tokens(arguments, name, seed):
+    """An even run with the tokens that all workers of the uneven one have trained on; None while that is not
+    there."""
+    uneven = slower_job(arguments, name, seed)
+    if made(arguments, uneven) is None:
+        return None
+    tokens = sum(log["step"][-1]["tokens"] for log in logs_of(arguments, uneven).values())
+    return learning_job(arguments, f"even-as-{name}", seed, round(tokens / (4 * STEP_TOKENS)))
+
+
+def lost_job(arguments, seed):
+    """It comes back to the newest of its own checkpoints."""
+    job = learning_job(arguments, "lost", seed, loses=3)
+    return replace(job, options={**job.options, "-n": job.options["-x"] // CHECKPOINTS, "-nk": 2})
+
+
+def learning_jobs(arguments, kind, seed):
+    """Those whose speeds are compared come one behind the other: the machine is not the same tomorrow."""
+    if kind == "lost":
+        return [even_job(arguments, seed), lost_job(arguments, seed)]
+    jobs = [without_job(arguments, seed), *(slower_job(arguments, name, seed) for name in SLOWER),
+            *(as_many_tokens(arguments, name, seed) for name in SLOWER)]
+    return [one for one in jobs if one is not None]
+
+
+def jobs_of(arguments, kind):
+    if kind in ("uneven", "lost"):
+        return [one for seed in range(1, arguments.seeds + 1) for one in learning_jobs(arguments, kind, seed)]
+    alone = {"bits": bits_jobs, "costs": costs_jobs, "far": far_jobs, "links": links_jobs}
+    return alone[kind](arguments)
+
+
+def all_jobs(arguments):
+    """As far as is known: how many steps some have depends on others. Seed by seed."""
+    jobs = [one for kind in KINDS if kind in arguments.only for one in jobs_of(arguments, kind)]
+    return sorted(jobs, key=lambda one: one.options["--seed"])
+
+
+# --------------------------------------------------------------------------------------------------- the runs
+
+def made(arguments, job):
+    """How it was made; None where it is not there."""
+    return made_by(arguments.out / job.name, job.record())
+
+
+def logs_of(arguments, job):
+    """{worker: its lines by type} of a run that is there; who was absent has none."""
+    folder = arguments.out / job.name
+    return {worker: read_lines(folder / log_name(worker)) for worker in range(job.workers)
+            if worker not in job.absent}
+
+
+def play(fleet, job):
+    """From the start of all workers to their end."""
+    for worker in range(job.workers):
+        if worker not in job.absent:
+            fleet.start(worker)
+    if job.loses >= 0:
+        steps = job.options["-x"]
+        fleet.wait_for_step(0, steps // 3)
+        fleet.kill(job.loses)
+        fleet.wait_for_step(0, 2 * steps // 3)
+        fleet.start(job.loses, {"-y": 1})
+    fleet.wait()
+
+
+def train(arguments, job):
+    """Into a folder that appears when the run is complete. Returns its seconds."""
+    folder = arguments.out / job.name
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    program = hashlib.sha256(arguments.trainer.read_bytes()).hexdigest()[:12]
+    begin = time.monotonic()
+    with Fleet(arguments.trainer, job.options, part, job.workers, dict(enumerate(job.shares)), job.store,
+               job.lines, arguments.relay) as fleet:
+        play(fleet, job)
+    seconds = time.monotonic() - begin
+    for models in part.glob("worker_*/"):
+        shutil.rmtree(models)
+    (part / KEPT).write_text(json.dumps({
+        "options": job.record(), "seconds": seconds, "program": program, "cores": fleet.cores,
+        "wall_seconds": fleet.wall, "devices": [asdict(one) for one in fleet.traffic]}))
+    part.rename(folder)
+    return seconds

@@ -1,0 +1,366 @@
+"""What the runs of uneven.py say: measures of their logs, the bars, whether each is met, and the tables."""
+import datetime
+import statistics
+from dataclasses import dataclass
+
+from uneven_jobs import (BUSY, CARRYING, FAR_LINE, FAR_OVERLAPS, FAR_WORKERS, KINDS, LEARNING, LINKS_OVERLAP,
+                         NO_WAITS, SLOW_LINE, SLOWER, all_jobs, as_many_tokens, bits_jobs, costs_jobs,
+                         distant_job, even_job, links_jobs, logs_of, lost_job, made, near_job, slower_job,
+                         without_job)  # finds dev/, too
+from compare import read_run, size_text, validation_loss
+from runs import difference_text, machine, markdown, paired
+from simulate import predict, read_measured
+
+KEPT_SPEED, COUNTED = 0.97, 0.90  # of one that is slower: the others' speed, and the syncs that it is part of
+UNEVEN_LOSS, LOST_LOSS = 1.0, 0.5  # percent
+COST = 0.001                       # of a step
+APART = 5                          # points
+LINKS_MINUTES = 10
+ABSENCE = ("late", "gone")
+
+
+# --------------------------------------------------------------------------------------------------- measures
+
+def steps_per_second(logs, workers, length):
+    """(over all steps, waits included: the workers' mean; the median window of `length` steps), behind a
+    first window."""
+    rates, windows = [], []
+    for worker in workers:
+        seconds = [line["seconds"] for line in logs[worker]["step"]][length:]
+        rates.append(len(seconds) / sum(seconds))
+        windows += [length / sum(seconds[i:i + length]) for i in range(0, len(seconds) - length + 1, length)]
+    return statistics.mean(rates), statistics.median(windows)
+
+
+def counted_share(logs, worker, seen_by=0):
+    """Of all syncs that `seen_by` has merged: in how many `worker` was counted."""
+    syncs = logs[seen_by]["sync"]
+    return sum(worker in line["contributors"] for line in syncs) / len(syncs)
+
+
+def share_of_tokens(logs, worker, other=0):
+    return logs[worker]["step"][-1]["tokens"] / logs[other]["step"][-1]["tokens"]
+
+
+def busy_share(log, length):
+    """Of a worker's time, behind its first `length` steps: what it did not wait for a sync."""
+    steps = {line["step"]: line["seconds"] for line in log["step"][length:]}
+    waited = sum(line["waited_seconds"] for line in log["sync"] if line["apply_step"] in steps)
+    return 1 - waited / sum(steps.values())
+
+
+def happened(logs, kinds):
+    """[(worker that says so, line)] of events of these kinds."""
+    return [(worker, line) for worker, log in logs.items() for line in log.get("event", [])
+            if line["kind"] in kinds]
+
+
+# ------------------------------------------------------------------------------------------------------- bars
+
+@dataclass
+class Bar:
+    claim: str
+    found: object  # text; None: a run for it is missing
+    is_met: bool
+
+    def text(self):
+        if self.found is None:
+            return f"- **not measured**: {self.claim}"
+        return f"- **{'met' if self.is_met else 'MISSED'}**: {self.claim}: {self.found}"
+
+
+@dataclass
+class Section:
+    title: str
+    bars: list
+    text: str = ""  # its table, and what is to be said of it
+
+
+def percent(share, digits=1):
+    return f"{100 * share:.{digits}f}%"
+
+
+# --------------------------------------------------------------------------------- two workers, on all cores
+
+def trace(logs):
+    """All losses, and the global parameters at each sync."""
+    fields = {"step": ("step", "loss"), "eval": ("step", "loss"), "sync": ("sync", "global_hash")}
+    return {kind: [[line[name] for name in names] for _, log in sorted(logs.items()) for line in log[kind]]
+            for kind, names in fields.items()}
+
+
+def bits_section(arguments):
+    title, claim = "The same bits", "with nobody late store and gloo give the same bits for 200 steps"
+    jobs = bits_jobs(arguments)
+    if any(made(arguments, job) is None for job in jobs):
+        return Section(title, [Bar(claim, None, False)])
+    gloo, *others = (trace(logs_of(arguments, job)) for job in jobs)
+    other = [job.store for job, one in zip(jobs[1:], others) if one != gloo]
+    found = (f"{len(gloo['step'])} losses and {len(gloo['sync'])} hashes of two workers' global parameters, "
+             + (f"other ones over {' and '.join(other)}" if other else "over Gloo, a folder and Redis"))
+    return Section(title, [Bar(claim, found, not other and len(gloo["step"]) == 400)])
+
+
+def costs_of(log):
+    """(deciding, the threads, of all seconds; a step's seconds; waits)"""
+    (end,) = log["end"]
+    seconds = end["train_seconds"]
+    return (end["log_turn_seconds"] / seconds, end["log_thread_seconds"] / seconds,
+            seconds / len(log["step"]), end["waited_seconds"] / seconds)
+
+
+def costs_section(arguments):
+    bars, table = [], []
+    for job in costs_jobs(arguments):
+        claim = f"heartbeats, deciding and the store ({job.store}) take at most {percent(COST)} of a step"
+        if made(arguments, job) is None:
+            bars.append(Bar(claim, None, False))
+            continue
+        of_workers = [costs_of(log) for log in logs_of(arguments, job).values()]
+        turns, threads, step, waits = max(of_workers, key=lambda one: one[0] + one[1])
+        bars.append(Bar(claim, f"{percent(turns + threads, 3)} of {1000 * step:.0f} ms",
+                        turns + threads <= COST))
+        table.append([job.store, f"{1000 * step:.0f} ms", percent(turns, 3), percent(threads, 3),
+                      percent(turns + threads, 3), percent(waits, 2)])
+    text = markdown(["store", "step", "training stood still", "threads' processor time", "both", "waits"],
+                    table) + f"""
+
+Two workers that keep two cores busy, H = {BUSY['-H']}, tau = {BUSY['--overlap']}; of the one that spent more.
+Training stands still for deciding: waits for others are beside it, and encoding and merging, which every
+transport has, are not in it."""
+    return Section("What it costs", bars, text if table else "")
+
+
+# ----------------------------------------------------------------------------------------- far from the store
+
+def utilization(arguments, job, base):
+    """(by steps/s, by the time that nobody waited), over those of `base`."""
+    found = []
+    for one in (job, base):
+        logs, period = logs_of(arguments, one), CARRYING["-H"]
+        _, speed = steps_per_second(logs, logs, period)
+        found.append((speed, statistics.mean(busy_share(log, period) for log in logs.values())))
+    return [measured / of_base for measured, of_base in zip(*found)]
+
+
+@dataclass
+class Distance:
+    workers: int
+    overlap: int
+    step_seconds: float
+    payload: int
+    measured: float
+    busy: float
+    predicted: float
+    cores: float
+
+    @property
+    def apart(self):
+        return 100 * (self.measured - self.predicted)
+
+
+def distance(arguments, workers, overlap):
+    """None where one of the two runs is missing."""
+    near, far = near_job(arguments, workers), distant_job(arguments, workers, overlap)
+    if made(arguments, near) is None or made(arguments, far) is None:
+        return None
+    run = read_measured(arguments.out / near.name)
+    payload = max(line["bytes_sent"] for line in logs_of(arguments, far)[0]["sync"])
+    predicted = predict(run, FAR_LINE.megabits * 1e6, FAR_LINE.round_trip_ms / 1000, overlap=overlap,
+                        mtu=FAR_LINE.mtu)
+    measured, busy = utilization(arguments, far, near)
+    return Distance(workers, overlap, run.step_seconds, payload, measured, busy, predicted,
+                    made(arguments, far)["cores"])
+
+
+def far_section(arguments):
+    rows = [distance(arguments, workers, overlap) for workers in FAR_WORKERS for overlap in FAR_OVERLAPS]
+    claim = (f"utilization over a line of 1 Gbit/s and 80 ms to the store, with "
+             f"{', '.join(map(str, FAR_WORKERS))} workers, is within {APART} points of what dev/simulate.py "
+             "predicts")
+    there = [row for row in rows if row is not None]
+    most = max((abs(row.apart) for row in there), default=0)
+    found = f"{most:.1f} points apart at most" if None not in rows else None
+    table = [[str(row.workers), str(row.overlap), f"{1000 * row.step_seconds:.0f} ms", size_text(row.payload),
+              percent(row.measured), percent(row.busy), percent(row.predicted), f"{row.apart:+.1f}",
+              f"{row.cores:.2f}"] for row in there]
+    header = ["workers", "tau", "step", "payload", "by steps/s", "by waits", "predicted", "points apart",
+              "cores in use"]
+    text = markdown(header, table) + f"""
+
+Each worker and the Redis server are a site of their own behind such a line: the server's carries what all
+workers write and read. H = {CARRYING['-H']}, five fragments. Utilization is the median of periods of H steps
+over that of the same workers right beside the store, with tau = {NO_WAITS}; the prediction is made of their
+log."""
+    return Section("Far from the store", [Bar(claim, found, most <= APART)], text if table else "")
+
+
+def links_section(arguments):
+    title, (job,) = "Slow lines", links_jobs(arguments)
+    claim = ("over lines of 10 Mbit/s, with payloads on them all the time, nobody is taken for late or gone "
+             f"in {LINKS_MINUTES} minutes")
+    how = made(arguments, job)
+    if how is None:
+        return Section(title, [Bar(claim, None, False)])
+    logs = logs_of(arguments, job)
+    absences, syncs = happened(logs, ABSENCE), logs[0]["sync"]
+    minutes = min(log["end"][0]["time"] for log in logs.values()) / 60
+    lacking = sum(len(line["contributors"]) < job.workers for line in syncs)
+    found = (f"{len(absences)} such events in {minutes:.1f} minutes, and {lacking} of {len(syncs)} syncs "
+             "without somebody")
+    busy = [8e-6 * device["bytes_received"] / how["wall_seconds"] / SLOW_LINE.megabits
+            for device in how["devices"][:job.workers]]
+    row = [f"{minutes:.1f}", str(len(syncs)), size_text(max(line["bytes_sent"] for line in syncs)),
+           f"{percent(min(busy), 0)} to {percent(max(busy), 0)}",
+           percent(1 - statistics.mean(busy_share(log, CARRYING["-H"]) for log in logs.values())),
+           *(str(sum(line["kind"] == kind for _, line in absences)) for kind in ABSENCE), str(lacking)]
+    said = [f"\n- worker {worker} at step {line['step']}: {line['text']}" for worker, line in absences]
+    text = markdown(["minutes", "syncs", "payload", "workers' lines in use", "waits", *ABSENCE,
+                     "syncs without somebody"], [row]) + f"""
+
+Four workers, each behind a line of 10 Mbit/s and 20 ms, and a store with room enough. A fragment is sent
+every {CARRYING['-H'] // 5} steps and merged {LINKS_OVERLAP} steps later: two or three are under way at any
+time. Heartbeats go through the same queues. Lines in use: of what each could receive.""" + "".join(said[:20])
+    is_absent = bool(absences) or lacking > 0
+    is_long = minutes >= LINKS_MINUTES
+    return Section(title, [Bar(claim, found if is_absent or is_long else None, not is_absent)], text)
+
+
+# -------------------------------------------------------------------------- four workers, and what they learn
+
+def by_seed(arguments, job_of):
+    """{seed: job} of those that are there."""
+    jobs = {seed: job_of(seed) for seed in range(1, arguments.seeds + 1)}
+    return {seed: job for seed, job in jobs.items() if job is not None and made(arguments, job) is not None}
+
+
+@dataclass
+class Losses:
+    """Of runs, and of those that they are compared with, over the seeds that both have."""
+    runs: list
+    base: list
+    differences: list  # percent
+
+    def text(self):
+        return difference_text(self.differences, 2)
+
+    def cells(self):
+        """For a table: both, and the difference."""
+        means = [f"{statistics.mean(losses):.4f}" if losses else "-" for losses in (self.runs, self.base)]
+        return [*means, self.text()]
+
+    def bar(self, claim, limit, seeds):
+        """Of all seeds: some might be the lucky ones."""
+        if len(self.differences) < seeds:
+            return Bar(claim, None, False)
+        found = f"{self.text()}, {seeds} seed{'s' * (seeds > 1)}"
+        return Bar(claim, found, abs(statistics.mean(self.differences)) <= limit)
+
+
+def losses_of(arguments, runs, base):
+    """{seed: job}, twice"""
+    both = [{seed: read_run(arguments.out / jobs[seed].name) for seed in sorted(runs.keys() & base.keys())}
+            for jobs in (runs, base)]
+    return Losses(*([validation_loss(run) for run in read.values()] for read in both), paired(*both))
+
+
+@dataclass
+class Slower:
+    """What one of four workers that is slower does, and is, by seed."""
+    kept: list     # of the other three's speed without it, of all of their seconds
+    windows: list  # the same of the median window
+    counted: list  # in a share of the syncs
+    tokens: list   # its, as a share of another's
+
+
+def read_slower(arguments, name):
+    without = by_seed(arguments, lambda seed: without_job(arguments, seed))
+    found = Slower([], [], [], [])
+    for seed, job in by_seed(arguments, lambda seed: slower_job(arguments, name, seed)).items():
+        if seed in without:
+            logs, three = logs_of(arguments, job), (0, 1, 2)
+            speeds = [steps_per_second(one, three, LEARNING["-H"])
+                      for one in (logs, logs_of(arguments, without[seed]))]
+            found.kept.append(speeds[0][0] / speeds[1][0])
+            found.windows.append(speeds[0][1] / speeds[1][1])
+            found.counted.append(counted_share(logs, 3))
+            found.tokens.append(share_of_tokens(logs, 3))
+    return found
+
+
+def slower_bars(arguments, name, slower, losses):
+    which = "one of four workers at " + ("half the speed" if name == "half" else f"a {name} of the speed")
+    is_whole = len(slower.kept) == arguments.seeds
+    kept, counted = (statistics.median(values or [0]) for values in (slower.kept, slower.counted))
+    bars = [Bar(f"{which}: the others keep {percent(KEPT_SPEED, 0)} of the speed that they have without it",
+                percent(kept) if is_whole else None, kept >= KEPT_SPEED)]
+    if name == "half":
+        bars.append(Bar(f"{which}: it is counted in {percent(COUNTED, 0)} of the syncs",
+                        percent(counted) if is_whole else None, counted >= COUNTED))
+    claim = f"{which}: validation loss within {UNEVEN_LOSS:g}% of that of an even run with as many tokens"
+    return [*bars, losses.bar(claim, UNEVEN_LOSS, arguments.seeds)]
+
+
+def uneven_section(arguments):
+    bars, table = [], []
+    for name, times in SLOWER.items():
+        slower = read_slower(arguments, name)
+        losses = losses_of(arguments, by_seed(arguments, lambda seed: slower_job(arguments, name, seed)),
+                           by_seed(arguments, lambda seed: as_many_tokens(arguments, name, seed)))
+        bars += slower_bars(arguments, name, slower, losses)
+        if slower.kept:
+            medians = [statistics.median(values) for values in (slower.kept, slower.windows, slower.counted,
+                                                                slower.tokens)]
+            table.append([f"1/{times}", *map(percent, medians), *losses.cells(), str(len(slower.kept))])
+    text = markdown(["its speed", "the others keep", "in the median window", "it is counted in",
+                     "tokens, of another's", "loss", "even run's", "difference", "seeds"], table) + f"""
+
+What the others keep is of all of their seconds behind the first {LEARNING['-H']} steps, with those that they
+wait, over the same in a run whose fourth place is empty; medians over seeds. H = {LEARNING['-H']}, tau =
+{LEARNING['--overlap']}, means weighted by tokens. The even run's four workers have as many tokens
+together."""
+    return Section("One of four workers is slower", bars, text if table else "")
+
+
+def lost_section(arguments):
+    runs = by_seed(arguments, lambda seed: lost_job(arguments, seed))
+    losses = losses_of(arguments, runs, by_seed(arguments, lambda seed: even_job(arguments, seed)))
+    claim = (f"a run that loses one of four workers at a third and has it back at two thirds ends within "
+             f"{LOST_LOSS}% of the undisturbed run's validation loss")
+    section = Section("One of four workers is lost and comes back",
+                      [losses.bar(claim, LOST_LOSS, arguments.seeds)])
+    if runs:
+        logs = [logs_of(arguments, job) for job in runs.values()]
+        counted = statistics.median(counted_share(one, 3) for one in logs)
+        tokens = statistics.median(share_of_tokens(one, 3) for one in logs)
+        section.text = markdown(
+            ["it is counted in", "tokens, of another's", "loss", "undisturbed", "difference", "seeds"],
+            [[percent(counted), percent(tokens), *losses.cells(), str(len(runs))]])
+    return section
+
+
+# ----------------------------------------------------------------------------------------------------- report
+
+SECTIONS = {"bits": bits_section, "costs": costs_section, "far": far_section, "links": links_section,
+            "uneven": uneven_section, "lost": lost_section}
+
+
+def setting_text(arguments, runs):
+    text = (f"`make bench-uneven`, {machine()}, {datetime.date.today()}: {len(runs)} runs, "
+            f"{sum(one['seconds'] for one in runs) / 60:.0f} minutes.")
+    if arguments.quick:
+        text += " With --quick: too short for these figures to mean anything."
+    programs = len({one["program"] for one in runs})
+    return text + (f" They were made by {programs} different builds of the trainer." if programs > 1 else "")
+
+
+def report(arguments):
+    jobs = all_jobs(arguments)
+    runs = [how for how in (made(arguments, job) for job in jobs) if how is not None]
+    sections = [SECTIONS[kind](arguments) for kind in KINDS if kind in arguments.only]
+    lines = [setting_text(arguments, runs), "", *(bar.text() for one in sections for bar in one.bars)]
+    for one in sections:
+        lines += ["", f"## {one.title}", "", one.text] if one.text else []
+    if len(runs) < len(jobs):
+        lines += ["", f"{len(jobs) - len(runs)} of {len(jobs)} runs are missing: run it again."]
+    return "\n".join(lines) + "\n"
