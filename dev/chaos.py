@@ -2,7 +2,7 @@
 """Chaos: a run whose workers come and go (--outer-transport store), and are made to.
 
     dev/chaos.py --minutes 10 [--seed S] [--workers M] [--ranks R] [--store redis|file] [--links]
-                 [--trainer ./train_gpt_cpu]
+                 [--share CORES] [--trainer ./train_gpt_cpu]
 
 M workers are started one by one, as they would be at M places. What then happens to them is drawn from the
 seed: they are killed, stopped for less and for more than every time-out, slowed down, started anew, cut off;
@@ -16,11 +16,15 @@ those who are refused; losses are finite and fall; in the end all have the same 
 By default each worker reaches the store, a Redis server, over a link of its own that can be cut
 (dev/chaos/link.py). With --links each is a site with a network of its own behind a line with delay and loss
 (dev/wan/sites.py; root). Everything that happened is in chaos.log, with who was counted in which sync, and
-why the others were not.
+why the others were not, and each wait that was longer than a step, and for whom it was.
+
+Where the machine lets it (control groups; root) each rank gets a share of a core that it cannot exceed
+(dev/bench/quota.py), so that a wait is never one for a core that another worker has.
 """
 import argparse
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -32,22 +36,25 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "dev/chaos"), str(ROOT / "dev/test")]
+sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "dev/chaos"), str(ROOT / "dev/bench"), str(ROOT / "dev/test")]
 import places  # noqa: E402
-from blows import EXPIRY, GRACE, MISSED, TIMEOUT, draw_event, kinds_but_for  # noqa: E402
+import quota  # noqa: E402
+from blows import GRACE, MISSED, TIMEOUT, draw_event, kinds_but_for  # noqa: E402
 from conftest import children  # noqa: E402
 from metrics import UserError  # noqa: E402
 from outcome import Totals, table, verdict, write_journal  # noqa: E402
 from run_logs import Agreement, Divergence  # noqa: E402
 from torture import write_tokens  # noqa: E402
+from waits import Waits  # noqa: E402
 from worker import Worker  # noqa: E402
 
-LIMIT = 2 * (GRACE + EXPIRY) + 30  # seconds, in which a worker that could go on must have done so
+LIMIT = 120  # seconds, in which a worker that could go on must have done so, on a slow machine, too
+SHARE = 0.3  # of a core, that a rank gets
 
 # Three fragments. A step takes some ten milliseconds, so that the time between a send and its merge, as in
 # real runs, is longer than that between two looks into the store, or than some ten round trips.
 COMMON = {"--outer-transport": "store", "--min-workers": 2, "--grace": GRACE, "--timeout": TIMEOUT,
-          "--channels": 64, "-t": 64, "-b": 16, "-H": 24, "--fragment-layers": 1, "-n": 50, "-nk": 3,
+          "--channels": 64, "-t": 64, "-b": 8, "-H": 24, "--fragment-layers": 1, "-n": 50, "-nk": 3,
           "-l": 0.003, "-j": None}
 
 OVER = "the other workers have come to the end of this run"  # is told to who comes too late
@@ -74,14 +81,16 @@ class Chaos:
         kind = (places.Folder if arguments.store == "file" else places.Apart if arguments.links
                 else places.Here)
         self.place = kind(base, arguments.workers)
+        self.share, self.quotas = arguments.share, quota.Quotas() if arguments.share else None
+        self.waits = Waits(arguments.workers, self.options["--min-workers"])
         self.workers = [Worker(w, self) for w in range(arguments.workers)]
         impossible = {"one rank killed"} if arguments.ranks == 1 else set()
         self.kinds = kinds_but_for(self.place.impossible | impossible)
         self.store_is_up = True
         self.agreement = Agreement()
         self.awaited = []     # (blow, when, its victims): the others' next sync is yet to come
-        self.is_calm = False  # all is well, and nothing is being undone
-        self.calm_since = 0
+        self.applied = {}     # (worker, sync): what it says of the entry, until it logs that it has merged it
+        self.looked_at, self.newest = None, -1  # sync, that anyone has merged
 
     def draw_options(self):
         return {"--outer-dtype": self.draw.choice(["fp4_e2m1", "fp4_e2m1", "fp8_e4m3", "fp32"]),
@@ -91,6 +100,11 @@ class Chaos:
 
     def tell(self, who, text, when=None):
         self.journal.append((time.monotonic() if when is None else when, who, text))
+
+    def share_of(self, worker):
+        """The words that go before its command."""
+        share = self.share * self.options["--ranks"]
+        return self.quotas.inside(f"worker{worker}", share) if self.quotas else []
 
     # ---- from start to end
 
@@ -165,11 +179,12 @@ class Chaos:
             if worker.process:
                 worker.kill()
         self.place.close()
+        if self.quotas:
+            self.quotas.close()
 
     # ---- events
 
     def strike(self, event):
-        self.end_calm()
         for number, blow in enumerate(event.blows):
             if number > 0:
                 self.rest(event.apart)
@@ -199,6 +214,7 @@ class Chaos:
             self.awaited.append((blow, time.monotonic(), {worker.number for worker in victims}))
         if blow.kind == "store killed":
             self.store_is_up = False
+            self.waits.store.note("away", time.monotonic())
             self.place.server.kill()
             return
         for worker in victims:
@@ -216,7 +232,7 @@ class Chaos:
         elif blow.kind == "tenth of the speed":
             worker.slow_down(0.1)
         elif blow.kind == "link cut":
-            worker.hindered.add("cut off")
+            worker.hinder("cut off")
             self.place.cut(worker.number)
         elif blow.kind == "link reset":
             self.place.links[worker.number].drop()
@@ -229,6 +245,7 @@ class Chaos:
         if blow.kind == "store killed":
             self.place.server.start()
             self.store_is_up = True
+            self.waits.store.note("well", time.monotonic())
             self.tell("chaos", "the store is there again")
             return
         for worker, resume in zip((self.workers[w] for w in blow.victims), blow.resume):
@@ -236,14 +253,13 @@ class Chaos:
                 continue
             if blow.kind.startswith("stopped"):
                 worker.resume()
-                worker.note_back()
                 self.tell(f"worker {worker.number}", "is let go on")
             elif blow.kind in ("half speed", "tenth of the speed"):
                 worker.speed_up()
                 self.tell(f"worker {worker.number}", "has its speed again")
             elif blow.kind == "link cut":
                 self.place.mend(worker.number)
-                worker.hindered.discard("cut off")
+                worker.free("cut off")
                 self.tell(f"worker {worker.number}", "has its link again")
             elif not worker.wanted:
                 self.bring_back(blow, worker, resume)
@@ -261,6 +277,7 @@ class Chaos:
     def kill_rank(self, worker):
         """One dies: its launcher ends the worker, and says who it was."""
         worker.wanted = False
+        worker.note("away")
         ranks = children(worker.process.pid)
         os.kill(self.draw.choice(ranks) if ranks else worker.process.pid, signal.SIGKILL)
         try:
@@ -323,24 +340,26 @@ class Chaos:
                 raise Failure(f"workers {missing} have not been counted for {2 * LIMIT} s")
             time.sleep(0.05)
             self.look()
-        self.is_calm, self.calm_since = True, time.monotonic()
-
-    def end_calm(self):
-        living = sum(not worker.ended for worker in self.workers)
-        self.look()
-        self.totals.calm += living * (time.monotonic() - self.calm_since)
-        self.is_calm = False
 
     def look(self):
         self.read()
+        self.count_living()
         for worker in self.workers:
             if worker.wanted and worker.process.poll() is not None:
                 self.note_end(worker)
         self.find_hangs()
 
+    def count_living(self):
+        """The time since the last look, of those who could go on."""
+        now = time.monotonic()
+        able = sum(self.waits.could_go_on(worker.number, now) for worker in self.workers)
+        self.totals.living += able * (now - (self.looked_at or now))
+        self.looked_at = now
+
     def note_end(self, worker):
         """Nobody has killed it."""
         worker.wanted, worker.ended = False, True
+        worker.note("away")
         self.read()
         status, text = worker.process.returncode, worker.text()
         self.tell(f"worker {worker.number}", f"has ended with status {status}")
@@ -378,30 +397,32 @@ class Chaos:
     def take(self, worker, rank, log, line):
         if line["type"] == "step":
             worker.step, worker.moved = line["step"], log.at(line)
+            worker.took.append(line["seconds"])
+            self.waits.progress[worker.number].note(line["step"], log.at(line))
             if line["loss"] is None:
                 raise Failure(f"worker {worker.number} has a loss that is not finite in step {line['step']}")
             worker.losses += [line["loss"]] * (rank == 0)
-            self.totals.trained += line["seconds"] * (rank == 0)
         elif line["type"] == "sync":
             self.agreement.add(rank, line, log.name)
             self.take_sync(worker, rank, log, line)
-        elif line["type"] == "event" and line["kind"] != "applied":
-            self.tell(f"worker {worker.number}{f'.{rank}' * (len(worker.logs) > 1)}", line["text"],
+        elif line["type"] == "event" and line["kind"] == "applied":
+            self.applied[worker.number, line["sync"]] = line["text"]
+        elif line["type"] == "event":
+            if jump := re.fullmatch(r"jumps from step \d+ to (\d+)", line["text"]):
+                self.waits.progress[worker.number].note(int(jump[1]), log.at(line))
+            self.tell(f"worker {worker.number}{f'.{rank}' * (self.options['--ranks'] > 1)}", line["text"],
                       log.at(line))
 
     def take_sync(self, worker, rank, log, line):
         when, contributors = log.at(line), line["contributors"] or []
+        if rank == 0:
+            self.take_wait(worker, when, line)
         if worker.number in contributors:
-            worker.counted_at = max(worker.counted_at, when)
-            if worker.counted_again is None and when > worker.back_at:
-                worker.counted_again = when
+            worker.note_counted(line["sync"], when)
         else:
             self.tell(f"worker {worker.number}", f"merges sync {line['sync']} of {contributors}, and is not "
                                                  "in it", when)
-        if rank == 0:
-            self.totals.waited_ever += line["waited_seconds"]
-            if self.is_calm and when > self.calm_since:
-                self.totals.waited += min(line["waited_seconds"], when - self.calm_since)
+        self.newest = max(self.newest, line["sync"])
         for one in list(self.awaited):
             blow, struck, victims = one
             is_back = any(self.workers[w].started_at > struck for w in victims)
@@ -410,6 +431,26 @@ class Chaos:
             if is_back or not victims & set(contributors):
                 self.totals.rows[blow.kind].others.append(when - struck)
                 self.awaited.remove(one)
+
+    def take_wait(self, worker, when, line):
+        """What it waited for a sync, and for whom."""
+        text, waited = self.applied.pop((worker.number, line["sync"]), ""), line["waited_seconds"]
+        in_vain = re.search("workers? ([0-9, and]+) (?:is|are) missing", text)
+        if in_vain and line["grace_seconds"] > waited / 2:
+            missing = [int(number) for number in re.findall(r"\d+", in_vain[1])]
+        else:
+            missing = []
+        wait = self.waits.weigh(worker.number, when - waited, when, line["send_step"],
+                                line["contributors"] or [], missing)
+        self.totals.purpose += waited - wait.seconds
+        if wait.cause is None:
+            return
+        is_long = wait.seconds > worker.step_seconds()
+        self.totals.waits[wait.cause].add(wait.seconds, is_long)
+        if is_long:
+            names = " and ".join(str(number) for number in wait.whom)
+            self.tell(f"worker {worker.number}", f"has waited {wait.seconds:.3f} s for sync {line['sync']}, "
+                                                 f"{wait.cause}{': worker ' * bool(names)}{names}", when)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -425,6 +466,19 @@ def check(arguments):
         raise UserError("--links are to a Redis server: leave out --store file")
     if lack := places.missing(arguments.store, arguments.links):
         raise UserError(lack)
+    if arguments.share is not None and not 0 <= arguments.share <= 1:
+        raise UserError(f"--share {arguments.share:g} is no share of a core: give 0 to 1")
+    if arguments.share and (lack := quota.missing()):
+        raise UserError(f"--share {arguments.share:g} cannot be had: {lack}")
+
+
+def share_that_can_be_had():
+    """Without --share."""
+    lack = quota.missing()
+    if not lack:
+        return SHARE
+    print(f"note: workers compete for this machine's cores, and some wait for that alone: {lack}")
+    return 0
 
 
 def chaos(arguments, seed, base, totals, journal):
@@ -460,6 +514,9 @@ def parse(words):
     parser.add_argument("--steps", type=int, default=2000, help="of a run")
     parser.add_argument("--store", choices=["redis", "file"], default="redis")
     parser.add_argument("--links", action="store_true", help="far apart: sites and lines; root")
+    parser.add_argument("--share", type=float, metavar="CORES",
+                        help=f"of a core, that a rank gets ({SHARE} where there are control groups, and "
+                             "root; 0: as much as it can get)")
     parser.add_argument("--trainer", type=Path, default=ROOT / "train_gpt_cpu")
     return parser.parse_args(words)
 
@@ -468,6 +525,8 @@ def main(words):
     arguments = parse(words)
     check(arguments)
     arguments.trainer = arguments.trainer.resolve()
+    if arguments.share is None:
+        arguments.share = share_that_can_be_had()
     seed = secrets.randbelow(10**6) if arguments.seed is None else arguments.seed
     print(f"seed {seed}, {arguments.workers} workers, {arguments.minutes:g} minutes", flush=True)
     base, totals, journal = Path(tempfile.mkdtemp(prefix="chaos-")), Totals(), []
@@ -475,7 +534,7 @@ def main(words):
     try:
         chaos(arguments, seed, base, totals, journal)
     except (Failure, Divergence) as failure:
-        names = ("workers", "ranks", "steps", "store", "trainer")
+        names = ("workers", "ranks", "steps", "store", "share", "trainer")
         options = " ".join(f"--{name} {getattr(arguments, name)}" for name in names)
         options += " --links" * arguments.links
         journal.append((time.monotonic(), "chaos", f"FAILURE: {failure}"))

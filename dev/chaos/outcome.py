@@ -1,8 +1,10 @@
 """What chaos comes to: counts and times by kind of blow, and all that happened in one log."""
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 from blows import GRACE
+from waits import CAUSES, HIT, Costs
 
 
 @dataclass
@@ -19,10 +21,9 @@ class Totals:
     runs: int = 0
     events: int = 0
     compared: int = 0
-    waited: float = 0      # seconds that workers waited for syncs, while all was well,
-    calm: float = 0        # of so many
-    waited_ever: float = 0
-    trained: float = 0
+    living: float = 0  # seconds, summed over workers, in which they could go on
+    waits: dict = field(default_factory=lambda: {cause: Costs() for cause in CAUSES})
+    purpose: float = 0  # seconds that workers waited while they could not: too few, no store, just back
 
 
 def spread(seconds):
@@ -43,20 +44,39 @@ def table(totals):
     victims = [value for row in totals.rows.values() for value in row.victims]
     blows = sum(row.blows for row in totals.rows.values())
     lines.append(f"{'all':<22}{blows:>6}{spread(others)}{spread(victims)}")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *table_of_waits(totals)])
+
+
+def table_of_waits(totals):
+    """Those of workers that could have gone on; spreads are of those that are longer than a step."""
+    lines = [f"{'waits':<34}{'count':>6}{'share':>8}{'50%':>7}{'90%':>7}{'max':>7}"]
+    for cause, costs in totals.waits.items():
+        lines.append(f"{cause:<34}{len(costs.long):>6}{share(costs.seconds, totals):>7.2f}%"
+                     f"{spread(costs.long)}")
+    return [*lines, f"of {totals.living:.0f} s in which workers could go on; besides, they waited "
+                    f"{totals.purpose:.0f} s where too few were well, without the store, or to catch up"]
+
+
+def share(seconds, totals):
+    return 100 * seconds / max(totals.living, 1e-9)
+
+
+def met(bar):
+    return "met" if bar else "NOT met"
 
 
 def verdict(totals):
     others = [value for row in totals.rows.values() for value in row.others]
-    share = totals.waited / max(totals.calm, 1e-9)
-    slowest = max(others, default=0)
+    slowest = max(others, default=math.inf)
+    recovery = (f"others go on after {slowest:.2f} s at most, of {len(others)}" if others
+                else "others go on: not measured")
+    waited = share(sum(costs.seconds for cause, costs in totals.waits.items() if cause != HIT), totals)
+    with_recovery = waited + share(totals.waits[HIT].seconds, totals)
     return (f"{totals.runs} runs, {totals.events} events; {totals.compared} merged syncs compared with what "
             "others logged: no difference, no hang\n"
-            f"others go on after {slowest:.2f} s at most: "
-            f"{'met' if slowest <= GRACE + 2 else 'NOT met'} (the grace and 2 s: {GRACE + 2} s)\n"
-            f"waits between events: {100 * share:.2f}% of {totals.calm:.0f} s: "
-            f"{'met' if share <= 0.05 else 'NOT met'} (5%); in all "
-            f"{100 * totals.waited_ever / max(totals.trained, 1e-9):.1f}% of training")
+            f"{recovery}: {met(slowest <= GRACE + 2)} (the grace and 2 s: {GRACE + 2} s)\n"
+            f"waits between events: {waited:.2f}% of the time in which workers could go on: "
+            f"{met(waited <= 5)} (5%); with those until others go on {with_recovery:.2f}%")
 
 
 def write_journal(journal, path):

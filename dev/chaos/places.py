@@ -20,6 +20,8 @@ def missing(store, with_links):
     lack = redis_server.missing() if store == "redis" else None
     if with_links:
         lack = lack or sites.missing()
+        if not (ROOT / "build/relay").exists():
+            lack = lack or "there is no build/relay, which is the lines: run make build/relay"
         lack = lack or (None if shutil.which("ip") else "ip is not there: install iproute2")
     return lack
 

@@ -1,7 +1,9 @@
 """One place in a run whose workers come and go: the process that fills it, what befalls it, and its logs."""
+import collections
 import contextlib
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -30,9 +32,11 @@ class Worker:
         self.moved = 0          # when it last logged a step
         self.counted_at = 0     # when it last logged a sync that it is counted in
         self.started_at = 0
-        self.back_at = 0        # when it was started or let go on
+        self.back_at = 0        # when it was started or could go on again
         self.counted_again = None  # when, since then, it was counted first
+        self.news_from = 0      # the first sync that nobody had merged when it was back
         self.step = 0
+        self.took = collections.deque(maxlen=21)  # its last steps, in seconds
         self.losses = []        # of all starts
 
     def start(self, resume):
@@ -51,8 +55,41 @@ class Worker:
         self.chaos.tell(f"worker {self.number}", f"is started{' with -y 1' if resume else ''}, process "
                                                  f"{self.process.pid}, {self.folder.name}")
 
+    # ---- what it can do
+
+    def note(self, state, when=None):
+        """waits.History has the states."""
+        when = time.monotonic() if when is None else when
+        self.chaos.waits.histories[self.number].note(state, when)
+
+    def step_seconds(self):
+        """Of a step that waits for nobody."""
+        return statistics.median(self.took) if self.took else 0
+
     def note_back(self):
         self.back_at, self.counted_again = time.monotonic(), None
+        self.news_from = self.chaos.newest + 1
+        self.note("back", self.back_at)
+
+    def note_counted(self, sync, when):
+        """By its own log. It may read there, too, that it was counted before it was away."""
+        if sync < self.news_from:
+            return
+        self.counted_at = max(self.counted_at, when)
+        if self.counted_again is None and when > self.back_at:
+            self.counted_again = when
+            self.note("well", when)
+
+    def hinder(self, how):
+        self.hindered.add(how)
+        self.note("away")
+
+    def free(self, how):
+        """It is what it was before, unless something else hinders it."""
+        if how in self.hindered:
+            self.hindered.discard(how)
+            if self.is_alive() and not self.hindered:
+                self.note_back()
 
     def open_logs(self):
         """[(rank, its log)]"""
@@ -66,7 +103,8 @@ class Worker:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.chaos.base),
                        "DILOCO_STORE": store or self.chaos.place.url(self.number)}
         with output.open("w") as file:
-            return subprocess.Popen([*self.chaos.place.inside(self.number), *words], stdout=file,
+            return subprocess.Popen([*self.chaos.share_of(self.number), *self.chaos.place.inside(self.number),
+                                     *words], stdout=file,
                                     stderr=subprocess.STDOUT, cwd=self.chaos.base, env=environment)
 
     def is_alive(self):
@@ -88,17 +126,18 @@ class Worker:
         self.wanted = False
         self.speed_up()
         if self.is_alive():
+            self.note("away")
             self.signal(signal.SIGKILL)
             self.process.wait()
         self.hindered.discard("stopped")
 
     def stop(self):
-        self.hindered.add("stopped")
+        self.hinder("stopped")
         self.signal(signal.SIGSTOP)
 
     def resume(self):
-        self.hindered.discard("stopped")
         self.signal(signal.SIGCONT)
+        self.free("stopped")
 
     def slow_down(self, share):
         """It runs for this share of the time."""
@@ -110,7 +149,7 @@ class Worker:
                 is_over.wait(0.1 * (1 - share))
                 self.signal(signal.SIGCONT)
 
-        self.hindered.add("slow")
+        self.hinder("slow")
         self.slowing = threading.Thread(target=alternate), is_over
         self.slowing[0].start()
 
@@ -119,7 +158,7 @@ class Worker:
             self.slowing[1].set()
             self.slowing[0].join()
             self.slowing = None
-        self.hindered.discard("slow")
+        self.free("slow")
 
     def text(self):
         return self.output.read_text(errors="replace") if self.output and self.output.exists() else ""

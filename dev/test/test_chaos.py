@@ -2,7 +2,6 @@
 hang, an end that it did not bring about do not escape it. Its links (dev/chaos/link.py) do what they are
 told."""
 import json
-import os
 import random
 import re
 import socket
@@ -26,6 +25,7 @@ from chaos import LIMIT, OVER, Chaos, Failure  # noqa: E402
 from link import Commands, Link  # noqa: E402
 from redis_server import RedisServer, packed  # noqa: E402
 from run_logs import Agreement, Divergence, StartLog  # noqa: E402
+from waits import AGAIN, BACK, HIT, SLOWER, STORE, Waits  # noqa: E402
 from worker import Worker  # noqa: E402
 
 
@@ -42,13 +42,12 @@ def needs(store, links=False):
 # -----------------------------------------------------------------------------------------------------------
 # Real runs
 
-# How long a run takes to go on after a blow hangs on how busy the machine is: make chaos is for a quiet one.
-@pytest.mark.skipif(not os.environ.get("CHAOS"), reason="some minutes of blows each: CHAOS=1 gives them")
+@pytest.mark.long
 @pytest.mark.parametrize("words", [["--store", "redis"], ["--store", "file"], ["--ranks", 2, "--workers", 3],
                                    ["--links"]], ids=["redis", "file", "ranks", "links"])
 def test_a_run_through_chaos_ends_well(words):
     needs("file" if "file" in words else "redis", "--links" in words)
-    result = run_tool("--minutes", 5, "--events", 12, "--seed", 7, *words)
+    result = run_tool("--minutes", 5, "--events", 12, "--seed", 7, *words, seconds=1500)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "no difference, no hang" in result.stdout
     (log,) = re.findall("^what happened, in order: (.*)$", result.stdout, re.M)
@@ -59,7 +58,8 @@ def test_a_run_through_chaos_ends_well(words):
 # -----------------------------------------------------------------------------------------------------------
 # What is found
 
-SYNC = {"type": "sync", "sync": 4, "global_hash": "00ff", "contributors": [0, 2], "decider": 2}
+SYNC = {"type": "sync", "sync": 4, "send_step": 34, "global_hash": "00ff", "contributors": [0, 2],
+        "decider": 2, "grace_seconds": 0.0, "waited_seconds": 0.0}
 
 
 @pytest.mark.parametrize("difference", [{"global_hash": "00fe"}, {"contributors": [0, 1, 2]}, {"decider": 0}])
@@ -77,7 +77,8 @@ def test_a_difference_between_two_logs_is_found_and_both_are_named(difference):
 @pytest.fixture
 def quiet(tmp_path):
     """A run whose workers are sleeping processes, of a folder: what is looked at, without a trainer."""
-    arguments = SimpleNamespace(trainer=TRAINER, workers=3, ranks=1, steps=100, store="file", links=False)
+    arguments = SimpleNamespace(trainer=TRAINER, workers=3, ranks=1, steps=100, store="file", links=False,
+                                share=0)
     one = Chaos(arguments, 1, tmp_path / "run", tmp_path, outcome.Totals(), [])
     for worker in one.workers:
         worker.folder = one.base / f"worker{worker.number}"
@@ -165,9 +166,96 @@ def test_others_go_on_with_the_first_sync_without_the_victim(quiet):
     rows = [(0, 99.5, [0, 2]), (0, 100.5, [0, 1, 2]), (1, 101.0, [0, 2]), (2, 103.0, [0, 2]),
             (0, 104.0, [0, 2])]
     for sync, (number, when, contributors) in enumerate(rows):
-        line = {**SYNC, "sync": sync, "contributors": contributors, "time": when, "waited_seconds": 0.0}
+        line = {**SYNC, "sync": sync, "contributors": contributors, "time": when}
         quiet.take(quiet.workers[number], 0, log, line)
     assert quiet.totals.rows["killed"].others == [3.0] and quiet.awaited == []
+
+
+@pytest.fixture
+def waits():
+    """Of four workers, which are well from second 0 on."""
+    one = Waits(4, 2)
+    for history in one.histories:
+        history.note("well", 0)
+    return one
+
+
+def weigh(waits, begin, end, missing=(), worker=0):
+    """Of a sync that is sent after step 40, and that all others are counted in."""
+    counted = [other for other in range(4) if other not in missing]
+    wait = waits.weigh(worker, begin, end, 40, counted, missing)
+    return wait.cause, pytest.approx(wait.seconds), wait.whom
+
+
+def test_a_wait_is_for_who_was_hit_once_then_again_then_for_who_comes_back_then_for_one_that_is_well(waits):
+    waits.histories[3].note("away", 10)
+    assert weigh(waits, 11, 13, [3]) == (HIT, 2, [3])
+    assert weigh(waits, 11, 12.5, [3], worker=1) == (HIT, 1.5, [3])
+    assert weigh(waits, 14, 14.5, [3]) == (AGAIN, 0.5, [3])
+    waits.histories[3].note("back", 20)
+    waits.progress[3].note(41, 21.5)
+    waits.progress[2].note(40, 21.2)
+    assert weigh(waits, 21, 21.6) == (BACK, 0.6, [3])
+    waits.histories[3].note("well", 21.7)
+    assert weigh(waits, 23, 24) == (STORE, 1, [])
+    waits.progress[3].steps.clear()
+    waits.progress[3].note(40, 23.5)
+    assert weigh(waits, 23, 24) == (SLOWER, 1, [3])
+    waits.histories[3].note("away", 30)
+    assert weigh(waits, 29, 31, [3]) == (HIT, 2, [3])
+
+
+def test_a_wait_that_a_worker_could_do_nothing_about_does_not_count(waits):
+    for number in (1, 2, 3):
+        waits.histories[number].note("away", 10 + number)  # from 13 on worker 0 is alone
+        waits.histories[number].note("well", 20)
+    assert weigh(waits, 14, 18, [1, 2, 3]) == (None, 0, [])
+    assert weigh(waits, 12.5, 18, [1]) == (HIT, 0.5, [1])
+    waits.store.note("away", 30)
+    waits.store.note("well", 31)
+    assert weigh(waits, 30.2, 31.5) == (HIT, 0.5, [])
+    waits.histories[0].note("back", 40)
+    assert weigh(waits, 41, 42) == (None, 0, [])
+
+
+def test_a_wait_for_one_that_is_given_up_is_for_that_one(waits):
+    waits.histories[3].note("away", 10)
+    wait = waits.weigh(0, 10.5, 12, 40, [0, 1, 2], [])
+    assert (wait.cause, wait.whom) == (HIT, [3])
+    wait = waits.weigh(0, 13, 14, 40, [0, 1, 2], [])
+    assert (wait.cause, wait.whom) == (STORE, [])
+
+
+def test_a_worker_that_reads_of_its_former_deeds_has_not_been_counted_again(quiet):
+    log = SimpleNamespace(name="a start", at=lambda line: line["time"])
+    quiet.take(quiet.workers[0], 0, log, {**SYNC, "sync": 7, "time": 1.0})
+    worker = quiet.workers[2]
+    worker.note_back()
+    back = worker.back_at
+    for sync, counted_again in ((4, None), (7, None), (8, back + 8)):
+        quiet.take(worker, 0, log, {**SYNC, "sync": sync, "time": back + sync})
+        assert worker.counted_again == counted_again
+
+
+def test_whom_a_worker_has_waited_for_is_told(quiet):
+    log = SimpleNamespace(name="a start", at=lambda line: line["time"])
+    for history in quiet.waits.histories:
+        history.note("well", 0)
+    quiet.waits.histories[1].note("away", 99)
+    worker = quiet.workers[0]
+    worker.took.append(0.1)
+    quiet.take(worker, 0, log, {"type": "event", "kind": "applied", "sync": 4, "time": 103.0,
+                                "text": "applies sync 4, it counts 0.1 (9 tokens) and 2.1 (9 tokens); "
+                                        "worker 1 is missing after 2 s"})
+    quiet.take(worker, 0, log, {**SYNC, "time": 103.0, "grace_seconds": 2.0, "waited_seconds": 2.5})
+    assert (103.0, "worker 0", f"has waited 2.500 s for sync 4, {HIT}: worker 1") in quiet.journal
+    assert quiet.totals.waits[HIT].long == [2.5]
+    quiet.totals.living = 10
+    assert "waits between events: 0.00% of the time in which workers could go on: met" in outcome.verdict(
+        quiet.totals)
+    quiet.totals.waits[BACK].add(0.6, True)
+    assert "waits between events: 6.00% of the time in which workers could go on: NOT met" in outcome.verdict(
+        quiet.totals)
 
 
 def test_events_follow_from_the_seed_and_every_kind_is_drawn():
@@ -251,6 +339,23 @@ def test_a_link_passes_on_holds_back_and_catches(server):
     assert ask("HSETNX", "a/sent/3", "1", "x") == b""
     assert server.ask("EXISTS", "a/sent/3") == b":0"
     connection.close()
+    link.close()
+
+
+def test_what_is_held_back_waits_and_all_else_passes(server):
+    link, may_pass = Link(server.port), threading.Event()
+    hold = link.hold(lambda words: words[0] == b"SET", lambda words: may_pass.is_set())
+    (one, ask), (other, ask_too) = connect(link), connect(link)
+    threading.Thread(target=ask, args=("SET", "a", "1")).start()
+    assert hold.reached.wait(10) and ask_too("EXISTS", "a") == b":0\r\n"
+    may_pass.set()
+    end = time.monotonic() + 30
+    while server.ask("GET", "a") != b"1":
+        assert time.monotonic() < end
+    server.ask("HSET", "h", "b", "2", "c", "\r\n")
+    assert sorted(server.ask("HGETALL", "h")) == [b"\r\n", b"2", b"b", b"c"]
+    one.close()
+    other.close()
     link.close()
 
 
