@@ -8,11 +8,10 @@ and in four bits, with H = 30 and 100, tau = 1 and 5, two and four workers, on e
     dev/bench/quality.py --scale trial --text FOLDER    every kind of run once, within minutes: does all work?
     dev/bench/quality.py --scale gpu --trainer ./train_gpt --text FOLDER   three methods, one GPU
 
-Short runs of a quarter of the tokens come first. The inner learning rate is the best of four, for
-data-parallel training and, since a worker's batch is smaller, for streaming in four bits with H = 30 and an
-outer rate of 0.7: all methods that exchange have that. The outer one is the best of four, with H = 30: for
-streaming in four bits, which all that stream have, and for classic DiLoCo. The long runs are of other seeds
-than these.
+The inner learning rate is the best of four, in whole runs of the first seed: for data-parallel training and,
+since a worker's batch is smaller, for streaming in four bits with H = 30 and an outer rate of 0.7, which all
+that exchange have. The outer one is the best of four in short runs of another seed, on half the tokens, with
+H = 30: for streaming in four bits, which all that stream have, and for classic DiLoCo.
 
 All runs of a seed start from the same bits and read the same tokens in the same order, as many in a step
 whatever the number of workers. Gaps are paired: of two losses of one seed. The loss is that of the global
@@ -20,7 +19,7 @@ parameters; the local ones' is the mean over workers, from the same run's last c
 local.
 
 How the gap goes with longer training is shown twice: along the long runs, where the learning rate has not yet
-come down, and by the short runs, which are complete trainings of a quarter of the length.
+come down, and by the short runs, which are complete trainings of half the length.
 """
 import datetime
 import shutil
@@ -36,7 +35,8 @@ from metrics import Parser, UserError, exit_status
 
 SWEEP_SEED = 100  # of the short runs
 SWEEP_OUTER_LR = 0.7
-SHORTER = 4       # times as many tokens have the long ones
+SHORTER = 2       # times as many tokens have the long ones
+STATIONS = 4      # validations in a run
 NEVER = 10**9
 
 
@@ -64,8 +64,8 @@ class Scale:
 OUTER_LRS = (0.2, 0.4, 0.7, 1.0)
 MAIN = ("data-parallel", "classic-m2-h30", "fp32-m2-h30-tau1", "fp4_e2m1-m2-h30-tau1")
 SCALES = {
-    # Two cores, all in less than two hours: 0.86M parameters, 6.1M tokens, 100 outer steps with H = 30.
-    "cpu": Scale({"--layers": 4, "--heads": 4, "--channels": 128}, 128, 2048, 3000, 40960, 60,
+    # Two cores, all in less than two hours: 0.86M parameters, 3.1M tokens, 50 outer steps with H = 30.
+    "cpu": Scale({"--layers": 4, "--heads": 4, "--channels": 128}, 128, 2048, 1500, 40960, 60,
                  (0.002, 0.004, 0.008, 0.016), OUTER_LRS, 2, 3),
     # The outer rate is the paper's; two workers share the GPU.
     "gpu": Scale({"--layers": 12, "--heads": 8, "--channels": 512}, 1024, 65536, 1500, 131072, 100,
@@ -150,7 +150,7 @@ def job(arguments, method, steps, seed, learning_rate, outer_lr, name):
     batch = scale.step_tokens // scale.sequence // (method.workers * ranks)
     return Job(name, method, seed, {
         **scale.options(), **options, "-l": learning_rate, "-b": batch, "-x": steps, "--seed": seed,
-        "-v": steps // SHORTER, "-m": scale.validation_tokens // scale.sequence // (batch * ranks),
+        "-v": steps // STATIONS, "-m": scale.validation_tokens // scale.sequence // (batch * ranks),
         "-n": NEVER, "-i": f"{arguments.text}/*_train_*.bin", "-j": f"{arguments.text}/*_val_*.bin"})
 
 
@@ -162,6 +162,7 @@ class Jobs:
         self.steps = arguments.tokens // arguments.scale.step_tokens
         self.learning_rate, self.outer_lr = {}, {}  # by inner_like() and outer_like()
         self.by_learning_rate, self.by_outer_lr, self.long = {}, {}, []
+        self.short_base = {}  # by learning rate: what short runs are compared with
         self.choose_learning_rate()
         if None not in self.learning_rate.values():
             self.choose_outer_lr()
@@ -169,22 +170,28 @@ class Jobs:
             self.add_long()
 
     def all(self):
-        sweeps = [*self.by_learning_rate.values(), *self.by_outer_lr.values()]
-        short = {one.name: one for sweep in sweeps for one in sweep.values()}  # some are of two sweeps
-        return [*short.values(), *self.long]
+        sweeps = [*self.by_learning_rate.values(), *self.by_outer_lr.values(), self.short_base]
+        jobs = [*(one for sweep in sweeps for one in sweep.values()), *self.long]
+        return list({one.name: one for one in jobs}.values())  # some are of a sweep, too
 
     def short(self, method, learning_rate, outer_lr):
-        name = f"short-{method.name}-lr{learning_rate:g}" + (f"-outer{outer_lr:g}" if outer_lr else "")
-        return job(self.arguments, method, self.steps // SHORTER, SWEEP_SEED, learning_rate, outer_lr, name)
+        return job(self.arguments, method, self.steps // SHORTER, SWEEP_SEED, learning_rate, outer_lr,
+                   f"short-{rates_name(method, learning_rate, outer_lr)}")
+
+    def whole(self, method, learning_rate, outer_lr, seed):
+        return job(self.arguments, method, self.steps, seed, learning_rate, outer_lr,
+                   f"{rates_name(method, learning_rate, outer_lr)}-seed{seed}")
 
     def choose_learning_rate(self):
-        for method, outer_lr in ((DATA_PARALLEL, None), (STREAMING, SWEEP_OUTER_LR)):
-            rates = self.arguments.learning_rates
-            if len(rates) == 1:
-                self.learning_rate[method] = rates[0]
-                continue
-            self.by_learning_rate[method] = {lr: self.short(method, lr, outer_lr) for lr in rates}
-            self.learning_rate[method] = best(self.arguments, self.by_learning_rate[method])
+        rates = self.arguments.learning_rates
+        if len(rates) == 1:
+            self.learning_rate = {DATA_PARALLEL: rates[0], STREAMING: rates[0]}
+            return
+        self.by_learning_rate = {method: {lr: self.whole(method, lr, outer_lr, 1) for lr in rates}
+                                 for method, outer_lr in ((DATA_PARALLEL, None), (STREAMING, SWEEP_OUTER_LR))}
+        self.learning_rate = {method: best(self.arguments, sweep)
+                              for method, sweep in self.by_learning_rate.items()}
+        self.short_base = {lr: self.short(DATA_PARALLEL, lr, None) for lr in rates}
 
     def choose_outer_lr(self):
         if len(self.arguments.outer_lrs) == 1:
@@ -201,9 +208,13 @@ class Jobs:
         order = [(one, seed) for seed in range(1, self.arguments.seeds + 1)
                  for one in chosen if one.name in MAIN]
         order += [(one, 1) for one in chosen if one.name not in MAIN]
-        self.long = [job(self.arguments, method, self.steps, seed, self.learning_rate[inner_like(method)],
-                         self.outer_lr[outer_like(method)], f"{method.name}-seed{seed}")
+        self.long = [self.whole(method, self.learning_rate[inner_like(method)],
+                                None if method == DATA_PARALLEL else self.outer_lr[outer_like(method)], seed)
                      for method, seed in order]
+
+
+def rates_name(method, learning_rate, outer_lr):
+    return f"{method.name}-lr{learning_rate:g}" + (f"-outer{outer_lr:g}" if outer_lr else "")
 
 
 def best(arguments, jobs):
@@ -320,15 +331,15 @@ def gaps_along(runs, base, steps):
 def short_gap(arguments, jobs, method):
     """Of the complete training on a quarter of the tokens; None where there is none."""
     one = jobs.by_outer_lr.get(method, {}).get(jobs.outer_lr.get(method))
-    base = jobs.by_learning_rate.get(DATA_PARALLEL, {}).get(jobs.learning_rate[DATA_PARALLEL])
-    losses = [loss_of(arguments, each) if each else None for each in (one, base)]
-    return None if None in losses else 100 * (losses[0] / losses[1] - 1)
+    base = [loss_of(arguments, each) for each in jobs.short_base.values()]
+    loss = loss_of(arguments, one) if one else None
+    return None if loss is None or not base or None in base else 100 * (loss / min(base) - 1)
 
 
 def trend_table(arguments, jobs, results):
     base = results.runs.get(DATA_PARALLEL, {})
-    quarter = jobs.steps // SHORTER
-    steps = [quarter * n for n in range(1, SHORTER)] + [jobs.steps]
+    quarter = jobs.steps // STATIONS
+    steps = [quarter * n for n in range(1, STATIONS)] + [jobs.steps]
     rows = []
     for method in METHODS:
         if method == DATA_PARALLEL or not results.runs.get(method, {}).keys() & base.keys():
@@ -337,16 +348,16 @@ def trend_table(arguments, jobs, results):
         rows.append([str(method.workers), str(method.inner_steps), str(method.overlap), method.title,
                      "-" if short is None else f"{short:+.2f}%",
                      *(f"{gap:+.2f}%" for gap in gaps_along(results.runs[method], base, steps))])
-    header = ["workers", "H", "tau", "method", "trained on 25% alone", "after 25%", "50%", "75%", "100%"]
+    header = ["workers", "H", "tau", "method", "trained on 50% alone", "after 25%", "50%", "75%", "100%"]
     return markdown(header, rows) if rows else ""
 
 
-def sweep_line(arguments, what, jobs):
+def sweep_line(arguments, what, jobs, is_taken=True):
     """The losses of a sweep, and whether its best value has others on both sides."""
     losses = {value: loss_of(arguments, one) for value, one in jobs.items()}
     text = f"{what}: " + ", ".join(f"{value:g}: " + ("-" if loss is None else f"{loss:.4f}")
                                    for value, loss in losses.items()) + "."
-    if None not in losses.values():
+    if is_taken and None not in losses.values():
         chosen = min(losses, key=losses.get)
         is_edge = chosen in (min(losses), max(losses))
         text += f" Taken: {chosen:g}"
@@ -355,12 +366,15 @@ def sweep_line(arguments, what, jobs):
 
 
 def sweep_lines(arguments, jobs):
+    """The last is not taken: short runs are compared with its best one."""
     lines = []
     for what, sweeps in (("Learning rate", jobs.by_learning_rate), ("Outer learning rate", jobs.by_outer_lr)):
         for method, sweep in sweeps.items():
-            schedule = f", H = {method.inner_steps}, tau = {method.overlap}"
-            of = method.title + (schedule if method != DATA_PARALLEL else "")
-            lines.append(sweep_line(arguments, f"{what} of {of}", sweep))
+            schedule = f", H = {method.inner_steps}, tau = {method.overlap}" * (method != DATA_PARALLEL)
+            lines.append(sweep_line(arguments, f"{what} of {method.title}{schedule}", sweep))
+    if jobs.short_base:
+        what = "Learning rate of data-parallel in short runs"
+        lines.append(sweep_line(arguments, what, jobs.short_base, False))
     return lines
 
 
@@ -404,7 +418,8 @@ def report(arguments):
              f"{scale.validation_tokens:,} tokens; beside it that of the workers' own, their "
              f"mean. {len(results.made)} long runs, {minutes:.0f} minutes.")
     parts = [intro, main_table(results), "\n".join(verdicts(results)),
-             "## Before the long runs\n\nShort runs, of a quarter of the tokens.\n\n"
+             "## Learning rates\n\nInner ones: whole runs of seed 1. Outer ones: short runs, on half the "
+             "tokens, of another seed.\n\n"
              + "\n".join(f"- {line}" for line in text) if text else "",
              TREND + trend if (trend := trend_table(arguments, jobs, results)) else "", NOTES]
     if results.missing:
@@ -417,8 +432,8 @@ def report(arguments):
 
 TREND = """## As training gets longer
 
-Gaps to data-parallel. "Trained on 25% alone": complete trainings of that length, with the learning rate's
-whole course. The other columns are stations of the long runs.
+Gaps to data-parallel. "Trained on 50% alone": complete trainings of that length, with the learning rate's
+whole course, data-parallel's with its best rate for that. The other columns are stations of the long runs.
 
 """
 
@@ -446,7 +461,7 @@ def parse_arguments(words):
     parser.add_argument("--tokens", type=above_zero(int), help="of a long run")
     parser.add_argument("--seeds", type=above_zero(int), help="of " + ", ".join(MAIN))
     parser.add_argument("--learning-rate", type=above_zero(float), nargs="+", dest="learning_rates",
-                        help="one, or several of which data-parallel's best is taken")
+                        help="one, or several of which the best is taken")
     parser.add_argument("--outer-lr", type=above_zero(float), nargs="+", dest="outer_lrs",
                         help="likewise, streaming's best")
     parser.add_argument("--minutes", type=above_zero(float, or_zero=True), default=120,
@@ -470,7 +485,7 @@ def check(arguments):
         raise UserError(f"{arguments.text} holds no token shards: run make bench-quality, or give another "
                         "--text")
     check_report(arguments.report)
-    longest = max([SHORTER * STREAMING.inner_steps]
+    longest = max([STATIONS * STREAMING.inner_steps]
                   + [one.inner_steps for one in METHODS if one.name in arguments.names])
     least = longest * arguments.scale.step_tokens
     if arguments.tokens < least:

@@ -1,4 +1,4 @@
-"""dev/bench/quality.py: its runs read the same tokens, its rates come from its short runs, its tables are of
+"""dev/bench/quality.py: its runs read the same tokens, its rates come from its sweeps, its tables are of
 the logs and the local losses those of the run's own bits. Most logs are made here; the last test trains."""
 import json
 import subprocess
@@ -51,21 +51,29 @@ def make_run(arguments, one, loss, along=(2.5, 2.4, 2.3), local=None):
     return folder
 
 
-def make_short_runs(arguments, by_learning_rate=(3.2, 3.0, 3.1), by_outer_lr=(3.3, 3.15, 3.06, 3.09),
-                    classic=(3.2, 3.12, 3.15, 3.3)):
-    """The best inner rates are 0.004 for data-parallel and 0.002 for the others, with an outer one of 0.7."""
-    sweeps = ((quality.DATA_PARALLEL, by_learning_rate), (quality.STREAMING, (by_outer_lr[2], 4.0, 4.1)))
-    for method, losses in sweeps:
-        for one, loss in zip(quality.Jobs(arguments).by_learning_rate[method].values(), losses):
-            make_run(arguments, one, loss)
+def make_sweeps(arguments, by_learning_rate=(2.3, 2.0, 2.1), by_outer_lr=(3.3, 3.15, 3.06, 3.09),
+                classic=(3.2, 3.12, 3.15, 3.3)):
+    """The best inner rates are 0.004 for data-parallel, in short runs 0.008, and 0.002 for the others."""
+    jobs = quality.Jobs(arguments)
+    streaming_loss = LOSSES[quality.STREAMING.name][0]  # it is the long run of seed 1 where 0.7 is the best
+    for sweep, losses in ((jobs.short_base, (3.2, 3.1, 3.0)),
+                          (jobs.by_learning_rate[quality.DATA_PARALLEL], by_learning_rate),
+                          (jobs.by_learning_rate[quality.STREAMING], (streaming_loss, 4.0, 4.1))):
+        for one, loss in zip(sweep.values(), losses):
+            make_run(arguments, one, loss, local=[loss + 0.1, loss + 0.2] if one.method.workers > 1 else None)
+    jobs = quality.Jobs(arguments)
     for method, losses in ((quality.STREAMING, by_outer_lr), (quality.CLASSIC, classic)):
-        for one, loss in zip(quality.Jobs(arguments).by_outer_lr[method].values(), losses):
-            if not (arguments.out / one.name).exists():  # one of them is of both sweeps
-                make_run(arguments, one, loss)
+        for one, loss in zip(jobs.by_outer_lr[method].values(), losses):
+            make_run(arguments, one, loss)
+
+
+def missing(arguments):
+    """The long runs but that which is of a sweep."""
+    return [one for one in quality.Jobs(arguments).long if not (arguments.out / one.name).exists()]
 
 
 def make_long_runs(arguments):
-    for one in quality.Jobs(arguments).long:
+    for one in missing(arguments):
         loss = LOSSES[one.method.name][one.seed - 1]
         make_run(arguments, one, loss, local=[loss + 0.1, loss + 0.2] if one.method.workers > 1 else None)
 
@@ -93,12 +101,15 @@ def test_all_runs_train_and_validate_on_the_same_tokens(scale, tmp_path):
         assert sizes.steps % method.inner_steps == 0 if method.inner_steps and scale != "trial" else True
 
 
-def test_the_rates_are_those_of_the_best_short_runs_and_the_long_runs_wait_for_them(arguments):
+def test_the_rates_are_those_of_the_best_runs_and_the_long_runs_wait_for_them(arguments):
     jobs = quality.Jobs(arguments)
-    assert [one.options["-l"] for one in jobs.all()] == [0.002, 0.004, 0.008] * 2
-    assert all(one.options["-x"] == STEPS // 4 and one.seed == quality.SWEEP_SEED for one in jobs.all())
-    make_short_runs(arguments)
+    assert [one.options["-l"] for one in jobs.all()] == [0.002, 0.004, 0.008] * 3
+    for one in jobs.all():
+        short = one in jobs.short_base.values()
+        assert (one.options["-x"], one.seed) == ((STEPS // 2, quality.SWEEP_SEED) if short else (STEPS, 1))
+    make_sweeps(arguments)
     jobs = quality.Jobs(arguments)
+    assert len(jobs.all()) == 9 + 8 + 7 - 2  # two of the long ones are of a sweep
     assert jobs.learning_rate == {quality.DATA_PARALLEL: 0.004, quality.STREAMING: 0.002}
     assert jobs.outer_lr == {quality.STREAMING: 0.7, quality.CLASSIC: 0.4}
     assert [one.method.name for one in jobs.long] == [*ONLY[:3], *ONLY[:3], ONLY[3]]
@@ -118,7 +129,7 @@ def test_a_rate_that_is_given_is_not_looked_for(arguments):
 
 
 def test_the_tables_hold_paired_gaps_local_losses_and_the_trend(arguments):
-    make_short_runs(arguments)
+    make_sweeps(arguments)
     make_long_runs(arguments)
     text = quality.report(arguments)
     table = rows(text, "to data-parallel: mean ± std")
@@ -128,17 +139,18 @@ def test_the_tables_hold_paired_gaps_local_losses_and_the_trend(arguments):
     assert table["2", "30", "1", "streaming, fp4 E2M1"][1:3] == ["+1.25% ± 0.35", "+0.6%"]
     assert table["2", "100", "1", "streaming, fp4 E3M0"][:4] == ["2.1000", "+5.00%", "+1.4%", "2.2500"]
     assert "tau = 1: +0.75% ± 0.36 to DiLoCo's loss: not more than 1% above it." in text
-    trend = rows(text, "trained on 25% alone")
+    trend = rows(text, "trained on 50% alone")
     assert trend["2", "30", "0", "DiLoCo, fp32"] == ["+4.00%", "+0.00%", "+0.00%", "+0.00%", "+0.50%"]
     assert trend["2", "30", "1", "streaming, fp4 E2M1"][0] == "+2.00%"
-    assert "0.002: 3.2000, 0.004: 3.0000, 0.008: 3.1000. Taken: 0.004." in text
+    assert "data-parallel: 0.002: 2.3000, 0.004: 2.0000, 0.008: 2.1000. Taken: 0.004." in text
+    assert "in short runs: 0.002: 3.2000, 0.004: 3.1000, 0.008: 3.0000.\n" in text
     assert "7 long runs, 7 minutes" in text and "missing" not in text
 
 
 def test_a_rate_at_the_end_of_its_range_and_a_bar_that_is_missed_are_said(arguments):
-    make_short_runs(arguments, by_outer_lr=(3.3, 3.2, 3.1, 3.0))
+    make_sweeps(arguments, by_outer_lr=(3.3, 3.2, 3.1, 3.0))
     missed = {**LOSSES, "fp4_e2m1-m2-h30-tau1": [2.1, 2.3]}
-    for one in quality.Jobs(arguments).long:
+    for one in missing(arguments):
         make_run(arguments, one, missed[one.method.name][one.seed - 1])
     text = quality.report(arguments)
     assert "Taken: 1, the end of the range" in text
@@ -146,10 +158,11 @@ def test_a_rate_at_the_end_of_its_range_and_a_bar_that_is_missed_are_said(argume
 
 
 def test_what_is_there_is_not_run_again_and_what_is_missing_is_said(arguments, capsys):
-    with pytest.raises(quality.UserError, match="short-data-parallel-lr0.002 failed"):
+    with pytest.raises(quality.UserError, match="data-parallel-lr0.002-seed1 failed"):
         quality.run_all(arguments)  # the trainer is /bin/false
-    make_short_runs(arguments)
     assert "No long run has finished" in quality.report(arguments)
+    make_sweeps(arguments)
+    assert "5 of 7 long runs are missing" in quality.report(arguments)  # two are of a sweep
     make_long_runs(arguments)
     quality.run_all(arguments)
     (arguments.out / "classic-m2-h30-seed2").rename(arguments.out / "classic-m2-h30-seed2.part")
@@ -162,14 +175,14 @@ def test_what_is_there_is_not_run_again_and_what_is_missing_is_said(arguments, c
 
 
 def test_runs_with_other_options_are_not_taken_for_these(arguments):
-    make_short_runs(arguments)
+    make_sweeps(arguments)
     arguments.scale = replace(arguments.scale, warmup=11)
     with pytest.raises(quality.UserError, match="was run with other options"):
         quality.run_all(arguments)
 
 
 def test_another_build_of_the_trainer_is_said_even_if_only_short_runs_are_of_it(arguments):
-    make_short_runs(arguments)
+    make_sweeps(arguments)
     make_long_runs(arguments)
     assert "different builds" not in quality.report(arguments)
     path = arguments.out / quality.Jobs(arguments).by_outer_lr[quality.CLASSIC][0.4].name / "made_by.json"
