@@ -9,7 +9,9 @@ its own, real TCP between them, and dev/wan/relay.cpp for the distance.
 Utilization is tokens/s over the tokens/s of the same method through the same relay when that neither limits
 nor delays. Where fragments are exchanged it is of periods of H steps, each of which sends and merges every
 fragment once, behind a first period that is left out; of data-parallel it is of the median step behind the
-first. Beside it stands what dev/simulate.py predicts from the unlimited run's log.
+first. Beside it stands what dev/simulate.py predicts from the unlimited run's log; and, to find what a
+difference comes from, what it predicts for the rate that a plain TCP connection made of the line, and for the
+time that a step took in this run.
 
 A finished run is a folder in --out that is not run again, so that it can be stopped at any time; when
 --minutes are over no other run begins.
@@ -26,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +37,8 @@ from compare import read_run, size_text
 from metrics import Parser, UserError, exit_status
 from runs import KEPT, Budget, above_zero, check_report, machine, made_by, markdown
 from simulate import predict, read_measured
+from simulation.trainer import IP_AND_TCP_HEADERS
+from probe import both_ways
 from sites import Line, Sites, missing
 
 PROCESSES = 2
@@ -75,6 +79,7 @@ METHODS = [Method("data-parallel", "data-parallel", 2, ()),
 
 RATES, ROUND_TRIPS, LOSS = (0, 200, 40, 10), (0, 80), 0.001  # Mbit/s, 0: unlimited; ms; of the last line
 QUEUE_MS = 50  # of a line's sending at least: what routers have room for
+PROBE_BYTES, PROBES = 5_000_000, 5
 
 
 def make_line(megabits, round_trip_ms, loss, sysctls):
@@ -201,6 +206,24 @@ def run(arguments, method, line):
     return seconds
 
 
+def probed(arguments):
+    """{name of a line: Mbit/s that one TCP connection made of it, both ways at once}"""
+    path = arguments.out / "lines.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def probe_name(line):
+    return "; ".join([name_of(line), *line.sysctls])
+
+
+def probe_all(arguments, lines):
+    for line in lines:
+        known = probed(arguments)
+        if probe_name(line) not in known:
+            known[probe_name(line)] = both_ways(line, PROBE_BYTES, PROBES, arguments.relay)
+            (arguments.out / "lines.json").write_text(json.dumps(known, indent=1) + "\n")
+
+
 def run_all(arguments, methods, lines):
     """Line by line, the unlimited one first: what there is can be compared whenever it is stopped."""
     budget = Budget(arguments.minutes)
@@ -234,8 +257,9 @@ def tokens_per_second(method, run):
 
 
 def busy_share(method, run):
-    """Of the time in which tokens_per_second() measures: what no process waited for an exchange, their mean. A
-    machine that is slower for a while, by which tokens/s suffer, is as busy as before. None: it is not logged."""
+    """Of the time in which tokens_per_second() measures: what no process waited for an exchange, their mean.
+    A machine that is slower for a while, by which tokens/s suffer, is as busy as before. None: it is not
+    logged."""
     if method.ranks > 1:
         return None
     shares = []
@@ -244,6 +268,16 @@ def busy_share(method, run):
         waited = sum(line["waited_seconds"] for line in process.syncs if line["apply_step"] in steps)
         shares.append(1 - waited / sum(steps.values()))
     return statistics.mean(shares)
+
+
+def step_seconds(method, run):
+    """What a step takes of each process's time without what it waits for, where that is logged."""
+    length, seconds = INNER_STEPS if method.ranks == 1 else 1, []
+    for process in run.processes:
+        steps = {line["step"]: line["seconds"] for line in process.steps[length:]}
+        waited = sum(line["waited_seconds"] for line in process.syncs if line["apply_step"] in steps)
+        seconds.append((sum(steps.values()) - waited) / len(steps))
+    return seconds
 
 
 def program_bytes(process):
@@ -260,11 +294,18 @@ class Row:
     measured: float   # utilization
     busy: object      # the same by the time that nobody waited; None: not known
     predicted: float
+    explained: float  # predicted for the rate that TCP made of the line and the time that a step took here
     sent: int         # bytes, by process 0's log
     overhead: float   # what its device sent over that, the larger of both processes'
     waited: float     # seconds, by process 0
     lost: int         # packets, of all, by full queues and by the line
     network_share: float  # of all cores: the trainers' system time and the relay
+    step_seconds: list    # of each process; they mean nothing for data-parallel
+
+    @property
+    def best(self):
+        """The measurement that does not go with the machine's speed, where there is one."""
+        return self.measured if self.busy is None else self.busy
 
 
 def row_of(arguments, method, line):
@@ -279,20 +320,30 @@ def row_of(arguments, method, line):
                    for device, process in zip(own["devices"], run.processes))
     lost = sum(site["lost"] + site["up"]["dropped"] + site["down"]["dropped"] for site in relay["sites"])
     base_run = read_run(base_folder)
-    busy = busy_share(method, run)
+    busy, own_steps = busy_share(method, run), step_seconds(method, run)
     return Row(method, line, speed, speed / tokens_per_second(method, base_run),
                None if busy is None else busy / busy_share(method, base_run),
-               prediction(base_folder, line, own["tcp"]), program_bytes(run.processes[0]), overhead,
+               prediction(base_folder, line, own["tcp"]),
+               prediction(base_folder, line, own["tcp"], probed(arguments).get(probe_name(line)),
+                          None if busy is None else statistics.mean(own_steps)),
+               program_bytes(run.processes[0]), overhead,
                run.processes[0].end["waited_seconds"], lost,
-               (own["system_seconds"] + relay["cpu_seconds"]) / relay["seconds"] / os.cpu_count())
+               (own["system_seconds"] + relay["cpu_seconds"]) / relay["seconds"] / os.cpu_count(),
+               own_steps)
 
 
-def prediction(base_folder, line, tcp):
-    """BBR has no slow start after an idle connection, whatever the option says."""
+def prediction(base_folder, line, tcp, probed_megabits=None, own_step_seconds=None):
+    """BBR has no slow start after an idle connection, whatever the option says.
+    probed_megabits: of payload, instead of the line's   own_step_seconds: instead of the unlimited run's"""
     if line == base_of(line):
         return 1.0
     rate = line.megabits * 1e6 if line.megabits else 1e11
-    return predict(read_measured(base_folder), rate, line.round_trip_ms / 1000, mtu=line.mtu,
+    if probed_megabits:
+        rate = probed_megabits * 1e6 * line.mtu / (line.mtu - IP_AND_TCP_HEADERS)
+    measured = read_measured(base_folder)
+    if own_step_seconds:
+        measured = replace(measured, step_seconds=own_step_seconds)
+    return predict(measured, rate, line.round_trip_ms / 1000, mtu=line.mtu,
                    slow_start_after_idle=tcp != ["bbr", "1"] and tcp[1] == "1")
 
 
@@ -320,13 +371,12 @@ def overview(methods, lines, rows):
 def details(methods, lines, rows):
     table = [[f"{line.round_trip_ms:g} ms", line_text(line), method.title, f"{row.tokens_per_second:,.0f}",
               percent(row.measured), "-" if row.busy is None else percent(row.busy), percent(row.predicted),
-              f"{points(row):+.1f}", "-" if row.busy is None else f"{100 * (row.busy - row.predicted):+.1f}",
-              size_text(row.sent), f"{row.overhead:.3f}", f"{row.waited:.1f} s", str(row.lost),
-              percent(row.network_share)]
+              percent(row.explained), size_text(row.sent), f"{row.overhead:.3f}", f"{row.waited:.1f} s",
+              str(row.lost), percent(row.network_share)]
              for line in lines for method in methods if (row := rows.get((method, line)))]
     return markdown(["round trip", "line", "method", "tokens/s", "by tokens/s", "by waits", "predicted",
-                     "points apart, by tokens/s", "by waits", "sent by a process", "device / program", "waited", "packets lost", "cores for packets"],
-                    table)
+                     "for TCP's rate, own steps", "sent by a process", "device / program", "waited",
+                     "packets lost", "cores for packets"], table)
 
 
 # --------------------------------------------------------------------------------------------------- verdicts
@@ -348,23 +398,30 @@ def bar_text(rows):
 
 
 def prediction_text(rows):
+    """How many predictions hold, and of the others how many do with what TCP made of the line and the run's
+    own time for a step: those are then the cause."""
     others = [row for row in rows.values() if row.line != base_of(row.line)]
-    far = [row for row in others if abs(points(row)) > 5]
-    text = f"{len(others) - len(far)} of {len(others)} predictions are within 5 points of tokens/s."
-    if far:
-        text += f" The others: {', '.join(name_and_points(row) for row in far)}."
-    logged = [row for row in others if row.busy is not None]
-    close = sum(abs(row.busy - row.predicted) <= 0.05 for row in logged)
-    return text + f" By waits {close} of {len(logged)} are."
+    text = (f"{sum(abs(points(row)) <= 5 for row in others)} of {len(others)} predictions are within 5 points "
+            "of the measured tokens/s")
+    close = [row for row in others if abs(points(row, row.predicted)) <= 5]
+    text += f", {len(close)} by waits (data-parallel: by tokens/s)."
+    far = [row for row in others if row not in close]
+    for row in far:
+        text += (f"\n- {row.method.title} over {line_text(row.line)} at {row.line.round_trip_ms:g} ms: "
+                 f"{points(row, row.predicted):+.1f}; for TCP's own rate and the steps of this run "
+                 f"{points(row, row.explained):+.1f}")
+        if abs(points(row, row.explained)) <= 5:
+            text += ", which are the cause"
+        elif row.busy is not None:
+            text += (f"; a step took {min(row.step_seconds):.2f} s in one process and "
+                     f"{max(row.step_seconds):.2f} s in the other, which the one waited for")
+        text += "."
+    return text
 
 
-def points(row):
-    return 100 * (row.measured - row.predicted)
-
-
-def name_and_points(row):
-    return (f"{row.method.title} over {line_text(row.line)} at {row.line.round_trip_ms:g} ms ({points(row):+.0f}"
-            + (f", by waits {100 * (row.busy - row.predicted):+.0f})" if row.busy is not None else ")"))
+def points(row, predicted=None):
+    """By tokens/s; from a prediction that is given by waits, where they are known."""
+    return 100 * (row.measured - row.predicted if predicted is None else row.best - predicted)
 
 
 def setting_text(arguments, rows):
@@ -381,6 +438,14 @@ def setting_text(arguments, rows):
     return text + (f" They were made by {programs} different builds of the trainer." if programs > 1 else "")
 
 
+def probe_text(arguments, lines):
+    known = probed(arguments)
+    found = [f"{known[probe_name(line)]:.{1 if line.megabits else 0}f} Mbit/s of {line_text(line)} at "
+             f"{line.round_trip_ms:g} ms" for line in lines if probe_name(line) in known]
+    return "What one plain TCP connection makes of a line when it carries as much both ways (median of "\
+           f"{PROBES} times {size_text(PROBE_BYTES)}): {', '.join(found)}." if found else ""
+
+
 EXPLANATION = """\
 A line limits what each worker sends and, likewise, what it receives; its queue holds what passes in 50 ms or
 in a round trip, and 32 packets at least. device / program: bytes that the namespace's device has sent, by the
@@ -390,9 +455,11 @@ packets: the share of this machine's processor time that its kernel and the rela
 core busy but while it waits, and so this is speed that it loses here, which a machine with an idle core would
 not.
 
-By tokens/s: over those of the same method over the unlimited line. By waits: the same of the share of the time
-in which a process did not wait for an exchange, the mean of both. Where a machine is now faster and now slower,
-as virtual ones are, the first goes with it and the second does not; data-parallel's waits are not logged.
+By tokens/s: over those of the same method over the unlimited line. By waits: the same of the share of the
+time in which a process did not wait for an exchange, the mean of both. Where a machine is now faster and now
+slower, as virtual ones are, the first goes with it and the second does not; data-parallel's waits are not
+logged. Predicted: from the unlimited run's log and the line's rate; in the next column from what TCP made of
+the line and what a step took in this run, without waits (data-parallel: as in the unlimited one).
 
 An exchange takes a round trip, in which Gloo's receiver says that it is ready and the data come, and what the
 data take. Data-parallel makes two such calls for each block and one more in a step, one after the other.
@@ -411,7 +478,8 @@ def report(arguments, methods, lines):
     text = [setting_text(arguments, rows), "",
             "Share of the tokens/s that the same method has over the unlimited line without a delay, "
             "measured (predicted):", "", overview(methods, lines, rows), "", bar_text(rows), "",
-            prediction_text(rows), "", details(methods, lines, rows), "", EXPLANATION]
+            prediction_text(rows), "", probe_text(arguments, lines), "", details(methods, lines, rows), "",
+            EXPLANATION]
     if len(rows) < len(cells):
         text.append(f"{len(cells) - len(rows)} of {len(cells)} runs are missing: run it again.")
     return "\n".join(text) + "\n", rows
@@ -469,6 +537,7 @@ def main(words):
     arguments = parse_arguments(words)
     methods, lines = chosen(arguments)
     check(arguments)
+    probe_all(arguments, lines)
     run_all(arguments, methods, lines)
     text, rows = report(arguments, methods, lines)
     print("\n" + text, end="")

@@ -26,7 +26,7 @@ def draw(path, titles, rows):
         draw_panel(axes, titles, [row for row in rows if row.line.round_trip_ms == trip])
         axes.set_title(f"round trip {trip:g} ms")
     panels[0][0].set_ylabel("% of the speed over an unlimited line")
-    panels[0][0].set_ylim(0, 105)
+    panels[0][0].set_ylim(0, 120)
     panels[0][-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5),
                          title="measured\n(rings: predicted)")
     figure.savefig(path, dpi=110)

@@ -208,6 +208,7 @@ def bench(far, relay, tokens, tmp_path, monkeypatch):
     monkeypatch.setattr(wan, "MEGABITS_A_STEP", 60)  # five steps of data-parallel are enough
     monkeypatch.setattr(wan, "RATES", (0, 4))
     monkeypatch.setattr(wan, "ROUND_TRIPS", (0, 20))
+    monkeypatch.setattr(wan, "PROBE_BYTES", 100_000)
 
     def run(*words):
         program = ["wan.py", "--text", str(tokens), "--out", str(tmp_path / "wan"), "--relay", str(relay),
@@ -223,15 +224,18 @@ def bench(far, relay, tokens, tmp_path, monkeypatch):
 def test_training_over_a_slow_line_sends_the_bytes_that_it_counts(bench, tmp_path, monkeypatch, capsys):
     text = bench("--quick", "--only", "data-parallel", "fp4-tau5")
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
-    rows = {(line[0], line[1], line[2]): line for line in lines if len(line) == 14}
+    rows = {(line[0], line[1], line[2]): line for line in lines if len(line) == 13}
     for trip in ("0 ms", "20 ms"):
         for method in ("data-parallel", "+ fp4, tau 5"):
             row = rows[trip, "4 Mbit/s", method]
             assert row[4].endswith("%") and row[6].endswith("%")
             assert row[5].endswith("%") if method != "data-parallel" else row[5] == "-"
-            assert 1.0 < float(row[10])
-            assert 1.0 < float(rows["0 ms", "unlimited", method][10]) < 1.1
+            assert 1.0 < float(row[9])
+            assert 1.0 < float(rows["0 ms", "unlimited", method][9]) < 1.1
+            assert row[7].endswith("%")
     assert (tmp_path / "wan.png").stat().st_size > 10000
+    known = wan.probed(SimpleNamespace(out=tmp_path / "wan"))
+    assert 1 < known["4mbit-0ms"] < 4 and "of 4 Mbit/s at 20 ms" in text
 
     # What is sent travels: no line was passed by. Beside what the program counts there are headers, small
     # messages, and what TCP sends again: more where the machine is busy.

@@ -3,8 +3,9 @@
 
     dev/wan/probe.py --mbit 100 --rtt 80 [--loss 0.01] [--mtu 9000]
 
-prints one line: the round trip of small packets, the rate of one TCP stream, the losses of a slow stream of
-packets, and what the relay took of a core while the stream ran.
+prints one line: the round trip of small packets, the rate of one TCP stream, that of one connection which
+carries as much both ways at once, the losses of a slow stream of packets, and what the relay took of a core
+while the stream ran.
 """
 import argparse
 import json
@@ -12,6 +13,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -75,6 +77,39 @@ def stream(address, count):
         connection.sendall(bytes(count))
 
 
+def take(connection, count):
+    while count > 0:
+        data = connection.recv(min(count, 1 << 20))
+        if not data:
+            raise ConnectionError("the other side has left")
+        count -= len(data)
+
+
+def swap(connection, count, times):
+    """Seconds of each exchange: `count` bytes one way and `count` the other, at once."""
+    seconds = []
+    for _ in range(times):
+        begin = time.monotonic()
+        sender = threading.Thread(target=connection.sendall, args=(bytes(count),))
+        sender.start()
+        take(connection, count)
+        sender.join()
+        seconds.append(time.monotonic() - begin)
+    return seconds
+
+
+def swap_with(address, count, times):
+    with socket.create_connection((address, PORT)) as connection:
+        return swap(connection, count, times)
+
+
+def swap_with_whoever_comes(count, times):
+    with socket.create_server(("", PORT)) as server:
+        print("ready", flush=True)
+        with server.accept()[0] as connection:
+            return swap(connection, count, times)
+
+
 def rate_of(arrivals):
     """Mbit/s of the second half of the bytes: slow start is over then."""
     total, before = sum(count for _, count in arrivals), 0
@@ -115,6 +150,16 @@ def measure(line, packets, megabytes, relay=ROOT / "build/relay"):
             "relay": sites.statistics}
 
 
+def both_ways(line, count, times, relay=ROOT / "build/relay"):
+    """Mbit/s each way, of one connection: the median of `times` exchanges of `count` bytes behind a first
+    one, by the side for which each took longer."""
+    how = ["--bytes", str(count), "--times", str(times + 1)]
+    with Sites(line, relay=relay) as sites:
+        said = run_pair(sites, ["--as", "swapped", *how], ["--as", "swap", *how])
+    slower = [max(pair) for pair in zip(*map(json.loads, said))]
+    return 8e-6 * count / statistics.median(slower[1:])
+
+
 def parse_arguments(words):
     parser = Parser(description="Measures a line between two sites.")
     parser.add_argument("--mbit", type=float, default=0, help="Mbit/s (0: unlimited)")
@@ -123,9 +168,10 @@ def parse_arguments(words):
     parser.add_argument("--mtu", type=int, default=1500)
     parser.add_argument("--packets", type=int, default=400)
     parser.add_argument("--megabytes", type=float, help="of the stream (default: about four seconds)")
-    parser.add_argument("--as", dest="part", choices=["echo", "ping", "receive", "stream"],
-                        help=argparse.SUPPRESS)
+    parser.add_argument("--as", dest="part", help=argparse.SUPPRESS,
+                        choices=["echo", "ping", "receive", "stream", "swap", "swapped"])
     parser.add_argument("--bytes", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--times", type=int, help=argparse.SUPPRESS)
     parser.add_argument("address", nargs="?", help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
     if arguments.packets < 1:
@@ -139,9 +185,12 @@ def print_measured(arguments):
     if lack := missing():
         raise UserError(lack)
     line = Line(arguments.mbit, arguments.rtt, arguments.loss, mtu=arguments.mtu)
-    found = measure(line, arguments.packets, arguments.megabytes or (arguments.mbit or 2000) / 2)
+    megabytes = arguments.megabytes or (arguments.mbit or 2000) / 2
+    found = measure(line, arguments.packets, megabytes)
+    both = both_ways(line, int(megabytes * 1e6 / 4), 3)
     print(f"round trip {found['round_trip_ms']:.2f} ms, lost {100 * found['lost']:.2f}%, "
-          f"one stream {found['megabits']:.1f} Mbit/s, relay {100 * found['relay_share']:.1f}% of a core")
+          f"one stream {found['megabits']:.1f} Mbit/s, both ways at once {both:.1f} Mbit/s, "
+          f"relay {100 * found['relay_share']:.1f}% of a core")
 
 
 def main(words):
@@ -154,6 +203,10 @@ def main(words):
         receive()
     elif arguments.part == "stream":
         stream(arguments.address, arguments.bytes)
+    elif arguments.part == "swap":
+        print(json.dumps(swap_with(arguments.address, arguments.bytes, arguments.times)))
+    elif arguments.part == "swapped":
+        print(json.dumps(swap_with_whoever_comes(arguments.bytes, arguments.times)))
     else:
         print_measured(arguments)
 
