@@ -1185,7 +1185,7 @@ inline void add_decision(SyncMetrics& metrics, const LogReport& log) {
 inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& reports) {
     for (const SyncReport& r : reports) {
         run.totals.syncs++;
-        run.totals.next_sync = r.sync + 1;
+        run.totals.next_sync = std::max(run.totals.next_sync, r.sync + 1);
         run.totals.outer.bytes_sent += r.traffic.bytes_sent;
         run.totals.outer.bytes_received += r.traffic.bytes_received;
         run.totals.waited_seconds += r.waited_seconds();
