@@ -165,9 +165,10 @@ def test_what_is_there_is_not_run_again_and_what_is_missing_is_said(arguments, c
     assert "5 of 7 long runs are missing" in quality.report(arguments)  # two are of a sweep
     make_long_runs(arguments)
     quality.run_all(arguments)
-    (arguments.out / "classic-m2-h30-seed2").rename(arguments.out / "classic-m2-h30-seed2.part")
+    name = "classic-m2-h30-lr0.002-outer0.4-seed2"
+    (arguments.out / name).rename(arguments.out / f"{name}.part")
     assert "1 of 7 long runs are missing" in quality.report(arguments)
-    with pytest.raises(quality.UserError, match="classic-m2-h30-seed2 failed"):
+    with pytest.raises(quality.UserError, match=f"{name} failed"):
         quality.run_all(arguments)
     arguments.minutes = 0
     quality.run_all(arguments)
