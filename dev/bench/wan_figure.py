@@ -6,7 +6,7 @@ def draw_panel(axes, titles, rows):
     for title, color in zip(titles, [*COLORS, "#56B4E9"]):
         points = sorted((row for row in rows if row.method.title == title), key=lambda row: row.line.megabits)
         rates = [row.line.megabits for row in points]
-        axes.plot(rates, [100 * row.measured for row in points], color=color, marker="o", label=title)
+        axes.plot(rates, [100 * row.best for row in points], color=color, marker="o", label=title)
         axes.plot(rates, [100 * row.predicted for row in points], color=color, marker="o", markersize=10,
                   fillstyle="none", linestyle="none", alpha=0.7)
     rates = sorted({row.line.megabits for row in rows})
@@ -25,8 +25,8 @@ def draw(path, titles, rows):
     for axes, trip in zip(panels[0], trips):
         draw_panel(axes, titles, [row for row in rows if row.line.round_trip_ms == trip])
         axes.set_title(f"round trip {trip:g} ms")
-    panels[0][0].set_ylabel("% of the speed over an unlimited line")
-    panels[0][0].set_ylim(0, 120)
+    panels[0][0].set_ylabel("% of the time over an unlimited line in which nobody waits\n(data-parallel: of its tokens/s)")
+    panels[0][0].set_ylim(0, 105)
     panels[0][-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5),
                          title="measured\n(rings: predicted)")
     figure.savefig(path, dpi=110)
