@@ -10,7 +10,7 @@ sys.path[:0] = [str(ROOT / "dev/chaos"), str(ROOT / "dev/wan")]
 import redis_server  # noqa: E402
 import sites  # noqa: E402
 from link import Link  # noqa: E402
-from redis_server import RedisServer  # noqa: E402
+from redis_server import NOT_LONGER_THAN_ITS_PARENT, RedisServer  # noqa: E402
 
 LINE = sites.Line(megabits=50, round_trip_ms=40, loss=0.005, buffer_ms=100)
 
@@ -39,7 +39,7 @@ class Here:
         return self.server.url(password, port=self.links[worker].port)
 
     def inside(self, worker):
-        return []
+        return NOT_LONGER_THAN_ITS_PARENT
 
     def cut(self, worker):
         self.links[worker].cut()
@@ -97,7 +97,7 @@ class Folder:
         return f"file:{self.folder}"
 
     def inside(self, worker):
-        return []
+        return NOT_LONGER_THAN_ITS_PARENT
 
     def close(self):
         pass
