@@ -150,10 +150,15 @@ public:
     }
 
     // The server's reply, also where that is an error. ConnectionLost; it is closed then.
-    Reply ask(const Words& words) {
+    Reply ask(const Words& words) { return std::move(ask_all({words}).front()); }
+
+    // The same to each of several commands, which go out together.
+    std::vector<Reply> ask_all(const std::vector<Words>& commands) {
         try {
-            send(words);
-            return receive();
+            for (const Words& words : commands) { send(words); }
+            std::vector<Reply> replies;
+            for (size_t i = 0; i < commands.size(); i++) { replies.push_back(receive()); }
+            return replies;
         } catch (...) {
             close();
             throw;

@@ -8,9 +8,11 @@
 #include <algorithm>
 #include <exception>
 #include <memory>
-#include <optional>
+#include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
+#include <vector>
 
 #include "llmc/error.h"
 #include "llmc/redis.h"
@@ -29,17 +31,11 @@ public:
     }
 
     StoreAnswer perform(const StoreRequest& request) override {
-        try {
-            // Somebody may wait behind this: the heartbeat, the next request.
-            if (!connection.is_open()) { connection.connect(std::min(timeout, 3.0)); }
-            return answer_to(request);
-        } catch (const ConnectionLost& error) {
-            return lost("the connection to the store at " + connection.where() + " is lost (" + error.what() +
-                        ")");
-        } catch (const std::exception& error) {
-            connection.close();  // the next one shows the password anew
-            return lost(error.what());
-        }
+        return std::move(answers_to(&request, 1).front());
+    }
+
+    std::vector<StoreAnswer> perform_all(const std::vector<StoreRequest>& requests) override {
+        return answers_to(requests.data(), requests.size());
     }
 
     std::string warning() const override { return warned; }
@@ -47,64 +43,117 @@ public:
 private:
     using Reply = RedisConnection::Reply;
 
-    static StoreAnswer lost(const std::string& trouble) {
-        StoreAnswer answer;
-        answer.lost = true;
-        answer.trouble = trouble;
-        return answer;
+    std::vector<StoreAnswer> answers_to(const StoreRequest* requests, size_t count) {
+        std::vector<StoreAnswer> answers;
+        StoreAnswer lost;
+        lost.lost = true;
+        try {
+            // Somebody may wait behind this: the heartbeat, the next request.
+            if (!connection.is_open()) { connection.connect(std::min(timeout, 3.0)); }
+            while (answers.size() < count) { answer_next(requests, count, answers); }
+        } catch (const ConnectionLost& error) {
+            lost.trouble =
+                "the connection to the store at " + connection.where() + " is lost (" + error.what() + ")";
+        } catch (const std::exception& error) {
+            connection.close();  // the next one shows the password anew
+            lost.trouble = error.what();
+        }
+        answers.resize(count, lost);
+        return answers;
     }
 
-    StoreAnswer answer_to(const StoreRequest& request) {
-        StoreAnswer answer;
-        const std::string key = prefix + request.folder;
+    // One that takes many commands, or all until there is such a one: these go out together.
+    void answer_next(const StoreRequest* requests, size_t count, std::vector<StoreAnswer>& answers) {
+        const size_t first = answers.size();
+        size_t end = first;
+        while (end < count && requests[end].kind != StoreRequest::folders) { end++; }
+        if (end == first) {
+            StoreAnswer answer;
+            find_folders(requests[first].folder, answer.listing);
+            return answers.push_back(std::move(answer));
+        }
+        answer_together(requests + first, end - first, answers);
+    }
+
+    // Several writes are a transaction: where the server refuses one, for want of memory, it must not do those
+    // behind it.
+    void answer_together(const StoreRequest* requests, size_t count, std::vector<StoreAnswer>& answers) {
+        std::vector<std::string> keys;
+        for (size_t i = 0; i < count; i++) { keys.push_back(prefix + requests[i].folder); }
+        std::vector<RedisConnection::Words> commands;
+        for (size_t i = 0; i < count; i++) { commands.push_back(command_of(requests[i], keys[i])); }
+        const bool is_transaction = std::count_if(requests, requests + count, is_write) > 1;
+        if (is_transaction) {
+            commands.insert(commands.begin(), RedisConnection::Words{"MULTI"});
+            commands.push_back(RedisConnection::Words{"EXEC"});
+        }
+        const std::vector<Reply> replies = connection.ask_all(commands);
+        for (size_t i = 0; i < commands.size(); i++) { check(*replies[i], commands[i][0]); }
+        const redisReply& last = *replies.back();
+        if (is_transaction && (last.type != REDIS_REPLY_ARRAY || last.elements != count)) {
+            throw RunError("the store's answer to EXEC is not Redis'");
+        }
+        for (size_t i = 0; i < count; i++) {
+            const redisReply& reply = is_transaction ? *last.element[i] : *replies[i];
+            if (is_transaction) { check(reply, commands[i + 1][0]); }
+            answers.push_back(answer_of(requests[i], keys[i], reply));
+        }
+    }
+
+    static bool is_write(const StoreRequest& request) {
+        return request.kind != StoreRequest::get && request.kind != StoreRequest::list;
+    }
+
+    static RedisConnection::Words command_of(const StoreRequest& request, const std::string& key) {
         switch (request.kind) {
             case StoreRequest::get:
-                if (std::optional<std::string> value = get(key, request.name)) {
-                    answer.found = true;
-                    answer.value = std::move(*value);
-                }
+                return {"HGET", key, request.name};
+            case StoreRequest::put:
+                return {"HSET", key, request.name, request.value};
+            case StoreRequest::put_if_absent:
+                return {"HSETNX", key, request.name, request.value};
+            case StoreRequest::list:
+                return {"HGETALL", key};
+            case StoreRequest::remove:
+                if (!request.name.empty()) { return {"HDEL", key, request.name}; }
+                return {"UNLINK", key};
+            case StoreRequest::folders:
+                break;
+        }
+        throw std::logic_error("folders are found by many commands");
+    }
+
+    StoreAnswer answer_of(const StoreRequest& request, const std::string& key, const redisReply& reply) {
+        StoreAnswer answer;
+        switch (request.kind) {
+            case StoreRequest::get:
+                answer.found = reply.type != REDIS_REPLY_NIL;
+                if (answer.found) { answer.value = text(reply); }
                 break;
             case StoreRequest::put:
-                command({"HSET", key, request.name, request.value});
                 answer.value = request.value;
                 break;
             case StoreRequest::put_if_absent:
-                answer.value = put_if_absent(key, request);
-                break;
-            case StoreRequest::remove:
-                if (request.name.empty()) {
-                    command({"UNLINK", key});
-                } else {
-                    command({"HDEL", key, request.name});
-                }
+                answer.value = reply.integer == 1 ? request.value : winner(request, key);
                 break;
             case StoreRequest::list:
-                list(key, answer.listing);
+                for (size_t i = 0; i + 1 < reply.elements; i += 2) {
+                    answer.listing[text(*reply.element[i])] = text(*reply.element[i + 1]);
+                }
                 break;
+            case StoreRequest::remove:
             case StoreRequest::folders:
-                find_folders(request.folder, answer.listing);
                 break;
         }
         return answer;
     }
 
-    std::optional<std::string> get(const std::string& key, const std::string& name) {
-        const Reply reply = command({"HGET", key, name});
-        return reply->type == REDIS_REPLY_NIL ? std::nullopt : std::optional<std::string>(text(*reply));
-    }
-
-    std::string put_if_absent(const std::string& key, const StoreRequest& request) {
+    // What was there before it. If that has been removed meanwhile, it is tried again.
+    std::string winner(const StoreRequest& request, const std::string& key) {
         while (true) {
+            const Reply there = command({"HGET", key, request.name});
+            if (there->type != REDIS_REPLY_NIL) { return text(*there); }
             if (command({"HSETNX", key, request.name, request.value})->integer == 1) { return request.value; }
-            if (std::optional<std::string> winner = get(key, request.name)) { return *winner; }
-        }
-    }
-
-    template <class Listing>
-    void list(const std::string& key, Listing& listing) {
-        const Reply reply = command({"HGETALL", key});
-        for (size_t i = 0; i + 1 < reply->elements; i += 2) {
-            listing[text(*reply->element[i])] = text(*reply->element[i + 1]);
         }
     }
 
@@ -133,11 +182,14 @@ private:
 
     Reply command(const RedisConnection::Words& words) {
         Reply reply = connection.ask(words);
-        if (reply->type == REDIS_REPLY_ERROR) {
-            throw RunError("the store at " + connection.where() + " answers " + std::string(words[0]) +
-                           " with: " + text(*reply));
-        }
+        check(*reply, words[0]);
         return reply;
+    }
+
+    void check(const redisReply& reply, std::string_view command) const {
+        if (reply.type != REDIS_REPLY_ERROR) { return; }
+        throw RunError("the store at " + connection.where() + " answers " + std::string(command) +
+                       " with: " + text(reply));
     }
 
     static std::string text(const redisReply& reply) { return std::string(reply.str, size_t(reply.len)); }

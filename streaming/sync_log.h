@@ -33,18 +33,23 @@
 // Who has finished its last step applies what was sent until then, gives the snapshots that those ask for who
 // are alive, and leaves a note. Who needs one later, when nobody is there, knows by it that the run is over.
 //
-// Who is waited for is said by beats. A beat promises to be in time from a sync on. Who was not, is not
-// waited for until it promises again, later each time: a slow worker costs others little, a hung one a single
-// grace. Who is more than max_lag steps behind the newest sync that anyone opened jumps to its step; who has
-// just started, or sent too late to be counted, however little it is behind.
+// Who is waited for is said by beats. A beat promises to be in time from a sync on: who begins the run, from
+// its first one on; who comes later, or was not in time, once it has shown that it keeps pace: was counted, or
+// had sent within the grace of the first who did. Later each time: a slow worker costs others little, a hung
+// one a single grace. Who is more than max_lag steps behind the newest sync that anyone opened jumps to its
+// step; who has just started, or sent too late to be counted, however little it is behind.
 //
-// Nothing here waits or asks a clock: request() says what to ask the store next, answer() takes what it said,
-// one at a time; turn() is the trainer's, at the end of a step, and says whether it may go on. A lost answer
-// is asked for again: every request may be done twice. The caller keeps these three apart (a mutex).
+// What does not need each other's answers is asked for together. Where nobody is late that is three times a
+// sync for who is the last to send: the payload, its line, and whether all are there; the entry; the payloads
+// of the others. It may break off between any two of these requests, as it might if they went one by one.
+//
+// Nothing here waits or asks a clock: requests() says what to ask the store next, answer() takes what it said;
+// turn() is the trainer's, at the end of a step, and says whether it may go on. A lost answer is asked for
+// again: every request may be done twice. The caller keeps these three apart (a mutex).
 #pragma once
 #include <algorithm>
-#include <deque>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <optional>
@@ -90,7 +95,7 @@ struct Contribution {
 };
 
 // This worker's shard of the outer state. Called by the constructor, turn() and finish(); encoded(), by
-// request() and answer().
+// requests() and answer().
 class LogShard {
 public:
     struct Encoded {
@@ -134,30 +139,31 @@ public:
         enter(start.positions);
     }
 
-    // What to ask the store now, if anything. The caller brings the answer before it asks for more.
-    std::optional<StoreRequest> request(double now) {
-        if (phase == Phase::stopped || (is_asked && now < retry_at)) { return std::nullopt; }
-        if (!is_asked) { choose(now); }
-        return is_asked ? std::optional<StoreRequest>(asked.request) : std::nullopt;
+    // What to ask the store now, if anything, in this order. The caller brings the answers before it asks for
+    // more.
+    std::vector<StoreRequest> requests(double now) {
+        if (phase == Phase::stopped || (!asked.empty() && now < retry_at)) { return {}; }
+        if (asked.empty()) { choose(now); }
+        std::vector<StoreRequest> requests;
+        for (const Asked& one : asked) { requests.push_back(one.request); }
+        return requests;
     }
 
-    void answer(const StoreAnswer& answer, double now) {
+    // Of all of them. From the first one that is lost on they are asked for again.
+    void answer(const std::vector<StoreAnswer>& answers, double now) {
         if (phase == Phase::stopped) { return; }
-        if (answer.lost) {
-            if (!is_cut_off) {
-                say(LogEventKind::store_lost, "has lost the store, and goes on until it needs it" +
-                                                  (answer.trouble.empty() ? "" : ": " + answer.trouble));
-            }
-            is_cut_off = true;
-            retry_at = now + options.retry;
-            return;
-        }
-        if (is_cut_off) { say(LogEventKind::store_back, "has the store again"); }
-        is_cut_off = false;
-        is_asked = false;
+        std::vector<Asked> batch = std::exchange(asked, {});
         retry_at = 0;
-        const Handler then = std::move(asked.then);
-        then(answer, now);
+        size_t next = 0;
+        for (; next < batch.size() && !answers[next].lost; next++) {
+            if (std::exchange(is_cut_off, false)) { say(LogEventKind::store_back, "has the store again"); }
+            batch[next].then(answers[next], now);
+            if (phase == Phase::stopped) { return; }
+        }
+        if (next == batch.size()) { return; }
+        lose_store(answers[next].trouble, now);
+        asked.assign(std::make_move_iterator(batch.begin() + long(next)),
+                     std::make_move_iterator(batch.end()));
     }
 
     // At the end of `step`, and again until it says something else than to wait. Before the first step, with
@@ -197,15 +203,15 @@ public:
         return !waits && (!is_leaving || has_left);
     }
 
-    // Seconds until request() will have something to ask, unless turn() changes that. When a payload will be
+    // Seconds until requests() will have something to ask, unless turn() changes that. When a payload will be
     // encoded is not known.
     double rest(double now) const {
         const double soon = 0.001;
         if (phase == Phase::stopped) { return options.poll; }
-        if (is_asked) { return std::max(retry_at - now, soon); }
+        if (!asked.empty()) { return std::max(retry_at - now, soon); }
         if (phase != Phase::running || !chores.empty()) { return chores.empty() ? options.poll : soon; }
         double until = look_around_at;
-        if ((giving && !giving->bytes.empty()) || may_leave()) { until = now; }
+        if ((giving && !giving->bytes.empty()) || looks_at_wants || may_leave()) { until = now; }
         for (const Slot& slot : slots) {
             if (next(slot, now) != Next::nothing) { until = now; }
             if (slot.look_at > now) { until = std::min(until, slot.look_at); }
@@ -267,15 +273,23 @@ private:
         size_t chunks = 0;  // written
         bool looked = false;
         double look_at = 0;
+        std::optional<LogLines> lines;     // as they have just been read
+        std::optional<LogEntry> proposal;  // to be written, if there is none
         std::optional<LogEntry> entry;
         bool confirmed = false;
         std::vector<std::string> payloads;  // of the entry's contributors, as far as they are read
-        std::string part;                   // of the next one
         size_t bytes_read = 0;
-        double due_since = -1, ripe_since = -1;
+        double due_since = -1;
         bool has_told = false;  // that there are too few
 
         bool has_line() const { return own == sent || own == abstained; }
+        bool has_payload(size_t i) const { return payloads[i].size() >= entry->contributors[i].bytes; }
+        bool is_fetched() const {
+            for (size_t i = 0; i < payloads.size(); i++) {
+                if (!has_payload(i)) { return false; }
+            }
+            return confirmed;
+        }
     };
 
     struct Snapshot {
@@ -294,18 +308,25 @@ private:
     };
 
     // -------------------------------------------------------------------------------------------------------
-    // Asking
+    // Asking: what goes out together
 
-    void ask(StoreRequest request, Handler then) {
-        asked = {std::move(request), std::move(then)};
-        is_asked = true;
-    }
+    void ask(StoreRequest request, Handler then) { asked.push_back({std::move(request), std::move(then)}); }
 
     std::string key(const std::string& folder) const {
         return generation + "/" + std::to_string(options.shard) + "/" + folder;
     }
 
+    void lose_store(const std::string& trouble, double now) {
+        if (!std::exchange(is_cut_off, true)) {
+            say(LogEventKind::store_lost, "has lost the store, and goes on until it needs it" +
+                                              (trouble.empty() ? "" : ": " + trouble));
+        }
+        retry_at = now + options.retry;
+    }
+
     void choose(double now) {
+        asked_at = now;
+        asks_beats = asks_generation = false;
         switch (phase) {
             case Phase::opening:
                 return open();
@@ -324,36 +345,43 @@ private:
         }
     }
 
+    // A payload goes out with what stands on its way only now and then: that need not wait for it.
     void choose_running(double now) {
-        if (do_chore()) { return; }
-        if (now >= look_around_at) { return look_around(now); }
-        // In turns, so that none of them is put off for ever: all fragments, and who needs a snapshot.
-        for (size_t i = 0; i <= slots.size() && !is_asked; i++) {
+        ask_chores();
+        if (looks_at_wants) { look_at_wants(); }
+        bool is_served = false;
+        for (Slot& slot : slots) { is_served |= serve(slot, now); }
+        const bool moves = (!is_served || is_payloads_turn) && move_a_payload(now);
+        is_payloads_turn = is_served && !moves;
+        if (asks_beats || now >= look_around_at) { look_around(moves); }
+        if (asks_generation) { look_at_generation(); }
+        if (asked.empty() && may_leave()) { leave(); }
+    }
+
+    // In turns, so that none is put off for ever: those of all fragments, and of who needs a snapshot.
+    bool move_a_payload(double now) {
+        const size_t before = asked.size();
+        for (size_t i = 0; i <= slots.size() && asked.size() == before; i++) {
             next_turn = (next_turn + 1) % (slots.size() + 1);
             if (next_turn < slots.size()) {
-                serve(slots[next_turn], now);
+                move_payload(slots[next_turn], now);
             } else if (giving) {
                 give();
             }
         }
-        if (!is_asked && may_leave()) { leave(); }
+        return asked.size() > before;
     }
 
     // Nobody who is alive needs anything from this worker: it says that it has all, and may end.
-    bool may_leave() const {
-        return is_leaving && has_looked_last && !has_left && !is_wanted && !giving;
-    }
+    bool may_leave() const { return is_leaving && has_looked_last && !has_left && !is_wanted && !giving; }
     void leave() {
         ask({StoreRequest::put, key("done"), std::to_string(me.worker), std::to_string(step)},
             [this](const StoreAnswer&, double) { has_left = true; });
     }
 
-    bool do_chore() {
-        if (chores.empty()) { return false; }
-        Asked chore = std::move(chores.front());
-        chores.pop_front();
-        ask(std::move(chore.request), std::move(chore.then));
-        return true;
+    void ask_chores() {
+        for (Asked& chore : chores) { asked.push_back(std::move(chore)); }
+        chores.clear();
     }
 
     void add_removal(const std::string& folder, const std::string& name = "") {
@@ -410,29 +438,35 @@ private:
         return base;
     }
 
-    // What the log begins with: of those that are there, the newest. Who is registered before that begins
-    // with the run, and keeps step from its first sync on.
+    // What the log begins with: of those that are there, the newest. Who is registered by then begins with
+    // the run, and keeps step from its first sync on.
     void agree(double now) {
+        const auto then_begin = [this](const StoreAnswer& answer, double now) {
+            if (!answer.value.empty()) { begin(LogBeginning::parse(answer.value), now); }
+        };
+        if (beginning) {
+            return ask({StoreRequest::put_if_absent, key("run"), "start", beginning->text()}, then_begin);
+        }
         if (now < agree_at) { return; }
-        ask({StoreRequest::get, key("run"), "start", ""}, [this](const StoreAnswer& answer, double) {
-            if (answer.found) { return begin(LogBase::parse(answer.value)); }
-            if (!is_aligned) {
-                return ask({StoreRequest::put_if_absent, key("registered"), me.text(), base().text()},
-                           [this](const StoreAnswer&, double) { is_aligned = true; });
-            }
-            ask({StoreRequest::list, key("registered"), "", ""},
-                [this](const StoreAnswer& answer, double now) { agree_on(answer.listing, now); });
+        if (!is_registered) {
+            ask({StoreRequest::put_if_absent, key("registered"), me.text(), base().text()},
+                [this](const StoreAnswer&, double) { is_registered = true; });
+        }
+        ask({StoreRequest::get, key("run"), "start", ""}, then_begin);
+        ask({StoreRequest::list, key("registered"), "", ""}, [this](const StoreAnswer& answer, double now) {
+            if (phase == Phase::agreeing) { agree_on(answer.listing, now); }
         });
     }
 
     void agree_on(const std::map<std::string, std::string>& registered, double now) {
         agree_at = now + options.poll;
-        std::set<int> there;
+        std::map<int, int> there;  // starts, by worker: the latest
         std::optional<LogBase> newest;
-        for (const auto& [who, text] : registered) {
-            const LogBase one = LogBase::parse(text);
+        for (const auto& [text, base] : registered) {
+            const LogBase one = LogBase::parse(base);
             if (!newest || one.sum() > newest->sum()) { newest = one; }
-            there.insert(Incarnation::parse(who).worker);
+            const Incarnation who = Incarnation::parse(text);
+            there[who.worker] = std::max(there[who.worker], who.number);
         }
         const bool all = int(there.size()) >= options.workers;
         const bool enough = int(there.size()) >= options.min_workers && now >= agree_from + options.grace;
@@ -444,17 +478,27 @@ private:
             }
             return;
         }
-        ask({StoreRequest::put_if_absent, key("run"), "start", newest->text()},
-            [this](const StoreAnswer& answer, double) { begin(LogBase::parse(answer.value)); });
+        beginning = LogBeginning{*newest, {}};
+        for (const auto& [worker, number] : there) { beginning->members.push_back({worker, number}); }
     }
 
-    void begin(const LogBase& first) {
-        if (first == base()) {
-            phase = Phase::running;
-            if (start.from_checkpoint) { checkpointed(start.positions); }
-        } else {
-            fall_behind("holds not what the run begins with");
+    void begin(const LogBeginning& first, double now) {
+        const bool holds_it = first.base == base();
+        if (first.has(me)) { expect(first, now); }
+        if (!holds_it) { return fall_behind("holds not what the run begins with"); }
+        phase = Phase::running;
+        if (start.from_checkpoint) { checkpointed(start.positions); }
+    }
+
+    // The run begins here and now, with all its members.
+    void expect(const LogBeginning& beginning, double now) {
+        long first = schedule.sync(0, beginning.base.positions[0]);
+        for (int p = 1; p < schedule.fragments(); p++) {
+            first = std::min(first, schedule.sync(p, beginning.base.positions[size_t(p)]));
         }
+        presence.expect(beginning.members, first, now);
+        promise = first;
+        is_aligned = true;
     }
 
     // At these positions, with what the shard holds.
@@ -500,7 +544,8 @@ private:
             }
             const char* said = change.kind == LogEventKind::joined ? "joins"
                                : change.kind == LogEventKind::late ? "is late"
-                               : change.sync < 0                   ? "is back" : "is in time again";
+                               : change.sync < 0                   ? "is back"
+                                                                   : "is in time again";
             const std::string what = change.sync < 0 ? format(", as start %d", change.start)
                                                      : format(" for sync %ld", change.sync);
             told.push_back({change.kind, change.sync, change.worker, who + said + what});
@@ -526,7 +571,7 @@ private:
             if (slot.due_since < 0) { slot.due_since = slot.look_at = now; }
         }
         if (waits) { return {LogTurn::wait}; }
-        if (promise < 0) { promise = schedule.first_after(step); }
+        if (promise < 0 && has_looked) { promise = LogBeat::nothing; }
         return {LogTurn::go_on};
     }
 
@@ -539,9 +584,10 @@ private:
     int ready() const {
         const Slot* first = nullptr;
         for (const Slot& slot : slots) {
-            const bool is_fetched = slot.confirmed && slot.payloads.size() == slot.entry->contributors.size();
             const bool may_be = is_due(slot.sync) || slot.own == Slot::none;
-            if (is_fetched && may_be && (first == nullptr || slot.sync < first->sync)) { first = &slot; }
+            if (slot.is_fetched() && may_be && (first == nullptr || slot.sync < first->sync)) {
+                first = &slot;
+            }
         }
         return first == nullptr ? -1 : int(first - slots.data());
     }
@@ -584,18 +630,33 @@ private:
         event.bytes_read = slot.bytes_read;
     }
 
-    // Who was not in time though it had promised to be promises again: at first for the next sync, then later
-    // each time, so that others seldom wait in vain.
+    // Whose payload counts has shown that it keeps pace. Who was not in time though it had promised to be
+    // promises nothing for now.
     void keep_promise(const Slot& slot) {
-        if (slot.own == Slot::sent || slot.own == Slot::sending) {
-            is_aligned = slot.entry->counts(me.worker);
+        const bool counts = slot.entry->counts(me.worker), has_sent = slot.own == Slot::sent;
+        if (has_sent || slot.own == Slot::sending) { is_aligned = counts; }
+        if (has_sent && counts) {
+            times_late = 0;
+            make_promise();
         }
-        if (slot.entry->counts(me.worker)) { times_late = 0; }
         if (promise < 0 || slot.sync < promise || slot.entry->knows(me.worker)) { return; }
         times_late++;
-        const long later = times_late == 1 ? 0 : long(schedule.fragments()) << std::min(times_late - 2, 4);
-        promise = schedule.first_after(step) + later;
+        promise = LogBeat::nothing;
         say(LogEventKind::late, format("was late for sync %ld", slot.sync), slot.sync);
+    }
+
+    // Its line is there: within the grace of the first who has sent, and before anybody has sent a later one?
+    // Then it would be in time for others that wait.
+    void show_pace(long sync, double now) {
+        const bool is_newest = schedule.send_step(newest_open) <= schedule.send_step(sync);
+        if (is_newest && now <= not_open_at + options.grace) { make_promise(); }
+    }
+
+    // For what it sends next, or later each time that it was late, so that others seldom wait in vain.
+    void make_promise() {
+        if (promise >= 0 && promise != LogBeat::nothing) { return; }
+        const long later = times_late < 2 ? 0 : long(schedule.fragments()) << std::min(times_late - 2, 4);
+        promise = schedule.first_after(step) + later;
     }
 
     // Sends what is sent at this step; abstains where a send step has been passed over, and where it has sent
@@ -610,7 +671,7 @@ private:
                 slot.own = Slot::sending;
                 encoded_until[size_t(p)] = slot.sync;
                 newest_sent = std::max(newest_sent, slot.sync);
-                newest_open = std::max(newest_open, slot.sync);
+                note_open(slot.sync);
             } else if (send_step <= step) {
                 slot.own = Slot::abstaining;
             }
@@ -622,13 +683,11 @@ private:
 
     std::string folder(const char* what, long sync) const { return key(what + ("/" + std::to_string(sync))); }
 
-    enum class Next { nothing, confirm, fetch, look, send, abstain };
+    enum class Next { nothing, fetch, decide, look, send, abstain };
 
     Next next(const Slot& slot, double now) const {
-        if (slot.entry) {
-            if (!slot.confirmed) { return Next::confirm; }
-            return slot.payloads.size() < slot.entry->contributors.size() ? Next::fetch : Next::nothing;
-        }
+        if (slot.entry) { return slot.confirmed && !slot.is_fetched() ? Next::fetch : Next::nothing; }
+        if (slot.proposal) { return Next::decide; }
         // Behind, it is likely that there is an entry: then there is nothing to send any more.
         const bool is_behind = newest_open > slot.sync;
         if (is_behind && !slot.looked) { return Next::look; }
@@ -637,21 +696,30 @@ private:
         return now >= slot.look_at && (slot.has_line() || is_behind) ? Next::look : Next::nothing;
     }
 
-    void serve(Slot& slot, double now) {
+    // False: there is nothing but a payload that it needs.
+    bool serve(Slot& slot, double now) {
         switch (next(slot, now)) {
-            case Next::nothing:
-                return;
-            case Next::confirm:
-                return confirm(slot);
-            case Next::fetch:
-                return fetch(slot);
+            case Next::decide:
+                write_entry(slot.sync, *slot.proposal);
+                return true;
             case Next::look:
-                return look(slot);
-            case Next::send:
-                return send(slot);
+                look(slot, slot.has_line());
+                return true;
             case Next::abstain:
-                return write_line(slot, {slot.hash, 0, 0, 0}, Slot::abstained);
+                write_line(slot, {slot.hash, 0, 0, 0}, Slot::abstained);
+                return true;
+            case Next::nothing:
+            case Next::fetch:
+            case Next::send:
+                break;
         }
+        return false;
+    }
+
+    void move_payload(Slot& slot, double now) {
+        const Next what = next(slot, now);
+        if (what == Next::send) { send(slot); }
+        if (what == Next::fetch) { fetch(slot); }
     }
 
     // Handlers find their slot by its sync: it may have moved on.
@@ -662,6 +730,7 @@ private:
         return nullptr;
     }
 
+    // The last chunk with its line.
     void send(Slot& slot) {
         const LogShard::Encoded* encoded = shard.encoded(slot.sync);
         if (encoded == nullptr) { return; }
@@ -670,28 +739,36 @@ private:
             return;
         }
         const std::string& payload = encoded->payload;
-        if (slot.chunks == chunks_of(payload.size(), options.chunk)) {
-            slot.hash = encoded->hash;
-            return write_line(slot, {slot.hash, encoded->tokens, payload.size(), digest_of(payload)},
-                              Slot::sent);
+        const size_t chunks = chunks_of(payload.size(), options.chunk);
+        if (slot.chunks < chunks) {
+            ask({StoreRequest::put_if_absent, folder("payload", slot.sync),
+                 me.text() + "." + std::to_string(slot.chunks),
+                 payload.substr(slot.chunks * options.chunk, options.chunk)},
+                [this, sync = slot.sync](const StoreAnswer&, double) {
+                    if (Slot* slot = find(sync)) { slot->chunks++; }
+                });
         }
-        ask({StoreRequest::put_if_absent, folder("payload", slot.sync),
-             me.text() + "." + std::to_string(slot.chunks),
-             payload.substr(slot.chunks * options.chunk, options.chunk)},
-            [this, sync = slot.sync](const StoreAnswer&, double) {
-                if (Slot* slot = find(sync)) { slot->chunks++; }
-            });
+        if (slot.chunks + 1 < chunks) { return; }
+        slot.hash = encoded->hash;
+        write_line(slot, {slot.hash, encoded->tokens, payload.size(), digest_of(payload)}, Slot::sent);
     }
 
+    // And looks at once whether all others are there.
     void write_line(Slot& slot, const LogLine& line, Slot::Own own) {
         ask({StoreRequest::put_if_absent, folder("sent", slot.sync), me.text(), line.text()},
-            [this, sync = slot.sync, own](const StoreAnswer&, double) {
-                if (Slot* slot = find(sync)) { slot->own = own; }
+            [this, sync = slot.sync, own](const StoreAnswer&, double now) {
+                Slot* slot = find(sync);
+                if (slot == nullptr) { return; }
+                slot->own = own;
+                if (own == Slot::sent) { show_pace(sync, now); }
             });
+        look(slot, true);
     }
 
-    // Is there an entry? If not, should there be one?
-    void look(Slot& slot) {
+    // Is there an entry? If not, should there be one? Who is alive is asked behind the lines, and whether this
+    // still is the run behind all.
+    void look(Slot& slot, bool has_line) {
+        asks_generation = true;
         ask({StoreRequest::get, key("entry"), std::to_string(slot.sync), ""},
             [this, sync = slot.sync](const StoreAnswer& answer, double now) {
                 Slot* slot = find(sync);
@@ -699,32 +776,26 @@ private:
                 slot->looked = true;
                 // The trainer stands still for what is due.
                 slot->look_at = now + (slot->due_since < 0 ? options.poll : options.poll / 10);
-                if (answer.found) {
-                    slot->entry = LogEntry::parse(answer.value);
-                } else if (slot->has_line()) {
-                    look_at_lines(*slot);
-                }
+                if (answer.found) { slot->entry = LogEntry::parse(answer.value); }
+            });
+        if (!has_line) { return; }
+        asks_beats = true;
+        ask({StoreRequest::list, folder("sent", slot.sync), "", ""},
+            [this, sync = slot.sync](const StoreAnswer& answer, double) {
+                Slot* slot = find(sync);
+                if (slot == nullptr || slot->entry) { return; }
+                slot->lines.emplace();
+                for (const auto& [who, text] : answer.listing) { (*slot->lines)[who] = LogLine::parse(text); }
             });
     }
 
-    void look_at_lines(const Slot& slot) {
-        ask({StoreRequest::list, folder("sent", slot.sync), "", ""},
-            [this, sync = slot.sync](const StoreAnswer& answer, double now) {
-                Slot* slot = find(sync);
-                if (slot == nullptr) { return; }
-                LogLines lines;
-                for (const auto& [who, text] : answer.listing) { lines[who] = LogLine::parse(text); }
-                if (is_odd_one(lines, slot->hash, rules)) { return diverge(); }
-                tell_of_few(*slot, lines, now);
-                const Question question{sync, slot->hash, slot->due_since, me};
-                const std::optional<LogEntry> entry =
-                    decide(question, lines, presence, rules, options.min_workers, options.grace, now);
-                if (!entry) { return; }
-                // There may be others since it last looked around.
-                if (slot->ripe_since < 0) { slot->ripe_since = now - options.poll; }
-                if (looked_at >= slot->ripe_since) { return write_entry(sync, *entry); }
-                look_around_at = slot->look_at = now;
-            });
+    // Lines, and then beats, are as they have just been read.
+    void consider(Slot& slot, double now) {
+        const LogLines lines = *std::exchange(slot.lines, std::nullopt);
+        if (is_odd_one(lines, slot.hash, rules)) { return diverge(); }
+        tell_of_few(slot, lines, now);
+        const Question question{slot.sync, slot.hash, slot.due_since, me};
+        slot.proposal = decide(question, lines, presence, rules, options.min_workers, options.grace, now);
     }
 
     void tell_of_few(Slot& slot, const LogLines& lines, double now) {
@@ -739,6 +810,7 @@ private:
     }
 
     void write_entry(long sync, const LogEntry& entry) {
+        asks_generation = true;
         ask({rules.entry_is_written_by(), key("entry"), std::to_string(sync), entry.text()},
             [this, sync, entry](const StoreAnswer& answer, double) {
                 const LogEntry decided = rules.decided(entry, LogEntry::parse(answer.value));
@@ -746,22 +818,26 @@ private:
             });
     }
 
+    void look_at_generation() {
+        ask({StoreRequest::get, "run", "generation", ""}, [this](const StoreAnswer& answer, double) {
+            check_generation(answer);
+            for (Slot& slot : slots) {
+                if (phase == Phase::running && slot.entry && !slot.confirmed) { confirm(slot); }
+            }
+        });
+    }
+
     void confirm(Slot& slot) {
-        ask({StoreRequest::get, "run", "generation", ""},
-            [this, sync = slot.sync](const StoreAnswer& answer, double) {
-                check_generation(answer);
-                Slot* slot = find(sync);
-                if (phase == Phase::stopped || slot == nullptr) { return; }
-                if (slot->entry->hash != slot->hash) { return diverge(); }
-                slot->confirmed = true;
-                presence.note(*slot->entry, sync);
-                tell_changes();
-                if (slot->entry->decider == me) {
-                    say(LogEventKind::decided, sync, *slot->entry, format("decides sync %ld: it ", sync));
-                    if (sync % schedule.fragments() == 0) { sweep(); }  // once a period
-                }
-                take_own(*slot);
-            });
+        if (slot.entry->hash != slot.hash) { return diverge(); }
+        slot.confirmed = true;
+        slot.payloads.resize(slot.entry->contributors.size());
+        presence.note(*slot.entry, slot.sync);
+        tell_changes();
+        if (slot.entry->decider == me) {
+            say(LogEventKind::decided, slot.sync, *slot.entry, format("decides sync %ld: it ", slot.sync));
+            if (slot.sync % schedule.fragments() == 0) { sweep(); }  // once a period
+        }
+        take_own(slot);
     }
 
     void diverge() {
@@ -769,88 +845,94 @@ private:
         stop(format("the global parameters of worker %d are not those of the run", me.worker));
     }
 
+    // As much as one chunk holds, and what is begun with it.
     void fetch(Slot& slot) {
-        const Contributor& one = slot.entry->contributors[slot.payloads.size()];
-        const size_t chunk = slot.part.size() / options.chunk;
-        ask({StoreRequest::get, folder("payload", slot.sync), one.who.text() + "." + std::to_string(chunk),
-             ""},
-            [this, sync = slot.sync, bytes = one.bytes](const StoreAnswer& answer, double) {
+        size_t bytes = 0;
+        for (size_t i = 0; i < slot.payloads.size(); i++) {
+            const Contributor& one = slot.entry->contributors[i];
+            size_t at = slot.payloads[i].size();
+            for (; at < one.bytes && bytes < options.chunk; at += options.chunk) {
+                fetch_chunk(slot.sync, i, one.who, at / options.chunk);
+                bytes += std::min(options.chunk, one.bytes - at);
+            }
+        }
+    }
+
+    void fetch_chunk(long sync, size_t i, const Incarnation& who, size_t chunk) {
+        ask({StoreRequest::get, folder("payload", sync), who.text() + "." + std::to_string(chunk), ""},
+            [this, sync, i](const StoreAnswer& answer, double) {
                 Slot* slot = find(sync);
-                if (slot == nullptr) { return; }
+                if (slot == nullptr || phase != Phase::running) { return; }
                 if (!answer.found) { return fall_behind(format("finds a payload of sync %ld gone", sync)); }
-                slot->part += answer.value;
+                slot->payloads[i] += answer.value;
                 slot->bytes_read += answer.value.size();
-                if (slot->part.size() < bytes) { return; }
-                add_payload(*slot, std::exchange(slot->part, ""));
-                if (phase == Phase::running) { take_own(*slot); }
+                if (slot->has_payload(i)) { check_payload(*slot, i); }
             });
     }
 
-    void add_payload(Slot& slot, std::string payload) {
-        const Contributor& one = slot.entry->contributors[slot.payloads.size()];
-        if (digest_of(payload) != one.digest) {
-            return stop(
-                format("the payload of worker %d for sync %ld is damaged", one.who.worker, slot.sync));
-        }
-        slot.payloads.push_back(std::move(payload));
+    void check_payload(const Slot& slot, size_t i) {
+        const Contributor& one = slot.entry->contributors[i];
+        if (digest_of(slot.payloads[i]) == one.digest) { return; }
+        stop(format("the payload of worker %d for sync %ld is damaged", one.who.worker, slot.sync));
     }
 
-    // Its own, where that is the next.
+    // What it has sent itself it need not read.
     void take_own(Slot& slot) {
-        const std::vector<Contributor>& all = slot.entry->contributors;
-        const size_t next = slot.payloads.size();
-        if (next == all.size() || !rules.is_own_payload(all[next].who, me)) { return; }
-        const LogShard::Encoded* encoded = shard.encoded(slot.sync);
-        if (encoded != nullptr) { add_payload(slot, encoded->payload); }
+        for (size_t i = 0; i < slot.payloads.size(); i++) {
+            if (!rules.is_own_payload(slot.entry->contributors[i].who, me)) { continue; }
+            const LogShard::Encoded* encoded = shard.encoded(slot.sync);
+            if (encoded == nullptr) { continue; }
+            slot.payloads[i] = encoded->payload;
+            check_payload(slot, i);
+        }
     }
 
     // -------------------------------------------------------------------------------------------------------
     // Looking around: who is alive, who needs a snapshot
 
     // Often where the trainer stands still. Over a slow link at most a fifth of the time.
-    void look_around(double from) {
+    // beside_payload: what is asked for takes longer than a look
+    void look_around(bool beside_payload) {
         const bool is_last = is_leaving;
+        const double from = asked_at;
         ask({StoreRequest::list, key("beat"), "", ""}, [=](const StoreAnswer& answer, double now) {
-            see(answer.listing, now);
-            looked_at = now;
-            rest_from_looking(from, now);
+            see(answer.listing, from, now);
+            if (phase == Phase::stopped) { return; }
+            rest_from_looking(beside_payload ? now : from, now);
             const bool is_alone = phase == Phase::behind && !presence.can_anyone_give(me.worker);
             alone_since = !is_alone ? -1 : alone_since < 0 ? now : alone_since;
-            if (is_alone && now >= alone_since + options.grace) { look_for_an_end(); }
-            if (phase == Phase::running) { look_at_wants(is_last, from, now); }
+            looks_for_an_end = is_alone && now >= alone_since + options.grace;
+            if (phase == Phase::running) { look_for_readers(is_last, now); }
+            for (Slot& slot : slots) {
+                if (phase == Phase::running && slot.lines) { consider(slot, now); }
+            }
         });
     }
 
     // Who wants something shows it in its beat.
-    void look_at_wants(bool is_last, double from, double now) {
-        if (!presence.does_anyone_need(me.worker)) { return consider({}, is_last, from, now); }
-        ask({StoreRequest::list, key("want"), "", ""}, [=](const StoreAnswer& answer, double now) {
-            consider(answer.listing, is_last, from, now);
-        });
-    }
-
-    void rest_from_looking(double from, double now) {
-        look_earliest = now + std::max(options.poll, 4 * (now - from));
-        look_around_at = is_waiting ? look_earliest : std::max(look_earliest, now + options.expiry / 8);
-    }
-
-    void see(const std::map<std::string, std::string>& listing, double now) {
-        std::map<int, std::string> beats;
-        for (const auto& [name, text] : listing) {
-            const int worker = std::atoi(name.c_str());
-            const LogBeat beat = LogBeat::parse(text);
-            beats[worker] = text;
-            newest_open = std::max(newest_open, beat.newest);
-            if (worker == me.worker && beat.incarnation > me.number) {
-                return stop("another process has started as this worker");
-            }
+    void look_for_readers(bool is_last, double now) {
+        if (presence.does_anyone_need(me.worker)) {
+            looks_at_wants = true;
+            wants_are_last = is_last;
+        } else {
+            wanted_since.clear();
+            choose_reader(is_last, now);
         }
-        presence.look(beats, now);
-        tell_changes();
     }
 
     // What others want. Of that, what nobody offers yet is for somebody to give.
-    void consider(const std::map<std::string, std::string>& wants, bool is_last, double from, double now) {
+    void look_at_wants() {
+        looks_at_wants = false;
+        ask({StoreRequest::list, key("want"), "", ""},
+            [this](const StoreAnswer& answer, double now) { note_wants(answer.listing, now); });
+        ask({StoreRequest::list, key("offer"), "", ""},
+            [this, is_last = wants_are_last](const StoreAnswer& answer, double now) {
+                for (const auto& [want, offer] : answer.listing) { wanted_since.erase(want); }
+                choose_reader(is_last, now);
+            });
+    }
+
+    void note_wants(const std::map<std::string, std::string>& wants, double now) {
         std::map<std::string, double> still;
         for (const auto& [want, reason] : wants) {
             const auto known = wanted_since.find(want);
@@ -858,12 +940,38 @@ private:
             still[want] = known == wanted_since.end() ? now : known->second;
         }
         wanted_since = still;
-        if (still.empty()) { return choose_reader(is_last, now); }
-        ask({StoreRequest::list, key("offer"), "", ""}, [=](const StoreAnswer& answer, double now) {
-            for (const auto& [want, offer] : answer.listing) { wanted_since.erase(want); }
-            rest_from_looking(from, now);
-            choose_reader(is_last, now);
-        });
+    }
+
+    void rest_from_looking(double from, double now) {
+        look_earliest = now + std::max(options.poll, 4 * (now - from));
+        look_around_at = is_waiting ? look_earliest : std::max(look_earliest, now + options.expiry / 8);
+    }
+
+    // from: when it was asked for
+    void see(const std::map<std::string, std::string>& listing, double from, double now) {
+        std::map<int, std::string> beats;
+        long others_newest = -1;
+        for (const auto& [name, text] : listing) {
+            const int worker = std::atoi(name.c_str());
+            const LogBeat beat = LogBeat::parse(text);
+            beats[worker] = text;
+            note_open(beat.newest);
+            if (worker != me.worker) { others_newest = std::max(others_newest, beat.newest); }
+            if (worker == me.worker && beat.incarnation > me.number) {
+                return stop("another process has started as this worker");
+            }
+        }
+        if (others_newest < newest_open) { not_open_at = from; }
+        has_looked = true;
+        looked_from = from;
+        presence.look(beats, now);
+        tell_changes();
+    }
+
+    void note_open(long sync) {
+        if (sync <= newest_open) { return; }
+        newest_open = sync;
+        not_open_at = looked_from;
     }
 
     // The worker with the lowest number gives; the next one, where that takes too long.
@@ -879,13 +987,12 @@ private:
 
     // Nobody is alive that could give a snapshot. If somebody has ended, nobody is awaited.
     void look_for_an_end() {
-        ask({StoreRequest::get, key("offer"), want(), ""}, [this](const StoreAnswer& answer, double) {
-            if (answer.found || snapshot.offer) { return; }
-            ask({StoreRequest::list, key("done"), "", ""}, [this](const StoreAnswer& answer, double) {
-                if (answer.listing.empty()) { return; }
-                over = true;
-                stop("the run is over, and nobody is there to take a snapshot from");
-            });
+        looks_for_an_end = false;
+        look_for_offer();
+        ask({StoreRequest::list, key("done"), "", ""}, [this](const StoreAnswer& answer, double) {
+            if (snapshot.offer || answer.listing.empty()) { return; }
+            over = true;
+            stop("the run is over, and nobody is there to take a snapshot from");
         });
     }
 
@@ -944,14 +1051,23 @@ private:
     std::string want() const { return me.text() + "." + std::to_string(snapshot.attempt); }
 
     void choose_behind(double now) {
-        if (snapshot.is_whole || do_chore()) { return; }
-        if (now >= look_around_at) { return look_around(now); }
+        if (snapshot.is_whole) { return; }
+        ask_chores();
         if (!snapshot.is_wanted) {
-            return ask({StoreRequest::put_if_absent, key("want"), want(), "-"},
-                       [this](const StoreAnswer&, double) { snapshot.is_wanted = true; });
+            ask({StoreRequest::put_if_absent, key("want"), want(), "-"},
+                [this](const StoreAnswer&, double) { snapshot.is_wanted = true; });
         }
-        if (snapshot.offer) { return read_snapshot(); }
-        if (now < snapshot.look_at) { return; }
+        if (snapshot.offer) {
+            read_snapshot();
+        } else if (looks_for_an_end) {
+            look_for_an_end();
+        } else if (now >= snapshot.look_at) {
+            look_for_offer();
+        }
+        if (now >= look_around_at) { look_around(bool(snapshot.offer)); }
+    }
+
+    void look_for_offer() {
         ask({StoreRequest::get, key("offer"), want(), ""}, [this](const StoreAnswer& answer, double now) {
             snapshot.look_at = now + options.poll;
             if (answer.found) {
@@ -1025,14 +1141,14 @@ private:
 
     // oldest: that is kept, by fragment
     void sweep_syncs(const std::string& folder, const std::vector<long>& oldest) {
-        chores.push_back(
-            {{StoreRequest::folders, folder, "", ""}, [=](const StoreAnswer& answer, double) {
-                 for (const auto& [name, nothing] : answer.listing) {
-                     const long sync = std::atol(name.substr(folder.size()).c_str());
-                     const bool is_needed = schedule.index(sync) >= oldest[size_t(schedule.fragment(sync))];
-                     if (!is_needed) { add_removal(name); }
-                 }
-             }});
+        chores.push_back({{StoreRequest::folders, folder, "", ""}, [=](const StoreAnswer& answer, double) {
+                              for (const auto& [name, nothing] : answer.listing) {
+                                  const long sync = std::atol(name.substr(folder.size()).c_str());
+                                  const bool is_needed =
+                                      schedule.index(sync) >= oldest[size_t(schedule.fragment(sync))];
+                                  if (!is_needed) { add_removal(name); }
+                              }
+                          }});
     }
 
     // Snapshots whose reader is dead, or has started again, or has read them. What there is is asked for
@@ -1078,6 +1194,8 @@ private:
         return values;
     }
 
+    static constexpr double long_ago = -1e300;
+
     const SyncLogOptions options;
     const SyncSchedule schedule;
     LogShard& shard;
@@ -1089,33 +1207,42 @@ private:
     bool diverged = false, over = false;
     std::vector<LogEvent> told;
 
-    Asked asked;
-    bool is_asked = false;    // and not yet answered
+    std::vector<Asked> asked;  // and not yet answered
+    double asked_at = 0;
+    bool asks_beats = false, asks_generation = false;  // behind what some fragment asks
+    bool is_payloads_turn = false;
     bool is_cut_off = false;  // its last answer was lost
     double retry_at = 0;
-    std::deque<Asked> chores;
+    std::vector<Asked> chores;
 
     double agree_from = 0, agree_at = 0;
-    bool has_told_of_few = false;  // that they cannot begin
+    bool is_registered = false;             // before the run has begun
+    std::optional<LogBeginning> beginning;  // to be written, if there is none
+    bool has_told_of_few = false;           // that they cannot begin
 
     std::vector<Slot> slots;  // by fragment
     size_t next_turn = 0;
     long step = 0;
     long newest_sent = -1, newest_open = -1;  // syncs; by this worker, by any
+    double not_open_at = long_ago;            // the newest one, by any other: when it looked last
     std::vector<long> encoded_until;          // by fragment: the newest sync that this start has encoded
     long promise = LogBeat::catches_up;
     long jumps_to = -1;
     int times_late = 0;
     bool is_aligned = false;  // it keeps step with the others: its last payload was counted
 
-    double look_around_at = 0, look_earliest = 0, looked_at = 0;
+    double look_around_at = 0, look_earliest = 0;
+    double looked_from = long_ago;  // when the last look was asked for
+    bool has_looked = false;
     bool is_waiting = true;  // the trainer
     Presence presence;
+    bool looks_at_wants = false, wants_are_last = false;
     std::map<std::string, double> wanted_since;  // snapshots, by others; those that nobody offers
     bool is_wanted = false;                      // by one that is alive
     std::optional<Giving> giving;
     Snapshot snapshot;
     double alone_since = -1;  // behind, and nobody there that could give one
+    bool looks_for_an_end = false;
 
     bool is_finishing = false;     // behind the last step
     bool is_leaving = false;       // all is applied

@@ -30,13 +30,14 @@ public:
         for (const auto& [worker, text] : beats) {
             const auto [at, is_first] = seen.insert({worker, Seen()});
             Seen& one = at->second;
-            if (one.text == text) { continue; }
             const LogBeat beat = LogBeat::parse(text);
+            if (one.text == text || beat.incarnation < one.beat.incarnation) { continue; }
             // The first beat that is found may be that of one that is long dead.
             if (!is_first) { note_life(one, worker, beat.incarnation); }
             one.text = text;
             one.beat = beat;
             one.changed = now;
+            if (beat.promise != LogBeat::catches_up) { one.member = 0; }
         }
         for (auto& [worker, one] : seen) {
             if (is_alive(one) || one.state == State::unknown || one.state == State::gone) { continue; }
@@ -45,10 +46,23 @@ public:
         }
     }
 
+    // Who begins the run is waited for from its first sync on, though its beat may not be there yet.
+    void expect(const std::vector<Incarnation>& members, long first, double now) {
+        looked = now;
+        for (const Incarnation& who : members) {
+            Seen& one = seen[who.worker];
+            if (one.beat.incarnation > who.number) { continue; }
+            if (one.beat.incarnation < who.number) { one.beat = LogBeat(); }
+            one.beat.incarnation = one.member = who.number;
+            one.first = first;
+            one.changed = now;
+        }
+    }
+
     // Whoever is not in an entry has broken its promise, if it had made one.
     void note(const LogEntry& entry, long sync) {
         for (auto& [worker, one] : seen) {
-            const bool had_promised = keeps_promises(one) && one.beat.promise <= sync && is_alive(one);
+            const bool had_promised = keeps_promises(one) && promise_of(one) <= sync && is_alive(one);
             if (!entry.knows(worker)) {
                 if (had_promised && one.state == State::in_time) {
                     one.state = State::late;
@@ -100,7 +114,7 @@ public:
     int running_before(int worker) const {
         int count = 0;
         for (const auto& [other, one] : seen) {
-            count += other < worker && is_alive(one) && one.beat.promise >= 0;
+            count += other < worker && is_alive(one) && promise_of(one) >= 0;
         }
         return count;
     }
@@ -115,9 +129,9 @@ public:
     Missing missing(long sync, Has has) const {
         Missing missing;
         for (const auto& [worker, one] : seen) {
-            if (has(worker) || !is_alive(one) || one.beat.promise < 0) { continue; }
+            if (has(worker) || !is_alive(one) || promise_of(one) < 0) { continue; }
             missing.who.push_back(worker);
-            missing.waited_for |= keeps_promises(one) && one.beat.promise <= sync;
+            missing.waited_for |= keeps_promises(one) && promise_of(one) <= sync;
         }
         return missing;
     }
@@ -131,11 +145,18 @@ private:
         double changed = 0;
         long missed = -1;  // the newest sync that it had no line in
         State state = State::unknown;
+        int member = 0;    // the start that begins the run, until it promises something itself
+        long first = 0;    // the first sync, then
     };
 
     bool is_alive(const Seen& one) const { return looked < one.changed + expiry; }
+    // Who begins the run has promised to before it says so itself.
+    static long promise_of(const Seen& one) {
+        const bool begins = one.member > 0 && one.member == one.beat.incarnation;
+        return begins && one.beat.promise == LogBeat::catches_up ? one.first : one.beat.promise;
+    }
     static bool keeps_promises(const Seen& one) {
-        return one.beat.promise >= 0 && one.missed < one.beat.promise;
+        return promise_of(one) >= 0 && one.missed < promise_of(one);
     }
 
     void note_life(Seen& one, int worker, int incarnation) {

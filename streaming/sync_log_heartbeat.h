@@ -1,10 +1,10 @@
-// Shows that this process is alive, over a connection of its own: a payload may take a minute. After each
+// Shows that this process is alive, over a connection of its own: a payload may take a minute. Behind each
 // beat it asks whether this still is the store that has the run. Like the sync log itself it only says what
 // to ask.
 #pragma once
 #include <algorithm>
-#include <optional>
 #include <string>
+#include <vector>
 
 #include "sync_log_records.h"
 
@@ -26,29 +26,26 @@ public:
     explicit Heartbeat(double interval) : interval(interval) {}
 
     // A beat that says something new does not wait.
-    std::optional<StoreRequest> request(const LogPulse& pulse, double now) {
-        if (is_checking) { return StoreRequest{StoreRequest::get, "run", "generation", ""}; }
-        if (pulse.folder.empty() || (now < next && pulse == shown)) { return std::nullopt; }
+    std::vector<StoreRequest> requests(const LogPulse& pulse, double now) {
+        if (pulse.folder.empty() || (now < next && pulse == shown)) { return {}; }
         shown = pulse;
         next = now + interval;
         LogBeat beat = pulse.beat;
         beat.count = ++count;
-        return StoreRequest{StoreRequest::put, pulse.folder, std::to_string(pulse.worker), beat.text()};
+        return {{StoreRequest::put, pulse.folder, std::to_string(pulse.worker), beat.text()},
+                {StoreRequest::get, "run", "generation", ""}};
     }
 
-    // False: the store has lost the run, as SyncLog::check_generation() will see.
-    bool answer(const StoreAnswer& answer) {
-        const bool was_checking = is_checking;
-        is_checking = !is_checking;
-        return !was_checking || answer.lost || (answer.found && answer.value == shown.generation);
+    // False: the store has lost the run, as SyncLog::check_generation() will see.   answer: the last one
+    bool answer(const StoreAnswer& answer) const {
+        return answer.lost || (answer.found && answer.value == shown.generation);
     }
 
     // Seconds until there is something to ask for, if the pulse stays as it is.
-    double rest(double now) const { return is_checking ? 0 : std::clamp(next - now, 0.001, interval); }
+    double rest(double now) const { return std::clamp(next - now, 0.001, interval); }
 
 private:
     double interval, next = 0;
     LogPulse shown;
     long count = 0;
-    bool is_checking = false;
 };

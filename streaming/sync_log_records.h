@@ -7,7 +7,7 @@
 //     r/...                                       rank r of every worker has a log of its own, and all of:
 //     incarnation/w    i: token                   each start of worker w has a number of its own
 //     registered       w.i: LogBase               what a start has, before the run begins
-//     run              start: LogBase             what the first entries stand on
+//     run              start: LogBeginning        what the first entries stand on, and who is there
 //     beat             w: LogBeat                 overwritten all the time
 //     payload/s        w.i.c: bytes               chunk c of what w.i sends in sync s
 //     sent/s           w.i: LogLine               the payload is whole, or w.i abstains
@@ -23,6 +23,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <limits>
 #include <map>
 #include <optional>
 #include <sstream>
@@ -60,6 +61,16 @@ class LogStore {
 public:
     virtual ~LogStore() = default;
     virtual StoreAnswer perform(const StoreRequest& request) = 0;
+    // In this order, and others' requests may come in between: what is done, all that stands before it is done
+    // too. They may go out together. Where an answer is lost, those behind it count for nothing.
+    virtual std::vector<StoreAnswer> perform_all(const std::vector<StoreRequest>& requests) {
+        std::vector<StoreAnswer> answers;
+        for (const StoreRequest& request : requests) {
+            const bool is_lost = !answers.empty() && answers.back().lost;
+            answers.push_back(is_lost ? answers.back() : perform(request));
+        }
+        return answers;
+    }
     // Of settings that endanger the run, when it is opened.
     virtual std::string warning() const { return ""; }
 };
@@ -205,15 +216,15 @@ struct LogEntry {
 // for from the sync on that it has promised, until it breaks the promise.
 struct LogBeat {
     static constexpr long catches_up = -1, needs_snapshot = -2;
+    static constexpr long nothing =
+        std::numeric_limits<long>::max();  // it has not shown yet that it keeps pace
 
     int incarnation = 0;
     long count = 0;
-    long promise = catches_up;  // the first sync that it will be in time for, if any
-    long newest = -1;   // the newest sync that it has sent
+    long promise = catches_up;  // the first sync that it will be in time for
+    long newest = -1;           // the newest sync that it has sent
 
-    std::string text() const {
-        return format("%d %ld %ld %ld", incarnation, count, promise, newest);
-    }
+    std::string text() const { return format("%d %ld %ld %ld", incarnation, count, promise, newest); }
     static LogBeat parse(const std::string& text) {
         LogBeat beat;
         sscanf(text.c_str(), "%d %ld %ld %ld", &beat.incarnation, &beat.count, &beat.promise, &beat.newest);
@@ -248,6 +259,28 @@ struct LogBase {
             base.hashes.push_back(hash);
         }
         return base;
+    }
+};
+
+// What the log begins with. The members hold it, and are all waited for in their first sync.
+struct LogBeginning {
+    LogBase base;
+    std::vector<Incarnation> members;  // a start of each worker
+
+    bool has(const Incarnation& who) const {
+        return std::find(members.begin(), members.end(), who) != members.end();
+    }
+    std::string text() const {
+        std::string text = base.text() + ";";
+        for (const Incarnation& one : members) { text += " " + one.text(); }
+        return text;
+    }
+    static LogBeginning parse(const std::string& text) {
+        const size_t end = std::min(text.find(';'), text.size());
+        LogBeginning beginning{LogBase::parse(text.substr(0, end)), {}};
+        std::istringstream in(text.substr(std::min(end + 1, text.size())));
+        for (std::string who; in >> who;) { beginning.members.push_back(Incarnation::parse(who)); }
+        return beginning;
     }
 };
 

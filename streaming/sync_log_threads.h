@@ -198,9 +198,9 @@ private:
     void ask() {
         std::unique_lock<std::mutex> lock(mutex);
         while (!ending) {
-            const std::optional<StoreRequest> request = log.request(now());
+            const std::vector<StoreRequest> requests = log.requests(now());
             asking_cpu = cpu_seconds();
-            if (!request) {
+            if (requests.empty()) {
                 asks_at = now() + log.rest(now());
                 needed.wait_for(lock, std::chrono::duration<double>(asks_at - now()),
                                 [this] { return ending || asks_at == 0; });
@@ -208,9 +208,9 @@ private:
                 continue;
             }
             lock.unlock();
-            const StoreAnswer answer = store->perform(*request);
+            const std::vector<StoreAnswer> answers = store->perform_all(requests);
             lock.lock();
-            log.answer(answer, now());
+            log.answer(answers, now());
             show_pulse();
             if (log.is_turn_due()) { answered.notify_all(); }
         }
@@ -219,17 +219,17 @@ private:
     void beat() {
         std::unique_lock<std::mutex> lock(pulse_mutex);
         while (!ending) {
-            const std::optional<StoreRequest> request = heartbeat.request(pulse, now());
+            const std::vector<StoreRequest> requests = heartbeat.requests(pulse, now());
             beating_cpu = cpu_seconds();
-            if (!request) {
+            if (requests.empty()) {
                 const LogPulse shown = pulse;
                 pulse_changed.wait_for(lock, std::chrono::duration<double>(heartbeat.rest(now())),
                                        [&] { return ending || !(pulse == shown); });
                 continue;
             }
             lock.unlock();
-            const StoreAnswer answer = pulse_store->perform(*request);
-            if (!heartbeat.answer(answer)) { lose_run(answer); }
+            const StoreAnswer generation = pulse_store->perform_all(requests).back();
+            if (!heartbeat.answer(generation)) { lose_run(generation); }
             lock.lock();
         }
     }

@@ -321,6 +321,42 @@ public:
     // Of all generations, by key.
     const std::map<std::string, LogEntry>& entries() const { return store.entries(); }
 
+    // Of each sync that is decided after `from`, how long its decider stood still at its due step when the
+    // lines of all that it knows but worker w were there.
+    std::map<long, double> waits_for(int w, double from) const {
+        std::map<long, double> waits;
+        for (const auto& [key, entry] : store.entries()) {
+            if (first_written.at(key) < from) { continue; }
+            const size_t slash = key.rfind('/');
+            const std::string lines =
+                key.substr(0, slash - strlen("entry")) + "sent/" + key.substr(slash + 1);
+            double last_line = 0;
+            for (const auto& [line, time] : first_written) {
+                const bool is_one = line.rfind(lines + "/", 0) == 0;
+                const int worker = is_one ? Incarnation::parse(line.substr(lines.size() + 1)).worker : w;
+                if (worker != w && entry.knows(worker)) { last_line = std::max(last_line, time); }
+            }
+            const double since = first_written.at(key) - last_line;
+            waits[std::atol(key.substr(slash + 1).c_str())] = std::min(double(entry.waited) / 1000, since);
+        }
+        return waits;
+    }
+
+    // The first sync that a start has sent, counted or not. None: -1
+    long first_sent(const Incarnation& who) const {
+        long first = -1;
+        for (const auto& [line, time] : first_written) {
+            const size_t slash = line.rfind('/');
+            if (line.find("/sent/") == std::string::npos || line.substr(slash + 1) != who.text()) {
+                continue;
+            }
+            const size_t begin = line.rfind('/', slash - 1) + 1;
+            const long sync = std::atol(line.substr(begin).c_str());
+            first = first < 0 ? sync : std::min(first, sync);
+        }
+        return first;
+    }
+
     // From the newest sync that was open when w's second start began to train, how many it took until one
     // counted it. None: it was never counted.
     std::optional<long> syncs_until_counted(int w) const {
@@ -668,53 +704,88 @@ private:
 
     void talk(int w, int r) {
         Rank& rank = workers[size_t(w)].process->ranks[size_t(r)];
-        const std::optional<StoreRequest> request = rank.log->request(now);
+        const std::vector<StoreRequest> requests = rank.log->requests(now);
         listen(w);
-        if (!request) {
+        if (requests.empty()) {
             return later(w, 0.25, [this, w, r] { talk(w, r); });
         }
-        travel(w, *request, [this, w, r](const StoreAnswer& answer) {
-            workers[size_t(w)].process->ranks[size_t(r)].log->answer(answer, now);
+        travel(w, requests, [this, w, r](const std::vector<StoreAnswer>& answers) {
+            workers[size_t(w)].process->ranks[size_t(r)].log->answer(answers, now);
             listen(w);
-            if (!answer.lost) { check_waits(w, r); }
+            if (!answers.back().lost) { check_waits(w, r); }
             talk(w, r);
         });
     }
 
     void beat(int w, int r) {
         Rank& rank = workers[size_t(w)].process->ranks[size_t(r)];
-        const std::optional<StoreRequest> request = rank.heartbeat->request(rank.log->pulse(), now);
-        if (!request) {
+        const std::vector<StoreRequest> requests = rank.heartbeat->requests(rank.log->pulse(), now);
+        if (requests.empty()) {
             return later(w, 0.4, [this, w, r] { beat(w, r); });
         }
-        travel(w, *request, [this, w, r](const StoreAnswer& answer) {
+        travel(w, requests, [this, w, r](const std::vector<StoreAnswer>& answers) {
             Rank& rank = workers[size_t(w)].process->ranks[size_t(r)];
-            if (!rank.heartbeat->answer(answer)) { rank.log->check_generation(answer); }
+            if (!rank.heartbeat->answer(answers.back())) { rank.log->check_generation(answers.back()); }
             beat(w, r);
         });
     }
 
-    // A request that is on its way arrives even where its sender dies meanwhile.
-    void travel(int w, const StoreRequest& request, std::function<void(const StoreAnswer&)> then) {
+    // Requests that go out together, on their way to the store and back.
+    struct Batch {
+        int w;
+        long life;  // of their sender
+        std::vector<StoreRequest> requests;
+        std::vector<StoreAnswer> answers;
+        size_t lost_from;  // answers
+        size_t done;       // requests, also of those whose answers are lost
+        std::function<void(const std::vector<StoreAnswer>&)> then;
+    };
+
+    // What is on its way arrives even where its sender dies meanwhile.
+    void travel(int w, const std::vector<StoreRequest>& requests,
+                std::function<void(const std::vector<StoreAnswer>&)> then) {
         maybe_fail(w);
         const bool lost = !is_quiet() && random.happens(plan.losses);
-        const bool lost_on_the_way = lost && random.happens(0.5);
-        const double there = way(w), back = lost ? random.between(0.2, 1.5) : way(w);
-        const long life = workers[size_t(w)].life;
-        at(now + there, [=, then = std::move(then)] {
-            StoreAnswer answer;
-            answer.lost = true;
-            if (!lost_on_the_way && now >= store_away_until) {
-                answer = store.perform(request);
-                answer.lost = lost;
-                trace_request(w, request, answer);
+        const long all = long(requests.size()), lost_from = lost ? random.among(0, all - 1) : all;
+        const long done = random.happens(0.5) ? lost_from : random.among(lost_from, all);
+        auto batch = std::make_shared<Batch>(Batch{
+            w, workers[size_t(w)].life, requests, {}, size_t(lost_from), size_t(done), std::move(then)});
+        at(now + way(w), [this, batch] { arrive(batch); });
+    }
+
+    bool is_alive(const Batch& batch) const {
+        const Worker& worker = workers[size_t(batch.w)];
+        return worker.process && worker.life == batch.life;
+    }
+
+    // The next one of a batch. Others' requests come in between, and whatever may fail.
+    void arrive(const std::shared_ptr<Batch>& batch) {
+        const size_t next = batch->answers.size();
+        if (now < store_away_until) { batch->done = batch->lost_from = next; }
+        if (next < batch->done) {
+            const StoreRequest& request = batch->requests[next];
+            batch->answers.push_back(store.perform(request));
+            batch->answers.back().lost = next >= batch->lost_from;
+            trace_request(batch->w, request, batch->answers.back());
+            if (request.kind == StoreRequest::put_if_absent) {
+                first_written.insert({request.folder + "/" + request.name, now});
             }
-            if (workers[size_t(w)].life != life || !workers[size_t(w)].process) { return; }
-            maybe_fail(w);
-            if (workers[size_t(w)].process) {
-                later(w, back, [then, answer] { then(answer); });
-            }
-        });
+        }
+        if (is_alive(*batch)) { maybe_fail(batch->w); }
+        if (batch->answers.size() == batch->done) { return come_back(batch); }
+        const bool is_torn = !is_alive(*batch) && random.happens(0.5);
+        if (!is_torn) {
+            at(now + 0.1 * way(batch->w), [this, batch] { arrive(batch); });
+        }
+    }
+
+    void come_back(const std::shared_ptr<Batch>& batch) {
+        if (!is_alive(*batch)) { return; }
+        StoreAnswer lost;
+        lost.lost = true;
+        batch->answers.resize(batch->requests.size(), lost);
+        const double back = batch->answers.back().lost ? random.between(0.2, 1.5) : way(batch->w);
+        later(batch->w, back, [batch] { batch->then(batch->answers); });
     }
 
     void trace_request(int w, const StoreRequest& request, const StoreAnswer& answer) {
@@ -901,6 +972,7 @@ private:
     std::vector<Worker> workers;
     std::vector<Event> events;  // a heap: the earliest is taken first
     std::map<std::string, std::pair<uint64_t, int>> hashes;
+    std::map<std::string, double> first_written;  // set if absent: when, by folder and name
     double now = 0, store_away_until = 0;
     long count = 0;
     bool has_lost_disk = false;

@@ -292,6 +292,36 @@ TEST_P(LogStores, what_is_replaced_all_the_time_is_whole_and_in_every_listing) {
     writer.join();
 }
 
+TEST_P(LogStores, requests_that_go_out_together_are_answered_in_their_order) {
+    auto store = open(), other = open();
+    put(*other, "G/entry", "1", "winner");
+    const auto answers =
+        store->perform_all({{StoreRequest::put_if_absent, "G/payload/1", "0.1.0", every_byte()},
+                            {StoreRequest::put_if_absent, "G/sent/1", "0.1", "line"},
+                            {StoreRequest::put_if_absent, "G/entry", "1", "late"},
+                            {StoreRequest::get, "G/entry", "2", ""},
+                            {StoreRequest::list, "G/sent/1", "", ""},
+                            {StoreRequest::folders, "G/", "", ""},
+                            {StoreRequest::remove, "G/sent/1", "", ""},
+                            {StoreRequest::put, "G/beat", "0", "beat"},
+                            {StoreRequest::list, "G/sent/1", "", ""},
+                            {StoreRequest::remove, "G/beat", "0", ""},
+                            {StoreRequest::get, "G/payload/1", "0.1.0", ""}});
+    ASSERT_EQ(answers.size(), 11u);
+    for (const StoreAnswer& answer : answers) { ASSERT_FALSE(answer.lost) << answer.trouble; }
+    EXPECT_EQ(answers[0].value, every_byte());
+    EXPECT_EQ(answers[1].value, "line");
+    EXPECT_EQ(answers[2].value, "winner");
+    EXPECT_FALSE(answers[3].found);
+    EXPECT_EQ(answers[4].listing, (Values{{"0.1", "line"}}));
+    EXPECT_EQ(answers[5].listing.size(), 3u);
+    EXPECT_EQ(answers[7].value, "beat");
+    EXPECT_EQ(answers[8].listing, Values{});
+    EXPECT_EQ(answers[10].value, every_byte());
+    EXPECT_EQ(folders(*other, ""), (Names{"G/entry", "G/payload/1"}));
+    EXPECT_TRUE(store->perform_all({}).empty());
+}
+
 TEST_P(LogStores, runs_do_not_meet) {
     auto first = open("a"), second = open("a*"), third = open("a/log");
     put(*first, "run", "generation", "1");
@@ -463,6 +493,14 @@ TEST(FileLogStore, a_name_that_is_a_folder_is_trouble_and_no_endless_loop) {
         EXPECT_TRUE(store->perform({kind, "G", "a", "x"}).lost);
     }
     EXPECT_TRUE(store->perform({StoreRequest::put, "G/a/b", "c", "x"}).lost);
+    const auto answers = store->perform_all({{StoreRequest::put, "G/before", "b", "1"},
+                                             {StoreRequest::put_if_absent, "G", "a", "x"},
+                                             {StoreRequest::put, "G/behind", "b", "1"}});
+    EXPECT_FALSE(answers[0].lost);
+    EXPECT_TRUE(answers[1].lost && answers[2].lost);
+    EXPECT_EQ(answers[2].trouble, answers[1].trouble);
+    EXPECT_EQ(get(*store, "G/before", "b"), "1");
+    EXPECT_EQ(get(*store, "G/behind", "b"), std::nullopt);
     EXPECT_EQ(get(*store, "G/a", "b"), "1");
 }
 
@@ -538,6 +576,24 @@ TEST(RedisLogStore, what_a_server_refuses_is_a_lost_answer_that_says_why) {
     admin.ask({"SET", "run/log/G/text", "not a hash"});
     const StoreAnswer answer = store->perform({StoreRequest::list, "G/text", "", ""});
     EXPECT_TRUE(answer.lost && contains(answer.trouble, "WRONGTYPE"));
+}
+
+TEST(RedisLogStore, where_a_write_is_refused_nothing_that_went_out_with_it_is_done) {
+    RedisServer server("secret");
+    NEED_REDIS(server);
+    RedisConnection admin(server.url(), 5);
+    admin.connect(5);
+    admin.ask({"ACL", "SETUSER", "worker", "on", ">hidden", "~run/log/G/sent/*", "+@all"});
+    const std::string where = "127.0.0.1:" + std::to_string(server.port);
+    auto store = open_log_store("redis://worker:hidden@" + where, "run", 2);
+    const auto answers = store->perform_all({{StoreRequest::put_if_absent, "G/payload/1", "0.1.0", "bytes"},
+                                             {StoreRequest::put_if_absent, "G/sent/1", "0.1", "line"}});
+    for (const StoreAnswer& answer : answers) {
+        EXPECT_TRUE(answer.lost);
+        EXPECT_TRUE(contains(answer.trouble, "answers HSETNX with: NOPERM")) << answer.trouble;
+    }
+    EXPECT_EQ(folders(*open_log_store(server.url(), "run", 2), ""), Names{});
+    EXPECT_EQ(put_if_absent(*store, "G/sent/1", "0.1", "line"), "line");
 }
 
 TEST(RedisLogStore, settings_that_endanger_the_run_are_said_where_they_can_be_seen) {

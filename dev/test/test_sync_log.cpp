@@ -90,6 +90,7 @@ TEST(SyncLog, a_worker_that_comes_back_is_counted_again_within_two_periods) {
         long period = 0;
         simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
             simulation::make_even(plan);
+            plan.options.grace = 4;  // two steps
             period = plan.fragments;
         });
         world.kill_at(int(seed % 3), 6 + double(seed % 50) / 10, double(seed % 7));
@@ -98,6 +99,125 @@ TEST(SyncLog, a_worker_that_comes_back_is_counted_again_within_two_periods) {
         ASSERT_TRUE(took) << "seed " << seed;
         ASSERT_LE(*took, 2 * period) << "seed " << seed;
     }
+}
+
+// Also one for which everything takes long.
+TEST(SyncLog, who_begins_the_run_is_waited_for_before_its_first_beat_is_seen) {
+    const SyncLogRules rules;
+    for (uint64_t seed = 1; seed <= 30; seed++) {
+        simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
+            simulation::make_even(plan);
+            plan.steps = 2 * plan.H;
+            plan.step_time = {0.01, 0.01, 0.01};
+            plan.delay[seed % 3] = 1;
+            plan.options.grace = plan.options.expiry = 1000;
+            plan.options.max_lag = plan.H;
+        });
+        ASSERT_NO_THROW(world.run()) << "seed " << seed;
+        for (const auto& [key, entry] : world.entries()) {
+            ASSERT_EQ(entry.contributors.size(), 3u) << "seed " << seed << ", " << key;
+        }
+    }
+}
+
+// Until it has sent once. Then it has shown how late it is, and may be waited for.
+TEST(SyncLog, nobody_waits_for_who_comes_back_before_it_has_shown_that_it_keeps_pace) {
+    const SyncLogRules rules;
+    int missed = 0;
+    for (uint64_t seed = 1; seed <= 30; seed++) {
+        const int w = int(seed % 3);
+        double poll = 0;
+        simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
+            simulation::make_even(plan);
+            plan.steps = 150;
+            plan.delay[size_t(w)] = 0.4;  // it takes long to come back
+            plan.options.grace = 30;
+            plan.options.expiry = 8;
+            plan.options.max_lag = plan.H;
+            plan.checkpoint_every = 1 + long(seed % 8);
+            poll = plan.options.poll;
+        });
+        const double killed = 15 + double(seed % 50) / 10, back = killed + 20 + double(seed % 20);
+        world.kill_at(w, killed, back - killed);
+        ASSERT_NO_THROW(world.run()) << "seed " << seed;
+        const long first = world.first_sent({w, 2});
+        ASSERT_GE(first, 0) << "seed " << seed;
+        for (const auto& [sync, seconds] : world.waits_for(w, back)) {
+            if (sync > first) { break; }
+            EXPECT_LT(seconds, 4 * poll) << "seed " << seed << ", sync " << sync;
+            missed++;
+        }
+    }
+    EXPECT_GT(missed, 20);
+}
+
+// A worker that is asked for requests by hand, as often as a test likes.
+struct Driven {
+    Driven(int worker, const SyncSchedule& schedule, LogStore& store)
+        : store(store),
+          shard(worker, 0, schedule),
+          log(options(), schedule, worker, shard, rules, start(worker)) {}
+
+    static SyncLogOptions options() {
+        SyncLogOptions options;
+        options.workers = options.min_workers = 3;
+        options.grace = options.expiry = 100;
+        return options;
+    }
+    static LogStart start(int worker) {
+        LogStart start;
+        start.token = std::to_string(worker);
+        start.positions = {0};
+        return start;
+    }
+
+    // Brings all requests to the store and the answers back. False: there is nothing to ask.
+    bool go_there_and_back(double now) {
+        const std::vector<StoreRequest> requests = log.requests(now);
+        if (requests.empty()) { return false; }
+        log.answer(store.perform_all(requests), now);
+        return true;
+    }
+    int ways_until_it_goes_on(long step, double now) {
+        int ways = 0;
+        for (; log.turn(step, now).kind == LogTurn::wait; ways++) { EXPECT_TRUE(go_there_and_back(now)); }
+        return ways;
+    }
+
+    LogStore& store;
+    const SyncLogRules rules;
+    simulation::Shard shard;
+    SyncLog log;
+};
+
+TEST(SyncLog, a_sync_is_three_ways_to_the_store_for_who_sends_last_and_two_more_for_the_others) {
+    const long H = 4;
+    const SyncSchedule schedule(std::vector<Fragment>(1), H);
+    SimulatedStore store(schedule, 4);
+    std::vector<std::unique_ptr<Driven>> workers;
+    for (int w = 0; w < 3; w++) { workers.push_back(std::make_unique<Driven>(w, schedule, store)); }
+    double now = 0;
+    const auto settle = [&] {
+        for (now += 1; workers[0]->go_there_and_back(now) | workers[1]->go_there_and_back(now) |
+                       workers[2]->go_there_and_back(now);) {}
+    };
+    for (int round = 0; round < 3; round++) { settle(); }
+    for (long step = 0; step <= H; step++) {
+        for (const auto& one : workers) {
+            if (step > 0) { one->shard.train(step); }
+            ASSERT_EQ(one->log.turn(step, now).kind, LogTurn::go_on);
+        }
+        if (step < H) { settle(); }
+    }
+    for (int w : {0, 1}) {  // they have sent, and see that somebody is missing
+        EXPECT_TRUE(workers[size_t(w)]->go_there_and_back(now));
+        EXPECT_FALSE(workers[size_t(w)]->go_there_and_back(now));
+    }
+    EXPECT_EQ(workers[2]->ways_until_it_goes_on(H + 1, now), 3);
+    for (int w : {0, 1}) { EXPECT_EQ(workers[size_t(w)]->ways_until_it_goes_on(H + 1, now), 2); }
+    for (const auto& one : workers) { EXPECT_EQ(one->log.positions(), std::vector<long>{1}); }
+    ASSERT_EQ(store.entries().size(), 1u);
+    EXPECT_EQ(store.entries().begin()->second.contributors.size(), 3u);
 }
 
 // Returns what the first seed finds that finds anything.
@@ -166,7 +286,7 @@ TEST(SyncLogSimulation, finds_a_decider_that_does_not_read_the_winners_entry) {
 TEST(SyncLogSimulation, finds_a_heartbeat_that_is_taken_for_a_sent_payload) {
     struct : SyncLogRules {
         LogLines taken_as_sent(const LogLines& lines, const std::map<std::string, LogBeat>& alive,
-                            uint64_t hash) const override {
+                               uint64_t hash) const override {
             LogLines more = lines;
             for (const auto& [who, beat] : alive) { more.insert({who, {hash, 1, 0, 0}}); }
             return more;
