@@ -46,7 +46,7 @@ class Fleet:
                 self.sites = opened.enter_context(Sites(self.lines, relay=self.relay))
             if self.kind == "redis":
                 site = (self.sites.addresses[-1], self.sites.inside(self.workers)) if self.sites else ()
-                self.server = RedisServer(self.folder / "redis", *site)
+                self.server = start_server(self.folder / "redis", site)
                 opened.callback(self.server.stop)
             self.stack = opened.pop_all()
         self.begun, self.before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -108,16 +108,28 @@ class Fleet:
         return self.steps.get(worker, 0)
 
     def wait(self):
-        """Until all have ended, as they should."""
-        for worker, process in self.processes.items():
-            if process.wait() != 0:
-                raise self.failure(worker, "failed")
+        """Until all have ended, as they should. One that fails is not awaited by others for ever."""
+        running = dict(self.processes)
+        while running:
+            for worker, process in list(running.items()):
+                if process.poll() == 0:
+                    del running[worker]
+                elif process.poll() is not None:
+                    raise self.failure(worker, "failed")
+            time.sleep(0.05)
         if self.sites:
             self.traffic = [self.sites.counters(site) for site in range(len(self.lines))]
 
     def failure(self, worker, what):
         lines = (self.folder / f"worker{worker}.txt").read_text().strip().splitlines() or ["no message"]
         return UserError(f"worker {worker} {what} ({lines[-1]}): see {self.folder}/worker*.txt")
+
+
+def start_server(folder, site):
+    try:
+        return RedisServer(folder, *site)
+    except RuntimeError as error:
+        raise UserError(f"{error}: look whether redis-server starts by hand") from error
 
 
 def end(process):

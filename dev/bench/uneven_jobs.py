@@ -28,7 +28,7 @@ BUSY = {"--layers": 6, "--heads": 3, "--channels": 192, "--vocab-size": 257, "-t
 # 3.2M parameters and few tokens: payloads of 0.4 MB in four bits, and little work between them.
 CARRYING = {"--layers": 4, "--heads": 4, "--channels": 256, "--vocab-size": 257, "-t": 32, "-b": 1,
             "-l": 0.001, "-v": 0, "-H": 100, "--fragment-layers": 1, "--outer-weights": "tokens"}
-FAR_WORKERS, FAR_OVERLAPS = (2, 4, 8), (1, 10)
+FAR_WORKERS, FAR_OVERLAPS = (2, 4, 8), (1, 5)
 NO_WAITS = 40      # tau of the runs beside the store
 FAR_SHARE = 0.15   # of a core, of each of two, four and eight
 FAR_LINE, NEAR_LINE = Line(megabits=1000, round_trip_ms=80), Line(mtu=9000)
