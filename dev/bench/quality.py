@@ -8,10 +8,10 @@ and in four bits, with H = 30 and 100, tau = 1 and 5, two and four workers, on e
     dev/bench/quality.py --scale trial --text FOLDER    every kind of run once, within minutes: does all work?
     dev/bench/quality.py --scale gpu --trainer ./train_gpt --text FOLDER   three methods, one GPU
 
-The inner learning rate is the best of four, in whole runs of the first seed: for data-parallel training and,
-since a worker's batch is smaller, for streaming in four bits with H = 30 and an outer rate of 0.7, which all
-that exchange have. The outer one is the best of four in short runs of another seed, on half the tokens, with
-H = 30: for streaming in four bits, which all that stream have, and for classic DiLoCo.
+Learning rates are the best of four, in whole runs of the first seed. The inner one: for data-parallel
+training and, since a worker's batch is smaller, for streaming in four bits with H = 30 and an outer rate
+of 0.7, which all that exchange have. The outer one, with H = 30: for streaming in four bits, which all
+that stream have, and for classic DiLoCo.
 
 All runs of a seed start from the same bits and read the same tokens in the same order, as many in a step
 whatever the number of workers. Gaps are paired: of two losses of one seed. The loss is that of the global
@@ -19,7 +19,8 @@ parameters; the local ones' is the mean over workers, from the same run's last c
 local.
 
 How the gap goes with longer training is shown twice: along the long runs, where the learning rate has not yet
-come down, and by the short runs, which are complete trainings of half the length.
+come down, and by short runs of another seed, which are complete trainings of half the length, with the best
+rates for that.
 """
 import datetime
 import shutil
@@ -162,7 +163,7 @@ class Jobs:
         self.steps = arguments.tokens // arguments.scale.step_tokens
         self.learning_rate, self.outer_lr = {}, {}  # by inner_like() and outer_like()
         self.by_learning_rate, self.by_outer_lr, self.long = {}, {}, []
-        self.short_base = {}  # by learning rate: what short runs are compared with
+        self.by_rate_short = {}  # of data-parallel by its learning rate, of the others by the outer one
         self.choose_learning_rate()
         if None not in self.learning_rate.values():
             self.choose_outer_lr()
@@ -170,8 +171,9 @@ class Jobs:
             self.add_long()
 
     def all(self):
-        sweeps = [*self.by_learning_rate.values(), *self.by_outer_lr.values(), self.short_base]
-        jobs = [*(one for sweep in sweeps for one in sweep.values()), *self.long]
+        sweeps = [*self.by_learning_rate.values(), *self.by_outer_lr.values()]
+        jobs = [*(one for sweep in sweeps for one in sweep.values()), *self.long,
+                *(one for sweep in self.by_rate_short.values() for one in sweep.values())]
         return list({one.name: one for one in jobs}.values())  # some are of a sweep, too
 
     def short(self, method, learning_rate, outer_lr):
@@ -191,16 +193,18 @@ class Jobs:
                                  for method, outer_lr in ((DATA_PARALLEL, None), (STREAMING, SWEEP_OUTER_LR))}
         self.learning_rate = {method: best(self.arguments, sweep)
                               for method, sweep in self.by_learning_rate.items()}
-        self.short_base = {lr: self.short(DATA_PARALLEL, lr, None) for lr in rates}
+        self.by_rate_short[DATA_PARALLEL] = {lr: self.short(DATA_PARALLEL, lr, None) for lr in rates}
 
     def choose_outer_lr(self):
         if len(self.arguments.outer_lrs) == 1:
             self.outer_lr = {method: self.arguments.outer_lrs[0] for method in SWEPT}
             return
+        inner = self.learning_rate[STREAMING]
         for method in SWEPT:
-            self.by_outer_lr[method] = {lr: self.short(method, self.learning_rate[STREAMING], lr)
-                                        for lr in self.arguments.outer_lrs}
+            rates = self.arguments.outer_lrs
+            self.by_outer_lr[method] = {lr: self.whole(method, inner, lr, 1) for lr in rates}
             self.outer_lr[method] = best(self.arguments, self.by_outer_lr[method])
+            self.by_rate_short[method] = {lr: self.short(method, inner, lr) for lr in rates}
 
     def add_long(self):
         """The main methods' seeds, then one of each other method."""
@@ -329,11 +333,14 @@ def gaps_along(runs, base, steps):
 
 
 def short_gap(arguments, jobs, method):
-    """Of the complete training on a quarter of the tokens; None where there is none."""
-    one = jobs.by_outer_lr.get(method, {}).get(jobs.outer_lr.get(method))
-    base = [loss_of(arguments, each) for each in jobs.short_base.values()]
-    loss = loss_of(arguments, one) if one else None
-    return None if loss is None or not base or None in base else 100 * (loss / min(base) - 1)
+    """Of complete trainings on half the tokens, each with its best rate; None where there is none."""
+    best_losses = []
+    for one in (method, DATA_PARALLEL):
+        losses = [loss_of(arguments, each) for each in jobs.by_rate_short.get(one, {}).values()]
+        if not losses or None in losses:
+            return None
+        best_losses.append(min(losses))
+    return 100 * (best_losses[0] / best_losses[1] - 1)
 
 
 def trend_table(arguments, jobs, results):
@@ -366,15 +373,13 @@ def sweep_line(arguments, what, jobs, is_taken=True):
 
 
 def sweep_lines(arguments, jobs):
-    """The last is not taken: short runs are compared with its best one."""
     lines = []
-    for what, sweeps in (("Learning rate", jobs.by_learning_rate), ("Outer learning rate", jobs.by_outer_lr)):
+    for what, sweeps in (("Learning rate", jobs.by_learning_rate), ("Outer learning rate", jobs.by_outer_lr),
+                         ("Short runs, rate", jobs.by_rate_short)):
         for method, sweep in sweeps.items():
             schedule = f", H = {method.inner_steps}, tau = {method.overlap}" * (method != DATA_PARALLEL)
-            lines.append(sweep_line(arguments, f"{what} of {method.title}{schedule}", sweep))
-    if jobs.short_base:
-        what = "Learning rate of data-parallel in short runs"
-        lines.append(sweep_line(arguments, what, jobs.short_base, False))
+            lines.append(sweep_line(arguments, f"{what} of {method.title}{schedule}", sweep,
+                                    sweeps is not jobs.by_rate_short))
     return lines
 
 
@@ -418,8 +423,8 @@ def report(arguments):
              f"{scale.validation_tokens:,} tokens; beside it that of the workers' own, their "
              f"mean. {len(results.made)} long runs, {minutes:.0f} minutes.")
     parts = [intro, main_table(results), "\n".join(verdicts(results)),
-             "## Learning rates\n\nInner ones: whole runs of seed 1. Outer ones: short runs, on half the "
-             "tokens, of another seed.\n\n"
+             "## Learning rates\n\nIn whole runs of seed 1; of data-parallel the inner one. Short runs, "
+             "of another seed, have half the tokens.\n\n"
              + "\n".join(f"- {line}" for line in text) if text else "",
              TREND + trend if (trend := trend_table(arguments, jobs, results)) else "", NOTES]
     if results.missing:
@@ -433,7 +438,7 @@ def report(arguments):
 TREND = """## As training gets longer
 
 Gaps to data-parallel. "Trained on 50% alone": complete trainings of that length, with the learning rate's
-whole course, data-parallel's with its best rate for that. The other columns are stations of the long runs.
+whole course and the best rates for that. The other columns are stations of the long runs.
 
 """
 
