@@ -116,8 +116,11 @@ class Worker:
         assert condition(self), self.output()
 
     def wait_for_whole_checkpoint(self):
+        """Returns its model."""
         folder = self.folder / f"worker_{self.number}"
         self.wait_for(lambda _: any(folder.glob("DONE_*")))
+        step = min(folder.glob("DONE_*")).name.removeprefix("DONE_")
+        return folder / f"model_{step}.bin"
 
     def status(self, seconds=HANG):
         try:
@@ -523,9 +526,8 @@ def test_who_begins_with_other_parameters_is_refused(workers):
     held = run.hold_back(6)
     run.start()
     held.wait()
-    run[0].wait_for_whole_checkpoint()
-    assert "initial parameters (-e, --seed)" in refused(
-        run, of_a_file(run[0].folder / "worker_0/model_00000010.bin"))
+    model = run[0].wait_for_whole_checkpoint()
+    assert "initial parameters (-e, --seed)" in refused(run, of_a_file(model))
     held.release.set()
     run.end_well()
 
