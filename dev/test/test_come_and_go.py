@@ -187,10 +187,12 @@ class Workers:
     def go_second(self, number, first, sync):
         """From `sync` on worker `number` sends its line behind that of worker `first`. Where enough of the
         others are missing, nothing is decided without that one, and so it is counted if it has trained."""
-        def has_sent(words):
-            return any(name.startswith(b"%d." % first) for name in self.server.ask("HKEYS", words[1]))
+        self.all[number].link.hold(lambda words: sync_sent(words) >= sync,
+                                   lambda words: self.has_sent(first, words[1]))
 
-        self.all[number].link.hold(lambda words: sync_sent(words) >= sync, has_sent)
+    def has_sent(self, number, key):
+        """Whether this worker has a line under that key."""
+        return any(name.startswith(b"%d." % number) for name in self.server.ask("HKEYS", key))
 
     def wait_until_counted(self, number, after=None):
         """In a sync that all who are running have merged, behind `after`: of all, those of other starts, too.
@@ -274,11 +276,19 @@ def nothing(send, command):
 
 
 def dying(worker, pass_on):
-    """What a trap does: the worker dies over a command."""
+    """What a trap does: the worker dies over a command, and over the transaction that it is part of."""
     def act(send, command):
         pass_on(send, command)
         worker.die()
     return act
+
+
+def die_once(worker, is_there):
+    """As soon as that is in the store."""
+    def wait():
+        wait_until(is_there, worker.output)
+        worker.die()
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def is_late_beat(value):
@@ -288,7 +298,6 @@ def is_late_beat(value):
 
 INSTANTS = {"in_mid_payload": ("HSETNX", "/payload/9", None, part),
             "behind_a_payload_and_before_its_line": ("HSETNX", "/sent/9", None, nothing),
-            "behind_its_line": ("HSETNX", "/sent/9", None, all_of),
             "behind_a_beat": ("HSET", "/beat", is_late_beat, all_of),
             "while_it_reads_payloads": ("HGET", "/payload/9", None, all_of)}
 
@@ -325,24 +334,40 @@ def senders(entry):
     return [int(name.split(".")[0]) for name in names] + [int(word) for word in rest[1:1 + int(rest[0])]]
 
 
+@pytest.mark.parametrize("resume", [True, False], ids=["resumed", "as_a_newcomer"])
+def test_who_dies_behind_its_line_is_counted(workers, resume):
+    run = workers()
+    for other in (0, 1):
+        run.go_second(other, first=2, sync=9)
+    held = run.hold_back(12, 2)
+    run.start()
+    wait_until(lambda: run.has_sent(2, f"diloco/log/{generation(run)}/0/sent/9"), run[2].output)
+    run[2].kill()
+    held.release.set()
+    run[2].start(resume)
+    run.end_well()
+    assert 2 in senders(entry(run, 9)) and max(run[2].counted()) >= 12
+
+
 def test_who_dies_behind_its_decision_has_decided(workers):
     """All are caught as they decide sync 9. The first entry counts, and who wrote it dies at once."""
     run, lock, deciders = workers(), threading.Lock(), []
 
     def decide(worker, send, command):
         with lock:
-            if not deciders:
-                run.go_second((worker.number + 1) % 3, first=worker.number, sync=12)
-            send(command)
-            if not deciders:
-                wait_until(lambda: entry(run, 9) != b"$-1", worker.output)
-                worker.die()
             deciders.append(worker)
+        if worker is deciders[0]:
+            run.go_second((worker.number + 1) % 3, first=worker.number, sync=12)
+            die_once(worker, lambda: entry(run, 9) != b"$-1")
+        else:
+            wait_until(lambda: entry(run, 9) != b"$-1", worker.output)
+        send(command)
 
     for worker in run.all:
         worker.link.trap("HSETNX", "/entry", functools.partial(decide, worker), field="9")
     run.start()
     wait_until(lambda: deciders, lambda: [worker.output() for worker in run.all])
+    deciders[0].status()
     decided = entry(run, 9)
     assert decided.split()[1].startswith(b"%d." % deciders[0].number)
     deciders[0].kill()
