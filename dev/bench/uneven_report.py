@@ -348,6 +348,9 @@ SECTIONS = {"bits": bits_section, "costs": costs_section, "far": far_section, "l
 def setting_text(arguments, runs):
     text = (f"`make bench-uneven`, {machine()}, {datetime.date.today()}: {len(runs)} runs, "
             f"{sum(one['seconds'] for one in runs) / 60:.0f} minutes.")
+    cores = [one["cores"] for one in runs if one["options"]["shares"]]
+    if cores:
+        text += f" Where workers have quotas, at most {max(cores):.2f} cores were in use."
     if arguments.quick:
         text += " With --quick: too short for these figures to mean anything."
     programs = len({one["program"] for one in runs})

@@ -230,12 +230,15 @@ def test_utilization_is_compared_with_what_is_predicted(arguments, monkeypatch, 
 def test_what_is_missing_is_said_and_what_is_there_is_not_run_again(arguments, capsys):
     text = uneven_report.report(arguments)
     assert "met**" not in text and "MISSED" not in text and "runs are missing" in text
+    uneven_runs(arguments)
+    assert "at most 1.20 cores were in use" in uneven_report.report(arguments)
     bits(arguments)
     costs(arguments, (0.01, 0.02))
     arguments.only = ["bits", "costs"]
     uneven.run_all(arguments)  # the trainer is /bin/false
     text = uneven_report.report(arguments)
     assert "missing" not in text and "not measured" not in text and "different builds" not in text
+    assert "cores were in use" not in text
     assert text.count("**met**") == 3
     (arguments.out / "costs-file").rename(arguments.out / "costs-file.part")
     assert "1 of 5 runs are missing" in uneven_report.report(arguments)
