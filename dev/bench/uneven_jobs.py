@@ -22,8 +22,10 @@ TINY = {"--layers": 2, "--heads": 2, "--channels": 32, "--vocab-size": 257, "-t"
         "--matmul-precision": "highest"}
 
 # 2.8M parameters: a step takes a third of a second of a core, as one of a large model on large machines.
+# H, fragments and tau are the program's defaults, which are the paper's.
 BUSY = {"--layers": 6, "--heads": 3, "--channels": 192, "--vocab-size": 257, "-t": 256, "-b": 8, "-l": 0.001,
-        "-v": 0, "-H": 30, "--fragment-layers": 1, "--overlap": 1}
+        "-v": 0, "-H": 100, "--fragment-layers": 3, "--overlap": 1}
+OFTEN = {"-H": 30, "--fragment-layers": 1}  # seven times as many syncs
 
 # 3.2M parameters and few tokens: payloads of 0.4 MB in four bits, and little work between them.
 CARRYING = {"--layers": 4, "--heads": 4, "--channels": 256, "--vocab-size": 257, "-t": 32, "-b": 1,
@@ -59,7 +61,7 @@ class Scale:
     links_steps: int
 
 
-SCALES = {"full": Scale(720, 3, 240, 3, FAR_WORKERS, 6600), "quick": Scale(96, 1, 60, 1, (2,), 300)}
+SCALES = {"full": Scale(720, 3, 240, 3, FAR_WORKERS, 6600), "quick": Scale(96, 1, 105, 1, (2,), 300)}
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ def bits_jobs(arguments):
 
 def costs_jobs(arguments):
     options = {**with_text(arguments, BUSY, arguments.scale.costs_steps), **STORE, "--workers": 2}
-    return [Job(f"costs-{store}", options, 2, store=store) for store in ("redis", "file")]
+    return [*(Job(f"costs-{store}", options, 2, store=store) for store in ("redis", "file")),
+            Job("costs-often", {**options, **OFTEN}, 2)]
 
 
 # ----------------------------------------------------------------------------------------- far from the store

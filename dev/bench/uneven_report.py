@@ -113,21 +113,24 @@ def costs_section(arguments):
     bars, table = [], []
     for job in costs_jobs(arguments):
         claim = f"heartbeats, deciding and the store ({job.store}) take at most {percent(COST)} of a step"
+        has_bar = job.options["-H"] == BUSY["-H"]
         if made(arguments, job) is None:
-            bars.append(Bar(claim, None, False))
+            bars += [Bar(claim, None, False)] * has_bar
             continue
-        of_workers = [costs_of(log) for log in logs_of(arguments, job).values()]
-        turns, threads, step, waits = max(of_workers, key=lambda one: one[0] + one[1])
-        bars.append(Bar(claim, f"{percent(turns + threads, 3)} of {1000 * step:.0f} ms",
-                        turns + threads <= COST))
-        table.append([job.store, f"{1000 * step:.0f} ms", percent(turns, 3), percent(threads, 3),
-                      percent(turns + threads, 3), percent(waits, 2)])
-    text = markdown(["store", "step", "training stood still", "threads' processor time", "both", "waits"],
-                    table) + f"""
+        logs = logs_of(arguments, job)
+        turns, threads, step, waits = max(map(costs_of, logs.values()), key=lambda one: one[0] + one[1])
+        found = f"{percent(turns + threads, 3)} of {1000 * step:.0f} ms"
+        bars += [Bar(claim, found, turns + threads <= COST)] * has_bar
+        table.append([job.store, str(job.options["-H"]), str(len(logs[0]["sync"])), f"{1000 * step:.0f} ms",
+                      percent(turns, 3), percent(threads, 3), percent(turns + threads, 3), percent(waits, 2)])
+    header = ["store", "H", "syncs", "step", "training stood still", "processor time of threads", "both",
+              "waits"]
+    text = markdown(header, table) + f"""
 
-Two workers that keep two cores busy, H = {BUSY['-H']}, tau = {BUSY['--overlap']}; of the one that spent more.
-Training stands still for deciding: waits for others are beside it, and encoding and merging, which every
-transport has, are not in it."""
+Two workers that keep two cores busy, tau = {BUSY['--overlap']}; of the one that spent more. The bar is for
+the program's defaults; what costs more is beside them, with fragments of one layer. Training stands still
+for deciding: waits for others are beside it, and encoding and merging, which every transport has, are not in
+it."""
     return Section("What it costs", bars, text if table else "")
 
 
