@@ -46,7 +46,7 @@ STEP_TOKENS = LEARNING["-t"] * LEARNING["-b"]
 VALIDATION_TOKENS = 40960
 SHARE = 0.3        # of a core, of each of four workers
 SLOWER = {"half": 2, "tenth": 10}
-CHECKPOINTS = 24   # in a run that loses a worker
+CHECKPOINTS = 12   # in a run that loses a worker
 
 STORE = {"--outer-transport": "store", "--timeout": 60}
 
