@@ -35,9 +35,10 @@
 //
 // Who is waited for is said by beats. A beat promises to be in time from a sync on: who begins the run, from
 // its first one on; who comes later, or was not in time, once it has shown that it keeps pace: was counted, or
-// had sent within the grace of the first who did. Later each time: a slow worker costs others little, a hung
-// one a single grace. Who is more than max_lag steps behind the newest sync that anyone opened jumps to its
-// step; who has just started, or sent too late to be counted, however little it is behind.
+// had sent within the grace of the first who did. Later each time that it was late; and who costs others more
+// than a little of their time is not waited for: of a hung worker that is a single grace. Who is more than
+// max_lag steps behind the newest sync that anyone opened jumps to its step; who has just started, sent too
+// late to be counted, or had to jump to be in time, however little it is behind.
 //
 // What does not need each other's answers is asked for together. Where nobody is late that is three times a
 // sync for who is the last to send: the payload, its line, and whether all are there; the entry; the payloads
@@ -133,7 +134,7 @@ public:
           shard(shard),
           rules(rules),
           start(start),
-          presence(options.expiry) {
+          presence(options.expiry, options.grace) {
         me.worker = worker;
         encoded_until.assign(start.positions.size(), -1);
         enter(start.positions);
@@ -634,7 +635,9 @@ private:
     // promises nothing for now.
     void keep_promise(const Slot& slot) {
         const bool counts = slot.entry->counts(me.worker), has_sent = slot.own == Slot::sent;
-        if (has_sent || slot.own == Slot::sending) { is_aligned = counts; }
+        if (has_sent || slot.own == Slot::sending) {
+            is_aligned = counts && jumps_to < schedule.send_step(slot.sync);
+        }
         if (has_sent && counts) {
             times_late = 0;
             make_promise();
@@ -795,6 +798,7 @@ private:
         if (is_odd_one(lines, slot.hash, rules)) { return diverge(); }
         tell_of_few(slot, lines, now);
         const Question question{slot.sync, slot.hash, slot.due_since, me};
+        charge(question, lines, presence, rules, options.min_workers, now);
         slot.proposal = decide(question, lines, presence, rules, options.min_workers, options.grace, now);
     }
 
@@ -944,7 +948,8 @@ private:
 
     void rest_from_looking(double from, double now) {
         look_earliest = now + std::max(options.poll, 4 * (now - from));
-        look_around_at = is_waiting ? look_earliest : std::max(look_earliest, now + options.expiry / 8);
+        const bool is_awaiting = is_waiting || !is_aligned;  // a sync that it might jump to
+        look_around_at = is_awaiting ? look_earliest : std::max(look_earliest, now + options.expiry / 8);
     }
 
     // from: when it was asked for
@@ -1229,7 +1234,7 @@ private:
     long promise = LogBeat::catches_up;
     long jumps_to = -1;
     int times_late = 0;
-    bool is_aligned = false;  // it keeps step with the others: its last payload was counted
+    bool is_aligned = false;  // it keeps step with the others: its last payload was counted, without a jump
 
     double look_around_at = 0, look_earliest = 0;
     double looked_from = long_ago;  // when the last look was asked for

@@ -13,9 +13,12 @@
 
 // Who is there, by their beats. A worker is alive unless its beat was the same in looks that are `expiry`
 // apart: who looks seldom, over a slow link or after a stall, takes nobody for dead because of that.
+//
+// Who is alive and has promised to be in time is waited for, as long as that is no habit: what it has cost is
+// a debt, of which a fiftieth of the time pays back. A slow worker costs the others so much of their speed.
 class Presence {
 public:
-    explicit Presence(double expiry) : expiry(expiry) {}
+    Presence(double expiry, double grace) : expiry(expiry), most_debt(grace / 5) {}
 
     struct Change {
         LogEventKind kind;  // joined, late, gone, back
@@ -126,14 +129,28 @@ public:
 
     // Who has no line: has(worker) tells who has.
     template <class Has>
-    Missing missing(long sync, Has has) const {
+    Missing missing(long sync, Has has, double now) const {
         Missing missing;
         for (const auto& [worker, one] : seen) {
             if (has(worker) || !is_alive(one) || promise_of(one) < 0) { continue; }
             missing.who.push_back(worker);
-            missing.waited_for |= keeps_promises(one) && promise_of(one) <= sync;
+            missing.waited_for |= is_waited_for(one, sync, now);
         }
         return missing;
+    }
+
+    // This worker has stood still since then, for want of the same lines.
+    template <class Has>
+    void charge(long sync, Has has, double since, double now) {
+        for (auto& [worker, one] : seen) {
+            if (has(worker) || !is_waited_for(one, sync, now)) { continue; }
+            const double from = std::max(since, one.charged_at);
+            if (one.charged_for != sync) { one.debt += std::exchange(one.charge, 0); }
+            one.debt = debt_of(one, now);
+            one.charge += now - from;
+            one.charged_at = now;
+            one.charged_for = sync;
+        }
     }
 
 private:
@@ -145,8 +162,11 @@ private:
         double changed = 0;
         long missed = -1;  // the newest sync that it had no line in
         State state = State::unknown;
-        int member = 0;    // the start that begins the run, until it promises something itself
-        long first = 0;    // the first sync, then
+        // What it has cost, before the sync that it was charged for last and in that.
+        double debt = 0, charge = 0, charged_at = 0;
+        long charged_for = -1;
+        int member = 0;  // the start that begins the run, until it promises something itself
+        long first = 0;  // the first sync, then
     };
 
     bool is_alive(const Seen& one) const { return looked < one.changed + expiry; }
@@ -154,6 +174,14 @@ private:
     static long promise_of(const Seen& one) {
         const bool begins = one.member > 0 && one.member == one.beat.incarnation;
         return begins && one.beat.promise == LogBeat::catches_up ? one.first : one.beat.promise;
+    }
+    bool is_waited_for(const Seen& one, long sync, double now) const {
+        const double charge = one.charged_for == sync ? 0 : one.charge;
+        return is_alive(one) && keeps_promises(one) && promise_of(one) <= sync &&
+               debt_of(one, now) + charge <= most_debt;
+    }
+    static double debt_of(const Seen& one, double now) {
+        return std::max(0.0, one.debt - (now - one.charged_at) / 50);
     }
     static bool keeps_promises(const Seen& one) {
         return promise_of(one) >= 0 && one.missed < promise_of(one);
@@ -167,7 +195,7 @@ private:
         changed.push_back({is_new ? LogEventKind::joined : LogEventKind::back, worker, -1, incarnation});
     }
 
-    double expiry;
+    double expiry, most_debt;
     double looked = 0;         // when, the last time
     std::map<int, Seen> seen;  // by worker
     std::vector<Change> changed;
@@ -214,6 +242,15 @@ inline bool is_odd_one(const LogLines& lines, uint64_t hash, const SyncLogRules&
     return false;
 }
 
+// Enough are there, and this worker still stands still: whose fault is it?
+inline void charge(const Question& question, const LogLines& lines, Presence& presence,
+                   const SyncLogRules& rules, int min_workers, double now) {
+    const StandingLines standing = standing_lines(lines, question.hash, rules);
+    if (question.due_since < 0 || int(standing.size()) < min_workers) { return; }
+    const auto has_line = [&](int worker) { return standing.count(worker) != 0; };
+    presence.charge(question.sync, has_line, question.due_since, now);
+}
+
 // The entry that this worker would write now, if it is time for one.
 inline std::optional<LogEntry> decide(const Question& question, const LogLines& in_store,
                                       const Presence& presence, const SyncLogRules& rules, int min_workers,
@@ -224,7 +261,8 @@ inline std::optional<LogEntry> decide(const Question& question, const LogLines& 
     if (int(standing.size()) < min_workers) { return std::nullopt; }
     if (!rules.is_majority(holders_of_hashes(standing)[hash], standing.size())) { return std::nullopt; }
 
-    const auto missing = presence.missing(question.sync, [&](int w) { return standing.count(w) != 0; });
+    const auto has_line = [&](int worker) { return standing.count(worker) != 0; };
+    const auto missing = presence.missing(question.sync, has_line, now);
     const bool is_due = question.due_since >= 0;
     const bool is_time = missing.who.empty() || (is_due && !missing.waited_for) ||
                          (is_due && now >= question.due_since + grace);

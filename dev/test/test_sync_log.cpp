@@ -151,6 +151,38 @@ TEST(SyncLog, nobody_waits_for_who_comes_back_before_it_has_shown_that_it_keeps_
     EXPECT_GT(missed, 20);
 }
 
+// Its speed a half or a tenth, tau five steps: it jumps, and is in time then.
+TEST(SyncLog, a_slow_worker_does_not_slow_the_others_and_is_counted_in_nine_of_ten_syncs) {
+    const SyncLogRules rules;
+    for (const double slower : {2, 10}) {
+        for (uint64_t seed = 1; seed <= 5; seed++) {
+            const double steps = 600, step_time = 0.4;
+            simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
+                simulation::make_even(plan);
+                plan.H = 10;
+                plan.fragments = 1;
+                plan.steps = long(steps);
+                plan.overlap.assign(3, 5);
+                plan.step_time = {step_time, step_time, step_time * slower};
+                plan.options.grace = 5;
+                plan.options.max_lag = 5;
+            });
+            ASSERT_NO_THROW(world.run()) << "seed " << seed;
+            double waited = 0, counted = 0, syncs = 0;
+            for (const auto& [sync, seconds] : world.waits_for(2, 0)) { waited += seconds; }
+            for (const auto& [key, entry] : world.entries()) {
+                const bool is_known_slow = std::atol(key.substr(key.rfind('/') + 1).c_str()) >= 10;
+                syncs += is_known_slow;
+                counted += is_known_slow && entry.counts(2);
+            }
+            // Two graces to find out, then a fiftieth.
+            EXPECT_LT(waited, 10 + steps * step_time / 50) << "seed " << seed << ", " << slower;
+            EXPECT_GE(syncs, 49);
+            if (slower == 2) { EXPECT_GT(counted, 0.9 * syncs) << "seed " << seed; }
+        }
+    }
+}
+
 // A worker that is asked for requests by hand, as often as a test likes.
 struct Driven {
     Driven(int worker, const SyncSchedule& schedule, LogStore& store)
