@@ -75,8 +75,8 @@ private:
         answer_together(requests + first, end - first, answers);
     }
 
-    // Several writes are a transaction: where the server refuses one, for want of memory, it must not do those
-    // behind it.
+    // Several writes are a transaction: where the server refuses one, for want of memory, it must do none of
+    // those behind it.
     void answer_together(const StoreRequest* requests, size_t count, std::vector<StoreAnswer>& answers) {
         std::vector<std::string> keys;
         for (size_t i = 0; i < count; i++) { keys.push_back(prefix + requests[i].folder); }

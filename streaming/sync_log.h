@@ -34,19 +34,19 @@
 // are alive, and leaves a note. Who needs one later, when nobody is there, knows by it that the run is over.
 //
 // Who is waited for is said by beats. A beat promises to be in time from a sync on: who begins the run, from
-// its first one on; who comes later, or was not in time, once it has shown that it keeps pace: was counted, or
-// had sent within the grace of the first who did. Later each time that it was late; and who costs others more
-// than a little of their time is not waited for: of a hung worker that is a single grace. Who is more than
-// max_lag steps behind the newest sync that anyone opened jumps to its step; who has just started, sent too
-// late to be counted, or had to jump to be in time, however little it is behind.
+// its first one on; who comes later, or was not in time, once it has shown that it keeps pace: was counted,
+// or had sent within the grace of the first who did. Later each time that it was late; and who costs others
+// more than a little of their time is not waited for: of a hung worker that is a single grace. Who is more
+// than max_lag steps behind the newest sync that anyone opened jumps to its step; who has just started, sent
+// too late to be counted, or had to jump to be in time, however little it is behind.
 //
 // What does not need each other's answers is asked for together. Where nobody is late that is three times a
 // sync for who is the last to send: the payload, its line, and whether all are there; the entry; the payloads
 // of the others. It may break off between any two of these requests, as it might if they went one by one.
 //
-// Nothing here waits or asks a clock: requests() says what to ask the store next, answer() takes what it said;
-// turn() is the trainer's, at the end of a step, and says whether it may go on. A lost answer is asked for
-// again: every request may be done twice. The caller keeps these three apart (a mutex).
+// Nothing here waits or asks a clock: requests() says what to ask the store next, answer() takes what it has
+// said; turn() is the trainer's, at the end of a step, and says whether it may go on. A lost answer is asked
+// for again: every request may be done twice. The caller keeps these three apart (a mutex).
 #pragma once
 #include <algorithm>
 #include <functional>
@@ -768,8 +768,8 @@ private:
         look(slot, true);
     }
 
-    // Is there an entry? If not, should there be one? Who is alive is asked behind the lines, and whether this
-    // still is the run behind all.
+    // Is there an entry? If not, should there be one? Who is alive is asked behind the lines, and whether it
+    // still is the same run behind all.
     void look(Slot& slot, bool has_line) {
         asks_generation = true;
         ask({StoreRequest::get, key("entry"), std::to_string(slot.sync), ""},

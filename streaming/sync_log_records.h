@@ -61,8 +61,8 @@ class LogStore {
 public:
     virtual ~LogStore() = default;
     virtual StoreAnswer perform(const StoreRequest& request) = 0;
-    // In this order, and others' requests may come in between: what is done, all that stands before it is done
-    // too. They may go out together. Where an answer is lost, those behind it count for nothing.
+    // In this order, and others' requests may come in between: of what is done, all that stands before it is
+    // done too. They may go out together. Where an answer is lost, those behind it count for nothing.
     virtual std::vector<StoreAnswer> perform_all(const std::vector<StoreRequest>& requests) {
         std::vector<StoreAnswer> answers;
         for (const StoreRequest& request : requests) {
