@@ -8,6 +8,7 @@ threads up when they have had theirs of a period of some ten milliseconds, all o
 every step takes twice the time, and heartbeats go on. Processes whose shares are less than the machine
 together do not compete for it.
 """
+import contextlib
 import os
 import subprocess
 import sys
@@ -66,6 +67,7 @@ class Quotas:
                 (self.hierarchy.root / "cgroup.subtree_control").write_text("+cpu")
             except OSError as error:
                 raise refusal(error) from error
+        remove_abandoned(self.hierarchy.root)
 
     def __enter__(self):
         return self
@@ -96,6 +98,14 @@ class Quotas:
                         raise
                     time.sleep(0.02)
         self.groups = []
+
+
+def remove_abandoned(root):
+    """Groups of programs that were killed before they could."""
+    for group in root.glob("diloco-*-*"):
+        if not Path(f"/proc/{group.name.split('-')[1]}").exists():
+            with contextlib.suppress(OSError):  # somebody else removes it, or its processes still end
+                group.rmdir()
 
 
 def refusal(error):

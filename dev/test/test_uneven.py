@@ -2,6 +2,7 @@
 said, and what was run is not run again. Most logs are made here; one of a worker that is killed and starts
 again is a real run's."""
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -319,6 +320,16 @@ def test_a_process_is_in_the_group_that_has_its_share_and_nothing_is_left(tmp_pa
         found = subprocess.run([*words, "cat", "/proc/self/cgroup"], capture_output=True, text=True)
         assert group.name in found.stdout and group.exists()
     assert not group.exists()
+
+
+def test_groups_of_a_program_that_was_killed_are_removed_and_no_others(tmp_path):
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    names = {f"diloco-{killed.pid}-worker0", f"diloco-{os.getpid()}-worker0", "system.slice"}
+    for name in names:
+        (tmp_path / name).mkdir()
+    quota.remove_abandoned(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == names - {f"diloco-{killed.pid}-worker0"}
 
 
 def fleet_options(tokens, **more):
