@@ -6,6 +6,7 @@
 # make bench-wire-quality   what they cost in validation loss: 45 runs, about 70 minutes; resumable
 # make bench-quality   what DiLoCo and streaming cost in validation loss; resumable, at most two hours
 # make bench-wan       what a run keeps of its speed over slow lines (root): 63 runs, resumable; ARGUMENTS=--quick
+# make bench-uneven    workers that are slower, lost or far from their store (root): resumable; ARGUMENTS=--quick
 # make simulate        the paper's Table 4 and figure 4, simulated (dev/simulate.py --help: any model, any run)
 # make test-emulated   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test-long)
 # make check-cuda      the same kernels through nvcc, if there is one (part of make test-long)
@@ -328,8 +329,16 @@ bench-wan:
 	.venv/bin/python data/prepare.py --tokenizer bytes --out build/wan/text
 	.venv/bin/python dev/bench/wan.py --report dev/results/wan.md $(ARGUMENTS)
 
+# ARGUMENTS="--quick", "--only far links": dev/bench/uneven.py --help
+bench-uneven:
+	@python3 dev/wan/sites.py
+	$(MAKE) setup
+	$(MAKE) train_gpt_cpu build/relay
+	.venv/bin/python data/prepare.py --tokenizer bytes --out build/uneven/text
+	.venv/bin/python dev/bench/uneven.py --report dev/results/uneven.md $(ARGUMENTS)
+
 clean:
 	rm -rf build train_gpt train_gpt_cpu train_gpt_emulated test_gpt test_gpt_cpu
 
 .PHONY: all always setup test test-long test-emulated test-gpu check-cuda demo bench-cpu bench-formats \
-        bench-wire-quality bench-quality bench-wan bench-gpu simulate mutate torture chaos registers clean
+        bench-wire-quality bench-quality bench-wan bench-uneven bench-gpu simulate mutate torture chaos registers clean
