@@ -261,7 +261,7 @@ torture: setup
 MINUTES = 10
 # ARGUMENTS="--links": dev/chaos.py --help
 chaos: setup
-	$(MAKE) train_gpt_cpu
+	$(MAKE) train_gpt_cpu $(if $(findstring --links,$(ARGUMENTS)),build/relay)
 	.venv/bin/python dev/chaos.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGUMENTS)
 
 mutate: setup
