@@ -253,6 +253,40 @@ TEST(SyncLog, a_sync_is_three_ways_to_the_store_for_who_sends_last_and_two_more_
 }
 
 // Returns what the first seed finds that finds anything.
+TEST(SyncLog, who_was_stopped_while_it_looked_around_looks_again_soon) {
+    const SyncSchedule schedule(std::vector<Fragment>(1), 4);
+    SimulatedStore store(schedule, 4);
+    std::vector<std::unique_ptr<Driven>> workers;
+    for (int w = 0; w < 3; w++) { workers.push_back(std::make_unique<Driven>(w, schedule, store)); }
+    double now = 0;
+    for (; now < 3; now += 1) {
+        for (const auto& one : workers) {
+            while (one->go_there_and_back(now)) {}
+        }
+    }
+    SyncLog& log = workers[0]->log;
+    ASSERT_EQ(log.turn(0, now).kind, LogTurn::go_on);
+    const auto looks = [](const StoreRequest& request) {
+        return request.kind == StoreRequest::list && request.folder.find("/beat") != std::string::npos;
+    };
+    const auto come_to_a_look = [&] {
+        for (int i = 0; i < 100000; i++, now += 0.1) {
+            const std::vector<StoreRequest> requests = log.requests(now);
+            if (std::any_of(requests.begin(), requests.end(), looks)) { return requests; }
+            if (!requests.empty()) { log.answer(store.perform_all(requests), now); }
+        }
+        return std::vector<StoreRequest>();
+    };
+    const std::vector<StoreRequest> requests = come_to_a_look();
+    ASSERT_FALSE(requests.empty());
+    const auto answers = store.perform_all(requests);
+    now += 60;
+    log.answer(answers, now);
+    const double goes_on = now;
+    ASSERT_FALSE(come_to_a_look().empty());
+    EXPECT_LE(now - goes_on, Driven::options().expiry / 2 + 0.2);
+}
+
 std::string found(const SyncLogRules& broken) {
     for (uint64_t seed = 1; seed <= seeds; seed++) {
         const std::string wrong = simulation::run(seed, broken);
