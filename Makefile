@@ -321,24 +321,17 @@ build/relay: dev/wan/relay.cpp
 	@mkdir -p build
 	$(CXX) -std=c++17 -O2 $(WARNINGS) $< -o $@
 
-# ARGUMENTS="--quick": dev/bench/wan.py --help
-bench-wan:
+# ARGUMENTS="--quick", "--only ...": dev/bench/wan.py --help, dev/bench/uneven.py --help
+bench-wan bench-uneven: bench-%:
 	@python3 dev/wan/sites.py
 	$(MAKE) setup
 	$(MAKE) train_gpt_cpu build/relay
-	.venv/bin/python data/prepare.py --tokenizer bytes --out build/wan/text
-	.venv/bin/python dev/bench/wan.py --report dev/results/wan.md $(ARGUMENTS)
-
-# ARGUMENTS="--quick", "--only far links": dev/bench/uneven.py --help
-bench-uneven:
-	@python3 dev/wan/sites.py
-	$(MAKE) setup
-	$(MAKE) train_gpt_cpu build/relay
-	.venv/bin/python data/prepare.py --tokenizer bytes --out build/uneven/text
-	.venv/bin/python dev/bench/uneven.py --report dev/results/uneven.md $(ARGUMENTS)
+	.venv/bin/python data/prepare.py --tokenizer bytes --out build/$*/text
+	.venv/bin/python dev/bench/$*.py --report dev/results/$*.md $(ARGUMENTS)
 
 clean:
 	rm -rf build train_gpt train_gpt_cpu train_gpt_emulated test_gpt test_gpt_cpu
 
 .PHONY: all always setup test test-long test-emulated test-gpu check-cuda demo bench-cpu bench-formats \
-        bench-wire-quality bench-quality bench-wan bench-uneven bench-gpu simulate mutate torture chaos registers clean
+        bench-wire-quality bench-quality bench-wan bench-uneven bench-gpu simulate mutate torture chaos \
+        registers clean

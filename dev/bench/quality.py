@@ -30,8 +30,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from runs import (ROOT, Budget, above_zero, check_report, difference_text, machine, made_by,  # finds dev/, too
-                  markdown, paired, start, train)
+from runs import (ROOT, above_zero, check_report, difference_text, first_missing, machine, made_by, markdown,
+                  paired, run_missing, start, train)  # finds dev/, too
 from compare import bytes_sent, read_run, size_text, validation_loss
 from metrics import Parser, UserError, exit_status
 
@@ -200,9 +200,8 @@ class Jobs:
         if len(self.arguments.outer_lrs) == 1:
             self.outer_lr = {method: self.arguments.outer_lrs[0] for method in SWEPT}
             return
-        inner = self.learning_rate[STREAMING]
+        inner, rates = self.learning_rate[STREAMING], self.arguments.outer_lrs
         for method in SWEPT:
-            rates = self.arguments.outer_lrs
             self.by_outer_lr[method] = {lr: self.whole(method, inner, lr, 1) for lr in rates}
             self.outer_lr[method] = best(self.arguments, self.by_outer_lr[method])
             self.by_rate_short[method] = {lr: self.short(method, inner, lr) for lr in rates}
@@ -247,25 +246,19 @@ def local_losses(arguments, one, part):
     return {"local": losses}
 
 
-def next_job(arguments):
-    """(number, job) of the first that is not there; None where all are."""
-    for number, one in enumerate(Jobs(arguments).all(), 1):
-        if made_by(arguments.out / one.name, one.options) is None:
-            return number, one
-    return None
+def run_job(arguments, number, one):
+    seconds = train(arguments.trainer, one.options, arguments.out / one.name,
+                    lambda part: local_losses(arguments, one, part))
+    print(f"{number:3}  {one.name:44} {loss_of(arguments, one):.4f}  {seconds:.0f} s", flush=True)
+    return seconds
 
 
 def run_all(arguments):
-    budget = Budget(arguments.minutes)
-    while (found := next_job(arguments)) is not None:
-        number, one = found
-        if budget.is_spent():
-            print(f"{arguments.minutes:g} minutes are over: run this again to go on", flush=True)
-            return
-        seconds = train(arguments.trainer, one.options, arguments.out / one.name,
-                        lambda part: local_losses(arguments, one, part))
-        budget.spend(seconds)
-        print(f"{number:3}  {one.name:44} {loss_of(arguments, one):.4f}  {seconds:.0f} s", flush=True)
+    """What comes next hangs on what the runs before it have found."""
+    run_missing(arguments.minutes,
+                lambda: first_missing(Jobs(arguments).all(),
+                                      lambda one: made_by(arguments.out / one.name, one.options)),
+                lambda number, one: run_job(arguments, number, one))
 
 
 # ---------------------------------------------------------------------------------------------------- tables

@@ -4,6 +4,7 @@ A finished run is a folder that is not run again, with how it was made in made_b
 leaves NAME.part, and begins anew.
 """
 import argparse
+import contextlib
 import hashlib
 import json
 import math
@@ -39,23 +40,29 @@ def start(trainer, options, folder, name):
         raise UserError(f"{name} failed ({lines[-1]}): run this: {' '.join(command)}")
 
 
+@contextlib.contextmanager
+def making(folder, trainer, options):
+    """(where a run lies until it is complete, what is kept of how it was made: with its seconds, then)"""
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    made = {"options": options, "program": hashlib.sha256(Path(trainer).read_bytes()).hexdigest()[:12]}
+    begin = time.monotonic()
+    yield part, made
+    made["seconds"] = time.monotonic() - begin
+    (part / KEPT).write_text(json.dumps(made))
+    part.rename(folder)
+
+
 def train(trainer, options, folder, finish=lambda part: {}):
     """Trains into `folder`, which appears when the run is complete. Returns its seconds.
     finish: told where the run lies before that; what it returns is kept in made_by.json."""
-    part = folder.with_name(folder.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    program = hashlib.sha256(Path(trainer).read_bytes()).hexdigest()[:12]
-    begin = time.monotonic()
-    start(trainer, options, part, folder.name)
-    found = finish(part)
-    seconds = time.monotonic() - begin
-    for pattern in ("model_*.bin", "state_*.bin", "DONE_*"):
-        for file in part.glob(pattern):
-            file.unlink()
-    made = {"options": options, "program": program, "seconds": seconds, **found}
-    (part / KEPT).write_text(json.dumps(made))
-    part.rename(folder)
-    return seconds
+    with making(folder, trainer, options) as (part, made):
+        start(trainer, options, part, folder.name)
+        made.update(finish(part))
+        for pattern in ("model_*.bin", "state_*.bin", "DONE_*"):
+            for file in part.glob(pattern):
+                file.unlink()
+    return made["seconds"]
 
 
 def made_by(folder, options):
@@ -99,6 +106,30 @@ class Budget:
 
     def spend(self, seconds):
         self.longest = max(self.longest, seconds)
+
+
+def first_missing(jobs, made):
+    """(number, job) of the first for which made(job) is None; None where there is none."""
+    return next(((number, job) for number, job in enumerate(jobs, 1) if made(job) is None), None)
+
+
+def run_missing(minutes, find, run):
+    """find(): (number, job) of what is to be run next; None: nothing is   run(number, job): its seconds"""
+    budget = Budget(minutes)
+    while (found := find()) is not None:
+        if budget.is_spent():
+            print(f"{minutes:g} minutes are over: run this again to go on", flush=True)
+            return
+        budget.spend(run(*found))
+
+
+# --------------------------------------------------------------------------------------------------- measures
+
+def time_and_waits(steps, syncs, length):
+    """Of a process, behind its first `length` steps: (steps, their seconds, those that it waited for syncs)"""
+    seconds = {line["step"]: line["seconds"] for line in steps[length:]}
+    waited = sum(line["waited_seconds"] for line in syncs if line["apply_step"] in seconds)
+    return len(seconds), sum(seconds.values()), waited
 
 
 # ----------------------------------------------------------------------------------------------------- tables

@@ -31,29 +31,22 @@ import quota
 import redis_server
 import sites
 from metrics import Parser, UserError, exit_status
-from runs import Budget, above_zero, check_report
+from runs import above_zero, check_report, first_missing, run_missing
 from uneven_jobs import KINDS, SCALES, all_jobs, made, train
 from uneven_report import report
 
 
-def next_job(arguments):
-    """(number, job) of the first that is not there; None where all are."""
-    for number, job in enumerate(all_jobs(arguments), 1):
-        if made(arguments, job) is None:
-            return number, job
-    return None
+def run_job(arguments, number, job):
+    seconds = train(arguments, job)
+    print(f"{number:3}  {job.name:24} {seconds:.0f} s", flush=True)
+    return seconds
 
 
 def run_all(arguments):
-    budget = Budget(arguments.minutes)
-    while (found := next_job(arguments)) is not None:
-        number, job = found
-        if budget.is_spent():
-            print(f"{arguments.minutes:g} minutes are over: run this again to go on", flush=True)
-            return
-        seconds = train(arguments, job)
-        budget.spend(seconds)
-        print(f"{number:3}  {job.name:24} {seconds:.0f} s", flush=True)
+    """How many steps some have depends on others."""
+    run_missing(arguments.minutes,
+                lambda: first_missing(all_jobs(arguments), lambda job: made(arguments, job)),
+                lambda number, job: run_job(arguments, number, job))
 
 
 def parse_arguments(words):

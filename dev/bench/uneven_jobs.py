@@ -1,9 +1,7 @@
 """The runs of uneven.py: their sizes, what befalls their workers, and the folders in which they are kept."""
-import hashlib
 import json
 import shutil
 import sys
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -11,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "dev/bench"), str(ROOT / "dev/wan")]
 from fleet import Fleet
 from metrics import log_name, read_lines
-from runs import KEPT, made_by
+from runs import made_by, making
 from sites import Line
 
 KINDS = ("bits", "costs", "far", "links", "uneven", "lost")
@@ -220,19 +218,12 @@ def play(fleet, job):
 
 def train(arguments, job):
     """Into a folder that appears when the run is complete. Returns its seconds."""
-    folder = arguments.out / job.name
-    part = folder.with_name(folder.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    program = hashlib.sha256(arguments.trainer.read_bytes()).hexdigest()[:12]
-    begin = time.monotonic()
-    with Fleet(arguments.trainer, job.options, part, job.workers, dict(enumerate(job.shares)), job.store,
-               job.lines, arguments.relay) as fleet:
-        play(fleet, job)
-    seconds = time.monotonic() - begin
-    for models in part.glob("worker_*/"):
-        shutil.rmtree(models)
-    (part / KEPT).write_text(json.dumps({
-        "options": job.record(), "seconds": seconds, "program": program, "cores": fleet.cores,
-        "wall_seconds": fleet.wall, "devices": [asdict(one) for one in fleet.traffic]}))
-    part.rename(folder)
-    return seconds
+    with making(arguments.out / job.name, arguments.trainer, job.record()) as (part, made_of):
+        with Fleet(arguments.trainer, job.options, part, job.workers, dict(enumerate(job.shares)), job.store,
+                   job.lines, arguments.relay) as fleet:
+            play(fleet, job)
+        made_of.update(cores=fleet.cores, wall_seconds=fleet.wall,
+                       devices=[asdict(one) for one in fleet.traffic])
+        for models in part.glob("worker_*/"):
+            shutil.rmtree(models)
+    return made_of["seconds"]

@@ -8,7 +8,7 @@ from uneven_jobs import (BUSY, CARRYING, FAR_LINE, FAR_OVERLAPS, FAR_WORKERS, KI
                          distant_job, even_job, links_jobs, logs_of, lost_job, made, near_job, slower_job,
                          without_job)  # finds dev/, too
 from compare import read_run, size_text, validation_loss
-from runs import difference_text, machine, markdown, paired
+from runs import difference_text, machine, markdown, paired, time_and_waits
 from simulate import predict, read_measured
 
 KEPT_SPEED, COUNTED = 0.97, 0.90  # of one that is slower: the others' speed, and the syncs that it is part of
@@ -44,9 +44,8 @@ def share_of_tokens(logs, worker, other=0):
 
 def busy_share(log, length):
     """Of a worker's time, behind its first `length` steps: what it did not wait for a sync."""
-    steps = {line["step"]: line["seconds"] for line in log["step"][length:]}
-    waited = sum(line["waited_seconds"] for line in log["sync"] if line["apply_step"] in steps)
-    return 1 - waited / sum(steps.values())
+    _, seconds, waited = time_and_waits(log["step"], log["sync"], length)
+    return 1 - waited / seconds
 
 
 def happened(logs, kinds):

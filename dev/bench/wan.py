@@ -18,7 +18,6 @@ A finished run is a folder in --out that is not run again, so that it can be sto
 """
 import contextlib
 import datetime
-import hashlib
 import json
 import math
 import os
@@ -27,7 +26,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -35,7 +33,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "dev/bench"), str(ROOT / "dev/wan")]
 from compare import read_run, size_text
 from metrics import Parser, UserError, exit_status
-from runs import KEPT, Budget, above_zero, check_report, machine, made_by, markdown
+from runs import (Budget, above_zero, check_report, machine, made_by, making, markdown,
+                  time_and_waits)
 from simulate import predict, read_measured
 from simulation.trainer import IP_AND_TCP_HEADERS
 from probe import both_ways
@@ -192,18 +191,11 @@ def made(arguments, method, line):
 
 def run(arguments, method, line):
     """Trains into a folder that appears when the run is complete. Returns its seconds."""
-    folder = folder_of(arguments, method, line)
-    part = folder.with_name(folder.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    options = options_of(method, line, arguments.text)
-    begin = time.monotonic()
-    counted = train(arguments.trainer, arguments.relay, options, line, part)
-    seconds = time.monotonic() - begin
-    program = hashlib.sha256(Path(arguments.trainer).read_bytes()).hexdigest()[:12]
-    (part / KEPT).write_text(json.dumps({"options": record_of(arguments, method, line), "seconds": seconds,
-                                         "program": program, **counted}))
-    part.rename(folder)
-    return seconds
+    record = record_of(arguments, method, line)
+    with making(folder_of(arguments, method, line), arguments.trainer, record) as (part, kept):
+        options = options_of(method, line, arguments.text)
+        kept.update(train(arguments.trainer, arguments.relay, options, line, part))
+    return kept["seconds"]
 
 
 def probed(arguments):
@@ -262,22 +254,15 @@ def busy_share(method, run):
     logged."""
     if method.ranks > 1:
         return None
-    shares = []
-    for process in run.processes:
-        steps = {line["step"]: line["seconds"] for line in process.steps[INNER_STEPS:]}
-        waited = sum(line["waited_seconds"] for line in process.syncs if line["apply_step"] in steps)
-        shares.append(1 - waited / sum(steps.values()))
-    return statistics.mean(shares)
+    spent = (time_and_waits(process.steps, process.syncs, INNER_STEPS) for process in run.processes)
+    return statistics.mean(1 - waited / seconds for _, seconds, waited in spent)
 
 
 def step_seconds(method, run):
     """What a step takes of each process's time without what it waits for, where that is logged."""
-    length, seconds = INNER_STEPS if method.ranks == 1 else 1, []
-    for process in run.processes:
-        steps = {line["step"]: line["seconds"] for line in process.steps[length:]}
-        waited = sum(line["waited_seconds"] for line in process.syncs if line["apply_step"] in steps)
-        seconds.append((sum(steps.values()) - waited) / len(steps))
-    return seconds
+    length = INNER_STEPS if method.ranks == 1 else 1
+    spent = (time_and_waits(process.steps, process.syncs, length) for process in run.processes)
+    return [(seconds - waited) / steps for steps, seconds, waited in spent]
 
 
 def program_bytes(process):
