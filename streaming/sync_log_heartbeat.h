@@ -30,22 +30,33 @@ public:
         if (pulse.folder.empty() || (now < next && pulse == shown)) { return {}; }
         shown = pulse;
         next = now + interval;
-        LogBeat beat = pulse.beat;
-        beat.count = ++count;
-        return {{StoreRequest::put, pulse.folder, std::to_string(pulse.worker), beat.text()},
-                {StoreRequest::get, "run", "generation", ""}};
+        return {show(pulse.beat), {StoreRequest::get, "run", "generation", ""}};
     }
 
     // False: the store has lost the run, as SyncLog::check_generation() will see.   answer: the last one
-    bool answer(const StoreAnswer& answer) const {
-        return answer.lost || (answer.found && answer.value == shown.generation);
+    bool answer(const StoreAnswer& answer) {
+        is_heard = !answer.lost && answer.found && answer.value == shown.generation;
+        return answer.lost || is_heard;
+    }
+
+    // The last beat, of a process that ends and can still say so: it is not waited for any more.
+    std::vector<StoreRequest> farewell() {
+        LogBeat last = shown.beat;
+        last.promise = LogBeat::catches_up;
+        return is_heard ? std::vector<StoreRequest>{show(last)} : std::vector<StoreRequest>();
     }
 
     // Seconds until there is something to ask for, if the pulse stays as it is.
     double rest(double now) const { return std::clamp(next - now, 0.001, interval); }
 
 private:
+    StoreRequest show(LogBeat beat) {
+        beat.count = ++count;
+        return {StoreRequest::put, shown.folder, std::to_string(shown.worker), beat.text()};
+    }
+
     double interval, next = 0;
     LogPulse shown;
+    bool is_heard = false;  // by the store that has the run
     long count = 0;
 };

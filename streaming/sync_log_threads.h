@@ -232,6 +232,9 @@ private:
             if (!heartbeat.answer(generation)) { lose_run(generation); }
             lock.lock();
         }
+        const std::vector<StoreRequest> last = heartbeat.farewell();
+        lock.unlock();
+        if (!last.empty()) { pulse_store->perform_all(last); }
     }
 
     void lose_run(const StoreAnswer& generation) {

@@ -34,17 +34,26 @@ struct Store {
         const std::lock_guard<std::mutex> lock(mutex);
         return folders.perform(request);
     }
-    long beats(int worker) {
+    LogBeat beat(int worker) {
         const std::lock_guard<std::mutex> lock(mutex);
-        return LogBeat::parse(folders.in(folders.generation() + "/0/beat")[std::to_string(worker)]).count;
+        return LogBeat::parse(folders.in(folders.generation() + "/0/beat")[std::to_string(worker)]);
     }
     // As long as the heartbeat goes on. (Where it does not, until the test fails.)
     bool shows_more_beats(int worker) {
-        const long before = beats(worker);
-        for (int tries = 0; tries < 10000 && beats(worker) < before + 3; tries++) {
+        const long before = beat(worker).count;
+        return comes_true([&] { return beat(worker).count >= before + 3; });
+    }
+    bool shows_a_promise(int worker) {
+        return comes_true([&] { return beat(worker).promise >= 0; });
+    }
+
+private:
+    template <class Condition>
+    bool comes_true(const Condition& condition) {
+        for (int tries = 0; tries < 10000 && !condition(); tries++) {
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
-        return beats(worker) >= before + 3;
+        return condition();
     }
 };
 
@@ -181,6 +190,24 @@ TEST(SyncLogThreads, the_heartbeat_goes_on_while_a_sync_is_applied) {
     SyncLogThreads log(options, store.schedule, 0, shard, first_start(0), connections(store));
     EXPECT_EQ(train(log, shard, H).kind, LogTurn::go_on) << log.why_stopped();
     EXPECT_EQ(shard.applied, 2);
+}
+
+TEST(SyncLogThreads, who_ends_before_the_others_is_not_waited_for) {
+    Store store;
+    SyncLogOptions options = options_for(2);
+    options.min_workers = 1;
+    options.grace = options.expiry = 1e6;  // it would take longer than any test
+    Shard staying(0, 0, store.schedule), leaving(1, 0, store.schedule);
+    SyncLogThreads log(options, store.schedule, 0, staying, first_start(0), connections(store));
+    {
+        SyncLogThreads other(options, store.schedule, 1, leaving, first_start(1), connections(store));
+        EXPECT_EQ(train(other, leaving, 0, 0).kind, LogTurn::go_on);
+        EXPECT_EQ(train(log, staying, 0, 0).kind, LogTurn::go_on);
+        EXPECT_TRUE(store.shows_a_promise(1));
+    }
+    EXPECT_EQ(store.beat(1).promise, LogBeat::catches_up);
+    EXPECT_EQ(train(log, staying, 1, 2 * H).kind, LogTurn::go_on) << log.why_stopped();
+    EXPECT_EQ(store.folders.entries().size(), 4u);
 }
 
 TEST(SyncLogThreads, what_a_thread_throws_the_trainer_gets) {
