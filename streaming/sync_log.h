@@ -949,8 +949,9 @@ private:
     void rest_from_looking(double from, double now) {
         // It may have taken long because this process was stopped: it knows nothing of the others then.
         look_earliest = now + std::max(options.poll, 4 * std::min(now - from, options.expiry / 8));
-        const bool is_awaiting = is_waiting || !is_aligned;  // a sync that it might jump to
-        look_around_at = is_awaiting ? look_earliest : std::max(look_earliest, now + options.expiry / 8);
+        // Its end, or a sync that it might jump to.
+        const bool is_awaiting = is_waiting || is_leaving || !is_aligned;
+        look_around_at = is_awaiting ? look_earliest : std::max(look_earliest, now + options.expiry / 4);
     }
 
     // from: when it was asked for

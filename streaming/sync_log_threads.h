@@ -162,9 +162,15 @@ private:
         if (thrown) { std::rethrow_exception(thrown); }
         const LogTurn said = turn();
         show_pulse();
-        if (now() + log.rest(now()) < asks_at) { wake(); }
+        if (next_look() < asks_at - soon) { wake(); }
         in_turns += now() - from - (shard.seconds() - work_before);
         return said;
+    }
+
+    // When there will be something to ask. To be called with the log's lock.
+    double next_look() const {
+        const double at = now();
+        return at + log.rest(at);
     }
 
     // The store's thread. To be called with the log's lock, and not without need: it is a system call.
@@ -201,7 +207,7 @@ private:
             const std::vector<StoreRequest> requests = log.requests(now());
             asking_cpu = cpu_seconds();
             if (requests.empty()) {
-                asks_at = now() + log.rest(now());
+                asks_at = next_look();
                 needed.wait_for(lock, std::chrono::duration<double>(asks_at - now()),
                                 [this] { return ending || asks_at == 0; });
                 asks_at = 0;
@@ -245,6 +251,8 @@ private:
         }
         answered.notify_all();
     }
+
+    static constexpr double soon = 0.001;  // seconds: to wake the thread would take as long
 
     const SyncLogRules rules;
 

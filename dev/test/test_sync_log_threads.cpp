@@ -207,6 +207,7 @@ TEST(SyncLogThreads, who_ends_before_the_others_is_not_waited_for) {
     }
     EXPECT_EQ(store.beat(1).promise, LogBeat::catches_up);
     EXPECT_EQ(train(log, staying, 1, 2 * H).kind, LogTurn::go_on) << log.why_stopped();
+    EXPECT_EQ(settled(log, [&] { return log.finish(2 * H); }).kind, LogTurn::go_on);
     EXPECT_EQ(store.folders.entries().size(), 4u);
 }
 
