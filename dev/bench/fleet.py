@@ -36,6 +36,7 @@ class Fleet:
         self.processes, self.outputs, self.logs, self.steps = {}, [], {}, {}
         self.sites = self.server = None
         self.traffic = []  # of each site's device, when all have ended
+        self.tcp = None    # its settings in the sites
         self.stack = contextlib.ExitStack()
 
     def __enter__(self):
@@ -44,6 +45,7 @@ class Fleet:
             self.quotas = opened.enter_context(Quotas()) if self.shares else None
             if self.lines:
                 self.sites = opened.enter_context(Sites(self.lines, relay=self.relay))
+                self.tcp = self.sites.tcp()
             if self.kind == "redis":
                 site = (self.sites.addresses[-1], self.sites.inside(self.workers)) if self.sites else ()
                 self.server = start_server(self.folder / "redis", site)

@@ -223,7 +223,7 @@ def train(arguments, job):
                    job.lines, arguments.relay) as fleet:
             play(fleet, job)
         made_of.update(cores=fleet.cores, wall_seconds=fleet.wall,
-                       devices=[asdict(one) for one in fleet.traffic])
+                       devices=[asdict(one) for one in fleet.traffic], tcp=fleet.tcp)
         for models in part.glob("worker_*/"):
             shutil.rmtree(models)
     return made_of["seconds"]

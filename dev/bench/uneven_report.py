@@ -10,6 +10,7 @@ from uneven_jobs import (BUSY, CARRYING, FAR_LINE, FAR_OVERLAPS, FAR_WORKERS, KI
 from compare import read_run, size_text, validation_loss
 from runs import difference_text, machine, markdown, paired, time_and_waits
 from simulate import predict, read_measured
+from sites import slow_start_after_idle
 
 KEPT_SPEED, COUNTED = 0.97, 0.90  # of one that is slower: the others' speed, and the syncs that it is part of
 UNEVEN_LOSS, LOST_LOSS = 1.0, 0.5  # percent
@@ -167,12 +168,12 @@ def distance(arguments, workers, overlap):
     if made(arguments, near) is None or made(arguments, far) is None:
         return None
     run = read_measured(arguments.out / near.name)
-    payload = max(line["bytes_sent"] for line in logs_of(arguments, far)[0]["sync"])
+    how = made(arguments, far)
+    payload = min(line["bytes_sent"] for line in logs_of(arguments, far)[0]["sync"])  # without a mean
     predicted = predict(run, FAR_LINE.megabits * 1e6, FAR_LINE.round_trip_ms / 1000, overlap=overlap,
-                        mtu=FAR_LINE.mtu)
+                        mtu=FAR_LINE.mtu, slow_start_after_idle=slow_start_after_idle(how["tcp"]))
     measured, busy = utilization(arguments, far, near)
-    return Distance(workers, overlap, run.step_seconds, payload, measured, busy, predicted,
-                    made(arguments, far)["cores"])
+    return Distance(workers, overlap, run.step_seconds, payload, measured, busy, predicted, how["cores"])
 
 
 def far_section(arguments):

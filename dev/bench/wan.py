@@ -38,7 +38,7 @@ from runs import (Budget, above_zero, check_report, machine, made_by, making, ma
 from simulate import predict, read_measured
 from simulation.trainer import IP_AND_TCP_HEADERS
 from probe import both_ways
-from sites import Line, Sites, missing
+from sites import Line, Sites, missing, slow_start_after_idle
 
 PROCESSES = 2
 
@@ -151,17 +151,10 @@ def wait_for(processes, folder):
             raise UserError(f"the run of {folder.name} failed ({lines[-1]}): see {folder}/process*.log")
 
 
-def congestion_control(sites):
-    """TCP's, in the sites."""
-    names = [f"/proc/sys/net/ipv4/{name}" for name in ("tcp_congestion_control", "tcp_slow_start_after_idle")]
-    return subprocess.run([*sites.inside(0), "cat", *names], capture_output=True, text=True,
-                          check=True).stdout.split()
-
-
 def train(trainer, relay, options, line, folder):
     """Trains into `folder` and returns what the devices and the relay counted."""
     with Sites(line, PROCESSES, relay) as sites:
-        tcp = congestion_control(sites)
+        tcp = sites.tcp()
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         processes = start(trainer, options, sites, folder)
         with ended(processes):
@@ -318,8 +311,7 @@ def row_of(arguments, method, line):
 
 
 def prediction(base_folder, line, tcp, probed_megabits=None, own_step_seconds=None):
-    """BBR has no slow start after an idle connection, whatever the option says.
-    probed_megabits: of payload, instead of the line's   own_step_seconds: instead of the unlimited run's"""
+    """probed_megabits: of payload, instead of the line's   own_step_seconds: instead of the unlimited run's"""
     if line == base_of(line):
         return 1.0
     rate = line.megabits * 1e6 if line.megabits else 1e11
@@ -329,7 +321,7 @@ def prediction(base_folder, line, tcp, probed_megabits=None, own_step_seconds=No
     if own_step_seconds:
         measured = replace(measured, step_seconds=own_step_seconds)
     return predict(measured, rate, line.round_trip_ms / 1000, mtu=line.mtu,
-                   slow_start_after_idle=tcp != ["bbr", "1"] and tcp[1] == "1")
+                   slow_start_after_idle=slow_start_after_idle(tcp))
 
 
 def percent(share):

@@ -61,7 +61,7 @@ def write_run(arguments, job, lines, devices=()):
         text = "".join(json.dumps(line) + "\n" for line in [head, *own, *([] if given else [end])])
         (folder / jobs.log_name(worker)).write_text(text)
     how = {"options": job.record(), "seconds": 60, "program": "a", "cores": 1.2, "wall_seconds": 60,
-           "devices": [{"bytes_received": count} for count in devices]}
+           "devices": [{"bytes_received": count} for count in devices], "tcp": ["cubic", "1"]}
     (folder / "made_by.json").write_text(json.dumps(how))
 
 
@@ -219,7 +219,7 @@ def far_run(arguments, job, seconds, waited):
 @pytest.mark.parametrize("waited, verdict", [(1.0, "met"), (1.3, "MISSED")])
 def test_utilization_is_compared_with_what_is_predicted(arguments, monkeypatch, waited, verdict):
     monkeypatch.setattr(uneven_report, "read_measured", lambda folder: type("Run", (), {"step_seconds": 0.1}))
-    monkeypatch.setattr(uneven_report, "predict", lambda run, rate, trip, overlap, mtu: 10 / 15)
+    monkeypatch.setattr(uneven_report, "predict", lambda *run, **line: 10 / 15)
     for job in jobs.far_jobs(arguments):
         far_run(arguments, job, 0.1, 0 if job.name.endswith("near") else waited)
     section = uneven_report.far_section(arguments)

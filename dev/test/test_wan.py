@@ -123,6 +123,13 @@ def test_streams_to_several_sites_share_the_senders_uplink(far):
     assert time.monotonic() - begin > 500 * 1028 * 8 / 2e6 * 0.9
 
 
+def test_what_tcp_does_after_an_idle_second_is_read_in_the_sites(far, relay):
+    with Sites(Line(), 2, relay) as found:
+        assert len(found.tcp()) == 2 and found.tcp()[1] in ("0", "1")
+    said = {("cubic", "1"): True, ("cubic", "0"): False, ("bbr", "1"): False, ("bbr", "0"): False}
+    assert {tcp: sites.slow_start_after_idle(tcp) for tcp in said} == said
+
+
 def test_sites_see_each_other_and_nothing_else(far):
     one = far(Line())
     code = "import os, socket; print(socket.gethostname(), *sorted(os.listdir('/proc/sys/net/ipv4/conf')))"

@@ -85,6 +85,12 @@ def missing():
     return None
 
 
+def slow_start_after_idle(tcp):
+    """Of what Sites.tcp() says. BBR has none, whatever the option says."""
+    control, option = tcp
+    return control != "bbr" and option == "1"
+
+
 class Sites:
     """lines: one for all of `count` sites, or a list of one for each
     `statistics`: what the relay counted, when the sites are closed."""
@@ -120,6 +126,13 @@ class Sites:
         """The words that go before a command that is to run in a site."""
         network, host_name = self.places[site]
         return ["setpriv", "--pdeathsig", "KILL", "nsenter", f"--net={network}", f"--uts={host_name}"]
+
+    def tcp(self):
+        """By what a connection goes on that was idle, the same in all sites: tcp_congestion_control and
+        tcp_slow_start_after_idle."""
+        names = [f"/proc/sys/net/ipv4/tcp_{name}" for name in ("congestion_control", "slow_start_after_idle")]
+        return subprocess.run([*self.inside(0), "cat", *names], capture_output=True, text=True,
+                              check=True).stdout.split()
 
     def counters(self, site):
         """The kernel's counters of the site's device, those that /sys/class/net has in it, and of its TCP."""
