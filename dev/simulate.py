@@ -13,7 +13,10 @@ trainer's; the third the trainer's unless told otherwise (--timing paper).
 
 A link's rate is what a worker sends at and, at the same time, receives at. Its ranks share it, unless
 --ranks-own-links says that each has one of its own. With --outer-transport store it is the link to the store,
-whose own link, --store-link, all workers share. For other programs:
+whose own link, --store-link, all workers share. There each worker reads the payloads of all others, or who
+decides reads them and the others its mean of them: --outer-exchange all_gather, merged, or auto, which merges
+for three workers and more (simulation/store.py). Bytes of a worker's link are then of who decides. For other
+programs:
 
     from simulate import predict, read_measured
     predict(read_measured(Path("log")), 200e6, 0.08)        # the expected utilization, in [0, 1]
@@ -142,7 +145,7 @@ def setting_of(arguments):
     return general.Setting(Shape(arguments.layers, layer_values, arguments.embedding), arguments.step_time,
                            arguments.workers or 2, arguments.inner_steps, arguments.fragment_layers,
                            arguments.fragment_pattern, arguments.overlap, arguments.outer_dtype,
-                           arguments.plain_dtype, arguments.outer_exchange, arguments.timing,
+                           arguments.plain_dtype, arguments.outer_exchange or "auto", arguments.timing,
                            arguments.outer_transport or "gloo")
 
 
@@ -159,6 +162,10 @@ def general_text(arguments):
     rows += [[rate_text(link)] + [percent(column[n]) for column in columns]
              for n, link in enumerate(arguments.links)]
     rows += [["sent a step"] + [size_text(round(general.bytes_a_step(method))) for method in methods]]
+    if setting.outer_transport == "store":
+        by_store = [general.store_bytes_a_step(method) for method in methods]
+        rows += [["by the store's link"] + ["-" if count is None else size_text(round(count))
+                                       for count in by_store]]
     return (f"Utilization: {arguments.parameters / 1e6:.4g}M parameters in {setting.shape.layers} layers, "
             f"{setting.step_seconds:.4g} s a step, {setting.workers} workers, "
             f"round trip {1000 * arguments.rtt:.4g} ms,\nH = {setting.inner_steps}, "
@@ -180,6 +187,8 @@ def measured_of(arguments, folder):
         run = replace(run, workers=arguments.workers)
     if arguments.outer_transport is not None:
         run = replace(run, outer_transport=arguments.outer_transport)
+    if arguments.outer_exchange is not None:
+        run = replace(run, outer_exchange=arguments.outer_exchange)
     return replace(run, ranks_share_link=not arguments.ranks_own_links)
 
 
@@ -192,7 +201,8 @@ def one_link(arguments):
 def describe(run, link):
     what = "data-parallel over the link" if run.is_data_parallel else (
         f"H = {run.inner_steps}, {run.fragment_layers} layers a fragment, tau = {run.overlap}, "
-        f"{run.outer_dtype}" + ", through a store" * (run.outer_transport == "store"))
+        f"{run.outer_dtype}" + ", through a store" * (run.outer_transport == "store")
+        + ", means merged" * run.is_merged)
     return (f"{run.shape.values / 1e6:.4g}M parameters, {run.workers} x {run.ranks} processes, "
             f"{run.step_seconds:.4g} s a step measured; {what}\n"
             f"link: {rate_text(link.bits_per_second)}, round trip {1000 * link.rtt_seconds:.4g} ms, "
@@ -208,8 +218,11 @@ def run_text(arguments):
 def candidate_row(name, candidate):
     average, peak = candidate.bits_per_second()
     sent = candidate.bytes_by_step()
-    return [name, candidate.options, percent(candidate.utilization), size_text(sum(sent.values())),
-            size_text(max(sent.values())), rate_text(average), rate_text(peak), str(candidate.in_flight())]
+    row = [name, candidate.options, percent(candidate.utilization), size_text(sum(sent.values())),
+           size_text(max(sent.values())), rate_text(average), rate_text(peak), str(candidate.in_flight())]
+    if candidate.run.outer_transport == "store":
+        row.append(size_text(candidate.store_bytes()))
+    return row
 
 
 def verdict(plan, has_run):
@@ -247,8 +260,9 @@ def plan_text(arguments):
     measured = read_measured(arguments.plan)
     has_run = not measured.is_data_parallel
     plan = make_plan(run, link)
-    rows = [["", "options", "utilization", "sent in H steps", "at once", "average", "in that step",
-             "in flight"], candidate_row("as it is" if has_run else "defaults", plan.own)]
+    header = ["", "options", "utilization", "sent in H steps", "at once", "average", "in that step",
+              "in flight"] + ["by the store's link"] * (run.outer_transport == "store")
+    rows = [header, candidate_row("as it is" if has_run else "defaults", plan.own)]
     if plan.best.changes > 0:
         rows.append(candidate_row("best" if plan.reaches else "nearest", plan.best))
     rows += [candidate_row("or", one) for one in plan.others if one.changes > 0]
@@ -286,7 +300,9 @@ def parse_arguments(words):
     model.add_argument("--overlap", type=count(0), default=1, help="tau (1)")
     model.add_argument("--outer-dtype", choices=BITS, default="fp4_e2m1", help="(fp4_e2m1)")
     model.add_argument("--plain-dtype", choices=("bf16", "fp32"), default="bf16", help="not quantized (bf16)")
-    model.add_argument("--outer-exchange", choices=EXCHANGES, default="auto", help="(auto)")
+    model.add_argument("--outer-exchange", choices=EXCHANGES,
+                       help="all_to_all: without a store; merged: with one (auto; of a measured run: as it "
+                            "had)")
     model.add_argument("--outer-transport", choices=("gloo", "store"),
                        help="(gloo; of a measured run: as it had)")
     model.add_argument("--timing", choices=("trainer", "paper"), default="trainer",

@@ -5,7 +5,8 @@ import numpy as np
 
 from simulation import graph
 from simulation.payloads import BITS, Shape, choose_exchange, exchange_bytes, make_fragments
-from simulation.store import StoreCalls, store_bytes
+from simulation.store import (StoreCalls, choose_store_exchange, mean_seconds_a_byte, store_bytes,
+                              store_link_bytes, worker_link_bytes)
 from simulation.trainer import Calls, Link, data_parallel_utilization, streaming_utilization
 
 
@@ -29,7 +30,7 @@ class Setting:
 class Method:
     name: str
     setting: Setting
-    # (offset, [bytes of each call; through a store, written and read], layers from 1) by fragment; none:
+    # (offset, [bytes of each call; through a store, store_bytes()], layers from 1) by fragment; none:
     # data-parallel
     exchanges: list
 
@@ -40,12 +41,14 @@ def exchanges_of(setting):
     fragments = make_fragments(blocks, layers, setting.fragment_layers, setting.fragment_pattern,
                                setting.inner_steps)
     values = [sum(blocks[b] for b in fragment.blocks) for fragment in fragments]
-    kind = choose_exchange(setting.outer_exchange, setting.outer_dtype, values, setting.workers)
+    if setting.outer_transport == "store":
+        kind, count = choose_store_exchange(setting.outer_exchange, setting.workers), store_bytes
+    else:
+        kind = choose_exchange(setting.outer_exchange, setting.outer_dtype, values, setting.workers)
+        count = exchange_bytes
 
     def counts(n):
-        if setting.outer_transport == "store":
-            return store_bytes(setting.outer_dtype, n, setting.workers)
-        return exchange_bytes(kind, setting.outer_dtype, n, setting.workers)
+        return count(kind, setting.outer_dtype, n, setting.workers)
 
     return [(fragment.offset, counts(n), [b + 1 for b in fragment.blocks if b < layers])
             for fragment, n in zip(fragments, values)]
@@ -61,14 +64,23 @@ def methods(setting):
 
 
 def bytes_a_step(method):
-    """That a worker sends, on average; through a store: that it reads."""
+    """That a worker sends, on average; through a store: that it reads, merged who decides."""
     setting = method.setting
     if method.exchanges:
-        of_sync = max if setting.outer_transport == "store" else sum
+        of_sync = worker_link_bytes if setting.outer_transport == "store" else sum
         return sum(of_sync(counts) for _, counts, _ in method.exchanges) / setting.inner_steps
     gradients = BITS[setting.plain_dtype] / 8 if setting.timing == "paper" else 4
     a_value = gradients + BITS[setting.plain_dtype] / 8
     return setting.shape.values * a_value * (setting.workers - 1) / setting.workers
+
+
+def store_bytes_a_step(method):
+    """Over the store's own link, on average; None: this method has no store."""
+    setting = method.setting
+    if not method.exchanges or setting.outer_transport != "store":
+        return None
+    return sum(store_link_bytes(counts, setting.workers)
+               for _, counts, _ in method.exchanges) / setting.inner_steps
 
 
 def utilizations(method, bits_per_second, rtt_seconds, **of_link):
@@ -83,7 +95,8 @@ def by_calls(method, link):
     if method.exchanges:
         exchanges = [(offset, counts) for offset, counts, _ in method.exchanges]
         if setting.outer_transport == "store":
-            calls = StoreCalls(link, setting.workers)
+            calls = StoreCalls(link, setting.workers,
+                               seconds_a_byte=mean_seconds_a_byte(setting.outer_dtype, setting.workers))
         return streaming_utilization(setting.step_seconds, setting.inner_steps, setting.overlap, exchanges,
                                      calls)
     blocks = setting.shape.blocks(setting.workers, 0)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from metrics import UserError, log_name, read_lines
 from model_file import ModelFile
 from simulation.payloads import Shape, choose_exchange, exchange_bytes, gpt_shape, make_fragments
-from simulation.store import StoreCalls, store_bytes
+from simulation.store import (MERGED_FROM, StoreCalls, choose_store_exchange, mean_seconds_a_byte,
+                              store_bytes, store_link_bytes, worker_link_bytes)
 from simulation.trainer import Calls, Link, data_parallel_utilization, streaming_utilization
 
 # Layers and channels, of llmc/descriptor.h.
@@ -37,20 +38,27 @@ class Measured:
     local_weight: float = 0.5  # alpha
     steps: int = 0             # that it trained; 0: not known
     outer_transport: str = "gloo"  # or nccl, or store
+    outer_error_feedback: bool = False
 
     @property
     def is_data_parallel(self):
         return self.workers == 1
 
+    @property
+    def is_merged(self):
+        return (self.outer_transport == "store" and choose_store_exchange(
+            self.outer_exchange, self.workers, self.outer_error_feedback) == "merged")
+
     def exchanges(self):
-        """(offset, bytes of each call) by fragment, of one rank; through a store [bytes written, read]."""
+        """(offset, bytes of each call) by fragment, of one rank; through a store (offset, store_bytes())."""
         blocks = self.shape.blocks(self.ranks, self.fragment_layers)
         fragments = make_fragments(blocks, self.shape.layers, self.fragment_layers, self.fragment_pattern,
                                    self.inner_steps)
         offsets = self.fragment_offsets or [fragment.offset for fragment in fragments]
         values = [sum(blocks[b] for b in fragment.blocks) // self.ranks for fragment in fragments]
         if self.outer_transport == "store":
-            return [(offset, store_bytes(self.outer_dtype, n, self.workers))
+            kind = "merged" if self.is_merged else "all_gather"
+            return [(offset, store_bytes(kind, self.outer_dtype, n, self.workers))
                     for offset, n in zip(offsets, values, strict=True)]
         kind = choose_exchange(self.outer_exchange, self.outer_dtype, values, self.workers)
         return [(offset, exchange_bytes(kind, self.outer_dtype, n, self.workers))
@@ -59,7 +67,11 @@ class Measured:
     def carried(self, counts):
         """Bytes of an exchange that pass a worker's link in the direction that has more of them."""
         ranks = self.ranks if self.ranks_share_link else 1
-        return ranks * (max(counts) if self.outer_transport == "store" else sum(counts))
+        return ranks * (worker_link_bytes(counts) if self.outer_transport == "store" else sum(counts))
+
+    def carried_by_store(self, counts):
+        """Likewise, of all ranks, over the store's own link."""
+        return self.ranks * store_link_bytes(counts, self.workers)
 
 
 def predict(run, link_bits_per_second, rtt_seconds, **overrides):
@@ -85,7 +97,8 @@ def utilization(run, link):
                                          run.parameter_bytes, run.micro_steps, Calls(link, run.ranks - 1))
     at_once = run.ranks if run.ranks_share_link else 1
     exchanges = [(offset, [count * at_once for count in counts]) for offset, counts in run.exchanges()]
-    calls = (StoreCalls(link, run.workers, at_once) if run.outer_transport == "store"
+    a_byte = mean_seconds_a_byte(run.outer_dtype, run.workers)
+    calls = (StoreCalls(link, run.workers, at_once, a_byte) if run.outer_transport == "store"
              else Calls(link, at_once * (run.workers - 1)))
     return streaming_utilization(run.step_seconds, run.inner_steps, run.overlap, exchanges, calls)
 
@@ -108,10 +121,11 @@ def read_measured(folder):
             fragment_layers=int(options["fragment-layers"]), fragment_pattern=options["fragment-pattern"],
             fragment_offsets=offsets_of(options),
             overlap=min(int(log["run"]["options"]["overlap"]) for log in logs),
-            outer_dtype=options["outer-dtype"], outer_exchange=options.get("outer-exchange", "all_gather"),
+            outer_dtype=options["outer-dtype"], outer_exchange=exchange_of(options, logs),
             micro_steps=micro_steps(options, run["ranks"]), parameter_bytes=parameter_bytes(first),
             local_weight=float(options.get("local-weight", 0.5)), steps=first["step"][-1]["step"],
-            outer_transport=options.get("outer-transport", "gloo"))
+            outer_transport=options.get("outer-transport", "gloo"),
+            outer_error_feedback=options.get("outer-error-feedback") == "true")
     except (KeyError, ValueError) as error:
         raise UserError(f"the log of {folder} does not say what the run was ({error}): start it again with "
                         "this version") from error
@@ -151,6 +165,18 @@ def mean_step_seconds(log):
     if not seconds or sum(seconds) <= waits:
         raise UserError("the run is too short to say how long a step takes: give one of 20 steps or more")
     return (sum(seconds) - waits) / len(seconds)
+
+
+def exchange_of(options, logs):
+    """As it was chosen; but of a run through a store that chose by itself and read every payload, as versions
+    without merged means do, all_gather."""
+    kind = options.get("outer-exchange", "all_gather")
+    if kind != "auto" or options.get("outer-transport") != "store":
+        return kind
+    lines = [line for log in logs for line in log["sync"] if len(line["contributors"]) >= MERGED_FROM]
+    read_all = all(line["bytes_received"] >= (len(line["contributors"]) - 1) * line["bytes_sent"]
+                   for line in lines)
+    return "all_gather" if lines and read_all else "auto"
 
 
 def offsets_of(options):

@@ -8,12 +8,14 @@ trainer counts them (llmc/layout.h; streaming/schedule.h, quantize.h and exchang
 import math
 from dataclasses import dataclass
 
+from metrics import UserError
+
 QUANTIZATION_BLOCK = 128  # values that share a scale
 HEADER_BYTES = 64
 BITS = {"fp4": 4, "fp4_e2m1": 4, "fp8_e4m3": 8, "fp8_e5m2": 8, "bf16": 16, "fp32": 32}
 WITHOUT_SCALES = ("bf16", "fp32")
 PATTERNS = ("strided", "sequential", "balanced")
-EXCHANGES = ("auto", "all_gather", "all_to_all")
+EXCHANGES = ("auto", "all_gather", "all_to_all", "merged")  # merged: through a store only (store.py)
 
 
 def round_up(count, unit):
@@ -28,6 +30,18 @@ def payload_bytes(format, values, before_scales=HEADER_BYTES):
     return before_scales + round_up(scales, 16) + values * BITS[format] // 8
 
 
+def sums_of_products(workers):
+    """Of the rows of so many payloads, that the payload of a mean brings along (streaming/statistics.h)."""
+    return 2 * workers + 1 if workers > 8 else workers * (workers + 1) // 2
+
+
+def mean_bytes(format, values, workers):
+    """Of the payload of a mean: with the headers of the payloads that it is of, and sums of their products in
+    double (streaming/exchange.h, mean_payload_layout)."""
+    sums = round_up(8 * sums_of_products(workers), 16)
+    return payload_bytes(format, values, HEADER_BYTES * (1 + workers) + sums)
+
+
 def exchange_bytes(kind, format, values, workers):
     """Bytes that a process sends (and receives) in each of the collectives of an exchange, one after the
     other: one by all-gather; by all-to-all the parts of the payload, and then the means of the parts."""
@@ -35,13 +49,14 @@ def exchange_bytes(kind, format, values, workers):
     if kind == "all_gather":
         return [others * payload_bytes(format, values)]
     part = round_up(values, QUANTIZATION_BLOCK * workers) // workers
-    sums = 2 * workers + 1 if workers > 8 else workers * (workers + 1) // 2  # of products, in double
-    mean = payload_bytes(format, part, HEADER_BYTES * (1 + workers) + round_up(8 * sums, 16))
-    return [others * payload_bytes(format, part), others * mean]
+    return [others * payload_bytes(format, part), others * mean_bytes(format, part, workers)]
 
 
 def choose_exchange(kind, format, values_of_fragments, workers):
-    """Where both send as much, the one that rounds once."""
+    """In lock-step. Where both send as much, the one that rounds once."""
+    if kind == "merged":
+        raise UserError("--outer-exchange merged is for workers that meet through a store: add "
+                        "--outer-transport store, or give auto, all_gather or all_to_all")
     if kind != "auto":
         return kind
     bytes_of = {one: sum(sum(exchange_bytes(one, format, values, workers)) for values in values_of_fragments)

@@ -28,7 +28,14 @@ class Candidate:
     def options(self):
         return (f"-H {self.run.inner_steps} --fragment-layers {self.run.fragment_layers} "
                 f"--overlap {self.run.overlap} --outer-dtype {self.run.outer_dtype}"
-                + " --outer-transport store" * (self.run.outer_transport == "store"))
+                + self.store_options)
+
+    @property
+    def store_options(self):
+        if self.run.outer_transport != "store":
+            return ""
+        kind = self.run.outer_exchange
+        return " --outer-transport store" + f" --outer-exchange {kind}" * (kind != "auto")
 
     @property
     def is_beyond_paper(self):
@@ -45,6 +52,10 @@ class Candidate:
         for offset, counts in self.run.exchanges():
             sent[offset] = sent.get(offset, 0) + self.run.carried(counts)
         return sent
+
+    def store_bytes(self):
+        """That the store's own link carries in H steps."""
+        return sum(self.run.carried_by_store(counts) for _, counts in self.run.exchanges())
 
     def bits_per_second(self):
         """(on average, in the step that sends most)"""

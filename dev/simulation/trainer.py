@@ -44,9 +44,10 @@ class Window:
         self.at_first = connections * SEGMENTS_AT_FIRST * (link.mtu - IP_AND_TCP_HEADERS)
         self.bytes, self.used_until = self.at_first, 0.0
 
-    def send_seconds(self, start, count):
-        """From the first byte's departure, at `start`, to the last one's."""
-        rate, rtt = self.link.bytes_per_second, self.link.rtt_seconds
+    def send_seconds(self, start, count, bytes_per_second=None):
+        """From the first byte's departure, at `start`, to the last one's.
+        bytes_per_second: where it is not the link's"""
+        rate, rtt = bytes_per_second or self.link.bytes_per_second, self.link.rtt_seconds
         if self.link.slow_start_after_idle and start - self.used_until > rtt + SHORTEST_TIMER:
             self.bytes = self.at_first
         seconds = 0.0
