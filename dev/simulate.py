@@ -15,7 +15,7 @@ A link's rate is what a worker sends at and, at the same time, receives at. Its 
 --ranks-own-links says that each has one of its own. With --outer-transport store it is the link to the store,
 whose own link, --store-link, all workers share. There each worker reads the payloads of all others, or who
 decides reads them and the others its mean of them: --outer-exchange all_gather, merged, or auto, which merges
-for three workers and more (simulation/store.py). Bytes of a worker's link are then of who decides. For other
+for five workers and more (simulation/store.py). Bytes of a worker's link are then of who decides. For other
 programs:
 
     from simulate import predict, read_measured

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from metrics import UserError, log_name, read_lines
 from model_file import ModelFile
 from simulation.payloads import Shape, choose_exchange, exchange_bytes, gpt_shape, make_fragments
-from simulation.store import (MERGED_FROM, StoreCalls, choose_store_exchange, mean_seconds_a_byte,
-                              store_bytes, store_link_bytes, worker_link_bytes)
+from simulation.store import (StoreCalls, choose_store_exchange, mean_seconds_a_byte, store_bytes,
+                              store_link_bytes, worker_link_bytes)
 from simulation.trainer import Calls, Link, data_parallel_utilization, streaming_utilization
 
 # Layers and channels, of llmc/descriptor.h.
@@ -121,7 +121,7 @@ def read_measured(folder):
             fragment_layers=int(options["fragment-layers"]), fragment_pattern=options["fragment-pattern"],
             fragment_offsets=offsets_of(options),
             overlap=min(int(log["run"]["options"]["overlap"]) for log in logs),
-            outer_dtype=options["outer-dtype"], outer_exchange=exchange_of(options, logs),
+            outer_dtype=options["outer-dtype"], outer_exchange=options.get("outer-exchange", "all_gather"),
             micro_steps=micro_steps(options, run["ranks"]), parameter_bytes=parameter_bytes(first),
             local_weight=float(options.get("local-weight", 0.5)), steps=first["step"][-1]["step"],
             outer_transport=options.get("outer-transport", "gloo"),
@@ -165,18 +165,6 @@ def mean_step_seconds(log):
     if not seconds or sum(seconds) <= waits:
         raise UserError("the run is too short to say how long a step takes: give one of 20 steps or more")
     return (sum(seconds) - waits) / len(seconds)
-
-
-def exchange_of(options, logs):
-    """As it was chosen; but of a run through a store that chose by itself and read every payload, as versions
-    without merged means do, all_gather."""
-    kind = options.get("outer-exchange", "all_gather")
-    if kind != "auto" or options.get("outer-transport") != "store":
-        return kind
-    lines = [line for log in logs for line in log["sync"] if len(line["contributors"]) >= MERGED_FROM]
-    read_all = all(line["bytes_received"] >= (len(line["contributors"]) - 1) * line["bytes_sent"]
-                   for line in lines)
-    return "all_gather" if lines and read_all else "auto"
 
 
 def offsets_of(options):

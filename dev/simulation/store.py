@@ -29,7 +29,7 @@ from simulation.trainer import Window
 # What waits for the answer to the one before: the payload, with its line and a look at the others' lines; the
 # decision; the others' payloads.
 ROUND_TRIPS = 3
-MERGED_FROM = 3  # workers, by --outer-exchange auto
+MERGED_FROM = 5  # workers, by --outer-exchange auto: the store sends 8 payloads in place of 20
 
 # Of a thread's time for each value of a mean: to decode and add a payload's, to add a product of two of them
 # (statistics), to encode. cpu::dequantize_mean, sum_rows and quantize in four bits, 524,288 values of 3 to 16
@@ -40,8 +40,8 @@ DECODE_SECONDS, PRODUCT_SECONDS, ENCODE_SECONDS = 0.25e-9, 0.45e-9, 0.7e-9
 # ------------------------------------------------------------------------------------------------------ bytes
 
 def choose_store_exchange(kind, workers, error_feedback=False):
-    """auto merges from three workers on, where that is fewer bytes; never with error feedback, which the
-    rounding of means has none of."""
+    """auto merges where that is far fewer bytes; never with error feedback, which the rounding of means has
+    none of."""
     if kind == "all_to_all":
         raise UserError("--outer-exchange all_to_all is for workers in lock-step: with --outer-transport "
                         "store give auto, all_gather or merged")
