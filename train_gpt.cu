@@ -722,9 +722,20 @@ inline DilocoOptions diloco_options(const Options& o) {
 // To how many a process sends what it has to say in a sync, and itself: a payload goes to the store once.
 inline int exchange_members(const Options& o) { return o.is_independent() ? 2 : o.workers; }
 
+// For the plan: how often a sync is merged, and by whom, is not known before.
+inline DilocoOptions planned_options(const Options& o) {
+    DilocoOptions d = diloco_options(o);
+    if (o.is_independent()) { d.wire.exchange = ExchangeKind::all_gather; }
+    return d;
+}
+
 // UserError for what does not go together with workers that come and go, or is for them alone.
 inline void check_independent(const Options& o) {
     if (!o.is_independent()) {
+        if (o.outer_exchange == "merged") {
+            throw UserError("--outer-exchange merged needs a store that keeps means: add --outer-transport "
+                            "store, or give auto, all_gather or all_to_all");
+        }
         if (o.restarts == 0) { return; }
         throw UserError("--restart is for workers that come and go: add --outer-transport store");
     }
@@ -733,9 +744,9 @@ inline void check_independent(const Options& o) {
             "--outer-transport store carries fragments, and there is no outer optimizer: give "
             "--outer-optimizer nesterov, or leave it out");
     }
-    if (o.outer_exchange != "auto") {
-        throw UserError("--outer-exchange " + o.outer_exchange +
-                        " is for workers in lock-step: leave it out with --outer-transport store");
+    if (o.outer_exchange == "all_to_all") {
+        throw UserError("--outer-exchange all_to_all is for workers in lock-step: with --outer-transport "
+                        "store give merged, all_gather or auto");
     }
     if (o.min_workers > o.workers) {
         throw UserError(format("--min-workers %d are more than the %d workers: give at most as many",
@@ -1212,7 +1223,7 @@ inline void print_rates(Run& run, long update) {
     if (trained == 1) { run.first_seconds = run.totals.train_seconds; }
     if (!run.outer || !run.speaks() || trained < 2 || trained != std::min(11L, all)) { return; }
     const double seconds = (run.totals.train_seconds - run.first_seconds) / double(trained - 1);
-    const std::vector<size_t> bytes = sync_bytes(diloco_options(run.options), run.inputs.fragments,
+    const std::vector<size_t> bytes = sync_bytes(planned_options(run.options), run.inputs.fragments,
                                                  run.inputs.layout, exchange_members(run.options));
     run.status.print(rates(run.inputs.fragments, bytes, run.options.inner_steps, run.options.overlap,
                            seconds));
@@ -2053,7 +2064,8 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
                                                   outer_stream);
         }
         outer_loop->start(worker->master, main);
-        exchanges = plan(d, in.fragments, in.layout, exchange_members(o));
+        exchanges = plan(planned_options(o), in.fragments, in.layout, exchange_members(o));
+        if (o.is_independent()) { exchanges += describe_merging(d.wire, o.workers); }
     });
     if (process.group_index() == 0 && !o.output.empty()) {
         write_text(checkpoint_folder(o, process) + "/config.toml", o.toml);

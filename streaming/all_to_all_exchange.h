@@ -106,7 +106,9 @@ private:
     }
 
     PayloadLayout layout_of(long n) const { return payload_layout(wire.format, n, workers); }
-    PayloadLayout mean_layout_of(long n) const { return mean_payload_layout(wire.format, n, workers); }
+    PayloadLayout mean_layout_of(long n) const {
+        return mean_payload_layout(wire.format, n, workers, workers);
+    }
 
     // In ascending order: all workers get the same.   sums: (parts, row_sums(workers))
     std::vector<double> add_parts(const double* sums) const {

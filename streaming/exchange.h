@@ -6,7 +6,9 @@
 //     all_to_all   2 (M - 1) / M  all_to_all_exchange.h: everyone gets the mean of a part from the part's
 //                                 owner, who has rounded it once more: other bits than all_gather's
 //
-// With both, all workers decode the same bytes, so the mean is bitwise the same on all of them.
+// With both, all workers decode the same bytes, so the mean is bitwise the same on all of them. Over a store
+// (logged_diloco.h) there are two as well: all_gather, everyone reads each payload; and merged, where one
+// reads them all and writes the mean, rounded once more, for the others.
 #pragma once
 #include <limits>
 #include <memory>
@@ -20,22 +22,24 @@
 #include "quantize.h"
 #include "statistics.h"
 
-enum class ExchangeKind { automatic, all_gather, all_to_all };  // automatic: the fewer bytes
+enum class ExchangeKind { automatic, all_gather, all_to_all, merged };  // automatic: the fewer bytes
 
 inline std::string name_of(ExchangeKind kind) {
     switch (kind) {
         case ExchangeKind::automatic: return "auto";
         case ExchangeKind::all_gather: return "all_gather";
-        case ExchangeKind::all_to_all: break;
+        case ExchangeKind::all_to_all: return "all_to_all";
+        case ExchangeKind::merged: break;
     }
-    return "all_to_all";
+    return "merged";
 }
 
 inline ExchangeKind parse_exchange(const std::string& name) {
-    for (auto kind : {ExchangeKind::automatic, ExchangeKind::all_gather, ExchangeKind::all_to_all}) {
+    for (auto kind : {ExchangeKind::automatic, ExchangeKind::all_gather, ExchangeKind::all_to_all,
+                      ExchangeKind::merged}) {
         if (name == name_of(kind)) { return kind; }
     }
-    throw UserError("unknown outer exchange '" + name + "': use auto, all_gather or all_to_all");
+    throw UserError("unknown outer exchange '" + name + "': use auto, all_gather, all_to_all or merged");
 }
 
 // What the workers send each other. The same on all of them.
@@ -44,7 +48,7 @@ struct WireOptions {
     ExchangeKind exchange = ExchangeKind::automatic;
     bool stochastic = false;      // rounding; else to nearest
     uint64_t seed = 0;            // of stochastic rounding
-    bool error_feedback = false;  // of senders, and of the owners of means
+    bool error_feedback = false;  // of senders, and of the owners of means; not of merged means
     bool token_weights = false;   // of workers in the mean; else all are equal
 
     Rounding rounding(int worker, long sync, RoundingStage stage) const {
@@ -52,20 +56,20 @@ struct WireOptions {
     }
 };
 
-// The payload of a part's mean, by all-to-all: a header of its own, those of the M payloads that it is a mean
-// of, and the sums of products of what these say.
+// The payload of a part's mean, by all-to-all, or of a merged one: a header of its own, those of the M
+// payloads that it is a mean of, and the sums of products of what these say.
 inline size_t mean_sums_offset(int workers) { return sizeof(PayloadHeader) * size_t(1 + workers); }
 
-inline PayloadLayout mean_payload_layout(Format format, long n, int workers) {
+inline PayloadLayout mean_payload_layout(Format format, long n, int workers, int parts) {
     const size_t sums = (sizeof(double) * size_t(row_sums(workers)) + 15) / 16 * 16;
-    return payload_layout(format, n, workers, 1 + workers, sums);
+    return payload_layout(format, n, parts, 1 + workers, sums);
 }
 
-// What a process sends (and receives) in the exchange of a fragment of n values.
+// What a process sends (and receives) in the exchange of a fragment of n values, in lock-step.
 inline size_t exchange_bytes(ExchangeKind kind, Format format, long n, int workers) {
     const size_t others = size_t(workers - 1);
     if (kind == ExchangeKind::all_gather) { return others * payload_bytes(format, n); }
-    const size_t mean = mean_payload_layout(format, n, workers).bytes;
+    const size_t mean = mean_payload_layout(format, n, workers, workers).bytes;
     return others * (payload_layout(format, n, workers).bytes + mean);
 }
 

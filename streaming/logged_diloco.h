@@ -3,19 +3,21 @@
 //
 //     step t, after the inner update of local:
 //       the log says which fragments are sent      encode(): payload = global - local, into pinned memory
-//       what is applied, once it is decided        apply(): the mean of the contributors', the outer step
+//       what is applied, once it is decided        apply(): the mean of the contributors', the outer step;
+//                                                  of a merged sync apply_mean(): the mean is there already
 //       whether to go on, to wait, or to jump to the step where the others are
 //
 // Who is not among the contributors takes the outer step all the same, and moves local by what global moved:
 // what it has learnt is in its next delta, and what rounding had lost before it stays to be added there.
 //
 // All of the device's work is main's, on the trainer's thread. The log's thread reads payloads that are
-// complete. After each sync the host waits for main, to know the hash of the new global parameters: once in
-// H / P steps.
+// complete; a merged sync's mean is computed there, by who decides it, on the host (merged_mean.h). After
+// each sync the host waits for main, to know the hash of the new global parameters: once in H / P steps.
 //
 // Memory, beside that of OuterShard: a payload of each fragment in pinned memory; on the device one payload
 // and `workers` of them, of the largest fragment, the latter pinned as well; with error feedback 4 bytes a
-// value and fragment more, of the largest one.
+// value and fragment more, of the largest one. Of a merged sync the host holds the mean's payload until it is
+// applied and written, and while it is computed `workers` payloads twice and 4 bytes a value.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -30,6 +32,7 @@
 #include <vector>
 
 #include "llmc/comm.h"
+#include "merged_mean.h"
 #include "outer_loop.h"
 #include "outer_shard.h"
 #include "sync_log_threads.h"
@@ -91,6 +94,7 @@ public:
           hashes(fragments.size()) {
         this->log_options.protocol.overlap = options.overlap;
         this->log_options.protocol.shard = rank;
+        this->log_options.protocol.merged_from = merged_from(options.wire);
         log_start.positions.assign(fragments.size(), 0);
         take_buffers(log_options.protocol.workers);
     }
@@ -285,6 +289,8 @@ private:
                 if (event.kind != LogEventKind::applied || report.sync != event.sync) { continue; }
                 report.log->decider = event.entry->decider.worker;
                 report.log->grace_seconds = double(event.entry->waited) / 1000;
+                report.traffic.bytes_received = event.bytes_read;
+                report.traffic.bytes_sent += event.mean_bytes_written;
             }
             told.push_back(std::move(event));
         }
@@ -341,53 +347,87 @@ private:
     }
 
     void apply(long number, const std::vector<Contribution>& contributions, bool counted) override {
-        Stream& main = *now.main;
         const Sync sync = sync_of(number);
-        SyncReport report{number, sync.fragment, sync.send_step,    sync.send_step + shard.options.overlap,
-                          {},     idle_from,     shard.stamp(main), hashes[size_t(sync.fragment)],
-                          {}};
+        SyncReport report = begin_report(sync, counted);
+        for (const Contribution& one : contributions) {
+            note_header(checked_payload_header(one, sync, shard.options.wire.format), sync, report);
+        }
+        if (report.applied()) { receive(sync, contributions); }
+        end_apply(sync, report);
+    }
+
+    // On the log's thread, at the same time as the trainer's work: what it looks at never changes.
+    std::string mean(long number, const std::vector<Contribution>& contributions) override {
+        const Sync sync = sync_of(number);
+        const std::vector<Piece>& pieces = shard.pieces[size_t(sync.fragment)];
+        return encode_merged_mean(shard.options.wire, sync, pieces, contributions);
+    }
+
+    void apply_mean(long number, const std::vector<int>& workers, const std::string& mean,
+                    bool counted) override {
+        const Sync sync = sync_of(number);
+        SyncReport report = begin_report(sync, counted);
+        const Headers headers = checked_mean_headers(mean, workers, sync, shard.options.wire.format);
+        for (const PayloadHeader& header : headers.sent[0]) { note_header(header, sync, report); }
+        // Each could be sent, and their sum overflows.
+        const bool is_finite = !(headers.means[0].flags & delta_not_finite);
+        if (report.not_finite.empty() && !is_finite) { report.not_finite = workers; }
+        if (report.applied()) { receive_mean(sync, mean, headers); }
+        end_apply(sync, report);
+    }
+
+    SyncReport begin_report(const Sync& sync, bool counted) {
+        Stream& main = *now.main;
+        const long due_step = sync.send_step + shard.options.overlap;
+        SyncReport report{sync.number, sync.fragment, sync.send_step, due_step, {}, idle_from,
+                          shard.stamp(main), hashes[size_t(sync.fragment)], {}};
         report.log = LogReport{};
         report.log->counted = counted;
-        read_headers(sync, contributions, report);
+        return report;
+    }
+
+    // With the mean in shard.mean, where there is one.
+    void end_apply(const Sync& sync, SyncReport& report) {
+        Stream& main = *now.main;
+        const bool counted = report.log->counted;
         if (report.applied()) {
-            receive(sync, contributions);
             shard.state->make_room(sync.fragment);
             const LocalMove move = counted ? LocalMove::merge : LocalMove::follow;
             report.mean_square = shard.apply(sync, move, now.local, now.params, main);
         }
-        if (shard.feedback.is_in_flight(number)) {
-            shard.feedback.end(sync.fragment, number, counted && report.applied(), main);
+        if (shard.feedback.is_in_flight(sync.number)) {
+            shard.feedback.end(sync.fragment, sync.number, counted && report.applied(), main);
         }
         main.record(applied);
         applied.synchronize();  // what has been received may be overwritten, and there are the sums
-        if (report.applied()) { report.statistics = statistics_of(number, contributions.size()); }
-        count_traffic(sync, contributions, report);
+        if (report.applied()) {
+            report.statistics = statistics_of(sync.number, report.log->contributors.size());
+        }
+        count_sent(sync, report);
         outgoing[size_t(sync.fragment)].sync = -1;
         reports.push_back(report);
         idle_from = shard.stamp(main);
     }
 
-    // Refuses what is not of this sync, or not made on these global parameters.
-    void read_headers(const Sync& sync, const std::vector<Contribution>& contributions, SyncReport& report) {
-        const PayloadLayout layout = layout_of(sync);
-        for (const Contribution& one : contributions) {
-            const std::string whose = "the payload of worker " + std::to_string(one.worker) + " for " +
-                                      describe(sync) + " was refused: ";
-            if (one.payload.size() != layout.bytes) {
-                throw RunError(whose +
-                               format("it has %zu bytes, not %zu: do all workers run the same program "
-                                      "with the same options?",
-                                      one.payload.size(), layout.bytes));
-            }
-            PayloadHeader header;
-            memcpy(&header, one.payload.data(), sizeof header);
-            check_header(header, sync, layout, 0, one.worker);
-            if (header.hash != hashes[size_t(sync.fragment)]) {
-                throw RunError(whose + "it was made on other global parameters");
-            }
-            if (header.flags & delta_not_finite) { report.not_finite.push_back(one.worker); }
-            report.log->contributors.push_back({one.worker, header.tokens});
+    // Of a contributor. Refused where it was not made on these global parameters.
+    void note_header(const PayloadHeader& header, const Sync& sync, SyncReport& report) {
+        const int worker = int(header.worker);
+        if (header.hash != hashes[size_t(sync.fragment)]) {
+            throw RunError("the payload of worker " + std::to_string(worker) + " for " + describe(sync) +
+                           " was refused: it was made on other global parameters");
         }
+        if (header.flags & delta_not_finite) { report.not_finite.push_back(worker); }
+        report.log->contributors.push_back({worker, header.tokens});
+    }
+
+    // shard.mean = what the payload of a mean says.
+    void receive_mean(const Sync& sync, const std::string& mean, const Headers& headers) {
+        const int count = int(headers.sent[0].size());
+        const PayloadLayout layout = merged_layout(shard.options.wire.format, sync.values, count);
+        memcpy(host_received.data(), mean.data(), mean.size());
+        device::copy_to_device(received.data(), host_received.data(), long(mean.size()), *now.main);
+        device::dequantize_mean(shard.mean, received, 0, 1, layout, nullptr, *now.main);
+        std::copy(headers.sums.begin(), headers.sums.end(), host_sums.data());
     }
 
     // shard.mean = the mean of the payloads.
@@ -416,15 +456,11 @@ private:
                                 {host_sums.data(), host_sums + row_sums(workers)}, workers);
     }
 
-    // Payloads, written to the store and read from it.
-    void count_traffic(const Sync& sync, const std::vector<Contribution>& contributions, SyncReport& report) {
+    // The payload; what was read, and a mean that was written, the log tells (note_events).
+    void count_sent(const Sync& sync, SyncReport& report) const {
         const Outgoing& out = outgoing[size_t(sync.fragment)];
         const bool has_sent = out.sync == sync.number && out.encoded;
-        if (has_sent) { report.traffic.bytes_sent = out.encoded->payload.size(); }
-        for (const Contribution& one : contributions) {
-            const bool is_own = has_sent && one.worker == log_options.worker;
-            if (!is_own) { report.traffic.bytes_received += one.payload.size(); }
-        }
+        report.traffic.bytes_sent = has_sent ? out.encoded->payload.size() : 0;
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -515,15 +551,19 @@ private:
     }
 
     void take_buffers(int workers) {
-        size_t most = 0;
+        size_t most = 0, most_received = 0;
         for (size_t p = 0; p < fragments.size(); p++) {
             const size_t bytes = payload_bytes(shard.options.wire.format, shard.values[p]);
             outgoing[p].bytes = HostBuffer<uint8_t>(long(bytes));
             most = std::max(most, bytes);
+            for (int count = 1; count <= workers; count++) {
+                const size_t mean = merged_layout(shard.options.wire.format, shard.values[p], count).bytes;
+                most_received = std::max({most_received, bytes * size_t(count), mean});
+            }
         }
         payload = Buffer<uint8_t>(long(most));
-        received = Buffer<uint8_t>(long(most) * workers);
-        host_received = HostBuffer<uint8_t>(long(most) * workers);
+        received = Buffer<uint8_t>(long(most_received));
+        host_received = HostBuffer<uint8_t>(long(most_received));
         if (shard.options.wire.token_weights) { weights = Buffer<float>(workers); }
         partial = Buffer<double>(partial_sums(workers));
         sums = Buffer<double>(most_row_sums(workers));
@@ -568,7 +608,7 @@ private:
     std::vector<uint64_t> tokens_at_send;  // of each fragment
     std::vector<uint64_t> hashes;          // of each fragment's global parameters
     Buffer<uint8_t> payload;               // (largest payload)
-    Buffer<uint8_t> received;              // (workers, payload)
+    Buffer<uint8_t> received;              // (workers, payload), or a mean's
     HostBuffer<uint8_t> host_received;     // the same
     Buffer<float> weights;                 // (workers), if they are by tokens
     Buffer<double> partial, sums;          // of the sums of rows

@@ -5,8 +5,8 @@
 // is only ever at some position of one log: dying, stalling, being slow and joining are all the same, being
 // behind. Where workers have several ranks each shard has a log of its own, and the contributors of one sync
 // may differ from shard to shard; the ranks of a worker agree on what their turns say, at each step.
-// (Keys: sync_log_records.h. Who is counted: sync_log_decision.h. What safety hangs on: sync_log_rules.h.
-// What is told of it: sync_log_events.h. Threads: sync_log_threads.h.)
+// (Keys: sync_log_records.h. Who is counted: sync_log_decision.h. Means: sync_log_means.h. What safety hangs
+// on: sync_log_rules.h. What is told of it: sync_log_events.h. Threads: sync_log_threads.h.)
 //
 // A worker takes part in sync s of a fragment once it has applied the fragment's syncs before s:
 //   1. chunks, then line    Who reads the line finds the payload. Each start has its own names (incarnation),
@@ -19,13 +19,16 @@
 //   3. entry, if absent     The first one wins, and the winner's is read, by its decider as well.
 //   4. generation           Read after the entry: a store that came back empty has lost lines, so what is
 //                           decided there is believed by nobody.
-//   5. payloads, apply      At the due step, at the latest behind the last one; at once where this worker was
+//   5. payloads, or a mean  With as many contributors as `merged_from` the decider reads their payloads and
+//                           writes the mean, chunks, then a record; the others read that. Who misses it, for
+//                           the decider is dead or slow, makes the same bytes of the payloads.
+//   6. apply                At the due step, at the latest behind the last one; at once where this worker was
 //                           not to send s any more. Whose payload was not counted moves local by what global
 //                           moved.
-//   6. removal              By the decider, once a period: payloads that are older than `retain` syncs of
-//                           their fragment and that the checkpoints of two workers have behind them, so that
-//                           the run survives the death of all of them and the loss of a disk; with them, what
-//                           a stalled worker wrote too late.
+//   7. removal              By the decider, once a period: payloads and means that are older than `retain`
+//                           syncs of their fragment and that the checkpoints of two workers have behind them,
+//                           so that the run survives the death of all of them and the loss of a disk; with
+//                           them, what a stalled worker wrote too late.
 // Who finds an entry's payload gone asks for a snapshot: all fragments of another worker as they were at one
 // instant, in chunks, then an offer with their digest. The first offer is read, and checked; who finds a
 // chunk gone asks again under a new name. What a dead start asked for, deciders remove.
@@ -42,13 +45,16 @@
 //
 // What does not need each other's answers is asked for together. Where nobody is late that is three times a
 // sync for who is the last to send: the payload, its line, and whether all are there; the entry; the payloads
-// of the others. It may break off between any two of these requests, as it might if they went one by one.
+// of the others. (Who reads a mean finds its record with the entry, or later.) It may break off between any
+// two of these requests, as it might if they went one by one.
 //
 // Nothing here waits or asks a clock: requests() says what to ask the store next, answer() takes what it has
 // said; turn() is the trainer's, at the end of a step, and says whether it may go on. A lost answer is asked
-// for again: every request may be done twice. The caller keeps these three apart (a mutex).
+// for again: every request may be done twice. The caller keeps these three apart (a mutex); it makes a mean
+// that mean_to_make() asks for while the others may be called, and brings it.
 #pragma once
 #include <algorithm>
+#include <deque>
 #include <functional>
 #include <iterator>
 #include <map>
@@ -63,6 +69,7 @@
 #include "llmc/error.h"
 #include "sync_log_decision.h"
 #include "sync_log_heartbeat.h"
+#include "sync_log_means.h"
 #include "sync_log_records.h"
 #include "sync_log_rules.h"
 
@@ -73,6 +80,7 @@ struct SyncLogOptions {
     long overlap = 1;         // tau
     long max_lag = 4;         // steps
     long retain = 4;          // syncs of each fragment
+    int merged_from = 0;      // contributors from which on a sync is merged; 0: never. The same for all
     bool checkpoints = true;  // payloads are kept until two workers' have them behind them
     size_t chunk = 64 << 20;  // bytes
     double grace = 10;        // seconds, as all that follows
@@ -95,8 +103,14 @@ struct Contribution {
     std::string payload;
 };
 
+// What LogShard::mean() is to be given.
+struct MeanToMake {
+    long sync;
+    std::vector<Contribution> contributions;
+};
+
 // This worker's shard of the outer state. Called by the constructor, turn() and finish(); encoded(), by
-// requests() and answer().
+// requests() and answer(); mean(), by who calls these, at the same time as the trainer's.
 class LogShard {
 public:
     struct Encoded {
@@ -114,6 +128,12 @@ public:
     // In ascending order of workers; none: global stays.
     // counted: this worker's payload is among them, maybe that of an earlier start
     virtual void apply(long sync, const std::vector<Contribution>& contributions, bool counted) = 0;
+
+    // The mean of these, encoded: a function of its arguments and of what all workers have in common.
+    virtual std::string mean(long sync, const std::vector<Contribution>& contributions) = 0;
+    // apply() of such a mean.   workers: contributors, ascending
+    virtual void apply_mean(long sync, const std::vector<int>& workers, const std::string& mean,
+                            bool counted) = 0;
 
     virtual std::string snapshot() = 0;                  // global and momentum of all fragments
     virtual void load(const std::string& snapshot) = 0;  // and local = global
@@ -167,6 +187,24 @@ public:
                      std::make_move_iterator(batch.end()));
     }
 
+    // To be asked for before requests(): a mean that is to be made, and then brought.
+    std::optional<MeanToMake> mean_to_make() {
+        for (Slot& slot : slots) {
+            if (phase != Phase::running || !slot.lacks_only_mean()) { continue; }
+            slot.mean.is_being_made = true;
+            return MeanToMake{slot.sync, take_payloads(slot)};
+        }
+        return std::nullopt;
+    }
+    void bring_mean(long sync, std::string bytes) {
+        Slot* slot = find(sync);
+        if (slot == nullptr || !slot->mean.is_being_made) { return; }
+        slot->mean.is_being_made = false;
+        slot->mean.is_whole = true;
+        if (writes_mean(*slot)) { outgoing_means.push_back({sync, bytes}); }
+        slot->mean.bytes = std::move(bytes);
+    }
+
     // At the end of `step`, and again until it says something else than to wait. Before the first step, with
     // the step that is done: it waits until it has a place in the run.
     LogTurn turn(long step, double now) {
@@ -212,7 +250,8 @@ public:
         if (!asked.empty()) { return std::max(retry_at - now, soon); }
         if (phase != Phase::running || !chores.empty()) { return chores.empty() ? options.poll : soon; }
         double until = look_around_at;
-        if ((giving && !giving->bytes.empty()) || looks_at_wants || may_leave()) { until = now; }
+        const bool gives = (giving && !giving->bytes.empty()) || !outgoing_means.empty();
+        if (gives || looks_at_wants || may_leave()) { until = now; }
         for (const Slot& slot : slots) {
             if (next(slot, now) != Next::nothing) { until = now; }
             if (slot.look_at > now) { until = std::min(until, slot.look_at); }
@@ -254,7 +293,7 @@ public:
     bool is_refused() const { return !run_fingerprint.empty(); }
     const std::string& theirs() const { return run_fingerprint; }  // the run's, that it was refused for
     bool is_running() const { return phase == Phase::running; }
-    bool is_idle() const { return !giving && chores.empty(); }
+    bool is_idle() const { return !giving && outgoing_means.empty() && chores.empty(); }
     std::vector<LogEvent> events() { return std::exchange(told, {}); }
 
 private:
@@ -278,18 +317,27 @@ private:
         std::optional<LogEntry> proposal;  // to be written, if there is none
         std::optional<LogEntry> entry;
         bool confirmed = false;
-        std::vector<std::string> payloads;  // of the entry's contributors, as far as they are read
+        double confirmed_at = 0;
+        bool is_merged = false, reads_payloads = false;
+        std::vector<Contributor> sources;   // whose payloads are read: the entry's contributors
+        std::vector<std::string> payloads;  // of these, as far as they are read
+        SyncMean mean;                      // where it is merged
         size_t bytes_read = 0;
         double due_since = -1;
         bool has_told = false;  // that there are too few
 
         bool has_line() const { return own == sent || own == abstained; }
-        bool has_payload(size_t i) const { return payloads[i].size() >= entry->contributors[i].bytes; }
-        bool is_fetched() const {
+        bool has_payload(size_t i) const { return payloads[i].size() >= sources[i].bytes; }
+        bool has_payloads() const {
             for (size_t i = 0; i < payloads.size(); i++) {
                 if (!has_payload(i)) { return false; }
             }
-            return confirmed;
+            return true;
+        }
+        bool is_fetched() const { return confirmed && (is_merged ? mean.is_whole : has_payloads()); }
+        bool lacks_only_mean() const {
+            const bool is_to_be_made = reads_payloads && !mean.is_being_made && !mean.is_whole;
+            return confirmed && is_merged && is_to_be_made && has_payloads();
         }
     };
 
@@ -360,8 +408,10 @@ private:
     }
 
     // In turns, so that none is put off for ever: those of all fragments, and of who needs a snapshot.
+    // A mean before all: others may stand still for it.
     bool move_a_payload(double now) {
         const size_t before = asked.size();
+        if (!outgoing_means.empty()) { write_mean(); }
         for (size_t i = 0; i <= slots.size() && asked.size() == before; i++) {
             next_turn = (next_turn + 1) % (slots.size() + 1);
             if (next_turn < slots.size()) {
@@ -374,7 +424,9 @@ private:
     }
 
     // Nobody who is alive needs anything from this worker: it says that it has all, and may end.
-    bool may_leave() const { return is_leaving && has_looked_last && !has_left && !is_wanted && !giving; }
+    bool may_leave() const {
+        return is_leaving && has_looked_last && !has_left && !is_wanted && !giving && outgoing_means.empty();
+    }
     void leave() {
         ask({StoreRequest::put, key("done"), std::to_string(me.worker), std::to_string(step)},
             [this](const StoreAnswer&, double) { has_left = true; });
@@ -606,13 +658,22 @@ private:
         return {LogTurn::jump, to};
     }
 
-    void apply(Slot& slot, double now) {
+    static std::vector<Contribution> take_payloads(Slot& slot) {
         std::vector<Contribution> contributions;
         for (size_t i = 0; i < slot.payloads.size(); i++) {
-            contributions.push_back({slot.entry->contributors[i].who.worker, std::move(slot.payloads[i])});
+            contributions.push_back({slot.sources[i].who.worker, std::move(slot.payloads[i])});
+            slot.payloads[i].clear();
         }
+        return contributions;
+    }
+
+    void apply(Slot& slot, double now) {
         const bool counted = slot.entry->counts(me.worker);
-        shard.apply(slot.sync, contributions, counted);
+        if (slot.is_merged) {
+            shard.apply_mean(slot.sync, slot.entry->workers(), slot.mean.bytes, counted);
+        } else {
+            shard.apply(slot.sync, take_payloads(slot), counted);
+        }
         tell_of_applied(slot, counted, now);
         keep_promise(slot);
         const int p = schedule.fragment(slot.sync);
@@ -629,6 +690,8 @@ private:
         event.counted = counted;
         event.waited = slot.due_since < 0 ? 0 : now - slot.due_since;
         event.bytes_read = slot.bytes_read;
+        const bool has_made_mean = slot.is_merged && slot.reads_payloads && writes_mean(slot);
+        event.mean_bytes_written = has_made_mean ? slot.mean.bytes.size() : 0;
     }
 
     // Whose payload counts has shown that it keeps pace. Who was not in time though it had promised to be
@@ -686,10 +749,12 @@ private:
 
     std::string folder(const char* what, long sync) const { return key(what + ("/" + std::to_string(sync))); }
 
-    enum class Next { nothing, fetch, decide, look, send, abstain };
+    enum class Next { nothing, fetch, look_for_mean, decide, look, send, abstain };
 
     Next next(const Slot& slot, double now) const {
-        if (slot.entry) { return slot.confirmed && !slot.is_fetched() ? Next::fetch : Next::nothing; }
+        if (slot.entry) {
+            return slot.confirmed && !slot.is_fetched() ? next_to_read(slot, now) : Next::nothing;
+        }
         if (slot.proposal) { return Next::decide; }
         // Behind, it is likely that there is an entry: then there is nothing to send any more.
         const bool is_behind = newest_open > slot.sync;
@@ -699,7 +764,16 @@ private:
         return now >= slot.look_at && (slot.has_line() || is_behind) ? Next::look : Next::nothing;
     }
 
-    // False: there is nothing but a payload that it needs.
+    Next next_to_read(const Slot& slot, double now) const {
+        if (slot.reads_payloads) {
+            const bool has_all = slot.mean.is_being_made || slot.has_payloads();
+            return has_all ? Next::nothing : Next::fetch;
+        }
+        if (slot.mean.record) { return Next::fetch; }
+        return now >= slot.look_at ? Next::look_for_mean : Next::nothing;
+    }
+
+    // False: there is nothing but a payload, or a mean, that it needs.
     bool serve(Slot& slot, double now) {
         switch (next(slot, now)) {
             case Next::decide:
@@ -707,6 +781,9 @@ private:
                 return true;
             case Next::look:
                 look(slot, slot.has_line());
+                return true;
+            case Next::look_for_mean:
+                look_for_mean(slot.sync);
                 return true;
             case Next::abstain:
                 write_line(slot, {slot.hash, 0, 0, 0}, Slot::abstained);
@@ -722,7 +799,7 @@ private:
     void move_payload(Slot& slot, double now) {
         const Next what = next(slot, now);
         if (what == Next::send) { send(slot); }
-        if (what == Next::fetch) { fetch(slot); }
+        if (what == Next::fetch) { slot.reads_payloads ? fetch_payloads(slot) : fetch_mean(slot); }
     }
 
     // Handlers find their slot by its sync: it may have moved on.
@@ -777,10 +854,10 @@ private:
                 Slot* slot = find(sync);
                 if (slot == nullptr) { return; }
                 slot->looked = true;
-                // The trainer stands still for what is due.
-                slot->look_at = now + (slot->due_since < 0 ? options.poll : options.poll / 10);
+                rest_from_looking_at(*slot, now);
                 if (answer.found) { slot->entry = LogEntry::parse(answer.value); }
             });
+        if (options.merged_from > 0) { look_for_mean(slot.sync); }
         if (!has_line) { return; }
         asks_beats = true;
         ask({StoreRequest::list, folder("sent", slot.sync), "", ""},
@@ -790,6 +867,11 @@ private:
                 slot->lines.emplace();
                 for (const auto& [who, text] : answer.listing) { (*slot->lines)[who] = LogLine::parse(text); }
             });
+    }
+
+    // The trainer stands still for what is due.
+    void rest_from_looking_at(Slot& slot, double now) const {
+        slot.look_at = now + (slot.due_since < 0 ? options.poll : options.poll / 10);
     }
 
     // Lines, and then beats, are as they have just been read.
@@ -823,25 +905,28 @@ private:
     }
 
     void look_at_generation() {
-        ask({StoreRequest::get, "run", "generation", ""}, [this](const StoreAnswer& answer, double) {
+        ask({StoreRequest::get, "run", "generation", ""}, [this](const StoreAnswer& answer, double now) {
             check_generation(answer);
             for (Slot& slot : slots) {
-                if (phase == Phase::running && slot.entry && !slot.confirmed) { confirm(slot); }
+                if (phase == Phase::running && slot.entry && !slot.confirmed) { confirm(slot, now); }
             }
         });
     }
 
-    void confirm(Slot& slot) {
+    void confirm(Slot& slot, double now) {
         if (slot.entry->hash != slot.hash) { return diverge(); }
         slot.confirmed = true;
-        slot.payloads.resize(slot.entry->contributors.size());
+        slot.confirmed_at = now;
+        slot.sources = rules.averaged(*slot.entry, slot.proposal).contributors;
+        slot.payloads.resize(slot.sources.size());
+        slot.is_merged = is_merged(*slot.entry, options.merged_from);
         presence.note(*slot.entry, slot.sync);
         tell_changes();
         if (slot.entry->decider == me) {
             say(LogEventKind::decided, slot.sync, *slot.entry, format("decides sync %ld: it ", slot.sync));
             if (slot.sync % schedule.fragments() == 0) { sweep(); }  // once a period
         }
-        take_own(slot);
+        if (!slot.is_merged || (writes_mean(slot) && !slot.mean.record)) { read_payloads(slot); }
     }
 
     void diverge() {
@@ -850,45 +935,125 @@ private:
     }
 
     // As much as one chunk holds, and what is begun with it.
-    void fetch(Slot& slot) {
+    void fetch_payloads(Slot& slot) {
         size_t bytes = 0;
         for (size_t i = 0; i < slot.payloads.size(); i++) {
-            const Contributor& one = slot.entry->contributors[i];
-            size_t at = slot.payloads[i].size();
-            for (; at < one.bytes && bytes < options.chunk; at += options.chunk) {
-                fetch_chunk(slot.sync, i, one.who, at / options.chunk);
-                bytes += std::min(options.chunk, one.bytes - at);
-            }
+            const Contributor& one = slot.sources[i];
+            fetch_chunks(folder("payload", slot.sync), one.who, slot.payloads[i].size(), one.bytes, bytes,
+                         [this, sync = slot.sync, i](const StoreAnswer& answer, double) {
+                             if (Slot* slot = find(sync)) { take_chunk(*slot, i, answer); }
+                         });
         }
     }
 
-    void fetch_chunk(long sync, size_t i, const Incarnation& who, size_t chunk) {
-        ask({StoreRequest::get, folder("payload", sync), who.text() + "." + std::to_string(chunk), ""},
-            [this, sync, i](const StoreAnswer& answer, double) {
-                Slot* slot = find(sync);
-                if (slot == nullptr || phase != Phase::running) { return; }
-                if (!answer.found) { return fall_behind(format("finds a payload of sync %ld gone", sync)); }
-                slot->payloads[i] += answer.value;
-                slot->bytes_read += answer.value.size();
-                if (slot->has_payload(i)) { check_payload(*slot, i); }
-            });
+    // from: what is there already of the `whole` bytes   asked_for: bytes, in this batch
+    void fetch_chunks(const std::string& folder, const Incarnation& who, size_t from, size_t whole,
+                      size_t& asked_for, const Handler& then) {
+        for (size_t at = from; at < whole && asked_for < options.chunk; at += options.chunk) {
+            ask({StoreRequest::get, folder, who.text() + "." + std::to_string(at / options.chunk), ""}, then);
+            asked_for += std::min(options.chunk, whole - at);
+        }
+    }
+
+    void take_chunk(Slot& slot, size_t i, const StoreAnswer& answer) {
+        if (phase != Phase::running) { return; }
+        if (!answer.found) { return fall_behind(format("finds a payload of sync %ld gone", slot.sync)); }
+        slot.payloads[i] += answer.value;
+        slot.bytes_read += answer.value.size();
+        if (slot.has_payload(i)) { check_payload(slot, i); }
     }
 
     void check_payload(const Slot& slot, size_t i) {
-        const Contributor& one = slot.entry->contributors[i];
+        const Contributor& one = slot.sources[i];
         if (digest_of(slot.payloads[i]) == one.digest) { return; }
         stop(format("the payload of worker %d for sync %ld is damaged", one.who.worker, slot.sync));
     }
 
-    // What it has sent itself it need not read.
-    void take_own(Slot& slot) {
+    // What it has sent itself it has.
+    void read_payloads(Slot& slot) {
+        slot.reads_payloads = true;
         for (size_t i = 0; i < slot.payloads.size(); i++) {
-            if (!rules.is_own_payload(slot.entry->contributors[i].who, me)) { continue; }
+            if (!rules.is_own_payload(slot.sources[i].who, me)) { continue; }
             const LogShard::Encoded* encoded = shard.encoded(slot.sync);
             if (encoded == nullptr) { continue; }
             slot.payloads[i] = encoded->payload;
             check_payload(slot, i);
         }
+    }
+
+    // -------------------------------------------------------------------------------------------------------
+    // The mean of a merged sync
+
+    bool writes_mean(const Slot& slot) const { return rules.writes_mean(slot.entry->decider, me); }
+
+    // Beside a look for the entry: the mean may be there as well.
+    void look_for_mean(long sync) {
+        ask({StoreRequest::get, key("means"), std::to_string(sync), ""},
+            [this, sync](const StoreAnswer& answer, double now) {
+                Slot* slot = find(sync);
+                if (slot == nullptr || slot->reads_payloads) { return; }
+                if (answer.found) {
+                    slot->mean.record = LogOffer::parse(answer.value);
+                } else if (slot->confirmed) {
+                    rest_from_looking_at(*slot, now);
+                    judge_missing(*slot, now);
+                }
+            });
+    }
+
+    void judge_missing(Slot& slot, double now) {
+        const Incarnation& decider = slot.entry->decider;
+        switch (judge_missing_mean(decider, presence, has_looked, slot.confirmed_at, slot.due_since,
+                                   options.grace / 5, now)) {
+            case MissingMean::awaited:
+                return;
+            case MissingMean::decider_is_gone:
+                return do_without_mean(slot, format("worker %d, which decided it, is gone", decider.worker));
+            case MissingMean::takes_too_long:
+                return do_without_mean(slot, format("that of worker %d takes too long", decider.worker));
+        }
+    }
+
+    void do_without_mean(Slot& slot, const std::string& why) {
+        say(LogEventKind::without_mean, format("makes the mean of sync %ld itself: ", slot.sync) + why,
+            slot.sync);
+        read_payloads(slot);
+    }
+
+    void fetch_mean(Slot& slot) {
+        const LogOffer& record = *slot.mean.record;
+        size_t asked_for = 0;
+        fetch_chunks(folder("mean", slot.sync), record.giver, slot.mean.bytes.size(), record.bytes, asked_for,
+                     [this, sync = slot.sync](const StoreAnswer& answer, double) {
+                         Slot* slot = find(sync);
+                         if (slot != nullptr && !slot->reads_payloads) { take_chunk_of_mean(*slot, answer); }
+                     });
+    }
+
+    void take_chunk_of_mean(Slot& slot, const StoreAnswer& answer) {
+        if (!rules.is_mean_chunk(answer)) { return do_without_mean(slot, "that in the store is gone"); }
+        const LogOffer& record = *slot.mean.record;
+        slot.mean.bytes += answer.value;
+        slot.bytes_read += answer.value.size();
+        if (slot.mean.bytes.size() < record.bytes) { return; }
+        slot.mean.is_whole = true;
+        if (rules.is_whole_mean(slot.mean.bytes, record)) { return; }
+        stop(format("the mean of sync %ld, which worker %d wrote, is damaged", slot.sync,
+                    record.giver.worker));
+    }
+
+    // The last chunk with its record.
+    void write_mean() {
+        const OutgoingMean& mean = outgoing_means.front();
+        const size_t chunks = chunks_of(mean.bytes.size(), options.chunk);
+        ask({StoreRequest::put_if_absent, folder("mean", mean.sync),
+             me.text() + "." + std::to_string(mean.chunks),
+             mean.bytes.substr(mean.chunks * options.chunk, options.chunk)},
+            [this](const StoreAnswer&, double) { outgoing_means.front().chunks++; });
+        if (mean.chunks + 1 < chunks) { return; }
+        const LogOffer record{me, mean.bytes.size(), digest_of(mean.bytes)};
+        ask({StoreRequest::put_if_absent, key("means"), std::to_string(mean.sync), record.text()},
+            [this](const StoreAnswer&, double) { outgoing_means.pop_front(); });
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -1132,7 +1297,8 @@ private:
                      const long index = schedule.index(slots[p].sync) - (slots[p].entry ? 0 : 1);
                      oldest.push_back(rules.oldest_kept(index, options.retain, covered(durable, index)));
                  }
-                 for (const char* what : {"payload/", "sent/"}) { sweep_syncs(key(what), oldest); }
+                 sweep_records_of_means(oldest);
+                 for (const char* what : {"payload/", "sent/", "mean/"}) { sweep_syncs(key(what), oldest); }
              }});
         sweep_snapshots();
     }
@@ -1151,11 +1317,23 @@ private:
         chores.push_back({{StoreRequest::folders, folder, "", ""}, [=](const StoreAnswer& answer, double) {
                               for (const auto& [name, nothing] : answer.listing) {
                                   const long sync = std::atol(name.substr(folder.size()).c_str());
-                                  const bool is_needed =
-                                      schedule.index(sync) >= oldest[size_t(schedule.fragment(sync))];
-                                  if (!is_needed) { add_removal(name); }
+                                  if (!is_kept(sync, oldest)) { add_removal(name); }
                               }
                           }});
+    }
+
+    void sweep_records_of_means(const std::vector<long>& oldest) {
+        if (options.merged_from == 0) { return; }
+        chores.push_back(
+            {{StoreRequest::list, key("means"), "", ""}, [=](const StoreAnswer& answer, double) {
+                 for (const auto& [sync, record] : answer.listing) {
+                     if (!is_kept(std::atol(sync.c_str()), oldest)) { add_removal(key("means"), sync); }
+                 }
+             }});
+    }
+
+    bool is_kept(long sync, const std::vector<long>& oldest) const {
+        return schedule.index(sync) >= oldest[size_t(schedule.fragment(sync))];
     }
 
     // Snapshots whose reader is dead, or has started again, or has read them. What there is is asked for
@@ -1247,6 +1425,7 @@ private:
     std::map<std::string, double> wanted_since;  // snapshots, by others; those that nobody offers
     bool is_wanted = false;                      // by one that is alive
     std::optional<Giving> giving;
+    std::deque<OutgoingMean> outgoing_means;
     Snapshot snapshot;
     double alone_since = -1;  // behind, and nobody there that could give one
     bool looks_for_an_end = false;

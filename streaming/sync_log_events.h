@@ -19,6 +19,7 @@ enum class LogEventKind {
     too_few,  // have sent a sync that is due here: it waits for --min-workers
     decided,  // by this worker
     applied,  // a sync, whoever was counted
+    without_mean,  // of a merged sync: it makes that itself
     needs_snapshot,
     gives_snapshot,
     takes_snapshot,
@@ -41,6 +42,7 @@ inline std::string name_of(LogEventKind kind) {
         case LogEventKind::too_few: return "too_few";
         case LogEventKind::decided: return "decided";
         case LogEventKind::applied: return "applied";
+        case LogEventKind::without_mean: return "without_mean";
         case LogEventKind::needs_snapshot: return "needs_snapshot";
         case LogEventKind::gives_snapshot: return "gives_snapshot";
         case LogEventKind::takes_snapshot: return "takes_snapshot";
@@ -65,7 +67,8 @@ struct LogEvent {
     // applied
     bool counted = false;   // this worker's payload is in it
     double waited = 0;      // seconds, that the trainer stood still for it at the due step
-    size_t bytes_read = 0;  // of payloads, from the store
+    size_t bytes_read = 0;  // of payloads, or of a mean, from the store
+    size_t mean_bytes_written = 0;  // to it, soon
 };
 
 inline std::string workers_in_words(const std::vector<int>& workers) {

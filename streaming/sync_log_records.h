@@ -12,6 +12,8 @@
 //     payload/s        w.i.c: bytes               chunk c of what w.i sends in sync s
 //     sent/s           w.i: LogLine               the payload is whole, or w.i abstains
 //     entry            s: LogEntry                who makes up sync s; never changed, kept for ever
+//     mean/s           w.i.c: bytes               chunk c of the mean of sync s, where that is merged
+//     means            s: LogOffer                w.i's is whole
 //     durable          w: positions               of w's newest checkpoint
 //     done             w: step                    w has applied all that there is until its last step
 //     want             w.i.n: reason              w.i needs a snapshot, for the n-th time
@@ -169,6 +171,11 @@ struct LogEntry {
     std::vector<int> missing;
     long waited = 0;
 
+    std::vector<int> workers() const {
+        std::vector<int> workers;
+        for (const Contributor& one : contributors) { workers.push_back(one.who.worker); }
+        return workers;
+    }
     bool counts(int worker) const {
         for (const Contributor& one : contributors) {
             if (one.who.worker == worker) { return true; }
@@ -284,6 +291,7 @@ struct LogBeginning {
     }
 };
 
+// Of a snapshot, or of a mean.
 struct LogOffer {
     Incarnation giver;
     size_t bytes = 0;

@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <string>
 
 #include "sync_log_records.h"
@@ -44,6 +45,20 @@ public:
 
     // A worker need not read what it has sent itself; an earlier start of it may have sent something else.
     virtual bool is_own_payload(const Incarnation& who, const Incarnation& me) const { return who == me; }
+
+    // A mean is that of the entry, whatever this worker had proposed ...
+    virtual LogEntry averaged(const LogEntry& entry, const std::optional<LogEntry>&) const { return entry; }
+
+    // ... is written by who decided, so that there is one ...
+    virtual bool writes_mean(const Incarnation& decider, const Incarnation& me) const {
+        return decider == me;
+    }
+
+    // ... and is used when all of it is there and is what was written.
+    virtual bool is_mean_chunk(const StoreAnswer& answer) const { return answer.found; }
+    virtual bool is_whole_mean(const std::string& bytes, const LogOffer& record) const {
+        return bytes.size() == record.bytes && digest_of(bytes) == record.digest;
+    }
 
     // Who ends has applied every sync that anybody can have sent by the last step.
     virtual bool is_of_run(long send_step, long last_step) const { return send_step <= last_step; }

@@ -86,8 +86,14 @@ const long H = 20;
 // b0 and b2, sent at 20, 40, ...; b1 and b3, at 6, 26, ...; b4, at 13, 33, ...
 std::vector<Fragment> toy_fragments() { return make_fragments(4, 5, 2, FragmentPattern::strided, H); }
 
-struct Plan {
+WireOptions by_all_gather() {
     WireOptions wire;
+    wire.exchange = ExchangeKind::all_gather;
+    return wire;
+}
+
+struct Plan {
+    WireOptions wire = by_all_gather();
     int workers = 2, ranks = 1;
     int min_workers = 0;  // 0: all
     long overlap = 1;
@@ -106,7 +112,6 @@ struct Plan {
         options.local_weight = local_weight;
         options.offload = offload;
         options.wire = wire;
-        options.wire.exchange = ExchangeKind::all_gather;
         return options;
     }
 
@@ -128,7 +133,7 @@ struct Plan {
     }
 
     std::string describe() const {
-        return name_of(wire.format) + (wire.stochastic ? " stochastic" : "") +
+        return name_of(wire.exchange) + " " + name_of(wire.format) + (wire.stochastic ? " stochastic" : "") +
                (wire.error_feedback ? " feedback" : "") + (wire.token_weights ? " tokens" : "") +
                format(" M %d R %d tau %ld alpha %g offload %d", workers, ranks, overlap, double(local_weight),
                       int(offload));
@@ -326,23 +331,38 @@ Outcomes run_log(const Plan& plan, int started) {
 
 bool same(double a, double b) { return memcmp(&a, &b, sizeof a) == 0; }
 
-void expect_same_report(const SyncReport& a, const SyncReport& b, const Plan& plan) {
+void expect_same_report(const SyncReport& a, const SyncReport& b, const Plan& plan, bool is_merged) {
     EXPECT_EQ(a.sync, b.sync);
     EXPECT_EQ(a.fragment, b.fragment);
     EXPECT_EQ(a.send_step, b.send_step);
     EXPECT_EQ(a.due_step, b.due_step);
     EXPECT_EQ(a.global_hash, b.global_hash);
     EXPECT_EQ(a.not_finite, b.not_finite);
-    EXPECT_EQ(a.statistics.cosines, b.statistics.cosines);
+    ASSERT_EQ(a.statistics.cosines.size(), b.statistics.cosines.size());
+    for (size_t i = 0; i < a.statistics.cosines.size(); i++) {
+        const double tolerance = is_merged ? 1e-12 : 0;  // all-to-all adds up the sums of parts
+        EXPECT_NEAR(a.statistics.cosines[i], b.statistics.cosines[i], tolerance);
+    }
     EXPECT_TRUE(same(a.statistics.delta_norm, b.statistics.delta_norm));
     EXPECT_TRUE(same(a.statistics.quantization_error, b.statistics.quantization_error));
     EXPECT_TRUE(same(a.mean_norm(), b.mean_norm()));
     ASSERT_TRUE(b.log);
     EXPECT_TRUE(b.log->counted);
     EXPECT_EQ(b.log->contributors.size(), size_t(plan.workers));
+    EXPECT_GE(b.waited_seconds(), 0);
+    if (is_merged) { return; }
     EXPECT_EQ(b.traffic.bytes_received, a.traffic.bytes_received);
     EXPECT_EQ(b.traffic.bytes_sent * size_t(plan.workers - 1), a.traffic.bytes_sent);
-    EXPECT_GE(b.waited_seconds(), 0);
+}
+
+// The decider reads the others' payloads, and writes a mean that they read.
+void expect_traffic_of_merged(const SyncReport& report, const Plan& plan, int worker) {
+    const long n = shard_values(toy_fragments(), toy_layout(plan.ranks))[size_t(report.fragment)];
+    const size_t payload = payload_bytes(plan.wire.format, n);
+    const size_t mean = merged_layout(plan.wire.format, n, plan.workers).bytes;
+    const bool decides = report.log->decider == worker;
+    EXPECT_EQ(report.traffic.bytes_sent, payload + (decides ? mean : 0));
+    EXPECT_EQ(report.traffic.bytes_received, decides ? payload * size_t(plan.workers - 1) : mean);
 }
 
 // What is still in flight behind the last step is applied as it arrives: fragments do not touch each other.
@@ -354,10 +374,13 @@ void sort_reports(Outcomes& outcomes) {
 }
 
 // absent: places for workers who never come
+// What is all-to-all in lock-step is merged over the log.
 void expect_lock_steps_bits(const Plan& plan, int absent = 0) {
     SCOPED_TRACE(plan.describe());
+    const bool is_merged = plan.wire.exchange == ExchangeKind::all_to_all;
     const Outcomes expected = run_lock_step(plan);
     Plan places = plan;
+    if (is_merged) { places.wire.exchange = ExchangeKind::merged; }
     places.workers += absent;
     places.min_workers = plan.workers;
     places.grace = absent > 0 ? 0.05 : plan.grace;
@@ -370,9 +393,22 @@ void expect_lock_steps_bits(const Plan& plan, int absent = 0) {
         ASSERT_EQ(outcomes[i].reports.size(), 30u);
         ASSERT_EQ(expected[i].reports.size(), 30u);
         for (size_t s = 0; s < 30; s++) {
-            expect_same_report(expected[i].reports[s], outcomes[i].reports[s], plan);
+            expect_same_report(expected[i].reports[s], outcomes[i].reports[s], plan, is_merged);
+            if (is_merged) { expect_traffic_of_merged(outcomes[i].reports[s], plan, int(i) / plan.ranks); }
         }
     }
+}
+
+// The hash on which each sync stood, from all workers' reports: the same on all that applied it.
+void expect_one_history(const Outcomes& outcomes) {
+    std::map<long, uint64_t> hashes;
+    for (const Outcome& outcome : outcomes) {
+        for (const SyncReport& report : outcome.reports) {
+            const auto [at, is_new] = hashes.insert({report.sync, report.global_hash});
+            EXPECT_EQ(at->second, report.global_hash) << "sync " << report.sync;
+        }
+    }
+    for (const Outcome& outcome : outcomes) { EXPECT_TRUE(same_bits(outcome.global, outcomes[0].global)); }
 }
 
 TEST(LoggedDiloco, with_nobody_late_every_format_rounding_and_feedback_gives_lock_steps_bits_for_200_steps) {
@@ -428,6 +464,80 @@ TEST(LoggedDiloco, two_who_run_with_more_places_have_the_bits_of_a_run_of_two) {
     }
 }
 
+TEST(LoggedDiloco, merged_syncs_have_the_bits_of_all_to_all_to_nearest) {
+    for (Format format : all_formats) {
+        for (int workers : {2, 3, 9}) {  // nine compare each payload with the mean
+            if (workers == 9 && format != Format::fp4_e2m1) { continue; }
+            Plan plan;
+            plan.wire.exchange = ExchangeKind::all_to_all;
+            plan.wire.format = format;
+            plan.wire.token_weights = workers == 3;
+            plan.workers = workers;
+            plan.ranks = workers == 2 ? 2 : 1;
+            plan.overlap = workers == 3 ? 3 : 1;
+            ASSERT_NO_FATAL_FAILURE(expect_lock_steps_bits(plan));
+        }
+    }
+}
+
+TEST(LoggedDiloco, syncs_of_three_and_more_are_merged_by_themselves_but_not_with_error_feedback) {
+    WireOptions wire;
+    EXPECT_EQ(merged_from(wire), 3);
+    wire.error_feedback = true;
+    EXPECT_EQ(merged_from(wire), 0);
+    wire.exchange = ExchangeKind::merged;
+    EXPECT_EQ(merged_from(wire), 2);
+    EXPECT_EQ(merged_from(by_all_gather()), 0);
+}
+
+// Of three payloads by hand, on the host, as the decider's log does it.
+TEST(MergedMean, is_a_function_of_the_payloads_and_names_all_where_their_sum_overflows) {
+    const Sync sync{3, 0, 17, 3 * quantization_block};
+    const std::vector<Piece> pieces{{0, sync.values, 1000}};
+    for (bool overflows : {false, true}) {
+        WireOptions wire;
+        wire.format = Format::bf16;
+        wire.stochastic = true;
+        std::vector<Contribution> contributions;
+        for (int worker : {0, 2, 5}) {
+            const Floats values(size_t(sync.values), overflows ? 3e38f : 0.1f * float(worker + 1));
+            const PayloadLayout layout = payload_layout(wire.format, sync.values);
+            std::vector<uint8_t> payload(layout.bytes);
+            cpu::Stream here;
+            cpu::write_header(payload.data(), make_header(sync, layout, 0, worker, 10), here);
+            cpu::quantize(payload.data(), layout, Rounding(), 0, {values.data()}, sync.values, here);
+            contributions.push_back({worker, std::string(payload.begin(), payload.end())});
+        }
+        const std::string mean = encode_merged_mean(wire, sync, pieces, contributions);
+        EXPECT_EQ(mean, encode_merged_mean(wire, sync, pieces, contributions));
+        const Headers headers = checked_mean_headers(mean, {0, 2, 5}, sync, wire.format);
+        EXPECT_EQ((headers.means[0].flags & delta_not_finite) != 0, overflows);
+        ASSERT_EQ(headers.sent[0].size(), 3u);
+        EXPECT_EQ(headers.sent[0][2].worker, 5u);
+        EXPECT_THROW(checked_mean_headers(mean, {0, 2, 4}, sync, wire.format), RunError);
+        EXPECT_THROW(checked_mean_headers(mean, {0, 2}, sync, wire.format), RunError);
+        EXPECT_THROW(checked_mean_headers(mean, {0, 2, 5}, sync, Format::fp4), RunError);
+        Floats decoded(size_t(sync.values));
+        cpu::Stream here;
+        cpu::dequantize_mean(decoded.data(), reinterpret_cast<const uint8_t*>(mean.data()), 0, 1,
+                             merged_layout(wire.format, sync.values, 3), nullptr, here);
+        EXPECT_NEAR(decoded[5], overflows ? 0 : 1.0f / 3, 0.01);
+    }
+}
+
+TEST(LoggedDiloco, merged_syncs_are_the_same_on_all_with_every_rounding_and_feedback) {
+    for (int bits = 0; bits < 4; bits++) {
+        Plan plan;
+        plan.workers = 3;
+        plan.wire.exchange = ExchangeKind::merged;
+        plan.wire.stochastic = bits & 1;
+        plan.wire.error_feedback = bits & 2;
+        const Outcomes outcomes = run_log(plan, 3);
+        expect_one_history(outcomes);
+        EXPECT_EQ(outcomes[0].reports.size(), 30u);
+    }
+}
+
 TEST(LoggedDiloco, a_report_tells_who_was_counted_with_what_and_who_decided) {
     Plan plan;
     plan.workers = 3;
@@ -446,18 +556,6 @@ TEST(LoggedDiloco, a_report_tells_who_was_counted_with_what_and_who_decided) {
             EXPECT_GE(report.log->grace_seconds, 0);
         }
     }
-}
-
-// The hash on which each sync stood, from all workers' reports: the same on all that applied it.
-void expect_one_history(const Outcomes& outcomes) {
-    std::map<long, uint64_t> hashes;
-    for (const Outcome& outcome : outcomes) {
-        for (const SyncReport& report : outcome.reports) {
-            const auto [at, is_new] = hashes.insert({report.sync, report.global_hash});
-            EXPECT_EQ(at->second, report.global_hash) << "sync " << report.sync;
-        }
-    }
-    for (const Outcome& outcome : outcomes) { EXPECT_TRUE(same_bits(outcome.global, outcomes[0].global)); }
 }
 
 // Values of a fragment's shards.
