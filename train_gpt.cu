@@ -722,10 +722,13 @@ inline DilocoOptions diloco_options(const Options& o) {
 // To how many a process sends what it has to say in a sync, and itself: a payload goes to the store once.
 inline int exchange_members(const Options& o) { return o.is_independent() ? 2 : o.workers; }
 
-// For the plan: how often a sync is merged, and by whom, is not known before.
+// With the exchange that `auto` comes to over a store when all are counted.
 inline DilocoOptions planned_options(const Options& o) {
     DilocoOptions d = diloco_options(o);
-    if (o.is_independent()) { d.wire.exchange = ExchangeKind::all_gather; }
+    if (o.is_independent()) {
+        const bool merges = !describe_merging(d.wire, o.workers).empty();
+        d.wire.exchange = merges ? ExchangeKind::merged : ExchangeKind::all_gather;
+    }
     return d;
 }
 
@@ -1721,7 +1724,8 @@ inline void report_events(Run& run) {
     for (const LogEvent& event : run.logged->events()) {
         const std::optional<long> sync = event.sync >= 0 ? std::optional<long>(event.sync) : std::nullopt;
         run.logger.event({run.step, name_of(event.kind), sync, event.worker, event.text});
-        const bool is_routine = event.kind == LogEventKind::decided || event.kind == LogEventKind::applied;
+        const bool is_routine = event.kind == LogEventKind::decided || event.kind == LogEventKind::applied ||
+                                event.kind == LogEventKind::without_mean;
         const bool is_own = event.worker == run.process.worker;
         if (is_routine || run.process.rank > 0 || !(is_own || run.speaks())) { continue; }
         run.status.print((is_own ? format("worker %d ", event.worker) : "") + event.text);

@@ -65,10 +65,11 @@ inline PayloadLayout mean_payload_layout(Format format, long n, int workers, int
     return payload_layout(format, n, parts, 1 + workers, sums);
 }
 
-// What a process sends (and receives) in the exchange of a fragment of n values, in lock-step.
+// What a process sends in the exchange of a fragment of n values; in lock-step it receives as much. Over a
+// store, of which it is one of two workers, each sends one payload (and who decides a merged sync a mean).
 inline size_t exchange_bytes(ExchangeKind kind, Format format, long n, int workers) {
     const size_t others = size_t(workers - 1);
-    if (kind == ExchangeKind::all_gather) { return others * payload_bytes(format, n); }
+    if (kind != ExchangeKind::all_to_all) { return others * payload_bytes(format, n); }
     const size_t mean = mean_payload_layout(format, n, workers, workers).bytes;
     return others * (payload_layout(format, n, workers).bytes + mean);
 }

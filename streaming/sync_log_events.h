@@ -18,7 +18,7 @@ enum class LogEventKind {
     store_back,
     too_few,  // have sent a sync that is due here: it waits for --min-workers
     decided,  // by this worker
-    applied,  // a sync, whoever was counted
+    applied,       // a sync, whoever was counted
     without_mean,  // of a merged sync: it makes that itself
     needs_snapshot,
     gives_snapshot,
@@ -65,10 +65,10 @@ struct LogEvent {
     // decided, applied
     std::optional<LogEntry> entry = std::nullopt;
     // applied
-    bool counted = false;   // this worker's payload is in it
-    double waited = 0;      // seconds, that the trainer stood still for it at the due step
-    size_t bytes_read = 0;  // of payloads, or of a mean, from the store
-    size_t mean_bytes_written = 0;  // to it, soon
+    bool counted = false;           // this worker's payload is in it
+    double waited = 0;              // seconds, that the trainer stood still for it at the due step
+    size_t bytes_read = 0;          // of payloads, or of a mean, from the store
+    size_t mean_bytes_written = 0;  // to it, maybe later
 };
 
 inline std::string workers_in_words(const std::vector<int>& workers) {

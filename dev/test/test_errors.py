@@ -31,6 +31,8 @@ def refused(run, *words):
         ({**WORKERS, "-x": 5}, ["5 steps"]),
         ({**WORKERS, "--outer-optimizer": "none"}, ["outer optimizer"]),
         ({**WORKERS, "--outer-transport": "nccl"}, ["nccl", "GPUs"]),
+        ({**WORKERS, "--outer-exchange": "merged"}, ["merged", "--outer-transport store"]),
+        ({**WORKERS, "--outer-exchange": "all_to_all", "--outer-transport": "store"}, ["all_to_all", "merged"]),
         ({**WORKERS, "--outer-optimizer": "adam"}, ["adam"]),
         ({**RUN, "--channels": 30, "--heads": 4}, ["30 channels", "4 heads"]),
         ({**RUN, "-d": 100}, ["100", "-b 4"]),
