@@ -304,7 +304,8 @@ class Chaos:
 
     def refuse(self, blow, worker):
         """A stranger: status 2 and one line."""
-        folder = self.base / f"stranger{self.totals.rows[blow.kind].blows}"
+        number = self.totals.rows[blow.kind].blows
+        folder = self.base / f"{blow.kind.replace(' ', '_')}{number}"
         folder.mkdir()
         options, store, word = {"-H": 23}, None, "inner-steps"
         if blow.kind == "wrong password":

@@ -41,7 +41,8 @@
 // or had sent within the grace of the first who did. Later each time that it was late; and who costs others
 // more than a little of their time is not waited for: of a hung worker that is a single grace. Who is more
 // than max_lag steps behind the newest sync that anyone opened jumps to its step; who has just started, sent
-// too late to be counted, or had to jump to be in time, however little it is behind.
+// too late to be counted, or had to jump to be in time, however little it is behind. Who ends early takes its
+// promise back.
 //
 // What does not need each other's answers is asked for together. Where nobody is late that is three times a
 // sync for who is the last to send: the payload, its line, and whether all are there; the entry; the payloads
@@ -613,6 +614,10 @@ private:
         this->step = step;
         if (phase == Phase::behind && snapshot.is_whole) { load_snapshot(); }
         if (phase != Phase::running) { return {LogTurn::wait}; }
+        if (began_step < 0) {
+            began_step = step;
+            began_at = now;
+        }
         if (giving && giving->bytes.empty() && !write_snapshot()) { return {LogTurn::stop}; }
         for (int p = ready(); p >= 0; p = ready()) { apply(slots[size_t(p)], now); }
         if (is_far_behind()) { return jump(); }
@@ -881,7 +886,15 @@ private:
         tell_of_few(slot, lines, now);
         const Question question{slot.sync, slot.hash, slot.due_since, me};
         charge(question, lines, presence, rules, options.min_workers, now);
-        slot.proposal = decide(question, lines, presence, rules, options.min_workers, options.grace, now);
+        slot.proposal = decide(question, lines, presence, rules, options.min_workers,
+                               options.grace + until_due(slot), now);
+    }
+
+    // Seconds. What is due because this worker has no steps left, the others may still have time for.
+    double until_due(const Slot& slot) const {
+        const long left = schedule.send_step(slot.sync) + options.overlap - step, done = step - began_step;
+        if (slot.due_since < 0 || left <= 0 || done <= 0) { return 0; }
+        return double(left) * (slot.due_since - began_at) / double(done);
     }
 
     void tell_of_few(Slot& slot, const LogLines& lines, double now) {
@@ -1004,7 +1017,7 @@ private:
     void judge_missing(Slot& slot, double now) {
         const Incarnation& decider = slot.entry->decider;
         switch (judge_missing_mean(decider, presence, has_looked, slot.confirmed_at, slot.due_since,
-                                   options.grace / 5, now)) {
+                                   options.grace, now)) {
             case MissingMean::awaited:
                 return;
             case MissingMean::decider_is_gone:
@@ -1059,7 +1072,7 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // Looking around: who is alive, who needs a snapshot
 
-    // Often where the trainer stands still. Over a slow link at most a fifth of the time.
+    // Often where the trainer stands still. Over a slow link at most a fifth of the time, or half of it.
     // beside_payload: what is asked for takes longer than a look
     void look_around(bool beside_payload) {
         const bool is_last = is_leaving;
@@ -1113,7 +1126,8 @@ private:
 
     void rest_from_looking(double from, double now) {
         // It may have taken long because this process was stopped: it knows nothing of the others then.
-        look_earliest = now + std::max(options.poll, 4 * std::min(now - from, options.expiry / 8));
+        const double shares = is_aligned ? 4 : 1;  // who has to catch up must know soon what others open
+        look_earliest = now + std::max(options.poll, shares * std::min(now - from, options.expiry / 8));
         // Its end, or a sync that it might jump to.
         const bool is_awaiting = is_waiting || is_leaving || !is_aligned;
         look_around_at = is_awaiting ? look_earliest : std::max(look_earliest, now + options.expiry / 4);
@@ -1408,6 +1422,8 @@ private:
     std::vector<Slot> slots;  // by fragment
     size_t next_turn = 0;
     long step = 0;
+    long began_step = -1;  // where this start found its place in the run, and when
+    double began_at = 0;
     long newest_sent = -1, newest_open = -1;  // syncs; by this worker, by any
     double not_open_at = long_ago;            // the newest one, by any other: when it looked last
     std::vector<long> encoded_until;          // by fragment: the newest sync that this start has encoded

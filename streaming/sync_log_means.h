@@ -1,6 +1,6 @@
 // Merged syncs (sync_log.h). Where n are counted, each would read the payloads of all others: n (n - 1) of
 // them over the store's line. So the decider alone reads them, and writes their mean, encoded once more; the
-// others read that: 2 n - 1 payloads and means, fewer from three contributors on, and one read each.
+// others read that: 2 (n - 1) payloads and means, and one read each.
 //
 // The mean is a function of the entry: of its contributors' payloads, in ascending order of workers. Whoever
 // has these makes the same bytes. So nothing hangs on who writes a mean, or whether it is there: who misses

@@ -137,6 +137,7 @@ TEST(SyncLog, nobody_waits_for_who_comes_back_before_it_has_shown_that_it_keeps_
         simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
             simulation::make_even(plan);
             plan.steps = 150;
+            plan.H = 6;
             plan.delay[size_t(w)] = 0.35;  // it takes long to come back
             plan.options.grace = 30;
             plan.options.expiry = 8;
