@@ -313,7 +313,7 @@ INSTANTS = {"in_mid_payload": ("HSETNX", ["/payload/9"], None, part),
 @pytest.mark.parametrize("instant", INSTANTS)
 @pytest.mark.parametrize("resume", [True, False], ids=["resumed", "as_a_newcomer"])
 def test_a_worker_that_is_killed_comes_back_and_all_end_equal(workers, instant, resume):
-    run = workers()
+    run = workers(**{"--outer-exchange": "merged"})
     name, keys, value, pass_on = INSTANTS[instant]
     traps = [run[2].link.trap(name, key, dying(run[2], pass_on), value=value) for key in keys]
     run.go_second(1, first=2, sync=15)
@@ -386,7 +386,7 @@ def test_who_dies_behind_its_decision_has_decided(workers):
 
 @pytest.mark.parametrize("key, field", [("/mean/9", None), ("/means", "9")], ids=["mean", "record"])
 def test_where_the_decider_dies_before_its_mean_is_there_the_others_make_it(workers, key, field):
-    run, deciders = workers(**{"--grace": 30}), []  # all are counted
+    run, deciders = workers(**{"--outer-exchange": "merged", "--grace": 30}), []  # all are counted
 
     def die(worker, send, command):
         run.go_second((worker.number + 1) % 3, first=worker.number, sync=12)
@@ -765,11 +765,11 @@ LOCK_STEP = {"--workers": 2, "-H": 20, "--fragment-layers": 1, "--overlap": 3, "
              "--outer-error-feedback": True}
 
 
-def assert_bits_of_gloo(train, url, options):
+def assert_bits_of_gloo(train, url, options, **of_store):
     """Returns both runs."""
     gloo = train("gloo", options)
     store = train("store", {**options, "--outer-transport": "store", "--store": url, "--grace": 60,
-                            "--max-lag": 1000})
+                            "--max-lag": 1000, **of_store})
     for process in range(options["--workers"] * options["--ranks"]):
         assert len(store.losses(process)) == options["-x"]
         assert store.losses(process) == gloo.losses(process)
@@ -792,7 +792,7 @@ def test_with_nobody_late_the_bits_are_those_of_gloo(train, workers, tmp_path, r
 def test_with_nobody_late_merged_syncs_have_the_bits_of_all_to_all(train, workers, tmp_path, kind):
     url = workers().server.url() if kind == "redis" else f"file:{tmp_path}/store"
     options = {**LOCK_STEP, "--workers": 3, "--ranks": 1, "--outer-error-feedback": None, "-x": 100}
-    gloo, store = assert_bits_of_gloo(train, url, options)
+    gloo, store = assert_bits_of_gloo(train, url, options, **{"--outer-exchange": "merged"})
     assert "by all_to_all" in gloo.stdout and "are merged" in store.stdout
     logs = [sorted(store.lines("sync", worker), key=lambda line: line["sync"]) for worker in range(3)]
     for lines in zip(*logs):
