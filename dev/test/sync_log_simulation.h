@@ -792,6 +792,7 @@ private:
         if (requests.empty()) {
             return later(w, 0.25, [this, w, r] { talk(w, r); });
         }
+        maybe_stall_over_snapshot(w, requests);
         travel(w, requests, [this, w, r](const std::vector<StoreAnswer>& answers) {
             workers[size_t(w)].process->ranks[size_t(r)].log->answer(answers, now);
             listen(w);
@@ -903,11 +904,24 @@ private:
             kill(w, "");
             restart_after(w, random.between(0.2, 10));
         } else if (random.happens(plan.stalls)) {
-            totals.stalls++;
-            const double seconds = random.between(0.5, random.happens(0.5) ? 3 : 12);
-            tell(format("worker %d stalls for %.1f s", w, seconds));
-            workers[size_t(w)].process->stalled_until = now + seconds;
+            stall(w, random.between(0.5, random.happens(0.5) ? 3 : 12));
         }
+    }
+
+    void stall(int w, double seconds) {
+        totals.stalls++;
+        tell(format("worker %d stalls for %.1f s", w, seconds));
+        workers[size_t(w)].process->stalled_until = now + seconds;
+    }
+
+    // So that it is taken for dead and its snapshot removed, which seldom happens by itself. Also when all is
+    // quiet: most snapshots are read then.
+    void maybe_stall_over_snapshot(int w, const std::vector<StoreRequest>& requests) {
+        const auto is_read = [](const StoreRequest& one) {
+            return one.kind == StoreRequest::get && one.folder.find("/snapshot/") != std::string::npos;
+        };
+        const bool reads = std::any_of(requests.begin(), requests.end(), is_read);
+        if (plan.stalls > 0 && reads && random.happens(0.1)) { stall(w, random.between(4, 12)); }
     }
 
     // One in a run: it is what the log promises to survive.
