@@ -480,7 +480,7 @@ TEST(LoggedDiloco, merged_syncs_have_the_bits_of_all_to_all_to_nearest) {
     }
 }
 
-TEST(LoggedDiloco, syncs_of_three_and_more_are_merged_by_themselves_but_not_with_error_feedback) {
+TEST(LoggedDiloco, syncs_of_five_and_more_are_merged_by_themselves_but_not_with_error_feedback) {
     WireOptions wire;
     EXPECT_EQ(merged_from(wire), 5);
     wire.error_feedback = true;
