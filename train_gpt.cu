@@ -964,7 +964,9 @@ inline Fingerprint fingerprint_of_run(const Options& o, const Inputs& inputs) {
     if (o.is_independent()) {  // not --grace and --max-lag: what a worker has patience for
         all.insert(all.end(), {{"--min-workers", number(o.min_workers)},
                                {"--retain", number(double(o.retain))},
-                               {"--join-moments", o.join_moments ? "true" : "false"}});
+                               {"--join-moments", o.join_moments ? "true" : "false"},
+                               {"--outer-exchange (merged from)",
+                                number(merged_from(diloco_options(o).wire))}});
     }
     return all;
 }

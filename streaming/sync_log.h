@@ -210,6 +210,7 @@ public:
     // the step that is done: it waits until it has a place in the run.
     LogTurn turn(long step, double now) {
         const LogTurn said = take_turn(step, now);
+        keep_time(said.kind == LogTurn::wait, now);
         is_waiting = said.kind == LogTurn::wait;
         if (is_waiting) { look_around_at = std::min(look_around_at, look_earliest); }
         return said;
@@ -611,13 +612,10 @@ private:
 
     LogTurn take_turn(long step, double now) {
         if (phase == Phase::stopped) { return {LogTurn::stop}; }
+        began_step += std::max(step - this->step - 1, 0L);  // those that it has jumped over
         this->step = step;
         if (phase == Phase::behind && snapshot.is_whole) { load_snapshot(); }
         if (phase != Phase::running) { return {LogTurn::wait}; }
-        if (began_step < 0) {
-            began_step = step;
-            began_at = now;
-        }
         if (giving && giving->bytes.empty() && !write_snapshot()) { return {LogTurn::stop}; }
         for (int p = ready(); p >= 0; p = ready()) { apply(slots[size_t(p)], now); }
         if (is_far_behind()) { return jump(); }
@@ -631,6 +629,19 @@ private:
         if (waits) { return {LogTurn::wait}; }
         if (promise < 0 && has_looked) { promise = LogBeat::nothing; }
         return {LogTurn::go_on};
+    }
+
+    // Of steps, without what it waits in between.
+    void keep_time(bool waits, double now) {
+        if (!has_begun && !waits) {
+            has_begun = true;
+            began_step = step;
+            began_at = now;
+        } else if (waits && !is_waiting) {
+            waits_since = now;
+        } else if (!waits && is_waiting) {
+            began_at += now - waits_since;
+        }
     }
 
     bool is_due(long sync) const {
@@ -884,17 +895,18 @@ private:
         const LogLines lines = *std::exchange(slot.lines, std::nullopt);
         if (is_odd_one(lines, slot.hash, rules)) { return diverge(); }
         tell_of_few(slot, lines, now);
-        const Question question{slot.sync, slot.hash, slot.due_since, me};
+        const Question question{slot.sync, slot.hash, due_for_all(slot, now), me};
         charge(question, lines, presence, rules, options.min_workers, now);
-        slot.proposal = decide(question, lines, presence, rules, options.min_workers,
-                               options.grace + until_due(slot), now);
+        slot.proposal = decide(question, lines, presence, rules, options.min_workers, options.grace, now);
     }
 
-    // Seconds. What is due because this worker has no steps left, the others may still have time for.
-    double until_due(const Slot& slot) const {
+    // Since when it would be due if there were more steps; negative: not yet. What is due only because this
+    // worker has none left, the others still have time for.
+    double due_for_all(const Slot& slot, double now) const {
         const long left = schedule.send_step(slot.sync) + options.overlap - step, done = step - began_step;
-        if (slot.due_since < 0 || left <= 0 || done <= 0) { return 0; }
-        return double(left) * (slot.due_since - began_at) / double(done);
+        if (slot.due_since < 0 || left <= 0 || done <= 0) { return slot.due_since; }
+        const double since = slot.due_since + double(left) * (slot.due_since - began_at) / double(done);
+        return now < since ? -1 : since;
     }
 
     void tell_of_few(Slot& slot, const LogLines& lines, double now) {
@@ -1015,6 +1027,9 @@ private:
     }
 
     void judge_missing(Slot& slot, double now) {
+        if (newest_open >= slot.sync + schedule.fragments()) {
+            return do_without_mean(slot, "others have applied it");
+        }
         const Incarnation& decider = slot.entry->decider;
         switch (judge_missing_mean(decider, presence, has_looked, slot.confirmed_at, slot.due_since,
                                    options.grace, now)) {
@@ -1422,8 +1437,9 @@ private:
     std::vector<Slot> slots;  // by fragment
     size_t next_turn = 0;
     long step = 0;
-    long began_step = -1;  // where this start found its place in the run, and when
-    double began_at = 0;
+    bool has_begun = false;  // it has found its place in the run: where, and when, as keep_time() has it
+    long began_step = 0;
+    double began_at = 0, waits_since = 0;
     long newest_sent = -1, newest_open = -1;  // syncs; by this worker, by any
     double not_open_at = long_ago;            // the newest one, by any other: when it looked last
     std::vector<long> encoded_until;          // by fragment: the newest sync that this start has encoded

@@ -87,6 +87,11 @@ public:
         return found != seen.end() && is_alive(found->second) && found->second.beat.incarnation == who.number;
     }
 
+    // It is alive, has nothing to catch up with, and has not said that it ends.
+    bool is_at_work(const Incarnation& who) const {
+        return is_alive(who) && promise_of(seen.at(who.worker)) >= 0;
+    }
+
     std::map<std::string, LogBeat> alive() const {
         std::map<std::string, LogBeat> alive;
         for (const auto& [worker, one] : seen) {

@@ -39,7 +39,7 @@ enum class MissingMean { awaited, decider_is_gone, takes_too_long };
 // known_since: when this worker saw the entry   due_since: since when the trainer stands still; negative: no
 inline MissingMean judge_missing_mean(const Incarnation& decider, const Presence& presence, bool has_looked,
                                       double known_since, double due_since, double patience, double now) {
-    if (has_looked && !presence.is_alive(decider)) { return MissingMean::decider_is_gone; }
+    if (has_looked && !presence.is_at_work(decider)) { return MissingMean::decider_is_gone; }
     const bool is_late = due_since >= 0 && now > std::max(known_since, due_since) + patience;
     return is_late ? MissingMean::takes_too_long : MissingMean::awaited;
 }

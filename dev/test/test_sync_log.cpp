@@ -127,6 +127,26 @@ TEST(SyncLog, who_begins_the_run_is_waited_for_before_its_first_beat_is_seen) {
     }
 }
 
+// With tau steps of time for a payload a worker may be some steps behind; at the end as well.
+TEST(SyncLog, nobody_is_late_because_the_run_ends) {
+    const SyncLogRules rules;
+    for (uint64_t seed = 1; seed <= 20; seed++) {
+        simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
+            simulation::make_even(plan);
+            plan.H = 8;
+            plan.overlap.assign(3, 7);
+            plan.options.max_lag = 7;
+            plan.steps = 104;
+            plan.step_time = {1, 1, 1.05};
+            plan.options.grace = 1.5;
+        });
+        ASSERT_NO_THROW(world.run()) << "seed " << seed;
+        for (const auto& [key, entry] : world.entries()) {
+            ASSERT_EQ(entry.contributors.size(), 3u) << "seed " << seed << ", " << key;
+        }
+    }
+}
+
 // Until it has sent once. Then it has shown how late it is, and may be waited for.
 TEST(SyncLog, nobody_waits_for_who_comes_back_before_it_has_shown_that_it_keeps_pace) {
     const SyncLogRules rules;
