@@ -338,14 +338,14 @@ private:
     // Waits for one after the other. Now and then looks at all of them: the one whose peer has died need not
     // be the one that is waited for.
     void wait_for_all(std::vector<Transfer>& transfers) {
-        const Clock::time_point start = Clock::now();
+        Patience patience(timeout);
         for (Transfer& awaited : transfers) {
             while (!is_done_soon(awaited)) {
+                patience.has_waited(0.1);
                 for (Transfer& transfer : transfers) { guard(transfer, [](Transfer& t) { t.check(); }); }
-                if (std::chrono::duration<double>(Clock::now() - start).count() > timeout) {
-                    report_silence(transfers);
-                }
+                if (patience.is_over()) { report_silence(transfers); }
             }
+            patience.has_waited(0.1);
         }
     }
 

@@ -71,6 +71,7 @@ protected:
         while (true) {
             pollfd one = {descriptor, events, 0};
             const int ready = poll(&one, 1, step);
+            patience.has_waited(0.001 * step);
             if (ready > 0) { return; }
             if (ready < 0 && errno != EINTR) { throw ConnectionLost(strerror(errno)); }
             const int rest = on_its_way();

@@ -44,17 +44,32 @@ public:
     double waited() const { return std::chrono::duration<double>(Clock::now() - start).count(); }
     double left() const { return std::max(0.0, limit - waited()); }
     bool is_over() const { return waited() >= limit; }
-    void begin_again() { start = Clock::now(); }
+    void begin_again() { start = looked_at = Clock::now(); }
+
+    // To be called when something else than pause() has waited, for `seconds` at most. Time for which this
+    // process was stopped meanwhile (SIGSTOP, a machine that sleeps) does not count: who has to say something
+    // had no chance to be heard.
+    void has_waited(double seconds) {
+        const Clock::time_point now = Clock::now();
+        const double stopped = std::chrono::duration<double>(now - looked_at).count() - seconds;
+        if (stopped > 1) {
+            start += std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(stopped));
+        }
+        looked_at = now;
+    }
 
     // Sleeps: 1 ms at first, at most 100 ms, and never past the end.
     void pause() {
-        std::this_thread::sleep_for(std::chrono::duration<double>(std::min(step, left() + 0.001)));
+        const double seconds = std::min(step, left() + 0.001);
+        looked_at = Clock::now();
+        std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+        has_waited(seconds);
         step = std::min(step * 1.3, 0.1);
     }
 
 private:
     using Clock = std::chrono::steady_clock;
-    Clock::time_point start = Clock::now();
+    Clock::time_point start = Clock::now(), looked_at = start;
     double limit, step = 0.001;
 };
 

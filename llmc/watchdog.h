@@ -23,12 +23,14 @@
 #include "llmc/comm.h"
 #include "llmc/device.h"
 #include "llmc/process.h"
+#include "llmc/store.h"
 
 class Watchdog {
 public:
     // is_awake: whether it watches at all
     explicit Watchdog(const Process& process, bool is_awake = runs_on_gpu)
-        : process(process), is_awake(is_awake && process.group_size() > 1), thread([this] { run(); }) {}
+        : process(process), is_awake(is_awake && process.group_size() > 1), patience(2 * process.timeout),
+          thread([this] { run(); }) {}
 
     ~Watchdog() {
         {
@@ -48,7 +50,7 @@ public:
     // What the host waits for has moved. Often enough, that is: long before a time limit is over.
     void progress() {
         std::lock_guard<std::mutex> lock(mutex);
-        since = Clock::now();
+        patience.begin_again();
     }
 
     // What the host is about to do, for as long as this lives. One at a time.
@@ -77,24 +79,23 @@ public:
     };
 
 private:
-    using Clock = std::chrono::steady_clock;
-
     void set(const std::string& now) {
         std::lock_guard<std::mutex> lock(mutex);
         what = now;
-        since = Clock::now();
+        patience.begin_again();
     }
 
     void stop_the_clock(bool stopped) {
         std::lock_guard<std::mutex> lock(mutex);
         is_stopped = stopped;
-        since = Clock::now();
+        patience.begin_again();
     }
 
     // The lock is held while it looks, and so the host goes nowhere once something was found.
     void run() {
         std::unique_lock<std::mutex> lock(mutex);
         while (!changed.wait_for(lock, std::chrono::milliseconds(200), [&] { return closing; })) {
+            patience.has_waited(0.2);
             if (!is_awake || what.empty()) { continue; }
             try {
                 look();
@@ -106,11 +107,10 @@ private:
     // Before that only a failure that others have written down counts.
     void look() const {
         for (Comm* comm : comms) { comm->check(); }
-        const double seconds = std::chrono::duration<double>(Clock::now() - since).count();
-        if (is_stopped || seconds <= process.timeout) { return; }
-        if (seconds <= 2 * process.timeout && !is_cause_known()) { return; }
+        if (is_stopped || patience.waited() <= process.timeout) { return; }
+        if (!patience.is_over() && !is_cause_known()) { return; }
         const std::string seen = format("waited %.0f s (twice --timeout) for the end of %s: another process "
-                                        "has stopped or is cut off", seconds, what.c_str());
+                                        "has stopped or is cut off", patience.waited(), what.c_str());
         throw CommError(-1, find_cause(*process.store, {process.name(), seen}).text());
     }
 
@@ -128,6 +128,6 @@ private:
     bool closing = false;
     std::string what;  // empty: nothing to watch
     bool is_stopped = false;
-    Clock::time_point since;
+    Patience patience;
     std::thread thread;
 };

@@ -177,6 +177,28 @@ TEST(CommGloo, waiting_uses_no_core) {
     expect_all_well(processes);
 }
 
+// Both are stopped for longer than the limit, as a worker's ranks are when their machine sleeps.
+TEST(CommGloo, time_for_which_a_process_is_stopped_is_not_its_peers_silence) {
+    TemporaryFolder folder;
+    FileStore store(folder.name());
+    auto processes = start_processes(2, [&](int rank) {
+        auto comm = make_comm_gloo({store, "test", rank, 2, "", 2});
+        Stream stream(Stream::Kind::communicate);
+        store.set("running/" + std::to_string(rank), "1");
+        for (int i = 0; rank == 1 && i < 130; i++) { std::this_thread::sleep_for(std::chrono::milliseconds(10)); }
+        float one = 1;
+        comm->all_reduce(&one, 1, Reduction::sum, stream, nullptr);
+        stream.synchronize();
+        return std::string();
+    });
+    for (int rank = 0; rank < 2; rank++) { wait_for_value(store, "running/" + std::to_string(rank), 20); }
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    for (TestProcess& process : processes) { process.send_signal(SIGSTOP); }
+    std::this_thread::sleep_for(std::chrono::seconds(4));
+    for (TestProcess& process : processes) { process.send_signal(SIGCONT); }
+    expect_all_well(processes);
+}
+
 // Three processes call all_reduce until one of them does not come back. Returns the reports of the other two.
 static std::vector<std::string> reports_after(int signal, double timeout, double* seconds) {
     TemporaryFolder folder;
