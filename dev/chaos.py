@@ -95,6 +95,7 @@ class Chaos:
     def draw_options(self):
         return {"--outer-dtype": self.draw.choice(["fp4_e2m1", "fp4_e2m1", "fp8_e4m3", "fp32"]),
                 "--outer-error-feedback": self.draw.choice([None, True]),
+                "--outer-exchange": self.draw.choice(["auto", "merged"]),
                 "--outer-weights": self.draw.choice(["equal", "tokens"]),
                 "--join-moments": self.draw.choice([None, True])}
 
