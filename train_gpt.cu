@@ -961,9 +961,9 @@ inline Fingerprint fingerprint_of_run(const Options& o, const Inputs& inputs) {
                                {"--outer-weights", o.outer_weights},
                                {"--outer-transport", o.outer_transport}});
     }
-    if (o.is_independent()) {  // not --grace and --max-lag: what a worker has patience for
+    if (o.is_independent()) {  // not --grace, --max-lag, --retain: what a worker has patience and room for
         all.insert(all.end(), {{"--min-workers", number(o.min_workers)},
-                               {"--retain", number(double(o.retain))},
+                               {"--save-every (checkpoints)", o.save_every > 0 ? "yes" : "no"},
                                {"--join-moments", o.join_moments ? "true" : "false"},
                                {"--outer-exchange (merged from)",
                                 number(merged_from(diloco_options(o).wire))}});

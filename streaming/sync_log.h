@@ -30,8 +30,10 @@
 //                           so that the run survives the death of all of them and the loss of a disk; with
 //                           them, what a stalled worker wrote too late.
 // Who finds an entry's payload gone asks for a snapshot: all fragments of another worker as they were at one
-// instant, in chunks, then an offer with their digest. The first offer is read, and checked; who finds a
-// chunk gone asks again under a new name. What a dead start asked for, deciders remove.
+// instant, in chunks, then an offer with their digest. Who gives it says so, and how far it is: another one
+// gives it only where that is dead, or gets no further. The first offer is read, and checked; who finds a
+// chunk gone asks again under a new name. From where the snapshot is payloads are kept until its reader has
+// caught up. What a dead start asked for, deciders remove.
 //
 // Who has finished its last step applies what was sent until then, gives the snapshots that those ask for who
 // are alive, and leaves a note. Who needs one later, when nobody is there, knows by it that the run is over.
@@ -83,7 +85,8 @@ struct SyncLogOptions {
     long retain = 4;          // syncs of each fragment
     int merged_from = 0;      // contributors from which on a sync is merged; 0: never. The same for all
     bool checkpoints = true;  // payloads are kept until two workers' have them behind them
-    size_t chunk = 64 << 20;  // bytes
+    size_t chunk = 64 << 20;  // bytes, of payloads and means
+    size_t snapshot_chunk = 4 << 20;  // of snapshots: what else is sent waits for one at most
     double grace = 10;        // seconds, as all that follows
     double expiry = 5;        // between two looks that find the same beat
     double poll = 0.1;        // between two looks at what has not happened yet
@@ -158,7 +161,7 @@ public:
           presence(options.expiry, options.grace) {
         me.worker = worker;
         encoded_until.assign(start.positions.size(), -1);
-        enter(start.positions);
+        enter(start.positions, start.from_checkpoint);
     }
 
     // What to ask the store now, if anything, in this order. The caller brings the answers before it asks for
@@ -178,7 +181,10 @@ public:
         retry_at = 0;
         size_t next = 0;
         for (; next < batch.size() && !answers[next].lost; next++) {
-            if (std::exchange(is_cut_off, false)) { say(LogEventKind::store_back, "has the store again"); }
+            if (std::exchange(is_cut_off, false)) {
+                say(LogEventKind::store_back, "has the store again");
+                forgive(now - cut_off_since, now);
+            }
             batch[next].then(answers[next], now);
             if (phase == Phase::stopped) { return; }
         }
@@ -234,7 +240,7 @@ public:
         if (phase == Phase::stopped) { return true; }
         if (phase == Phase::behind) { return snapshot.is_whole; }
         if (phase != Phase::running) { return false; }
-        if ((giving && giving->bytes.empty()) || ready() >= 0 || is_far_behind()) { return true; }
+        if (lacks_snapshot() || ready() >= 0 || is_far_behind()) { return true; }
         bool waits = false;
         for (const Slot& slot : slots) {
             if (!is_due(slot.sync)) { continue; }
@@ -252,7 +258,7 @@ public:
         if (!asked.empty()) { return std::max(retry_at - now, soon); }
         if (phase != Phase::running || !chores.empty()) { return chores.empty() ? options.poll : soon; }
         double until = look_around_at;
-        const bool gives = (giving && !giving->bytes.empty()) || !outgoing_means.empty();
+        const bool gives = (giving && !lacks_snapshot()) || !outgoing_means.empty();
         if (gives || looks_at_wants || may_leave()) { until = now; }
         for (const Slot& slot : slots) {
             if (next(slot, now) != Next::nothing) { until = now; }
@@ -326,7 +332,8 @@ private:
         SyncMean mean;                      // where it is merged
         size_t bytes_read = 0;
         double due_since = -1;
-        bool has_told = false;  // that there are too few
+        double excused = 0;     // seconds since then in which nobody could be heard
+        bool has_told = false;  // that there are too few, or no majority
 
         bool has_line() const { return own == sent || own == abstained; }
         bool has_payload(size_t i) const { return payloads[i].size() >= sources[i].bytes; }
@@ -354,8 +361,17 @@ private:
     };
 
     struct Giving {
-        std::string want, bytes;
-        size_t chunks = 0;
+        std::string want;
+        bool takes_over;          // from one that does not get on with it
+        bool is_claimed = false;  // nobody else gives it
+        std::string bytes = "";   // from the trainer's turn on
+        size_t chunks = 0;        // written
+    };
+
+    // What another worker wants and nobody offers.
+    struct Wanted {
+        double since;        // the last change that was seen
+        std::string giver;   // who says that it gives it, and how far that is
     };
 
     // -------------------------------------------------------------------------------------------------------
@@ -371,8 +387,20 @@ private:
         if (!std::exchange(is_cut_off, true)) {
             say(LogEventKind::store_lost, "has lost the store, and goes on until it needs it" +
                                               (trouble.empty() ? "" : ": " + trouble));
+            cut_off_since = asked_at;
         }
         retry_at = now + options.retry;
+    }
+
+    // For so long there was no store.
+    void forgive(double seconds, double now) {
+        presence.forgive(seconds, now);
+        for (Slot& slot : slots) {
+            if (slot.due_since < 0) { continue; }
+            slot.excused = std::min(slot.excused + seconds, now - slot.due_since);
+        }
+        for (auto& [want, one] : wanted) { one.since = std::min(one.since + seconds, now); }
+        if (alone_since >= 0) { alone_since = std::min(alone_since + seconds, now); }
     }
 
     void choose(double now) {
@@ -460,7 +488,6 @@ private:
             [this](const StoreAnswer& answer, double) {
                 if (rules.is_same_run(start.fingerprint, answer.value)) {
                     phase = Phase::registering;
-                    me.number = 1;
                 } else {
                     run_fingerprint = answer.value;
                     stop("its options are not those of the run");
@@ -468,15 +495,21 @@ private:
             });
     }
 
-    // The first number that is this start's own.
+    // The first number, behind all that are taken, that is this start's own.
     void register_start() {
         const std::string folder = key("incarnation/" + std::to_string(me.worker));
-        ask({StoreRequest::put_if_absent, folder, std::to_string(me.number), start.token},
+        if (next_number == 0) {
+            return ask({StoreRequest::list, folder, "", ""}, [this](const StoreAnswer& answer, double) {
+                next_number = rules.first_free(answer.listing);
+            });
+        }
+        ask({StoreRequest::put_if_absent, folder, std::to_string(next_number), start.token},
             [this](const StoreAnswer& answer, double now) {
                 if (!rules.is_own_start(answer.value, start.token)) {
-                    me.number++;
+                    next_number++;
                     return;
                 }
+                me.number = next_number;
                 say(LogEventKind::starts, "starts as " + me.text());
                 agree_from = now;
                 add_removal(key("done"), std::to_string(me.worker));
@@ -557,11 +590,12 @@ private:
     }
 
     // At these positions, with what the shard holds.
-    void enter(const std::vector<long>& positions) {
+    void enter(const std::vector<long>& positions, bool is_from_checkpoint) {
         if (int(positions.size()) != schedule.fragments()) {
             throw std::logic_error("positions of another number of fragments");
         }
         slots.assign(positions.size(), Slot());
+        is_proven.assign(positions.size(), !is_from_checkpoint);
         for (int p = 0; p < int(slots.size()); p++) {
             slots[size_t(p)].sync = schedule.sync(p, positions[size_t(p)]);
             slots[size_t(p)].hash = shard.hash(p);
@@ -616,7 +650,7 @@ private:
         this->step = step;
         if (phase == Phase::behind && snapshot.is_whole) { load_snapshot(); }
         if (phase != Phase::running) { return {LogTurn::wait}; }
-        if (giving && giving->bytes.empty() && !write_snapshot()) { return {LogTurn::stop}; }
+        if (lacks_snapshot() && !write_snapshot()) { return {LogTurn::stop}; }
         for (int p = ready(); p >= 0; p = ready()) { apply(slots[size_t(p)], now); }
         if (is_far_behind()) { return jump(); }
         take_part();
@@ -880,9 +914,16 @@ private:
             [this, sync = slot.sync](const StoreAnswer& answer, double) {
                 Slot* slot = find(sync);
                 if (slot == nullptr || slot->entry) { return; }
+                if (answer.listing.count(me.text()) == 0) { return send_again(*slot); }
                 slot->lines.emplace();
                 for (const auto& [who, text] : answer.listing) { (*slot->lines)[who] = LogLine::parse(text); }
             });
+    }
+
+    // The store had its line, and has it no more: it came back without what it was told last.
+    void send_again(Slot& slot) {
+        slot.own = slot.own == Slot::sent ? Slot::sending : Slot::abstaining;
+        slot.chunks = 0;
     }
 
     // The trainer stands still for what is due.
@@ -893,8 +934,9 @@ private:
     // Lines, and then beats, are as they have just been read.
     void consider(Slot& slot, double now) {
         const LogLines lines = *std::exchange(slot.lines, std::nullopt);
-        if (is_odd_one(lines, slot.hash, rules)) { return diverge(); }
+        if (is_odd_one(lines, slot.hash, rules)) { return diverge(slot); }
         tell_of_few(slot, lines, now);
+        if (phase == Phase::stopped) { return; }
         const Question question{slot.sync, slot.hash, due_for_all(slot, now), me};
         charge(question, lines, presence, rules, options.min_workers, now);
         slot.proposal = decide(question, lines, presence, rules, options.min_workers, options.grace, now);
@@ -904,20 +946,32 @@ private:
     // worker has none left, the others still have time for.
     double due_for_all(const Slot& slot, double now) const {
         const long left = schedule.send_step(slot.sync) + options.overlap - step, done = step - began_step;
-        if (slot.due_since < 0 || left <= 0 || done <= 0) { return slot.due_since; }
-        const double since = slot.due_since + double(left) * (slot.due_since - began_at) / double(done);
+        if (slot.due_since < 0) { return -1; }
+        double since = judged_since(slot);
+        if (left > 0 && done > 0) { since += double(left) * (slot.due_since - began_at) / double(done); }
         return now < since ? -1 : since;
     }
+    static double judged_since(const Slot& slot) {
+        return slot.due_since < 0 ? -1 : slot.due_since + slot.excused;
+    }
 
+    // Nobody may decide: too few have sent it, or most of those stand on no hash.
     void tell_of_few(Slot& slot, const LogLines& lines, double now) {
-        const size_t there = standing_lines(lines, slot.hash, rules).size();
-        const bool waits = slot.due_since >= 0 && now >= slot.due_since + options.grace;
-        if (slot.has_told || !waits || int(there) >= options.min_workers) { return; }
+        const StandingLines standing = standing_lines(lines, slot.hash, rules);
+        const bool waits = slot.due_since >= 0 && now >= judged_since(slot) + options.grace;
+        const bool are_few = int(standing.size()) < options.min_workers;
+        if (slot.has_told || !waits || !(are_few || !has_majority(standing, rules))) { return; }
         slot.has_told = true;
-        say(LogEventKind::too_few,
-            format("waits: %zu of at least %d workers have sent sync %ld", there, options.min_workers,
-                   slot.sync),
-            slot.sync);
+        const std::string what =
+            are_few ? format("%zu of at least %d workers have sent sync %ld", standing.size(),
+                             options.min_workers, slot.sync)
+                    : format("of those that have sent sync %ld most stand on no same global parameters: ",
+                             slot.sync) + in_words(holders_of_hashes(standing));
+        say(LogEventKind::too_few, "waits: " + what, slot.sync);
+        if (!are_few && int(standing.size()) >= options.workers) {
+            diverged = true;
+            stop("the workers' global parameters differ, and nobody knows whose are right");
+        }
     }
 
     void write_entry(long sync, const LogEntry& entry) {
@@ -939,8 +993,9 @@ private:
     }
 
     void confirm(Slot& slot, double now) {
-        if (slot.entry->hash != slot.hash) { return diverge(); }
+        if (slot.entry->hash != slot.hash) { return diverge(slot); }
         slot.confirmed = true;
+        is_proven[size_t(schedule.fragment(slot.sync))] = true;
         slot.confirmed_at = now;
         slot.sources = rules.averaged(*slot.entry, slot.proposal).contributors;
         slot.payloads.resize(slot.sources.size());
@@ -954,6 +1009,13 @@ private:
         if (!slot.is_merged || (writes_mean(slot) && !slot.mean.record)) { read_payloads(slot); }
     }
 
+    // What a checkpoint has kept wrong is not a reason to stop: that would be read again, and again.
+    void diverge(const Slot& slot) {
+        if (!is_proven[size_t(schedule.fragment(slot.sync))]) {
+            return fall_behind("its checkpoint holds not what the run has");
+        }
+        diverge();
+    }
     void diverge() {
         diverged = true;
         stop(format("the global parameters of worker %d are not those of the run", me.worker));
@@ -1031,7 +1093,7 @@ private:
             return do_without_mean(slot, "others have applied it");
         }
         const Incarnation& decider = slot.entry->decider;
-        switch (judge_missing_mean(decider, presence, has_looked, slot.confirmed_at, slot.due_since,
+        switch (judge_missing_mean(decider, presence, has_looked, slot.confirmed_at, judged_since(slot),
                                    options.grace, now)) {
             case MissingMean::awaited:
                 return;
@@ -1112,7 +1174,7 @@ private:
             looks_at_wants = true;
             wants_are_last = is_last;
         } else {
-            wanted_since.clear();
+            wanted.clear();
             choose_reader(is_last, now);
         }
     }
@@ -1122,21 +1184,31 @@ private:
         looks_at_wants = false;
         ask({StoreRequest::list, key("want"), "", ""},
             [this](const StoreAnswer& answer, double now) { note_wants(answer.listing, now); });
+        ask({StoreRequest::list, key("giver"), "", ""},
+            [this](const StoreAnswer& answer, double now) { note_givers(answer.listing, now); });
         ask({StoreRequest::list, key("offer"), "", ""},
             [this, is_last = wants_are_last](const StoreAnswer& answer, double now) {
-                for (const auto& [want, offer] : answer.listing) { wanted_since.erase(want); }
+                for (const auto& [want, offer] : answer.listing) { wanted.erase(want); }
                 choose_reader(is_last, now);
             });
     }
 
     void note_wants(const std::map<std::string, std::string>& wants, double now) {
-        std::map<std::string, double> still;
+        std::map<std::string, Wanted> still;
         for (const auto& [want, reason] : wants) {
-            const auto known = wanted_since.find(want);
+            const auto known = wanted.find(want);
             if (Incarnation::parse(want).worker == me.worker) { continue; }
-            still[want] = known == wanted_since.end() ? now : known->second;
+            still[want] = known == wanted.end() ? Wanted{now, ""} : known->second;
         }
-        wanted_since = still;
+        wanted = still;
+    }
+
+    void note_givers(const std::map<std::string, std::string>& givers, double now) {
+        for (auto& [want, one] : wanted) {
+            const auto giver = givers.find(want);
+            const std::string text = giver == givers.end() ? "" : giver->second;
+            if (text != one.giver) { one = {now, text}; }
+        }
     }
 
     void rest_from_looking(double from, double now) {
@@ -1175,14 +1247,18 @@ private:
         not_open_at = looked_from;
     }
 
-    // The worker with the lowest number gives; the next one, where that takes too long.
+    // The worker with the lowest number gives; the next one where nobody does, or who does gets no further.
     void choose_reader(bool is_last, double now) {
         has_looked_last = is_last;
         is_wanted = false;
+        if (giving && !presence.is_alive(Incarnation::parse(giving->want))) { give_no_more(); }
         const int before_me = presence.running_before(me.worker);
-        for (const auto& [want, since] : wanted_since) {
-            is_wanted |= presence.is_alive(Incarnation::parse(want));
-            if (!giving && now >= since + before_me * options.grace) { giving = Giving{want, "", 0}; }
+        for (const auto& [want, one] : wanted) {
+            if (!presence.is_alive(Incarnation::parse(want))) { continue; }
+            is_wanted = true;
+            const bool is_given = presence.is_at_work(Incarnation::parse(one.giver));
+            const double patience = (before_me + (is_given ? 3 : 0)) * options.grace;
+            if (!giving && now >= one.since + patience) { giving = Giving{want, !one.giver.empty()}; }
         }
     }
 
@@ -1191,14 +1267,23 @@ private:
         looks_for_an_end = false;
         look_for_offer();
         ask({StoreRequest::list, key("done"), "", ""}, [this](const StoreAnswer& answer, double) {
-            if (snapshot.offer || answer.listing.empty()) { return; }
+            if (snapshot.offer) { return; }
+            if (answer.listing.empty()) { return tell_of_nobody(); }
             over = true;
             stop("the run is over, and nobody is there to take a snapshot from");
         });
     }
 
+    void tell_of_nobody() {
+        if (std::exchange(has_told_of_nobody, true)) { return; }
+        say(LogEventKind::too_few, "waits: nobody who is alive holds what the run has: start a worker that has "
+                                   "a checkpoint of it, or begin another run (--run-name)");
+    }
+
     // -------------------------------------------------------------------------------------------------------
     // Snapshots
+
+    bool lacks_snapshot() const { return giving && giving->is_claimed && giving->bytes.empty(); }
 
     // False: what lies in this worker's memory is not what the last syncs left there.
     bool write_snapshot() {
@@ -1209,36 +1294,69 @@ private:
             }
         }
         giving->bytes = numbers(positions()) + "\n" + shard.snapshot();
+        chores.push_back({{StoreRequest::put, key("held"), giving->want, numbers(positions())},
+                          [](const StoreAnswer&, double) {}});
         return true;
     }
 
     void give() {
+        if (!giving->is_claimed) { return claim(); }
         if (giving->bytes.empty()) { return; }  // the trainer's turn
-        if (giving->chunks < chunks_of(giving->bytes.size(), options.chunk)) {
-            return ask({StoreRequest::put_if_absent, key("snapshot/" + giving->want),
-                        me.text() + "." + std::to_string(giving->chunks),
-                        giving->bytes.substr(giving->chunks * options.chunk, options.chunk)},
-                       [this](const StoreAnswer&, double) {
-                           if (giving) { giving->chunks++; }
-                       });
+        if (giving->chunks < chunks_of(giving->bytes.size(), options.snapshot_chunk)) {
+            return give_chunk();
         }
         const LogOffer mine{me, giving->bytes.size(), digest_of(giving->bytes)};
         ask({StoreRequest::put_if_absent, key("offer"), giving->want, mine.text()},
             [this](const StoreAnswer& answer, double) {
                 if (!giving) { return; }
+                if (!(LogOffer::parse(answer.value).giver == me)) { return give_no_more(); }
                 say(LogEventKind::gives_snapshot, "gives a snapshot to " + giving->want);
-                for (size_t i = 0; i < giving->chunks && !(LogOffer::parse(answer.value).giver == me); i++) {
-                    add_removal(key("snapshot/" + giving->want), me.text() + "." + std::to_string(i));
-                }
                 giving.reset();
             });
+    }
+
+    std::string progress() const { return me.text() + " " + std::to_string(giving->chunks); }
+
+    void claim() {
+        const auto kind = giving->takes_over ? StoreRequest::put : StoreRequest::put_if_absent;
+        ask({kind, key("giver"), giving->want, progress()}, [this](const StoreAnswer& answer, double) {
+            if (!giving) { return; }
+            giving->is_claimed = Incarnation::parse(answer.value) == me;
+            if (!giving->is_claimed) { giving.reset(); }
+        });
+    }
+
+    // Unless the reader has gone, or has an offer already.
+    void give_chunk() {
+        const auto stop_if = [this](bool it_is_there) {
+            return [this, it_is_there](const StoreAnswer& answer, double) {
+                if (giving && answer.found == it_is_there) { give_no_more(); }
+            };
+        };
+        ask({StoreRequest::get, key("want"), giving->want, ""}, stop_if(false));
+        ask({StoreRequest::get, key("offer"), giving->want, ""}, stop_if(true));
+        ask({StoreRequest::put_if_absent, key("snapshot/" + giving->want),
+             me.text() + "." + std::to_string(giving->chunks),
+             giving->bytes.substr(giving->chunks * options.snapshot_chunk, options.snapshot_chunk)},
+            [this](const StoreAnswer&, double) {
+                if (giving) { giving->chunks++; }
+            });
+        ask({StoreRequest::put, key("giver"), giving->want, progress()}, [](const StoreAnswer&, double) {});
+    }
+
+    // The chunk that may be on its way, too.
+    void give_no_more() {
+        for (size_t i = 0; i <= giving->chunks && !giving->bytes.empty(); i++) {
+            add_removal(key("snapshot/" + giving->want), me.text() + "." + std::to_string(i));
+        }
+        giving.reset();
     }
 
     void fall_behind(const std::string& reason) {
         say(LogEventKind::needs_snapshot, reason + ": needs a snapshot");
         phase = Phase::behind;
         promise = LogBeat::catches_up;
-        giving.reset();
+        if (giving) { give_no_more(); }
         ask_for_snapshot();
     }
 
@@ -1287,7 +1405,7 @@ private:
                 const LogOffer& offer = *snapshot.offer;
                 snapshot.bytes += answer.value;
                 snapshot.chunks++;
-                const bool is_last = snapshot.chunks == chunks_of(offer.bytes, options.chunk);
+                const bool is_last = snapshot.chunks == chunks_of(offer.bytes, options.snapshot_chunk);
                 if (!rules.is_chunk(answer) || (is_last && !rules.is_whole(snapshot.bytes, offer))) {
                     say(LogEventKind::snapshot_gone, "finds its snapshot gone, and asks for another");
                     remove_snapshot(want());
@@ -1300,7 +1418,7 @@ private:
     void load_snapshot() {
         const size_t end = snapshot.bytes.find('\n');
         shard.load(snapshot.bytes.substr(end + 1));
-        enter(parse_numbers(snapshot.bytes.substr(0, end)));
+        enter(parse_numbers(snapshot.bytes.substr(0, end)), false);
         say(LogEventKind::takes_snapshot,
             "goes on from a snapshot, its fragments at syncs " + snapshot.bytes.substr(0, end));
         remove_snapshot(want());
@@ -1314,8 +1432,12 @@ private:
     // Removing what nobody needs any more
 
     void sweep() {
+        auto held = std::make_shared<std::vector<long>>(slots.size(), std::numeric_limits<long>::max());
         chores.push_back(
-            {{StoreRequest::list, key("durable"), "", ""}, [this](const StoreAnswer& answer, double) {
+            {{StoreRequest::list, key("held"), "", ""},
+             [this, held](const StoreAnswer& answer, double) { note_held(answer.listing, *held); }});
+        chores.push_back(
+            {{StoreRequest::list, key("durable"), "", ""}, [this, held](const StoreAnswer& answer, double) {
                  std::vector<long> oldest;
                  for (size_t p = 0; p < slots.size(); p++) {
                      std::vector<long> durable;
@@ -1324,12 +1446,26 @@ private:
                      }
                      // The newest that is known to be decided.
                      const long index = schedule.index(slots[p].sync) - (slots[p].entry ? 0 : 1);
-                     oldest.push_back(rules.oldest_kept(index, options.retain, covered(durable, index)));
+                     const long kept = rules.oldest_kept(index, options.retain, covered(durable, index));
+                     oldest.push_back(std::min(kept, std::max((*held)[p], index - 16 * options.retain)));
                  }
                  sweep_records_of_means(oldest);
                  for (const char* what : {"payload/", "sent/", "mean/"}) { sweep_syncs(key(what), oldest); }
              }});
         sweep_snapshots();
+    }
+
+    // What those need that are alive and on their way from a snapshot. Not for ever: they may never catch up.
+    void note_held(const std::map<std::string, std::string>& listing, std::vector<long>& held) {
+        for (const auto& [want, text] : listing) {
+            const Incarnation who = Incarnation::parse(want);
+            if (!presence.is_alive(who) || presence.is_at_work(who)) {
+                add_removal(key("held"), want);
+                continue;
+            }
+            const std::vector<long> positions = parse_numbers(text);
+            for (size_t p = 0; p < held.size(); p++) { held[p] = std::min(held[p], positions[p]); }
+        }
     }
 
     // Up to where the checkpoints of two workers reach: one of them may be lost.
@@ -1376,7 +1512,9 @@ private:
             };
         };
         chores.push_back({{StoreRequest::folders, folder, "", ""}, note(folder.size())});
-        chores.push_back({{StoreRequest::list, key("offer"), "", ""}, note(0)});
+        for (const char* what : {"offer", "giver"}) {
+            chores.push_back({{StoreRequest::list, key(what), "", ""}, note(0)});
+        }
         chores.push_back(
             {{StoreRequest::list, key("want"), "", ""}, [this, there](const StoreAnswer& answer, double) {
                  for (const auto& [want, reason] : answer.listing) {
@@ -1391,8 +1529,7 @@ private:
     }
 
     void remove_snapshot(const std::string& want) {
-        add_removal(key("want"), want);
-        add_removal(key("offer"), want);
+        for (const char* what : {"want", "giver", "offer"}) { add_removal(key(what), want); }
         add_removal(key("snapshot/" + want));
     }
 
@@ -1426,10 +1563,12 @@ private:
     bool asks_beats = false, asks_generation = false;  // behind what some fragment asks
     bool is_payloads_turn = false;
     bool is_cut_off = false;  // its last answer was lost
+    double cut_off_since = 0;
     double retry_at = 0;
     std::vector<Asked> chores;
 
     double agree_from = 0, agree_at = 0;
+    int next_number = 0;                    // to register as; 0: what is taken is not known yet
     bool is_registered = false;             // before the run has begun
     std::optional<LogBeginning> beginning;  // to be written, if there is none
     bool has_told_of_few = false;           // that they cannot begin
@@ -1443,6 +1582,7 @@ private:
     long newest_sent = -1, newest_open = -1;  // syncs; by this worker, by any
     double not_open_at = long_ago;            // the newest one, by any other: when it looked last
     std::vector<long> encoded_until;          // by fragment: the newest sync that this start has encoded
+    std::vector<bool> is_proven;              // by fragment: an entry stands on what it has
     long promise = LogBeat::catches_up;
     long jumps_to = -1;
     int times_late = 0;
@@ -1454,13 +1594,13 @@ private:
     bool is_waiting = true;  // the trainer
     Presence presence;
     bool looks_at_wants = false, wants_are_last = false;
-    std::map<std::string, double> wanted_since;  // snapshots, by others; those that nobody offers
-    bool is_wanted = false;                      // by one that is alive
+    std::map<std::string, Wanted> wanted;  // snapshots, that nobody offers
+    bool is_wanted = false;                // by one that is alive
     std::optional<Giving> giving;
     std::deque<OutgoingMean> outgoing_means;
     Snapshot snapshot;
     double alone_since = -1;  // behind, and nobody there that could give one
-    bool looks_for_an_end = false;
+    bool looks_for_an_end = false, has_told_of_nobody = false;
 
     bool is_finishing = false;     // behind the last step
     bool is_leaving = false;       // all is applied

@@ -15,10 +15,11 @@
 // apart: who looks seldom, over a slow link or after a stall, takes nobody for dead because of that.
 //
 // Who is alive and has promised to be in time is waited for, as long as that is no habit: what it has cost is
-// a debt, of which a fiftieth of the time pays back. A slow worker costs the others so much of their speed.
+// a debt, a grace for one sync at most, of which a fiftieth of the time pays back. A slow worker costs the
+// others so much of their speed.
 class Presence {
 public:
-    Presence(double expiry, double grace) : expiry(expiry), most_debt(grace / 5) {}
+    Presence(double expiry, double grace) : expiry(expiry), grace(grace), most_debt(grace / 5) {}
 
     struct Change {
         LogEventKind kind;  // joined, late, gone, back
@@ -59,6 +60,14 @@ public:
             one.beat.incarnation = one.member = who.number;
             one.first = first;
             one.changed = now;
+        }
+    }
+
+    // For so long nobody could be heard: that is nobody's fault.
+    void forgive(double seconds, double now) {
+        for (auto& [worker, one] : seen) {
+            one.changed = std::min(one.changed + seconds, now);
+            one.charged_at = std::min(one.charged_at + seconds, now);
         }
     }
 
@@ -150,9 +159,9 @@ public:
         for (auto& [worker, one] : seen) {
             if (has(worker) || !is_waited_for(one, sync, now)) { continue; }
             const double from = std::max(since, one.charged_at);
-            if (one.charged_for != sync) { one.debt += std::exchange(one.charge, 0); }
-            one.debt = debt_of(one, now);
-            one.charge += now - from;
+            one.debt = debt_of(one, sync, now);
+            if (one.charged_for != sync) { one.charge = 0; }
+            one.charge = std::min(one.charge + now - from, grace);
             one.charged_at = now;
             one.charged_for = sync;
         }
@@ -181,12 +190,13 @@ private:
         return begins && one.beat.promise == LogBeat::catches_up ? one.first : one.beat.promise;
     }
     bool is_waited_for(const Seen& one, long sync, double now) const {
-        const double charge = one.charged_for == sync ? 0 : one.charge;
         return is_alive(one) && keeps_promises(one) && promise_of(one) <= sync &&
-               debt_of(one, now) + charge <= most_debt;
+               debt_of(one, sync, now) <= most_debt;
     }
-    static double debt_of(const Seen& one, double now) {
-        return std::max(0.0, one.debt - (now - one.charged_at) / 50);
+    // What other syncs than this one have cost, and is not paid back yet.
+    static double debt_of(const Seen& one, long sync, double now) {
+        const double cost = one.debt + (one.charged_for == sync ? 0 : one.charge);
+        return std::max(0.0, cost - (now - one.charged_at) / 50);
     }
     static bool keeps_promises(const Seen& one) {
         return promise_of(one) >= 0 && one.missed < promise_of(one);
@@ -200,7 +210,7 @@ private:
         changed.push_back({is_new ? LogEventKind::joined : LogEventKind::back, worker, -1, incarnation});
     }
 
-    double expiry, most_debt;
+    double expiry, grace, most_debt;
     double looked = 0;         // when, the last time
     std::map<int, Seen> seen;  // by worker
     std::vector<Change> changed;
@@ -236,6 +246,14 @@ inline std::map<uint64_t, size_t> holders_of_hashes(const StandingLines& lines) 
     std::map<uint64_t, size_t> holders;
     for (const auto& [worker, one] : lines) { holders[one.second.hash]++; }
     return holders;
+}
+
+// Is there a hash that most stand on?
+inline bool has_majority(const StandingLines& standing, const SyncLogRules& rules) {
+    for (const auto& [hash, count] : holders_of_hashes(standing)) {
+        if (rules.is_majority(count, standing.size())) { return true; }
+    }
+    return false;
 }
 
 // Do most stand on a hash that is not this one?

@@ -1,6 +1,8 @@
 // What a worker's sync log (sync_log.h) has to tell: an event for each change, so that one readable log says
 // who was counted in which sync, and why not the others. Each worker tells what it sees itself.
 #pragma once
+#include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <utility>
@@ -16,7 +18,7 @@ enum class LogEventKind {
     jumps,
     store_lost,
     store_back,
-    too_few,  // have sent a sync that is due here: it waits for --min-workers
+    too_few,  // it waits: for --min-workers that have sent a sync, for most on one hash, for a snapshot
     decided,  // by this worker
     applied,       // a sync, whoever was counted
     without_mean,  // of a merged sync: it makes that itself
@@ -75,6 +77,15 @@ inline std::string workers_in_words(const std::vector<int>& workers) {
     std::vector<std::string> names;
     for (int worker : workers) { names.push_back(std::to_string(worker)); }
     return (workers.size() == 1 ? "worker " : "workers ") + list_in_words(names);
+}
+
+// "2 on 00c0ffee00c0ffee and 1 on 0123456789abcdef"
+inline std::string in_words(const std::map<uint64_t, size_t>& holders) {
+    std::vector<std::string> parts;
+    for (const auto& [hash, count] : holders) {
+        parts.push_back(format("%zu on %016llx", count, static_cast<unsigned long long>(hash)));
+    }
+    return list_in_words(parts);
 }
 
 // "counts 0.1 (4096 tokens) and 2.3 (512 tokens); worker 1 abstains; worker 3 is missing after 1.5 s"

@@ -17,6 +17,8 @@
 //     durable          w: positions               of w's newest checkpoint
 //     done             w: step                    w has applied all that there is until its last step
 //     want             w.i.n: reason              w.i needs a snapshot, for the n-th time
+//     giver            w.i.n: v.j chunks          v.j writes one, and is so far
+//     held             w.i.n: positions           of that snapshot: w.i will need the payloads from there on
 //     snapshot/w.i.n   v.j.c: bytes               chunk c of what v.j gives
 //     offer            w.i.n: LogOffer            v.j's is whole; the first one is read
 #pragma once

@@ -2,6 +2,7 @@
 // requires that the simulation finds out.
 #pragma once
 #include <algorithm>
+#include <cstdlib>
 #include <map>
 #include <optional>
 #include <string>
@@ -12,8 +13,13 @@ class SyncLogRules {
 public:
     virtual ~SyncLogRules() = default;
 
-    // A start's number is its own where its token is what stands there: nothing that an earlier start wrote
-    // is ever written again.
+    // A start's number is behind those of earlier starts (tokens, by number), and its own where its token is
+    // what stands there: nothing that an earlier start wrote is ever written again.
+    virtual int first_free(const std::map<std::string, std::string>& taken) const {
+        int free = 1;
+        for (const auto& [number, token] : taken) { free = std::max(free, std::atoi(number.c_str()) + 1); }
+        return free;
+    }
     virtual bool is_own_start(const std::string& there, const std::string& token) const {
         return there == token;
     }

@@ -170,6 +170,7 @@ public:
             state.residual[p].assign(values, 0.0f);
         }
         was_misled = at < snapshot.size() && snapshot[at] == '1';
+        state.is_corrupt = false;
         state.local = state.global;
         sent.clear();
     }
@@ -278,7 +279,7 @@ struct Plan {
         options.min_workers = min_workers;
         options.max_lag = random.among(0, 2 * H);
         options.retain = random.among(1, 4);
-        options.chunk = size_t(random.among(10, 40));
+        options.chunk = options.snapshot_chunk = size_t(random.among(10, 40));
         options.grace = random.between(1, 4);
         options.expiry = 3;
         options.poll = 0.3;
@@ -414,6 +415,18 @@ public:
             waits[std::atol(key.substr(slash + 1).c_str())] = std::min(double(entry.waited) / 1000, since);
         }
         return waits;
+    }
+
+    // Of each snapshot that was asked for: which starts have written any of it.
+    std::map<std::string, std::set<std::string>> givers() const {
+        std::map<std::string, std::set<std::string>> givers;
+        for (const auto& [chunk, time] : first_written) {
+            const size_t from = chunk.find("/snapshot/"), slash = chunk.rfind('/');
+            if (from == std::string::npos) { continue; }
+            const std::string giver = Incarnation::parse(chunk.substr(slash + 1)).text();
+            givers[chunk.substr(0, slash)].insert(giver);
+        }
+        return givers;
     }
 
     // The first sync that a start has sent, counted or not. None: -1
@@ -732,7 +745,8 @@ private:
         last->second = event.kind;
     }
 
-    // A worker that has stopped itself is started again; one that has diverged trusts its checkpoint no more.
+    // A worker that has stopped itself is started again, from its checkpoint, in which may be what it stopped
+    // for.
     void after_stop(int w) {
         Worker& worker = workers[size_t(w)];
         for (int r = 0; r < plan.ranks; r++) {
@@ -752,7 +766,6 @@ private:
             }
             if (log.has_diverged()) {
                 if (!rank.shard->state.is_corrupt) { throw Violation(log.why_stopped()); }
-                worker.checkpoint.reset();
                 totals.diverged++;
             }
         }

@@ -213,15 +213,15 @@ TEST(SyncLog, a_slow_worker_does_not_slow_the_others_and_is_counted_in_nine_of_t
 
 // A worker that is asked for requests by hand, as often as a test likes.
 struct Driven {
-    Driven(int worker, const SyncSchedule& schedule, LogStore& store, int merged_from = 0)
+    Driven(int worker, const SyncSchedule& schedule, LogStore& store, int merged_from = 0, int workers = 3)
         : store(store),
           shard(worker, 0, schedule),
-          log(options(merged_from), schedule, worker, shard, rules, start(worker)) {}
+          log(options(merged_from, workers), schedule, worker, shard, rules, start(worker)) {}
 
-    static SyncLogOptions options(int merged_from = 0) {
+    static SyncLogOptions options(int merged_from = 0, int workers = 3) {
         SyncLogOptions options;
         options.merged_from = merged_from;
-        options.workers = options.min_workers = 3;
+        options.workers = options.min_workers = workers;
         options.grace = options.expiry = 100;
         return options;
     }
@@ -337,6 +337,130 @@ TEST(SyncLog, who_was_stopped_while_it_looked_around_looks_again_soon) {
     EXPECT_LE(now - goes_on, Driven::options().expiry / 2 + 0.2);
 }
 
+TEST(SyncLog, what_a_worker_has_cost_is_paid_back_while_it_is_charged_for_nothing_else) {
+    Presence presence(5, 10);  // a fifth of the grace is the most that it may owe
+    const auto beat = [&](long count, double now) {
+        presence.look({{1, LogBeat{1, count, 0, -1}.text()}}, now);
+    };
+    const auto nobody = [](int) { return false; };
+    const auto is_waited_for = [&](long sync, double now) {
+        return presence.missing(sync, nobody, now).waited_for;
+    };
+    beat(1, 0);
+    beat(2, 13);
+    presence.charge(3, nobody, 10, 13);
+    EXPECT_TRUE(is_waited_for(3, 13));
+    EXPECT_FALSE(is_waited_for(4, 14));
+    beat(3, 70);
+    EXPECT_TRUE(is_waited_for(5, 70));
+}
+
+TEST(SyncLog, nobody_is_blamed_for_what_could_not_be_heard) {
+    Presence presence(5, 10);
+    const auto beat = [&](long count, double now) {
+        presence.look({{1, LogBeat{1, count, 0, -1}.text()}}, now);
+    };
+    beat(1, 0);
+    beat(2, 1);
+    presence.forgive(299, 300);  // seconds without the store
+    beat(2, 301);                // as it lay there
+    EXPECT_TRUE(presence.is_alive({1, 1}));
+    beat(2, 306);
+    EXPECT_FALSE(presence.is_alive({1, 1}));
+}
+
+// Workers of one fragment that have sent its first sync, and not seen yet what the others have.
+struct Senders {
+    explicit Senders(int count) {
+        for (int w = 0; w < count; w++) {
+            workers.push_back(std::make_unique<Driven>(w, schedule, store, 0, count));
+        }
+        for (int round = 0; round < 3; round++) { settle(); }
+    }
+    void settle() {
+        now += 1;
+        for (bool is_asked = true; is_asked;) {
+            is_asked = false;
+            for (const auto& one : workers) { is_asked |= one->go_there_and_back(now); }
+        }
+    }
+    void train_until_they_send() {
+        for (long step = 0; step <= H; step++) {
+            for (const auto& one : workers) {
+                if (step > 0) { one->shard.train(step); }
+                EXPECT_EQ(one->log.turn(step, now).kind, LogTurn::go_on);
+            }
+            if (step < H) { settle(); }
+        }
+    }
+
+    static constexpr long H = 4;
+    const SyncSchedule schedule{std::vector<Fragment>(1), H};
+    SimulatedStore store{schedule, 4};
+    std::vector<std::unique_ptr<Driven>> workers;
+    double now = 0;
+};
+
+TEST(SyncLog, a_line_that_the_store_has_lost_is_sent_again) {
+    Senders senders(2);
+    senders.train_until_they_send();
+    Driven &one = *senders.workers[0], &other = *senders.workers[1];
+    EXPECT_TRUE(one.go_there_and_back(senders.now));
+    const std::string sent = one.log.current_generation() + "/0/sent/0";
+    ASSERT_EQ(senders.store.in(sent).size(), 1u);
+    senders.store.perform({StoreRequest::remove, sent, "0.1", ""});
+    EXPECT_TRUE(other.go_there_and_back(senders.now));
+    for (int round = 0; round < 3; round++) { senders.settle(); }
+    ASSERT_EQ(senders.store.entries().size(), 1u);
+    EXPECT_EQ(senders.store.entries().begin()->second.contributors.size(), 2u);
+}
+
+TEST(SyncLog, two_workers_that_differ_do_not_wait_for_each_other_for_ever) {
+    Senders senders(2);
+    for (int w : {0, 1}) { EXPECT_EQ(senders.workers[size_t(w)]->log.turn(0, senders.now).kind, LogTurn::go_on); }
+    senders.workers[1]->shard.corrupt();
+    senders.train_until_they_send();
+    for (const auto& one : senders.workers) {
+        EXPECT_EQ(one->log.turn(Senders::H + 1, senders.now).kind, LogTurn::wait);
+    }
+    senders.settle();
+    senders.now += Driven::options().grace;
+    senders.settle();
+    for (const auto& one : senders.workers) {
+        EXPECT_TRUE(one->log.has_diverged());
+        EXPECT_EQ(one->log.turn(Senders::H + 1, senders.now).kind, LogTurn::stop);
+    }
+    EXPECT_TRUE(senders.store.entries().empty());
+}
+
+TEST(SyncLog, a_snapshot_is_given_by_one_and_once_however_long_that_takes) {
+    size_t snapshots = 0;
+    for (uint64_t seed = 1; seed <= 20; seed++) {
+        simulation::World world(seed, SyncLogRules(), false, [](simulation::Plan& plan) {
+            simulation::make_even(plan);
+            plan.workers = plan.options.workers = 4;
+            plan.min_workers = plan.options.min_workers = 3;
+            plan.steps = 60;
+            plan.overlap.assign(4, 1);
+            plan.step_time.assign(4, 0.5);
+            plan.delay.assign(4, 0.1);
+            plan.first_start = {0, 0, 0, 25};
+            plan.options.retain = 1;
+            plan.checkpoint_every = 1;
+            plan.options.snapshot_chunk = 3;
+            plan.options.grace = 2;
+        });
+        ASSERT_NO_THROW(world.run()) << "seed " << seed;
+        snapshots += world.givers().size();
+        for (const auto& [snapshot, givers] : world.givers()) {
+            EXPECT_EQ(givers.size(), 1u) << snapshot << ", seed " << seed;
+            const bool is_first = snapshot.substr(snapshot.rfind('.')) == ".1";
+            EXPECT_TRUE(is_first) << snapshot << ": what comes after the one before was gone, seed " << seed;
+        }
+    }
+    EXPECT_GE(snapshots, 10u);
+}
+
 // Returns what the first seed finds that finds anything.
 std::string found(const SyncLogRules& broken) {
     for (uint64_t seed = 1; seed <= seeds; seed++) {
@@ -358,6 +482,7 @@ TEST(SyncLogSimulation, finds_an_entry_that_is_overwritten) {
 
 TEST(SyncLogSimulation, finds_a_payload_that_changes_after_a_restart_under_the_same_name) {
     struct : SyncLogRules {
+        int first_free(const std::map<std::string, std::string>&) const override { return 1; }
         bool is_own_start(const std::string&, const std::string&) const override { return true; }
     } rules;
     EXPECT_NE(found(rules), "");
