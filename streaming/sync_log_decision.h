@@ -113,8 +113,9 @@ public:
     // snapshot?
     bool can_anyone_give(int but_for) const {
         for (const auto& [worker, one] : seen) {
-            const bool has_hope = is_alive(one) && one.beat.promise != LogBeat::needs_snapshot;
-            if (has_hope && worker != but_for) { return true; }
+            const long promise = one.beat.promise;
+            const bool has_hope = promise != LogBeat::needs_snapshot && promise != LogBeat::ends;
+            if (is_alive(one) && has_hope && worker != but_for) { return true; }
         }
         return false;
     }

@@ -42,7 +42,7 @@ public:
     // The last beat, of a process that ends and can still say so: it is not waited for any more.
     std::vector<StoreRequest> farewell() {
         LogBeat last = shown.beat;
-        last.promise = LogBeat::catches_up;
+        last.promise = LogBeat::ends;
         return is_heard ? std::vector<StoreRequest>{show(last)} : std::vector<StoreRequest>();
     }
 

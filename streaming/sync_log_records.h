@@ -224,7 +224,7 @@ struct LogEntry {
 // A worker is alive while its count changes, by the clock of who looks: no clocks are compared. It is waited
 // for from the sync on that it has promised, until it breaks the promise.
 struct LogBeat {
-    static constexpr long catches_up = -1, needs_snapshot = -2;
+    static constexpr long catches_up = -1, needs_snapshot = -2, ends = -3;
     static constexpr long nothing =
         std::numeric_limits<long>::max();  // it has not shown yet that it keeps pace
 

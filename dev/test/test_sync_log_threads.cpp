@@ -249,7 +249,7 @@ TEST(SyncLogThreads, who_ends_before_the_others_is_not_waited_for) {
         EXPECT_EQ(train(log, staying, 0, 0).kind, LogTurn::go_on);
         EXPECT_TRUE(store.shows_a_promise(1));
     }
-    EXPECT_EQ(store.beat(1).promise, LogBeat::catches_up);
+    EXPECT_EQ(store.beat(1).promise, LogBeat::ends);
     EXPECT_EQ(train(log, staying, 1, 2 * H).kind, LogTurn::go_on) << log.why_stopped();
     EXPECT_EQ(settled(log, [&] { return log.finish(2 * H); }).kind, LogTurn::go_on);
     EXPECT_EQ(store.folders.entries().size(), 4u);
