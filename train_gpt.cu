@@ -2037,6 +2037,13 @@ inline bool train_to_the_end(Run& run, Process& process, const std::string& opti
     }
 }
 
+// Before it leaves: what is half written would keep its space on the disk until the run goes on. Others may
+// wait so long, some seconds at most, to hear of it.
+inline void abandon_checkpoint(Run& run) {
+    if (run.snapshot && run.snapshot->outer) { run.snapshot->outer->abandon(); }
+    if (run.checkpointer) { run.checkpointer->abandon(); }
+}
+
 // From the meeting of all processes to the end of the run.
 // Returns whether it has come to its end: it may have been asked to stop.
 inline bool train_together(const Options& o, Process& process, Inputs& in) {
@@ -2116,6 +2123,7 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
             process.leave();
         } catch (...) {
             status.clear();  // for the one line that says why
+            abandon_checkpoint(run);
             throw;
         }
     });
