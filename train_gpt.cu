@@ -732,6 +732,23 @@ inline DilocoOptions planned_options(const Options& o) {
     return d;
 }
 
+// The options for workers that come and go that are not what they are without being given, as in the
+// config.toml of a run in lock-step.
+inline std::vector<std::string> options_of_independence(const Options& o) {
+    const Options usual;
+    std::vector<std::string> names;
+    auto look = [&](const char* name, auto Options::* option) {
+        if (o.*option != usual.*option) { names.push_back(name); }
+    };
+    look("--restart", &Options::restarts);
+    look("--min-workers", &Options::min_workers);
+    look("--grace", &Options::grace);
+    look("--max-lag", &Options::max_lag);
+    look("--retain", &Options::retain);
+    look("--join-moments", &Options::join_moments);
+    return names;
+}
+
 // UserError for what does not go together with workers that come and go, or is for them alone.
 inline void check_independent(const Options& o) {
     if (!o.is_independent()) {
@@ -739,8 +756,11 @@ inline void check_independent(const Options& o) {
             throw UserError("--outer-exchange merged needs a store that keeps means: add --outer-transport "
                             "store, or give auto, all_gather or all_to_all");
         }
-        if (o.restarts == 0) { return; }
-        throw UserError("--restart is for workers that come and go: add --outer-transport store");
+        const std::vector<std::string> idle = options_of_independence(o);
+        if (idle.empty()) { return; }
+        throw UserError(list_in_words(idle) + (idle.size() == 1 ? " is" : " are") +
+                        " for workers that come and go: add --outer-transport store, or leave " +
+                        (idle.size() == 1 ? "it" : "them") + " out, of a --config file too");
     }
     if (!o.streams()) {
         throw UserError(
@@ -2017,6 +2037,13 @@ inline bool train_to_the_end(Run& run, Process& process, const std::string& opti
     }
 }
 
+// Before it leaves: what is half written would keep its space on the disk until the run goes on. Others may
+// wait so long, some seconds at most, to hear of it.
+inline void abandon_checkpoint(Run& run) {
+    if (run.snapshot && run.snapshot->outer) { run.snapshot->outer->abandon(); }
+    if (run.checkpointer) { run.checkpointer->abandon(); }
+}
+
 // From the meeting of all processes to the end of the run.
 // Returns whether it has come to its end: it may have been asked to stop.
 inline bool train_together(const Options& o, Process& process, Inputs& in) {
@@ -2096,6 +2123,7 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
             process.leave();
         } catch (...) {
             status.clear();  // for the one line that says why
+            abandon_checkpoint(run);
             throw;
         }
     });

@@ -18,6 +18,7 @@
 #include <memory>
 #include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "llmc/error.h"
@@ -42,7 +43,7 @@ public:
                uint64_t seed, bool shuffle)
         : B(B), T(T), first_row(long(B) * process), rows(long(B) * processes), vocab_size(vocab_size),
           seed(seed), shuffle(shuffle) {
-        for (const std::string& path : matching_files(pattern)) { shards.push_back(open_shard(path)); }
+        for (const std::string& path : matching_files(pattern)) { shards.push_back(look_at_shard(path)); }
         // Only now: a batch that the shards do not hold may not fit into memory either.
         const size_t count = size_t(B) * size_t(T);
         tokens.resize(count + 1);
@@ -59,7 +60,7 @@ public:
     void share(long first, long all) {
         first_row = first;
         rows = all;
-        for (Shard& shard : shards) { shard.samples = samples_of(*shard.file, shard.tokens); }
+        for (Shard& shard : shards) { shard.samples = samples_of(shard.path, shard.tokens); }
         reset();
     }
 
@@ -70,7 +71,7 @@ public:
         rows = long(B) * processes;
         for (Shard& shard : shards) {
             shard.first = shard.tokens * part / parts;
-            shard.samples = samples_of(*shard.file, shard.tokens * (part + 1) / parts - shard.first);
+            shard.samples = samples_of(shard.path, shard.tokens * (part + 1) / parts - shard.first);
         }
         reset();
     }
@@ -125,7 +126,7 @@ public:
 
 private:
     struct Shard {
-        std::shared_ptr<InputFile> file;
+        std::string path;
         long tokens;
         long samples;
         long first = 0;  // token of the first sample
@@ -148,37 +149,50 @@ private:
         return paths;
     }
 
-    Shard open_shard(const std::string& path) const {
-        auto file = std::make_shared<InputFile>(path, "make it again with data/prepare.py");
-        const FileHeader header = file->read_header(tokens_magic, "token shard");
-        if (header[1] != 1) { file->fail(format("is a token shard of version %d, not 1", header[1])); }
-        if (header[2] < 0) { file->fail(format("has a damaged header (%d tokens)", header[2])); }
-        file->check_size(int64_t(header[2]) * int64_t(sizeof(uint16_t)));
-        return {file, header[2], samples_of(*file, header[2])};
+    Shard look_at_shard(const std::string& path) const {
+        const InputFile file(path, "make it again with data/prepare.py");
+        const FileHeader header = file.read_header(tokens_magic, "token shard");
+        if (header[1] != 1) { file.fail(format("is a token shard of version %d, not 1", header[1])); }
+        if (header[2] < 0) { file.fail(format("has a damaged header (%d tokens)", header[2])); }
+        file.check_size(int64_t(header[2]) * int64_t(sizeof(uint16_t)));
+        return {path, header[2], samples_of(path, header[2])};
     }
 
     // Whole samples in a shard of `count` tokens.
-    long samples_of(const InputFile& file, long count) const {
+    long samples_of(const std::string& path, long count) const {
         const long sample = rows * T;
         if (count < sample + 1) {
             throw UserError(format("%s has %ld tokens, less than one step takes (%ld = %ld sequences of all "
                                    "processes x %d tokens, and one): use a smaller batch, or a longer text",
-                                   file.name().c_str(), count, sample + 1, rows, T));
+                                   path.c_str(), count, sample + 1, rows, T));
         }
         return (count - 1) / sample;
     }
 
-    void check_all_tokens(const Shard& shard) const {
+    // The shard's file. Only one is open at a time: there may be more shards than a process may have files.
+    // RunError where it is not what it was when it was looked at: that is no mistake of the user's.
+    const InputFile& file_of(const Shard& shard) {
+        if (file && file->name() == shard.path) { return *file; }
+        file.reset();
+        try {
+            auto opened = std::make_unique<InputFile>(shard.path, "it was there at the start");
+            opened->check_size(shard.tokens * int64_t(sizeof(uint16_t)));
+            file = std::move(opened);
+        } catch (const UserError& error) { throw RunError(error.what()); }
+        return *file;
+    }
+
+    void check_all_tokens(const Shard& shard) {
         std::vector<uint16_t> block(size_t(std::min(shard.tokens, 1L << 19)));
         for (long begin = 0; begin < shard.tokens; begin += long(block.size())) {
             const size_t count = size_t(std::min(long(block.size()), shard.tokens - begin));
-            shard.file->read(block.data(), count * sizeof(uint16_t), data_offset(begin));
+            file_of(shard).read(block.data(), count * sizeof(uint16_t), data_offset(begin));
             check_tokens(shard, block.data(), count, begin);
         }
     }
 
     void read_tokens(const Shard& shard, int64_t begin) {
-        shard.file->read(tokens.data(), tokens.size() * sizeof(uint16_t), data_offset(begin));
+        file_of(shard).read(tokens.data(), tokens.size() * sizeof(uint16_t), data_offset(begin));
         check_tokens(shard, tokens.data(), tokens.size(), begin);
     }
 
@@ -195,8 +209,7 @@ private:
         const long bad = std::find_if(values, values + count, beyond) - values;
         throw UserError(format("%s has token %d at position %lld, beyond the vocabulary of %d: give the "
                                "tokenizer or the vocabulary size that it was made with",
-                               shard.file->name().c_str(), values[bad], (long long)(begin + bad),
-                               vocab_size));
+                               shard.path.c_str(), values[bad], (long long)(begin + bad), vocab_size));
     }
 
     void advance_shard() {
@@ -227,7 +240,7 @@ private:
         throw UserError(format("the saved position in the data (shard %llu, sample %llu) is not in these "
                                "shards (%s, ...): resume with the data and batch size of the stopped run",
                                (unsigned long long)next.shard, (unsigned long long)next.sample,
-                               shards[0].file->name().c_str()));
+                               shards[0].path.c_str()));
     }
 
     int B, T;
@@ -236,6 +249,7 @@ private:
     uint64_t seed;
     bool shuffle;
     std::vector<Shard> shards;
+    std::unique_ptr<InputFile> file;  // that was read last
     DataPosition next;
     std::vector<uint64_t> shard_order, sample_order;
     std::vector<uint16_t> tokens;  // (B * T + 1), as they lie in the file

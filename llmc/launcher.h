@@ -357,7 +357,8 @@ private:
     }
 
     // A reader that has gone (| head) ends the run like a signal. One that stalls (| less) holds it up, but
-    // no signal: after one, what the reader does not take is dropped.
+    // no signal: after one, what the reader does not take is dropped. So is what cannot be written at all (a
+    // disk or a quota is full, a terminal is gone): training is worth more.
     void write_all(int to, const std::string& text) {
         size_t written = 0;
         while (written < text.size() && wait_for_reader(to)) {
@@ -366,11 +367,24 @@ private:
             const ssize_t count = write(to, text.data() + written, part);
             if (count >= 0) {
                 written += size_t(count);
-            } else if (errno != EINTR && errno != EAGAIN) {
+            } else if (errno == EPIPE) {
                 if (!stopped_by) { stop_by(SIGPIPE); }
+                return;
+            } else if (errno != EINTR && errno != EAGAIN) {
+                warn_of_loss(to, errno);
                 return;
             }
         }
+    }
+
+    // Once, where it can be said: on the other stream.
+    void warn_of_loss(int to, int error) {
+        if (std::exchange(has_lost_text, true)) { return; }
+        const bool is_stdout = to == STDOUT_FILENO;
+        make_room();
+        write_all(is_stdout ? STDERR_FILENO : STDOUT_FILENO,
+                  format("warning: %s cannot be written (%s): lines are lost there, and the run goes on\n",
+                         is_stdout ? "standard output" : "standard error", strerror(error)));
     }
 
     // False if a signal ends the run and the reader has stalled.
@@ -706,6 +720,7 @@ private:
     int requested_by = 0;         // the signal that asked the processes to stop
     int stopped_by = 0;           // the signal that ends the run
     bool stdout_has_stalled = false, stderr_has_stalled = false;
+    bool has_lost_text = false;  // that could not be written
     Clock::time_point request_time;
     // Of independent workers: what any of them has come to, and what is yet to be said.
     bool any_is_complete = false, any_has_stopped = false, any_is_mistaken = false;

@@ -345,6 +345,7 @@ private:
             if (const auto n = number(eval)) { return *n < cut.step || (*n == cut.step && cut.keeps_eval); }
         }
         if (const auto kept = is_kept_sync(line, cut)) { return *kept; }
+        if (const auto kept = is_kept_event(line, cut)) { return *kept; }
         for (const char* other : {"{\"type\":\"checkpoint\",\"step\":%ld,%n",
                                   "{\"type\":\"resume\",\"step\":%ld,%n"}) {
             if (const auto n = number(other)) { return *n <= cut.step; }
@@ -361,6 +362,17 @@ private:
             "{\"type\":\"sync\",\"sync\":%ld,\"fragment\":%*d,\"send_step\":%*d,\"apply_step\":%ld,%n";
         if (sscanf(line.c_str(), pattern, &sync, &apply_step, &end) != 2 || end == 0) { return std::nullopt; }
         return apply_step < cut.step || (apply_step == cut.step && sync < cut.first_sync);
+    }
+
+    // The syncs that the end of a run applies at its last step are applied again; what else happened there
+    // has happened.
+    static std::optional<bool> is_kept_event(const std::string& line, const LogCut& cut) {
+        long step = 0, sync = 0;
+        const char* pattern = "{\"type\":\"event\",\"step\":%ld,\"time\":%*[^,],\"unix_time\":%*d,"
+                              "\"kind\":\"applied\",\"sync\":%ld";
+        const int found = sscanf(line.c_str(), pattern, &step, &sync);  // 1: of another kind
+        if (found < 1) { return std::nullopt; }
+        return step < cut.step || (step == cut.step && !(found == 2 && sync >= cut.first_sync));
     }
 
     [[noreturn]] static void fail(const std::string& path, const std::string& why) {

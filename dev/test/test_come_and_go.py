@@ -738,6 +738,7 @@ def test_a_worker_that_is_asked_to_stop_leaves_a_checkpoint_and_the_others_go_on
     run.wait_until_counted(2)
     run.stop_well()
     assert [line["step"] for line in run[2].lines("resume")] == [step]
+    assert len(run[2].happened("starts")) == 2, "it has lost its first events"
 
 
 def test_a_worker_that_is_asked_to_stop_while_it_waits_loses_no_step(workers):

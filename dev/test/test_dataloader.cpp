@@ -1,10 +1,13 @@
 // The loader: which tokens a batch holds, for any split into processes, any epoch, and after a restart.
 #include "llmc/dataloader.h"
 
+#include <sys/resource.h>
+
 #include <numeric>
 #include <set>
 
 #include "dev/test/files.h"
+#include "dev/test/processes.h"
 
 namespace {
 
@@ -132,6 +135,46 @@ TEST(DataLoader, continues_at_a_saved_position_and_at_the_start_after_reset) {
     EXPECT_EQ(next_inputs(loader, 8), very_first);
     EXPECT_TRUE(contains(user_error([&] { loader.seek({0, 2, 0}); }), "saved position"));
     EXPECT_TRUE(contains(user_error([&] { loader.seek({0, 0, 1000}); }), "saved position"));
+}
+
+TEST(DataLoader, reads_more_shards_than_a_process_may_have_files_open) {
+    TemporaryFolder folder;
+    const int shards = 64;
+    for (int i = 0; i < shards; i++) { write_shard(folder / format("x_%03d.bin", i), count_up(10 * i, 9)); }
+    TestProcess process([&]() -> std::string {
+        const rlimit few = {32, 32};
+        setrlimit(RLIMIT_NOFILE, &few);
+        DataLoader train(folder / "x_*.bin", 1, 4, 0, 1, vocabulary, 3, true);
+        DataLoader other(folder / "x_*.bin", 1, 4, 0, 1, vocabulary, 3, false);
+        std::set<int> seen;
+        for (int i = 0; i < 2 * shards; i++) {
+            seen.insert(next_inputs(train, 4)[0]);
+            if (next_inputs(other, 4)[0] != 10 * (i / 2) + 4 * (i % 2)) { return "wrong tokens"; }
+        }
+        return std::to_string(seen.size());
+    });
+    EXPECT_EQ(process.wait(60), 0) << process.report;
+    EXPECT_EQ(process.report, std::to_string(2 * shards));
+}
+
+TEST(DataLoader, a_shard_that_is_replaced_or_removed_under_a_run_is_no_mistake_of_the_user_s) {
+    TemporaryFolder folder;
+    write_two_shards(folder);
+    const std::string first = folder / "x_train_000000.bin";
+    DataLoader loader = open_two_shards(folder, 4, 0, 1, 0, false);  // has checked the second one last
+    auto message = [&]() -> std::string {
+        try {
+            loader.next_batch();
+        } catch (const RunError& error) { return error.what(); }
+        return "";
+    };
+    write_shard(first, count_up(0, 99));
+    EXPECT_TRUE(contains(message(), first + " is truncated"));
+    std::filesystem::remove(first);
+    EXPECT_TRUE(contains(message(), first + " cannot be opened"));
+    write_shard(first, count_up(0, 100));
+    EXPECT_EQ(message(), "");
+    EXPECT_EQ(loader.inputs()[15], 15);
 }
 
 TEST(DataLoader, a_damaged_shard_is_an_error_that_names_the_file) {

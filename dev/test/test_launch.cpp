@@ -477,6 +477,34 @@ TEST(Launcher, a_signal_ends_it_even_while_nobody_reads_what_it_prints) {
     EXPECT_NE(program.err.find("error: stopped by signal 2"), std::string::npos) << program.err;
 }
 
+// A descriptor of a file on a disk that is full.
+static void fill(int descriptor) { dup2(open("/dev/full", O_WRONLY), descriptor); }
+
+TEST(Launcher, a_full_disk_loses_lines_and_not_the_run) {
+    Program program("where", 2, 1, -1, "", [] { fill(STDOUT_FILENO); });
+    EXPECT_EQ(program.wait(), 0) << program.err;
+    EXPECT_EQ(sorted_lines(program.err),
+              (std::vector<std::string>{"[1.0] a warning", "a warning",
+                                        "warning: standard output cannot be written (No space left on "
+                                        "device): lines are lost there, and the run goes on"}));
+    Program other("where", 2, 1, -1, "", [] { fill(STDERR_FILENO); });
+    EXPECT_EQ(other.wait(), 0);
+    EXPECT_EQ(sorted_lines(other.out).size(), 5u) << other.out;
+    EXPECT_NE(other.out.find("warning: standard error cannot be written"), std::string::npos) << other.out;
+    Program both("where", 2, 1, -1, "", [] { fill(STDOUT_FILENO), fill(STDERR_FILENO); });
+    EXPECT_EQ(both.wait(), 0);
+}
+
+TEST(Launcher, a_reader_that_has_gone_ends_it) {
+    int ends[2];
+    ASSERT_EQ(pipe2(ends, O_CLOEXEC), 0);
+    close(ends[0]);
+    Program program("pids", 2, 1, -1, "", [&] { dup2(ends[1], STDOUT_FILENO); });
+    EXPECT_EQ(program.wait(10), 128 + SIGPIPE) << program.err;
+    EXPECT_EQ(program.err.find("warning"), std::string::npos) << program.err;
+    close(ends[1]);
+}
+
 TEST(Launcher, a_password_stands_in_no_argument_of_its_processes) {
     const std::string store = "redis://:secret@127.0.0.1:1";
     Program program("arguments", 2, 1, -1, store);

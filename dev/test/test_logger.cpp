@@ -250,6 +250,31 @@ TEST(Logger, syncs_are_kept_by_the_step_that_merged_them_for_other_fragments_hav
               std::vector<std::string>(whole.begin(), whole.end() - 2));
 }
 
+TEST(Logger, events_that_are_not_done_again_are_kept) {
+    TemporaryFolder folder;
+    {
+        Logger logger(folder.name(), 1, 2);
+        logger.run({});
+        logger.event({0, "starts", {}, 1, "starts as 1.1"});
+        logger.event({4, "late", 7, 0, "is late"});
+        logger.event({5, "applied", 2, 1, "applies sync 2"});
+        logger.event({5, "applied", 3, 1, "applies sync 3"});  // at the end of an earlier, shorter run
+        logger.event({6, "decided", 7, 1, "decides sync 7"});
+        logger.event({6, "gone", {}, 0, "is gone"});
+        logger.event({6, "applied", 2, 1, "applies sync 2"});
+        logger.event({6, "applied", 3, 1, "applies sync 3"});
+        logger.event({7, "back", {}, 0, "is back"});
+        logger.event({7, "applied", 2, 1, "applies sync 2"});
+    }
+    const std::vector<std::string> whole = without_times(folder / "metrics_00001.jsonl");
+    { Logger logger(folder.name(), 1, 2, true, LogCut{6, 3, true}); }
+    EXPECT_EQ(without_times(folder / "metrics_00001.jsonl"),
+              std::vector<std::string>(whole.begin(), whole.end() - 3));
+    { Logger logger(folder.name(), 1, 2, true, LogCut{3, 0, true}); }
+    EXPECT_EQ(without_times(folder / "metrics_00001.jsonl"),
+              std::vector<std::string>(whole.begin(), whole.begin() + 2));
+}
+
 TEST(Logger, evaluations_of_the_step_that_a_run_goes_on_from_are_kept_only_where_they_do_not_come_again) {
     for (bool keeps_eval : {true, false}) {
         TemporaryFolder folder;

@@ -1,6 +1,7 @@
 """Launching, meeting, dying: real processes, over file and Redis stores, in launchers' environments."""
 
 import os
+import select
 import shutil
 import signal
 import socket
@@ -218,6 +219,26 @@ def test_a_separately_started_worker_that_dies_is_named_by_the_others(tmp_path, 
         assert run.wait() == 1, run.output()
         assert "worker 1" in run.output().strip().splitlines()[-1], run.output()
     assert time.time() - start < 10
+
+
+def test_a_run_that_loses_a_worker_leaves_no_half_checkpoint(tmp_path, start_worker):
+    """Of process 0's state, which goes into a pipe that is read slowly: it is being written all the time."""
+    step, folder = 500, tmp_path / "worker0"
+    folder.mkdir()
+    half = folder / f"state_{step:08d}_00000.bin.tmp"
+    os.mkfifo(half)
+    options = {**LONG, "-n": step, "--store": f"file:{tmp_path}/store"}
+    reader = os.open(half, os.O_RDONLY | os.O_NONBLOCK)
+    runs = [start_worker(w, options) for w in (0, 1)]
+    assert select.select([reader], [], [], 60)[0], "nothing is written"
+    os.set_blocking(reader, True)
+    runs[1].kill()
+    while os.read(reader, 2000):
+        time.sleep(0.01)
+    os.close(reader)
+    assert runs[0].wait() == 1, runs[0].output()
+    assert "worker 1" in runs[0].output().strip().splitlines()[-1], runs[0].output()
+    assert not half.exists() and not list(folder.glob("state_*")) and not list(folder.glob("model_*"))
 
 
 def test_a_dead_rank_inside_a_worker_is_named(launched):
