@@ -10,11 +10,13 @@
 // stay.
 // While the loop trains, the writer waits for others as long as it takes: they may be many steps behind, or
 // their disks slow, or the store away, and the loop sees for itself who is gone. The run's time limit begins
-// when the loop waits.
+// when the loop waits; and a far shorter one for a store that is away, which nobody needs for training. It is
+// not known then whether the checkpoint is whole: a resume sees for itself what all have.
 #pragma once
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -154,6 +156,7 @@ public:
           store(*process.store),
           keep(keep),
           major(major),
+          absence_limit(std::min(process.timeout / 4, 30.0)),
           thread([this] { run(); }) {}
     Checkpointer(const Checkpointer&) = delete;
     Checkpointer& operator=(const Checkpointer&) = delete;
@@ -292,7 +295,9 @@ private:
         const StateIdentity& who = job.identity;
         const std::string key = format("checkpoint/%ld", who.step);
         Written written;
+        has_missed_store = false;
         Verdict own = attempt([&] { write_files(job, written); });
+        tidy(who.step, [&] { thin_out(who.lineage); });
         Verdict verdict = agree(key, own, 1, who);
         forget_keys(who.step);
         if (verdict.is_whole) {
@@ -303,9 +308,15 @@ private:
         }
         announce(who, own, verdict, written);
         if (verdict.is_whole) { job.when_whole(); }
-        const Verdict clean = attempt([&] { clean_up(who, verdict, written); });
-        if (!clean.is_whole) { say(format("after the checkpoint of step %ld: ", who.step) + clean.words); }
+        tidy(who.step, [&] { clean_up(who, verdict, written); });
         return verdict.is_whole;
+    }
+
+    // What fails here changes nothing for the checkpoint.
+    template <class Work>
+    void tidy(long step, Work work) {
+        const Verdict clean = attempt(work);
+        if (!clean.is_whole) { say(format("after the checkpoint of step %ld: ", step) + clean.words); }
     }
 
     // The model first: where there is a state of process 0, its model is there.
@@ -326,6 +337,7 @@ private:
             throw;
         }
         written.state = true;
+        untold.insert(step);
         written.seconds = now_seconds() - start;
     }
 
@@ -349,7 +361,7 @@ private:
     // Each `stride`-th process has said under `key` how it stands; what process 0 makes of that.
     Verdict agree(const std::string& key, const Verdict& own, int stride, const StateIdentity& who) {
         if (process.group_index() % stride == 0) {
-            tell(key + "/" + std::to_string(process.group_index()), own.text());
+            tell(who.step, key + "/" + std::to_string(process.group_index()), own.text());
         }
         if (process.group_index() != 0) {
             // Process 0 may have as long to write, and as long again to wait for others.
@@ -360,7 +372,7 @@ private:
         }
         Verdict verdict = collect(key, own, stride);
         verdict.words = verdict.is_whole ? steps_that_stay(who) : verdict.words + last_whole(who);
-        tell(key + "/verdict", verdict.text());
+        tell(who.step, key + "/verdict", verdict.text());
         return verdict;
     }
 
@@ -381,9 +393,12 @@ private:
         return {failures.empty(), list_in_words(failures), !failures.empty() && is_silent};
     }
 
-    void tell(const std::string& key, const std::string& value) {
+    // Asks first: as long as there is no store it is certain that nobody has been told of the step.
+    void tell(long step, const std::string& key, const std::string& value) {
         Patience patience(process.timeout);
         ask_until(patience, [&] {
+            store.try_get("cause");
+            untold.erase(step);
             store.set(key, value);
             return true;
         });
@@ -402,16 +417,27 @@ private:
     }
 
     // Asks the store again and again until `ask` says that it is done, or there is no patience left.
-    // Throws a RunError where there is no store at the end of it.
+    // Throws a RunError where there is no store at the end of it, or none for absence_limit while the loop
+    // waits. Who finds it again before that gives the others little more time, for they may have given up.
+    // That is less together than the time limit of a collective, in which these may wait already.
     template <class Ask>
     void ask_until(Patience& patience, Ask ask) {
+        Patience absence(absence_limit);
         while (true) {
             check();
-            if (!is_waited_for) { patience.begin_again(); }
+            if (!is_waited_for) {
+                patience.begin_again();
+                absence.begin_again();
+            }
             try {
                 if (ask() || patience.is_over()) { return; }
+                absence.begin_again();
             } catch (const RunError&) {
-                if (patience.is_over()) { throw; }
+                has_missed_store = has_missed_store || is_waited_for;
+                if (absence.is_over() || patience.is_over()) { throw; }
+            }
+            if (has_missed_store && patience.left() > 2 * absence_limit) {
+                patience = Patience(2 * absence_limit);
             }
             patience.pause();
         }
@@ -452,9 +478,22 @@ private:
         return format("; the last whole one is of step %ld", *std::prev(after));
     }
 
+    // While there is no store this process does not know what the others have, and so deletes nothing for
+    // whose sake one of them may have deleted older ones: only what it has told nobody of. The newest of that
+    // stay, and one more, for others may not have come further yet.
+    void thin_out(const std::string& lineage) {
+        while (keep > 0 && long(untold.size()) > keep + 1) {
+            const long oldest = *untold.begin();
+            untold.erase(untold.begin());
+            if (major > 0 && oldest % major == 0) { continue; }
+            files.remove(lineage, [&](long step) { return step == oldest; });
+        }
+    }
+
     // What is not whole is of no use, and the disk may be full.
-    void clean_up(const StateIdentity& who, const Verdict& verdict, const Written& written) const {
+    void clean_up(const StateIdentity& who, const Verdict& verdict, const Written& written) {
         if (verdict.is_whole) {
+            untold.clear();
             remove_old(who, verdict.words);
         } else {
             if (written.done) { CheckpointFolder::unlink_file(files.done(who.step)); }
@@ -506,7 +545,11 @@ private:
     const Process& process;
     Store& store;
     const long keep, major;
-    long last_in_store = -1;  // of the writer's thread alone
+    const double absence_limit;
+    // Of the writer's thread alone:
+    long last_in_store = -1;
+    bool has_missed_store = false;  // while the loop waited for the present step
+    std::set<long> untold;          // steps whose states are here, and that the store cannot have heard of
 
     mutable std::mutex mutex;
     std::condition_variable changed;

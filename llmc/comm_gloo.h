@@ -332,20 +332,24 @@ private:
                 guard(transfers.back(), [&](Transfer& transfer) { transfer.start(slot); });
             }
         }
-        wait_for_all(transfers);
+        wait_for_all(transfers, bytes);
     }
 
-    // Waits for one after the other. Now and then looks at all of them: the one whose peer has died need not
-    // be the one that is waited for.
-    void wait_for_all(std::vector<Transfer>& transfers) {
+    // Waits for each in turn for a moment, until all are done. The time limit begins anew with each that is:
+    // many of them may share a slow line. Now and then looks at all: the one whose peer has died need not be
+    // the one that is waited for.
+    void wait_for_all(std::vector<Transfer>& transfers, size_t bytes) {
         Patience patience(timeout);
-        for (Transfer& awaited : transfers) {
-            while (!is_done_soon(awaited)) {
-                patience.has_waited(0.1);
-                for (Transfer& transfer : transfers) { guard(transfer, [](Transfer& t) { t.check(); }); }
-                if (patience.is_over()) { report_silence(transfers); }
+        for (size_t done = 0, next = 0; done < transfers.size(); next = (next + 1) % transfers.size()) {
+            if (transfers[next].is_done) { continue; }
+            if (is_done_soon(transfers[next])) {
+                done++;
+                patience.begin_again();
+                continue;
             }
             patience.has_waited(0.1);
+            for (Transfer& transfer : transfers) { guard(transfer, [](Transfer& t) { t.check(); }); }
+            if (patience.is_over()) { return report_silence(transfers, bytes); }
         }
     }
 
@@ -360,8 +364,8 @@ private:
 
     // Someone is silent: but a peer that waits for a third one in an earlier call is silent, too. So all who
     // wait in vain say so in the store, and who does not say so is named.
-    // Returns if all has come after all, otherwise throws CommError.
-    void report_silence(std::vector<Transfer>& transfers) {
+    // Returns if all has come after all, otherwise throws CommError. `bytes`: of one transfer
+    void report_silence(std::vector<Transfer>& transfers, size_t bytes) {
         std::vector<int> silent;
         for (Transfer& transfer : transfers) {
             if (!is_done_soon(transfer)) { silent.push_back(transfer.peer); }
@@ -375,7 +379,10 @@ private:
             const auto found = std::find_if(silent.begin(), silent.end(), says_nothing);
             if (found != silent.end()) { culprit = *found; }
         } catch (const RunError&) {}  // without the store it is the first of them
-        fail(culprit, format("has been silent for %g s (--timeout)", timeout));
+        if (bytes < 1'000'000) { fail(culprit, format("has been silent for %g s (--timeout)", timeout)); }
+        // Of so much some may have come, which cannot be seen from here.
+        fail(culprit, format("did not finish an exchange of %.0f MB within %g s (--timeout)",
+                             double(bytes) / 1e6, timeout));
     }
 
     // Gloo's exceptions about a transfer are about its peer.

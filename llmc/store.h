@@ -58,6 +58,9 @@ public:
         looked_at = now;
     }
 
+    // The same for what this process has done since: it may take long, and counts in full.
+    void has_worked() { looked_at = Clock::now(); }
+
     // Sleeps: 1 ms at first, at most 100 ms, and never past the end.
     void pause() {
         const double seconds = std::min(step, left() + 0.001);

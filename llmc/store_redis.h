@@ -55,8 +55,9 @@ private:
         Patience patience(std::min(timeout, 5.0));
         while (true) {
             std::string trouble;
+            const bool was_open = connection.is_open();
             try {
-                if (!connection.is_open()) { connection.connect(timeout); }
+                if (!was_open) { connection.connect(timeout); }
                 RedisConnection::Reply reply = connection.ask(words);
                 if (reply->type != REDIS_REPLY_ERROR) { return reply; }
                 throw RunError("the store at " + connection.where() + " answers " + std::string(words[0]) +
@@ -66,6 +67,7 @@ private:
             } catch (const ConnectionLost& error) {
                 trouble = error.what();
             }
+            if (was_open) { patience.begin_again(); }  // only now is it known to be lost
             if (patience.is_over()) {
                 throw RunError("lost the store at " + connection.where() + " (" + trouble + ")");
             }

@@ -100,6 +100,7 @@ private:
             try {
                 look();
             } catch (const std::exception& error) { process.leave_with(error); }
+            patience.has_worked();  // a store that is gone takes seconds to say so
         }
     }
 

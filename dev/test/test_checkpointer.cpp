@@ -179,6 +179,23 @@ private:
     std::shared_ptr<Store> store;
 };
 
+// Puts one before the store of each process.
+std::vector<std::shared_ptr<AbsentStore>> absent_stores_of(Processes& run) {
+    std::vector<std::shared_ptr<AbsentStore>> stores;
+    for (Member& member : run.members) {
+        stores.push_back(std::make_shared<AbsentStore>(member.process.store));
+        member.process.store = std::make_shared<PrefixStore>(stores.back(), "");
+    }
+    return stores;
+}
+
+// The seconds after which process 1 was given up, as process 0 tells.
+int seconds_of_silence(const std::string& message) {
+    const std::string words = "worker 1 rank 0: has not been heard of for ";
+    const size_t at = message.find(words);
+    return at == std::string::npos ? -1 : std::stoi(message.substr(at + words.size()));
+}
+
 }  // namespace
 
 TEST(Checkpointer, done_appears_only_when_all_processes_have_theirs) {
@@ -400,11 +417,7 @@ TEST(Checkpointer, loops_that_train_give_others_all_the_time_they_need) {
 
 TEST(Checkpointer, a_store_may_be_away_for_a_while) {
     Processes run(2, 1);
-    std::vector<std::shared_ptr<AbsentStore>> stores;
-    for (Member& member : run.members) {
-        stores.push_back(std::make_shared<AbsentStore>(member.process.store));
-        member.process.store = std::make_shared<PrefixStore>(stores.back(), "");
-    }
+    const auto stores = absent_stores_of(run);
     run.start();
     run.checkpoint(10);
     for (auto& store : stores) { store->is_away = true; }
@@ -417,6 +430,67 @@ TEST(Checkpointer, a_store_may_be_away_for_a_while) {
     run.wait();
     EXPECT_FALSE(run[0].has_failed() || run[1].has_failed());
     EXPECT_TRUE(run.is_done(0, 20) && run.is_done(1, 20));
+}
+
+// Training needs none: a loop that waits for a checkpoint goes on long before the time limit, which is for
+// others that are silent.
+TEST(Checkpointer, a_store_that_is_gone_for_good_holds_nobody_up) {
+    const double timeout = 8;
+    Processes run(2, 1, false, "", timeout);
+    const auto stores = absent_stores_of(run);
+    run.start();
+    run.checkpoint(10);
+    run.messages(0);
+    run.begin(1, 20);  // has told that its own is there, and waits for process 0
+    EXPECT_EQ(wait_for_value(run.store(0), "checkpoint/20/1", 20), "whole");
+    for (auto& store : stores) { store->is_away = true; }
+    run.begin(0, 20);
+    const Patience since(60);
+    run.wait();
+    EXPECT_LT(since.waited(), timeout);
+    for (int i : {0, 1}) {
+        EXPECT_TRUE(run[i].has_failed());
+        EXPECT_EQ(run.last_message(i),
+                  "it is not known whether the checkpoint of step 20 is whole: the store is away");
+        EXPECT_TRUE(run.is_done(i, 10) && exists(run.state(i, 10)) && exists(run.state(i, 20)));
+    }
+}
+
+TEST(Checkpointer, who_finds_the_store_again_waits_little_for_others_who_may_have_given_up) {
+    Processes run(2, 1, false, "", 8);
+    const auto stores = absent_stores_of(run);
+    run.start();
+    stores[0]->is_away = true;
+    run.begin(0, 10);
+    auto waited = std::async(std::launch::async, [&] { run[0].wait(); });
+    std::this_thread::sleep_for(std::chrono::seconds(1));
+    stores[0]->is_away = false;
+    waited.get();
+    const std::string message = run.last_message(0);
+    EXPECT_GE(seconds_of_silence(message), 4) << message;
+    EXPECT_LT(seconds_of_silence(message), 8) << message;
+}
+
+// They do not fill the disk, and what may be the newest that all others have is not among what goes.
+TEST(Checkpointer, without_the_store_the_newest_stay_and_what_others_may_count_on) {
+    Processes run(2, 1, false, "", 0.4);
+    const auto stores = absent_stores_of(run);
+    run.start(1, 40);
+    run.checkpoint(10);
+    run.begin(1, 20);
+    EXPECT_EQ(wait_for_value(run.store(0), "checkpoint/20/1", 20), "whole");
+    for (auto& store : stores) { store->is_away = true; }
+    run[1].wait();
+    for (long step = 30; step <= 70; step += 10) { run.checkpoint(step); }
+    EXPECT_EQ(run.files(0), "DONE_00000010 model_00000010.bin model_00000040.bin model_00000060.bin "
+                            "model_00000070.bin state_00000010_00000.bin state_00000040_00000.bin "
+                            "state_00000060_00000.bin state_00000070_00000.bin ");
+    EXPECT_EQ(run.files(1), "DONE_00000010 state_00000010_00001.bin state_00000020_00001.bin "
+                            "state_00000040_00001.bin state_00000060_00001.bin state_00000070_00001.bin ");
+    for (auto& store : stores) { store->is_away = false; }
+    run.checkpoint(80);
+    EXPECT_EQ(run.files(0), "DONE_00000080 model_00000080.bin state_00000080_00000.bin ");
+    EXPECT_EQ(run.files(1), "DONE_00000080 state_00000080_00001.bin ");
 }
 
 TEST(Checkpointer, states_that_all_have_stay_when_somebody_dies_before_done) {

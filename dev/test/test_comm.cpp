@@ -185,7 +185,7 @@ TEST(CommGloo, time_for_which_a_process_is_stopped_is_not_its_peers_silence) {
         auto comm = make_comm_gloo({store, "test", rank, 2, "", 2});
         Stream stream(Stream::Kind::communicate);
         store.set("running/" + std::to_string(rank), "1");
-        for (int i = 0; rank == 1 && i < 130; i++) { std::this_thread::sleep_for(std::chrono::milliseconds(10)); }
+        if (rank == 1) { wait_for_value(store, "go on", 20); }
         float one = 1;
         comm->all_reduce(&one, 1, Reduction::sum, stream, nullptr);
         stream.synchronize();
@@ -195,8 +195,52 @@ TEST(CommGloo, time_for_which_a_process_is_stopped_is_not_its_peers_silence) {
     std::this_thread::sleep_for(std::chrono::milliseconds(200));
     for (TestProcess& process : processes) { process.send_signal(SIGSTOP); }
     std::this_thread::sleep_for(std::chrono::seconds(4));
+    store.set("go on", "");
     for (TestProcess& process : processes) { process.send_signal(SIGCONT); }
     expect_all_well(processes);
+}
+
+// Who comes 2.5 s after another, with a limit of 4 s, is in time: the call as a whole takes longer.
+TEST(CommGloo, an_exchange_that_moves_may_take_longer_than_the_time_limit) {
+    TemporaryFolder folder;
+    auto processes = start_processes(3, [&](int rank) {
+        FileStore store(folder.name());
+        auto comm = make_comm_gloo({store, "test", rank, 3, "", 4});
+        Stream stream(Stream::Kind::communicate);
+        if (rank > 0) {
+            wait_for_value(store, "begins/" + std::to_string(rank - 1), 20);
+            std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+        }
+        store.set("begins/" + std::to_string(rank), "");
+        float one = 1;
+        comm->all_reduce(&one, 1, Reduction::sum, stream, nullptr);
+        stream.synchronize();
+        return format("%g", one);
+    });
+    expect_all_well(processes);
+    for (const TestProcess& process : processes) { EXPECT_EQ(process.report, "3"); }
+}
+
+// Whether nothing of it came, or not all, cannot be seen.
+TEST(CommGloo, of_a_large_exchange_that_does_not_end_the_size_is_told) {
+    TemporaryFolder folder;
+    FileStore store(folder.name());
+    auto processes = start_processes(2, [&](int rank) {
+        auto comm = make_comm_gloo({store, "test", rank, 2, "", 1, {"worker 0 rank 0", "worker 1 rank 0"}});
+        if (rank == 1) { wait_for_value(store, "end", 20); }
+        std::vector<float> values(20'000'000);
+        Stream stream(Stream::Kind::communicate);
+        try {
+            comm->all_reduce(values.data(), rank == 0 ? values.size() : 0, Reduction::sum, stream, nullptr);
+            stream.synchronize();
+        } catch (const CommError& error) { return std::string(error.what()); }
+        return std::string();
+    });
+    EXPECT_EQ(processes[0].wait(20), 0);
+    EXPECT_EQ(processes[0].report,
+              "worker 1 rank 0 did not finish an exchange of 80 MB within 1 s (--timeout)");
+    store.set("end", "");
+    EXPECT_EQ(processes[1].wait(20), 0);
 }
 
 // Three processes call all_reduce until one of them does not come back. Returns the reports of the other two.

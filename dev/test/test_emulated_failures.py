@@ -164,6 +164,27 @@ def test_a_process_that_stands_still_between_workers_on_gloo_is_named(tokens, tm
     assert status == 1 and len(lines) == 1 and "worker 1 rank 0 has been silent" in lines[0], lines
 
 
+@pytest.mark.long
+def test_time_for_which_all_are_stopped_is_nobody_s_silence(tokens, tmp_path):
+    """As when a job is suspended: process 0 waits for an exchange through NCCL, and is stopped as well."""
+    run = Together(tokens, tmp_path / "run", {**LONG, **SOON, "--ranks": 1})
+    run.wait_for_step(2)
+    try:
+        for process in (1, 0):
+            run.running[process].send_signal(signal.SIGSTOP)
+            time.sleep(2)
+        time.sleep(8)
+        step = run.steps()
+        for process in run.running:
+            process.send_signal(signal.SIGCONT)
+        run.wait_for_step(step + 20)
+        assert [process.poll() for process in run.running] == [None, None]
+    finally:
+        for process in run.running:
+            process.kill()
+            process.communicate()
+
+
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_workers_started_one_by_one_on_a_machine_take_different_gpus_if_there_are(tokens, tmp_path, gpus):
     options = {**OPTIONS, "--ranks": 1, "--store": f"file:{tmp_path}/store"}

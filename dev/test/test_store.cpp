@@ -398,11 +398,11 @@ TEST_F(TlsStores, with_and_without_tls_do_not_meet) {
 
 // ---- silence
 
-// A server of one connection.
+// A server of one connection, or of several in turn.
 class FakeServer {
 public:
-    explicit FakeServer(const std::function<void(int connection)>& serve) {
-        const int listening = socket(AF_INET, SOCK_STREAM, 0);
+    explicit FakeServer(const std::function<void(int connection)>& serve, int connections = 1)
+        : listening(socket(AF_INET, SOCK_STREAM, 0)) {
         const int small = 16 << 10;
         setsockopt(listening, SOL_SOCKET, SO_RCVBUF, &small, sizeof small);
         sockaddr_in address = {};
@@ -415,17 +415,24 @@ public:
         }
         port = ntohs(address.sin_port);
         thread = std::thread([=] {
-            const int connection = accept(listening, nullptr, nullptr);
-            serve(connection);
-            close(connection);
-            close(listening);
+            for (int i = 0; i < connections; i++) {
+                const int connection = accept(listening, nullptr, nullptr);
+                if (connection < 0) { return; }
+                serve(connection);
+                close(connection);
+            }
         });
     }
-    ~FakeServer() { thread.join(); }
+    ~FakeServer() {
+        shutdown(listening, SHUT_RDWR);  // one that never came is not waited for
+        thread.join();
+        close(listening);
+    }
 
     int port;
 
 private:
+    const int listening;
     std::thread thread;
 };
 
@@ -493,6 +500,20 @@ TEST(RedisStore, a_server_that_still_reads_its_data_is_waited_for) {
         answer_with(connection, {loading, loading, loading, "+PONG\r\n", "$5\r\nvalue\r\n"});
     });
     auto store = open_store("redis://127.0.0.1:" + std::to_string(server.port), 10);
+    EXPECT_EQ(store->try_get("key"), "value");
+}
+
+TEST(RedisStore, a_connection_that_has_fallen_silent_is_made_again) {
+    int connections = 0;
+    FakeServer server([&](int connection) {
+        if (++connections == 1) {
+            answer_with(connection, {"+PONG\r\n"});
+            for (char byte; recv(connection, &byte, 1, 0) > 0;) {}
+        } else {
+            answer_with(connection, {"+PONG\r\n", "$5\r\nvalue\r\n"});
+        }
+    }, 2);
+    auto store = open_store("redis://127.0.0.1:" + std::to_string(server.port), 2);
     EXPECT_EQ(store->try_get("key"), "value");
 }
 

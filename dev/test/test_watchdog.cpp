@@ -65,6 +65,16 @@ public:
     void check() override { throw CommError(1, "worker 0 rank 1 is gone"); }
 };
 
+// A server that is gone: it takes some seconds to see that.
+class GoneStore : public MemoryStore {
+public:
+    std::optional<std::string> try_get(const std::string&) override {
+        fprintf(stderr, "asked\n");
+        pause_for(1.5);
+        throw RunError("the store is gone");
+    }
+};
+
 }  // namespace
 
 TEST(Watchdog, EndsAProcessInWhichNothingMoves) {
@@ -122,6 +132,19 @@ TEST(Watchdog, AFailureThatIsWrittenDownEndsAWaitAfterTheTimeLimit) {
     });
     EXPECT_EQ(end.status, 1);
     EXPECT_EQ(end.said, "error: worker 0 rank 1 has stopped: the disk is full\n");
+}
+
+// At once when it has waited for twice the limit, of which its own asking took the most.
+TEST(Watchdog, TimeInWhichAStoreThatIsGoneWasAskedCounts) {
+    const End end = end_of([] {
+        Process process = first_of(2, 1);
+        process.store = std::make_shared<PrefixStore>(std::make_shared<GoneStore>(), "run/");
+        Watchdog dog(process, true);
+        const Watchdog::Watch watch(dog, "step 7");
+        pause_for(60);
+    });
+    EXPECT_EQ(end.status, 1);
+    EXPECT_EQ(end.said.rfind("asked\nasked\nerror: worker 0 rank 0 waited ", 0), 0u) << end.said;
 }
 
 TEST(Leaving, SeveralThreadsWithAnErrorPrintOneLine) {

@@ -91,7 +91,7 @@ public:
         while (!event.query()) {
             check();
             if (patience.is_over()) { fail_waiting("an exchange"); }
-            std::this_thread::sleep_for(between_polls);
+            nap(patience);
         }
         std::unique_lock<std::mutex> lock(mutex);
         check_calls(lock);
@@ -171,9 +171,15 @@ private:
             result = locked([&] { return state_of_calls(); });
             if (result != ncclInProgress) { break; }
             if (patience.is_over()) { fail_waiting(name); }
-            std::this_thread::sleep_for(between_polls);
+            nap(patience);
         }
         require(result, name);
+    }
+
+    // Between two polls. Time for which this process is stopped is not the others' silence.
+    static void nap(Patience& patience) {
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+        patience.has_waited(0.001);
     }
 
     // Of a call in a group: the group's end says when all are enqueued.
@@ -233,8 +239,6 @@ private:
         }
         return event;
     }
-
-    static constexpr std::chrono::microseconds between_polls{50};
 
     const CommGroup group;
     const NcclOptions options;
