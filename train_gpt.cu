@@ -1569,7 +1569,7 @@ inline void finish_checkpoints(Run& run) {
     if (run.checkpointer->has_failed()) {
         const std::string why = run.checkpointer->failure();
         throw RunError("the last checkpoint is not whole" + (why.empty() ? "" : " (" + why + ")") +
-                       ": free the disk, and resume from the one before it (-y 1)");
+                       ": see to that and resume (-y 1), from the newest one that is whole");
     }
 }
 
