@@ -152,14 +152,14 @@ class Distance:
     overlap: int
     step_seconds: float
     payload: int
-    measured: float
+    speed: float
     busy: float
     predicted: float
     cores: float
 
     @property
     def apart(self):
-        return 100 * (self.measured - self.predicted)
+        return 100 * (self.busy - self.predicted)
 
 
 def distance(arguments, workers, overlap):
@@ -172,8 +172,8 @@ def distance(arguments, workers, overlap):
     payload = min(line["bytes_sent"] for line in logs_of(arguments, far)[0]["sync"])  # without a mean
     predicted = predict(run, FAR_LINE.megabits * 1e6, FAR_LINE.round_trip_ms / 1000, overlap=overlap,
                         mtu=FAR_LINE.mtu, slow_start_after_idle=slow_start_after_idle(how["tcp"]))
-    measured, busy = utilization(arguments, far, near)
-    return Distance(workers, overlap, run.step_seconds, payload, measured, busy, predicted, how["cores"])
+    speed, busy = utilization(arguments, far, near)
+    return Distance(workers, overlap, run.step_seconds, payload, speed, busy, predicted, how["cores"])
 
 
 def far_section(arguments):
@@ -185,16 +185,17 @@ def far_section(arguments):
     most = max((abs(row.apart) for row in there), default=0)
     found = f"{most:.1f} points apart at most" if None not in rows else None
     table = [[str(row.workers), str(row.overlap), f"{1000 * row.step_seconds:.0f} ms", size_text(row.payload),
-              percent(row.measured), percent(row.busy), percent(row.predicted), f"{row.apart:+.1f}",
+              percent(row.busy), percent(row.predicted), f"{row.apart:+.1f}", percent(row.speed),
               f"{row.cores:.2f}"] for row in there]
-    header = ["workers", "tau", "step", "payload", "by steps/s", "by waits", "predicted", "points apart",
+    header = ["workers", "tau", "step", "payload", "utilization", "predicted", "points apart", "steps/s",
               "cores in use"]
     text = markdown(header, table) + f"""
 
 Each worker and the Redis server are a site of their own behind such a line: the server's carries what all
-workers write and read. H = {CARRYING['-H']}, five fragments. Utilization is the median of periods of H steps
-over that of the same workers right beside the store, with tau = {NO_WAITS}; the prediction is made of their
-log."""
+workers write and read. H = {CARRYING['-H']}, five fragments. Utilization is the share of their time in which
+workers do not wait, over that of the same workers right beside the store, with tau = {NO_WAITS}; steps/s are
+the median of periods of H steps, over theirs, and differ by what the machine does from run to run, too. The
+prediction is made of their log."""
     return Section("Far from the store", [Bar(claim, found, most <= APART)], text if table else "")
 
 
