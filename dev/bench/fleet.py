@@ -34,6 +34,7 @@ class Fleet:
         self.workers, self.shares, self.kind = workers, shares or {}, store
         self.lines, self.relay = lines, relay
         self.processes, self.outputs, self.logs, self.steps = {}, [], {}, {}
+        self.alone = []  # processes that are in no run with others, and are not awaited
         self.sites = self.server = None
         self.traffic = []  # of each site's device, when all have ended
         self.tcp = None    # its settings in the sites
@@ -56,7 +57,7 @@ class Fleet:
 
     def __exit__(self, *_):
         try:
-            for process in self.processes.values():
+            for process in [*self.processes.values(), *self.alone]:
                 end(process)
         finally:
             self.stack.close()
@@ -80,18 +81,26 @@ class Fleet:
         return words
 
     def start(self, worker, options=None):
-        """One thread each: there are few cores. options: of this worker alone."""
-        merged = {**self.options, **(options or {}), "--worker": worker}
-        words = [str(word) for name, value in merged.items()
+        """options: of this worker alone."""
+        self.logs[worker] = GrowingLog(self.folder / log_name(worker))
+        interface = {"--interface": self.sites.interface} if self.sites else {}
+        merged = {**self.options, **(options or {}), "--worker": worker, **interface, "-o": self.folder}
+        self.processes[worker] = self.launch(worker, merged)
+
+    def start_alone(self, worker, options):
+        """In its place, with its share, and a run of its own that lasts as long as the fleet."""
+        folder = self.folder / f"alone{worker}"
+        self.alone.append(self.launch(worker, {**options, "-x": 10**7, "-v": 0, "-o": folder}))
+
+    def launch(self, worker, options):
+        """One thread each: there are few cores."""
+        words = [str(word) for name, value in options.items()
                  for word in ((name,) if value is True else (name, value))]
-        interface = ["--interface", self.sites.interface] if self.sites else []
         output = open(self.folder / f"worker{worker}.txt", "a")
         self.outputs.append(output)
-        self.logs[worker] = GrowingLog(self.folder / log_name(worker))
-        command = [*self.place(worker), str(self.trainer), *words, *interface, "-o", str(self.folder)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "DILOCO_STORE": self.url()}
-        self.processes[worker] = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT,
-                                                  env=environment)
+        return subprocess.Popen([*self.place(worker), str(self.trainer), *words], stdout=output,
+                                stderr=subprocess.STDOUT, env=environment)
 
     def kill(self, worker):
         """As a machine that loses its power."""

@@ -40,6 +40,7 @@ STORES_LINE = replace(SLOW_LINE, megabits=0)  # where the workers' are slow
 LEARNING = {"--layers": 4, "--heads": 4, "--channels": 128, "--vocab-size": 257, "-t": 128, "-b": 8,
             "-l": 0.004, "-k": "cosine", "-q": 0.1, "-u": 40, "-c": 0.1, "-H": 48, "--fragment-layers": 2,
             "--overlap": 5, "--outer-weights": "tokens"}
+TRAINING = ("--layers", "--heads", "--channels", "--vocab-size", "-t", "-b", "-l", "-i", "-s", "--seed")
 STEP_TOKENS = LEARNING["-t"] * LEARNING["-b"]
 VALIDATION_TOKENS = 40960
 SHARE = 0.3        # of a core, of each of four workers
@@ -68,7 +69,7 @@ class Job:
     name: str  # of its folder
     options: dict
     workers: int
-    absent: tuple = ()  # workers that are never started
+    absent: tuple = ()  # workers that train by themselves beside it, on the same machine
     shares: tuple = ()  # of a core, by worker; none: as much as there is
     store: str = "redis"
     lines: tuple = ()   # of each worker, and the store's; none: all on one machine
@@ -142,12 +143,17 @@ def even_job(arguments, seed):
     return learning_job(arguments, "even", seed)
 
 
-def without_job(arguments, seed):
-    return learning_job(arguments, "without", seed, absent=(3,))
+def without_job(arguments, name, seed):
+    """The slower one trains by itself: so the machine has as much to do."""
+    return learning_job(arguments, f"without-{name}", seed, absent=(3,), shares=shares_with_slower(name))
 
 
 def slower_job(arguments, name, seed):
-    return learning_job(arguments, name, seed, shares=(SHARE,) * 3 + (SHARE / SLOWER[name],))
+    return learning_job(arguments, name, seed, shares=shares_with_slower(name))
+
+
+def shares_with_slower(name):
+    return (SHARE,) * 3 + (SHARE / SLOWER[name],)
 
 
 def as_many_tokens(arguments, name, seed):
@@ -170,7 +176,7 @@ def learning_jobs(arguments, kind, seed):
     """Those whose speeds are compared come one behind the other: the machine is not the same tomorrow."""
     if kind == "lost":
         return [even_job(arguments, seed), lost_job(arguments, seed)]
-    jobs = [without_job(arguments, seed), *(slower_job(arguments, name, seed) for name in SLOWER),
+    jobs = [*(job(arguments, name, seed) for name in SLOWER for job in (without_job, slower_job)),
             *(as_many_tokens(arguments, name, seed) for name in SLOWER)]
     return [one for one in jobs if one is not None]
 
@@ -205,7 +211,9 @@ def logs_of(arguments, job):
 def play(fleet, job):
     """From the start of all workers to their end."""
     for worker in range(job.workers):
-        if worker not in job.absent:
+        if worker in job.absent:
+            fleet.start_alone(worker, {name: job.options[name] for name in TRAINING})
+        else:
             fleet.start(worker)
     if job.loses >= 0:
         steps = job.options["-x"]

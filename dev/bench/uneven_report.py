@@ -278,7 +278,7 @@ class Slower:
 
 
 def read_slower(arguments, name):
-    without = by_seed(arguments, lambda seed: without_job(arguments, seed))
+    without = by_seed(arguments, lambda seed: without_job(arguments, name, seed))
     found = Slower([], [], [], [])
     for seed, job in by_seed(arguments, lambda seed: slower_job(arguments, name, seed)).items():
         if seed in without:
@@ -320,9 +320,9 @@ def uneven_section(arguments):
                      "tokens, of another's", "loss", "even run's", "difference", "seeds"], table) + f"""
 
 What the others keep is of all of their seconds behind the first {LEARNING['-H']} steps, with those that they
-wait, over the same in a run whose fourth place is empty; medians over seeds. H = {LEARNING['-H']}, tau =
-{LEARNING['--overlap']}, means weighted by tokens. The even run's four workers have as many tokens
-together."""
+wait, over the same in a run of three, beside which the fourth trains by itself; medians over seeds. H =
+{LEARNING['-H']}, tau = {LEARNING['--overlap']}, means weighted by tokens. The even run's four workers have as
+many tokens together."""
     return Section("One of four workers is slower", bars, text if table else "")
 
 
