@@ -161,7 +161,7 @@ public:
           presence(options.expiry, options.grace) {
         me.worker = worker;
         encoded_until.assign(start.positions.size(), -1);
-        enter(start.positions, start.from_checkpoint);
+        enter(start.positions, !start.from_checkpoint);
     }
 
     // What to ask the store now, if anything, in this order. The caller brings the answers before it asks for
@@ -184,6 +184,7 @@ public:
             if (std::exchange(is_cut_off, false)) {
                 say(LogEventKind::store_back, "has the store again");
                 forgive(now - cut_off_since, now);
+                asked_at = now;
             }
             batch[next].then(answers[next], now);
             if (phase == Phase::stopped) { return; }
@@ -590,12 +591,13 @@ private:
     }
 
     // At these positions, with what the shard holds.
-    void enter(const std::vector<long>& positions, bool is_from_checkpoint) {
+    // is_sure: that is what the run has
+    void enter(const std::vector<long>& positions, bool is_sure) {
         if (int(positions.size()) != schedule.fragments()) {
             throw std::logic_error("positions of another number of fragments");
         }
         slots.assign(positions.size(), Slot());
-        is_proven.assign(positions.size(), !is_from_checkpoint);
+        is_proven.assign(positions.size(), is_sure);
         for (int p = 0; p < int(slots.size()); p++) {
             slots[size_t(p)].sync = schedule.sync(p, positions[size_t(p)]);
             slots[size_t(p)].hash = shard.hash(p);
@@ -960,18 +962,18 @@ private:
         const StandingLines standing = standing_lines(lines, slot.hash, rules);
         const bool waits = slot.due_since >= 0 && now >= judged_since(slot) + options.grace;
         const bool are_few = int(standing.size()) < options.min_workers;
-        if (slot.has_told || !waits || !(are_few || !has_majority(standing, rules))) { return; }
-        slot.has_told = true;
-        const std::string what =
-            are_few ? format("%zu of at least %d workers have sent sync %ld", standing.size(),
-                             options.min_workers, slot.sync)
-                    : format("of those that have sent sync %ld most stand on no same global parameters: ",
-                             slot.sync) + in_words(holders_of_hashes(standing));
-        say(LogEventKind::too_few, "waits: " + what, slot.sync);
-        if (!are_few && int(standing.size()) >= options.workers) {
+        const bool are_split = !are_few && !has_majority(standing, rules);
+        if (!waits || !(are_few || are_split)) { return; }
+        const std::string holders = in_words(holders_of_hashes(standing));
+        if (are_split && int(standing.size()) >= options.workers) {
             diverged = true;
-            stop("the workers' global parameters differ, and nobody knows whose are right");
+            return stop("nobody knows whose global parameters are right: there are workers " + holders);
         }
+        if (std::exchange(slot.has_told, true)) { return; }
+        const std::string what =
+            are_few ? format("%zu of at least %d workers have sent", standing.size(), options.min_workers)
+                    : "most stand on no same global parameters, but " + holders + ", of those that have sent";
+        say(LogEventKind::too_few, "waits: " + what + format(" sync %ld", slot.sync), slot.sync);
     }
 
     void write_entry(long sync, const LogEntry& entry) {
@@ -1009,10 +1011,11 @@ private:
         if (!slot.is_merged || (writes_mean(slot) && !slot.mean.record)) { read_payloads(slot); }
     }
 
-    // What a checkpoint has kept wrong is not a reason to stop: that would be read again, and again.
+    // What a checkpoint has kept wrong is not a reason to stop: that would be read again, and again. Nor is
+    // what such a worker has given.
     void diverge(const Slot& slot) {
         if (!is_proven[size_t(schedule.fragment(slot.sync))]) {
-            return fall_behind("its checkpoint holds not what the run has");
+            return fall_behind("has begun with other global parameters than the run's");
         }
         diverge();
     }
@@ -1179,25 +1182,30 @@ private:
         }
     }
 
-    // What others want. Of that, what nobody offers yet is for somebody to give.
+    // What others want. Of that, what nobody offers yet is for somebody to give. Wants are asked for last:
+    // who has what it wanted removes its want first, and then the offer.
     void look_at_wants() {
         looks_at_wants = false;
-        ask({StoreRequest::list, key("want"), "", ""},
-            [this](const StoreAnswer& answer, double now) { note_wants(answer.listing, now); });
-        ask({StoreRequest::list, key("giver"), "", ""},
-            [this](const StoreAnswer& answer, double now) { note_givers(answer.listing, now); });
+        const auto offers = std::make_shared<std::map<std::string, std::string>>();
+        const auto givers = std::make_shared<std::map<std::string, std::string>>();
         ask({StoreRequest::list, key("offer"), "", ""},
-            [this, is_last = wants_are_last](const StoreAnswer& answer, double now) {
-                for (const auto& [want, offer] : answer.listing) { wanted.erase(want); }
+            [offers](const StoreAnswer& answer, double) { *offers = answer.listing; });
+        ask({StoreRequest::list, key("giver"), "", ""},
+            [givers](const StoreAnswer& answer, double) { *givers = answer.listing; });
+        ask({StoreRequest::list, key("want"), "", ""},
+            [this, offers, givers, is_last = wants_are_last](const StoreAnswer& answer, double now) {
+                note_wants(answer.listing, *offers, now);
+                note_givers(*givers, now);
                 choose_reader(is_last, now);
             });
     }
 
-    void note_wants(const std::map<std::string, std::string>& wants, double now) {
+    void note_wants(const std::map<std::string, std::string>& wants,
+                    const std::map<std::string, std::string>& offers, double now) {
         std::map<std::string, Wanted> still;
         for (const auto& [want, reason] : wants) {
             const auto known = wanted.find(want);
-            if (Incarnation::parse(want).worker == me.worker) { continue; }
+            if (Incarnation::parse(want).worker == me.worker || offers.count(want)) { continue; }
             still[want] = known == wanted.end() ? Wanted{now, ""} : known->second;
         }
         wanted = still;
@@ -1208,7 +1216,16 @@ private:
             const auto giver = givers.find(want);
             const std::string text = giver == givers.end() ? "" : giver->second;
             if (text != one.giver) { one = {now, text}; }
+            // While this worker's trainer had no turn, another one has taken it over, and begun.
+            if (gives(want) && giving->bytes.empty() && has_written(text)) { giving.reset(); }
         }
+    }
+    bool gives(const std::string& want) const { return giving && giving->want == want; }
+    // giver: "v.j chunks"; of others
+    bool has_written(const std::string& giver) const {
+        const size_t space = giver.find(' ');
+        const bool is_other = space != std::string::npos && !(Incarnation::parse(giver) == me);
+        return is_other && std::atol(giver.substr(space).c_str()) > 0;
     }
 
     void rest_from_looking(double from, double now) {
@@ -1252,11 +1269,14 @@ private:
         has_looked_last = is_last;
         is_wanted = false;
         if (giving && !presence.is_alive(Incarnation::parse(giving->want))) { give_no_more(); }
-        const int before_me = presence.running_before(me.worker);
+        // Whose own parameters no entry has confirmed yet lets others go first.
+        const bool am_proven = std::find(is_proven.begin(), is_proven.end(), false) == is_proven.end();
+        const int before_me = presence.running_before(me.worker) + (am_proven ? 0 : options.workers);
         for (const auto& [want, one] : wanted) {
             if (!presence.is_alive(Incarnation::parse(want))) { continue; }
             is_wanted = true;
-            const bool is_given = presence.is_at_work(Incarnation::parse(one.giver));
+            const Incarnation giver = Incarnation::parse(one.giver);
+            const bool is_given = presence.is_at_work(giver) && !(giver == me);
             const double patience = (before_me + (is_given ? 3 : 0)) * options.grace;
             if (!giving && now >= one.since + patience) { giving = Giving{want, !one.giver.empty()}; }
         }
@@ -1276,8 +1296,8 @@ private:
 
     void tell_of_nobody() {
         if (std::exchange(has_told_of_nobody, true)) { return; }
-        say(LogEventKind::too_few, "waits: nobody who is alive holds what the run has: start a worker that has "
-                                   "a checkpoint of it, or begin another run (--run-name)");
+        say(LogEventKind::too_few, "waits: nobody who is alive holds what the run has: start a worker that "
+                                   "has a checkpoint of it, or begin another run (--run-name)");
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -1307,8 +1327,8 @@ private:
         }
         const LogOffer mine{me, giving->bytes.size(), digest_of(giving->bytes)};
         ask({StoreRequest::put_if_absent, key("offer"), giving->want, mine.text()},
-            [this](const StoreAnswer& answer, double) {
-                if (!giving) { return; }
+            [this, want = giving->want](const StoreAnswer& answer, double) {
+                if (!gives(want)) { return; }
                 if (!(LogOffer::parse(answer.value).giver == me)) { return give_no_more(); }
                 say(LogEventKind::gives_snapshot, "gives a snapshot to " + giving->want);
                 giving.reset();
@@ -1319,18 +1339,19 @@ private:
 
     void claim() {
         const auto kind = giving->takes_over ? StoreRequest::put : StoreRequest::put_if_absent;
-        ask({kind, key("giver"), giving->want, progress()}, [this](const StoreAnswer& answer, double) {
-            if (!giving) { return; }
-            giving->is_claimed = Incarnation::parse(answer.value) == me;
-            if (!giving->is_claimed) { giving.reset(); }
-        });
+        ask({kind, key("giver"), giving->want, progress()},
+            [this, want = giving->want](const StoreAnswer& answer, double) {
+                if (!gives(want)) { return; }
+                giving->is_claimed = Incarnation::parse(answer.value) == me;
+                if (!giving->is_claimed) { giving.reset(); }
+            });
     }
 
     // Unless the reader has gone, or has an offer already.
     void give_chunk() {
         const auto stop_if = [this](bool it_is_there) {
-            return [this, it_is_there](const StoreAnswer& answer, double) {
-                if (giving && answer.found == it_is_there) { give_no_more(); }
+            return [this, it_is_there, want = giving->want](const StoreAnswer& answer, double) {
+                if (gives(want) && answer.found == it_is_there) { give_no_more(); }
             };
         };
         ask({StoreRequest::get, key("want"), giving->want, ""}, stop_if(false));
@@ -1338,8 +1359,8 @@ private:
         ask({StoreRequest::put_if_absent, key("snapshot/" + giving->want),
              me.text() + "." + std::to_string(giving->chunks),
              giving->bytes.substr(giving->chunks * options.snapshot_chunk, options.snapshot_chunk)},
-            [this](const StoreAnswer&, double) {
-                if (giving) { giving->chunks++; }
+            [this, want = giving->want](const StoreAnswer&, double) {
+                if (gives(want)) { giving->chunks++; }
             });
         ask({StoreRequest::put, key("giver"), giving->want, progress()}, [](const StoreAnswer&, double) {});
     }
@@ -1397,22 +1418,31 @@ private:
         });
     }
 
+    // As much as one chunk of a payload holds.
     void read_snapshot() {
         const LogOffer& offer = *snapshot.offer;
-        ask({StoreRequest::get, key("snapshot/" + want()),
-             offer.giver.text() + "." + std::to_string(snapshot.chunks), ""},
-            [this](const StoreAnswer& answer, double) {
-                const LogOffer& offer = *snapshot.offer;
-                snapshot.bytes += answer.value;
-                snapshot.chunks++;
-                const bool is_last = snapshot.chunks == chunks_of(offer.bytes, options.snapshot_chunk);
-                if (!rules.is_chunk(answer) || (is_last && !rules.is_whole(snapshot.bytes, offer))) {
-                    say(LogEventKind::snapshot_gone, "finds its snapshot gone, and asks for another");
-                    remove_snapshot(want());
-                    return ask_for_snapshot();
-                }
-                snapshot.is_whole = is_last;
-            });
+        const size_t all = chunks_of(offer.bytes, options.snapshot_chunk);
+        const size_t some = std::max(options.chunk / options.snapshot_chunk, size_t(1));
+        for (size_t chunk = snapshot.chunks; chunk < std::min(all, snapshot.chunks + some); chunk++) {
+            const std::string name = offer.giver.text() + "." + std::to_string(chunk);
+            ask({StoreRequest::get, key("snapshot/" + want()), name, ""},
+                [this, attempt = snapshot.attempt](const StoreAnswer& answer, double) {
+                    if (snapshot.attempt == attempt) { take_chunk_of_snapshot(answer); }
+                });
+        }
+    }
+
+    void take_chunk_of_snapshot(const StoreAnswer& answer) {
+        const LogOffer& offer = *snapshot.offer;
+        snapshot.bytes += answer.value;
+        snapshot.chunks++;
+        const bool is_last = snapshot.chunks == chunks_of(offer.bytes, options.snapshot_chunk);
+        if (!rules.is_chunk(answer) || (is_last && !rules.is_whole(snapshot.bytes, offer))) {
+            say(LogEventKind::snapshot_gone, "finds its snapshot gone, and asks for another");
+            remove_snapshot(want());
+            return ask_for_snapshot();
+        }
+        snapshot.is_whole = is_last;
     }
 
     void load_snapshot() {

@@ -417,12 +417,20 @@ TEST(SyncLog, a_line_that_the_store_has_lost_is_sent_again) {
 
 TEST(SyncLog, two_workers_that_differ_do_not_wait_for_each_other_for_ever) {
     Senders senders(2);
-    for (int w : {0, 1}) { EXPECT_EQ(senders.workers[size_t(w)]->log.turn(0, senders.now).kind, LogTurn::go_on); }
+    for (const auto& one : senders.workers) {
+        EXPECT_EQ(one->log.turn(0, senders.now).kind, LogTurn::go_on);
+    }
     senders.workers[1]->shard.corrupt();
     senders.train_until_they_send();
     for (const auto& one : senders.workers) {
         EXPECT_EQ(one->log.turn(Senders::H + 1, senders.now).kind, LogTurn::wait);
     }
+    // The one has waited in vain, and said so, when the other's line comes.
+    EXPECT_TRUE(senders.workers[0]->go_there_and_back(senders.now));
+    senders.now += Driven::options().grace;
+    EXPECT_TRUE(senders.workers[0]->go_there_and_back(senders.now));
+    const std::vector<LogEvent> events = senders.workers[0]->log.events();
+    EXPECT_EQ(events.back().kind, LogEventKind::too_few);
     senders.settle();
     senders.now += Driven::options().grace;
     senders.settle();
