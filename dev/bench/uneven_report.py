@@ -258,7 +258,7 @@ class Losses:
         if len(self.differences) < seeds:
             return Bar(claim, None, False)
         found = f"{self.text()}, {seeds} seed{'s' * (seeds > 1)}"
-        return Bar(claim, found, abs(statistics.mean(self.differences)) <= limit)
+        return Bar(claim, found, statistics.mean(self.differences) <= limit)
 
 
 def losses_of(arguments, runs, base):
@@ -301,7 +301,8 @@ def slower_bars(arguments, name, slower, losses):
     if name == "half":
         bars.append(Bar(f"{which}: it is counted in {percent(COUNTED, 0)} of the syncs",
                         percent(counted) if is_whole else None, counted >= COUNTED))
-    claim = f"{which}: validation loss within {UNEVEN_LOSS:g}% of that of an even run with as many tokens"
+    claim = (f"{which}: validation loss at most {UNEVEN_LOSS:g}% above that of an even run with as many "
+             "tokens")
     return [*bars, losses.bar(claim, UNEVEN_LOSS, arguments.seeds)]
 
 
@@ -329,8 +330,8 @@ many tokens together."""
 def lost_section(arguments):
     runs = by_seed(arguments, lambda seed: lost_job(arguments, seed))
     losses = losses_of(arguments, runs, by_seed(arguments, lambda seed: even_job(arguments, seed)))
-    claim = (f"a run that loses one of four workers at a third and has it back at two thirds ends within "
-             f"{LOST_LOSS}% of the undisturbed run's validation loss")
+    claim = (f"a run that loses one of four workers at a third and has it back at two thirds ends at most "
+             f"{LOST_LOSS}% above the undisturbed run's validation loss")
     section = Section("One of four workers is lost and comes back",
                       [losses.bar(claim, LOST_LOSS, arguments.seeds)])
     if runs:
