@@ -442,9 +442,10 @@ TEST(SyncLog, two_workers_that_differ_do_not_wait_for_each_other_for_ever) {
 }
 
 TEST(SyncLog, a_snapshot_is_given_by_one_and_once_however_long_that_takes) {
+    const SyncLogRules rules;
     size_t snapshots = 0;
     for (uint64_t seed = 1; seed <= 20; seed++) {
-        simulation::World world(seed, SyncLogRules(), false, [](simulation::Plan& plan) {
+        simulation::World world(seed, rules, false, [](simulation::Plan& plan) {
             simulation::make_even(plan);
             plan.workers = plan.options.workers = 4;
             plan.min_workers = plan.options.min_workers = 3;
