@@ -271,8 +271,8 @@ def losses_of(arguments, runs, base):
 @dataclass
 class Slower:
     """What one of four workers that is slower does, and is, by seed."""
-    kept: list     # of the other three's speed without it, of all of their seconds
-    windows: list  # the same of the median window
+    kept: list     # of the share of the other three's time in which they do not wait, without it
+    speed: list    # the same of their steps/s, which differ by what the machine does, too
     counted: list  # in a share of the syncs
     tokens: list   # its, as a share of another's
 
@@ -282,11 +282,13 @@ def read_slower(arguments, name):
     found = Slower([], [], [], [])
     for seed, job in by_seed(arguments, lambda seed: slower_job(arguments, name, seed)).items():
         if seed in without:
-            logs, three = logs_of(arguments, job), (0, 1, 2)
-            speeds = [steps_per_second(one, three, LEARNING["-H"])
-                      for one in (logs, logs_of(arguments, without[seed]))]
-            found.kept.append(speeds[0][0] / speeds[1][0])
-            found.windows.append(speeds[0][1] / speeds[1][1])
+            logs, length = logs_of(arguments, job), LEARNING["-H"]
+            both = [[(busy_share(one[worker], length), steps_per_second(one, (worker,), length)[0])
+                     for worker in (0, 1, 2)] for one in (logs, logs_of(arguments, without[seed]))]
+            (busy, speed), (own_busy, own_speed) = ([statistics.mean(values) for values in zip(*one)]
+                                                    for one in both)
+            found.kept.append(busy / own_busy)
+            found.speed.append(speed / own_speed)
             found.counted.append(counted_share(logs, 3))
             found.tokens.append(share_of_tokens(logs, 3))
     return found
@@ -314,16 +316,17 @@ def uneven_section(arguments):
                            by_seed(arguments, lambda seed: as_many_tokens(arguments, name, seed)))
         bars += slower_bars(arguments, name, slower, losses)
         if slower.kept:
-            medians = [statistics.median(values) for values in (slower.kept, slower.windows, slower.counted,
+            medians = [statistics.median(values) for values in (slower.kept, slower.speed, slower.counted,
                                                                 slower.tokens)]
             table.append([f"1/{times}", *map(percent, medians), *losses.cells(), str(len(slower.kept))])
-    text = markdown(["its speed", "the others keep", "in the median window", "it is counted in",
+    text = markdown(["its speed", "the others keep", "steps/s", "it is counted in",
                      "tokens, of another's", "loss", "even run's", "difference", "seeds"], table) + f"""
 
-What the others keep is of all of their seconds behind the first {LEARNING['-H']} steps, with those that they
-wait, over the same in a run of three, beside which the fourth trains by itself; medians over seeds. H =
-{LEARNING['-H']}, tau = {LEARNING['--overlap']}, means weighted by tokens. The even run's four workers have as
-many tokens together."""
+The others keep so much of the share of their time in which they do not wait, behind the first
+{LEARNING['-H']} steps, beside a run of three with the fourth training by itself; and of its steps/s, which
+differ by what the machine does from run to run, too. Medians over seeds. H = {LEARNING['-H']}, tau =
+{LEARNING['--overlap']}, means weighted by tokens. The even run's four workers have as many tokens together,
+in fewer steps."""
     return Section("One of four workers is slower", bars, text if table else "")
 
 

@@ -65,14 +65,17 @@ def write_run(arguments, job, lines, devices=()):
     (folder / "made_by.json").write_text(json.dumps(how))
 
 
-def learning_run(arguments, job, loss, seconds=0.1, counted=100, tokens=jobs.STEP_TOKENS):
-    """A run of 200 steps; the fourth worker is counted in so many of 100 syncs."""
+def learning_run(arguments, job, loss, busy=1.0, counted=100, tokens=jobs.STEP_TOKENS):
+    """A run of 200 steps; the fourth worker is counted in so many of 100 syncs. 15 of these are applied behind
+    the first 48 steps, and are waited for."""
+    waited = (1 - busy) * 0.1 * (200 - 48) / 15
     lines = {}
     for worker in range(job.workers):
         if worker not in job.absent:
             everybody = [0, 1, 2, 3]
-            lines[worker] = [*step_lines([seconds] * 200, tokens if worker == 3 else jobs.STEP_TOKENS),
-                             *sync_lines([everybody if n < counted else everybody[:3] for n in range(100)]),
+            lines[worker] = [*step_lines([0.1] * 200, tokens if worker == 3 else jobs.STEP_TOKENS),
+                             *sync_lines([everybody if n < counted else everybody[:3] for n in range(100)],
+                                         waited=waited),
                              {"type": "eval", "step": 200, "loss": loss}]
     write_run(arguments, job, lines)
 
@@ -82,7 +85,7 @@ def uneven_runs(arguments, half=2.0, tenth=2.0, kept=1.0, counted=95):
         for name, loss in (("half", half), ("tenth", tenth)):
             learning_run(arguments, jobs.without_job(arguments, name, seed), 2.0)
             job = jobs.slower_job(arguments, name, seed)
-            learning_run(arguments, job, loss, 0.1 / kept, counted, jobs.STEP_TOKENS // jobs.SLOWER[name])
+            learning_run(arguments, job, loss, kept, counted, jobs.STEP_TOKENS // jobs.SLOWER[name])
             learning_run(arguments, jobs.as_many_tokens(arguments, name, seed), 2.0)
 
 
