@@ -66,8 +66,8 @@ def write_run(arguments, job, lines, devices=()):
 
 
 def learning_run(arguments, job, loss, busy=1.0, counted=100, tokens=jobs.STEP_TOKENS):
-    """A run of 200 steps; the fourth worker is counted in so many of 100 syncs. 15 of these are applied behind
-    the first 48 steps, and are waited for."""
+    """A run of 200 steps; the fourth is counted in so many of 100 syncs, of which 15 are applied behind
+    the first 48 steps."""
     waited = (1 - busy) * 0.1 * (200 - 48) / 15
     lines = {}
     for worker in range(job.workers):
