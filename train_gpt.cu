@@ -722,16 +722,6 @@ inline DilocoOptions diloco_options(const Options& o) {
 // To how many a process sends what it has to say in a sync, and itself: a payload goes to the store once.
 inline int exchange_members(const Options& o) { return o.is_independent() ? 2 : o.workers; }
 
-// With the exchange that `auto` comes to over a store when all are counted.
-inline DilocoOptions planned_options(const Options& o) {
-    DilocoOptions d = diloco_options(o);
-    if (o.is_independent()) {
-        const bool merges = !describe_merging(d.wire, o.workers).empty();
-        d.wire.exchange = merges ? ExchangeKind::merged : ExchangeKind::all_gather;
-    }
-    return d;
-}
-
 // The options for workers that come and go that are not what they are without being given, as in the
 // config.toml of a run in lock-step.
 inline std::vector<std::string> options_of_independence(const Options& o) {
@@ -982,11 +972,12 @@ inline Fingerprint fingerprint_of_run(const Options& o, const Inputs& inputs) {
                                {"--outer-transport", o.outer_transport}});
     }
     if (o.is_independent()) {  // not --grace, --max-lag, --retain: what a worker has patience and room for
+        const MergedFrom merged = merged_from(diloco_options(o).wire);
         all.insert(all.end(), {{"--min-workers", number(o.min_workers)},
                                {"--save-every (checkpoints)", o.save_every > 0 ? "yes" : "no"},
                                {"--join-moments", o.join_moments ? "true" : "false"},
                                {"--outer-exchange (merged from)",
-                                number(merged_from(diloco_options(o).wire))}});
+                                format("%d workers, %zu bytes", merged.contributors, merged.bytes)}});
     }
     return all;
 }
@@ -1241,6 +1232,17 @@ inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& rep
     }
 }
 
+// With the exchange that `auto` comes to over a store when all are counted.
+inline DilocoOptions planned_options(const Options& o, const Inputs& in) {
+    DilocoOptions d = diloco_options(o);
+    if (o.is_independent()) {
+        const std::vector<long> values = shard_values(in.fragments, in.layout);
+        const bool merges = !describe_merging(d.wire, values, o.workers).empty();
+        d.wire.exchange = merges ? ExchangeKind::merged : ExchangeKind::all_gather;
+    }
+    return d;
+}
+
 // What the plan comes to in Mbit/s: once, after ten steps that are measured, or at the end of a shorter run.
 // The first step is left out, in which memory is touched for the first time.
 inline void print_rates(Run& run, long update) {
@@ -1248,10 +1250,11 @@ inline void print_rates(Run& run, long update) {
     if (trained == 1) { run.first_seconds = run.totals.train_seconds; }
     if (!run.outer || !run.speaks() || trained < 2 || trained != std::min(11L, all)) { return; }
     const double seconds = (run.totals.train_seconds - run.first_seconds) / double(trained - 1);
-    const std::vector<size_t> bytes = sync_bytes(planned_options(run.options), run.inputs.fragments,
-                                                 run.inputs.layout, exchange_members(run.options));
-    run.status.print(rates(run.inputs.fragments, bytes, run.options.inner_steps, run.options.overlap,
-                           seconds));
+    const Options& o = run.options;
+    const Inputs& in = run.inputs;
+    const std::vector<size_t> bytes = sync_bytes(planned_options(o, in), in.fragments, in.layout,
+                                                 exchange_members(o));
+    run.status.print(rates(in.fragments, bytes, o.inner_steps, o.overlap, seconds));
 }
 
 // Ends the run where a loss is no number any more, and says what to do. A resume takes the newest step of
@@ -2097,8 +2100,10 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
                                                   outer_stream);
         }
         outer_loop->start(worker->master, main);
-        exchanges = plan(planned_options(o), in.fragments, in.layout, exchange_members(o));
-        if (o.is_independent()) { exchanges += describe_merging(d.wire, o.workers); }
+        exchanges = plan(planned_options(o, in), in.fragments, in.layout, exchange_members(o));
+        if (o.is_independent()) {
+            exchanges += describe_merging(d.wire, shard_values(in.fragments, in.layout), o.workers);
+        }
     });
     if (process.group_index() == 0 && !o.output.empty()) {
         write_text(checkpoint_folder(o, process) + "/config.toml", o.toml);

@@ -318,7 +318,8 @@ inline void define_options(CLI::App& app, Options& o) {
             add("--outer-exchange", o.outer_exchange,
                 "all_gather, or with three workers and more all_to_all (with a store: merged): fewer bytes, "
                 "and means rounded once more (auto: the fewer bytes; with a store merged from five workers "
-                "on, but not with error feedback: a merged mean's rounding is not fed back)")
+                "on with payloads of 2 MiB and more, but not with error feedback: a merged mean's rounding "
+                "is not fed back)")
                 ->check(CLI::IsMember({"auto", "all_gather", "all_to_all", "merged"})),
             add("--outer-rounding", o.outer_rounding, "nearest, or stochastic: right on average")
                 ->check(CLI::IsMember({"nearest", "stochastic"})),

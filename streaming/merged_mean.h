@@ -10,6 +10,7 @@
 // much as a send and, of sums of products, what all-gather's comparison takes (statistics.h); while it is
 // computed, n payloads and 4 bytes a value.
 #pragma once
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -17,18 +18,19 @@
 #include "exchange.h"
 #include "sync_log.h"
 
-// Contributors from which on syncs are merged; 0: never. By itself from five on, of whom the store is asked
-// for 8 payloads and means in place of 20: with three or four what it saves is not worth the way to the store
-// and back that it takes longer. Never with error feedback, which could not give back what the mean's
-// rounding loses.
-inline int merged_from(const WireOptions& wire) {
+// By itself from five contributors on, of whom the store is asked for 8 payloads and means in place of 20,
+// where these are large: what is saved has to be worth the two ways to the store and back that a mean takes
+// longer. (Over 80 ms, with a store's line no wider than a worker's: eight workers from 0.7 MB on at 200
+// Mbit/s and from 5 MB on at 1 Gbit/s; five, from 3 MB on at 200 Mbit/s. By dev/simulation.) Never with error
+// feedback, which could not give back what the mean's rounding loses.
+inline MergedFrom merged_from(const WireOptions& wire) {
     switch (wire.exchange) {
-        case ExchangeKind::automatic: return wire.error_feedback ? 0 : 5;
-        case ExchangeKind::merged: return 2;
+        case ExchangeKind::automatic: return wire.error_feedback ? MergedFrom{} : MergedFrom{5, 2 << 20};
+        case ExchangeKind::merged: return {2, 0};
         case ExchangeKind::all_gather:
         case ExchangeKind::all_to_all: break;
     }
-    return 0;
+    return {};
 }
 
 inline PayloadLayout merged_layout(Format format, long n, int contributors) {
@@ -115,9 +117,14 @@ inline std::string encode_merged_mean(const WireOptions& wire, const Sync& sync,
 }
 
 // How the store's syncs are merged, for people: a line, or nothing.
-inline std::string describe_merging(const WireOptions& wire, int workers) {
-    const int from = merged_from(wire);
-    if (from == 0 || workers < from) { return ""; }
-    return format("syncs of %d workers and more are merged: who decides one reads the payloads of the others "
-                  "and writes their mean, which the others read\n", from);
+// values: of each fragment, this process's shard
+inline std::string describe_merging(const WireOptions& wire, const std::vector<long>& values, int workers) {
+    const MergedFrom from = merged_from(wire);
+    const size_t largest = payload_bytes(wire.format, *std::max_element(values.begin(), values.end()));
+    if (!from.contains(size_t(workers), largest)) { return ""; }
+    const std::string of_payloads =
+        from.bytes > 0 ? format(", with payloads of %zu bytes and more,", from.bytes) : "";
+    return format("syncs of %d workers and more%s are merged: who decides one reads the payloads of the "
+                  "others and writes their mean, which the others read\n",
+                  from.contributors, of_payloads.c_str());
 }

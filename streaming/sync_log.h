@@ -19,7 +19,7 @@
 //   3. entry, if absent     The first one wins, and the winner's is read, by its decider as well.
 //   4. generation           Read after the entry: a store that came back empty has lost lines, so what is
 //                           decided there is believed by nobody.
-//   5. payloads, or a mean  With as many contributors as `merged_from` the decider reads their payloads and
+//   5. payloads, or a mean  Where they are many, and large (merged_from), the decider reads the payloads and
 //                           writes the mean, chunks, then a record; the others read that. Who misses it, for
 //                           the decider is dead or slow, makes the same bytes of the payloads.
 //   6. apply                At the due step, at the latest behind the last one; at once where this worker was
@@ -83,7 +83,7 @@ struct SyncLogOptions {
     long overlap = 1;         // tau
     long max_lag = 4;         // steps
     long retain = 4;          // syncs of each fragment
-    int merged_from = 0;      // contributors from which on a sync is merged; 0: never. The same for all
+    MergedFrom merged_from;   // the same for all
     bool checkpoints = true;  // payloads are kept until two workers' have them behind them
     size_t chunk = 64 << 20;  // bytes, of payloads and means
     size_t snapshot_chunk = 4 << 20;  // of snapshots: what else is sent waits for one at most
@@ -909,7 +909,7 @@ private:
                 rest_from_looking_at(*slot, now);
                 if (answer.found) { slot->entry = LogEntry::parse(answer.value); }
             });
-        if (options.merged_from > 0) { look_for_mean(slot.sync); }
+        if (options.merged_from.contributors > 0) { look_for_mean(slot.sync); }
         if (!has_line) { return; }
         asks_beats = true;
         ask({StoreRequest::list, folder("sent", slot.sync), "", ""},
@@ -1518,7 +1518,7 @@ private:
     }
 
     void sweep_records_of_means(const std::vector<long>& oldest) {
-        if (options.merged_from == 0) { return; }
+        if (options.merged_from.contributors == 0) { return; }
         chores.push_back(
             {{StoreRequest::list, key("means"), "", ""}, [=](const StoreAnswer& answer, double) {
                  for (const auto& [sync, record] : answer.listing) {

@@ -12,9 +12,19 @@
 
 #include "sync_log_decision.h"
 
-// merged_from: contributors; 0: no sync is merged
-inline bool is_merged(const LogEntry& entry, int merged_from) {
-    return merged_from > 0 && entry.contributors.size() >= size_t(merged_from);
+// Which syncs are merged: those of so many contributors and more, whose payloads have so many bytes and more.
+struct MergedFrom {
+    int contributors = 0;  // 0: no sync is
+    size_t bytes = 0;      // of one's payload: in a sync all have as many
+
+    bool contains(size_t contributors_, size_t bytes_) const {
+        return contributors > 0 && contributors_ >= size_t(contributors) && bytes_ >= bytes;
+    }
+};
+
+inline bool is_merged(const LogEntry& entry, const MergedFrom& from) {
+    const std::vector<Contributor>& all = entry.contributors;
+    return !all.empty() && from.contains(all.size(), all.front().bytes);
 }
 
 // A merged sync's mean, as far as a worker has it.

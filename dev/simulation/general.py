@@ -41,14 +41,12 @@ def exchanges_of(setting):
     fragments = make_fragments(blocks, layers, setting.fragment_layers, setting.fragment_pattern,
                                setting.inner_steps)
     values = [sum(blocks[b] for b in fragment.blocks) for fragment in fragments]
-    if setting.outer_transport == "store":
-        kind, count = choose_store_exchange(setting.outer_exchange, setting.workers), store_bytes
-    else:
-        kind = choose_exchange(setting.outer_exchange, setting.outer_dtype, values, setting.workers)
-        count = exchange_bytes
+    wished, format, workers = setting.outer_exchange, setting.outer_dtype, setting.workers
 
     def counts(n):
-        return count(kind, setting.outer_dtype, n, setting.workers)
+        if setting.outer_transport == "store":
+            return store_bytes(choose_store_exchange(wished, format, n, workers), format, n, workers)
+        return exchange_bytes(choose_exchange(wished, format, values, workers), format, n, workers)
 
     return [(fragment.offset, counts(n), [b + 1 for b in fragment.blocks if b < layers])
             for fragment, n in zip(fragments, values)]

@@ -46,8 +46,8 @@ class Measured:
 
     @property
     def is_merged(self):
-        return (self.outer_transport == "store" and choose_store_exchange(
-            self.outer_exchange, self.workers, self.outer_error_feedback) == "merged")
+        """Whether the syncs of some fragment are."""
+        return self.outer_transport == "store" and any(len(counts) == 3 for _, counts in self.exchanges())
 
     def exchanges(self):
         """(offset, bytes of each call) by fragment, of one rank; through a store (offset, store_bytes())."""
@@ -57,12 +57,15 @@ class Measured:
         offsets = self.fragment_offsets or [fragment.offset for fragment in fragments]
         values = [sum(blocks[b] for b in fragment.blocks) // self.ranks for fragment in fragments]
         if self.outer_transport == "store":
-            kind = "merged" if self.is_merged else "all_gather"
-            return [(offset, store_bytes(kind, self.outer_dtype, n, self.workers))
+            return [(offset, store_bytes(self.store_exchange(n), self.outer_dtype, n, self.workers))
                     for offset, n in zip(offsets, values, strict=True)]
         kind = choose_exchange(self.outer_exchange, self.outer_dtype, values, self.workers)
         return [(offset, exchange_bytes(kind, self.outer_dtype, n, self.workers))
                 for offset, n in zip(offsets, values, strict=True)]
+
+    def store_exchange(self, values):
+        return choose_store_exchange(self.outer_exchange, self.outer_dtype, values, self.workers,
+                                     self.outer_error_feedback)
 
     def carried(self, counts):
         """Bytes of an exchange that pass a worker's link in the direction that has more of them."""

@@ -29,7 +29,9 @@ from simulation.trainer import Window
 # What waits for the answer to the one before: the payload, with its line and a look at the others' lines; the
 # decision; the others' payloads.
 ROUND_TRIPS = 3
-MERGED_FROM = 5  # workers, by --outer-exchange auto: the store sends 8 payloads in place of 20
+# By --outer-exchange auto (streaming/merged_mean.h): the store sends 8 payloads in place of 20.
+MERGED_FROM_WORKERS = 5
+MERGED_FROM_BYTES = 2 << 20  # of a payload
 
 # Of a thread's time for each value of a mean: to decode and add a payload's, to add a product of two of them
 # (statistics), to encode. cpu::dequantize_mean, sum_rows and quantize in four bits, 524,288 values of 3 to 16
@@ -39,15 +41,16 @@ DECODE_SECONDS, PRODUCT_SECONDS, ENCODE_SECONDS = 0.25e-9, 0.45e-9, 0.7e-9
 
 # ------------------------------------------------------------------------------------------------------ bytes
 
-def choose_store_exchange(kind, workers, error_feedback=False):
-    """auto merges where that is far fewer bytes; never with error feedback, which the rounding of means has
-    none of."""
+def choose_store_exchange(kind, format, values, workers, error_feedback=False):
+    """Of a fragment. auto merges where that is far fewer bytes; never with error feedback, which the rounding
+    of means has none of."""
     if kind == "all_to_all":
         raise UserError("--outer-exchange all_to_all is for workers in lock-step: with --outer-transport "
                         "store give auto, all_gather or merged")
     if kind != "auto":
         return kind
-    return "merged" if workers >= MERGED_FROM and not error_feedback else "all_gather"
+    is_large = workers >= MERGED_FROM_WORKERS and payload_bytes(format, values) >= MERGED_FROM_BYTES
+    return "merged" if is_large and not error_feedback else "all_gather"
 
 
 def store_bytes(kind, format, values, workers):

@@ -285,7 +285,7 @@ struct Plan {
         options.poll = 0.3;
         options.retry = 0.4;
         const int merged_from[] = {0, 2, 3};
-        options.merged_from = merged_from[random.among(0, 2)];
+        options.merged_from.contributors = merged_from[random.among(0, 2)];
     }
 };
 

@@ -480,14 +480,34 @@ TEST(LoggedDiloco, merged_syncs_have_the_bits_of_all_to_all_to_nearest) {
     }
 }
 
-TEST(LoggedDiloco, syncs_of_five_and_more_are_merged_by_themselves_but_not_with_error_feedback) {
+LogEntry entry_of(int contributors, size_t bytes) {
+    LogEntry entry;
+    for (int w = 0; w < contributors; w++) { entry.contributors.push_back({Incarnation{w, 0}, bytes, 0, 0}); }
+    return entry;
+}
+
+TEST(LoggedDiloco, large_syncs_of_five_and_more_are_merged_by_themselves_but_not_with_error_feedback) {
+    const size_t large = 2 << 20;
     WireOptions wire;
-    EXPECT_EQ(merged_from(wire), 5);
+    EXPECT_TRUE(is_merged(entry_of(5, large), merged_from(wire)));
+    EXPECT_FALSE(is_merged(entry_of(4, large), merged_from(wire)));
+    EXPECT_FALSE(is_merged(entry_of(5, large - 1), merged_from(wire)));
     wire.error_feedback = true;
-    EXPECT_EQ(merged_from(wire), 0);
+    EXPECT_FALSE(is_merged(entry_of(64, large), merged_from(wire)));
     wire.exchange = ExchangeKind::merged;
-    EXPECT_EQ(merged_from(wire), 2);
-    EXPECT_EQ(merged_from(by_all_gather()), 0);
+    EXPECT_TRUE(is_merged(entry_of(2, 1), merged_from(wire)));
+    EXPECT_FALSE(is_merged(entry_of(1, large), merged_from(wire)));
+    EXPECT_FALSE(is_merged(entry_of(0, 0), merged_from(wire)));
+    EXPECT_FALSE(is_merged(entry_of(64, large), merged_from(by_all_gather())));
+}
+
+TEST(LoggedDiloco, a_run_says_that_it_merges_where_some_fragment_is_large_enough) {
+    const WireOptions wire;  // 4.125 bits a value
+    const long large = 4'200'192;
+    EXPECT_EQ(describe_merging(wire, {large / 2, large / 2}, 8), "");
+    EXPECT_EQ(describe_merging(wire, {large}, 4), "");
+    EXPECT_NE(describe_merging(wire, {large / 2, large}, 5).find("2097152 bytes and more, are merged"),
+              std::string::npos);
 }
 
 // Of three payloads by hand, on the host, as the decider's log does it.

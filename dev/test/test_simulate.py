@@ -288,18 +288,21 @@ def test_bytes_through_a_store_by_hand(workers, of_worker, of_store, gathered_of
     assert store_link_bytes(gathered, workers) == gathered_of_store
 
 
-def test_auto_merges_from_five_workers_on_and_never_with_error_feedback():
-    chosen = [choose_store_exchange("auto", workers) for workers in (2, 4, 5, 8)]
+def test_auto_merges_large_payloads_from_five_workers_on_and_never_with_error_feedback():
+    of = ("fp4", 4_200_192)  # 2 MiB; the threshold is streaming/merged_mean.h's
+    chosen = [choose_store_exchange("auto", *of, workers) for workers in (2, 4, 5, 8)]
     assert chosen == ["all_gather", "all_gather", "merged", "merged"]
-    assert choose_store_exchange("auto", 8, error_feedback=True) == "all_gather"
-    assert choose_store_exchange("merged", 2, error_feedback=True) == "merged"
-    assert choose_store_exchange("all_gather", 8) == "all_gather"
+    assert choose_store_exchange("auto", "fp4", of[1] // 2, 8) == "all_gather"
+    assert choose_store_exchange("auto", "fp8_e4m3", of[1] // 2, 8) == "merged"
+    assert choose_store_exchange("auto", *of, 8, error_feedback=True) == "all_gather"
+    assert choose_store_exchange("merged", "fp4", 128, 2, error_feedback=True) == "merged"
+    assert choose_store_exchange("all_gather", *of, 8) == "all_gather"
     with pytest.raises(simulate.UserError, match="all_to_all is for workers in lock-step"):
-        choose_store_exchange("all_to_all", 3)
+        choose_store_exchange("all_to_all", *of, 3)
 
 
 @pytest.mark.parametrize("workers, ranks, exchange", [(2, 1, "auto"), (3, 1, "auto"), (3, 1, "merged"),
-                                                      (3, 2, "merged"), (5, 1, "auto")])
+                                                      (3, 2, "merged"), (5, 1, "auto"), (5, 1, "merged")])
 def test_bytes_of_each_sync_through_a_store_are_those_of_a_real_run(train, workers, ranks, exchange):
     run = train("run", {"--workers": workers, "--ranks": ranks, "--layers": 3, "--fragment-layers": 1,
                         "-H": 6, "-x": 24, "--overlap": 2, "--outer-transport": "store", "--grace": 60,
@@ -307,7 +310,7 @@ def test_bytes_of_each_sync_through_a_store_are_those_of_a_real_run(train, worke
     measured = simulate.read_measured(run.folder)
     exchanges = measured.exchanges()
     assert measured.outer_transport == "store" and len(run.lines("sync")) >= 4 * len(exchanges) - 3
-    assert measured.is_merged == (exchange == "merged" or workers == 5)
+    assert measured.is_merged == (exchange == "merged")
     for row in run.lines("sync"):
         _, (payload, read, *mean) = exchanges[row["fragment"]]
         possible = [[payload, read]] if not mean else [[payload + mean[0], read], [payload, mean[0]]]
@@ -320,8 +323,9 @@ def test_options_of_a_store_run_say_how_it_exchanges(train):
                         "--grace": 60, "--max-lag": 1000, "--outer-error-feedback": True})
     measured = simulate.read_measured(run.folder)
     assert measured.outer_error_feedback and not measured.is_merged
-    assert not replace(measured, workers=8).is_merged
-    assert replace(measured, workers=8, outer_error_feedback=False).is_merged
+    large = replace(measured, workers=8, shape=RUN.shape)
+    assert not large.is_merged and replace(large, outer_error_feedback=False).is_merged
+    assert not replace(measured, workers=8, outer_error_feedback=False).is_merged  # small
 
 
 def test_bytes_of_a_data_parallel_step_are_those_of_a_real_run(train):

@@ -220,7 +220,7 @@ struct Driven {
 
     static SyncLogOptions options(int merged_from = 0, int workers = 3) {
         SyncLogOptions options;
-        options.merged_from = merged_from;
+        options.merged_from.contributors = merged_from;
         options.workers = options.min_workers = workers;
         options.grace = options.expiry = 100;
         return options;

@@ -134,7 +134,7 @@ void keep_step(int merged_from) {
         threads.emplace_back([&, w] {
             Shard shard(w, 0, store.schedule);
             SyncLogOptions options = options_for(workers);
-            options.merged_from = merged_from;
+            options.merged_from.contributors = merged_from;
             SyncLogThreads log(options, store.schedule, w, shard, first_start(w), connections(store));
             EXPECT_EQ(train(log, shard, steps).kind, LogTurn::go_on) << log.why_stopped();
             EXPECT_EQ(log.positions(), (std::vector<long>{5, 5}));
@@ -180,7 +180,7 @@ TEST(SyncLogThreads, the_trainer_has_its_turns_while_a_mean_is_made) {
         threads.emplace_back([&, w] {
             SlowMean& shard = shards[w];
             SyncLogOptions options = options_for(2);
-            options.merged_from = 2;
+            options.merged_from.contributors = 2;
             SyncLogThreads log(options, store.schedule, w, shard, first_start(w), connections(store));
             const auto counted = [&](const LogTurn& said) {
                 shard.turns++;
