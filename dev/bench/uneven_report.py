@@ -192,7 +192,7 @@ def far_section(arguments):
     text = markdown(header, table) + f"""
 
 Each worker and the Redis server are a site of their own behind such a line: the server's carries what all
-workers write and read. H = {CARRYING['-H']}, five fragments. Utilization is the share of their time in which
+workers write and read. TCP is Reno's, without slow start after idle. H = {CARRYING['-H']}, five fragments. Utilization is the share of their time in which
 workers do not wait, over that of the same workers right beside the store, with tau = {NO_WAITS}; steps/s are
 the median of periods of H steps, over theirs, and differ by what the machine does from run to run, too. The
 prediction is made of their log."""
