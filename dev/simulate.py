@@ -211,8 +211,15 @@ def describe(run, link):
 
 def run_text(arguments):
     run, link = measured_of(arguments, arguments.run), one_link(arguments)
-    expected = predict(run, link.bits_per_second, link.rtt_seconds, **link_options(arguments))
-    return f"{describe(run, link)}\nexpected utilization: {percent(expected)}"
+
+    def expected(jitter):
+        return percent(predict(run, link.bits_per_second, link.rtt_seconds, jitter,
+                               **link_options(arguments)))
+
+    text = f"{describe(run, link)}\nexpected utilization: {expected(False)}"
+    if len(run.step_times) == run.workers > 1:
+        text += f"; {expected(True)} if the workers' steps differ as they did in this run"
+    return text
 
 
 def candidate_row(name, candidate):

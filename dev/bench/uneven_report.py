@@ -1,5 +1,6 @@
 """What the runs of uneven.py say: measures of their logs, the bars, whether each is met, and the tables."""
 import datetime
+import math
 import statistics
 from dataclasses import dataclass
 
@@ -154,6 +155,7 @@ class Distance:
     payload: int
     speed: float
     busy: float
+    even: float  # predicted for workers whose steps all take as long
     predicted: float
     cores: float
 
@@ -170,10 +172,12 @@ def distance(arguments, workers, overlap):
     run = read_measured(arguments.out / near.name)
     how = made(arguments, far)
     payload = min(line["bytes_sent"] for line in logs_of(arguments, far)[0]["sync"])  # without a mean
-    predicted = predict(run, FAR_LINE.megabits * 1e6, FAR_LINE.round_trip_ms / 1000, overlap=overlap,
-                        mtu=FAR_LINE.mtu, slow_start_after_idle=slow_start_after_idle(how["tcp"]))
+    even, predicted = (
+        predict(run, FAR_LINE.megabits * 1e6, FAR_LINE.round_trip_ms / 1000, jitter, overlap=overlap,
+                mtu=FAR_LINE.mtu, slow_start_after_idle=slow_start_after_idle(how["tcp"]))
+        / predict(run, math.inf, 0, jitter, overlap=NO_WAITS) for jitter in (False, True))
     speed, busy = utilization(arguments, far, near)
-    return Distance(workers, overlap, run.step_seconds, payload, speed, busy, predicted, how["cores"])
+    return Distance(workers, overlap, run.step_seconds, payload, speed, busy, even, predicted, how["cores"])
 
 
 def far_section(arguments):
@@ -185,17 +189,18 @@ def far_section(arguments):
     most = max((abs(row.apart) for row in there), default=0)
     found = f"{most:.1f} points apart at most" if None not in rows else None
     table = [[str(row.workers), str(row.overlap), f"{1000 * row.step_seconds:.0f} ms", size_text(row.payload),
-              percent(row.busy), percent(row.predicted), f"{row.apart:+.1f}", percent(row.speed),
-              f"{row.cores:.2f}"] for row in there]
-    header = ["workers", "tau", "step", "payload", "utilization", "predicted", "points apart", "steps/s",
-              "cores in use"]
+              percent(row.busy), percent(row.predicted), f"{row.apart:+.1f}", percent(row.even),
+              percent(row.speed), f"{row.cores:.2f}"] for row in there]
+    header = ["workers", "tau", "step", "payload", "utilization", "predicted", "points apart", "even steps",
+              "steps/s", "cores in use"]
     text = markdown(header, table) + f"""
 
 Each worker and the Redis server are a site of their own behind such a line: the server's carries what all
-workers write and read. TCP is Reno's, without slow start after idle. H = {CARRYING['-H']}, five fragments. Utilization is the share of their time in which
-workers do not wait, over that of the same workers right beside the store, with tau = {NO_WAITS}; steps/s are
-the median of periods of H steps, over theirs, and differ by what the machine does from run to run, too. The
-prediction is made of their log."""
+workers write and read. TCP is Reno's, without slow start after idle. H = {CARRYING['-H']}, five fragments.
+Utilization is the share of their time in which workers do not wait, over that of the same workers right
+beside the store, with tau = {NO_WAITS}; steps/s are the median of periods of H steps, over theirs, and
+differ by what the machine does from run to run, too. The prediction is made from their log, in which steps
+differ from worker to worker and from step to step; "even steps" is the prediction if all took as long."""
     return Section("Far from the store", [Bar(claim, found, most <= APART)], text if table else "")
 
 

@@ -8,7 +8,8 @@ from model_file import ModelFile
 from simulation.payloads import Shape, choose_exchange, exchange_bytes, gpt_shape, make_fragments
 from simulation.store import (StoreCalls, choose_store_exchange, mean_seconds_a_byte, store_bytes,
                               store_link_bytes, worker_link_bytes)
-from simulation.trainer import Calls, Link, data_parallel_utilization, streaming_utilization
+from simulation.trainer import (Calls, Link, data_parallel_utilization, jittery_utilization,
+                                streaming_utilization)
 
 # Layers and channels, of llmc/descriptor.h.
 DESCRIPTORS = {"d6": (6, 384), "d12": (12, 768), "d24": (24, 1024), "d36": (36, 1280), "d48": (48, 1600),
@@ -39,6 +40,7 @@ class Measured:
     steps: int = 0             # that it trained; 0: not known
     outer_transport: str = "gloo"  # or nccl, or store
     outer_error_feedback: bool = False
+    step_times: tuple = ()  # of each worker, its seconds in each step, waits left out; none: not known
 
     @property
     def is_data_parallel(self):
@@ -77,21 +79,23 @@ class Measured:
         return self.ranks * store_link_bytes(counts, self.workers)
 
 
-def predict(run, link_bits_per_second, rtt_seconds, **overrides):
+def predict(run, link_bits_per_second, rtt_seconds, jitter=False, **overrides):
     """Expected utilization of a run (read_measured(folder)) over a link: its tokens/s as a share of those
     that it had without one. Of a run with one worker and several ranks, the link is between the ranks; else
     between workers, in either direction at once, and shared by the ranks of a worker (ranks_share_link);
     through a store it is a worker's link to that.
 
+    jitter: the workers' steps differ as they did in the run, so that they wait for each other; it is then the
+            mean share of their time in which they do not wait
     overrides: other values of Measured's fields (inner_steps, overlap, outer_dtype, fragment_layers, workers,
     step_seconds, outer_transport, ...) or of Link's (mtu, slow_start_after_idle, store_bits_per_second)."""
     names = ("mtu", "slow_start_after_idle", "store_bits_per_second")
     of_link = {name: overrides.pop(name) for name in names if name in overrides}
     return utilization(dataclasses.replace(run, **overrides),
-                       Link(link_bits_per_second, rtt_seconds, **of_link))
+                       Link(link_bits_per_second, rtt_seconds, **of_link), jitter)
 
 
-def utilization(run, link):
+def utilization(run, link, jitter=False):
     if run.is_data_parallel and run.ranks == 1:
         raise UserError("a run of one process sends nothing: give one with several, or --workers")
     if run.is_data_parallel:
@@ -103,7 +107,12 @@ def utilization(run, link):
     a_byte = mean_seconds_a_byte(run.outer_dtype, run.workers)
     calls = (StoreCalls(link, run.workers, at_once, a_byte) if run.outer_transport == "store"
              else Calls(link, at_once * (run.workers - 1)))
-    return streaming_utilization(run.step_seconds, run.inner_steps, run.overlap, exchanges, calls)
+    if not jitter:
+        return streaming_utilization(run.step_seconds, run.inner_steps, run.overlap, exchanges, calls)
+    if len(run.step_times) != run.workers:
+        raise UserError(f"of {len(run.step_times)} workers it is known how their steps differ, not of "
+                        f"{run.workers}: give a run with as many")
+    return jittery_utilization(run.step_times, run.inner_steps, run.overlap, exchanges, calls)
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -128,7 +137,8 @@ def read_measured(folder):
             micro_steps=micro_steps(options, run["ranks"]), parameter_bytes=parameter_bytes(first),
             local_weight=float(options.get("local-weight", 0.5)), steps=first["step"][-1]["step"],
             outer_transport=options.get("outer-transport", "gloo"),
-            outer_error_feedback=options.get("outer-error-feedback") == "true")
+            outer_error_feedback=options.get("outer-error-feedback") == "true",
+            step_times=step_times(logs[::run["ranks"]]))
     except (KeyError, ValueError) as error:
         raise UserError(f"the log of {folder} does not say what the run was ({error}): start it again with "
                         "this version") from error
@@ -157,17 +167,30 @@ def shape_options(folder, options):
                     "model_*.bin: put the model where it was")
 
 
-def mean_step_seconds(log):
-    """Without the first tenth of the steps, in which memory is touched for the first time, and without waits;
-    those behind the last step, for what is then in flight, are in no step."""
+def seconds_of_steps(log):
+    """{step: its seconds}, without the first tenth of the steps, in which memory is touched for the first
+    time, and without waits; those after the last step, for what is then in flight, are in no step."""
     steps, overlap = log["step"], int(log["run"]["options"]["overlap"])
     begin = steps[0]["step"] + max(1, len(steps) // 10) if steps else 0
-    seconds = [line["seconds"] for line in steps if line["step"] >= begin]
-    waits = sum(line["waited_seconds"] for line in log["sync"]
-                if begin <= line["apply_step"] >= line["send_step"] + overlap)
-    if not seconds or sum(seconds) <= waits:
+    seconds = {line["step"]: line["seconds"] for line in steps if line["step"] >= begin}
+    for line in log["sync"]:
+        if line["apply_step"] in seconds and line["apply_step"] >= line["send_step"] + overlap:
+            seconds[line["apply_step"]] -= line["waited_seconds"]
+    return seconds
+
+
+def mean_step_seconds(log):
+    seconds = seconds_of_steps(log)
+    if sum(seconds.values()) <= 0:
         raise UserError("the run is too short to say how long a step takes: give one of 20 steps or more")
-    return (sum(seconds) - waits) / len(seconds)
+    return sum(seconds.values()) / len(seconds)
+
+
+def step_times(logs):
+    """Of the steps that all these have made."""
+    all_seconds = [seconds_of_steps(log) for log in logs]
+    common = sorted(set.intersection(*map(set, all_seconds)))
+    return tuple(tuple(seconds[step] for step in common) for seconds in all_seconds)
 
 
 def offsets_of(options):

@@ -10,8 +10,9 @@ processes that are in step takes
                         long as its retransmission timer: a round trip for 10 segments, for 20, 40, ... until
                         the window is what the link holds in a round trip. Not with BBR for congestion control
 
-Compute takes the same time in every step, and all processes are in step: what one waits for another one's
-jitter is not in here. The program's own work on what it sends and receives is in the time of a step.
+Compute takes the same time in every step, and all processes are in step: only jittery_utilization() knows
+what workers wait for each other because their steps differ. The program's own work on what it sends and
+receives is in the time of a step.
 """
 from dataclasses import dataclass
 
@@ -99,6 +100,29 @@ def streaming_utilization(step_seconds, inner_steps, overlap, exchanges, calls):
         return now, [calls.free, *arrivals.values()]
 
     return inner_steps * step_seconds / steady_seconds(simulate_period)
+
+
+def jittery_utilization(step_times, inner_steps, overlap, exchanges, calls):
+    """Mean share of the time that a worker computes, where steps take as long as they did in a run. An
+    exchange begins when the last worker has come to it, and each waits for it where it is due.
+    step_times: of each worker, its seconds in each step, from the first to the last and again; the rest is
+    streaming_utilization()'s"""
+    now, arrivals, begin, computed = [0.0] * len(step_times), {}, None, 0.0
+    steps = len(step_times[0])
+    periods = 1 + -(-steps // inner_steps)  # the first one is not counted
+    for step in range(1, periods * inner_steps + 1):
+        times = [of_worker[step % steps] for of_worker in step_times]
+        now = [time + seconds for time, seconds in zip(now, times, strict=True)]
+        for offset, counts in exchanges:
+            if step % inner_steps == offset:
+                arrivals[step + overlap] = calls.exchange(max(now), counts)
+        arrived = arrivals.pop(step, 0.0)
+        now = [max(time, arrived) for time in now]
+        if step == inner_steps:
+            begin = sum(now)
+        elif begin is not None:
+            computed += sum(times)
+    return computed / (sum(now) - begin)
 
 
 def data_parallel_utilization(step_seconds, blocks, layers, ranks, parameter_bytes, micro_steps, calls):

@@ -19,7 +19,8 @@ from simulation.payloads import Shape, exchange_bytes
 from simulation.planner import TARGET, Candidate, candidates, make_plan
 from simulation.store import (ROUND_TRIPS, StoreCalls, choose_store_exchange, mean_seconds_a_byte,
                               store_bytes, store_link_bytes, worker_link_bytes)
-from simulation.trainer import Calls, Link, data_parallel_utilization, streaming_utilization
+from simulation.trainer import (Calls, Link, data_parallel_utilization, jittery_utilization,
+                                streaming_utilization)
 
 
 # ------------------------------------------------------------------------------------------------- the paper
@@ -450,6 +451,27 @@ def test_merging_is_faster_where_the_stores_link_is_slow_and_not_too_far(workers
     assert (merged > gathered) == faster and merged != gathered
     assert simulate.predict(run, 1e9, rtt, **link) == (merged if workers >= 5 else gathered)
     assert simulate.predict(run, 1e9, rtt, outer_error_feedback=True, **link) == gathered
+
+
+def test_workers_whose_steps_differ_wait_for_each_other():
+    even = ((2.0, 2.0), (2.0, 2.0))
+    jittery = ((1.0, 3.0), (3.0, 1.0))  # as long together; the slower of the two has 3 s each time
+    for overlap, inner_steps, step_times, share in [(0, 1, even, 1), (0, 1, jittery, 4 / 6),
+                                                    (0, 2, jittery, 1), (1, 2, jittery, 1)]:
+        assert jittery_utilization(step_times, inner_steps, overlap, [(0, [1])],
+                                   Calls(Link(1e15))) == pytest.approx(share), (overlap, inner_steps)
+    slower = replace(RUN, step_times=((1.0,) * 10, (1.25,) * 10))
+    assert simulate.predict(slower, 1e15, 0, jitter=True) == pytest.approx((1 + 0.8) / 2)
+
+
+def test_with_even_steps_jitter_changes_nothing_and_other_workers_are_refused():
+    run = replace(RUN, fragment_layers=3, overlap=1, outer_dtype="fp4_e2m1", step_seconds=0.2,
+                  outer_transport="store", step_times=((0.2,) * 7,) * 2)
+    for rtt in (0.0, 0.08, 0.2):
+        even = simulate.predict(run, 2e8, rtt)
+        assert simulate.predict(run, 2e8, rtt, jitter=True) == pytest.approx(even, rel=0.01) and even < 1
+    with pytest.raises(simulate.UserError, match="give a run with as many"):
+        simulate.predict(run, 2e8, 0, jitter=True, workers=3)
 
 
 def test_a_mean_takes_who_decides_time_by_values_and_workers():

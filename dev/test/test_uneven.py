@@ -2,6 +2,7 @@
 said, and what was run is not run again. Most logs are made here; one of a worker that is killed and starts
 again is a real run's."""
 import json
+import math
 import os
 import subprocess
 import sys
@@ -222,7 +223,8 @@ def far_run(arguments, job, seconds, waited):
 @pytest.mark.parametrize("waited, verdict", [(1.0, "met"), (1.3, "MISSED")])
 def test_utilization_is_compared_with_what_is_predicted(arguments, monkeypatch, waited, verdict):
     monkeypatch.setattr(uneven_report, "read_measured", lambda folder: type("Run", (), {"step_seconds": 0.1}))
-    monkeypatch.setattr(uneven_report, "predict", lambda *run, **line: 10 / 15)
+    monkeypatch.setattr(uneven_report, "predict",
+                        lambda run, rate, *_, **line: 1.0 if rate == math.inf else 10 / 15)
     for job in jobs.far_jobs(arguments):
         far_run(arguments, job, 0.1, 0 if job.name.endswith("near") else waited)
     section = uneven_report.far_section(arguments)
