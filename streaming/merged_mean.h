@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "exchange.h"
-#include "sync_log.h"
+#include "sync_log_shard.h"
 
 // By itself from five contributors on, of whom the store is asked for 8 payloads and means in place of 20,
 // where these are large: what is saved has to be worth the two ways to the store and back that a mean takes
