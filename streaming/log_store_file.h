@@ -30,7 +30,7 @@
 #include "llmc/file.h"
 #include "llmc/store.h"
 #include "llmc/value_file.h"
-#include "sync_log_records.h"
+#include "log_store.h"
 
 class FileLogStore : public LogStore {
 public:

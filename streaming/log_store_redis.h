@@ -16,7 +16,7 @@
 
 #include "llmc/error.h"
 #include "llmc/redis.h"
-#include "sync_log_records.h"
+#include "log_store.h"
 
 class RedisLogStore : public LogStore {
 public:

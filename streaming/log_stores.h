@@ -6,8 +6,8 @@
 #include <string>
 
 #include "llmc/stores.h"
+#include "log_store.h"
 #include "log_store_file.h"
-#include "sync_log_records.h"
 #ifdef WITHOUT_HIREDIS
 inline std::unique_ptr<LogStore> open_redis_log_store(const std::string& url, const std::string&, double) {
     refuse_redis(url);

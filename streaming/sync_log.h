@@ -66,6 +66,7 @@
 #include <utility>
 #include <vector>
 
+#include "log_store.h"
 #include "sync_log_decision.h"
 #include "sync_log_events.h"
 #include "sync_log_heartbeat.h"

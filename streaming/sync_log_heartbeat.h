@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "log_store.h"
 #include "sync_log_records.h"
 
 // What it has to show: a copy, so that it need not wait for a sync log that is at work.

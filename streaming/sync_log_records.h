@@ -1,5 +1,5 @@
-// What the sync log (sync_log.h) keeps in the store, and how it asks the store for it. A key is a folder and
-// a name in it. Small values are text, so that a user may look at a run with redis-cli, or cat:
+// What the sync log (sync_log.h) keeps in the store (log_store.h). A key is a folder and a name in it. Small
+// values are text, so that a user may look at a run with redis-cli, or cat:
 //
 //     run/generation   token                      drawn anew where the store is new; what follows lies in
 //     GENERATION/...                              folders that begin with it: two generations never meet
@@ -29,7 +29,6 @@
 #include <cstdio>
 #include <limits>
 #include <map>
-#include <optional>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -37,47 +36,6 @@
 
 #include "llmc/error.h"
 #include "schedule.h"
-
-// -----------------------------------------------------------------------------------------------------------
-// The store
-
-// Each may be asked again after its answer was lost: nothing that is done twice does harm.
-struct StoreRequest {
-    // put and put_if_absent answer the value that is there then. remove: without a name the whole folder.
-    // list: names and values in a folder. folders: those whose names begin with `folder`.
-    enum Kind { get, put, put_if_absent, remove, list, folders };
-    Kind kind;
-    std::string folder, name, value;
-};
-
-struct StoreAnswer {
-    bool lost = false;                           // the connection failed: it may have happened or not
-    std::string trouble;                         // lost: why, a line for people
-    bool found = false;                          // get
-    std::string value;                           // get, put, put_if_absent
-    std::map<std::string, std::string> listing;  // list: by name; folders: names alone
-};
-
-// What Redis (a folder is a hash: HGET, HSET, HSETNX, HDEL and UNLINK, HGETALL, SCAN) and a shared folder
-// (open, rename, link, unlink, readdir) can both do. Blocks; the sync log is asked for requests and given
-// answers, so that who waits here is a thread of its own, or nobody but a simulation's clock.
-class LogStore {
-public:
-    virtual ~LogStore() = default;
-    virtual StoreAnswer perform(const StoreRequest& request) = 0;
-    // In this order, and others' requests may come in between: of what is done, all that stands before it is
-    // done too. They may go out together. Where an answer is lost, those behind it count for nothing.
-    virtual std::vector<StoreAnswer> perform_all(const std::vector<StoreRequest>& requests) {
-        std::vector<StoreAnswer> answers;
-        for (const StoreRequest& request : requests) {
-            const bool is_lost = !answers.empty() && answers.back().lost;
-            answers.push_back(is_lost ? answers.back() : perform(request));
-        }
-        return answers;
-    }
-    // Of settings that endanger the run, when it is opened.
-    virtual std::string warning() const { return ""; }
-};
 
 // -----------------------------------------------------------------------------------------------------------
 // The schedule by sync number

@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 
+#include "log_store.h"
 #include "sync_log_records.h"
 
 class SyncLogRules {

@@ -19,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "log_store.h"
 #include "sync_log.h"
 
 // What the log costs, in seconds since the start.
