@@ -92,6 +92,11 @@ inline uint64_t digest_of(const std::string& bytes) { return XXH3_64bits(bytes.d
 
 inline size_t chunks_of(size_t bytes, size_t chunk) { return (bytes + chunk - 1) / chunk; }
 
+// Of payloads, means and snapshots, "w.i.c".
+inline std::string chunk_name(const Incarnation& who, size_t chunk) {
+    return who.text() + "." + std::to_string(chunk);
+}
+
 // In sent/s.
 struct LogLine {
     uint64_t hash = 0;    // of the fragment's global parameters at the sender

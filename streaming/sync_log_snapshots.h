@@ -213,8 +213,7 @@ inline void SyncLog::give_chunk() {
     };
     ask({StoreRequest::get, key("want"), giving->want, ""}, stop_if(false));
     ask({StoreRequest::get, key("offer"), giving->want, ""}, stop_if(true));
-    ask({StoreRequest::put_if_absent, key("snapshot/" + giving->want),
-         me.text() + "." + std::to_string(giving->chunks),
+    ask({StoreRequest::put_if_absent, key("snapshot/" + giving->want), chunk_name(me, giving->chunks),
          giving->bytes.substr(giving->chunks * options.snapshot_chunk, options.snapshot_chunk)},
         [this, want = giving->want](const StoreAnswer&, double) {
             if (gives(want)) { giving->chunks++; }
@@ -225,7 +224,7 @@ inline void SyncLog::give_chunk() {
 // The chunk that may be on its way, too.
 inline void SyncLog::give_no_more() {
     for (size_t i = 0; i <= giving->chunks && !giving->bytes.empty(); i++) {
-        add_removal(key("snapshot/" + giving->want), me.text() + "." + std::to_string(i));
+        add_removal(key("snapshot/" + giving->want), chunk_name(me, i));
     }
     giving.reset();
 }
@@ -279,8 +278,7 @@ inline void SyncLog::read_snapshot() {
     const size_t all = chunks_of(offer.bytes, options.snapshot_chunk);
     const size_t some = std::max(options.chunk / options.snapshot_chunk, size_t(1));
     for (size_t chunk = snapshot.chunks; chunk < std::min(all, snapshot.chunks + some); chunk++) {
-        const std::string name = offer.giver.text() + "." + std::to_string(chunk);
-        ask({StoreRequest::get, key("snapshot/" + want()), name, ""},
+        ask({StoreRequest::get, key("snapshot/" + want()), chunk_name(offer.giver, chunk), ""},
             [this, attempt = snapshot.attempt](const StoreAnswer& answer, double) {
                 if (snapshot.attempt == attempt) { take_chunk_of_snapshot(answer); }
             });

@@ -82,8 +82,7 @@ inline void SyncLog::send(Slot& slot) {
     const std::string& payload = encoded->payload;
     const size_t chunks = chunks_of(payload.size(), options.chunk);
     if (slot.chunks < chunks) {
-        ask({StoreRequest::put_if_absent, folder("payload", slot.sync),
-             me.text() + "." + std::to_string(slot.chunks),
+        ask({StoreRequest::put_if_absent, folder("payload", slot.sync), chunk_name(me, slot.chunks),
              payload.substr(slot.chunks * options.chunk, options.chunk)},
             [this, sync = slot.sync](const StoreAnswer&, double) {
                 if (Slot* slot = find(sync)) { slot->chunks++; }
@@ -251,7 +250,7 @@ inline void SyncLog::fetch_payloads(Slot& slot) {
 inline void SyncLog::fetch_chunks(const std::string& folder, const Incarnation& who, size_t from,
                                   size_t whole, size_t& asked_for, const Handler& then) {
     for (size_t at = from; at < whole && asked_for < options.chunk; at += options.chunk) {
-        ask({StoreRequest::get, folder, who.text() + "." + std::to_string(at / options.chunk), ""}, then);
+        ask({StoreRequest::get, folder, chunk_name(who, at / options.chunk), ""}, then);
         asked_for += std::min(options.chunk, whole - at);
     }
 }
@@ -348,8 +347,7 @@ inline void SyncLog::take_chunk_of_mean(Slot& slot, const StoreAnswer& answer) {
 inline void SyncLog::write_mean() {
     const OutgoingMean& mean = outgoing_means.front();
     const size_t chunks = chunks_of(mean.bytes.size(), options.chunk);
-    ask({StoreRequest::put_if_absent, folder("mean", mean.sync),
-         me.text() + "." + std::to_string(mean.chunks),
+    ask({StoreRequest::put_if_absent, folder("mean", mean.sync), chunk_name(me, mean.chunks),
          mean.bytes.substr(mean.chunks * options.chunk, options.chunk)},
         [this](const StoreAnswer&, double) { outgoing_means.front().chunks++; });
     if (mean.chunks + 1 < chunks) { return; }
