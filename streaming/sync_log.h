@@ -127,7 +127,6 @@ public:
     bool is_refused() const { return !run_fingerprint.empty(); }
     const std::string& theirs() const { return run_fingerprint; }  // the run's, that it was refused for
     bool is_running() const { return phase == Phase::running; }
-    bool is_idle() const { return !giving && outgoing_means.empty() && chores.empty(); }
     std::vector<LogEvent> events() { return std::exchange(told, {}); }
 
 private:

@@ -137,11 +137,9 @@ public:
     std::string generation() const { return locked([&] { return log.current_generation(); }); }
     Incarnation incarnation() const { return locked([&] { return log.incarnation(); }); }
     std::string why_stopped() const { return locked([&] { return log.why_stopped(); }); }
-    bool has_diverged() const { return locked([&] { return log.has_diverged(); }); }
     bool is_over() const { return locked([&] { return log.is_over(); }); }
     bool is_refused() const { return locked([&] { return log.is_refused(); }); }
     std::string theirs() const { return locked([&] { return log.theirs(); }); }
-    bool is_idle() const { return locked([&] { return log.is_idle(); }); }
     LogCosts costs() const {
         return locked([&] { return LogCosts{in_turns, asking_cpu + beating_cpu, waited}; });
     }
