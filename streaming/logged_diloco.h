@@ -7,12 +7,15 @@
 //                                                  of a merged sync apply_mean(): the mean is there already
 //       whether to go on, to wait, or to jump to the step where the others are
 //
-// Who is not among the contributors takes the outer step all the same, and moves local by what global moved:
-// what it has learnt is in its next delta, and what rounding had lost before it stays to be added there.
+// A worker that is not among the contributors takes the outer step all the same, and moves local by what
+// global moved: what it has learnt is in its next delta, and what rounding had lost before it stays to be
+// added there.
 //
 // All of the device's work is main's, on the trainer's thread. The log's thread reads payloads that are
-// complete; a merged sync's mean is computed there, by who decides it, on the host (merged_mean.h). After
-// each sync the host waits for main, to know the hash of the new global parameters: once in H / P steps.
+// complete; a merged sync's mean is computed there, by the worker that decides it, on the host
+// (merged_mean.h). After each sync the host waits for main, to know the hash of the new global parameters:
+// once in H / P steps. The ranks of a worker agree on each turn through their device: where there are several
+// the host waits for it in every step.
 //
 // Memory, beside that of OuterShard: a payload of each fragment in pinned memory; on the device one payload
 // and `workers` of them, of the largest fragment, the latter pinned as well; with error feedback 4 bytes a

@@ -1,62 +1,69 @@
-// The sync log: one worker's part in exchanges that wait for nobody who is slow, dead, or not yet there.
+// The sync log: one worker's part in exchanges that do not wait for workers that are slow, dead, or not yet
+// there.
 //
 // Payloads lie in a store. Whose payloads make up sync s is decided there once, by an entry that is set if
 // absent and never changed. The global parameters after s are a function of the entries up to s, so a worker
 // is only ever at some position of one log: dying, stalling, being slow and joining are all the same, being
 // behind. Where workers have several ranks each shard has a log of its own, and the contributors of one sync
 // may differ from shard to shard; the ranks of a worker agree on what their turns say, at each step.
-// (Keys: sync_log_records.h. Who is counted: sync_log_decision.h. Means: sync_log_means.h. What safety hangs
-// on: sync_log_rules.h. What is told of it: sync_log_events.h. Threads: sync_log_threads.h. The class is
+// (Keys: sync_log_records.h. Which workers are counted: sync_log_decision.h. Means: sync_log_means.h. What
+// safety depends on: sync_log_rules.h. Events: sync_log_events.h. Threads: sync_log_threads.h. The class is
 // declared here; its functions are in the files that its sections name, the public ones in
 // sync_log_requests.h and sync_log_turns.h.)
 //
 // A worker takes part in sync s of a fragment once it has applied the fragment's syncs before s:
-//   1. chunks, then line    Who reads the line finds the payload. Each start has its own names (incarnation),
-//                           so what lies under a name never changes. Who passes the send step unsent
-//                           abstains.
-//   2. entry? lines, beats  Who has a line in s may decide: at once when all that are alive and not catching
-//                           up have one; at its due step when all that are waited for have; `grace` later
-//                           without them. Never with fewer lines than min_workers. It counts those that stand
-//                           on its hash, if most do; where most stand on another, it stops.
-//   3. entry, if absent     The first one wins, and the winner's is read, by its decider as well.
-//   4. generation           Read after the entry: a store that came back empty has lost lines, so what is
-//                           decided there is believed by nobody.
-//   5. payloads, or a mean  Where they are many, and large (merged_from), the decider reads the payloads and
-//                           writes the mean, chunks, then a record; the others read that. Who misses it, for
-//                           the decider is dead or slow, makes the same bytes of the payloads.
-//   6. apply                At the due step, at the latest behind the last one; at once where this worker was
-//                           not to send s any more. Whose payload was not counted moves local by what global
-//                           moved.
+//   1. chunks, then line    A worker that reads the line finds the payload. Each start has its own names
+//                           (incarnation), so what lies under a name never changes. A worker that passes the
+//                           send step without sending abstains.
+//   2. entry? lines, beats  A worker that has a line in s may decide: at once when all workers that are alive
+//                           and not catching up have one; at its due step when all that are waited for have
+//                           one; `grace` later without them. Never with fewer lines than min_workers. It
+//                           counts the lines that stand on its hash, if most do; where most stand on another
+//                           hash, it stops.
+//   3. entry, if absent     The first entry wins. Every worker reads the winner's, a decider too.
+//   4. generation           Read after the entry: a store that came back empty has lost lines, so no worker
+//                           believes what is decided there.
+//   5. payloads, or a mean  Where the payloads are many, and large (merged_from), the decider reads them and
+//                           writes their mean, chunks, then a record; the others read that. A worker that
+//                           does not find it, because the decider is dead or slow, makes the same bytes from
+//                           the payloads.
+//   6. apply                At the due step, at the latest after the last step; at once where s was decided
+//                           before this worker came to send it. A worker whose payload was not counted moves
+//                           local by what global moved.
 //   7. removal              By the decider, once a period: payloads and means that are older than `retain`
-//                           syncs of their fragment and that the checkpoints of two workers have behind them,
-//                           so that the run survives the death of all of them and the loss of a disk; with
-//                           them, what a stalled worker wrote too late.
-// Who finds an entry's payload gone asks for a snapshot: all fragments of another worker as they were at one
-// instant, in chunks, then an offer with their digest. Who gives it says so, and how far it is: another one
-// gives it only where that is dead, or gets no further. The first offer is read, and checked; who finds a
-// chunk gone asks again under a new name. From where the snapshot is payloads are kept until its reader has
-// caught up. What a dead start asked for, deciders remove.
+//                           syncs of their fragment and that the checkpoints of two workers have passed, so
+//                           that the run survives the death of all workers and the loss of a disk; with them,
+//                           what a stalled worker wrote too late.
 //
-// Who has finished its last step applies what was sent until then, gives the snapshots that those ask for who
-// are alive, and leaves a note. Who needs one later, when nobody is there, knows by it that the run is over.
+// A worker that finds an entry's payload gone asks for a snapshot: all fragments of another worker as they
+// were at one instant, in chunks, then an offer with their digest. The worker that gives it says so, and how
+// far it is: another one gives it only where the first is dead, or makes no progress. The first offer is
+// read, and checked; a reader that finds a chunk gone asks again under a new name. From the snapshot's
+// positions on payloads are kept until its reader has caught up. What a dead start asked for, deciders
+// remove.
 //
-// Who is waited for is said by beats. A beat promises to be in time from a sync on: who begins the run, from
-// its first one on; who comes later, or was not in time, once it has shown that it keeps pace: was counted,
-// or had sent within the grace of the first who did. Later each time that it was late; and who costs others
-// more than a little of their time is not waited for: of a hung worker that is a single grace. Who is more
-// than max_lag steps behind the newest sync that anyone opened jumps to its step; who has just started, sent
-// too late to be counted, or had to jump to be in time, however little it is behind. Who ends early takes its
-// promise back.
+// A worker that has finished its last step applies what was sent until then, gives the snapshots that living
+// workers ask for, and leaves a note. A worker that needs a snapshot later, when no other is there, learns
+// from the note that the run is over.
 //
-// What does not need each other's answers is asked for together. Where nobody is late that is three times a
-// sync for who is the last to send: the payload, its line, and whether all are there; the entry; the payloads
-// of the others. (Who reads a mean finds its record with the entry, or later.) It may break off between any
-// two of these requests, as it might if they went one by one.
+// Beats say which workers are waited for. A beat promises to be in time from a sync on. A worker that begins
+// the run promises it from its first sync on; one that comes later, or was not in time, promises it once it
+// has shown that it keeps pace: it was counted, or had sent within the grace of the first worker that did.
+// Each time that it was late it promises a later sync; and a worker that costs others more than a little of
+// their time is not waited for: a hung worker costs a single grace. A worker that is more than max_lag steps
+// behind the newest sync that any has opened jumps to its step; one that has just started, sent too late to
+// be counted, or had to jump to be in time, jumps however little it is behind. A worker that ends early takes
+// its promise back.
+//
+// Requests that do not need each other's answers go out together. Where no worker is late that is three times
+// a sync for the last one to send: the payload, its line, and whether all are there; the entry; the payloads
+// of the others. (A worker that reads a mean finds its record with the entry, or later.) They may break off
+// between any two requests, as they might if they went one by one.
 //
 // Nothing here waits or asks a clock: requests() says what to ask the store next, answer() takes what it has
-// said; turn() is the trainer's, at the end of a step, and says whether it may go on. A lost answer is asked
-// for again: every request may be done twice. The caller keeps these three apart (a mutex); it makes a mean
-// that mean_to_make() asks for while the others may be called, and brings it.
+// said; turn() is the trainer's, at the end of a step, and says whether it may continue. A lost answer is
+// asked for again: every request may be done twice. The caller never lets two of these run at once (a mutex);
+// it makes a mean that mean_to_make() asks for while the others may be called, and brings it.
 #pragma once
 #include <deque>
 #include <functional>
