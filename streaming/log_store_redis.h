@@ -202,8 +202,9 @@ private:
             warned = store + " does not write down all that it is told: if it is killed, the run is lost; " +
                      "start it with --appendonly yes --appendfsync always";
         } else if (fsync != "always" && !fsync.empty()) {
-            warned = store + " writes down only later what it is told: if its machine fails, it forgets what it "
-                             "has answered, and workers may come to differ; start it with --appendfsync always";
+            warned = store + " writes down only later what it is told: if its machine fails, it forgets " +
+                     "what it has answered, and workers may come to differ; " +
+                     "start it with --appendfsync always";
         } else if (setting("maxmemory-policy").compare(0, 8, "allkeys-") == 0) {
             warned = store + " throws keys away when its memory is full, also the run's; " +
                      "start it with --maxmemory-policy noeviction";
