@@ -24,4 +24,7 @@
 #     memory            of a GPU in two workers of four: -b 64 29 GB, -b 32 15 GB (the .toml's), -b 8 5 GB:
 #                       bf16 parameters, fp32 gradients, a rank's share of optimizer and outer state, and
 #                       activations, added up; CUDA, cuBLASLt and NCCL take one or two more
+#     host memory       4 GB while eight processes start (4 bytes a value in each); then, for checkpoints,
+#                       2.7 GB a worker (22 bytes a value, pinned, spread over its ranks) and 0.5 GB where
+#                       the model is written; added up, without what CUDA and NCCL take
 RUN=gpt2_124M exec scripts/run.sh "$@"

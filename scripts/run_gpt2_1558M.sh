@@ -23,4 +23,7 @@
 #                       -b 8 -r 2 33 GB, -b 4 -r 2 26 GB:
 #                       bf16 parameters, fp32 gradients, a rank's share of optimizer and outer state, and
 #                       activations, added up; CUDA, cuBLASLt and NCCL take one or two more
+#     host memory       49.8 GB while eight processes start (4 bytes a value in each); then, for checkpoints,
+#                       34.3 GB a worker (22 bytes a value, pinned, spread over its ranks) and 6.2 GB where
+#                       the model is written; added up, without what CUDA and NCCL take
 RUN=gpt2_1558M exec scripts/run.sh "$@"

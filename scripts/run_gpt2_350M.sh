@@ -23,4 +23,7 @@
 #                       -b 16 -r 2 15 GB, -b 4 -r 2 7 GB:
 #                       bf16 parameters, fp32 gradients, a rank's share of optimizer and outer state, and
 #                       activations, added up; CUDA, cuBLASLt and NCCL take one or two more
+#     host memory       11.4 GB while eight processes start (4 bytes a value in each); then, for checkpoints,
+#                       7.8 GB a worker (22 bytes a value, pinned, spread over its ranks) and 1.4 GB where
+#                       the model is written; added up, without what CUDA and NCCL take
 RUN=gpt2_350M exec scripts/run.sh "$@"

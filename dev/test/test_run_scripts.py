@@ -155,10 +155,15 @@ VALUES = {  # parameters of the models, with the vocabulary's padding to 128
 UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
+def values_of(model):
+    layers, channels, positions = VALUES[model]
+    return (50304 + positions) * channels + layers * (12 * channels**2 + 13 * channels) + 2 * channels
+
+
 @pytest.mark.parametrize("model", VALUES)
 def test_the_bytes_that_a_script_promises_are_those_of_four_bits_and_a_scale_for_128_values(model):
-    layers, channels, positions = VALUES[model]
-    values = (50304 + positions) * channels + layers * (12 * channels**2 + 13 * channels) + 2 * channels
+    layers, channels, _ = VALUES[model]
+    values = values_of(model)
     text = (SCRIPTS / f"run_{model}.sh").read_text()
     steps = int(re.search(r"([\d,]+) steps", text)[1].replace(",", ""))
     number = r"([\d.]+) (MB|GB|TB)"
@@ -175,6 +180,15 @@ def test_the_bytes_that_a_script_promises_are_those_of_four_bits_and_a_scale_for
         ring = 2 * (int(workers) - 1) / int(workers) * 2 * values
         assert (data_parallel, data_parallel_whole) == pytest.approx((ring, ring * steps), rel=0.006)
 
+
+@pytest.mark.parametrize("model", VALUES)
+def test_the_host_memory_that_a_script_promises_is_that_of_initial_values_and_snapshots(model):
+    text = (SCRIPTS / f"run_{model}.sh").read_text()
+    paragraph = re.search(r"^#     host memory(.*\n(?:#                       .*\n)+)", text, re.M)[1]
+    promised = [float(number) * 1e9 for number in re.findall(r"([\d.]+) GB", paragraph)]
+    # fp32 in eight processes; fp32 parameters, moments, global and momentum, bf16 parameters; the fp32 model
+    expected = [bytes_a_value * values_of(model) for bytes_a_value in (8 * 4, 5 * 4 + 2, 4)]
+    assert promised == pytest.approx(expected, abs=0.05e9)
 
 
 def stand_in(path, text="exit 99"):
