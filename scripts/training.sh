@@ -43,6 +43,28 @@ OUT=${OUT:-log/$RUN}
 numbers TOKENS BATCH
 compgen -G "$TRAIN_DATA" >/dev/null || fail "no file matches $TRAIN_DATA: set TRAIN_DATA to your token shards"
 
+# comes_and_goes OPTION...: whether these, or else CONFIG, let each worker come and go by itself.
+comes_and_goes() {
+    local transport
+    transport=$(setting outer-transport)
+    while (($# > 0)); do
+        case $1 in
+            --outer-transport) transport=${2:-} ;;
+            --outer-transport=*) transport=${1#*=} ;;
+        esac
+        shift
+    done
+    [ "$transport" = store ]
+}
+
+# warn_of LAUNCHER OPTION...: it starts all workers, and ends all when one dies.
+warn_of() {
+    if comes_and_goes "${@:2}"; then
+        echo "warning: $1 ends all workers when one dies, also with --outer-transport store: start each by" \
+            "itself, with run_site.sh or run_slurm_site.sbatch" >&2
+    fi
+}
+
 # train_by WORKERS RANKS: the options of the program
 train_by() {
     training=(--config "$CONFIG" -i "$TRAIN_DATA" -j "$VAL_DATA" -o "$OUT"

@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -67,7 +68,7 @@ def run_script(script, environment, arguments=SMALL, status=0):
     return result
 
 
-def start_script(script, environment, arguments=SMALL):
+def start_script(script, environment, arguments=SMALL, start_new_session=False):
     return subprocess.Popen(
         [script, *arguments],
         env=environment,
@@ -76,6 +77,7 @@ def start_script(script, environment, arguments=SMALL):
         stderr=subprocess.STDOUT,
         text=True,
         preexec_fn=take_signals,
+        start_new_session=start_new_session,
     )
 
 
@@ -205,8 +207,8 @@ def says_its_words(tmp_path):
     return stand_in(tmp_path / "bin" / "program", 'printf "%s\\n" "$@"')
 
 
-def words_of_the_program(script, environment, says_its_words, *arguments):
-    """The words that a script gives to the program, through whatever starts it."""
+def run_by_stand_ins(script, environment, says_its_words, *arguments):
+    """A script with a program and launchers that print their arguments."""
     for launcher in ("srun", "mpirun", "torchrun"):
         shutil.copy(says_its_words, says_its_words.parent / launcher)
     path = f"{says_its_words.parent}:{os.environ['PATH']}"
@@ -215,8 +217,32 @@ def words_of_the_program(script, environment, says_its_words, *arguments):
     places["SLURM_NTASKS"] = 8 if "site" in script.name else 16
     places = {name: str(value) for name, value in places.items()}
     environment = {**places, **environment, "PATH": path, "PROGRAM": str(says_its_words)}
-    words = run_script(shutil.which("bash"), environment, [script, *arguments]).stdout.splitlines()
+    return run_script(shutil.which("bash"), environment, [script, *arguments])
+
+
+def words_of_the_program(*arguments):
+    """The words that a script gives to the program, through whatever starts it."""
+    words = run_by_stand_ins(*arguments).stdout.splitlines()
     return words[words.index("--config") :]
+
+
+STORE = ("--outer-transport", "store")  # workers come and go
+
+
+@pytest.mark.parametrize("script", STARTS, ids=lambda script: script.name)
+def test_a_script_whose_launcher_ends_all_workers_says_so_where_they_come_and_go(
+    script, tokens, tmp_path, says_its_words
+):
+    ends_all = script.name in ("run_slurm.sbatch", "run_mpi.sh", "run_torchrun.sh")
+    environment = environment_of_scripts(tokens, tmp_path / "run")
+    for arguments in (STORE, ["=".join(STORE)], ["--outer-transport", "gloo"], []):
+        says = run_by_stand_ins(script, environment, says_its_words, *arguments).stderr
+        expected = r"warning: \w+ ends all workers .*\n" if ends_all and "store" in str(arguments) else ""
+        assert re.fullmatch(expected, says), (arguments, says)
+    config = tmp_path / "x.toml"
+    config.write_text((SCRIPTS / "gpt2_124M.toml").read_text() + 'outer-transport = "store"\n')
+    says = run_by_stand_ins(script, {**environment, "CONFIG": str(config)}, says_its_words).stderr
+    assert says.startswith("warning: ") == ends_all
 
 
 @pytest.mark.parametrize("script", RUN_SCRIPTS, ids=lambda script: script.name)
@@ -560,18 +586,59 @@ def test_mpirun_starts_two_workers_of_two_ranks(tokens, tmp_path, reference):
     assert "\033" not in result.stdout, "lines are redrawn, though this is no terminal"
 
 
-def test_mpirun_takes_nccl_s_variables_to_other_nodes_and_shows_nobody_the_password(tokens, tmp_path):
+def test_mpirun_takes_variables_to_other_nodes_and_shows_nobody_the_password(tokens, tmp_path):
     script = tmp_path / "bin" / "mpirun"
     script.parent.mkdir()
     script.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     script.chmod(0o755)
     store = f"redis://:{PASSWORD}@127.0.0.1:6379"
     variables = {"PATH": f"{script.parent}:{os.environ['PATH']}", "NCCL_SOCKET_IFNAME": "eth0"}
+    variables.update(DILOCO_CA="ca.crt", CUDA_LAUNCH_BLOCKING=1, CUDA_VISIBLE_DEVICES=0)
     environment = environment_of_scripts(tokens, tmp_path / "run", DILOCO_STORE=store, **variables)
-    words = run_script(MULTI_NODE / "run_mpi.sh", environment).stdout.splitlines()
-    passed_on = [words[i + 1] for i, word in enumerate(words) if word == "-x"]
-    assert {"DILOCO_STORE", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME"} <= set(passed_on)
-    assert not any(PASSWORD in word for word in words)
+    names = {"DILOCO_STORE", "DILOCO_CA", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME", "CUDA_LAUNCH_BLOCKING"}
+    # In a SLURM job each node has its own GPUs.
+    for job, expected in (({}, {*names, "CUDA_VISIBLE_DEVICES"}), ({"SLURM_JOB_ID": "1"}, names)):
+        words = run_script(MULTI_NODE / "run_mpi.sh", {**environment, **job}, []).stdout.splitlines()
+        passed_on = {words[i + 1] for i, word in enumerate(words) if word == "-x"}
+        assert passed_on - {"LD_LIBRARY_PATH"} == expected
+        assert not any(PASSWORD in word for word in words)
+
+
+@pytest.mark.parametrize("to", ["the script", "its group"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_run_that_mpirun_has_started_has_the_time_to_stop(tokens, tmp_path, number, to):
+    open_mpi()
+    # Longer than the two seconds that Open MPI leaves. As the program's, none leaves before all have written.
+    slow = stand_in(tmp_path / "bin" / "slow", f"""own=$OMPI_COMM_WORLD_RANK
+stop() {{
+    trap "" TERM USR1
+    sleep 5
+    touch {tmp_path}/written$own
+    until [ -e {tmp_path}/written0 ] && [ -e {tmp_path}/written1 ]; do sleep 0.1; done
+    exit 143
+}}
+trap stop TERM USR1
+touch {tmp_path}/begun$own
+while :; do sleep 0.1; done""")
+    environment = environment_of_scripts(tokens, tmp_path / "run", PROGRAM=slow, RANKS=1, **MPI)
+    run = start_script(MULTI_NODE / "run_mpi.sh", environment, [], start_new_session=True)
+    assert wait_until(lambda: all((tmp_path / f"begun{process}").exists() for process in (0, 1)))
+    (os.kill if to == "the script" else os.killpg)(run.pid, number)
+    finish([run], [143])
+    assert (tmp_path / "written0").exists() and (tmp_path / "written1").exists()
+
+
+def test_ctrl_c_ends_a_run_that_mpirun_has_started(tokens, tmp_path):
+    open_mpi()
+    environment = environment_of_scripts(tokens, tmp_path / "run", RANKS=1, **MPI)
+    long = [*SMALL, "-x", "1000000"]
+    run = start_script(MULTI_NODE / "run_mpi.sh", environment, long, start_new_session=True)
+    assert wait_until(lambda: steps_logged(tmp_path / "run") > 5)
+    trainers = processes_of(tmp_path / "run")
+    os.killpg(run.pid, signal.SIGINT)
+    run.communicate(timeout=PATIENCE)
+    assert run.returncode != 0 and len(trainers) == 2
+    assert wait_until(lambda: not any(map(is_running, trainers)))
 
 
 def test_mpirun_in_a_slurm_job_starts_on_its_nodes(cluster, tokens, tmp_path, reference):

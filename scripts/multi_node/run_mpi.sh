@@ -6,7 +6,8 @@
 # folder of the program, which must lie at the same place on all nodes; the store is a folder that all see, or
 # a Redis server (DILOCO_STORE=redis://:PASSWORD@HOST:6379). These are Open MPI's options; MPICH's passes
 # the environment on by itself, and takes `mpirun -n N -f HOSTFILE ./train_gpt ...`.
-# Started again with the same OUT, a run goes on from its newest checkpoint.
+# Started again with the same OUT, a run goes on from its newest checkpoint. SIGTERM or SIGUSR1 to this script
+# stop it with one.
 # Options after the script's name win over those of the .toml.
 set -euo pipefail
 
@@ -24,11 +25,27 @@ export DILOCO_STORE=${DILOCO_STORE:-file:$OUT/store}
 
 # What of the environment other nodes get, too.
 passed_on=(-x DILOCO_STORE)
-for name in LD_LIBRARY_PATH "${!OMP_@}" "${!NCCL_@}"; do
+for name in DILOCO_CA LD_LIBRARY_PATH "${!OMP_@}" "${!NCCL_@}" "${!CUDA_@}"; do
+    # Which GPUs are this job's SLURM says on each node.
+    if [ "$name" = CUDA_VISIBLE_DEVICES ] && [ -n "${SLURM_JOB_ID:-}" ]; then continue; fi
     [ -z "${!name:-}" ] || passed_on+=(-x "$name")
 done
 
 # By slot: a node is filled before the next, so that the ranks of a worker sit together. Bound to a core, as
 # mpirun would have it, the threads of a process would stand in each other's way.
-exec mpirun -np $((WORKERS * RANKS)) ${HOSTFILE:+--hostfile "$HOSTFILE"} --map-by slot --bind-to none \
-    "${passed_on[@]}" "$PROGRAM" "${training[@]}" "$@"
+# A SIGTERM that reaches mpirun ends the processes within two seconds; a SIGUSR1 it passes on, and they stop
+# with a checkpoint. So it gets that one, from here, and is in a session of its own: what signals all of this
+# script's group (Ctrl-C, timeout) does not reach it.
+warn_of mpirun "$@"
+setsid mpirun -np $((WORKERS * RANKS)) ${HOSTFILE:+--hostfile "$HOSTFILE"} --map-by slot --bind-to none \
+    "${passed_on[@]}" "$PROGRAM" "${training[@]}" "$@" &
+mpirun=$!
+is_interrupted=1 status=1
+trap 'is_interrupted=1; kill -USR1 $mpirun || true' TERM USR1
+trap 'is_interrupted=1; kill -INT $mpirun || true' INT HUP # at once
+while ((is_interrupted)); do
+    is_interrupted=0 result=0
+    wait $mpirun || result=$?
+    ((result == 127)) || status=$result # 127: the signal came when it had been waited for
+done
+exit "$status"

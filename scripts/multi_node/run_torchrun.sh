@@ -6,7 +6,8 @@
 # agents meet. The program itself needs no PyTorch, and meets in DILOCO_STORE: a folder that all nodes see, or
 # a Redis server (redis://:PASSWORD@HOST:6379). A worker is a node, or what WORKERS makes of all processes.
 # RUN says what is trained (training.sh has the list). Started again with the same OUT, a run goes on from its
-# newest checkpoint. Options after the script's name win over those of the .toml.
+# newest checkpoint. SIGTERM to torchrun stops a run with a checkpoint, if half a minute is enough: torchrun
+# kills what is left then. Options after the script's name win over those of the .toml.
 set -euo pipefail
 
 # OMP_NUM_THREADS is 1 if it is not set: with PROGRAM=./train_gpt_cpu, set it
@@ -30,6 +31,7 @@ fi
 train_by "$WORKERS" $((NODES * GPUS / WORKERS))
 export DILOCO_STORE=${DILOCO_STORE:-file:$OUT/store}
 
+warn_of torchrun "$@"
 # No restarts, torchrun's default: a process that dies ends the run, which is started again as a whole.
 exec torchrun --nnodes "$NODES" --node-rank "$NODE" --nproc-per-node "$GPUS" --max-restarts 0 \
     --master-addr "${MASTER%:*}" --master-port "${MASTER##*:}" --no-python \
