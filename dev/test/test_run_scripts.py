@@ -522,6 +522,59 @@ def test_a_site_that_is_preempted_takes_the_others_along(cluster, tokens, tmp_pa
     assert len(stopped_after(logs[0])) == 1
 
 
+def submit_stand_in(cluster, tokens, tmp_path, text, arguments=(), options=(), **variables):
+    """The number of a site's job whose program is `text`, in sh."""
+    program = stand_in(tmp_path / "bin" / "program", text)
+    variables = {"PROGRAM": program, "DILOCO_STORE": f"file:{tmp_path}/store", **variables}
+    environment = slurm_environment(cluster, tokens, tmp_path / "run", **variables)
+    script = MULTI_NODE / "run_slurm_site.sbatch"
+    return submit(script, environment, tmp_path / "log%a", arguments, options)
+
+
+# Statuses of the program, with its options: the others have not come; it has failed where workers come and go
+TRIED_AGAIN = [(75, ()), (1, STORE), (137, STORE)]
+
+
+@pytest.mark.parametrize("status, arguments", TRIED_AGAIN)
+def test_a_site_that_may_do_better_later_requeues_itself_a_few_times(
+    cluster, tokens, tmp_path, status, arguments
+):
+    job = submit_stand_in(cluster, tokens, tmp_path, f"exit {status}", arguments, WORKER=0, RESTARTS=1)
+    cluster.wait_until_requeued(job)
+    assert cluster.wait(job) == ("FAILED", f"{status}:0")
+    assert cluster.state(job)["Restarts"] == "1"
+    (log,) = tmp_path.glob("log*")
+    first, last = [line for line in log.read_text().splitlines() if "RESTARTS=1" in line]
+    assert "requeues itself (restart 1" in first and "after 1 restarts" in last
+
+
+@pytest.mark.parametrize("status, arguments", [(1, ()), (2, STORE), (0, STORE)])
+def test_a_site_that_would_do_no_better_later_stays_ended(cluster, tokens, tmp_path, status, arguments):
+    job = submit_stand_in(cluster, tokens, tmp_path, f"exit {status}", arguments, WORKER=0)
+    assert cluster.wait(job) == ("FAILED" if status else "COMPLETED", f"{status}:0")
+    assert cluster.state(job)["Restarts"] == "0"
+
+
+def test_a_task_of_an_array_requeues_itself_alone(cluster, tokens, tmp_path):
+    # The one that has the array's number is asked to stop, once the other has begun.
+    text = f"""[ -z "$SLURM_RESTART_COUNT" ] || exit 0
+if [ "$SLURM_JOB_ID" = "$SLURM_ARRAY_JOB_ID" ]; then
+    until [ -e {tmp_path}/begun ]; do sleep 0.1; done
+    exit 143
+fi
+touch {tmp_path}/begun
+until [ -e {tmp_path}/end ]; do sleep 0.1; done"""
+    array = submit_stand_in(cluster, tokens, tmp_path, text, options=["--array=0-1"])
+    tasks = [f"{array}_{worker}" for worker in (0, 1)]
+    assert wait_until(lambda: (tmp_path / "begun").exists())
+    other, stopped = sorted(tasks, key=lambda task: cluster.state(task)["JobId"] == array)
+    cluster.wait_until_requeued(stopped)
+    assert cluster.state(other)["JobState"] == "RUNNING"
+    (tmp_path / "end").touch()
+    assert [cluster.wait(task)[0] for task in tasks] == ["COMPLETED", "COMPLETED"]
+    assert cluster.state(other)["Restarts"] == "0"
+
+
 def test_a_cancelled_job_that_has_time_for_a_checkpoint_stays_cancelled(cluster, tmp_path, long_job):
     job, _ = long_job
     cluster.query("scancel", job)
