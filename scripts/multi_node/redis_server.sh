@@ -4,8 +4,9 @@
 #     (umask 077; openssl rand -hex 32 >~/.diloco-password)
 #     ADDRESS=10.7.0.1 scripts/multi_node/redis_server.sh
 # It stays in the foreground; Ctrl-C ends it. Little goes through it, when a run begins and ends: any machine
-# will do. With --outer-transport store all payloads do: then it is the one with the best line. What it has acknowledged is on its disk, and not lost in a crash. Redis does not encrypt: ADDRESS
-# is that of a WireGuard interface (README.md beside this script), or of a network that you trust.
+# will do. With --outer-transport store all payloads do: then it is the one with the best link. What it has
+# acknowledged is on its disk, and not lost in a crash. Redis does not encrypt: ADDRESS is that of a WireGuard
+# interface (README.md beside this script), or of a network that you trust.
 set -euo pipefail
 
 SERVER=${SERVER:-redis-server} # or valkey-server
