@@ -2195,17 +2195,15 @@ int main(int argc, char** argv) {
                                   !options.output.empty(), options.world, options.is_independent(),
                                   options.restarts},
                                  argv);
+        if (!has_launcher() && !options.output.empty()) { leave_at_stop_signals(); }
         if (process.restart > 0 && !options.output.empty()) { options.resume = 1; }
         return train(options, process);
-    } catch (const UserError& e) {
-        fprintf(stderr, "error: %s\n", e.what());
-        return 2;
     } catch (const std::bad_alloc&) {
         fprintf(stderr, "error: not enough memory for this model: take a smaller one\n");
         return 1;
     } catch (const std::exception& e) {
         fprintf(stderr, "error: %s\n", e.what());
-        return 1;
+        return exit_status(e);
     }
 }
 #endif

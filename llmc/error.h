@@ -1,6 +1,8 @@
 // Errors, by who has to act.
 //   UserError     an option, a file or the environment is wrong: main prints `error: what: what to do`,
 //                 exits 2
+//   OthersAbsent  a UserError of those who came: other workers did not. Nothing need be wrong here, and a
+//                 batch system may try again: exits 75 (sysexits.h: EX_TEMPFAIL)
 //   RunError      something outside this process failed (a peer died, a disk is full): one line, exits 1
 // Anything else that is thrown is a bug of this program.
 #pragma once
@@ -14,9 +16,20 @@ struct UserError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+struct OthersAbsent : UserError {
+    using UserError::UserError;
+};
+
 struct RunError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
+
+const int absent_status = 75;
+
+inline int exit_status(const std::exception& error) {
+    if (dynamic_cast<const OthersAbsent*>(&error)) { return absent_status; }
+    return dynamic_cast<const UserError*>(&error) ? 2 : 1;
+}
 
 // printf into a std::string.
 __attribute__((format(printf, 1, 2))) inline std::string format(const char* text, ...) {

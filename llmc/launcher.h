@@ -9,8 +9,9 @@
 //     another from it.
 //   - SIGINT, SIGTERM and SIGHUP are passed on, unless they are ignored (nohup), and end the run; if the
 //     launcher is killed, the kernel kills the processes.
-//   - Processes that stop gracefully (stop.h) have all the time they need after a first SIGTERM or SIGUSR1.
-//     Those that leave with stopped_status have not failed, whether the request came here or elsewhere.
+//   - Processes that stop gracefully (stop.h) have all the time they need after a first SIGTERM, SIGUSR1 or
+//     SIGHUP; where they have only begun to start, all end at once, and that is a stop by request too. Those
+//     that leave with stopped_status have not failed, whether the request came here or elsewhere.
 #pragma once
 #include <errno.h>
 #include <fcntl.h>
@@ -472,7 +473,8 @@ private:
             const bool has_failed = child->status != 0 && !child->has_stopped();
             if (!has_failed || stopped_by || unit.was_terminated) { continue; }
             if (requested_by && !child->has_exited && child->status == 128 + requested_by && !independent) {
-                stop_by(requested_by);  // it was still starting: there is nothing to write
+                had_not_begun = true;  // it was still starting: there is nothing to write
+                stop_by(requested_by);
             } else {
                 blame(unit, *child);
             }
@@ -634,7 +636,7 @@ private:
         const Child* culprit = independent ? nullptr : units[0].culprit;
         print_errors(errors, culprit);
         if (independent && !stopped_by) { return report_workers(); }
-        if (all_have_stopped()) {
+        if (all_have_stopped() || (had_not_begun && stopped_by == requested_by)) {
             write_all(STDERR_FILENO, "stopped by request\n");
             return stopped_status;
         }
@@ -719,6 +721,7 @@ private:
     bool is_inside_line = false;  // the terminal's last line is process 0's and has no end yet
     int requested_by = 0;         // the signal that asked the processes to stop
     int stopped_by = 0;           // the signal that ends the run
+    bool had_not_begun = false;   // when it was asked to stop
     bool stdout_has_stalled = false, stderr_has_stalled = false;
     bool has_lost_text = false;  // that could not be written
     Clock::time_point request_time;

@@ -1,5 +1,5 @@
 // OwnedArray: an array that is freed with its owner. Where it lies is Memory's:
-//     static void* take(size_t bytes);    // all zero bits; throws std::bad_alloc where there is no more
+//     static void* take(size_t bytes);    // all zero bits; throws where there is no more
 //     static void give_back(void* p);     // null: nothing
 #pragma once
 #include <cstddef>

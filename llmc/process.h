@@ -183,7 +183,7 @@ private:
 
     void wait_for(const std::vector<std::string>& missing) {
         if (patience.is_over()) {
-            throw UserError(
+            throw OthersAbsent(
                 format("%s did not come to %s within %g s: start all workers with the same --store, "
                        "--run-name, --workers and --ranks, or raise --timeout",
                        list_in_words(missing).c_str(), everything->url().c_str(), timeout));
@@ -379,7 +379,7 @@ struct Process {
         fflush(stdout);
         fprintf(stderr, "error: %s\n", error.what());
         fflush(stderr);
-        _exit(dynamic_cast<const UserError*>(&error) ? 2 : 1);
+        _exit(exit_status(error));
     }
 
 private:

@@ -1,10 +1,12 @@
-// StopRequest: SIGTERM and SIGUSR1 (SLURM's warning before it preempts a job) ask a run to write a checkpoint
-// and to leave. The first sets a flag that the training loop looks at; a second one ends the process at once,
-// as it would have without this. timeout(1) signals its process and then that one's group, and systemd all
-// processes of a service, the launcher's too: what comes within a second of the first is the same request.
+// StopRequest: SIGTERM, SIGUSR1 (SLURM's warning before it preempts a job) and SIGHUP (an ssh connection that
+// drops) ask a run to write a checkpoint and to leave. The first sets a flag that the training loop looks at; a
+// second one ends the process at once, as it would have without this. timeout(1) signals its process and then
+// that one's group, and systemd all processes of a service, the launcher's too: what comes within a second of
+// the first is the same request.
 #pragma once
 #include <signal.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <array>
 #include <atomic>
@@ -13,8 +15,20 @@
 // The exit status of a process that was asked to stop and has written its checkpoint: 128 + SIGTERM.
 const int stopped_status = 143;
 
-const std::array<int, 2> stop_signals = {SIGTERM, SIGUSR1};
+const std::array<int, 3> stop_signals = {SIGTERM, SIGUSR1, SIGHUP};
 const double one_request_seconds = 1;
+
+// For a process that no launcher looks after: until there is a StopRequest these signals end it at once, for
+// there is nothing to write yet, but as one that was asked to stop. What it was started to ignore stays so.
+inline void leave_at_stop_signals() {
+    for (int s : stop_signals) {
+        struct sigaction before;
+        sigaction(s, nullptr, &before);
+        if (before.sa_handler != SIG_IGN) {
+            ::signal(s, [](int) { _exit(stopped_status); });
+        }
+    }
+}
 
 // While it lives, these signals are requests; afterwards they do what they did before. One at a time.
 class StopRequest {

@@ -440,11 +440,13 @@ TEST(Launcher, a_second_signal_ends_processes_that_stop) {
 }
 
 TEST(Launcher, processes_that_were_still_starting_when_they_were_asked_to_stop_just_end) {
-    Program program("stop-unprepared", 2, 1);
-    wait_for_pids(program, 2);
-    program.process.send_signal(SIGTERM);
-    EXPECT_EQ(program.wait(), 128 + SIGTERM);
-    EXPECT_EQ(program.err, request_line(SIGTERM) + "error: stopped by signal 15 (Terminated)\n");
+    for (int request : {SIGTERM, SIGUSR1, SIGHUP}) {
+        Program program("stop-unprepared", 2, 1);
+        wait_for_pids(program, 2);
+        program.process.send_signal(request);
+        EXPECT_EQ(program.wait(), stopped_status);
+        EXPECT_EQ(program.err, request_line(request) + "stopped by request\n");
+    }
 }
 
 TEST(Launcher, ctrl_c_ends_processes_that_could_stop) {
@@ -917,7 +919,7 @@ TEST(Meeting, who_is_missing_after_the_time_limit_is_named) {
     auto processes = start_processes(2, [&](int i) -> std::string {
         try {
             member(folder.name(), 2 * i, 4, 0.5).meet();
-        } catch (const UserError& error) { return error.what(); }
+        } catch (const OthersAbsent& error) { return error.what(); }
         return "accepted";
     });
     for (auto& process : processes) { EXPECT_EQ(process.wait(20), 0); }

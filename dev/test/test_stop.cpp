@@ -76,6 +76,27 @@ TEST(StopRequest, a_signal_that_the_process_was_started_to_ignore_is_none) {
     EXPECT_EQ(process.wait(20), 0) << process.report;
 }
 
+TEST(StopRequest, before_there_is_one_a_process_leaves_at_once_as_one_that_was_asked_to) {
+    for (int first : {SIGTERM, SIGUSR1, SIGHUP}) {
+        TestProcess process([first] {
+            for (int s : stop_signals) { signal(s, SIG_DFL); }
+            leave_at_stop_signals();
+            { StopRequest request; }
+            raise(first);
+            return std::string("survived");
+        });
+        EXPECT_EQ(process.wait(20), stopped_status) << process.report;
+    }
+    TestProcess process([] {
+        signal(SIGHUP, SIG_IGN);
+        leave_at_stop_signals();
+        raise(SIGHUP);
+        return std::string("survived");
+    });
+    EXPECT_EQ(process.wait(20), 0);
+    EXPECT_EQ(process.report, "survived");
+}
+
 TEST(StopRequest, reaches_the_loop_from_whichever_thread_is_signalled) {
     StopRequest request;
     std::thread([] { pthread_kill(pthread_self(), SIGUSR1); }).join();

@@ -2,9 +2,9 @@
 // at once.
 #pragma once
 #include <cstring>
-#include <new>
 
 #include "llmc/cuda/device.cuh"
+#include "llmc/error.h"
 #include "llmc/owned_array.h"
 
 namespace cuda {
@@ -15,7 +15,9 @@ struct PinnedMemory {
         const cudaError_t status = cudaMallocHost(&p, bytes);
         if (status == cudaErrorMemoryAllocation) {
             cudaGetLastError();  // it stays there for the next launch to find
-            throw std::bad_alloc();
+            throw RunError(format("cannot pin %.3g GB of the host's memory: start fewer processes on this "
+                                  "machine, leave out --outer-offload, or raise the job's limit of memory",
+                                  double(bytes) / 1e9));
         }
         cudaCheck(status);
         memset(p, 0, bytes);
