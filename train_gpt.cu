@@ -5,9 +5,9 @@
 //   run      M workers with slow links: they exchange one fragment of the model at a time, while training
 //            goes on (Streaming DiLoCo, arXiv 2501.18512; all of it is in streaming/)
 //
-// From top to bottom: the model, forward, backward, the update inside a worker, evaluation and sampling, the
-// loop. The layers are llmc/cpu/ or llmc/cuda/: same names, same signatures, and this file does not know
-// which.
+// From top to bottom: the model; forward and backward; the update inside a worker; evaluation and sampling; then
+// what tests leave out: from options to a run; what a run keeps and reports; checkpoints; the step and the loop.
+// The layers are llmc/cpu/ or llmc/cuda/: same names, same signatures, and this file does not know which.
 #include <xxhash.h>
 
 #include <algorithm>
@@ -1077,7 +1077,7 @@ inline void share_data(const Options& o, Process& process, Inputs& in) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// The loop
+// What a run keeps and reports
 
 // What the run has measured so far, for the log and the last line.
 struct Totals {
@@ -1704,6 +1704,9 @@ inline std::optional<LogCut> log_cut(const Options& o, const Resumption& r, cons
     if (!r.state) { return std::nullopt; }
     return LogCut{r.step, r.fields.integer("total.next_sync"), r.step < in.steps};
 }
+
+// -----------------------------------------------------------------------------------------------------------
+// The step and the loop
 
 // tau of the worker that merges last.
 inline long largest_overlap(const Options& o, Process& process) {

@@ -9,10 +9,8 @@
 // communicator. With fragments = 1, tau = 0 and alpha = 0 this is DiLoCo (arXiv 2311.08105).
 #pragma once
 #include <algorithm>
-#include <cmath>
 #include <deque>
 #include <memory>
-#include <numeric>
 #include <set>
 #include <string>
 #include <vector>
@@ -22,81 +20,10 @@
 #include "llmc/layout.h"
 #include "outer_loop.h"
 #include "outer_shard.h"
+#include "plan.h"
 #include "schedule.h"
 #include "snapshot.h"
 #include "sync_report.h"
-
-// Throws a UserError for options that make no run of `steps` steps (-1: not known yet).
-inline void validate(const DilocoOptions& options, long steps, int workers) {
-    const long H = options.inner_steps;
-    if (H < 1) { throw UserError(format("%ld inner steps (H): use at least 1", H)); }
-    if (options.overlap < 0 || options.overlap >= H) {
-        throw UserError(format("an overlap (tau) of %ld steps with %ld inner steps (H): use 0 to %ld, so "
-                               "that a fragment has arrived before it is sent again",
-                               options.overlap, H, H - 1));
-    }
-    if (!(options.local_weight >= 0 && options.local_weight <= 1)) {
-        throw UserError(format("a local weight (alpha) of %g: use 0 to 1", options.local_weight));
-    }
-    if (!(options.learning_rate >= 0 && std::isfinite(options.learning_rate))) {
-        throw UserError(format("an outer learning rate of %g: use 0 or more", options.learning_rate));
-    }
-    if (!(options.momentum >= 0 && options.momentum <= 1)) {
-        throw UserError(format("an outer momentum of %g: use 0 to 1", options.momentum));
-    }
-    if (workers > 1 && options.optimizer == OuterOptimizer::none) {
-        throw UserError(format("%d workers without an outer optimizer would never meet: use nesterov or "
-                               "average, or one worker with more ranks", workers));
-    }
-    if (steps >= 0 && steps < H) {
-        throw UserError(format("%ld steps with %ld inner steps (H): train for at least that many, or not all "
-                               "fragments are exchanged", steps, H));
-    }
-}
-
-// "h.0..h.2, h.6": the names of blocks, runs of neighbours shortened.
-inline std::string block_names(const std::vector<int>& blocks, const Layout& layout) {
-    std::string names;
-    for (size_t i = 0; i < blocks.size(); i++) {
-        size_t last = i;
-        while (last + 1 < blocks.size() && blocks[last + 1] == blocks[last] + 1) { last++; }
-        names += (names.empty() ? "" : ", ") + layout.blocks[size_t(blocks[i])].name;
-        if (last > i) { names += (last > i + 1 ? ".." : ", ") + layout.blocks[size_t(blocks[last])].name; }
-        i = last;
-    }
-    return names;
-}
-
-// Bytes that a process sends in a sync, by fragment. It receives as many.
-inline std::vector<size_t> sync_bytes(const DilocoOptions& options, const std::vector<Fragment>& fragments,
-                                      const Layout& layout, int workers) {
-    const std::vector<long> values = shard_values(fragments, layout);
-    const ExchangeKind exchange = choose_exchange(options.wire, values, workers);
-    std::vector<size_t> bytes;
-    for (long n : values) { bytes.push_back(exchange_bytes(exchange, options.wire.format, n, workers)); }
-    return bytes;
-}
-
-// The schedule in words and numbers, for people: a line for each fragment and one for the sum.
-inline std::string plan(const DilocoOptions& options, std::vector<Fragment> fragments, const Layout& layout,
-                        int workers) {
-    const long H = options.inner_steps;
-    fragments = with_offsets(std::move(fragments), options);
-    const ExchangeKind exchange = choose_exchange(options.wire, shard_values(fragments, layout), workers);
-    const std::vector<size_t> bytes = sync_bytes(options, fragments, layout, workers);
-    const std::vector<size_t> sent = sent_in_period(fragments, bytes, H);
-    std::string text = "fragment  offset  every      bytes a sync  blocks\n";
-    for (size_t p = 0; p < fragments.size(); p++) {
-        text += format("%8zu  %6ld  %5ld  %16zu  %s\n", p, fragments[p].offset, H, bytes[p],
-                       block_names(fragments[p].blocks, layout).c_str());
-    }
-    const double sum = double(std::accumulate(sent.begin(), sent.end(), size_t(0)));
-    const size_t peak = *std::max_element(sent.begin(), sent.end());
-    return text + format("a process sends %.0f bytes every %ld steps by %s, %.0f a step on average, %zu in a "
-                         "step at most; at most %d in flight at a time\n", sum, H,
-                         name_of(exchange).c_str(), sum / double(H), peak,
-                         most_in_flight(fragments, H, options.overlap));
-}
 
 class Diloco : public OuterLoop {
 public:
