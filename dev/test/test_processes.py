@@ -193,12 +193,6 @@ def test_a_world_of_another_size_is_refused(train):
     assert "3" in run.stderr and "2" in run.stderr
 
 
-def test_workers_whose_others_do_not_come_leave_with_a_status_of_their_own(train, tmp_path):
-    run = train("run", {**WORKERS, "--worker": 0, "--store": f"file:{tmp_path}/store", "--timeout": 1},
-                status=75)  # EX_TEMPFAIL: a batch system may try again
-    assert "did not come" in run.stderr and run.stderr.count("error: ") == 1
-
-
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_killed_worker_ends_the_run_and_is_named(launched, workers):
     process, folder = launched({**LONG, "--workers": workers})
