@@ -24,13 +24,13 @@ struct StoreAnswer {
 
 // What Redis (a folder is a hash: HGET, HSET, HSETNX, HDEL and UNLINK, HGETALL, SCAN) and a shared folder
 // (open, rename, link, unlink, readdir) can both do. Blocks; the sync log is asked for requests and given
-// answers, so that who waits here is a thread of its own, or nobody but a simulation's clock.
+// answers, so that it is a thread of its own that waits here, or nothing but a simulation's clock.
 class LogStore {
 public:
     virtual ~LogStore() = default;
     virtual StoreAnswer perform(const StoreRequest& request) = 0;
     // In this order, and others' requests may come in between: of what is done, all that stands before it is
-    // done too. They may go out together. Where an answer is lost, those behind it count for nothing.
+    // done too. They may go out together. Where an answer is lost, those after it count for nothing.
     virtual std::vector<StoreAnswer> perform_all(const std::vector<StoreRequest>& requests) {
         std::vector<StoreAnswer> answers;
         for (const StoreRequest& request : requests) {

@@ -102,7 +102,7 @@ public:
     // the step that is done: it waits until it has a place in the run.
     LogTurn turn(long step, double now);
 
-    // Behind the last step, in place of turn(). All that was sent until then is due now; at the end global
+    // After the last step, in place of turn(). All that was sent until then is due now; at the end global
     // parameters are those of all others that end there. It waits, too, while it is needed for a snapshot.
     LogTurn finish(long last_step, double now);
 
@@ -204,7 +204,7 @@ private:
     // What another worker wants and nobody offers.
     struct Wanted {
         double since;        // the last change that was seen
-        std::string giver;   // who says that it gives it, and how far that is
+        std::string giver;   // the worker that says that it gives it, and how far it is
     };
 
     // Asking: what goes out together (sync_log_requests.h)
@@ -289,7 +289,7 @@ private:
     void take_chunk_of_mean(Slot& slot, const StoreAnswer& answer);
     void write_mean();
 
-    // Looking around: who is alive, who needs a snapshot (sync_log_snapshots.h)
+    // Looking around: which workers are alive, which need a snapshot (sync_log_snapshots.h)
     void look_around(bool beside_payload);
     void look_for_readers(bool is_last, double now);
     void look_at_wants();
@@ -349,7 +349,7 @@ private:
 
     std::vector<Asked> asked;  // and not yet answered
     double asked_at = 0;
-    bool asks_beats = false, asks_generation = false;  // behind what some fragment asks
+    bool asks_beats = false, asks_generation = false;  // after what some fragment asks
     bool is_payloads_turn = false;
     bool is_cut_off = false;  // its last answer was lost
     double cut_off_since = 0;
@@ -391,7 +391,7 @@ private:
     double alone_since = -1;  // behind, and nobody there that could give one
     bool looks_for_an_end = false, has_told_of_nobody = false;
 
-    bool is_finishing = false;     // behind the last step
+    bool is_finishing = false;     // after the last step
     bool is_leaving = false;       // all is applied
     bool has_looked_last = false;  // since then: does anybody need anything?
     bool has_left = false;         // and said so

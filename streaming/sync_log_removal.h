@@ -83,8 +83,8 @@ inline bool SyncLog::is_kept(long sync, const std::vector<long>& oldest) const {
     return schedule.index(sync) >= oldest[size_t(schedule.fragment(sync))];
 }
 
-// Snapshots whose reader is dead, or has started again, or has read them. What there is is asked for
-// before who wants it, or what is only now being written would seem to be wanted by nobody.
+// Snapshots whose reader is dead, or has started again, or has read them. Snapshots are listed before the
+// wants, or one that is only now being written would seem to be wanted by no worker.
 inline void SyncLog::sweep_snapshots() {
     const std::string folder = key("snapshot/");
     auto there = std::make_shared<std::set<std::string>>();

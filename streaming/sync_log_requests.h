@@ -1,5 +1,5 @@
-// Requests of a sync log (sync_log.h): what goes to the store together, in which order, and who takes the
-// answers; what is lost is asked for again. And what there is to tell the caller.
+// Requests of a sync log (sync_log.h): what goes to the store together, in which order, and what takes
+// the answers; what is lost is asked for again. And what there is to tell the caller.
 #pragma once
 #include <algorithm>
 #include <iterator>
@@ -152,7 +152,7 @@ inline void SyncLog::choose_running(double now) {
     if (asked.empty() && may_leave()) { leave(); }
 }
 
-// In turns, so that none is put off for ever: those of all fragments, and of who needs a snapshot.
+// In turns, so that none is put off for ever: those of all fragments, and a snapshot that is given.
 // A mean before all: others may stand still for it.
 inline bool SyncLog::move_a_payload(double now) {
     const size_t before = asked.size();
@@ -168,7 +168,7 @@ inline bool SyncLog::move_a_payload(double now) {
     return asked.size() > before;
 }
 
-// Nobody who is alive needs anything from this worker: it says that it has all, and may end.
+// No living worker needs anything from this one: it says that it has all, and may end.
 inline bool SyncLog::may_leave() const {
     return is_leaving && has_looked_last && !has_left && !is_wanted && !giving && outgoing_means.empty();
 }
@@ -205,7 +205,7 @@ inline void SyncLog::say(LogEventKind kind, long sync, const LogEntry& entry, co
     told.back().entry = entry;
 }
 
-// Of others. Who is gone may have been done.
+// Of others. One that is gone may have come to its end.
 inline void SyncLog::tell_changes() {
     for (const Presence::Change& change : presence.changes()) {
         if (change.worker == me.worker) { continue; }

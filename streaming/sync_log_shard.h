@@ -16,7 +16,7 @@ struct SyncLogOptions {
     long max_lag = 4;         // steps
     long retain = 4;          // syncs of each fragment
     MergedFrom merged_from;   // the same for all
-    bool checkpoints = true;  // payloads are kept until two workers' have them behind them
+    bool checkpoints = true;  // payloads are kept until two workers' have passed them
     size_t chunk = 64 << 20;  // bytes, of payloads and means
     size_t snapshot_chunk = 4 << 20;  // of snapshots: what else is sent waits for one at most
     double grace = 10;        // seconds, as all that follows
@@ -46,7 +46,7 @@ struct MeanToMake {
 };
 
 // This worker's shard of the outer state. Called by the constructor, turn() and finish(); encoded(), by
-// requests() and answer(); mean(), by who calls these, at the same time as the trainer's.
+// requests() and answer(); mean(), by the caller of these, at the same time as the trainer's.
 class LogShard {
 public:
     struct Encoded {

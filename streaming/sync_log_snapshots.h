@@ -11,7 +11,7 @@
 #include "sync_log.h"
 
 // -----------------------------------------------------------------------------------------------------------
-// Looking around: who is alive, who needs a snapshot
+// Looking around: which workers are alive, which need a snapshot
 
 // Often where the trainer stands still. Over a slow link at most a fifth of the time, or half of it.
 // beside_payload: what is asked for takes longer than a look
@@ -32,7 +32,7 @@ inline void SyncLog::look_around(bool beside_payload) {
     });
 }
 
-// Who wants something shows it in its beat.
+// A worker that wants something shows it in its beat.
 inline void SyncLog::look_for_readers(bool is_last, double now) {
     if (presence.does_anyone_need(me.worker)) {
         looks_at_wants = true;
@@ -44,7 +44,7 @@ inline void SyncLog::look_for_readers(bool is_last, double now) {
 }
 
 // What others want. Of that, what nobody offers yet is for somebody to give. Wants are asked for last:
-// who has what it wanted removes its want first, and then the offer.
+// a worker that has what it wanted removes its want first, and then the offer.
 inline void SyncLog::look_at_wants() {
     looks_at_wants = false;
     const auto offers = std::make_shared<std::map<std::string, std::string>>();
@@ -91,7 +91,7 @@ inline bool SyncLog::has_written(const std::string& giver) const {
 
 inline void SyncLog::rest_from_looking(double from, double now) {
     // It may have taken long because this process was stopped: it knows nothing of the others then.
-    const double shares = is_aligned ? 4 : 1;  // who has to catch up must know soon what others open
+    const double shares = is_aligned ? 4 : 1;  // catching up, it must know soon what others open
     look_earliest = now + std::max(options.poll, shares * std::min(now - from, options.expiry / 8));
     // Its end, or a sync that it might jump to.
     const bool is_awaiting = is_waiting || is_leaving || !is_aligned;
@@ -125,12 +125,12 @@ inline void SyncLog::note_open(long sync) {
     not_open_at = looked_from;
 }
 
-// The worker with the lowest number gives; the next one where nobody does, or who does gets no further.
+// The worker with the lowest number gives; the next one where it does not, or makes no progress.
 inline void SyncLog::choose_reader(bool is_last, double now) {
     has_looked_last = is_last;
     is_wanted = false;
     if (giving && !presence.is_alive(Incarnation::parse(giving->want))) { give_no_more(); }
-    // Whose own parameters no entry has confirmed yet lets others go first.
+    // A worker whose own parameters no entry has confirmed yet lets others go first.
     const bool am_proven = std::find(is_proven.begin(), is_proven.end(), false) == is_proven.end();
     const int before_me = presence.running_before(me.worker) + (am_proven ? 0 : options.workers);
     for (const auto& [want, one] : wanted) {

@@ -32,7 +32,7 @@ inline void SyncLog::open() {
         });
 }
 
-// Who comes first says what all must agree in, for all shards.
+// The worker that comes first says what all must agree in, for all shards.
 inline void SyncLog::compare() {
     ask({StoreRequest::put_if_absent, generation + "/run", "fingerprint", start.fingerprint},
         [this](const StoreAnswer& answer, double) {
@@ -45,7 +45,7 @@ inline void SyncLog::compare() {
         });
 }
 
-// The first number, behind all that are taken, that is this start's own.
+// The first number, after all that are taken, that is this start's own.
 inline void SyncLog::register_start() {
     const std::string folder = key("incarnation/" + std::to_string(me.worker));
     if (next_number == 0) {
@@ -76,8 +76,8 @@ inline LogBase SyncLog::base() const {
     return base;
 }
 
-// What the log begins with: of those that are there, the newest. Who is registered by then begins with
-// the run, and keeps step from its first sync on.
+// What the log begins with: of those that are there, the newest. A worker that is registered by then
+// begins with the run, and keeps step from its first sync on.
 inline void SyncLog::agree(double now) {
     const auto then_begin = [this](const StoreAnswer& answer, double now) {
         if (!answer.value.empty()) { begin(LogBeginning::parse(answer.value), now); }

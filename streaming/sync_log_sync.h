@@ -105,8 +105,8 @@ inline void SyncLog::write_line(Slot& slot, const LogLine& line, Slot::Own own) 
     look(slot, true);
 }
 
-// Is there an entry? If not, should there be one? Who is alive is asked behind the lines, and whether it
-// still is the same run behind all.
+// Is there an entry? If not, should there be one? Which workers are alive is asked after the lines, and
+// whether it still is the same run after all else.
 inline void SyncLog::look(Slot& slot, bool has_line) {
     asks_generation = true;
     ask({StoreRequest::get, key("entry"), std::to_string(slot.sync), ""},

@@ -1,5 +1,5 @@
 // The trainer's side of a sync log (sync_log.h): at the end of a step it applies what is due and there, notes
-// what is sent, and says whether to go on, to wait or to jump.
+// what is sent, and says whether to continue, to wait or to jump.
 #pragma once
 #include <algorithm>
 #include <string>
@@ -142,8 +142,8 @@ inline void SyncLog::tell_of_applied(const Slot& slot, bool counted, double now)
     event.mean_bytes_written = has_made_mean ? slot.mean.bytes.size() : 0;
 }
 
-// Whose payload counts has shown that it keeps pace. Who was not in time though it had promised to be
-// promises nothing for now.
+// A worker whose payload counts has shown that it keeps pace. One that was not in time though it had promised
+// to be promises nothing for now.
 inline void SyncLog::keep_promise(const Slot& slot) {
     const bool counts = slot.entry->counts(me.worker), has_sent = slot.own == Slot::sent;
     if (has_sent || slot.own == Slot::sending) {
@@ -159,7 +159,7 @@ inline void SyncLog::keep_promise(const Slot& slot) {
     say(LogEventKind::late, format("was late for sync %ld", slot.sync), slot.sync);
 }
 
-// Its line is there: within the grace of the first who has sent, and before anybody has sent a later one?
+// Its line is there: within the grace of the first worker that has sent, and before any has sent a later one?
 // Then it would be in time for others that wait.
 inline void SyncLog::show_pace(long sync, double now) {
     const bool is_newest = schedule.send_step(newest_open) <= schedule.send_step(sync);
