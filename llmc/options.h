@@ -221,7 +221,7 @@ inline void define_options(CLI::App& app, Options& o) {
               add("--epsilon", o.epsilon, "AdamW's epsilon")->check(above_zero),
               add("--clip", o.clip, "Largest gradient norm (0: no clipping)")->check(not_negative),
               add("--skip-loss-zscore", o.skip_loss_zscore,
-                  "-sl: skip an update whose loss is so many standard deviations above the last ones' mean "
+                  "-sl: skip an update whose loss is more than N standard deviations above the recent mean "
                   "(0: never)")
                   ->check(not_negative),
               add("--skip-norm-zscore", o.skip_norm_zscore,
@@ -231,18 +231,18 @@ inline void define_options(CLI::App& app, Options& o) {
     group(
         "Watching",
         {
-            add("-v,--val-every", o.validate_every, "Validate every so many steps, and at the end (0: never)")
+            add("-v,--val-every", o.validate_every, "Validate every N steps, and at the end (0: never)")
                 ->check(not_negative),
             add("-m,--val-batches", o.validation_batches, "Batches in a validation (0: all)")
                 ->check(least_minus_one),
             add("-s,--sample-every", o.sample_every,
-                "Sample text every so many steps, and at the end (0: never)")
+                "Sample text every N steps, and at the end (0: never)")
                 ->check(not_negative),
             add("-g,--sample-length", o.sample_length, "Tokens in a sample")->check(positive),
             add("--prompt", o.prompt, "What samples begin with (default: the end-of-text token alone)"),
             add("--temperature", o.temperature, "Temperature of the samples (0: always the likeliest token)")
                 ->check(not_negative),
-            add("--top-k", o.top_k, "Draw from the so many likeliest tokens (0: from all)")
+            add("--top-k", o.top_k, "Sample from the k likeliest tokens (0: from all)")
                 ->check(CLI::Range(0, 1 << 20)),
             add("--top-p", o.top_p,
                 "Draw from the likeliest tokens that have this probability together (1: from all)")
@@ -258,16 +258,16 @@ inline void define_options(CLI::App& app, Options& o) {
         "Checkpoints",
         {
             add("-n,--save-every", o.save_every,
-                "Write a checkpoint (the model, and all that the run is) every so many steps, and at the end "
+                "Write a checkpoint (the model, and all that the run is) every N steps, and at the end "
                 "(0: only the model, at the end)")
                 ->check(not_negative),
-            add("--keep-checkpoints", o.keep_checkpoints, "-nk: keep so many of them, the newest (0: all)")
+            add("--keep-checkpoints", o.keep_checkpoints, "-nk: keep the N newest of them (0: all)")
                 ->check(not_negative),
             add("--major-checkpoints", o.major_checkpoints,
-                "-nm: keep those of every so many steps for ever (0: none)")
+                "-nm: keep the first at or after each multiple of N steps for ever (0: none)")
                 ->check(not_negative),
             add("-y,--resume", o.resume,
-                "1: go on from the newest whole checkpoint in -o, if there is one; 0: begin anew")
+                "1: resume from the newest whole checkpoint in -o, if there is one; 0: start afresh")
                 ->check(CLI::IsMember({0, 1})),
         });
     group(
@@ -291,13 +291,14 @@ inline void define_options(CLI::App& app, Options& o) {
             add("--timeout", o.timeout, "Seconds to wait for other processes before giving up")
                 ->check(CLI::Range(1.0, 1e6)),
             add("--restart", o.restarts,
-                "Start a worker that has failed again, up to so many times (--outer-transport store)")
+                "Restart a worker that has failed, up to N times in a row: ten minutes without a failure "
+                "start the count again (--outer-transport store)")
                 ->check(CLI::Range(0, 1 << 20)),
         });
     group(
         "Streaming DiLoCo",
         {
-            add("-H,--inner-steps", o.inner_steps, "H: every fragment is exchanged once in so many steps"),
+            add("-H,--inner-steps", o.inner_steps, "H: every fragment is exchanged once in H steps"),
             add("--fragment-layers", o.fragment_layers,
                 "Layers in a fragment (0: everything in one: classic DiLoCo)")
                 ->check(not_negative),
@@ -344,7 +345,7 @@ inline void define_options(CLI::App& app, Options& o) {
         "Workers that come and go (--outer-transport store)",
         {
             add("--min-workers", o.min_workers,
-                "Workers that must have sent, or nobody goes on (0: more than half of them)")
+                "Workers that must have sent before any continues (0: more than half of them)")
                 ->check(CLI::Range(0, 4096)),
             add("--grace", o.grace, "Seconds that a sync waits at its due step for workers that are alive")
                 ->check(CLI::Range(0.0, 1e6)),
