@@ -266,6 +266,7 @@ private:
     void rest_from_looking_at(Slot& slot, double now) const;
     void consider(Slot& slot, double now);
     double due_for_all(const Slot& slot, double now) const;
+    double stands_since(double now) const;
     static double judged_since(const Slot& slot);
     void tell_of_few(Slot& slot, const LogLines& lines, double now);
     void write_entry(long sync, const LogEntry& entry);

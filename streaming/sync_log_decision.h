@@ -15,7 +15,7 @@
 // apart: who looks seldom, over a slow link or after a stall, takes nobody for dead because of that.
 //
 // Who is alive and has promised to be in time is waited for, as long as that is no habit: what it has cost is
-// a debt, a grace for one sync at most, of which a fiftieth of the time pays back. A slow worker costs the
+// a debt, a grace for one standstill at most, of which a fiftieth of the time pays back. A slow worker costs the
 // others so much of their speed.
 class Presence {
 public:
@@ -142,29 +142,30 @@ public:
         bool waited_for = false;  // and one has promised to be in this sync
     };
 
-    // Who has no line: has(worker) tells who has.
+    // Who has no line: has(worker) tells who has. The trainer has stood still since `stands_since`, for this
+    // sync or for one that was due before it.
     template <class Has>
-    Missing missing(long sync, Has has, double now) const {
+    Missing missing(long sync, Has has, double stands_since, double now) const {
         Missing missing;
         for (const auto& [worker, one] : seen) {
             if (has(worker) || !is_alive(one) || promise_of(one) < 0) { continue; }
             missing.who.push_back(worker);
-            missing.waited_for |= is_waited_for(one, sync, now);
+            missing.waited_for |= is_waited_for(one, sync, stands_since, now);
         }
         return missing;
     }
 
-    // This worker has stood still since then, for want of the same lines.
+    // The trainer has stood still since `since` for want of the same lines. Time in which it stands still for
+    // several syncs counts once.
     template <class Has>
-    void charge(long sync, Has has, double since, double now) {
+    void charge(long sync, Has has, double since, double stands_since, double now) {
         for (auto& [worker, one] : seen) {
-            if (has(worker) || !is_waited_for(one, sync, now)) { continue; }
+            if (has(worker) || !is_waited_for(one, sync, stands_since, now)) { continue; }
             const double from = std::max(since, one.charged_at);
-            one.debt = debt_of(one, sync, now);
-            if (one.charged_for != sync) { one.charge = 0; }
+            one.debt = debt_of(one, stands_since, now);
+            if (!is_charged_in(one, stands_since)) { one.charge = 0; }
             one.charge = std::min(one.charge + now - from, grace);
             one.charged_at = now;
-            one.charged_for = sync;
         }
     }
 
@@ -177,9 +178,8 @@ private:
         double changed = 0;
         long missed = -1;  // the newest sync that it had no line in
         State state = State::unknown;
-        // What it has cost, before the sync that it was charged for last and in that.
+        // What it has cost, before the trainer's last standstill that it was charged for and in that one.
         double debt = 0, charge = 0, charged_at = 0;
-        long charged_for = -1;
         int member = 0;  // the start that begins the run, until it promises something itself
         long first = 0;  // the first sync, then
     };
@@ -190,15 +190,17 @@ private:
         const bool begins = one.member > 0 && one.member == one.beat.incarnation;
         return begins && one.beat.promise == LogBeat::catches_up ? one.first : one.beat.promise;
     }
-    bool is_waited_for(const Seen& one, long sync, double now) const {
+    bool is_waited_for(const Seen& one, long sync, double stands_since, double now) const {
         return is_alive(one) && keeps_promises(one) && promise_of(one) <= sync &&
-               debt_of(one, sync, now) <= most_debt;
+               debt_of(one, stands_since, now) <= most_debt;
     }
-    // What other syncs than this one have cost, and is not paid back yet.
-    static double debt_of(const Seen& one, long sync, double now) {
-        const double cost = one.debt + (one.charged_for == sync ? 0 : one.charge);
+    // What earlier standstills have cost, and is not paid back yet. Syncs that are due at once share one: each
+    // of them may have the whole grace.
+    static double debt_of(const Seen& one, double stands_since, double now) {
+        const double cost = one.debt + (is_charged_in(one, stands_since) ? 0 : one.charge);
         return std::max(0.0, cost - (now - one.charged_at) / 50);
     }
+    static bool is_charged_in(const Seen& one, double stands_since) { return stands_since < one.charged_at; }
     static bool keeps_promises(const Seen& one) {
         return promise_of(one) >= 0 && one.missed < promise_of(one);
     }
@@ -220,8 +222,9 @@ private:
 // A sync as one worker sees it that may decide.
 struct Question {
     long sync;
-    uint64_t hash;     // that this worker stands on
-    double due_since;  // negative: it is not due here yet
+    uint64_t hash;        // that this worker stands on
+    double due_since;     // negative: it is not due here yet
+    double stands_since;  // the least due_since of all syncs that are due here and not decided
     Incarnation asker;
 };
 
@@ -272,7 +275,7 @@ inline void charge(const Question& question, const LogLines& lines, Presence& pr
     const StandingLines standing = standing_lines(lines, question.hash, rules);
     if (question.due_since < 0 || int(standing.size()) < min_workers) { return; }
     const auto has_line = [&](int worker) { return standing.count(worker) != 0; };
-    presence.charge(question.sync, has_line, question.due_since, now);
+    presence.charge(question.sync, has_line, question.due_since, question.stands_since, now);
 }
 
 // The entry that this worker would write now, if it is time for one.
@@ -286,7 +289,7 @@ inline std::optional<LogEntry> decide(const Question& question, const LogLines& 
     if (!rules.is_majority(holders_of_hashes(standing)[hash], standing.size())) { return std::nullopt; }
 
     const auto has_line = [&](int worker) { return standing.count(worker) != 0; };
-    const auto missing = presence.missing(question.sync, has_line, now);
+    const auto missing = presence.missing(question.sync, has_line, question.stands_since, now);
     const bool is_due = question.due_since >= 0;
     const bool is_time = missing.who.empty() || (is_due && !missing.waited_for) ||
                          (is_due && now >= question.due_since + grace);

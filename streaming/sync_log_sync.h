@@ -147,7 +147,7 @@ inline void SyncLog::consider(Slot& slot, double now) {
     if (is_odd_one(lines, slot.hash, rules)) { return diverge(slot); }
     tell_of_few(slot, lines, now);
     if (phase == Phase::stopped) { return; }
-    const Question question{slot.sync, slot.hash, due_for_all(slot, now), me};
+    const Question question{slot.sync, slot.hash, due_for_all(slot, now), stands_since(now), me};
     charge(question, lines, presence, rules, options.min_workers, now);
     slot.proposal = decide(question, lines, presence, rules, options.min_workers, options.grace, now);
 }
@@ -160,6 +160,16 @@ inline double SyncLog::due_for_all(const Slot& slot, double now) const {
     double since = judged_since(slot);
     if (left > 0 && done > 0) { since += double(left) * (slot.due_since - began_at) / double(done); }
     return now < since ? -1 : since;
+}
+
+// Since when the first of those is due that nobody has decided; negative: none is.
+inline double SyncLog::stands_since(double now) const {
+    double first = -1;
+    for (const Slot& slot : slots) {
+        const double since = slot.entry ? -1 : due_for_all(slot, now);
+        if (since >= 0 && (first < 0 || since < first)) { first = since; }
+    }
+    return first;
 }
 
 inline double SyncLog::judged_since(const Slot& slot) {

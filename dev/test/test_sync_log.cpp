@@ -213,22 +213,24 @@ TEST(SyncLog, a_slow_worker_does_not_slow_the_others_and_is_counted_in_nine_of_t
 
 // A worker that is asked for requests by hand, as often as a test likes.
 struct Driven {
-    Driven(int worker, const SyncSchedule& schedule, LogStore& store, int merged_from = 0, int workers = 3)
+    Driven(int worker, const SyncSchedule& schedule, LogStore& store, int merged_from = 0, int workers = 3,
+           int min_workers = 3)
         : store(store),
           shard(worker, 0, schedule),
-          log(options(merged_from, workers), schedule, worker, shard, rules, start(worker)) {}
+          log(options(merged_from, workers, min_workers), schedule, worker, shard, rules, start(worker, schedule)) {}
 
-    static SyncLogOptions options(int merged_from = 0, int workers = 3) {
+    static SyncLogOptions options(int merged_from = 0, int workers = 3, int min_workers = 3) {
         SyncLogOptions options;
         options.merged_from.contributors = merged_from;
-        options.workers = options.min_workers = workers;
+        options.workers = workers;
+        options.min_workers = min_workers;
         options.grace = options.expiry = 100;
         return options;
     }
-    static LogStart start(int worker) {
+    static LogStart start(int worker, const SyncSchedule& schedule) {
         LogStart start;
         start.token = std::to_string(worker);
-        start.positions = {0};
+        start.positions.assign(size_t(schedule.fragments()), 0);
         return start;
     }
 
@@ -343,16 +345,38 @@ TEST(SyncLog, what_a_worker_has_cost_is_paid_back_while_it_is_charged_for_nothin
         presence.look({{1, LogBeat{1, count, 0, -1}.text()}}, now);
     };
     const auto nobody = [](int) { return false; };
-    const auto is_waited_for = [&](long sync, double now) {
-        return presence.missing(sync, nobody, now).waited_for;
+    const auto is_waited_for = [&](long sync, double since, double now) {
+        return presence.missing(sync, nobody, since, now).waited_for;
     };
     beat(1, 0);
     beat(2, 13);
-    presence.charge(3, nobody, 10, 13);
-    EXPECT_TRUE(is_waited_for(3, 13));
-    EXPECT_FALSE(is_waited_for(4, 14));
+    presence.charge(3, nobody, 10, 10, 13);
+    EXPECT_TRUE(is_waited_for(3, 10, 13));
+    EXPECT_FALSE(is_waited_for(4, 14, 14));
     beat(3, 70);
-    EXPECT_TRUE(is_waited_for(5, 70));
+    EXPECT_TRUE(is_waited_for(5, 70, 70));
+}
+
+TEST(SyncLog, of_syncs_that_are_due_at_once_each_waits_and_the_time_is_charged_once) {
+    Presence presence(5, 10);
+    const auto nobody = [](int) { return false; };
+    const auto is_waited_for = [&](long sync, double since, double now) {
+        return presence.missing(sync, nobody, since, now).waited_for;
+    };
+    long count = 0;
+    for (double now = 10; now < 20; now += 1) {
+        presence.look({{1, LogBeat{1, count++, 0, -1}.text()}}, now);
+        for (long sync : {3, 4}) {
+            EXPECT_TRUE(is_waited_for(sync, 10, now)) << sync << " at " << now;
+            presence.charge(sync, nobody, 10, 10, now);
+        }
+        EXPECT_TRUE(is_waited_for(5, 10, now)) << "it was sent later, at " << now;
+    }
+    // Nine seconds and not eighteen, of which two are left after 350.
+    presence.look({{1, LogBeat{1, count++, 0, -1}.text()}}, 340);
+    EXPECT_FALSE(is_waited_for(6, 340, 340));
+    presence.look({{1, LogBeat{1, count++, 0, -1}.text()}}, 370);
+    EXPECT_TRUE(is_waited_for(6, 370, 370));
 }
 
 TEST(SyncLog, nobody_is_blamed_for_what_could_not_be_heard) {
@@ -373,7 +397,7 @@ TEST(SyncLog, nobody_is_blamed_for_what_could_not_be_heard) {
 struct Senders {
     explicit Senders(int count) {
         for (int w = 0; w < count; w++) {
-            workers.push_back(std::make_unique<Driven>(w, schedule, store, 0, count));
+            workers.push_back(std::make_unique<Driven>(w, schedule, store, 0, count, count));
         }
         for (int round = 0; round < 3; round++) { settle(); }
     }
@@ -413,6 +437,42 @@ TEST(SyncLog, a_line_that_the_store_has_lost_is_sent_again) {
     for (int round = 0; round < 3; round++) { senders.settle(); }
     ASSERT_EQ(senders.store.entries().size(), 1u);
     EXPECT_EQ(senders.store.entries().begin()->second.contributors.size(), 2u);
+}
+
+TEST(SyncLog, of_two_syncs_that_are_due_at_once_none_is_decided_before_the_grace_is_over) {
+    const long H = 4;
+    const SyncSchedule schedule(std::vector<Fragment>(2), H);
+    SimulatedStore store(schedule, 4);
+    std::vector<std::unique_ptr<Driven>> workers;
+    for (int w = 0; w < 3; w++) { workers.push_back(std::make_unique<Driven>(w, schedule, store, 0, 3, 2)); }
+    double now = 0;
+    const auto settle = [&] {
+        for (bool is_asked = true; is_asked;) {
+            is_asked = false;
+            for (const auto& one : workers) { is_asked |= one->go_there_and_back(now); }
+        }
+    };
+    for (; now < 3; now += 1) { settle(); }
+    const auto train = [&](Driven& one, long step) {
+        if (step > 0) { one.shard.train(step); }
+        return one.log.turn(step, now).kind;
+    };
+    for (long step = 0; step <= H + 1; step++) {
+        for (int w : {0, 1}) {
+            EXPECT_EQ(train(*workers[size_t(w)], step), step <= H ? LogTurn::go_on : LogTurn::wait);
+        }
+        if (step < H) { EXPECT_EQ(train(*workers[2], step), LogTurn::go_on); }
+        settle();
+        now += 1;
+    }
+    for (const double late = now + Driven::options().grace / 2; now < late; now += 5) {
+        settle();
+        EXPECT_TRUE(store.entries().empty()) << "at " << now;
+    }
+    train(*workers[2], H);
+    for (int round = 0; round < 3; round++, now += 1) { settle(); }
+    ASSERT_EQ(store.entries().size(), 2u);
+    for (const auto& [key, entry] : store.entries()) { EXPECT_EQ(entry.contributors.size(), 3u) << key; }
 }
 
 TEST(SyncLog, two_workers_that_differ_do_not_wait_for_each_other_for_ever) {
