@@ -12,10 +12,12 @@ struct StoreRequest {
     enum Kind { get, put, put_if_absent, remove, list, folders };
     Kind kind;
     std::string folder, name, value;
+    bool asks_winner = true;  // put_if_absent; false: no other value can be there, and none is answered
 };
 
 struct StoreAnswer {
     bool lost = false;                           // the connection failed: it may have happened or not
+    bool is_full = false;                        // lost: the store has no memory for it; removals free some
     std::string trouble;                         // lost: why, a line for people
     bool found = false;                          // get
     std::string value;                           // get, put, put_if_absent

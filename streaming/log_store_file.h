@@ -142,6 +142,18 @@ private:
         return read_value_file(path(request));
     }
 
+    // What is there before this request; "" where it does not ask for it.
+    std::optional<std::string> earlier(const StoreRequest& request) const {
+        if (request.asks_winner) { return get(request); }
+        const std::string name = path(request);
+        bool is_there = access(name.c_str(), F_OK) == 0;
+        if (!is_there) {
+            refresh(request.folder);
+            is_there = access(name.c_str(), F_OK) == 0;
+        }
+        return is_there ? std::optional<std::string>("") : std::nullopt;
+    }
+
     void put(const StoreRequest& request) {
         const Unnamed file{new_path()};
         const bool sync = false;
@@ -151,7 +163,7 @@ private:
 
     std::string put_if_absent(const StoreRequest& request) {
         while (true) {
-            if (std::optional<std::string> there = get(request)) { return *there; }
+            if (std::optional<std::string> winner = earlier(request)) { return *winner; }
             const Unnamed file{new_path()};
             const bool sync = true;
             write_value_file(file.path, request.value, sync);
@@ -162,7 +174,7 @@ private:
             });
             if (won) {
                 sync_names(request.folder, is_new_folder);
-                return request.value;
+                return request.asks_winner ? request.value : "";
             }
         }
     }

@@ -42,6 +42,9 @@ public:
 
 private:
     using Reply = RedisConnection::Reply;
+    struct OutOfMemory : RunError {  // of the server's
+        using RunError::RunError;
+    };
 
     std::vector<StoreAnswer> answers_to(const StoreRequest* requests, size_t count) {
         std::vector<StoreAnswer> answers;
@@ -56,27 +59,34 @@ private:
                 "the connection to the store at " + connection.where() + " is lost (" + error.what() + ")";
         } catch (const std::exception& error) {
             connection.close();  // the next one shows the password anew
+            lost.is_full = dynamic_cast<const OutOfMemory*>(&error) != nullptr;
             lost.trouble = error.what();
         }
         answers.resize(count, lost);
         return answers;
     }
 
-    // One that takes many commands, or all until there is such a one: these go out together.
+    // One that takes many commands, or all until there is such a one: these go out together. Not so removals
+    // and writes: in a transaction a server without memory would refuse the removals as well.
     void answer_next(const StoreRequest* requests, size_t count, std::vector<StoreAnswer>& answers) {
         const size_t first = answers.size();
-        size_t end = first;
-        while (end < count && requests[end].kind != StoreRequest::folders) { end++; }
-        if (end == first) {
+        if (requests[first].kind == StoreRequest::folders) {
             StoreAnswer answer;
             find_folders(requests[first].folder, answer.listing);
             return answers.push_back(std::move(answer));
+        }
+        bool removes = false, writes = false;
+        size_t end = first;
+        for (; end < count && requests[end].kind != StoreRequest::folders; end++) {
+            removes |= requests[end].kind == StoreRequest::remove;
+            writes |= is_write(requests[end]);
+            if (removes && writes) { break; }
         }
         answer_together(requests + first, end - first, answers);
     }
 
     // Several writes are a transaction: where the server refuses one, for want of memory, it must do none of
-    // those behind it.
+    // those after it.
     void answer_together(const StoreRequest* requests, size_t count, std::vector<StoreAnswer>& answers) {
         std::vector<std::string> keys;
         for (size_t i = 0; i < count; i++) { keys.push_back(prefix + requests[i].folder); }
@@ -101,7 +111,7 @@ private:
     }
 
     static bool is_write(const StoreRequest& request) {
-        return request.kind != StoreRequest::get && request.kind != StoreRequest::list;
+        return request.kind == StoreRequest::put || request.kind == StoreRequest::put_if_absent;
     }
 
     static RedisConnection::Words command_of(const StoreRequest& request, const std::string& key) {
@@ -134,6 +144,7 @@ private:
                 answer.value = request.value;
                 break;
             case StoreRequest::put_if_absent:
+                if (!request.asks_winner) { break; }
                 answer.value = reply.integer == 1 ? request.value : winner(request, key);
                 break;
             case StoreRequest::list:
@@ -188,8 +199,11 @@ private:
 
     void check(const redisReply& reply, std::string_view command) const {
         if (reply.type != REDIS_REPLY_ERROR) { return; }
-        throw RunError("the store at " + connection.where() + " answers " + std::string(command) +
-                       " with: " + text(reply));
+        const std::string error = text(reply);
+        const std::string trouble =
+            "the store at " + connection.where() + " answers " + std::string(command) + " with: " + error;
+        if (error.compare(0, 3, "OOM") == 0) { throw OutOfMemory(trouble); }
+        throw RunError(trouble);
     }
 
     static std::string text(const redisReply& reply) { return std::string(reply.str, size_t(reply.len)); }

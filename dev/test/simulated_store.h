@@ -37,7 +37,7 @@ public:
             case StoreRequest::put_if_absent:
                 check_same_payload(request);
                 if (!folders[request.folder].count(request.name)) { change(request); }
-                answer.value = folders[request.folder][request.name];
+                if (request.asks_winner) { answer.value = folders[request.folder][request.name]; }
                 break;
             case StoreRequest::remove:
                 remove(request);

@@ -119,6 +119,18 @@ TEST_P(LogStores, the_first_one_wins_and_all_are_told) {
     EXPECT_EQ(put_if_absent(*store, "G/entry", "12", "fourth"), "over");
 }
 
+TEST_P(LogStores, who_does_not_ask_for_the_winner_is_not_told) {
+    auto store = open();
+    const bool asks_winner = false;
+    for (const char* value : {"first", "second"}) {
+        const StoreAnswer answer =
+            store->perform({StoreRequest::put_if_absent, "G/payload/1", "0.1.0", value, asks_winner});
+        EXPECT_FALSE(answer.lost) << answer.trouble;
+        EXPECT_EQ(answer.value, "");
+        EXPECT_EQ(get(*store, "G/payload/1", "0.1.0"), "first");
+    }
+}
+
 TEST_P(LogStores, what_is_done_twice_does_no_harm) {
     auto store = open();
     for (int i = 0; i < 2; i++) {
@@ -576,6 +588,32 @@ TEST(RedisLogStore, what_a_server_refuses_is_a_lost_answer_that_says_why) {
     admin.ask({"SET", "run/log/G/text", "not a hash"});
     const StoreAnswer answer = store->perform({StoreRequest::list, "G/text", "", ""});
     EXPECT_TRUE(answer.lost && contains(answer.trouble, "WRONGTYPE"));
+}
+
+TEST(RedisLogStore, a_server_without_memory_removes_what_it_is_told_to) {
+    RedisServer server("secret");
+    NEED_REDIS(server);
+    auto store = open_log_store(server.url(), "run", 2);
+    for (const char* sync : {"1", "2", "3"}) { put(*store, "G/payload/" + std::string(sync), "0.1.0", "x"); }
+    RedisConnection admin(server.url(), 5);
+    admin.connect(5);
+    admin.ask({"CONFIG", "SET", "maxmemory", "1"});
+    const std::vector<StoreRequest> requests = {{StoreRequest::remove, "G/payload/1", "", ""},
+                                                {StoreRequest::list, "G/payload/2", "", ""},
+                                                {StoreRequest::remove, "G/payload/2", "0.1.0", ""},
+                                                {StoreRequest::put_if_absent, "G/sent/4", "0.1", "line"},
+                                                {StoreRequest::put, "G/beat", "0", "1"},
+                                                {StoreRequest::remove, "G/payload/3", "", ""}};
+    const auto answers = store->perform_all(requests);
+    for (size_t i = 0; i < requests.size(); i++) {
+        EXPECT_EQ(answers[i].lost, i >= 3) << i << ": " << answers[i].trouble;
+        EXPECT_EQ(answers[i].is_full, i >= 3) << i;
+    }
+    EXPECT_TRUE(contains(answers[3].trouble, "answers HSETNX with: OOM"));
+    EXPECT_EQ(folders(*store, ""), Names{"G/payload/3"});
+    admin.ask({"CONFIG", "SET", "maxmemory", "0"});
+    for (const StoreAnswer& answer : store->perform_all(requests)) { EXPECT_FALSE(answer.lost); }
+    EXPECT_EQ(folders(*store, ""), (Names{"G/beat", "G/sent/4"}));
 }
 
 TEST(RedisLogStore, where_a_write_is_refused_nothing_that_went_out_with_it_is_done) {
