@@ -31,6 +31,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -469,27 +470,28 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // Snapshots for other workers
 
-    std::string snapshot() override {
+    void append_snapshot(std::string& bytes) override {
         const long n = shard.state->count();
         const bool has_moments = log_options.join_moments;
         Stream& main = *now.main;
+        SnapshotHeader header;
         HostBuffer<float> values(n * (has_moments ? 4 : 2));
+        const size_t value_bytes = size_t(values.count()) * sizeof(float);
+        bytes.reserve(bytes.size() + sizeof header + value_bytes);
         shard.state->save(values, values + n, main);
         if (has_moments) {
             device::copy_to_host_later(values + 2 * n, moments.m, n, main);
             device::copy_to_host_later(values + 3 * n, moments.v, n, main);
         }
         main.synchronize();
-        SnapshotHeader header;
         header.values = uint64_t(n);
         header.has_moments = has_moments;
         header.updates = has_moments ? uint64_t(*moments.updates) : 0;
-        std::string bytes(reinterpret_cast<const char*>(&header), sizeof header);
-        return bytes.append(reinterpret_cast<const char*>(values.data()),
-                            size_t(values.count()) * sizeof(float));
+        bytes.append(reinterpret_cast<const char*>(&header), sizeof header);
+        bytes.append(reinterpret_cast<const char*>(values.data()), value_bytes);
     }
 
-    void load(const std::string& snapshot) override {
+    void load(std::string_view snapshot) override {
         const SnapshotHeader header = checked_header(snapshot);
         const long n = shard.state->count();
         Stream& main = *now.main;
@@ -506,7 +508,7 @@ private:
         loads++;
     }
 
-    SnapshotHeader checked_header(const std::string& snapshot) const {
+    SnapshotHeader checked_header(std::string_view snapshot) const {
         SnapshotHeader header;
         const SnapshotHeader expected;
         if (snapshot.size() >= sizeof header) { memcpy(&header, snapshot.data(), sizeof header); }

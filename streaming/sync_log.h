@@ -210,7 +210,10 @@ private:
     // Asking: what goes out together (sync_log_requests.h)
     void ask(StoreRequest request, Handler then) { asked.push_back({std::move(request), std::move(then)}); }
     std::string key(const std::string& folder) const;
+    StoreRequest own_chunk(const std::string& folder, const std::string& bytes, size_t chunk,
+                           size_t size) const;
     void lose_store(const std::string& trouble, double now);
+    void make_room(double now);
     void forgive(double seconds, double now);
     void choose(double now);
     void choose_running(double now);
@@ -308,20 +311,23 @@ private:
 
     // Snapshots (sync_log_snapshots.h)
     bool lacks_snapshot() const { return giving && giving->is_claimed && giving->bytes.empty(); }
-    bool write_snapshot();
+    bool write_snapshot(double now);
     void give();
     std::string progress() const { return me.text() + " " + std::to_string(giving->chunks); }
     void claim();
     void give_chunk();
     void give_no_more();
+    void put_off_giving(const std::string& why, double now);
     void fall_behind(const std::string& reason);
     void ask_for_snapshot();
     std::string want() const { return me.text() + "." + std::to_string(snapshot.attempt); }
     void choose_behind(double now);
     void look_for_offer();
+    void take_offer(const LogOffer& offer);
     void read_snapshot();
     void take_chunk_of_snapshot(const StoreAnswer& answer);
     void load_snapshot();
+    void stop_for_memory();
 
     // Removing what nobody needs any more (sync_log_removal.h)
     void sweep();
@@ -387,6 +393,7 @@ private:
     std::map<std::string, Wanted> wanted;  // snapshots, that nobody offers
     bool is_wanted = false;                // by one that is alive
     std::optional<Giving> giving;
+    double gives_from = long_ago;  // not before
     std::deque<OutgoingMean> outgoing_means;
     Snapshot snapshot;
     double alone_since = -1;  // behind, and nobody there that could give one

@@ -24,6 +24,7 @@ enum class LogEventKind {
     without_mean,  // of a merged sync: it makes that itself
     needs_snapshot,
     gives_snapshot,
+    snapshot_put_off,  // that it was about to give
     takes_snapshot,
     snapshot_gone,
     // of another one; late: or of this one
@@ -47,6 +48,7 @@ inline std::string name_of(LogEventKind kind) {
         case LogEventKind::without_mean: return "without_mean";
         case LogEventKind::needs_snapshot: return "needs_snapshot";
         case LogEventKind::gives_snapshot: return "gives_snapshot";
+        case LogEventKind::snapshot_put_off: return "snapshot_put_off";
         case LogEventKind::takes_snapshot: return "takes_snapshot";
         case LogEventKind::snapshot_gone: return "snapshot_gone";
         case LogEventKind::joined: return "joined";

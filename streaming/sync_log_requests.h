@@ -37,6 +37,7 @@ inline void SyncLog::answer(const std::vector<StoreAnswer>& answers, double now)
     lose_store(answers[next].trouble, now);
     asked.assign(std::make_move_iterator(batch.begin() + long(next)),
                  std::make_move_iterator(batch.end()));
+    if (answers[next].is_full) { make_room(now); }
 }
 
 inline std::optional<MeanToMake> SyncLog::mean_to_make() {
@@ -98,6 +99,15 @@ inline std::string SyncLog::key(const std::string& folder) const {
     return generation + "/" + std::to_string(options.shard) + "/" + folder;
 }
 
+// Chunk number `chunk`, of `size` bytes. Nothing else can be there under this start's name, and a chunk is too
+// much to be read for nothing.
+inline StoreRequest SyncLog::own_chunk(const std::string& folder, const std::string& bytes, size_t chunk,
+                                       size_t size) const {
+    const bool asks_winner = false;
+    return {StoreRequest::put_if_absent, folder, chunk_name(me, chunk), bytes.substr(chunk * size, size),
+            asks_winner};
+}
+
 inline void SyncLog::lose_store(const std::string& trouble, double now) {
     if (!std::exchange(is_cut_off, true)) {
         say(LogEventKind::store_lost, "has lost the store, and goes on until it needs it" +
@@ -105,6 +115,22 @@ inline void SyncLog::lose_store(const std::string& trouble, double now) {
         cut_off_since = asked_at;
     }
     retry_at = now + options.retry;
+}
+
+// The store has no memory for what is asked next. A snapshot can be given later; what is to be removed is
+// removed first.
+inline void SyncLog::make_room(double now) {
+    if (giving && !giving->bytes.empty()) {
+        const auto is_of_it = [folder = key("snapshot/" + giving->want)](const Asked& one) {
+            return one.request.folder == folder;
+        };
+        asked.erase(std::remove_if(asked.begin(), asked.end(), is_of_it), asked.end());
+        put_off_giving("the store has no memory for it", now);
+    }
+    const auto is_kept = [](const Asked& one) { return one.request.kind != StoreRequest::remove; };
+    const auto removals = std::stable_partition(chores.begin(), chores.end(), is_kept);
+    asked.insert(asked.begin(), std::make_move_iterator(removals), std::make_move_iterator(chores.end()));
+    chores.erase(removals, chores.end());
 }
 
 // For so long there was no store.

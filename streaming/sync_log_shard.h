@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "sync_log_means.h"
@@ -71,8 +72,10 @@ public:
     virtual void apply_mean(long sync, const std::vector<int>& workers, const std::string& mean,
                             bool counted) = 0;
 
-    virtual std::string snapshot() = 0;                  // global and momentum of all fragments
-    virtual void load(const std::string& snapshot) = 0;  // and local = global
+    // Global and momentum of all fragments, after what is there. They are large: std::bad_alloc where the host
+    // has no memory for them.
+    virtual void append_snapshot(std::string& bytes) = 0;
+    virtual void load(std::string_view snapshot) = 0;  // and local = global
 };
 
 struct LogTurn {

@@ -3,11 +3,15 @@
 #pragma once
 #include <algorithm>
 #include <cstdlib>
+#include <exception>
 #include <map>
 #include <memory>
+#include <new>
 #include <string>
+#include <string_view>
 #include <utility>
 
+#include "llmc/error.h"
 #include "sync_log.h"
 
 // -----------------------------------------------------------------------------------------------------------
@@ -139,7 +143,7 @@ inline void SyncLog::choose_reader(bool is_last, double now) {
         const Incarnation giver = Incarnation::parse(one.giver);
         const bool is_given = presence.is_at_work(giver) && !(giver == me);
         const double patience = (before_me + (is_given ? 3 : 0)) * options.grace;
-        if (!giving && now >= one.since + patience) { giving = Giving{want, !one.giver.empty()}; }
+        if (!giving && now >= std::max(one.since + patience, gives_from)) { giving = Giving{want, !one.giver.empty()}; }
     }
 }
 
@@ -165,14 +169,21 @@ inline void SyncLog::tell_of_nobody() {
 // Snapshots
 
 // False: what lies in this worker's memory is not what the last syncs left there.
-inline bool SyncLog::write_snapshot() {
+inline bool SyncLog::write_snapshot(double now) {
     for (int p = 0; p < int(slots.size()); p++) {
         if (shard.hash(p) != slots[size_t(p)].hash) {
             diverge();
             return false;
         }
     }
-    giving->bytes = numbers(positions()) + "\n" + shard.snapshot();
+    std::string bytes = numbers(positions()) + "\n";
+    try {
+        shard.append_snapshot(bytes);
+    } catch (const std::bad_alloc&) {
+        put_off_giving("this host has no memory for it", now);
+        return true;
+    }
+    giving->bytes = std::move(bytes);
     chores.push_back({{StoreRequest::put, key("held"), giving->want, numbers(positions())},
                       [](const StoreAnswer&, double) {}});
     return true;
@@ -213,8 +224,7 @@ inline void SyncLog::give_chunk() {
     };
     ask({StoreRequest::get, key("want"), giving->want, ""}, stop_if(false));
     ask({StoreRequest::get, key("offer"), giving->want, ""}, stop_if(true));
-    ask({StoreRequest::put_if_absent, key("snapshot/" + giving->want), chunk_name(me, giving->chunks),
-         giving->bytes.substr(giving->chunks * options.snapshot_chunk, options.snapshot_chunk)},
+    ask(own_chunk(key("snapshot/" + giving->want), giving->bytes, giving->chunks, options.snapshot_chunk),
         [this, want = giving->want](const StoreAnswer&, double) {
             if (gives(want)) { giving->chunks++; }
         });
@@ -227,6 +237,13 @@ inline void SyncLog::give_no_more() {
         add_removal(key("snapshot/" + giving->want), chunk_name(me, i));
     }
     giving.reset();
+}
+
+// All others may try before this worker does again.
+inline void SyncLog::put_off_giving(const std::string& why, double now) {
+    say(LogEventKind::snapshot_put_off, "gives no snapshot to " + giving->want + " for now: " + why);
+    gives_from = now + (options.workers + 4) * options.grace;
+    give_no_more();
 }
 
 inline void SyncLog::fall_behind(const std::string& reason) {
@@ -265,11 +282,18 @@ inline void SyncLog::look_for_offer() {
     ask({StoreRequest::get, key("offer"), want(), ""}, [this](const StoreAnswer& answer, double now) {
         snapshot.look_at = now + options.poll;
         if (answer.found) {
-            snapshot.offer = LogOffer::parse(answer.value);
+            take_offer(LogOffer::parse(answer.value));
         } else {  // the wish may have been swept away while this worker was not alive
             snapshot.is_wanted = false;
         }
     });
+}
+
+inline void SyncLog::take_offer(const LogOffer& offer) {
+    snapshot.offer = offer;
+    try {
+        snapshot.bytes.reserve(offer.bytes);
+    } catch (const std::exception&) { stop_for_memory(); }
 }
 
 // As much as one chunk of a payload holds.
@@ -300,7 +324,9 @@ inline void SyncLog::take_chunk_of_snapshot(const StoreAnswer& answer) {
 
 inline void SyncLog::load_snapshot() {
     const size_t end = snapshot.bytes.find('\n');
-    shard.load(snapshot.bytes.substr(end + 1));
+    try {
+        shard.load(std::string_view(snapshot.bytes).substr(end + 1));
+    } catch (const std::bad_alloc&) { return stop_for_memory(); }
     enter(parse_numbers(snapshot.bytes.substr(0, end)), false);
     say(LogEventKind::takes_snapshot,
         "goes on from a snapshot, its fragments at syncs " + snapshot.bytes.substr(0, end));
@@ -309,4 +335,9 @@ inline void SyncLog::load_snapshot() {
     snapshot = Snapshot();
     snapshot.attempt = attempt;
     phase = Phase::running;
+}
+
+inline void SyncLog::stop_for_memory() {
+    stop(format("this host has no memory for the snapshot that it needs, of %.1f MB",
+                double(snapshot.offer->bytes) / 1e6));
 }

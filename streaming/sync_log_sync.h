@@ -82,8 +82,7 @@ inline void SyncLog::send(Slot& slot) {
     const std::string& payload = encoded->payload;
     const size_t chunks = chunks_of(payload.size(), options.chunk);
     if (slot.chunks < chunks) {
-        ask({StoreRequest::put_if_absent, folder("payload", slot.sync), chunk_name(me, slot.chunks),
-             payload.substr(slot.chunks * options.chunk, options.chunk)},
+        ask(own_chunk(folder("payload", slot.sync), payload, slot.chunks, options.chunk),
             [this, sync = slot.sync](const StoreAnswer&, double) {
                 if (Slot* slot = find(sync)) { slot->chunks++; }
             });
@@ -357,8 +356,7 @@ inline void SyncLog::take_chunk_of_mean(Slot& slot, const StoreAnswer& answer) {
 inline void SyncLog::write_mean() {
     const OutgoingMean& mean = outgoing_means.front();
     const size_t chunks = chunks_of(mean.bytes.size(), options.chunk);
-    ask({StoreRequest::put_if_absent, folder("mean", mean.sync), chunk_name(me, mean.chunks),
-         mean.bytes.substr(mean.chunks * options.chunk, options.chunk)},
+    ask(own_chunk(folder("mean", mean.sync), mean.bytes, mean.chunks, options.chunk),
         [this](const StoreAnswer&, double) { outgoing_means.front().chunks++; });
     if (mean.chunks + 1 < chunks) { return; }
     const LogOffer record{me, mean.bytes.size(), digest_of(mean.bytes)};

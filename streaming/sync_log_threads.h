@@ -16,6 +16,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -51,10 +52,10 @@ public:
                     bool counted) override {
         timed([&] { shard.apply_mean(sync, workers, mean, counted); });
     }
-    std::string snapshot() override {
-        return timed([&] { return shard.snapshot(); });
+    void append_snapshot(std::string& bytes) override {
+        timed([&] { shard.append_snapshot(bytes); });
     }
-    void load(const std::string& snapshot) override {
+    void load(std::string_view snapshot) override {
         timed([&] { shard.load(snapshot); });
     }
 

@@ -47,8 +47,9 @@ inline LogTurn SyncLog::take_turn(long step, double now) {
     began_step += std::max(step - this->step - 1, 0L);  // those that it has jumped over
     this->step = step;
     if (phase == Phase::behind && snapshot.is_whole) { load_snapshot(); }
+    if (phase == Phase::stopped) { return {LogTurn::stop}; }
     if (phase != Phase::running) { return {LogTurn::wait}; }
-    if (lacks_snapshot() && !write_snapshot()) { return {LogTurn::stop}; }
+    if (lacks_snapshot() && !write_snapshot(now)) { return {LogTurn::stop}; }
     for (int p = ready(); p >= 0; p = ready()) { apply(slots[size_t(p)], now); }
     if (is_far_behind()) { return jump(); }
     take_part();

@@ -149,16 +149,15 @@ public:
         if (sent.erase(sync) && !counted) { state.residual[p] = state.residual_before[p]; }
     }
 
-    std::string snapshot() override {
-        std::string bytes;
+    void append_snapshot(std::string& bytes) override {
         for (size_t p = 0; p < state.global.size(); p++) {
             append(bytes, state.global[p]);
             append(bytes, state.momentum[p]);
         }
-        return bytes + (state.is_corrupt ? "1" : "0");
+        bytes += state.is_corrupt ? "1" : "0";
     }
 
-    void load(const std::string& snapshot) override {
+    void load(std::string_view snapshot) override {
         size_t at = 0;
         for (size_t p = 0; p < state.global.size(); p++) {
             for (Values* to : {&state.global[p], &state.momentum[p]}) {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <new>
 
 #include "dev/test/sync_log_simulation.h"
 #include "streaming/schedule.h"
@@ -211,12 +212,26 @@ TEST(SyncLog, a_slow_worker_does_not_slow_the_others_and_is_counted_in_nine_of_t
     }
 }
 
+// One whose host may have no memory for snapshots.
+struct PoorShard : simulation::Shard {
+    using Shard::Shard;
+    void append_snapshot(std::string& bytes) override {
+        if (is_poor) { throw std::bad_alloc(); }
+        Shard::append_snapshot(bytes);
+    }
+    void load(std::string_view snapshot) override {
+        if (is_poor) { throw std::bad_alloc(); }
+        Shard::load(snapshot);
+    }
+    bool is_poor = false;
+};
+
 // A worker that is asked for requests by hand, as often as a test likes.
 struct Driven {
     Driven(int worker, const SyncSchedule& schedule, LogStore& store, int merged_from = 0, int workers = 3,
-           int min_workers = 3)
+           int min_workers = 3, int rank = 0)
         : store(store),
-          shard(worker, 0, schedule),
+          shard(worker, rank, schedule),
           log(options(merged_from, workers, min_workers), schedule, worker, shard, rules, start(worker, schedule)) {}
 
     static SyncLogOptions options(int merged_from = 0, int workers = 3, int min_workers = 3) {
@@ -225,6 +240,7 @@ struct Driven {
         options.workers = workers;
         options.min_workers = min_workers;
         options.grace = options.expiry = 100;
+        options.snapshot_chunk = 10;  // bytes
         return options;
     }
     static LogStart start(int worker, const SyncSchedule& schedule) {
@@ -252,7 +268,7 @@ struct Driven {
 
     LogStore& store;
     const SyncLogRules rules;
-    simulation::Shard shard;
+    PoorShard shard;
     SyncLog log;
 };
 
@@ -528,6 +544,109 @@ TEST(SyncLog, a_snapshot_is_given_by_one_and_once_however_long_that_takes) {
         }
     }
     EXPECT_GE(snapshots, 10u);
+}
+
+// A store that may have no memory left.
+struct LimitedStore : SimulatedStore {
+    using SimulatedStore::SimulatedStore;
+    StoreAnswer perform(const StoreRequest& request) override {
+        const bool is_write =
+            request.kind == StoreRequest::put || request.kind == StoreRequest::put_if_absent;
+        if (!is_full || !is_write) { return SimulatedStore::perform(request); }
+        StoreAnswer refused;
+        refused.lost = refused.is_full = true;
+        return refused;
+    }
+    bool is_full = false;
+};
+
+// Two workers have begun a run; a third with other parameters needs a snapshot.
+struct Givers {
+    Givers() {
+        for (int w : {0, 1}) { add(w, 0); }
+        for (int round = 0; round < 5; round++) { pass(1); }
+        turn(0);
+        generation = workers[0]->log.current_generation();
+        add(2, 1);
+        begin = now;
+    }
+    void add(int worker, int rank) {
+        workers.push_back(std::make_unique<Driven>(worker, schedule, store, 0, 2, 2, rank));
+        hearts.emplace_back(10);
+    }
+    void pass(double seconds) {
+        now += seconds;
+        for (size_t w = 0; w < workers.size(); w++) {
+            workers[w]->go_there_and_back(now);
+            store.perform_all(hearts[w].requests(workers[w]->log.pulse(), now));
+        }
+    }
+    // Of the two.
+    void turn(long step) {
+        for (size_t w : {0, 1}) {
+            if (step > 0) { workers[w]->shard.train(step); }
+            EXPECT_NE(workers[w]->log.turn(step, now).kind, LogTurn::stop);
+        }
+    }
+    template <class Condition>
+    void pass_until(long step, const Condition& is_met) {
+        for (; !is_met() && now < begin + 2000; turn(step)) { pass(1); }
+        EXPECT_TRUE(is_met());
+    }
+    size_t chunks() { return store.in(generation + "/0/snapshot/2.1.1").size(); }
+    std::string offer() { return store.in(generation + "/0/offer")["2.1.1"]; }
+    std::string told(size_t worker, LogEventKind kind) {
+        std::string text;
+        for (const LogEvent& event : workers[worker]->log.events()) {
+            if (event.kind == kind) { text += event.text + "\n"; }
+        }
+        return text;
+    }
+
+    const SyncSchedule schedule{std::vector<Fragment>(1), 4};
+    LimitedStore store{schedule, 4};
+    std::vector<std::unique_ptr<Driven>> workers;
+    std::vector<Heartbeat> hearts;
+    std::string generation;
+    double now = 0, begin = 0;
+};
+
+TEST(SyncLog, a_snapshot_that_the_store_has_no_memory_for_makes_room_and_is_given_later) {
+    Givers run;
+    run.pass_until(0, [&] { return run.chunks() >= 2; });
+    run.store.is_full = true;
+    run.pass_until(0, [&] { return run.chunks() == 0; });
+    EXPECT_NE(run.told(0, LogEventKind::snapshot_put_off).find("the store has no memory"), std::string::npos);
+    run.store.is_full = false;
+    for (long step = 1; step <= 5; step++) {
+        run.turn(step);
+        for (int way = 0; way < 4; way++) { run.pass(0.5); }
+    }
+    EXPECT_EQ(run.store.entries().size(), 1u);
+    EXPECT_EQ(run.chunks(), 0u) << "it has been begun again at once";
+    run.pass_until(5, [&] { return run.workers[2]->log.turn(0, run.now).kind != LogTurn::wait; });
+}
+
+TEST(SyncLog, a_snapshot_that_a_worker_has_no_memory_for_is_given_by_another) {
+    Givers run;
+    run.workers[0]->shard.is_poor = true;
+    run.pass_until(0, [&] { return !run.offer().empty(); });
+    EXPECT_EQ(LogOffer::parse(run.offer()).giver.worker, 1);
+    EXPECT_NE(run.told(0, LogEventKind::snapshot_put_off).find("this host has no memory"), std::string::npos);
+}
+
+TEST(SyncLog, who_has_no_memory_for_the_snapshot_that_it_needs_says_so) {
+    for (bool has_read_it : {false, true}) {
+        Givers run;
+        Driven& reader = *run.workers[2];
+        reader.shard.is_poor = has_read_it;
+        if (!has_read_it) {
+            const LogOffer offer{{0, 1}, ~size_t(0), 0};
+            run.store.perform({StoreRequest::put, run.generation + "/0/offer", "2.1.1", offer.text()});
+        }
+        run.pass_until(0, [&] { return reader.log.turn(0, run.now).kind == LogTurn::stop; });
+        EXPECT_NE(reader.log.why_stopped().find("no memory for the snapshot"), std::string::npos);
+    }
 }
 
 // Returns what the first seed finds that finds anything.
