@@ -267,11 +267,11 @@ private:
     void look(Slot& slot, bool has_line);
     void send_again(Slot& slot);
     void rest_from_looking_at(Slot& slot, double now) const;
-    void consider(Slot& slot, double now);
+    void consider(Slot& slot, double asked, double now);
     double due_for_all(const Slot& slot, double now) const;
     double stands_since(double now) const;
     static double judged_since(const Slot& slot);
-    void tell_of_few(Slot& slot, const LogLines& lines, double now);
+    void tell_of_few(Slot& slot, const LogLines& lines, double asked);
     void write_entry(long sync, const LogEntry& entry);
     void look_at_generation();
     void confirm(Slot& slot, double now);

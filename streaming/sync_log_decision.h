@@ -12,7 +12,9 @@
 #include "sync_log_rules.h"
 
 // Who is there, by their beats. A worker is alive unless its beat was the same in looks that are `expiry`
-// apart: who looks seldom, over a slow link or after a stall, takes nobody for dead because of that.
+// apart: who looks seldom, over a slow link or after a stall, takes nobody for dead because of that. Nor does
+// one whose answers take long: a look is as old as the question, and a beat as new as the answer that showed
+// it first.
 //
 // Who is alive and has promised to be in time is waited for, as long as that is no habit: what it has cost is
 // a debt, a grace for one standstill at most, of which a fiftieth of the time pays back. A slow worker costs the
@@ -28,9 +30,9 @@ public:
         int start = 0;   // joined, back: its incarnation
     };
 
-    // All beats, at one look.
-    void look(const std::map<int, std::string>& beats, double now) {
-        looked = now;
+    // All beats, at one look.   from: when it was asked for
+    void look(const std::map<int, std::string>& beats, double from, double now) {
+        looked = from;
         for (const auto& [worker, text] : beats) {
             const auto [at, is_first] = seen.insert({worker, Seen()});
             Seen& one = at->second;
@@ -162,6 +164,7 @@ public:
         for (auto& [worker, one] : seen) {
             if (has(worker) || !is_waited_for(one, sync, stands_since, now)) { continue; }
             const double from = std::max(since, one.charged_at);
+            if (from >= now) { continue; }
             one.debt = debt_of(one, stands_since, now);
             if (!is_charged_in(one, stands_since)) { one.charge = 0; }
             one.charge = std::min(one.charge + now - from, grace);
@@ -214,7 +217,7 @@ private:
     }
 
     double expiry, grace, most_debt;
-    double looked = 0;         // when, the last time
+    double looked = 0;         // when the last listing was asked for
     std::map<int, Seen> seen;  // by worker
     std::vector<Change> changed;
 };
@@ -270,18 +273,20 @@ inline bool is_odd_one(const LogLines& lines, uint64_t hash, const SyncLogRules&
 }
 
 // Enough are there, and this worker still stands still: whose fault is it?
+// asked: when, for the lines; nobody is charged for the time that they were on their way
 inline void charge(const Question& question, const LogLines& lines, Presence& presence,
-                   const SyncLogRules& rules, int min_workers, double now) {
+                   const SyncLogRules& rules, int min_workers, double asked) {
     const StandingLines standing = standing_lines(lines, question.hash, rules);
     if (question.due_since < 0 || int(standing.size()) < min_workers) { return; }
     const auto has_line = [&](int worker) { return standing.count(worker) != 0; };
-    presence.charge(question.sync, has_line, question.due_since, question.stands_since, now);
+    presence.charge(question.sync, has_line, question.due_since, question.stands_since, asked);
 }
 
 // The entry that this worker would write now, if it is time for one.
+// asked: when, for the lines; whoever is missing may have sent since
 inline std::optional<LogEntry> decide(const Question& question, const LogLines& in_store,
                                       const Presence& presence, const SyncLogRules& rules, int min_workers,
-                                      double grace, double now) {
+                                      double grace, double asked, double now) {
     const uint64_t hash = question.hash;
     const LogLines lines = rules.taken_as_sent(in_store, presence.alive(), hash);
     const StandingLines standing = standing_lines(lines, hash, rules);
@@ -292,7 +297,7 @@ inline std::optional<LogEntry> decide(const Question& question, const LogLines& 
     const auto missing = presence.missing(question.sync, has_line, question.stands_since, now);
     const bool is_due = question.due_since >= 0;
     const bool is_time = missing.who.empty() || (is_due && !missing.waited_for) ||
-                         (is_due && now >= question.due_since + grace);
+                         (is_due && asked >= question.due_since + grace);
     if (!is_time) { return std::nullopt; }
 
     LogEntry entry;

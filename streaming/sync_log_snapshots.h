@@ -28,10 +28,10 @@ inline void SyncLog::look_around(bool beside_payload) {
         rest_from_looking(beside_payload ? now : from, now);
         const bool is_alone = phase == Phase::behind && !presence.can_anyone_give(me.worker);
         alone_since = !is_alone ? -1 : alone_since < 0 ? now : alone_since;
-        looks_for_an_end = is_alone && now >= alone_since + options.grace;
+        looks_for_an_end = is_alone && from >= alone_since + options.grace;
         if (phase == Phase::running) { look_for_readers(is_last, now); }
         for (Slot& slot : slots) {
-            if (phase == Phase::running && slot.lines) { consider(slot, now); }
+            if (phase == Phase::running && slot.lines) { consider(slot, from, now); }
         }
     });
 }
@@ -119,7 +119,7 @@ inline void SyncLog::see(const std::map<std::string, std::string>& listing, doub
     if (others_newest < newest_open) { not_open_at = from; }
     has_looked = true;
     looked_from = from;
-    presence.look(beats, now);
+    presence.look(beats, from, now);
     tell_changes();
 }
 

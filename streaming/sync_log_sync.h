@@ -140,15 +140,16 @@ inline void SyncLog::rest_from_looking_at(Slot& slot, double now) const {
     slot.look_at = now + (slot.due_since < 0 ? options.poll : options.poll / 10);
 }
 
-// Lines, and then beats, are as they have just been read.
-inline void SyncLog::consider(Slot& slot, double now) {
+// Lines, and then beats, are as they have just been read.   asked: when they were asked for
+inline void SyncLog::consider(Slot& slot, double asked, double now) {
     const LogLines lines = *std::exchange(slot.lines, std::nullopt);
     if (is_odd_one(lines, slot.hash, rules)) { return diverge(slot); }
-    tell_of_few(slot, lines, now);
+    tell_of_few(slot, lines, asked);
     if (phase == Phase::stopped) { return; }
     const Question question{slot.sync, slot.hash, due_for_all(slot, now), stands_since(now), me};
-    charge(question, lines, presence, rules, options.min_workers, now);
-    slot.proposal = decide(question, lines, presence, rules, options.min_workers, options.grace, now);
+    charge(question, lines, presence, rules, options.min_workers, asked);
+    slot.proposal =
+        decide(question, lines, presence, rules, options.min_workers, options.grace, asked, now);
 }
 
 // Since when it would be due if there were more steps; negative: not yet. What is due only because this
@@ -176,9 +177,9 @@ inline double SyncLog::judged_since(const Slot& slot) {
 }
 
 // Nobody may decide: too few have sent it, or most of those stand on no hash.
-inline void SyncLog::tell_of_few(Slot& slot, const LogLines& lines, double now) {
+inline void SyncLog::tell_of_few(Slot& slot, const LogLines& lines, double asked) {
     const StandingLines standing = standing_lines(lines, slot.hash, rules);
-    const bool waits = slot.due_since >= 0 && now >= judged_since(slot) + options.grace;
+    const bool waits = slot.due_since >= 0 && asked >= judged_since(slot) + options.grace;
     const bool are_few = int(standing.size()) < options.min_workers;
     const bool are_split = !are_few && !has_majority(standing, rules);
     if (!waits || !(are_few || are_split)) { return; }

@@ -228,11 +228,11 @@ struct PoorShard : simulation::Shard {
 
 // A worker that is asked for requests by hand, as often as a test likes.
 struct Driven {
-    Driven(int worker, const SyncSchedule& schedule, LogStore& store, int merged_from = 0, int workers = 3,
-           int min_workers = 3, int rank = 0)
+    Driven(int worker, const SyncSchedule& schedule, LogStore& store, const SyncLogOptions& options,
+           int rank = 0)
         : store(store),
           shard(worker, rank, schedule),
-          log(options(merged_from, workers, min_workers), schedule, worker, shard, rules, start(worker, schedule)) {}
+          log(options, schedule, worker, shard, rules, start(worker, schedule)) {}
 
     static SyncLogOptions options(int merged_from = 0, int workers = 3, int min_workers = 3) {
         SyncLogOptions options;
@@ -260,6 +260,7 @@ struct Driven {
         }
         return true;
     }
+    void show_life(double now) { store.perform_all(heartbeat.requests(log.pulse(), now)); }
     int ways_until_it_goes_on(long step, double now) {
         int ways = 0;
         for (; log.turn(step, now).kind == LogTurn::wait; ways++) { EXPECT_TRUE(go_there_and_back(now)); }
@@ -270,6 +271,7 @@ struct Driven {
     const SyncLogRules rules;
     PoorShard shard;
     SyncLog log;
+    Heartbeat heartbeat{0.5};
 };
 
 // Returns the bytes that each worker has read.
@@ -279,7 +281,7 @@ std::vector<size_t> three_ways_and_two(int merged_from) {
     SimulatedStore store(schedule, 4);
     std::vector<std::unique_ptr<Driven>> workers;
     for (int w = 0; w < 3; w++) {
-        workers.push_back(std::make_unique<Driven>(w, schedule, store, merged_from));
+        workers.push_back(std::make_unique<Driven>(w, schedule, store, Driven::options(merged_from)));
     }
     double now = 0;
     const auto settle = [&] {
@@ -325,7 +327,9 @@ TEST(SyncLog, who_was_stopped_while_it_looked_around_looks_again_soon) {
     const SyncSchedule schedule(std::vector<Fragment>(1), 4);
     SimulatedStore store(schedule, 4);
     std::vector<std::unique_ptr<Driven>> workers;
-    for (int w = 0; w < 3; w++) { workers.push_back(std::make_unique<Driven>(w, schedule, store)); }
+    for (int w = 0; w < 3; w++) {
+        workers.push_back(std::make_unique<Driven>(w, schedule, store, Driven::options()));
+    }
     double now = 0;
     for (; now < 3; now += 1) {
         for (const auto& one : workers) {
@@ -355,10 +359,28 @@ TEST(SyncLog, who_was_stopped_while_it_looked_around_looks_again_soon) {
     EXPECT_LE(now - goes_on, Driven::options().expiry / 2 + 0.2);
 }
 
+TEST(SyncLog, nobody_is_taken_for_dead_because_a_look_took_long) {
+    Presence presence(5, 10);
+    const auto look = [&](long count, double from, double now) {
+        presence.look({{1, LogBeat{1, count, 0, -1}.text()}}, from, now);
+    };
+    look(1, 0, 0);
+    look(2, 1, 1);
+    presence.changes();
+    look(2, 2, 17);  // the answer is that of the second 2
+    EXPECT_TRUE(presence.is_alive({1, 1}));
+    look(3, 17, 32);
+    look(3, 32, 47);  // both may have been read in the second 32
+    EXPECT_TRUE(presence.is_alive({1, 1}));
+    EXPECT_TRUE(presence.changes().empty());
+    look(3, 47, 62);
+    EXPECT_FALSE(presence.is_alive({1, 1}));
+}
+
 TEST(SyncLog, what_a_worker_has_cost_is_paid_back_while_it_is_charged_for_nothing_else) {
     Presence presence(5, 10);  // a fifth of the grace is the most that it may owe
     const auto beat = [&](long count, double now) {
-        presence.look({{1, LogBeat{1, count, 0, -1}.text()}}, now);
+        presence.look({{1, LogBeat{1, count, 0, -1}.text()}}, now, now);
     };
     const auto nobody = [](int) { return false; };
     const auto is_waited_for = [&](long sync, double since, double now) {
@@ -398,7 +420,7 @@ TEST(SyncLog, of_syncs_that_are_due_at_once_each_waits_and_the_time_is_charged_o
 TEST(SyncLog, nobody_is_blamed_for_what_could_not_be_heard) {
     Presence presence(5, 10);
     const auto beat = [&](long count, double now) {
-        presence.look({{1, LogBeat{1, count, 0, -1}.text()}}, now);
+        presence.look({{1, LogBeat{1, count, 0, -1}.text()}}, now, now);
     };
     beat(1, 0);
     beat(2, 1);
@@ -411,14 +433,16 @@ TEST(SyncLog, nobody_is_blamed_for_what_could_not_be_heard) {
 
 // Workers of one fragment that have sent its first sync, and not seen yet what the others have.
 struct Senders {
-    explicit Senders(int count) {
+    explicit Senders(int count) : Senders(count, Driven::options(0, count, count)) {}
+    Senders(int count, const SyncLogOptions& options) {
         for (int w = 0; w < count; w++) {
-            workers.push_back(std::make_unique<Driven>(w, schedule, store, 0, count, count));
+            workers.push_back(std::make_unique<Driven>(w, schedule, store, options));
         }
         for (int round = 0; round < 3; round++) { settle(); }
     }
     void settle() {
         now += 1;
+        for (const auto& one : workers) { one->show_life(now); }
         for (bool is_asked = true; is_asked;) {
             is_asked = false;
             for (const auto& one : workers) { is_asked |= one->go_there_and_back(now); }
@@ -441,6 +465,31 @@ struct Senders {
     double now = 0;
 };
 
+// It stands still for its answers, but nobody can be blamed for what it has not heard meanwhile.
+TEST(SyncLog, nothing_is_decided_without_others_because_the_answers_took_long) {
+    SyncLogOptions options = Driven::options(0, 3, 3);
+    options.min_workers = 2;
+    options.grace = 10;
+    options.expiry = 5;
+    Senders senders(3, options);
+    senders.train_until_they_send();
+    Driven& one = *senders.workers[0];
+    EXPECT_TRUE(senders.workers[1]->go_there_and_back(senders.now));
+    EXPECT_EQ(one.log.turn(Senders::H + 1, senders.now).kind, LogTurn::wait);
+    EXPECT_TRUE(one.go_there_and_back(senders.now));
+    senders.now += 0.1;  // all beats are still the same
+    const auto requests = one.log.requests(senders.now);
+    const auto answers = senders.store.perform_all(requests);
+    one.log.events();
+    senders.now += 3 * options.expiry;
+    one.log.answer(answers, senders.now);
+    for (const LogEvent& event : one.log.events()) { EXPECT_NE(event.kind, LogEventKind::gone); }
+    EXPECT_TRUE(senders.workers[2]->go_there_and_back(senders.now));
+    senders.settle();
+    ASSERT_EQ(senders.store.entries().size(), 1u);
+    EXPECT_EQ(senders.store.entries().begin()->second.contributors.size(), 3u);
+}
+
 TEST(SyncLog, a_line_that_the_store_has_lost_is_sent_again) {
     Senders senders(2);
     senders.train_until_they_send();
@@ -460,7 +509,9 @@ TEST(SyncLog, of_two_syncs_that_are_due_at_once_none_is_decided_before_the_grace
     const SyncSchedule schedule(std::vector<Fragment>(2), H);
     SimulatedStore store(schedule, 4);
     std::vector<std::unique_ptr<Driven>> workers;
-    for (int w = 0; w < 3; w++) { workers.push_back(std::make_unique<Driven>(w, schedule, store, 0, 3, 2)); }
+    for (int w = 0; w < 3; w++) {
+        workers.push_back(std::make_unique<Driven>(w, schedule, store, Driven::options(0, 3, 2)));
+    }
     double now = 0;
     const auto settle = [&] {
         for (bool is_asked = true; is_asked;) {
@@ -571,7 +622,7 @@ struct Givers {
         begin = now;
     }
     void add(int worker, int rank) {
-        workers.push_back(std::make_unique<Driven>(worker, schedule, store, 0, 2, 2, rank));
+        workers.push_back(std::make_unique<Driven>(worker, schedule, store, Driven::options(0, 2, 2), rank));
         hearts.emplace_back(10);
     }
     void pass(double seconds) {
