@@ -13,6 +13,7 @@
 
 #include "sync_log.h"
 
+// Of a folder's files some may be empty after a power cut: positions that are not of all fragments are none.
 inline void SyncLog::sweep() {
     auto held = std::make_shared<std::vector<long>>(slots.size(), std::numeric_limits<long>::max());
     chores.push_back(
@@ -24,7 +25,8 @@ inline void SyncLog::sweep() {
              for (size_t p = 0; p < slots.size(); p++) {
                  std::vector<long> durable;
                  for (const auto& [worker, text] : answer.listing) {
-                     durable.push_back(parse_numbers(text)[p]);
+                     const std::vector<long> positions = parse_numbers(text);
+                     if (positions.size() == slots.size()) { durable.push_back(positions[p]); }
                  }
                  // The newest that is known to be decided.
                  const long index = schedule.index(slots[p].sync) - (slots[p].entry ? 0 : 1);
@@ -46,6 +48,7 @@ inline void SyncLog::note_held(const std::map<std::string, std::string>& listing
             continue;
         }
         const std::vector<long> positions = parse_numbers(text);
+        if (positions.size() != held.size()) { continue; }
         for (size_t p = 0; p < held.size(); p++) { held[p] = std::min(held[p], positions[p]); }
     }
 }

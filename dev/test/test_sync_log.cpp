@@ -542,6 +542,19 @@ TEST(SyncLog, of_two_syncs_that_are_due_at_once_none_is_decided_before_the_grace
     for (const auto& [key, entry] : store.entries()) { EXPECT_EQ(entry.contributors.size(), 3u) << key; }
 }
 
+TEST(SyncLog, positions_that_were_written_half_are_none) {
+    Senders senders(2);
+    senders.train_until_they_send();
+    const std::string run = senders.workers[0]->log.current_generation() + "/0/";
+    const std::string catching_up = LogBeat{1, 1, LogBeat::catches_up, -1}.text();
+    senders.store.perform({StoreRequest::put, run + "beat", "5", catching_up});
+    senders.store.perform({StoreRequest::put, run + "held", "5.1.1", ""});
+    senders.store.perform({StoreRequest::put, run + "durable", "5", ""});
+    for (int round = 0; round < 3; round++) { senders.settle(); }
+    EXPECT_EQ(senders.store.entries().size(), 1u);
+    EXPECT_EQ(senders.store.in(run + "held").size(), 1u);  // whoever reads that snapshot still needs it
+}
+
 TEST(SyncLog, two_workers_that_differ_do_not_wait_for_each_other_for_ever) {
     Senders senders(2);
     for (const auto& one : senders.workers) {
