@@ -214,6 +214,8 @@ private:
                            size_t size) const;
     void lose_store(const std::string& trouble, double now);
     void make_room(double now);
+    bool writes_entry(const StoreRequest& request) const;
+    static void look_again(Slot& slot);
     void forgive(double seconds, double now);
     void choose(double now);
     void choose_running(double now);
@@ -265,6 +267,7 @@ private:
     void send(Slot& slot);
     void write_line(Slot& slot, const LogLine& line, Slot::Own own);
     void look(Slot& slot, bool has_line);
+    bool has_been_applied(long sync) const;
     void send_again(Slot& slot);
     void rest_from_looking_at(Slot& slot, double now) const;
     void consider(Slot& slot, double asked, double now);

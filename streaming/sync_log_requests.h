@@ -34,10 +34,12 @@ inline void SyncLog::answer(const std::vector<StoreAnswer>& answers, double now)
         if (phase == Phase::stopped) { return; }
     }
     if (next == batch.size()) { return; }
-    lose_store(answers[next].trouble, now);
-    asked.assign(std::make_move_iterator(batch.begin() + long(next)),
-                 std::make_move_iterator(batch.end()));
-    if (answers[next].is_full) { make_room(now); }
+    const size_t lost = next;
+    lose_store(answers[lost].trouble, now);
+    for (; next < batch.size(); next++) {
+        if (!writes_entry(batch[next].request)) { asked.push_back(std::move(batch[next])); }
+    }
+    if (answers[lost].is_full) { make_room(now); }
 }
 
 inline std::optional<MeanToMake> SyncLog::mean_to_make() {
@@ -115,6 +117,21 @@ inline void SyncLog::lose_store(const std::string& trouble, double now) {
         cut_off_since = asked_at;
     }
     retry_at = now + options.retry;
+    for (Slot& slot : slots) { look_again(slot); }
+}
+
+inline bool SyncLog::writes_entry(const StoreRequest& request) const {
+    return request.kind == rules.entry_is_written_by() && request.folder == key("entry");
+}
+
+// A store that comes back may have lost what it was told last. An entry must not stand on lines that are
+// lost: their senders would find it, and not send them again.
+inline void SyncLog::look_again(Slot& slot) {
+    if (slot.confirmed) { return; }
+    slot.lines.reset();
+    slot.proposal.reset();
+    slot.entry.reset();
+    slot.looked = false;
 }
 
 // The store has no memory for what is asked next. A snapshot can be given later; what is to be removed is

@@ -109,12 +109,17 @@ inline void SyncLog::write_line(Slot& slot, const LogLine& line, Slot::Own own) 
 inline void SyncLog::look(Slot& slot, bool has_line) {
     asks_generation = true;
     ask({StoreRequest::get, key("entry"), std::to_string(slot.sync), ""},
-        [this, sync = slot.sync](const StoreAnswer& answer, double now) {
+        [this, sync = slot.sync, must_be_there = has_been_applied(slot.sync)](const StoreAnswer& answer,
+                                                                              double now) {
             Slot* slot = find(sync);
-            if (slot == nullptr) { return; }
+            if (slot == nullptr || phase != Phase::running) { return; }
             slot->looked = true;
             rest_from_looking_at(*slot, now);
-            if (answer.found) { slot->entry = LogEntry::parse(answer.value); }
+            if (answer.found) {
+                slot->entry = LogEntry::parse(answer.value);
+            } else if (must_be_there) {
+                fall_behind(format("finds the entry of sync %ld gone", sync));
+            }
         });
     if (options.merged_from.contributors > 0) { look_for_mean(slot.sync); }
     if (!has_line) { return; }
@@ -127,6 +132,11 @@ inline void SyncLog::look(Slot& slot, bool has_line) {
             slot->lines.emplace();
             for (const auto& [who, text] : answer.listing) { (*slot->lines)[who] = LogLine::parse(text); }
         });
+}
+
+// By somebody: whoever sends the same fragment's next sync, or a later one, has.
+inline bool SyncLog::has_been_applied(long sync) const {
+    return newest_open >= sync + schedule.fragments();
 }
 
 // The store had its line, and has it no more: it came back without what it was told last.
@@ -310,7 +320,7 @@ inline void SyncLog::look_for_mean(long sync) {
 }
 
 inline void SyncLog::judge_missing(Slot& slot, double now) {
-    if (newest_open >= slot.sync + schedule.fragments()) {
+    if (has_been_applied(slot.sync)) {
         return do_without_mean(slot, "others have applied it");
     }
     const Incarnation& decider = slot.entry->decider;

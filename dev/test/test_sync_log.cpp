@@ -542,6 +542,72 @@ TEST(SyncLog, of_two_syncs_that_are_due_at_once_none_is_decided_before_the_grace
     for (const auto& [key, entry] : store.entries()) { EXPECT_EQ(entry.contributors.size(), 3u) << key; }
 }
 
+// A store that comes back without its newest data: without both lines, and one worker was about to decide on
+// them, or did not hear whether it has.
+TEST(SyncLog, no_entry_is_written_for_lines_that_the_store_has_lost) {
+    for (const bool is_decided_already : {false, true}) {
+        SCOPED_TRACE(is_decided_already ? "the answer is lost" : "the request is lost");
+        Senders senders(2);
+        senders.train_until_they_send();
+        Driven &one = *senders.workers[0], &other = *senders.workers[1];
+        const std::string run = one.log.current_generation() + "/0/";
+        EXPECT_TRUE(one.go_there_and_back(senders.now));
+        EXPECT_TRUE(other.go_there_and_back(senders.now));
+        const std::vector<StoreRequest> requests = other.log.requests(senders.now);
+        const auto writes_entry = [&](const StoreRequest& request) {
+            return request.kind == StoreRequest::put_if_absent && request.folder == run + "entry";
+        };
+        ASSERT_TRUE(std::any_of(requests.begin(), requests.end(), writes_entry));
+        std::vector<StoreAnswer> answers(requests.size());
+        if (is_decided_already) { answers = senders.store.perform_all(requests); }
+        for (StoreAnswer& answer : answers) { answer.lost = true; }
+        other.log.answer(answers, senders.now);
+        const auto forget = [&](const char* folder, const char* name) {
+            senders.store.perform({StoreRequest::remove, run + folder, name, ""});
+        };
+        forget("entry", "0");
+        for (const char* who : {"0.1", "1.1"}) { forget("sent/0", who); }
+        for (const char* chunk : {"0.1.0", "1.1.0"}) { forget("payload/0", chunk); }
+        for (int round = 0; round < 3; round++) { senders.settle(); }
+        for (const auto& sender : senders.workers) {
+            EXPECT_EQ(sender->log.turn(Senders::H + 1, senders.now).kind, LogTurn::go_on);
+            EXPECT_EQ(sender->log.positions(), std::vector<long>{1});
+        }
+        EXPECT_EQ(senders.store.in(run + "payload/0").size(), 2u);
+    }
+}
+
+TEST(SyncLog, whoever_finds_an_entry_gone_that_others_have_applied_takes_a_snapshot) {
+    Senders senders(2);
+    senders.train_until_they_send();
+    Driven &one = *senders.workers[0], &other = *senders.workers[1];
+    for (int round = 0; round < 3; round++) { senders.settle(); }
+    const std::string run = one.log.current_generation() + "/0/";
+    ASSERT_EQ(senders.store.in(run + "entry").size(), 1u);
+    for (long step = Senders::H + 1; step <= 2 * Senders::H; step++) {
+        EXPECT_EQ(one.log.turn(step, senders.now).kind, LogTurn::go_on);
+        one.shard.train(step);
+        one.go_there_and_back(senders.now);
+        one.show_life(senders.now += 1);
+    }
+    senders.store.perform({StoreRequest::remove, run + "entry", "0", ""});
+    // From a checkpoint before the first sync.
+    LogStart start = Driven::start(1, senders.schedule);
+    start.token = "again";
+    start.generation = one.log.current_generation();
+    start.from_checkpoint = true;
+    simulation::Shard shard(1, 0, senders.schedule);
+    SyncLog again(Driven::options(0, 2, 2), senders.schedule, 1, shard, other.rules, start);
+    std::vector<LogEventKind> told;
+    for (int i = 0; i < 20; i++) {
+        again.turn(0, senders.now += 1);
+        const auto requests = again.requests(senders.now);
+        if (!requests.empty()) { again.answer(senders.store.perform_all(requests), senders.now); }
+        for (const LogEvent& event : again.events()) { told.push_back(event.kind); }
+    }
+    EXPECT_TRUE(std::count(told.begin(), told.end(), LogEventKind::needs_snapshot));
+}
+
 TEST(SyncLog, positions_that_were_written_half_are_none) {
     Senders senders(2);
     senders.train_until_they_send();
