@@ -232,6 +232,7 @@ private:
     LogBase base() const;
     void agree(double now);
     void agree_on(const std::map<std::string, std::string>& registered, double now);
+    void tell_of_few_to_begin(const std::string& what);
     void begin(const LogBeginning& first, double now);
     void expect(const LogBeginning& beginning, double now);
     void enter(const std::vector<long>& positions, bool is_sure);
@@ -307,6 +308,7 @@ private:
     bool has_written(const std::string& giver) const;
     void rest_from_looking(double from, double now);
     void see(const std::map<std::string, std::string>& listing, double from, double now);
+    static std::map<int, std::string> by_worker(const std::map<std::string, std::string>& listing);
     void note_open(long sync);
     void choose_reader(bool is_last, double now);
     void look_for_an_end();

@@ -98,6 +98,13 @@ public:
         return found != seen.end() && is_alive(found->second) && found->second.beat.incarnation == who.number;
     }
 
+    // Its beat stands still, or a later start of its worker has shown one. Not: there is none yet.
+    bool is_dead(const Incarnation& who) const {
+        const auto found = seen.find(who.worker);
+        if (found == seen.end() || found->second.beat.incarnation < who.number) { return false; }
+        return found->second.beat.incarnation > who.number || !is_alive(found->second);
+    }
+
     // It is alive, has nothing to catch up with, and has not said that it ends.
     bool is_at_work(const Incarnation& who) const {
         return is_alive(who) && promise_of(seen.at(who.worker)) >= 0;
@@ -221,6 +228,31 @@ private:
     std::map<int, Seen> seen;  // by worker
     std::vector<Change> changed;
 };
+
+// What a new log begins with: of what its workers hold the newest; of that, what most hold. None: as many
+// hold something else at the same positions, and nobody knows which is right.
+inline std::optional<LogBase> base_to_begin_with(const std::vector<LogBase>& held) {
+    long newest = 0;
+    for (const LogBase& one : held) { newest = std::max(newest, one.sum()); }
+    std::map<std::string, size_t> holders;
+    for (const LogBase& one : held) {
+        if (one.sum() == newest) { holders[one.text()]++; }
+    }
+    std::optional<LogBase> best;
+    size_t most = 0;
+    bool is_split = false;
+    for (const auto& [text, count] : holders) {
+        const LogBase base = LogBase::parse(text);
+        if (count > most) {
+            best = base;
+            most = count;
+            is_split = false;
+        } else if (count == most) {
+            is_split |= base.positions == best->positions;
+        }
+    }
+    return is_split ? std::nullopt : best;
+}
 
 // A sync as one worker sees it that may decide.
 struct Question {

@@ -104,12 +104,10 @@ inline void SyncLog::rest_from_looking(double from, double now) {
 
 // from: when it was asked for
 inline void SyncLog::see(const std::map<std::string, std::string>& listing, double from, double now) {
-    std::map<int, std::string> beats;
     long others_newest = -1;
     for (const auto& [name, text] : listing) {
         const int worker = std::atoi(name.c_str());
         const LogBeat beat = LogBeat::parse(text);
-        beats[worker] = text;
         note_open(beat.newest);
         if (worker != me.worker) { others_newest = std::max(others_newest, beat.newest); }
         if (worker == me.worker && beat.incarnation > me.number) {
@@ -119,8 +117,14 @@ inline void SyncLog::see(const std::map<std::string, std::string>& listing, doub
     if (others_newest < newest_open) { not_open_at = from; }
     has_looked = true;
     looked_from = from;
-    presence.look(beats, from, now);
+    presence.look(by_worker(listing), from, now);
     tell_changes();
+}
+
+inline std::map<int, std::string> SyncLog::by_worker(const std::map<std::string, std::string>& listing) {
+    std::map<int, std::string> values;
+    for (const auto& [name, value] : listing) { values[std::atoi(name.c_str())] = value; }
+    return values;
 }
 
 inline void SyncLog::note_open(long sync) {

@@ -6,6 +6,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "llmc/error.h"
@@ -76,8 +77,8 @@ inline LogBase SyncLog::base() const {
     return base;
 }
 
-// What the log begins with: of those that are there, the newest. A worker that is registered by then
-// begins with the run, and keeps step from its first sync on.
+// What the log begins with: what most of those hold that are there. A worker that is registered by then, and
+// alive, begins with the run, and keeps step from its first sync on.
 inline void SyncLog::agree(double now) {
     const auto then_begin = [this](const StoreAnswer& answer, double now) {
         if (!answer.value.empty()) { begin(LogBeginning::parse(answer.value), now); }
@@ -91,6 +92,9 @@ inline void SyncLog::agree(double now) {
             [this](const StoreAnswer&, double) { is_registered = true; });
     }
     ask({StoreRequest::get, key("run"), "start", ""}, then_begin);
+    ask({StoreRequest::list, key("beat"), "", ""}, [this, from = now](const StoreAnswer& answer, double now) {
+        if (phase == Phase::agreeing) { presence.look(by_worker(answer.listing), from, now); }
+    });
     ask({StoreRequest::list, key("registered"), "", ""}, [this](const StoreAnswer& answer, double now) {
         if (phase == Phase::agreeing) { agree_on(answer.listing, now); }
     });
@@ -98,26 +102,40 @@ inline void SyncLog::agree(double now) {
 
 inline void SyncLog::agree_on(const std::map<std::string, std::string>& registered, double now) {
     agree_at = now + options.poll;
-    std::map<int, int> there;  // starts, by worker: the latest
-    std::optional<LogBase> newest;
+    std::map<int, Incarnation> there;  // starts, by worker: the latest
     for (const auto& [text, base] : registered) {
-        const LogBase one = LogBase::parse(base);
-        if (!newest || one.sum() > newest->sum()) { newest = one; }
         const Incarnation who = Incarnation::parse(text);
-        there[who.worker] = std::max(there[who.worker], who.number);
+        const bool is_whole = LogBase::parse(base).positions.size() == slots.size();
+        if (!is_whole || presence.is_dead(who)) { continue; }
+        if (there[who.worker].number < who.number) { there[who.worker] = who; }
     }
     const bool all = int(there.size()) >= options.workers;
-    const bool enough = int(there.size()) >= options.min_workers && now >= agree_from + options.grace;
-    if (!newest || !(all || enough)) {
-        if (!has_told_of_few && now >= agree_from + options.grace) {
-            has_told_of_few = true;
-            say(LogEventKind::too_few, format("waits: %zu of at least %d workers are here to begin",
-                                              there.size(), options.min_workers));
-        }
-        return;
+    if (!all && now < agree_from + options.grace) { return; }
+    if (!all && int(there.size()) < options.min_workers) {
+        return tell_of_few_to_begin(format("%zu of at least %d workers are here to begin", there.size(),
+                                           options.min_workers));
     }
-    beginning = LogBeginning{*newest, {}};
-    for (const auto& [worker, number] : there) { beginning->members.push_back({worker, number}); }
+    std::vector<Incarnation> members;
+    std::vector<LogBase> held;
+    for (const auto& [worker, who] : there) {
+        members.push_back(who);
+        held.push_back(LogBase::parse(registered.at(who.text())));
+    }
+    const std::optional<LogBase> base = base_to_begin_with(held);
+    const char* tie = "as many workers hold one state after the same syncs as another one";
+    if (base) {
+        beginning = LogBeginning{*base, members};
+    } else if (all) {
+        diverged = true;
+        stop(std::string("nobody knows whose checkpoints are right: ") + tie);
+    } else {
+        tell_of_few_to_begin(tie);
+    }
+}
+
+inline void SyncLog::tell_of_few_to_begin(const std::string& what) {
+    if (std::exchange(has_told_of_few, true)) { return; }
+    say(LogEventKind::too_few, "waits: " + what);
 }
 
 inline void SyncLog::begin(const LogBeginning& first, double now) {

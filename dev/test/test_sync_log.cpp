@@ -542,6 +542,72 @@ TEST(SyncLog, of_two_syncs_that_are_due_at_once_none_is_decided_before_the_grace
     for (const auto& [key, entry] : store.entries()) { EXPECT_EQ(entry.contributors.size(), 3u) << key; }
 }
 
+TEST(SyncLog, a_run_begins_with_the_newest_checkpoint_that_most_hold) {
+    const auto base = [](long first, long second, uint64_t hash) {
+        return LogBase{{first, second}, {hash, hash}};
+    };
+    const LogBase old = base(3, 3, 1), right = base(4, 4, 9), wrong = base(4, 4, 2), other = base(5, 3, 3);
+    EXPECT_EQ(base_to_begin_with({wrong, right, old, right, old, old})->text(), right.text());
+    EXPECT_FALSE(base_to_begin_with({old, right, wrong}));
+    EXPECT_FALSE(base_to_begin_with({right, wrong, wrong, right}));
+    // After as many syncs, but not the same ones: both may be right.
+    EXPECT_TRUE(base_to_begin_with({right, other}));
+    EXPECT_EQ(base_to_begin_with({other, right, right})->text(), right.text());
+}
+
+// Starts that have checkpoints of a run that the store has lost.
+TEST(SyncLog, workers_whose_checkpoints_differ_do_not_begin_with_either) {
+    const SyncSchedule schedule(std::vector<Fragment>(1), 4);
+    SimulatedStore store(schedule, 4);
+    const SyncLogRules rules;
+    std::vector<std::unique_ptr<simulation::Shard>> shards;
+    std::vector<std::unique_ptr<SyncLog>> logs;
+    for (int w = 0; w < 2; w++) {
+        LogStart start = Driven::start(w, schedule);
+        start.positions = {3};
+        start.generation = "lost";
+        start.from_checkpoint = true;
+        shards.push_back(std::make_unique<simulation::Shard>(w, 0, schedule));
+        if (w == 1) { shards.back()->corrupt(); }
+        logs.push_back(std::make_unique<SyncLog>(Driven::options(0, 2, 2), schedule, w, *shards.back(), rules,
+                                                 start));
+    }
+    for (int i = 0; i < 20; i++) {
+        for (const auto& log : logs) {
+            const auto requests = log->requests(i);
+            if (!requests.empty()) { log->answer(store.perform_all(requests), i); }
+        }
+    }
+    for (const auto& log : logs) {
+        EXPECT_TRUE(log->has_diverged());
+        EXPECT_EQ(log->turn(0, 20).kind, LogTurn::stop);
+    }
+}
+
+TEST(SyncLog, a_start_that_died_before_the_run_began_is_no_member_of_it) {
+    const SyncSchedule schedule(std::vector<Fragment>(1), 4);
+    SimulatedStore store(schedule, 4);
+    SyncLogOptions options = Driven::options(0, 4);  // the fourth has not come yet
+    options.min_workers = 2;
+    options.expiry = 5;
+    options.grace = 10;
+    std::vector<std::unique_ptr<Driven>> workers;
+    for (int w = 0; w < 3; w++) {
+        workers.push_back(std::make_unique<Driven>(w, schedule, store, options));
+    }
+    for (double now = 0; now < 20; now += 0.5) {
+        for (const auto& one : workers) {
+            if (now > 3 && one == workers.back()) { continue; }
+            one->go_there_and_back(now);
+            one->show_life(now);
+        }
+    }
+    ASSERT_EQ(store.in(store.generation() + "/0/registered").size(), 3u);
+    const auto run = store.in(store.generation() + "/0/run");
+    ASSERT_EQ(run.count("start"), 1u);
+    EXPECT_EQ(LogBeginning::parse(run.at("start")).members.size(), 2u);
+}
+
 // A store that comes back without its newest data: without both lines, and one worker was about to decide on
 // them, or did not hear whether it has.
 TEST(SyncLog, no_entry_is_written_for_lines_that_the_store_has_lost) {
