@@ -371,6 +371,7 @@ private:
     double agree_from = 0, agree_at = 0;
     int next_number = 0;                    // to register as; 0: what is taken is not known yet
     bool is_registered = false;             // before the run has begun
+    Presence candidates;                    // who is there then
     std::optional<LogBeginning> beginning;  // to be written, if there is none
     bool has_told_of_few = false;           // that they cannot begin
 

@@ -152,6 +152,7 @@ inline void SyncLog::make_room(double now) {
 
 // For so long there was no store.
 inline void SyncLog::forgive(double seconds, double now) {
+    candidates.forgive(seconds, now);
     presence.forgive(seconds, now);
     for (Slot& slot : slots) {
         if (slot.due_since < 0) { continue; }

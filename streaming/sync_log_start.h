@@ -19,6 +19,7 @@ inline SyncLog::SyncLog(const SyncLogOptions& options, const SyncSchedule& sched
       shard(shard),
       rules(rules),
       start(start),
+      candidates(options.expiry, options.grace),
       presence(options.expiry, options.grace) {
     me.worker = worker;
     encoded_until.assign(start.positions.size(), -1);
@@ -93,7 +94,7 @@ inline void SyncLog::agree(double now) {
     }
     ask({StoreRequest::get, key("run"), "start", ""}, then_begin);
     ask({StoreRequest::list, key("beat"), "", ""}, [this, from = now](const StoreAnswer& answer, double now) {
-        if (phase == Phase::agreeing) { presence.look(by_worker(answer.listing), from, now); }
+        if (phase == Phase::agreeing) { candidates.look(by_worker(answer.listing), from, now); }
     });
     ask({StoreRequest::list, key("registered"), "", ""}, [this](const StoreAnswer& answer, double now) {
         if (phase == Phase::agreeing) { agree_on(answer.listing, now); }
@@ -106,7 +107,7 @@ inline void SyncLog::agree_on(const std::map<std::string, std::string>& register
     for (const auto& [text, base] : registered) {
         const Incarnation who = Incarnation::parse(text);
         const bool is_whole = LogBase::parse(base).positions.size() == slots.size();
-        if (!is_whole || presence.is_dead(who)) { continue; }
+        if (!is_whole || candidates.is_dead(who)) { continue; }
         if (there[who.worker].number < who.number) { there[who.worker] = who; }
     }
     const bool all = int(there.size()) >= options.workers;
