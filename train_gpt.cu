@@ -1554,6 +1554,7 @@ inline void write_checkpoint(Run& run, long step) {
         run.logger.sync();  // the log that a resumed run goes on with lacks nothing, whatever the power does
     };
     job.sections = [&snapshot] { return state_sections(snapshot); };
+    job.is_last = step == run.inputs.steps;
     if (run.outer) { job.when_whole = [&run, &snapshot] { run.outer->checkpointed(*snapshot.outer); }; }
     if (run.is_first()) {
         job.write_model = [&run, &snapshot](const std::string& path) {

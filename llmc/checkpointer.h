@@ -7,7 +7,7 @@
 //     checkpoint/STEP/done/verdict  process 0: "whole" and the steps that stay, or else as before
 // Only after the last of them is anything old deleted, and only what is of the same lineage. A checkpoint
 // that fails is an announcement, not the end of the run: what it has written is taken back, all older ones
-// stay.
+// stay. Only the model of the run's last step is not taken back: it is what the run was for.
 // While the loop trains, the writer waits for others as long as it takes: they may be many steps behind, or
 // their disks slow, or the store away, and the loop sees for itself who is gone. The run's time limit begins
 // when the loop waits; and a far shorter one for a store that is away, which nobody needs for training. It is
@@ -50,6 +50,7 @@ struct CheckpointJob {
     std::function<std::vector<StateSection>()> sections;       // after ready()
     std::function<void(const std::string& path)> write_model;  // empty: this process writes no model
     std::function<void()> when_whole = [] {};                  // on the writer's thread
+    bool is_last = false;  // of the run: its model stays, whatever becomes of the states
 };
 
 // -----------------------------------------------------------------------------------------------------------
@@ -295,7 +296,7 @@ private:
         const StateIdentity& who = job.identity;
         const std::string key = format("checkpoint/%ld", who.step);
         Written written;
-        has_missed_store = false;
+        has_missed_store = model_stays = false;
         Verdict own = attempt([&] { write_files(job, written); });
         tidy(who.step, [&] { thin_out(who.lineage); });
         Verdict verdict = agree(key, own, 1, who);
@@ -328,12 +329,13 @@ private:
         if (job.write_model) {
             job.write_model(files.model(step));
             written.model = true;
+            model_stays = job.is_last;
         }
         try {
             write_state(files.state(step), job.identity, job.sections(), [&] { check(); });
         } catch (...) {
             // A model without its state would not be found again when old checkpoints are deleted.
-            if (written.model) { unlink(files.model(step).c_str()); }
+            if (written.model && !model_stays) { unlink(files.model(step).c_str()); }
             throw;
         }
         written.state = true;
@@ -371,7 +373,7 @@ private:
             throw RunError(process.member(0) + " does not say");
         }
         Verdict verdict = collect(key, own, stride);
-        verdict.words = verdict.is_whole ? steps_that_stay(who) : verdict.words + last_whole(who);
+        verdict.words = verdict.is_whole ? steps_that_stay(who) : verdict.words + what_there_is(who);
         tell(who.step, key + "/verdict", verdict.text());
         return verdict;
     }
@@ -471,11 +473,14 @@ private:
         return steps;
     }
 
-    std::string last_whole(const StateIdentity& who) const {
+    // Where the checkpoint of the step is not whole.
+    std::string what_there_is(const StateIdentity& who) const {
         const std::set<long> whole = files.whole_steps(who.lineage);
         const auto after = whole.lower_bound(who.step);
-        if (after == whole.begin()) { return "; there is none before it"; }
-        return format("; the last whole one is of step %ld", *std::prev(after));
+        const std::string last = after == whole.begin()
+                                     ? "; there is none before it"
+                                     : format("; the last whole one is of step %ld", *std::prev(after));
+        return last + (model_stays ? "; the model of this step is complete: " + files.model(who.step) : "");
     }
 
     // While there is no store this process does not know what the others have, and so deletes nothing for
@@ -497,7 +502,7 @@ private:
             remove_old(who, verdict.words);
         } else {
             if (written.done) { CheckpointFolder::unlink_file(files.done(who.step)); }
-            if (written.model) { CheckpointFolder::unlink_file(files.model(who.step)); }
+            if (written.model && !model_stays) { CheckpointFolder::unlink_file(files.model(who.step)); }
             if (written.state) { CheckpointFolder::unlink_file(files.state(who.step)); }
         }
     }
@@ -549,6 +554,7 @@ private:
     // Of the writer's thread alone:
     long last_in_store = -1;
     bool has_missed_store = false;  // while the loop waited for the present step
+    bool model_stays = false;       // of the present step, also where its checkpoint is not whole
     std::set<long> untold;          // steps whose states are here, and that the store cannot have heard of
 
     mutable std::mutex mutex;

@@ -247,6 +247,34 @@ TEST(Checkpointer, where_one_process_fails_there_is_no_checkpoint_and_all_know_w
     EXPECT_EQ(run.files(2), "DONE_00000030 state_00000030_00002.bin state_00000030_00003.bin ");
 }
 
+// What a run was for is not lost with a state that finds no room, on whichever process.
+TEST(Checkpointer, the_model_of_the_last_step_stays_where_its_checkpoint_is_not_whole) {
+    for (int failing : {0, 1}) {
+        Processes run(2, 1);
+        run.start(1);
+        run.checkpoint(10);
+        for (int i : {0, 1}) {
+            CheckpointJob job = run.job(i, 20);
+            job.is_last = true;
+            if (i == failing) {
+                job.sections = []() -> std::vector<StateSection> { throw RunError("there is no room"); };
+            }
+            run[i].begin(job);
+        }
+        run.wait();
+        EXPECT_EQ(run.files(0),
+                  "DONE_00000010 model_00000010.bin model_00000020.bin state_00000010_00000.bin ");
+        EXPECT_EQ(run.files(1), "DONE_00000010 state_00000010_00001.bin ");
+        for (int i : {0, 1}) {
+            EXPECT_EQ(run[i].failure(),
+                      format("there is no checkpoint of step 20: worker %d rank 0: there is no room; the last "
+                             "whole one is of step 10; the model of this step is complete: ",
+                             failing) +
+                          model_path(run.members[0].folder, 20));
+        }
+    }
+}
+
 TEST(Checkpointer, an_independent_worker_agrees_with_its_ranks_alone) {
     Processes run(2, 2, false, "", 60, true);
     run.start(1);

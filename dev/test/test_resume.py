@@ -610,6 +610,9 @@ def test_a_checkpoint_that_finds_no_room_is_one_line_and_the_one_before_resumes(
     assert not start.written().unfinished()
     (error,) = start.stderr().splitlines()
     assert error.startswith("error: the last checkpoint is not whole") and "-y 1" in error
+    model = start.folders[0] / "model_00000200.bin"
+    assert f"the model of this step is complete: {model}" in error
+    assert model.read_bytes() == (expected.folders[0] / model.name).read_bytes()
     resumed = run("run", options)
     assert 0 < resumed_step(resumed) < 200
     compare(resumed.written(), expected.written())
