@@ -89,6 +89,16 @@ public:
         return steps;
     }
 
+    // The steps of which this process's own state is there.
+    std::set<long> own_steps(const std::string& lineage) const {
+        std::set<long> steps;
+        for (const std::string& name : names()) {
+            const std::optional<long> step = own_step(name);
+            if (step && is_of(state(*step), lineage)) { steps.insert(*step); }
+        }
+        return steps;
+    }
+
     // Removes this process's files of the steps that are `unwanted`, none of another lineage. DONE_ first and
     // the state last: what is left when the power fails meanwhile is not taken for whole, and is found again.
     template <class Condition>
@@ -149,8 +159,8 @@ private:
 
 class Checkpointer {
 public:
-    // keep (-nk): so many of the newest whole ones stay, 0: all. major (-nm): the steps that it divides stay
-    // for ever, 0: none. Process 0's count.   folder: an independent worker's is its own
+    // keep (-nk): so many of the newest whole ones stay, 0: all. major (-nm): the first one at or after each
+    // multiple of it stays for ever, 0: none. Process 0's count.   folder: an independent worker's is its own
     Checkpointer(std::string folder, const Process& process, long keep, long major)
         : files(std::move(folder), process),
           process(process),
@@ -464,13 +474,28 @@ private:
         std::set<long> whole = files.whole_steps(who.lineage);
         whole.erase(whole.upper_bound(who.step), whole.end());
         whole.insert(who.step);
+        const std::set<long> stay_for_ever = first_of_multiples(whole);
         std::string steps;
         long newer = 0;
         for (auto step = whole.rbegin(); step != whole.rend(); ++step, newer++) {
-            const bool stays = newer < keep || (major > 0 && *step % major == 0);
+            const bool stays = newer < keep || stay_for_ever.count(*step);
             if (stays) { steps += " " + std::to_string(*step); }
         }
         return steps;
+    }
+
+    // Of each multiple of `major` the first step at or after it. A worker may jump over the multiple itself,
+    // and -n need not divide it.
+    std::set<long> first_of_multiples(const std::set<long>& steps) const {
+        std::set<long> first;
+        long multiple = 0;
+        for (long step : steps) {
+            if (major > 0 && step / major > multiple) {
+                multiple = step / major;
+                first.insert(step);
+            }
+        }
+        return first;
     }
 
     // Where the checkpoint of the step is not whole.
@@ -490,7 +515,7 @@ private:
         while (keep > 0 && long(untold.size()) > keep + 1) {
             const long oldest = *untold.begin();
             untold.erase(untold.begin());
-            if (major > 0 && oldest % major == 0) { continue; }
+            if (first_of_multiples(files.own_steps(lineage)).count(oldest)) { continue; }
             files.remove(lineage, [&](long step) { return step == oldest; });
         }
     }

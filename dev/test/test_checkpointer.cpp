@@ -361,6 +361,20 @@ TEST(Checkpointer, the_newest_and_the_major_ones_stay) {
     EXPECT_EQ(run.files(0), expected);
 }
 
+// A worker that comes and goes jumps over steps, and -n need not divide -nm.
+TEST(Checkpointer, the_first_one_at_or_after_a_multiple_is_a_major_one) {
+    Processes run(2, 1);
+    run.start(1, 20);
+    for (long step : {7, 14, 21, 28, 35, 66, 73}) { run.checkpoint(step); }
+    for (int i : {0, 1}) {
+        std::string whole;
+        for (long step : {7, 14, 21, 28, 35, 66, 73}) {
+            if (run.is_done(i, step) && exists(run.state(i, step))) { whole += std::to_string(step) + " "; }
+        }
+        EXPECT_EQ(whole, "21 66 73 ");
+    }
+}
+
 TEST(Checkpointer, without_a_limit_all_stay) {
     Processes run(1, 1);
     run.start(0, 20);
@@ -519,6 +533,22 @@ TEST(Checkpointer, without_the_store_the_newest_stay_and_what_others_may_count_o
     run.checkpoint(80);
     EXPECT_EQ(run.files(0), "DONE_00000080 model_00000080.bin state_00000080_00000.bin ");
     EXPECT_EQ(run.files(1), "DONE_00000080 state_00000080_00001.bin ");
+}
+
+TEST(Checkpointer, without_the_store_the_first_at_or_after_a_multiple_stays_too) {
+    Processes run(2, 1, false, "", 0.4);
+    const auto stores = absent_stores_of(run);
+    run.start(1, 40);
+    run.checkpoint(10);
+    for (auto& store : stores) { store->is_away = true; }
+    for (long step : {35, 45, 55, 65, 75}) { run.checkpoint(step); }
+    for (int i : {0, 1}) {
+        std::string here;
+        for (long step : {10, 35, 45, 55, 65, 75}) {
+            if (exists(run.state(i, step))) { here += std::to_string(step) + " "; }
+        }
+        EXPECT_EQ(here, "10 45 65 75 ");
+    }
 }
 
 TEST(Checkpointer, states_that_all_have_stay_when_somebody_dies_before_done) {
