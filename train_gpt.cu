@@ -1427,10 +1427,12 @@ inline bool is_checkpoint_due(const Run& run, long step) {
 // Where the run is, in numbers.
 inline Fields progress(const Run& run, long step) {
     const GptShape& shape = run.inputs.shape;
-    const DataPosition data = run.inputs.train_loader->position();
+    const DataLoader& loader = *run.inputs.train_loader;
+    const DataPosition data = loader.position();
     const Totals& t = run.totals;
     Fields fields;
     fields.set("step", step);
+    fields.set("steps", run.inputs.steps);
     fields.set("tokens", t.tokens);
     fields.set("updates", t.updates);
     fields.set("adamw_updates", run.worker.adamw_updates);
@@ -1445,7 +1447,10 @@ inline Fields progress(const Run& run, long step) {
     fields.set("data.epoch", data.epoch);
     fields.set("data.shard", data.shard);
     fields.set("data.sample", data.sample);
-    fields.set("data.sample_tokens", run.inputs.train_loader->tokens_of_a_sample());
+    fields.set("data.sample_tokens", loader.tokens_of_a_sample());
+    fields.set("data.shards", loader.num_shards());
+    fields.set("data.tokens", loader.num_tokens());
+    fields.set("data.shards_hash", loader.shards_hash());
     fields.set("total.train_seconds", t.train_seconds);
     fields.set("total.syncs", t.syncs);
     fields.set("total.next_sync", t.next_sync);
@@ -1589,6 +1594,26 @@ inline std::string changed_options(const Fields& before, const Options& o) {
     return text;
 }
 
+// What the shards are now, and how far the run goes with them where that follows from them, for people.
+inline std::string changed_data(const Fields& before, const Options& o, const Inputs& in) {
+    if (!before.has("data.shards_hash")) { return ""; }  // of a version that did not note it
+    const DataLoader& loader = *in.train_loader;
+    const long shards = before.integer("data.shards"), tokens = before.integer("data.tokens");
+    const long steps = before.integer("steps");
+    std::string text;
+    if (before.word("data.shards_hash") != loader.shards_hash()) {
+        text = shards == loader.num_shards() && tokens == loader.num_tokens()
+                   ? "other training data: shards of other names or lengths"
+                   : format("other training data: %ld -> %ld shards, %ld -> %ld tokens", shards,
+                            loader.num_shards(), tokens, loader.num_tokens());
+    }
+    if (o.max_steps < 0 && steps != in.steps) {
+        text += text.empty() ? format("another number of steps: %ld -> %ld", steps, in.steps)
+                             : format("; %ld -> %ld steps", steps, in.steps);
+    }
+    return text;
+}
+
 // The state of this process, as it lies there, or put together from those of a run of another shape.
 inline Resumption open_checkpoint(const Options& o, const Process& process, const Inputs& in,
                                   const ResumePoint& point) {
@@ -1616,6 +1641,8 @@ inline Resumption open_checkpoint(const Options& o, const Process& process, cons
     r.fields = Fields::parse(r.state->text("fields"), r.state->path());
     const std::string changed = changed_options(Fields::parse(r.state->text("options"), r.state->path()), o);
     if (!changed.empty()) { r.notes.push_back("resumed with other options: " + changed); }
+    const std::string data = changed_data(r.fields, o, in);
+    if (!data.empty()) { r.notes.push_back("resumed with " + data); }
     return r;
 }
 

@@ -12,6 +12,7 @@
 // shards and of the samples in a shard is drawn anew for each epoch from the seed, the same on all processes.
 #pragma once
 #include <glob.h>
+#include <xxhash.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -81,6 +82,18 @@ public:
         long sum = 0;
         for (const Shard& shard : shards) { sum += shard.tokens; }
         return sum;
+    }
+
+    long num_shards() const { return long(shards.size()); }
+
+    // Of all shards in their order, their names without the folder and their tokens: 16 hex digits. Where
+    // they are others, a position means another place, and with `shuffle` the order is another.
+    std::string shards_hash() const {
+        std::string names;
+        for (const Shard& shard : shards) {
+            names += format("%s %ld\n", shard.path.substr(shard.path.rfind('/') + 1).c_str(), shard.tokens);
+        }
+        return format("%016llx", (unsigned long long)XXH3_64bits(names.data(), names.size()));
     }
 
     // Batches in an epoch: what every shard holds in whole samples.

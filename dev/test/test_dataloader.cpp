@@ -137,6 +137,20 @@ TEST(DataLoader, continues_at_a_saved_position_and_at_the_start_after_reset) {
     EXPECT_TRUE(contains(user_error([&] { loader.seek({0, 0, 1000}); }), "saved position"));
 }
 
+TEST(DataLoader, the_hash_of_the_shards_tells_their_names_lengths_and_number) {
+    auto hash_of = [](const std::vector<std::pair<std::string, int>>& shards) {
+        TemporaryFolder folder;  // another one each time: it does not count
+        for (const auto& [name, count] : shards) { write_shard(folder / name, count_up(0, count)); }
+        return DataLoader(folder / "*.bin", 2, 4, 0, 1, vocabulary, 0, true).shards_hash();
+    };
+    const std::string hash = hash_of({{"a_0.bin", 20}, {"a_1.bin", 30}});
+    EXPECT_EQ(hash.size(), 16u);
+    EXPECT_EQ(hash_of({{"a_1.bin", 30}, {"a_0.bin", 20}}), hash);
+    EXPECT_NE(hash_of({{"a_0.bin", 30}, {"a_1.bin", 20}}), hash);
+    EXPECT_NE(hash_of({{"a_0.bin", 20}, {"b_1.bin", 30}}), hash);
+    EXPECT_NE(hash_of({{"a_0.bin", 20}, {"a_1.bin", 30}, {"a_2.bin", 30}}), hash);
+}
+
 TEST(DataLoader, reads_more_shards_than_a_process_may_have_files_open) {
     TemporaryFolder folder;
     const int shards = 64;

@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from conftest import ROOT, TRAINER
+from conftest import ROOT, TRAINER, write_shard
 
 sys.path.insert(0, str(ROOT / "dev"))
 from torture import Start, compare, log_name, set_back, step_of, wait_until_gone  # noqa: E402
@@ -442,6 +442,28 @@ def test_changed_options_are_named(run, copy):
     changes = set(line.split(", "))
     assert {change for change in changes if not change.startswith("output ")} == {
         "lr 0.01 -> 0.02", "local-weight 0.5 -> 0.25", "max-steps 60 -> 80", "overlap 2 -> 3"}
+
+
+def test_other_training_data_is_named(run, tmp_path):
+    """More shards under the same pattern: their order is another, and so is the number of steps."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for shard in range(2):
+        write_shard(data / f"y_{shard}.bin", [7 * i % 64 for i in range(2000)])
+    options = {**TWO, "-i": f"{data}/y_*.bin", "-x": -1}
+
+    def notes():
+        return re.findall("^resumed with (.*)$", run("run", options).stdout(), re.M)
+
+    assert notes() == []  # it begins
+    assert notes() == []
+    write_shard(data / "y_2.bin", [7 * i % 64 for i in range(3000)])
+    assert notes() == ["other training data: 2 -> 3 shards, 4000 -> 7000 tokens; 62 -> 109 steps"]
+    assert notes() == []
+    (data / "y_2.bin").rename(data / "y_3.bin")
+    assert notes() == ["other training data: shards of other names or lengths"]
+    options["-b"] = 1
+    assert "another number of steps: 109 -> 218" in notes()
 
 
 def test_models_of_a_run_are_not_overwritten_by_another(run, copy):
