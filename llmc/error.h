@@ -3,7 +3,8 @@
 //                 exits 2
 //   OthersAbsent  a UserError of those who came: other workers did not. Nothing need be wrong here, and a
 //                 batch system may try again: exits 75 (sysexits.h: EX_TEMPFAIL)
-//   RunError      something outside this process failed (a peer died, a disk is full): one line, exits 1
+//   RunError      something outside this process failed (a peer died, a disk is full): one line, exits 1, or
+//                 with a status of its own
 // Anything else that is thrown is a bug of this program.
 #pragma once
 #include <cstdarg>
@@ -21,14 +22,19 @@ struct OthersAbsent : UserError {
 };
 
 struct RunError : std::runtime_error {
-    using std::runtime_error::runtime_error;
+    explicit RunError(const std::string& what, int status = 1) : std::runtime_error(what), status(status) {}
+    int status;
 };
 
 const int absent_status = 75;
+// Of a process whose place another one has taken: started again, it would end that one.
+const int replaced_status = 76;
 
 inline int exit_status(const std::exception& error) {
     if (dynamic_cast<const OthersAbsent*>(&error)) { return absent_status; }
-    return dynamic_cast<const UserError*>(&error) ? 2 : 1;
+    if (dynamic_cast<const UserError*>(&error)) { return 2; }
+    const RunError* const run_error = dynamic_cast<const RunError*>(&error);
+    return run_error ? run_error->status : 1;
 }
 
 // printf into a std::string.

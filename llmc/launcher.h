@@ -5,8 +5,9 @@
 //     printed once, however many processes say the same.
 //   - Independent workers are a unit each: a process that fails ends its worker alone. A line says so, and
 //     the worker is started again, a few times; not where it was a user's mistake from the beginning, or
-//     asked to stop. The status is 0 where one of them has completed the run, unless a mistake has kept
-//     another from it.
+//     asked to stop, or where another process has taken its place: two launchers of one worker would end each
+//     other's processes in turn. The status is 0 where one of them has completed the run, unless a mistake
+//     has kept another from it.
 //   - SIGINT, SIGTERM and SIGHUP are passed on, unless they are ignored (nohup), and end the run; if the
 //     launcher is killed, the kernel kills the processes.
 //   - Processes that stop gracefully (stop.h) have all the time they need after a first SIGTERM, SIGUSR1 or
@@ -573,7 +574,8 @@ private:
 
     void fail(Unit& unit) {
         const std::chrono::duration<double> lived = Clock::now() - unit.start_time;
-        const double pause = requested_by ? 0 : unit.restarts.next(lived.count());
+        const bool is_replaced = unit.culprit->status == replaced_status;
+        const double pause = requested_by || is_replaced ? 0 : unit.restarts.next(lived.count());
         const int most = unit.restarts.most;
         std::string line = end_in_words(unit);
         if (pause > 0) {
@@ -582,7 +584,11 @@ private:
             line += format("; restart %d of %d in %g s", unit.restarts.count, most, pause);
         } else {
             give_up(unit, line);
-            if (most > 0 && !requested_by) { line += format("; none of %d restarts is left", most); }
+            if (is_replaced) {
+                line += "; it is not started again: another process is this worker now";
+            } else if (most > 0 && !requested_by) {
+                line += format("; none of %d restarts is left", most);
+            }
         }
         say(line);
     }

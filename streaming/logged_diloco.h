@@ -20,7 +20,9 @@
 // Memory, beside that of OuterShard: a payload of each fragment in pinned memory; on the device one payload
 // and `workers` of them, of the largest fragment, the latter pinned as well; with error feedback 4 bytes a
 // value and fragment more, of the largest one. Of a merged sync the host holds the mean's payload until it is
-// applied and written, and while it is computed `workers` payloads twice and 4 bytes a value.
+// applied and written, and while it is computed `workers` payloads twice and 4 bytes a value. A worker that
+// gives a snapshot holds it until it is written, one that takes it until it is loaded: 8 bytes a value (with
+// --join-moments 16), and while it is made or loaded twice that.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -28,6 +30,7 @@
 #include <iterator>
 #include <limits>
 #include <memory>
+#include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -67,7 +70,10 @@ struct LogLeft : RunError {
 // The run cannot go on here.
 struct LogStopped : RunError {
     LogStopped(const std::string& why, const SyncLogThreads& log)
-        : RunError(why), is_refused(log.is_refused()), theirs(log.theirs()), is_over(log.is_over()) {}
+        : RunError(why, log.is_replaced() ? replaced_status : 1),
+          is_refused(log.is_refused()),
+          theirs(log.theirs()),
+          is_over(log.is_over()) {}
     bool is_refused;     // its fingerprint is not the run's
     std::string theirs;  // the run's, then
     bool is_over;        // all others have come to the end of the run
@@ -470,12 +476,19 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // Snapshots for other workers
 
+    // std::bad_alloc, too, where it is pinned memory that the host lacks.
+    static HostBuffer<float> room_for(long values) {
+        try {
+            return HostBuffer<float>(values);
+        } catch (const RunError&) { throw std::bad_alloc(); }
+    }
+
     void append_snapshot(std::string& bytes) override {
         const long n = shard.state->count();
         const bool has_moments = log_options.join_moments;
         Stream& main = *now.main;
         SnapshotHeader header;
-        HostBuffer<float> values(n * (has_moments ? 4 : 2));
+        HostBuffer<float> values = room_for(n * (has_moments ? 4 : 2));
         const size_t value_bytes = size_t(values.count()) * sizeof(float);
         bytes.reserve(bytes.size() + sizeof header + value_bytes);
         shard.state->save(values, values + n, main);

@@ -38,9 +38,10 @@
 // A worker that finds an entry's payload gone asks for a snapshot: all fragments of another worker as they
 // were at one instant, in chunks, then an offer with their digest. The worker that gives it says so, and how
 // far it is: another one gives it only where the first is dead, or makes no progress. The first offer is
-// read, and checked; a reader that finds a chunk gone asks again under a new name. From the snapshot's
-// positions on payloads are kept until its reader has caught up. What a dead start asked for, deciders
-// remove.
+// read, and checked; a reader that finds a chunk gone asks again under a new name. A giver that finds no
+// memory for it, on its host or in the store, takes it back, and tries again once all others may have. From
+// the snapshot's positions on payloads are kept until its reader has caught up. What a dead start asked for,
+// deciders remove.
 //
 // A worker that has finished its last step applies what was sent until then, gives the snapshots that living
 // workers ask for, and leaves a note. A worker that needs a snapshot later, when no other is there, learns
@@ -131,6 +132,7 @@ public:
     const std::string& why_stopped() const { return why; }
     bool has_diverged() const { return diverged; }
     bool is_over() const { return over; }  // it came too late: all others have ended
+    bool is_replaced() const { return replaced; }  // by a later start of this worker
     bool is_refused() const { return !run_fingerprint.empty(); }
     const std::string& theirs() const { return run_fingerprint; }  // the run's, that it was refused for
     bool is_running() const { return phase == Phase::running; }
@@ -356,7 +358,7 @@ private:
     Incarnation me;
     Phase phase = Phase::opening;
     std::string generation, run_fingerprint, why;
-    bool diverged = false, over = false;
+    bool diverged = false, over = false, replaced = false;
     std::vector<LogEvent> told;
 
     std::vector<Asked> asked;  // and not yet answered

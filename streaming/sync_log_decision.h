@@ -17,8 +17,8 @@
 // it first.
 //
 // Who is alive and has promised to be in time is waited for, as long as that is no habit: what it has cost is
-// a debt, a grace for one standstill at most, of which a fiftieth of the time pays back. A slow worker costs the
-// others so much of their speed.
+// a debt, a grace for one standstill at most, of which a fiftieth of the time pays back. A slow worker costs
+// the others so much of their speed.
 class Presence {
 public:
     Presence(double expiry, double grace) : expiry(expiry), grace(grace), most_debt(grace / 5) {}
@@ -204,8 +204,8 @@ private:
         return is_alive(one) && keeps_promises(one) && promise_of(one) <= sync &&
                debt_of(one, stands_since, now) <= most_debt;
     }
-    // What earlier standstills have cost, and is not paid back yet. Syncs that are due at once share one: each
-    // of them may have the whole grace.
+    // What earlier standstills have cost, and is not paid back yet. Syncs that are due at once share one, so
+    // that each of them may have the whole grace.
     static double debt_of(const Seen& one, double stands_since, double now) {
         const double cost = one.debt + (is_charged_in(one, stands_since) ? 0 : one.charge);
         return std::max(0.0, cost - (now - one.charged_at) / 50);

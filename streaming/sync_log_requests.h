@@ -101,8 +101,8 @@ inline std::string SyncLog::key(const std::string& folder) const {
     return generation + "/" + std::to_string(options.shard) + "/" + folder;
 }
 
-// Chunk number `chunk`, of `size` bytes. Nothing else can be there under this start's name, and a chunk is too
-// much to be read for nothing.
+// Chunk number `chunk`, of `size` bytes. Nothing else can be there under this start's name, and a chunk is
+// too much to be read for nothing.
 inline StoreRequest SyncLog::own_chunk(const std::string& folder, const std::string& bytes, size_t chunk,
                                        size_t size) const {
     const bool asks_winner = false;

@@ -72,8 +72,8 @@ public:
     virtual void apply_mean(long sync, const std::vector<int>& workers, const std::string& mean,
                             bool counted) = 0;
 
-    // Global and momentum of all fragments, after what is there. They are large: std::bad_alloc where the host
-    // has no memory for them.
+    // Global and momentum of all fragments, after what is there. They are large: std::bad_alloc where the
+    // host has no memory for them.
     virtual void append_snapshot(std::string& bytes) = 0;
     virtual void load(std::string_view snapshot) = 0;  // and local = global
 };

@@ -111,6 +111,7 @@ inline void SyncLog::see(const std::map<std::string, std::string>& listing, doub
         note_open(beat.newest);
         if (worker != me.worker) { others_newest = std::max(others_newest, beat.newest); }
         if (worker == me.worker && beat.incarnation > me.number) {
+            replaced = true;
             return stop("another process has started as this worker");
         }
     }
@@ -147,7 +148,8 @@ inline void SyncLog::choose_reader(bool is_last, double now) {
         const Incarnation giver = Incarnation::parse(one.giver);
         const bool is_given = presence.is_at_work(giver) && !(giver == me);
         const double patience = (before_me + (is_given ? 3 : 0)) * options.grace;
-        if (!giving && now >= std::max(one.since + patience, gives_from)) { giving = Giving{want, !one.giver.empty()}; }
+        const double gives_at = std::max(one.since + patience, gives_from);
+        if (!giving && now >= gives_at) { giving = Giving{want, !one.giver.empty()}; }
     }
 }
 

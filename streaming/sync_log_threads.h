@@ -139,6 +139,7 @@ public:
     Incarnation incarnation() const { return locked([&] { return log.incarnation(); }); }
     std::string why_stopped() const { return locked([&] { return log.why_stopped(); }); }
     bool is_over() const { return locked([&] { return log.is_over(); }); }
+    bool is_replaced() const { return locked([&] { return log.is_replaced(); }); }
     bool is_refused() const { return locked([&] { return log.is_refused(); }); }
     std::string theirs() const { return locked([&] { return log.theirs(); }); }
     LogCosts costs() const {

@@ -110,6 +110,10 @@ static int run_alone(const std::string& mode, Process& process) {
     const bool is_last_rank = process.rank == process.ranks - 1;
     printf("start %d, pid %d\n", process.restart, getpid());
     if (act == "dies" || (act == "dies once" && process.restart == 0)) { raise(SIGKILL); }
+    if (act == "dies and is replaced") {
+        if (process.restart == 0) { raise(SIGKILL); }
+        throw RunError("another process has started as this worker", replaced_status);
+    }
     if (act == "fails") { throw RunError("the disk is full"); }
     if (act == "loses a rank") {
         if (is_last_rank) { raise(SIGKILL); }
@@ -636,6 +640,18 @@ TEST(IndependentWorkers, one_that_fails_again_and_again_is_given_up_and_the_othe
                                     "worker 1 was killed by signal 9 (Killed); none of 2 restarts is left",
                                     "worker 0 has completed the run"}));
     for (int start : {0, 1, 2}) { EXPECT_EQ(run.count("out", format("[1.0] start %d, ", start)), 1); }
+}
+
+TEST(IndependentWorkers, one_whose_place_another_process_has_taken_is_not_started_again) {
+    Workers run("worker 1 dies and is replaced", 2, 1, 3);
+    run.wait_for("err", "worker 1 left with exit code 76");
+    run.let_go();
+    EXPECT_EQ(run.wait(), 0);
+    EXPECT_EQ(run.errors(), sorted({"worker 1 was killed by signal 9 (Killed); restart 1 of 3 in 1 s",
+                                    "error: worker 1 rank 0: another process has started as this worker",
+                                    "worker 1 left with exit code 76; it is not started again: another "
+                                    "process is this worker now",
+                                    "worker 0 has completed the run"}));
 }
 
 TEST(IndependentWorkers, where_all_fail_the_status_is_that_of_the_first) {

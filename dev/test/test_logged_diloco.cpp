@@ -868,6 +868,24 @@ TEST(LoggedDiloco, a_worker_of_other_options_is_refused_with_those_of_the_run) {
     }
 }
 
+TEST(LoggedDiloco, who_is_started_twice_is_stopped_with_a_status_of_its_own) {
+    Plan plan;
+    plan.workers = 1;
+    plan.last = 1000000;
+    MemoryStore store;
+    without_teams();
+    Member first(plan, store, 0), second(plan, store, 0);
+    const long step = first.begin();
+    second.begin();
+    try {
+        first.train(*first.loop, step);
+        FAIL() << "it trains to its end";
+    } catch (const LogStopped& stopped) {
+        EXPECT_STREQ(stopped.what(), "another process has started as this worker");
+        EXPECT_EQ(exit_status(stopped), replaced_status);
+    }
+}
+
 TEST(LoggedDiloco, what_the_trainer_throws_while_it_waits_ends_the_wait) {
     Plan plan;
     MemoryStore store;

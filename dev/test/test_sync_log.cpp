@@ -504,6 +504,22 @@ TEST(SyncLog, a_line_that_the_store_has_lost_is_sent_again) {
     EXPECT_EQ(senders.store.entries().begin()->second.contributors.size(), 2u);
 }
 
+TEST(SyncLog, a_chunk_does_not_ask_for_what_is_there_before_it) {
+    Senders senders(2);
+    senders.train_until_they_send();
+    int chunks = 0, lines = 0;
+    for (const StoreRequest& request : senders.workers[0]->log.requests(senders.now)) {
+        const bool is_chunk = request.folder.find("/payload/") != std::string::npos;
+        const bool is_line =
+            request.folder.find("/sent/") != std::string::npos && request.kind == StoreRequest::put_if_absent;
+        EXPECT_EQ(request.asks_winner, !is_chunk);
+        chunks += is_chunk;
+        lines += is_line;
+    }
+    EXPECT_EQ(chunks, 1);
+    EXPECT_EQ(lines, 1);
+}
+
 TEST(SyncLog, of_two_syncs_that_are_due_at_once_none_is_decided_before_the_grace_is_over) {
     const long H = 4;
     const SyncSchedule schedule(std::vector<Fragment>(2), H);
@@ -843,6 +859,15 @@ TEST(SyncLog, who_has_no_memory_for_the_snapshot_that_it_needs_says_so) {
         run.pass_until(0, [&] { return reader.log.turn(0, run.now).kind == LogTurn::stop; });
         EXPECT_NE(reader.log.why_stopped().find("no memory for the snapshot"), std::string::npos);
     }
+}
+
+TEST(SyncLog, of_two_starts_of_a_worker_the_earlier_one_is_replaced) {
+    Givers run;
+    run.add(0, 0);
+    while (run.workers[0]->log.why_stopped().empty() && run.now < run.begin + 200) { run.pass(1); }
+    EXPECT_TRUE(run.workers[0]->log.is_replaced());
+    EXPECT_FALSE(run.workers[3]->log.is_replaced());
+    EXPECT_EQ(run.workers[3]->log.why_stopped(), "");
 }
 
 // Returns what the first seed finds that finds anything.
