@@ -14,6 +14,7 @@
 #include "dev/test/files.h"
 #include "dev/test/processes.h"
 #include "streaming/log_stores.h"
+#include "streaming/sync_log_records.h"
 
 namespace {
 
