@@ -128,7 +128,11 @@ inline void define_options(CLI::App& app, Options& o) {
     app.add_flag("--llmc-flags-table", o.print_llmc_table, "Print llm.c's flags in Markdown and leave")
         ->configurable(false)
         ->group("");
-    app.footer("llm.c's -z, -f and flags of two letters are taken as well: see --llmc-flags-table.");
+    app.footer("llm.c's -z, -f and flags of two letters are taken as well: see --llmc-flags-table.\n\n"
+               "Exit status: 0 the run is complete; 1 it has failed, and -y 1 continues from its last "
+               "checkpoint; 2 a mistake to\ncorrect; 75 other processes did not come within --timeout: try "
+               "again; 76 another process has taken this worker's\nplace; 143 stopped by request, and nothing "
+               "is lost.");
     // A number that `good` accepts; never NaN or infinity.
     auto number = [](const std::string& words, bool (*good)(double)) {
         return CLI::Validator(

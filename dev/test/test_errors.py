@@ -172,3 +172,8 @@ def test_a_worker_that_fails_before_training_is_reported_by_the_others(tmp_path,
 def test_a_worker_that_never_comes_is_named_and_a_batch_system_may_try_again(tmp_path, start_worker):
     run = start_worker(0, {**WORKERS, "--store": f"file:{tmp_path}/store", "--timeout": 2})
     assert run.wait() == 75 and "worker 1" in run.output()  # EX_TEMPFAIL
+
+
+def test_the_statuses_are_in_the_help(train):
+    text = train("help", {"--help": True}).stdout
+    assert all(f" {status} " in text.split("Exit status:")[1] for status in (0, 1, 2, 75, 76, 143))

@@ -403,7 +403,7 @@ TEST(SyncLog, of_syncs_that_are_due_at_once_each_waits_and_the_time_is_charged_o
     };
     long count = 0;
     for (double now = 10; now < 20; now += 1) {
-        presence.look({{1, LogBeat{1, count++, 0, -1}.text()}}, now);
+        presence.look({{1, LogBeat{1, count++, 0, -1}.text()}}, now, now);
         for (long sync : {3, 4}) {
             EXPECT_TRUE(is_waited_for(sync, 10, now)) << sync << " at " << now;
             presence.charge(sync, nobody, 10, 10, now);
@@ -411,9 +411,9 @@ TEST(SyncLog, of_syncs_that_are_due_at_once_each_waits_and_the_time_is_charged_o
         EXPECT_TRUE(is_waited_for(5, 10, now)) << "it was sent later, at " << now;
     }
     // Nine seconds and not eighteen, of which two are left after 350.
-    presence.look({{1, LogBeat{1, count++, 0, -1}.text()}}, 340);
+    presence.look({{1, LogBeat{1, count++, 0, -1}.text()}}, 340, 340);
     EXPECT_FALSE(is_waited_for(6, 340, 340));
-    presence.look({{1, LogBeat{1, count++, 0, -1}.text()}}, 370);
+    presence.look({{1, LogBeat{1, count++, 0, -1}.text()}}, 370, 370);
     EXPECT_TRUE(is_waited_for(6, 370, 370));
 }
 
