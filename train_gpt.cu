@@ -1243,6 +1243,20 @@ inline DilocoOptions planned_options(const Options& o, const Inputs& in) {
     return d;
 }
 
+// In lock-step a request to stop comes with the loss of the next step, is sent with the next sync after two
+// more, and is obeyed when that sync is merged, on the slowest worker.
+inline std::string time_to_stop(const Run& run, double step_seconds) {
+    const long H = run.options.inner_steps;
+    std::vector<long> sends;
+    for (const Fragment& fragment : run.inputs.fragments) { sends.push_back(fragment.offset); }
+    std::sort(sends.begin(), sends.end());
+    long longest = sends.front() + H - sends.back();
+    for (size_t p = 1; p < sends.size(); p++) { longest = std::max(longest, sends[p] - sends[p - 1]); }
+    const long steps = 3 + longest + run.stopping.largest_overlap;
+    return format("a stop (SIGTERM) takes up to %ld steps, %.3g s, and a checkpoint", steps,
+                  double(steps) * step_seconds);
+}
+
 // What the plan comes to in Mbit/s: once, after ten steps that are measured, or at the end of a shorter run.
 // The first step is left out, in which memory is touched for the first time.
 inline void print_rates(Run& run, long update) {
@@ -1255,6 +1269,7 @@ inline void print_rates(Run& run, long update) {
     const std::vector<size_t> bytes = sync_bytes(planned_options(o, in), in.fragments, in.layout,
                                                  exchange_members(o));
     run.status.print(rates(in.fragments, bytes, o.inner_steps, o.overlap, seconds));
+    if (run.stops_together() && run.checkpointer) { run.status.print(time_to_stop(run, seconds)); }
 }
 
 // Ends the run where a loss is no number any more, and says what to do. A resume takes the newest step of

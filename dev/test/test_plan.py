@@ -39,6 +39,10 @@ def test_the_plan_in_megabits_is_printed_once_and_is_that_of_the_steps_measured(
     assert float(average) == pytest.approx(sum(sizes) / 6 * 8e-6 / float(seconds), rel=1e-3)
     assert float(peak) == pytest.approx(max(sizes) * 8e-6 / float(seconds), rel=1e-3)
     assert float(average) <= float(link) <= float(peak)
+    # 2 steps at most from one send to the next, tau = 2, and 3 until the request is on its way.
+    (stop,) = re.findall(r"^a stop \(SIGTERM\) takes up to 7 steps, (\S+) s, and a checkpoint$", run.stdout,
+                         re.M)
+    assert float(stop) == pytest.approx(7 * float(seconds), rel=1e-2)
 
 
 @pytest.mark.parametrize("offsets, word", [
