@@ -16,8 +16,15 @@
 
 #include "llmc/error.h"
 
+struct ValueFileError : RunError {
+    ValueFileError(const char* call, const std::string& path, int error)
+        : RunError(format("the store's file %s: %s failed (%s)", path.c_str(), call, strerror(error))),
+          is_full(error == ENOSPC || error == EDQUOT) {}
+    bool is_full;  // the disk, or what this user may have of it
+};
+
 [[noreturn]] inline void fail_value_file(const char* call, const std::string& path) {
-    throw RunError(format("the store's file %s: %s failed (%s)", path.c_str(), call, strerror(errno)));
+    throw ValueFileError(call, path, errno);
 }
 
 // A key as the name of a file: what is not a letter, digit, '_', '-' or inner '.' becomes %XX, nothing '%'.

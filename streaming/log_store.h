@@ -17,7 +17,7 @@ struct StoreRequest {
 
 struct StoreAnswer {
     bool lost = false;                           // the connection failed: it may have happened or not
-    bool is_full = false;                        // lost: the store has no memory for it; removals free some
+    bool is_full = false;                        // lost: the store has no room for it; removals make some
     std::string trouble;                         // lost: why, a line for people
     bool found = false;                          // get
     std::string value;                           // get, put, put_if_absent

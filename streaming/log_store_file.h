@@ -54,6 +54,8 @@ public:
             StoreAnswer answer;
             answer.lost = true;
             answer.trouble = error.what();
+            const auto* const of_file = dynamic_cast<const ValueFileError*>(&error);
+            answer.is_full = of_file != nullptr && of_file->is_full;
             return answer;
         }
     }

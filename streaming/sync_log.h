@@ -222,6 +222,7 @@ private:
     void choose(double now);
     void choose_running(double now);
     bool move_a_payload(double now);
+    bool cannot_give() const { return times_put_off >= 2; }  // it has tried in vain
     bool may_leave() const;
     void leave();
     void ask_chores();
@@ -402,6 +403,7 @@ private:
     bool is_wanted = false;                // by one that is alive
     std::optional<Giving> giving;
     double gives_from = long_ago;  // not before
+    int times_put_off = 0;         // since it has given one
     std::deque<OutgoingMean> outgoing_means;
     Snapshot snapshot;
     double alone_since = -1;  // behind, and nobody there that could give one

@@ -134,20 +134,25 @@ inline void SyncLog::look_again(Slot& slot) {
     slot.looked = false;
 }
 
-// The store has no memory for what is asked next. A snapshot can be given later; what is to be removed is
-// removed first.
+// The store has no memory for what is asked next. A snapshot can be given later; what is to be removed, and
+// looked for because of that, comes first.
 inline void SyncLog::make_room(double now) {
     if (giving && !giving->bytes.empty()) {
-        const auto is_of_it = [folder = key("snapshot/" + giving->want)](const Asked& one) {
-            return one.request.folder == folder;
+        const auto is_of_it = [this](const Asked& one) {
+            return one.request.folder == key("snapshot/" + giving->want) ||
+                   (one.request.folder == key("held") && one.request.name == giving->want);
         };
         asked.erase(std::remove_if(asked.begin(), asked.end(), is_of_it), asked.end());
         put_off_giving("the store has no memory for it", now);
     }
-    const auto is_kept = [](const Asked& one) { return one.request.kind != StoreRequest::remove; };
-    const auto removals = std::stable_partition(chores.begin(), chores.end(), is_kept);
-    asked.insert(asked.begin(), std::make_move_iterator(removals), std::make_move_iterator(chores.end()));
-    chores.erase(removals, chores.end());
+    const auto writes = [](const Asked& one) {
+        return one.request.kind == StoreRequest::put || one.request.kind == StoreRequest::put_if_absent;
+    };
+    const auto removes = [](const Asked& one) { return one.request.kind == StoreRequest::remove; };
+    std::stable_partition(asked.begin(), asked.end(), removes);
+    const auto first = std::stable_partition(chores.begin(), chores.end(), writes);
+    asked.insert(asked.begin(), std::make_move_iterator(first), std::make_move_iterator(chores.end()));
+    chores.erase(first, chores.end());
 }
 
 // For so long there was no store.
@@ -193,7 +198,7 @@ inline void SyncLog::choose_running(double now) {
     is_payloads_turn = is_served && !moves;
     if (asks_beats || now >= look_around_at) { look_around(moves); }
     if (asks_generation) { look_at_generation(); }
-    if (asked.empty() && may_leave()) { leave(); }
+    if ((asked.empty() || cannot_give()) && may_leave()) { leave(); }
 }
 
 // In turns, so that none is put off for ever: those of all fragments, and a snapshot that is given.
@@ -213,8 +218,10 @@ inline bool SyncLog::move_a_payload(double now) {
 }
 
 // No living worker needs anything from this one: it says that it has all, and may end.
+// It stays for a worker that needs a snapshot.
 inline bool SyncLog::may_leave() const {
-    return is_leaving && has_looked_last && !has_left && !is_wanted && !giving && outgoing_means.empty();
+    const bool is_needed = giving || (is_wanted && !cannot_give());
+    return is_leaving && has_looked_last && !has_left && !is_needed && outgoing_means.empty();
 }
 
 inline void SyncLog::leave() {

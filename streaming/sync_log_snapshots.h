@@ -207,6 +207,7 @@ inline void SyncLog::give() {
             if (!gives(want)) { return; }
             if (!(LogOffer::parse(answer.value).giver == me)) { return give_no_more(); }
             say(LogEventKind::gives_snapshot, "gives a snapshot to " + giving->want);
+            times_put_off = 0;
             giving.reset();
         });
 }
@@ -245,8 +246,10 @@ inline void SyncLog::give_no_more() {
     giving.reset();
 }
 
-// All others may try before this worker does again.
+// All others may try before this worker does again. Until somebody does, no payloads are kept for the reader.
 inline void SyncLog::put_off_giving(const std::string& why, double now) {
+    times_put_off++;
+    if (!giving->bytes.empty()) { add_removal(key("held"), giving->want); }
     say(LogEventKind::snapshot_put_off, "gives no snapshot to " + giving->want + " for now: " + why);
     gives_from = now + (options.workers + 4) * options.grace;
     give_no_more();

@@ -827,7 +827,9 @@ TEST(SyncLog, a_snapshot_that_the_store_has_no_memory_for_makes_room_and_is_give
     Givers run;
     run.pass_until(0, [&] { return run.chunks() >= 2; });
     run.store.is_full = true;
+    ASSERT_EQ(run.store.in(run.generation + "/0/held").size(), 1u);
     run.pass_until(0, [&] { return run.chunks() == 0; });
+    EXPECT_TRUE(run.store.in(run.generation + "/0/held").empty()) << "payloads are kept for nobody";
     EXPECT_NE(run.told(0, LogEventKind::snapshot_put_off).find("the store has no memory"), std::string::npos);
     run.store.is_full = false;
     for (long step = 1; step <= 5; step++) {
@@ -845,6 +847,18 @@ TEST(SyncLog, a_snapshot_that_a_worker_has_no_memory_for_is_given_by_another) {
     run.pass_until(0, [&] { return !run.offer().empty(); });
     EXPECT_EQ(LogOffer::parse(run.offer()).giver.worker, 1);
     EXPECT_NE(run.told(0, LogEventKind::snapshot_put_off).find("this host has no memory"), std::string::npos);
+}
+
+TEST(SyncLog, at_the_end_nobody_stays_for_ever_to_give_what_no_host_has_memory_for) {
+    Givers run;
+    for (size_t w : {0, 1}) { run.workers[w]->shard.is_poor = true; }
+    const auto has_ended = [&](size_t w) {
+        return run.workers[w]->log.finish(0, run.now).kind != LogTurn::wait;
+    };
+    while (!(has_ended(0) & has_ended(1)) && run.now < run.begin + 5000) { run.pass(1); }
+    EXPECT_TRUE(has_ended(0) && has_ended(1));
+    EXPECT_EQ(run.store.in(run.generation + "/0/done").size(), 2u);
+    EXPECT_GT(run.now - run.begin, Driven::options().grace) << "they have tried";
 }
 
 TEST(SyncLog, who_has_no_memory_for_the_snapshot_that_it_needs_says_so) {
