@@ -7,7 +7,7 @@
 # make bench-quality   what DiLoCo and streaming cost in validation loss; resumable, at most two hours
 # make bench-wan       what a run keeps of its speed over slow lines (root): 63 runs, resumable; ARGUMENTS=--quick
 # make bench-uneven    workers that are slower, lost or far from their store (root): resumable; ARGUMENTS=--quick
-# make simulate        the paper's Table 4 and figure 4, simulated (dev/simulate.py --help: any model, any run)
+# make simulate        the paper's Table 4 and figure 4, simulated (dev/tools/simulate.py --help: any model, any run)
 # make test-emulated   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test-long)
 # make check-cuda      the same kernels through nvcc, if there is one (part of make test-long)
 # make test-gpu        the same tests and more on this machine's GPU       make bench-gpu   its speed
@@ -32,8 +32,8 @@ build/nvcc/%: CI = true
 CXXFLAGS = -std=c++17 -O3 -march=$(CPU_ARCH) -g1 -fopenmp -ffp-contract=off -fno-math-errno \
            -fno-trapping-math -fno-strict-aliasing $(WARNINGS) -I. $(DEPS_FLAGS) $(WITHOUT)
 LDLIBS = $(DEPS_LINK) -ldnnl $(OPTIONAL_LIBS) -lxxhash -lpthread
-HEADERS = $(wildcard llmc/*.h llmc/cpu/*.h streaming/*.h)
-UNIT_TESTS = $(patsubst dev/test/%.cpp,build/%.o,$(wildcard dev/test/test_*.cpp))
+HEADERS = $(wildcard llmc/*.h llmc/*/*.h streaming/*.h streaming/*/*.h)
+UNIT_TESTS = $(patsubst dev/test/%.cpp,build/%.o,$(wildcard dev/test/unit/*/test_*.cpp))
 
 # The emulator compiles kernels with g++ and CUDA's headers: the toolkit's, or those that make setup fetched.
 CUDA_HEADER = $(firstword $(wildcard $(CUDA_HOME)/include/cublasLt.h \
@@ -43,8 +43,8 @@ CUDA_HEADERS = $(filter-out /usr/include/,\
 EMULATED = -std=c++17 $(OPTIMIZE) -DUSE_CUDA -ffp-contract=off -fno-strict-aliasing $(WARNINGS) \
            -Wno-unknown-pragmas -I. \
            $(addprefix -isystem ,$(CUDA_HEADERS) .venv/cuda) $(DEPS_FLAGS) $(WITHOUT)
-EMULATOR_HEADERS = $(HEADERS) Makefile $(wildcard dev/emulator/*.h llmc/cuda/*.cuh streaming/*.cuh \
-                                                  dev/test/kernels/*.h dev/test/*.h)
+EMULATOR_HEADERS = $(HEADERS) Makefile $(wildcard dev/emulator/*.h llmc/*/*.cuh streaming/*.cuh \
+                                                  dev/test/kernels/*.h dev/test/*.h dev/test/unit/*.h)
 EMULATOR = emulator machine device_memory queue runtime copies streams cublaslt nccl nccl_communicator \
            nccl_operations nccl_peers
 KERNEL_SOURCES = $(wildcard dev/emulator/test_*.cpp dev/test/kernels/test_*.cpp)
@@ -92,16 +92,16 @@ train_gpt_cpu: train_gpt.cu $(HEADERS) Makefile build/options_cpu | dependencies
 	@$(if $(and $(HAS_HIREDIS),$(HAS_OPENSSL),$(HAS_PCRE2)),,$(say_what_is_left_out))
 	$(CXX) $(CXXFLAGS) -x c++ $< -o $@ $(LDLIBS)
 
-test_gpt_cpu: test_gpt.cu train_gpt.cu $(HEADERS) $(wildcard dev/test/*.h) Makefile build/options_cpu \
+test_gpt_cpu: test_gpt.cu train_gpt.cu $(HEADERS) $(wildcard dev/test/*.h dev/test/unit/*.h dev/test/unit/*/*.h) Makefile build/options_cpu \
         | dependencies
 	$(CXX) $(CXXFLAGS) -x c++ $< -o $@ $(LDLIBS)
 
-build/%.o: dev/test/%.cpp $(HEADERS) $(wildcard dev/test/*.h) Makefile build/options_cpu | dependencies
-	@mkdir -p build
+build/%.o: dev/test/%.cpp $(HEADERS) $(wildcard dev/test/*.h dev/test/unit/*.h dev/test/unit/*/*.h) Makefile build/options_cpu | dependencies
+	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) -c $< -o $@
 
 # Texts to tokens, for test_encode.py.
-build/encode: dev/test/encode.cpp llmc/byte_pair_encoder.h llmc/gpt2_pattern.h llmc/tokenizer.h llmc/file.h \
+build/encode: dev/test/encode.cpp llmc/text/byte_pair_encoder.h llmc/text/gpt2_pattern.h llmc/text/tokenizer.h llmc/file.h \
         llmc/error.h Makefile build/options_cpu | dependencies
 	@mkdir -p build
 	$(CXX) $(CXXFLAGS) $< -o $@ $(DEPS_LINK) $(if $(HAS_PCRE2),-lpcre2-8)
@@ -186,7 +186,7 @@ test test-long: setup
 
 test-emulated: setup
 	$(MAKE) -j2 $(EMULATOR_TESTS) test_gpt_cpu
-	.venv/bin/python -m pytest -q --long dev/test/test_emulator.py dev/test/test_gpt.py
+	.venv/bin/python -m pytest -q --long dev/test/processes/test_emulator.py dev/test/processes/test_gpt.py
 
 # For the GPUs of 2020, 2022 and 2024, linked where NCCL is; what nvcc warns of is an error.
 check-cuda:
@@ -222,13 +222,13 @@ build/gpu/test_gpt_fp32 build/gpu/bench_gpu: $(EMULATOR_HEADERS) build/options_g
 	$(GPU_COMPILER) $(CUDA_FLAGS) $(if $(findstring fp32,$@),-DENABLE_FP32) $(GPU_CODE) $(GPU_HOST) \
 	    $(firstword $(filter %.cu,$^)) -o $@ $(GPU_LIBS)
 
-# On a GPU what test-emulated runs on a CPU, and more: dev/test/test_gpu.py. train_gpt_cpu: to compare with.
+# On a GPU what test-emulated runs on a CPU, and more: dev/test/processes/test_gpu.py. train_gpt_cpu: to compare with.
 # PYTHON=python3: with that one's pytest and NumPy, and nothing is set up.
 PYTHON ?= .venv/bin/python
 test-gpu: $(if $(filter .venv/%,$(PYTHON)),setup)
 	@if nvidia-smi -L >/dev/null 2>&1; then \
 	    $(MAKE) $(GPU_TESTS) test_gpt build/gpu/test_gpt_fp32 train_gpt train_gpt_cpu; fi
-	$(PYTHON) -m pytest -q -rs dev/test/test_gpu.py
+	$(PYTHON) -m pytest -q -rs dev/test/processes/test_gpu.py
 
 # PARTS="d12 layers": only these (dev/bench/bench_gpu.py says which there are). PEER: a Python with PyTorch.
 PEER ?= python3
@@ -250,25 +250,25 @@ build/nvcc/%.ptx: %.cpp $(EMULATOR_HEADERS)
 	@mkdir -p $(@D)
 	$(NVCC) -x cu $(CUDA_FLAGS) -arch=compute_90 -ptx $< -o $@
 
-include dev/fuzz/fuzz.mk
+include dev/break/fuzz/fuzz.mk
 
-# ARGUMENTS="--seed 7": dev/torture.py --help
+# ARGUMENTS="--seed 7": dev/break/torture.py --help
 KILLS ?= 500
 torture: setup
 	$(MAKE) train_gpt_cpu
-	.venv/bin/python dev/torture.py --kills $(KILLS) $(ARGUMENTS)
+	.venv/bin/python dev/break/torture.py --kills $(KILLS) $(ARGUMENTS)
 
 MINUTES = 10
-# ARGUMENTS="--links": dev/chaos.py --help
+# ARGUMENTS="--links": dev/break/chaos.py --help
 chaos: setup
 	$(MAKE) train_gpt_cpu $(if $(findstring --links,$(ARGUMENTS)),build/relay)
-	.venv/bin/python dev/chaos.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGUMENTS)
+	.venv/bin/python dev/break/chaos.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGUMENTS)
 
 mutate: setup
-	.venv/bin/python dev/mutate.py $(MUTATE)
+	.venv/bin/python dev/break/mutate.py $(MUTATE)
 
 registers:
-	python3 dev/registers.py --nvcc $(or $(NVCC),nvcc)
+	python3 dev/bench/registers.py --nvcc $(or $(NVCC),nvcc)
 
 demo: setup
 	$(MAKE) train_gpt_cpu
@@ -307,9 +307,9 @@ bench-wire-quality: setup
 	.venv/bin/python dev/bench/wire_quality.py --report dev/results/wire_quality.md $(ARGUMENTS)
 
 simulate: setup
-	.venv/bin/python dev/simulate.py --paper
+	.venv/bin/python dev/tools/simulate.py --paper
 	@mkdir -p build
-	.venv/bin/python dev/simulate.py --plot build/simulated.png
+	.venv/bin/python dev/tools/simulate.py --plot build/simulated.png
 
 # ARGUMENTS="--minutes 30", "--text DIR": dev/bench/quality.py --help
 bench-quality: setup

@@ -1,4 +1,4 @@
-// test_gpt: the model of train_gpt.cu against PyTorch's float64 numbers (dev/reference.py): logits, loss,
+// test_gpt: the model of train_gpt.cu against PyTorch's float64 numbers (dev/reference/reference.py): logits, loss,
 // every gradient, ten AdamW steps. Leaves with 1 if anything is off.
 //
 //     test_gpt [REFERENCE]   dev/test/data/reference.bin; on a GPU, whose attention wants heads of 64 or 128

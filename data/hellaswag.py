@@ -5,7 +5,7 @@
     data/hellaswag.py --tokenizer data/mine            for a model trained on that -> data/hellaswag-mine/
     data/hellaswag.py --from DIR                       from DIR/hellaswag_val.jsonl, downloaded elsewhere
 
-Writes hellaswag_val.bin, in the format that llmc/eval_set.h describes, and tokenizer.bin. A model can be
+Writes hellaswag_val.bin, in the format that llmc/text/eval_set.h describes, and tokenizer.bin. A model can be
 asked only in the vocabulary that it was trained with: --tokenizer takes the folder of its corpus. As llm.c
 has it, the context is `ctx`, and an ending has a space before it; both are turned into tokens on their own.
 """

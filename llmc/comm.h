@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "error.h"
-#include "stream.h"
+#include "llmc/error.h"
+#include "llmc/stream.h"
 
 class Store;
 

@@ -4,7 +4,7 @@
 #pragma once
 #include <cstdint>
 
-#include "host_device.h"
+#include "llmc/host_device.h"
 
 struct Philox4 {
     uint32_t v[4];

@@ -1,7 +1,7 @@
 // Site: a place in the source, for messages. As the default of a parameter, Site::here() is the place of the
 // call.
 #pragma once
-#include "host_device.h"
+#include "llmc/host_device.h"
 
 struct Site {
     const char* file = "";

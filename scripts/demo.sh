@@ -66,6 +66,6 @@ train streaming --workers 2 -m "$validation_batches" "${outer[@]}" "${streaming[
     -s 1000000 -g "$sample_length"   # a sample at the end only
 
 say "What it cost and what came of it. Data-parallel sends fp32 here; in bf16 it would send half."
-"$python" dev/compare.py "$out/data-parallel" "$out/diloco" "$out/streaming"
+"$python" dev/tools/compare.py "$out/data-parallel" "$out/diloco" "$out/streaming"
 echo
-"$python" dev/plot.py "$out/data-parallel" "$out/diloco" "$out/streaming" -o "$out/losses.png"
+"$python" dev/tools/plot.py "$out/data-parallel" "$out/diloco" "$out/streaming" -o "$out/losses.png"

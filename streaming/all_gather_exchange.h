@@ -1,7 +1,7 @@
 // AllGatherExchange sends each payload to everyone over the outer communicator: M - 1 payloads sent and
 // received by a process, and one rounding.
 #pragma once
-#include "exchange.h"
+#include "streaming/exchange.h"
 
 class AllGatherExchange : public Exchange {
 public:

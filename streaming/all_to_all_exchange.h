@@ -13,7 +13,7 @@
 #pragma once
 #include <algorithm>
 
-#include "exchange.h"
+#include "streaming/exchange.h"
 
 class AllToAllExchange : public Exchange {
 public:

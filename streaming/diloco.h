@@ -15,15 +15,15 @@
 #include <string>
 #include <vector>
 
-#include "all_gather_exchange.h"
-#include "all_to_all_exchange.h"
+#include "streaming/all_gather_exchange.h"
+#include "streaming/all_to_all_exchange.h"
 #include "llmc/layout.h"
-#include "outer_loop.h"
-#include "outer_shard.h"
-#include "plan.h"
-#include "schedule.h"
-#include "snapshot.h"
-#include "sync_report.h"
+#include "streaming/outer_loop.h"
+#include "streaming/outer_shard.h"
+#include "streaming/plan.h"
+#include "streaming/schedule.h"
+#include "streaming/snapshot.h"
+#include "streaming/sync_report.h"
 
 class Diloco : public OuterLoop {
 public:

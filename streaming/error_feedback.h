@@ -10,7 +10,7 @@
 
 #include "llmc/buffer.h"
 #include "llmc/memory.h"
-#include "quantize.h"
+#include "streaming/quantize.h"
 
 class ErrorFeedback {
 public:

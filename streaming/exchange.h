@@ -16,11 +16,11 @@
 #include <string>
 #include <vector>
 
-#include "error_feedback.h"
+#include "streaming/error_feedback.h"
 #include "llmc/buffer.h"
 #include "llmc/comm.h"
-#include "quantize.h"
-#include "statistics.h"
+#include "streaming/quantize.h"
+#include "streaming/statistics.h"
 
 enum class ExchangeKind { automatic, all_gather, all_to_all, merged };  // automatic: the fewer bytes
 

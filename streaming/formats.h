@@ -17,7 +17,7 @@
 #pragma once
 #include <string>
 
-#include "arithmetic.h"
+#include "streaming/arithmetic.h"
 #include "llmc/error.h"
 #include "llmc/rounding.h"
 

@@ -12,7 +12,7 @@
 #pragma once
 #include <string>
 
-#include "arithmetic.h"
+#include "streaming/arithmetic.h"
 #include "llmc/buffer.h"
 #include "llmc/error.h"
 #include "llmc/floatx.h"

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "llmc/floatx.h"
-#include "snapshot.h"
-#include "sync_report.h"
+#include "streaming/snapshot.h"
+#include "streaming/sync_report.h"
 
 class OuterLoop {
 public:

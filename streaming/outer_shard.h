@@ -11,13 +11,13 @@
 #include <utility>
 #include <vector>
 
-#include "error_feedback.h"
-#include "exchange.h"
+#include "streaming/error_feedback.h"
+#include "streaming/exchange.h"
 #include "llmc/layout.h"
 #include "llmc/memory.h"
-#include "outer.h"
-#include "outer_state.h"
-#include "schedule.h"
+#include "streaming/outer.h"
+#include "streaming/outer_state.h"
+#include "streaming/schedule.h"
 
 struct DilocoOptions {
     long inner_steps = 100;     // H

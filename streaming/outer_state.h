@@ -22,7 +22,7 @@
 #include "llmc/layout.h"
 #include "llmc/memory.h"
 #include "llmc/stream.h"
-#include "schedule.h"
+#include "streaming/schedule.h"
 
 // The most fragments that one step sends or receives.
 inline int most_in_a_step(const std::vector<Fragment>& fragments, long H, long overlap) {

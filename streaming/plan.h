@@ -7,10 +7,10 @@
 #include <utility>
 #include <vector>
 
-#include "exchange.h"
+#include "streaming/exchange.h"
 #include "llmc/layout.h"
-#include "outer_shard.h"
-#include "schedule.h"
+#include "streaming/outer_shard.h"
+#include "streaming/schedule.h"
 
 // Throws a UserError for options that make no run of `steps` steps (-1: not known yet).
 inline void validate(const DilocoOptions& options, long steps, int workers) {

@@ -30,10 +30,10 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "formats.h"
+#include "streaming/formats.h"
 #include "llmc/layout.h"
 #include "llmc/stream.h"
-#include "rounding.h"
+#include "streaming/rounding.h"
 
 // In PayloadHeader::flags.
 const uint32_t delta_not_finite = 1;

@@ -27,9 +27,9 @@
 #include <string>
 #include <vector>
 
-#include "error_feedback.h"
-#include "outer_state.h"
-#include "sync_report.h"
+#include "streaming/error_feedback.h"
+#include "streaming/outer_state.h"
+#include "streaming/sync_report.h"
 
 // Fields and sections that a checkpoint has of the i-th sync in flight begin with this.
 inline std::string name_in_flight(size_t i) { return "in_flight." + std::to_string(i) + "."; }

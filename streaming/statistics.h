@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "llmc/cpu/global_norm.h"
-#include "quantize.h"
+#include "streaming/quantize.h"
 
 const int most_pairwise = 8;  // workers up to which each pair is compared
 

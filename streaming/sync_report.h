@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "exchange.h"
-#include "llmc/state_file.h"
+#include "streaming/exchange.h"
+#include "llmc/checkpoint/state_file.h"
 
 // What the sync log decided for a sync.
 struct LogReport {

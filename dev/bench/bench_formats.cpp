@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "llmc/buffer.h"
-#include "llmc/checkpoint.h"
+#include "llmc/checkpoint/model_file.h"
 #include "streaming/quantize.h"
 
 namespace {

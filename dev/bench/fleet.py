@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "dev/chaos"), str(ROOT / "dev/wan")]
+sys.path[:0] = [str(ROOT / "dev/tools"), str(ROOT / "dev/break/chaos"), str(ROOT / "dev/wan")]
 from metrics import GrowingLog, UserError, log_name
 from quota import Quotas
 from redis_server import RedisServer

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "dev"))
+sys.path.insert(0, str(ROOT / "dev/tools"))
 from metrics import UserError
 
 LEAST_PERIOD, LEAST_QUOTA = 10_000, 1_000  # microseconds; the latter is the kernel's

@@ -8,7 +8,7 @@ and comes back, over slow and far lines; and what it costs when nothing happens.
 
     bits     with nobody late a run through a folder, one through Redis and one over Gloo are the same run
     costs    two busy workers: how much of their time goes into heartbeats, deciding and the store
-    far      utilization over a line of 1 Gbit/s and 80 ms to the store, beside what dev/simulate.py predicts
+    far      utilization over a line of 1 Gbit/s and 80 ms to the store, beside what dev/tools/simulate.py predicts
     links    lines of 10 Mbit/s with payloads on them all the time: is anybody taken for late or gone?
     uneven   one of four workers at half the speed, at a tenth, and not there at all: the speed of the others,
              in how many syncs it is counted, and its run's loss beside an even one's with as many tokens
@@ -26,7 +26,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "dev/bench"), str(ROOT / "dev/chaos"), str(ROOT / "dev/wan")]
+sys.path[:0] = [str(ROOT / "dev/tools"), str(ROOT / "dev/bench"), str(ROOT / "dev/break/chaos"), str(ROOT / "dev/wan")]
 import quota
 import redis_server
 import sites

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "dev/bench"), str(ROOT / "dev/wan")]
+sys.path[:0] = [str(ROOT / "dev/tools"), str(ROOT / "dev/bench"), str(ROOT / "dev/wan")]
 from fleet import Fleet
 from metrics import log_name, read_lines
 from runs import made_by, making
@@ -32,7 +32,7 @@ FAR_WORKERS, FAR_OVERLAPS = (2, 4, 8), (1, 5)
 NO_WAITS = 40      # tau of the runs beside the store
 FAR_SHARE = 0.15   # of a core, of each of two, four and eight
 # As scripts/multi_node/README.md advises for far links; Reno is there in every namespace, and nothing is lost.
-# (BBR paces what it sends by what it has seen, short payloads here: that is not in dev/simulate.py.)
+# (BBR paces what it sends by what it has seen, short payloads here: that is not in dev/tools/simulate.py.)
 FAR_TCP = ("net/ipv4/tcp_congestion_control=reno", "net/ipv4/tcp_slow_start_after_idle=0")
 FAR_LINE, NEAR_LINE = Line(megabits=1000, round_trip_ms=80, sysctls=FAR_TCP), Line(mtu=9000)
 LINKS_OVERLAP, LINKS_SHARE = 45, 0.15

@@ -183,7 +183,7 @@ def distance(arguments, workers, overlap):
 def far_section(arguments):
     rows = [distance(arguments, workers, overlap) for workers in FAR_WORKERS for overlap in FAR_OVERLAPS]
     claim = (f"utilization over a line of 1 Gbit/s and 80 ms to the store, with "
-             f"{', '.join(map(str, FAR_WORKERS))} workers, is within {APART} points of what dev/simulate.py "
+             f"{', '.join(map(str, FAR_WORKERS))} workers, is within {APART} points of what dev/tools/simulate.py "
              "predicts")
     there = [row for row in rows if row is not None]
     most = max((abs(row.apart) for row in there), default=0)

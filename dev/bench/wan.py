@@ -9,7 +9,7 @@ its own, real TCP between them, and dev/wan/relay.cpp for the distance.
 Utilization is tokens/s over the tokens/s of the same method through the same relay when that neither limits
 nor delays. Where fragments are exchanged it is of periods of H steps, each of which sends and merges every
 fragment once, behind a first period that is left out; of data-parallel it is of the median step behind the
-first. Beside it stands what dev/simulate.py predicts from the unlimited run's log; and, to find what a
+first. Beside it stands what dev/tools/simulate.py predicts from the unlimited run's log; and, to find what a
 difference comes from, what it predicts for the rate that a plain TCP connection made of the line, and for the
 time that a step took in this run.
 
@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "dev/bench"), str(ROOT / "dev/wan")]
+sys.path[:0] = [str(ROOT / "dev/tools"), str(ROOT / "dev/bench"), str(ROOT / "dev/wan")]
 from compare import read_run, size_text
 from metrics import Parser, UserError, exit_status
 from runs import (Budget, above_zero, check_report, machine, made_by, making, markdown,

@@ -1,4 +1,4 @@
-"""The time that an exchange through a store takes (--outer-transport store; streaming/sync_log.h): a worker
+"""The time that an exchange through a store takes (--outer-transport store; streaming/elastic/sync_log.h): a worker
 writes its payload, settles with the others who is counted, and reads what the others have written. With P
 bytes a payload and M workers:
 
@@ -29,7 +29,7 @@ from simulation.trainer import Window
 # What waits for the answer to the one before: the payload, with its line and a look at the others' lines; the
 # decision; the others' payloads.
 ROUND_TRIPS = 3
-# By --outer-exchange auto (streaming/merged_mean.h): the store sends 8 payloads in place of 20.
+# By --outer-exchange auto (streaming/elastic/merged_mean.h): the store sends 8 payloads in place of 20.
 MERGED_FROM_WORKERS = 5
 MERGED_FROM_BYTES = 2 << 20  # of a payload
 

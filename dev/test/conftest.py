@@ -6,12 +6,18 @@ import pathlib
 import signal
 import struct
 import subprocess
+import sys
 
 import numpy
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "train_gpt_cpu"
+
+# Where the tests find the programs' modules, and each other's helpers.
+FOLDERS = ["dev", "dev/tools", "dev/bench", "dev/wan", "dev/break", "dev/break/chaos", "dev/reference", "dev/results",
+           "dev/test", "dev/test/processes", "dev/test/tools"]
+sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 
 # A model that trains a step in a millisecond or two, and has three fragments at --fragment-layers 1.
 TINY = {

@@ -3,7 +3,7 @@
 // for each an int32, its tokens, and these as int32.
 #include <cstdio>
 
-#include "llmc/byte_pair_encoder.h"
+#include "llmc/text/byte_pair_encoder.h"
 
 static int encode_all(const char* path) {
     const Tokenizer tokenizer(path);

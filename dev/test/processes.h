@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "dev/test/files.h"
-#include "llmc/store.h"
+#include "llmc/run/store.h"
 
 // A process that runs `work`. What work returns, or throws as an exception's text, comes back as its report.
 class TestProcess {

@@ -1,4 +1,4 @@
-// Reads dev/test/data/reference.bin, the numbers of dev/reference.py (its head documents the format), and
+// Reads dev/test/data/reference.bin, the numbers of dev/reference/reference.py (its head documents the format), and
 // draws the parameters and tokens that they were computed from.
 //
 //     Reference reference = read_reference("dev/test/data/reference.bin");
@@ -46,7 +46,7 @@ const float reference_learning_rate = 1e-3f, reference_beta1 = 0.9f, reference_b
 inline Reference read_reference(const std::string& path) {
     std::ifstream file(path, std::ios::binary);
     std::vector<char> bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-    auto refuse = [&](const char* what) { throw RunError(path + " " + what + ": run dev/reference.py"); };
+    auto refuse = [&](const char* what) { throw RunError(path + " " + what + ": run dev/reference/reference.py"); };
     if (bytes.size() < 64) { refuse("is missing or truncated"); }
 
     int32_t head[16];

@@ -7,7 +7,7 @@
 
 #include "llmc/cuda/device.cuh"
 #include "llmc/error.h"
-#include "llmc/machine.h"
+#include "llmc/run/machine.h"
 
 namespace cuda {
 

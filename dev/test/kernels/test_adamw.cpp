@@ -139,7 +139,7 @@ TEST(AdamW, RefusesAnyArrayThatIsNotAligned) {
 }
 
 // Masters that do not move, each so far above 1 that its random bits just carry it to the next bf16, or just
-// do not. They are those that dev/reference.py draws: random_bits(42, 4, [10, 11], 3).
+// do not. They are those that dev/reference/reference.py draws: random_bits(42, 4, [10, 11], 3).
 TEST(AdamW, RoundsWithTheRandomBitsOfSeedStepAndPlaceInTheModel) {
     const int random[] = {0x1c81, 0x3221, 0xf91a, 0xab70, 0xc398, 0x81b0, 0xf613, 0x6c53,
                           0xfb05, 0xa98e, 0xcca9, 0x375f, 0xfe11, 0x295f, 0x276c, 0x58e4};

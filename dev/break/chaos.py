@@ -1,0 +1,562 @@
+#!/usr/bin/env python3
+"""Chaos: a run whose workers come and go (--outer-transport store), and are made to.
+
+    dev/break/chaos.py --minutes 10 [--seed S] [--workers M] [--ranks R] [--store redis|file] [--links]
+                 [--share CORES] [--trainer ./train_gpt_cpu]
+
+M workers are started one by one, as they would be at M places. What then happens to them is drawn from the
+seed: they are killed, stopped for less and for more than every time-out, slowed down, started anew, cut off;
+their store is killed; others come who may not. What is undone is undone after a drawn time, and some blows
+fall together. When a run has been through most of its steps it is left alone; the next one has other formats.
+
+It must hold, always: who has merged a sync, in any start of any worker, stood on the same global parameters
+and counted the same workers; nobody who could go on stands still; nobody ends who was not killed, but for
+those who are refused; losses are finite and fall; in the end all have the same model, bit for bit.
+
+By default each worker reaches the store, a Redis server, over a link of its own that can be cut
+(dev/break/chaos/link.py). With --links each is a site with a network of its own behind a line with delay and loss
+(dev/wan/sites.py; root). Everything that happened is in chaos.log, with who was counted in which sync, and
+why the others were not, and each wait that was longer than a step, and for whom it was.
+
+Where the machine lets it (control groups; root) each rank gets a share of a core that it cannot exceed
+(dev/bench/quota.py), so that a wait is never one for a core that another worker has.
+"""
+import argparse
+import os
+import random
+import re
+import secrets
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "dev/tools"), str(ROOT / "dev/break/chaos"), str(ROOT / "dev/bench"), str(ROOT / "dev/test")]
+import places  # noqa: E402
+import quota  # noqa: E402
+from blows import GRACE, MISSED, TIMEOUT, draw_event, kinds_but_for  # noqa: E402
+from conftest import children  # noqa: E402
+from metrics import UserError  # noqa: E402
+from outcome import Totals, table, verdict, write_journal  # noqa: E402
+from run_logs import Agreement, Divergence  # noqa: E402
+from torture import write_tokens  # noqa: E402
+from waits import Waits  # noqa: E402
+from worker import Worker  # noqa: E402
+
+LIMIT = 120  # seconds, in which a worker that could go on must have done so, on a slow machine, too
+SHARE = 0.3  # of a core, that a rank gets
+
+# Three fragments. A step takes some ten milliseconds, so that the time between a send and its merge, as in
+# real runs, is longer than that between two looks into the store, or than some ten round trips.
+COMMON = {"--outer-transport": "store", "--min-workers": 2, "--grace": GRACE, "--timeout": TIMEOUT,
+          "--channels": 64, "-t": 64, "-b": 8, "-H": 24, "--fragment-layers": 1, "-n": 50, "-nk": 3,
+          "-l": 0.003, "-j": None}
+
+OVER = "the other workers have come to the end of this run"  # is told to who comes too late
+
+
+class Failure(Exception):
+    """What must not be: other bits, a worker that stands still or ends, an error that is not clear."""
+
+
+# -----------------------------------------------------------------------------------------------------------
+# One run
+
+class Chaos:
+    """One run, from its first start to its end."""
+
+    def __init__(self, arguments, seed, base, tokens, totals, journal):
+        self.draw = random.Random(seed)
+        self.trainer, self.tokens, self.base = arguments.trainer, tokens, base
+        self.totals, self.journal = totals, journal
+        self.options = {**COMMON, "--workers": arguments.workers, "--ranks": arguments.ranks,
+                        "--overlap": 20 if arguments.links else 10, "-x": arguments.steps,
+                        **self.draw_options()}
+        base.mkdir(parents=True)
+        kind = (places.Folder if arguments.store == "file" else places.Apart if arguments.links
+                else places.Here)
+        self.place = kind(base, arguments.workers)
+        self.share, self.quotas = arguments.share, quota.Quotas() if arguments.share else None
+        self.waits = Waits(arguments.workers, self.options["--min-workers"])
+        self.workers = [Worker(w, self) for w in range(arguments.workers)]
+        impossible = {"one rank killed"} if arguments.ranks == 1 else set()
+        self.kinds = kinds_but_for(self.place.impossible | impossible)
+        self.store_is_up = True
+        self.agreement = Agreement()
+        self.awaited = []     # (blow, when, its victims): the others' next sync is yet to come
+        self.applied = {}     # (worker, sync): what it says of the entry, until it logs that it has merged it
+        self.looked_at, self.newest = None, -1  # sync, that anyone has merged
+
+    def draw_options(self):
+        return {"--outer-dtype": self.draw.choice(["fp4_e2m1", "fp4_e2m1", "fp8_e4m3", "fp32"]),
+                "--outer-error-feedback": self.draw.choice([None, True]),
+                "--outer-exchange": self.draw.choice(["auto", "merged"]),
+                "--outer-weights": self.draw.choice(["equal", "tokens"]),
+                "--join-moments": self.draw.choice([None, True])}
+
+    def tell(self, who, text, when=None):
+        self.journal.append((time.monotonic() if when is None else when, who, text))
+
+    def share_of(self, worker):
+        """The words that go before its command."""
+        share = self.share * self.options["--ranks"]
+        return self.quotas.inside(f"worker{worker}", share) if self.quotas else []
+
+    # ---- from start to end
+
+    def run(self, events, until):
+        """At most so many events, and none behind the time `until`. Returns how many there were."""
+        self.tell("chaos", f"a run of {self.options['-x']} steps: " + ", ".join(
+            f"{name} {value}" for name, value in self.options.items() if name.startswith("--outer")))
+        late = self.draw.choice([None, self.workers[-1]])
+        for worker in self.workers:
+            if worker is not late:
+                worker.start(False)
+        if late:
+            self.rest(self.draw.uniform(0, 6))
+            late.start(False)
+        done = 0
+        self.settle()
+        while done < events and time.monotonic() < until and self.step() < 0.75 * self.options["-x"]:
+            self.strike(draw_event(self.draw, self.kinds, len(self.workers)))
+            done += 1
+        if self.place.server and done < events and self.draw.random() < 0.3:
+            self.lose_store()
+            done += 1
+        else:
+            self.end()
+        self.totals.runs += 1
+        self.totals.events += done
+        self.totals.compared += self.agreement.compared
+        return done
+
+    def step(self):
+        return max(worker.step for worker in self.workers)
+
+    def end(self):
+        """All end by themselves, with one model; and they have learnt something."""
+        self.tell("chaos", "leaves the run alone")
+        while not all(worker.ended for worker in self.workers):
+            self.look()
+            time.sleep(0.05)
+        through = [worker for worker in self.workers if worker.is_through()]
+        models = {worker.path_of_model().read_bytes() for worker in through}
+        if len(models) != 1:
+            raise Failure(f"workers {[worker.number for worker in through]} end with {len(models)} models")
+        for worker in through:
+            first, last = worker.losses[:20], worker.losses[-20:]
+            if not statistics.fmean(last) < 0.9 * statistics.fmean(first):
+                raise Failure(f"worker {worker.number} has learnt nothing: its loss was "
+                              f"{statistics.fmean(first):.3f}, and is {statistics.fmean(last):.3f}")
+        self.tell("chaos", f"{len(through)} workers have ended with one model")
+
+    def lose_store(self):
+        """It comes back empty: all end, with one clear line each."""
+        self.tell("chaos", "kills the store, which comes back empty")
+        for worker in self.workers:
+            worker.wanted = False
+        self.place.server.kill()
+        self.place.server.clear()
+        self.place.server.start()
+        for worker in self.workers:
+            try:
+                status = worker.process.wait(LIMIT)
+            except subprocess.TimeoutExpired:
+                raise Failure(f"worker {worker.number} goes on without its run in the store") from None
+            lines = [line for line in worker.text().splitlines() if line.startswith("error: ")]
+            if status != 1 or len(lines) != 1 or "the store has lost the run" not in lines[0]:
+                raise Failure(f"the store came back empty, and worker {worker.number} ends with status "
+                              f"{status}:\n{worker.text()[-1000:]}")
+        self.totals.rows["store emptied"].blows += 1
+        self.read()
+
+    def close(self):
+        for worker in self.workers:
+            if worker.process:
+                worker.kill()
+        self.place.close()
+        if self.quotas:
+            self.quotas.close()
+
+    # ---- events
+
+    def strike(self, event):
+        for number, blow in enumerate(event.blows):
+            if number > 0:
+                self.rest(event.apart)
+            self.totals.rows[blow.kind].blows += 1
+            self.hit(blow, is_alone=len(event.blows) == 1)
+        for blow in sorted(event.blows, key=lambda blow: blow.seconds):
+            self.rest(blow.seconds)
+            self.undo(blow)
+        self.settle()
+        for blow in event.blows:
+            if blow.kind in MISSED:
+                self.note_return(blow)
+        self.rest(event.pause)
+
+    def note_return(self, blow):
+        """How long each victim took from its return until it was counted."""
+        for worker in (self.workers[w] for w in blow.victims):
+            if worker.counted_again:
+                self.totals.rows[blow.kind].victims.append(worker.counted_again - worker.back_at)
+
+    def hit(self, blow, is_alone):
+        victims = [self.workers[w] for w in blow.victims if not self.workers[w].ended]
+        words = " and ".join(str(worker.number) for worker in victims)
+        self.tell("chaos", f"{blow.kind}: worker{'s' * (len(victims) > 1)} {words}, {blow.seconds:.2f} s")
+        others = sum(worker.wanted for worker in self.workers if worker not in victims)
+        if blow.kind in MISSED and is_alone and victims and others >= self.options["--min-workers"]:
+            self.awaited.append((blow, time.monotonic(), {worker.number for worker in victims}))
+        if blow.kind == "store killed":
+            self.store_is_up = False
+            self.waits.store.note("away", time.monotonic())
+            self.place.server.kill()
+            return
+        for worker in victims:
+            self.hit_worker(blow, worker)
+
+    def hit_worker(self, blow, worker):
+        if "killed" in blow.kind and blow.kind != "one rank killed" or blow.kind == "two newcomers":
+            worker.kill()
+        elif blow.kind == "one rank killed":
+            self.kill_rank(worker)
+        elif blow.kind.startswith("stopped"):
+            worker.stop()
+        elif blow.kind == "half speed":
+            worker.slow_down(0.5)
+        elif blow.kind == "tenth of the speed":
+            worker.slow_down(0.1)
+        elif blow.kind == "link cut":
+            worker.hinder("cut off")
+            self.place.cut(worker.number)
+        elif blow.kind == "link reset":
+            self.place.links[worker.number].drop()
+        elif blow.kind == "same worker twice":
+            self.start_twice(worker)
+        else:
+            self.refuse(blow, worker)
+
+    def undo(self, blow):
+        if blow.kind == "store killed":
+            self.place.server.start()
+            self.store_is_up = True
+            self.waits.store.note("well", time.monotonic())
+            self.tell("chaos", "the store is there again")
+            return
+        for worker, resume in zip((self.workers[w] for w in blow.victims), blow.resume):
+            if worker.ended:
+                continue
+            if blow.kind.startswith("stopped"):
+                worker.resume()
+                self.tell(f"worker {worker.number}", "is let go on")
+            elif blow.kind in ("half speed", "tenth of the speed"):
+                worker.speed_up()
+                self.tell(f"worker {worker.number}", "has its speed again")
+            elif blow.kind == "link cut":
+                self.place.mend(worker.number)
+                worker.free("cut off")
+                self.tell(f"worker {worker.number}", "has its link again")
+            elif not worker.wanted:
+                self.bring_back(blow, worker, resume)
+
+    def bring_back(self, blow, worker, resume):
+        if blow.kind == "newcomer killed":
+            worker.start(False)
+            self.rest(blow.again)
+            if not worker.ended:
+                worker.kill()
+                self.tell("chaos", f"kills the newcomer, worker {worker.number}")
+        if not worker.ended:
+            worker.start(resume)
+
+    def kill_rank(self, worker):
+        """One dies: its launcher ends the worker, and says who it was."""
+        worker.wanted = False
+        worker.note("away")
+        ranks = children(worker.process.pid)
+        os.kill(self.draw.choice(ranks) if ranks else worker.process.pid, signal.SIGKILL)
+        try:
+            status = worker.process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            raise Failure(f"one rank of worker {worker.number} is dead, and the others live on") from None
+        if status == 0:
+            raise Failure(f"one rank of worker {worker.number} is dead, and its status is 0")
+
+    def start_twice(self, worker):
+        """The older one is told, and ends."""
+        first, output, logs = worker.process, worker.output, worker.logs
+        worker.start(False)
+        worker.logs = worker.logs + logs
+        end = time.monotonic() + LIMIT
+        while first.poll() is None and time.monotonic() < end:
+            self.rest(0.1)
+        worker.logs = worker.logs[:len(logs)]
+        text = output.read_text(errors="replace")
+        if first.poll() in (None, 0, 2) or "another process has started as this worker" not in text:
+            first.kill()
+            raise Failure(f"worker {worker.number} was started twice, and the older one has status "
+                          f"{first.poll()}:\n{text[-1000:]}")
+
+    def refuse(self, blow, worker):
+        """A stranger: status 2 and one line."""
+        number = self.totals.rows[blow.kind].blows
+        folder = self.base / f"{blow.kind.replace(' ', '_')}{number}"
+        folder.mkdir()
+        options, store, word = {"-H": 23}, None, "inner-steps"
+        if blow.kind == "wrong password":
+            options, store, word = {}, self.place.url(worker.number, "wrong"), "password"
+        stranger = worker.launch(folder, folder / "output.txt", options, store)
+        end = time.monotonic() + LIMIT
+        while stranger.poll() is None and time.monotonic() < end:
+            self.rest(0.1)
+        text = (folder / "output.txt").read_text(errors="replace")
+        lines = [line for line in text.splitlines() if line.startswith("error: ")]
+        if stranger.poll() != 2 or len(lines) != 1 or word not in lines[0]:
+            stranger.kill()
+            raise Failure(f"{blow.kind}: status {stranger.poll()}, in place of 2 and a line on {word}:\n"
+                          f"{text}")
+
+    # ---- looking
+
+    def rest(self, seconds):
+        end = time.monotonic() + seconds
+        self.look()
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, 0.05))
+            self.look()
+
+    def settle(self):
+        """Until every worker that is there has been counted from now on, or has ended."""
+        begin = time.monotonic()
+        self.look()
+        while not all(worker.ended or worker.counted_at > begin for worker in self.workers):
+            if time.monotonic() > begin + 2 * LIMIT:
+                missing = [worker.number for worker in self.workers
+                           if not worker.ended and worker.counted_at <= begin]
+                raise Failure(f"workers {missing} have not been counted for {2 * LIMIT} s")
+            time.sleep(0.05)
+            self.look()
+
+    def look(self):
+        self.read()
+        self.count_living()
+        for worker in self.workers:
+            if worker.wanted and worker.process.poll() is not None:
+                self.note_end(worker)
+        self.find_hangs()
+
+    def count_living(self):
+        """The time since the last look, of those who could go on."""
+        now = time.monotonic()
+        able = sum(self.waits.could_go_on(worker.number, now) for worker in self.workers)
+        self.totals.living += able * (now - (self.looked_at or now))
+        self.looked_at = now
+
+    def note_end(self, worker):
+        """Nobody has killed it."""
+        worker.wanted, worker.ended = False, True
+        worker.note("away")
+        self.read()
+        status, text = worker.process.returncode, worker.text()
+        self.tell(f"worker {worker.number}", f"has ended with status {status}")
+        if status != 0:
+            raise Failure(f"nobody has killed worker {worker.number}, and its status is {status}:\n"
+                          f"{text[-2000:]}")
+        if OVER in text and not any(other.is_through() for other in self.workers):
+            raise Failure(f"worker {worker.number} has been told that all have ended, and none has")
+        if OVER not in text and not worker.is_through():
+            raise Failure(f"worker {worker.number} has ended without a model:\n{text[-2000:]}")
+
+    def find_hangs(self):
+        now = time.monotonic()
+        free = [worker for worker in self.workers
+                if (worker.wanted and not worker.hindered) or worker.ended]
+        can_go_on = self.store_is_up and len(free) >= self.options["--min-workers"]
+        for worker in self.workers:
+            if not (can_go_on and worker in free):
+                worker.free_since = None
+                continue
+            worker.free_since = worker.free_since or now
+            still = now - max(worker.free_since, worker.moved, worker.started_at)
+            if not worker.ended and still > LIMIT:
+                raise Failure(f"worker {worker.number} stands still for {still:.0f} s:\n"
+                              f"{worker.text()[-1000:]}")
+
+    # ---- reading
+
+    def read(self):
+        for worker in self.workers:
+            for rank, log in worker.logs:
+                for line in log.read():
+                    self.take(worker, rank, log, line)
+
+    def take(self, worker, rank, log, line):
+        if line["type"] == "step":
+            worker.step, worker.moved = line["step"], log.at(line)
+            worker.took.append(line["seconds"])
+            self.waits.progress[worker.number].note(line["step"], log.at(line))
+            if line["loss"] is None:
+                raise Failure(f"worker {worker.number} has a loss that is not finite in step {line['step']}")
+            worker.losses += [line["loss"]] * (rank == 0)
+        elif line["type"] == "sync":
+            self.agreement.add(rank, line, log.name)
+            self.take_sync(worker, rank, log, line)
+        elif line["type"] == "event" and line["kind"] == "applied":
+            self.applied[worker.number, line["sync"]] = line["text"]
+        elif line["type"] == "event":
+            if jump := re.fullmatch(r"jumps from step \d+ to (\d+)", line["text"]):
+                self.waits.progress[worker.number].note(int(jump[1]), log.at(line))
+            self.tell(f"worker {worker.number}{f'.{rank}' * (self.options['--ranks'] > 1)}", line["text"],
+                      log.at(line))
+
+    def take_sync(self, worker, rank, log, line):
+        when, contributors = log.at(line), line["contributors"] or []
+        if rank == 0:
+            self.take_wait(worker, when, line)
+        if worker.number in contributors:
+            worker.note_counted(line["sync"], when)
+        else:
+            self.tell(f"worker {worker.number}", f"merges sync {line['sync']} of {contributors}, and is not "
+                                                 "in it", when)
+        self.newest = max(self.newest, line["sync"])
+        for one in list(self.awaited):
+            blow, struck, victims = one
+            is_back = any(self.workers[w].started_at > struck for w in victims)
+            if worker.number in victims or when < struck or not contributors:
+                continue
+            if is_back or not victims & set(contributors):
+                self.totals.rows[blow.kind].others.append(when - struck)
+                self.awaited.remove(one)
+
+    def take_wait(self, worker, when, line):
+        """What it waited for a sync, and for whom."""
+        text, waited = self.applied.pop((worker.number, line["sync"]), ""), line["waited_seconds"]
+        in_vain = re.search("workers? ([0-9, and]+) (?:is|are) missing", text)
+        if in_vain and line["grace_seconds"] > waited / 2:
+            missing = [int(number) for number in re.findall(r"\d+", in_vain[1])]
+        else:
+            missing = []
+        wait = self.waits.weigh(worker.number, when - waited, when, line["send_step"],
+                                line["contributors"] or [], missing)
+        self.totals.purpose += waited - wait.seconds
+        if wait.cause is None:
+            return
+        is_long = wait.seconds > worker.step_seconds()
+        self.totals.waits[wait.cause].add(wait.seconds, is_long)
+        if is_long:
+            names = " and ".join(str(number) for number in wait.whom)
+            self.tell(f"worker {worker.number}", f"has waited {wait.seconds:.3f} s for sync {line['sync']}, "
+                                                 f"{wait.cause}{': worker ' * bool(names)}{names}", when)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The program
+
+def check(arguments):
+    """UserError where that cannot be."""
+    if not arguments.trainer.exists():
+        raise UserError(f"there is no {arguments.trainer}: run make")
+    if arguments.workers < 3:
+        raise UserError("--workers is less than 3: with two nobody can be missed")
+    if arguments.links and arguments.store == "file":
+        raise UserError("--links are to a Redis server: leave out --store file")
+    if lack := places.missing(arguments.store, arguments.links):
+        raise UserError(lack)
+    if arguments.share is not None and not 0 <= arguments.share <= 1:
+        raise UserError(f"--share {arguments.share:g} is no share of a core: give 0 to 1")
+    if arguments.share and (lack := quota.missing()):
+        raise UserError(f"--share {arguments.share:g} cannot be had: {lack}")
+
+
+def share_that_can_be_had():
+    """Without --share."""
+    lack = quota.missing()
+    if not lack:
+        return SHARE
+    print(f"note: workers compete for this machine's cores, and some wait for that alone: {lack}")
+    return 0
+
+
+def chaos(arguments, seed, base, totals, journal):
+    """Run after run, until the time is over or there were enough events."""
+    tokens = write_tokens(base / "tokens")
+    begin, done, number = time.monotonic(), 0, 0
+    until = begin + 60 * arguments.minutes
+    while time.monotonic() < until and done < arguments.events:
+        one = None
+        try:
+            one = Chaos(arguments, seed + number, base / f"run{number}", tokens, totals, journal)
+            done += one.run(arguments.events - done, until)
+        except (Failure, Divergence) as failure:
+            failure.seed = seed + number
+            raise
+        finally:
+            if one:
+                one.close()
+        print(f"{time.monotonic() - begin:6.0f} s   run {number}, seed {seed + number}: {done} events so far",
+              flush=True)
+        shutil.rmtree(base / f"run{number}")
+        number += 1
+
+
+def parse(words):
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--events", type=int, default=10**6, help="end after so many")
+    parser.add_argument("--seed", type=int, help="default: a random one, which is printed")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=2000, help="of a run")
+    parser.add_argument("--store", choices=["redis", "file"], default="redis")
+    parser.add_argument("--links", action="store_true", help="far apart: sites and lines; root")
+    parser.add_argument("--share", type=float, metavar="CORES",
+                        help=f"of a core, that a rank gets ({SHARE} where there are control groups, and "
+                             "root; 0: as much as it can get)")
+    parser.add_argument("--trainer", type=Path, default=ROOT / "train_gpt_cpu")
+    return parser.parse_args(words)
+
+
+def main(words):
+    arguments = parse(words)
+    check(arguments)
+    arguments.trainer = arguments.trainer.resolve()
+    if arguments.share is None:
+        arguments.share = share_that_can_be_had()
+    seed = secrets.randbelow(10**6) if arguments.seed is None else arguments.seed
+    print(f"seed {seed}, {arguments.workers} workers, {arguments.minutes:g} minutes", flush=True)
+    base, totals, journal = Path(tempfile.mkdtemp(prefix="chaos-")), Totals(), []
+    status = 0
+    try:
+        chaos(arguments, seed, base, totals, journal)
+    except (Failure, Divergence) as failure:
+        names = ("workers", "ranks", "steps", "store", "share", "trainer")
+        options = " ".join(f"--{name} {getattr(arguments, name)}" for name in names)
+        options += " --links" * arguments.links
+        journal.append((time.monotonic(), "chaos", f"FAILURE: {failure}"))
+        print(f"{failure}\nwhat it left is in {base}; again:\n    dev/break/chaos.py "
+              f"--minutes {arguments.minutes:g} --seed {failure.seed} {options}")
+        status = 1
+    finally:
+        write_journal(journal, base / "chaos.log")
+        print(table(totals))
+        print(f"what happened, in order: {base}/chaos.log")
+    print(verdict(totals) if status == 0 else "FAILED")
+    return status
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and what it has started ends with it
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,103 @@
+"""Where the workers of a run are, and their store: on this machine with a link each, far apart, or around a
+folder."""
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(ROOT / "dev/break/chaos"), str(ROOT / "dev/wan")]
+import redis_server  # noqa: E402
+import sites  # noqa: E402
+from link import Link  # noqa: E402
+from redis_server import NOT_LONGER_THAN_ITS_PARENT, RedisServer  # noqa: E402
+
+LINE = sites.Line(megabits=50, round_trip_ms=40, loss=0.005, buffer_ms=100)
+
+
+def missing(store, with_links):
+    """What this machine lacks for them, or None."""
+    lack = redis_server.missing() if store == "redis" else None
+    if with_links:
+        lack = lack or sites.missing()
+        if not (ROOT / "build/relay").exists():
+            lack = lack or "there is no build/relay, which is the lines: run make build/relay"
+        lack = lack or (None if shutil.which("ip") else "ip is not there: install iproute2")
+    return lack
+
+
+class Here:
+    """All on this machine: a Redis server, and a link to it for each worker."""
+
+    impossible = set()  # blows
+
+    def __init__(self, base, workers):
+        self.server = RedisServer(base / "redis")
+        self.links = [Link(self.server.port) for _ in range(workers)]
+
+    def url(self, worker, password=redis_server.PASSWORD):
+        return self.server.url(password, port=self.links[worker].port)
+
+    def inside(self, worker):
+        return NOT_LONGER_THAN_ITS_PARENT
+
+    def cut(self, worker):
+        self.links[worker].cut()
+
+    def mend(self, worker):
+        self.links[worker].mend()
+
+    def close(self):
+        for link in self.links:
+            link.close()
+        self.server.stop()
+
+
+class Apart:
+    """Each worker in a site of its own, and the Redis server in one more."""
+
+    impossible = {"link reset"}
+
+    def __init__(self, base, workers):
+        self.sites = sites.Sites(LINE, workers + 1)
+        self.server = RedisServer(base / "redis", self.sites.addresses[workers], self.sites.inside(workers))
+
+    def url(self, worker, password=redis_server.PASSWORD):
+        return self.server.url(password)
+
+    def inside(self, worker):
+        return self.sites.inside(worker)
+
+    def cut(self, worker):
+        """As when a cable is pulled: its connections do not hear of it."""
+        self.ip(worker, "link", "set", self.sites.interface, "down")
+
+    def mend(self, worker):
+        self.ip(worker, "link", "set", self.sites.interface, "up")
+        self.ip(worker, "route", "replace", "default", "dev", self.sites.interface)
+
+    def ip(self, worker, *words):
+        subprocess.run([*self.inside(worker), "ip", *words], check=True)
+
+    def close(self):
+        self.server.stop()
+        self.sites.close()
+
+
+class Folder:
+    """The store is a folder: there is no server, and no link."""
+
+    impossible = {"link cut", "link reset", "store killed", "wrong password"}
+    server = None
+
+    def __init__(self, base, workers):
+        self.folder = base / "store"
+
+    def url(self, worker):
+        return f"file:{self.folder}"
+
+    def inside(self, worker):
+        return NOT_LONGER_THAN_ITS_PARENT
+
+    def close(self):
+        pass

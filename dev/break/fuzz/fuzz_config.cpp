@@ -1,0 +1,30 @@
+// --config files: TOML of the table of options.
+#include "dev/break/fuzz/fuzz.h"
+#include "llmc/run/options.h"
+
+Options read_options(const std::string& toml) {
+    const MemoryFile file(toml);
+    std::string words[] = {"train_gpt", "--config", file.path()};
+    char* arguments[] = {&words[0][0], &words[1][0], &words[2][0], nullptr};
+    return parse_options(3, arguments);
+}
+
+void fuzz(const std::string& bytes) {
+    const Options options = read_options(bytes);
+    require(options.batch >= 1 && options.seq_len >= 1, "a batch has tokens");
+    require(options.workers >= 1 && options.workers <= 4096, "a number of workers that can be");
+    require(options.ranks >= 1 && options.ranks <= 4096, "a number of ranks that can be");
+    require(options.clip >= 0 && options.learning_rate >= 0, "no NaN, nothing negative");
+    require(options.temperature >= 0 && options.top_k >= 0, "a way to draw tokens");
+    require(options.top_p > 0 && options.top_p <= 1 && options.beta2 < 1, "within the limits of the table");
+}
+
+std::vector<std::string> seeds() {
+    std::string few = "# a comment\nbatch = 8\nlr = 3e-4\nouter-dtype = \"fp8_e4m3\"\n";
+    few += "train-data = 'data/x/x_train_*.bin'\nouter-error-feedback = true\nseed = 0x10\n";
+    std::vector<std::string> all{few, read_options("").toml, ""};
+    for (const auto& [name, value] : read_options("").resolved) {
+        all.push_back(name + " = \"" + value + "\"\n");
+    }
+    return all;
+}

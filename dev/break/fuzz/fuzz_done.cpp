@@ -1,0 +1,24 @@
+// DONE files, which say that a checkpoint is whole; and fields, of which they and the states' are made.
+#include "dev/break/fuzz/fuzz.h"
+#include "llmc/checkpoint/state_file.h"
+
+const long step = 12;
+
+void fuzz(const std::string& bytes) {
+    static const Folder folder;  // the name of the file tells the step
+    std::ofstream(done_path(folder.path(), step), std::ios::binary) << bytes;
+    may_refuse([&] {
+        const Fields fields = Fields::parse(bytes, "a file");
+        require(Fields::parse(fields.text(), "").text() == fields.text(), "what is written is read again");
+    });
+    const StateIdentity who = read_done(folder.path(), step);
+    require(who.step == step && who.workers >= 1 && who.ranks >= 1, "a run that can be");
+}
+
+std::vector<std::string> seeds() {
+    const StateIdentity who{step, 0, 0, 3, 2, "0123456789abcdef"};
+    const Folder folder;
+    write_done(folder.path(), who);
+    const std::string done = whole_file(done_path(folder.path(), step));
+    return {done, "word a\\\\b\\nc\n" + done};
+}

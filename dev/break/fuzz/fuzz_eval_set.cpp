@@ -1,0 +1,64 @@
+// Eval sets. What the reader takes holds to what its header comment says; every example is evaluated once.
+#include "dev/break/fuzz/fuzz.h"
+#include "llmc/text/eval_batches.h"
+
+const int vocabulary = 1000;
+
+void check_tokens(const std::vector<int>& tokens) {
+    require(!tokens.empty(), "there is no empty text");
+    for (int token : tokens) { require(token >= 0 && token < vocabulary, "a token is of the vocabulary"); }
+}
+
+// With losses of 0 everywhere the first completion is the likeliest.
+void check_batches(const EvalSet& set, long labelled_first) {
+    EvalBatches batches(set, 3, set.longest_sequence(), 0, 1);
+    for (long i = 0; i < batches.size(); i++) {
+        const EvalBatch batch = batches.next();
+        for (int token : batch.inputs) { require(token >= 0 && token < vocabulary, "an input is a token"); }
+        for (int token : batch.targets) { require(token >= 0 && token < vocabulary, "a target is a token"); }
+        batches.score(batch, std::vector<float>(batch.targets.size()).data());
+    }
+    require(batches.counted() == set.size(), "every example counts once");
+    require(batches.correct() == labelled_first, "the model is right where the label says so");
+}
+
+void fuzz(const std::string& bytes) {
+    const MemoryFile file(bytes);
+    const EvalSet set(file.path(), vocabulary);
+    size_t longest = 0;
+    long labelled_first = 0;
+    for (long i = 0; i < set.size(); i++) {
+        const EvalExample example = set.example(i);
+        require(example.label >= 0 && size_t(example.label) < example.completions.size(),
+                "the label is a completion's");
+        check_tokens(example.context);
+        for (const std::vector<int>& completion : example.completions) { check_tokens(completion); }
+        longest = std::max(longest, example.longest_sequence());
+        labelled_first += example.label == 0;
+    }
+    require(longest == size_t(set.longest_sequence()), "the longest sequence is an example's");
+    check_batches(set, labelled_first);
+    set.check_fits(64);
+}
+
+// Examples with so many completions each, whose lengths differ.
+std::string eval_file(const std::vector<int>& completions) {
+    std::string data;
+    int32_t longest = 0;
+    for (size_t i = 0; i < completions.size(); i++) {
+        const uint16_t count = uint16_t(completions[i]);
+        std::vector<uint16_t> words{eval_example_start, 0, uint16_t(i), uint16_t(count - 1), count, 2, 5, 6};
+        for (uint16_t c = 0; c < count; c++) {
+            words.push_back(uint16_t(c + 1));
+            for (uint16_t k = 0; k <= c; k++) { words.push_back(uint16_t(100 * c + k)); }
+        }
+        words[1] = uint16_t(2 * words.size());
+        longest = std::max(longest, int32_t(words[1]));
+        data += bytes_of(words);
+    }
+    return header_bytes({eval_set_magic, 1, int32_t(completions.size()), longest}) + data;
+}
+
+std::vector<std::string> seeds() {
+    return {eval_file({4}), eval_file({4, 1, 2}), eval_file({9, 4, 4, 4, 4})};
+}

@@ -1,0 +1,139 @@
+"""The trainer's host side: each statement that records an event, waits for one, orders two streams, synchronizes or
+asks NCCL, taken away on its own.
+
+A build of the trainer takes minutes, so all changes are built into one program: each statement becomes
+`if (mutated(7)) { what it is changed to; } else { the statement; }`, and the environment says which number is meant.
+"""
+from mutation.source import Source
+
+FILES = ("train_gpt.cu", "streaming/**/*.h", "llmc/stream.h", "llmc/upload.h", "llmc/cuda/*.cuh", "llmc/run/*.cuh")
+
+# Calls by what they do. Functions that consist of nothing else are found and join them.
+KINDS = {
+    "record": "record", "stamp": "record", "cudaEventRecord": "record",
+    "wait": "event-wait", "cudaStreamWaitEvent": "event-wait",
+    "synchronize": "synchronize", "cudaStreamSynchronize": "synchronize", "cudaEventSynchronize": "synchronize",
+    "cudaDeviceSynchronize": "synchronize", "wait_until_complete": "synchronize",
+    "query": "poll", "cudaEventQuery": "poll", "cudaStreamQuery": "poll", "settle": "poll",
+    "check": "check", "check_calls": "check",
+}
+# What they say when there is nothing to wait for.
+DONE = {"query": "true", "cudaEventQuery": "cudaSuccess", "cudaStreamQuery": "cudaSuccess"}
+NO_CALLS = {"if", "for", "while", "switch", "return", "catch"}
+WRAPPER = "cudaCheck"
+OPPOSITE = {"hand_over": "hand_back", "hand_back": "hand_over"}
+
+
+class HostSource(Source):
+    """A file, and its statements that order something."""
+
+    def __init__(self, file, source, orders=()):
+        self.orders = set(orders)
+        super().__init__(file, source)
+
+    def may_change(self, i):
+        token = self.tokens[i]
+        return token.kind == "name" and token.function is not None and i > token.function.body and \
+            self.text(i + 1) == "(" and not self.is_refusal(i)
+
+    def is_refusal(self, i):
+        """In the condition of what throws: a mistake in the program, which ends it."""
+        for opener in self.enclosing(i):
+            close = self.tokens[opener].partner
+            if self.text(opener - 1) == "if" and "throw" in (self.text(close + 1), self.text(close + 2)):
+                return True
+        return False
+
+    def visit(self, i):
+        word = self.text(i)
+        if word == "check" and self.text(i + 2) != ")" or word == "query" and self.text(i - 1) not in (".", "->"):
+            return  # not a communicator's, not an event's
+        if "wait_until_complete" in [self.text(opener - 1) for opener in self.enclosing(i)]:
+            return  # what it asks: the wait itself is taken away
+        if word in KINDS:
+            self.visit_call(KINDS[word], i)
+        elif word in self.orders:
+            self.visit_call("order", i)
+
+    def visit_call(self, kind, i):
+        first, last = self.operand_before(i), self.tokens[i + 1].partner
+        if not self.is_statement(first, last) and self.text(first - 2) == WRAPPER and self.text(last + 1) == ")":
+            first, last = first - 2, last + 1
+        if self.is_statement(first, last):
+            self.visit_statement(kind, i, first, last)
+        elif self.text(i) in DONE:
+            self.add(kind, first, last, DONE[self.text(i)])
+
+    def is_statement(self, first, last):
+        return self.text(first - 1) in ("{", "}", ";", ")", "else") and self.text(last + 1) == ";"
+
+    def visit_statement(self, kind, i, first, last):
+        word = self.text(i)
+        if word == "settle":  # the call whose end it waits for stays
+            self.add(kind, first, last, self.arguments(i + 1)[0])
+            return
+        self.add(kind, first, last, "")
+        if word in OPPOSITE:
+            self.add(kind, i, i, OPPOSITE[word])
+        elif word == "order":
+            (before, after), rest = self.arguments(i + 1)[:2], self.arguments(i + 1)[2:]
+            self.add(kind, first, last, f"order({', '.join([after, before, *rest])})")
+
+    def calls(self):
+        """Names of what each function calls, by its name."""
+        found = {}
+        for i, token in enumerate(self.tokens):
+            if token.function and i > token.function.body and token.kind == "name" and self.text(i + 1) == "(":
+                found.setdefault(token.function.name, set()).add(token.text)
+        return {name: words - NO_CALLS for name, words in found.items()}
+
+
+def read_sources(files, read):
+    """Of each file its source with changes."""
+    orders = set()
+    while True:
+        sources = [HostSource(file, read(file), orders) for file in files]
+        found = {name for source in sources for name, words in source.calls().items()
+                 if words and words <= KINDS.keys() | orders | {WRAPPER} and name not in KINDS}
+        if found == orders:
+            return [source for source in sources if source.changes]
+        orders = found
+
+
+def with_all_changes(source, number):
+    """The text of a source with every change in it; `number`(change), from 1, chooses it."""
+    text, at = [], 0
+    for begin, end, changes in by_place(source):
+        was = source.source[begin:end]
+        text.append(source.source[at:begin])
+        if changes[0].text not in DONE.values():
+            for change in changes:
+                text.append(f"if (mutated({number(change)})) {{ {replaced(change, begin, was)}; }} else ")
+            text.append(f"{{ {was}; }}")
+        else:
+            text.append(f"(mutated({number(changes[0])}) ? {changes[0].text} : {was})")
+        at = end
+    return "".join(text) + source.source[at:]
+
+
+def by_place(source):
+    """(begin, end, changes within): of changes within others the outermost place."""
+    places = []
+    for change in sorted(source.changes, key=lambda change: (change.begin, -change.end)):
+        if places and change.begin < places[-1][1]:
+            places[-1][2].append(change)
+        else:
+            places.append((change.begin, change.end, [change]))
+    return places
+
+
+def replaced(change, begin, was):
+    return was[:change.begin - begin] + change.text + was[change.end - begin:]
+
+
+# What all sources of the changed program include.
+HEADER = """#pragma once
+#include <cstdlib>
+inline const int chosen_mutant = getenv("MUTANT") ? atoi(getenv("MUTANT")) : 0;
+inline bool mutated(int number) { return number == chosen_mutant; }
+"""

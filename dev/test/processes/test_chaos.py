@@ -1,0 +1,391 @@
+"""Workers that are made to come and go (dev/break/chaos.py) end well; and what chaos looks at: a difference, a
+hang, an end that it did not bring about do not escape it. Its links (dev/break/chaos/link.py) do what they are
+told."""
+import json
+import random
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from conftest import ROOT, TRAINER
+
+import blows  # noqa: E402
+import outcome  # noqa: E402
+import places  # noqa: E402
+import redis_server  # noqa: E402
+from chaos import LIMIT, OVER, Chaos, Failure  # noqa: E402
+from link import Commands, Link  # noqa: E402
+from redis_server import RedisServer, packed  # noqa: E402
+from run_logs import Agreement, Divergence, StartLog  # noqa: E402
+from waits import AGAIN, BACK, HIT, SLOWER, STORE, Waits  # noqa: E402
+from worker import Worker  # noqa: E402
+
+
+def run_tool(*words, seconds=580):
+    return subprocess.run([sys.executable, ROOT / "dev/break/chaos.py", *map(str, words)], capture_output=True,
+                          text=True, timeout=seconds)
+
+
+def needs(store, links=False):
+    if lack := places.missing(store, links):
+        pytest.skip(lack)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Real runs
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", [["--store", "redis"], ["--store", "file"], ["--ranks", 2, "--workers", 3],
+                                   ["--links"]], ids=["redis", "file", "ranks", "links"])
+def test_a_run_through_chaos_ends_well(words):
+    needs("file" if "file" in words else "redis", "--links" in words)
+    result = run_tool("--minutes", 5, "--events", 12, "--seed", 7, *words, seconds=1500)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "no difference, no hang" in result.stdout
+    (log,) = re.findall("^what happened, in order: (.*)$", result.stdout, re.M)
+    text = Path(log).read_text()
+    assert "decides sync" in text and "counts" in text and "killed" in text
+
+
+# -----------------------------------------------------------------------------------------------------------
+# What is found
+
+SYNC = {"type": "sync", "sync": 4, "send_step": 34, "global_hash": "00ff", "contributors": [0, 2],
+        "decider": 2, "grace_seconds": 0.0, "waited_seconds": 0.0}
+
+
+@pytest.mark.parametrize("difference", [{"global_hash": "00fe"}, {"contributors": [0, 1, 2]}, {"decider": 0}])
+def test_a_difference_between_two_logs_is_found_and_both_are_named(difference):
+    agreement = Agreement()
+    agreement.add(0, SYNC, "start 1 of worker 0")
+    agreement.add(0, SYNC, "start 2 of worker 0")
+    agreement.add(1, {**SYNC, **difference}, "start 1 of worker 1")  # another shard
+    agreement.add(0, {**SYNC, **difference, "sync": 5}, "start 1 of worker 1")
+    assert agreement.compared == 1
+    with pytest.raises(Divergence, match="sync 4 .*start 1 of worker 1.*start 1 of worker 0"):
+        agreement.add(0, {**SYNC, **difference}, "start 1 of worker 1")
+
+
+@pytest.fixture
+def quiet(tmp_path):
+    """A run whose workers are sleeping processes, of a folder: what is looked at, without a trainer."""
+    arguments = SimpleNamespace(trainer=TRAINER, workers=3, ranks=1, steps=100, store="file", links=False,
+                                share=0)
+    one = Chaos(arguments, 1, tmp_path / "run", tmp_path, outcome.Totals(), [])
+    for worker in one.workers:
+        worker.folder = one.base / f"worker{worker.number}"
+        worker.folder.mkdir()
+        worker.output = worker.folder / "output.txt"
+        worker.output.write_text("")
+        worker.process = subprocess.Popen(["sleep", "600"])
+        worker.wanted, worker.started_at = True, time.monotonic()
+    yield one
+    one.close()
+
+
+def test_who_ends_without_being_killed_is_found(quiet):
+    quiet.look()
+    quiet.workers[1].process.terminate()
+    quiet.workers[1].process.wait()
+    with pytest.raises(Failure, match="nobody has killed worker 1"):
+        quiet.look()
+
+
+def test_who_comes_when_the_run_is_over_has_not_failed(quiet):
+    first, late, other = quiet.workers
+    for worker in (first, late):
+        worker.kill()
+        worker.process = subprocess.Popen(["true"])
+        worker.process.wait()
+    late.output.write_text(OVER + "\n")
+    late.wanted = True
+    with pytest.raises(Failure, match="worker 1 has been told that all have ended"):
+        quiet.look()
+    first.wanted = True
+    with pytest.raises(Failure, match="worker 0 has ended without a model"):
+        quiet.look()
+    write_model(first, b"one")
+    first.wanted = late.wanted = True
+    quiet.look()
+    assert first.ended and late.ended and not other.ended
+
+
+def write_model(worker, data):
+    folder = worker.folder / f"worker_{worker.number}"
+    folder.mkdir(exist_ok=True)
+    (folder / "model_00000100.bin").write_bytes(data)
+
+
+def test_who_stands_still_though_it_could_go_on_is_found(quiet):
+    quiet.look()
+    late = quiet.workers[2]
+    for worker in quiet.workers[:2]:
+        worker.moved = time.monotonic()
+    late.free_since = late.started_at = time.monotonic() - LIMIT - 1
+    for hindrance in ("stopped", "cut off"):
+        late.hindered = {hindrance}
+        quiet.look()
+        late.hindered, late.free_since = set(), late.started_at
+    quiet.store_is_up = False
+    quiet.look()
+    quiet.store_is_up, late.free_since = True, late.started_at
+    with pytest.raises(Failure, match="worker 2 stands still"):
+        quiet.look()
+
+
+def test_a_loss_that_is_no_number_and_one_that_does_not_fall_are_found(quiet):
+    log = SimpleNamespace(name="start 1 of worker 0", at=lambda line: line["time"])
+    step = {"type": "step", "step": 1, "time": 1.0, "seconds": 0.1}
+    quiet.take(quiet.workers[0], 0, log, {**step, "loss": 1.0})
+    with pytest.raises(Failure, match="not finite in step 1"):
+        quiet.take(quiet.workers[0], 0, log, {**step, "loss": None})
+    for worker in quiet.workers:
+        worker.kill()
+        worker.process, worker.ended, worker.losses = subprocess.Popen(["true"]), True, [1.0] * 50
+        worker.process.wait()
+        write_model(worker, b"one")
+    with pytest.raises(Failure, match="worker 0 has learnt nothing"):
+        quiet.end()
+    write_model(quiet.workers[1], b"another")
+    with pytest.raises(Failure, match="end with 2 models"):
+        quiet.end()
+
+
+def test_others_go_on_with_the_first_sync_without_the_victim(quiet):
+    log = SimpleNamespace(name="a start", at=lambda line: line["time"])
+    blow, quiet.workers[1].started_at = blows.Blow("killed", [1], 5, [True]), 0
+    quiet.awaited.append((blow, 100.0, {1}))
+    rows = [(0, 99.5, [0, 2]), (0, 100.5, [0, 1, 2]), (1, 101.0, [0, 2]), (2, 103.0, [0, 2]),
+            (0, 104.0, [0, 2])]
+    for sync, (number, when, contributors) in enumerate(rows):
+        line = {**SYNC, "sync": sync, "contributors": contributors, "time": when}
+        quiet.take(quiet.workers[number], 0, log, line)
+    assert quiet.totals.rows["killed"].others == [3.0] and quiet.awaited == []
+
+
+@pytest.fixture
+def waits():
+    """Of four workers, which are well from second 0 on."""
+    one = Waits(4, 2)
+    for history in one.histories:
+        history.note("well", 0)
+    return one
+
+
+def weigh(waits, begin, end, missing=(), worker=0):
+    """Of a sync that is sent after step 40, and that all others are counted in."""
+    counted = [other for other in range(4) if other not in missing]
+    wait = waits.weigh(worker, begin, end, 40, counted, missing)
+    return wait.cause, pytest.approx(wait.seconds), wait.whom
+
+
+def test_a_wait_is_for_who_was_hit_once_then_again_then_for_who_comes_back_then_for_one_that_is_well(waits):
+    waits.histories[3].note("away", 10)
+    assert weigh(waits, 11, 13, [3]) == (HIT, 2, [3])
+    assert weigh(waits, 11, 12.5, [3], worker=1) == (HIT, 1.5, [3])
+    assert weigh(waits, 14, 14.5, [3]) == (AGAIN, 0.5, [3])
+    waits.histories[3].note("back", 20)
+    waits.progress[3].note(41, 21.5)
+    waits.progress[2].note(40, 21.2)
+    assert weigh(waits, 21, 21.6) == (BACK, 0.6, [3])
+    waits.histories[3].note("well", 21.7)
+    assert weigh(waits, 23, 24) == (STORE, 1, [])
+    waits.progress[3].steps.clear()
+    waits.progress[3].note(40, 23.5)
+    assert weigh(waits, 23, 24) == (SLOWER, 1, [3])
+    waits.histories[3].note("away", 30)
+    assert weigh(waits, 29, 31, [3]) == (HIT, 2, [3])
+
+
+def test_a_wait_that_a_worker_could_do_nothing_about_does_not_count(waits):
+    for number in (1, 2, 3):
+        waits.histories[number].note("away", 10 + number)  # from 13 on worker 0 is alone
+        waits.histories[number].note("well", 20)
+    assert weigh(waits, 14, 18, [1, 2, 3]) == (None, 0, [])
+    assert weigh(waits, 12.5, 18, [1]) == (HIT, 0.5, [1])
+    waits.store.note("away", 30)
+    waits.store.note("well", 31)
+    assert weigh(waits, 30.2, 31.5) == (HIT, 0.5, [])
+    waits.histories[0].note("back", 40)
+    assert weigh(waits, 41, 42) == (None, 0, [])
+
+
+def test_a_wait_for_one_that_is_given_up_is_for_that_one(waits):
+    waits.histories[3].note("away", 10)
+    wait = waits.weigh(0, 10.5, 12, 40, [0, 1, 2], [])
+    assert (wait.cause, wait.whom) == (HIT, [3])
+    wait = waits.weigh(0, 13, 14, 40, [0, 1, 2], [])
+    assert (wait.cause, wait.whom) == (STORE, [])
+
+
+def test_a_worker_that_reads_of_its_former_deeds_has_not_been_counted_again(quiet):
+    log = SimpleNamespace(name="a start", at=lambda line: line["time"])
+    quiet.take(quiet.workers[0], 0, log, {**SYNC, "sync": 7, "time": 1.0})
+    worker = quiet.workers[2]
+    worker.note_back()
+    back = worker.back_at
+    for sync, counted_again in ((4, None), (7, None), (8, back + 8)):
+        quiet.take(worker, 0, log, {**SYNC, "sync": sync, "time": back + sync})
+        assert worker.counted_again == counted_again
+
+
+def test_whom_a_worker_has_waited_for_is_told(quiet):
+    log = SimpleNamespace(name="a start", at=lambda line: line["time"])
+    for history in quiet.waits.histories:
+        history.note("well", 0)
+    quiet.waits.histories[1].note("away", 99)
+    worker = quiet.workers[0]
+    worker.took.append(0.1)
+    quiet.take(worker, 0, log, {"type": "event", "kind": "applied", "sync": 4, "time": 103.0,
+                                "text": "applies sync 4, it counts 0.1 (9 tokens) and 2.1 (9 tokens); "
+                                        "worker 1 is missing after 2 s"})
+    quiet.take(worker, 0, log, {**SYNC, "time": 103.0, "grace_seconds": 2.0, "waited_seconds": 2.5})
+    assert (103.0, "worker 0", f"has waited 2.500 s for sync 4, {HIT}: worker 1") in quiet.journal
+    assert quiet.totals.waits[HIT].long == [2.5]
+    quiet.totals.living = 10
+    assert "waits between events: 0.00% of the time in which workers could go on: met" in outcome.verdict(
+        quiet.totals)
+    quiet.totals.waits[BACK].add(0.6, True)
+    assert "waits between events: 6.00% of the time in which workers could go on: NOT met" in outcome.verdict(
+        quiet.totals)
+
+
+def test_events_follow_from_the_seed_and_every_kind_is_drawn():
+    kinds = blows.kinds_but_for(set())
+    draws = [random.Random(3), random.Random(3), random.Random(4)]
+    first, again, other = [[blows.draw_event(draw, kinds, 4) for _ in range(300)] for draw in draws]
+    assert first == again != other
+    seen = [blow for event in first for blow in event.blows]
+    assert {blow.kind for blow in seen} == set(blows.BLOWS)
+    assert any(len(event.blows) == 2 for event in first)
+    assert {len(blow.victims) for blow in seen if blow.kind == "all but one killed"} == {3}
+    few = blows.kinds_but_for(places.Folder.impossible)
+    assert not any("link" in kind or "password" in kind for kind in few) and "killed" in few
+
+
+def test_a_log_that_a_resumed_run_goes_on_with_is_told_apart(tmp_path):
+    path, now = tmp_path / "metrics.jsonl", int(time.time())
+    first = [{"type": "run", "version": 2, "unix_time": now - 50, "time": 0.0}, {**SYNC, "time": 1.0}]
+    second = [{"type": "resume", "unix_time": now + 1, "time": 1.0}, {**SYNC, "sync": 5, "time": 2.0}]
+
+    def write(rows):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write([*first, {**SYNC, "sync": 5, "time": 1.5}])
+    log = StartLog(path, "start 2")
+    assert log.read() == []
+    write([*first, *second])
+    assert log.read() == second
+    assert log.at(second[1]) - log.at(second[0]) == 1.0
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The link
+
+def test_commands_are_cut_out_of_any_pieces_of_a_stream():
+    words = [[b"GET", b"a"], [b"HSETNX", b"key\r\n$3\r\n", b"", b"\0\r\n" * 100], [b"PING"]]
+    stream = b"".join(map(packed, words))
+    for size in (1, 2, 7, 50, len(stream)):
+        commands, found = Commands(), []
+        for at in range(0, len(stream), size):
+            found += commands.feed(stream[at:at + size])
+        assert [one for one, _ in found] == words and b"".join(data for _, data in found) == stream
+
+
+@pytest.fixture
+def server(tmp_path):
+    needs("redis")
+    one = RedisServer(tmp_path / "redis")
+    yield one
+    one.stop()
+
+
+def connect(link):
+    connection = socket.create_connection(("127.0.0.1", link.port), timeout=10)
+    stream = connection.makefile("rwb")
+
+    def ask(*words):
+        stream.write(packed(words))
+        stream.flush()
+        return stream.readline()
+
+    assert ask("AUTH", redis_server.PASSWORD) == b"+OK\r\n"
+    return connection, ask
+
+
+def test_a_link_passes_on_holds_back_and_catches(server):
+    link = Link(server.port)
+    connection, ask = connect(link)
+    assert ask("HSETNX", "a/sent/1", "w", "x" * 300000) == b":1\r\n"
+    caught = []
+    trap = link.trap("HSETNX", "/sent/", lambda send, command: (caught.append(command), send(command)), "2")
+    assert ask("HSETNX", "a/sent/1", "1", "x") == b":1\r\n" and not trap.sprung.is_set()
+    assert ask("HSETNX", "a/sent/1", "2", "x") == b":1\r\n" and trap.sprung.wait(10)
+    assert caught == [packed(["HSETNX", "a/sent/1", "2", "x"])]
+    assert ask("HSETNX", "a/sent/1", "2", "x") == b":0\r\n"
+    link.cut()
+    threading.Timer(0.3, link.mend).start()
+    begin = time.monotonic()
+    assert ask("PING") == b"+PONG\r\n" and time.monotonic() - begin > 0.25
+    link.trap("HSETNX", "/sent/", lambda send, command: (send(command[:20]), link.drop()))
+    assert ask("HSETNX", "a/sent/3", "1", "x") == b""
+    assert server.ask("EXISTS", "a/sent/3") == b":0"
+    connection.close()
+    link.close()
+
+
+def test_what_is_held_back_waits_and_all_else_passes(server):
+    link, may_pass = Link(server.port), threading.Event()
+    hold = link.hold(lambda words: words[0] == b"SET", lambda words: may_pass.is_set())
+    (one, ask), (other, ask_too) = connect(link), connect(link)
+    threading.Thread(target=ask, args=("SET", "a", "1")).start()
+    assert hold.reached.wait(10) and ask_too("EXISTS", "a") == b":0\r\n"
+    may_pass.set()
+    end = time.monotonic() + 30
+    while server.ask("GET", "a") != b"1":
+        assert time.monotonic() < end
+    server.ask("HSET", "h", "b", "2", "c", "\r\n")
+    assert sorted(server.ask("HGETALL", "h")) == [b"\r\n", b"2", b"b", b"c"]
+    one.close()
+    other.close()
+    link.close()
+
+
+def test_a_server_keeps_what_it_has_answered_over_a_kill_unless_it_is_cleared(server):
+    assert server.ask("SET", "a", "1") == b"+OK"
+    server.kill()
+    server.start()
+    assert server.ask("GET", "a") == b"1"
+    server.kill()
+    server.clear()
+    server.start()
+    assert server.ask("GET", "a") == b"$-1"
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The tool
+
+def test_a_failure_is_status_1_and_says_how_to_have_it_again(tmp_path):
+    trainer = tmp_path / "trainer"
+    trainer.write_text("#!/bin/sh\necho oh dear >&2\nexit 3\n")
+    trainer.chmod(0o755)
+    result = run_tool("--minutes", 1, "--seed", 5, "--store", "file", "--trainer", trainer)
+    assert result.returncode == 1 and "oh dear" in result.stdout, result.stderr
+    assert "--seed 5" in result.stdout and "nobody has killed worker 0" in result.stdout
+
+
+@pytest.mark.parametrize("words, said", [(["--trainer", "/nowhere"], "run make"),
+                                         (["--workers", 2], "missed"),
+                                         (["--links", "--store", "file"], "Redis server")])
+def test_what_cannot_be_is_one_line(words, said):
+    result = run_tool("--trainer", "/bin/true", *words)
+    assert result.returncode == 2 and result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and said in line

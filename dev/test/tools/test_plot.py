@@ -1,0 +1,191 @@
+"""compare.py and plot.py on logs made here, whose table is known."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT
+
+import compare
+import plot
+
+STEPS = 200
+
+
+def write_process(path, worker, rank, workers, ranks, loss, inner_bytes, syncs, waited, cosines=()):
+    """inner_bytes: sent in every step.   syncs: [(send step, bytes)], whose fragments are 0, 1, 2, 0, 1, ...
+    cosines: between workers' outer gradients, of the first syncs"""
+    lines = [{"type": "run", "version": 2, "worker": worker, "rank": rank, "workers": workers, "ranks": ranks,
+              "parameters": 1_240_000, "options": {"--seed": "1"}}]
+    lines.append({"type": "eval", "step": 0, "time": 0.1, "loss": 5.5})
+    for step in range(1, STEPS + 1):
+        now = loss + 4 / (1 + step / 8)
+        noise = 0.03 * ((step * 7 + worker) % 5 - 2)
+        lines.append({"type": "step", "step": step, "time": step * 0.1, "loss": now + noise, "lr": 1e-3,
+                      "norm": 1.0, "seconds": 0.1, "tokens": step * 1000 * ranks, "tokens_per_second": 1e4,
+                      "inner_bytes_sent": step * inner_bytes, "inner_bytes_received": step * inner_bytes})
+        lines += [{"type": "sync", "sync": sync, "fragment": sync % 3, "send_step": sent, "apply_step": step,
+                   "time": step * 0.1, "bytes_sent": count, "bytes_received": count, "wire_seconds": 0.01,
+                   "waited_seconds": waited / len(syncs),
+                   **({"cosines": cosines[sync]} if sync < len(cosines) else {})}
+                  for sync, (sent, count) in enumerate(syncs) if sent == step - 1]
+        if step % 25 == 0:
+            lines.append({"type": "eval", "step": step, "time": step * 0.1,
+                          "loss": loss if step == STEPS else now})
+    lines.append({"type": "end", "step": STEPS, "time": 21.0, "train_seconds": 20.0,
+                  "inner_bytes_sent": STEPS * inner_bytes,
+                  "outer_bytes_sent": sum(count for _, count in syncs), "waited_seconds": waited})
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Data-parallel (1 x 2), classic (2 x 1) and streaming (2 x 1) folders."""
+    for rank in range(2):
+        write_process(tmp_path / "data-parallel" / ("metrics.jsonl" if rank == 0 else "metrics_00001.jsonl"),
+                      0, rank, 1, 2, 2.0, 5_000_000, [], 0)
+    for worker in range(2):
+        file = "metrics.jsonl" if worker == 0 else "metrics_00001.jsonl"
+        write_process(tmp_path / "classic" / file, worker, 0, 2, 1, 2.05, 0,
+                      [(step, 5_000_000) for step in range(25, STEPS, 25)], 1.5 + worker)
+        write_process(tmp_path / "streaming" / file, worker, 0, 2, 1, 2.02, 0,
+                      [(step, 250_000) for step in range(8, STEPS, 8)], 0.05 + worker)
+    return [tmp_path / name for name in ("data-parallel", "classic", "streaming")]
+
+
+def command(script, *arguments):
+    return subprocess.run([sys.executable, ROOT / "dev/tools" / script, *arguments], capture_output=True, text=True)
+
+
+def test_the_table_holds_the_numbers_of_the_logs(runs):
+    rows = {row[0].strip(): row[1:] for row in compare.table([compare.read_run(folder) for folder in runs])}
+    assert rows["validation loss"] == ["2.0000", "2.0500 (+2.50%)", "2.0200 (+1.00%)"]
+    assert rows["sent by a process"] == ["1.00 GB", "35.0 MB", "6.00 MB"]
+    assert rows["fewer than data-parallel, as sent"] == ["-", "29x", "167x"]
+    assert rows["fewer than that in bf16"] == ["-", "14x", "83x"]
+    assert rows["most sent at once"] == ["5.00 MB in a step", "5.00 MB in a sync", "250 kB in a sync"]
+    assert rows["worker 0 waited"] == ["-", "1.50 s (7.50%)", "0.05 s (0.25%)"]
+    assert rows["worker 1 waited"] == ["-", "2.50 s (12.50%)", "1.05 s (5.25%)"]
+    assert rows["tokens trained on"] == ["400,000", "400,000", "400,000"]
+    assert rows["tokens/s, all workers"] == ["20,000", "20,000", "20,000"]
+
+
+def test_the_table_takes_the_process_that_sent_most(runs):
+    write_process(runs[2] / "metrics_00001.jsonl", 1, 0, 2, 1, 2.02, 0, [(100, 7_000_000)], 0)
+    assert compare.bytes_sent(compare.read_run(runs[2])) == 7_000_000
+
+
+def test_compare_prints_aligned_columns(runs):
+    result = command("compare.py", *runs)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert len({len(line) for line in lines}) == 1 and "167x" in result.stdout
+    assert "different numbers of tokens" not in result.stdout
+
+
+def test_runs_of_different_lengths_are_pointed_out(runs):
+    log = runs[1] / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"tokens": 200000', '"tokens": 190000'))
+    assert "different numbers of tokens" in command("compare.py", *runs).stdout
+
+
+def test_a_picture_is_drawn(runs, tmp_path):
+    result = command("plot.py", *runs, "-o", tmp_path / "losses.png")
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "losses.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_cosines_are_the_mean_over_pairs_for_each_fragment(runs):
+    cosines = [[0.5, 0.25, 0.75], [1, None, 0], None, [-0.5, 0, 0.5], [], [None, None, None], [0.1, 0.2, 0.6]]
+    write_process(runs[2] / "metrics.jsonl", 0, 0, 2, 1, 2.02, 0, [(step, 10) for step in range(8, STEPS, 8)],
+                  0, cosines)
+    found = plot.cosines_by_fragment(compare.read_run(runs[2]))
+    assert found == {0: ([8, 32, 56], [0.5, 0, pytest.approx(0.3)]), 1: ([16], [0.5])}
+    assert plot.cosines_by_fragment(compare.read_run(runs[1])) == {}
+
+
+def test_waits_sum_up_over_the_steps_of_the_rank_that_waited_longest(runs):
+    steps, seconds = plot.waits(compare.read_run(runs[1]), 1)
+    assert steps == list(range(26, STEPS, 25))
+    assert seconds[0] == pytest.approx(2.5 / 7) and seconds[-1] == pytest.approx(2.5)
+    write_process(runs[0] / "metrics.jsonl", 0, 0, 1, 2, 2.0, 0, [(5, 1)], 1)
+    write_process(runs[0] / "metrics_00001.jsonl", 0, 1, 1, 2, 2.0, 0, [(6, 1)], 3)
+    assert plot.waits(compare.read_run(runs[0]), 0) == ([7], [3])
+
+
+def panels(*runs, x="step"):
+    """How many in each row."""
+    return [len(row[1]) for row in plot.rows_of(drawn(*runs, x=x))]
+
+
+def drawn(*runs, x="step"):
+    return [plot.Drawn(run, run.name, "black", plot.step_places(run, x)) for run in runs]
+
+
+def test_steps_lie_where_their_tokens_and_times_are(runs):
+    dp, classic, _ = (compare.read_run(folder) for folder in runs)
+    assert plot.step_places(dp, "step")[STEPS] == STEPS and plot.step_places(dp, "time")[0] == 0
+    assert [plot.step_places(run, "tokens")[50] for run in (dp, classic)] == [100_000, 100_000]
+    assert plot.step_places(dp, "time")[50] == pytest.approx(5.0)
+    assert plot.excerpt(drawn(dp, classic)) == (40, 160)
+    begin, end = plot.excerpt(drawn(dp, classic, x="time"))
+    assert (begin, end) == (pytest.approx(4), pytest.approx(16))
+
+
+@pytest.mark.parametrize("x", ["tokens", "time"])
+def test_a_picture_against_tokens_or_time_is_another_one(runs, tmp_path, x):
+    for name, more in [("steps.png", []), ("other.png", ["--x", x])]:
+        assert command("plot.py", *runs, "-o", tmp_path / name, *more).returncode == 0
+    assert (tmp_path / "other.png").read_bytes() != (tmp_path / "steps.png").read_bytes()
+
+
+def test_runs_of_the_same_name_are_told_apart(runs, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        runs[0 if name == "a" else 1].rename(tmp_path / name / "log")
+    result = command("compare.py", tmp_path / "a/log", tmp_path / "b/log")
+    assert result.stdout.split("\n")[0].split() == ["a/log", "b/log"]
+
+
+def test_hellaswag_mfu_and_skipped_updates_have_rows_where_a_run_has_them(runs):
+    dp, classic, _ = (compare.read_run(folder) for folder in runs)
+    names = [row[0] for row in compare.table([dp, classic])]
+    assert not {"HellaSwag accuracy", "MFU", "updates skipped"} & set(names)
+    classic.processes[0].hellaswags.append({"step": STEPS, "accuracy": 0.29446})
+    classic.processes[1].steps[3]["skipped"] = True
+    for line, mfu in zip(dp.processes[0].steps, [None, 0.5, 0.25, 0.25]):
+        line["mfu"] = mfu
+    dp.processes[0].steps[1]["seconds"] = 0.2
+    rows = {row[0]: row[1:] for row in compare.table([dp, classic])}
+    assert rows["MFU"] == ["0.375", "-"]
+    assert rows["HellaSwag accuracy"] == ["-", "0.2945"] and rows["updates skipped"] == ["0", "1"]
+
+
+def test_only_what_was_measured_gets_a_panel(runs, tmp_path):
+    dp, classic, streaming = (compare.read_run(folder) for folder in runs)
+    assert panels(dp) == [1, 1]  # losses and traffic
+    assert panels(dp, classic) == [1, 1, 1]  # and waits
+    for run in (classic, streaming):
+        run.processes[0].syncs[0]["cosines"] = [0.5]
+    assert panels(dp, classic, streaming) == [1, 1, 2, 1]  # cosines beside each other
+    streaming.processes[0].hellaswags.append({"step": 100, "accuracy": 0.25})
+    assert panels(dp, classic, streaming) == [1, 1, 1, 2, 1]
+    plot.draw([dp, classic, streaming], tmp_path / "all.png")
+    assert (tmp_path / "all.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("script, more", [("compare.py", []), ("plot.py", ["-o", "x.png"])])
+def test_what_is_not_a_finished_run_is_one_line_and_exit_2(script, more, runs, tmp_path):
+    log = runs[0] / "metrics_00001.jsonl"
+    good = log.read_bytes()
+    unfinished = b"".join(good.splitlines(True)[:-1])
+    not_utf8 = good.replace(b"--seed", b"--s\xe9ed")
+    for text, word in [(unfinished, "did not finish"), (b"nonsense\n", "line 1"), (not_utf8, "line 1"),
+                       (None, "cannot read")]:
+        log.unlink() if text is None else log.write_bytes(text)
+        result = command(script, *runs, *more)
+        assert result.returncode == 2 and word in result.stderr
+        assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1

@@ -1,0 +1,217 @@
+// A store in memory for the simulation of the sync log (sync_log_simulation.h). It looks over the protocol's
+// shoulder: what must hold of the keys of a run is checked at every request that changes one.
+#pragma once
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "streaming/elastic/sync_log.h"
+
+// What must never happen has happened.
+struct Violation : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+class SimulatedStore : public LogStore {
+public:
+    SimulatedStore(const SyncSchedule& schedule, long retain) : schedule(schedule), retain(retain) {}
+
+    StoreAnswer perform(const StoreRequest& request) override {
+        StoreAnswer answer;
+        switch (request.kind) {
+            case StoreRequest::get: {
+                const auto folder = folders.find(request.folder);
+                if (folder == folders.end() || !folder->second.count(request.name)) { break; }
+                answer.found = true;
+                answer.value = folder->second[request.name];
+                break;
+            }
+            case StoreRequest::put:
+                change(request);
+                answer.value = request.value;
+                break;
+            case StoreRequest::put_if_absent:
+                check_same_payload(request);
+                if (!folders[request.folder].count(request.name)) { change(request); }
+                if (request.asks_winner) { answer.value = folders[request.folder][request.name]; }
+                break;
+            case StoreRequest::remove:
+                remove(request);
+                break;
+            case StoreRequest::list:
+                if (folders.count(request.folder)) { answer.listing = folders[request.folder]; }
+                break;
+            case StoreRequest::folders:
+                for (auto at = folders.lower_bound(request.folder);
+                     at != folders.end() && at->first.rfind(request.folder, 0) == 0; ++at) {
+                    answer.listing[at->first] = "";
+                }
+                break;
+        }
+        return answer;
+    }
+
+    void empty() { folders.clear(); }
+
+    bool has(const std::string& folder) const { return folders.count(folder) != 0; }
+    std::string generation() { return folders.count("run") ? folders["run"]["generation"] : ""; }
+
+    // Has anybody ever been done with it?   run: GENERATION/shard
+    bool has_ended(const std::string& run) const { return ended.count(run) != 0; }
+
+    // Every entry there ever was, by its key.
+    const std::map<std::string, LogEntry>& entries() const { return decided; }
+
+    std::map<std::string, std::string> in(const std::string& folder) {
+        return folders.count(folder) ? folders[folder] : std::map<std::string, std::string>();
+    }
+
+    // Whether the mean of an entry, by its key, has ever been there; any chunk of it.
+    bool ever_had_mean(const std::string& entry) const { return means.count(entry) != 0; }
+    bool ever_had_part_of_mean(const std::string& entry) const {
+        const std::string chunks = beside(entry, "mean/") + "/";
+        const auto first = payloads.lower_bound(chunks);
+        return first != payloads.end() && first->first.rfind(chunks, 0) == 0;
+    }
+
+private:
+    // "GENERATION/shard/entry/sync" to "GENERATION/shard/what" + sync
+    static std::string beside(const std::string& entry, const std::string& what) {
+        const std::string run = run_of(entry);
+        return run + "/" + what + entry.substr(run.size() + strlen("/entry/"));
+    }
+
+    // "GENERATION/shard/what/rest" to what and rest.
+    static std::pair<std::string, std::string> parts(const std::string& folder) {
+        const std::string run = run_of(folder);
+        if (run == folder) { return {"", ""}; }
+        const size_t at = run.size() + 1;
+        const size_t slash = folder.find('/', at);
+        return {folder.substr(at, slash - at), slash == std::string::npos ? "" : folder.substr(slash + 1)};
+    }
+    // "GENERATION/shard"
+    static std::string run_of(const std::string& folder) {
+        const size_t slash = folder.find('/');
+        return slash == std::string::npos ? folder : folder.substr(0, folder.find('/', slash + 1));
+    }
+    bool is_now(const std::string& run) { return run.substr(0, run.find('/')) == generation(); }
+
+    void change(const StoreRequest& request) {
+        check_same_payload(request);
+        if (parts(request.folder).first == "entry") { check_entry(request); }
+        if (parts(request.folder).first == "means") { check_mean(request); }
+        if (parts(request.folder).first == "durable") { note_claim(request); }
+        if (parts(request.folder).first == "done") { ended.insert(run_of(request.folder)); }
+        folders[request.folder][request.name] = request.value;
+    }
+
+    // What once lay under a name is what will ever lie there.
+    void check_same_payload(const StoreRequest& request) {
+        const std::string what = parts(request.folder).first;
+        if (what != "payload" && what != "mean") { return; }
+        const uint64_t digest = digest_of(request.value);
+        const auto [at, is_new] = payloads.insert({request.folder + "/" + request.name, digest});
+        if (!is_new && at->second != digest) {
+            throw Violation("two payloads under the name " + request.folder + "/" + request.name);
+        }
+    }
+
+    // By its decider, and all of it is there: it is removed behind the payloads.
+    void check_mean(const StoreRequest& request) {
+        const std::string run = run_of(request.folder), entry = run + "/entry/" + request.name;
+        const LogOffer record = LogOffer::parse(request.value);
+        means.insert(entry);
+        if (!decided.count(entry) || !(decided[entry].decider == record.giver)) {
+            throw Violation("the mean of sync " + request.name + " is written by who has not decided it");
+        }
+        if (!is_now(run) || !has(run + "/payload/" + request.name)) { return; }
+        std::string bytes;
+        const auto chunks = in(run + "/mean/" + request.name);
+        for (size_t i = 0; chunks.count(record.giver.text() + "." + std::to_string(i)); i++) {
+            bytes += chunks.at(record.giver.text() + "." + std::to_string(i));
+        }
+        if (bytes.size() != record.bytes || digest_of(bytes) != record.digest) {
+            throw Violation("the record of the mean of sync " + request.name + " is of another one");
+        }
+    }
+
+    void check_entry(const StoreRequest& request) {
+        const std::string key = request.folder + "/" + request.name;
+        const LogEntry entry = LogEntry::parse(request.value);
+        const auto there = folders[request.folder].find(request.name);
+        if (there != folders[request.folder].end() && there->second != request.value) {
+            throw Violation("entry " + request.name + " is overwritten");
+        }
+        const std::string run = run_of(request.folder);
+        std::set<int> workers;
+        // A store that came back empty has no lines any more: who decides there is believed by nobody.
+        for (const Contributor& one : is_now(run) ? entry.contributors : std::vector<Contributor>()) {
+            const auto lines = in(run + "/sent/" + request.name);
+            const auto line = lines.find(one.who.text());
+            const std::string who = one.who.text() + " is counted in sync " + request.name;
+            if (line == lines.end()) { throw Violation(who + " and has not sent"); }
+            if (LogLine::parse(line->second).hash != entry.hash) {
+                throw Violation(who + " on another hash");
+            }
+            if (!workers.insert(one.who.worker).second) { throw Violation(who + " twice"); }
+        }
+        decided.insert({key, entry});
+    }
+
+    // A claim may be taken back between the sweep that has read it and the removal.
+    void note_claim(const StoreRequest& request) {
+        std::vector<long>& claim = claims[run_of(request.folder)][request.name];
+        std::istringstream in(request.value);
+        claim.resize(size_t(schedule.fragments()));
+        for (long& position : claim) {
+            long claimed = 0;
+            in >> claimed;
+            position = std::max(position, claimed);
+        }
+    }
+
+    void remove(const StoreRequest& request) {
+        if (!request.name.empty()) {
+            const auto folder = folders.find(request.folder);
+            if (folder == folders.end()) { return; }
+            folder->second.erase(request.name);
+            if (folder->second.empty()) { folders.erase(folder); }
+            return;
+        }
+        const std::string what = parts(request.folder).first;
+        if (what == "payload" || what == "mean") { check_removal(request.folder); }
+        folders.erase(request.folder);
+    }
+
+    // Payloads stay for who is `retain` syncs behind, and for who has one of the two newest checkpoints.
+    void check_removal(const std::string& folder) {
+        const std::string run = run_of(folder);
+        const long sync = std::atol(parts(folder).second.c_str());
+        const int p = schedule.fragment(sync);
+        long newest = -1, durable = 0;
+        for (const auto& [name, text] : in(run + "/entry")) {
+            const long other = std::atol(name.c_str());
+            if (schedule.fragment(other) == p) { newest = std::max(newest, schedule.index(other)); }
+        }
+        std::vector<long> reach;
+        for (const auto& [worker, positions] : claims[run]) { reach.push_back(positions[size_t(p)]); }
+        std::sort(reach.rbegin(), reach.rend());
+        if (reach.size() > 1) { durable = reach[1]; }
+        if (is_now(run) && schedule.index(sync) >= std::min(newest - retain, durable)) {
+            throw Violation("the payloads or the mean of sync " + std::to_string(sync) +
+                            " are removed too early");
+        }
+    }
+
+    const SyncSchedule schedule;
+    const long retain;
+    std::map<std::string, std::map<std::string, std::string>> folders;
+    std::map<std::string, uint64_t> payloads;
+    std::map<std::string, LogEntry> decided;
+    std::set<std::string> ended, means;
+    std::map<std::string, std::map<std::string, std::vector<long>>> claims;  // to checkpoints, by run, worker
+};

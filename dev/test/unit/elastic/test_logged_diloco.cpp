@@ -1,0 +1,954 @@
+// Streaming DiLoCo over the sync log: the bits of lock-step with nobody late, and global parameters that are
+// the same on all when somebody is late, dies, or comes later. Workers are threads that meet in a store in
+// memory.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <numeric>
+#include <thread>
+
+#include "dev/test/files.h"
+#include "dev/test/unit/local_comm.h"
+#include "dev/test/random_values.h"
+#include "dev/test/unit/toy_layout.h"
+#include "streaming/diloco.h"
+#include "streaming/elastic/logged_diloco.h"
+
+namespace {
+
+// A store that threads share.
+class MemoryStore {
+public:
+    StoreAnswer perform(const StoreRequest& request) {
+        std::lock_guard<std::mutex> lock(mutex);
+        StoreAnswer answer;
+        auto& folder = folders[request.folder];
+        switch (request.kind) {
+            case StoreRequest::get:
+                answer.found = folder.count(request.name) != 0;
+                if (answer.found) { answer.value = folder[request.name]; }
+                break;
+            case StoreRequest::put:
+                answer.value = folder[request.name] = request.value;
+                break;
+            case StoreRequest::put_if_absent:
+                answer.value = folder.insert({request.name, request.value}).first->second;
+                break;
+            case StoreRequest::remove:
+                request.name.empty() ? folder.clear() : void(folder.erase(request.name));
+                break;
+            case StoreRequest::list:
+                answer.listing = folder;
+                break;
+            case StoreRequest::folders:
+                for (const auto& [name, values] : folders) {
+                    if (name.rfind(request.folder, 0) == 0 && !values.empty()) { answer.listing[name] = ""; }
+                }
+                break;
+        }
+        return answer;
+    }
+
+    // Whether a folder whose name ends so has a name that begins so.
+    bool has(const std::string& folder, const std::string& name) {
+        std::lock_guard<std::mutex> lock(mutex);
+        for (const auto& [path, values] : folders) {
+            const bool is_it = path.size() >= folder.size() &&
+                               path.compare(path.size() - folder.size(), folder.size(), folder) == 0;
+            const auto at = values.lower_bound(name);
+            if (is_it && at != values.end() && at->first.rfind(name, 0) == 0) { return true; }
+        }
+        return false;
+    }
+
+private:
+    std::mutex mutex;
+    std::map<std::string, std::map<std::string, std::string>> folders;
+};
+
+// A worker's way to it, which may be cut.
+struct Line : LogStore {
+    Line(MemoryStore& store, std::atomic<bool>& is_cut) : store(store), is_cut(is_cut) {}
+    StoreAnswer perform(const StoreRequest& request) override {
+        StoreAnswer answer;
+        answer.lost = is_cut;
+        return answer.lost ? answer : store.perform(request);
+    }
+    MemoryStore& store;
+    std::atomic<bool>& is_cut;
+};
+
+const long H = 20;
+
+// b0 and b2, sent at 20, 40, ...; b1 and b3, at 6, 26, ...; b4, at 13, 33, ...
+std::vector<Fragment> toy_fragments() { return make_fragments(4, 5, 2, FragmentPattern::strided, H); }
+
+WireOptions by_all_gather() {
+    WireOptions wire;
+    wire.exchange = ExchangeKind::all_gather;
+    return wire;
+}
+
+struct Plan {
+    WireOptions wire = by_all_gather();
+    int workers = 2, ranks = 1;
+    int min_workers = 0;  // 0: all
+    long overlap = 1;
+    float local_weight = 0.5f;
+    bool offload = false, join_moments = false;
+    long last = 200;
+    double grace = 60, expiry = 60;
+    long max_lag = 1000, retain = 4;
+    bool checkpoints = false;
+    std::string fingerprint = "H 20";
+
+    DilocoOptions options() const {
+        DilocoOptions options;
+        options.inner_steps = H;
+        options.overlap = overlap;
+        options.local_weight = local_weight;
+        options.offload = offload;
+        options.wire = wire;
+        return options;
+    }
+
+    LogOptions log_options(int worker) const {
+        LogOptions options;
+        options.worker = worker;
+        options.join_moments = join_moments;
+        options.protocol.workers = workers;
+        options.protocol.min_workers = min_workers == 0 ? workers : min_workers;
+        options.protocol.max_lag = max_lag;
+        options.protocol.retain = retain;
+        options.protocol.checkpoints = checkpoints;
+        options.protocol.chunk = 100;  // bytes: several a payload
+        options.protocol.grace = grace;
+        options.protocol.expiry = expiry;
+        options.protocol.poll = 0.0005;
+        options.protocol.retry = 0.001;
+        return options;
+    }
+
+    std::string describe() const {
+        return name_of(wire.exchange) + " " + name_of(wire.format) + (wire.stochastic ? " stochastic" : "") +
+               (wire.error_feedback ? " feedback" : "") + (wire.token_weights ? " tokens" : "") +
+               format(" M %d R %d tau %ld alpha %g offload %d", workers, ranks, overlap, double(local_weight),
+                      int(offload));
+    }
+};
+
+// The part of a worker's rank that is the same in lock-step and over the log.
+struct Trainer {
+    Trainer(const Plan& plan, int worker, int rank)
+        : plan(plan),
+          layout(toy_layout(plan.ranks)),
+          worker(worker),
+          rank(rank),
+          local(random_values(77, layout.shard_size(), 0.1f)),
+          params(size_t(layout.size), -1.0f) {}
+
+    // Stands for an inner optimizer.
+    void move(long step) {
+        const uint64_t seed = uint64_t(1000 * (worker + 1) + step);
+        const Floats gradient = random_values(seed, layout.shard_size(), 0.01f);
+        for (size_t i = 0; i < local.size(); i++) { local[i] -= 0.02f * local[i] + gradient[i]; }
+        for (int block = 0; block < int(layout.blocks.size()); block++) {
+            const Range range = layout.shard(block, rank);
+            std::copy_n(&local[size_t(range.shard)], range.count, &params[size_t(range.flat)]);
+        }
+        tokens += uint64_t(10 + 3 * worker);
+    }
+
+    void after(OuterLoop& loop, long& step) {
+        for (const SyncReport& report :
+             loop.after_inner_step(step, tokens, local.data(), params.data(), main)) {
+            reports.push_back(report);
+        }
+    }
+
+    void finish(OuterLoop& loop, long step) {
+        for (const SyncReport& report : loop.finish(step, local.data(), params.data(), main)) {
+            reports.push_back(report);
+        }
+        const float* values = loop.global(main);
+        global.assign(values, values + layout.shard_size());
+    }
+
+    void train(OuterLoop& loop, long step) {
+        while (step < plan.last) {
+            move(++step);
+            after(loop, step);
+        }
+        finish(loop, step);
+    }
+
+    const Plan plan;
+    const Layout layout;
+    int worker, rank;
+    Stream main;
+    Floats local, params, global;
+    uint64_t tokens = 0;
+    std::vector<SyncReport> reports;
+};
+
+// A worker's rank over the log.
+struct Member : Trainer {
+    Member(const Plan& plan, MemoryStore& store, int worker, int rank = 0, LocalGroup* ranks = nullptr)
+        : Trainer(plan, worker, rank),
+          inner(ranks ? *ranks : alone, rank),
+          inner_stream(Stream::Kind::communicate),
+          m(local.size(), float(worker)),
+          v(local.size(), float(10 + worker)) {
+        LogStart start;
+        start.token = "start-" + std::to_string(number_of_starts++);
+        start.fingerprint = plan.fingerprint;
+        LogCallbacks callbacks;
+        callbacks.waiting = [this] {
+            if (waiting) { waiting(); }
+            return !leaves;
+        };
+        loop = std::make_unique<LoggedDiloco>(
+            plan.options(), plan.log_options(worker), toy_fragments(), layout, rank, inner, inner_stream,
+            start, [this, &store] { return std::make_unique<Line>(store, is_cut); }, callbacks,
+            InnerMoments{m.data(), v.data(), &updates});
+        loop->start(local.data(), main);
+        snapshot = loop->make_snapshot();
+    }
+
+    long begin(long step = 0) { return loop->begin(step, tokens, local.data(), params.data(), main); }
+    void run() { train(*loop, begin()); }
+
+    // Residuals of a fragment, as a checkpoint would have them.
+    std::string section(const std::string& name) {
+        loop->snapshot(*snapshot, main);
+        snapshot->wait();
+        for (const StateSection& one : snapshot->sections()) {
+            if (one.name == name) { return std::string(static_cast<const char*>(one.data), one.bytes); }
+        }
+        throw std::runtime_error("no section " + name);
+    }
+
+    void save(const std::string& path, long step) {
+        loop->snapshot(*snapshot, main);
+        snapshot->wait();
+        Fields fields;
+        snapshot->add_fields(fields);
+        fields.set("tokens", tokens);
+        const std::string text = fields.text();
+        std::vector<StateSection> sections = snapshot->sections();
+        sections.push_back({"fields", text.data(), text.size()});
+        sections.push_back({"master", local.data(), local.size() * sizeof(float)});
+        sections.push_back({"params", params.data(), params.size() * sizeof(float)});
+        write_state(path, {step, worker, rank, plan.workers, plan.ranks, "0123456789abcdef"}, sections);
+    }
+
+    long resume(const std::string& path) {
+        const StateReader saved(path);
+        const Fields fields = Fields::parse(saved.text("fields"), path);
+        loop->restore(saved, fields, main);
+        local = saved.values<float>("master");
+        params = saved.values<float>("params");
+        tokens = fields.count("tokens");
+        return begin(saved.identity().step);
+    }
+
+    inline static std::atomic<int> number_of_starts{0};
+
+    LocalGroup alone{1};
+    LocalComm inner;
+    Stream inner_stream;
+    std::atomic<bool> is_cut{false};
+    std::function<void()> waiting;
+    bool leaves = false;  // while it waits
+    Floats m, v;
+    long updates = 7;
+    std::unique_ptr<LoggedDiloco> loop;
+    std::unique_ptr<OuterSnapshot> snapshot;
+};
+
+// What is left of a run, by process.
+struct Outcome {
+    Floats global, local, params;
+    std::vector<SyncReport> reports;
+};
+using Outcomes = std::vector<Outcome>;
+
+Outcome outcome_of(Trainer& trainer) {
+    return {trainer.global, trainer.local, trainer.params, trainer.reports};
+}
+
+bool same_bits(const Floats& a, const Floats& b) {
+    return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+void expect_no_errors(const std::vector<std::string>& errors, const std::string& what = "") {
+    for (const std::string& error : errors) { ASSERT_EQ(error, "") << what; }
+}
+
+Outcomes run_lock_step(const Plan& plan) {
+    Outcomes outcomes(size_t(plan.workers * plan.ranks));
+    for (int rank = 0; rank < plan.ranks; rank++) {
+        LocalGroup group(plan.workers);
+        expect_no_errors(
+            run_members(plan.workers,
+                        [&](int worker) {
+                            LocalComm comm(group, worker);
+                            Stream outer(Stream::Kind::communicate);
+                            Trainer trainer(plan, worker, rank);
+                            Diloco diloco(plan.options(), toy_fragments(), trainer.layout, rank, comm, outer);
+                            diloco.start(trainer.local.data(), trainer.main);
+                            trainer.train(diloco, diloco.begin(0, 0, trainer.local.data(),
+                                                               trainer.params.data(), trainer.main));
+                            outcomes[size_t(worker * plan.ranks + rank)] = outcome_of(trainer);
+                        }),
+            plan.describe());
+    }
+    return outcomes;
+}
+
+// started: so many of the plan's workers
+Outcomes run_log(const Plan& plan, int started) {
+    Outcomes outcomes(size_t(started * plan.ranks));
+    MemoryStore store;
+    std::vector<std::unique_ptr<LocalGroup>> groups;
+    for (int worker = 0; worker < started; worker++) {
+        groups.push_back(std::make_unique<LocalGroup>(plan.ranks));
+    }
+    expect_no_errors(run_members(started * plan.ranks,
+                                 [&](int process) {
+                                     const int worker = process / plan.ranks;
+                                     Member member(plan, store, worker, process % plan.ranks,
+                                                   groups[size_t(worker)].get());
+                                     member.run();
+                                     outcomes[size_t(process)] = outcome_of(member);
+                                 }),
+                     plan.describe());
+    return outcomes;
+}
+
+bool same(double a, double b) { return memcmp(&a, &b, sizeof a) == 0; }
+
+void expect_same_report(const SyncReport& a, const SyncReport& b, const Plan& plan, bool is_merged) {
+    EXPECT_EQ(a.sync, b.sync);
+    EXPECT_EQ(a.fragment, b.fragment);
+    EXPECT_EQ(a.send_step, b.send_step);
+    EXPECT_EQ(a.due_step, b.due_step);
+    EXPECT_EQ(a.global_hash, b.global_hash);
+    EXPECT_EQ(a.not_finite, b.not_finite);
+    ASSERT_EQ(a.statistics.cosines.size(), b.statistics.cosines.size());
+    for (size_t i = 0; i < a.statistics.cosines.size(); i++) {
+        const double tolerance = is_merged ? 1e-12 : 0;  // all-to-all adds up the sums of parts
+        EXPECT_NEAR(a.statistics.cosines[i], b.statistics.cosines[i], tolerance);
+    }
+    EXPECT_TRUE(same(a.statistics.delta_norm, b.statistics.delta_norm));
+    EXPECT_TRUE(same(a.statistics.quantization_error, b.statistics.quantization_error));
+    EXPECT_TRUE(same(a.mean_norm(), b.mean_norm()));
+    ASSERT_TRUE(b.log);
+    EXPECT_TRUE(b.log->counted);
+    EXPECT_EQ(b.log->contributors.size(), size_t(plan.workers));
+    EXPECT_GE(b.waited_seconds(), 0);
+    if (is_merged) { return; }
+    EXPECT_EQ(b.traffic.bytes_received, a.traffic.bytes_received);
+    EXPECT_EQ(b.traffic.bytes_sent * size_t(plan.workers - 1), a.traffic.bytes_sent);
+}
+
+// The decider reads the others' payloads, and writes a mean that they read.
+void expect_traffic_of_merged(const SyncReport& report, const Plan& plan, int worker) {
+    const long n = shard_values(toy_fragments(), toy_layout(plan.ranks))[size_t(report.fragment)];
+    const size_t payload = payload_bytes(plan.wire.format, n);
+    const size_t mean = merged_layout(plan.wire.format, n, plan.workers).bytes;
+    const bool decides = report.log->decider == worker;
+    EXPECT_EQ(report.traffic.bytes_sent, payload + (decides ? mean : 0));
+    EXPECT_EQ(report.traffic.bytes_received, decides ? payload * size_t(plan.workers - 1) : mean);
+}
+
+// What is still in flight behind the last step is applied as it arrives: fragments do not touch each other.
+void sort_reports(Outcomes& outcomes) {
+    for (Outcome& outcome : outcomes) {
+        std::sort(outcome.reports.begin(), outcome.reports.end(),
+                  [](const SyncReport& a, const SyncReport& b) { return a.sync < b.sync; });
+    }
+}
+
+// absent: places for workers who never come
+// What is all-to-all in lock-step is merged over the log.
+void expect_lock_steps_bits(const Plan& plan, int absent = 0) {
+    SCOPED_TRACE(plan.describe());
+    const bool is_merged = plan.wire.exchange == ExchangeKind::all_to_all;
+    const Outcomes expected = run_lock_step(plan);
+    Plan places = plan;
+    if (is_merged) { places.wire.exchange = ExchangeKind::merged; }
+    places.workers += absent;
+    places.min_workers = plan.workers;
+    places.grace = absent > 0 ? 0.05 : plan.grace;
+    Outcomes outcomes = run_log(places, plan.workers);
+    sort_reports(outcomes);
+    for (size_t i = 0; i < expected.size(); i++) {
+        EXPECT_TRUE(same_bits(outcomes[i].global, expected[i].global));
+        EXPECT_TRUE(same_bits(outcomes[i].local, expected[i].local));
+        EXPECT_TRUE(same_bits(outcomes[i].params, expected[i].params));
+        ASSERT_EQ(outcomes[i].reports.size(), 30u);
+        ASSERT_EQ(expected[i].reports.size(), 30u);
+        for (size_t s = 0; s < 30; s++) {
+            expect_same_report(expected[i].reports[s], outcomes[i].reports[s], plan, is_merged);
+            if (is_merged) { expect_traffic_of_merged(outcomes[i].reports[s], plan, int(i) / plan.ranks); }
+        }
+    }
+}
+
+// The hash on which each sync stood, from all workers' reports: the same on all that applied it.
+void expect_one_history(const Outcomes& outcomes) {
+    std::map<long, uint64_t> hashes;
+    for (const Outcome& outcome : outcomes) {
+        for (const SyncReport& report : outcome.reports) {
+            const auto [at, is_new] = hashes.insert({report.sync, report.global_hash});
+            EXPECT_EQ(at->second, report.global_hash) << "sync " << report.sync;
+        }
+    }
+    for (const Outcome& outcome : outcomes) { EXPECT_TRUE(same_bits(outcome.global, outcomes[0].global)); }
+}
+
+TEST(LoggedDiloco, with_nobody_late_every_format_rounding_and_feedback_gives_lock_steps_bits_for_200_steps) {
+    int variant = 0;
+    for (Format format : all_formats) {
+        for (int bits = 0; bits < 4; bits++) {
+            Plan plan;
+            plan.wire = {format, ExchangeKind::all_gather, bool(bits & 1), 99, bool(bits & 2)};
+            plan.workers = variant % 2 ? 3 : 2;
+            plan.overlap = std::vector<long>{0, 1, H - 1}[size_t(variant % 3)];
+            plan.wire.token_weights = variant % 4 >= 2;
+            plan.local_weight = variant % 5 < 3 ? 0.5f : 0.0f;
+            plan.offload = variant % 7 == 3;
+            variant++;
+            ASSERT_NO_FATAL_FAILURE(expect_lock_steps_bits(plan));
+        }
+    }
+}
+
+TEST(LoggedDiloco, with_nobody_late_every_overlap_weight_and_number_of_workers_gives_lock_steps_bits) {
+    for (int workers : {1, 2, 3}) {
+        for (long overlap : {0L, 1L, H - 1}) {
+            for (int bits = 0; bits < 4; bits++) {
+                Plan plan;
+                plan.workers = workers;
+                plan.overlap = overlap;
+                plan.local_weight = bits & 1 ? 0.5f : 0.0f;
+                plan.wire.token_weights = bits & 2;
+                plan.wire.error_feedback = true;
+                ASSERT_NO_FATAL_FAILURE(expect_lock_steps_bits(plan));
+            }
+        }
+    }
+}
+
+TEST(LoggedDiloco, each_shard_of_workers_of_two_ranks_has_lock_steps_bits) {
+    for (long overlap : {0L, 3L}) {
+        Plan plan;
+        plan.ranks = 2;
+        plan.overlap = overlap;
+        plan.wire.error_feedback = true;
+        ASSERT_NO_FATAL_FAILURE(expect_lock_steps_bits(plan));
+    }
+}
+
+TEST(LoggedDiloco, two_who_run_with_more_places_have_the_bits_of_a_run_of_two) {
+    for (bool token_weights : {false, true}) {
+        for (int absent : {1, 8}) {  // 8: ten workers would compare each payload with the mean alone
+            Plan plan;
+            plan.wire.token_weights = token_weights;
+            ASSERT_NO_FATAL_FAILURE(expect_lock_steps_bits(plan, absent));
+        }
+    }
+}
+
+TEST(LoggedDiloco, merged_syncs_have_the_bits_of_all_to_all_to_nearest) {
+    for (Format format : all_formats) {
+        for (int workers : {2, 3, 9}) {  // nine compare each payload with the mean
+            if (workers == 9 && format != Format::fp4_e2m1) { continue; }
+            Plan plan;
+            plan.wire.exchange = ExchangeKind::all_to_all;
+            plan.wire.format = format;
+            plan.wire.token_weights = workers == 3;
+            plan.workers = workers;
+            plan.ranks = workers == 2 ? 2 : 1;
+            plan.overlap = workers == 3 ? 3 : 1;
+            ASSERT_NO_FATAL_FAILURE(expect_lock_steps_bits(plan));
+        }
+    }
+}
+
+LogEntry entry_of(int contributors, size_t bytes) {
+    LogEntry entry;
+    for (int w = 0; w < contributors; w++) { entry.contributors.push_back({Incarnation{w, 0}, bytes, 0, 0}); }
+    return entry;
+}
+
+TEST(LoggedDiloco, large_syncs_of_five_and_more_are_merged_by_themselves_but_not_with_error_feedback) {
+    const size_t large = 2 << 20;
+    WireOptions wire;
+    EXPECT_TRUE(is_merged(entry_of(5, large), merged_from(wire)));
+    EXPECT_FALSE(is_merged(entry_of(4, large), merged_from(wire)));
+    EXPECT_FALSE(is_merged(entry_of(5, large - 1), merged_from(wire)));
+    wire.error_feedback = true;
+    EXPECT_FALSE(is_merged(entry_of(64, large), merged_from(wire)));
+    wire.exchange = ExchangeKind::merged;
+    EXPECT_TRUE(is_merged(entry_of(2, 1), merged_from(wire)));
+    EXPECT_FALSE(is_merged(entry_of(1, large), merged_from(wire)));
+    EXPECT_FALSE(is_merged(entry_of(0, 0), merged_from(wire)));
+    EXPECT_FALSE(is_merged(entry_of(64, large), merged_from(by_all_gather())));
+}
+
+TEST(LoggedDiloco, a_run_says_that_it_merges_where_some_fragment_is_large_enough) {
+    const WireOptions wire;  // 4.125 bits a value
+    const long large = 4'200'192;
+    EXPECT_EQ(describe_merging(wire, {large / 2, large / 2}, 8), "");
+    EXPECT_EQ(describe_merging(wire, {large}, 4), "");
+    EXPECT_NE(describe_merging(wire, {large / 2, large}, 5).find("2097152 bytes and more, are merged"),
+              std::string::npos);
+}
+
+// Of three payloads by hand, on the host, as the decider's log does it.
+TEST(MergedMean, is_a_function_of_the_payloads_and_names_all_where_their_sum_overflows) {
+    const Sync sync{3, 0, 17, 3 * quantization_block};
+    const std::vector<Piece> pieces{{0, sync.values, 1000}};
+    for (bool overflows : {false, true}) {
+        WireOptions wire;
+        wire.format = Format::bf16;
+        wire.stochastic = true;
+        std::vector<Contribution> contributions;
+        for (int worker : {0, 2, 5}) {
+            const Floats values(size_t(sync.values), overflows ? 3e38f : 0.1f * float(worker + 1));
+            const PayloadLayout layout = payload_layout(wire.format, sync.values);
+            std::vector<uint8_t> payload(layout.bytes);
+            cpu::Stream here;
+            cpu::write_header(payload.data(), make_header(sync, layout, 0, worker, 10), here);
+            cpu::quantize(payload.data(), layout, Rounding(), 0, {values.data()}, sync.values, here);
+            contributions.push_back({worker, std::string(payload.begin(), payload.end())});
+        }
+        const std::string mean = encode_merged_mean(wire, sync, pieces, contributions);
+        EXPECT_EQ(mean, encode_merged_mean(wire, sync, pieces, contributions));
+        const Headers headers = checked_mean_headers(mean, {0, 2, 5}, sync, wire.format);
+        EXPECT_EQ((headers.means[0].flags & delta_not_finite) != 0, overflows);
+        ASSERT_EQ(headers.sent[0].size(), 3u);
+        EXPECT_EQ(headers.sent[0][2].worker, 5u);
+        EXPECT_THROW(checked_mean_headers(mean, {0, 2, 4}, sync, wire.format), RunError);
+        EXPECT_THROW(checked_mean_headers(mean, {0, 2}, sync, wire.format), RunError);
+        EXPECT_THROW(checked_mean_headers(mean, {0, 2, 5}, sync, Format::fp4), RunError);
+        Floats decoded(size_t(sync.values));
+        cpu::Stream here;
+        cpu::dequantize_mean(decoded.data(), reinterpret_cast<const uint8_t*>(mean.data()), 0, 1,
+                             merged_layout(wire.format, sync.values, 3), nullptr, here);
+        EXPECT_NEAR(decoded[5], overflows ? 0 : 1.0f / 3, 0.01);
+    }
+}
+
+TEST(LoggedDiloco, merged_syncs_are_the_same_on_all_with_every_rounding_and_feedback) {
+    for (int bits = 0; bits < 4; bits++) {
+        Plan plan;
+        plan.workers = 3;
+        plan.wire.exchange = ExchangeKind::merged;
+        plan.wire.stochastic = bits & 1;
+        plan.wire.error_feedback = bits & 2;
+        const Outcomes outcomes = run_log(plan, 3);
+        expect_one_history(outcomes);
+        EXPECT_EQ(outcomes[0].reports.size(), 30u);
+    }
+}
+
+TEST(LoggedDiloco, a_report_tells_who_was_counted_with_what_and_who_decided) {
+    Plan plan;
+    plan.workers = 3;
+    plan.last = 60;
+    for (const Outcome& outcome : run_log(plan, 3)) {
+        for (const SyncReport& report : outcome.reports) {
+            const long since = std::min(report.send_step, H);
+            ASSERT_EQ(report.log->contributors.size(), 3u);
+            for (int worker = 0; worker < 3; worker++) {
+                EXPECT_EQ(report.log->contributors[size_t(worker)].worker, worker);
+                EXPECT_EQ(report.log->contributors[size_t(worker)].tokens,
+                          uint64_t(since * (10 + 3 * worker)));
+            }
+            EXPECT_GE(report.log->decider, 0);
+            EXPECT_LT(report.log->decider, 3);
+            EXPECT_GE(report.log->grace_seconds, 0);
+        }
+    }
+}
+
+// Values of a fragment's shards.
+Floats fragment_of(const Floats& shard, int p) {
+    const Layout layout = toy_layout(1);
+    const Fragment fragment = toy_fragments()[size_t(p)];
+    Floats values;
+    for (int block : fragment.blocks) {
+        const Range range = layout.shard(block, 0);
+        values.insert(values.end(), &shard[size_t(range.shard)], &shard[size_t(range.shard)] + range.count);
+    }
+    return values;
+}
+
+// Of a section of residuals, in which fragments lie one behind the other.
+std::string residuals_of(const std::string& section, int p) {
+    const std::vector<long> values = shard_values(toy_fragments(), toy_layout(1));
+    const long first = std::accumulate(&values[0], &values[0] + p, 0L);
+    return section.substr(size_t(first) * sizeof(float), size_t(values[size_t(p)]) * sizeof(float));
+}
+
+// Asks once a millisecond, and gives up after a minute.
+template <class Condition>
+void wait_until(Condition condition) {
+    for (int i = 0; !condition(); i++) {
+        if (i == 60000) { throw std::runtime_error("waited in vain"); }
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+}
+
+// Worker 2 is cut off from before its send of sync 3 (fragment 1, step 26) until the others have decided it.
+TEST(LoggedDiloco, who_was_not_counted_follows_global_and_has_the_residuals_of_before) {
+    for (float alpha : {0.5f, 1.0f}) {
+        Plan plan;
+        plan.workers = 3;
+        plan.wire.error_feedback = true;
+        plan.local_weight = alpha;
+        plan.min_workers = 2;
+        plan.grace = 1;
+        plan.last = 120;
+        MemoryStore store;
+        Outcomes outcomes(3);
+        std::atomic<bool> has_followed{false};
+        expect_no_errors(run_members(3, [&](int worker) {
+            Member member(plan, store, worker);
+            long step = member.begin();
+            std::string residuals;
+            Floats local, global;
+            member.waiting = [&] { member.is_cut = member.is_cut && !store.has("/entry", "3"); };
+            while (step < plan.last) {
+                member.move(++step);
+                if (worker == 2 && step == 26) {
+                    residuals = member.section("residuals");
+                    member.is_cut = true;
+                }
+                if (worker == 2 && step == 27) {
+                    EXPECT_NE(residuals_of(member.section("residuals"), 1), residuals_of(residuals, 1));
+                    EXPECT_EQ(residuals_of(member.section("residuals_before"), 1),
+                              residuals_of(residuals, 1));
+                    const float* now = member.loop->global(member.main);
+                    local = member.local;
+                    global.assign(now, now + long(local.size()));
+                }
+                member.after(*member.loop, step);
+                if (worker != 2 && step == 27) { wait_until([&] { return has_followed.load(); }); }
+                if (worker != 2 || local.empty()) { continue; }
+                has_followed = true;
+                ASSERT_EQ(member.reports[3].sync, 3);
+                EXPECT_FALSE(member.reports[3].log->counted);
+                EXPECT_EQ(member.reports[3].log->contributors.size(), 2u);
+                EXPECT_EQ(residuals_of(member.section("residuals"), 1), residuals_of(residuals, 1));
+                const Floats was = fragment_of(local, 1), old_global = fragment_of(global, 1);
+                const float* now = member.loop->global(member.main);
+                const Floats new_global = fragment_of(Floats(now, now + long(local.size())), 1);
+                Floats expected = was;
+                for (size_t i = 0; i < was.size(); i++) { expected[i] += new_global[i] - old_global[i]; }
+                EXPECT_TRUE(same_bits(fragment_of(member.local, 1), expected));
+                EXPECT_TRUE(same_bits(fragment_of(member.params, 1), expected));
+                EXPECT_FALSE(same_bits(new_global, old_global));
+                local.clear();
+            }
+            member.finish(*member.loop, step);
+            outcomes[size_t(worker)] = outcome_of(member);
+        }));
+        expect_one_history(outcomes);
+        ASSERT_GT(outcomes[2].reports.size(), 4u);
+    }
+}
+
+// Others stand still behind a step and take their turns there until `until`.
+void stand(Member& member, long step, const std::atomic<bool>& until) {
+    wait_until([&] {
+        member.after(*member.loop, step);
+        return until.load();
+    });
+}
+
+TEST(LoggedDiloco, a_newcomer_takes_a_snapshot_and_is_counted_from_then_on) {
+    for (bool join_moments : {false, true}) {
+        Plan plan;
+        plan.workers = 3;
+        plan.join_moments = join_moments;
+        plan.wire.error_feedback = true;
+        plan.offload = join_moments;
+        plan.min_workers = 2;
+        plan.grace = 1;
+        plan.expiry = 10;
+        plan.retain = 1;
+        MemoryStore store;
+        Outcomes outcomes(3);
+        std::atomic<bool> has_joined{false};
+        std::atomic<int> standing{0};
+        expect_no_errors(run_members(3, [&](int worker) {
+            if (worker == 2) { wait_until([&] { return standing == 2; }); }
+            Member member(plan, store, worker);
+            if (worker == 2) {  // it has trained by itself, which nobody gets to see
+                member.local = random_values(5, member.layout.shard_size(), 0.1f);
+                member.tokens = 100000;
+            }
+            long step = member.begin();
+            if (worker == 2) {
+                wait_until([&] {
+                    member.after(*member.loop, step);
+                    return member.loop->snapshots_taken() > 0;
+                });
+                EXPECT_EQ(step, 80);
+                const float* global = member.loop->global(member.main);
+                EXPECT_TRUE(same_bits(member.local, Floats(global, global + long(member.local.size()))));
+                EXPECT_TRUE(same_bits(member.params, member.local));
+                EXPECT_EQ(member.m[0], join_moments ? 0.0f : 2.0f);
+                EXPECT_EQ(member.v[5], join_moments ? 10.0f : 12.0f);
+                EXPECT_EQ(member.updates, join_moments ? 42 : 7);
+                has_joined = true;
+            } else {
+                member.updates = 42;
+            }
+            while (step < plan.last) {
+                member.move(++step);
+                member.after(*member.loop, step);
+                if (worker != 2 && step == 83) {  // nothing is in flight
+                    standing++;
+                    stand(member, step, has_joined);
+                }
+            }
+            member.finish(*member.loop, step);
+            outcomes[size_t(worker)] = outcome_of(member);
+        }));
+        expect_one_history(outcomes);
+        const auto& reports = outcomes[2].reports;
+        EXPECT_TRUE(std::any_of(reports.begin(), reports.end(),
+                                [](const SyncReport& report) { return report.log->counted; }));
+        for (const SyncReport& report : outcomes[0].reports) {
+            for (const auto& one : report.log->contributors) { EXPECT_LT(one.tokens, 100000u); }
+        }
+    }
+}
+
+// Ends a member as a crash would: nothing more of it gets into the store.
+void die(Member& member) {
+    member.is_cut = true;
+    member.loop.reset();
+}
+
+// Worker 2 dies right behind step 27, when sync 3 (sent at 26) is on its way, with a checkpoint.
+void resume_in_mid_flight(bool is_counted) {
+    Plan plan;
+    plan.workers = 3;
+    plan.wire.error_feedback = true;
+    plan.overlap = 3;
+    plan.min_workers = 2;
+    plan.grace = 1;
+    plan.last = 120;
+    plan.checkpoints = true;
+    MemoryStore store;
+    Outcomes outcomes(3);
+    TemporaryFolder folder;
+    std::atomic<bool> is_dead{false}, is_back{false};
+    expect_no_errors(run_members(3, [&](int worker) {
+        auto member = std::make_unique<Member>(plan, store, worker);
+        long step = member->begin();
+        while (step < plan.last) {
+            member->move(++step);
+            if (worker == 2 && step == 26 && !is_dead && !is_counted) { member->is_cut = true; }
+            member->after(*member->loop, step);
+            if (step == 26 && is_counted) { wait_until([&] { return store.has("/sent/3", "2."); }); }
+            if (worker == 2 && step == 27 && !is_dead) {
+                                const std::string path = folder / "state";
+                const std::string after = member->section("residuals"),
+                                  before = member->section("residuals_before");
+                EXPECT_NE(residuals_of(after, 1), residuals_of(before, 1));
+                member->save(path, step);
+                die(*member);
+                is_dead = true;
+                member = std::make_unique<Member>(plan, store, worker);
+                wait_until([&] { return store.has("/entry", "3"); });
+                step = member->resume(path);
+                while (member->reports.empty()) {
+                    member->move(++step);
+                    member->after(*member->loop, step);
+                }
+                EXPECT_EQ(member->loop->snapshots_taken(), 0);
+                EXPECT_EQ(member->reports[0].sync, 3);
+                EXPECT_EQ(member->reports[0].log->counted, is_counted);
+                EXPECT_EQ(residuals_of(member->section("residuals"), 1),
+                          residuals_of(is_counted ? after : before, 1));
+                is_back = true;
+            }
+            if (worker != 2 && step == 30) { stand(*member, step, is_back); }
+        }
+        member->finish(*member->loop, step);
+        outcomes[size_t(worker)] = outcome_of(*member);
+    }));
+    expect_one_history(outcomes);
+}
+
+TEST(LoggedDiloco, who_resumes_in_mid_flight_keeps_what_rounding_lost_of_a_payload_that_counts) {
+    resume_in_mid_flight(true);
+}
+
+TEST(LoggedDiloco, who_resumes_in_mid_flight_gets_back_the_residuals_of_before_one_that_does_not) {
+    resume_in_mid_flight(false);
+}
+
+TEST(LoggedDiloco, an_outer_gradient_that_is_not_finite_is_applied_by_nobody_and_named_by_all) {
+    Plan plan;
+    plan.workers = 3;
+    plan.wire.error_feedback = true;
+    MemoryStore store;
+    Outcomes outcomes(3);
+    expect_no_errors(run_members(3, [&](int worker) {
+        Member member(plan, store, worker);
+        long step = member.begin();
+        while (step < plan.last) {
+            member.move(++step);
+            const Floats kept = member.local;
+            if (worker == 1 && step == 46) { member.local[130] = INFINITY; }  // of fragment 1: sync 6
+            member.after(*member.loop, step);
+            if (worker == 1 && step == 46) { member.local = kept; }
+        }
+        member.finish(*member.loop, step);
+        outcomes[size_t(worker)] = outcome_of(member);
+    }));
+    expect_one_history(outcomes);
+    for (const Outcome& outcome : outcomes) {
+        ASSERT_EQ(outcome.reports.size(), 30u);
+        for (const SyncReport& report : outcome.reports) {
+            EXPECT_EQ(report.not_finite, report.sync == 6 ? std::vector<int>{1} : std::vector<int>{});
+            EXPECT_EQ(report.applied(), report.sync != 6);
+        }
+        for (size_t i = 7; i < 10; i++) { EXPECT_NE(outcome.reports[i].global_hash, 0u); }
+        EXPECT_EQ(outcome.reports[9].global_hash, outcome.reports[6].global_hash);  // of fragment 1, too
+        for (float value : outcome.global) { EXPECT_TRUE(std::isfinite(value)); }
+    }
+}
+
+TEST(LoggedDiloco, a_payload_of_another_format_is_refused_with_whose_it_is) {
+    MemoryStore store;
+    const std::vector<std::string> errors = run_members(2, [&](int worker) {
+        Plan plan;
+        plan.wire.format = worker == 0 ? Format::fp4 : Format::fp4_e2m1;
+        Member member(plan, store, worker);
+        member.run();
+    });
+    EXPECT_TRUE(contains(errors[0],
+                         "the payload of worker 1 for fragment 1 (sync 0, sent at step 6) was "
+                         "refused: its number format is"))
+        << errors[0];
+    EXPECT_TRUE(contains(errors[1],
+                         "the payload of worker 0 for fragment 1 (sync 0, sent at step 6) was "
+                         "refused: its number format is"))
+        << errors[1];
+}
+
+TEST(LoggedDiloco, a_worker_of_other_options_is_refused_with_those_of_the_run) {
+    Plan plan;
+    plan.workers = 1;
+    plan.last = 30;
+    MemoryStore store;
+    without_teams();
+    Member first(plan, store, 0);
+    first.run();
+    plan.fingerprint = "H 21";
+    Member other(plan, store, 1);
+    try {
+        other.begin();
+        FAIL() << "it has begun";
+    } catch (const LogStopped& stopped) {
+        EXPECT_TRUE(stopped.is_refused);
+        EXPECT_EQ(stopped.theirs, "H 20");
+    }
+}
+
+TEST(LoggedDiloco, who_is_started_twice_is_stopped_with_a_status_of_its_own) {
+    Plan plan;
+    plan.workers = 1;
+    plan.last = 1000000;
+    MemoryStore store;
+    without_teams();
+    Member first(plan, store, 0), second(plan, store, 0);
+    const long step = first.begin();
+    second.begin();
+    try {
+        first.train(*first.loop, step);
+        FAIL() << "it trains to its end";
+    } catch (const LogStopped& stopped) {
+        EXPECT_STREQ(stopped.what(), "another process has started as this worker");
+        EXPECT_EQ(exit_status(stopped), replaced_status);
+    }
+}
+
+TEST(LoggedDiloco, what_the_trainer_throws_while_it_waits_ends_the_wait) {
+    Plan plan;
+    MemoryStore store;
+    without_teams();
+    Member member(plan, store, 0);  // there is no other worker
+    int calls = 0;
+    member.waiting = [&] {
+        if (++calls == 3) { throw RunError("asked to stop"); }
+    };
+    EXPECT_THROW(member.begin(), RunError);
+    EXPECT_EQ(calls, 3);
+}
+
+TEST(LoggedDiloco, who_ends_the_wait_takes_the_other_ranks_of_its_worker_along) {
+    Plan plan;
+    plan.ranks = 2;
+    MemoryStore store;
+    LocalGroup ranks(plan.ranks);
+    std::atomic<int> left{0};
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < plan.ranks; rank++) {
+        threads.emplace_back([&, rank] {
+            without_teams();
+            Member member(plan, store, 0, rank, &ranks);  // there is no other worker
+            member.leaves = rank == 1;
+            try {
+                member.begin();
+            } catch (const LogLeft&) { left++; }
+        });
+    }
+    for (std::thread& thread : threads) { thread.join(); }
+    EXPECT_EQ(left, 2);
+}
+
+TEST(LoggedDiloco, checkpoints_of_lock_step_and_of_the_log_are_not_taken_for_each_other) {
+    Plan plan;
+    plan.workers = 1;
+    plan.last = 30;
+    TemporaryFolder folder;
+    MemoryStore store;
+    without_teams();
+    Member member(plan, store, 0);
+    member.run();
+    member.save(folder / "log", 30);
+    LocalGroup group(1);
+    LocalComm comm(group, 0);
+    Stream outer(Stream::Kind::communicate);
+    Diloco diloco(plan.options(), toy_fragments(), member.layout, 0, comm, outer);
+    diloco.start(member.local.data(), member.main);
+    const StateReader of_log(folder / "log");
+    EXPECT_TRUE(contains(
+        user_error([&] { diloco.restore(of_log, Fields::parse(of_log.text("fields"), "f"), member.main); }),
+        "is of a run with --outer-transport store: "));
+
+    const auto snapshot = diloco.make_snapshot();
+    diloco.snapshot(*snapshot, member.main);
+    snapshot->wait();
+    Fields fields;
+    snapshot->add_fields(fields);
+    write_state(folder / "lock_step", {30, 0, 0, 1, 1, "0123456789abcdef"}, snapshot->sections());
+    EXPECT_TRUE(contains(
+        user_error([&] { member.loop->restore(StateReader(folder / "lock_step"), fields, member.main); }),
+        "is of a run without --outer-transport store: "));
+}
+
+}  // namespace

@@ -1,0 +1,1052 @@
+// The sync log, by simulation: thousands of runs with crashes, stalls, lost connections, restarts and
+// newcomers between any two requests to the store, each from a seed, and each rule broken in turn to see that
+// it is found out. SEED=n shows all that happens in run n.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <new>
+
+#include "dev/test/unit/elastic/sync_log_simulation.h"
+#include "streaming/schedule.h"
+
+namespace {
+
+const uint64_t seeds = 10000;
+
+std::string last_lines(const std::vector<std::string>& trace, size_t most) {
+    std::string text;
+    for (size_t i = trace.size() - std::min(most, trace.size()); i < trace.size(); i++) {
+        text += trace[i] + "\n";
+    }
+    return text;
+}
+
+TEST(SyncLog, workers_stay_equal_and_go_on_whatever_happens_between_any_two_requests) {
+    const SyncLogRules rules;
+    if (const char* seed = std::getenv("SEED")) {
+        std::vector<std::string> trace;
+        const std::string wrong = simulation::run(uint64_t(std::atoll(seed)), rules, &trace);
+        printf("%s", last_lines(trace, trace.size()).c_str());
+        ASSERT_EQ(wrong, "");
+        return;
+    }
+    simulation::Totals totals;
+    for (uint64_t seed = 1; seed <= seeds; seed++) {
+        if (simulation::run(seed, rules, nullptr, &totals).empty()) { continue; }
+        std::vector<std::string> trace;
+        const std::string wrong = simulation::run(seed, rules, &trace);
+        FAIL() << "SEED=" << seed << " shows this run; its last lines:\n" << last_lines(trace, 60) << wrong;
+    }
+    // What is claimed to be survived did happen.
+    printf("%s\n", totals.text().c_str());
+    EXPECT_GT(totals.syncs, 50000);
+    EXPECT_GT(totals.deaths, 10000);
+    EXPECT_GT(totals.stalls, 10000);
+    EXPECT_GT(totals.snapshots, 1000);
+    EXPECT_GT(totals.snapshots_gone, 20);
+    EXPECT_GT(totals.jumps, 1000);
+    EXPECT_GT(totals.late, 1000);
+    EXPECT_GT(totals.new_generations, 500);
+    EXPECT_GT(totals.diverged, 100);
+    EXPECT_LT(totals.undecidable, 100);
+    EXPECT_GT(totals.refused, 1000);
+    EXPECT_GT(totals.too_late, 100);
+    EXPECT_GT(totals.gone, 1000);
+    EXPECT_GT(totals.merged, 10000);
+    EXPECT_GT(totals.without_mean, 500);
+    EXPECT_GT(totals.with_half_a_mean, 100);
+    EXPECT_GT(totals.deciders_gone, 500);
+    EXPECT_GT(totals.deciders_late, 500);
+    EXPECT_GT(totals.means_gone, 3);
+}
+
+TEST(SyncLog, a_seed_is_the_same_run_again) {
+    for (uint64_t seed = 1; seed <= 20; seed++) {
+        std::vector<std::string> first, again;
+        simulation::run(seed, SyncLogRules(), &first);
+        simulation::run(seed, SyncLogRules(), &again);
+        ASSERT_GT(first.size(), 100u);
+        ASSERT_EQ(first, again);
+    }
+}
+
+// So that its bits are those of the exchanges in lock-step.
+TEST(SyncLog, with_nobody_late_all_are_counted_in_every_sync_and_nobody_jumps) {
+    const SyncLogRules rules;
+    for (uint64_t seed = 1; seed <= 100; seed++) {
+        long syncs = 0;
+        simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
+            simulation::make_even(plan);
+            plan.options.grace = 60;
+            plan.options.max_lag = plan.H;
+            syncs = plan.steps / plan.H * plan.fragments;
+        });
+        ASSERT_NO_THROW(world.run()) << "seed " << seed;
+        EXPECT_EQ(world.totals.jumps, 0) << "seed " << seed;
+        EXPECT_EQ(world.totals.late, 0) << "seed " << seed;
+        ASSERT_GE(long(world.entries().size()), syncs - 4) << "seed " << seed;
+        for (const auto& [key, entry] : world.entries()) {
+            ASSERT_EQ(entry.contributors.size(), 3u) << "seed " << seed << ", " << key;
+        }
+    }
+}
+
+TEST(SyncLog, a_worker_that_comes_back_is_counted_again_within_two_periods) {
+    const SyncLogRules rules;
+    for (uint64_t seed = 1; seed <= 100; seed++) {
+        long period = 0;
+        simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
+            simulation::make_even(plan);
+            plan.options.grace = 4;  // two steps
+            period = plan.fragments;
+        });
+        world.kill_at(int(seed % 3), 6 + double(seed % 50) / 10, double(seed % 7));
+        ASSERT_NO_THROW(world.run()) << "seed " << seed;
+        const std::optional<long> took = world.syncs_until_counted(int(seed % 3));
+        ASSERT_TRUE(took) << "seed " << seed;
+        ASSERT_LE(*took, 2 * period) << "seed " << seed;
+    }
+}
+
+// Also one for which everything takes long.
+TEST(SyncLog, who_begins_the_run_is_waited_for_before_its_first_beat_is_seen) {
+    const SyncLogRules rules;
+    for (uint64_t seed = 1; seed <= 30; seed++) {
+        simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
+            simulation::make_even(plan);
+            plan.steps = 2 * plan.H;
+            plan.step_time = {0.01, 0.01, 0.01};
+            plan.delay[seed % 3] = 1;
+            plan.options.chunk = 100;
+            plan.options.grace = plan.options.expiry = 1000;
+            plan.options.max_lag = plan.H;
+        });
+        ASSERT_NO_THROW(world.run()) << "seed " << seed;
+        for (const auto& [key, entry] : world.entries()) {
+            ASSERT_EQ(entry.contributors.size(), 3u) << "seed " << seed << ", " << key;
+        }
+    }
+}
+
+// With tau steps of time for a payload a worker may be some steps behind; at the end as well.
+TEST(SyncLog, nobody_is_late_because_the_run_ends) {
+    const SyncLogRules rules;
+    for (uint64_t seed = 1; seed <= 20; seed++) {
+        simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
+            simulation::make_even(plan);
+            plan.H = 8;
+            plan.overlap.assign(3, 7);
+            plan.options.max_lag = 7;
+            plan.steps = 104;
+            plan.step_time = {1, 1, 1.05};
+            plan.options.grace = 1.5;
+        });
+        ASSERT_NO_THROW(world.run()) << "seed " << seed;
+        for (const auto& [key, entry] : world.entries()) {
+            ASSERT_EQ(entry.contributors.size(), 3u) << "seed " << seed << ", " << key;
+        }
+    }
+}
+
+// Until it has sent once. Then it has shown how late it is, and may be waited for.
+TEST(SyncLog, nobody_waits_for_who_comes_back_before_it_has_shown_that_it_keeps_pace) {
+    const SyncLogRules rules;
+    int missed = 0;
+    for (uint64_t seed = 1; seed <= 30; seed++) {
+        const int w = int(seed % 3);
+        double poll = 0;
+        simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
+            simulation::make_even(plan);
+            plan.steps = 150;
+            plan.H = 6;
+            plan.delay[size_t(w)] = 0.35;  // it takes long to come back
+            plan.options.grace = 30;
+            plan.options.expiry = 8;
+            plan.options.max_lag = plan.H;
+            plan.checkpoint_every = 1 + long(seed % 8);
+            poll = plan.options.poll;
+        });
+        const double killed = 15 + double(seed % 50) / 10, back = killed + 20 + double(seed % 20);
+        world.kill_at(w, killed, back - killed);
+        ASSERT_NO_THROW(world.run()) << "seed " << seed;
+        const long first = world.first_sent({w, 2});
+        ASSERT_GE(first, 0) << "seed " << seed;
+        for (const auto& [sync, seconds] : world.waits_for(w, back)) {
+            if (sync > first) { break; }
+            EXPECT_LT(seconds, 4 * poll) << "seed " << seed << ", sync " << sync;
+            missed++;
+        }
+    }
+    EXPECT_GT(missed, 20);
+}
+
+// Its speed a half or a tenth, tau five steps: it jumps, and is in time then.
+TEST(SyncLog, a_slow_worker_does_not_slow_the_others_and_is_counted_in_nine_of_ten_syncs) {
+    const SyncLogRules rules;
+    for (const double slower : {2, 10}) {
+        for (uint64_t seed = 1; seed <= 5; seed++) {
+            const double steps = 600, step_time = 0.4;
+            simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
+                simulation::make_even(plan);
+                plan.H = 10;
+                plan.fragments = 1;
+                plan.steps = long(steps);
+                plan.overlap.assign(3, 5);
+                plan.step_time = {step_time, step_time, step_time * slower};
+                plan.options.grace = 5;
+                plan.options.max_lag = 5;
+            });
+            ASSERT_NO_THROW(world.run()) << "seed " << seed;
+            double waited = 0, counted = 0, syncs = 0;
+            for (const auto& [sync, seconds] : world.waits_for(2, 0)) { waited += seconds; }
+            for (const auto& [key, entry] : world.entries()) {
+                const bool is_known_slow = std::atol(key.substr(key.rfind('/') + 1).c_str()) >= 10;
+                syncs += is_known_slow;
+                counted += is_known_slow && entry.counts(2);
+            }
+            // Two graces to find out, then a fiftieth.
+            EXPECT_LT(waited, 10 + steps * step_time / 50) << "seed " << seed << ", " << slower;
+            EXPECT_GE(syncs, 49);
+            if (slower == 2) { EXPECT_GT(counted, 0.9 * syncs) << "seed " << seed; }
+        }
+    }
+}
+
+// One whose host may have no memory for snapshots.
+struct PoorShard : simulation::Shard {
+    using Shard::Shard;
+    void append_snapshot(std::string& bytes) override {
+        if (is_poor) { throw std::bad_alloc(); }
+        Shard::append_snapshot(bytes);
+    }
+    void load(std::string_view snapshot) override {
+        if (is_poor) { throw std::bad_alloc(); }
+        Shard::load(snapshot);
+    }
+    bool is_poor = false;
+};
+
+// A worker that is asked for requests by hand, as often as a test likes.
+struct Driven {
+    Driven(int worker, const SyncSchedule& schedule, LogStore& store, const SyncLogOptions& options,
+           int rank = 0)
+        : store(store),
+          shard(worker, rank, schedule),
+          log(options, schedule, worker, shard, rules, start(worker, schedule)) {}
+
+    static SyncLogOptions options(int merged_from = 0, int workers = 3, int min_workers = 3) {
+        SyncLogOptions options;
+        options.merged_from.contributors = merged_from;
+        options.workers = workers;
+        options.min_workers = min_workers;
+        options.grace = options.expiry = 100;
+        options.snapshot_chunk = 10;  // bytes
+        return options;
+    }
+    static LogStart start(int worker, const SyncSchedule& schedule) {
+        LogStart start;
+        start.token = std::to_string(worker);
+        start.positions.assign(size_t(schedule.fragments()), 0);
+        return start;
+    }
+
+    // Brings all requests to the store and the answers back. False: there is nothing to ask.
+    bool go_there_and_back(double now) {
+        const std::vector<StoreRequest> requests = log.requests(now);
+        if (requests.empty()) { return false; }
+        log.answer(store.perform_all(requests), now);
+        if (const auto work = log.mean_to_make()) {
+            log.bring_mean(work->sync, shard.mean(work->sync, work->contributions));
+        }
+        return true;
+    }
+    void show_life(double now) { store.perform_all(heartbeat.requests(log.pulse(), now)); }
+    int ways_until_it_goes_on(long step, double now) {
+        int ways = 0;
+        for (; log.turn(step, now).kind == LogTurn::wait; ways++) { EXPECT_TRUE(go_there_and_back(now)); }
+        return ways;
+    }
+
+    LogStore& store;
+    const SyncLogRules rules;
+    PoorShard shard;
+    SyncLog log;
+    Heartbeat heartbeat{0.5};
+};
+
+// Returns the bytes that each worker has read.
+std::vector<size_t> three_ways_and_two(int merged_from) {
+    const long H = 4;
+    const SyncSchedule schedule(std::vector<Fragment>(1), H);
+    SimulatedStore store(schedule, 4);
+    std::vector<std::unique_ptr<Driven>> workers;
+    for (int w = 0; w < 3; w++) {
+        workers.push_back(std::make_unique<Driven>(w, schedule, store, Driven::options(merged_from)));
+    }
+    double now = 0;
+    const auto settle = [&] {
+        for (now += 1; workers[0]->go_there_and_back(now) | workers[1]->go_there_and_back(now) |
+                       workers[2]->go_there_and_back(now);) {}
+    };
+    for (int round = 0; round < 3; round++) { settle(); }
+    for (long step = 0; step <= H; step++) {
+        for (const auto& one : workers) {
+            if (step > 0) { one->shard.train(step); }
+            EXPECT_EQ(one->log.turn(step, now).kind, LogTurn::go_on);
+        }
+        if (step < H) { settle(); }
+    }
+    for (int w : {0, 1}) {  // they have sent, and see that somebody is missing
+        EXPECT_TRUE(workers[size_t(w)]->go_there_and_back(now));
+        EXPECT_FALSE(workers[size_t(w)]->go_there_and_back(now));
+    }
+    EXPECT_EQ(workers[2]->ways_until_it_goes_on(H + 1, now), 3);
+    workers[2]->go_there_and_back(now);  // of a merged sync it writes the mean
+    for (int w : {0, 1}) { EXPECT_EQ(workers[size_t(w)]->ways_until_it_goes_on(H + 1, now), 2); }
+    for (const auto& one : workers) { EXPECT_EQ(one->log.positions(), std::vector<long>{1}); }
+    EXPECT_EQ(store.entries().size(), 1u);
+    EXPECT_EQ(store.entries().begin()->second.contributors.size(), 3u);
+    std::vector<size_t> read;
+    for (const auto& one : workers) {
+        for (const LogEvent& event : one->log.events()) {
+            if (event.kind == LogEventKind::applied) { read.push_back(event.bytes_read); }
+        }
+    }
+    return read;
+}
+
+TEST(SyncLog, a_sync_is_three_ways_to_the_store_for_who_sends_last_and_two_more_for_the_others) {
+    EXPECT_EQ(three_ways_and_two(0), (std::vector<size_t>{72, 72, 72}));  // two payloads
+}
+
+TEST(SyncLog, so_is_a_merged_one_of_which_all_but_the_decider_read_the_mean_alone) {
+    EXPECT_EQ(three_ways_and_two(3), (std::vector<size_t>{84, 84, 72}));
+}
+
+TEST(SyncLog, who_was_stopped_while_it_looked_around_looks_again_soon) {
+    const SyncSchedule schedule(std::vector<Fragment>(1), 4);
+    SimulatedStore store(schedule, 4);
+    std::vector<std::unique_ptr<Driven>> workers;
+    for (int w = 0; w < 3; w++) {
+        workers.push_back(std::make_unique<Driven>(w, schedule, store, Driven::options()));
+    }
+    double now = 0;
+    for (; now < 3; now += 1) {
+        for (const auto& one : workers) {
+            while (one->go_there_and_back(now)) {}
+        }
+    }
+    SyncLog& log = workers[0]->log;
+    ASSERT_EQ(log.turn(0, now).kind, LogTurn::go_on);
+    const auto looks = [](const StoreRequest& request) {
+        return request.kind == StoreRequest::list && request.folder.find("/beat") != std::string::npos;
+    };
+    const auto come_to_a_look = [&] {
+        for (int i = 0; i < 100000; i++, now += 0.1) {
+            const std::vector<StoreRequest> requests = log.requests(now);
+            if (std::any_of(requests.begin(), requests.end(), looks)) { return requests; }
+            if (!requests.empty()) { log.answer(store.perform_all(requests), now); }
+        }
+        return std::vector<StoreRequest>();
+    };
+    const std::vector<StoreRequest> requests = come_to_a_look();
+    ASSERT_FALSE(requests.empty());
+    const auto answers = store.perform_all(requests);
+    now += 60;
+    log.answer(answers, now);
+    const double goes_on = now;
+    ASSERT_FALSE(come_to_a_look().empty());
+    EXPECT_LE(now - goes_on, Driven::options().expiry / 2 + 0.2);
+}
+
+TEST(SyncLog, nobody_is_taken_for_dead_because_a_look_took_long) {
+    Presence presence(5, 10);
+    const auto look = [&](long count, double from, double now) {
+        presence.look({{1, LogBeat{1, count, 0, -1}.text()}}, from, now);
+    };
+    look(1, 0, 0);
+    look(2, 1, 1);
+    presence.changes();
+    look(2, 2, 17);  // the answer is that of the second 2
+    EXPECT_TRUE(presence.is_alive({1, 1}));
+    look(3, 17, 32);
+    look(3, 32, 47);  // both may have been read in the second 32
+    EXPECT_TRUE(presence.is_alive({1, 1}));
+    EXPECT_TRUE(presence.changes().empty());
+    look(3, 47, 62);
+    EXPECT_FALSE(presence.is_alive({1, 1}));
+}
+
+TEST(SyncLog, what_a_worker_has_cost_is_paid_back_while_it_is_charged_for_nothing_else) {
+    Presence presence(5, 10);  // a fifth of the grace is the most that it may owe
+    const auto beat = [&](long count, double now) {
+        presence.look({{1, LogBeat{1, count, 0, -1}.text()}}, now, now);
+    };
+    const auto nobody = [](int) { return false; };
+    const auto is_waited_for = [&](long sync, double since, double now) {
+        return presence.missing(sync, nobody, since, now).waited_for;
+    };
+    beat(1, 0);
+    beat(2, 13);
+    presence.charge(3, nobody, 10, 10, 13);
+    EXPECT_TRUE(is_waited_for(3, 10, 13));
+    EXPECT_FALSE(is_waited_for(4, 14, 14));
+    beat(3, 70);
+    EXPECT_TRUE(is_waited_for(5, 70, 70));
+}
+
+TEST(SyncLog, of_syncs_that_are_due_at_once_each_waits_and_the_time_is_charged_once) {
+    Presence presence(5, 10);
+    const auto nobody = [](int) { return false; };
+    const auto is_waited_for = [&](long sync, double since, double now) {
+        return presence.missing(sync, nobody, since, now).waited_for;
+    };
+    long count = 0;
+    for (double now = 10; now < 20; now += 1) {
+        presence.look({{1, LogBeat{1, count++, 0, -1}.text()}}, now, now);
+        for (long sync : {3, 4}) {
+            EXPECT_TRUE(is_waited_for(sync, 10, now)) << sync << " at " << now;
+            presence.charge(sync, nobody, 10, 10, now);
+        }
+        EXPECT_TRUE(is_waited_for(5, 10, now)) << "it was sent later, at " << now;
+    }
+    // Nine seconds and not eighteen, of which two are left after 350.
+    presence.look({{1, LogBeat{1, count++, 0, -1}.text()}}, 340, 340);
+    EXPECT_FALSE(is_waited_for(6, 340, 340));
+    presence.look({{1, LogBeat{1, count++, 0, -1}.text()}}, 370, 370);
+    EXPECT_TRUE(is_waited_for(6, 370, 370));
+}
+
+TEST(SyncLog, nobody_is_blamed_for_what_could_not_be_heard) {
+    Presence presence(5, 10);
+    const auto beat = [&](long count, double now) {
+        presence.look({{1, LogBeat{1, count, 0, -1}.text()}}, now, now);
+    };
+    beat(1, 0);
+    beat(2, 1);
+    presence.forgive(299, 300);  // seconds without the store
+    beat(2, 301);                // as it lay there
+    EXPECT_TRUE(presence.is_alive({1, 1}));
+    beat(2, 306);
+    EXPECT_FALSE(presence.is_alive({1, 1}));
+}
+
+// Workers of one fragment that have sent its first sync, and not seen yet what the others have.
+struct Senders {
+    explicit Senders(int count) : Senders(count, Driven::options(0, count, count)) {}
+    Senders(int count, const SyncLogOptions& options) {
+        for (int w = 0; w < count; w++) {
+            workers.push_back(std::make_unique<Driven>(w, schedule, store, options));
+        }
+        for (int round = 0; round < 3; round++) { settle(); }
+    }
+    void settle() {
+        now += 1;
+        for (const auto& one : workers) { one->show_life(now); }
+        for (bool is_asked = true; is_asked;) {
+            is_asked = false;
+            for (const auto& one : workers) { is_asked |= one->go_there_and_back(now); }
+        }
+    }
+    void train_until_they_send() {
+        for (long step = 0; step <= H; step++) {
+            for (const auto& one : workers) {
+                if (step > 0) { one->shard.train(step); }
+                EXPECT_EQ(one->log.turn(step, now).kind, LogTurn::go_on);
+            }
+            if (step < H) { settle(); }
+        }
+    }
+
+    static constexpr long H = 4;
+    const SyncSchedule schedule{std::vector<Fragment>(1), H};
+    SimulatedStore store{schedule, 4};
+    std::vector<std::unique_ptr<Driven>> workers;
+    double now = 0;
+};
+
+// It stands still for its answers, but nobody can be blamed for what it has not heard meanwhile.
+TEST(SyncLog, nothing_is_decided_without_others_because_the_answers_took_long) {
+    SyncLogOptions options = Driven::options(0, 3, 3);
+    options.min_workers = 2;
+    options.grace = 10;
+    options.expiry = 5;
+    Senders senders(3, options);
+    senders.train_until_they_send();
+    Driven& one = *senders.workers[0];
+    EXPECT_TRUE(senders.workers[1]->go_there_and_back(senders.now));
+    EXPECT_EQ(one.log.turn(Senders::H + 1, senders.now).kind, LogTurn::wait);
+    EXPECT_TRUE(one.go_there_and_back(senders.now));
+    senders.now += 0.1;  // all beats are still the same
+    const auto requests = one.log.requests(senders.now);
+    const auto answers = senders.store.perform_all(requests);
+    one.log.events();
+    senders.now += 3 * options.expiry;
+    one.log.answer(answers, senders.now);
+    for (const LogEvent& event : one.log.events()) { EXPECT_NE(event.kind, LogEventKind::gone); }
+    EXPECT_TRUE(senders.workers[2]->go_there_and_back(senders.now));
+    senders.settle();
+    ASSERT_EQ(senders.store.entries().size(), 1u);
+    EXPECT_EQ(senders.store.entries().begin()->second.contributors.size(), 3u);
+}
+
+TEST(SyncLog, a_line_that_the_store_has_lost_is_sent_again) {
+    Senders senders(2);
+    senders.train_until_they_send();
+    Driven &one = *senders.workers[0], &other = *senders.workers[1];
+    EXPECT_TRUE(one.go_there_and_back(senders.now));
+    const std::string sent = one.log.current_generation() + "/0/sent/0";
+    ASSERT_EQ(senders.store.in(sent).size(), 1u);
+    senders.store.perform({StoreRequest::remove, sent, "0.1", ""});
+    EXPECT_TRUE(other.go_there_and_back(senders.now));
+    for (int round = 0; round < 3; round++) { senders.settle(); }
+    ASSERT_EQ(senders.store.entries().size(), 1u);
+    EXPECT_EQ(senders.store.entries().begin()->second.contributors.size(), 2u);
+}
+
+TEST(SyncLog, a_chunk_does_not_ask_for_what_is_there_before_it) {
+    Senders senders(2);
+    senders.train_until_they_send();
+    int chunks = 0, lines = 0;
+    for (const StoreRequest& request : senders.workers[0]->log.requests(senders.now)) {
+        const bool is_chunk = request.folder.find("/payload/") != std::string::npos;
+        const bool is_line =
+            request.folder.find("/sent/") != std::string::npos && request.kind == StoreRequest::put_if_absent;
+        EXPECT_EQ(request.asks_winner, !is_chunk);
+        chunks += is_chunk;
+        lines += is_line;
+    }
+    EXPECT_EQ(chunks, 1);
+    EXPECT_EQ(lines, 1);
+}
+
+TEST(SyncLog, of_two_syncs_that_are_due_at_once_none_is_decided_before_the_grace_is_over) {
+    const long H = 4;
+    const SyncSchedule schedule(std::vector<Fragment>(2), H);
+    SimulatedStore store(schedule, 4);
+    std::vector<std::unique_ptr<Driven>> workers;
+    for (int w = 0; w < 3; w++) {
+        workers.push_back(std::make_unique<Driven>(w, schedule, store, Driven::options(0, 3, 2)));
+    }
+    double now = 0;
+    const auto settle = [&] {
+        for (bool is_asked = true; is_asked;) {
+            is_asked = false;
+            for (const auto& one : workers) { is_asked |= one->go_there_and_back(now); }
+        }
+    };
+    for (; now < 3; now += 1) { settle(); }
+    const auto train = [&](Driven& one, long step) {
+        if (step > 0) { one.shard.train(step); }
+        return one.log.turn(step, now).kind;
+    };
+    for (long step = 0; step <= H + 1; step++) {
+        for (int w : {0, 1}) {
+            EXPECT_EQ(train(*workers[size_t(w)], step), step <= H ? LogTurn::go_on : LogTurn::wait);
+        }
+        if (step < H) { EXPECT_EQ(train(*workers[2], step), LogTurn::go_on); }
+        settle();
+        now += 1;
+    }
+    for (const double late = now + Driven::options().grace / 2; now < late; now += 5) {
+        settle();
+        EXPECT_TRUE(store.entries().empty()) << "at " << now;
+    }
+    train(*workers[2], H);
+    for (int round = 0; round < 3; round++, now += 1) { settle(); }
+    ASSERT_EQ(store.entries().size(), 2u);
+    for (const auto& [key, entry] : store.entries()) { EXPECT_EQ(entry.contributors.size(), 3u) << key; }
+}
+
+TEST(SyncLog, a_run_begins_with_the_newest_checkpoint_that_most_hold) {
+    const auto base = [](long first, long second, uint64_t hash) {
+        return LogBase{{first, second}, {hash, hash}};
+    };
+    const LogBase old = base(3, 3, 1), right = base(4, 4, 9), wrong = base(4, 4, 2), other = base(5, 3, 3);
+    EXPECT_EQ(base_to_begin_with({wrong, right, old, right, old, old})->text(), right.text());
+    EXPECT_FALSE(base_to_begin_with({old, right, wrong}));
+    EXPECT_FALSE(base_to_begin_with({right, wrong, wrong, right}));
+    // After as many syncs, but not the same ones: both may be right.
+    EXPECT_TRUE(base_to_begin_with({right, other}));
+    EXPECT_EQ(base_to_begin_with({other, right, right})->text(), right.text());
+}
+
+// Starts that have checkpoints of a run that the store has lost.
+TEST(SyncLog, workers_whose_checkpoints_differ_do_not_begin_with_either) {
+    const SyncSchedule schedule(std::vector<Fragment>(1), 4);
+    SimulatedStore store(schedule, 4);
+    const SyncLogRules rules;
+    std::vector<std::unique_ptr<simulation::Shard>> shards;
+    std::vector<std::unique_ptr<SyncLog>> logs;
+    for (int w = 0; w < 2; w++) {
+        LogStart start = Driven::start(w, schedule);
+        start.positions = {3};
+        start.generation = "lost";
+        start.from_checkpoint = true;
+        shards.push_back(std::make_unique<simulation::Shard>(w, 0, schedule));
+        if (w == 1) { shards.back()->corrupt(); }
+        logs.push_back(std::make_unique<SyncLog>(Driven::options(0, 2, 2), schedule, w, *shards.back(), rules,
+                                                 start));
+    }
+    for (int i = 0; i < 20; i++) {
+        for (const auto& log : logs) {
+            const auto requests = log->requests(i);
+            if (!requests.empty()) { log->answer(store.perform_all(requests), i); }
+        }
+    }
+    for (const auto& log : logs) {
+        EXPECT_TRUE(log->has_diverged());
+        EXPECT_EQ(log->turn(0, 20).kind, LogTurn::stop);
+    }
+}
+
+TEST(SyncLog, a_start_that_died_before_the_run_began_is_no_member_of_it) {
+    const SyncSchedule schedule(std::vector<Fragment>(1), 4);
+    SimulatedStore store(schedule, 4);
+    SyncLogOptions options = Driven::options(0, 4);  // the fourth has not come yet
+    options.min_workers = 2;
+    options.expiry = 5;
+    options.grace = 10;
+    std::vector<std::unique_ptr<Driven>> workers;
+    for (int w = 0; w < 3; w++) {
+        workers.push_back(std::make_unique<Driven>(w, schedule, store, options));
+    }
+    for (double now = 0; now < 20; now += 0.5) {
+        for (const auto& one : workers) {
+            if (now > 3 && one == workers.back()) { continue; }
+            one->go_there_and_back(now);
+            one->show_life(now);
+        }
+    }
+    ASSERT_EQ(store.in(store.generation() + "/0/registered").size(), 3u);
+    const auto run = store.in(store.generation() + "/0/run");
+    ASSERT_EQ(run.count("start"), 1u);
+    EXPECT_EQ(LogBeginning::parse(run.at("start")).members.size(), 2u);
+}
+
+// A store that comes back without its newest data: without both lines, and one worker was about to decide on
+// them, or did not hear whether it has.
+TEST(SyncLog, no_entry_is_written_for_lines_that_the_store_has_lost) {
+    for (const bool is_decided_already : {false, true}) {
+        SCOPED_TRACE(is_decided_already ? "the answer is lost" : "the request is lost");
+        Senders senders(2);
+        senders.train_until_they_send();
+        Driven &one = *senders.workers[0], &other = *senders.workers[1];
+        const std::string run = one.log.current_generation() + "/0/";
+        EXPECT_TRUE(one.go_there_and_back(senders.now));
+        EXPECT_TRUE(other.go_there_and_back(senders.now));
+        const std::vector<StoreRequest> requests = other.log.requests(senders.now);
+        const auto writes_entry = [&](const StoreRequest& request) {
+            return request.kind == StoreRequest::put_if_absent && request.folder == run + "entry";
+        };
+        ASSERT_TRUE(std::any_of(requests.begin(), requests.end(), writes_entry));
+        std::vector<StoreAnswer> answers(requests.size());
+        if (is_decided_already) { answers = senders.store.perform_all(requests); }
+        for (StoreAnswer& answer : answers) { answer.lost = true; }
+        other.log.answer(answers, senders.now);
+        const auto forget = [&](const char* folder, const char* name) {
+            senders.store.perform({StoreRequest::remove, run + folder, name, ""});
+        };
+        forget("entry", "0");
+        for (const char* who : {"0.1", "1.1"}) { forget("sent/0", who); }
+        for (const char* chunk : {"0.1.0", "1.1.0"}) { forget("payload/0", chunk); }
+        for (int round = 0; round < 3; round++) { senders.settle(); }
+        for (const auto& sender : senders.workers) {
+            EXPECT_EQ(sender->log.turn(Senders::H + 1, senders.now).kind, LogTurn::go_on);
+            EXPECT_EQ(sender->log.positions(), std::vector<long>{1});
+        }
+        EXPECT_EQ(senders.store.in(run + "payload/0").size(), 2u);
+    }
+}
+
+TEST(SyncLog, whoever_finds_an_entry_gone_that_others_have_applied_takes_a_snapshot) {
+    Senders senders(2);
+    senders.train_until_they_send();
+    Driven &one = *senders.workers[0], &other = *senders.workers[1];
+    for (int round = 0; round < 3; round++) { senders.settle(); }
+    const std::string run = one.log.current_generation() + "/0/";
+    ASSERT_EQ(senders.store.in(run + "entry").size(), 1u);
+    for (long step = Senders::H + 1; step <= 2 * Senders::H; step++) {
+        EXPECT_EQ(one.log.turn(step, senders.now).kind, LogTurn::go_on);
+        one.shard.train(step);
+        one.go_there_and_back(senders.now);
+        one.show_life(senders.now += 1);
+    }
+    senders.store.perform({StoreRequest::remove, run + "entry", "0", ""});
+    // From a checkpoint before the first sync.
+    LogStart start = Driven::start(1, senders.schedule);
+    start.token = "again";
+    start.generation = one.log.current_generation();
+    start.from_checkpoint = true;
+    simulation::Shard shard(1, 0, senders.schedule);
+    SyncLog again(Driven::options(0, 2, 2), senders.schedule, 1, shard, other.rules, start);
+    std::vector<LogEventKind> told;
+    for (int i = 0; i < 20; i++) {
+        again.turn(0, senders.now += 1);
+        const auto requests = again.requests(senders.now);
+        if (!requests.empty()) { again.answer(senders.store.perform_all(requests), senders.now); }
+        for (const LogEvent& event : again.events()) { told.push_back(event.kind); }
+    }
+    EXPECT_TRUE(std::count(told.begin(), told.end(), LogEventKind::needs_snapshot));
+}
+
+TEST(SyncLog, positions_that_were_written_half_are_none) {
+    Senders senders(2);
+    senders.train_until_they_send();
+    const std::string run = senders.workers[0]->log.current_generation() + "/0/";
+    const std::string catching_up = LogBeat{1, 1, LogBeat::catches_up, -1}.text();
+    senders.store.perform({StoreRequest::put, run + "beat", "5", catching_up});
+    senders.store.perform({StoreRequest::put, run + "held", "5.1.1", ""});
+    senders.store.perform({StoreRequest::put, run + "durable", "5", ""});
+    for (int round = 0; round < 3; round++) { senders.settle(); }
+    EXPECT_EQ(senders.store.entries().size(), 1u);
+    EXPECT_EQ(senders.store.in(run + "held").size(), 1u);  // whoever reads that snapshot still needs it
+}
+
+TEST(SyncLog, two_workers_that_differ_do_not_wait_for_each_other_for_ever) {
+    Senders senders(2);
+    for (const auto& one : senders.workers) {
+        EXPECT_EQ(one->log.turn(0, senders.now).kind, LogTurn::go_on);
+    }
+    senders.workers[1]->shard.corrupt();
+    senders.train_until_they_send();
+    for (const auto& one : senders.workers) {
+        EXPECT_EQ(one->log.turn(Senders::H + 1, senders.now).kind, LogTurn::wait);
+    }
+    // The one has waited in vain, and said so, when the other's line comes.
+    EXPECT_TRUE(senders.workers[0]->go_there_and_back(senders.now));
+    senders.now += Driven::options().grace;
+    EXPECT_TRUE(senders.workers[0]->go_there_and_back(senders.now));
+    const std::vector<LogEvent> events = senders.workers[0]->log.events();
+    EXPECT_EQ(events.back().kind, LogEventKind::too_few);
+    senders.settle();
+    senders.now += Driven::options().grace;
+    senders.settle();
+    for (const auto& one : senders.workers) {
+        EXPECT_TRUE(one->log.has_diverged());
+        EXPECT_EQ(one->log.turn(Senders::H + 1, senders.now).kind, LogTurn::stop);
+    }
+    EXPECT_TRUE(senders.store.entries().empty());
+}
+
+TEST(SyncLog, a_snapshot_is_given_by_one_and_once_however_long_that_takes) {
+    const SyncLogRules rules;
+    size_t snapshots = 0;
+    for (uint64_t seed = 1; seed <= 20; seed++) {
+        simulation::World world(seed, rules, false, [](simulation::Plan& plan) {
+            simulation::make_even(plan);
+            plan.workers = plan.options.workers = 4;
+            plan.min_workers = plan.options.min_workers = 3;
+            plan.steps = 60;
+            plan.overlap.assign(4, 1);
+            plan.step_time.assign(4, 0.5);
+            plan.delay.assign(4, 0.1);
+            plan.first_start = {0, 0, 0, 25};
+            plan.options.retain = 1;
+            plan.checkpoint_every = 1;
+            plan.options.snapshot_chunk = 3;
+            plan.options.grace = 2;
+        });
+        ASSERT_NO_THROW(world.run()) << "seed " << seed;
+        snapshots += world.givers().size();
+        for (const auto& [snapshot, givers] : world.givers()) {
+            EXPECT_EQ(givers.size(), 1u) << snapshot << ", seed " << seed;
+            const bool is_first = snapshot.substr(snapshot.rfind('.')) == ".1";
+            EXPECT_TRUE(is_first) << snapshot << ": what comes after the one before was gone, seed " << seed;
+        }
+    }
+    EXPECT_GE(snapshots, 10u);
+}
+
+// A store that may have no memory left.
+struct LimitedStore : SimulatedStore {
+    using SimulatedStore::SimulatedStore;
+    StoreAnswer perform(const StoreRequest& request) override {
+        const bool is_write =
+            request.kind == StoreRequest::put || request.kind == StoreRequest::put_if_absent;
+        if (!is_full || !is_write) { return SimulatedStore::perform(request); }
+        StoreAnswer refused;
+        refused.lost = refused.is_full = true;
+        return refused;
+    }
+    bool is_full = false;
+};
+
+// Two workers have begun a run; a third with other parameters needs a snapshot.
+struct Givers {
+    Givers() {
+        for (int w : {0, 1}) { add(w, 0); }
+        for (int round = 0; round < 5; round++) { pass(1); }
+        turn(0);
+        generation = workers[0]->log.current_generation();
+        add(2, 1);
+        begin = now;
+    }
+    void add(int worker, int rank) {
+        workers.push_back(std::make_unique<Driven>(worker, schedule, store, Driven::options(0, 2, 2), rank));
+        hearts.emplace_back(10);
+    }
+    void pass(double seconds) {
+        now += seconds;
+        for (size_t w = 0; w < workers.size(); w++) {
+            workers[w]->go_there_and_back(now);
+            store.perform_all(hearts[w].requests(workers[w]->log.pulse(), now));
+        }
+    }
+    // Of the two.
+    void turn(long step) {
+        for (size_t w : {0, 1}) {
+            if (step > 0) { workers[w]->shard.train(step); }
+            EXPECT_NE(workers[w]->log.turn(step, now).kind, LogTurn::stop);
+        }
+    }
+    template <class Condition>
+    void pass_until(long step, const Condition& is_met) {
+        for (; !is_met() && now < begin + 2000; turn(step)) { pass(1); }
+        EXPECT_TRUE(is_met());
+    }
+    size_t chunks() { return store.in(generation + "/0/snapshot/2.1.1").size(); }
+    std::string offer() { return store.in(generation + "/0/offer")["2.1.1"]; }
+    std::string told(size_t worker, LogEventKind kind) {
+        std::string text;
+        for (const LogEvent& event : workers[worker]->log.events()) {
+            if (event.kind == kind) { text += event.text + "\n"; }
+        }
+        return text;
+    }
+
+    const SyncSchedule schedule{std::vector<Fragment>(1), 4};
+    LimitedStore store{schedule, 4};
+    std::vector<std::unique_ptr<Driven>> workers;
+    std::vector<Heartbeat> hearts;
+    std::string generation;
+    double now = 0, begin = 0;
+};
+
+TEST(SyncLog, a_snapshot_that_the_store_has_no_memory_for_makes_room_and_is_given_later) {
+    Givers run;
+    run.pass_until(0, [&] { return run.chunks() >= 2; });
+    run.store.is_full = true;
+    ASSERT_EQ(run.store.in(run.generation + "/0/held").size(), 1u);
+    run.pass_until(0, [&] { return run.chunks() == 0; });
+    EXPECT_TRUE(run.store.in(run.generation + "/0/held").empty()) << "payloads are kept for nobody";
+    EXPECT_NE(run.told(0, LogEventKind::snapshot_put_off).find("the store has no memory"), std::string::npos);
+    run.store.is_full = false;
+    for (long step = 1; step <= 5; step++) {
+        run.turn(step);
+        for (int way = 0; way < 4; way++) { run.pass(0.5); }
+    }
+    EXPECT_EQ(run.store.entries().size(), 1u);
+    EXPECT_EQ(run.chunks(), 0u) << "it has been begun again at once";
+    run.pass_until(5, [&] { return run.workers[2]->log.turn(0, run.now).kind != LogTurn::wait; });
+}
+
+TEST(SyncLog, a_snapshot_that_a_worker_has_no_memory_for_is_given_by_another) {
+    Givers run;
+    run.workers[0]->shard.is_poor = true;
+    run.pass_until(0, [&] { return !run.offer().empty(); });
+    EXPECT_EQ(LogOffer::parse(run.offer()).giver.worker, 1);
+    EXPECT_NE(run.told(0, LogEventKind::snapshot_put_off).find("this host has no memory"), std::string::npos);
+}
+
+TEST(SyncLog, at_the_end_nobody_stays_for_ever_to_give_what_no_host_has_memory_for) {
+    Givers run;
+    for (size_t w : {0, 1}) { run.workers[w]->shard.is_poor = true; }
+    const auto has_ended = [&](size_t w) {
+        return run.workers[w]->log.finish(0, run.now).kind != LogTurn::wait;
+    };
+    while (!(has_ended(0) & has_ended(1)) && run.now < run.begin + 5000) { run.pass(1); }
+    EXPECT_TRUE(has_ended(0) && has_ended(1));
+    EXPECT_EQ(run.store.in(run.generation + "/0/done").size(), 2u);
+    EXPECT_GT(run.now - run.begin, Driven::options().grace) << "they have tried";
+}
+
+TEST(SyncLog, who_has_no_memory_for_the_snapshot_that_it_needs_says_so) {
+    for (bool has_read_it : {false, true}) {
+        Givers run;
+        Driven& reader = *run.workers[2];
+        reader.shard.is_poor = has_read_it;
+        if (!has_read_it) {
+            const LogOffer offer{{0, 1}, ~size_t(0), 0};
+            run.store.perform({StoreRequest::put, run.generation + "/0/offer", "2.1.1", offer.text()});
+        }
+        run.pass_until(0, [&] { return reader.log.turn(0, run.now).kind == LogTurn::stop; });
+        EXPECT_NE(reader.log.why_stopped().find("no memory for the snapshot"), std::string::npos);
+    }
+}
+
+TEST(SyncLog, of_two_starts_of_a_worker_the_earlier_one_is_replaced) {
+    Givers run;
+    run.add(0, 0);
+    while (run.workers[0]->log.why_stopped().empty() && run.now < run.begin + 200) { run.pass(1); }
+    EXPECT_TRUE(run.workers[0]->log.is_replaced());
+    EXPECT_FALSE(run.workers[3]->log.is_replaced());
+    EXPECT_EQ(run.workers[3]->log.why_stopped(), "");
+}
+
+// Returns what the first seed finds that finds anything.
+std::string found(const SyncLogRules& broken) {
+    for (uint64_t seed = 1; seed <= seeds; seed++) {
+        const std::string wrong = simulation::run(seed, broken);
+        if (!wrong.empty()) {
+            printf("seed %lu: %s\n", seed, wrong.c_str());
+            return wrong;
+        }
+    }
+    return "";
+}
+
+TEST(SyncLogSimulation, finds_an_entry_that_is_overwritten) {
+    struct : SyncLogRules {
+        StoreRequest::Kind entry_is_written_by() const override { return StoreRequest::put; }
+    } rules;
+    EXPECT_NE(found(rules), "");
+}
+
+TEST(SyncLogSimulation, finds_a_payload_that_changes_after_a_restart_under_the_same_name) {
+    struct : SyncLogRules {
+        int first_free(const std::map<std::string, std::string>&) const override { return 1; }
+        bool is_own_start(const std::string&, const std::string&) const override { return true; }
+    } rules;
+    EXPECT_NE(found(rules), "");
+}
+
+TEST(SyncLogSimulation, finds_a_payload_that_is_counted_on_another_hash) {
+    struct : SyncLogRules {
+        bool counts(const LogLine& line, uint64_t) const override { return line.tokens > 0; }
+    } rules;
+    EXPECT_NE(found(rules), "");
+}
+
+TEST(SyncLogSimulation, finds_a_deletion_that_is_too_early) {
+    struct : SyncLogRules {
+        long oldest_kept(long index, long retain, long) const override { return index - retain + 1; }
+    } without_a_sync;
+    EXPECT_NE(found(without_a_sync), "");
+    struct : SyncLogRules {
+        long oldest_kept(long index, long retain, long) const override { return index - retain; }
+    } without_checkpoints;
+    EXPECT_NE(found(without_checkpoints), "");
+    struct : SyncLogRules {
+        long oldest_kept(long index, long, long durable) const override { return std::min(index, durable); }
+    } not_retained;
+    EXPECT_NE(found(not_retained), "");
+}
+
+TEST(SyncLogSimulation, finds_a_snapshot_that_is_read_half) {
+    struct : SyncLogRules {
+        bool is_chunk(const StoreAnswer&) const override { return true; }
+        bool is_whole(const std::string&, const LogOffer&) const override { return true; }
+    } rules;
+    EXPECT_NE(found(rules), "");
+}
+
+TEST(SyncLogSimulation, finds_a_decider_that_does_not_read_the_winners_entry) {
+    struct : SyncLogRules {
+        LogEntry decided(const LogEntry& mine, const LogEntry&) const override { return mine; }
+    } rules;
+    EXPECT_NE(found(rules), "");
+}
+
+TEST(SyncLogSimulation, finds_a_heartbeat_that_is_taken_for_a_sent_payload) {
+    struct : SyncLogRules {
+        LogLines taken_as_sent(const LogLines& lines, const std::map<std::string, LogBeat>& alive,
+                               uint64_t hash) const override {
+            LogLines more = lines;
+            for (const auto& [who, beat] : alive) { more.insert({who, {hash, 1, 0, 0}}); }
+            return more;
+        }
+    } rules;
+    EXPECT_NE(found(rules), "");
+}
+
+TEST(SyncLogSimulation, finds_a_worker_with_other_options_that_takes_part) {
+    struct : SyncLogRules {
+        bool is_same_run(const std::string&, const std::string&) const override { return true; }
+    } rules;
+    EXPECT_NE(found(rules), "");
+}
+
+TEST(SyncLogSimulation, finds_a_mean_that_is_read_half) {
+    struct : SyncLogRules {
+        bool is_mean_chunk(const StoreAnswer&) const override { return true; }
+        bool is_whole_mean(const std::string&, const LogOffer&) const override { return true; }
+    } rules;
+    EXPECT_NE(found(rules), "");
+}
+
+TEST(SyncLogSimulation, finds_the_mean_of_a_decider_whose_entry_did_not_win) {
+    struct : SyncLogRules {
+        LogEntry averaged(const LogEntry& entry, const std::optional<LogEntry>& mine) const override {
+            return mine ? *mine : entry;
+        }
+        bool writes_mean(const Incarnation&, const Incarnation&) const override { return true; }
+    } rules;
+    EXPECT_NE(found(rules), "");
+}
+
+TEST(SyncLogSimulation, finds_what_an_earlier_start_has_sent_taken_for_ones_own) {
+    struct : SyncLogRules {
+        bool is_own_payload(const Incarnation& who, const Incarnation& me) const override {
+            return who.worker == me.worker;
+        }
+    } rules;
+    EXPECT_NE(found(rules), "");
+}
+
+TEST(SyncLogSimulation, finds_a_worker_that_ends_without_the_last_sync) {
+    struct : SyncLogRules {
+        bool is_of_run(long send_step, long last_step) const override { return send_step < last_step; }
+    } rules;
+    EXPECT_NE(found(rules), "");
+}
+
+TEST(SyncLog, syncs_by_number_are_those_of_the_schedule) {
+    for (long H : {1L, 2L, 5L, 7L}) {
+        for (int count = 1; count <= 4; count++) {
+            const auto fragments = make_fragments(count - 1, count, 1, FragmentPattern::strided, H);
+            const SyncSchedule schedule(fragments, H);
+            long next = 0;
+            for (long step = 1; step <= 4 * H; step++) {
+                ASSERT_EQ(schedule.first_after(step - 1), next);
+                for (int p = 0; p < count; p++) {
+                    if (!is_sent(fragments[size_t(p)], step, H)) { continue; }
+                    ASSERT_EQ(sync_number(fragments, p, step, H), next);
+                    ASSERT_EQ(schedule.fragment(next), p);
+                    ASSERT_EQ(schedule.send_step(next), step);
+                    ASSERT_EQ(schedule.sync(p, schedule.index(next)), next);
+                    next++;
+                }
+            }
+        }
+    }
+}
+
+TEST(SyncLog, records_are_read_as_they_were_written) {
+    LogEntry entry;
+    entry.hash = ~0ull;
+    entry.decider = {3, 12};
+    entry.contributors = {{{0, 1}, 17, 5, 4096}, {{10, 2}, 0, ~0ull, ~0ull}};
+    entry.abstained = {4, 11};
+    entry.missing = {5};
+    entry.waited = 1250;
+    const LogEntry read = LogEntry::parse(entry.text());
+    EXPECT_EQ(read.text(), entry.text());
+    EXPECT_EQ(read.contributors[0].tokens, 4096u);
+    EXPECT_EQ(read.abstained, entry.abstained);
+    EXPECT_EQ(read.missing, entry.missing);
+    EXPECT_EQ(read.waited, 1250);
+    EXPECT_EQ(in_words(read),
+              "counts 0.1 (4096 tokens) and 10.2 (18446744073709551615 tokens); workers 4 and 11 abstain; "
+              "worker 5 is missing after 1.25 s");
+    EXPECT_TRUE(entry.counts(10) && !entry.counts(4) && entry.knows(4) && !entry.knows(3));
+    for (const char* text : {"1 2 3 4", "18446744073709551615 0 0 0"}) {
+        EXPECT_EQ(LogLine::parse(text).text(), text);
+    }
+    for (const char* text : {"1 2 3 4", "1 2 -1 -1"}) { EXPECT_EQ(LogBeat::parse(text).text(), text); }
+    EXPECT_EQ(LogOffer::parse("3.2 10 11").text(), "3.2 10 11");
+    EXPECT_EQ(LogBase::parse("3 5 2 ").positions, (std::vector<long>{3}));
+    EXPECT_EQ(LogBase::parse("3 5 2 7 ").text(), "3 5 2 7 ");
+}
+
+}  // namespace

@@ -1,0 +1,178 @@
+// The watchdog, awake as on a GPU; how a process leaves; whose failure counts.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "dev/test/files.h"
+#include "dev/test/processes.h"
+#include "llmc/run/cause.h"
+#include "llmc/run/process.h"
+#include "llmc/run/watchdog.h"
+
+namespace {
+
+void pause_for(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
+
+// The first of two processes; or the only one.
+Process first_of(int size, double timeout) {
+    Process process;
+    process.ranks = size;
+    process.timeout = timeout;
+    process.store = std::make_shared<PrefixStore>(std::make_shared<MemoryStore>(), "run/");
+    return process;
+}
+
+struct End {
+    int status;
+    std::string said;  // on stderr
+};
+
+// How a process ends that does `work`, in 30 seconds at most.
+End end_of(const std::function<void()>& work) {
+    TemporaryFolder folder;
+    const std::string path = folder.name() + "/stderr";
+    TestProcess process([&] {
+        if (!freopen(path.c_str(), "w", stderr)) { throw std::runtime_error("cannot write " + path); }
+        work();
+        return std::string();
+    });
+    const int status = process.wait(30);
+    return {status, read_bytes(path)};
+}
+
+// How it ends when a step under watch consists of `work`.
+End end_of_step(int size, double timeout, const std::function<void(Watchdog&)>& work) {
+    return end_of([&] {
+        const Process process = first_of(size, timeout);
+        Watchdog dog(process, true);
+        const Watchdog::Watch watch(dog, "step 7");
+        work(dog);
+    });
+}
+
+class FailedComm : public Comm {
+public:
+    int rank() const override { return 0; }
+    int size() const override { return 2; }
+    void all_gather(void*, const void*, size_t, Stream&, Traffic*) override {}
+    void all_to_all(void*, const void*, size_t, Stream&, Traffic*) override {}
+    void reduce_scatter(float*, const float*, size_t, Stream&, Traffic*) override {}
+    void all_reduce(float*, size_t, Reduction, Stream&, Traffic*) override {}
+    void check() override { throw CommError(1, "worker 0 rank 1 is gone"); }
+};
+
+// A server that is gone: it takes some seconds to see that.
+class GoneStore : public MemoryStore {
+public:
+    std::optional<std::string> try_get(const std::string&) override {
+        fprintf(stderr, "asked\n");
+        pause_for(1.5);
+        throw RunError("the store is gone");
+    }
+};
+
+}  // namespace
+
+TEST(Watchdog, EndsAProcessInWhichNothingMoves) {
+    const End end = end_of_step(2, 0.3, [](Watchdog&) { pause_for(60); });
+    EXPECT_EQ(end.status, 1);
+    EXPECT_EQ(end.said.rfind("error: worker 0 rank 0 waited ", 0), 0u) << end.said;
+    EXPECT_NE(end.said.find("for the end of step 7"), std::string::npos) << end.said;
+}
+
+TEST(Watchdog, AStepMayTakeAsLongAsItLikesWhileSomethingMoves) {
+    const End end = end_of_step(2, 1, [](Watchdog& dog) {
+        for (int micro_step = 0; micro_step < 60; micro_step++) {
+            pause_for(0.05);
+            dog.progress();
+        }
+    });
+    EXPECT_EQ(end.status, 0) << end.said;
+}
+
+TEST(Watchdog, WhoWorksAloneTakesTheTimeThatItNeedsAndIsWatchedAgainAfterwards) {
+    const End end = end_of_step(2, 0.3, [](Watchdog& dog) {
+        {
+            const Watchdog::Alone alone(dog);
+            pause_for(1.5);
+        }
+        fprintf(stderr, "done\n");
+        pause_for(60);
+    });
+    EXPECT_EQ(end.status, 1);
+    EXPECT_EQ(end.said.rfind("done\nerror: ", 0), 0u) << end.said;
+}
+
+TEST(Watchdog, OneProcessWaitsForNobody) {
+    const End end = end_of_step(1, 0.1, [](Watchdog&) { pause_for(1); });
+    EXPECT_EQ(end.status, 0) << end.said;
+}
+
+TEST(Watchdog, EndsAProcessWhoseCommunicatorHasFailed) {
+    FailedComm comm;
+    const End end = end_of_step(2, 600, [&](Watchdog& dog) {
+        dog.guard(comm);
+        pause_for(60);
+    });
+    EXPECT_EQ(end.status, 1);
+    EXPECT_EQ(end.said, "error: worker 0 rank 1 is gone\n");
+}
+
+TEST(Watchdog, AFailureThatIsWrittenDownEndsAWaitAfterTheTimeLimit) {
+    const End end = end_of([] {
+        const Process process = first_of(2, 1);
+        record_cause(*process.store, {"worker 0 rank 1", "has stopped: the disk is full"});
+        Watchdog dog(process, true);
+        const Watchdog::Watch watch(dog, "step 7");
+        pause_for(60);
+    });
+    EXPECT_EQ(end.status, 1);
+    EXPECT_EQ(end.said, "error: worker 0 rank 1 has stopped: the disk is full\n");
+}
+
+// At once when it has waited for twice the limit, of which its own asking took the most.
+TEST(Watchdog, TimeInWhichAStoreThatIsGoneWasAskedCounts) {
+    const End end = end_of([] {
+        Process process = first_of(2, 1);
+        process.store = std::make_shared<PrefixStore>(std::make_shared<GoneStore>(), "run/");
+        Watchdog dog(process, true);
+        const Watchdog::Watch watch(dog, "step 7");
+        pause_for(60);
+    });
+    EXPECT_EQ(end.status, 1);
+    EXPECT_EQ(end.said.rfind("asked\nasked\nerror: worker 0 rank 0 waited ", 0), 0u) << end.said;
+}
+
+TEST(Leaving, SeveralThreadsWithAnErrorPrintOneLine) {
+    const End end = end_of([] {
+        const Process process = first_of(2, 1);
+        std::vector<std::thread> threads;
+        for (int i = 0; i < 8; i++) {
+            threads.emplace_back([&] { process.leave_with(RunError("the disk is full")); });
+        }
+        pause_for(60);
+    });
+    EXPECT_EQ(end.status, 1);
+    EXPECT_EQ(end.said, "error: the disk is full\n");
+}
+
+TEST(Cause, WhoSeesAConsequenceReportsTheCauseThatIsWrittenDownAMomentLater) {
+    MemoryStore store;
+    std::thread failed([&] {
+        pause_for(0.3);
+        record_cause(store, {"worker 1 rank 0", "has stopped: the disk is full"});
+    });
+    const Cause cause = find_cause(store, {"worker 0 rank 0", "lost worker 1 rank 0"});
+    failed.join();
+    EXPECT_EQ(cause.text(), "worker 1 rank 0 has stopped: the disk is full");
+}
+
+TEST(Cause, WhereNobodyKnowsMoreWhatWasSeenIsTheCauseForAll) {
+    MemoryStore store;
+    EXPECT_EQ(find_cause(store, {"worker 0 rank 0", "lost worker 1 rank 0"}).process, "worker 0 rank 0");
+    EXPECT_EQ(find_cause(store, {"worker 0 rank 1", "lost worker 1 rank 1"}).process, "worker 0 rank 0");
+}

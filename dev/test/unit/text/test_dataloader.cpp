@@ -1,0 +1,271 @@
+// The loader: which tokens a batch holds, for any split into processes, any epoch, and after a restart.
+#include "llmc/text/dataloader.h"
+
+#include <sys/resource.h>
+
+#include <numeric>
+#include <set>
+
+#include "dev/test/files.h"
+#include "dev/test/processes.h"
+
+namespace {
+
+const int vocabulary = 60000;
+
+void write_shard(const std::string& path, const std::vector<uint16_t>& tokens) {
+    write_bytes(path, header_bytes({20240520, 1, int32_t(tokens.size())}) + bytes_of(tokens));
+}
+
+std::vector<uint16_t> count_up(int begin, int count) {
+    std::vector<uint16_t> tokens(static_cast<size_t>(count));
+    std::iota(tokens.begin(), tokens.end(), uint16_t(begin));
+    return tokens;
+}
+
+// Two shards whose tokens tell where they lie: 0 ... 99 and 1000 ... 1064.
+void write_two_shards(const TemporaryFolder& folder) {
+    write_shard(folder / "x_train_000001.bin", count_up(1000, 65));
+    write_shard(folder / "x_train_000000.bin", count_up(0, 100));
+}
+
+std::vector<int> next_inputs(DataLoader& loader, int count) {
+    loader.next_batch();
+    return {loader.inputs(), loader.inputs() + count};
+}
+
+DataLoader open_two_shards(const TemporaryFolder& folder, int B, int process, int processes, uint64_t seed,
+                           bool shuffle) {
+    return DataLoader(folder / "x_train_*.bin", B, 4, process, processes, vocabulary, seed, shuffle);
+}
+
+}  // namespace
+
+TEST(DataLoader, reads_shards_in_the_order_of_their_names_and_starts_over) {
+    TemporaryFolder folder;
+    write_two_shards(folder);
+    DataLoader loader = open_two_shards(folder, 4, 0, 1, 0, false);
+    EXPECT_EQ(loader.num_tokens(), 165);
+    EXPECT_EQ(loader.num_batches(), 6 + 4);  // (100 - 1) / 16 and (65 - 1) / 16
+    for (int epoch = 0; epoch < 2; epoch++) {
+        for (int begin : {0, 16, 32, 48, 64, 80, 1000, 1016, 1032, 1048}) {
+            loader.next_batch();
+            for (int i = 0; i < 16; i++) {
+                ASSERT_EQ(loader.inputs()[i], begin + i);
+                ASSERT_EQ(loader.targets()[i], begin + i + 1);
+            }
+        }
+    }
+}
+
+TEST(DataLoader, two_processes_with_half_the_batch_see_the_same_tokens_in_a_step) {
+    TemporaryFolder folder;
+    write_two_shards(folder);
+    for (bool shuffle : {false, true}) {
+        DataLoader whole = open_two_shards(folder, 4, 0, 1, 7, shuffle);
+        DataLoader first = open_two_shards(folder, 2, 0, 2, 7, shuffle);
+        DataLoader second = open_two_shards(folder, 2, 1, 2, 7, shuffle);
+        for (int step = 0; step < 25; step++) {
+            std::vector<int> both = next_inputs(first, 8), rest = next_inputs(second, 8);
+            both.insert(both.end(), rest.begin(), rest.end());
+            ASSERT_EQ(next_inputs(whole, 16), both) << "step " << step;
+        }
+    }
+}
+
+TEST(DataLoader, processes_with_batches_of_their_own_share_what_one_would_read) {
+    TemporaryFolder folder;
+    write_two_shards(folder);
+    for (bool shuffle : {false, true}) {
+        DataLoader whole = open_two_shards(folder, 6, 0, 1, 7, shuffle);
+        DataLoader first = open_two_shards(folder, 4, 0, 2, 7, shuffle);
+        DataLoader second = open_two_shards(folder, 2, 1, 2, 7, shuffle);
+        first.share(0, 6);
+        second.share(4, 6);
+        EXPECT_EQ(second.num_batches(), whole.num_batches());
+        for (int step = 0; step < 25; step++) {
+            std::vector<int> both = next_inputs(first, 16), rest = next_inputs(second, 8);
+            both.insert(both.end(), rest.begin(), rest.end());
+            ASSERT_EQ(next_inputs(whole, 24), both) << "step " << step;
+        }
+        EXPECT_TRUE(contains(user_error([&] { first.share(0, 100); }), "less than one step takes"));
+    }
+}
+
+TEST(DataLoader, shuffling_visits_every_sample_once_an_epoch_in_an_order_of_its_own) {
+    TemporaryFolder folder;
+    write_two_shards(folder);
+    auto epochs = [&](uint64_t seed) {
+        DataLoader loader = open_two_shards(folder, 1, 0, 1, seed, true);
+        std::vector<std::vector<int>> orders(6);
+        for (std::vector<int>& order : orders) {
+            for (long i = 0; i < loader.num_batches(); i++) { order.push_back(next_inputs(loader, 4)[0]); }
+        }
+        return orders;
+    };
+    const auto orders = epochs(7);
+    std::set<int> expected, first_shards;
+    for (int i = 0; i < 24; i++) { expected.insert(4 * i); }
+    for (int i = 0; i < 16; i++) { expected.insert(1000 + 4 * i); }
+    for (const std::vector<int>& order : orders) {
+        EXPECT_EQ(order.size(), expected.size());
+        EXPECT_EQ(std::set<int>(order.begin(), order.end()), expected);
+        EXPECT_FALSE(std::is_sorted(order.begin(), order.end()));
+        first_shards.insert(order[0] / 1000);
+    }
+    EXPECT_EQ(std::set<std::vector<int>>(orders.begin(), orders.end()).size(), orders.size());
+    EXPECT_EQ(first_shards.size(), 2u);  // the shards change places, too
+    EXPECT_EQ(epochs(7), orders);
+    EXPECT_NE(epochs(8)[0], orders[0]);
+}
+
+TEST(DataLoader, continues_at_a_saved_position_and_at_the_start_after_reset) {
+    TemporaryFolder folder;
+    write_two_shards(folder);
+    DataLoader loader = open_two_shards(folder, 2, 0, 1, 3, true);
+    const std::vector<int> very_first = next_inputs(loader, 8);
+    for (int before = 1; before < 45; before++) {  // every place in two epochs and more
+        const DataPosition saved = loader.position();
+        DataLoader resumed = open_two_shards(folder, 2, 0, 1, 3, true);
+        resumed.seek(saved);
+        ASSERT_EQ(next_inputs(resumed, 8), next_inputs(loader, 8)) << "after " << before << " batches";
+        ASSERT_EQ(resumed.position().sample, loader.position().sample);
+    }
+    loader.reset();
+    EXPECT_EQ(next_inputs(loader, 8), very_first);
+    EXPECT_TRUE(contains(user_error([&] { loader.seek({0, 2, 0}); }), "saved position"));
+    EXPECT_TRUE(contains(user_error([&] { loader.seek({0, 0, 1000}); }), "saved position"));
+}
+
+TEST(DataLoader, the_hash_of_the_shards_tells_their_names_lengths_and_number) {
+    auto hash_of = [](const std::vector<std::pair<std::string, int>>& shards) {
+        TemporaryFolder folder;  // another one each time: it does not count
+        for (const auto& [name, count] : shards) { write_shard(folder / name, count_up(0, count)); }
+        return DataLoader(folder / "*.bin", 2, 4, 0, 1, vocabulary, 0, true).shards_hash();
+    };
+    const std::string hash = hash_of({{"a_0.bin", 20}, {"a_1.bin", 30}});
+    EXPECT_EQ(hash.size(), 16u);
+    EXPECT_EQ(hash_of({{"a_1.bin", 30}, {"a_0.bin", 20}}), hash);
+    EXPECT_NE(hash_of({{"a_0.bin", 30}, {"a_1.bin", 20}}), hash);
+    EXPECT_NE(hash_of({{"a_0.bin", 20}, {"b_1.bin", 30}}), hash);
+    EXPECT_NE(hash_of({{"a_0.bin", 20}, {"a_1.bin", 30}, {"a_2.bin", 30}}), hash);
+}
+
+TEST(DataLoader, reads_more_shards_than_a_process_may_have_files_open) {
+    TemporaryFolder folder;
+    const int shards = 64;
+    for (int i = 0; i < shards; i++) { write_shard(folder / format("x_%03d.bin", i), count_up(10 * i, 9)); }
+    TestProcess process([&]() -> std::string {
+        const rlimit few = {32, 32};
+        setrlimit(RLIMIT_NOFILE, &few);
+        DataLoader train(folder / "x_*.bin", 1, 4, 0, 1, vocabulary, 3, true);
+        DataLoader other(folder / "x_*.bin", 1, 4, 0, 1, vocabulary, 3, false);
+        std::set<int> seen;
+        for (int i = 0; i < 2 * shards; i++) {
+            seen.insert(next_inputs(train, 4)[0]);
+            if (next_inputs(other, 4)[0] != 10 * (i / 2) + 4 * (i % 2)) { return "wrong tokens"; }
+        }
+        return std::to_string(seen.size());
+    });
+    EXPECT_EQ(process.wait(60), 0) << process.report;
+    EXPECT_EQ(process.report, std::to_string(2 * shards));
+}
+
+TEST(DataLoader, a_shard_that_is_replaced_or_removed_under_a_run_is_no_mistake_of_the_user_s) {
+    TemporaryFolder folder;
+    write_two_shards(folder);
+    const std::string first = folder / "x_train_000000.bin";
+    DataLoader loader = open_two_shards(folder, 4, 0, 1, 0, false);  // has checked the second one last
+    auto message = [&]() -> std::string {
+        try {
+            loader.next_batch();
+        } catch (const RunError& error) { return error.what(); }
+        return "";
+    };
+    write_shard(first, count_up(0, 99));
+    EXPECT_TRUE(contains(message(), first + " is truncated"));
+    std::filesystem::remove(first);
+    EXPECT_TRUE(contains(message(), first + " cannot be opened"));
+    write_shard(first, count_up(0, 100));
+    EXPECT_EQ(message(), "");
+    EXPECT_EQ(loader.inputs()[15], 15);
+}
+
+TEST(DataLoader, a_damaged_shard_is_an_error_that_names_the_file) {
+    TemporaryFolder folder;
+    const std::string path = folder / "bad.bin", tokens = bytes_of(count_up(0, 20));
+    auto open = [&] { DataLoader(folder / "*.bin", 1, 4, 0, 1, vocabulary, 0, false); };
+    auto message = [&](const std::string& bytes) {
+        write_bytes(path, bytes);
+        std::string text = user_error(open);
+        EXPECT_TRUE(contains(text, path));
+        return text;
+    };
+    EXPECT_TRUE(contains(user_error(open), "no file matches"));
+    EXPECT_TRUE(contains(message(""), "truncated"));
+    EXPECT_TRUE(contains(message(header_bytes({20240520, 1, 20}).substr(0, 1000)), "truncated"));
+    EXPECT_TRUE(contains(message(header_bytes({20240521, 1, 20}) + tokens), "magic 20240521, not 20240520"));
+    EXPECT_TRUE(contains(message(header_bytes({20240520, 2, 20}) + tokens), "version 2"));
+    EXPECT_TRUE(contains(message(header_bytes({20240520, 1, -1}) + tokens), "damaged"));
+    EXPECT_TRUE(contains(message(header_bytes({20240520, 1, 21}) + tokens),
+                         "truncated (1064 bytes, its header promises 1066)"));
+    EXPECT_TRUE(contains(message(header_bytes({20240520, 1, 19}) + tokens), "too long"));
+    EXPECT_TRUE(contains(message(header_bytes({20240520, 1, 4}) + tokens.substr(0, 8)), "has 4 tokens"));
+    write_bytes(path, header_bytes({20240520, 1, 5}) + tokens.substr(0, 10));
+    EXPECT_NO_THROW(open());  // one sample, exactly
+    std::filesystem::remove(path);
+    std::filesystem::create_directory(path);
+    EXPECT_TRUE(contains(user_error(open), "is not a file"));
+}
+
+TEST(DataLoader, a_pipe_is_refused_at_once) {
+    TemporaryFolder folder;
+    ASSERT_EQ(mkfifo((folder / "a.bin").c_str(), 0600), 0);
+    auto open = [&] { DataLoader(folder / "a.bin", 4, 8, 0, 1, vocabulary, 0, false); };
+    EXPECT_TRUE(contains(user_error(open), "is not a file"));
+}
+
+TEST(DataLoader, a_batch_that_no_memory_holds_is_too_large_for_the_shard) {
+    TemporaryFolder folder;
+    write_shard(folder / "a.bin", count_up(0, 101));
+    auto open = [&] { DataLoader(folder / "a.bin", 1 << 30, 1 << 20, 0, 1, vocabulary, 0, false); };
+    EXPECT_TRUE(contains(user_error(open), "less than one step takes"));
+}
+
+TEST(DataLoader, a_token_beyond_the_vocabulary_is_found_before_training) {
+    TemporaryFolder folder;
+    std::vector<uint16_t> tokens = count_up(0, 2000000);
+    for (uint16_t& token : tokens) { token %= 256; }
+    tokens[1700000] = 257;
+    write_shard(folder / "a.bin", tokens);
+    auto open = [&](int size) { DataLoader(folder / "a.bin", 8, 16, 0, 1, size, 0, false); };
+    const std::string message = user_error([&] { open(257); });
+    EXPECT_TRUE(contains(message, folder / "a.bin"));
+    EXPECT_TRUE(contains(message, "token 257 at position 1700000, beyond the vocabulary of 257"));
+    EXPECT_NO_THROW(open(258));
+    tokens.back() = 65535;
+    write_shard(folder / "a.bin", tokens);
+    EXPECT_TRUE(contains(user_error([&] { open(65535); }), "token 65535 at position 1999999"));
+    EXPECT_NO_THROW(open(65536));
+}
+
+TEST(DataLoader, data_too_large_to_search_at_the_start_is_checked_as_it_is_read) {
+    TemporaryFolder folder;
+    const int32_t count = (1 << 29) + 1;  // a sparse file of a GiB and a bit: zeros that take no space
+    std::vector<uint16_t> tokens(100, 7);
+    tokens[50] = 300;
+    write_bytes(folder / "a.bin", header_bytes({20240520, 1, count}) + bytes_of(tokens));
+    std::filesystem::resize_file(folder / "a.bin", 1024 + 2 * uintmax_t(count));
+    DataLoader loader(folder / "a.bin", 4, 10, 0, 1, 257, 0, false);
+    loader.next_batch();
+    EXPECT_TRUE(contains(user_error([&] { loader.next_batch(); }), "token 300 at position 50"));
+}
+
+TEST(DataLoader, a_shard_that_becomes_shorter_under_a_run_is_an_error) {
+    TemporaryFolder folder;
+    write_shard(folder / "a.bin", count_up(0, 101));
+    DataLoader loader(folder / "a.bin", 5, 10, 0, 1, vocabulary, 0, false);
+    std::filesystem::resize_file(folder / "a.bin", 1024 + 2 * 60);
+    loader.next_batch();
+    EXPECT_THROW(loader.next_batch(), RunError);
+}

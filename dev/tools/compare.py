@@ -1,0 +1,166 @@
+#!/usr/bin/env python3
+"""Compares finished runs by what they wrote into their folders (metrics.jsonl and metrics_00001.jsonl, ...).
+
+    dev/tools/compare.py RUN...      the first is what the others are compared with
+
+Bytes are those that one process sent, the largest over processes; of a sync, likewise. "In bf16" halves the
+first run's bytes: on a CPU, data-parallel training here sends fp32. A worker's wait is that of its rank that
+waited longest: the time for which training stood still before a merge. Waiting for a slower worker is in it.
+"""
+import sys
+from pathlib import Path
+
+from metrics import Parser, UserError, exit_status, labels, read_lines, read_run  # of which others take some
+
+# --------------------------------------------------------------------------------------------------- measures
+
+def validation_loss(run):
+    """Of the last validation; None where the run had none."""
+    return run.processes[0].evals[-1]["loss"] if run.processes[0].evals else None
+
+
+def hellaswag_accuracy(run):
+    """Of the last time; None where the run had none."""
+    return run.processes[0].hellaswags[-1]["accuracy"] if run.processes[0].hellaswags else None
+
+
+def skipped_updates(run):
+    """Of all workers."""
+    return sum(line.get("skipped") is True
+               for worker in range(run.workers) for line in run.of_worker(worker)[0].steps)
+
+
+def mfu(run):
+    """Model flops utilization of worker 0, over its steps; None where the device's peak is not known."""
+    steps = [line for line in run.processes[0].steps if line.get("mfu") is not None]
+    seconds = sum(line["seconds"] for line in steps)
+    return sum(line["mfu"] * line["seconds"] for line in steps) / seconds if seconds > 0 else None
+
+
+def bytes_sent(run):
+    return max(p.end["inner_bytes_sent"] + p.end["outer_bytes_sent"] for p in run.processes)
+
+
+def bytes_by_step(process):
+    """{step: bytes}: inner ones in the step that reports them, a sync's in the step that sends it."""
+    result, before = {}, 0
+    for line in process.steps:
+        result[line["step"]] = line["inner_bytes_sent"] - before
+        before = line["inner_bytes_sent"]
+    for line in process.syncs:
+        result[line["send_step"]] = result.get(line["send_step"], 0) + line["bytes_sent"]
+    return result
+
+
+def peak(run):
+    """(bytes, of what): the most that a process sends at once."""
+    syncs = [line["bytes_sent"] for p in run.processes for line in p.syncs]
+    if syncs:
+        return max(syncs), "a sync"
+    return max(max(bytes_by_step(p).values()) for p in run.processes), "a step"
+
+
+def waited(run, worker):
+    """(seconds, fraction of the training time), of the rank that waited longest."""
+    end = max((p.end for p in run.of_worker(worker)), key=lambda end: end["waited_seconds"])
+    return end["waited_seconds"], end["waited_seconds"] / end["train_seconds"]
+
+
+def tokens(run):
+    return sum(run.of_worker(worker)[0].steps[-1]["tokens"] for worker in range(run.workers))
+
+
+def tokens_per_second(run):
+    return tokens(run) / max(p.end["train_seconds"] for p in run.processes)
+
+
+# ------------------------------------------------------------------------------------------------------ table
+
+def size_text(count):
+    """1234567 -> '1.23 MB'"""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            digits = 2 if count < 10 * size else 1 if count < 100 * size else 0
+            return f"{count / size:.{digits}f} {unit}"
+    return f"{count} bytes"
+
+
+def ratio_text(more, less):
+    """How many times fewer bytes; '-' where one of them sent nothing."""
+    if more == 0 or less == 0:
+        return "-"
+    ratio = more / less
+    return f"{ratio:.{1 if ratio < 10 else 0}f}x"
+
+
+def loss_text(loss, first):
+    if loss is None:
+        return "-"
+    return f"{loss:.4f}" + ("" if first in (None, loss) else f" ({100 * (loss / first - 1):+.2f}%)")
+
+
+def waited_text(run, worker):
+    if worker >= run.workers or not any(p.syncs for p in run.processes):
+        return "-"
+    seconds, fraction = waited(run, worker)
+    return f"{seconds:.2f} s ({100 * fraction:.2f}%)"
+
+
+def optional_rows(runs):
+    """Of what only some runs have."""
+    for label, measure, digits in [("HellaSwag accuracy", hellaswag_accuracy, 4), ("MFU", mfu, 3)]:
+        values = [measure(run) for run in runs]
+        if any(value is not None for value in values):
+            yield [label, *("-" if value is None else f"{value:.{digits}f}" for value in values)]
+    skipped = [skipped_updates(run) for run in runs]
+    if any(skipped):
+        yield ["updates skipped", *map(str, skipped)]
+
+
+def table(runs):
+    """Rows of text: a label, then a cell for each run."""
+    first = runs[0]
+    rows = [
+        ["", *(run.name for run in runs)],
+        ["workers x ranks", *(f"{run.workers} x {run.ranks}" for run in runs)],
+        ["tokens trained on", *(f"{tokens(run):,}" for run in runs)],
+        ["validation loss", loss_text(validation_loss(first), None),
+         *(loss_text(validation_loss(run), validation_loss(first)) for run in runs[1:])],
+        *optional_rows(runs),
+        ["sent by a process", *(size_text(bytes_sent(run)) for run in runs)],
+        [f"  fewer than {first.name}, as sent", "-",
+         *(ratio_text(bytes_sent(first), bytes_sent(run)) for run in runs[1:])],
+        ["  fewer than that in bf16", "-",
+         *(ratio_text(bytes_sent(first) / 2, bytes_sent(run)) for run in runs[1:])],
+        ["most sent at once", *("{} in {}".format(size_text(peak(run)[0]), peak(run)[1]) for run in runs)],
+    ]
+    for worker in range(max(run.workers for run in runs)):
+        if any(waited_text(run, worker) != "-" for run in runs):
+            rows.append([f"worker {worker} waited", *(waited_text(run, worker) for run in runs)])
+    rows.append(["tokens/s, all workers", *(f"{tokens_per_second(run):,.0f}" for run in runs)])
+    return rows
+
+
+def print_table(rows):
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for number, row in enumerate(rows):
+        cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]
+        print("  ".join(cells))
+        if number == 0:
+            print("-" * (sum(widths) + 2 * (len(widths) - 1)))
+
+
+def main(words):
+    parser = Parser(description="Compares finished runs by loss, bytes sent and time waited.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (its -o)")
+    folders = parser.parse_args(words).runs
+    runs = [read_run(folder) for folder in folders]
+    for run, name in zip(runs, labels(folders)):
+        run.name = name
+    print_table(table(runs))
+    if len({tokens(run) for run in runs}) > 1:
+        print("The runs trained on different numbers of tokens: losses and bytes do not compare.")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))

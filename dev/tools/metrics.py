@@ -1,0 +1,203 @@
+"""Reads metrics.jsonl, whose lines dev/tools/metrics.md describes: of runs that have ended, and while they go.
+
+Types and fields that are not known here are left to those who know them; a version that is not is refused.
+"""
+import argparse
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+VERSIONS = (1, 2)
+
+
+class UserError(Exception):
+    """A mistake of the user's: what is wrong, and what to do."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message}: see --help")
+
+
+def exit_status(work, trouble="cannot be used"):
+    """Of work(arguments): a mistake of the user's is one line and 2. trouble: what is wrong with a file."""
+    try:
+        work(sys.argv[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # who reads the output has seen enough: head, less
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        print(f"error: {error.filename or 'a file'} {trouble} ({error.strerror}): check the path, "
+              "permissions and free space", file=sys.stderr)
+        return 2
+    return 0
+
+
+def log_name(process):
+    """Of process 0 to M R - 1: worker 0's ranks come first."""
+    return "metrics.jsonl" if process == 0 else f"metrics_{process:05d}.jsonl"
+
+
+def labels(folders):
+    """A name for each, as short as they differ: of a/log and b/log these, of a/x and b/y x and y."""
+    paths = [folder.resolve().parts for folder in folders]
+    for count in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(path[-count:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            break
+    return names
+
+
+def parse(line):
+    """The fields of a line. ValueError where it is none of metrics."""
+    fields = json.loads(line)
+    if not isinstance(fields, dict) or not isinstance(fields.get("type"), str):
+        raise ValueError("no type")
+    return fields
+
+
+def check_version(fields, path):
+    """Of a run's first line."""
+    if fields.get("version") not in VERSIONS:
+        raise UserError(f"{path} is of version {fields.get('version')}, and this program reads "
+                        f"{' and '.join(map(str, VERSIONS))}: use the dev/ folder of its trainer")
+
+
+# ---------------------------------------------------------------------------------------------- finished runs
+
+@dataclass
+class ProcessLog:
+    """The lines of one process by type."""
+    worker: int
+    rank: int
+    steps: list
+    evals: list
+    syncs: list
+    end: dict
+    hellaswags: list
+
+
+@dataclass
+class Run:
+    name: str
+    workers: int
+    ranks: int
+    parameters: int
+    processes: list  # of ProcessLog: worker 0's ranks, worker 1's ranks, ...
+
+    def of_worker(self, worker):
+        return [p for p in self.processes if p.worker == worker]
+
+
+def read_lines(path):
+    """{type: lines} of a run that has ended."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror}): give the folder of a run") from error
+    lines = {"run": [], "step": [], "eval": [], "hellaswag": [], "sync": [], "resume": [], "end": []}
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            fields = parse(line)
+        except ValueError as error:
+            raise UserError(f"{path} line {number} is no line of metrics: give a run's folder") from error
+        lines.setdefault(fields["type"], []).append(fields)
+    if len(lines["run"]) != 1:
+        raise UserError(f"{path} is not the log of one run: give the folder of a run")
+    check_version(lines["run"][0], path)
+    if len(lines["end"]) != 1 or not lines["step"]:
+        raise UserError(f"the run in {path.parent} did not finish: wait for it, or start it again")
+    return lines
+
+
+def read_run(folder):
+    """The run in a folder, all of its processes: those that it had when it ended."""
+    first = read_lines(folder / log_name(0))
+    last = (first["run"] + first["resume"])[-1]
+    logs = [first] + [read_lines(folder / log_name(process))
+                      for process in range(1, last["workers"] * last["ranks"])]
+    processes = []
+    for lines in logs:
+        place = (lines["run"] + lines["resume"])[-1]
+        processes.append(ProcessLog(place["worker"], place["rank"], lines["step"], lines["eval"],
+                                    lines["sync"], lines["end"][0], lines["hellaswag"]))
+    parameters = first["run"][0]["parameters"]
+    return Run(folder.resolve().name, last["workers"], last["ranks"], parameters, processes)
+
+
+# ----------------------------------------------------------------------------------------------- growing logs
+
+class GrowingLog:
+    """The lines of a log while it is written, in order, each once; a line without its end waits for it.
+
+    A run that is resumed cuts its log to what came before its checkpoint, and a copy (rsync) may be another
+    file each time. So what stands before the place that was read up to is looked at again: where it has
+    changed, the log begins anew, and `beginnings` counts it.
+    """
+    LOOKED_AT = 256  # bytes
+
+    def __init__(self, path, tail=None):
+        """tail: bytes at the log's end whose steps are of interest. Of a log of weeks nearly everything is
+        steps: those before it are left out, and all other lines are there."""
+        self.path, self.tail = Path(path), tail
+        self.beginnings = 0
+        self._begin()
+
+    def _begin(self):
+        self.offset, self.before, self.first_step_at = 0, b"", 0
+        self.size = 0           # of the file when it was last read
+        self.written_at = None  # by the clock of the machine that has it
+        self.is_read = False    # to its end, but for a line without one
+        self.unreadable = 0     # lines that are not of metrics
+
+    def _begin_again(self):
+        self._begin()
+        self.beginnings += 1
+
+    def read(self, most=1 << 24):
+        """The next lines, from up to `most` bytes: more than any line has."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.offset - len(self.before))
+                if file.read(len(self.before)) != self.before:
+                    self._begin_again()
+                    file.seek(0)
+                data = file.read(most)
+                self.size = file.seek(0, 2)
+                self.written_at = os.fstat(file.fileno()).st_mtime
+        except FileNotFoundError:
+            if self.offset > 0:
+                self._begin_again()
+            self.is_read = True
+            return []
+        except OSError as error:
+            raise UserError(f"cannot read {self.path} ({error.strerror}): give a run's folder") from error
+        if self.offset == 0 and self.tail is not None:
+            self.first_step_at = self.size - self.tail
+        self.is_read = len(data) < most
+        data = data[:data.rfind(b"\n") + 1]
+        lines = list(self._parsed(data))
+        self.offset += len(data)
+        self.before = (self.before + data)[-self.LOOKED_AT:]
+        return lines
+
+    def _parsed(self, data):
+        begin = self.offset
+        for line in data.split(b"\n")[:-1]:
+            is_old, begin = begin < self.first_step_at, begin + len(line) + 1
+            if is_old and line.startswith(b'{"type":"step"'):
+                continue
+            try:
+                fields = parse(line)
+            except ValueError:
+                self.unreadable += 1
+                continue
+            if fields["type"] == "run":
+                check_version(fields, self.path)
+            yield fields

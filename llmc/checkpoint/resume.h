@@ -1,0 +1,385 @@
+// Resume: which checkpoint all processes of a run go on from, or the ranks of an independent worker. Each
+// looks into its own folder and says in the store what it sees there; so all know the same, and all find the
+// same answer:
+//   - the newest step at which every process has its own file, all of the same run (lineage);
+//   - of a run of another number of workers or ranks: at which every process has all files of that run
+//     (an independent worker does not go on from such a one, nor from another worker's: that is an error).
+// Then each reads the files it needs in full. Where one is damaged, the next older step is tried.
+// Names and headers are not covered by a checksum until then: they decide what is tried, never what is taken.
+#pragma once
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <map>
+#include <optional>
+#include <set>
+#include <sstream>
+#include <string>
+#include <system_error>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "llmc/error.h"
+#include "llmc/run/process.h"
+#include "llmc/checkpoint/state_file.h"
+
+// A checkpoint, and the shape of the run that wrote it.
+struct ResumePoint {
+    long step = 0;
+    std::string lineage;
+    int workers = 1, ranks = 1;
+    int worker = -1;  // the independent one that wrote it; -1: all workers did, in lock-step
+
+    bool is_of_one_worker() const { return worker >= 0; }
+    long size() const { return is_of_one_worker() ? ranks : long(workers) * ranks; }
+    bool operator==(const ResumePoint& other) const { return key() == other.key(); }
+    bool operator<(const ResumePoint& other) const { return key() < other.key(); }
+
+private:
+    std::tuple<long, const std::string&, int, int, int> key() const {
+        return {step, lineage, workers, ranks, worker};
+    }
+};
+
+inline ResumePoint point_of(const StateIdentity& who) {
+    return {who.step, who.lineage, who.workers, who.ranks, who.independent ? who.worker : -1};
+}
+
+// "4 x 2 processes", "worker 1 of 4 x 2 processes"
+inline std::string writers_of(const ResumePoint& point) {
+    return (point.is_of_one_worker() ? format("worker %d of ", point.worker) : "") +
+           format("%d x %d processes", point.workers, point.ranks);
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// What a process sees in its folder
+
+struct FolderView {
+    struct State {
+        ResumePoint point;
+        std::string flaw;  // why the file cannot be used; then it is unknown what it belongs to
+    };
+
+    std::string folder;
+    std::string trouble;                           // why the folder cannot be read
+    std::map<std::pair<long, int>, State> states;  // by step and process
+    std::map<long, ResumePoint> done;              // lineage empty: the file cannot be read
+
+    // For the store: a line each. Names of files may hold anything, but not the end of a line here.
+    std::string pack() const {
+        auto line = [](std::string text) {
+            std::replace(text.begin(), text.end(), '\n', ' ');
+            return text + "\n";
+        };
+        auto pack_entry = [&](const char* kind, long step, int process, const ResumePoint& p,
+                              const std::string& flaw) {
+            return line(format("%s %ld %d %d %d %d %s ", kind, step, process, p.workers, p.ranks, p.worker,
+                               p.lineage.empty() ? "-" : p.lineage.c_str()) +
+                        flaw);
+        };
+        std::string text = line(folder) + line(trouble);
+        for (const auto& [at, state] : states) {
+            text += pack_entry("state", at.first, at.second, state.point, state.flaw);
+        }
+        for (const auto& [step, point] : done) { text += pack_entry("done", step, 0, point, ""); }
+        return text;
+    }
+
+    static FolderView unpack(const std::string& text) {
+        FolderView view;
+        std::istringstream lines(text);
+        std::getline(lines, view.folder);
+        std::getline(lines, view.trouble);
+        for (std::string line; std::getline(lines, line);) {
+            std::istringstream words(line);
+            std::string kind, flaw;
+            ResumePoint point;
+            int process;
+            words >> kind >> point.step >> process >> point.workers >> point.ranks >> point.worker >>
+                point.lineage;
+            std::getline(words >> std::ws, flaw);
+            if (point.lineage == "-") { point.lineage.clear(); }
+            if (kind == "done") {
+                view.done[point.step] = point;
+            } else {
+                view.states[{point.step, process}] = {point, flaw};
+            }
+        }
+        return view;
+    }
+};
+
+// What is wrong, without what to do: nobody has to do anything about a checkpoint that is passed over.
+inline std::string without_hint(const UserError& error) {
+    const std::string text = error.what(), hint = std::string(": ") + checkpoint_hint();
+    const size_t end = text.size() < hint.size() ? 0 : text.size() - hint.size();
+    return text.compare(end, std::string::npos, hint) == 0 ? text.substr(0, end) : text;
+}
+
+// By its header.
+inline FolderView::State look_at_state(const std::string& folder, long step, int process) {
+    const std::string path = state_path(folder, step, process);
+    try {
+        const StateReader reader(path);
+        const StateIdentity& who = reader.identity();
+        if (who.step == step && who.process() == process) { return {point_of(who), ""}; }
+        return {{},
+                path + format(" is the state of %s at step %ld, not what its name says",
+                              Process::name(who.worker, who.rank).c_str(), who.step)};
+    } catch (const UserError& error) { return {{}, without_hint(error)}; }
+}
+
+inline ResumePoint look_at_done(const std::string& folder, long step) {
+    try {
+        return point_of(read_done(folder, step));
+    } catch (const std::runtime_error&) { return {step, "", 1, 1}; }
+}
+
+inline FolderView view_folder(const std::string& folder) {
+    FolderView view;
+    view.folder = folder;
+    std::error_code error;
+    for (const std::string& name : names_in(folder, error)) {
+        if (const auto state = state_named(name)) {
+            view.states[*state] = look_at_state(folder, state->first, state->second);
+        } else if (const auto step = done_named(name)) {
+            view.done[*step] = look_at_done(folder, *step);
+        }
+    }
+    if (error && error != std::errc::no_such_file_or_directory) { view.trouble = error.message(); }
+    return view;
+}
+
+// Removes what this process was writing when it was killed, and what processes were that this run has not.
+inline void remove_leftovers(const Process& process, const std::string& folder) {
+    std::error_code ignored;
+    for (const std::string& name : names_in(folder, ignored)) {
+        const std::string path = folder + "/" + name;
+        long step = -1;
+        int writer = 0;
+        const bool is_leftover =
+            (sscanf(name.c_str(), "state_%ld_%d", &step, &writer) == 2 &&
+             path == state_path(folder, step, writer) + ".tmp") ||
+            (sscanf(name.c_str(), "DONE_%ld.%d", &step, &writer) == 2 &&
+             path == done_path(folder, step) + format(".%d.tmp", writer)) ||
+            (sscanf(name.c_str(), "model_%ld", &step) == 1 && path == model_path(folder, step) + ".tmp");
+        if (is_leftover && (writer == process.group_index() || writer >= process.group_size())) {
+            std::filesystem::remove(path, ignored);
+        }
+    }
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// What all see
+
+// A checkpoint that these processes may have written; in which start of theirs is not known.
+inline ResumePoint own_point(const Process& process, long step) {
+    return {step, "", process.workers, process.ranks, process.independent ? process.worker : -1};
+}
+
+inline bool is_of_same_shape(const Process& process, const ResumePoint& point) {
+    const ResumePoint own = own_point(process, point.step);
+    return point.workers == own.workers && point.ranks == own.ranks && point.worker == own.worker;
+}
+
+// The processes whose files process `index` reads: its own, or all where the shapes differ.
+inline std::pair<long, long> files_needed(const Process& process, int index, const ResumePoint& point) {
+    const bool is_own = is_of_same_shape(process, point);
+    return is_own ? std::pair(long(index), index + 1L) : std::pair(0L, point.size());
+}
+
+// The first thing that keeps process `index` from going on from there, as far as names and headers tell.
+inline std::string find_lack(const Process& process, int index, const FolderView& view,
+                             const ResumePoint& point) {
+    const auto [begin, end] = files_needed(process, index, point);
+    for (long i = begin; i < end; i++) {
+        const std::string path = state_path(view.folder, point.step, int(i));
+        const auto found = view.states.find({point.step, int(i)});
+        if (found == view.states.end()) { return path + " is missing"; }
+        const FolderView::State& state = found->second;
+        if (!state.flaw.empty()) { return state.flaw; }
+        if (state.point.lineage != point.lineage) {
+            return path + " is of another run (" + state.point.lineage + ", not " + point.lineage + ")";
+        }
+        if (!(state.point == point)) {
+            return path + " was written by " + writers_of(state.point) + ", not " + writers_of(point);
+        }
+    }
+    return "";
+}
+
+// The same after reading them in full, from this process's own folder.
+inline std::string find_damage(const Process& process, const std::string& folder, const ResumePoint& point) {
+    const auto [begin, end] = files_needed(process, process.group_index(), point);
+    try {
+        for (long i = begin; i < end; i++) { StateReader(state_path(folder, point.step, int(i))).verify(); }
+    } catch (const UserError& error) { return without_hint(error); }
+    return "";
+}
+
+// All processes' views, and what follows from them: the same on all.
+class CheckpointSearch {
+public:
+    CheckpointSearch(Process& process, const std::string& folder) : process(process), folder(folder) {
+        for (const std::string& text : process.gather("resume/folder", view_folder(folder).pack())) {
+            views.push_back(FolderView::unpack(text));
+        }
+        for (int i = 0; i < process.group_size(); i++) {
+            const FolderView& view = views[size_t(i)];
+            if (!view.trouble.empty()) {
+                throw UserError(format("%s cannot read the folder %s (%s): give it another -o",
+                                       process.member(i).c_str(), view.folder.c_str(), view.trouble.c_str()));
+            }
+        }
+        for (const FolderView& view : views) {
+            for (const auto& [step, point] : view.done) {
+                has_done = true;
+                if (!point.lineage.empty() && step >= newest_done.step) { newest_done = point; }
+            }
+        }
+        collect_points();
+    }
+
+    // To be tried in this order: the newest first, but first of all those of the run that wrote the newest
+    // DONE_: where several runs used a folder, a file that one of them left behind does not count for more.
+    const std::vector<ResumePoint>& in_order() const { return points; }
+
+    // Why this one cannot be taken, in words; empty: it is whole on all processes. Collective.
+    std::string find_flaws(const ResumePoint& point) {
+        std::vector<std::string> flaws;
+        for (int i = 0; i < process.group_size(); i++) {
+            flaws.push_back(find_lack(process, i, views[size_t(i)], point));
+        }
+        auto is_empty = [](const std::string& flaw) { return flaw.empty(); };
+        if (std::all_of(flaws.begin(), flaws.end(), is_empty)) {
+            const std::string key = format("resume/%ld/%dx%d/%d/%s", point.step, point.workers, point.ranks,
+                                           point.worker, point.lineage.c_str());
+            flaws = process.gather(key, find_damage(process, folder, point));
+        }
+        return in_words(flaws, point);
+    }
+
+    // Has there ever been a checkpoint that was complete?
+    bool was_ever_complete() const { return has_done; }
+
+    // UserError for a checkpoint that is whole and not for this run: what is reshaped is a run in lock-step.
+    void check_shape(const ResumePoint& point) const {
+        const bool may_reshape = !process.independent && !point.is_of_one_worker();
+        if (may_reshape || is_of_same_shape(process, point)) { return; }
+        const std::string what =
+            format("the checkpoint of step %ld in %s is of ", point.step, views[0].folder.c_str());
+        const std::string whole_run = format("a run of %d workers x %d ranks", point.workers, point.ranks);
+        if (!process.independent) {
+            throw UserError(what + format("worker %d of a run with --outer-transport store: resume it with "
+                                          "that, or give another -o",
+                                          point.worker));
+        }
+        if (!point.is_of_one_worker()) {
+            throw UserError(what + whole_run +
+                            " in lock-step: resume it with the --outer-transport that it "
+                            "had, or give another -o");
+        }
+        if (point.workers != process.workers || point.ranks != process.ranks) {
+            throw UserError(what + whole_run +
+                            format(", not %d x %d: with --outer-transport store a worker "
+                                   "resumes with the --workers and --ranks that it had",
+                                   process.workers, process.ranks));
+        }
+        throw UserError(what + format("worker %d, not of worker %d: give each worker the folder that it had",
+                                      point.worker, process.worker));
+    }
+
+    // Where the folders hold more than one run's.
+    std::string note_of_runs() const {
+        std::set<std::string> lineages;
+        for (const ResumePoint& point : points) { lineages.insert(point.lineage); }
+        lineages.erase("");
+        if (lineages.size() < 2) { return ""; }
+        return format("there are checkpoints of %zu runs: ", lineages.size()) +
+               (newest_done.lineage.empty()
+                    ? std::string("the newest is tried first, whose ever it is")
+                    : format("those of %s are tried first, the run that wrote DONE_%08ld",
+                             newest_done.lineage.c_str(), newest_done.step));
+    }
+
+private:
+    void collect_points() {
+        std::set<ResumePoint> found;
+        std::set<long> steps, known;
+        auto add = [&](long step, const ResumePoint& point) {
+            steps.insert(step);
+            if (point.lineage.empty()) { return; }
+            known.insert(step);
+            found.insert(point);
+        };
+        for (const FolderView& view : views) {
+            for (const auto& [at, state] : view.states) { add(at.first, state.point); }
+            for (const auto& [step, point] : view.done) { add(step, point); }
+        }
+        // Of a step of which no header is left it is still to be said why it is passed over.
+        for (long step : steps) {
+            if (!known.count(step)) { found.insert(own_point(process, step)); }
+        }
+        points.assign(found.rbegin(), found.rend());
+        if (newest_done.lineage.empty()) { return; }
+        std::stable_partition(points.begin(), points.end(), [&](const ResumePoint& point) {
+            return point.lineage.empty() || point.lineage == newest_done.lineage;
+        });
+    }
+
+    // "worker 1 rank 0: /x/state_00000060_00001.bin is truncated (...)", of many processes the first few.
+    std::string in_words(const std::vector<std::string>& flaws, const ResumePoint& point) const {
+        const size_t most = 3;
+        size_t count = 0;
+        std::string text;
+        for (size_t i = 0; i < flaws.size(); i++) {
+            if (flaws[i].empty() || ++count > most) { continue; }
+            text += (text.empty() ? "" : "; ") + process.member(int(i)) + ": " + flaws[i];
+        }
+        if (count > most) { text += format("; and %zu more processes", count - most); }
+        if (count > 0 && !process.independent && !is_of_same_shape(process, point)) {
+            text += format(
+                " (it is of %d workers x %d ranks: to go on with %d x %d, each process needs all its files)",
+                point.workers, point.ranks, process.workers, process.ranks);
+        }
+        return text;
+    }
+
+    Process& process;
+    const std::string folder;
+    std::vector<FolderView> views;
+    std::vector<ResumePoint> points;
+    ResumePoint newest_done;  // lineage empty: there is none
+    bool has_done = false;
+};
+
+// Where to go on from; nothing: at the beginning. All of a group call it after meet(), once, each with its
+// own folder; all get the same, or throw the same UserError. `notes`: what a user should know, a line each.
+inline std::optional<ResumePoint> agree_on_checkpoint(Process& process, const std::string& folder,
+                                                      std::vector<std::string>& notes) {
+    remove_leftovers(process, folder);
+    CheckpointSearch search(process, folder);
+    if (search.in_order().empty()) {
+        notes.push_back("nothing to resume from in " + folder + ": training starts at step 1");
+        return std::nullopt;
+    }
+    if (!search.note_of_runs().empty()) { notes.push_back(search.note_of_runs()); }
+    std::vector<std::string> passed_over;
+    for (const ResumePoint& point : search.in_order()) {
+        const std::string flaws = search.find_flaws(point);
+        if (flaws.empty()) {
+            search.check_shape(point);
+            return point;
+        }
+        notes.push_back(format("step %ld was passed over: ", point.step) + flaws);
+        if (passed_over.size() < 3) { passed_over.push_back(format("step %ld: ", point.step) + flaws); }
+    }
+    if (search.was_ever_complete()) {
+        throw UserError("no checkpoint is whole on all processes (" + list_in_words(passed_over) +
+                        "): give every process the -o that it had, or leave out -y and start anew in another "
+                        "folder");
+    }
+    notes.push_back("no checkpoint in " + folder + " was ever complete: training starts at step 1");
+    return std::nullopt;
+}

@@ -1,0 +1,251 @@
+// Comm over NCCL. The inner communicator is blocking and free in what it uses; the outer one is non-blocking
+// and uses one CTA, so that the training step keeps the GPU while an exchange is under way (comms.h).
+//
+// A call of a non-blocking communicator may return before NCCL has enqueued anything; an event recorded then
+// would complete at once. So each call here is polled until NCCL says that it is no longer in progress.
+// An aborted or failed collective lets its event complete, too: wait() asks the communicator after the event.
+// NCCL does not say which member failed: all report what the first to know has written down (cause.h).
+#pragma once
+#include <nccl.h>
+
+#include <chrono>
+#include <deque>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "llmc/run/cause.h"
+#include "llmc/comm.h"
+#include "llmc/run/store.h"
+#include "llmc/stream.h"
+
+namespace cuda {
+
+struct NcclOptions {
+    bool blocking = true;
+    int max_ctas = 0;            // 0: NCCL's choice
+    bool measures_time = false;  // Traffic::seconds, by timing events around each call
+};
+
+class NcclComm : public ::Comm {
+public:
+    // Throws CommError when not all members have come within the group's timeout.
+    NcclComm(const CommGroup& group, const NcclOptions& options) : group(group), options(options) {
+        const std::string key = group.name + "/nccl";
+        const ncclUniqueId id = share_id(key);
+        ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+        config.blocking = options.blocking ? 1 : 0;
+        if (options.max_ctas > 0) { config.minCTAs = config.maxCTAs = options.max_ctas; }
+        settle(ncclCommInitRankConfig(&comm, size(), id, rank(), &config), "ncclCommInitRankConfig");
+        if (rank() == 0) { group.store.remove(key); }
+    }
+    NcclComm(const NcclComm&) = delete;
+    NcclComm& operator=(const NcclComm&) = delete;
+
+    // Gives up what is under way: whoever wants its result has waited for it.
+    ~NcclComm() override { ncclCommAbort(comm); }
+
+    int rank() const override { return group.rank; }
+    int size() const override { return group.size; }
+
+    void all_gather(void* out, const void* inp, size_t bytes, Stream& stream, Traffic* traffic) override {
+        call("ncclAllGather", bytes, stream, traffic,
+             [&] { return ncclAllGather(inp, out, bytes, ncclUint8, comm, stream); });
+    }
+
+    void all_to_all(void* out, const void* inp, size_t bytes, Stream& stream, Traffic* traffic) override {
+        char* const to = static_cast<char*>(out);
+        const char* const from = static_cast<const char*>(inp);
+        call("all-to-all", bytes, stream, traffic, [&] {
+            require(ncclGroupStart(), "ncclGroupStart");
+            for (int peer = 0; peer < size(); peer++) {
+                grouped(ncclSend(from + size_t(peer) * bytes, bytes, ncclUint8, peer, comm, stream));
+                grouped(ncclRecv(to + size_t(peer) * bytes, bytes, ncclUint8, peer, comm, stream));
+            }
+            return ncclGroupEnd();
+        });
+    }
+
+    void reduce_scatter(float* out, const float* inp, size_t count, Stream& stream,
+                        Traffic* traffic) override {
+        call("ncclReduceScatter", count * sizeof(float), stream, traffic,
+             [&] { return ncclReduceScatter(inp, out, count, ncclFloat, ncclSum, comm, stream); });
+    }
+
+    void all_reduce(float* values, size_t count, Reduction reduction, Stream& stream,
+                    Traffic* traffic) override {
+        const ncclRedOp_t operation = reduction == Reduction::sum ? ncclSum : ncclMax;
+        call("ncclAllReduce", count * sizeof(float), stream, traffic,
+             [&] { return ncclAllReduce(values, values, count, ncclFloat, operation, comm, stream); });
+    }
+
+    // While another thread is in a call, it is that one that will see.
+    void check() override {
+        std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
+        if (lock.owns_lock()) { check_calls(lock); }
+    }
+
+    void wait(const Event& event) override {
+        Patience patience(group.timeout);
+        while (!event.query()) {
+            check();
+            if (patience.is_over()) { fail_waiting("an exchange"); }
+            nap(patience);
+        }
+        std::unique_lock<std::mutex> lock(mutex);
+        check_calls(lock);
+        add_times();
+    }
+
+private:
+    struct Timing {
+        cudaEvent_t begin, end;
+        Traffic* traffic;
+    };
+
+    // The id that rank 0 draws, through the store.
+    ncclUniqueId share_id(const std::string& key) const {
+        ncclUniqueId id;
+        if (rank() == 0) {
+            require(ncclGetUniqueId(&id), "ncclGetUniqueId");
+            group.store.set(key, std::string(id.internal, sizeof id.internal));
+            return id;
+        }
+        Patience patience(group.timeout);
+        std::optional<std::string> shared;
+        while (!(shared = group.store.try_get(key))) {
+            if (patience.is_over() || group.store.try_get("cause")) { fail_waiting("NCCL's id"); }
+            patience.pause();
+        }
+        memcpy(id.internal, shared->data(), sizeof id.internal);
+        return id;
+    }
+
+    template <class Call>
+    void call(const char* name, size_t bytes, Stream& stream, Traffic* traffic, Call enqueue) {
+        const bool timed = traffic && options.measures_time;
+        Timing timing{nullptr, nullptr, traffic};
+        if (timed) {
+            timing.begin = timing_event();
+            cudaCheck(cudaEventRecord(timing.begin, stream));
+        }
+        settle(locked(enqueue), name);
+        if (timed) {
+            timing.end = timing_event();
+            cudaCheck(cudaEventRecord(timing.end, stream));
+            timings.push_back(timing);
+        }
+        if (traffic) {
+            traffic->bytes_sent += size_t(size() - 1) * bytes;
+            traffic->bytes_received += size_t(size() - 1) * bytes;
+        }
+    }
+
+    // NCCL's calls on one communicator are not for two threads at a time: the watchdog has its own.
+    template <class Call>
+    ncclResult_t locked(Call call) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        return call();
+    }
+
+    ncclResult_t state_of_calls() const {
+        ncclResult_t state = ncclSuccess;
+        require(ncclCommGetAsyncError(comm, &state), "ncclCommGetAsyncError");
+        return state;
+    }
+
+    // Throws if a call has failed. `lock`: of the mutex; given back before this waits for a cause.
+    void check_calls(std::unique_lock<std::mutex>& lock) const {
+        const ncclResult_t state = state_of_calls();
+        lock.unlock();
+        if (state != ncclInProgress) { require(state, "a collective"); }
+    }
+
+    // Returns when the call is enqueued: of a non-blocking communicator its state alone says so, whatever the
+    // call has returned.
+    void settle(ncclResult_t result, const char* name) {
+        if (!options.blocking && result == ncclSuccess) { result = ncclInProgress; }
+        Patience patience(group.timeout);
+        while (result == ncclInProgress) {
+            result = locked([&] { return state_of_calls(); });
+            if (result != ncclInProgress) { break; }
+            if (patience.is_over()) { fail_waiting(name); }
+            nap(patience);
+        }
+        require(result, name);
+    }
+
+    // Between two polls. Time for which this process is stopped is not the others' silence.
+    static void nap(Patience& patience) {
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+        patience.has_waited(0.001);
+    }
+
+    // Of a call in a group: the group's end says when all are enqueued.
+    void grouped(ncclResult_t result) const {
+        if (result != ncclInProgress) { require(result, "a call of a group"); }
+    }
+
+    void require(ncclResult_t result, const char* name) const {
+        if (result == ncclSuccess) { return; }
+        const char* const last = ncclGetLastError(comm);
+        const std::string with = size() > 1 ? " with " + others() : "";
+        fail(format("failed in %s%s: NCCL: %s%s%s", name, with.c_str(), ncclGetErrorString(result),
+                    last && *last ? ": " : "", last ? last : ""));
+    }
+
+    [[noreturn]] void fail_waiting(const char* name) const {
+        fail(format("waited %g s (--timeout) for %s (%s)", group.timeout, others().c_str(), name));
+    }
+
+    // Reports the cause, if it is known to anyone; otherwise what this process has seen.
+    [[noreturn]] void fail(const std::string& seen) const {
+        const Cause cause = find_cause(group.store, {group.member(rank()), seen});
+        int culprit = size() - 1;
+        while (culprit >= 0 && (culprit == rank() || group.member(culprit) != cause.process)) { culprit--; }
+        throw CommError(culprit, cause.text());
+    }
+
+    // "worker 1 rank 0", "one of worker 1 rank 0 and worker 2 rank 0"
+    std::string others() const {
+        std::vector<std::string> names;
+        for (int r = 0; r < size(); r++) {
+            if (r != rank()) { names.push_back(group.member(r)); }
+        }
+        return (names.size() > 1 ? "one of " : "") + list_in_words(names);
+    }
+
+    // Calls end in the order in which they were made.
+    void add_times() {
+        while (!timings.empty()) {
+            if (!is_complete(cudaEventQuery(timings.front().end))) { return; }
+            const Timing done = timings.front();
+            timings.pop_front();
+            float milliseconds = 0;
+            cudaCheck(cudaEventElapsedTime(&milliseconds, done.begin, done.end));
+            done.traffic->seconds += milliseconds / 1e3;
+            idle.insert(idle.end(), {done.begin, done.end});
+        }
+    }
+
+    cudaEvent_t timing_event() {
+        cudaEvent_t event = nullptr;
+        if (idle.empty()) {
+            cudaCheck(cudaEventCreate(&event));
+        } else {
+            event = idle.back();
+            idle.pop_back();
+        }
+        return event;
+    }
+
+    const CommGroup group;
+    const NcclOptions options;
+    ncclComm_t comm = nullptr;
+    std::mutex mutex;  // of calls on comm
+    std::deque<Timing> timings;
+    std::vector<cudaEvent_t> idle;
+};
+
+}  // namespace cuda

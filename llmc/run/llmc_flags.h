@@ -1,0 +1,253 @@
+// llm.c's flags. Most of its letters are options of this program (options.h); the table below says what each
+// is here. CLI11 knows no options of one dash and two letters, so words are translated before it sees them;
+// flags without an option here are kept, and get their meaning from the functions at the end.
+// Facts from llm.c's train_gpt2.cu and llmc/zero.cuh: https://github.com/karpathy/llm.c
+#pragma once
+#include <ctype.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/error.h"
+#include "llmc/run/world.h"
+
+// -----------------------------------------------------------------------------------------------------------
+// The table
+
+enum class LlmcKind {
+    same,     // an option of the same letter
+    option,   // an option of another name
+    kept,     // has its meaning in this file
+    alias,    // another name of a kept one
+    nothing,  // changes nothing, and is named in a note
+};
+
+struct LlmcFlag {
+    const char* flag;
+    LlmcKind kind;
+    const char* here;    // what it is here
+    const char* remark;  // what differs; of one that changes nothing: why
+    bool is_text = false;
+};
+
+constexpr LlmcFlag llmc_flags[] = {
+    {"-i", LlmcKind::same, "-i", "default: tinyshakespeare, in `data/` or llm.c's `dev/data/`, if there"},
+    {"-j", LlmcKind::same, "-j", "default: tinyshakespeare's with tinyshakespeare, else none"},
+    {"-e", LlmcKind::same, "-e", "default: d12, from new weights"},
+    {"-o", LlmcKind::same, "-o", ""},
+    {"-lg", LlmcKind::nothing, "nothing", "nvidia-smi shows clocks and temperatures"},
+    {"-n", LlmcKind::same, "-n", ""},
+    {"-nk", LlmcKind::option, "--keep-checkpoints", ""},
+    {"-nm", LlmcKind::option, "--major-checkpoints", ""},
+    {"-y", LlmcKind::same, "-y", "0 refuses a folder that has models, and overwrites nothing"},
+    {"-b", LlmcKind::same, "-b", ""},
+    {"-t", LlmcKind::same, "-t", ""},
+    {"-d", LlmcKind::same, "-d", "tokens of each worker; of all processes where there is one worker"},
+    {"-x", LlmcKind::same, "-x", ""},
+    {"-k", LlmcKind::same, "-k", ""},
+    {"-l", LlmcKind::same, "-l", ""},
+    {"-u", LlmcKind::same, "-u", ""},
+    {"-q", LlmcKind::same, "-q", ""},
+    {"-c", LlmcKind::same, "-c", ""},
+    {"-sl", LlmcKind::option, "--skip-loss-zscore", ""},
+    {"-sg", LlmcKind::option, "--skip-norm-zscore", ""},
+    {"-v", LlmcKind::same, "-v", ""},
+    {"-m", LlmcKind::same, "-m", "all batches: 0, or -1 as there"},
+    {"-s", LlmcKind::same, "-s", ""},
+    {"-g", LlmcKind::same, "-g", ""},
+    {"-h", LlmcKind::same, "-h", ""},
+    {"-a", LlmcKind::same, "-a", ""},
+    {"-f", LlmcKind::kept, "--matmul-precision", "0: highest; 1: leaves it as it is"},
+    {"-w", LlmcKind::same, "-w", "1 only: the outer step needs fp32 weights"},
+    {"-ge", LlmcKind::nothing, "nothing", "GELU is fused into its matmul where that is faster"},
+    {"-z", LlmcKind::nothing, "nothing; 2 and 3 are refused",
+     "optimizer state is always sharded over a worker's ranks"},
+    {"-r", LlmcKind::same, "-r", "default: 0"},
+    {"-pn", LlmcKind::kept, "-pn", "processes; not needed under mpirun, srun and torchrun, which say it"},
+    {"-pr", LlmcKind::kept, "-pr", "number of this process, as above"},
+    {"-pg", LlmcKind::kept, "-pg", "processes on each machine, as above"},
+    {"-pi", LlmcKind::kept, "-pi", "mpi: as mpirun, srun or torchrun say; fs: see -pf; tcp: see -ps", true},
+    {"-pm", LlmcKind::alias, "-pi", "so called in llm.c's usage text", true},
+    {"-pf", LlmcKind::kept, "--store file:DIR", "with -pi fs", true},
+    {"-pp", LlmcKind::alias, "-pf", "so called in llm.c's usage text", true},
+    {"-pd", LlmcKind::alias, "-pf", "so called in early versions, and -pi fs with it", true},
+    {"-ps", LlmcKind::kept, "--store redis://HOST:PORT", "with -pi tcp, which is refused without it", true},
+};
+
+// The README's table of llm.c's flags: first those that are the same.
+inline void print_llmc_flags_table() {
+    std::string same;
+    for (const LlmcFlag& flag : llmc_flags) {
+        const bool is_plain = flag.kind == LlmcKind::same && !*flag.remark;
+        if (is_plain) { same += (same.empty() ? "`" : " `") + std::string(flag.flag) + "`"; }
+    }
+    printf("| llm.c | here | |\n|---|---|---|\n| %s | the same | |\n", same.c_str());
+    for (const LlmcFlag& flag : llmc_flags) {
+        if (flag.kind == LlmcKind::same && !*flag.remark) { continue; }
+        const std::string here = strcmp(flag.flag, flag.here) == 0 ? "the same"
+                                 : flag.kind == LlmcKind::nothing  ? flag.here
+                                                                   : "`" + std::string(flag.here) + "`";
+        printf("| `%s` | %s | %s |\n", flag.flag, here.c_str(), flag.remark);
+    }
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// From words to values
+
+// The values of the flags that are no options here; of one given twice the last.
+struct LlmcFlags {
+    std::map<std::string, std::string> values;
+
+    bool has(const std::string& flag) const { return values.count(flag) > 0; }
+    std::string text(const std::string& flag) const { return has(flag) ? values.at(flag) : ""; }
+
+    // UserError unless it is a whole number of at least `least`.
+    long number(const std::string& flag, long fallback, long least) const {
+        if (!has(flag)) { return fallback; }
+        const std::string value = text(flag);
+        char* end = nullptr;
+        const long n = strtol(value.c_str(), &end, 10);
+        if (value.empty() || value.size() > 9 || *end || n < least) {
+            throw UserError(format("%s is '%s', which is no whole number of at least %ld: correct it",
+                                   flag.c_str(), value.c_str(), least));
+        }
+        return n;
+    }
+};
+
+// A flag of this file in a word, such as -nk, -nk5 or -nk=5; and what comes after it.
+inline const LlmcFlag* find_llmc_flag(const std::string& word, std::optional<std::string>& glued) {
+    for (const LlmcFlag& flag : llmc_flags) {
+        if (flag.kind == LlmcKind::same || word.rfind(flag.flag, 0) != 0) { continue; }
+        const std::string rest = word.substr(strlen(flag.flag));
+        if (rest.empty()) { return &flag; }
+        const bool is_number = isdigit((unsigned char)rest[0]) || strchr("+-.", rest[0]);
+        if (rest[0] != '=' && (flag.is_text || !is_number)) { continue; }
+        glued = rest.substr(rest[0] == '=');
+        return &flag;
+    }
+    return nullptr;
+}
+
+inline void keep_llmc_flag(const LlmcFlag& flag, const std::string& value, LlmcFlags& flags) {
+    if (strcmp(flag.flag, "-pd") == 0) { flags.values["-pi"] = "fs"; }
+    flags.values[flag.kind == LlmcKind::alias ? flag.here : flag.flag] = value;
+}
+
+// The command line without those flags, which go to `flags`.   is_option: whether a value follows this word
+inline std::vector<std::string> translate_llmc_flags(
+    const std::vector<std::string>& line, LlmcFlags& flags,
+    const std::function<bool(const std::string&)>& is_option) {
+    std::vector<std::string> words;
+    for (size_t i = 0; i < line.size(); i++) {
+        std::optional<std::string> value;
+        const LlmcFlag* flag = find_llmc_flag(line[i], value);
+        const bool takes_next = flag ? !value : is_option(line[i]);
+        words.push_back(flag && flag->kind == LlmcKind::option ? flag->here : line[i]);
+        if (takes_next && i + 1 < line.size()) { value = line[++i]; }
+        if (flag && flag->kind != LlmcKind::option) {
+            words.pop_back();
+            if (!value) { throw UserError(std::string(flag->flag) + " has no value: give it one"); }
+            keep_llmc_flag(*flag, *value, flags);
+        } else if (value) {
+            words.push_back(*value);
+        }
+    }
+    return words;
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// What they mean
+
+// -f 0: no TF32, no bf16.
+inline bool wants_exact_matmuls(const LlmcFlags& flags) {
+    const long tf32 = flags.number("-f", 1, 0);
+    if (tf32 > 1) { throw UserError("-f is 0 (exact matmuls) or 1: correct it"); }
+    return tf32 == 0;
+}
+
+// Which process -pn, -pr and -pg say that this is; nothing where it is alone, or where the program that has
+// started it says the same. UserError where they contradict it or each other.
+inline std::optional<World> llmc_world(const LlmcFlags& flags) {
+    if (has_launcher()) { return std::nullopt; }
+    const std::optional<World> started = find_world(0);
+    const long size = flags.number("-pn", started ? started->size : 1, 1);
+    const long number = flags.number("-pr", started ? started->number : 0, 0);
+    const long on_a_machine = flags.number("-pg", 8, 1);
+    if (started && (size != started->size || number != started->number)) {
+        throw UserError(
+            format("-pn and -pr say that this is process %ld of %ld, and %s that it is %ld of %ld: "
+                   "leave them out",
+                   number, size, started->program.c_str(), started->number, started->size));
+    }
+    if (started || (size == 1 && number == 0)) { return std::nullopt; }
+    if (!flags.has("-pn")) {
+        throw UserError("-pr says which process this is, and nothing of how many: give -pn");
+    }
+    if (!flags.has("-pr")) {
+        throw UserError(
+            format("-pn says %ld processes, and nothing which of them this is: give -pr, or start "
+                   "them with mpirun",
+                   size));
+    }
+    if (number >= size) {
+        throw UserError(
+            format("-pr %ld is none of the %ld processes of -pn: give 0 to %ld", number, size, size - 1));
+    }
+    World world;
+    world.number = number;
+    world.size = size;
+    world.local_rank = int(number % on_a_machine);
+    return world;
+}
+
+// Where -pi lets the processes meet; `store` where that is not for it to say.   store: as given otherwise
+inline std::string llmc_store(const LlmcFlags& flags, const std::string& store) {
+    const std::string way = flags.text("-pi");
+    if (way == "tcp" && store.empty() && environment("DILOCO_STORE").empty()) {
+        const std::string host = flags.has("-ps") ? flags.text("-ps") : "HOST";
+        throw UserError(
+            "-pi tcp is a server inside llm.c, and here processes meet in one of its own: start "
+            "scripts/multi_node/redis_server.sh there and give --store redis://" +
+            host + ":6379, or meet in a folder that all see (-pi fs -pf DIR)");
+    }
+    if (!way.empty() && way != "mpi" && way != "fs" && way != "tcp") {
+        throw UserError("-pi " + way + " is none of mpi, fs and tcp: correct it");
+    }
+    if (way != "fs") { return store; }
+    std::string folder = flags.text("-pf");
+    if (folder.empty()) { throw UserError("-pi fs needs a folder that all processes see: give -pf DIR"); }
+    while (folder.rfind("//", 0) == 0) { folder.erase(0, 1); }
+    const std::string url = "file:" + folder;
+    if (!store.empty() && store != url) {
+        throw UserError("-pf and --store name two places to meet: give one of them");
+    }
+    return url;
+}
+
+// What was given and changes nothing, in one line; empty: nothing was.
+inline std::string llmc_note(const LlmcFlags& flags) {
+    if (flags.number("-z", 0, 0) > 1) {
+        throw UserError("-z " + flags.text("-z") +
+                        ": gradients and parameters are not sharded, only optimizer "
+                        "state, which always is (-z 1): leave it out");
+    }
+    std::string list;
+    auto name = [&](const std::string& flag, const std::string& why) {
+        list += (list.empty() ? "" : ", ") + flag + " (" + why + ")";
+    };
+    for (const LlmcFlag& flag : llmc_flags) {
+        if (flag.kind != LlmcKind::nothing || !flags.has(flag.flag)) { continue; }
+        flags.number(flag.flag, 0, -1);
+        name(flag.flag, flag.remark);
+    }
+    if (flags.has("-pf") && flags.text("-pi") != "fs") { name("-pf", "there is no -pi fs"); }
+    if (flags.has("-ps")) { name("-ps", "processes meet elsewhere"); }
+    return list.empty() ? "" : "without effect here: " + list;
+}

@@ -1,0 +1,254 @@
+// A connection to a Redis or Valkey server, for the stores that are one (store_redis.h,
+// streaming/elastic/log_store_redis.h): redis://[[USER]:PASSWORD@]HOST[:PORT], rediss:// over TLS, with the
+// authority's certificate in DILOCO_CA where it is not one of the system's. hiredis connects and speaks the
+// protocol. The bytes go through a Socket: of hiredis' versions not all know TLS, and none looks at the name
+// in a certificate.
+#pragma once
+#include <ctype.h>
+#include <hiredis/hiredis.h>
+#include <netdb.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "llmc/error.h"
+#include "llmc/run/socket.h"
+#include "llmc/run/store.h"
+#ifdef WITHOUT_OPENSSL
+struct TlsContext {
+    explicit TlsContext(const std::string&) {
+        throw UserError("--store rediss:// is not in this build: build again with OpenSSL, or give redis://");
+    }
+};
+struct TlsSocket : Socket {
+    TlsSocket(const TlsContext&, int descriptor, double silence, const std::string&, const std::string&)
+        : Socket(descriptor, silence) {}
+};
+#else
+#include "llmc/run/tls.h"
+#endif
+
+struct RedisAddress {
+    std::string host, user, password;
+    int port = 6379;
+    bool tls = false;
+};
+
+// %XX in user and password; an IPv6 address stands in brackets.
+inline RedisAddress parse_redis_url(const std::string& url) {
+    auto wrong = [&] {
+        return UserError(
+            "the store's address is not of the form redis://[:PASSWORD@]HOST:PORT: write it so, e.g. "
+            "redis://10.0.0.1:6379");
+    };
+    auto decoded = [&](const std::string& text) {
+        std::string plain;
+        for (size_t i = 0; i < text.size(); i++) {
+            if (text[i] != '%') { plain += text[i]; continue; }
+            if (i + 2 >= text.size() || !isxdigit(text[i + 1]) || !isxdigit(text[i + 2])) { throw wrong(); }
+            plain += char(std::stoi(text.substr(i + 1, 2), nullptr, 16));
+            i += 2;
+        }
+        return plain;
+    };
+    RedisAddress address;
+    address.tls = url.rfind("rediss://", 0) == 0;
+    std::string rest = url.substr(strlen(address.tls ? "rediss://" : "redis://"));
+    const size_t at = rest.rfind('@');
+    if (at != std::string::npos) {
+        const std::string credentials = rest.substr(0, at);
+        const size_t colon = credentials.find(':');
+        if (colon == std::string::npos) { throw wrong(); }
+        address.user = decoded(credentials.substr(0, colon));
+        address.password = decoded(credentials.substr(colon + 1));
+        rest = rest.substr(at + 1);
+    }
+    if (!rest.empty() && rest.back() == '/') { rest.pop_back(); }
+    size_t colon = rest.rfind(':');
+    if (!rest.empty() && rest[0] == '[') {
+        const size_t close = rest.find(']');
+        if (close == std::string::npos) { throw wrong(); }
+        address.host = rest.substr(1, close - 1);
+        if (close + 1 < rest.size() && rest[close + 1] != ':') { throw wrong(); }
+        colon = close + 1 < rest.size() ? close + 1 : std::string::npos;
+    } else {
+        address.host = rest.substr(0, colon);
+    }
+    if (colon != std::string::npos) {
+        const std::string port = rest.substr(colon + 1);
+        if (port.empty() || port.size() > 5 || port.find_first_not_of("0123456789") != std::string::npos) {
+            throw wrong();
+        }
+        address.port = std::stoi(port);
+    }
+    if (address.host.empty() || rest[0] == ':' ||
+        address.host.find_first_of("/@?#") != std::string::npos || address.port < 1 ||
+        address.port > 65535) {
+        throw wrong();
+    }
+    return address;
+}
+
+class RedisConnection {
+public:
+    struct Free {
+        void operator()(redisContext* context) const { redisFree(context); }
+        void operator()(redisReader* reader) const { redisReaderFree(reader); }
+        void operator()(redisReply* reply) const { freeReplyObject(reply); }
+    };
+    using Reply = std::unique_ptr<redisReply, Free>;
+    using Words = std::vector<std::string_view>;
+
+    // Does not connect yet. UserError for what is no address, and for an authority that cannot be read.
+    // `silence`: seconds after which a connection is taken for lost.
+    RedisConnection(const std::string& url, double silence)
+        : address(parse_redis_url(url)), silence(silence), buffer(1 << 16) {
+        const char* authority = getenv("DILOCO_CA");
+        if (address.tls) { tls = std::make_unique<TlsContext>(authority ? authority : ""); }
+    }
+
+    bool is_open() const { return bool(socket); }
+
+    // UserError where the server cannot be reached within `timeout` seconds, is another than its name says,
+    // or refuses the password. One that is reading its data is waited for, so long.
+    void connect(double timeout) {
+        close();
+        timeval limit = {time_t(timeout), suseconds_t((timeout - double(time_t(timeout))) * 1e6)};
+        context.reset(redisConnectWithTimeout(address.host.c_str(), address.port, limit));
+        if (!context || context->err) {
+            throw UserError("cannot reach the store at " + where() + " (" +
+                            (context ? context->errstr : "out of memory") +
+                            "): start a Redis or Valkey server there, or correct --store");
+        }
+        redisEnableKeepAlive(context.get());
+        reader.reset(redisReaderCreate());
+        try {
+            socket = open_socket(timeout);
+            log_in(timeout);
+            socket->limit_silence(silence);
+        } catch (const ConnectionLost& error) {
+            close();
+            throw UserError("the server at " + where() + " does not answer like Redis (" + error.what() +
+                            "): correct --store (" +
+                            (address.tls ? "without TLS it is redis://)" : "over TLS it is rediss://)"));
+        } catch (...) {
+            close();
+            throw;
+        }
+    }
+
+    void close() {
+        socket.reset();
+        reader.reset();
+        context.reset();
+    }
+
+    // The server's reply, also where that is an error. ConnectionLost; it is closed then.
+    Reply ask(const Words& words) { return std::move(ask_all({words}).front()); }
+
+    // The same to each of several commands, which go out together.
+    std::vector<Reply> ask_all(const std::vector<Words>& commands) {
+        try {
+            for (const Words& words : commands) { send(words); }
+            std::vector<Reply> replies;
+            for (size_t i = 0; i < commands.size(); i++) { replies.push_back(receive()); }
+            return replies;
+        } catch (...) {
+            close();
+            throw;
+        }
+    }
+
+    // HOST:PORT; and as a URL, without the password.
+    std::string where() const {
+        const bool is_ipv6 = address.host.find(':') != std::string::npos;
+        return (is_ipv6 ? "[" + address.host + "]" : address.host) + ":" + std::to_string(address.port);
+    }
+    std::string url() const { return (address.tls ? "rediss://" : "redis://") + where(); }
+
+    // This machine's address on the way to the server; empty where there is no connection.
+    std::string local_address() const {
+        sockaddr_storage local;
+        socklen_t length = sizeof local;
+        char text[NI_MAXHOST];
+        const bool is_known =
+            context && getsockname(context->fd, (sockaddr*)&local, &length) == 0 &&
+            getnameinfo((sockaddr*)&local, length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) == 0;
+        return is_known ? text : "";
+    }
+
+private:
+    std::unique_ptr<Socket> open_socket(double timeout) const {
+        if (!tls) { return std::make_unique<Socket>(context->fd, timeout); }
+        return std::make_unique<TlsSocket>(*tls, context->fd, timeout, address.host, where());
+    }
+
+    void log_in(double timeout) {
+        if (!address.password.empty()) {
+            Words words = {"AUTH", address.user, address.password};
+            if (address.user.empty()) { words.erase(words.begin() + 1); }
+            check(*ask(words));
+        }
+        Reply reply = ask({"PING"});
+        for (Patience patience(timeout); begins_with(*reply, "LOADING") && !patience.is_over();) {
+            patience.pause();
+            reply = ask({"PING"});
+        }
+        check(*reply);
+    }
+
+    static bool begins_with(const redisReply& reply, const char* word) {
+        return reply.type == REDIS_REPLY_ERROR && strncmp(reply.str, word, strlen(word)) == 0;
+    }
+
+    void check(const redisReply& reply) const {
+        if (reply.type != REDIS_REPLY_ERROR) { return; }
+        const std::string text(reply.str, size_t(reply.len));
+        if (begins_with(reply, "NOAUTH") || begins_with(reply, "WRONGPASS") ||
+            text.find("password") != std::string::npos) {
+            throw UserError("the store at " + where() + " refuses the password (" + text +
+                            "): give --store " + (address.tls ? "rediss" : "redis") + "://:PASSWORD@" +
+                            where());
+        }
+        throw UserError("the store at " + where() + " refuses to serve (" + text +
+                        "): look at the server's settings");
+    }
+
+    void send(const Words& words) {
+        std::vector<const char*> texts;
+        std::vector<size_t> lengths;
+        for (const std::string_view& word : words) {
+            texts.push_back(word.data());
+            lengths.push_back(word.size());
+        }
+        char* command = nullptr;
+        const auto length = redisFormatCommandArgv(&command, int(words.size()), texts.data(), lengths.data());
+        if (length < 0) { throw std::bad_alloc(); }
+        const std::unique_ptr<char, void (*)(char*)> freed(command, redisFreeCommand);
+        socket->send(command, size_t(length));
+    }
+
+    Reply receive() {
+        void* reply = nullptr;
+        while (redisReaderGetReply(reader.get(), &reply) == REDIS_OK) {
+            if (reply) { return Reply(static_cast<redisReply*>(reply)); }
+            const size_t count = socket->receive(buffer.data(), buffer.size());
+            if (redisReaderFeed(reader.get(), buffer.data(), count) != REDIS_OK) { break; }
+        }
+        throw ConnectionLost(reader->errstr);
+    }
+
+    const RedisAddress address;
+    const double silence;
+    std::unique_ptr<TlsContext> tls;
+    std::unique_ptr<redisContext, Free> context;
+    std::unique_ptr<redisReader, Free> reader;
+    std::unique_ptr<Socket> socket;
+    std::vector<char> buffer;
+};

@@ -1,0 +1,100 @@
+// A connected TCP socket as a stream of bytes. What takes long is limited by silence, not as a whole: 64 MiB
+// take a minute at 10 Mbit/s, and more where several share a line. It is silent when nothing comes and the
+// other side acknowledges nothing of what is on its way. Over TLS: tls.h.
+#pragma once
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/sockios.h>
+#include <poll.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "llmc/error.h"
+#include "llmc/run/store.h"
+
+struct ConnectionLost : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+class Socket {
+public:
+    // `descriptor` is closed by the caller; processes that this one starts do not have it. `silence`: seconds
+    // after which it is given up.
+    Socket(int descriptor, double silence) : descriptor(descriptor), silence(silence) {
+        fcntl(descriptor, F_SETFD, FD_CLOEXEC);
+        fcntl(descriptor, F_SETFL, fcntl(descriptor, F_GETFL) | O_NONBLOCK);
+    }
+    Socket(const Socket&) = delete;
+    virtual ~Socket() = default;
+
+    void limit_silence(double seconds) { silence = seconds; }
+
+    // All of it, to the kernel at least. ConnectionLost where that fails, here and below.
+    void send(const char* data, size_t bytes) {
+        NoSigpipe no_sigpipe;
+        for (size_t sent = 0; sent < bytes;) { sent += send_some(data + sent, bytes - sent); }
+    }
+
+    // Some bytes, at least one.
+    size_t receive(char* data, size_t bytes) {
+        NoSigpipe no_sigpipe;
+        return receive_some(data, bytes);
+    }
+
+protected:
+    virtual size_t send_some(const char* data, size_t bytes) {
+        while (true) {
+            const ssize_t count = ::send(descriptor, data, bytes, 0);
+            if (count >= 0) { return size_t(count); }
+            wait_or_fail(POLLOUT);
+        }
+    }
+    virtual size_t receive_some(char* data, size_t bytes) {
+        while (true) {
+            const ssize_t count = recv(descriptor, data, bytes, 0);
+            if (count > 0) { return size_t(count); }
+            if (count == 0) { throw ConnectionLost("the server closed the connection"); }
+            wait_or_fail(POLLIN);
+        }
+    }
+
+    // Until it can be read (POLLIN) or written to (POLLOUT).
+    void wait_for(short events) const {
+        const int step = int(1000 * std::clamp(silence / 4, 0.001, 0.25));
+        Patience patience(silence);
+        int unacknowledged = on_its_way();
+        while (true) {
+            pollfd one = {descriptor, events, 0};
+            const int ready = poll(&one, 1, step);
+            patience.has_waited(0.001 * step);
+            if (ready > 0) { return; }
+            if (ready < 0 && errno != EINTR) { throw ConnectionLost(strerror(errno)); }
+            const int rest = on_its_way();
+            if (rest < unacknowledged) { patience.begin_again(); }
+            unacknowledged = rest;
+            if (patience.is_over()) { throw ConnectionLost(format("silent for %.3g s", silence)); }
+        }
+    }
+
+    const int descriptor;
+
+private:
+    void wait_or_fail(short events) const {
+        if (errno == EINTR) { return; }
+        if (errno != EAGAIN) { throw ConnectionLost(strerror(errno)); }
+        wait_for(events);
+    }
+
+    // Bytes that the other side has not acknowledged.
+    int on_its_way() const {
+        int bytes = 0;
+        return ioctl(descriptor, SIOCOUTQ, &bytes) == 0 ? bytes : 0;
+    }
+
+    double silence;
+};

@@ -1,0 +1,285 @@
+// Store: the key-value store that processes meet through. Values are byte strings of any content.
+//   file:DIR                          a folder that all processes see (one machine, or a shared file system)
+//   redis://[:PASSWORD@]HOST[:PORT]   a Redis or Valkey server that all processes reach (store_redis.h);
+//                                     rediss://: over TLS
+// It carries addresses, run ids and who failed, not gradients. One process that is all alone needs no URL:
+// MemoryStore.
+//
+// A mistake of the user (unknown scheme, unreachable server, wrong password, unwritable folder) is a
+// UserError when the store is opened; a store that fails later is a RunError. All methods may be called by
+// several threads.
+#pragma once
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/random.h>
+#include <unistd.h>
+#include <xxhash.h>
+
+#include <algorithm>
+#include <chrono>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "llmc/error.h"
+#include "llmc/run/value_file.h"
+
+// -----------------------------------------------------------------------------------------------------------
+// Waiting, random names, signals
+
+// A wait with an end, for what can only be asked for again and again: each pause is longer than the one
+// before.
+class Patience {
+public:
+    explicit Patience(double seconds) : limit(seconds) {}
+    double waited() const { return std::chrono::duration<double>(Clock::now() - start).count(); }
+    double left() const { return std::max(0.0, limit - waited()); }
+    bool is_over() const { return waited() >= limit; }
+    void begin_again() { start = looked_at = Clock::now(); }
+
+    // To be called when something else than pause() has waited, for `seconds` at most. Time for which this
+    // process was stopped meanwhile (SIGSTOP, a machine that sleeps) does not count: who has to say something
+    // had no chance to be heard.
+    void has_waited(double seconds) {
+        const Clock::time_point now = Clock::now();
+        const double stopped = std::chrono::duration<double>(now - looked_at).count() - seconds;
+        if (stopped > 1) {
+            start += std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(stopped));
+        }
+        looked_at = now;
+    }
+
+    // The same for what this process has done since: it may take long, and counts in full.
+    void has_worked() { looked_at = Clock::now(); }
+
+    // Sleeps: 1 ms at first, at most 100 ms, and never past the end.
+    void pause() {
+        const double seconds = std::min(step, left() + 0.001);
+        looked_at = Clock::now();
+        std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+        has_waited(seconds);
+        step = std::min(step * 1.3, 0.1);
+    }
+
+private:
+    using Clock = std::chrono::steady_clock;
+    Clock::time_point start = Clock::now(), looked_at = start;
+    double limit, step = 0.001;
+};
+
+// 2 * `bytes` hexadecimal digits from the kernel's random numbers (at most 64 bytes).
+inline std::string random_hex(int bytes) {
+    unsigned char data[64];
+    if (bytes > int(sizeof data) || getrandom(data, size_t(bytes), 0) != bytes) {
+        throw RunError("getrandom failed");
+    }
+    std::string text;
+    for (int i = 0; i < bytes; i++) { text += format("%02x", data[i]); }
+    return text;
+}
+
+// While it lives, this thread and those it starts get an error and not a SIGPIPE when they write to a
+// connection that the other side has closed. Gloo and hiredis would otherwise end the process without a word.
+class NoSigpipe {
+public:
+    NoSigpipe() {
+        sigset_t pending;
+        sigpending(&pending);
+        was_pending = sigismember(&pending, SIGPIPE);
+        sigemptyset(&pipe);
+        sigaddset(&pipe, SIGPIPE);
+        pthread_sigmask(SIG_BLOCK, &pipe, &before);
+    }
+    NoSigpipe(const NoSigpipe&) = delete;
+    NoSigpipe& operator=(const NoSigpipe&) = delete;
+    ~NoSigpipe() {
+        const timespec now = {0, 0};
+        while (!was_pending && sigtimedwait(&pipe, nullptr, &now) == SIGPIPE) {}
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+
+private:
+    sigset_t pipe, before;
+    bool was_pending;
+};
+
+// -----------------------------------------------------------------------------------------------------------
+// The interface
+
+class Store {
+public:
+    virtual ~Store() = default;
+
+    virtual void set(const std::string& key, const std::string& value) = 0;
+
+    // The value, or nothing where there is none (yet).
+    virtual std::optional<std::string> try_get(const std::string& key) = 0;
+
+    // Sets the key unless it has a value; of several at once exactly one wins. Returns the winner's value.
+    virtual std::string set_if_absent(const std::string& key, const std::string& value) = 0;
+
+    // Removes the key, if it is there.
+    virtual void remove(const std::string& key) = 0;
+
+    // For messages: the URL without its password.
+    virtual std::string url() const = 0;
+
+    // The address of this machine on the way to the store, for others to connect to.
+    virtual std::string local_address() { return "127.0.0.1"; }
+};
+
+// The keys that start with `prefix`, without it: the keys of one run.
+class PrefixStore : public Store {
+public:
+    PrefixStore(std::shared_ptr<Store> inner, std::string prefix)
+        : inner(std::move(inner)), prefix(std::move(prefix)) {}
+    void set(const std::string& key, const std::string& value) override {
+        remember(key);
+        inner->set(prefix + key, value);
+    }
+    std::optional<std::string> try_get(const std::string& key) override {
+        return inner->try_get(prefix + key);
+    }
+    std::string set_if_absent(const std::string& key, const std::string& value) override {
+        remember(key);
+        return inner->set_if_absent(prefix + key, value);
+    }
+    void remove(const std::string& key) override {
+        inner->remove(prefix + key);
+        std::lock_guard<std::mutex> lock(mutex);
+        own.erase(key);
+    }
+    std::string url() const override { return inner->url(); }
+    std::string local_address() override { return inner->local_address(); }
+
+    // Removes all keys that were set through this object and are still there.
+    void remove_own() {
+        std::lock_guard<std::mutex> lock(mutex);
+        for (const std::string& key : own) { inner->remove(prefix + key); }
+        own.clear();
+    }
+
+private:
+    void remember(const std::string& key) {
+        std::lock_guard<std::mutex> lock(mutex);
+        own.insert(key);
+    }
+
+    std::mutex mutex;
+    std::set<std::string> own;
+    std::shared_ptr<Store> inner;
+    std::string prefix;
+};
+
+// For one process, or for threads of one process.
+class MemoryStore : public Store {
+public:
+    void set(const std::string& key, const std::string& value) override {
+        std::lock_guard<std::mutex> lock(mutex);
+        values[key] = value;
+    }
+    std::optional<std::string> try_get(const std::string& key) override {
+        std::lock_guard<std::mutex> lock(mutex);
+        auto found = values.find(key);
+        return found == values.end() ? std::nullopt : std::optional<std::string>(found->second);
+    }
+    std::string set_if_absent(const std::string& key, const std::string& value) override {
+        std::lock_guard<std::mutex> lock(mutex);
+        return values.emplace(key, value).first->second;
+    }
+    void remove(const std::string& key) override {
+        std::lock_guard<std::mutex> lock(mutex);
+        values.erase(key);
+    }
+    std::string url() const override { return "memory"; }
+
+private:
+    std::mutex mutex;
+    std::map<std::string, std::string> values;
+};
+
+// -----------------------------------------------------------------------------------------------------------
+// A folder
+
+// One file a key (value_file.h). A value is written under another name, which then becomes the key's, or is
+// linked to it where only the first may win.
+class FileStore : public Store {
+public:
+    explicit FileStore(std::string folder) : folder(std::move(folder)) { make_usable(this->folder); }
+
+    // UserError where a store cannot be in this folder.
+    static void make_usable(const std::string& folder) {
+        std::error_code error;
+        std::filesystem::create_directories(folder, error);
+        if (error || access(folder.c_str(), R_OK | W_OK | X_OK) != 0) {
+            throw UserError("the store's folder " + folder + " cannot be used (" +
+                            (error ? error.message() : std::string(strerror(errno))) +
+                            "): give --store a folder that can be written");
+        }
+    }
+
+    void set(const std::string& key, const std::string& value) override {
+        const std::string temporary = write_temporary(value);
+        if (rename(temporary.c_str(), path(key).c_str()) != 0) { fail_value_file("rename", temporary); }
+    }
+
+    std::optional<std::string> try_get(const std::string& key) override {
+        if (std::optional<std::string> value = read_value_file(path(key))) { return value; }
+        refresh_folder(folder);
+        return read_value_file(path(key));
+    }
+
+    std::string set_if_absent(const std::string& key, const std::string& value) override {
+        const std::string temporary = write_temporary(value);
+        while (true) {
+            const bool won = link(temporary.c_str(), path(key).c_str()) == 0;
+            if (!won && errno != EEXIST) {
+                const int error = errno;
+                unlink(temporary.c_str());
+                errno = error;
+                fail_value_file("link", path(key));
+            }
+            std::optional<std::string> winner = won ? value : try_get(key);
+            if (winner) {
+                unlink(temporary.c_str());
+                return *winner;
+            }
+        }
+    }
+
+    void remove(const std::string& key) override {
+        if (unlink(path(key).c_str()) != 0 && errno != ENOENT) { fail_value_file("unlink", path(key)); }
+    }
+
+    std::string url() const override { return "file:" + folder; }
+
+private:
+    // A long name is cut, and ends in a hash of the whole; "%%" stands in no other name.
+    std::string path(const std::string& key) const {
+        std::string name = file_name_of(key);
+        if (name.size() > 200) {
+            const XXH128_hash_t hash = XXH3_128bits(key.data(), key.size());
+            name = name.substr(0, 150) + format("%%%%%016llx%016llx", (unsigned long long)hash.high64,
+                                                (unsigned long long)hash.low64);
+        }
+        return folder + "/" + name;
+    }
+
+    std::string write_temporary(const std::string& value) const {
+        const std::string temporary = folder + "/.new-" + random_hex(12);
+        const bool sync = false;  // a run that lost its power meets anew
+        write_value_file(temporary, value, sync);
+        return temporary;
+    }
+
+    std::string folder;
+};

@@ -1,0 +1,144 @@
+// TlsSocket: a socket whose bytes are encrypted, by OpenSSL. The server shows a certificate that is signed by
+// an authority that the system trusts, or by the one whose certificate is in a file of the user's, and that
+// is made out to the name or address that was connected to.
+#pragma once
+#include <openssl/err.h>
+#include <openssl/ssl.h>
+#include <openssl/x509v3.h>
+#include <poll.h>
+
+#include <memory>
+#include <string>
+
+#include "llmc/error.h"
+#include "llmc/run/socket.h"
+
+// What connections have in common.
+class TlsContext {
+public:
+    // `authority`: a file of certificates; empty: the system's. UserError where it cannot be read.
+    explicit TlsContext(const std::string& authority) {
+        // A process may end while another of its threads is in OpenSSL: nothing is cleared away then.
+        OPENSSL_init_crypto(OPENSSL_INIT_NO_ATEXIT, nullptr);
+        context.reset(SSL_CTX_new(TLS_client_method()));
+        if (!context) { throw RunError("OpenSSL does not start"); }
+        SSL_CTX_set_min_proto_version(context.get(), TLS1_2_VERSION);
+        SSL_CTX_set_verify(context.get(), SSL_VERIFY_PEER, nullptr);
+        SSL_CTX_set_client_cert_cb(context.get(), note_that_it_asks);
+        SSL_CTX_set_mode(context.get(), SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER);
+        if (authority.empty()) {
+            SSL_CTX_set_default_verify_paths(context.get());
+        } else if (SSL_CTX_load_verify_locations(context.get(), authority.c_str(), nullptr) != 1) {
+            throw UserError("there are no certificates in " + authority +
+                            ": name in DILOCO_CA the file of the authority that signed the store's (PEM)");
+        }
+    }
+
+    // `asks`: set when the server wants a certificate of ours. It gets none, and may then go away without a
+    // word.
+    SSL* new_connection(bool& asks) const {
+        SSL* tls = SSL_new(context.get());
+        if (!tls) { throw RunError("OpenSSL does not start"); }
+        SSL_set_app_data(tls, &asks);
+        return tls;
+    }
+
+private:
+    struct Free {
+        void operator()(SSL_CTX* context) const { SSL_CTX_free(context); }
+    };
+
+    static int note_that_it_asks(SSL* tls, X509**, EVP_PKEY**) {
+        *static_cast<bool*>(SSL_get_app_data(tls)) = true;
+        return 0;
+    }
+
+    std::unique_ptr<SSL_CTX, Free> context;
+};
+
+class TlsSocket : public Socket {
+public:
+    // Shakes hands. UserError where the certificate is not the right one; `where`: the server, for messages.
+    TlsSocket(const TlsContext& context, int descriptor, double silence, const std::string& host,
+              const std::string& where)
+        : Socket(descriptor, silence), where(where), tls(context.new_connection(asks)) {
+        NoSigpipe no_sigpipe;
+        expect(host);
+        SSL_set_fd(tls.get(), descriptor);
+        move([&](size_t&) { return SSL_connect(tls.get()); });
+    }
+
+protected:
+    size_t send_some(const char* data, size_t bytes) override {
+        return move([&](size_t& count) { return SSL_write_ex(tls.get(), data, bytes, &count); });
+    }
+    size_t receive_some(char* data, size_t bytes) override {
+        const size_t had = move([&](size_t& count) { return SSL_read_ex(tls.get(), data, bytes, &count); });
+        has_answered = true;
+        return had;
+    }
+
+private:
+    struct Free {
+        void operator()(SSL* tls) const { SSL_free(tls); }
+    };
+
+    // Whom the certificate has to be made out to. A name is also told to the server, which may have several.
+    void expect(const std::string& host) {
+        if (X509_VERIFY_PARAM_set1_ip_asc(SSL_get0_param(tls.get()), host.c_str()) == 1) { return; }
+        SSL_set_hostflags(tls.get(), X509_CHECK_FLAG_NO_PARTIAL_WILDCARDS);
+        if (SSL_set1_host(tls.get(), host.c_str()) != 1 ||
+            SSL_set_tlsext_host_name(tls.get(), host.c_str()) != 1) {
+            throw RunError("OpenSSL does not take the name " + host);
+        }
+    }
+
+    // Calls OpenSSL until it has done something.
+    template <class Call>
+    size_t move(Call call) {
+        while (true) {
+            ERR_clear_error();
+            size_t count = 0;
+            const int result = call(count);
+            if (result > 0) { return count; }
+            const int system_error = errno;
+            switch (SSL_get_error(tls.get(), result)) {
+                case SSL_ERROR_WANT_READ:
+                    wait_for(POLLIN);
+                    break;
+                case SSL_ERROR_WANT_WRITE:
+                    wait_for(POLLOUT);
+                    break;
+                case SSL_ERROR_SYSCALL:
+                    lose(system_error ? strerror(system_error) : "the server closed the connection");
+                case SSL_ERROR_ZERO_RETURN:
+                    lose("the server closed the connection");
+                default:
+                    fail();
+            }
+        }
+    }
+
+    [[noreturn]] void lose(const std::string& why) const {
+        const char* hint = ", and it asks its clients for certificates: start it with tls-auth-clients no";
+        throw ConnectionLost(why + (asks && !has_answered ? hint : ""));
+    }
+
+    [[noreturn]] void fail() const {
+        const long verdict = SSL_get_verify_result(tls.get());
+        const std::string certificate = "the certificate of the store at " + where;
+        if (verdict == X509_V_ERR_HOSTNAME_MISMATCH || verdict == X509_V_ERR_IP_ADDRESS_MISMATCH) {
+            throw UserError(certificate + " is made out to another: give --store the name that stands in it");
+        }
+        if (verdict != X509_V_OK) {
+            throw UserError(certificate + " is not to be trusted (" + X509_verify_cert_error_string(verdict) +
+                            "): name the file of the authority that signed it in DILOCO_CA");
+        }
+        const char* reason = ERR_reason_error_string(ERR_get_error());
+        lose(std::string("TLS: ") + (reason ? reason : "an error without a name"));
+    }
+
+    const std::string where;
+    bool asks = false, has_answered = false;
+    std::unique_ptr<SSL, Free> tls;
+};

@@ -1,0 +1,140 @@
+// BytePairEncoder: from text to tokens, with the vocabulary of tokenizer.bin alone (byte-level BPE: Sennrich
+// et al. 2016, arXiv 1508.07909; Radford et al. 2019). A text is cut into pieces by GPT-2's pattern; a piece
+// begins as single bytes, and as long as two neighbours joined are a token, those that make the token of the
+// lowest number are joined, the leftmost first.
+//
+// So a token's number has to be its rank among the merges, as in GPT-2's vocabulary and in those of
+// data/prepare.py (bytes, bpe:N): there the tokens are the tokenizer's own. The file does not say which two
+// parts a token was merged from: any two that make its bytes are taken, as tiktoken does. In a vocabulary
+// made otherwise the tokens are some that spell the text.
+#pragma once
+#include <algorithm>
+#include <memory>
+#include <queue>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "llmc/error.h"
+#include "llmc/text/gpt2_pattern.h"
+#include "llmc/text/tokenizer.h"
+
+class BytePairEncoder {
+public:
+    // tokenizer: has to stay. UserError where its vocabulary needs a library that this build lacks.
+    explicit BytePairEncoder(const Tokenizer& tokenizer) : end_of_text(tokenizer.end_of_text()) {
+        end_of_text_bytes = tokenizer.decode(end_of_text);
+        for (int token = 0; token < tokenizer.vocab_size(); token++) {
+            if (token == end_of_text) { continue; }
+            numbers.emplace(tokenizer.decode(token), token);  // of equal ones the first
+            longest = std::max(longest, tokenizer.decode(token).size());
+        }
+        if (longest > 1) { pattern = std::make_unique<Gpt2Pattern>(); }
+    }
+
+    // The tokens of a text. Where it has the end-of-text token's own bytes, GPT-2's <|endoftext|>, they are
+    // that token. UserError where the text is not UTF-8, or has a byte that no token has.
+    std::vector<int> encode(std::string_view text) const {
+        check_utf8(text);
+        std::vector<int> tokens;
+        for (size_t at = 0;;) {
+            const size_t end = text.find(end_of_text_bytes, at);
+            encode_document(text.substr(at, end - at), tokens);
+            if (end == text.npos) { return tokens; }
+            tokens.push_back(end_of_text);
+            at = end + end_of_text_bytes.size();
+        }
+    }
+
+private:
+    // Two neighbours in a piece that can be joined: [begin, middle) and [middle, end).
+    struct Pair {
+        int token;
+        size_t begin, middle, end;
+
+        // The order of a priority queue, whose largest comes first.
+        bool operator<(const Pair& other) const {
+            return token != other.token ? token > other.token : begin > other.begin;
+        }
+    };
+
+    // A piece's parts: the one that begins at byte i ends at end[i] (0: none begins there), and the one
+    // before it begins at before[i].
+    struct Parts {
+        std::vector<size_t> end, before;
+        std::priority_queue<Pair> pairs;  // also those whose parts are gone
+
+        bool has(const Pair& pair) const {
+            return end[pair.begin] == pair.middle && end[pair.middle] == pair.end;
+        }
+    };
+
+    static void check_utf8(std::string_view text) {
+        for (size_t at = 0, length; at < text.size(); at += length) {
+            length = utf8_length(text, at);
+            if (length == 0) {
+                throw UserError(format("the prompt is not UTF-8 (byte %zu): convert it, as with iconv", at));
+            }
+        }
+    }
+
+    void encode_document(std::string_view text, std::vector<int>& tokens) const {
+        if (!pattern) {  // nothing is ever merged
+            encode_piece(text, tokens);
+            return;
+        }
+        pattern->cut(text, [&](std::string_view piece) { encode_piece(piece, tokens); });
+    }
+
+    // In O(n log n): a prompt may be one long word.
+    void encode_piece(std::string_view piece, std::vector<int>& tokens) const {
+        Parts parts;
+        for (size_t i = 0; i < piece.size(); i++) {
+            parts.end.push_back(i + 1);
+            parts.before.push_back(i - 1);
+        }
+        for (size_t i = 0; i + 1 < piece.size(); i++) { add_pair(piece, i, parts); }
+        while (!parts.pairs.empty()) {
+            const Pair pair = parts.pairs.top();
+            parts.pairs.pop();
+            if (parts.has(pair)) { join(piece, pair, parts); }
+        }
+        for (size_t i = 0; i < piece.size(); i = parts.end[i]) {
+            tokens.push_back(number_of_part(piece.substr(i, parts.end[i] - i)));
+        }
+    }
+
+    void join(std::string_view piece, const Pair& pair, Parts& parts) const {
+        parts.end[pair.begin] = pair.end;
+        parts.end[pair.middle] = 0;
+        if (pair.end < piece.size()) {
+            parts.before[pair.end] = pair.begin;
+            add_pair(piece, pair.begin, parts);
+        }
+        if (pair.begin > 0) { add_pair(piece, parts.before[pair.begin], parts); }
+    }
+
+    // The part that begins at `begin` and the one behind it, if they make a token.
+    void add_pair(std::string_view piece, size_t begin, Parts& parts) const {
+        const size_t middle = parts.end[begin], end = parts.end[middle];
+        if (end - begin > longest) { return; }
+        const auto found = numbers.find(piece.substr(begin, end - begin));
+        if (found != numbers.end()) { parts.pairs.push({found->second, begin, middle, end}); }
+    }
+
+    int number_of_part(std::string_view part) const {
+        const auto found = numbers.find(part);
+        if (found != numbers.end()) { return found->second; }
+        const unsigned byte = uint8_t(part[0]);
+        throw UserError(
+            format("the tokenizer has no token for byte 0x%02X of the prompt: use characters of the "
+                   "text that it was made from",
+                   byte));
+    }
+
+    int end_of_text;
+    std::string_view end_of_text_bytes;
+    std::unordered_map<std::string_view, int> numbers;  // of the tokens, by their bytes
+    size_t longest = 0;                                 // bytes of a token
+    std::unique_ptr<Gpt2Pattern> pattern;               // null where there is nothing to merge
+};

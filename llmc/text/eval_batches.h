@@ -1,0 +1,139 @@
+// EvalBatches: the examples of an eval set as batches of token sequences, and the score of a model's losses.
+// A sequence is the context of an example and one of its completions. Its loss is the mean cross entropy of
+// the completion's tokens, and the model is right where the completion with the lowest loss is the labelled
+// one: llm.c's score, and the acc_norm of its dev/data/hellaswag.py.
+//
+//     EvalBatches batches(set, B, max_T, rank, ranks);
+//     for (long i = 0; i < batches.size(); i++) {
+//         const EvalBatch batch = batches.next();
+//         ... the loss of each target: (B,T) of `batch` ...
+//         batches.score(batch, losses);
+//     }
+//
+// Example i is rank i mod R's: the score of all is the sum of correct() over that of counted().
+#pragma once
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "llmc/text/eval_set.h"
+
+struct EvalBatch {
+    // One sequence. The positions whose targets are the completion's tokens are [begin, end).
+    struct Row {
+        int label, completion;  // of its example
+        bool is_last;           // completion of its example
+        int begin, end;
+    };
+
+    int B, T;
+    std::vector<int> inputs, targets;  // (B,T), token 0 behind a sequence and in rows without one
+    std::vector<Row> rows;             // (at most B)
+};
+
+class EvalBatches {
+public:
+    // Batches of B sequences each and at most max_T positions. `set` is read again for each batch. UserError
+    // where a sequence is too long.
+    EvalBatches(const EvalSet& set, int B, int max_T, int rank, int ranks) : set(set), B(B) {
+        set.check_fits(max_T);
+        long sequences = 0;
+        for (long i = rank; i < set.size(); i += ranks) {
+            const EvalExample example = set.example(i);
+            const int positions = int(example.longest_sequence()) - 1;  // the last token is a target alone
+            order.push_back({i, std::min((positions + T_step - 1) / T_step * T_step, max_T)});
+            sequences += long(example.completions.size());
+        }
+        // Sequences of about one length share a batch. The longest first, so that memory runs out at once.
+        std::stable_sort(order.begin(), order.end(),
+                         [](const Place& a, const Place& b) { return a.T > b.T; });
+        batches = (sequences + B - 1) / B;
+    }
+
+    long size() const { return batches; }
+
+    // Starts over.
+    void reset() {
+        next_place = next_completion = 0;
+        examples_counted = examples_correct = 0;
+    }
+
+    // The next of size() batches. T differs from batch to batch, in whole steps, so that few matmul shapes
+    // occur.
+    EvalBatch next() {
+        const int T = order.at(next_place).T;
+        const size_t count = size_t(B) * size_t(T);
+        EvalBatch batch{B, T, std::vector<int>(count), std::vector<int>(count), {}};
+        while (int(batch.rows.size()) < B && next_place < order.size()) {
+            if (next_completion == 0) { current = set.example(order[next_place].example); }
+            add_row(batch);
+            if (++next_completion == current.completions.size()) {
+                next_completion = 0;
+                next_place++;
+            }
+        }
+        return batch;
+    }
+
+    // Takes the losses of a batch, of each once and in their order.   losses: (B,T) of that batch
+    void score(const EvalBatch& batch, const float* losses) {
+        for (const EvalBatch::Row& row : batch.rows) {
+            double sum = 0;
+            for (int t = row.begin; t < row.end; t++) { sum += losses[t]; }
+            losses += batch.T;
+            choose(row, sum / (row.end - row.begin));
+        }
+    }
+
+    // Examples whose completions have all been scored, and those of them that the model got right.
+    long counted() const { return examples_counted; }
+    long correct() const { return examples_correct; }
+
+private:
+    static constexpr int T_step = 64;
+
+    struct Place {
+        long example;
+        int T;
+    };
+
+    // The completion that is next.
+    void add_row(EvalBatch& batch) const {
+        std::vector<int> tokens = current.context;
+        const std::vector<int>& completion = current.completions[next_completion];
+        tokens.insert(tokens.end(), completion.begin(), completion.end());
+        const long row = long(batch.rows.size()) * batch.T;
+        std::copy(tokens.begin(), tokens.end() - 1, batch.inputs.begin() + row);
+        std::copy(tokens.begin() + 1, tokens.end(), batch.targets.begin() + row);
+        const bool is_last = next_completion + 1 == current.completions.size();
+        batch.rows.push_back({current.label, int(next_completion), is_last, int(current.context.size()) - 1,
+                              int(tokens.size()) - 1});
+    }
+
+    // Of equal losses the first counts. One that is not a number is never the lowest: a model that has
+    // diverged gets nothing right.
+    void choose(const EvalBatch::Row& row, double loss) {
+        if (row.completion == 0) {
+            lowest = std::numeric_limits<double>::infinity();
+            chosen = -1;
+        }
+        if (loss < lowest) {
+            lowest = loss;
+            chosen = row.completion;
+        }
+        if (row.is_last) {
+            examples_counted++;
+            examples_correct += chosen == row.label;
+        }
+    }
+
+    const EvalSet& set;
+    int B;
+    long batches;
+    std::vector<Place> order;  // this rank's examples
+    size_t next_place = 0, next_completion = 0;
+    EvalExample current;  // where next_completion is not 0, the example of that place
+    double lowest = 0;    // of the completions of an example that have been scored
+    int chosen = -1;
+    long examples_counted = 0, examples_correct = 0;
+};

@@ -1,0 +1,329 @@
+// FileLogStore: the sync log in a folder that all workers see, on one machine or on a network file system.
+// A folder of the log is a folder here, "G/0/payload/12" three deep in G; a name is a file in it. Values
+// appear whole: written as ROOT/.new/TOKEN.n, then renamed, or linked where the first one wins.
+//
+// Power: what is put_if_absent (entries, lines, payloads, of which a run is made that died as a whole) is on
+// the disk, with its name, before the answer. What is put (beats, claims to checkpoints) may be lost: it
+// comes anew, and an older claim only keeps payloads longer.
+//
+// Who is killed leaves at most one file in .new, and whoever opens the store removes those that nobody has
+// written to for ten minutes by the file server's clock. One that a stopped process still wants is no loss:
+// its answer is `lost`, and it asks again. A removed folder goes to .new first, and is deleted there.
+#pragma once
+#include <dirent.h>
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <exception>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "llmc/error.h"
+#include "llmc/file.h"
+#include "llmc/run/store.h"
+#include "llmc/run/value_file.h"
+#include "streaming/elastic/log_store.h"
+
+class FileLogStore : public LogStore {
+public:
+    // UserError where the folder cannot be made or written to, or has no links.
+    explicit FileLogStore(const std::string& folder)
+        : root(folder), unnamed(folder + "/.new"), token(random_hex(8)) {
+        FileStore::make_usable(root);
+        try {
+            if (mkdir(unnamed.c_str(), 0777) != 0 && errno != EEXIST) { fail_value_file("mkdir", unnamed); }
+            sweep(now_on_its_server());
+        } catch (const RunError& error) {
+            throw UserError(std::string(error.what()) +
+                            ": give --store a folder that can be written, of a file system that has links");
+        }
+    }
+
+    StoreAnswer perform(const StoreRequest& request) override {
+        try {
+            return answer_to(request);
+        } catch (const std::exception& error) {
+            StoreAnswer answer;
+            answer.lost = true;
+            answer.trouble = error.what();
+            const auto* const of_file = dynamic_cast<const ValueFileError*>(&error);
+            answer.is_full = of_file != nullptr && of_file->is_full;
+            return answer;
+        }
+    }
+
+private:
+    using Names = std::map<std::string, bool>;  // in a folder; true: a folder
+
+    // A file without a name of its own yet, or no longer.
+    struct Unnamed {
+        std::string path;
+        ~Unnamed() { unlink(path.c_str()); }
+    };
+
+    StoreAnswer answer_to(const StoreRequest& request) {
+        StoreAnswer answer;
+        switch (request.kind) {
+            case StoreRequest::get:
+                if (std::optional<std::string> value = get(request)) {
+                    answer.found = true;
+                    answer.value = std::move(*value);
+                }
+                break;
+            case StoreRequest::put:
+                put(request);
+                answer.value = request.value;
+                break;
+            case StoreRequest::put_if_absent:
+                answer.value = put_if_absent(request);
+                break;
+            case StoreRequest::remove:
+                if (request.name.empty()) {
+                    remove_folder(request.folder);
+                } else {
+                    remove(request);
+                }
+                break;
+            case StoreRequest::list:
+                answer.listing = list(request.folder);
+                break;
+            case StoreRequest::folders:
+                refresh(request.folder);
+                find_folders(root, "", request.folder, answer.listing);
+                break;
+        }
+        return answer;
+    }
+
+    // ---- where things are
+
+    // Calls `visit` with the path of each folder on the way, the folder's own last.
+    template <class Visit>
+    void walk_to(const std::string& folder, Visit visit) const {
+        std::string path = root;
+        for (size_t begin = 0, end = 0; end != std::string::npos; begin = end + 1) {
+            end = folder.find('/', begin);
+            path += "/" + file_name_of(folder.substr(begin, end - begin));
+            visit(path);
+        }
+    }
+    std::string path(const std::string& folder) const {
+        std::string last;
+        walk_to(folder, [&](const std::string& path) { last = path; });
+        return last;
+    }
+    std::string path(const StoreRequest& request) const {
+        return path(request.folder) + "/" + file_name_of(request.name);
+    }
+    std::string new_path() { return unnamed + "/" + token + "." + std::to_string(++count); }
+
+    void refresh(const std::string& folder) const {
+        refresh_folder(root);
+        walk_to(folder, refresh_folder);
+    }
+
+    void make_folder(const std::string& folder) const {
+        walk_to(folder, [](const std::string& path) {
+            if (mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) { fail_value_file("mkdir", path); }
+        });
+    }
+
+    // ---- one value
+
+    std::optional<std::string> get(const StoreRequest& request) const {
+        if (std::optional<std::string> value = read_value_file(path(request))) { return value; }
+        refresh(request.folder);
+        return read_value_file(path(request));
+    }
+
+    // What is there before this request; "" where it does not ask for it.
+    std::optional<std::string> earlier(const StoreRequest& request) const {
+        if (request.asks_winner) { return get(request); }
+        const std::string name = path(request);
+        bool is_there = access(name.c_str(), F_OK) == 0;
+        if (!is_there) {
+            refresh(request.folder);
+            is_there = access(name.c_str(), F_OK) == 0;
+        }
+        return is_there ? std::optional<std::string>("") : std::nullopt;
+    }
+
+    void put(const StoreRequest& request) {
+        const Unnamed file{new_path()};
+        const bool sync = false;
+        write_value_file(file.path, request.value, sync);
+        give_name(request, [&](const char* name) { return rename(file.path.c_str(), name) == 0; });
+    }
+
+    std::string put_if_absent(const StoreRequest& request) {
+        while (true) {
+            if (std::optional<std::string> winner = earlier(request)) { return *winner; }
+            const Unnamed file{new_path()};
+            const bool sync = true;
+            write_value_file(file.path, request.value, sync);
+            bool won = true;
+            const bool is_new_folder = give_name(request, [&](const char* name) {
+                won = link(file.path.c_str(), name) == 0;
+                return won || errno == EEXIST;
+            });
+            if (won) {
+                sync_names(request.folder, is_new_folder);
+                return request.asks_winner ? request.value : "";
+            }
+        }
+    }
+
+    // `name_it` is false with ENOENT where there is no folder: not yet, or it has just been removed. Returns
+    // whether it had to be made.
+    template <class NameIt>
+    bool give_name(const StoreRequest& request, NameIt name_it) {
+        const std::string name = path(request);
+        int attempt = 0;
+        for (; !name_it(name.c_str()); attempt++) {
+            if ((errno != ENOENT && errno != ESTALE) || attempt == 100) { fail_value_file("naming", name); }
+            make_folder(request.folder);
+        }
+        return attempt > 0;
+    }
+
+    void sync_names(const std::string& folder, bool is_new) const {
+        if (!is_new) { return sync_folder(path(folder)); }
+        sync_folder(root);
+        walk_to(folder, sync_folder);
+    }
+
+    void remove(const StoreRequest& request) const {
+        if (unlink(path(request).c_str()) != 0 && errno != ENOENT) {
+            fail_value_file("unlink", path(request));
+        }
+    }
+
+    // ---- folders
+
+    // What begins with a '.' is no value: .new, and files that a network file system keeps for who has them
+    // open (.nfsXXXX). Null: there is no such folder.
+    static std::unique_ptr<DIR, int (*)(DIR*)> open_folder(const std::string& path) {
+        std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir(path.c_str()), closedir);
+        if (!folder && errno != ENOENT) { fail_value_file("opendir", path); }
+        return folder;
+    }
+    static void add_names(DIR& folder, const std::string& path, Names& names) {
+        rewinddir(&folder);
+        errno = 0;
+        while (const dirent* entry = readdir(&folder)) {
+            if (const std::optional<std::string> name = key_of_file_name(entry->d_name)) {
+                names[*name] = is_folder(path, *entry);
+            }
+            errno = 0;
+        }
+        if (errno != 0) { fail_value_file("readdir", path); }
+    }
+    static Names names_in(const std::string& path) {
+        Names names;
+        if (const auto opened = open_folder(path)) { add_names(*opened, path, names); }
+        return names;
+    }
+    static bool is_folder(const std::string& path, const dirent& entry) {
+        if (entry.d_type != DT_UNKNOWN) { return entry.d_type == DT_DIR; }
+        struct stat status;
+        return stat((path + "/" + entry.d_name).c_str(), &status) == 0 && S_ISDIR(status.st_mode);
+    }
+
+    // Whole, or nothing of it, when the folder is removed meanwhile. Names are read twice: some file systems
+    // leave out one that is being replaced, as beats are all the time.
+    std::map<std::string, std::string> list(const std::string& folder) const {
+        const std::string where = path(folder);
+        while (true) {
+            refresh(folder);
+            const auto opened = open_folder(where);
+            std::map<std::string, std::string> listing;
+            if (!opened) { return listing; }
+            Names names;
+            add_names(*opened, where, names);
+            add_names(*opened, where, names);
+            for (const auto& [name, is_folder] : names) {
+                if (is_folder) { continue; }
+                if (auto value = read_value_file(where + "/" + file_name_of(name))) {
+                    listing[name] = std::move(*value);
+                }
+            }
+            struct stat before, after;
+            if (fstat(dirfd(opened.get()), &before) != 0) { fail_value_file("fstat", where); }
+            if (stat(where.c_str(), &after) == 0 && before.st_ino == after.st_ino) { return listing; }
+        }
+    }
+
+    // Those with a value in them whose names begin with `text`. `path` is that of `folder`, "": of all.
+    void find_folders(const std::string& path, const std::string& folder, const std::string& text,
+                      std::map<std::string, std::string>& found) const {
+        for (const auto& [name, is_folder] : names_in(path)) {
+            if (!is_folder) {
+                if (path != root && begins_with(folder, text)) { found[folder]; }
+                continue;
+            }
+            const std::string inner = path == root ? name : folder + "/" + name;
+            if (begins_with(inner, text) || begins_with(text, inner + "/")) {
+                find_folders(path + "/" + file_name_of(name), inner, text, found);
+            }
+        }
+    }
+    static bool begins_with(const std::string& whole, const std::string& part) {
+        return whole.compare(0, part.size(), part) == 0;
+    }
+
+    void remove_folder(const std::string& folder) {
+        const std::string from = path(folder), away = new_path();
+        const Names names = names_in(from);
+        for (const auto& [name, is_folder] : names) {
+            if (is_folder) { return remove_values(folder, names); }
+        }
+        if (rename(from.c_str(), away.c_str()) == 0) {
+            std::error_code left_for_the_sweep;
+            std::filesystem::remove_all(away, left_for_the_sweep);
+        } else if (errno == ENOSPC || errno == EDQUOT) {  // no room for another name
+            remove_values(folder, names);
+        } else if (errno != ENOENT) {
+            fail_value_file("rename", from);
+        }
+    }
+    void remove_values(const std::string& folder, const Names& names) const {
+        for (const auto& [name, is_folder] : names) {
+            if (!is_folder) { remove({StoreRequest::remove, folder, name, ""}); }
+        }
+    }
+
+    // ---- when it is opened
+
+    timespec now_on_its_server() {
+        const Unnamed file{new_path()}, other{new_path()};
+        const bool sync = false;
+        write_value_file(file.path, "", sync);
+        if (link(file.path.c_str(), other.path.c_str()) != 0) { fail_value_file("link", other.path); }
+        struct stat status;
+        if (stat(file.path.c_str(), &status) != 0) { fail_value_file("stat", file.path); }
+        return status.st_mtim;
+    }
+
+    void sweep(const timespec& now) const {
+        const auto opened = open_folder(unnamed);
+        while (const dirent* entry = opened ? readdir(opened.get()) : nullptr) {
+            const std::string name = entry->d_name, path = unnamed + "/" + name;
+            struct stat status;
+            const bool is_left = name[0] != '.' && stat(path.c_str(), &status) == 0 &&
+                                 status.st_mtim.tv_sec < now.tv_sec - 600;
+            std::error_code gone;
+            if (is_left) { std::filesystem::remove_all(path, gone); }
+        }
+    }
+
+    const std::string root, unnamed, token;
+    long count = 0;
+};

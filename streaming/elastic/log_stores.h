@@ -1,0 +1,28 @@
+// The sync log's stores by URL, as llmc/run/store.h has them:
+//   file:DIR                                        the folder DIR/log/RUN (log_store_file.h)
+//   redis://[[USER]:PASSWORD@]HOST[:PORT], rediss://   keys RUN/log/... (log_store_redis.h)
+#pragma once
+#include <memory>
+#include <string>
+
+#include "llmc/run/stores.h"
+#include "streaming/elastic/log_store.h"
+#include "streaming/elastic/log_store_file.h"
+#ifdef WITHOUT_HIREDIS
+inline std::unique_ptr<LogStore> open_redis_log_store(const std::string& url, const std::string&, double) {
+    refuse_redis(url);
+}
+#else
+#include "streaming/elastic/log_store_redis.h"
+inline std::unique_ptr<LogStore> open_redis_log_store(const std::string& url, const std::string& run_name,
+                                                      double timeout) {
+    return std::make_unique<RedisLogStore>(url, run_name, timeout);
+}
+#endif
+
+// A store with a connection of its own, for one thread at a time. UserError where it cannot be used.
+inline std::unique_ptr<LogStore> open_log_store(const std::string& url, const std::string& run_name,
+                                                double timeout) {
+    if (is_redis_url(url)) { return open_redis_log_store(url, run_name, timeout); }
+    return std::make_unique<FileLogStore>(folder_of_store(url) + "/log/" + file_name_of(run_name));
+}

@@ -1,0 +1,644 @@
+// LoggedDiloco: Streaming DiLoCo over the sync log (sync_log.h). What is sent, averaged and merged is what
+// diloco.h sends, averages and merges, byte for byte, as long as nobody is late:
+//
+//     step t, after the inner update of local:
+//       the log says which fragments are sent      encode(): payload = global - local, into pinned memory
+//       what is applied, once it is decided        apply(): the mean of the contributors', the outer step;
+//                                                  of a merged sync apply_mean(): the mean is there already
+//       whether to go on, to wait, or to jump to the step where the others are
+//
+// A worker that is not among the contributors takes the outer step all the same, and moves local by what
+// global moved: what it has learnt is in its next delta, and what rounding had lost before it stays to be
+// added there.
+//
+// All of the device's work is main's, on the trainer's thread. The log's thread reads payloads that are
+// complete; a merged sync's mean is computed there, by the worker that decides it, on the host
+// (merged_mean.h). After each sync the host waits for main, to know the hash of the new global parameters:
+// once in H / P steps. The ranks of a worker agree on each turn through their device: where there are several
+// the host waits for it in every step.
+//
+// Memory, beside that of OuterShard: a payload of each fragment in pinned memory; on the device one payload
+// and `workers` of them, of the largest fragment, the latter pinned as well; with error feedback 4 bytes a
+// value and fragment more, of the largest one. Of a merged sync the host holds the mean's payload until it is
+// applied and written, and while it is computed `workers` payloads twice and 4 bytes a value. A worker that
+// gives a snapshot holds it until it is written, one that takes it until it is loaded: 8 bytes a value (with
+// --join-moments 16), and while it is made or loaded twice that.
+#pragma once
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <iterator>
+#include <limits>
+#include <memory>
+#include <new>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "llmc/comm.h"
+#include "streaming/elastic/merged_mean.h"
+#include "streaming/outer_loop.h"
+#include "streaming/outer_shard.h"
+#include "streaming/elastic/sync_log_threads.h"
+
+struct LogOptions {
+    int worker = 0;
+    bool join_moments = false;  // snapshots hold AdamW's moments, too
+    SyncLogOptions protocol;    // shard and overlap are set here
+};
+
+// Of the inner optimizer, for --join-moments.
+struct InnerMoments {
+    float *m = nullptr, *v = nullptr;  // (shard_size), where the parameters lie
+    long* updates = nullptr;           // that they are of
+};
+
+// What the trainer does in between.
+struct LogCallbacks {
+    std::function<bool()> waiting;     // now and then while the log says to wait; false: ends the wait
+    std::function<void()> use_device;  // on the log's thread, before it asks the device for anything
+};
+
+// The wait for others was ended here, on all ranks of this worker, before it had a place in the run.
+struct LogLeft : RunError {
+    LogLeft() : RunError("left while it waited for other workers") {}
+};
+
+// The run cannot go on here.
+struct LogStopped : RunError {
+    LogStopped(const std::string& why, const SyncLogThreads& log)
+        : RunError(why, log.is_replaced() ? replaced_status : 1),
+          is_refused(log.is_refused()),
+          theirs(log.theirs()),
+          is_over(log.is_over()) {}
+    bool is_refused;     // its fingerprint is not the run's
+    std::string theirs;  // the run's, then
+    bool is_over;        // all others have come to the end of the run
+};
+
+class LoggedDiloco : public OuterLoop, private LogShard {
+public:
+    using OpenStore = std::function<std::unique_ptr<LogStore>()>;
+
+    // rank: this process's rank in its worker, whose ranks `inner` joins, with calls on inner_stream
+    // start: without positions and generation   open: a connection to the store
+    LoggedDiloco(const DilocoOptions& options, const LogOptions& log_options,
+                 std::vector<Fragment> fragments_, const Layout& layout, int rank, Comm& inner,
+                 Stream& inner_stream, LogStart start, OpenStore open, LogCallbacks callbacks,
+                 InnerMoments moments = {})
+        : log_options(log_options),
+          fragments(with_offsets(std::move(fragments_), options)),
+          schedule(fragments, options.inner_steps),
+          shard(options, fragments, layout, rank, log_options.worker, int(fragments.size())),
+          inner(inner),
+          inner_stream(inner_stream),
+          log_start(std::move(start)),
+          open(std::move(open)),
+          callbacks(std::move(callbacks)),
+          moments(moments),
+          outgoing(fragments.size()),
+          tokens_at_send(fragments.size()),
+          hashes(fragments.size()) {
+        this->log_options.protocol.overlap = options.overlap;
+        this->log_options.protocol.shard = rank;
+        this->log_options.protocol.merged_from = merged_from(options.wire);
+        log_start.positions.assign(fragments.size(), 0);
+        take_buffers(log_options.protocol.workers);
+    }
+
+    void start(const float* local, Stream& main) override {
+        shard.state->start(local, main);
+        rehearse(main);
+        shard.fetch_for(1);
+    }
+
+    void restore(const StateReader& saved, const Fields& fields, Stream& main) override {
+        const LogPlace place = saved_place(saved, fields, fragments.size());
+        tokens_at_send = saved_tokens(fields, fragments.size());
+        const long values = shard.state->count();
+        shard.state->load(read_floats(saved, "global", values).data(),
+                          read_floats(saved, "momentum", values).data(), main);
+        restore_residuals(saved, place, main);
+        log_start.generation = place.generation;
+        log_start.positions = place.positions;
+        log_start.from_checkpoint = true;
+        shard.fetch_for(saved.identity().step + 1);
+    }
+
+    // Returns when this worker has a place in the run.
+    long begin(long step, uint64_t tokens, float* local, floatX* params, Stream& main) override {
+        now = {tokens, local, params, &main};
+        LogShard& log_shard = *this;
+        log = std::make_unique<SyncLogThreads>(log_options.protocol, schedule, log_options.worker, log_shard,
+                                               log_start, open);
+        step = take_turns(step, [this](long at) { return log->turn(at); });
+        if (all_leave) { throw LogLeft(); }
+        for (SyncReport& report : reports) { report.idle_from = report.idle_until; }  // that was no training
+        shard.fetch_for(step + 1);
+        return step;
+    }
+
+    std::vector<SyncReport> after_inner_step(long& step, uint64_t tokens, float* local, floatX* params,
+                                             Stream& main) override {
+        now = {tokens, local, params, &main};
+        step = take_turns(step, [this](long at) { return log->turn(at); });
+        shard.fetch_for(step + 1);
+        return std::exchange(reports, {});
+    }
+
+    // Waits as long as somebody who is alive needs this worker.
+    std::vector<SyncReport> finish(long step, float* local, floatX* params, Stream& main) override {
+        now = {now.tokens, local, params, &main};
+        take_turns(step, [this](long at) { return log->finish(at); });
+        return std::exchange(reports, {});
+    }
+
+    void request_stop() override {}  // each worker stops by itself
+
+    std::unique_ptr<OuterSnapshot> make_snapshot() override {
+        return std::make_unique<OuterSnapshot>(*shard.state, shard.feedback, no_owner, shard.state->count(),
+                                               0, 0);
+    }
+
+    void snapshot(OuterSnapshot& out, Stream& main) override {
+        LogPlace place{log->generation(), log->positions(), {}};
+        std::vector<long> syncs;
+        for (int p = 0; p < int(fragments.size()); p++) {
+            syncs.push_back(schedule.sync(p, place.positions[size_t(p)]));
+            place.sent.push_back(shard.feedback.is_in_flight(syncs.back()));
+        }
+        out.begin(place, syncs, tokens_at_send, main);
+    }
+
+    void collect_in_flight(Stream&) override {}  // it is in the store
+
+    void checkpointed(const OuterSnapshot& snapshot) override {
+        log->checkpointed(snapshot.log_place().positions);
+    }
+
+    const float* global(Stream& main) override { return shard.state->global(main); }
+
+    // What there was to tell since the last call. From the trainer's thread, as is all but checkpointed().
+    std::vector<LogEvent> events() {
+        if (log) { note_events(); }
+        return std::exchange(told, {});
+    }
+
+    // Whether after_inner_step() or finish() has returned before its end, because the trainer has ended the
+    // wait: on all ranks of this worker. What is due then is applied by who resumes from a snapshot of now.
+    bool has_left() const { return all_leave; }
+
+    // How many snapshots of other workers it has taken, in place of its own parameters.
+    int snapshots_taken() const { return loads; }
+
+    // Of the store's settings that endanger the run.
+    std::string warning() const { return log ? log->warning() : ""; }
+
+    LogCosts costs() const { return log ? log->costs() : LogCosts(); }
+
+private:
+    // A fragment's last payload.
+    struct Outgoing {
+        long sync = -1;
+        uint64_t tokens = 0;        // 0: there is no payload
+        HostBuffer<uint8_t> bytes;  // (payload)
+        HostBuffer<double> sums{encoding_sums};
+        Event written;
+        std::optional<Encoded> encoded;  // once the log has asked for it
+    };
+
+    // What the trainer has brought.
+    struct Now {
+        uint64_t tokens = 0;
+        float* local = nullptr;
+        floatX* params = nullptr;
+        Stream* main = nullptr;
+    };
+
+    // A snapshot: this, then global and momentum, and where there are moments m and v; (values) each.
+    struct SnapshotHeader {
+        uint32_t magic = 0x4e534c44, version = 1;  // "DLSN"
+        uint64_t values = 0;
+        uint64_t has_moments = 0, updates = 0;
+    };
+
+    // -------------------------------------------------------------------------------------------------------
+    // Turns
+
+    // Until the log says to go on, or the wait is ended. Returns the step to go on behind.
+    template <class Turn>
+    long take_turns(long step, Turn turn) {
+        idle_from = shard.stamp(*now.main);
+        while (true) {
+            const LogTurn agreed = agree(turn(step));
+            note_events();
+            switch (agreed.kind) {
+                case LogTurn::go_on:
+                    return step;
+                case LogTurn::jump:
+                    step = agreed.step;
+                    break;
+                case LogTurn::wait:
+                    if (all_leave) { return step; }
+                    wait();
+                    break;
+                case LogTurn::stop:
+                    throw LogStopped(why(), *log);
+            }
+        }
+    }
+
+    // Another rank may have to wait, or may stop, for a reason of its own.
+    std::string why() const {
+        const std::string own = log->why_stopped();
+        return own.empty() ? "another rank of worker " + std::to_string(log_options.worker) + " stops" : own;
+    }
+
+    void wait() {
+        log->wait(longest_wait);
+        if (callbacks.waiting && !callbacks.waiting()) { leaves = true; }
+    }
+
+    // What all ranks of this worker do: stop, before wait, before jump (as far as any), before go_on.
+    LogTurn agree(const LogTurn& mine) {
+        if (inner.size() == 1) {
+            all_leave = leaves && mine.kind == LogTurn::wait;
+            return mine;
+        }
+        const LogTurn::Kind by_urgency[] = {LogTurn::go_on, LogTurn::jump, LogTurn::wait, LogTurn::stop};
+        const auto urgency = [&](LogTurn::Kind kind) {
+            return int64_t(std::find(std::begin(by_urgency), std::end(by_urgency), kind) - by_urgency);
+        };
+        own_turn[0] = urgency(mine.kind);
+        own_turn[1] = mine.step;
+        own_turn[2] = leaves;
+        device::copy_to_device(sent_turn.data(), own_turn.data(), 3, inner_stream);
+        inner.all_gather(all_turns.data(), sent_turn.data(), 3 * sizeof(int64_t), inner_stream);
+        device::copy_to_host_later(turns.data(), all_turns.data(), turns.count(), inner_stream);
+        inner_stream.record(gathered);
+        inner.wait(gathered);
+        LogTurn all{LogTurn::go_on};
+        bool one_leaves = false;
+        for (int rank = 0; rank < inner.size(); rank++) {
+            const LogTurn::Kind kind = by_urgency[turns[3 * rank]];
+            if (urgency(kind) > urgency(all.kind)) { all = {kind}; }
+            if (kind == all.kind) { all.step = std::max(all.step, long(turns[3 * rank + 1])); }
+            one_leaves = one_leaves || turns[3 * rank + 2] != 0;
+        }
+        all_leave = one_leaves && all.kind == LogTurn::wait;
+        return all;
+    }
+
+    // What is said of a sync that has been applied is in its report, too.
+    void note_events() {
+        for (LogEvent& event : log->events()) {
+            for (SyncReport& report : reports) {
+                if (event.kind != LogEventKind::applied || report.sync != event.sync) { continue; }
+                report.log->decider = event.entry->decider.worker;
+                report.log->grace_seconds = double(event.entry->waited) / 1000;
+                report.traffic.bytes_received = event.bytes_read;
+                report.traffic.bytes_sent += event.mean_bytes_written;
+            }
+            told.push_back(std::move(event));
+        }
+    }
+
+    // -------------------------------------------------------------------------------------------------------
+    // The log's shard
+
+    Sync sync_of(long number) const {
+        const int p = schedule.fragment(number);
+        return {number, p, schedule.send_step(number), shard.values[size_t(p)]};
+    }
+
+    PayloadLayout layout_of(const Sync& sync) const {
+        return payload_layout(shard.options.wire.format, sync.values);
+    }
+
+    uint64_t hash(int p) override {
+        shard.state->make_room(p);
+        hashes[size_t(p)] = shard.hash(p, *now.main);
+        return hashes[size_t(p)];
+    }
+
+    // A worker that has not trained since its last send has nothing to say.
+    void encode(long number) override {
+        Stream& main = *now.main;
+        const Sync sync = sync_of(number);
+        const size_t p = size_t(sync.fragment);
+        Outgoing& out = outgoing[p];
+        out.sync = number;
+        out.tokens = now.tokens - tokens_at_send[p];
+        out.encoded.reset();
+        if (out.tokens == 0) { return; }
+        const PayloadLayout layout = layout_of(sync);
+        shard.state->make_room(sync.fragment);
+        shard.write_payload(payload, layout, sync, out.tokens, 0, now.local, out.sums.data(), main);
+        device::copy_to_host_later(out.bytes.data(), payload.data(), long(layout.bytes), main);
+        main.record(out.written);
+        tokens_at_send[p] = now.tokens;
+    }
+
+    // On the log's thread; the log sees to it that nothing else is called meanwhile.
+    const Encoded* encoded(long number) override {
+        Outgoing& out = outgoing[size_t(schedule.fragment(number))];
+        if (out.sync != number) { return nullptr; }
+        if (!out.encoded && out.tokens == 0) { out.encoded.emplace(); }
+        if (out.encoded) { return &*out.encoded; }
+        if (callbacks.use_device) { callbacks.use_device(); }
+        if (!out.written.query()) { return nullptr; }
+        const size_t bytes = layout_of(sync_of(number)).bytes;
+        out.encoded = Encoded{std::string(reinterpret_cast<const char*>(out.bytes.data()), bytes), out.tokens,
+                              header_of(out.bytes).hash};
+        return &*out.encoded;
+    }
+
+    void apply(long number, const std::vector<Contribution>& contributions, bool counted) override {
+        const Sync sync = sync_of(number);
+        SyncReport report = begin_report(sync, counted);
+        for (const Contribution& one : contributions) {
+            note_header(checked_payload_header(one, sync, shard.options.wire.format), sync, report);
+        }
+        if (report.applied()) { receive(sync, contributions); }
+        end_apply(sync, report);
+    }
+
+    // On the log's thread, at the same time as the trainer's work: what it looks at never changes.
+    std::string mean(long number, const std::vector<Contribution>& contributions) override {
+        const Sync sync = sync_of(number);
+        const std::vector<Piece>& pieces = shard.pieces[size_t(sync.fragment)];
+        return encode_merged_mean(shard.options.wire, sync, pieces, contributions);
+    }
+
+    void apply_mean(long number, const std::vector<int>& workers, const std::string& mean,
+                    bool counted) override {
+        const Sync sync = sync_of(number);
+        SyncReport report = begin_report(sync, counted);
+        const Headers headers = checked_mean_headers(mean, workers, sync, shard.options.wire.format);
+        for (const PayloadHeader& header : headers.sent[0]) { note_header(header, sync, report); }
+        // Each could be sent, and their sum overflows.
+        const bool is_finite = !(headers.means[0].flags & delta_not_finite);
+        if (report.not_finite.empty() && !is_finite) { report.not_finite = workers; }
+        if (report.applied()) { receive_mean(sync, mean, headers); }
+        end_apply(sync, report);
+    }
+
+    SyncReport begin_report(const Sync& sync, bool counted) {
+        Stream& main = *now.main;
+        const long due_step = sync.send_step + shard.options.overlap;
+        SyncReport report{sync.number, sync.fragment, sync.send_step, due_step, {}, idle_from,
+                          shard.stamp(main), hashes[size_t(sync.fragment)], {}};
+        report.log = LogReport{};
+        report.log->counted = counted;
+        return report;
+    }
+
+    // With the mean in shard.mean, where there is one.
+    void end_apply(const Sync& sync, SyncReport& report) {
+        Stream& main = *now.main;
+        const bool counted = report.log->counted;
+        if (report.applied()) {
+            shard.state->make_room(sync.fragment);
+            const LocalMove move = counted ? LocalMove::merge : LocalMove::follow;
+            report.mean_square = shard.apply(sync, move, now.local, now.params, main);
+        }
+        if (shard.feedback.is_in_flight(sync.number)) {
+            shard.feedback.end(sync.fragment, sync.number, counted && report.applied(), main);
+        }
+        main.record(applied);
+        applied.synchronize();  // what has been received may be overwritten, and there are the sums
+        if (report.applied()) {
+            report.statistics = statistics_of(sync.number, report.log->contributors.size());
+        }
+        count_sent(sync, report);
+        outgoing[size_t(sync.fragment)].sync = -1;
+        reports.push_back(report);
+        idle_from = shard.stamp(main);
+    }
+
+    // Of a contributor. Refused where it was not made on these global parameters.
+    void note_header(const PayloadHeader& header, const Sync& sync, SyncReport& report) {
+        const int worker = int(header.worker);
+        if (header.hash != hashes[size_t(sync.fragment)]) {
+            throw RunError("the payload of worker " + std::to_string(worker) + " for " + describe(sync) +
+                           " was refused: it was made on other global parameters");
+        }
+        if (header.flags & delta_not_finite) { report.not_finite.push_back(worker); }
+        report.log->contributors.push_back({worker, header.tokens});
+    }
+
+    // shard.mean = what the payload of a mean says.
+    void receive_mean(const Sync& sync, const std::string& mean, const Headers& headers) {
+        const int count = int(headers.sent[0].size());
+        const PayloadLayout layout = merged_layout(shard.options.wire.format, sync.values, count);
+        memcpy(host_received.data(), mean.data(), mean.size());
+        device::copy_to_device(received.data(), host_received.data(), long(mean.size()), *now.main);
+        device::dequantize_mean(shard.mean, received, 0, 1, layout, nullptr, *now.main);
+        std::copy(headers.sums.begin(), headers.sums.end(), host_sums.data());
+    }
+
+    // shard.mean = the mean of the payloads.
+    void receive(const Sync& sync, const std::vector<Contribution>& contributions) {
+        Stream& main = *now.main;
+        const PayloadLayout layout = layout_of(sync);
+        const int count = int(contributions.size());
+        for (int i = 0; i < count; i++) {
+            memcpy(host_received + size_t(i) * layout.bytes, contributions[size_t(i)].payload.data(),
+                   layout.bytes);
+        }
+        device::copy_to_device(received.data(), host_received.data(), long(layout.bytes) * count, main);
+        mean_of_payloads(shard.mean, weights.data(), received, layout.bytes, count, layout, main);
+        device::sum_rows(sums, partial, received, layout.bytes, count, layout, shard.mean, main);
+        device::read_sums(host_sums.data(), reinterpret_cast<const uint8_t*>(sums.data()), 0, 1,
+                          row_sums(count), main);
+    }
+
+    // Over the contributors; of what encoding lost, if this worker has sent.
+    OuterStatistics statistics_of(long number, size_t contributors) const {
+        const Outgoing& out = outgoing[size_t(schedule.fragment(number))];
+        const double unknown = std::numeric_limits<double>::quiet_NaN(), none[] = {unknown, unknown};
+        const bool has_sent = out.sync == number && out.tokens > 0;
+        const int workers = int(contributors);
+        return outer_statistics(has_sent ? out.sums.data() : none,
+                                {host_sums.data(), host_sums + row_sums(workers)}, workers);
+    }
+
+    // The payload; what was read, and a mean that was written, the log tells (note_events).
+    void count_sent(const Sync& sync, SyncReport& report) const {
+        const Outgoing& out = outgoing[size_t(sync.fragment)];
+        const bool has_sent = out.sync == sync.number && out.encoded;
+        report.traffic.bytes_sent = has_sent ? out.encoded->payload.size() : 0;
+    }
+
+    // -------------------------------------------------------------------------------------------------------
+    // Snapshots for other workers
+
+    // std::bad_alloc, too, where it is pinned memory that the host lacks.
+    static HostBuffer<float> room_for(long values) {
+        try {
+            return HostBuffer<float>(values);
+        } catch (const RunError&) { throw std::bad_alloc(); }
+    }
+
+    void append_snapshot(std::string& bytes) override {
+        const long n = shard.state->count();
+        const bool has_moments = log_options.join_moments;
+        Stream& main = *now.main;
+        SnapshotHeader header;
+        HostBuffer<float> values = room_for(n * (has_moments ? 4 : 2));
+        const size_t value_bytes = size_t(values.count()) * sizeof(float);
+        bytes.reserve(bytes.size() + sizeof header + value_bytes);
+        shard.state->save(values, values + n, main);
+        if (has_moments) {
+            device::copy_to_host_later(values + 2 * n, moments.m, n, main);
+            device::copy_to_host_later(values + 3 * n, moments.v, n, main);
+        }
+        main.synchronize();
+        header.values = uint64_t(n);
+        header.has_moments = has_moments;
+        header.updates = has_moments ? uint64_t(*moments.updates) : 0;
+        bytes.append(reinterpret_cast<const char*>(&header), sizeof header);
+        bytes.append(reinterpret_cast<const char*>(values.data()), value_bytes);
+    }
+
+    void load(std::string_view snapshot) override {
+        const SnapshotHeader header = checked_header(snapshot);
+        const long n = shard.state->count();
+        Stream& main = *now.main;
+        std::vector<float> values((snapshot.size() - sizeof header) / sizeof(float));
+        memcpy(values.data(), snapshot.data() + sizeof header, values.size() * sizeof(float));
+        shard.state->load(values.data(), values.data() + n, main);
+        if (log_options.join_moments) {
+            device::copy_to_device(moments.m, values.data() + 2 * n, n, main);
+            device::copy_to_device(moments.v, values.data() + 3 * n, n, main);
+            *moments.updates = long(header.updates);
+        }
+        begin_at_global(main);
+        main.synchronize();
+        loads++;
+    }
+
+    SnapshotHeader checked_header(std::string_view snapshot) const {
+        SnapshotHeader header;
+        const SnapshotHeader expected;
+        if (snapshot.size() >= sizeof header) { memcpy(&header, snapshot.data(), sizeof header); }
+        const uint64_t n = uint64_t(shard.state->count());
+        const size_t bytes = sizeof header + n * (header.has_moments ? 4 : 2) * sizeof(float);
+        const bool fits = header.magic == expected.magic && header.version == expected.version &&
+                          header.values == n && header.has_moments <= 1 && snapshot.size() == bytes;
+        if (!fits) {
+            throw RunError(
+                "the snapshot of another worker was refused: do all run the same program with the "
+                "same options?");
+        }
+        if (log_options.join_moments && !header.has_moments) {
+            throw RunError(
+                "the snapshot of another worker has no moments: give --join-moments to all workers");
+        }
+        return header;
+    }
+
+    // local = global, and nothing has been sent.
+    void begin_at_global(Stream& main) {
+        device::cast(now.local, shard.state->global(main), shard.state->count(), main);
+        for (const std::vector<Range>& fragment : shard.ranges) {
+            for (const Range& range : fragment) {
+                device::cast(now.params + range.flat, now.local + range.shard, range.count, main);
+            }
+        }
+        shard.state->clear();
+        shard.feedback.clear(main);
+        for (Outgoing& out : outgoing) { out.sync = -1; }
+        tokens_at_send.assign(tokens_at_send.size(), now.tokens);
+    }
+
+    // -------------------------------------------------------------------------------------------------------
+    // Setting up
+
+    void restore_residuals(const StateReader& saved, const LogPlace& place, Stream& main) {
+        load_residuals(shard.feedback, saved, "residuals", main);
+        if (shard.feedback.count() == 0) { return; }
+        const std::vector<float> before = read_floats(saved, "residuals_before", shard.feedback.count());
+        for (int p = 0; p < int(fragments.size()); p++) {
+            const long sync = schedule.sync(p, place.positions[size_t(p)]);
+            if (place.sent[size_t(p)]) { shard.feedback.load_before(p, sync, before.data(), main); }
+        }
+    }
+
+    void take_buffers(int workers) {
+        size_t most = 0, most_received = 0;
+        for (size_t p = 0; p < fragments.size(); p++) {
+            const size_t bytes = payload_bytes(shard.options.wire.format, shard.values[p]);
+            outgoing[p].bytes = HostBuffer<uint8_t>(long(bytes));
+            most = std::max(most, bytes);
+            for (int count = 1; count <= workers; count++) {
+                const size_t mean = merged_layout(shard.options.wire.format, shard.values[p], count).bytes;
+                most_received = std::max({most_received, bytes * size_t(count), mean});
+            }
+        }
+        payload = Buffer<uint8_t>(long(most));
+        received = Buffer<uint8_t>(long(most_received));
+        host_received = HostBuffer<uint8_t>(long(most_received));
+        if (shard.options.wire.token_weights) { weights = Buffer<float>(workers); }
+        partial = Buffer<double>(partial_sums(workers));
+        sums = Buffer<double>(most_row_sums(workers));
+        host_sums = HostBuffer<double>(most_row_sums(workers));
+        own_turn = HostBuffer<int64_t>(3);
+        sent_turn = Buffer<int64_t>(3);
+        all_turns = Buffer<int64_t>(3 * inner.size());
+        turns = HostBuffer<int64_t>(3 * inner.size());
+    }
+
+    // Before step 1: all that a sync needs of the device has been used once when this returns.
+    void rehearse(Stream& main) {
+        const Sync sync = rehearsal(shard.largest, shard.values[size_t(shard.largest)]);
+        const PayloadLayout layout = layout_of(sync);
+        Outgoing& out = outgoing[size_t(shard.largest)];
+        shard.rehearse_payload(payload, layout, sync, out.sums.data(), main);
+        device::copy_to_host_later(out.bytes.data(), payload.data(), long(layout.bytes), main);
+        main.synchronize();
+        const std::string bytes(reinterpret_cast<const char*>(out.bytes.data()), layout.bytes);
+        now.main = &main;
+        receive(sync,
+                std::vector<Contribution>(size_t(log_options.protocol.workers), Contribution{0, bytes}));
+        shard.rehearse_apply(sync, main);
+        shard.feedback.end(sync.fragment, sync.number, false, main);
+        main.synchronize();
+    }
+
+    static constexpr double longest_wait = 0.02;  // seconds, between two looks at what the others say
+
+    LogOptions log_options;
+    const std::vector<Fragment> fragments;
+    const SyncSchedule schedule;
+    OuterShard shard;
+    ErrorFeedback no_owner;  // nobody rounds a mean here
+    Comm& inner;
+    Stream& inner_stream;
+    LogStart log_start;
+    const OpenStore open;
+    const LogCallbacks callbacks;
+    const InnerMoments moments;
+    std::vector<Outgoing> outgoing;        // of each fragment
+    std::vector<uint64_t> tokens_at_send;  // of each fragment
+    std::vector<uint64_t> hashes;          // of each fragment's global parameters
+    Buffer<uint8_t> payload;               // (largest payload)
+    Buffer<uint8_t> received;              // (workers, payload), or a mean's
+    HostBuffer<uint8_t> host_received;     // the same
+    Buffer<float> weights;                 // (workers), if they are by tokens
+    Buffer<double> partial, sums;          // of the sums of rows
+    HostBuffer<double> host_sums;
+    bool leaves = false, all_leave = false;  // this rank has ended the wait; all ranks of the worker have
+    HostBuffer<int64_t> own_turn, turns;     // (3), (ranks, 3): what is to be done, the step, leaves
+    Buffer<int64_t> sent_turn, all_turns;    // the same
+    Event gathered, applied;
+    Now now;
+    Timestamp idle_from;
+    std::vector<SyncReport> reports;  // that the trainer has not got yet
+    std::vector<LogEvent> told;       // the same
+    int loads = 0;
+    std::unique_ptr<SyncLogThreads> log;  // the last member: its threads use all others
+};

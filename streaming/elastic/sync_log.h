@@ -1,0 +1,423 @@
+// The sync log: one worker's part in exchanges that do not wait for workers that are slow, dead, or not yet
+// there.
+//
+// Payloads lie in a store. Whose payloads make up sync s is decided there once, by an entry that is set if
+// absent and never changed. The global parameters after s are a function of the entries up to s, so a worker
+// is only ever at some position of one log: dying, stalling, being slow and joining are all the same, being
+// behind. Where workers have several ranks each shard has a log of its own, and the contributors of one sync
+// may differ from shard to shard; the ranks of a worker agree on what their turns say, at each step.
+// (Keys: sync_log_records.h. Which workers are counted: sync_log_decision.h. Means: sync_log_means.h. What
+// safety depends on: sync_log_rules.h. Events: sync_log_events.h. Threads: sync_log_threads.h. The class is
+// declared here; its functions are in the files that its sections name, the public ones in
+// sync_log_requests.h and sync_log_turns.h.)
+//
+// A worker takes part in sync s of a fragment once it has applied the fragment's syncs before s:
+//   1. chunks, then line    A worker that reads the line finds the payload. Each start has its own names
+//                           (incarnation), so what lies under a name never changes. A worker that passes the
+//                           send step without sending abstains.
+//   2. entry? lines, beats  A worker that has a line in s may decide: at once when all workers that are alive
+//                           and not catching up have one; at its due step when all that are waited for have
+//                           one; `grace` later without them. Never with fewer lines than min_workers. It
+//                           counts the lines that stand on its hash, if most do; where most stand on another
+//                           hash, it stops.
+//   3. entry, if absent     The first entry wins. Every worker reads the winner's, a decider too.
+//   4. generation           Read after the entry: a store that came back empty has lost lines, so no worker
+//                           believes what is decided there.
+//   5. payloads, or a mean  Where the payloads are many, and large (merged_from), the decider reads them and
+//                           writes their mean, chunks, then a record; the others read that. A worker that
+//                           does not find it, because the decider is dead or slow, makes the same bytes from
+//                           the payloads.
+//   6. apply                At the due step, at the latest after the last step; at once where s was decided
+//                           before this worker came to send it. A worker whose payload was not counted moves
+//                           local by what global moved.
+//   7. removal              By the decider, once a period: payloads and means that are older than `retain`
+//                           syncs of their fragment and that the checkpoints of two workers have passed, so
+//                           that the run survives the death of all workers and the loss of a disk; with them,
+//                           what a stalled worker wrote too late.
+//
+// A worker that finds an entry's payload gone asks for a snapshot: all fragments of another worker as they
+// were at one instant, in chunks, then an offer with their digest. The worker that gives it says so, and how
+// far it is: another one gives it only where the first is dead, or makes no progress. The first offer is
+// read, and checked; a reader that finds a chunk gone asks again under a new name. A giver that finds no
+// memory for it, on its host or in the store, takes it back, and tries again once all others may have. From
+// the snapshot's positions on payloads are kept until its reader has caught up. What a dead start asked for,
+// deciders remove.
+//
+// A worker that has finished its last step applies what was sent until then, gives the snapshots that living
+// workers ask for, and leaves a note. A worker that needs a snapshot later, when no other is there, learns
+// from the note that the run is over.
+//
+// Beats say which workers are waited for. A beat promises to be in time from a sync on. A worker that begins
+// the run promises it from its first sync on; one that comes later, or was not in time, promises it once it
+// has shown that it keeps pace: it was counted, or had sent within the grace of the first worker that did.
+// Each time that it was late it promises a later sync; and a worker that costs others more than a little of
+// their time is not waited for: a hung worker costs a single grace. A worker that is more than max_lag steps
+// behind the newest sync that any has opened jumps to its step; one that has just started, sent too late to
+// be counted, or had to jump to be in time, jumps however little it is behind. A worker that ends early takes
+// its promise back.
+//
+// Requests that do not need each other's answers go out together. Where no worker is late that is three times
+// a sync for the last one to send: the payload, its line, and whether all are there; the entry; the payloads
+// of the others. (A worker that reads a mean finds its record with the entry, or later.) They may break off
+// between any two requests, as they might if they went one by one.
+//
+// Nothing here waits or asks a clock: requests() says what to ask the store next, answer() takes what it has
+// said; turn() is the trainer's, at the end of a step, and says whether it may continue. A lost answer is
+// asked for again: every request may be done twice. The caller never lets two of these run at once (a mutex);
+// it makes a mean that mean_to_make() asks for while the others may be called, and brings it.
+#pragma once
+#include <deque>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "streaming/elastic/log_store.h"
+#include "streaming/elastic/sync_log_decision.h"
+#include "streaming/elastic/sync_log_events.h"
+#include "streaming/elastic/sync_log_heartbeat.h"
+#include "streaming/elastic/sync_log_means.h"
+#include "streaming/elastic/sync_log_records.h"
+#include "streaming/elastic/sync_log_rules.h"
+#include "streaming/elastic/sync_log_shard.h"
+
+class SyncLog {
+public:
+    SyncLog(const SyncLogOptions& options, const SyncSchedule& schedule, int worker, LogShard& shard,
+            const SyncLogRules& rules, const LogStart& start);
+
+    // What to ask the store now, if anything, in this order. The caller brings the answers before it asks for
+    // more.
+    std::vector<StoreRequest> requests(double now);
+
+    // Of all of them. From the first one that is lost on they are asked for again.
+    void answer(const std::vector<StoreAnswer>& answers, double now);
+
+    // To be asked for before requests(): a mean that is to be made, and then brought.
+    std::optional<MeanToMake> mean_to_make();
+    void bring_mean(long sync, std::string bytes);
+
+    // At the end of `step`, and again until it says something else than to wait. Before the first step, with
+    // the step that is done: it waits until it has a place in the run.
+    LogTurn turn(long step, double now);
+
+    // After the last step, in place of turn(). All that was sent until then is due now; at the end global
+    // parameters are those of all others that end there. It waits, too, while it is needed for a snapshot.
+    LogTurn finish(long last_step, double now);
+
+    // Would turn() say, or do, something else now than when it last said to wait?
+    bool is_turn_due() const;
+
+    // Seconds until requests() will have something to ask, unless turn() changes that. When a payload will be
+    // encoded is not known.
+    double rest(double now) const;
+
+    LogPulse pulse() const;
+
+    // The answer to what `run/generation` is.
+    void check_generation(const StoreAnswer& answer);
+
+    // A checkpoint with these positions will be there after a crash.
+    void checkpointed(const std::vector<long>& positions);
+
+    std::vector<long> positions() const {
+        std::vector<long> positions;
+        for (const Slot& slot : slots) { positions.push_back(schedule.index(slot.sync)); }
+        return positions;
+    }
+    const std::string& current_generation() const { return generation; }
+    Incarnation incarnation() const { return me; }  // number 0: not registered yet
+    const std::string& why_stopped() const { return why; }
+    bool has_diverged() const { return diverged; }
+    bool is_over() const { return over; }  // it came too late: all others have ended
+    bool is_replaced() const { return replaced; }  // by a later start of this worker
+    bool is_refused() const { return !run_fingerprint.empty(); }
+    const std::string& theirs() const { return run_fingerprint; }  // the run's, that it was refused for
+    bool is_running() const { return phase == Phase::running; }
+    std::vector<LogEvent> events() { return std::exchange(told, {}); }
+
+private:
+    using Handler = std::function<void(const StoreAnswer&, double now)>;
+    struct Asked {
+        StoreRequest request;
+        Handler then;
+    };
+    enum class Phase { opening, comparing, registering, agreeing, running, behind, stopped };
+    enum class Next { nothing, fetch, look_for_mean, decide, look, send, abstain };
+
+    // A fragment's next sync.
+    struct Slot {
+        enum Own { none, sending, sent, abstaining, abstained };
+        long sync = 0;
+        uint64_t hash = 0;
+        Own own = none;
+        size_t chunks = 0;  // written
+        bool looked = false;
+        double look_at = 0;
+        std::optional<LogLines> lines;     // as they have just been read
+        std::optional<LogEntry> proposal;  // to be written, if there is none
+        std::optional<LogEntry> entry;
+        bool confirmed = false;
+        double confirmed_at = 0;
+        bool is_merged = false, reads_payloads = false;
+        std::vector<Contributor> sources;   // whose payloads are read: the entry's contributors
+        std::vector<std::string> payloads;  // of these, as far as they are read
+        SyncMean mean;                      // where it is merged
+        size_t bytes_read = 0;
+        double due_since = -1;
+        double excused = 0;     // seconds since then in which nobody could be heard
+        bool has_told = false;  // that there are too few, or no majority
+
+        bool has_line() const { return own == sent || own == abstained; }
+        bool has_payload(size_t i) const { return payloads[i].size() >= sources[i].bytes; }
+        bool has_payloads() const {
+            for (size_t i = 0; i < payloads.size(); i++) {
+                if (!has_payload(i)) { return false; }
+            }
+            return true;
+        }
+        bool is_fetched() const { return confirmed && (is_merged ? mean.is_whole : has_payloads()); }
+        bool lacks_only_mean() const {
+            const bool is_to_be_made = reads_payloads && !mean.is_being_made && !mean.is_whole;
+            return confirmed && is_merged && is_to_be_made && has_payloads();
+        }
+    };
+
+    struct Snapshot {
+        int attempt = 0;
+        bool is_wanted = false;  // the store knows
+        std::optional<LogOffer> offer;
+        std::string bytes;
+        size_t chunks = 0;
+        bool is_whole = false;
+        double look_at = 0;
+    };
+
+    struct Giving {
+        std::string want;
+        bool takes_over;          // from one that does not get on with it
+        bool is_claimed = false;  // nobody else gives it
+        std::string bytes = "";   // from the trainer's turn on
+        size_t chunks = 0;        // written
+    };
+
+    // What another worker wants and nobody offers.
+    struct Wanted {
+        double since;        // the last change that was seen
+        std::string giver;   // the worker that says that it gives it, and how far it is
+    };
+
+    // Asking: what goes out together (sync_log_requests.h)
+    void ask(StoreRequest request, Handler then) { asked.push_back({std::move(request), std::move(then)}); }
+    std::string key(const std::string& folder) const;
+    StoreRequest own_chunk(const std::string& folder, const std::string& bytes, size_t chunk,
+                           size_t size) const;
+    void lose_store(const std::string& trouble, double now);
+    void make_room(double now);
+    bool writes_entry(const StoreRequest& request) const;
+    static void look_again(Slot& slot);
+    void forgive(double seconds, double now);
+    void choose(double now);
+    void choose_running(double now);
+    bool move_a_payload(double now);
+    bool cannot_give() const { return times_put_off >= 2; }  // it has tried in vain
+    bool may_leave() const;
+    void leave();
+    void ask_chores();
+    void add_removal(const std::string& folder, const std::string& name = "");
+
+    // Starting (sync_log_start.h)
+    void open();
+    void compare();
+    void register_start();
+    LogBase base() const;
+    void agree(double now);
+    void agree_on(const std::map<std::string, std::string>& registered, double now);
+    void tell_of_few_to_begin(const std::string& what);
+    void begin(const LogBeginning& first, double now);
+    void expect(const LogBeginning& beginning, double now);
+    void enter(const std::vector<long>& positions, bool is_sure);
+
+    // What there is to tell (sync_log_requests.h)
+    void stop(const std::string& reason);
+    void say(LogEventKind kind, const std::string& text, long sync = -1);
+    void say(LogEventKind kind, long sync, const LogEntry& entry, const std::string& text);
+    void tell_changes();
+
+    // A sync, on the trainer's side (sync_log_turns.h)
+    LogTurn take_turn(long step, double now);
+    void keep_time(bool waits, double now);
+    bool is_due(long sync) const;
+    int ready() const;
+    bool is_far_behind() const;
+    LogTurn jump();
+    static std::vector<Contribution> take_payloads(Slot& slot);
+    void apply(Slot& slot, double now);
+    void tell_of_applied(const Slot& slot, bool counted, double now);
+    void keep_promise(const Slot& slot);
+    void show_pace(long sync, double now);
+    void make_promise();
+    void take_part();
+
+    // A sync, on the store's side (sync_log_sync.h)
+    std::string folder(const char* what, long sync) const { return key(what + ("/" + std::to_string(sync))); }
+    Next next(const Slot& slot, double now) const;
+    Next next_to_read(const Slot& slot, double now) const;
+    bool serve(Slot& slot, double now);
+    void move_payload(Slot& slot, double now);
+    Slot* find(long sync);
+    void send(Slot& slot);
+    void write_line(Slot& slot, const LogLine& line, Slot::Own own);
+    void look(Slot& slot, bool has_line);
+    bool has_been_applied(long sync) const;
+    void send_again(Slot& slot);
+    void rest_from_looking_at(Slot& slot, double now) const;
+    void consider(Slot& slot, double asked, double now);
+    double due_for_all(const Slot& slot, double now) const;
+    double stands_since(double now) const;
+    static double judged_since(const Slot& slot);
+    void tell_of_few(Slot& slot, const LogLines& lines, double asked);
+    void write_entry(long sync, const LogEntry& entry);
+    void look_at_generation();
+    void confirm(Slot& slot, double now);
+    void diverge(const Slot& slot);
+    void diverge();
+    void fetch_payloads(Slot& slot);
+    void fetch_chunks(const std::string& folder, const Incarnation& who, size_t from, size_t whole,
+                      size_t& asked_for, const Handler& then);
+    void take_chunk(Slot& slot, size_t i, const StoreAnswer& answer);
+    void check_payload(const Slot& slot, size_t i);
+    void read_payloads(Slot& slot);
+
+    // The mean of a merged sync (sync_log_sync.h)
+    bool writes_mean(const Slot& slot) const { return rules.writes_mean(slot.entry->decider, me); }
+    void look_for_mean(long sync);
+    void judge_missing(Slot& slot, double now);
+    void do_without_mean(Slot& slot, const std::string& why);
+    void fetch_mean(Slot& slot);
+    void take_chunk_of_mean(Slot& slot, const StoreAnswer& answer);
+    void write_mean();
+
+    // Looking around: which workers are alive, which need a snapshot (sync_log_snapshots.h)
+    void look_around(bool beside_payload);
+    void look_for_readers(bool is_last, double now);
+    void look_at_wants();
+    void note_wants(const std::map<std::string, std::string>& wants,
+                    const std::map<std::string, std::string>& offers, double now);
+    void note_givers(const std::map<std::string, std::string>& givers, double now);
+    bool gives(const std::string& want) const { return giving && giving->want == want; }
+    bool has_written(const std::string& giver) const;
+    void rest_from_looking(double from, double now);
+    void see(const std::map<std::string, std::string>& listing, double from, double now);
+    static std::map<int, std::string> by_worker(const std::map<std::string, std::string>& listing);
+    void note_open(long sync);
+    void choose_reader(bool is_last, double now);
+    void look_for_an_end();
+    void tell_of_nobody();
+
+    // Snapshots (sync_log_snapshots.h)
+    bool lacks_snapshot() const { return giving && giving->is_claimed && giving->bytes.empty(); }
+    bool write_snapshot(double now);
+    void give();
+    std::string progress() const { return me.text() + " " + std::to_string(giving->chunks); }
+    void claim();
+    void give_chunk();
+    void give_no_more();
+    void put_off_giving(const std::string& why, double now);
+    void fall_behind(const std::string& reason);
+    void ask_for_snapshot();
+    std::string want() const { return me.text() + "." + std::to_string(snapshot.attempt); }
+    void choose_behind(double now);
+    void look_for_offer();
+    void take_offer(const LogOffer& offer);
+    void read_snapshot();
+    void take_chunk_of_snapshot(const StoreAnswer& answer);
+    void load_snapshot();
+    void stop_for_memory();
+
+    // Removing what nobody needs any more (sync_log_removal.h)
+    void sweep();
+    void note_held(const std::map<std::string, std::string>& listing, std::vector<long>& held);
+    long covered(std::vector<long> positions, long index) const;
+    void sweep_syncs(const std::string& folder, const std::vector<long>& oldest);
+    void sweep_records_of_means(const std::vector<long>& oldest);
+    bool is_kept(long sync, const std::vector<long>& oldest) const;
+    void sweep_snapshots();
+    void remove_snapshot(const std::string& want);
+    static std::string numbers(const std::vector<long>& values);
+    static std::vector<long> parse_numbers(const std::string& text);
+
+    static constexpr double long_ago = -1e300;
+
+    const SyncLogOptions options;
+    const SyncSchedule schedule;
+    LogShard& shard;
+    const SyncLogRules& rules;
+    const LogStart start;
+    Incarnation me;
+    Phase phase = Phase::opening;
+    std::string generation, run_fingerprint, why;
+    bool diverged = false, over = false, replaced = false;
+    std::vector<LogEvent> told;
+
+    std::vector<Asked> asked;  // and not yet answered
+    double asked_at = 0;
+    bool asks_beats = false, asks_generation = false;  // after what some fragment asks
+    bool is_payloads_turn = false;
+    bool is_cut_off = false;  // its last answer was lost
+    double cut_off_since = 0;
+    double retry_at = 0;
+    std::vector<Asked> chores;
+
+    double agree_from = 0, agree_at = 0;
+    int next_number = 0;                    // to register as; 0: what is taken is not known yet
+    bool is_registered = false;             // before the run has begun
+    Presence candidates;                    // who is there then
+    std::optional<LogBeginning> beginning;  // to be written, if there is none
+    bool has_told_of_few = false;           // that they cannot begin
+
+    std::vector<Slot> slots;  // by fragment
+    size_t next_turn = 0;
+    long step = 0;
+    bool has_begun = false;  // it has found its place in the run: where, and when, as keep_time() has it
+    long began_step = 0;
+    double began_at = 0, waits_since = 0;
+    long newest_sent = -1, newest_open = -1;  // syncs; by this worker, by any
+    double not_open_at = long_ago;            // the newest one, by any other: when it looked last
+    std::vector<long> encoded_until;          // by fragment: the newest sync that this start has encoded
+    std::vector<bool> is_proven;              // by fragment: an entry stands on what it has
+    long promise = LogBeat::catches_up;
+    long jumps_to = -1;
+    int times_late = 0;
+    bool is_aligned = false;  // it keeps step with the others: its last payload was counted, without a jump
+
+    double look_around_at = 0, look_earliest = 0;
+    double looked_from = long_ago;  // when the last look was asked for
+    bool has_looked = false;
+    bool is_waiting = true;  // the trainer
+    Presence presence;
+    bool looks_at_wants = false, wants_are_last = false;
+    std::map<std::string, Wanted> wanted;  // snapshots, that nobody offers
+    bool is_wanted = false;                // by one that is alive
+    std::optional<Giving> giving;
+    double gives_from = long_ago;  // not before
+    int times_put_off = 0;         // since it has given one
+    std::deque<OutgoingMean> outgoing_means;
+    Snapshot snapshot;
+    double alone_since = -1;  // behind, and nobody there that could give one
+    bool looks_for_an_end = false, has_told_of_nobody = false;
+
+    bool is_finishing = false;     // after the last step
+    bool is_leaving = false;       // all is applied
+    bool has_looked_last = false;  // since then: does anybody need anything?
+    bool has_left = false;         // and said so
+};
+
+#include "streaming/elastic/sync_log_removal.h"
+#include "streaming/elastic/sync_log_requests.h"
+#include "streaming/elastic/sync_log_snapshots.h"
+#include "streaming/elastic/sync_log_start.h"
+#include "streaming/elastic/sync_log_sync.h"
+#include "streaming/elastic/sync_log_turns.h"

@@ -1,0 +1,349 @@
+// Deciding who makes up a sync (sync_log.h): who is alive, who is waited for, and whether it is time.
+#pragma once
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "streaming/elastic/sync_log_events.h"
+#include "streaming/elastic/sync_log_records.h"
+#include "streaming/elastic/sync_log_rules.h"
+
+// Who is there, by their beats. A worker is alive unless its beat was the same in looks that are `expiry`
+// apart: who looks seldom, over a slow link or after a stall, takes nobody for dead because of that. Nor does
+// one whose answers take long: a look is as old as the question, and a beat as new as the answer that showed
+// it first.
+//
+// Who is alive and has promised to be in time is waited for, as long as that is no habit: what it has cost is
+// a debt, a grace for one standstill at most, of which a fiftieth of the time pays back. A slow worker costs
+// the others so much of their speed.
+class Presence {
+public:
+    Presence(double expiry, double grace) : expiry(expiry), grace(grace), most_debt(grace / 5) {}
+
+    struct Change {
+        LogEventKind kind;  // joined, late, gone, back
+        int worker;
+        long sync = -1;  // late, back: the one that shows it
+        int start = 0;   // joined, back: its incarnation
+    };
+
+    // All beats, at one look.   from: when it was asked for
+    void look(const std::map<int, std::string>& beats, double from, double now) {
+        looked = from;
+        for (const auto& [worker, text] : beats) {
+            const auto [at, is_first] = seen.insert({worker, Seen()});
+            Seen& one = at->second;
+            const LogBeat beat = LogBeat::parse(text);
+            if (one.text == text || beat.incarnation < one.beat.incarnation) { continue; }
+            // The first beat that is found may be that of one that is long dead.
+            if (!is_first) { note_life(one, worker, beat.incarnation); }
+            one.text = text;
+            one.beat = beat;
+            one.changed = now;
+            if (beat.promise != LogBeat::catches_up) { one.member = 0; }
+        }
+        for (auto& [worker, one] : seen) {
+            if (is_alive(one) || one.state == State::unknown || one.state == State::gone) { continue; }
+            one.state = State::gone;
+            changed.push_back({LogEventKind::gone, worker});
+        }
+    }
+
+    // Who begins the run is waited for from its first sync on, though its beat may not be there yet.
+    void expect(const std::vector<Incarnation>& members, long first, double now) {
+        looked = now;
+        for (const Incarnation& who : members) {
+            Seen& one = seen[who.worker];
+            if (one.beat.incarnation > who.number) { continue; }
+            if (one.beat.incarnation < who.number) { one.beat = LogBeat(); }
+            one.beat.incarnation = one.member = who.number;
+            one.first = first;
+            one.changed = now;
+        }
+    }
+
+    // For so long nobody could be heard: that is nobody's fault.
+    void forgive(double seconds, double now) {
+        for (auto& [worker, one] : seen) {
+            one.changed = std::min(one.changed + seconds, now);
+            one.charged_at = std::min(one.charged_at + seconds, now);
+        }
+    }
+
+    // Whoever is not in an entry has broken its promise, if it had made one.
+    void note(const LogEntry& entry, long sync) {
+        for (auto& [worker, one] : seen) {
+            const bool had_promised = keeps_promises(one) && promise_of(one) <= sync && is_alive(one);
+            if (!entry.knows(worker)) {
+                if (had_promised && one.state == State::in_time) {
+                    one.state = State::late;
+                    changed.push_back({LogEventKind::late, worker, sync});
+                }
+                one.missed = std::max(one.missed, sync);
+            } else if (had_promised && one.state == State::late) {
+                one.state = State::in_time;
+                changed.push_back({LogEventKind::back, worker, sync});
+            }
+        }
+    }
+
+    // Since the last call.
+    std::vector<Change> changes() { return std::exchange(changed, {}); }
+
+    bool is_alive(const Incarnation& who) const {
+        const auto found = seen.find(who.worker);
+        return found != seen.end() && is_alive(found->second) && found->second.beat.incarnation == who.number;
+    }
+
+    // Its beat stands still, or a later start of its worker has shown one. Not: there is none yet.
+    bool is_dead(const Incarnation& who) const {
+        const auto found = seen.find(who.worker);
+        if (found == seen.end() || found->second.beat.incarnation < who.number) { return false; }
+        return found->second.beat.incarnation > who.number || !is_alive(found->second);
+    }
+
+    // It is alive, has nothing to catch up with, and has not said that it ends.
+    bool is_at_work(const Incarnation& who) const {
+        return is_alive(who) && promise_of(seen.at(who.worker)) >= 0;
+    }
+
+    std::map<std::string, LogBeat> alive() const {
+        std::map<std::string, LogBeat> alive;
+        for (const auto& [worker, one] : seen) {
+            if (is_alive(one)) { alive[Incarnation{worker, one.beat.incarnation}.text()] = one.beat; }
+        }
+        return alive;
+    }
+
+    // Is anybody alive, but for this worker, that will some day hold all that the others do? That needs a
+    // snapshot?
+    bool can_anyone_give(int but_for) const {
+        for (const auto& [worker, one] : seen) {
+            const long promise = one.beat.promise;
+            const bool has_hope = promise != LogBeat::needs_snapshot && promise != LogBeat::ends;
+            if (is_alive(one) && has_hope && worker != but_for) { return true; }
+        }
+        return false;
+    }
+
+    bool does_anyone_need(int but_for) const {
+        for (const auto& [worker, one] : seen) {
+            const bool needs = is_alive(one) && one.beat.promise == LogBeat::needs_snapshot;
+            if (needs && worker != but_for) { return true; }
+        }
+        return false;
+    }
+
+    // Workers of lower numbers that are alive and have nothing to catch up with.
+    int running_before(int worker) const {
+        int count = 0;
+        for (const auto& [other, one] : seen) {
+            count += other < worker && is_alive(one) && promise_of(one) >= 0;
+        }
+        return count;
+    }
+
+    struct Missing {
+        std::vector<int> who;     // are alive, and not catching up
+        bool waited_for = false;  // and one has promised to be in this sync
+    };
+
+    // Who has no line: has(worker) tells who has. The trainer has stood still since `stands_since`, for this
+    // sync or for one that was due before it.
+    template <class Has>
+    Missing missing(long sync, Has has, double stands_since, double now) const {
+        Missing missing;
+        for (const auto& [worker, one] : seen) {
+            if (has(worker) || !is_alive(one) || promise_of(one) < 0) { continue; }
+            missing.who.push_back(worker);
+            missing.waited_for |= is_waited_for(one, sync, stands_since, now);
+        }
+        return missing;
+    }
+
+    // The trainer has stood still since `since` for want of the same lines. Time in which it stands still for
+    // several syncs counts once.
+    template <class Has>
+    void charge(long sync, Has has, double since, double stands_since, double now) {
+        for (auto& [worker, one] : seen) {
+            if (has(worker) || !is_waited_for(one, sync, stands_since, now)) { continue; }
+            const double from = std::max(since, one.charged_at);
+            if (from >= now) { continue; }
+            one.debt = debt_of(one, stands_since, now);
+            if (!is_charged_in(one, stands_since)) { one.charge = 0; }
+            one.charge = std::min(one.charge + now - from, grace);
+            one.charged_at = now;
+        }
+    }
+
+private:
+    enum class State { unknown, in_time, late, gone };
+
+    struct Seen {
+        std::string text;
+        LogBeat beat;
+        double changed = 0;
+        long missed = -1;  // the newest sync that it had no line in
+        State state = State::unknown;
+        // What it has cost, before the trainer's last standstill that it was charged for and in that one.
+        double debt = 0, charge = 0, charged_at = 0;
+        int member = 0;  // the start that begins the run, until it promises something itself
+        long first = 0;  // the first sync, then
+    };
+
+    bool is_alive(const Seen& one) const { return looked < one.changed + expiry; }
+    // Who begins the run has promised to before it says so itself.
+    static long promise_of(const Seen& one) {
+        const bool begins = one.member > 0 && one.member == one.beat.incarnation;
+        return begins && one.beat.promise == LogBeat::catches_up ? one.first : one.beat.promise;
+    }
+    bool is_waited_for(const Seen& one, long sync, double stands_since, double now) const {
+        return is_alive(one) && keeps_promises(one) && promise_of(one) <= sync &&
+               debt_of(one, stands_since, now) <= most_debt;
+    }
+    // What earlier standstills have cost, and is not paid back yet. Syncs that are due at once share one, so
+    // that each of them may have the whole grace.
+    static double debt_of(const Seen& one, double stands_since, double now) {
+        const double cost = one.debt + (is_charged_in(one, stands_since) ? 0 : one.charge);
+        return std::max(0.0, cost - (now - one.charged_at) / 50);
+    }
+    static bool is_charged_in(const Seen& one, double stands_since) { return stands_since < one.charged_at; }
+    static bool keeps_promises(const Seen& one) {
+        return promise_of(one) >= 0 && one.missed < promise_of(one);
+    }
+
+    void note_life(Seen& one, int worker, int incarnation) {
+        const bool is_new = one.state == State::unknown;
+        const bool was_away = one.state == State::gone || incarnation != one.beat.incarnation;
+        if (!is_new && !was_away) { return; }
+        one.state = State::in_time;
+        changed.push_back({is_new ? LogEventKind::joined : LogEventKind::back, worker, -1, incarnation});
+    }
+
+    double expiry, grace, most_debt;
+    double looked = 0;         // when the last listing was asked for
+    std::map<int, Seen> seen;  // by worker
+    std::vector<Change> changed;
+};
+
+// What a new log begins with: of what its workers hold the newest; of that, what most hold. None: as many
+// hold something else at the same positions, and nobody knows which is right.
+inline std::optional<LogBase> base_to_begin_with(const std::vector<LogBase>& held) {
+    long newest = 0;
+    for (const LogBase& one : held) { newest = std::max(newest, one.sum()); }
+    std::map<std::string, size_t> holders;
+    for (const LogBase& one : held) {
+        if (one.sum() == newest) { holders[one.text()]++; }
+    }
+    std::optional<LogBase> best;
+    size_t most = 0;
+    bool is_split = false;
+    for (const auto& [text, count] : holders) {
+        const LogBase base = LogBase::parse(text);
+        if (count > most) {
+            best = base;
+            most = count;
+            is_split = false;
+        } else if (count == most) {
+            is_split |= base.positions == best->positions;
+        }
+    }
+    return is_split ? std::nullopt : best;
+}
+
+// A sync as one worker sees it that may decide.
+struct Question {
+    long sync;
+    uint64_t hash;        // that this worker stands on
+    double due_since;     // negative: it is not due here yet
+    double stands_since;  // the least due_since of all syncs that are due here and not decided
+    Incarnation asker;
+};
+
+// The line that stands for each worker: of its starts the latest that may be counted, else the latest.
+using StandingLines = std::map<int, std::pair<Incarnation, LogLine>>;
+
+inline StandingLines standing_lines(const LogLines& lines, uint64_t hash, const SyncLogRules& rules) {
+    StandingLines standing;
+    const auto rank = [&](const Incarnation& who, const LogLine& line) {
+        return std::make_pair(rules.counts(line, hash), who.number);
+    };
+    for (const auto& [text, line] : lines) {
+        const Incarnation who = Incarnation::parse(text);
+        const auto [at, is_first] = standing.insert({who.worker, {who, line}});
+        if (!is_first && rank(who, line) > rank(at->second.first, at->second.second)) {
+            at->second = {who, line};
+        }
+    }
+    return standing;
+}
+
+inline std::map<uint64_t, size_t> holders_of_hashes(const StandingLines& lines) {
+    std::map<uint64_t, size_t> holders;
+    for (const auto& [worker, one] : lines) { holders[one.second.hash]++; }
+    return holders;
+}
+
+// Is there a hash that most stand on?
+inline bool has_majority(const StandingLines& standing, const SyncLogRules& rules) {
+    for (const auto& [hash, count] : holders_of_hashes(standing)) {
+        if (rules.is_majority(count, standing.size())) { return true; }
+    }
+    return false;
+}
+
+// Do most stand on a hash that is not this one?
+inline bool is_odd_one(const LogLines& lines, uint64_t hash, const SyncLogRules& rules) {
+    const StandingLines standing = standing_lines(lines, hash, rules);
+    for (const auto& [other, count] : holders_of_hashes(standing)) {
+        if (other != hash && 2 * count > standing.size()) { return true; }
+    }
+    return false;
+}
+
+// Enough are there, and this worker still stands still: whose fault is it?
+// asked: when, for the lines; nobody is charged for the time that they were on their way
+inline void charge(const Question& question, const LogLines& lines, Presence& presence,
+                   const SyncLogRules& rules, int min_workers, double asked) {
+    const StandingLines standing = standing_lines(lines, question.hash, rules);
+    if (question.due_since < 0 || int(standing.size()) < min_workers) { return; }
+    const auto has_line = [&](int worker) { return standing.count(worker) != 0; };
+    presence.charge(question.sync, has_line, question.due_since, question.stands_since, asked);
+}
+
+// The entry that this worker would write now, if it is time for one.
+// asked: when, for the lines; whoever is missing may have sent since
+inline std::optional<LogEntry> decide(const Question& question, const LogLines& in_store,
+                                      const Presence& presence, const SyncLogRules& rules, int min_workers,
+                                      double grace, double asked, double now) {
+    const uint64_t hash = question.hash;
+    const LogLines lines = rules.taken_as_sent(in_store, presence.alive(), hash);
+    const StandingLines standing = standing_lines(lines, hash, rules);
+    if (int(standing.size()) < min_workers) { return std::nullopt; }
+    if (!rules.is_majority(holders_of_hashes(standing)[hash], standing.size())) { return std::nullopt; }
+
+    const auto has_line = [&](int worker) { return standing.count(worker) != 0; };
+    const auto missing = presence.missing(question.sync, has_line, question.stands_since, now);
+    const bool is_due = question.due_since >= 0;
+    const bool is_time = missing.who.empty() || (is_due && !missing.waited_for) ||
+                         (is_due && asked >= question.due_since + grace);
+    if (!is_time) { return std::nullopt; }
+
+    LogEntry entry;
+    entry.hash = hash;
+    entry.decider = question.asker;
+    entry.missing = missing.who;
+    entry.waited = is_due ? long((now - question.due_since) * 1000) : 0;
+    for (const auto& [worker, one] : standing) {
+        if (rules.counts(one.second, hash)) {
+            const LogLine& line = one.second;
+            entry.contributors.push_back({one.first, line.bytes, line.digest, line.tokens});
+        } else {
+            entry.abstained.push_back(worker);
+        }
+    }
+    return entry;
+}

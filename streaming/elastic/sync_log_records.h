@@ -1,0 +1,277 @@
+// What the sync log (sync_log.h) keeps in the store (log_store.h). A key is a folder and a name in it. Small
+// values are text, so that a user may look at a run with redis-cli, or cat:
+//
+//     run/generation   token                      drawn anew where the store is new; what follows lies in
+//     GENERATION/...                              folders that begin with it: two generations never meet
+//     run              fingerprint: text          of who came first: the options that all must have
+//     r/...                                       rank r of every worker has a log of its own, and all of:
+//     incarnation/w    i: token                   each start of worker w has a number of its own
+//     registered       w.i: LogBase               what a start has, before the run begins
+//     run              start: LogBeginning        what the first entries stand on, and who is there
+//     beat             w: LogBeat                 overwritten all the time
+//     payload/s        w.i.c: bytes               chunk c of what w.i sends in sync s
+//     sent/s           w.i: LogLine               the payload is whole, or w.i abstains
+//     entry            s: LogEntry                who makes up sync s; never changed, kept for ever
+//     mean/s           w.i.c: bytes               chunk c of the mean of sync s, where that is merged
+//     means            s: LogOffer                w.i's is whole
+//     durable          w: positions               of w's newest checkpoint
+//     done             w: step                    w has applied all that there is until its last step
+//     want             w.i.n: reason              w.i needs a snapshot, for the n-th time
+//     giver            w.i.n: v.j chunks          v.j writes one, and is so far
+//     held             w.i.n: positions           of that snapshot: w.i will need the payloads from there on
+//     snapshot/w.i.n   v.j.c: bytes               chunk c of what v.j gives
+//     offer            w.i.n: LogOffer            v.j's is whole; the first one is read
+#pragma once
+#include <xxhash.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <limits>
+#include <map>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/error.h"
+#include "streaming/schedule.h"
+
+// -----------------------------------------------------------------------------------------------------------
+// The schedule by sync number
+
+// Any P syncs in a row hold every fragment once.
+class SyncSchedule {
+public:
+    SyncSchedule(const std::vector<Fragment>& fragments, long H) : H(H), places(fragments.size()) {
+        for (int p = 0; p < int(fragments.size()); p++) { order.push_back({first_send(fragments[p], H), p}); }
+        std::sort(order.begin(), order.end());
+        for (size_t i = 0; i < order.size(); i++) { places[size_t(order[i].second)] = long(i); }
+    }
+    int fragments() const { return int(order.size()); }
+    int fragment(long sync) const { return order[size_t(sync) % order.size()].second; }
+    long index(long sync) const { return sync / fragments(); }  // among those of its fragment
+    long sync(int fragment, long index) const { return index * fragments() + places[size_t(fragment)]; }
+    long send_step(long sync) const { return order[size_t(sync) % order.size()].first + index(sync) * H; }
+    // The first sync that is sent behind `step`.
+    long first_after(long step) const {
+        long sync = 0;
+        for (int p = 0; p < fragments(); p++) {
+            const long first = order[size_t(places[size_t(p)])].first;
+            sync += step < first ? 0 : (step - first) / H + 1;
+        }
+        return sync;
+    }
+
+private:
+    long H;
+    std::vector<std::pair<long, int>> order;  // first send step and fragment
+    std::vector<long> places;                 // of each fragment in it
+};
+
+// -----------------------------------------------------------------------------------------------------------
+// Records
+
+// A worker's start, "w.i".
+struct Incarnation {
+    int worker = -1, number = 0;
+
+    std::string text() const { return std::to_string(worker) + "." + std::to_string(number); }
+    static Incarnation parse(const std::string& text) {
+        Incarnation one;
+        char dot;
+        std::istringstream(text) >> one.worker >> dot >> one.number;
+        return one;
+    }
+    bool operator==(const Incarnation& other) const {
+        return worker == other.worker && number == other.number;
+    }
+};
+
+inline uint64_t digest_of(const std::string& bytes) { return XXH3_64bits(bytes.data(), bytes.size()); }
+
+inline size_t chunks_of(size_t bytes, size_t chunk) { return (bytes + chunk - 1) / chunk; }
+
+// Of payloads, means and snapshots, "w.i.c".
+inline std::string chunk_name(const Incarnation& who, size_t chunk) {
+    return who.text() + "." + std::to_string(chunk);
+}
+
+// In sent/s.
+struct LogLine {
+    uint64_t hash = 0;    // of the fragment's global parameters at the sender
+    uint64_t tokens = 0;  // that it has trained on since its last send; 0: abstains
+    size_t bytes = 0;     // of the payload
+    uint64_t digest = 0;  // of the payload
+
+    std::string text() const {
+        std::ostringstream out;
+        out << hash << ' ' << tokens << ' ' << bytes << ' ' << digest;
+        return out.str();
+    }
+    static LogLine parse(const std::string& text) {
+        LogLine line;
+        std::istringstream(text) >> line.hash >> line.tokens >> line.bytes >> line.digest;
+        return line;
+    }
+};
+
+using LogLines = std::map<std::string, LogLine>;  // by incarnation
+
+// Contributors in ascending order of workers, at most one incarnation of each.
+struct Contributor {
+    Incarnation who;
+    size_t bytes = 0;
+    uint64_t digest = 0;
+    uint64_t tokens = 0;
+};
+
+struct LogEntry {
+    uint64_t hash = 0;  // of the fragment's global parameters that it stands on
+    Incarnation decider;
+    std::vector<Contributor> contributors;
+    std::vector<int> abstained;  // and those whose hash was another
+    // For people: who was alive, had nothing to catch up with, and no line; and for how many milliseconds the
+    // decider had been due.
+    std::vector<int> missing;
+    long waited = 0;
+
+    std::vector<int> workers() const {
+        std::vector<int> workers;
+        for (const Contributor& one : contributors) { workers.push_back(one.who.worker); }
+        return workers;
+    }
+    bool counts(int worker) const {
+        for (const Contributor& one : contributors) {
+            if (one.who.worker == worker) { return true; }
+        }
+        return false;
+    }
+    bool knows(int worker) const {
+        return counts(worker) || std::find(abstained.begin(), abstained.end(), worker) != abstained.end();
+    }
+    std::string text() const {
+        std::ostringstream out;
+        out << hash << ' ' << decider.text() << ' ' << contributors.size();
+        for (const Contributor& one : contributors) {
+            out << ' ' << one.who.text() << ' ' << one.bytes << ' ' << one.digest << ' ' << one.tokens;
+        }
+        for (const std::vector<int>* workers : {&abstained, &missing}) {
+            out << ' ' << workers->size();
+            for (int worker : *workers) { out << ' ' << worker; }
+        }
+        out << ' ' << waited;
+        return out.str();
+    }
+    static LogEntry parse(const std::string& text) {
+        LogEntry entry;
+        std::string who;
+        size_t count = 0;
+        std::istringstream in(text);
+        in >> entry.hash >> who >> count;
+        entry.decider = Incarnation::parse(who);
+        for (Contributor one; count > 0 && in >> who >> one.bytes >> one.digest >> one.tokens; count--) {
+            one.who = Incarnation::parse(who);
+            entry.contributors.push_back(one);
+        }
+        for (std::vector<int>* workers : {&entry.abstained, &entry.missing}) {
+            count = 0;
+            in >> count;
+            for (int worker; count > 0 && in >> worker; count--) { workers->push_back(worker); }
+        }
+        in >> entry.waited;
+        return entry;
+    }
+};
+
+// A worker is alive while its count changes, by the clock of who looks: no clocks are compared. It is waited
+// for from the sync on that it has promised, until it breaks the promise.
+struct LogBeat {
+    static constexpr long catches_up = -1, needs_snapshot = -2, ends = -3;
+    static constexpr long nothing =
+        std::numeric_limits<long>::max();  // it has not shown yet that it keeps pace
+
+    int incarnation = 0;
+    long count = 0;
+    long promise = catches_up;  // the first sync that it will be in time for
+    long newest = -1;           // the newest sync that it has sent
+
+    std::string text() const { return format("%d %ld %ld %ld", incarnation, count, promise, newest); }
+    static LogBeat parse(const std::string& text) {
+        LogBeat beat;
+        sscanf(text.c_str(), "%d %ld %ld %ld", &beat.incarnation, &beat.count, &beat.promise, &beat.newest);
+        return beat;
+    }
+};
+
+// Where in the log somebody is: of each fragment, how many syncs are applied, and the hash then.
+struct LogBase {
+    std::vector<long> positions;
+    std::vector<uint64_t> hashes;
+
+    long sum() const {
+        long sum = 0;
+        for (long position : positions) { sum += position; }
+        return sum;
+    }
+    bool operator==(const LogBase& other) const {
+        return positions == other.positions && hashes == other.hashes;
+    }
+    std::string text() const {
+        std::ostringstream out;
+        for (size_t p = 0; p < positions.size(); p++) { out << positions[p] << ' ' << hashes[p] << ' '; }
+        return out.str();
+    }
+    static LogBase parse(const std::string& text) {
+        LogBase base;
+        std::istringstream in(text);
+        uint64_t hash;
+        for (long position; in >> position >> hash;) {
+            base.positions.push_back(position);
+            base.hashes.push_back(hash);
+        }
+        return base;
+    }
+};
+
+// What the log begins with. The members hold it, and are all waited for in their first sync.
+struct LogBeginning {
+    LogBase base;
+    std::vector<Incarnation> members;  // a start of each worker
+
+    bool has(const Incarnation& who) const {
+        return std::find(members.begin(), members.end(), who) != members.end();
+    }
+    std::string text() const {
+        std::string text = base.text() + ";";
+        for (const Incarnation& one : members) { text += " " + one.text(); }
+        return text;
+    }
+    static LogBeginning parse(const std::string& text) {
+        const size_t end = std::min(text.find(';'), text.size());
+        LogBeginning beginning{LogBase::parse(text.substr(0, end)), {}};
+        std::istringstream in(text.substr(std::min(end + 1, text.size())));
+        for (std::string who; in >> who;) { beginning.members.push_back(Incarnation::parse(who)); }
+        return beginning;
+    }
+};
+
+// Of a snapshot, or of a mean.
+struct LogOffer {
+    Incarnation giver;
+    size_t bytes = 0;
+    uint64_t digest = 0;
+
+    std::string text() const {
+        std::ostringstream out;
+        out << giver.text() << ' ' << bytes << ' ' << digest;
+        return out.str();
+    }
+    static LogOffer parse(const std::string& text) {
+        LogOffer offer;
+        std::string who;
+        std::istringstream(text) >> who >> offer.bytes >> offer.digest;
+        offer.giver = Incarnation::parse(who);
+        return offer;
+    }
+};

@@ -1,0 +1,281 @@
+// Requests of a sync log (sync_log.h): what goes to the store together, in which order, and what takes
+// the answers; what is lost is asked for again. And what there is to tell the caller.
+#pragma once
+#include <algorithm>
+#include <iterator>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/error.h"
+#include "streaming/elastic/sync_log.h"
+
+inline std::vector<StoreRequest> SyncLog::requests(double now) {
+    if (phase == Phase::stopped || (!asked.empty() && now < retry_at)) { return {}; }
+    if (asked.empty()) { choose(now); }
+    std::vector<StoreRequest> requests;
+    for (const Asked& one : asked) { requests.push_back(one.request); }
+    return requests;
+}
+
+inline void SyncLog::answer(const std::vector<StoreAnswer>& answers, double now) {
+    if (phase == Phase::stopped) { return; }
+    std::vector<Asked> batch = std::exchange(asked, {});
+    retry_at = 0;
+    size_t next = 0;
+    for (; next < batch.size() && !answers[next].lost; next++) {
+        if (std::exchange(is_cut_off, false)) {
+            say(LogEventKind::store_back, "has the store again");
+            forgive(now - cut_off_since, now);
+            asked_at = now;
+        }
+        batch[next].then(answers[next], now);
+        if (phase == Phase::stopped) { return; }
+    }
+    if (next == batch.size()) { return; }
+    const size_t lost = next;
+    lose_store(answers[lost].trouble, now);
+    for (; next < batch.size(); next++) {
+        if (!writes_entry(batch[next].request)) { asked.push_back(std::move(batch[next])); }
+    }
+    if (answers[lost].is_full) { make_room(now); }
+}
+
+inline std::optional<MeanToMake> SyncLog::mean_to_make() {
+    for (Slot& slot : slots) {
+        if (phase != Phase::running || !slot.lacks_only_mean()) { continue; }
+        slot.mean.is_being_made = true;
+        return MeanToMake{slot.sync, take_payloads(slot)};
+    }
+    return std::nullopt;
+}
+
+inline void SyncLog::bring_mean(long sync, std::string bytes) {
+    Slot* slot = find(sync);
+    if (slot == nullptr || !slot->mean.is_being_made) { return; }
+    slot->mean.is_being_made = false;
+    slot->mean.is_whole = true;
+    if (writes_mean(*slot)) { outgoing_means.push_back({sync, bytes}); }
+    slot->mean.bytes = std::move(bytes);
+}
+
+inline double SyncLog::rest(double now) const {
+    const double soon = 0.001;
+    if (phase == Phase::stopped) { return options.poll; }
+    if (!asked.empty()) { return std::max(retry_at - now, soon); }
+    if (phase != Phase::running || !chores.empty()) { return chores.empty() ? options.poll : soon; }
+    double until = look_around_at;
+    const bool gives = (giving && !lacks_snapshot()) || !outgoing_means.empty();
+    if (gives || looks_at_wants || may_leave()) { until = now; }
+    for (const Slot& slot : slots) {
+        if (next(slot, now) != Next::nothing) { until = now; }
+        if (slot.look_at > now) { until = std::min(until, slot.look_at); }
+    }
+    return std::max(until - now, soon);
+}
+
+inline LogPulse SyncLog::pulse() const {
+    const bool is_known = phase == Phase::agreeing || phase == Phase::running || phase == Phase::behind;
+    if (!is_known) { return LogPulse(); }
+    const long promised = phase == Phase::behind ? LogBeat::needs_snapshot : promise;
+    return {generation, key("beat"), me.worker, {me.number, 0, promised, newest_sent}};
+}
+
+inline void SyncLog::check_generation(const StoreAnswer& answer) {
+    if (phase == Phase::stopped || generation.empty() || answer.lost) { return; }
+    if (!answer.found || answer.value != generation) {
+        stop("the store has lost the run: it came back empty, or is another one");
+    }
+}
+
+inline void SyncLog::checkpointed(const std::vector<long>& positions) {
+    chores.push_back({{StoreRequest::put, key("durable"), std::to_string(me.worker), numbers(positions)},
+                      [](const StoreAnswer&, double) {}});
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Asking: what goes out together
+
+inline std::string SyncLog::key(const std::string& folder) const {
+    return generation + "/" + std::to_string(options.shard) + "/" + folder;
+}
+
+// Chunk number `chunk`, of `size` bytes. Nothing else can be there under this start's name, and a chunk is
+// too much to be read for nothing.
+inline StoreRequest SyncLog::own_chunk(const std::string& folder, const std::string& bytes, size_t chunk,
+                                       size_t size) const {
+    const bool asks_winner = false;
+    return {StoreRequest::put_if_absent, folder, chunk_name(me, chunk), bytes.substr(chunk * size, size),
+            asks_winner};
+}
+
+inline void SyncLog::lose_store(const std::string& trouble, double now) {
+    if (!std::exchange(is_cut_off, true)) {
+        say(LogEventKind::store_lost, "has lost the store, and goes on until it needs it" +
+                                          (trouble.empty() ? "" : ": " + trouble));
+        cut_off_since = asked_at;
+    }
+    retry_at = now + options.retry;
+    for (Slot& slot : slots) { look_again(slot); }
+}
+
+inline bool SyncLog::writes_entry(const StoreRequest& request) const {
+    return request.kind == rules.entry_is_written_by() && request.folder == key("entry");
+}
+
+// A store that comes back may have lost what it was told last. An entry must not stand on lines that are
+// lost: their senders would find it, and not send them again.
+inline void SyncLog::look_again(Slot& slot) {
+    if (slot.confirmed) { return; }
+    slot.lines.reset();
+    slot.proposal.reset();
+    slot.entry.reset();
+    slot.looked = false;
+}
+
+// The store has no memory for what is asked next. A snapshot can be given later; what is to be removed, and
+// looked for because of that, comes first.
+inline void SyncLog::make_room(double now) {
+    if (giving && !giving->bytes.empty()) {
+        const auto is_of_it = [this](const Asked& one) {
+            return one.request.folder == key("snapshot/" + giving->want) ||
+                   (one.request.folder == key("held") && one.request.name == giving->want);
+        };
+        asked.erase(std::remove_if(asked.begin(), asked.end(), is_of_it), asked.end());
+        put_off_giving("the store has no memory for it", now);
+    }
+    const auto writes = [](const Asked& one) {
+        return one.request.kind == StoreRequest::put || one.request.kind == StoreRequest::put_if_absent;
+    };
+    const auto removes = [](const Asked& one) { return one.request.kind == StoreRequest::remove; };
+    std::stable_partition(asked.begin(), asked.end(), removes);
+    const auto first = std::stable_partition(chores.begin(), chores.end(), writes);
+    asked.insert(asked.begin(), std::make_move_iterator(first), std::make_move_iterator(chores.end()));
+    chores.erase(first, chores.end());
+}
+
+// For so long there was no store.
+inline void SyncLog::forgive(double seconds, double now) {
+    candidates.forgive(seconds, now);
+    presence.forgive(seconds, now);
+    for (Slot& slot : slots) {
+        if (slot.due_since < 0) { continue; }
+        slot.excused = std::min(slot.excused + seconds, now - slot.due_since);
+    }
+    for (auto& [want, one] : wanted) { one.since = std::min(one.since + seconds, now); }
+    if (alone_since >= 0) { alone_since = std::min(alone_since + seconds, now); }
+}
+
+inline void SyncLog::choose(double now) {
+    asked_at = now;
+    asks_beats = asks_generation = false;
+    switch (phase) {
+        case Phase::opening:
+            return open();
+        case Phase::comparing:
+            return compare();
+        case Phase::registering:
+            return register_start();
+        case Phase::agreeing:
+            return agree(now);
+        case Phase::running:
+            return choose_running(now);
+        case Phase::behind:
+            return choose_behind(now);
+        case Phase::stopped:
+            return;
+    }
+}
+
+// A payload goes out with what stands on its way only now and then: that need not wait for it.
+inline void SyncLog::choose_running(double now) {
+    ask_chores();
+    if (looks_at_wants) { look_at_wants(); }
+    bool is_served = false;
+    for (Slot& slot : slots) { is_served |= serve(slot, now); }
+    const bool moves = (!is_served || is_payloads_turn) && move_a_payload(now);
+    is_payloads_turn = is_served && !moves;
+    if (asks_beats || now >= look_around_at) { look_around(moves); }
+    if (asks_generation) { look_at_generation(); }
+    if ((asked.empty() || cannot_give()) && may_leave()) { leave(); }
+}
+
+// In turns, so that none is put off for ever: those of all fragments, and a snapshot that is given.
+// A mean before all: others may stand still for it.
+inline bool SyncLog::move_a_payload(double now) {
+    const size_t before = asked.size();
+    if (!outgoing_means.empty()) { write_mean(); }
+    for (size_t i = 0; i <= slots.size() && asked.size() == before; i++) {
+        next_turn = (next_turn + 1) % (slots.size() + 1);
+        if (next_turn < slots.size()) {
+            move_payload(slots[next_turn], now);
+        } else if (giving) {
+            give();
+        }
+    }
+    return asked.size() > before;
+}
+
+// No living worker needs anything from this one: it says that it has all, and may end.
+// It stays for a worker that needs a snapshot.
+inline bool SyncLog::may_leave() const {
+    const bool is_needed = giving || (is_wanted && !cannot_give());
+    return is_leaving && has_looked_last && !has_left && !is_needed && outgoing_means.empty();
+}
+
+inline void SyncLog::leave() {
+    ask({StoreRequest::put, key("done"), std::to_string(me.worker), std::to_string(step)},
+        [this](const StoreAnswer&, double) { has_left = true; });
+}
+
+inline void SyncLog::ask_chores() {
+    for (Asked& chore : chores) { asked.push_back(std::move(chore)); }
+    chores.clear();
+}
+
+inline void SyncLog::add_removal(const std::string& folder, const std::string& name) {
+    chores.push_back({{StoreRequest::remove, folder, name, ""}, [](const StoreAnswer&, double) {}});
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// What there is to tell
+
+inline void SyncLog::stop(const std::string& reason) {
+    why = reason;
+    say(LogEventKind::stops, "stops: " + reason);
+    phase = Phase::stopped;
+}
+
+inline void SyncLog::say(LogEventKind kind, const std::string& text, long sync) {
+    told.push_back({kind, sync, me.worker, text});
+}
+
+inline void SyncLog::say(LogEventKind kind, long sync, const LogEntry& entry, const std::string& text) {
+    say(kind, text + in_words(entry), sync);
+    told.back().entry = entry;
+}
+
+// Of others. One that is gone may have come to its end.
+inline void SyncLog::tell_changes() {
+    for (const Presence::Change& change : presence.changes()) {
+        if (change.worker == me.worker) { continue; }
+        const std::string who = format("worker %d ", change.worker);
+        if (change.kind == LogEventKind::gone) {
+            chores.push_back({{StoreRequest::get, key("done"), std::to_string(change.worker), ""},
+                              [this, change, who](const StoreAnswer& answer, double) {
+                                  told.push_back({answer.found ? LogEventKind::done : change.kind, -1,
+                                                  change.worker,
+                                                  who + (answer.found ? "has ended" : "is gone")});
+                              }});
+            continue;
+        }
+        const char* said = change.kind == LogEventKind::joined ? "joins"
+                           : change.kind == LogEventKind::late ? "is late"
+                           : change.sync < 0                   ? "is back"
+                                                               : "is in time again";
+        const std::string what = change.sync < 0 ? format(", as start %d", change.start)
+                                                 : format(" for sync %ld", change.sync);
+        told.push_back({change.kind, change.sync, change.worker, who + said + what});
+    }
+}

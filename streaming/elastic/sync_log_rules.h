@@ -1,0 +1,84 @@
+// The rules that the sync log's safety hangs on, one function each. A test breaks them one by one, and
+// requires that the simulation finds out.
+#pragma once
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <optional>
+#include <string>
+
+#include "streaming/elastic/log_store.h"
+#include "streaming/elastic/sync_log_records.h"
+
+class SyncLogRules {
+public:
+    virtual ~SyncLogRules() = default;
+
+    // A start's number is behind those of earlier starts (tokens, by number), and its own where its token is
+    // what stands there: nothing that an earlier start wrote is ever written again.
+    virtual int first_free(const std::map<std::string, std::string>& taken) const {
+        int free = 1;
+        for (const auto& [number, token] : taken) { free = std::max(free, std::atoi(number.c_str()) + 1); }
+        return free;
+    }
+    virtual bool is_own_start(const std::string& there, const std::string& token) const {
+        return there == token;
+    }
+
+    // Who has other options than the run has no part in it.
+    virtual bool is_same_run(const std::string& fingerprint, const std::string& theirs) const {
+        return fingerprint == theirs;
+    }
+
+    // A payload is counted on the global parameters that it was made on, and if there is anything in it.
+    virtual bool counts(const LogLine& line, uint64_t hash) const {
+        return line.hash == hash && line.tokens > 0;
+    }
+
+    // Who decides stands where most do: of two halves neither goes on.
+    virtual bool is_majority(size_t holders, size_t of) const { return 2 * holders > of; }
+
+    // A heartbeat shows who might send, a line who has.
+    virtual LogLines taken_as_sent(const LogLines& lines, const std::map<std::string, LogBeat>&,
+                                   uint64_t) const {
+        return lines;
+    }
+
+    // The first entry wins ...
+    virtual StoreRequest::Kind entry_is_written_by() const { return StoreRequest::put_if_absent; }
+
+    // ... and who wrote another believes it.
+    virtual LogEntry decided(const LogEntry&, const LogEntry& winner) const { return winner; }
+
+    // A worker need not read what it has sent itself; an earlier start of it may have sent something else.
+    virtual bool is_own_payload(const Incarnation& who, const Incarnation& me) const { return who == me; }
+
+    // A mean is that of the entry, whatever this worker had proposed ...
+    virtual LogEntry averaged(const LogEntry& entry, const std::optional<LogEntry>&) const { return entry; }
+
+    // ... is written by who decided, so that there is one ...
+    virtual bool writes_mean(const Incarnation& decider, const Incarnation& me) const {
+        return decider == me;
+    }
+
+    // ... and is used when all of it is there and is what was written.
+    virtual bool is_mean_chunk(const StoreAnswer& answer) const { return answer.found; }
+    virtual bool is_whole_mean(const std::string& bytes, const LogOffer& record) const {
+        return bytes.size() == record.bytes && digest_of(bytes) == record.digest;
+    }
+
+    // Who ends has applied every sync that anybody can have sent by the last step.
+    virtual bool is_of_run(long send_step, long last_step) const { return send_step <= last_step; }
+
+    // Of a fragment, when its sync number `index` is decided: what a worker that is `retain` syncs behind
+    // needs, and what all need that start again from their checkpoints, of which two reach to `durable`.
+    virtual long oldest_kept(long index, long retain, long durable) const {
+        return std::min(index - retain, durable);
+    }
+
+    // A snapshot is used when all of it is there and is what its giver wrote.
+    virtual bool is_chunk(const StoreAnswer& answer) const { return answer.found; }
+    virtual bool is_whole(const std::string& bytes, const LogOffer& offer) const {
+        return bytes.size() == offer.bytes && digest_of(bytes) == offer.digest;
+    }
+};

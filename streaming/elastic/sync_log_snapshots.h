@@ -1,0 +1,352 @@
+// Looking around, and snapshots (sync_log.h): which workers are alive, by their beats, and which need a
+// snapshot; how it is given, and how this worker gets one.
+#pragma once
+#include <algorithm>
+#include <cstdlib>
+#include <exception>
+#include <map>
+#include <memory>
+#include <new>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "llmc/error.h"
+#include "streaming/elastic/sync_log.h"
+
+// -----------------------------------------------------------------------------------------------------------
+// Looking around: which workers are alive, which need a snapshot
+
+// Often where the trainer stands still. Over a slow link at most a fifth of the time, or half of it.
+// beside_payload: what is asked for takes longer than a look
+inline void SyncLog::look_around(bool beside_payload) {
+    const bool is_last = is_leaving;
+    const double from = asked_at;
+    ask({StoreRequest::list, key("beat"), "", ""}, [=](const StoreAnswer& answer, double now) {
+        see(answer.listing, from, now);
+        if (phase == Phase::stopped) { return; }
+        rest_from_looking(beside_payload ? now : from, now);
+        const bool is_alone = phase == Phase::behind && !presence.can_anyone_give(me.worker);
+        alone_since = !is_alone ? -1 : alone_since < 0 ? now : alone_since;
+        looks_for_an_end = is_alone && from >= alone_since + options.grace;
+        if (phase == Phase::running) { look_for_readers(is_last, now); }
+        for (Slot& slot : slots) {
+            if (phase == Phase::running && slot.lines) { consider(slot, from, now); }
+        }
+    });
+}
+
+// A worker that wants something shows it in its beat.
+inline void SyncLog::look_for_readers(bool is_last, double now) {
+    if (presence.does_anyone_need(me.worker)) {
+        looks_at_wants = true;
+        wants_are_last = is_last;
+    } else {
+        wanted.clear();
+        choose_reader(is_last, now);
+    }
+}
+
+// What others want. Of that, what nobody offers yet is for somebody to give. Wants are asked for last:
+// a worker that has what it wanted removes its want first, and then the offer.
+inline void SyncLog::look_at_wants() {
+    looks_at_wants = false;
+    const auto offers = std::make_shared<std::map<std::string, std::string>>();
+    const auto givers = std::make_shared<std::map<std::string, std::string>>();
+    ask({StoreRequest::list, key("offer"), "", ""},
+        [offers](const StoreAnswer& answer, double) { *offers = answer.listing; });
+    ask({StoreRequest::list, key("giver"), "", ""},
+        [givers](const StoreAnswer& answer, double) { *givers = answer.listing; });
+    ask({StoreRequest::list, key("want"), "", ""},
+        [this, offers, givers, is_last = wants_are_last](const StoreAnswer& answer, double now) {
+            note_wants(answer.listing, *offers, now);
+            note_givers(*givers, now);
+            choose_reader(is_last, now);
+        });
+}
+
+inline void SyncLog::note_wants(const std::map<std::string, std::string>& wants,
+                                const std::map<std::string, std::string>& offers, double now) {
+    std::map<std::string, Wanted> still;
+    for (const auto& [want, reason] : wants) {
+        const auto known = wanted.find(want);
+        if (Incarnation::parse(want).worker == me.worker || offers.count(want)) { continue; }
+        still[want] = known == wanted.end() ? Wanted{now, ""} : known->second;
+    }
+    wanted = still;
+}
+
+inline void SyncLog::note_givers(const std::map<std::string, std::string>& givers, double now) {
+    for (auto& [want, one] : wanted) {
+        const auto giver = givers.find(want);
+        const std::string text = giver == givers.end() ? "" : giver->second;
+        if (text != one.giver) { one = {now, text}; }
+        // While this worker's trainer had no turn, another one has taken it over, and begun.
+        if (gives(want) && giving->bytes.empty() && has_written(text)) { giving.reset(); }
+    }
+}
+
+// giver: "v.j chunks"; of others
+inline bool SyncLog::has_written(const std::string& giver) const {
+    const size_t space = giver.find(' ');
+    const bool is_other = space != std::string::npos && !(Incarnation::parse(giver) == me);
+    return is_other && std::atol(giver.substr(space).c_str()) > 0;
+}
+
+inline void SyncLog::rest_from_looking(double from, double now) {
+    // It may have taken long because this process was stopped: it knows nothing of the others then.
+    const double shares = is_aligned ? 4 : 1;  // catching up, it must know soon what others open
+    look_earliest = now + std::max(options.poll, shares * std::min(now - from, options.expiry / 8));
+    // Its end, or a sync that it might jump to.
+    const bool is_awaiting = is_waiting || is_leaving || !is_aligned;
+    look_around_at = is_awaiting ? look_earliest : std::max(look_earliest, now + options.expiry / 4);
+}
+
+// from: when it was asked for
+inline void SyncLog::see(const std::map<std::string, std::string>& listing, double from, double now) {
+    long others_newest = -1;
+    for (const auto& [name, text] : listing) {
+        const int worker = std::atoi(name.c_str());
+        const LogBeat beat = LogBeat::parse(text);
+        note_open(beat.newest);
+        if (worker != me.worker) { others_newest = std::max(others_newest, beat.newest); }
+        if (worker == me.worker && beat.incarnation > me.number) {
+            replaced = true;
+            return stop("another process has started as this worker");
+        }
+    }
+    if (others_newest < newest_open) { not_open_at = from; }
+    has_looked = true;
+    looked_from = from;
+    presence.look(by_worker(listing), from, now);
+    tell_changes();
+}
+
+inline std::map<int, std::string> SyncLog::by_worker(const std::map<std::string, std::string>& listing) {
+    std::map<int, std::string> values;
+    for (const auto& [name, value] : listing) { values[std::atoi(name.c_str())] = value; }
+    return values;
+}
+
+inline void SyncLog::note_open(long sync) {
+    if (sync <= newest_open) { return; }
+    newest_open = sync;
+    not_open_at = looked_from;
+}
+
+// The worker with the lowest number gives; the next one where it does not, or makes no progress.
+inline void SyncLog::choose_reader(bool is_last, double now) {
+    has_looked_last = is_last;
+    is_wanted = false;
+    if (giving && !presence.is_alive(Incarnation::parse(giving->want))) { give_no_more(); }
+    // A worker whose own parameters no entry has confirmed yet lets others go first.
+    const bool am_proven = std::find(is_proven.begin(), is_proven.end(), false) == is_proven.end();
+    const int before_me = presence.running_before(me.worker) + (am_proven ? 0 : options.workers);
+    for (const auto& [want, one] : wanted) {
+        if (!presence.is_alive(Incarnation::parse(want))) { continue; }
+        is_wanted = true;
+        const Incarnation giver = Incarnation::parse(one.giver);
+        const bool is_given = presence.is_at_work(giver) && !(giver == me);
+        const double patience = (before_me + (is_given ? 3 : 0)) * options.grace;
+        const double gives_at = std::max(one.since + patience, gives_from);
+        if (!giving && now >= gives_at) { giving = Giving{want, !one.giver.empty()}; }
+    }
+}
+
+// Nobody is alive that could give a snapshot. If somebody has ended, nobody is awaited.
+inline void SyncLog::look_for_an_end() {
+    looks_for_an_end = false;
+    look_for_offer();
+    ask({StoreRequest::list, key("done"), "", ""}, [this](const StoreAnswer& answer, double) {
+        if (snapshot.offer) { return; }
+        if (answer.listing.empty()) { return tell_of_nobody(); }
+        over = true;
+        stop("the run is over, and nobody is there to take a snapshot from");
+    });
+}
+
+inline void SyncLog::tell_of_nobody() {
+    if (std::exchange(has_told_of_nobody, true)) { return; }
+    say(LogEventKind::too_few, "waits: nobody who is alive holds what the run has: start a worker that "
+                               "has a checkpoint of it, or begin another run (--run-name)");
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Snapshots
+
+// False: what lies in this worker's memory is not what the last syncs left there.
+inline bool SyncLog::write_snapshot(double now) {
+    for (int p = 0; p < int(slots.size()); p++) {
+        if (shard.hash(p) != slots[size_t(p)].hash) {
+            diverge();
+            return false;
+        }
+    }
+    std::string bytes = numbers(positions()) + "\n";
+    try {
+        shard.append_snapshot(bytes);
+    } catch (const std::bad_alloc&) {
+        put_off_giving("this host has no memory for it", now);
+        return true;
+    }
+    giving->bytes = std::move(bytes);
+    chores.push_back({{StoreRequest::put, key("held"), giving->want, numbers(positions())},
+                      [](const StoreAnswer&, double) {}});
+    return true;
+}
+
+inline void SyncLog::give() {
+    if (!giving->is_claimed) { return claim(); }
+    if (giving->bytes.empty()) { return; }  // the trainer's turn
+    if (giving->chunks < chunks_of(giving->bytes.size(), options.snapshot_chunk)) {
+        return give_chunk();
+    }
+    const LogOffer mine{me, giving->bytes.size(), digest_of(giving->bytes)};
+    ask({StoreRequest::put_if_absent, key("offer"), giving->want, mine.text()},
+        [this, want = giving->want](const StoreAnswer& answer, double) {
+            if (!gives(want)) { return; }
+            if (!(LogOffer::parse(answer.value).giver == me)) { return give_no_more(); }
+            say(LogEventKind::gives_snapshot, "gives a snapshot to " + giving->want);
+            times_put_off = 0;
+            giving.reset();
+        });
+}
+
+inline void SyncLog::claim() {
+    const auto kind = giving->takes_over ? StoreRequest::put : StoreRequest::put_if_absent;
+    ask({kind, key("giver"), giving->want, progress()},
+        [this, want = giving->want](const StoreAnswer& answer, double) {
+            if (!gives(want)) { return; }
+            giving->is_claimed = Incarnation::parse(answer.value) == me;
+            if (!giving->is_claimed) { giving.reset(); }
+        });
+}
+
+// Unless the reader has gone, or has an offer already.
+inline void SyncLog::give_chunk() {
+    const auto stop_if = [this](bool it_is_there) {
+        return [this, it_is_there, want = giving->want](const StoreAnswer& answer, double) {
+            if (gives(want) && answer.found == it_is_there) { give_no_more(); }
+        };
+    };
+    ask({StoreRequest::get, key("want"), giving->want, ""}, stop_if(false));
+    ask({StoreRequest::get, key("offer"), giving->want, ""}, stop_if(true));
+    ask(own_chunk(key("snapshot/" + giving->want), giving->bytes, giving->chunks, options.snapshot_chunk),
+        [this, want = giving->want](const StoreAnswer&, double) {
+            if (gives(want)) { giving->chunks++; }
+        });
+    ask({StoreRequest::put, key("giver"), giving->want, progress()}, [](const StoreAnswer&, double) {});
+}
+
+// The chunk that may be on its way, too.
+inline void SyncLog::give_no_more() {
+    for (size_t i = 0; i <= giving->chunks && !giving->bytes.empty(); i++) {
+        add_removal(key("snapshot/" + giving->want), chunk_name(me, i));
+    }
+    giving.reset();
+}
+
+// All others may try before this worker does again. Until somebody does, no payloads are kept for the reader.
+inline void SyncLog::put_off_giving(const std::string& why, double now) {
+    times_put_off++;
+    if (!giving->bytes.empty()) { add_removal(key("held"), giving->want); }
+    say(LogEventKind::snapshot_put_off, "gives no snapshot to " + giving->want + " for now: " + why);
+    gives_from = now + (options.workers + 4) * options.grace;
+    give_no_more();
+}
+
+inline void SyncLog::fall_behind(const std::string& reason) {
+    say(LogEventKind::needs_snapshot, reason + ": needs a snapshot");
+    phase = Phase::behind;
+    promise = LogBeat::catches_up;
+    if (giving) { give_no_more(); }
+    ask_for_snapshot();
+}
+
+// Under a new name each time.
+inline void SyncLog::ask_for_snapshot() {
+    const int attempt = snapshot.attempt + 1;
+    snapshot = Snapshot();
+    snapshot.attempt = attempt;
+}
+
+inline void SyncLog::choose_behind(double now) {
+    if (snapshot.is_whole) { return; }
+    ask_chores();
+    if (!snapshot.is_wanted) {
+        ask({StoreRequest::put_if_absent, key("want"), want(), "-"},
+            [this](const StoreAnswer&, double) { snapshot.is_wanted = true; });
+    }
+    if (snapshot.offer) {
+        read_snapshot();
+    } else if (looks_for_an_end) {
+        look_for_an_end();
+    } else if (now >= snapshot.look_at) {
+        look_for_offer();
+    }
+    if (now >= look_around_at) { look_around(bool(snapshot.offer)); }
+}
+
+inline void SyncLog::look_for_offer() {
+    ask({StoreRequest::get, key("offer"), want(), ""}, [this](const StoreAnswer& answer, double now) {
+        snapshot.look_at = now + options.poll;
+        if (answer.found) {
+            take_offer(LogOffer::parse(answer.value));
+        } else {  // the wish may have been swept away while this worker was not alive
+            snapshot.is_wanted = false;
+        }
+    });
+}
+
+inline void SyncLog::take_offer(const LogOffer& offer) {
+    snapshot.offer = offer;
+    try {
+        snapshot.bytes.reserve(offer.bytes);
+    } catch (const std::exception&) { stop_for_memory(); }
+}
+
+// As much as one chunk of a payload holds.
+inline void SyncLog::read_snapshot() {
+    const LogOffer& offer = *snapshot.offer;
+    const size_t all = chunks_of(offer.bytes, options.snapshot_chunk);
+    const size_t some = std::max(options.chunk / options.snapshot_chunk, size_t(1));
+    for (size_t chunk = snapshot.chunks; chunk < std::min(all, snapshot.chunks + some); chunk++) {
+        ask({StoreRequest::get, key("snapshot/" + want()), chunk_name(offer.giver, chunk), ""},
+            [this, attempt = snapshot.attempt](const StoreAnswer& answer, double) {
+                if (snapshot.attempt == attempt) { take_chunk_of_snapshot(answer); }
+            });
+    }
+}
+
+inline void SyncLog::take_chunk_of_snapshot(const StoreAnswer& answer) {
+    const LogOffer& offer = *snapshot.offer;
+    snapshot.bytes += answer.value;
+    snapshot.chunks++;
+    const bool is_last = snapshot.chunks == chunks_of(offer.bytes, options.snapshot_chunk);
+    if (!rules.is_chunk(answer) || (is_last && !rules.is_whole(snapshot.bytes, offer))) {
+        say(LogEventKind::snapshot_gone, "finds its snapshot gone, and asks for another");
+        remove_snapshot(want());
+        return ask_for_snapshot();
+    }
+    snapshot.is_whole = is_last;
+}
+
+inline void SyncLog::load_snapshot() {
+    const size_t end = snapshot.bytes.find('\n');
+    try {
+        shard.load(std::string_view(snapshot.bytes).substr(end + 1));
+    } catch (const std::bad_alloc&) { return stop_for_memory(); }
+    enter(parse_numbers(snapshot.bytes.substr(0, end)), false);
+    say(LogEventKind::takes_snapshot,
+        "goes on from a snapshot, its fragments at syncs " + snapshot.bytes.substr(0, end));
+    remove_snapshot(want());
+    const int attempt = snapshot.attempt;
+    snapshot = Snapshot();
+    snapshot.attempt = attempt;
+    phase = Phase::running;
+}
+
+inline void SyncLog::stop_for_memory() {
+    stop(format("this host has no memory for the snapshot that it needs, of %.1f MB",
+                double(snapshot.offer->bytes) / 1e6));
+}

@@ -1,0 +1,173 @@
+// The start of a sync log (sync_log.h): which generation of the store this is, whether its run is this one,
+// which number this start has, and what the run begins with.
+#pragma once
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/error.h"
+#include "streaming/elastic/sync_log.h"
+
+inline SyncLog::SyncLog(const SyncLogOptions& options, const SyncSchedule& schedule, int worker,
+                        LogShard& shard, const SyncLogRules& rules, const LogStart& start)
+    : options(options),
+      schedule(schedule),
+      shard(shard),
+      rules(rules),
+      start(start),
+      candidates(options.expiry, options.grace),
+      presence(options.expiry, options.grace) {
+    me.worker = worker;
+    encoded_until.assign(start.positions.size(), -1);
+    enter(start.positions, !start.from_checkpoint);
+}
+
+inline void SyncLog::open() {
+    ask({StoreRequest::put_if_absent, "run", "generation", start.token},
+        [this](const StoreAnswer& answer, double) {
+            generation = answer.value;
+            phase = Phase::comparing;
+        });
+}
+
+// The worker that comes first says what all must agree in, for all shards.
+inline void SyncLog::compare() {
+    ask({StoreRequest::put_if_absent, generation + "/run", "fingerprint", start.fingerprint},
+        [this](const StoreAnswer& answer, double) {
+            if (rules.is_same_run(start.fingerprint, answer.value)) {
+                phase = Phase::registering;
+            } else {
+                run_fingerprint = answer.value;
+                stop("its options are not those of the run");
+            }
+        });
+}
+
+// The first number, after all that are taken, that is this start's own.
+inline void SyncLog::register_start() {
+    const std::string folder = key("incarnation/" + std::to_string(me.worker));
+    if (next_number == 0) {
+        return ask({StoreRequest::list, folder, "", ""}, [this](const StoreAnswer& answer, double) {
+            next_number = rules.first_free(answer.listing);
+        });
+    }
+    ask({StoreRequest::put_if_absent, folder, std::to_string(next_number), start.token},
+        [this](const StoreAnswer& answer, double now) {
+            if (!rules.is_own_start(answer.value, start.token)) {
+                next_number++;
+                return;
+            }
+            me.number = next_number;
+            say(LogEventKind::starts, "starts as " + me.text());
+            agree_from = now;
+            add_removal(key("done"), std::to_string(me.worker));
+            phase = generation == start.generation ? Phase::running : Phase::agreeing;
+            // A checkpoint of another generation is not of this log, unless the log begins with it.
+            checkpointed(phase == Phase::running ? start.positions : std::vector<long>(slots.size(), 0));
+        });
+}
+
+inline LogBase SyncLog::base() const {
+    LogBase base;
+    base.positions = positions();
+    for (const Slot& slot : slots) { base.hashes.push_back(slot.hash); }
+    return base;
+}
+
+// What the log begins with: what most of those hold that are there. A worker that is registered by then, and
+// alive, begins with the run, and keeps step from its first sync on.
+inline void SyncLog::agree(double now) {
+    const auto then_begin = [this](const StoreAnswer& answer, double now) {
+        if (!answer.value.empty()) { begin(LogBeginning::parse(answer.value), now); }
+    };
+    if (beginning) {
+        return ask({StoreRequest::put_if_absent, key("run"), "start", beginning->text()}, then_begin);
+    }
+    if (now < agree_at) { return; }
+    if (!is_registered) {
+        ask({StoreRequest::put_if_absent, key("registered"), me.text(), base().text()},
+            [this](const StoreAnswer&, double) { is_registered = true; });
+    }
+    ask({StoreRequest::get, key("run"), "start", ""}, then_begin);
+    ask({StoreRequest::list, key("beat"), "", ""}, [this, from = now](const StoreAnswer& answer, double now) {
+        if (phase == Phase::agreeing) { candidates.look(by_worker(answer.listing), from, now); }
+    });
+    ask({StoreRequest::list, key("registered"), "", ""}, [this](const StoreAnswer& answer, double now) {
+        if (phase == Phase::agreeing) { agree_on(answer.listing, now); }
+    });
+}
+
+inline void SyncLog::agree_on(const std::map<std::string, std::string>& registered, double now) {
+    agree_at = now + options.poll;
+    std::map<int, Incarnation> there;  // starts, by worker: the latest
+    for (const auto& [text, base] : registered) {
+        const Incarnation who = Incarnation::parse(text);
+        const bool is_whole = LogBase::parse(base).positions.size() == slots.size();
+        if (!is_whole || candidates.is_dead(who)) { continue; }
+        if (there[who.worker].number < who.number) { there[who.worker] = who; }
+    }
+    const bool all = int(there.size()) >= options.workers;
+    if (!all && now < agree_from + options.grace) { return; }
+    if (!all && int(there.size()) < options.min_workers) {
+        return tell_of_few_to_begin(format("%zu of at least %d workers are here to begin", there.size(),
+                                           options.min_workers));
+    }
+    std::vector<Incarnation> members;
+    std::vector<LogBase> held;
+    for (const auto& [worker, who] : there) {
+        members.push_back(who);
+        held.push_back(LogBase::parse(registered.at(who.text())));
+    }
+    const std::optional<LogBase> base = base_to_begin_with(held);
+    const char* tie = "as many workers hold one state after the same syncs as another one";
+    if (base) {
+        beginning = LogBeginning{*base, members};
+    } else if (all) {
+        diverged = true;
+        stop(std::string("nobody knows whose checkpoints are right: ") + tie);
+    } else {
+        tell_of_few_to_begin(tie);
+    }
+}
+
+inline void SyncLog::tell_of_few_to_begin(const std::string& what) {
+    if (std::exchange(has_told_of_few, true)) { return; }
+    say(LogEventKind::too_few, "waits: " + what);
+}
+
+inline void SyncLog::begin(const LogBeginning& first, double now) {
+    const bool holds_it = first.base == base();
+    if (first.has(me)) { expect(first, now); }
+    if (!holds_it) { return fall_behind("holds not what the run begins with"); }
+    phase = Phase::running;
+    if (start.from_checkpoint) { checkpointed(start.positions); }
+}
+
+// The run begins here and now, with all its members.
+inline void SyncLog::expect(const LogBeginning& beginning, double now) {
+    long first = schedule.sync(0, beginning.base.positions[0]);
+    for (int p = 1; p < schedule.fragments(); p++) {
+        first = std::min(first, schedule.sync(p, beginning.base.positions[size_t(p)]));
+    }
+    presence.expect(beginning.members, first, now);
+    promise = first;
+    is_aligned = true;
+}
+
+// At these positions, with what the shard holds.
+// is_sure: that is what the run has
+inline void SyncLog::enter(const std::vector<long>& positions, bool is_sure) {
+    if (int(positions.size()) != schedule.fragments()) {
+        throw std::logic_error("positions of another number of fragments");
+    }
+    slots.assign(positions.size(), Slot());
+    is_proven.assign(positions.size(), is_sure);
+    for (int p = 0; p < int(slots.size()); p++) {
+        slots[size_t(p)].sync = schedule.sync(p, positions[size_t(p)]);
+        slots[size_t(p)].hash = shard.hash(p);
+    }
+}

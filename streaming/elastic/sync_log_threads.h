@@ -1,0 +1,297 @@
+// The threads of a sync log (sync_log.h): one asks the store what the log wants to know, one shows that this
+// process is alive, each over a connection of its own. The trainer's thread only ever waits where the log
+// says that it has to.
+//
+// No lock is held while the store works, or while a mean is made. The log's own one is held by the trainer
+// while it applies a sync: the store's thread may wait for that, the heartbeat must not. It shows a copy of
+// what the log had to show last, under a lock that nobody keeps.
+#pragma once
+#include <time.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "streaming/elastic/log_store.h"
+#include "streaming/elastic/sync_log.h"
+
+// What the log costs, in seconds since the start.
+struct LogCosts {
+    double turns = 0;    // in turn() and finish(), but for the shard's work
+    double threads = 0;  // CPU time of the two threads, the store's client in it
+    double waits = 0;    // in wait()
+};
+
+// The shard's work, timed: the trainer would do most of it over other transports, too.
+class TimedShard : public LogShard {
+public:
+    explicit TimedShard(LogShard& shard) : shard(shard) {}
+
+    uint64_t hash(int fragment) override {
+        return timed([&] { return shard.hash(fragment); });
+    }
+    void encode(long sync) override {
+        timed([&] { shard.encode(sync); });
+    }
+    const Encoded* encoded(long sync) override { return shard.encoded(sync); }
+    void apply(long sync, const std::vector<Contribution>& contributions, bool counted) override {
+        timed([&] { shard.apply(sync, contributions, counted); });
+    }
+    std::string mean(long sync, const std::vector<Contribution>& contributions) override {
+        return shard.mean(sync, contributions);  // not on the trainer's thread
+    }
+    void apply_mean(long sync, const std::vector<int>& workers, const std::string& mean,
+                    bool counted) override {
+        timed([&] { shard.apply_mean(sync, workers, mean, counted); });
+    }
+    void append_snapshot(std::string& bytes) override {
+        timed([&] { shard.append_snapshot(bytes); });
+    }
+    void load(std::string_view snapshot) override {
+        timed([&] { shard.load(snapshot); });
+    }
+
+    double seconds() const { return spent; }
+
+private:
+    using Clock = std::chrono::steady_clock;
+
+    template <class Work>
+    auto timed(const Work& work) -> decltype(work()) {
+        struct Span {
+            double& spent;
+            Clock::time_point from = Clock::now();
+            ~Span() { spent += std::chrono::duration<double>(Clock::now() - from).count(); }
+        } span{spent};
+        return work();
+    }
+
+    LogShard& shard;
+    double spent = 0;
+};
+
+class SyncLogThreads {
+public:
+    // open: a connection to the store; called twice, here, so that what it throws is the caller's
+    SyncLogThreads(const SyncLogOptions& options, const SyncSchedule& schedule, int worker, LogShard& shard,
+                   const LogStart& start, const std::function<std::unique_ptr<LogStore>()>& open)
+        : shard(shard),
+          log(options, schedule, worker, this->shard, rules, start),
+          heartbeat(options.expiry / 4),
+          store(open()),
+          pulse_store(open()),
+          asking([this] { guarded(&SyncLogThreads::ask); }),
+          beating([this] { guarded(&SyncLogThreads::beat); }) {}
+
+    // Within the store's time limit, where it does not answer.
+    ~SyncLogThreads() {
+        {
+            const std::scoped_lock locks(mutex, pulse_mutex);
+            ending = true;
+        }
+        needed.notify_all();
+        pulse_changed.notify_all();
+        asking.join();
+        beating.join();
+    }
+
+    SyncLogThreads(const SyncLogThreads&) = delete;
+    SyncLogThreads& operator=(const SyncLogThreads&) = delete;
+
+    LogTurn turn(long step) {
+        return timed_turn([&] { return log.turn(step, now()); });
+    }
+    LogTurn finish(long last_step) {
+        return timed_turn([&] { return log.finish(last_step, now()); });
+    }
+
+    // For at most as long, until turn() has something to do.
+    void wait(double seconds) {
+        std::unique_lock<std::mutex> lock(mutex);
+        const double from = now();
+        answered.wait_for(lock, std::chrono::duration<double>(seconds),
+                          [this] { return thrown || log.is_turn_due(); });
+        waited += now() - from;
+    }
+
+    void checkpointed(const std::vector<long>& positions) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        log.checkpointed(positions);
+        wake();
+    }
+
+    std::vector<LogEvent> events() {
+        const std::lock_guard<std::mutex> lock(mutex);
+        return log.events();
+    }
+
+    std::string warning() const { return store->warning(); }  // of the store, when it was opened
+    std::vector<long> positions() const { return locked([&] { return log.positions(); }); }
+    std::string generation() const { return locked([&] { return log.current_generation(); }); }
+    Incarnation incarnation() const { return locked([&] { return log.incarnation(); }); }
+    std::string why_stopped() const { return locked([&] { return log.why_stopped(); }); }
+    bool is_over() const { return locked([&] { return log.is_over(); }); }
+    bool is_replaced() const { return locked([&] { return log.is_replaced(); }); }
+    bool is_refused() const { return locked([&] { return log.is_refused(); }); }
+    std::string theirs() const { return locked([&] { return log.theirs(); }); }
+    LogCosts costs() const {
+        return locked([&] { return LogCosts{in_turns, asking_cpu + beating_cpu, waited}; });
+    }
+
+private:
+    static double now() {
+        return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    }
+
+    static double cpu_seconds() {
+        timespec time;
+        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+        return double(time.tv_sec) + 1e-9 * double(time.tv_nsec);
+    }
+
+    template <class What>
+    auto locked(const What& what) const -> decltype(what()) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        return what();
+    }
+
+    template <class Turn>
+    LogTurn timed_turn(const Turn& turn) {
+        const double from = now(), work_before = shard.seconds();
+        const std::lock_guard<std::mutex> lock(mutex);
+        if (thrown) { std::rethrow_exception(thrown); }
+        const LogTurn said = turn();
+        show_pulse();
+        if (next_look() < asks_at - soon) { wake(); }
+        in_turns += now() - from - (shard.seconds() - work_before);
+        return said;
+    }
+
+    // When there will be something to ask. To be called with the log's lock.
+    double next_look() const {
+        const double at = now();
+        return at + log.rest(at);
+    }
+
+    // The store's thread. To be called with the log's lock, and not without need: it is a system call.
+    void wake() {
+        asks_at = 0;
+        needed.notify_all();
+    }
+
+    // To be called with the log's lock.
+    void show_pulse() {
+        const LogPulse now = log.pulse();
+        {
+            const std::lock_guard<std::mutex> lock(pulse_mutex);
+            if (now == pulse) { return; }
+            pulse = now;
+        }
+        pulse_changed.notify_all();
+    }
+
+    // What a thread throws is a bug, or want of memory: the trainer's thread gets it.
+    void guarded(void (SyncLogThreads::*what)()) {
+        try {
+            (this->*what)();
+        } catch (...) {
+            const std::lock_guard<std::mutex> lock(mutex);
+            thrown = std::current_exception();
+        }
+        answered.notify_all();
+    }
+
+    void ask() {
+        std::unique_lock<std::mutex> lock(mutex);
+        while (!ending) {
+            if (make_a_mean(lock)) { continue; }
+            const std::vector<StoreRequest> requests = log.requests(now());
+            asking_cpu = cpu_seconds();
+            if (requests.empty()) {
+                asks_at = next_look();
+                needed.wait_for(lock, std::chrono::duration<double>(asks_at - now()),
+                                [this] { return ending || asks_at == 0; });
+                asks_at = 0;
+                continue;
+            }
+            lock.unlock();
+            const std::vector<StoreAnswer> answers = store->perform_all(requests);
+            lock.lock();
+            log.answer(answers, now());
+            show_pulse();
+            if (log.is_turn_due()) { answered.notify_all(); }
+        }
+    }
+
+    // Without the lock: the trainer may go on meanwhile.
+    bool make_a_mean(std::unique_lock<std::mutex>& lock) {
+        const std::optional<MeanToMake> work = log.mean_to_make();
+        if (!work) { return false; }
+        lock.unlock();
+        std::string mean = shard.mean(work->sync, work->contributions);
+        lock.lock();
+        log.bring_mean(work->sync, std::move(mean));
+        if (log.is_turn_due()) { answered.notify_all(); }
+        return true;
+    }
+
+    void beat() {
+        std::unique_lock<std::mutex> lock(pulse_mutex);
+        while (!ending) {
+            const std::vector<StoreRequest> requests = heartbeat.requests(pulse, now());
+            beating_cpu = cpu_seconds();
+            if (requests.empty()) {
+                const LogPulse shown = pulse;
+                pulse_changed.wait_for(lock, std::chrono::duration<double>(heartbeat.rest(now())),
+                                       [&] { return ending || !(pulse == shown); });
+                continue;
+            }
+            lock.unlock();
+            const StoreAnswer generation = pulse_store->perform_all(requests).back();
+            if (!heartbeat.answer(generation)) { lose_run(generation); }
+            lock.lock();
+        }
+        const std::vector<StoreRequest> last = heartbeat.farewell();
+        lock.unlock();
+        if (!last.empty()) { pulse_store->perform_all(last); }
+    }
+
+    void lose_run(const StoreAnswer& generation) {
+        {
+            const std::lock_guard<std::mutex> lock(mutex);
+            log.check_generation(generation);
+            show_pulse();
+        }
+        answered.notify_all();
+    }
+
+    static constexpr double soon = 0.001;  // seconds: to wake the thread would take as long
+
+    const SyncLogRules rules;
+
+    mutable std::mutex mutex;  // of what follows, up to the next one
+    std::condition_variable needed, answered;
+    TimedShard shard;
+    SyncLog log;
+    double asks_at = 0;         // when the store's thread looks again; 0: it is at work
+    std::exception_ptr thrown;  // by one of the threads
+    double in_turns = 0, waited = 0;
+    std::atomic<double> asking_cpu{0}, beating_cpu{0};
+
+    std::mutex pulse_mutex;
+    std::condition_variable pulse_changed;
+    LogPulse pulse;
+    Heartbeat heartbeat;
+
+    std::atomic<bool> ending{false};  // changes under both
+    const std::unique_ptr<LogStore> store, pulse_store;
+    std::thread asking, beating;  // the last members: they use all others
+};

@@ -1,0 +1,194 @@
+// The trainer's side of a sync log (sync_log.h): at the end of a step it applies what is due and there, notes
+// what is sent, and says whether to continue, to wait or to jump.
+#pragma once
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/error.h"
+#include "streaming/elastic/sync_log.h"
+
+inline LogTurn SyncLog::turn(long step, double now) {
+    const LogTurn said = take_turn(step, now);
+    keep_time(said.kind == LogTurn::wait, now);
+    is_waiting = said.kind == LogTurn::wait;
+    if (is_waiting) { look_around_at = std::min(look_around_at, look_earliest); }
+    return said;
+}
+
+inline LogTurn SyncLog::finish(long last_step, double now) {
+    is_finishing = true;
+    const LogTurn last = turn(last_step, now);
+    if (last.kind != LogTurn::go_on) { return last; }
+    if (!is_leaving) {
+        is_leaving = true;
+        look_around_at = look_earliest;
+    }
+    return {has_left ? LogTurn::go_on : LogTurn::wait};
+}
+
+inline bool SyncLog::is_turn_due() const {
+    if (phase == Phase::stopped) { return true; }
+    if (phase == Phase::behind) { return snapshot.is_whole; }
+    if (phase != Phase::running) { return false; }
+    if (lacks_snapshot() || ready() >= 0 || is_far_behind()) { return true; }
+    bool waits = false;
+    for (const Slot& slot : slots) {
+        if (!is_due(slot.sync)) { continue; }
+        if (slot.due_since < 0) { return true; }
+        waits = true;
+    }
+    return !waits && (!is_leaving || has_left);
+}
+
+inline LogTurn SyncLog::take_turn(long step, double now) {
+    if (phase == Phase::stopped) { return {LogTurn::stop}; }
+    began_step += std::max(step - this->step - 1, 0L);  // those that it has jumped over
+    this->step = step;
+    if (phase == Phase::behind && snapshot.is_whole) { load_snapshot(); }
+    if (phase == Phase::stopped) { return {LogTurn::stop}; }
+    if (phase != Phase::running) { return {LogTurn::wait}; }
+    if (lacks_snapshot() && !write_snapshot(now)) { return {LogTurn::stop}; }
+    for (int p = ready(); p >= 0; p = ready()) { apply(slots[size_t(p)], now); }
+    if (is_far_behind()) { return jump(); }
+    take_part();
+    bool waits = false;
+    for (Slot& slot : slots) {
+        if (!is_due(slot.sync)) { continue; }
+        waits = true;
+        if (slot.due_since < 0) { slot.due_since = slot.look_at = now; }
+    }
+    if (waits) { return {LogTurn::wait}; }
+    if (promise < 0 && has_looked) { promise = LogBeat::nothing; }
+    return {LogTurn::go_on};
+}
+
+// Of steps, without what it waits in between.
+inline void SyncLog::keep_time(bool waits, double now) {
+    if (!has_begun && !waits) {
+        has_begun = true;
+        began_step = step;
+        began_at = now;
+    } else if (waits && !is_waiting) {
+        waits_since = now;
+    } else if (!waits && is_waiting) {
+        began_at += now - waits_since;
+    }
+}
+
+inline bool SyncLog::is_due(long sync) const {
+    const long send_step = schedule.send_step(sync);
+    return is_finishing ? rules.is_of_run(send_step, step) : send_step + options.overlap <= step;
+}
+
+// The fragment of what can be applied at this step: of the lowest sync. -1: none.
+inline int SyncLog::ready() const {
+    const Slot* first = nullptr;
+    for (const Slot& slot : slots) {
+        const bool may_be = is_due(slot.sync) || slot.own == Slot::none;
+        if (slot.is_fetched() && may_be && (first == nullptr || slot.sync < first->sync)) {
+            first = &slot;
+        }
+    }
+    return first == nullptr ? -1 : int(first - slots.data());
+}
+
+inline bool SyncLog::is_far_behind() const {
+    const long max_lag = is_aligned ? options.max_lag : 0;
+    return !is_finishing && newest_open >= 0 && schedule.send_step(newest_open) > step + max_lag;
+}
+
+// The ranks of a worker may need some turns to agree on it.
+inline LogTurn SyncLog::jump() {
+    const long to = schedule.send_step(newest_open);
+    if (to != jumps_to) { say(LogEventKind::jumps, format("jumps from step %ld to %ld", step, to)); }
+    jumps_to = to;
+    return {LogTurn::jump, to};
+}
+
+inline std::vector<Contribution> SyncLog::take_payloads(Slot& slot) {
+    std::vector<Contribution> contributions;
+    for (size_t i = 0; i < slot.payloads.size(); i++) {
+        contributions.push_back({slot.sources[i].who.worker, std::move(slot.payloads[i])});
+        slot.payloads[i].clear();
+    }
+    return contributions;
+}
+
+inline void SyncLog::apply(Slot& slot, double now) {
+    const bool counted = slot.entry->counts(me.worker);
+    if (slot.is_merged) {
+        shard.apply_mean(slot.sync, slot.entry->workers(), slot.mean.bytes, counted);
+    } else {
+        shard.apply(slot.sync, take_payloads(slot), counted);
+    }
+    tell_of_applied(slot, counted, now);
+    keep_promise(slot);
+    const int p = schedule.fragment(slot.sync);
+    const long next = slot.sync + schedule.fragments();
+    slot = Slot();
+    slot.sync = next;
+    slot.hash = shard.hash(p);
+}
+
+inline void SyncLog::tell_of_applied(const Slot& slot, bool counted, double now) {
+    const std::string text = format("applies sync %ld, ", slot.sync) + (counted ? "" : "not counted: ");
+    say(LogEventKind::applied, slot.sync, *slot.entry, text + "it ");
+    LogEvent& event = told.back();
+    event.counted = counted;
+    event.waited = slot.due_since < 0 ? 0 : now - slot.due_since;
+    event.bytes_read = slot.bytes_read;
+    const bool has_made_mean = slot.is_merged && slot.reads_payloads && writes_mean(slot);
+    event.mean_bytes_written = has_made_mean ? slot.mean.bytes.size() : 0;
+}
+
+// A worker whose payload counts has shown that it keeps pace. One that was not in time though it had promised
+// to be promises nothing for now.
+inline void SyncLog::keep_promise(const Slot& slot) {
+    const bool counts = slot.entry->counts(me.worker), has_sent = slot.own == Slot::sent;
+    if (has_sent || slot.own == Slot::sending) {
+        is_aligned = counts && jumps_to < schedule.send_step(slot.sync);
+    }
+    if (has_sent && counts) {
+        times_late = 0;
+        make_promise();
+    }
+    if (promise < 0 || slot.sync < promise || slot.entry->knows(me.worker)) { return; }
+    times_late++;
+    promise = LogBeat::nothing;
+    say(LogEventKind::late, format("was late for sync %ld", slot.sync), slot.sync);
+}
+
+// Its line is there: within the grace of the first worker that has sent, and before any has sent a later one?
+// Then it would be in time for others that wait.
+inline void SyncLog::show_pace(long sync, double now) {
+    const bool is_newest = schedule.send_step(newest_open) <= schedule.send_step(sync);
+    if (is_newest && now <= not_open_at + options.grace) { make_promise(); }
+}
+
+// For what it sends next, or later each time that it was late, so that others seldom wait in vain.
+inline void SyncLog::make_promise() {
+    if (promise >= 0 && promise != LogBeat::nothing) { return; }
+    const long later = times_late < 2 ? 0 : long(schedule.fragments()) << std::min(times_late - 2, 4);
+    promise = schedule.first_after(step) + later;
+}
+
+// Sends what is sent at this step; abstains where a send step has been passed over, and where it has sent
+// and then taken a snapshot: one name never holds two payloads.
+inline void SyncLog::take_part() {
+    for (int p = 0; p < int(slots.size()); p++) {
+        Slot& slot = slots[size_t(p)];
+        if (slot.own != Slot::none || slot.entry) { continue; }
+        const long send_step = schedule.send_step(slot.sync);
+        if (send_step == step && slot.sync > encoded_until[size_t(p)]) {
+            shard.encode(slot.sync);
+            slot.own = Slot::sending;
+            encoded_until[size_t(p)] = slot.sync;
+            newest_sent = std::max(newest_sent, slot.sync);
+            note_open(slot.sync);
+        } else if (send_step <= step) {
+            slot.own = Slot::abstaining;
+        }
+    }
+}
