@@ -35,6 +35,7 @@
 #include "llmc/text/eval_batches.h"
 #include "llmc/text/eval_set.h"
 #include "llmc/floatx.h"
+#include "llmc/run/inputs.h"
 #include "llmc/run/launch.h"
 #include "llmc/layers.h"
 #include "llmc/layout.h"
@@ -638,72 +639,7 @@ inline void sample(Model& model, const std::vector<int>& prompt, int length, int
 // -----------------------------------------------------------------------------------------------------------
 // From options to a run
 
-inline bool is_model_file(const std::string& model) {
-    return model.size() > 4 && model.substr(model.size() - 4) == ".bin";
-}
-
-// The shape of the model that the options describe.   tokenizer: null where there is none
-inline GptShape resolve_shape(const Options& o, const Tokenizer* tokenizer) {
-    if (is_model_file(o.model)) {
-        if (o.layers || o.heads || o.channels || o.vocab_size || o.max_seq_len) {
-            throw UserError(
-                "--layers, --heads, --channels, --vocab-size, --max-seq-len describe a new model, and -e " +
-                o.model + " is a finished one: leave them out");
-        }
-        return read_model_shape(o.model);
-    }
-    GptShape shape = parse_descriptor(o.model);
-    if (o.layers) { shape.layers = o.layers; }
-    if (o.channels) {
-        shape.channels = o.channels;
-        shape.heads = std::max(1, o.channels / 64);
-    }
-    if (o.heads) { shape.heads = o.heads; }
-    if (o.max_seq_len || shape.max_seq_len == 0) {
-        shape.max_seq_len = o.max_seq_len ? o.max_seq_len : o.seq_len;
-    }
-    shape.vocab_size = o.vocab_size ? o.vocab_size : tokenizer ? tokenizer->vocab_size() : 50257;
-    shape.padded_vocab_size = (shape.vocab_size + 127) / 128 * 128;
-    return shape;
-}
-
-inline void check_heads(const GptShape& shape) {
-    const int head = shape.channels / shape.heads;
-    if (runs_on_gpu && head != 64 && head != 128) {
-        throw UserError(format("heads of %d values: attention on GPUs takes 64 or 128, so change --channels "
-                               "or --heads", head));
-    }
-}
-
-inline void check_shape(const GptShape& shape, const Options& o) {
-    if (shape.channels % shape.heads != 0) {
-        throw UserError(format("%d channels do not divide by %d heads: change --channels or --heads",
-                               shape.channels, shape.heads));
-    }
-    check_heads(shape);
-    if (o.seq_len > shape.max_seq_len) {
-        throw UserError(
-            format("-t %d is more than the model's %d positions: lower -t", o.seq_len, shape.max_seq_len));
-    }
-}
-
-inline std::string folder_of(const std::string& path) {
-    size_t slash = path.rfind('/');
-    return slash == std::string::npos ? "." : path.substr(0, slash);
-}
-
-// The tokenizer that was asked for, or the one beside `path` (training data, or a model), or the one that
-// llm.c reads, unless the vocabulary is known to be smaller, or none.
-inline std::unique_ptr<Tokenizer> find_tokenizer(const Options& o, const std::string& path) {
-    if (!o.tokenizer.empty()) { return std::make_unique<Tokenizer>(o.tokenizer); }
-    const std::string beside = folder_of(path) + "/tokenizer.bin", llmc = "gpt2_tokenizer.bin";
-    const std::string file = first_that_exists({beside, llmc});
-    if (file.empty()) { return nullptr; }
-    auto tokenizer = std::make_unique<Tokenizer>(file);
-    const int known = is_model_file(o.model) ? read_model_shape(o.model).vocab_size : o.vocab_size;
-    if (file == llmc && known > 0 && tokenizer->vocab_size() > known) { return nullptr; }
-    return tokenizer;
-}
+inline Sampling sampling(const Options& o) { return {o.temperature, o.top_k, o.top_p}; }
 
 inline DilocoOptions diloco_options(const Options& o) {
     DilocoOptions d;
@@ -828,94 +764,32 @@ inline void check_options(const Options& o) {
     validate(diloco_options(o), o.streams() ? o.max_steps : -1, o.workers);
 }
 
-inline Sampling sampling(const Options& o) { return {o.temperature, o.top_k, o.top_p}; }
-
 inline void write_text(const std::string& path, const std::string& text) {
     write_file(path, [&](OutputFile& file) { file.write(text.data(), text.size()); });
 }
 
-// What a process reads before it meets the others.
-struct Inputs {
-    std::unique_ptr<Tokenizer> tokenizer;  // null without one
-    GptShape shape;
-    std::unique_ptr<DataLoader> train_loader, validation_loader;  // the second null without -j
-    std::unique_ptr<EvalSet> hellaswag;                           // null without -h 1
-    std::vector<int> prompt;  // what samples begin with: at least an end of text
-    long steps;
-    Layout layout;
-    std::vector<Fragment> fragments;  // none where nothing is exchanged
-    std::vector<float> initial;  // parameters: (layout.size)
-};
-
-inline void check_tokenizer(const Tokenizer& tokenizer, const GptShape& shape) {
-    if (tokenizer.vocab_size() > shape.vocab_size) {
-        throw UserError(
-            format("the tokenizer has %d tokens and the model's vocabulary %d: give the tokenizer that "
-                   "the model was trained with (--tokenizer)",
-                   tokenizer.vocab_size(), shape.vocab_size));
-    }
-}
-
-// An end of text, then the prompt.
-inline std::vector<int> prompt_tokens(const Tokenizer& tokenizer, const std::string& prompt) {
-    std::vector<int> tokens = {tokenizer.end_of_text()};
-    if (prompt.empty()) { return tokens; }
-    for (int token : BytePairEncoder(tokenizer).encode(prompt)) { tokens.push_back(token); }
-    return tokens;
-}
-
-// tokens_a_step: of all workers, as far as they are known
-inline void set_steps(const Options& o, long tokens_a_step, Inputs& in) {
-    in.steps = o.max_steps >= 0 ? o.max_steps : in.train_loader->num_tokens() / tokens_a_step;
-    if (o.max_steps < 0 && in.steps == 0) {
-        throw UserError(
-            format("the training data has %ld tokens, less than one step takes (%ld): lower -d or -b",
-                   in.train_loader->num_tokens(), tokens_a_step));
-    }
-    if (o.streams()) { validate(diloco_options(o), in.steps, o.workers); }
-}
-
-// Opens and checks all files that the options name. Throws UserError.
-inline Inputs open_inputs(const Options& o, const Process& process) {
-    Inputs in;
-    in.tokenizer = find_tokenizer(o, o.train_data);
-    in.shape = resolve_shape(o, in.tokenizer.get());
-    check_shape(in.shape, o);
-    if (in.tokenizer) { check_tokenizer(*in.tokenizer, in.shape); }
-    in.train_loader =
-        std::make_unique<DataLoader>(o.train_data, o.batch, o.seq_len, process.index(), process.size(),
-                                     in.shape.vocab_size, o.seed, o.shuffle != 0);
-    if (!o.validation_data.empty()) {
-        in.validation_loader =
-            std::make_unique<DataLoader>(o.validation_data, o.batch, o.seq_len, process.rank, process.ranks,
-                                         in.shape.vocab_size, o.seed, false);
-    }
-    if (o.hellaswag) {
-        in.hellaswag = std::make_unique<EvalSet>(o.hellaswag_data, in.shape.vocab_size);
-        in.hellaswag->check_fits(o.seq_len);
-    }
-    if (in.tokenizer) { in.prompt = prompt_tokens(*in.tokenizer, o.prompt); }
-    if (!in.tokenizer && !o.prompt.empty()) {
-        throw UserError("--prompt needs the tokenizer that the data was made with: give --tokenizer");
-    }
-    set_steps(o, o.has_own_batch() ? o.total_batch : o.total_batch * o.workers, in);
-    in.layout = gpt_layout(in.shape, o.ranks, o.streams() ? o.fragment_layers : 0);
-    if (o.streams()) {
-        in.fragments = make_fragments(in.layout, o.fragment_layers,
-                                      parse_fragment_pattern(o.fragment_pattern), o.inner_steps);
-        const std::vector<long> offsets = parse_offsets(o.fragment_offsets);
-        if (!offsets.empty()) { set_offsets(in.fragments, offsets, o.inner_steps); }
-    }
-    in.initial.resize(size_t(in.layout.size));
-    if (is_model_file(o.model)) {
-        read_model(o.model, in.layout, in.initial.data());
-    } else {
-        init_parameters(in.initial.data(), in.shape, in.layout, o.seed);
-    }
-    return in;
-}
-
 using Fingerprint = std::vector<std::pair<std::string, std::string>>;  // (option, value)
+
+// The parameters that training starts from: a model file's, or GPT-2's random ones.   returns (layout.size)
+inline std::vector<float> initial_parameters(const Options& o, const GptShape& shape, const Layout& layout) {
+    std::vector<float> flat(static_cast<size_t>(layout.size));
+    if (is_model_file(o.model)) {
+        read_model(o.model, layout, flat.data());
+    } else {
+        init_parameters(flat.data(), shape, layout, o.seed);
+    }
+    return flat;
+}
+
+// What is exchanged when: nothing without an outer optimizer.
+inline std::vector<Fragment> make_fragments(const Options& o, const Layout& layout) {
+    if (!o.streams()) { return {}; }
+    std::vector<Fragment> fragments =
+        make_fragments(layout, o.fragment_layers, parse_fragment_pattern(o.fragment_pattern), o.inner_steps);
+    const std::vector<long> offsets = parse_offsets(o.fragment_offsets);
+    if (!offsets.empty()) { set_offsets(fragments, offsets, o.inner_steps); }
+    return fragments;
+}
 
 // What all workers must agree on.
 inline Fingerprint fingerprint_of_run(const Options& o, const Inputs& inputs) {
@@ -1051,31 +925,6 @@ inline void check_log(const Options& o, const Process& process, const std::strin
     if (run.found && run.value != ours) { refuse_options(ours, run.value); }
 }
 
-// Where workers have batches of their own: once through the data is what all of them take in a step together,
-// and each process reads sequences that no other one reads.
-inline void share_data(const Options& o, Process& process, Inputs& in) {
-    if (o.is_independent()) {  // none knows of another's batch
-        in.train_loader->take_part(process.worker, o.workers, process.rank, o.ranks);
-        return;
-    }
-    long tokens_a_step = 0, first = 0, sequences = 0;
-    const std::vector<std::string> all = process.gather("batch", format("%d %ld", o.batch, o.total_batch));
-    for (int i = 0; i < process.size(); i++) {
-        const int worker = i / o.ranks;
-        if (all[size_t(i)] != all[size_t(worker * o.ranks)]) {
-            throw UserError(format("the ranks of worker %d differ in -b or -d: give all the same", worker));
-        }
-        int batch = 0;
-        long total_batch = 0;
-        sscanf(all[size_t(i)].c_str(), "%d %ld", &batch, &total_batch);
-        if (i == process.index()) { first = sequences; }
-        sequences += batch;
-        if (i % o.ranks == 0) { tokens_a_step += total_batch; }
-    }
-    in.train_loader->share(first, sequences);
-    set_steps(o, tokens_a_step, in);
-}
-
 // -----------------------------------------------------------------------------------------------------------
 // What a run keeps and reports
 
@@ -1153,6 +1002,7 @@ struct Run {
     const Options& options;
     const Process& process;
     Inputs& inputs;
+    const std::vector<Fragment>& fragments;  // none without an outer optimizer
     Worker& worker;
     Logger& logger;
     StatusLine& status;
@@ -1233,10 +1083,11 @@ inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& rep
 }
 
 // With the exchange that `auto` comes to over a store when all are counted.
-inline DilocoOptions planned_options(const Options& o, const Inputs& in) {
+inline DilocoOptions planned_options(const Options& o, const Layout& layout,
+                                     const std::vector<Fragment>& fragments) {
     DilocoOptions d = diloco_options(o);
     if (o.is_independent()) {
-        const std::vector<long> values = shard_values(in.fragments, in.layout);
+        const std::vector<long> values = shard_values(fragments, layout);
         const bool merges = !describe_merging(d.wire, values, o.workers).empty();
         d.wire.exchange = merges ? ExchangeKind::merged : ExchangeKind::all_gather;
     }
@@ -1248,7 +1099,7 @@ inline DilocoOptions planned_options(const Options& o, const Inputs& in) {
 inline std::string time_to_stop(const Run& run, double step_seconds) {
     const long H = run.options.inner_steps;
     std::vector<long> sends;
-    for (const Fragment& fragment : run.inputs.fragments) { sends.push_back(fragment.offset); }
+    for (const Fragment& fragment : run.fragments) { sends.push_back(fragment.offset); }
     std::sort(sends.begin(), sends.end());
     long longest = sends.front() + H - sends.back();
     for (size_t p = 1; p < sends.size(); p++) { longest = std::max(longest, sends[p] - sends[p - 1]); }
@@ -1266,9 +1117,9 @@ inline void print_rates(Run& run, long update) {
     const double seconds = (run.totals.train_seconds - run.first_seconds) / double(trained - 1);
     const Options& o = run.options;
     const Inputs& in = run.inputs;
-    const std::vector<size_t> bytes = sync_bytes(planned_options(o, in), in.fragments, in.layout,
-                                                 exchange_members(o));
-    run.status.print(rates(in.fragments, bytes, o.inner_steps, o.overlap, seconds));
+    const std::vector<size_t> bytes = sync_bytes(planned_options(o, in.layout, run.fragments), run.fragments,
+                                                 in.layout, exchange_members(o));
+    run.status.print(rates(run.fragments, bytes, o.inner_steps, o.overlap, seconds));
     if (run.stops_together() && run.checkpointer) { run.status.print(time_to_stop(run, seconds)); }
 }
 
@@ -1631,7 +1482,7 @@ inline std::string changed_data(const Fields& before, const Options& o, const In
 
 // The state of this process, as it lies there, or put together from those of a run of another shape.
 inline Resumption open_checkpoint(const Options& o, const Process& process, const Inputs& in,
-                                  const ResumePoint& point) {
+                                  const std::vector<Fragment>& fragments, const ResumePoint& point) {
     const std::string folder = checkpoint_folder(o, process);
     Resumption r;
     r.step = point.step;
@@ -1642,7 +1493,7 @@ inline Resumption open_checkpoint(const Options& o, const Process& process, cons
                    folder.c_str(), r.step, in.steps));
     }
     const StoredRun stored{folder, point.step, point.workers, point.ranks, point.lineage, o.is_independent()};
-    const StateShape shape{in.shape, in.layout, in.fragments, o.inner_steps, diloco_options(o).wire,
+    const StateShape shape{in.shape, in.layout, fragments, o.inner_steps, diloco_options(o).wire,
                            process.worker, process.rank, o.workers, o.ranks,
                            in.train_loader->tokens_of_a_sample()};
     if (has_shape(stored, shape)) {
@@ -1673,14 +1524,15 @@ inline void check_together(Process& process, const std::string& key, const std::
 }
 
 // What the run goes on from, agreed by all processes: the newest checkpoint, or nothing.
-inline Resumption find_checkpoint(const Options& o, Process& process, const Inputs& in) {
+inline Resumption find_checkpoint(const Options& o, Process& process, const Inputs& in,
+                                  const std::vector<Fragment>& fragments) {
     std::optional<ResumePoint> point;
     std::vector<std::string> notes;
     if (o.resume) { point = agree_on_checkpoint(process, checkpoint_folder(o, process), notes); }
     Resumption r;
     if (point) {
         check_together(process, "resume/opened", [&] {
-            r = open_checkpoint(o, process, in, *point);
+            r = open_checkpoint(o, process, in, fragments, *point);
             in.train_loader->seek({r.fields.count("data.epoch"), r.fields.count("data.shard"),
                                    r.fields.count("data.sample")});
         });
@@ -2095,15 +1947,17 @@ inline void abandon_checkpoint(Run& run) {
 
 // From the meeting of all processes to the end of the run.
 // Returns whether it has come to its end: it may have been asked to stop.
-inline bool train_together(const Options& o, Process& process, Inputs& in) {
+inline bool train_together(const Options& o, Process& process, Inputs& in,
+                           const std::vector<Fragment>& fragments) {
     process.check_fingerprint(fingerprint(o, in));
     if (o.has_own_batch()) { share_data(o, process, in); }
+    if (o.streams()) { validate(diloco_options(o), in.steps, o.workers); }
     const std::string options_of_run = text_of(fingerprint_of_run(o, in));
     check_together(process, "log", [&] { check_log(o, process, options_of_run); });
     check_together(process, "output", [&] {
         if (!o.output.empty() && !o.resume) { refuse_models(checkpoint_folder(o, process)); }
     });
-    Resumption resumed = find_checkpoint(o, process, in);
+    Resumption resumed = find_checkpoint(o, process, in, fragments);
     const device::Device device = choose_device(process, o.streams() && o.outer_transport == "nccl");
     check_outer_interface(o.outer_transport, o.interface);
     Logger logger(o.output, process.index(), process.size(), o.resume != 0, log_cut(o, resumed, in));
@@ -2138,26 +1992,26 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
                                          [&device] { device::use_in_this_thread(device); }};
             const LogStart start{random_hex(16), options_of_run, "", {}, false};
             outer_loop = std::make_unique<LoggedDiloco>(
-                d, log_options(o, process), in.fragments, in.layout, process.rank, *inner, inner_stream,
+                d, log_options(o, process), fragments, in.layout, process.rank, *inner, inner_stream,
                 start, [&] { return open_log_store(process.store_url, process.run_name, o.timeout); },
                 callbacks, InnerMoments{worker->m, worker->v, &worker->adamw_updates});
         } else {
-            outer_loop = std::make_unique<Diloco>(d, in.fragments, in.layout, process.rank, *outer,
+            outer_loop = std::make_unique<Diloco>(d, fragments, in.layout, process.rank, *outer,
                                                   outer_stream);
         }
         outer_loop->start(worker->master, main);
-        exchanges = plan(planned_options(o, in), in.fragments, in.layout, exchange_members(o));
+        exchanges = plan(planned_options(o, in.layout, fragments), fragments, in.layout, exchange_members(o));
         if (o.is_independent()) {
-            exchanges += describe_merging(d.wire, shard_values(in.fragments, in.layout), o.workers);
+            exchanges += describe_merging(d.wire, shard_values(fragments, in.layout), o.workers);
         }
     });
     if (process.group_index() == 0 && !o.output.empty()) {
         write_text(checkpoint_folder(o, process) + "/config.toml", o.toml);
     }
     logger.run({process.worker, process.rank, process.workers, process.ranks, in.layout.values, o.resolved,
-                in.steps, offsets(in.fragments)},
+                in.steps, offsets(fragments)},
                resumed.step);
-    Run run{o, process, in, *worker, logger, status, watchdog, device, resumed};
+    Run run{o, process, in, fragments, *worker, logger, status, watchdog, device, resumed};
     running = &run;
     run.outer = outer_loop.get();
     run.logged = dynamic_cast<LoggedDiloco*>(outer_loop.get());
@@ -2184,9 +2038,12 @@ inline bool train_together(const Options& o, Process& process, Inputs& in) {
 // One process, from its options to the end of its run, or until it is asked to stop. Returns its status.
 inline int train(const Options& o, Process& process) {
     Inputs in = open_inputs(o, process);
+    if (o.streams()) { validate(diloco_options(o), in.steps, o.workers); }
+    in.initial = initial_parameters(o, in.shape, in.layout);
+    const std::vector<Fragment> fragments = make_fragments(o, in.layout);
     process.meet();
     bool is_complete = false;
-    or_leave(process, [&] { is_complete = train_together(o, process, in); });
+    or_leave(process, [&] { is_complete = train_together(o, process, in, fragments); });
     return is_complete ? 0 : stopped_status;
 }
 
