@@ -378,7 +378,9 @@ def test_a_failure_is_status_1_and_says_how_to_have_it_again(tmp_path):
     trainer.chmod(0o755)
     result = run_tool("--minutes", 1, "--seed", 5, "--store", "file", "--trainer", trainer)
     assert result.returncode == 1 and "oh dear" in result.stdout, result.stderr
-    assert "--seed 5" in result.stdout and "nobody has killed worker 0" in result.stdout
+    # Which worker is noticed first depends on how fast the processes start.
+    assert "--seed 5" in result.stdout
+    assert re.search(r"nobody has killed worker [0-3], and its status is 3", result.stdout), result.stdout
 
 
 @pytest.mark.parametrize("words, said", [(["--trainer", "/nowhere"], "run make"),
