@@ -8,6 +8,8 @@ M workers are started one by one, as they would be at M places. What then happen
 seed: they are killed, stopped for less and for more than every time-out, slowed down, started anew, cut off;
 their store is killed; others come who may not. What is undone is undone after a drawn time, and some blows
 fall together. When a run has been through most of its steps it is left alone; the next one has other formats.
+A run has as many steps as take a minute on this machine, by a trial run of one worker: so a fast machine's
+run is no shorter in time than a slow one's, and nothing is struck when the run is about to end.
 
 It must hold, always: who has merged a sync, in any start of any worker, stood on the same global parameters
 and counted the same workers; nobody who could go on stands still; nobody ends who was not killed, but for
@@ -22,6 +24,7 @@ Where the machine lets it (control groups; root) each rank gets a share of a cor
 (dev/bench/quota.py), so that a wait is never one for a core that another worker has.
 """
 import argparse
+import json
 import os
 import random
 import re
@@ -40,8 +43,8 @@ sys.path[:0] = [str(ROOT / "dev/tools"), str(ROOT / "dev/break/chaos"), str(ROOT
 import places  # noqa: E402
 import quota  # noqa: E402
 from blows import GRACE, MISSED, TIMEOUT, draw_event, kinds_but_for  # noqa: E402
-from conftest import children  # noqa: E402
-from metrics import UserError  # noqa: E402
+from conftest import children, command  # noqa: E402
+from metrics import UserError, log_name  # noqa: E402
 from outcome import Totals, table, verdict, write_journal  # noqa: E402
 from run_logs import Agreement, Divergence  # noqa: E402
 from torture import write_tokens  # noqa: E402
@@ -50,6 +53,12 @@ from worker import Worker  # noqa: E402
 
 LIMIT = 120  # seconds, in which a worker that could go on must have done so, on a slow machine, too
 SHARE = 0.3  # of a core, that a rank gets
+RUN_SECONDS = 60  # of a run whose workers nobody hinders
+TRIAL_STEPS, WARM = 150, 30  # of the run that measures a step, and how many of them come before the clock starts
+
+# Shares of a run's steps. An event begins before LAST_EVENT (in a run that ends with the loss of its store:
+# before LAST_BEFORE_LOSS), a blow falls before LAST_BLOW: what then happens to a worker happens in the run.
+LAST_BEFORE_LOSS, LAST_EVENT, LAST_BLOW = 0.5, 0.75, 0.85
 
 # Three fragments. A step takes some ten milliseconds, so that the time between a send and its merge, as in
 # real runs, is longer than that between two looks into the store, or than some ten round trips.
@@ -95,7 +104,6 @@ class Chaos:
     def draw_options(self):
         return {"--outer-dtype": self.draw.choice(["fp4_e2m1", "fp4_e2m1", "fp8_e4m3", "fp32"]),
                 "--outer-error-feedback": self.draw.choice([None, True]),
-                "--outer-exchange": self.draw.choice(["auto", "merged"]),
                 "--outer-weights": self.draw.choice(["equal", "tokens"]),
                 "--join-moments": self.draw.choice([None, True])}
 
@@ -121,11 +129,13 @@ class Chaos:
             self.rest(self.draw.uniform(0, 6))
             late.start(False)
         done = 0
+        loses_store = self.place.server and self.draw.random() < 0.3
+        last = LAST_BEFORE_LOSS if loses_store else LAST_EVENT
         self.settle()
-        while done < events and time.monotonic() < until and self.step() < 0.75 * self.options["-x"]:
+        while done < events and time.monotonic() < until and self.progress() < last:
             self.strike(draw_event(self.draw, self.kinds, len(self.workers)))
             done += 1
-        if self.place.server and done < events and self.draw.random() < 0.3:
+        if loses_store and done < events and self.can_strike():
             self.lose_store()
             done += 1
         else:
@@ -135,8 +145,14 @@ class Chaos:
         self.totals.compared += self.agreement.compared
         return done
 
-    def step(self):
-        return max(worker.step for worker in self.workers)
+    def progress(self):
+        """The share of its steps that the foremost worker has done."""
+        return max(worker.step for worker in self.workers) / self.options["-x"]
+
+    def can_strike(self):
+        """Every worker is in the run, and the run is not about to end."""
+        self.look()
+        return self.progress() < LAST_BLOW and not any(worker.ended for worker in self.workers)
 
     def end(self):
         """All end by themselves, with one model; and they have learnt something."""
@@ -186,16 +202,20 @@ class Chaos:
     # ---- events
 
     def strike(self, event):
+        struck = []
         for number, blow in enumerate(event.blows):
             if number > 0:
                 self.rest(event.apart)
+            if not self.can_strike():
+                break
+            struck.append(blow)
             self.totals.rows[blow.kind].blows += 1
             self.hit(blow, is_alone=len(event.blows) == 1)
-        for blow in sorted(event.blows, key=lambda blow: blow.seconds):
+        for blow in sorted(struck, key=lambda blow: blow.seconds):
             self.rest(blow.seconds)
             self.undo(blow)
         self.settle()
-        for blow in event.blows:
+        for blow in struck:
             if blow.kind in MISSED:
                 self.note_return(blow)
         self.rest(event.pause)
@@ -483,9 +503,36 @@ def share_that_can_be_had():
     return 0
 
 
+def steps_of_a_run(arguments, folder, tokens):
+    """As many as take RUN_SECONDS: from a trial run of one worker, with its share of a core and without a store."""
+    options = {name: value for name, value in COMMON.items()
+               if name not in ("--outer-transport", "--min-workers", "--grace", "--timeout")}
+    options.update({"--ranks": arguments.ranks, "-x": TRIAL_STEPS, "-n": 0})
+    quotas = quota.Quotas() if arguments.share else None
+    before = quotas.inside("trial", arguments.share * arguments.ranks) if quotas else []
+    try:
+        result = subprocess.run([*before, *command(tokens, folder, options, arguments.trainer)], text=True,
+                                capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    finally:
+        if quotas:
+            quotas.close()
+    if result.returncode != 0:
+        raise UserError(f"the trial run ends with status {result.returncode}: {result.stderr[-300:]}")
+    rows = [json.loads(line) for line in (folder / log_name(0)).read_text().splitlines()]
+    return steps_that_take(RUN_SECONDS, [row["time"] for row in rows if row["type"] == "step"])
+
+
+def steps_that_take(seconds, times):
+    """times: when each step of the trial run ended. Waits for the share of a core count, as they will later."""
+    return round(seconds / ((times[-1] - times[WARM]) / (len(times) - 1 - WARM)))
+
+
 def chaos(arguments, seed, base, totals, journal):
     """Run after run, until the time is over or there were enough events."""
     tokens = write_tokens(base / "tokens")
+    if arguments.steps is None:
+        arguments.steps = steps_of_a_run(arguments, base / "trial", tokens)
+        print(f"a run has {arguments.steps} steps: {RUN_SECONDS} s on this machine", flush=True)
     begin, done, number = time.monotonic(), 0, 0
     until = begin + 60 * arguments.minutes
     while time.monotonic() < until and done < arguments.events:
@@ -513,7 +560,8 @@ def parse(words):
     parser.add_argument("--seed", type=int, help="default: a random one, which is printed")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=2000, help="of a run")
+    parser.add_argument("--steps", type=int,
+                        help=f"of a run (default: as many as take {RUN_SECONDS} s on this machine)")
     parser.add_argument("--store", choices=["redis", "file"], default="redis")
     parser.add_argument("--links", action="store_true", help="far apart: sites and lines; root")
     parser.add_argument("--share", type=float, metavar="CORES",

@@ -20,7 +20,7 @@ import blows  # noqa: E402
 import outcome  # noqa: E402
 import places  # noqa: E402
 import redis_server  # noqa: E402
-from chaos import LIMIT, OVER, Chaos, Failure  # noqa: E402
+from chaos import LIMIT, OVER, Chaos, Failure, steps_that_take  # noqa: E402
 from link import Commands, Link  # noqa: E402
 from redis_server import RedisServer, packed  # noqa: E402
 from run_logs import Agreement, Divergence, StartLog  # noqa: E402
@@ -168,6 +168,25 @@ def test_others_go_on_with_the_first_sync_without_the_victim(quiet):
         line = {**SYNC, "sync": sync, "contributors": contributors, "time": when}
         quiet.take(quiet.workers[number], 0, log, line)
     assert quiet.totals.rows["killed"].others == [3.0] and quiet.awaited == []
+
+
+def test_nothing_is_struck_when_the_run_is_about_to_end_or_a_worker_has_ended(quiet):
+    event = blows.Event([blows.Blow("stopped, shortly", [1], 0, [True])], 0, 0)
+    quiet.settle = lambda: None
+    quiet.workers[2].step = 0.9 * quiet.options["-x"]
+    quiet.strike(event)
+    quiet.workers[2].step, quiet.workers[0].ended = 0, True
+    quiet.strike(event)
+    assert not quiet.totals.rows and quiet.workers[1].process.poll() is None
+    quiet.workers[0].ended = False
+    quiet.strike(event)
+    assert quiet.totals.rows["stopped, shortly"].blows == 1
+
+
+@pytest.mark.parametrize("step", [0.002, 0.05])
+def test_a_run_takes_as_long_on_a_fast_machine_as_on_a_slow_one(step):
+    times = [5.0 + step * i for i in range(150)]  # the first step comes late
+    assert steps_that_take(60, [0.0, *times]) == round(60 / step)
 
 
 @pytest.fixture
@@ -376,7 +395,7 @@ def test_a_failure_is_status_1_and_says_how_to_have_it_again(tmp_path):
     trainer = tmp_path / "trainer"
     trainer.write_text("#!/bin/sh\necho oh dear >&2\nexit 3\n")
     trainer.chmod(0o755)
-    result = run_tool("--minutes", 1, "--seed", 5, "--store", "file", "--trainer", trainer)
+    result = run_tool("--minutes", 1, "--seed", 5, "--steps", 2000, "--store", "file", "--trainer", trainer)
     assert result.returncode == 1 and "oh dear" in result.stdout, result.stderr
     # Which worker is noticed first depends on how fast the processes start.
     assert "--seed 5" in result.stdout
