@@ -967,7 +967,7 @@ struct Snapshot {
     HostBuffer<float> master, m, v;        // this rank's shard
     HostBuffer<floatX> params;             // (layout.shard_size())
     HostBuffer<OutlierWindow> outliers{1};
-    std::unique_ptr<OuterSnapshot> outer;  // null without an outer optimizer
+    OuterSnapshot* outer = nullptr;        // null without an outer optimizer
     std::vector<float> model;              // (layout.size), where this process writes the model
     Fields fields;
     std::string fields_text, options_text;
@@ -1341,7 +1341,7 @@ inline std::unique_ptr<Snapshot> make_snapshot(const Run& run) {
         *buffer = HostBuffer<float>(n);
     }
     snapshot->params = HostBuffer<floatX>(n);
-    if (run.outer) { snapshot->outer = run.outer->make_snapshot(); }
+    if (run.outer) { snapshot->outer = &run.outer->snapshot(); }
     return snapshot;
 }
 
@@ -1374,7 +1374,7 @@ inline void take_snapshot(Run& run, long step) {
                                    range.count, worker.main);
     }
     device::copy_to_host_later(snapshot.outliers.data(), worker.outliers.data(), 1, worker.main);
-    if (run.outer) { run.outer->snapshot(*snapshot.outer, worker.main); }
+    if (run.outer) { run.outer->take_snapshot(worker.main); }
     worker.main.record(snapshot.copied);
     if (step < run.inputs.steps) { snapshot.model = gather_model(run); }
     snapshot.fields = progress(run, step);
@@ -1426,7 +1426,7 @@ inline void write_checkpoint(Run& run, long step) {
     };
     job.sections = [&snapshot] { return state_sections(snapshot); };
     job.is_last = step == run.inputs.steps;
-    if (run.outer) { job.when_whole = [&run, &snapshot] { run.outer->checkpointed(*snapshot.outer); }; }
+    if (run.outer) { job.when_whole = [&run] { run.outer->checkpointed(); }; }
     if (run.is_first()) {
         job.write_model = [&run, &snapshot](const std::string& path) {
             write_model(path, run.inputs.shape, run.worker.model.layout, snapshot.model.data());

@@ -83,27 +83,26 @@ public:
 
     void request_stop() override { stopping = true; }
 
-    std::unique_ptr<OuterSnapshot> make_snapshot() override {
-        const long largest = shard.values[size_t(shard.largest)];
-        const size_t means = std::max(size_t(encodings.count()), in_flight.size());
-        return std::make_unique<OuterSnapshot>(*shard.state, shard.feedback, exchange->owner_feedback,
-                                               shard.state->count(), largest, int(means));
+    DilocoSnapshot& snapshot() override {
+        if (!taken) {
+            const long largest = shard.values[size_t(shard.largest)];
+            const size_t means = std::max(size_t(encodings.count()), in_flight.size());
+            taken = std::make_unique<DilocoSnapshot>(*shard.state, shard.feedback, exchange->owner_feedback,
+                                                     shard.state->count(), largest, int(means));
+        }
+        return *taken;
     }
 
-    // What is in flight is added as it is received.
-    void snapshot(OuterSnapshot& out, Stream& main) override {
-        out.begin(in_flight, tokens_at_send, main);
-        taken = &out;
-    }
+    void take_snapshot(Stream& main) override { snapshot().begin(in_flight, tokens_at_send, main); }
 
     void collect_in_flight(Stream& main) override {
         for (; !in_flight.empty(); in_flight.pop_front()) { end(take(in_flight.front(), main), main); }
     }
 
-    void checkpointed(const OuterSnapshot&) override {}  // what others need of this worker it has sent
+    void checkpointed() override {}  // only an elastic worker has others to tell
 
-    void restore(const StateReader& saved, const Fields& fields, Stream& main) override {
-        refuse_log_place(saved, fields);
+    void restore(const SavedState& saved, const Fields& fields, Stream& main) override {
+        refuse_elastic_state(saved, fields);
         const long values = shard.state->count();
         tokens_at_send = saved_tokens(fields, fragments.size());
         resumed = saved_syncs(saved, fields, fragments, shard.values, options.inner_steps, workers);
@@ -114,7 +113,7 @@ public:
         in_flight.clear();
         for (const SavedSync& one : resumed) { in_flight.push_back(one.sync); }
         shard.reserve_reports(int(resumed.size()));  // with a smaller tau all may be due in one step
-        shard.fetch_for(saved.identity().step + 1);
+        shard.fetch_for(saved.step() + 1);
     }
 
     const float* global(Stream& main) override { return shard.state->global(main); }
@@ -192,7 +191,7 @@ private:
     }
 
     void end(const SyncReport& report, Stream& main) {
-        if (taken != nullptr) { taken->deliver(report, shard.mean, main); }
+        if (taken) { taken->deliver(report, shard.mean, main); }
     }
 
     // Every worker sent the hashes of its global parameters as they were at the send: all must be the same.
@@ -241,7 +240,7 @@ private:
     Slots<Encoding> encodings;
     std::deque<Sync> in_flight;
     std::vector<SavedSync> resumed;  // those that were when the run was stopped; pinned, and so kept
-    OuterSnapshot* taken = nullptr;  // the last one
     bool stopping = false;
     std::unique_ptr<Exchange> exchange;
+    std::unique_ptr<DilocoSnapshot> taken;  // null before the first snapshot()
 };

@@ -21,9 +21,9 @@ public:
     // global = local, momentum = 0.   local: (shard_size), the same on all workers
     virtual void start(const float* local, Stream& main) = 0;
 
-    // Goes on where a snapshot was taken. tau may be another one.
-    // Throws a UserError where the snapshot is not of these fragments.
-    virtual void restore(const StateReader& saved, const Fields& fields, Stream& main) = 0;
+    // Continues from a saved snapshot. tau may differ from the saved run's.
+    // Throws a UserError if the snapshot is of other fragments.
+    virtual void restore(const SavedState& saved, const Fields& fields, Stream& main) = 0;
 
     // Before the first step, behind `step` steps that are done: meets the others. Returns the step to go on
     // behind.   tokens: that this worker has trained on so far
@@ -44,19 +44,19 @@ public:
     // SyncReport::stops.
     virtual void request_stop() = 0;
 
-    // Memory for a snapshot, once for all that are taken. It refers to parts of this.
-    virtual std::unique_ptr<OuterSnapshot> make_snapshot() = 0;
+    // The loop's snapshot. The first call allocates its memory, which all snapshots that are taken share.
+    virtual OuterSnapshot& snapshot() = 0;
 
-    // Between two steps: starts to copy all that the next ones build on. What it has to wait for is added as
-    // it is received (snapshot.h): until then `out` has to stay.
-    virtual void snapshot(OuterSnapshot& out, Stream& main) = 0;
+    // Between two steps: starts to copy the state into snapshot(). Syncs in flight are added when they are
+    // received (snapshot.h). The previous snapshot must have been written or abandoned.
+    virtual void take_snapshot(Stream& main) = 0;
 
     // Where the run ends behind a snapshot: takes part in what the snapshot and the other workers still wait
     // for, and applies none of it.
     virtual void collect_in_flight(Stream& main) = 0;
 
-    // A checkpoint with this snapshot will be there after a crash. On any thread.
-    virtual void checkpointed(const OuterSnapshot& snapshot) = 0;
+    // On any thread: the checkpoint that holds snapshot() is on disk and survives a crash.
+    virtual void checkpointed() = 0;
 
     // The outer parameters, readable by kernels, for work on main from now on.   (shard_size)
     virtual const float* global(Stream& main) = 0;

@@ -1,32 +1,27 @@
-// Snapshot: the state of Streaming DiLoCo after step C, for a checkpoint, in pinned memory of the host.
-// Nobody stops for it. What lies still is copied at C; a sync that was sent by C and not applied at C is
-// added when it is received, which each worker does when it is due there. A resumed run takes its mean from
-// the file instead of the wire.
+// DilocoSnapshot: the state of Streaming DiLoCo after step C, for a checkpoint, copied to pinned host memory.
+// Training does not pause for it. Whatever no exchange is changing is copied at C. A sync that was sent by C
+// and is not applied yet is added when this worker receives it; a resumed run takes its mean from the file
+// instead of the wire.
 //
 //     at C          global, momentum, tokens at the last sends; residuals of fragments that are not in flight
-//     at a receive  the mean, or that nobody applies it; what its report says; then the fragment's residuals
+//     at a receive  the mean, unless no worker applies it; the report; then the fragment's residuals
 //
-// Between C and its receive a fragment is not sent, so its residuals, the sender's and the owner's, are those
-// of C, but where nobody applies the sync: then they are those of before it, which the resumed run would come
-// to as well. All copies are the main stream's: an exchange that has been received is no longer at work on
-// them, and a later one of the fragment begins behind main.
+// Between C and its receive a fragment is not sent, so its residuals, the sender's and the owner's, are still
+// those of C. If no worker applies the sync, they are those of before it, which the resumed run would restore
+// as well. All copies run on the main stream: by then a received exchange no longer works on the residuals,
+// and the fragment's next exchange starts behind main.
 //
-// The sync log has what was sent by C in its store, where a resumed run finds it: nothing is waited for. With
-// the state goes the place in the log that it belongs to, and, as long as it is not known whether a payload
-// counts, the residuals of before it.
-//
-// The writer's thread waits until the last copy is there. Memory: 8 bytes a value of the shard, 4 with error
-// feedback (for the sync log 8) and 4 / workers for owners, and 4 for each value that is in flight.
+// The writer's thread waits until the last copy is complete. Memory: 8 bytes per value of the shard, 4 with
+// error feedback and 4 / workers for owners, and 4 for each value in flight.
 #pragma once
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
-#include <limits>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
 
+#include "llmc/state.h"
 #include "streaming/error_feedback.h"
 #include "streaming/outer_state.h"
 #include "streaming/sync_report.h"
@@ -34,25 +29,18 @@
 // Fields and sections that a checkpoint has of the i-th sync in flight begin with this.
 inline std::string name_in_flight(size_t i) { return "in_flight." + std::to_string(i) + "."; }
 
-// Where in the sync log a worker is.
-struct LogPlace {
-    std::string generation;
-    std::vector<long> positions;  // of each fragment: how many of its syncs are applied
-    std::vector<bool> sent;       // its next one has changed the fragment's residuals already
-};
-
-class OuterSnapshot {
+class DilocoSnapshot : public OuterSnapshot {
 public:
-    // What it is taken of must live as long.
-    // values: of the shard   largest: of them, in the largest fragment   in_flight: the most at a time
-    OuterSnapshot(OuterState& state, ErrorFeedback& sender, ErrorFeedback& owner, long values, long largest,
+    // The state and the residuals must outlive the snapshot.
+    // values: of the shard   largest: values of its largest fragment   in_flight: the most syncs at a time
+    DilocoSnapshot(OuterState& state, ErrorFeedback& sender, ErrorFeedback& owner, long values, long largest,
                   int in_flight)
         : state(state), sender(sender), owner(owner), global(values), momentum(values),
           residuals(sender.count()), owner_residuals(owner.count()) {
         for (int i = 0; i < in_flight; i++) { means.emplace_back(largest); }
     }
 
-    // Starts the copies of what is there. Not before the last ones have been written or given up.
+    // Starts the copies. The previous snapshot must have been written or abandoned.
     void begin(const std::deque<Sync>& in_flight, const std::vector<uint64_t>& tokens_at_send, Stream& main) {
         std::lock_guard<std::mutex> lock(mutex);
         if (is_waiting()) { throw std::logic_error("a snapshot is taken while one is not complete"); }
@@ -71,23 +59,8 @@ public:
         main.record(copied);
     }
 
-    // The same for the sync log: what is copied now is all that there is.
-    void begin(const LogPlace& place_, const std::vector<long>& syncs, const std::vector<uint64_t>& tokens_,
-               Stream& main) {
-        begin({}, tokens_, main);
-        std::lock_guard<std::mutex> lock(mutex);
-        place = place_;
-        if (residuals_before.count() == 0) { residuals_before = HostBuffer<float>(sender.count()); }
-        for (int p = 0; p < int(syncs.size()); p++) {
-            if (place->sent[size_t(p)]) {
-                sender.save_before(p, syncs[size_t(p)], residuals_before.data(), main);
-            }
-        }
-        main.record(copied);
-    }
-
-    // A sync has been received; one that was not in flight at C is none of its business. Where the mean is
-    // applied it is in `mean`, and stays there until main has come past this.
+    // Called for every sync that is received; those that were not in flight at C are ignored.
+    // mean: of an applied sync; must stay until main has passed this call
     void deliver(const SyncReport& report, const float* mean, Stream& main) {
         std::lock_guard<std::mutex> lock(mutex);
         if (!is_waiting()) { return; }
@@ -107,9 +80,7 @@ public:
         changed.notify_all();
     }
 
-    // On any thread: returns when the host has all of it.
-    // Throws a RunError where it was abandoned.
-    void wait() const {
+    void wait() const override {
         std::unique_lock<std::mutex> lock(mutex);
         changed.wait(lock, [this] { return abandoned || missing == 0; });
         if (abandoned) { throw RunError("the run ended before all that was on its way had arrived"); }
@@ -118,15 +89,13 @@ public:
         all.synchronize();
     }
 
-    // On any thread: what is missing does not come any more.
-    void abandon() {
+    void abandon() override {
         std::lock_guard<std::mutex> lock(mutex);
         abandoned = missing > 0;
         changed.notify_all();
     }
 
-    // What a state file has of it, once wait() has returned.
-    std::vector<StateSection> sections() const {
+    std::vector<StateSection> sections() const override {
         std::vector<StateSection> all;
         auto add = [&](const std::string& name, const HostBuffer<float>& values, long count) {
             if (count > 0) { all.push_back({name, values.data(), size_t(count) * sizeof(float)}); }
@@ -135,7 +104,6 @@ public:
         add("momentum", momentum, momentum.count());
         add("residuals", residuals, residuals.count());
         add("owner_residuals", owner_residuals, owner_residuals.count());
-        if (place) { add("residuals_before", residuals_before, residuals_before.count()); }
         for (size_t i = 0; i < syncs.size(); i++) {
             const Awaited& one = syncs[i];
             if (one.report.applied()) { add(name_in_flight(i) + "mean", means[i], one.sync.values); }
@@ -143,7 +111,7 @@ public:
         return all;
     }
 
-    void add_fields(Fields& fields) const {
+    void add_fields(Fields& fields) const override {
         fields.set("fragments", long(tokens.size()));
         for (size_t p = 0; p < tokens.size(); p++) {
             fields.set("tokens_at_send." + std::to_string(p), tokens[p]);
@@ -157,16 +125,14 @@ public:
             fields.set(name_in_flight(i) + "values", sync.values);
             add_report(fields, name_in_flight(i), syncs[i].report);
         }
-        if (!place) { return; }
-        fields.set("log.generation", place->generation);
-        for (size_t p = 0; p < place->positions.size(); p++) {
-            fields.set("log.position." + std::to_string(p), place->positions[p]);
-            fields.set("log.sent." + std::to_string(p), place->sent[p] ? 1 : 0);
-        }
     }
 
-    // Where it is in the sync log; not for one of lock-step.
-    const LogPlace& log_place() const { return place.value(); }
+protected:
+    // More has been copied on main since begin().
+    void record(Stream& main) {
+        std::lock_guard<std::mutex> lock(mutex);
+        main.record(copied);
+    }
 
 private:
     // A sync that was in flight at C.
@@ -186,8 +152,6 @@ private:
     ErrorFeedback &sender, &owner;
     HostBuffer<float> global, momentum;  // (values)
     HostBuffer<float> residuals, owner_residuals;
-    std::optional<LogPlace> place;
-    HostBuffer<float> residuals_before;    // (residuals.count()), of the sync log
     std::vector<HostBuffer<float>> means;  // (largest fragment) each, of the syncs below
     std::vector<uint64_t> tokens;          // of each fragment, when it was last sent
     std::vector<Awaited> syncs;
@@ -205,13 +169,13 @@ struct SavedSync {
     HostBuffer<float> mean;  // (sync.values); none, where nobody applies it
 };
 
-inline std::vector<float> read_floats(const StateReader& state, const std::string& name, long count) {
+inline std::vector<float> read_floats(const SavedState& state, const std::string& name, long count) {
     std::vector<float> values(static_cast<size_t>(count));
     state.read(name, values.data(), values.size() * sizeof(float));
     return values;
 }
 
-inline void load_residuals(ErrorFeedback& feedback, const StateReader& state, const std::string& name,
+inline void load_residuals(ErrorFeedback& feedback, const SavedState& state, const std::string& name,
                            Stream& main) {
     if (feedback.count() > 0) { feedback.load(read_floats(state, name, feedback.count()).data(), main); }
 }
@@ -228,37 +192,23 @@ inline std::vector<uint64_t> saved_tokens(const Fields& fields, size_t fragments
     return tokens;
 }
 
-// A run in lock-step cannot go on from a place in the sync log: other workers are at others.
-inline void refuse_log_place(const StateReader& state, const Fields& fields) {
+// Refuses the state of an elastic worker: it may be ahead of the other workers or behind them, and in
+// lock-step all are at the same step.
+inline void refuse_elastic_state(const SavedState& state, const Fields& fields) {
     if (!fields.has("log.generation")) { return; }
     throw UserError(state.path() + " is of a run with --outer-transport store: resume it with that, or start "
                     "from its model (-e model_STEP.bin)");
 }
 
-inline LogPlace saved_place(const StateReader& state, const Fields& fields, size_t fragments) {
-    if (!fields.has("log.generation")) {
-        throw UserError(state.path() + " is of a run without --outer-transport store: resume it without, or "
-                        "start from its model (-e model_STEP.bin)");
-    }
-    LogPlace place;
-    place.generation = fields.word("log.generation");
-    for (size_t p = 0; p < fragments; p++) {
-        place.positions.push_back(count_of(fields, "log.position." + std::to_string(p),
-                                           std::numeric_limits<long>::max()));
-        place.sent.push_back(count_of(fields, "log.sent." + std::to_string(p), 1) == 1);
-    }
-    return place;
-}
-
 // The syncs in flight, in the order of sending. What was sent H - 1 steps ago had been received with any tau.
 // values: of this process's shard of each fragment
 // Throws a UserError for those that the schedule of this run does not have.
-inline std::vector<SavedSync> saved_syncs(const StateReader& state, const Fields& fields,
+inline std::vector<SavedSync> saved_syncs(const SavedState& state, const Fields& fields,
                                           const std::vector<Fragment>& fragments,
                                           const std::vector<long>& values, long H, int workers) {
     std::vector<SavedSync> saved;
     const long count = count_of(fields, "in_flight", long(fragments.size()));
-    const long step = state.identity().step;
+    const long step = state.step();
     for (long i = 0; i < count; i++) {
         const std::string prefix = name_in_flight(size_t(i));
         const long p = fields.integer(prefix + "fragment");

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "llmc/state.h"
 #include "streaming/exchange.h"
-#include "llmc/checkpoint/state_file.h"
 
 // What the sync log decided for a sync.
 struct LogReport {

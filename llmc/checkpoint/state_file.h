@@ -16,7 +16,6 @@
 #include <xxhash.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -35,6 +34,7 @@
 
 #include "llmc/error.h"
 #include "llmc/file.h"
+#include "llmc/state.h"
 
 const int32_t state_magic = 20261121, state_version = 1;
 
@@ -47,12 +47,6 @@ struct StateIdentity {
 
     // Its number among the processes that make up the checkpoint: in the names of files.
     long process() const { return independent ? rank : long(worker) * ranks + rank; }
-};
-
-struct StateSection {
-    std::string name;
-    const void* data;
-    size_t bytes;
 };
 
 inline std::string state_path(const std::string& folder, long step, int process) {
@@ -90,115 +84,6 @@ inline std::vector<std::string> names_in(const std::string& folder, std::error_c
     }
     return names;
 }
-
-// -----------------------------------------------------------------------------------------------------------
-// Fields
-
-// What to do about a file of a checkpoint that cannot be used.
-inline const char* checkpoint_hint() {
-    return "resume from another step, or start from a model file (-e model_STEP.bin)";
-}
-
-// Names with a number or a word each, and all of it as text: a line "name value" each. Exact: a real number
-// is its bits in hexadecimal (a NaN keeps its own), a word may hold any bytes (a backslash and the end of a
-// line are written as in C). What is not there, or is of another kind, is a UserError that names the file.
-class Fields {
-public:
-    void set(const std::string& name, int value) { put(name, std::to_string(value)); }
-    void set(const std::string& name, long value) { put(name, std::to_string(value)); }
-    void set(const std::string& name, uint64_t value) { put(name, std::to_string(value)); }
-    void set(const std::string& name, double value) {
-        uint64_t bits;
-        memcpy(&bits, &value, sizeof bits);
-        put(name, format("%016llx", (unsigned long long)bits));
-    }
-    void set(const std::string& name, const std::string& value) { put(name, value); }
-    void set(const std::string& name, const char* value) { put(name, value); }
-
-    bool has(const std::string& name) const { return values.count(name) != 0; }
-    long integer(const std::string& name) const { return number<long>(name, 10, "a whole number"); }
-    uint64_t count(const std::string& name) const { return number<uint64_t>(name, 10, "a count"); }
-    double real(const std::string& name) const {
-        if (word(name).size() != 16) { fail("'" + name + "' is not the 16 digits of a real number"); }
-        const uint64_t bits = number<uint64_t>(name, 16, "a real number");
-        double value;
-        memcpy(&value, &bits, sizeof value);
-        return value;
-    }
-    const std::string& word(const std::string& name) const {
-        const auto found = values.find(name);
-        if (found == values.end()) { fail("does not say '" + name + "'"); }
-        return found->second;
-    }
-
-    std::string text() const {
-        std::string all;
-        for (const auto& [name, value] : values) {
-            all += name + " ";
-            for (char c : value) { all += c == '\\' ? "\\\\" : c == '\n' ? "\\n" : std::string(1, c); }
-            all += "\n";
-        }
-        return all;
-    }
-
-    // `file`: for messages.
-    static Fields parse(const std::string& text, const std::string& file) {
-        Fields fields;
-        fields.file = file;
-        for (size_t at = 0; at < text.size();) {
-            const size_t end = text.find('\n', at), space = text.find(' ', at);
-            if (end == std::string::npos) { fields.fail("has fields that end within a line"); }
-            if (space >= end || !is_name(text.substr(at, space - at))) {
-                fields.fail("has a line of fields that is not 'name value'");
-            }
-            const std::string name = text.substr(at, space - at);
-            if (fields.has(name)) { fields.fail("says '" + name + "' twice"); }
-            fields.values[name] = fields.unescape(text.substr(space + 1, end - space - 1));
-            at = end + 1;
-        }
-        return fields;
-    }
-
-    // Printable characters other than a space, and at least one.
-    static bool is_name(const std::string& name) {
-        auto is_printable = [](char c) { return c > ' ' && c < 127; };
-        return !name.empty() && std::all_of(name.begin(), name.end(), is_printable);
-    }
-
-private:
-    [[noreturn]] void fail(const std::string& what) const {
-        throw UserError((file.empty() ? "the state" : file) + " " + what + ": " + checkpoint_hint());
-    }
-
-    void put(const std::string& name, const std::string& value) {
-        if (!is_name(name)) { throw std::logic_error("'" + name + "' cannot be the name of a field"); }
-        values[name] = value;
-    }
-
-    template <class T>
-    T number(const std::string& name, int base, const char* kind) const {
-        const std::string& digits = word(name);
-        T value{};
-        const char* end = digits.data() + digits.size();
-        const auto [stop, error] = std::from_chars(digits.data(), end, value, base);
-        if (error != std::errc() || stop != end) { fail("has a '" + name + "' that is not " + kind); }
-        return value;
-    }
-
-    std::string unescape(const std::string& line) const {
-        std::string value;
-        for (size_t i = 0; i < line.size(); i++) {
-            if (line[i] != '\\') { value += line[i]; continue; }
-            i++;
-            if (i == line.size() || (line[i] != '\\' && line[i] != 'n')) { fail("has a damaged word"); }
-            value += line[i] == 'n' ? '\n' : '\\';
-        }
-        return value;
-    }
-
-    std::map<std::string, std::string> values;
-    std::string file;
-};
 
 // -----------------------------------------------------------------------------------------------------------
 // The format, both ways
@@ -330,7 +215,7 @@ inline std::optional<StateIdentity> peek_identity(const std::string& path) {
 
 // A state file whose header, table and size are those of a whole one; verify() says of the rest. A file that
 // cannot be read, is damaged or of another kind is a UserError that names it.
-class StateReader {
+class StateReader : public SavedState {
 public:
     explicit StateReader(const std::string& path) : file(path, checkpoint_hint()) {
         const int32_t llmc_magic = 20240527;
@@ -363,11 +248,12 @@ public:
     }
 
     const StateIdentity& identity() const { return who; }
-    const std::string& path() const { return file.name(); }
-    bool has(const std::string& name) const { return sections.count(name) != 0; }
-    size_t bytes(const std::string& name) const { return size_t(find(name).bytes); }
+    long step() const override { return who.step; }
+    const std::string& path() const override { return file.name(); }
+    bool has(const std::string& name) const override { return sections.count(name) != 0; }
+    size_t bytes(const std::string& name) const override { return size_t(find(name).bytes); }
 
-    void read(const std::string& name, void* out, size_t count) const {
+    void read(const std::string& name, void* out, size_t count) const override {
         const Place& place = find(name);
         if (size_t(place.bytes) != count) {
             file.fail(format("has %lld bytes of '%s', not the %zu that belong there", (long long)place.bytes,
@@ -381,12 +267,6 @@ public:
         if (bytes(name) % sizeof(T) != 0) { file.fail("has a '" + name + "' that ends within a value"); }
         std::vector<T> all(bytes(name) / sizeof(T));
         read(name, all.data(), bytes(name));
-        return all;
-    }
-
-    std::string text(const std::string& name) const {
-        std::string all(bytes(name), '\0');
-        read(name, &all[0], all.size());
         return all;
     }
 

@@ -39,6 +39,7 @@
 #include <vector>
 
 #include "llmc/comm.h"
+#include "streaming/elastic/elastic_snapshot.h"
 #include "streaming/elastic/merged_mean.h"
 #include "streaming/outer_loop.h"
 #include "streaming/outer_shard.h"
@@ -115,7 +116,7 @@ public:
         shard.fetch_for(1);
     }
 
-    void restore(const StateReader& saved, const Fields& fields, Stream& main) override {
+    void restore(const SavedState& saved, const Fields& fields, Stream& main) override {
         const LogPlace place = saved_place(saved, fields, fragments.size());
         tokens_at_send = saved_tokens(fields, fragments.size());
         const long values = shard.state->count();
@@ -125,7 +126,7 @@ public:
         log_start.generation = place.generation;
         log_start.positions = place.positions;
         log_start.from_checkpoint = true;
-        shard.fetch_for(saved.identity().step + 1);
+        shard.fetch_for(saved.step() + 1);
     }
 
     // Returns when this worker has a place in the run.
@@ -158,26 +159,27 @@ public:
 
     void request_stop() override {}  // each worker stops by itself
 
-    std::unique_ptr<OuterSnapshot> make_snapshot() override {
-        return std::make_unique<OuterSnapshot>(*shard.state, shard.feedback, no_owner, shard.state->count(),
-                                               0, 0);
+    ElasticSnapshot& snapshot() override {
+        if (!taken) {
+            const long values = shard.state->count();
+            taken = std::make_unique<ElasticSnapshot>(*shard.state, shard.feedback, no_owner, values);
+        }
+        return *taken;
     }
 
-    void snapshot(OuterSnapshot& out, Stream& main) override {
+    void take_snapshot(Stream& main) override {
         LogPlace place{log->generation(), log->positions(), {}};
         std::vector<long> syncs;
         for (int p = 0; p < int(fragments.size()); p++) {
             syncs.push_back(schedule.sync(p, place.positions[size_t(p)]));
             place.sent.push_back(shard.feedback.is_in_flight(syncs.back()));
         }
-        out.begin(place, syncs, tokens_at_send, main);
+        snapshot().begin(place, syncs, tokens_at_send, main);
     }
 
     void collect_in_flight(Stream&) override {}  // it is in the store
 
-    void checkpointed(const OuterSnapshot& snapshot) override {
-        log->checkpointed(snapshot.log_place().positions);
-    }
+    void checkpointed() override { log->checkpointed(taken->log_place().positions); }
 
     const float* global(Stream& main) override { return shard.state->global(main); }
 
@@ -558,7 +560,7 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // Setting up
 
-    void restore_residuals(const StateReader& saved, const LogPlace& place, Stream& main) {
+    void restore_residuals(const SavedState& saved, const LogPlace& place, Stream& main) {
         load_residuals(shard.feedback, saved, "residuals", main);
         if (shard.feedback.count() == 0) { return; }
         const std::vector<float> before = read_floats(saved, "residuals_before", shard.feedback.count());
@@ -640,5 +642,6 @@ private:
     std::vector<SyncReport> reports;  // that the trainer has not got yet
     std::vector<LogEvent> told;       // the same
     int loads = 0;
+    std::unique_ptr<ElasticSnapshot> taken;  // null before the first snapshot()
     std::unique_ptr<SyncLogThreads> log;  // the last member: its threads use all others
 };

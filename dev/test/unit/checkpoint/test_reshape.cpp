@@ -337,25 +337,23 @@ public:
 
     // Writes the checkpoint, and goes on as at the end of training.
     void checkpoint_and_finish(const std::string& folder) {
-        auto snapshot = diloco.make_snapshot();
-        diloco.snapshot(*snapshot, main);
+        diloco.take_snapshot(main);
         std::map<std::string, Floats> floats = own_values();
         diloco.finish(local.data(), params.data(), main);
-        snapshot->wait();
+        diloco.snapshot().wait();
         Fields fields = fields_of(shape, {});
-        snapshot->add_fields(fields);
-        add(floats, *snapshot);
+        diloco.snapshot().add_fields(fields);
+        add(floats, diloco.snapshot());
         floats["m"] = floats["v"] = local;
         write_process(folder, run, shape, fields, floats);
     }
 
     // By sections: all that it has when nothing is in flight.
     std::map<std::string, Floats> values() {
-        auto snapshot = diloco.make_snapshot();
-        diloco.snapshot(*snapshot, main);
-        snapshot->wait();
+        diloco.take_snapshot(main);
+        diloco.snapshot().wait();
         std::map<std::string, Floats> floats = own_values();
-        add(floats, *snapshot);
+        add(floats, diloco.snapshot());
         return floats;
     }
 

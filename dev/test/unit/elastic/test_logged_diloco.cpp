@@ -14,6 +14,7 @@
 #include "dev/test/unit/local_comm.h"
 #include "dev/test/random_values.h"
 #include "dev/test/unit/toy_layout.h"
+#include "llmc/checkpoint/state_file.h"
 #include "streaming/diloco.h"
 #include "streaming/elastic/logged_diloco.h"
 
@@ -215,7 +216,7 @@ struct Member : Trainer {
             start, [this, &store] { return std::make_unique<Line>(store, is_cut); }, callbacks,
             InnerMoments{m.data(), v.data(), &updates});
         loop->start(local.data(), main);
-        snapshot = loop->make_snapshot();
+        loop->snapshot();
     }
 
     long begin(long step = 0) { return loop->begin(step, tokens, local.data(), params.data(), main); }
@@ -223,22 +224,22 @@ struct Member : Trainer {
 
     // Residuals of a fragment, as a checkpoint would have them.
     std::string section(const std::string& name) {
-        loop->snapshot(*snapshot, main);
-        snapshot->wait();
-        for (const StateSection& one : snapshot->sections()) {
+        loop->take_snapshot(main);
+        loop->snapshot().wait();
+        for (const StateSection& one : loop->snapshot().sections()) {
             if (one.name == name) { return std::string(static_cast<const char*>(one.data), one.bytes); }
         }
         throw std::runtime_error("no section " + name);
     }
 
     void save(const std::string& path, long step) {
-        loop->snapshot(*snapshot, main);
-        snapshot->wait();
+        loop->take_snapshot(main);
+        loop->snapshot().wait();
         Fields fields;
-        snapshot->add_fields(fields);
+        loop->snapshot().add_fields(fields);
         fields.set("tokens", tokens);
         const std::string text = fields.text();
-        std::vector<StateSection> sections = snapshot->sections();
+        std::vector<StateSection> sections = loop->snapshot().sections();
         sections.push_back({"fields", text.data(), text.size()});
         sections.push_back({"master", local.data(), local.size() * sizeof(float)});
         sections.push_back({"params", params.data(), params.size() * sizeof(float)});
@@ -266,7 +267,6 @@ struct Member : Trainer {
     Floats m, v;
     long updates = 7;
     std::unique_ptr<LoggedDiloco> loop;
-    std::unique_ptr<OuterSnapshot> snapshot;
 };
 
 // What is left of a run, by process.
@@ -940,12 +940,11 @@ TEST(LoggedDiloco, checkpoints_of_lock_step_and_of_the_log_are_not_taken_for_eac
         user_error([&] { diloco.restore(of_log, Fields::parse(of_log.text("fields"), "f"), member.main); }),
         "is of a run with --outer-transport store: "));
 
-    const auto snapshot = diloco.make_snapshot();
-    diloco.snapshot(*snapshot, member.main);
-    snapshot->wait();
+    diloco.take_snapshot(member.main);
+    diloco.snapshot().wait();
     Fields fields;
-    snapshot->add_fields(fields);
-    write_state(folder / "lock_step", {30, 0, 0, 1, 1, "0123456789abcdef"}, snapshot->sections());
+    diloco.snapshot().add_fields(fields);
+    write_state(folder / "lock_step", {30, 0, 0, 1, 1, "0123456789abcdef"}, diloco.snapshot().sections());
     EXPECT_TRUE(contains(
         user_error([&] { member.loop->restore(StateReader(folder / "lock_step"), fields, member.main); }),
         "is of a run without --outer-transport store: "));

@@ -639,12 +639,11 @@ TEST(Wire, the_sums_of_what_a_worker_encodes_are_the_hosts_before_the_exchange_i
             diloco.start(initial.data(), main);
             long step = 2;
             diloco.after_inner_step(step, 10, local.data(), params.data(), main);
-            const std::unique_ptr<OuterSnapshot> snapshot = diloco.make_snapshot();
-            diloco.snapshot(*snapshot, main);
+            diloco.take_snapshot(main);
             diloco.collect_in_flight(main);
-            snapshot->wait();
+            diloco.snapshot().wait();
             Fields fields;
-            snapshot->add_fields(fields);
+            diloco.snapshot().add_fields(fields);
             EXPECT_NEAR(fields.real("in_flight.0.delta_norm"), std::sqrt(square), 1e-6 * std::sqrt(square));
         }));
     }

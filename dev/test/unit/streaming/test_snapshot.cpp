@@ -12,6 +12,7 @@
 #include "dev/test/unit/local_comm.h"
 #include "dev/test/random_values.h"
 #include "dev/test/unit/toy_layout.h"
+#include "llmc/checkpoint/state_file.h"
 #include "streaming/diloco.h"
 
 namespace {
@@ -93,11 +94,10 @@ struct Member {
           local(random_values(77, layout.shard_size(), 0.1f)), params(size_t(layout.size), -1.0f) {
         diloco.start(local.data(), main);
         diloco.rehearse(main);
-        snapshot = diloco.make_snapshot();
     }
 
     ~Member() {
-        snapshot->abandon();
+        diloco.snapshot().abandon();
         if (writer.valid()) { writer.wait(); }
     }
 
@@ -133,13 +133,13 @@ struct Member {
             }
             writer.get();
         }
-        diloco.snapshot(*snapshot, main);
+        diloco.take_snapshot(main);
         const StateIdentity identity{step, worker, rank, plan.workers, plan.ranks, "0123456789abcdef"};
         const std::string path = state_path(folder, step, identity.process());
         writer = std::async(std::launch::async, [this, identity, path, master = local, params = params] {
-            snapshot->wait();
+            diloco.snapshot().wait();
             const std::string text = fields().text();
-            std::vector<StateSection> sections = snapshot->sections();
+            std::vector<StateSection> sections = diloco.snapshot().sections();
             sections.push_back({"fields", text.data(), text.size()});
             sections.push_back({"master", master.data(), master.size() * sizeof(float)});
             sections.push_back({"params", params.data(), params.size() * sizeof(float)});
@@ -147,19 +147,19 @@ struct Member {
         });
     }
 
-    Fields fields() const {
+    Fields fields() {
         Fields fields;
-        snapshot->add_fields(fields);
+        diloco.snapshot().add_fields(fields);
         return fields;
     }
 
     // Where nothing is in flight: all that there is, by name.
     std::map<std::string, std::string> state() {
         if (writer.valid()) { writer.get(); }
-        diloco.snapshot(*snapshot, main);
-        snapshot->wait();
+        diloco.take_snapshot(main);
+        diloco.snapshot().wait();
         std::map<std::string, std::string> all = {{"fields", fields().text()}};
-        for (const StateSection& section : snapshot->sections()) {
+        for (const StateSection& section : diloco.snapshot().sections()) {
             all[section.name] = std::string(static_cast<const char*>(section.data), section.bytes);
         }
         all["master"] = bytes_of(local);
@@ -185,7 +185,6 @@ struct Member {
     Diloco diloco;
     Floats local, params;
     std::vector<Logged> logged;
-    std::unique_ptr<OuterSnapshot> snapshot;
     std::future<void> writer;
 };
 
@@ -424,16 +423,16 @@ TEST(Snapshot, it_is_complete_when_the_last_sync_in_flight_has_been_received_and
     plan.overlaps = {H - 1};
     run_all(plan, [&](Member& member) {
         for (long step = 1; step <= 10; step++) { member.step(step); }
-        member.diloco.snapshot(*member.snapshot, member.main);  // syncs of 6, 8 and 10
-        EXPECT_THROW(member.diloco.snapshot(*member.snapshot, member.main), std::logic_error);
-        std::future<void> waiting = std::async(std::launch::async, [&] { member.snapshot->wait(); });
+        member.diloco.take_snapshot(member.main);  // syncs of 6, 8 and 10
+        EXPECT_THROW(member.diloco.take_snapshot(member.main), std::logic_error);
+        std::future<void> waiting = std::async(std::launch::async, [&] { member.diloco.snapshot().wait(); });
         for (long step = 11; step <= 13; step++) {
             member.step(step);
             EXPECT_EQ(waiting.wait_for(std::chrono::milliseconds(5)), std::future_status::timeout);
         }
         member.step(14);
         waiting.get();
-        member.diloco.snapshot(*member.snapshot, member.main);
+        member.diloco.take_snapshot(member.main);
     });
 }
 
@@ -447,15 +446,15 @@ TEST(Snapshot, one_that_is_abandoned_ends_the_wait_and_the_next_is_good) {
             member.step(step);
             if (step == 8) { member.save(taking, step); }
             if (step == 9) {
-                member.snapshot->abandon();
+                member.diloco.snapshot().abandon();
                 EXPECT_THROW(member.writer.get(), RunError);
                 member.save(taking, step);
             }
         }
         member.finish();
         EXPECT_TRUE(member.state() == whole.at(member.process()).state);
-        member.snapshot->abandon();  // there is nothing to give up
-        member.snapshot->wait();
+        member.diloco.snapshot().abandon();  // there is nothing to give up
+        member.diloco.snapshot().wait();
     });
     ASSERT_NO_FATAL_FAILURE(expect_same_states(whole, run(plan, "", {}, 9, taking), plan));
 }
