@@ -641,8 +641,8 @@ inline void sample(Model& model, const std::vector<int>& prompt, int length, int
 
 inline Sampling sampling(const Options& o) { return {o.temperature, o.top_k, o.top_p}; }
 
-inline DilocoOptions diloco_options(const Options& o) {
-    DilocoOptions d;
+inline DilocoSettings diloco_options(const Options& o) {
+    DilocoSettings d;
     d.inner_steps = o.inner_steps;
     d.overlap = o.overlap;
     d.local_weight = o.local_weight;
@@ -1083,9 +1083,9 @@ inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& rep
 }
 
 // With the exchange that `auto` comes to over a store when all are counted.
-inline DilocoOptions planned_options(const Options& o, const Layout& layout,
+inline DilocoSettings planned_options(const Options& o, const Layout& layout,
                                      const std::vector<Fragment>& fragments) {
-    DilocoOptions d = diloco_options(o);
+    DilocoSettings d = diloco_options(o);
     if (o.is_independent()) {
         const std::vector<long> values = shard_values(fragments, layout);
         const bool merges = !describe_merging(d.wire, values, o.workers).empty();
@@ -1986,7 +1986,7 @@ inline bool train_together(const Options& o, Process& process, Inputs& in,
             checkpointer->forget_later(resumed.step, resumed.lineage);
         }
         if (!o.streams()) { return; }
-        const DilocoOptions d = diloco_options(o);
+        const DilocoSettings d = diloco_options(o);
         if (o.is_independent()) {
             const LogCallbacks callbacks{[&running] { return while_waiting(*running); },
                                          [&device] { device::use_in_this_thread(device); }};

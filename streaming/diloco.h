@@ -29,7 +29,7 @@ class Diloco : public OuterLoop {
 public:
     // rank: this process's rank in its worker.
     // outer: joins the processes that hold this shard; its rank is the worker's number.
-    Diloco(const DilocoOptions& options, std::vector<Fragment> fragments_, const Layout& layout, int rank,
+    Diloco(const DilocoSettings& options, std::vector<Fragment> fragments_, const Layout& layout, int rank,
            Comm& outer, Stream& outer_stream)
         : options(options), fragments(with_offsets(std::move(fragments_), options)), worker(outer.rank()),
           workers(outer.size()), most(most_in_flight(fragments, options.inner_steps, options.overlap)),
@@ -231,7 +231,7 @@ private:
         return exchange->finish(sync, applied, main);
     }
 
-    const DilocoOptions options;
+    const DilocoSettings options;
     const std::vector<Fragment> fragments;
     const int worker, workers;  // this one, and how many there are
     const int most;             // exchanges that are in flight at the same time

@@ -19,7 +19,7 @@
 #include "streaming/outer_state.h"
 #include "streaming/schedule.h"
 
-struct DilocoOptions {
+struct DilocoSettings {
     long inner_steps = 100;     // H
     long overlap = 1;           // tau, in [0, H)
     float local_weight = 0.5f;  // alpha
@@ -47,7 +47,7 @@ inline std::vector<long> shard_values(const std::vector<Fragment>& fragments, co
 }
 
 // The fragments at the offsets that the options ask for.
-inline std::vector<Fragment> with_offsets(std::vector<Fragment> fragments, const DilocoOptions& options) {
+inline std::vector<Fragment> with_offsets(std::vector<Fragment> fragments, const DilocoSettings& options) {
     if (!options.offsets.empty()) { set_offsets(fragments, options.offsets, options.inner_steps); }
     return fragments;
 }
@@ -56,7 +56,7 @@ class OuterShard {
 public:
     // fragments: with their offsets   rank: this process's rank in its worker
     // in_flight: the most exchanges at the same time
-    OuterShard(const DilocoOptions& options, const std::vector<Fragment>& fragments, const Layout& layout,
+    OuterShard(const DilocoSettings& options, const std::vector<Fragment>& fragments, const Layout& layout,
                int rank, int worker, int in_flight)
         : options(options), fragments(fragments), values(shard_values(fragments, layout)), worker(worker) {
         for (const Fragment& fragment : fragments) { place(fragment, layout, rank); }
@@ -166,7 +166,7 @@ public:
         }
     }
 
-    const DilocoOptions options;
+    const DilocoSettings options;
     const std::vector<Fragment> fragments;
     const std::vector<long> values;          // of each fragment, in this shard
     std::vector<std::vector<Range>> ranges;  // of each fragment: its blocks' shards

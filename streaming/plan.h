@@ -13,7 +13,7 @@
 #include "streaming/schedule.h"
 
 // Throws a UserError for options that make no run of `steps` steps (-1: not known yet).
-inline void validate(const DilocoOptions& options, long steps, int workers) {
+inline void validate(const DilocoSettings& options, long steps, int workers) {
     const long H = options.inner_steps;
     if (H < 1) { throw UserError(format("%ld inner steps (H): use at least 1", H)); }
     if (options.overlap < 0 || options.overlap >= H) {
@@ -54,7 +54,7 @@ inline std::string block_names(const std::vector<int>& blocks, const Layout& lay
 }
 
 // Bytes that a process sends in a sync, by fragment. It receives as many.
-inline std::vector<size_t> sync_bytes(const DilocoOptions& options, const std::vector<Fragment>& fragments,
+inline std::vector<size_t> sync_bytes(const DilocoSettings& options, const std::vector<Fragment>& fragments,
                                       const Layout& layout, int workers) {
     const std::vector<long> values = shard_values(fragments, layout);
     const ExchangeKind exchange = choose_exchange(options.wire, values, workers);
@@ -64,7 +64,7 @@ inline std::vector<size_t> sync_bytes(const DilocoOptions& options, const std::v
 }
 
 // The schedule in words and numbers, for people: a line for each fragment and one for the sum.
-inline std::string plan(const DilocoOptions& options, std::vector<Fragment> fragments, const Layout& layout,
+inline std::string plan(const DilocoSettings& options, std::vector<Fragment> fragments, const Layout& layout,
                         int workers) {
     const long H = options.inner_steps;
     fragments = with_offsets(std::move(fragments), options);

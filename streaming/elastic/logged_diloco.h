@@ -86,7 +86,7 @@ public:
 
     // rank: this process's rank in its worker, whose ranks `inner` joins, with calls on inner_stream
     // start: without positions and generation   open: a connection to the store
-    LoggedDiloco(const DilocoOptions& options, const LogOptions& log_options,
+    LoggedDiloco(const DilocoSettings& options, const LogOptions& log_options,
                  std::vector<Fragment> fragments_, const Layout& layout, int rank, Comm& inner,
                  Stream& inner_stream, LogStart start, OpenStore open, LogCallbacks callbacks,
                  InnerMoments moments = {})

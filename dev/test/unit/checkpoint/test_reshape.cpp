@@ -359,8 +359,8 @@ public:
 
 private:
     // What MadeUpRun::options() says.
-    DilocoOptions options(long overlap) const {
-        DilocoOptions options;
+    DilocoSettings options(long overlap) const {
+        DilocoSettings options;
         options.inner_steps = run.inner_steps;
         options.overlap = overlap;
         options.local_weight = 0.25f;

@@ -106,8 +106,8 @@ struct Plan {
     bool checkpoints = false;
     std::string fingerprint = "H 20";
 
-    DilocoOptions options() const {
-        DilocoOptions options;
+    DilocoSettings options() const {
+        DilocoSettings options;
         options.inner_steps = H;
         options.overlap = overlap;
         options.local_weight = local_weight;

@@ -296,7 +296,7 @@ const long H = 5;
 const Layout layout = toy_layout({128, 384, 128, 256, 640}, 4);  // fragments of b0 and b2, b1 and b3, b4
 
 struct Worker {
-    Worker(const DilocoOptions& options, Comm& comm)
+    Worker(const DilocoSettings& options, Comm& comm)
         : number(comm.rank()), outer_stream(Stream::Kind::communicate),
           diloco(options, make_fragments(4, 5, 2, FragmentPattern::strided, H), layout, 0, comm,
                  outer_stream),
@@ -327,8 +327,8 @@ struct Worker {
     Floats local, params;
 };
 
-DilocoOptions options_with(const WireOptions& wire) {
-    DilocoOptions options;
+DilocoSettings options_with(const WireOptions& wire) {
+    DilocoSettings options;
     options.inner_steps = H;
     options.overlap = 2;
     options.wire = wire;
@@ -338,7 +338,7 @@ DilocoOptions options_with(const WireOptions& wire) {
 using Prepare = std::function<void(Worker&, long)>;
 
 // Runs `steps` steps; each worker's global parameters after each. prepare() comes before each step's sends.
-std::vector<std::vector<Floats>> run(const DilocoOptions& options, int workers, long steps,
+std::vector<std::vector<Floats>> run(const DilocoSettings& options, int workers, long steps,
                                      const Prepare& prepare = nullptr,
                                      std::vector<std::string>* errors = nullptr) {
     std::vector<std::vector<Floats>> globals(static_cast<size_t>(workers));
@@ -496,7 +496,7 @@ TEST(Wire, feedback_of_senders_and_owners_is_as_by_hand_and_as_before_where_a_sy
     const int workers = 3, refused = 4;
     const Layout small = toy_layout({128 * 5, 128 * 2}, 2);
     for (ExchangeKind kind : both_kinds) {
-        DilocoOptions options;
+        DilocoSettings options;
         options.inner_steps = 1;
         options.overlap = 0;
         options.local_weight = 1;
@@ -538,7 +538,7 @@ TEST(Wire, feedback_of_senders_and_owners_is_as_by_hand_and_as_before_where_a_sy
 TEST(Wire, a_worker_with_half_the_batch_has_a_third_of_the_mean_of_two) {
     const Layout small = toy_layout({128 * 5, 128 * 2}, 2);
     for (ExchangeKind kind : both_kinds) {
-        DilocoOptions options;
+        DilocoSettings options;
         options.inner_steps = 4;
         options.overlap = 0;
         options.optimizer = OuterOptimizer::average;
@@ -572,7 +572,7 @@ TEST(Wire, a_worker_with_half_the_batch_has_a_third_of_the_mean_of_two) {
 // fp32 sends each value, and their sum is more than fp32 holds.
 TEST(Wire, a_mean_that_is_not_finite_is_applied_by_nobody_and_its_owner_named) {
     const Layout small = toy_layout({128 * 3}, 1);
-    DilocoOptions options;
+    DilocoSettings options;
     options.inner_steps = 1;
     options.overlap = 0;
     options.wire = {Format::fp32, ExchangeKind::all_to_all};
@@ -619,7 +619,7 @@ private:
 TEST(Wire, the_sums_of_what_a_worker_encodes_are_the_hosts_before_the_exchange_is_through) {
     const Layout small = toy_layout({128 * 5, 128 * 2}, 2);
     for (ExchangeKind kind : both_kinds) {
-        DilocoOptions options;
+        DilocoSettings options;
         options.inner_steps = 2;
         options.overlap = 1;
         options.wire = {Format::fp32, kind};

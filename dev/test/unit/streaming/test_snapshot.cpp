@@ -37,8 +37,8 @@ struct Plan {
     long last = 19;             // step
     long stop_at = 0;           // step before which worker 0 is asked to stop
 
-    DilocoOptions options(int worker) const {
-        DilocoOptions options;
+    DilocoSettings options(int worker) const {
+        DilocoSettings options;
         options.inner_steps = H;
         options.overlap = overlaps[size_t(worker) % overlaps.size()];
         options.local_weight = local_weight;

@@ -210,7 +210,7 @@ struct Reported {
 };
 
 std::vector<Reported> first_sync(const WireOptions& wire, int workers, int not_finite = -1) {
-    DilocoOptions options;
+    DilocoSettings options;
     options.inner_steps = 2;
     options.overlap = 0;
     options.optimizer = OuterOptimizer::average;

@@ -47,7 +47,7 @@ std::string page_text() {
 
 // Most and mean of what a worker sends in a step, in MB: GPT-2 124M, two workers, H = 100.
 std::pair<double, double> megabytes(Format format, int fragment_layers) {
-    DilocoOptions options;
+    DilocoSettings options;
     options.wire.format = format;
     const Layout layout = gpt_layout(GptShape(), 1, fragment_layers);
     const std::vector<Fragment> fragments =
@@ -81,7 +81,7 @@ struct Example {
         options.inner_steps = 4;
     }
     Layout layout;
-    DilocoOptions options;
+    DilocoSettings options;
 };
 
 }  // namespace
