@@ -67,8 +67,8 @@
 // -----------------------------------------------------------------------------------------------------------
 // The model
 
-// The tensors of one transformer layer, as pointers into a flat buffer: of parameters (floatX), or of
-// gradients, which are fp32, so that sums over micro-steps and ranks lose nothing.
+// The tensors of one transformer layer: pointers into a flat buffer of parameters (floatX) or of gradients.
+// Gradients are fp32, so that sums over micro-steps and ranks do not round to bf16.
 template <class T>
 struct LayerTensors {
     T *qkvw, *attprojw, *fcw, *fcprojw;                              // (3C,C) (C,C) (4C,C) (C,4C)
@@ -96,7 +96,7 @@ EmbeddingTensors<T> embedding_tensors(const Layout& layout, T* flat) {
     return {at("wte"), at("wpe"), at("lnfw"), at("lnfb")};
 }
 
-// What the forward keeps of a layer for the backward.   N = B * T
+// Activations of one layer that the forward pass keeps for the backward pass.   N = B * T
 struct LayerActivations {
     Buffer<floatX> ln1, qkv, attention, residual2, ln2, fch, fch_gelu,
         residual3;                                         // (N,C) but qkv (N,3C), fch* (N,4C)
@@ -125,7 +125,7 @@ struct Model {
     std::vector<LayerTensors<float>> gradients;
     EmbeddingTensors<floatX> embedding;
     EmbeddingTensors<float> dembedding;
-    std::vector<Event> gathered;  // per block: its parameters are all here
+    std::vector<Event> gathered;  // per block: all of its parameters have arrived
     Activations acts;
     Buffer<int> inputs, targets;  // (N)
     Upload upload;
@@ -187,8 +187,8 @@ inline void allocate_activations(Model& model, int B, int T) {
     model.upload = Upload(N);
 }
 
-// GPT-2's initial weights: N(0, 0.02), the projections into the residual stream divided by sqrt(2 L),
-// LayerNorm 1, biases 0. The same bits on every machine. Writes all of flat: (layout.size).
+// GPT-2's initial parameters: weights N(0, 0.02), projections into the residual stream divided by sqrt(2 L),
+// LayerNorm weights 1, biases 0. Every machine computes the same bits.   flat: (layout.size), all written
 inline void init_parameters(float* flat, const GptShape& shape, const Layout& layout, uint64_t seed) {
     const float residual_scale = 1.0f / sqrtf(2.0f * float(std::max(1, shape.layers)));
     std::fill(flat, flat + layout.size, 0.0f);
@@ -213,7 +213,8 @@ inline void init_parameters(float* flat, const GptShape& shape, const Layout& la
 // -----------------------------------------------------------------------------------------------------------
 // Forward and backward
 
-// Where the outputs of LayerNorm and GELU lie: kept for each layer, or in one buffer for all and recomputed.
+// Outputs of LayerNorm and GELU: in a buffer per layer, or, with --recompute, in one buffer that all layers
+// share and that the backward pass computes again.
 inline floatX* ln1_of(Model& model, int l) {
     return model.recompute < 2 ? model.acts.layers[l].ln1 : model.acts.ln_recomputed;
 }
@@ -224,8 +225,8 @@ inline floatX* gelu_of(Model& model, int l) {
     return model.recompute < 1 ? model.acts.layers[l].fch_gelu : model.acts.gelu_recomputed;
 }
 
-// Activations and logits of inputs, from parameters that may still be arriving: each block is waited for
-// where it is needed.   inputs: (B,T), on the host
+// Computes activations and logits. Parameters may still be arriving from other ranks: each block is awaited
+// just before its first use.   inputs: (B,T), on the host
 inline void forward(Model& model, const int* inputs, int B, int T, Stream& main) {
     const Phase phase("forward");
     const GptShape& shape = model.shape;
@@ -251,7 +252,7 @@ inline void forward(Model& model, const int* inputs, int B, int T, Stream& main)
                                        w.ln2w, w.ln2b, N, C, main);
         device::matmul_forward(model.matmul, fch_gelu, ln2, w.fcw, w.fcb, N, C, 4 * C, main, x.fch);
         device::matmul_forward(model.matmul, a.projected, fch_gelu, w.fcprojw, w.fcprojb, N, 4 * C, C, main);
-        if (l + 1 < L) {  // the second residual, and the LayerNorm that the next layer begins with
+        if (l + 1 < L) {  // the second residual, fused with the next layer's first LayerNorm
             main.wait(model.gathered[l + 1]);
             LayerActivations& next = a.layers[l + 1];
             device::fused_residual_forward(x.residual3, ln1_of(model, l + 1), next.ln1_mean, next.ln1_rstd,
@@ -268,8 +269,8 @@ inline void forward(Model& model, const int* inputs, int B, int T, Stream& main)
                            N, C, shape.padded_vocab_size, main);
 }
 
-// Cross entropy of the last forward: adds scale * (sum over B * T) to *loss, and turns logits into gradients
-// (each token's times dloss) if `with_gradient`.   targets: (B,T), on the host
+// Cross entropy of the last forward pass: adds scale * (sum over B * T tokens) to *loss. If `with_gradient`,
+// the logits become their gradients, each token's times dloss.   targets: (B,T), on the host
 inline void classify(Model& model, const int* targets, int B, int T, float* loss, float scale, float dloss,
                      bool with_gradient, Stream& main) {
     Activations& a = model.acts;
@@ -279,8 +280,8 @@ inline void classify(Model& model, const int* targets, int B, int T, float* loss
     device::add_scaled_sum(loss, a.losses, long(B) * T, scale, main);
 }
 
-// Adds the gradients of the last forward and classify to model.grads. Calls block_done(b) as soon as block
-// b's are final.
+// Adds the gradients of the last forward() and classify() to model.grads. Calls block_done(b) as soon as
+// block b's gradients are final.
 inline void backward(Model& model, int B, int T, Stream& main, const std::function<void(int)>& block_done) {
     const Phase phase("backward");
     const GptShape& shape = model.shape;
@@ -330,9 +331,9 @@ inline void backward(Model& model, int B, int T, Stream& main, const std::functi
 // -----------------------------------------------------------------------------------------------------------
 // One worker: data parallelism over its ranks, optimizer state sharded (ZeRO-1)
 
-struct Scalars {  // on the device: what the host reads of a step, and what AdamW reads of it
-    float loss, norm_squared, stop;  // summed over the ranks; stop: how many were asked to
-    float norm, clip_scale;          // clip_scale: NaN where the update is skipped
+struct Scalars {  // a step's results on the device: AdamW reads them there, the host receives a copy
+    float loss, norm_squared, stop;  // summed over the ranks; stop: number of ranks with a request to stop
+    float norm, clip_scale;          // clip_scale: NaN if the update is skipped
     float loss_zscore, norm_zscore;
 
     bool is_skipped() const { return !std::isfinite(clip_scale); }
@@ -342,18 +343,18 @@ static_assert(offsetof(Scalars, norm) == summed_scalars * sizeof(float), "they a
 
 struct Worker {
     Model& model;
-    Comm& comm;  // of the ranks of this worker
+    Comm& comm;  // joins the ranks of this worker
     Stream& main;
     Stream& comm_stream;
     Buffer<float> master, m, v;  // this rank's shard
-    Buffer<float> reduced;       // this rank's shard of the summed gradients; one rank: model.grads itself
+    Buffer<float> reduced;       // this rank's shard of the summed gradients; unused with one rank
     Buffer<Scalars> scalars;
     Buffer<OutlierWindow> outliers;  // the same on all ranks
     HostBuffer<float> one{1};        // holds 1
-    long adamw_updates = 0;  // of m and v
-    Event to_comm, to_main;  // of hand_over() and hand_back()
-    Traffic traffic;         // of `comm`
-    std::function<void()> progress = [] {};  // called at each batch: so far nothing stands still
+    long adamw_updates = 0;          // updates that m and v have seen
+    Event to_comm, to_main;          // used by hand_over() and hand_back()
+    Traffic traffic;                 // of `comm`
+    std::function<void()> progress = [] {};  // called once per batch: tells the watchdog that work goes on
 
     Worker(Model& model, Comm& comm, Stream& main, Stream& comm_stream)
         : model(model),
@@ -372,23 +373,23 @@ struct Worker {
     int blocks() const { return int(model.layout.blocks.size()); }
     Range shard(int block) const { return model.layout.shard(block, comm.rank()); }
     float* shard_gradients() { return comm.size() > 1 ? reduced.data() : model.grads.data(); }
-    // Memory for what is done between steps, when nobody needs the gradients.   (layout.size)
+    // Scratch memory between steps, when the gradients are no longer needed.   (layout.size)
     float* spare() { return model.grads.data(); }
 };
 
-// What communicates from now on comes after what the main stream does so far.
+// Communication that is enqueued after this call waits for all of the main stream's work so far.
 inline void hand_over(Worker& worker) {
     worker.main.record(worker.to_comm);
     worker.comm_stream.wait(worker.to_comm);
 }
 
-// What the main stream does from now on comes after what communicates so far.
+// Work that is enqueued on the main stream after this call waits for all communication so far.
 inline void hand_back(Worker& worker) {
     worker.comm_stream.record(worker.to_main);
     worker.main.wait(worker.to_main);
 }
 
-// Starts to sum block b's gradients over the ranks, under the rest of the backward.
+// Starts to sum block b's gradients over the ranks, while the backward pass goes on.
 inline void reduce_block(Worker& worker, int b) {
     if (worker.comm.size() == 1) { return; }
     const Range range = worker.shard(b);
@@ -398,7 +399,7 @@ inline void reduce_block(Worker& worker, int b) {
                                worker.comm_stream, &worker.traffic);
 }
 
-// Starts to bring all parameters to all ranks, in the order in which the next forward needs them.
+// Starts to gather all parameters on all ranks, in the order in which the next forward pass needs them.
 inline void gather_parameters(Worker& worker) {
     if (worker.comm.size() == 1) { return; }
     const Layout& layout = worker.model.layout;
@@ -417,7 +418,7 @@ inline void wait_for_parameters(Worker& worker) {
     for (const Event& event : worker.model.gathered) { worker.main.wait(event); }
 }
 
-// Sums `count` of the scalars over the ranks, in the order of the step.
+// Sums `count` of the scalars over the ranks, after the work enqueued so far and before any enqueued later.
 inline void sum_over_ranks(Worker& worker, float* values, size_t count) {
     if (worker.comm.size() == 1) { return; }
     hand_over(worker);
@@ -425,8 +426,8 @@ inline void sum_over_ranks(Worker& worker, float* values, size_t count) {
     hand_back(worker);
 }
 
-// Gradients of `micro_steps` batches, summed over the ranks into this rank's shard; the loss is their mean.
-// stop: this rank was asked to stop, which all ranks of the worker learn with the loss.
+// Gradients of the mean loss over `micro_steps` batches and all ranks; each rank ends with its shard of them.
+// stop: this rank was asked to stop; the worker's other ranks learn it together with the loss
 inline void compute_gradients(Worker& worker, DataLoader& loader, int B, int T, int micro_steps,
                               bool stop = false) {
     Model& model = worker.model;
@@ -451,8 +452,8 @@ inline void compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
     sum_over_ranks(worker, &scalars->loss, summed_scalars);
 }
 
-// AdamW's next update of this rank's shard. All that it reads of the step is on the device; a norm that is
-// not finite makes it do nothing, and so does an outlier.
+// AdamW's update of this rank's shard. It reads the step's scalars on the device, so the host does not wait.
+// A gradient norm that is not finite, or an outlier, leaves the parameters as they are.
 inline void update(Worker& worker, const Options& options, float learning_rate) {
     const Phase phase("AdamW");
     const long t = ++worker.adamw_updates;
@@ -478,13 +479,13 @@ inline void update(Worker& worker, const Options& options, float learning_rate) 
     }
 }
 
-// A step that changes nothing but takes all memory and uses every kernel and collective of one, so that none
-// does so for the first time while exchanges are under way.
+// A step that changes no parameter but launches every kernel and collective of a real one, so that memory
+// allocations and lazy loading of kernels happen before any exchange is under way.
 inline void warm_up(Worker& worker, const Options& options) {
     const int B = options.batch, T = options.seq_len;
     Scalars* scalars = worker.scalars;
     const std::vector<int> tokens(size_t(B) * size_t(T));
-    const Scalars not_finite{NAN, NAN, NAN, NAN, NAN, NAN, NAN};  // AdamW does nothing
+    const Scalars not_finite{NAN, NAN, NAN, NAN, NAN, NAN, NAN};  // so AdamW changes nothing
     forward(worker.model, tokens.data(), B, T, worker.main);
     classify(worker.model, tokens.data(), B, T, &scalars->loss, 0.0f, 0.0f, true, worker.main);
     backward(worker.model, B, T, worker.main, [&](int b) { reduce_block(worker, b); });
@@ -501,15 +502,14 @@ inline void warm_up(Worker& worker, const Options& options) {
     worker.traffic = Traffic();
 }
 
-// Sets the parameters from a flat model, which may go when this returns: a copy may still be reading memory
-// that is not pinned, and so this waits.   flat: (layout.size), on the host
+// Sets the parameters. Waits for the copy, so that the caller may free `flat`.   flat: (layout.size), on the host
 inline void set_parameters(Model& model, const float* flat, Stream& main) {
     device::copy_to_device(model.grads.data(), flat, model.layout.size, main);
     device::cast(model.params.data(), model.grads.data(), model.layout.size, main);
     main.synchronize();
 }
 
-// And the master weights.
+// Sets the parameters and this rank's shard of the master weights.
 inline void set_parameters(Worker& worker, const float* flat) {
     set_parameters(worker.model, flat, worker.main);
     for (int b = 0; b < worker.blocks(); b++) {
@@ -519,9 +519,9 @@ inline void set_parameters(Worker& worker, const float* flat) {
     worker.main.synchronize();
 }
 
-// All of a shard buffer's model, on the host of the rank that wants it: their machine may have no memory for
-// a copy of each. Between steps only.
-// shard: (layout.shard_size())   returns (layout.size), or nothing
+// Gathers the shards of all ranks into one flat model, on the hosts of those ranks where `wanted`: one machine
+// may lack the memory for a copy per rank. Between steps only.
+// shard: (layout.shard_size())   returns (layout.size), or an empty vector if not wanted
 inline std::vector<float> gather_flat(Worker& worker, const float* shard, bool wanted) {
     const Layout& layout = worker.model.layout;
     float* gathered = worker.spare();
@@ -543,11 +543,10 @@ inline std::vector<float> gather_flat(Worker& worker, const float* shard, bool w
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Evaluation, sampling and saving
+// Evaluation and sampling
 
-// Does `work` with the parameters of `shard` in place of the worker's own, and then puts back exactly the
-// bits that were displaced. Between steps only.
-// shard: (layout.shard_size()), or null: the worker's own stay
+// Runs `work` with the parameters of `shard` in place of the worker's own, then restores the worker's to the
+// bit. Between steps only.   shard: (layout.shard_size()), or null to keep the worker's own
 inline void with_parameters(Worker& worker, const float* shard, const std::function<void()>& work) {
     if (!shard) {
         work();
@@ -571,7 +570,7 @@ inline void with_parameters(Worker& worker, const float* shard, const std::funct
     gather_parameters(worker);
 }
 
-// Mean loss over `batches` batches from the start of the validation data, split over the ranks.
+// Mean loss over the first `batches` batches of the validation data, divided among the ranks.
 inline float validation_loss(Worker& worker, DataLoader& loader, int B, int T, long batches) {
     Scalars* scalars = worker.scalars;
     const float share = 1.0f / (float(B) * float(T) * float(batches) * float(worker.comm.size()));
@@ -589,7 +588,7 @@ inline float validation_loss(Worker& worker, DataLoader& loader, int B, int T, l
     return loss;
 }
 
-// Share of the examples whose right completion is the likeliest, split over the ranks.
+// Fraction of the examples whose correct ending is the likeliest one. The ranks divide the examples.
 inline double eval_accuracy(Worker& worker, const EvalSet& set, int B, int T) {
     Model& model = worker.model;
     Scalars* scalars = worker.scalars;
@@ -612,11 +611,11 @@ inline double eval_accuracy(Worker& worker, const EvalSet& set, int B, int T) {
     return double(all) / double(set.size());
 }
 
-// Draws `length` tokens after those of `prompt`, of which there is at least one, and tells take() each of
-// them, until it returns false. A window of T tokens slides over both.
+// Samples up to `length` tokens that continue `prompt` (at least one token), and hands each to take(), until
+// that returns false. The model sees the last T tokens.
 inline void sample(Model& model, const std::vector<int>& prompt, int length, int T, const Sampling& sampling,
                    uint64_t seed, Stream& main, const std::function<bool(int)>& take) {
-    const int window_step = 64;  // windows in whole steps, so that few matmul shapes occur
+    const int window_step = 64;  // windows grow by this many tokens, so that few matmul shapes occur
     const int V = model.shape.vocab_size, Vp = model.shape.padded_vocab_size;
     std::vector<int> tokens = prompt, window(size_t(T), prompt[0]);
     std::vector<floatX> row(static_cast<size_t>(Vp));
