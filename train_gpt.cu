@@ -43,6 +43,7 @@
 #include "llmc/matmul_precision.h"
 #include "llmc/mfu.h"
 #include "llmc/run/options.h"
+#include "llmc/run/report.h"
 #include "llmc/outlier.h"
 #include "llmc/phase.h"
 #include "llmc/random.h"
@@ -502,7 +503,8 @@ inline void warm_up(Worker& worker, const Options& options) {
     worker.traffic = Traffic();
 }
 
-// Sets the parameters. Waits for the copy, so that the caller may free `flat`.   flat: (layout.size), on the host
+// Sets the parameters, and waits for the copy, so that the caller may free `flat`.
+// flat: (layout.size), on the host
 inline void set_parameters(Model& model, const float* flat, Stream& main) {
     device::copy_to_device(model.grads.data(), flat, model.layout.size, main);
     device::cast(model.params.data(), model.grads.data(), model.layout.size, main);
@@ -927,17 +929,6 @@ inline void check_log(const Options& o, const Process& process, const std::strin
 // -----------------------------------------------------------------------------------------------------------
 // What a run keeps and reports
 
-// What the run has measured so far, for the log and the last line.
-struct Totals {
-    double train_seconds = 0;
-    uint64_t tokens = 0;  // this worker's
-    long updates = 0;     // by this worker: steps but those that it has jumped over
-    long joined_after = -1;  // so many updates it took a snapshot of another worker, the last time; -1: never
-    long syncs = 0, next_sync = 0;  // merged so far, and the number of the next one
-    Traffic outer;
-    double waited_seconds = 0;
-};
-
 // Workers that come and go keep their checkpoints apart: each goes on from its own.
 inline std::string checkpoint_folder(const Options& o, const Process& process) {
     return o.is_independent() ? o.output + format("/worker_%d", process.worker) : o.output;
@@ -1003,6 +994,8 @@ struct Run {
     Inputs& inputs;
     const std::vector<Fragment>& fragments;  // none without an outer optimizer
     Worker& worker;
+    Totals& totals;
+    Report& report;
     Logger& logger;
     StatusLine& status;
     Watchdog& watchdog;
@@ -1012,22 +1005,15 @@ struct Run {
     LoggedDiloco* logged = nullptr;        // the same, where workers come and go; else null
     Checkpointer* checkpointer = nullptr;  // null where nothing is written
     LearningRateSchedule schedule{};
-    double flops_per_token = 0;              // of the model
-    std::optional<double> promised_flops{};  // a second, of this GPU's matmuls
     Stopping stopping{};
-    Totals totals{};
     std::unique_ptr<Snapshot> snapshot{};  // made before the loop, or without -n when the run is stopped
     long step = 0;                         // that the run has come to
     long step_before = 0;                  // where it came from: more than one step behind after a jump
     StepResult results[2]{};               // of this update and of the one before
     double last_collected = 0;             // now_seconds() when the step before this one was through
-    double first_seconds = 0;              // of the first step that was trained here
-    long updates_before = 0;               // of that step
     int snapshots_taken = 0;               // of other workers
 
-    // One process of those that were started together reports; the first one also saves and samples. Workers
-    // that come and go have a first one each.
-    bool speaks() const { return process.rank == 0 && (process.worker == 0 || options.worker >= 0); }
+    // The process that saves and samples: rank 0 of worker 0, or of each elastic worker.
     bool is_first() const { return process.rank == 0 && is_first_worker(); }
     bool is_first_worker() const { return process.worker == 0 || options.is_independent(); }
     StepResult& last_result() { return results[totals.updates % 2]; }
@@ -1048,39 +1034,6 @@ struct Run {
     }
 };
 
-inline void add_decision(SyncMetrics& metrics, const LogReport& log) {
-    for (const LogReport::Contributor& one : log.contributors) {
-        metrics.contributors.push_back(one.worker);
-        metrics.contributor_tokens.push_back(double(one.tokens));
-    }
-    metrics.decider = log.decider;
-    metrics.grace_seconds = log.grace_seconds;
-    metrics.counted = log.counted;
-}
-
-inline void report_syncs(Run& run, long step, const std::vector<SyncReport>& reports) {
-    for (const SyncReport& r : reports) {
-        run.totals.syncs++;
-        run.totals.next_sync = std::max(run.totals.next_sync, r.sync + 1);
-        run.totals.outer.bytes_sent += r.traffic.bytes_sent;
-        run.totals.outer.bytes_received += r.traffic.bytes_received;
-        run.totals.waited_seconds += r.waited_seconds();
-        SyncMetrics metrics{r.sync, r.fragment, r.send_step, step, r.traffic.bytes_sent,
-                            r.traffic.bytes_received, r.traffic.seconds, r.waited_seconds(), r.global_hash,
-                            r.statistics.delta_norm, r.mean_norm(), r.statistics.quantization_error,
-                            r.statistics.cosines, r.statistics.mean_cosines};
-        if (r.log) { add_decision(metrics, *r.log); }
-        run.logger.sync(metrics);
-        for (int worker : r.not_finite) {
-            if (run.process.worker == 0 || run.options.worker >= 0) {  // each rank: it concerns this shard
-                run.status.print(format("sync %ld, fragment %d, shard %d: the movement of worker %d is not "
-                                        "finite: nobody applies it",
-                                        r.sync, r.fragment, run.process.rank, worker));
-            }
-        }
-    }
-}
-
 // With the exchange that `auto` comes to over a store when all are counted.
 inline DilocoSettings planned_options(const Options& o, const Layout& layout,
                                      const std::vector<Fragment>& fragments) {
@@ -1093,78 +1046,7 @@ inline DilocoSettings planned_options(const Options& o, const Layout& layout,
     return d;
 }
 
-// In lock-step a request to stop comes with the loss of the next step, is sent with the next sync after two
-// more, and is obeyed when that sync is merged, on the slowest worker.
-inline std::string time_to_stop(const Run& run, double step_seconds) {
-    const long H = run.options.inner_steps;
-    std::vector<long> sends;
-    for (const Fragment& fragment : run.fragments) { sends.push_back(fragment.offset); }
-    std::sort(sends.begin(), sends.end());
-    long longest = sends.front() + H - sends.back();
-    for (size_t p = 1; p < sends.size(); p++) { longest = std::max(longest, sends[p] - sends[p - 1]); }
-    const long steps = 3 + longest + run.stopping.largest_overlap;
-    return format("a stop (SIGTERM) takes up to %ld steps, %.3g s, and a checkpoint", steps,
-                  double(steps) * step_seconds);
-}
-
-// What the plan comes to in Mbit/s: once, after ten steps that are measured, or at the end of a shorter run.
-// The first step is left out, in which memory is touched for the first time.
-inline void print_rates(Run& run, long update) {
-    const long trained = update - run.updates_before, all = run.inputs.steps - run.resumed.step;
-    if (trained == 1) { run.first_seconds = run.totals.train_seconds; }
-    if (!run.outer || !run.speaks() || trained < 2 || trained != std::min(11L, all)) { return; }
-    const double seconds = (run.totals.train_seconds - run.first_seconds) / double(trained - 1);
-    const Options& o = run.options;
-    const Inputs& in = run.inputs;
-    const std::vector<size_t> bytes = sync_bytes(planned_options(o, in.layout, run.fragments), run.fragments,
-                                                 in.layout, exchange_members(o));
-    run.status.print(rates(run.fragments, bytes, o.inner_steps, o.overlap, seconds));
-    if (run.stops_together() && run.checkpointer) { run.status.print(time_to_stop(run, seconds)); }
-}
-
-// Ends the run where a loss is no number any more, and says what to do. A resume takes the newest step of
-// which every process has its state, so that of the parameters that gave this loss has to go.
-// name: of the loss   step: after which the parameters were those that gave it
-inline void check_loss(const Run& run, float loss, const std::string& name, long step) {
-    if (std::isfinite(loss)) { return; }
-    const std::string what = name + (std::isnan(loss) ? " is not a number: " : " is infinite: ");
-    const std::string folder = checkpoint_folder(run.options, run.process);
-    const CheckpointFolder files(folder, run.process);
-    std::set<long> good;
-    if (run.checkpointer) { good = files.whole_steps(run.resumed.lineage); }
-    good.erase(good.lower_bound(step), good.end());
-    if (good.empty()) {
-        throw RunError(
-            what + "begin anew with a lower -l or a longer -u (there is no checkpoint from before that)");
-    }
-    const bool is_suspect_there = !first_that_exists({files.state(step)}).empty();
-    const std::string suspect = folder + format("/state_%08ld_*.bin", step);
-    throw RunError(what + (is_suspect_there ? "remove " + suspect + ", then " : "") +
-                   format("go on from the last good checkpoint, of step %ld, with -y 1 and a lower -l or -sg "
-                          "4: with nothing changed the same comes again", *good.rbegin()));
-}
-
-// What of a step is out of the ordinary, for people.
-inline void report_skipped(const Run& run, long step, const Scalars& s) {
-    if (!std::isfinite(s.norm)) {
-        run.status.print(format("step %ld: the gradient is not finite (loss %g): its update is skipped", step,
-                                double(s.loss)));
-    } else if (s.is_skipped()) {
-        run.status.print(format("step %ld: loss %.4f (z-score %.1f), gradient norm %.4g (z-score %.1f): an "
-                                "outlier, its update is skipped",
-                                step, double(s.loss), double(s.loss_zscore), double(s.norm),
-                                double(s.norm_zscore)));
-    }
-}
-
-// Model flops utilization of this worker's GPUs. NaN where their rate is not known.
-inline double mfu(const Run& run, double tokens_per_second) {
-    if (!run.promised_flops) { return NAN; }
-    return run.flops_per_token * tokens_per_second / (*run.promised_flops * run.process.ranks);
-}
-
-inline StepMetrics step_metrics(const Run& run, const StepResult& result, const Scalars& scalars,
-                                double seconds) {
+inline StepMetrics step_metrics(const StepResult& result, const Scalars& scalars) {
     StepMetrics metrics;
     metrics.step = result.step;
     metrics.loss = scalars.loss;
@@ -1173,34 +1055,29 @@ inline StepMetrics step_metrics(const Run& run, const StepResult& result, const 
     metrics.loss_zscore = scalars.loss_zscore;
     metrics.norm_zscore = scalars.norm_zscore;
     metrics.skipped = scalars.is_skipped();
-    metrics.seconds = seconds;
     metrics.tokens = result.tokens;
-    metrics.tokens_per_second = double(run.options.total_batch) / seconds;
-    metrics.mfu = mfu(run, metrics.tokens_per_second);
     metrics.inner_bytes_sent = result.inner.bytes_sent;
     metrics.inner_bytes_received = result.inner.bytes_received;
     return metrics;
 }
 
-// Waits for a step, if there is one to wait for, and reports it. RunError where its loss is no number.
+inline void check_loss(const Run& run, float loss, const std::string& name, long step) {
+    check_loss(loss, name, step, checkpoint_folder(run.options, run.process), run.process, run.resumed.lineage,
+               run.checkpointer != nullptr);
+}
+
+// Waits until the device has completed a step, and reports it. RunError if its loss is not finite.
 inline void collect(Run& run, StepResult& result) {
     if (result.step == 0) { return; }
     result.done.synchronize();
     const Scalars scalars = result.scalars.data()[0];
     if (scalars.stop > 0 && run.stopping.asked_in == 0) { run.stopping.asked_in = result.update; }
-    const double now = now_seconds(), seconds = now - run.last_collected;
+    const double now = now_seconds();
+    run.report.step(step_metrics(result, scalars), now - run.last_collected);
     run.last_collected = now;
-    run.totals.train_seconds += seconds;
-    const StepMetrics metrics = step_metrics(run, result, scalars, seconds);
-    run.logger.step(metrics);
     check_loss(run, scalars.loss, format("the loss of step %ld", result.step), result.step - 1);
-    if (run.speaks()) {
-        report_skipped(run, result.step, scalars);
-        run.status.update(result.step, run.inputs.steps, scalars.loss, metrics.tokens_per_second,
-                          metrics.mfu);
-    }
-    report_syncs(run, result.step, result.syncs);
-    print_rates(run, result.update);
+    run.report.syncs(result.step, result.syncs);
+    run.report.rates(run.inputs.steps - run.resumed.step);
     result.step = 0;
 }
 
@@ -1210,19 +1087,15 @@ inline void evaluate(Run& run, long step) {
     const long batches = o.validation_batches > 0 ? std::min(o.validation_batches, loader.num_batches())
                                                   : loader.num_batches();
     const float loss = validation_loss(run.worker, loader, o.batch, o.seq_len, batches);
-    run.logger.eval(step, loss);
+    run.report.validation(step, loss);
     check_loss(run, loss, format("the validation loss after step %ld", step), step);
-    if (run.speaks()) { run.status.print(format("validation loss %.4f after step %ld", double(loss), step)); }
 }
 
 inline void evaluate_hellaswag(Run& run, long step) {
     const Options& o = run.options;
     const EvalSet& set = *run.inputs.hellaswag;
     const double accuracy = eval_accuracy(run.worker, set, o.batch, o.seq_len);
-    run.logger.hellaswag(step, accuracy, set.size());
-    if (run.speaks()) {
-        run.status.print(format("HellaSwag %.4f after step %ld (%ld examples)", accuracy, step, set.size()));
-    }
+    run.report.hellaswag(step, accuracy, set.size());
 }
 
 inline void print_sample(Run& run, long step) {
@@ -1649,7 +1522,7 @@ inline void report_events(Run& run) {
         const bool is_routine = event.kind == LogEventKind::decided || event.kind == LogEventKind::applied ||
                                 event.kind == LogEventKind::without_mean;
         const bool is_own = event.worker == run.process.worker;
-        if (is_routine || run.process.rank > 0 || !(is_own || run.speaks())) { continue; }
+        if (is_routine || run.process.rank > 0 || !(is_own || run.report.speaks())) { continue; }
         run.status.print((is_own ? format("worker %d ", event.worker) : "") + event.text);
     }
 }
@@ -1700,23 +1573,6 @@ inline void train_step(Run& run, long step) {
     if (result.done.query()) { collect(run, result); }
 }
 
-inline void print_totals(const Run& run) {
-    const Totals& t = run.totals;
-    if (run.inputs.steps == 0) { return; }
-    const double share = 100 * t.waited_seconds / t.train_seconds;
-    run.status.print(format("trained %ld steps in %.1f s: %.0f tokens/s a worker", run.inputs.steps,
-                            t.train_seconds, double(t.tokens) / t.train_seconds));
-    if (run.process.ranks > 1) {
-        run.status.print(
-            format("inner: %.1f MB sent by a rank", double(run.worker.traffic.bytes_sent) / 1e6));
-    }
-    if (run.outer) {
-        run.status.print(
-            format("outer: %ld syncs, %.3f MB sent by a rank, waited %.2f s (%.2f%% of training)", t.syncs,
-                   double(t.outer.bytes_sent) / 1e6, t.waited_seconds, share));
-    }
-}
-
 // Nobody says that it is through while the device still works on what others take part in: one that dies
 // after that would leave it hanging.
 inline void finish_collectives(Run& run) {
@@ -1737,7 +1593,7 @@ inline void end_exchanges(Run& run, long step) {
     report_events(run);
     gather_parameters(run.worker);
     run.worker.main.synchronize();
-    report_syncs(run, step, syncs);
+    run.report.syncs(step, syncs);
     run.totals.train_seconds += now_seconds() - start;
 }
 
@@ -1797,7 +1653,7 @@ inline bool training_loop(Run& run) {
     finish_checkpoints(run);
     finish_collectives(run);
     if (step < run.inputs.steps || run.has_left()) {
-        if (run.speaks()) {
+        if (run.report.speaks()) {
             run.status.print(format("stopped by request after step %ld of %ld: -y 1 goes on from there", step,
                                     run.inputs.steps));
         }
@@ -1810,35 +1666,8 @@ inline bool training_loop(Run& run) {
         end.log_turn_seconds = costs.turns;
         end.log_thread_seconds = costs.threads;
     }
-    run.logger.end(end);
-    if (run.speaks()) { print_totals(run); }
+    run.report.end(end);
     return true;
-}
-
-// "1 step", "2 steps"
-inline std::string counted(long n, const char* what) {
-    return format("%ld %s%s", n, what, n == 1 ? "" : "s");
-}
-
-inline void print_banner(const Run& run, const std::string& exchanges) {
-    const Options& o = run.options;
-    const GptShape& s = run.inputs.shape;
-    printf("model      %s, %s, %d channels, vocabulary %d (padded to %d), %d positions: %.2fM parameters\n",
-           counted(s.layers, "layer").c_str(), counted(s.heads, "head").c_str(), s.channels, s.vocab_size,
-           s.padded_vocab_size, s.max_seq_len, double(run.worker.model.layout.values) / 1e6);
-    printf("processes  %s x %s%s\n", counted(o.workers, "worker").c_str(), counted(o.ranks, "rank").c_str(),
-           o.worker >= 0 ? format(", this is worker %d", o.worker).c_str() : "");
-    printf("step       %ld tokens %s: %s of %d x %d tokens on each rank; %s\n", o.total_batch,
-           o.has_own_batch() ? format("on worker %d", run.process.worker).c_str() : "a worker",
-           counted(o.micro_steps(), "micro-step").c_str(), o.batch, o.seq_len,
-           counted(run.inputs.steps, "step").c_str());
-    printf("device     %s; matmuls in %s; parameters %s, gradients fp32\n", run.device.name.c_str(),
-           run.worker.model.matmul.description().c_str(), sizeof(floatX) == 2 ? "bf16" : "fp32");
-    fputs(exchanges.c_str(), stdout);
-    for (const std::string& note : o.notes) { printf("note       %s\n", note.c_str()); }
-    for (const std::string& note : run.resumed.notes) { printf("%s\n", note.c_str()); }
-    if (run.resumed.step > 0) { printf("resumed after step %ld\n", run.resumed.step); }
-    fflush(stdout);
 }
 
 // Does `work`. If it throws, this process leaves at once with one line, and the others learn why from the
@@ -1888,6 +1717,7 @@ inline void begin_training(Run& run, Process& process) {
     }
     if (run.checkpointer) {
         run.stopping.largest_overlap = largest_overlap(run.options, process);
+        if (run.stops_together()) { run.report.stop_overlap = run.stopping.largest_overlap; }
         run.stopping.request.emplace();  // until here one ends the process at once: there is nothing to write
     }
     if (resumed.state) {
@@ -1896,7 +1726,6 @@ inline void begin_training(Run& run, Process& process) {
         resumed.state.reset();
     }
     run.step = run.step_before = resumed.step;
-    run.updates_before = run.totals.updates;
     if (run.outer) {  // in lock-step no worker begins before the others, to wait for them at its first merge
         const Watchdog::Watch watch(run.watchdog, "the first exchange");
         run.step = run.outer->begin(run.step, run.totals.tokens, run.worker.master, run.worker.model.params,
@@ -1904,7 +1733,7 @@ inline void begin_training(Run& run, Process& process) {
         if (run.logged) {
             note_snapshots(run, run.logged->snapshots_taken());
             const std::string warning = run.logged->warning();
-            if (run.speaks() && !warning.empty()) { run.status.print("warning: " + warning); }
+            if (run.report.speaks() && !warning.empty()) { run.status.print("warning: " + warning); }
             report_events(run);
             gather_parameters(run.worker);
         }
@@ -1919,7 +1748,7 @@ inline bool train_to_the_end(Run& run, Process& process, const std::string& opti
         begin_training(run, process);
         return training_loop(run);
     } catch (const LogLeft&) {
-        if (run.speaks()) {
+        if (run.report.speaks()) {
             run.status.print(
                 "stopped by request while it waited for other workers: -y 1 goes on from the last "
                 "checkpoint");
@@ -1929,7 +1758,7 @@ inline bool train_to_the_end(Run& run, Process& process, const std::string& opti
         report_events(run);
         if (stopped.is_refused) { refuse_options(options_of_run, stopped.theirs); }
         if (!stopped.is_over) { throw; }
-        if (run.speaks()) {
+        if (run.report.speaks()) {
             run.status.print("the other workers have come to the end of this run: a new one needs another "
                              "--run-name");
         }
@@ -1971,6 +1800,7 @@ inline bool train_together(const Options& o, Process& process, Inputs& in,
     std::unique_ptr<OuterLoop> outer_loop;
     std::unique_ptr<Checkpointer> checkpointer;
     std::string exchanges;
+    std::vector<size_t> bytes;
     Watchdog watchdog(process);
     Run* running = nullptr;
     or_leave(process, [&] {
@@ -1999,7 +1829,9 @@ inline bool train_together(const Options& o, Process& process, Inputs& in,
                                                   outer_stream);
         }
         outer_loop->start(worker->master, main);
-        exchanges = plan(planned_options(o, in.layout, fragments), fragments, in.layout, exchange_members(o));
+        const DilocoOptions planned = planned_options(o, in.layout, fragments);
+        exchanges = plan(planned, fragments, in.layout, exchange_members(o));
+        bytes = sync_bytes(planned, fragments, in.layout, exchange_members(o));
         if (o.is_independent()) {
             exchanges += describe_merging(d.wire, shard_values(fragments, in.layout), o.workers);
         }
@@ -2010,16 +1842,15 @@ inline bool train_together(const Options& o, Process& process, Inputs& in,
     logger.run({process.worker, process.rank, process.workers, process.ranks, in.layout.values, o.resolved,
                 in.steps, offsets(fragments)},
                resumed.step);
-    Run run{o, process, in, fragments, *worker, logger, status, watchdog, device, resumed};
+    Totals totals;
+    Report report(o, process, in, fragments, device.name, std::move(bytes), totals, logger, status);
+    Run run{o, process, in, fragments, *worker, totals, report, logger, status, watchdog, device, resumed};
     running = &run;
     run.outer = outer_loop.get();
     run.logged = dynamic_cast<LoggedDiloco*>(outer_loop.get());
     run.checkpointer = checkpointer.get();
     run.schedule = {schedule_kind(o.schedule), o.learning_rate, o.warmup, in.steps, o.final_fraction};
-    run.flops_per_token = model_flops_per_token(in.shape, in.layout.values, o.seq_len);
-    run.promised_flops =
-        promised_flops(device.name, sizeof(floatX) == 2, matmul_precision(o.matmul_precision));
-    if (run.speaks()) { print_banner(run, exchanges); }
+    report.banner(model->matmul.description(), exchanges, resumed.notes, resumed.step);
     bool is_complete = false;
     or_leave(process, [&] {
         try {

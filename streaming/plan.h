@@ -83,3 +83,18 @@ inline std::string plan(const DilocoSettings& options, std::vector<Fragment> fra
                          name_of(exchange).c_str(), sum / double(H), peak,
                          most_in_flight(fragments, H, options.overlap));
 }
+
+// How long a request to stop takes in lock-step: it comes with the loss of the next step, is sent with the next
+// sync after two more steps, and is obeyed when the slowest worker has merged that sync.
+// overlap: tau of that worker   step_seconds: of a step
+inline std::string time_to_stop(const std::vector<Fragment>& fragments, long H, long overlap,
+                                double step_seconds) {
+    std::vector<long> sends;
+    for (const Fragment& fragment : fragments) { sends.push_back(fragment.offset); }
+    std::sort(sends.begin(), sends.end());
+    long longest = sends.front() + H - sends.back();
+    for (size_t p = 1; p < sends.size(); p++) { longest = std::max(longest, sends[p] - sends[p - 1]); }
+    const long steps = 3 + longest + overlap;
+    return format("a stop (SIGTERM) takes up to %ld steps, %.3g s, and a checkpoint", steps,
+                  double(steps) * step_seconds);
+}

@@ -1,0 +1,218 @@
+// Report: what a run says while it trains: numbers for the logs (logger.h), lines for people (the status line).
+// Every process logs; one process of those that were started together speaks to people.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "llmc/checkpoint/resume.h"
+#include "llmc/clock.h"
+#include "llmc/comm.h"
+#include "llmc/error.h"
+#include "llmc/floatx.h"
+#include "llmc/matmul_precision.h"
+#include "llmc/mfu.h"
+#include "llmc/run/inputs.h"
+#include "llmc/run/logger.h"
+#include "llmc/run/options.h"
+#include "llmc/run/process.h"
+#include "streaming/plan.h"
+#include "streaming/sync_report.h"
+
+// What this process has done since the run began. A checkpoint keeps it.
+struct Totals {
+    double train_seconds = 0;
+    uint64_t tokens = 0;     // that this worker has trained on
+    long updates = 0;        // inner updates by this worker: its steps without those that it jumped over
+    long joined_after = -1;  // value of `updates` when it last took another worker's snapshot; -1: never
+    long syncs = 0, next_sync = 0;  // syncs merged, and the number of the next one
+    Traffic outer;
+    double waited_seconds = 0;
+};
+
+// "1 step", "2 steps"
+inline std::string counted(long n, const char* what) {
+    return format("%ld %s%s", n, what, n == 1 ? "" : "s");
+}
+
+inline SyncMetrics sync_metrics(const SyncReport& r, long step) {
+    SyncMetrics m{r.sync, r.fragment, r.send_step, step, r.traffic.bytes_sent, r.traffic.bytes_received,
+                  r.traffic.seconds, r.waited_seconds(), r.global_hash, r.statistics.delta_norm, r.mean_norm(),
+                  r.statistics.quantization_error, r.statistics.cosines, r.statistics.mean_cosines};
+    if (!r.log) { return m; }
+    for (const LogReport::Contributor& contributor : r.log->contributors) {
+        m.contributors.push_back(contributor.worker);
+        m.contributor_tokens.push_back(double(contributor.tokens));
+    }
+    m.decider = r.log->decider;
+    m.grace_seconds = r.log->grace_seconds;
+    m.counted = r.log->counted;
+    return m;
+}
+
+class Report {
+public:
+    // device: its name   sync_bytes: that a process sends in a sync, per fragment; empty without an exchange
+    Report(const Options& options, const Process& process, const Inputs& inputs,
+           const std::vector<Fragment>& fragments, const std::string& device, std::vector<size_t> sync_bytes,
+           Totals& totals, Logger& logger, StatusLine& status)
+        : o(options),
+          process(process),
+          inputs(inputs),
+          fragments(fragments),
+          device(device),
+          sync_bytes(std::move(sync_bytes)),
+          totals(totals),
+          logger(logger),
+          status(status),
+          flops_per_token(model_flops_per_token(inputs.shape, inputs.layout.values, o.seq_len)),
+          promised(promised_flops(device, sizeof(floatX) == 2, matmul_precision(o.matmul_precision))) {}
+
+    // tau of the slowest worker, if the workers stop together: rates() then says how long a stop takes.
+    std::optional<long> stop_overlap;
+
+    // Rank 0 of worker 0 speaks; of a worker that was started by itself (--worker), its own rank 0.
+    bool speaks() const { return process.rank == 0 && (process.worker == 0 || o.worker >= 0); }
+
+    void say(const std::string& line) {
+        if (speaks()) { status.print(line); }
+    }
+
+    // matmul: how matrices are multiplied   exchanges: the plan of the syncs; notes: of the resumed checkpoint
+    void banner(const std::string& matmul, const std::string& exchanges, const std::vector<std::string>& notes,
+                long resumed_step) const {
+        if (!speaks()) { return; }
+        const GptShape& s = inputs.shape;
+        printf("model      %s, %s, %d channels, vocabulary %d (padded to %d), %d positions: %.2fM parameters\n",
+               counted(s.layers, "layer").c_str(), counted(s.heads, "head").c_str(), s.channels, s.vocab_size,
+               s.padded_vocab_size, s.max_seq_len, double(inputs.layout.values) / 1e6);
+        printf("processes  %s x %s%s\n", counted(o.workers, "worker").c_str(), counted(o.ranks, "rank").c_str(),
+               o.worker >= 0 ? format(", this is worker %d", o.worker).c_str() : "");
+        printf("step       %ld tokens %s: %s of %d x %d tokens on each rank; %s\n", o.total_batch,
+               o.has_own_batch() ? format("on worker %d", process.worker).c_str() : "a worker",
+               counted(o.micro_steps(), "micro-step").c_str(), o.batch, o.seq_len,
+               counted(inputs.steps, "step").c_str());
+        printf("device     %s; matmuls in %s; parameters %s, gradients fp32\n", device.c_str(), matmul.c_str(),
+               sizeof(floatX) == 2 ? "bf16" : "fp32");
+        fputs(exchanges.c_str(), stdout);
+        for (const std::string& note : o.notes) { printf("note       %s\n", note.c_str()); }
+        for (const std::string& note : notes) { printf("%s\n", note.c_str()); }
+        if (resumed_step > 0) { printf("resumed after step %ld\n", resumed_step); }
+        fflush(stdout);
+    }
+
+    // A step that the device has completed.   m: all but seconds, tokens_per_second and mfu
+    void step(StepMetrics m, double seconds) {
+        totals.train_seconds += seconds;
+        m.seconds = seconds;
+        m.tokens_per_second = double(o.total_batch) / seconds;
+        if (promised) { m.mfu = flops_per_token * m.tokens_per_second / (*promised * process.ranks); }
+        logger.step(m);
+        measured_steps++;
+        if (measured_steps == 1) { first_seconds = m.seconds; }
+        measured_seconds += m.seconds;
+        if (!speaks() || !std::isfinite(m.loss)) { return; }
+        if (!std::isfinite(m.norm)) {
+            say(format("step %ld: the gradient is not finite (loss %g): its update is skipped", m.step,
+                       m.loss));
+        } else if (m.skipped) {
+            say(format("step %ld: loss %.4f (z-score %.1f), gradient norm %.4g (z-score %.1f): an outlier, its "
+                       "update is skipped", m.step, m.loss, m.loss_zscore, m.norm, m.norm_zscore));
+        }
+        status.update(m.step, inputs.steps, m.loss, m.tokens_per_second, m.mfu);
+    }
+
+    // Syncs whose means were merged in `step`.
+    void syncs(long step, const std::vector<SyncReport>& reports) {
+        for (const SyncReport& r : reports) {
+            totals.syncs++;
+            totals.next_sync = std::max(totals.next_sync, r.sync + 1);
+            totals.outer.bytes_sent += r.traffic.bytes_sent;
+            totals.outer.bytes_received += r.traffic.bytes_received;
+            totals.waited_seconds += r.waited_seconds();
+            logger.sync(sync_metrics(r, step));
+            if (process.worker != 0 && o.worker < 0) { continue; }
+            for (int worker : r.not_finite) {  // every rank says so, since it concerns that rank's shard
+                status.print(format("sync %ld, fragment %d, shard %d: the movement of worker %d is not finite: "
+                                    "nobody applies it", r.sync, r.fragment, process.rank, worker));
+            }
+        }
+    }
+
+    // Says the exchange's rates in Mbit/s, once, when eleven steps have been measured, or all steps of a shorter
+    // run. The first step does not count, since it touches memory for the first time.
+    // all: steps that this process trains
+    void rates(long all) {
+        if (sync_bytes.empty() || !speaks()) { return; }
+        if (measured_steps < 2 || measured_steps != std::min(11L, all)) { return; }
+        const double seconds = (measured_seconds - first_seconds) / double(measured_steps - 1);
+        say(::rates(fragments, sync_bytes, o.inner_steps, o.overlap, seconds));
+        if (stop_overlap) { say(time_to_stop(fragments, o.inner_steps, *stop_overlap, seconds)); }
+    }
+
+    void validation(long step, float loss) {
+        logger.eval(step, loss);
+        if (std::isfinite(loss)) { say(format("validation loss %.4f after step %ld", double(loss), step)); }
+    }
+
+    void hellaswag(long step, double accuracy, long examples) {
+        logger.hellaswag(step, accuracy, examples);
+        say(format("HellaSwag %.4f after step %ld (%ld examples)", accuracy, step, examples));
+    }
+
+    // The last lines of a run that has come to its end.   inner: traffic between this worker's ranks
+    void end(const EndMetrics& m) {
+        logger.end(m);
+        const Totals& t = totals;
+        if (inputs.steps == 0) { return; }
+        say(format("trained %ld steps in %.1f s: %.0f tokens/s a worker", inputs.steps, t.train_seconds,
+                   double(t.tokens) / t.train_seconds));
+        if (process.ranks > 1) {
+            say(format("inner: %.1f MB sent by a rank", double(m.inner_bytes_sent) / 1e6));
+        }
+        if (sync_bytes.empty()) { return; }
+        say(format("outer: %ld syncs, %.3f MB sent by a rank, waited %.2f s (%.2f%% of training)", t.syncs,
+                   double(t.outer.bytes_sent) / 1e6, t.waited_seconds,
+                   100 * t.waited_seconds / t.train_seconds));
+    }
+
+private:
+    const Options& o;
+    const Process& process;
+    const Inputs& inputs;
+    const std::vector<Fragment>& fragments;
+    const std::string device;
+    const std::vector<size_t> sync_bytes;
+    Totals& totals;
+    Logger& logger;
+    StatusLine& status;
+    const double flops_per_token;          // of the model
+    const std::optional<double> promised;  // flops per second of one GPU's matmuls, if known
+    long measured_steps = 0;               // by this process, since it started
+    double measured_seconds = 0, first_seconds = 0;
+};
+
+// Ends the run with a RunError if a loss is not finite, and says what to do. A resume takes the newest step of
+// which every process has a checkpoint, so the state that produced this loss must be deleted.
+// name: of the loss   step: the parameters after this step gave it   folder: of the checkpoints
+inline void check_loss(float loss, const std::string& name, long step, const std::string& folder,
+                       const Process& process, const std::string& lineage, bool has_checkpoints) {
+    if (std::isfinite(loss)) { return; }
+    const std::string what = name + (std::isnan(loss) ? " is not a number: " : " is infinite: ");
+    const CheckpointFolder files(folder, process);
+    std::set<long> good;
+    if (has_checkpoints) { good = files.whole_steps(lineage); }
+    good.erase(good.lower_bound(step), good.end());
+    if (good.empty()) {
+        throw RunError(what + "start again with a lower -l or a longer -u (there is no earlier checkpoint)");
+    }
+    const bool is_suspect_there = !first_that_exists({files.state(step)}).empty();
+    const std::string suspect = folder + format("/state_%08ld_*.bin", step);
+    throw RunError(what + (is_suspect_there ? "remove " + suspect + ", then " : "") +
+                   format("resume (-y 1) from the last good checkpoint, of step %ld, with a lower -l or -sg 4: "
+                          "unchanged, the run would do the same again", *good.rbegin()));
+}
