@@ -1829,7 +1829,7 @@ inline bool train_together(const Options& o, Process& process, Inputs& in,
                                                   outer_stream);
         }
         outer_loop->start(worker->master, main);
-        const DilocoOptions planned = planned_options(o, in.layout, fragments);
+        const DilocoSettings planned = planned_options(o, in.layout, fragments);
         exchanges = plan(planned, fragments, in.layout, exchange_members(o));
         bytes = sync_bytes(planned, fragments, in.layout, exchange_members(o));
         if (o.is_independent()) {
