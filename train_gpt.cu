@@ -347,7 +347,8 @@ struct Worker {
     Comm& comm;  // joins the ranks of this worker
     Stream& main;
     Stream& comm_stream;
-    Buffer<float> master, m, v;  // this rank's shard
+    std::vector<Range> shards;   // this rank's part of each block
+    Buffer<float> master, m, v;  // of this rank's shards
     Buffer<float> reduced;       // this rank's shard of the summed gradients; unused with one rank
     Buffer<Scalars> scalars;
     Buffer<OutlierWindow> outliers;  // the same on all ranks
@@ -368,11 +369,12 @@ struct Worker {
           reduced(comm.size() > 1 ? model.layout.shard_size() : 0),
           scalars(1),
           outliers(1) {
+        for (int b = 0; b < blocks(); b++) { shards.push_back(model.layout.shard(b, comm.rank())); }
         one.data()[0] = 1;
     }
 
     int blocks() const { return int(model.layout.blocks.size()); }
-    Range shard(int block) const { return model.layout.shard(block, comm.rank()); }
+    const Range& shard(int block) const { return shards[size_t(block)]; }
     float* shard_gradients() { return comm.size() > 1 ? reduced.data() : model.grads.data(); }
     // Scratch memory between steps, when the gradients are no longer needed.   (layout.size)
     float* spare() { return model.grads.data(); }
@@ -393,7 +395,7 @@ inline void hand_back(Worker& worker) {
 // Starts to sum block b's gradients over the ranks, while the backward pass goes on.
 inline void reduce_block(Worker& worker, int b) {
     if (worker.comm.size() == 1) { return; }
-    const Range range = worker.shard(b);
+    const Range& range = worker.shard(b);
     hand_over(worker);
     worker.comm.reduce_scatter(worker.reduced + range.shard,
                                worker.model.grads + worker.model.layout.blocks[b].offset, size_t(range.count),
@@ -407,7 +409,7 @@ inline void gather_parameters(Worker& worker) {
     hand_over(worker);
     for (int i = 0; i < worker.blocks(); i++) {
         const int b = (layout.layers + i) % worker.blocks();  // the embedding first
-        const Range range = worker.shard(b);
+        const Range& range = worker.shard(b);
         worker.comm.all_gather(worker.model.params + layout.blocks[b].offset,
                                worker.model.params + range.flat, size_t(range.count) * sizeof(floatX),
                                worker.comm_stream, &worker.traffic);
@@ -467,7 +469,7 @@ inline void update(Worker& worker, const Options& options, float learning_rate) 
     const AdamW adam = adamw(learning_rate, options.beta1, options.beta2, options.epsilon,
                              options.weight_decay, int(t));
     for (int b = 0; b < worker.blocks(); b++) {
-        const Range range = worker.shard(b);
+        const Range& range = worker.shard(b);
         const Layout& layout = worker.model.layout;
         const long decayed = layout.blocks[b].decayed - worker.comm.rank() * range.count;
         const StochasticRounding rounding{uint64_t(options.seed), uint32_t(t),
@@ -514,8 +516,7 @@ inline void set_parameters(Model& model, const float* flat, Stream& main) {
 // Sets the parameters and this rank's shard of the master weights.
 inline void set_parameters(Worker& worker, const float* flat) {
     set_parameters(worker.model, flat, worker.main);
-    for (int b = 0; b < worker.blocks(); b++) {
-        const Range range = worker.shard(b);
+    for (const Range& range : worker.shards) {
         device::copy_to_device(worker.master + range.shard, flat + range.flat, range.count, worker.main);
     }
     worker.main.synchronize();
@@ -527,13 +528,12 @@ inline void set_parameters(Worker& worker, const float* flat) {
 inline std::vector<float> gather_flat(Worker& worker, const float* shard, bool wanted) {
     const Layout& layout = worker.model.layout;
     float* gathered = worker.spare();
-    for (int b = 0; b < worker.blocks(); b++) {
-        const Range range = worker.shard(b);
+    for (const Range& range : worker.shards) {
         device::cast(gathered + range.flat, shard + range.shard, range.count, worker.main);
     }
     hand_over(worker);
     for (int b = 0; b < worker.blocks(); b++) {
-        const Range range = worker.shard(b);
+        const Range& range = worker.shard(b);
         worker.comm.all_gather(gathered + layout.blocks[b].offset, gathered + range.flat,
                                size_t(range.count) * sizeof(float), worker.comm_stream, &worker.traffic);
     }
@@ -557,16 +557,14 @@ inline void with_parameters(Worker& worker, const float* shard, const std::funct
     floatX* params = worker.model.params;
     floatX* displaced = reinterpret_cast<floatX*>(worker.spare());
     wait_for_parameters(worker);
-    for (int b = 0; b < worker.blocks(); b++) {
-        const Range range = worker.shard(b);
+    for (const Range& range : worker.shards) {
         device::cast(displaced + range.shard, params + range.flat, range.count, worker.main);
         device::cast(params + range.flat, shard + range.shard, range.count, worker.main);
     }
     gather_parameters(worker);
     work();
     wait_for_parameters(worker);
-    for (int b = 0; b < worker.blocks(); b++) {
-        const Range range = worker.shard(b);
+    for (const Range& range : worker.shards) {
         device::cast(params + range.flat, displaced + range.shard, range.count, worker.main);
     }
     gather_parameters(worker);
