@@ -640,17 +640,24 @@ inline void sample(Model& model, const std::vector<int>& prompt, int length, int
 
 inline Sampling sampling(const Options& o) { return {o.temperature, o.top_k, o.top_p}; }
 
-inline DilocoSettings diloco_options(const Options& o) {
-    DilocoSettings d;
+inline DilocoOptions diloco_options(const Options& o) {
+    DilocoOptions d;
     d.inner_steps = o.inner_steps;
     d.overlap = o.overlap;
     d.local_weight = o.local_weight;
-    d.optimizer = parse_outer_optimizer(o.outer_optimizer);
-    d.learning_rate = o.outer_learning_rate;
-    d.momentum = o.outer_momentum;
-    d.wire = {parse_format(o.outer_format), parse_exchange(o.outer_exchange),
-              o.outer_rounding == "stochastic", o.seed, o.outer_error_feedback, o.weighs_by_tokens()};
+    d.fragment_layers = o.fragment_layers;
+    d.fragment_pattern = o.fragment_pattern;
+    d.outer_optimizer = o.outer_optimizer;
+    d.outer_lr = o.outer_learning_rate;
+    d.outer_momentum = o.outer_momentum;
+    d.outer_format = o.outer_format;
+    d.outer_exchange = o.outer_exchange;
+    d.outer_rounding = o.outer_rounding;
+    d.outer_error_feedback = o.outer_error_feedback;
+    d.outer_weights = o.outer_weights;
+    d.transport = o.outer_transport;
     d.offload = o.outer_offload;
+    d.seed = o.seed;
     return d;
 }
 
@@ -845,7 +852,7 @@ inline Fingerprint fingerprint_of_run(const Options& o, const Inputs& inputs) {
                                {"--outer-transport", o.outer_transport}});
     }
     if (o.is_independent()) {  // not --grace, --max-lag, --retain: what a worker has patience and room for
-        const MergedFrom merged = merged_from(diloco_options(o).wire);
+        const MergedFrom merged = merged_from(wire_options(diloco_options(o)));
         all.insert(all.end(), {{"--min-workers", number(o.min_workers)},
                                {"--save-every (checkpoints)", o.save_every > 0 ? "yes" : "no"},
                                {"--join-moments", o.join_moments ? "true" : "false"},
@@ -1033,13 +1040,13 @@ struct Run {
 };
 
 // With the exchange that `auto` comes to over a store when all are counted.
-inline DilocoSettings planned_options(const Options& o, const Layout& layout,
+inline DilocoOptions planned_options(const Options& o, const Layout& layout,
                                      const std::vector<Fragment>& fragments) {
-    DilocoSettings d = diloco_options(o);
+    DilocoOptions d = diloco_options(o);
     if (o.is_independent()) {
         const std::vector<long> values = shard_values(fragments, layout);
-        const bool merges = !describe_merging(d.wire, values, o.workers).empty();
-        d.wire.exchange = merges ? ExchangeKind::merged : ExchangeKind::all_gather;
+        const bool merges = !describe_merging(wire_options(d), values, o.workers).empty();
+        d.outer_exchange = merges ? "merged" : "all_gather";
     }
     return d;
 }
@@ -1363,7 +1370,7 @@ inline Resumption open_checkpoint(const Options& o, const Process& process, cons
                    folder.c_str(), r.step, in.steps));
     }
     const StoredRun stored{folder, point.step, point.workers, point.ranks, point.lineage, o.is_independent()};
-    const StateShape shape{in.shape, in.layout, fragments, o.inner_steps, diloco_options(o).wire,
+    const StateShape shape{in.shape, in.layout, fragments, o.inner_steps, wire_options(diloco_options(o)),
                            process.worker, process.rank, o.workers, o.ranks,
                            in.train_loader->tokens_of_a_sample()};
     if (has_shape(stored, shape)) {
@@ -1813,7 +1820,7 @@ inline bool train_together(const Options& o, Process& process, Inputs& in,
             checkpointer->forget_later(resumed.step, resumed.lineage);
         }
         if (!o.streams()) { return; }
-        const DilocoSettings d = diloco_options(o);
+        const DilocoOptions d = diloco_options(o);
         if (o.is_independent()) {
             const LogCallbacks callbacks{[&running] { return while_waiting(*running); },
                                          [&device] { device::use_in_this_thread(device); }};
@@ -1827,11 +1834,11 @@ inline bool train_together(const Options& o, Process& process, Inputs& in,
                                                   outer_stream);
         }
         outer_loop->start(worker->master, main);
-        const DilocoSettings planned = planned_options(o, in.layout, fragments);
+        const DilocoOptions planned = planned_options(o, in.layout, fragments);
         exchanges = plan(planned, fragments, in.layout, exchange_members(o));
         bytes = sync_bytes(planned, fragments, in.layout, exchange_members(o));
         if (o.is_independent()) {
-            exchanges += describe_merging(d.wire, shard_values(fragments, in.layout), o.workers);
+            exchanges += describe_merging(wire_options(d), shard_values(fragments, in.layout), o.workers);
         }
     });
     if (process.group_index() == 0 && !o.output.empty()) {

@@ -29,9 +29,9 @@ class Diloco : public OuterLoop {
 public:
     // rank: this process's rank in its worker.
     // outer: joins the processes that hold this shard; its rank is the worker's number.
-    Diloco(const DilocoSettings& options, std::vector<Fragment> fragments_, const Layout& layout, int rank,
-           Comm& outer, Stream& outer_stream)
-        : options(options), fragments(with_offsets(std::move(fragments_), options)), worker(outer.rank()),
+    Diloco(const DilocoOptions& options, const std::vector<Fragment>& fragments, const Layout& layout,
+           int rank, Comm& outer, Stream& outer_stream)
+        : options(options), fragments(fragments), worker(outer.rank()),
           workers(outer.size()), most(most_in_flight(fragments, options.inner_steps, options.overlap)),
           shard(options, fragments, layout, rank, worker, most), encodings(most) {
         set_up_exchange(outer, outer_stream);
@@ -209,7 +209,7 @@ private:
     }
 
     void set_up_exchange(Comm& outer, Stream& outer_stream) {
-        const WireOptions& wire = options.wire;
+        const WireOptions& wire = shard.wire;
         const ExchangeKind kind = choose_exchange(wire, shard.values, workers);
         if (kind == ExchangeKind::merged) { throw std::logic_error("there is no store to merge syncs in"); }
         if (kind == ExchangeKind::all_gather) {
@@ -231,7 +231,7 @@ private:
         return exchange->finish(sync, applied, main);
     }
 
-    const DilocoSettings options;
+    const DilocoOptions options;
     const std::vector<Fragment> fragments;
     const int worker, workers;  // this one, and how many there are
     const int most;             // exchanges that are in flight at the same time

@@ -19,6 +19,7 @@
 #include "streaming/error_feedback.h"
 #include "llmc/buffer.h"
 #include "llmc/comm.h"
+#include "streaming/options.h"
 #include "streaming/quantize.h"
 #include "streaming/statistics.h"
 
@@ -55,6 +56,12 @@ struct WireOptions {
         return stochastic ? stochastic_rounding(seed, worker, uint64_t(sync), stage) : Rounding();
     }
 };
+
+inline WireOptions wire_options(const DilocoOptions& options) {
+    return {parse_format(options.outer_format), parse_exchange(options.outer_exchange),
+            options.outer_rounding == "stochastic", options.seed, options.outer_error_feedback,
+            options.weighs_by_tokens()};
+}
 
 // The payload of a part's mean, by all-to-all, or of a merged one: a header of its own, those of the M
 // payloads that it is a mean of, and the sums of products of what these say.

@@ -1,5 +1,6 @@
 // DilocoOptions: the options of Streaming DiLoCo with their defaults. Words are as on the command line.
 #pragma once
+#include <cstdint>
 #include <string>
 
 #include "llmc/device.h"
@@ -20,6 +21,7 @@ struct DilocoOptions {
     std::string outer_weights = "equal";      // of the workers in a mean
     std::string transport = runs_on_gpu ? "nccl" : "gloo";
     bool offload = false;                     // outer state in the host's memory (outer_state.h)
+    uint64_t seed = 1337;                     // of stochastic rounding: the run's
 
     // Whether fragments are exchanged at all.
     bool streams() const { return outer_optimizer != "none"; }

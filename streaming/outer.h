@@ -18,24 +18,6 @@
 #include "llmc/floatx.h"
 #include "llmc/stream.h"
 
-enum class OuterOptimizer { none, nesterov, average };  // none: the run is one worker, there is no outer step
-
-inline std::string name_of(OuterOptimizer optimizer) {
-    switch (optimizer) {
-        case OuterOptimizer::none: return "none";
-        case OuterOptimizer::nesterov: return "nesterov";
-        case OuterOptimizer::average: break;
-    }
-    return "average";
-}
-
-inline OuterOptimizer parse_outer_optimizer(const std::string& name) {
-    for (OuterOptimizer one : {OuterOptimizer::none, OuterOptimizer::nesterov, OuterOptimizer::average}) {
-        if (name == name_of(one)) { return one; }
-    }
-    throw UserError("unknown outer optimizer '" + name + "': use none, nesterov or average");
-}
-
 enum class LocalMove { merge, follow };
 
 struct OuterStep {
@@ -47,6 +29,13 @@ struct OuterStep {
     // Whether local moves at all.
     HD bool moves_local() const { return local_weight < 1 || move == LocalMove::follow; }
 };
+
+// lr: learning rate   mu: momentum   alpha: weight of local in the merge
+inline OuterStep make_outer_step(const std::string& optimizer, float lr, float mu, float alpha) {
+    if (optimizer == "average") { return {1.0f, 0.0f, alpha}; }
+    if (optimizer == "nesterov" || optimizer.empty()) { return {lr, mu, alpha}; }
+    throw UserError("unknown outer optimizer '" + optimizer + "': use none, nesterov or average");
+}
 
 // New momentum of a value; then its new global parameter, from that.
 HD inline float outer_momentum(float momentum, float mean, OuterStep step) {

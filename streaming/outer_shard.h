@@ -15,23 +15,10 @@
 #include "streaming/exchange.h"
 #include "llmc/layout.h"
 #include "llmc/memory.h"
+#include "streaming/options.h"
 #include "streaming/outer.h"
 #include "streaming/outer_state.h"
 #include "streaming/schedule.h"
-
-struct DilocoSettings {
-    long inner_steps = 100;     // H
-    long overlap = 1;           // tau, in [0, H)
-    float local_weight = 0.5f;  // alpha
-    OuterOptimizer optimizer = OuterOptimizer::nesterov;
-    float learning_rate = 0.4f;  // the outer one
-    float momentum = 0.9f;       // mu
-    std::vector<long> offsets;  // t_p of each fragment; empty: evenly spread
-    WireOptions wire;
-    // The outer state lies in the host's memory: see outer_state.h. The residuals of error feedback, which a
-    // send changes at once, stay on the device.
-    bool offload = false;
-};
 
 // Values in a process's shard of a fragment.
 inline long shard_values(const Fragment& fragment, const Layout& layout) {
@@ -46,26 +33,21 @@ inline std::vector<long> shard_values(const std::vector<Fragment>& fragments, co
     return values;
 }
 
-// The fragments at the offsets that the options ask for.
-inline std::vector<Fragment> with_offsets(std::vector<Fragment> fragments, const DilocoSettings& options) {
-    if (!options.offsets.empty()) { set_offsets(fragments, options.offsets, options.inner_steps); }
-    return fragments;
-}
-
 class OuterShard {
 public:
-    // fragments: with their offsets   rank: this process's rank in its worker
+    // rank: this process's rank in its worker
     // in_flight: the most exchanges at the same time
-    OuterShard(const DilocoSettings& options, const std::vector<Fragment>& fragments, const Layout& layout,
+    OuterShard(const DilocoOptions& options, const std::vector<Fragment>& fragments, const Layout& layout,
                int rank, int worker, int in_flight)
-        : options(options), fragments(fragments), values(shard_values(fragments, layout)), worker(worker) {
+        : options(options), wire(wire_options(options)), fragments(fragments),
+          values(shard_values(fragments, layout)), worker(worker) {
         for (const Fragment& fragment : fragments) { place(fragment, layout, rank); }
         largest = int(std::max_element(values.begin(), values.end()) - values.begin());
         const int slots = most_in_a_step(fragments, options.inner_steps, options.overlap);
         state = std::make_unique<OuterState>(ranges, layout.shard_size(), values[size_t(largest)],
                                              options.offload ? slots : 0);
         mean = Buffer<float>(values[size_t(largest)]);
-        if (options.wire.error_feedback) { feedback = ErrorFeedback(values, in_flight); }
+        if (wire.error_feedback) { feedback = ErrorFeedback(values, in_flight); }
         reserve_reports(3 * slots);
     }
 
@@ -166,7 +148,8 @@ public:
         }
     }
 
-    const DilocoSettings options;
+    const DilocoOptions options;
+    const WireOptions wire;
     const std::vector<Fragment> fragments;
     const std::vector<long> values;          // of each fragment, in this shard
     std::vector<std::vector<Range>> ranges;  // of each fragment: its blocks' shards
@@ -198,14 +181,16 @@ private:
     }
 
     OuterStep outer_step(LocalMove move) const {
-        if (options.optimizer == OuterOptimizer::average) { return {1.0f, 0.0f, options.local_weight, move}; }
-        return {options.learning_rate, options.momentum, options.local_weight, move};
+        OuterStep step = make_outer_step(options.outer_optimizer, options.outer_lr, options.outer_momentum,
+                                         options.local_weight);
+        step.move = move;
+        return step;
     }
 
     Sending begin_payload(uint8_t* payload, const PayloadLayout& layout, const Sync& sync, uint64_t tokens,
                           uint32_t flags, Stream& main) {
         const Sending sending{payload, layout,
-                              options.wire.rounding(worker, sync.number, RoundingStage::send),
+                              wire.rounding(worker, sync.number, RoundingStage::send),
                               feedback.begin(sync.fragment, sync.number, main)};
         for (int part = 0; part < layout.parts; part++) {
             PayloadHeader header = make_header(sync, layout, part, worker, tokens);

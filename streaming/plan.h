@@ -13,7 +13,7 @@
 #include "streaming/schedule.h"
 
 // Throws a UserError for options that make no run of `steps` steps (-1: not known yet).
-inline void validate(const DilocoSettings& options, long steps, int workers) {
+inline void validate(const DilocoOptions& options, long steps, int workers) {
     const long H = options.inner_steps;
     if (H < 1) { throw UserError(format("%ld inner steps (H): use at least 1", H)); }
     if (options.overlap < 0 || options.overlap >= H) {
@@ -24,13 +24,15 @@ inline void validate(const DilocoSettings& options, long steps, int workers) {
     if (!(options.local_weight >= 0 && options.local_weight <= 1)) {
         throw UserError(format("a local weight (alpha) of %g: use 0 to 1", options.local_weight));
     }
-    if (!(options.learning_rate >= 0 && std::isfinite(options.learning_rate))) {
-        throw UserError(format("an outer learning rate of %g: use 0 or more", options.learning_rate));
+    if (!(options.outer_lr >= 0 && std::isfinite(options.outer_lr))) {
+        throw UserError(format("an outer learning rate of %g: use 0 or more", options.outer_lr));
     }
-    if (!(options.momentum >= 0 && options.momentum <= 1)) {
-        throw UserError(format("an outer momentum of %g: use 0 to 1", options.momentum));
+    if (!(options.outer_momentum >= 0 && options.outer_momentum <= 1)) {
+        throw UserError(format("an outer momentum of %g: use 0 to 1", options.outer_momentum));
     }
-    if (workers > 1 && options.optimizer == OuterOptimizer::none) {
+    wire_options(options);  // refuses unknown words
+    if (options.streams()) { make_outer_step(options.outer_optimizer, 0, 0, 0); }
+    if (workers > 1 && !options.streams()) {
         throw UserError(format("%d workers without an outer optimizer would never meet: use nesterov or "
                                "average, or one worker with more ranks", workers));
     }
@@ -54,21 +56,22 @@ inline std::string block_names(const std::vector<int>& blocks, const Layout& lay
 }
 
 // Bytes that a process sends in a sync, by fragment. It receives as many.
-inline std::vector<size_t> sync_bytes(const DilocoSettings& options, const std::vector<Fragment>& fragments,
+inline std::vector<size_t> sync_bytes(const DilocoOptions& options, const std::vector<Fragment>& fragments,
                                       const Layout& layout, int workers) {
     const std::vector<long> values = shard_values(fragments, layout);
-    const ExchangeKind exchange = choose_exchange(options.wire, values, workers);
+    const WireOptions wire = wire_options(options);
+    const ExchangeKind exchange = choose_exchange(wire, values, workers);
     std::vector<size_t> bytes;
-    for (long n : values) { bytes.push_back(exchange_bytes(exchange, options.wire.format, n, workers)); }
+    for (long n : values) { bytes.push_back(exchange_bytes(exchange, wire.format, n, workers)); }
     return bytes;
 }
 
 // The schedule in words and numbers, for people: a line for each fragment and one for the sum.
-inline std::string plan(const DilocoSettings& options, std::vector<Fragment> fragments, const Layout& layout,
-                        int workers) {
+inline std::string plan(const DilocoOptions& options, const std::vector<Fragment>& fragments,
+                        const Layout& layout, int workers) {
     const long H = options.inner_steps;
-    fragments = with_offsets(std::move(fragments), options);
-    const ExchangeKind exchange = choose_exchange(options.wire, shard_values(fragments, layout), workers);
+    const std::vector<long> values = shard_values(fragments, layout);
+    const ExchangeKind exchange = choose_exchange(wire_options(options), values, workers);
     const std::vector<size_t> bytes = sync_bytes(options, fragments, layout, workers);
     const std::vector<size_t> sent = sent_in_period(fragments, bytes, H);
     std::string text = "fragment  offset  every      bytes a sync  blocks\n";

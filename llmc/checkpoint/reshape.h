@@ -180,11 +180,8 @@ inline StateShape shape_of(const StoredState& state, const GptShape& model) {
 
 // The outer step of the run that wrote the state.
 inline OuterStep outer_step_of(const StoredState& state) {
-    const float local_weight = state.real_option("local-weight");
-    if (parse_outer_optimizer(state.options.word("outer-optimizer")) == OuterOptimizer::average) {
-        return {1.0f, 0.0f, local_weight};
-    }
-    return {state.real_option("outer-lr"), state.real_option("outer-momentum"), local_weight};
+    return make_outer_step(state.options.word("outer-optimizer"), state.real_option("outer-lr"),
+                           state.real_option("outer-momentum"), state.real_option("local-weight"));
 }
 
 // Whether both have the same values in fragment p, whatever the number of ranks; not: at which steps.

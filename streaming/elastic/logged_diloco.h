@@ -86,12 +86,12 @@ public:
 
     // rank: this process's rank in its worker, whose ranks `inner` joins, with calls on inner_stream
     // start: without positions and generation   open: a connection to the store
-    LoggedDiloco(const DilocoSettings& options, const LogOptions& log_options,
+    LoggedDiloco(const DilocoOptions& options, const LogOptions& log_options,
                  std::vector<Fragment> fragments_, const Layout& layout, int rank, Comm& inner,
                  Stream& inner_stream, LogStart start, OpenStore open, LogCallbacks callbacks,
                  InnerMoments moments = {})
         : log_options(log_options),
-          fragments(with_offsets(std::move(fragments_), options)),
+          fragments(std::move(fragments_)),
           schedule(fragments, options.inner_steps),
           shard(options, fragments, layout, rank, log_options.worker, int(fragments.size())),
           inner(inner),
@@ -105,7 +105,7 @@ public:
           hashes(fragments.size()) {
         this->log_options.protocol.overlap = options.overlap;
         this->log_options.protocol.shard = rank;
-        this->log_options.protocol.merged_from = merged_from(options.wire);
+        this->log_options.protocol.merged_from = merged_from(wire_options(options));
         log_start.positions.assign(fragments.size(), 0);
         take_buffers(log_options.protocol.workers);
     }
@@ -317,7 +317,7 @@ private:
     }
 
     PayloadLayout layout_of(const Sync& sync) const {
-        return payload_layout(shard.options.wire.format, sync.values);
+        return payload_layout(shard.wire.format, sync.values);
     }
 
     uint64_t hash(int p) override {
@@ -362,7 +362,7 @@ private:
         const Sync sync = sync_of(number);
         SyncReport report = begin_report(sync, counted);
         for (const Contribution& one : contributions) {
-            note_header(checked_payload_header(one, sync, shard.options.wire.format), sync, report);
+            note_header(checked_payload_header(one, sync, shard.wire.format), sync, report);
         }
         if (report.applied()) { receive(sync, contributions); }
         end_apply(sync, report);
@@ -372,14 +372,14 @@ private:
     std::string mean(long number, const std::vector<Contribution>& contributions) override {
         const Sync sync = sync_of(number);
         const std::vector<Piece>& pieces = shard.pieces[size_t(sync.fragment)];
-        return encode_merged_mean(shard.options.wire, sync, pieces, contributions);
+        return encode_merged_mean(shard.wire, sync, pieces, contributions);
     }
 
     void apply_mean(long number, const std::vector<int>& workers, const std::string& mean,
                     bool counted) override {
         const Sync sync = sync_of(number);
         SyncReport report = begin_report(sync, counted);
-        const Headers headers = checked_mean_headers(mean, workers, sync, shard.options.wire.format);
+        const Headers headers = checked_mean_headers(mean, workers, sync, shard.wire.format);
         for (const PayloadHeader& header : headers.sent[0]) { note_header(header, sync, report); }
         // Each could be sent, and their sum overflows.
         const bool is_finite = !(headers.means[0].flags & delta_not_finite);
@@ -435,7 +435,7 @@ private:
     // shard.mean = what the payload of a mean says.
     void receive_mean(const Sync& sync, const std::string& mean, const Headers& headers) {
         const int count = int(headers.sent[0].size());
-        const PayloadLayout layout = merged_layout(shard.options.wire.format, sync.values, count);
+        const PayloadLayout layout = merged_layout(shard.wire.format, sync.values, count);
         memcpy(host_received.data(), mean.data(), mean.size());
         device::copy_to_device(received.data(), host_received.data(), long(mean.size()), *now.main);
         device::dequantize_mean(shard.mean, received, 0, 1, layout, nullptr, *now.main);
@@ -573,18 +573,18 @@ private:
     void take_buffers(int workers) {
         size_t most = 0, most_received = 0;
         for (size_t p = 0; p < fragments.size(); p++) {
-            const size_t bytes = payload_bytes(shard.options.wire.format, shard.values[p]);
+            const size_t bytes = payload_bytes(shard.wire.format, shard.values[p]);
             outgoing[p].bytes = HostBuffer<uint8_t>(long(bytes));
             most = std::max(most, bytes);
             for (int count = 1; count <= workers; count++) {
-                const size_t mean = merged_layout(shard.options.wire.format, shard.values[p], count).bytes;
+                const size_t mean = merged_layout(shard.wire.format, shard.values[p], count).bytes;
                 most_received = std::max({most_received, bytes * size_t(count), mean});
             }
         }
         payload = Buffer<uint8_t>(long(most));
         received = Buffer<uint8_t>(long(most_received));
         host_received = HostBuffer<uint8_t>(long(most_received));
-        if (shard.options.wire.token_weights) { weights = Buffer<float>(workers); }
+        if (shard.wire.token_weights) { weights = Buffer<float>(workers); }
         partial = Buffer<double>(partial_sums(workers));
         sums = Buffer<double>(most_row_sums(workers));
         host_sums = HostBuffer<double>(most_row_sums(workers));

@@ -1,5 +1,6 @@
 // Change of shape: a run's state goes on in one of other ranks, workers or fragments. States of made-up runs
 // are written as each process would write its own; what comes out is put together tensor by tensor.
+#include "dev/test/unit/wire.h"
 #include "llmc/checkpoint/reshape.h"
 
 #include <cmath>
@@ -359,14 +360,14 @@ public:
 
 private:
     // What MadeUpRun::options() says.
-    DilocoSettings options(long overlap) const {
-        DilocoSettings options;
+    DilocoOptions options(long overlap) const {
+        DilocoOptions options;
         options.inner_steps = run.inner_steps;
         options.overlap = overlap;
         options.local_weight = 0.25f;
-        options.learning_rate = 0.4f;
-        options.momentum = 0.9f;
-        options.wire = shape.wire;
+        options.outer_lr = 0.4f;
+        options.outer_momentum = 0.9f;
+        set_wire(options, shape.wire);
         return options;
     }
 

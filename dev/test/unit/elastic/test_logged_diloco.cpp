@@ -14,6 +14,7 @@
 #include "dev/test/unit/local_comm.h"
 #include "dev/test/random_values.h"
 #include "dev/test/unit/toy_layout.h"
+#include "dev/test/unit/wire.h"
 #include "llmc/checkpoint/state_file.h"
 #include "streaming/diloco.h"
 #include "streaming/elastic/logged_diloco.h"
@@ -106,13 +107,13 @@ struct Plan {
     bool checkpoints = false;
     std::string fingerprint = "H 20";
 
-    DilocoSettings options() const {
-        DilocoSettings options;
+    DilocoOptions options() const {
+        DilocoOptions options;
         options.inner_steps = H;
         options.overlap = overlap;
         options.local_weight = local_weight;
         options.offload = offload;
-        options.wire = wire;
+        set_wire(options, wire);
         return options;
     }
 

@@ -7,6 +7,7 @@
 #include <map>
 
 #include "dev/test/unit/local_comm.h"
+#include "dev/test/unit/wire.h"
 #include "dev/test/random_values.h"
 #include "streaming/diloco.h"
 
@@ -296,7 +297,7 @@ const long H = 5;
 const Layout layout = toy_layout({128, 384, 128, 256, 640}, 4);  // fragments of b0 and b2, b1 and b3, b4
 
 struct Worker {
-    Worker(const DilocoSettings& options, Comm& comm)
+    Worker(const DilocoOptions& options, Comm& comm)
         : number(comm.rank()), outer_stream(Stream::Kind::communicate),
           diloco(options, make_fragments(4, 5, 2, FragmentPattern::strided, H), layout, 0, comm,
                  outer_stream),
@@ -327,18 +328,18 @@ struct Worker {
     Floats local, params;
 };
 
-DilocoSettings options_with(const WireOptions& wire) {
-    DilocoSettings options;
+DilocoOptions options_with(const WireOptions& wire) {
+    DilocoOptions options;
     options.inner_steps = H;
     options.overlap = 2;
-    options.wire = wire;
+    set_wire(options, wire);
     return options;
 }
 
 using Prepare = std::function<void(Worker&, long)>;
 
 // Runs `steps` steps; each worker's global parameters after each. prepare() comes before each step's sends.
-std::vector<std::vector<Floats>> run(const DilocoSettings& options, int workers, long steps,
+std::vector<std::vector<Floats>> run(const DilocoOptions& options, int workers, long steps,
                                      const Prepare& prepare = nullptr,
                                      std::vector<std::string>* errors = nullptr) {
     std::vector<std::vector<Floats>> globals(static_cast<size_t>(workers));
@@ -496,17 +497,17 @@ TEST(Wire, feedback_of_senders_and_owners_is_as_by_hand_and_as_before_where_a_sy
     const int workers = 3, refused = 4;
     const Layout small = toy_layout({128 * 5, 128 * 2}, 2);
     for (ExchangeKind kind : both_kinds) {
-        DilocoSettings options;
+        DilocoOptions options;
         options.inner_steps = 1;
         options.overlap = 0;
         options.local_weight = 1;
-        options.optimizer = OuterOptimizer::average;
-        options.wire = {Format::fp4, kind, false, 0, true};
+        options.outer_optimizer = "average";
+        set_wire(options, {Format::fp4, kind, false, 0, true});
         auto local_at = [&](int worker, long step) {
             return random_values(uint64_t(100 * step + worker), small.size, 0.1f);
         };
         const Floats initial = random_values(1, small.size, 0.1f);
-        ByHand expected(options.wire, initial, workers);
+        ByHand expected(wire_options(options), initial, workers);
         std::vector<Floats> expected_at;
         for (long step = 1; step <= 9; step++) {
             std::vector<Floats> locals;
@@ -538,11 +539,11 @@ TEST(Wire, feedback_of_senders_and_owners_is_as_by_hand_and_as_before_where_a_sy
 TEST(Wire, a_worker_with_half_the_batch_has_a_third_of_the_mean_of_two) {
     const Layout small = toy_layout({128 * 5, 128 * 2}, 2);
     for (ExchangeKind kind : both_kinds) {
-        DilocoSettings options;
+        DilocoOptions options;
         options.inner_steps = 4;
         options.overlap = 0;
-        options.optimizer = OuterOptimizer::average;
-        options.wire = {Format::fp32, kind, false, 0, false, true};
+        options.outer_optimizer = "average";
+        set_wire(options, {Format::fp32, kind, false, 0, false, true});
         const Floats initial = random_values(1, small.size, 1.0f);
         const Floats ends[2] = {random_values(2, small.size, 1.0f), random_values(3, small.size, 1.0f)};
         Floats expected = initial;
@@ -572,10 +573,10 @@ TEST(Wire, a_worker_with_half_the_batch_has_a_third_of_the_mean_of_two) {
 // fp32 sends each value, and their sum is more than fp32 holds.
 TEST(Wire, a_mean_that_is_not_finite_is_applied_by_nobody_and_its_owner_named) {
     const Layout small = toy_layout({128 * 3}, 1);
-    DilocoSettings options;
+    DilocoOptions options;
     options.inner_steps = 1;
     options.overlap = 0;
-    options.wire = {Format::fp32, ExchangeKind::all_to_all};
+    set_wire(options, {Format::fp32, ExchangeKind::all_to_all});
     LocalGroup group(3);
     expect_no_errors(run_members(3, [&](int worker) {
         LocalComm comm(group, worker);
@@ -619,10 +620,10 @@ private:
 TEST(Wire, the_sums_of_what_a_worker_encodes_are_the_hosts_before_the_exchange_is_through) {
     const Layout small = toy_layout({128 * 5, 128 * 2}, 2);
     for (ExchangeKind kind : both_kinds) {
-        DilocoSettings options;
+        DilocoOptions options;
         options.inner_steps = 2;
         options.overlap = 1;
-        options.wire = {Format::fp32, kind};
+        set_wire(options, {Format::fp32, kind});
         const Floats initial = random_values(1, small.size, 1.0f);
         LocalGroup group(2);
         expect_no_errors(run_members(2, [&](int worker) {

@@ -12,6 +12,7 @@
 #include "dev/test/unit/local_comm.h"
 #include "dev/test/random_values.h"
 #include "dev/test/unit/toy_layout.h"
+#include "dev/test/unit/wire.h"
 #include "llmc/checkpoint/state_file.h"
 #include "streaming/diloco.h"
 
@@ -37,13 +38,13 @@ struct Plan {
     long last = 19;             // step
     long stop_at = 0;           // step before which worker 0 is asked to stop
 
-    DilocoSettings options(int worker) const {
-        DilocoSettings options;
+    DilocoOptions options(int worker) const {
+        DilocoOptions options;
         options.inner_steps = H;
         options.overlap = overlaps[size_t(worker) % overlaps.size()];
         options.local_weight = local_weight;
         options.offload = offload;
-        options.wire = wire;
+        set_wire(options, wire);
         return options;
     }
 

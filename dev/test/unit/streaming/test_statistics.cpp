@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "dev/test/unit/local_comm.h"
+#include "dev/test/unit/wire.h"
 #include "dev/test/random_values.h"
 #include "streaming/diloco.h"
 
@@ -210,11 +211,11 @@ struct Reported {
 };
 
 std::vector<Reported> first_sync(const WireOptions& wire, int workers, int not_finite = -1) {
-    DilocoSettings options;
+    DilocoOptions options;
     options.inner_steps = 2;
     options.overlap = 0;
-    options.optimizer = OuterOptimizer::average;
-    options.wire = wire;
+    options.outer_optimizer = "average";
+    set_wire(options, wire);
     std::vector<Reported> reported(static_cast<size_t>(workers));
     LocalGroup group(workers);
     const std::vector<std::string> errors = run_members(workers, [&](int worker) {

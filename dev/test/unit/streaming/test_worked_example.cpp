@@ -47,8 +47,8 @@ std::string page_text() {
 
 // Most and mean of what a worker sends in a step, in MB: GPT-2 124M, two workers, H = 100.
 std::pair<double, double> megabytes(Format format, int fragment_layers) {
-    DilocoSettings options;
-    options.wire.format = format;
+    DilocoOptions options;
+    options.outer_format = name_of(format);
     const Layout layout = gpt_layout(GptShape(), 1, fragment_layers);
     const std::vector<Fragment> fragments =
         make_fragments(layout, fragment_layers, FragmentPattern::strided, options.inner_steps);
@@ -81,7 +81,7 @@ struct Example {
         options.inner_steps = 4;
     }
     Layout layout;
-    DilocoSettings options;
+    DilocoOptions options;
 };
 
 }  // namespace
