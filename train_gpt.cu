@@ -51,6 +51,7 @@
 #include "llmc/text/sampler.h"
 #include "llmc/schedulers.h"
 #include "llmc/checkpoint/state_file.h"
+#include "llmc/checkpoint/training_state.h"
 #include "llmc/run/stop.h"
 #include "llmc/run/store.h"
 #include "llmc/stream.h"
@@ -957,27 +958,6 @@ struct StepResult {
     Event done;
 };
 
-// What a checkpoint holds of a process, in the host's memory. The streams fill it while training goes on.
-struct Snapshot {
-    HostBuffer<float> master, m, v;        // this rank's shard
-    HostBuffer<floatX> params;             // (layout.shard_size())
-    HostBuffer<OutlierWindow> outliers{1};
-    OuterSnapshot* outer = nullptr;        // null without an outer optimizer
-    std::vector<float> model;              // (layout.size), where this process writes the model
-    Fields fields;
-    std::string fields_text, options_text;
-    Event copied;
-};
-
-// The state that a run goes on from.
-struct Resumption {
-    long step = 0;        // that are done; 0: the run begins
-    std::string lineage;  // of the run: see state_file.h
-    std::unique_ptr<StateReader> state;
-    Fields fields;
-    std::vector<std::string> notes;  // for people
-};
-
 // A request to stop: every rank of a worker knows of it when it comes with the loss, all workers in lock-step
 // when it has travelled with a sync. They stop at the same step, which the slowest of them reaches knowing of
 // it; a worker that is alone, or comes and goes, after the update behind that which brought it, or where it
@@ -1011,7 +991,7 @@ struct Run {
     Checkpointer* checkpointer = nullptr;  // null where nothing is written
     LearningRateSchedule schedule{};
     Stopping stopping{};
-    std::unique_ptr<Snapshot> snapshot{};  // made before the loop, or without -n when the run is stopped
+    std::unique_ptr<TrainingSnapshot> snapshot{};  // made before the loop, or without -n when the run is stopped
     long step = 0;                         // that the run has come to
     long step_before = 0;                  // where it came from: more than one step behind after a jump
     StepResult results[2]{};               // of this update and of the one before
@@ -1167,314 +1147,119 @@ inline bool is_checkpoint_due(const Run& run, long step) {
     return run.is_stopping() || run.passes(every) || (every > 0 && step == run.inputs.steps);
 }
 
-// Where the run is, in numbers.
-inline Fields progress(const Run& run, long step) {
-    const GptShape& shape = run.inputs.shape;
-    const DataLoader& loader = *run.inputs.train_loader;
-    const DataPosition data = loader.position();
-    const Totals& t = run.totals;
-    Fields fields;
-    fields.set("step", step);
-    fields.set("steps", run.inputs.steps);
-    fields.set("tokens", t.tokens);
-    fields.set("updates", t.updates);
-    fields.set("adamw_updates", run.worker.adamw_updates);
-    fields.set("joined_after", t.joined_after);
-    fields.set("float_bytes", long(sizeof(floatX)));
-    fields.set("shape.max_seq_len", long(shape.max_seq_len));
-    fields.set("shape.vocab_size", long(shape.vocab_size));
-    fields.set("shape.padded_vocab_size", long(shape.padded_vocab_size));
-    fields.set("shape.layers", long(shape.layers));
-    fields.set("shape.heads", long(shape.heads));
-    fields.set("shape.channels", long(shape.channels));
-    fields.set("data.epoch", data.epoch);
-    fields.set("data.shard", data.shard);
-    fields.set("data.sample", data.sample);
-    fields.set("data.sample_tokens", loader.tokens_of_a_sample());
-    fields.set("data.shards", loader.num_shards());
-    fields.set("data.tokens", loader.num_tokens());
-    fields.set("data.shards_hash", loader.shards_hash());
-    fields.set("total.train_seconds", t.train_seconds);
-    fields.set("total.syncs", t.syncs);
-    fields.set("total.next_sync", t.next_sync);
-    fields.set("total.inner_bytes_sent", uint64_t(run.worker.traffic.bytes_sent));
-    fields.set("total.inner_bytes_received", uint64_t(run.worker.traffic.bytes_received));
-    fields.set("total.outer_bytes_sent", uint64_t(t.outer.bytes_sent));
-    fields.set("total.outer_bytes_received", uint64_t(t.outer.bytes_received));
-    fields.set("total.waited_seconds", t.waited_seconds);
-    return fields;
+inline TrainingArrays arrays_of(Worker& worker) {
+    return {worker.model.layout, worker.comm.rank(), worker.master,          worker.m,
+            worker.v,            worker.model.params, worker.outliers.data()};
 }
 
-inline Fields option_fields(const Options& o) {
-    Fields fields;
-    for (const auto& [name, value] : o.resolved) { fields.set(name, value); }
-    return fields;
+inline std::unique_ptr<TrainingSnapshot> make_snapshot(const Run& run) {
+    return std::make_unique<TrainingSnapshot>(run.worker.model.layout.shard_size(),
+                                              run.outer ? &run.outer->snapshot() : nullptr);
 }
 
-inline std::unique_ptr<Snapshot> make_snapshot(const Run& run) {
-    auto snapshot = std::make_unique<Snapshot>();
-    const long n = run.worker.model.layout.shard_size();
-    for (HostBuffer<float>* buffer : {&snapshot->master, &snapshot->m, &snapshot->v}) {
-        *buffer = HostBuffer<float>(n);
-    }
-    snapshot->params = HostBuffer<floatX>(n);
-    if (run.outer) { snapshot->outer = &run.outer->snapshot(); }
-    return snapshot;
-}
-
-// Waits for the checkpoint before this one, whose memory is needed. Where the run stops or ends before the
-// means that it lacks are due, it is given up: they are in this one.
+// Waits until the writer no longer needs the snapshot's memory. At the end of a run it would wait for means
+// that are no longer due: the checkpoint that lacks them is given up, for the next one has everything.
 inline void wait_for_writer(Run& run, long step) {
     if (run.checkpointer->is_idle()) { return; }
-    const bool leaves = run.is_stopping() || step == run.inputs.steps;
-    if (leaves && run.snapshot->outer) { run.snapshot->outer->abandon(); }
+    if (run.is_stopping() || step == run.inputs.steps) { run.snapshot->abandon(); }
     const Watchdog::Alone alone(run.watchdog);
     run.checkpointer->wait();
 }
 
-// Starts to copy all that the run is after `step` steps. After the last one the model is yet to come.
+// Starts to copy the state after `step` steps. The model file of the last step is made later, from the
+// parameters after the last merges.
 inline void take_snapshot(Run& run, long step) {
     Worker& worker = run.worker;
-    const Layout& layout = worker.model.layout;
     collect(run, run.last_result());
     wait_for_writer(run, step);
     if (!run.snapshot) { run.snapshot = make_snapshot(run); }
-    Snapshot& snapshot = *run.snapshot;
+    TrainingSnapshot& snapshot = *run.snapshot;
     wait_for_parameters(worker);
-    const long n = layout.shard_size();
-    device::copy_to_host_later(snapshot.master.data(), worker.master.data(), n, worker.main);
-    device::copy_to_host_later(snapshot.m.data(), worker.m.data(), n, worker.main);
-    device::copy_to_host_later(snapshot.v.data(), worker.v.data(), n, worker.main);
-    for (int b = 0; b < worker.blocks(); b++) {
-        const Range range = worker.shard(b);
-        device::copy_to_host_later(snapshot.params + range.shard, worker.model.params + range.flat,
-                                   range.count, worker.main);
-    }
-    device::copy_to_host_later(snapshot.outliers.data(), worker.outliers.data(), 1, worker.main);
+    snapshot.begin_copies(arrays_of(worker), worker.main);
     if (run.outer) { run.outer->take_snapshot(worker.main); }
-    worker.main.record(snapshot.copied);
+    const Progress progress{step, run.inputs.steps, worker.adamw_updates, worker.traffic, run.totals};
+    snapshot.finish_copies(fields_of(progress, run.inputs.shape, *run.inputs.train_loader),
+                           fields_of(run.options.resolved), worker.main);
     if (step < run.inputs.steps) { snapshot.model = gather_model(run); }
-    snapshot.fields = progress(run, step);
-    snapshot.options_text = option_fields(run.options).text();
 }
 
-// The sections of a state, once all of the snapshot is there.
-inline std::vector<StateSection> state_sections(Snapshot& s) {
-    Fields fields = s.fields;
-    if (s.outer) { s.outer->add_fields(fields); }
-    s.fields_text = fields.text();
-    auto values = [](const char* name, auto& buffer) {
-        return StateSection{name, buffer.data(), size_t(buffer.count()) * sizeof(*buffer.data())};
-    };
-    std::vector<StateSection> sections = {{"fields", s.fields_text.data(), s.fields_text.size()},
-                                          {"options", s.options_text.data(), s.options_text.size()},
-                                          values("master", s.master),
-                                          values("m", s.m),
-                                          values("v", s.v),
-                                          values("params", s.params),
-                                          values("outliers", s.outliers)};
-    if (s.outer) {
-        for (StateSection& section : s.outer->sections()) { sections.push_back(std::move(section)); }
-    }
-    return sections;
-}
-
-// A run whose parameters are no numbers any more does not come back, and needs the checkpoints it has.
-inline void check_finite(const HostBuffer<float>& values) {
-    const float* begin = values.data();
-    if (!std::all_of(begin, begin + values.count(), [](float value) { return std::isfinite(value); })) {
-        throw RunError("the parameters are not finite");
-    }
-}
-
-// Has the snapshot of `step` written.
+// Has the snapshot of `step` written, on a thread of the checkpointer.
 inline void write_checkpoint(Run& run, long step) {
-    Snapshot& snapshot = *run.snapshot;
+    TrainingSnapshot& snapshot = *run.snapshot;
     const Process& p = run.process;
-    if (step == run.inputs.steps) { snapshot.model = gather_model(run); }
+    const bool is_last = step == run.inputs.steps;
+    if (is_last) { snapshot.model = gather_model(run); }
     CheckpointJob job;
     job.identity = {step, p.worker, p.rank, p.workers, p.ranks, run.resumed.lineage, p.independent};
+    job.is_last = is_last;
     job.ready = [&run, &snapshot] {
         device::use_in_this_thread(run.device);
-        snapshot.copied.synchronize();
-        check_finite(snapshot.master);
-        if (snapshot.outer) { snapshot.outer->wait(); }
+        snapshot.wait();
         run.logger.sync();  // the log that a resumed run goes on with lacks nothing, whatever the power does
     };
-    job.sections = [&snapshot] { return state_sections(snapshot); };
-    job.is_last = step == run.inputs.steps;
-    if (run.outer) { job.when_whole = [&run] { run.outer->checkpointed(); }; }
+    job.sections = [&snapshot] { return snapshot.sections(); };
     if (run.is_first()) {
         job.write_model = [&run, &snapshot](const std::string& path) {
             write_model(path, run.inputs.shape, run.worker.model.layout, snapshot.model.data());
         };
     }
+    if (run.outer) { job.when_whole = [&run] { run.outer->checkpointed(); }; }
     run.checkpointer->begin(std::move(job));
 }
 
-// Until the last checkpoint is whole. RunError where it is not.
 inline void finish_checkpoints(Run& run) {
     if (!run.checkpointer) { return; }
     const Watchdog::Alone alone(run.watchdog);
-    run.checkpointer->wait();
-    for (const std::string& message : run.checkpointer->take_messages()) { run.status.print(message); }
-    if (run.checkpointer->has_failed()) {
-        const std::string why = run.checkpointer->failure();
-        throw RunError("the last checkpoint is not whole" + (why.empty() ? "" : " (" + why + ")") +
-                       ": see to that and resume (-y 1), from the newest one that is whole");
-    }
+    run.checkpointer->finish([&run](const std::string& message) { run.status.print(message); });
 }
 
-// What has another value than when the state was written, for people.
-inline std::string changed_options(const Fields& before, const Options& o) {
-    std::string text;
-    for (const auto& [name, value] : o.resolved) {
-        // A state that does not say comes from a version without the option.
-        const std::string old = before.has(name) ? before.word(name) : default_of(name);
-        if (name == "resume" || old == value) { continue; }
-        text += (text.empty() ? "" : ", ") + name + " " + old + " -> " + value;
-    }
-    return text;
-}
-
-// What the shards are now, and how far the run goes with them where that follows from them, for people.
-inline std::string changed_data(const Fields& before, const Options& o, const Inputs& in) {
-    if (!before.has("data.shards_hash")) { return ""; }  // of a version that did not note it
-    const DataLoader& loader = *in.train_loader;
-    const long shards = before.integer("data.shards"), tokens = before.integer("data.tokens");
-    const long steps = before.integer("steps");
-    std::string text;
-    if (before.word("data.shards_hash") != loader.shards_hash()) {
-        text = shards == loader.num_shards() && tokens == loader.num_tokens()
-                   ? "other training data: shards of other names or lengths"
-                   : format("other training data: %ld -> %ld shards, %ld -> %ld tokens", shards,
-                            loader.num_shards(), tokens, loader.num_tokens());
-    }
-    if (o.max_steps < 0 && steps != in.steps) {
-        text += text.empty() ? format("another number of steps: %ld -> %ld", steps, in.steps)
-                             : format("; %ld -> %ld steps", steps, in.steps);
-    }
-    return text;
-}
-
-// The state of this process, as it lies there, or put together from those of a run of another shape.
-inline Resumption open_checkpoint(const Options& o, const Process& process, const Inputs& in,
-                                  const std::vector<Fragment>& fragments, const ResumePoint& point) {
+// Opens this process's state file, or makes its state from those of a run of another shape.
+inline std::unique_ptr<StateReader> open_state(const Options& o, const Process& process, const Inputs& in,
+                                               const std::vector<Fragment>& fragments,
+                                               const ResumePoint& point, std::vector<std::string>& notes) {
     const std::string folder = checkpoint_folder(o, process);
-    Resumption r;
-    r.step = point.step;
-    r.lineage = point.lineage;
-    if (r.step > in.steps) {
-        throw UserError(
-            format("the checkpoint in %s is of step %ld, and this run ends after step %ld: give a larger -x",
-                   folder.c_str(), r.step, in.steps));
-    }
     const StoredRun stored{folder, point.step, point.workers, point.ranks, point.lineage, o.is_independent()};
     const StateShape shape{in.shape, in.layout, fragments, o.inner_steps, wire_options(diloco_options(o)),
                            process.worker, process.rank, o.workers, o.ranks,
                            in.train_loader->tokens_of_a_sample()};
     if (has_shape(stored, shape)) {
-        r.state = std::make_unique<StateReader>(state_path(folder, point.step, process.group_index()));
-    } else if (o.is_independent()) {
+        return std::make_unique<StateReader>(state_path(folder, point.step, process.group_index()));
+    }
+    if (o.is_independent()) {
         throw UserError(folder + " is of other fragments, or another number format or feedback of errors: a "
                         "worker that comes and goes goes on with the options that it had");
-    } else {
-        r.state = reshape_state(stored, shape, r.notes);
     }
-    r.fields = Fields::parse(r.state->text("fields"), r.state->path());
-    const std::string changed = changed_options(Fields::parse(r.state->text("options"), r.state->path()), o);
-    if (!changed.empty()) { r.notes.push_back("resumed with other options: " + changed); }
-    const std::string data = changed_data(r.fields, o, in);
-    if (!data.empty()) { r.notes.push_back("resumed with " + data); }
-    return r;
+    return reshape_state(stored, shape, notes);
 }
 
-// What one process finds to be a user's mistake all refuse, in the same words and before any of them writes.
-inline void check_together(Process& process, const std::string& key, const std::function<void()>& check) {
-    std::string mistake;
-    try {
-        check();
-    } catch (const UserError& error) { mistake = error.what(); }
-    for (const std::string& text : process.gather(key, mistake)) {
-        if (!text.empty()) { throw UserError(text); }
-    }
-}
-
-// What the run goes on from, agreed by all processes: the newest checkpoint, or nothing.
 inline Resumption find_checkpoint(const Options& o, Process& process, const Inputs& in,
                                   const std::vector<Fragment>& fragments) {
-    std::optional<ResumePoint> point;
-    std::vector<std::string> notes;
-    if (o.resume) { point = agree_on_checkpoint(process, checkpoint_folder(o, process), notes); }
-    Resumption r;
-    if (point) {
-        check_together(process, "resume/opened", [&] {
-            r = open_checkpoint(o, process, in, fragments, *point);
-            in.train_loader->seek({r.fields.count("data.epoch"), r.fields.count("data.shard"),
-                                   r.fields.count("data.sample")});
-        });
-    } else {
-        r.lineage = process.run_id;
-    }
-    r.notes.insert(r.notes.begin(), notes.begin(), notes.end());
-    return r;
-}
-
-inline void restore(Buffer<float>& to, const StateReader& state, const char* name, Stream& main) {
-    std::vector<float> values(static_cast<size_t>(to.count()));
-    state.read(name, values.data(), values.size() * sizeof(float));
-    device::copy_to_device(to.data(), values.data(), to.count(), main);
-    main.synchronize();  // the memory goes
+    return find_checkpoint(process, {checkpoint_folder(o, process), in.steps, o.max_steps < 0, o.resolved,
+                                     default_of, *in.train_loader,
+                                     [&](const ResumePoint& point, std::vector<std::string>& notes) {
+                                         return open_state(o, process, in, fragments, point, notes);
+                                     }});
 }
 
 inline void restore(Worker& worker, const StateReader& state) {
-    if (state.has("outliers")) {  // states of version 1 may lack it
-        OutlierWindow outliers;
-        state.read("outliers", &outliers, sizeof outliers);
-        device::copy_to_device(worker.outliers.data(), &outliers, 1, worker.main);
-        worker.main.synchronize();  // the memory goes
-    }
-    restore(worker.master, state, "master", worker.main);
-    restore(worker.m, state, "m", worker.main);
-    restore(worker.v, state, "v", worker.main);
-    std::vector<floatX> params(static_cast<size_t>(worker.model.layout.shard_size()));
-    state.read("params", params.data(), params.size() * sizeof(floatX));
-    for (int b = 0; b < worker.blocks(); b++) {
-        const Range range = worker.shard(b);
-        device::copy_to_device(worker.model.params + range.flat, params.data() + range.shard, range.count,
-                               worker.main);
-    }
+    restore(arrays_of(worker), state, worker.main);
     gather_parameters(worker);
     wait_for_parameters(worker);
     worker.main.synchronize();
 }
 
 inline void restore(Run& run, const Fields& fields) {
-    Totals& t = run.totals;
-    t.train_seconds = fields.real("total.train_seconds");
-    t.tokens = fields.count("tokens");
-    if (fields.has("updates")) {
-        t.updates = fields.integer("updates");
-        t.joined_after = fields.integer("joined_after");
-        run.worker.adamw_updates = fields.integer("adamw_updates");
-    } else {  // of a version that had no workers that come and go
-        t.updates = run.worker.adamw_updates = run.resumed.step;
-    }
-    t.syncs = fields.integer("total.syncs");
-    t.next_sync = fields.integer("total.next_sync");
-    t.outer.bytes_sent = fields.count("total.outer_bytes_sent");
-    t.outer.bytes_received = fields.count("total.outer_bytes_received");
-    t.waited_seconds = fields.real("total.waited_seconds");
-    run.worker.traffic.bytes_sent = fields.count("total.inner_bytes_sent");
-    run.worker.traffic.bytes_received = fields.count("total.inner_bytes_received");
+    const Progress progress = progress_of(fields);
+    run.totals = progress.totals;
+    run.worker.adamw_updates = progress.adamw_updates;
+    run.worker.traffic = progress.inner;
 }
 
-// The logs without what the run does again. The end of a run that was at its end is one of those things. A
-// worker that comes back without a checkpoint does none of it again: it goes on where the others are.
+// The logs without what the run does again. A worker that comes back without a checkpoint does none of it
+// again: it goes on where the others are.
 inline std::optional<LogCut> log_cut(const Options& o, const Resumption& r, const Inputs& in) {
     if (!r.state && o.is_independent() && o.resume) { return LogCut{in.steps, LONG_MAX, true}; }
-    if (!r.state) { return std::nullopt; }
-    return LogCut{r.step, r.fields.integer("total.next_sync"), r.step < in.steps};
+    return log_cut(r, in.steps);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -1774,7 +1559,7 @@ inline bool train_to_the_end(Run& run, Process& process, const std::string& opti
 // Before it leaves: what is half written would keep its space on the disk until the run goes on. Others may
 // wait so long, some seconds at most, to hear of it.
 inline void abandon_checkpoint(Run& run) {
-    if (run.snapshot && run.snapshot->outer) { run.snapshot->outer->abandon(); }
+    if (run.snapshot) { run.snapshot->abandon(); }
     if (run.checkpointer) { run.checkpointer->abandon(); }
 }
 
@@ -1786,11 +1571,12 @@ inline bool train_together(const Options& o, Process& process, Inputs& in,
     if (o.has_own_batch()) { share_data(o, process, in); }
     if (o.streams()) { validate(diloco_options(o), in.steps, o.workers); }
     const std::string options_of_run = text_of(fingerprint_of_run(o, in));
-    check_together(process, "log", [&] { check_log(o, process, options_of_run); });
-    check_together(process, "output", [&] {
+    process.check_together("log", [&] { check_log(o, process, options_of_run); });
+    process.check_together("output", [&] {
         if (!o.output.empty() && !o.resume) { refuse_models(checkpoint_folder(o, process)); }
     });
-    Resumption resumed = find_checkpoint(o, process, in, fragments);
+    Resumption resumed{process.run_id};
+    if (o.resume) { resumed = find_checkpoint(o, process, in, fragments); }
     const device::Device device = choose_device(process, o.streams() && o.outer_transport == "nccl");
     check_outer_interface(o.outer_transport, o.interface);
     Logger logger(o.output, process.index(), process.size(), o.resume != 0, log_cut(o, resumed, in));

@@ -208,6 +208,15 @@ public:
         is_waited_for = false;
     }
 
+    // Returns when the last checkpoint is whole. RunError where it is not.
+    void finish(const std::function<void(const std::string& message)>& print) {
+        wait();
+        for (const std::string& message : take_messages()) { print(message); }
+        if (!has_failed()) { return; }
+        throw RunError("the last checkpoint is not whole" + (failure().empty() ? "" : " (" + failure() + ")") +
+                       ": see to that and resume (-y 1), from the newest one that is whole");
+    }
+
     // Lines for people, in their order; each once.
     std::vector<std::string> take_messages() {
         std::lock_guard<std::mutex> lock(mutex);

@@ -330,6 +330,18 @@ struct Process {
         return values;
     }
 
+    // Runs `check` on all processes. If it throws a UserError on one of them, all throw that same error, before
+    // any of them has written anything.
+    void check_together(const std::string& key, const std::function<void()>& check) {
+        std::string mistake;
+        try {
+            check();
+        } catch (const UserError& error) { mistake = error.what(); }
+        for (const std::string& text : gather(key, mistake)) {
+            if (!text.empty()) { throw UserError(text); }
+        }
+    }
+
     // Does `set`, which calls setenv(). Not safe beside getenv() in another thread, and a connection to the
     // store that is made anew may call it: so the thread that has one pauses. Others must not be there yet.
     void change_environment(const std::function<void()>& set) {

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "llmc/checkpoint/resume.h"
+#include "llmc/checkpoint/training_state.h"
 #include "llmc/clock.h"
 #include "llmc/comm.h"
 #include "llmc/error.h"
@@ -22,17 +22,6 @@
 #include "llmc/run/process.h"
 #include "streaming/plan.h"
 #include "streaming/sync_report.h"
-
-// What this process has done since the run began. A checkpoint keeps it.
-struct Totals {
-    double train_seconds = 0;
-    uint64_t tokens = 0;     // that this worker has trained on
-    long updates = 0;        // inner updates by this worker: its steps without those that it jumped over
-    long joined_after = -1;  // value of `updates` when it last took another worker's snapshot; -1: never
-    long syncs = 0, next_sync = 0;  // syncs merged, and the number of the next one
-    Traffic outer;
-    double waited_seconds = 0;
-};
 
 // "1 step", "2 steps"
 inline std::string counted(long n, const char* what) {

@@ -1,0 +1,332 @@
+// Training state: everything a process needs so that training goes on after a step as if it had never stopped.
+// A state file (state_file.h) has these sections:
+//
+//     fields        Progress, the model's shape, the position in the data; the outer optimizer's numbers
+//     options       all options with their values, so that a resume can say which ones changed
+//     master, m, v  this rank's shard of the weights and of AdamW's moments, fp32
+//     params        the same shard as the layers read it (floatX)
+//     outliers      the windows of losses and norms that outliers are found in (llmc/outlier.h)
+//     and those of the outer optimizer, if there is one (OuterSnapshot)
+//
+// TrainingSnapshot copies all of it into the host's memory while training goes on; find_checkpoint() and
+// restore() bring it back.
+#pragma once
+#include <algorithm>
+#include <climits>
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/buffer.h"
+#include "llmc/checkpoint/checkpointer.h"
+#include "llmc/checkpoint/resume.h"
+#include "llmc/checkpoint/state_file.h"
+#include "llmc/comm.h"
+#include "llmc/error.h"
+#include "llmc/floatx.h"
+#include "llmc/layout.h"
+#include "llmc/memory.h"
+#include "llmc/outlier.h"
+#include "llmc/state.h"
+#include "llmc/run/logger.h"
+#include "llmc/run/process.h"
+#include "llmc/stream.h"
+#include "llmc/text/dataloader.h"
+
+// -----------------------------------------------------------------------------------------------------------
+// How far the run has come
+
+// What this process has done since the run began. A checkpoint keeps it.
+struct Totals {
+    double train_seconds = 0;
+    uint64_t tokens = 0;     // that this worker has trained on
+    long updates = 0;        // inner updates by this worker: its steps without those that it jumped over
+    long joined_after = -1;  // value of `updates` when it last took another worker's snapshot; -1: never
+    long syncs = 0, next_sync = 0;  // syncs merged, and the number of the next one
+    Traffic outer;
+    double waited_seconds = 0;
+};
+
+struct Progress {
+    long step = 0, steps = 0;  // steps done, and steps of the whole run
+    long adamw_updates = 0;    // that m and v have seen
+    Traffic inner;
+    Totals totals;
+};
+
+inline Fields fields_of(const Progress& progress, const GptShape& shape, const DataLoader& data) {
+    const Totals& t = progress.totals;
+    const DataPosition position = data.position();
+    Fields fields;
+    fields.set("step", progress.step);
+    fields.set("steps", progress.steps);
+    fields.set("tokens", t.tokens);
+    fields.set("updates", t.updates);
+    fields.set("adamw_updates", progress.adamw_updates);
+    fields.set("joined_after", t.joined_after);
+    fields.set("float_bytes", long(sizeof(floatX)));
+    fields.set("shape.max_seq_len", long(shape.max_seq_len));
+    fields.set("shape.vocab_size", long(shape.vocab_size));
+    fields.set("shape.padded_vocab_size", long(shape.padded_vocab_size));
+    fields.set("shape.layers", long(shape.layers));
+    fields.set("shape.heads", long(shape.heads));
+    fields.set("shape.channels", long(shape.channels));
+    fields.set("data.epoch", position.epoch);
+    fields.set("data.shard", position.shard);
+    fields.set("data.sample", position.sample);
+    fields.set("data.sample_tokens", data.tokens_of_a_sample());
+    fields.set("data.shards", data.num_shards());
+    fields.set("data.tokens", data.num_tokens());
+    fields.set("data.shards_hash", data.shards_hash());
+    fields.set("total.train_seconds", t.train_seconds);
+    fields.set("total.syncs", t.syncs);
+    fields.set("total.next_sync", t.next_sync);
+    fields.set("total.inner_bytes_sent", uint64_t(progress.inner.bytes_sent));
+    fields.set("total.inner_bytes_received", uint64_t(progress.inner.bytes_received));
+    fields.set("total.outer_bytes_sent", uint64_t(t.outer.bytes_sent));
+    fields.set("total.outer_bytes_received", uint64_t(t.outer.bytes_received));
+    fields.set("total.waited_seconds", t.waited_seconds);
+    return fields;
+}
+
+inline Progress progress_of(const Fields& fields) {
+    Progress progress;
+    Totals& t = progress.totals;
+    progress.step = fields.integer("step");
+    progress.steps = fields.integer("steps");
+    t.train_seconds = fields.real("total.train_seconds");
+    t.tokens = fields.count("tokens");
+    if (fields.has("updates")) {
+        t.updates = fields.integer("updates");
+        t.joined_after = fields.integer("joined_after");
+        progress.adamw_updates = fields.integer("adamw_updates");
+    } else {  // written before there were elastic workers: every step was an update
+        t.updates = progress.adamw_updates = progress.step;
+    }
+    t.syncs = fields.integer("total.syncs");
+    t.next_sync = fields.integer("total.next_sync");
+    t.outer.bytes_sent = fields.count("total.outer_bytes_sent");
+    t.outer.bytes_received = fields.count("total.outer_bytes_received");
+    t.waited_seconds = fields.real("total.waited_seconds");
+    progress.inner.bytes_sent = fields.count("total.inner_bytes_sent");
+    progress.inner.bytes_received = fields.count("total.inner_bytes_received");
+    return progress;
+}
+
+using NamedValues = std::vector<std::pair<std::string, std::string>>;
+
+inline Fields fields_of(const NamedValues& options) {
+    Fields fields;
+    for (const auto& [name, value] : options) { fields.set(name, value); }
+    return fields;
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// What the device holds: copied to the host, and back
+
+// The arrays of a worker's rank that a checkpoint holds.
+struct TrainingArrays {
+    const Layout& layout;
+    int rank;
+    float *master, *m, *v;    // (layout.shard_size()) each
+    floatX* params;           // (layout.size), of which this rank's shards are saved
+    OutlierWindow* outliers;  // (1)
+
+    // Calls work(params of a block's shard, where these lie in a shard buffer, count) for each block.
+    template <class Work>
+    void for_shards(Work work) const {
+        for (int b = 0; b < int(layout.blocks.size()); b++) {
+            const Range range = layout.shard(b, rank);
+            work(params + range.flat, range.shard, range.count);
+        }
+    }
+};
+
+// The state of one process after one step, in the host's memory. It is allocated once and used for all
+// checkpoints of a run: begin() only when the writer is through with the one before.
+class TrainingSnapshot {
+public:
+    // outer: null without an outer optimizer
+    TrainingSnapshot(long shard_size, OuterSnapshot* outer)
+        : outer(outer), master(shard_size), m(shard_size), v(shard_size), params(shard_size) {}
+
+    // Starts to copy the arrays. The outer optimizer fills its own snapshot; then finish_copies().
+    void begin_copies(const TrainingArrays& from, Stream& main) {
+        const long n = from.layout.shard_size();
+        device::copy_to_host_later(master.data(), from.master, n, main);
+        device::copy_to_host_later(m.data(), from.m, n, main);
+        device::copy_to_host_later(v.data(), from.v, n, main);
+        from.for_shards([&](const floatX* shard, long at, long count) {
+            device::copy_to_host_later(params + at, shard, count, main);
+        });
+        device::copy_to_host_later(outliers.data(), from.outliers, 1, main);
+    }
+    void finish_copies(const Fields& fields_, const Fields& options, Stream& main) {
+        main.record(copied);
+        fields = fields_;
+        options_text = options.text();
+    }
+
+    // On any thread: returns when the host has everything. RunError where that is not worth keeping: a run
+    // whose parameters are no longer finite does not recover, and needs the checkpoints that it has.
+    void wait() const {
+        copied.synchronize();
+        const float* begin = master.data();
+        if (!std::all_of(begin, begin + master.count(), [](float value) { return std::isfinite(value); })) {
+            throw RunError("the parameters are not finite");
+        }
+        if (outer) { outer->wait(); }
+    }
+
+    // After wait().
+    std::vector<StateSection> sections() {
+        Fields all = fields;
+        if (outer) { outer->add_fields(all); }
+        fields_text = all.text();
+        auto values = [](const char* name, auto& buffer) {
+            return StateSection{name, buffer.data(), size_t(buffer.count()) * sizeof(*buffer.data())};
+        };
+        std::vector<StateSection> sections = {{"fields", fields_text.data(), fields_text.size()},
+                                              {"options", options_text.data(), options_text.size()},
+                                              values("master", master),
+                                              values("m", m),
+                                              values("v", v),
+                                              values("params", params),
+                                              values("outliers", outliers)};
+        if (outer) {
+            for (StateSection& section : outer->sections()) { sections.push_back(std::move(section)); }
+        }
+        return sections;
+    }
+
+    // What has not arrived yet is given up: whoever waits for it throws.
+    void abandon() {
+        if (outer) { outer->abandon(); }
+    }
+
+    std::vector<float> model;  // (layout.size), on the process that writes the model file
+
+private:
+    OuterSnapshot* const outer;
+    HostBuffer<float> master, m, v;  // this rank's shard
+    HostBuffer<floatX> params;       // (layout.shard_size())
+    HostBuffer<OutlierWindow> outliers{1};
+    Fields fields;
+    std::string fields_text, options_text;
+    Event copied;
+};
+
+// Fills the arrays from a state file, and returns when the device has them.
+inline void restore(const TrainingArrays& to, const StateReader& state, Stream& main) {
+    std::vector<float> values(size_t(to.layout.shard_size()));
+    for (auto [name, array] : {std::pair("master", to.master), std::pair("m", to.m), std::pair("v", to.v)}) {
+        state.read(name, values.data(), values.size() * sizeof(float));
+        device::copy_to_device(array, values.data(), long(values.size()), main);
+        main.synchronize();  // the memory is used again
+    }
+    std::vector<floatX> params(values.size());
+    state.read("params", params.data(), params.size() * sizeof(floatX));
+    to.for_shards([&](floatX* shard, long at, long count) {
+        device::copy_to_device(shard, params.data() + at, count, main);
+    });
+    OutlierWindow outliers;
+    if (state.has("outliers")) {  // the first version of the format did not have them
+        state.read("outliers", &outliers, sizeof outliers);
+        device::copy_to_device(to.outliers, &outliers, 1, main);
+    }
+    main.synchronize();
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Resuming
+
+// The state that a run goes on from.
+struct Resumption {
+    std::string lineage;                 // of the run: see state_file.h
+    long step = 0;                       // steps done; 0: the run begins
+    std::unique_ptr<StateReader> state{};  // null: the run begins
+    Fields fields{};
+    std::vector<std::string> notes{};      // for people, a line each
+};
+
+// The run that wants to go on from a checkpoint.
+struct ResumedRun {
+    std::string folder;                 // of this process's checkpoints
+    long steps;                         // of the whole run
+    bool steps_follow_from_data;        // else a user has said how many
+    const NamedValues& options;         // all of them
+    std::function<std::string(const std::string& option)> default_of;
+    DataLoader& data;
+    // Opens this process's state at a checkpoint; notes: what a user should know about it, a line each.
+    std::function<std::unique_ptr<StateReader>(const ResumePoint&, std::vector<std::string>& notes)> open;
+};
+
+// "lr 0.0003 -> 0.0001, ...": options whose values differ from those that the state was written with.
+inline std::string changed_options(const Fields& before, const ResumedRun& run) {
+    std::string text;
+    for (const auto& [name, value] : run.options) {
+        // A state without the option was written by a version that did not have it.
+        const std::string old = before.has(name) ? before.word(name) : run.default_of(name);
+        if (name == "resume" || old == value) { continue; }
+        text += (text.empty() ? "" : ", ") + name + " " + old + " -> " + value;
+    }
+    return text;
+}
+
+// How the training data differ from those of the state, and the number of steps if it follows from them.
+inline std::string changed_data(const Fields& before, const ResumedRun& run) {
+    if (!before.has("data.shards_hash")) { return ""; }  // the first version did not note it
+    const DataLoader& data = run.data;
+    const long shards = before.integer("data.shards"), tokens = before.integer("data.tokens");
+    const long steps = before.integer("steps");
+    std::string text;
+    if (before.word("data.shards_hash") != data.shards_hash()) {
+        text = shards == data.num_shards() && tokens == data.num_tokens()
+                   ? "other training data: shards of other names or lengths"
+                   : format("other training data: %ld -> %ld shards, %ld -> %ld tokens", shards,
+                            data.num_shards(), tokens, data.num_tokens());
+    }
+    if (run.steps_follow_from_data && steps != run.steps) {
+        text += text.empty() ? format("another number of steps: %ld -> %ld", steps, run.steps)
+                             : format("; %ld -> %ld steps", steps, run.steps);
+    }
+    return text;
+}
+
+// Opens this process's state, compares it with the run, and puts the data where it was.
+inline void open_checkpoint(const ResumedRun& run, const ResumePoint& point, Resumption& r) {
+    if (point.step > run.steps) {
+        throw UserError(
+            format("the checkpoint in %s is of step %ld, and this run ends after step %ld: give a larger -x",
+                   run.folder.c_str(), point.step, run.steps));
+    }
+    r.step = point.step;
+    r.lineage = point.lineage;
+    r.state = run.open(point, r.notes);
+    r.fields = Fields::parse(r.state->text("fields"), r.state->path());
+    const std::string options = changed_options(Fields::parse(r.state->text("options"), r.state->path()), run);
+    if (!options.empty()) { r.notes.push_back("resumed with other options: " + options); }
+    const std::string data = changed_data(r.fields, run);
+    if (!data.empty()) { r.notes.push_back("resumed with " + data); }
+    run.data.seek({r.fields.count("data.epoch"), r.fields.count("data.shard"), r.fields.count("data.sample")});
+}
+
+// What the run goes on from: the newest checkpoint that all processes have, or nothing. Collective; all
+// processes get the same answer or throw the same UserError.
+inline Resumption find_checkpoint(Process& process, const ResumedRun& run) {
+    Resumption r{process.run_id};
+    const std::optional<ResumePoint> point = agree_on_checkpoint(process, run.folder, r.notes);
+    if (point) { process.check_together("resume/opened", [&] { open_checkpoint(run, *point, r); }); }
+    return r;
+}
+
+// What the logs of the resumed run keep: all but what the run does again. A run that was at its end does that
+// end again.
+inline std::optional<LogCut> log_cut(const Resumption& r, long steps) {
+    if (!r.state) { return std::nullopt; }
+    return LogCut{r.step, r.fields.integer("total.next_sync"), r.step < steps};
+}
