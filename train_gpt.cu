@@ -925,7 +925,7 @@ inline std::string differences(const std::string& ours, const std::string& their
 // is there already has these options. A later start of another one is seen when this one begins.
 inline void check_log(const Options& o, const Process& process, const std::string& ours) {
     if (!o.is_independent()) { return; }
-    const std::unique_ptr<LogStore> store = open_log_store(process.store_url, process.run_name, o.timeout);
+    const std::unique_ptr<LogStore> store = open_log_store(process.store_url, o.run_name, o.timeout);
     const StoreAnswer generation = store->perform({StoreRequest::get, "run", "generation", ""});
     if (!generation.found) { return; }
     const StoreAnswer run = store->perform({StoreRequest::get, generation.value + "/run", "fingerprint", ""});
@@ -935,7 +935,13 @@ inline void check_log(const Options& o, const Process& process, const std::strin
 // -----------------------------------------------------------------------------------------------------------
 // What a run keeps and reports
 
-// Workers that come and go keep their checkpoints apart: each goes on from its own.
+// Whose state a process writes.
+inline StateIdentity state_identity(const Options& o, const Process& process, long step,
+                                    const std::string& lineage) {
+    return {step, process.worker, process.rank, o.workers, o.ranks, lineage, o.is_independent()};
+}
+
+// Each elastic worker has its own checkpoints, and resumes from these.
 inline std::string checkpoint_folder(const Options& o, const Process& process) {
     return o.is_independent() ? o.output + format("/worker_%d", process.worker) : o.output;
 }
@@ -1000,7 +1006,7 @@ struct Run {
 
     // The process that saves and samples: rank 0 of worker 0, or of each elastic worker.
     bool is_first() const { return process.rank == 0 && is_first_worker(); }
-    bool is_first_worker() const { return process.worker == 0 || options.is_independent(); }
+    bool is_first_worker() const { return process.worker == process.first_worker; }
     StepResult& last_result() { return results[totals.updates % 2]; }
     StepResult& result_before() { return results[(totals.updates + 1) % 2]; }
     // Whether workers stop together, as a sync says that carries the request.
@@ -1186,11 +1192,10 @@ inline void take_snapshot(Run& run, long step) {
 // Has the snapshot of `step` written, on a thread of the checkpointer.
 inline void write_checkpoint(Run& run, long step) {
     TrainingSnapshot& snapshot = *run.snapshot;
-    const Process& p = run.process;
     const bool is_last = step == run.inputs.steps;
     if (is_last) { snapshot.model = gather_model(run); }
     CheckpointJob job;
-    job.identity = {step, p.worker, p.rank, p.workers, p.ranks, run.resumed.lineage, p.independent};
+    job.identity = state_identity(run.options, run.process, step, run.resumed.lineage);
     job.is_last = is_last;
     job.ready = [&run, &snapshot] {
         device::use_in_this_thread(run.device);
@@ -1223,7 +1228,7 @@ inline std::unique_ptr<StateReader> open_state(const Options& o, const Process& 
                            process.worker, process.rank, o.workers, o.ranks,
                            in.train_loader->tokens_of_a_sample()};
     if (has_shape(stored, shape)) {
-        return std::make_unique<StateReader>(state_path(folder, point.step, process.group_index()));
+        return std::make_unique<StateReader>(state_path(folder, point.step, process.index()));
     }
     if (o.is_independent()) {
         throw UserError(folder + " is of other fragments, or another number format or feedback of errors: a "
@@ -1234,8 +1239,8 @@ inline std::unique_ptr<StateReader> open_state(const Options& o, const Process& 
 
 inline Resumption find_checkpoint(const Options& o, Process& process, const Inputs& in,
                                   const std::vector<Fragment>& fragments) {
-    return find_checkpoint(process, {checkpoint_folder(o, process), in.steps, o.max_steps < 0, o.resolved,
-                                     default_of, *in.train_loader,
+    return find_checkpoint(process, {checkpoint_folder(o, process), state_identity(o, process, 0, ""),
+                                     in.steps, o.max_steps < 0, o.resolved, default_of, *in.train_loader,
                                      [&](const ResumePoint& point, std::vector<std::string>& notes) {
                                          return open_state(o, process, in, fragments, point, notes);
                                      }});
@@ -1579,7 +1584,8 @@ inline bool train_together(const Options& o, Process& process, Inputs& in,
     if (o.resume) { resumed = find_checkpoint(o, process, in, fragments); }
     const device::Device device = choose_device(process, o.streams() && o.outer_transport == "nccl");
     check_outer_interface(o.outer_transport, o.interface);
-    Logger logger(o.output, process.index(), process.size(), o.resume != 0, log_cut(o, resumed, in));
+    Logger logger(o.output, number_among_all(o, process), o.workers * o.ranks, o.resume != 0,
+                  log_cut(o, resumed, in));
     if (!o.output.empty()) { make_folder(checkpoint_folder(o, process)); }
     StatusLine status(stdout, process.terminal, process.terminal ? 0.1 : 5.0);
     // Where something throws from here on, the process leaves before any of these is given back: on a GPU
@@ -1613,7 +1619,7 @@ inline bool train_together(const Options& o, Process& process, Inputs& in,
             const LogStart start{random_hex(16), options_of_run, "", {}, false};
             outer_loop = std::make_unique<LoggedDiloco>(
                 d, log_options(o, process), fragments, in.layout, process.rank, *inner, inner_stream,
-                start, [&] { return open_log_store(process.store_url, process.run_name, o.timeout); },
+                start, [&] { return open_log_store(process.store_url, o.run_name, o.timeout); },
                 callbacks, InnerMoments{worker->m, worker->v, &worker->adamw_updates});
         } else {
             outer_loop = std::make_unique<Diloco>(d, fragments, in.layout, process.rank, *outer,
@@ -1627,10 +1633,10 @@ inline bool train_together(const Options& o, Process& process, Inputs& in,
             exchanges += describe_merging(wire_options(d), shard_values(fragments, in.layout), o.workers);
         }
     });
-    if (process.group_index() == 0 && !o.output.empty()) {
+    if (process.index() == 0 && !o.output.empty()) {
         write_text(checkpoint_folder(o, process) + "/config.toml", o.toml);
     }
-    logger.run({process.worker, process.rank, process.workers, process.ranks, in.layout.values, o.resolved,
+    logger.run({process.worker, process.rank, o.workers, o.ranks, in.layout.values, o.resolved,
                 in.steps, offsets(fragments)},
                resumed.step);
     Totals totals;

@@ -1,6 +1,6 @@
 // Checkpointer: writes the checkpoints of a run on a thread of its own, while training goes on.
 // A checkpoint counts when it is whole: when every process has its state of that step on its disk (of an
-// independent worker: every rank). They agree on that through the store of their group, led by its process 0:
+// elastic worker: every rank). They agree on that through the store of their run, led by its process 0:
 //     checkpoint/STEP/I             process I: "whole", or "failed: " and why
 //     checkpoint/STEP/verdict       process 0, of all of these: the same, or "silent: " and who
 //     checkpoint/STEP/done/I        rank 0 of each worker, when its folder has DONE_STEP: as before
@@ -60,8 +60,8 @@ class CheckpointFolder {
 public:
     CheckpointFolder(std::string folder, const Process& process)
         : folder(std::move(folder)),
-          index(process.group_index()),
-          size(process.group_size()),
+          index(process.index()),
+          size(process.size()),
           is_first_rank(process.rank == 0) {}
 
     std::string state(long step) const { return state_path(folder, step, index); }
@@ -160,7 +160,7 @@ private:
 class Checkpointer {
 public:
     // keep (-nk): so many of the newest whole ones stay, 0: all. major (-nm): the first one at or after each
-    // multiple of it stays for ever, 0: none. Process 0's count.   folder: an independent worker's is its own
+    // multiple of it stays for ever, 0: none. Process 0's count.   folder: an elastic worker has its own
     Checkpointer(std::string folder, const Process& process, long keep, long major)
         : files(std::move(folder), process),
           process(process),
@@ -381,10 +381,10 @@ private:
 
     // Each `stride`-th process has said under `key` how it stands; what process 0 makes of that.
     Verdict agree(const std::string& key, const Verdict& own, int stride, const StateIdentity& who) {
-        if (process.group_index() % stride == 0) {
-            tell(who.step, key + "/" + std::to_string(process.group_index()), own.text());
+        if (process.index() % stride == 0) {
+            tell(who.step, key + "/" + std::to_string(process.index()), own.text());
         }
-        if (process.group_index() != 0) {
+        if (process.index() != 0) {
             // Process 0 may have as long to write, and as long again to wait for others.
             Patience patience(2 * process.timeout + 5);
             const std::optional<std::string> verdict = await(key + "/verdict", patience);
@@ -402,7 +402,7 @@ private:
         bool is_silent = own.is_whole;
         if (!own.is_whole) { failures.push_back(process.name() + ": " + own.words); }
         Patience patience(process.timeout);
-        for (int i = stride; i < process.group_size(); i += stride) {
+        for (int i = stride; i < process.size(); i += stride) {
             const std::optional<std::string> said = await(key + "/" + std::to_string(i), patience);
             const Verdict theirs =
                 said ? Verdict::parse(*said)
@@ -471,8 +471,8 @@ private:
         const std::string key = format("checkpoint/%ld", before);
         try {
             for (const std::string& part : {key, key + "/done"}) {
-                store.remove(part + "/" + std::to_string(process.group_index()));
-                if (process.group_index() == 0) { store.remove(part + "/verdict"); }
+                store.remove(part + "/" + std::to_string(process.index()));
+                if (process.index() == 0) { store.remove(part + "/verdict"); }
             }
         } catch (const RunError&) {}  // a store that is away keeps them until the end of the run
     }
@@ -553,8 +553,8 @@ private:
     // too.
     void announce(const StateIdentity& who, const Verdict& own, const Verdict& verdict,
                   const Written& written) {
-        const bool is_first = process.group_index() == 0;
-        const bool is_of_another_worker = !process.independent && process.worker != 0;
+        const bool is_first = process.index() == 0;
+        const bool is_of_another_worker = process.worker != process.first_worker;
         const std::string missing = format("there is no checkpoint of step %ld: ", who.step) + verdict.words;
         if (!verdict.is_whole) { remember(missing); }
         if (verdict.is_whole && is_first) {

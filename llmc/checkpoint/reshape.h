@@ -55,10 +55,10 @@ struct StoredRun {
     long step = 0;
     int workers = 1, ranks = 1;
     std::string lineage;
-    bool independent = false;  // its workers: then it is of one of them, and goes on in that one alone
+    bool elastic = false;  // it is of one elastic worker, which alone resumes from it
 
     std::string path(int worker, int rank) const {
-        return state_path(folder, step, independent ? rank : worker * ranks + rank);
+        return state_path(folder, step, elastic ? rank : worker * ranks + rank);
     }
 };
 

@@ -1,9 +1,8 @@
-// Resume: which checkpoint all processes of a run go on from, or the ranks of an independent worker. Each
-// looks into its own folder and says in the store what it sees there; so all know the same, and all find the
-// same answer:
+// Resume: which checkpoint the processes of a run resume from. Each looks into its own folder and says in the
+// store what it sees there; so all know the same, and all find the same answer:
 //   - the newest step at which every process has its own file, all of the same run (lineage);
 //   - of a run of another number of workers or ranks: at which every process has all files of that run
-//     (an independent worker does not go on from such a one, nor from another worker's: that is an error).
+//     (an elastic worker does not resume from such a checkpoint, nor from another worker's: an error).
 // Then each reads the files it needs in full. Where one is damaged, the next older step is tried.
 // Names and headers are not covered by a checksum until then: they decide what is tried, never what is taken.
 #pragma once
@@ -29,7 +28,7 @@ struct ResumePoint {
     long step = 0;
     std::string lineage;
     int workers = 1, ranks = 1;
-    int worker = -1;  // the independent one that wrote it; -1: all workers did, in lock-step
+    int worker = -1;  // the elastic one that wrote it; -1: all workers did, in lock-step
 
     bool is_of_one_worker() const { return worker >= 0; }
     long size() const { return is_of_one_worker() ? ranks : long(workers) * ranks; }
@@ -43,7 +42,7 @@ private:
 };
 
 inline ResumePoint point_of(const StateIdentity& who) {
-    return {who.step, who.lineage, who.workers, who.ranks, who.independent ? who.worker : -1};
+    return {who.step, who.lineage, who.workers, who.ranks, who.elastic ? who.worker : -1};
 }
 
 // "4 x 2 processes", "worker 1 of 4 x 2 processes"
@@ -164,7 +163,7 @@ inline void remove_leftovers(const Process& process, const std::string& folder) 
             (sscanf(name.c_str(), "DONE_%ld.%d", &step, &writer) == 2 &&
              path == done_path(folder, step) + format(".%d.tmp", writer)) ||
             (sscanf(name.c_str(), "model_%ld", &step) == 1 && path == model_path(folder, step) + ".tmp");
-        if (is_leftover && (writer == process.group_index() || writer >= process.group_size())) {
+        if (is_leftover && (writer == process.index() || writer >= process.size())) {
             std::filesystem::remove(path, ignored);
         }
     }
@@ -173,26 +172,21 @@ inline void remove_leftovers(const Process& process, const std::string& folder) 
 // -----------------------------------------------------------------------------------------------------------
 // What all see
 
-// A checkpoint that these processes may have written; in which start of theirs is not known.
-inline ResumePoint own_point(const Process& process, long step) {
-    return {step, "", process.workers, process.ranks, process.independent ? process.worker : -1};
-}
-
-inline bool is_of_same_shape(const Process& process, const ResumePoint& point) {
-    const ResumePoint own = own_point(process, point.step);
+// own: a checkpoint that these processes write (its step and lineage mean nothing)
+inline bool is_of_same_shape(const ResumePoint& own, const ResumePoint& point) {
     return point.workers == own.workers && point.ranks == own.ranks && point.worker == own.worker;
 }
 
 // The processes whose files process `index` reads: its own, or all where the shapes differ.
-inline std::pair<long, long> files_needed(const Process& process, int index, const ResumePoint& point) {
-    const bool is_own = is_of_same_shape(process, point);
+inline std::pair<long, long> files_needed(const ResumePoint& own, int index, const ResumePoint& point) {
+    const bool is_own = is_of_same_shape(own, point);
     return is_own ? std::pair(long(index), index + 1L) : std::pair(0L, point.size());
 }
 
 // The first thing that keeps process `index` from going on from there, as far as names and headers tell.
-inline std::string find_lack(const Process& process, int index, const FolderView& view,
+inline std::string find_lack(const ResumePoint& own, int index, const FolderView& view,
                              const ResumePoint& point) {
-    const auto [begin, end] = files_needed(process, index, point);
+    const auto [begin, end] = files_needed(own, index, point);
     for (long i = begin; i < end; i++) {
         const std::string path = state_path(view.folder, point.step, int(i));
         const auto found = view.states.find({point.step, int(i)});
@@ -210,8 +204,9 @@ inline std::string find_lack(const Process& process, int index, const FolderView
 }
 
 // The same after reading them in full, from this process's own folder.
-inline std::string find_damage(const Process& process, const std::string& folder, const ResumePoint& point) {
-    const auto [begin, end] = files_needed(process, process.group_index(), point);
+inline std::string find_damage(const ResumePoint& own, int index, const std::string& folder,
+                               const ResumePoint& point) {
+    const auto [begin, end] = files_needed(own, index, point);
     try {
         for (long i = begin; i < end; i++) { StateReader(state_path(folder, point.step, int(i))).verify(); }
     } catch (const UserError& error) { return without_hint(error); }
@@ -221,11 +216,12 @@ inline std::string find_damage(const Process& process, const std::string& folder
 // All processes' views, and what follows from them: the same on all.
 class CheckpointSearch {
 public:
-    CheckpointSearch(Process& process, const std::string& folder) : process(process), folder(folder) {
+    CheckpointSearch(Process& process, const std::string& folder, const ResumePoint& own)
+        : process(process), folder(folder), own(own) {
         for (const std::string& text : process.gather("resume/folder", view_folder(folder).pack())) {
             views.push_back(FolderView::unpack(text));
         }
-        for (int i = 0; i < process.group_size(); i++) {
+        for (int i = 0; i < process.size(); i++) {
             const FolderView& view = views[size_t(i)];
             if (!view.trouble.empty()) {
                 throw UserError(format("%s cannot read the folder %s (%s): give it another -o",
@@ -248,14 +244,14 @@ public:
     // Why this one cannot be taken, in words; empty: it is whole on all processes. Collective.
     std::string find_flaws(const ResumePoint& point) {
         std::vector<std::string> flaws;
-        for (int i = 0; i < process.group_size(); i++) {
-            flaws.push_back(find_lack(process, i, views[size_t(i)], point));
+        for (int i = 0; i < process.size(); i++) {
+            flaws.push_back(find_lack(own, i, views[size_t(i)], point));
         }
         auto is_empty = [](const std::string& flaw) { return flaw.empty(); };
         if (std::all_of(flaws.begin(), flaws.end(), is_empty)) {
             const std::string key = format("resume/%ld/%dx%d/%d/%s", point.step, point.workers, point.ranks,
                                            point.worker, point.lineage.c_str());
-            flaws = process.gather(key, find_damage(process, folder, point));
+            flaws = process.gather(key, find_damage(own, process.index(), folder, point));
         }
         return in_words(flaws, point);
     }
@@ -265,12 +261,12 @@ public:
 
     // UserError for a checkpoint that is whole and not for this run: what is reshaped is a run in lock-step.
     void check_shape(const ResumePoint& point) const {
-        const bool may_reshape = !process.independent && !point.is_of_one_worker();
-        if (may_reshape || is_of_same_shape(process, point)) { return; }
+        const bool may_reshape = !own.is_of_one_worker() && !point.is_of_one_worker();
+        if (may_reshape || is_of_same_shape(own, point)) { return; }
         const std::string what =
             format("the checkpoint of step %ld in %s is of ", point.step, views[0].folder.c_str());
         const std::string whole_run = format("a run of %d workers x %d ranks", point.workers, point.ranks);
-        if (!process.independent) {
+        if (!own.is_of_one_worker()) {
             throw UserError(what + format("worker %d of a run with --outer-transport store: resume it with "
                                           "that, or give another -o",
                                           point.worker));
@@ -280,14 +276,14 @@ public:
                             " in lock-step: resume it with the --outer-transport that it "
                             "had, or give another -o");
         }
-        if (point.workers != process.workers || point.ranks != process.ranks) {
+        if (point.workers != own.workers || point.ranks != own.ranks) {
             throw UserError(what + whole_run +
                             format(", not %d x %d: with --outer-transport store a worker "
                                    "resumes with the --workers and --ranks that it had",
-                                   process.workers, process.ranks));
+                                   own.workers, own.ranks));
         }
         throw UserError(what + format("worker %d, not of worker %d: give each worker the folder that it had",
-                                      point.worker, process.worker));
+                                      point.worker, own.worker));
     }
 
     // Where the folders hold more than one run's.
@@ -319,7 +315,7 @@ private:
         }
         // Of a step of which no header is left it is still to be said why it is passed over.
         for (long step : steps) {
-            if (!known.count(step)) { found.insert(own_point(process, step)); }
+            if (!known.count(step)) { found.insert({step, "", own.workers, own.ranks, own.worker}); }
         }
         points.assign(found.rbegin(), found.rend());
         if (newest_done.lineage.empty()) { return; }
@@ -338,28 +334,31 @@ private:
             text += (text.empty() ? "" : "; ") + process.member(int(i)) + ": " + flaws[i];
         }
         if (count > most) { text += format("; and %zu more processes", count - most); }
-        if (count > 0 && !process.independent && !is_of_same_shape(process, point)) {
+        if (count > 0 && !own.is_of_one_worker() && !is_of_same_shape(own, point)) {
             text += format(
                 " (it is of %d workers x %d ranks: to go on with %d x %d, each process needs all its files)",
-                point.workers, point.ranks, process.workers, process.ranks);
+                point.workers, point.ranks, own.workers, own.ranks);
         }
         return text;
     }
 
     Process& process;
     const std::string folder;
+    const ResumePoint own;
     std::vector<FolderView> views;
     std::vector<ResumePoint> points;
     ResumePoint newest_done;  // lineage empty: there is none
     bool has_done = false;
 };
 
-// Where to go on from; nothing: at the beginning. All of a group call it after meet(), once, each with its
-// own folder; all get the same, or throw the same UserError. `notes`: what a user should know, a line each.
+// The checkpoint to resume from; nothing: the run begins. All processes call it after meet(), once, each with
+// its own folder; all get the same, or throw the same UserError. `who`: this process in its state files; their
+// step and lineage are not known yet. `notes`: what a user should know, a line each.
 inline std::optional<ResumePoint> agree_on_checkpoint(Process& process, const std::string& folder,
+                                                      const StateIdentity& who,
                                                       std::vector<std::string>& notes) {
     remove_leftovers(process, folder);
-    CheckpointSearch search(process, folder);
+    CheckpointSearch search(process, folder, point_of(who));
     if (search.in_order().empty()) {
         notes.push_back("nothing to resume from in " + folder + ": training starts at step 1");
         return std::nullopt;

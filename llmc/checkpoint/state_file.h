@@ -2,7 +2,7 @@
 //
 //     header      256 int32, as llm.c's files have:   state_magic, state_version, then
 //                 [2] step (int64)  [4] worker  [5] rank  [6] workers  [7] ranks  [8] lineage (16 characters)
-//                 [12] number of sections  [13] 1: of an independent worker, else 0
+//                 [12] number of sections  [13] 1: of an elastic worker, else 0
 //                 [14] bytes of the whole file (int64)  [16...] 0
 //     table       64 bytes a section: name (48 characters, the rest 0), offset (int64), bytes (int64)
 //     sections    in that order, each at the next multiple of 64 bytes; 0 in between
@@ -43,10 +43,10 @@ struct StateIdentity {
     long step = 0;
     int worker = 0, rank = 0, workers = 1, ranks = 1;
     std::string lineage;  // 16 hex digits, drawn when a run starts from nothing and kept by its resumes
-    bool independent = false;  // its worker's ranks alone make up a checkpoint, not those of all workers
+    bool elastic = false;  // the ranks of its worker alone make up a checkpoint, not those of all workers
 
     // Its number among the processes that make up the checkpoint: in the names of files.
-    long process() const { return independent ? rank : long(worker) * ranks + rank; }
+    long process() const { return elastic ? rank : long(worker) * ranks + rank; }
 };
 
 inline std::string state_path(const std::string& folder, long step, int process) {
@@ -126,7 +126,7 @@ inline FileHeader pack(const StateIdentity& who, size_t sections, int64_t file_b
     memcpy(&header[2], &step, sizeof step);
     memcpy(&header[8], who.lineage.data(), 16);
     header[12] = int32_t(sections);
-    header[13] = who.independent;
+    header[13] = who.elastic;
     memcpy(&header[14], &file_bytes, sizeof file_bytes);
     return header;
 }
@@ -138,7 +138,7 @@ inline StateIdentity unpack(const FileHeader& header) {
     who.step = step;
     who.worker = header[4], who.rank = header[5], who.workers = header[6], who.ranks = header[7];
     who.lineage.assign(reinterpret_cast<const char*>(&header[8]), 16);
-    who.independent = header[13] == 1;
+    who.elastic = header[13] == 1;
     return who;
 }
 
@@ -335,7 +335,7 @@ private:
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// DONE_STEP: written by rank 0 of each worker when all processes (of an independent worker: all its ranks)
+// DONE_STEP: written by rank 0 of each worker when all processes (of an elastic worker: all its ranks)
 // have written their states
 
 inline void write_done(const std::string& folder, const StateIdentity& who) {
@@ -344,7 +344,7 @@ inline void write_done(const std::string& folder, const StateIdentity& who) {
     fields.set("workers", who.workers);
     fields.set("ranks", who.ranks);
     fields.set("lineage", who.lineage);
-    if (who.independent) { fields.set("worker", who.worker); }
+    if (who.elastic) { fields.set("worker", who.worker); }
     const std::string text = fields.text();
     // Workers of one folder write the same file: each under a temporary name of its own.
     write_file(done_path(folder, who.step), [&](OutputFile& file) { file.write(text.data(), text.size()); },
@@ -352,7 +352,7 @@ inline void write_done(const std::string& folder, const StateIdentity& who) {
 }
 
 // Of what run it is, and of how many processes (rank means nothing, and worker only where it is an
-// independent one). UserError, naming the file.
+// elastic one). UserError, naming the file.
 inline StateIdentity read_done(const std::string& folder, long step) {
     const std::string path = done_path(folder, step);
     const InputFile file(path, checkpoint_hint());
@@ -364,8 +364,8 @@ inline StateIdentity read_done(const std::string& folder, long step) {
     who.step = fields.integer("step");
     const long workers = fields.integer("workers"), ranks = fields.integer("ranks");
     who.lineage = fields.word("lineage");
-    who.independent = fields.has("worker");
-    const long worker = who.independent ? fields.integer("worker") : 0;
+    who.elastic = fields.has("worker");
+    const long worker = who.elastic ? fields.integer("worker") : 0;
     const long most = 1 << 20;
     if (who.step != step || workers < 1 || ranks < 1 || workers > most || ranks > most || worker < 0 ||
         worker >= workers || !state_format::is_lineage(who.lineage)) {

@@ -256,6 +256,7 @@ struct Resumption {
 // The run that wants to go on from a checkpoint.
 struct ResumedRun {
     std::string folder;                 // of this process's checkpoints
+    StateIdentity who;                  // this process in its state files; its step and lineage mean nothing
     long steps;                         // of the whole run
     bool steps_follow_from_data;        // else a user has said how many
     const NamedValues& options;         // all of them
@@ -319,7 +320,8 @@ inline void open_checkpoint(const ResumedRun& run, const ResumePoint& point, Res
 // processes get the same answer or throw the same UserError.
 inline Resumption find_checkpoint(Process& process, const ResumedRun& run) {
     Resumption r{process.run_id};
-    const std::optional<ResumePoint> point = agree_on_checkpoint(process, run.folder, r.notes);
+    const std::optional<ResumePoint> point =
+        agree_on_checkpoint(process, run.folder, run.who, r.notes);
     if (point) { process.check_together("resume/opened", [&] { open_checkpoint(run, *point, r); }); }
     return r;
 }

@@ -35,10 +35,10 @@ inline int local_number(const Process& process, const std::vector<std::string>& 
     std::set<std::string> taken;
     bool is_taken_twice = false;
     int before = 0;
-    for (int i = 0; i < process.group_size(); i++) {
-        if (machines[size_t(i)] != machines[size_t(process.group_index())]) { continue; }
+    for (int i = 0; i < process.size(); i++) {
+        if (machines[size_t(i)] != machines[size_t(process.index())]) { continue; }
         is_taken_twice |= !taken.insert(local_ranks[size_t(i)]).second;
-        before += i < process.group_index();
+        before += i < process.index();
     }
     return is_taken_twice ? before : process.local_rank;
 }
@@ -47,7 +47,7 @@ inline int local_number(const Process& process, const std::vector<std::string>& 
 inline std::string sharers_of_a_device(const Process& process, const std::vector<std::string>& devices) {
     for (const std::string& device : devices) {
         std::vector<std::string> names;
-        for (int i = 0; i < process.group_size(); i++) {
+        for (int i = 0; i < process.size(); i++) {
             if (devices[size_t(i)] == device) { names.push_back(process.member(i)); }
         }
         if (names.size() > 1) { return list_in_words(names); }
@@ -58,7 +58,7 @@ inline std::string sharers_of_a_device(const Process& process, const std::vector
 // --interface is for the traffic between workers, and NCCL can be given one for all that it carries: that is
 // the same where no worker's ranks need a network for theirs.   machines: of all processes
 inline void check_interface(const Process& process, const std::vector<std::string>& machines) {
-    for (int i = 0; i < process.group_size(); i++) {
+    for (int i = 0; i < process.size(); i++) {
         if (machines[size_t(i)] != machines[size_t(i / process.ranks * process.ranks)]) {
             throw UserError(
                 format("--interface would move the traffic inside worker %d, too, whose ranks are on several "
@@ -83,10 +83,10 @@ inline device::Device choose_device(Process& process, bool outer_nccl) {
     if (sharers.empty()) { return device; }
 
     const bool one_machine =
-        std::count(machines.begin(), machines.end(), machines[0]) == process.group_size();
+        std::count(machines.begin(), machines.end(), machines[0]) == process.size();
     process.change_environment(
         [&] { device::share_device(process.run_id + " " + process.name(), one_machine); });
-    if (process.group_index() == 0) {
+    if (process.index() == 0) {
         printf("%s share a GPU, and every collective costs milliseconds: fine for tests; otherwise start "
                "fewer processes here, or give each worker GPUs of its own (CUDA_VISIBLE_DEVICES)\n",
                sharers.c_str());

@@ -127,6 +127,11 @@ inline void set_steps(const Options& o, long tokens_a_step, Inputs& in) {
     }
 }
 
+// Of this process among those of all workers, where elastic ones are runs of their own. Numbers data and logs.
+inline int number_among_all(const Options& o, const Process& process) {
+    return process.worker * o.ranks + process.rank;
+}
+
 // Opens and checks all files that the options name. Throws a UserError for any that does not fit.
 inline Inputs open_inputs(const Options& o, const Process& process) {
     Inputs in;
@@ -135,8 +140,8 @@ inline Inputs open_inputs(const Options& o, const Process& process) {
     check_shape(in.shape, o);
     if (in.tokenizer) { check_tokenizer(*in.tokenizer, in.shape); }
     in.train_loader =
-        std::make_unique<DataLoader>(o.train_data, o.batch, o.seq_len, process.index(), process.size(),
-                                     in.shape.vocab_size, o.seed, o.shuffle != 0);
+        std::make_unique<DataLoader>(o.train_data, o.batch, o.seq_len, number_among_all(o, process),
+                                     o.workers * o.ranks, in.shape.vocab_size, o.seed, o.shuffle != 0);
     if (!o.validation_data.empty()) {
         in.validation_loader =
             std::make_unique<DataLoader>(o.validation_data, o.batch, o.seq_len, process.rank, process.ranks,

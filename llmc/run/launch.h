@@ -7,8 +7,8 @@
 //     nothing of all that       all processes are started here, and meet in a fresh temporary folder
 // DILOCO_STORE stands for --store where that is not given: it keeps a password out of the list of processes.
 // Where processes are started here, this one becomes their launcher (launcher.h): it starts its own program
-// again with DILOCO_WORKER and DILOCO_RANK set, passes on what they print, and ends when they have ended. Of
-// independent workers it starts one that has failed again, with DILOCO_RESTART set to how often it did so.
+// again with DILOCO_WORKER and DILOCO_RANK set, passes on what they print, and ends when they have ended. It
+// restarts an elastic worker that has failed, with DILOCO_RESTART set to the number of restarts so far.
 #pragma once
 #include <sys/stat.h>
 #include <unistd.h>
@@ -39,8 +39,8 @@ struct LaunchOptions {
     double timeout = 600;
     bool stops_gracefully = false;  // the processes handle a request to stop (stop.h)
     std::optional<World> world{};   // by -pn and -pr; else the environment may have one
-    bool independent = false;       // the workers: see Process
-    int restarts = 0;               // of an independent worker that has failed, by the launcher
+    bool elastic = false;           // each worker is a run of its own: see Process
+    int restarts = 0;               // of an elastic worker that has failed, by the launcher
 };
 
 // Where processes meet; empty: not given.
@@ -86,10 +86,10 @@ inline void check_world(const World& world, const LaunchOptions& o, long expecte
 }
 
 // Where processes meet that were all started on this machine: a folder of this user and their job. Empty
-// where that cannot be; and for independent workers, whose log has to outlive a job.
+// where that cannot be; and for elastic workers, whose log has to outlive a job.
 inline std::string job_folder(const World& world, const LaunchOptions& o) {
     const bool others_elsewhere = o.worker >= 0 && o.workers > 1;
-    const bool is_usable = world.is_on_one_machine() && !others_elsewhere && !o.independent;
+    const bool is_usable = world.is_on_one_machine() && !others_elsewhere && !o.elastic;
     if (world.job.empty() || !is_usable) { return ""; }
     const std::string parent = environment("TMPDIR");
     const uint64_t hash = XXH3_64bits(world.job.data(), world.job.size());
@@ -113,7 +113,7 @@ inline Place place_in_world(const World& world, const LaunchOptions& o, bool nee
     place.rank = number % o.ranks;
     place.local_rank = world.local_rank;
     // Where the other workers are other jobs, or may be, the job says nothing of the run.
-    if (o.worker < 0 && !o.independent) { place.job = world.job; }
+    if (o.worker < 0 && !o.elastic) { place.job = world.job; }
     place.started_by = world.program;
     return place;
 }
@@ -129,7 +129,7 @@ inline Place find_place(const LaunchOptions& o) {
         return place;
     }
     const long expected = o.worker >= 0 ? o.ranks : long(o.workers) * o.ranks;
-    const bool has_others = o.independent || long(o.workers) * o.ranks > 1;
+    const bool has_others = o.elastic || long(o.workers) * o.ranks > 1;
     const bool needs_store = store_url(o).empty() && has_others;
     const std::optional<World> world = o.world ? o.world : find_world(expected);
     if (world) {
@@ -147,8 +147,8 @@ inline Place find_place(const LaunchOptions& o) {
             "or redis://HOST:PORT");
     }
     place.worker = std::max(o.worker, 0);
-    // An independent one that is alone here may need a launcher: for its restarts, or for the store.
-    place.starts_others = expected > 1 || (o.independent && (o.restarts > 0 || needs_store));
+    // An elastic worker that is alone here may need a launcher: for its restarts, or for the store.
+    place.starts_others = expected > 1 || (o.elastic && (o.restarts > 0 || needs_store));
     return place;
 }
 
@@ -218,7 +218,7 @@ inline Process launch(const LaunchOptions& o, char** argv) {
     if (place.starts_others) {
         int status;
         {
-            Launcher launcher(children_to_start(o), store_url(o), argv, o.stops_gracefully, o.independent,
+            Launcher launcher(children_to_start(o), store_url(o), argv, o.stops_gracefully, o.elastic,
                               o.restarts);
             status = launcher.run();
         }
@@ -232,7 +232,6 @@ inline Process launch(const LaunchOptions& o, char** argv) {
     process.local_rank = place.local_rank;
     process.workers = o.workers;
     process.ranks = o.ranks;
-    process.independent = o.independent;
     process.restart = has_launcher() ? number_or_zero("DILOCO_RESTART") : 0;
     process.timeout = o.timeout;
     process.interface = o.interface;
@@ -241,6 +240,7 @@ inline Process launch(const LaunchOptions& o, char** argv) {
     process.terminal = has_launcher() ? environment("DILOCO_TERMINAL") == "1"
                                       : place.started_by != "mpirun" && isatty(STDOUT_FILENO);
     process.store_url = has_launcher() ? environment("DILOCO_STORE") : store_url(o);
+    if (o.elastic) { process.become_elastic(); }
     if (!place.folder.empty()) { process.meeting_point = std::make_shared<JobStore>(place.folder); }
     return process;
 }

@@ -1,12 +1,11 @@
-// Process: this process among all of a run, and what it settles with its group around the training: with all
-// processes, or in a run of independent workers (which know each other through the sync log alone) with the
-// ranks of its own worker, as if these were a run.
+// Process: this process among all of its run, and what these settle with each other around the training. An
+// elastic worker (which knows the others through the sync log alone) is a run of one worker.
 //     meet()                all are there and alive; keys of older runs in the same store are told apart
 //     check_fingerprint()   all were given the same options
-//     inner_group(), outer_group()   whom it talks to: the ranks of this worker; this shard on all workers
-//     leave()               nobody ends while another still waits for it
+//     inner_group(), outer_group()   its peers: the ranks of this worker; the owners of this shard
+//     leave()               no process ends while another still waits for it
 // All of it goes through the store. Keys of a run start with its run id, fresh each time processes meet (NAME
-// is the run's, or for the ranks of an independent worker RUN/worker W):
+// is the run's name, of an elastic worker RUN/worker W):
 //     NAME/join/I     the nonce of process I: random, new for each process
 //     NAME/roster     run id and all nonces, from process 0; one that finds its nonce there answers with
 //     ID/met/I        and only when all have, process 0 sets
@@ -264,55 +263,58 @@ private:
 struct Process {
     int worker = 0, rank = 0;    // this process
     int local_rank = 0;          // and among the processes on this machine
-    int workers = 1, ranks = 1;  // M and R
-    bool independent = false;    // the workers: each starts, fails and ends by itself
+    int workers = 1, ranks = 1;  // M and R of the run
+    int first_worker = 0;        // the number of its first worker: of an elastic one, its own
+    bool gives_way = false;      // a later start of the same processes takes their place
     int restart = 0;             // how often the launcher has started this worker again
     bool terminal = false;       // what it prints goes to a terminal, if through the process that started it
     double timeout = 600;        // seconds to wait for others
     std::string interface;       // of the network between workers; empty: the one that leads to the store
     std::string run_name = "diloco";
-    std::string store_url;                 // where processes meet; needed if the group has more than one
+    std::string store_url;                 // where processes meet; needed if the run has more than one
     std::shared_ptr<Store> meeting_point;  // that store; opened by meet(), as soon as it is needed
     std::string run_id;                    // known after meet(), as is
     std::shared_ptr<PrefixStore> store;    // the keys of this run
     std::unique_ptr<PlaceKeeper> keeper;
     std::unique_ptr<std::atomic<bool>> is_leaving = std::make_unique<std::atomic<bool>>(false);
 
-    // Its place among all processes of the run.
-    int index() const { return worker * ranks + rank; }
+    // Makes it a process of a run that consists of its worker alone.
+    void become_elastic() {
+        run_name += format("/worker %d", worker);
+        first_worker = worker;
+        workers = 1;
+        gives_way = true;  // the sync log tells the processes that were started before
+    }
+
+    // Its number among all processes of the run.
+    int index() const { return (worker - first_worker) * ranks + rank; }
     int size() const { return workers * ranks; }
     static std::string name(int worker, int rank) { return format("worker %d rank %d", worker, rank); }
     std::string name() const { return name(worker, rank); }
+    std::string member(int i) const { return name(first_worker + i / ranks, i % ranks); }
 
-    // Its place in its group: among those that it meets, agrees with and waits for.
-    int group_index() const { return independent ? rank : index(); }
-    int group_size() const { return independent ? ranks : size(); }
-    std::string member(int i) const { return independent ? name(worker, i) : name(i / ranks, i % ranks); }
-
-    // Returns when all of the group are there. UserError when some are missing after `timeout`, or when two
-    // claim the same place. (Where an independent worker is started twice, the later start goes on, and the
-    // sync log tells the other.) In what follows process i is the group's i-th.
+    // Returns when all processes of the run are there. UserError when some are missing after `timeout`, or
+    // when two claim the same place.
     void meet() {
-        if (!meeting_point && group_size() > 1) { meeting_point = open_store(store_url, timeout); }
+        if (!meeting_point && size() > 1) { meeting_point = open_store(store_url, timeout); }
         if (!meeting_point) { meeting_point = std::make_shared<MemoryStore>(); }
         std::vector<std::string> names;
-        for (int i = 0; i < group_size(); i++) { names.push_back(member(i)); }
-        const std::string group_name = run_name + (independent ? format("/worker %d", worker) : "");
+        for (int i = 0; i < size(); i++) { names.push_back(member(i)); }
         auto meeting =
-            std::make_unique<Meeting>(meeting_point, group_name, names, group_index(), timeout, rank == 0);
+            std::make_unique<Meeting>(meeting_point, run_name, names, index(), timeout, rank == 0);
         run_id = meeting->meet();
         store = std::make_shared<PrefixStore>(meeting_point, run_id + "/");
-        if (group_size() > 1) { keeper = std::make_unique<PlaceKeeper>(std::move(meeting), !independent); }
+        if (size() > 1) { keeper = std::make_unique<PlaceKeeper>(std::move(meeting), !gives_way); }
     }
 
     // Compares all (option, value) pairs with process 0's. If any differ, all throw the same UserError.
     void check_fingerprint(const std::vector<std::pair<std::string, std::string>>& options) {
         std::string packed;
         for (const auto& option : options) { packed += option.first + '\0' + option.second + '\0'; }
-        store->set("fingerprint/" + std::to_string(group_index()), packed);
-        if (group_index() == 0) {
+        store->set("fingerprint/" + std::to_string(index()), packed);
+        if (index() == 0) {
             std::string verdict;
-            for (int i = 1; i < group_size(); i++) {
+            for (int i = 1; i < size(); i++) {
                 const std::string theirs = await("fingerprint/" + std::to_string(i), i);
                 verdict += differences(options, unpack_options(theirs), i);
             }
@@ -324,9 +326,9 @@ struct Process {
 
     // What each process says of itself under `key`, in the order of their numbers.
     std::vector<std::string> gather(const std::string& key, const std::string& value) {
-        store->set(key + "/" + std::to_string(group_index()), value);
+        store->set(key + "/" + std::to_string(index()), value);
         std::vector<std::string> values;
-        for (int i = 0; i < group_size(); i++) { values.push_back(await(key + "/" + std::to_string(i), i)); }
+        for (int i = 0; i < size(); i++) { values.push_back(await(key + "/" + std::to_string(i), i)); }
         return values;
     }
 
@@ -359,19 +361,19 @@ struct Process {
         return {*store, "inner/" + std::to_string(worker), rank, ranks, "", timeout, members};
     }
 
-    // The processes that own this one's shard, one of each worker. (Independent workers have none.)
+    // The processes that own this one's shard, one of each worker.
     CommGroup outer_group() const {
         std::vector<std::string> members;
         for (int w = 0; w < workers; w++) { members.push_back(name(w, rank)); }
         return {*store, "outer/" + std::to_string(rank), worker, workers, interface, timeout, members};
     }
 
-    // Returns when all of the group have come here: from now on no one needs another's connections, and the
+    // Returns when all processes have come here: from now on none needs another's connections, and the
     // run's keys are removed. RunError where one has failed instead.
     void leave() {
-        store->set("left/" + std::to_string(group_index()), "");
-        if (group_index() == 0) {
-            for (int i = 1; i < group_size(); i++) { await("left/" + std::to_string(i), i); }
+        store->set("left/" + std::to_string(index()), "");
+        if (index() == 0) {
+            for (int i = 1; i < size(); i++) { await("left/" + std::to_string(i), i); }
             store->set("all left", "");
         }
         await("all left", 0);
@@ -385,7 +387,7 @@ struct Process {
     // written down for the others to report. Several threads may find an error: the first one's counts.
     [[noreturn]] void leave_with(const std::exception& error) const {
         while (is_leaving->exchange(true)) { std::this_thread::sleep_for(std::chrono::hours(1)); }
-        if (store && group_size() > 1 && !dynamic_cast<const CommError*>(&error)) {
+        if (store && size() > 1 && !dynamic_cast<const CommError*>(&error)) {
             record_cause(*store, {name(), format("has stopped: %s", error.what())});
         }
         fflush(stdout);
@@ -420,7 +422,7 @@ private:
     void remove_keys() {
         try {
             Patience patience(std::min(timeout, 5.0));
-            for (int i = 1; group_index() == 0 && i < group_size(); i++) {
+            for (int i = 1; index() == 0 && i < size(); i++) {
                 const std::string key = "left/" + std::to_string(i);
                 while (store->try_get(key) && !patience.is_over()) { patience.pause(); }
             }

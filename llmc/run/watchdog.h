@@ -29,7 +29,7 @@ class Watchdog {
 public:
     // is_awake: whether it watches at all
     explicit Watchdog(const Process& process, bool is_awake = runs_on_gpu)
-        : process(process), is_awake(is_awake && process.group_size() > 1), patience(2 * process.timeout),
+        : process(process), is_awake(is_awake && process.size() > 1), patience(2 * process.timeout),
           thread([this] { run(); }) {}
 
     ~Watchdog() {

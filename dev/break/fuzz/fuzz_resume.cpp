@@ -42,7 +42,7 @@ void agree(const Inputs& inputs, const std::string& folder) {
     std::vector<std::string> notes;
     std::optional<ResumePoint> point;
     try {
-        point = agree_on_checkpoint(process, folder, notes);
+        point = agree_on_checkpoint(process, folder, {0, 0, 0, process.workers, 1, "", false}, notes);
     } catch (const UserError& error) {
         if (inputs.said.empty()) { check_message(error.what()); }
         return;

@@ -27,18 +27,18 @@ struct Member {
 class Processes {
 public:
     Processes(int workers, int ranks, bool shares_folder = false, const std::string& store_url = "",
-              double timeout = 60, bool independent = false)
+              double timeout = 60, bool elastic = false)
         : workers(workers), ranks(ranks), members(size_t(workers * ranks)) {
         auto memory = std::make_shared<MemoryStore>();
         for (int i = 0; i < workers * ranks; i++) {
             Process& process = members[size_t(i)].process;
             process.worker = i / ranks, process.rank = i % ranks;
             process.workers = workers, process.ranks = ranks;
-            process.independent = independent;
+            if (elastic) { process.become_elastic(); }
             process.timeout = timeout;
             std::shared_ptr<Store> everything = memory;
             if (!store_url.empty()) { everything = open_store(store_url, 5); }
-            const std::string run = independent ? format("run of worker %d/", process.worker) : "run/";
+            const std::string run = elastic ? format("run of worker %d/", process.worker) : "run/";
             process.store = std::make_shared<PrefixStore>(everything, run);
             members[size_t(i)].folder = folder / (shares_folder ? "all" : "w" + std::to_string(i / ranks));
             std::filesystem::create_directories(members[size_t(i)].folder);
@@ -54,10 +54,10 @@ public:
     CheckpointJob job(int i, long step) const {
         const Process& process = members[size_t(i)].process;
         CheckpointJob job;
-        job.identity = {step, process.worker, process.rank, workers, ranks, lineage, process.independent};
+        job.identity = {step, process.worker, process.rank, workers, ranks, lineage, process.gives_way};
         job.ready = [] {};
         job.sections = [i] { return std::vector<StateSection>{{"index", &data()[i], sizeof(int)}}; };
-        if (process.group_index() == 0) {
+        if (process.index() == 0) {
             job.write_model = [](const std::string& path) { write_bytes(path, "a model"); };
         }
         return job;
@@ -73,7 +73,7 @@ public:
     }
 
     std::string state(int i, long step) const {
-        return state_path(members[size_t(i)].folder, step, members[size_t(i)].process.group_index());
+        return state_path(members[size_t(i)].folder, step, members[size_t(i)].process.index());
     }
     bool is_done(int i, long step) const { return exists(done_path(members[size_t(i)].folder, step)); }
     std::vector<std::string> messages(int i) { return members[size_t(i)].checkpointer->take_messages(); }
@@ -275,7 +275,7 @@ TEST(Checkpointer, the_model_of_the_last_step_stays_where_its_checkpoint_is_not_
     }
 }
 
-TEST(Checkpointer, an_independent_worker_agrees_with_its_ranks_alone) {
+TEST(Checkpointer, an_elastic_worker_agrees_with_its_ranks_alone) {
     Processes run(2, 2, false, "", 60, true);
     run.start(1);
     for (long step : {10, 30}) {
@@ -292,14 +292,14 @@ TEST(Checkpointer, an_independent_worker_agrees_with_its_ranks_alone) {
     EXPECT_TRUE(contains(run.last_message(2), "checkpoint of step 30 is whole "));
     EXPECT_TRUE(run.messages(1).empty() && run.messages(3).empty());
     const StateIdentity who = StateReader(run.state(3, 30)).identity();
-    EXPECT_TRUE(who.independent);
+    EXPECT_TRUE(who.elastic);
     EXPECT_EQ(who.worker, 1);
     EXPECT_EQ(who.rank, 1);
     EXPECT_EQ(who.workers, 2);
     EXPECT_EQ(read_done(run.members[2].folder, 30).worker, 1);
 }
 
-TEST(Checkpointer, where_a_rank_of_an_independent_worker_fails_its_process_0_says_so) {
+TEST(Checkpointer, where_a_rank_of_an_elastic_worker_fails_its_process_0_says_so) {
     Processes run(2, 2, false, "", 60, true);
     run.start();
     CheckpointJob job = run.job(3, 10);

@@ -59,11 +59,11 @@ struct Agreement {
     std::vector<std::string> notes;
 };
 
-static Agreement agree(Process& process, const std::string& folder) {
+static Agreement agree(Process& process, const StateIdentity& who, const std::string& folder) {
     Agreement agreement;
     try {
         process.meet();
-        const auto point = agree_on_checkpoint(process, folder, agreement.notes);
+        const auto point = agree_on_checkpoint(process, folder, who, agreement.notes);
         agreement.result =
             point ? format("%ld %s %dx%d", point->step, point->lineage.c_str(), point->workers, point->ranks)
                   : "none";
@@ -82,13 +82,16 @@ static Process process_of(const Shape& shape, int index) {
 }
 
 // Of processes with a folder each. All must have come to the same result.
-static Agreement agreement_among(std::vector<Process> processes, const std::vector<std::string>& folders) {
+static Agreement agreement_among(std::vector<Process> processes, const Shape& shape,
+                                 const std::vector<std::string>& folders) {
     TemporaryFolder store;
     std::vector<Agreement> agreements(folders.size());
     std::vector<std::thread> threads;
     for (size_t i = 0; i < folders.size(); i++) {
         processes[i].meeting_point = std::make_shared<FileStore>(store.name());
-        threads.emplace_back([&, i] { agreements[i] = agree(processes[i], folders[i]); });
+        const StateIdentity who{0, processes[i].worker, processes[i].rank, shape.workers, shape.ranks, "",
+                                processes[i].gives_way};
+        threads.emplace_back([&, i, who] { agreements[i] = agree(processes[i], who, folders[i]); });
     }
     for (std::thread& thread : threads) { thread.join(); }
     for (const Agreement& other : agreements) {
@@ -101,25 +104,25 @@ static Agreement agreement_among(std::vector<Process> processes, const std::vect
 static Agreement agreement_of(const Shape& shape, const std::vector<std::string>& folders) {
     std::vector<Process> processes;
     for (int i = 0; i < int(folders.size()); i++) { processes.push_back(process_of(shape, i)); }
-    return agreement_among(std::move(processes), folders);
+    return agreement_among(std::move(processes), shape, folders);
 }
 
-// Of the ranks of an independent worker.
+// Of the ranks of an elastic worker.
 static Agreement agreement_in_worker(int worker, const std::string& folder, const Shape& shape) {
     std::vector<Process> processes;
     for (int rank = 0; rank < shape.ranks; rank++) {
         processes.push_back(process_of(shape, worker * shape.ranks + rank));
-        processes.back().independent = true;
+        processes.back().become_elastic();
     }
-    return agreement_among(std::move(processes), std::vector<std::string>(size_t(shape.ranks), folder));
+    return agreement_among(std::move(processes), shape, std::vector<std::string>(size_t(shape.ranks), folder));
 }
 
-// What an independent worker has written.
+// What an elastic worker has written.
 static void add_own_checkpoint(const std::string& folder, long step, int worker, const Shape& shape,
                                const std::string& lineage = run_a) {
     for (int rank = 0; rank < shape.ranks; rank++) {
         StateIdentity who = identity(step, worker * shape.ranks + rank, shape, lineage);
-        who.independent = true;
+        who.elastic = true;
         write_state(state_path(folder, step, rank), who, {{"step", &step, sizeof step}});
         if (rank == 0) { write_done(folder, who); }
     }
@@ -364,9 +367,9 @@ TEST(ResumePoint, what_a_process_was_writing_when_it_was_killed_is_removed) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Independent workers
+// Elastic workers
 
-TEST(ResumePoint, of_an_independent_worker_is_the_newest_that_all_its_ranks_have) {
+TEST(ResumePoint, of_an_elastic_worker_is_the_newest_that_all_its_ranks_have) {
     const Shape shape{3, 2};
     TemporaryFolder folder;
     for (long step : {20, 40, 60}) { add_own_checkpoint(folder.name(), step, 2, shape); }
@@ -381,7 +384,7 @@ TEST(ResumePoint, of_an_independent_worker_is_the_newest_that_all_its_ranks_have
                               "step 40" + over + state_path(folder.name(), 40, 1) + " is missing"}));
 }
 
-TEST(ResumePoint, a_flipped_bit_in_an_independent_workers_header_makes_the_one_before_it_count) {
+TEST(ResumePoint, a_flipped_bit_in_an_elastic_workers_header_makes_the_one_before_it_count) {
     const Shape shape{3, 2};
     TemporaryFolder folder;
     for (long step : {40, 60}) { add_own_checkpoint(folder.name(), step, 2, shape); }
@@ -396,7 +399,7 @@ TEST(ResumePoint, a_flipped_bit_in_an_independent_workers_header_makes_the_one_b
     EXPECT_EQ(agreement_in_worker(2, folder.name(), shape).result, "60 " + run_a + " 3x2");
 }
 
-TEST(ResumePoint, an_independent_worker_without_a_checkpoint_begins) {
+TEST(ResumePoint, an_elastic_worker_without_a_checkpoint_begins) {
     TemporaryFolder folder;
     EXPECT_EQ(agreement_in_worker(1, folder.name(), {2, 1}).result, "none");
 }
@@ -411,7 +414,7 @@ TEST(ResumePoint, of_another_worker_is_refused_and_both_are_named) {
     }
 }
 
-TEST(ResumePoint, of_an_independent_worker_of_another_shape_is_refused_and_both_are_named) {
+TEST(ResumePoint, of_an_elastic_worker_of_another_shape_is_refused_and_both_are_named) {
     const Shape old{2, 2};
     for (const Shape& shape : {Shape{3, 2}, Shape{2, 1}, Shape{2, 3}}) {
         TemporaryFolder folder;
@@ -424,7 +427,7 @@ TEST(ResumePoint, of_an_independent_worker_of_another_shape_is_refused_and_both_
     }
 }
 
-TEST(ResumePoint, of_a_run_in_lock_step_is_none_for_an_independent_worker_nor_the_other_way_round) {
+TEST(ResumePoint, of_a_run_in_lock_step_is_none_for_an_elastic_worker_nor_the_other_way_round) {
     TemporaryFolder together, apart;
     add_checkpoint(together.name(), 60, {2, 1});
     EXPECT_EQ(agreement_in_worker(0, together.name(), {2, 1}).result,

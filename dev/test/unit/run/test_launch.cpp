@@ -102,7 +102,7 @@ static void run_mode(const std::string& mode, Process& process) {
     process.leave();
 }
 
-// Of independent workers, until the test lets it end (the file DILOCO_TEST_GO): "worker 1 dies once".
+// Of elastic workers, until the test lets it end (the file DILOCO_TEST_GO): "worker 1 dies once".
 // Who the mode does not name waits. Returns the exit status.
 static int run_alone(const std::string& mode, Process& process) {
     const bool is_meant = mode.rfind("all ", 0) == 0 || process.worker == 1;
@@ -153,7 +153,7 @@ __attribute__((constructor)) static void test_program(int argc, char** argv) {
     const std::string mode = argv[1];
     options.stops_gracefully = mode.rfind("stop", 0) == 0 || mode == "worker 1 waits";
     const char* restarts = getenv("DILOCO_TEST_RESTARTS");
-    options.independent = restarts != nullptr;
+    options.elastic = restarts != nullptr;
     options.restarts = restarts ? atoi(restarts) : 0;
     int status = 0;
     try {
@@ -161,7 +161,7 @@ __attribute__((constructor)) static void test_program(int argc, char** argv) {
         try {
             if (mode.rfind("stop ", 0) == 0) {
                 status = train_until_stopped(mode, process);
-            } else if (options.independent) {
+            } else if (options.elastic) {
                 status = run_alone(mode, process);
             } else {
                 run_mode(mode, process);
@@ -559,7 +559,7 @@ TEST(Launcher, a_dead_worker_is_named_at_the_other_site) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Independent workers
+// Elastic workers
 
 // Those of a mode of run_alone(), or of one that stops.
 struct Workers {
@@ -608,7 +608,7 @@ static std::vector<std::string> sorted(std::vector<std::string> lines) {
     return lines;
 }
 
-TEST(IndependentWorkers, one_that_dies_does_not_end_the_others_and_a_line_says_so) {
+TEST(ElasticWorkers, one_that_dies_does_not_end_the_others_and_a_line_says_so) {
     Workers run("worker 1 dies", 3, 1, 0);
     run.wait_for("err", "worker 1 was killed by signal 9 (Killed)");
     run.let_go();
@@ -619,7 +619,7 @@ TEST(IndependentWorkers, one_that_dies_does_not_end_the_others_and_a_line_says_s
     EXPECT_TRUE(run.program.leaves_nothing_in_tmp());
 }
 
-TEST(IndependentWorkers, one_that_failed_is_started_again_and_knows_it) {
+TEST(ElasticWorkers, one_that_failed_is_started_again_and_knows_it) {
     Workers run("worker 1 dies once", 2, 1, 3);
     run.wait_for("out", "[1.0] start 1, ");
     run.let_go();
@@ -630,7 +630,7 @@ TEST(IndependentWorkers, one_that_failed_is_started_again_and_knows_it) {
     EXPECT_EQ(run.count("out", "[1.0] done"), 1);
 }
 
-TEST(IndependentWorkers, one_that_fails_again_and_again_is_given_up_and_the_others_go_on) {
+TEST(ElasticWorkers, one_that_fails_again_and_again_is_given_up_and_the_others_go_on) {
     Workers run("worker 1 dies", 2, 1, 2);
     run.wait_for("err", "worker 1 was killed by signal 9 (Killed); none of 2 restarts is left");
     run.let_go();
@@ -642,7 +642,7 @@ TEST(IndependentWorkers, one_that_fails_again_and_again_is_given_up_and_the_othe
     for (int start : {0, 1, 2}) { EXPECT_EQ(run.count("out", format("[1.0] start %d, ", start)), 1); }
 }
 
-TEST(IndependentWorkers, one_whose_place_another_process_has_taken_is_not_started_again) {
+TEST(ElasticWorkers, one_whose_place_another_process_has_taken_is_not_started_again) {
     Workers run("worker 1 dies and is replaced", 2, 1, 3);
     run.wait_for("err", "worker 1 left with exit code 76");
     run.let_go();
@@ -654,7 +654,7 @@ TEST(IndependentWorkers, one_whose_place_another_process_has_taken_is_not_starte
                                     "worker 0 has completed the run"}));
 }
 
-TEST(IndependentWorkers, where_all_fail_the_status_is_that_of_the_first) {
+TEST(ElasticWorkers, where_all_fail_the_status_is_that_of_the_first) {
     Workers run("all workers fails", 2, 1, 0);
     EXPECT_EQ(run.wait(), 1);
     const std::vector<std::string> lines = run.errors();
@@ -666,7 +666,7 @@ TEST(IndependentWorkers, where_all_fail_the_status_is_that_of_the_first) {
     EXPECT_EQ(lines.size(), 5u) << run.program.err;
 }
 
-TEST(IndependentWorkers, a_mistake_is_not_started_again_and_said_once_where_all_make_it) {
+TEST(ElasticWorkers, a_mistake_is_not_started_again_and_said_once_where_all_make_it) {
     Workers run("all workers makes a mistake", 3, 1, 3);
     wait_for_pids(run.program, 3);
     run.let_go();
@@ -675,7 +675,7 @@ TEST(IndependentWorkers, a_mistake_is_not_started_again_and_said_once_where_all_
     EXPECT_EQ(run.count("out", "start 1"), 0);
 }
 
-TEST(IndependentWorkers, a_mistake_of_one_is_said_and_is_the_status_though_the_others_complete_the_run) {
+TEST(ElasticWorkers, a_mistake_of_one_is_said_and_is_the_status_though_the_others_complete_the_run) {
     Workers run("worker 1 makes a mistake", 2, 1, 3);
     wait_for_pids(run.program, 2);
     run.let_go();
@@ -684,7 +684,7 @@ TEST(IndependentWorkers, a_mistake_of_one_is_said_and_is_the_status_though_the_o
               sorted({"error: worker 1 rank 0: no such shard: look", "worker 0 has completed the run"}));
 }
 
-TEST(IndependentWorkers, a_dead_rank_ends_its_worker_though_the_others_hang_and_no_other_worker) {
+TEST(ElasticWorkers, a_dead_rank_ends_its_worker_though_the_others_hang_and_no_other_worker) {
     Workers run("worker 1 loses a rank", 2, 2, 0);
     run.wait_for("err", "worker 1 rank 1 was killed by signal 9 (Killed)");
     EXPECT_FALSE(is_running(run.pid("[1.0] start")));
@@ -694,7 +694,7 @@ TEST(IndependentWorkers, a_dead_rank_ends_its_worker_though_the_others_hang_and_
     EXPECT_EQ(run.count("out", "done"), 2);
 }
 
-TEST(IndependentWorkers, their_ranks_meet_and_agree_among_themselves) {
+TEST(ElasticWorkers, their_ranks_meet_and_agree_among_themselves) {
     Workers run("all workers meets", 2, 2, 0);
     run.let_go();
     EXPECT_EQ(run.wait(), 0) << run.program.err;
@@ -704,7 +704,7 @@ TEST(IndependentWorkers, their_ranks_meet_and_agree_among_themselves) {
     EXPECT_EQ(run.count("out", "sum 1"), 2);
 }
 
-TEST(IndependentWorkers, ranks_that_are_started_again_meet_in_the_store_that_their_worker_had) {
+TEST(ElasticWorkers, ranks_that_are_started_again_meet_in_the_store_that_their_worker_had) {
     Workers run("all workers meets again", 2, 2, 1);
     run.let_go();
     EXPECT_EQ(run.wait(), 0) << run.program.err;
@@ -715,7 +715,7 @@ TEST(IndependentWorkers, ranks_that_are_started_again_meet_in_the_store_that_the
     EXPECT_EQ(run.count("out", "[0.1] start 1, "), 0);
 }
 
-TEST(IndependentWorkers, a_request_to_the_launcher_stops_all) {
+TEST(ElasticWorkers, a_request_to_the_launcher_stops_all) {
     for (int signal : stop_signals) {
         Workers run("stop soon", 3, 1, 3);
         const std::vector<pid_t> pids = wait_for_pids(run.program, 3);
@@ -730,7 +730,7 @@ TEST(IndependentWorkers, a_request_to_the_launcher_stops_all) {
     }
 }
 
-TEST(IndependentWorkers, a_request_to_one_of_them_stops_that_one_and_it_is_not_started_again) {
+TEST(ElasticWorkers, a_request_to_one_of_them_stops_that_one_and_it_is_not_started_again) {
     Workers run("stop soon", 2, 1, 3);
     wait_for_pids(run.program, 2);
     kill(run.pid("[1.0] pid"), SIGUSR1);
@@ -742,7 +742,7 @@ TEST(IndependentWorkers, a_request_to_one_of_them_stops_that_one_and_it_is_not_s
                                     "stopped by request"}));
 }
 
-TEST(IndependentWorkers, one_that_waits_for_its_restart_is_not_started_after_a_request) {
+TEST(ElasticWorkers, one_that_waits_for_its_restart_is_not_started_after_a_request) {
     Workers run("stop or die", 2, 1, 5);
     run.wait_for("err", "worker 1 was killed by signal 9 (Killed); restart 3 of 5 in 4 s");
     run.program.process.send_signal(SIGTERM);
@@ -751,7 +751,7 @@ TEST(IndependentWorkers, one_that_waits_for_its_restart_is_not_started_after_a_r
     EXPECT_EQ(run.count("err", "worker 0 has stopped by request"), 1) << run.program.err;
 }
 
-TEST(IndependentWorkers, those_that_are_not_ready_to_stop_end_when_they_are_asked_and_are_no_failure) {
+TEST(ElasticWorkers, those_that_are_not_ready_to_stop_end_when_they_are_asked_and_are_no_failure) {
     Workers run("worker 1 waits", 2, 1, 3);
     const std::vector<pid_t> pids = wait_for_pids(run.program, 2);
     run.program.process.send_signal(SIGTERM);
@@ -761,7 +761,7 @@ TEST(IndependentWorkers, those_that_are_not_ready_to_stop_end_when_they_are_aske
         << run.program.err;
 }
 
-TEST(IndependentWorkers, ctrl_c_ends_all) {
+TEST(ElasticWorkers, ctrl_c_ends_all) {
     Workers run("worker 1 dies once", 2, 2, 3);
     run.wait_for("out", "[1.1] start 1, ");
     const std::vector<pid_t> pids = wait_for_pids(run.program, 6);
@@ -772,7 +772,7 @@ TEST(IndependentWorkers, ctrl_c_ends_all) {
     EXPECT_TRUE(run.program.leaves_nothing_in_tmp());
 }
 
-TEST(IndependentWorkers, one_that_is_started_here_alone_is_started_again_too) {
+TEST(ElasticWorkers, one_that_is_started_here_alone_is_started_again_too) {
     TemporaryFolder shared;
     Workers run("worker 1 dies once", 2, 1, 1, 1, "file:" + shared.name());
     run.wait_for("out", "[1.0] start 1, ");
@@ -1327,34 +1327,34 @@ TEST(JobStore, does_not_use_what_others_may_write_to) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Places of independent workers
+// Places of elastic workers
 
-static LaunchOptions independent(int workers, int worker, bool has_store, int restarts = 0) {
+static LaunchOptions elastic(int workers, int worker, bool has_store, int restarts = 0) {
     LaunchOptions options;
     options.workers = workers;
     options.worker = worker;
     if (has_store) { options.store = "file:/tmp/x"; }
-    options.independent = true;
+    options.elastic = true;
     options.restarts = restarts;
     return options;
 }
 
-TEST(IndependentPlaces, one_that_is_alone_here_has_a_launcher_where_it_needs_a_store_or_restarts) {
-    EXPECT_FALSE(place_in({}, independent(2, 1, true)).starts_others);
-    EXPECT_TRUE(place_in({}, independent(2, 1, true, 3)).starts_others);
-    EXPECT_TRUE(place_in({}, independent(1, -1, false)).starts_others);
-    EXPECT_TRUE(contains(user_error([] { place_in({}, independent(2, 1, false)); }),
+TEST(ElasticPlaces, one_that_is_alone_here_has_a_launcher_where_it_needs_a_store_or_restarts) {
+    EXPECT_FALSE(place_in({}, elastic(2, 1, true)).starts_others);
+    EXPECT_TRUE(place_in({}, elastic(2, 1, true, 3)).starts_others);
+    EXPECT_TRUE(place_in({}, elastic(1, -1, false)).starts_others);
+    EXPECT_TRUE(contains(user_error([] { place_in({}, elastic(2, 1, false)); }),
                          "--worker needs a place to meet the other workers: give --store"));
 }
 
-TEST(IndependentPlaces, processes_of_other_launchers_need_a_store_and_have_no_restarts) {
+TEST(ElasticPlaces, processes_of_other_launchers_need_a_store_and_have_no_restarts) {
     const Variables mpi = joined(mpirun("1", "2"), {{"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}});
-    const Place place = place_in(mpi, independent(2, -1, true));
+    const Place place = place_in(mpi, elastic(2, -1, true));
     EXPECT_EQ(place.worker, 1);
     EXPECT_EQ(place.job, "") << "the log goes on when the job comes again";
-    EXPECT_TRUE(contains(user_error([&] { place_in(mpi, independent(2, -1, false)); }),
+    EXPECT_TRUE(contains(user_error([&] { place_in(mpi, elastic(2, -1, false)); }),
                          "processes that mpirun starts need a place to meet: give --store"));
-    EXPECT_TRUE(contains(user_error([&] { place_in(mpi, independent(2, -1, true, 1)); }),
+    EXPECT_TRUE(contains(user_error([&] { place_in(mpi, elastic(2, -1, true, 1)); }),
                          "--restart is for processes that this program starts: leave it out"));
 }
 
