@@ -61,7 +61,7 @@
 #include "llmc/run/watchdog.h"
 #include "streaming/diloco.h"
 #include "streaming/elastic/log_stores.h"
-#include "streaming/elastic/logged_diloco.h"
+#include "streaming/elastic/elastic_diloco.h"
 #include "streaming/outer_loop.h"
 #include "llmc/checkpoint/reshape.h"
 #include "streaming/snapshot.h"
@@ -993,7 +993,6 @@ struct Run {
     const device::Device& device;
     Resumption& resumed;
     OuterLoop* outer = nullptr;            // null without an outer optimizer
-    LoggedDiloco* logged = nullptr;        // the same, where workers come and go; else null
     Checkpointer* checkpointer = nullptr;  // null where nothing is written
     LearningRateSchedule schedule{};
     Stopping stopping{};
@@ -1002,7 +1001,7 @@ struct Run {
     long step_before = 0;                  // where it came from: more than one step behind after a jump
     StepResult results[2]{};               // of this update and of the one before
     double last_collected = 0;             // now_seconds() when the step before this one was through
-    int snapshots_taken = 0;               // of other workers
+    Outcome::Course course = Outcome::continues;  // as the exchange between workers last said
 
     // The process that saves and samples: rank 0 of worker 0, or of each elastic worker.
     bool is_first() const { return process.rank == 0 && is_first_worker(); }
@@ -1012,7 +1011,9 @@ struct Run {
     // Whether workers stop together, as a sync says that carries the request.
     bool stops_together() const { return outer && !options.is_independent(); }
     // Whether it was asked to stop while it waited for other workers, and waits no longer.
-    bool has_left() const { return logged && logged->has_left(); }
+    bool has_left() const { return course == Outcome::left; }
+    // Whether the other workers have reached the end of the run without this one.
+    bool is_over() const { return course == Outcome::over; }
     bool is_stopping() const {
         if (stops_together()) { return stopping.at > 0 && step == stopping.at; }
         return has_left() || (stopping.asked_in > 0 && totals.updates > stopping.asked_in);
@@ -1297,9 +1298,7 @@ inline float learning_rate_of(const Run& run, long step) {
 }
 
 // This worker's parameters are those of a snapshot now. AdamW's moments came with it, or begin anew.
-inline void note_snapshots(Run& run, int taken) {
-    if (taken == run.snapshots_taken) { return; }
-    run.snapshots_taken = taken;
+inline void note_snapshot(Run& run) {
     run.totals.joined_after = run.totals.updates;
     if (run.options.join_moments) { return; }
     Worker& worker = run.worker;
@@ -1308,25 +1307,28 @@ inline void note_snapshots(Run& run, int taken) {
     worker.adamw_updates = 0;
 }
 
-// Where workers come and go: what there was to tell since the last time.
-inline void report_events(Run& run) {
-    if (!run.logged) { return; }
-    for (const LogEvent& event : run.logged->events()) {
-        const std::optional<long> sync = event.sync >= 0 ? std::optional<long>(event.sync) : std::nullopt;
-        run.logger.event({run.step, name_of(event.kind), sync, event.worker, event.text});
-        const bool is_routine = event.kind == LogEventKind::decided || event.kind == LogEventKind::applied ||
-                                event.kind == LogEventKind::without_mean;
+inline void report_events(Run& run, const std::vector<OuterEvent>& events) {
+    for (const OuterEvent& event : events) {
+        run.logger.event({run.step, event.kind, event.sync, event.worker, event.text});
         const bool is_own = event.worker == run.process.worker;
-        if (is_routine || run.process.rank > 0 || !(is_own || run.report.speaks())) { continue; }
+        if (event.is_routine || run.process.rank > 0 || !(is_own || run.report.speaks())) { continue; }
         run.status.print((is_own ? format("worker %d ", event.worker) : "") + event.text);
     }
 }
 
-// While the log has this worker wait for others. False: it was asked to stop.
-inline bool while_waiting(Run& run) {
+// While this worker waits for others. False: it was asked to stop.
+inline bool while_waiting(Run& run, const std::vector<OuterEvent>& events) {
     run.watchdog.progress();
-    report_events(run);
+    report_events(run, events);
     return !(run.stopping.request && run.stopping.request->is_set());
+}
+
+// Takes note of what the exchange between workers did: all but its syncs, whose means are still being applied.
+inline void note_outcome(Run& run, const Outcome& outcome) {
+    run.step = outcome.step;
+    run.course = outcome.course;
+    if (outcome.took_snapshot) { note_snapshot(run); }
+    report_events(run, outcome.events);
 }
 
 // Enqueues a step, and reports the one before it; this one too, if the device is through with it already. A
@@ -1349,10 +1351,11 @@ inline void train_step(Run& run, long step) {
         // Two updates later, so that all ranks know of it: the loss of the one before may not be here yet.
         const long asked_in = run.stopping.asked_in;
         if (asked_in > 0 && asked_in + 2 <= run.totals.updates) { run.outer->request_stop(); }
-        result.syncs = run.outer->after_inner_step(run.step, run.totals.tokens, worker.master,
-                                                   worker.model.params, worker.main);
-        if (run.logged) { note_snapshots(run, run.logged->snapshots_taken()); }
-        report_events(run);
+        Outcome outcome = run.outer->after_inner_step(step, run.totals.tokens, worker.master,
+                                                      worker.model.params, worker.main);
+        note_outcome(run, outcome);
+        if (run.is_over()) { return; }
+        result.syncs = std::move(outcome.syncs);
     }
     gather_parameters(worker);
     plan_stop(run, result.syncs);
@@ -1383,12 +1386,13 @@ inline void end_exchanges(Run& run, long step) {
     collect(run, run.last_result());
     const double start = now_seconds();
     wait_for_parameters(run.worker);  // the merge writes what is being gathered
-    const std::vector<SyncReport> syncs =
+    const Outcome outcome =
         run.outer->finish(step, run.worker.master, run.worker.model.params, run.worker.main);
-    report_events(run);
+    note_outcome(run, outcome);
+    if (run.is_over()) { return; }
     gather_parameters(run.worker);
     run.worker.main.synchronize();
-    run.report.syncs(step, syncs);
+    run.report.syncs(step, outcome.syncs);
     run.totals.train_seconds += now_seconds() - start;
 }
 
@@ -1397,7 +1401,7 @@ inline void end_exchanges(Run& run, long step) {
 inline void end_run(Run& run, long step) {
     if (run.has_left()) { return; }
     end_exchanges(run, step);
-    if (!run.has_left()) { between_steps(run, step); }
+    if (!run.has_left() && !run.is_over()) { between_steps(run, step); }
 }
 
 // A checkpoint is of the run as it is before the last merges, as after any other step; its model is not.
@@ -1412,6 +1416,7 @@ inline void end_step(Run& run, long step) {
     } else if (run.outer && run.is_stopping()) {
         run.outer->collect_in_flight(run.worker.main);
     }
+    if (run.is_over()) { return; }
     if (run.has_left() && !saves) {
         take_snapshot(run, step);
         saves = true;
@@ -1435,6 +1440,7 @@ inline bool training_loop(Run& run) {
             const Watchdog::Watch watch(run.watchdog, format("step %ld", run.step + 1));
             train_step(run, run.step + 1);
         }
+        if (run.is_over()) { return true; }
         const Watchdog::Watch watch(run.watchdog, format("step %ld's end", run.step));
         end_step(run, run.step);
         if (!run.checkpointer) { continue; }
@@ -1445,6 +1451,7 @@ inline bool training_loop(Run& run) {
     if (run.resumed.step == run.inputs.steps && step > 0) {  // resumed where nothing is left but the end
         end_run(run, step);
     }
+    if (run.is_over()) { return true; }
     finish_checkpoints(run);
     finish_collectives(run);
     if (step < run.inputs.steps || run.has_left()) {
@@ -1456,8 +1463,8 @@ inline bool training_loop(Run& run) {
     }
     EndMetrics end{run.inputs.steps, run.totals.train_seconds, run.worker.traffic.bytes_sent,
                    run.totals.outer.bytes_sent, run.totals.waited_seconds};
-    if (run.logged) {
-        const LogCosts costs = run.logged->costs();
+    if (run.outer) {
+        const OuterCosts costs = run.outer->costs();
         end.log_turn_seconds = costs.turns;
         end.log_thread_seconds = costs.threads;
     }
@@ -1523,42 +1530,35 @@ inline void begin_training(Run& run, Process& process) {
     run.step = run.step_before = resumed.step;
     if (run.outer) {  // in lock-step no worker begins before the others, to wait for them at its first merge
         const Watchdog::Watch watch(run.watchdog, "the first exchange");
-        run.step = run.outer->begin(run.step, run.totals.tokens, run.worker.master, run.worker.model.params,
-                                    run.worker.main);
-        if (run.logged) {
-            note_snapshots(run, run.logged->snapshots_taken());
-            const std::string warning = run.logged->warning();
-            if (run.report.speaks() && !warning.empty()) { run.status.print("warning: " + warning); }
-            report_events(run);
-            gather_parameters(run.worker);
-        }
+        const Outcome outcome = run.outer->begin(run.step, run.totals.tokens, run.worker.master,
+                                                 run.worker.model.params, run.worker.main);
+        const std::string warning = run.outer->warning();
+        if (run.report.speaks() && !warning.empty()) { run.status.print("warning: " + warning); }
+        note_outcome(run, outcome);
+        if (run.course != Outcome::continues) { return; }
+        if (run.options.is_independent()) { gather_parameters(run.worker); }
     }
     if (run.options.save_every > 0 && run.checkpointer) { run.snapshot = make_snapshot(run); }
 }
 
-// Trains, and says what ends that early where workers come and go.
+// Trains, and says what ends that early if the run is elastic.
 // Returns whether the run has come to its end.
-inline bool train_to_the_end(Run& run, Process& process, const std::string& options_of_run) {
-    try {
-        begin_training(run, process);
-        return training_loop(run);
-    } catch (const LogLeft&) {
+inline bool train_to_the_end(Run& run, Process& process) {
+    begin_training(run, process);
+    if (run.has_left()) {
         if (run.report.speaks()) {
             run.status.print(
                 "stopped by request while it waited for other workers: -y 1 goes on from the last "
                 "checkpoint");
         }
         return false;
-    } catch (const LogStopped& stopped) {
-        report_events(run);
-        if (stopped.is_refused) { refuse_options(options_of_run, stopped.theirs); }
-        if (!stopped.is_over) { throw; }
-        if (run.report.speaks()) {
-            run.status.print("the other workers have come to the end of this run: a new one needs another "
-                             "--run-name");
-        }
-        return true;
     }
+    const bool is_complete = run.is_over() || training_loop(run);
+    if (run.is_over() && run.report.speaks()) {
+        run.status.print(
+            "the other workers have come to the end of this run: a new one needs another --run-name");
+    }
+    return is_complete;
 }
 
 // Before it leaves: what is half written would keep its space on the disk until the run goes on. Others may
@@ -1614,10 +1614,12 @@ inline bool train_together(const Options& o, Process& process, Inputs& in,
         if (!o.streams()) { return; }
         const DilocoOptions d = diloco_options(o);
         if (o.is_independent()) {
-            const LogCallbacks callbacks{[&running] { return while_waiting(*running); },
-                                         [&device] { device::use_in_this_thread(device); }};
+            const ElasticCallbacks callbacks{
+                [&running](const std::vector<OuterEvent>& events) { return while_waiting(*running, events); },
+                [&options_of_run](const std::string& theirs) { refuse_options(options_of_run, theirs); },
+                [&device] { device::use_in_this_thread(device); }};
             const LogStart start{random_hex(16), options_of_run, "", {}, false};
-            outer_loop = std::make_unique<LoggedDiloco>(
+            outer_loop = std::make_unique<ElasticDiloco>(
                 d, log_options(o, process), fragments, in.layout, process.rank, *inner, inner_stream,
                 start, [&] { return open_log_store(process.store_url, o.run_name, o.timeout); },
                 callbacks, InnerMoments{worker->m, worker->v, &worker->adamw_updates});
@@ -1644,14 +1646,13 @@ inline bool train_together(const Options& o, Process& process, Inputs& in,
     Run run{o, process, in, fragments, *worker, totals, report, logger, status, watchdog, device, resumed};
     running = &run;
     run.outer = outer_loop.get();
-    run.logged = dynamic_cast<LoggedDiloco*>(outer_loop.get());
     run.checkpointer = checkpointer.get();
     run.schedule = {schedule_kind(o.schedule), o.learning_rate, o.warmup, in.steps, o.final_fraction};
     report.banner(model->matmul.description(), exchanges, resumed.notes, resumed.step);
     bool is_complete = false;
     or_leave(process, [&] {
         try {
-            is_complete = train_to_the_end(run, process, options_of_run);
+            is_complete = train_to_the_end(run, process);
             process.leave();
         } catch (...) {
             status.clear();  // for the one line that says why

@@ -57,28 +57,24 @@ public:
         main.synchronize();
     }
 
-    long begin(long step, uint64_t, float*, floatX*, Stream& main) override {
+    Outcome begin(long step, uint64_t, float*, floatX*, Stream& main) override {
         rehearse(main);
-        return step;
+        return {step};
     }
 
-    std::vector<SyncReport> after_inner_step(long& step, uint64_t tokens, float* local, floatX* params,
-                                             Stream& main) override {
+    Outcome after_inner_step(long step, uint64_t tokens, float* local, floatX* params,
+                             Stream& main) override {
         for (int p = 0; p < int(fragments.size()); p++) {
             if (is_sent(fragments[p], step, options.inner_steps)) { send(p, step, tokens, local, main); }
         }
         std::vector<SyncReport> reports = receive_due(step, local, params, main);
         shard.fetch_for(step + 1);
-        return reports;
+        return {step, std::move(reports)};
     }
 
-    std::vector<SyncReport> finish(float* local, floatX* params, Stream& main) {
+    Outcome finish(long step, float* local, floatX* params, Stream& main) override {
         shard.state->clear();  // the step that it was fetched for does not come
-        return receive_due(in_flight.empty() ? 0 : due_step(in_flight.back()), local, params, main);
-    }
-
-    std::vector<SyncReport> finish(long, float* local, floatX* params, Stream& main) override {
-        return finish(local, params, main);
+        return {step, receive_due(in_flight.empty() ? 0 : due_step(in_flight.back()), local, params, main)};
     }
 
     void request_stop() override { stopping = true; }

@@ -1,18 +1,52 @@
 // OuterLoop: what the trainer asks of the exchange between workers, once per step. There are two:
 //
-//     Diloco         diloco.h          lock-step: every worker takes part in every sync, over a communicator
-//     LoggedDiloco   logged_diloco.h   the sync log: nobody waits for who is slow, dead, or not yet there
+//     Diloco          diloco.h                   lock-step: every worker takes part in every sync
+//     ElasticDiloco   elastic/elastic_diloco.h   over a sync log: workers come and go, and nobody waits for one
+//                                                that is slow, dead, or not yet there
 //
-// The calls, in this order: start; where a run goes on, restore; begin; after_inner_step for each step, with
+// The order of the calls: start; restore, if the run is resumed; begin; after_inner_step for each step, with
 // snapshots between any two; finish.
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "llmc/floatx.h"
 #include "streaming/snapshot.h"
 #include "streaming/sync_report.h"
+
+// Something that happened between workers, for the log and for people.
+struct OuterEvent {
+    std::string kind;          // as the log of events names it
+    std::optional<long> sync;  // none: of no sync
+    int worker;                // whom it is about
+    std::string text;          // a line for people
+    bool is_routine;           // for the log alone: it happens in every sync
+};
+
+// What a call did, and whether the run continues.
+struct Outcome {
+    enum Course {
+        continues,
+        left,  // a request to stop ended a wait for other workers. Whoever resumes from a snapshot that is taken
+               // now applies what is due
+        over   // the other workers have reached the end of the run: there is nothing left to do here
+    };
+    long step = 0;                       // the next step is the one after it; it may be later than the call's
+    std::vector<SyncReport> syncs = {};  // that ended
+    std::vector<OuterEvent> events = {};
+    bool took_snapshot = false;  // local was replaced by another worker's global parameters
+    Course course = continues;
+};
+
+// What an exchange costs beside its payloads, in seconds since the start. NaN: it was not measured.
+struct OuterCosts {
+    double turns = NAN;    // on the trainer's thread, without waits
+    double threads = NAN;  // CPU time of other threads
+};
 
 class OuterLoop {
 public:
@@ -25,23 +59,21 @@ public:
     // Throws a UserError if the snapshot is of other fragments.
     virtual void restore(const SavedState& saved, const Fields& fields, Stream& main) = 0;
 
-    // Before the first step, behind `step` steps that are done: meets the others. Returns the step to go on
-    // behind.   tokens: that this worker has trained on so far
-    virtual long begin(long step, uint64_t tokens, float* local, floatX* params, Stream& main) = 0;
+    // Before the first step, when `step` steps are done: meets the other workers.
+    // tokens: that this worker has trained on so far
+    virtual Outcome begin(long step, uint64_t tokens, float* local, floatX* params, Stream& main) = 0;
 
-    // After the inner update of `step` (1, 2, ...): sends, then receives what is due. May set the step
-    // forward: the next one comes behind that.
+    // After the inner update of `step` (1, 2, ...): sends, then receives what is due.
     // local: (shard_size)   params: flat; this rank's shards are written
     // Throws a CommError when an exchange failed, a RunError when the workers' global parameters differ.
-    virtual std::vector<SyncReport> after_inner_step(long& step, uint64_t tokens, float* local,
-                                                     floatX* params, Stream& main) = 0;
+    virtual Outcome after_inner_step(long step, uint64_t tokens, float* local, floatX* params,
+                                     Stream& main) = 0;
 
-    // At the end of training, behind its last step: receives and applies what is in flight, in the order of
-    // the sync numbers.
-    virtual std::vector<SyncReport> finish(long step, float* local, floatX* params, Stream& main) = 0;
+    // After the last step: receives and applies what is in flight, in the order of the sync numbers.
+    virtual Outcome finish(long step, float* local, floatX* params, Stream& main) = 0;
 
-    // This worker has been asked to end the run. In lock-step all are, from its next send on: see
-    // SyncReport::stops.
+    // This worker was asked to end the run. In lock-step all workers learn it from this worker's next send:
+    // see SyncReport::stops.
     virtual void request_stop() = 0;
 
     // The loop's snapshot. The first call allocates its memory, which all snapshots that are taken share.
@@ -51,8 +83,8 @@ public:
     // received (snapshot.h). The previous snapshot must have been written or abandoned.
     virtual void take_snapshot(Stream& main) = 0;
 
-    // Where the run ends behind a snapshot: takes part in what the snapshot and the other workers still wait
-    // for, and applies none of it.
+    // When the run ends after a snapshot: takes part in the exchanges that the snapshot and the other workers
+    // still wait for, and applies none of them.
     virtual void collect_in_flight(Stream& main) = 0;
 
     // On any thread: the checkpoint that holds snapshot() is on disk and survives a crash.
@@ -60,4 +92,9 @@ public:
 
     // The outer parameters, readable by kernels, for work on main from now on.   (shard_size)
     virtual const float* global(Stream& main) = 0;
+
+    // After begin(): a warning about settings of the store that endanger the run, or "".
+    virtual std::string warning() const { return ""; }
+
+    virtual OuterCosts costs() const { return {}; }
 };

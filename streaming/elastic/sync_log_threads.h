@@ -22,13 +22,7 @@
 
 #include "streaming/elastic/log_store.h"
 #include "streaming/elastic/sync_log.h"
-
-// What the log costs, in seconds since the start.
-struct LogCosts {
-    double turns = 0;    // in turn() and finish(), but for the shard's work
-    double threads = 0;  // CPU time of the two threads, the store's client in it
-    double waits = 0;    // in wait()
-};
+#include "streaming/outer_loop.h"
 
 // The shard's work, timed: the trainer would do most of it over other transports, too.
 class TimedShard : public LogShard {
@@ -116,10 +110,8 @@ public:
     // For at most as long, until turn() has something to do.
     void wait(double seconds) {
         std::unique_lock<std::mutex> lock(mutex);
-        const double from = now();
         answered.wait_for(lock, std::chrono::duration<double>(seconds),
                           [this] { return thrown || log.is_turn_due(); });
-        waited += now() - from;
     }
 
     void checkpointed(const std::vector<long>& positions) {
@@ -142,8 +134,9 @@ public:
     bool is_replaced() const { return locked([&] { return log.is_replaced(); }); }
     bool is_refused() const { return locked([&] { return log.is_refused(); }); }
     std::string theirs() const { return locked([&] { return log.theirs(); }); }
-    LogCosts costs() const {
-        return locked([&] { return LogCosts{in_turns, asking_cpu + beating_cpu, waited}; });
+    // Turns without the shard's work; the CPU time of the two threads, the store's client included.
+    OuterCosts costs() const {
+        return locked([&] { return OuterCosts{in_turns, asking_cpu + beating_cpu}; });
     }
 
 private:
@@ -283,7 +276,7 @@ private:
     SyncLog log;
     double asks_at = 0;         // when the store's thread looks again; 0: it is at work
     std::exception_ptr thrown;  // by one of the threads
-    double in_turns = 0, waited = 0;
+    double in_turns = 0;
     std::atomic<double> asking_cpu{0}, beating_cpu{0};
 
     std::mutex pulse_mutex;

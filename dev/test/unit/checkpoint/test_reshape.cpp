@@ -340,7 +340,7 @@ public:
     void checkpoint_and_finish(const std::string& folder) {
         diloco.take_snapshot(main);
         std::map<std::string, Floats> floats = own_values();
-        diloco.finish(local.data(), params.data(), main);
+        diloco.finish(0, local.data(), params.data(), main);
         diloco.snapshot().wait();
         Fields fields = fields_of(shape, {});
         diloco.snapshot().add_fields(fields);

@@ -58,9 +58,9 @@ struct Member {
     }
 
     std::vector<SyncReport> after(long step, uint64_t tokens = 0) {
-        return diloco.after_inner_step(step, tokens, local.data(), params.data(), main);
+        return diloco.after_inner_step(step, tokens, local.data(), params.data(), main).syncs;
     }
-    std::vector<SyncReport> finish() { return diloco.finish(local.data(), params.data(), main); }
+    std::vector<SyncReport> finish() { return diloco.finish(0, local.data(), params.data(), main).syncs; }
 
     std::vector<float> global() {
         const float* values = diloco.global(main);

@@ -313,7 +313,7 @@ struct Worker {
 
     std::vector<SyncReport> after(long step) {
         const uint64_t tokens = uint64_t(step) * tokens_a_step;
-        return diloco.after_inner_step(step, tokens, local.data(), params.data(), main);
+        return diloco.after_inner_step(step, tokens, local.data(), params.data(), main).syncs;
     }
 
     Floats global() {
@@ -353,7 +353,7 @@ std::vector<std::vector<Floats>> run(const DilocoOptions& options, int workers, 
             worker.after(step);
             globals[size_t(number)].push_back(worker.global());
         }
-        worker.diloco.finish(worker.local.data(), worker.params.data(), worker.main);
+        worker.diloco.finish(0, worker.local.data(), worker.params.data(), worker.main);
     });
     if (errors) {
         *errors = thrown;
@@ -587,7 +587,7 @@ TEST(Wire, a_mean_that_is_not_finite_is_applied_by_nobody_and_its_owner_named) {
         local[200] = -3e38f;
         long step = 1;
         const std::vector<SyncReport> reports =
-            diloco.after_inner_step(step, 0, local.data(), params.data(), main);
+            diloco.after_inner_step(step, 0, local.data(), params.data(), main).syncs;
         EXPECT_EQ(reports[0].not_finite, std::vector<int>{1});
         EXPECT_EQ(diloco.global(main)[200], 0.0f);
     }));

@@ -116,11 +116,11 @@ struct Member {
         const Floats kept = local;
         if (spoiled) { std::fill_n(local.begin(), 129, NAN); }  // b0 and b1: some fragment at every step
         const uint64_t tokens = uint64_t(step) * uint64_t(10 + 3 * worker);
-        log(diloco.after_inner_step(step, tokens, local.data(), params.data(), main));
+        log(diloco.after_inner_step(step, tokens, local.data(), params.data(), main).syncs);
         if (spoiled) { std::copy_n(kept.begin(), 129, local.begin()); }
     }
 
-    void finish() { log(diloco.finish(local.data(), params.data(), main)); }
+    void finish() { log(diloco.finish(0, local.data(), params.data(), main).syncs); }
 
     void log(const std::vector<SyncReport>& reports) {
         for (const SyncReport& report : reports) { logged.emplace_back(report); }
@@ -174,7 +174,7 @@ struct Member {
         diloco.restore(saved, Fields::parse(saved.text("fields"), saved.path()), main);
         local = saved.values<float>("master");
         params = saved.values<float>("params");
-        EXPECT_EQ(diloco.begin(step, 0, local.data(), params.data(), main), step);  // rehearses again
+        EXPECT_EQ(diloco.begin(step, 0, local.data(), params.data(), main).step, step);  // rehearses again
     }
 
     int process() const { return worker * plan.ranks + rank; }

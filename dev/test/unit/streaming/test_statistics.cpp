@@ -232,7 +232,7 @@ std::vector<Reported> first_sync(const WireOptions& wire, int workers, int not_f
         local = moved(worker);
         if (worker == not_finite) { local[300] = INFINITY; }
         const std::vector<SyncReport> reports =
-            diloco.after_inner_step(step, 20, local.data(), params.data(), main);
+            diloco.after_inner_step(step, 20, local.data(), params.data(), main).syncs;
         ASSERT_EQ(reports.size(), 1u);
         const float* global = diloco.global(main);
         reported[size_t(worker)] = {reports[0].statistics, reports[0].mean_norm(),

@@ -126,7 +126,7 @@ TEST(WorkedExample, two_workers_come_to_the_numbers_of_the_page) {
         for (long step = 1; step <= 5; step++) {
             if (step == 4) { local = block_of(rows.at("local " + std::to_string(worker))); }
             if (step == 5 && worker == 0) { local = block_of(rows.at("local 0, a step later")); }
-            const auto reports = diloco.after_inner_step(step, 0, local.data(), params.data(), main);
+            const auto reports = diloco.after_inner_step(step, 0, local.data(), params.data(), main).syncs;
             main.synchronize();
             ASSERT_EQ(reports.size(), step == 5 ? 1u : 0u);
             if (step == 5) { EXPECT_EQ(reports[0].traffic.bytes_sent, 144u); }

@@ -1,4 +1,4 @@
-// LoggedDiloco: Streaming DiLoCo over the sync log (sync_log.h). What is sent, averaged and merged is what
+// ElasticDiloco: Streaming DiLoCo over the sync log (sync_log.h). What is sent, averaged and merged is what
 // diloco.h sends, averages and merges, byte for byte, as long as nobody is late:
 //
 //     step t, after the inner update of local:
@@ -57,38 +57,25 @@ struct InnerMoments {
     long* updates = nullptr;           // that they are of
 };
 
-// What the trainer does in between.
-struct LogCallbacks {
-    std::function<bool()> waiting;     // now and then while the log says to wait; false: ends the wait
-    std::function<void()> use_device;  // on the log's thread, before it asks the device for anything
+// What the trainer does for it.
+struct ElasticCallbacks {
+    // Reports events: now and then during a wait, and before an error is thrown. False ends the wait.
+    std::function<bool(const std::vector<OuterEvent>&)> report;
+    // Throws the error for a worker whose options (LogStart::fingerprint) are not the run's, which it is given.
+    std::function<void(const std::string&)> refuse;
+    // On the log's thread, before it asks the device for anything.
+    std::function<void()> use_device;
 };
 
-// The wait for others was ended here, on all ranks of this worker, before it had a place in the run.
-struct LogLeft : RunError {
-    LogLeft() : RunError("left while it waited for other workers") {}
-};
-
-// The run cannot go on here.
-struct LogStopped : RunError {
-    LogStopped(const std::string& why, const SyncLogThreads& log)
-        : RunError(why, log.is_replaced() ? replaced_status : 1),
-          is_refused(log.is_refused()),
-          theirs(log.theirs()),
-          is_over(log.is_over()) {}
-    bool is_refused;     // its fingerprint is not the run's
-    std::string theirs;  // the run's, then
-    bool is_over;        // all others have come to the end of the run
-};
-
-class LoggedDiloco : public OuterLoop, private LogShard {
+class ElasticDiloco : public OuterLoop, private LogShard {
 public:
     using OpenStore = std::function<std::unique_ptr<LogStore>()>;
 
     // rank: this process's rank in its worker, whose ranks `inner` joins, with calls on inner_stream
     // start: without positions and generation   open: a connection to the store
-    LoggedDiloco(const DilocoOptions& options, const LogOptions& log_options,
+    ElasticDiloco(const DilocoOptions& options, const LogOptions& log_options,
                  std::vector<Fragment> fragments_, const Layout& layout, int rank, Comm& inner,
-                 Stream& inner_stream, LogStart start, OpenStore open, LogCallbacks callbacks,
+                 Stream& inner_stream, LogStart start, OpenStore open, ElasticCallbacks callbacks,
                  InnerMoments moments = {})
         : log_options(log_options),
           fragments(std::move(fragments_)),
@@ -129,32 +116,31 @@ public:
         shard.fetch_for(saved.step() + 1);
     }
 
-    // Returns when this worker has a place in the run.
-    long begin(long step, uint64_t tokens, float* local, floatX* params, Stream& main) override {
+    // Returns when this worker has a place in the run, or will not get one.
+    Outcome begin(long step, uint64_t tokens, float* local, floatX* params, Stream& main) override {
         now = {tokens, local, params, &main};
         LogShard& log_shard = *this;
         log = std::make_unique<SyncLogThreads>(log_options.protocol, schedule, log_options.worker, log_shard,
                                                log_start, open);
-        step = take_turns(step, [this](long at) { return log->turn(at); });
-        if (all_leave) { throw LogLeft(); }
-        for (SyncReport& report : reports) { report.idle_from = report.idle_until; }  // that was no training
-        shard.fetch_for(step + 1);
-        return step;
+        Outcome outcome = take_turns(step, [this](long at) { return log->turn(at); });
+        // The wait for these was not a part of training.
+        for (SyncReport& sync : outcome.syncs) { sync.idle_from = sync.idle_until; }
+        shard.fetch_for(outcome.step + 1);
+        return outcome;
     }
 
-    std::vector<SyncReport> after_inner_step(long& step, uint64_t tokens, float* local, floatX* params,
-                                             Stream& main) override {
+    Outcome after_inner_step(long step, uint64_t tokens, float* local, floatX* params,
+                             Stream& main) override {
         now = {tokens, local, params, &main};
-        step = take_turns(step, [this](long at) { return log->turn(at); });
-        shard.fetch_for(step + 1);
-        return std::exchange(reports, {});
+        Outcome outcome = take_turns(step, [this](long at) { return log->turn(at); });
+        shard.fetch_for(outcome.step + 1);
+        return outcome;
     }
 
-    // Waits as long as somebody who is alive needs this worker.
-    std::vector<SyncReport> finish(long step, float* local, floatX* params, Stream& main) override {
+    // Waits as long as a worker that is alive needs this one.
+    Outcome finish(long step, float* local, floatX* params, Stream& main) override {
         now = {now.tokens, local, params, &main};
-        take_turns(step, [this](long at) { return log->finish(at); });
-        return std::exchange(reports, {});
+        return take_turns(step, [this](long at) { return log->finish(at); });
     }
 
     void request_stop() override {}  // each worker stops by itself
@@ -183,23 +169,9 @@ public:
 
     const float* global(Stream& main) override { return shard.state->global(main); }
 
-    // What there was to tell since the last call. From the trainer's thread, as is all but checkpointed().
-    std::vector<LogEvent> events() {
-        if (log) { note_events(); }
-        return std::exchange(told, {});
-    }
+    std::string warning() const override { return log ? log->warning() : ""; }
 
-    // Whether after_inner_step() or finish() has returned before its end, because the trainer has ended the
-    // wait: on all ranks of this worker. What is due then is applied by who resumes from a snapshot of now.
-    bool has_left() const { return all_leave; }
-
-    // How many snapshots of other workers it has taken, in place of its own parameters.
-    int snapshots_taken() const { return loads; }
-
-    // Of the store's settings that endanger the run.
-    std::string warning() const { return log ? log->warning() : ""; }
-
-    LogCosts costs() const { return log ? log->costs() : LogCosts(); }
+    OuterCosts costs() const override { return log ? log->costs() : OuterCosts(); }
 
 private:
     // A fragment's last payload.
@@ -230,28 +202,43 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // Turns
 
-    // Until the log says to go on, or the wait is ended. Returns the step to go on behind.
+    // Until the log says to go on, the wait is ended, or the run is over.
     template <class Turn>
-    long take_turns(long step, Turn turn) {
+    Outcome take_turns(long step, Turn turn) {
         idle_from = shard.stamp(*now.main);
         while (true) {
             const LogTurn agreed = agree(turn(step));
             note_events();
             switch (agreed.kind) {
                 case LogTurn::go_on:
-                    return step;
+                    return outcome(step, Outcome::continues);
                 case LogTurn::jump:
                     step = agreed.step;
                     break;
                 case LogTurn::wait:
-                    if (all_leave) { return step; }
+                    if (all_leave) { return outcome(step, Outcome::left); }
                     wait();
                     break;
                 case LogTurn::stop:
-                    throw LogStopped(why(), *log);
+                    if (log->is_over()) { return outcome(step, Outcome::over); }
+                    fail();
             }
         }
     }
+
+    Outcome outcome(long step, Outcome::Course course) {
+        return {step, std::exchange(reports, {}), std::exchange(told, {}), std::exchange(has_loaded, false),
+                course};
+    }
+
+    // The run cannot continue here.
+    [[noreturn]] void fail() {
+        report_events();
+        if (log->is_refused() && callbacks.refuse) { callbacks.refuse(log->theirs()); }
+        throw RunError(why(), log->is_replaced() ? replaced_status : 1);
+    }
+
+    bool report_events() { return !callbacks.report || callbacks.report(std::exchange(told, {})); }
 
     // Another rank may have to wait, or may stop, for a reason of its own.
     std::string why() const {
@@ -261,7 +248,8 @@ private:
 
     void wait() {
         log->wait(longest_wait);
-        if (callbacks.waiting && !callbacks.waiting()) { leaves = true; }
+        note_events();
+        if (!report_events()) { leaves = true; }
     }
 
     // What all ranks of this worker do: stop, before wait, before jump (as far as any), before go_on.
@@ -304,7 +292,10 @@ private:
                 report.traffic.bytes_received = event.bytes_read;
                 report.traffic.bytes_sent += event.mean_bytes_written;
             }
-            told.push_back(std::move(event));
+            const bool is_routine = event.kind == LogEventKind::decided || event.kind == LogEventKind::applied ||
+                                    event.kind == LogEventKind::without_mean;
+            const std::optional<long> sync = event.sync >= 0 ? std::optional<long>(event.sync) : std::nullopt;
+            told.push_back({name_of(event.kind), sync, event.worker, std::move(event.text), is_routine});
         }
     }
 
@@ -520,7 +511,7 @@ private:
         }
         begin_at_global(main);
         main.synchronize();
-        loads++;
+        has_loaded = true;
     }
 
     SnapshotHeader checked_header(std::string_view snapshot) const {
@@ -622,7 +613,7 @@ private:
     Stream& inner_stream;
     LogStart log_start;
     const OpenStore open;
-    const LogCallbacks callbacks;
+    const ElasticCallbacks callbacks;
     const InnerMoments moments;
     std::vector<Outgoing> outgoing;        // of each fragment
     std::vector<uint64_t> tokens_at_send;  // of each fragment
@@ -640,8 +631,8 @@ private:
     Now now;
     Timestamp idle_from;
     std::vector<SyncReport> reports;  // that the trainer has not got yet
-    std::vector<LogEvent> told;       // the same
-    int loads = 0;
+    std::vector<OuterEvent> told;     // the same
+    bool has_loaded = false;          // a snapshot; the same
     std::unique_ptr<ElasticSnapshot> taken;  // null before the first snapshot()
     std::unique_ptr<SyncLogThreads> log;  // the last member: its threads use all others
 };
