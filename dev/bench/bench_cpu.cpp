@@ -8,6 +8,7 @@
 //
 // The largest matmul is the MLP's, 2048 x 1536 x 384, in layouts that oneDNN chooses and already in its input
 // type. Steps and oneDNN take turns, so that a change of clock or load meets both; all figures are medians.
+// --quick measures everything once: a trial of this program, whose figures are rough.
 #define TESTING
 #include "train_gpt.cu"
 
@@ -200,7 +201,7 @@ inline void run_embedding_and_classifier(Bench& x) {
 inline void run_update(Bench& x) {
     device::set_zero(x.model.grads.data(), x.layout.size, x.main);
     device::global_norm_squared(&x.worker.scalars.data()->norm_squared, x.model.grads, x.layout.size, x.main);
-    update(x.worker, x.options, 1e-4f, 100);
+    update(x.worker, x.options, 1e-4f);
 }
 
 const Kind kinds[] = {{"matmuls forward, GELU", run_matmuls_forward},
@@ -211,8 +212,8 @@ const Kind kinds[] = {{"matmuls forward, GELU", run_matmuls_forward},
                       {"embedding, classifier", run_embedding_and_classifier},
                       {"zero, norm, AdamW", run_update}};
 
-inline void bench_precision(const char* word, MatmulPrecision precision) {
-    const int rounds = 7, steps = 2;
+inline void bench_precision(const char* word, MatmulPrecision precision, bool quick) {
+    const int rounds = quick ? 1 : 7, steps = quick ? 1 : 2, times = quick ? 1 : 5;
     Bench x(precision);
     const bool fp32 = x.model.matmul.description() == "fp32";
     LargestMatmul largest(fp32 ? dnnl::memory::data_type::f32 : dnnl::memory::data_type::bf16);
@@ -230,7 +231,7 @@ inline void bench_precision(const char* word, MatmulPrecision precision) {
     // One kind after the other: they need not add up to the step, where each finds other caches.
     for (const Kind& kind : kinds) {
         std::vector<double> seconds;
-        for (int i = 0; i < 5; i++) { seconds.push_back(seconds_of([&] { kind.run(x); })); }
+        for (int i = 0; i < times; i++) { seconds.push_back(seconds_of([&] { kind.run(x); })); }
         printf("         %-24s %12.1f ms %6.1f%%\n", kind.name, 1e3 * median(seconds),
                100 * median(seconds) / step);
     }
@@ -239,12 +240,17 @@ inline void bench_precision(const char* word, MatmulPrecision precision) {
 
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
+    const bool quick = argc == 2 && std::string(argv[1]) == "--quick";
+    if (argc > 1 && !quick) {
+        fprintf(stderr, "error: bench_cpu takes --quick or nothing\n");
+        return 2;
+    }
     if (!getenv("OMP_NUM_THREADS")) { omp_set_num_threads(2); }
     printf("GPT-2 of 6 layers, 384 channels, 6 heads, vocabulary 1024; B = 8, T = 256; %d threads\n\n",
            omp_get_max_threads());
     printf("matmuls  in                  tokens/s   ms/step   TFLOP/s   oneDNN's   share\n");
-    bench_precision("highest", MatmulPrecision::highest);
-    bench_precision("medium", MatmulPrecision::medium);
+    bench_precision("highest", MatmulPrecision::highest, quick);
+    bench_precision("medium", MatmulPrecision::medium, quick);
     return 0;
 }

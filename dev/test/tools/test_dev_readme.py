@@ -19,7 +19,7 @@ def test_every_file_that_is_named_is_there():
 
 
 def test_every_target_that_is_named_is_in_the_makefile():
-    makefile = (ROOT / "Makefile").read_text() + (ROOT / "dev/break/fuzz/fuzz.mk").read_text()
+    makefile = "".join((ROOT / name).read_text() for name in ("Makefile", "dev/dev.mk", "dev/break/fuzz/fuzz.mk"))
     targets = set(re.findall(r"(?:`|^    |&& )make ([a-z_-]+)(?=[` \n])", TEXT, re.M))
     assert len(targets) > 8
     missing = [name for name in targets if not re.search(rf"^[\w -]*\b{name}\b[\w -]*:", makefile, re.M)]
@@ -29,7 +29,7 @@ def test_every_target_that_is_named_is_in_the_makefile():
 def test_every_name_of_the_code_that_is_named_is_there():
     names = {word for word in quoted() if re.fullmatch(r"[a-z]+(_[a-z]+)+|([A-Z][a-z]+){2,}", word)
              and not word.startswith("test_")}
-    patterns = ("*.cu", "Makefile", "llmc/**/*.h", "llmc/**/*.cuh", "streaming/**/*.h", "streaming/*.cuh",
+    patterns = ("*.cu", "Makefile", "dev/dev.mk", "llmc/**/*.h", "llmc/**/*.cuh", "streaming/**/*.h", "streaming/*.cuh",
                 "data/*.py", "dev/emulator/*.h", "dev/test/**/*.h")
     sources = "".join(path.read_text() for pattern in patterns for path in ROOT.glob(pattern))
     assert len(names) > 20
