@@ -791,11 +791,8 @@ inline std::vector<float> initial_parameters(const Options& o, const GptShape& s
 // What is exchanged when: nothing without an outer optimizer.
 inline std::vector<Fragment> make_fragments(const Options& o, const Layout& layout) {
     if (!o.streams()) { return {}; }
-    std::vector<Fragment> fragments =
-        make_fragments(layout, o.fragment_layers, parse_fragment_pattern(o.fragment_pattern), o.inner_steps);
-    const std::vector<long> offsets = parse_offsets(o.fragment_offsets);
-    if (!offsets.empty()) { set_offsets(fragments, offsets, o.inner_steps); }
-    return fragments;
+    return make_fragments(layout, o.fragment_layers, parse_fragment_pattern(o.fragment_pattern),
+                          o.inner_steps);
 }
 
 // What all workers must agree on.
@@ -841,7 +838,6 @@ inline Fingerprint fingerprint_of_run(const Options& o, const Inputs& inputs) {
         all.insert(all.end(), {{"--inner-steps", number(double(o.inner_steps))},
                                {"--fragment-layers", number(o.fragment_layers)},
                                {"--fragment-pattern", o.fragment_pattern},
-                               {"--fragment-offsets", o.fragment_offsets},
                                {"--local-weight", number(o.local_weight)},
                                {"--outer-lr", number(o.outer_learning_rate)},
                                {"--outer-momentum", number(o.outer_momentum)},

@@ -30,24 +30,6 @@ inline FragmentPattern parse_fragment_pattern(const std::string& name) {
     throw UserError("unknown fragment pattern '" + name + "': use strided, sequential or balanced");
 }
 
-// "0,7,14" to its numbers; "" to none. Whether they suit the fragments, set_offsets() checks.
-inline std::vector<long> parse_offsets(const std::string& text) {
-    std::vector<long> offsets;
-    size_t at = 0;
-    while (at < text.size()) {
-        const size_t end = std::min(text.find(',', at), text.size());
-        const std::string number = text.substr(at, end - at);
-        const bool digits = !number.empty() && number.find_first_not_of("0123456789") == std::string::npos;
-        if (!digits || number.size() > 9 || end + 1 == text.size()) {
-            throw UserError("offsets of fragments '" + text + "': use numbers with commas between them, "
-                            "such as 0,7,14");
-        }
-        offsets.push_back(std::atol(number.c_str()));
-        at = end + 1;
-    }
-    return offsets;
-}
-
 // Blocks in `count` fragments of about equal size, whatever is in them: the largest block first, each to the
 // fragment that holds least so far (Graham 1969: the largest fragment is at most 4/3 of what is possible).
 // The order is the blocks' own among equals, so that every worker finds the same.
@@ -106,21 +88,6 @@ inline std::vector<Fragment> make_fragments(const Layout& layout, int fragment_l
     std::vector<long> sizes;
     for (const Block& block : layout.blocks) { sizes.push_back(block.size); }
     return make_fragments(layout.layers, int(layout.blocks.size()), fragment_layers, pattern, H, sizes);
-}
-
-// Replaces the offsets by others, one a fragment, each in [0, H).
-inline void set_offsets(std::vector<Fragment>& fragments, const std::vector<long>& offsets, long H) {
-    if (offsets.size() != fragments.size()) {
-        throw UserError(format("%zu offsets for %zu fragments: give one for each", offsets.size(),
-                               fragments.size()));
-    }
-    for (size_t p = 0; p < fragments.size(); p++) {
-        if (offsets[p] < 0 || offsets[p] >= H) {
-            throw UserError(format("fragment %zu has offset %ld: use 0 to %ld, below the inner steps", p,
-                                   offsets[p], H - 1));
-        }
-        fragments[p].offset = offsets[p];
-    }
 }
 
 // t_p of each.

@@ -78,7 +78,7 @@ SETTINGS = {
         "--workers": 3, "--layers": 5, "--heads": 2, "--channels": 16, "--vocab-size": 500,
         "-b": 4, "-t": 16, "-d": 64, "-x": 26, "-l": 0.002, "--seed": 13,
         "--inner-steps": 7, "--fragment-layers": 2, "--fragment-pattern": "balanced",
-        "--fragment-offsets": "2,5,0,3,3", "--overlap": [0, 3, 6], "--local-weight": 0.5,
+        "--overlap": [0, 3, 6], "--local-weight": 0.5,
         "--outer-lr": 0.4, "--outer-momentum": 0.9, "--outer-dtype": "fp32"},
     "all_to_all_fp4": {
         "--workers": 3, "--layers": 3, "--heads": 2, "--channels": 16, "--vocab-size": 500,
@@ -175,8 +175,6 @@ def balanced(blocks, count):
 
 
 def send_offsets(options, count):
-    if "--fragment-offsets" in options:
-        return [int(offset) for offset in options["--fragment-offsets"].split(",")]
     return [p * options["--inner-steps"] // count for p in range(count)]
 
 

@@ -29,7 +29,6 @@ class Measured:
     inner_steps: int     # H
     fragment_layers: int
     fragment_pattern: str
-    fragment_offsets: tuple  # t_p of each fragment; none: evenly spread
     overlap: int         # tau; the smallest, where workers differ
     outer_dtype: str
     outer_exchange: str
@@ -56,7 +55,7 @@ class Measured:
         blocks = self.shape.blocks(self.ranks, self.fragment_layers)
         fragments = make_fragments(blocks, self.shape.layers, self.fragment_layers, self.fragment_pattern,
                                    self.inner_steps)
-        offsets = self.fragment_offsets or [fragment.offset for fragment in fragments]
+        offsets = [fragment.offset for fragment in fragments]
         values = [sum(blocks[b] for b in fragment.blocks) // self.ranks for fragment in fragments]
         if self.outer_transport == "store":
             return [(offset, store_bytes(self.store_exchange(n), self.outer_dtype, n, self.workers))
@@ -131,7 +130,6 @@ def read_measured(folder):
             step_seconds=max(mean_step_seconds(log) for log in logs),
             workers=run["workers"], ranks=run["ranks"], inner_steps=int(options["inner-steps"]),
             fragment_layers=int(options["fragment-layers"]), fragment_pattern=options["fragment-pattern"],
-            fragment_offsets=offsets_of(options),
             overlap=min(int(log["run"]["options"]["overlap"]) for log in logs),
             outer_dtype=options["outer-dtype"], outer_exchange=options.get("outer-exchange", "all_gather"),
             micro_steps=micro_steps(options, run["ranks"]), parameter_bytes=parameter_bytes(first),
@@ -191,11 +189,6 @@ def step_times(logs):
     all_seconds = [seconds_of_steps(log) for log in logs]
     common = sorted(set.intersection(*map(set, all_seconds)))
     return tuple(tuple(seconds[step] for step in common) for seconds in all_seconds)
-
-
-def offsets_of(options):
-    text = options.get("fragment-offsets", "")
-    return tuple(int(number) for number in text.split(",")) if text else ()
 
 
 def micro_steps(options, ranks):

@@ -81,9 +81,8 @@ def candidates(run, link):
     for inner_steps, overlap, fragment_layers, dtype in tried:
         own = (run.inner_steps, run.overlap, run.fragment_layers, run.outer_dtype)
         changes = sum(a != b for a, b in zip(own, (inner_steps, overlap, fragment_layers, dtype)))
-        keeps_offsets = (inner_steps, fragment_layers) == (run.inner_steps, run.fragment_layers)
         changed = replace(run, inner_steps=inner_steps, overlap=overlap, fragment_layers=fragment_layers,
-                          outer_dtype=dtype, fragment_offsets=run.fragment_offsets if keeps_offsets else ())
+                          outer_dtype=dtype)
         is_possible = overlap < inner_steps and fragment_layers <= run.shape.layers
         if is_possible or changes == 0:
             yield Candidate(changed, utilization(changed, link), changes)

@@ -170,8 +170,9 @@ inline StateShape shape_of(const StoredState& state, const GptShape& model) {
     shape.fragments = make_fragments(shape.layout, fragment_layers,
                                      parse_fragment_pattern(state.options.word("fragment-pattern")),
                                      shape.inner_steps);
-    const std::vector<long> offsets = parse_offsets(state.options.word("fragment-offsets"));
-    if (!offsets.empty()) { set_offsets(shape.fragments, offsets, shape.inner_steps); }
+    if (state.options.has("fragment-offsets") && !state.options.word("fragment-offsets").empty()) {
+        state.fail("is of a run with --fragment-offsets, an option of earlier versions", checkpoint_hint());
+    }
     shape.wire.format = parse_format(state.options.word("outer-dtype"));
     shape.wire.exchange = parse_exchange(state.options.word("outer-exchange"));
     shape.wire.error_feedback = state.options.word("outer-error-feedback") == "true";

@@ -76,7 +76,6 @@ struct Options {
     long inner_steps = 100;
     int fragment_layers = 3;
     std::string fragment_pattern = "strided";
-    std::string fragment_offsets;  // empty: evenly spread
     long overlap = 1;
     float local_weight = 0.5f;
     std::string outer_optimizer;  // empty: none for one worker, nesterov for more
@@ -310,8 +309,6 @@ inline void define_options(CLI::App& app, Options& o) {
                 "strided (every P-th layer), sequential, or balanced: as many fragments, of about equal "
                 "bytes")
                 ->check(CLI::IsMember({"strided", "sequential", "balanced"})),
-            add("--fragment-offsets", o.fragment_offsets,
-                "Steps within H at which the fragments are sent, such as 0,7,14 (default: evenly spread)"),
             add("--overlap", o.overlap, "tau: steps from the sending of a fragment to the merge of its mean"),
             add("--local-weight", o.local_weight, "alpha: weight of the local parameters in the merge"),
             add("--outer-optimizer", o.outer_optimizer,

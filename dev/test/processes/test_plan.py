@@ -22,12 +22,6 @@ def test_balanced_fragments_are_as_many_as_strided_ones_and_the_largest_is_small
     assert max(count for _, count, _ in balanced) < 0.7 * max(count for _, count, _ in strided)
 
 
-def test_offsets_are_when_the_fragments_are_sent(train):
-    run = train("offsets", {**OUTER, "-x": 12, "--fragment-offsets": "1,0,5,1"})
-    assert [offset for offset, _, _ in fragments(run)] == [1, 0, 5, 1]
-    assert [row["send_step"] for row in run.lines("sync")] == [1, 1, 5, 6, 7, 7, 11, 12]
-
-
 def test_the_plan_in_megabits_is_printed_once_and_is_that_of_the_steps_measured(train):
     run = train("rates", {**OUTER, "-x": 30})
     (seconds, average, peak, link), = re.findall(
@@ -43,11 +37,3 @@ def test_the_plan_in_megabits_is_printed_once_and_is_that_of_the_steps_measured(
     (stop,) = re.findall(r"^a stop \(SIGTERM\) takes up to 7 steps, (\S+) s, and a checkpoint$", run.stdout,
                          re.M)
     assert float(stop) == pytest.approx(7 * float(seconds), rel=1e-2)
-
-
-@pytest.mark.parametrize("offsets, word", [
-    ("0,1", "2 offsets for 4 fragments"), ("0,1,2,6", "fragment 3 has offset 6"), ("0,1,2,x", "0,1,2,x")])
-def test_offsets_that_do_not_fit_are_the_users_mistake(train, offsets, word):
-    run = train("wrong", {**OUTER, "-x": 12, "--fragment-offsets": offsets}, status=2)
-    assert run.stderr.startswith("error: ") and run.stderr.count("\n") == 1 and word in run.stderr
-    assert not run.folder.exists()

@@ -24,7 +24,8 @@ struct MadeUpRun {
     int workers = 1, ranks = 1;
     std::string outer_optimizer = "nesterov";
     int fragment_layers = 1;
-    std::string pattern = "strided", offsets;
+    std::string pattern = "strided";
+    std::string offsets;  // of a run of an earlier version
     long inner_steps = 20;
     std::string typed_inner_steps;  // if not as a plain number
     bool error_feedback = false;
@@ -40,7 +41,6 @@ struct MadeUpRun {
         if (streams) {
             shape.fragments = make_fragments(shape.layout, fragment_layers, parse_fragment_pattern(pattern),
                                              inner_steps);
-            if (!offsets.empty()) { set_offsets(shape.fragments, parse_offsets(offsets), inner_steps); }
         }
         shape.inner_steps = inner_steps;  // options have a value where nobody asks for it
         shape.wire.exchange = parse_exchange(exchange);
@@ -508,7 +508,6 @@ TEST(Reshape, other_fragments_keep_every_value_and_count_tokens_anew) {
     larger.fragment_layers = 0;
     sequential.pattern = "sequential";
     slower.inner_steps = 30;
-    slower.offsets = "3,1,2";
     TemporaryFolder folder;
     write_run(folder.name(), from);
     for (const MadeUpRun& to : {larger, sequential, slower}) {
@@ -763,7 +762,6 @@ TEST(Reshape, only_what_a_state_depends_on_makes_it_one_of_another_shape) {
         return has_shape(run.stored(folder.name()), other.shape(1, 0));
     };
     EXPECT_TRUE(fits([](MadeUpRun&) {}));
-    EXPECT_TRUE(fits([](MadeUpRun& r) { r.offsets = "0,4,8,12,16"; }));  // what they are anyway
     EXPECT_TRUE(fits([](MadeUpRun& r) { r.pattern = "sequential"; }));      // of one layer each
     EXPECT_TRUE(fits([](MadeUpRun& r) { r.outer_optimizer = "average"; }));
     EXPECT_TRUE(fits([](MadeUpRun& r) { r.exchange = "all_to_all"; }));
@@ -772,7 +770,6 @@ TEST(Reshape, only_what_a_state_depends_on_makes_it_one_of_another_shape) {
     EXPECT_FALSE(fits([](MadeUpRun& r) { r.workers = 2; }));
     EXPECT_FALSE(fits([](MadeUpRun& r) { r.ranks = 2; }));
     EXPECT_FALSE(fits([](MadeUpRun& r) { r.inner_steps = 21; }));
-    EXPECT_FALSE(fits([](MadeUpRun& r) { r.offsets = "0,4,8,12,17"; }));
     EXPECT_FALSE(fits([](MadeUpRun& r) { r.fragment_layers = 2; }));
     EXPECT_FALSE(fits([](MadeUpRun& r) { r.sample_tokens = 9; }));
     EXPECT_FALSE(fits([](MadeUpRun& r) { r.outer_optimizer = "none"; }));
@@ -803,6 +800,15 @@ TEST(Reshape, options_are_read_as_the_trainer_read_them) {
     write_run(folder.name(), run);
     EXPECT_TRUE(contains(user_error([&] { has_shape(run.stored(folder.name()), run.shape(0, 0)); }),
                          "has '20x' for the option --inner-steps"));
+}
+
+TEST(Reshape, a_run_with_offsets_of_its_own_from_an_earlier_version_is_refused) {
+    MadeUpRun run;
+    run.offsets = "0,4,8,12,17";
+    TemporaryFolder folder;
+    write_run(folder.name(), run);
+    EXPECT_TRUE(contains(user_error([&] { has_shape(run.stored(folder.name()), run.shape(0, 0)); }),
+                         "is of a run with --fragment-offsets, an option of earlier versions"));
 }
 
 TEST(Reshape, files_that_do_not_belong_together_are_refused_by_name) {

@@ -252,31 +252,9 @@ TEST(Schedule, most_in_flight_is_the_largest_number_of_fragments_between_send_an
     }
 }
 
-TEST(Schedule, offsets_can_be_set_freely_below_H) {
-    std::vector<Fragment> fragments = make_fragments(2, 3, 1, FragmentPattern::strided, 6);
-    set_offsets(fragments, {5, 0, 5}, 6);
-    EXPECT_EQ(first_send(fragments[0], 6), 5);
-    EXPECT_EQ(first_send(fragments[1], 6), 6);
-    EXPECT_TRUE(is_sent(fragments[2], 11, 6));
-    EXPECT_EQ(sync_number(fragments, 2, 5, 6), 1);
-    EXPECT_EQ(sync_number(fragments, 1, 6, 6), 2);
-    EXPECT_THROW(set_offsets(fragments, {0, 1, 6}, 6), UserError);
-    EXPECT_THROW(set_offsets(fragments, {0, 1, -1}, 6), UserError);
-    EXPECT_THROW(set_offsets(fragments, {0, 1}, 6), UserError);
-}
-
-TEST(Schedule, offsets_are_numbers_with_commas_between_them) {
-    EXPECT_EQ(parse_offsets(""), std::vector<long>());
-    EXPECT_EQ(parse_offsets("0"), std::vector<long>({0}));
-    EXPECT_EQ(parse_offsets("12,0,7"), std::vector<long>({12, 0, 7}));
-    for (const char* wrong : {",", "1,", ",1", "1,,2", "1 2", " 1", "-1", "1.5", "a", "0x1", "9999999999"}) {
-        EXPECT_THROW(parse_offsets(wrong), UserError) << wrong;
-    }
-}
-
 TEST(Schedule, what_is_sent_in_a_period_is_every_fragment_once_at_its_offset) {
     std::vector<Fragment> fragments = make_fragments(2, 3, 1, FragmentPattern::strided, 4);
-    set_offsets(fragments, {1, 3, 1}, 4);
+    for (int p = 0; p < 3; p++) { fragments[size_t(p)].offset = p == 1 ? 3 : 1; }
     EXPECT_EQ(sent_in_period(fragments, {10, 20, 30}, 4), (std::vector<size_t>{0, 40, 0, 20}));
 }
 
