@@ -685,10 +685,6 @@ inline std::vector<std::string> options_of_independence(const Options& o) {
 // UserError for what does not go together with workers that come and go, or is for them alone.
 inline void check_independent(const Options& o) {
     if (!o.is_independent()) {
-        if (o.outer_exchange == "merged") {
-            throw UserError("--outer-exchange merged needs a store that keeps means: add --outer-transport "
-                            "store, or give auto, all_gather or all_to_all");
-        }
         const std::vector<std::string> idle = options_of_independence(o);
         if (idle.empty()) { return; }
         throw UserError(list_in_words(idle) + (idle.size() == 1 ? " is" : " are") +
@@ -702,7 +698,7 @@ inline void check_independent(const Options& o) {
     }
     if (o.outer_exchange == "all_to_all") {
         throw UserError("--outer-exchange all_to_all is for workers in lock-step: with --outer-transport "
-                        "store give merged, all_gather or auto");
+                        "store give all_gather or auto");
     }
     if (o.min_workers > o.workers) {
         throw UserError(format("--min-workers %d are more than the %d workers: give at most as many",
@@ -849,12 +845,9 @@ inline Fingerprint fingerprint_of_run(const Options& o, const Inputs& inputs) {
                                {"--outer-transport", o.outer_transport}});
     }
     if (o.is_independent()) {  // not --grace, --max-lag, --retain: what a worker has patience and room for
-        const MergedFrom merged = merged_from(wire_options(diloco_options(o)));
         all.insert(all.end(), {{"--min-workers", number(o.min_workers)},
                                {"--save-every (checkpoints)", o.save_every > 0 ? "yes" : "no"},
-                               {"--join-moments", o.join_moments ? "true" : "false"},
-                               {"--outer-exchange (merged from)",
-                                format("%d workers, %zu bytes", merged.contributors, merged.bytes)}});
+                               {"--join-moments", o.join_moments ? "true" : "false"}});
     }
     return all;
 }
@@ -925,7 +918,7 @@ inline void check_log(const Options& o, const Process& process, const std::strin
     const StoreAnswer generation = store->perform({StoreRequest::get, "run", "generation", ""});
     if (!generation.found) { return; }
     const StoreAnswer run = store->perform({StoreRequest::get, generation.value + "/run", "fingerprint", ""});
-    if (run.found && run.value != ours) { refuse_options(ours, run.value); }
+    if (run.found && rows_of_options(run.value) != rows_of_options(ours)) { refuse_options(ours, run.value); }
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -1022,15 +1015,10 @@ struct Run {
     }
 };
 
-// With the exchange that `auto` comes to over a store when all are counted.
-inline DilocoOptions planned_options(const Options& o, const Layout& layout,
-                                     const std::vector<Fragment>& fragments) {
+// Over a store every worker reads all payloads.
+inline DilocoOptions planned_options(const Options& o) {
     DilocoOptions d = diloco_options(o);
-    if (o.is_independent()) {
-        const std::vector<long> values = shard_values(fragments, layout);
-        const bool merges = !describe_merging(wire_options(d), values, o.workers).empty();
-        d.outer_exchange = merges ? "merged" : "all_gather";
-    }
+    if (o.is_independent()) { d.outer_exchange = "all_gather"; }
     return d;
 }
 
@@ -1624,12 +1612,9 @@ inline bool train_together(const Options& o, Process& process, Inputs& in,
                                                   outer_stream);
         }
         outer_loop->start(worker->master, main);
-        const DilocoOptions planned = planned_options(o, in.layout, fragments);
+        const DilocoOptions planned = planned_options(o);
         exchanges = plan(planned, fragments, in.layout, exchange_members(o));
         bytes = sync_bytes(planned, fragments, in.layout, exchange_members(o));
-        if (o.is_independent()) {
-            exchanges += describe_merging(wire_options(d), shard_values(fragments, in.layout), o.workers);
-        }
     });
     if (process.index() == 0 && !o.output.empty()) {
         write_text(checkpoint_folder(o, process) + "/config.toml", o.toml);

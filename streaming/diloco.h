@@ -207,7 +207,6 @@ private:
     void set_up_exchange(Comm& outer, Stream& outer_stream) {
         const WireOptions& wire = shard.wire;
         const ExchangeKind kind = choose_exchange(wire, shard.values, workers);
-        if (kind == ExchangeKind::merged) { throw std::logic_error("there is no store to merge syncs in"); }
         if (kind == ExchangeKind::all_gather) {
             const long n = shard.values[size_t(shard.largest)];
             exchange = std::make_unique<AllGatherExchange>(wire, n, most, outer, outer_stream);

@@ -7,8 +7,7 @@
 //                                 owner, who has rounded it once more: other bits than all_gather's
 //
 // With both, all workers decode the same bytes, so the mean is bitwise the same on all of them. Over a store
-// (logged_diloco.h) there are two as well: all_gather, everyone reads each payload; and merged, where one
-// reads them all and writes the mean, rounded once more, for the others.
+// (elastic_diloco.h) every worker reads all payloads, as with all_gather.
 #pragma once
 #include <limits>
 #include <memory>
@@ -23,24 +22,22 @@
 #include "streaming/quantize.h"
 #include "streaming/statistics.h"
 
-enum class ExchangeKind { automatic, all_gather, all_to_all, merged };  // automatic: the fewer bytes
+enum class ExchangeKind { automatic, all_gather, all_to_all };  // automatic: the fewer bytes
 
 inline std::string name_of(ExchangeKind kind) {
     switch (kind) {
         case ExchangeKind::automatic: return "auto";
         case ExchangeKind::all_gather: return "all_gather";
-        case ExchangeKind::all_to_all: return "all_to_all";
-        case ExchangeKind::merged: break;
+        case ExchangeKind::all_to_all: break;
     }
-    return "merged";
+    return "all_to_all";
 }
 
 inline ExchangeKind parse_exchange(const std::string& name) {
-    for (auto kind : {ExchangeKind::automatic, ExchangeKind::all_gather, ExchangeKind::all_to_all,
-                      ExchangeKind::merged}) {
+    for (auto kind : {ExchangeKind::automatic, ExchangeKind::all_gather, ExchangeKind::all_to_all}) {
         if (name == name_of(kind)) { return kind; }
     }
-    throw UserError("unknown outer exchange '" + name + "': use auto, all_gather, all_to_all or merged");
+    throw UserError("unknown outer exchange '" + name + "': use auto, all_gather or all_to_all");
 }
 
 // What the workers send each other. The same on all of them.
@@ -49,7 +46,7 @@ struct WireOptions {
     ExchangeKind exchange = ExchangeKind::automatic;
     bool stochastic = false;      // rounding; else to nearest
     uint64_t seed = 0;            // of stochastic rounding
-    bool error_feedback = false;  // of senders, and of the owners of means; not of merged means
+    bool error_feedback = false;  // of senders, and of the owners of means
     bool token_weights = false;   // of workers in the mean; else all are equal
 
     Rounding rounding(int worker, long sync, RoundingStage stage) const {
@@ -63,8 +60,8 @@ inline WireOptions wire_options(const DilocoOptions& options) {
             options.weighs_by_tokens()};
 }
 
-// The payload of a part's mean, by all-to-all, or of a merged one: a header of its own, those of the M
-// payloads that it is a mean of, and the sums of products of what these say.
+// The payload of a part's mean, by all-to-all: a header of its own, those of the M payloads that it is a
+// mean of, and the sums of products of what these say.
 inline size_t mean_sums_offset(int workers) { return sizeof(PayloadHeader) * size_t(1 + workers); }
 
 inline PayloadLayout mean_payload_layout(Format format, long n, int workers, int parts) {
@@ -73,7 +70,7 @@ inline PayloadLayout mean_payload_layout(Format format, long n, int workers, int
 }
 
 // What a process sends in the exchange of a fragment of n values; in lock-step it receives as much. Over a
-// store, of which it is one of two workers, each sends one payload (and who decides a merged sync a mean).
+// store, of which it is one of two workers, each sends one payload.
 inline size_t exchange_bytes(ExchangeKind kind, Format format, long n, int workers) {
     const size_t others = size_t(workers - 1);
     if (kind != ExchangeKind::all_to_all) { return others * payload_bytes(format, n); }

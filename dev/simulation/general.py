@@ -5,8 +5,8 @@ import numpy as np
 
 from simulation import graph
 from simulation.payloads import BITS, Shape, choose_exchange, exchange_bytes, make_fragments
-from simulation.store import (StoreCalls, choose_store_exchange, mean_seconds_a_byte, store_bytes,
-                              store_link_bytes, worker_link_bytes)
+from simulation.store import (StoreCalls, check_store_exchange, store_bytes, store_link_bytes,
+                              worker_link_bytes)
 from simulation.trainer import Calls, Link, data_parallel_utilization, streaming_utilization
 
 
@@ -45,7 +45,8 @@ def exchanges_of(setting):
 
     def counts(n):
         if setting.outer_transport == "store":
-            return store_bytes(choose_store_exchange(wished, format, n, workers), format, n, workers)
+            check_store_exchange(wished)
+            return store_bytes(format, n, workers)
         return exchange_bytes(choose_exchange(wished, format, values, workers), format, n, workers)
 
     return [(fragment.offset, counts(n), [b + 1 for b in fragment.blocks if b < layers])
@@ -62,7 +63,7 @@ def methods(setting):
 
 
 def bytes_a_step(method):
-    """That a worker sends, on average; through a store: that it reads, merged who decides."""
+    """That a worker sends, on average; through a store: that it reads."""
     setting = method.setting
     if method.exchanges:
         of_sync = worker_link_bytes if setting.outer_transport == "store" else sum
@@ -93,8 +94,7 @@ def by_calls(method, link):
     if method.exchanges:
         exchanges = [(offset, counts) for offset, counts, _ in method.exchanges]
         if setting.outer_transport == "store":
-            calls = StoreCalls(link, setting.workers,
-                               seconds_a_byte=mean_seconds_a_byte(setting.outer_dtype, setting.workers))
+            calls = StoreCalls(link, setting.workers)
         return streaming_utilization(setting.step_seconds, setting.inner_steps, setting.overlap, exchanges,
                                      calls)
     blocks = setting.shape.blocks(setting.workers, 0)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from metrics import UserError, log_name, read_lines
 from model_file import ModelFile
 from simulation.payloads import Shape, choose_exchange, exchange_bytes, gpt_shape, make_fragments
-from simulation.store import (StoreCalls, choose_store_exchange, mean_seconds_a_byte, store_bytes,
-                              store_link_bytes, worker_link_bytes)
+from simulation.store import (StoreCalls, check_store_exchange, store_bytes, store_link_bytes,
+                              worker_link_bytes)
 from simulation.trainer import (Calls, Link, data_parallel_utilization, jittery_utilization,
                                 streaming_utilization)
 
@@ -38,17 +38,11 @@ class Measured:
     local_weight: float = 0.5  # alpha
     steps: int = 0             # that it trained; 0: not known
     outer_transport: str = "gloo"  # or nccl, or store
-    outer_error_feedback: bool = False
     step_times: tuple = ()  # of each worker, its seconds in each step, waits left out; none: not known
 
     @property
     def is_data_parallel(self):
         return self.workers == 1
-
-    @property
-    def is_merged(self):
-        """Whether the syncs of some fragment are."""
-        return self.outer_transport == "store" and any(len(counts) == 3 for _, counts in self.exchanges())
 
     def exchanges(self):
         """(offset, bytes of each call) by fragment, of one rank; through a store (offset, store_bytes())."""
@@ -58,15 +52,12 @@ class Measured:
         offsets = [fragment.offset for fragment in fragments]
         values = [sum(blocks[b] for b in fragment.blocks) // self.ranks for fragment in fragments]
         if self.outer_transport == "store":
-            return [(offset, store_bytes(self.store_exchange(n), self.outer_dtype, n, self.workers))
+            check_store_exchange(self.outer_exchange)
+            return [(offset, store_bytes(self.outer_dtype, n, self.workers))
                     for offset, n in zip(offsets, values, strict=True)]
         kind = choose_exchange(self.outer_exchange, self.outer_dtype, values, self.workers)
         return [(offset, exchange_bytes(kind, self.outer_dtype, n, self.workers))
                 for offset, n in zip(offsets, values, strict=True)]
-
-    def store_exchange(self, values):
-        return choose_store_exchange(self.outer_exchange, self.outer_dtype, values, self.workers,
-                                     self.outer_error_feedback)
 
     def carried(self, counts):
         """Bytes of an exchange that pass a worker's link in the direction that has more of them."""
@@ -103,8 +94,7 @@ def utilization(run, link, jitter=False):
                                          run.parameter_bytes, run.micro_steps, Calls(link, run.ranks - 1))
     at_once = run.ranks if run.ranks_share_link else 1
     exchanges = [(offset, [count * at_once for count in counts]) for offset, counts in run.exchanges()]
-    a_byte = mean_seconds_a_byte(run.outer_dtype, run.workers)
-    calls = (StoreCalls(link, run.workers, at_once, a_byte) if run.outer_transport == "store"
+    calls = (StoreCalls(link, run.workers, at_once) if run.outer_transport == "store"
              else Calls(link, at_once * (run.workers - 1)))
     if not jitter:
         return streaming_utilization(run.step_seconds, run.inner_steps, run.overlap, exchanges, calls)
@@ -135,7 +125,6 @@ def read_measured(folder):
             micro_steps=micro_steps(options, run["ranks"]), parameter_bytes=parameter_bytes(first),
             local_weight=float(options.get("local-weight", 0.5)), steps=first["step"][-1]["step"],
             outer_transport=options.get("outer-transport", "gloo"),
-            outer_error_feedback=options.get("outer-error-feedback") == "true",
             step_times=step_times(logs[::run["ranks"]]))
     except (KeyError, ValueError) as error:
         raise UserError(f"the log of {folder} does not say what the run was ({error}): start it again with "

@@ -15,7 +15,7 @@ HEADER_BYTES = 64
 BITS = {"fp4": 4, "fp4_e2m1": 4, "fp8_e4m3": 8, "fp8_e5m2": 8, "bf16": 16, "fp32": 32}
 WITHOUT_SCALES = ("bf16", "fp32")
 PATTERNS = ("strided", "sequential", "balanced")
-EXCHANGES = ("auto", "all_gather", "all_to_all", "merged")  # merged: through a store only (store.py)
+EXCHANGES = ("auto", "all_gather", "all_to_all")  # all_to_all: in lock-step only
 
 
 def round_up(count, unit):
@@ -54,9 +54,6 @@ def exchange_bytes(kind, format, values, workers):
 
 def choose_exchange(kind, format, values_of_fragments, workers):
     """In lock-step. Where both send as much, the one that rounds once."""
-    if kind == "merged":
-        raise UserError("--outer-exchange merged is for workers that meet through a store: add "
-                        "--outer-transport store, or give auto, all_gather or all_to_all")
     if kind != "auto":
         return kind
     bytes_of = {one: sum(sum(exchange_bytes(one, format, values, workers)) for values in values_of_fragments)

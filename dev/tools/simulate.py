@@ -13,9 +13,8 @@ trainer's; the third the trainer's unless told otherwise (--timing paper).
 
 A link's rate is what a worker sends at and, at the same time, receives at. Its ranks share it, unless
 --ranks-own-links says that each has one of its own. With --outer-transport store it is the link to the store,
-whose own link, --store-link, all workers share. There each worker reads the payloads of all others, or who
-decides reads them and the others its mean of them: --outer-exchange all_gather, merged, or auto, which merges
-for five workers and more (simulation/store.py). Bytes of a worker's link are then of who decides. For other
+whose own link, --store-link, all workers share. There each worker reads the payloads of all others
+(simulation/store.py). For other
 programs:
 
     from simulate import predict, read_measured
@@ -202,8 +201,7 @@ def one_link(arguments):
 def describe(run, link):
     what = "data-parallel over the link" if run.is_data_parallel else (
         f"H = {run.inner_steps}, {run.fragment_layers} layers a fragment, tau = {run.overlap}, "
-        f"{run.outer_dtype}" + ", through a store" * (run.outer_transport == "store")
-        + ", means merged" * run.is_merged)
+        f"{run.outer_dtype}" + ", through a store" * (run.outer_transport == "store"))
     return (f"{run.shape.values / 1e6:.4g}M parameters, {run.workers} x {run.ranks} processes, "
             f"{run.step_seconds:.4g} s a step measured; {what}\n"
             f"link: {rate_text(link.bits_per_second)}, round trip {1000 * link.rtt_seconds:.4g} ms, "
@@ -309,8 +307,7 @@ def parse_arguments(words):
     model.add_argument("--outer-dtype", choices=BITS, default="fp4_e2m1", help="(fp4_e2m1)")
     model.add_argument("--plain-dtype", choices=("bf16", "fp32"), default="bf16", help="not quantized (bf16)")
     model.add_argument("--outer-exchange", choices=EXCHANGES,
-                       help="all_to_all: without a store; merged: with one (auto; of a measured run: as it "
-                            "had)")
+                       help="all_to_all: without a store (auto; of a measured run: as it had)")
     model.add_argument("--outer-transport", choices=("gloo", "store"),
                        help="(gloo; of a measured run: as it had)")
     model.add_argument("--timing", choices=("trainer", "paper"), default="trainer",

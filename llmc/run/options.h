@@ -318,11 +318,9 @@ inline void define_options(CLI::App& app, Options& o) {
             add("--outer-dtype", o.outer_format,
                 "Number format on the wire: fp4, fp4_e2m1, fp8_e4m3, fp8_e5m2, bf16 or fp32"),
             add("--outer-exchange", o.outer_exchange,
-                "all_gather, or with three workers and more all_to_all (with a store: merged): fewer bytes, "
-                "and means rounded once more (auto: the fewer bytes; with a store merged from five workers "
-                "on with payloads of 2 MiB and more, but not with error feedback: a merged mean's rounding "
-                "is not fed back)")
-                ->check(CLI::IsMember({"auto", "all_gather", "all_to_all", "merged"})),
+                "all_gather, or in lock-step with three workers and more all_to_all: fewer bytes, and means "
+                "rounded once more (auto: the fewer bytes)")
+                ->check(CLI::IsMember({"auto", "all_gather", "all_to_all"})),
             add("--outer-rounding", o.outer_rounding, "nearest, or stochastic: right on average")
                 ->check(CLI::IsMember({"nearest", "stochastic"})),
             app.add_flag(

@@ -3,8 +3,7 @@
 //
 //     step t, after the inner update of local:
 //       the log says which fragments are sent      encode(): payload = global - local, into pinned memory
-//       what is applied, once it is decided        apply(): the mean of the contributors', the outer step;
-//                                                  of a merged sync apply_mean(): the mean is there already
+//       what is applied, once it is decided        apply(): the mean of the contributors', the outer step
 //       whether to go on, to wait, or to jump to the step where the others are
 //
 // A worker that is not among the contributors takes the outer step all the same, and moves local by what
@@ -12,15 +11,13 @@
 // added there.
 //
 // All of the device's work is main's, on the trainer's thread. The log's thread reads payloads that are
-// complete; a merged sync's mean is computed there, by the worker that decides it, on the host
-// (merged_mean.h). After each sync the host waits for main, to know the hash of the new global parameters:
+// complete. After each sync the host waits for main, to know the hash of the new global parameters:
 // once in H / P steps. The ranks of a worker agree on each turn through their device: where there are several
 // the host waits for it in every step.
 //
 // Memory, beside that of OuterShard: a payload of each fragment in pinned memory; on the device one payload
 // and `workers` of them, of the largest fragment, the latter pinned as well; with error feedback 4 bytes a
-// value and fragment more, of the largest one. Of a merged sync the host holds the mean's payload until it is
-// applied and written, and while it is computed `workers` payloads twice and 4 bytes a value. A worker that
+// value and fragment more, of the largest one. A worker that
 // gives a snapshot holds it until it is written, one that takes it until it is loaded: 8 bytes a value (with
 // --join-moments 16), and while it is made or loaded twice that.
 #pragma once
@@ -40,7 +37,7 @@
 
 #include "llmc/comm.h"
 #include "streaming/elastic/elastic_snapshot.h"
-#include "streaming/elastic/merged_mean.h"
+#include "streaming/exchange.h"
 #include "streaming/outer_loop.h"
 #include "streaming/outer_shard.h"
 #include "streaming/elastic/sync_log_threads.h"
@@ -92,7 +89,6 @@ public:
           hashes(fragments.size()) {
         this->log_options.protocol.overlap = options.overlap;
         this->log_options.protocol.shard = rank;
-        this->log_options.protocol.merged_from = merged_from(wire_options(options));
         log_start.positions.assign(fragments.size(), 0);
         take_buffers(log_options.protocol.workers);
     }
@@ -290,10 +286,8 @@ private:
                 report.log->decider = event.entry->decider.worker;
                 report.log->grace_seconds = double(event.entry->waited) / 1000;
                 report.traffic.bytes_received = event.bytes_read;
-                report.traffic.bytes_sent += event.mean_bytes_written;
             }
-            const bool is_routine = event.kind == LogEventKind::decided || event.kind == LogEventKind::applied ||
-                                    event.kind == LogEventKind::without_mean;
+            const bool is_routine = event.kind == LogEventKind::decided || event.kind == LogEventKind::applied;
             const std::optional<long> sync = event.sync >= 0 ? std::optional<long>(event.sync) : std::nullopt;
             told.push_back({name_of(event.kind), sync, event.worker, std::move(event.text), is_routine});
         }
@@ -352,30 +346,8 @@ private:
     void apply(long number, const std::vector<Contribution>& contributions, bool counted) override {
         const Sync sync = sync_of(number);
         SyncReport report = begin_report(sync, counted);
-        for (const Contribution& one : contributions) {
-            note_header(checked_payload_header(one, sync, shard.wire.format), sync, report);
-        }
+        for (const Contribution& one : contributions) { note_header(one, sync, report); }
         if (report.applied()) { receive(sync, contributions); }
-        end_apply(sync, report);
-    }
-
-    // On the log's thread, at the same time as the trainer's work: what it looks at never changes.
-    std::string mean(long number, const std::vector<Contribution>& contributions) override {
-        const Sync sync = sync_of(number);
-        const std::vector<Piece>& pieces = shard.pieces[size_t(sync.fragment)];
-        return encode_merged_mean(shard.wire, sync, pieces, contributions);
-    }
-
-    void apply_mean(long number, const std::vector<int>& workers, const std::string& mean,
-                    bool counted) override {
-        const Sync sync = sync_of(number);
-        SyncReport report = begin_report(sync, counted);
-        const Headers headers = checked_mean_headers(mean, workers, sync, shard.wire.format);
-        for (const PayloadHeader& header : headers.sent[0]) { note_header(header, sync, report); }
-        // Each could be sent, and their sum overflows.
-        const bool is_finite = !(headers.means[0].flags & delta_not_finite);
-        if (report.not_finite.empty() && !is_finite) { report.not_finite = workers; }
-        if (report.applied()) { receive_mean(sync, mean, headers); }
         end_apply(sync, report);
     }
 
@@ -412,25 +384,25 @@ private:
         idle_from = shard.stamp(main);
     }
 
-    // Of a contributor. Refused where it was not made on these global parameters.
-    void note_header(const PayloadHeader& header, const Sync& sync, SyncReport& report) {
-        const int worker = int(header.worker);
+    // Refused if it was not made on these global parameters.
+    void note_header(const Contribution& one, const Sync& sync, SyncReport& report) {
+        const PayloadLayout layout = layout_of(sync);
+        const int worker = one.worker;
+        if (one.payload.size() != layout.bytes) {
+            throw RunError(format("the payload of worker %d for ", worker) + describe(sync) +
+                           format(" was refused: it has %zu bytes, not %zu: do all workers run the same "
+                                  "program with the same options?",
+                                  one.payload.size(), layout.bytes));
+        }
+        PayloadHeader header;
+        memcpy(&header, one.payload.data(), sizeof header);
+        check_header(header, sync, layout, 0, worker);
         if (header.hash != hashes[size_t(sync.fragment)]) {
             throw RunError("the payload of worker " + std::to_string(worker) + " for " + describe(sync) +
                            " was refused: it was made on other global parameters");
         }
         if (header.flags & delta_not_finite) { report.not_finite.push_back(worker); }
         report.log->contributors.push_back({worker, header.tokens});
-    }
-
-    // shard.mean = what the payload of a mean says.
-    void receive_mean(const Sync& sync, const std::string& mean, const Headers& headers) {
-        const int count = int(headers.sent[0].size());
-        const PayloadLayout layout = merged_layout(shard.wire.format, sync.values, count);
-        memcpy(host_received.data(), mean.data(), mean.size());
-        device::copy_to_device(received.data(), host_received.data(), long(mean.size()), *now.main);
-        device::dequantize_mean(shard.mean, received, 0, 1, layout, nullptr, *now.main);
-        std::copy(headers.sums.begin(), headers.sums.end(), host_sums.data());
     }
 
     // shard.mean = the mean of the payloads.
@@ -459,7 +431,7 @@ private:
                                 {host_sums.data(), host_sums + row_sums(workers)}, workers);
     }
 
-    // The payload; what was read, and a mean that was written, the log tells (note_events).
+    // The payload; the log tells what was read (note_events).
     void count_sent(const Sync& sync, SyncReport& report) const {
         const Outgoing& out = outgoing[size_t(sync.fragment)];
         const bool has_sent = out.sync == sync.number && out.encoded;
@@ -562,16 +534,13 @@ private:
     }
 
     void take_buffers(int workers) {
-        size_t most = 0, most_received = 0;
+        size_t most = 0;
         for (size_t p = 0; p < fragments.size(); p++) {
             const size_t bytes = payload_bytes(shard.wire.format, shard.values[p]);
             outgoing[p].bytes = HostBuffer<uint8_t>(long(bytes));
             most = std::max(most, bytes);
-            for (int count = 1; count <= workers; count++) {
-                const size_t mean = merged_layout(shard.wire.format, shard.values[p], count).bytes;
-                most_received = std::max({most_received, bytes * size_t(count), mean});
-            }
         }
+        const size_t most_received = most * size_t(workers);
         payload = Buffer<uint8_t>(long(most));
         received = Buffer<uint8_t>(long(most_received));
         host_received = HostBuffer<uint8_t>(long(most_received));
@@ -619,7 +588,7 @@ private:
     std::vector<uint64_t> tokens_at_send;  // of each fragment
     std::vector<uint64_t> hashes;          // of each fragment's global parameters
     Buffer<uint8_t> payload;               // (largest payload)
-    Buffer<uint8_t> received;              // (workers, payload), or a mean's
+    Buffer<uint8_t> received;              // (workers, payload)
     HostBuffer<uint8_t> host_received;     // the same
     Buffer<float> weights;                 // (workers), if they are by tokens
     Buffer<double> partial, sums;          // of the sums of rows

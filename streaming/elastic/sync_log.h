@@ -6,7 +6,7 @@
 // is only ever at some position of one log: dying, stalling, being slow and joining are all the same, being
 // behind. Where workers have several ranks each shard has a log of its own, and the contributors of one sync
 // may differ from shard to shard; the ranks of a worker agree on what their turns say, at each step.
-// (Keys: sync_log_records.h. Which workers are counted: sync_log_decision.h. Means: sync_log_means.h. What
+// (Keys: sync_log_records.h. Which workers are counted: sync_log_decision.h. What
 // safety depends on: sync_log_rules.h. Events: sync_log_events.h. Threads: sync_log_threads.h. The class is
 // declared here; its functions are in the files that its sections name, the public ones in
 // sync_log_requests.h and sync_log_turns.h.)
@@ -23,14 +23,11 @@
 //   3. entry, if absent     The first entry wins. Every worker reads the winner's, a decider too.
 //   4. generation           Read after the entry: a store that came back empty has lost lines, so no worker
 //                           believes what is decided there.
-//   5. payloads, or a mean  Where the payloads are many, and large (merged_from), the decider reads them and
-//                           writes their mean, chunks, then a record; the others read that. A worker that
-//                           does not find it, because the decider is dead or slow, makes the same bytes from
-//                           the payloads.
+//   5. payloads             Every worker reads those of the entry's contributors.
 //   6. apply                At the due step, at the latest after the last step; at once where s was decided
 //                           before this worker came to send it. A worker whose payload was not counted moves
 //                           local by what global moved.
-//   7. removal              By the decider, once a period: payloads and means that are older than `retain`
+//   7. removal              By the decider, once a period: payloads that are older than `retain`
 //                           syncs of their fragment and that the checkpoints of two workers have passed, so
 //                           that the run survives the death of all workers and the loss of a disk; with them,
 //                           what a stalled worker wrote too late.
@@ -58,15 +55,13 @@
 //
 // Requests that do not need each other's answers go out together. Where no worker is late that is three times
 // a sync for the last one to send: the payload, its line, and whether all are there; the entry; the payloads
-// of the others. (A worker that reads a mean finds its record with the entry, or later.) They may break off
+// of the others. They may break off
 // between any two requests, as they might if they went one by one.
 //
 // Nothing here waits or asks a clock: requests() says what to ask the store next, answer() takes what it has
 // said; turn() is the trainer's, at the end of a step, and says whether it may continue. A lost answer is
-// asked for again: every request may be done twice. The caller never lets two of these run at once (a mutex);
-// it makes a mean that mean_to_make() asks for while the others may be called, and brings it.
+// asked for again: every request may be done twice. The caller never lets two of these run at once (a mutex).
 #pragma once
-#include <deque>
 #include <functional>
 #include <map>
 #include <optional>
@@ -78,7 +73,6 @@
 #include "streaming/elastic/sync_log_decision.h"
 #include "streaming/elastic/sync_log_events.h"
 #include "streaming/elastic/sync_log_heartbeat.h"
-#include "streaming/elastic/sync_log_means.h"
 #include "streaming/elastic/sync_log_records.h"
 #include "streaming/elastic/sync_log_rules.h"
 #include "streaming/elastic/sync_log_shard.h"
@@ -94,10 +88,6 @@ public:
 
     // Of all of them. From the first one that is lost on they are asked for again.
     void answer(const std::vector<StoreAnswer>& answers, double now);
-
-    // To be asked for before requests(): a mean that is to be made, and then brought.
-    std::optional<MeanToMake> mean_to_make();
-    void bring_mean(long sync, std::string bytes);
 
     // At the end of `step`, and again until it says something else than to wait. Before the first step, with
     // the step that is done: it waits until it has a place in the run.
@@ -145,7 +135,7 @@ private:
         Handler then;
     };
     enum class Phase { opening, comparing, registering, agreeing, running, behind, stopped };
-    enum class Next { nothing, fetch, look_for_mean, decide, look, send, abstain };
+    enum class Next { nothing, fetch, decide, look, send, abstain };
 
     // A fragment's next sync.
     struct Slot {
@@ -160,28 +150,19 @@ private:
         std::optional<LogEntry> proposal;  // to be written, if there is none
         std::optional<LogEntry> entry;
         bool confirmed = false;
-        double confirmed_at = 0;
-        bool is_merged = false, reads_payloads = false;
-        std::vector<Contributor> sources;   // whose payloads are read: the entry's contributors
-        std::vector<std::string> payloads;  // of these, as far as they are read
-        SyncMean mean;                      // where it is merged
+        std::vector<std::string> payloads;  // of the contributors, as far as they are read
         size_t bytes_read = 0;
         double due_since = -1;
         double excused = 0;     // seconds since then in which nobody could be heard
         bool has_told = false;  // that there are too few, or no majority
 
         bool has_line() const { return own == sent || own == abstained; }
-        bool has_payload(size_t i) const { return payloads[i].size() >= sources[i].bytes; }
-        bool has_payloads() const {
+        bool has_payload(size_t i) const { return payloads[i].size() >= entry->contributors[i].bytes; }
+        bool is_fetched() const {
             for (size_t i = 0; i < payloads.size(); i++) {
                 if (!has_payload(i)) { return false; }
             }
-            return true;
-        }
-        bool is_fetched() const { return confirmed && (is_merged ? mean.is_whole : has_payloads()); }
-        bool lacks_only_mean() const {
-            const bool is_to_be_made = reads_payloads && !mean.is_being_made && !mean.is_whole;
-            return confirmed && is_merged && is_to_be_made && has_payloads();
+            return confirmed;
         }
     };
 
@@ -264,7 +245,6 @@ private:
     // A sync, on the store's side (sync_log_sync.h)
     std::string folder(const char* what, long sync) const { return key(what + ("/" + std::to_string(sync))); }
     Next next(const Slot& slot, double now) const;
-    Next next_to_read(const Slot& slot, double now) const;
     bool serve(Slot& slot, double now);
     void move_payload(Slot& slot, double now);
     Slot* find(long sync);
@@ -281,24 +261,13 @@ private:
     void tell_of_few(Slot& slot, const LogLines& lines, double asked);
     void write_entry(long sync, const LogEntry& entry);
     void look_at_generation();
-    void confirm(Slot& slot, double now);
+    void confirm(Slot& slot);
     void diverge(const Slot& slot);
     void diverge();
     void fetch_payloads(Slot& slot);
-    void fetch_chunks(const std::string& folder, const Incarnation& who, size_t from, size_t whole,
-                      size_t& asked_for, const Handler& then);
     void take_chunk(Slot& slot, size_t i, const StoreAnswer& answer);
     void check_payload(const Slot& slot, size_t i);
-    void read_payloads(Slot& slot);
-
-    // The mean of a merged sync (sync_log_sync.h)
-    bool writes_mean(const Slot& slot) const { return rules.writes_mean(slot.entry->decider, me); }
-    void look_for_mean(long sync);
-    void judge_missing(Slot& slot, double now);
-    void do_without_mean(Slot& slot, const std::string& why);
-    void fetch_mean(Slot& slot);
-    void take_chunk_of_mean(Slot& slot, const StoreAnswer& answer);
-    void write_mean();
+    void take_own_payload(Slot& slot);
 
     // Looking around: which workers are alive, which need a snapshot (sync_log_snapshots.h)
     void look_around(bool beside_payload);
@@ -342,7 +311,6 @@ private:
     void note_held(const std::map<std::string, std::string>& listing, std::vector<long>& held);
     long covered(std::vector<long> positions, long index) const;
     void sweep_syncs(const std::string& folder, const std::vector<long>& oldest);
-    void sweep_records_of_means(const std::vector<long>& oldest);
     bool is_kept(long sync, const std::vector<long>& oldest) const;
     void sweep_snapshots();
     void remove_snapshot(const std::string& want);
@@ -404,7 +372,6 @@ private:
     std::optional<Giving> giving;
     double gives_from = long_ago;  // not before
     int times_put_off = 0;         // since it has given one
-    std::deque<OutgoingMean> outgoing_means;
     Snapshot snapshot;
     double alone_since = -1;  // behind, and nobody there that could give one
     bool looks_for_an_end = false, has_told_of_nobody = false;

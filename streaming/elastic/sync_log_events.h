@@ -21,7 +21,6 @@ enum class LogEventKind {
     too_few,  // it waits: for --min-workers that have sent a sync, for most on one hash, for a snapshot
     decided,  // by this worker
     applied,       // a sync, whoever was counted
-    without_mean,  // of a merged sync: it makes that itself
     needs_snapshot,
     gives_snapshot,
     snapshot_put_off,  // that it was about to give
@@ -45,7 +44,6 @@ inline std::string name_of(LogEventKind kind) {
         case LogEventKind::too_few: return "too_few";
         case LogEventKind::decided: return "decided";
         case LogEventKind::applied: return "applied";
-        case LogEventKind::without_mean: return "without_mean";
         case LogEventKind::needs_snapshot: return "needs_snapshot";
         case LogEventKind::gives_snapshot: return "gives_snapshot";
         case LogEventKind::snapshot_put_off: return "snapshot_put_off";
@@ -71,8 +69,7 @@ struct LogEvent {
     // applied
     bool counted = false;           // this worker's payload is in it
     double waited = 0;              // seconds, that the trainer stood still for it at the due step
-    size_t bytes_read = 0;          // of payloads, or of a mean, from the store
-    size_t mean_bytes_written = 0;  // to it, maybe later
+    size_t bytes_read = 0;          // of payloads, from the store
 };
 
 inline std::string workers_in_words(const std::vector<int>& workers) {

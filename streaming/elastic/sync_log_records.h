@@ -3,7 +3,7 @@
 //
 //     run/generation   token                      drawn anew where the store is new; what follows lies in
 //     GENERATION/...                              folders that begin with it: two generations never meet
-//     run              fingerprint: text          of who came first: the options that all must have
+//     run              fingerprint: text          the options that all must have, a row each
 //     r/...                                       rank r of every worker has a log of its own, and all of:
 //     incarnation/w    i: token                   each start of worker w has a number of its own
 //     registered       w.i: LogBase               what a start has, before the run begins
@@ -12,8 +12,6 @@
 //     payload/s        w.i.c: bytes               chunk c of what w.i sends in sync s
 //     sent/s           w.i: LogLine               the payload is whole, or w.i abstains
 //     entry            s: LogEntry                who makes up sync s; never changed, kept for ever
-//     mean/s           w.i.c: bytes               chunk c of the mean of sync s, where that is merged
-//     means            s: LogOffer                w.i's is whole
 //     durable          w: positions               of w's newest checkpoint
 //     done             w: step                    w has applied all that there is until its last step
 //     want             w.i.n: reason              w.i needs a snapshot, for the n-th time
@@ -27,8 +25,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <iterator>
 #include <limits>
 #include <map>
+#include <set>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -72,6 +72,26 @@ private:
 // -----------------------------------------------------------------------------------------------------------
 // Records
 
+// The rows of run/fingerprint, "NAME VALUE" each, in any order. Two options of earlier versions are gone: rows
+// that leave them unused are dropped, so that a run that such a version began is continued.
+inline std::set<std::string> rows_of_options(const std::string& text) {
+    std::set<std::string> rows;
+    int workers = 0, merged_from = 0;  // syncs of so many workers were merged; 0: none
+    std::istringstream in(text);
+    for (std::string row; std::getline(in, row); rows.insert(row)) {
+        sscanf(row.c_str(), "--workers %d", &workers);
+        sscanf(row.c_str(), "--outer-exchange (merged from) %d", &merged_from);
+    }
+    const auto is_unused = [&](const std::string& row) {
+        const bool tells_of_merging = row.rfind("--outer-exchange (merged from) ", 0) == 0;
+        return row == "--fragment-offsets " || (tells_of_merging && (merged_from == 0 || merged_from > workers));
+    };
+    for (auto row = rows.begin(); row != rows.end();) {
+        row = is_unused(*row) ? rows.erase(row) : std::next(row);
+    }
+    return rows;
+}
+
 // A worker's start, "w.i".
 struct Incarnation {
     int worker = -1, number = 0;
@@ -92,7 +112,7 @@ inline uint64_t digest_of(const std::string& bytes) { return XXH3_64bits(bytes.d
 
 inline size_t chunks_of(size_t bytes, size_t chunk) { return (bytes + chunk - 1) / chunk; }
 
-// Of payloads, means and snapshots, "w.i.c".
+// Of payloads and snapshots, "w.i.c".
 inline std::string chunk_name(const Incarnation& who, size_t chunk) {
     return who.text() + "." + std::to_string(chunk);
 }
@@ -256,7 +276,7 @@ struct LogBeginning {
     }
 };
 
-// Of a snapshot, or of a mean.
+// Of a snapshot.
 struct LogOffer {
     Incarnation giver;
     size_t bytes = 0;

@@ -1,5 +1,5 @@
 // Removal (sync_log.h): once a period a decider has the store remove what nobody needs any more: old
-// payloads, lines and means, and snapshots that have no reader.
+// payloads and lines, and snapshots that have no reader.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -33,8 +33,7 @@ inline void SyncLog::sweep() {
                  const long kept = rules.oldest_kept(index, options.retain, covered(durable, index));
                  oldest.push_back(std::min(kept, std::max((*held)[p], index - 16 * options.retain)));
              }
-             sweep_records_of_means(oldest);
-             for (const char* what : {"payload/", "sent/", "mean/"}) { sweep_syncs(key(what), oldest); }
+             for (const char* what : {"payload/", "sent/"}) { sweep_syncs(key(what), oldest); }
          }});
     sweep_snapshots();
 }
@@ -70,16 +69,6 @@ inline void SyncLog::sweep_syncs(const std::string& folder, const std::vector<lo
                               if (!is_kept(sync, oldest)) { add_removal(name); }
                           }
                       }});
-}
-
-inline void SyncLog::sweep_records_of_means(const std::vector<long>& oldest) {
-    if (options.merged_from.contributors == 0) { return; }
-    chores.push_back(
-        {{StoreRequest::list, key("means"), "", ""}, [=](const StoreAnswer& answer, double) {
-             for (const auto& [sync, record] : answer.listing) {
-                 if (!is_kept(std::atol(sync.c_str()), oldest)) { add_removal(key("means"), sync); }
-             }
-         }});
 }
 
 inline bool SyncLog::is_kept(long sync, const std::vector<long>& oldest) const {

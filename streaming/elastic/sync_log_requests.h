@@ -42,31 +42,13 @@ inline void SyncLog::answer(const std::vector<StoreAnswer>& answers, double now)
     if (answers[lost].is_full) { make_room(now); }
 }
 
-inline std::optional<MeanToMake> SyncLog::mean_to_make() {
-    for (Slot& slot : slots) {
-        if (phase != Phase::running || !slot.lacks_only_mean()) { continue; }
-        slot.mean.is_being_made = true;
-        return MeanToMake{slot.sync, take_payloads(slot)};
-    }
-    return std::nullopt;
-}
-
-inline void SyncLog::bring_mean(long sync, std::string bytes) {
-    Slot* slot = find(sync);
-    if (slot == nullptr || !slot->mean.is_being_made) { return; }
-    slot->mean.is_being_made = false;
-    slot->mean.is_whole = true;
-    if (writes_mean(*slot)) { outgoing_means.push_back({sync, bytes}); }
-    slot->mean.bytes = std::move(bytes);
-}
-
 inline double SyncLog::rest(double now) const {
     const double soon = 0.001;
     if (phase == Phase::stopped) { return options.poll; }
     if (!asked.empty()) { return std::max(retry_at - now, soon); }
     if (phase != Phase::running || !chores.empty()) { return chores.empty() ? options.poll : soon; }
     double until = look_around_at;
-    const bool gives = (giving && !lacks_snapshot()) || !outgoing_means.empty();
+    const bool gives = giving && !lacks_snapshot();
     if (gives || looks_at_wants || may_leave()) { until = now; }
     for (const Slot& slot : slots) {
         if (next(slot, now) != Next::nothing) { until = now; }
@@ -202,10 +184,8 @@ inline void SyncLog::choose_running(double now) {
 }
 
 // In turns, so that none is put off for ever: those of all fragments, and a snapshot that is given.
-// A mean before all: others may stand still for it.
 inline bool SyncLog::move_a_payload(double now) {
     const size_t before = asked.size();
-    if (!outgoing_means.empty()) { write_mean(); }
     for (size_t i = 0; i <= slots.size() && asked.size() == before; i++) {
         next_turn = (next_turn + 1) % (slots.size() + 1);
         if (next_turn < slots.size()) {
@@ -221,7 +201,7 @@ inline bool SyncLog::move_a_payload(double now) {
 // It stays for a worker that needs a snapshot.
 inline bool SyncLog::may_leave() const {
     const bool is_needed = giving || (is_wanted && !cannot_give());
-    return is_leaving && has_looked_last && !has_left && !is_needed && outgoing_means.empty();
+    return is_leaving && has_looked_last && !has_left && !is_needed;
 }
 
 inline void SyncLog::leave() {

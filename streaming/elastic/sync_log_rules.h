@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <map>
-#include <optional>
 #include <string>
 
 #include "streaming/elastic/log_store.h"
@@ -25,9 +24,9 @@ public:
         return there == token;
     }
 
-    // Who has other options than the run has no part in it.
+    // A worker with other options than the run's has no part in it.
     virtual bool is_same_run(const std::string& fingerprint, const std::string& theirs) const {
-        return fingerprint == theirs;
+        return rows_of_options(fingerprint) == rows_of_options(theirs);
     }
 
     // A payload is counted on the global parameters that it was made on, and if there is anything in it.
@@ -52,20 +51,6 @@ public:
 
     // A worker need not read what it has sent itself; an earlier start of it may have sent something else.
     virtual bool is_own_payload(const Incarnation& who, const Incarnation& me) const { return who == me; }
-
-    // A mean is that of the entry, whatever this worker had proposed ...
-    virtual LogEntry averaged(const LogEntry& entry, const std::optional<LogEntry>&) const { return entry; }
-
-    // ... is written by who decided, so that there is one ...
-    virtual bool writes_mean(const Incarnation& decider, const Incarnation& me) const {
-        return decider == me;
-    }
-
-    // ... and is used when all of it is there and is what was written.
-    virtual bool is_mean_chunk(const StoreAnswer& answer) const { return answer.found; }
-    virtual bool is_whole_mean(const std::string& bytes, const LogOffer& record) const {
-        return bytes.size() == record.bytes && digest_of(bytes) == record.digest;
-    }
 
     // Who ends has applied every sync that anybody can have sent by the last step.
     virtual bool is_of_run(long send_step, long last_step) const { return send_step <= last_step; }

@@ -7,8 +7,6 @@
 #include <string_view>
 #include <vector>
 
-#include "streaming/elastic/sync_log_means.h"
-
 struct SyncLogOptions {
     int shard = 0;  // this process's rank in its worker
     int workers = 2;
@@ -16,9 +14,8 @@ struct SyncLogOptions {
     long overlap = 1;         // tau
     long max_lag = 4;         // steps
     long retain = 4;          // syncs of each fragment
-    MergedFrom merged_from;   // the same for all
     bool checkpoints = true;  // payloads are kept until two workers' have passed them
-    size_t chunk = 64 << 20;  // bytes, of payloads and means
+    size_t chunk = 64 << 20;  // bytes, of payloads
     size_t snapshot_chunk = 4 << 20;  // of snapshots: what else is sent waits for one at most
     double grace = 10;        // seconds, as all that follows
     double expiry = 5;        // between two looks that find the same beat
@@ -40,14 +37,8 @@ struct Contribution {
     std::string payload;
 };
 
-// What LogShard::mean() is to be given.
-struct MeanToMake {
-    long sync;
-    std::vector<Contribution> contributions;
-};
-
 // This worker's shard of the outer state. Called by the constructor, turn() and finish(); encoded(), by
-// requests() and answer(); mean(), by the caller of these, at the same time as the trainer's.
+// requests() and answer().
 class LogShard {
 public:
     struct Encoded {
@@ -65,12 +56,6 @@ public:
     // In ascending order of workers; none: global stays.
     // counted: this worker's payload is among them, maybe that of an earlier start
     virtual void apply(long sync, const std::vector<Contribution>& contributions, bool counted) = 0;
-
-    // The mean of these, encoded: a function of its arguments and of what all workers have in common.
-    virtual std::string mean(long sync, const std::vector<Contribution>& contributions) = 0;
-    // apply() of such a mean.   workers: contributors, ascending
-    virtual void apply_mean(long sync, const std::vector<int>& workers, const std::string& mean,
-                            bool counted) = 0;
 
     // Global and momentum of all fragments, after what is there. They are large: std::bad_alloc where the
     // host has no memory for them.

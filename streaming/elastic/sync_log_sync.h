@@ -1,5 +1,5 @@
 // The store's side of a sync (sync_log.h): payload and line are sent, an entry is decided or found, and the
-// payloads that it counts are read; of a merged sync the mean is read, or written.
+// payloads that it counts are read.
 #pragma once
 #include <algorithm>
 #include <optional>
@@ -14,7 +14,7 @@
 
 inline SyncLog::Next SyncLog::next(const Slot& slot, double now) const {
     if (slot.entry) {
-        return slot.confirmed && !slot.is_fetched() ? next_to_read(slot, now) : Next::nothing;
+        return slot.confirmed && !slot.is_fetched() ? Next::fetch : Next::nothing;
     }
     if (slot.proposal) { return Next::decide; }
     // Behind, it is likely that there is an entry: then there is nothing to send any more.
@@ -25,16 +25,7 @@ inline SyncLog::Next SyncLog::next(const Slot& slot, double now) const {
     return now >= slot.look_at && (slot.has_line() || is_behind) ? Next::look : Next::nothing;
 }
 
-inline SyncLog::Next SyncLog::next_to_read(const Slot& slot, double now) const {
-    if (slot.reads_payloads) {
-        const bool has_all = slot.mean.is_being_made || slot.has_payloads();
-        return has_all ? Next::nothing : Next::fetch;
-    }
-    if (slot.mean.record) { return Next::fetch; }
-    return now >= slot.look_at ? Next::look_for_mean : Next::nothing;
-}
-
-// False: there is nothing but a payload, or a mean, that it needs.
+// False: there is nothing but a payload that it needs.
 inline bool SyncLog::serve(Slot& slot, double now) {
     switch (next(slot, now)) {
         case Next::decide:
@@ -42,9 +33,6 @@ inline bool SyncLog::serve(Slot& slot, double now) {
             return true;
         case Next::look:
             look(slot, slot.has_line());
-            return true;
-        case Next::look_for_mean:
-            look_for_mean(slot.sync);
             return true;
         case Next::abstain:
             write_line(slot, {slot.hash, 0, 0, 0}, Slot::abstained);
@@ -60,7 +48,7 @@ inline bool SyncLog::serve(Slot& slot, double now) {
 inline void SyncLog::move_payload(Slot& slot, double now) {
     const Next what = next(slot, now);
     if (what == Next::send) { send(slot); }
-    if (what == Next::fetch) { slot.reads_payloads ? fetch_payloads(slot) : fetch_mean(slot); }
+    if (what == Next::fetch) { fetch_payloads(slot); }
 }
 
 // Handlers find their slot by its sync: it may have moved on.
@@ -121,7 +109,6 @@ inline void SyncLog::look(Slot& slot, bool has_line) {
                 fall_behind(format("finds the entry of sync %ld gone", sync));
             }
         });
-    if (options.merged_from.contributors > 0) { look_for_mean(slot.sync); }
     if (!has_line) { return; }
     asks_beats = true;
     ask({StoreRequest::list, folder("sent", slot.sync), "", ""},
@@ -215,29 +202,26 @@ inline void SyncLog::write_entry(long sync, const LogEntry& entry) {
 }
 
 inline void SyncLog::look_at_generation() {
-    ask({StoreRequest::get, "run", "generation", ""}, [this](const StoreAnswer& answer, double now) {
+    ask({StoreRequest::get, "run", "generation", ""}, [this](const StoreAnswer& answer, double) {
         check_generation(answer);
         for (Slot& slot : slots) {
-            if (phase == Phase::running && slot.entry && !slot.confirmed) { confirm(slot, now); }
+            if (phase == Phase::running && slot.entry && !slot.confirmed) { confirm(slot); }
         }
     });
 }
 
-inline void SyncLog::confirm(Slot& slot, double now) {
+inline void SyncLog::confirm(Slot& slot) {
     if (slot.entry->hash != slot.hash) { return diverge(slot); }
     slot.confirmed = true;
     is_proven[size_t(schedule.fragment(slot.sync))] = true;
-    slot.confirmed_at = now;
-    slot.sources = rules.averaged(*slot.entry, slot.proposal).contributors;
-    slot.payloads.resize(slot.sources.size());
-    slot.is_merged = is_merged(*slot.entry, options.merged_from);
+    slot.payloads.resize(slot.entry->contributors.size());
     presence.note(*slot.entry, slot.sync);
     tell_changes();
     if (slot.entry->decider == me) {
         say(LogEventKind::decided, slot.sync, *slot.entry, format("decides sync %ld: it ", slot.sync));
         if (slot.sync % schedule.fragments() == 0) { sweep(); }  // once a period
     }
-    if (!slot.is_merged || (writes_mean(slot) && !slot.mean.record)) { read_payloads(slot); }
+    take_own_payload(slot);
 }
 
 // What a checkpoint has kept wrong is not a reason to stop: that would be read again, and again. Nor is
@@ -254,24 +238,19 @@ inline void SyncLog::diverge() {
     stop(format("the global parameters of worker %d are not those of the run", me.worker));
 }
 
-// As much as one chunk holds, and what is begun with it.
+// As many bytes as one chunk holds, and the rest of a chunk that is begun with them.
 inline void SyncLog::fetch_payloads(Slot& slot) {
-    size_t bytes = 0;
+    size_t asked_for = 0;
     for (size_t i = 0; i < slot.payloads.size(); i++) {
-        const Contributor& one = slot.sources[i];
-        fetch_chunks(folder("payload", slot.sync), one.who, slot.payloads[i].size(), one.bytes, bytes,
-                     [this, sync = slot.sync, i](const StoreAnswer& answer, double) {
-                         if (Slot* slot = find(sync)) { take_chunk(*slot, i, answer); }
-                     });
-    }
-}
-
-// from: what is there already of the `whole` bytes   asked_for: bytes, in this batch
-inline void SyncLog::fetch_chunks(const std::string& folder, const Incarnation& who, size_t from,
-                                  size_t whole, size_t& asked_for, const Handler& then) {
-    for (size_t at = from; at < whole && asked_for < options.chunk; at += options.chunk) {
-        ask({StoreRequest::get, folder, chunk_name(who, at / options.chunk), ""}, then);
-        asked_for += std::min(options.chunk, whole - at);
+        const Contributor& one = slot.entry->contributors[i];
+        for (size_t at = slot.payloads[i].size(); at < one.bytes && asked_for < options.chunk;
+             at += options.chunk) {
+            ask({StoreRequest::get, folder("payload", slot.sync), chunk_name(one.who, at / options.chunk), ""},
+                [this, sync = slot.sync, i](const StoreAnswer& answer, double) {
+                    if (Slot* slot = find(sync)) { take_chunk(*slot, i, answer); }
+                });
+            asked_for += std::min(options.chunk, one.bytes - at);
+        }
     }
 }
 
@@ -284,93 +263,18 @@ inline void SyncLog::take_chunk(Slot& slot, size_t i, const StoreAnswer& answer)
 }
 
 inline void SyncLog::check_payload(const Slot& slot, size_t i) {
-    const Contributor& one = slot.sources[i];
+    const Contributor& one = slot.entry->contributors[i];
     if (digest_of(slot.payloads[i]) == one.digest) { return; }
     stop(format("the payload of worker %d for sync %ld is damaged", one.who.worker, slot.sync));
 }
 
 // What it has sent itself it has.
-inline void SyncLog::read_payloads(Slot& slot) {
-    slot.reads_payloads = true;
+inline void SyncLog::take_own_payload(Slot& slot) {
     for (size_t i = 0; i < slot.payloads.size(); i++) {
-        if (!rules.is_own_payload(slot.sources[i].who, me)) { continue; }
+        if (!rules.is_own_payload(slot.entry->contributors[i].who, me)) { continue; }
         const LogShard::Encoded* encoded = shard.encoded(slot.sync);
         if (encoded == nullptr) { continue; }
         slot.payloads[i] = encoded->payload;
         check_payload(slot, i);
     }
-}
-
-// -----------------------------------------------------------------------------------------------------------
-// The mean of a merged sync
-
-// Beside a look for the entry: the mean may be there as well.
-inline void SyncLog::look_for_mean(long sync) {
-    ask({StoreRequest::get, key("means"), std::to_string(sync), ""},
-        [this, sync](const StoreAnswer& answer, double now) {
-            Slot* slot = find(sync);
-            if (slot == nullptr || slot->reads_payloads) { return; }
-            if (answer.found) {
-                slot->mean.record = LogOffer::parse(answer.value);
-            } else if (slot->confirmed) {
-                rest_from_looking_at(*slot, now);
-                judge_missing(*slot, now);
-            }
-        });
-}
-
-inline void SyncLog::judge_missing(Slot& slot, double now) {
-    if (has_been_applied(slot.sync)) {
-        return do_without_mean(slot, "others have applied it");
-    }
-    const Incarnation& decider = slot.entry->decider;
-    switch (judge_missing_mean(decider, presence, has_looked, slot.confirmed_at, judged_since(slot),
-                               options.grace, now)) {
-        case MissingMean::awaited:
-            return;
-        case MissingMean::decider_is_gone:
-            return do_without_mean(slot, format("worker %d, which decided it, is gone", decider.worker));
-        case MissingMean::takes_too_long:
-            return do_without_mean(slot, format("that of worker %d takes too long", decider.worker));
-    }
-}
-
-inline void SyncLog::do_without_mean(Slot& slot, const std::string& why) {
-    say(LogEventKind::without_mean, format("makes the mean of sync %ld itself: ", slot.sync) + why,
-        slot.sync);
-    read_payloads(slot);
-}
-
-inline void SyncLog::fetch_mean(Slot& slot) {
-    const LogOffer& record = *slot.mean.record;
-    size_t asked_for = 0;
-    fetch_chunks(folder("mean", slot.sync), record.giver, slot.mean.bytes.size(), record.bytes, asked_for,
-                 [this, sync = slot.sync](const StoreAnswer& answer, double) {
-                     Slot* slot = find(sync);
-                     if (slot != nullptr && !slot->reads_payloads) { take_chunk_of_mean(*slot, answer); }
-                 });
-}
-
-inline void SyncLog::take_chunk_of_mean(Slot& slot, const StoreAnswer& answer) {
-    if (!rules.is_mean_chunk(answer)) { return do_without_mean(slot, "that in the store is gone"); }
-    const LogOffer& record = *slot.mean.record;
-    slot.mean.bytes += answer.value;
-    slot.bytes_read += answer.value.size();
-    if (slot.mean.bytes.size() < record.bytes) { return; }
-    slot.mean.is_whole = true;
-    if (rules.is_whole_mean(slot.mean.bytes, record)) { return; }
-    stop(format("the mean of sync %ld, which worker %d wrote, is damaged", slot.sync,
-                record.giver.worker));
-}
-
-// The last chunk with its record.
-inline void SyncLog::write_mean() {
-    const OutgoingMean& mean = outgoing_means.front();
-    const size_t chunks = chunks_of(mean.bytes.size(), options.chunk);
-    ask(own_chunk(folder("mean", mean.sync), mean.bytes, mean.chunks, options.chunk),
-        [this](const StoreAnswer&, double) { outgoing_means.front().chunks++; });
-    if (mean.chunks + 1 < chunks) { return; }
-    const LogOffer record{me, mean.bytes.size(), digest_of(mean.bytes)};
-    ask({StoreRequest::put_if_absent, key("means"), std::to_string(mean.sync), record.text()},
-        [this](const StoreAnswer&, double) { outgoing_means.pop_front(); });
 }

@@ -2,7 +2,7 @@
 // process is alive, each over a connection of its own. The trainer's thread only ever waits where the log
 // says that it has to.
 //
-// No lock is held while the store works, or while a mean is made. The log's own one is held by the trainer
+// No lock is held while the store works. The log's own one is held by the trainer
 // while it applies a sync: the store's thread may wait for that, the heartbeat must not. It shows a copy of
 // what the log had to show last, under a lock that nobody keeps.
 #pragma once
@@ -38,13 +38,6 @@ public:
     const Encoded* encoded(long sync) override { return shard.encoded(sync); }
     void apply(long sync, const std::vector<Contribution>& contributions, bool counted) override {
         timed([&] { shard.apply(sync, contributions, counted); });
-    }
-    std::string mean(long sync, const std::vector<Contribution>& contributions) override {
-        return shard.mean(sync, contributions);  // not on the trainer's thread
-    }
-    void apply_mean(long sync, const std::vector<int>& workers, const std::string& mean,
-                    bool counted) override {
-        timed([&] { shard.apply_mean(sync, workers, mean, counted); });
     }
     void append_snapshot(std::string& bytes) override {
         timed([&] { shard.append_snapshot(bytes); });
@@ -205,7 +198,6 @@ private:
     void ask() {
         std::unique_lock<std::mutex> lock(mutex);
         while (!ending) {
-            if (make_a_mean(lock)) { continue; }
             const std::vector<StoreRequest> requests = log.requests(now());
             asking_cpu = cpu_seconds();
             if (requests.empty()) {
@@ -222,18 +214,6 @@ private:
             show_pulse();
             if (log.is_turn_due()) { answered.notify_all(); }
         }
-    }
-
-    // Without the lock: the trainer may go on meanwhile.
-    bool make_a_mean(std::unique_lock<std::mutex>& lock) {
-        const std::optional<MeanToMake> work = log.mean_to_make();
-        if (!work) { return false; }
-        lock.unlock();
-        std::string mean = shard.mean(work->sync, work->contributions);
-        lock.lock();
-        log.bring_mean(work->sync, std::move(mean));
-        if (log.is_turn_due()) { answered.notify_all(); }
-        return true;
     }
 
     void beat() {

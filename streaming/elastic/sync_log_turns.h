@@ -110,7 +110,7 @@ inline LogTurn SyncLog::jump() {
 inline std::vector<Contribution> SyncLog::take_payloads(Slot& slot) {
     std::vector<Contribution> contributions;
     for (size_t i = 0; i < slot.payloads.size(); i++) {
-        contributions.push_back({slot.sources[i].who.worker, std::move(slot.payloads[i])});
+        contributions.push_back({slot.entry->contributors[i].who.worker, std::move(slot.payloads[i])});
         slot.payloads[i].clear();
     }
     return contributions;
@@ -118,11 +118,7 @@ inline std::vector<Contribution> SyncLog::take_payloads(Slot& slot) {
 
 inline void SyncLog::apply(Slot& slot, double now) {
     const bool counted = slot.entry->counts(me.worker);
-    if (slot.is_merged) {
-        shard.apply_mean(slot.sync, slot.entry->workers(), slot.mean.bytes, counted);
-    } else {
-        shard.apply(slot.sync, take_payloads(slot), counted);
-    }
+    shard.apply(slot.sync, take_payloads(slot), counted);
     tell_of_applied(slot, counted, now);
     keep_promise(slot);
     const int p = schedule.fragment(slot.sync);
@@ -139,8 +135,6 @@ inline void SyncLog::tell_of_applied(const Slot& slot, bool counted, double now)
     event.counted = counted;
     event.waited = slot.due_since < 0 ? 0 : now - slot.due_since;
     event.bytes_read = slot.bytes_read;
-    const bool has_made_mean = slot.is_merged && slot.reads_payloads && writes_mean(slot);
-    event.mean_bytes_written = has_made_mean ? slot.mean.bytes.size() : 0;
 }
 
 // A worker whose payload counts has shown that it keeps pace. One that was not in time though it had promised

@@ -302,22 +302,21 @@ def is_late_beat(value):
     return int(value.split()[3]) >= 9
 
 
-# The payloads of others, or where another one decides their mean.
-INSTANTS = {"in_mid_payload": ("HSETNX", ["/payload/9"], None, part),
-            "behind_a_payload_and_before_its_line": ("HSETNX", ["/sent/9"], None, nothing),
-            "behind_a_beat": ("HSET", ["/beat"], is_late_beat, all_of),
-            "while_it_reads_what_others_sent": ("HGET", ["/payload/9", "/mean/9"], None, all_of)}
+INSTANTS = {"in_mid_payload": ("HSETNX", "/payload/9", None, part),
+            "behind_a_payload_and_before_its_line": ("HSETNX", "/sent/9", None, nothing),
+            "behind_a_beat": ("HSET", "/beat", is_late_beat, all_of),
+            "while_it_reads_what_others_sent": ("HGET", "/payload/9", None, all_of)}
 
 
 @pytest.mark.parametrize("instant", INSTANTS)
 @pytest.mark.parametrize("resume", [True, False], ids=["resumed", "as_a_newcomer"])
 def test_a_worker_that_is_killed_comes_back_and_all_end_equal(workers, instant, resume):
-    run = workers(**{"--outer-exchange": "merged"})
-    name, keys, value, pass_on = INSTANTS[instant]
-    traps = [run[2].link.trap(name, key, dying(run[2], pass_on), value=value) for key in keys]
+    run = workers()
+    name, key, value, pass_on = INSTANTS[instant]
+    trap = run[2].link.trap(name, key, dying(run[2], pass_on), value=value)
     run.go_second(1, first=2, sync=15)
     run.start()
-    wait_until(lambda: any(trap.sprung.is_set() for trap in traps), run[2].output)
+    wait_until(trap.sprung.is_set, run[2].output)
     run[2].kill()
     run[2].start(resume)
     run.end_well()
@@ -381,31 +380,6 @@ def test_who_dies_behind_its_decision_has_decided(workers):
     deciders[0].start(True)
     run.end_well()
     assert entry(run, 9) == decided
-
-
-@pytest.mark.parametrize("key, field", [("/mean/9", None), ("/means", "9")], ids=["mean", "record"])
-def test_where_the_decider_dies_before_its_mean_is_there_the_others_make_it(workers, key, field):
-    run, deciders = workers(**{"--outer-exchange": "merged", "--grace": 30}), []  # all are counted
-
-    def die(worker, send, command):
-        run.go_second((worker.number + 1) % 3, first=worker.number, sync=12)
-        worker.die()
-        deciders.append(worker)
-
-    for worker in run.all:
-        worker.link.trap("HSETNX", key, functools.partial(die, worker), field=field)
-    run.start()
-    wait_until(lambda: deciders, lambda: [worker.output() for worker in run.all])
-    (decider,) = deciders
-    others = [worker for worker in run.all if worker is not decider]
-    for other in others:
-        other.wait_for(lambda worker: 9 in worker.merged())
-        assert [event["sync"] for event in other.happened("without_mean")] == [9]
-    decider.kill()
-    decider.start(True)
-    run.end_well()
-    assert entry(run, 9).split()[1].startswith(b"%d." % decider.number)
-    assert sorted(senders(entry(run, 9))) == [0, 1, 2] and decider.counted()
 
 
 def test_several_die_and_the_last_waits_for_enough_of_them(workers):
@@ -786,17 +760,3 @@ def assert_bits_of_gloo(train, url, options, **of_store):
 def test_with_nobody_late_the_bits_are_those_of_gloo(train, workers, tmp_path, ranks, kind):
     url = workers().server.url() if kind == "redis" else f"file:{tmp_path}/store"
     assert_bits_of_gloo(train, url, {**LOCK_STEP, "--ranks": ranks})
-
-
-@pytest.mark.parametrize("kind", ["file", "redis"])
-def test_with_nobody_late_merged_syncs_have_the_bits_of_all_to_all(train, workers, tmp_path, kind):
-    url = workers().server.url() if kind == "redis" else f"file:{tmp_path}/store"
-    options = {**LOCK_STEP, "--workers": 3, "--ranks": 1, "--outer-error-feedback": None, "-x": 100}
-    gloo, store = assert_bits_of_gloo(train, url, options, **{"--outer-exchange": "merged"})
-    assert "by all_to_all" in gloo.stdout and "are merged" in store.stdout
-    logs = [sorted(store.lines("sync", worker), key=lambda line: line["sync"]) for worker in range(3)]
-    for lines in zip(*logs):
-        bytes_of = [(line["bytes_sent"], line["bytes_received"]) for line in lines]
-        decider = bytes_of.pop(lines[0]["decider"])
-        (payload, mean), other = bytes_of
-        assert other == (payload, mean) and decider == (payload + mean, 2 * payload)

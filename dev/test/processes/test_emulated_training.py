@@ -53,15 +53,15 @@ def test_gloo_under_the_gpu_s_stream_gives_nccl_s_bits(train, calm):
     assert run.model() == calm.model()
 
 
-def test_syncs_that_are_merged_on_the_host_have_the_bits_of_all_to_all_on_the_device(train, tmp_path):
+def test_elastic_workers_have_the_bits_of_all_gather(train, tmp_path):
     options = {**SMALL, "--workers": 3, "--ranks": 1}
-    device = train("device", {**options, "--outer-exchange": "all_to_all"}, trainer=EMULATED)
-    host = train("host", {**options, "--outer-exchange": "merged", "--outer-transport": "store",
-                          "--store": f"file:{tmp_path}/store", "--grace": 60, "--max-lag": 1000},
-                 environment=environment(1), trainer=EMULATED)
+    lock_step = train("lock_step", {**options, "--outer-exchange": "all_gather"}, trainer=EMULATED)
+    elastic = train("elastic", {**options, "--outer-transport": "store", "--store": f"file:{tmp_path}/store",
+                                "--grace": 60, "--max-lag": 1000},
+                    environment=environment(1), trainer=EMULATED)
     for worker in range(3):
-        assert hashes(host, worker) == hashes(device, worker) != []
-        assert host.losses(worker) == device.losses(worker)
+        assert hashes(elastic, worker) == hashes(lock_step, worker) != []
+        assert elastic.losses(worker) == lock_step.losses(worker)
 
 
 @pytest.mark.long

@@ -30,12 +30,6 @@ PLANTED = {
         "null pointer|SEGV",
     ),
     "eval_set": ("llmc/text/eval_set.h", "count > left()", "count > 10000", "heap-buffer-overflow"),
-    "merged": (
-        "streaming/elastic/merged_mean.h",
-        '    check_size("the mean of " + describe(sync), mean.size(), layout.bytes);\n',
-        "",
-        "heap-buffer-overflow",
-    ),
     "model": ("llmc/checkpoint/model_file.h", "        check_size();\n", "", "out-of-memory|a file has at least"),
     "payload": (
         "streaming/exchange.h",

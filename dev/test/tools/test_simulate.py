@@ -18,8 +18,7 @@ from simulation import general, graph, paper
 from simulation.measured import DESCRIPTORS, utilization
 from simulation.payloads import Shape, exchange_bytes
 from simulation.planner import TARGET, Candidate, candidates, make_plan
-from simulation.store import (ROUND_TRIPS, StoreCalls, choose_store_exchange, mean_seconds_a_byte,
-                              store_bytes, store_link_bytes, worker_link_bytes)
+from simulation.store import ROUND_TRIPS, StoreCalls, store_bytes, store_link_bytes, worker_link_bytes
 from simulation.trainer import (Calls, Link, data_parallel_utilization, jittery_utilization,
                                 streaming_utilization)
 
@@ -205,33 +204,6 @@ def test_a_worker_takes_one_sync_after_the_other_and_tcp_opens_both_windows_anew
     assert ranks.exchange(5, [4 * window, 12 * window]) == pytest.approx(5 + trips + 0.1, abs=1e-4)
 
 
-def test_a_merged_sync_is_one_workers_reading_then_its_mean_then_the_others_reading():
-    link = Link(8e6, 0.1, mtu=1052, slow_start_after_idle=False)  # a megabyte a second, less headers
-    second = link.bytes_per_second
-
-    def through(workers, connections=1, seconds_a_byte=0, **more):
-        calls = StoreCalls(replace(link, **more), workers, connections, seconds_a_byte)
-        calls.written.bytes = calls.read.bytes = calls.read_mean.bytes = 1e12
-        return calls.exchange(5, [second, (workers - 1) * second, 2 * second]) - 5
-
-    trips = 0.1 * (ROUND_TRIPS + 2 + 0.75)
-    assert through(4) == pytest.approx(trips + 4 + 3 + 2 + 6)  # 4 write, one reads, writes, then 3 read
-    assert through(4, store_bits_per_second=24e6) == pytest.approx(trips + 4 / 3 + 3 + 2 + 2)
-    assert through(4, store_bits_per_second=32e6) == pytest.approx(trips + 1 + 3 + 2 + 2)
-    assert through(2) == pytest.approx(0.1 * (ROUND_TRIPS + 2 + 0.5) + 2 + 1 + 2 + 2)
-    computed = 0.3 / second
-    assert through(4, seconds_a_byte=computed) == pytest.approx(trips + 15 + 0.6)
-    assert through(4, 3, computed) == pytest.approx(trips + 15 + 0.2)  # three ranks, each its own mean
-
-
-def test_tcp_opens_the_windows_of_a_merged_sync_anew_where_its_connections_were_idle():
-    link, window = Link(1e12, 0.1, mtu=1052), 10 * 1000
-    trips = (ROUND_TRIPS + 2 + 2 / 3) * 0.1
-    counts = [3 * window, 7 * window, 4 * window]  # 1 + 2 windows; 1 + 2 + 4; of the mean 4, and 1 + 2 + 1
-    calls = StoreCalls(link, 3)
-    assert calls.exchange(5, counts) == pytest.approx(5 + trips + 0.1 + 0.2 + 0.2 + 0.2, abs=1e-4)
-
-
 def test_data_parallel_waits_for_its_gradients_and_hides_what_it_can_under_backward():
     def share(rate, rtt=0.0, micro_steps=1):
         return data_parallel_utilization(1.0, [128000] * 4 + [256000], 4, 2, 4, micro_steps,
@@ -270,63 +242,27 @@ def test_bytes_of_each_sync_are_those_of_a_real_run(train, wire):
         assert row["bytes_sent"] == sum(counts) and row["send_step"] % 6 == offset
 
 
-# By hand: 1,280 values of fp4 are a header of 64 bytes, 10 scales on 32, and 640 of codes. The payload of
-# their mean has M headers more, and M (M + 1) / 2 sums on a multiple of 16.
-MEANS = {2: 64 * 3 + 32 + 672, 3: 64 * 4 + 48 + 672, 4: 64 * 5 + 80 + 672, 8: 64 * 9 + 288 + 672}
+# By hand: 1,280 values of fp4 are a header of 64 bytes, 10 scales on 32, and 640 of codes.
+@pytest.mark.parametrize("workers, of_worker, of_store", [
+    (2, 736, 2 * 736), (3, 2 * 736, 3 * 2 * 736), (4, 3 * 736, 4 * 3 * 736), (8, 7 * 736, 8 * 7 * 736)])
+def test_bytes_through_a_store_by_hand(workers, of_worker, of_store):
+    counts = store_bytes("fp4_e2m1", 1280, workers)
+    assert counts == [736, (workers - 1) * 736]
+    assert worker_link_bytes(counts) == of_worker and store_link_bytes(counts, workers) == of_store
 
 
-@pytest.mark.parametrize("workers, of_worker, of_store, gathered_of_store", [
-    (2, 736 + 896, 2 * 736 + 896, 2 * 736),                # as much as is written
-    (3, 736 + 976, 2 * 736 + 2 * 976, 3 * 2 * 736),        # a worker writes more than it reads
-    (4, 3 * 736, 3 * 736 + 3 * 1072, 4 * 3 * 736),
-    (8, 7 * 736, 7 * 736 + 7 * 1536, 8 * 7 * 736)])
-def test_bytes_through_a_store_by_hand(workers, of_worker, of_store, gathered_of_store):
-    merged = store_bytes("merged", "fp4_e2m1", 1280, workers)
-    assert merged == [736, (workers - 1) * 736, MEANS[workers]]
-    assert worker_link_bytes(merged) == of_worker and store_link_bytes(merged, workers) == of_store
-    gathered = store_bytes("all_gather", "fp4_e2m1", 1280, workers)
-    assert gathered == merged[:2] and worker_link_bytes(gathered) == gathered[1]
-    assert store_link_bytes(gathered, workers) == gathered_of_store
-
-
-def test_auto_merges_large_payloads_from_five_workers_on_and_never_with_error_feedback():
-    of = ("fp4", 4_200_192)  # 2 MiB; the threshold is streaming/elastic/merged_mean.h's
-    chosen = [choose_store_exchange("auto", *of, workers) for workers in (2, 4, 5, 8)]
-    assert chosen == ["all_gather", "all_gather", "merged", "merged"]
-    assert choose_store_exchange("auto", "fp4", of[1] // 2, 8) == "all_gather"
-    assert choose_store_exchange("auto", "fp8_e4m3", of[1] // 2, 8) == "merged"
-    assert choose_store_exchange("auto", *of, 8, error_feedback=True) == "all_gather"
-    assert choose_store_exchange("merged", "fp4", 128, 2, error_feedback=True) == "merged"
-    assert choose_store_exchange("all_gather", *of, 8) == "all_gather"
-    with pytest.raises(simulate.UserError, match="all_to_all is for workers in lock-step"):
-        choose_store_exchange("all_to_all", *of, 3)
-
-
-@pytest.mark.parametrize("workers, ranks, exchange", [(2, 1, "auto"), (3, 1, "auto"), (3, 1, "merged"),
-                                                      (3, 2, "merged"), (5, 1, "auto"), (5, 1, "merged")])
-def test_bytes_of_each_sync_through_a_store_are_those_of_a_real_run(train, workers, ranks, exchange):
+@pytest.mark.parametrize("workers, ranks", [(2, 1), (3, 2), (5, 1)])
+def test_bytes_of_each_sync_through_a_store_are_those_of_a_real_run(train, workers, ranks):
     run = train("run", {"--workers": workers, "--ranks": ranks, "--layers": 3, "--fragment-layers": 1,
                         "-H": 6, "-x": 24, "--overlap": 2, "--outer-transport": "store", "--grace": 60,
-                        "--max-lag": 1000, "--outer-exchange": exchange})
+                        "--max-lag": 1000})
     measured = simulate.read_measured(run.folder)
     exchanges = measured.exchanges()
     assert measured.outer_transport == "store" and len(run.lines("sync")) >= 4 * len(exchanges) - 3
-    assert measured.is_merged == (exchange == "merged")
     for row in run.lines("sync"):
-        _, (payload, read, *mean) = exchanges[row["fragment"]]
-        possible = [[payload, read]] if not mean else [[payload + mean[0], read], [payload, mean[0]]]
-        assert [row["bytes_sent"], row["bytes_received"]] in possible
-        assert measured.carried([payload, read, *mean]) == ranks * max(possible[0])
-
-
-def test_options_of_a_store_run_say_how_it_exchanges(train):
-    run = train("run", {"--workers": 3, "-H": 6, "-x": 24, "--overlap": 2, "--outer-transport": "store",
-                        "--grace": 60, "--max-lag": 1000, "--outer-error-feedback": True})
-    measured = simulate.read_measured(run.folder)
-    assert measured.outer_error_feedback and not measured.is_merged
-    large = replace(measured, workers=8, shape=RUN.shape)
-    assert not large.is_merged and replace(large, outer_error_feedback=False).is_merged
-    assert not replace(measured, workers=8, outer_error_feedback=False).is_merged  # small
+        _, counts = exchanges[row["fragment"]]
+        assert [row["bytes_sent"], row["bytes_received"]] == counts
+        assert measured.carried(counts) == ranks * max(counts)
 
 
 def test_bytes_of_a_data_parallel_step_are_those_of_a_real_run(train):
@@ -437,22 +373,6 @@ def test_a_store_takes_more_round_trips_and_its_plans_say_that_it_is_meant():
     assert plan.best.bytes_by_step() == payloads  # of two workers each reads one
 
 
-@pytest.mark.parametrize("workers, rtt, store, slow_start, faster", [
-    (4, 0.0, 1e9, True, True), (8, 0.08, 1e9, True, True),  # all share the link of one: fewer bytes
-    (4, 0.0, 1e10, True, False), (8, 0.08, 1e10, True, False),  # room for all: more bytes one after the other
-    (8, 0.2, 1e9, True, False), (8, 0.2, 1e9, False, True)])  # far: more windows to be opened anew
-def test_merging_is_faster_where_the_stores_link_is_slow_and_not_too_far(workers, rtt, store, slow_start,
-                                                                         faster):
-    run = replace(RUN, inner_steps=100, fragment_layers=3, overlap=1, outer_dtype="fp4_e2m1",
-                  step_seconds=0.2, outer_transport="store", workers=workers)
-    link = {"store_bits_per_second": store, "slow_start_after_idle": slow_start}
-    gathered, merged = (simulate.predict(run, 1e9, rtt, outer_exchange=kind, **link)
-                        for kind in ("all_gather", "merged"))
-    assert (merged > gathered) == faster and merged != gathered
-    assert simulate.predict(run, 1e9, rtt, **link) == (merged if workers >= 5 else gathered)
-    assert simulate.predict(run, 1e9, rtt, outer_error_feedback=True, **link) == gathered
-
-
 def test_workers_whose_steps_differ_wait_for_each_other():
     even = ((2.0, 2.0), (2.0, 2.0))
     jittery = ((1.0, 3.0), (3.0, 1.0))  # as long together; the slower of the two has 3 s each time
@@ -474,27 +394,16 @@ def test_with_even_steps_jitter_changes_nothing_and_other_workers_are_refused():
         simulate.predict(run, 2e8, 0, jitter=True, workers=3)
 
 
-def test_a_mean_takes_who_decides_time_by_values_and_workers():
-    seconds = [mean_seconds_a_byte("fp4", workers) / 2 for workers in (3, 4, 8, 16)]  # of a value
-    assert seconds == pytest.approx([4.2e-9, 6.8e-9, 16.6e-9, 20.0e-9], rel=0.15)  # measured
-    assert mean_seconds_a_byte("bf16", 4) == pytest.approx(mean_seconds_a_byte("fp4", 4) / 4)
-
-
 def test_plans_of_a_store_say_what_its_own_link_carries():
     run = replace(RUN, inner_steps=100, fragment_layers=3, overlap=1, outer_dtype="fp4_e2m1", workers=5,
                   outer_transport="store")
     payload = sum(counts[0] for _, counts in run.exchanges())
-    own = {kind: Candidate(replace(run, outer_exchange=kind), 1, 0)
-           for kind in ("all_gather", "merged", "auto")}
-    assert own["all_gather"].store_bytes() == 5 * 4 * payload
-    assert own["merged"].store_bytes() == own["auto"].store_bytes() == pytest.approx(8 * payload, rel=1e-2)
-    assert all(sum(one.bytes_by_step().values()) == 4 * payload for one in own.values())  # of who decides
-    of_ranks = replace(own["auto"], run=replace(run, ranks=4))
-    assert of_ranks.store_bytes() == pytest.approx(8 * payload, rel=1e-2)
-    assert own["auto"].options.endswith(" --outer-transport store")
-    assert own["merged"].options.endswith(" --outer-transport store --outer-exchange merged")
-    assert "means merged" in simulate.describe(own["auto"].run, Link(1e9))
-    assert "means merged" not in simulate.describe(own["all_gather"].run, Link(1e9))
+    plan = Candidate(run, 1, 0)
+    assert plan.store_bytes() == 5 * 4 * payload
+    assert sum(plan.bytes_by_step().values()) == 4 * payload
+    of_ranks = replace(plan, run=replace(run, ranks=4))
+    assert of_ranks.store_bytes() == pytest.approx(5 * 4 * payload, rel=1e-2)
+    assert plan.options.endswith(" --outer-transport store")
 
 
 def test_plans_and_predictions_of_a_real_run_are_printed(train, capsys):
@@ -511,16 +420,9 @@ def test_plans_and_predictions_of_a_real_run_are_printed(train, capsys):
     of_store = capsys.readouterr().out
     assert ", through a store\n" in of_store
     assert "by the store's link" in of_store and "by the store's link" not in text
-    simulate.main(["--plan", str(folder), "--link", "10mbit", "--rtt", "5ms", "--outer-transport", "store",
-                   "--outer-exchange", "merged"])
-    of_store = capsys.readouterr().out
-    assert ", through a store, means merged\n" in of_store
-    assert "--outer-transport store --outer-exchange merged" in of_store
-    for words, what in [(["--outer-exchange", "merged"], "merged is for workers that meet through a store"),
-                        (["--outer-transport", "store", "--outer-exchange", "all_to_all"],
-                         "give auto, all_gather or merged")]:
-        with pytest.raises(simulate.UserError, match=what):
-            simulate.main(["--run", str(folder), "--link", "10mbit", *words])
+    with pytest.raises(simulate.UserError, match="give auto or all_gather"):
+        simulate.main(["--run", str(folder), "--link", "10mbit", "--outer-transport", "store", "--outer-exchange",
+                       "all_to_all"])
     assert "as it is" in text and ("Start it with -H" in text or "Nothing that was tried" in text
                                    or "as it is." in text)
 
@@ -548,21 +450,14 @@ def test_general_tables_of_a_store_are_those_of_its_time(capsys):
 
 
 def test_general_tables_of_a_store_say_what_its_own_link_carries(capsys):
-    words = ["--parameters", "1e9", "--layers", "24", "--step-time", "100ms", "--link", "1gbit",
-             "--outer-transport", "store", "--workers", "5", "--outer-exchange"]
-    rows = {}
-    for kind in ("auto", "merged", "all_gather"):
-        simulate.main([*words, kind])
-        lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
-        rows[kind] = {line[0]: [cell.strip() for cell in line[1:] if cell] for line in lines}
-    merged, gathered = rows["merged"], rows["all_gather"]
-    assert rows["auto"] == merged and merged["sent a step"] == gathered["sent a step"]
-    of_store = [row["by the store's link"] for row in (merged, gathered)]
-    assert [row[0] for row in of_store] == ["-", "-"]  # data-parallel has no store
-    megabytes = [float(row[-1].removesuffix(" MB")) for row in of_store]
-    assert megabytes[1] == pytest.approx(2.5 * megabytes[0], rel=0.02)
-    shares = [float(row["1 Gbit/s"][-1].removesuffix("%")) for row in (merged, gathered)]
-    assert shares[0] > shares[1]
+    simulate.main(["--parameters", "1e9", "--layers", "24", "--step-time", "100ms", "--link", "1gbit",
+                   "--outer-transport", "store", "--workers", "5"])
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    rows = {line[0]: [cell.strip() for cell in line[1:] if cell] for line in lines}
+    of_store, of_worker = (rows[name] for name in ("by the store's link", "sent a step"))
+    assert of_store[0] == "-"  # data-parallel has no store
+    megabytes = [float(row[-1].removesuffix(" MB")) for row in (of_store, of_worker)]
+    assert megabytes[0] == pytest.approx(5 * megabytes[1], rel=0.02)
 
 
 def test_general_and_papers_table_agree_where_they_say_the_same():
@@ -595,10 +490,6 @@ def test_general_and_papers_table_agree_where_they_say_the_same():
     (["--parameters", "1e9", "--layers", "24", "--step-time", "0s"], "takes some time"),
     (["--parameters", "1e9", "--layers", "24", "--step-time", "1s", "--timing", "paper", "--outer-transport",
       "store"], "has no store"),
-    (["--parameters", "1e9", "--layers", "24", "--step-time", "1s", "--outer-exchange", "merged"],
-     "merged is for workers that meet through a store"),
-    (["--parameters", "1e9", "--layers", "24", "--step-time", "1s", "--outer-exchange", "merged", "--timing",
-      "paper"], "merged is for workers that meet through a store"),
     (["--parameters", "1e9", "--layers", "24", "--step-time", "1s", "--outer-exchange", "all_to_all",
       "--outer-transport", "store"], "all_to_all is for workers in lock-step"),
     (["--rtt", "-1ms", "--paper"], "--rtt")])

@@ -70,21 +70,7 @@ public:
         return folders.count(folder) ? folders[folder] : std::map<std::string, std::string>();
     }
 
-    // Whether the mean of an entry, by its key, has ever been there; any chunk of it.
-    bool ever_had_mean(const std::string& entry) const { return means.count(entry) != 0; }
-    bool ever_had_part_of_mean(const std::string& entry) const {
-        const std::string chunks = beside(entry, "mean/") + "/";
-        const auto first = payloads.lower_bound(chunks);
-        return first != payloads.end() && first->first.rfind(chunks, 0) == 0;
-    }
-
 private:
-    // "GENERATION/shard/entry/sync" to "GENERATION/shard/what" + sync
-    static std::string beside(const std::string& entry, const std::string& what) {
-        const std::string run = run_of(entry);
-        return run + "/" + what + entry.substr(run.size() + strlen("/entry/"));
-    }
-
     // "GENERATION/shard/what/rest" to what and rest.
     static std::pair<std::string, std::string> parts(const std::string& folder) {
         const std::string run = run_of(folder);
@@ -103,39 +89,19 @@ private:
     void change(const StoreRequest& request) {
         check_same_payload(request);
         if (parts(request.folder).first == "entry") { check_entry(request); }
-        if (parts(request.folder).first == "means") { check_mean(request); }
         if (parts(request.folder).first == "durable") { note_claim(request); }
         if (parts(request.folder).first == "done") { ended.insert(run_of(request.folder)); }
         folders[request.folder][request.name] = request.value;
     }
 
-    // What once lay under a name is what will ever lie there.
+    // What once lay under a name is what will ever lie there. A start that learned its generation from a store
+    // that came back empty since finds no earlier start's number: what it writes there is believed by nobody.
     void check_same_payload(const StoreRequest& request) {
-        const std::string what = parts(request.folder).first;
-        if (what != "payload" && what != "mean") { return; }
+        if (parts(request.folder).first != "payload" || !is_now(run_of(request.folder))) { return; }
         const uint64_t digest = digest_of(request.value);
         const auto [at, is_new] = payloads.insert({request.folder + "/" + request.name, digest});
         if (!is_new && at->second != digest) {
             throw Violation("two payloads under the name " + request.folder + "/" + request.name);
-        }
-    }
-
-    // By its decider, and all of it is there: it is removed behind the payloads.
-    void check_mean(const StoreRequest& request) {
-        const std::string run = run_of(request.folder), entry = run + "/entry/" + request.name;
-        const LogOffer record = LogOffer::parse(request.value);
-        means.insert(entry);
-        if (!decided.count(entry) || !(decided[entry].decider == record.giver)) {
-            throw Violation("the mean of sync " + request.name + " is written by who has not decided it");
-        }
-        if (!is_now(run) || !has(run + "/payload/" + request.name)) { return; }
-        std::string bytes;
-        const auto chunks = in(run + "/mean/" + request.name);
-        for (size_t i = 0; chunks.count(record.giver.text() + "." + std::to_string(i)); i++) {
-            bytes += chunks.at(record.giver.text() + "." + std::to_string(i));
-        }
-        if (bytes.size() != record.bytes || digest_of(bytes) != record.digest) {
-            throw Violation("the record of the mean of sync " + request.name + " is of another one");
         }
     }
 
@@ -182,8 +148,7 @@ private:
             if (folder->second.empty()) { folders.erase(folder); }
             return;
         }
-        const std::string what = parts(request.folder).first;
-        if (what == "payload" || what == "mean") { check_removal(request.folder); }
+        if (parts(request.folder).first == "payload") { check_removal(request.folder); }
         folders.erase(request.folder);
     }
 
@@ -202,8 +167,7 @@ private:
         std::sort(reach.rbegin(), reach.rend());
         if (reach.size() > 1) { durable = reach[1]; }
         if (is_now(run) && schedule.index(sync) >= std::min(newest - retain, durable)) {
-            throw Violation("the payloads or the mean of sync " + std::to_string(sync) +
-                            " are removed too early");
+            throw Violation("the payloads of sync " + std::to_string(sync) + " are removed too early");
         }
     }
 
@@ -212,6 +176,6 @@ private:
     std::map<std::string, std::map<std::string, std::string>> folders;
     std::map<std::string, uint64_t> payloads;
     std::map<std::string, LogEntry> decided;
-    std::set<std::string> ended, means;
+    std::set<std::string> ended;
     std::map<std::string, std::map<std::string, std::vector<long>>> claims;  // to checkpoints, by run, worker
 };

@@ -106,37 +106,6 @@ public:
         move(sync, mean_of(sync, contributions), counted);
     }
 
-    // The headers and the mean, rounded once more. No state is looked at.
-    std::string mean(long sync, const std::vector<Contribution>& contributions) override {
-        Values mean = mean_of(sync, contributions);
-        for (float& value : mean) { value = std::floor(value * 128 + 0.5f) / 128; }
-        std::string bytes;
-        for (const Contribution& one : contributions) {
-            const Header header = header_of(sync, one);
-            bytes.append(reinterpret_cast<const char*>(&header), sizeof header);
-        }
-        append(bytes, mean);
-        return bytes;
-    }
-
-    void apply_mean(long sync, const std::vector<int>& workers, const std::string& bytes,
-                    bool counted) override {
-        if (bytes.size() != workers.size() * sizeof(Header) + sizeof(float) * values) {
-            throw Violation("a mean of another number of contributors, or not all of it, is applied");
-        }
-        for (size_t i = 0; i < workers.size(); i++) {
-            Header header;
-            std::memcpy(&header, &bytes[i * sizeof header], sizeof header);
-            if (header.id != id_of(sync, workers[i])) {
-                throw Violation("the mean of another sync, or of others than were counted, is applied");
-            }
-            check_base(sync, header.hash);
-        }
-        Values mean(values);
-        std::memcpy(mean.data(), &bytes[workers.size() * sizeof(Header)], sizeof(float) * values);
-        move(sync, mean, counted);
-    }
-
     void move(long sync, const Values& mean, bool counted) {
         const size_t p = size_t(schedule.fragment(sync));
         const Values before = state.global[p];
@@ -283,8 +252,6 @@ struct Plan {
         options.expiry = 3;
         options.poll = 0.3;
         options.retry = 0.4;
-        const int merged_from[] = {0, 2, 3};
-        options.merged_from.contributors = merged_from[random.among(0, 2)];
     }
 };
 
@@ -306,10 +273,6 @@ inline void make_even(Plan& plan) {
 struct Totals {
     long syncs = 0, deaths = 0, stalls = 0, snapshots = 0, snapshots_gone = 0, jumps = 0, late = 0;
     long new_generations = 0, diverged = 0, undecidable = 0, refused = 0, too_late = 0, gone = 0;
-    // Merged syncs; of these, whose mean never came, and of which only a part did; how often somebody did
-    // without, for the decider was gone, took too long, or the mean was deleted while it was read.
-    long merged = 0, without_mean = 0, with_half_a_mean = 0;
-    long deciders_gone = 0, deciders_late = 0, means_gone = 0;
     long most_answers = 0;  // that a worker had in vain
 
     void operator+=(const Totals& more) {
@@ -326,12 +289,6 @@ struct Totals {
         refused += more.refused;
         too_late += more.too_late;
         gone += more.gone;
-        merged += more.merged;
-        without_mean += more.without_mean;
-        with_half_a_mean += more.with_half_a_mean;
-        deciders_gone += more.deciders_gone;
-        deciders_late += more.deciders_late;
-        means_gone += more.means_gone;
         most_answers = std::max(most_answers, more.most_answers);
     }
 
@@ -339,11 +296,9 @@ struct Totals {
         return format(
             "%ld syncs, %ld deaths, %ld stalls, %ld snapshots, %ld found gone, %ld jumps, %ld times late, "
             "%ld new generations, %ld diverged, %ld undecidable, %ld refused, %ld too late for the run, "
-            "%ld times gone, %ld merged, %ld without a mean, %ld with half of one, %ld times without because "
-            "the decider was gone, %ld because it was late, %ld because the mean was, %ld answers at most",
+            "%ld times gone, %ld answers at most",
             syncs, deaths, stalls, snapshots, snapshots_gone, jumps, late, new_generations, diverged,
-            undecidable, refused, too_late, gone, merged, without_mean, with_half_a_mean, deciders_gone,
-            deciders_late, means_gone, most_answers);
+            undecidable, refused, too_late, gone, most_answers);
     }
 };
 
@@ -720,17 +675,9 @@ private:
                 totals.snapshots += event.kind == LogEventKind::takes_snapshot;
                 totals.snapshots_gone += event.kind == LogEventKind::snapshot_gone;
                 totals.late += event.kind == LogEventKind::late;
-                if (event.kind == LogEventKind::without_mean) { count_missing_mean(event.text); }
                 if (event.worker != w) { listen_to_change(rank, event); }
             }
         }
-    }
-
-    void count_missing_mean(const std::string& why) {
-        const auto says = [&](const char* what) { return why.find(what) != std::string::npos; };
-        totals.deciders_gone += says("which decided it");
-        totals.deciders_late += says("takes too long");
-        totals.means_gone += says("in the store is gone");
     }
 
     // A change is told once.
@@ -798,7 +745,6 @@ private:
 
     void talk(int w, int r) {
         Rank& rank = workers[size_t(w)].process->ranks[size_t(r)];
-        if (auto work = rank.log->mean_to_make()) { return make_mean(w, r, *work); }
         const std::vector<StoreRequest> requests = rank.log->requests(now);
         listen(w);
         if (requests.empty()) {
@@ -809,15 +755,6 @@ private:
             workers[size_t(w)].process->ranks[size_t(r)].log->answer(answers, now);
             listen(w);
             if (!answers.back().lost) { check_waits(w, r); }
-            talk(w, r);
-        });
-    }
-
-    void make_mean(int w, int r, const MeanToMake& work) {
-        maybe_fail(w);
-        later(w, random.between(0, random.happens(0.1) ? 2 : 0.1), [this, w, r, work] {
-            Rank& rank = workers[size_t(w)].process->ranks[size_t(r)];
-            rank.log->bring_mean(work.sync, rank.shard->mean(work.sync, work.contributions));
             talk(w, r);
         });
     }
@@ -897,7 +834,6 @@ private:
         if (!traced || request.folder.find("/beat") != std::string::npos) { return; }
         const char* kinds[] = {"get", "put", "put_if_absent", "remove", "list", "folders"};
         const bool is_text = request.folder.find("/payload") == std::string::npos &&
-                             request.folder.find("/mean/") == std::string::npos &&
                              request.folder.find("/snapshot") == std::string::npos;
         std::string text = format("  worker %d: %s %s %s", w, kinds[request.kind], request.folder.c_str(),
                                   request.name.c_str());
@@ -1078,13 +1014,7 @@ private:
 
     void check_end() {
         long counted = 0;
-        for (const auto& [key, entry] : store.entries()) {
-            counted += !entry.contributors.empty();
-            if (!is_merged(entry, plan.options.merged_from)) { continue; }
-            totals.merged++;
-            totals.without_mean += !store.ever_had_mean(key);
-            totals.with_half_a_mean += !store.ever_had_mean(key) && store.ever_had_part_of_mean(key);
-        }
+        for (const auto& [key, entry] : store.entries()) { counted += !entry.contributors.empty(); }
         if (counted == 0) { throw Violation("no sync counted anybody"); }
     }
 

@@ -340,18 +340,14 @@ Endings run_log(const Plan& plan, int started) {
 
 bool same(double a, double b) { return memcmp(&a, &b, sizeof a) == 0; }
 
-void expect_same_report(const SyncReport& a, const SyncReport& b, const Plan& plan, bool is_merged) {
+void expect_same_report(const SyncReport& a, const SyncReport& b, const Plan& plan) {
     EXPECT_EQ(a.sync, b.sync);
     EXPECT_EQ(a.fragment, b.fragment);
     EXPECT_EQ(a.send_step, b.send_step);
     EXPECT_EQ(a.due_step, b.due_step);
     EXPECT_EQ(a.global_hash, b.global_hash);
     EXPECT_EQ(a.not_finite, b.not_finite);
-    ASSERT_EQ(a.statistics.cosines.size(), b.statistics.cosines.size());
-    for (size_t i = 0; i < a.statistics.cosines.size(); i++) {
-        const double tolerance = is_merged ? 1e-12 : 0;  // all-to-all adds up the sums of parts
-        EXPECT_NEAR(a.statistics.cosines[i], b.statistics.cosines[i], tolerance);
-    }
+    EXPECT_EQ(a.statistics.cosines, b.statistics.cosines);
     EXPECT_TRUE(same(a.statistics.delta_norm, b.statistics.delta_norm));
     EXPECT_TRUE(same(a.statistics.quantization_error, b.statistics.quantization_error));
     EXPECT_TRUE(same(a.mean_norm(), b.mean_norm()));
@@ -359,19 +355,8 @@ void expect_same_report(const SyncReport& a, const SyncReport& b, const Plan& pl
     EXPECT_TRUE(b.log->counted);
     EXPECT_EQ(b.log->contributors.size(), size_t(plan.workers));
     EXPECT_GE(b.waited_seconds(), 0);
-    if (is_merged) { return; }
     EXPECT_EQ(b.traffic.bytes_received, a.traffic.bytes_received);
     EXPECT_EQ(b.traffic.bytes_sent * size_t(plan.workers - 1), a.traffic.bytes_sent);
-}
-
-// The decider reads the others' payloads, and writes a mean that they read.
-void expect_traffic_of_merged(const SyncReport& report, const Plan& plan, int worker) {
-    const long n = shard_values(toy_fragments(), toy_layout(plan.ranks))[size_t(report.fragment)];
-    const size_t payload = payload_bytes(plan.wire.format, n);
-    const size_t mean = merged_layout(plan.wire.format, n, plan.workers).bytes;
-    const bool decides = report.log->decider == worker;
-    EXPECT_EQ(report.traffic.bytes_sent, payload + (decides ? mean : 0));
-    EXPECT_EQ(report.traffic.bytes_received, decides ? payload * size_t(plan.workers - 1) : mean);
 }
 
 // What is still in flight behind the last step is applied as it arrives: fragments do not touch each other.
@@ -383,13 +368,10 @@ void sort_reports(Endings& endings) {
 }
 
 // absent: places for workers who never come
-// What is all-to-all in lock-step is merged over the log.
 void expect_lock_steps_bits(const Plan& plan, int absent = 0) {
     SCOPED_TRACE(plan.describe());
-    const bool is_merged = plan.wire.exchange == ExchangeKind::all_to_all;
     const Endings expected = run_lock_step(plan);
     Plan places = plan;
-    if (is_merged) { places.wire.exchange = ExchangeKind::merged; }
     places.workers += absent;
     places.min_workers = plan.workers;
     places.grace = absent > 0 ? 0.05 : plan.grace;
@@ -402,8 +384,7 @@ void expect_lock_steps_bits(const Plan& plan, int absent = 0) {
         ASSERT_EQ(endings[i].reports.size(), 30u);
         ASSERT_EQ(expected[i].reports.size(), 30u);
         for (size_t s = 0; s < 30; s++) {
-            expect_same_report(expected[i].reports[s], endings[i].reports[s], plan, is_merged);
-            if (is_merged) { expect_traffic_of_merged(endings[i].reports[s], plan, int(i) / plan.ranks); }
+            expect_same_report(expected[i].reports[s], endings[i].reports[s], plan);
         }
     }
 }
@@ -470,100 +451,6 @@ TEST(ElasticDiloco, two_who_run_with_more_places_have_the_bits_of_a_run_of_two) 
             plan.wire.token_weights = token_weights;
             ASSERT_NO_FATAL_FAILURE(expect_lock_steps_bits(plan, absent));
         }
-    }
-}
-
-TEST(ElasticDiloco, merged_syncs_have_the_bits_of_all_to_all_to_nearest) {
-    for (Format format : all_formats) {
-        for (int workers : {2, 3, 9}) {  // nine compare each payload with the mean
-            if (workers == 9 && format != Format::fp4_e2m1) { continue; }
-            Plan plan;
-            plan.wire.exchange = ExchangeKind::all_to_all;
-            plan.wire.format = format;
-            plan.wire.token_weights = workers == 3;
-            plan.workers = workers;
-            plan.ranks = workers == 2 ? 2 : 1;
-            plan.overlap = workers == 3 ? 3 : 1;
-            ASSERT_NO_FATAL_FAILURE(expect_lock_steps_bits(plan));
-        }
-    }
-}
-
-LogEntry entry_of(int contributors, size_t bytes) {
-    LogEntry entry;
-    for (int w = 0; w < contributors; w++) { entry.contributors.push_back({Incarnation{w, 0}, bytes, 0, 0}); }
-    return entry;
-}
-
-TEST(ElasticDiloco, large_syncs_of_five_and_more_are_merged_by_themselves_but_not_with_error_feedback) {
-    const size_t large = 2 << 20;
-    WireOptions wire;
-    EXPECT_TRUE(is_merged(entry_of(5, large), merged_from(wire)));
-    EXPECT_FALSE(is_merged(entry_of(4, large), merged_from(wire)));
-    EXPECT_FALSE(is_merged(entry_of(5, large - 1), merged_from(wire)));
-    wire.error_feedback = true;
-    EXPECT_FALSE(is_merged(entry_of(64, large), merged_from(wire)));
-    wire.exchange = ExchangeKind::merged;
-    EXPECT_TRUE(is_merged(entry_of(2, 1), merged_from(wire)));
-    EXPECT_FALSE(is_merged(entry_of(1, large), merged_from(wire)));
-    EXPECT_FALSE(is_merged(entry_of(0, 0), merged_from(wire)));
-    EXPECT_FALSE(is_merged(entry_of(64, large), merged_from(by_all_gather())));
-}
-
-TEST(ElasticDiloco, a_run_says_that_it_merges_where_some_fragment_is_large_enough) {
-    const WireOptions wire;  // 4.125 bits a value
-    const long large = 4'200'192;
-    EXPECT_EQ(describe_merging(wire, {large / 2, large / 2}, 8), "");
-    EXPECT_EQ(describe_merging(wire, {large}, 4), "");
-    EXPECT_NE(describe_merging(wire, {large / 2, large}, 5).find("2097152 bytes and more, are merged"),
-              std::string::npos);
-}
-
-// Of three payloads by hand, on the host, as the decider's log does it.
-TEST(MergedMean, is_a_function_of_the_payloads_and_names_all_where_their_sum_overflows) {
-    const Sync sync{3, 0, 17, 3 * quantization_block};
-    const std::vector<Piece> pieces{{0, sync.values, 1000}};
-    for (bool overflows : {false, true}) {
-        WireOptions wire;
-        wire.format = Format::bf16;
-        wire.stochastic = true;
-        std::vector<Contribution> contributions;
-        for (int worker : {0, 2, 5}) {
-            const Floats values(size_t(sync.values), overflows ? 3e38f : 0.1f * float(worker + 1));
-            const PayloadLayout layout = payload_layout(wire.format, sync.values);
-            std::vector<uint8_t> payload(layout.bytes);
-            cpu::Stream here;
-            cpu::write_header(payload.data(), make_header(sync, layout, 0, worker, 10), here);
-            cpu::quantize(payload.data(), layout, Rounding(), 0, {values.data()}, sync.values, here);
-            contributions.push_back({worker, std::string(payload.begin(), payload.end())});
-        }
-        const std::string mean = encode_merged_mean(wire, sync, pieces, contributions);
-        EXPECT_EQ(mean, encode_merged_mean(wire, sync, pieces, contributions));
-        const Headers headers = checked_mean_headers(mean, {0, 2, 5}, sync, wire.format);
-        EXPECT_EQ((headers.means[0].flags & delta_not_finite) != 0, overflows);
-        ASSERT_EQ(headers.sent[0].size(), 3u);
-        EXPECT_EQ(headers.sent[0][2].worker, 5u);
-        EXPECT_THROW(checked_mean_headers(mean, {0, 2, 4}, sync, wire.format), RunError);
-        EXPECT_THROW(checked_mean_headers(mean, {0, 2}, sync, wire.format), RunError);
-        EXPECT_THROW(checked_mean_headers(mean, {0, 2, 5}, sync, Format::fp4), RunError);
-        Floats decoded(size_t(sync.values));
-        cpu::Stream here;
-        cpu::dequantize_mean(decoded.data(), reinterpret_cast<const uint8_t*>(mean.data()), 0, 1,
-                             merged_layout(wire.format, sync.values, 3), nullptr, here);
-        EXPECT_NEAR(decoded[5], overflows ? 0 : 1.0f / 3, 0.01);
-    }
-}
-
-TEST(ElasticDiloco, merged_syncs_are_the_same_on_all_with_every_rounding_and_feedback) {
-    for (int bits = 0; bits < 4; bits++) {
-        Plan plan;
-        plan.workers = 3;
-        plan.wire.exchange = ExchangeKind::merged;
-        plan.wire.stochastic = bits & 1;
-        plan.wire.error_feedback = bits & 2;
-        const Endings endings = run_log(plan, 3);
-        expect_one_history(endings);
-        EXPECT_EQ(endings[0].reports.size(), 30u);
     }
 }
 
@@ -856,6 +743,19 @@ TEST(ElasticDiloco, a_payload_of_another_format_is_refused_with_whose_it_is) {
                          "the payload of worker 0 for fragment 1 (sync 0, sent at step 6) was "
                          "refused: its number format is"))
         << errors[1];
+}
+
+TEST(ElasticDiloco, a_payload_of_another_size_is_refused_with_whose_it_is) {
+    MemoryStore store;
+    const std::vector<std::string> errors = run_members(2, [&](int worker) {
+        Plan plan;
+        plan.wire.format = worker == 0 ? Format::bf16 : Format::fp32;
+        Member member(plan, store, worker);
+        member.run();
+    });
+    EXPECT_TRUE(contains(errors[0], "the payload of worker 1 for fragment 1 (sync 0, sent at step 6) was "
+                                    "refused: it has "))
+        << errors[0];
 }
 
 TEST(ElasticDiloco, a_worker_of_other_options_is_refused_with_those_of_the_run) {

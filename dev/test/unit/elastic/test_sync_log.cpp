@@ -52,12 +52,6 @@ TEST(SyncLog, workers_stay_equal_and_go_on_whatever_happens_between_any_two_requ
     EXPECT_GT(totals.refused, 1000);
     EXPECT_GT(totals.too_late, 100);
     EXPECT_GT(totals.gone, 1000);
-    EXPECT_GT(totals.merged, 10000);
-    EXPECT_GT(totals.without_mean, 500);
-    EXPECT_GT(totals.with_half_a_mean, 100);
-    EXPECT_GT(totals.deciders_gone, 500);
-    EXPECT_GT(totals.deciders_late, 500);
-    EXPECT_GT(totals.means_gone, 3);
 }
 
 TEST(SyncLog, a_seed_is_the_same_run_again) {
@@ -234,9 +228,8 @@ struct Driven {
           shard(worker, rank, schedule),
           log(options, schedule, worker, shard, rules, start(worker, schedule)) {}
 
-    static SyncLogOptions options(int merged_from = 0, int workers = 3, int min_workers = 3) {
+    static SyncLogOptions options(int workers = 3, int min_workers = 3) {
         SyncLogOptions options;
-        options.merged_from.contributors = merged_from;
         options.workers = workers;
         options.min_workers = min_workers;
         options.grace = options.expiry = 100;
@@ -255,9 +248,6 @@ struct Driven {
         const std::vector<StoreRequest> requests = log.requests(now);
         if (requests.empty()) { return false; }
         log.answer(store.perform_all(requests), now);
-        if (const auto work = log.mean_to_make()) {
-            log.bring_mean(work->sync, shard.mean(work->sync, work->contributions));
-        }
         return true;
     }
     void show_life(double now) { store.perform_all(heartbeat.requests(log.pulse(), now)); }
@@ -274,14 +264,13 @@ struct Driven {
     Heartbeat heartbeat{0.5};
 };
 
-// Returns the bytes that each worker has read.
-std::vector<size_t> three_ways_and_two(int merged_from) {
+TEST(SyncLog, a_sync_is_three_ways_to_the_store_for_who_sends_last_and_two_more_for_the_others) {
     const long H = 4;
     const SyncSchedule schedule(std::vector<Fragment>(1), H);
     SimulatedStore store(schedule, 4);
     std::vector<std::unique_ptr<Driven>> workers;
     for (int w = 0; w < 3; w++) {
-        workers.push_back(std::make_unique<Driven>(w, schedule, store, Driven::options(merged_from)));
+        workers.push_back(std::make_unique<Driven>(w, schedule, store, Driven::options()));
     }
     double now = 0;
     const auto settle = [&] {
@@ -301,7 +290,6 @@ std::vector<size_t> three_ways_and_two(int merged_from) {
         EXPECT_FALSE(workers[size_t(w)]->go_there_and_back(now));
     }
     EXPECT_EQ(workers[2]->ways_until_it_goes_on(H + 1, now), 3);
-    workers[2]->go_there_and_back(now);  // of a merged sync it writes the mean
     for (int w : {0, 1}) { EXPECT_EQ(workers[size_t(w)]->ways_until_it_goes_on(H + 1, now), 2); }
     for (const auto& one : workers) { EXPECT_EQ(one->log.positions(), std::vector<long>{1}); }
     EXPECT_EQ(store.entries().size(), 1u);
@@ -312,15 +300,7 @@ std::vector<size_t> three_ways_and_two(int merged_from) {
             if (event.kind == LogEventKind::applied) { read.push_back(event.bytes_read); }
         }
     }
-    return read;
-}
-
-TEST(SyncLog, a_sync_is_three_ways_to_the_store_for_who_sends_last_and_two_more_for_the_others) {
-    EXPECT_EQ(three_ways_and_two(0), (std::vector<size_t>{72, 72, 72}));  // two payloads
-}
-
-TEST(SyncLog, so_is_a_merged_one_of_which_all_but_the_decider_read_the_mean_alone) {
-    EXPECT_EQ(three_ways_and_two(3), (std::vector<size_t>{84, 84, 72}));
+    EXPECT_EQ(read, (std::vector<size_t>{72, 72, 72}));  // two payloads
 }
 
 TEST(SyncLog, who_was_stopped_while_it_looked_around_looks_again_soon) {
@@ -433,7 +413,7 @@ TEST(SyncLog, nobody_is_blamed_for_what_could_not_be_heard) {
 
 // Workers of one fragment that have sent its first sync, and not seen yet what the others have.
 struct Senders {
-    explicit Senders(int count) : Senders(count, Driven::options(0, count, count)) {}
+    explicit Senders(int count) : Senders(count, Driven::options(count, count)) {}
     Senders(int count, const SyncLogOptions& options) {
         for (int w = 0; w < count; w++) {
             workers.push_back(std::make_unique<Driven>(w, schedule, store, options));
@@ -467,7 +447,7 @@ struct Senders {
 
 // It stands still for its answers, but nobody can be blamed for what it has not heard meanwhile.
 TEST(SyncLog, nothing_is_decided_without_others_because_the_answers_took_long) {
-    SyncLogOptions options = Driven::options(0, 3, 3);
+    SyncLogOptions options = Driven::options(3, 3);
     options.min_workers = 2;
     options.grace = 10;
     options.expiry = 5;
@@ -526,7 +506,7 @@ TEST(SyncLog, of_two_syncs_that_are_due_at_once_none_is_decided_before_the_grace
     SimulatedStore store(schedule, 4);
     std::vector<std::unique_ptr<Driven>> workers;
     for (int w = 0; w < 3; w++) {
-        workers.push_back(std::make_unique<Driven>(w, schedule, store, Driven::options(0, 3, 2)));
+        workers.push_back(std::make_unique<Driven>(w, schedule, store, Driven::options(3, 2)));
     }
     double now = 0;
     const auto settle = [&] {
@@ -585,7 +565,7 @@ TEST(SyncLog, workers_whose_checkpoints_differ_do_not_begin_with_either) {
         start.from_checkpoint = true;
         shards.push_back(std::make_unique<simulation::Shard>(w, 0, schedule));
         if (w == 1) { shards.back()->corrupt(); }
-        logs.push_back(std::make_unique<SyncLog>(Driven::options(0, 2, 2), schedule, w, *shards.back(), rules,
+        logs.push_back(std::make_unique<SyncLog>(Driven::options(2, 2), schedule, w, *shards.back(), rules,
                                                  start));
     }
     for (int i = 0; i < 20; i++) {
@@ -603,7 +583,7 @@ TEST(SyncLog, workers_whose_checkpoints_differ_do_not_begin_with_either) {
 TEST(SyncLog, a_start_that_died_before_the_run_began_is_no_member_of_it) {
     const SyncSchedule schedule(std::vector<Fragment>(1), 4);
     SimulatedStore store(schedule, 4);
-    SyncLogOptions options = Driven::options(0, 4);  // the fourth has not come yet
+    SyncLogOptions options = Driven::options(4);  // the fourth has not come yet
     options.min_workers = 2;
     options.expiry = 5;
     options.grace = 10;
@@ -679,7 +659,7 @@ TEST(SyncLog, whoever_finds_an_entry_gone_that_others_have_applied_takes_a_snaps
     start.generation = one.log.current_generation();
     start.from_checkpoint = true;
     simulation::Shard shard(1, 0, senders.schedule);
-    SyncLog again(Driven::options(0, 2, 2), senders.schedule, 1, shard, other.rules, start);
+    SyncLog again(Driven::options(2, 2), senders.schedule, 1, shard, other.rules, start);
     std::vector<LogEventKind> told;
     for (int i = 0; i < 20; i++) {
         again.turn(0, senders.now += 1);
@@ -783,7 +763,7 @@ struct Givers {
         begin = now;
     }
     void add(int worker, int rank) {
-        workers.push_back(std::make_unique<Driven>(worker, schedule, store, Driven::options(0, 2, 2), rank));
+        workers.push_back(std::make_unique<Driven>(worker, schedule, store, Driven::options(2, 2), rank));
         hearts.emplace_back(10);
     }
     void pass(double seconds) {
@@ -967,24 +947,6 @@ TEST(SyncLogSimulation, finds_a_worker_with_other_options_that_takes_part) {
     EXPECT_NE(found(rules), "");
 }
 
-TEST(SyncLogSimulation, finds_a_mean_that_is_read_half) {
-    struct : SyncLogRules {
-        bool is_mean_chunk(const StoreAnswer&) const override { return true; }
-        bool is_whole_mean(const std::string&, const LogOffer&) const override { return true; }
-    } rules;
-    EXPECT_NE(found(rules), "");
-}
-
-TEST(SyncLogSimulation, finds_the_mean_of_a_decider_whose_entry_did_not_win) {
-    struct : SyncLogRules {
-        LogEntry averaged(const LogEntry& entry, const std::optional<LogEntry>& mine) const override {
-            return mine ? *mine : entry;
-        }
-        bool writes_mean(const Incarnation&, const Incarnation&) const override { return true; }
-    } rules;
-    EXPECT_NE(found(rules), "");
-}
-
 TEST(SyncLogSimulation, finds_what_an_earlier_start_has_sent_taken_for_ones_own) {
     struct : SyncLogRules {
         bool is_own_payload(const Incarnation& who, const Incarnation& me) const override {
@@ -1020,6 +982,18 @@ TEST(SyncLog, syncs_by_number_are_those_of_the_schedule) {
             }
         }
     }
+}
+
+TEST(SyncLog, a_run_that_an_earlier_version_began_is_the_same_run_where_it_merged_no_means) {
+    const SyncLogRules rules;
+    const std::string now = "--workers 4\n--lr 0.1\n", before = "--lr 0.1\n--workers 4\n--fragment-offsets \n";
+    const std::string merged = "--outer-exchange (merged from) ";
+    EXPECT_TRUE(rules.is_same_run(now, now));
+    EXPECT_TRUE(rules.is_same_run(now, before + merged + "0 workers, 0 bytes\n"));
+    EXPECT_TRUE(rules.is_same_run(now, before + merged + "5 workers, 2097152 bytes\n"));
+    EXPECT_FALSE(rules.is_same_run(now, before + merged + "4 workers, 2097152 bytes\n"));
+    EXPECT_FALSE(rules.is_same_run(now, "--workers 4\n--lr 0.1\n--fragment-offsets 0,3\n"));
+    EXPECT_FALSE(rules.is_same_run(now, "--workers 4\n--lr 0.2\n"));
 }
 
 TEST(SyncLog, records_are_read_as_they_were_written) {

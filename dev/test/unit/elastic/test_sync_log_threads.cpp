@@ -123,7 +123,7 @@ LogTurn train(SyncLogThreads& log, Shard& shard, long steps) {
     return said.kind != LogTurn::go_on ? said : settled(log, [&] { return log.finish(steps); });
 }
 
-void keep_step(int merged_from) {
+TEST(SyncLogThreads, workers_that_keep_step_are_all_counted_and_end_with_the_same_bits) {
     const int workers = 4;
     const long steps = 30;
     Store store;
@@ -133,9 +133,7 @@ void keep_step(int merged_from) {
     for (int w = 0; w < workers; w++) {
         threads.emplace_back([&, w] {
             Shard shard(w, 0, store.schedule);
-            SyncLogOptions options = options_for(workers);
-            options.merged_from.contributors = merged_from;
-            SyncLogThreads log(options, store.schedule, w, shard, first_start(w), connections(store));
+            SyncLogThreads log(options_for(workers), store.schedule, w, shard, first_start(w), connections(store));
             EXPECT_EQ(train(log, shard, steps).kind, LogTurn::go_on) << log.why_stopped();
             EXPECT_EQ(log.positions(), (std::vector<long>{5, 5}));
             for (int p = 0; p < 2; p++) { hashes[size_t(w)].push_back(shard.hash(p)); }
@@ -153,49 +151,6 @@ void keep_step(int merged_from) {
         EXPECT_EQ(entry.contributors.size(), size_t(workers)) << key;
     }
     for (const OuterCosts& one : costs) { EXPECT_TRUE(one.turns > 0 && one.threads > 0); }
-}
-
-TEST(SyncLogThreads, workers_that_keep_step_are_all_counted_and_end_with_the_same_bits) {
-    for (int merged_from : {0, 3}) { keep_step(merged_from); }
-}
-
-TEST(SyncLogThreads, the_trainer_has_its_turns_while_a_mean_is_made) {
-    struct SlowMean : Shard {
-        using Shard::Shard;
-        std::string mean(long sync, const std::vector<Contribution>& contributions) override {
-            const long before = turns;
-            for (int tries = 0; tries < 10000 && turns < before + 2; tries++) {
-                std::this_thread::sleep_for(std::chrono::milliseconds(1));
-            }
-            EXPECT_GE(turns, before + 2);
-            made++;
-            return Shard::mean(sync, contributions);
-        }
-        std::atomic<long> turns{0}, made{0};
-    };
-    Store store;
-    SlowMean shards[] = {{0, 0, store.schedule}, {1, 0, store.schedule}};
-    std::vector<std::thread> threads;
-    for (int w = 0; w < 2; w++) {
-        threads.emplace_back([&, w] {
-            SlowMean& shard = shards[w];
-            SyncLogOptions options = options_for(2);
-            options.merged_from.contributors = 2;
-            SyncLogThreads log(options, store.schedule, w, shard, first_start(w), connections(store));
-            const auto counted = [&](const LogTurn& said) {
-                shard.turns++;
-                return said;
-            };
-            for (long step = 0; step <= H; step++) {
-                if (step > 0) { shard.train(step); }
-                settled(log, [&] { return counted(log.turn(step)); });
-            }
-            EXPECT_EQ(settled(log, [&] { return counted(log.finish(H)); }).kind, LogTurn::go_on);
-        });
-    }
-    for (std::thread& thread : threads) { thread.join(); }
-    EXPECT_EQ(shards[0].made + shards[1].made, 2);
-    for (int p = 0; p < 2; p++) { EXPECT_EQ(shards[0].hash(p), shards[1].hash(p)); }
 }
 
 TEST(SyncLogThreads, the_heartbeat_goes_on_while_a_payload_is_on_its_way) {
