@@ -119,8 +119,10 @@ public:
         log = std::make_unique<SyncLogThreads>(log_options.protocol, schedule, log_options.worker, log_shard,
                                                log_start, open);
         Outcome outcome = take_turns(step, [this](long at) { return log->turn(at); });
-        // The wait for these was not a part of training.
-        for (SyncReport& sync : outcome.syncs) { sync.idle_from = sync.idle_until; }
+        // Syncs that were merged here are reported with the first step's, as no step has been made yet. The
+        // wait for them was not a part of training.
+        reports = std::exchange(outcome.syncs, {});
+        for (SyncReport& sync : reports) { sync.idle_from = sync.idle_until; }
         shard.fetch_for(outcome.step + 1);
         return outcome;
     }
