@@ -45,8 +45,8 @@ STREAMING = {"-H": 6, "--fragment-layers": 1, "--overlap": 2}
 # Nobody is ever late: each sync waits for everyone, and no worker jumps.
 ELASTIC = {**STREAMING, "--workers": 2, "--outer-transport": "store", "--grace": HANG, "--max-lag": 10**6}
 BASE = {"--layers": 2, "--heads": 2, "--channels": 16, "--vocab-size": 64, "-t": 8, "-b": 2, "-l": 0.01,
-        "-k": "constant", "-s": 0, "-v": 8, "-m": 4, "-x": 20, "--shuffle": 0, "--matmul-precision": "highest",
-        "--timeout": 60}
+        "-k": "constant", "-s": 0, "-v": 8, "-m": 4, "-x": 20, "--shuffle": 0,
+        "--matmul-precision": "highest", "--timeout": 60}
 
 
 def streaming(workers, **more):
@@ -272,8 +272,8 @@ def resume(program, folder, tokens, name):
 
 
 def make_checkpoint(program, folder, tokens, name):
-    """Runs until there is a checkpoint in mid-run, and keeps of the run's files what a resume needs. A stop of
-    an elastic run may leave a sync that some resumes count and others do not: then it tries again."""
+    """Runs until there is a checkpoint in mid-run, and keeps of the run's files what a resume needs. A stop
+    of an elastic run may leave a sync that some resumes count and others do not: then it tries again."""
     for attempt in range(50):
         here = folder / f"{name} {attempt}"
         if name == "elastic":
