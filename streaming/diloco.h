@@ -48,7 +48,7 @@ public:
     void rehearse(Stream& main) {
         const Sync sync = rehearsal(shard.largest, shard.values[size_t(shard.largest)]);
         double* sums = encodings.take(sync).sums.data();
-        shard.rehearse_payload(exchange->payload(sync), exchange->layout(sync), sync, sums, main);
+        shard.rehearse_encode(exchange->payload(sync), exchange->layout(sync), sync, sums, main);
         exchange->start(sync, main);
         exchange->wait(sync);
         exchange->mean(shard.mean, sync, main);
@@ -121,12 +121,15 @@ public:
 private:
     long due_step(const Sync& sync) const { return sync.send_step + options.overlap; }
 
-    void send(int p, long step, uint64_t tokens, const float* local, Stream& main) {
+    // master: this rank's local parameters in fp32 (shard_size)
+    void send(int p, long step, uint64_t tokens, const float* master, Stream& main) {
         const Sync sync = shard.sync_at(p, step);
         double* sums = encodings.take(sync).sums.data();
-        shard.write_payload(exchange->payload(sync), exchange->layout(sync), sync, tokens - tokens_at_send[p],
-                            stopping ? stop_requested : 0, local, sums, main);
-        exchange->start(sync, main);  // who has waited for it may read the sums
+        const FragmentValues global = shard.global_values(p, main), local = shard.local_values(p, master);
+        const OuterGradient delta = global - local;
+        shard.encode(exchange->payload(sync), exchange->layout(sync), sync, tokens - tokens_at_send[p],
+                     stopping ? stop_requested : 0, delta, sums, main);
+        exchange->start(sync, main);
         tokens_at_send[p] = tokens;
         in_flight.push_back(sync);
     }

@@ -108,8 +108,10 @@ inline Sync rehearsal(int fragment, long values) {
     return {std::numeric_limits<long>::max(), fragment, 0, values};
 }
 
+inline bool is_rehearsal(const Sync& sync) { return sync.send_step == 0; }
+
 inline std::string describe(const Sync& sync) {
-    if (sync.send_step == 0) { return format("fragment %d (rehearsal before step 1)", sync.fragment); }
+    if (is_rehearsal(sync)) { return format("fragment %d (rehearsal before step 1)", sync.fragment); }
     return format("fragment %d (sync %ld, sent at step %ld)", sync.fragment, sync.number, sync.send_step);
 }
 

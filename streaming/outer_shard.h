@@ -1,10 +1,10 @@
 // OuterShard: this process's shard of the outer state, and what every exchange does with a fragment of it,
 // whatever carries the bytes:
 //
-//     a send       payload = encode(global - local), its header, and the hash of global
+//     a send       payload = encode(delta) with delta = global - local, its header, and the hash of global
 //     a receive    the outer step from the mean of payloads, and the merge into local
 //
-// It is one implementation for lock-step and for the sync log: the same bits.
+// Lock-step and elastic runs share this implementation, so that both compute the same bits.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -33,6 +33,27 @@ inline std::vector<long> shard_values(const std::vector<Fragment>& fragments, co
     return values;
 }
 
+// Values of a fragment: an array for each of its pieces.
+struct FragmentValues {
+    std::vector<Piece> pieces;
+    std::vector<const float*> arrays;  // (count of the piece) each
+};
+
+// The outer gradient of a fragment. It lies nowhere in memory: quantize() subtracts each value where it
+// encodes it.
+struct OuterGradient {
+    std::vector<Piece> pieces;
+    std::vector<Source> differences;  // (count of the piece) each
+};
+
+inline OuterGradient operator-(const FragmentValues& global, const FragmentValues& local) {
+    OuterGradient delta{global.pieces, {}};
+    for (size_t i = 0; i < global.arrays.size(); i++) {
+        delta.differences.push_back({global.arrays[i], local.arrays[i]});
+    }
+    return delta;
+}
+
 class OuterShard {
 public:
     // rank: this process's rank in its worker
@@ -58,30 +79,51 @@ public:
 
     // ---- sending
 
-    // Writes the payload of a sync, with the headers of its parts.
-    // tokens: that this worker has trained on since the fragment's last send   flags: of the headers
-    // local: (shard_size)   sums: (encoding_sums), of a HostBuffer: what encoding has lost
-    void write_payload(uint8_t* payload, const PayloadLayout& layout, const Sync& sync, uint64_t tokens,
-                       uint32_t flags, const float* local, double* sums, Stream& main) {
-        const Sending sending = begin_payload(payload, layout, sync, tokens, flags, main);
-        const std::vector<OuterState::Part> parts =
-            state->use(sync.fragment, OuterState::Needs::global, main);
-        for (size_t i = 0; i < parts.size(); i++) {
-            const float* local_part = local + parts[i].range.shard;
-            add_to_payload(sending, pieces[size_t(sync.fragment)][i], parts[i].global, local_part, main);
+    // The global parameters of fragment p, for work on main until encode() has been called.
+    FragmentValues global_values(int p, Stream& main) {
+        FragmentValues global{pieces[size_t(p)], {}};
+        for (const OuterState::Part& part : state->use(p, OuterState::Needs::global, main)) {
+            global.arrays.push_back(part.global);
         }
-        state->end_read(sync.fragment, main);
+        return global;
+    }
+
+    // Those of fragment p in the shard `local`.
+    FragmentValues local_values(int p, const float* local) const {
+        FragmentValues values{pieces[size_t(p)], {}};
+        for (const Range& range : ranges[size_t(p)]) { values.arrays.push_back(local + range.shard); }
+        return values;
+    }
+
+    // Writes the payload of a sync: the headers of its parts, with the hash of global, and delta's codes.
+    // tokens: that this worker has trained on since the fragment's last send   flags: of the headers
+    // sums: (encoding_sums), of a HostBuffer: how large delta is, and how much of it encoding has lost
+    void encode(uint8_t* payload, const PayloadLayout& layout, const Sync& sync, uint64_t tokens,
+                uint32_t flags, const OuterGradient& delta, double* sums, Stream& main) {
+        const Rounding rounding = wire.rounding(worker, sync.number, RoundingStage::send);
+        float* residual = feedback.begin(sync.fragment, sync.number, main);
+        write_headers(payload, layout, sync, tokens, flags, main);
+        device::clear_padding(payload, layout, main);
+        device::set_zero(encoding.data(), encoding_sums, main);
+        for (size_t i = 0; i < delta.pieces.size(); i++) {
+            const auto [first, count, index] = delta.pieces[i];
+            Source source = delta.differences[i];
+            source.residual = residual == nullptr ? nullptr : residual + first;
+            add_hash(payload, layout, first, source.values, count, main);
+            device::quantize(payload, layout, rounding.at(index), first, source, count, main);
+            device::sum_encoding(encoding, partial, payload, layout, first, source, count, main);
+        }
+        if (!is_rehearsal(sync)) { state->end_read(sync.fragment, main); }
         device::copy_to_host_later(sums, encoding.data(), encoding_sums, main);
     }
 
-    // The same for zeros in place of parameters, in all of a fragment: before step 1, so that nothing that a
-    // send needs is set up under a step. The residuals are to be had back: see ErrorFeedback::end().
-    void rehearse_payload(uint8_t* payload, const PayloadLayout& layout, const Sync& sync, double* sums,
-                          Stream& main) {
+    // Encodes zeros in place of parameters, so that nothing that a send needs is set up during a step. The
+    // residuals are restored by ErrorFeedback::end().
+    void rehearse_encode(uint8_t* payload, const PayloadLayout& layout, const Sync& sync, double* sums,
+                         Stream& main) {
         device::set_zero(mean.data(), sync.values, main);
-        const Sending sending = begin_payload(payload, layout, sync, 0, 0, main);
-        add_to_payload(sending, {0, sync.values, 0}, mean, mean, main);
-        device::copy_to_host_later(sums, encoding.data(), encoding_sums, main);
+        const FragmentValues zeros{{{0, sync.values, 0}}, {mean}};
+        encode(payload, layout, sync, 0, 0, zeros - zeros, sums, main);
     }
 
     // ---- receiving
@@ -160,14 +202,6 @@ public:
     Buffer<float> mean;      // (largest fragment)
 
 private:
-    // A payload that is being written.
-    struct Sending {
-        uint8_t* payload;
-        PayloadLayout layout;
-        Rounding rounding;
-        float* residual;  // (values of the fragment), or null
-    };
-
     void place(const Fragment& fragment, const Layout& layout, int rank) {
         ranges.emplace_back();
         pieces.emplace_back();
@@ -187,35 +221,21 @@ private:
         return step;
     }
 
-    Sending begin_payload(uint8_t* payload, const PayloadLayout& layout, const Sync& sync, uint64_t tokens,
-                          uint32_t flags, Stream& main) {
-        const Sending sending{payload, layout,
-                              wire.rounding(worker, sync.number, RoundingStage::send),
-                              feedback.begin(sync.fragment, sync.number, main)};
+    void write_headers(uint8_t* payload, const PayloadLayout& layout, const Sync& sync, uint64_t tokens,
+                       uint32_t flags, Stream& main) const {
         for (int part = 0; part < layout.parts; part++) {
             PayloadHeader header = make_header(sync, layout, part, worker, tokens);
             header.flags |= flags;
             device::write_header(payload + size_t(part) * layout.bytes, header, main);
         }
-        device::clear_padding(payload, layout, main);
-        device::set_zero(encoding.data(), encoding_sums, main);
-        return sending;
     }
 
-    // global, local: (piece.count)
-    void add_to_payload(const Sending& sending, const Piece& piece, const float* global, const float* local,
-                        Stream& main) {
-        const PayloadLayout& layout = sending.layout;
-        for_each_part(layout, piece.first, piece.count, [&](int part, long first, long count) {
-            device::add_hash(sending.payload + size_t(part) * layout.bytes, first,
-                             global + (first - piece.first), count, main);
+    // Adds the hash of values [first, first + count) of a fragment to the headers of their parts.
+    static void add_hash(uint8_t* payload, const PayloadLayout& layout, long first, const float* values,
+                         long count, Stream& main) {
+        for_each_part(layout, first, count, [&](int part, long begin, long n) {
+            device::add_hash(payload + size_t(part) * layout.bytes, begin, values + (begin - first), n, main);
         });
-        float* residual = sending.residual == nullptr ? nullptr : sending.residual + piece.first;
-        const Source source{global, local, residual};
-        device::quantize(sending.payload, layout, sending.rounding.at(piece.index), piece.first, source,
-                         piece.count, main);
-        device::sum_encoding(encoding, partial, sending.payload, layout, piece.first, source, piece.count,
-                             main);
     }
 
     // The squared norm of the first n values of `mean`, which the host has when main has come past this.

@@ -325,7 +325,9 @@ private:
         if (out.tokens == 0) { return; }
         const PayloadLayout layout = layout_of(sync);
         shard.state->make_room(sync.fragment);
-        shard.write_payload(payload, layout, sync, out.tokens, 0, now.local, out.sums.data(), main);
+        const FragmentValues global = shard.global_values(sync.fragment, main);
+        const OuterGradient delta = global - shard.local_values(sync.fragment, now.local);
+        shard.encode(payload, layout, sync, out.tokens, 0, delta, out.sums.data(), main);
         device::copy_to_host_later(out.bytes.data(), payload.data(), long(layout.bytes), main);
         main.record(out.written);
         tokens_at_send[p] = now.tokens;
@@ -561,7 +563,7 @@ private:
         const Sync sync = rehearsal(shard.largest, shard.values[size_t(shard.largest)]);
         const PayloadLayout layout = layout_of(sync);
         Outgoing& out = outgoing[size_t(shard.largest)];
-        shard.rehearse_payload(payload, layout, sync, out.sums.data(), main);
+        shard.rehearse_encode(payload, layout, sync, out.sums.data(), main);
         device::copy_to_host_later(out.bytes.data(), payload.data(), long(layout.bytes), main);
         main.synchronize();
         const std::string bytes(reinterpret_cast<const char*>(out.bytes.data()), layout.bytes);
