@@ -32,11 +32,15 @@ build/encode: dev/test/encode.cpp $(HEADERS) Makefile build/options_cpu | depend
 	@mkdir -p build
 	$(CXX) $(CXXFLAGS) $< -o $@ $(DEPS_LINK) $(if $(HAS_PCRE2),-lpcre2-8)
 
+# Most tests wait more than they compute: two at a time on a core.
+TEST_JOBS ?= $(shell expr 2 '*' $(JOBS))
+PYTEST = .venv/bin/python -m pytest -q -n $(TEST_JOBS) --dist loadgroup
+
 # pytest runs everything, the GoogleTest programs and test_gpt_cpu included, so that its last line counts all of it.
 test test-long: setup
 	$(MAKE) -j$(JOBS) train_gpt_cpu test_gpt_cpu build/unit_tests build/encode $(PLAIN_TESTS) $(EMULATED_TRAINERS) \
 	    $(if $(filter test-long,$@),$(LONG_TESTS))
-	.venv/bin/python -m pytest -q -rs dev/test $(if $(filter test-long,$@),--long)
+	$(PYTEST) -rs dev/test $(if $(filter test-long,$@),--long)
 
 # ---- CUDA on this CPU: dev/emulator/README.md
 
@@ -123,7 +127,7 @@ build/plain/bench_gpu build/plain/test_gpt build/fp32/test_gpt build/debug/test_
 
 test-emulated: setup
 	$(MAKE) -j$(JOBS) $(EMULATOR_TESTS) test_gpt_cpu
-	.venv/bin/python -m pytest -q --long dev/test/processes/test_emulator.py dev/test/processes/test_gpt.py
+	$(PYTEST) --long dev/test/processes/test_emulator.py dev/test/processes/test_gpt.py
 
 # ---- nvcc, and GPUs
 

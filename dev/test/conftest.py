@@ -44,11 +44,31 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "long: takes too long for make test")
 
 
+# Fixtures of a module or a session that are cheap enough to be made anew in each of pytest-xdist's processes.
+CHEAP = {"tokens", "tmp_path_factory", "needs_clang", "needs_the_program"}
+
+
+def costly_fixture(item):
+    """The fixture of a module or a session that a test shares with others, and its parameter; or None."""
+    definitions = item._fixtureinfo.name2fixturedefs
+    shared = sorted(name for name, found in definitions.items()
+                    if found[-1].scope in ("module", "session") and name not in CHEAP and found[-1].baseid)
+    if not shared:
+        return None
+    parameters = getattr(item, "callspec", None)
+    return f"{item.path.stem}:{shared[0]}:{parameters.params.get(shared[0], '') if parameters else ''}"
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config, items):
-    """Tests that are marked with pytest.mark.long are skipped unless --long is given."""
+    """Tests that are marked with pytest.mark.long are skipped unless --long is given. With pytest-xdist, tests that
+    share a costly fixture run in one process."""
     for item in items:
         if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="takes long: make test-long runs it"))
+        group = costly_fixture(item)
+        if group and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 def write_shard(path, tokens, magic=20240520, version=1, count=None):

@@ -1,44 +1,32 @@
-"""The GoogleTest binary, one row a test, so that one line counts everything."""
+"""The tests of build/unit_tests (GoogleTest), one row each, so that pytest's last line counts them too."""
 
-import json
-import subprocess
+import functools
 
 import pytest
 
 from conftest import ROOT
+from google_tests import names, outcomes
 
 BINARY = ROOT / "build" / "unit_tests"
 
 
-def names():
-    listed = subprocess.run([BINARY, "--gtest_list_tests"], capture_output=True, text=True, check=True).stdout
-    suite, found = "", []
-    for line in listed.splitlines():
-        name = line.split("#")[0].rstrip()
-        if not line.startswith(" "):
-            suite = name
-        else:
-            found.append(suite + name.strip())
-    return found
+@functools.cache
+def results(suite):
+    return outcomes([BINARY, f"--gtest_filter={suite}*"], seconds=600)
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    report = tmp_path_factory.mktemp("unit") / "report.json"
-    run = subprocess.run(
-        [BINARY, f"--gtest_output=json:{report}"], capture_output=True, text=True, timeout=600, cwd=ROOT
-    )
-    if not report.exists():
-        pytest.fail(
-            f"unit_tests ended with status {run.returncode}\n{run.stdout[-4000:]}{run.stderr[-4000:]}"
-        )
-    tests = [test for suite in json.loads(report.read_text())["testsuites"] for test in suite["testsuite"]]
-    return {f"{test['classname']}.{test['name']}": test for test in tests}
+def rows():
+    """A suite is one run of the program; with pytest-xdist, suites run beside each other."""
+    found = [(name[: name.index(".") + 1], name) for name in names(BINARY)]
+    return [pytest.param(suite, name, id=name, marks=pytest.mark.xdist_group(f"unit {suite}"))
+            for suite, name in found]
 
 
-@pytest.mark.parametrize("name", names())
-def test_unit(results, name):
-    test = results[name]
-    if test["result"] == "SKIPPED":
+@pytest.mark.parametrize("suite, name", rows())
+def test_unit(suite, name):
+    tests = results(suite)
+    if isinstance(tests, str):
+        pytest.fail(tests)
+    if tests[name]["result"] == "SKIPPED":
         pytest.skip("skipped by GoogleTest")
-    assert test["result"] == "COMPLETED" and not test.get("failures"), test.get("failures")
+    assert tests[name]["result"] == "COMPLETED" and not tests[name].get("failures"), tests[name].get("failures")
