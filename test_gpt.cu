@@ -19,7 +19,7 @@ struct Limits {
 const Limits limits = sizeof(floatX) == 4 ? Limits{2e-6, 5e-6, 5e-6, 1e-10, 2e-5}
                                           : Limits{1.5e-2, 3e-3, 2.5e-2, 2e-4, 5e-4};
 
-struct Report {
+struct Comparison {
     int failures = 0;
 
     // One line: what was compared, how far off it is, how far it may be.
@@ -48,14 +48,14 @@ inline double logits_error(Model& model, const std::vector<float>& expected, lon
     return relative_error(logits.data(), expected.data(), N * V);
 }
 
-inline void check_gradients(Report& report, const Model& model, const Reference& reference, Stream& main) {
+inline void check_gradients(Comparison& result, const Model& model, const Reference& reference, Stream& main) {
     const std::vector<float> grads = to_host(model.grads.data(), model.layout.size, main);
     for (const Tensor& tensor : model.layout.tensors) {
         const ReferenceArray& expected = reference.array("gradient." + tensor.name);
         const float *got = grads.data() + tensor.offset, *wanted = expected.values.data();
         const long count = long(expected.values.size());
-        report.check("gradient of " + tensor.name, relative_error(got, wanted, count), limits.gradient);
-        report.check("   its angle, 1 - cosine", 1 - cosine(got, wanted, count), limits.gradient_cosine);
+        result.check("gradient of " + tensor.name, relative_error(got, wanted, count), limits.gradient);
+        result.check("   its angle, 1 - cosine", 1 - cosine(got, wanted, count), limits.gradient_cosine);
     }
 }
 
@@ -81,7 +81,7 @@ inline int test_model(const Reference& reference, int recompute) {
     options.epsilon = reference_eps;
     const float share = 1.0f / float(B * T);
 
-    Report report;
+    Comparison result;
     const std::vector<float>& losses = reference.array("losses").values;
     for (int step = 1; step <= reference.steps; step++) {
         Scalars* scalars = worker.scalars;
@@ -89,15 +89,15 @@ inline int test_model(const Reference& reference, int recompute) {
         device::set_zero(scalars, 1, main);
         forward(model, inputs, B, T, main);
         if (step == 1) {
-            report.check("logits", logits_error(model, reference.array("logits").values, B * T, main),
+            result.check("logits", logits_error(model, reference.array("logits").values, B * T, main),
                          limits.logits);
         }
         classify(model, targets, B, T, &scalars->loss, share, share, true, main);
         const float loss = to_host(&scalars->loss, 1, main)[0];
-        report.check(format("loss of step %d (%.6f)", step, double(loss)),
+        result.check(format("loss of step %d (%.6f)", step, double(loss)),
                      std::abs(double(loss) - losses[step - 1]), limits.loss);
         backward(model, B, T, main, [](int) {});
-        if (step == 1) { check_gradients(report, model, reference, main); }
+        if (step == 1) { check_gradients(result, model, reference, main); }
         device::global_norm_squared(&scalars->norm_squared, worker.shard_gradients(), layout.shard_size(),
                                     main);
         update(worker, options, reference_learning_rate);
@@ -107,9 +107,9 @@ inline int test_model(const Reference& reference, int recompute) {
     for (size_t i = 0; i < layout.tensors.size(); i++) {
         const Tensor& tensor = layout.tensors[i];
         const double norm = reference_norm(master.data() + tensor.offset, tensor);
-        report.check("norm at the end of " + tensor.name, std::abs(norm / double(norms[i]) - 1), limits.norm);
+        result.check("norm at the end of " + tensor.name, std::abs(norm / double(norms[i]) - 1), limits.norm);
     }
-    return report.failures;
+    return result.failures;
 }
 
 int main(int argc, char** argv) {
