@@ -64,6 +64,7 @@
 #include "streaming/elastic/elastic_diloco.h"
 #include "streaming/outer_loop.h"
 #include "llmc/checkpoint/reshape.h"
+#include "streaming/reshape_outer.h"
 #include "streaming/snapshot.h"
 
 // -----------------------------------------------------------------------------------------------------------
@@ -1203,31 +1204,19 @@ inline void finish_checkpoints(Run& run) {
     run.checkpointer->finish([&run](const std::string& message) { run.status.print(message); });
 }
 
-// Opens this process's state file, or makes its state from those of a run of another shape.
-inline std::unique_ptr<StateReader> open_state(const Options& o, const Process& process, const Inputs& in,
-                                               const std::vector<Fragment>& fragments,
-                                               const ResumePoint& point, std::vector<std::string>& notes) {
+// The newest checkpoint of the run, or nothing. A checkpoint of another shape is recut for this process.
+inline Resumption find_checkpoint(const Options& o, Process& process, const Inputs& in) {
     const std::string folder = checkpoint_folder(o, process);
-    const StoredRun stored{folder, point.step, point.workers, point.ranks, point.lineage, o.is_independent()};
-    const StateShape shape{in.shape, in.layout, fragments, o.inner_steps, wire_options(diloco_options(o)),
-                           process.worker, process.rank, o.workers, o.ranks,
-                           in.train_loader->tokens_of_a_sample()};
-    if (has_shape(stored, shape)) {
-        return std::make_unique<StateReader>(state_path(folder, point.step, process.index()));
-    }
-    if (o.is_independent()) {
-        throw UserError(folder + " is of other fragments, or another number format or feedback of errors: a "
-                        "worker that comes and goes goes on with the options that it had");
-    }
-    return reshape_state(stored, shape, notes);
-}
-
-inline Resumption find_checkpoint(const Options& o, Process& process, const Inputs& in,
-                                  const std::vector<Fragment>& fragments) {
-    return find_checkpoint(process, {checkpoint_folder(o, process), state_identity(o, process, 0, ""),
-                                     in.steps, o.max_steps < 0, o.resolved, default_of, *in.train_loader,
+    const StateIdentity who = state_identity(o, process, 0, "");
+    const RunShape shape{in.shape, in.layout, who.worker, who.rank, who.workers, who.ranks,
+                         in.train_loader->tokens_of_a_sample()};
+    const MakeOuterReshape outer = [&](const SavedState& state, const RunShape& old, const RunShape& to) {
+        return std::make_unique<DilocoReshape>(state, old, OuterShape(to, diloco_options(o)));
+    };
+    return find_checkpoint(process, {folder, who, in.steps, o.max_steps < 0, o.resolved, default_of,
+                                     *in.train_loader,
                                      [&](const ResumePoint& point, std::vector<std::string>& notes) {
-                                         return open_state(o, process, in, fragments, point, notes);
+                                         return open_state({folder, point}, shape, outer, notes);
                                      }});
 }
 
@@ -1565,7 +1554,7 @@ inline bool train_together(const Options& o, Process& process, Inputs& in,
         if (!o.output.empty() && !o.resume) { refuse_models(checkpoint_folder(o, process)); }
     });
     Resumption resumed{process.run_id};
-    if (o.resume) { resumed = find_checkpoint(o, process, in, fragments); }
+    if (o.resume) { resumed = find_checkpoint(o, process, in); }
     const device::Device device = choose_device(process, o.streams() && o.outer_transport == "nccl");
     check_outer_interface(o.outer_transport, o.interface);
     Logger logger(o.output, number_among_all(o, process), o.workers * o.ranks, o.resume != 0,

@@ -1,6 +1,6 @@
 // What a part of a run saves in a checkpoint and reads back from it, without knowledge of files: numbers and
-// words by name (Fields), arrays by name (StateSection, SavedState), and the outer optimizer's snapshot. The
-// files are written and read in llmc/checkpoint/.
+// words by name (Fields), arrays by name (StateSection, SavedState), and the outer optimizer's part of both
+// (OuterSnapshot, OuterReshape). The files are written and read in llmc/checkpoint/.
 #pragma once
 #include <algorithm>
 #include <charconv>
@@ -13,6 +13,8 @@
 #include <vector>
 
 #include "llmc/error.h"
+#include "llmc/floatx.h"
+#include "llmc/layout.h"
 
 // What a user can do when a file of a checkpoint cannot be used.
 inline const char* checkpoint_hint() {
@@ -60,6 +62,14 @@ public:
             all += "\n";
         }
         return all;
+    }
+
+    // Removes all fields whose names begin like this.
+    void remove(const std::string& prefix) {
+        const auto begin = values.lower_bound(prefix);
+        auto end = begin;
+        while (end != values.end() && end->first.rfind(prefix, 0) == 0) { ++end; }
+        values.erase(begin, end);
     }
 
     // file: its name, for messages
@@ -144,6 +154,12 @@ public:
         read(name, &all[0], all.size());
         return all;
     }
+
+    std::vector<float> floats(const std::string& name, long count) const {
+        std::vector<float> values(static_cast<size_t>(count));
+        read(name, values.data(), values.size() * sizeof(float));
+        return values;
+    }
 };
 
 // The outer optimizer's part of a checkpoint: copies in host memory, which the main stream fills while
@@ -161,4 +177,60 @@ public:
     // What to save, once wait() has returned.
     virtual std::vector<StateSection> sections() const = 0;
     virtual void add_fields(Fields& fields) const = 0;
+};
+
+// -----------------------------------------------------------------------------------------------------------
+// A run of another shape that resumes
+
+// One process of a run, as far as its saved state depends on it.
+struct RunShape {
+    GptShape model;
+    Layout layout;
+    int worker = 0, rank = 0, workers = 1, ranks = 1;
+    long sample_tokens = 0;  // in a sample of the training data, of all processes together
+};
+
+// The saved values of one rank's shard, in the order of Layout::shard: fp32 arrays by name, and the parameters
+// as the layers read them.
+struct ShardValues {
+    std::map<std::string, std::vector<float>> arrays;  // "master", "m", "v", and the outer optimizer's
+    std::vector<floatX> params;
+};
+
+// Rounded to nearest, as a new run rounds its initial parameters.
+inline std::vector<floatX> rounded_parameters(const std::vector<float>& master) {
+    std::vector<floatX> params(master.size());
+    std::transform(master.begin(), master.end(), params.begin(), [](float x) { return floatX(x); });
+    return params;
+}
+
+// What a user is told about a state that was made for a run of another shape.
+struct ReshapeNotes {
+    std::vector<std::string> carried_over, left_behind, zeroed;  // parts of the state
+    std::vector<std::string> others;                             // a line each
+};
+
+// What becomes of the outer optimizer's state. Either run may be without an outer optimizer.
+class OuterReshape {
+public:
+    virtual ~OuterReshape() = default;
+
+    // The run that wrote the state, with its layout, which depends on the fragments.
+    virtual const RunShape& old_run() const = 0;
+
+    // Whether the new run can take the outer state as it is.
+    virtual bool is_same() const = 0;
+
+    // Whether the new run's workers begin with the global parameters instead of their own.
+    virtual bool starts_from_global() const = 0;
+
+    // Adds the outer arrays of an old rank's shard. Means in flight are merged into them at once, and into
+    // master and params. A shard without "master" gets only the arrays that are the same on all workers.
+    virtual void read(const SavedState& state, int rank, ShardValues& shard) const = 0;
+
+    // Turns the old run's values and fields, cut for the new rank, into those of the new run.
+    virtual void adapt(ShardValues& shard) const = 0;
+    virtual void adapt(Fields& fields) const = 0;
+
+    virtual void describe(ReshapeNotes& notes) const = 0;
 };

@@ -2,6 +2,8 @@
 // are written as each process would write its own; what comes out is put together tensor by tensor.
 #include "dev/test/unit/wire.h"
 #include "llmc/checkpoint/reshape.h"
+#include "streaming/diloco.h"
+#include "streaming/reshape_outer.h"
 
 #include <cmath>
 #include <functional>
@@ -33,21 +35,15 @@ struct MadeUpRun {
     long sample_tokens = 8;
 
     // As the trainer makes it of its options.
-    StateShape shape(int worker, int rank) const {
-        StateShape shape;
-        shape.model = tiny;
-        const bool streams = outer_optimizer != "none";
-        shape.layout = gpt_layout(tiny, ranks, streams ? fragment_layers : 0);
-        if (streams) {
-            shape.fragments = make_fragments(shape.layout, fragment_layers, parse_fragment_pattern(pattern),
-                                             inner_steps);
-        }
-        shape.inner_steps = inner_steps;  // options have a value where nobody asks for it
-        shape.wire.exchange = parse_exchange(exchange);
-        shape.wire.error_feedback = error_feedback;
-        shape.worker = worker, shape.rank = rank, shape.workers = workers, shape.ranks = ranks;
-        shape.sample_tokens = sample_tokens;
-        return shape;
+    OuterShape shape(int worker, int rank) const {
+        DilocoOptions o;
+        o.outer_optimizer = outer_optimizer;
+        o.fragment_layers = fragment_layers;
+        o.fragment_pattern = pattern;
+        o.inner_steps = inner_steps;
+        o.outer_exchange = exchange;
+        o.outer_error_feedback = error_feedback;
+        return {{tiny, {}, worker, rank, workers, ranks, sample_tokens}, o};
     }
 
     std::string options() const {
@@ -59,7 +55,18 @@ struct MadeUpRun {
                exchange + "\nouter-error-feedback " + (error_feedback ? "true" : "false") + "\n";
     }
 
-    StoredRun stored(const std::string& folder) const { return {folder, step, workers, ranks, lineage}; }
+    StoredRun stored(const std::string& folder) const { return {folder, {step, lineage, workers, ranks}}; }
+
+    // The outer part of a reshape into this run.
+    MakeOuterReshape outer() const {
+        return [this](const SavedState& state, const RunShape& old, const RunShape& to) {
+            return std::make_unique<DilocoReshape>(state, old, OuterShape(to, shape(0, 0).options));
+        };
+    }
+
+    bool takes(const StoredRun& run, int worker, int rank) const {
+        return has_shape(run, shape(worker, rank), outer());
+    }
 };
 
 // As parameters have them.
@@ -135,7 +142,7 @@ std::vector<int> blocks_in_order(const Layout& layout) {
     return blocks;
 }
 
-std::vector<int> blocks_by_fragment(const StateShape& shape) {
+std::vector<int> blocks_by_fragment(const OuterShape& shape) {
     std::vector<int> blocks;
     for (const Fragment& fragment : shape.fragments) {
         blocks.insert(blocks.end(), fragment.blocks.begin(), fragment.blocks.end());
@@ -149,7 +156,7 @@ struct Flying {
     bool has_mean = true;
 };
 
-Fields fields_of(const StateShape& shape, const std::vector<Flying>& flying) {
+Fields fields_of(const OuterShape& shape, const std::vector<Flying>& flying) {
     Fields fields;
     const std::pair<const char*, int> sizes[] = {
         {"layers", tiny.layers},           {"heads", tiny.heads},
@@ -187,7 +194,7 @@ Fields fields_of(const StateShape& shape, const std::vector<Flying>& flying) {
 }
 
 // The sections with values of one process.
-std::map<std::string, Floats> floats_of(const StateShape& shape, const std::vector<Flying>& flying) {
+std::map<std::string, Floats> floats_of(const OuterShape& shape, const std::vector<Flying>& flying) {
     std::map<std::string, Floats> floats;
     auto add = [&](const std::string& section, const std::string& kind, const std::vector<int>& blocks) {
         const Floats flat = to_flat(shape.layout, model_values(kind, shape.worker));
@@ -209,7 +216,7 @@ std::map<std::string, Floats> floats_of(const StateShape& shape, const std::vect
     return floats;
 }
 
-void write_process(const std::string& folder, const MadeUpRun& run, const StateShape& shape,
+void write_process(const std::string& folder, const MadeUpRun& run, const OuterShape& shape,
                    const Fields& fields, const std::map<std::string, Floats>& floats) {
     const std::string text = fields.text(), options = run.options();
     const std::vector<floatX> params = as_parameters(floats.at("params"));
@@ -227,7 +234,7 @@ void write_process(const std::string& folder, const MadeUpRun& run, const StateS
 void write_run(const std::string& folder, const MadeUpRun& run, const std::vector<Flying>& flying = {}) {
     for (int worker = 0; worker < run.workers; worker++) {
         for (int rank = 0; rank < run.ranks; rank++) {
-            const StateShape shape = run.shape(worker, rank);
+            const OuterShape shape = run.shape(worker, rank);
             write_process(folder, run, shape, fields_of(shape, flying), floats_of(shape, flying));
         }
     }
@@ -235,7 +242,7 @@ void write_run(const std::string& folder, const MadeUpRun& run, const std::vecto
 
 // A worker of the new run: its ranks' states.
 struct NewWorker {
-    StateShape shape;  // of rank 0
+    OuterShape shape;  // of rank 0
     std::vector<std::unique_ptr<StateReader>> states;
     std::vector<std::string> notes;  // of rank 0
 
@@ -274,7 +281,7 @@ NewWorker reshape(const std::string& folder, const MadeUpRun& from, const MadeUp
     NewWorker result{to.shape(worker, 0), {}, {}};
     for (int rank = 0; rank < to.ranks; rank++) {
         std::vector<std::string> notes;
-        result.states.push_back(reshape_state(from.stored(folder), to.shape(worker, rank), notes));
+        result.states.push_back(reshape_state(from.stored(folder), to.shape(worker, rank), to.outer(), notes));
         result.states.back()->verify();
         if (rank == 0) { result.notes = notes; }
     }
@@ -367,7 +374,7 @@ private:
         options.local_weight = 0.25f;
         options.outer_lr = 0.4f;
         options.outer_momentum = 0.9f;
-        set_wire(options, shape.wire);
+        set_wire(options, wire_options(shape.options));
         return options;
     }
 
@@ -382,7 +389,7 @@ private:
     }
 
     MadeUpRun run;
-    StateShape shape;
+    OuterShape shape;
     Stream main, outer_stream;
     Diloco diloco;
     Floats local;                // of one rank: the shard is the flat buffer
@@ -390,7 +397,7 @@ private:
 };
 
 // What a fragment has of the model, by place in the model without padding.
-void for_fragment_values(const StateShape& shape, int fragment, const std::function<void(size_t)>& work) {
+void for_fragment_values(const OuterShape& shape, int fragment, const std::function<void(size_t)>& work) {
     for (int b : shape.fragments[size_t(fragment)].blocks) {
         const Block& block = shape.layout.blocks[size_t(b)];
         for (long i = 0; i < block.values; i++) { work(size_t(block.logical_offset + i)); }
@@ -463,7 +470,7 @@ TEST(Reshape, with_as_many_workers_each_goes_on_with_what_was_its_own) {
         EXPECT_EQ(now.fields().real("total.waited_seconds"), 0.5 + worker);
         EXPECT_TRUE(contains(now.all_notes(), "2 x 2 processes (workers x ranks) goes on in 2 x 1\n"
                                               "carried over: parameters, global parameters, outer momentum, "
-                                              "AdamW's moments and residuals of error feedback\n"));
+                                              "residuals of error feedback and AdamW's moments\n"));
     }
 }
 
@@ -624,13 +631,13 @@ TEST(Reshape, owners_residuals_stay_only_where_owners_own_what_they_did) {
     gathering.exchange = "all_gather";
     TemporaryFolder folder;
     // A layout in which an owner's parts are all equally long, as write_run() takes them to be.
-    const StateShape shape = from.shape(2, 0);
+    const OuterShape shape = from.shape(2, 0);
     long owned = 0;
     for (long n : shard_values(shape.fragments, shape.layout)) {
         owned += payload_layout(Format::fp4, n, 3).values_of(2);
     }
     for (int worker = 0; worker < 3; worker++) {
-        const StateShape one = from.shape(worker, 0);
+        const OuterShape one = from.shape(worker, 0);
         auto floats = floats_of(one, {});
         floats["owner_residuals"] = random_values(uint64_t(worker), worker == 2 ? owned : 1, 1.0f);
         write_process(folder.name(), from, one, fields_of(one, {}), floats);
@@ -695,7 +702,7 @@ TEST(Reshape, all_ranks_of_a_worker_go_on_with_its_window_of_outliers) {
     auto window = [](int worker) { return random_values(uint64_t(70 + worker), 260, 1.0f); };
     for (int worker = 0; worker < 2; worker++) {
         for (int rank = 0; rank < 2; rank++) {
-            const StateShape shape = from.shape(worker, rank);
+            const OuterShape shape = from.shape(worker, rank);
             auto floats = floats_of(shape, {});
             floats["outliers"] = window(worker);
             write_process(folder.name(), from, shape, fields_of(shape, {}), floats);
@@ -738,7 +745,7 @@ TEST(Reshape, the_position_in_the_data_stays_about_the_same) {
 
 TEST(Reshape, parameters_of_another_type_are_made_from_the_master_weights) {
     MadeUpRun run;
-    const StateShape shape = run.shape(0, 0);
+    const OuterShape shape = run.shape(0, 0);
     Fields fields = fields_of(shape, {});
     fields.set("float_bytes", long(6 - sizeof(floatX)));
     TemporaryFolder folder;
@@ -759,7 +766,7 @@ TEST(Reshape, only_what_a_state_depends_on_makes_it_one_of_another_shape) {
     auto fits = [&](auto change) {
         MadeUpRun other = run;
         change(other);
-        return has_shape(run.stored(folder.name()), other.shape(1, 0));
+        return other.takes(run.stored(folder.name()), 1, 0);
     };
     EXPECT_TRUE(fits([](MadeUpRun&) {}));
     EXPECT_TRUE(fits([](MadeUpRun& r) { r.pattern = "sequential"; }));      // of one layer each
@@ -781,13 +788,13 @@ TEST(Reshape, without_an_outer_optimizer_no_option_of_one_makes_another_shape) {
     plain.ranks = 2;
     TemporaryFolder folder;
     write_run(folder.name(), plain);
-    EXPECT_TRUE(has_shape(plain.stored(folder.name()), plain.shape(0, 1)));
+    EXPECT_TRUE(plain.takes(plain.stored(folder.name()), 0, 1));
     MadeUpRun other = plain;
     other.inner_steps = 7;
     other.fragment_layers = 2;
     other.error_feedback = true;
-    EXPECT_TRUE(has_shape(plain.stored(folder.name()), other.shape(0, 1)));
-    EXPECT_FALSE(has_shape(plain.stored(folder.name()), MadeUpRun().shape(0, 0)));
+    EXPECT_TRUE(other.takes(plain.stored(folder.name()), 0, 1));
+    EXPECT_FALSE(MadeUpRun().takes(plain.stored(folder.name()), 0, 0));
 }
 
 TEST(Reshape, options_are_read_as_the_trainer_read_them) {
@@ -795,20 +802,22 @@ TEST(Reshape, options_are_read_as_the_trainer_read_them) {
     run.typed_inner_steps = "0x14";
     TemporaryFolder folder;
     write_run(folder.name(), run);
-    EXPECT_TRUE(has_shape(run.stored(folder.name()), run.shape(0, 0)));
+    EXPECT_TRUE(run.takes(run.stored(folder.name()), 0, 0));
     run.typed_inner_steps = "20x";
     write_run(folder.name(), run);
-    EXPECT_TRUE(contains(user_error([&] { has_shape(run.stored(folder.name()), run.shape(0, 0)); }),
+    EXPECT_TRUE(contains(user_error([&] { run.takes(run.stored(folder.name()), 0, 0); }),
                          "has '20x' for the option --inner-steps"));
 }
 
-TEST(Reshape, a_run_with_offsets_of_its_own_from_an_earlier_version_is_refused) {
+TEST(Reshape, a_run_with_offsets_of_its_own_from_an_earlier_version_resumes_with_nothing_in_flight) {
     MadeUpRun run;
-    run.offsets = "0,4,8,12,17";
     TemporaryFolder folder;
-    write_run(folder.name(), run);
-    EXPECT_TRUE(contains(user_error([&] { has_shape(run.stored(folder.name()), run.shape(0, 0)); }),
-                         "is of a run with --fragment-offsets, an option of earlier versions"));
+    run.offsets = "0,4,8,12,17";
+    write_run(folder.name(), run, {{1}});
+    EXPECT_FALSE(run.takes(run.stored(folder.name()), 0, 0));
+    const NewWorker now = reshape(folder.name(), run, run);
+    EXPECT_EQ(now.fields().integer("in_flight"), 0);
+    EXPECT_TRUE(contains(now.all_notes(), "means were merged at once: 1"));
 }
 
 TEST(Reshape, files_that_do_not_belong_together_are_refused_by_name) {
@@ -838,7 +847,7 @@ TEST(Reshape, files_that_do_not_belong_together_are_refused_by_name) {
     EXPECT_TRUE(contains(message(to), "is the state of worker 0 rank 0 of 2 x 2 processes"));
 
     // Another run's, with the same name.
-    const StateShape shape = from.shape(0, 1);
+    const OuterShape shape = from.shape(0, 1);
     const std::string text = fields_of(shape, {}).text();
     write_state(path, {step, 0, 1, 2, 2, "fedcba9876543210"},
                 {{"fields", text.data(), text.size()}, {"options", text.data(), text.size()}});
@@ -857,17 +866,17 @@ TEST(Reshape, a_state_of_another_model_is_refused) {
     TemporaryFolder folder;
     MadeUpRun run;
     write_run(folder.name(), run);
-    StateShape other = run.shape(0, 0);
+    OuterShape other = run.shape(0, 0);
     other.model.layers = 4;
     std::vector<std::string> notes;
-    const std::string text = user_error([&] { reshape_state(run.stored(folder.name()), other, notes); });
+    const std::string text = user_error([&] { reshape_state(run.stored(folder.name()), other, run.outer(), notes); });
     EXPECT_TRUE(contains(text, state_path(folder.name(), step, 0) +
                                    " is of another model (layers: 3, not 4)"));
 }
 
 TEST(Reshape, a_state_with_impossible_words_is_refused) {
     MadeUpRun run;
-    const StateShape shape = run.shape(0, 0);
+    const OuterShape shape = run.shape(0, 0);
     TemporaryFolder folder;
     auto message = [&](auto change) {
         MadeUpRun stored = run;

@@ -1,0 +1,299 @@
+// DilocoReshape: the saved state of Streaming DiLoCo becomes that of a run with other workers, ranks or
+// fragments, or without an outer optimizer (llmc/checkpoint/reshape.h).
+//
+//     means in flight    are merged at once, as at the end of a run
+//     global parameters  are kept; a run that had no outer optimizer begins with its own parameters
+//     residuals          of error feedback are kept value by value; those of owners only if the same worker
+//                        still owns the same part of each fragment
+//     token counts       since a fragment was last sent are kept if the fragments hold the same values
+//
+// The old run is known by the options that its states contain.
+#pragma once
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/error.h"
+#include "llmc/layout.h"
+#include "llmc/state.h"
+#include "streaming/exchange.h"
+#include "streaming/options.h"
+#include "streaming/outer.h"
+#include "streaming/schedule.h"
+#include "streaming/snapshot.h"
+
+// A process of a run, with the options that its outer state depends on.
+struct OuterShape : RunShape {
+    DilocoOptions options;
+    std::vector<Fragment> fragments;  // none without an outer optimizer
+
+    // Makes the layout and the fragments.
+    OuterShape(const RunShape& run, const DilocoOptions& o) : RunShape(run), options(o) {
+        const int fragment_layers = o.streams() ? o.fragment_layers : 0;
+        layout = gpt_layout(model, ranks, fragment_layers);
+        if (!o.streams()) { return; }
+        fragments =
+            make_fragments(layout, fragment_layers, parse_fragment_pattern(o.fragment_pattern), o.inner_steps);
+    }
+
+    bool streams() const { return !fragments.empty(); }
+    bool has_residuals() const { return streams() && options.outer_error_feedback; }
+    bool has_owner_residuals() const {
+        return has_residuals() && choose_exchange(wire_options(options), shard_values(fragments, layout),
+                                                  workers) == ExchangeKind::all_to_all;
+    }
+};
+
+// -----------------------------------------------------------------------------------------------------------
+// The old run
+
+// The options of the run that wrote the state, as far as its outer state depends on them. They are saved as they
+// were typed, and read as the parser of the command line reads them: 0x14 is 20, and real numbers go by way of
+// long double, for the same bits.
+inline DilocoOptions saved_options(const SavedState& state) {
+    const Fields saved = Fields::parse(state.text("options"), state.path());
+    auto check = [&](const char* name, bool is_number) {
+        if (is_number) { return; }
+        throw UserError(state.path() + " has '" + saved.word(name) + "' for the option --" + name + ": " +
+                        checkpoint_hint());
+    };
+    char* end = nullptr;
+    auto whole = [&](const char* name, long least, long most) {
+        errno = 0;
+        const long value = strtol(saved.word(name).c_str(), &end, 0);
+        check(name, !saved.word(name).empty() && !*end && !errno && value >= least && value <= most);
+        return value;
+    };
+    auto real = [&](const char* name) {
+        const float value = float(strtold(saved.word(name).c_str(), &end));
+        check(name, !saved.word(name).empty() && !*end);
+        return value;
+    };
+    DilocoOptions o;
+    o.outer_optimizer = saved.word("outer-optimizer");
+    if (!o.streams()) { return o; }
+    o.inner_steps = whole("inner-steps", 1, 1L << 40);
+    o.fragment_layers = int(whole("fragment-layers", 0, 1 << 20));
+    o.fragment_pattern = saved.word("fragment-pattern");
+    o.local_weight = real("local-weight");
+    o.outer_lr = real("outer-lr");
+    o.outer_momentum = real("outer-momentum");
+    o.outer_format = saved.word("outer-dtype");
+    o.outer_exchange = saved.word("outer-exchange");
+    o.outer_error_feedback = saved.word("outer-error-feedback") == "true";
+    return o;
+}
+
+// Whether fragments were sent at other steps than today: earlier versions had an option for that.
+inline bool has_own_offsets(const SavedState& state) {
+    const Fields saved = Fields::parse(state.text("options"), state.path());
+    return saved.has("fragment-offsets") && !saved.word("fragment-offsets").empty();
+}
+
+// Whether fragment p holds the same values in both runs, for all p and any number of ranks.
+inline bool have_same_fragments(const OuterShape& a, const OuterShape& b) {
+    auto same_block = [&](int x, int y) {
+        const Block &one = a.layout.blocks[size_t(x)], &other = b.layout.blocks[size_t(y)];
+        return one.logical_offset == other.logical_offset && one.values == other.values;
+    };
+    return std::equal(a.fragments.begin(), a.fragments.end(), b.fragments.begin(), b.fragments.end(),
+                      [&](const Fragment& x, const Fragment& y) {
+                          return std::equal(x.blocks.begin(), x.blocks.end(), y.blocks.begin(),
+                                            y.blocks.end(), same_block);
+                      });
+}
+
+// A sync in flight, as it is saved.
+struct StoredSync {
+    std::string prefix;  // of its fields and of its mean
+    int fragment;
+    bool applied;  // else its mean was not finite, and was not saved
+};
+
+inline std::vector<StoredSync> stored_syncs(const SavedState& state, const OuterShape& old) {
+    std::vector<StoredSync> syncs;
+    if (!old.streams()) { return syncs; }
+    const Fields fields = Fields::parse(state.text("fields"), state.path());
+    const long fragments = long(old.fragments.size()), count = fields.integer("in_flight");
+    auto fail = [&](const char* what, long number) {
+        throw UserError(state.path() + format(what, number, fragments) + ": " + checkpoint_hint());
+    };
+    if (count < 0 || count > fragments) { fail(" has %ld of %ld fragments in flight", count); }
+    for (long i = 0; i < count; i++) {
+        const std::string prefix = name_in_flight(size_t(i));
+        const long fragment = fields.integer(prefix + "fragment");
+        if (fragment < 0 || fragment >= fragments) { fail(" has fragment %ld of %ld in flight", fragment); }
+        syncs.push_back({prefix, int(fragment), state.has(prefix + "mean")});
+    }
+    return syncs;
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Values
+
+// The values of a whole shard, fragment by fragment (to_shard: in the shard's order), moved into the other order.
+inline std::vector<float> reordered(const std::vector<float>& values, const OuterShape& shape, int rank,
+                                    bool to_shard) {
+    std::vector<float> out(values.size());
+    long first = 0;
+    for (const Fragment& fragment : shape.fragments) {
+        for (int block : fragment.blocks) {
+            const Range range = shape.layout.shard(block, rank);
+            const long from = to_shard ? first : range.shard, to = to_shard ? range.shard : first;
+            std::copy_n(&values[size_t(from)], range.count, &out[size_t(to)]);
+            first += range.count;
+        }
+    }
+    return out;
+}
+
+class DilocoReshape : public OuterReshape {
+public:
+    // source: a state of the old run; must live as long   old: without its layout
+    DilocoReshape(const SavedState& source, const RunShape& old, const OuterShape& to)
+        : source(source), old(old, saved_options(source)), to(to) {}
+
+    const RunShape& old_run() const override { return old; }
+
+    bool is_same() const override {
+        const bool has_same_schedule =
+            !old.streams() || (old.options.inner_steps == to.options.inner_steps && !has_own_offsets(source));
+        return have_same_fragments(old, to) && has_same_schedule &&
+               old.has_residuals() == to.has_residuals() &&
+               old.has_owner_residuals() == to.has_owner_residuals();
+    }
+
+    bool starts_from_global() const override {
+        return old.workers != to.workers || (old.streams() && !to.streams());
+    }
+
+    void read(const SavedState& state, int rank, ShardValues& shard) const override {
+        if (!old.streams()) { return; }
+        const long n = old.layout.shard_size();
+        shard.arrays["global"] = state.floats("global", n);
+        shard.arrays["momentum"] = state.floats("momentum", n);
+        merge_in_flight(state, rank, shard);
+        if (old.has_residuals() && shard.arrays.count("master")) {
+            shard.arrays["residuals"] = reordered(state.floats("residuals", n), old, rank, true);
+        }
+    }
+
+    void adapt(ShardValues& shard) const override {
+        std::vector<float> &master = shard.arrays["master"], &global = shard.arrays["global"];
+        const size_t n = master.size();
+        global.resize(n);
+        shard.arrays["momentum"].resize(n);
+        shard.arrays["residuals"].resize(n);
+        if (!old.streams()) { global = master; }
+        if (starts_from_global()) {
+            master = global;
+            shard.params = rounded_parameters(master);
+        }
+        std::vector<float>& residuals = shard.arrays["residuals"];
+        residuals = reordered(residuals, to, to.rank, false);
+        if (!to.has_residuals()) { shard.arrays.erase("residuals"); }
+        if (to.has_owner_residuals()) { shard.arrays["owner_residuals"] = owner_residuals(); }
+        if (!to.streams()) {
+            shard.arrays.erase("global");
+            shard.arrays.erase("momentum");
+        }
+    }
+
+    void adapt(Fields& fields) const override {
+        const Fields before = fields;
+        for (const char* prefix : {"in_flight", "tokens_at_send.", "fragments"}) { fields.remove(prefix); }
+        auto add = [&](const std::string& name, uint64_t more) { fields.set(name, fields.count(name) + more); };
+        for (const StoredSync& sync : stored_syncs(source, old)) {  // merged now, it counts as any other sync
+            add("total.syncs", 1);
+            add("total.outer_bytes_sent", before.count(sync.prefix + "bytes_sent"));
+            add("total.outer_bytes_received", before.count(sync.prefix + "bytes_received"));
+            fields.set("total.next_sync", before.count(sync.prefix + "sync") + 1);
+        }
+        if (!to.streams()) { return; }
+        fields.set("fragments", long(to.fragments.size()));
+        fields.set("in_flight", 0L);
+        const bool keeps_tokens = have_same_fragments(old, to);
+        for (size_t p = 0; p < to.fragments.size(); p++) {
+            const std::string name = "tokens_at_send." + std::to_string(p);
+            fields.set(name, before.count(keeps_tokens ? name : "tokens"));
+        }
+    }
+
+    void describe(ReshapeNotes& notes) const override {
+        const char *momentum = "outer momentum", *residuals = "residuals of error feedback",
+                   *owners = "owners' residuals of error feedback";
+        auto note = [&](const char* part, bool had, bool has, bool is_kept) {
+            if (had) { (is_kept ? notes.carried_over : notes.left_behind).push_back(part); }
+            if (has && !is_kept) { notes.zeroed.push_back(part); }
+        };
+        const bool both = old.streams() && to.streams();
+        if (!starts_from_global()) { notes.carried_over.push_back("parameters"); }
+        if (starts_from_global() && old.streams()) { notes.left_behind.push_back("workers' own parameters"); }
+        if (both) { notes.carried_over.push_back("global parameters"); }
+        note(momentum, old.streams(), to.streams(), both);
+        note(residuals, old.has_residuals(), to.has_residuals(), old.has_residuals() && to.has_residuals());
+        note(owners, old.has_owner_residuals(), to.has_owner_residuals(), keeps_owner_residuals());
+        if (both && !have_same_fragments(old, to)) {
+            notes.left_behind.push_back("counts of tokens since the last exchange");
+        }
+        if (starts_from_global()) { notes.others.push_back("every worker starts from the global parameters"); }
+        if (old.workers != to.workers && old.workers > 1 && to.workers > 1) {
+            notes.others.push_back(
+                format("worker w takes what is a worker's own from old worker w mod %d", old.workers));
+        }
+        const std::vector<StoredSync> syncs = stored_syncs(source, old);
+        const long merged = std::count_if(syncs.begin(), syncs.end(), [](auto& sync) { return sync.applied; });
+        const long lost = long(syncs.size()) - merged;
+        if (syncs.empty()) { return; }
+        notes.others.push_back(
+            format("fragments in flight at the checkpoint, whose means were merged at once: %ld", merged) +
+            (lost > 0 ? format("; %ld not, for they were not finite", lost) : ""));
+    }
+
+private:
+    // Applies all means in flight as Diloco::finish() does. Without "master", to the global parameters alone.
+    void merge_in_flight(const SavedState& state, int rank, ShardValues& shard) const {
+        const DilocoOptions& o = old.options;
+        OuterStep step = make_outer_step(o.outer_optimizer, o.outer_lr, o.outer_momentum, o.local_weight);
+        const bool has_local = shard.arrays.count("master") != 0;
+        if (!has_local) { step.local_weight = 1; }  // local parameters do not move
+        for (const StoredSync& sync : stored_syncs(state, old)) {
+            if (!sync.applied) { continue; }
+            const Fragment& fragment = old.fragments[size_t(sync.fragment)];
+            const std::vector<float> mean =
+                state.floats(sync.prefix + "mean", shard_values(fragment, old.layout));
+            const float* next = mean.data();
+            for (int block : fragment.blocks) {
+                const Range range = old.layout.shard(block, rank);
+                auto at = [&](const char* name) { return &shard.arrays[name][size_t(range.shard)]; };
+                cpu::outer_step_loop(at("global"), at("momentum"), has_local ? at("master") : nullptr,
+                                     has_local ? &shard.params[size_t(range.shard)] : nullptr, next,
+                                     range.count, step);
+                next += range.count;
+            }
+        }
+    }
+
+    // An owner's residuals belong to the part of a fragment that it owns.
+    bool keeps_owner_residuals() const {
+        return old.workers == to.workers && old.ranks == to.ranks &&
+               have_same_fragments(old, to) && old.has_owner_residuals() && to.has_owner_residuals();
+    }
+
+    std::vector<float> owner_residuals() const {
+        long count = 0;
+        for (long values : shard_values(to.fragments, to.layout)) {
+            const Format format = parse_format(to.options.outer_format);
+            count += payload_layout(format, values, to.workers).values_of(to.worker);
+        }
+        const bool keeps = count > 0 && keeps_owner_residuals();  // the source is this process's own old state
+        return keeps ? source.floats("owner_residuals", count) : std::vector<float>(size_t(count));
+    }
+
+    const SavedState& source;
+    const OuterShape old, to;
+};
