@@ -352,7 +352,7 @@ private:
 };
 
 // The checkpoint to resume from; nothing: the run begins. All processes call it after meet(), once, each with
-// its own folder; all get the same, or throw the same UserError. `who`: this process in its state files; their
+// its own folder; all get the same, or throw the same UserError. `who`: this process in its state files, whose
 // step and lineage are not known yet. `notes`: what a user should know, a line each.
 inline std::optional<ResumePoint> agree_on_checkpoint(Process& process, const std::string& folder,
                                                       const StateIdentity& who,

@@ -127,7 +127,7 @@ inline void set_steps(const Options& o, long tokens_a_step, Inputs& in) {
     }
 }
 
-// Of this process among those of all workers, where elastic ones are runs of their own. Numbers data and logs.
+// This process's number among those of all workers, of elastic ones too: for data and logs.
 inline int number_among_all(const Options& o, const Process& process) {
     return process.worker * o.ranks + process.rank;
 }

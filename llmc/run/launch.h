@@ -18,6 +18,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -200,15 +201,37 @@ private:
     std::unique_ptr<FileStore> opened;
 };
 
-// The processes to start here, as launcher.h wants them.
-inline std::vector<Child> children_to_start(const LaunchOptions& o) {
-    std::vector<Child> children;
-    for (int worker = 0; worker < o.workers; worker++) {
-        for (int rank = 0; rank < o.ranks && (o.worker < 0 || o.worker == worker); rank++) {
-            children.emplace_back(worker, rank, worker == 0 && rank == 0);
+// A folder in $TMPDIR or /tmp that is removed with all that is in it.
+class TemporaryDirectory {
+public:
+    TemporaryDirectory() {
+        const char* parent = getenv("TMPDIR");
+        path = std::string(parent && *parent ? parent : "/tmp") + "/diloco-XXXXXX";
+        if (!mkdtemp(&path[0])) {
+            throw UserError("no temporary folder " + path + " (" + strerror(errno) +
+                            "): set TMPDIR to a folder that can be written");
         }
     }
-    return children;
+    TemporaryDirectory(const TemporaryDirectory&) = delete;
+    TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
+    ~TemporaryDirectory() {
+        std::error_code ignored;
+        std::filesystem::remove_all(path, ignored);
+    }
+    std::string path;
+};
+
+// The runs to start here: one, or one for each elastic worker.
+inline std::vector<LaunchedRun> runs_to_start(const LaunchOptions& o) {
+    std::vector<LaunchedRun> runs;
+    int number = 0;
+    for (int worker = 0; worker < o.workers; worker++) {
+        if (o.worker >= 0 && o.worker != worker) { continue; }
+        if (runs.empty() || o.elastic) { runs.emplace_back(Restarts(o.restarts)); }
+        std::vector<Child>& children = runs.back().children;
+        for (int rank = 0; rank < o.ranks; rank++) { children.emplace_back(worker, rank, number++); }
+    }
+    return runs;
 }
 
 // This process, not yet met with the others. A process that starts others does not return from here but exits
@@ -218,9 +241,10 @@ inline Process launch(const LaunchOptions& o, char** argv) {
     if (place.starts_others) {
         int status;
         {
-            Launcher launcher(children_to_start(o), store_url(o), argv, o.stops_gracefully, o.elastic,
-                              o.restarts);
-            status = launcher.run();
+            std::optional<TemporaryDirectory> folder;
+            if (store_url(o).empty()) { folder.emplace(); }
+            const std::string store = folder ? "file:" + folder->path : store_url(o);
+            status = Launcher(runs_to_start(o), o.elastic, store, argv, o.stops_gracefully).run();
         }
         std::exit(status);
     }

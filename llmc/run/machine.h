@@ -1,6 +1,9 @@
+// The machine that a process runs on.
 #pragma once
+#include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <fstream>
 #include <string>
 
@@ -11,4 +14,15 @@ inline std::string machine_name() {
     std::string boot;
     std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
     return std::string(host) + "/" + boot;
+}
+
+// The cores that this process may use; in a container no more than its share of time is worth
+// ("200000 100000" in cpu.max: two; "max 100000": no limit).
+inline int usable_cores() {
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+    const int count = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
+    double microseconds, period;
+    const bool is_limited = bool(std::ifstream("/sys/fs/cgroup/cpu.max") >> microseconds >> period);
+    return is_limited ? std::max(1, std::min(count, int(microseconds / period))) : count;
 }

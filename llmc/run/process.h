@@ -381,18 +381,21 @@ struct Process {
         keeper.reset();
     }
 
-    // Ends this process at once, with its one line on stderr: status 2 for a UserError, otherwise 1. To be
-    // called where an error is caught while communicators still exist: their threads may be waiting for a
-    // process that is alive, and destructors would wait with them. What is this process's own failure is
-    // written down for the others to report. Several threads may find an error: the first one's counts.
+    // Ends this process with its one line on stderr: status 2 for a UserError, otherwise 1. To be called where
+    // an error is caught while communicators still exist: their threads may be waiting for a process that is
+    // alive, and destructors would wait with them. A failure of this process's own is written down for the
+    // others to report. Of several threads that find an error, the first one's counts.
     [[noreturn]] void leave_with(const std::exception& error) const {
         while (is_leaving->exchange(true)) { std::this_thread::sleep_for(std::chrono::hours(1)); }
-        if (store && size() > 1 && !dynamic_cast<const CommError*>(&error)) {
+        const bool is_others_failure = dynamic_cast<const CommError*>(&error);
+        if (store && size() > 1 && !is_others_failure) {
             record_cause(*store, {name(), format("has stopped: %s", error.what())});
         }
         fflush(stdout);
         fprintf(stderr, "error: %s\n", error.what());
         fflush(stderr);
+        // A launcher blames the process that it sees end first: let the one that failed do so.
+        if (is_others_failure) { std::this_thread::sleep_for(std::chrono::milliseconds(200)); }
         _exit(exit_status(error));
     }
 
