@@ -8,8 +8,6 @@
 // From top to bottom: the model; forward and backward; the update inside a worker; evaluation and sampling; then
 // what tests leave out: from options to a run; what a run keeps and reports; checkpoints; the step and the loop.
 // The layers are llmc/cpu/ or llmc/cuda/: same names, same signatures, and this file does not know which.
-#include <xxhash.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -42,6 +40,8 @@
 #include "llmc/run/logger.h"
 #include "llmc/matmul_precision.h"
 #include "llmc/mfu.h"
+#include "llmc/run/fingerprint.h"
+#include "llmc/run/option_checks.h"
 #include "llmc/run/options.h"
 #include "llmc/run/report.h"
 #include "llmc/outlier.h"
@@ -463,13 +463,12 @@ inline void update(Worker& worker, const Options& options, float learning_rate) 
     const Phase phase("AdamW");
     const long t = ++worker.adamw_updates;
     Scalars* scalars = worker.scalars;
-    device::clip_scale(&scalars->norm, &scalars->clip_scale, &scalars->norm_squared, options.clip,
+    device::clip_scale(&scalars->norm, &scalars->clip_scale, &scalars->norm_squared, options.adamw.clip,
                        worker.main);
     device::skip_outliers(worker.outliers.data(), &scalars->loss_zscore, &scalars->norm_zscore,
                           &scalars->clip_scale, &scalars->loss, &scalars->norm,
-                          {options.skip_loss_zscore, options.skip_norm_zscore}, worker.main);
-    const AdamW adam = adamw(learning_rate, options.beta1, options.beta2, options.epsilon,
-                             options.weight_decay, int(t));
+                          options.outliers, worker.main);
+    const AdamW adam = adamw(learning_rate, options.adamw, int(t));
     for (int b = 0; b < worker.blocks(); b++) {
         const Range& range = worker.shard(b);
         const Layout& layout = worker.model.layout;
@@ -640,139 +639,25 @@ inline void sample(Model& model, const std::vector<int>& prompt, int length, int
 // -----------------------------------------------------------------------------------------------------------
 // From options to a run
 
-inline Sampling sampling(const Options& o) { return {o.temperature, o.top_k, o.top_p}; }
-
-inline DilocoOptions diloco_options(const Options& o) {
-    DilocoOptions d;
-    d.inner_steps = o.inner_steps;
-    d.overlap = o.overlap;
-    d.local_weight = o.local_weight;
-    d.fragment_layers = o.fragment_layers;
-    d.fragment_pattern = o.fragment_pattern;
-    d.outer_optimizer = o.outer_optimizer;
-    d.outer_lr = o.outer_learning_rate;
-    d.outer_momentum = o.outer_momentum;
-    d.outer_format = o.outer_format;
-    d.outer_exchange = o.outer_exchange;
-    d.outer_rounding = o.outer_rounding;
-    d.outer_error_feedback = o.outer_error_feedback;
-    d.outer_weights = o.outer_weights;
-    d.transport = o.outer_transport;
-    d.offload = o.outer_offload;
-    d.seed = o.seed;
-    return d;
-}
-
 // To how many a process sends what it has to say in a sync, and itself: a payload goes to the store once.
-inline int exchange_members(const Options& o) { return o.is_independent() ? 2 : o.workers; }
-
-// The options for workers that come and go that are not what they are without being given, as in the
-// config.toml of a run in lock-step.
-inline std::vector<std::string> options_of_independence(const Options& o) {
-    const Options usual;
-    std::vector<std::string> names;
-    auto look = [&](const char* name, auto Options::* option) {
-        if (o.*option != usual.*option) { names.push_back(name); }
-    };
-    look("--restart", &Options::restarts);
-    look("--min-workers", &Options::min_workers);
-    look("--grace", &Options::grace);
-    look("--max-lag", &Options::max_lag);
-    look("--retain", &Options::retain);
-    look("--join-moments", &Options::join_moments);
-    return names;
-}
-
-// UserError for what does not go together with workers that come and go, or is for them alone.
-inline void check_independent(const Options& o) {
-    if (!o.is_independent()) {
-        const std::vector<std::string> idle = options_of_independence(o);
-        if (idle.empty()) { return; }
-        throw UserError(list_in_words(idle) + (idle.size() == 1 ? " is" : " are") +
-                        " for workers that come and go: add --outer-transport store, or leave " +
-                        (idle.size() == 1 ? "it" : "them") + " out, of a --config file too");
-    }
-    if (!o.streams()) {
-        throw UserError(
-            "--outer-transport store carries fragments, and there is no outer optimizer: give "
-            "--outer-optimizer nesterov, or leave it out");
-    }
-    if (o.outer_exchange == "all_to_all") {
-        throw UserError("--outer-exchange all_to_all is for workers in lock-step: with --outer-transport "
-                        "store give all_gather or auto");
-    }
-    if (o.min_workers > o.workers) {
-        throw UserError(format("--min-workers %d are more than the %d workers: give at most as many",
-                               o.min_workers, o.workers));
-    }
-    if (o.has_own_batch() && o.max_steps < 0) {
-        throw UserError(
-            "how many steps the data make is not known where workers have batches of their own: give -x");
-    }
-}
+inline int exchange_members(const Options& o) { return o.diloco.is_elastic() ? 2 : o.workers; }
 
 inline LogOptions log_options(const Options& o, const Process& process) {
     LogOptions log;
     log.worker = process.worker;
-    log.join_moments = o.join_moments;
+    log.join_moments = o.elastic.join_moments;
     log.protocol.workers = o.workers;
-    log.protocol.min_workers = o.min_workers;
-    log.protocol.max_lag = o.max_lag;
-    log.protocol.retain = o.retain;
-    log.protocol.grace = o.grace;
+    log.protocol.min_workers = o.elastic.min_workers;
+    log.protocol.max_lag = o.elastic.max_lag;
+    log.protocol.retain = o.elastic.retain;
+    log.protocol.grace = o.elastic.grace;
     log.protocol.checkpoints = o.save_every > 0;
     return log;
-}
-
-// Checks what can be checked without opening a file.
-inline void check_options(const Options& o) {
-    if (o.train_data.empty()) {
-        throw UserError("no training data: give -i 'PATTERN' (data/prepare.py makes some)");
-    }
-    if (o.total_batch % o.micro_batch() != 0) {
-        throw UserError(format(
-            "-d %ld tokens a step do not divide by -b %d x -t %d x --ranks %d = %ld: change one of them",
-            o.total_batch, o.batch, o.seq_len, o.ranks, o.micro_batch()));
-    }
-    if (o.hellaswag && o.hellaswag_data.empty()) {
-        throw UserError("there is no data/hellaswag/hellaswag_val.bin for -h 1: run data/hellaswag.py, name "
-                        "another with --hellaswag-data, or leave -h 1 out");
-    }
-    if (o.hellaswag && o.validate_every == 0) {
-        throw UserError("-h 1 evaluates HellaSwag with each validation, and -v 0 has none: give -v, or leave "
-                        "-h 1 out");
-    }
-    if (o.resume && o.output.empty()) {
-        throw UserError("-y 1 resumes from the folder of the logs: give -o");
-    }
-    if (o.save_every > 0 && o.output.empty()) {
-        throw UserError(
-            format("-n %ld writes checkpoints into the folder of the logs: give -o", o.save_every));
-    }
-    if (o.streams() && o.save_every > 0 && o.save_every <= o.overlap) {
-        throw UserError(
-            format("a checkpoint every %ld steps (-n) lacks what is in flight for %ld (--overlap): give a "
-                   "larger -n", o.save_every, o.overlap));
-    }
-    const float limit = std::max(o.skip_loss_zscore, o.skip_norm_zscore);
-    if (limit >= largest_zscore) {
-        throw UserError(
-            format("no z-score of %d values is above %.1f, so -sl and -sg of %g would skip nothing: give "
-                   "less, or 0", outlier_window_size, largest_zscore, double(limit)));
-    }
-    check_outer_transport(o.outer_transport);
-    check_independent(o);
-    if (!runs_on_gpu && o.outer_offload) {
-        throw UserError("--outer-offload is for GPUs, whose memory is not the host's: leave it out");
-    }
-    validate(diloco_options(o), o.streams() ? o.max_steps : -1, o.workers);
 }
 
 inline void write_text(const std::string& path, const std::string& text) {
     write_file(path, [&](OutputFile& file) { file.write(text.data(), text.size()); });
 }
-
-using Fingerprint = std::vector<std::pair<std::string, std::string>>;  // (option, value)
 
 // The parameters that training starts from: a model file's, or GPT-2's random ones.   returns (layout.size)
 inline std::vector<float> initial_parameters(const Options& o, const GptShape& shape, const Layout& layout) {
@@ -787,134 +672,15 @@ inline std::vector<float> initial_parameters(const Options& o, const GptShape& s
 
 // What is exchanged when: nothing without an outer optimizer.
 inline std::vector<Fragment> make_fragments(const Options& o, const Layout& layout) {
-    if (!o.streams()) { return {}; }
-    return make_fragments(layout, o.fragment_layers, parse_fragment_pattern(o.fragment_pattern),
-                          o.inner_steps);
-}
-
-// What all workers must agree on.
-inline Fingerprint fingerprint_of_run(const Options& o, const Inputs& inputs) {
-    const GptShape& s = inputs.shape;
-    const uint64_t initial_hash = XXH3_64bits(inputs.initial.data(), inputs.initial.size() * sizeof(float));
-    auto number = [](double value) { return format("%.9g", value); };
-    Fingerprint all = {
-        {"--workers", number(o.workers)},
-        {"--ranks", number(o.ranks)},
-        {"--layers", number(s.layers)},
-        {"--heads", number(s.heads)},
-        {"--channels", number(s.channels)},
-        {"--vocab-size", number(s.vocab_size)},
-        {"--max-seq-len", number(s.max_seq_len)},
-        {"initial parameters (-e, --seed)", format("%016llx", (unsigned long long)initial_hash)},
-        {"--seed", std::to_string(o.seed)},
-        {"--shuffle", number(o.shuffle)},
-        {"--seq-len", number(o.seq_len)},
-        {"--lr", number(o.learning_rate)},
-        {"--lr-schedule", o.schedule},
-        {"--warmup", number(double(o.warmup))},
-        {"--final-lr-fraction", number(o.final_fraction)},
-        {"--weight-decay", number(o.weight_decay)},
-        {"--beta1", number(o.beta1)},
-        {"--beta2", number(o.beta2)},
-        {"--epsilon", number(o.epsilon)},
-        {"--clip", number(o.clip)},
-        {"--skip-loss-zscore", number(o.skip_loss_zscore)},
-        {"--skip-norm-zscore", number(o.skip_norm_zscore)},
-        {"--overfit", number(o.overfit)},
-        {"--outer-optimizer", o.outer_optimizer}};
-    if (o.has_own_batch()) {
-        all.push_back({"--max-steps", number(double(o.max_steps))});
-        const long tokens = inputs.train_loader->num_tokens();  // of which the steps are made: share_data()
-        if (o.max_steps < 0) { all.push_back({"--train-data (tokens)", number(double(tokens))}); }
-    } else {
-        all.insert(all.end(), {{"--batch", number(o.batch)},
-                               {"--total-batch", number(double(o.total_batch))},
-                               {"--max-steps", number(double(inputs.steps))}});
-    }
-    if (o.streams()) {  // not --overlap: it may differ from worker to worker
-        all.insert(all.end(), {{"--inner-steps", number(double(o.inner_steps))},
-                               {"--fragment-layers", number(o.fragment_layers)},
-                               {"--fragment-pattern", o.fragment_pattern},
-                               {"--local-weight", number(o.local_weight)},
-                               {"--outer-lr", number(o.outer_learning_rate)},
-                               {"--outer-momentum", number(o.outer_momentum)},
-                               {"--outer-dtype", o.outer_format},
-                               {"--outer-exchange", o.outer_exchange},
-                               {"--outer-rounding", o.outer_rounding},
-                               {"--outer-error-feedback", o.outer_error_feedback ? "true" : "false"},
-                               {"--outer-weights", o.outer_weights},
-                               {"--outer-transport", o.outer_transport}});
-    }
-    if (o.is_independent()) {  // not --grace, --max-lag, --retain: what a worker has patience and room for
-        all.insert(all.end(), {{"--min-workers", number(o.min_workers)},
-                               {"--save-every (checkpoints)", o.save_every > 0 ? "yes" : "no"},
-                               {"--join-moments", o.join_moments ? "true" : "false"}});
-    }
-    return all;
-}
-
-// And what processes must agree on that do the same at the same step: all, or where workers come and go the
-// ranks of one.
-inline Fingerprint fingerprint(const Options& o, const Inputs& inputs) {
-    const DataLoader* validation = inputs.validation_loader.get();
-    auto number = [](double value) { return format("%.9g", value); };
-    Fingerprint all = fingerprint_of_run(o, inputs);
-    all.insert(all.end(), {{"--val-every", number(double(o.validate_every))},
-                           {"--val-batches", number(double(o.validation_batches))},
-                           {"--save-every", number(double(o.save_every))},
-                           {"--resume", number(o.resume)},
-                           {"--sample-every", number(double(o.sample_every))},
-                           {"--eval", o.evaluate},
-                           {"--hellaswag", number(o.hellaswag)},
-                           {"--hellaswag-data (examples)",
-                            number(inputs.hellaswag ? double(inputs.hellaswag->size()) : 0)},
-                           {"--val-data", validation ? "given" : "none"},
-                           {"--tokenizer", inputs.tokenizer ? "given" : "none"},
-                           {"--output", o.output.empty() ? "none" : "given"}});
-    if (!o.has_own_batch()) {
-        const double batches = validation ? double(validation->num_batches()) : 0;
-        all.push_back({"--val-data (batches)", number(batches)});
-    }
-    if (o.is_independent()) {
-        all.insert(all.end(),
-                   {{"--batch", number(o.batch)}, {"--total-batch", number(double(o.total_batch))}});
-    }
-    return all;
-}
-
-// A line for each option, as the log keeps it.
-inline std::string text_of(const Fingerprint& fingerprint) {
-    std::string text;
-    for (const auto& [option, value] : fingerprint) { text += option + " " + value + "\n"; }
-    return text;
-}
-
-// What is not the same in two of these, for people.
-inline std::string differences(const std::string& ours, const std::string& theirs) {
-    auto lines = [](const std::string& text) {
-        std::set<std::string> all;
-        std::istringstream in(text);
-        for (std::string line; std::getline(in, line);) { all.insert(line); }
-        return all;
-    };
-    auto only_in_first = [](const std::set<std::string>& first, const std::set<std::string>& second) {
-        std::vector<std::string> names;
-        std::set_difference(first.begin(), first.end(), second.begin(), second.end(),
-                            std::back_inserter(names));
-        return names.empty() ? std::string("nothing") : list_in_words(names);
-    };
-    const std::set<std::string> own = lines(ours), run = lines(theirs);
-    return "this worker has " + only_in_first(own, run) + ", the run has " + only_in_first(run, own);
-}
-
-[[noreturn]] inline void refuse_options(const std::string& ours, const std::string& theirs) {
-    throw UserError(differences(ours, theirs) + ": give all workers the same, or this run another --run-name");
+    if (!o.diloco.streams()) { return {}; }
+    return make_fragments(layout, o.diloco.fragment_layers, parse_fragment_pattern(o.diloco.fragment_pattern),
+                          o.diloco.inner_steps);
 }
 
 // Where workers come and go, before anything is written: whether the store can be used, and whether a run that
 // is there already has these options. A later start of another one is seen when this one begins.
 inline void check_log(const Options& o, const Process& process, const std::string& ours) {
-    if (!o.is_independent()) { return; }
+    if (!o.diloco.is_elastic()) { return; }
     const std::unique_ptr<LogStore> store = open_log_store(process.store_url, o.run_name, o.timeout);
     const StoreAnswer generation = store->perform({StoreRequest::get, "run", "generation", ""});
     if (!generation.found) { return; }
@@ -928,12 +694,12 @@ inline void check_log(const Options& o, const Process& process, const std::strin
 // Whose state a process writes.
 inline StateIdentity state_identity(const Options& o, const Process& process, long step,
                                     const std::string& lineage) {
-    return {step, process.worker, process.rank, o.workers, o.ranks, lineage, o.is_independent()};
+    return {step, process.worker, process.rank, o.workers, o.ranks, lineage, o.diloco.is_elastic()};
 }
 
 // Each elastic worker has its own checkpoints, and resumes from these.
 inline std::string checkpoint_folder(const Options& o, const Process& process) {
-    return o.is_independent() ? o.output + format("/worker_%d", process.worker) : o.output;
+    return o.diloco.is_elastic() ? o.output + format("/worker_%d", process.worker) : o.output;
 }
 
 inline void make_folder(const std::string& folder) {
@@ -984,7 +750,6 @@ struct Run {
     Resumption& resumed;
     OuterLoop* outer = nullptr;            // null without an outer optimizer
     Checkpointer* checkpointer = nullptr;  // null where nothing is written
-    LearningRateSchedule schedule{};
     Stopping stopping{};
     std::unique_ptr<TrainingSnapshot> snapshot{};  // made before the loop, or without -n when the run is stopped
     long step = 0;                         // that the run has come to
@@ -999,7 +764,7 @@ struct Run {
     StepResult& last_result() { return results[totals.updates % 2]; }
     StepResult& result_before() { return results[(totals.updates + 1) % 2]; }
     // Whether workers stop together, as a sync says that carries the request.
-    bool stops_together() const { return outer && !options.is_independent(); }
+    bool stops_together() const { return outer && !options.diloco.is_elastic(); }
     // Whether it was asked to stop while it waited for other workers, and waits no longer.
     bool has_left() const { return course == Outcome::left; }
     // Whether the other workers have reached the end of the run without this one.
@@ -1018,8 +783,8 @@ struct Run {
 
 // Over a store every worker reads all payloads.
 inline DilocoOptions planned_options(const Options& o) {
-    DilocoOptions d = diloco_options(o);
-    if (o.is_independent()) { d.outer_exchange = "all_gather"; }
+    DilocoOptions d = o.diloco;
+    if (o.diloco.is_elastic()) { d.outer_exchange = "all_gather"; }
     return d;
 }
 
@@ -1080,7 +845,7 @@ inline void print_sample(Run& run, long step) {
     const Tokenizer& tokenizer = *run.inputs.tokenizer;
     const Watchdog::Alone alone(run.watchdog);
     std::string text = o.prompt;
-    sample(run.worker.model, run.inputs.prompt, o.sample_length, o.seq_len, sampling(o),
+    sample(run.worker.model, run.inputs.prompt, o.sample_length, o.seq_len, o.sampling,
            o.seed + uint64_t(step), run.worker.main, [&](int token) {
                text += tokenizer.decode(token);
                return true;
@@ -1211,7 +976,7 @@ inline Resumption find_checkpoint(const Options& o, Process& process, const Inpu
     const RunShape shape{in.shape, in.layout, who.worker, who.rank, who.workers, who.ranks,
                          in.train_loader->tokens_of_a_sample()};
     const MakeOuterReshape outer = [&](const SavedState& state, const RunShape& old, const RunShape& to) {
-        return std::make_unique<DilocoReshape>(state, old, OuterShape(to, diloco_options(o)));
+        return std::make_unique<DilocoReshape>(state, old, OuterShape(to, o.diloco));
     };
     return find_checkpoint(process, {folder, who, in.steps, o.max_steps < 0, o.resolved, default_of,
                                      *in.train_loader,
@@ -1237,7 +1002,7 @@ inline void restore(Run& run, const Fields& fields) {
 // The logs without what the run does again. A worker that comes back without a checkpoint does none of it
 // again: it goes on where the others are.
 inline std::optional<LogCut> log_cut(const Options& o, const Resumption& r, const Inputs& in) {
-    if (!r.state && o.is_independent() && o.resume) { return LogCut{in.steps, LONG_MAX, true}; }
+    if (!r.state && o.diloco.is_elastic() && o.resume) { return LogCut{in.steps, LONG_MAX, true}; }
     return log_cut(r, in.steps);
 }
 
@@ -1247,7 +1012,7 @@ inline std::optional<LogCut> log_cut(const Options& o, const Resumption& r, cons
 // tau of the worker that merges last.
 inline long largest_overlap(const Options& o, Process& process) {
     long largest = 0;
-    for (const std::string& text : process.gather("overlap", std::to_string(o.overlap))) {
+    for (const std::string& text : process.gather("overlap", std::to_string(o.diloco.overlap))) {
         largest = std::max(largest, atol(text.c_str()));
     }
     return largest;
@@ -1264,7 +1029,7 @@ inline void plan_stop(Run& run, const std::vector<SyncReport>& syncs) {
 
 // Of `step`; a worker that has just taken over another one's parameters warms up.
 inline float learning_rate_of(const Run& run, long step) {
-    const float lr = learning_rate(run.schedule, step - 1);
+    const float lr = learning_rate(run.options.schedule, run.inputs.steps, step - 1);
     const Totals& t = run.totals;
     if (t.joined_after < 0) { return lr; }
     return lr * std::min(1.0f, float(t.updates - t.joined_after) / float(join_warmup));
@@ -1273,7 +1038,7 @@ inline float learning_rate_of(const Run& run, long step) {
 // This worker's parameters are those of a snapshot now. AdamW's moments came with it, or begin anew.
 inline void note_snapshot(Run& run) {
     run.totals.joined_after = run.totals.updates;
-    if (run.options.join_moments) { return; }
+    if (run.options.elastic.join_moments) { return; }
     Worker& worker = run.worker;
     device::set_zero(worker.m.data(), worker.m.count(), worker.main);
     device::set_zero(worker.v.data(), worker.v.count(), worker.main);
@@ -1462,9 +1227,9 @@ inline void make_comms(const Options& o, const Process& process, Watchdog& watch
     const Watchdog::Watch watch(watchdog, "the joining of the processes");
     inner = device::make_inner_comm(process.inner_group());
     watchdog.guard(*inner);
-    if (!o.streams() || o.is_independent()) { return; }
+    if (!o.diloco.streams() || o.diloco.is_elastic()) { return; }
     watchdog.progress();
-    outer = device::make_outer_comm(process.outer_group(), o.outer_transport);
+    outer = device::make_outer_comm(process.outer_group(), o.diloco.transport);
     watchdog.guard(*outer);
 }
 
@@ -1509,7 +1274,7 @@ inline void begin_training(Run& run, Process& process) {
         if (run.report.speaks() && !warning.empty()) { run.status.print("warning: " + warning); }
         note_outcome(run, outcome);
         if (run.course != Outcome::continues) { return; }
-        if (run.options.is_independent()) { gather_parameters(run.worker); }
+        if (run.options.diloco.is_elastic()) { gather_parameters(run.worker); }
     }
     if (run.options.save_every > 0 && run.checkpointer) { run.snapshot = make_snapshot(run); }
 }
@@ -1547,7 +1312,7 @@ inline bool train_together(const Options& o, Process& process, Inputs& in,
                            const std::vector<Fragment>& fragments) {
     process.check_fingerprint(fingerprint(o, in));
     if (o.has_own_batch()) { share_data(o, process, in); }
-    if (o.streams()) { validate(diloco_options(o), in.steps, o.workers); }
+    if (o.diloco.streams()) { validate(o.diloco, in.steps, o.workers); }
     const std::string options_of_run = text_of(fingerprint_of_run(o, in));
     process.check_together("log", [&] { check_log(o, process, options_of_run); });
     process.check_together("output", [&] {
@@ -1555,8 +1320,8 @@ inline bool train_together(const Options& o, Process& process, Inputs& in,
     });
     Resumption resumed{process.run_id};
     if (o.resume) { resumed = find_checkpoint(o, process, in); }
-    const device::Device device = choose_device(process, o.streams() && o.outer_transport == "nccl");
-    check_outer_interface(o.outer_transport, o.interface);
+    const device::Device device = choose_device(process, o.diloco.streams() && o.diloco.transport == "nccl");
+    check_outer_interface(o.diloco.transport, o.interface);
     Logger logger(o.output, number_among_all(o, process), o.workers * o.ranks, o.resume != 0,
                   log_cut(o, resumed, in));
     if (!o.output.empty()) { make_folder(checkpoint_folder(o, process)); }
@@ -1564,7 +1329,7 @@ inline bool train_together(const Options& o, Process& process, Inputs& in,
     // Where something throws from here on, the process leaves before any of these is given back: on a GPU
     // that might wait for a dead peer.
     std::unique_ptr<Comm> inner, outer;
-    Stream main, inner_stream(Stream::Kind::communicate), outer_stream(outer_stream_kind(o.outer_transport));
+    Stream main, inner_stream(Stream::Kind::communicate), outer_stream(outer_stream_kind(o.diloco.transport));
     std::unique_ptr<Model> model;
     std::unique_ptr<Worker> worker;
     std::unique_ptr<OuterLoop> outer_loop;
@@ -1584,20 +1349,19 @@ inline bool train_together(const Options& o, Process& process, Inputs& in,
                                                           o.keep_checkpoints, o.major_checkpoints);
             checkpointer->forget_later(resumed.step, resumed.lineage);
         }
-        if (!o.streams()) { return; }
-        const DilocoOptions d = diloco_options(o);
-        if (o.is_independent()) {
+        if (!o.diloco.streams()) { return; }
+        if (o.diloco.is_elastic()) {
             const ElasticCallbacks callbacks{
                 [&running](const std::vector<OuterEvent>& events) { return while_waiting(*running, events); },
                 [&options_of_run](const std::string& theirs) { refuse_options(options_of_run, theirs); },
                 [&device] { device::use_in_this_thread(device); }};
             const LogStart start{random_hex(16), options_of_run, "", {}, false};
             outer_loop = std::make_unique<ElasticDiloco>(
-                d, log_options(o, process), fragments, in.layout, process.rank, *inner, inner_stream,
+                o.diloco, log_options(o, process), fragments, in.layout, process.rank, *inner, inner_stream,
                 start, [&] { return open_log_store(process.store_url, o.run_name, o.timeout); },
                 callbacks, InnerMoments{worker->m, worker->v, &worker->adamw_updates});
         } else {
-            outer_loop = std::make_unique<Diloco>(d, fragments, in.layout, process.rank, *outer,
+            outer_loop = std::make_unique<Diloco>(o.diloco, fragments, in.layout, process.rank, *outer,
                                                   outer_stream);
         }
         outer_loop->start(worker->master, main);
@@ -1617,7 +1381,6 @@ inline bool train_together(const Options& o, Process& process, Inputs& in,
     running = &run;
     run.outer = outer_loop.get();
     run.checkpointer = checkpointer.get();
-    run.schedule = {schedule_kind(o.schedule), o.learning_rate, o.warmup, in.steps, o.final_fraction};
     report.banner(model->matmul.description(), exchanges, resumed.notes, resumed.step);
     bool is_complete = false;
     or_leave(process, [&] {
@@ -1636,7 +1399,7 @@ inline bool train_together(const Options& o, Process& process, Inputs& in,
 // One process, from its options to the end of its run, or until it is asked to stop. Returns its status.
 inline int train(const Options& o, Process& process) {
     Inputs in = open_inputs(o, process);
-    if (o.streams()) { validate(diloco_options(o), in.steps, o.workers); }
+    if (o.diloco.streams()) { validate(o.diloco, in.steps, o.workers); }
     in.initial = initial_parameters(o, in.shape, in.layout);
     const std::vector<Fragment> fragments = make_fragments(o, in.layout);
     process.meet();
@@ -1675,7 +1438,7 @@ inline void generate(const Options& o) {
     allocate_activations(model, 1, shape.max_seq_len);
     TextPrinter printer;
     printer.print(o.prompt);
-    sample(model, prompt, o.sample_length, shape.max_seq_len, sampling(o), o.seed, main, [&](int token) {
+    sample(model, prompt, o.sample_length, shape.max_seq_len, o.sampling, o.seed, main, [&](int token) {
         if (token == tokenizer->end_of_text()) { return false; }
         printer.print(tokenizer->decode(token));
         return true;
@@ -1691,10 +1454,12 @@ int main(int argc, char** argv) {
             return 0;
         }
         check_options(options);
+        check_outer_transport(options.diloco.transport);
+        validate(options.diloco, options.diloco.streams() ? options.max_steps : -1, options.workers);
         Process process = launch({options.workers, options.ranks, options.worker, options.store,
                                   options.interface, options.run_name, options.timeout,
-                                  !options.output.empty(), options.world, options.is_independent(),
-                                  options.restarts},
+                                  !options.output.empty(), options.world, options.diloco.is_elastic(),
+                                  options.elastic.restarts},
                                  argv);
         if (!has_launcher() && !options.output.empty()) { leave_at_stop_signals(); }
         if (process.restart > 0 && !options.output.empty()) { options.resume = 1; }

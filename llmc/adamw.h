@@ -8,6 +8,12 @@
 
 #include "llmc/host_device.h"
 
+struct AdamWOptions {
+    float beta1 = 0.9f, beta2 = 0.95f, epsilon = 1e-8f;
+    float weight_decay = 0;  // of the matrices
+    float clip = 1;          // the gradient is scaled down to this norm (clip.h); 0: never
+};
+
 // What is the same for all values of a step: computed once on the host, the powers in double.
 struct AdamW {
     float beta1, beta2, eps;
@@ -18,10 +24,11 @@ struct AdamW {
 };
 
 // t is 1 at the first update.
-inline AdamW adamw(float lr, float beta1, float beta2, float eps, float weight_decay, int t) {
-    return {beta1, beta2, eps, float(1.0 - double(beta1)), float(1.0 - double(beta2)),
-            float(double(lr) / (1.0 - pow(double(beta1), t))), float(sqrt(1.0 - pow(double(beta2), t))),
-            float(1.0 - double(lr) * double(weight_decay))};
+inline AdamW adamw(float lr, const AdamWOptions& options, int t) {
+    const double beta1 = options.beta1, beta2 = options.beta2;
+    return {options.beta1, options.beta2, options.epsilon, float(1.0 - beta1), float(1.0 - beta2),
+            float(double(lr) / (1.0 - pow(beta1, t))), float(sqrt(1.0 - pow(beta2, t))),
+            float(1.0 - double(lr) * double(options.weight_decay))};
 }
 
 // decay: step.decay, or 1 for values without weight decay

@@ -21,28 +21,28 @@ inline ScheduleKind schedule_kind(const std::string& name) {
 }
 
 struct LearningRateSchedule {
-    ScheduleKind kind = ScheduleKind::cosine;
+    std::string kind = "cosine";  // a word that schedule_kind() knows
     float peak = 3e-4f;
     long warmup_steps = 0;
-    long total_steps = 1;
-    float final_fraction = 0;  // of the peak, at the end of cosine, linear and wsd
+    float final_fraction = 1;  // of the peak, at the end of cosine, linear and wsd
 };
 
 // The learning rate of step 0, 1, ... total_steps - 1. After n steps the decay has gone n / total_steps of
 // its way, so that the last step still moves the model.
-inline float learning_rate(const LearningRateSchedule& schedule, long step) {
+inline float learning_rate(const LearningRateSchedule& schedule, long total_steps, long step) {
+    const ScheduleKind kind = schedule_kind(schedule.kind);
     const double peak = schedule.peak, final = peak * schedule.final_fraction;
     if (step < schedule.warmup_steps) {
         return float(peak * double(step + 1) / double(schedule.warmup_steps));
     }
-    const long decay_begin = schedule.kind == ScheduleKind::wsd
-                                 ? std::max(schedule.warmup_steps, schedule.total_steps * 8 / 10)
+    const long decay_begin = kind == ScheduleKind::wsd
+                                 ? std::max(schedule.warmup_steps, total_steps * 8 / 10)
                                  : schedule.warmup_steps;
     if (step < decay_begin) { return schedule.peak; }
-    const double steps = double(std::max(1L, schedule.total_steps - decay_begin));
+    const double steps = double(std::max(1L, total_steps - decay_begin));
     const double progress = std::min(1.0, double(step - decay_begin) / steps);
     double remaining = 1;  // of the way from peak to final
-    switch (schedule.kind) {
+    switch (kind) {
         case ScheduleKind::cosine: remaining = 0.5 * (1 + std::cos(M_PI * progress)); break;
         case ScheduleKind::linear: remaining = 1 - progress; break;
         case ScheduleKind::constant: break;

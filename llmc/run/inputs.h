@@ -156,14 +156,14 @@ inline Inputs open_inputs(const Options& o, const Process& process) {
         throw UserError("--prompt needs the tokenizer that the data was made with: give --tokenizer");
     }
     set_steps(o, o.has_own_batch() ? o.total_batch : o.total_batch * o.workers, in);
-    in.layout = gpt_layout(in.shape, o.ranks, o.streams() ? o.fragment_layers : 0);
+    in.layout = gpt_layout(in.shape, o.ranks, o.diloco.streams() ? o.diloco.fragment_layers : 0);
     return in;
 }
 
 // Divides the data among workers whose batches differ in size (--outer-weights tokens, or elastic workers):
 // each process reads sequences that no other process reads, and an epoch is what all of them read together.
 inline void share_data(const Options& o, Process& process, Inputs& in) {
-    if (o.is_independent()) {  // an elastic worker does not know the other workers' batches
+    if (o.diloco.is_elastic()) {  // an elastic worker does not know the other workers' batches
         in.train_loader->take_part(process.worker, o.workers, process.rank, o.ranks);
         return;
     }

@@ -64,7 +64,7 @@ constexpr LlmcFlag llmc_flags[] = {
     {"-h", LlmcKind::same, "-h", ""},
     {"-a", LlmcKind::same, "-a", ""},
     {"-f", LlmcKind::kept, "--matmul-precision", "0: highest; 1: leaves it as it is"},
-    {"-w", LlmcKind::same, "-w", "1 only: the outer step needs fp32 weights"},
+    {"-w", LlmcKind::nothing, "nothing; 0 is refused", "master weights are always fp32"},
     {"-ge", LlmcKind::nothing, "nothing", "GELU is fused into its matmul where that is faster"},
     {"-z", LlmcKind::nothing, "nothing; 2 and 3 are refused",
      "optimizer state is always sharded over a worker's ranks"},
@@ -237,6 +237,9 @@ inline std::string llmc_note(const LlmcFlags& flags) {
         throw UserError("-z " + flags.text("-z") +
                         ": gradients and parameters are not sharded, only optimizer "
                         "state, which always is (-z 1): leave it out");
+    }
+    if (flags.number("-w", 1, 0) != 1) {
+        throw UserError("-w " + flags.text("-w") + ": the outer step needs fp32 weights: leave it out");
     }
     std::string list;
     auto name = [&](const std::string& flag, const std::string& why) {

@@ -1,12 +1,12 @@
-// Options: the one table. --help, the parser, config.toml and the README's table all come from
-// define_options(). The letters are llm.c's wherever the meaning is the same; -h is HellaSwag as there, help
-// is --help. llm.c's other flags are in llmc_flags.h.
+// Options: everything that a user can choose, in one table. Modules declare their own options as structs with
+// defaults (AdamWOptions, Sampling, DilocoOptions, ...); Options contains those structs, and option_table()
+// has a row for each field. The letters are llm.c's wherever the meaning is the same; -h is HellaSwag as
+// there, and help is --help. The rest of llm.c's flags are in llmc_flags.h.
 #pragma once
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <optional>
 #include <sstream>
@@ -14,399 +14,317 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/adamw.h"
 #include "llmc/descriptor.h"
 #include "llmc/device.h"
 #include "llmc/error.h"
+#include "llmc/outlier.h"
 #include "llmc/run/llmc_flags.h"
-#include "llmc/text/tokenizer.h"
+#include "llmc/run/option_table.h"
 #include "llmc/run/world.h"
+#include "llmc/schedulers.h"
+#include "llmc/text/sampler.h"
+#include "llmc/text/tokenizer.h"
+#include "streaming/elastic/options.h"
+#include "streaming/options.h"
 
 struct Options {
     // model and data
-    std::string train_data;
-    std::string validation_data;
-    std::string model = "d12";
-    std::string output;
-    std::string tokenizer;
+    std::string train_data, validation_data, model = "d12", output, tokenizer;
     int layers = 0, heads = 0, channels = 0, vocab_size = 0, max_seq_len = 0;
     int shuffle = 1, overfit = 0;
     uint64_t seed = 1337;
     // the step
-    int batch = 4;
-    int seq_len = 1024;
-    long total_batch = 0;
-    long max_steps = -1;
+    int batch = 4, seq_len = 1024;
+    long total_batch = 0, max_steps = -1;
     std::string matmul_precision = "medium";
     int recompute = 0;
-    int master_weights = 1;
     // the inner optimizer
-    float learning_rate = 3e-4f;
-    std::string schedule = "cosine";
-    long warmup = 0;
-    float final_fraction = 1.0f;
-    float weight_decay = 0.0f;
-    float beta1 = 0.9f, beta2 = 0.95f, epsilon = 1e-8f;
-    float clip = 1.0f;
-    float skip_loss_zscore = 0.0f, skip_norm_zscore = 0.0f;  // 0: no update is skipped
-    // watching it
-    long validate_every = 20;
-    long validation_batches = 20;
-    long sample_every = 20;
-    int sample_length = 64;
-    float temperature = 0.8f;
-    int top_k = 0;
-    float top_p = 1.0f;
-    std::string prompt;
+    LearningRateSchedule schedule;  // its total_steps are known later
+    AdamWOptions adamw;
+    OutlierLimits outliers;
+    // evaluation and samples
+    long validate_every = 20, validation_batches = 20;
     std::string evaluate = "global";
     int hellaswag = 0;
     std::string hellaswag_data;
-    // another job than training
-    bool generate = false;
+    long sample_every = 20;
+    int sample_length = 64;
+    Sampling sampling;
+    std::string prompt;
     // checkpoints
-    long save_every = 0;
-    long keep_checkpoints = 0, major_checkpoints = 0;
+    long save_every = 0, keep_checkpoints = 0, major_checkpoints = 0;
     int resume = 0;
     // processes
     int workers = 1, ranks = 1, worker = -1;
     std::string store, interface, run_name = "diloco";
     double timeout = 600;
-    int restarts = 0;
     std::optional<World> world;  // by llm.c's -pn and -pr
-    // Streaming DiLoCo
-    long inner_steps = 100;
-    int fragment_layers = 3;
-    std::string fragment_pattern = "strided";
-    long overlap = 1;
-    float local_weight = 0.5f;
-    std::string outer_optimizer;  // empty: none for one worker, nesterov for more
-    float outer_learning_rate = 0.4f;
-    float outer_momentum = 0.9f;
-    std::string outer_format = "fp4_e2m1";
-    std::string outer_exchange = "auto";
-    std::string outer_rounding = "nearest";
-    bool outer_error_feedback = false;
-    std::string outer_weights = "equal";
-    std::string outer_transport = runs_on_gpu ? "nccl" : "gloo";
-    bool outer_offload = false;
-    // workers that come and go
-    int min_workers = 0;    // 0: more than half of them
-    double grace = 10;      // seconds
-    long max_lag = -1;      // steps; -1: tau
-    long retain = 4;        // syncs of each fragment
-    bool join_moments = false;
+    DilocoOptions diloco;
+    ElasticOptions elastic;
 
-    bool print_table = false, print_llmc_table = false;
-    std::vector<std::string> notes;  // what the user should know of these options, for the banner
+    // what else the command line can ask for
+    bool generate = false, print_table = false, print_llmc_table = false;
+
+    // what parsing found out
+    std::vector<std::string> notes;  // for the banner: what the user should know about these options
+    OptionValues resolved;           // all options that are saved, as the run uses them
+    std::string toml;                // the same, as config.toml
 
     // Tokens that a worker's ranks take in one micro-step, and micro-steps in a step.
     long micro_batch() const { return long(batch) * seq_len * ranks; }
     long micro_steps() const { return total_batch / micro_batch(); }
-    // Whether fragments are exchanged: with an outer optimizer.
-    bool streams() const { return outer_optimizer != "none"; }
-    // Whether a worker's share of a mean is by its tokens; it may then have -b and -d of its own.
-    bool weighs_by_tokens() const { return outer_weights == "tokens"; }
-    bool has_own_batch() const { return streams() && weighs_by_tokens(); }
-    // Whether workers come and go, and know each other through the log in the store alone.
-    bool is_independent() const { return outer_transport == "store"; }
-
-    std::string toml;                                           // all options as resolved, for config.toml
-    std::vector<std::pair<std::string, std::string>> resolved;  // the same as (name, value)
+    // Whether each worker may have its own -b and -d.
+    bool has_own_batch() const { return diloco.streams() && diloco.weighs_by_tokens(); }
 };
 
-inline void define_options(CLI::App& app, Options& o) {
+inline const char* const elastic_section = "Elastic workers (--outer-transport store)";
+
+// One row per option; rows point into `o`.
+inline OptionTable option_table(Options& o) {
+    const CLI::Range size(0, 1 << 20);  // beyond that, products of a model's sizes would overflow
+    const CLI::Range positive_int(1, 1 << 20);
+    const bool saved = true;
+    OptionTable table;
+    add_section(
+        table, "Model and data", true,
+        {{"-i,--train-data", &o.train_data,
+          "Token shards to train on (a pattern such as 'data/x/x_train_*.bin')", anything},
+         {"-j,--val-data", &o.validation_data, "Token shards to validate on", anything, Scope::derived},
+         {"-e,--model", &o.model, "Start from a model file, or from new weights: " + descriptor_names(),
+          anything, Scope::derived},
+         {"-o,--output", &o.output, "Folder for logs and models (none: nothing is written)", anything,
+          Scope::derived},
+         {"--tokenizer", &o.tokenizer,
+          "Tokenizer file (default: tokenizer.bin beside the training data, or gpt2_tokenizer.bin here)",
+          anything, Scope::derived},
+         {"--layers", &o.layers, "Number of layers (0: as -e says)", size, Scope::derived},
+         {"--heads", &o.heads, "Number of attention heads (0: as -e says, or channels / 64)", size,
+          Scope::derived},
+         {"--channels", &o.channels, "Width of the model (0: as -e says)", size, Scope::derived},
+         {"--vocab-size", &o.vocab_size, "Size of the vocabulary (0: the tokenizer file's, else GPT-2's)",
+          CLI::Range(0, 65536), Scope::derived},
+         {"--max-seq-len", &o.max_seq_len, "Positions of the model (0: as many as -t; GPT-3's: 2048)", size,
+          Scope::derived},
+         {"--shuffle", &o.shuffle, "1: draw the order of shards and samples anew each epoch; 0: keep it",
+          zero_or_one, Scope::run},
+         {"-a,--overfit", &o.overfit, "1: train on one batch again and again; 0: on all of the data",
+          zero_or_one, Scope::run},
+         {"--seed", &o.seed, "Seed of everything random", anything, Scope::run}});
+    add_section(
+        table, "Training step", true,
+        {{"-b,--batch", &o.batch, "Sequences in a micro-batch of one process", positive_int, Scope::derived},
+         {"-t,--seq-len", &o.seq_len, "Tokens in a sequence", positive_int, Scope::run},
+         {"-d,--total-batch", &o.total_batch,
+          "Tokens per step and worker (0: one micro-batch of each of its ranks)", at_least_minus_one,
+          Scope::derived},
+         {"-x,--max-steps", &o.max_steps, "Steps to train for (-1: once through the data)",
+          at_least_minus_one, Scope::derived},
+         {"--matmul-precision", &o.matmul_precision,
+          "On the CPU: highest (fp32), high or medium (bf16 where the CPU is fast at it)",
+          one_of({"highest", "high", "medium"})},
+         {"-r,--recompute", &o.recompute,
+          "Recompute in the backward: 0 nothing, 1 GELU, 2 GELU and LayerNorm", CLI::Range(0, 2)}});
+    add_section(
+        table, "Inner optimizer (AdamW)", true,
+        {{"-l,--lr", &o.schedule.peak, "Learning rate", at_least_0, Scope::run},
+         {"-k,--lr-schedule", &o.schedule.kind, "cosine, linear, constant or wsd",
+          one_of({"cosine", "linear", "constant", "wsd"}), Scope::run},
+         {"-u,--warmup", &o.schedule.warmup_steps, "Steps of linear warm-up", at_least_0, Scope::run},
+         {"-q,--final-lr-fraction", &o.schedule.final_fraction,
+          "Learning rate at the end, as a fraction of -l", from_0_to_1, Scope::run},
+         {"-c,--weight-decay", &o.adamw.weight_decay, "Weight decay of the matrices", at_least_0, Scope::run},
+         {"--beta1", &o.adamw.beta1, "AdamW's beta 1", from_0_below_1, Scope::run},
+         {"--beta2", &o.adamw.beta2, "AdamW's beta 2", from_0_below_1, Scope::run},
+         {"--epsilon", &o.adamw.epsilon, "AdamW's epsilon", above_0, Scope::run},
+         {"--clip", &o.adamw.clip, "Largest gradient norm (0: no clipping)", at_least_0, Scope::run},
+         {"--skip-loss-zscore", &o.outliers.loss_zscore,
+          "-sl: skip an update whose loss is more than N standard deviations above the recent mean "
+          "(0: never)", at_least_0, Scope::run},
+         {"--skip-norm-zscore", &o.outliers.norm_zscore,
+          "-sg: the same by the norm of the gradient (0: never)", at_least_0, Scope::run}});
+    add_section(
+        table, "Watching", true,
+        {{"-v,--val-every", &o.validate_every, "Validate every N steps, and at the end (0: never)",
+          at_least_0, Scope::lockstep},
+         {"-m,--val-batches", &o.validation_batches, "Batches in a validation (0: all)", at_least_minus_one,
+          Scope::lockstep},
+         {"-s,--sample-every", &o.sample_every, "Sample text every N steps, and at the end (0: never)",
+          at_least_0, Scope::lockstep},
+         {"-g,--sample-length", &o.sample_length, "Tokens in a sample", at_least_1},
+         {"--prompt", &o.prompt, "Beginning of each sample (default: the end-of-text token alone)", anything},
+         {"--temperature", &o.sampling.temperature,
+          "Temperature of the samples (0: always the likeliest token)", at_least_0},
+         {"--top-k", &o.sampling.top_k, "Sample from the k likeliest tokens (0: from all)", size},
+         {"--top-p", &o.sampling.top_p,
+          "Sample from the likeliest tokens that together have this probability (1: from all)", above_0_to_1},
+         {"--eval", &o.evaluate, "Which parameters are evaluated and saved: global or local",
+          one_of({"global", "local"}), Scope::lockstep},
+         {"-h,--hellaswag", &o.hellaswag, "1: evaluate HellaSwag whenever the model is validated",
+          zero_or_one, Scope::lockstep},
+         {"--hellaswag-data", &o.hellaswag_data,
+          "HellaSwag's file (default: data/hellaswag/hellaswag_val.bin, or the same in dev/)", anything,
+          Scope::derived}});
+    add_section(
+        table, "Checkpoints", true,
+        {{"-n,--save-every", &o.save_every,
+          "Write a checkpoint (the model and the whole state of the run) every N steps, and at the end "
+          "(0: only the model, at the end)", at_least_0, Scope::lockstep},
+         {"--keep-checkpoints", &o.keep_checkpoints, "-nk: keep the N newest checkpoints (0: all)",
+          at_least_0},
+         {"--major-checkpoints", &o.major_checkpoints,
+          "-nm: keep for ever the first checkpoint at or after each multiple of N steps (0: none)",
+          at_least_0},
+         {"-y,--resume", &o.resume,
+          "1: resume from the newest whole checkpoint in -o, if there is one; 0: start afresh", zero_or_one,
+          Scope::lockstep}});
+    add_section(
+        table, "Processes", true,
+        {{"--workers", &o.workers, "Workers in the run (M): they exchange fragments", CLI::Range(1, 4096),
+          Scope::run},
+         {"--ranks", &o.ranks, "Ranks in a worker (R): they share gradients every step", CLI::Range(1, 4096),
+          Scope::run},
+         {"--worker", &o.worker, "Start only this worker's ranks here; the others are started elsewhere",
+          anything, Scope::worker, !saved},
+         {"--store", &o.store,
+          "Where processes meet: file:DIR, redis://[:PASSWORD@]HOST:PORT or rediss:// (TLS; default: "
+          "$DILOCO_STORE)", anything, Scope::worker, !saved},
+         {"--interface", &o.interface,
+          "Network interface of the outer exchange (default: the one that leads to the store)", anything,
+          Scope::worker, !saved},
+         {"--run-name", &o.run_name,
+          "Name of the run in the store; runs that share a store need different names", anything},
+         {"--timeout", &o.timeout, "Seconds to wait for other processes before giving up",
+          CLI::Range(1.0, 1e6)}});
+    add_section(
+        table, "Streaming DiLoCo", o.diloco.streams(),
+        {{"-H,--inner-steps", &o.diloco.inner_steps, "H: every fragment is exchanged once in H steps",
+          anything, Scope::run},
+         {"--fragment-layers", &o.diloco.fragment_layers,
+          "Layers in a fragment (0: everything in one: classic DiLoCo)", at_least_0, Scope::run},
+         {"--fragment-pattern", &o.diloco.fragment_pattern,
+          "strided (every P-th layer), sequential, or balanced: as many fragments, of about equal bytes",
+          one_of({"strided", "sequential", "balanced"}), Scope::run},
+         {"--overlap", &o.diloco.overlap,
+          "tau: steps from the sending of a fragment to the merge of its mean", anything},
+         {"--local-weight", &o.diloco.local_weight, "alpha: weight of the local parameters in the merge",
+          anything, Scope::run},
+         {"--outer-optimizer", &o.diloco.outer_optimizer,
+          "none, nesterov or average (default: none for one worker, nesterov for more)", anything,
+          Scope::derived},
+         {"--outer-lr", &o.diloco.outer_lr, "Outer learning rate", at_least_0, Scope::run},
+         {"--outer-momentum", &o.diloco.outer_momentum, "Outer momentum", from_0_to_1, Scope::run},
+         {"--outer-dtype", &o.diloco.outer_format,
+          "Number format on the wire: fp4, fp4_e2m1, fp8_e4m3, fp8_e5m2, bf16 or fp32", anything, Scope::run},
+         {"--outer-exchange", &o.diloco.outer_exchange,
+          "all_gather, or in lock-step with three workers and more all_to_all: fewer bytes, and means "
+          "rounded once more (auto: the fewer bytes)", one_of({"auto", "all_gather", "all_to_all"}),
+          Scope::run},
+         {"--outer-rounding", &o.diloco.outer_rounding, "nearest, or stochastic: right on average",
+          one_of({"nearest", "stochastic"}), Scope::run},
+         {"--outer-error-feedback", &o.diloco.outer_error_feedback,
+          "Add what rounding lost of a fragment when it is sent again (4 bytes a value, on the device)",
+          anything, Scope::run},
+         {"--outer-weights", &o.diloco.outer_weights,
+          "Of workers in the mean: equal, or tokens: by the tokens that each trained on; then each may have "
+          "its own -b and -d", one_of({"equal", "tokens"}), Scope::run},
+         {"--outer-transport", &o.diloco.transport,
+          "What carries the exchange: gloo, or on GPUs also nccl (their default); or store: workers are "
+          "elastic: they may be slow, die and join", one_of({"gloo", "nccl", "store"}), Scope::run},
+         {"--outer-offload", &o.diloco.offload,
+          "On GPUs: outer parameters and momentum in the host's memory, fetched when needed", anything}});
+    add_section(
+        table, elastic_section, o.diloco.is_elastic(),
+        {{"--restart", &o.elastic.restarts,
+          "Restart a worker that has failed, up to N times in a row: ten minutes without a failure start the "
+          "count again", size},
+         {"--min-workers", &o.elastic.min_workers,
+          "Workers that must have sent before any continues (0: more than half of them)", CLI::Range(0, 4096),
+          Scope::run},
+         {"--grace", &o.elastic.grace, "Seconds that a sync waits at its due step for workers that are alive",
+          CLI::Range(0.0, 1e6)},
+         {"--max-lag", &o.elastic.max_lag,
+          "Steps that a worker may be behind the newest sync before it jumps there (-1: tau)",
+          at_least_minus_one},
+         {"--retain", &o.elastic.retain,
+          "Syncs of each fragment whose payloads are kept for workers that come back", at_least_1},
+         {"--join-moments", &o.elastic.join_moments,
+          "A worker that joins takes another worker's AdamW moments, too, instead of starting with new ones",
+          anything, Scope::run}});
+    return table;
+}
+
+// config.toml. Files of earlier versions set options that no longer exist; where they set what every run does
+// now, they are still read.
+class ConfigFile : public CLI::ConfigTOML {
+public:
+    std::vector<CLI::ConfigItem> from_config(std::istream& in) const override {
+        std::vector<CLI::ConfigItem> items = CLI::ConfigTOML::from_config(in);
+        auto sets_what_is_fixed = [](const CLI::ConfigItem& item) {
+            const std::vector<std::string> values = item.inputs;
+            return (item.name == "master-weights" && values == std::vector<std::string>{"1"}) ||
+                   (item.name == "fragment-offsets" && values == std::vector<std::string>{""});
+        };
+        items.erase(std::remove_if(items.begin(), items.end(), sets_what_is_fixed), items.end());
+        return items;
+    }
+};
+
+// The options that are not part of the table: they choose what the program does, and no run keeps them.
+inline void add_other_options(CLI::App& app, Options& o) {
     app.allow_config_extras(CLI::config_extras_mode::error);
+    app.config_formatter(std::make_shared<ConfigFile>());
     app.set_help_flag("--help", "Print this text and leave")->group("General");
     app.set_config("--config", "", "Read options from this TOML file; those on the command line win")
         ->group("General");
-    app.add_flag("--generate", o.generate, "Write text with the model of -e instead of training")
-        ->configurable(false)
-        ->group("General");
-    app.add_flag("--options-table", o.print_table, "Print this table in Markdown and leave")
-        ->configurable(false)
-        ->group("");
-    app.add_flag("--llmc-flags-table", o.print_llmc_table, "Print llm.c's flags in Markdown and leave")
-        ->configurable(false)
-        ->group("");
+    auto add = [&](const char* name, bool& field, const char* help, const char* group) {
+        app.add_flag(name, field, help)->configurable(false)->group(group);
+    };
+    add("--generate", o.generate, "Write text with the model of -e instead of training", "General");
+    add("--options-table", o.print_table, "Print the table of options in Markdown and leave", "");
+    add("--llmc-flags-table", o.print_llmc_table, "Print llm.c's flags in Markdown and leave", "");
     app.footer("llm.c's -z, -f and flags of two letters are taken as well: see --llmc-flags-table.\n\n"
                "Exit status: 0 the run is complete; 1 it has failed, and -y 1 continues from its last "
                "checkpoint; 2 a mistake to\ncorrect; 75 other processes did not come within --timeout: try "
-               "again; 76 another process has taken this worker's\nplace; 143 stopped by request, and nothing "
-               "is lost.");
-    // A number that `good` accepts; never NaN or infinity.
-    auto number = [](const std::string& words, bool (*good)(double)) {
-        return CLI::Validator(
-            [=](std::string& text) {
-                double value;
-                bool fine = CLI::detail::lexical_cast(text, value) && std::isfinite(value) && good(value);
-                return fine ? std::string() : "'" + text + "' is not a number of " + words;
-            },
-            words);
-    };
-    const CLI::Validator not_negative = number("at least 0", [](double x) { return x >= 0; });
-    const CLI::Validator least_minus_one = number("at least -1", [](double x) { return x >= -1; });
-    const CLI::Validator positive = number("at least 1", [](double x) { return x >= 1; });
-    const CLI::Validator above_zero = number("more than 0", [](double x) { return x > 0; });
-    const CLI::Validator fraction = number("0 to 1", [](double x) { return x >= 0 && x <= 1; });
-    const CLI::Validator share =
-        number("more than 0 and at most 1", [](double x) { return x > 0 && x <= 1; });
-    const CLI::Validator below_one =
-        number("at least 0 and less than 1", [](double x) { return x >= 0 && x < 1; });
-    const CLI::Validator only_one(
-        [](std::string& text) {
-            return text == "1" ? std::string() : "the outer step needs fp32 weights, so that it is always 1";
-        },
-        "1");
-    const CLI::Range size(0, 1 << 20);  // of a model: beyond that products would not fit
-
-    auto add = [&](const std::string& names, auto& variable, const std::string& what) {
-        return app.add_option(names, variable, what)->capture_default_str()->take_last();
-    };
-    auto group = [&](const std::string& name, std::initializer_list<CLI::Option*> options) {
-        for (CLI::Option* option : options) { option->group(name); }
-    };
-
-    group(
-        "Model and data",
-        {
-            add("-i,--train-data", o.train_data,
-                "Token shards to train on (a pattern such as 'data/x/x_train_*.bin')"),
-            add("-j,--val-data", o.validation_data, "Token shards to validate on"),
-            add("-e,--model", o.model, "Start from a model file, or from new weights: " + descriptor_names()),
-            add("-o,--output", o.output, "Folder for logs and models (none: nothing is written)"),
-            add("--tokenizer", o.tokenizer,
-                "Tokenizer file (default: tokenizer.bin beside the training data, or gpt2_tokenizer.bin "
-                "here)"),
-            add("--layers", o.layers, "Number of layers (0: as -e says)")->check(size),
-            add("--heads", o.heads, "Number of attention heads (0: as -e says, or channels / 64)")
-                ->check(size),
-            add("--channels", o.channels, "Width of the model (0: as -e says)")->check(size),
-            add("--vocab-size", o.vocab_size,
-                "Size of the vocabulary (0: the tokenizer file's, else GPT-2's)")
-                ->check(CLI::Range(0, 65536)),
-            add("--max-seq-len", o.max_seq_len, "Positions of the model (0: as many as -t; GPT-3's: 2048)")
-                ->check(size),
-            add("--shuffle", o.shuffle,
-                "1: draw the order of shards and samples anew each epoch; 0: as they lie")
-                ->check(CLI::IsMember({0, 1})),
-            add("-a,--overfit", o.overfit, "1: train on one batch again and again; 0: on all of the data")
-                ->check(CLI::IsMember({0, 1})),
-            add("--seed", o.seed, "Seed of everything random"),
-        });
-    group("Training step",
-          {
-              add("-b,--batch", o.batch, "Sequences in a micro-batch of one process")
-                  ->check(CLI::Range(1, 1 << 20)),
-              add("-t,--seq-len", o.seq_len, "Tokens in a sequence")->check(CLI::Range(1, 1 << 20)),
-              add("-d,--total-batch", o.total_batch,
-                  "Tokens per step and worker (0: one micro-batch of each of its ranks)")
-                  ->check(least_minus_one),
-              add("-x,--max-steps", o.max_steps, "Steps to train for (-1: once through the data)")
-                  ->check(least_minus_one),
-              add("--matmul-precision", o.matmul_precision,
-                  "On the CPU: highest (fp32), high or medium (bf16 where the CPU is fast at it)")
-                  ->check(CLI::IsMember({"highest", "high", "medium"})),
-              add("-w,--master-weights", o.master_weights, "fp32 master weights: always 1")->check(only_one),
-              add("-r,--recompute", o.recompute,
-                  "Recompute in the backward: 0 nothing, 1 GELU, 2 GELU and LayerNorm")
-                  ->check(CLI::Range(0, 2)),
-          });
-    group("Inner optimizer (AdamW)",
-          {
-              add("-l,--lr", o.learning_rate, "Learning rate")->check(not_negative),
-              add("-k,--lr-schedule", o.schedule, "cosine, linear, constant or wsd")
-                  ->check(CLI::IsMember({"cosine", "linear", "constant", "wsd"})),
-              add("-u,--warmup", o.warmup, "Steps of linear warm-up")->check(not_negative),
-              add("-q,--final-lr-fraction", o.final_fraction, "Learning rate at the end, as a fraction of -l")
-                  ->check(fraction),
-              add("-c,--weight-decay", o.weight_decay, "Weight decay of the matrices")->check(not_negative),
-              add("--beta1", o.beta1, "AdamW's beta 1")->check(below_one),
-              add("--beta2", o.beta2, "AdamW's beta 2")->check(below_one),
-              add("--epsilon", o.epsilon, "AdamW's epsilon")->check(above_zero),
-              add("--clip", o.clip, "Largest gradient norm (0: no clipping)")->check(not_negative),
-              add("--skip-loss-zscore", o.skip_loss_zscore,
-                  "-sl: skip an update whose loss is more than N standard deviations above the recent mean "
-                  "(0: never)")
-                  ->check(not_negative),
-              add("--skip-norm-zscore", o.skip_norm_zscore,
-                  "-sg: the same by the norm of the gradient (0: never)")
-                  ->check(not_negative),
-          });
-    group(
-        "Watching",
-        {
-            add("-v,--val-every", o.validate_every, "Validate every N steps, and at the end (0: never)")
-                ->check(not_negative),
-            add("-m,--val-batches", o.validation_batches, "Batches in a validation (0: all)")
-                ->check(least_minus_one),
-            add("-s,--sample-every", o.sample_every,
-                "Sample text every N steps, and at the end (0: never)")
-                ->check(not_negative),
-            add("-g,--sample-length", o.sample_length, "Tokens in a sample")->check(positive),
-            add("--prompt", o.prompt, "What samples begin with (default: the end-of-text token alone)"),
-            add("--temperature", o.temperature, "Temperature of the samples (0: always the likeliest token)")
-                ->check(not_negative),
-            add("--top-k", o.top_k, "Sample from the k likeliest tokens (0: from all)")
-                ->check(CLI::Range(0, 1 << 20)),
-            add("--top-p", o.top_p,
-                "Draw from the likeliest tokens that have this probability together (1: from all)")
-                ->check(share),
-            add("--eval", o.evaluate, "Which parameters are evaluated and saved: global or local")
-                ->check(CLI::IsMember({"global", "local"})),
-            add("-h,--hellaswag", o.hellaswag, "1: evaluate HellaSwag whenever the model is validated")
-                ->check(CLI::IsMember({0, 1})),
-            add("--hellaswag-data", o.hellaswag_data,
-                "HellaSwag's file (default: data/hellaswag/hellaswag_val.bin, or the same in dev/)"),
-        });
-    group(
-        "Checkpoints",
-        {
-            add("-n,--save-every", o.save_every,
-                "Write a checkpoint (the model, and all that the run is) every N steps, and at the end "
-                "(0: only the model, at the end)")
-                ->check(not_negative),
-            add("--keep-checkpoints", o.keep_checkpoints, "-nk: keep the N newest of them (0: all)")
-                ->check(not_negative),
-            add("--major-checkpoints", o.major_checkpoints,
-                "-nm: keep the first at or after each multiple of N steps for ever (0: none)")
-                ->check(not_negative),
-            add("-y,--resume", o.resume,
-                "1: resume from the newest whole checkpoint in -o, if there is one; 0: start afresh")
-                ->check(CLI::IsMember({0, 1})),
-        });
-    group(
-        "Processes",
-        {
-            add("--workers", o.workers, "Workers in the run (M): they exchange fragments")
-                ->check(CLI::Range(1, 4096)),
-            add("--ranks", o.ranks, "Ranks in a worker (R): they share gradients every step")
-                ->check(CLI::Range(1, 4096)),
-            add("--worker", o.worker, "Start only this worker's ranks here; the others are started elsewhere")
-                ->configurable(false),
-            add("--store", o.store,
-                "Where processes meet: file:DIR, redis://[:PASSWORD@]HOST:PORT or rediss:// (TLS; default: "
-                "$DILOCO_STORE)")
-                ->configurable(false),
-            add("--interface", o.interface,
-                "Network interface of the outer exchange (default: the one that leads to the store)")
-                ->configurable(false),
-            add("--run-name", o.run_name,
-                "Name of the run in the store; runs that share a store need different ones"),
-            add("--timeout", o.timeout, "Seconds to wait for other processes before giving up")
-                ->check(CLI::Range(1.0, 1e6)),
-            add("--restart", o.restarts,
-                "Restart a worker that has failed, up to N times in a row: ten minutes without a failure "
-                "start the count again (--outer-transport store)")
-                ->check(CLI::Range(0, 1 << 20)),
-        });
-    group(
-        "Streaming DiLoCo",
-        {
-            add("-H,--inner-steps", o.inner_steps, "H: every fragment is exchanged once in H steps"),
-            add("--fragment-layers", o.fragment_layers,
-                "Layers in a fragment (0: everything in one: classic DiLoCo)")
-                ->check(not_negative),
-            add("--fragment-pattern", o.fragment_pattern,
-                "strided (every P-th layer), sequential, or balanced: as many fragments, of about equal "
-                "bytes")
-                ->check(CLI::IsMember({"strided", "sequential", "balanced"})),
-            add("--overlap", o.overlap, "tau: steps from the sending of a fragment to the merge of its mean"),
-            add("--local-weight", o.local_weight, "alpha: weight of the local parameters in the merge"),
-            add("--outer-optimizer", o.outer_optimizer,
-                "none, nesterov or average (default: none for one worker, nesterov for more)"),
-            add("--outer-lr", o.outer_learning_rate, "Outer learning rate")->check(not_negative),
-            add("--outer-momentum", o.outer_momentum, "Outer momentum")->check(fraction),
-            add("--outer-dtype", o.outer_format,
-                "Number format on the wire: fp4, fp4_e2m1, fp8_e4m3, fp8_e5m2, bf16 or fp32"),
-            add("--outer-exchange", o.outer_exchange,
-                "all_gather, or in lock-step with three workers and more all_to_all: fewer bytes, and means "
-                "rounded once more (auto: the fewer bytes)")
-                ->check(CLI::IsMember({"auto", "all_gather", "all_to_all"})),
-            add("--outer-rounding", o.outer_rounding, "nearest, or stochastic: right on average")
-                ->check(CLI::IsMember({"nearest", "stochastic"})),
-            app.add_flag(
-                   "--outer-error-feedback", o.outer_error_feedback,
-                   "Add what rounding lost of a fragment when it is sent again (4 bytes a value, on the "
-                   "device)")
-                ->default_str("false"),
-            add("--outer-weights", o.outer_weights,
-                "Of workers in the mean: equal, or by the tokens they trained on; then each may have its own "
-                "-b and -d")
-                ->check(CLI::IsMember({"equal", "tokens"})),
-            add("--outer-transport", o.outer_transport,
-                "What carries the exchange: gloo, or on GPUs also nccl (their default); or store: workers "
-                "may be slow, die and join")
-                ->check(CLI::IsMember({"gloo", "nccl", "store"})),
-            app.add_flag("--outer-offload", o.outer_offload,
-                         "On GPUs: outer parameters and momentum in the host's memory, fetched when needed")
-                ->default_str("false"),
-        });
-    group(
-        "Workers that come and go (--outer-transport store)",
-        {
-            add("--min-workers", o.min_workers,
-                "Workers that must have sent before any continues (0: more than half of them)")
-                ->check(CLI::Range(0, 4096)),
-            add("--grace", o.grace, "Seconds that a sync waits at its due step for workers that are alive")
-                ->check(CLI::Range(0.0, 1e6)),
-            add("--max-lag", o.max_lag,
-                "Steps that a worker may be behind the newest sync before it jumps there (-1: tau)")
-                ->check(least_minus_one),
-            add("--retain", o.retain,
-                "Syncs of each fragment whose payloads are kept for workers that come back")
-                ->check(positive),
-            app.add_flag("--join-moments", o.join_moments,
-                         "A worker that joins takes AdamW's moments from another one too, instead of new "
-                         "ones")
-                ->default_str("false"),
-        });
+               "again; 76 another process has taken this worker's\nplace; 143 stopped by request, and "
+               "nothing is lost.");
 }
 
-// What an option is where nobody gives it.
+// An option's value if nobody gives it.   name: without dashes
 inline std::string default_of(const std::string& name) {
+    Options usual;
     CLI::App app;
-    Options options;
-    define_options(app, options);
+    add_options(app, option_table(usual));
     return app.get_option("--" + name)->get_default_str();
 }
 
-// The README's table of options.
-inline void print_options_table(const CLI::App& app) {
-    for (const std::string& group : app.get_groups()) {
-        bool first = true;
-        for (const CLI::Option* option : app.get_options()) {
-            if (option->get_group() != group || group.empty()) { continue; }
-            if (first) { printf("\n**%s**\n\n| option | default | |\n|---|---|---|\n", group.c_str()); }
-            first = false;
-            std::string names = option->get_name(false, true);
-            for (size_t at = 0; (at = names.find(',', at)) != std::string::npos; at += 4) {
-                names.replace(at, 1, "` `");
-            }
-            printf("| `%s` | %s | %s |\n", names.c_str(), option->get_default_str().c_str(),
-                   option->get_description().c_str());
-        }
+// The options that an elastic run alone uses and that were changed from their defaults.
+inline std::vector<std::string> changed_elastic_options(Options o) {
+    Options usual;
+    const OptionTable table = option_table(o), defaults = option_table(usual);
+    std::vector<std::string> names;
+    for (size_t i = 0; i < table.size(); i++) {
+        const bool is_changed = value_of(table[i]) != value_of(defaults[i]);
+        if (table[i].section == elastic_section && is_changed) { names.push_back(table[i].name()); }
     }
+    return names;
 }
 
-// Gives an option its value, for config.toml, too.
-inline void resolve(CLI::App& app, const std::string& name, const std::string& value) {
-    CLI::Option* option = app.get_option(name);
-    option->clear();
-    option->default_str(value);
-}
+// -----------------------------------------------------------------------------------------------------------
+// From the command line to Options
 
-// Processes that another program has started are ranks of as many workers as there are said to be, so that
-// llm.c's command lines under mpirun mean here what they mean there.
-inline void resolve_ranks(CLI::App& app, Options& o) {
+// Processes that another program has started are divided among the workers: llm.c's command lines under
+// mpirun, which name no ranks, then mean what they mean there.
+inline void resolve_ranks(const CLI::App& app, Options& o) {
     if (has_launcher() || app.count("--ranks") > 0) { return; }
     const std::optional<World> world = o.world ? o.world : find_world(0);
     if (!world) { return; }
-    const long workers = o.worker >= 0 ? 1 : o.workers;  // that have their processes among these
+    const long workers = o.worker >= 0 ? 1 : o.workers;  // whose processes are among these
     if (world->size % workers != 0 || world->size / workers > 4096) { return; }
     o.ranks = int(world->size / workers);
-    resolve(app, "--ranks", std::to_string(o.ranks));
 }
 
-// The first of these files that is there; empty: none is.
+// The first of these files that exists; empty if none does.
 inline std::string first_that_exists(const std::vector<std::string>& paths) {
     for (const std::string& path : paths) {
         if (access(path.c_str(), F_OK) == 0) { return path; }
@@ -414,54 +332,44 @@ inline std::string first_that_exists(const std::vector<std::string>& paths) {
     return "";
 }
 
-// llm.c's data, here or in its own folder.
-inline void resolve_data(CLI::App& app, Options& o) {
+// Without -i and --hellaswag-data: llm.c's data, in data/ or in llm.c's own dev/data/.
+inline void resolve_data(Options& o) {
     const std::string shakespeare = "data/tinyshakespeare/tiny_shakespeare_";
     const std::string found =
         first_that_exists({shakespeare + "train.bin", "dev/" + shakespeare + "train.bin"});
     if (o.train_data.empty() && !found.empty() && !o.generate) {
         o.train_data = found;
-        resolve(app, "--train-data", found);
         o.notes.push_back("there is no -i: training on " + found);
         const std::string validation = found.substr(0, found.size() - strlen("train.bin")) + "val.bin";
-        if (o.validation_data.empty() && access(validation.c_str(), F_OK) == 0) {
-            o.validation_data = validation;
-            resolve(app, "--val-data", validation);
-        }
+        if (o.validation_data.empty()) { o.validation_data = first_that_exists({validation}); }
     }
-    if (o.hellaswag == 0 || !o.hellaswag_data.empty()) { return; }
-    const std::string hellaswag = "data/hellaswag/hellaswag_val.bin";
-    o.hellaswag_data = first_that_exists({hellaswag, "dev/" + hellaswag});
-    resolve(app, "--hellaswag-data", o.hellaswag_data);
+    if (o.hellaswag && o.hellaswag_data.empty()) {
+        const std::string hellaswag = "data/hellaswag/hellaswag_val.bin";
+        o.hellaswag_data = first_that_exists({hellaswag, "dev/" + hellaswag});
+    }
 }
 
-// Fills in what was left to the program, so that config.toml says what is used.
-inline void resolve_defaults(CLI::App& app, Options& o) {
+// Fills in what the user left to the program.
+inline void resolve_defaults(const CLI::App& app, Options& o) {
     resolve_ranks(app, o);
-    if (o.outer_optimizer.empty()) {
-        o.outer_optimizer = o.workers > 1 ? "nesterov" : "none";
-        resolve(app, "--outer-optimizer", o.outer_optimizer);
-    }
-    if (o.is_independent() && o.min_workers == 0) {
-        o.min_workers = o.workers / 2 + 1;
-        resolve(app, "--min-workers", std::to_string(o.min_workers));
-    }
-    if (o.is_independent() && o.max_lag < 0) {
-        o.max_lag = o.overlap;
-        resolve(app, "--max-lag", std::to_string(o.max_lag));
-    }
-    resolve_data(app, o);
-    if (o.total_batch <= 0) {
-        o.total_batch = o.micro_batch();
-        resolve(app, "--total-batch", std::to_string(o.total_batch));
-    }
-    if (o.validation_batches < 0) {
-        o.validation_batches = 0;
-        resolve(app, "--val-batches", "0");
-    }
+    if (o.diloco.outer_optimizer.empty()) { o.diloco.outer_optimizer = o.workers > 1 ? "nesterov" : "none"; }
+    if (o.diloco.is_elastic() && o.elastic.min_workers == 0) { o.elastic.min_workers = o.workers / 2 + 1; }
+    if (o.diloco.is_elastic() && o.elastic.max_lag < 0) { o.elastic.max_lag = o.diloco.overlap; }
+    o.diloco.seed = o.seed;
+    resolve_data(o);
+    if (o.total_batch <= 0) { o.total_batch = o.micro_batch(); }
+    o.validation_batches = std::max(o.validation_batches, 0L);
 }
 
-// What a message quotes of a file, safe for a terminal.
+inline void apply_llmc_flags(const LlmcFlags& flags, Options& o) {
+    o.world = llmc_world(flags);
+    o.store = llmc_store(flags, o.store);
+    if (wants_exact_matmuls(flags)) { o.matmul_precision = "highest"; }
+    const std::string note = llmc_note(flags);
+    if (!note.empty()) { o.notes.push_back(note); }
+}
+
+// Text of a file as a message may quote it: one line, safe for a terminal.
 inline std::string in_one_line(const std::string& text) {
     std::string line = printable(text);
     std::replace_if(
@@ -469,7 +377,7 @@ inline std::string in_one_line(const std::string& text) {
     return line;
 }
 
-// The command line as CLI11 takes it, the last word first.
+// The command line as CLI11 takes it: the last word first.
 inline std::vector<std::string> translate(const CLI::App& app, int argc, char** argv, LlmcFlags& flags) {
     const std::vector<std::string> line(argv + std::min(argc, 1), argv + argc);
     std::vector<std::string> words = translate_llmc_flags(line, flags, [&](const std::string& word) {
@@ -480,14 +388,7 @@ inline std::vector<std::string> translate(const CLI::App& app, int argc, char** 
     return words;
 }
 
-inline void apply_llmc_flags(const LlmcFlags& flags, Options& o) {
-    o.world = llmc_world(flags);
-    o.store = llmc_store(flags, o.store);
-    const std::string note = llmc_note(flags);
-    if (!note.empty()) { o.notes.push_back(note); }
-}
-
-// Throws UserError. Prints and leaves for --help and the tables.
+// Throws a UserError. Prints and exits for --help and the tables.
 inline void parse(CLI::App& app, std::vector<std::string> words, const Options& o) {
     try {
         app.parse(std::move(words));
@@ -496,49 +397,44 @@ inline void parse(CLI::App& app, std::vector<std::string> words, const Options& 
         exit(0);
     } catch (const CLI::ConfigError& e) {
         const std::string what = in_one_line(e.what());
-        throw UserError("the --config file has what is no option (" + what + "): see --help");
+        throw UserError("the --config file names an option that does not exist (" + what + "): see --help");
     } catch (const CLI::ParseError& e) { throw UserError(in_one_line(e.what()) + ": see --help"); }
     if (o.print_table) { print_options_table(app); }
     if (o.print_llmc_table) { print_llmc_flags_table(); }
     if (o.print_table || o.print_llmc_table) { exit(0); }
 }
 
-// A run's prompt must come back from its config.toml, and what CLI11 quotes does not always.
+// A run's prompt must come back from its config.toml, where CLI11 does not quote everything correctly.
 inline void check_prompt(const Options& o) {
     CLI::App app;
     Options read;
-    define_options(app, read);
+    add_options(app, option_table(read));
     std::istringstream toml(o.toml);
     try {
         app.parse_from_stream(toml);
     } catch (const CLI::ParseError&) { read.prompt = ""; }
     if (read.prompt == o.prompt) { return; }
     throw UserError(
-        "--prompt has what config.toml cannot hold (a line break, a # or both kinds of quotes): "
+        "--prompt contains what config.toml cannot hold (a line break, a # or both kinds of quotes): "
         "change it, or write with --generate");
 }
 
-// Throws UserError. Prints and leaves for --help and the tables.
+// Throws a UserError. Prints and exits for --help and the tables.
 inline Options parse_options(int argc, char** argv) {
-    Options options;
+    Options o;
+    const OptionTable table = option_table(o);
     CLI::App app("Trains a GPT on GPUs (or CPUs) that do not sit next to each other, with Streaming DiLoCo.",
                  argv[0]);
-    define_options(app, options);
+    add_other_options(app, o);
+    add_options(app, table);
     LlmcFlags flags;
-    parse(app, translate(app, argc, argv, flags), options);
-    apply_llmc_flags(flags, options);
-    if (wants_exact_matmuls(flags)) {
-        options.matmul_precision = "highest";
-        resolve(app, "--matmul-precision", options.matmul_precision);
-    }
-    resolve_defaults(app, options);
-    options.toml = app.config_to_str(true, true);
-    if (!options.prompt.empty() && !options.generate) { check_prompt(options); }
-    for (const CLI::Option* option : app.get_options()) {
-        if (!option->get_configurable()) { continue; }
-        options.resolved.emplace_back(option->get_single_name(), option->count() > 0
-                                                                     ? option->as<std::string>()
-                                                                     : option->get_default_str());
-    }
-    return options;
+    parse(app, translate(app, argc, argv, flags), o);
+    const OptionValues parsed = values_of(table);
+    apply_llmc_flags(flags, o);
+    resolve_defaults(app, o);
+    adopt_changes(app, table, parsed);
+    o.toml = app.config_to_str(true, true);
+    o.resolved = saved_values(app, table);
+    if (!o.prompt.empty() && !o.generate) { check_prompt(o); }
+    return o;
 }

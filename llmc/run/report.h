@@ -139,8 +139,8 @@ public:
         if (sync_bytes.empty() || !speaks()) { return; }
         if (measured_steps < 2 || measured_steps != std::min(11L, all)) { return; }
         const double seconds = (measured_seconds - first_seconds) / double(measured_steps - 1);
-        say(::rates(fragments, sync_bytes, o.inner_steps, o.overlap, seconds));
-        if (stop_overlap) { say(time_to_stop(fragments, o.inner_steps, *stop_overlap, seconds)); }
+        say(::rates(fragments, sync_bytes, o.diloco.inner_steps, o.diloco.overlap, seconds));
+        if (stop_overlap) { say(time_to_stop(fragments, o.diloco.inner_steps, *stop_overlap, seconds)); }
     }
 
     void validation(long step, float loss) {

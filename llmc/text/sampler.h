@@ -11,7 +11,7 @@
 #include <vector>
 
 struct Sampling {
-    float temperature = 1;  // 0: always the likeliest
+    float temperature = 0.8f;  // 0: always the likeliest
     int top_k = 0;          // 0: all
     float top_p = 1;        // at least one token stays
 };

@@ -14,9 +14,10 @@ void fuzz(const std::string& bytes) {
     require(options.batch >= 1 && options.seq_len >= 1, "a batch has tokens");
     require(options.workers >= 1 && options.workers <= 4096, "a number of workers that can be");
     require(options.ranks >= 1 && options.ranks <= 4096, "a number of ranks that can be");
-    require(options.clip >= 0 && options.learning_rate >= 0, "no NaN, nothing negative");
-    require(options.temperature >= 0 && options.top_k >= 0, "a way to draw tokens");
-    require(options.top_p > 0 && options.top_p <= 1 && options.beta2 < 1, "within the limits of the table");
+    require(options.adamw.clip >= 0 && options.schedule.peak >= 0, "no NaN, nothing negative");
+    require(options.sampling.temperature >= 0 && options.sampling.top_k >= 0, "a way to draw tokens");
+    require(options.sampling.top_p > 0 && options.sampling.top_p <= 1, "a share of probability");
+    require(options.adamw.beta2 < 1, "within the limits of the table");
 }
 
 std::vector<std::string> seeds() {

@@ -32,7 +32,7 @@ struct Shard {
 
 struct Update {
     long count, decayed;
-    AdamW step = adamw(1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 3);
+    AdamW step = adamw(1e-2f, {0.9f, 0.95f, 1e-8f, 0.1f}, 3);
     float grad_scale = 0.37f;
     StochasticRounding rounding = {42, 3, 0};
 };
@@ -82,7 +82,7 @@ TEST(AdamW, HasTheCpusBitsForEveryCountOfDecayedValues) {
 TEST(AdamW, HasTheCpusBitsAtEveryStepAndPlaceInTheModel) {
     for (uint32_t t = 1; t <= 5; t++) {
         Update update = {2176, 1000};
-        update.step = adamw(3e-4f, 0.9f, 0.999f, 1e-8f, 0.01f, int(t));
+        update.step = adamw(3e-4f, {0.9f, 0.999f, 1e-8f, 0.01f}, int(t));
         // Beyond 2^35 the number of 8 values needs more than 32 bits.
         update.rounding = {uint64_t(t) << 33 | 5, t, uint64_t(t - 1) * (uint64_t(5) << 33) + 4 * t};
         expect_cpus_bits(update, t);

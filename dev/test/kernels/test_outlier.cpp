@@ -107,7 +107,7 @@ TEST(Outlier, SkipsTheUpdateOnTheDevice) {
             cuda::skip_outliers(window, scalars + 2, scalars + 3, scale, loss + (step == 135 ? 1 : 0), norm,
                                 {5, 5}, stream);
             const Floats before = master.to_host();
-            cuda::adamw_update(params, master, m, v, grad, 64, 0, adamw(1e-2f, 0.9f, 0.95f, 1e-8f, 0, step),
+            cuda::adamw_update(params, master, m, v, grad, 64, 0, adamw(1e-2f, {0.9f, 0.95f, 1e-8f, 0}, step),
                                scale, {1, uint32_t(step), 0}, stream);
             stream.synchronize();
             EXPECT_EQ(master.to_host() == before, step == 135) << step;

@@ -440,7 +440,7 @@ TEST(AdamW, ten_steps_match_double_precision_with_decay_on_the_first_values_only
     for (int t = 1; t <= 10; t++) {
         const Floats grad = random_floats(count, uint64_t(100 + t));
         const AdamW step =
-            adamw(float(lr), float(beta1), float(beta2), float(eps), float(weight_decay), t);
+            adamw(float(lr), {float(beta1), float(beta2), float(eps), float(weight_decay)}, t);
         cpu::adamw_update(params.data(), master.data(), m.data(), v.data(), grad.data(), count, decayed, step,
                           &grad_scale, {}, main_stream);
         for (size_t i = 0; i < w.size(); i++) {
@@ -463,7 +463,7 @@ TEST(AdamW, a_gradient_that_is_not_finite_changes_nothing) {
         const Floats before = random_floats(64, 1);
         Floats params = before, master = before, m = before, v = before;
         cpu::adamw_update(params.data(), master.data(), m.data(), v.data(), before.data(), 64, 64,
-                          adamw(1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1), &scale, {}, main_stream);
+                          adamw(1e-2f, {0.9f, 0.95f, 1e-8f, 0.1f}, 1), &scale, {}, main_stream);
         for (const Floats* values : {&params, &master, &m, &v}) { EXPECT_EQ(*values, before); }
     }
 }

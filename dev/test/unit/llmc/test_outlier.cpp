@@ -237,7 +237,7 @@ TEST(Outlier, a_skipped_step_leaves_parameters_and_moments_as_they_are) {
     cpu::Stream stream;
     auto update = [&](float clip_scale) {
         cpu::adamw_update(params.data(), master.data(), m.data(), v.data(), grad.data(), count, count / 2,
-                          adamw(1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 3), &clip_scale, {1, 3, 0}, stream);
+                          adamw(1e-2f, {0.9f, 0.95f, 1e-8f, 0.1f}, 3), &clip_scale, {1, 3, 0}, stream);
     };
     OutlierWindow window = full_window();
     update(after_step(window, 60, 2, {3, 3}).clip_scale);

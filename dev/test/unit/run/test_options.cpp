@@ -1,5 +1,6 @@
-// Options, and llm.c's flags among them: each letter, the command lines of its scripts, what is refused and
-// why, what mpirun and its siblings say of ranks, and what a config.toml brings back.
+// Options: the table and what follows from a row; llm.c's letters and the command lines of its scripts; which
+// values and combinations are refused, with which advice; how many ranks mpirun and its siblings imply; and
+// that a run's config.toml describes the run.
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -8,6 +9,7 @@
 
 #include "dev/test/files.h"
 #include "dev/test/launch_environment.h"
+#include "llmc/run/option_checks.h"
 #include "llmc/run/options.h"
 
 static std::vector<std::string> words_of(const std::string& line) {
@@ -83,7 +85,6 @@ TEST(LlmcFlags, each_sets_its_option) {
                             {"-a 1", "overfit", "1"},
                             {"-f 0", "matmul-precision", "highest"},
                             {"-f 1", "matmul-precision", "medium"},
-                            {"-w 1", "master-weights", "1"},
                             {"-r 2", "recompute", "2"},
                             {"-pn 8 -pr 3", "ranks", "8"}}) {
         EXPECT_EQ(value_of(parsed(c.line), c.name), c.value) << c.line;
@@ -103,7 +104,7 @@ TEST(LlmcFlags, all_that_llm_c_s_parser_takes_are_in_the_table) {
 TEST(LlmcFlags, the_table_names_options_that_there_are) {
     CLI::App app;
     Options options;
-    define_options(app, options);
+    add_options(app, option_table(options));
     for (const LlmcFlag& flag : llmc_flags) {
         if (flag.kind == LlmcKind::same || flag.kind == LlmcKind::option) {
             EXPECT_NE(app.get_option_no_throw(flag.here), nullptr) << flag.flag;
@@ -119,8 +120,8 @@ TEST(LlmcFlags, a_value_may_follow_its_two_letters_at_once) {
         const Options o = parsed(line);
         EXPECT_EQ(o.keep_checkpoints, 5) << line;
         EXPECT_EQ(o.major_checkpoints, 50) << line;
-        EXPECT_EQ(o.skip_loss_zscore, 2) << line;
-        EXPECT_EQ(o.skip_norm_zscore, 3) << line;
+        EXPECT_EQ(o.outliers.loss_zscore, 2) << line;
+        EXPECT_EQ(o.outliers.norm_zscore, 3) << line;
     }
     EXPECT_EQ(parsed("-f0").matmul_precision, "highest");
     EXPECT_EQ(parsed("-f=0 --matmul-precision high").matmul_precision, "highest");
@@ -136,9 +137,11 @@ TEST(LlmcFlags, what_an_option_takes_is_no_flag) {
 }
 
 TEST(LlmcFlags, those_that_change_nothing_are_named_in_one_note) {
-    const Options o = parsed("-z 1 -ge 2 -lg 10 -i x -ps 10.0.0.1");
+    const Options o = parsed("-z 1 -w 1 -ge 2 -lg 10 -i x -ps 10.0.0.1");
     ASSERT_EQ(o.notes.size(), 1u);
-    for (const char* flag : {"-z (", "-ge (", "-lg (", "-ps ("}) { EXPECT_TRUE(contains(o.notes[0], flag)); }
+    for (const char* flag : {"-z (", "-w (", "-ge (", "-lg (", "-ps ("}) {
+        EXPECT_TRUE(contains(o.notes[0], flag));
+    }
     EXPECT_EQ(o.notes[0].find('\n'), std::string::npos);
     EXPECT_TRUE(parsed("-i x -nk 5 -f 1 -pn 1 -pr 0 -pi mpi").notes.empty());
 }
@@ -153,7 +156,7 @@ TEST(LlmcFlags, what_cannot_be_is_refused_with_the_reason_and_what_to_do) {
           {"-z 3", "-z 3", "leave it out"},
           {"-z all", "-z is 'all'", "correct"},
           {"-z", "-z has no value", "give it one"},
-          {"-w 0", "the outer step needs fp32 weights", "--help"},
+          {"-w 0", "-w 0: the outer step needs fp32 weights", "leave it out"},
           {"-f 2", "-f is 0", "correct"},
           {"-ge x", "-ge is 'x'", "correct"},
           {"-nk", "--keep-checkpoints", "--help"},
@@ -276,7 +279,7 @@ TEST(Ranks, are_all_processes_of_the_one_worker_that_another_program_has_started
         const Options o = parsed("-b 2 -t 16", variables);
         EXPECT_EQ(o.workers, 1);
         EXPECT_EQ(o.ranks, 8);
-        EXPECT_EQ(o.outer_optimizer, "none");
+        EXPECT_EQ(o.diloco.outer_optimizer, "none");
         EXPECT_EQ(o.total_batch, 2 * 16 * 8);
         EXPECT_EQ(value_of(o, "ranks"), "8");
         EXPECT_TRUE(contains(o.toml, "\nranks=8\n"));
@@ -350,7 +353,7 @@ TEST(Descriptors, have_llm_c_s_sizes) {
 TEST(Descriptors, all_have_heads_that_divide_their_channels_and_are_in_the_help) {
     CLI::App app;
     Options options;
-    define_options(app, options);
+    add_options(app, option_table(options));
     for (const Descriptor& d : descriptors) {
         EXPECT_EQ(d.channels % d.heads, 0) << d.name;
         EXPECT_TRUE(contains(app.get_option("--model")->get_description(), d.name));
@@ -455,15 +458,131 @@ TEST(Config, does_not_choose_between_training_and_writing) {
     EXPECT_EQ(parsed("--generate").toml.find("generate="), std::string::npos);
 }
 
+// Files of earlier versions set --master-weights, which had to be 1, and --fragment-offsets.
+TEST(Config, that_sets_what_is_fixed_now_is_read) {
+    TemporaryFolder folder;
+    write_bytes(folder / "c.toml", "master-weights=1\nfragment-offsets=\"\"\nbatch=7\n");
+    EXPECT_EQ(parsed("--config " + folder / "c.toml").batch, 7);
+    for (const char* line : {"master-weights=0\n", "fragment-offsets=\"0,7,14\"\n"}) {
+        write_bytes(folder / "c.toml", line);
+        const std::string message = user_error([&] { parsed("--config " + folder / "c.toml"); });
+        EXPECT_TRUE(contains(message, std::string(line).substr(0, 14))) << message;
+    }
+}
+
 // -----------------------------------------------------------------------------------------------------------
 // Sampling
 
 TEST(Sampling, options_have_limits) {
     const Options o = parsed("--temperature 0 --top-k 40 --top-p 0.9");
-    EXPECT_EQ(o.temperature, 0);
-    EXPECT_EQ(o.top_k, 40);
-    EXPECT_EQ(o.top_p, 0.9f);
+    EXPECT_EQ(o.sampling.temperature, 0);
+    EXPECT_EQ(o.sampling.top_k, 40);
+    EXPECT_EQ(o.sampling.top_p, 0.9f);
     for (const char* line : {"--temperature -1", "--top-k -1", "--top-p 0", "--top-p 1.1", "--top-p nan"}) {
         user_error([&] { parsed(line); });
+    }
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// The table
+
+TEST(OptionTable, an_option_is_a_field_and_a_row) {
+    long patience = 3;               // the field
+    OptionTable table;
+    add_section(table, "New", true,  // and the row
+                {{"-P,--patience", &patience, "Steps to wait", at_least_1, Scope::run}});
+    CLI::App app;
+    add_options(app, table);
+    EXPECT_TRUE(contains(app.help(), "-P,--patience INT:at least 1=3"));
+    EXPECT_TRUE(contains(app.help(), "Steps to wait"));
+    testing::internal::CaptureStdout();
+    print_options_table(app);
+    const std::string markdown = testing::internal::GetCapturedStdout();
+    EXPECT_TRUE(contains(markdown, "| `-P` `--patience` | 3 | Steps to wait |"));
+    EXPECT_EQ(saved_values(app, table), OptionValues({{"patience", "3"}}));
+
+    app.parse("-P 5");
+    EXPECT_EQ(patience, 5);
+    EXPECT_TRUE(contains(app.config_to_str(true, true), "\npatience=5\n"));
+    EXPECT_EQ(saved_values(app, table), OptionValues({{"patience", "5"}}));
+    EXPECT_EQ(values_of(table, Scope::run), OptionValues({{"--patience", "5"}}));
+    EXPECT_THROW(app.parse("-P 0"), CLI::ValidationError);
+    std::istringstream config("patience = 7");
+    app.clear();
+    app.parse_from_stream(config);
+    EXPECT_EQ(patience, 7);
+}
+
+TEST(OptionTable, processes_compare_the_rows_of_a_scope_that_the_run_uses) {
+    int of_run = 1, of_lockstep = 2, of_worker = 3, unused = 4;
+    OptionTable table;
+    add_section(table, "Used", true,
+                {{"--run", &of_run, "", anything, Scope::run},
+                 {"--lockstep", &of_lockstep, "", anything, Scope::lockstep},
+                 {"--worker", &of_worker, "", anything}});
+    add_section(table, "Unused", false, {{"--unused", &unused, "", anything, Scope::run}});
+    EXPECT_EQ(values_of(table, Scope::run), OptionValues({{"--run", "1"}}));
+    EXPECT_EQ(values_of(table, Scope::lockstep), OptionValues({{"--lockstep", "2"}}));
+}
+
+TEST(OptionTable, values_are_written_so_that_different_ones_differ) {
+    bool flag = true;
+    long steps = 1048576001;
+    uint64_t seed = ~0ull;
+    float rate = 0.1f, next_rate = std::nextafter(rate, 1.0f);
+    double seconds = 1e-8;
+    std::string word = "a b";
+    OptionTable table;
+    add_section(table, "All types", true,
+                {{"--flag", &flag, ""}, {"--steps", &steps, ""}, {"--seed", &seed, ""}, {"--rate", &rate, ""},
+                 {"--next-rate", &next_rate, ""}, {"--seconds", &seconds, ""}, {"--word", &word, ""}});
+    const OptionValues values = values_of(table);
+    EXPECT_EQ(values[0].second, "true");
+    EXPECT_EQ(values[1].second, "1048576001");
+    EXPECT_EQ(values[2].second, "18446744073709551615");
+    EXPECT_NE(values[3].second, values[4].second);
+    EXPECT_EQ(values[5].second, "1e-08");
+    EXPECT_EQ(values[6].second, "a b");
+}
+
+TEST(OptionTable, each_option_has_one_row_and_each_row_a_long_name_and_a_help) {
+    Options options;
+    std::set<std::string> names;
+    for (const OptionRow& row : option_table(options)) {
+        EXPECT_EQ(row.name().rfind("--", 0), 0u) << row.names;
+        EXPECT_FALSE(row.help.empty()) << row.names;
+        EXPECT_TRUE(names.insert(row.name()).second) << row.names;
+    }
+    EXPECT_GT(names.size(), 60u);
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Checks
+
+struct Mistake {
+    const char *line, *reason;
+};
+
+TEST(OptionChecks, combinations_that_make_no_run_are_refused) {
+    const std::string good = "-i x -b 2 -t 8 ", elastic = good + "--workers 2 --outer-transport store ";
+    EXPECT_NO_THROW(check_options(parsed(good)));
+    EXPECT_NO_THROW(check_options(parsed(elastic + "--restart 3 --join-moments --max-lag 7")));
+    for (const Mistake& c : {Mistake{"-d 17", "-d 17 tokens"},
+                             {"-y 1", "-y 1 resumes"},
+                             {"-n 5", "-n 5 writes"},
+                             {"-n 5 -o out --workers 2 --overlap 5", "a checkpoint every 5 steps"},
+                             {"-h 1 --hellaswag-data x -v 0", "-v 0 has none"},
+                             {"-sl 12", "-sl and -sg of 12"},
+                             {"--grace 3", "--grace is for elastic workers"},
+                             {"--restart 1 --retain 5", "--restart and --retain are for elastic workers"}}) {
+        const std::string message = user_error([&] { check_options(parsed(good + c.line)); });
+        EXPECT_TRUE(contains(message, c.reason)) << c.line << ": " << message;
+    }
+    for (const Mistake& c : {Mistake{"--outer-optimizer none", "no outer optimizer"},
+                             {"--outer-exchange all_to_all", "lock-step"},
+                             {"--min-workers 3", "more than the 2 workers"},
+                             {"--outer-weights tokens", "give -x"}}) {
+        const std::string message = user_error([&] { check_options(parsed(elastic + c.line)); });
+        EXPECT_TRUE(contains(message, c.reason)) << c.line << ": " << message;
     }
 }

@@ -1,0 +1,102 @@
+// Fingerprint: what the processes of a run must agree on, as (name, value) rows that they compare before they
+// train. Most rows are options, by their scope (option_table.h). The others are computed here: what an option
+// leads to (the model's shape, the initial parameters), or that something is given at all.
+#pragma once
+#include <xxhash.h>
+
+#include <algorithm>
+#include <iterator>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "llmc/error.h"
+#include "llmc/run/inputs.h"
+#include "llmc/run/options.h"
+
+using Fingerprint = OptionValues;
+
+inline void append(Fingerprint& rows, const Fingerprint& more) {
+    rows.insert(rows.end(), more.begin(), more.end());
+}
+
+// All workers must agree on these rows.
+inline Fingerprint fingerprint_of_run(Options o, const Inputs& inputs) {
+    const auto number = [](long value) { return std::to_string(value); };
+    const GptShape& shape = inputs.shape;
+    const uint64_t initial_hash = XXH3_64bits(inputs.initial.data(), inputs.initial.size() * sizeof(float));
+    Fingerprint rows = values_of(option_table(o), Scope::run);
+    append(rows, {{"--layers", number(shape.layers)},
+                  {"--heads", number(shape.heads)},
+                  {"--channels", number(shape.channels)},
+                  {"--vocab-size", number(shape.vocab_size)},
+                  {"--max-seq-len", number(shape.max_seq_len)},
+                  {"initial parameters (-e, --seed)", format("%016llx", (unsigned long long)initial_hash)},
+                  {"--outer-optimizer", o.diloco.outer_optimizer}});
+    if (!o.has_own_batch()) {
+        append(rows, {{"--batch", number(o.batch)},
+                      {"--total-batch", number(o.total_batch)},
+                      {"--max-steps", number(inputs.steps)}});
+    } else {
+        append(rows, {{"--max-steps", number(o.max_steps)}});
+        // Once through the data: share_data() computes the steps from the tokens and all workers' batches.
+        if (o.max_steps < 0) {
+            append(rows, {{"--train-data (tokens)", number(inputs.train_loader->num_tokens())}});
+        }
+    }
+    if (o.diloco.is_elastic()) {
+        append(rows, {{"--save-every (checkpoints)", o.save_every > 0 ? "yes" : "no"}});
+    }
+    return rows;
+}
+
+// Processes that take each step together must agree on these rows: all, or the ranks of an elastic worker.
+inline Fingerprint fingerprint(Options o, const Inputs& inputs) {
+    const auto number = [](long value) { return std::to_string(value); };
+    const auto given = [](bool is_given) { return is_given ? "given" : "none"; };
+    const DataLoader* validation = inputs.validation_loader.get();
+    Fingerprint rows = fingerprint_of_run(o, inputs);
+    append(rows, values_of(option_table(o), Scope::lockstep));
+    const long examples = inputs.hellaswag ? long(inputs.hellaswag->size()) : 0;
+    append(rows, {{"--hellaswag-data (examples)", number(examples)},
+                  {"--val-data", given(validation)},
+                  {"--tokenizer", given(bool(inputs.tokenizer))},
+                  {"--output", given(!o.output.empty())}});
+    if (!o.has_own_batch()) {
+        append(rows, {{"--val-data (batches)", number(validation ? long(validation->num_batches()) : 0)}});
+    } else if (o.diloco.is_elastic()) {
+        append(rows, {{"--batch", number(o.batch)}, {"--total-batch", number(o.total_batch)}});
+    }
+    return rows;
+}
+
+// One line for each row, as the sync log keeps them.
+inline std::string text_of(const Fingerprint& rows) {
+    std::string text;
+    for (const auto& [name, value] : rows) { text += name + " " + value + "\n"; }
+    return text;
+}
+
+// The rows that differ between two of these texts, for people.
+inline std::string differences(const std::string& ours, const std::string& theirs) {
+    auto lines = [](const std::string& text) {
+        std::set<std::string> all;
+        std::istringstream in(text);
+        for (std::string line; std::getline(in, line);) { all.insert(line); }
+        return all;
+    };
+    auto only_in_first = [](const std::set<std::string>& first, const std::set<std::string>& second) {
+        std::vector<std::string> names;
+        std::set_difference(first.begin(), first.end(), second.begin(), second.end(),
+                            std::back_inserter(names));
+        return names.empty() ? std::string("nothing") : list_in_words(names);
+    };
+    const std::set<std::string> own = lines(ours), run = lines(theirs);
+    return "this worker has " + only_in_first(own, run) + ", the run has " + only_in_first(run, own);
+}
+
+[[noreturn]] inline void refuse_options(const std::string& ours, const std::string& theirs) {
+    throw UserError(differences(ours, theirs) +
+                    ": give all workers the same, or this run another --run-name");
+}

@@ -1,0 +1,84 @@
+// Checks of options that need no file: combinations that make no run, or that would silently do nothing, end
+// with a UserError before any process waits for another.
+#pragma once
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "llmc/device.h"
+#include "llmc/error.h"
+#include "llmc/outlier.h"
+#include "llmc/run/options.h"
+
+// In lock-step, options for elastic runs would be ignored.
+inline void check_lockstep(const Options& o) {
+    const std::vector<std::string> ignored = changed_elastic_options(o);
+    if (ignored.empty()) { return; }
+    const bool is_one = ignored.size() == 1;
+    throw UserError(list_in_words(ignored) + (is_one ? " is" : " are") + " for elastic workers: add " +
+                    "--outer-transport store, or leave " + (is_one ? "it" : "them") + " out, of a --config " +
+                    "file too");
+}
+
+inline void check_elastic(const Options& o) {
+    if (!o.diloco.streams()) {
+        throw UserError("--outer-transport store carries fragments, and there is no outer optimizer: give "
+                        "--outer-optimizer nesterov, or leave it out");
+    }
+    if (o.diloco.outer_exchange == "all_to_all") {
+        throw UserError("--outer-exchange all_to_all is for workers in lock-step: with --outer-transport "
+                        "store give all_gather or auto");
+    }
+    if (o.elastic.min_workers > o.workers) {
+        throw UserError(format("--min-workers %d is more than the %d workers: give at most as many",
+                               o.elastic.min_workers, o.workers));
+    }
+    if (o.has_own_batch() && o.max_steps < 0) {
+        throw UserError("the number of steps does not follow from the data if each elastic worker has its "
+                        "own batch: give -x");
+    }
+}
+
+inline void check_output(const Options& o) {
+    if (o.resume && o.output.empty()) {
+        throw UserError("-y 1 resumes from the folder of the logs: give -o");
+    }
+    if (o.save_every > 0 && o.output.empty()) {
+        throw UserError(
+            format("-n %ld writes checkpoints into the folder of the logs: give -o", o.save_every));
+    }
+    if (o.diloco.streams() && o.save_every > 0 && o.save_every <= o.diloco.overlap) {
+        throw UserError(format("a checkpoint every %ld steps (-n) lacks what is in flight for %ld "
+                               "(--overlap): give a larger -n", o.save_every, o.diloco.overlap));
+    }
+}
+
+inline void check_options(const Options& o) {
+    if (o.train_data.empty()) {
+        throw UserError("no training data: give -i 'PATTERN' (data/prepare.py makes some)");
+    }
+    if (o.total_batch % o.micro_batch() != 0) {
+        throw UserError(format(
+            "-d %ld tokens a step do not divide by -b %d x -t %d x --ranks %d = %ld: change one of them",
+            o.total_batch, o.batch, o.seq_len, o.ranks, o.micro_batch()));
+    }
+    if (o.hellaswag && o.hellaswag_data.empty()) {
+        throw UserError("there is no data/hellaswag/hellaswag_val.bin for -h 1: run data/hellaswag.py, name "
+                        "another with --hellaswag-data, or leave -h 1 out");
+    }
+    if (o.hellaswag && o.validate_every == 0) {
+        throw UserError("-h 1 evaluates HellaSwag with each validation, and -v 0 has none: give -v, or leave "
+                        "-h 1 out");
+    }
+    const float limit = std::max(o.outliers.loss_zscore, o.outliers.norm_zscore);
+    if (limit >= largest_zscore) {
+        throw UserError(
+            format("no z-score of %d values is above %.1f, so -sl and -sg of %g would skip nothing: give "
+                   "less, or 0", outlier_window_size, largest_zscore, double(limit)));
+    }
+    if (!runs_on_gpu && o.diloco.offload) {
+        throw UserError("--outer-offload is for GPUs, whose memory is not the host's: leave it out");
+    }
+    check_output(o);
+    o.diloco.is_elastic() ? check_elastic(o) : check_lockstep(o);
+}
