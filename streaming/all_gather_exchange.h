@@ -35,7 +35,7 @@ public:
         slot.traffic = Traffic();
         order(main, stream, slot.ready);
         comm.all_gather(slot.received, slot.sent, bytes, stream, &slot.traffic);
-        device::read_headers(slot.headers.data(), slot.received, bytes, comm.size(), 1, stream);
+        device::read_groups(slot.headers.data(), slot.received, bytes, comm.size(), 1, stream);
         compare(slot, layout(sync));
         stream.record(slot.done);
     }
@@ -81,8 +81,8 @@ private:
         }
         device::sum_rows(sums, partial, slot.received, layout.bytes, workers, layout, own_mean.data(),
                          stream);
-        device::read_sums(slot.sums.data(), reinterpret_cast<const uint8_t*>(sums.data()), 0, 1,
-                          row_sums(workers), stream);
+        const uint8_t* bytes = reinterpret_cast<const uint8_t*>(sums.data());
+        device::read_groups(slot.sums.data(), bytes, 0, 1, row_sums(workers), stream);
     }
 
     const WireOptions wire;

@@ -50,9 +50,9 @@ public:
         encode_mean(sync, slot.received);
         const size_t bytes = mean_layout_of(sync.values).bytes;
         comm.all_gather(slot.means, own_payload, bytes, stream, &slot.traffic);
-        device::read_headers(slot.headers.data(), slot.means, bytes, workers, 1 + workers, stream);
-        device::read_sums(slot.sums.data(), slot.means + mean_sums_offset(workers), bytes, workers,
-                          row_sums(workers), stream);
+        device::read_groups(slot.headers.data(), slot.means, bytes, workers, 1 + workers, stream);
+        device::read_groups(slot.sums.data(), slot.means + mean_sums_offset(workers), bytes, workers,
+                            row_sums(workers), stream);
         stream.record(slot.done);
     }
 

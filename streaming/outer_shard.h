@@ -156,7 +156,7 @@ public:
             device::add_hash(hashed, part.first, part.global, part.range.count, main);
         }
         state->end_read(p, main);
-        device::read_headers(host_hashed.data(), hashed, sizeof(PayloadHeader), 1, 1, main);
+        device::read_groups(host_hashed.data(), hashed, sizeof(PayloadHeader), 1, 1, main);
         main.synchronize();
         return host_hashed[0].hash;
     }

@@ -1,29 +1,26 @@
-// Quantize: outer gradients to the bytes of a payload, and payloads of all workers to their mean.
-//
-//     payload | header, 64 bytes | scales, a bf16 for 128 values | codes, two fp4 a byte, the first one low |
-//
-// Every section starts and ends on 16 bytes: NCCL moves single bytes otherwise. bf16 and fp32 have no scales.
-// A fragment may be cut into parts, each a payload of its own (PayloadLayout).
+// Quantize: outer gradients to the scales and codes of a payload (payload.h), and the payloads of all workers
+// to their mean.
 //
 //     delta = global - local                                   the outer gradient (arXiv 2501.18512, 2.1)
 //     scale = max |delta| / largest code, rounded up to bf16   so that nothing clips; 0 where all are 0
 //     code  = encode(delta / scale)                            to nearest or stochastically (rounding.h)
 //     mean  = (0 + decode(code_0) * scale_0 + decode(code_1) * scale_1 + ...) / M     fp32, workers ascending
 //
-// or, weighted by the tokens that the headers tell,
+// or, weighted by the tokens that the headers state,
 //
-//     weight_w = float(tokens_w) / float(tokens_0 + tokens_1 + ...)             1 / M where nobody has any
+//     weight_w = float(tokens_w) / float(tokens_0 + tokens_1 + ...)             1 / M if no worker has any
 //     mean     = fma(weight_1, decode(code_1) * scale_1, fma(weight_0, decode(code_0) * scale_0, 0)) ...
 //
-// With error feedback (Seide et al. 2014) what rounding lost is added the next time:
+// With error feedback (Seide et al. 2014) the rounding error is added the next time:
 //
 //     delta    = global - local + residual
 //     residual = delta - decode(code) * scale
 //
-// The owner of a mean quantizes values, which take the place of global - local.
+// The owner of a mean quantizes the mean's values instead of global - local.
 //
-// A delta that is not finite or too large for bf16 sets a flag in the header; the payload still travels, with
-// zeros for its block, so that no bits depend on what a machine's NaN looks like. The block's residual stays.
+// A delta that is not finite or too large for bf16 sets a flag in the header. The payload is still sent, with
+// zeros for that block, so that no bits depend on a machine's representation of NaN. The block's residual
+// stays as it was.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -31,104 +28,8 @@
 #include <type_traits>
 
 #include "streaming/formats.h"
-#include "llmc/layout.h"
-#include "llmc/stream.h"
+#include "streaming/payload.h"
 #include "streaming/rounding.h"
-
-// In PayloadHeader::flags.
-const uint32_t delta_not_finite = 1;
-const uint32_t stop_requested = 2;  // the sender has been asked to end the run: all take the same checkpoint
-
-struct PayloadHeader {
-    uint32_t magic = payload_magic;
-    uint16_t version = 1;
-    uint16_t format = 0;
-    uint64_t sync = 0;       // the number of this exchange (schedule.h)
-    uint32_t fragment = 0;
-    uint32_t worker = 0;     // whose payload it is
-    uint64_t send_step = 0;
-    uint64_t values = 0;     // n of the fragment, a multiple of 128
-    uint64_t tokens = 0;     // that the worker trained on since it last sent this fragment
-    uint32_t flags = 0;
-    uint16_t part = 0, parts = 1;  // of the fragment
-    uint64_t hash = 0;       // of the sender's global parameters: the part's sum of hash_value() mod 2^64
-
-    static constexpr uint32_t payload_magic = 0x4f434c44;  // "DLCO"
-};
-static_assert(sizeof(PayloadHeader) == 64, "the wire's format");
-
-HD inline PayloadHeader& header_of(uint8_t* payload) { return *reinterpret_cast<PayloadHeader*>(payload); }
-
-// Bytes of n values' scales, of the section that they are in, and of the codes.   n: a multiple of 128
-inline size_t bare_scale_bytes(Format format, long n) {
-    bool scaled = with_format(format, [](auto f) { return decltype(f)::scaled; });
-    return scaled ? size_t(n / quantization_block) * sizeof(uint16_t) : 0;
-}
-
-inline size_t scale_bytes(Format format, long n) { return (bare_scale_bytes(format, n) + 15) / 16 * 16; }
-
-inline size_t code_bytes(Format format, long n) {
-    return size_t(n) * size_t(with_format(format, [](auto f) { return decltype(f)::bits; })) / 8;
-}
-
-inline size_t payload_bytes(Format format, long n) {
-    return sizeof(PayloadHeader) + scale_bytes(format, n) + code_bytes(format, n);
-}
-
-// Where the values of a fragment lie in its payloads: cut into parts of ceil(blocks / parts) quantization
-// blocks each, of which the last may have fewer, or none. Each is a payload of its own, and all are equally
-// long: what a part lacks of blocks is zeros on the wire.
-struct PayloadLayout {
-    Format format;
-    long values;       // n, of the fragment, a multiple of 128
-    int parts;
-    long part_values;  // of a whole part
-    size_t scales, codes, bytes;  // of a part: where its sections begin, and where the next part does
-
-    long first_of(int part) const { return std::min(part * part_values, values); }
-    long values_of(int part) const { return first_of(part + 1) - first_of(part); }
-
-    // One of the parts by itself.
-    PayloadLayout only(int part) const {
-        PayloadLayout one = *this;
-        one.values = values_of(part);
-        one.parts = 1;
-        return one;
-    }
-};
-
-// headers: that a part begins with   more: bytes behind them, a multiple of 16
-inline PayloadLayout payload_layout(Format format, long n, int parts = 1, int headers = 1, size_t more = 0) {
-    const long blocks = n / quantization_block;
-    const long part_values = (blocks + parts - 1) / parts * quantization_block;
-    const size_t scales = sizeof(PayloadHeader) * size_t(headers) + more;
-    const size_t codes = scales + scale_bytes(format, part_values);
-    return {format, n, parts, part_values, scales, codes, codes + code_bytes(format, part_values)};
-}
-
-// Calls work(part, first, count) for each part that has some of the values [first, first + count).
-template <class Work>
-inline void for_each_part(const PayloadLayout& layout, long first, long count, Work work) {
-    const long end = first + count;
-    while (first < end) {
-        const int part = int(first / layout.part_values);
-        const long next = std::min(end, (part + 1) * layout.part_values);
-        work(part, first, next - first);
-        first = next;
-    }
-}
-
-// Weight of a worker in the mean.   sum: of all workers' tokens
-HD inline float token_weight(uint64_t tokens, uint64_t sum, int workers) {
-    return sum == 0 ? divide_rn(1.0f, float(workers)) : divide_rn(float(tokens), float(sum));
-}
-
-// What value number `index` adds to the hash. A product between two folds spreads every bit over the word.
-HD inline uint64_t hash_value(uint64_t index, float value) {
-    uint64_t x = index * 0x9e3779b97f4a7c15 + float_to_bits(value);
-    x = (x ^ x >> 32) * 0xd6e8feb86659fd93;
-    return x ^ x >> 32;
-}
 
 // x rounded up to bf16, as bits.   x: the bits of a non-negative fp32
 // 0x7f80 and above: x was not finite, or bf16 cannot hold it.
@@ -209,8 +110,6 @@ HD inline float lost(float delta, uint32_t code, uint32_t scale) {
 }
 
 namespace cpu {
-
-const long parallel_blocks = 512;  // below so many blocks one thread is faster than a team
 
 // A code of format F by itself: the smallest unsigned integer that holds it.
 template <class F>
@@ -369,80 +268,8 @@ inline void add_block(float* sum, const uint8_t* codes, const uint8_t* scale, fl
     }
 }
 
-// Writes the header of a payload.
-inline void write_header(uint8_t* payload, const PayloadHeader& header, Stream& stream) {
-    stream.enqueue([=] { memcpy(payload, &header, sizeof(header)); });
-}
-
-// Reads the first `each` headers of `count` payloads that lie `stride` bytes apart. `headers` is memory of
-// the host.   headers: (count, each)
-inline void read_headers(PayloadHeader* headers, const uint8_t* payloads, size_t stride, int count, int each,
-                         Stream& stream) {
-    stream.enqueue([=] {
-        for (int i = 0; i < count; i++) {
-            memcpy(headers + i * each, payloads + size_t(i) * stride, size_t(each) * sizeof(PayloadHeader));
-        }
-    });
-}
-
-// Writes what the payload of a mean begins with: a header of its own, and those of the `count` payloads that
-// the mean is of, `stride` bytes apart.
-inline void write_mean_headers(uint8_t* out, const PayloadHeader& header, const uint8_t* payloads,
-                               size_t stride, int count, Stream& stream) {
-    stream.enqueue([=] {
-        memcpy(out, &header, sizeof(header));
-        for (int i = 0; i < count; i++) {
-            memcpy(out + size_t(i + 1) * sizeof(header), payloads + size_t(i) * stride, sizeof(header));
-        }
-    });
-}
-
-// Writes the zeros that parts have in place of the blocks that they lack.
-inline void clear_padding(uint8_t* payload, const PayloadLayout& layout, Stream& stream) {
-    stream.enqueue([=] {
-        for (int part = 0; part < layout.parts; part++) {
-            const long n = layout.values_of(part);
-            if (n == layout.part_values) { continue; }
-            const size_t scales = layout.scales + bare_scale_bytes(layout.format, n);
-            const size_t codes = layout.codes + code_bytes(layout.format, n);
-            uint8_t* begin = payload + size_t(part) * layout.bytes;
-            memset(begin + scales, 0, layout.codes - scales);
-            memset(begin + codes, 0, layout.bytes - codes);
-        }
-    });
-}
-
-// weights[w] = token_weight() of the worker whose payload is number w.   weights: (workers)
-inline void token_weights(float* weights, const uint8_t* payloads, size_t stride, int workers,
-                          Stream& stream) {
-    stream.enqueue([=] {
-        auto tokens = [=](int worker) {
-            PayloadHeader header;
-            memcpy(&header, payloads + size_t(worker) * stride, sizeof(header));
-            return header.tokens;
-        };
-        uint64_t sum = 0;
-        for (int worker = 0; worker < workers; worker++) { sum += tokens(worker); }
-        for (int worker = 0; worker < workers; worker++) {
-            weights[worker] = token_weight(tokens(worker), sum, workers);
-        }
-    });
-}
-
-// out = inp.   out, inp: (count)
-inline void copy_values(float* out, const float* inp, long count, Stream& stream) {
-    stream.enqueue([=] { memcpy(out, inp, size_t(count) * sizeof(float)); });
-}
-
-// The loops are functions of their own, outside the lambdas: the compiler reads again and again what a lambda
-// has captured.
-inline uint64_t hash_loop(const float* values, long first, long count) {
-    uint64_t sum = 0;
-    #pragma omp parallel for simd reduction(+ : sum) if (count >= parallel_blocks * quantization_block)
-    for (long i = 0; i < count; i++) { sum += hash_value(uint64_t(first + i), values[i]); }
-    return sum;
-}
-
+// The loops are functions of their own, because inside a lambda the compiler reloads every captured
+// variable in each iteration.
 template <class F, bool stochastic>
 inline bool quantize_loop(uint8_t* codes, uint16_t* scales, const Source& source, const Rounding& rounding,
                           long blocks) {
@@ -487,11 +314,6 @@ inline void dequantize_loop(float* mean, const uint8_t* codes, const uint8_t* sc
     }
 }
 
-// Adds the hash of values [first, first + count) of a fragment to the payload's header.   values: (count)
-inline void add_hash(uint8_t* payload, long first, const float* values, long count, Stream& stream) {
-    stream.enqueue([=] { header_of(payload).hash += hash_loop(values, first, count); });
-}
-
 // Quantizes values [first, first + count) of a fragment into its payload.
 // source: of `count` values   first, count: multiples of 128   payload: 16-byte aligned, the headers of its
 // parts are written already. Memory: 8 bytes read a value, in one pass; with a residual 12, and 4 written.
@@ -531,17 +353,6 @@ inline void dequantize_mean(float* mean, const uint8_t* payloads, size_t stride,
             });
         });
     });
-}
-
-// The same for a fragment of n values in one part, and without weights.
-inline void quantize(uint8_t* payload, Format format, const Rounding& rounding, long n, long first,
-                     const Source& source, long count, Stream& stream) {
-    quantize(payload, payload_layout(format, n), rounding, first, source, count, stream);
-}
-
-inline void dequantize_mean(float* mean, const uint8_t* payloads, size_t stride, int workers, Format format,
-                            long n, Stream& stream) {
-    dequantize_mean(mean, payloads, stride, workers, payload_layout(format, n), nullptr, stream);
 }
 
 }  // namespace cpu

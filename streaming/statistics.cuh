@@ -144,16 +144,4 @@ inline void sum_encoding(double* out, double* partial, const uint8_t* payload, c
     });
 }
 
-// Reads `count` groups of `each` sums that lie `stride` bytes apart. `out` is memory of the host and has to
-// stay alive until the stream has passed; where it is not pinned, the host may wait here for that.
-// out: (count, each)
-inline void read_sums(double* out, const uint8_t* from, size_t stride, int count, int each, Stream& stream) {
-    stream.enqueue([=](cudaStream_t on) {
-        for (int i = 0; i < count; i++) {
-            cudaCheck(cudaMemcpyAsync(out + i * each, from + size_t(i) * stride,
-                                      size_t(each) * sizeof(double), cudaMemcpyDeviceToHost, on));
-        }
-    });
-}
-
 }  // namespace cuda

@@ -211,16 +211,6 @@ inline void sum_encoding(double* out, double* partial, const uint8_t* payload, c
     });
 }
 
-// Reads `count` groups of `each` sums that lie `stride` bytes apart. `out` is memory of the host.
-// out: (count, each)
-inline void read_sums(double* out, const uint8_t* from, size_t stride, int count, int each, Stream& stream) {
-    stream.enqueue([=] {
-        for (int i = 0; i < count; i++) {
-            memcpy(out + i * each, from + size_t(i) * stride, size_t(each) * sizeof(double));
-        }
-    });
-}
-
 }  // namespace cpu
 
 #ifdef USE_CUDA

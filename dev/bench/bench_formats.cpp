@@ -20,6 +20,7 @@
 #include <functional>
 #include <vector>
 
+#include "dev/test/one_part.h"
 #include "llmc/buffer.h"
 #include "llmc/checkpoint/model_file.h"
 #include "streaming/quantize.h"

@@ -15,6 +15,7 @@
 #define TESTING
 #include "train_gpt.cu"
 
+#include "dev/test/one_part.h"
 #include "dev/test/alone.h"
 #include "llmc/mfu.h"
 

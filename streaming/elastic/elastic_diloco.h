@@ -421,7 +421,7 @@ private:
         device::copy_to_device(received.data(), host_received.data(), long(layout.bytes) * count, main);
         mean_of_payloads(shard.mean, weights.data(), received, layout.bytes, count, layout, main);
         device::sum_rows(sums, partial, received, layout.bytes, count, layout, shard.mean, main);
-        device::read_sums(host_sums.data(), reinterpret_cast<const uint8_t*>(sums.data()), 0, 1,
+        device::read_groups(host_sums.data(), reinterpret_cast<const uint8_t*>(sums.data()), 0, 1,
                           row_sums(count), main);
     }
 

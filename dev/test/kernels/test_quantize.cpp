@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "dev/test/one_part.h"
 #include "dev/emulator/device_array.h"
 #include "dev/test/kernels/values.h"
 #include "streaming/quantize.h"
@@ -498,8 +499,8 @@ TEST(HeaderKernels, HeadersOfAllPayloadsAreRead) {
         std::vector<PayloadHeader> headers(size_t(workers * each + 1)), expected(headers.size());
         Stream stream;
         cpu::Stream cpu_stream;
-        cuda::read_headers(headers.data(), device_payloads, stride, workers, each, stream);
-        cpu::read_headers(expected.data(), payloads.data(), stride, workers, each, cpu_stream);
+        cuda::read_groups(headers.data(), device_payloads, stride, workers, each, stream);
+        cpu::read_groups(expected.data(), payloads.data(), stride, workers, each, cpu_stream);
         stream.synchronize();
         for (size_t i = 0; i < headers.size(); i++) { expect_same_header(headers[i], expected[i]); }
         expect_same_header(headers.back(), PayloadHeader());

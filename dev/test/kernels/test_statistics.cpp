@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "dev/test/one_part.h"
 #include "dev/emulator/device_array.h"
 #include "dev/test/kernels/values.h"
 #include "streaming/statistics.h"
@@ -151,7 +152,7 @@ TEST(StatisticsKernel, SumsAreReadFromWhereTheyLie) {
     Doubles read(6, 9.0);
     Stream stream;
     const uint8_t* from = reinterpret_cast<const uint8_t*>(static_cast<double*>(device_groups));
-    cuda::read_sums(read.data(), from + 8, 24, 2, 2, stream);
+    cuda::read_groups(read.data(), from + 8, 24, 2, 2, stream);
     stream.synchronize();
     EXPECT_EQ(read, (Doubles{2, 3, 5, 6, 9, 9}));
 }

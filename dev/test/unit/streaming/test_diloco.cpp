@@ -8,6 +8,7 @@
 #include <map>
 #include <set>
 
+#include "dev/test/one_part.h"
 #include "dev/test/unit/local_comm.h"
 #include "llmc/random.h"
 #include "streaming/diloco.h"

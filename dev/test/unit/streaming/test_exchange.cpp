@@ -6,6 +6,7 @@
 #include <cmath>
 #include <map>
 
+#include "dev/test/one_part.h"
 #include "dev/test/unit/local_comm.h"
 #include "dev/test/unit/wire.h"
 #include "dev/test/random_values.h"

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "dev/test/one_part.h"
 #include "llmc/buffer.h"
 #include "llmc/random.h"
 #include "streaming/quantize.h"

@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "dev/test/one_part.h"
 #include "dev/test/unit/local_comm.h"
 #include "dev/test/unit/wire.h"
 #include "dev/test/random_values.h"

@@ -10,6 +10,7 @@
 #include <numeric>
 #include <sstream>
 
+#include "dev/test/one_part.h"
 #include "dev/test/unit/local_comm.h"
 #include "streaming/diloco.h"
 

@@ -1,0 +1,144 @@
+// Payloads on a GPU: their headers, hashes, weights and padding (payload.h).
+//
+// Launchers marked with * go through enqueue(), and so work on hosted streams, too.
+#pragma once
+#include <stdexcept>
+
+#include "llmc/cuda/device.cuh"
+#include "streaming/payload.h"
+
+namespace cuda {
+
+const int hash_threads = 256, hash_packs = 4;             // packs that a thread loads at once
+const long hash_values = hash_threads * hash_packs * 4L;  // of a block
+
+// One block: each thread adds up the tokens of all workers, and has the weights of every 32nd.
+__global__ void token_weights_kernel(float* weights, const uint8_t* payloads, size_t stride, int workers) {
+    auto tokens = [=](int worker) {
+        return reinterpret_cast<const PayloadHeader*>(payloads + size_t(worker) * stride)->tokens;
+    };
+    uint64_t sum = 0;
+    for (int worker = 0; worker < workers; worker++) { sum += tokens(worker); }
+    for (int worker = threadIdx.x; worker < workers; worker += 32) {
+        weights[worker] = token_weight(tokens(worker), sum, workers);
+    }
+}
+
+// One block; a thread moves 16 bytes at a time.   out: (1 + count) headers
+__global__ void write_mean_headers_kernel(uint8_t* out, PayloadHeader header, const uint8_t* payloads,
+                                          size_t stride, int count) {
+    const int packs = sizeof(PayloadHeader) / 16;
+    if (threadIdx.x == 0) { header_of(out) = header; }
+    for (int i = threadIdx.x; i < count * packs; i += int(blockDim.x)) {
+        const uint4* from = reinterpret_cast<const uint4*>(payloads + size_t(i / packs) * stride);
+        reinterpret_cast<uint4*>(out + sizeof(PayloadHeader))[i] = from[i % packs];
+    }
+}
+
+// header->hash += the hash of values [first, first + count).   values: (count)
+// Sums mod 2^64 are the same in any order, so that each block may add its own when it is done.
+// 4 bytes read a value; about 20 integer instructions a value, which is as much as a GPU does in that time.
+__global__ void add_hash_kernel(PayloadHeader* header, long first, const float* values, long count) {
+    SHARED(unsigned long long[hash_threads / 32], partial);
+    const long begin = blockIdx.x * hash_values + threadIdx.x * 4;
+    Pack<float> packs[hash_packs];
+    for (int p = 0; p < hash_packs; p++) {
+        const long i = begin + p * hash_threads * 4;
+        if (i < count) { packs[p] = load_pack(values + i); }
+    }
+    unsigned long long sum = 0;
+    for (int p = 0; p < hash_packs; p++) {
+        const long i = begin + p * hash_threads * 4;
+        if (i < count) {
+            for (int k = 0; k < 4; k++) { sum += hash_value(uint64_t(first + i + k), packs[p][k]); }
+        }
+    }
+    sum = warp_reduce(sum, Sum());
+    if (threadIdx.x % 32 == 0) { partial[threadIdx.x / 32] = sum; }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        unsigned long long total = 0;
+        for (int warp = 0; warp < hash_threads / 32; warp++) { total += partial[warp]; }
+        atomicAdd(reinterpret_cast<unsigned long long*>(&header->hash), total);
+    }
+}
+
+__global__ void write_header_kernel(PayloadHeader* out, PayloadHeader header) { *out = header; }
+
+// ---- launchers
+
+inline void require_blocks_of_128(const char* what, long values) {
+    if (values < 0 || values % quantization_block != 0) {
+        throw std::invalid_argument(
+            format("%s is %ld values, not a multiple of %ld", what, values, quantization_block));
+    }
+}
+
+// Writes the header of a payload. It travels with the launch: nothing of the host has to stay alive.
+inline void write_header(uint8_t* payload, const PayloadHeader& header, Stream& stream) {
+    require_aligned("the payload", {payload});
+    launch(write_header_kernel, Grid{1, 1, 0, stream}, &header_of(payload), header);
+}
+
+// * Writes what the payload of a mean begins with: a header of its own, and those of the `count` payloads
+// that the mean is of, `stride` bytes apart.
+inline void write_mean_headers(uint8_t* out, const PayloadHeader& header, const uint8_t* payloads,
+                               size_t stride, int count, Stream& stream) {
+    require_aligned("the payload", {out});
+    require_aligned("the first payload", {payloads});
+    require_aligned("the second payload", {payloads + stride});
+    stream.enqueue([=](cudaStream_t on) {
+        launch(write_mean_headers_kernel, Grid{1, 128, 0, on}, out, header, payloads, stride, count);
+    });
+}
+
+// * Writes zeros for the blocks that parts lack.
+inline void clear_padding(uint8_t* payload, const PayloadLayout& layout, Stream& stream) {
+    stream.enqueue([=](cudaStream_t on) {
+        for_each_gap(layout, [=](size_t at, size_t bytes) {
+            cudaCheck(cudaMemsetAsync(payload + at, 0, bytes, on));
+        });
+    });
+}
+
+// * weights[w] = token_weight() of the worker whose payload is number w.   weights: (workers)
+inline void token_weights(float* weights, const uint8_t* payloads, size_t stride, int workers,
+                          Stream& stream) {
+    require_aligned("the first payload", {payloads});
+    require_aligned("the second payload", {payloads + stride});
+    stream.enqueue([=](cudaStream_t on) {
+        launch(token_weights_kernel, Grid{1, 32, 0, on}, weights, payloads, stride, workers);
+    });
+}
+
+// * Copies `count` groups of `each` values that lie `stride` bytes apart into memory of the host, which must
+// stay alive until the stream has passed. If it is not pinned, the host may wait here.   out: (count, each)
+template <class T>
+inline void read_groups(T* out, const uint8_t* from, size_t stride, int count, int each, Stream& stream) {
+    stream.enqueue([=](cudaStream_t on) {
+        for (int i = 0; i < count; i++) {
+            cudaCheck(cudaMemcpyAsync(out + i * each, from + size_t(i) * stride, size_t(each) * sizeof(T),
+                                      cudaMemcpyDeviceToHost, on));
+        }
+    });
+}
+
+// * out = inp.   out, inp: (count), on the device
+inline void copy_values(float* out, const float* inp, long count, Stream& stream) {
+    stream.enqueue([=](cudaStream_t on) {
+        cudaCheck(cudaMemcpyAsync(out, inp, size_t(count) * sizeof(float), cudaMemcpyDeviceToDevice, on));
+    });
+}
+
+// Adds the hash of values [first, first + count) of a fragment to the payload's header.
+// values: (count), 16-byte aligned   count: a multiple of 128
+inline void add_hash(uint8_t* payload, long first, const float* values, long count, Stream& stream) {
+    require_aligned("the payload", {payload});
+    require_aligned("the array to hash", {values});
+    require_blocks_of_128("the array to hash", count);
+    if (count == 0) { return; }
+    launch(add_hash_kernel, Grid{blocks_for(count, hash_values), hash_threads, 0, stream},
+           &header_of(payload), first, values, count);
+}
+
+}  // namespace cuda
