@@ -45,7 +45,6 @@
 #include "llmc/run/options.h"
 #include "llmc/run/report.h"
 #include "llmc/outlier.h"
-#include "llmc/phase.h"
 #include "llmc/random.h"
 #include "llmc/checkpoint/resume.h"
 #include "llmc/text/sampler.h"

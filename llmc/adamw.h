@@ -1,8 +1,11 @@
-// AdamW (Loshchilov & Hutter, arXiv 1711.05101) as torch.optim.AdamW computes it, for one value:
+// The inner optimizer. AdamW (Loshchilov & Hutter, arXiv 1711.05101) as torch.optim.AdamW computes it, for one
+// value:
 //
 //     w = w (1 - lr weight_decay)
 //     m = beta1 m + (1 - beta1) g,      v = beta2 v + (1 - beta2) g^2
 //     w = w - lr / (1 - beta1^t)  m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+//
+// Before it, gradients are clipped by their norm (Pascanu et al., arXiv 1211.5063).
 #pragma once
 #include <cmath>
 
@@ -11,10 +14,17 @@
 struct AdamWOptions {
     float beta1 = 0.9f, beta2 = 0.95f, epsilon = 1e-8f;
     float weight_decay = 0;  // of the matrices
-    float clip = 1;          // the gradient is scaled down to this norm (clip.h); 0: never
+    float clip = 1;          // the gradient is scaled down to this norm; 0: never
 };
 
-// What is the same for all values of a step: computed once on the host, the powers in double.
+// The factor that multiplies all gradients so that their norm is at most `clip`. 1 for clip 0; NaN if the norm is
+// not finite: AdamW then leaves everything as it is.
+HD inline float clip_factor(float norm, float clip) {
+    if (!std::isfinite(norm)) { return NAN; }
+    return clip > 0 && norm > clip ? clip / norm : 1.0f;
+}
+
+// The constants of a step, computed once on the host, the powers in double.
 struct AdamW {
     float beta1, beta2, eps;
     float one_minus_beta1, one_minus_beta2;

@@ -1,3 +1,5 @@
+// The host's time: now_seconds(), and Phase, a named stretch of the host's work that Nsight Systems shows (an NVTX
+// range; nothing on the CPU).
 #pragma once
 #include <chrono>
 
@@ -5,3 +7,20 @@
 inline double now_seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
+
+#if defined(USE_CUDA) && __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+
+class Phase {
+public:
+    explicit Phase(const char* name) { nvtxRangePushA(name); }
+    ~Phase() { nvtxRangePop(); }
+    Phase(const Phase&) = delete;
+    Phase& operator=(const Phase&) = delete;
+};
+#else
+struct Phase {
+    explicit Phase(const char*) {}
+    ~Phase() {}
+};
+#endif

@@ -1,8 +1,17 @@
-// HD: a function that the CPU's loops and the CUDA kernels both call. Under a plain C++ compiler it means
-// nothing.
+// HD: a function that both the CPU's loops and the CUDA kernels call. Under a plain C++ compiler it means nothing.
+// Site: a place in the source, for messages. As a parameter's default, Site::here() is the place of the call.
 #pragma once
 #ifdef __CUDACC__
 #define HD __host__ __device__
 #else
 #define HD
 #endif
+
+struct Site {
+    const char* file = "";
+    int line = 0;
+
+    HD static constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+        return {file, line};
+    }
+};

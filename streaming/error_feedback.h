@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "llmc/buffer.h"
-#include "llmc/memory.h"
 #include "streaming/quantize.h"
 
 class ErrorFeedback {

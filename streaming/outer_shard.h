@@ -14,7 +14,7 @@
 #include "streaming/error_feedback.h"
 #include "streaming/exchange.h"
 #include "llmc/layout.h"
-#include "llmc/memory.h"
+#include "llmc/buffer.h"
 #include "streaming/options.h"
 #include "streaming/outer.h"
 #include "streaming/outer_state.h"

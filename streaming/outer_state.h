@@ -20,7 +20,6 @@
 
 #include "llmc/buffer.h"
 #include "llmc/layout.h"
-#include "llmc/memory.h"
 #include "llmc/stream.h"
 #include "streaming/schedule.h"
 

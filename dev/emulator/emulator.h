@@ -17,7 +17,7 @@
 #include <string>
 #include <type_traits>
 
-#include "llmc/site.h"
+#include "llmc/host_device.h"
 
 #define __launch_bounds__(...)
 // The toolkit makes this nothing: each thread would silently have a variable of its own.

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "dev/emulator/sanitizers.h"
-#include "llmc/site.h"
+#include "llmc/host_device.h"
 
 namespace emulator {
 

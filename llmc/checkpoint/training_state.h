@@ -29,7 +29,6 @@
 #include "llmc/error.h"
 #include "llmc/floatx.h"
 #include "llmc/layout.h"
-#include "llmc/memory.h"
 #include "llmc/outlier.h"
 #include "llmc/state.h"
 #include "llmc/run/logger.h"

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "llmc/clip.h"
+#include "llmc/adamw.h"
 #include "llmc/floatx.h"
 #include "llmc/stream.h"
 

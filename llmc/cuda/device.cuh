@@ -25,7 +25,7 @@
 
 #include "llmc/error.h"
 #include "llmc/host_device.h"
-#include "llmc/site.h"
+#include "llmc/host_device.h"
 
 // ---- launches
 

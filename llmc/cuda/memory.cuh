@@ -2,7 +2,7 @@
 // only copy_to_host waits for it. Copies are asynchronous where the host's side is a HostBuffer; from other
 // memory they may wait, and what they read must not change before the stream has come past them.
 #pragma once
-#include "llmc/clip.h"
+#include "llmc/adamw.h"
 #include "llmc/cuda/stream.cuh"
 
 namespace cuda {
