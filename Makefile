@@ -12,8 +12,8 @@
 # make bench-quality        what DiLoCo and streaming cost in validation loss: at most two hours
 # make bench-wan            how much of its speed a run keeps over slow lines (root): 63 runs
 # make bench-uneven         workers that are slower, lost or far from their store (root)
-#                  These four can be interrupted and resumed. ARGUMENTS=--quick: a trial of each in minutes;
-#                  REPORT=FILE: where the report goes, instead of dev/results/.
+#                  These four can be interrupted and resumed. ARGUMENTS=--quick: a trial of each in minutes,
+#                  whose report is build/NAME.md, not dev/results/NAME.md; REPORT=FILE: elsewhere.
 # make clean       removes what was built
 # Developers' targets (emulated kernels, sanitizers, fuzzing, chaos, mutation, ...) are in dev/dev.mk.
 CXX = g++
@@ -26,8 +26,8 @@ include scripts/libraries.mk
 WARNINGS = -Wall -Wextra $(if $(CI),-Werror)
 CUDA_WARNINGS = -Xcompiler -Wall$(comma)-Wextra$(comma)-Wno-unknown-pragmas $(if $(CI),-Werror all-warnings)
 # -ffp-contract=off: arithmetic that must give the same bits on every machine calls fmaf where it means it.
-OPTIMIZE_CPU = -O3
-CXXFLAGS = -std=c++17 $(OPTIMIZE_CPU) -march=$(CPU_ARCH) -g1 -fopenmp -ffp-contract=off -fno-math-errno \
+OPTIMIZE_CPU = -O3 -g1
+CXXFLAGS = -std=c++17 $(OPTIMIZE_CPU) -march=$(CPU_ARCH) -fopenmp -ffp-contract=off -fno-math-errno \
            -fno-trapping-math -fno-strict-aliasing $(WARNINGS) -I. $(DEPS_FLAGS) $(WITHOUT)
 LDLIBS = $(DEPS_LINK) -ldnnl $(OPTIONAL_LIBS) -lxxhash -lpthread
 HEADERS = $(wildcard llmc/*.h llmc/*/*.h llmc/*/*.cuh streaming/*.h streaming/*.cuh streaming/*/*.h)
@@ -102,7 +102,7 @@ bench-formats: setup
 	build/bench_formats $(DELTAS)
 
 # ARGUMENTS="--minutes 30", "--quick", "--only ...": see dev/bench/quality.py --help, and so on
-REPORT ?= dev/results/$(subst -,_,$*).md
+REPORT ?= $(if $(findstring --quick,$(ARGUMENTS)),build,dev/results)/$(subst -,_,$*).md
 bench-wire-quality bench-quality bench-wan bench-uneven: bench-%:
 	@$(if $(filter wan uneven,$*),python3 dev/wan/sites.py)
 	$(MAKE) setup

@@ -18,8 +18,10 @@ UNIT_TESTS = $(patsubst dev/test/%.cpp,build/%.o,$(wildcard dev/test/unit/*/test
 test_gpt_cpu: test_gpt.cu train_gpt.cu $(HEADERS) $(TEST_HEADERS) Makefile dev/dev.mk build/options_cpu | dependencies
 	$(CXX) $(CXXFLAGS) -x c++ $< -o $@ $(LDLIBS)
 
-# -O1: a unit test spends more time in the compiler than it runs.
-build/unit/%.o: private OPTIMIZE_CPU = -O1
+# Most unit tests take longer to compile than to run. For gdb: make build/unit_tests UNIT_OPTIMIZE="-O0 -g"
+UNIT_OPTIMIZE ?= -O1
+build/unit/%.o: private OPTIMIZE_CPU = $(UNIT_OPTIMIZE)
+test_gpt_cpu build/encode: private OPTIMIZE_CPU = $(UNIT_OPTIMIZE)
 build/unit/%.o: dev/test/unit/%.cpp $(HEADERS) $(TEST_HEADERS) Makefile dev/dev.mk build/options_cpu | dependencies
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) -c $< -o $@
@@ -67,15 +69,13 @@ EMULATOR_TESTS = $(PLAIN_TESTS) $(foreach kind,address thread,$(KERNEL_TESTS:%=b
 EMULATED_TRAINERS = build/plain/train_gpt build/without/train_gpt
 LONG_TESTS = $(EMULATOR_TESTS) build/thread/train_gpt build/plain/bench_gpu $(FUZZ_PROGRAMS) check-cuda
 
-# debug: not tested, for gdb.
-OPTIMIZE = -O2 -g1
+# -O1: these, too, take longer to compile than to run.   debug: not tested, for gdb.
+OPTIMIZE = -O1 -g1
 build/debug/%: OPTIMIZE = -O0 -g
 build/fp32/%: SANITIZER = -DENABLE_FP32
 # SANITIZER: of kernels and tests. OWN_SANITIZER: of the emulator, see dev/emulator/sanitizers.h.
 build/address/%: SANITIZER = -fsanitize=address,undefined -fno-sanitize-recover=undefined
 build/address/%: OWN_SANITIZER = $(SANITIZER)
-# Kernels' tests spend more time in the compiler than they run, most of all with this sanitizer.
-$(LAYER_TESTS:%=build/address/%.o): OPTIMIZE = -O1 -g1
 build/thread/%: SANITIZER = -fsanitize=thread
 build/thread/%: OWN_SANITIZER = -DEMULATOR_THREAD_SANITIZER
 
@@ -116,7 +116,6 @@ build/without/train_gpt: train_gpt.cu $(EMULATOR:%=build/plain/%.o) $(EMULATOR_H
 	    $(DEPS_LINK) -lboost_context -ldl -lxxhash -lpthread
 
 # test_gpt and the GPU's benchmark (for test_bench_gpu.py) through the emulated kernels; fp32: of a GPU's fp32 build.
-build/plain/bench_gpu: private OPTIMIZE = -O1
 build/plain/bench_gpu: dev/bench/bench_gpu.cu train_gpt.cu
 build/plain/test_gpt build/fp32/test_gpt build/debug/test_gpt: test_gpt.cu train_gpt.cu
 build/plain/bench_gpu build/plain/test_gpt build/fp32/test_gpt build/debug/test_gpt: $(EMULATOR:%=build/plain/%.o) \
@@ -131,8 +130,8 @@ test-emulated: setup
 
 # ---- nvcc, and GPUs
 
-# For the GPUs of 2020, 2022 and 2024, and linked where NCCL is; nvcc's warnings are errors. Of the kernels' tests it is
-# enough that nvcc compiles them: the trainer has all kernels.
+# For the GPUs of 2020, 2022 and 2024, and linked where NCCL is; nvcc's warnings are errors. In fp32 one GPU is enough,
+# and of the kernels' tests that nvcc compiles them: the trainer has all kernels.
 build/nvcc/%: CI = true
 CUDA_TESTS = $(LAYER_TESTS:%=build/nvcc/%.ptx) build/nvcc/test_kernels.ptx
 check-cuda:
@@ -151,8 +150,8 @@ build/nvcc/train_gpt.o: train_gpt.cu
 build/nvcc/test_gpt_fp32.o: test_gpt.cu train_gpt.cu
 build/nvcc/train_gpt.o build/nvcc/test_gpt_fp32.o: $(EMULATOR_HEADERS)
 	@mkdir -p $(@D)
-	$(NVCC) $(CUDA_FLAGS) $(if $(findstring fp32,$@),-DENABLE_FP32) $(call code_for,80 90 100) $(GPU_HOST) \
-	    -c $(firstword $(filter %.cu,$^)) -o $@
+	$(NVCC) $(CUDA_FLAGS) $(if $(findstring fp32,$@),-DENABLE_FP32 $(call code_for,90),$(call code_for,80 90 100)) \
+	    $(GPU_HOST) -c $(firstword $(filter %.cu,$^)) -o $@
 
 build/nvcc/%.ptx: %.cpp $(EMULATOR_HEADERS)
 	@mkdir -p $(@D)
