@@ -1,13 +1,12 @@
 // Comm over Gloo's TCP transport: every member is connected with every other and sends each its part.
 //
-//     all_gather, all_to_all   (size - 1) * bytes sent and received by a member
+//     all_gather, all_to_all   each member sends and receives (size - 1) * bytes
 //     reduce_scatter           each member sends each owner its part; the owner adds them in order of rank
-//     all_reduce               everyone's values to everyone, for the few scalars of a step
+//     all_reduce               all values to all members, for the few scalars of a step
 //
 // Gloo moves the bytes: its own thread sits in epoll and the stream's thread sleeps, so that waiting costs no
 // core. Gloo's collectives are not used, since they cannot say which member failed. Here a lost connection or
-// a member that is silent for too long is a CommError that names it. One death makes others leave, who then
-// look dead too: so whoever sees the first writes it into the store ("cause"), and everyone reports that.
+// a member that is silent for too long is a CommError that names the first failure of the run (cause.h).
 #pragma once
 #include <arpa/inet.h>
 #include <gloo/common/error.h>
@@ -37,22 +36,17 @@
 #include "llmc/comm.h"
 #include "llmc/error.h"
 #include "llmc/run/machine.h"
+#include "llmc/run/socket.h"
 #include "llmc/run/store.h"
 #include "llmc/stream.h"
 
 // -----------------------------------------------------------------------------------------------------------
 // Addresses
 
-inline std::string numeric_address(const sockaddr* address, socklen_t length) {
-    char text[NI_MAXHOST];
-    if (getnameinfo(address, length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) != 0) { return ""; }
-    return text;
-}
-
 inline bool is_link_local(const std::string& address) { return address.rfind("fe80:", 0) == 0; }
 
-// The address of a network interface: IPv4 where it has one, link-local only where it has no other.
-// UserError names the interfaces that there are.
+// The address of a network interface: IPv4 if it has one, link-local only if it has no other. If it has none,
+// the UserError names all interfaces that have one.
 inline std::string interface_address(const std::string& interface) {
     ifaddrs* list = nullptr;
     if (getifaddrs(&list) != 0) { throw RunError(format("getifaddrs failed (%s)", strerror(errno))); }
@@ -85,15 +79,10 @@ inline std::string default_route_address() {
     sockaddr_in far = {};
     far.sin_family = AF_INET;
     far.sin_port = htons(9);
-    inet_pton(AF_INET, "192.0.2.1", &far.sin_addr);  // set aside for documentation: never a local network
+    inet_pton(AF_INET, "192.0.2.1", &far.sin_addr);  // reserved for documentation: never a local network
     const int descriptor = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    sockaddr_storage local;
-    socklen_t length = sizeof local;
     std::string address;
-    if (connect(descriptor, (const sockaddr*)&far, sizeof far) == 0 &&
-        getsockname(descriptor, (sockaddr*)&local, &length) == 0) {
-        address = numeric_address((const sockaddr*)&local, length);
-    }
+    if (connect(descriptor, (const sockaddr*)&far, sizeof far) == 0) { address = local_address(descriptor); }
     close(descriptor);
     return address;
 }
@@ -105,25 +94,25 @@ inline bool is_loopback(const std::string& address) {
 // -----------------------------------------------------------------------------------------------------------
 // One transfer
 
-// One send to a peer or one receive from it, of `bytes` at `data`.
+// One send to a peer, or one receive from it, of `bytes` at `data`.
 struct Transfer {
     Transfer(gloo::transport::Context& context, void* data, size_t bytes, int peer, bool receives)
         : buffer(context.createUnboundBuffer(data, bytes)), peer(peer), receives(receives) {}
 
     void start(uint64_t slot) { receives ? buffer->recv(peer, slot) : buffer->send(peer, slot); }
 
-    // True when it is done, false when interrupted. Throws gloo::Exception where the connection has failed.
-    // Without a limit, because a wait of Gloo's that times out closes all connections, and so makes the
-    // others report this process before it can write down who was silent.
+    // Returns true when it is done, false when interrupted. Throws gloo::Exception if the connection has
+    // failed. There is no time limit, because a wait of Gloo's that times out closes all connections: the
+    // others would report this process before it can write down which process was silent.
     bool wait() {
         const std::chrono::milliseconds unlimited = std::chrono::hours(24 * 365);
         return receives ? buffer->waitRecv(unlimited) : buffer->waitSend(unlimited);
     }
 
-    // Makes one wait, the present or the next, return false.
+    // Makes the present wait, or else the next one, return false.
     void interrupt() { receives ? buffer->abortWaitRecv() : buffer->abortWaitSend(); }
 
-    // Throws gloo::Exception where the connection has failed; returns at once and changes nothing else.
+    // Throws gloo::Exception if the connection has failed. Returns at once.
     void check() {
         interrupt();
         wait();
@@ -132,10 +121,10 @@ struct Transfer {
     std::unique_ptr<gloo::transport::UnboundBuffer> buffer;
     const int peer;
     const bool receives;
-    bool is_done = false;  // by a wait
+    bool is_done = false;  // as a wait has found
 };
 
-// Interrupts the transfer that is waited for ten times a second, so that the waiting thread can look around.
+// Interrupts a wait ten times a second, so that the waiting thread can look at all its transfers.
 class Interrupter {
 public:
     Interrupter() : thread([this] { run(); }) {}
@@ -148,7 +137,7 @@ public:
         thread.join();
     }
 
-    // From now on `transfer` is interrupted, and no other; null: none is.
+    // From now on the wait for `transfer` is interrupted, and no other; null: none is.
     void watch(Transfer* transfer) {
         std::lock_guard<std::mutex> lock(mutex);
         awaited = transfer;
@@ -169,10 +158,10 @@ private:
     std::thread thread;
 };
 
-// Threads that are started while it lives wake up without pushing another off its core. For Gloo's: it takes
-// the lock of a connection by trying again and again, and if it pushes aside the very thread that holds the
-// lock, it spins for a whole time slice. (Exchanges of one value, on two busy cores: 0.2 to 0.7 ms instead of
-// up to 4 ms, and a tenth of the CPU time.)
+// Threads that are started during its life do not preempt other threads when they wake up. It is meant for
+// Gloo's thread, which spins on the lock of a connection: if it preempts the very thread that holds the lock,
+// it spins for a whole time slice. (Exchanges of one value, on two busy cores: 0.2 to 0.7 ms instead of up to
+// 4 ms, and a tenth of the CPU time.)
 class PatientThreads {
 public:
     PatientThreads() : is_usual(sched_getscheduler(0) == SCHED_OTHER) { set(SCHED_BATCH); }
@@ -231,40 +220,40 @@ public:
     void reduce_scatter(float* out, const float* inp, size_t count, cpu::Stream& stream,
                         Traffic* traffic) override {
         enqueue(stream, traffic, count * sizeof(float), [=](uint64_t call) {
-            float* const received = scratch_for(size_t(my_size) * count);
-            exchange(call, count * sizeof(float),
-                     [=](int peer) { return reinterpret_cast<const char*>(inp + size_t(peer) * count); },
-                     [=](int peer) { return reinterpret_cast<char*>(received + size_t(peer) * count); });
-            std::vector<const float*> parts;
-            for (int r = 0; r < my_size; r++) {
-                parts.push_back((r == my_rank ? inp : received) + size_t(r) * count);
-            }
-            reduce_parts(out, parts, count, Reduction::sum);
+            reduce(call, out, inp + size_t(my_rank) * count, count, Reduction::sum,
+                   [=](int peer) { return inp + size_t(peer) * count; });
         });
     }
 
     void all_reduce(float* values, size_t count, Reduction reduction, cpu::Stream& stream,
                     Traffic* traffic) override {
         enqueue(stream, traffic, count * sizeof(float), [=](uint64_t call) {
-            float* const received = scratch_for(size_t(my_size) * count);
-            exchange(call, count * sizeof(float), [=](int) { return reinterpret_cast<const char*>(values); },
-                     [=](int peer) { return reinterpret_cast<char*>(received + size_t(peer) * count); });
-            std::vector<const float*> parts;
-            for (int r = 0; r < my_size; r++) {
-                parts.push_back(r == my_rank ? values : received + size_t(r) * count);
-            }
-            reduce_parts(values, parts, count, reduction);
+            reduce(call, values, values, count, reduction, [=](int) { return values; });
         });
     }
 
 private:
     using Clock = std::chrono::steady_clock;
-    using Address = std::vector<char>;
 
     static std::vector<std::string> names_of_members(const CommGroup& group) {
         std::vector<std::string> names;
         for (int r = 0; r < group.size; r++) { names.push_back(group.member(r)); }
         return names;
+    }
+
+    // out = sum or maximum over the members of what each sends this one; `own` is this one's part.
+    template <class OutPart>
+    void reduce(uint64_t call, float* out, const float* own, size_t count, Reduction reduction,
+                OutPart out_part) {
+        float* const received = scratch_for(size_t(my_size) * count);
+        exchange(call, count * sizeof(float),
+                 [=](int peer) { return reinterpret_cast<const char*>(out_part(peer)); },
+                 [=](int peer) { return reinterpret_cast<char*>(received + size_t(peer) * count); });
+        std::vector<const float*> parts;
+        for (int r = 0; r < my_size; r++) {
+            parts.push_back(r == my_rank ? own : received + size_t(r) * count);
+        }
+        reduce_parts(out, parts, count, reduction);
     }
 
     // out[i] = parts[0][i] + parts[1][i] + ..., in this order, or their maximum (NaN if one is).
@@ -320,10 +309,10 @@ private:
         if (my_size == 1) { return; }
         if (failure) { std::rethrow_exception(failure); }
         NoSigpipe no_sigpipe;
-        // Members that are out of step must not take one call's bytes for another's: they meet in no slot.
+        // The bytes of different calls never meet in one slot, even if members are out of step.
         const uint64_t slot = (call & 0xFFFFFF) << 40 | bytes;
         std::vector<Transfer> transfers;
-        // Each member begins with the next one, so that nobody is the first target of all.
+        // Each member begins with the next one, so that no member is the first target of all others.
         for (bool receives : {true, false}) {
             for (int distance = 1; distance < my_size; distance++) {
                 const int peer = (my_rank + (receives ? my_size - distance : distance)) % my_size;
@@ -335,9 +324,9 @@ private:
         wait_for_all(transfers, bytes);
     }
 
-    // Waits for each in turn for a moment, until all are done. The time limit begins anew with each that is:
-    // many of them may share a slow line. Now and then looks at all: the one whose peer has died need not be
-    // the one that is waited for.
+    // Waits a moment for each in turn, until all are done. The time limit starts again with each that is
+    // done: many transfers may share a slow line. In between it checks all of them: the transfer whose peer
+    // has died need not be the one that is waited for.
     void wait_for_all(std::vector<Transfer>& transfers, size_t bytes) {
         Patience patience(timeout);
         for (size_t done = 0, next = 0; done < transfers.size(); next = (next + 1) % transfers.size()) {
@@ -353,7 +342,7 @@ private:
         }
     }
 
-    // Waits until the transfer is done, but at most for a tenth of a second.
+    // Waits for the transfer, at most a tenth of a second.
     bool is_done_soon(Transfer& transfer) {
         if (transfer.is_done) { return true; }
         interrupter->watch(&transfer);
@@ -362,9 +351,9 @@ private:
         return transfer.is_done;
     }
 
-    // Someone is silent: but a peer that waits for a third one in an earlier call is silent, too. So all who
-    // wait in vain say so in the store, and who does not say so is named.
-    // Returns if all has come after all, otherwise throws CommError. `bytes`: of one transfer
+    // A silent peer may itself wait for a third process, in an earlier call. So every process that waits in
+    // vain says so in the store, and the error names a peer that does not say so.
+    // Returns if all transfers are done after all, otherwise throws CommError. `bytes`: of one transfer
     void report_silence(std::vector<Transfer>& transfers, size_t bytes) {
         std::vector<int> silent;
         for (Transfer& transfer : transfers) {
@@ -378,14 +367,14 @@ private:
             auto says_nothing = [&](int peer) { return !store.try_get("waiting/" + members[size_t(peer)]); };
             const auto found = std::find_if(silent.begin(), silent.end(), says_nothing);
             if (found != silent.end()) { culprit = *found; }
-        } catch (const RunError&) {}  // without the store it is the first of them
+        } catch (const RunError&) {}  // the store has failed: name the first
         if (bytes < 1'000'000) { fail(culprit, format("has been silent for %g s (--timeout)", timeout)); }
-        // Of so much some may have come, which cannot be seen from here.
+        // Part of a large transfer may have arrived, which cannot be seen from here.
         fail(culprit, format("did not finish an exchange of %.0f MB within %g s (--timeout)",
                              double(bytes) / 1e6, timeout));
     }
 
-    // Gloo's exceptions about a transfer are about its peer.
+    // Does `work`. An exception of Gloo's means that the transfer's peer is gone.
     template <class Work>
     void guard(Transfer& transfer, Work work) {
         try {
@@ -396,7 +385,7 @@ private:
         }
     }
 
-    // Reports the first failure of the run, which may be another than the one seen here, and then closes the
+    // Reports the first failure of the run, which need not be the one seen here, and then closes the
     // connections: in this order, or the others would report this process.
     [[noreturn]] void fail(int peer, const std::string& what) {
         const Cause cause = record_cause(store, {members[size_t(peer)], what});
@@ -409,7 +398,8 @@ private:
         std::rethrow_exception(failure);
     }
 
-    // The value that `peer` has set; CommError when the run has failed meanwhile, or after the time limit.
+    // Waits for the value that `peer` sets. CommError if the run has failed meanwhile, or after the time
+    // limit.
     std::string await(const std::string& key, int peer, Patience& patience) {
         while (true) {
             if (std::optional<std::string> value = store.try_get(key)) { return *value; }
@@ -423,8 +413,8 @@ private:
 
     std::string key(const char* what, int r) const { return name + "/" + what + "/" + std::to_string(r); }
 
-    // The address that others shall connect to: the interface's, or the one that leads to the store; where
-    // that is the loopback and members sit on other machines, the one that leads out.
+    // The address for others to connect to: the interface's, or the one that leads to the store. If that is
+    // the loopback and there are members on other machines, the one that leads out.
     std::string choose_address(const std::string& interface, Patience& patience) {
         const std::string machine = machine_name();
         store.set(key("machine", my_rank), machine);
@@ -446,7 +436,7 @@ private:
         return address;
     }
 
-    // Publishes an address for each peer (each has its own listening socket), then connects in order of rank.
+    // Publishes an address for each peer (Gloo listens on a socket for each), then connects in order of rank.
     void connect(const std::string& interface) {
         NoSigpipe no_sigpipe;  // Gloo's thread is started here and never gets one
         Patience patience(timeout);
@@ -463,14 +453,18 @@ private:
         // Gloo waits five times as long for a connection.
         const double milliseconds = std::min(std::max(1.0, timeout * 1000 / 5), 1e9);
         context->setTimeout(std::chrono::milliseconds(long(milliseconds)));
-        std::vector<Address> addresses(static_cast<size_t>(my_size));
-        for (int r = 0; r < my_size; r++) {
-            if (r != my_rank) { addresses[size_t(r)] = context->createPair(r)->address().bytes(); }
-        }
-        store.set(key("address", my_rank), pack(addresses));
+        auto address_key = [&](int of, int for_peer) {
+            return key("address", of) + "/" + std::to_string(for_peer);
+        };
         for (int r = 0; r < my_size; r++) {
             if (r == my_rank) { continue; }
-            const Address theirs = unpack(await(key("address", r), r, patience), size_t(my_rank));
+            const std::vector<char> own = context->createPair(r)->address().bytes();
+            store.set(address_key(my_rank, r), std::string(own.begin(), own.end()));
+        }
+        for (int r = 0; r < my_size; r++) {
+            if (r == my_rank) { continue; }
+            const std::string bytes = await(address_key(r, my_rank), r, patience);
+            const std::vector<char> theirs(bytes.begin(), bytes.end());
             try {
                 context->getPair(r)->connect(theirs);
             } catch (const gloo::Exception&) {
@@ -478,30 +472,6 @@ private:
                         " (then look at --interface and at firewalls)");
             }
         }
-    }
-
-    // Addresses of different peers as (length, bytes) one after the other.
-    static std::string pack(const std::vector<Address>& addresses) {
-        std::string text;
-        for (const Address& address : addresses) {
-            text += char(address.size() / 256);
-            text += char(address.size() % 256);
-            text.append(address.begin(), address.end());
-        }
-        return text;
-    }
-
-    static Address unpack(const std::string& text, size_t index) {
-        size_t at = 0;
-        for (size_t i = 0; at + 2 <= text.size(); i++) {
-            const size_t bytes = size_t((unsigned char)(text[at])) * 256 + (unsigned char)(text[at + 1]);
-            at += 2;
-            if (i == index && at + bytes <= text.size()) {
-                return Address(text.begin() + long(at), text.begin() + long(at + bytes));
-            }
-            at += bytes;
-        }
-        throw RunError("an address in the store is damaged: use another --run-name");
     }
 
     Store& store;

@@ -39,8 +39,8 @@ class Restarts {
 public:
     explicit Restarts(int most) : most(most) {}
 
-    // Of a worker that has failed `lived` seconds after its last start. Returns the seconds to wait before the
-    // next start; 0: there is none.
+    // Of a worker that has failed `lived` seconds after its last start. Returns the seconds to wait before
+    // the next start; 0: there is none.
     double next(double lived) {
         if (lived >= 600) { count = 0; }
         if (count >= most) { return 0; }
@@ -388,7 +388,9 @@ private:
         std::set<std::string>& told = run.culprit && is_mistake(run) ? told_mistakes : told_here;
         for (auto line = lines.begin(); line != lines.end(); line++) {
             const auto& [child, text] = *line;
-            auto is_quoted = [said = text](const auto& other) { return said.find(other.second) != std::string::npos; };
+            auto is_quoted = [said = text](const auto& other) {
+                return said.find(other.second) != std::string::npos;
+            };
             const bool is_quote = line < culprits && std::any_of(culprits, lines.end(), is_quoted);
             if (is_quote || !told.insert(text).second) { continue; }
             say("error: " + (child->is_first() || speakers[text] > 1 ? "" : child->name() + ": ") + text);

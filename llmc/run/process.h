@@ -332,8 +332,8 @@ struct Process {
         return values;
     }
 
-    // Runs `check` on all processes. If it throws a UserError on one of them, all throw that same error, before
-    // any of them has written anything.
+    // Runs `check` on all processes. If it throws a UserError on one of them, all throw that same error,
+    // before any of them has written anything.
     void check_together(const std::string& key, const std::function<void()>& check) {
         std::string mistake;
         try {
@@ -381,10 +381,10 @@ struct Process {
         keeper.reset();
     }
 
-    // Ends this process with its one line on stderr: status 2 for a UserError, otherwise 1. To be called where
-    // an error is caught while communicators still exist: their threads may be waiting for a process that is
-    // alive, and destructors would wait with them. A failure of this process's own is written down for the
-    // others to report. Of several threads that find an error, the first one's counts.
+    // Ends this process with its one line on stderr: status 2 for a UserError, otherwise 1. To be called
+    // where an error is caught while communicators still exist: their threads may be waiting for a process
+    // that is alive, and destructors would wait with them. A failure of this process's own is written down
+    // for the others to report. Of several threads that find an error, the first one's counts.
     [[noreturn]] void leave_with(const std::exception& error) const {
         while (is_leaving->exchange(true)) { std::this_thread::sleep_for(std::chrono::hours(1)); }
         const bool is_others_failure = dynamic_cast<const CommError*>(&error);

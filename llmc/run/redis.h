@@ -1,8 +1,8 @@
-// A connection to a Redis or Valkey server, for the stores that are one (store_redis.h,
-// streaming/elastic/log_store_redis.h): redis://[[USER]:PASSWORD@]HOST[:PORT], rediss:// over TLS, with the
-// authority's certificate in DILOCO_CA where it is not one of the system's. hiredis connects and speaks the
-// protocol. The bytes go through a Socket: of hiredis' versions not all know TLS, and none looks at the name
-// in a certificate.
+// A connection to a Redis or Valkey server, for the stores on such a server (store_redis.h,
+// log_store_redis.h): redis://[[USER]:PASSWORD@]HOST[:PORT], or rediss:// over TLS, where DILOCO_CA names the
+// authority's certificate unless it is one of the system's. hiredis connects and speaks the protocol. The
+// bytes go through a Socket, because not every version of hiredis knows TLS, and none checks the name in a
+// certificate.
 #pragma once
 #include <ctype.h>
 #include <hiredis/hiredis.h>
@@ -40,7 +40,7 @@ struct RedisAddress {
     bool tls = false;
 };
 
-// %XX in user and password; an IPv6 address stands in brackets.
+// User and password may contain %XX; an IPv6 address stands in brackets.
 inline RedisAddress parse_redis_url(const std::string& url) {
     auto wrong = [&] {
         return UserError(
@@ -105,8 +105,8 @@ public:
     using Reply = std::unique_ptr<redisReply, Free>;
     using Words = std::vector<std::string_view>;
 
-    // Does not connect yet. UserError for what is no address, and for an authority that cannot be read.
-    // `silence`: seconds after which a connection is taken for lost.
+    // Does not connect yet. UserError if the URL is no address or the authority's certificate cannot be read.
+    // `silence`: seconds after which a connection is lost.
     RedisConnection(const std::string& url, double silence)
         : address(parse_redis_url(url)), silence(silence), buffer(1 << 16) {
         const char* authority = getenv("DILOCO_CA");
@@ -115,8 +115,8 @@ public:
 
     bool is_open() const { return bool(socket); }
 
-    // UserError where the server cannot be reached within `timeout` seconds, is another than its name says,
-    // or refuses the password. One that is reading its data is waited for, so long.
+    // UserError if the server cannot be reached within `timeout` seconds, is not the one that the URL names,
+    // or refuses the password. Waits that long, too, for a server that is still reading its data.
     void connect(double timeout) {
         close();
         timeval limit = {time_t(timeout), suseconds_t((timeout - double(time_t(timeout))) * 1e6)};
@@ -149,10 +149,10 @@ public:
         context.reset();
     }
 
-    // The server's reply, also where that is an error. ConnectionLost; it is closed then.
+    // Returns the server's reply, which may be an error. Throws ConnectionLost, and is closed then.
     Reply ask(const Words& words) { return std::move(ask_all({words}).front()); }
 
-    // The same to each of several commands, which go out together.
+    // The replies to several commands, which are sent together.
     std::vector<Reply> ask_all(const std::vector<Words>& commands) {
         try {
             for (const Words& words : commands) { send(words); }
@@ -165,23 +165,15 @@ public:
         }
     }
 
-    // HOST:PORT; and as a URL, without the password.
+    // HOST:PORT, and the URL without the password.
     std::string where() const {
         const bool is_ipv6 = address.host.find(':') != std::string::npos;
         return (is_ipv6 ? "[" + address.host + "]" : address.host) + ":" + std::to_string(address.port);
     }
     std::string url() const { return (address.tls ? "rediss://" : "redis://") + where(); }
 
-    // This machine's address on the way to the server; empty where there is no connection.
-    std::string local_address() const {
-        sockaddr_storage local;
-        socklen_t length = sizeof local;
-        char text[NI_MAXHOST];
-        const bool is_known =
-            context && getsockname(context->fd, (sockaddr*)&local, &length) == 0 &&
-            getnameinfo((sockaddr*)&local, length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) == 0;
-        return is_known ? text : "";
-    }
+    // This machine's address on the way to the server; empty if there is no connection.
+    std::string local_address() const { return context ? ::local_address(context->fd) : ""; }
 
 private:
     std::unique_ptr<Socket> open_socket(double timeout) const {

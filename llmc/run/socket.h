@@ -1,10 +1,11 @@
-// A connected TCP socket as a stream of bytes. What takes long is limited by silence, not as a whole: 64 MiB
-// take a minute at 10 Mbit/s, and more where several share a line. It is silent when nothing comes and the
-// other side acknowledges nothing of what is on its way. Over TLS: tls.h.
+// A connected TCP socket as a stream of bytes; over TLS: tls.h. The time limit is one of silence, not of the
+// whole transfer: 64 MiB take a minute at 10 Mbit/s, and longer on a shared line. The other side is silent
+// while it neither sends anything nor acknowledges bytes that were sent to it.
 #pragma once
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/sockios.h>
+#include <netdb.h>
 #include <poll.h>
 #include <string.h>
 #include <sys/ioctl.h>
@@ -17,14 +18,28 @@
 #include "llmc/error.h"
 #include "llmc/run/store.h"
 
+inline std::string numeric_address(const sockaddr* address, socklen_t length) {
+    char text[NI_MAXHOST];
+    if (getnameinfo(address, length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) != 0) { return ""; }
+    return text;
+}
+
+// This machine's address on a connection; empty if that cannot be found.
+inline std::string local_address(int descriptor) {
+    sockaddr_storage local;
+    socklen_t length = sizeof local;
+    if (getsockname(descriptor, (sockaddr*)&local, &length) != 0) { return ""; }
+    return numeric_address((const sockaddr*)&local, length);
+}
+
 struct ConnectionLost : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
 class Socket {
 public:
-    // `descriptor` is closed by the caller; processes that this one starts do not have it. `silence`: seconds
-    // after which it is given up.
+    // The caller closes `descriptor`; processes that this one starts do not inherit it. `silence`: seconds
+    // after which the connection is lost.
     Socket(int descriptor, double silence) : descriptor(descriptor), silence(silence) {
         fcntl(descriptor, F_SETFD, FD_CLOEXEC);
         fcntl(descriptor, F_SETFL, fcntl(descriptor, F_GETFL) | O_NONBLOCK);
@@ -34,13 +49,13 @@ public:
 
     void limit_silence(double seconds) { silence = seconds; }
 
-    // All of it, to the kernel at least. ConnectionLost where that fails, here and below.
+    // Returns when the kernel has all of it. Throws ConnectionLost, as do all functions below.
     void send(const char* data, size_t bytes) {
         NoSigpipe no_sigpipe;
         for (size_t sent = 0; sent < bytes;) { sent += send_some(data + sent, bytes - sent); }
     }
 
-    // Some bytes, at least one.
+    // Returns the number of bytes received: at least one.
     size_t receive(char* data, size_t bytes) {
         NoSigpipe no_sigpipe;
         return receive_some(data, bytes);
@@ -63,7 +78,7 @@ protected:
         }
     }
 
-    // Until it can be read (POLLIN) or written to (POLLOUT).
+    // Returns when the socket can be read (POLLIN) or written to (POLLOUT).
     void wait_for(short events) const {
         const int step = int(1000 * std::clamp(silence / 4, 0.001, 0.25));
         Patience patience(silence);
@@ -90,7 +105,7 @@ private:
         wait_for(events);
     }
 
-    // Bytes that the other side has not acknowledged.
+    // Bytes sent that the other side has not acknowledged.
     int on_its_way() const {
         int bytes = 0;
         return ioctl(descriptor, SIOCOUTQ, &bytes) == 0 ? bytes : 0;
