@@ -420,11 +420,11 @@ def report(arguments):
              f"{jobs.learning_rate[DATA_PARALLEL]:g} for data-parallel and "
              f"{jobs.learning_rate[STREAMING]:g} for the others, outer {jobs.outer_lr[STREAMING]:g} (DiLoCo: "
              f"{jobs.outer_lr[CLASSIC]:g}), momentum 0.9. Validation loss of the global parameters on "
-             f"{scale.validation_tokens:,} tokens; beside it that of the workers' own, their "
-             f"mean. {len(results.made)} long runs, {minutes:.0f} minutes.")
+             f"{scale.validation_tokens:,} tokens, and beside it the mean of the workers' local "
+             f"parameters. {len(results.made)} long runs, {minutes:.0f} minutes.")
     parts = [intro, main_table(results), "\n".join(verdicts(results)),
-             "## Learning rates\n\nIn whole runs of seed 1; of data-parallel the inner one. Short runs, "
-             "of another seed, have half the tokens.\n\n"
+             "## Learning rates\n\nLosses of whole runs of seed 1, at each rate that was tried. Short runs, of another "
+             "seed, have half the tokens.\n\n"
              + "\n".join(f"- {line}" for line in text) if text else "",
              TREND + trend if (trend := trend_table(arguments, jobs, results)) else "", NOTES]
     if results.missing:
@@ -437,8 +437,8 @@ def report(arguments):
 
 TREND = """## As training gets longer
 
-Gaps to data-parallel. "Trained on 50% alone": complete trainings of that length, with the learning rate's
-whole course and the best rates for that. The other columns are stations of the long runs.
+Gaps to data-parallel. "Trained on 50% alone": complete trainings of half the length, with the whole
+learning-rate schedule and the best rates for that length. The other columns are points along the long runs.
 
 """
 

@@ -128,10 +128,10 @@ def costs_section(arguments):
               "waits"]
     text = markdown(header, table) + f"""
 
-Two workers that keep two cores busy, tau = {BUSY['--overlap']}; of the one that spent more. The bar is for
-the program's defaults; what costs more is beside them, with fragments of one layer. Training stands still
-for deciding: waits for others are beside it, and encoding and merging, which every transport has, are not in
-it."""
+Two workers that keep two cores busy, tau = {BUSY['--overlap']}; the figures are of the one that spent more. The
+bar is for the program's defaults (H = 100); fragments of one layer and H = 30 cost more. "Training stood still"
+counts decisions only. Waits for others have a column of their own, and encoding and merging, which every
+transport has, are left out."""
     return Section("What it costs", bars, text if table else "")
 
 
@@ -195,12 +195,13 @@ def far_section(arguments):
               "steps/s", "cores in use"]
     text = markdown(header, table) + f"""
 
-Each worker and the Redis server are a site of their own behind such a line: the server's carries what all
-workers write and read. TCP is Reno's, without slow start after idle. H = {CARRYING['-H']}, five fragments.
-Utilization is the share of their time in which workers do not wait, over that of the same workers right
-beside the store, with tau = {NO_WAITS}; steps/s are the median of periods of H steps, over theirs, and
-differ by what the machine does from run to run, too. The prediction is made from their log, in which steps
-differ from worker to worker and from step to step; "even steps" is the prediction if all took as long."""
+Each worker and the Redis server are sites of their own behind such a line, and the server's line carries what
+all workers write and read. TCP uses Reno, without slow start after idle. H = {CARRYING['-H']}, five fragments.
+Utilization is the share of time in which workers do not wait, relative to the same workers right beside the
+store with tau = {NO_WAITS}. Steps/s are the median over periods of H steps, relative to the same workers; they
+also vary with the machine's speed from run to run. Predictions are made from the log of the workers beside the
+store, whose steps differ in length from worker to worker and from step to step; "even steps" is the prediction
+for steps of equal length."""
     return Section("Far from the store", [Bar(claim, found, most <= APART)], text if table else "")
 
 
@@ -227,9 +228,10 @@ def links_section(arguments):
     text = markdown(["minutes", "syncs", "payload", "workers' lines in use", "waits", *ABSENCE,
                      "syncs without somebody"], [row]) + f"""
 
-Four workers, each behind a line of 10 Mbit/s and 20 ms, and a store with room enough. A fragment is sent
-every {CARRYING['-H'] // 5} steps and merged {LINKS_OVERLAP} steps later: two or three are under way at any
-time. Heartbeats go through the same queues. Lines in use: of what each could receive.""" + "".join(said[:20])
+Four workers, each behind a line of 10 Mbit/s and 20 ms, and a store with a wide line. A fragment is sent every
+{CARRYING['-H'] // 5} steps and merged {LINKS_OVERLAP} steps later, so two or three are in flight at any time.
+Heartbeats go through the same queues. "Lines in use" is the share of what each line could have carried to its
+worker.""" + "".join(said[:20])
     is_absent = bool(absences) or lacking > 0
     is_long = minutes >= LINKS_MINUTES
     return Section(title, [Bar(claim, found if is_absent or is_long else None, not is_absent)], text)
@@ -327,11 +329,11 @@ def uneven_section(arguments):
     text = markdown(["its speed", "the others keep", "steps/s", "it is counted in",
                      "tokens, of another's", "loss", "even run's", "difference", "seeds"], table) + f"""
 
-The others keep so much of the share of their time in which they do not wait, behind the first
-{LEARNING['-H']} steps, beside a run of three with the fourth training by itself; and of its steps/s, which
-differ by what the machine does from run to run, too. Medians over seeds. H = {LEARNING['-H']}, tau =
-{LEARNING['--overlap']}, means weighted by tokens. The even run's four workers have as many tokens together,
-in fewer steps."""
+"The others keep" compares the share of time in which the three others do not wait, after the first
+{LEARNING['-H']} steps, with that of a run of these three beside which the fourth trains alone. "Steps/s" makes
+the same comparison, and also varies with the machine's speed from run to run. Medians over seeds;
+H = {LEARNING['-H']}, tau = {LEARNING['--overlap']}, means weighted by tokens. The four workers of the even run
+train on as many tokens together, in fewer steps."""
     return Section("One of four workers is slower", bars, text if table else "")
 
 

@@ -424,22 +424,25 @@ def probe_text(arguments, lines):
 
 
 EXPLANATION = """\
-A line limits what each worker sends and, likewise, what it receives; its queue holds what passes in 50 ms or
-in a round trip, and 32 packets at least. device / program: bytes that the namespace's device has sent, by the
-kernel's count, over those that the program has counted: headers, acknowledgements, what was sent again.
-Packets lost: in full queues, and by lines that lose some. Waited: by process 0, in exchanges alone. Cores for
-packets: the share of this machine's processor time that its kernel and the relay took. Training keeps every
-core busy but while it waits, and so this is speed that it loses here, which a machine with an idle core would
-not.
+A line limits what each worker sends and, separately, what it receives. Its queue holds what passes in 50 ms or in
+a round trip, and at least 32 packets. The columns:
 
-By tokens/s: over those of the same method over the unlimited line. By waits: the same of the share of the
-time in which a process did not wait for an exchange, the mean of both. Where a machine is now faster and now
-slower, as virtual ones are, the first goes with it and the second does not; data-parallel's waits are not
-logged. Predicted: from the unlimited run's log and the line's rate; in the next column from what TCP made of
-the line and what a step took in this run, without waits (data-parallel: as in the unlimited one).
+- device / program: the bytes that the namespace's device has sent, as the kernel counts them, over those that the
+  program counts. The difference is headers, acknowledgements and retransmissions.
+- packets lost: in full queues, and on lines that lose packets.
+- waited: the seconds that process 0 waited for exchanges.
+- cores for packets: the share of this machine's processor time that its kernel and the relay took. Training keeps
+  every core busy except while it waits, so training is slower by this share here. It would not be on a machine with
+  an idle core.
+- by tokens/s: tokens/s, relative to the same method over the unlimited line.
+- by waits: the share of time in which a process did not wait for an exchange, relative to the same method over the
+  unlimited line, as the mean of both processes. Unlike tokens/s it does not follow the changing speed of a virtual
+  machine. Data-parallel's waits are not logged.
+- predicted: from the unlimited run's log and the line's rate; in the next column from what TCP made of the line and
+  from the length of a step without waits in this run (data-parallel: in the unlimited run).
 
-An exchange takes a round trip, in which Gloo's receiver says that it is ready and the data come, and what the
-data take. Data-parallel makes two such calls for each block and one more in a step, one after the other.
+An exchange takes a round trip, in which Gloo's receiver reports that it is ready and the data arrive, plus the time to
+transfer the data. Data-parallel makes two such calls for each block and one more per step, one after the other.
 
 The nearest published measurement, for scale (github.com/Adnan082/diloco-measured, 2026-08): four L40S over
 shaped Ethernet, 30.8M parameters; DiLoCo with H = 128 keeps 11.6% of its speed at 50 Mbit/s, 36% at 200, 72%

@@ -164,8 +164,9 @@ def report(arguments, settings):
             f"parameters, {arguments.tokens:,} tokens of the King James Bible as bytes, {TOKENS_A_STEP} a "
             f"step; validation loss of the global parameters on {VALIDATION_SEQUENCES * SEQUENCE:,} tokens. "
             f"{len(made)} runs, {minutes:.0f} minutes.", "", markdown(header, table), "", *verdicts(runs),
-            "Data-parallel stands in both parts: a step is as many tokens whoever takes it; its bytes are of "
-            "fp32 gradients. With four workers the exchange is all-to-all: means are rounded once more."]
+            "Data-parallel is the same in both parts, since a step has as many tokens for any number of workers; "
+            "its bytes are of fp32 gradients. With four workers the exchange is all-to-all, which rounds means "
+            "once more."]
     missing = len(settings) * arguments.seeds - len(made)
     if missing:
         text.append(f"{missing} of {missing + len(made)} runs are missing: run it again.")
