@@ -9,11 +9,10 @@
 //
 // Formats of 4 and 8 bits share a scale between the values of a block (quantize.h); the others need none.
 // Each format is a struct of the same members, so that loops and kernels are written once. encode(x) rounds
-// to nearest, ties to even, but in E3M0, where the two neighbours have no even one, away from zero.
-// encode(x, random) rounds stochastically: of all words of 32 random bits, that part of which x is on its way
-// from the smaller neighbour to the larger one chooses the larger, so that the mean is x. Both are
-// branchless: loops over them vectorise. What is larger than the largest code becomes the largest; a NaN is
-// not kept (the header's flag tells).
+// to nearest, ties to even; in E3M0, whose neighbours are never even, away from zero. encode(x, random)
+// rounds stochastically: x is rounded up with probability (x - lower neighbour) / (distance of the
+// neighbours), so that its expectation is x. Both are branchless, so that loops over them vectorise. A number beyond the
+// largest code becomes the largest; a NaN is not kept (a flag of the payload's header reports it).
 #pragma once
 #include <string>
 
@@ -23,20 +22,19 @@
 
 enum class Format { fp4, fp4_e2m1, fp8_e4m3, fp8_e5m2, bf16, fp32 };
 
-// The nearest number of a format with `exponent_bits` and `mantissa_bits`, as a code without sign.
-// magnitude: the bits of a non-negative fp32.   largest: the largest code to use.
-template <int exponent_bits, int mantissa_bits>
-HD inline uint32_t round_magnitude(uint32_t magnitude, uint32_t largest) {
+// The nearest number of a format with this exponent bias and these mantissa bits, as a code without sign.
+// magnitude: the bits of a non-negative fp32   largest: the largest code to use
+template <int bias, int mantissa_bits>
+HD inline uint32_t round_to_nearest(uint32_t magnitude, uint32_t largest) {
     const int dropped = 23 - mantissa_bits;
-    const int bias = (1 << (exponent_bits - 1)) - 1;
     const int32_t smallest_normal = (127 + 1 - bias) << 23;
 
-    // Normal: add just below half a unit of the last place kept, one more where that is odd; the carry does
-    // the rest.
+    // Normal: add just below half a unit of the last place kept, or half a unit if that place is odd; the
+    // carry rounds.
     const uint32_t odd = magnitude >> dropped & 1, below_half = (1u << (dropped - 1)) - 1;
     uint32_t normal = ((magnitude + below_half + odd) >> dropped) - (uint32_t(127 - bias) << mantissa_bits);
 
-    // Subnormal: adding a number whose last place is the format's smallest step makes the sum round to it.
+    // Subnormal: the sum with a number whose last place is the format's smallest step is rounded to it.
     const uint32_t adder = uint32_t(127 + 1 - bias - mantissa_bits + 23) << 23;
     uint32_t subnormal = float_to_bits(add_rn(bits_to_float(magnitude), bits_to_float(adder))) - adder;
 
@@ -45,21 +43,20 @@ HD inline uint32_t round_magnitude(uint32_t magnitude, uint32_t largest) {
 }
 
 // One of a number's two neighbours in such a format, as a code without sign. The probability of the larger
-// one is exact for normal numbers; for what is less than the smallest of these it is cut to a multiple of
-// 2^(mantissa_bits - 31).
-// magnitude: the bits of a non-negative fp32.   random: 32 bits
+// one is exact for normal numbers; for subnormal ones it is cut to a multiple of 2^(mantissa_bits - 31).
+// magnitude: the bits of a non-negative fp32   random: 32 bits
 template <int bias, int mantissa_bits>
 HD inline uint32_t round_stochastically(uint32_t magnitude, uint32_t random, uint32_t largest) {
     const int dropped = 23 - mantissa_bits;
     const uint32_t smallest_normal = uint32_t(127 + 1 - bias) << 23;
     const bool is_normal = int32_t(magnitude) >= int32_t(smallest_normal);
 
-    // Normal: what is dropped and as many random bits carry into what is kept.
+    // Normal: the sum of the bits to be dropped and as many random bits carries into those that are kept.
     uint32_t normal =
         ((magnitude + (random >> (32 - dropped))) >> dropped) - (uint32_t(127 - bias) << mantissa_bits);
 
-    // Subnormal: the same in fixed point: the number of the format's smallest steps, with as many bits behind
-    // the point as 31 leave.
+    // Subnormal: the same in fixed point, in units of the format's smallest step, with as many bits after the
+    // point as fit into 31.
     const int fraction = 31 - mantissa_bits;
     const float to_fixed = bits_to_float(uint32_t(127 + bias + 30) << 23);  // 2^(bias - 1 + 31)
     const float fixed = multiply_rn(bits_to_float(is_normal ? 0 : magnitude), to_fixed);
@@ -69,26 +66,40 @@ HD inline uint32_t round_stochastically(uint32_t magnitude, uint32_t random, uin
     return code < largest ? code : largest;
 }
 
-struct E3M0 {
-    static constexpr int bits = 4;
+// What the formats of 4 and 8 bits share.   bias: of the exponent   largest_code: without sign
+template <int width, int bias, int mantissa_bits, uint32_t largest_code>
+struct ScaledFormat {
+    static constexpr int bits = width;
     static constexpr bool scaled = true;
-    static constexpr float largest = 1;
 
     HD static uint32_t encode(float x) {
-        const uint32_t sign = float_to_bits(x) >> 28 & 8;
-        const int32_t magnitude = int32_t(float_to_bits(x) & 0x7fffffff);
-        const uint32_t half = 0x00400000;  // of the last place, the exponent's: ties go away from zero
-        int32_t exponent = int32_t((uint32_t(magnitude) + half) >> 23) - 120;
-        exponent = exponent > 7 ? 7 : exponent < 1 ? 1 : exponent;
-        return sign | uint32_t(magnitude < half_of_smallest ? 0 : exponent);
+        const uint32_t word = float_to_bits(x);
+        return sign(word) | round_to_nearest<bias, mantissa_bits>(word & 0x7fffffff, largest_code);
     }
 
     HD static uint32_t encode(float x, uint32_t random) {
         const uint32_t word = float_to_bits(x);
-        return (word >> 28 & 8) | round_stochastically<7, 0>(word & 0x7fffffff, random, 7);
+        const uint32_t magnitude = word & 0x7fffffff;
+        return sign(word) | round_stochastically<bias, mantissa_bits>(magnitude, random, largest_code);
     }
 
-    // The code's exponent, moved to where fp32 has its own, is the value times 2^(7 - 127); 0 is 0 there too.
+    HD static uint32_t sign(uint32_t word) { return word >> (32 - width) & (1u << (width - 1)); }
+};
+
+struct E3M0 : ScaledFormat<4, 7, 0, 7> {
+    static constexpr float largest = 1;
+    using ScaledFormat::encode;
+
+    // Half of the last place, which is the exponent's, is added before it is cut: ties go away from zero.
+    HD static uint32_t encode(float x) {
+        const int32_t magnitude = int32_t(float_to_bits(x) & 0x7fffffff);
+        const uint32_t half = 0x00400000;
+        int32_t exponent = int32_t((uint32_t(magnitude) + half) >> 23) - 120;
+        exponent = exponent > 7 ? 7 : exponent < 1 ? 1 : exponent;
+        return sign(float_to_bits(x)) | uint32_t(magnitude < half_of_smallest ? 0 : exponent);
+    }
+
+    // With the code's exponent where fp32 has its own, this is the value times 2^(7 - 127); 0 stays 0.
     HD static float decode(uint32_t code) {
         return multiply_rn(bits_to_float((code & 8) << 28 | (code & 7) << 23), 0x1p120f);
     }
@@ -96,22 +107,11 @@ struct E3M0 {
     static constexpr int32_t half_of_smallest = (127 - 7) << 23;  // 2^-7, halfway from 0 to 2^-6
 };
 
-struct E2M1 {
-    static constexpr int bits = 4;
-    static constexpr bool scaled = true;
+struct E2M1 : ScaledFormat<4, 1, 1, 7> {
     static constexpr float largest = 6;
 
-    HD static uint32_t encode(float x) {
-        return (float_to_bits(x) >> 28 & 8) | round_magnitude<2, 1>(float_to_bits(x) & 0x7fffffff, 7);
-    }
-
-    HD static uint32_t encode(float x, uint32_t random) {
-        const uint32_t word = float_to_bits(x);
-        return (word >> 28 & 8) | round_stochastically<1, 1>(word & 0x7fffffff, random, 7);
-    }
-
-    // Exponent and mantissa go to where fp32 has them. That makes 0.5 and 0.75 of the codes without exponent,
-    // 0 and 0.5: 2 x - 1, which is more than x for the others.
+    // Exponent and mantissa are moved to where fp32 has them. For the codes without exponent, 0 and 0.5, that
+    // gives x = 0.5 and 0.75; their value is 2 x - 1, which for all other codes is more than x.
     HD static float decode(uint32_t code) {
         const float normal = bits_to_float(((code & 7) << 22) + (uint32_t(127 - 1) << 23));
         const float subnormal = subtract_rn(add_rn(normal, normal), 1.0f);
@@ -119,40 +119,18 @@ struct E2M1 {
     }
 };
 
-struct E4M3 {
-    static constexpr int bits = 8;
-    static constexpr bool scaled = true;
+struct E4M3 : ScaledFormat<8, 7, 3, 0x7e> {
     static constexpr float largest = 448;
 
-    HD static uint32_t encode(float x) {
-        return (float_to_bits(x) >> 24 & 0x80) | round_magnitude<4, 3>(float_to_bits(x) & 0x7fffffff, 0x7e);
-    }
-
-    HD static uint32_t encode(float x, uint32_t random) {
-        const uint32_t word = float_to_bits(x);
-        return (word >> 24 & 0x80) | round_stochastically<7, 3>(word & 0x7fffffff, random, 0x7e);
-    }
-
+    // As E3M0's, with the mantissa after it: a subnormal becomes one of fp32's, and the product is exact.
     HD static float decode(uint32_t code) {
-        // As E3M0's, with the mantissa behind: a subnormal becomes one of fp32's, and the product is exact.
         const float value = multiply_rn(bits_to_float((code & 0x7f) << 20), 0x1p120f);
         return bits_to_float((code & 0x80) << 24 | (value > largest ? 0x7fc00000 : float_to_bits(value)));
     }
 };
 
-struct E5M2 {
-    static constexpr int bits = 8;
-    static constexpr bool scaled = true;
+struct E5M2 : ScaledFormat<8, 15, 2, 0x7b> {
     static constexpr float largest = 57344;
-
-    HD static uint32_t encode(float x) {
-        return (float_to_bits(x) >> 24 & 0x80) | round_magnitude<5, 2>(float_to_bits(x) & 0x7fffffff, 0x7b);
-    }
-
-    HD static uint32_t encode(float x, uint32_t random) {
-        const uint32_t word = float_to_bits(x);
-        return (word >> 24 & 0x80) | round_stochastically<15, 2>(word & 0x7fffffff, random, 0x7b);
-    }
 
     HD static float decode(uint32_t code) {
         const float value = multiply_rn(bits_to_float((code & 0x7f) << 21), 0x1p112f);
