@@ -1,7 +1,7 @@
-// What a run writes down while it goes.
-//   main.log        llm.c's, one line a step or evaluation, by process 0: what its plotting scripts read
+// The logs of a run.
+//   main.log        as llm.c's, one line a step or evaluation, by process 0: llm.c's plotting scripts read it
 //   metrics.jsonl   by process 0, and metrics_00001.jsonl, ... by the others: everything measured, one JSON
-//                   object a line, "type" first. dev/tools/metrics.md says what each type and field means
+//                   object a line, "type" first. dev/tools/metrics.md explains every type and field
 //   StatusLine      on a terminal one live line, rewritten in place; piped, a plain line every few seconds
 // Times are in seconds; "time" counts from the start of the log. Every line is flushed: a reader may follow.
 #pragma once
@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <climits>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -21,6 +22,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -28,23 +30,20 @@
 #include "llmc/file.h"
 #include "llmc/text/tokenizer.h"
 
-// A JSON object of one line, built field by field. What is not a finite number becomes null, and what is not
-// UTF-8 becomes U+FFFD.
+// A JSON object of one line, built field by field. Numbers that are not finite become null, and bytes that
+// are not UTF-8 become U+FFFD.
 class JsonLine {
 public:
     JsonLine& field(const char* name, const std::string& value) { return raw(name, quoted(value)); }
     JsonLine& field(const char* name, const char* value) { return raw(name, quoted(value)); }
     JsonLine& field(const char* name, double value) { return raw(name, number(value)); }
     JsonLine& field(const char* name, bool value) { return raw(name, value ? "true" : "false"); }
-    JsonLine& field(const char* name, int value) { return raw(name, std::to_string(value)); }
-    JsonLine& field(const char* name, long value) { return raw(name, std::to_string(value)); }
-    JsonLine& field(const char* name, uint64_t value) { return raw(name, std::to_string(value)); }
+    template <class Integer, class = std::enable_if_t<std::is_integral_v<Integer>>>
+    JsonLine& field(const char* name, Integer value) { return raw(name, std::to_string(value)); }
     JsonLine& field(const char* name, const JsonLine& value) { return raw(name, value.str()); }
-    JsonLine& field(const char* name, const std::optional<long>& value) {  // none: null
-        return raw(name, value ? std::to_string(*value) : "null");
-    }
-    JsonLine& field(const char* name, const std::optional<bool>& value) {
-        return raw(name, value ? (*value ? "true" : "false") : "null");
+    template <class T>
+    JsonLine& field(const char* name, const std::optional<T>& value) {  // none: null
+        return value ? field(name, *value) : raw(name, "null");
     }
     JsonLine& field(const char* name, const std::vector<double>& values) {  // none: null
         std::string list;
@@ -86,27 +85,27 @@ private:
     std::string text;
 };
 
-// Of metrics.jsonl (dev/tools/metrics.md). Readers ignore what they do not know: a new type or field leaves the
-// number as it is, one that is gone or means something else raises it.
+// The version of metrics.jsonl (dev/tools/metrics.md). Readers ignore types and fields that they do not know:
+// a new one leaves the version as it is; one that goes, or changes its meaning, raises it.
 constexpr int metrics_version = 2;
 
 struct RunMetrics {
     int worker = 0, rank = 0, workers = 1, ranks = 1;
     long parameters = 0;
     std::vector<std::pair<std::string, std::string>> options;  // name and value
-    std::optional<long> steps = {};             // of the whole run
+    std::optional<long> steps = {};             // of the whole run; none: not known
     std::vector<double> fragment_offsets = {};  // t_p of each fragment; none without an outer optimizer
 };
 
 struct StepMetrics {
     long step = 0;
     double loss = 0, learning_rate = 0, norm = 0, seconds = 0;
-    uint64_t tokens = 0;  // that this worker has trained on so far
+    uint64_t tokens = 0;  // of this worker so far
     double tokens_per_second = 0;
     uint64_t inner_bytes_sent = 0, inner_bytes_received = 0;  // by this process so far
     double loss_zscore = NAN, norm_zscore = NAN;  // NAN until there are enough steps to compare with
-    bool skipped = false;                         // the update
-    double mfu = NAN;                             // NAN where the device's peak is not known
+    bool skipped = false;                         // whether the update was left out
+    double mfu = NAN;                             // NAN if the device's peak is not known
 };
 
 struct SyncMetrics {
@@ -115,22 +114,22 @@ struct SyncMetrics {
     long send_step = 0, apply_step = 0;
     uint64_t bytes_sent = 0, bytes_received = 0;
     double wire_seconds = 0, waited_seconds = 0;
-    uint64_t global_hash = 0;  // of the global parameters that were sent from
+    uint64_t global_hash = 0;  // of the global parameters that the delta was taken from
     double delta_norm = NAN, mean_norm = NAN, quantization_error = NAN;
     std::vector<double> cosines, mean_cosines;
-    // Where workers come and go.
-    std::vector<double> contributors = {}, contributor_tokens = {};  // numbers of workers; none: in lock-step
+    // Of elastic workers:
+    std::vector<double> contributors = {}, contributor_tokens = {};  // contributors: the workers' numbers
     std::optional<long> decider = {};
     double grace_seconds = NAN;
-    std::optional<bool> counted = {};  // this worker
+    std::optional<bool> counted = {};  // whether this worker's delta is in the mean
 };
 
-// What happened to this worker or was seen by it, where workers come and go.
+// An event that an elastic worker has seen.
 struct EventMetrics {
     long step = 0;
     std::string kind;
-    std::optional<long> sync = {};  // none: of no sync
-    int worker = 0;                 // whom it is about
+    std::optional<long> sync = {};  // that it belongs to, if it belongs to one
+    int worker = 0;                 // that it happened to
     std::string text;               // for people
 };
 
@@ -142,16 +141,16 @@ struct EndMetrics {
     double log_turn_seconds = NAN, log_thread_seconds = NAN;  // of the sync log; NAN: in lock-step
 };
 
-// What the logs of a run that is resumed keep: what came after its checkpoint happens again.
+// Which lines the logs of a resumed run keep: what came after its checkpoint happens again.
 struct LogCut {
     long step = 0;            // the checkpoint's
-    long first_sync = 0;      // the first that was not applied
-    bool keeps_eval = false;  // of that very step, HellaSwag's too
+    long first_sync = 0;      // the first sync that was not applied
+    bool keeps_eval = false;  // keeps the evaluations of that very step
 };
 
-// UserError where the folder, if it is there, holds models or states of a run.
+// Throws a UserError if the folder exists and holds models or states of a run.
 inline void refuse_models(const std::string& folder) {
-    std::error_code unreadable;  // one may write into a folder without being allowed to list it
+    std::error_code unreadable;  // a folder that may be written need not be readable
     for (const auto& entry : std::filesystem::directory_iterator(folder, unreadable)) {
         const std::filesystem::path name = entry.path().filename();
         const bool is_of_run = name.string().rfind("model_", 0) == 0 || name.string().rfind("state_", 0) == 0;
@@ -164,11 +163,11 @@ inline void refuse_models(const std::string& folder) {
 
 class Logger {
 public:
-    // Starts the logs of a run in `folder`, which is made where it is missing; an empty name means no logs.
-    // process: 0 to processes - 1, over all workers.
-    // takes_over: what the folder holds of a run may be replaced; cut: and the logs go on from there.
-    // UserError where the folder cannot be written, or else holds models of an earlier run: they would look
-    // newer than this run's.
+    // Starts the logs of a run in `folder`, which is made if it is missing; an empty name means no logs.
+    // process: 0 to processes - 1, over all workers
+    // takes_over: what the folder holds of a run may be replaced   cut: the logs continue from there
+    // UserError if the folder cannot be written, or holds models of an earlier run and !takes_over: they
+    // would look newer than this run's.
     Logger(const std::string& folder, int process, int processes, bool takes_over = false,
            const std::optional<LogCut>& cut = {})
         : start(Clock::now()) {
@@ -184,8 +183,7 @@ public:
         metrics = open(metrics_path(folder, process), cut);
     }
 
-    // The first line; where the log goes on, one that says since when, as which process and with which
-    // options.
+    // The first line of a log; or in a log that continues, a line of type "resume" with the same fields.
     void run(const RunMetrics& m, long resumed_at = 0) {
         JsonLine options;
         for (const auto& [name, value] : m.options) { options.field(name.c_str(), value); }
@@ -220,7 +218,7 @@ public:
                   .field("loss", loss));
     }
 
-    // accuracy: of `examples` examples, the share whose right ending the model finds likeliest
+    // accuracy: the share of `examples` examples whose right ending the model finds most likely
     void hellaswag(long step, double accuracy, long examples) {
         print(main_log, format("s:%ld eval:%.4f", step, accuracy));
         write(JsonLine().field("type", "hellaswag").field("step", step).field("time", seconds())
@@ -247,7 +245,7 @@ public:
                   .field("worker", m.worker).field("text", m.text));
     }
 
-    // Returns when the disk has all that was logged so far. On any thread.
+    // Returns when everything logged so far is on the disk. Any thread may call it.
     void sync() const {
         for (const LogFile* file : {&main_log, &metrics}) {
             if (*file && fsync(fileno(file->get())) != 0) {
@@ -256,7 +254,7 @@ public:
         }
     }
 
-    // paused: seconds for which training stood still for the checkpoint after `step`
+    // paused: seconds that training stood still for the checkpoint after `step`
     void checkpoint(long step, double paused) {
         write(JsonLine().field("type", "checkpoint").field("step", step).field("time", seconds())
                   .field("paused_seconds", paused));
@@ -281,8 +279,9 @@ private:
         return folder + (process == 0 ? "/metrics.jsonl" : format("/metrics_%05d.jsonl", process));
     }
 
-    // There may be logs of more processes than there are now. Those of an earlier run go; those of this one,
-    // before it had fewer, end where it goes on. Whose process there still is, that cares for its own.
+    // Trims or removes the logs of processes that this run no longer has. (Its processes trim their own
+    // logs.) If the run continues, its former processes' logs end at its checkpoint; an earlier run's are
+    // removed.
     static void end_other_logs(const std::string& folder, int processes, const std::optional<LogCut>& cut) {
         for (;; processes++) {
             const std::string path = metrics_path(folder, processes);
@@ -306,13 +305,13 @@ private:
         return LogFile(file);
     }
 
-    // What there is of a log that goes on.
+    // What a log that continues begins with.
     struct Kept {
         bool run_line = false;
         double seconds = 0;  // the last time in it
     };
 
-    // Takes out of a log, if it is there, what is not kept: a last line without an end, too.
+    // Removes from a log, if there is one, the lines that are not kept, and a last line without an end.
     static Kept keep_lines(const std::string& path, const LogCut& cut) {
         Kept kept;
         std::ifstream log(path, std::ios::binary);
@@ -329,50 +328,27 @@ private:
         return kept;
     }
 
-    // Of main.log and of metrics.jsonl. The end of the run comes again.
+    // Of main.log ("s:20 trl:...") and of metrics.jsonl. The end of the run comes again.
     static bool is_kept(const std::string& line, const LogCut& cut) {
-        auto number = [&](const char* pattern) -> std::optional<long> {
-            long value = 0;
-            int end = 0;  // of the whole pattern
-            const bool found = sscanf(line.c_str(), pattern, &value, &end) == 1 && end > 0;
-            return found ? std::optional<long>(value) : std::nullopt;
+        auto field = [&](const char* name) {
+            const size_t at = line.find(format("\"%s\":", name));
+            if (at == std::string::npos) { return LONG_MAX; }
+            return strtol(line.c_str() + at + strlen(name) + strlen("\"\":"), nullptr, 10);
         };
-        for (const char* step : {"s:%ld trl:%n", "{\"type\":\"step\",\"step\":%ld,%n"}) {
-            if (const auto n = number(step)) { return *n <= cut.step; }
+        char kind[16] = "";
+        long step = 0;
+        if (sscanf(line.c_str(), "s:%ld %15[a-z]:", &step, kind) != 2) {
+            if (sscanf(line.c_str(), "{\"type\":\"%15[a-z]\"", kind) != 1) { return false; }
+            step = field(strcmp(kind, "sync") == 0 ? "apply_step" : "step");
         }
-        for (const char* eval : {"s:%ld tel:%n", "s:%ld eval:%n", "{\"type\":\"eval\",\"step\":%ld,%n",
-                                 "{\"type\":\"hellaswag\",\"step\":%ld,%n"}) {
-            if (const auto n = number(eval)) { return *n < cut.step || (*n == cut.step && cut.keeps_eval); }
-        }
-        if (const auto kept = is_kept_sync(line, cut)) { return *kept; }
-        if (const auto kept = is_kept_event(line, cut)) { return *kept; }
-        for (const char* other : {"{\"type\":\"checkpoint\",\"step\":%ld,%n",
-                                  "{\"type\":\"resume\",\"step\":%ld,%n"}) {
-            if (const auto n = number(other)) { return *n <= cut.step; }
-        }
-        return line.rfind("{\"type\":\"run\"", 0) == 0;
-    }
-
-    // What the end of a run has merged at its last step is merged again. By the number alone it could not be
-    // told: before the run had other fragments, or another H, they had others.
-    static std::optional<bool> is_kept_sync(const std::string& line, const LogCut& cut) {
-        long sync = 0, apply_step = 0;
-        int end = 0;
-        const char* pattern =
-            "{\"type\":\"sync\",\"sync\":%ld,\"fragment\":%*d,\"send_step\":%*d,\"apply_step\":%ld,%n";
-        if (sscanf(line.c_str(), pattern, &sync, &apply_step, &end) != 2 || end == 0) { return std::nullopt; }
-        return apply_step < cut.step || (apply_step == cut.step && sync < cut.first_sync);
-    }
-
-    // The syncs that the end of a run applies at its last step are applied again; what else happened there
-    // has happened.
-    static std::optional<bool> is_kept_event(const std::string& line, const LogCut& cut) {
-        long step = 0, sync = 0;
-        const char* pattern = "{\"type\":\"event\",\"step\":%ld,\"time\":%*[^,],\"unix_time\":%*d,"
-                              "\"kind\":\"applied\",\"sync\":%ld";
-        const int found = sscanf(line.c_str(), pattern, &step, &sync);  // 1: of another kind
-        if (found < 1) { return std::nullopt; }
-        return step < cut.step || (step == cut.step && !(found == 2 && sync >= cut.first_sync));
+        auto is = [&](const char* type) { return strcmp(kind, type) == 0; };
+        if (is("run")) { return true; }
+        if (is("end") || step != cut.step) { return !is("end") && step < cut.step; }
+        if (is("tel") || is("eval") || is("hellaswag")) { return cut.keeps_eval; }
+        // The step's last syncs may have to be applied again. Their numbers alone do not tell: the run may
+        // have had other fragments, or another H, before.
+        const bool is_sync = is("sync") || line.find("\"kind\":\"applied\"") != std::string::npos;
+        return !is_sync || field("sync") < cut.first_sync;
     }
 
     [[noreturn]] static void fail(const std::string& path, const std::string& why) {
@@ -396,7 +372,7 @@ private:
     }
 
     Clock::time_point start;
-    double seconds_before = 0;  // of a log that goes on: its last time
+    double seconds_before = 0;  // the last time in a log that continues
     bool has_run_line = false;
     LogFile main_log, metrics;
 };
@@ -408,10 +384,10 @@ inline std::string clock_text(double seconds) {
                     : format("%ld:%02ld:%02ld", s / 3600, s / 60 % 60, s % 60);
 }
 
-// Progress for people. Whoever else prints to the same terminal goes through print(), or calls clear() first.
+// Progress for people. All other output to the same terminal must go through print(), or call clear() first.
 class StatusLine {
 public:
-    // interval: the shortest time between two updates that are shown; the first and the last always are.
+    // interval: seconds between two updates that are shown, at least; the first and the last always are.
     StatusLine(FILE* out, bool terminal, double interval)
         : out(out), terminal(terminal), interval(interval), start(Clock::now()) {}
     explicit StatusLine(FILE* out) : StatusLine(out, isatty(fileno(out)), isatty(fileno(out)) ? 0.1 : 5.0) {}
@@ -419,7 +395,7 @@ public:
     StatusLine& operator=(const StatusLine&) = delete;
     ~StatusLine() { clear(); }
 
-    // Step `step` of `steps` is done.   mfu: model flops utilization, NAN where it is not known
+    // Step `step` of `steps` is done.   mfu: model flops utilization, NAN if it is not known
     void update(long step, long steps, double loss, double tokens_per_second, double mfu = NAN) {
         const double now = std::chrono::duration<double>(Clock::now() - start).count();
         if (first_step < 0) {
@@ -446,7 +422,7 @@ public:
         fflush(out);
     }
 
-    // Takes the live line away; the next update brings it back.
+    // Removes the live line; the next update brings it back.
     void clear() {
         if (!visible) { return; }
         fputs("\r\033[K", out);
@@ -463,7 +439,7 @@ private:
             return;
         }
         clear();
-        fputs(line.substr(0, columns() - 1).c_str(), out);  // a wrapped line could not be taken back
+        fputs(line.substr(0, columns() - 1).c_str(), out);  // a wrapped line could not be removed
         fflush(out);
         visible = true;
     }
