@@ -1,0 +1,244 @@
+// Meeting: how the processes of one run find each other in a store. NAME is the run's name; its id is fresh
+// each time its processes meet.
+//     NAME/join/I     the nonce of process I: random, new for each process
+//     NAME/roster     process 0: the run's id and all nonces
+//     ID/met/I        process I, when it finds its own nonce in the roster
+//     ID/go           process 0, when all have answered
+// So no run starts with the nonce of a process that died long ago. Two processes that claim one place
+// overwrite each other's nonce:
+//     NAME/refused/NONCE   the process that finds another nonce in its place, to the other one
+#pragma once
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "llmc/error.h"
+#include "llmc/run/store.h"
+
+class Meeting {
+public:
+    // names: of all processes   index: this one's   loud: says on stderr which processes it waits for
+    Meeting(std::shared_ptr<Store> store, const std::string& run_name, std::vector<std::string> names,
+            int index, double timeout, bool loud)
+        : everything(std::move(store)),
+          store(everything, run_name + "/"),
+          names(std::move(names)),
+          index(index),
+          timeout(timeout),
+          loud(loud) {}
+
+    // Returns the run's id. UserError if processes are missing after the time limit, or two claim one place.
+    std::string meet() {
+        claim_place();
+        return index == 0 ? gather() : answer();
+    }
+
+    // Whether another process has claimed this one's place since the last call. Tells that process so.
+    bool is_displaced() {
+        std::optional<std::string> holder = store.try_get(join_key(index));
+        if (!holder) { claim_place(); }  // a process that was refused has withdrawn its claim
+        if (!holder || *holder == nonce || *holder == last_rival) { return false; }
+        last_rival = *holder;
+        store.set("refused/" + *holder, claim(index));
+        return true;
+    }
+
+    // Removes the keys of the meeting, for the next run of this name.
+    void forget(const std::string& id) {
+        if (store.try_get(join_key(index)) == nonce) { store.remove(join_key(index)); }
+        everything->remove(id + "/met/" + std::to_string(index));
+        if (index != 0) { return; }
+        everything->remove(id + "/go");
+        if (store.try_get("roster").value_or("").rfind(id + "\n", 0) == 0) { store.remove("roster"); }
+    }
+
+private:
+    void claim_place() { store.set(join_key(index), nonce); }
+
+    static std::string join_key(int i) { return "join/" + std::to_string(i); }
+
+    std::string claim(int i) const {
+        return "two processes claim " + names[size_t(i)] +
+               ": start each worker once, or give this run another --run-name";
+    }
+
+    // Process 0: publishes a new id for each new set of nonces, until all processes of one set have answered.
+    std::string gather() {
+        std::vector<std::string> nonces;
+        std::string id;
+        while (true) {
+            std::vector<std::string> joined = read_joined();
+            refuse_claims(joined);
+            std::vector<std::string> missing = names_where([&](int i) { return joined[size_t(i)].empty(); });
+            if (missing.empty()) {
+                if (joined != nonces) {
+                    nonces = joined;
+                    id = random_hex(8);
+                    publish(id, nonces);
+                }
+                missing = names_where(
+                    [&](int i) { return i != 0 && !everything->try_get(id + "/met/" + std::to_string(i)); });
+                if (missing.empty()) {
+                    everything->set(id + "/go", "");
+                    return id;
+                }
+            }
+            wait_for(missing);
+        }
+    }
+
+    // The others: answer each roster that holds their nonce, until process 0 says go.
+    std::string answer() {
+        std::string id;
+        while (true) {
+            if (is_displaced()) { throw UserError(claim(index)); }
+            if (store.try_get("refused/" + nonce)) {
+                // Lets process 0, if it is there, see the refusal, which the next run must not see.
+                for (Patience sight(2); !sight.is_over() && !is_refused_by_roster();) { sight.pause(); }
+                forget_claim(index, nonce);
+                throw UserError(claim(index));
+            }
+            const std::string roster = store.try_get("roster").value_or("");
+            if (roster.find("\n" + nonce + "\n") != std::string::npos) {
+                const std::string found = roster.substr(0, roster.find('\n'));
+                if (found[0] == '!') { throw UserError(found.substr(1)); }
+                if (found != id) {
+                    id = found;
+                    everything->set(id + "/met/" + std::to_string(index), "");
+                }
+                if (everything->try_get(id + "/go")) { return id; }
+            }
+            wait_for({names[0]});
+        }
+    }
+
+    void publish(const std::string& id, const std::vector<std::string>& nonces) {
+        std::string roster = id + "\n";
+        for (const std::string& n : nonces) { roster += n + "\n"; }
+        store.set("roster", roster);
+    }
+
+    // If two live processes are in one place: tells all processes that have joined, and leaves.
+    void refuse_claims(const std::vector<std::string>& joined) {
+        for (int i = 0; i < int(names.size()); i++) {
+            const bool is_own = i == 0 && is_displaced();  // then the other one has not seen it yet
+            if (is_own || store.try_get("refused/" + joined[size_t(i)])) {
+                publish("!" + claim(i), joined);
+                if (!is_own) { forget_claim(i, joined[size_t(i)]); }
+                throw UserError(claim(i));
+            }
+        }
+    }
+
+    // Removes a refused claim, which the next run would take for a live one.
+    void forget_claim(int i, const std::string& refused) {
+        if (store.try_get(join_key(i)) == refused) { store.remove(join_key(i)); }
+        store.remove("refused/" + refused);
+    }
+
+    bool is_refused_by_roster() {
+        const std::string roster = store.try_get("roster").value_or("");
+        return roster.rfind("!", 0) == 0 && roster.find("\n" + nonce + "\n") != std::string::npos;
+    }
+
+    std::vector<std::string> read_joined() {
+        std::vector<std::string> joined;
+        for (int i = 0; i < int(names.size()); i++) {
+            joined.push_back(store.try_get(join_key(i)).value_or(""));
+        }
+        return joined;
+    }
+
+    template <class Condition>
+    std::vector<std::string> names_where(Condition condition) const {
+        std::vector<std::string> found;
+        for (int i = 0; i < int(names.size()); i++) {
+            if (condition(i)) { found.push_back(names[size_t(i)]); }
+        }
+        return found;
+    }
+
+    void wait_for(const std::vector<std::string>& missing) {
+        if (patience.is_over()) {
+            throw OthersAbsent(
+                format("%s did not come to %s within %g s: start all workers with the same --store, "
+                       "--run-name, --workers and --ranks, or raise --timeout",
+                       list_in_words(missing).c_str(), everything->url().c_str(), timeout));
+        }
+        if (loud && patience.waited() > next_notice) {
+            fprintf(stderr, "waiting for %s (%.0f of %g s)\n", list_in_words(missing).c_str(),
+                    patience.waited(), timeout);
+            next_notice += 30;
+        }
+        patience.pause();
+    }
+
+    std::shared_ptr<Store> everything;
+    PrefixStore store;
+    const std::vector<std::string> names;
+    const int index;
+    const double timeout;
+    const bool loud;
+    const std::string nonce = random_hex(16);
+    std::string last_rival;
+    Patience patience{timeout};
+    double next_notice = 5;
+};
+
+// Keeps this process's place while it trains: a process that claims it later is told so, and leaves.
+class PlaceKeeper {
+public:
+    // refuses: later claims. Otherwise a later claim succeeds.
+    PlaceKeeper(std::unique_ptr<Meeting> meeting, bool refuses) : meeting(std::move(meeting)) {
+        if (refuses) { thread = std::thread([this] { run(); }); }
+    }
+    ~PlaceKeeper() { stop(); }
+
+    // Does `work` while the thread that keeps the place pauses.
+    void pause(const std::function<void()>& work) {
+        std::lock_guard<std::mutex> lock(mutex);
+        work();
+    }
+
+    // Keeps the place no longer, and removes the keys of the meeting.
+    void leave(const std::string& id) {
+        stop();
+        meeting->forget(id);
+    }
+
+private:
+    void stop() {
+        if (!thread.joinable()) { return; }
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            closing = true;
+        }
+        changed.notify_all();
+        thread.join();
+    }
+
+    void run() {
+        std::unique_lock<std::mutex> lock(mutex);
+        while (!changed.wait_for(lock, std::chrono::seconds(1), [&] { return closing; })) {
+            try {
+                meeting->is_displaced();
+            } catch (const RunError&) {
+                return;  // the store has failed: training does not need it, and its next user reports it
+            }
+        }
+    }
+
+    std::unique_ptr<Meeting> meeting;
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool closing = false;
+    std::thread thread;
+};
