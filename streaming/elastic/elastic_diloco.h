@@ -35,6 +35,7 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/clock.h"
 #include "llmc/comm.h"
 #include "streaming/elastic/elastic_snapshot.h"
 #include "streaming/exchange.h"
@@ -169,9 +170,18 @@ public:
 
     std::string warning() const override { return log ? log->warning() : ""; }
 
-    OuterCosts costs() const override { return log ? log->costs() : OuterCosts(); }
+    OuterCosts costs() const override {
+        return log ? OuterCosts{turn_seconds, log->cpu_seconds()} : OuterCosts();
+    }
 
 private:
+    // Adds the time of its scope.
+    struct Stopwatch {
+        double& seconds;
+        double from = now_seconds();
+        ~Stopwatch() { seconds += now_seconds() - from; }
+    };
+
     // A fragment's last payload.
     struct Outgoing {
         long sync = -1;
@@ -205,7 +215,7 @@ private:
     Outcome take_turns(long step, Turn turn) {
         idle_from = shard.stamp(*now.main);
         while (true) {
-            const LogTurn agreed = agree(turn(step));
+            const LogTurn agreed = agree(timed([&] { return turn(step); }));
             note_events();
             switch (agreed.kind) {
                 case LogTurn::go_on:
@@ -237,6 +247,15 @@ private:
     }
 
     bool report_events() { return !callbacks.report || callbacks.report(std::exchange(told, {})); }
+
+    // A turn, whose time without the shard's work is what the log costs training.
+    template <class Turn>
+    LogTurn timed(const Turn& turn) {
+        const double from = now_seconds(), work_before = shard_seconds;
+        const LogTurn said = turn();
+        turn_seconds += now_seconds() - from - (shard_seconds - work_before);
+        return said;
+    }
 
     // Another rank may have to wait, or may stop, for a reason of its own.
     std::string why() const {
@@ -308,6 +327,7 @@ private:
     }
 
     uint64_t hash(int p) override {
+        const Stopwatch work{shard_seconds};
         shard.state->make_room(p);
         hashes[size_t(p)] = shard.hash(p, *now.main);
         return hashes[size_t(p)];
@@ -315,6 +335,7 @@ private:
 
     // A worker that has not trained since its last send has nothing to say.
     void encode(long number) override {
+        const Stopwatch work{shard_seconds};
         Stream& main = *now.main;
         const Sync sync = sync_of(number);
         const size_t p = size_t(sync.fragment);
@@ -348,6 +369,7 @@ private:
     }
 
     void apply(long number, const std::vector<Contribution>& contributions, bool counted) override {
+        const Stopwatch work{shard_seconds};
         const Sync sync = sync_of(number);
         SyncReport report = begin_report(sync, counted);
         for (const Contribution& one : contributions) { note_header(one, sync, report); }
@@ -453,6 +475,7 @@ private:
     }
 
     void append_snapshot(std::string& bytes) override {
+        const Stopwatch work{shard_seconds};
         const long n = shard.state->count();
         const bool has_moments = log_options.join_moments;
         Stream& main = *now.main;
@@ -474,6 +497,7 @@ private:
     }
 
     void load(std::string_view snapshot) override {
+        const Stopwatch work{shard_seconds};
         const SnapshotHeader header = checked_header(snapshot);
         const long n = shard.state->count();
         Stream& main = *now.main;
@@ -603,6 +627,7 @@ private:
     Event gathered, applied;
     Now now;
     Timestamp idle_from;
+    double turn_seconds = 0, shard_seconds = 0;
     std::vector<SyncReport> reports;  // that the trainer has not got yet
     std::vector<OuterEvent> told;     // the same
     bool has_loaded = false;          // a snapshot; the same

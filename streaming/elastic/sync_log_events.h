@@ -35,27 +35,10 @@ enum class LogEventKind {
 };
 
 inline std::string name_of(LogEventKind kind) {
-    switch (kind) {
-        case LogEventKind::starts: return "starts";
-        case LogEventKind::stops: return "stops";
-        case LogEventKind::jumps: return "jumps";
-        case LogEventKind::store_lost: return "store_lost";
-        case LogEventKind::store_back: return "store_back";
-        case LogEventKind::too_few: return "too_few";
-        case LogEventKind::decided: return "decided";
-        case LogEventKind::applied: return "applied";
-        case LogEventKind::needs_snapshot: return "needs_snapshot";
-        case LogEventKind::gives_snapshot: return "gives_snapshot";
-        case LogEventKind::snapshot_put_off: return "snapshot_put_off";
-        case LogEventKind::takes_snapshot: return "takes_snapshot";
-        case LogEventKind::snapshot_gone: return "snapshot_gone";
-        case LogEventKind::joined: return "joined";
-        case LogEventKind::late: return "late";
-        case LogEventKind::gone: return "gone";
-        case LogEventKind::back: return "back";
-        case LogEventKind::done: break;
-    }
-    return "done";
+    const char* const names[] = {"starts", "stops", "jumps", "store_lost", "store_back", "too_few", "decided",
+                                 "applied", "needs_snapshot", "gives_snapshot", "snapshot_put_off",
+                                 "takes_snapshot", "snapshot_gone", "joined", "late", "gone", "back", "done"};
+    return names[int(kind)];
 }
 
 struct LogEvent {

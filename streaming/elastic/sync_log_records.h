@@ -108,6 +108,15 @@ struct Incarnation {
     }
 };
 
+// The values with a space between any two.
+template <class First, class... Rest>
+std::string words(const First& first, const Rest&... rest) {
+    std::ostringstream out;
+    out << first;
+    ((out << ' ' << rest), ...);
+    return out.str();
+}
+
 inline uint64_t digest_of(const std::string& bytes) { return XXH3_64bits(bytes.data(), bytes.size()); }
 
 inline size_t chunks_of(size_t bytes, size_t chunk) { return (bytes + chunk - 1) / chunk; }
@@ -124,11 +133,7 @@ struct LogLine {
     size_t bytes = 0;     // of the payload
     uint64_t digest = 0;  // of the payload
 
-    std::string text() const {
-        std::ostringstream out;
-        out << hash << ' ' << tokens << ' ' << bytes << ' ' << digest;
-        return out.str();
-    }
+    std::string text() const { return words(hash, tokens, bytes, digest); }
     static LogLine parse(const std::string& text) {
         LogLine line;
         std::istringstream(text) >> line.hash >> line.tokens >> line.bytes >> line.digest;
@@ -156,11 +161,6 @@ struct LogEntry {
     std::vector<int> missing;
     long waited = 0;
 
-    std::vector<int> workers() const {
-        std::vector<int> workers;
-        for (const Contributor& one : contributors) { workers.push_back(one.who.worker); }
-        return workers;
-    }
     bool counts(int worker) const {
         for (const Contributor& one : contributors) {
             if (one.who.worker == worker) { return true; }
@@ -171,17 +171,15 @@ struct LogEntry {
         return counts(worker) || std::find(abstained.begin(), abstained.end(), worker) != abstained.end();
     }
     std::string text() const {
-        std::ostringstream out;
-        out << hash << ' ' << decider.text() << ' ' << contributors.size();
+        std::string text = words(hash, decider.text(), contributors.size());
         for (const Contributor& one : contributors) {
-            out << ' ' << one.who.text() << ' ' << one.bytes << ' ' << one.digest << ' ' << one.tokens;
+            text += " " + words(one.who.text(), one.bytes, one.digest, one.tokens);
         }
         for (const std::vector<int>* workers : {&abstained, &missing}) {
-            out << ' ' << workers->size();
-            for (int worker : *workers) { out << ' ' << worker; }
+            text += " " + std::to_string(workers->size());
+            for (int worker : *workers) { text += " " + std::to_string(worker); }
         }
-        out << ' ' << waited;
-        return out.str();
+        return text + " " + std::to_string(waited);
     }
     static LogEntry parse(const std::string& text) {
         LogEntry entry;
@@ -282,11 +280,7 @@ struct LogOffer {
     size_t bytes = 0;
     uint64_t digest = 0;
 
-    std::string text() const {
-        std::ostringstream out;
-        out << giver.text() << ' ' << bytes << ' ' << digest;
-        return out.str();
-    }
+    std::string text() const { return words(giver.text(), bytes, digest); }
     static LogOffer parse(const std::string& text) {
         LogOffer offer;
         std::string who;

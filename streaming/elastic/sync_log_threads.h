@@ -16,62 +16,18 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <string_view>
 #include <thread>
 #include <vector>
 
 #include "streaming/elastic/log_store.h"
 #include "streaming/elastic/sync_log.h"
-#include "streaming/outer_loop.h"
-
-// The shard's work, timed: the trainer would do most of it over other transports, too.
-class TimedShard : public LogShard {
-public:
-    explicit TimedShard(LogShard& shard) : shard(shard) {}
-
-    uint64_t hash(int fragment) override {
-        return timed([&] { return shard.hash(fragment); });
-    }
-    void encode(long sync) override {
-        timed([&] { shard.encode(sync); });
-    }
-    const Encoded* encoded(long sync) override { return shard.encoded(sync); }
-    void apply(long sync, const std::vector<Contribution>& contributions, bool counted) override {
-        timed([&] { shard.apply(sync, contributions, counted); });
-    }
-    void append_snapshot(std::string& bytes) override {
-        timed([&] { shard.append_snapshot(bytes); });
-    }
-    void load(std::string_view snapshot) override {
-        timed([&] { shard.load(snapshot); });
-    }
-
-    double seconds() const { return spent; }
-
-private:
-    using Clock = std::chrono::steady_clock;
-
-    template <class Work>
-    auto timed(const Work& work) -> decltype(work()) {
-        struct Span {
-            double& spent;
-            Clock::time_point from = Clock::now();
-            ~Span() { spent += std::chrono::duration<double>(Clock::now() - from).count(); }
-        } span{spent};
-        return work();
-    }
-
-    LogShard& shard;
-    double spent = 0;
-};
 
 class SyncLogThreads {
 public:
     // open: a connection to the store; called twice, here, so that what it throws is the caller's
     SyncLogThreads(const SyncLogOptions& options, const SyncSchedule& schedule, int worker, LogShard& shard,
                    const LogStart& start, const std::function<std::unique_ptr<LogStore>()>& open)
-        : shard(shard),
-          log(options, schedule, worker, this->shard, rules, start),
+        : log(options, schedule, worker, shard, rules, start),
           heartbeat(options.expiry / 4),
           store(open()),
           pulse_store(open()),
@@ -94,10 +50,10 @@ public:
     SyncLogThreads& operator=(const SyncLogThreads&) = delete;
 
     LogTurn turn(long step) {
-        return timed_turn([&] { return log.turn(step, now()); });
+        return take_turn([&] { return log.turn(step, now()); });
     }
     LogTurn finish(long last_step) {
-        return timed_turn([&] { return log.finish(last_step, now()); });
+        return take_turn([&] { return log.finish(last_step, now()); });
     }
 
     // For at most as long, until turn() has something to do.
@@ -127,17 +83,15 @@ public:
     bool is_replaced() const { return locked([&] { return log.is_replaced(); }); }
     bool is_refused() const { return locked([&] { return log.is_refused(); }); }
     std::string theirs() const { return locked([&] { return log.theirs(); }); }
-    // Turns without the shard's work; the CPU time of the two threads, the store's client included.
-    OuterCosts costs() const {
-        return locked([&] { return OuterCosts{in_turns, asking_cpu + beating_cpu}; });
-    }
+    // CPU time of the two threads, the store's client included.
+    double cpu_seconds() const { return asking_cpu + beating_cpu; }
 
 private:
     static double now() {
         return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
     }
 
-    static double cpu_seconds() {
+    static double cpu_seconds_of_thread() {
         timespec time;
         clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
         return double(time.tv_sec) + 1e-9 * double(time.tv_nsec);
@@ -150,14 +104,12 @@ private:
     }
 
     template <class Turn>
-    LogTurn timed_turn(const Turn& turn) {
-        const double from = now(), work_before = shard.seconds();
+    LogTurn take_turn(const Turn& turn) {
         const std::lock_guard<std::mutex> lock(mutex);
         if (thrown) { std::rethrow_exception(thrown); }
         const LogTurn said = turn();
         show_pulse();
         if (next_look() < asks_at - soon) { wake(); }
-        in_turns += now() - from - (shard.seconds() - work_before);
         return said;
     }
 
@@ -199,7 +151,7 @@ private:
         std::unique_lock<std::mutex> lock(mutex);
         while (!ending) {
             const std::vector<StoreRequest> requests = log.requests(now());
-            asking_cpu = cpu_seconds();
+            asking_cpu = cpu_seconds_of_thread();
             if (requests.empty()) {
                 asks_at = next_look();
                 needed.wait_for(lock, std::chrono::duration<double>(asks_at - now()),
@@ -220,7 +172,7 @@ private:
         std::unique_lock<std::mutex> lock(pulse_mutex);
         while (!ending) {
             const std::vector<StoreRequest> requests = heartbeat.requests(pulse, now());
-            beating_cpu = cpu_seconds();
+            beating_cpu = cpu_seconds_of_thread();
             if (requests.empty()) {
                 const LogPulse shown = pulse;
                 pulse_changed.wait_for(lock, std::chrono::duration<double>(heartbeat.rest(now())),
@@ -252,11 +204,9 @@ private:
 
     mutable std::mutex mutex;  // of what follows, up to the next one
     std::condition_variable needed, answered;
-    TimedShard shard;
     SyncLog log;
     double asks_at = 0;         // when the store's thread looks again; 0: it is at work
     std::exception_ptr thrown;  // by one of the threads
-    double in_turns = 0;
     std::atomic<double> asking_cpu{0}, beating_cpu{0};
 
     std::mutex pulse_mutex;
