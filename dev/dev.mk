@@ -5,7 +5,7 @@
 # make test-gpu        the same tests and more on this machine's GPU
 # make fuzz            each parser of files, payloads and the store under libFuzzer, SECONDS=60 each (clang)
 # make torture         kills a run KILLS=500 times, in the middle of writes too, and compares its bits
-# make chaos           workers that come and go are killed, stopped, slowed and cut off for MINUTES=10; SEED=
+# make chaos           elastic workers are killed, stopped, slowed and cut off for MINUTES=10; SEED=
 # make mutate          breaks kernels and host code on purpose: do the tests notice? (MUTATE=--help: options)
 # make registers       registers and spills of each kernel, as nvcc reports them
 # make train_gpt_emulated   the CUDA trainer on this CPU, linked to the emulator instead of the GPU's libraries

@@ -43,8 +43,8 @@ OUT=${OUT:-log/$RUN}
 numbers TOKENS BATCH
 compgen -G "$TRAIN_DATA" >/dev/null || fail "no file matches $TRAIN_DATA: set TRAIN_DATA to your token shards"
 
-# comes_and_goes OPTION...: whether these, or else CONFIG, let each worker come and go by itself.
-comes_and_goes() {
+# is_elastic OPTION...: whether these, or else CONFIG, ask for elastic workers.
+is_elastic() {
     local transport
     transport=$(setting outer-transport)
     while (($# > 0)); do
@@ -59,7 +59,7 @@ comes_and_goes() {
 
 # warn_of LAUNCHER OPTION...: it starts all workers, and ends all when one dies.
 warn_of() {
-    if comes_and_goes "${@:2}"; then
+    if is_elastic "${@:2}"; then
         echo "warning: $1 ends all workers when one dies, also with --outer-transport store: start each by" \
             "itself, with run_site.sh or run_slurm_site.sbatch" >&2
     fi

@@ -50,7 +50,7 @@ def run_all(arguments):
 
 
 def parse_arguments(words):
-    parser = Parser(description="Workers that are slow, far away, or come and go.")
+    parser = Parser(description="Elastic workers that are slow, far away, or lost.")
     parser.add_argument("--trainer", type=Path, default=ROOT / "train_gpt_cpu")
     parser.add_argument("--relay", type=Path, default=ROOT / "build/relay")
     parser.add_argument("--text", type=Path, default=ROOT / "build/uneven/text", help="token shards, bytes")
@@ -99,7 +99,7 @@ def main(words):
     text = report(arguments)
     print("\n" + text, end="")
     if arguments.report:
-        arguments.report.write_text("# Workers that come and go\n\n" + text)
+        arguments.report.write_text("# Elastic workers\n\n" + text)
 
 
 if __name__ == "__main__":

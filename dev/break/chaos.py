@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Chaos: a run whose workers come and go (--outer-transport store), and are made to.
+"""Chaos: an elastic run (--outer-transport store) whose workers are killed, stopped, slowed and cut off.
 
     dev/break/chaos.py --minutes 10 [--seed S] [--workers M] [--ranks R] [--store redis|file] [--links]
                  [--share CORES] [--trainer ./train_gpt_cpu]

@@ -16,7 +16,7 @@ Each line is of one process: "1.0" is worker 1's rank 0. Its columns:
                       is longer than ten steps take (and five seconds). Where one process hangs, all come to
                       wait for it, and it is among those that are behind
 
-Where workers come and go (--outer-transport store), the state is what their logs say of each other: "late"
+In an elastic run (--outer-transport store) the state is what their logs say of each other: "late"
 (others went on without it), "gone" (no sign of life), "catch-up" (it waits for a snapshot), "too few" (it
 waits for --min-workers), "no store", "stopped". The last of such changes are listed below the table.
 
@@ -273,14 +273,14 @@ class RunView:
         return max((int(name) for name in names if name.isdigit()), default=None)
 
     def seconds_left(self):
-        """By the slowest worker; where workers come and go by the foremost, whom all others follow."""
+        """By the slowest worker; in an elastic run by the foremost, which all others follow."""
         steps, leaders = self.steps(), self.leaders()
         if not steps or not leaders:
             return None
-        last = min if self.comes_and_goes() else max
+        last = min if self.is_elastic() else max
         return last((steps - view.step) * view.step_seconds() for view in leaders)
 
-    def comes_and_goes(self):
+    def is_elastic(self):
         """Whether workers do."""
         return any(view.place and view.place.get("options", {}).get("outer-transport") == "store"
                    for view in self.processes.values())
@@ -418,7 +418,7 @@ def process_cells(name, view, state, columns):
 
 def progress_line(run):
     leaders, workers = run.leaders(), run.shape()[0]
-    foremost = max if run.comes_and_goes() else min
+    foremost = max if run.is_elastic() else min
     step, steps = foremost(view.step for view in leaders), run.steps()
     of_all = "" if len(leaders) == workers else f" of {len(leaders)} of {workers} workers"
     rate, tokens = sum(view.tokens_per_second() for view in leaders), sum(view.tokens for view in leaders)

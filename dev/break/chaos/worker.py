@@ -1,4 +1,4 @@
-"""One place in a run whose workers come and go: the process that fills it, what befalls it, and its logs."""
+"""One place in an elastic run: the process that fills it, what befalls it, and its logs."""
 import collections
 import contextlib
 import os

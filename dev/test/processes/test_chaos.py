@@ -1,4 +1,4 @@
-"""Workers that are made to come and go (dev/break/chaos.py) end well; and what chaos looks at: a difference, a
+"""Elastic workers under chaos (dev/break/chaos.py) end well; and what chaos looks at: a difference, a
 hang, an end that it did not bring about do not escape it. Its links (dev/break/chaos/link.py) do what they are
 told."""
 import json

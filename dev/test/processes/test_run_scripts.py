@@ -225,11 +225,11 @@ def words_of_the_program(*arguments):
     return words[words.index("--config") :]
 
 
-STORE = ("--outer-transport", "store")  # workers come and go
+STORE = ("--outer-transport", "store")  # elastic workers
 
 
 @pytest.mark.parametrize("script", STARTS, ids=lambda script: script.name)
-def test_a_script_whose_launcher_ends_all_workers_says_so_where_they_come_and_go(
+def test_a_script_whose_launcher_ends_all_workers_says_so_if_they_are_elastic(
     script, tokens, tmp_path, says_its_words
 ):
     ends_all = script.name in ("run_slurm.sbatch", "run_mpi.sh", "run_torchrun.sh")
@@ -530,7 +530,7 @@ def submit_stand_in(cluster, tokens, tmp_path, text, arguments=(), options=(), *
     return submit(script, environment, tmp_path / "log%a", arguments, options)
 
 
-# Statuses of the program, with its options: the others have not come; it has failed where workers come and go
+# Statuses of the program, with its options: the others have not come; an elastic worker has failed
 TRIED_AGAIN = [(75, ()), (1, STORE), (137, STORE)]
 
 

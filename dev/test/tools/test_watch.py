@@ -393,7 +393,7 @@ def test_whatever_ends_it_leaves_the_terminal_clean(tmp_path, terminal, how, sta
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Workers that come and go
+# Elastic workers
 
 STORE = {**OPTIONS, "outer-transport": "store"}
 
@@ -405,7 +405,7 @@ def event(kind, worker, text, after, sync=None):
 
 
 @pytest.fixture
-def independent(tmp_path):
+def elastic(tmp_path):
     """Four workers after 100 steps of half a second."""
     for process in range(4):
         write(tmp_path, process, [first_line(process, 4, options=STORE), *steps(1, 100)])
@@ -420,43 +420,43 @@ def states(run):
     ("late", "!late", "back"), ("gone", "!gone", "joined"), ("gone", "!gone", "starts"),
     ("needs_snapshot", "!catch-up", "takes_snapshot"), ("store_lost", None, "store_back"),
     ("too_few", None, "counted"), ("stops", "!stopped", "starts"), ("late", "!late", "counted")])
-def test_who_is_late_gone_or_catching_up_is_shown_until_that_is_over(independent, kind, word, end):
+def test_who_is_late_gone_or_catching_up_is_shown_until_that_is_over(elastic, kind, word, end):
     words = {"store_lost": "no store", "too_few": "too few"}
-    write(independent, 1, [event(kind, 2, "a change", 40)])
-    run = view_of(independent)
+    write(elastic, 1, [event(kind, 2, "a change", 40)])
+    run = view_of(elastic)
     (line,) = [line for line in lines_of(run) if line.startswith("2.0 ")]
     assert line.endswith(word or "!" + words[kind])
     assert [state for worker, state in enumerate(states(run)) if worker != 2] == ["ok"] * 3
     assert dict((line[:3], style) for line, style in watch.picture(run, 80, 24, now=0))["2.0"] == "late"
     last = ({**sync(0, 90, 95), "time": 45.0, "counted": True} if end == "counted"
             else event(end, 2, "over", 45))
-    write(independent, 2, [last])
+    write(elastic, 2, [last])
     run.read()
     assert states(run) == ["ok"] * 4
 
 
-def test_a_worker_that_was_counted_before_it_was_missed_is_missed(independent):
-    write(independent, 2, [{**sync(0, 90, 95), "time": 45.0, "counted": True}])
-    write(independent, 0, [event("gone", 2, "worker 2 is gone", 47)])
-    assert states(view_of(independent)) == ["ok", "ok", "!gone", "ok"]
+def test_a_worker_that_was_counted_before_it_was_missed_is_missed(elastic):
+    write(elastic, 2, [{**sync(0, 90, 95), "time": 45.0, "counted": True}])
+    write(elastic, 0, [event("gone", 2, "worker 2 is gone", 47)])
+    assert states(view_of(elastic)) == ["ok", "ok", "!gone", "ok"]
 
 
-def test_changes_are_listed_once_in_order_and_as_far_as_there_is_room(independent):
-    write(independent, 0, [event("gone", 2, "worker 2 is gone", 42), event("decided", 0, "decides", 43)])
-    write(independent, 1, [event("late", 3, "worker 3 is late for sync 8", 41, 8),
+def test_changes_are_listed_once_in_order_and_as_far_as_there_is_room(elastic):
+    write(elastic, 0, [event("gone", 2, "worker 2 is gone", 42), event("decided", 0, "decides", 43)])
+    write(elastic, 1, [event("late", 3, "worker 3 is late for sync 8", 41, 8),
                            event("gone", 2, "worker 2 is gone", 43)])
-    write(independent, 3, [event("late", 3, "was late for sync 8", 41, 8), event("jumps", 3, "jumps", 44)])
+    write(elastic, 3, [event("late", 3, "was late for sync 8", 41, 8), event("jumps", 3, "jumps", 44)])
     told = ["worker 1: worker 3 is late for sync 8", "worker 0: worker 2 is gone", "worker 3: jumps"]
     expected = [time.strftime("%H:%M:%S", time.localtime(at)) + "  " + text
                 for at, text in zip((1041, 1042, 1044), told)]
-    assert lines_of(view_of(independent))[-4:] == ["", *expected]
+    assert lines_of(view_of(elastic))[-4:] == ["", *expected]
     for height in (11, 9, 8):
-        lines = lines_of(view_of(independent), 80, height)
+        lines = lines_of(view_of(elastic), 80, height)
         assert len(lines) <= height and lines[9:] == (["", expected[-1]] if height == 11 else [])
 
 
-def test_where_workers_come_and_go_the_foremost_says_how_far_the_run_is(independent):
-    write(independent, 1, steps(101, 140))
-    write(independent, 2, [event("gone", 2, "worker 2 is gone", 42)])
-    text = " ".join(lines_of(view_of(independent), 120))
+def test_in_an_elastic_run_the_foremost_says_how_far_the_run_is(elastic):
+    write(elastic, 1, steps(101, 140))
+    write(elastic, 2, [event("gone", 2, "worker 2 is gone", 42)])
+    text = " ".join(lines_of(view_of(elastic), 120))
     assert "step 140 of 1,000" in text and "7:10 left" in text

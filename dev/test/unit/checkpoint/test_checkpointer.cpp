@@ -361,7 +361,7 @@ TEST(Checkpointer, the_newest_and_the_major_ones_stay) {
     EXPECT_EQ(run.files(0), expected);
 }
 
-// A worker that comes and goes jumps over steps, and -n need not divide -nm.
+// An elastic worker jumps over steps, and -n need not divide -nm.
 TEST(Checkpointer, the_first_one_at_or_after_a_multiple_is_a_major_one) {
     Processes run(2, 1);
     run.start(1, 20);

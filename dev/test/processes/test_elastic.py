@@ -1,4 +1,4 @@
-"""Workers that come and go (--outer-transport store): real processes over a real Redis server, killed at
+"""Elastic workers (--outer-transport store): real processes over a real Redis server, killed at
 chosen instants. Each worker has a link of its own (dev/break/chaos/link.py) that sees what it asks of the store, so
 that it dies in mid-payload, before a line or behind a decision, and not just at some moment. Whatever has
 happened, all who live end with the same model, and all logs agree on every sync.
