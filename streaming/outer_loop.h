@@ -1,8 +1,8 @@
 // OuterLoop: what the trainer asks of the exchange between workers, once per step. There are two:
 //
 //     Diloco          diloco.h                   lock-step: every worker takes part in every sync
-//     ElasticDiloco   elastic/elastic_diloco.h   over a sync log: workers come and go, and nobody waits for one
-//                                                that is slow, dead, or not yet there
+//     ElasticDiloco   elastic/elastic_diloco.h   over a sync log: no worker waits for one that is slow, dead,
+//                                                or not there yet
 //
 // The order of the calls: start; restore, if the run is resumed; begin; after_inner_step for each step, with
 // snapshots between any two; finish.
@@ -31,8 +31,8 @@ struct OuterEvent {
 struct Outcome {
     enum Course {
         continues,
-        left,  // a request to stop ended a wait for other workers. Whoever resumes from a snapshot that is taken
-               // now applies what is due
+        left,  // a request to stop ended a wait for other workers; a run that is resumed from a snapshot of
+               // this moment applies what is due
         over   // the other workers have reached the end of the run: there is nothing left to do here
     };
     long step = 0;                       // the next step is the one after it; it may be later than the call's

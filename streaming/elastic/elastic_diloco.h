@@ -1,25 +1,21 @@
-// ElasticDiloco: Streaming DiLoCo over the sync log (sync_log.h). What is sent, averaged and merged is what
-// diloco.h sends, averages and merges, byte for byte, as long as nobody is late:
+// ElasticDiloco: Streaming DiLoCo over the sync log (README.md). What is sent, averaged and merged is what
+// diloco.h sends, averages and merges, byte for byte, as long as no worker is late:
 //
 //     step t, after the inner update of local:
 //       the log says which fragments are sent      encode(): payload = global - local, into pinned memory
-//       what is applied, once it is decided        apply(): the mean of the contributors', the outer step
-//       whether to go on, to wait, or to jump to the step where the others are
+//       what is applied, once it is decided        apply(): the contributors' mean, the outer step
+//       whether to continue, to wait, or to jump to the step where the others are
 //
-// A worker that is not among the contributors takes the outer step all the same, and moves local by what
-// global moved: what it has learnt is in its next delta, and what rounding had lost before it stays to be
-// added there.
+// A worker that is not among the contributors takes the same outer step and moves local by what global moved.
+// What it has learned is in its next delta, and the residuals of before its payload are restored.
 //
-// All of the device's work is main's, on the trainer's thread. The log's thread reads payloads that are
-// complete. After each sync the host waits for main, to know the hash of the new global parameters:
-// once in H / P steps. The ranks of a worker agree on each turn through their device: where there are several
-// the host waits for it in every step.
+// All work of the device is on main, from the trainer's thread; the log's thread reads payloads that are
+// complete. After each sync the host waits for main, to know the hash of the new global parameters. The ranks
+// of a worker agree on each turn through their device, for which the host waits in every step.
 //
-// Memory, beside that of OuterShard: a payload of each fragment in pinned memory; on the device one payload
-// and `workers` of them, of the largest fragment, the latter pinned as well; with error feedback 4 bytes a
-// value and fragment more, of the largest one. A worker that
-// gives a snapshot holds it until it is written, one that takes it until it is loaded: 8 bytes a value (with
-// --join-moments 16), and while it is made or loaded twice that.
+// Memory, beside OuterShard's: a payload of each fragment in pinned memory; on the device, of the largest
+// fragment, one payload and `workers` of them, the latter pinned as well. A worker that gives or takes a
+// snapshot holds it: 8 bytes a value (with --join-moments 16), and twice that while it is made or loaded.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -46,20 +42,21 @@
 struct LogOptions {
     int worker = 0;
     bool join_moments = false;  // snapshots hold AdamW's moments, too
-    SyncLogOptions protocol;    // shard and overlap are set here
+    SyncLogOptions protocol;    // ElasticDiloco sets shard and overlap
 };
 
 // Of the inner optimizer, for --join-moments.
 struct InnerMoments {
     float *m = nullptr, *v = nullptr;  // (shard_size), where the parameters lie
-    long* updates = nullptr;           // that they are of
+    long* updates = nullptr;           // how many they are of
 };
 
 // What the trainer does for it.
 struct ElasticCallbacks {
     // Reports events: now and then during a wait, and before an error is thrown. False ends the wait.
     std::function<bool(const std::vector<OuterEvent>&)> report;
-    // Throws the error for a worker whose options (LogStart::fingerprint) are not the run's, which it is given.
+    // Throws the error for a worker whose options (LogStart::fingerprint) are not the run's, which it is
+    // given.
     std::function<void(const std::string&)> refuse;
     // On the log's thread, before it asks the device for anything.
     std::function<void()> use_device;
@@ -192,7 +189,7 @@ private:
         std::optional<Encoded> encoded;  // once the log has asked for it
     };
 
-    // What the trainer has brought.
+    // The arguments of the trainer's call.
     struct Now {
         uint64_t tokens = 0;
         float* local = nullptr;
@@ -257,7 +254,7 @@ private:
         return said;
     }
 
-    // Another rank may have to wait, or may stop, for a reason of its own.
+    // Another rank may stop for a reason of its own.
     std::string why() const {
         const std::string own = log->why_stopped();
         return own.empty() ? "another rank of worker " + std::to_string(log_options.worker) + " stops" : own;
@@ -269,7 +266,7 @@ private:
         if (!report_events()) { leaves = true; }
     }
 
-    // What all ranks of this worker do: stop, before wait, before jump (as far as any), before go_on.
+    // What all ranks of this worker do: stop if any must, else wait, else jump (the farthest), else go on.
     LogTurn agree(const LogTurn& mine) {
         if (inner.size() == 1) {
             all_leave = leaves && mine.kind == LogTurn::wait;
@@ -299,7 +296,7 @@ private:
         return all;
     }
 
-    // What is said of a sync that has been applied is in its report, too.
+    // What the log tells of an applied sync goes into its report, too.
     void note_events() {
         for (LogEvent& event : log->events()) {
             for (SyncReport& report : reports) {
@@ -308,9 +305,10 @@ private:
                 report.log->grace_seconds = double(event.entry->waited) / 1000;
                 report.traffic.bytes_received = event.bytes_read;
             }
-            const bool is_routine = event.kind == LogEventKind::decided || event.kind == LogEventKind::applied;
+            const LogEventKind kind = event.kind;
+            const bool is_routine = kind == LogEventKind::decided || kind == LogEventKind::applied;
             const std::optional<long> sync = event.sync >= 0 ? std::optional<long>(event.sync) : std::nullopt;
-            told.push_back({name_of(event.kind), sync, event.worker, std::move(event.text), is_routine});
+            told.push_back({name_of(kind), sync, event.worker, std::move(event.text), is_routine});
         }
     }
 
@@ -333,7 +331,7 @@ private:
         return hashes[size_t(p)];
     }
 
-    // A worker that has not trained since its last send has nothing to say.
+    // A worker that has not trained since its last send has no payload.
     void encode(long number) override {
         const Stopwatch work{shard_seconds};
         Stream& main = *now.main;
@@ -354,7 +352,7 @@ private:
         tokens_at_send[p] = now.tokens;
     }
 
-    // On the log's thread; the log sees to it that nothing else is called meanwhile.
+    // On the log's thread; the log's lock keeps all other calls out.
     const Encoded* encoded(long number) override {
         Outgoing& out = outgoing[size_t(schedule.fragment(number))];
         if (out.sync != number) { return nullptr; }
@@ -400,7 +398,7 @@ private:
             shard.feedback.end(sync.fragment, sync.number, counted && report.applied(), main);
         }
         main.record(applied);
-        applied.synchronize();  // what has been received may be overwritten, and there are the sums
+        applied.synchronize();  // then the received payloads may be overwritten, and the sums are there
         if (report.applied()) {
             report.statistics = statistics_of(sync.number, report.log->contributors.size());
         }
@@ -447,7 +445,7 @@ private:
                           row_sums(count), main);
     }
 
-    // Over the contributors; of what encoding lost, if this worker has sent.
+    // Over the contributors. What encoding lost is known if this worker has sent.
     OuterStatistics statistics_of(long number, size_t contributors) const {
         const Outgoing& out = outgoing[size_t(schedule.fragment(number))];
         const double unknown = std::numeric_limits<double>::quiet_NaN(), none[] = {unknown, unknown};
@@ -457,7 +455,7 @@ private:
                                 {host_sums.data(), host_sums + row_sums(workers)}, workers);
     }
 
-    // The payload; the log tells what was read (note_events).
+    // note_events() adds what was read.
     void count_sent(const Sync& sync, SyncReport& report) const {
         const Outgoing& out = outgoing[size_t(sync.fragment)];
         const bool has_sent = out.sync == sync.number && out.encoded;
@@ -467,7 +465,7 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // Snapshots for other workers
 
-    // std::bad_alloc, too, where it is pinned memory that the host lacks.
+    // std::bad_alloc, also if pinned memory is short.
     static HostBuffer<float> room_for(long values) {
         try {
             return HostBuffer<float>(values);
@@ -534,7 +532,7 @@ private:
         return header;
     }
 
-    // local = global, and nothing has been sent.
+    // local = global, with nothing in flight.
     void begin_at_global(Stream& main) {
         device::cast(now.local, shard.state->global(main), shard.state->count(), main);
         for (const std::vector<Range>& fragment : shard.ranges) {
@@ -582,7 +580,7 @@ private:
         turns = HostBuffer<int64_t>(3 * inner.size());
     }
 
-    // Before step 1: all that a sync needs of the device has been used once when this returns.
+    // Before step 1: uses once everything that a sync needs of the device.
     void rehearse(Stream& main) {
         const Sync sync = rehearsal(shard.largest, shard.values[size_t(shard.largest)]);
         const PayloadLayout layout = layout_of(sync);
@@ -599,13 +597,13 @@ private:
         main.synchronize();
     }
 
-    static constexpr double longest_wait = 0.02;  // seconds, between two looks at what the others say
+    static constexpr double longest_wait = 0.02;  // seconds, between two turns
 
     LogOptions log_options;
     const std::vector<Fragment> fragments;
     const SyncSchedule schedule;
     OuterShard shard;
-    ErrorFeedback no_owner;  // nobody rounds a mean here
+    ErrorFeedback no_owner;  // means are not rounded here
     Comm& inner;
     Stream& inner_stream;
     LogStart log_start;
@@ -621,16 +619,17 @@ private:
     Buffer<float> weights;                 // (workers), if they are by tokens
     Buffer<double> partial, sums;          // of the sums of rows
     HostBuffer<double> host_sums;
-    bool leaves = false, all_leave = false;  // this rank has ended the wait; all ranks of the worker have
-    HostBuffer<int64_t> own_turn, turns;     // (3), (ranks, 3): what is to be done, the step, leaves
+    bool leaves = false, all_leave = false;  // this rank ended the wait; all ranks of the worker did
+    HostBuffer<int64_t> own_turn, turns;     // (3), (ranks, 3): urgency, step, leaves
     Buffer<int64_t> sent_turn, all_turns;    // the same
     Event gathered, applied;
     Now now;
     Timestamp idle_from;
     double turn_seconds = 0, shard_seconds = 0;
-    std::vector<SyncReport> reports;  // that the trainer has not got yet
-    std::vector<OuterEvent> told;     // the same
-    bool has_loaded = false;          // a snapshot; the same
+    // For the next Outcome.
+    std::vector<SyncReport> reports;
+    std::vector<OuterEvent> told;
+    bool has_loaded = false;  // a snapshot
     std::unique_ptr<ElasticSnapshot> taken;  // null before the first snapshot()
     std::unique_ptr<SyncLogThreads> log;  // the last member: its threads use all others
 };

@@ -1,38 +1,38 @@
-// LogStore: where a sync log (sync_log.h) is kept, as sync_log_records.h lays it out. Values lie under a
-// folder and a name in it. Two stores do this: log_store_redis.h and log_store_file.h.
+// LogStore: where a sync log lies (README.md: keys). A value lies under a folder and a name in it. There are
+// two
+// implementations: log_store_redis.h and log_store_file.h.
 #pragma once
 #include <map>
 #include <string>
 #include <vector>
 
-// Each may be asked again after its answer was lost: nothing that is done twice does harm.
+// A request may be repeated after its answer was lost: doing it twice does no harm.
 struct StoreRequest {
-    // put and put_if_absent answer the value that is there then. remove: without a name the whole folder.
-    // list: names and values in a folder. folders: those whose names begin with `folder`.
+    // put and put_if_absent answer with the value that is there afterwards. remove without a name removes the
+    // whole folder. list: names and values in a folder. folders: the folders whose names begin with `folder`.
     enum Kind { get, put, put_if_absent, remove, list, folders };
     Kind kind;
     std::string folder, name, value;
-    bool asks_winner = true;  // put_if_absent; false: no other value can be there, and none is answered
+    bool asks_winner = true;  // put_if_absent; false: no other value can be there, and the answer has none
 };
 
 struct StoreAnswer {
-    bool lost = false;                           // the connection failed: it may have happened or not
-    bool is_full = false;                        // lost: the store has no room for it; removals make some
-    std::string trouble;                         // lost: why, a line for people
+    bool lost = false;                           // the request may have been done or not
+    bool is_full = false;                        // lost because the store has no room; removals make some
+    std::string trouble;                         // why it was lost, for people
     bool found = false;                          // get
     std::string value;                           // get, put, put_if_absent
     std::map<std::string, std::string> listing;  // list: by name; folders: names alone
 };
 
 // What Redis (a folder is a hash: HGET, HSET, HSETNX, HDEL and UNLINK, HGETALL, SCAN) and a shared folder
-// (open, rename, link, unlink, readdir) can both do. Blocks; the sync log is asked for requests and given
-// answers, so that it is a thread of its own that waits here, or nothing but a simulation's clock.
+// (open, rename, link, unlink, readdir) can both do. Calls block: a thread of its own makes them.
 class LogStore {
 public:
     virtual ~LogStore() = default;
     virtual StoreAnswer perform(const StoreRequest& request) = 0;
-    // In this order, and others' requests may come in between: of what is done, all that stands before it is
-    // done too. They may go out together. Where an answer is lost, those after it count for nothing.
+    // In this order; requests of others may come in between. A request is done only if all before it are.
+    // They may go out together. After the first answer that is lost the others count for nothing.
     virtual std::vector<StoreAnswer> perform_all(const std::vector<StoreRequest>& requests) {
         std::vector<StoreAnswer> answers;
         for (const StoreRequest& request : requests) {
@@ -41,6 +41,6 @@ public:
         }
         return answers;
     }
-    // Of settings that endanger the run, when it is opened.
+    // About settings that endanger the run, as they were when the store was opened.
     virtual std::string warning() const { return ""; }
 };

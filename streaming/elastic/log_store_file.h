@@ -2,13 +2,13 @@
 // A folder of the log is a folder here, "G/0/payload/12" three deep in G; a name is a file in it. Values
 // appear whole: written as ROOT/.new/TOKEN.n, then renamed, or linked where the first one wins.
 //
-// Power: what is put_if_absent (entries, lines, payloads, of which a run is made that died as a whole) is on
-// the disk, with its name, before the answer. What is put (beats, claims to checkpoints) may be lost: it
-// comes anew, and an older claim only keeps payloads longer.
+// After a power cut: a value that was put if absent (entries, lines, payloads) is on the disk with its name
+// before the answer. A value that was put (beats, positions of checkpoints) may be lost: beats come anew, and
+// older positions only keep payloads longer.
 //
-// Who is killed leaves at most one file in .new, and whoever opens the store removes those that nobody has
-// written to for ten minutes by the file server's clock. One that a stopped process still wants is no loss:
-// its answer is `lost`, and it asks again. A removed folder goes to .new first, and is deleted there.
+// A killed process leaves at most one file in .new. A process that opens the store removes files there that
+// are ten minutes old by the file server's clock; if a stopped process still needs one, its request is lost
+// and it asks again. A removed folder is moved to .new first, and deleted there.
 #pragma once
 #include <dirent.h>
 #include <errno.h>
@@ -34,7 +34,7 @@
 
 class FileLogStore : public LogStore {
 public:
-    // UserError where the folder cannot be made or written to, or has no links.
+    // UserError if the folder cannot be made or written to, or its file system has no links.
     explicit FileLogStore(const std::string& folder)
         : root(folder), unnamed(folder + "/.new"), token(random_hex(8)) {
         FileStore::make_usable(root);
@@ -63,7 +63,7 @@ public:
 private:
     using Names = std::map<std::string, bool>;  // in a folder; true: a folder
 
-    // A file without a name of its own yet, or no longer.
+    // A temporary file.
     struct Unnamed {
         std::string path;
         ~Unnamed() { unlink(path.c_str()); }
@@ -144,7 +144,7 @@ private:
         return read_value_file(path(request));
     }
 
-    // What is there before this request; "" where it does not ask for it.
+    // The value that is there before this request; "" if the request does not ask for it.
     std::optional<std::string> earlier(const StoreRequest& request) const {
         if (request.asks_winner) { return get(request); }
         const std::string name = path(request);
@@ -181,8 +181,8 @@ private:
         }
     }
 
-    // `name_it` is false with ENOENT where there is no folder: not yet, or it has just been removed. Returns
-    // whether it had to be made.
+    // `name_it` fails with ENOENT if the folder does not exist, or was just removed. Returns whether it was
+    // made.
     template <class NameIt>
     bool give_name(const StoreRequest& request, NameIt name_it) {
         const std::string name = path(request);
@@ -208,8 +208,8 @@ private:
 
     // ---- folders
 
-    // What begins with a '.' is no value: .new, and files that a network file system keeps for who has them
-    // open (.nfsXXXX). Null: there is no such folder.
+    // A name that begins with '.' is no value: .new, and files that NFS keeps while they are open (.nfsXXXX).
+    // Null: there is no such folder.
     static std::unique_ptr<DIR, int (*)(DIR*)> open_folder(const std::string& path) {
         std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir(path.c_str()), closedir);
         if (!folder && errno != ENOENT) { fail_value_file("opendir", path); }
@@ -237,8 +237,8 @@ private:
         return stat((path + "/" + entry.d_name).c_str(), &status) == 0 && S_ISDIR(status.st_mode);
     }
 
-    // Whole, or nothing of it, when the folder is removed meanwhile. Names are read twice: some file systems
-    // leave out one that is being replaced, as beats are all the time.
+    // If the folder is removed meanwhile the listing is whole or empty. Names are read twice: some file
+    // systems skip a name that is being replaced, and beats are replaced all the time.
     std::map<std::string, std::string> list(const std::string& folder) const {
         const std::string where = path(folder);
         while (true) {
@@ -261,7 +261,7 @@ private:
         }
     }
 
-    // Those with a value in them whose names begin with `text`. `path` is that of `folder`, "": of all.
+    // Folders with a value in them whose names begin with `text`.   path: that of `folder`; "" is the root
     void find_folders(const std::string& path, const std::string& folder, const std::string& text,
                       std::map<std::string, std::string>& found) const {
         for (const auto& [name, is_folder] : names_in(path)) {

@@ -1,9 +1,9 @@
-// RedisLogStore: the sync log in a Redis or Valkey server (llmc/run/redis.h). A folder is a hash under the key
-// RUN/log/FOLDER. Values are bytes of any kind; a hash that is listed holds small ones.
+// RedisLogStore: the sync log in a Redis or Valkey server (llmc/run/redis.h). A folder is a hash under the
+// key RUN/log/FOLDER. Values are bytes of any kind; a hash that is listed holds small ones.
 //
-// How much a server forgets when it is killed or loses its power is its own affair: with `appendonly yes` and
-// `appendfsync always` nothing that it has answered. One that comes back with old data would let syncs be
-// decided twice; warning() says when it may.
+// With `appendonly yes` and `appendfsync always` a server forgets nothing that it has answered, even if it is
+// killed or loses power. One that comes back with old data would let syncs be decided twice; warning() says
+// if it may.
 #pragma once
 #include <algorithm>
 #include <exception>
@@ -20,14 +20,14 @@
 
 class RedisLogStore : public LogStore {
 public:
-    // UserError where the server cannot be reached within `timeout` seconds, refuses the password or has not
-    // the certificate that it should have. It is lost when it is silent for so long (both at most 10).
+    // UserError if the server cannot be reached within `timeout` seconds, refuses the password, or has
+    // another certificate than it should. It counts as lost after as long a silence (both at most 10 s).
     RedisLogStore(const std::string& url, const std::string& run_name, double timeout)
         : prefix(run_name + "/log/"), timeout(std::min(timeout, 10.0)), connection(url, this->timeout) {
         connection.connect(this->timeout);
         try {
             look_at_settings();
-        } catch (const ConnectionLost&) {}  // the first request says so
+        } catch (const ConnectionLost&) {}  // the first request will tell
     }
 
     StoreAnswer perform(const StoreRequest& request) override {
@@ -51,14 +51,14 @@ private:
         StoreAnswer lost;
         lost.lost = true;
         try {
-            // Somebody may wait behind this: the heartbeat, the next request.
+            // Other requests wait behind this one.
             if (!connection.is_open()) { connection.connect(std::min(timeout, 3.0)); }
             while (answers.size() < count) { answer_next(requests, count, answers); }
         } catch (const ConnectionLost& error) {
             lost.trouble =
                 "the connection to the store at " + connection.where() + " is lost (" + error.what() + ")";
         } catch (const std::exception& error) {
-            connection.close();  // the next one shows the password anew
+            connection.close();  // the next connection shows the password again
             lost.is_full = dynamic_cast<const OutOfMemory*>(&error) != nullptr;
             lost.trouble = error.what();
         }
@@ -66,8 +66,8 @@ private:
         return answers;
     }
 
-    // One that takes many commands, or all until there is such a one: these go out together. Not so removals
-    // and writes: in a transaction a server without memory would refuse the removals as well.
+    // Answers one `folders` request, which takes many commands, or all requests before the next one together.
+    // Removals do not go with writes: a server without memory refuses a transaction as a whole.
     void answer_next(const StoreRequest* requests, size_t count, std::vector<StoreAnswer>& answers) {
         const size_t first = answers.size();
         if (requests[first].kind == StoreRequest::folders) {
@@ -85,8 +85,8 @@ private:
         answer_together(requests + first, end - first, answers);
     }
 
-    // Several writes are a transaction: where the server refuses one, for want of memory, it must do none of
-    // those after it.
+    // Several writes are a transaction: if the server refuses one for lack of memory, it must do none after
+    // it.
     void answer_together(const StoreRequest* requests, size_t count, std::vector<StoreAnswer>& answers) {
         std::vector<std::string> keys;
         for (size_t i = 0; i < count; i++) { keys.push_back(prefix + requests[i].folder); }
@@ -159,7 +159,7 @@ private:
         return answer;
     }
 
-    // What was there before it. If that has been removed meanwhile, it is tried again.
+    // The value that was there before. If it has been removed meanwhile, the write is tried again.
     std::string winner(const StoreRequest& request, const std::string& key) {
         while (true) {
             const Reply there = command({"HGET", key, request.name});
@@ -208,7 +208,7 @@ private:
 
     static std::string text(const redisReply& reply) { return std::string(reply.str, size_t(reply.len)); }
 
-    // Where they are not to be seen (CONFIG is forbidden) there is nothing to say.
+    // If CONFIG is forbidden there is nothing to say.
     void look_at_settings() {
         const std::string store = "the store at " + connection.where();
         const std::string fsync = setting("appendfsync");

@@ -1,4 +1,4 @@
-// The sync log's stores by URL, as llmc/run/store.h has them:
+// Log stores by URL, as in llmc/run/store.h:
 //   file:DIR                                        the folder DIR/log/RUN (log_store_file.h)
 //   redis://[[USER]:PASSWORD@]HOST[:PORT], rediss://   keys RUN/log/... (log_store_redis.h)
 #pragma once
@@ -20,7 +20,7 @@ inline std::unique_ptr<LogStore> open_redis_log_store(const std::string& url, co
 }
 #endif
 
-// A store with a connection of its own, for one thread at a time. UserError where it cannot be used.
+// A store with a connection of its own, for one thread at a time. UserError if it cannot be used.
 inline std::unique_ptr<LogStore> open_log_store(const std::string& url, const std::string& run_name,
                                                 double timeout) {
     if (is_redis_url(url)) { return open_redis_log_store(url, run_name, timeout); }

@@ -1,66 +1,14 @@
-// The sync log: one worker's part in exchanges that do not wait for workers that are slow, dead, or not yet
-// there.
+// SyncLog: one worker's part in exchanges that do not wait for workers that are slow, dead, or not there yet.
+// README.md describes the protocol: roles, records, and what happens between a sync's send and its merge.
 //
-// Payloads lie in a store. Whose payloads make up sync s is decided there once, by an entry that is set if
-// absent and never changed. The global parameters after s are a function of the entries up to s, so a worker
-// is only ever at some position of one log: dying, stalling, being slow and joining are all the same, being
-// behind. Where workers have several ranks each shard has a log of its own, and the contributors of one sync
-// may differ from shard to shard; the ranks of a worker agree on what their turns say, at each step.
-// (Keys: sync_log_records.h. Which workers are counted: sync_log_decision.h. What
-// safety depends on: sync_log_rules.h. Events: sync_log_events.h. Threads: sync_log_threads.h. The class is
-// declared here; its functions are in the files that its sections name, the public ones in
-// sync_log_requests.h and sync_log_turns.h.)
+// Nothing here waits or asks a clock. requests() says what to ask the store next, answer() takes the answers;
+// turn() is the trainer's, at the end of a step, and says whether to continue. An answer that is lost is
+// asked for
+// again: every request may be done twice, and a batch may break off between any two requests. The caller must
+// never let two of these functions run at once (a mutex).
 //
-// A worker takes part in sync s of a fragment once it has applied the fragment's syncs before s:
-//   1. chunks, then line    A worker that reads the line finds the payload. Each start has its own names
-//                           (incarnation), so what lies under a name never changes. A worker that passes the
-//                           send step without sending abstains.
-//   2. entry? lines, beats  A worker that has a line in s may decide: at once when all workers that are alive
-//                           and not catching up have one; at its due step when all that are waited for have
-//                           one; `grace` later without them. Never with fewer lines than min_workers. It
-//                           counts the lines that stand on its hash, if most do; where most stand on another
-//                           hash, it stops.
-//   3. entry, if absent     The first entry wins. Every worker reads the winner's, a decider too.
-//   4. generation           Read after the entry: a store that came back empty has lost lines, so no worker
-//                           believes what is decided there.
-//   5. payloads             Every worker reads those of the entry's contributors.
-//   6. apply                At the due step, at the latest after the last step; at once where s was decided
-//                           before this worker came to send it. A worker whose payload was not counted moves
-//                           local by what global moved.
-//   7. removal              By the decider, once a period: payloads that are older than `retain`
-//                           syncs of their fragment and that the checkpoints of two workers have passed, so
-//                           that the run survives the death of all workers and the loss of a disk; with them,
-//                           what a stalled worker wrote too late.
-//
-// A worker that finds an entry's payload gone asks for a snapshot: all fragments of another worker as they
-// were at one instant, in chunks, then an offer with their digest. The worker that gives it says so, and how
-// far it is: another one gives it only where the first is dead, or makes no progress. The first offer is
-// read, and checked; a reader that finds a chunk gone asks again under a new name. A giver that finds no
-// memory for it, on its host or in the store, takes it back, and tries again once all others may have. From
-// the snapshot's positions on payloads are kept until its reader has caught up. What a dead start asked for,
-// deciders remove.
-//
-// A worker that has finished its last step applies what was sent until then, gives the snapshots that living
-// workers ask for, and leaves a note. A worker that needs a snapshot later, when no other is there, learns
-// from the note that the run is over.
-//
-// Beats say which workers are waited for. A beat promises to be in time from a sync on. A worker that begins
-// the run promises it from its first sync on; one that comes later, or was not in time, promises it once it
-// has shown that it keeps pace: it was counted, or had sent within the grace of the first worker that did.
-// Each time that it was late it promises a later sync; and a worker that costs others more than a little of
-// their time is not waited for: a hung worker costs a single grace. A worker that is more than max_lag steps
-// behind the newest sync that any has opened jumps to its step; one that has just started, sent too late to
-// be counted, or had to jump to be in time, jumps however little it is behind. A worker that ends early takes
-// its promise back.
-//
-// Requests that do not need each other's answers go out together. Where no worker is late that is three times
-// a sync for the last one to send: the payload, its line, and whether all are there; the entry; the payloads
-// of the others. They may break off
-// between any two requests, as they might if they went one by one.
-//
-// Nothing here waits or asks a clock: requests() says what to ask the store next, answer() takes what it has
-// said; turn() is the trainer's, at the end of a step, and says whether it may continue. A lost answer is
-// asked for again: every request may be done twice. The caller never lets two of these run at once (a mutex).
+// The class is declared here. Its functions are in the files that its sections name; the public ones are in
+// sync_log_requests.h and sync_log_turns.h.
 #pragma once
 #include <functional>
 #include <map>
@@ -71,11 +19,9 @@
 
 #include "streaming/elastic/log_store.h"
 #include "streaming/elastic/sync_log_decision.h"
-#include "streaming/elastic/sync_log_events.h"
-#include "streaming/elastic/sync_log_heartbeat.h"
 #include "streaming/elastic/sync_log_records.h"
 #include "streaming/elastic/sync_log_rules.h"
-#include "streaming/elastic/sync_log_shard.h"
+#include "streaming/elastic/sync_log_types.h"
 
 class SyncLog {
 public:

@@ -1,4 +1,4 @@
-// Deciding who makes up a sync (sync_log.h): who is alive, who is waited for, and whether it is time.
+// Deciding who is counted in a sync (sync_log.h): who is alive, who is waited for, and whether it is time.
 #pragma once
 #include <algorithm>
 #include <map>
@@ -7,18 +7,18 @@
 #include <utility>
 #include <vector>
 
-#include "streaming/elastic/sync_log_events.h"
 #include "streaming/elastic/sync_log_records.h"
 #include "streaming/elastic/sync_log_rules.h"
+#include "streaming/elastic/sync_log_types.h"
 
-// Who is there, by their beats. A worker is alive unless its beat was the same in looks that are `expiry`
-// apart: who looks seldom, over a slow link or after a stall, takes nobody for dead because of that. Nor does
-// one whose answers take long: a look is as old as the question, and a beat as new as the answer that showed
-// it first.
+// Who is there, by their beats. A worker is alive unless its beat was the same in two looks that are `expiry`
+// apart. A worker that looks seldom, over a slow link or after a stall, therefore takes nobody for dead; nor
+// does one whose answers are slow, since a look is dated by its question and a beat by the first answer that
+// showed it.
 //
-// Who is alive and has promised to be in time is waited for, as long as that is no habit: what it has cost is
-// a debt, a grace for one standstill at most, of which a fiftieth of the time pays back. A slow worker costs
-// the others so much of their speed.
+// A worker that is alive and has promised to be in time is waited for unless that has cost too much: the time
+// that others waited for it is its debt, at most one grace per standstill, and is paid back at a fiftieth of
+// the time. So a slow worker costs the others a fiftieth of their speed.
 class Presence {
 public:
     Presence(double expiry, double grace) : expiry(expiry), grace(grace), most_debt(grace / 5) {}
@@ -26,7 +26,7 @@ public:
     struct Change {
         LogEventKind kind;  // joined, late, gone, back
         int worker;
-        long sync = -1;  // late, back: the one that shows it
+        long sync = -1;  // late, back: the sync that shows it
         int start = 0;   // joined, back: its incarnation
     };
 
@@ -38,7 +38,7 @@ public:
             Seen& one = at->second;
             const LogBeat beat = LogBeat::parse(text);
             if (one.text == text || beat.incarnation < one.beat.incarnation) { continue; }
-            // The first beat that is found may be that of one that is long dead.
+            // The first beat that is found may be left from a worker that is long dead.
             if (!is_first) { note_life(one, worker, beat.incarnation); }
             one.text = text;
             one.beat = beat;
@@ -52,7 +52,7 @@ public:
         }
     }
 
-    // Who begins the run is waited for from its first sync on, though its beat may not be there yet.
+    // The run's first members are waited for from its first sync on, though their beats may not be there yet.
     void expect(const std::vector<Incarnation>& members, long first, double now) {
         looked = now;
         for (const Incarnation& who : members) {
@@ -65,7 +65,7 @@ public:
         }
     }
 
-    // For so long nobody could be heard: that is nobody's fault.
+    // Nobody could be heard for so long: that is nobody's fault.
     void forgive(double seconds, double now) {
         for (auto& [worker, one] : seen) {
             one.changed = std::min(one.changed + seconds, now);
@@ -73,7 +73,7 @@ public:
         }
     }
 
-    // Whoever is not in an entry has broken its promise, if it had made one.
+    // A worker that is not in an entry has broken its promise, if it had made one.
     void note(const LogEntry& entry, long sync) {
         for (auto& [worker, one] : seen) {
             const bool had_promised = keeps_promises(one) && promise_of(one) <= sync && is_alive(one);
@@ -98,14 +98,14 @@ public:
         return found != seen.end() && is_alive(found->second) && found->second.beat.incarnation == who.number;
     }
 
-    // Its beat stands still, or a later start of its worker has shown one. Not: there is none yet.
+    // Its beat stands still, or a later start of its worker has shown one. False as long as there is no beat.
     bool is_dead(const Incarnation& who) const {
         const auto found = seen.find(who.worker);
         if (found == seen.end() || found->second.beat.incarnation < who.number) { return false; }
         return found->second.beat.incarnation > who.number || !is_alive(found->second);
     }
 
-    // It is alive, has nothing to catch up with, and has not said that it ends.
+    // It is alive, is not catching up, and has not said that it ends.
     bool is_at_work(const Incarnation& who) const {
         return is_alive(who) && promise_of(seen.at(who.worker)) >= 0;
     }
@@ -118,8 +118,8 @@ public:
         return alive;
     }
 
-    // Is anybody alive, but for this worker, that will some day hold all that the others do? That needs a
-    // snapshot?
+    // Is another worker alive that holds the run's parameters, or will without a snapshot? Does another one
+    // need a snapshot?
     bool can_anyone_give(int but_for) const {
         for (const auto& [worker, one] : seen) {
             const long promise = one.beat.promise;
@@ -137,7 +137,7 @@ public:
         return false;
     }
 
-    // Workers of lower numbers that are alive and have nothing to catch up with.
+    // Workers of lower numbers that are alive and not catching up.
     int running_before(int worker) const {
         int count = 0;
         for (const auto& [other, one] : seen) {
@@ -147,12 +147,12 @@ public:
     }
 
     struct Missing {
-        std::vector<int> who;     // are alive, and not catching up
-        bool waited_for = false;  // and one has promised to be in this sync
+        std::vector<int> who;     // alive, and not catching up
+        bool waited_for = false;  // one of them is
     };
 
-    // Who has no line: has(worker) tells who has. The trainer has stood still since `stands_since`, for this
-    // sync or for one that was due before it.
+    // The workers without a line: has(worker) tells who has one. The trainer has stood still since
+    // `stands_since`, for this sync or for one that was due before it.
     template <class Has>
     Missing missing(long sync, Has has, double stands_since, double now) const {
         Missing missing;
@@ -164,8 +164,8 @@ public:
         return missing;
     }
 
-    // The trainer has stood still since `since` for want of the same lines. Time in which it stands still for
-    // several syncs counts once.
+    // The trainer has stood still since `since` because these lines are missing. Time in which it stands
+    // still for several syncs is charged once.
     template <class Has>
     void charge(long sync, Has has, double since, double stands_since, double now) {
         for (auto& [worker, one] : seen) {
@@ -188,14 +188,14 @@ private:
         double changed = 0;
         long missed = -1;  // the newest sync that it had no line in
         State state = State::unknown;
-        // What it has cost, before the trainer's last standstill that it was charged for and in that one.
+        // What it cost before the last standstill that it was charged for, and in that one.
         double debt = 0, charge = 0, charged_at = 0;
-        int member = 0;  // the start that begins the run, until it promises something itself
-        long first = 0;  // the first sync, then
+        int member = 0;  // its start, if it is a first member of the run that has not promised anything yet
+        long first = 0;  // the run's first sync, then
     };
 
     bool is_alive(const Seen& one) const { return looked < one.changed + expiry; }
-    // Who begins the run has promised to before it says so itself.
+    // A first member has promised the first sync before it says so itself.
     static long promise_of(const Seen& one) {
         const bool begins = one.member > 0 && one.member == one.beat.incarnation;
         return begins && one.beat.promise == LogBeat::catches_up ? one.first : one.beat.promise;
@@ -204,8 +204,8 @@ private:
         return is_alive(one) && keeps_promises(one) && promise_of(one) <= sync &&
                debt_of(one, stands_since, now) <= most_debt;
     }
-    // What earlier standstills have cost, and is not paid back yet. Syncs that are due at once share one, so
-    // that each of them may have the whole grace.
+    // The cost of earlier standstills that is not paid back yet. Syncs that are due at once share one
+    // standstill, so that each of them may have the whole grace.
     static double debt_of(const Seen& one, double stands_since, double now) {
         const double cost = one.debt + (is_charged_in(one, stands_since) ? 0 : one.charge);
         return std::max(0.0, cost - (now - one.charged_at) / 50);
@@ -229,8 +229,8 @@ private:
     std::vector<Change> changed;
 };
 
-// What a new log begins with: of what its workers hold the newest; of that, what most hold. None: as many
-// hold something else at the same positions, and nobody knows which is right.
+// What a new log begins with: the newest of what its workers hold, and of several as new ones what most hold.
+// None: as many hold something else at the same positions, and nobody knows which is right.
 inline std::optional<LogBase> base_to_begin_with(const std::vector<LogBase>& held) {
     long newest = 0;
     for (const LogBase& one : held) { newest = std::max(newest, one.sum()); }
@@ -254,16 +254,16 @@ inline std::optional<LogBase> base_to_begin_with(const std::vector<LogBase>& hel
     return is_split ? std::nullopt : best;
 }
 
-// A sync as one worker sees it that may decide.
+// A sync, as a worker sees it that may decide.
 struct Question {
     long sync;
-    uint64_t hash;        // that this worker stands on
+    uint64_t hash;        // of this worker's global parameters
     double due_since;     // negative: it is not due here yet
     double stands_since;  // the least due_since of all syncs that are due here and not decided
     Incarnation asker;
 };
 
-// The line that stands for each worker: of its starts the latest that may be counted, else the latest.
+// One line for each worker: that of its latest start whose line may be counted, else of its latest start.
 using StandingLines = std::map<int, std::pair<Incarnation, LogLine>>;
 
 inline StandingLines standing_lines(const LogLines& lines, uint64_t hash, const SyncLogRules& rules) {
@@ -287,7 +287,7 @@ inline std::map<uint64_t, size_t> holders_of_hashes(const StandingLines& lines) 
     return holders;
 }
 
-// Is there a hash that most stand on?
+// Does a hash have a majority?
 inline bool has_majority(const StandingLines& standing, const SyncLogRules& rules) {
     for (const auto& [hash, count] : holders_of_hashes(standing)) {
         if (rules.is_majority(count, standing.size())) { return true; }
@@ -295,7 +295,7 @@ inline bool has_majority(const StandingLines& standing, const SyncLogRules& rule
     return false;
 }
 
-// Do most stand on a hash that is not this one?
+// Does another hash than this one have a majority?
 inline bool is_odd_one(const LogLines& lines, uint64_t hash, const SyncLogRules& rules) {
     const StandingLines standing = standing_lines(lines, hash, rules);
     for (const auto& [other, count] : holders_of_hashes(standing)) {
@@ -304,8 +304,8 @@ inline bool is_odd_one(const LogLines& lines, uint64_t hash, const SyncLogRules&
     return false;
 }
 
-// Enough are there, and this worker still stands still: whose fault is it?
-// asked: when, for the lines; nobody is charged for the time that they were on their way
+// If enough have sent and this worker still stands still, the missing workers are charged.
+// asked: when the lines were asked for; nobody is charged for the time that the answer took
 inline void charge(const Question& question, const LogLines& lines, Presence& presence,
                    const SyncLogRules& rules, int min_workers, double asked) {
     const StandingLines standing = standing_lines(lines, question.hash, rules);
@@ -315,7 +315,7 @@ inline void charge(const Question& question, const LogLines& lines, Presence& pr
 }
 
 // The entry that this worker would write now, if it is time for one.
-// asked: when, for the lines; whoever is missing may have sent since
+// asked: when the lines were asked for; missing workers may have sent since
 inline std::optional<LogEntry> decide(const Question& question, const LogLines& in_store,
                                       const Presence& presence, const SyncLogRules& rules, int min_workers,
                                       double grace, double asked, double now) {

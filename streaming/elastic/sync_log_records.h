@@ -1,24 +1,6 @@
-// What the sync log (sync_log.h) keeps in the store (log_store.h). A key is a folder and a name in it. Small
-// values are text, so that a user may look at a run with redis-cli, or cat:
-//
-//     run/generation   token                      drawn anew where the store is new; what follows lies in
-//     GENERATION/...                              folders that begin with it: two generations never meet
-//     run              fingerprint: text          the options that all must have, a row each
-//     r/...                                       rank r of every worker has a log of its own, and all of:
-//     incarnation/w    i: token                   each start of worker w has a number of its own
-//     registered       w.i: LogBase               what a start has, before the run begins
-//     run              start: LogBeginning        what the first entries stand on, and who is there
-//     beat             w: LogBeat                 overwritten all the time
-//     payload/s        w.i.c: bytes               chunk c of what w.i sends in sync s
-//     sent/s           w.i: LogLine               the payload is whole, or w.i abstains
-//     entry            s: LogEntry                who makes up sync s; never changed, kept for ever
-//     durable          w: positions               of w's newest checkpoint
-//     done             w: step                    w has applied all that there is until its last step
-//     want             w.i.n: reason              w.i needs a snapshot, for the n-th time
-//     giver            w.i.n: v.j chunks          v.j writes one, and is so far
-//     held             w.i.n: positions           of that snapshot: w.i will need the payloads from there on
-//     snapshot/w.i.n   v.j.c: bytes               chunk c of what v.j gives
-//     offer            w.i.n: LogOffer            v.j's is whole; the first one is read
+// The sync log's records as text, and the schedule by sync number. README.md lists the keys under which
+// records lie in the store (log_store.h). Small values are text, so that a user may look at a run with
+// redis-cli, or cat.
 #pragma once
 #include <xxhash.h>
 
@@ -53,7 +35,7 @@ public:
     long index(long sync) const { return sync / fragments(); }  // among those of its fragment
     long sync(int fragment, long index) const { return index * fragments() + places[size_t(fragment)]; }
     long send_step(long sync) const { return order[size_t(sync) % order.size()].first + index(sync) * H; }
-    // The first sync that is sent behind `step`.
+    // The first sync that is sent after `step`.
     long first_after(long step) const {
         long sync = 0;
         for (int p = 0; p < fragments(); p++) {
@@ -72,8 +54,8 @@ private:
 // -----------------------------------------------------------------------------------------------------------
 // Records
 
-// The rows of run/fingerprint, "NAME VALUE" each, in any order. Two options of earlier versions are gone: rows
-// that leave them unused are dropped, so that a run that such a version began is continued.
+// The rows of run/fingerprint, "NAME VALUE" each, in any order. Two options of earlier versions are gone:
+// rows that leave them unused are dropped, so that a run that such a version began is continued.
 inline std::set<std::string> rows_of_options(const std::string& text) {
     std::set<std::string> rows;
     int workers = 0, merged_from = 0;  // syncs of so many workers were merged; 0: none
@@ -83,8 +65,8 @@ inline std::set<std::string> rows_of_options(const std::string& text) {
         sscanf(row.c_str(), "--outer-exchange (merged from) %d", &merged_from);
     }
     const auto is_unused = [&](const std::string& row) {
-        const bool tells_of_merging = row.rfind("--outer-exchange (merged from) ", 0) == 0;
-        return row == "--fragment-offsets " || (tells_of_merging && (merged_from == 0 || merged_from > workers));
+        if (row.rfind("--outer-exchange (merged from) ", 0) != 0) { return row == "--fragment-offsets "; }
+        return merged_from == 0 || merged_from > workers;
     };
     for (auto row = rows.begin(); row != rows.end();) {
         row = is_unused(*row) ? rows.erase(row) : std::next(row);
@@ -143,7 +125,6 @@ struct LogLine {
 
 using LogLines = std::map<std::string, LogLine>;  // by incarnation
 
-// Contributors in ascending order of workers, at most one incarnation of each.
 struct Contributor {
     Incarnation who;
     size_t bytes = 0;
@@ -152,12 +133,12 @@ struct Contributor {
 };
 
 struct LogEntry {
-    uint64_t hash = 0;  // of the fragment's global parameters that it stands on
+    uint64_t hash = 0;  // of the fragment's global parameters at all contributors
     Incarnation decider;
-    std::vector<Contributor> contributors;
-    std::vector<int> abstained;  // and those whose hash was another
-    // For people: who was alive, had nothing to catch up with, and no line; and for how many milliseconds the
-    // decider had been due.
+    std::vector<Contributor> contributors;  // ascending, at most one start of each worker
+    std::vector<int> abstained;             // also workers with another hash
+    // For people: workers that were alive, not catching up, and had no line; and for how many milliseconds
+    // the sync had been due at the decider.
     std::vector<int> missing;
     long waited = 0;
 
@@ -202,12 +183,12 @@ struct LogEntry {
     }
 };
 
-// A worker is alive while its count changes, by the clock of who looks: no clocks are compared. It is waited
-// for from the sync on that it has promised, until it breaks the promise.
+// A worker is alive while its count changes, by the clock of the worker that looks: no clocks are compared.
+// It is waited for from the sync on that it promises, until it breaks the promise.
 struct LogBeat {
     static constexpr long catches_up = -1, needs_snapshot = -2, ends = -3;
     static constexpr long nothing =
-        std::numeric_limits<long>::max();  // it has not shown yet that it keeps pace
+        std::numeric_limits<long>::max();  // it has not yet shown that it keeps pace
 
     int incarnation = 0;
     long count = 0;
@@ -222,7 +203,7 @@ struct LogBeat {
     }
 };
 
-// Where in the log somebody is: of each fragment, how many syncs are applied, and the hash then.
+// A worker's position in the log: of each fragment, how many syncs are applied, and the hash after them.
 struct LogBase {
     std::vector<long> positions;
     std::vector<uint64_t> hashes;
@@ -252,7 +233,7 @@ struct LogBase {
     }
 };
 
-// What the log begins with. The members hold it, and are all waited for in their first sync.
+// What the log begins with. The members hold it, and the run's first sync waits for all of them.
 struct LogBeginning {
     LogBase base;
     std::vector<Incarnation> members;  // a start of each worker

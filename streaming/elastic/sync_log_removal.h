@@ -1,5 +1,5 @@
-// Removal (sync_log.h): once a period a decider has the store remove what nobody needs any more: old
-// payloads and lines, and snapshots that have no reader.
+// Removal (sync_log.h): once a period a decider removes what nobody needs any more: old payloads and lines,
+// and snapshots that have no reader.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -13,7 +13,7 @@
 
 #include "streaming/elastic/sync_log.h"
 
-// Of a folder's files some may be empty after a power cut: positions that are not of all fragments are none.
+// After a power cut some files of a folder may be empty: positions that are not of all fragments are ignored.
 inline void SyncLog::sweep() {
     auto held = std::make_shared<std::vector<long>>(slots.size(), std::numeric_limits<long>::max());
     chores.push_back(
@@ -38,7 +38,7 @@ inline void SyncLog::sweep() {
     sweep_snapshots();
 }
 
-// What those need that are alive and on their way from a snapshot. Not for ever: they may never catch up.
+// What living workers need that are catching up from a snapshot.
 inline void SyncLog::note_held(const std::map<std::string, std::string>& listing, std::vector<long>& held) {
     for (const auto& [want, text] : listing) {
         const Incarnation who = Incarnation::parse(want);
@@ -52,7 +52,7 @@ inline void SyncLog::note_held(const std::map<std::string, std::string>& listing
     }
 }
 
-// Up to where the checkpoints of two workers reach: one of them may be lost.
+// Up to where the checkpoints of two workers reach, since one of them may be lost.
 inline long SyncLog::covered(std::vector<long> positions, long index) const {
     if (!options.checkpoints) { return index; }
     const size_t copies = size_t(std::min(2, options.min_workers));
@@ -61,7 +61,7 @@ inline long SyncLog::covered(std::vector<long> positions, long index) const {
     return positions[copies - 1];
 }
 
-// oldest: that is kept, by fragment
+// oldest: the oldest sync that is kept, by fragment
 inline void SyncLog::sweep_syncs(const std::string& folder, const std::vector<long>& oldest) {
     chores.push_back({{StoreRequest::folders, folder, "", ""}, [=](const StoreAnswer& answer, double) {
                           for (const auto& [name, nothing] : answer.listing) {
@@ -75,8 +75,8 @@ inline bool SyncLog::is_kept(long sync, const std::vector<long>& oldest) const {
     return schedule.index(sync) >= oldest[size_t(schedule.fragment(sync))];
 }
 
-// Snapshots whose reader is dead, or has started again, or has read them. Snapshots are listed before the
-// wants, or one that is only now being written would seem to be wanted by no worker.
+// Snapshots whose reader is dead, has restarted, or has read them. Snapshots are listed before the wants;
+// otherwise one whose want is just being written would seem to have no reader.
 inline void SyncLog::sweep_snapshots() {
     const std::string folder = key("snapshot/");
     auto there = std::make_shared<std::set<std::string>>();

@@ -1,5 +1,5 @@
-// Requests of a sync log (sync_log.h): what goes to the store together, in which order, and what takes
-// the answers; what is lost is asked for again. And what there is to tell the caller.
+// Requests of a sync log (sync_log.h): what goes to the store together and in which order; lost answers are
+// asked for again. And the events that are told to the caller.
 #pragma once
 #include <algorithm>
 #include <iterator>
@@ -83,8 +83,8 @@ inline std::string SyncLog::key(const std::string& folder) const {
     return generation + "/" + std::to_string(options.shard) + "/" + folder;
 }
 
-// Chunk number `chunk`, of `size` bytes. Nothing else can be there under this start's name, and a chunk is
-// too much to be read for nothing.
+// Writes chunk number `chunk`, of `size` bytes. Nothing else can lie under this start's name, so the answer
+// need not bring the chunk back.
 inline StoreRequest SyncLog::own_chunk(const std::string& folder, const std::string& bytes, size_t chunk,
                                        size_t size) const {
     const bool asks_winner = false;
@@ -106,8 +106,8 @@ inline bool SyncLog::writes_entry(const StoreRequest& request) const {
     return request.kind == rules.entry_is_written_by() && request.folder == key("entry");
 }
 
-// A store that comes back may have lost what it was told last. An entry must not stand on lines that are
-// lost: their senders would find it, and not send them again.
+// A store that comes back may have lost its newest data. An entry must not stand on lost lines: their senders
+// would find the entry and not send again.
 inline void SyncLog::look_again(Slot& slot) {
     if (slot.confirmed) { return; }
     slot.lines.reset();
@@ -116,8 +116,8 @@ inline void SyncLog::look_again(Slot& slot) {
     slot.looked = false;
 }
 
-// The store has no memory for what is asked next. A snapshot can be given later; what is to be removed, and
-// looked for because of that, comes first.
+// The store has no room for what is asked next. A snapshot can be given later; removals, and the lists that
+// they need, come first.
 inline void SyncLog::make_room(double now) {
     if (giving && !giving->bytes.empty()) {
         const auto is_of_it = [this](const Asked& one) {
@@ -137,7 +137,7 @@ inline void SyncLog::make_room(double now) {
     chores.erase(first, chores.end());
 }
 
-// For so long there was no store.
+// The store was away for so long.
 inline void SyncLog::forgive(double seconds, double now) {
     candidates.forgive(seconds, now);
     presence.forgive(seconds, now);
@@ -170,7 +170,8 @@ inline void SyncLog::choose(double now) {
     }
 }
 
-// A payload goes out with what stands on its way only now and then: that need not wait for it.
+// Small requests come first. A payload goes out with them only every other time, so that they seldom wait for
+// it.
 inline void SyncLog::choose_running(double now) {
     ask_chores();
     if (looks_at_wants) { look_at_wants(); }
@@ -183,7 +184,7 @@ inline void SyncLog::choose_running(double now) {
     if ((asked.empty() || cannot_give()) && may_leave()) { leave(); }
 }
 
-// In turns, so that none is put off for ever: those of all fragments, and a snapshot that is given.
+// The fragments' payloads and a snapshot that is given take turns, so that none is put off for ever.
 inline bool SyncLog::move_a_payload(double now) {
     const size_t before = asked.size();
     for (size_t i = 0; i <= slots.size() && asked.size() == before; i++) {
@@ -197,8 +198,7 @@ inline bool SyncLog::move_a_payload(double now) {
     return asked.size() > before;
 }
 
-// No living worker needs anything from this one: it says that it has all, and may end.
-// It stays for a worker that needs a snapshot.
+// Everything is applied, and no living worker needs a snapshot from this one.
 inline bool SyncLog::may_leave() const {
     const bool is_needed = giving || (is_wanted && !cannot_give());
     return is_leaving && has_looked_last && !has_left && !is_needed;
@@ -236,7 +236,7 @@ inline void SyncLog::say(LogEventKind kind, long sync, const LogEntry& entry, co
     told.back().entry = entry;
 }
 
-// Of others. One that is gone may have come to its end.
+// Tells what became of other workers. One that is gone may have finished.
 inline void SyncLog::tell_changes() {
     for (const Presence::Change& change : presence.changes()) {
         if (change.worker == me.worker) { continue; }

@@ -1,5 +1,5 @@
-// Looking around, and snapshots (sync_log.h): which workers are alive, by their beats, and which need a
-// snapshot; how it is given, and how this worker gets one.
+// Looking around, and snapshots (sync_log.h): which workers are alive, by their beats; how this worker gives
+// a snapshot to one that needs it, and how it gets one itself.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -17,8 +17,7 @@
 // -----------------------------------------------------------------------------------------------------------
 // Looking around: which workers are alive, which need a snapshot
 
-// Often where the trainer stands still. Over a slow link at most a fifth of the time, or half of it.
-// beside_payload: what is asked for takes longer than a look
+// beside_payload: this batch also carries a payload, so that it takes longer than a look
 inline void SyncLog::look_around(bool beside_payload) {
     const bool is_last = is_leaving;
     const double from = asked_at;
@@ -36,7 +35,7 @@ inline void SyncLog::look_around(bool beside_payload) {
     });
 }
 
-// A worker that wants something shows it in its beat.
+// A worker that needs a snapshot shows it in its beat; only then the wants are read.
 inline void SyncLog::look_for_readers(bool is_last, double now) {
     if (presence.does_anyone_need(me.worker)) {
         looks_at_wants = true;
@@ -47,8 +46,8 @@ inline void SyncLog::look_for_readers(bool is_last, double now) {
     }
 }
 
-// What others want. Of that, what nobody offers yet is for somebody to give. Wants are asked for last:
-// a worker that has what it wanted removes its want first, and then the offer.
+// Wants that have no offer yet. Wants are asked for last: a worker that has got its snapshot removes its want
+// first, and then the offer.
 inline void SyncLog::look_at_wants() {
     looks_at_wants = false;
     const auto offers = std::make_shared<std::map<std::string, std::string>>();
@@ -81,12 +80,12 @@ inline void SyncLog::note_givers(const std::map<std::string, std::string>& giver
         const auto giver = givers.find(want);
         const std::string text = giver == givers.end() ? "" : giver->second;
         if (text != one.giver) { one = {now, text}; }
-        // While this worker's trainer had no turn, another one has taken it over, and begun.
+        // Before this worker's trainer had its turn, another worker took over and began.
         if (gives(want) && giving->bytes.empty() && has_written(text)) { giving.reset(); }
     }
 }
 
-// giver: "v.j chunks"; of others
+// giver: "v.j chunks". True for another worker that has written some.
 inline bool SyncLog::has_written(const std::string& giver) const {
     const size_t space = giver.find(' ');
     const bool is_other = space != std::string::npos && !(Incarnation::parse(giver) == me);
@@ -94,15 +93,17 @@ inline bool SyncLog::has_written(const std::string& giver) const {
 }
 
 inline void SyncLog::rest_from_looking(double from, double now) {
-    // It may have taken long because this process was stopped: it knows nothing of the others then.
-    const double shares = is_aligned ? 4 : 1;  // catching up, it must know soon what others open
+    // Looks take at most a fifth of the time, or half of it for a worker that catches up and must soon know
+    // what others send. A look may have been slow because this process was stopped: then the next one comes
+    // soon.
+    const double shares = is_aligned ? 4 : 1;
     look_earliest = now + std::max(options.poll, shares * std::min(now - from, options.expiry / 8));
-    // Its end, or a sync that it might jump to.
+    // Training waits, or ends, or there may be a sync to jump to.
     const bool is_awaiting = is_waiting || is_leaving || !is_aligned;
     look_around_at = is_awaiting ? look_earliest : std::max(look_earliest, now + options.expiry / 4);
 }
 
-// from: when it was asked for
+// from: when the beats were asked for
 inline void SyncLog::see(const std::map<std::string, std::string>& listing, double from, double now) {
     long others_newest = -1;
     for (const auto& [name, text] : listing) {
@@ -134,12 +135,12 @@ inline void SyncLog::note_open(long sync) {
     not_open_at = looked_from;
 }
 
-// The worker with the lowest number gives; the next one where it does not, or makes no progress.
+// The worker with the lowest number gives; the next one if that does not, or makes no progress.
 inline void SyncLog::choose_reader(bool is_last, double now) {
     has_looked_last = is_last;
     is_wanted = false;
     if (giving && !presence.is_alive(Incarnation::parse(giving->want))) { give_no_more(); }
-    // A worker whose own parameters no entry has confirmed yet lets others go first.
+    // A worker whose own parameters no entry has confirmed yet lets all others go first.
     const bool am_proven = std::find(is_proven.begin(), is_proven.end(), false) == is_proven.end();
     const int before_me = presence.running_before(me.worker) + (am_proven ? 0 : options.workers);
     for (const auto& [want, one] : wanted) {
@@ -153,7 +154,7 @@ inline void SyncLog::choose_reader(bool is_last, double now) {
     }
 }
 
-// Nobody is alive that could give a snapshot. If somebody has ended, nobody is awaited.
+// Nobody is alive that could give a snapshot. If a worker has finished, the run is over.
 inline void SyncLog::look_for_an_end() {
     looks_for_an_end = false;
     look_for_offer();
@@ -174,7 +175,7 @@ inline void SyncLog::tell_of_nobody() {
 // -----------------------------------------------------------------------------------------------------------
 // Snapshots
 
-// False: what lies in this worker's memory is not what the last syncs left there.
+// False: this worker's memory does not hold what the last syncs left there.
 inline bool SyncLog::write_snapshot(double now) {
     for (int p = 0; p < int(slots.size()); p++) {
         if (shard.hash(p) != slots[size_t(p)].hash) {
@@ -197,7 +198,7 @@ inline bool SyncLog::write_snapshot(double now) {
 
 inline void SyncLog::give() {
     if (!giving->is_claimed) { return claim(); }
-    if (giving->bytes.empty()) { return; }  // the trainer's turn
+    if (giving->bytes.empty()) { return; }  // until the trainer's turn
     if (giving->chunks < chunks_of(giving->bytes.size(), options.snapshot_chunk)) {
         return give_chunk();
     }
@@ -222,7 +223,7 @@ inline void SyncLog::claim() {
         });
 }
 
-// Unless the reader has gone, or has an offer already.
+// Gives up if the reader's want is gone, or has an offer already.
 inline void SyncLog::give_chunk() {
     const auto stop_if = [this](bool it_is_there) {
         return [this, it_is_there, want = giving->want](const StoreAnswer& answer, double) {
@@ -238,7 +239,7 @@ inline void SyncLog::give_chunk() {
     ask({StoreRequest::put, key("giver"), giving->want, progress()}, [](const StoreAnswer&, double) {});
 }
 
-// The chunk that may be on its way, too.
+// Also removes the chunk that may be on its way.
 inline void SyncLog::give_no_more() {
     for (size_t i = 0; i <= giving->chunks && !giving->bytes.empty(); i++) {
         add_removal(key("snapshot/" + giving->want), chunk_name(me, i));
@@ -246,7 +247,7 @@ inline void SyncLog::give_no_more() {
     giving.reset();
 }
 
-// All others may try before this worker does again. Until somebody does, no payloads are kept for the reader.
+// All others may try before this worker tries again. Until one does, no payloads are kept for the reader.
 inline void SyncLog::put_off_giving(const std::string& why, double now) {
     times_put_off++;
     if (!giving->bytes.empty()) { add_removal(key("held"), giving->want); }
@@ -292,7 +293,7 @@ inline void SyncLog::look_for_offer() {
         snapshot.look_at = now + options.poll;
         if (answer.found) {
             take_offer(LogOffer::parse(answer.value));
-        } else {  // the wish may have been swept away while this worker was not alive
+        } else {  // the want may have been removed while this worker seemed dead
             snapshot.is_wanted = false;
         }
     });
@@ -305,7 +306,7 @@ inline void SyncLog::take_offer(const LogOffer& offer) {
     } catch (const std::exception&) { stop_for_memory(); }
 }
 
-// As much as one chunk of a payload holds.
+// About as many bytes as one chunk of a payload.
 inline void SyncLog::read_snapshot() {
     const LogOffer& offer = *snapshot.offer;
     const size_t all = chunks_of(offer.bytes, options.snapshot_chunk);

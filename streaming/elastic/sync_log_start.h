@@ -1,5 +1,5 @@
-// The start of a sync log (sync_log.h): which generation of the store this is, whether its run is this one,
-// which number this start has, and what the run begins with.
+// The start of a sync log (sync_log.h): the store's generation, whether its run has this worker's options,
+// the number of this start, and what the run begins with.
 #pragma once
 #include <algorithm>
 #include <map>
@@ -34,7 +34,7 @@ inline void SyncLog::open() {
         });
 }
 
-// The worker that comes first says what all must agree in, for all shards.
+// The first worker writes the options that all must have, for all shards.
 inline void SyncLog::compare() {
     ask({StoreRequest::put_if_absent, generation + "/run", "fingerprint", start.fingerprint},
         [this](const StoreAnswer& answer, double) {
@@ -47,7 +47,7 @@ inline void SyncLog::compare() {
         });
 }
 
-// The first number, after all that are taken, that is this start's own.
+// Takes the first number above all that are taken.
 inline void SyncLog::register_start() {
     const std::string folder = key("incarnation/" + std::to_string(me.worker));
     if (next_number == 0) {
@@ -66,7 +66,8 @@ inline void SyncLog::register_start() {
             agree_from = now;
             add_removal(key("done"), std::to_string(me.worker));
             phase = generation == start.generation ? Phase::running : Phase::agreeing;
-            // A checkpoint of another generation is not of this log, unless the log begins with it.
+            // The positions of a checkpoint of another generation mean nothing here, unless the log begins
+            // with that checkpoint.
             checkpointed(phase == Phase::running ? start.positions : std::vector<long>(slots.size(), 0));
         });
 }
@@ -78,8 +79,8 @@ inline LogBase SyncLog::base() const {
     return base;
 }
 
-// What the log begins with: what most of those hold that are there. A worker that is registered by then, and
-// alive, begins with the run, and keeps step from its first sync on.
+// What the log begins with: what most of the workers hold that are there. A worker that is registered by then
+// and alive is a member, which is expected in the run's first sync.
 inline void SyncLog::agree(double now) {
     const auto then_begin = [this](const StoreAnswer& answer, double now) {
         if (!answer.value.empty()) { begin(LogBeginning::parse(answer.value), now); }
@@ -142,12 +143,12 @@ inline void SyncLog::tell_of_few_to_begin(const std::string& what) {
 inline void SyncLog::begin(const LogBeginning& first, double now) {
     const bool holds_it = first.base == base();
     if (first.has(me)) { expect(first, now); }
-    if (!holds_it) { return fall_behind("holds not what the run begins with"); }
+    if (!holds_it) { return fall_behind("does not hold what the run begins with"); }
     phase = Phase::running;
     if (start.from_checkpoint) { checkpointed(start.positions); }
 }
 
-// The run begins here and now, with all its members.
+// The run begins, with all its members.
 inline void SyncLog::expect(const LogBeginning& beginning, double now) {
     long first = schedule.sync(0, beginning.base.positions[0]);
     for (int p = 1; p < schedule.fragments(); p++) {
@@ -158,8 +159,7 @@ inline void SyncLog::expect(const LogBeginning& beginning, double now) {
     is_aligned = true;
 }
 
-// At these positions, with what the shard holds.
-// is_sure: that is what the run has
+// Continues at these positions, with what the shard holds.   is_sure: the run holds the same
 inline void SyncLog::enter(const std::vector<long>& positions, bool is_sure) {
     if (int(positions.size()) != schedule.fragments()) {
         throw std::logic_error("positions of another number of fragments");

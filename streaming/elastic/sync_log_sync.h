@@ -1,5 +1,5 @@
-// The store's side of a sync (sync_log.h): payload and line are sent, an entry is decided or found, and the
-// payloads that it counts are read.
+// The store's side of a sync (sync_log.h): payload and line are written, an entry is decided or found, and
+// the payloads that it counts are read.
 #pragma once
 #include <algorithm>
 #include <optional>
@@ -9,15 +9,12 @@
 #include "llmc/error.h"
 #include "streaming/elastic/sync_log.h"
 
-// -----------------------------------------------------------------------------------------------------------
-// A sync, on the store's side
-
 inline SyncLog::Next SyncLog::next(const Slot& slot, double now) const {
     if (slot.entry) {
         return slot.confirmed && !slot.is_fetched() ? Next::fetch : Next::nothing;
     }
     if (slot.proposal) { return Next::decide; }
-    // Behind, it is likely that there is an entry: then there is nothing to send any more.
+    // If others are ahead there probably is an entry, and nothing to send any more.
     const bool is_behind = newest_open > slot.sync;
     if (is_behind && !slot.looked) { return Next::look; }
     if (slot.own == Slot::sending) { return Next::send; }
@@ -25,7 +22,7 @@ inline SyncLog::Next SyncLog::next(const Slot& slot, double now) const {
     return now >= slot.look_at && (slot.has_line() || is_behind) ? Next::look : Next::nothing;
 }
 
-// False: there is nothing but a payload that it needs.
+// Asks for what is small. False: the slot needs nothing, or a payload.
 inline bool SyncLog::serve(Slot& slot, double now) {
     switch (next(slot, now)) {
         case Next::decide:
@@ -51,7 +48,7 @@ inline void SyncLog::move_payload(Slot& slot, double now) {
     if (what == Next::fetch) { fetch_payloads(slot); }
 }
 
-// Handlers find their slot by its sync: it may have moved on.
+// Handlers find their slot by its sync, since the slot may be at the next one by now.
 inline SyncLog::Slot* SyncLog::find(long sync) {
     for (Slot& slot : slots) {
         if (slot.sync == sync) { return &slot; }
@@ -59,7 +56,7 @@ inline SyncLog::Slot* SyncLog::find(long sync) {
     return nullptr;
 }
 
-// The last chunk with its line.
+// The line goes out with the last chunk.
 inline void SyncLog::send(Slot& slot) {
     const LogShard::Encoded* encoded = shard.encoded(slot.sync);
     if (encoded == nullptr) { return; }
@@ -80,7 +77,7 @@ inline void SyncLog::send(Slot& slot) {
     write_line(slot, {slot.hash, encoded->tokens, payload.size(), digest_of(payload)}, Slot::sent);
 }
 
-// And looks at once whether all others are there.
+// Also looks at once whether the lines of all others are there.
 inline void SyncLog::write_line(Slot& slot, const LogLine& line, Slot::Own own) {
     ask({StoreRequest::put_if_absent, folder("sent", slot.sync), me.text(), line.text()},
         [this, sync = slot.sync, own](const StoreAnswer&, double now) {
@@ -92,8 +89,8 @@ inline void SyncLog::write_line(Slot& slot, const LogLine& line, Slot::Own own) 
     look(slot, true);
 }
 
-// Is there an entry? If not, should there be one? Which workers are alive is asked after the lines, and
-// whether it still is the same run after all else.
+// Is there an entry? If not, should there be one? The beats are asked for after the lines, and the generation
+// after everything else.
 inline void SyncLog::look(Slot& slot, bool has_line) {
     asks_generation = true;
     ask({StoreRequest::get, key("entry"), std::to_string(slot.sync), ""},
@@ -121,23 +118,23 @@ inline void SyncLog::look(Slot& slot, bool has_line) {
         });
 }
 
-// By somebody: whoever sends the same fragment's next sync, or a later one, has.
+// By some worker: one that sends the fragment's next sync has applied this one.
 inline bool SyncLog::has_been_applied(long sync) const {
     return newest_open >= sync + schedule.fragments();
 }
 
-// The store had its line, and has it no more: it came back without what it was told last.
+// The store has lost this worker's line: it came back without its newest data.
 inline void SyncLog::send_again(Slot& slot) {
     slot.own = slot.own == Slot::sent ? Slot::sending : Slot::abstaining;
     slot.chunks = 0;
 }
 
-// The trainer stands still for what is due.
+// More often while the trainer waits for the sync.
 inline void SyncLog::rest_from_looking_at(Slot& slot, double now) const {
     slot.look_at = now + (slot.due_since < 0 ? options.poll : options.poll / 10);
 }
 
-// Lines, and then beats, are as they have just been read.   asked: when they were asked for
+// Lines and beats have just been read.   asked: when they were asked for
 inline void SyncLog::consider(Slot& slot, double asked, double now) {
     const LogLines lines = *std::exchange(slot.lines, std::nullopt);
     if (is_odd_one(lines, slot.hash, rules)) { return diverge(slot); }
@@ -149,8 +146,8 @@ inline void SyncLog::consider(Slot& slot, double asked, double now) {
         decide(question, lines, presence, rules, options.min_workers, options.grace, asked, now);
 }
 
-// Since when it would be due if there were more steps; negative: not yet. What is due only because this
-// worker has none left, the others still have time for.
+// Since when the sync would be due if there were more steps; negative: not yet. If it is due only because
+// this worker has no steps left, the others still have time.
 inline double SyncLog::due_for_all(const Slot& slot, double now) const {
     const long left = schedule.send_step(slot.sync) + options.overlap - step, done = step - began_step;
     if (slot.due_since < 0) { return -1; }
@@ -159,7 +156,7 @@ inline double SyncLog::due_for_all(const Slot& slot, double now) const {
     return now < since ? -1 : since;
 }
 
-// Since when the first of those is due that nobody has decided; negative: none is.
+// The earliest due time of the syncs that nobody has decided; negative: none is due.
 inline double SyncLog::stands_since(double now) const {
     double first = -1;
     for (const Slot& slot : slots) {
@@ -173,7 +170,7 @@ inline double SyncLog::judged_since(const Slot& slot) {
     return slot.due_since < 0 ? -1 : slot.due_since + slot.excused;
 }
 
-// Nobody may decide: too few have sent it, or most of those stand on no hash.
+// Tells that nobody may decide: too few workers have sent, or no hash has a majority.
 inline void SyncLog::tell_of_few(Slot& slot, const LogLines& lines, double asked) {
     const StandingLines standing = standing_lines(lines, slot.hash, rules);
     const bool waits = slot.due_since >= 0 && asked >= judged_since(slot) + options.grace;
@@ -224,8 +221,8 @@ inline void SyncLog::confirm(Slot& slot) {
     take_own_payload(slot);
 }
 
-// What a checkpoint has kept wrong is not a reason to stop: that would be read again, and again. Nor is
-// what such a worker has given.
+// Wrong parameters that came from a checkpoint, or from a snapshot, are no reason to stop: after a restart
+// they would be read again. Another snapshot replaces them.
 inline void SyncLog::diverge(const Slot& slot) {
     if (!is_proven[size_t(schedule.fragment(slot.sync))]) {
         return fall_behind("has begun with other global parameters than the run's");
@@ -238,14 +235,15 @@ inline void SyncLog::diverge() {
     stop(format("the global parameters of worker %d are not those of the run", me.worker));
 }
 
-// As many bytes as one chunk holds, and the rest of a chunk that is begun with them.
+// Asks for about as many bytes as one chunk holds.
 inline void SyncLog::fetch_payloads(Slot& slot) {
     size_t asked_for = 0;
     for (size_t i = 0; i < slot.payloads.size(); i++) {
         const Contributor& one = slot.entry->contributors[i];
         for (size_t at = slot.payloads[i].size(); at < one.bytes && asked_for < options.chunk;
              at += options.chunk) {
-            ask({StoreRequest::get, folder("payload", slot.sync), chunk_name(one.who, at / options.chunk), ""},
+            const std::string name = chunk_name(one.who, at / options.chunk);
+            ask({StoreRequest::get, folder("payload", slot.sync), name, ""},
                 [this, sync = slot.sync, i](const StoreAnswer& answer, double) {
                     if (Slot* slot = find(sync)) { take_chunk(*slot, i, answer); }
                 });
@@ -268,7 +266,7 @@ inline void SyncLog::check_payload(const Slot& slot, size_t i) {
     stop(format("the payload of worker %d for sync %ld is damaged", one.who.worker, slot.sync));
 }
 
-// What it has sent itself it has.
+// What this start sent itself it need not read.
 inline void SyncLog::take_own_payload(Slot& slot) {
     for (size_t i = 0; i < slot.payloads.size(); i++) {
         if (!rules.is_own_payload(slot.entry->contributors[i].who, me)) { continue; }

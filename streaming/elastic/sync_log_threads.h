@@ -1,13 +1,13 @@
 // The threads of a sync log (sync_log.h): one asks the store what the log wants to know, one shows that this
-// process is alive, each over a connection of its own. The trainer's thread only ever waits where the log
-// says that it has to.
+// process is alive, each over a connection of its own. The trainer's thread waits only when the log says so.
 //
-// No lock is held while the store works. The log's own one is held by the trainer
-// while it applies a sync: the store's thread may wait for that, the heartbeat must not. It shows a copy of
-// what the log had to show last, under a lock that nobody keeps.
+// No lock is held while the store works. The trainer holds the log's lock while it applies a sync; the
+// store's thread may wait for that, but the heartbeat must not. It shows a copy of the log's last pulse,
+// under a lock that is held only briefly.
 #pragma once
 #include <time.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -22,9 +22,51 @@
 #include "streaming/elastic/log_store.h"
 #include "streaming/elastic/sync_log.h"
 
+// Shows that this process is alive, over a connection of its own, since a payload may take a minute. After
+// each beat it asks whether the store still has the run. Like the sync log itself it only says what to ask.
+class Heartbeat {
+public:
+    explicit Heartbeat(double interval) : interval(interval) {}
+
+    // A beat that says something new goes out at once.
+    std::vector<StoreRequest> requests(const LogPulse& pulse, double now) {
+        if (pulse.folder.empty() || (now < next && pulse == shown)) { return {}; }
+        shown = pulse;
+        next = now + interval;
+        return {show(pulse.beat), {StoreRequest::get, "run", "generation", ""}};
+    }
+
+    // False: the store has lost the run, as SyncLog::check_generation() will see.   answer: the last one
+    bool answer(const StoreAnswer& answer) {
+        is_heard = !answer.lost && answer.found && answer.value == shown.generation;
+        return answer.lost || is_heard;
+    }
+
+    // The last beat of a process that ends and can still say so: nobody waits for it any more.
+    std::vector<StoreRequest> farewell() {
+        LogBeat last = shown.beat;
+        last.promise = LogBeat::ends;
+        return is_heard ? std::vector<StoreRequest>{show(last)} : std::vector<StoreRequest>();
+    }
+
+    // Seconds until there is something to ask, if the pulse stays as it is.
+    double rest(double now) const { return std::clamp(next - now, 0.001, interval); }
+
+private:
+    StoreRequest show(LogBeat beat) {
+        beat.count = ++count;
+        return {StoreRequest::put, shown.folder, std::to_string(shown.worker), beat.text()};
+    }
+
+    double interval, next = 0;
+    LogPulse shown;
+    bool is_heard = false;  // by the store that has the run
+    long count = 0;
+};
+
 class SyncLogThreads {
 public:
-    // open: a connection to the store; called twice, here, so that what it throws is the caller's
+    // open: a connection to the store. It is called twice, here, so that the caller gets what it throws.
     SyncLogThreads(const SyncLogOptions& options, const SyncSchedule& schedule, int worker, LogShard& shard,
                    const LogStart& start, const std::function<std::unique_ptr<LogStore>()>& open)
         : log(options, schedule, worker, shard, rules, start),
@@ -34,7 +76,7 @@ public:
           asking([this] { guarded(&SyncLogThreads::ask); }),
           beating([this] { guarded(&SyncLogThreads::beat); }) {}
 
-    // Within the store's time limit, where it does not answer.
+    // Returns within the store's time limit, even if the store does not answer.
     ~SyncLogThreads() {
         {
             const std::scoped_lock locks(mutex, pulse_mutex);
@@ -56,7 +98,7 @@ public:
         return take_turn([&] { return log.finish(last_step, now()); });
     }
 
-    // For at most as long, until turn() has something to do.
+    // Until turn() has something to do, but no longer than this.
     void wait(double seconds) {
         std::unique_lock<std::mutex> lock(mutex);
         answered.wait_for(lock, std::chrono::duration<double>(seconds),
@@ -113,19 +155,19 @@ private:
         return said;
     }
 
-    // When there will be something to ask. To be called with the log's lock.
+    // When there will be something to ask. The caller holds the log's lock.
     double next_look() const {
         const double at = now();
         return at + log.rest(at);
     }
 
-    // The store's thread. To be called with the log's lock, and not without need: it is a system call.
+    // Wakes the store's thread: a system call. The caller holds the log's lock.
     void wake() {
         asks_at = 0;
         needed.notify_all();
     }
 
-    // To be called with the log's lock.
+    // The caller holds the log's lock.
     void show_pulse() {
         const LogPulse now = log.pulse();
         {
@@ -136,7 +178,7 @@ private:
         pulse_changed.notify_all();
     }
 
-    // What a thread throws is a bug, or want of memory: the trainer's thread gets it.
+    // What a thread throws is a bug or a lack of memory: the trainer's thread gets it.
     void guarded(void (SyncLogThreads::*what)()) {
         try {
             (this->*what)();
@@ -198,14 +240,14 @@ private:
         answered.notify_all();
     }
 
-    static constexpr double soon = 0.001;  // seconds: to wake the thread would take as long
+    static constexpr double soon = 0.001;  // seconds: waking the thread would take as long
 
     const SyncLogRules rules;
 
     mutable std::mutex mutex;  // of what follows, up to the next one
     std::condition_variable needed, answered;
     SyncLog log;
-    double asks_at = 0;         // when the store's thread looks again; 0: it is at work
+    double asks_at = 0;         // when the store's thread looks again; 0: it is working
     std::exception_ptr thrown;  // by one of the threads
     std::atomic<double> asking_cpu{0}, beating_cpu{0};
 

@@ -1,5 +1,5 @@
-// The trainer's side of a sync log (sync_log.h): at the end of a step it applies what is due and there, notes
-// what is sent, and says whether to continue, to wait or to jump.
+// The trainer's side of a sync log (sync_log.h): at the end of a step it applies the syncs that are due and
+// fetched, encodes what is sent, and says whether to continue, to wait or to jump.
 #pragma once
 #include <algorithm>
 #include <string>
@@ -44,7 +44,7 @@ inline bool SyncLog::is_turn_due() const {
 
 inline LogTurn SyncLog::take_turn(long step, double now) {
     if (phase == Phase::stopped) { return {LogTurn::stop}; }
-    began_step += std::max(step - this->step - 1, 0L);  // those that it has jumped over
+    began_step += std::max(step - this->step - 1, 0L);  // steps that were jumped over are not done
     this->step = step;
     if (phase == Phase::behind && snapshot.is_whole) { load_snapshot(); }
     if (phase == Phase::stopped) { return {LogTurn::stop}; }
@@ -64,7 +64,7 @@ inline LogTurn SyncLog::take_turn(long step, double now) {
     return {LogTurn::go_on};
 }
 
-// Of steps, without what it waits in between.
+// began_step, began_at: so that steps done since then took the time since then, waits left out.
 inline void SyncLog::keep_time(bool waits, double now) {
     if (!has_begun && !waits) {
         has_begun = true;
@@ -82,7 +82,7 @@ inline bool SyncLog::is_due(long sync) const {
     return is_finishing ? rules.is_of_run(send_step, step) : send_step + options.overlap <= step;
 }
 
-// The fragment of what can be applied at this step: of the lowest sync. -1: none.
+// The fragment of the lowest sync that can be applied at this step. -1: none.
 inline int SyncLog::ready() const {
     const Slot* first = nullptr;
     for (const Slot& slot : slots) {
@@ -137,8 +137,8 @@ inline void SyncLog::tell_of_applied(const Slot& slot, bool counted, double now)
     event.bytes_read = slot.bytes_read;
 }
 
-// A worker whose payload counts has shown that it keeps pace. One that was not in time though it had promised
-// to be promises nothing for now.
+// A worker whose payload counts has shown that it keeps pace. One that broke its promise promises nothing for
+// now.
 inline void SyncLog::keep_promise(const Slot& slot) {
     const bool counts = slot.entry->counts(me.worker), has_sent = slot.own == Slot::sent;
     if (has_sent || slot.own == Slot::sending) {
@@ -154,22 +154,22 @@ inline void SyncLog::keep_promise(const Slot& slot) {
     say(LogEventKind::late, format("was late for sync %ld", slot.sync), slot.sync);
 }
 
-// Its line is there: within the grace of the first worker that has sent, and before any has sent a later one?
-// Then it would be in time for others that wait.
+// Its line is in the store. If that is within the grace of the first sender, and before anybody sent a later
+// sync, workers that wait would get its payload in time.
 inline void SyncLog::show_pace(long sync, double now) {
     const bool is_newest = schedule.send_step(newest_open) <= schedule.send_step(sync);
     if (is_newest && now <= not_open_at + options.grace) { make_promise(); }
 }
 
-// For what it sends next, or later each time that it was late, so that others seldom wait in vain.
+// From the next sync on; from a later one each time that it was late, so that others seldom wait in vain.
 inline void SyncLog::make_promise() {
     if (promise >= 0 && promise != LogBeat::nothing) { return; }
     const long later = times_late < 2 ? 0 : long(schedule.fragments()) << std::min(times_late - 2, 4);
     promise = schedule.first_after(step) + later;
 }
 
-// Sends what is sent at this step; abstains where a send step has been passed over, and where it has sent
-// and then taken a snapshot: one name never holds two payloads.
+// Encodes what is sent at this step. Abstains if the send step was jumped over, and also if this start sent
+// the sync before it took a snapshot: one name never holds two payloads.
 inline void SyncLog::take_part() {
     for (int p = 0; p < int(slots.size()); p++) {
         Slot& slot = slots[size_t(p)];

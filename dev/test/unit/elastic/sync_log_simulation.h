@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "dev/test/unit/elastic/simulated_store.h"
+#include "streaming/elastic/sync_log_threads.h"
 
 namespace simulation {
 

@@ -1,0 +1,169 @@
+// What a sync log (sync_log.h) and its caller tell each other: options, what a worker starts with, its shard
+// of the outer state, what a turn says, the pulse that others see, and events.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "llmc/error.h"
+#include "streaming/elastic/sync_log_records.h"
+
+struct SyncLogOptions {
+    int shard = 0;  // this process's rank in its worker
+    int workers = 2;
+    int min_workers = 2;
+    long overlap = 1;                 // tau
+    long max_lag = 4;                 // steps
+    long retain = 4;                  // syncs of each fragment
+    bool checkpoints = true;          // payloads are kept until two workers' checkpoints have passed them
+    size_t chunk = 64 << 20;          // bytes of a payload in one value
+    size_t snapshot_chunk = 4 << 20;  // of a snapshot: other requests wait for one such chunk at most
+    double grace = 10;                // seconds, as all that follows
+    double expiry = 5;                // a worker is dead if two looks so far apart find the same beat
+    double poll = 0.1;                // between two looks at what has not happened yet
+    double retry = 0.5;               // after a lost answer
+};
+
+// What a worker starts with. At a first start all positions are 0 and there is no generation.
+struct LogStart {
+    std::string token;            // random, of this start
+    std::string fingerprint;      // the options that all workers must have
+    std::string generation;       // in which the checkpoint was written
+    std::vector<long> positions;  // of its fragments
+    bool from_checkpoint = false;
+};
+
+struct Contribution {
+    int worker;
+    std::string payload;
+};
+
+// This worker's shard of the outer state. The constructor, turn() and finish() call it; encoded() is also
+// called by requests() and answer().
+class LogShard {
+public:
+    struct Encoded {
+        std::string payload;
+        uint64_t tokens = 0;
+        uint64_t hash = 0;  // of the global parameters that the payload was computed from
+    };
+
+    virtual ~LogShard() = default;
+    virtual uint64_t hash(int fragment) = 0;  // of its global parameters
+    virtual void encode(long sync) = 0;       // global - local as they are now
+    // Null: not there yet, or no longer. It stays until the sync is applied or a snapshot is loaded.
+    virtual const Encoded* encoded(long sync) = 0;
+
+    // Contributions in ascending order of workers; without any, global does not change.
+    // counted: this worker's payload is among them, perhaps that of an earlier start
+    virtual void apply(long sync, const std::vector<Contribution>& contributions, bool counted) = 0;
+
+    // Appends global and momentum of all fragments. They are large: std::bad_alloc if the host lacks memory.
+    virtual void append_snapshot(std::string& bytes) = 0;
+    virtual void load(std::string_view snapshot) = 0;  // and local = global
+};
+
+struct LogTurn {
+    enum Kind { go_on, wait, jump, stop };
+    Kind kind;
+    long step = 0;  // to jump to; it counts as done
+};
+
+// What a worker shows of itself: a copy, so that the heartbeat need not wait for a sync log that is at work.
+struct LogPulse {
+    std::string generation, folder;  // empty: there is nothing to show
+    int worker = 0;
+    LogBeat beat;  // without its count
+
+    bool operator==(const LogPulse& other) const {
+        return folder == other.folder && worker == other.worker &&
+               beat.incarnation == other.beat.incarnation && beat.promise == other.beat.promise &&
+               beat.newest == other.beat.newest;
+    }
+};
+
+// -----------------------------------------------------------------------------------------------------------
+// Events: one for each change, so that a readable log says who was counted in which sync, and why others were
+// not. Each worker tells what it sees itself.
+
+enum class LogEventKind {
+    // of this worker
+    starts,
+    stops,
+    jumps,
+    store_lost,
+    store_back,
+    too_few,  // it waits for --min-workers to send, for a majority on one hash, or for a snapshot
+    decided,  // by this worker
+    applied,  // a sync, whoever was counted
+    needs_snapshot,
+    gives_snapshot,
+    snapshot_put_off,  // it was about to give one
+    takes_snapshot,
+    snapshot_gone,
+    // of another worker; late: of this one, too
+    joined,
+    late,  // it had promised to be in time for this sync
+    gone,  // its beat has stopped
+    back,  // in time, or alive, again
+    done,  // it has applied everything until its last step, and left
+};
+
+inline std::string name_of(LogEventKind kind) {
+    const char* const names[] = {"starts", "stops", "jumps", "store_lost", "store_back", "too_few", "decided",
+                                 "applied", "needs_snapshot", "gives_snapshot", "snapshot_put_off",
+                                 "takes_snapshot", "snapshot_gone", "joined", "late", "gone", "back", "done"};
+    return names[int(kind)];
+}
+
+struct LogEvent {
+    LogEventKind kind;
+    long sync;         // -1: of none
+    int worker;        // whom it is about
+    std::string text;  // a line for people; its subject, this worker, is left out
+
+    std::optional<LogEntry> entry = std::nullopt;  // decided, applied
+    // applied
+    bool counted = false;   // this worker's payload is in it
+    double waited = 0;      // seconds that training stood still for it at the due step
+    size_t bytes_read = 0;  // of payloads, from the store
+};
+
+inline std::string workers_in_words(const std::vector<int>& workers) {
+    std::vector<std::string> names;
+    for (int worker : workers) { names.push_back(std::to_string(worker)); }
+    return (workers.size() == 1 ? "worker " : "workers ") + list_in_words(names);
+}
+
+// "2 on 00c0ffee00c0ffee and 1 on 0123456789abcdef"
+inline std::string in_words(const std::map<uint64_t, size_t>& holders) {
+    std::vector<std::string> parts;
+    for (const auto& [hash, count] : holders) {
+        parts.push_back(format("%zu on %016llx", count, static_cast<unsigned long long>(hash)));
+    }
+    return list_in_words(parts);
+}
+
+// "counts 0.1 (4096 tokens) and 2.3 (512 tokens); worker 1 abstains; worker 3 is missing after 1.5 s"
+inline std::string in_words(const LogEntry& entry) {
+    std::vector<std::string> counted;
+    for (const Contributor& one : entry.contributors) {
+        counted.push_back(one.who.text() + " (" + std::to_string(one.tokens) + " tokens)");
+    }
+    std::string text = "counts " + (counted.empty() ? "nobody" : list_in_words(counted));
+    if (!entry.abstained.empty()) {
+        text += "; " + workers_in_words(entry.abstained);
+        text += entry.abstained.size() == 1 ? " abstains" : " abstain";
+    }
+    if (!entry.missing.empty()) {
+        text += "; " + workers_in_words(entry.missing);
+        text += format(entry.missing.size() == 1 ? " is missing after %.3g s" : " are missing after %.3g s",
+                       double(entry.waited) / 1000);
+    }
+    return text;
+}
