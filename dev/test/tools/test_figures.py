@@ -1,5 +1,5 @@
-"""streaming/README.md speaks of what there is: files, functions, options and numbers; its figures are those
-that dev/results/figures.py draws. That the trainer comes to the example's numbers is in test_worked_example.cpp."""
+"""streaming/README.md and streaming/elastic/README.md speak of what there is: files, functions, options and numbers.
+The figures are those that dev/results/figures.py draws. That the trainer comes to the example's numbers is in test_worked_example.cpp."""
 import os
 import re
 import subprocess
@@ -17,7 +17,8 @@ import figures
 import reference_diloco
 
 PAGE = ROOT / "streaming/README.md"
-TEXT = PAGE.read_text()
+PAGES = [PAGE, ROOT / "streaming/elastic/README.md"]
+TEXT = "".join(page.read_text() for page in PAGES)
 NAME = r"[A-Za-z]\w*"
 
 
@@ -26,12 +27,13 @@ def code_of(path):
     return re.sub(r"//.*", "", path.read_text())
 
 
-def code_lines(page=PAGE):
+def code_lines():
     """[(file, [names])] of the paragraphs that begin with "Code:"."""
-    for paragraph in re.findall(r"^Code: (.*?)\n\n", page.read_text(), re.M | re.S):
-        _, *parts = re.split(r"\[[^]]+\]\(([^)]+)\)", paragraph)
-        for path, names in zip(parts[::2], parts[1::2]):
-            yield (page.parent / path).resolve(), re.findall(r"`([^`]+)`", names)
+    for page in PAGES:
+        for paragraph in re.findall(r"^Code: (.*?)\n\n", page.read_text(), re.M | re.S):
+            _, *parts = re.split(r"\[[^]]+\]\(([^)]+)\)", paragraph)
+            for path, names in zip(parts[::2], parts[1::2]):
+                yield (page.parent / path).resolve(), re.findall(r"`([^`]+)`", names)
 
 
 def run(*arguments, **environment):
@@ -40,9 +42,10 @@ def run(*arguments, **environment):
 
 
 def test_every_link_leads_to_a_file():
-    links = {link for link in re.findall(r"\]\(([^)]+)\)", TEXT) if "://" not in link}
+    links = {(page.parent / link).resolve() for page in PAGES
+             for link in re.findall(r"\]\(([^)]+)\)", page.read_text()) if "://" not in link}
     assert len(links) > 20
-    assert [link for link in sorted(links) if not (PAGE.parent / link).is_file()] == []
+    assert [link for link in sorted(links) if not link.is_file()] == []
 
 
 def test_every_header_of_the_algorithm_is_on_a_page():
