@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Trains the same small GPT on the same text three ways (data-parallel, DiLoCo, Streaming DiLoCo), each as
-# two processes on this machine, compares what it cost and what came of it, and draws it. `make demo` calls
-# it; all it writes is in demo/.
+# Trains the same small GPT on the same text in three ways (data-parallel, DiLoCo, Streaming DiLoCo), each
+# with two processes on this machine; compares cost and result, and draws both. `make demo` calls this script,
+# which writes to demo/ only.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=.venv/bin/python

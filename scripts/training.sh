@@ -1,12 +1,12 @@
 # shellcheck shell=bash
-# What the run scripts share: what is trained, as the environment says it or else the .toml, and the options
-# of the program that come of it. What is wrong is said in one line. Sourced from the folder of the program.
+# Shared by all run scripts, which source this file from the folder of the program: it turns the environment
+# and the .toml of the run into options of the program. A mistake ends the script with one line.
 #     RUN          gpt2_124M (the default), gpt2_350M, gpt2_774M, gpt2_1558M or gpt3_125M: a .toml beside this
-#     CONFIG       another file of options than that
-#     TRAIN_DATA, VAL_DATA   token shards, else what the file says
-#     TOKENS       in a step of all workers, a multiple of all GPUs x BATCH x the length of a sequence; else
-#                  what the file says, as is
-#     BATCH        sequences that a GPU takes at once
+#     CONFIG       another file of options
+#     TRAIN_DATA, VAL_DATA   token shards (default: the file's)
+#     TOKENS       in a step of all workers, a multiple of all GPUs x BATCH x the length of a sequence
+#                  (default: the file's)
+#     BATCH        sequences that a GPU computes at once
 #     OUT          folder for logs and checkpoints
 
 PROGRAM=${PROGRAM:-./train_gpt} # ./train_gpt_cpu where there is no GPU; set OMP_NUM_THREADS then
@@ -18,7 +18,7 @@ fail() {
     exit 2
 }
 
-# What CONFIG says of an option.
+# The value of an option in CONFIG.
 setting() {
     local line
     while IFS= read -r line; do

@@ -3,10 +3,10 @@
 # them, and copy the file with the password to the others:
 #     (umask 077; openssl rand -hex 32 >~/.diloco-password)
 #     ADDRESS=10.7.0.1 scripts/multi_node/redis_server.sh
-# It stays in the foreground; Ctrl-C ends it. Little goes through it, when a run begins and ends: any machine
-# will do. With --outer-transport store all payloads do: then it is the one with the best link. What it has
-# acknowledged is on its disk, and not lost in a crash. Redis does not encrypt: ADDRESS is that of a WireGuard
-# interface (README.md beside this script), or of a network that you trust.
+# It stays in the foreground; Ctrl-C ends it. A run in lock-step uses it only when it begins and ends, so any
+# machine will do. In an elastic run (--outer-transport store) all payloads go through it, so it should run
+# where the link is best. Acknowledged data is on its disk and survives a crash. Redis does not encrypt:
+# ADDRESS is that of a WireGuard interface (README.md beside this script), or of a network that you trust.
 set -euo pipefail
 
 SERVER=${SERVER:-redis-server} # or valkey-server
@@ -22,10 +22,11 @@ fail() {
 command -v "$SERVER" >/dev/null || fail "there is no $SERVER: install it, or set SERVER"
 password=${REDIS_PASSWORD:-$(cat "$PASSWORD_FILE" 2>/dev/null || true)}
 [ -n "$password" ] || fail "no password in $PASSWORD_FILE: openssl rand -hex 32 >$PASSWORD_FILE"
-# A hundred thousand can be tried in a second. Letters and digits need no quoting in the store's address.
+# An attacker can try a hundred thousand passwords a second. Letters and digits need no quoting in the store's
+# address.
 [[ $password =~ ^[[:alnum:]]{16,}$ ]] ||
     fail "the password is not 16 or more letters and digits: openssl rand -hex 32 >$PASSWORD_FILE"
-# 0, 0.0.0.0, ::, and Redis' own * and -::*; several addresses may have one of these among them.
+# Refuses 0, 0.0.0.0, ::, and Redis' own * and -::*, also in a list of addresses.
 if [[ $ADDRESS =~ ^[0.:]*$|[[:space:]*] ]]; then
     fail "ADDRESS $ADDRESS is every network: give the address of one, WireGuard's"
 fi

@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
 # Training started by mpirun: WORKERS workers of RANKS GPUs each, here two nodes of eight.
 #     HOSTFILE=hosts scripts/multi_node/run_mpi.sh                 hosts: a line "NAME slots=8" for each node
-#     RUN=gpt2_350M HOSTFILE=hosts scripts/multi_node/run_mpi.sh   another model; training.sh has the list
-# mpirun only starts the processes (over ssh) and numbers them; nothing is sent over MPI. Run it from the
-# folder of the program, which must lie at the same place on all nodes; the store is a folder that all see, or
-# a Redis server (DILOCO_STORE=redis://:PASSWORD@HOST:6379). These are Open MPI's options; MPICH's passes
-# the environment on by itself, and takes `mpirun -n N -f HOSTFILE ./train_gpt ...`.
-# Started again with the same OUT, a run goes on from its newest checkpoint. SIGTERM or SIGUSR1 to this script
-# stop it with one.
-# Options after the script's name win over those of the .toml.
+#     RUN=gpt2_350M HOSTFILE=hosts scripts/multi_node/run_mpi.sh   another model; training.sh lists them
+# mpirun only starts the processes (over ssh) and numbers them; nothing is sent over MPI. Run this script from
+# the folder of the program, which must have the same path on all nodes. The store is a folder that all nodes
+# see, or a Redis server (DILOCO_STORE=redis://:PASSWORD@HOST:6379). The options used here are Open MPI's;
+# MPICH's mpirun passes the environment on by itself and takes `mpirun -n N -f HOSTFILE ./train_gpt ...`.
+# Started again with the same OUT, a run resumes from its newest checkpoint. SIGTERM or SIGUSR1 to this script
+# stops the run with a checkpoint. Options after the script's name win over those of the .toml.
 set -euo pipefail
 
 WORKERS=${WORKERS:-2}
@@ -23,10 +22,10 @@ command -v mpirun >/dev/null || fail "there is no mpirun: install Open MPI (Debi
 train_by "$WORKERS" "$RANKS"
 export DILOCO_STORE=${DILOCO_STORE:-file:$OUT/store}
 
-# What of the environment other nodes get, too.
+# The part of the environment that other nodes get, too.
 passed_on=(-x DILOCO_STORE)
 for name in DILOCO_CA LD_LIBRARY_PATH "${!OMP_@}" "${!NCCL_@}" "${!CUDA_@}"; do
-    # Which GPUs are this job's SLURM says on each node.
+    # On each node SLURM sets the GPUs of this job.
     if [ "$name" = CUDA_VISIBLE_DEVICES ] && [ -n "${SLURM_JOB_ID:-}" ]; then continue; fi
     [ -z "${!name:-}" ] || passed_on+=(-x "$name")
 done
@@ -46,6 +45,6 @@ trap 'is_interrupted=1; kill -INT $mpirun || true' INT HUP # at once
 while ((is_interrupted)); do
     is_interrupted=0 result=0
     wait $mpirun || result=$?
-    ((result == 127)) || status=$result # 127: the signal came when it had been waited for
+    ((result == 127)) || status=$result # 127: the signal came after mpirun's end
 done
 exit "$status"

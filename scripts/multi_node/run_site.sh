@@ -2,11 +2,11 @@
 # Training across sites that share nothing but a Redis server: one worker, RANKS GPUs of this machine.
 #     WORKER=0 REDIS=10.7.0.1:6379 scripts/multi_node/run_site.sh     at one site
 #     WORKER=1 REDIS=10.7.0.1:6379 scripts/multi_node/run_site.sh     at the other
-# They may be started in any order, within TIMEOUT. All sites need the same RUN (training.sh has the list),
-# WORKERS, RANKS and options (a difference is named and ends the run), and data of their own or the same.
-# Started again at all sites, with the same OUT, a run goes on from its newest checkpoint. README.md beside
+# They may be started in any order, within TIMEOUT. All sites need the same RUN (training.sh lists them),
+# WORKERS, RANKS and options; a difference is named and ends the run. Each may have its own data or the same.
+# Started again at all sites with the same OUT, a run resumes from its newest checkpoint. README.md beside
 # this script goes through it step by step: WireGuard, redis_server.sh, firewalls. A site that is a SLURM
-# cluster: run_slurm_site.sbatch. Options after the script's name win over those of the .toml.
+# cluster uses run_slurm_site.sbatch. Options after the script's name win over those of the .toml.
 set -euo pipefail
 
 WORKERS=${WORKERS:-2}

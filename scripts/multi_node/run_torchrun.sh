@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Training started by torchrun, for clusters and clouds whose tools know how to start that. Once on each node:
+# Training started by torchrun, for clusters and clouds whose tools start that. Run it once on each node:
 #     NODES=2 NODE=0 MASTER=node0:29500 scripts/multi_node/run_torchrun.sh     on node0
 #     NODES=2 NODE=1 MASTER=node0:29500 scripts/multi_node/run_torchrun.sh     on the other
 # torchrun only starts the processes and numbers them (RANK, LOCAL_RANK, WORLD_SIZE); MASTER is where its
 # agents meet. The program itself needs no PyTorch, and meets in DILOCO_STORE: a folder that all nodes see, or
-# a Redis server (redis://:PASSWORD@HOST:6379). A worker is a node, or what WORKERS makes of all processes.
-# RUN says what is trained (training.sh has the list). Started again with the same OUT, a run goes on from its
-# newest checkpoint. SIGTERM to torchrun stops a run with a checkpoint, if half a minute is enough: torchrun
-# kills what is left then. Options after the script's name win over those of the .toml.
+# a Redis server (redis://:PASSWORD@HOST:6379). A worker is a node, unless WORKERS divides the processes
+# otherwise. RUN says what is trained (training.sh lists the runs). Started again with the same OUT, a run
+# resumes from its newest checkpoint. SIGTERM to torchrun stops a run with a checkpoint if half a minute is
+# enough; then torchrun kills the rest. Options after the script's name win over those of the .toml.
 set -euo pipefail
 
 # OMP_NUM_THREADS is 1 if it is not set: with PROGRAM=./train_gpt_cpu, set it
