@@ -137,3 +137,40 @@ inline Layout gpt_layout(const GptShape& shape, int ranks, int fragment_layers) 
     add_block(piece == 0 ? "embedding" : "embedding." + std::to_string(piece), end, decay_end);
     return layout;
 }
+
+// -----------------------------------------------------------------------------------------------------------
+// Pointers to the tensors in a flat buffer
+
+// The tensors of one transformer layer: pointers into a flat buffer of parameters (floatX) or of gradients.
+// Gradients are fp32, so that sums over micro-steps and ranks do not round to bf16.
+template <class T>
+struct LayerTensors {
+    T *qkvw, *attprojw, *fcw, *fcprojw;                              // (3C,C) (C,C) (4C,C) (C,4C)
+    T *ln1w, *ln1b, *qkvb, *attprojb, *ln2w, *ln2b, *fcb, *fcprojb;  // (C) but qkvb (3C), fcb (4C)
+};
+
+template <class T>
+struct EmbeddingTensors {
+    T *wte, *wpe;    // (Vp,C) (maxT,C)
+    T *lnfw, *lnfb;  // (C) (C)
+};
+
+// Of all layers.   flat: (layout.size)
+template <class T>
+std::vector<LayerTensors<T>> layer_tensors(const Layout& layout, T* flat) {
+    std::vector<LayerTensors<T>> layers;
+    for (int l = 0; l < layout.layers; l++) {
+        auto at = [&](const char* name) {
+            return flat + layout.tensor("h." + std::to_string(l) + "." + name).offset;
+        };
+        layers.push_back({at("qkvw"), at("attprojw"), at("fcw"), at("fcprojw"), at("ln1w"), at("ln1b"),
+                          at("qkvb"), at("attprojb"), at("ln2w"), at("ln2b"), at("fcb"), at("fcprojb")});
+    }
+    return layers;
+}
+
+template <class T>
+EmbeddingTensors<T> embedding_tensors(const Layout& layout, T* flat) {
+    auto at = [&](const char* name) { return flat + layout.tensor(name).offset; };
+    return {at("wte"), at("wpe"), at("lnfw"), at("lnfb")};
+}

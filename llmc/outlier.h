@@ -67,3 +67,13 @@ constexpr double largest_zscore = 11.269427669584644;
 
 // What has no score is none.
 HD inline bool is_outlier(float zscore, float limit) { return limit > 0 && zscore > limit; }
+
+struct Scalars {  // a step's results on the device: AdamW reads them there, the host receives a copy
+    float loss, norm_squared, stop;  // summed over the ranks; stop: number of ranks with a request to stop
+    float norm, clip_scale;          // clip_scale: NaN if the update is skipped
+    float loss_zscore, norm_zscore;
+
+    bool is_skipped() const { return !std::isfinite(clip_scale); }
+};
+const size_t summed_scalars = 3;
+static_assert(offsetof(Scalars, norm) == summed_scalars * sizeof(float), "they are summed in one call");

@@ -55,14 +55,29 @@ inline std::string block_names(const std::vector<int>& blocks, const Layout& lay
     return names;
 }
 
-// Bytes that a process sends in a sync, by fragment. It receives as many.
+// The fragments that workers exchange; none without an outer optimizer.
+inline std::vector<Fragment> make_fragments(const Layout& layout, const DilocoOptions& options) {
+    if (!options.streams()) { return {}; }
+    return make_fragments(layout, options.fragment_layers, parse_fragment_pattern(options.fragment_pattern),
+                          options.inner_steps);
+}
+
+// An elastic worker sends its payload once, to the store, from which all others read it.
+inline ExchangeKind planned_exchange(const DilocoOptions& options, const std::vector<long>& values, int workers) {
+    if (options.is_elastic()) { return ExchangeKind::all_gather; }
+    return choose_exchange(wire_options(options), values, workers);
+}
+
+// Bytes that a process sends in a sync, by fragment; none without an exchange. In lock-step it receives as many.
 inline std::vector<size_t> sync_bytes(const DilocoOptions& options, const std::vector<Fragment>& fragments,
                                       const Layout& layout, int workers) {
     const std::vector<long> values = shard_values(fragments, layout);
-    const WireOptions wire = wire_options(options);
-    const ExchangeKind exchange = choose_exchange(wire, values, workers);
+    const ExchangeKind exchange = planned_exchange(options, values, workers);
+    const int members = options.is_elastic() ? 2 : workers;
     std::vector<size_t> bytes;
-    for (long n : values) { bytes.push_back(exchange_bytes(exchange, wire.format, n, workers)); }
+    for (long n : values) {
+        bytes.push_back(exchange_bytes(exchange, wire_options(options).format, n, members));
+    }
     return bytes;
 }
 
@@ -71,7 +86,7 @@ inline std::string plan(const DilocoOptions& options, const std::vector<Fragment
                         const Layout& layout, int workers) {
     const long H = options.inner_steps;
     const std::vector<long> values = shard_values(fragments, layout);
-    const ExchangeKind exchange = choose_exchange(wire_options(options), values, workers);
+    const ExchangeKind exchange = planned_exchange(options, values, workers);
     const std::vector<size_t> bytes = sync_bytes(options, fragments, layout, workers);
     const std::vector<size_t> sent = sent_in_period(fragments, bytes, H);
     std::string text = "fragment  offset  every      bytes a sync  blocks\n";

@@ -66,7 +66,7 @@ COMMON = {"--outer-transport": "store", "--min-workers": 2, "--grace": GRACE, "-
           "--channels": 64, "-t": 64, "-b": 8, "-H": 24, "--fragment-layers": 1, "-n": 50, "-nk": 3,
           "-l": 0.003, "-j": None}
 
-OVER = "the other workers have come to the end of this run"  # is told to who comes too late
+OVER = "the other workers have reached the end of this run"  # is told to who comes too late
 
 
 class Failure(Exception):

@@ -125,3 +125,10 @@ inline void read_model(const std::string& path, const Layout& layout, float* par
     float* rows = params + wte.offset;
     std::fill(rows + long(shape.vocab_size) * shape.channels, rows + wte.count(), 0.0f);
 }
+
+// The same as a new flat buffer: (layout.size)
+inline std::vector<float> read_model(const std::string& path, const Layout& layout) {
+    std::vector<float> flat(static_cast<size_t>(layout.size));
+    read_model(path, layout, flat.data());
+    return flat;
+}

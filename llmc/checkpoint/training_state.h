@@ -50,6 +50,15 @@ struct Totals {
     double waited_seconds = 0;
 };
 
+// Updates over which the learning rate of a worker rises again after it has taken another worker's parameters.
+constexpr long join_warmup_updates = 10;
+
+// Factor of the learning rate for the update that `totals` counts last.
+inline float join_warmup(const Totals& totals) {
+    if (totals.joined_after < 0) { return 1; }
+    return std::min(1.0f, float(totals.updates - totals.joined_after) / float(join_warmup_updates));
+}
+
 struct Progress {
     long step = 0, steps = 0;  // steps done, and steps of the whole run
     long adamw_updates = 0;    // that m and v have seen

@@ -12,6 +12,7 @@
 #include "llmc/descriptor.h"
 #include "llmc/device.h"
 #include "llmc/error.h"
+#include "llmc/init.h"
 #include "llmc/layout.h"
 #include "llmc/run/options.h"
 #include "llmc/run/process.h"
@@ -94,10 +95,11 @@ struct Inputs {
     Layout layout;
     std::unique_ptr<DataLoader> train_loader;
     std::unique_ptr<DataLoader> validation_loader;  // null without -j
+    long validation_batches = 0;                    // of one validation
     std::unique_ptr<EvalSet> hellaswag;             // null without -h 1
     std::vector<int> prompt;     // a sample begins with these tokens: an end of text, then --prompt
     long steps;                  // of the whole run
-    std::vector<float> initial;  // parameters: (layout.size); the trainer fills them in
+    std::vector<float> initial;  // parameters that training starts from: (layout.size)
 };
 
 inline void check_tokenizer(const Tokenizer& tokenizer, const GptShape& shape) {
@@ -146,6 +148,8 @@ inline Inputs open_inputs(const Options& o, const Process& process) {
         in.validation_loader =
             std::make_unique<DataLoader>(o.validation_data, o.batch, o.seq_len, process.rank, process.ranks,
                                          in.shape.vocab_size, o.seed, false);
+        const long all = in.validation_loader->num_batches();
+        in.validation_batches = o.validation_batches > 0 ? std::min(o.validation_batches, all) : all;
     }
     if (o.hellaswag) {
         in.hellaswag = std::make_unique<EvalSet>(o.hellaswag_data, in.shape.vocab_size);
@@ -157,6 +161,38 @@ inline Inputs open_inputs(const Options& o, const Process& process) {
     }
     set_steps(o, o.has_own_batch() ? o.total_batch : o.total_batch * o.workers, in);
     in.layout = gpt_layout(in.shape, o.ranks, o.diloco.streams() ? o.diloco.fragment_layers : 0);
+    if (is_model_file(o.model)) {
+        in.initial = read_model(o.model, in.layout);
+    } else {
+        in.initial.resize(size_t(in.layout.size));
+        init_parameters(in.initial.data(), in.shape, in.layout, o.seed);
+    }
+    return in;
+}
+
+// What --generate reads: a trained model's shape, its tokenizer and the prompt's tokens.
+struct TextInputs {
+    GptShape shape;
+    Layout layout;
+    std::unique_ptr<Tokenizer> tokenizer;
+    std::vector<int> prompt;
+};
+
+inline TextInputs open_text_inputs(const Options& o) {
+    if (!is_model_file(o.model)) {
+        throw UserError("--generate writes with a trained model: give its file (-e log/model_00001000.bin)");
+    }
+    TextInputs in;
+    in.shape = resolve_shape(o, nullptr);
+    in.layout = gpt_layout(in.shape, 1, 0);
+    in.tokenizer = find_tokenizer(o, o.train_data.empty() ? o.model : o.train_data);
+    if (!in.tokenizer) {
+        throw UserError("there is no tokenizer.bin beside " + o.model +
+                        ": name the one that the model was trained with (--tokenizer)");
+    }
+    check_tokenizer(*in.tokenizer, in.shape);
+    check_heads(in.shape);
+    in.prompt = prompt_tokens(*in.tokenizer, o.prompt);
     return in;
 }
 

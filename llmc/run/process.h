@@ -101,6 +101,15 @@ struct Process {
         return values;
     }
 
+    // The largest value among the processes that meet. Collective; every process gives its own value.
+    long largest(const std::string& key, long value) {
+        long largest = value;
+        for (const std::string& text : gather(key, std::to_string(value))) {
+            largest = std::max(largest, atol(text.c_str()));
+        }
+        return largest;
+    }
+
     // Runs `check` on all processes. If it throws a UserError on one of them, all throw that same error,
     // before any of them has written anything.
     void check_together(const std::string& key, const std::function<void()>& check) {

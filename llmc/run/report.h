@@ -16,10 +16,12 @@
 #include "llmc/floatx.h"
 #include "llmc/matmul_precision.h"
 #include "llmc/mfu.h"
+#include "llmc/outlier.h"
 #include "llmc/run/inputs.h"
 #include "llmc/run/logger.h"
 #include "llmc/run/options.h"
 #include "llmc/run/process.h"
+#include "streaming/outer_loop.h"
 #include "streaming/plan.h"
 #include "streaming/sync_report.h"
 
@@ -94,8 +96,13 @@ public:
         fflush(stdout);
     }
 
-    // A step that the device has completed.   m: all but seconds, tokens_per_second and mfu
-    void step(StepMetrics m, double seconds) {
+    // A step that the device has completed.   m: what the host knew when it enqueued the step
+    void step(StepMetrics m, const Scalars& scalars, double seconds) {
+        m.loss = scalars.loss;
+        m.norm = scalars.norm;
+        m.loss_zscore = scalars.loss_zscore;
+        m.norm_zscore = scalars.norm_zscore;
+        m.skipped = scalars.is_skipped();
         totals.train_seconds += seconds;
         m.seconds = seconds;
         m.tokens_per_second = double(o.total_batch) / seconds;
@@ -141,6 +148,16 @@ public:
         const double seconds = (measured_seconds - first_seconds) / double(measured_steps - 1);
         say(::rates(fragments, sync_bytes, o.diloco.inner_steps, o.diloco.overlap, seconds));
         if (stop_overlap) { say(time_to_stop(fragments, o.diloco.inner_steps, *stop_overlap, seconds)); }
+    }
+
+    // What happened between elastic workers. People read about their own workers, and once about the others.
+    void events(long step, const std::vector<OuterEvent>& all) {
+        for (const OuterEvent& event : all) {
+            logger.event({step, event.kind, event.sync, event.worker, event.text});
+            const bool is_own = event.worker == process.worker;
+            if (event.is_routine || process.rank > 0 || !(is_own || speaks())) { continue; }
+            status.print((is_own ? format("worker %d ", event.worker) : "") + event.text);
+        }
     }
 
     void validation(long step, float loss) {

@@ -11,6 +11,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <optional>
 
 // The exit status of a process that was asked to stop and has written its checkpoint: 128 + SIGTERM.
 const int stopped_status = 143;
@@ -71,4 +72,39 @@ private:
     inline static std::atomic<int64_t> first_signal{0};
     static_assert(std::atomic<int64_t>::is_always_lock_free, "a signal handler must not wait for a lock");
     std::array<struct sigaction, stop_signals.size()> before;
+};
+
+// Stopping: how a request that reaches one process ends the run of all processes after the same step.
+//
+//     the loss   carries the request to all ranks of the worker
+//     a sync     carries it to all workers in lock-step; they stop when the slowest of them has merged that sync
+//
+// A worker that is alone, or elastic, stops one update after the request arrived with the loss.
+class Stopping {
+public:
+    // From now on signals are requests. Until then they end the process at once: nothing could be saved.
+    void accept_requests() { request.emplace(); }
+    bool is_requested() const { return request && request->is_set(); }
+
+    // The loss of `update` carried a request.
+    void heard_with_loss(long update) {
+        if (heard_in == 0) { heard_in = update; }
+    }
+
+    // Whether this worker's sends in `update` should carry the request: from two updates later on, since the host
+    // of another rank may not have read the loss of the previous update yet.
+    bool should_tell_workers(long update) const { return heard_in > 0 && heard_in + 2 <= update; }
+
+    // A sync that was sent at `send_step` carried a request.   largest_overlap: tau of the slowest worker
+    void heard_with_sync(long send_step, long largest_overlap) {
+        if (last_step == 0) { last_step = send_step + largest_overlap; }
+    }
+
+    bool is_last_step_together(long step) const { return last_step > 0 && step == last_step; }
+    bool is_last_update_alone(long update) const { return heard_in > 0 && update > heard_in; }
+
+private:
+    std::optional<StopRequest> request;  // of this process
+    long heard_in = 0;   // update whose loss carried the request; 0: none did
+    long last_step = 0;  // after which workers in lock-step stop; 0: not known
 };

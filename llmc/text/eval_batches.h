@@ -4,11 +4,7 @@
 // one: llm.c's score, and the acc_norm of its dev/data/hellaswag.py.
 //
 //     EvalBatches batches(set, B, max_T, rank, ranks);
-//     for (long i = 0; i < batches.size(); i++) {
-//         const EvalBatch batch = batches.next();
-//         ... the loss of each target: (B,T) of `batch` ...
-//         batches.score(batch, losses);
-//     }
+//     batches.score_all([&](const EvalBatch& batch, float* losses) { ... the loss of each target: (B,T) ... });
 //
 // Example i is rank i mod R's: the score of all is the sum of correct() over that of counted().
 #pragma once
@@ -83,6 +79,19 @@ public:
             losses += batch.T;
             choose(row, sum / (row.end - row.begin));
         }
+    }
+
+    // Scores all batches; losses_of(batch, losses) fills the losses (B,T) of one.   returns correct()
+    template <class LossesOf>
+    float score_all(LossesOf losses_of) {
+        std::vector<float> losses;
+        for (long i = 0; i < size(); i++) {
+            const EvalBatch batch = next();
+            losses.resize(size_t(batch.B) * size_t(batch.T));
+            losses_of(batch, losses.data());
+            score(batch, losses.data());
+        }
+        return float(correct());
     }
 
     // Examples whose completions have all been scored, and those of them that the model got right.

@@ -10,6 +10,8 @@
 #include <numeric>
 #include <vector>
 
+#include "llmc/random.h"
+
 struct Sampling {
     float temperature = 0.8f;  // 0: always the likeliest
     int top_k = 0;          // 0: all
@@ -100,4 +102,25 @@ inline int sample_token(const float* logits, int n, const Sampling& sampling, fl
     if (sampling.top_k > 0) { keep_top_k(weights, logits, sampling.top_k); }
     if (sampling.top_p < 1) { keep_top_p(weights, logits, sampling.top_p); }
     return draw(weights, coin);
+}
+
+// Draws up to `length` tokens that continue `prompt` (at least one token), and hands each to take(), until that
+// returns false. The model sees the last T tokens.
+// logits_after(window, rows, used, logits): fills the logits (V) of the token after the first `used` of the
+// window's `rows` tokens
+template <class LogitsAfter, class Take>
+void continue_text(const std::vector<int>& prompt, int length, int T, int V, const Sampling& sampling, uint64_t seed,
+                   LogitsAfter logits_after, Take take) {
+    const int window_step = 64;  // windows grow by this many tokens, so that few matmul shapes occur
+    std::vector<int> tokens = prompt, window(size_t(T), prompt[0]);
+    std::vector<float> logits(static_cast<size_t>(V));
+    for (int i = 1; i <= length; i++) {
+        const int begin = std::max(0, int(tokens.size()) - T), used = int(tokens.size()) - begin;
+        std::copy(tokens.begin() + begin, tokens.end(), window.begin());
+        logits_after(window.data(), std::min(T, (used + window_step - 1) / window_step * window_step), used,
+                     logits.data());
+        const float coin = uniform(random_bits(seed, RandomUse::sampling, uint64_t(i)).v[0]);
+        tokens.push_back(sample_token(logits.data(), V, sampling, coin));
+        if (!take(tokens.back())) { return; }
+    }
 }

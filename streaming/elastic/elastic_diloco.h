@@ -33,6 +33,7 @@
 
 #include "llmc/clock.h"
 #include "llmc/comm.h"
+#include "streaming/elastic/options.h"
 #include "streaming/elastic/elastic_snapshot.h"
 #include "streaming/exchange.h"
 #include "streaming/outer_loop.h"
@@ -44,6 +45,20 @@ struct LogOptions {
     bool join_moments = false;  // snapshots hold AdamW's moments, too
     SyncLogOptions protocol;    // ElasticDiloco sets shard and overlap
 };
+
+// worker: this one's number   checkpoints: whether the run writes any
+inline LogOptions log_options(const ElasticOptions& o, int worker, int workers, bool checkpoints) {
+    LogOptions log;
+    log.worker = worker;
+    log.join_moments = o.join_moments;
+    log.protocol.workers = workers;
+    log.protocol.min_workers = o.min_workers;
+    log.protocol.max_lag = o.max_lag;
+    log.protocol.retain = o.retain;
+    log.protocol.grace = o.grace;
+    log.protocol.checkpoints = checkpoints;
+    return log;
+}
 
 // Of the inner optimizer, for --join-moments.
 struct InnerMoments {

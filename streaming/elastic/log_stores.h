@@ -3,6 +3,7 @@
 //   redis://[[USER]:PASSWORD@]HOST[:PORT], rediss://   keys RUN/log/... (log_store_redis.h)
 #pragma once
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "llmc/run/stores.h"
@@ -25,4 +26,13 @@ inline std::unique_ptr<LogStore> open_log_store(const std::string& url, const st
                                                 double timeout) {
     if (is_redis_url(url)) { return open_redis_log_store(url, run_name, timeout); }
     return std::make_unique<FileLogStore>(folder_of_store(url) + "/log/" + file_name_of(run_name));
+}
+
+// The options (LogStart::fingerprint) of the run that a store already holds; none if it holds no run.
+inline std::optional<std::string> options_in(LogStore& store) {
+    const StoreAnswer generation = store.perform({StoreRequest::get, "run", "generation", ""});
+    if (!generation.found) { return std::nullopt; }
+    const StoreAnswer options = store.perform({StoreRequest::get, generation.value + "/run", "fingerprint", ""});
+    if (!options.found) { return std::nullopt; }
+    return options.value;
 }

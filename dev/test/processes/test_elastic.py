@@ -588,7 +588,7 @@ def test_who_comes_when_all_have_ended_is_told_so(workers):
     run = workers(**FEW_PAYLOADS).start(0, 1)
     assert [run[0].status(), run[1].status()] == [0, 0], run[0].output()
     run[2].start()
-    assert run[2].status() == 0 and "have come to the end" in run[2].output().splitlines()[-1]
+    assert run[2].status() == 0 and "have reached the end" in run[2].output().splitlines()[-1]
     assert not run[2].lines("end") and not list(run[2].folder.glob("worker_2/model_*"))
 
 

@@ -578,7 +578,7 @@ def test_a_cancelled_job_that_has_time_for_a_checkpoint_stays_cancelled(cluster,
     job, _ = long_job
     cluster.query("scancel", job)
     assert cluster.wait(job)[0] == "CANCELLED"
-    assert "-y 1 goes on from there" in (tmp_path / "log").read_text()
+    assert "-y 1 resumes there" in (tmp_path / "log").read_text()
     assert cluster.state(job)["Restarts"] == "0"
 
 

@@ -1,0 +1,111 @@
+// Checkpoints: the checkpoints of one process as the trainer sees them. One snapshot in the host's memory is filled
+// while training goes on, and a thread writes it (checkpointer.h). The order of the calls, for each checkpoint:
+//
+//     TrainingSnapshot& snapshot = checkpoints.next(...);   waits until the previous one has been written
+//     snapshot.begin_copies(...); snapshot.finish_copies(...);
+//     checkpoints.write(step, ...);
+#pragma once
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "llmc/checkpoint/checkpointer.h"
+#include "llmc/checkpoint/model_file.h"
+#include "llmc/checkpoint/state_file.h"
+#include "llmc/checkpoint/training_state.h"
+#include "llmc/run/logger.h"
+#include "llmc/run/process.h"
+#include "llmc/run/watchdog.h"
+
+class Checkpoints {
+public:
+    // who: this process in its state files   keep, major: -nk, -nm
+    // outer_snapshot: gives the outer optimizer's snapshot; null without one
+    // use_device: makes the writing thread use this process's device
+    // when_whole: called on the writing thread when a checkpoint survives a crash
+    Checkpoints(const std::string& folder, const Process& process, const StateIdentity& who, long keep, long major,
+                const GptShape& shape, const Layout& layout,
+                std::function<OuterSnapshot*()> outer_snapshot, Logger& logger,
+                StatusLine& status, Watchdog& watchdog, std::function<void()> use_device,
+                std::function<void()> when_whole)
+        : who(who),
+          shape(shape),
+          layout(layout),
+          outer_snapshot(std::move(outer_snapshot)),
+          logger(logger),
+          status(status),
+          watchdog(watchdog),
+          use_device(std::move(use_device)),
+          when_whole(std::move(when_whole)),
+          writer(folder, process, keep, major) {
+        writer.forget_later(who.step, who.lineage);
+    }
+
+    // Allocates the snapshot, so that the first checkpoint does not have to.
+    void allocate() {
+        if (!snapshot) { snapshot = std::make_unique<TrainingSnapshot>(layout.shard_size(), outer_snapshot()); }
+    }
+
+    // Waits until the writer no longer needs the snapshot's memory, and returns the snapshot.
+    // is_last: of this process. The previous checkpoint may lack syncs that are no longer due; it is given up,
+    // since the one that comes now has everything.
+    TrainingSnapshot& next(bool is_last) {
+        if (!writer.is_idle()) {
+            if (is_last) { snapshot->abandon(); }
+            const Watchdog::Alone alone(watchdog);
+            writer.wait();
+        }
+        allocate();
+        return *snapshot;
+    }
+
+    // Has the snapshot written as the checkpoint of `step`, its model too if it has one. Returns at once.
+    void write(long step, bool is_last_of_run) {
+        CheckpointJob job;
+        job.identity = who;
+        job.identity.step = step;
+        job.is_last = is_last_of_run;
+        job.ready = [this] {
+            use_device();
+            snapshot->wait();
+            logger.sync();  // a resumed run continues this log, which must not lack lines after a power failure
+        };
+        job.sections = [this] { return snapshot->sections(); };
+        if (!snapshot->model.empty()) {
+            job.write_model = [this](const std::string& path) {
+                write_model(path, shape, layout, snapshot->model.data());
+            };
+        }
+        job.when_whole = when_whole;
+        writer.begin(std::move(job));
+    }
+
+    void print_messages() {
+        for (const std::string& message : writer.take_messages()) { status.print(message); }
+    }
+
+    // Returns when the last checkpoint is whole. RunError if it is not.
+    void finish() {
+        const Watchdog::Alone alone(watchdog);
+        writer.finish([this](const std::string& message) { status.print(message); });
+    }
+
+    // Before this process ends early: removes what is half written, since it would take space on the disk until
+    // the run is resumed. Other processes may wait a few seconds for this.
+    void abandon() {
+        if (snapshot) { snapshot->abandon(); }
+        writer.abandon();
+    }
+
+private:
+    const StateIdentity who;
+    const GptShape shape;
+    const Layout& layout;
+    const std::function<OuterSnapshot*()> outer_snapshot;
+    Logger& logger;
+    StatusLine& status;
+    Watchdog& watchdog;
+    const std::function<void()> use_device, when_whole;
+    std::unique_ptr<TrainingSnapshot> snapshot;
+    Checkpointer writer;  // ends its thread before the snapshot goes
+};

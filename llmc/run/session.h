@@ -1,0 +1,194 @@
+// Session: what surrounds the training of one process. Its place in the run, the communicators, the folder it
+// writes to, logs and messages, the checkpoint that it resumes from, requests to stop, and the watchdog.
+#pragma once
+#include <climits>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <new>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/checkpoint/checkpoints.h"
+#include "llmc/checkpoint/training_state.h"
+#include "llmc/comm.h"
+#include "llmc/error.h"
+#include "llmc/file.h"
+#include "llmc/run/accelerator.h"
+#include "llmc/run/comms.h"
+#include "llmc/run/fingerprint.h"
+#include "llmc/run/inputs.h"
+#include "llmc/run/launch.h"
+#include "llmc/run/logger.h"
+#include "llmc/run/options.h"
+#include "llmc/run/process.h"
+#include "llmc/run/report.h"
+#include "llmc/run/stop.h"
+#include "llmc/run/watchdog.h"
+
+// -----------------------------------------------------------------------------------------------------------
+// Where a run writes
+
+// Each elastic worker has a folder of its own, and resumes from it.
+inline std::string checkpoint_folder(const Options& o, const Process& process) {
+    return o.diloco.is_elastic() ? o.output + format("/worker_%d", process.worker) : o.output;
+}
+
+inline void make_folder(const std::string& folder) {
+    std::error_code error;
+    std::filesystem::create_directories(folder, error);
+    if (error) { throw UserError("cannot write into " + folder + " (" + error.message() + "): correct -o"); }
+}
+
+// The checkpoint at `step` that this process writes or resumes from.
+inline StateIdentity state_identity(const Options& o, const Process& process, long step,
+                                    const std::string& lineage) {
+    return {step, process.worker, process.rank, o.workers, o.ranks, lineage, o.diloco.is_elastic()};
+}
+
+// What the logs of the resumed run keep. An elastic worker that returns without a checkpoint joins where the other
+// workers are, and repeats nothing: it keeps everything.
+inline std::optional<LogCut> log_cut(const Options& o, const Resumption& resumed, long steps) {
+    if (!resumed.state && o.diloco.is_elastic() && o.resume) { return LogCut{steps, LONG_MAX, true}; }
+    return log_cut(resumed, steps);
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Before and after the training
+
+inline LaunchOptions launch_options(const Options& o) {
+    return {o.workers, o.ranks, o.worker, o.store, o.interface, o.run_name, o.timeout, !o.output.empty(), o.world,
+            o.diloco.is_elastic(), o.elastic.restarts};
+}
+
+// Before anything is written: all processes agree on the options, and divide the data among them.
+// check_log: further checks, which every process makes
+inline void agree(const Options& o, Process& process, Inputs& in, const std::function<void()>& check_log) {
+    process.check_fingerprint(fingerprint(o, in));
+    if (o.has_own_batch()) { share_data(o, process, in); }
+    process.check_together("log", check_log);
+    process.check_together("output", [&] {
+        if (!o.output.empty() && !o.resume) { refuse_models(checkpoint_folder(o, process)); }
+    });
+    check_outer_interface(o.diloco.transport, o.interface);
+}
+
+// Calls `work`. If it throws, this process ends at once with one line, and the other processes learn the cause from
+// the store. Nothing has been freed by then, in case a peer still waits for it.
+inline void or_leave(const Process& process, const std::function<void()>& work) {
+    try {
+        work();
+    } catch (const std::bad_alloc&) {
+        process.leave_with(
+            RunError("not enough memory for this model and batch: lower -b, -t or the model's sizes"));
+    } catch (const std::exception& error) { process.leave_with(error); }
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// The training of one process
+
+struct Session {
+    const Options& options;
+    Process& process;
+    const std::string folder;  // of this process's checkpoints
+    Resumption resumed;
+    const device::Device device;
+    Logger logger;
+    StatusLine status;
+    Totals totals{};
+    Report report;
+    std::unique_ptr<Comm> inner{};  // between the ranks of this worker
+    std::unique_ptr<Comm> outer{};  // between workers in lock-step; else null
+    Watchdog watchdog;
+    Stopping stopping{};
+
+    // sync_bytes: that a process sends in a sync, per fragment; empty without an exchange
+    Session(const Options& o, Process& process, const Inputs& in, const std::vector<Fragment>& fragments,
+            const std::vector<size_t>& sync_bytes, Resumption resumed_)
+        : options(o),
+          process(process),
+          folder(checkpoint_folder(o, process)),
+          resumed(std::move(resumed_)),
+          device(choose_device(process, o.diloco.streams() && o.diloco.transport == "nccl")),
+          logger(o.output, number_among_all(o, process), o.workers * o.ranks, o.resume != 0,
+                 log_cut(o, resumed, in.steps)),
+          status(stdout, process.terminal, process.terminal ? 0.1 : 5.0),
+          report(o, process, in, fragments, device.name, sync_bytes, totals, logger, status),
+          watchdog(process) {
+        if (!o.output.empty()) { make_folder(folder); }
+    }
+
+    // Connects the ranks of this worker, and the workers if they run in lock-step. Watched, since NCCL's blocking
+    // calls would wait for a process that has died.
+    void connect() {
+        const Watchdog::Watch watch(watchdog, "the joining of the processes");
+        inner = device::make_inner_comm(process.inner_group());
+        watchdog.guard(*inner);
+        if (!options.diloco.streams() || options.diloco.is_elastic()) { return; }
+        watchdog.progress();
+        outer = device::make_outer_comm(process.outer_group(), options.diloco.transport);
+        watchdog.guard(*outer);
+    }
+
+    // The checkpoints that this process writes; null if it writes nothing.
+    // outer_snapshot, when_whole: see Checkpoints
+    std::unique_ptr<Checkpoints> make_checkpoints(const Inputs& in,
+                                                  std::function<OuterSnapshot*()> outer_snapshot,
+                                                  std::function<void()> when_whole) {
+        const Options& o = options;
+        if (o.output.empty()) { return nullptr; }
+        return std::make_unique<Checkpoints>(
+            folder, process, state_identity(o, process, resumed.step, resumed.lineage), o.keep_checkpoints,
+            o.major_checkpoints, in.shape, in.layout, std::move(outer_snapshot), logger, status, watchdog,
+            [this] { device::use_in_this_thread(device); }, std::move(when_whole));
+    }
+
+    // Starts the logs, and says what this run is.   matmul, exchanges: for people
+    void announce(const Inputs& in, const std::vector<double>& fragment_offsets, const std::string& matmul,
+                  const std::string& exchanges) {
+        if (process.index() == 0 && !options.output.empty()) {
+            write_file(folder + "/config.toml", [&](OutputFile& file) {
+                file.write(options.toml.data(), options.toml.size());
+            });
+        }
+        logger.run({process.worker, process.rank, options.workers, options.ranks, in.layout.values,
+                    options.resolved, in.steps, fragment_offsets},
+                   resumed.step);
+        report.banner(matmul, exchanges, resumed.notes, resumed.step);
+    }
+
+    // The worker that saves and samples: worker 0, or each elastic worker; and its process that does so.
+    bool is_first_worker() const { return process.worker == process.first_worker; }
+    bool is_first() const { return process.rank == 0 && is_first_worker(); }
+
+    // Ends the run if a loss is not finite.   step: the parameters after this step gave the loss
+    void check_loss(float loss, const std::string& name, long step) const {
+        ::check_loss(loss, name, step, folder, process, resumed.lineage, !options.output.empty());
+    }
+
+    void validated(long step, float loss) {
+        report.validation(step, loss);
+        check_loss(loss, format("the validation loss after step %ld", step), step);
+    }
+
+    // How the training ended, for people and the logs.   returns whether the run has come to its end
+    bool left_while_waiting() {
+        report.say("stopped by request while it waited for other workers: -y 1 resumes from the last checkpoint");
+        return false;
+    }
+    bool ended_without_this_worker() {
+        report.say("the other workers have reached the end of this run: give a new one another --run-name");
+        return true;
+    }
+    bool stopped_after(long step, long steps) {
+        report.say(format("stopped by request after step %ld of %ld: -y 1 resumes there", step, steps));
+        return false;
+    }
+    bool completed(long steps, const Traffic& inner, const OuterCosts& costs) {
+        report.end({steps, totals.train_seconds, inner.bytes_sent, totals.outer.bytes_sent,
+                    totals.waited_seconds, costs.turns, costs.threads});
+        return true;
+    }
+};
