@@ -74,11 +74,11 @@ inline int test_model(const Reference& reference, int recompute) {
     const std::vector<int> tokens = reference_tokens(reference);
     const int *inputs = tokens.data(), *targets = tokens.data() + 1;
     Options options;
-    options.clip = 0;
-    options.weight_decay = reference_weight_decay;
-    options.beta1 = reference_beta1;
-    options.beta2 = reference_beta2;
-    options.epsilon = reference_eps;
+    options.adamw.clip = 0;
+    options.adamw.weight_decay = reference_weight_decay;
+    options.adamw.beta1 = reference_beta1;
+    options.adamw.beta2 = reference_beta2;
+    options.adamw.epsilon = reference_eps;
     const float share = 1.0f / float(B * T);
 
     Comparison result;
