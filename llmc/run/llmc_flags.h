@@ -1,6 +1,6 @@
 // llm.c's flags. Most of its letters are options of this program (options.h); the table below says what each
-// is here. CLI11 knows no options of one dash and two letters, so words are translated before it sees them;
-// flags without an option here are kept, and get their meaning from the functions at the end.
+// flag becomes. CLI11 takes no option of one dash and two letters, so the command line is translated before
+// CLI11 sees it. A flag without an option here is set aside; the functions at the end give it its meaning.
 // Facts from llm.c's train_gpt2.cu and llmc/zero.cuh: https://github.com/karpathy/llm.c
 #pragma once
 #include <ctype.h>
@@ -23,73 +23,60 @@
 enum class LlmcKind {
     same,     // an option of the same letter
     option,   // an option of another name
-    kept,     // has its meaning in this file
-    alias,    // another name of a kept one
-    nothing,  // changes nothing, and is named in a note
+    kept,     // set aside: this file gives it its meaning
+    alias,    // another name of a kept flag
+    nothing,  // changes nothing; a note names it
 };
 
 struct LlmcFlag {
     const char* flag;
     LlmcKind kind;
-    const char* here;    // what it is here
-    const char* remark;  // what differs; of one that changes nothing: why
+    const char* here;    // what it becomes
+    const char* remark;  // what differs from llm.c, or why it changes nothing
     bool is_text = false;
 };
 
+// Options of the same letter and meaning. Those below differ, or their defaults do.
+constexpr const char* llmc_same_flags = "-o -n -b -t -x -k -l -u -q -c -v -s -g -h -a";
+
 constexpr LlmcFlag llmc_flags[] = {
-    {"-i", LlmcKind::same, "-i", "default: tinyshakespeare, in `data/` or llm.c's `dev/data/`, if there"},
-    {"-j", LlmcKind::same, "-j", "default: tinyshakespeare's with tinyshakespeare, else none"},
+    {"-i", LlmcKind::same, "-i", "default: tinyshakespeare in `data/` or llm.c's `dev/data/`, if it exists"},
+    {"-j", LlmcKind::same, "-j", "default: tinyshakespeare's if that is trained on, else none"},
     {"-e", LlmcKind::same, "-e", "default: d12, from new weights"},
-    {"-o", LlmcKind::same, "-o", ""},
     {"-lg", LlmcKind::nothing, "nothing", "nvidia-smi shows clocks and temperatures"},
-    {"-n", LlmcKind::same, "-n", ""},
     {"-nk", LlmcKind::option, "--keep-checkpoints", ""},
     {"-nm", LlmcKind::option, "--major-checkpoints", ""},
-    {"-y", LlmcKind::same, "-y", "0 refuses a folder that has models, and overwrites nothing"},
-    {"-b", LlmcKind::same, "-b", ""},
-    {"-t", LlmcKind::same, "-t", ""},
-    {"-d", LlmcKind::same, "-d", "tokens of each worker; of all processes where there is one worker"},
-    {"-x", LlmcKind::same, "-x", ""},
-    {"-k", LlmcKind::same, "-k", ""},
-    {"-l", LlmcKind::same, "-l", ""},
-    {"-u", LlmcKind::same, "-u", ""},
-    {"-q", LlmcKind::same, "-q", ""},
-    {"-c", LlmcKind::same, "-c", ""},
+    {"-y", LlmcKind::same, "-y", "0 refuses a folder that has models: nothing is overwritten"},
+    {"-d", LlmcKind::same, "-d", "tokens of each worker, which is all processes unless --workers is given"},
     {"-sl", LlmcKind::option, "--skip-loss-zscore", ""},
     {"-sg", LlmcKind::option, "--skip-norm-zscore", ""},
-    {"-v", LlmcKind::same, "-v", ""},
     {"-m", LlmcKind::same, "-m", "all batches: 0, or -1 as there"},
-    {"-s", LlmcKind::same, "-s", ""},
-    {"-g", LlmcKind::same, "-g", ""},
-    {"-h", LlmcKind::same, "-h", ""},
-    {"-a", LlmcKind::same, "-a", ""},
-    {"-f", LlmcKind::kept, "--matmul-precision", "0: highest; 1: leaves it as it is"},
+    {"-f", LlmcKind::kept, "--matmul-precision", "0: highest; 1: changes nothing"},
     {"-w", LlmcKind::nothing, "nothing; 0 is refused", "master weights are always fp32"},
     {"-ge", LlmcKind::nothing, "nothing", "GELU is fused into its matmul where that is faster"},
     {"-z", LlmcKind::nothing, "nothing; 2 and 3 are refused",
      "optimizer state is always sharded over a worker's ranks"},
     {"-r", LlmcKind::same, "-r", "default: 0"},
-    {"-pn", LlmcKind::kept, "-pn", "processes; not needed under mpirun, srun and torchrun, which say it"},
-    {"-pr", LlmcKind::kept, "-pr", "number of this process, as above"},
-    {"-pg", LlmcKind::kept, "-pg", "processes on each machine, as above"},
-    {"-pi", LlmcKind::kept, "-pi", "mpi: as mpirun, srun or torchrun say; fs: see -pf; tcp: see -ps", true},
-    {"-pm", LlmcKind::alias, "-pi", "so called in llm.c's usage text", true},
+    {"-pn", LlmcKind::kept, "-pn", "number of processes; not needed under mpirun, srun and torchrun"},
+    {"-pr", LlmcKind::kept, "-pr", "this process's number; not needed, as above"},
+    {"-pg", LlmcKind::kept, "-pg", "processes on each machine; not needed, as above"},
+    {"-pi", LlmcKind::kept, "-pi", "mpi: mpirun, srun or torchrun say which process; fs: see -pf; tcp: -ps",
+     true},
+    {"-pm", LlmcKind::alias, "-pi", "its name in llm.c's usage text", true},
     {"-pf", LlmcKind::kept, "--store file:DIR", "with -pi fs", true},
-    {"-pp", LlmcKind::alias, "-pf", "so called in llm.c's usage text", true},
-    {"-pd", LlmcKind::alias, "-pf", "so called in early versions, and -pi fs with it", true},
-    {"-ps", LlmcKind::kept, "--store redis://HOST:PORT", "with -pi tcp, which is refused without it", true},
+    {"-pp", LlmcKind::alias, "-pf", "its name in llm.c's usage text", true},
+    {"-pd", LlmcKind::alias, "-pf", "its name in early versions; implies -pi fs", true},
+    {"-ps", LlmcKind::kept, "--store redis://HOST:PORT", "with -pi tcp; refused without --store", true},
 };
 
-// The README's table of llm.c's flags: first those that are the same.
+// For the documentation, in Markdown.
 inline void print_llmc_flags_table() {
-    std::string same;
-    for (const LlmcFlag& flag : llmc_flags) {
-        const bool is_plain = flag.kind == LlmcKind::same && !*flag.remark;
-        if (is_plain) { same += (same.empty() ? "`" : " `") + std::string(flag.flag) + "`"; }
+    std::string same = llmc_same_flags;
+    for (size_t at = 0; (at = same.find(' ', at)) != std::string::npos; at += strlen("` `")) {
+        same.replace(at, 1, "` `");
     }
-    printf("| llm.c | here | |\n|---|---|---|\n| %s | the same | |\n", same.c_str());
+    printf("| llm.c | here | |\n|---|---|---|\n| `%s` | the same | |\n", same.c_str());
     for (const LlmcFlag& flag : llmc_flags) {
-        if (flag.kind == LlmcKind::same && !*flag.remark) { continue; }
         const std::string here = strcmp(flag.flag, flag.here) == 0 ? "the same"
                                  : flag.kind == LlmcKind::nothing  ? flag.here
                                                                    : "`" + std::string(flag.here) + "`";
@@ -100,14 +87,14 @@ inline void print_llmc_flags_table() {
 // -----------------------------------------------------------------------------------------------------------
 // From words to values
 
-// The values of the flags that are no options here; of one given twice the last.
+// The values of the flags that were set aside. Of a flag given twice, the last value counts.
 struct LlmcFlags {
     std::map<std::string, std::string> values;
 
     bool has(const std::string& flag) const { return values.count(flag) > 0; }
     std::string text(const std::string& flag) const { return has(flag) ? values.at(flag) : ""; }
 
-    // UserError unless it is a whole number of at least `least`.
+    // Throws a UserError unless the value is a whole number of at least `least`.
     long number(const std::string& flag, long fallback, long least) const {
         if (!has(flag)) { return fallback; }
         const std::string value = text(flag);
@@ -121,7 +108,8 @@ struct LlmcFlags {
     }
 };
 
-// A flag of this file in a word, such as -nk, -nk5 or -nk=5; and what comes after it.
+// The flag of the table that a word such as -nk, -nk5 or -nk=5 begins with, or null; `glued` gets its value,
+// if the word has one.
 inline const LlmcFlag* find_llmc_flag(const std::string& word, std::optional<std::string>& glued) {
     for (const LlmcFlag& flag : llmc_flags) {
         if (flag.kind == LlmcKind::same || word.rfind(flag.flag, 0) != 0) { continue; }
@@ -140,7 +128,8 @@ inline void keep_llmc_flag(const LlmcFlag& flag, const std::string& value, LlmcF
     flags.values[flag.kind == LlmcKind::alias ? flag.here : flag.flag] = value;
 }
 
-// The command line without those flags, which go to `flags`.   is_option: whether a value follows this word
+// The command line as options of this program; the other flags go to `flags`.
+// is_option: whether the word is an option that a value follows
 inline std::vector<std::string> translate_llmc_flags(
     const std::vector<std::string>& line, LlmcFlags& flags,
     const std::function<bool(const std::string&)>& is_option) {
@@ -172,8 +161,8 @@ inline bool wants_exact_matmuls(const LlmcFlags& flags) {
     return tf32 == 0;
 }
 
-// Which process -pn, -pr and -pg say that this is; nothing where it is alone, or where the program that has
-// started it says the same. UserError where they contradict it or each other.
+// This process among all, by -pn, -pr and -pg. Nothing if it is alone, or if the program that started it
+// numbers it the same way; a UserError if the flags contradict that program or each other.
 inline std::optional<World> llmc_world(const LlmcFlags& flags) {
     if (has_launcher()) { return std::nullopt; }
     const std::optional<World> started = find_world(0);
@@ -188,11 +177,11 @@ inline std::optional<World> llmc_world(const LlmcFlags& flags) {
     }
     if (started || (size == 1 && number == 0)) { return std::nullopt; }
     if (!flags.has("-pn")) {
-        throw UserError("-pr says which process this is, and nothing of how many: give -pn");
+        throw UserError("-pr numbers this process, but how many are there? Give -pn");
     }
     if (!flags.has("-pr")) {
         throw UserError(
-            format("-pn says %ld processes, and nothing which of them this is: give -pr, or start "
+            format("-pn says that there are %ld processes, but not which of them this is: give -pr, or start "
                    "them with mpirun",
                    size));
     }
@@ -207,13 +196,13 @@ inline std::optional<World> llmc_world(const LlmcFlags& flags) {
     return world;
 }
 
-// Where -pi lets the processes meet; `store` where that is not for it to say.   store: as given otherwise
+// Where the processes meet: the folder of -pf with -pi fs, else `store`.   store: of --store, may be empty
 inline std::string llmc_store(const LlmcFlags& flags, const std::string& store) {
     const std::string way = flags.text("-pi");
     if (way == "tcp" && store.empty() && environment("DILOCO_STORE").empty()) {
         const std::string host = flags.has("-ps") ? flags.text("-ps") : "HOST";
         throw UserError(
-            "-pi tcp is a server inside llm.c, and here processes meet in one of its own: start "
+            "-pi tcp is a server inside llm.c; here processes meet in a server of its own: start "
             "scripts/multi_node/redis_server.sh there and give --store redis://" +
             host + ":6379, or meet in a folder that all see (-pi fs -pf DIR)");
     }
@@ -231,7 +220,7 @@ inline std::string llmc_store(const LlmcFlags& flags, const std::string& store) 
     return url;
 }
 
-// What was given and changes nothing, in one line; empty: nothing was.
+// One line that names the flags that were given and change nothing; empty if there are none.
 inline std::string llmc_note(const LlmcFlags& flags) {
     if (flags.number("-z", 0, 0) > 1) {
         throw UserError("-z " + flags.text("-z") +

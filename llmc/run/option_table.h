@@ -29,8 +29,8 @@ struct OptionRow {
     std::string names;     // such as "-b,--batch": the long name comes last
     OptionField field;     // its value before parsing is the default
     std::string help;
-    CLI::Validator range{};  // an empty one accepts whatever the field can hold
     Scope scope = Scope::worker;
+    CLI::Validator range{};  // an empty one accepts whatever the field can hold
     bool is_saved = true;  // in config.toml and in checkpoints
     std::string section{};
     bool applies = true;   // false: the run ignores the option, so that processes need not agree on it

@@ -1,7 +1,7 @@
-// Values as files, for the stores that are folders (FileStore, streaming/elastic/log_store_file.h): one file a value,
-// never written to once it has its name. rename(2) and link(2), which give it the name, are atomic on network
-// file systems, too. These say with ESTALE that a file was replaced on its server while it was being read.
-// What fails is a RunError.
+// Values as files, for stores that are folders (FileStore, streaming/elastic/log_store_file.h): one file per
+// value. A file gets its name only when it is complete, by rename(2) or link(2), which are atomic on network
+// file systems, too, and is never written to again. A network file system reports ESTALE if its server
+// replaces a file while it is being read. Every failure throws a RunError.
 #pragma once
 #include <ctype.h>
 #include <errno.h>
@@ -20,15 +20,15 @@ struct ValueFileError : RunError {
     ValueFileError(const char* call, const std::string& path, int error)
         : RunError(format("the store's file %s: %s failed (%s)", path.c_str(), call, strerror(error))),
           is_full(error == ENOSPC || error == EDQUOT) {}
-    bool is_full;  // the disk, or what this user may have of it
+    bool is_full;  // the disk, or this user's quota
 };
 
 [[noreturn]] inline void fail_value_file(const char* call, const std::string& path) {
     throw ValueFileError(call, path, errno);
 }
 
-// A key as the name of a file: what is not a letter, digit, '_', '-' or inner '.' becomes %XX, nothing '%'.
-// So names that begin with a '.' are free for what is no value.
+// The file name of a key: letters, digits, '_', '-' and any '.' but the first character stay; other bytes
+// become %XX, and the empty key is "%". No such name begins with a '.', which leaves those for other files.
 inline std::string file_name_of(const std::string& key) {
     std::string name;
     for (unsigned char c : key) {
@@ -38,7 +38,7 @@ inline std::string file_name_of(const std::string& key) {
     return name.empty() ? "%" : name;
 }
 
-// And back; nothing for what is no key's name.
+// The key of a file name, or nothing if no key has that name.
 inline std::optional<std::string> key_of_file_name(const std::string& name) {
     auto is_digit = [&](size_t i) { return i < name.size() && isxdigit((unsigned char)name[i]); };
     std::string key;
@@ -54,7 +54,7 @@ inline std::optional<std::string> key_of_file_name(const std::string& name) {
     return file_name_of(key) == name ? std::optional<std::string>(key) : std::nullopt;
 }
 
-// False, with errno, where it cannot be read.
+// Reads the whole file into `value`. False, with errno set, if it cannot be read.
 inline bool read_whole(int file, std::string& value) {
     struct stat status;
     if (fstat(file, &status) != 0) { return false; }
@@ -67,7 +67,7 @@ inline bool read_whole(int file, std::string& value) {
         const ssize_t count = read(file, &value[had], value.size() - had);
         if (count < 0 && errno == EINTR) { continue; }
         if (count < 0) { return false; }
-        if (count == 0) {  // values do not shrink
+        if (count == 0) {  // shorter than its size: values do not shrink
             errno = EIO;
             return false;
         }
@@ -76,7 +76,7 @@ inline bool read_whole(int file, std::string& value) {
     return true;
 }
 
-// Nothing where there is no such file.
+// Nothing if there is no such file.
 inline std::optional<std::string> read_value_file(const std::string& path) {
     for (int attempt = 0;; attempt++) {
         const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -93,8 +93,8 @@ inline std::optional<std::string> read_value_file(const std::string& path) {
     }
 }
 
-// A new file. `sync`: it survives a loss of power once it has a name that does. Nothing is left of one that
-// fails.
+// Writes a new file; if that fails, nothing of it is left. With `sync` its bytes survive a loss of power (its
+// name does once the folder is synchronized).
 inline void write_value_file(const std::string& path, const std::string& value, bool sync) {
     const int file = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (file < 0) { fail_value_file("open", path); }
@@ -106,7 +106,7 @@ inline void write_value_file(const std::string& path, const std::string& value, 
     }
     if (!failed && sync && fsync(file) != 0) { failed = "fsync"; }
     int error = errno;
-    if (close(file) != 0 && !failed) {  // where a network file system says that the disk is full
+    if (close(file) != 0 && !failed) {  // a network file system may report a full disk only now
         failed = "close";
         error = errno;
     }
@@ -117,8 +117,8 @@ inline void write_value_file(const std::string& path, const std::string& value, 
     }
 }
 
-// A network file system remembers for a while, up to a minute, what a folder holds, and that something is not
-// there. This makes it ask its server.
+// Makes a network file system ask its server what the folder holds. Otherwise it may remember for up to a
+// minute which files exist and which do not.
 inline void refresh_folder(const std::string& folder) {
     struct statx status;
     statx(AT_FDCWD, folder.c_str(), AT_STATX_FORCE_SYNC, STATX_MTIME, &status);

@@ -92,7 +92,8 @@ TEST(LlmcFlags, each_sets_its_option) {
 }
 
 TEST(LlmcFlags, all_that_llm_c_s_parser_takes_are_in_the_table) {
-    std::set<std::string> known;
+    const std::vector<std::string> same = words_of(llmc_same_flags);
+    std::set<std::string> known(same.begin(), same.end());
     for (const LlmcFlag& flag : llmc_flags) { known.insert(flag.flag); }
     for (const std::string& flag : words_of(
              "-i -j -e -o -n -y -b -t -d -l -lg -u -q -c -x -v -m -s -ge -g -a -f -w -z -r -h -k -pi -pf "
@@ -105,6 +106,9 @@ TEST(LlmcFlags, the_table_names_options_that_there_are) {
     CLI::App app;
     Options options;
     add_options(app, option_table(options));
+    for (const std::string& flag : words_of(llmc_same_flags)) {
+        EXPECT_NE(app.get_option_no_throw(flag), nullptr) << flag;
+    }
     for (const LlmcFlag& flag : llmc_flags) {
         if (flag.kind == LlmcKind::same || flag.kind == LlmcKind::option) {
             EXPECT_NE(app.get_option_no_throw(flag.here), nullptr) << flag.flag;
@@ -162,8 +166,8 @@ TEST(LlmcFlags, what_cannot_be_is_refused_with_the_reason_and_what_to_do) {
           {"-nk", "--keep-checkpoints", "--help"},
           {"-nk five", "--keep-checkpoints", "--help"},
           {"-sl -1", "--skip-loss-zscore", "--help"},
-          {"-pn 8", "nothing which of them this is", "give -pr"},
-          {"-pr 3", "nothing of how many", "give -pn"},
+          {"-pn 8", "but not which of them this is", "give -pr"},
+          {"-pr 3", "how many are there", "Give -pn"},
           {"-pn 8 -pr 8", "-pr 8 is none of the 8 processes", "0 to 7"},
           {"-pn 0", "-pn is '0'", "correct"},
           {"-pn 2 -pr -1", "-pr is '-1'", "correct"},
@@ -490,7 +494,7 @@ TEST(OptionTable, an_option_is_a_field_and_a_row) {
     long patience = 3;               // the field
     OptionTable table;
     add_section(table, "New", true,  // and the row
-                {{"-P,--patience", &patience, "Steps to wait", at_least_1, Scope::run}});
+                {{"-P,--patience", &patience, "Steps to wait", Scope::run, at_least_1}});
     CLI::App app;
     add_options(app, table);
     EXPECT_TRUE(contains(app.help(), "-P,--patience INT:at least 1=3"));
@@ -517,10 +521,10 @@ TEST(OptionTable, processes_compare_the_rows_of_a_scope_that_the_run_uses) {
     int of_run = 1, of_lockstep = 2, of_worker = 3, unused = 4;
     OptionTable table;
     add_section(table, "Used", true,
-                {{"--run", &of_run, "", anything, Scope::run},
-                 {"--lockstep", &of_lockstep, "", anything, Scope::lockstep},
-                 {"--worker", &of_worker, "", anything}});
-    add_section(table, "Unused", false, {{"--unused", &unused, "", anything, Scope::run}});
+                {{"--run", &of_run, "", Scope::run},
+                 {"--lockstep", &of_lockstep, "", Scope::lockstep},
+                 {"--worker", &of_worker, "", Scope::worker}});
+    add_section(table, "Unused", false, {{"--unused", &unused, "", Scope::run}});
     EXPECT_EQ(values_of(table, Scope::run), OptionValues({{"--run", "1"}}));
     EXPECT_EQ(values_of(table, Scope::lockstep), OptionValues({{"--lockstep", "2"}}));
 }
