@@ -1,12 +1,12 @@
-// AllGatherExchange sends each payload to everyone over the outer communicator: M - 1 payloads sent and
-// received by a process, and one rounding.
+// AllGatherExchange sends every payload to every worker over the outer communicator: a process sends and
+// receives M - 1 payloads, and values are rounded once.
 #pragma once
 #include "streaming/exchange.h"
 
 class AllGatherExchange : public Exchange {
 public:
-    // largest: values in this process's shard of the largest fragment.
-    // in_flight: the most exchanges at the same time.
+    // largest: values in this process's shard of the largest fragment
+    // in_flight: the most exchanges at the same time
     AllGatherExchange(const WireOptions& wire, long largest, int in_flight, Comm& comm, Stream& stream)
         : wire(wire), comm(comm), stream(stream), weights(wire.token_weights ? comm.size() : 0),
           partial(partial_sums(comm.size())), sums(row_sums(comm.size())), slots(in_flight) {
@@ -71,8 +71,8 @@ private:
         Event ready, done;
     };
 
-    // The sums of products of what has arrived. On the outer stream, where the mean, if one is needed, is
-    // made for this alone.
+    // The sums of products of the received payloads. On the outer stream; a mean that they need is computed
+    // there, for the sums alone.
     void compare(Slot& slot, const PayloadLayout& layout) {
         const int workers = comm.size();
         if (has_mean_row(workers)) {

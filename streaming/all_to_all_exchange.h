@@ -1,15 +1,15 @@
-// AllToAllExchange cuts a fragment into as many parts as there are workers; each worker owns the mean of one:
+// AllToAllExchange cuts a fragment into as many parts as there are workers. Each worker owns the mean of one:
 //
 //     all_to_all   part w of every worker's payload goes to worker w
-//     on worker w  decodes the M parts, takes their mean, encodes it once into a payload of its own
-//     all_gather   that payload goes to everyone
+//     on worker w  decodes the M parts, and encodes their mean as a payload
+//     all_gather   that payload goes to every worker
 //
-//     payload of a mean | header | the M headers of what it is a mean of | sums | scales | codes |
+//     payload of a mean | header | the headers of the M parts | sums | scales | codes |
 //
-// 2 (M - 1) / M payloads sent and received by a process instead of M - 1, and two roundings. All of it runs
-// on the outer stream, with no host in between: that checks the headers, which all workers get to see, before
-// it lets anybody use the mean. The sums are of products of the M parts (statistics.h): no process but their
-// owner sees all of them. An owner may have an error feedback of its own.
+// A process sends and receives 2 (M - 1) / M payloads instead of M - 1, and values are rounded twice. All
+// of it runs on the outer stream without the host, which checks all headers before the mean is used. The
+// sums are those of products of the M parts (statistics.h), which only their owner holds. An owner may have
+// an error feedback of its own.
 #pragma once
 #include <algorithm>
 
@@ -17,8 +17,7 @@
 
 class AllToAllExchange : public Exchange {
 public:
-    // pieces: of each fragment, this process's shard.
-    // in_flight: the most exchanges at the same time.
+    // pieces: of each fragment, this process's shard   in_flight: the most exchanges at the same time
     AllToAllExchange(const WireOptions& wire, std::vector<std::vector<Piece>> pieces_, int in_flight,
                      Comm& comm, Stream& stream)
         : wire(wire), pieces(std::move(pieces_)), comm(comm), stream(stream), workers(comm.size()),
@@ -110,7 +109,7 @@ private:
         return mean_payload_layout(wire.format, n, workers, workers);
     }
 
-    // In ascending order: all workers get the same.   sums: (parts, row_sums(workers))
+    // In ascending order, so that all workers compute the same.   sums: (parts, row_sums(workers))
     std::vector<double> add_parts(const double* sums) const {
         std::vector<double> total(size_t(row_sums(workers)));
         for (int part = 0; part < workers; part++) {
@@ -128,7 +127,7 @@ private:
         slot.sums = HostBuffer<double>(long(workers) * row_sums(workers));
     }
 
-    // own_payload = the mean of this worker's part, from what the others have sent. On the outer stream.
+    // own_payload = the mean of this worker's part, from the received payloads. On the outer stream.
     void encode_mean(const Sync& sync, const uint8_t* received) {
         const PayloadLayout whole = layout(sync), own = mean_layout_of(sync.values).only(me);
         mean_of_payloads(own_mean, weights.data(), received, whole.bytes, workers, whole.only(me), stream);
@@ -140,8 +139,8 @@ private:
         quantize_mean(sync, own, whole.first_of(me));
     }
 
-    // Piece by piece: values are rounded with the random bits of their places in the model.
-    // begin: of the part in the fragment
+    // Piece by piece, because values are rounded with the random bits of their places in the model.
+    // begin: the part's first value in the fragment
     void quantize_mean(const Sync& sync, const PayloadLayout& own, long begin) {
         float* residual = owner_feedback.begin(sync.fragment, sync.number, stream);
         const Rounding rounding = wire.rounding(me, sync.number, RoundingStage::owner);

@@ -1,7 +1,7 @@
-// Single-precision operations spelled out, so that no compiler fuses, reorders or approximates them. What all
-// workers must hold bitwise alike (payloads, means, global parameters, momentum) is computed with these
-// alone: on different CPUs and GPUs they give the same bits. Host code needs -ffp-contract=off, and
-// denormals are kept.
+// Single-precision operations that no compiler fuses, reorders or approximates. Whatever must be bitwise
+// the same on all workers (payloads, means, global parameters, momentum) is computed with these alone: they
+// give the same bits on all CPUs and GPUs. Host code is compiled with -ffp-contract=off, and denormals are
+// kept.
 #pragma once
 #include <cmath>
 #include <cstdint>

@@ -1,12 +1,12 @@
-// Streaming DiLoCo (arXiv 2501.18512, algorithm 2): the state machine that the trainer calls once per step.
+// Streaming DiLoCo (arXiv 2501.18512, algorithm 2): the trainer calls it once per step.
 //
 //     step t, after the inner update of local:
-//       for each fragment that is sent at t:          start the exchange of global - local
+//       for each fragment that is sent at t:          start the exchange of delta = global - local
 //       for each fragment that was sent at t - tau:   wait for the mean; step global; merge it into local
 //
-// global is the outer parameters: the same bits on all workers. Everything here is about this process's shard
-// (ZeRO-1): the processes that hold the same shard in the other workers are the members of the outer
-// communicator. With fragments = 1, tau = 0 and alpha = 0 this is DiLoCo (arXiv 2311.08105).
+// global, the outer parameters, is bitwise the same on all workers. A process exchanges only its own shard
+// (ZeRO-1): the outer communicator joins the processes of all workers that hold the same shard. One fragment,
+// tau = 0 and alpha = 0 make this DiLoCo (arXiv 2311.08105).
 #pragma once
 #include <algorithm>
 #include <deque>
@@ -27,8 +27,8 @@
 
 class Diloco : public OuterLoop {
 public:
-    // rank: this process's rank in its worker.
-    // outer: joins the processes that hold this shard; its rank is the worker's number.
+    // rank: this process's rank in its worker
+    // outer: joins the processes that hold this shard; its rank is the worker's number
     Diloco(const DilocoOptions& options, const std::vector<Fragment>& fragments, const Layout& layout,
            int rank, Comm& outer, Stream& outer_stream)
         : options(options), fragments(fragments), worker(outer.rank()),
@@ -42,9 +42,9 @@ public:
         shard.fetch_for(1);
     }
 
-    // Before step 1: an exchange as large as the largest fragment's, of zeros, which nobody uses. When it
-    // returns all workers are there, and all that an exchange needs (kernels, pinned memory, connections) has
-    // been used once, so that none of it is set up under a step. Throws as after_inner_step() does.
+    // Before step 1: exchanges zeros, as many as the largest fragment has values. When it returns, all
+    // workers have arrived, and kernels, pinned memory and connections have been used once, so that none of
+    // them is set up during a step. Throws as after_inner_step() does.
     void rehearse(Stream& main) {
         const Sync sync = rehearsal(shard.largest, shard.values[size_t(shard.largest)]);
         double* sums = encodings.take(sync).sums.data();
@@ -73,7 +73,7 @@ public:
     }
 
     Outcome finish(long step, float* local, floatX* params, Stream& main) override {
-        shard.state->clear();  // the step that it was fetched for does not come
+        shard.state->clear();  // the step after the last one will not use what was fetched for it
         return {step, receive_due(in_flight.empty() ? 0 : due_step(in_flight.back()), local, params, main)};
     }
 
@@ -95,7 +95,7 @@ public:
         for (; !in_flight.empty(); in_flight.pop_front()) { end(take(in_flight.front(), main), main); }
     }
 
-    void checkpointed() override {}  // only an elastic worker has others to tell
+    void checkpointed() override {}  // in lock-step no other worker depends on it
 
     void restore(const SavedState& saved, const Fields& fields, Stream& main) override {
         refuse_elastic_state(saved, fields);
@@ -114,14 +114,14 @@ public:
 
     const float* global(Stream& main) override { return shard.state->global(main); }
 
-    // The same for who knows that no outer step is still at work, or on its way to where they lie.
+    // Unsynchronized: the caller guarantees that no outer step is pending.
     const float* global() const { return std::as_const(*shard.state).global(); }
     float* global() { return shard.state->global(); }
 
 private:
     long due_step(const Sync& sync) const { return sync.send_step + options.overlap; }
 
-    // master: this rank's local parameters in fp32 (shard_size)
+    // Starts the exchange of fragment p's outer gradient.   master: local in fp32 (shard_size)
     void send(int p, long step, uint64_t tokens, const float* master, Stream& main) {
         const Sync sync = shard.sync_at(p, step);
         double* sums = encodings.take(sync).sums.data();
@@ -134,10 +134,11 @@ private:
         in_flight.push_back(sync);
     }
 
-    // In the order of sending, which is that of the sync numbers and, on one worker, of the due steps.
+    // Receives in the order of sending, which is that of the sync numbers and of this worker's due steps.
     std::vector<SyncReport> receive_due(long step, float* local, floatX* params, Stream& main) {
         std::vector<SyncReport> reports;
-        // After a resume with a smaller tau there may be more at once than what was fetched leaves room for.
+        // After a resume with a smaller tau more may be due at once than there are slots beside those that
+        // were fetched ahead.
         if (!in_flight.empty() && due_step(in_flight.front()) < step) { shard.state->clear(); }
         while (!in_flight.empty() && due_step(in_flight.front()) <= step) {
             reports.push_back(receive(in_flight.front(), local, params, main));
@@ -155,7 +156,7 @@ private:
         return report;
     }
 
-    // Waits for a sync. Its mean is in the shard's then, where it is to be applied.
+    // Waits for a sync, and writes its mean to shard.mean if it is to be applied.
     SyncReport take(const Sync& sync, Stream& main) {
         for (const SavedSync& saved : resumed) {
             if (saved.sync.number == sync.number) { return take_saved(saved, main); }
@@ -177,7 +178,7 @@ private:
         return report;
     }
 
-    // What arrived in the run that this one goes on with, or was to arrive.
+    // The same for a sync that was in flight when the resumed run stopped: its mean is in the checkpoint.
     SyncReport take_saved(const SavedSync& saved, Stream& main) {
         SyncReport report = saved.report;
         report.due_step = due_step(saved.sync);
@@ -193,7 +194,7 @@ private:
         if (taken) { taken->deliver(report, shard.mean, main); }
     }
 
-    // Every worker sent the hashes of its global parameters as they were at the send: all must be the same.
+    // All workers held the same global parameters at the send, or their hashes differ.
     void check_agreement(const Headers& headers, const Sync& sync) const {
         std::set<int> diverged;
         for (const std::vector<PayloadHeader>& part : headers.sent) {
@@ -218,7 +219,7 @@ private:
         }
     }
 
-    // What the encoding of a sync that is in flight has lost.
+    // Statistics of the encoding of a sync in flight.
     struct Encoding {
         HostBuffer<double> sums{encoding_sums};
     };
@@ -231,13 +232,13 @@ private:
 
     const DilocoOptions options;
     const std::vector<Fragment> fragments;
-    const int worker, workers;  // this one, and how many there are
-    const int most;             // exchanges that are in flight at the same time
+    const int worker, workers;  // this worker's number, and how many there are
+    const int most;             // exchanges in flight at the same time, at most
     OuterShard shard;
     std::vector<uint64_t> tokens_at_send = std::vector<uint64_t>(fragments.size());  // of each fragment
     Slots<Encoding> encodings;
     std::deque<Sync> in_flight;
-    std::vector<SavedSync> resumed;  // those that were when the run was stopped; pinned, and so kept
+    std::vector<SavedSync> resumed;  // in flight in the checkpoint; kept, since copies may read them
     bool stopping = false;
     std::unique_ptr<Exchange> exchange;
     std::unique_ptr<DilocoSnapshot> taken;  // null before the first snapshot()

@@ -1,7 +1,7 @@
-// Error feedback (Seide et al. 2014): what rounding has lost of a fragment is added when it is rounded the
-// next time. quantize() updates the residuals; here they are kept from one sync to the next. Where a sync is
-// applied by nobody, nothing of it has arrived, and its fragment gets back the residuals of before.
-// Memory: 4 bytes a value, and as much for each fragment in flight.
+// Error feedback (Seide et al. 2014): the rounding error of a fragment, its residual, is added when the
+// fragment is rounded the next time. quantize() updates the residuals; this class keeps them from one sync
+// to the next. If no worker applies a sync, its fragment gets back its residuals of before the sync.
+// Memory: 4 bytes per value, and as much for each fragment in flight.
 #pragma once
 #include <algorithm>
 #include <numeric>
@@ -13,7 +13,7 @@
 
 class ErrorFeedback {
 public:
-    ErrorFeedback() = default;  // none: all residuals are null
+    ErrorFeedback() = default;  // no error feedback: all residuals are null
 
     // values: of each fragment   in_flight: the most syncs at the same time
     ErrorFeedback(const std::vector<long>& values, int in_flight) : values(values), kept(size_t(in_flight)) {
@@ -31,7 +31,7 @@ public:
         return of(fragment);
     }
 
-    // The sync is over, and its exchange no longer at work on the fragment's residuals.
+    // The sync has ended, and its exchange no longer uses the fragment's residuals.
     void end(int fragment, long sync, bool applied, Stream& stream) {
         if (values.empty()) { return; }
         Kept& one = find(sync);
@@ -39,12 +39,12 @@ public:
         if (!applied) { copy(of(fragment), one.before, fragment, stream); }
     }
 
-    // Whether begin() has been called for a sync, and end() has not.
+    // Whether begin() was called for a sync, and end() was not.
     bool is_in_flight(long sync) const {
         return std::any_of(kept.begin(), kept.end(), [=](const Kept& one) { return one.sync == sync; });
     }
 
-    // Nothing is lost, and nothing in flight.
+    // Sets all residuals to zero, with no sync in flight.
     void clear(Stream& stream) {
         if (values.empty()) { return; }
         for (Kept& one : kept) { one.sync = none; }
@@ -54,27 +54,27 @@ public:
     // Of all fragments.
     long count() const { return residuals.count(); }
 
-    // Copies the residuals of a fragment that is not in flight to their place among all, in memory of the
-    // host.   out: (count()), of a HostBuffer
+    // Copies the residuals of a fragment that is not in flight to their place in `out`.
+    // out: (count()), of a HostBuffer
     void save(int fragment, float* out, Stream& main) const {
         if (values.empty() || values[size_t(fragment)] == 0) { return; }
         const long first = first_of(fragment);
         device::copy_to_host_later(out + first, residuals + first, values[size_t(fragment)], main);
     }
 
-    // The same of those of before a sync that is in flight.
+    // The same for its residuals of before a sync in flight.
     void save_before(int fragment, long sync, float* out, Stream& main) {
         const long n = values[size_t(fragment)];
         device::copy_to_host_later(out + first_of(fragment), find(sync).before.data(), n, main);
     }
 
-    // Takes what save() has written, while nothing is in flight.   inp: (count()), of the host
+    // Restores what save() has written, while no sync is in flight.   inp: (count()), of the host
     void load(const float* inp, Stream& main) {
         device::copy_to_device(residuals.data(), inp, count(), main);
         main.synchronize();
     }
 
-    // Takes what save_before() has written: the sync is in flight again.   inp: (count()), of the host
+    // Restores what save_before() has written: the sync is in flight again.   inp: (count()), of the host
     void load_before(int fragment, long sync, const float* inp, Stream& main) {
         Kept& one = find(none);
         one.sync = sync;
@@ -94,7 +94,7 @@ private:
     long first_of(int fragment) const { return std::accumulate(&values[0], &values[size_t(fragment)], 0L); }
     float* of(int fragment) { return residuals + first_of(fragment); }
 
-    // An owner has nothing of a fragment with fewer blocks than there are workers.
+    // n may be 0: an owner has no part of a fragment with fewer blocks than there are workers.
     void copy(float* out, const float* inp, int fragment, Stream& stream) {
         const long n = values[size_t(fragment)];
         if (n > 0) { device::copy_values(out, inp, n, stream); }

@@ -1,12 +1,12 @@
-// Exchange: the mean of one fragment's outer gradients over all workers. The state machine writes a payload,
-// starts the exchange and comes back some steps later; in between training goes on. Several exchanges may be
-// under way. There are two, and what one process of M sends with them is, in payloads of the whole fragment,
+// Exchange: the mean of one fragment's outer gradients over all workers. Diloco writes a payload, starts the
+// exchange, and returns to it some steps later; training continues in between. Several exchanges may be in
+// flight. There are two kinds. One process of M sends, in payloads of the whole fragment,
 //
-//     all_gather   M - 1          all_gather_exchange.h: everyone gets each payload; one rounding
-//     all_to_all   2 (M - 1) / M  all_to_all_exchange.h: everyone gets the mean of a part from the part's
+//     all_gather   M - 1          all_gather_exchange.h: every process receives every payload; one rounding
+//     all_to_all   2 (M - 1) / M  all_to_all_exchange.h: every process receives the mean of each part from its
 //                                 owner, who has rounded it once more: other bits than all_gather's
 //
-// With both, all workers decode the same bytes, so the mean is bitwise the same on all of them. Over a store
+// In both all workers decode the same bytes, so the mean is bitwise the same on all of them. Over a store
 // (elastic_diloco.h) every worker reads all payloads, as with all_gather.
 #pragma once
 #include <limits>
@@ -40,7 +40,7 @@ inline ExchangeKind parse_exchange(const std::string& name) {
     throw UserError("unknown outer exchange '" + name + "': use auto, all_gather or all_to_all");
 }
 
-// What the workers send each other. The same on all of them.
+// The options of the wire, the same on all workers.
 struct WireOptions {
     Format format = Format::fp4_e2m1;
     ExchangeKind exchange = ExchangeKind::automatic;
@@ -60,8 +60,8 @@ inline WireOptions wire_options(const DilocoOptions& options) {
             options.weighs_by_tokens()};
 }
 
-// The payload of a part's mean, by all-to-all: a header of its own, those of the M payloads that it is a
-// mean of, and the sums of products of what these say.
+// The payload of a part's mean, by all-to-all, begins with its own header, the headers of the M payloads that
+// are averaged, and the sums of products of their values (statistics.h).
 inline size_t mean_sums_offset(int workers) { return sizeof(PayloadHeader) * size_t(1 + workers); }
 
 inline PayloadLayout mean_payload_layout(Format format, long n, int workers, int parts) {
@@ -69,8 +69,8 @@ inline PayloadLayout mean_payload_layout(Format format, long n, int workers, int
     return payload_layout(format, n, parts, 1 + workers, sums);
 }
 
-// What a process sends in the exchange of a fragment of n values; in lock-step it receives as much. Over a
-// store, of which it is one of two workers, each sends one payload.
+// Bytes that a process sends in the exchange of a fragment of n values; in lock-step it receives as many.
+// Over a store `workers` is 2: the process sends one payload.
 inline size_t exchange_bytes(ExchangeKind kind, Format format, long n, int workers) {
     const size_t others = size_t(workers - 1);
     if (kind != ExchangeKind::all_to_all) { return others * payload_bytes(format, n); }
@@ -78,7 +78,8 @@ inline size_t exchange_bytes(ExchangeKind kind, Format format, long n, int worke
     return others * (payload_layout(format, n, workers).bytes + mean);
 }
 
-// The exchange of fragments of so many values. Where both send as much, the one that rounds once.
+// The exchange of fragments with these numbers of values. If both kinds send as much, all-gather, which
+// rounds once.
 inline ExchangeKind choose_exchange(const WireOptions& wire, const std::vector<long>& values, int workers) {
     if (wire.exchange != ExchangeKind::automatic) { return wire.exchange; }
     size_t gather = 0, all_to_all = 0;
@@ -89,7 +90,7 @@ inline ExchangeKind choose_exchange(const WireOptions& wire, const std::vector<l
     return all_to_all < gather ? ExchangeKind::all_to_all : ExchangeKind::all_gather;
 }
 
-// Values of a fragment that are neighbours in the model without padding.
+// A range of a fragment that is contiguous in the model without padding.
 struct Piece {
     long first, count;  // within the fragment
     uint64_t index;     // of the first one in the model
@@ -103,7 +104,7 @@ struct Sync {
     long values;     // n, of this process's shard of the fragment
 };
 
-// A number that no sync of a run has.
+// A sync with a number that no sync of a run has.
 inline Sync rehearsal(int fragment, long values) {
     return {std::numeric_limits<long>::max(), fragment, 0, values};
 }
@@ -115,7 +116,7 @@ inline std::string describe(const Sync& sync) {
     return format("fragment %d (sync %ld, sent at step %ld)", sync.fragment, sync.number, sync.send_step);
 }
 
-// The headers of a sync's payloads, checked to be of this sync, and what came with them.
+// The headers of a sync's payloads, checked to be of this sync, and the statistics that came with them.
 struct Headers {
     std::vector<std::vector<PayloadHeader>> sent;  // (parts, workers)
     std::vector<PayloadHeader> means;              // of the parts' means, by their owners; all-gather: none
@@ -130,27 +131,27 @@ public:
     // Where the values of a sync's fragment lie in its payload.
     virtual PayloadLayout layout(const Sync& sync) const = 0;
 
-    // Where the payload is to be written: layout(sync), with the headers, and zeros for what parts lack.
-    // 64-byte aligned.
+    // Where the caller writes the payload: layout(sync), with the headers, and zeros for blocks that parts
+    // lack. 64-byte aligned.
     virtual uint8_t* payload(const Sync& sync) = 0;
 
-    // Sends the payload once all that `main` has been given so far is done. Returns at once.
+    // Sends the payload after all work enqueued on `main` so far. Returns at once.
     virtual void start(const Sync& sync, Stream& main) = 0;
 
-    // Blocks until the mean can be had.
-    // Throws a CommError that names the fragment, the sync and, where it is known, the worker.
+    // Blocks until the mean is available.
+    // Throws a CommError that names the fragment, the sync and, if it is known, the worker.
     virtual Headers wait(const Sync& sync) = 0;
 
     // Writes the mean.   out: (sync.values)
     virtual void mean(float* out, const Sync& sync, Stream& main) = 0;
 
-    // Gives the sync's buffers back. What it put on the wire.   applied: whether the workers take the mean
+    // Releases the sync's buffers, and returns its traffic.   applied: whether the workers apply the mean
     virtual Traffic finish(const Sync& sync, bool applied, Stream& main) = 0;
 
     ErrorFeedback owner_feedback;  // of the means that this worker rounds, by all-to-all
 };
 
-// The header that `worker` sends with a part of `sync`; the flags and the hash are added to it later.
+// The header that `worker` sends with a part of `sync`; flags and hash are added later.
 inline PayloadHeader make_header(const Sync& sync, const PayloadLayout& layout, int part, int worker,
                                  uint64_t tokens) {
     PayloadHeader header;
@@ -190,15 +191,15 @@ inline void check_header(const PayloadHeader& header, const Sync& sync, const Pa
     same("part", header.part, expected.part);
 }
 
-// out = the mean of `workers` payloads that lie `stride` bytes apart, by weights or, where these are null, of
-// equals.   out: (layout.values)   weights: (workers), to work with
+// out = the mean of `workers` payloads that lie `stride` bytes apart: weighted by tokens, or unweighted if
+// weights is null.   out: (layout.values)   weights: (workers), workspace
 inline void mean_of_payloads(float* out, float* weights, const uint8_t* payloads, size_t stride, int workers,
                              const PayloadLayout& layout, Stream& on) {
     if (weights != nullptr) { device::token_weights(weights, payloads, stride, workers, on); }
     device::dequantize_mean(out, payloads, stride, workers, layout, weights, on);
 }
 
-// Blocks until `event` is complete, which is recorded behind the calls of a sync.
+// Blocks until `event` is complete, which was recorded after the calls of a sync.
 inline void wait_for(Comm& comm, const Event& event, const Sync& sync) {
     try {
         comm.wait(event);
@@ -209,7 +210,7 @@ inline void wait_for(Comm& comm, const Event& event, const Sync& sync) {
     }
 }
 
-// Workers whose global parameters are not those that most workers hold; all, where no more than half agree.
+// Workers whose global parameters are not those of the majority; all workers, if there is no majority.
 inline std::vector<int> diverged_workers(const std::vector<PayloadHeader>& headers) {
     std::vector<int> diverged;
     for (const PayloadHeader& one : headers) {
@@ -221,7 +222,7 @@ inline std::vector<int> diverged_workers(const std::vector<PayloadHeader>& heade
     return diverged;
 }
 
-// The buffers of the exchanges in flight. A slot stays where it is while a stream works on it.
+// The buffers of the exchanges in flight. A slot keeps its address while a stream works on it.
 template <class Slot>
 class Slots {
 public:
@@ -262,7 +263,7 @@ private:
     std::vector<Entry> slots;
 };
 
-// The stream may still be working on an exchange's buffers; an error it met was reported by wait().
+// Before buffers are freed that the stream may still use. Its errors have been reported by wait().
 inline void let_end(Stream& stream) {
     try {
         stream.synchronize();

@@ -11,8 +11,9 @@
 // Each format is a struct of the same members, so that loops and kernels are written once. encode(x) rounds
 // to nearest, ties to even; in E3M0, whose neighbours are never even, away from zero. encode(x, random)
 // rounds stochastically: x is rounded up with probability (x - lower neighbour) / (distance of the
-// neighbours), so that its expectation is x. Both are branchless, so that loops over them vectorise. A number beyond the
-// largest code becomes the largest; a NaN is not kept (a flag of the payload's header reports it).
+// neighbours), so that its expectation is x. Both are branchless, so that loops over them vectorise. A
+// number beyond the largest code becomes the largest; a NaN is not kept (a flag of the payload's header
+// reports it).
 #pragma once
 #include <string>
 

@@ -13,7 +13,7 @@ const int outer_step_threads = 256;
 
 // One thread, four values: 16 bytes of each fp32 array in one access, all loads before the first store.
 // all: (n), n a multiple of 4   params: written in 8 (bf16) or 16 bytes
-// Bound by memory, bytes a value: 16 read, 12 and those of a parameter written (bf16: 30 in all); where local
+// Bound by memory, bytes per value: 16 read, 12 and those of a parameter written (bf16: 30 in all); if local
 // stays, 12 read and 8 written.
 __global__ void outer_step_kernel(float* global, float* momentum, float* local, floatX* params,
                                   const float* mean, long n, OuterStep step) {

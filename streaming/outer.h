@@ -1,10 +1,11 @@
-// The outer step: what a mean of outer gradients does to a fragment (arXiv 2501.18512, algorithm 2 and 2.3).
+// The outer step of a fragment, from the mean of outer gradients (arXiv 2501.18512, algorithm 2 and 2.3).
 //
 //     momentum = mu * momentum + mean
 //     global   = global - lr * (mean + mu * momentum)      Nesterov, as torch.optim.SGD(nesterov=True) has it
 //     local    = alpha * local + (1 - alpha) * global      the merge: exact for alpha = 0 and alpha = 1
 //
-// A worker whose own outer gradient is not in the mean follows instead, so that its next one lacks nothing:
+// A worker whose own outer gradient is not in the mean follows instead, and keeps its progress for its next
+// one:
 //
 //     local    = local + (new global - old global)
 //
@@ -46,13 +47,13 @@ HD inline float outer_parameter(float global, float new_momentum, float mean, Ou
     return fma_rn(-step.learning_rate, fma_rn(step.momentum, new_momentum, mean), global);
 }
 
-// For alpha < 1; with alpha = 1 local stays. alpha = 0 is apart: 0 * local is not 0 for every local.
+// For alpha < 1; with alpha = 1 local stays. alpha = 0 is a case of its own, since 0 * local may be NaN.
 HD inline float merge(float local, float global, float alpha) {
     float mixed = fma_rn(alpha, local, multiply_rn(subtract_rn(1.0f, alpha), global));
     return alpha == 0 ? global : mixed;
 }
 
-// The new local parameter of a value, where it moves at all.
+// The new local parameter of a value, if local moves at all.
 HD inline float moved_local(float local, float old_global, float new_global, OuterStep step) {
     if (step.move == LocalMove::follow) { return add_rn(local, subtract_rn(new_global, old_global)); }
     return merge(local, new_global, step.local_weight);
@@ -60,7 +61,7 @@ HD inline float moved_local(float local, float old_global, float new_global, Out
 
 namespace cpu {
 
-const long parallel_values = 1 << 16;  // below so many one thread is faster than a team
+const long parallel_values = 1 << 16;  // with fewer values one thread is faster than a team
 
 inline void outer_step_loop(float* global, float* momentum, float* local, floatX* params, const float* mean,
                             long n, OuterStep step) {
@@ -82,7 +83,7 @@ inline void outer_step_loop(float* global, float* momentum, float* local, floatX
 
 // One pass over a range: momentum, global, local and the copy of local that the model computes with.
 // With alpha = 1 local and params stay as they are, unless local follows.
-// all: (n)   Memory: 16 bytes read and 16 written a value.
+// all: (n)   Memory: 16 bytes read and 16 written per value.
 inline void outer_step(float* global, float* momentum, float* local, floatX* params, const float* mean,
                        long n, OuterStep step, Stream& stream) {
     stream.enqueue([=] { outer_step_loop(global, momentum, local, params, mean, n, step); });

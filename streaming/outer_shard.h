@@ -56,8 +56,7 @@ inline OuterGradient operator-(const FragmentValues& global, const FragmentValue
 
 class OuterShard {
 public:
-    // rank: this process's rank in its worker
-    // in_flight: the most exchanges at the same time
+    // rank: this process's rank in its worker   in_flight: the most exchanges at the same time
     OuterShard(const DilocoOptions& options, const std::vector<Fragment>& fragments, const Layout& layout,
                int rank, int worker, int in_flight)
         : options(options), wire(wire_options(options)), fragments(fragments),
@@ -72,7 +71,7 @@ public:
         reserve_reports(3 * slots);
     }
 
-    // Of the exchange of fragment p that is sent at `step`.
+    // The exchange of fragment p that is sent at `step`.
     Sync sync_at(int p, long step) const {
         return {sync_number(fragments, p, step, options.inner_steps), p, step, values[size_t(p)]};
     }
@@ -88,7 +87,7 @@ public:
         return global;
     }
 
-    // Those of fragment p in the shard `local`.
+    // The parameters of fragment p in `local`.   local: (shard_size)
     FragmentValues local_values(int p, const float* local) const {
         FragmentValues values{pieces[size_t(p)], {}};
         for (const Range& range : ranges[size_t(p)]) { values.arrays.push_back(local + range.shard); }
@@ -128,7 +127,7 @@ public:
 
     // ---- receiving
 
-    // The outer step of a fragment from `mean`. Returns the mean's squared norm, as SyncReport has it.
+    // The outer step of a fragment, from `mean`. Returns the mean's squared norm for a SyncReport.
     std::shared_ptr<HostBuffer<float>> apply(const Sync& sync, LocalMove move, float* local, floatX* params,
                                              Stream& main) {
         const auto needs = OuterState::Needs::global_and_momentum;
@@ -140,16 +139,16 @@ public:
         return mean_square_of(sync.values, main);
     }
 
-    // The same with what a rehearsal's exchange has brought, on nothing that counts.
+    // The same on buffers of zeros, after a rehearsal's exchange.
     void rehearse_apply(const Sync& sync, Stream& main) {
         mean_square_of(sync.values, main);
         const long third = sync.values / 12 * 4;  // of the mean: for global, momentum and mean
         OuterStep step = outer_step(LocalMove::merge);
-        step.local_weight = 1;  // there is no local
+        step.local_weight = 1;  // there is no local to move
         device::outer_step(mean.data(), mean + third, nullptr, nullptr, mean + 2 * third, third, step, main);
     }
 
-    // The hash of fragment p's global parameters, as its payload's header has it. The host waits for main.
+    // The hash of fragment p's global parameters, as in the header of a payload. The host waits for main.
     uint64_t hash(int p, Stream& main) {
         device::write_header(hashed, PayloadHeader(), main);
         for (const OuterState::Part& part : state->use(p, OuterState::Needs::global, main)) {
@@ -163,7 +162,7 @@ public:
 
     // ---- for reports
 
-    // Now, on the main stream. Reuses what no report holds any more.
+    // The main stream's present time. Reuses timestamps that no report holds any more.
     Timestamp stamp(Stream& main) {
         auto unused = std::find_if(timestamps.begin(), timestamps.end(),
                                    [](const Timestamp& timestamp) { return !timestamp.is_shared(); });
@@ -172,12 +171,12 @@ public:
         return *unused;
     }
 
-    // Memory for so many more reports at the same time.
+    // Allocates memory for `count` more reports at the same time.
     void reserve_reports(int count) {
         for (int i = 0; i < count; i++) { host_numbers.push_back(new_host_number()); }
     }
 
-    // What `step` sends or receives of the outer state, ahead of it.
+    // Fetches ahead the outer state that `step` sends or receives.
     void fetch_for(long step) {
         state->clear();
         const long H = options.inner_steps;
@@ -195,7 +194,7 @@ public:
     const std::vector<Fragment> fragments;
     const std::vector<long> values;          // of each fragment, in this shard
     std::vector<std::vector<Range>> ranges;  // of each fragment: its blocks' shards
-    std::vector<std::vector<Piece>> pieces;  // the same, as they lie in a fragment and in the model
+    std::vector<std::vector<Piece>> pieces;  // the same by their places in the fragment and the model
     int largest = 0;                         // fragment
     std::unique_ptr<OuterState> state;
     ErrorFeedback feedback;  // of what this worker sends
@@ -238,7 +237,7 @@ private:
         });
     }
 
-    // The squared norm of the first n values of `mean`, which the host has when main has come past this.
+    // The squared norm of the first n values of `mean`, in host memory once main has passed this call.
     std::shared_ptr<HostBuffer<float>> mean_square_of(long n, Stream& main) {
         auto unused = std::find_if(host_numbers.begin(), host_numbers.end(),
                                    [](const auto& number) { return number.use_count() == 1; });

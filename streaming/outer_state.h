@@ -1,15 +1,15 @@
-// The outer state of this process's shard: global parameters and momentum, 8 bytes a value, the same bits on
-// every worker. It is used a fragment at a time, by the step that sends or receives it.
+// The outer state of this process's shard: global parameters and momentum, 8 bytes per value, the same bits
+// on every worker. It is used one fragment at a time, by the step that sends or receives it.
 //
-// Resident, it lies where the kernels work. Offloaded, it lies in pinned memory of the host, and the device
-// has only as many slots as one step needs, each of the size of the largest fragment. While the model
-// computes step t + 1, a stream of copies fetches what is sent or received at its end:
+// A resident state lies in device memory. An offloaded one lies in pinned memory of the host, and the device
+// has only as many slots as one step needs, each as large as the largest fragment. While the model computes
+// step t + 1, a stream of copies fetches the fragments that are sent or received at its end:
 //
 //     copies   fetch(t + 1)  ..................  write back
 //     main     forward and backward of t + 1  |  delta or outer step
 //
-// main waits for the fetch of a slot, a fetch for what main did last with the slot, a write-back for the
-// outer step. A fetch comes after earlier write-backs, because they are on one stream.
+// main waits for the fetch of a slot, a fetch for main's last use of the slot, a write-back for the outer
+// step. Fetches and write-backs are on one stream, so a fetch comes after all earlier write-backs.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -40,20 +40,19 @@ inline int most_in_a_step(const std::vector<Fragment>& fragments, long H, long o
 
 class OuterState {
 public:
-    // What is needed of a fragment: to send it, or to receive it.
+    // What is needed of a fragment: global to send it, both to receive it.
     enum class Needs { global, global_and_momentum };
 
-    // The range of one block, where kernels can work on it.
+    // The range of one block, accessible to kernels.
     struct Part {
         Range range;
         long first;       // its first value within the fragment
         float* global;    // (range.count)
-        float* momentum;  // (range.count), if it was asked for
+        float* momentum;  // (range.count), if it was requested
     };
 
-    // ranges: of each fragment, its blocks' shards
-    // values: of the whole shard   largest: of them, in the largest fragment
-    // slots: of an offloaded state; 0: resident
+    // ranges: of each fragment, its blocks' shards   values: of the whole shard
+    // largest: values of the largest fragment   slots: of an offloaded state; 0: resident
     OuterState(std::vector<std::vector<Range>> ranges, long values, long largest, int slots)
         : ranges(std::move(ranges)), values(values), slots(size_t(slots)) {
         if (slots == 0) {
@@ -82,12 +81,12 @@ public:
         }
     }
 
-    // Nobody uses what is in the slots any more.
+    // Frees all slots.
     void clear() {
         for (Slot& slot : slots) { slot.fragment = none; }
     }
 
-    // Gives up what has been fetched ahead, where else there is no slot for fragment p.
+    // Frees all slots if there is none for fragment p.
     void make_room(int p) {
         const auto fits = [p](const Slot& slot) { return slot.fragment == p || slot.fragment == none; };
         if (std::none_of(slots.begin(), slots.end(), fits)) { clear(); }
@@ -110,7 +109,7 @@ public:
         copies->record(slot.fetched);
     }
 
-    // Fragment p, for work on main from now on. What was not fetched ahead is fetched now.
+    // Fragment p, for work on main from now on. It is fetched now if it was not fetched ahead.
     std::vector<Part> use(int p, Needs needs, Stream& main) {
         Slot* slot = nullptr;
         if (copies) {
@@ -128,12 +127,12 @@ public:
         return parts;
     }
 
-    // main has been given what reads fragment p.
+    // All work on main that reads fragment p has been enqueued.
     void end_read(int p, Stream& main) {
         if (copies) { main.record(slot_for(p).used); }
     }
 
-    // main has been given what changes fragment p: starts to write it back.
+    // All work on main that changes fragment p has been enqueued: starts to write it back.
     void end_write(int p, Stream& main) {
         if (!copies) { return; }
         Slot& slot = slot_for(p);
@@ -146,10 +145,10 @@ public:
         slot.fragment = none;
     }
 
-    // Copies all of it as it is when main has come this far.   to_global, to_momentum: (values), HostBuffers
+    // Copies the state as it is when main reaches this call.   to_global, to_momentum: (values), HostBuffers
     void save(float* to_global, float* to_momentum, Stream& main) {
-        if (copies) {  // by kernels: a copy from the host to the host would make it wait
-            order(*copies, main, copied);  // later write-backs come after an outer step of main's
+        if (copies) {  // by kernels, because a copy from host to host would make the host wait
+            order(*copies, main, copied);  // later write-backs follow an outer step on main
             device::cast(to_global, host_global.data(), values, main);
             device::cast(to_momentum, host_momentum.data(), values, main);
         } else {
@@ -158,7 +157,7 @@ public:
         }
     }
 
-    // Takes what save() has written.   from_global, from_momentum: (values), of the host
+    // Restores what save() has written.   from_global, from_momentum: (values), of the host
     void load(const float* from_global, const float* from_momentum, Stream& main) {
         main.synchronize();
         if (copies) {
@@ -178,7 +177,7 @@ public:
         return global();
     }
 
-    // The same for who knows that nothing is on its way there.
+    // Unsynchronized: the caller guarantees that no write-back is pending.
     const float* global() const { return copies ? host_global.data() : resident_global.data(); }
     float* global() { return copies ? host_global.data() : resident_global.data(); }
 
@@ -192,7 +191,7 @@ private:
         Event fetched, used;
     };
 
-    // The one that holds fragment p, or a free one.
+    // The slot that holds fragment p, or a free one.
     Slot& slot_for(int p) {
         for (int wanted : {p, none}) {
             for (Slot& slot : slots) {
@@ -217,5 +216,5 @@ private:
     HostBuffer<float> host_global, host_momentum;      // (values); resident: none
     std::vector<Slot> slots;
     Event copied;
-    std::optional<Stream> copies;  // the last member: it works on the others until it ends
+    std::optional<Stream> copies;  // last: the stream uses the other members until it is destroyed
 };

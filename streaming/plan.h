@@ -1,4 +1,4 @@
-// What a run will do, before it does it: whether its options make one, and what it sends when.
+// The plan of a run, before it starts: whether its options are valid, and which bytes it sends when.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -12,7 +12,7 @@
 #include "streaming/outer_shard.h"
 #include "streaming/schedule.h"
 
-// Throws a UserError for options that make no run of `steps` steps (-1: not known yet).
+// Throws a UserError for options that are not valid for a run of `steps` steps (-1: not known yet).
 inline void validate(const DilocoOptions& options, long steps, int workers) {
     const long H = options.inner_steps;
     if (H < 1) { throw UserError(format("%ld inner steps (H): use at least 1", H)); }
@@ -102,8 +102,8 @@ inline std::string plan(const DilocoOptions& options, const std::vector<Fragment
                          most_in_flight(fragments, H, options.overlap));
 }
 
-// How long a request to stop takes in lock-step: it comes with the loss of the next step, is sent with the next
-// sync after two more steps, and is obeyed when the slowest worker has merged that sync.
+// How long a request to stop takes in lock-step: it comes with the loss of the next step, is sent with the
+// next sync after two more steps, and is obeyed when the slowest worker has merged that sync.
 // overlap: tau of that worker   step_seconds: of a step
 inline std::string time_to_stop(const std::vector<Fragment>& fragments, long H, long overlap,
                                 double step_seconds) {

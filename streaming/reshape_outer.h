@@ -51,9 +51,9 @@ struct OuterShape : RunShape {
 // -----------------------------------------------------------------------------------------------------------
 // The old run
 
-// The options of the run that wrote the state, as far as its outer state depends on them. They are saved as they
-// were typed, and read as the parser of the command line reads them: 0x14 is 20, and real numbers go by way of
-// long double, for the same bits.
+// The options of the run that wrote the state, as far as its outer state depends on them. They are saved as
+// they were typed, and read as the parser of the command line reads them: 0x14 is 20, and real numbers go
+// by way of long double, for the same bits.
 inline DilocoOptions saved_options(const SavedState& state) {
     const Fields saved = Fields::parse(state.text("options"), state.path());
     auto check = [&](const char* name, bool is_number) {
@@ -135,7 +135,8 @@ inline std::vector<StoredSync> stored_syncs(const SavedState& state, const Outer
 // -----------------------------------------------------------------------------------------------------------
 // Values
 
-// The values of a whole shard, fragment by fragment (to_shard: in the shard's order), moved into the other order.
+// The values of a whole shard, fragment by fragment (to_shard: in the shard's order), moved into the other
+// order.
 inline std::vector<float> reordered(const std::vector<float>& values, const OuterShape& shape, int rank,
                                     bool to_shard) {
     std::vector<float> out(values.size());

@@ -1,12 +1,12 @@
-// How the wire rounds: to nearest, or stochastically, and with which random bits.
+// Rounding of what is sent: to nearest, or stochastic, and with which random bits.
 //
 // Value i of the model without padding (layout.h: logical_index) is rounded with word i % 4 of
 //
 //     Philox4x32-10, key: seed, counter: {i / 4 in two words, sync, use + 256 worker}
 //
-// which is number i of cuRAND's subsequence 2^32 (use + 256 worker) + sync. The index is the model's, so that
-// the bits do not depend on how a fragment is cut into blocks and shards. All 32 bits of a word are for one
-// value: with them the probabilities of normal numbers are exact (formats.h).
+// which is number i of cuRAND's subsequence 2^32 (use + 256 worker) + sync. The index is the value's place
+// in the model, so that the bits do not depend on how a fragment is cut into blocks and shards. Each value
+// has all 32 bits of a word, with which the probabilities of normal numbers are exact (formats.h).
 #pragma once
 #include <cstdint>
 
@@ -35,7 +35,7 @@ struct Rounding {
     }
 };
 
-// worker: who encodes, less than 2^24.   sync: counted mod 2^32
+// worker: the one that encodes, less than 2^24   sync: counted mod 2^32
 inline Rounding stochastic_rounding(uint64_t seed, int worker, uint64_t sync, RoundingStage stage) {
     return {true, seed, uint32_t(sync), uint32_t(stage) | uint32_t(worker) << 8, 0};
 }

@@ -2,9 +2,9 @@
 // fragment is sent and which is due at step t. Pure functions of the options, so every worker computes the
 // same.
 //
-// Steps count from 1. Fragment p with offset t_p is sent at the steps t >= 1 with (t - t_p) mod H == 0, hence
-// once in any H steps, for the first time by step H (at step H itself where t_p is 0). It is due tau steps
-// after it was sent.
+// Steps are counted from 1. Fragment p with offset t_p is sent at the steps t >= 1 with (t - t_p) mod H == 0:
+// once in any H steps, for the first time by step H (at step H itself if t_p is 0). It is due tau steps after
+// it was sent.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -30,9 +30,9 @@ inline FragmentPattern parse_fragment_pattern(const std::string& name) {
     throw UserError("unknown fragment pattern '" + name + "': use strided, sequential or balanced");
 }
 
-// Blocks in `count` fragments of about equal size, whatever is in them: the largest block first, each to the
-// fragment that holds least so far (Graham 1969: the largest fragment is at most 4/3 of what is possible).
-// The order is the blocks' own among equals, so that every worker finds the same.
+// Blocks in `count` fragments of about equal size: the largest block first, each to the fragment that is
+// smallest so far (Graham 1969: the largest fragment is at most 4/3 of the optimum). Blocks of equal size
+// keep their order, so that every worker finds the same fragments.
 inline std::vector<Fragment> balanced_fragments(const std::vector<long>& sizes, int count) {
     std::vector<int> order(sizes.size());
     std::iota(order.begin(), order.end(), 0);
@@ -55,7 +55,7 @@ inline std::vector<Fragment> balanced_fragments(const std::vector<long>& sizes, 
 //     P' = ceil(layers / fragment_layers) fragments of layers, and one for each block of the embedding;
 //     strided: fragment p holds the layers p, p + P', p + 2P', ...;
 //     sequential: fragment_layers consecutive ones;
-//     balanced: as many fragments, but any blocks in any of them, so that all are about as large.
+//     balanced: as many fragments of about equal size, of any blocks.
 // fragment_layers 0: a single fragment with everything (DiLoCo, arXiv 2311.08105). Offsets: floor(p * H / P).
 // sizes: of all blocks, for balanced
 inline std::vector<Fragment> make_fragments(int layers, int blocks, int fragment_layers,
@@ -115,8 +115,8 @@ inline bool is_due(const Fragment& fragment, long step, long H, long overlap) {
     return is_sent(fragment, step - overlap, H);
 }
 
-// The number of the exchange of fragment p that is sent at `step`: 0, 1, 2, ... in the order of (send step,
-// fragment). It names the exchange on every worker alike, whatever its overlap.
+// The number of the exchange of fragment p that is sent at `step`: exchanges are counted from 0 in the
+// order of (send step, fragment), alike on every worker, whatever its overlap.
 inline long sync_number(const std::vector<Fragment>& fragments, int p, long step, long H) {
     long number = 0;
     for (int q = 0; q < int(fragments.size()); q++) {
@@ -125,7 +125,7 @@ inline long sync_number(const std::vector<Fragment>& fragments, int p, long step
     return number;
 }
 
-// The most exchanges that are under way at the same time. Within a step sends come before receives.
+// The most exchanges in flight at the same time. Within a step sends come before receives.
 inline int most_in_flight(const std::vector<Fragment>& fragments, long H, long overlap) {
     int most = 0;
     for (const Fragment& last : fragments) {  // the maximum is reached right after a send
@@ -144,8 +144,8 @@ inline std::vector<size_t> sent_in_period(const std::vector<Fragment>& fragments
     return sent;
 }
 
-// The slowest link, in bytes a step, over which all arrives within its `overlap` steps, latency aside:
-// what is sent in `length` + 1 steps in a row has `length` steps and the last one's overlap to pass.
+// The slowest link, in bytes per step, over which every fragment arrives within its `overlap` steps, without
+// latency: the bytes that are sent in `length` + 1 consecutive steps have `length` + overlap steps to pass.
 // overlap: at least 1
 inline double bytes_a_step_without_waits(const std::vector<size_t>& sent, long overlap) {
     const long H = long(sent.size());
@@ -160,8 +160,8 @@ inline double bytes_a_step_without_waits(const std::vector<size_t>& sent, long o
     return most;
 }
 
-// What the plan comes to in Mbit/s, once it is known how long a step takes: a line for people.
-// bytes: that a process sends in a sync, by fragment; it receives as many.
+// The plan in Mbit/s, once the duration of a step is known: a line for people.
+// bytes: that a process sends in a sync, by fragment; it receives as many
 inline std::string rates(const std::vector<Fragment>& fragments, const std::vector<size_t>& bytes, long H,
                          long overlap, double step_seconds) {
     const std::vector<size_t> sent = sent_in_period(fragments, bytes, H);

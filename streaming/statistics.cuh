@@ -1,8 +1,8 @@
-// Statistics of the outer gradients on a GPU: sums of products of what payloads say. The sums and their cost
-// are in statistics.h; the CPU's differ from these in the order of additions, in double, and in nothing else.
+// Statistics of the outer gradients on a GPU: sums of products of payloads. The sums and their cost are in
+// statistics.h; the CPU's differ from these in nothing but the order of additions, in double.
 //
-// Two kernels for each call: one block for a chunk, whose number depends on the number of values alone, then
-// one block for the chunks of a sum. No atomics: the same bits on any GPU.
+// Each call launches two kernels: one block per chunk, then one block per sum for its chunks. There are no
+// atomics, so that any GPU computes the same bits.
 #pragma once
 #include "llmc/cuda/global_norm.cuh"
 #include "streaming/quantize.cuh"
@@ -98,12 +98,12 @@ __global__ void __launch_bounds__(statistics_threads)
     if (c == 0) { out[blockIdx.x] = add ? out[blockIdx.x] + sum : sum; }
 }
 
-// All of these work on hosted streams, too, since they go through enqueue().
+// These work on hosted streams, too, since they go through enqueue().
 
-// The sums of products of what `workers` payloads say, `stride` bytes apart.
-// out: (row_sums(workers))   partial: (partial_sums(workers)), to work with
-// layout: of a fragment in one part   mean: (layout.values), 16-byte aligned, or for no more workers than
-// most_pairwise null
+// The sums of products of `workers` payloads, which lie `stride` bytes apart.
+// out: (row_sums(workers))   partial: (partial_sums(workers)), workspace
+// layout: of a fragment in one part
+// mean: (layout.values), 16-byte aligned; may be null for at most most_pairwise workers
 inline void sum_rows(double* out, double* partial, const uint8_t* payloads, size_t stride, int workers,
                      const PayloadLayout& layout, const float* mean, Stream& stream) {
     require_aligned("the first payload", {payloads});
@@ -124,8 +124,8 @@ inline void sum_rows(double* out, double* partial, const uint8_t* payloads, size
     });
 }
 
-// Adds to `out` the sums of what quantize() has just made of values [first, first + count) of a fragment.
-// out: (encoding_sums)   partial: (partial_sums(1)), to work with   source: as quantize() has left it
+// Adds to `out` the sums of values [first, first + count) of a fragment, which quantize() has just encoded.
+// out: (encoding_sums)   partial: (partial_sums(1)), workspace   source: as quantize() has left it
 inline void sum_encoding(double* out, double* partial, const uint8_t* payload, const PayloadLayout& layout,
                          long first, const Source& source, long count, Stream& stream) {
     require_aligned("the payload", {payload});

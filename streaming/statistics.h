@@ -1,20 +1,20 @@
-// Statistics of the outer gradients: how large they are, how alike those of the workers are, and what
-// rounding lost of them. All come from sums of products of two rows, in double and in a fixed order; squares
-// of fp32 neither overflow there nor vanish.
+// Statistics of the outer gradients: their norms, the cosines between workers, and the rounding error. All
+// are sums of products of two rows, in double and in a fixed order; squares of fp32 neither overflow nor
+// underflow there.
 //
-//     row w of M workers            what all decode of worker w's payload
-//     sum w, w = 0..M-1             row w . row w
-//     for M <= 8, behind them       row a . row b, a < b: (0, 1), (0, 2), ..., (1, 2), ...
-//     for more, behind them         row w . mean for each w; mean . mean
+//     row w of M workers        the decoded payload of worker w
+//     sum w, w = 0..M-1         row w . row w
+//     then, for M <= 8          row a . row b, a < b: (0, 1), (0, 2), ..., (1, 2), ...
+//     then, for more workers    row w . mean for each w; mean . mean
 //
-// and, of what this worker has encoded, delta . delta and lost . lost with lost = delta - decoded.
+// and, for this worker's own payload, delta . delta and lost . lost with lost = delta - decoded.
 //
-// Cost, in bytes of memory a value and sync. Rows: on the outer stream once the payloads have arrived, M^2
-// payloads' for M <= 8 (fp4, M = 2: 2; M = 8: 32, most of them from a cache), else 2 M payloads' and 4 M + 4.
-// On the main stream: 8 and a payload's at a send (with error feedback 4 and that), 4 for the norm of a mean.
-// GPT-2 124M by fp4 between two workers: 1.8 GB for all fragments once, in H steps, or 0.6 ms at 3 TB/s; the
-// main stream's 1.5 GB are less than half of what AdamW moves in one step. So there is no option to turn them
-// off. One core of a CPU takes 0.5 ns a value at a send and, for two workers, 0.7 ns on the outer stream.
+// Cost, in bytes of memory traffic per value and sync, with P bytes of payload per value: on the outer
+// stream M^2 P for M <= 8 (fp4, M = 2: 2; M = 8: 32, most of them from a cache), else 2 M P + 4 M + 4; on
+// the main stream 8 + P at a send (with error feedback 4 + P), and 4 for the norm of a mean. For GPT-2 124M
+// in fp4 between two workers that is 1.8 GB in H steps, or 0.6 ms at 3 TB/s, so there is no option to turn
+// them off. One core of a CPU takes 0.5 ns per value at a send and, for two workers, 0.7 ns on the outer
+// stream.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -26,7 +26,8 @@
 
 const int most_pairwise = 8;  // workers up to which each pair is compared
 
-// A sum of products goes over chunks first: as many for a number of values, whatever works on them.
+// A sum of products is first computed by chunks. Their number depends on the number of values alone, so
+// that the order of additions is fixed.
 const int most_chunks = 256;
 const long smallest_chunk = 1024;  // values
 
@@ -42,7 +43,7 @@ HD inline int row_sums(int workers) {
     return has_mean_row(workers) ? 2 * workers + 1 : workers * (workers + 1) / 2;
 }
 
-// The most of them for as many workers or fewer.
+// The most of them for this many workers or fewer.
 inline int most_row_sums(int workers) {
     return std::max(row_sums(std::min(workers, most_pairwise)), row_sums(workers));
 }
@@ -62,12 +63,12 @@ HD inline RowPair rows_of(int sum, int workers) {
 
 const int encoding_sums = 2;  // delta . delta, lost . lost
 
-// The most partial sums of a call for as many workers or fewer.
+// The most partial sums of a call for this many workers or fewer.
 inline long partial_sums(int workers) {
     return long(most_chunks) * std::max(most_row_sums(workers), encoding_sums);
 }
 
-// What the sums say. NaN: there is no such number, because of a row of zeros.
+// The statistics of one sync. NaN: undefined, because a row is all zeros.
 struct OuterStatistics {
     double delta_norm = std::numeric_limits<double>::quiet_NaN();
     double quantization_error = std::numeric_limits<double>::quiet_NaN();  // |lost| / |delta|
@@ -94,7 +95,7 @@ inline OuterStatistics outer_statistics(const double* encoding, const std::vecto
 
 namespace cpu {
 
-// row = what a payload says of one block.   row: (128)   payload: of a part   block: of the part
+// row = a decoded block.   row: (128)   payload: of a part   block: of the part
 template <class F>
 inline void decode_block(float* row, const uint8_t* payload, const PayloadLayout& layout, long block) {
     std::fill_n(row, quantization_block, 0.0f);
@@ -102,7 +103,7 @@ inline void decode_block(float* row, const uint8_t* payload, const PayloadLayout
                         payload + layout.scales + block * 2, 1.0f);
 }
 
-// a . b, in 32 sums next to each other: in one, each addition would wait for the one before.   a, b: (128)
+// a . b, in 32 independent sums, because additions to a single one would wait for each other.   a, b: (128)
 inline double dot_block(const float* a, const float* b) {
     const int lanes = 32;
     double sums[lanes] = {};
@@ -124,7 +125,7 @@ inline void add_chunks(double* out, const double* partial, int sums, int chunks,
     }
 }
 
-// One thread: this runs beside the training step, on the outer stream.
+// One thread, because this runs beside the training step, on the outer stream.
 template <class F>
 inline void row_sums_loop(double* out, double* partial, const uint8_t* payloads, size_t stride, int workers,
                           const PayloadLayout& layout, const float* mean) {
@@ -150,7 +151,7 @@ inline void row_sums_loop(double* out, double* partial, const uint8_t* payloads,
     add_chunks(out, partial, sums, chunks, false);
 }
 
-// delta . delta and lost . lost of one block. With error feedback the residual is what was lost.
+// delta . delta and lost . lost of one block. With error feedback `lost` is the residual.
 template <class F>
 inline void add_encoding(double (&sums)[encoding_sums], const uint8_t* payload, const PayloadLayout& layout,
                          long block, const Source& source, long i) {
@@ -187,8 +188,8 @@ inline void encoding_sums_loop(double* out, double* partial, const uint8_t* payl
     add_chunks(out, partial, encoding_sums, chunks, true);
 }
 
-// The sums of products of what `workers` payloads say, `stride` bytes apart.
-// out: (row_sums(workers))   partial: (partial_sums(workers)), to work with
+// The sums of products of `workers` payloads, which lie `stride` bytes apart.
+// out: (row_sums(workers))   partial: (partial_sums(workers)), workspace
 // layout: of a fragment in one part   mean: (layout.values), for more workers than most_pairwise
 inline void sum_rows(double* out, double* partial, const uint8_t* payloads, size_t stride, int workers,
                      const PayloadLayout& layout, const float* mean, Stream& stream) {
@@ -199,8 +200,8 @@ inline void sum_rows(double* out, double* partial, const uint8_t* payloads, size
     });
 }
 
-// Adds to `out` the sums of what quantize() has just made of values [first, first + count) of a fragment.
-// out: (encoding_sums)   partial: (partial_sums(1)), to work with   source: as quantize() has left it
+// Adds to `out` the sums of values [first, first + count) of a fragment, which quantize() has just encoded.
+// out: (encoding_sums)   partial: (partial_sums(1)), workspace   source: as quantize() has left it
 inline void sum_encoding(double* out, double* partial, const uint8_t* payload, const PayloadLayout& layout,
                          long first, const Source& source, long count, Stream& stream) {
     if (count == 0) { return; }

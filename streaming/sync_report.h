@@ -1,5 +1,5 @@
-// SyncReport: what was done for one exchange that has ended, for logs and for people. A checkpoint has those
-// of the syncs that were on their way when it was taken, so that the resumed run's log lacks nothing.
+// SyncReport: what one exchange did, for logs and for people. A checkpoint holds the reports of the syncs
+// that were in flight when it was taken, so that the resumed run's log is complete.
 #pragma once
 #include <cmath>
 #include <memory>
@@ -11,16 +11,16 @@
 #include "llmc/state.h"
 #include "streaming/exchange.h"
 
-// What the sync log decided for a sync.
+// What the sync log of an elastic run decided for a sync.
 struct LogReport {
     struct Contributor {
         int worker;
-        uint64_t tokens;  // that it had trained on since its last send of the fragment
+        uint64_t tokens;  // trained on since its last send of the fragment
     };
-    std::vector<Contributor> contributors;  // ascending; none: everybody skips the sync
+    std::vector<Contributor> contributors;  // ascending; none: all workers skip the sync
     bool counted = false;                   // this worker is among them
     int decider = -1;                       // worker
-    double grace_seconds = 0;               // that the decider has waited for who did not come
+    double grace_seconds = 0;               // that the decider waited for workers that did not send
 };
 
 struct SyncReport {
@@ -30,8 +30,8 @@ struct SyncReport {
     Traffic traffic;
     Timestamp idle_from, idle_until;  // of the main stream: see waited_seconds()
     uint64_t global_hash;         // of this worker's global parameters of the fragment, at the send
-    // Workers whose delta of this shard was not finite, or else whose mean of a part was not: nothing was
-    // applied.
+    // Workers whose delta of this shard was not finite, or else owners of a mean that was not. If there are
+    // any, no worker applies the sync.
     std::vector<int> not_finite;
     OuterStatistics statistics = {};  // of this process's shard; nothing, where nothing was applied
     std::shared_ptr<HostBuffer<float>> mean_square = nullptr;  // nothing was applied
@@ -40,18 +40,17 @@ struct SyncReport {
 
     bool applied() const { return not_finite.empty() && !(log && log->contributors.empty()); }
 
-    // How long the main stream stood idle before this mean could be applied, by its own clock: from when it
-    // was through with all that had been enqueued before, to when the host had seen the exchange's end. In it
-    // are the wait for a worker that sends later, the wire, and what the host takes to notice (on a GPU it
-    // asks every 50 us). To be called when the host has seen a later event of the main stream complete.
+    // How long the main stream was idle before this mean could be applied, by its own clock: from the end
+    // of the work enqueued before, until the host noticed the end of the exchange. This includes the wait
+    // for a worker that sends later, the wire, and the host's polling (every 50 us on a GPU). Call it after
+    // the host has seen a later event of the main stream complete.
     double waited_seconds() const { return seconds_between(idle_from, idle_until); }
 
-    // The norm of this shard of the mean, to be asked for when the same can be said of that event. NaN: there
-    // was none.
+    // The norm of this shard of the mean; to be called as waited_seconds(). NaN: nothing was applied.
     double mean_norm() const { return mean_square ? std::sqrt(mean_square->data()[0]) : NAN; }
 };
 
-// Senders whose delta was not finite. A mean may be beyond what can be sent, too: then its owner.
+// Senders whose delta was not finite; if there are none, owners whose mean could not be sent.
 inline std::vector<int> not_finite_of(const Headers& headers) {
     std::set<int> senders, owners;
     for (const std::vector<PayloadHeader>& part : headers.sent) {
@@ -75,9 +74,9 @@ inline bool asks_to_stop(const Headers& headers) {
     return false;
 }
 
-// ---- in a checkpoint: what the resumed run cannot find out by itself. Not whether to stop: that is done.
+// ---- in a checkpoint: what the resumed run cannot compute by itself. `stops` has had its effect already.
 
-// How many of `name` there are, checked.
+// The count that field `name` states, checked.
 inline long count_of(const Fields& fields, const std::string& name, long most) {
     const long count = fields.integer(name);
     if (count < 0 || count > most) {
@@ -98,7 +97,7 @@ inline std::vector<double> numbers_of(const Fields& fields, const std::string& n
     return numbers;
 }
 
-// prefix: of the names
+// prefix: of the fields' names
 inline void add_report(Fields& fields, const std::string& prefix, const SyncReport& report) {
     fields.set(prefix + "bytes_sent", report.traffic.bytes_sent);
     fields.set(prefix + "bytes_received", report.traffic.bytes_received);
@@ -115,7 +114,7 @@ inline void add_report(Fields& fields, const std::string& prefix, const SyncRepo
     }
 }
 
-// The report of `sync`, but for when it was due and the times of the main stream.
+// The report of `sync`, without its due step and the times of the main stream.
 inline SyncReport report_of(const Fields& fields, const std::string& prefix, const Sync& sync, int workers) {
     SyncReport report{sync.number, sync.fragment, sync.send_step, 0, {}, {}, {}, 0, {}};
     report.traffic.bytes_sent = fields.count(prefix + "bytes_sent");
