@@ -63,12 +63,13 @@ inline std::vector<Fragment> make_fragments(const Layout& layout, const DilocoOp
 }
 
 // An elastic worker sends its payload once, to the store, from which all others read it.
-inline ExchangeKind planned_exchange(const DilocoOptions& options, const std::vector<long>& values, int workers) {
+inline ExchangeKind planned_exchange(const DilocoOptions& options, const std::vector<long>& values,
+                                     int workers) {
     if (options.is_elastic()) { return ExchangeKind::all_gather; }
     return choose_exchange(wire_options(options), values, workers);
 }
 
-// Bytes that a process sends in a sync, by fragment; none without an exchange. In lock-step it receives as many.
+// Bytes that a process sends in a sync, by fragment; none without an exchange.
 inline std::vector<size_t> sync_bytes(const DilocoOptions& options, const std::vector<Fragment>& fragments,
                                       const Layout& layout, int workers) {
     const std::vector<long> values = shard_values(fragments, layout);

@@ -1,5 +1,6 @@
-// Checkpoints: the checkpoints of one process as the trainer sees them. One snapshot in the host's memory is filled
-// while training goes on, and a thread writes it (checkpointer.h). The order of the calls, for each checkpoint:
+// Checkpoints: the checkpoints of one process as the trainer sees them. One snapshot in the host's memory is
+// filled while training goes on, and a thread writes it (checkpointer.h). The order of the calls, for each
+// checkpoint:
 //
 //     TrainingSnapshot& snapshot = checkpoints.next(...);   waits until the previous one has been written
 //     snapshot.begin_copies(...); snapshot.finish_copies(...);
@@ -23,11 +24,10 @@ public:
     // outer_snapshot: gives the outer optimizer's snapshot; null without one
     // use_device: makes the writing thread use this process's device
     // when_whole: called on the writing thread when a checkpoint survives a crash
-    Checkpoints(const std::string& folder, const Process& process, const StateIdentity& who, long keep, long major,
-                const GptShape& shape, const Layout& layout,
-                std::function<OuterSnapshot*()> outer_snapshot, Logger& logger,
-                StatusLine& status, Watchdog& watchdog, std::function<void()> use_device,
-                std::function<void()> when_whole)
+    Checkpoints(const std::string& folder, const Process& process, const StateIdentity& who, long keep,
+                long major, const GptShape& shape, const Layout& layout,
+                std::function<OuterSnapshot*()> outer_snapshot, Logger& logger, StatusLine& status,
+                Watchdog& watchdog, std::function<void()> use_device, std::function<void()> when_whole)
         : who(who),
           shape(shape),
           layout(layout),
@@ -43,12 +43,14 @@ public:
 
     // Allocates the snapshot, so that the first checkpoint does not have to.
     void allocate() {
-        if (!snapshot) { snapshot = std::make_unique<TrainingSnapshot>(layout.shard_size(), outer_snapshot()); }
+        if (!snapshot) {
+            snapshot = std::make_unique<TrainingSnapshot>(layout.shard_size(), outer_snapshot());
+        }
     }
 
     // Waits until the writer no longer needs the snapshot's memory, and returns the snapshot.
-    // is_last: of this process. The previous checkpoint may lack syncs that are no longer due; it is given up,
-    // since the one that comes now has everything.
+    // is_last: of this process. The previous checkpoint may lack syncs that are no longer due; it is given
+    // up, since the one that comes now has everything.
     TrainingSnapshot& next(bool is_last) {
         if (!writer.is_idle()) {
             if (is_last) { snapshot->abandon(); }
@@ -68,7 +70,8 @@ public:
         job.ready = [this] {
             use_device();
             snapshot->wait();
-            logger.sync();  // a resumed run continues this log, which must not lack lines after a power failure
+            logger
+                .sync();  // a resumed run continues this log, which must not lack lines after a power failure
         };
         job.sections = [this] { return snapshot->sections(); };
         if (!snapshot->model.empty()) {
@@ -90,8 +93,8 @@ public:
         writer.finish([this](const std::string& message) { status.print(message); });
     }
 
-    // Before this process ends early: removes what is half written, since it would take space on the disk until
-    // the run is resumed. Other processes may wait a few seconds for this.
+    // Before this process ends early: removes what is half written, since it would take space on the disk
+    // until the run is resumed. Other processes may wait a few seconds for this.
     void abandon() {
         if (snapshot) { snapshot->abandon(); }
         writer.abandon();

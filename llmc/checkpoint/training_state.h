@@ -50,7 +50,7 @@ struct Totals {
     double waited_seconds = 0;
 };
 
-// Updates over which the learning rate of a worker rises again after it has taken another worker's parameters.
+// Updates over which a worker's learning rate rises again after it has taken another worker's parameters.
 constexpr long join_warmup_updates = 10;
 
 // Factor of the learning rate for the update that `totals` counts last.

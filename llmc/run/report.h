@@ -1,5 +1,5 @@
-// Report: what a run says while it trains: numbers for the logs (logger.h), lines for people (the status line).
-// Every process logs; one process of those that were started together speaks to people.
+// Report: what a run says while it trains: numbers for the logs (logger.h), lines for people (the status
+// line). Every process logs; one process of those that were started together speaks to people.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -31,9 +31,20 @@ inline std::string counted(long n, const char* what) {
 }
 
 inline SyncMetrics sync_metrics(const SyncReport& r, long step) {
-    SyncMetrics m{r.sync, r.fragment, r.send_step, step, r.traffic.bytes_sent, r.traffic.bytes_received,
-                  r.traffic.seconds, r.waited_seconds(), r.global_hash, r.statistics.delta_norm, r.mean_norm(),
-                  r.statistics.quantization_error, r.statistics.cosines, r.statistics.mean_cosines};
+    SyncMetrics m{r.sync,
+                  r.fragment,
+                  r.send_step,
+                  step,
+                  r.traffic.bytes_sent,
+                  r.traffic.bytes_received,
+                  r.traffic.seconds,
+                  r.waited_seconds(),
+                  r.global_hash,
+                  r.statistics.delta_norm,
+                  r.mean_norm(),
+                  r.statistics.quantization_error,
+                  r.statistics.cosines,
+                  r.statistics.mean_cosines};
     if (!r.log) { return m; }
     for (const LogReport::Contributor& contributor : r.log->contributors) {
         m.contributors.push_back(contributor.worker);
@@ -73,22 +84,25 @@ public:
         if (speaks()) { status.print(line); }
     }
 
-    // matmul: how matrices are multiplied   exchanges: the plan of the syncs; notes: of the resumed checkpoint
-    void banner(const std::string& matmul, const std::string& exchanges, const std::vector<std::string>& notes,
-                long resumed_step) const {
+    // matmul: how matrices are multiplied   exchanges: the plan of the syncs; notes: of the resumed
+    // checkpoint
+    void banner(const std::string& matmul, const std::string& exchanges,
+                const std::vector<std::string>& notes, long resumed_step) const {
         if (!speaks()) { return; }
         const GptShape& s = inputs.shape;
-        printf("model      %s, %s, %d channels, vocabulary %d (padded to %d), %d positions: %.2fM parameters\n",
-               counted(s.layers, "layer").c_str(), counted(s.heads, "head").c_str(), s.channels, s.vocab_size,
-               s.padded_vocab_size, s.max_seq_len, double(inputs.layout.values) / 1e6);
-        printf("processes  %s x %s%s\n", counted(o.workers, "worker").c_str(), counted(o.ranks, "rank").c_str(),
+        printf(
+            "model      %s, %s, %d channels, vocabulary %d (padded to %d), %d positions: %.2fM parameters\n",
+            counted(s.layers, "layer").c_str(), counted(s.heads, "head").c_str(), s.channels, s.vocab_size,
+            s.padded_vocab_size, s.max_seq_len, double(inputs.layout.values) / 1e6);
+        printf("processes  %s x %s%s\n", counted(o.workers, "worker").c_str(),
+               counted(o.ranks, "rank").c_str(),
                o.worker >= 0 ? format(", this is worker %d", o.worker).c_str() : "");
         printf("step       %ld tokens %s: %s of %d x %d tokens on each rank; %s\n", o.total_batch,
                o.has_own_batch() ? format("on worker %d", process.worker).c_str() : "a worker",
                counted(o.micro_steps(), "micro-step").c_str(), o.batch, o.seq_len,
                counted(inputs.steps, "step").c_str());
-        printf("device     %s; matmuls in %s; parameters %s, gradients fp32\n", device.c_str(), matmul.c_str(),
-               sizeof(floatX) == 2 ? "bf16" : "fp32");
+        printf("device     %s; matmuls in %s; parameters %s, gradients fp32\n", device.c_str(),
+               matmul.c_str(), sizeof(floatX) == 2 ? "bf16" : "fp32");
         fputs(exchanges.c_str(), stdout);
         for (const std::string& note : o.notes) { printf("note       %s\n", note.c_str()); }
         for (const std::string& note : notes) { printf("%s\n", note.c_str()); }
@@ -116,8 +130,10 @@ public:
             say(format("step %ld: the gradient is not finite (loss %g): its update is skipped", m.step,
                        m.loss));
         } else if (m.skipped) {
-            say(format("step %ld: loss %.4f (z-score %.1f), gradient norm %.4g (z-score %.1f): an outlier, its "
-                       "update is skipped", m.step, m.loss, m.loss_zscore, m.norm, m.norm_zscore));
+            say(format(
+                "step %ld: loss %.4f (z-score %.1f), gradient norm %.4g (z-score %.1f): an outlier, its "
+                "update is skipped",
+                m.step, m.loss, m.loss_zscore, m.norm, m.norm_zscore));
         }
         status.update(m.step, inputs.steps, m.loss, m.tokens_per_second, m.mfu);
     }
@@ -133,15 +149,17 @@ public:
             logger.sync(sync_metrics(r, step));
             if (process.worker != 0 && o.worker < 0) { continue; }
             for (int worker : r.not_finite) {  // every rank says so, since it concerns that rank's shard
-                status.print(format("sync %ld, fragment %d, shard %d: the movement of worker %d is not finite: "
-                                    "nobody applies it", r.sync, r.fragment, process.rank, worker));
+                status.print(
+                    format("sync %ld, fragment %d, shard %d: the movement of worker %d is not finite: "
+                           "nobody applies it",
+                           r.sync, r.fragment, process.rank, worker));
             }
         }
     }
 
-    // Says the exchange's rates in Mbit/s, once, when eleven steps have been measured, or all steps of a shorter
-    // run. The first step does not count, since it touches memory for the first time.
-    // all: steps that this process trains
+    // Says the exchange's rates in Mbit/s, once, when eleven steps have been measured, or all steps of a
+    // shorter run. The first step does not count, since it touches memory for the first time. all: steps that
+    // this process trains
     void rates(long all) {
         if (sync_bytes.empty() || !speaks()) { return; }
         if (measured_steps < 2 || measured_steps != std::min(11L, all)) { return; }
@@ -202,9 +220,9 @@ private:
     double measured_seconds = 0, first_seconds = 0;
 };
 
-// Ends the run with a RunError if a loss is not finite, and says what to do. A resume takes the newest step of
-// which every process has a checkpoint, so the state that produced this loss must be deleted.
-// name: of the loss   step: the parameters after this step gave it   folder: of the checkpoints
+// Ends the run with a RunError if a loss is not finite, and says what to do. A resume takes the newest step
+// of which every process has a checkpoint, so the state that produced this loss must be deleted. name: of the
+// loss   step: the parameters after this step gave it   folder: of the checkpoints
 inline void check_loss(float loss, const std::string& name, long step, const std::string& folder,
                        const Process& process, const std::string& lineage, bool has_checkpoints) {
     if (std::isfinite(loss)) { return; }
@@ -218,7 +236,9 @@ inline void check_loss(float loss, const std::string& name, long step, const std
     }
     const bool is_suspect_there = !first_that_exists({files.state(step)}).empty();
     const std::string suspect = folder + format("/state_%08ld_*.bin", step);
-    throw RunError(what + (is_suspect_there ? "remove " + suspect + ", then " : "") +
-                   format("resume (-y 1) from the last good checkpoint, of step %ld, with a lower -l or -sg 4: "
-                          "unchanged, the run would do the same again", *good.rbegin()));
+    throw RunError(
+        what + (is_suspect_there ? "remove " + suspect + ", then " : "") +
+        format("resume (-y 1) from the last good checkpoint, of step %ld, with a lower -l or -sg 4: "
+               "unchanged, the run would do the same again",
+               *good.rbegin()));
 }

@@ -48,8 +48,8 @@ inline StateIdentity state_identity(const Options& o, const Process& process, lo
     return {step, process.worker, process.rank, o.workers, o.ranks, lineage, o.diloco.is_elastic()};
 }
 
-// What the logs of the resumed run keep. An elastic worker that returns without a checkpoint joins where the other
-// workers are, and repeats nothing: it keeps everything.
+// What the logs of the resumed run keep. An elastic worker that returns without a checkpoint joins where the
+// other workers are, and repeats nothing: it keeps everything.
 inline std::optional<LogCut> log_cut(const Options& o, const Resumption& resumed, long steps) {
     if (!resumed.state && o.diloco.is_elastic() && o.resume) { return LogCut{steps, LONG_MAX, true}; }
     return log_cut(resumed, steps);
@@ -59,8 +59,9 @@ inline std::optional<LogCut> log_cut(const Options& o, const Resumption& resumed
 // Before and after the training
 
 inline LaunchOptions launch_options(const Options& o) {
-    return {o.workers, o.ranks, o.worker, o.store, o.interface, o.run_name, o.timeout, !o.output.empty(), o.world,
-            o.diloco.is_elastic(), o.elastic.restarts};
+    return {o.workers,         o.ranks,   o.worker,          o.store, o.interface,
+            o.run_name,        o.timeout, !o.output.empty(), o.world, o.diloco.is_elastic(),
+            o.elastic.restarts};
 }
 
 // Before anything is written: all processes agree on the options, and divide the data among them.
@@ -75,8 +76,8 @@ inline void agree(const Options& o, Process& process, Inputs& in, const std::fun
     check_outer_interface(o.diloco.transport, o.interface);
 }
 
-// Calls `work`. If it throws, this process ends at once with one line, and the other processes learn the cause from
-// the store. Nothing has been freed by then, in case a peer still waits for it.
+// Calls `work`. If it throws, this process ends at once with one line, and the other processes learn the
+// cause from the store. Nothing has been freed by then, in case a peer still waits for it.
 inline void or_leave(const Process& process, const std::function<void()>& work) {
     try {
         work();
@@ -120,8 +121,8 @@ struct Session {
         if (!o.output.empty()) { make_folder(folder); }
     }
 
-    // Connects the ranks of this worker, and the workers if they run in lock-step. Watched, since NCCL's blocking
-    // calls would wait for a process that has died.
+    // Connects the ranks of this worker, and the workers if they run in lock-step. Watched, since NCCL's
+    // blocking calls would wait for a process that has died.
     void connect() {
         const Watchdog::Watch watch(watchdog, "the joining of the processes");
         inner = device::make_inner_comm(process.inner_group());
@@ -149,9 +150,8 @@ struct Session {
     void announce(const Inputs& in, const std::vector<double>& fragment_offsets, const std::string& matmul,
                   const std::string& exchanges) {
         if (process.index() == 0 && !options.output.empty()) {
-            write_file(folder + "/config.toml", [&](OutputFile& file) {
-                file.write(options.toml.data(), options.toml.size());
-            });
+            write_file(folder + "/config.toml",
+                       [&](OutputFile& file) { file.write(options.toml.data(), options.toml.size()); });
         }
         logger.run({process.worker, process.rank, options.workers, options.ranks, in.layout.values,
                     options.resolved, in.steps, fragment_offsets},
@@ -175,7 +175,8 @@ struct Session {
 
     // How the training ended, for people and the logs.   returns whether the run has come to its end
     bool left_while_waiting() {
-        report.say("stopped by request while it waited for other workers: -y 1 resumes from the last checkpoint");
+        report.say(
+            "stopped by request while it waited for other workers: -y 1 resumes from the last checkpoint");
         return false;
     }
     bool ended_without_this_worker() {

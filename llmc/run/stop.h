@@ -77,7 +77,7 @@ private:
 // Stopping: how a request that reaches one process ends the run of all processes after the same step.
 //
 //     the loss   carries the request to all ranks of the worker
-//     a sync     carries it to all workers in lock-step; they stop when the slowest of them has merged that sync
+//     a sync     carries it to all workers in lock-step; they stop when the slowest has merged that sync
 //
 // A worker that is alone, or elastic, stops one update after the request arrived with the loss.
 class Stopping {
@@ -91,8 +91,8 @@ public:
         if (heard_in == 0) { heard_in = update; }
     }
 
-    // Whether this worker's sends in `update` should carry the request: from two updates later on, since the host
-    // of another rank may not have read the loss of the previous update yet.
+    // Whether this worker's sends in `update` should carry the request: from two updates later on, since the
+    // host of another rank may not have read the loss of the previous update yet.
     bool should_tell_workers(long update) const { return heard_in > 0 && heard_in + 2 <= update; }
 
     // A sync that was sent at `send_step` carried a request.   largest_overlap: tau of the slowest worker
@@ -105,6 +105,6 @@ public:
 
 private:
     std::optional<StopRequest> request;  // of this process
-    long heard_in = 0;   // update whose loss carried the request; 0: none did
-    long last_step = 0;  // after which workers in lock-step stop; 0: not known
+    long heard_in = 0;                   // update whose loss carried the request; 0: none did
+    long last_step = 0;                  // after which workers in lock-step stop; 0: not known
 };

@@ -4,7 +4,7 @@
 // one: llm.c's score, and the acc_norm of its dev/data/hellaswag.py.
 //
 //     EvalBatches batches(set, B, max_T, rank, ranks);
-//     batches.score_all([&](const EvalBatch& batch, float* losses) { ... the loss of each target: (B,T) ... });
+//     batches.score_all([&](const EvalBatch& batch, float* losses) { ... the loss of each target: (B,T) });
 //
 // Example i is rank i mod R's: the score of all is the sum of correct() over that of counted().
 #pragma once

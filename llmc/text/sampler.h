@@ -104,13 +104,13 @@ inline int sample_token(const float* logits, int n, const Sampling& sampling, fl
     return draw(weights, coin);
 }
 
-// Draws up to `length` tokens that continue `prompt` (at least one token), and hands each to take(), until that
-// returns false. The model sees the last T tokens.
+// Draws up to `length` tokens that continue `prompt` (at least one token), and hands each to take(), until
+// that returns false. The model sees the last T tokens.
 // logits_after(window, rows, used, logits): fills the logits (V) of the token after the first `used` of the
 // window's `rows` tokens
 template <class LogitsAfter, class Take>
-void continue_text(const std::vector<int>& prompt, int length, int T, int V, const Sampling& sampling, uint64_t seed,
-                   LogitsAfter logits_after, Take take) {
+void continue_text(const std::vector<int>& prompt, int length, int T, int V, const Sampling& sampling,
+                   uint64_t seed, LogitsAfter logits_after, Take take) {
     const int window_step = 64;  // windows grow by this many tokens, so that few matmul shapes occur
     std::vector<int> tokens = prompt, window(size_t(T), prompt[0]);
     std::vector<float> logits(static_cast<size_t>(V));

@@ -32,7 +32,8 @@ inline std::unique_ptr<LogStore> open_log_store(const std::string& url, const st
 inline std::optional<std::string> options_in(LogStore& store) {
     const StoreAnswer generation = store.perform({StoreRequest::get, "run", "generation", ""});
     if (!generation.found) { return std::nullopt; }
-    const StoreAnswer options = store.perform({StoreRequest::get, generation.value + "/run", "fingerprint", ""});
+    const StoreRequest request{StoreRequest::get, generation.value + "/run", "fingerprint", ""};
+    const StoreAnswer options = store.perform(request);
     if (!options.found) { return std::nullopt; }
     return options.value;
 }
