@@ -12,7 +12,7 @@ model=(
     --layers 4 --heads 4 --channels 128   # 0.8M parameters: learns words and some grammar in a minute or two
     -t 128                                # characters it sees: a sentence or two
     -b 2                                  # sequences a step on each process: few, and so many steps
-    -x 4000                               # steps
+    -x "${STEPS:-4000}"                   # steps; STEPS=80: a trial of this script
     --seed 1337                           # the same initial weights and the same order of the text
 )
 # The inner optimizer, AdamW.
@@ -35,7 +35,7 @@ streaming=(--fragment-layers 2 --outer-dtype fp4_e2m1 --overlap 5 --local-weight
 
 # Validation: every 500 steps, the same 640 sequences in all runs. A worker validates by itself, in batches of
 # -b; data-parallel ranks share the work, so that their batches are twice as large and half as many.
-validate_every=500
+validate_every=$((${STEPS:-4000} / 8))
 validation_batches=320
 sample_length=400
 

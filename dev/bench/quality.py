@@ -460,9 +460,10 @@ def parse_arguments(words):
                     epilog="What is run and how: the beginning of dev/bench/quality.py.")
     parser.add_argument("--trainer", type=Path, default=ROOT / "train_gpt_cpu")
     parser.add_argument("--text", type=Path, default=default_text(), help="folder of token shards")
-    parser.add_argument("--out", type=Path, default=ROOT / "build/quality", help="folder of the runs")
+    parser.add_argument("--out", type=Path, help="folder of the runs (build/quality, or build/quality/quick)")
     parser.add_argument("--report", type=Path, help="write the tables here too")
     parser.add_argument("--scale", choices=SCALES, default="cpu", help="sizes for this machine (cpu)")
+    parser.add_argument("--quick", action="store_true", help="--scale trial and two methods: a trial of this program")
     parser.add_argument("--tokens", type=above_zero(int), help="of a long run")
     parser.add_argument("--seeds", type=above_zero(int), help="of " + ", ".join(MAIN))
     parser.add_argument("--learning-rate", type=above_zero(float), nargs="+", dest="learning_rates",
@@ -474,6 +475,10 @@ def parse_arguments(words):
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", dest="names",
                         help="of " + " ".join(names))
     arguments = parser.parse_args(words)
+    arguments.out = arguments.out or ROOT / "build/quality" / ("quick" if arguments.quick else "")
+    if arguments.quick:
+        arguments.scale, arguments.learning_rates, arguments.outer_lrs = "trial", [0.004], [0.4]
+        arguments.names = arguments.names or [METHODS[0].name, STREAMING.name]
     scale = arguments.scale = SCALES[arguments.scale]
     arguments.tokens = arguments.tokens or scale.steps * scale.step_tokens
     arguments.seeds = arguments.seeds or scale.seeds

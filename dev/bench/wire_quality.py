@@ -4,7 +4,7 @@ with each of them, from several seeds, and the validation loss of each run besid
 same but for its fp32 on the wire.
 
     dev/bench/wire_quality.py            trains what is not there yet, and prints the table
-    dev/bench/wire_quality.py --tokens 60000 --seeds 1 --only m2-fp32 m2-fp4 --out build/trial   a short one
+    dev/bench/wire_quality.py --quick    two formats, one seed, few tokens: a trial of this program
 
 A finished run is a folder in --out that is not run again, so that it can be stopped at any time; when
 --minutes are over no other run begins. All runs of a seed start from the same bits and read the same tokens
@@ -181,14 +181,21 @@ def parse_arguments(words):
     parser = Parser(description="What the wire's formats cost in quality.")
     parser.add_argument("--trainer", type=Path, default=ROOT / "train_gpt_cpu")
     parser.add_argument("--text", type=Path, default=ROOT / "build/wire_quality/text", help="token shards")
-    parser.add_argument("--out", type=Path, default=ROOT / "build/wire_quality", help="folder of the runs")
+    parser.add_argument("--out", type=Path,
+                        help="folder of the runs (build/wire_quality, or build/wire_quality/quick)")
     parser.add_argument("--report", type=Path, help="write the table here too")
     parser.add_argument("--tokens", type=above_zero(int), default=1_200_000, help="of a run")
     parser.add_argument("--seeds", type=above_zero(int), default=3)
     parser.add_argument("--minutes", type=above_zero(float, or_zero=True), default=75,
                         help="no run begins that may end later (75; 0: the table of what is there)")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=" ".join(names))
-    return parser.parse_args(words)
+    parser.add_argument("--quick", action="store_true", help="two formats, one seed, few tokens: a trial")
+    arguments = parser.parse_args(words)
+    arguments.out = arguments.out or ROOT / "build/wire_quality" / ("quick" if arguments.quick else "")
+    if arguments.quick:
+        arguments.tokens, arguments.seeds = 60_000, 1
+        arguments.only = arguments.only or ["m2-fp32", "m2-fp4"]
+    return arguments
 
 
 def main(words):

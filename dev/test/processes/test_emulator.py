@@ -33,7 +33,7 @@ def rows():
         yield from (pytest.param(build, program, name, marks=marks) for name in names(binary("plain", program)))
 
 
-@pytest.mark.parametrize("build,program,name", rows())
+@pytest.mark.parametrize("build,program,name", list(rows()))
 def test_emulator(build, program, name):
     tests = results(build, program)
     if isinstance(tests, str):

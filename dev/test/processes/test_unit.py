@@ -22,7 +22,7 @@ def rows():
             for suite, name in found]
 
 
-@pytest.mark.parametrize("suite, name", rows())
+@pytest.mark.parametrize("suite, name", list(rows()))
 def test_unit(suite, name):
     tests = results(suite)
     if isinstance(tests, str):
