@@ -58,7 +58,7 @@ def test_every_header_of_the_algorithm_is_on_a_page():
 
 def test_every_function_is_in_the_file_that_is_named_with_it():
     found = list(code_lines())
-    assert len(found) > 25 and sum(len(names) for _, names in found) > 60
+    assert len(found) > 20 and sum(len(names) for _, names in found) > 40
     assert [(path, name) for path, names in found for name in names
             if not re.search(rf"\b{name}\b", code_of(path))] == []
 
@@ -67,7 +67,7 @@ def test_every_other_name_is_in_the_sources():
     names = set(re.findall(rf"`({NAME})`", TEXT))
     sources = "".join(code_of(path) for pattern in ("streaming/**/*.h", "streaming/*.cuh", "llmc/**/*.h", "*.cu")
                       for path in ROOT.glob(pattern))
-    assert len(names) > 60
+    assert len(names) > 40
     assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", sources)] == []
 
 
