@@ -1,26 +1,23 @@
-// launch: which worker and rank this process is. Whoever started it has said so, in one of these ways:
-//     torchrun, mpirun, srun    by their environment: process number = worker * ranks + rank, or with
-//                               --worker W the number is the rank in worker W; --store says where to meet,
-//                               unless all are on this machine: then a folder of their job does
-//     -pn N -pr R               llm.c's flags: the same by options (world.h)
-//     --worker W --store URL    this worker's ranks are started here, the other workers elsewhere
-//     nothing of all that       all processes are started here, and meet in a fresh temporary folder
-// DILOCO_STORE stands for --store where that is not given: it keeps a password out of the list of processes.
-// Where processes are started here, this one becomes their launcher (launcher.h): it starts its own program
-// again with DILOCO_WORKER and DILOCO_RANK set, passes on what they print, and ends when they have ended. It
+// launch: which worker and rank this process is. There are four ways to start the processes of a run:
+//     torchrun, mpirun, srun    The environment numbers the processes: worker * ranks + rank, or with
+//                               --worker W the rank in worker W. They meet in --store or, if all are on this
+//                               machine, in a folder of their job.
+//     -pn N -pr R               llm.c's flags number them (world.h).
+//     --worker W --store URL    This worker's ranks are started here, the other workers elsewhere.
+//     none of these             All processes are started here, and meet in a fresh temporary folder.
+// Without --store, DILOCO_STORE counts: it keeps a password out of the list of processes.
+// If processes are started here, this one becomes their launcher (launcher.h): it starts its own program
+// again with DILOCO_WORKER and DILOCO_RANK set, passes on their output, and ends when they have ended. It
 // restarts an elastic worker that has failed, with DILOCO_RESTART set to the number of restarts so far.
 #pragma once
-#include <sys/stat.h>
 #include <unistd.h>
 #include <xxhash.h>
 
-#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -39,9 +36,9 @@ struct LaunchOptions {
     std::string run_name = "diloco";
     double timeout = 600;
     bool stops_gracefully = false;  // the processes handle a request to stop (stop.h)
-    std::optional<World> world{};   // by -pn and -pr; else the environment may have one
+    std::optional<World> world{};   // of -pn and -pr; otherwise the environment may have one
     bool elastic = false;           // each worker is a run of its own: see Process
-    int restarts = 0;               // of an elastic worker that has failed, by the launcher
+    int restarts = 0;               // by the launcher, of an elastic worker that has failed; at most
 };
 
 // Where processes meet; empty: not given.
@@ -61,17 +58,17 @@ inline void check_launch_options(const LaunchOptions& o) {
     if (o.run_name.empty()) { throw UserError("--run-name is empty: give the run a name"); }
 }
 
-// Worker and rank of this process, and what tells its run from others of the same name.
+// Worker and rank of this process, and what distinguishes its run from others of the same name.
 struct Place {
     int worker = 0, rank = 0;
     int local_rank = 0;          // among the processes that were started with it on this machine
-    bool starts_others = false;  // it is none of the processes but starts them
+    bool starts_others = false;  // it is no process of the run, but their launcher
     std::string job;
     std::string started_by;  // torchrun, mpirun or srun
-    std::string folder;      // where the processes meet if no store is given
+    std::string folder;      // where the processes meet without a store
 };
 
-// UserError unless the world is that of these options.
+// UserError unless the world has as many processes as the options say.
 inline void check_world(const World& world, const LaunchOptions& o, long expected) {
     if (world.size != expected) {
         const std::string what =
@@ -86,8 +83,8 @@ inline void check_world(const World& world, const LaunchOptions& o, long expecte
     }
 }
 
-// Where processes meet that were all started on this machine: a folder of this user and their job. Empty
-// where that cannot be; and for elastic workers, whose log has to outlive a job.
+// The folder in which processes meet that were all started on this machine: it belongs to this user and their
+// job. Empty if they were not, and for elastic workers, whose log must outlive the job.
 inline std::string job_folder(const World& world, const LaunchOptions& o) {
     const bool others_elsewhere = o.worker >= 0 && o.workers > 1;
     const bool is_usable = world.is_on_one_machine() && !others_elsewhere && !o.elastic;
@@ -113,13 +110,13 @@ inline Place place_in_world(const World& world, const LaunchOptions& o, bool nee
     place.worker = o.worker >= 0 ? o.worker : number / o.ranks;
     place.rank = number % o.ranks;
     place.local_rank = world.local_rank;
-    // Where the other workers are other jobs, or may be, the job says nothing of the run.
+    // If the other workers are, or may be, other jobs, the job does not identify the run.
     if (o.worker < 0 && !o.elastic) { place.job = world.job; }
     place.started_by = world.program;
     return place;
 }
 
-// From the environment and the options. UserError where they contradict each other.
+// From the environment and the options. UserError if they contradict each other.
 inline Place find_place(const LaunchOptions& o) {
     check_launch_options(o);
     Place place;
@@ -148,58 +145,10 @@ inline Place find_place(const LaunchOptions& o) {
             "or redis://HOST:PORT");
     }
     place.worker = std::max(o.worker, 0);
-    // An elastic worker that is alone here may need a launcher: for its restarts, or for the store.
+    // An elastic worker that is alone here may need a launcher for its restarts, or for the store.
     place.starts_others = expected > 1 || (o.elastic && (o.restarts > 0 || needs_store));
     return place;
 }
-
-// Makes the folder, or takes it if another process of the job has made it. UserError where it is not this
-// user's alone: whoever can write there could tell the processes whom to connect to.
-inline void make_private_folder(const std::string& path) {
-    struct stat info;
-    do {
-        if (mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) {
-            throw UserError("no temporary folder " + path + " (" + strerror(errno) +
-                            "): set TMPDIR to a folder that can be written, or give --store file:DIR");
-        }
-    } while (lstat(path.c_str(), &info) != 0 && errno == ENOENT);  // removed by one that has just left
-    if (!S_ISDIR(info.st_mode) || info.st_uid != geteuid() || (info.st_mode & 077) != 0) {
-        throw UserError("the temporary folder " + path +
-                        " is not yours alone: remove it, set TMPDIR to another place, or give --store "
-                        "file:DIR");
-    }
-}
-
-// The store in the folder of a job: made when it is first used, and removed by the last process that comes to
-// its end. A run that is killed leaves some kB there. A job that SLURM puts back into its queue comes again
-// under the same name, and finds them: as in any store, they are no run's but the old one's (process.h).
-class JobStore : public Store {
-public:
-    explicit JobStore(std::string path) : path(std::move(path)) {}
-    ~JobStore() override {
-        if (opened) { rmdir(path.c_str()); }
-    }
-    void set(const std::string& key, const std::string& value) override { files().set(key, value); }
-    std::optional<std::string> try_get(const std::string& key) override { return files().try_get(key); }
-    std::string set_if_absent(const std::string& key, const std::string& value) override {
-        return files().set_if_absent(key, value);
-    }
-    void remove(const std::string& key) override { files().remove(key); }
-    std::string url() const override { return "file:" + path; }
-
-private:
-    FileStore& files() {
-        std::call_once(once, [this] {
-            make_private_folder(path);
-            opened = std::make_unique<FileStore>(path);
-        });
-        return *opened;
-    }
-
-    const std::string path;
-    std::once_flag once;
-    std::unique_ptr<FileStore> opened;
-};
 
 // A folder in $TMPDIR or /tmp that is removed with all that is in it.
 class TemporaryDirectory {
@@ -234,8 +183,8 @@ inline std::vector<LaunchedRun> runs_to_start(const LaunchOptions& o) {
     return runs;
 }
 
-// This process, not yet met with the others. A process that starts others does not return from here but exits
-// with their status, so call it before anything is written. Throws UserError.
+// Returns this process, which has not met the others yet. In a launcher it does not return but exits with its
+// status: call it before anything is written. Throws UserError.
 inline Process launch(const LaunchOptions& o, char** argv) {
     const Place place = find_place(o);
     if (place.starts_others) {
@@ -260,11 +209,11 @@ inline Process launch(const LaunchOptions& o, char** argv) {
     process.timeout = o.timeout;
     process.interface = o.interface;
     process.run_name = place.job.empty() ? o.run_name : o.run_name + "." + place.job;
-    // mpirun gives each process a terminal of its own, wherever its own output goes.
+    // mpirun gives each process a terminal, wherever mpirun's own output goes.
     process.terminal = has_launcher() ? environment("DILOCO_TERMINAL") == "1"
                                       : place.started_by != "mpirun" && isatty(STDOUT_FILENO);
     process.store_url = has_launcher() ? environment("DILOCO_STORE") : store_url(o);
     if (o.elastic) { process.become_elastic(); }
-    if (!place.folder.empty()) { process.meeting_point = std::make_shared<JobStore>(place.folder); }
+    process.job_folder = place.folder;
     return process;
 }

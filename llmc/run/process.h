@@ -40,6 +40,7 @@ struct Process {
     std::string interface;       // of the network between workers; empty: the one that leads to the store
     std::string run_name = "diloco";
     std::string store_url;                 // where processes meet; needed if there are several
+    std::string job_folder;                // where they meet instead, if not empty
     std::shared_ptr<Store> meeting_point;  // that store; meet() opens it if it is null
     std::string run_id;                    // set by meet(), as is
     std::shared_ptr<PrefixStore> store;    // the keys of this run
@@ -64,6 +65,7 @@ struct Process {
     // Returns when all processes of the run are there. UserError when some are missing after `timeout`, or
     // when two claim the same place.
     void meet() {
+        if (!meeting_point && !job_folder.empty()) { meeting_point = open_job_store(job_folder); }
         if (!meeting_point && size() > 1) { meeting_point = open_store(store_url, timeout); }
         if (!meeting_point) { meeting_point = std::make_shared<MemoryStore>(); }
         std::vector<std::string> names;

@@ -2,12 +2,11 @@
 //   file:DIR                          a folder that all processes see (one machine, or a shared file system)
 //   redis://[:PASSWORD@]HOST[:PORT]   a Redis or Valkey server that all processes reach (store_redis.h);
 //                                     rediss://: over TLS
-// It carries addresses, run ids and who failed, not gradients. One process that is all alone needs no URL:
+// It carries addresses, run ids and the cause of a failure, not gradients. A single process uses a
 // MemoryStore.
 //
-// A mistake of the user (unknown scheme, unreachable server, wrong password, unwritable folder) is a
-// UserError when the store is opened; a store that fails later is a RunError. All methods may be called by
-// several threads.
+// A user's mistake (unknown scheme, unreachable server, wrong password, unwritable folder) is a UserError
+// when the store is opened; a store that fails later is a RunError. Several threads may call all methods.
 #pragma once
 #include <errno.h>
 #include <pthread.h>
@@ -36,8 +35,7 @@
 // -----------------------------------------------------------------------------------------------------------
 // Waiting, random names, signals
 
-// A wait with an end, for what can only be asked for again and again: each pause is longer than the one
-// before.
+// A wait with a time limit, for polling: each pause is longer than the one before.
 class Patience {
 public:
     explicit Patience(double seconds) : limit(seconds) {}
@@ -46,9 +44,9 @@ public:
     bool is_over() const { return waited() >= limit; }
     void begin_again() { start = looked_at = Clock::now(); }
 
-    // To be called when something else than pause() has waited, for `seconds` at most. Time for which this
-    // process was stopped meanwhile (SIGSTOP, a machine that sleeps) does not count: who has to say something
-    // had no chance to be heard.
+    // To be called after a wait other than pause(), of at most `seconds`. If this process was stopped
+    // meanwhile (SIGSTOP, a machine that sleeps), that time does not count: it could not have heard an
+    // answer.
     void has_waited(double seconds) {
         const Clock::time_point now = Clock::now();
         const double stopped = std::chrono::duration<double>(now - looked_at).count() - seconds;
@@ -58,10 +56,10 @@ public:
         looked_at = now;
     }
 
-    // The same for what this process has done since: it may take long, and counts in full.
+    // To be called after work instead of a wait: its time counts in full.
     void has_worked() { looked_at = Clock::now(); }
 
-    // Sleeps: 1 ms at first, at most 100 ms, and never past the end.
+    // Sleeps 1 ms at first, then longer, up to 100 ms, but not past the time limit.
     void pause() {
         const double seconds = std::min(step, left() + 0.001);
         looked_at = Clock::now();
@@ -87,8 +85,8 @@ inline std::string random_hex(int bytes) {
     return text;
 }
 
-// While it lives, this thread and those it starts get an error and not a SIGPIPE when they write to a
-// connection that the other side has closed. Gloo and hiredis would otherwise end the process without a word.
+// During its life this thread, and threads that it starts, get an error instead of a SIGPIPE when they write
+// to a connection that the other side has closed. Otherwise Gloo and hiredis would end the process silently.
 class NoSigpipe {
 public:
     NoSigpipe() {
@@ -121,23 +119,23 @@ public:
 
     virtual void set(const std::string& key, const std::string& value) = 0;
 
-    // The value, or nothing where there is none (yet).
+    // Returns the value, if there is one.
     virtual std::optional<std::string> try_get(const std::string& key) = 0;
 
-    // Sets the key unless it has a value; of several at once exactly one wins. Returns the winner's value.
+    // Sets the key unless it has a value. Of several calls at once exactly one wins; all return its value.
     virtual std::string set_if_absent(const std::string& key, const std::string& value) = 0;
 
-    // Removes the key, if it is there.
+    // Removes the key, if it exists.
     virtual void remove(const std::string& key) = 0;
 
-    // For messages: the URL without its password.
+    // The URL without its password, for messages.
     virtual std::string url() const = 0;
 
-    // The address of this machine on the way to the store, for others to connect to.
+    // The address of this machine on its way to the store, for other processes to connect to.
     virtual std::string local_address() { return "127.0.0.1"; }
 };
 
-// The keys that start with `prefix`, without it: the keys of one run.
+// The keys of one run, which all start with `prefix`.
 class PrefixStore : public Store {
 public:
     PrefixStore(std::shared_ptr<Store> inner, std::string prefix)
@@ -161,7 +159,7 @@ public:
     std::string url() const override { return inner->url(); }
     std::string local_address() override { return inner->local_address(); }
 
-    // Removes all keys that were set through this object and are still there.
+    // Removes all keys that were set through this object.
     void remove_own() {
         std::lock_guard<std::mutex> lock(mutex);
         for (const std::string& key : own) { inner->remove(prefix + key); }
@@ -180,7 +178,7 @@ private:
     std::string prefix;
 };
 
-// For one process, or for threads of one process.
+// For the threads of one process.
 class MemoryStore : public Store {
 public:
     void set(const std::string& key, const std::string& value) override {
@@ -210,13 +208,13 @@ private:
 // -----------------------------------------------------------------------------------------------------------
 // A folder
 
-// One file a key (value_file.h). A value is written under another name, which then becomes the key's, or is
-// linked to it where only the first may win.
+// One file a key (value_file.h). A value is written to a temporary file, which is then renamed to the key's
+// file, or linked to it if only the first value may win.
 class FileStore : public Store {
 public:
     explicit FileStore(std::string folder) : folder(std::move(folder)) { make_usable(this->folder); }
 
-    // UserError where a store cannot be in this folder.
+    // UserError if the folder cannot hold a store.
     static void make_usable(const std::string& folder) {
         std::error_code error;
         std::filesystem::create_directories(folder, error);
@@ -263,7 +261,7 @@ public:
     std::string url() const override { return "file:" + folder; }
 
 private:
-    // A long name is cut, and ends in a hash of the whole; "%%" stands in no other name.
+    // A long name is shortened and ends in a hash of the key; no other name contains "%%".
     std::string path(const std::string& key) const {
         std::string name = file_name_of(key);
         if (name.size() > 200) {
@@ -276,7 +274,7 @@ private:
 
     std::string write_temporary(const std::string& value) const {
         const std::string temporary = folder + "/.new-" + random_hex(12);
-        const bool sync = false;  // a run that lost its power meets anew
+        const bool sync = false;  // after a loss of power the run's processes meet again
         write_value_file(temporary, value, sync);
         return temporary;
     }

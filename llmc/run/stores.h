@@ -1,7 +1,10 @@
-// The stores by URL (see store.h). hiredis may be missing where a program is built: make then defines
-// WITHOUT_HIREDIS, and this file and streaming/elastic/log_stores.h alone know it.
+// Opens a store by its URL (store.h). A program may be built without hiredis: make then defines
+// WITHOUT_HIREDIS, which only this file and streaming/elastic/log_stores.h know.
 #pragma once
+#include <errno.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <memory>
 #include <string>
@@ -28,13 +31,41 @@ inline std::string folder_of_store(const std::string& url) {
     if (url.rfind("file:", 0) == 0 && url.rfind("file://", 0) != 0 && url.size() > strlen("file:")) {
         return url.substr(strlen("file:"));
     }
-    // No more of it than the kind: there may be a password in the rest.
+    // The message quotes only the kind: the rest may contain a password.
     throw UserError("the store '" + url.substr(0, url.find(':')) +
                     ":...' is of no known kind: give --store file:DIR or redis://[:PASSWORD@]HOST:PORT");
 }
 
-// UserError for a URL of no known kind and for a store that cannot be used.
+// UserError for a URL of no known kind, and for a store that cannot be used.
 inline std::unique_ptr<Store> open_store(const std::string& url, double timeout) {
     if (is_redis_url(url)) { return open_redis_store(url, timeout); }
     return std::make_unique<FileStore>(folder_of_store(url));
+}
+
+// Makes the folder, unless another process of the job has made it. UserError if it is not this user's alone:
+// another user who can write there could make the processes connect to another machine.
+inline void make_private_folder(const std::string& path) {
+    struct stat info;
+    do {
+        if (mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) {
+            throw UserError("no temporary folder " + path + " (" + strerror(errno) +
+                            "): set TMPDIR to a folder that can be written, or give --store file:DIR");
+        }
+    } while (lstat(path.c_str(), &info) != 0 && errno == ENOENT);  // just removed by another process
+    if (!S_ISDIR(info.st_mode) || info.st_uid != geteuid() || (info.st_mode & 077) != 0) {
+        throw UserError("the temporary folder " + path +
+                        " is not yours alone: remove it, set TMPDIR to another place, or give --store "
+                        "file:DIR");
+    }
+}
+
+// The store in the folder of a job, which is removed with its last process. A run that is killed leaves some
+// kB there. A job that SLURM requeues finds these keys under the same name; like those of any earlier run
+// they do not matter (meeting.h).
+inline std::shared_ptr<Store> open_job_store(const std::string& folder) {
+    make_private_folder(folder);
+    return {new FileStore(folder), [folder](Store* store) {
+                delete store;
+                rmdir(folder.c_str());  // fails while another process has keys there
+            }};
 }

@@ -1308,7 +1308,7 @@ TEST(JobFolder, does_not_replace_a_store_for_several_machines_nameless_jobs_and_
 TEST(JobStore, is_private_and_goes_with_its_last_process) {
     TemporaryFolder folder;
     const std::string path = folder / "job";
-    auto first = std::make_unique<JobStore>(path), second = std::make_unique<JobStore>(path);
+    std::shared_ptr<Store> first = open_job_store(path), second = open_job_store(path);
     first->set("key", "value");
     EXPECT_EQ(second->try_get("key").value_or(""), "value");
     struct stat info;
@@ -1323,7 +1323,10 @@ TEST(JobStore, is_private_and_goes_with_its_last_process) {
 
 TEST(JobStore, that_is_not_used_leaves_nothing) {
     TemporaryFolder folder;
-    { JobStore store(folder / "job"); }
+    {
+        Process process;
+        process.job_folder = folder / "job";
+    }
     EXPECT_TRUE(std::filesystem::is_empty(folder.name()));
 }
 
@@ -1343,11 +1346,11 @@ TEST(JobStore, does_not_use_what_others_may_write_to) {
         names.push_back("theirs");
     }
     for (const std::string& name : names) {
-        EXPECT_TRUE(contains(user_error([&] { JobStore(folder / name).set("key", ""); }),
+        EXPECT_TRUE(contains(user_error([&] { open_job_store(folder / name); }),
                              "is not yours alone: remove it"))
             << name;
     }
-    EXPECT_TRUE(contains(user_error([&] { JobStore(folder / "no/where").set("key", ""); }), "set TMPDIR"));
+    EXPECT_TRUE(contains(user_error([&] { open_job_store(folder / "no/where"); }), "set TMPDIR"));
 }
 
 // -----------------------------------------------------------------------------------------------------------
