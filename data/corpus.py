@@ -1,9 +1,9 @@
-"""What the scripts of this folder share: tokenizers, token shards, folders that know what was made in them.
+"""Shared by the scripts of this folder: tokenizers, token shards, and folders that record their content.
 
 Files are llm.c's: shards of 256 int32 {20240520, 1, token count}, then uint16 tokens; tokenizer.bin of 256
 int32 {20240328, 2, vocabulary size, end of text}, then of every token a length byte and its bytes. Every
-document begins with the end-of-text token. A folder holds a whole corpus when its prepare.json lists it: with
-what settings it was made, and the sizes of its files.
+document begins with the end-of-text token. A folder holds a whole corpus when its prepare.json lists the
+settings that made it and the sizes of its files.
 """
 import argparse
 import contextlib
@@ -27,11 +27,11 @@ END_OF_TEXT = "<|endoftext|>"
 LARGEST_VOCABULARY = 1 << 16  # a token is a uint16
 LONGEST_TOKEN = 255  # bytes: its length is one byte
 GPT2_VOCABULARY = 50257
-WORK = ".part"  # what is made lies there until it is whole
+WORK = ".part"  # output stays in this folder until it is whole
 
 
 class UserError(Exception):
-    """A mistake of the user's: what is wrong, and what to do."""
+    """A mistake of the user. The message names the mistake and the remedy."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_script(script):
-    """Calls script(), and says in a line what a user can mend. Returns the exit status."""
+    """Calls script() and prints errors that a user can correct in one line. Returns the exit status."""
     try:
         script()
         return 0
@@ -52,7 +52,7 @@ def run_script(script):
         status = 2
     except KeyboardInterrupt:
         message, status = "", 130
-    progress = "\r\033[K" if sys.stderr.isatty() else ""  # it is on the line
+    progress = "\r\033[K" if sys.stderr.isatty() else ""  # clears the progress line
     print(end=progress + message, file=sys.stderr, flush=True)
     return status
 
@@ -103,7 +103,7 @@ class Gpt2:
 
 
 def byte_level_characters():
-    """The character that stands for each byte in a byte-level BPE, turned around: {character: byte}.
+    """{character: byte}: the byte that each character stands for in a byte-level BPE.
 
     Printable Latin-1 characters stand for themselves, the other bytes for U+0100, U+0101, ... in order.
     """
@@ -128,7 +128,7 @@ def train_bpe(texts, size):
 
 
 def download_gpt2():
-    """GPT-2's own vocabulary, by tiktoken, which downloads it once."""
+    """GPT-2's own vocabulary. tiktoken downloads it once."""
     import tiktoken
     try:
         return Gpt2(tiktoken.get_encoding("gpt2"))
@@ -139,7 +139,7 @@ def download_gpt2():
 
 
 def gpt2_of(vocabulary):
-    """GPT-2's tokenizer from its tokens alone: they are in the order of its merges, which is all it takes."""
+    """GPT-2's tokenizer from its tokens alone, whose order is the order of its merges."""
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
     return Gpt2(tiktoken.Encoding("gpt2", pat_str=r50k_pat_str,
@@ -148,7 +148,7 @@ def gpt2_of(vocabulary):
 
 
 def make_tokenizer(kind, texts):
-    """kind: what tokenizer_choice takes. texts(): what a BPE is trained on."""
+    """kind: as for tokenizer_choice. texts(): the texts that a BPE is trained on."""
     try:
         if kind == "bytes":
             return Bytes()
@@ -163,7 +163,7 @@ def make_tokenizer(kind, texts):
 
 
 def is_kind(text):
-    """Whether a --tokenizer is the name of a kind, not a folder or a file."""
+    """Whether a --tokenizer names a kind of tokenizer, rather than a folder or a file."""
     kind, _, size = text.partition(":")
     return text in ("bytes", "gpt2") or (kind == "bpe" and size.isdecimal()
                                          and 257 <= int(size) <= LARGEST_VOCABULARY)
@@ -187,7 +187,7 @@ def tokenizer_file(path):
 
 
 def load_tokenizer(path):
-    """That of a corpus in the folder `path`, or of the file `path`."""
+    """The tokenizer of a corpus in the folder `path`, or of the file `path`."""
     path = tokenizer_file(path)
     vocabulary, merges = read_vocabulary(path), path.with_name("tokenizer.json")
     if vocabulary == Bytes.vocabulary:
@@ -204,7 +204,7 @@ def load_bpe(path, vocabulary):
     from tokenizers import Tokenizer
     try:
         tokenizer = Bpe(Tokenizer.from_file(str(path)))
-    except Exception as error:  # of no type of its own
+    except Exception as error:  # the library has no exception type of its own
         raise UserError(f"{path} is damaged: make it again with data/prepare.py") from error
     if tokenizer.vocabulary != vocabulary:
         raise UserError(f"{path} has other tokens than the tokenizer.bin beside it: make both again with "
@@ -231,7 +231,7 @@ def read_vocabulary(path):
 
 
 def identity(tokenizer):
-    """The same for tokenizers with the same tokens."""
+    """A hash that is equal for tokenizers with the same tokens."""
     tokens = b"".join(bytes([len(token)]) + token for token in tokenizer.vocabulary)
     return hashlib.sha256(tokens).hexdigest()
 
@@ -270,7 +270,7 @@ def token_count(text):
 
 
 def tokenizer_settings(choice):
-    """What a --tokenizer is, wherever its folder has moved."""
+    """Identifies a --tokenizer, even if its folder has moved."""
     return choice if is_kind(choice) else identity(load_tokenizer(Path(choice)))
 
 
@@ -291,11 +291,11 @@ def write_tokenizer(folder, tokenizer):
 
 
 class ShardWriter:
-    """Writes tokens to path_of(0), path_of(1), ... of `shard_tokens` each. A shard appears when it is whole,
-    and is `unfinished` until then.
+    """Writes tokens to path_of(0), path_of(1), ... with `shard_tokens` in each. A shard has the name
+    `unfinished` until it is whole.
 
-    The last takes a rest below a tenth of a shard with it: a loader has no use for shards of a few tokens.
-    The first `alone` take none. counts: tokens of the shards that are there already.
+    A rest of less than a tenth of a shard is appended to the last shard, because a loader cannot use shards
+    of a few tokens. The first `alone` shards take no rest. counts: tokens of the shards that exist already.
     """
 
     def __init__(self, path_of, shard_tokens, unfinished, counts=(), alone=0):
@@ -306,7 +306,7 @@ class ShardWriter:
 
     @property
     def room(self):
-        """Tokens until a shard ends."""
+        """Number of tokens until the shard ends."""
         return self.shard_tokens - self.in_shard
 
     @property
@@ -344,7 +344,7 @@ class ShardWriter:
 
 
 def seal(file, tokens, path):
-    """Gives a shard that is written, in the place where it became one, its header and its name."""
+    """Gives a shard whose tokens are written its header and its name."""
     file.seek(0)
     file.write(header(SHARD_MAGIC, 1, tokens))
     file.flush()
@@ -354,7 +354,7 @@ def seal(file, tokens, path):
 
 
 def rewrite_shard(path, keep, rest, unfinished):
-    """The first `keep` tokens of a shard, and `rest` behind them."""
+    """Replaces a shard by its first `keep` tokens, followed by `rest`."""
     kept = np.memmap(path, "<u2", "r", HEADER_BYTES, (keep,))
     file = open(unfinished, "wb")
     file.write(header())
@@ -368,7 +368,7 @@ def rewrite_shard(path, keep, rest, unfinished):
 
 @contextlib.contextmanager
 def locked(folder):
-    """Makes the folder, and keeps other runs from it. One that failed leaves no folder that was not there."""
+    """Makes the folder and locks it against other runs. A run that fails removes the folder that it made."""
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
@@ -377,7 +377,7 @@ def locked(folder):
         yield
     except BaseException:
         if new:
-            with contextlib.suppress(OSError):  # it is not empty: what went wrong before is to be told
+            with contextlib.suppress(OSError):  # if it is not empty, the first error counts
                 folder.rmdir()
         raise
     finally:
@@ -393,7 +393,7 @@ def take_turn(lock, folder):
 
 
 def read_record(folder):
-    """What prepare.json says; nothing where it is none."""
+    """The content of prepare.json; empty if there is no valid one."""
     try:
         record = json.loads((folder / "prepare.json").read_text())
     except (OSError, ValueError):
@@ -412,7 +412,7 @@ def is_there(folder, settings):
 
 
 def files_made(folder):
-    """What prepare.json lists, whatever text it was of; of its names only those of files in the folder."""
+    """The files in the folder that prepare.json lists, whatever text they were made of."""
     names = read_record(folder).get("files")
     if not isinstance(names, dict):
         return []
@@ -420,15 +420,17 @@ def files_made(folder):
 
 
 def not_made_here(folder, patterns):
-    """Files that have the names of what comes, and are not of a corpus that prepare.json lists: the user's."""
+    """The user's files: they have names of the output, but prepare.json does not list them."""
     ours = files_made(folder)
     return [path for pattern in (*patterns, "tokenizer.bin", "tokenizer.json")
             for path in sorted(folder.glob(pattern)) if path not in ours]
 
 
 def replace_output(work, folder, settings):
-    """Moves the new files into place, and those of an earlier corpus out of it, of another text too: their
-    tokenizer is replaced. prepare.json lists all of them before that, as what does not count, and comes last.
+    """Moves the new files into place and removes those of an earlier corpus, also of another text, since
+    their tokenizer is replaced. Before that, prepare.json lists all of these files without settings, so that
+    a run which is killed in between leaves files that are known and do not count. The final prepare.json
+    comes last.
     """
     def save(settings, files):
         (work / "prepare.json").write_text(json.dumps({"settings": settings, "files": files}, indent=1) + "\n")
@@ -444,17 +446,17 @@ def replace_output(work, folder, settings):
 
 
 def make_whole(folder, settings, patterns, make):
-    """Lets make(work) write a corpus, which then appears in `folder` at once. Does nothing where it is there.
+    """Lets make(work) write a corpus, which then appears in `folder` all at once. Does nothing if it exists.
 
-    patterns: of its files' names, under which there must be nothing of the user's. make returns the line that
-    sums the corpus up. Returns whether it was called.
+    patterns: of the names of its files; the user must have no files with such names. make returns a line that
+    sums the corpus up. Returns whether make was called.
     """
     shown = os.path.relpath(folder)
     with locked(folder):
         if is_there(folder, settings):
             print(f"{shown}: already there")
             return False
-        if others := not_made_here(folder, patterns):  # llm.c's, say
+        if others := not_made_here(folder, patterns):  # for example llm.c's
             raise UserError(f"{shown}/{others[0].name} was not made by this script: use it as it is, or give "
                             "another --out")
         work = folder / WORK

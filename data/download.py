@@ -1,7 +1,7 @@
-"""Files of the internet, whole or not at all.
+"""Downloads files, whole or not at all.
 
-fetch() writes to NAME.partial, goes on where it stopped (HTTP ranges), tries again after what may pass
-(dropped and stalled connections, 429, 500 and above), checks the size and SHA-256 where the source gives
+fetch() writes to NAME.partial, resumes a partial download (HTTP ranges), retries after temporary failures
+(dropped and stalled connections, 429, 500 and above), checks the size and SHA-256 where the source publishes
 them, and only then gives the file its name. hub_files() lists a folder of a data set on the Hugging Face hub,
 pinned to a commit, with sizes and checksums.
 """
@@ -23,11 +23,11 @@ from corpus import UserError
 HUB = "https://huggingface.co"
 BLOCK = 1 << 18
 LONGEST_PAUSE = 60  # seconds between two attempts
-PASSING = (408, 425, 429)  # and 500 and above: what a server may answer otherwise a minute later
+PASSING = (408, 425, 429)  # and 500 and above
 
 
 class Remote(NamedTuple):
-    """A file elsewhere. size, sha256: None where its source does not say."""
+    """A file to download. size, sha256: None if its source does not publish them."""
     url: str
     size: int | None = None
     sha256: str | None = None
@@ -35,11 +35,11 @@ class Remote(NamedTuple):
 
 class Limits(NamedTuple):
     timeout: float  # seconds without a byte
-    retries: int  # attempts in a row that bring nothing
+    retries: int  # attempts in a row without progress
 
 
 class Passing(Exception):
-    """What went wrong may go well next time, `pause` seconds from now if the server said so."""
+    """A temporary failure. pause: seconds to wait, if the server named a time."""
 
     def __init__(self, reason, pause=0):
         super().__init__(reason)
@@ -47,11 +47,11 @@ class Passing(Exception):
 
 
 class Refused(Exception):
-    """Trying again would not help."""
+    """A failure that another attempt would only repeat."""
 
 
 def hub_address():
-    """Where the hub is: HF_ENDPOINT is the hub's own variable for a mirror."""
+    """The hub, or the mirror that HF_ENDPOINT names (the hub's own variable)."""
     return os.environ.get("HF_ENDPOINT") or HUB
 
 
@@ -63,7 +63,7 @@ def web_address(text):
 
 
 def fetch(remote, path, limits, received=lambda count: None):
-    """Downloads `remote` to `path`, unless it is there. received(n): n more bytes are there, or -n fewer."""
+    """Downloads `remote` to `path`, unless it exists. received(n): reports n more bytes, or -n fewer."""
     if path.is_file() and remote.size in (None, path.stat().st_size):
         return
     partial = partial_of(path)
@@ -74,7 +74,7 @@ def fetch(remote, path, limits, received=lambda count: None):
             os.replace(partial, path)
             return
         received(-size_of(partial))
-        partial.unlink()  # an older version's beginning, perhaps: once from the start
+        partial.unlink()  # perhaps it began as an older version: try once from the start
     raise UserError(f"{remote.url} came twice with another checksum than it should have: try another network "
                     "or --url, or download it elsewhere and give --from DIR")
 
@@ -84,8 +84,8 @@ def partial_of(path):
 
 
 def discard(folder, paths):
-    """Removes downloads in `folder`, whole or not, and folders of theirs that are empty then. What else lies
-    there is the user's."""
+    """Removes downloads in `folder`, whole or partial, and their folders if these are empty then. All other
+    files are the user's."""
     for path in paths:
         for each in (path, partial_of(path)):
             if each.is_file():
@@ -110,7 +110,7 @@ def sha256_of(path):
 
 
 def check(path, remote):
-    """UserError unless `path` is the file that `remote` is."""
+    """Throws a UserError unless `path` has the size and checksum of `remote`."""
     if remote.size not in (None, path.stat().st_size):
         raise UserError(f"{path} has {path.stat().st_size:,} bytes, not {remote.size:,}: download it again "
                         f"from {remote.url}")
@@ -119,8 +119,7 @@ def check(path, remote):
 
 
 def patiently(url, limits, attempt, progress=lambda: 0):
-    """Returns what attempt() does. After `retries` failures in a row that brought progress() no further than
-    it was before, it is the user's turn.
+    """Returns the result of attempt(). Throws a UserError after `retries` failures in a row without progress.
     """
     failures, reached = 0, progress()
     while True:
@@ -141,13 +140,13 @@ def patiently(url, limits, attempt, progress=lambda: 0):
 
 
 def ask(url, timeout, begin=0):
-    """An open response. Passing or Refused where there is none."""
+    """Opens the URL, or throws Passing or Refused."""
     request = urllib.request.Request(url, headers={"User-Agent": "diloco.c"})
     if begin > 0:
         request.add_header("Range", f"bytes={begin}-")
     token = os.environ.get("HF_TOKEN")
     if token and url.startswith(hub_address() + "/"):
-        request.add_unredirected_header("Authorization", f"Bearer {token}")  # not for where the hub sends us
+        request.add_unredirected_header("Authorization", f"Bearer {token}")  # not after a redirect
     try:
         return urllib.request.urlopen(request, timeout=timeout)
     except urllib.error.HTTPError as error:
@@ -175,7 +174,7 @@ def broken(error):
 
 
 def transfer(remote, partial, timeout, received):
-    """Brings `partial` to its full length, from where it is."""
+    """Appends to `partial` until it has its full length."""
     begin = size_of(partial)
     if remote.size is not None and begin == remote.size:
         return
@@ -200,7 +199,7 @@ def transfer(remote, partial, timeout, received):
 
 
 def goes_on(response, begin):
-    """Whether these are the bytes from `begin` on; else the server sends all of them."""
+    """Whether the response has the bytes from `begin` on; if not, it has all of them."""
     if response.status != 206:
         return False
     if not (response.headers.get("Content-Range") or "").startswith(f"bytes {begin}-"):
@@ -243,7 +242,7 @@ class HubFile(NamedTuple):
 
 
 def hub_files(hub, dataset, folder, limits):
-    """The commit that main is, and the files of a folder at that commit, in the order of their names."""
+    """The commit of the branch main, and the files of a folder at that commit, sorted by name."""
     commit = hub_answer(f"{hub}/api/datasets/{dataset}/revision/main", limits)[0]
     try:
         commit, files = commit["sha"], []
@@ -259,7 +258,7 @@ def hub_files(hub, dataset, folder, limits):
 
 
 def hub_answer(url, limits):
-    """What the hub says, and the address of the next page."""
+    """The hub's answer, and the address of the next page."""
     def attempt():
         with ask(url, limits.timeout) as response:
             try:
@@ -284,7 +283,7 @@ def hub_file_address(hub, dataset, commit, path):
 
 
 def add_source_options(parser, what, url, url_help):
-    """what: the files that --from takes, as they are named at home."""
+    """what: the files that --from takes, by the names of their source."""
     parser.add_argument("--from", dest="source", type=existing_folder, metavar="DIR",
                         help=f"take {what} from this folder; no network is used for it")
     parser.add_argument("--url", type=web_address, default=url, metavar="URL", help=url_help)
@@ -320,7 +319,7 @@ def whole_number(text):
 
 
 def obtain(options, remote, name, folder):
-    """One file, of this name in --from, else downloaded into `folder`. It is as `remote` says."""
+    """The path of a file: `name` in --from, else downloaded into `folder`. Checks its size and checksum."""
     if options.source is None:
         fetch(remote._replace(url=options.url), folder / name, limits_of(options))
         return folder / name

@@ -11,10 +11,10 @@
                                                   --include 'sample/10BT/*' --local-dir DIR
 
 Writes fineweb_val_000000.bin, then fineweb_train_000001.bin, ... (edu_fineweb_... of FineWeb-Edu), 10^8
-tokens each, the last with what is left, and tokenizer.bin. Every shard appears when it is whole, and the next
-start goes on behind it, to the same bytes as if it had never stopped. While processes make tokens of one file
-the next two are downloaded into downloads/, 2 GB each, and removed after use. A BPE of its own (bpe:N) is
-trained on the last documents of the first file.
+tokens each, the last with the rest, and tokenizer.bin. A shard appears when it is whole. A later start
+continues after it and gives the same bytes as a run that was never interrupted. While processes tokenize one
+file, the next two are downloaded into downloads/ (2 GB each) and removed after use. A BPE of its own (bpe:N)
+is trained on the last documents of the first file.
 """
 import argparse
 import contextlib
@@ -62,7 +62,7 @@ from download import (
 )
 from parallel import Processes, Progress, add_process_options, size, tokenize
 
-VERSION = 1  # of the output: after a change, older output is not gone on with
+VERSION = 1  # of the output: older output is not continued after a change
 DATASETS = {"classic": ("HuggingFaceFW/fineweb", "fineweb"),
             "edu": ("HuggingFaceFW/fineweb-edu", "edu_fineweb")}
 ROWS = 500  # documents that a process takes at a time, some megabytes
@@ -73,7 +73,7 @@ CONNECTIONS = 2
 
 
 class Position(NamedTuple):
-    """In the stream of all tokens: a document, and how many of its tokens are before."""
+    """A place in the stream of all tokens: a document, and the number of its tokens before the place."""
     file: int
     row: int
     skip: int
@@ -83,7 +83,7 @@ class Position(NamedTuple):
 
 
 class LocalFiles:
-    """Those of --from."""
+    """The files of --from."""
 
     def __init__(self, paths):
         self.paths = paths
@@ -97,7 +97,7 @@ class LocalFiles:
 
 
 class Downloads:
-    """Files of the hub, downloaded in order, some ahead of their use, and removed when they are released."""
+    """Files of the hub, downloaded in order, some of them ahead of their use, and removed when released."""
 
     def __init__(self, files, address, folder, limits, keep):
         self.files, self.address, self.folder, self.limits, self.keep = files, address, folder, limits, keep
@@ -112,7 +112,7 @@ class Downloads:
         return self.folder / self.files[number].path
 
     def wait(self, number, wanted=lambda number: False):
-        """The path of a file, or None if it is not there soon. wanted(i): whether i is worth being ahead."""
+        """The path of a file, or None if it is not ready soon. wanted(i): whether to download i ahead."""
         for ahead in range(number, min(number + AHEAD + 1, len(self.files))):
             if ahead == number or wanted(ahead):
                 self.start(ahead)
@@ -142,7 +142,7 @@ class Downloads:
             self.started[number].set_exception(error)
 
     def release(self, before):
-        """Files whose number is less are not needed any more."""
+        """Files of lower numbers are no longer needed."""
         for number in range(self.first, before):
             self.counts[number] = self.files[number].size
             if not self.keep:
@@ -177,7 +177,7 @@ def open_parquet(path):
 
 
 def batches(path, begin):
-    """(number of the first row, texts) of a file, from the row `begin` on; what is before is not decoded."""
+    """(number of the first row, texts) of a file, from row `begin` on; earlier rows are not decoded."""
     import pyarrow
     file = open_parquet(path)
     row, group = 0, 0
@@ -195,13 +195,13 @@ def batches(path, begin):
 
 
 def documents(files, position, report):
-    """((file, first row), texts) of all files from a position on; None now and then while it waits."""
+    """((file, first row), texts) of all files from a position on; None from time to time during a wait."""
     for number in range(position.file, len(report.sizes)):
         while report.most != EVERY_TOKEN and report.made_chunks < report.chunks:
-            yield None  # no file is asked for until it is known that those before it are not enough
+            yield None  # ask for no file before it is known that the earlier ones are too few
         while (path := files.wait(number, report.wants)) is None:
             report.show()
-            yield None  # what is being made meanwhile can be written
+            yield None  # finished tokens can be written in the meantime
         report.rows[number] = open_parquet(path).metadata.num_rows
         for row, texts in batches(path, position.row if number == position.file else 0):
             report.chunks += 1
@@ -212,18 +212,18 @@ def documents(files, position, report):
 
 
 class Output:
-    """The folder of shards, and prepare.json in it, which says where in the stream each whole shard ends."""
+    """The folder of shards. Its prepare.json records where in the stream each whole shard ends."""
 
     def __init__(self, folder, name, settings, files, commit):
         self.folder, self.name, self.settings, self.files, self.commit = folder, name, settings, files, commit
         self.positions = []  # where each whole shard ends
-        self.complete = None  # how many training tokens were asked for, 0 for all, once they are there
+        self.complete = None  # once all are written: the number of training tokens asked for, 0 for all
 
     def path(self, shard):
         return self.folder / f"{self.name}_{'val' if shard == 0 else 'train'}_{shard:06d}.bin"
 
     def whole(self, shard):
-        """Whether a shard is there, with a rest behind it or not."""
+        """Whether a shard exists, with or without an appended rest."""
         path, expected = self.path(shard), HEADER_BYTES + 2 * self.settings["shard_tokens"]
         return path.is_file() and path.stat().st_size >= expected
 
@@ -241,7 +241,7 @@ class Output:
         return sorted(self.folder.glob(f"{self.name}_*_??????.bin"))
 
     def writer(self):
-        """Of what comes behind the whole shards. What is there behind them goes: a part of a shard, say."""
+        """A writer that continues after the whole shards. A partial shard after them is removed."""
         tokens, shards = self.settings["shard_tokens"], len(self.positions)
         for path in self.shards():
             if path not in map(self.path, range(shards)):
@@ -256,7 +256,7 @@ class Output:
             path.unlink(missing_ok=True)
 
     def end(self):
-        """Of the whole shards."""
+        """Number of tokens in the whole shards."""
         return self.positions[-1] if self.positions else Position(0, 0, 0)
 
     @property
@@ -287,12 +287,12 @@ def write_shards(output, chunks, most, report):
 
 
 class Report:
-    """How far the run is."""
+    """Progress of the run."""
 
     def __init__(self, files, sizes, output, most):
         self.files, self.sizes, self.most = files, sizes, most
-        self.rows = {}  # of each file that is open
-        self.chunks = self.made_chunks = 0  # of documents: given to processes, and come back as tokens
+        self.rows = {}  # number of rows of each open file
+        self.chunks = self.made_chunks = 0  # given to processes, and tokenized
         self.file, self.row, _ = output.end()
         self.tokens = len(output.positions) * output.settings["shard_tokens"]
         self.progress = Progress()
@@ -302,12 +302,12 @@ class Report:
         return sum(self.sizes[:self.file]) + share * self.sizes[self.file]
 
     def wants(self, number):
-        """Whether a file is needed, as far as can be told from the bytes that tokens took so far."""
+        """Whether a file is needed, estimated from the bytes per token so far."""
         before = sum(self.sizes[:number])
         return self.most == EVERY_TOKEN or self.tokens * before < self.most * self.bytes_done()
 
     def made(self, file, row, tokens, needed):
-        """needed: the first file that a later run would go on with."""
+        """needed: the first file that a later run would need."""
         self.file, self.row, self.tokens = file, row, tokens
         self.made_chunks += 1
         self.files.release(needed)
@@ -329,9 +329,9 @@ def describe(options, tokenizer):
 
 
 def take_up(output, record):
-    """What an earlier run of the same settings left: shards up to the first one that is not there."""
+    """The output of an earlier run with the same settings: shards up to the first missing one."""
     shown = os.path.relpath(output.folder)
-    if not record and output.shards():  # llm.c's have these names, too
+    if not record and output.shards():  # llm.c's shards have these names, too
         raise UserError(f"{shown} holds shards and no prepare.json that says how they were made: use them as "
                         "they are, or give another --out")
     if not record:
@@ -348,7 +348,7 @@ def take_up(output, record):
 
 
 def is_complete(options, record, folder):
-    """Whether all tokens that are asked for are there."""
+    """Whether all tokens that are asked for exist."""
     complete = record.get("complete")
     if complete is None or not all((folder / name).is_file() and (folder / name).stat().st_size == size
                                    for name, size in record["files"].items()):
@@ -357,7 +357,7 @@ def is_complete(options, record, folder):
 
 
 def find_source(options, record):
-    """(commit, files, paths): paths only of --from. A run goes on with the commit that it was begun with."""
+    """(commit, files, paths): paths only with --from. A resumed run keeps the commit that it began with."""
     sample = f"{options.version}T"
     if options.source is not None:
         return None, *local_files(options.source, sample)
@@ -382,14 +382,14 @@ def find_files(options, folder, files, commit, paths):
 
 
 def get(files, number, report):
-    """A path, and no others ahead: if the source has nothing for us, nothing shall lie around."""
+    """The path of one file, without downloading others ahead: if the source fails, nothing is left behind."""
     while (path := files.wait(number)) is None:
         report.show()
     return path
 
 
 def find_tokenizer(options, output, files, report):
-    """That of the run which is gone on with, else the one asked for."""
+    """The tokenizer of the run that is resumed, else the one asked for."""
     if output.positions:
         return load_tokenizer(output.folder)
 
@@ -402,7 +402,7 @@ def find_tokenizer(options, output, files, report):
 
 
 def make(options, output, files):
-    """Writes what is not there yet. Returns the line that sums it up."""
+    """Writes all missing shards. Returns the line that sums the corpus up."""
     sizes = [file.size for file in output.files]
     most = options.shard_tokens + options.max_tokens if options.max_tokens else EVERY_TOKEN
     begun = f", behind shard {len(output.positions) - 1} that is there" if output.positions else ""
@@ -429,7 +429,7 @@ def make(options, output, files):
 def parse_options(arguments):
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-t", "--type", choices=("classic", "edu"), default="classic",
-                        help="FineWeb, or what of it is educational (classic)")
+                        help="FineWeb, or its educational part (classic)")
     parser.add_argument("-v", "--version", choices=("10B", "100B"), default="10B", help="tokens (10B)")
     parser.add_argument("-s", "--shard-tokens", "--shard_size", type=shard_size, default=10**8, metavar="N",
                         help="tokens in a shard (10^8)")

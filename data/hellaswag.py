@@ -5,9 +5,9 @@
     data/hellaswag.py --tokenizer data/mine            for a model trained on that -> data/hellaswag-mine/
     data/hellaswag.py --from DIR                       from DIR/hellaswag_val.jsonl, downloaded elsewhere
 
-Writes hellaswag_val.bin, in the format that llmc/text/eval_set.h describes, and tokenizer.bin. A model can be
-asked only in the vocabulary that it was trained with: --tokenizer takes the folder of its corpus. As llm.c
-has it, the context is `ctx`, and an ending has a space before it; both are turned into tokens on their own.
+Writes hellaswag_val.bin, in the format that llmc/text/eval_set.h describes, and tokenizer.bin. A model needs
+the questions in the vocabulary that it was trained with: --tokenizer takes the folder of its corpus. As in
+llm.c, the context is `ctx`, an ending has a space before it, and both are tokenized separately.
 """
 import argparse
 import json
@@ -35,7 +35,7 @@ SOURCE = Remote("https://raw.githubusercontent.com/rowanz/hellaswag/master/data/
                 sha256="0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588")
 VERSION = 1  # of the output: after a change, older output is made again
 MAGIC = 20240522
-START = 65535  # begins an example, so no token is that
+START = 65535  # begins an example, and so is no token
 MOST_EXAMPLES = LONGEST = 65535  # an index and an example's bytes are uint16
 
 

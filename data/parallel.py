@@ -1,7 +1,7 @@
-"""Documents to tokens in several processes, in order, and how far that is.
+"""Tokenizes documents in several processes, in order, and reports progress.
 
-Processes are started afresh (spawn), since what is forked beside threads may hang, and leave when the one
-that started them is gone, however it went.
+Processes are spawned, since a process that is forked beside threads may hang. They leave when the process
+that started them is gone, however it ended.
 """
 import collections
 import concurrent.futures
@@ -17,12 +17,12 @@ from corpus import UserError, np
 
 
 class Process:
-    """What one process keeps between calls."""
+    """State of one process between calls."""
     tokenizer = None
 
 
 def start_process(tokenizer):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the first ends the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent ends the others
     threading.Thread(target=leave_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer.threads = 1
@@ -35,7 +35,7 @@ def leave_with_parent():
 
 
 def tokenize(texts):
-    """The tokens of documents, an end-of-text token before each, and how many each has with it."""
+    """The tokens of documents, each after an end-of-text token, and the number of tokens of each."""
     tokenizer = Process.tokenizer
     encoded = tokenizer.encode([whole_characters(text or "") for text in texts])
     lengths = np.array([1 + len(tokens) for tokens in encoded], np.int64)
@@ -49,7 +49,7 @@ def tokenize(texts):
 
 
 def whole_characters(text):
-    """The text, with U+FFFD for what is half a character (a lone surrogate), which UTF-8 does not have."""
+    """The text with U+FFFD in place of lone surrogates, which UTF-8 cannot represent."""
     try:
         text.encode()
         return text
@@ -72,8 +72,8 @@ class Processes:
         self.pool.shutdown(wait=True, cancel_futures=True)
 
     def in_order(self, function, items):
-        """(label, function(argument)) for all (label, argument) of `items`, of which as many are taken in
-        advance as keep the processes busy. An item that is None says that the next one takes a while.
+        """(label, function(argument)) for all (label, argument) of `items`, in order. Takes as many items in
+        advance as keep the processes busy. An item None means that the next item takes a while.
         """
         ahead = collections.deque()
         try:
@@ -95,30 +95,30 @@ def first_of(ahead):
 
 
 class Progress:
-    """One line that says how far a run is: live on a terminal, now and then where it goes to a file."""
+    """One line of progress: live on a terminal, from time to time in a file."""
 
     def __init__(self, stream=None, clock=time.monotonic):
         self.stream, self.clock = stream or sys.stderr, clock
         self.live = self.stream.isatty()
         self.every = 0.2 if self.live else 30
         self.shown = clock()
-        self.fractions = collections.deque(maxlen=600)  # (time, share of the work) of late
+        self.fractions = collections.deque(maxlen=600)  # (time, share of the work), the most recent ones
 
     def show(self, share, *parts):
-        """share: of the work that is done, 0 to 1."""
+        """share: the part of the work that is done, 0 to 1."""
         now = self.clock()
         if self.fractions and now - self.shown < self.every:
             return
         self.fractions.append((now, share))
         if len(self.fractions) == 1 and not self.live:
-            return  # the time that is left is told from the second one on
+            return  # the remaining time is known from the second call on
         self.shown = now
         line = ", ".join([f"{100 * share:.1f}%", *parts, self.left()])
         print(f"\r\033[K{line}" if self.live else line, end="" if self.live else "\n", file=self.stream,
               flush=True)
 
     def left(self):
-        """By the speed of late."""
+        """The remaining time, at the recent speed."""
         (begin, first), (end, last) = self.fractions[0], self.fractions[-1]
         if last <= first:
             return "time left: not known yet"
@@ -136,7 +136,7 @@ def duration(seconds):
 
 
 def size(count):
-    """Bytes for a reader."""
+    """A number of bytes in words."""
     units = ["B", "kB", "MB", "GB", "TB"]
     while count >= 1000 and len(units) > 1:
         count, units = count / 1000, units[1:]

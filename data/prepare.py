@@ -9,10 +9,10 @@ Writes NAME_train_000000.bin, ..., NAME_val_000000.bin (llm.c's shards: 256 int3
 then uint16 tokens), tokenizer.bin (llm.c's: 256 int32 {20240328, 2, vocabulary size, end of text}, then of
 every token a length byte and its bytes), and for bpe the tokenizer.json of Hugging Face tokenizers.
 
-A document is a file, a chapter of the Bible, or what <|endoftext|> separates; it begins with the end-of-text
-token. Held out for validation are pieces spread evenly over the text, so that both parts are of the same
-kind. Where a piece was cut out of a document, the next one begins like a new document. A BPE vocabulary sees
-the training part alone.
+A document is a file, a chapter of the Bible, or a part between two <|endoftext|>; it begins with the
+end-of-text token. Pieces spread evenly over the text are held out for validation, so that both parts are of
+the same kind. Where a piece was cut out of a document, the next piece begins like a new document. A BPE
+vocabulary is trained on the training part alone.
 """
 import argparse
 import itertools
@@ -42,7 +42,8 @@ VERSION = 1  # of the output: after a change, older output is made again
 BLOCK = 1 << 20  # characters read or tokenized at a time
 
 
-# Text: in blocks of any size, in which END_OF_TEXT begins a document; then in pieces, few of them in memory.
+# Text comes in blocks of any size, in which END_OF_TEXT begins a document, and is then cut into pieces, of
+# which few are in memory at a time.
 
 
 def bible_text():
@@ -66,7 +67,7 @@ def bible_text():
 
 
 def file_blocks(paths):
-    """The files one after another, each a document; line ends of any system become newlines."""
+    """The files one after another, each a document, with line ends of any system turned into newlines."""
     for path in paths:
         yield END_OF_TEXT
         try:
@@ -80,7 +81,7 @@ def file_blocks(paths):
 
 
 def cut_position(text, begin, size):
-    """Where a piece of at most `size` characters ends: after a paragraph, else a line, else a word."""
+    """The end of a piece of at most `size` characters: after a paragraph, else a line, else a word."""
     for separator in ("\n\n", "\n", " "):
         at = text.rfind(separator, begin + size // 2, begin + size)
         if at >= 0:
@@ -89,11 +90,11 @@ def cut_position(text, begin, size):
 
 
 def pieces(blocks, size):
-    """Cuts text into documents and those into pieces of at most `size`. Yields (begins a document, text)."""
+    """Cuts text into documents, and these into pieces of at most `size`. Yields (begins a document, text)."""
     text, at, begins = "", 0, True
     for block in itertools.chain(blocks, [None]):
         text, at = text[at:] + (block or ""), 0
-        # Until the end of the text, enough is kept back for a whole piece and a whole marker behind it.
+        # Until the end of the text, keep back enough for a whole piece and a whole marker after it.
         while len(text) - at > (size + len(END_OF_TEXT) if block is not None else 0):
             marker = text.find(END_OF_TEXT, at, at + size + len(END_OF_TEXT))
             if marker == at:
@@ -108,8 +109,8 @@ def pieces(blocks, size):
 
 
 def split(blocks, size, fraction):
-    """Deals the pieces out. Yields (validation, begins, text): a piece begins a document where the one before
-    went to the other part, too.
+    """Distributes the pieces. Yields (validation, begins, text). A piece also begins a document if the one
+    before went to the other part.
     """
     seen = held_out = 0
     previous = None
@@ -138,7 +139,7 @@ def batches(items):
 
 
 def write_shards(parts, tokenizer, writers):
-    """parts: what split() yields. writers: for training and validation."""
+    """parts: as split() yields them. writers: for training and validation."""
     done = 0
     for batch in batches(parts):
         encoded = tokenizer.encode([text for _, _, text in batch])
@@ -160,7 +161,7 @@ def prepare(options, name, folder):
     bible = None if options.text else bible_text()
     size = len(bible) if bible else sum(os.path.getsize(path) for path in options.text)
     print(f"tokenizing {size / 1e6:.1f} MB of text ({options.tokenizer})", flush=True)
-    # Sixteen or more pieces to hold out, unless they were too short to say much.
+    # At least sixteen pieces are held out, unless they would be too short.
     piece = int(min(max(size * (options.validation or 1) / 16, 512), BLOCK))
 
     def parts():
@@ -198,7 +199,7 @@ def parse_options(arguments):
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", nargs="+", metavar="FILE", help="text files in UTF-8 (default: the Bible)")
     parser.add_argument("--tokenizer", type=tokenizer_choice, default="bytes",
-                        help="bytes, bpe:N, gpt2, or a folder made before, for its vocabulary (bytes)")
+                        help="bytes, bpe:N, gpt2, or the folder of a corpus with that vocabulary (bytes)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (data/NAME-TOKENIZER)")
     parser.add_argument("--shard-tokens", type=shard_size, default=10**8, metavar="N",
                         help="tokens in a shard (10^8)")
@@ -212,7 +213,7 @@ def parse_options(arguments):
 
 
 def describe(options):
-    """What the output depends on. Files count as the same while their sizes and times are."""
+    """The settings that the output depends on. Files with the same sizes and times count as unchanged."""
     def stamp(path):
         return [os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns]
 

@@ -5,9 +5,9 @@
     data/tinyshakespeare.py --tokenizer bytes    bytes             -> data/tinyshakespeare-bytes/
     data/tinyshakespeare.py --from DIR           from DIR/input.txt, downloaded elsewhere
 
-Writes tiny_shakespeare_train.bin, tiny_shakespeare_val.bin and tokenizer.bin. As llm.c has it, every speech
-is a document, and the first 32,768 tokens are for validation. A BPE of its own (bpe:N) is trained on the text
-behind its first tenth.
+Writes tiny_shakespeare_train.bin, tiny_shakespeare_val.bin and tokenizer.bin. As in llm.c, every speech is
+a document, and the first 32,768 tokens are for validation. A BPE of its own (bpe:N) is trained on the text
+after its first tenth.
 """
 import argparse
 import shutil
@@ -36,7 +36,7 @@ VALIDATION = 32768
 
 
 def speeches(text):
-    """Documents: what an empty line ends."""
+    """Documents, each of which ends with an empty line."""
     *whole, last = text.split("\n\n")
     return [speech + "\n\n" for speech in whole] + [last]
 

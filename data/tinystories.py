@@ -7,9 +7,9 @@
     data/tinystories.py --from DIR          from DIR/TinyStories_all_data.tar.gz, downloaded elsewhere, or
                                             from what is in it: DIR/data00.json, ...
 
-Downloads 1.6 GB, unpacks it and writes TinyStories_train.bin, TinyStories_val.bin and tokenizer.bin. As llm.c
-has it, the first file of the archive is for validation, and stories are shuffled within their files, in the
-same order; unlike there, files follow each other in the order of their names. A BPE of its own (bpe:N) is
+Downloads 1.6 GB, unpacks it and writes TinyStories_train.bin, TinyStories_val.bin and tokenizer.bin. As in
+llm.c, the first file of the archive is for validation, and stories are shuffled within their files, in the
+same order; unlike llm.c, files follow each other in the order of their names. A BPE of its own (bpe:N) is
 trained on the first file of the training part.
 """
 import argparse
@@ -46,8 +46,8 @@ SOURCE = Remote("https://huggingface.co/datasets/roneneldan/TinyStories/resolve/
                 "26cf7605aca15bc4ea6fa637256400d9d01317b28ed296172b2d1dd160cd7699")
 EVERY_TOKEN = 10**12
 VERSION = 1  # of the output: after a change, older output is made again
-SEED = 1337  # llm.c's, plus the number of the file in its part
-SHARD_TOKENS = 10**9  # GPT-2's are less, so one file; bytes go on in TinyStories_train_000001.bin, ...
+SEED = 1337  # llm.c's seed, plus the number of the file in its part
+SHARD_TOKENS = 10**9  # GPT-2's tokens fit into one shard; bytes continue in TinyStories_train_000001.bin, ...
 
 
 def get_archive(options, source, downloads):
@@ -92,7 +92,7 @@ def unpack(archive, folder):
 
 
 def find_files(options, source, downloads, work):
-    """The files of stories, and whether they are ours to remove."""
+    """The files of stories, and whether this script made them and may remove them."""
     if options.source is not None:
         for folder in (options.source, options.source / "TinyStories_all_data"):
             if folder.is_dir() and story_files(folder):
@@ -110,7 +110,7 @@ def read_stories(path):
 
 
 def tokens_of(job):
-    """In one of the processes."""
+    """Runs in one of the processes."""
     path, seed = job
     stories = read_stories(path)
     random.Random(seed).shuffle(stories)
@@ -118,13 +118,13 @@ def tokens_of(job):
 
 
 def jobs(files):
-    """((bytes of the file, whether it is for validation), what tokens_of takes) for every file."""
+    """((bytes of the file, whether it is for validation), the argument of tokens_of) for every file."""
     for number, path in enumerate(files):
         yield (path.stat().st_size, number == 0), (path, SEED + max(number - 1, 0))
 
 
 def write_parts(files, processes, work, most):
-    """Returns the numbers of tokens for training, `most` at most, and for validation."""
+    """Returns the number of tokens for training (`most` at most) and for validation."""
     def writer(part):
         return ShardWriter(lambda shard: work / f"TinyStories_{part}{f'_{shard:06d}' if shard else ''}.bin",
                            SHARD_TOKENS, work / f"{part}.unfinished")

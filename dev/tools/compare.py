@@ -1,37 +1,38 @@
 #!/usr/bin/env python3
-"""Compares finished runs by what they wrote into their folders (metrics.jsonl and metrics_00001.jsonl, ...).
+"""Compares finished runs by the logs in their folders (metrics.jsonl and metrics_00001.jsonl, ...).
 
-    dev/tools/compare.py RUN...      the first is what the others are compared with
+    dev/tools/compare.py RUN...      compares the others with the first
 
-Bytes are those that one process sent, the largest over processes; of a sync, likewise. "In bf16" halves the
-first run's bytes: on a CPU, data-parallel training here sends fp32. A worker's wait is that of its rank that
-waited longest: the time for which training stood still before a merge. Waiting for a slower worker is in it.
+Bytes are those that one process sent, in the run or in a sync, and the largest over processes. "In bf16"
+halves the first run's bytes, since data-parallel training sends fp32 on a CPU. A worker's wait is the time
+for which training stood still before merges, on the rank that waited longest. It includes waiting for a
+slower worker.
 """
 import sys
 from pathlib import Path
 
-from metrics import Parser, UserError, exit_status, labels, read_lines, read_run  # of which others take some
+from metrics import Parser, UserError, exit_status, labels, read_lines, read_run  # for other tools, too
 
 # --------------------------------------------------------------------------------------------------- measures
 
 def validation_loss(run):
-    """Of the last validation; None where the run had none."""
+    """The loss of the last validation; None if the run had none."""
     return run.processes[0].evals[-1]["loss"] if run.processes[0].evals else None
 
 
 def hellaswag_accuracy(run):
-    """Of the last time; None where the run had none."""
+    """The last accuracy; None if the run had none."""
     return run.processes[0].hellaswags[-1]["accuracy"] if run.processes[0].hellaswags else None
 
 
 def skipped_updates(run):
-    """Of all workers."""
+    """All workers' together."""
     return sum(line.get("skipped") is True
                for worker in range(run.workers) for line in run.of_worker(worker)[0].steps)
 
 
 def mfu(run):
-    """Model flops utilization of worker 0, over its steps; None where the device's peak is not known."""
+    """Model flops utilization of worker 0, over its steps; None if the device's peak is unknown."""
     steps = [line for line in run.processes[0].steps if line.get("mfu") is not None]
     seconds = sum(line["seconds"] for line in steps)
     return sum(line["mfu"] * line["seconds"] for line in steps) / seconds if seconds > 0 else None
@@ -42,7 +43,7 @@ def bytes_sent(run):
 
 
 def bytes_by_step(process):
-    """{step: bytes}: inner ones in the step that reports them, a sync's in the step that sends it."""
+    """{step: bytes}: inner bytes in the step that reports them, a sync's bytes in the step that sends it."""
     result, before = {}, 0
     for line in process.steps:
         result[line["step"]] = line["inner_bytes_sent"] - before
@@ -53,7 +54,7 @@ def bytes_by_step(process):
 
 
 def peak(run):
-    """(bytes, of what): the most that a process sends at once."""
+    """(bytes, what they are): the most that a process sends at once."""
     syncs = [line["bytes_sent"] for p in run.processes for line in p.syncs]
     if syncs:
         return max(syncs), "a sync"
@@ -61,7 +62,7 @@ def peak(run):
 
 
 def waited(run, worker):
-    """(seconds, fraction of the training time), of the rank that waited longest."""
+    """(seconds, fraction of the training time) of the rank that waited longest."""
     end = max((p.end for p in run.of_worker(worker)), key=lambda end: end["waited_seconds"])
     return end["waited_seconds"], end["waited_seconds"] / end["train_seconds"]
 
@@ -86,7 +87,7 @@ def size_text(count):
 
 
 def ratio_text(more, less):
-    """How many times fewer bytes; '-' where one of them sent nothing."""
+    """The factor by which bytes are fewer; '-' if one of the runs sent nothing."""
     if more == 0 or less == 0:
         return "-"
     ratio = more / less
@@ -107,7 +108,7 @@ def waited_text(run, worker):
 
 
 def optional_rows(runs):
-    """Of what only some runs have."""
+    """Rows that only some runs have."""
     for label, measure, digits in [("HellaSwag accuracy", hellaswag_accuracy, 4), ("MFU", mfu, 3)]:
         values = [measure(run) for run in runs]
         if any(value is not None for value in values):

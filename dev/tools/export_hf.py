@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""A model file to a folder that Hugging Face's transformers opens.
+"""Converts a model file to a folder that Hugging Face's transformers opens.
 
     dev/tools/export_hf.py log/model_00001000.bin OUT --tokenizer data/kjv-bytes/tokenizer.bin
 
 Then GPT2LMHeadModel.from_pretrained("OUT") and AutoTokenizer.from_pretrained("OUT"). OUT holds
 model.safetensors (in the file's fp32 or bf16, or as --dtype says), config.json, generation_config.json,
-tokenizer.json and tokenizer_config.json. The rows of wte beyond the vocabulary stay behind; the four matrices
-of a layer are transposed, for transformers' Conv1D.
+tokenizer.json and tokenizer_config.json. The rows of wte beyond the vocabulary are left out, and the four
+matrices of a layer are transposed for transformers' Conv1D.
 
---tokenizer is the tokenizer.bin that the model was trained with, or gpt2: GPT-2's, by tiktoken, which
-downloads it once. A tokenizer.bin has tokens and no merges. A tokenizer.json beside it, where data/prepare.py
-bpe:N left one, is taken over; else the merges follow from the tokens, since a byte-level BPE numbers them in
-the order in which it merged them (GPT-2's; bytes have none), and text is cut into words as GPT-2 does.
+--tokenizer is the tokenizer.bin that the model was trained with, or gpt2 for GPT-2's, which tiktoken
+downloads once. A tokenizer.bin has tokens, but no merges. If data/prepare.py bpe:N left a tokenizer.json
+beside it, that is copied. Otherwise the merges follow from the tokens, since a byte-level BPE such as
+GPT-2's numbers its tokens in the order of its merges (bytes have none), and text is split into words as by
+GPT-2.
 """
 import argparse
 import json
@@ -40,7 +41,7 @@ BYTE_CHARACTERS = [chr(byte if byte in PRINTABLE else 0x100 + OTHERS.index(byte)
 
 
 def exported(model, dtype, name, layer):
-    """A tensor of the model in transformers' shape."""
+    """One tensor of the model, in transformers' shape."""
     values = convert(model.tensor(name, layer), model.dtype, dtype)
     if name == "wte":
         return values[:model.shape.vocab_size]
@@ -60,7 +61,7 @@ def write_weights(path, model, dtype):
 
 
 def config(shape, dtype, end_of_text):
-    """end_of_text: the token, or None where there is no tokenizer to say so."""
+    """end_of_text: the token, or None without a tokenizer."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -90,13 +91,13 @@ def config(shape, dtype, end_of_text):
 
 @dataclass
 class Tokenizer:
-    vocabulary: list  # of every token its bytes
+    vocabulary: list  # the bytes of every token
     end_of_text: int
-    merges: str = ""  # where they come from, for people
+    merges: str = ""  # their source, for messages
     content: dict = None  # of tokenizer.json
 
     def end_of_text_content(self):
-        """Of this token the text: it is not written byte by byte."""
+        """The text of the end-of-text token, which is not written byte by byte."""
         try:
             return self.vocabulary[self.end_of_text].decode()
         except UnicodeDecodeError as error:
@@ -104,7 +105,7 @@ class Tokenizer:
                             f"data/prepare.py, {MODEL_ALONE}") from error
 
     def ids(self):
-        """What tokenizer.json calls each token: {name: id}."""
+        """{name: id}, by the names of tokens in tokenizer.json."""
         names = [*map(written, self.vocabulary)]
         names[self.end_of_text] = self.end_of_text_content()
         return {name: token for token, name in enumerate(names)}
@@ -136,7 +137,7 @@ def gpt2_tokenizer():
     try:
         import tiktoken
         encoding = tiktoken.get_encoding("gpt2")
-    except Exception as error:  # tiktoken has no type of its own for what goes wrong in a download
+    except Exception as error:  # tiktoken has no exception type of its own for failed downloads
         reason = str(error).splitlines()[0][:200]
         raise UserError(f"GPT-2's tokenizer cannot be had from tiktoken ({reason}): connect to the internet "
                         f"once, {MODEL_ALONE}") from error
@@ -145,7 +146,7 @@ def gpt2_tokenizer():
 
 
 def merge(pieces, ranks, limit):
-    """Byte-pair encoding of a token, as far as merges of rank below `limit` take it."""
+    """Byte-pair encoding of a token by the merges of rank below `limit`."""
     while True:
         pairs = [ranks.get(a + b, limit) for a, b in zip(pieces, pieces[1:])]
         lowest = min(pairs, default=limit)
@@ -156,8 +157,8 @@ def merge(pieces, ranks, limit):
 
 
 def merges_of(tokenizer):
-    """The two tokens that each token of several bytes was merged from, in order: those that all merges before
-    its own make of it. UserError where the tokens are not numbered like that."""
+    """The two tokens that each token of several bytes was merged from, in order: the result of all earlier
+    merges. UserError if the tokens are not numbered in the order of merges."""
     ranks = {token: rank for rank, token in enumerate(tokenizer.vocabulary) if rank != tokenizer.end_of_text}
     pairs = [merge([bytes([byte]) for byte in token], ranks, rank)
              for token, rank in ranks.items() if len(token) > 1]
@@ -169,7 +170,7 @@ def merges_of(tokenizer):
 
 
 def tokenizer_json(tokenizer, merges):
-    """The tokenizer in the format of Hugging Face's tokenizers, with GPT-2's way to cut text into words."""
+    """The tokenizer in the format of Hugging Face's tokenizers, with GPT-2's splitting into words."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return {
         "version": "1.0", "truncation": None, "padding": None,
@@ -185,7 +186,7 @@ def tokenizer_json(tokenizer, merges):
 
 
 def read_tokenizer_json(path, tokenizer):
-    """A tokenizer.json. UserError unless its tokens are the tokenizer's."""
+    """The content of a tokenizer.json. UserError unless its tokens are the tokenizer's."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         ids = {**content["model"]["vocab"],
@@ -199,7 +200,7 @@ def read_tokenizer_json(path, tokenizer):
 
 
 def open_tokenizer(name):
-    """What --tokenizer names, with the content of its tokenizer.json."""
+    """The tokenizer that --tokenizer names, with the content of its tokenizer.json."""
     tokenizer = gpt2_tokenizer() if name == "gpt2" else read_tokenizer(Path(name))
     beside = Path(name).with_name("tokenizer.json")
     if name != "gpt2" and beside.exists():

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Writes runs' logs as TensorBoard's event files, where the package `tensorboard` is installed.
 
-    dev/tools/export_tensorboard.py RUN... -o DIR             what there is
-    dev/tools/export_tensorboard.py RUN... -o DIR --follow    and what comes, until Ctrl-C
+    dev/tools/export_tensorboard.py RUN... -o DIR             the logs as they are now
+    dev/tools/export_tensorboard.py RUN... -o DIR --follow    and all that is added, until Ctrl-C
     tensorboard --logdir DIR
 
-Each process becomes a run of TensorBoard's, DIR/RUN/worker0, DIR/RUN/worker0_rank1, ...: losses, the learning
-rate and all else that is of a worker is its rank 0's; waits, bytes and exchanges, by fragment, are each
-rank's own. Steps are the trainer's; an exchange is at the step that merged it. A log that a resume cuts is
-written anew.
+Each process becomes a run in TensorBoard: DIR/RUN/worker0, DIR/RUN/worker0_rank1, ... Losses, the learning
+rate and everything else that concerns a whole worker are in its rank 0's run; waits, bytes and exchanges (by
+fragment) are in each rank's own. Steps are the trainer's; an exchange has the step that merged it. When a
+resume cuts a log, its run is written anew.
 """
 import sys
 import time
@@ -28,7 +28,7 @@ OF_SYNC = ["waited_seconds", "wire_seconds", "bytes_sent", "bytes_received", "st
 
 
 def scalars_of(line, rank):
-    """(step, {tag: value}) of a line of a log; values may be None."""
+    """(step, {tag: value}) for a line of a log; values may be None."""
     kind = line["type"]
     if kind == "step":
         tags = {**(OF_WORKER if rank == 0 else {}), **OF_PROCESS}
@@ -49,7 +49,7 @@ def scalars_of(line, rank):
 
 
 class ProcessExport:
-    """One log and what has been written of it."""
+    """One log and the events that have been written for it."""
 
     def __init__(self, path, folder, tensorboard):
         self.log, self.folder, self.tensorboard = GrowingLog(path), folder, tensorboard
@@ -60,7 +60,7 @@ class ProcessExport:
         self.writer = self.place = self.started = None
 
     def export(self):
-        """What is new. Returns how many lines."""
+        """Writes new lines. Returns their number."""
         count = 0
         while True:
             lines = self.log.read()
@@ -90,7 +90,7 @@ class ProcessExport:
         self.place = line
         if "unix_time" in line:
             self.started = line["unix_time"] - line["time"]
-        elif self.started is None:  # of version 1: about
+        elif self.started is None:  # in version 1: approximately
             self.started = self.log.written_at
         if self.writer is None:
             self.writer = self.tensorboard.EventFileWriter(str(self.folder_of(line)))
@@ -108,7 +108,7 @@ class ProcessExport:
                                                          summary=self.tensorboard.Summary(value=values)))
 
     def _remove(self):
-        """TensorBoard would show both what the run did and what it does instead."""
+        """Removes old events: TensorBoard would show steps that were cut beside the repeated ones."""
         if self.writer is not None:
             folder = Path(self.writer.get_logdir())
             self.writer.close()
@@ -149,7 +149,7 @@ def import_tensorboard():
 
 
 def check(runs, folders, follow):
-    """Before anything is written."""
+    """Runs before anything is written."""
     for run, folder in zip(runs, folders):
         if not follow and not (run / "metrics.jsonl").exists() and not list(run.glob("metrics_*.jsonl")):
             raise UserError(f"{run} has no metrics.jsonl: give the folder of a run, or --follow one that is "
@@ -162,8 +162,8 @@ def main(words):
     parser = Parser(description="Writes the logs of runs as TensorBoard's event files.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (its -o)")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--follow", action="store_true", help="go on with what the runs write, until Ctrl-C")
-    parser.add_argument("--interval", type=float, default=5, metavar="SECONDS", help="between looks (5)")
+    parser.add_argument("--follow", action="store_true", help="continue until Ctrl-C with new lines")
+    parser.add_argument("--interval", type=float, default=5, metavar="SECONDS", help="between readings (5)")
     arguments = parser.parse_args(words)
     if not 0.05 <= arguments.interval <= 3600:
         raise UserError(f"--interval {arguments.interval:g}: give 0.05 to 3600 seconds")

@@ -1,8 +1,8 @@
-"""What dev/tools/export_hf.py and dev/tools/import_hf.py share: names of tensors, and safetensors files.
+"""Shared by dev/tools/export_hf.py and dev/tools/import_hf.py: names of tensors, and safetensors files.
 
-A safetensors file is 8 bytes with the length of its header, the header (JSON: of every tensor its type,
-shape, and where it lies behind the header), and the tensors' values, little-endian. It is read and written by
-hand here: tensor by tensor, and in bf16, of which NumPy knows nothing.
+A safetensors file is 8 bytes with the length of its header, the header (JSON: type, shape and offset of every
+tensor), and the tensors' values, little-endian. This module reads and writes such files itself, tensor by
+tensor and in bf16, which NumPy does not know.
 """
 import json
 import os
@@ -28,7 +28,7 @@ LONGEST_HEADER = 100 << 20  # the library's own limit
 
 
 def tensor_name(name, layer):
-    """Without PREFIX, which files of the model without its head do not have."""
+    """The name without PREFIX, which is missing in files of the model without its head."""
     return NAMES[name] if layer is None else f"h.{layer}.{NAMES[name]}"
 
 
@@ -52,7 +52,7 @@ def write_safetensors(path, tensors):
 
 
 class Safetensors:
-    """A safetensors file, its header checked against its size. UserError, naming it, where it is damaged."""
+    """A safetensors file whose header is checked against its size. UserError if it is damaged."""
 
     def __init__(self, path):
         self.path = path
@@ -73,7 +73,7 @@ class Safetensors:
         raise UserError(f"{self.path} {what}: get it again")
 
     def check(self, data, size, entry):
-        """Where a tensor's values lie in the file. ValueError and the like for what no header says."""
+        """The place of a tensor's values in the file. ValueError and the like for an invalid header."""
         begin, end = entry["data_offsets"]
         shape = tuple(entry["shape"])
         if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
@@ -81,7 +81,7 @@ class Safetensors:
         if not begin <= end <= size - data:
             self.fail("is truncated")
         kind = entry["dtype"]
-        if kind in TYPES:  # of others nothing is read
+        if kind in TYPES:  # other types are not read
             count = 1
             for number in shape:
                 count *= number
@@ -90,6 +90,6 @@ class Safetensors:
         return data + begin, shape, kind
 
     def tensor(self, name):
-        """Values as they lie in the file: float32, float16, or uint16 that hold bf16."""
+        """Values as stored: float32, float16, or uint16 that hold bf16."""
         at, shape, kind = self.places[name]
         return np.memmap(self.path, TYPES[kind][1], "r", at, shape)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""A folder of Hugging Face's transformers with a GPT-2 to a model file, which the trainer starts from (-e).
+"""Converts a GPT-2 in a folder of Hugging Face's transformers to a model file, for the trainer's -e.
 
     dev/tools/import_hf.py FOLDER OUT.bin
 
-FOLDER holds config.json and model.safetensors, or several files and model.safetensors.index.json: what
-save_pretrained writes. OUT.bin is llm.c's model file: version 5 where all tensors are bf16, else version 3,
-fp32, or as --dtype says; the vocabulary is padded with zero rows to a multiple of 128. The architecture has
-to be the trainer's, GPT-2 with GELU in the tanh form: all else is refused.
+FOLDER is what save_pretrained writes: config.json and model.safetensors, or several such files and
+model.safetensors.index.json. OUT.bin is llm.c's model file, of version 5 if all tensors are bf16, else of
+version 3 in fp32, unless --dtype says otherwise. The vocabulary is padded with zero rows to a multiple of
+128. The architecture must be the trainer's, GPT-2 with GELU in the tanh form; all others are refused.
 """
 import argparse
 import json
@@ -20,7 +20,7 @@ from huggingface import PREFIX, TRANSPOSED, TYPES, Safetensors, tensor_name
 from metrics import Parser, exit_status
 from model_file import STORED_AS, Shape, UserError, convert, describe, parts, write_model
 
-# What config.json may say of these; the first is what it means to say nothing.
+# Accepted values in config.json; the first one is the default.
 FIXED = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (1e-5,),
@@ -86,7 +86,7 @@ def open_tensors(folder):
 
 
 class Folder:
-    """A GPT-2 in a folder, checked: every tensor is there, in the right shape, and no other one."""
+    """A GPT-2 in a folder, checked to have every tensor in the right shape, and no others."""
 
     def __init__(self, folder):
         self.path = folder
@@ -120,7 +120,7 @@ class Folder:
         return full
 
     def check_head(self):
-        """The trainer's classifier is wte: one of its own would be lost."""
+        """Refuses a classifier of its own, which would be lost: the trainer's is wte."""
         wte = self.prefix + "wte.weight"
         (_, *head), (_, *embedding) = (self.files[name].places[name] for name in (HEAD, wte))
         if head != embedding or not np.array_equal(self.stored(HEAD).view(np.uint8),
@@ -132,7 +132,7 @@ class Folder:
         return self.files[name].tensor(name)
 
     def dtype(self):
-        """bfloat16 where every tensor is, else float32, which holds all of float16's values too."""
+        """bfloat16 if every tensor is, else float32, which also holds all values of float16."""
         kinds = {self.files[name].places[name][2] for name in self.files if not name.endswith(MASKS)}
         return "bfloat16" if kinds == {"BF16"} else "float32"
 

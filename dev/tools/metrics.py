@@ -1,6 +1,6 @@
-"""Reads metrics.jsonl, whose lines dev/tools/metrics.md describes: of runs that have ended, and while they go.
+"""Reads metrics.jsonl, whose lines dev/tools/metrics.md describes, of finished and of running runs.
 
-Types and fields that are not known here are left to those who know them; a version that is not is refused.
+Unknown types and fields are passed through; an unknown version is refused.
 """
 import argparse
 import json
@@ -13,7 +13,7 @@ VERSIONS = (1, 2)
 
 
 class UserError(Exception):
-    """A mistake of the user's: what is wrong, and what to do."""
+    """A mistake of the user. The message names the mistake and the remedy."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,7 +30,7 @@ def exit_status(work, trouble="cannot be used"):
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # who reads the output has seen enough: head, less
+    except BrokenPipeError:  # the reader of the output has left: head, less
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(f"error: {error.filename or 'a file'} {trouble} ({error.strerror}): check the path, "
@@ -40,12 +40,12 @@ def exit_status(work, trouble="cannot be used"):
 
 
 def log_name(process):
-    """Of process 0 to M R - 1: worker 0's ranks come first."""
+    """Names of the processes 0 to M R - 1; worker 0's ranks come first."""
     return "metrics.jsonl" if process == 0 else f"metrics_{process:05d}.jsonl"
 
 
 def labels(folders):
-    """A name for each, as short as they differ: of a/log and b/log these, of a/x and b/y x and y."""
+    """The shortest names that differ: a/log and b/log for these, x and y for a/x and b/y."""
     paths = [folder.resolve().parts for folder in folders]
     for count in range(1, max(map(len, paths)) + 1):
         names = ["/".join(path[-count:]) for path in paths]
@@ -55,7 +55,7 @@ def labels(folders):
 
 
 def parse(line):
-    """The fields of a line. ValueError where it is none of metrics."""
+    """The fields of a line. ValueError if it is not a line of metrics."""
     fields = json.loads(line)
     if not isinstance(fields, dict) or not isinstance(fields.get("type"), str):
         raise ValueError("no type")
@@ -63,7 +63,7 @@ def parse(line):
 
 
 def check_version(fields, path):
-    """Of a run's first line."""
+    """Checks the version in a run's first line."""
     if fields.get("version") not in VERSIONS:
         raise UserError(f"{path} is of version {fields.get('version')}, and this program reads "
                         f"{' and '.join(map(str, VERSIONS))}: use the dev/ folder of its trainer")
@@ -89,7 +89,7 @@ class Run:
     workers: int
     ranks: int
     parameters: int
-    processes: list  # of ProcessLog: worker 0's ranks, worker 1's ranks, ...
+    processes: list  # a ProcessLog each: worker 0's ranks, worker 1's ranks, ...
 
     def of_worker(self, worker):
         return [p for p in self.processes if p.worker == worker]
@@ -117,7 +117,7 @@ def read_lines(path):
 
 
 def read_run(folder):
-    """The run in a folder, all of its processes: those that it had when it ended."""
+    """The run in a folder, with all processes that it had when it ended."""
     first = read_lines(folder / log_name(0))
     last = (first["run"] + first["resume"])[-1]
     logs = [first] + [read_lines(folder / log_name(process))
@@ -134,34 +134,34 @@ def read_run(folder):
 # ----------------------------------------------------------------------------------------------- growing logs
 
 class GrowingLog:
-    """The lines of a log while it is written, in order, each once; a line without its end waits for it.
+    """The lines of a log while it is written, in order and once each; an incomplete line is read later.
 
-    A run that is resumed cuts its log to what came before its checkpoint, and a copy (rsync) may be another
-    file each time. So what stands before the place that was read up to is looked at again: where it has
-    changed, the log begins anew, and `beginnings` counts it.
+    A resumed run cuts its log back to its checkpoint, and a copy (rsync) may be a new file each time. So the
+    bytes before the current place are compared again. If they have changed, the log is read from its
+    beginning, and `beginnings` counts this.
     """
     LOOKED_AT = 256  # bytes
 
     def __init__(self, path, tail=None):
-        """tail: bytes at the log's end whose steps are of interest. Of a log of weeks nearly everything is
-        steps: those before it are left out, and all other lines are there."""
+        """tail: bytes at the log's end whose steps are of interest. Earlier steps, which make up most of a
+        long log, are left out; all other lines are read."""
         self.path, self.tail = Path(path), tail
         self.beginnings = 0
         self._begin()
 
     def _begin(self):
         self.offset, self.before, self.first_step_at = 0, b"", 0
-        self.size = 0           # of the file when it was last read
-        self.written_at = None  # by the clock of the machine that has it
-        self.is_read = False    # to its end, but for a line without one
-        self.unreadable = 0     # lines that are not of metrics
+        self.size = 0           # the file's, when it was last read
+        self.written_at = None  # by the clock of the file's machine
+        self.is_read = False    # the log was read up to its end, except for an incomplete line
+        self.unreadable = 0     # lines that are not metrics
 
     def _begin_again(self):
         self._begin()
         self.beginnings += 1
 
     def read(self, most=1 << 24):
-        """The next lines, from up to `most` bytes: more than any line has."""
+        """The next lines, from at most `most` bytes, which is longer than any line."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.offset - len(self.before))

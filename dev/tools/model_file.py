@@ -1,8 +1,8 @@
-"""llm.c's model files in NumPy: read where they lie, written tensor by tensor, so that no model is too large.
+"""llm.c's model files in NumPy, memory-mapped for reading and written tensor by tensor, at any size.
 
 A file is a header of 256 int32 {20240326, version, max_seq_len, vocab_size, layers, heads, channels,
 padded_vocab_size}, then GPT-2's sixteen tensors, those of the layers as one (L, ...) each. Version 3 is fp32,
-version 5 bf16: here the upper halves of fp32 values, as uint16.
+version 5 bf16, represented here by the upper halves of fp32 values as uint16.
 """
 import contextlib
 import os
@@ -58,13 +58,13 @@ def parts(shape):
 
 
 def count_values(shape):
-    """In all parts together, without a look at each: a damaged header may promise millions of layers."""
+    """Values in all tensors, without a loop over them: a damaged header may promise millions of layers."""
     C = shape.channels
     return (shape.padded_vocab_size + shape.max_seq_len + 2) * C + shape.layers * (12 * C + 13) * C
 
 
 class ModelFile:
-    """A model file, checked. UserError, naming it: of another kind or version, or of a wrong size."""
+    """A model file, checked. UserError for another kind or version, or a wrong size."""
 
     def __init__(self, path):
         self.path = path
@@ -93,13 +93,13 @@ class ModelFile:
         raise UserError(f"{self.path} {what}: give a whole model file, as the trainer writes it")
 
     def tensor(self, name, layer=None):
-        """Values as they lie in the file: float32, or uint16 that hold bf16."""
+        """Values as stored: float32, or uint16 that hold bf16."""
         at, dimensions = self.places[name, layer]
         return self.values[at:at + int(np.prod(dimensions))].reshape(dimensions)
 
 
 def write_model(path, shape, dtype, tensor):
-    """Writes the file of what tensor(name, layer) returns for each of its parts, stored as dtype is."""
+    """Writes the file from tensor(name, layer), called for each of its parts, stored as dtype."""
     version = {name: version for version, name in VERSIONS.items()}[dtype]
     with appearing_whole(path) as beside, open(beside, "wb") as file:
         header = np.zeros(HEADER_BYTES // 4, "<i4")
@@ -112,7 +112,7 @@ def write_model(path, shape, dtype, tensor):
 
 
 def convert(values, dtype, wanted):
-    """From one of the two types to the other: to float32 exactly, to bfloat16 to nearest, ties to even."""
+    """Converts between the two types: to float32 exactly, to bfloat16 to nearest, ties to even."""
     if dtype == wanted:
         return values
     if wanted == "float32":
@@ -124,8 +124,8 @@ def convert(values, dtype, wanted):
 
 @contextlib.contextmanager
 def appearing_whole(path):
-    """Gives a name beside `path`; what is there at the end, a file or a folder of files, is synced and
-    renamed. Until then `path` is not touched, and never is if something fails."""
+    """Yields a name beside `path`. The file or folder of files that is there at the end is synced and
+    renamed to `path`, which is not touched before, and stays as it was if anything fails."""
     path = Path(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

@@ -1,16 +1,20 @@
 #!/usr/bin/env python3
-"""Draws finished runs beside each other; what no run has measured is left out.
+"""Draws finished runs beside each other. Panels that no run has data for are left out.
 
     dev/tools/plot.py RUN... -o FILE.png                      against steps
     dev/tools/plot.py RUN... -o FILE.png --x tokens           or tokens of all workers, or time
 
-Losses: training (light, mean over workers) and validation (dots). HellaSwag: the share of right answers.
-Traffic: bytes that process 0 sent in each step, on a logarithmic scale; of long runs, a part from the
-middle. A sync counts in the step that sends it, and a step without a mark sent nothing. Cosines, for each run
-of several workers, on the same axes: between their outer gradients, the mean over pairs of workers, for each
-fragment; 1 is the same direction, and that of independent ones is 0. Waits: how long each worker's slowest
-rank stood still before merges, summed up. Time is the log's: what was between a stop and a resume is not in
-it.
+The panels:
+
+    losses     training (light, mean over workers) and validation (dots)
+    HellaSwag  the share of right answers
+    traffic    bytes that process 0 sent in each step, on a logarithmic scale; of long runs a part from the
+               middle. A sync counts in the step that sends it, and a step without a mark sent nothing
+    cosines    for each run of several workers and each fragment: between the workers' outer gradients, as the
+               mean over pairs. 1 is the same direction; independent gradients have 0
+    waits      how long the rank of each worker that waited longest stood still before merges, summed up
+
+Time is the log's, without the time between a stop and a resume.
 """
 import itertools
 import sys
@@ -26,27 +30,27 @@ from matplotlib.ticker import FuncFormatter
 from compare import bytes_by_step, bytes_sent, hellaswag_accuracy, peak, size_text, validation_loss
 from metrics import Parser, Run, UserError, exit_status, labels, read_run
 
-# Okabe and Ito's, safe for the colour-blind.
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLORS = ["#555555", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"]
 
-EXCERPT = 120  # steps of which the traffic is drawn
+EXCERPT = 120  # steps whose traffic is drawn
 BESIDE = 3     # panels in a row
 
 
 @dataclass
 class Drawn:
-    """A run, and where its steps lie on the axis."""
+    """A run, and the places of its steps on the axis."""
     run: Run
     name: str
     color: str
-    at: dict  # {step: x}; 0 is there
+    at: dict  # {step: x}, with step 0
 
     def places(self, steps):
         return [self.at[step] for step in steps]
 
 
 def step_places(run, x):
-    """{step: x} by what worker 0's first process did when, and for tokens by all workers'."""
+    """{step: x}, from worker 0's first process, and for tokens from all workers."""
     if x == "tokens":
         logs = [{line["step"]: line["tokens"] for line in run.of_worker(worker)[0].steps}
                 for worker in range(run.workers)]
@@ -82,7 +86,7 @@ def training_losses(run, window):
 
 def draw_losses(axes, drawn):
     window = max(1, min(len(one.run.processes[0].steps) for one in drawn) // 100)
-    shown = []  # losses that the axis has to span: the first steps are far above and may leave the picture
+    shown = []  # losses that the axis must span: the first steps are far above and may be cut off
     for one in drawn:
         steps, losses = training_losses(one.run, window)
         shown += losses[len(losses) // 20:]
@@ -114,8 +118,8 @@ def draw_hellaswag(axes, drawn):
 
 
 def excerpt(drawn):
-    """(from, to) on the axis, of which the traffic is drawn: from the middle of what all runs have, as much
-    as EXCERPT steps of the run that makes most of them in it."""
+    """(from, to) on the axis, for the traffic: from the middle of the part that all runs have, as long as
+    EXCERPT steps of the run with the most steps in it."""
     end = min(max(one.at.values()) for one in drawn)
     most = max(sum(x <= end for x in one.at.values()) - 1 for one in drawn)
     width = end * min(1, EXCERPT / most)
@@ -172,7 +176,7 @@ def draw_cosines(axes, one):
 
 
 def waits(run, worker):
-    """(steps, seconds so far) of the rank that waited longest in all."""
+    """(steps, seconds so far) of the rank whose total wait is longest."""
     process = max(run.of_worker(worker), key=lambda one: one.end["waited_seconds"])
     seconds = itertools.accumulate(line["waited_seconds"] for line in process.syncs)
     return [line["apply_step"] for line in process.syncs], list(seconds)
@@ -190,8 +194,8 @@ def draw_waits(axes, drawn):
 
 
 def rows_of(drawn):
-    """Of all that there is to draw (height, [function that draws a panel], what to add to the axis's name):
-    the panels of a row stand side by side on the same axes."""
+    """(height, [functions that draw a panel], addition to the axis's name) for each row of panels that has
+    data. The panels of a row stand side by side on the same axes."""
     rows = [(1.3, [lambda axes: draw_losses(axes, drawn)], "")]
     if any(one.run.processes[0].hellaswags for one in drawn):
         rows.append((0.7, [lambda axes: draw_hellaswag(axes, drawn)], ""))
@@ -250,7 +254,7 @@ def main(words):
     arguments = parser.parse_args(words)
     if len(arguments.runs) > len(COLORS):
         raise UserError(f"{len(arguments.runs)} runs are too many: give at most {len(COLORS)}")
-    if not arguments.output.suffix:  # matplotlib would give it one
+    if not arguments.output.suffix:  # matplotlib would add one
         raise UserError(f"{arguments.output} names no format: give a name such as losses.png")
     runs = [read_run(folder) for folder in arguments.runs]
     draw(runs, arguments.output, arguments.x, labels(arguments.runs))

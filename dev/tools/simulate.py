@@ -1,21 +1,20 @@
 #!/usr/bin/env python3
-"""How much of their time workers compute, and how much they wait for a slow link: simulated.
+"""Simulates how much of their time workers compute, and how much they wait for a slow link.
 
     dev/tools/simulate.py --paper                            Table 4 of arXiv 2501.18512 beside the paper's numbers
     dev/tools/simulate.py --plot FILE.png                    its figure 4: utilization over the link's rate
     dev/tools/simulate.py --parameters 1e9 --layers 24 --step-time 0.1s --rtt 80ms      any model, any link
-    dev/tools/simulate.py --run RUN --link 200mbit --rtt 80ms     a finished run, had it had this link
-    dev/tools/simulate.py --plan RUN --link 200mbit --rtt 80ms    which options would keep its speed
+    dev/tools/simulate.py --run RUN --link 200mbit --rtt 80ms     a finished run, over this link instead
+    dev/tools/simulate.py --plan RUN --link 200mbit --rtt 80ms    the options that would keep its speed
 
 There are two models: the paper's, a graph of each layer's computations and reductions (simulation/graph.py),
-and this trainer's, call by call (simulation/trainer.py). The first two print the paper's, the last two the
-trainer's; the third the trainer's unless told otherwise (--timing paper).
+and this trainer's, call by call (simulation/trainer.py). The first two commands use the paper's model, the
+last two the trainer's, and the third the trainer's, or with --timing paper the paper's.
 
-A link's rate is what a worker sends at and, at the same time, receives at. Its ranks share it, unless
---ranks-own-links says that each has one of its own. With --outer-transport store it is the link to the store,
-whose own link, --store-link, all workers share. There each worker reads the payloads of all others
-(simulation/store.py). For other
-programs:
+A link carries its rate in each direction at the same time. A worker's ranks share the link, or with
+--ranks-own-links each has its own. With --outer-transport store it is the link to the store, each worker
+reads the payloads of all others, and all workers share the store's own link, --store-link
+(simulation/store.py). For other programs:
 
     from simulate import predict, read_measured
     predict(read_measured(Path("log")), 200e6, 0.08)        # the expected utilization, in [0, 1]
@@ -90,12 +89,12 @@ def rate_text(bits_per_second):
 
 
 def percent(share):
-    """Rounded down: 99.0% has reached 99%."""
+    """Rounded down, so that 99.0% has reached 99%."""
     return f"{int(1000 * share + 1e-9) / 10:.1f}%"
 
 
 def aligned(rows):
-    """The first column to the left, the others to the right."""
+    """Aligns the first column to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width
                                                            in zip(row[1:], widths[1:]))]).rstrip()
@@ -232,7 +231,7 @@ def candidate_row(name, candidate):
 
 
 def verdict(plan, has_run):
-    """has_run: the run was one with these options and as many workers, not a data-parallel one"""
+    """has_run: whether the run had these options and as many workers, and was not data-parallel"""
     best = plan.best
     if plan.reaches and best.changes == 0 and has_run:
         return f"The run keeps {percent(best.utilization)} of its speed as it is."
@@ -246,7 +245,7 @@ def verdict(plan, has_run):
 
 
 def cautions(candidate):
-    """What its options ask of a run beyond what was measured."""
+    """Warnings about options for which the measured run is a poor guide."""
     run, text = candidate.run, ""
     if candidate.is_beyond_paper:
         text += " The paper tried no H above 100 and advises no tau above 5: look at the loss, too."
@@ -281,10 +280,10 @@ def parse_arguments(words):
     parser = Parser(description="Simulates how much of their time workers wait for a slow link.",
                     epilog="What each means: the beginning of dev/tools/simulate.py.")
     job = parser.add_mutually_exclusive_group()
-    job.add_argument("--paper", action="store_true", help="Table 4 of the paper, and how far this agrees")
+    job.add_argument("--paper", action="store_true", help="Table 4 of the paper, simulated and as published")
     job.add_argument("--plot", type=Path, metavar="FILE", help="draw figure 4 of the paper")
-    job.add_argument("--run", type=Path, help="folder of a finished run: what it would keep of its speed")
-    job.add_argument("--plan", type=Path, metavar="RUN", help="the options with which it would keep 99%%")
+    job.add_argument("--run", type=Path, help="finished run: the share of its speed that it would keep")
+    job.add_argument("--plan", type=Path, metavar="RUN", help="the options that would keep 99%% of its speed")
     link = parser.add_argument_group("the link of a worker")
     link.add_argument("--link", dest="links", type=rate, nargs="+", default=RATES, metavar="RATE",
                       help="such as 200mbit; several for a table")
@@ -296,7 +295,7 @@ def parse_arguments(words):
     link.add_argument("--store-link", type=rate, metavar="RATE", help="the store's own (as --link)")
     model = parser.add_argument_group("a model")
     model.add_argument("--parameters", type=count(1), help="in all, such as 1e9")
-    model.add_argument("--embedding", type=count(0), default=0, help="of them, not in layers (0)")
+    model.add_argument("--embedding", type=count(0), default=0, help="parameters outside of the layers (0)")
     model.add_argument("--layers", type=count(1))
     model.add_argument("--step-time", type=positive_seconds, metavar="TIME", help="of computation")
     model.add_argument("--workers", type=count(1), help="(2; of a measured run: as it had)")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Shows a run while it goes: all of its processes, from the logs that they write.
+"""Shows all processes of a running run, from the logs that they write.
 
     dev/tools/watch.py RUN...         live, until q or Ctrl-C; RUN: a run's folder (its -o), or its sites' folders
     dev/tools/watch.py --once RUN...  one picture, for pipes
@@ -12,9 +12,9 @@ Each line is of one process: "1.0" is worker 1's rank 0. Its columns:
     sent, received    in all by this process, to its worker's ranks and to other workers
     wait              how much of the last minute (of its log) training stood still before merges
     ckpt              step of the last checkpoint that it has copied; the top says which is whole
-    state             "!-7 40 s": 7 steps behind the first process, and nothing written for 40 s, where that
-                      is longer than ten steps take (and five seconds). Where one process hangs, all come to
-                      wait for it, and it is among those that are behind
+    state             "!-7 40 s": 7 steps behind the first process, and no line written for 40 s, if that is
+                      longer than ten steps take (and than five seconds). If one process hangs, all others end
+                      up waiting for it, and it is among those that are behind
 
 In an elastic run (--outer-transport store) the state is what their logs say of each other: "late"
 (others went on without it), "gone" (no sign of life), "catch-up" (it waits for a snapshot), "too few" (it
@@ -35,17 +35,17 @@ from pathlib import Path
 from metrics import GrowingLog, Parser, UserError, exit_status, log_name
 
 MINUTE = 60           # seconds of log over which rates and waits are taken
-KEPT_STEPS = 5000     # of each process: for rates and the losses' line
+KEPT_STEPS = 5000     # steps kept of each process, for rates and the line of losses
 TAIL = 4 << 20        # bytes at a log's end whose steps are read when watching begins
 READ_AT_ONCE = 16 << 20  # bytes of one log in one picture
 STEP_FIELDS = ("step", "time", "seconds", "tokens", "tokens_per_second", "inner_bytes_sent",
                "inner_bytes_received")  # that every step has; its loss may be null
 EVENT_FIELDS = ("unix_time", "kind", "sync", "worker", "text")
-BEHIND_STEPS, BEHIND_SECONDS = 2, 1  # both, to be called late
+BEHIND_STEPS, BEHIND_SECONDS = 2, 1  # a process is late if it is behind by both
 SILENT_STEPS, SILENT_SECONDS = 10, 5
-LATER_SECONDS = 30    # in which several workers notice the same
+LATER_SECONDS = 30    # within which several workers report the same event
 CHANGES = 20          # that are kept
-# What an event says of the worker that it is about, as long as nothing later says otherwise.
+# The state that an event gives to its worker, until a later event changes it.
 STANDINGS = {"late": "late", "gone": "gone", "needs_snapshot": "catch-up", "snapshot_gone": "catch-up",
              "too_few": "too few", "store_lost": "no store", "stops": "stopped", "starts": "", "jumps": "",
              "takes_snapshot": "", "store_back": "", "joined": "", "back": "", "done": ""}
@@ -53,10 +53,10 @@ BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 
 
 # -----------------------------------------------------------------------------------------------------------
-# What a log says of its process
+# One process and its log
 
 class Schedule:
-    """When fragments are sent and due, as streaming/schedule.h has it; from a run or resume line."""
+    """When fragments are sent and due (streaming/schedule.h), from a run or resume line."""
 
     def __init__(self, line):
         options = line.get("options", {})
@@ -66,7 +66,7 @@ class Schedule:
         self.offsets = dict(enumerate(map(int, line.get("fragment_offsets") or [])))
 
     def learn(self, sync):
-        """Logs of version 1 do not tell the offsets: they are known once each fragment has been merged."""
+        """Logs of version 1 lack the offsets, which are known once each fragment has been merged."""
         if self.period:
             self.offsets.setdefault(sync["fragment"], sync["send_step"] % self.period)
 
@@ -81,7 +81,7 @@ class Schedule:
 
 
 class ProcessView:
-    """One process, as of what has been read of its log."""
+    """One process, as far as its log has been read."""
 
     def __init__(self, path):
         self.log = GrowingLog(path, TAIL)
@@ -174,7 +174,7 @@ class ProcessView:
         return recent[::-1]
 
     def tokens_per_second(self):
-        """By the clock, as long as two steps are there: evaluations and checkpoints take their time."""
+        """By the clock if there are two steps, with evaluations and checkpoints."""
         recent = self.last_minute()
         if len(recent) > 1 and recent[-1]["time"] > recent[0]["time"]:
             return (recent[-1]["tokens"] - recent[0]["tokens"]) / (recent[-1]["time"] - recent[0]["time"])
@@ -191,7 +191,7 @@ class ProcessView:
         return outer + (self.steps[-1][f"inner_bytes_{direction}"] if self.steps else 0)
 
     def wait_share(self):
-        """Of the last minute; None where nothing is exchanged."""
+        """Of the last minute; None if nothing is exchanged."""
         if not self.steps or not self.schedule or not self.schedule.exchanges:
             return None
         recent = self.last_minute()
@@ -200,7 +200,7 @@ class ProcessView:
         return min(1.0, waited / max(now - begin, 1e-9))
 
     def in_flight(self):
-        """[(fragment, steps since it was sent)]; None where the log does not tell."""
+        """[(fragment, steps since it was sent)]; None if the log does not contain it."""
         if not self.schedule or not self.schedule.exchanges or self.end:
             return []
         if not self.schedule.offsets:
@@ -215,7 +215,7 @@ class ProcessView:
 class RunView:
     def __init__(self, folders):
         self.folders = folders
-        self.processes = {}  # by number, of those whose log has been seen
+        self.processes = {}  # by number, for processes whose log has been seen
 
     def read(self):
         self._find()
@@ -226,7 +226,7 @@ class RunView:
         return all(view.log.is_read for view in self.processes.values())
 
     def _find(self):
-        """Logs may appear late: sites start when they like."""
+        """Logs may appear late, since sites start at different times."""
         for folder in self.folders:
             for path in folder.glob("metrics*.jsonl"):
                 number = path.stem.removeprefix("metrics").removeprefix("_") or "0"
@@ -238,7 +238,7 @@ class RunView:
                                     "folders of one run, in which each process has one log")
 
     def shape(self):
-        """(M, R), of the process that was started or resumed last; (0, 0) where no log says it."""
+        """(M, R) of the process that was started or resumed last; (0, 0) if no log has it."""
         places = [view.place for view in self.processes.values() if view.place]
         if not places:
             return 0, 0
@@ -252,7 +252,7 @@ class RunView:
                 for number in range(workers * ranks)]
 
     def leaders(self):
-        """Of each worker one process that has trained: its numbers are the worker's."""
+        """One process of each worker that has trained; its numbers are the worker's."""
         workers, ranks = self.shape()
         views = [[self.processes.get(worker * ranks + rank) for rank in range(ranks)]
                  for worker in range(workers)]
@@ -260,7 +260,7 @@ class RunView:
         return [max(of_worker, key=lambda view: view.step) for of_worker in trained if of_worker]
 
     def steps(self):
-        """How many the run has; None where that is not told."""
+        """The number of steps of the run; None if no log has it."""
         for _, view in self.rows():
             if view and view.place:
                 asked = int(view.place.get("options", {}).get("max-steps", -1))
@@ -286,12 +286,12 @@ class RunView:
                    for view in self.processes.values())
 
     def events(self):
-        """[(number of the process that tells it, event)] in order of time."""
+        """[(number of the process that reports it, event)] in order of time."""
         told = [(number, event) for number, view in self.processes.items() for event in view.events]
         return sorted(told, key=lambda one: (one[1]["unix_time"], one[0]))
 
     def standings(self):
-        """{worker: the last that was said of it}, but for what was said before it was counted again."""
+        """{worker: its last event}, except for events from before it was counted again."""
         last = {event["worker"]: event for _, event in self.events()}
         ranks, counted_at = max(1, self.shape()[1]), defaultdict(float)
         for number, view in self.processes.items():
@@ -300,7 +300,7 @@ class RunView:
                 if event["unix_time"] >= counted_at[worker] - 1}
 
     def changes(self):
-        """[(worker that tells it, event)], the newest last; what several processes tell, once."""
+        """[(worker that reports it, event)], the newest last, each event once."""
         kept = []
         for number, event in self.events()[-10 * CHANGES:]:
             is_known = any(other_number != number and event["unix_time"] - other["unix_time"] < LATER_SECONDS
@@ -357,7 +357,7 @@ def short(count):
 
 
 def sparkline(values, width, bars):
-    """The values as a line of bars, each the mean of as many values."""
+    """The values as a line of bars, each the mean of equally many values."""
     values = [value for value in values if value is not None]
     if not values or width < 1:
         return ""
@@ -371,7 +371,7 @@ def sparkline(values, width, bars):
 
 
 def in_flight_text(view, width):
-    """As many as there is room for."""
+    """As many words as there is room for."""
     flying = view.in_flight()
     if flying is None:
         return "?"
@@ -386,11 +386,11 @@ def in_flight_text(view, width):
 HEADINGS = ["proc", "step", "loss", "tokens/s", "in flight", "sent", "received", "wait", "ckpt", "state"]
 WIDTHS = [5, 8, 7, 8, 9, 6, 8, 5, 6, 9]  # with a space between them 80
 IN_FLIGHT = HEADINGS.index("in flight")
-NARROWER = ["received", "ckpt", "tokens/s", "sent", "wait", "in flight", "loss"]  # go, where room is lacking
+NARROWER = ["received", "ckpt", "tokens/s", "sent", "wait", "in flight", "loss"]  # dropped first to last
 
 
 def columns_for(width):
-    """{column: its width}; where there is room, what is in flight gets more."""
+    """{column: its width}; extra room goes to the column of fragments in flight."""
     columns = dict(enumerate(WIDTHS))
     for heading in NARROWER:
         if sum(columns.values()) + len(columns) - 1 <= width:
@@ -429,7 +429,7 @@ def progress_line(run):
 
 
 def measured_line(run):
-    """What is measured now and then; worker 0's, where it is here."""
+    """Evaluations; worker 0's, if its log is here."""
     views, parts = [view for _, view in run.rows() if view], []
     evals = [view.eval for view in views if view.eval]
     if evals and evals[0].get("loss") is not None:
@@ -484,7 +484,7 @@ def picture(run, width, height, bars=BARS, now=None):
 
 
 def process_lines(run, width, height, now):
-    """The table. Where there is not room for all, who is late comes first."""
+    """The table. If there is not room for all processes, late ones come first."""
     columns, rows, standings = columns_for(width), [], run.standings()
     for name, view in run.rows():
         standing = standings.get(int(name.split(".")[0]), "")
@@ -499,7 +499,7 @@ def process_lines(run, width, height, now):
 
 
 def change_lines(run, height):
-    """The newest ones for which there is room, below an empty line."""
+    """The newest events for which there is room, below an empty line."""
     changes = run.changes()[-max(0, height - 1):] if height > 1 else []
     lines = [(f"{time.strftime('%H:%M:%S', time.localtime(event['unix_time']))}  worker {worker}: "
               f"{event['text']}", "") for worker, event in changes]
@@ -523,15 +523,15 @@ def can_show(bars):
 
 @contextlib.contextmanager
 def screen():
-    """A screen of its own, without a cursor and with keys read at once. Whatever ends it, the terminal is as
-    before."""
+    """A screen of its own, without a cursor and with keys read at once. The terminal is restored, however
+    this ends."""
     import termios
     import tty
 
     def leave(*_):
         raise SystemExit(143)
 
-    def write(text):  # past sys.stdout, which a signal may have found at work
+    def write(text):  # not by sys.stdout, which a signal may have interrupted
         os.write(sys.stdout.fileno(), text.encode())
 
     def restore():
@@ -545,7 +545,7 @@ def screen():
             tty.setcbreak(sys.stdin)
         write(SCREEN_TAKEN)
 
-    def suspend(*_):  # Ctrl-Z; behind the second line it has been continued
+    def suspend(*_):  # Ctrl-Z; after the second line the program has been continued
         restore()
         os.kill(os.getpid(), signal.SIGSTOP)
         take()
@@ -555,7 +555,7 @@ def screen():
     wake, wakened = os.pipe()
     os.set_blocking(wakened, False)
     signal.set_wakeup_fd(wakened)
-    signal.signal(signal.SIGWINCH, lambda *_: None)  # that it came is enough: select() sees the pipe
+    signal.signal(signal.SIGWINCH, lambda *_: None)  # the signal's arrival is enough: select() sees the pipe
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGHUP, leave)
     signal.signal(signal.SIGTSTP, suspend)
@@ -571,7 +571,7 @@ def screen():
 
 
 def is_quit(keys, wake, seconds):
-    """Waits for a key, for another size of the terminal, or so long."""
+    """Waits for a key, for another size of the terminal, or for so many seconds."""
     ready = select.select([*keys, wake], [], [], seconds)[0]
     if wake in ready:
         os.read(wake, 4096)
