@@ -1,5 +1,5 @@
-// The inner optimizer. AdamW (Loshchilov & Hutter, arXiv 1711.05101) as torch.optim.AdamW computes it, for one
-// value:
+// The inner optimizer. AdamW (Loshchilov & Hutter, arXiv 1711.05101) as torch.optim.AdamW computes it, for
+// one value:
 //
 //     w = w (1 - lr weight_decay)
 //     m = beta1 m + (1 - beta1) g,      v = beta2 v + (1 - beta2) g^2
@@ -17,8 +17,8 @@ struct AdamWOptions {
     float clip = 1;          // the gradient is scaled down to this norm; 0: never
 };
 
-// The factor that multiplies all gradients so that their norm is at most `clip`. 1 for clip 0; NaN if the norm is
-// not finite: AdamW then leaves everything as it is.
+// The factor that multiplies all gradients so that their norm is at most `clip`. 1 for clip 0; NaN if the
+// norm is not finite: AdamW then leaves everything as it is.
 HD inline float clip_factor(float norm, float clip) {
     if (!std::isfinite(norm)) { return NAN; }
     return clip > 0 && norm > clip ? clip / norm : 1.0f;

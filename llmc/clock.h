@@ -1,5 +1,5 @@
-// The host's time: now_seconds(), and Phase, a named stretch of the host's work that Nsight Systems shows (an NVTX
-// range; nothing on the CPU).
+// The host's time: now_seconds(), and Phase, a named stretch of the host's work that Nsight Systems shows (an
+// NVTX range; nothing on the CPU).
 #pragma once
 #include <chrono>
 

@@ -1,5 +1,6 @@
-// HD: a function that both the CPU's loops and the CUDA kernels call. Under a plain C++ compiler it means nothing.
-// Site: a place in the source, for messages. As a parameter's default, Site::here() is the place of the call.
+// HD: a function that both the CPU's loops and the CUDA kernels call. Under a plain C++ compiler it means
+// nothing. Site: a place in the source, for messages. As a parameter's default, Site::here() is the place of
+// the call.
 #pragma once
 #ifdef __CUDACC__
 #define HD __host__ __device__

@@ -190,8 +190,8 @@ struct RunShape {
     long sample_tokens = 0;  // in a sample of the training data, of all processes together
 };
 
-// The saved values of one rank's shard, in the order of Layout::shard: fp32 arrays by name, and the parameters
-// as the layers read them.
+// The saved values of one rank's shard, in the order of Layout::shard: fp32 arrays by name, and the
+// parameters as the layers read them.
 struct ShardValues {
     std::map<std::string, std::vector<float>> arrays;  // "master", "m", "v", and the outer optimizer's
     std::vector<floatX> params;

@@ -1,17 +1,20 @@
-// Checkpointer: writes the checkpoints of a run on a thread of its own, while training goes on.
-// A checkpoint counts when it is whole: when every process has its state of that step on its disk (of an
-// elastic worker: every rank). They agree on that through the store of their run, led by its process 0:
-//     checkpoint/STEP/I             process I: "whole", or "failed: " and why
-//     checkpoint/STEP/verdict       process 0, of all of these: the same, or "silent: " and who
-//     checkpoint/STEP/done/I        rank 0 of each worker, when its folder has DONE_STEP: as before
-//     checkpoint/STEP/done/verdict  process 0: "whole" and the steps that stay, or else as before
-// Only after the last of them is anything old deleted, and only what is of the same lineage. A checkpoint
-// that fails is an announcement, not the end of the run: what it has written is taken back, all older ones
-// stay. Only the model of the run's last step is not taken back: it is what the run was for.
-// While the loop trains, the writer waits for others as long as it takes: they may be many steps behind, or
-// their disks slow, or the store away, and the loop sees for itself who is gone. The run's time limit begins
-// when the loop waits; and a far shorter one for a store that is away, which nobody needs for training. It is
-// not known then whether the checkpoint is whole: a resume sees for itself what all have.
+// Checkpointer: writes a run's checkpoints on a thread of its own while training goes on.
+//
+// A checkpoint is whole when every process has its state of that step on its disk. The processes agree on
+// that through the store, led by process 0:
+//     checkpoint/STEP/I             process I: "whole", or "failed: " and the reason
+//     checkpoint/STEP/verdict       process 0's summary: the same, or "silent: " and who has not answered
+//     checkpoint/STEP/done/I        rank 0 of each worker, once its folder has DONE_STEP: as above
+//     checkpoint/STEP/done/verdict  process 0's summary: "whole" and the steps to keep, or as above
+// Only after the last of these is anything old deleted, and only files of the same lineage. A checkpoint that
+// fails is reported but does not end the run: its files are deleted, and all older ones stay. The one
+// exception is the model of the run's last step, which always stays, since it is the result of the run.
+//
+// While the loop trains, the writer waits for the other processes without a limit: they may be many steps
+// behind, their disks may be slow, or the store may be down, and the loop notices by itself if one of them is
+// gone. Once the loop waits for the writer, the run's time limit applies, and a much shorter one to a store
+// that is down, since training itself does not need the store. In that case nobody knows whether the
+// checkpoint is whole; a resume finds out from the files.
 #pragma once
 #include <signal.h>
 #include <unistd.h>
@@ -46,11 +49,12 @@
 
 struct CheckpointJob {
     StateIdentity identity;
-    std::function<void()> ready;  // on the writer's thread: returns when the data is in host memory
-    std::function<std::vector<StateSection>()> sections;       // after ready()
+    // Called on the writer's thread, in this order.
+    std::function<void()> ready;                               // returns when the data is in host memory
     std::function<void(const std::string& path)> write_model;  // empty: this process writes no model
-    std::function<void()> when_whole = [] {};                  // on the writer's thread
-    bool is_last = false;  // of the run: its model stays, whatever becomes of the states
+    std::function<std::vector<StateSection>()> sections;
+    std::function<void()> when_whole = [] {};
+    bool is_last = false;  // the run's last step: its model stays even if the checkpoint fails
 };
 
 // -----------------------------------------------------------------------------------------------------------
@@ -69,7 +73,7 @@ public:
     std::string done(long step) const { return done_path(folder, step); }
     void write_done(const StateIdentity& who) const { ::write_done(folder, who); }
 
-    // "2.31 GB", of what this process has written.
+    // The size of this process's files, such as "2.31 GB".
     std::string size_in_words(long step, bool with_model) const {
         std::error_code gone;
         double bytes = double(std::filesystem::file_size(state(step), gone));
@@ -79,28 +83,25 @@ public:
         return bytes < 1e9 ? format("%.1f MB", bytes / 1e6) : format("%.2f GB", bytes / 1e9);
     }
 
-    // The steps that this folder knows to be whole.
+    // The steps of this lineage that have DONE_STEP in this folder.
     std::set<long> whole_steps(const std::string& lineage) const {
-        std::set<long> steps;
-        for (const std::string& name : names()) {
+        return steps([&](const std::string& name) {
             const std::optional<long> step = done_named(name);
-            if (step && is_done(*step, lineage)) { steps.insert(*step); }
-        }
-        return steps;
+            return step && is_done(*step, lineage) ? step : std::nullopt;
+        });
     }
 
-    // The steps of which this process's own state is there.
+    // The steps of this lineage for which this process's own state is there.
     std::set<long> own_steps(const std::string& lineage) const {
-        std::set<long> steps;
-        for (const std::string& name : names()) {
+        return steps([&](const std::string& name) {
             const std::optional<long> step = own_step(name);
-            if (step && is_of(state(*step), lineage)) { steps.insert(*step); }
-        }
-        return steps;
+            return step && is_of(state(*step), lineage) ? step : std::nullopt;
+        });
     }
 
-    // Removes this process's files of the steps that are `unwanted`, none of another lineage. DONE_ first and
-    // the state last: what is left when the power fails meanwhile is not taken for whole, and is found again.
+    // Removes this process's files of this lineage, of the steps that are `unwanted`. DONE_STEP goes first
+    // and the state last: if the power fails in between, the remains do not look whole, and the next removal
+    // finds them.
     template <class Condition>
     void remove(const std::string& lineage, Condition unwanted) const {
         for (long step : is_first_rank ? whole_steps(lineage) : std::set<long>()) {
@@ -129,7 +130,17 @@ private:
         return names_in(folder, unreadable);
     }
 
-    // Of this process's own states, and of those of processes that the run no longer has.
+    template <class StepOf>
+    std::set<long> steps(StepOf step_of) const {
+        std::set<long> found;
+        for (const std::string& name : names()) {
+            if (const std::optional<long> step = step_of(name)) { found.insert(*step); }
+        }
+        return found;
+    }
+
+    // The step of a state that this process cares for: its own, or one of a process that the run no longer
+    // has.
     std::optional<long> own_step(const std::string& name) const {
         const auto state = state_named(name);
         const bool is_own = state && (state->second == index || state->second >= size);
@@ -159,8 +170,8 @@ private:
 
 class Checkpointer {
 public:
-    // keep (-nk): so many of the newest whole ones stay, 0: all. major (-nm): the first one at or after each
-    // multiple of it stays for ever, 0: none. Process 0's count.   folder: an elastic worker has its own
+    // keep (-nk): how many of the newest whole checkpoints stay; 0: all. major (-nm): the first checkpoint at
+    // or after each multiple of it stays for ever; 0: none. Process 0's values count.
     Checkpointer(std::string folder, const Process& process, long keep, long major)
         : files(std::move(folder), process),
           process(process),
@@ -176,15 +187,15 @@ public:
         thread.join();
     }
 
-    // For a run that has resumed from `step`, before it trains: removes what this process has of later steps.
-    // It belongs to a future that will not be, and must not be mixed with this one's checkpoints: not after a
-    // loss of power either, and so this returns when the disk has forgotten it, too.
+    // For a run that has resumed from `step`, before it trains: removes this process's files of later steps,
+    // which the run will write anew. Old and new ones must never mix, not even after a loss of power, so this
+    // returns when the removal is on the disk.
     void forget_later(long step, const std::string& lineage) const {
         files.remove(lineage, [&](long later) { return later > step; });
         files.sync();
     }
 
-    // Returns at once. Only when is_idle(), and for each step once.
+    // Starts to write a checkpoint, and returns at once. Only when is_idle(), with a step above all before.
     void begin(CheckpointJob job) {
         std::lock_guard<std::mutex> lock(mutex);
         if (next || is_abandoned || job.identity.step <= newest) {
@@ -200,7 +211,7 @@ public:
         return !next;
     }
 
-    // Returns when nothing is being written.
+    // Returns when no checkpoint is being written.
     void wait() {
         std::unique_lock<std::mutex> lock(mutex);
         is_waited_for = true;
@@ -208,35 +219,37 @@ public:
         is_waited_for = false;
     }
 
-    // Returns when the last checkpoint is whole. RunError where it is not.
+    // Returns when the last checkpoint is whole. RunError if it is not.
     void finish(const std::function<void(const std::string& message)>& print) {
         wait();
         for (const std::string& message : take_messages()) { print(message); }
         if (!has_failed()) { return; }
-        throw RunError("the last checkpoint is not whole" + (failure().empty() ? "" : " (" + failure() + ")") +
+        const std::string reason = failure().empty() ? "" : " (" + failure() + ")";
+        throw RunError("the last checkpoint is not whole" + reason +
                        ": see to that and resume (-y 1), from the newest one that is whole");
     }
 
-    // Lines for people, in their order; each once.
+    // Messages for the user, in order, each returned once.
     std::vector<std::string> take_messages() {
         std::lock_guard<std::mutex> lock(mutex);
         return std::exchange(messages, {});
     }
 
-    // Of the last one that has ended: whether it is not whole on all processes.
+    // Whether the last checkpoint to end is not whole on all processes.
     bool has_failed() const {
         std::lock_guard<std::mutex> lock(mutex);
         return failed;
     }
 
-    // And why not: the same words on all processes. Empty where a process does not know.
+    // Why it is not: the same words on all processes. Empty if this process does not know.
     std::string failure() const {
         std::lock_guard<std::mutex> lock(mutex);
         return failed ? why : "";
     }
 
-    // The loop has failed: no half file stays, nobody is waited for. Make a ready() that blocks throw first.
-    // The disk has some seconds to come back; a process that leaves cannot wait for it longer.
+    // The loop has failed: stops writing, deletes the unfinished file and waits for no other process. If
+    // ready() blocks, make it throw first. A disk that hangs is given a few seconds, since this process is to
+    // end.
     void abandon() {
         give_up();
         std::unique_lock<std::mutex> lock(mutex);
@@ -246,11 +259,11 @@ public:
 private:
     struct Abandoned {};
 
-    // What process 0 says of all, or a process of itself.
+    // What a process says of its own files, or process 0 of the checkpoint.
     struct Verdict {
         bool is_whole = false;
-        std::string words;       // whole: which steps stay, none: all; else why not
-        bool is_silent = false;  // not whole only because some have not said anything
+        std::string words;       // whole: the steps to keep, empty for all; else why it is not whole
+        bool is_silent = false;  // not whole, and the only reason is that some processes have not answered
 
         std::string text() const {
             return (is_whole ? "whole" : is_silent ? "silent: " : "failed: ") + words;
@@ -290,7 +303,8 @@ private:
         }
     }
 
-    // To stop: a signal that this thread took would interrupt it, which some file systems report as failure.
+    // Leaves the signals that request a stop to other threads. On this one they could interrupt a write,
+    // which some file systems report as a failure.
     static void leave_requests_to_others() {
         sigset_t requests;
         sigemptyset(&requests);
@@ -304,7 +318,7 @@ private:
         } catch (const Abandoned&) {
             return false;
         } catch (const std::exception& error) {
-            // Nobody can say for all. What is written stays, for the others may have theirs.
+            // No process knows about all the others. The files stay: theirs may be there, too.
             say(format("it is not known whether the checkpoint of step %ld is whole: %s", job.identity.step,
                        error.what()));
             return false;
@@ -323,7 +337,7 @@ private:
         if (verdict.is_whole) {
             if (process.rank == 0) { own = attempt([&] { write_done(who, written); }); }
             verdict = agree(key + "/done", own, process.ranks, who);
-            // Who is silent now has its state: a resume takes this step, so nobody may delete any of it.
+            // A process that is silent now has its state: a resume may take this step, so no file may go.
             if (verdict.is_silent) { throw RunError(verdict.words); }
         }
         announce(who, own, verdict, written);
@@ -332,14 +346,14 @@ private:
         return verdict.is_whole;
     }
 
-    // What fails here changes nothing for the checkpoint.
+    // Runs `work`. A failure is reported, but the checkpoint stays as it is.
     template <class Work>
     void tidy(long step, Work work) {
         const Verdict clean = attempt(work);
         if (!clean.is_whole) { say(format("after the checkpoint of step %ld: ", step) + clean.words); }
     }
 
-    // The model first: where there is a state of process 0, its model is there.
+    // Writes the model first: where process 0 has a state, the model is there, too.
     void write_files(const CheckpointJob& job, Written& written) {
         const long step = job.identity.step;
         job.ready();
@@ -353,7 +367,7 @@ private:
         try {
             write_state(files.state(step), job.identity, job.sections(), [&] { check(); });
         } catch (...) {
-            // A model without its state would not be found again when old checkpoints are deleted.
+            // Old checkpoints are found by their states: a model without one would never be deleted.
             if (written.model && !model_stays) { unlink(files.model(step).c_str()); }
             throw;
         }
@@ -374,18 +388,19 @@ private:
             work();
             return {true, ""};
         } catch (const std::exception& error) {
-            check();  // what fails because it was abandoned is no failure to tell others of
+            check();  // work that failed because it was abandoned is nothing to tell the others
             return {false, error.what()};
         }
     }
 
-    // Each `stride`-th process has said under `key` how it stands; what process 0 makes of that.
+    // Tells this process's own verdict under `key`, and returns process 0's summary of the verdicts of every
+    // `stride`-th process.
     Verdict agree(const std::string& key, const Verdict& own, int stride, const StateIdentity& who) {
         if (process.index() % stride == 0) {
             tell(who.step, key + "/" + std::to_string(process.index()), own.text());
         }
         if (process.index() != 0) {
-            // Process 0 may have as long to write, and as long again to wait for others.
+            // Process 0 may take a time limit to write, and another one to wait for the others.
             Patience patience(2 * process.timeout + 5);
             const std::optional<std::string> verdict = await(key + "/verdict", patience);
             if (verdict) { return Verdict::parse(*verdict); }
@@ -414,7 +429,7 @@ private:
         return {failures.empty(), list_in_words(failures), !failures.empty() && is_silent};
     }
 
-    // Asks first: as long as there is no store it is certain that nobody has been told of the step.
+    // Sets a key. It reads from the store first: if that fails, no other process can have heard of the step.
     void tell(long step, const std::string& key, const std::string& value) {
         Patience patience(process.timeout);
         ask_until(patience, [&] {
@@ -425,11 +440,11 @@ private:
         });
     }
 
-    // The value of the key; nothing where it does not come in time, or the run has failed.
+    // The value of the key; nothing if it does not come in time, or if the run has failed.
     std::optional<std::string> await(const std::string& key, Patience& patience) {
         std::optional<std::string> value;
         ask_until(patience, [&] {
-            // In this order: a value that was set before the failure counts.
+            // In this order, so that a value that was set before the failure counts.
             const bool run_has_failed = store.try_get("cause").has_value();
             value = store.try_get(key);
             return value || run_has_failed;
@@ -437,10 +452,10 @@ private:
         return value;
     }
 
-    // Asks the store again and again until `ask` says that it is done, or there is no patience left.
-    // Throws a RunError where there is no store at the end of it, or none for absence_limit while the loop
-    // waits. Who finds it again before that gives the others little more time, for they may have given up.
-    // That is less together than the time limit of a collective, in which these may wait already.
+    // Calls `ask` until it returns true, or patience is over. Throws the store's RunError if the store is
+    // down at that moment, or has been down for absence_limit while the loop waits. After an absence that the
+    // loop has waited through, the other processes get little more time, since they may have given up: less
+    // in all than the time limit of a collective, in which they may be waiting already.
     template <class Ask>
     void ask_until(Patience& patience, Ask ask) {
         Patience absence(absence_limit);
@@ -464,7 +479,8 @@ private:
         }
     }
 
-    // Nobody reads the keys of the step before any more: all have come to this one.
+    // Removes the keys of the checkpoint before this one. All processes have come to this one, so none reads
+    // them.
     void forget_keys(long step) {
         const long before = std::exchange(last_in_store, step);
         if (before < 0) { return; }
@@ -474,10 +490,10 @@ private:
                 store.remove(part + "/" + std::to_string(process.index()));
                 if (process.index() == 0) { store.remove(part + "/verdict"); }
             }
-        } catch (const RunError&) {}  // a store that is away keeps them until the end of the run
+        } catch (const RunError&) {}  // a store that is down keeps them until the end of the run
     }
 
-    // " 20 30 40"; empty: all.
+    // The steps to keep, such as " 20 30 40"; empty: all.
     std::string steps_that_stay(const StateIdentity& who) const {
         if (keep <= 0) { return ""; }
         std::set<long> whole = files.whole_steps(who.lineage);
@@ -493,8 +509,8 @@ private:
         return steps;
     }
 
-    // Of each multiple of `major` the first step at or after it. A worker may jump over the multiple itself,
-    // and -n need not divide it.
+    // For each multiple of `major`, the first step at or after it: -n need not divide the multiple, and a
+    // worker may jump over it.
     std::set<long> first_of_multiples(const std::set<long>& steps) const {
         std::set<long> first;
         long multiple = 0;
@@ -507,7 +523,7 @@ private:
         return first;
     }
 
-    // Where the checkpoint of the step is not whole.
+    // What a user has instead of the checkpoint that failed.
     std::string what_there_is(const StateIdentity& who) const {
         const std::set<long> whole = files.whole_steps(who.lineage);
         const auto after = whole.lower_bound(who.step);
@@ -517,9 +533,9 @@ private:
         return last + (model_stays ? "; the model of this step is complete: " + files.model(who.step) : "");
     }
 
-    // While there is no store this process does not know what the others have, and so deletes nothing for
-    // whose sake one of them may have deleted older ones: only what it has told nobody of. The newest of that
-    // stay, and one more, for others may not have come further yet.
+    // While the store is down, this process does not know which states the others have. A checkpoint that it
+    // has told them of may be the only whole one, so it deletes only states that no other process has heard
+    // of. The newest `keep` of these stay, and one more, since the others may be one checkpoint behind.
     void thin_out(const std::string& lineage) {
         while (keep > 0 && long(untold.size()) > keep + 1) {
             const long oldest = *untold.begin();
@@ -529,34 +545,33 @@ private:
         }
     }
 
-    // What is not whole is of no use, and the disk may be full.
+    // Deletes what the new checkpoint replaces; or, if it failed, its own files: the disk may be full.
     void clean_up(const StateIdentity& who, const Verdict& verdict, const Written& written) {
-        if (verdict.is_whole) {
-            untold.clear();
-            remove_old(who, verdict.words);
-        } else {
+        if (!verdict.is_whole) {
             if (written.done) { CheckpointFolder::unlink_file(files.done(who.step)); }
             if (written.model && !model_stays) { CheckpointFolder::unlink_file(files.model(who.step)); }
             if (written.state) { CheckpointFolder::unlink_file(files.state(who.step)); }
+            return;
         }
-    }
-
-    void remove_old(const StateIdentity& who, const std::string& stay) const {
-        std::istringstream words(stay);
+        untold.clear();
+        std::istringstream words(verdict.words);
         std::set<long> kept;
         for (long step; words >> step;) { kept.insert(step); }
-        if (!kept.count(who.step)) { return; }  // all stay
+        if (!kept.count(who.step)) { return; }  // empty: all stay
         files.remove(who.lineage, [&](long step) { return step < who.step && !kept.count(step); });
     }
 
-    // Process 0 speaks for all. The output of another worker may be elsewhere: there who has failed speaks,
-    // too.
+    // Process 0 reports for all. A process of another worker, whose output may be elsewhere, reports its own
+    // failure, too.
     void announce(const StateIdentity& who, const Verdict& own, const Verdict& verdict,
                   const Written& written) {
         const bool is_first = process.index() == 0;
         const bool is_of_another_worker = process.worker != process.first_worker;
         const std::string missing = format("there is no checkpoint of step %ld: ", who.step) + verdict.words;
-        if (!verdict.is_whole) { remember(missing); }
+        if (!verdict.is_whole) {
+            std::lock_guard<std::mutex> lock(mutex);
+            why = missing;
+        }
         if (verdict.is_whole && is_first) {
             const std::string size = files.size_in_words(who.step, written.model);
             say(format("checkpoint of step %ld is whole (%s in %.1f s)", who.step, size.c_str(),
@@ -564,11 +579,6 @@ private:
         } else if (!verdict.is_whole && (is_first || (is_of_another_worker && !own.is_whole))) {
             say(missing);
         }
-    }
-
-    void remember(const std::string& failure) {
-        std::lock_guard<std::mutex> lock(mutex);
-        why = failure;
     }
 
     void say(const std::string& line) {
@@ -585,15 +595,15 @@ private:
     Store& store;
     const long keep, major;
     const double absence_limit;
-    // Of the writer's thread alone:
+    // Used by the writer's thread alone:
     long last_in_store = -1;
-    bool has_missed_store = false;  // while the loop waited for the present step
-    bool model_stays = false;       // of the present step, also where its checkpoint is not whole
-    std::set<long> untold;          // steps whose states are here, and that the store cannot have heard of
+    bool has_missed_store = false;  // the store was down while the loop waited for the current checkpoint
+    bool model_stays = false;       // the current checkpoint's model stays even if the checkpoint fails
+    std::set<long> untold;          // steps whose states are here and that the store cannot have heard of
 
     mutable std::mutex mutex;
     std::condition_variable changed;
-    std::optional<CheckpointJob> next;  // what is being written
+    std::optional<CheckpointJob> next;  // the checkpoint that is being written
     long newest = -1;
     bool failed = false;
     std::string why;

@@ -1,7 +1,7 @@
-// Model files, byte for byte llm.c's: header of 256 int32 {20240326, version, max_seq_len, vocab_size,
-// layers, heads, channels, padded_vocab_size}, then the sixteen tensors of GPT-2, those of the layers as one
-// (L, ...) each. Version 3 is fp32, version 5 bf16. Our buffers keep a layer together (layout.h): the order
-// changes here.
+// Model files, byte for byte as llm.c writes them: a header of 256 int32 {20240326, version, max_seq_len,
+// vocab_size, layers, heads, channels, padded_vocab_size}, then the sixteen tensors of GPT-2; those of the
+// layers are one (L, ...) tensor each. Version 3 is fp32, version 5 bf16. In memory the tensors of a layer
+// lie together (layout.h), so reading and writing reorders them.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -32,7 +32,7 @@ inline std::vector<Tensor> model_file_order(const Layout& layout) {
     return order;
 }
 
-// params: (layout.size), the flat buffer. RunError where the disk does not take it: `path` stays what it was.
+// params: (layout.size), the flat buffer. Throws a RunError if the disk fails; `path` is then unchanged.
 inline void write_model(const std::string& path, const GptShape& shape, const Layout& layout,
                         const float* params) {
     FileHeader header{model_magic, model_version_fp32, shape.max_seq_len, shape.vocab_size, shape.layers,
@@ -54,7 +54,7 @@ struct ModelFile {
             file.fail(format("is a model file of version %d", version));
         }
         shape = {header[2], header[3], header[7], header[4], header[5], header[6]};
-        const int most = 1 << 24;  // far above any model, and small enough that no product below overflows
+        const int most = 1 << 24;  // above any model, and small enough that no product below overflows
         for (int value : {shape.max_seq_len, shape.vocab_size, shape.padded_vocab_size, shape.layers,
                           shape.heads, shape.channels}) {
             if (value <= 0 || value > most) {
@@ -74,7 +74,7 @@ struct ModelFile {
     GptShape shape;
 
 private:
-    // 12 C^2 + 13 C values a layer. In double first: sizes from a damaged header must not overflow.
+    // A layer has 12 C^2 + 13 C values. Computed in double, as sizes from a damaged header must not overflow.
     void check_size() const {
         const double C = shape.channels, rows = double(shape.padded_vocab_size) + shape.max_seq_len;
         const double values = rows * C + shape.layers * (12 * C * C + 13 * C) + 2 * C;
@@ -102,7 +102,7 @@ inline void read_model_values(const ModelFile& model, float* out, long count, in
 
 // Fills the flat buffer from a model file of either version. params: (layout.size)
 // Padding, and the rows of wte beyond the vocabulary, become 0, as training expects of them.
-// UserErrors as above, and where the layout is another model's.
+// Throws the UserErrors above, and one if the layout is that of another model.
 inline void read_model(const std::string& path, const Layout& layout, float* params) {
     const ModelFile model(path);
     const GptShape& shape = model.shape;

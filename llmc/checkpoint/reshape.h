@@ -1,6 +1,6 @@
-// Reshape: the saved state of a run becomes that of a run of another shape: another number of ranks or workers,
-// other fragments, with or without an outer optimizer. reshape_state() reads the states of the old processes and
-// makes the state of one process of the new run, which resumes from it as from any other.
+// Reshape: the saved state of a run becomes that of a run of another shape: another number of ranks or
+// workers, other fragments, with or without an outer optimizer. reshape_state() reads the states of the old
+// processes and makes the state of one process of the new run, which resumes from it as from any other.
 //
 //     ranks      values are found by their place in the model without padding, and cut anew
 //     workers    the same number: each resumes with its own parameters. Another number: all start from the
@@ -100,8 +100,8 @@ inline void check_model(const StoredState& state, const GptShape& model) {
 }
 
 // Makes the outer optimizer's part of a reshape from one of the old states. `old` has no layout yet.
-using MakeOuterReshape =
-    std::function<std::unique_ptr<OuterReshape>(const SavedState& state, const RunShape& old, const RunShape& to)>;
+using MakeOuterReshape = std::function<std::unique_ptr<OuterReshape>(
+    const SavedState& state, const RunShape& old, const RunShape& to)>;
 
 inline std::unique_ptr<OuterReshape> outer_reshape(const StoredState& state, const RunShape& to,
                                                    const MakeOuterReshape& make) {
@@ -191,7 +191,8 @@ inline void check_agreement(const ShardValues& shard, const StoredRun& run, int 
     }
 }
 
-// The new shard, from all old shards of `worker`. Padding is zero, and so is all of a shard that is only padding.
+// The new shard, from all old shards of `worker`. Padding is zero, and so is all of a shard that is only
+// padding.
 inline ShardValues recut_shard(const StoredRun& run, int worker, const RunShape& to,
                                const OuterReshape& outer) {
     const RunShape& old = outer.old_run();
@@ -301,9 +302,10 @@ inline std::unique_ptr<StateReader> reshape_state(const StoredRun& run, const Ru
     const std::string fields = new_fields(source, to, *outer).text(), options = source.reader.text("options");
     std::vector<char> outliers;  // the same on all ranks of a worker; the first version did not have them
     if (source.reader.has("outliers")) { outliers = source.reader.values<char>("outliers"); }
-    std::vector<StateSection> sections = {{"fields", fields.data(), fields.size()},
-                                          {"options", options.data(), options.size()},
-                                          {"params", shard.params.data(), shard.params.size() * sizeof(floatX)}};
+    std::vector<StateSection> sections = {
+        {"fields", fields.data(), fields.size()},
+        {"options", options.data(), options.size()},
+        {"params", shard.params.data(), shard.params.size() * sizeof(floatX)}};
     if (!outliers.empty()) { sections.push_back({"outliers", outliers.data(), outliers.size()}); }
     for (const auto& [name, values] : shard.arrays) {
         sections.push_back({name, values.data(), values.size() * sizeof(float)});
@@ -311,7 +313,8 @@ inline std::unique_ptr<StateReader> reshape_state(const StoredRun& run, const Ru
     NamelessFile file;
     {
         OutputFile out(file.path());
-        write_state(out, {run.point.step, to.worker, to.rank, to.workers, to.ranks, run.point.lineage}, sections);
+        write_state(out, {run.point.step, to.worker, to.rank, to.workers, to.ranks, run.point.lineage},
+                    sections);
     }
     for (std::string& line : describe(source, to, *outer)) { notes.push_back(std::move(line)); }
     return std::make_unique<StateReader>(file.path());
@@ -323,8 +326,8 @@ inline std::unique_ptr<StateReader> open_state(const StoredRun& run, const RunSh
                                                std::vector<std::string>& notes) {
     if (has_shape(run, to, make)) { return std::make_unique<StateReader>(run.path(to.worker, to.rank)); }
     if (run.point.is_of_one_worker()) {
-        throw UserError(run.folder + " is of other fragments, or of another number format or error feedback: an "
-                        "elastic worker resumes with the options that it had");
+        throw UserError(run.folder + " is of other fragments, or of another number format or error feedback: "
+                        "an elastic worker resumes with the options that it had");
     }
     return reshape_state(run, to, make, notes);
 }

@@ -1,10 +1,10 @@
-// Resume: which checkpoint the processes of a run resume from. Each looks into its own folder and says in the
-// store what it sees there; so all know the same, and all find the same answer:
+// Resume: the processes of a run agree on the checkpoint that they resume from. Each looks into its own
+// folder and tells the others in the store what it sees, so that all find the same answer:
 //   - the newest step at which every process has its own file, all of the same run (lineage);
-//   - of a run of another number of workers or ranks: at which every process has all files of that run
-//     (an elastic worker does not resume from such a checkpoint, nor from another worker's: an error).
-// Then each reads the files it needs in full. Where one is damaged, the next older step is tried.
-// Names and headers are not covered by a checksum until then: they decide what is tried, never what is taken.
+//   - or, for a run with another number of workers or ranks, the newest step at which every process has all
+//     files of the old run. An elastic worker does not resume from such a checkpoint, nor from another's.
+// Then each process reads the files it needs in full. If one is damaged, the next older step is tried. Names
+// and headers, which no checksum has confirmed at first, decide what is tried, but never what is used.
 #pragma once
 #include <algorithm>
 #include <cstdio>
@@ -28,7 +28,7 @@ struct ResumePoint {
     long step = 0;
     std::string lineage;
     int workers = 1, ranks = 1;
-    int worker = -1;  // the elastic one that wrote it; -1: all workers did, in lock-step
+    int worker = -1;  // the elastic worker that wrote it; -1: all workers did, in lock-step
 
     bool is_of_one_worker() const { return worker >= 0; }
     long size() const { return is_of_one_worker() ? ranks : long(workers) * ranks; }
@@ -57,7 +57,7 @@ inline std::string writers_of(const ResumePoint& point) {
 struct FolderView {
     struct State {
         ResumePoint point;
-        std::string flaw;  // why the file cannot be used; then it is unknown what it belongs to
+        std::string flaw;  // why the file cannot be used; then its checkpoint is not known
     };
 
     std::string folder;
@@ -65,7 +65,7 @@ struct FolderView {
     std::map<std::pair<long, int>, State> states;  // by step and process
     std::map<long, ResumePoint> done;              // lineage empty: the file cannot be read
 
-    // For the store: a line each. Names of files may hold anything, but not the end of a line here.
+    // As text for the store, a line for each entry. An end of line in a name becomes a space.
     std::string pack() const {
         auto line = [](std::string text) {
             std::replace(text.begin(), text.end(), '\n', ' ');
@@ -109,14 +109,14 @@ struct FolderView {
     }
 };
 
-// What is wrong, without what to do: nobody has to do anything about a checkpoint that is passed over.
+// The message without its hint: a user need not act on a checkpoint that is passed over.
 inline std::string without_hint(const UserError& error) {
     const std::string text = error.what(), hint = std::string(": ") + checkpoint_hint();
     const size_t end = text.size() < hint.size() ? 0 : text.size() - hint.size();
     return text.compare(end, std::string::npos, hint) == 0 ? text.substr(0, end) : text;
 }
 
-// By its header.
+// What a state's header says.
 inline FolderView::State look_at_state(const std::string& folder, long step, int process) {
     const std::string path = state_path(folder, step, process);
     try {
@@ -150,7 +150,8 @@ inline FolderView view_folder(const std::string& folder) {
     return view;
 }
 
-// Removes what this process was writing when it was killed, and what processes were that this run has not.
+// Removes unfinished files of this process, which was killed while it wrote, and of processes that the run no
+// longer has.
 inline void remove_leftovers(const Process& process, const std::string& folder) {
     std::error_code ignored;
     for (const std::string& name : names_in(folder, ignored)) {
@@ -170,20 +171,20 @@ inline void remove_leftovers(const Process& process, const std::string& folder) 
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// What all see
+// What all processes see
 
 // own: a checkpoint that these processes write (its step and lineage mean nothing)
 inline bool is_of_same_shape(const ResumePoint& own, const ResumePoint& point) {
     return point.workers == own.workers && point.ranks == own.ranks && point.worker == own.worker;
 }
 
-// The processes whose files process `index` reads: its own, or all where the shapes differ.
+// The range of processes whose files process `index` reads: itself, or all if the shapes differ.
 inline std::pair<long, long> files_needed(const ResumePoint& own, int index, const ResumePoint& point) {
     const bool is_own = is_of_same_shape(own, point);
     return is_own ? std::pair(long(index), index + 1L) : std::pair(0L, point.size());
 }
 
-// The first thing that keeps process `index` from going on from there, as far as names and headers tell.
+// The first reason why process `index` cannot resume there, as far as names and headers tell; empty: none.
 inline std::string find_lack(const ResumePoint& own, int index, const FolderView& view,
                              const ResumePoint& point) {
     const auto [begin, end] = files_needed(own, index, point);
@@ -203,7 +204,7 @@ inline std::string find_lack(const ResumePoint& own, int index, const FolderView
     return "";
 }
 
-// The same after reading them in full, from this process's own folder.
+// The same after reading the files in this process's own folder in full.
 inline std::string find_damage(const ResumePoint& own, int index, const std::string& folder,
                                const ResumePoint& point) {
     const auto [begin, end] = files_needed(own, index, point);
@@ -213,7 +214,7 @@ inline std::string find_damage(const ResumePoint& own, int index, const std::str
     return "";
 }
 
-// All processes' views, and what follows from them: the same on all.
+// All processes' views, and what follows from them, which is the same on all processes.
 class CheckpointSearch {
 public:
     CheckpointSearch(Process& process, const std::string& folder, const ResumePoint& own)
@@ -237,11 +238,12 @@ public:
         collect_points();
     }
 
-    // To be tried in this order: the newest first, but first of all those of the run that wrote the newest
-    // DONE_: where several runs used a folder, a file that one of them left behind does not count for more.
+    // The checkpoints in the order in which they are tried. Those of the run that wrote the newest DONE_STEP
+    // come first, then the newest first: in a folder that several runs used, a stray file of another run must
+    // not win.
     const std::vector<ResumePoint>& in_order() const { return points; }
 
-    // Why this one cannot be taken, in words; empty: it is whole on all processes. Collective.
+    // Why this checkpoint cannot be used, in words; empty: it is whole on all processes. Collective.
     std::string find_flaws(const ResumePoint& point) {
         std::vector<std::string> flaws;
         for (int i = 0; i < process.size(); i++) {
@@ -256,10 +258,11 @@ public:
         return in_words(flaws, point);
     }
 
-    // Has there ever been a checkpoint that was complete?
+    // Whether any checkpoint was ever complete.
     bool was_ever_complete() const { return has_done; }
 
-    // UserError for a checkpoint that is whole and not for this run: what is reshaped is a run in lock-step.
+    // UserError for a checkpoint that is whole but not of this kind of run. Only runs in lock-step are
+    // reshaped.
     void check_shape(const ResumePoint& point) const {
         const bool may_reshape = !own.is_of_one_worker() && !point.is_of_one_worker();
         if (may_reshape || is_of_same_shape(own, point)) { return; }
@@ -286,7 +289,7 @@ public:
                                       point.worker, own.worker));
     }
 
-    // Where the folders hold more than one run's.
+    // A note for the user if the folders hold checkpoints of several runs; else empty.
     std::string note_of_runs() const {
         std::set<std::string> lineages;
         for (const ResumePoint& point : points) { lineages.insert(point.lineage); }
@@ -313,7 +316,7 @@ private:
             for (const auto& [at, state] : view.states) { add(at.first, state.point); }
             for (const auto& [step, point] : view.done) { add(step, point); }
         }
-        // Of a step of which no header is left it is still to be said why it is passed over.
+        // A step without any readable header is tried, too, so that the user learns why it is passed over.
         for (long step : steps) {
             if (!known.count(step)) { found.insert({step, "", own.workers, own.ranks, own.worker}); }
         }
@@ -324,7 +327,7 @@ private:
         });
     }
 
-    // "worker 1 rank 0: /x/state_00000060_00001.bin is truncated (...)", of many processes the first few.
+    // "worker 1 rank 0: /x/state_00000060_00001.bin is truncated (...)", for the first few processes.
     std::string in_words(const std::vector<std::string>& flaws, const ResumePoint& point) const {
         const size_t most = 3;
         size_t count = 0;
@@ -352,8 +355,8 @@ private:
 };
 
 // The checkpoint to resume from; nothing: the run begins. All processes call it after meet(), once, each with
-// its own folder; all get the same, or throw the same UserError. `who`: this process in its state files, whose
-// step and lineage are not known yet. `notes`: what a user should know, a line each.
+// its own folder; all get the same, or throw the same UserError. `who`: this process in its state files,
+// whose step and lineage are not known yet. `notes`: what a user should know, a line each.
 inline std::optional<ResumePoint> agree_on_checkpoint(Process& process, const std::string& folder,
                                                       const StateIdentity& who,
                                                       std::vector<std::string>& notes) {

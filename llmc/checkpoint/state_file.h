@@ -1,4 +1,4 @@
-// State files: all that one process of a run is after a step, so that the run can go on from there.
+// State files: the state of one process of a run after a step, from which the run can resume.
 //
 //     header      256 int32, as llm.c's files have:   state_magic, state_version, then
 //                 [2] step (int64)  [4] worker  [5] rank  [6] workers  [7] ranks  [8] lineage (16 characters)
@@ -8,10 +8,10 @@
 //     sections    in that order, each at the next multiple of 64 bytes; 0 in between
 //     checksum    XXH3_64 of all before it, at the next multiple of 64 bytes, where the file ends
 //
-// So the same sections are the same bytes, and a reader knows where everything must lie before it reads any.
-// What the sections are is said where they are written; numbers and words by name are Fields. One that files
-// of earlier versions do not have ("outliers") is looked for with has(). The checksum says whether a file is
-// whole; the file DONE_STEP (write_done), that all processes have theirs.
+// The same sections give the same bytes, and a reader knows where everything must lie before it reads any
+// section. training_state.h says what the sections are. A section that earlier versions did not write
+// ("outliers") is looked for with has(). The checksum tells whether a file is whole; the file DONE_STEP
+// (write_done) tells that all processes have theirs.
 #pragma once
 #include <xxhash.h>
 
@@ -38,14 +38,14 @@
 
 const int32_t state_magic = 20261121, state_version = 1;
 
-// Whose state, and of when.
+// Whose state it is, and after which step.
 struct StateIdentity {
     long step = 0;
     int worker = 0, rank = 0, workers = 1, ranks = 1;
-    std::string lineage;  // 16 hex digits, drawn when a run starts from nothing and kept by its resumes
+    std::string lineage;  // 16 hex digits: drawn when a run begins at step 1, and kept when it resumes
     bool elastic = false;  // the ranks of its worker alone make up a checkpoint, not those of all workers
 
-    // Its number among the processes that make up the checkpoint: in the names of files.
+    // The number of this process in file names: its place among those that make up the checkpoint.
     long process() const { return elastic ? rank : long(worker) * ranks + rank; }
 };
 
@@ -59,8 +59,8 @@ inline std::string done_path(const std::string& folder, long step) {
     return folder + format("/DONE_%08ld", step);
 }
 
-// The step and the process of a file of a name that state_path() gives, and the step of one that done_path()
-// gives; nothing for any other name.   name: without the folder
+// The step and the process of a file that is named as by state_path(), and the step of one that is named as
+// by done_path(); nothing for any other name.   name: without the folder
 inline std::optional<std::pair<long, int>> state_named(const std::string& name) {
     long step = -1;
     int process = -1;
@@ -75,7 +75,8 @@ inline std::optional<long> done_named(const std::string& name) {
     return is_one ? std::optional<long>(step) : std::nullopt;
 }
 
-// Of all that is in the folder; `error`: where it cannot be read, and then as many as could be.
+// The names of all files in a folder. If it cannot be read to its end, `error` says so, and some may be
+// missing.
 inline std::vector<std::string> names_in(const std::string& folder, std::error_code& error) {
     std::vector<std::string> names;
     std::filesystem::directory_iterator entry(folder, error);
@@ -142,7 +143,7 @@ inline StateIdentity unpack(const FileHeader& header) {
     return who;
 }
 
-// The table, and where the checksum stands.
+// The table of sections, and the checksum's offset.
 inline std::pair<std::vector<Entry>, int64_t> lay_out(const std::vector<StateSection>& sections) {
     std::vector<Entry> table;
     std::set<std::string> names;
@@ -163,7 +164,7 @@ inline std::pair<std::vector<Entry>, int64_t> lay_out(const std::vector<StateSec
 }
 }  // namespace state_format
 
-// Writes a state into a file that is open, and empty. Calls `check` every few megabytes.
+// Writes a state into an open, empty file. Calls `check`, which may throw, every few megabytes.
 inline void write_state(OutputFile& file, const StateIdentity& who, const std::vector<StateSection>& sections,
                         const std::function<void()>& check = [] {}) {
     using namespace state_format;
@@ -194,15 +195,15 @@ inline void write_state(OutputFile& file, const StateIdentity& who, const std::v
     file.write(&sum, sizeof sum);
 }
 
-// Writes the state file `path`. RunError where the disk does not take it: `path` stays what it was, and so
-// it does where `check` throws.
+// Writes the state file `path`. Throws a RunError if the disk fails. If it or `check` throws, `path` is
+// unchanged.
 inline void write_state(const std::string& path, const StateIdentity& who,
                         const std::vector<StateSection>& sections,
                         const std::function<void()>& check = [] {}) {
     write_file(path, [&](OutputFile& file) { write_state(file, who, sections, check); });
 }
 
-// Whose state a file is by its header, which may be all there is of it. Nothing: not a state file of ours.
+// Whose state a file is, by its header; the rest may be missing. Nothing for a file of another kind.
 inline std::optional<StateIdentity> peek_identity(const std::string& path) {
     try {
         const FileHeader header = InputFile(path, checkpoint_hint()).read_header(state_magic, "state file");
@@ -213,8 +214,8 @@ inline std::optional<StateIdentity> peek_identity(const std::string& path) {
     return std::nullopt;
 }
 
-// A state file whose header, table and size are those of a whole one; verify() says of the rest. A file that
-// cannot be read, is damaged or of another kind is a UserError that names it.
+// Reads a state file. The constructor checks header, table and size, verify() the whole file. A file that
+// cannot be read, is damaged or is of another kind is a UserError that names it.
 class StateReader : public SavedState {
 public:
     explicit StateReader(const std::string& path) : file(path, checkpoint_hint()) {
@@ -232,7 +233,7 @@ public:
         read_table(size_t(header[12]));
     }
 
-    // Reads all of it.
+    // Reads the whole file and compares its checksum.
     void verify() const {
         state_format::Checksum checksum;
         std::vector<char> buffer(size_t(std::min<int64_t>(checksum_offset, state_format::chunk_bytes)));
@@ -294,7 +295,7 @@ private:
         if (checksum_offset < int64_t(sizeof header) + table_bytes) { file.fail("has a damaged header"); }
     }
 
-    // Each section must lie where the one before it says, and the checksum behind the last.
+    // Each section must follow the one before it, and the checksum must follow the last.
     void read_table(size_t count) {
         std::vector<state_format::Entry> table(count);
         read_at(table.data(), count * sizeof(state_format::Entry), sizeof(FileHeader));
@@ -319,7 +320,7 @@ private:
         return found->second;
     }
 
-    // A file that a disk does not give back is as good as none: its reader may have another one.
+    // A disk that fails to read is a UserError here: the user may have another checkpoint.
     void read_at(void* out, size_t count, int64_t offset) const {
         try {
             file.read(out, count, offset);
@@ -335,8 +336,8 @@ private:
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// DONE_STEP: written by rank 0 of each worker when all processes (of an elastic worker: all its ranks)
-// have written their states
+// DONE_STEP: written by rank 0 of each worker when all processes (of an elastic worker: all its ranks) have
+// written their states
 
 inline void write_done(const std::string& folder, const StateIdentity& who) {
     Fields fields;
@@ -346,13 +347,13 @@ inline void write_done(const std::string& folder, const StateIdentity& who) {
     fields.set("lineage", who.lineage);
     if (who.elastic) { fields.set("worker", who.worker); }
     const std::string text = fields.text();
-    // Workers of one folder write the same file: each under a temporary name of its own.
+    // Several workers may write this file in the same folder: each uses a temporary name of its own.
     write_file(done_path(folder, who.step), [&](OutputFile& file) { file.write(text.data(), text.size()); },
                "." + std::to_string(who.process()));
 }
 
-// Of what run it is, and of how many processes (rank means nothing, and worker only where it is an
-// elastic one). UserError, naming the file.
+// The run that wrote DONE_STEP, and its number of processes. rank means nothing, worker only for an elastic
+// worker. UserError, naming the file.
 inline StateIdentity read_done(const std::string& folder, long step) {
     const std::string path = done_path(folder, step);
     const InputFile file(path, checkpoint_hint());

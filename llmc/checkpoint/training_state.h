@@ -1,5 +1,5 @@
-// Training state: everything a process needs so that training goes on after a step as if it had never stopped.
-// A state file (state_file.h) has these sections:
+// Training state: everything a process needs so that training goes on after a step as if it had never
+// stopped. A state file (state_file.h) has these sections:
 //
 //     fields        Progress, the model's shape, the position in the data; the outer optimizer's numbers
 //     options       all options with their values, so that a resume can say which ones changed
@@ -66,23 +66,37 @@ struct Progress {
     Totals totals;
 };
 
+// Calls field(name, value) for each number that a state has of the progress, to write it or to read it back.
+template <class ProgressT, class Field>
+void for_fields(ProgressT& progress, Field field) {
+    auto& t = progress.totals;
+    field("step", progress.step);
+    field("steps", progress.steps);
+    field("tokens", t.tokens);
+    field("updates", t.updates);
+    field("adamw_updates", progress.adamw_updates);
+    field("joined_after", t.joined_after);
+    field("total.train_seconds", t.train_seconds);
+    field("total.syncs", t.syncs);
+    field("total.next_sync", t.next_sync);
+    field("total.inner_bytes_sent", progress.inner.bytes_sent);
+    field("total.inner_bytes_received", progress.inner.bytes_received);
+    field("total.outer_bytes_sent", t.outer.bytes_sent);
+    field("total.outer_bytes_received", t.outer.bytes_received);
+    field("total.waited_seconds", t.waited_seconds);
+}
+
 inline Fields fields_of(const Progress& progress, const GptShape& shape, const DataLoader& data) {
-    const Totals& t = progress.totals;
     const DataPosition position = data.position();
     Fields fields;
-    fields.set("step", progress.step);
-    fields.set("steps", progress.steps);
-    fields.set("tokens", t.tokens);
-    fields.set("updates", t.updates);
-    fields.set("adamw_updates", progress.adamw_updates);
-    fields.set("joined_after", t.joined_after);
+    for_fields(progress, [&](const char* name, const auto& value) { fields.set(name, value); });
     fields.set("float_bytes", long(sizeof(floatX)));
-    fields.set("shape.max_seq_len", long(shape.max_seq_len));
-    fields.set("shape.vocab_size", long(shape.vocab_size));
-    fields.set("shape.padded_vocab_size", long(shape.padded_vocab_size));
-    fields.set("shape.layers", long(shape.layers));
-    fields.set("shape.heads", long(shape.heads));
-    fields.set("shape.channels", long(shape.channels));
+    fields.set("shape.max_seq_len", shape.max_seq_len);
+    fields.set("shape.vocab_size", shape.vocab_size);
+    fields.set("shape.padded_vocab_size", shape.padded_vocab_size);
+    fields.set("shape.layers", shape.layers);
+    fields.set("shape.heads", shape.heads);
+    fields.set("shape.channels", shape.channels);
     fields.set("data.epoch", position.epoch);
     fields.set("data.shard", position.shard);
     fields.set("data.sample", position.sample);
@@ -90,38 +104,21 @@ inline Fields fields_of(const Progress& progress, const GptShape& shape, const D
     fields.set("data.shards", data.num_shards());
     fields.set("data.tokens", data.num_tokens());
     fields.set("data.shards_hash", data.shards_hash());
-    fields.set("total.train_seconds", t.train_seconds);
-    fields.set("total.syncs", t.syncs);
-    fields.set("total.next_sync", t.next_sync);
-    fields.set("total.inner_bytes_sent", uint64_t(progress.inner.bytes_sent));
-    fields.set("total.inner_bytes_received", uint64_t(progress.inner.bytes_received));
-    fields.set("total.outer_bytes_sent", uint64_t(t.outer.bytes_sent));
-    fields.set("total.outer_bytes_received", uint64_t(t.outer.bytes_received));
-    fields.set("total.waited_seconds", t.waited_seconds);
     return fields;
 }
 
 inline Progress progress_of(const Fields& fields) {
     Progress progress;
-    Totals& t = progress.totals;
-    progress.step = fields.integer("step");
-    progress.steps = fields.integer("steps");
-    t.train_seconds = fields.real("total.train_seconds");
-    t.tokens = fields.count("tokens");
-    if (fields.has("updates")) {
-        t.updates = fields.integer("updates");
-        t.joined_after = fields.integer("joined_after");
-        progress.adamw_updates = fields.integer("adamw_updates");
-    } else {  // written before there were elastic workers: every step was an update
-        t.updates = progress.adamw_updates = progress.step;
-    }
-    t.syncs = fields.integer("total.syncs");
-    t.next_sync = fields.integer("total.next_sync");
-    t.outer.bytes_sent = fields.count("total.outer_bytes_sent");
-    t.outer.bytes_received = fields.count("total.outer_bytes_received");
-    t.waited_seconds = fields.real("total.waited_seconds");
-    progress.inner.bytes_sent = fields.count("total.inner_bytes_sent");
-    progress.inner.bytes_received = fields.count("total.inner_bytes_received");
+    progress.totals.updates = progress.adamw_updates = fields.integer("step");
+    for_fields(progress, [&](const char* name, auto& value) {
+        using T = std::decay_t<decltype(value)>;
+        const bool is_of_elastic = name == std::string("updates") || name == std::string("adamw_updates") ||
+                                   name == std::string("joined_after");
+        if (is_of_elastic && !fields.has(name)) { return; }  // before there were elastic workers
+        if constexpr (std::is_same_v<T, double>) { value = fields.real(name); }
+        if constexpr (std::is_same_v<T, long>) { value = fields.integer(name); }
+        if constexpr (std::is_same_v<T, uint64_t>) { value = fields.count(name); }
+    });
     return progress;
 }
 
@@ -317,11 +314,13 @@ inline void open_checkpoint(const ResumedRun& run, const ResumePoint& point, Res
     r.lineage = point.lineage;
     r.state = run.open(point, r.notes);
     r.fields = Fields::parse(r.state->text("fields"), r.state->path());
-    const std::string options = changed_options(Fields::parse(r.state->text("options"), r.state->path()), run);
+    const Fields saved_options = Fields::parse(r.state->text("options"), r.state->path());
+    const std::string options = changed_options(saved_options, run);
     if (!options.empty()) { r.notes.push_back("resumed with other options: " + options); }
     const std::string data = changed_data(r.fields, run);
     if (!data.empty()) { r.notes.push_back("resumed with " + data); }
-    run.data.seek({r.fields.count("data.epoch"), r.fields.count("data.shard"), r.fields.count("data.sample")});
+    run.data.seek({r.fields.count("data.epoch"), r.fields.count("data.shard"),
+                   r.fields.count("data.sample")});
 }
 
 // What the run goes on from: the newest checkpoint that all processes have, or nothing. Collective; all
