@@ -27,7 +27,6 @@
 #include "llmc/schedulers.h"
 #include "llmc/text/eval_batches.h"
 #include "llmc/text/sampler.h"
-#include "llmc/text/text_printer.h"
 #include "llmc/upload.h"
 #include "streaming/diloco.h"
 #include "streaming/elastic/elastic_diloco.h"

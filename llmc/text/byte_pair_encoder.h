@@ -1,12 +1,11 @@
-// BytePairEncoder: from text to tokens, with the vocabulary of tokenizer.bin alone (byte-level BPE: Sennrich
-// et al. 2016, arXiv 1508.07909; Radford et al. 2019). A text is cut into pieces by GPT-2's pattern; a piece
-// begins as single bytes, and as long as two neighbours joined are a token, those that make the token of the
-// lowest number are joined, the leftmost first.
+// BytePairEncoder: from text to tokens, with nothing but the vocabulary of tokenizer.bin (byte-level BPE:
+// Sennrich et al. 2016, arXiv 1508.07909; Radford et al. 2019). GPT-2's pattern cuts a text into pieces. A
+// piece begins as single bytes; as long as two neighbours together are a token, the pair that makes the token
+// with the lowest number is joined, the leftmost first.
 //
-// So a token's number has to be its rank among the merges, as in GPT-2's vocabulary and in those of
-// data/prepare.py (bytes, bpe:N): there the tokens are the tokenizer's own. The file does not say which two
-// parts a token was merged from: any two that make its bytes are taken, as tiktoken does. In a vocabulary
-// made otherwise the tokens are some that spell the text.
+// This needs a vocabulary whose token numbers are the ranks of the merges, as GPT-2's and those of
+// data/prepare.py (bytes, bpe:N). The file does not say from which two parts a token was merged, so any two
+// that make its bytes are joined, as in tiktoken. With another vocabulary the tokens still spell the text.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -21,19 +20,19 @@
 
 class BytePairEncoder {
 public:
-    // tokenizer: has to stay. UserError where its vocabulary needs a library that this build lacks.
+    // tokenizer: must outlive this. UserError if its vocabulary needs a library that this build lacks.
     explicit BytePairEncoder(const Tokenizer& tokenizer) : end_of_text(tokenizer.end_of_text()) {
         end_of_text_bytes = tokenizer.decode(end_of_text);
         for (int token = 0; token < tokenizer.vocab_size(); token++) {
             if (token == end_of_text) { continue; }
-            numbers.emplace(tokenizer.decode(token), token);  // of equal ones the first
+            numbers.emplace(tokenizer.decode(token), token);  // of equal tokens, the first
             longest = std::max(longest, tokenizer.decode(token).size());
         }
         if (longest > 1) { pattern = std::make_unique<Gpt2Pattern>(); }
     }
 
-    // The tokens of a text. Where it has the end-of-text token's own bytes, GPT-2's <|endoftext|>, they are
-    // that token. UserError where the text is not UTF-8, or has a byte that no token has.
+    // The tokens of a text. The bytes of the end-of-text token (GPT-2's <|endoftext|>) become that token.
+    // UserError if the text is not UTF-8, or has a byte that no token has.
     std::vector<int> encode(std::string_view text) const {
         check_utf8(text);
         std::vector<int> tokens;
@@ -52,17 +51,17 @@ private:
         int token;
         size_t begin, middle, end;
 
-        // The order of a priority queue, whose largest comes first.
+        // A priority queue returns the largest first: the lowest token, then the leftmost.
         bool operator<(const Pair& other) const {
             return token != other.token ? token > other.token : begin > other.begin;
         }
     };
 
-    // A piece's parts: the one that begins at byte i ends at end[i] (0: none begins there), and the one
-    // before it begins at before[i].
+    // The parts of a piece: the part that begins at byte i ends at end[i] (0: no part begins there), and the
+    // part before it begins at before[i].
     struct Parts {
         std::vector<size_t> end, before;
-        std::priority_queue<Pair> pairs;  // also those whose parts are gone
+        std::priority_queue<Pair> pairs;  // may hold pairs whose parts have been joined to others
 
         bool has(const Pair& pair) const {
             return end[pair.begin] == pair.middle && end[pair.middle] == pair.end;
@@ -86,7 +85,7 @@ private:
         pattern->cut(text, [&](std::string_view piece) { encode_piece(piece, tokens); });
     }
 
-    // In O(n log n): a prompt may be one long word.
+    // O(n log n), since a prompt may be one long word.
     void encode_piece(std::string_view piece, std::vector<int>& tokens) const {
         Parts parts;
         for (size_t i = 0; i < piece.size(); i++) {
@@ -114,7 +113,7 @@ private:
         if (pair.begin > 0) { add_pair(piece, parts.before[pair.begin], parts); }
     }
 
-    // The part that begins at `begin` and the one behind it, if they make a token.
+    // Queues the part that begins at `begin` and the next one as a pair, if they make a token.
     void add_pair(std::string_view piece, size_t begin, Parts& parts) const {
         const size_t middle = parts.end[begin], end = parts.end[middle];
         if (end - begin > longest) { return; }
@@ -126,15 +125,13 @@ private:
         const auto found = numbers.find(part);
         if (found != numbers.end()) { return found->second; }
         const unsigned byte = uint8_t(part[0]);
-        throw UserError(
-            format("the tokenizer has no token for byte 0x%02X of the prompt: use characters of the "
-                   "text that it was made from",
-                   byte));
+        throw UserError(format("the tokenizer has no token for byte 0x%02X of the prompt: use characters of "
+                               "the text that it was made from", byte));
     }
 
     int end_of_text;
     std::string_view end_of_text_bytes;
-    std::unordered_map<std::string_view, int> numbers;  // of the tokens, by their bytes
-    size_t longest = 0;                                 // bytes of a token
-    std::unique_ptr<Gpt2Pattern> pattern;               // null where there is nothing to merge
+    std::unordered_map<std::string_view, int> numbers;  // tokens by their bytes
+    size_t longest = 0;                                 // bytes of the longest token
+    std::unique_ptr<Gpt2Pattern> pattern;               // null if there is nothing to merge
 };

@@ -1,15 +1,15 @@
 // DataLoader: batches of tokens from the shards that data/prepare.py writes.
 //
-// A shard is llm.c's: header of 256 int32 {20240520, 1, token count}, then uint16 tokens. A sample is B * T *
-// processes + 1 consecutive tokens; samples overlap by one token, since the last target of one is the first
-// input of the next. Process p takes its own B * T (+ 1) of each sample:
+// A shard has llm.c's format: a header of 256 int32 {20240520, 1, token count}, then uint16 tokens. A sample
+// is B * T * processes + 1 consecutive tokens; samples overlap by one token, since the last target of one is
+// the first input of the next. Process p reads its own B * T (+ 1) tokens of each sample:
 //
 //     shard   | sample 0                          | sample 1       ...  | rest, unused |
 //     sample  | process 0: B rows of T | process 1 | ... |
 //
-// So one process with B = 8 and two with B = 4 see the same tokens in a step. Processes may also have B of
-// their own: share(). With `shuffle` the order of the
-// shards and of the samples in a shard is drawn anew for each epoch from the seed, the same on all processes.
+// So one process with B = 8 and two with B = 4 see the same tokens in a step. Processes may also differ in B:
+// see share(). With `shuffle`, the order of the shards and of the samples in a shard is drawn from the seed
+// for each epoch, the same on all processes.
 #pragma once
 #include <glob.h>
 #include <xxhash.h>
@@ -37,15 +37,16 @@ struct DataPosition {
 
 class DataLoader {
 public:
-    // pattern: a glob of shards ("data/kjv-bytes/kjv_train_*.bin"), taken in the order of their names.
-    // UserError, naming the file: no match, wrong kind, truncated, no whole sample, or a token >= vocab_size:
-    // found here where all shards together are at most `full_check_bytes`, else when a batch is read.
+    // pattern: a glob of shards ("data/kjv-bytes/kjv_train_*.bin"), read in the order of their names.
+    // UserError, naming the file, if none matches, or one is of another kind, truncated, without a whole
+    // sample, or has a token >= vocab_size. Such a token is found here if all shards together have at most
+    // full_check_bytes, else when its batch is read.
     DataLoader(const std::string& pattern, int B, int T, int process, int processes, int vocab_size,
                uint64_t seed, bool shuffle)
         : B(B), T(T), first_row(long(B) * process), rows(long(B) * processes), vocab_size(vocab_size),
           seed(seed), shuffle(shuffle) {
         for (const std::string& path : matching_files(pattern)) { shards.push_back(look_at_shard(path)); }
-        // Only now: a batch that the shards do not hold may not fit into memory either.
+        // Not earlier: a batch that is larger than the shards may not fit into memory.
         const size_t count = size_t(B) * size_t(T);
         tokens.resize(count + 1);
         input.resize(count);
@@ -56,8 +57,8 @@ public:
         reset();
     }
 
-    // From now on, and from the first sample, a sample is `all` rows of T tokens for all processes, and this
-    // one takes its B of them from row `first` on. UserError where a shard has no whole sample.
+    // Redefines samples, and starts over: a sample has `all` rows of T tokens for all processes together, and
+    // this process reads B of them, from row `first` on. UserError if a shard has no whole sample.
     void share(long first, long all) {
         first_row = first;
         rows = all;
@@ -65,8 +66,8 @@ public:
         reset();
     }
 
-    // From now on, and from the first sample, this process reads only the `part`-th of `parts` of each shard,
-    // as one of so many that share it. UserError where a part has no whole sample.
+    // Limits this process to the `part`-th of `parts` equal parts of each shard, which `processes` processes
+    // share, and starts over. UserError if a part has no whole sample.
     void take_part(long part, long parts, int process, int processes) {
         first_row = long(B) * process;
         rows = long(B) * processes;
@@ -77,30 +78,22 @@ public:
         reset();
     }
 
-    // Tokens in all shards.
-    long num_tokens() const {
-        long sum = 0;
-        for (const Shard& shard : shards) { sum += shard.tokens; }
-        return sum;
-    }
-
     long num_shards() const { return long(shards.size()); }
 
-    // Of all shards in their order, their names without the folder and their tokens: 16 hex digits. Where
-    // they are others, a position means another place, and with `shuffle` the order is another.
+    // Tokens in all shards.
+    long num_tokens() const { return sum(&Shard::tokens); }
+
+    // Batches in an epoch: the whole samples of all shards.
+    long num_batches() const { return sum(&Shard::samples); }
+
+    // A hash of the names, without folders, and the lengths of all shards: 16 hex digits. With other shards,
+    // a position means another place in the data, and `shuffle` gives another order.
     std::string shards_hash() const {
         std::string names;
         for (const Shard& shard : shards) {
             names += format("%s %ld\n", shard.path.substr(shard.path.rfind('/') + 1).c_str(), shard.tokens);
         }
         return format("%016llx", (unsigned long long)XXH3_64bits(names.data(), names.size()));
-    }
-
-    // Batches in an epoch: what every shard holds in whole samples.
-    long num_batches() const {
-        long sum = 0;
-        for (const Shard& shard : shards) { sum += shard.samples; }
-        return sum;
     }
 
     // Reads the next batch; after the last one of an epoch, the first one of the next epoch.
@@ -120,12 +113,12 @@ public:
     const int* inputs() const { return input.data(); }    // (B, T)
     const int* targets() const { return target.data(); }  // (B, T), inputs shifted by one token
 
-    // In a sample, of all processes: what positions are counted in.
+    // Tokens in a sample, of all processes together. Positions count samples.
     long tokens_of_a_sample() const { return rows * T; }
 
     DataPosition position() const { return next; }
 
-    // Continues at a saved position. UserError where these shards do not have it.
+    // Continues at a saved position. UserError if these shards do not have it.
     void seek(const DataPosition& position) {
         next = position;
         shard_order = order(shards.size(), next.epoch << 32);
@@ -145,8 +138,14 @@ private:
         long first = 0;  // token of the first sample
     };
 
-    // Reading a GiB takes well under a second where it is cached, and seconds from a disk.
+    // Reading a GiB takes well under a second if it is cached, and seconds from a disk.
     static constexpr int64_t full_check_bytes = int64_t(1) << 30;
+
+    long sum(long Shard::* count) const {
+        long all = 0;
+        for (const Shard& shard : shards) { all += shard.*count; }
+        return all;
+    }
 
     static std::vector<std::string> matching_files(const std::string& pattern) {
         glob_t found;
@@ -182,8 +181,8 @@ private:
         return (count - 1) / sample;
     }
 
-    // The shard's file. Only one is open at a time: there may be more shards than a process may have files.
-    // RunError where it is not what it was when it was looked at: that is no mistake of the user's.
+    // The shard's file. Only one is open at a time, since there may be more shards than a process may open
+    // files. RunError if it has changed since the start, which is not a mistake in the options.
     const InputFile& file_of(const Shard& shard) {
         if (file && file->name() == shard.path) { return *file; }
         file.reset();
@@ -213,7 +212,7 @@ private:
         return int64_t(sizeof(FileHeader)) + token * int64_t(sizeof(uint16_t));
     }
 
-    // The largest is found first, without branches, so that the usual case is a vector loop.
+    // Finds the largest token first, without branches, so that the usual case is a vector loop.
     void check_tokens(const Shard& shard, const uint16_t* values, size_t count, int64_t begin) const {
         uint16_t largest = 0;
         for (size_t i = 0; i < count; i++) { largest = std::max(largest, values[i]); }
@@ -236,8 +235,9 @@ private:
         sample_order = order(uint64_t(shards[shard].samples), next.epoch << 32 | (shard + 1));
     }
 
-    // 0, 1, ... count - 1, or with shuffle a permutation drawn for `purpose`, a number that no other draw
-    // uses: the epoch in the upper half; below, 0 for the order of shards, 1 + shard for that of its samples.
+    // 0, 1, ... count - 1; with shuffle, a permutation of these. `purpose` is a number that no other
+    // permutation uses: the epoch in the upper half; in the lower half 0 for the order of shards, 1 + shard
+    // for its samples.
     std::vector<uint64_t> order(uint64_t count, uint64_t purpose) const {
         std::vector<uint64_t> indices(count);
         std::iota(indices.begin(), indices.end(), uint64_t(0));
@@ -262,7 +262,7 @@ private:
     uint64_t seed;
     bool shuffle;
     std::vector<Shard> shards;
-    std::unique_ptr<InputFile> file;  // that was read last
+    std::unique_ptr<InputFile> file;  // the one that was read last
     DataPosition next;
     std::vector<uint64_t> shard_order, sample_order;
     std::vector<uint16_t> tokens;  // (B * T + 1), as they lie in the file

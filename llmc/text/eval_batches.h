@@ -1,12 +1,12 @@
-// EvalBatches: the examples of an eval set as batches of token sequences, and the score of a model's losses.
-// A sequence is the context of an example and one of its completions. Its loss is the mean cross entropy of
-// the completion's tokens, and the model is right where the completion with the lowest loss is the labelled
-// one: llm.c's score, and the acc_norm of its dev/data/hellaswag.py.
+// EvalBatches: turns the examples of an eval set into batches of token sequences, and scores a model's
+// losses. A sequence is the context of an example and one of its completions. Its loss is the mean cross
+// entropy of the completion's tokens. The model is right if the completion with the lowest loss is the
+// labelled one, as in llm.c (the acc_norm of its dev/data/hellaswag.py).
 //
 //     EvalBatches batches(set, B, max_T, rank, ranks);
 //     batches.score_all([&](const EvalBatch& batch, float* losses) { ... the loss of each target: (B,T) });
 //
-// Example i is rank i mod R's: the score of all is the sum of correct() over that of counted().
+// Rank i mod R takes example i: the accuracy is the sum of correct() over the sum of counted() of all ranks.
 #pragma once
 #include <algorithm>
 #include <limits>
@@ -15,22 +15,22 @@
 #include "llmc/text/eval_set.h"
 
 struct EvalBatch {
-    // One sequence. The positions whose targets are the completion's tokens are [begin, end).
+    // One sequence. The targets at the positions [begin, end) are the completion's tokens.
     struct Row {
-        int label, completion;  // of its example
-        bool is_last;           // completion of its example
+        int label, completion;  // the right completion of the example, and this one
+        bool is_last;           // the example has no further completion
         int begin, end;
     };
 
     int B, T;
-    std::vector<int> inputs, targets;  // (B,T), token 0 behind a sequence and in rows without one
+    std::vector<int> inputs, targets;  // (B,T), token 0 after a sequence and in rows without one
     std::vector<Row> rows;             // (at most B)
 };
 
 class EvalBatches {
 public:
-    // Batches of B sequences each and at most max_T positions. `set` is read again for each batch. UserError
-    // where a sequence is too long.
+    // Batches of B sequences and at most max_T positions. `set` is read again for each batch. UserError if a
+    // sequence is too long.
     EvalBatches(const EvalSet& set, int B, int max_T, int rank, int ranks) : set(set), B(B) {
         set.check_fits(max_T);
         long sequences = 0;
@@ -40,7 +40,8 @@ public:
             order.push_back({i, std::min((positions + T_step - 1) / T_step * T_step, max_T)});
             sequences += long(example.completions.size());
         }
-        // Sequences of about one length share a batch. The longest first, so that memory runs out at once.
+        // Sequences of similar length share a batch. The longest come first: if memory is too small, it is
+        // now.
         std::stable_sort(order.begin(), order.end(),
                          [](const Place& a, const Place& b) { return a.T > b.T; });
         batches = (sequences + B - 1) / B;
@@ -54,8 +55,8 @@ public:
         examples_counted = examples_correct = 0;
     }
 
-    // The next of size() batches. T differs from batch to batch, in whole steps, so that few matmul shapes
-    // occur.
+    // The next of size() batches. T differs between batches, but is a multiple of T_step, so that few matmul
+    // shapes occur.
     EvalBatch next() {
         const int T = order.at(next_place).T;
         const size_t count = size_t(B) * size_t(T);
@@ -71,7 +72,7 @@ public:
         return batch;
     }
 
-    // Takes the losses of a batch, of each once and in their order.   losses: (B,T) of that batch
+    // Scores the losses of a batch. Each batch is scored once, in order.   losses: (B,T) of that batch
     void score(const EvalBatch& batch, const float* losses) {
         for (const EvalBatch::Row& row : batch.rows) {
             double sum = 0;
@@ -106,7 +107,7 @@ private:
         int T;
     };
 
-    // The completion that is next.
+    // Adds the next completion.
     void add_row(EvalBatch& batch) const {
         std::vector<int> tokens = current.context;
         const std::vector<int>& completion = current.completions[next_completion];
@@ -119,8 +120,8 @@ private:
                               int(tokens.size()) - 1});
     }
 
-    // Of equal losses the first counts. One that is not a number is never the lowest: a model that has
-    // diverged gets nothing right.
+    // Of equal losses the first one counts. NaN is never the lowest, so a model that has diverged gets
+    // nothing right.
     void choose(const EvalBatch::Row& row, double loss) {
         if (row.completion == 0) {
             lowest = std::numeric_limits<double>::infinity();
@@ -141,8 +142,8 @@ private:
     long batches;
     std::vector<Place> order;  // this rank's examples
     size_t next_place = 0, next_completion = 0;
-    EvalExample current;  // where next_completion is not 0, the example of that place
-    double lowest = 0;    // of the completions of an example that have been scored
+    EvalExample current;  // the example at next_place, unless next_completion is 0
+    double lowest = 0;    // loss of the current example's completions so far
     int chosen = -1;
     long examples_counted = 0, examples_correct = 0;
 };

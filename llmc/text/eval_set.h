@@ -1,13 +1,13 @@
-// EvalSet: questions with several endings of which one is right, such as HellaSwag's: a model is asked which
-// ending it finds likeliest. This is the reader; eval_batches.h makes batches of it and counts.
+// EvalSet: reads questions with several endings, one of which is right, such as HellaSwag's. The model is
+// asked which ending it finds likeliest; eval_batches.h makes the batches and counts.
 //
-// The file is llm.c's: header of 256 int32 {20240522, 1, examples, bytes of the longest example}, then the
-// examples, each of uint16:
+// The file has llm.c's format: a header of 256 int32 {20240522, 1, examples, bytes of the longest example},
+// then the examples as uint16:
 //
 //     | 65535 | bytes of the example | its index | label | completions |
 //     | n | n tokens of the context | n | n tokens of completion 0 | n | n tokens of completion 1 | ...
 //
-// All of it is checked when it is opened. In memory is only where each example begins.
+// The whole file is checked when it is opened. Only the offset of each example stays in memory.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -21,7 +21,7 @@ const int32_t eval_set_magic = 20240522;
 const uint16_t eval_example_start = 65535;
 
 struct EvalExample {
-    int label = 0;  // of the completion that is right
+    int label = 0;  // the completion that is right
     std::vector<int> context;
     std::vector<std::vector<int>> completions;
 
@@ -54,7 +54,7 @@ public:
     // Tokens of the longest sequence to evaluate.
     int longest_sequence() const { return int(longest); }
 
-    // UserError where a sequence of this set is longer than T tokens.
+    // UserError if a sequence of this set is longer than T tokens.
     void check_fits(int T) const {
         if (longest <= size_t(T)) { return; }
         throw UserError(
@@ -69,7 +69,7 @@ public:
 private:
     static constexpr int most_examples = 65536;  // an index is a uint16
 
-    // The words of an example, one after the other, and never more than there are.
+    // Reads the words of an example one after the other, and fails at its end.
     struct Words {
         const EvalSet& set;
         long number;  // of the example
@@ -83,7 +83,7 @@ private:
             return words[at++];
         }
 
-        // A count and as many tokens; at least one.
+        // A count, which must be at least 1, and that many tokens.
         std::vector<int> next_tokens(const char* what) {
             const size_t count = next(what);
             if (count == 0) { set.fail(number, format("%s is empty", what)); }
@@ -91,7 +91,10 @@ private:
             const std::vector<int> tokens(words.begin() + long(at), words.begin() + long(at + count));
             at += count;
             for (int token : tokens) {
-                if (token >= set.vocab_size) { set.fail_vocabulary(number, token); }
+                if (token < set.vocab_size) { continue; }
+                throw UserError(format("%s has token %d in example %ld, beyond the vocabulary of %d: give an "
+                                       "eval set that was made with this model's tokenizer",
+                                       set.file.name().c_str(), token, number, set.vocab_size));
             }
             return tokens;
         }
@@ -99,7 +102,7 @@ private:
 
     int64_t end_of(long i) const { return begins[size_t(i) + 1]; }
 
-    // longest_bytes: what the header says
+    // longest_bytes: according to the header
     void index_examples(int count, int32_t longest_bytes) {
         int64_t at = sizeof(FileHeader), most = 0;
         begins.push_back(at);
@@ -123,7 +126,7 @@ private:
         }
     }
 
-    // The length of the example that begins at byte `at`, which the file has.
+    // The length of the example at byte `at`. The file holds all of it.
     int64_t example_bytes(long i, int64_t at) const {
         uint16_t start[2];
         if (file.size() - at < int64_t(sizeof start)) {
@@ -140,7 +143,7 @@ private:
         return start[1];
     }
 
-    // The words of an example behind its length.
+    // The words of an example after its length.
     Words read_words(long i, int64_t begin, int64_t end) const {
         const int64_t skipped = 2 * sizeof(uint16_t);
         std::vector<uint16_t> words(size_t(end - begin - skipped) / sizeof(uint16_t));
@@ -169,16 +172,9 @@ private:
         file.fail(format("is damaged (example %ld: %s)", i, what.c_str()));
     }
 
-    [[noreturn]] void fail_vocabulary(long i, int token) const {
-        throw UserError(
-            format("%s has token %d in example %ld, beyond the vocabulary of %d: give an eval set "
-                   "that was made with this model's tokenizer",
-                   file.name().c_str(), token, i, vocab_size));
-    }
-
     InputFile file;
     int vocab_size;
-    std::vector<int64_t> begins;  // (examples + 1): where each example begins in the file, and the last ends
-    size_t longest = 0;           // tokens of a sequence,
-    long longest_at = 0;          // and the example that has it
+    std::vector<int64_t> begins;  // (examples + 1): where each example begins in the file; then the end
+    size_t longest = 0;           // tokens of the longest sequence
+    long longest_at = 0;          // the example that has it
 };

@@ -1,9 +1,9 @@
-// GPT-2's pattern: what it cuts a text into before byte pairs are merged (github.com/openai/gpt-2,
-// src/encoder.py): a contraction such as 's; letters, digits or other characters, with a space before them if
-// there is one; white space, whose last character is left to a word that follows.
+// GPT-2's pattern cuts a text into pieces before byte pairs are merged (github.com/openai/gpt-2,
+// src/encoder.py). A piece is a contraction such as 's; or letters, digits or other characters, with the
+// space before them; or white space, whose last character is left to a word that follows.
 //
-// Letters and numbers are Unicode's, which PCRE2 knows; characters newer than its Unicode count as neither.
-// It may be missing where a program is built: make then defines WITHOUT_PCRE2, and this file alone knows it.
+// PCRE2 knows which characters are letters and numbers in Unicode; characters that are newer than it count as
+// neither. A build without PCRE2 defines WITHOUT_PCRE2, which only this file looks at.
 #pragma once
 #include <memory>
 #include <stdexcept>
@@ -30,7 +30,7 @@ public:
 class Gpt2Pattern {
 public:
     Gpt2Pattern() {
-        // Unicode's White_Space. PCRE2's \s has one more, U+180E.
+        // Unicode's White_Space. PCRE2's \s has one character more, U+180E.
         const std::string space = R"(\t-\r \x{85}\x{A0}\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F})"
                                   R"(\x{205F}\x{3000})";
         const std::string pattern = R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\p{L}\p{N})" + space +
@@ -48,10 +48,10 @@ public:
         const std::unique_ptr<pcre2_match_data, FreeMatch> match(pcre2_match_data_create(1, nullptr));
         if (!match) { throw std::bad_alloc(); }
         for (size_t at = 0; at < text.size();) {
-            // Without the check of the whole rest that would make this quadratic.
+            // Without PCRE2's UTF check, which reads the whole rest each time: O(n^2).
             const int found = pcre2_match(code.get(), reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(),
                                           at, PCRE2_ANCHORED | PCRE2_NO_UTF_CHECK, match.get(), nullptr);
-            if (found < 0) { fail("pcre2_match", found); }  // for every character is of some kind
+            if (found < 0) { fail("pcre2_match", found); }  // every character matches something
             const size_t end = pcre2_get_ovector_pointer(match.get())[1];
             take(text.substr(at, end - at));
             at = end;

@@ -1,8 +1,8 @@
-// Sampling: one token of many by chance. Token i has the probability softmax(logits / temperature)[i], or
-// none: only the top_k likeliest can be drawn (Fan et al. 2018, arXiv 1805.04833), and of these only as few
-// as have the probability top_p together (nucleus sampling: Holtzman et al. 2019, arXiv 1904.09751).
-// Of two tokens that are as likely the one with the lower number counts as likelier: the same logits and the
-// same coin always give the same token.
+// Sampling: draws a token with probability softmax(logits / temperature). Only the top_k likeliest tokens can
+// be drawn (Fan et al. 2018, arXiv 1805.04833), and of these only the likeliest ones that together reach the
+// probability top_p (nucleus sampling: Holtzman et al. 2019, arXiv 1904.09751). Of two equally likely tokens
+// the one with the lower number counts as likelier, so that the same logits and coin always give the same
+// token.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -18,7 +18,7 @@ struct Sampling {
     float top_p = 1;        // at least one token stays
 };
 
-// The index of the largest logit, the first of several. Not a number counts only where all are that.
+// The index of the largest logit; of equal ones, the first. NaN counts only if all logits are NaN.
 inline int likeliest_token(const float* logits, int n) {
     int largest = 0;
     for (int i = 1; i < n; i++) {
@@ -28,9 +28,9 @@ inline int likeliest_token(const float* logits, int n) {
     return largest;
 }
 
-// exp((logit - the largest) / temperature): probabilities before they are divided by their sum. 0 for what
-// cannot be drawn: logit -infinity, or not a number.
-// In double: rounding over a large vocabulary stays far below the probability of a rare token.
+// exp((logit - the largest) / temperature): probabilities before they are divided by their sum. 0 for a logit
+// that is -infinity or NaN. In double, so that the sum's rounding stays far below the probability of a rare
+// token.
 inline std::vector<double> sampling_weights(const float* logits, int n, float largest, float temperature) {
     std::vector<double> weights(static_cast<size_t>(n));
     for (int i = 0; i < n; i++) {
@@ -50,7 +50,7 @@ inline std::vector<int> drawable_tokens(const std::vector<double>& weights) {
     return tokens;
 }
 
-// Whether token a is likelier than b. Logits tell more than weights, where exp() gives the same for both.
+// Whether token a is likelier than b. Compares logits, since exp() may give both the same weight.
 inline bool is_likelier(const float* logits, int a, int b) {
     return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
 }
@@ -64,15 +64,15 @@ inline void keep_top_k(std::vector<double>& weights, const float* logits, int k)
     std::for_each(tokens.begin() + k, tokens.end(), [&](int token) { weights[size_t(token)] = 0; });
 }
 
-// Sets the weights of all but the likeliest tokens that together have the probability p, and no more than it
-// takes, to 0. O(n + m log n) for m that stay: most distributions have few.
+// Sets all weights to 0 but those of the fewest likeliest tokens that together have the probability p. O(n +
+// m log n) for m tokens that stay, which are few in most distributions.
 inline void keep_top_p(std::vector<double>& weights, const float* logits, float p) {
     std::vector<int> tokens = drawable_tokens(weights);
     auto is_less_likely = [&](int a, int b) { return is_likelier(logits, b, a); };
     std::make_heap(tokens.begin(), tokens.end(), is_less_likely);
     const double enough = p * std::accumulate(weights.begin(), weights.end(), 0.0);
     double kept = 0;
-    auto end = tokens.end();  // of those that have not been taken out
+    auto end = tokens.end();  // of the heap: the tokens that have not been kept
     do {
         std::pop_heap(tokens.begin(), end, is_less_likely);
         kept += weights[size_t(*--end)];
@@ -84,7 +84,7 @@ inline void keep_top_p(std::vector<double>& weights, const float* logits, float 
 inline int draw(const std::vector<double>& weights, float coin) {
     const double threshold = coin * std::accumulate(weights.begin(), weights.end(), 0.0);
     double cumulative = 0;
-    int last = 0;  // the last that can be drawn: where a coin of 1 ends
+    int last = 0;  // the last one that can be drawn, for a coin that rounding has made 1
     for (size_t i = 0; i < weights.size(); i++) {
         cumulative += weights[i];
         if (weights[i] > 0) { last = int(i); }
@@ -94,7 +94,7 @@ inline int draw(const std::vector<double>& weights, float coin) {
 }
 
 // Draws a token with `coin`, uniform in [0, 1).   logits: (n), n at least 1
-// Where the largest logit is infinite or no logit is a number there is nothing to draw from: the likeliest.
+// Returns the likeliest if the largest logit is not finite: then there is no distribution.
 inline int sample_token(const float* logits, int n, const Sampling& sampling, float coin) {
     const int likeliest = likeliest_token(logits, n);
     if (!(sampling.temperature > 0) || !std::isfinite(logits[likeliest])) { return likeliest; }

@@ -1,10 +1,14 @@
-// Tokenizer: from tokens back to text. The other way is Python's (data/prepare.py): a trainer only prints.
+// Tokenizer: from tokens back to text; TextPrinter: prints it as the tokens come. byte_pair_encoder.h goes
+// the other way.
 //
-// The file is llm.c's: header of 256 int32 {20240328, 2, vocabulary size, end-of-text token}, then for every
-// token a byte with its length and that many bytes. Version 1 has no end-of-text field: it is GPT-2's, where
-// that is 50256. A token need not be whole characters: join the bytes of all, then make them `printable`.
+// The file has llm.c's format: a header of 256 int32 {20240328, 2, vocabulary size, end-of-text token}, then
+// for every token a byte with its length and that many bytes. Version 1 has no end-of-text field: it is
+// GPT-2's, where that token is 50256. A token need not be whole characters: join the bytes first, then make
+// them `printable`.
 #pragma once
+#include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -29,7 +33,7 @@ public:
         if (vocab_size <= 0 || eot < 0 || eot >= vocab_size) {
             file.fail(format("has a damaged header (vocabulary of %d, end of text %d)", vocab_size, eot));
         }
-        // A token takes 2 to 256 bytes: a file of any other size is not read.
+        // A token takes 2 to 256 bytes.
         if (size < int64_t(vocab_size) * 2) { file.fail(format("is truncated (no %d tokens)", vocab_size)); }
         if (size > int64_t(vocab_size) * 256) { file.fail(format("is too long for %d tokens", vocab_size)); }
         data.resize(size_t(size));
@@ -40,7 +44,7 @@ public:
     int vocab_size() const { return int(begins.size()) - 1; }
     int end_of_text() const { return eot; }
 
-    // The token's bytes. Empty for a token outside the vocabulary: an untrained model may sample padding.
+    // The token's bytes. Empty for a token beyond the vocabulary: an untrained model may sample padding.
     std::string_view decode(int token) const {
         if (token < 0 || token >= vocab_size()) { return {}; }
         return std::string_view(data).substr(begins[token] + 1, uint8_t(data[begins[token]]));
@@ -67,7 +71,7 @@ private:
     int eot = 0;
 };
 
-// The length of the character that text[at] starts, 0 where it is not valid UTF-8 (RFC 3629: no overlong
+// The length of the character that starts at text[at]; 0 if it is not valid UTF-8 (RFC 3629: no overlong
 // forms, surrogates or values beyond U+10FFFF).
 inline size_t utf8_length(std::string_view text, size_t at) {
     const uint8_t first = uint8_t(text[at]);
@@ -84,8 +88,8 @@ inline size_t utf8_length(std::string_view text, size_t at) {
     return wrong ? 0 : length;
 }
 
-// Text that is safe for a terminal: what is not UTF-8 becomes U+FFFD, control characters other than newline
-// and tab go.
+// Text that is safe for a terminal: bytes that are not UTF-8 become U+FFFD, and control characters other than
+// newline and tab are removed.
 inline std::string printable(std::string_view text) {
     std::string result;
     for (size_t at = 0; at < text.size();) {
@@ -102,3 +106,38 @@ inline std::string printable(std::string_view text) {
     }
     return result;
 }
+
+// The length of `text` without a last character that still lacks bytes (UTF-8).
+inline size_t whole_characters(std::string_view text) {
+    for (size_t back = 1; back <= std::min<size_t>(3, text.size()); back++) {
+        const uint8_t byte = uint8_t(text[text.size() - back]);
+        if ((byte & 0xC0) == 0x80) { continue; }  // not a first byte
+        const size_t length = byte >= 0xF0 ? 4 : byte >= 0xE0 ? 3 : byte >= 0xC0 ? 2 : 1;
+        return length > back ? text.size() - back : text.size();
+    }
+    return text.size();
+}
+
+// Prints tokens on stdout as they come. A character that is incomplete waits for the next token.
+class TextPrinter {
+public:
+    explicit TextPrinter(FILE* out = stdout) : out(out) {}
+
+    void print(std::string_view bytes) {
+        pending += bytes;
+        const size_t whole = whole_characters(pending);
+        fputs(printable(std::string_view(pending).substr(0, whole)).c_str(), out);
+        fflush(out);
+        pending.erase(0, whole);
+    }
+
+    // Prints what is still incomplete, and ends the line.
+    void end() {
+        fprintf(out, "%s\n", printable(pending).c_str());
+        pending.clear();
+    }
+
+private:
+    FILE* out;
+    std::string pending;
+};

@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "llmc/text/text_printer.h"
+#include "llmc/text/tokenizer.h"
 
 // What is printed after each of the pieces, and at the end.
 static std::vector<std::string> printed(const std::vector<std::string>& pieces) {
