@@ -37,7 +37,8 @@ struct OuterShape : RunShape {
         layout = gpt_layout(model, ranks, fragment_layers);
         if (!o.streams()) { return; }
         fragments =
-            make_fragments(layout, fragment_layers, parse_fragment_pattern(o.fragment_pattern), o.inner_steps);
+            make_fragments(layout, fragment_layers, parse_fragment_pattern(o.fragment_pattern),
+                           o.inner_steps);
     }
 
     bool streams() const { return !fragments.empty(); }
@@ -207,7 +208,7 @@ public:
     void adapt(Fields& fields) const override {
         const Fields before = fields;
         for (const char* prefix : {"in_flight", "tokens_at_send.", "fragments"}) { fields.remove(prefix); }
-        auto add = [&](const std::string& name, uint64_t more) { fields.set(name, fields.count(name) + more); };
+        auto add = [&](const char* name, uint64_t more) { fields.set(name, fields.count(name) + more); };
         for (const StoredSync& sync : stored_syncs(source, old)) {  // merged now, it counts as any other sync
             add("total.syncs", 1);
             add("total.outer_bytes_sent", before.count(sync.prefix + "bytes_sent"));
@@ -241,13 +242,16 @@ public:
         if (both && !have_same_fragments(old, to)) {
             notes.left_behind.push_back("counts of tokens since the last exchange");
         }
-        if (starts_from_global()) { notes.others.push_back("every worker starts from the global parameters"); }
+        if (starts_from_global()) {
+            notes.others.push_back("every worker starts from the global parameters");
+        }
         if (old.workers != to.workers && old.workers > 1 && to.workers > 1) {
             notes.others.push_back(
                 format("worker w takes what is a worker's own from old worker w mod %d", old.workers));
         }
         const std::vector<StoredSync> syncs = stored_syncs(source, old);
-        const long merged = std::count_if(syncs.begin(), syncs.end(), [](auto& sync) { return sync.applied; });
+        const long merged =
+            std::count_if(syncs.begin(), syncs.end(), [](const auto& sync) { return sync.applied; });
         const long lost = long(syncs.size()) - merged;
         if (syncs.empty()) { return; }
         notes.others.push_back(
@@ -291,7 +295,7 @@ private:
             const Format format = parse_format(to.options.outer_format);
             count += payload_layout(format, values, to.workers).values_of(to.worker);
         }
-        const bool keeps = count > 0 && keeps_owner_residuals();  // the source is this process's own old state
+        const bool keeps = count > 0 && keeps_owner_residuals();  // then the source is this process's own
         return keeps ? source.floats("owner_residuals", count) : std::vector<float>(size_t(count));
     }
 
