@@ -95,21 +95,21 @@ def test_what_it_says_to_remove_is_in_the_way_and_its_removal_is_enough(train, s
     assert "resumed after step 8" in again.stdout and numpy.isfinite(again.losses()).all()
 
 
-def test_without_checkpoints_it_says_to_begin_anew(train):
+def test_without_checkpoints_it_says_to_start_again(train):
     run = train("run", DIVERGING, status=1)
-    assert "begin anew" in run.stderr and run.stderr.count("\n") == 1
+    assert "start again" in run.stderr and run.stderr.count("\n") == 1
 
 
 def test_the_checkpoint_of_the_parameters_that_gave_that_loss_is_not_called_good(train):
     train("run", {**DIVERGING, "-x": 1, "-n": 1})
     run = train("run", {**DIVERGING, "-x": 4, "-n": 4, "-y": 1}, status=1)
-    assert "begin anew" in run.stderr and "no checkpoint from before that" in run.stderr, run.stderr
+    assert "start again" in run.stderr and "no earlier checkpoint" in run.stderr, run.stderr
 
 
 @pytest.mark.parametrize("shape", [{}, {"--workers": 2, "-H": 1, "--overlap": 0}])
 def test_a_validation_loss_that_is_no_number_ends_the_run_before_its_model_is_written(train, shape):
     run = train("run", {**DIVERGING, **shape, "-x": 1, "-v": 1, "--eval": "local"}, status=1)
-    assert "the validation loss after step 1 is not a number: begin anew" in run.stderr, run.stderr
+    assert "the validation loss after step 1 is not a number: start again" in run.stderr, run.stderr
     assert run.stderr.count("\n") == 1 and not list(run.folder.glob("model_*"))
 
 
