@@ -20,9 +20,7 @@ public:
     // pieces: of each fragment, this process's shard   in_flight: the most exchanges at the same time
     AllToAllExchange(const WireOptions& wire, std::vector<std::vector<Piece>> pieces_, int in_flight,
                      Comm& comm, Stream& stream)
-        : wire(wire), pieces(std::move(pieces_)), comm(comm), stream(stream), workers(comm.size()),
-          me(comm.rank()), weights(wire.token_weights ? workers : 0), partial(partial_sums(workers)),
-          slots(in_flight) {
+        : Exchange(wire, in_flight, comm, stream), pieces(std::move(pieces_)), me(comm.rank()) {
         slots.for_each([&](Slot& slot) { take_buffers(slot); });
         own_mean = Buffer<float>(layout_of(largest()).part_values);
         own_payload = Buffer<uint8_t>(long(mean_layout_of(largest()).bytes));
@@ -39,12 +37,13 @@ public:
 
     PayloadLayout layout(const Sync& sync) const override { return layout_of(sync.values); }
 
-    uint8_t* payload(const Sync& sync) override { return slots.take(sync).sent; }
+    void mean(float* out, const Sync& sync, Stream& main) override {
+        const uint8_t* means = slots.of(sync.number).means;
+        device::dequantize_mean(out, means, 0, 1, mean_layout_of(sync.values), nullptr, main);
+    }
 
-    void start(const Sync& sync, Stream& main) override {
-        Slot& slot = slots.of(sync);
-        slot.traffic = Traffic();
-        order(main, stream, slot.ready);
+private:
+    void enqueue(const Sync& sync, Slot& slot) override {
         comm.all_to_all(slot.received, slot.sent, layout(sync).bytes, stream, &slot.traffic);
         encode_mean(sync, slot.received);
         const size_t bytes = mean_layout_of(sync.values).bytes;
@@ -52,12 +51,9 @@ public:
         device::read_groups(slot.headers.data(), slot.means, bytes, workers, 1 + workers, stream);
         device::read_groups(slot.sums.data(), slot.means + mean_sums_offset(workers), bytes, workers,
                             row_sums(workers), stream);
-        stream.record(slot.done);
     }
 
-    Headers wait(const Sync& sync) override {
-        Slot& slot = slots.of(sync);
-        wait_for(comm, slot.done, sync);
+    Headers check(const Sync& sync, const Slot& slot) const override {
         Headers all;
         for (int part = 0; part < workers; part++) {
             const PayloadHeader* headers = slot.headers + part * (1 + workers);
@@ -71,28 +67,6 @@ public:
         all.sums = add_parts(slot.sums.data());
         return all;
     }
-
-    void mean(float* out, const Sync& sync, Stream& main) override {
-        device::dequantize_mean(out, slots.of(sync).means, 0, 1, mean_layout_of(sync.values), nullptr, main);
-    }
-
-    Traffic finish(const Sync& sync, bool applied, Stream& main) override {
-        owner_feedback.end(sync.fragment, sync.number, applied, main);
-        const Traffic traffic = slots.of(sync).traffic;
-        slots.give_back(sync);
-        return traffic;
-    }
-
-private:
-    struct Slot {
-        Buffer<uint8_t> sent;               // (parts, payload)
-        Buffer<uint8_t> received;           // (workers, payload), of the part that this worker owns
-        Buffer<uint8_t> means;              // (parts, payload of a mean)
-        HostBuffer<PayloadHeader> headers;  // (parts, 1 + workers)
-        HostBuffer<double> sums;            // (parts, row_sums(workers))
-        Traffic traffic;
-        Event ready, done;
-    };
 
     static long values_of(const std::vector<Piece>& pieces) {
         return pieces.empty() ? 0 : pieces.back().first + pieces.back().count;
@@ -154,14 +128,8 @@ private:
         }
     }
 
-    const WireOptions wire;
     const std::vector<std::vector<Piece>> pieces;
-    Comm& comm;
-    Stream& stream;
-    const int workers, me;
-    Buffer<float> weights;        // (workers), if they are by tokens
-    Buffer<double> partial;       // of the sums of rows
+    const int me;
     Buffer<float> own_mean;       // (part); this and the next are used on the outer stream alone
     Buffer<uint8_t> own_payload;  // (payload of a mean)
-    Slots<Slot> slots;
 };

@@ -47,7 +47,7 @@ public:
     // them is set up during a step. Throws as after_inner_step() does.
     void rehearse(Stream& main) {
         const Sync sync = rehearsal(shard.largest, shard.values[size_t(shard.largest)]);
-        double* sums = encodings.take(sync).sums.data();
+        double* sums = encodings.take(sync.number).sums.data();
         shard.rehearse_encode(exchange->payload(sync), exchange->layout(sync), sync, sums, main);
         exchange->start(sync, main);
         exchange->wait(sync);
@@ -124,7 +124,7 @@ private:
     // Starts the exchange of fragment p's outer gradient.   master: local in fp32 (shard_size)
     void send(int p, long step, uint64_t tokens, const float* master, Stream& main) {
         const Sync sync = shard.sync_at(p, step);
-        double* sums = encodings.take(sync).sums.data();
+        double* sums = encodings.take(sync.number).sums.data();
         const FragmentValues global = shard.global_values(p, main), local = shard.local_values(p, master);
         const OuterGradient delta = global - local;
         shard.encode(exchange->payload(sync), exchange->layout(sync), sync, tokens - tokens_at_send[p],
@@ -172,7 +172,8 @@ private:
         check_agreement(headers, sync);
         if (report.applied()) {
             exchange->mean(shard.mean, sync, main);
-            report.statistics = outer_statistics(encodings.of(sync).sums.data(), headers.sums, workers);
+            const double* sums = encodings.of(sync.number).sums.data();
+            report.statistics = outer_statistics(sums, headers.sums, workers);
         }
         report.traffic = end_exchange(sync, report.applied(), main);
         return report;
@@ -226,7 +227,7 @@ private:
 
     Traffic end_exchange(const Sync& sync, bool applied, Stream& main) {
         shard.feedback.end(sync.fragment, sync.number, applied, main);
-        encodings.give_back(sync);
+        encodings.give_back(sync.number);
         return exchange->finish(sync, applied, main);
     }
 

@@ -10,44 +10,40 @@
 
 #include "llmc/buffer.h"
 #include "streaming/quantize.h"
+#include "streaming/slots.h"
 
 class ErrorFeedback {
 public:
     ErrorFeedback() = default;  // no error feedback: all residuals are null
 
     // values: of each fragment   in_flight: the most syncs at the same time
-    ErrorFeedback(const std::vector<long>& values, int in_flight) : values(values), kept(size_t(in_flight)) {
+    ErrorFeedback(const std::vector<long>& values, int in_flight) : values(values), before(in_flight) {
         residuals = Buffer<float>(std::accumulate(values.begin(), values.end(), 0L));
         const long largest = *std::max_element(values.begin(), values.end());
-        for (Kept& one : kept) { one.before = Buffer<float>(largest); }
+        before.for_each([=](Buffer<float>& residuals) { residuals = Buffer<float>(largest); });
     }
 
     // The residuals of a fragment, for a sync that will change them.   returns (values), or null
     float* begin(int fragment, long sync, Stream& stream) {
         if (values.empty()) { return nullptr; }
-        Kept& one = find(none);
-        one.sync = sync;
-        copy(one.before, of(fragment), fragment, stream);
+        copy(before.take(sync), of(fragment), fragment, stream);
         return of(fragment);
     }
 
     // The sync has ended, and its exchange no longer uses the fragment's residuals.
     void end(int fragment, long sync, bool applied, Stream& stream) {
         if (values.empty()) { return; }
-        Kept& one = find(sync);
-        one.sync = none;
-        if (!applied) { copy(of(fragment), one.before, fragment, stream); }
+        if (!applied) { copy(of(fragment), before.of(sync), fragment, stream); }
+        before.give_back(sync);
     }
 
     // Whether begin() was called for a sync, and end() was not.
-    bool is_in_flight(long sync) const {
-        return std::any_of(kept.begin(), kept.end(), [=](const Kept& one) { return one.sync == sync; });
-    }
+    bool is_in_flight(long sync) const { return before.has(sync); }
 
     // Sets all residuals to zero, with no sync in flight.
     void clear(Stream& stream) {
         if (values.empty()) { return; }
-        for (Kept& one : kept) { one.sync = none; }
+        before.give_all_back();
         device::set_zero(residuals.data(), count(), stream);
     }
 
@@ -65,7 +61,7 @@ public:
     // The same for its residuals of before a sync in flight.
     void save_before(int fragment, long sync, float* out, Stream& main) {
         const long n = values[size_t(fragment)];
-        device::copy_to_host_later(out + first_of(fragment), find(sync).before.data(), n, main);
+        device::copy_to_host_later(out + first_of(fragment), before.of(sync).data(), n, main);
     }
 
     // Restores what save() has written, while no sync is in flight.   inp: (count()), of the host
@@ -76,21 +72,12 @@ public:
 
     // Restores what save_before() has written: the sync is in flight again.   inp: (count()), of the host
     void load_before(int fragment, long sync, const float* inp, Stream& main) {
-        Kept& one = find(none);
-        one.sync = sync;
         const long n = values[size_t(fragment)];
-        device::copy_to_device(one.before.data(), inp + first_of(fragment), n, main);
+        device::copy_to_device(before.take(sync).data(), inp + first_of(fragment), n, main);
         main.synchronize();
     }
 
 private:
-    static constexpr long none = -1;
-
-    struct Kept {
-        long sync = none;
-        Buffer<float> before;  // (largest fragment)
-    };
-
     long first_of(int fragment) const { return std::accumulate(&values[0], &values[size_t(fragment)], 0L); }
     float* of(int fragment) { return residuals + first_of(fragment); }
 
@@ -100,14 +87,7 @@ private:
         if (n > 0) { device::copy_values(out, inp, n, stream); }
     }
 
-    Kept& find(long sync) {
-        for (Kept& one : kept) {
-            if (one.sync == sync) { return one; }
-        }
-        throw std::logic_error("error feedback for a sync that is not in flight, or for too many of them");
-    }
-
     std::vector<long> values;
     Buffer<float> residuals;  // (values of all fragments)
-    std::vector<Kept> kept;
+    Slots<Buffer<float>> before{0};  // (largest fragment) each, of the syncs in flight
 };

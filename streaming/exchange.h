@@ -3,8 +3,8 @@
 // flight. There are two kinds. One process of M sends, in payloads of the whole fragment,
 //
 //     all_gather   M - 1          all_gather_exchange.h: every process receives every payload; one rounding
-//     all_to_all   2 (M - 1) / M  all_to_all_exchange.h: every process receives the mean of each part from its
-//                                 owner, who has rounded it once more: other bits than all_gather's
+//     all_to_all   2 (M - 1) / M  all_to_all_exchange.h: every process receives the mean of each part from
+//                                 its owner, who has rounded it once more: other bits than all_gather's
 //
 // In both all workers decode the same bytes, so the mean is bitwise the same on all of them. Over a store
 // (elastic_diloco.h) every worker reads all payloads, as with all_gather.
@@ -20,6 +20,7 @@
 #include "llmc/comm.h"
 #include "streaming/options.h"
 #include "streaming/quantize.h"
+#include "streaming/slots.h"
 #include "streaming/statistics.h"
 
 enum class ExchangeKind { automatic, all_gather, all_to_all };  // automatic: the fewer bytes
@@ -123,34 +124,6 @@ struct Headers {
     std::vector<double> sums;                      // (row_sums(workers)), of the workers' payloads
 };
 
-// The calls for one sync, in this order: payload, start, wait, mean (if at all), finish.
-class Exchange {
-public:
-    virtual ~Exchange() = default;
-
-    // Where the values of a sync's fragment lie in its payload.
-    virtual PayloadLayout layout(const Sync& sync) const = 0;
-
-    // Where the caller writes the payload: layout(sync), with the headers, and zeros for blocks that parts
-    // lack. 64-byte aligned.
-    virtual uint8_t* payload(const Sync& sync) = 0;
-
-    // Sends the payload after all work enqueued on `main` so far. Returns at once.
-    virtual void start(const Sync& sync, Stream& main) = 0;
-
-    // Blocks until the mean is available.
-    // Throws a CommError that names the fragment, the sync and, if it is known, the worker.
-    virtual Headers wait(const Sync& sync) = 0;
-
-    // Writes the mean.   out: (sync.values)
-    virtual void mean(float* out, const Sync& sync, Stream& main) = 0;
-
-    // Releases the sync's buffers, and returns its traffic.   applied: whether the workers apply the mean
-    virtual Traffic finish(const Sync& sync, bool applied, Stream& main) = 0;
-
-    ErrorFeedback owner_feedback;  // of the means that this worker rounds, by all-to-all
-};
-
 // The header that `worker` sends with a part of `sync`; flags and hash are added later.
 inline PayloadHeader make_header(const Sync& sync, const PayloadLayout& layout, int part, int worker,
                                  uint64_t tokens) {
@@ -210,6 +183,78 @@ inline void wait_for(Comm& comm, const Event& event, const Sync& sync) {
     }
 }
 
+// The calls for one sync, in this order: payload, start, wait, mean (if at all), finish.
+class Exchange {
+public:
+    virtual ~Exchange() = default;
+
+    // Where the values of a sync's fragment lie in its payload.
+    virtual PayloadLayout layout(const Sync& sync) const = 0;
+
+    // Where the caller writes the payload: layout(sync), with the headers, and zeros for blocks that parts
+    // lack. 64-byte aligned.
+    uint8_t* payload(const Sync& sync) { return slots.take(sync.number).sent; }
+
+    // Sends the payload after all work enqueued on `main` so far. Returns at once.
+    void start(const Sync& sync, Stream& main) {
+        Slot& slot = slots.of(sync.number);
+        slot.traffic = Traffic();
+        order(main, stream, slot.ready);
+        enqueue(sync, slot);
+        stream.record(slot.done);
+    }
+
+    // Blocks until the mean is available.
+    // Throws a CommError that names the fragment, the sync and, if it is known, the worker.
+    Headers wait(const Sync& sync) {
+        Slot& slot = slots.of(sync.number);
+        wait_for(comm, slot.done, sync);
+        return check(sync, slot);
+    }
+
+    // Writes the mean.   out: (sync.values)
+    virtual void mean(float* out, const Sync& sync, Stream& main) = 0;
+
+    // Releases the sync's buffers, and returns its traffic.   applied: whether the workers apply the mean
+    Traffic finish(const Sync& sync, bool applied, Stream& main) {
+        owner_feedback.end(sync.fragment, sync.number, applied, main);
+        const Traffic traffic = slots.of(sync.number).traffic;
+        slots.give_back(sync.number);
+        return traffic;
+    }
+
+    ErrorFeedback owner_feedback;  // of the means that this worker rounds, by all-to-all
+
+protected:
+    struct Slot {
+        Buffer<uint8_t> sent, received;
+        Buffer<uint8_t> means;              // by all-to-all
+        HostBuffer<PayloadHeader> headers;  // of all that was received
+        HostBuffer<double> sums;            // (row_sums(workers)), by all-to-all of each part
+        Traffic traffic;
+        Event ready, done;
+    };
+
+    // in_flight: the most exchanges at the same time
+    Exchange(const WireOptions& wire, int in_flight, Comm& comm, Stream& stream)
+        : wire(wire), comm(comm), stream(stream), workers(comm.size()),
+          weights(wire.token_weights ? workers : 0), partial(partial_sums(workers)), slots(in_flight) {}
+
+    // Enqueues the exchange of a slot on the outer stream.
+    virtual void enqueue(const Sync& sync, Slot& slot) = 0;
+
+    // The headers that a slot has received, checked.
+    virtual Headers check(const Sync& sync, const Slot& slot) const = 0;
+
+    const WireOptions wire;
+    Comm& comm;
+    Stream& stream;  // the outer one
+    const int workers;
+    Buffer<float> weights;   // (workers), if they are by tokens
+    Buffer<double> partial;  // of sums of products
+    Slots<Slot> slots;
+};
+
 // Workers whose global parameters are not those of the majority; all workers, if there is no majority.
 inline std::vector<int> diverged_workers(const std::vector<PayloadHeader>& headers) {
     std::vector<int> diverged;
@@ -221,47 +266,6 @@ inline std::vector<int> diverged_workers(const std::vector<PayloadHeader>& heade
     }
     return diverged;
 }
-
-// The buffers of the exchanges in flight. A slot keeps its address while a stream works on it.
-template <class Slot>
-class Slots {
-public:
-    explicit Slots(int count) : slots(size_t(count)) {
-        for (Entry& entry : slots) { entry.slot = std::make_unique<Slot>(); }
-    }
-
-    int count() const { return int(slots.size()); }
-
-    template <class Work>
-    void for_each(Work work) {
-        for (Entry& entry : slots) { work(*entry.slot); }
-    }
-
-    Slot& take(const Sync& sync) {
-        Entry& entry = find(none, "more exchanges in flight than there are buffers");
-        entry.sync = sync.number;
-        return *entry.slot;
-    }
-    Slot& of(const Sync& sync) { return *find(sync.number, "no such exchange is in flight").slot; }
-    void give_back(const Sync& sync) { find(sync.number, "no such exchange is in flight").sync = none; }
-
-private:
-    static constexpr long none = -1;
-
-    struct Entry {
-        long sync = none;
-        std::unique_ptr<Slot> slot;
-    };
-
-    Entry& find(long sync, const char* otherwise) {
-        for (Entry& entry : slots) {
-            if (entry.sync == sync) { return entry; }
-        }
-        throw std::logic_error(otherwise);
-    }
-
-    std::vector<Entry> slots;
-};
 
 // Before buffers are freed that the stream may still use. Its errors have been reported by wait().
 inline void let_end(Stream& stream) {
