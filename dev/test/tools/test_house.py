@@ -1,0 +1,125 @@
+"""The sizes of the house, and its walls: which rooms may include which.
+
+A bar that is not met yet stands beside a ratchet, which is no more than what there was when it was last turned: it only
+goes down, until the bar is met and the ratchet is removed.
+"""
+import re
+import subprocess
+
+import pytest
+
+from conftest import ROOT
+
+CODE = {".h", ".cu", ".cuh", ".cpp"}
+
+
+def files(folder, deep=True, kinds=CODE):
+    """The files of a folder and, unless told otherwise, of its folders."""
+    found = (ROOT / folder).glob("**/*" if deep else "*")
+    return sorted(path for path in found if path.is_file() and path.suffix in kinds)
+
+
+def lines(paths):
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Sizes
+
+STREAMING = {path for path in files("streaming") if "elastic" not in path.parts}
+SIZES = {
+    # what: (the bar, the ratchet or None, how much there is)
+    "lines of train_gpt.cu": (1000, None, lambda: lines([ROOT / "train_gpt.cu"])),
+    "files directly in llmc/": (25, None, lambda: len(files("llmc", deep=False))),
+    "lines of streaming/ without elastic/": (3500, 4250, lambda: lines(STREAMING)),
+    "lines of streaming/elastic/": (4000, 4300, lambda: lines(files("streaming/elastic"))),
+    "lines of the product": (21000, 24400, lambda: lines(
+        [ROOT / "train_gpt.cu", *files("llmc"), *files("streaming")])),
+    "lines of README.md": (300, None, lambda: lines([ROOT / "README.md"])),
+    "lines of the Makefile": (120, None, lambda: lines([ROOT / "Makefile"])),
+}
+
+
+@pytest.mark.parametrize("what", SIZES)
+def test_the_house_is_no_larger_than_planned(what):
+    bar, ratchet, measure = SIZES[what]
+    assert measure() <= (ratchet or bar), f"{what}: the bar is {bar}"
+
+
+def test_no_folder_of_tests_has_more_than_30_files():
+    folders = [ROOT / "dev/test", *(path for path in (ROOT / "dev/test").glob("**/*") if path.is_dir())]
+    counts = {str(folder.relative_to(ROOT)): sum(path.is_file() and path.suffix != ".pyc" for path in folder.iterdir())
+              for folder in folders if "__pycache__" not in folder.parts}
+    assert len(counts) > 8 and {name: count for name, count in counts.items() if count > 30} == {}
+
+
+def functions(text):
+    """{name: lines} of functions and of the methods of structs, by their indentation."""
+    rows, found = text.splitlines(), {}
+    for i, row in enumerate(rows):
+        begins = re.match(r"((?:    )?)(?!if|for|while|switch|else|return|namespace|#|//)(?=[\w~])[^;=(]*?\b([\w~:]+)\(", row)
+        if not begins:
+            continue
+        at = i
+        while at + 1 < len(rows) and not rows[at].endswith(("{", "}", ";")):
+            at += 1
+        if rows[at].endswith("{"):
+            end = next(j for j in range(at + 1, len(rows)) if rows[j].startswith(begins[1] + "}"))
+            found[f"{begins[2]}, line {i + 1}"] = end - i + 1
+    return found
+
+
+def test_no_function_of_the_trainer_is_longer_than_60_lines():
+    found = functions((ROOT / "train_gpt.cu").read_text())
+    assert len(found) > 30
+    assert {name: count for name, count in found.items() if count > 60} == {}
+
+
+def test_a_long_function_is_found():
+    body = "    x();\n" * 60
+    assert functions(f"inline void f(int a,\n              int b) {{\n{body}}}\n") == {"f, line 1": 63}
+    assert functions("struct S {\n    void f() {\n        x();\n    }\n};\n") == {"f, line 2": 3}
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Walls
+
+def included(path):
+    """The project's files that a file includes, as paths from the root."""
+    for name in re.findall(r'^\s*#\s*include "([^"]+)"', path.read_text(), re.M):
+        for found in (path.parent / name, ROOT / name):
+            if found.exists():
+                yield str(found.resolve().relative_to(ROOT.resolve()))
+                break
+
+
+ROOMS = {
+    # room: (its files, what it may not include, but for these)
+    "llmc": (lambda: [*files("llmc", deep=False), *files("llmc/cpu"), *files("llmc/cuda"), *files("llmc/text")],
+             ("llmc/run/", "llmc/checkpoint/", "streaming/", "train_gpt.cu"), ()),
+    "streaming": (lambda: sorted(STREAMING),
+                  ("llmc/run/", "llmc/checkpoint/", "streaming/elastic/", "train_gpt.cu"), ()),
+    "elastic": (lambda: files("streaming/elastic"), ("llmc/checkpoint/", "train_gpt.cu"), ()),
+    "run and checkpoint": (lambda: [*files("llmc/run"), *files("llmc/checkpoint")],
+                           ("streaming/", "train_gpt.cu"), ("llmc/run/options.h", "llmc/run/report.h")),
+}
+# To be mended.
+HOLES = {("llmc/cuda/gpu.cuh", "llmc/run/machine.h")}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_includes_nothing_beyond_its_walls(room):
+    members, beyond, doors = ROOMS[room]
+    holes = {(str(path.relative_to(ROOT)), name) for path in members() for name in included(path)
+             if name.startswith(beyond) and str(path.relative_to(ROOT)) not in doors}
+    assert len(members()) > 3
+    assert holes <= HOLES, f"{room} may not include {', '.join(beyond)}"
+
+
+def test_includes_are_read():
+    diloco = set(included(ROOT / "streaming/diloco.h"))
+    assert {"streaming/exchange.h", "streaming/schedule.h"} & diloco
+    listed = subprocess.run(["git", "ls-files", "llmc", "streaming"], cwd=ROOT, capture_output=True, text=True).stdout
+    code = [name for name in listed.split() if name.endswith(tuple(CODE))]
+    in_rooms = {str(path.relative_to(ROOT)) for members, *_ in ROOMS.values() for path in members()}
+    assert set(code) <= in_rooms, "a file lies in no room"
