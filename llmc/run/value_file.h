@@ -4,6 +4,7 @@
 // replaces a file while it is being read. Every failure throws a RunError.
 #pragma once
 #include <ctype.h>
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
@@ -11,6 +12,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <map>
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -122,4 +125,39 @@ inline void write_value_file(const std::string& path, const std::string& value, 
 inline void refresh_folder(const std::string& folder) {
     struct statx status;
     statx(AT_FDCWD, folder.c_str(), AT_STATX_FORCE_SYNC, STATX_MTIME, &status);
+}
+
+// The names in a folder; true: of a folder.
+using NamesInFolder = std::map<std::string, bool>;
+
+// A name that begins with '.' is no value: .new, and files that NFS keeps while they are open (.nfsXXXX).
+// Null: there is no such folder.
+inline std::unique_ptr<DIR, int (*)(DIR*)> open_folder(const std::string& path) {
+    std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir(path.c_str()), closedir);
+    if (!folder && errno != ENOENT) { fail_value_file("opendir", path); }
+    return folder;
+}
+
+inline bool is_folder(const std::string& path, const dirent& entry) {
+    if (entry.d_type != DT_UNKNOWN) { return entry.d_type == DT_DIR; }
+    struct stat status;
+    return stat((path + "/" + entry.d_name).c_str(), &status) == 0 && S_ISDIR(status.st_mode);
+}
+
+inline void add_names(DIR& folder, const std::string& path, NamesInFolder& names) {
+    rewinddir(&folder);
+    errno = 0;
+    while (const dirent* entry = readdir(&folder)) {
+        if (const std::optional<std::string> name = key_of_file_name(entry->d_name)) {
+            names[*name] = is_folder(path, *entry);
+        }
+        errno = 0;
+    }
+    if (errno != 0) { fail_value_file("readdir", path); }
+}
+
+inline NamesInFolder names_in(const std::string& path) {
+    NamesInFolder names;
+    if (const auto opened = open_folder(path)) { add_names(*opened, path, names); }
+    return names;
 }

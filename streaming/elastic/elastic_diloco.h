@@ -20,7 +20,6 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
-#include <iterator>
 #include <limits>
 #include <memory>
 #include <new>
@@ -287,11 +286,7 @@ private:
             all_leave = leaves && mine.kind == LogTurn::wait;
             return mine;
         }
-        const LogTurn::Kind by_urgency[] = {LogTurn::go_on, LogTurn::jump, LogTurn::wait, LogTurn::stop};
-        const auto urgency = [&](LogTurn::Kind kind) {
-            return int64_t(std::find(std::begin(by_urgency), std::end(by_urgency), kind) - by_urgency);
-        };
-        own_turn[0] = urgency(mine.kind);
+        own_turn[0] = mine.kind;
         own_turn[1] = mine.step;
         own_turn[2] = leaves;
         device::copy_to_device(sent_turn.data(), own_turn.data(), 3, inner_stream);
@@ -302,8 +297,8 @@ private:
         LogTurn all{LogTurn::go_on};
         bool one_leaves = false;
         for (int rank = 0; rank < inner.size(); rank++) {
-            const LogTurn::Kind kind = by_urgency[turns[3 * rank]];
-            if (urgency(kind) > urgency(all.kind)) { all = {kind}; }
+            const LogTurn::Kind kind = LogTurn::Kind(turns[3 * rank]);
+            if (kind > all.kind) { all = {kind}; }
             if (kind == all.kind) { all.step = std::max(all.step, long(turns[3 * rank + 1])); }
             one_leaves = one_leaves || turns[3 * rank + 2] != 0;
         }
@@ -384,27 +379,15 @@ private:
     void apply(long number, const std::vector<Contribution>& contributions, bool counted) override {
         const Stopwatch work{shard_seconds};
         const Sync sync = sync_of(number);
-        SyncReport report = begin_report(sync, counted);
-        for (const Contribution& one : contributions) { note_header(one, sync, report); }
-        if (report.applied()) { receive(sync, contributions); }
-        end_apply(sync, report);
-    }
-
-    SyncReport begin_report(const Sync& sync, bool counted) {
         Stream& main = *now.main;
         const long due_step = sync.send_step + shard.options.overlap;
         SyncReport report{sync.number, sync.fragment, sync.send_step, due_step, {}, idle_from,
                           shard.stamp(main), hashes[size_t(sync.fragment)], {}};
         report.log = LogReport{};
         report.log->counted = counted;
-        return report;
-    }
-
-    // With the mean in shard.mean, where there is one.
-    void end_apply(const Sync& sync, SyncReport& report) {
-        Stream& main = *now.main;
-        const bool counted = report.log->counted;
+        for (const Contribution& one : contributions) { note_header(one, sync, report); }
         if (report.applied()) {
+            receive(sync, contributions);
             shard.state->make_room(sync.fragment);
             const LocalMove move = counted ? LocalMove::merge : LocalMove::follow;
             report.mean_square = shard.apply(sync, move, now.local, now.params, main);
@@ -414,11 +397,11 @@ private:
         }
         main.record(applied);
         applied.synchronize();  // then the received payloads may be overwritten, and the sums are there
-        if (report.applied()) {
-            report.statistics = statistics_of(sync.number, report.log->contributors.size());
-        }
-        count_sent(sync, report);
-        outgoing[size_t(sync.fragment)].sync = -1;
+        Outgoing& out = outgoing[size_t(sync.fragment)];
+        const bool has_sent = out.sync == sync.number && out.encoded && out.tokens > 0;
+        report.traffic.bytes_sent = has_sent ? out.encoded->payload.size() : 0;  // received: note_events()
+        if (report.applied()) { report.statistics = statistics_of(sync, contributions.size()); }
+        out.sync = -1;
         reports.push_back(report);
         idle_from = shard.stamp(main);
     }
@@ -461,20 +444,13 @@ private:
     }
 
     // Over the contributors. What encoding lost is known if this worker has sent.
-    OuterStatistics statistics_of(long number, size_t contributors) const {
-        const Outgoing& out = outgoing[size_t(schedule.fragment(number))];
+    OuterStatistics statistics_of(const Sync& sync, size_t contributors) const {
+        const Outgoing& out = outgoing[size_t(sync.fragment)];
         const double unknown = std::numeric_limits<double>::quiet_NaN(), none[] = {unknown, unknown};
-        const bool has_sent = out.sync == number && out.tokens > 0;
+        const bool has_sent = out.sync == sync.number && out.tokens > 0;
         const int workers = int(contributors);
         return outer_statistics(has_sent ? out.sums.data() : none,
                                 {host_sums.data(), host_sums + row_sums(workers)}, workers);
-    }
-
-    // note_events() adds what was read.
-    void count_sent(const Sync& sync, SyncReport& report) const {
-        const Outgoing& out = outgoing[size_t(sync.fragment)];
-        const bool has_sent = out.sync == sync.number && out.encoded;
-        report.traffic.bytes_sent = has_sent ? out.encoded->payload.size() : 0;
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -635,7 +611,7 @@ private:
     Buffer<double> partial, sums;          // of the sums of rows
     HostBuffer<double> host_sums;
     bool leaves = false, all_leave = false;  // this rank ended the wait; all ranks of the worker did
-    HostBuffer<int64_t> own_turn, turns;     // (3), (ranks, 3): urgency, step, leaves
+    HostBuffer<int64_t> own_turn, turns;     // (3), (ranks, 3): kind, step, leaves
     Buffer<int64_t> sent_turn, all_turns;    // the same
     Event gathered, applied;
     Now now;

@@ -61,8 +61,6 @@ public:
     }
 
 private:
-    using Names = std::map<std::string, bool>;  // in a folder; true: a folder
-
     // A temporary file.
     struct Unnamed {
         std::string path;
@@ -208,35 +206,6 @@ private:
 
     // ---- folders
 
-    // A name that begins with '.' is no value: .new, and files that NFS keeps while they are open (.nfsXXXX).
-    // Null: there is no such folder.
-    static std::unique_ptr<DIR, int (*)(DIR*)> open_folder(const std::string& path) {
-        std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir(path.c_str()), closedir);
-        if (!folder && errno != ENOENT) { fail_value_file("opendir", path); }
-        return folder;
-    }
-    static void add_names(DIR& folder, const std::string& path, Names& names) {
-        rewinddir(&folder);
-        errno = 0;
-        while (const dirent* entry = readdir(&folder)) {
-            if (const std::optional<std::string> name = key_of_file_name(entry->d_name)) {
-                names[*name] = is_folder(path, *entry);
-            }
-            errno = 0;
-        }
-        if (errno != 0) { fail_value_file("readdir", path); }
-    }
-    static Names names_in(const std::string& path) {
-        Names names;
-        if (const auto opened = open_folder(path)) { add_names(*opened, path, names); }
-        return names;
-    }
-    static bool is_folder(const std::string& path, const dirent& entry) {
-        if (entry.d_type != DT_UNKNOWN) { return entry.d_type == DT_DIR; }
-        struct stat status;
-        return stat((path + "/" + entry.d_name).c_str(), &status) == 0 && S_ISDIR(status.st_mode);
-    }
-
     // If the folder is removed meanwhile the listing is whole or empty. Names are read twice: some file
     // systems skip a name that is being replaced, and beats are replaced all the time.
     std::map<std::string, std::string> list(const std::string& folder) const {
@@ -246,7 +215,7 @@ private:
             const auto opened = open_folder(where);
             std::map<std::string, std::string> listing;
             if (!opened) { return listing; }
-            Names names;
+            NamesInFolder names;
             add_names(*opened, where, names);
             add_names(*opened, where, names);
             for (const auto& [name, is_folder] : names) {
@@ -281,7 +250,7 @@ private:
 
     void remove_folder(const std::string& folder) {
         const std::string from = path(folder), away = new_path();
-        const Names names = names_in(from);
+        const NamesInFolder names = names_in(from);
         for (const auto& [name, is_folder] : names) {
             if (is_folder) { return remove_values(folder, names); }
         }
@@ -294,7 +263,7 @@ private:
             fail_value_file("rename", from);
         }
     }
-    void remove_values(const std::string& folder, const Names& names) const {
+    void remove_values(const std::string& folder, const NamesInFolder& names) const {
         for (const auto& [name, is_folder] : names) {
             if (!is_folder) { remove({StoreRequest::remove, folder, name, ""}); }
         }

@@ -13,6 +13,7 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -100,7 +101,6 @@ private:
         size_t bytes_read = 0;
         double due_since = -1;
         double excused = 0;     // seconds since then in which nobody could be heard
-        bool has_told = false;  // that there are too few, or no majority
 
         bool has_line() const { return own == sent || own == abstained; }
         bool has_payload(size_t i) const { return payloads[i].size() >= entry->contributors[i].bytes; }
@@ -143,15 +143,12 @@ private:
                            size_t size) const;
     void lose_store(const std::string& trouble, double now);
     void make_room(double now);
-    bool writes_entry(const StoreRequest& request) const;
-    static void look_again(Slot& slot);
     void forgive(double seconds, double now);
     void choose(double now);
     void choose_running(double now);
     bool move_a_payload(double now);
     bool cannot_give() const { return times_put_off >= 2; }  // it has tried in vain
     bool may_leave() const;
-    void leave();
     void ask_chores();
     void add_removal(const std::string& folder, const std::string& name = "");
 
@@ -162,7 +159,6 @@ private:
     LogBase base() const;
     void agree(double now);
     void agree_on(const std::map<std::string, std::string>& registered, double now);
-    void tell_of_few_to_begin(const std::string& what);
     void begin(const LogBeginning& first, double now);
     void expect(const LogBeginning& beginning, double now);
     void enter(const std::vector<long>& positions, bool is_sure);
@@ -171,6 +167,7 @@ private:
     void stop(const std::string& reason);
     void say(LogEventKind kind, const std::string& text, long sync = -1);
     void say(LogEventKind kind, long sync, const LogEntry& entry, const std::string& text);
+    void say_waits(const std::string& what, long sync = to_begin);
     void tell_changes();
 
     // A sync, on the trainer's side (sync_log_turns.h)
@@ -181,8 +178,7 @@ private:
     bool is_far_behind() const;
     LogTurn jump();
     static std::vector<Contribution> take_payloads(Slot& slot);
-    void apply(Slot& slot, double now);
-    void tell_of_applied(const Slot& slot, bool counted, double now);
+    void apply(Slot& slot);
     void keep_promise(const Slot& slot);
     void show_pace(long sync, double now);
     void make_promise();
@@ -197,7 +193,6 @@ private:
     void send(Slot& slot);
     void write_line(Slot& slot, const LogLine& line, Slot::Own own);
     void look(Slot& slot, bool has_line);
-    bool has_been_applied(long sync) const;
     void send_again(Slot& slot);
     void rest_from_looking_at(Slot& slot, double now) const;
     void consider(Slot& slot, double asked, double now);
@@ -226,11 +221,9 @@ private:
     bool has_written(const std::string& giver) const;
     void rest_from_looking(double from, double now);
     void see(const std::map<std::string, std::string>& listing, double from, double now);
-    static std::map<int, std::string> by_worker(const std::map<std::string, std::string>& listing);
     void note_open(long sync);
     void choose_reader(bool is_last, double now);
     void look_for_an_end();
-    void tell_of_nobody();
 
     // Snapshots (sync_log_snapshots.h)
     bool lacks_snapshot() const { return giving && giving->is_claimed && giving->bytes.empty(); }
@@ -252,18 +245,18 @@ private:
     void load_snapshot();
     void stop_for_memory();
 
-    // Removing what nobody needs any more (sync_log_removal.h)
+    // Removing what nobody needs any more (sync_log_snapshots.h)
     void sweep();
     void note_held(const std::map<std::string, std::string>& listing, std::vector<long>& held);
     long covered(std::vector<long> positions, long index) const;
     void sweep_syncs(const std::string& folder, const std::vector<long>& oldest);
-    bool is_kept(long sync, const std::vector<long>& oldest) const;
     void sweep_snapshots();
     void remove_snapshot(const std::string& want);
     static std::string numbers(const std::vector<long>& values);
     static std::vector<long> parse_numbers(const std::string& text);
 
     static constexpr double long_ago = -1e300;
+    static constexpr long to_begin = -1, nobody_to_give = -2;  // in waits_told, in place of a sync
 
     const SyncLogOptions options;
     const SyncSchedule schedule;
@@ -275,6 +268,7 @@ private:
     std::string generation, run_fingerprint, why;
     bool diverged = false, over = false, replaced = false;
     std::vector<LogEvent> told;
+    std::set<long> waits_told;  // syncs that it has said it waits for
 
     std::vector<Asked> asked;  // and not yet answered
     double asked_at = 0;
@@ -290,7 +284,6 @@ private:
     bool is_registered = false;             // before the run has begun
     Presence candidates;                    // who is there then
     std::optional<LogBeginning> beginning;  // to be written, if there is none
-    bool has_told_of_few = false;           // that they cannot begin
 
     std::vector<Slot> slots;  // by fragment
     size_t next_turn = 0;
@@ -320,7 +313,7 @@ private:
     int times_put_off = 0;         // since it has given one
     Snapshot snapshot;
     double alone_since = -1;  // behind, and nobody there that could give one
-    bool looks_for_an_end = false, has_told_of_nobody = false;
+    bool looks_for_an_end = false;
 
     bool is_finishing = false;     // after the last step
     bool is_leaving = false;       // all is applied
@@ -328,7 +321,6 @@ private:
     bool has_left = false;         // and said so
 };
 
-#include "streaming/elastic/sync_log_removal.h"
 #include "streaming/elastic/sync_log_requests.h"
 #include "streaming/elastic/sync_log_snapshots.h"
 #include "streaming/elastic/sync_log_start.h"

@@ -1,6 +1,7 @@
 // Deciding who is counted in a sync (sync_log.h): who is alive, who is waited for, and whether it is time.
 #pragma once
 #include <algorithm>
+#include <cstdlib>
 #include <map>
 #include <optional>
 #include <string>
@@ -31,9 +32,10 @@ public:
     };
 
     // All beats, at one look.   from: when it was asked for
-    void look(const std::map<int, std::string>& beats, double from, double now) {
+    void look(const std::map<std::string, std::string>& beats, double from, double now) {
         looked = from;
-        for (const auto& [worker, text] : beats) {
+        for (const auto& [name, text] : beats) {
+            const int worker = std::atoi(name.c_str());
             const auto [at, is_first] = seen.insert({worker, Seen()});
             Seen& one = at->second;
             const LogBeat beat = LogBeat::parse(text);
@@ -118,31 +120,11 @@ public:
         return alive;
     }
 
-    // Is another worker alive that holds the run's parameters, or will without a snapshot? Does another one
-    // need a snapshot?
-    bool can_anyone_give(int but_for) const {
-        for (const auto& [worker, one] : seen) {
-            const long promise = one.beat.promise;
-            const bool has_hope = promise != LogBeat::needs_snapshot && promise != LogBeat::ends;
-            if (is_alive(one) && has_hope && worker != but_for) { return true; }
-        }
-        return false;
-    }
-
-    bool does_anyone_need(int but_for) const {
-        for (const auto& [worker, one] : seen) {
-            const bool needs = is_alive(one) && one.beat.promise == LogBeat::needs_snapshot;
-            if (needs && worker != but_for) { return true; }
-        }
-        return false;
-    }
-
-    // Workers of lower numbers that are alive and not catching up.
-    int running_before(int worker) const {
+    // How many workers are alive for which is(worker, promise) holds.
+    template <class Is>
+    int count_alive(Is is) const {
         int count = 0;
-        for (const auto& [other, one] : seen) {
-            count += other < worker && is_alive(one) && promise_of(one) >= 0;
-        }
+        for (const auto& [worker, one] : seen) { count += is_alive(one) && is(worker, promise_of(one)); }
         return count;
     }
 

@@ -37,7 +37,10 @@ inline void SyncLog::answer(const std::vector<StoreAnswer>& answers, double now)
     const size_t lost = next;
     lose_store(answers[lost].trouble, now);
     for (; next < batch.size(); next++) {
-        if (!writes_entry(batch[next].request)) { asked.push_back(std::move(batch[next])); }
+        const StoreRequest& request = batch[next].request;
+        const bool is_entry = request.folder == key("entry");
+        const bool writes_entry = is_entry && request.kind == rules.entry_is_written_by();
+        if (!writes_entry) { asked.push_back(std::move(batch[next])); }
     }
     if (answers[lost].is_full) { make_room(now); }
 }
@@ -99,21 +102,15 @@ inline void SyncLog::lose_store(const std::string& trouble, double now) {
         cut_off_since = asked_at;
     }
     retry_at = now + options.retry;
-    for (Slot& slot : slots) { look_again(slot); }
-}
-
-inline bool SyncLog::writes_entry(const StoreRequest& request) const {
-    return request.kind == rules.entry_is_written_by() && request.folder == key("entry");
-}
-
-// A store that comes back may have lost its newest data. An entry must not stand on lost lines: their senders
-// would find the entry and not send again.
-inline void SyncLog::look_again(Slot& slot) {
-    if (slot.confirmed) { return; }
-    slot.lines.reset();
-    slot.proposal.reset();
-    slot.entry.reset();
-    slot.looked = false;
+    // A store that comes back may have lost its newest data. An entry must not stand on lost lines: their
+    // senders would find the entry and not send again.
+    for (Slot& slot : slots) {
+        if (slot.confirmed) { continue; }
+        slot.lines.reset();
+        slot.proposal.reset();
+        slot.entry.reset();
+        slot.looked = false;
+    }
 }
 
 // The store has no room for what is asked next. A snapshot can be given later; removals, and the lists that
@@ -181,7 +178,10 @@ inline void SyncLog::choose_running(double now) {
     is_payloads_turn = is_served && !moves;
     if (asks_beats || now >= look_around_at) { look_around(moves); }
     if (asks_generation) { look_at_generation(); }
-    if ((asked.empty() || cannot_give()) && may_leave()) { leave(); }
+    if ((asked.empty() || cannot_give()) && may_leave()) {
+        ask({StoreRequest::put, key("done"), std::to_string(me.worker), std::to_string(step)},
+            [this](const StoreAnswer&, double) { has_left = true; });
+    }
 }
 
 // The fragments' payloads and a snapshot that is given take turns, so that none is put off for ever.
@@ -204,11 +204,6 @@ inline bool SyncLog::may_leave() const {
     return is_leaving && has_looked_last && !has_left && !is_needed;
 }
 
-inline void SyncLog::leave() {
-    ask({StoreRequest::put, key("done"), std::to_string(me.worker), std::to_string(step)},
-        [this](const StoreAnswer&, double) { has_left = true; });
-}
-
 inline void SyncLog::ask_chores() {
     for (Asked& chore : chores) { asked.push_back(std::move(chore)); }
     chores.clear();
@@ -229,6 +224,12 @@ inline void SyncLog::stop(const std::string& reason) {
 
 inline void SyncLog::say(LogEventKind kind, const std::string& text, long sync) {
     told.push_back({kind, sync, me.worker, text});
+}
+
+// Once for each sync. In place of a sync: to_begin, nobody_to_give.
+inline void SyncLog::say_waits(const std::string& what, long sync) {
+    if (!waits_told.insert(sync).second) { return; }
+    say(LogEventKind::too_few, "waits: " + what, std::max(sync, -1L));
 }
 
 inline void SyncLog::say(LogEventKind kind, long sync, const LogEntry& entry, const std::string& text) {

@@ -1,15 +1,19 @@
 // Looking around, and snapshots (sync_log.h): which workers are alive, by their beats; how this worker gives
-// a snapshot to one that needs it, and how it gets one itself.
+// a snapshot to one that needs it, and how it gets one itself; and the removal of what nobody needs any more.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
 #include <exception>
+#include <limits>
 #include <map>
 #include <memory>
 #include <new>
+#include <set>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "llmc/error.h"
 #include "streaming/elastic/sync_log.h"
@@ -25,7 +29,10 @@ inline void SyncLog::look_around(bool beside_payload) {
         see(answer.listing, from, now);
         if (phase == Phase::stopped) { return; }
         rest_from_looking(beside_payload ? now : from, now);
-        const bool is_alone = phase == Phase::behind && !presence.can_anyone_give(me.worker);
+        const int able = presence.count_alive([this](int worker, long promise) {  // or some day able, to give
+            return worker != me.worker && promise != LogBeat::needs_snapshot && promise != LogBeat::ends;
+        });
+        const bool is_alone = phase == Phase::behind && able == 0;
         alone_since = !is_alone ? -1 : alone_since < 0 ? now : alone_since;
         looks_for_an_end = is_alone && from >= alone_since + options.grace;
         if (phase == Phase::running) { look_for_readers(is_last, now); }
@@ -37,7 +44,10 @@ inline void SyncLog::look_around(bool beside_payload) {
 
 // A worker that needs a snapshot shows it in its beat; only then the wants are read.
 inline void SyncLog::look_for_readers(bool is_last, double now) {
-    if (presence.does_anyone_need(me.worker)) {
+    const int readers = presence.count_alive([this](int worker, long promise) {
+        return worker != me.worker && promise == LogBeat::needs_snapshot;
+    });
+    if (readers > 0) {
         looks_at_wants = true;
         wants_are_last = is_last;
     } else {
@@ -119,14 +129,8 @@ inline void SyncLog::see(const std::map<std::string, std::string>& listing, doub
     if (others_newest < newest_open) { not_open_at = from; }
     has_looked = true;
     looked_from = from;
-    presence.look(by_worker(listing), from, now);
+    presence.look(listing, from, now);
     tell_changes();
-}
-
-inline std::map<int, std::string> SyncLog::by_worker(const std::map<std::string, std::string>& listing) {
-    std::map<int, std::string> values;
-    for (const auto& [name, value] : listing) { values[std::atoi(name.c_str())] = value; }
-    return values;
 }
 
 inline void SyncLog::note_open(long sync) {
@@ -142,7 +146,9 @@ inline void SyncLog::choose_reader(bool is_last, double now) {
     if (giving && !presence.is_alive(Incarnation::parse(giving->want))) { give_no_more(); }
     // A worker whose own parameters no entry has confirmed yet lets all others go first.
     const bool am_proven = std::find(is_proven.begin(), is_proven.end(), false) == is_proven.end();
-    const int before_me = presence.running_before(me.worker) + (am_proven ? 0 : options.workers);
+    const int lower = presence.count_alive(
+        [this](int worker, long promise) { return worker < me.worker && promise >= 0; });
+    const int before_me = lower + (am_proven ? 0 : options.workers);
     for (const auto& [want, one] : wanted) {
         if (!presence.is_alive(Incarnation::parse(want))) { continue; }
         is_wanted = true;
@@ -160,16 +166,13 @@ inline void SyncLog::look_for_an_end() {
     look_for_offer();
     ask({StoreRequest::list, key("done"), "", ""}, [this](const StoreAnswer& answer, double) {
         if (snapshot.offer) { return; }
-        if (answer.listing.empty()) { return tell_of_nobody(); }
+        if (answer.listing.empty()) {
+            return say_waits("nobody who is alive holds what the run has: start a worker that has a "
+                             "checkpoint of it, or begin another run (--run-name)", nobody_to_give);
+        }
         over = true;
         stop("the run is over, and nobody is there to take a snapshot from");
     });
-}
-
-inline void SyncLog::tell_of_nobody() {
-    if (std::exchange(has_told_of_nobody, true)) { return; }
-    say(LogEventKind::too_few, "waits: nobody who is alive holds what the run has: start a worker that "
-                               "has a checkpoint of it, or begin another run (--run-name)");
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -350,4 +353,111 @@ inline void SyncLog::load_snapshot() {
 inline void SyncLog::stop_for_memory() {
     stop(format("this host has no memory for the snapshot that it needs, of %.1f MB",
                 double(snapshot.offer->bytes) / 1e6));
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Removal: once a period a decider removes what nobody needs any more
+
+// After a power cut some files of a folder may be empty: positions that are not of all fragments are ignored.
+inline void SyncLog::sweep() {
+    auto held = std::make_shared<std::vector<long>>(slots.size(), std::numeric_limits<long>::max());
+    chores.push_back(
+        {{StoreRequest::list, key("held"), "", ""},
+         [this, held](const StoreAnswer& answer, double) { note_held(answer.listing, *held); }});
+    chores.push_back(
+        {{StoreRequest::list, key("durable"), "", ""}, [this, held](const StoreAnswer& answer, double) {
+             std::vector<long> oldest;
+             for (size_t p = 0; p < slots.size(); p++) {
+                 std::vector<long> durable;
+                 for (const auto& [worker, text] : answer.listing) {
+                     const std::vector<long> positions = parse_numbers(text);
+                     if (positions.size() == slots.size()) { durable.push_back(positions[p]); }
+                 }
+                 // The newest that is known to be decided.
+                 const long index = schedule.index(slots[p].sync) - (slots[p].entry ? 0 : 1);
+                 const long kept = rules.oldest_kept(index, options.retain, covered(durable, index));
+                 oldest.push_back(std::min(kept, std::max((*held)[p], index - 16 * options.retain)));
+             }
+             for (const char* what : {"payload/", "sent/"}) { sweep_syncs(key(what), oldest); }
+         }});
+    sweep_snapshots();
+}
+
+// What living workers need that are catching up from a snapshot.
+inline void SyncLog::note_held(const std::map<std::string, std::string>& listing, std::vector<long>& held) {
+    for (const auto& [want, text] : listing) {
+        const Incarnation who = Incarnation::parse(want);
+        if (!presence.is_alive(who) || presence.is_at_work(who)) {
+            add_removal(key("held"), want);
+            continue;
+        }
+        const std::vector<long> positions = parse_numbers(text);
+        if (positions.size() != held.size()) { continue; }
+        for (size_t p = 0; p < held.size(); p++) { held[p] = std::min(held[p], positions[p]); }
+    }
+}
+
+// Up to where the checkpoints of two workers reach, since one of them may be lost.
+inline long SyncLog::covered(std::vector<long> positions, long index) const {
+    if (!options.checkpoints) { return index; }
+    const size_t copies = size_t(std::min(2, options.min_workers));
+    if (positions.size() < copies) { return 0; }
+    std::sort(positions.rbegin(), positions.rend());
+    return positions[copies - 1];
+}
+
+// oldest: the oldest sync that is kept, by fragment
+inline void SyncLog::sweep_syncs(const std::string& folder, const std::vector<long>& oldest) {
+    chores.push_back({{StoreRequest::folders, folder, "", ""}, [=](const StoreAnswer& answer, double) {
+                          for (const auto& [name, nothing] : answer.listing) {
+                              const long sync = std::atol(name.substr(folder.size()).c_str());
+                              const size_t p = size_t(schedule.fragment(sync));
+                              if (schedule.index(sync) < oldest[p]) { add_removal(name); }
+                          }
+                      }});
+}
+
+// Snapshots whose reader is dead, has restarted, or has read them. Snapshots are listed before the wants;
+// otherwise one whose want is just being written would seem to have no reader.
+inline void SyncLog::sweep_snapshots() {
+    const std::string folder = key("snapshot/");
+    auto there = std::make_shared<std::set<std::string>>();
+    const auto note = [there](size_t prefix) {
+        return [there, prefix](const StoreAnswer& answer, double) {
+            for (const auto& [name, text] : answer.listing) { there->insert(name.substr(prefix)); }
+        };
+    };
+    chores.push_back({{StoreRequest::folders, folder, "", ""}, note(folder.size())});
+    for (const char* what : {"offer", "giver"}) {
+        chores.push_back({{StoreRequest::list, key(what), "", ""}, note(0)});
+    }
+    chores.push_back(
+        {{StoreRequest::list, key("want"), "", ""}, [this, there](const StoreAnswer& answer, double) {
+             for (const auto& [want, reason] : answer.listing) {
+                 if (presence.is_alive(Incarnation::parse(want))) {
+                     there->erase(want);
+                 } else {
+                     there->insert(want);
+                 }
+             }
+             for (const std::string& want : *there) { remove_snapshot(want); }
+         }});
+}
+
+inline void SyncLog::remove_snapshot(const std::string& want) {
+    for (const char* what : {"want", "giver", "offer"}) { add_removal(key(what), want); }
+    add_removal(key("snapshot/" + want));
+}
+
+inline std::string SyncLog::numbers(const std::vector<long>& values) {
+    std::string text;
+    for (long value : values) { text += (text.empty() ? "" : " ") + std::to_string(value); }
+    return text;
+}
+
+inline std::vector<long> SyncLog::parse_numbers(const std::string& text) {
+    std::vector<long> values;
+    std::istringstream in(text);
+    for (long value; in >> value;) { values.push_back(value); }
+    return values;
 }

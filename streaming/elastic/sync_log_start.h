@@ -95,7 +95,7 @@ inline void SyncLog::agree(double now) {
     }
     ask({StoreRequest::get, key("run"), "start", ""}, then_begin);
     ask({StoreRequest::list, key("beat"), "", ""}, [this, from = now](const StoreAnswer& answer, double now) {
-        if (phase == Phase::agreeing) { candidates.look(by_worker(answer.listing), from, now); }
+        if (phase == Phase::agreeing) { candidates.look(answer.listing, from, now); }
     });
     ask({StoreRequest::list, key("registered"), "", ""}, [this](const StoreAnswer& answer, double now) {
         if (phase == Phase::agreeing) { agree_on(answer.listing, now); }
@@ -114,8 +114,8 @@ inline void SyncLog::agree_on(const std::map<std::string, std::string>& register
     const bool all = int(there.size()) >= options.workers;
     if (!all && now < agree_from + options.grace) { return; }
     if (!all && int(there.size()) < options.min_workers) {
-        return tell_of_few_to_begin(format("%zu of at least %d workers are here to begin", there.size(),
-                                           options.min_workers));
+        return say_waits(format("%zu of at least %d workers are here to begin", there.size(),
+                                options.min_workers));
     }
     std::vector<Incarnation> members;
     std::vector<LogBase> held;
@@ -131,13 +131,8 @@ inline void SyncLog::agree_on(const std::map<std::string, std::string>& register
         diverged = true;
         stop(std::string("nobody knows whose checkpoints are right: ") + tie);
     } else {
-        tell_of_few_to_begin(tie);
+        say_waits(tie);
     }
-}
-
-inline void SyncLog::tell_of_few_to_begin(const std::string& what) {
-    if (std::exchange(has_told_of_few, true)) { return; }
-    say(LogEventKind::too_few, "waits: " + what);
 }
 
 inline void SyncLog::begin(const LogBeginning& first, double now) {

@@ -93,9 +93,10 @@ inline void SyncLog::write_line(Slot& slot, const LogLine& line, Slot::Own own) 
 // after everything else.
 inline void SyncLog::look(Slot& slot, bool has_line) {
     asks_generation = true;
+    // A worker that sends the fragment's next sync has applied this one.
+    const bool must_be_there = newest_open >= slot.sync + schedule.fragments();
     ask({StoreRequest::get, key("entry"), std::to_string(slot.sync), ""},
-        [this, sync = slot.sync, must_be_there = has_been_applied(slot.sync)](const StoreAnswer& answer,
-                                                                              double now) {
+        [this, sync = slot.sync, must_be_there](const StoreAnswer& answer, double now) {
             Slot* slot = find(sync);
             if (slot == nullptr || phase != Phase::running) { return; }
             slot->looked = true;
@@ -116,11 +117,6 @@ inline void SyncLog::look(Slot& slot, bool has_line) {
             slot->lines.emplace();
             for (const auto& [who, text] : answer.listing) { (*slot->lines)[who] = LogLine::parse(text); }
         });
-}
-
-// By some worker: one that sends the fragment's next sync has applied this one.
-inline bool SyncLog::has_been_applied(long sync) const {
-    return newest_open >= sync + schedule.fragments();
 }
 
 // The store has lost this worker's line: it came back without its newest data.
@@ -182,11 +178,10 @@ inline void SyncLog::tell_of_few(Slot& slot, const LogLines& lines, double asked
         diverged = true;
         return stop("nobody knows whose global parameters are right: there are workers " + holders);
     }
-    if (std::exchange(slot.has_told, true)) { return; }
     const std::string what =
         are_few ? format("%zu of at least %d workers have sent", standing.size(), options.min_workers)
                 : "most stand on no same global parameters, but " + holders + ", of those that have sent";
-    say(LogEventKind::too_few, "waits: " + what + format(" sync %ld", slot.sync), slot.sync);
+    say_waits(what + format(" sync %ld", slot.sync), slot.sync);
 }
 
 inline void SyncLog::write_entry(long sync, const LogEntry& entry) {

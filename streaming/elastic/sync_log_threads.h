@@ -151,14 +151,8 @@ private:
         if (thrown) { std::rethrow_exception(thrown); }
         const LogTurn said = turn();
         show_pulse();
-        if (next_look() < asks_at - soon) { wake(); }
+        if (now() + log.rest(now()) < asks_at - soon) { wake(); }
         return said;
-    }
-
-    // When there will be something to ask. The caller holds the log's lock.
-    double next_look() const {
-        const double at = now();
-        return at + log.rest(at);
     }
 
     // Wakes the store's thread: a system call. The caller holds the log's lock.
@@ -195,7 +189,7 @@ private:
             const std::vector<StoreRequest> requests = log.requests(now());
             asking_cpu = cpu_seconds_of_thread();
             if (requests.empty()) {
-                asks_at = next_look();
+                asks_at = now() + log.rest(now());
                 needed.wait_for(lock, std::chrono::duration<double>(asks_at - now()),
                                 [this] { return ending || asks_at == 0; });
                 asks_at = 0;

@@ -50,7 +50,7 @@ inline LogTurn SyncLog::take_turn(long step, double now) {
     if (phase == Phase::stopped) { return {LogTurn::stop}; }
     if (phase != Phase::running) { return {LogTurn::wait}; }
     if (lacks_snapshot() && !write_snapshot(now)) { return {LogTurn::stop}; }
-    for (int p = ready(); p >= 0; p = ready()) { apply(slots[size_t(p)], now); }
+    for (int p = ready(); p >= 0; p = ready()) { apply(slots[size_t(p)]); }
     if (is_far_behind()) { return jump(); }
     take_part();
     bool waits = false;
@@ -116,25 +116,19 @@ inline std::vector<Contribution> SyncLog::take_payloads(Slot& slot) {
     return contributions;
 }
 
-inline void SyncLog::apply(Slot& slot, double now) {
+inline void SyncLog::apply(Slot& slot) {
     const bool counted = slot.entry->counts(me.worker);
     shard.apply(slot.sync, take_payloads(slot), counted);
-    tell_of_applied(slot, counted, now);
+    const std::string text = format("applies sync %ld, ", slot.sync) + (counted ? "" : "not counted: ");
+    say(LogEventKind::applied, slot.sync, *slot.entry, text + "it ");
+    told.back().counted = counted;
+    told.back().bytes_read = slot.bytes_read;
     keep_promise(slot);
     const int p = schedule.fragment(slot.sync);
     const long next = slot.sync + schedule.fragments();
     slot = Slot();
     slot.sync = next;
     slot.hash = shard.hash(p);
-}
-
-inline void SyncLog::tell_of_applied(const Slot& slot, bool counted, double now) {
-    const std::string text = format("applies sync %ld, ", slot.sync) + (counted ? "" : "not counted: ");
-    say(LogEventKind::applied, slot.sync, *slot.entry, text + "it ");
-    LogEvent& event = told.back();
-    event.counted = counted;
-    event.waited = slot.due_since < 0 ? 0 : now - slot.due_since;
-    event.bytes_read = slot.bytes_read;
 }
 
 // A worker whose payload counts has shown that it keeps pace. One that broke its promise promises nothing for

@@ -69,7 +69,7 @@ public:
 };
 
 struct LogTurn {
-    enum Kind { go_on, wait, jump, stop };
+    enum Kind { go_on, jump, wait, stop };  // the ranks of a worker do what is last here of what any must do
     Kind kind;
     long step = 0;  // to jump to; it counts as done
 };
@@ -91,27 +91,16 @@ struct LogPulse {
 // Events: one for each change, so that a readable log says who was counted in which sync, and why others were
 // not. Each worker tells what it sees itself.
 
+//   too_few           it waits for --min-workers to send, for a majority on one hash, or for a snapshot
+//   decided, applied  a sync: by this worker; whoever was counted
+//   snapshot_put_off  that this worker was about to give
+//   late              for a sync that it had promised to be in time for; also of this worker
+//   gone, back        its beat has stopped; it is in time, or alive, again
+//   done              it has applied everything until its last step, and left
 enum class LogEventKind {
-    // of this worker
-    starts,
-    stops,
-    jumps,
-    store_lost,
-    store_back,
-    too_few,  // it waits for --min-workers to send, for a majority on one hash, or for a snapshot
-    decided,  // by this worker
-    applied,  // a sync, whoever was counted
-    needs_snapshot,
-    gives_snapshot,
-    snapshot_put_off,  // it was about to give one
-    takes_snapshot,
-    snapshot_gone,
-    // of another worker; late: of this one, too
-    joined,
-    late,  // it had promised to be in time for this sync
-    gone,  // its beat has stopped
-    back,  // in time, or alive, again
-    done,  // it has applied everything until its last step, and left
+    starts, stops, jumps, store_lost, store_back, too_few, decided, applied,          // of this
+    needs_snapshot, gives_snapshot, snapshot_put_off, takes_snapshot, snapshot_gone,  // of this
+    joined, late, gone, back, done  // of another
 };
 
 inline std::string name_of(LogEventKind kind) {
@@ -130,7 +119,6 @@ struct LogEvent {
     std::optional<LogEntry> entry = std::nullopt;  // decided, applied
     // applied
     bool counted = false;   // this worker's payload is in it
-    double waited = 0;      // seconds that training stood still for it at the due step
     size_t bytes_read = 0;  // of payloads, from the store
 };
 

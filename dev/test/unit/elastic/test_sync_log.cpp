@@ -342,7 +342,7 @@ TEST(SyncLog, who_was_stopped_while_it_looked_around_looks_again_soon) {
 TEST(SyncLog, nobody_is_taken_for_dead_because_a_look_took_long) {
     Presence presence(5, 10);
     const auto look = [&](long count, double from, double now) {
-        presence.look({{1, LogBeat{1, count, 0, -1}.text()}}, from, now);
+        presence.look({{"1", LogBeat{1, count, 0, -1}.text()}}, from, now);
     };
     look(1, 0, 0);
     look(2, 1, 1);
@@ -360,7 +360,7 @@ TEST(SyncLog, nobody_is_taken_for_dead_because_a_look_took_long) {
 TEST(SyncLog, what_a_worker_has_cost_is_paid_back_while_it_is_charged_for_nothing_else) {
     Presence presence(5, 10);  // a fifth of the grace is the most that it may owe
     const auto beat = [&](long count, double now) {
-        presence.look({{1, LogBeat{1, count, 0, -1}.text()}}, now, now);
+        presence.look({{"1", LogBeat{1, count, 0, -1}.text()}}, now, now);
     };
     const auto nobody = [](int) { return false; };
     const auto is_waited_for = [&](long sync, double since, double now) {
@@ -383,7 +383,7 @@ TEST(SyncLog, of_syncs_that_are_due_at_once_each_waits_and_the_time_is_charged_o
     };
     long count = 0;
     for (double now = 10; now < 20; now += 1) {
-        presence.look({{1, LogBeat{1, count++, 0, -1}.text()}}, now, now);
+        presence.look({{"1", LogBeat{1, count++, 0, -1}.text()}}, now, now);
         for (long sync : {3, 4}) {
             EXPECT_TRUE(is_waited_for(sync, 10, now)) << sync << " at " << now;
             presence.charge(sync, nobody, 10, 10, now);
@@ -391,16 +391,16 @@ TEST(SyncLog, of_syncs_that_are_due_at_once_each_waits_and_the_time_is_charged_o
         EXPECT_TRUE(is_waited_for(5, 10, now)) << "it was sent later, at " << now;
     }
     // Nine seconds and not eighteen, of which two are left after 350.
-    presence.look({{1, LogBeat{1, count++, 0, -1}.text()}}, 340, 340);
+    presence.look({{"1", LogBeat{1, count++, 0, -1}.text()}}, 340, 340);
     EXPECT_FALSE(is_waited_for(6, 340, 340));
-    presence.look({{1, LogBeat{1, count++, 0, -1}.text()}}, 370, 370);
+    presence.look({{"1", LogBeat{1, count++, 0, -1}.text()}}, 370, 370);
     EXPECT_TRUE(is_waited_for(6, 370, 370));
 }
 
 TEST(SyncLog, nobody_is_blamed_for_what_could_not_be_heard) {
     Presence presence(5, 10);
     const auto beat = [&](long count, double now) {
-        presence.look({{1, LogBeat{1, count, 0, -1}.text()}}, now, now);
+        presence.look({{"1", LogBeat{1, count, 0, -1}.text()}}, now, now);
     };
     beat(1, 0);
     beat(2, 1);
