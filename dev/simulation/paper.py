@@ -42,16 +42,18 @@ PUBLISHED = {
              "1.7 3.6 4.3 5.2 5.2", "0.5 0.9 1.1 1.1 1.4")}
 
 ASSUMPTIONS = """\
-The paper says: a graph of 4L - 1 nodes a step; only the link between workers is modelled; the sizes,
-layers and step times above; H = 100, 3 layers a fragment, tau = 1, bf16, and 4 bits for FP4.
-Ours, fitted to its table: 50 bandwidths from 0.1 to 1000 Gbit/s, evenly spaced in the logarithm, printed
-after rounding to two decimals and then to one; parameters / L a layer, no embedding; an all-reduce moves
-every value once; no latency; the three compute nodes of a layer take T / (3L) each, activations before
-parameters; one link, first in, first out; a reduction is ready after its layer's backward by parameters,
-and that layer's forward tau steps later than the next one waits for it; strided fragments, one every
-round(H / P) steps, halves to even; utilization is compute time over cycle time once it repeats itself; a
-cell is the last bandwidth that does not yet reach the target (with the first that does, all cells sit a
-grid step higher)."""
+From the paper: a graph of 4L - 1 nodes a step; only the link between workers is modelled; the sizes, layers
+and step times above; H = 100, 3 layers a fragment, tau = 1, bf16, and 4 bits for FP4.
+Our assumptions, fitted to its table:
+- Bandwidths: 50 from 0.1 to 1000 Gbit/s, evenly spaced in the logarithm, rounded to two decimals and then to
+  one. A cell is the last bandwidth that does not reach the target yet; the first that does would put all
+  cells a grid step higher.
+- Sizes: parameters / L in each layer, and no embedding. An all-reduce moves every value once.
+- Time: no latency; the three compute nodes of a layer take T / (3L) each, activations before parameters.
+- Order: one link, first in, first out. A reduction is ready after its layer's backward by parameters. That
+  layer's forward waits for it in the next step, or tau steps later with overlap.
+- Fragments: strided, one every round(H / P) steps, halves rounded to even.
+- Utilization is compute time over cycle time, once the cycle repeats itself."""
 
 GRID = 10 ** (-1 + 4 * np.arange(50) / 49)  # Gbit/s
 
