@@ -1,5 +1,5 @@
-// The device that a process computes on, chosen when all of a run's processes have met and before they make
-// a communicator: NCCL has to know where several share a GPU. On the CPU there is nothing to choose.
+// Chooses the device that a process computes on, after the run's processes have met and before they make a
+// communicator: NCCL must know whether several processes share a GPU. On the CPU there is nothing to choose.
 #pragma once
 #include <algorithm>
 #include <cstdio>
@@ -18,7 +18,7 @@ namespace cpu {
 
 struct Device {
     std::string name = "CPU";
-    std::string identity;  // empty: nothing is shared that would have to be known
+    std::string identity;  // equal if processes share a device that NCCL must know of; empty: they do not
 };
 
 inline Device use_device(int, const std::string&) { return {}; }
@@ -27,9 +27,9 @@ inline void share_device(const std::string&, bool) {}
 
 }  // namespace cpu
 
-// Which of its machine's GPUs a process takes. Whoever started it has counted; but two that each started a
-// worker here (--worker 0, --worker 1) have both counted from 0, and then the run's own numbers count.
-// machines, local_ranks: of all that it meets
+// The number of the GPU that a process takes on its machine: its local rank; or, if two launchers have both
+// counted from 0 on this machine (--worker 0, --worker 1), its number among the run's processes there.
+// machines, local_ranks: of all processes
 inline int local_number(const Process& process, const std::vector<std::string>& machines,
                         const std::vector<std::string>& local_ranks) {
     std::set<std::string> taken;
@@ -43,7 +43,7 @@ inline int local_number(const Process& process, const std::vector<std::string>& 
     return is_taken_twice ? before : process.local_rank;
 }
 
-// "worker 0 rank 0 and worker 1 rank 0": those that use one device; empty if none do.
+// The processes that share a device: "worker 0 rank 0 and worker 1 rank 0"; empty if there are none.
 inline std::string sharers_of_a_device(const Process& process, const std::vector<std::string>& devices) {
     for (const std::string& device : devices) {
         std::vector<std::string> names;
@@ -55,8 +55,8 @@ inline std::string sharers_of_a_device(const Process& process, const std::vector
     return "";
 }
 
-// --interface is for the traffic between workers, and NCCL can be given one for all that it carries: that is
-// the same where no worker's ranks need a network for theirs.   machines: of all processes
+// --interface is meant for the traffic between workers, but NCCL uses one interface for all its traffic. So it
+// is refused if a worker's ranks need a network among themselves.   machines: of all processes
 inline void check_interface(const Process& process, const std::vector<std::string>& machines) {
     for (int i = 0; i < process.size(); i++) {
         if (machines[size_t(i)] != machines[size_t(i / process.ranks * process.ranks)]) {
@@ -68,8 +68,8 @@ inline void check_interface(const Process& process, const std::vector<std::strin
     }
 }
 
-// outer_nccl: NCCL carries the exchange between workers, too.
-// Sets environment variables: before NCCL starts its threads, and CUDA reads them in the thread that calls.
+// outer_nccl: NCCL also carries the exchange between workers.
+// Sets environment variables, so call it before NCCL starts its threads and CUDA reads them in this thread.
 inline device::Device choose_device(Process& process, bool outer_nccl) {
     if (!runs_on_gpu) { return device::use_device(0, ""); }
     const std::vector<std::string> machines = process.gather("machine", machine_name());

@@ -1,5 +1,5 @@
-// The first failure of a run. One death makes others leave, who then look dead too: so whoever sees the first
-// writes it into the store ("cause"), and everyone reports that.
+// The cause: the first failure of a run. When one process dies, others leave, and then seem to have died too.
+// So the process that sees the first failure writes it into the store ("cause"), and all report that one.
 #pragma once
 #include <string>
 
@@ -11,8 +11,8 @@ struct Cause {
     std::string text() const { return process + " " + what; }
 };
 
-// Writes down that `process` failed, unless someone else is already written down. Returns the record that
-// counts. A store that has failed too must not hide the failure: then it is the record given.
+// Writes a failure down, unless another one is there. Returns the one that is written down; or `seen`, if the
+// store has failed, too.
 inline Cause record_cause(Store& store, const Cause& seen) {
     try {
         const std::string first = store.set_if_absent("cause", seen.process + "\n" + seen.what);
@@ -23,11 +23,11 @@ inline Cause record_cause(Store& store, const Cause& seen) {
     }
 }
 
-// The same where what was seen may be only a consequence, as of a transport that does not say who failed:
-// whoever knows more may be about to write it down, and has two seconds for it.
+// The same for a failure that may be only a consequence, of a transport that does not say which process
+// failed: first waits two seconds for a process that knows more to write it down.
 inline Cause find_cause(Store& store, const Cause& seen) {
     try {
         for (Patience patience(2); !patience.is_over() && !store.try_get("cause");) { patience.pause(); }
-    } catch (const RunError&) {}  // record_cause knows what to do
+    } catch (const RunError&) {}  // record_cause() handles it
     return record_cause(store, seen);
 }

@@ -1,10 +1,10 @@
-// Comm over NCCL. The inner communicator is blocking and free in what it uses; the outer one is non-blocking
-// and uses one CTA, so that the training step keeps the GPU while an exchange is under way (comms.h).
+// Comm over NCCL. The inner communicator is blocking and uses as many CTAs as NCCL chooses. The outer one is
+// non-blocking and uses one CTA, so that the training step keeps the GPU during an exchange (comms.h).
 //
 // A call of a non-blocking communicator may return before NCCL has enqueued anything; an event recorded then
-// would complete at once. So each call here is polled until NCCL says that it is no longer in progress.
-// An aborted or failed collective lets its event complete, too: wait() asks the communicator after the event.
-// NCCL does not say which member failed: all report what the first to know has written down (cause.h).
+// would complete at once. So each call is polled until NCCL says that it is no longer in progress. The event
+// of an aborted or failed collective completes, too: after the event, wait() asks the communicator.
+// NCCL does not say which member failed: all report the run's first failure (cause.h).
 #pragma once
 #include <nccl.h>
 
@@ -43,7 +43,7 @@ public:
     NcclComm(const NcclComm&) = delete;
     NcclComm& operator=(const NcclComm&) = delete;
 
-    // Gives up what is under way: whoever wants its result has waited for it.
+    // Abandons collectives that are in progress: their results are no longer needed.
     ~NcclComm() override { ncclCommAbort(comm); }
 
     int rank() const override { return group.rank; }
@@ -80,7 +80,7 @@ public:
              [&] { return ncclAllReduce(values, values, count, ncclFloat, operation, comm, stream); });
     }
 
-    // While another thread is in a call, it is that one that will see.
+    // If another thread is in a call, that thread will see a failure.
     void check() override {
         std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
         if (lock.owns_lock()) { check_calls(lock); }
@@ -104,7 +104,7 @@ private:
         Traffic* traffic;
     };
 
-    // The id that rank 0 draws, through the store.
+    // Shares rank 0's id through the store.
     ncclUniqueId share_id(const std::string& key) const {
         ncclUniqueId id;
         if (rank() == 0) {
@@ -142,7 +142,7 @@ private:
         }
     }
 
-    // NCCL's calls on one communicator are not for two threads at a time: the watchdog has its own.
+    // Only one thread at a time may call NCCL on a communicator, and the watchdog has its own thread.
     template <class Call>
     ncclResult_t locked(Call call) {
         const std::lock_guard<std::mutex> lock(mutex);
@@ -155,15 +155,15 @@ private:
         return state;
     }
 
-    // Throws if a call has failed. `lock`: of the mutex; given back before this waits for a cause.
+    // Throws if a call has failed. Releases `lock`, of the mutex, before it waits for a cause.
     void check_calls(std::unique_lock<std::mutex>& lock) const {
         const ncclResult_t state = state_of_calls();
         lock.unlock();
         if (state != ncclInProgress) { require(state, "a collective"); }
     }
 
-    // Returns when the call is enqueued: of a non-blocking communicator its state alone says so, whatever the
-    // call has returned.
+    // Returns when the call is enqueued. Of a non-blocking communicator only its state says so, not the
+    // result of the call.
     void settle(ncclResult_t result, const char* name) {
         if (!options.blocking && result == ncclSuccess) { result = ncclInProgress; }
         Patience patience(group.timeout);
@@ -176,13 +176,14 @@ private:
         require(result, name);
     }
 
-    // Between two polls. Time for which this process is stopped is not the others' silence.
+    // The pause between two polls. (Time while this process is stopped does not count as the others'
+    // silence.)
     static void nap(Patience& patience) {
         std::this_thread::sleep_for(std::chrono::microseconds(50));
         patience.has_waited(0.001);
     }
 
-    // Of a call in a group: the group's end says when all are enqueued.
+    // Checks a call in a group: all calls are enqueued at the group's end.
     void grouped(ncclResult_t result) const {
         if (result != ncclInProgress) { require(result, "a call of a group"); }
     }
@@ -199,7 +200,7 @@ private:
         fail(format("waited %g s (--timeout) for %s (%s)", group.timeout, others().c_str(), name));
     }
 
-    // Reports the cause, if it is known to anyone; otherwise what this process has seen.
+    // Reports the cause, if any process knows it, otherwise what this process has seen.
     [[noreturn]] void fail(const std::string& seen) const {
         const Cause cause = find_cause(group.store, {group.member(rank()), seen});
         int culprit = size() - 1;
@@ -216,7 +217,7 @@ private:
         return (names.size() > 1 ? "one of " : "") + list_in_words(names);
     }
 
-    // Calls end in the order in which they were made.
+    // Adds the times of calls that have ended, which they do in the order in which they were made.
     void add_times() {
         while (!timings.empty()) {
             if (!is_complete(cudaEventQuery(timings.front().end))) { return; }

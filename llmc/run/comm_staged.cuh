@@ -10,7 +10,7 @@
 
 namespace cuda {
 
-// On hosted streams only: the host waits for copies and peers. One stream at a time.
+// Only for hosted streams, since the host waits for copies and peers. One stream at a time.
 class StagedComm : public ::Comm {
 public:
     explicit StagedComm(std::unique_ptr<cpu::Comm> host) : host(std::move(host)) {}
@@ -50,23 +50,24 @@ public:
     }
 
 private:
-    // `work`(where the result goes, what is sent), both on the host.
+    // Calls work(received, sent) on buffers in the host's memory.
     template <class Work>
     void stage(void* out, size_t out_bytes, const void* inp, size_t inp_bytes, Stream& stream, Work work) {
         stream.enqueue([=](cudaStream_t on) {
             reserve(sent, inp_bytes, on);
             reserve(received, out_bytes, on);
             cudaCheck(cudaMemcpyAsync(sent.data(), inp, inp_bytes, cudaMemcpyDeviceToHost, on));
-            wait_for(on);  // and for the copy back of the call before, which reads `received`
+            wait_for(on);  // also for the previous call's copy to the GPU, which reads `received`
             work(received.data(), sent.data());
             cudaCheck(cudaMemcpyAsync(out, received.data(), out_bytes, cudaMemcpyHostToDevice, on));
         });
     }
 
-    // In the first calls only: none is larger than the rehearsal's (streaming/diloco.h).
+    // Grows a buffer. This happens only in the first calls: no call is larger than those of the rehearsal
+    // (streaming/diloco.h).
     static void reserve(HostBuffer<char>& buffer, size_t bytes, cudaStream_t on) {
         if (size_t(buffer.count()) >= bytes) { return; }
-        wait_for(on);  // the copy back of the call before
+        wait_for(on);  // for the previous call's copies
         buffer = HostBuffer<char>(long(bytes));
     }
 

@@ -1,7 +1,7 @@
-// The communicators of a run, by where the buffers lie and what carries their bytes.
-//     inner   the ranks of a worker, every step: Gloo on CPUs, NCCL on GPUs
-//     outer   one shard on all workers: Gloo, or on GPUs also NCCL
-// A GPU's program needs no Gloo: where it is missing make defines WITHOUT_GLOO, and this file alone knows it.
+// The communicators of a run.
+//     inner   joins the ranks of a worker, every step: Gloo on CPUs, NCCL on GPUs
+//     outer   joins the owners of one shard on all workers: Gloo, or on GPUs also NCCL
+// A program for GPUs may be built without Gloo: make then defines WITHOUT_GLOO, which only this file knows.
 #pragma once
 #include <memory>
 #include <string>
@@ -39,7 +39,7 @@ inline std::unique_ptr<Comm> make_inner_comm(const CommGroup& group) {
     return std::make_unique<NcclComm>(group, NcclOptions());
 }
 
-// Gloo's works on hosted streams only. NCCL's occupies one SM for as long as an exchange takes.
+// Gloo's works only on hosted streams. NCCL's occupies one SM during an exchange.
 inline std::unique_ptr<Comm> make_outer_comm(const CommGroup& group, const std::string& transport) {
     if (transport == "gloo") { return std::make_unique<StagedComm>(make_comm_gloo(group)); }
     NcclOptions options;
@@ -52,7 +52,7 @@ inline std::unique_ptr<Comm> make_outer_comm(const CommGroup& group, const std::
 }  // namespace cuda
 #endif
 
-// UserError for an outer transport that this program does not have.
+// UserError if this program does not have the outer transport.
 inline void check_outer_transport(const std::string& transport) {
     if (transport == "nccl" && !runs_on_gpu) {
         throw UserError("--outer-transport nccl is for GPUs: leave it out, or use train_gpt");
@@ -62,12 +62,12 @@ inline void check_outer_transport(const std::string& transport) {
     }
 }
 
-// UserError for a network interface that Gloo would not find; NCCL's is looked for when it is set.
+// UserError if Gloo would not find the network interface. (NCCL's is checked when it is set.)
 inline void check_outer_interface(const std::string& transport, const std::string& interface) {
     if (transport == "gloo" && !interface.empty()) { interface_address(interface); }
 }
 
-// What an outer communicator of that transport works on.
+// The kind of stream that an outer communicator of that transport works on.
 inline Stream::Kind outer_stream_kind(const std::string& transport) {
     return transport == "gloo" ? Stream::Kind::hosted : Stream::Kind::communicate;
 }

@@ -7,7 +7,7 @@
 #include <fstream>
 #include <string>
 
-// Tells machines apart, containers too: host name and this boot's id.
+// The host name and the boot's id, which tell machines and containers apart.
 inline std::string machine_name() {
     char host[256] = "";
     gethostname(host, sizeof host - 1);

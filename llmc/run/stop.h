@@ -1,8 +1,8 @@
-// StopRequest: SIGTERM, SIGUSR1 (SLURM's warning before it preempts a job) and SIGHUP (an ssh connection that
-// drops) ask a run to write a checkpoint and to leave. The first sets a flag that the training loop looks at; a
-// second one ends the process at once, as it would have without this. timeout(1) signals its process and then
-// that one's group, and systemd all processes of a service, the launcher's too: what comes within a second of
-// the first is the same request.
+// StopRequest: SIGTERM, SIGUSR1 (SLURM's warning before it preempts a job) and SIGHUP (a lost ssh connection)
+// ask a run to write a checkpoint and to leave. The first signal sets a flag that the training loop reads; a
+// second one ends the process at once, as it would without a StopRequest. timeout(1) signals its process and
+// then that process's group, and systemd signals all processes of a service, so signals within a second of
+// the first are the same request.
 #pragma once
 #include <signal.h>
 #include <time.h>
@@ -19,8 +19,8 @@ const int stopped_status = 143;
 const std::array<int, 3> stop_signals = {SIGTERM, SIGUSR1, SIGHUP};
 const double one_request_seconds = 1;
 
-// For a process that no launcher looks after: until there is a StopRequest these signals end it at once, for
-// there is nothing to write yet, but as one that was asked to stop. What it was started to ignore stays so.
+// For a process without a launcher: until there is a StopRequest these signals end it at once with
+// stopped_status, since there is nothing to write yet. Signals that it was started to ignore stay ignored.
 inline void leave_at_stop_signals() {
     for (int s : stop_signals) {
         struct sigaction before;
@@ -31,7 +31,7 @@ inline void leave_at_stop_signals() {
     }
 }
 
-// While it lives, these signals are requests; afterwards they do what they did before. One at a time.
+// During its life these signals are requests; afterwards they do what they did before. One at a time.
 class StopRequest {
 public:
     StopRequest() {
@@ -43,7 +43,7 @@ public:
         for (int s : stop_signals) { sigaddset(&action.sa_mask, s); }
         for (size_t i = 0; i < stop_signals.size(); i++) {
             sigaction(stop_signals[i], nullptr, &before[i]);
-            // What this process was started to ignore (nohup, trap '') stays ignored.
+            // Signals that this process was started to ignore (nohup, trap '') stay ignored.
             if (before[i].sa_handler != SIG_IGN) { sigaction(stop_signals[i], &action, nullptr); }
         }
     }
@@ -56,7 +56,7 @@ public:
     bool is_set() const { return first_signal != 0; }
 
 private:
-    // Calls only what a signal handler may call.
+    // Calls only functions that are safe in a signal handler.
     static void handle(int signal) {
         timespec time;
         clock_gettime(CLOCK_MONOTONIC, &time);
@@ -68,7 +68,8 @@ private:
         raise(signal);  // waits until this handler has returned
     }
 
-    // When the first signal came, in nanoseconds; 0: none has. Static, for a handler is given nothing else.
+    // The time of the first signal, in nanoseconds; 0: there was none. Static, since a handler gets no
+    // context.
     inline static std::atomic<int64_t> first_signal{0};
     static_assert(std::atomic<int64_t>::is_always_lock_free, "a signal handler must not wait for a lock");
     std::array<struct sigaction, stop_signals.size()> before;

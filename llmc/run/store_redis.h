@@ -1,5 +1,5 @@
-// RedisStore: processes meet through a Redis or Valkey server that all of them reach (redis.h).
-// A connection that is lost is made again for some seconds, so that a server may be started anew.
+// RedisStore: processes meet through a Redis or Valkey server that all of them reach (redis.h). It reconnects
+// for some seconds after it has lost the connection, so that a server may be restarted.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -13,7 +13,7 @@
 
 class RedisStore : public Store {
 public:
-    // UserError where the server cannot be reached within `timeout` seconds (at most 10) or refuses the
+    // UserError if the server cannot be reached within `timeout` seconds (at most 10), or refuses the
     // password.
     RedisStore(const std::string& url, double timeout)
         : timeout(std::min(timeout, 10.0)), connection(url, this->timeout) {
@@ -49,7 +49,7 @@ public:
     }
 
 private:
-    // A lost connection is made again, for some seconds: each of the commands in use may be sent twice.
+    // Sends a command, again if the connection was lost: the commands in use may be sent twice.
     RedisConnection::Reply command(const RedisConnection::Words& words) {
         std::lock_guard<std::mutex> lock(mutex);
         Patience patience(std::min(timeout, 5.0));
@@ -67,7 +67,7 @@ private:
             } catch (const ConnectionLost& error) {
                 trouble = error.what();
             }
-            if (was_open) { patience.begin_again(); }  // only now is it known to be lost
+            if (was_open) { patience.begin_again(); }  // it is known to be lost only now
             if (patience.is_over()) {
                 throw RunError("lost the store at " + connection.where() + " (" + trouble + ")");
             }

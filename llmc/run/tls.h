@@ -1,6 +1,6 @@
-// TlsSocket: a socket whose bytes are encrypted, by OpenSSL. The server shows a certificate that is signed by
-// an authority that the system trusts, or by the one whose certificate is in a file of the user's, and that
-// is made out to the name or address that was connected to.
+// TlsSocket: a socket whose bytes are encrypted by OpenSSL. The server must show a certificate for the name
+// or address that was connected to, signed by an authority that the system trusts, or by the one whose
+// certificate is in a file that the user names.
 #pragma once
 #include <openssl/err.h>
 #include <openssl/ssl.h>
@@ -13,12 +13,12 @@
 #include "llmc/error.h"
 #include "llmc/run/socket.h"
 
-// What connections have in common.
+// The settings of all connections.
 class TlsContext {
 public:
-    // `authority`: a file of certificates; empty: the system's. UserError where it cannot be read.
+    // authority: a file of certificates; empty: the system's. UserError if it cannot be read.
     explicit TlsContext(const std::string& authority) {
-        // A process may end while another of its threads is in OpenSSL: nothing is cleared away then.
+        // OpenSSL must not clean up at exit: another thread may still use it.
         OPENSSL_init_crypto(OPENSSL_INIT_NO_ATEXIT, nullptr);
         context.reset(SSL_CTX_new(TLS_client_method()));
         if (!context) { throw RunError("OpenSSL does not start"); }
@@ -34,8 +34,8 @@ public:
         }
     }
 
-    // `asks`: set when the server wants a certificate of ours. It gets none, and may then go away without a
-    // word.
+    // asks: set when the server asks for a certificate of ours. It gets none, and may then just close the
+    // connection.
     SSL* new_connection(bool& asks) const {
         SSL* tls = SSL_new(context.get());
         if (!tls) { throw RunError("OpenSSL does not start"); }
@@ -58,7 +58,7 @@ private:
 
 class TlsSocket : public Socket {
 public:
-    // Shakes hands. UserError where the certificate is not the right one; `where`: the server, for messages.
+    // Does the handshake. UserError if the certificate is wrong.   where: the server, for messages
     TlsSocket(const TlsContext& context, int descriptor, double silence, const std::string& host,
               const std::string& where)
         : Socket(descriptor, silence), where(where), tls(context.new_connection(asks)) {
@@ -83,7 +83,8 @@ private:
         void operator()(SSL* tls) const { SSL_free(tls); }
     };
 
-    // Whom the certificate has to be made out to. A name is also told to the server, which may have several.
+    // Sets the name or address that the certificate must hold. The server, which may have several
+    // certificates, is told the name.
     void expect(const std::string& host) {
         if (X509_VERIFY_PARAM_set1_ip_asc(SSL_get0_param(tls.get()), host.c_str()) == 1) { return; }
         SSL_set_hostflags(tls.get(), X509_CHECK_FLAG_NO_PARTIAL_WILDCARDS);
@@ -93,7 +94,7 @@ private:
         }
     }
 
-    // Calls OpenSSL until it has done something.
+    // Calls OpenSSL until it has made progress.
     template <class Call>
     size_t move(Call call) {
         while (true) {
@@ -128,7 +129,7 @@ private:
         const long verdict = SSL_get_verify_result(tls.get());
         const std::string certificate = "the certificate of the store at " + where;
         if (verdict == X509_V_ERR_HOSTNAME_MISMATCH || verdict == X509_V_ERR_IP_ADDRESS_MISMATCH) {
-            throw UserError(certificate + " is made out to another: give --store the name that stands in it");
+            throw UserError(certificate + " is for another name: give --store the name that it holds");
         }
         if (verdict != X509_V_OK) {
             throw UserError(certificate + " is not to be trusted (" + X509_verify_cert_error_string(verdict) +

@@ -1,15 +1,15 @@
-// Watchdog: a thread that sees what a blocked host cannot: that a collective has failed, or that the host has
-// waited for longer than anything may take. It ends the process then (Process::leave_with).
+// Watchdog: a thread that sees what a blocked host cannot see: that a collective has failed, or that the host
+// has waited longer than anything may take. Then it ends the process (Process::leave_with).
 //
 //     Watchdog dog(process);
 //     dog.guard(inner);
 //     {
 //         Watchdog::Watch watch(dog, "step 12");
-//         ...               // `inner` fails, or nothing moves for twice the run's time limit: the end
-//         dog.progress();   // something has moved: the time starts anew
+//         ...               // if `inner` fails, or no progress() for twice the time limit: the end
+//         dog.progress();   // the time starts again
 //     }
 //
-// Only on a GPU: on the CPU the host waits for nothing but the transport, which has limits of its own.
+// Only on a GPU: on the CPU the host waits only for the transport, which has its own time limits.
 #pragma once
 #include <chrono>
 #include <condition_variable>
@@ -27,7 +27,7 @@
 
 class Watchdog {
 public:
-    // is_awake: whether it watches at all
+    // is_awake: whether it watches
     explicit Watchdog(const Process& process, bool is_awake = runs_on_gpu)
         : process(process), is_awake(is_awake && process.size() > 1), patience(2 * process.timeout),
           thread([this] { run(); }) {}
@@ -41,19 +41,19 @@ public:
         thread.join();
     }
 
-    // From now on a failure of `comm` is seen. It must live as long as anything is watched.
+    // From now on watches `comm`, which must live as long as anything is watched.
     void guard(Comm& comm) {
         std::lock_guard<std::mutex> lock(mutex);
         comms.push_back(&comm);
     }
 
-    // What the host waits for has moved. Often enough, that is: long before a time limit is over.
+    // Says that the host's work has moved on. To be called often, compared with the time limit.
     void progress() {
         std::lock_guard<std::mutex> lock(mutex);
         patience.begin_again();
     }
 
-    // What the host is about to do, for as long as this lives. One at a time.
+    // Watches the host during this object's life. `what` it does, for the message. One at a time.
     class Watch {
     public:
         Watch(Watchdog& dog, const std::string& what) : dog(dog) { dog.set(what); }
@@ -65,8 +65,8 @@ public:
         Watchdog& dog;
     };
 
-    // Within a Watch: for as long as this lives the host works alone, and takes the time that it needs. (The
-    // others have to wait for it. How long they do is what the time limit says.)
+    // Within a Watch: during this object's life the host works alone, and takes the time that it needs. (The
+    // other processes wait for it, as long as the time limit says.)
     class Alone {
     public:
         explicit Alone(Watchdog& dog) : dog(dog) { dog.stop_the_clock(true); }
@@ -91,7 +91,7 @@ private:
         patience.begin_again();
     }
 
-    // The lock is held while it looks, and so the host goes nowhere once something was found.
+    // It holds the lock while it looks, so that the host does not get past a failure that it has found.
     void run() {
         std::unique_lock<std::mutex> lock(mutex);
         while (!changed.wait_for(lock, std::chrono::milliseconds(200), [&] { return closing; })) {
@@ -100,12 +100,12 @@ private:
             try {
                 look();
             } catch (const std::exception& error) { process.leave_with(error); }
-            patience.has_worked();  // a store that is gone takes seconds to say so
+            patience.has_worked();  // a store that has failed takes seconds to say so
         }
     }
 
-    // Twice the time limit, since an exchange that is waited for has that limit and knows more of its end.
-    // Before that only a failure that others have written down counts.
+    // The limit here is twice --timeout: an exchange has its own limit, and its error says more. From
+    // --timeout on it also ends the process if another one has written down a failure.
     void look() const {
         for (Comm* comm : comms) { comm->check(); }
         if (is_stopped || patience.waited() <= process.timeout) { return; }
@@ -118,7 +118,7 @@ private:
     bool is_cause_known() const {
         try {
             return process.store->try_get("cause").has_value();
-        } catch (const RunError&) { return false; }  // a store that is gone stops nobody who needs it no more
+        } catch (const RunError&) { return false; }  // training does not need the store
     }
 
     const Process& process;
@@ -127,7 +127,7 @@ private:
     std::mutex mutex;
     std::condition_variable changed;
     bool closing = false;
-    std::string what;  // empty: nothing to watch
+    std::string what;  // empty: nothing is watched
     bool is_stopped = false;
     Patience patience;
     std::thread thread;

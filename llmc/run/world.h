@@ -1,6 +1,6 @@
-// World: this process as its number among those that another program has started, by what that program says.
-//     torchrun, mpirun, srun   in the environment
-//     -pn N -pr R -pg G        llm.c's flags for a launcher that does not: process R of N, G on each machine
+// World: this process's number among those that another program has started, as that program says it.
+//     torchrun, mpirun, srun   say it in the environment
+//     -pn N -pr R -pg G        llm.c's flags, for other launchers: process R of N, G on each machine
 #pragma once
 #include <cstdlib>
 #include <optional>
@@ -9,11 +9,11 @@
 #include "llmc/error.h"
 
 struct World {
-    std::string program;  // for messages; empty: -pn and -pr say it
+    std::string program;  // for messages; empty: -pn and -pr
     long number = 0, size = 1;
-    int local_rank = 0;   // its number among those on this machine
-    long local_size = 0;  // of them on this machine; 0: not known
-    std::string job;      // the same for all of them, and different from other runs; may be empty
+    int local_rank = 0;   // its number among the processes on this machine
+    long local_size = 0;  // the number of processes on this machine; 0: not known
+    std::string job;      // the same for all processes, and different for other runs; may be empty
 
     bool is_on_one_machine() const { return local_size == size; }
     std::string says() const { return program.empty() ? "-pn says" : program + " started"; }
@@ -24,10 +24,10 @@ inline std::string environment(const char* name) {
     return value ? value : "";
 }
 
-// Has the launcher (launcher.h) started this process?
+// Whether the launcher (launcher.h) has started this process.
 inline bool has_launcher() { return getenv("DILOCO_WORKER") && getenv("DILOCO_RANK"); }
 
-// UserError unless the variable holds a number of at least 0.
+// The value of a variable, or a UserError if it is no number of at least 0.
 inline long environment_number(const char* name) {
     const std::string text = environment(name);
     if (text.empty() || text.size() > 9 || text.find_first_not_of("0123456789") != std::string::npos) {
@@ -37,12 +37,12 @@ inline long environment_number(const char* name) {
     return std::stol(text);
 }
 
-// Of a variable that may be missing.
+// The same, or 0 if the variable is missing.
 inline int number_or_zero(const char* name) {
     return name && getenv(name) ? int(environment_number(name)) : 0;
 }
 
-// The names of a program's variables; those of its processes on this machine may be missing.
+// The names of a program's variables; the local ones may be missing.
 struct WorldVariables {
     const char *rank, *size, *local_rank, *local_size;
 };
@@ -56,13 +56,13 @@ inline World read_world(const char* program, const WorldVariables& names, const 
             job};
 }
 
-// Without --rdzv-id all runs have the same id, but those on one machine have a port each.
+// Without --rdzv-id all runs have the same id, but each run on a machine has its own port.
 inline std::string torchrun_job() {
     const std::string id = environment("TORCHELASTIC_RUN_ID"), port = environment("MASTER_PORT");
     return id.empty() || port.empty() ? id : id + "." + port;
 }
 
-// One of several tasks, or what a run of `expected` processes may be: a step of one.
+// A SLURM step, if it has several tasks or as many as a run of `expected` processes.
 inline std::optional<World> find_slurm_step(long expected) {
     const bool has_step = getenv("SLURM_STEP_NUM_TASKS");
     World step = read_world(
@@ -77,9 +77,9 @@ inline std::optional<World> find_slurm_step(long expected) {
     return std::nullopt;
 }
 
-// torchrun and mpirun set their variables in their processes alone. SLURM's are also there in a batch script
-// and in an interactive shell, which are no parallel program, and in what torchrun or mpirun starts there:
-// they come last, and a step number and several tasks tell an srun.
+// torchrun and mpirun set their variables only in the processes that they start. SLURM also sets its own in a
+// batch script and in an interactive shell, which are no parallel programs, and torchrun and mpirun pass them
+// on: so SLURM comes last, and only a step number and several tasks mean srun.
 inline std::optional<World> find_world(long expected) {
     if (getenv("RANK") && getenv("WORLD_SIZE") && getenv("LOCAL_RANK")) {
         return read_world("torchrun", {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},

@@ -374,7 +374,7 @@ TEST_F(TlsStores, a_server_that_shows_no_certificate_of_its_own_is_refused) {
     NEED_TLS(other);
     for (const std::string& host : {std::string("127.0.0.1:"), std::string("localhost:")}) {
         const std::string error = open_error("rediss://:secret@" + host + std::to_string(server->port));
-        EXPECT_NE(error.find(" is made out to another: give --store the name"), std::string::npos) << error;
+        EXPECT_NE(error.find(" is for another name: give --store the name"), std::string::npos) << error;
     }
 }
 
