@@ -12,7 +12,7 @@ namespace cuda {
 const int hash_threads = 256, hash_packs = 4;             // packs that a thread loads at once
 const long hash_values = hash_threads * hash_packs * 4L;  // of a block
 
-// One block: each thread adds up the tokens of all workers, and has the weights of every 32nd.
+// One block: each thread adds up the tokens of all workers, and writes the weight of every 32nd.
 __global__ void token_weights_kernel(float* weights, const uint8_t* payloads, size_t stride, int workers) {
     auto tokens = [=](int worker) {
         return reinterpret_cast<const PayloadHeader*>(payloads + size_t(worker) * stride)->tokens;
@@ -37,7 +37,7 @@ __global__ void write_mean_headers_kernel(uint8_t* out, PayloadHeader header, co
 
 // header->hash += the hash of values [first, first + count).   values: (count)
 // Sums mod 2^64 are the same in any order, so that each block may add its own when it is done.
-// 4 bytes read a value; about 20 integer instructions a value, which is as much as a GPU does in that time.
+// Bound by memory and arithmetic alike: 4 bytes and about 20 integer instructions per value.
 __global__ void add_hash_kernel(PayloadHeader* header, long first, const float* values, long count) {
     SHARED(unsigned long long[hash_threads / 32], partial);
     const long begin = blockIdx.x * hash_values + threadIdx.x * 4;
@@ -74,14 +74,14 @@ inline void require_blocks_of_128(const char* what, long values) {
     }
 }
 
-// Writes the header of a payload. It travels with the launch: nothing of the host has to stay alive.
+// Writes the header of a payload. It is an argument of the launch, so no host memory has to stay alive.
 inline void write_header(uint8_t* payload, const PayloadHeader& header, Stream& stream) {
     require_aligned("the payload", {payload});
     launch(write_header_kernel, Grid{1, 1, 0, stream}, &header_of(payload), header);
 }
 
-// * Writes what the payload of a mean begins with: a header of its own, and those of the `count` payloads
-// that the mean is of, `stride` bytes apart.
+// * Writes the headers of the payload of a mean: its own, and those of the `count` payloads that are
+// averaged, which lie `stride` bytes apart.
 inline void write_mean_headers(uint8_t* out, const PayloadHeader& header, const uint8_t* payloads,
                                size_t stride, int count, Stream& stream) {
     require_aligned("the payload", {out});

@@ -15,7 +15,7 @@
 #include "llmc/stream.h"
 #include "streaming/formats.h"
 
-// In PayloadHeader::flags.
+// Bits of PayloadHeader::flags.
 const uint32_t delta_not_finite = 1;
 const uint32_t stop_requested = 2;  // the sender was asked to end the run: all workers stop at the same step
 
@@ -25,10 +25,10 @@ struct PayloadHeader {
     uint16_t format = 0;
     uint64_t sync = 0;       // the number of this exchange (schedule.h)
     uint32_t fragment = 0;
-    uint32_t worker = 0;     // whose payload it is
+    uint32_t worker = 0;     // the sender
     uint64_t send_step = 0;
     uint64_t values = 0;     // n of the fragment, a multiple of 128
-    uint64_t tokens = 0;     // that the worker trained on since it last sent this fragment
+    uint64_t tokens = 0;     // trained on since the worker last sent this fragment
     uint32_t flags = 0;
     uint16_t part = 0, parts = 1;  // of the fragment
     uint64_t hash = 0;       // of the sender's global parameters: the part's sum of hash_value() mod 2^64
@@ -63,7 +63,7 @@ struct PayloadLayout {
     long values;       // n, of the fragment, a multiple of 128
     int parts;
     long part_values;  // of a whole part
-    size_t scales, codes, bytes;  // of a part: where its sections begin, and where the next part does
+    size_t scales, codes, bytes;  // of a part: offsets of its sections, and of the next part
 
     long first_of(int part) const { return std::min(part * part_values, values); }
     long values_of(int part) const { return first_of(part + 1) - first_of(part); }
@@ -134,8 +134,8 @@ inline void write_header(uint8_t* payload, const PayloadHeader& header, Stream& 
     stream.enqueue([=] { memcpy(payload, &header, sizeof(header)); });
 }
 
-// Writes what the payload of a mean begins with: a header of its own, and those of the `count` payloads that
-// the mean is of, `stride` bytes apart.
+// Writes the headers of the payload of a mean: its own, and those of the `count` payloads that are averaged,
+// which lie `stride` bytes apart.
 inline void write_mean_headers(uint8_t* out, const PayloadHeader& header, const uint8_t* payloads,
                                size_t stride, int count, Stream& stream) {
     stream.enqueue([=] {

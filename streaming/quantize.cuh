@@ -33,7 +33,7 @@ __device__ inline void store_codes(uint8_t* out, const uint32_t (&codes)[4]) {
     __stcg(reinterpret_cast<FourCodes<F>*>(out), packed);
 }
 
-// Above a code's own bits there may be those of the next: decode() does not look at them.
+// Above a code's own bits may be those of the next one, which decode() ignores.
 template <class F>
 __device__ inline void load_codes(uint32_t (&codes)[4], const uint8_t* inp) {
     const FourCodes<F> packed = __ldcs(reinterpret_cast<const FourCodes<F>*>(inp));
@@ -76,15 +76,15 @@ __device__ inline void encode_four(uint32_t (&codes)[4], Pack<float> delta, uint
     }
 }
 
-// The part that a block of a fragment lies in. In 32 bits: a fragment has fewer blocks than 2^32, and a
-// division of 64 bits costs as much as all else that a thread does.
+// The part that holds a block of a fragment. In 32 bits: a fragment has fewer than 2^32 blocks, and a
+// division of 64 bits costs as much as everything else that a thread does.
 __device__ inline unsigned part_of(const PayloadLayout& layout, long block) {
     return layout.parts == 1 ? 0 : unsigned(block) / unsigned(layout.part_values / quantization_block);
 }
 
 // One warp, one block of 128 values.   source: of the range's `blocks`   first: the range's first block
-// Bound by memory: 8 bytes read a value, in one pass, and bits / 8 written (fp4: 0.5), 2 more a block; with a
-// residual 12 and 4 more. Stochastic: 10 more integer instructions a value.
+// Bound by memory: per value 8 bytes read, in one pass, and bits / 8 written (fp4: 0.5), and 2 per block;
+// with a residual 12 and 4 more. Stochastic: 10 more integer instructions per value.
 template <class F, bool stochastic>
 __global__ void quantize_kernel(uint8_t* payload, PayloadLayout layout, Source source, Rounding rounding,
                                 long first, long blocks) {
@@ -120,9 +120,9 @@ __global__ void quantize_kernel(uint8_t* payload, PayloadLayout layout, Source s
     }
 }
 
-// One thread, four values.   mean: (layout.values)   payloads: of worker 0, the next worker's `stride` bytes
-// on   weights: (workers), for a weighted mean
-// Bound by memory: bits / 8 bytes read a value and worker (fp4: 0.5), 4 written a value.
+// One thread, four values.   mean: (layout.values)   payloads: of all workers, `stride` bytes apart
+// weights: (workers), for a weighted mean
+// Bound by memory: bits / 8 bytes read per value and worker (fp4: 0.5), 4 written per value.
 template <class F, bool weighted>
 __global__ void dequantize_mean_kernel(float* mean, const uint8_t* payloads, PayloadLayout layout,
                                        size_t stride, int workers, const float* weights) {
@@ -156,10 +156,10 @@ __global__ void dequantize_mean_kernel(float* mean, const uint8_t* payloads, Pay
     store_pack(mean + i, sum);
 }
 
-// * Quantizes values [first, first + count) of a fragment into its payload, whatever its parts.
+// * Quantizes values [first, first + count) of a fragment into the parts of its payload.
 // source: of `count` values, 16-byte aligned   layout.values, first, count: multiples of 128
-// payload: 16-byte aligned, the headers of its parts are written already
-// rounding.first: a multiple of 4 where it is stochastic
+// payload: 16-byte aligned, with the headers of its parts
+// rounding.first: a multiple of 4 if it is stochastic
 inline void quantize(uint8_t* payload, const PayloadLayout& layout, const Rounding& rounding, long first,
                      const Source& source, long count, Stream& stream) {
     require_aligned("the payload", {payload});
@@ -183,9 +183,9 @@ inline void quantize(uint8_t* payload, const PayloadLayout& layout, const Roundi
     });
 }
 
-// * mean[i] = the mean over workers of what their payloads say of value i: in fp32, in ascending order, by
-// float(workers), or with their weights.   mean: (layout.values), 16-byte aligned   payloads: `workers` of
-// them, `stride` bytes apart, a multiple of 16, and 16-byte aligned   weights: (workers), or null
+// * mean[i] = the mean of the workers' decoded values i: in fp32, in ascending order, divided by
+// float(workers) or with weights.   mean: (layout.values), 16-byte aligned
+// payloads: 16-byte aligned, `stride` bytes apart, a multiple of 16   weights: (workers), or null
 inline void dequantize_mean(float* mean, const uint8_t* payloads, size_t stride, int workers,
                             const PayloadLayout& layout, const float* weights, Stream& stream) {
     require_aligned("the mean", {mean});

@@ -32,12 +32,12 @@
 #include "streaming/rounding.h"
 
 // x rounded up to bf16, as bits.   x: the bits of a non-negative fp32
-// 0x7f80 and above: x was not finite, or bf16 cannot hold it.
+// 0x7f80 and above: x is not finite, or too large for bf16.
 HD inline uint32_t bf16_rounded_up(uint32_t x) { return (x + 0xffff) >> 16; }
 
-// The scale of a block whose largest magnitude has the bits `absmax`, as bf16 bits: absmax / largest or more.
-// 0 for formats without scales. Only a subnormal quotient can be rounded down to a bf16 that is too small;
-// then the next one is right.
+// The scale of a block whose largest magnitude has the bits `absmax`, as bf16 bits: at least absmax /
+// largest. 0 for formats without scales. A subnormal quotient may be rounded to a bf16 that is too small;
+// then the next one is large enough.
 template <class F>
 HD inline uint32_t block_scale(uint32_t absmax) {
     if constexpr (F::scaled) {
@@ -49,8 +49,8 @@ HD inline uint32_t block_scale(uint32_t absmax) {
     }
 }
 
-// Whether a block whose largest magnitude has the bits `absmax` can be sent: not where a delta is not finite,
-// bf16 cannot hold it, or decoding it would overflow.   scale: block_scale<F>(absmax)
+// Whether a block whose largest magnitude has the bits `absmax` can be sent: not if a delta is not finite or
+// too large for bf16, or its decoding would overflow.   scale: block_scale<F>(absmax)
 template <class F>
 HD inline bool is_sendable(uint32_t absmax, [[maybe_unused]] uint32_t scale) {
     if constexpr (F::bits == 32) {
@@ -63,38 +63,38 @@ HD inline bool is_sendable(uint32_t absmax, [[maybe_unused]] uint32_t scale) {
     }
 }
 
-// What is quantized: values - minus + residual. {global, local} is an outer gradient, {mean} a mean. The
-// residual is what rounding lost the last time, and becomes what it loses now; without it there is no error
-// feedback.   all: as many values as a call quantizes
+// The input of quantize(): values - minus + residual. {global, local} is an outer gradient, {mean} a mean.
+// The residual is the last rounding error, and quantize() replaces it by the new one; null: no error
+// feedback. all: as many values as a call quantizes
 struct Source {
     const float* values;
     const float* minus = nullptr;
     float* residual = nullptr;
 
-    // Without the first `count` values.
+    // The same without the first `count` values.
     Source from(long count) const {
         return {values + count, minus == nullptr ? nullptr : minus + count,
                 residual == nullptr ? nullptr : residual + count};
     }
 };
 
-// Division by the scale of a block. One that is neither tiny nor huge has a reciprocal to multiply with; the
-// others have 0 here.
+// Division by the scale of a block. If the scale is neither tiny nor huge, `reciprocal` is its reciprocal,
+// else 0.
 struct Divisor {
     float scale, reciprocal;
 };
 
-// scale: in bf16, as bits; 0 stands for 1, since such a block has nothing but zeros
+// scale: in bf16, as bits; 0 stands for 1, since such a block is all zeros
 HD inline Divisor divisor_of(uint32_t scale) {
     const uint32_t word = scale == 0 ? 0x3f800000 : scale << 16;
     const bool has_reciprocal = word >= uint32_t(127 - 60) << 23 && word < uint32_t(127 + 60) << 23;
     return {bits_to_float(word), has_reciprocal ? divide_rn(1.0f, bits_to_float(word)) : 0.0f};
 }
 
-// x / scale to nearest: the product with the reciprocal, and one Newton step, which is off by 2^-46 of the
-// quotient before it is rounded. 24 bits divided by the 8 of a bf16 are no nearer to a middle between two
-// floats than 2^-33, so that this is rounded as if it were exact. A quotient below 2^-59 may be off where
-// fp32 has denormals; in all formats that is 0.
+// x / scale, rounded to nearest: the product with the reciprocal, and one Newton step, whose relative error
+// is 2^-46 before rounding. The quotient of 24 bits and the 8 of a bf16 is at least 2^-33 away from any
+// midpoint between two floats, so that the rounded result is exact. A quotient below 2^-59 may be inexact
+// if it is denormal; all formats encode it as 0.
 HD inline float divide_by(float x, Divisor by) {
     const float magnitude = bits_to_float(float_to_bits(x) & 0x7fffffff);
     const float near = multiply_rn(magnitude, by.reciprocal);
@@ -102,7 +102,7 @@ HD inline float divide_by(float x, Divisor by) {
     return bits_to_float(float_to_bits(quotient) | (float_to_bits(x) & 0x80000000));
 }
 
-// What the receivers of a code do not get of a delta.   scale: of its block, in bf16, as bits
+// The rounding error of a delta: delta - decoded.   scale: of its block, in bf16, as bits
 template <class F>
 HD inline float lost(float delta, uint32_t code, uint32_t scale) {
     const float value = F::decode(code);
@@ -111,7 +111,7 @@ HD inline float lost(float delta, uint32_t code, uint32_t scale) {
 
 namespace cpu {
 
-// A code of format F by itself: the smallest unsigned integer that holds it.
+// The smallest unsigned integer that holds a code of format F.
 template <class F>
 using Code = std::conditional_t<F::bits <= 8, uint8_t, std::conditional_t<F::bits == 16, uint16_t, uint32_t>>;
 
@@ -127,7 +127,7 @@ inline void pack_block(uint8_t* out, const Code<F>* codes) {
     }
 }
 
-// Two fp4 codes are made as one 16-bit word (little-endian), so that no vector lane has to be moved.
+// Two fp4 codes are unpacked as one 16-bit word (little-endian), without moves between vector lanes.
 template <class F>
 inline void unpack_block(Code<F>* codes, const uint8_t* inp) {
     if constexpr (F::bits == 4) {
@@ -141,8 +141,8 @@ inline void unpack_block(Code<F>* codes, const uint8_t* inp) {
     }
 }
 
-// delta = values - minus + residual of a block. The largest magnitude, as bits: infinity and NaN are larger
-// than any number.   delta: (128)
+// delta = values - minus + residual of a block. Returns the largest magnitude, as bits, in which infinity and
+// NaN are larger than any number.   delta: (128)
 inline uint32_t load_block(float* delta, const Source& source, long i) {
     const float* values = source.values + i;
     if (source.minus != nullptr) {
@@ -162,8 +162,8 @@ inline uint32_t load_block(float* delta, const Source& source, long i) {
     return absmax;
 }
 
-// The random bits of the 128 values that begin at `first` in the model: words + first % 4.
-const int random_quads = quantization_block / 4 + 1;  // one more where `first` is not a multiple of 4
+// The random bits of the 128 values that begin at `first` in the model; they start at words + first % 4.
+const int random_quads = quantization_block / 4 + 1;  // one more, in case `first` is not a multiple of 4
 inline void draw_block(uint32_t* words, const Rounding& rounding, uint64_t first) {
     for (int quad = 0; quad < random_quads; quad++) {
         const Philox4 drawn = random_quad(rounding, first / 4 + uint64_t(quad));
@@ -194,7 +194,7 @@ inline void divide_block(float* quotients, const float* delta, uint32_t scale) {
     }
 }
 
-// Block `i / 128` of a range. Returns false where it cannot be sent; it is zeros then.
+// Quantizes block `i / 128` of a range. Returns false, and writes zeros, if it cannot be sent.
 template <class F, bool stochastic>
 inline bool quantize_block(uint8_t* codes, uint16_t* scale, const Source& source, const Rounding& rounding,
                            long i) {
@@ -222,8 +222,8 @@ inline bool quantize_block(uint8_t* codes, uint16_t* scale, const Source& source
     return sendable;
 }
 
-// The values of codes of E2M1, doubled: 0, 1, 2, 3, 4, 6, 8, 12. As bytes, of which a vector has more than of
-// floats. A zero has no sign here, which no sum of values can tell.   doubled, codes: (128)
+// The values of codes of E2M1, doubled: 0, 1, 2, 3, 4, 6, 8, 12, as bytes, because a vector holds more bytes
+// than floats. Zeros lose their sign, which does not change any sum.   doubled, codes: (128)
 inline void double_e2m1(int8_t* doubled, const uint8_t* codes) {
     for (int k = 0; k < quantization_block; k++) {
         const uint8_t code = codes[k] & 7;
@@ -239,7 +239,7 @@ inline float add_value(float sum, float value, [[maybe_unused]] float weight) {
     return weighted ? fma_rn(weight, value, sum) : add_rn(sum, value);
 }
 
-// sum[k] += value k of one block of a payload, times its weight where it is weighted.
+// sum[k] += value k of one block of a payload, times `weight` if it is weighted.
 // sum: (128)   scale: not used by formats without scales
 template <class F, bool weighted>
 inline void add_block(float* sum, const uint8_t* codes, const uint8_t* scale, float weight) {
@@ -282,7 +282,7 @@ inline bool quantize_loop(uint8_t* codes, uint16_t* scales, const Source& source
     return finite;
 }
 
-// mean = sum / workers. The reciprocal of a power of two is exact, and a product with it the quotient.
+// mean = sum / workers. For a power of two the reciprocal is exact, and the product with it is the quotient.
 // mean, sum: (128)
 inline void mean_of_sum(float* mean, const float* sum, int workers) {
     const float divisor = float(workers), reciprocal = divide_rn(1.0f, divisor);
@@ -293,7 +293,7 @@ inline void mean_of_sum(float* mean, const float* sum, int workers) {
     }
 }
 
-// mean, codes, scales: where a part of `blocks` blocks begins   weights: (workers), for a weighted mean
+// mean, codes, scales: the beginning of a part of `blocks` blocks   weights: (workers), for a weighted mean
 template <class F, bool weighted>
 inline void dequantize_loop(float* mean, const uint8_t* codes, const uint8_t* scales, size_t stride,
                             int workers, const float* weights, long blocks) {
@@ -315,8 +315,8 @@ inline void dequantize_loop(float* mean, const uint8_t* codes, const uint8_t* sc
 }
 
 // Quantizes values [first, first + count) of a fragment into its payload.
-// source: of `count` values   first, count: multiples of 128   payload: 16-byte aligned, the headers of its
-// parts are written already. Memory: 8 bytes read a value, in one pass; with a residual 12, and 4 written.
+// source: of `count` values   first, count: multiples of 128   payload: 16-byte aligned, with the headers of
+// its parts. Memory, in one pass: 8 bytes read per value; with a residual 12, and 4 written.
 inline void quantize(uint8_t* payload, const PayloadLayout& layout, const Rounding& rounding, long first,
                      const Source& source, long count, Stream& stream) {
     stream.enqueue([=] {
@@ -337,9 +337,9 @@ inline void quantize(uint8_t* payload, const PayloadLayout& layout, const Roundi
     });
 }
 
-// mean[i] = the mean over workers of what their payloads say of value i: in fp32, in ascending order, by
-// float(workers), or with their weights.   mean: (layout.values)   payloads: `workers` of them, `stride`
-// bytes apart   weights: (workers), or null   Memory: 4 bytes written a value, in one pass.
+// mean[i] = the mean of the workers' decoded values i: in fp32, in ascending order, divided by float(workers)
+// or with weights.   mean: (layout.values)   payloads: `workers` of them, `stride` bytes apart
+// weights: (workers), or null   Memory, in one pass: 4 bytes written per value.
 inline void dequantize_mean(float* mean, const uint8_t* payloads, size_t stride, int workers,
                             const PayloadLayout& layout, const float* weights, Stream& stream) {
     stream.enqueue([=] {

@@ -26,7 +26,7 @@
 #include "streaming/outer_state.h"
 #include "streaming/sync_report.h"
 
-// Fields and sections that a checkpoint has of the i-th sync in flight begin with this.
+// The prefix of the i-th sync in flight, in the names of a checkpoint's fields and sections.
 inline std::string name_in_flight(size_t i) { return "in_flight." + std::to_string(i) + "."; }
 
 class DilocoSnapshot : public OuterSnapshot {
@@ -73,7 +73,7 @@ public:
             save_residuals(one.sync.fragment, main);
             main.record(copied);
             one.report = report;
-            one.report.idle_from = one.report.idle_until = Timestamp();  // the loop's, to be used again
+            one.report.idle_from = one.report.idle_until = Timestamp();  // which the loop reuses
             one.report.mean_square = nullptr;
             missing--;
         }
@@ -155,7 +155,7 @@ private:
     std::vector<HostBuffer<float>> means;  // (largest fragment) each, of the syncs below
     std::vector<uint64_t> tokens;          // of each fragment, when it was last sent
     std::vector<Awaited> syncs;
-    Event copied;                          // behind the last copy so far
+    Event copied;                          // after the last copy so far
     size_t missing = 0;                    // of the syncs
     bool abandoned = false;
     mutable std::mutex mutex;              // of the four above
@@ -166,7 +166,7 @@ private:
 struct SavedSync {
     Sync sync;
     SyncReport report;
-    HostBuffer<float> mean;  // (sync.values); none, where nobody applies it
+    HostBuffer<float> mean;  // (sync.values); empty if no worker applies it
 };
 
 inline std::vector<float> read_floats(const SavedState& state, const std::string& name, long count) {
@@ -200,9 +200,9 @@ inline void refuse_elastic_state(const SavedState& state, const Fields& fields) 
                     "from its model (-e model_STEP.bin)");
 }
 
-// The syncs in flight, in the order of sending. What was sent H - 1 steps ago had been received with any tau.
-// values: of this process's shard of each fragment
-// Throws a UserError for those that the schedule of this run does not have.
+// The syncs in flight, in the order of sending. Those sent H - 1 or more steps ago had been received, as
+// tau < H. values: of this process's shard of each fragment Throws a UserError for those that the schedule
+// of this run does not have.
 inline std::vector<SavedSync> saved_syncs(const SavedState& state, const Fields& fields,
                                           const std::vector<Fragment>& fragments,
                                           const std::vector<long>& values, long H, int workers) {
