@@ -41,20 +41,15 @@
 
 struct LogOptions {
     int worker = 0;
-    bool join_moments = false;  // snapshots hold AdamW's moments, too
-    SyncLogOptions protocol;    // ElasticDiloco sets shard and overlap
+    SyncLogOptions protocol;  // ElasticDiloco sets shard and overlap
 };
 
 // worker: this one's number   checkpoints: whether the run writes any
 inline LogOptions log_options(const ElasticOptions& o, int worker, int workers, bool checkpoints) {
     LogOptions log;
     log.worker = worker;
-    log.join_moments = o.join_moments;
+    log.protocol.elastic = o;
     log.protocol.workers = workers;
-    log.protocol.min_workers = o.min_workers;
-    log.protocol.max_lag = o.max_lag;
-    log.protocol.retain = o.retain;
-    log.protocol.grace = o.grace;
     log.protocol.checkpoints = checkpoints;
     return log;
 }
@@ -466,7 +461,7 @@ private:
     void append_snapshot(std::string& bytes) override {
         const Stopwatch work{shard_seconds};
         const long n = shard.state->count();
-        const bool has_moments = log_options.join_moments;
+        const bool has_moments = log_options.protocol.elastic.join_moments;
         Stream& main = *now.main;
         SnapshotHeader header;
         HostBuffer<float> values = room_for(n * (has_moments ? 4 : 2));
@@ -493,7 +488,7 @@ private:
         std::vector<float> values((snapshot.size() - sizeof header) / sizeof(float));
         memcpy(values.data(), snapshot.data() + sizeof header, values.size() * sizeof(float));
         shard.state->load(values.data(), values.data() + n, main);
-        if (log_options.join_moments) {
+        if (log_options.protocol.elastic.join_moments) {
             device::copy_to_device(moments.m, values.data() + 2 * n, n, main);
             device::copy_to_device(moments.v, values.data() + 3 * n, n, main);
             *moments.updates = long(header.updates);
@@ -516,7 +511,7 @@ private:
                 "the snapshot of another worker was refused: do all run the same program with the "
                 "same options?");
         }
-        if (log_options.join_moments && !header.has_moments) {
+        if (log_options.protocol.elastic.join_moments && !header.has_moments) {
             throw RunError(
                 "the snapshot of another worker has no moments: give --join-moments to all workers");
         }

@@ -34,7 +34,7 @@ inline void SyncLog::look_around(bool beside_payload) {
         });
         const bool is_alone = phase == Phase::behind && able == 0;
         alone_since = !is_alone ? -1 : alone_since < 0 ? now : alone_since;
-        looks_for_an_end = is_alone && from >= alone_since + options.grace;
+        looks_for_an_end = is_alone && from >= alone_since + options.elastic.grace;
         if (phase == Phase::running) { look_for_readers(is_last, now); }
         for (Slot& slot : slots) {
             if (phase == Phase::running && slot.lines) { consider(slot, from, now); }
@@ -154,7 +154,7 @@ inline void SyncLog::choose_reader(bool is_last, double now) {
         is_wanted = true;
         const Incarnation giver = Incarnation::parse(one.giver);
         const bool is_given = presence.is_at_work(giver) && !(giver == me);
-        const double patience = (before_me + (is_given ? 3 : 0)) * options.grace;
+        const double patience = (before_me + (is_given ? 3 : 0)) * options.elastic.grace;
         const double gives_at = std::max(one.since + patience, gives_from);
         if (!giving && now >= gives_at) { giving = Giving{want, !one.giver.empty()}; }
     }
@@ -255,7 +255,7 @@ inline void SyncLog::put_off_giving(const std::string& why, double now) {
     times_put_off++;
     if (!giving->bytes.empty()) { add_removal(key("held"), giving->want); }
     say(LogEventKind::snapshot_put_off, "gives no snapshot to " + giving->want + " for now: " + why);
-    gives_from = now + (options.workers + 4) * options.grace;
+    gives_from = now + (options.workers + 4) * options.elastic.grace;
     give_no_more();
 }
 
@@ -375,8 +375,8 @@ inline void SyncLog::sweep() {
                  }
                  // The newest that is known to be decided.
                  const long index = schedule.index(slots[p].sync) - (slots[p].entry ? 0 : 1);
-                 const long kept = rules.oldest_kept(index, options.retain, covered(durable, index));
-                 oldest.push_back(std::min(kept, std::max((*held)[p], index - 16 * options.retain)));
+                 const long kept = rules.oldest_kept(index, options.elastic.retain, covered(durable, index));
+                 oldest.push_back(std::min(kept, std::max((*held)[p], index - 16 * options.elastic.retain)));
              }
              for (const char* what : {"payload/", "sent/"}) { sweep_syncs(key(what), oldest); }
          }});
@@ -400,7 +400,7 @@ inline void SyncLog::note_held(const std::map<std::string, std::string>& listing
 // Up to where the checkpoints of two workers reach, since one of them may be lost.
 inline long SyncLog::covered(std::vector<long> positions, long index) const {
     if (!options.checkpoints) { return index; }
-    const size_t copies = size_t(std::min(2, options.min_workers));
+    const size_t copies = size_t(std::min(2, options.elastic.min_workers));
     if (positions.size() < copies) { return 0; }
     std::sort(positions.rbegin(), positions.rend());
     return positions[copies - 1];

@@ -19,8 +19,8 @@ inline SyncLog::SyncLog(const SyncLogOptions& options, const SyncSchedule& sched
       shard(shard),
       rules(rules),
       start(start),
-      candidates(options.expiry, options.grace),
-      presence(options.expiry, options.grace) {
+      candidates(options.expiry, options.elastic.grace),
+      presence(options.expiry, options.elastic.grace) {
     me.worker = worker;
     encoded_until.assign(start.positions.size(), -1);
     enter(start.positions, !start.from_checkpoint);
@@ -112,10 +112,10 @@ inline void SyncLog::agree_on(const std::map<std::string, std::string>& register
         if (there[who.worker].number < who.number) { there[who.worker] = who; }
     }
     const bool all = int(there.size()) >= options.workers;
-    if (!all && now < agree_from + options.grace) { return; }
-    if (!all && int(there.size()) < options.min_workers) {
+    if (!all && now < agree_from + options.elastic.grace) { return; }
+    if (!all && int(there.size()) < options.elastic.min_workers) {
         return say_waits(format("%zu of at least %d workers are here to begin", there.size(),
-                                options.min_workers));
+                                options.elastic.min_workers));
     }
     std::vector<Incarnation> members;
     std::vector<LogBase> held;

@@ -137,9 +137,10 @@ inline void SyncLog::consider(Slot& slot, double asked, double now) {
     tell_of_few(slot, lines, asked);
     if (phase == Phase::stopped) { return; }
     const Question question{slot.sync, slot.hash, due_for_all(slot, now), stands_since(now), me};
-    charge(question, lines, presence, rules, options.min_workers, asked);
+    charge(question, lines, presence, rules, options.elastic.min_workers, asked);
     slot.proposal =
-        decide(question, lines, presence, rules, options.min_workers, options.grace, asked, now);
+        decide(question, lines, presence, rules, options.elastic.min_workers, options.elastic.grace, asked,
+               now);
 }
 
 // Since when the sync would be due if there were more steps; negative: not yet. If it is due only because
@@ -169,8 +170,8 @@ inline double SyncLog::judged_since(const Slot& slot) {
 // Tells that nobody may decide: too few workers have sent, or no hash has a majority.
 inline void SyncLog::tell_of_few(Slot& slot, const LogLines& lines, double asked) {
     const StandingLines standing = standing_lines(lines, slot.hash, rules);
-    const bool waits = slot.due_since >= 0 && asked >= judged_since(slot) + options.grace;
-    const bool are_few = int(standing.size()) < options.min_workers;
+    const bool waits = slot.due_since >= 0 && asked >= judged_since(slot) + options.elastic.grace;
+    const bool are_few = int(standing.size()) < options.elastic.min_workers;
     const bool are_split = !are_few && !has_majority(standing, rules);
     if (!waits || !(are_few || are_split)) { return; }
     const std::string holders = in_words(holders_of_hashes(standing));
@@ -179,7 +180,7 @@ inline void SyncLog::tell_of_few(Slot& slot, const LogLines& lines, double asked
         return stop("nobody knows whose global parameters are right: there are workers " + holders);
     }
     const std::string what =
-        are_few ? format("%zu of at least %d workers have sent", standing.size(), options.min_workers)
+        are_few ? format("%zu of at least %d workers have sent", standing.size(), options.elastic.min_workers)
                 : "most stand on no same global parameters, but " + holders + ", of those that have sent";
     say_waits(what + format(" sync %ld", slot.sync), slot.sync);
 }

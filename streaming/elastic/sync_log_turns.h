@@ -95,7 +95,7 @@ inline int SyncLog::ready() const {
 }
 
 inline bool SyncLog::is_far_behind() const {
-    const long max_lag = is_aligned ? options.max_lag : 0;
+    const long max_lag = is_aligned ? options.elastic.max_lag : 0;
     return !is_finishing && newest_open >= 0 && schedule.send_step(newest_open) > step + max_lag;
 }
 
@@ -152,7 +152,7 @@ inline void SyncLog::keep_promise(const Slot& slot) {
 // sync, workers that wait would get its payload in time.
 inline void SyncLog::show_pace(long sync, double now) {
     const bool is_newest = schedule.send_step(newest_open) <= schedule.send_step(sync);
-    if (is_newest && now <= not_open_at + options.grace) { make_promise(); }
+    if (is_newest && now <= not_open_at + options.elastic.grace) { make_promise(); }
 }
 
 // From the next sync on; from a later one each time that it was late, so that others seldom wait in vain.

@@ -11,19 +11,18 @@
 #include <vector>
 
 #include "llmc/error.h"
+#include "streaming/elastic/options.h"
 #include "streaming/elastic/sync_log_records.h"
 
 struct SyncLogOptions {
-    int shard = 0;  // this process's rank in its worker
+    ElasticOptions elastic;           // with min_workers and max_lag as numbers, not their defaults
+    int shard = 0;                    // this process's rank in its worker
     int workers = 2;
-    int min_workers = 2;
     long overlap = 1;                 // tau
-    long max_lag = 4;                 // steps
-    long retain = 4;                  // syncs of each fragment
     bool checkpoints = true;          // payloads are kept until two workers' checkpoints have passed them
     size_t chunk = 64 << 20;          // bytes of a payload in one value
     size_t snapshot_chunk = 4 << 20;  // of a snapshot: other requests wait for one such chunk at most
-    double grace = 10;                // seconds, as all that follows
+    // Seconds:
     double expiry = 5;                // a worker is dead if two looks so far apart find the same beat
     double poll = 0.1;                // between two looks at what has not happened yet
     double retry = 0.5;               // after a lost answer

@@ -245,11 +245,11 @@ struct Plan {
         losses = often * random.between(0, 0.06);
         strangers = mode == store_emptied ? 0 : 0.1;
         options.workers = workers;
-        options.min_workers = min_workers;
-        options.max_lag = random.among(0, 2 * H);
-        options.retain = random.among(1, 4);
+        options.elastic.min_workers = min_workers;
+        options.elastic.max_lag = random.among(0, 2 * H);
+        options.elastic.retain = random.among(1, 4);
         options.chunk = options.snapshot_chunk = size_t(random.among(10, 40));
-        options.grace = random.between(1, 4);
+        options.elastic.grace = random.between(1, 4);
         options.expiry = 3;
         options.poll = 0.3;
         options.retry = 0.4;
@@ -260,7 +260,7 @@ struct Plan {
 inline void make_even(Plan& plan) {
     plan.mode = Plan::none;
     plan.workers = plan.options.workers = 3;
-    plan.min_workers = plan.options.min_workers = 2;
+    plan.min_workers = plan.options.elastic.min_workers = 2;
     plan.ranks = 1;
     plan.steps = 40;
     plan.overlap.assign(3, std::min(1L, plan.H - 1));
@@ -318,7 +318,7 @@ public:
           rules(rules),
           traced(traced),
           schedule(make_schedule(plan)),
-          store(schedule, plan.options.retain),
+          store(schedule, plan.options.elastic.retain),
           workers(size_t(plan.workers)) {}
 
     // Throws a Violation.
@@ -979,7 +979,7 @@ private:
             if (wait.position != positions[size_t(p)] || !is_due) { wait = {positions[size_t(p)], -1, 0}; }
             if (!is_due || (wait.since < 0 && !has_enough(run, sync))) { continue; }
             if (wait.since < 0) { wait.since = now; }
-            wait.answers += now > wait.since + plan.options.grace;
+            wait.answers += now > wait.since + plan.options.elastic.grace;
             totals.most_answers = std::max(totals.most_answers, wait.answers);
             if (wait.answers > 250) {
                 throw Violation(format("worker %d waits for sync %ld without need", w, sync));

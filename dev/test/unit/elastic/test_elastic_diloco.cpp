@@ -120,14 +120,14 @@ struct Plan {
     LogOptions log_options(int worker) const {
         LogOptions options;
         options.worker = worker;
-        options.join_moments = join_moments;
+        options.protocol.elastic.join_moments = join_moments;
         options.protocol.workers = workers;
-        options.protocol.min_workers = min_workers == 0 ? workers : min_workers;
-        options.protocol.max_lag = max_lag;
-        options.protocol.retain = retain;
+        options.protocol.elastic.min_workers = min_workers == 0 ? workers : min_workers;
+        options.protocol.elastic.max_lag = max_lag;
+        options.protocol.elastic.retain = retain;
         options.protocol.checkpoints = checkpoints;
         options.protocol.chunk = 100;  // bytes: several a payload
-        options.protocol.grace = grace;
+        options.protocol.elastic.grace = grace;
         options.protocol.expiry = expiry;
         options.protocol.poll = 0.0005;
         options.protocol.retry = 0.001;

@@ -71,8 +71,8 @@ TEST(SyncLog, with_nobody_late_all_are_counted_in_every_sync_and_nobody_jumps) {
         long syncs = 0;
         simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
             simulation::make_even(plan);
-            plan.options.grace = 60;
-            plan.options.max_lag = plan.H;
+            plan.options.elastic.grace = 60;
+            plan.options.elastic.max_lag = plan.H;
             syncs = plan.steps / plan.H * plan.fragments;
         });
         ASSERT_NO_THROW(world.run()) << "seed " << seed;
@@ -91,7 +91,7 @@ TEST(SyncLog, a_worker_that_comes_back_is_counted_again_within_two_periods) {
         long period = 0;
         simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
             simulation::make_even(plan);
-            plan.options.grace = 4;  // two steps
+            plan.options.elastic.grace = 4;  // two steps
             period = plan.fragments;
         });
         world.kill_at(int(seed % 3), 6 + double(seed % 50) / 10, double(seed % 7));
@@ -112,8 +112,8 @@ TEST(SyncLog, who_begins_the_run_is_waited_for_before_its_first_beat_is_seen) {
             plan.step_time = {0.01, 0.01, 0.01};
             plan.delay[seed % 3] = 1;
             plan.options.chunk = 100;
-            plan.options.grace = plan.options.expiry = 1000;
-            plan.options.max_lag = plan.H;
+            plan.options.elastic.grace = plan.options.expiry = 1000;
+            plan.options.elastic.max_lag = plan.H;
         });
         ASSERT_NO_THROW(world.run()) << "seed " << seed;
         for (const auto& [key, entry] : world.entries()) {
@@ -130,10 +130,10 @@ TEST(SyncLog, nobody_is_late_because_the_run_ends) {
             simulation::make_even(plan);
             plan.H = 8;
             plan.overlap.assign(3, 7);
-            plan.options.max_lag = 7;
+            plan.options.elastic.max_lag = 7;
             plan.steps = 104;
             plan.step_time = {1, 1, 1.05};
-            plan.options.grace = 1.5;
+            plan.options.elastic.grace = 1.5;
         });
         ASSERT_NO_THROW(world.run()) << "seed " << seed;
         for (const auto& [key, entry] : world.entries()) {
@@ -154,9 +154,9 @@ TEST(SyncLog, nobody_waits_for_who_comes_back_before_it_has_shown_that_it_keeps_
             plan.steps = 150;
             plan.H = 6;
             plan.delay[size_t(w)] = 0.35;  // it takes long to come back
-            plan.options.grace = 30;
+            plan.options.elastic.grace = 30;
             plan.options.expiry = 8;
-            plan.options.max_lag = plan.H;
+            plan.options.elastic.max_lag = plan.H;
             plan.checkpoint_every = 1 + long(seed % 8);
             poll = plan.options.poll;
         });
@@ -187,8 +187,8 @@ TEST(SyncLog, a_slow_worker_does_not_slow_the_others_and_is_counted_in_nine_of_t
                 plan.steps = long(steps);
                 plan.overlap.assign(3, 5);
                 plan.step_time = {step_time, step_time, step_time * slower};
-                plan.options.grace = 5;
-                plan.options.max_lag = 5;
+                plan.options.elastic.grace = 5;
+                plan.options.elastic.max_lag = 5;
             });
             ASSERT_NO_THROW(world.run()) << "seed " << seed;
             double waited = 0, counted = 0, syncs = 0;
@@ -231,8 +231,9 @@ struct Driven {
     static SyncLogOptions options(int workers = 3, int min_workers = 3) {
         SyncLogOptions options;
         options.workers = workers;
-        options.min_workers = min_workers;
-        options.grace = options.expiry = 100;
+        options.elastic.min_workers = min_workers;
+        options.elastic.max_lag = 4;
+        options.elastic.grace = options.expiry = 100;
         options.snapshot_chunk = 10;  // bytes
         return options;
     }
@@ -448,8 +449,8 @@ struct Senders {
 // It stands still for its answers, but nobody can be blamed for what it has not heard meanwhile.
 TEST(SyncLog, nothing_is_decided_without_others_because_the_answers_took_long) {
     SyncLogOptions options = Driven::options(3, 3);
-    options.min_workers = 2;
-    options.grace = 10;
+    options.elastic.min_workers = 2;
+    options.elastic.grace = 10;
     options.expiry = 5;
     Senders senders(3, options);
     senders.train_until_they_send();
@@ -528,7 +529,7 @@ TEST(SyncLog, of_two_syncs_that_are_due_at_once_none_is_decided_before_the_grace
         settle();
         now += 1;
     }
-    for (const double late = now + Driven::options().grace / 2; now < late; now += 5) {
+    for (const double late = now + Driven::options().elastic.grace / 2; now < late; now += 5) {
         settle();
         EXPECT_TRUE(store.entries().empty()) << "at " << now;
     }
@@ -584,9 +585,9 @@ TEST(SyncLog, a_start_that_died_before_the_run_began_is_no_member_of_it) {
     const SyncSchedule schedule(std::vector<Fragment>(1), 4);
     SimulatedStore store(schedule, 4);
     SyncLogOptions options = Driven::options(4);  // the fourth has not come yet
-    options.min_workers = 2;
+    options.elastic.min_workers = 2;
     options.expiry = 5;
-    options.grace = 10;
+    options.elastic.grace = 10;
     std::vector<std::unique_ptr<Driven>> workers;
     for (int w = 0; w < 3; w++) {
         workers.push_back(std::make_unique<Driven>(w, schedule, store, options));
@@ -695,12 +696,12 @@ TEST(SyncLog, two_workers_that_differ_do_not_wait_for_each_other_for_ever) {
     }
     // The one has waited in vain, and said so, when the other's line comes.
     EXPECT_TRUE(senders.workers[0]->go_there_and_back(senders.now));
-    senders.now += Driven::options().grace;
+    senders.now += Driven::options().elastic.grace;
     EXPECT_TRUE(senders.workers[0]->go_there_and_back(senders.now));
     const std::vector<LogEvent> events = senders.workers[0]->log.events();
     EXPECT_EQ(events.back().kind, LogEventKind::too_few);
     senders.settle();
-    senders.now += Driven::options().grace;
+    senders.now += Driven::options().elastic.grace;
     senders.settle();
     for (const auto& one : senders.workers) {
         EXPECT_TRUE(one->log.has_diverged());
@@ -716,16 +717,16 @@ TEST(SyncLog, a_snapshot_is_given_by_one_and_once_however_long_that_takes) {
         simulation::World world(seed, rules, false, [](simulation::Plan& plan) {
             simulation::make_even(plan);
             plan.workers = plan.options.workers = 4;
-            plan.min_workers = plan.options.min_workers = 3;
+            plan.min_workers = plan.options.elastic.min_workers = 3;
             plan.steps = 60;
             plan.overlap.assign(4, 1);
             plan.step_time.assign(4, 0.5);
             plan.delay.assign(4, 0.1);
             plan.first_start = {0, 0, 0, 25};
-            plan.options.retain = 1;
+            plan.options.elastic.retain = 1;
             plan.checkpoint_every = 1;
             plan.options.snapshot_chunk = 3;
-            plan.options.grace = 2;
+            plan.options.elastic.grace = 2;
         });
         ASSERT_NO_THROW(world.run()) << "seed " << seed;
         snapshots += world.givers().size();
@@ -838,7 +839,7 @@ TEST(SyncLog, at_the_end_nobody_stays_for_ever_to_give_what_no_host_has_memory_f
     while (!(has_ended(0) & has_ended(1)) && run.now < run.begin + 5000) { run.pass(1); }
     EXPECT_TRUE(has_ended(0) && has_ended(1));
     EXPECT_EQ(run.store.in(run.generation + "/0/done").size(), 2u);
-    EXPECT_GT(run.now - run.begin, Driven::options().grace) << "they have tried";
+    EXPECT_GT(run.now - run.begin, Driven::options().elastic.grace) << "they have tried";
 }
 
 TEST(SyncLog, who_has_no_memory_for_the_snapshot_that_it_needs_says_so) {

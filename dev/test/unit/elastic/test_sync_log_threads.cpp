@@ -80,10 +80,10 @@ bool is_payload(const StoreRequest& request) { return request.folder.find("/payl
 
 SyncLogOptions options_for(int workers) {
     SyncLogOptions options;
-    options.workers = options.min_workers = workers;
-    options.max_lag = H;
+    options.workers = options.elastic.min_workers = workers;
+    options.elastic.max_lag = H;
     options.chunk = 20;
-    options.grace = 60;
+    options.elastic.grace = 60;
     options.expiry = 20;
     options.poll = 0.002;
     options.retry = 0.002;
@@ -194,8 +194,8 @@ TEST(SyncLogThreads, the_heartbeat_goes_on_while_a_sync_is_applied) {
 TEST(SyncLogThreads, who_ends_before_the_others_is_not_waited_for) {
     Store store;
     SyncLogOptions options = options_for(2);
-    options.min_workers = 1;
-    options.grace = options.expiry = 1e6;  // it would take longer than any test
+    options.elastic.min_workers = 1;
+    options.elastic.grace = options.expiry = 1e6;  // it would take longer than any test
     Shard staying(0, 0, store.schedule), leaving(1, 0, store.schedule);
     SyncLogThreads log(options, store.schedule, 0, staying, first_start(0), connections(store));
     {
