@@ -1,10 +1,10 @@
-// Comm: a group of processes and the few collectives in use. Two instances make the program: the inner one
-// joins the ranks of a worker, the outer one joins the same shard of all workers.
+// Comm: a group of processes and its collectives. The program has two: the inner one joins the ranks of a
+// worker, the outer one joins the processes that own the same shard on all workers.
 //
 // Calls are stream-ordered like NCCL's: they return at once, buffers belong to the call until the stream has
-// passed it, and all members issue the same calls in the same order. Sums are formed in one order (Gloo: of
-// rank; NCCL: of its rings), so that every member, and every run, holds the same bits. A failure is a
-// CommError, thrown by wait(), check(), the stream's events and synchronize().
+// completed it, and all members issue the same calls in the same order. Sums are formed in a fixed order
+// (Gloo: by rank; NCCL: along its rings), so that every member, and every run, gets the same bits. A failure
+// is a CommError, thrown by wait(), check(), the stream's events and synchronize().
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -34,11 +34,11 @@ struct CommGroup {
 // The other side is gone, silent for longer than the time limit, or out of step.
 struct CommError : RunError {
     CommError(int peer, const std::string& what) : RunError(what), peer(peer) {}
-    int peer;  // rank in the communicator, -1 where the transport does not know it
+    int peer;  // rank in the communicator, -1 if the transport does not know it
 };
 
-// What calls put on the wire: added to by each call that is given one, valid once the stream has passed the
-// call.
+// Bytes and time on the wire. A call that is given one adds to it; the sum is valid once the stream has
+// completed the call.
 struct Traffic {
     uint64_t bytes_sent = 0;
     uint64_t bytes_received = 0;
@@ -47,7 +47,7 @@ struct Traffic {
 
 enum class Reduction { sum, max };
 
-// Of the CPU's or the GPU's streams; a GPU's program has both, since Gloo works in the host's memory.
+// On the CPU's or the GPU's streams. A GPU build uses both, since Gloo works in the host's memory.
 template <class StreamT, class EventT>
 class BasicComm {
 public:
@@ -69,7 +69,7 @@ public:
     // For small counts: sends (size - 1) * count values.
     virtual void all_reduce(float* values, size_t count, Reduction, StreamT&, Traffic* = nullptr) = 0;
 
-    // Throws CommError if a call has failed, as far as that can be seen without waiting. From any thread.
+    // Throws a CommError if a call is known to have failed. Does not wait. On any thread.
     virtual void check() {}
 
     // Blocks the host until `event`, recorded behind calls, is complete and none of the calls has failed.
@@ -77,6 +77,6 @@ public:
 };
 
 namespace cpu {
-using Comm = BasicComm<Stream, Event>;  // of buffers in the host's memory
+using Comm = BasicComm<Stream, Event>;  // for buffers in the host's memory
 }
-using Comm = BasicComm<Stream, Event>;  // of buffers where the parameters lie
+using Comm = BasicComm<Stream, Event>;  // for buffers where the parameters lie

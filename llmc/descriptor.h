@@ -1,8 +1,8 @@
-// Models by name, in llm.c's words:
-//     d12, gpt2:d12   GPT-2 of 12 layers; as many positions as a sequence has tokens
-//     gpt3:c768       GPT-3 of 768 channels; 2048 positions. Its attention is dense here, as in llm.c
-// Sizes: GPT-2's and GPT-3's papers (arXiv 2005.14165, table 2.1) and those that llm.c adds. GPT-3 13B is not
-// among them: its 5140 channels do not divide by its 40 heads.
+// Models by name, with llm.c's names:
+//     d12, gpt2:d12   GPT-2 with 12 layers, and as many positions as a sequence has tokens
+//     gpt3:c768       GPT-3 with 768 channels and 2048 positions. Its attention is dense here, as in llm.c
+// The sizes are from the papers of GPT-2 and GPT-3 (arXiv 2005.14165, table 2.1) and from llm.c. GPT-3 13B is
+// missing, since its 5140 channels do not divide by its 40 heads.
 #pragma once
 #include <string>
 
@@ -39,8 +39,8 @@ inline std::string descriptor_names() {
     return names;
 }
 
-// Layers, heads, channels and, where the name says them, positions; the rest is zero. UserError for a name
-// that is not known. "gpt2:12" stands in one of llm.c's scripts.
+// Layers, heads, channels and, if the name determines them, positions; the rest is zero. UserError for an
+// unknown name. One of llm.c's scripts uses "gpt2:12".
 inline GptShape parse_descriptor(const std::string& name) {
     std::string known = name;
     if (name.rfind("gpt2:", 0) == 0) { known = (name[5] == 'd' ? "" : "d") + name.substr(5); }

@@ -1,6 +1,6 @@
-// device:: is where parameters lie and layers run: `cuda` with USE_CUDA, else `cpu`. Both hold the same names
-// (Stream, Event, Buffer, a function for each layer and each streaming kernel), so that what is built from
-// them is written once.
+// device:: is the namespace of the device that parameters lie on and layers run on: `cuda` with USE_CUDA,
+// else `cpu`. Both have the same names (Stream, Event, Buffer, a function for each layer and each streaming
+// kernel), so that the code above them is written once.
 #pragma once
 
 namespace cpu {}

@@ -1,7 +1,7 @@
-// Errors, by who has to act.
+// Errors, by who can do something about them.
 //   UserError     an option, a file or the environment is wrong: main prints `error: what: what to do`,
 //                 exits 2
-//   OthersAbsent  a UserError of those who came: other workers did not. Nothing need be wrong here, and a
+//   OthersAbsent  a UserError on the workers that came, when others did not. Nothing may be wrong here, and a
 //                 batch system may try again: exits 75 (sysexits.h: EX_TEMPFAIL)
 //   RunError      something outside this process failed (a peer died, a disk is full): one line, exits 1, or
 //                 with a status of its own
@@ -27,7 +27,8 @@ struct RunError : std::runtime_error {
 };
 
 const int absent_status = 75;
-// Of a process whose place another one has taken: started again, it would end that one.
+// The status of a process whose place another one has taken. It must not be restarted: that would end the
+// other.
 const int replaced_status = 76;
 
 inline int exit_status(const std::exception& error) {
@@ -50,7 +51,7 @@ __attribute__((format(printf, 1, 2))) inline std::string format(const char* text
     return result;
 }
 
-// "a, b and c"; of many the first few.
+// "a, b and c"; of a long list, the first few.
 inline std::string list_in_words(const std::vector<std::string>& names) {
     const size_t shown = names.size() > 9 ? 8 : names.size();
     std::string text;

@@ -1,5 +1,5 @@
-// e^x and the logistic function in straight-line float arithmetic, so that compilers vectorise the loops
-// around them without fast-math (a libm call in the loop would stop that).
+// e^x and the logistic function in straight-line float arithmetic, so that compilers vectorize the loops
+// around them without fast-math (a libm call in the loop would prevent that).
 //
 //     e^x = 2^n e^r,   n = round(x / ln 2),   r = x - n ln 2 in [-0.35, 0.35]  (ln 2 in two floats)
 //

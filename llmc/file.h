@@ -1,7 +1,7 @@
-// Files of llm.c's kind: a header of 256 int32, then data, little-endian. And of any kind, safely:
-//   InputFile    for reading at offsets; header and size are checked before anything else is read
-//   write_file   a file that appears whole or not at all: written under a temporary name, synced, renamed
-// A file that is not what it should be is a UserError, a disk that fails is a RunError; both name the file.
+// Files. Those of llm.c begin with a header of 256 int32; the data follow, little-endian.
+//   InputFile    reads at offsets; header and size are checked before anything else is read
+//   write_file   makes a file that appears whole or not at all: written under another name, synced, renamed
+// A file of the wrong kind is a UserError, a disk that fails is a RunError; both name the file.
 #pragma once
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -25,9 +25,9 @@ using FileHeader = std::array<int32_t, 256>;
 
 class InputFile {
 public:
-    // `hint`: what to do where the file is missing, damaged or of another kind.
+    // hint: what a user can do if the file is missing, damaged or of another kind
     InputFile(std::string path, std::string hint) : path(std::move(path)), hint(std::move(hint)) {
-        // O_NONBLOCK: a pipe is opened at once, and refused below, instead of waiting for someone to write.
+        // O_NONBLOCK: a pipe is opened at once, and refused below, instead of waiting for a writer.
         descriptor = open(this->path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
         if (descriptor < 0) { fail(format("cannot be opened (%s)", strerror(errno))); }
         struct stat status;
@@ -67,7 +67,7 @@ public:
         }
     }
 
-    // Reads `count` bytes at `offset`. RunError where they cannot be had.
+    // Reads `count` bytes at `offset`. RunError if that fails.
     void read(void* out, size_t count, int64_t offset) const {
         char* to = static_cast<char*>(out);
         while (count > 0) {
@@ -125,7 +125,7 @@ private:
     int descriptor = -1;
 };
 
-// Returns once the names in a folder, new ones and those that are gone, are so on the disk.
+// Returns once the folder's names, as they were added and removed, are on the disk.
 inline void sync_folder(const std::string& folder) {
     const int descriptor = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (descriptor >= 0) {
@@ -134,8 +134,8 @@ inline void sync_folder(const std::string& folder) {
     }
 }
 
-// Makes the file `path` of what `write` writes. Until all of that is on the disk, `path` stays what it was.
-// `tag`: part of the temporary name, different for processes that may write the same file at the same time.
+// Makes the file `path` from what `write` writes. Until all of that is on the disk, `path` stays as it was.
+// tag: part of the temporary name; differs between processes that may write the same file at the same time
 inline void write_file(const std::string& path, const std::function<void(OutputFile&)>& write,
                        const std::string& tag = "") {
     const std::string temporary = path + tag + ".tmp";
@@ -150,7 +150,7 @@ inline void write_file(const std::string& path, const std::function<void(OutputF
         unlink(temporary.c_str());
         throw;
     }
-    // The new name is an entry of the folder and has to reach the disk as well.
+    // The new name is an entry of the folder, which has to reach the disk as well.
     const size_t slash = path.rfind('/');
     sync_folder(slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(slash, 1)));
 }

@@ -1,4 +1,4 @@
-// All layers, where the parameters lie: the CPU's functions or, with USE_CUDA, the GPU's of the same names.
+// All layers: the CPU's functions or, with USE_CUDA, the GPU's, which have the same names.
 #pragma once
 #ifdef USE_CUDA
 #include "llmc/cuda/adamw.cuh"

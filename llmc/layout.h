@@ -1,8 +1,10 @@
-// Layout: what lies where in the flat buffers (parameters, gradients; optimizer and outer state by shard).
+// Layout: where each tensor lies in the flat buffers of parameters and gradients, and in the shards of
+// optimizer and outer state.
 //
-// A block is the unit of everything: reduced as soon as its backward is done, sharded over the ranks,
-// gathered, and exchanged with other workers. One block a transformer layer, then the embedding (wte, wpe,
-// final LayerNorm), cut between rows of wte (or wpe) where it is larger than a fragment of layers:
+// A block is the unit of everything: it is reduced as soon as its backward is done, sharded over the ranks,
+// gathered, and exchanged with other workers. Each transformer layer is a block. The embedding (wte, wpe,
+// final LayerNorm) is one more, or several: if it is larger than a fragment of layers, it is cut between
+// rows:
 //
 //     flat buffer  | layer 0 | layer 1 | ... | wte rows 0.. | wte rows k.. | wte rest, wpe, lnf |
 //     a block      | matrices (weight decay) | vectors (none) | padding to a multiple of 128 * ranks |
@@ -15,7 +17,7 @@
 #include <string>
 #include <vector>
 
-// Values that share a scale on the wire: a shard is a whole number of these.
+// The number of values that share a scale on the wire. A shard is a multiple of it.
 const long quantization_block = 128;
 
 struct Tensor {
@@ -34,7 +36,7 @@ struct Block {
     long size;            // with padding: a multiple of quantization_block * ranks
     long values;          // without padding
     long decayed;         // the first `decayed` values have weight decay
-    long logical_offset;  // in the model without padding: whatever the number of ranks
+    long logical_offset;  // in the model without padding: the same for any number of ranks
 };
 
 // A part of a shard: `count` values at `shard` in a shard buffer and at `flat` in a flat buffer.
@@ -45,7 +47,7 @@ struct Range {
 struct Layout {
     int ranks = 1;
     std::vector<Tensor> tensors;
-    std::vector<Block> blocks;  // ascending, without gaps: each begins where the one before ends
+    std::vector<Block> blocks;  // each begins where the one before ends
     int layers = 0;             // blocks [0, layers) are transformer layers, the rest is the embedding
     long size = 0;              // with padding
     long values = 0;            // without
@@ -78,8 +80,8 @@ struct GptShape {
     int channels = 768;
 };
 
-// GPT-2's tensors in blocks. `fragment_layers`: the embedding is cut into blocks no larger than that many
-// layers (0: not at all).
+// GPT-2's tensors in blocks. The embedding is cut into blocks that are no larger than `fragment_layers`
+// layers (0: it is not cut).
 inline Layout gpt_layout(const GptShape& shape, int ranks, int fragment_layers) {
     const long C = shape.channels, unit = quantization_block * ranks;
     Layout layout;
@@ -125,7 +127,8 @@ inline Layout gpt_layout(const GptShape& shape, int ranks, int fragment_layers) 
     add_tensor("lnfb", {C}, false, offset);
     const long end = offset;
 
-    // The largest cut that is whole rows and whole shards, and no larger than a fragment of layers.
+    // The largest cut that consists of whole rows and whole shards, and is no larger than a fragment of
+    // layers.
     const long limit = fragment_layers > 0 && shape.layers > 0
                            ? std::min(fragment_layers, shape.layers) * layout.blocks[0].size : end - begin;
     const long step = std::lcm(C, unit);

@@ -1,5 +1,5 @@
-// How exact matmuls of fp32 values are, in PyTorch's words: `highest` is fp32; what `high` and `medium` allow
-// is said where it is done (llmc/cpu/matmul.h, llmc/cuda/matmul.cuh).
+// The precision of matmuls of fp32 values, in PyTorch's words: `highest` is fp32; llmc/cpu/matmul.h and
+// llmc/cuda/matmul.cuh say how `high` and `medium` round.
 #pragma once
 #include <string>
 

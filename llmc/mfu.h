@@ -3,10 +3,10 @@
 //
 //     6 N + 6 L C T        N: all parameters, with positions and the vocabulary's padding
 //
-// as llm.c counts (PaLM's count, arXiv 2204.02311, appendix B, with causal attention's half): two flops a
-// parameter in the forward, four in the backward, and as many for attention's products; none for what
-// recomputing repeats. A GPU that is not in the table has no MFU, nor has a part of one (MIG) or the CPU.
-// Clocks below the data sheet's are not corrected for: they show as a lower MFU.
+// as llm.c counts (PaLM's count, arXiv 2204.02311, appendix B, halved for causal attention): two flops a
+// parameter in the forward and four in the backward, the same per multiplication in attention, and none for
+// recomputation. A GPU that is not in the table has no MFU, nor has a part of a GPU (MIG) or the CPU. A clock
+// below the data sheet's shows as a lower MFU.
 #pragma once
 #include <optional>
 #include <string>
@@ -19,14 +19,15 @@ inline double model_flops_per_token(const GptShape& shape, long parameters, int 
     return 6.0 * double(parameters) + 6.0 * shape.layers * shape.channels * double(T);
 }
 
-// Dense TFLOP/s at the boost clock: of tensor cores on bf16 and TF32 with sums in fp32, and of fp32 without
-// them. Where the source has rates with sparsity, half of them.
+// Dense TFLOP/s at the boost clock: tensor cores on bf16 and TF32 with sums in fp32, and fp32 without tensor
+// cores. If the source states rates with sparsity, these are half of them.
 struct GpuRates {
-    const char* name;  // as cudaGetDeviceProperties has it, without "NVIDIA " in front
+    const char* name;  // as in cudaGetDeviceProperties, without the leading "NVIDIA "
     double bf16, tf32, fp32;
 };
 
-// Without GB10 (DGX Spark), of which NVIDIA tells fp4 alone; and all before the A100, which this cannot use.
+// GB10 (DGX Spark) is missing, since NVIDIA publishes only its fp4 rate, and so are GPUs before the A100,
+// which the kernels do not support.
 constexpr GpuRates gpu_rates[] = {
     // A100 data sheet (June 2021)
     {"A100-SXM4-40GB", 312, 156, 19.5},
@@ -74,11 +75,11 @@ constexpr GpuRates gpu_rates[] = {
     {"RTX PRO 6000 Blackwell Workstation Edition", 503.8, 251.9, 126},
 };
 
-// Flops a second of matmuls, as the trainer makes them on a GPU of this name: in bf16 or, in an fp32 build,
-// as precision says. Nothing where the GPU is not known.
+// The promised flops per second of the trainer's matmuls on a GPU of this name: in bf16 or, in an fp32 build,
+// in the given precision. Nothing for an unknown GPU.
 inline std::optional<double> promised_flops(const std::string& gpu_name, bool bf16,
                                             MatmulPrecision precision = MatmulPrecision::medium) {
-    const std::string maker = "NVIDIA ";  // which older drivers leave out
+    const std::string maker = "NVIDIA ";  // older drivers leave it out
     const std::string name = gpu_name.rfind(maker, 0) == 0 ? gpu_name.substr(maker.size()) : gpu_name;
     for (const GpuRates& rates : gpu_rates) {
         if (name != rates.name) { continue; }

@@ -1,14 +1,15 @@
-// Outliers of a run: how far a step's loss and gradient norm lie from those of the last 128 steps, in
-// standard deviations,
+// Outliers: the distance of a step's loss and gradient norm from those of the last 128 steps, in standard
+// deviations,
 //
 //     z = (x - mean) / deviation     mean and deviation (over n, not n - 1) of the last 128 values, x among
 //                                    them
 //
-// which is llm.c's z-score (its llmc/outlier_detector.h), so that its limits mean the same here: x enters the
-// window before it is scored, whether or not its step is skipped, and has no score (NaN) while fewer than 128
-// came before it. With x in the window z is at most sqrt(127) = 11.27: a limit above that skips nothing.
-// What is not finite never enters, and has no score either; where the norm is not, AdamW does nothing anyway.
-// Summed anew each time, mean first, in double: nothing drifts, and no large mean hides a small deviation.
+// which is llm.c's z-score (its llmc/outlier_detector.h), so that llm.c's limits mean the same here. x enters
+// the window before it is scored, whether or not its step is skipped, and its score is NaN as long as fewer
+// than 128 values came before it. Since x is in the window, z is at most sqrt(127) = 11.27: a higher limit
+// skips nothing. A value that is not finite never enters and has no score; with such a norm AdamW does
+// nothing anyway. Mean and deviation are summed anew each time, in double: nothing drifts, and a large mean
+// hides no small deviation.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -21,10 +22,11 @@ const int outlier_window_size = 128;
 // The last values of a series; all bytes zero: none yet.
 struct SeriesWindow {
     float values[outlier_window_size];
-    uint64_t entered;  // so far; number i lies at i % outlier_window_size, so that no bytes lead outside
+    uint64_t entered;  // so far. Value i lies at i % outlier_window_size, valid even for damaged bytes
 };
 
-// A worker's, on the device, the same on all its ranks. In a checkpoint the section "outliers" is its bytes.
+// The windows of a worker, on the device, the same on all its ranks. A checkpoint's section "outliers" holds
+// their bytes.
 struct OutlierWindow {
     SeriesWindow losses, norms;
 };
@@ -37,9 +39,9 @@ struct OutlierLimits {
     float loss_zscore = 0, norm_zscore = 0;
 };
 
-// Of a value that is in the window. 0 where all values are the same. The same bits on CPU and GPU: sums are
-// in the window's order, the only product that a compiler could fuse with one is spelled fma, and division
-// and root round to nearest in double on both.
+// The score of a value in the window; 0 if all values are equal. The same bits on CPU and GPU: sums are
+// formed in the window's order, the only product that a compiler could fuse with a sum is written as fma, and
+// on both division and square root round to nearest in double.
 HD inline float zscore(const SeriesWindow& window, float value) {
     const int count = window.entered < outlier_window_size ? int(window.entered) : outlier_window_size;
     double sum = 0, squares = 0;
@@ -62,10 +64,10 @@ HD inline float enter_value(SeriesWindow& window, float value) {
     return was_full ? zscore(window, value) : NAN;
 }
 
-// A value that is like no other has it: sqrt(n - 1) of n values.
+// The largest possible score, sqrt(n - 1): that of one value among n - 1 equal ones.
 constexpr double largest_zscore = 11.269427669584644;
 
-// What has no score is none.
+// A value without a score (NaN) is none.
 HD inline bool is_outlier(float zscore, float limit) { return limit > 0 && zscore > limit; }
 
 struct Scalars {  // a step's results on the device: AdamW reads them there, the host receives a copy

@@ -1,6 +1,6 @@
-// OwnedArray: an array that is freed with its owner. Where it lies is Memory's:
-//     static void* take(size_t bytes);    // all zero bits; throws where there is no more
-//     static void give_back(void* p);     // null: nothing
+// OwnedArray: an array that is freed with its owner. Memory provides its memory:
+//     static void* take(size_t bytes);    // all zero bits; throws if there is no more
+//     static void give_back(void* p);     // does nothing for null
 #pragma once
 #include <cstddef>
 #include <utility>

@@ -22,8 +22,8 @@ HD inline Philox4 philox4x32_10(Philox4 counter, uint32_t key0, uint32_t key1) {
     return counter;
 }
 
-// What random numbers are drawn for: word 3 of the counter, so that no two uses share numbers.
-// send_rounding and owner_rounding are the wire's, with a worker's number above (streaming/rounding.h).
+// The use of random numbers is word 3 of the counter, so that no two uses share numbers. send_rounding and
+// owner_rounding are for payloads; the upper bits hold the worker's number (streaming/rounding.h).
 enum class RandomUse : uint32_t {
     parameters = 1, shuffle = 2, sampling = 3, rounding = 4, send_rounding = 5, owner_rounding = 6
 };
@@ -36,9 +36,9 @@ HD inline Philox4 random_bits(uint64_t seed, RandomUse use, uint64_t index, uint
 // Uniform in [0, 1): 24 bits, exact in float.
 HD inline float uniform(uint32_t bits) { return float(bits >> 8) * 0x1p-24f; }
 
-// Standard normal number `index` of `seed`: the sum of twelve uniforms less six (Irwin-Hall; variance 1,
-// within 6 sigma, excess kurtosis -0.1). Sums of 24-bit integers are exact, so every machine gets the same
-// bits: no libm.
+// Standard normal number `index` of `seed`: the sum of twelve uniforms minus six (Irwin-Hall; variance 1,
+// within 6 sigma, excess kurtosis -0.1). Sums of 24-bit integers are exact and need no libm, so that every
+// machine gets the same bits.
 HD inline float standard_normal(uint64_t seed, RandomUse use, uint64_t index) {
     uint32_t sum = 0;  // at most 12 * 2^24 < 2^28
     for (uint32_t draw = 0; draw < 3; draw++) {

@@ -1,8 +1,8 @@
 // Stochastic rounding of float to bf16: up or down with probabilities that make the result right on average,
 // so that updates smaller than bf16's spacing are not lost in the copy that the model computes with.
 //
-// Random numbers are Philox4x32-10's of (seed, step, index of the value in the model): whoever holds a value
-// rounds it alike.
+// The random numbers are Philox4x32-10 of (seed, step, index of the value in the model), so that every
+// process rounds a value alike.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -26,8 +26,8 @@ HD inline uint32_t rounding_bits_of(const Philox4& bits, uint64_t index) {
     return bits.v[index % 8 / 2] >> index % 2 * 16 & 0xffff;
 }
 
-// x to bf16, as bits: the 16 bits that are cut off carry into the rest if they and `random` (16 bits) reach
-// 2^16. What is not finite stays so.
+// x as the bits of a bf16: the 16 bits that are cut off carry into the rest if their sum with `random` (16
+// bits) reaches 2^16. Infinities and NaN stay what they are.
 HD inline uint16_t bf16_rounded_stochastically(float x, uint32_t random) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -36,7 +36,7 @@ HD inline uint16_t bf16_rounded_stochastically(float x, uint32_t random) {
     return uint16_t((finite ? bits + random : bits | quiet) >> 16);
 }
 
-// x as a parameter: rounded stochastically to bf16, or as it is where parameters are fp32.
+// x as a parameter: rounded stochastically to bf16, or unchanged if parameters are fp32.
 HD inline floatX rounded_parameter(float x, [[maybe_unused]] uint32_t random) {
 #if defined(USE_CUDA) && !defined(ENABLE_FP32)
     __nv_bfloat16_raw raw;

@@ -27,8 +27,8 @@ struct LearningRateSchedule {
     float final_fraction = 1;  // of the peak, at the end of cosine, linear and wsd
 };
 
-// The learning rate of step 0, 1, ... total_steps - 1. After n steps the decay has gone n / total_steps of
-// its way, so that the last step still moves the model.
+// The learning rate of step 0, 1, ... total_steps - 1. After n steps, n / total_steps of the decay is done,
+// so that the last step still moves the model.
 inline float learning_rate(const LearningRateSchedule& schedule, long total_steps, long step) {
     const ScheduleKind kind = schedule_kind(schedule.kind);
     const double peak = schedule.peak, final = peak * schedule.final_fraction;
@@ -41,7 +41,7 @@ inline float learning_rate(const LearningRateSchedule& schedule, long total_step
     if (step < decay_begin) { return schedule.peak; }
     const double steps = double(std::max(1L, total_steps - decay_begin));
     const double progress = std::min(1.0, double(step - decay_begin) / steps);
-    double remaining = 1;  // of the way from peak to final
+    double remaining = 1;  // share of the decay from peak to final that is left
     switch (kind) {
         case ScheduleKind::cosine: remaining = 0.5 * (1 + std::cos(M_PI * progress)); break;
         case ScheduleKind::linear: remaining = 1 - progress; break;

@@ -1,5 +1,5 @@
-// Stream, Event, Timestamp: work in order, points in that order that others can wait for, and when a stream
-// came to a point. The CPU's or the GPU's.
+// Stream: work in order. Event: a point in that order, for which others can wait. Timestamp: the time at
+// which a stream came to a point. The CPU's or the GPU's.
 #pragma once
 #include "llmc/cpu/stream.h"
 #include "llmc/device.h"
@@ -11,7 +11,7 @@ using device::Event;
 using device::Stream;
 using device::Timestamp;
 
-// What `after` is given from now on comes after what `before` has been given so far.
+// Work that is given to `after` from now on starts after the work that `before` has been given so far.
 inline void order(Stream& before, Stream& after, Event& event) {
     before.record(event);
     after.wait(event);

@@ -1,4 +1,4 @@
-// Upload: what the host makes for each micro-step (tokens), on its way to the device without a wait.
+// Upload: copies each micro-step's tokens to the device without making the host wait.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -10,13 +10,13 @@
 class Upload {
 public:
     Upload() = default;
-    // count: the most values of one copy
+    // count: the largest number of values in one copy
     explicit Upload(long count) {
         for (Slot& slot : slots) { slot.values = HostBuffer<int>(count); }
     }
 
-    // out[i] = values[i] in the stream's order; `values` may change when this returns. Waits only if the
-    // stream is as many copies behind as there are slots.   out: (n), on the device
+    // out[i] = values[i], in the stream's order. `values` may change as soon as this returns. Waits only if
+    // the stream is behind by as many copies as there are slots.   out: (n), on the device
     void copy(int* out, const int* values, long n, Stream& stream) {
         Slot& slot = slots[next];
         next = (next + 1) % slots.size();

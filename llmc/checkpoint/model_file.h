@@ -100,7 +100,7 @@ inline void read_model_values(const ModelFile& model, float* out, long count, in
     }
 }
 
-// Fills the flat buffer from a model file of either version. params: (layout.size)
+// Fills the flat buffer from a model file of either version.   params: (layout.size)
 // Padding, and the rows of wte beyond the vocabulary, become 0, as training expects of them.
 // Throws the UserErrors above, and one if the layout is that of another model.
 inline void read_model(const std::string& path, const Layout& layout, float* params) {

@@ -10,7 +10,7 @@
 namespace cpu {
 
 // Updates master, m, v from grad * *grad_scale, and params from master. Weight decay applies to the first
-// `decayed` values. Does nothing where *grad_scale is not finite: the moments would never recover.
+// `decayed` values. Does nothing if *grad_scale is not finite, since the moments would never recover.
 // params, master, m, v, grad: (count)   grad_scale: (1), the clip scale   rounding: of params
 inline void adamw_update(floatX* params, float* master, float* m, float* v, const float* grad, long count,
                          long decayed, const AdamW& step, const float* grad_scale,

@@ -1,13 +1,13 @@
 // Causal self-attention, a tile of queries at a time as in FlashAttention (Dao et al., arXiv 2205.14135):
-// T x T scores are never held. For one head, with q, k, v: (T,hs) and scale = 1 / sqrt(hs):
+// the T x T scores are never in memory. For one head, with q, k, v: (T,hs) and scale = 1 / sqrt(hs):
 //
 //     s = scale q k^T (s <= t only),   lse = log(sum over s of e^s),   p = e^(s - lse),   out = p v
 //     dv = p^T dout,   dp = dout v^T,   ds = p (dp - sum over hs of dout out)
 //     dq = scale ds k,   dk = scale ds^T q
 //
-// A thread does one (batch, head) at a time, in scratch of its own where heads are contiguous and padded with
-// zeros to whole tiles; k and v are transposed there so that scores are vectors along the keys. Tiles above
-// the diagonal are skipped. Flops: 2 T^2 C forward and 5 T^2 C backward a sequence.
+// A thread computes one (batch, head) at a time in scratch of its own, where heads are contiguous and padded
+// with zeros to whole tiles, and k and v are transposed, so that scores are vectors along the keys. Tiles
+// above the diagonal are skipped. Flops: 2 T^2 C forward and 5 T^2 C backward a sequence.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -21,11 +21,11 @@ namespace cpu {
 
 const int attention_queries = 32;  // in a tile
 
-// Sizes of one head's scratch, padded to what tile_matmul takes.
+// Sizes of one head's scratch, padded to the tiles of tile_matmul.
 struct AttentionShape {
     int T, hs;
     int padded_T, padded_hs;
-    int ld_keys;  // of matrices with one column a key: not a power of two, whose rows would share cache sets
+    int ld_keys;  // of matrices with a column per key; no power of two, or rows would share cache sets
     float scale;
 
     AttentionShape(int T, int hs)
@@ -36,7 +36,7 @@ struct AttentionShape {
     size_t scores() const { return size_t(attention_queries) * size_t(ld_keys); }
 };
 
-// out[t] = scale * inp[t].   out: (padded_T,padded_hs), its padding left alone
+// out[t] = scale * inp[t].   out: (padded_T,padded_hs); its padding is not written
 // inp: (T,hs) with leading dimension ld
 inline void gather_head(const AttentionShape& s, float* out, const float* inp, int ld, float scale) {
     for (int t = 0; t < s.T; t++) {
@@ -45,15 +45,15 @@ inline void gather_head(const AttentionShape& s, float* out, const float* inp, i
     }
 }
 
-// out: (padded_hs,ld_keys), its padding left alone   inp: (T,hs) with leading dimension ld
+// out: (padded_hs,ld_keys); its padding is not written   inp: (T,hs) with leading dimension ld
 inline void gather_transposed(const AttentionShape& s, float* out, const float* inp, int ld) {
     for (int t = 0; t < s.T; t++) {
         for (int i = 0; i < s.hs; i++) { out[long(i) * s.ld_keys + t] = inp[long(t) * ld + i]; }
     }
 }
 
-// Scores of one query to probabilities; those of later keys, up to `columns`, become 0. Returns lse.
-// scores: (columns), the first `keys` valid
+// Turns the scores of one query into probabilities; those of later keys, up to `columns`, become 0.
+// Returns lse.   scores: (columns), the first `keys` valid
 inline float softmax_row(float* scores, int keys, int columns) {
     float max = scores[0], sum = 0;
     #pragma omp simd reduction(max : max)
@@ -70,7 +70,7 @@ inline float softmax_row(float* scores, int keys, int columns) {
     return max + logf(sum);
 }
 
-// One thread's scratch of the forward, for one head. Zero where padding is.
+// A thread's scratch for the forward of one head. Padding is zero.
 struct AttentionForwardScratch {
     std::vector<float> q, v;    // (padded_T,padded_hs), q scaled
     std::vector<float> kt;      // (padded_hs,ld_keys)
@@ -132,7 +132,7 @@ inline void softmax_backward_row(float* scores, float* dp, float lse, float dot,
     std::fill(dp + keys, dp + columns, 0.0f);
 }
 
-// One thread's scratch of the backward, for one head. Zero where padding is.
+// A thread's scratch for the backward of one head. Padding is zero.
 struct AttentionBackwardScratch {
     std::vector<float> q, k, dout;            // (padded_T,padded_hs), q scaled
     std::vector<float> kt, vt;                // (padded_hs,ld_keys)

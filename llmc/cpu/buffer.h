@@ -1,5 +1,5 @@
-// Buffer: an array in the memory that the layers work on; freed with its owner. All zero bits when new.
-// On the CPU: 64-byte aligned, so that vector loads and oneDNN are at their fastest.
+// Buffer: an array that is freed with its owner. All zero bits when new, and 64-byte aligned, which is
+// fastest for vector loads and oneDNN.
 #pragma once
 #include <cstdlib>
 #include <cstring>
@@ -11,7 +11,7 @@ namespace cpu {
 
 struct AlignedMemory {
     static void* take(size_t bytes) {
-        const size_t whole = (bytes + 63) / 64 * 64;  // as aligned_alloc wants it
+        const size_t whole = (bytes + 63) / 64 * 64;  // as aligned_alloc requires
         void* p = std::aligned_alloc(64, whole);
         if (!p) { throw std::bad_alloc(); }
         return memset(p, 0, whole);

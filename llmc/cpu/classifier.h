@@ -1,4 +1,5 @@
-// Softmax, cross entropy and its gradient in one visit to each row of the logits, the largest activation:
+// Softmax, cross entropy and its gradient, visiting each row of the logits, the largest activation, only
+// once:
 //
 //     loss = log(sum over v of e^(logits[v] - max)) + max - logits[target]
 //     dlogits = (softmax - onehot(target)) dloss
@@ -11,8 +12,8 @@
 
 namespace cpu {
 
-// logits: (N,Vp), columns V..Vp are padding: left alone, or, if write_dlogits, replaced by
-// dlogits, which are 0 in the padding
+// logits: (N,Vp), of which columns V..Vp are padding. If write_dlogits, they are replaced by dlogits, which
+// are 0 in the padding; else they stay.
 // losses: (N), the cross entropy   targets: (N) in [0, V)   dloss: the gradient of each row's loss
 inline void fused_classifier(float* logits, float* losses, float dloss, const int* targets, int N, int V,
                              int Vp, bool write_dlogits, Stream&) {

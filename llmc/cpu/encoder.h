@@ -20,8 +20,8 @@ inline void encoder_forward(float* out, const int* inp, const float* wte, const 
 }
 
 // dwte[inp[b,t]] += dout[b,t], dwpe[t] += dout[b,t].   dwte: (V,C)   dwpe: (maxT,C)   dout: (B,T,C)
-// inp: (B,T). Threads share the channels, not the tokens: sums are formed in the order of the tokens at any
-// number of threads.
+// inp: (B,T). Threads divide the channels, not the tokens, so that sums are formed in the order of the tokens
+// with any number of threads.
 inline void encoder_backward(float* dwte, float* dwpe, const float* dout, const int* inp, int B, int T, int C,
                              Stream&) {
     const int slice = 64;

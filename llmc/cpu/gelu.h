@@ -1,4 +1,4 @@
-// GELU of an array: for recomputation, as matmul_forward applies it on the way.
+// GELU of an array, for recomputation only: in the forward, matmul_forward applies it.
 #pragma once
 #include "llmc/gelu.h"
 #include "llmc/stream.h"

@@ -8,7 +8,8 @@
 namespace cpu {
 
 // *out = sum of values[i]^2.   values: (count)
-// Chunks of fixed size are summed in double, and then in order: the same bits at any number of threads.
+// Sums chunks of a fixed size in double, and then the chunks in order: the same bits with any number of
+// threads.
 inline void global_norm_squared(float* out, const float* values, long count, Stream&) {
     const long chunk = 1 << 15, chunks = (count + chunk - 1) / chunk;
     std::vector<double> partial(static_cast<size_t>(chunks));

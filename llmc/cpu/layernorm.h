@@ -10,7 +10,7 @@
 
 namespace cpu {
 
-// One row. The variance is that of the centred values: E[x^2] - E[x]^2 would cancel where the mean is large.
+// One row. The variance is computed from centred values: E[x^2] - E[x]^2 would cancel for a large mean.
 inline void layernorm_row(float* out, float* mean, float* rstd, const float* inp, const float* weight,
                           const float* bias, int C) {
     float sum = 0, squares = 0;
@@ -70,8 +70,9 @@ inline void layernorm_backward_row(float* dinp, float* dweight, float* dbias, co
     }
 }
 
-// All three are added to.   dinp, dout, inp: (N,C)   dweight, dbias, weight: (C)   mean, rstd: (N)
-// Rows are summed in chunks of fixed size, and the chunks in order: the same bits at any number of threads.
+// Adds to dinp, dweight and dbias.   dinp, dout, inp: (N,C)   dweight, dbias, weight: (C)   mean, rstd: (N)
+// Sums rows in chunks of a fixed size, and then the chunks in order: the same bits with any number of
+// threads.
 inline void layernorm_backward(float* dinp, float* dweight, float* dbias, const float* dout, const float* inp,
                                const float* weight, const float* mean, const float* rstd, int N, int C,
                                Stream&) {

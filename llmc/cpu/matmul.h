@@ -22,13 +22,13 @@
 
 namespace cpu {
 
-// True where bf16 products are faster than fp32 ones: emulated, they are slower.
+// True if this CPU multiplies bf16 natively: emulated, bf16 products are slower than fp32 ones.
 inline bool cpu_has_fast_bf16() {
     const unsigned bf16 = unsigned(dnnl::cpu_isa::avx512_core_bf16);
     return (unsigned(dnnl::get_effective_cpu_isa()) & bf16) == bf16;
 }
 
-// float to bf16, to nearest, ties to even; what is not a number stays so.
+// float to bf16, to nearest, ties to even. NaN stays NaN.
 inline uint16_t bf16_bits(float value) {
     const uint32_t bits = uint32_t(bits_of_float(value));
     const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -43,7 +43,7 @@ inline void convert_to_bf16(uint16_t* out, const float* inp, long n) {
 
 // sums[i] += sum over n of inp[n,i], and on the way out = bf16(inp) unless out is null.
 // sums: (columns)   inp, out: (N,columns)
-// Chunks of fixed size are summed, then in order: the same bits at any number of threads.
+// Sums chunks of a fixed size, then the chunks in order: the same bits with any number of threads.
 inline void column_sums(float* sums, uint16_t* out, const float* inp, int N, int columns) {
     const int rows = 64, chunks = (N + rows - 1) / rows;
     std::vector<float> partial(size_t(chunks) * size_t(columns));
@@ -64,10 +64,9 @@ inline void column_sums(float* sums, uint16_t* out, const float* inp, int N, int
     }
 }
 
-// The library's state, the primitives made so far (one for each shape) and scratch. For one thread at a time.
-// Which layouts: oneDNN's kernels read weights fastest in a blocked layout of its own, and a reorder that
-// also rounds to bf16 costs no more than rounding alone; for activations the copy that it makes inside is
-// cheaper than one of ours.
+// oneDNN's state, its primitives (one for each shape so far) and scratch. For one thread at a time. oneDNN
+// reads weights fastest in its own blocked layout, and a reorder that also rounds to bf16 costs no more than
+// rounding alone; for activations its internal copy is cheaper than a reorder.
 class Matmul {
 public:
     explicit Matmul(MatmulPrecision precision)
@@ -75,10 +74,10 @@ public:
           engine(dnnl::engine::kind::cpu, 0),
           stream(engine) {}
 
-    // What is used, for people.
+    // What is used, in words.
     std::string description() const { return bf16 ? "bf16, sums in fp32" : "fp32"; }
 
-    // Inputs of products in the type that they are multiplied in: rounded into scratch, or as they are.
+    // An input in the type that products take: rounded into scratch, or unchanged.
     void* round_inp(const float* inp, long n) {
         if (!bf16) { return const_cast<float*>(inp); }
         convert_to_bf16(scratch(inp_scratch, n), inp, n);
@@ -195,7 +194,7 @@ private:
 };
 
 // out: (N,OC)   inp: (N,C)   weight: (OC,C)   bias: (OC) or null
-// pre_gelu: (N,OC) or null; given, it is what is described above, and out = gelu(pre_gelu)
+// pre_gelu: (N,OC) or null; if given, it receives inp weight^T + bias, and out = gelu(pre_gelu)
 inline void matmul_forward(Matmul& matmul, float* out, const float* inp, const float* weight,
                            const float* bias, int N, int C, int OC, Stream& stream,
                            float* pre_gelu = nullptr) {
@@ -203,9 +202,9 @@ inline void matmul_forward(Matmul& matmul, float* out, const float* inp, const f
     if (pre_gelu) { gelu_forward(out, pre_gelu, long(N) * OC, stream); }
 }
 
-// dinp, inp: (N,C), dinp overwritten   dweight: (OC,C), dbias: (OC) or null; both are added to
+// Overwrites dinp, adds to dweight and dbias.   dinp, inp: (N,C)   dweight: (OC,C)   dbias: (OC) or null
 // dout: (N,OC)   weight: (OC,C)
-// pre_gelu: (N,C) or null; given, inp is gelu(pre_gelu), and dinp becomes the gradient of pre_gelu
+// pre_gelu: (N,C) or null; if given, inp is gelu(pre_gelu), and dinp becomes the gradient of pre_gelu
 inline void matmul_backward(Matmul& matmul, float* dinp, float* dweight, float* dbias, const float* dout,
                             const float* inp, const float* weight, int N, int C, int OC, Stream&,
                             const float* pre_gelu = nullptr) {

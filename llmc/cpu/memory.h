@@ -1,6 +1,6 @@
-// Copies, casts and the few scalars of a step (loss, gradient norm, clip scale). Nothing here makes the host
-// wait but copy_to_host, so that on a GPU they stay on the device. On the CPU all run at once, for the main
-// stream, but the two copies that do not wait: they are for every stream.
+// Copies, casts and the few scalars of a step (loss, gradient norm, clip scale). Only copy_to_host makes the
+// host wait. copy_to_device and copy_to_host_later take any stream; the rest is for the main stream, which on
+// the CPU runs at once.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -16,13 +16,13 @@ inline void copy_to_device(T* out, const T* inp, long n, Stream& stream) {
     stream.enqueue([=] { memcpy(out, inp, size_t(n) * sizeof(T)); });
 }
 
-// The host has the values when the stream has come past this. out: of the host, on a GPU a HostBuffer
+// The host has the values once the stream has completed this.   out: in host memory, on a GPU a HostBuffer
 template <class T>
 inline void copy_to_host_later(T* out, const T* inp, long n, Stream& stream) {
     stream.enqueue([=] { memcpy(out, inp, size_t(n) * sizeof(T)); });
 }
 
-// Returns when the host has the values.
+// Returns once the host has the values.
 template <class T>
 inline void copy_to_host(T* out, const T* inp, long n, Stream&) {
     memcpy(out, inp, size_t(n) * sizeof(T));

@@ -1,9 +1,9 @@
-// Stream, Event, Timestamp: work in order, points in that order that others can wait for, and when a stream
-// came to a point.
+// Stream: work in order. Event: a point in that order, for which others can wait. Timestamp: the time at
+// which a stream came to a point.
 //
-// On the CPU, a stream that computes runs its work at once on the calling thread: the main stream. One that
-// communicates is a thread with a first-in-first-out queue. An exception there stops it: what was queued
-// behind is dropped, and every later event carries the exception to who asks.
+// On the CPU, a stream that computes (the main stream) runs its work at once on the calling thread. A stream
+// that communicates is a thread with a first-in-first-out queue. An exception there stops it: later work is
+// dropped, and every later event throws that exception.
 #pragma once
 #include <chrono>
 #include <condition_variable>
@@ -18,7 +18,7 @@
 namespace cpu {
 
 // A point in a stream. Recording it again makes a new point; copies refer to the same point.
-// An event that was never recorded is complete, as CUDA's is.
+// An event that was never recorded is complete, as in CUDA.
 class Event {
 public:
     // True once all work before the point is done. Throws what that work threw.
@@ -56,10 +56,11 @@ private:
     std::shared_ptr<State> state;
 };
 
-// When a stream came to a point. Stamping it again makes a new one; copies refer to the same one.
+// The time at which a stream came to a point. Stamping it again makes a new one; copies refer to the same
+// one.
 class Timestamp {
 public:
-    // There are copies, so that stamping it again could not reuse what it holds.
+    // Stamping it again makes a new object, since copies may refer to this one.
     bool is_shared() const { return moment.use_count() > 1; }
 
 private:
@@ -70,14 +71,14 @@ private:
     std::shared_ptr<Clock::time_point> moment;
 };
 
-// Of two stamps that are complete: the host has seen a later event of their streams complete.
+// The time between two complete stamps: the host must have seen a later event of their streams complete.
 inline double seconds_between(const Timestamp& begin, const Timestamp& end) {
     return std::chrono::duration<double>(*end.moment - *begin.moment).count();
 }
 
 class Stream {
 public:
-    // hosted is for what needs the host on its way (llmc/cuda/stream.cuh): here all that communicates does.
+    // hosted: its work needs the host (llmc/cuda/stream.cuh). On the CPU the same as communicate.
     enum class Kind { compute, communicate, hosted };
 
     explicit Stream(Kind kind = Kind::compute) {
@@ -86,7 +87,7 @@ public:
     Stream(const Stream&) = delete;
     Stream& operator=(const Stream&) = delete;
 
-    // Finishes what is queued, then ends the thread.
+    // Finishes the queue, then ends the thread.
     ~Stream() {
         if (!worker.joinable()) { return; }
         {
@@ -115,7 +116,7 @@ public:
         push({nullptr, event.state});
     }
 
-    // What is enqueued from now on runs after `event`.
+    // Work that is enqueued from now on runs after `event`.
     void wait(const Event& event) {
         enqueue([event] { event.synchronize(); });
     }

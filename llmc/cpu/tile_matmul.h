@@ -1,8 +1,8 @@
-// Small matrix products out of cache, for attention: too small for a library's call, large enough to count.
+// Small matrix products from cache, for attention: too small for a library call, but large enough to matter.
 //
-// The inner loop keeps a tile of 8 x 32 (AVX-512), 4 x 16 (AVX2) or 4 x 8 sums in registers and adds one
-// outer product of a column of a and a row of b a step. With AVX-512 that is 10 loads (8 are broadcasts) for
-// 16 fused multiply-adds.
+// The inner loop keeps a tile of 8 x 32 (AVX-512), 4 x 16 (AVX2) or 4 x 8 sums in registers. Each step adds
+// the outer product of a column of a and a row of b: with AVX-512, 10 loads (8 of them broadcasts) for 16
+// fused multiply-adds.
 #pragma once
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -29,7 +29,7 @@ inline Vector load(const float* from) {
 
 inline void store(float* to, Vector v) { memcpy(to, &v, sizeof v); }
 
-// a * b + c, rounded once.
+// a * b + c with one rounding.
 inline Vector multiply_add(float a, Vector b, Vector c) {
 #if defined(__AVX512F__)
     return _mm512_fmadd_ps(_mm512_set1_ps(a), b, c);

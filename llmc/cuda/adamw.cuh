@@ -1,5 +1,5 @@
-// The AdamW update of a shard: llmc/adamw.h for every value. The bits are the CPU's: it says fmaf where it
-// means it, and leaves the compiler no product and sum to fuse.
+// The AdamW update of a shard: llmc/adamw.h for every value. The bits are the CPU's, since the arithmetic
+// spells out every fmaf and leaves the compiler no product and sum to fuse.
 #pragma once
 #include "llmc/adamw.h"
 #include "llmc/cuda/memory.cuh"
@@ -9,8 +9,8 @@
 namespace cuda {
 
 // One thread updates four values. Bound by memory: 30 bytes a value in bf16 (16 are read, 14 written). A call
-// of Philox has the random bits of 8 values, so that two threads make the same one: what that costs hides
-// behind the memory.
+// of Philox gives the random bits of 8 values, so two threads make the same call; memory traffic hides its
+// cost.
 __global__ void __launch_bounds__(256)
     adamw_update_kernel(floatX* params, float* master, float* m, float* v, const float* grad, long count,
                         long decayed, AdamW step, const float* grad_scale, StochasticRounding rounding) {
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(256)
 }
 
 // Updates master, m, v from grad * *grad_scale, and params from master. Weight decay applies to the first
-// `decayed` values. Does nothing where *grad_scale is not finite: the moments would never recover.
+// `decayed` values. Does nothing if *grad_scale is not finite, since the moments would never recover.
 // params, master, m, v, grad: (count), count a multiple of 4, 16-byte aligned (params: 4 parameters)
 // grad_scale: (1), the clip scale   rounding: of params, its `first` a multiple of 4
 inline void adamw_update(floatX* params, float* master, float* m, float* v, const float* grad, long count,

@@ -1,5 +1,5 @@
 // Causal self-attention on tensor cores, a tile at a time as in FlashAttention-2 (Dao, arXiv 2307.08691):
-// T x T scores are never in memory. For one head, with q, k, v: (T,hs) and scale = 1 / sqrt(hs):
+// the T x T scores are never in memory. For one head, with q, k, v: (T,hs) and scale = 1 / sqrt(hs):
 //
 //     s = scale q k^T (s <= t only),   lse = log(sum over s of e^s),   p = e^(s - lse),   out = p v
 //     dv = p^T dout,   dp = dout v^T,   ds = p (dp - sum over hs of dout out)
@@ -26,21 +26,22 @@ constexpr int warps = 4, threads = 32 * warps;  // of a block
 constexpr int largest_tile = 128;               // rows; the sizes of the backward's tiles divide it
 constexpr float log2_e = 1.44269504f, ln_2 = 0.693147181f;
 
-// What each kernel's block owns and what it goes through, in rows. As large as registers (255 a thread) and
-// 99 KiB of shared memory allow. Two blocks share an SM that has 228 KiB (sm_90, sm_100), one that has 164
-// (sm_80) but for dq of 128, and one that has 100 (sm_86, sm_89) for the forward and dk, dv of 64.
+// The rows that a block of each kernel owns, and those that it loops over in a step. They are as large as
+// registers (255 a thread) and 99 KiB of shared memory allow. Two blocks share an SM with 228 KiB (sm_90,
+// sm_100); with 164 KiB (sm_80) for all but dq of 128; with 100 KiB (sm_86, sm_89) for the forward and for
+// dk, dv of 64.
 //
-// Estimates, not measured: clocks of an SM of sm_90 for one step of a block's loop, if nothing else held it
-// up. Tensor cores are taken to reach 5/8 of their peak by mma.sync, shared memory to move 128 bytes a clock,
-// and each of four schedulers to issue an instruction a clock (as many as there are in the compiled loop).
+// Estimates, not measurements: clocks of an SM of sm_90 for one step of a block's loop, if each resource were
+// the only limit. Assumed: tensor cores reach 5/8 of their peak with mma.sync, shared memory moves 128 bytes
+// a clock, and each of four schedulers issues one of the compiled loop's instructions a clock.
 //
 //     head size           forward: 64    128    dk, dv: 64    128    dq: 64    128
 //     tensor cores                820    820           820    820      1230   1230
 //     shared memory               640    900           860   1440      1150   1410
 //     instructions                760    680           570    550       800    620
 //
-// So no one of them alone is the bound, and what is read from shared memory counts as much as the flops.
-// The queries that a warp multiplies at every step stay in registers where these suffice.
+// So none of them alone is the bound, and reads of shared memory cost as much as the flops. The queries that
+// a warp multiplies in every step stay in registers if these suffice.
 template <int hs>
 struct Tiles {
     static constexpr bool forward_q_in_registers = hs == 64;
@@ -59,14 +60,15 @@ struct Tiles {
 // The 16-byte packs of a row are permuted: pack c of row r lies at c ^ (r % 8). So the same pack of 8
 // successive rows, which is what ldmatrix reads, lies in 8 different groups of banks.
 
-// Where a tile holds `column`, a multiple of 8, of `row`.
+// The place in a tile of `column`, a multiple of 8, of `row`.
 template <int hs>
 __device__ inline int tile_index(int row, int column) {
     return row * hs + column / 64 * 64 + (column % 64 ^ row % 8 * 8);
 }
 
-// What this lane gives to load_matrix_x4 for the 16 x 16 values at (row, column), multiples of 16. Matrices 0
-// and 1 are the left columns, 0 and 2 the upper rows: operand A of mma, or, transposed, two operands B.
+// The address that this lane gives to load_matrix_x4 for the 16 x 16 values at (row, column), multiples of
+// 16. Matrices 0 and 1 are the left columns, 0 and 2 the upper rows: operand A of mma or, transposed, two
+// operands B.
 template <int hs>
 __device__ inline const bf16* lane_address(const bf16* tile, int row, int column) {
     const int lane = threadIdx.x % 32;
@@ -81,7 +83,7 @@ __device__ inline const bf16* lane_address_of_b(const bf16* tile, int row, int c
     return tile + row * hs + tile_index<hs>(lane / 16 * 8 + lane % 8, column + lane / 8 % 2 * 8);
 }
 
-// Rows `first`.. of a head to shared memory, zeros from row T on.   head: (T,hs) with leading dimension ld
+// Copies rows `first`.. of a head to shared memory; zeros from row T on.   head: (T,hs), leading dimension ld
 template <int rows, int hs>
 __device__ inline void load_tile_async(bf16* tile, const bf16* head, int ld, int first, int T) {
     constexpr int step = threads * 8 / hs;  // rows that all threads together copy; a multiple of 8
@@ -158,7 +160,7 @@ __device__ inline void add_product_of_rows(float (&sum)[M][N][4], const uint32_t
 }
 
 // sum += A B, with A rounded to bf16.   A: (16 M, 8 N)   B: the 8 N rows of b_tile, (8 N, hs)
-// What mma leaves in a lane as a sum is what it takes from it as A: nothing has to move.
+// A lane holds the sums of one mma just where the next one expects A: nothing has to move.
 template <int hs, int M, int N>
 __device__ inline void add_product(float (&sum)[M][hs / 8][4], const float (&a)[M][N][4],
                                    const bf16* b_tile) {
@@ -185,8 +187,8 @@ __device__ inline void add_product(float (&sum)[M][hs / 8][4], const float (&a)[
     }
 }
 
-// factor x to rows `first`.. of a head, those before T. It goes through the warp's own rows of a tile that no
-// other warp reads, from tile_row on, so that it leaves in packs of 16 bytes.
+// Writes factor x to rows `first`.. of a head, up to T, by way of the warp's own rows of a tile (from
+// tile_row on), which no other warp reads, so that it is written in packs of 16 bytes.
 // head: (T,hs) with leading dimension ld
 template <int hs, int M>
 __device__ inline void store_rows(bf16* head, int ld, int first, int T, const float (&x)[M][hs / 8][4],
@@ -217,7 +219,7 @@ __device__ inline void store_rows(bf16* head, int ld, int first, int T, const fl
 
 // ---- softmax
 
-// Scores of keys that come after their query become -infinity.   s: (queries, keys)
+// Sets the scores of keys that come after their query to -infinity.   s: (queries, keys)
 template <int M, int N>
 __device__ inline void mask(float (&s)[M][N][4], int first_query, int first_key) {
     #pragma unroll
@@ -247,7 +249,7 @@ __device__ inline void mask_transposed(float (&s)[M][N][4], int first_query, int
     }
 }
 
-// A row of a matrix in registers is with the four lanes of a quad.
+// The four lanes of a quad hold a row of a matrix in registers.
 __device__ inline float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(full_warp, x, 1));
     return fmaxf(x, __shfl_xor_sync(full_warp, x, 2));
@@ -270,8 +272,8 @@ struct Softmax {
         }
     }
 
-    // Scores become 2^(scale s - max); what was summed under an older maximum, `out` too, is brought to the
-    // new one. Each row has a score that is not masked, or had one before.
+    // Scores become 2^(scale s - max). Earlier sums, and `out`, are rescaled to the new maximum. Each row
+    // has, or has had, a score that is not masked.
     template <int N, int K>
     __device__ void update(float (&s)[M][N][4], float (&out)[M][K][4], float scale) {
         #pragma unroll
@@ -330,9 +332,9 @@ struct Softmax {
 // that what they all read stays in the L2 cache, and go from the one with most work to the one with least.
 
 // out: (B,T,C)   lse: (B,NH,T)   qkv: (B,T,3C)
-// A block owns queries and goes through keys, from 0 to its last query; the next tile of k and v is on its
-// way while one is in use. Flops: 2 T C a query, on average over positions. Bound by tensor cores and by
-// issuing instructions alike, for heads of 128 by shared memory (estimates: see Tiles).
+// A block owns queries and loops over keys, from 0 to its last query; it loads the next tile of k and v while
+// it uses one. Flops: 2 T C a query, on average over positions. Bound by tensor cores and instruction issue
+// alike, for heads of 128 by shared memory (estimates: see Tiles).
 template <int hs>
 __global__ void __launch_bounds__(threads, 2)
     forward_kernel(bf16* out, float* lse, const bf16* qkv, int T, int C, float scale) {
@@ -388,8 +390,8 @@ __global__ void __launch_bounds__(threads, 2)
     store_rows<hs>(out + size_t(b * T) * C + h * hs, C, query, T, sum, 1.0f, q_tile, row);
 }
 
-// What the backward needs of each query, in rows padded to whole tiles: its lse to base 2 and the sum over hs
-// of dout out. Padding gets infinity, which makes its probabilities 0, and 0.
+// For each query, in rows padded to whole tiles, what the backward needs: its lse to base 2, and the sum over
+// hs of dout out. In the padding lse is infinite, which makes probabilities 0, and the sum is 0.
 // lse2, dot: (B,NH,padded_T)   dout, out: (B,T,C)   lse: (B,NH,T)
 // A thread reads 8 values of each tensor. Bound by memory: 4 bytes a value.
 template <int hs>

@@ -1,5 +1,5 @@
-// Buffer: an array in a GPU's memory, freed with its owner. All zero bits when new. The host does not read or
-// write it: see llmc/cuda/memory.cuh.
+// Buffer: an array in a GPU's memory, freed with its owner. All zero bits when new. The host can only copy to
+// and from it (llmc/cuda/memory.cuh).
 #pragma once
 #include <new>
 
@@ -9,12 +9,12 @@
 namespace cuda {
 
 struct GpuMemory {
-    // Waits for the whole device: for what is taken before step 1.
+    // Waits for the whole device, so memory is to be taken before step 1.
     static void* take(size_t bytes) {
         void* p = nullptr;
         const cudaError_t status = cudaMalloc(&p, bytes);
         if (status == cudaErrorMemoryAllocation) {
-            cudaGetLastError();  // it stays there for the next launch to find
+            cudaGetLastError();  // clears the error, or the next launch would report it
             throw std::bad_alloc();
         }
         cudaCheck(status);

@@ -1,4 +1,5 @@
-// Softmax, cross entropy and its gradient in one visit to each row of the logits, the largest activation:
+// Softmax, cross entropy and its gradient, visiting each row of the logits, the largest activation, only
+// once:
 //
 //     loss = log(sum over v of e^(logits[v] - max)) + max - logits[target]
 //     dlogits = (softmax - onehot(target)) dloss
@@ -19,13 +20,13 @@ struct SoftmaxSum {
     float max, sum;  // sum of e^(x - max)
 };
 
-// e^(x - max), for x <= max. Off by (max - x) 2^-23 + 2^-22 of itself: 2e-6 where it is 1e-6. As the product
-// comes after the difference, it does not matter how large both are.
+// e^(x - max), for x <= max. Its relative error is (max - x) 2^-23 + 2^-22: 2e-6 for a result of 1e-6. It
+// does not depend on the size of x and max, since their difference is formed before the product.
 __device__ inline float exponential_of_difference(float x, float max) {
     return exp2_approximate(1.44269504f * (x - max));
 }
 
-// A thread's part of a row. Its maximum begins finite: e^(-inf - max) is 0, where -inf - -inf is not.
+// A thread's part of a row. Its maximum begins finite: e^(-inf - max) is 0, but e^(-inf - -inf) would be NaN.
 // row: (Vp), of which V count
 __device__ inline SoftmaxSum softmax_sum_of_thread(const floatX* row, int V) {
     constexpr int size = Pack<floatX>::size;
@@ -44,11 +45,11 @@ __device__ inline SoftmaxSum softmax_sum_of_thread(const floatX* row, int V) {
     return part;
 }
 
-// What a block can have of shared memory on every GPU from sm_80 on, less what it declares. A row of GPT-2's
-// 50,304 bf16 logits is 98.25 KiB.
+// The shared memory that a block can have on every GPU from sm_80 on, minus what it declares. A row of
+// GPT-2's 50,304 bf16 logits takes 98.25 KiB.
 constexpr size_t largest_row_in_shared_memory = 99 * 1024 - 512;
 
-// The row to shared memory: a thread's packs are all on their way at once, and no other thread reads them.
+// Copies the row to shared memory: a thread loads all its packs at once, and no other thread reads them.
 __device__ inline void load_row(floatX* to, const floatX* row, int Vp) {
     constexpr int size = Pack<floatX>::size;
     for (int first = threadIdx.x * size; first < Vp; first += int(blockDim.x) * size) {
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(1024)
     DYNAMIC_SHARED(memory);
     floatX *row = logits + long(blockIdx.x) * Vp, *held = row;
     const int target = targets[blockIdx.x];
-    const float target_logit = float(row[target]);  // before the barriers, behind which it is overwritten
+    const float target_logit = float(row[target]);  // read before the barriers: after them it is overwritten
     if constexpr (in_shared_memory) {
         held = reinterpret_cast<floatX*>(memory);
         load_row(held, row, Vp);
@@ -97,15 +98,15 @@ __global__ void __launch_bounds__(1024)
     }
 }
 
-// logits: (N,Vp), columns V..Vp are padding: left alone, or, if write_dlogits, replaced by
-// dlogits, which are 0 in the padding; Vp a multiple of 8, 16-byte aligned
+// logits: (N,Vp), of which columns V..Vp are padding; Vp a multiple of 8, 16-byte aligned. If write_dlogits,
+// they are replaced by dlogits, which are 0 in the padding; else they stay.
 // losses: (N), the cross entropy   targets: (N) in [0, V)   dloss: the gradient of each row's loss
 inline void fused_classifier(floatX* logits, float* losses, float dloss, const int* targets, int N, int V,
                              int Vp, bool write_dlogits, Stream& stream) {
     if (Vp % 8 != 0) { throw std::invalid_argument("fused_classifier: Vp is not a multiple of 8"); }
     require_aligned("an array of fused_classifier", {logits});
     if (N == 0) { return; }
-    // As many threads as a row has packs, in whole warps. Large blocks: few rows are on the way at a time.
+    // As many threads as a row has packs, in whole warps. Blocks are large, so that few rows are in flight.
     const int warps = std::min((Vp / Pack<floatX>::size + 31) / 32, 32);
     const size_t bytes = size_t(Vp) * sizeof(floatX);
     const bool fits = bytes <= largest_row_in_shared_memory;

@@ -1,4 +1,4 @@
-// HostBuffer on a GPU's host: pinned, so that the GPU reads and writes it by itself and copies return
+// HostBuffer on a GPU's host: pinned memory, which the GPU reads and writes by itself, so that copies return
 // at once.
 #pragma once
 #include <cstring>
@@ -14,7 +14,7 @@ struct PinnedMemory {
         void* p = nullptr;
         const cudaError_t status = cudaMallocHost(&p, bytes);
         if (status == cudaErrorMemoryAllocation) {
-            cudaGetLastError();  // it stays there for the next launch to find
+            cudaGetLastError();  // clears the error, or the next launch would report it
             throw RunError(format("cannot pin %.3g GB of the host's memory: start fewer processes on this "
                                   "machine, leave out --outer-offload, or raise the job's limit of memory",
                                   double(bytes) / 1e9));

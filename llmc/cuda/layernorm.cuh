@@ -2,9 +2,10 @@
 //
 //     out = (inp - mean) rstd weight + bias,   mean and rstd = 1 / sqrt(variance + 1e-5) of a row of C values
 //
-// Forward, a warp has a row: it needs no barrier, and rows of GPT's sizes give it a few packs a lane.
-// Backward, a block has one row after another and a thread eight channels of all of them, so that the sums
-// over rows stay in registers. Both read a row from memory once. C is a multiple of 8 and at most 8192.
+// In the forward, a warp computes a row: this needs no barrier, and with GPT's sizes each lane has a few
+// packs. In the backward, a block computes one row after another, and a thread the same eight channels of all
+// of them, so that the sums over rows stay in registers. Both read a row from memory once. C is a multiple of
+// 8 and at most 8192.
 #pragma once
 #include <algorithm>
 #include <stdexcept>
@@ -15,11 +16,11 @@
 
 namespace cuda {
 
-// A lane's first channel, and how far the next one is: a warp reads 512 bytes at a time.
+// A lane's first channel, and the distance to its next ones: a warp reads 512 bytes at a time.
 constexpr int channels_of_lane = Pack<floatX>::size, channels_of_warp = 32 * channels_of_lane;
 
-// One row, by a warp, as cpu::layernorm_row has it. The variance is that of the centred values.
-// row: (C) in shared memory, where a lane reads only the packs that are its own
+// A warp computes one row, as cpu::layernorm_row does. The variance is computed from centred values.
+// row: (C) in shared memory, of which a lane reads only its own packs
 __device__ inline void layernorm_row(floatX* out, float* mean, float* rstd, const floatX* row,
                                      const floatX* weight, const floatX* bias, int C) {
     const int lane = threadIdx.x % 32;
@@ -48,7 +49,7 @@ __device__ inline void layernorm_row(floatX* out, float* mean, float* rstd, cons
     }
 }
 
-// A warp has a row, in shared memory: all of it is on its way at once, whatever C.
+// A warp computes a row in shared memory: it loads the whole row at once, for any C.
 // Bound by memory: 4 bytes a value with bf16.   dynamic shared memory: (warps, C)
 __global__ void layernorm_forward_kernel(floatX* out, float* mean, float* rstd, const floatX* inp,
                                          const floatX* weight, const floatX* bias, int N, int C) {
@@ -66,7 +67,7 @@ __global__ void layernorm_forward_kernel(floatX* out, float* mean, float* rstd, 
     layernorm_row(out + first, mean + n, rstd + n, row, weight, bias, C);
 }
 
-// The same of a sum, which is rounded first: backward reads it rounded.
+// The same for a sum, which is rounded first, since the backward reads it rounded.
 // Bound by memory: 8 bytes a value with bf16.   dynamic shared memory: (warps, 2, C)
 __global__ void fused_residual_forward_kernel(floatX* residual, floatX* normed, float* mean, float* rstd,
                                               const floatX* inp1, const floatX* inp2, const floatX* weight,
@@ -93,8 +94,8 @@ __global__ void fused_residual_forward_kernel(floatX* residual, floatX* normed, 
     layernorm_row(normed + first, mean + n, rstd + n, row, weight, bias, C);
 }
 
-// The sums of two values over a block. One barrier: calls take turns with `warp_sums` 0 and 1, so that a
-// warp can write those of the next row while another one still reads those of this one.
+// The sums of two values over a block, with one barrier: calls alternate between two `warp_sums`, so that a
+// warp can write the next row's sums while another one still reads this row's.
 __device__ inline float2 sum_pair(float2 (&warp_sums)[32], float a, float b) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     a = warp_sum(a);
@@ -102,7 +103,7 @@ __device__ inline float2 sum_pair(float2 (&warp_sums)[32], float a, float b) {
     if (lane == 0) { warp_sums[warp] = make_float2(a, b); }
     __syncthreads();
     float2 sum = make_float2(0.0f, 0.0f);
-    #pragma unroll 1  // its caller has no registers to spare
+    #pragma unroll 1  // the caller has no registers to spare
     for (int w = 0; w < warps; w++) {
         sum.x += warp_sums[w].x;
         sum.y += warp_sums[w].y;
@@ -110,7 +111,7 @@ __device__ inline float2 sum_pair(float2 (&warp_sums)[32], float a, float b) {
     return sum;
 }
 
-// A block has rows blockIdx.x, blockIdx.x + gridDim.x, ..., a thread eight channels of them. With
+// A block computes rows blockIdx.x, blockIdx.x + gridDim.x, ..., a thread eight channels of each. With
 // x = (inp - mean) rstd and d = weight dout,
 //     dinp += rstd (d - mean over C of d - x * mean over C of d x)
 // and, for the block's rows, partial[0] = sum of dout x, partial[1] = sum of dout.
@@ -122,11 +123,11 @@ __global__ void __launch_bounds__(1024)
     const int c = threadIdx.x * 8;
     const bool valid = c < C;
     const float per_channel = 1.0f / float(C);           // no division in the loop: registers are scarce
-    float w[8] = {}, dy[8] = {}, y[8] = {}, dx[8] = {};  // where not valid: nothing to the sums of a row
+    float w[8] = {}, dy[8] = {}, y[8] = {}, dx[8] = {};  // invalid channels add nothing to the sums of a row
     float dweight[8] = {}, dbias[8] = {};
     for (int n = blockIdx.x, turn = 0; n < N; n += gridDim.x, turn ^= 1) {
         const size_t at = size_t(n) * C + c;
-        // Where not valid, y is not loaded anew: r = 0 keeps it from growing from row to row.
+        // Invalid channels do not load y anew: r = 0 keeps it from growing from row to row.
         const float m = mean[n], r = valid ? rstd[n] : 0.0f;
         if (valid) {
             load_packs(dy, dout + at);
@@ -155,11 +156,11 @@ __global__ void __launch_bounds__(1024)
     }
 }
 
-constexpr int partial_warps = 16, partial_rows = 16;  // rows that a thread has on their way at once
+constexpr int partial_warps = 16, partial_rows = 16;  // rows that a thread loads at once
 
-// dweight, dbias += the sums over blocks of partial. A block has 32 columns of partial: each warp sums
-// every 16th row, the first warp the warps' sums.
-// Bound by latency: a few megabytes that the kernel before has left in the cache, 4 bytes a value.
+// dweight, dbias += the sums of partial over blocks. A block sums 32 columns of partial: each warp every 16th
+// row, then the first warp the warps' sums.
+// Bound by latency: a few megabytes, 4 bytes a value, which the previous kernel has left in the cache.
 // partial: (blocks, 2, C)
 __global__ void layernorm_add_partial_kernel(float* dweight, float* dbias, const float* partial, int blocks,
                                              int C) {
@@ -191,7 +192,7 @@ inline void check_layernorm_channels(int C) {
     }
 }
 
-// Warps of a forward block: four, or as many as 48 KiB of shared memory have rows for.
+// Warps in a forward block: four, or fewer if 48 KiB of shared memory do not hold four rows.
 inline unsigned layernorm_warps(size_t bytes_of_warp) {
     return unsigned(std::clamp<size_t>(48 * 1024 / bytes_of_warp, 1, 4));
 }
@@ -220,14 +221,14 @@ inline void fused_residual_forward(floatX* residual, floatX* normed, float* mean
            residual, normed, mean, rstd, inp1, inp2, weight, bias, N, C);
 }
 
-// Blocks of the backward kernel: of N and C alone, so that the order of sums is the same on every GPU. Some
-// 100,000 threads fill the largest of today, where there are rows for them; 256 blocks, where a row has many
-// channels, keep the partial sums small next to the rows.
+// Blocks of the backward kernel. They depend on N and C alone, so that the order of sums is the same on every
+// GPU. Given enough rows, some 100,000 threads fill today's largest GPU. For rows with many channels, a limit
+// of 256 blocks keeps the partial sums small compared with the rows.
 inline int layernorm_backward_blocks(int N, int C) {
     return std::min(N, std::clamp(1024 * 768 / C, 256, 1024));
 }
 
-// All three are added to.   dinp, dout, inp: (N,C)   dweight, dbias: (C) float   weight: (C)
+// Adds to dinp, dweight and dbias.   dinp, dout, inp: (N,C)   dweight, dbias: (C) float   weight: (C)
 // mean, rstd: (N)   dinp, dout, inp and weight are 16-byte aligned.
 inline void layernorm_backward(floatX* dinp, float* dweight, float* dbias, const floatX* dout,
                                const floatX* inp, const floatX* weight, const float* mean, const float* rstd,

@@ -3,11 +3,11 @@
 //     out = inp weight^T + bias
 //     dinp = dout weight,   dweight += dout^T inp,   dbias += sum over rows of dout
 //
-// bf16 build: the inputs of the three products are bf16, sums are fp32. fp32 build: `highest` is fp32, `high`
-// and `medium` round the inputs to tf32; it is for checking, so GELU has kernels of its own there, as it has
-// with bf16 on GPUs where fusing it does not pay.
-// cuBLASLt's matrices are column-major. A row-major (r,c) is, as it lies, a column-major (c,r) with leading
-// dimension c, so each product is computed transposed, out of what cuBLASLt takes for A and B:
+// bf16 build: the inputs of the three products are bf16, sums are fp32. fp32 build, for checking: `highest`
+// is fp32, `high` and `medium` round the inputs to tf32. GELU has its own kernels in the fp32 build, and with
+// bf16 on GPUs where fusing it does not pay. cuBLASLt's matrices are column-major. A row-major (r,c) is, as
+// it lies, a column-major (c,r) with leading dimension c, so each product is computed transposed, out of what
+// cuBLASLt takes for A and B:
 //
 //     product            D = op(A) op(B)    A, as it lies    B, as it lies   m    n    k
 //     forward            out^T              weight (C,OC)^T  inp (C,N)       OC   N    C
@@ -34,13 +34,13 @@ namespace cuda {
 
 // ---- kernels
 
-constexpr int column_sums_warps = 8, column_sums_packs = 8;  // packs that a lane has on their way at once
+constexpr int column_sums_warps = 8, column_sums_packs = 8;  // packs that a lane loads at once
 
 // sums[chunk,i] = sum over the chunk's rows n of inp[n,i], or += with `add`.
 // sums: (chunks,columns)   inp: (rows,columns), columns a multiple of a pack
 // A warp goes down its rows 16 bytes a lane, the block's warps are then added in order. Block (x, y): the
 // x-th 32 packs of columns of chunk y. Bound by memory: each value of inp is read once, 2 bytes in bf16.
-// Launch bounds: registers for 4 blocks an SM. With fewer a pack would be waited for before the next is read.
+// Launch bounds leave registers for 4 blocks an SM. With fewer registers a lane would wait for each pack.
 template <class T>
 __global__ void __launch_bounds__(32 * column_sums_warps, 4)
     column_sums_kernel(float* sums, const T* inp, int rows, int columns, int rows_per_chunk, bool add) {
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(256)
 // ---- launchers
 
 // sums[i] += sum over n of inp[n,i].   sums: (columns)   inp: (rows,columns), columns a multiple of 8
-// Chunks of a fixed number of rows are summed, then the chunks: the same bits on every device.
+// Sums chunks of a fixed number of rows, then the chunks in order: the same bits on every device.
 inline void column_sums(float* sums, const floatX* inp, int rows, int columns, Stream& stream) {
     const int rows_per_chunk = 256, chunks = int(blocks_for(rows, rows_per_chunk));
     const int threads = 32 * column_sums_warps;
@@ -125,12 +125,12 @@ struct CublasLtDestroy {
 template <class Pointer>
 using CublasLtOwner = std::unique_ptr<std::remove_pointer_t<Pointer>, CublasLtDestroy>;
 
-// The library's state, its workspace, and a plan for each shape so far. For one thread and one stream.
+// cuBLASLt's state, its workspace, and a plan for each shape so far. For one thread and one stream.
 class Matmul {
 public:
     enum class Kind { forward, backward_inp, backward_weight };
     static constexpr bool bf16 = !std::is_same<floatX, float>::value;
-    const bool fuses_gelu;  // into products; else it has kernels of its own, as always in the fp32 build
+    const bool fuses_gelu;  // into products; else GELU has its own kernels, as always in the fp32 build
 
     // For the GPU in use.
     explicit Matmul(MatmulPrecision precision)
@@ -146,11 +146,11 @@ public:
         handle.reset(made);
     }
 
-    // From Hopper (compute capability 9.0) on. Before, cuBLASLt's products with bf16 GELU take longer than
-    // plain ones and a kernel for it.   major: of the compute capability
+    // Whether fusing GELU pays: from Hopper on. On earlier GPUs cuBLASLt's bf16 products with GELU take
+    // longer than plain products and a GELU kernel.   major: of the compute capability
     static bool gains_from_fusing_gelu(int major) { return major >= 9; }
 
-    // What is used, for people.
+    // What is used, in words.
     std::string description() const {
         return bf16 ? "bf16, sums in fp32" : compute == CUBLAS_COMPUTE_32F ? "fp32" : "tf32, sums in fp32";
     }
@@ -189,11 +189,11 @@ private:
         return major;
     }
 
-    // As much as cuBLAS itself takes on Hopper; 4 MiB would do for what came before.
+    // As much as cuBLAS itself takes on Hopper; 4 MiB would do on earlier GPUs.
     static constexpr size_t workspace_bytes = size_t(32) << 20;
 
     struct Plan {
-        std::string problem;  // for people
+        std::string problem;  // in words, for errors
         CublasLtOwner<cublasLtMatmulDesc_t> operation;
         CublasLtOwner<cublasLtMatrixLayout_t> a, b, out;
         cublasLtMatmulAlgo_t algorithm;
@@ -266,16 +266,17 @@ private:
             set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, int64_t(forward ? OC : C));
             set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, int32_t(type));
         }
-        // The heuristic looks at the alignment of these two: not at that of the first call's, which may be
-        // more than the next one's, but at 16 bytes. It does not read what is there.
+        // The heuristic looks at the alignment of these two pointers, not at the values. They have the 16
+        // bytes that every call promises; the first call's own pointers may be aligned better than later
+        // ones.
         const floatX* aligned_to_16 = reinterpret_cast<const floatX*>(workspace.data() + 16);
         set_pointers(plan, aligned_to_16, aligned_to_16);
         plan.algorithm = choose_algorithm(plan);
         return plan;
     }
 
-    // The heuristic's first choice. Partial sums of a split k stay fp32, and all pointers are promised to be
-    // aligned as its kernels load, to 16 bytes.
+    // The heuristic's first choice. Partial sums of a split k stay fp32. All pointers are promised to be
+    // 16-byte aligned, as its kernels load.
     cublasLtMatmulAlgo_t choose_algorithm(const Plan& plan) const {
         cublasLtMatmulPreference_t made;
         check(cublasLtMatmulPreferenceCreate(&made), plan.problem);
@@ -308,7 +309,7 @@ private:
 };
 
 // out: (N,OC)   inp: (N,C)   weight: (OC,C)   bias: (OC) or null
-// pre_gelu: (N,OC) or null; given, it is what is described above, and out = gelu(pre_gelu)
+// pre_gelu: (N,OC) or null; if given, it receives inp weight^T + bias, and out = gelu(pre_gelu)
 inline void matmul_forward(Matmul& matmul, floatX* out, const floatX* inp, const floatX* weight,
                            const floatX* bias, int N, int C, int OC, Stream& stream,
                            floatX* pre_gelu = nullptr) {
@@ -320,9 +321,9 @@ inline void matmul_forward(Matmul& matmul, floatX* out, const floatX* inp, const
     }
 }
 
-// dinp, inp: (N,C), dinp overwritten   dweight: (OC,C), dbias: (OC) or null; both are added to
+// Overwrites dinp, adds to dweight and dbias.   dinp, inp: (N,C)   dweight: (OC,C)   dbias: (OC) or null
 // dout: (N,OC)   weight: (OC,C)
-// pre_gelu: (N,C) or null; given, inp is gelu(pre_gelu), and dinp becomes the gradient of pre_gelu
+// pre_gelu: (N,C) or null; if given, inp is gelu(pre_gelu), and dinp becomes the gradient of pre_gelu
 inline void matmul_backward(Matmul& matmul, floatX* dinp, float* dweight, float* dbias, const floatX* dout,
                             const floatX* inp, const floatX* weight, int N, int C, int OC, Stream& stream,
                             const floatX* pre_gelu = nullptr) {

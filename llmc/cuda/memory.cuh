@@ -1,15 +1,15 @@
 // Copies, casts and the few scalars of a step (loss, gradient norm, clip scale), which stay on the device:
-// only copy_to_host waits for it. Copies are asynchronous where the host's side is a HostBuffer; from other
-// memory they may wait, and what they read must not change before the stream has come past them.
+// only copy_to_host makes the host wait. A copy to or from a HostBuffer is asynchronous. A copy from other
+// memory may wait, and the memory must not change before the stream has completed the copy.
 #pragma once
 #include "llmc/adamw.h"
 #include "llmc/cuda/stream.cuh"
 
 namespace cuda {
 
-// ---- what kernels of elementwise work share
+// ---- shared by elementwise kernels
 
-// `count` values at `p` as floats and back, in packs of 16 bytes, or of 8 where that is all.
+// Loads `count` values at `p` as floats, and stores them, in packs of 16 bytes, or of 8 if there are no more.
 template <int count, class T>
 __device__ inline void load_packs(float (&values)[count], const T* p) {
     constexpr int size = count < Pack<T>::size ? count : Pack<T>::size;
@@ -31,7 +31,7 @@ __device__ inline void store_packs(T* p, const float (&values)[count]) {
 
 // ---- kernels
 
-// One thread converts four values, the last one what is left. Bound by memory: sizeof(Out) + sizeof(In) bytes
+// One thread converts four values, the last thread the rest. Bound by memory: sizeof(Out) + sizeof(In) bytes
 // a value.
 template <class Out, class In>
 __global__ void __launch_bounds__(256) cast_kernel(Out* out, const In* inp, long n) {
@@ -45,10 +45,10 @@ __global__ void __launch_bounds__(256) cast_kernel(Out* out, const In* inp, long
     }
 }
 
-constexpr int sum_threads = 512, sum_each = 8;  // values that a thread has on their way at once
+constexpr int sum_threads = 512, sum_each = 8;  // values that a thread loads at once
 
-// One block. In double, as on the CPU, so that the order of the sum hardly ever shows in the float. There are
-// as many values as a step has tokens: bound by the latency of a few loads.
+// One block. It sums in double, as the CPU does, so that the order hardly ever shows in the float. There are
+// only as many values as a micro-step has tokens: bound by the latency of a few loads.
 __global__ void __launch_bounds__(sum_threads)
     add_scaled_sum_kernel(float* out, const float* values, long n, float scale) {
     double sum = 0;
@@ -72,19 +72,19 @@ __global__ void clip_scale_kernel(float* norm, float* scale, const float* norm_s
 
 // ---- launchers
 
-// inp: of the host
+// inp: in host memory
 template <class T>
 inline void copy_to_device(T* out, const T* inp, long n, Stream& stream) {
     cudaCheck(cudaMemcpyAsync(out, inp, size_t(n) * sizeof(T), cudaMemcpyHostToDevice, stream));
 }
 
-// The host has the values when the stream has come past this. out: of a HostBuffer
+// The host has the values once the stream has completed this.   out: in a HostBuffer
 template <class T>
 inline void copy_to_host_later(T* out, const T* inp, long n, Stream& stream) {
     cudaCheck(cudaMemcpyAsync(out, inp, size_t(n) * sizeof(T), cudaMemcpyDeviceToHost, stream));
 }
 
-// Returns when the host has the values.
+// Returns once the host has the values.
 template <class T>
 inline void copy_to_host(T* out, const T* inp, long n, Stream& stream) {
     copy_to_host_later(out, inp, n, stream);

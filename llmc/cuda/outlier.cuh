@@ -1,5 +1,5 @@
 // Outliers: llmc/outlier.h for the loss and the gradient norm of a step. The host does not wait: it reads the
-// scores with the step's other scalars, later. The bits are the CPU's.
+// scores later, with the step's other scalars. The bits are the CPU's.
 #pragma once
 #include "llmc/cuda/memory.cuh"
 #include "llmc/outlier.h"
@@ -18,8 +18,8 @@ __global__ void __launch_bounds__(2)
     if (is_loss && skips) { *clip_scale = NAN; }
 }
 
-// Enters *loss and *norm into the window, and sets *loss_zscore and *norm_zscore. Where one is above its
-// limit, *clip_scale becomes NaN: AdamW then leaves everything as it is. To be called after clip_scale.
+// Enters *loss and *norm into the window, and sets *loss_zscore and *norm_zscore. If one is above its limit,
+// *clip_scale becomes NaN, and AdamW leaves everything as it is. Call it after clip_scale.
 inline void skip_outliers(OutlierWindow* window, float* loss_zscore, float* norm_zscore, float* clip_scale,
                           const float* loss, const float* norm, OutlierLimits limits, Stream& stream) {
     launch(skip_outliers_kernel, Grid{1, 2, 0, stream}, window, loss_zscore, norm_zscore, clip_scale, loss,

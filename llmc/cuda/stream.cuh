@@ -1,5 +1,5 @@
-// Stream, Event and Timestamp on a GPU: a cudaStream_t and cudaEvent_ts with an owner, and the stream whose
-// work needs the host on its way.
+// Stream, Event and Timestamp on a GPU: a cudaStream_t and cudaEvent_ts with an owner, and a stream whose
+// work needs the host in between.
 #pragma once
 #include <chrono>
 #include <functional>
@@ -14,7 +14,7 @@
 
 namespace cuda {
 
-// A cudaEvent_t with an owner. What waits for it keeps waiting when it is gone.
+// A cudaEvent_t with an owner. Streams that wait for it still do after it is destroyed.
 class EventHandle {
 public:
     explicit EventHandle(unsigned flags) { cudaCheck(cudaEventCreateWithFlags(&event, flags)); }
@@ -37,13 +37,12 @@ inline bool is_complete(cudaError_t status) {
     return true;
 }
 
-// Blocks the host until `query` says that it is complete.
+// Blocks the host until `query` reports completion.
 //
 // CUDA's own waits spin, and the host waits for most of each step. Events that sleep instead
-// (cudaEventBlockingSync) are not for streams that wait for each other: those without that flag are the fast
-// ones, says cudaEventCreateWithFlags. So the host asks again and again, and naps in between. What is over
-// sooner than a nap does not wait for one; a longer wait ends at most a nap late (50 us, and what Linux adds
-// to it), and the step after that has been enqueued by then.
+// (cudaEventBlockingSync) are slower between streams, according to the documentation of
+// cudaEventCreateWithFlags. So the host polls, and naps in between. A short wait ends without a nap; a longer
+// one ends at most a nap late (50 us, plus Linux's latency), and by then the next step has been enqueued.
 template <class Query>
 inline void wait_until_complete(Query query) {
     using Clock = std::chrono::steady_clock;
@@ -53,7 +52,7 @@ inline void wait_until_complete(Query query) {
     }
 }
 
-// A point in a stream. Recording it again makes a new point: who waits already waits for the old one.
+// A point in a stream. Recording it again makes a new point; earlier waits are still for the old one.
 // An event that was never recorded is complete.
 class Event {
 public:
@@ -78,11 +77,11 @@ private:
     cpu::Event host;  // on a hosted stream: the event has been recorded
 };
 
-// When a stream came to a point, by the GPU's clock. Stamping it again makes a new one; copies refer to the
-// same one.
+// The time at which a stream came to a point, by the GPU's clock. Stamping it again makes a new one; copies
+// refer to the same one.
 class Timestamp {
 public:
-    // There are copies, so that stamping it again could not reuse what it holds.
+    // Stamping it again makes a new object, since copies may refer to this one.
     bool is_shared() const { return handle.use_count() > 1; }
 
 private:
@@ -92,21 +91,21 @@ private:
     std::shared_ptr<EventHandle> handle;
 };
 
-// Of two stamps that are complete: the host has seen a later event of their streams complete.
+// The time between two complete stamps: the host must have seen a later event of their streams complete.
 inline double seconds_between(const Timestamp& begin, const Timestamp& end) {
     float milliseconds = 0;
     cudaCheck(cudaEventElapsedTime(&milliseconds, *begin.handle, *end.handle));
     return milliseconds / 1e3;
 }
 
-// Work in order, next to that of other streams.
+// Work in order, concurrent with other streams.
 class Stream {
 public:
-    // compute        kernels, as they are enqueued
-    // communicate    the same at the highest priority, so that transfers start before the next kernels do
-    // hosted         a thread takes the work from a queue and enqueues it when its turn has come, so that
-    //                part of it can be the host's. Other streams may wait for its events only once the host
-    //                has seen them complete.
+    // compute        kernels run in the order in which they are enqueued
+    // communicate    the same at the highest priority, so that transfers start before waiting kernels
+    // hosted         a thread takes the work from a queue and enqueues it in turn, so that part of it can run
+    //                on the host. Other streams may wait for its events only once the host has seen them
+    //                complete.
     enum class Kind { compute, communicate, hosted };
 
     explicit Stream(Kind kind = Kind::compute) {
@@ -124,7 +123,7 @@ public:
     Stream(const Stream&) = delete;
     Stream& operator=(const Stream&) = delete;
 
-    // Finishes what is queued.
+    // Finishes the queue.
     ~Stream() {
         host.reset();
         cudaStreamSynchronize(stream);
@@ -132,13 +131,13 @@ public:
         cudaStreamDestroy(stream);
     }
 
-    // For launches: now, in the order of the calls. A hosted stream takes work through enqueue() alone.
+    // For launches, which run in the order of the calls. A hosted stream takes work only through enqueue().
     operator cudaStream_t() const {
         if (host) { throw std::logic_error("a launch past the queue of a hosted stream"); }
         return stream;
     }
 
-    // Calls `work` with the stream: now, or on a hosted stream when all enqueued before has been.
+    // Calls `work` with the stream: now or, on a hosted stream, after all work that was enqueued before.
     void enqueue(std::function<void(cudaStream_t)> work) {
         if (host) {
             host->enqueue([work = std::move(work), stream = stream] { work(stream); });
@@ -149,8 +148,8 @@ public:
 
     // `event` completes when everything enqueued so far has.
     //
-    // The event of CUDA's is used again: what waits for an earlier record of it does so for that one. Only
-    // what stands in a queue has not begun to wait, or has not recorded yet, and holds on to its own.
+    // The CUDA event is reused: waits for an earlier record of it are still for that record. Work in a hosted
+    // queue, which has not waited or recorded yet, keeps an event of its own.
     void record(Event& event) {
         if (!event.handle || event.handle.use_count() > 1) {
             event.handle = std::make_shared<EventHandle>(cudaEventDisableTiming);
@@ -160,14 +159,14 @@ public:
         if (host) { host->record(event.host); }
     }
 
-    // What is enqueued from now on runs after `event`.
+    // Work that is enqueued from now on runs after `event`.
     void wait(const Event& event) {
         if (!host && !event.host.query()) {
             throw std::logic_error("a stream waits for an event that the host has not seen complete");
         }
         if (!event.handle) { return; }
         enqueue([event](cudaStream_t on) {
-            event.host.synchronize();  // it may be another hosted stream's, and not recorded yet
+            event.host.synchronize();  // another hosted stream may not have recorded it yet
             cudaCheck(cudaStreamWaitEvent(on, *event.handle));
         });
     }
@@ -186,8 +185,8 @@ public:
         wait_until_complete([this] { return cudaStreamQuery(stream); });
     }
 
-    // Device memory for the kernels of one call, 256-byte aligned and not initialized: whoever asks next on
-    // this stream gets the same memory. Grows, waiting for the stream, when more is asked for than ever
+    // Device memory for the kernels of one call, 256-byte aligned and not initialized. The next call on this
+    // stream gets the same memory. It grows, and waits for the stream, if a call asks for more than any
     // before.   returns (count)
     template <class T>
     T* scratch(long count) {
