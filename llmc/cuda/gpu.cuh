@@ -7,14 +7,13 @@
 
 #include "llmc/cuda/device.cuh"
 #include "llmc/error.h"
-#include "llmc/run/machine.h"
 
 namespace cuda {
 
 // The GPU in use.
 struct Device {
     std::string name;      // "NVIDIA H200"
-    std::string identity;  // machine and place on its bus: the same for processes that share a GPU
+    std::string identity;  // its place on the machine's bus: the same for processes that share a GPU
     int index = 0;         // of this machine's
 };
 
@@ -53,7 +52,7 @@ inline Device use_device(int number, const std::string& interface) {
     cudaCheck(cudaSetDevice(index));
     cudaDeviceProp properties;
     cudaCheck(cudaGetDeviceProperties(&properties, index));
-    return {properties.name, format("%s/%x:%x:%x", machine_name().c_str(), unsigned(properties.pciDomainID),
+    return {properties.name, format("%x:%x:%x", unsigned(properties.pciDomainID),
                                     unsigned(properties.pciBusID), unsigned(properties.pciDeviceID)),
             index};
 }

@@ -18,7 +18,7 @@ namespace cpu {
 
 struct Device {
     std::string name = "CPU";
-    std::string identity;  // equal if processes share a device that NCCL must know of; empty: they do not
+    std::string identity;
 };
 
 inline Device use_device(int, const std::string&) { return {}; }
@@ -79,7 +79,8 @@ inline device::Device choose_device(Process& process, bool outer_nccl) {
         local_number(process, machines, process.gather("local rank", std::to_string(process.local_rank)));
     device::Device device;
     process.change_environment([&] { device = device::use_device(number, interface); });
-    const std::string sharers = sharers_of_a_device(process, process.gather("device", device.identity));
+    const std::string identity = machine_name() + "/" + device.identity;
+    const std::string sharers = sharers_of_a_device(process, process.gather("device", identity));
     if (sharers.empty()) { return device; }
 
     const bool one_machine =
