@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "llmc/cuda/device.cuh"
+#include "streaming/payload.cuh"
 #include "streaming/quantize.h"
 
 namespace cuda {
