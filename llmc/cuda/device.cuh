@@ -1,10 +1,10 @@
 // The seam between kernels and the machine. Kernels are compiled by nvcc for a GPU, or by an ordinary C++
 // compiler for the emulator (dev/emulator/), and this is the only file that knows which.
 //
-// Launches, shared memory, accesses of 16 bytes, the PTX instructions in use (each with its emulation beside
-// it) and reductions. A kernel uses these and CUDA's own barriers, shuffles with explicit masks and
-// intrinsics; it has barriers and warp operations in uniform control flow and does not return before one.
-// The last parameter `site` of a function here is for the emulator's messages.
+// It has launches, shared memory, accesses of 16 bytes, the PTX instructions in use (each with its emulation)
+// and reductions. A kernel uses these and CUDA's own barriers, shuffles with explicit masks and intrinsics.
+// Barriers and warp operations stand in uniform control flow, and no thread returns before one. The last
+// parameter `site` of a function is for the emulator's messages.
 #pragma once
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
@@ -45,14 +45,14 @@ struct Grid {
     Site site;
 };
 
-// The arguments' types are the kernel's, not those that the caller happens to have.
+// The arguments get the kernel's parameter types, whatever types the caller passes.
 template <class T>
 struct Parameter {
     using type = T;
 };
 
 #ifdef __CUDACC__
-// More than 48 KiB of shared memory have to be asked for, once for a kernel and device.
+// A kernel must request more than 48 KiB of shared memory, once per device.
 inline void allow_shared_memory(const void* kernel, const Grid& grid) {
     static std::mutex mutex;
     static std::map<std::pair<const void*, int>, size_t> allowed;
@@ -77,7 +77,7 @@ void launch(void (*kernel)(P...), const Grid& grid, typename Parameter<P>::type.
     if (grid.shared_bytes > without_asking) {
         allow_shared_memory(reinterpret_cast<const void*>(kernel), grid);
     }
-    // Its own status, which <<< >>> would leave to cudaGetLastError: that may hold an older call's error.
+    // This returns the launch's own status. After <<< >>>, cudaGetLastError may report an older call's error.
     void* pointers[] = {static_cast<void*>(&arguments)..., nullptr};
     cudaCheck(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid.blocks, grid.threads, pointers,
                                grid.shared_bytes, grid.stream),
@@ -93,7 +93,7 @@ void launch(void (*kernel)(P...), const Grid& grid, typename Parameter<P>::type.
 // Blocks of `threads` threads for `count` threads' work.
 inline unsigned blocks_for(long count, long threads) { return unsigned((count + threads - 1) / threads); }
 
-// What kernels move so many bytes at a time begins at a multiple of them.
+// Checks the alignment of an array that kernels move in units of that many bytes.
 inline void require_aligned(const char* what, std::initializer_list<const void*> arrays, size_t bytes = 16) {
     for (const void* array : arrays) {
         if (reinterpret_cast<uintptr_t>(array) % bytes != 0) {
@@ -123,8 +123,8 @@ inline void require_aligned(const char* what, std::initializer_list<const void*>
 
 // ---- 16 bytes of global or shared memory in one instruction, or 8; aligned to as many
 //
-// The lanes of a warp have neighbouring packs, so that each instruction moves whole 32-byte sectors. Where a
-// kernel has arrays of floats and of bf16, a thread has four of both: Pack<float> and Pack<bf16, 4>.
+// The lanes of a warp have neighbouring packs, so that each instruction moves whole 32-byte sectors. In a
+// kernel with arrays of floats and of bf16, a thread has four of each: Pack<float> and Pack<bf16, 4>.
 
 template <class T, int count = 16 / int(sizeof(T))>
 struct alignas(count * sizeof(T)) Pack {
@@ -134,7 +134,7 @@ struct alignas(count * sizeof(T)) Pack {
     __device__ const T& operator[](int i) const { return values[i]; }
 };
 
-// What one instruction moves of a pack.
+// The type that one instruction moves for a pack.
 template <class P>
 using PackBits = std::conditional_t<sizeof(P) == 16, int4, int2>;
 
@@ -166,10 +166,11 @@ __device__ inline void store_pack(T* p, const Pack<T, count>& pack,
 
 // ---- asynchronous copies from global to shared memory (PTX: cp.async; sm_80 and later)
 //
-// A thread's copies since its last commit are a group. After copy_async_wait<N>() all its groups but the
-// newest N have arrived, for itself; for others after a barrier that follows.
+// The copies of a thread since its last commit form a group. After copy_async_wait<N>() all its groups but
+// the newest N have arrived; other threads see them after the next barrier.
 
-// 16 bytes, both addresses 16-byte aligned; zeros where not `valid`, and `global` is then not read.
+// Copies 16 bytes; both addresses are 16-byte aligned. If not `valid`, writes zeros and does not read
+// `global`.
 __device__ inline void copy_async_16(void* shared, const void* global, bool valid = true,
                                      [[maybe_unused]] Site site = Site::here()) {
 #ifdef __CUDACC__
@@ -242,7 +243,7 @@ struct MmaOperand {
     uint32_t b[2];
 };
 
-// The two matrices out of the lanes' registers, their product, and each lane's part of it.
+// Gathers both matrices from the lanes' registers, and gives each lane its part of their product.
 inline void mma_m16n8k16(Operands lanes) {
     float a[16][16], b[16][8], product[16][8] = {};
     for (int t = 0; t < 32; t++) {
@@ -272,9 +273,9 @@ inline void mma_m16n8k16(Operands lanes) {
 }  // namespace emulator
 #endif
 
-// Four 8x8 matrices of 16-bit values out of shared memory. PTX ISA, "ldmatrix": lane i gives the address of
-// row i % 8 of matrix i / 8 (8 values, 16-byte aligned); register m of lane t gets elements 2 * (t % 4) and,
-// in its upper half, 2 * (t % 4) + 1 of row t / 4 of matrix m.
+// Loads four 8x8 matrices of 16-bit values from shared memory. PTX ISA, "ldmatrix": lane i gives the address
+// of row i % 8 of matrix i / 8 (8 values, 16-byte aligned); register m of lane t gets elements 2 * (t % 4)
+// and, in its upper half, 2 * (t % 4) + 1 of row t / 4 of matrix m.
 __device__ inline void load_matrix_x4(uint32_t (&registers)[4], const void* row,
                                       [[maybe_unused]] Site site = Site::here()) {
 #ifdef __CUDACC__
@@ -288,7 +289,7 @@ __device__ inline void load_matrix_x4(uint32_t (&registers)[4], const void* row,
 #endif
 }
 
-// The same, and each 8x8 matrix is transposed on the way: register m of lane t gets elements t / 4 of rows
+// The same, with each 8x8 matrix transposed: register m of lane t gets elements t / 4 of rows
 // 2 * (t % 4) and 2 * (t % 4) + 1 of matrix m.
 __device__ inline void load_matrix_x4_transposed(uint32_t (&registers)[4], const void* row,
                                                  [[maybe_unused]] Site site = Site::here()) {
@@ -311,8 +312,8 @@ __device__ inline void load_matrix_x4_transposed(uint32_t (&registers)[4], const
 //     b0:   B[p, p + 1][g]           b1:   B[p + 8, p + 9][g]
 //     c[0], c[1]: C[g][p, p + 1]     c[2], c[3]: C[g + 8][p, p + 1]
 //
-// The order in which a tensor core sums the 16 products, and how it rounds on the way, is not documented; the
-// emulator sums them in ascending order, rounding each sum to float.
+// It is not documented in which order a tensor core sums the 16 products, nor how it rounds. The emulator
+// sums them in ascending order and rounds each sum to float.
 __device__ inline void mma_m16n8k16_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                                          [[maybe_unused]] Site site = Site::here()) {
 #ifdef __CUDACC__
@@ -337,8 +338,8 @@ __device__ inline int bits_set(unsigned x) {
 #endif
 }
 
-// 2^x (PTX: ex2.approx.ftz). Relative error at most 2^-22, as the PTX ISA has it; what is smaller than the
-// normal numbers, as argument or as result, is 0. The emulator's is exact to float.
+// 2^x (PTX: ex2.approx.ftz). The PTX ISA promises a relative error of at most 2^-22; denormal arguments and
+// results become 0. The emulator's result is exact to float.
 __device__ inline float exp2_approximate(float x) {
     float y;
 #ifdef __CUDACC__

@@ -1,10 +1,9 @@
 // The embedding on a GPU: see llmc/cpu/encoder.h.   out[b,t] = wte[inp[b,t]] + wpe[t]
 //
-// Backward, the rows of dout that belong to one token are added without atomics and in a fixed order: the
-// pairs (token, position) are sorted, stably, and a block adds the rows of a chunk of the sorted pairs, token
-// by token. Of a token that goes on over several chunks, the first one adds to dwte and the others leave a
-// partial sum, which a last kernel adds, chunk after chunk. So a frequent token is as parallel as rare ones.
-// C is a multiple of 8.
+// In the backward, the rows of dout for one token are added without atomics and in a fixed order. The pairs
+// (token, position) are sorted stably, and a block adds the rows of a chunk of the sorted pairs, token by
+// token. If a token spans several chunks, the first one adds to dwte and the others write partial sums, which
+// a last kernel adds chunk by chunk. So a frequent token is as parallel as rare ones. C is a multiple of 8.
 #pragma once
 #include <algorithm>
 #include <stdexcept>
@@ -15,7 +14,7 @@
 
 namespace cuda {
 
-// A block has a row.   Bound by memory: 4 bytes a value with bf16, and wpe, which stays in the cache.
+// A block computes a row.   Bound by memory: 4 bytes a value with bf16, and wpe, which stays in the cache.
 __global__ void encoder_forward_kernel(floatX* out, const int* inp, const floatX* wte, const floatX* wpe,
                                        int T, int C) {
     const int bt = blockIdx.x;
@@ -28,7 +27,7 @@ __global__ void encoder_forward_kernel(floatX* out, const int* inp, const floatX
     }
 }
 
-// A thread has four channels of a position and adds the batch in order, as the CPU does.
+// A thread adds four channels of a position over the batch, in order, as the CPU does.
 // Bound by memory: 2 bytes a value of dout with bf16.
 __global__ void encoder_backward_position_kernel(float* dwpe, const floatX* dout, int B, int T, int C) {
     const int t = blockIdx.x, c = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
@@ -46,13 +45,13 @@ __global__ void encoder_backward_position_kernel(float* dwpe, const floatX* dout
 constexpr int sort_threads = 1024, sort_warps = sort_threads / 32;
 constexpr int sort_digit_bits = 8, sort_digits = 1 << sort_digit_bits;
 
-// Where a warp counts its pairs of a digit. Rows of 257 keep the threads of `offsets_of_counts`, who read
-// columns, off each other's banks.
+// The place of a warp's count of pairs with a digit. Rows of 257 avoid bank conflicts between the threads of
+// `offsets_of_counts`, which read columns.
 __device__ inline int count_at(int digit, int warp) { return warp * (sort_digits + 1) + digit; }
 constexpr int sort_counts = sort_warps * (sort_digits + 1);
 
-// Each count becomes the sum of those before it: of smaller digits, and of the digit in the warps before. A
-// thread has eight warps' counts of a digit.
+// Replaces each count by the sum of all counts before it: those of smaller digits, and of this digit in
+// earlier warps. A thread handles eight warps' counts of a digit.
 __device__ inline void offsets_of_counts(int* counts) {
     SHARED(int[32], warp_sums);
     constexpr int each = sort_digits * sort_warps / sort_threads;
@@ -76,7 +75,7 @@ __device__ inline void offsets_of_counts(int* counts) {
     }
 }
 
-// The lanes of this warp that are `valid` and have this lane's digit, as bits.
+// A bit mask of the lanes of this warp that are `valid` and have this lane's digit.
 __device__ inline unsigned lanes_with_digit(int digit, bool valid) {
     unsigned lanes = __ballot_sync(full_warp, valid);
     for (int bit = 0; bit < sort_digit_bits; bit++) {
@@ -87,8 +86,8 @@ __device__ inline unsigned lanes_with_digit(int digit, bool valid) {
     return lanes;
 }
 
-// One pass of a radix sort: the pairs in the order of the digit of their tokens at bit `shift`, those with
-// the same digit in the order that they had. A warp has neighbouring pairs, and takes 32 of them at a time.
+// One pass of a radix sort: orders the pairs by the digit at bit `shift` of their tokens, and keeps the order
+// of pairs with the same digit. A warp has neighbouring pairs, and moves 32 of them at a time.
 __device__ inline void sort_by_digit(int2* to, const int2* from, int N, int shift, int* counts) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int each = (N + sort_threads - 1) / sort_threads * 32;
@@ -107,11 +106,11 @@ __device__ inline void sort_by_digit(int2* to, const int2* from, int N, int shif
         int& offset = counts[count_at(digit_of(pair), warp)];
         const int place = offset + bits_set(lanes & ((1u << lane) - 1));
         if (valid) { to[place] = pair; }
-        __syncwarp();                                    // all have read their offset,
-        if (lanes >> lane == 1) { offset = place + 1; }  // which the last of these lanes moves on
+        __syncwarp();                                    // all lanes have read their offset
+        if (lanes >> lane == 1) { offset = place + 1; }  // the last of these lanes advances it
         __syncwarp();
     }
-    __syncthreads();  // the next pass reads what others wrote
+    __syncthreads();  // the next pass reads what other threads wrote
 }
 
 // pairs = (inp[i], i), sorted by token and then by i. One block. A pass moves 24 bytes a token; writes are
@@ -136,7 +135,7 @@ __global__ void __launch_bounds__(sort_threads)
 
 constexpr int chunk_pairs = 32;
 
-// Whether chunk `chunk` begins with the token that the one before ends with.
+// Whether chunk `chunk` begins with the token that ends the chunk before it.
 __device__ inline bool continues(const int2* pairs, int chunk) {
     return chunk > 0 && pairs[chunk * chunk_pairs].x == pairs[chunk * chunk_pairs - 1].x;
 }
@@ -147,8 +146,8 @@ __device__ inline void add_four(float* to, const float (&sum)[4]) {
     store_pack(to, total);
 }
 
-// dwte[token] += the rows of dout at the positions of the token in a chunk of pairs; of a token that the
-// chunk before began, partial[chunk] = their sum. A block has a chunk, a thread four channels.
+// dwte[token] += the rows of dout at the token's positions in a chunk of pairs. For a token that began in an
+// earlier chunk, partial[chunk] = their sum instead. A block adds a chunk, a thread four channels.
 // Bound by memory: 2 bytes a value of dout with bf16, 8 a value of each row of dwte in use.
 // pairs: (N)   partial: (chunks, C)
 __global__ void encoder_backward_chunk_kernel(float* dwte, float* partial, const floatX* dout,
@@ -183,7 +182,7 @@ __device__ inline int end_of_token(const int2* pairs, int token, int chunk, int 
     return end;
 }
 
-// dwte[token] += the partial sums of a token, by the block of the first of its chunks that left one.
+// dwte[token] += the partial sums of a token; the block of the token's first partial sum adds them.
 // Bound by latency: a token of 3000 positions has 100 chunks.   pairs: (N)   partial: (chunks, C)
 __global__ void encoder_backward_partial_kernel(float* dwte, const float* partial, const int2* pairs,
                                                 int chunks, int C) {

@@ -1,6 +1,6 @@
-// GELU of an array: where matmul_forward does not apply it on the way, and for recomputation. Recomputation
-// starts from what was kept, rounded to floatX: its bits are not those of a product with GELU fused into it,
-// which has not rounded yet.
+// GELU of an array, for recomputation and where matmul_forward does not fuse it. Recomputation starts from
+// the kept activation, which is rounded to floatX, so its bits differ from those of a product with fused
+// GELU, which applies GELU before rounding.
 #pragma once
 #include <type_traits>
 
@@ -10,13 +10,12 @@
 
 namespace cuda {
 
-// gelu(x) for a result of type floatX: what bf16 rounds away is not computed. There it is off by less than
-// 2^-15 of itself.
+// gelu(x) for a result of type floatX. For bf16 its relative error is up to 2^-15, which bf16 rounds away.
 __device__ inline float gelu_of_floatX(float x) {
     if (std::is_same<floatX, float>::value) { return gelu(x); }
     const float minus_log2_e = -1.44269504f;
     const float exponential = exp2_approximate(minus_log2_e * (x * (gelu_2k + gelu_2k_cubic * (x * x))));
-    return __fdividef(x, 1.0f + exponential);  // 0 where the sum is above 2^126
+    return __fdividef(x, 1.0f + exponential);  // 0 if the sum is above 2^126
 }
 
 // One thread moves 16 bytes: 8 bf16 values. Bound by memory, 4 bytes a value in bf16.

@@ -1,6 +1,6 @@
-// The squared L2 norm of a buffer of gradients, in double as on the CPU: squares leave a float's range, and a
-// sum of so many its precision. Two kernels, for chunks of fixed size and for their sums: the same bits on
-// any GPU.
+// The squared L2 norm of a buffer of gradients, in double as on the CPU: squares exceed a float's range, and
+// a sum of so many values its precision. One kernel sums chunks of a fixed size, and one the chunks: the same
+// bits on any GPU.
 #pragma once
 #include <algorithm>
 

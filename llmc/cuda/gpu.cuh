@@ -1,4 +1,4 @@
-// Which GPU this process uses, and what CUDA and NCCL are told before their first call.
+// Chooses the GPU of this process, and sets up CUDA and NCCL before their first call.
 #pragma once
 #include <net/if.h>
 
@@ -14,30 +14,30 @@ namespace cuda {
 struct Device {
     std::string name;      // "NVIDIA H200"
     std::string identity;  // its place on the machine's bus: the same for processes that share a GPU
-    int index = 0;         // of this machine's
+    int index = 0;         // among this machine's GPUs
 };
 
-// Each thread that calls CUDA has to say so for itself, or it opens the first GPU.
+// Each thread that calls CUDA must select the GPU for itself, or it uses the first one.
 inline void use_in_this_thread(const Device& device) { cudaCheck(cudaSetDevice(device.index)); }
 
-// NCCL's traffic goes through a network interface.   UserError where there is no such one: NCCL's own message
-// would not name it.
+// Sends NCCL's traffic through a network interface. UserError if there is none of that name, since NCCL's own
+// message would not name it.
 inline void use_interface(const std::string& name) {
     if (if_nametoindex(name.c_str()) == 0) {
         throw UserError("no network interface " + name + ": give --interface one that `ip address` lists");
     }
     setenv("NCCL_SOCKET_IFNAME", ("=" + name).c_str(), 1);
-    setenv("NCCL_NET", "Socket", 0);  // or InfiniBand, where there is some, carries the bytes past it
+    setenv("NCCL_NET", "Socket", 0);  // or InfiniBand, if there is any, would carry the traffic instead
 }
 
-// Uses a GPU of this machine: `number` modulo theirs.   UserError where there is none.
+// Uses a GPU of this machine: `number` modulo their count. UserError if there is none.
 // interface: of the network that NCCL is to use; empty: its choice
 //
-// Rings, because NVLink's switches, which NCCL would sometimes prefer, add in another order each time
-// (github.com/NVIDIA/nccl/issues/1497). And because an algorithm connects when it is first used, and sizes
-// have different ones: with one for all that is before step 1.
+// NCCL is to use rings for two reasons. NVLink's switches, which it would sometimes prefer, add in another
+// order each time (github.com/NVIDIA/nccl/issues/1497). And NCCL connects for an algorithm when it first uses
+// it, which may differ by message size: with one algorithm, all connections are made before step 1.
 inline Device use_device(int number, const std::string& interface) {
-    setenv("CUDA_MODULE_LOADING", "EAGER", 0);       // or a kernel's first launch may wait for others' end
+    setenv("CUDA_MODULE_LOADING", "EAGER", 0);       // or a kernel's first launch may wait for others to end
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);  // or streams share queues and wait for each other
     setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0", 0);    // or inner collectives wait for the outer one
     setenv("NCCL_ALGO", "Ring", 0);
@@ -57,9 +57,9 @@ inline Device use_device(int number, const std::string& interface) {
             index};
 }
 
-// For runs with several processes on a GPU: NCCL refuses two of one host on a GPU, and takes them for
-// different hosts when each has an id of its own. Collectives then go through sockets, and cost milliseconds.
-// process: a name no other process has   one_machine: all of the run's are on this one
+// For several processes on one GPU, which NCCL refuses if they are on the same host. With a host id of its
+// own, each process looks like a host of its own. Collectives then go through sockets, and take milliseconds.
+// process: a name that is unique in the run   one_machine: whether all processes are on this machine
 inline void share_device(const std::string& process, bool one_machine) {
     setenv("NCCL_HOSTID", process.c_str(), 1);
     setenv("NCCL_NET", "Socket", 0);
