@@ -89,6 +89,7 @@ BITS_PROGRAM = """
 #include <vector>
 #include "llmc/random.h"
 #include "streaming/outer.h"
+#include "dev/test/one_part.h"
 #include "streaming/quantize.h"
 int main() {
     const long n = 128 * 65;
