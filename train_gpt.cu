@@ -1,12 +1,12 @@
-// diloco.c: trains GPT-2 on processes that do not sit next to each other.
+// diloco.c: trains GPT-2 on machines that are far apart.
 //
 //   worker   R ranks with a fast link: they sum gradients each step; each keeps 1/R of the optimizer state
-//   run      M workers with slow links: they exchange one fragment of the model at a time while training goes
-//            on. This is Streaming DiLoCo (arXiv 2501.18512); streaming/diloco.h is its algorithm.
+//   run      M workers with slow links: they exchange one fragment of the model at a time while training
+//            continues. This is Streaming DiLoCo (arXiv 2501.18512), implemented in streaming/diloco.h.
 //
-// From top to bottom: the model; forward and backward; a worker's update; evaluation and sampling. Then, left
-// out of tests: a run; what happens between steps; the step and the loop; from options to a run.
-// device:: functions are the layers, in llmc/cpu/ or llmc/cuda/ under the same names.
+// From top to bottom: the model; forward and backward; a worker's update; evaluation and sampling. What
+// follows is left out of tests: a run; what happens between steps; the step and the loop; from options to a
+// run. Functions of device:: are the layers; llmc/cpu/ and llmc/cuda/ define them under the same names.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -40,7 +40,7 @@
 // Activations of one layer that the forward pass keeps for the backward pass.   N = B * T
 struct LayerActivations {
     Buffer<floatX> ln1, qkv, attention, residual2, ln2, fch, fch_gelu,
-        residual3;                                         // (N,C) but qkv (N,3C), fch* (N,4C)
+        residual3;                                         // (N,C), but qkv (N,3C), fch* (N,4C)
     Buffer<float> ln1_mean, ln1_rstd, ln2_mean, ln2_rstd;  // (N)
     Buffer<float> lse;                                     // (B,NH,T)
 };
@@ -51,7 +51,7 @@ struct Activations {
     Buffer<floatX> logits;  // (N,Vp); becomes dlogits
     std::vector<LayerActivations> layers;
     Buffer<floatX> projected;                          // (N,C): output of a projection before its residual
-    Buffer<floatX> ln_recomputed, gelu_recomputed;     // (N,C) (N,4C): with recompute
+    Buffer<floatX> ln_recomputed, gelu_recomputed;     // (N,C) (N,4C): for --recompute
     Buffer<floatX> dresidual, dprojected, dqkv, dfch;  // (N,C) (N,C) (N,3C) (N,4C)
 };
 
@@ -66,7 +66,7 @@ struct Model {
     std::vector<LayerTensors<float>> gradients = layer_tensors(layout, grads.data());
     EmbeddingTensors<floatX> embedding = embedding_tensors(layout, params.data());
     EmbeddingTensors<float> dembedding = embedding_tensors(layout, grads.data());
-    std::vector<Event> gathered = std::vector<Event>(layout.blocks.size());  // when a block has arrived
+    std::vector<Event> gathered = std::vector<Event>(layout.blocks.size());  // block b has arrived
     Activations acts;
     Buffer<int> inputs, targets;  // (N)
     Upload upload;
@@ -114,8 +114,8 @@ inline void allocate_activations(Model& model, int B, int T) {
 // -----------------------------------------------------------------------------------------------------------
 // Forward and backward
 
-// Outputs of LayerNorm and GELU: in a buffer per layer, or, with --recompute, in one buffer that all layers
-// share and that the backward pass computes again.
+// Outputs of LayerNorm and GELU. Each layer has its own buffer. With --recompute 1 all layers share one for
+// GELU, with 2 also one for LayerNorm, and the backward pass computes the contents again.
 inline floatX* ln1_of(Model& model, int l) {
     return model.recompute < 2 ? model.acts.layers[l].ln1 : model.acts.ln_recomputed;
 }
@@ -134,7 +134,7 @@ inline void forward(Model& model, const int* inputs, int B, int T, Stream& main)
     const int C = shape.channels, NH = shape.heads, L = shape.layers, N = B * T;
     Activations& a = model.acts;
     model.upload.copy(model.inputs, inputs, N, main);
-    for (size_t b = size_t(L); b < model.gathered.size(); b++) { main.wait(model.gathered[b]); }
+    for (size_t b = size_t(L); b < model.gathered.size(); b++) { main.wait(model.gathered[b]); }  // embedding
     device::encoder_forward(a.encoded, model.inputs, model.embedding.wte, model.embedding.wpe, B, T, C, main);
 
     main.wait(model.gathered[0]);
@@ -171,7 +171,7 @@ inline void forward(Model& model, const int* inputs, int B, int T, Stream& main)
 }
 
 // Cross entropy of the last forward pass: adds scale * (sum over B * T tokens) to *loss. If `with_gradient`,
-// the logits become their gradients, each token's times dloss.   targets: (B,T), on the host
+// the logits are replaced by their gradients, each token's times dloss.   targets: (B,T), on the host
 inline void classify(Model& model, const int* targets, int B, int T, float* loss, float scale, float dloss,
                      bool with_gradient, Stream& main) {
     Activations& a = model.acts;
@@ -238,15 +238,15 @@ struct Worker {
     Stream& main;
     Stream& comm_stream;
     std::vector<Range> shards;   // this rank's part of each block
-    Buffer<float> master, m, v;  // of this rank's shards
+    Buffer<float> master, m, v;  // fp32 parameters and AdamW's moments, of this rank's shards
     Buffer<float> reduced;       // this rank's shard of the summed gradients; unused with one rank
     Buffer<Scalars> scalars = Buffer<Scalars>(1);
     Buffer<OutlierWindow> outliers = Buffer<OutlierWindow>(1);  // the same on all ranks
-    HostBuffer<float> one{1};                                   // holds 1
+    HostBuffer<float> one{1};                                   // 1, to be copied to scalars.stop
     long adamw_updates = 0;                                     // updates that m and v have seen
     Event to_comm, to_main;                                     // used by hand_over() and hand_back()
     Traffic traffic;                                            // of `comm`
-    std::function<void()> progress = [] {};  // called once per batch: tells the watchdog that work goes on
+    std::function<void()> progress = [] {};  // called for each batch: tells the watchdog that all is well
 
     Worker(Model& model, Comm& comm, Stream& main, Stream& comm_stream)
         : model(model), comm(comm), main(main), comm_stream(comm_stream) {
@@ -276,7 +276,7 @@ inline void hand_back(Worker& worker) {
     worker.main.wait(worker.to_main);
 }
 
-// Starts to sum block b's gradients over the ranks, while the backward pass goes on.
+// Starts to sum block b's gradients over the ranks, while the backward pass continues.
 inline void reduce_block(Worker& worker, int b) {
     if (worker.comm.size() == 1) { return; }
     const Range& range = worker.shard(b);
@@ -305,7 +305,7 @@ inline void wait_for_parameters(Worker& worker) {
     for (const Event& event : worker.model.gathered) { worker.main.wait(event); }
 }
 
-// Sums `count` of the scalars over the ranks, after the work enqueued so far and before any enqueued later.
+// Sums `count` scalars over the ranks, after all work enqueued so far and before any that is enqueued later.
 inline void sum_over_ranks(Worker& worker, float* values, size_t count) {
     if (worker.comm.size() == 1) { return; }
     hand_over(worker);
@@ -404,8 +404,8 @@ inline void set_parameters(Worker& worker, const float* flat) {
     worker.main.synchronize();
 }
 
-// Gathers the shards of all ranks into one flat model, on the hosts of the ranks where `wanted`: a machine
-// may lack the memory for a copy per rank. Between steps only.
+// Gathers the shards of all ranks into one flat model. Only ranks with `wanted` copy it to the host, since
+// a machine may lack the memory for a copy per rank. Between steps only.
 // shard: (layout.shard_size())   returns (layout.size), or an empty vector if not wanted
 inline std::vector<float> gather_flat(Worker& worker, const float* shard, bool wanted) {
     const Layout& layout = worker.model.layout;
@@ -429,8 +429,8 @@ inline std::vector<float> gather_flat(Worker& worker, const float* shard, bool w
 // -----------------------------------------------------------------------------------------------------------
 // Evaluation and sampling
 
-// Runs `work` with the parameters of `shard` in place of the worker's own, then restores the worker's to the
-// bit. Between steps only.   shard: (layout.shard_size()), or null to keep the worker's own
+// Runs `work` with the parameters of `shard`, then restores the worker's own parameters bit for bit. Between
+// steps only.   shard: (layout.shard_size()), or null to keep the worker's own
 inline void with_parameters(Worker& worker, const float* shard, const std::function<void()>& work) {
     if (!shard) { return work(); }
     floatX* params = worker.model.params;
@@ -503,16 +503,16 @@ inline void sample(Model& model, const std::vector<int>& prompt, int length, int
 // -----------------------------------------------------------------------------------------------------------
 // A run
 
-// What the host reads of a step when the device has completed it, which may be one step later.
+// What the host reads about a step once the device has completed it, which may be a step later.
 struct StepResult {
     StepMetrics metrics;            // step 0: there is nothing to read
-    long update = 0;                // number of the step among this worker's updates
+    long update = 0;                // this worker's updates so far, with this one
     std::vector<SyncReport> syncs;  // merged in this step
     HostBuffer<Scalars> scalars{1};
     Event done;
 };
 
-// The newest checkpoint of the run, or nothing. A checkpoint of another shape is recut for this process.
+// The newest checkpoint of the run, or nothing. A checkpoint of another shape is converted to this run's.
 inline Resumption find_checkpoint(const Options& o, Process& process, const Inputs& in) {
     if (!o.resume) { return {process.run_id}; }
     const std::string folder = checkpoint_folder(o, process);
@@ -540,11 +540,11 @@ struct Run {
     std::unique_ptr<Worker> worker{};
     std::unique_ptr<OuterLoop> outer{};           // Streaming DiLoCo; null: workers exchange nothing
     std::unique_ptr<Checkpoints> checkpoints{};   // null: nothing is written
-    std::string agreed_options{};                 // that all workers have in common
-    long step = 0, step_before = 0;               // now, and one update ago: an elastic worker may jump
+    std::string agreed_options{};                 // the options that all workers share
+    long step = 0, step_before = 0;               // now, and before the last update: elastic workers jump
     StepResult results[2]{};                      // of this update and of the one before
     double last_collected = 0;                    // now_seconds() when the previous step was completed
-    Outcome::Course course = Outcome::continues;  // what the exchange said last
+    Outcome::Course course = Outcome::continues;  // as of the last exchange
     long largest_overlap = 0;                     // tau of the slowest worker
 
     Run(const Options& o, Process& process, Inputs& in, const std::vector<Fragment>& fragments)
@@ -564,7 +564,7 @@ struct Run {
         return stops_together() ? session.stopping.is_last_step_together(step)
                                 : has_left() || session.stopping.is_last_update_alone(session.totals.updates);
     }
-    // Whether the last update came to, or jumped over, a multiple of `every`.
+    // Whether the last update reached or jumped over a multiple of `every`.
     bool passes(long every) const { return every > 0 && step / every > step_before / every; }
     // The parameters that are evaluated and saved; null: the worker's own.
     const float* evaluated() { return outer && options.evaluate == "global" ? outer->global(main) : nullptr; }
@@ -602,7 +602,7 @@ inline void print_sample(Run& run, long step) {
     run.session.status.print(format("sample after step %ld:\n---\n", step) + printable(text) + "\n---");
 }
 
-// The model to be saved.   returns (layout.size) on the process that saves, elsewhere an empty vector
+// The model to be saved.   returns (layout.size) on the process that saves it, an empty vector elsewhere
 inline std::vector<float> gather_model(Run& run) {
     if (!run.session.is_first_worker()) { return {}; }
     const float* shard = run.evaluated();
@@ -648,7 +648,7 @@ inline void evaluate(Run& run, long step) {
         });
     }
     if (saves) { save_model(run, step); }
-    run.last_collected = now_seconds();  // this time is no part of a step
+    run.last_collected = now_seconds();  // evaluation is not part of a step's time
 }
 
 inline TrainingArrays arrays_of(Worker& worker) {
@@ -675,7 +675,7 @@ inline TrainingSnapshot& take_snapshot(Run& run, long step) {
 // -----------------------------------------------------------------------------------------------------------
 // The step and the loop
 
-// Follows what the exchange between workers did, except for its syncs, whose means are still being applied.
+// Acts on the outcome of an exchange. Its syncs are reported later, when their means have been applied.
 inline void follow(Run& run, const Outcome& outcome) {
     Worker& worker = *run.worker;
     run.step = outcome.step;
@@ -683,14 +683,14 @@ inline void follow(Run& run, const Outcome& outcome) {
     run.session.report.events(run.step, outcome.events);
     if (!outcome.took_snapshot) { return; }
     run.session.totals.joined_after = run.session.totals.updates;
-    if (run.options.elastic.join_moments) { return; }  // the snapshot has AdamW's moments, too
+    if (run.options.elastic.join_moments) { return; }  // taken from the snapshot, too
     device::set_zero(worker.m.data(), worker.m.count(), run.main);
     device::set_zero(worker.v.data(), worker.v.count(), run.main);
     worker.adamw_updates = 0;
 }
 
-// One step: this worker's update, then the exchange between workers. Returns when all of it is enqueued.
-// Reports the previous step, which the device has completed meanwhile, and this one if it is complete, too.
+// One step: this worker's update, then the exchange between workers. Returns when all of it is enqueued and
+// the device has completed the previous step. Reports that one, and this step if it is complete, too.
 inline void train_step(Run& run, long step) {
     const Options& o = run.options;
     Worker& worker = *run.worker;
@@ -704,7 +704,7 @@ inline void train_step(Run& run, long step) {
     if (o.overfit) { run.inputs.train_loader->reset(); }
     compute_gradients(worker, *run.inputs.train_loader, o.batch, o.seq_len, int(o.micro_steps()),
                       stopping.is_requested());
-    const Traffic inner = worker.traffic;  // the streams have met: nothing writes it now
+    const Traffic inner = worker.traffic;  // compute_gradients() joined the streams: nothing writes it now
     update(worker, o, lr);
     run.step = step;
     if (run.outer) {
@@ -807,7 +807,7 @@ inline void begin_training(Run& run) {
         const Watchdog::Watch watch(session.watchdog, "what comes before step 1");
         evaluate(run, 0);
     }
-    if (run.checkpoints) {  // a request to stop needs a place for the state
+    if (run.checkpoints) {  // without these a request to stop could save nothing
         run.largest_overlap = session.process.largest("overlap", run.options.diloco.overlap);
         if (run.stops_together()) { session.report.stop_overlap = run.largest_overlap; }
         session.stopping.accept_requests();
@@ -825,7 +825,7 @@ inline void begin_training(Run& run) {
     if (run.options.save_every > 0 && run.checkpoints) { run.checkpoints->allocate(); }
 }
 
-// Trains. Returns whether the run has come to its end: a request may have stopped it.
+// Trains. Returns true if the run is complete, and false if a request has stopped it.
 inline bool train_to_the_end(Run& run) {
     Session& session = run.session;
     begin_training(run);

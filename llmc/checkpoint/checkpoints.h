@@ -1,6 +1,6 @@
-// Checkpoints: the checkpoints of one process as the trainer sees them. One snapshot in the host's memory is
-// filled while training goes on, and a thread writes it (checkpointer.h). The order of the calls, for each
-// checkpoint:
+// Checkpoints: what the trainer calls to write the checkpoints of one process. The state is copied to a
+// snapshot in host memory while training continues, and a thread writes the snapshot to the disk
+// (checkpointer.h). The calls for each checkpoint:
 //
 //     TrainingSnapshot& snapshot = checkpoints.next(...);   waits until the previous one has been written
 //     snapshot.begin_copies(...); snapshot.finish_copies(...);
@@ -20,10 +20,10 @@
 
 class Checkpoints {
 public:
-    // who: this process in its state files   keep, major: -nk, -nm
-    // outer_snapshot: gives the outer optimizer's snapshot; null without one
+    // who: identifies this process in its state files   keep, major: -nk, -nm
+    // outer_snapshot: returns the outer optimizer's snapshot, or null if there is no outer optimizer
     // use_device: makes the writing thread use this process's device
-    // when_whole: called on the writing thread when a checkpoint survives a crash
+    // when_whole: called on the writing thread once a checkpoint would survive a crash
     Checkpoints(const std::string& folder, const Process& process, const StateIdentity& who, long keep,
                 long major, const GptShape& shape, const Layout& layout,
                 std::function<OuterSnapshot*()> outer_snapshot, Logger& logger, StatusLine& status,
@@ -49,8 +49,8 @@ public:
     }
 
     // Waits until the writer no longer needs the snapshot's memory, and returns the snapshot.
-    // is_last: of this process. The previous checkpoint may lack syncs that are no longer due; it is given
-    // up, since the one that comes now has everything.
+    // is_last: this process's last checkpoint. The previous one may still wait for syncs that will no longer
+    // be received; it is abandoned, since the last one has everything.
     TrainingSnapshot& next(bool is_last) {
         if (!writer.is_idle()) {
             if (is_last) { snapshot->abandon(); }
@@ -61,7 +61,7 @@ public:
         return *snapshot;
     }
 
-    // Has the snapshot written as the checkpoint of `step`, its model too if it has one. Returns at once.
+    // Starts to write the snapshot as the checkpoint of `step`, with its model if it has one.
     void write(long step, bool is_last_of_run) {
         CheckpointJob job;
         job.identity = who;
@@ -87,14 +87,14 @@ public:
         for (const std::string& message : writer.take_messages()) { status.print(message); }
     }
 
-    // Returns when the last checkpoint is whole. RunError if it is not.
+    // Waits for the last checkpoint. RunError if it does not become whole.
     void finish() {
         const Watchdog::Alone alone(watchdog);
         writer.finish([this](const std::string& message) { status.print(message); });
     }
 
-    // Before this process ends early: removes what is half written, since it would take space on the disk
-    // until the run is resumed. Other processes may wait a few seconds for this.
+    // Before this process ends early: removes half-written files, which would otherwise take space on the
+    // disk until the run is resumed. Other processes may wait a few seconds for this.
     void abandon() {
         if (snapshot) { snapshot->abandon(); }
         writer.abandon();
@@ -110,5 +110,5 @@ private:
     Watchdog& watchdog;
     const std::function<void()> use_device, when_whole;
     std::unique_ptr<TrainingSnapshot> snapshot;
-    Checkpointer writer;  // ends its thread before the snapshot goes
+    Checkpointer writer;  // last, so that its thread ends before the snapshot is destroyed
 };

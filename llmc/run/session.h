@@ -1,4 +1,4 @@
-// Session: what surrounds the training of one process. Its place in the run, the communicators, the folder it
+// Session: what surrounds the training of one process: its place in the run, its communicators, the folder it
 // writes to, logs and messages, the checkpoint that it resumes from, requests to stop, and the watchdog.
 #pragma once
 #include <climits>
@@ -42,14 +42,14 @@ inline void make_folder(const std::string& folder) {
     if (error) { throw UserError("cannot write into " + folder + " (" + error.message() + "): correct -o"); }
 }
 
-// The checkpoint at `step` that this process writes or resumes from.
+// Identifies this process and `step` in a checkpoint that is written or resumed from.
 inline StateIdentity state_identity(const Options& o, const Process& process, long step,
                                     const std::string& lineage) {
     return {step, process.worker, process.rank, o.workers, o.ranks, lineage, o.diloco.is_elastic()};
 }
 
-// What the logs of the resumed run keep. An elastic worker that returns without a checkpoint joins where the
-// other workers are, and repeats nothing: it keeps everything.
+// Which lines of its logs a resumed run keeps. An elastic worker that returns without a checkpoint joins at
+// the other workers' step and repeats nothing, so it keeps everything.
 inline std::optional<LogCut> log_cut(const Options& o, const Resumption& resumed, long steps) {
     if (!resumed.state && o.diloco.is_elastic() && o.resume) { return LogCut{steps, LONG_MAX, true}; }
     return log_cut(resumed, steps);
@@ -64,8 +64,8 @@ inline LaunchOptions launch_options(const Options& o) {
             o.elastic.restarts};
 }
 
-// Before anything is written: all processes agree on the options, and divide the data among them.
-// check_log: further checks, which every process makes
+// Before anything is written: all processes agree on the options and divide the data among themselves.
+// check_log: further checks, made by every process
 inline void agree(const Options& o, Process& process, Inputs& in, const std::function<void()>& check_log) {
     process.check_fingerprint(fingerprint(o, in));
     if (o.has_own_batch()) { share_data(o, process, in); }
@@ -76,8 +76,8 @@ inline void agree(const Options& o, Process& process, Inputs& in, const std::fun
     check_outer_interface(o.diloco.transport, o.interface);
 }
 
-// Calls `work`. If it throws, this process ends at once with one line, and the other processes learn the
-// cause from the store. Nothing has been freed by then, in case a peer still waits for it.
+// Calls `work`. If it throws, this process ends at once with a one-line message, and the other processes
+// learn the cause from the store. Nothing has been freed by then, since freeing may wait for a peer.
 inline void or_leave(const Process& process, const std::function<void()>& work) {
     try {
         work();
@@ -105,7 +105,7 @@ struct Session {
     Watchdog watchdog;
     Stopping stopping{};
 
-    // sync_bytes: that a process sends in a sync, per fragment; empty without an exchange
+    // sync_bytes: what a process sends in a sync of each fragment; empty if nothing is exchanged
     Session(const Options& o, Process& process, const Inputs& in, const std::vector<Fragment>& fragments,
             const std::vector<size_t>& sync_bytes, Resumption resumed_)
         : options(o),
@@ -121,8 +121,8 @@ struct Session {
         if (!o.output.empty()) { make_folder(folder); }
     }
 
-    // Connects the ranks of this worker, and the workers if they run in lock-step. Watched, since NCCL's
-    // blocking calls would wait for a process that has died.
+    // Connects the ranks of this worker, and the workers if they run in lock-step. The watchdog watches,
+    // since NCCL's blocking calls would wait for ever for a process that has died.
     void connect() {
         const Watchdog::Watch watch(watchdog, "the joining of the processes");
         inner = device::make_inner_comm(process.inner_group());
@@ -146,7 +146,7 @@ struct Session {
             [this] { device::use_in_this_thread(device); }, std::move(when_whole));
     }
 
-    // Starts the logs, and says what this run is.   matmul, exchanges: for people
+    // Starts the logs, and prints what this run is.   matmul, exchanges: text for people
     void announce(const Inputs& in, const std::vector<double>& fragment_offsets, const std::string& matmul,
                   const std::string& exchanges) {
         if (process.index() == 0 && !options.output.empty()) {
@@ -159,7 +159,7 @@ struct Session {
         report.banner(matmul, exchanges, resumed.notes, resumed.step);
     }
 
-    // The worker that saves and samples: worker 0, or each elastic worker; and its process that does so.
+    // Whether this worker saves and samples (worker 0, or any elastic one), and whether this process does it.
     bool is_first_worker() const { return process.worker == process.first_worker; }
     bool is_first() const { return process.rank == 0 && is_first_worker(); }
 
@@ -173,7 +173,7 @@ struct Session {
         check_loss(loss, format("the validation loss after step %ld", step), step);
     }
 
-    // How the training ended, for people and the logs.   returns whether the run has come to its end
+    // These report how the training ended.   return whether the run is complete
     bool left_while_waiting() {
         report.say(
             "stopped by request while it waited for other workers: -y 1 resumes from the last checkpoint");
