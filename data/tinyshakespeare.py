@@ -31,7 +31,7 @@ from download import Remote, add_source_options, obtain
 
 SOURCE = Remote("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
                 1115394, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed")
-VERSION = 1  # of the output: after a change, older output is made again
+VERSION = 1  # of the output; with another number, older output is made again
 VALIDATION = 32768
 
 

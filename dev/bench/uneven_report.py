@@ -1,4 +1,4 @@
-"""What the runs of uneven.py say: measures of their logs, the bars, whether each is met, and the tables."""
+"""The report on the runs of uneven.py: measures of their logs, bars and whether each is met, and tables."""
 import datetime
 import math
 import statistics
@@ -13,7 +13,7 @@ from runs import difference_text, machine, markdown, paired, time_and_waits
 from simulate import predict, read_measured
 from sites import slow_start_after_idle
 
-KEPT_SPEED, COUNTED = 0.97, 0.90  # of one that is slower: the others' speed, and the syncs that it is part of
+KEPT_SPEED, COUNTED = 0.97, 0.90  # bars with one slower worker: the others' speed, its share of syncs
 UNEVEN_LOSS, LOST_LOSS = 1.0, 0.5  # percent
 COST = 0.001                       # of a step
 APART = 5                          # points
@@ -24,8 +24,8 @@ ABSENCE = ("late", "gone")
 # --------------------------------------------------------------------------------------------------- measures
 
 def steps_per_second(logs, workers, length):
-    """(over all steps, waits included: the workers' mean; the median window of `length` steps), behind a
-    first window."""
+    """After the first `length` steps, with waits: (the workers' mean over all steps, the median over windows of
+    `length` steps)."""
     rates, windows = [], []
     for worker in workers:
         seconds = [line["seconds"] for line in logs[worker]["step"]][length:]
@@ -35,7 +35,7 @@ def steps_per_second(logs, workers, length):
 
 
 def counted_share(logs, worker, seen_by=0):
-    """Of all syncs that `seen_by` has merged: in how many `worker` was counted."""
+    """The share of the syncs that `seen_by` has merged in which `worker` was counted."""
     syncs = logs[seen_by]["sync"]
     return sum(worker in line["contributors"] for line in syncs) / len(syncs)
 
@@ -45,13 +45,13 @@ def share_of_tokens(logs, worker, other=0):
 
 
 def busy_share(log, length):
-    """Of a worker's time, behind its first `length` steps: what it did not wait for a sync."""
+    """The share of a worker's time, after its first `length` steps, in which it did not wait for a sync."""
     _, seconds, waited = time_and_waits(log["step"], log["sync"], length)
     return 1 - waited / seconds
 
 
 def happened(logs, kinds):
-    """[(worker that says so, line)] of events of these kinds."""
+    """[(worker whose log has it, line)] of events of these kinds."""
     return [(worker, line) for worker, log in logs.items() for line in log.get("event", [])
             if line["kind"] in kinds]
 
@@ -74,7 +74,7 @@ class Bar:
 class Section:
     title: str
     bars: list
-    text: str = ""  # its table, and what is to be said of it
+    text: str = ""  # its table, and notes on it
 
 
 def percent(share, digits=1):
@@ -84,7 +84,7 @@ def percent(share, digits=1):
 # --------------------------------------------------------------------------------- two workers, on all cores
 
 def trace(logs):
-    """All losses, and the global parameters at each sync."""
+    """All losses, and the hashes of the global parameters at each sync."""
     fields = {"step": ("step", "loss"), "eval": ("step", "loss"), "sync": ("sync", "global_hash")}
     return {kind: [[line[name] for name in names] for _, log in sorted(logs.items()) for line in log[kind]]
             for kind, names in fields.items()}
@@ -103,7 +103,7 @@ def bits_section(arguments):
 
 
 def costs_of(log):
-    """(deciding, the threads, of all seconds; a step's seconds; waits)"""
+    """(share of time for deciding, the same for the threads, seconds of a step, share of time for waits)"""
     (end,) = log["end"]
     seconds = end["train_seconds"]
     return (end["log_turn_seconds"] / seconds, end["log_thread_seconds"] / seconds,
@@ -138,7 +138,7 @@ transport has, are left out."""
 # ----------------------------------------------------------------------------------------- far from the store
 
 def utilization(arguments, job, base):
-    """(by steps/s, by the time that nobody waited), over those of `base`."""
+    """[by steps/s, by the share of time in which workers did not wait], relative to the run `base`."""
     found = []
     for one in (job, base):
         logs, period = logs_of(arguments, one), CARRYING["-H"]
@@ -171,7 +171,7 @@ def distance(arguments, workers, overlap):
         return None
     run = read_measured(arguments.out / near.name)
     how = made(arguments, far)
-    payload = min(line["bytes_sent"] for line in logs_of(arguments, far)[0]["sync"])  # without a mean
+    payload = min(line["bytes_sent"] for line in logs_of(arguments, far)[0]["sync"])
     even, predicted = (
         predict(run, FAR_LINE.megabits * 1e6, FAR_LINE.round_trip_ms / 1000, jitter, overlap=overlap,
                 mtu=FAR_LINE.mtu, slow_start_after_idle=slow_start_after_idle(how["tcp"]))
@@ -240,14 +240,14 @@ worker.""" + "".join(said[:20])
 # -------------------------------------------------------------------------- four workers, and what they learn
 
 def by_seed(arguments, job_of):
-    """{seed: job} of those that are there."""
+    """{seed: job} of the jobs that have been run."""
     jobs = {seed: job_of(seed) for seed in range(1, arguments.seeds + 1)}
     return {seed: job for seed, job in jobs.items() if job is not None and made(arguments, job) is not None}
 
 
 @dataclass
 class Losses:
-    """Of runs, and of those that they are compared with, over the seeds that both have."""
+    """Losses of runs and of those that they are compared with, for the seeds that both have."""
     runs: list
     base: list
     differences: list  # percent
@@ -256,12 +256,12 @@ class Losses:
         return difference_text(self.differences, 2)
 
     def cells(self):
-        """For a table: both, and the difference."""
+        """For a table: both mean losses, and the difference."""
         means = [f"{statistics.mean(losses):.4f}" if losses else "-" for losses in (self.runs, self.base)]
         return [*means, self.text()]
 
     def bar(self, claim, limit, seeds):
-        """Of all seeds: some might be the lucky ones."""
+        """Measured only with all seeds: a few of them might be lucky."""
         if len(self.differences) < seeds:
             return Bar(claim, None, False)
         found = f"{self.text()}, {seeds} seed{'s' * (seeds > 1)}"
@@ -269,7 +269,7 @@ class Losses:
 
 
 def losses_of(arguments, runs, base):
-    """{seed: job}, twice"""
+    """runs, base: {seed: job}"""
     both = [{seed: read_run(arguments.out / jobs[seed].name) for seed in sorted(runs.keys() & base.keys())}
             for jobs in (runs, base)]
     return Losses(*([validation_loss(run) for run in read.values()] for read in both), paired(*both))
@@ -277,11 +277,11 @@ def losses_of(arguments, runs, base):
 
 @dataclass
 class Slower:
-    """What one of four workers that is slower does, and is, by seed."""
-    kept: list     # of the share of the other three's time in which they do not wait, without it
-    speed: list    # the same of their steps/s, which differ by what the machine does, too
-    counted: list  # in a share of the syncs
-    tokens: list   # its, as a share of another's
+    """Measures of runs in which one of four workers is slower, by seed."""
+    kept: list     # time in which the other three do not wait, relative to a run without it
+    speed: list    # the same of their steps/s, which also vary with the machine's speed
+    counted: list  # the share of the syncs that count it
+    tokens: list   # its tokens, relative to another worker's
 
 
 def read_slower(arguments, name):

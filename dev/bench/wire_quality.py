@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
-"""What the wire's formats cost in quality: a model of about 3M parameters trained on the King James Bible
-with each of them, from several seeds, and the validation loss of each run beside that of the run which is the
-same but for its fp32 on the wire.
+"""What the wire's formats cost in quality. A model of about 3M parameters is trained on the King James Bible
+with each format, from several seeds, and the validation loss of each run is compared with that of the same
+run with fp32 on the wire.
 
-    dev/bench/wire_quality.py            trains what is not there yet, and prints the table
+    dev/bench/wire_quality.py            trains the runs that are missing, and prints the table
     dev/bench/wire_quality.py --quick    two formats, one seed, few tokens: a trial of this program
 
-A finished run is a folder in --out that is not run again, so that it can be stopped at any time; when
---minutes are over no other run begins. All runs of a seed start from the same bits and read the same tokens
-in the same order, whatever the number of workers: a step is TOKENS_A_STEP tokens of all workers together. So
-data-parallel is one run for all numbers of workers.
+A finished run is a folder in --out and is not repeated, so this program can be stopped at any time and
+started again. When --minutes are over, no other run begins. All runs of a seed start from the same bits and
+read the same tokens in the same order, whatever the number of workers: a step is TOKENS_A_STEP tokens of all
+workers together. So data-parallel is one run for all numbers of workers.
 
-The paired difference is that of two losses of one seed: what is in both, the seed and the tokens, cancels.
-Its standard deviation over seeds is next to it; its standard error is that by the root of their number.
+A paired difference is between two losses of one seed, so that the effects of the seed and the tokens cancel.
+The table has its mean and its standard deviation over seeds. The standard error is that deviation, divided by
+the square root of the number of seeds.
 """
 import datetime
 import math
@@ -69,7 +70,7 @@ SETTINGS = [
 # --------------------------------------------------------------------------------------------------- running
 
 def options_of(setting, seed, tokens, text):
-    """All options of a run but -o. A step is the same tokens in all of them, and so is validation."""
+    """All options of a run except -o. A step has the same tokens in all runs, and so has validation."""
     processes = setting.workers * setting.options.get("--ranks", 1)
     batch = TOKENS_A_STEP // SEQUENCE // processes
     validation_batch = batch * setting.options.get("--ranks", 1)  # ranks share a batch, workers do not
@@ -80,7 +81,7 @@ def options_of(setting, seed, tokens, text):
 
 
 def run_all(arguments, settings):
-    """Seed by seed, so that what there is can be compared whenever it is stopped."""
+    """Seed by seed, so that the finished runs can be compared whenever this is stopped."""
     budget = Budget(arguments.minutes)
     todo = [(seed, setting) for seed in range(1, arguments.seeds + 1) for setting in settings]
     for number, (seed, setting) in enumerate(todo, 1):
@@ -100,7 +101,7 @@ def run_all(arguments, settings):
 # ----------------------------------------------------------------------------------------------------- table
 
 def read_losses(arguments, settings):
-    """{setting: {seed: Run}} of what there is, and what it was made by."""
+    """{setting: {seed: Run}} of the finished runs, and a list of how each was made."""
     runs, made = {}, []
     for setting in settings:
         runs[setting.name] = {}
@@ -137,7 +138,7 @@ def rows(settings, runs):
 
 
 def verdicts(runs):
-    """The bar: four bits, to nearest, against fp32."""
+    """Whether four bits, rounded to nearest, meet the bar: 0.3% from fp32."""
     lines = []
     for workers, (dtype, title) in [(workers, format) for workers in (2, 4) for format in (E3M0, E2M1)]:
         differences = paired(runs.get(f"m{workers}-{dtype}", {}), runs.get(f"m{workers}-fp32", {}))

@@ -51,26 +51,26 @@ from torture import write_tokens  # noqa: E402
 from waits import Waits  # noqa: E402
 from worker import Worker  # noqa: E402
 
-LIMIT = 120  # seconds, in which a worker that could go on must have done so, on a slow machine, too
-SHARE = 0.3  # of a core, that a rank gets
-RUN_SECONDS = 60  # of a run whose workers nobody hinders
-TRIAL_STEPS, WARM = 150, 30  # of the run that measures a step, and how many of them come before the clock starts
+LIMIT = 120  # seconds within which a worker that can continue must do so, even on a slow machine
+SHARE = 0.3  # of a core for each rank
+RUN_SECONDS = 60  # that an undisturbed run takes
+TRIAL_STEPS, WARM = 150, 30  # steps of the trial run, and how many of them are not timed
 
-# Shares of a run's steps. An event begins before LAST_EVENT (in a run that ends with the loss of its store:
-# before LAST_BEFORE_LOSS), a blow falls before LAST_BLOW: what then happens to a worker happens in the run.
+# Shares of a run's steps. Events begin before LAST_EVENT, or before LAST_BEFORE_LOSS if the run ends with the
+# loss of its store. Blows fall before LAST_BLOW, so that their effects come before the end of the run.
 LAST_BEFORE_LOSS, LAST_EVENT, LAST_BLOW = 0.5, 0.75, 0.85
 
-# Three fragments. A step takes some ten milliseconds, so that the time between a send and its merge, as in
-# real runs, is longer than that between two looks into the store, or than some ten round trips.
+# Three fragments. A step takes about ten milliseconds, so that the time between a send and its merge is, as in
+# real runs, longer than the time between two reads of the store, and than about ten round trips.
 COMMON = {"--outer-transport": "store", "--min-workers": 2, "--grace": GRACE, "--timeout": TIMEOUT,
           "--channels": 64, "-t": 64, "-b": 8, "-H": 24, "--fragment-layers": 1, "-n": 50, "-nk": 3,
           "-l": 0.003, "-j": None}
 
-OVER = "the other workers have reached the end of this run"  # is told to who comes too late
+OVER = "the other workers have reached the end of this run"  # the message to a worker that comes too late
 
 
 class Failure(Exception):
-    """What must not be: other bits, a worker that stands still or ends, an error that is not clear."""
+    """Something forbidden: different bits, a worker that hangs or ends by itself, an unclear error."""
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -97,9 +97,9 @@ class Chaos:
         self.kinds = kinds_but_for(self.place.impossible | impossible)
         self.store_is_up = True
         self.agreement = Agreement()
-        self.awaited = []     # (blow, when, its victims): the others' next sync is yet to come
-        self.applied = {}     # (worker, sync): what it says of the entry, until it logs that it has merged it
-        self.looked_at, self.newest = None, -1  # sync, that anyone has merged
+        self.awaited = []     # (blow, when, its victims) until the others' next sync
+        self.applied = {}     # (worker, sync): the text of its event "applied", until it logs the sync
+        self.looked_at, self.newest = None, -1  # newest: sync that anyone has merged
 
     def draw_options(self):
         return {"--outer-dtype": self.draw.choice(["fp4_e2m1", "fp4_e2m1", "fp8_e4m3", "fp32"]),
@@ -111,14 +111,14 @@ class Chaos:
         self.journal.append((time.monotonic() if when is None else when, who, text))
 
     def share_of(self, worker):
-        """The words that go before its command."""
+        """The words before its command that limit its share of the cores."""
         share = self.share * self.options["--ranks"]
         return self.quotas.inside(f"worker{worker}", share) if self.quotas else []
 
     # ---- from start to end
 
     def run(self, events, until):
-        """At most so many events, and none behind the time `until`. Returns how many there were."""
+        """Runs at most `events` events, none of them after the time `until`. Returns their number."""
         self.tell("chaos", f"a run of {self.options['-x']} steps: " + ", ".join(
             f"{name} {value}" for name, value in self.options.items() if name.startswith("--outer")))
         late = self.draw.choice([None, self.workers[-1]])
@@ -146,16 +146,16 @@ class Chaos:
         return done
 
     def progress(self):
-        """The share of its steps that the foremost worker has done."""
+        """The share of the run's steps that the fastest worker has completed."""
         return max(worker.step for worker in self.workers) / self.options["-x"]
 
     def can_strike(self):
-        """Every worker is in the run, and the run is not about to end."""
+        """Whether every worker is in the run, and the run is not about to end."""
         self.look()
         return self.progress() < LAST_BLOW and not any(worker.ended for worker in self.workers)
 
     def end(self):
-        """All end by themselves, with one model; and they have learnt something."""
+        """All workers must end by themselves, with the same model, and must have learnt something."""
         self.tell("chaos", "leaves the run alone")
         while not all(worker.ended for worker in self.workers):
             self.look()
@@ -172,7 +172,7 @@ class Chaos:
         self.tell("chaos", f"{len(through)} workers have ended with one model")
 
     def lose_store(self):
-        """It comes back empty: all end, with one clear line each."""
+        """Kills the store, which comes back empty. All workers must end, with one clear line each."""
         self.tell("chaos", "kills the store, which comes back empty")
         for worker in self.workers:
             worker.wanted = False
@@ -221,7 +221,7 @@ class Chaos:
         self.rest(event.pause)
 
     def note_return(self, blow):
-        """How long each victim took from its return until it was counted."""
+        """Notes how long each victim took from its return until it was counted."""
         for worker in (self.workers[w] for w in blow.victims):
             if worker.counted_again:
                 self.totals.rows[blow.kind].victims.append(worker.counted_again - worker.back_at)
@@ -296,7 +296,7 @@ class Chaos:
             worker.start(resume)
 
     def kill_rank(self, worker):
-        """One dies: its launcher ends the worker, and says who it was."""
+        """Kills one rank of a worker. Its launcher must end the other ranks, with a status other than 0."""
         worker.wanted = False
         worker.note("away")
         ranks = children(worker.process.pid)
@@ -309,7 +309,7 @@ class Chaos:
             raise Failure(f"one rank of worker {worker.number} is dead, and its status is 0")
 
     def start_twice(self, worker):
-        """The older one is told, and ends."""
+        """Starts a second process as this worker. The older one must be told, and end."""
         first, output, logs = worker.process, worker.output, worker.logs
         worker.start(False)
         worker.logs = worker.logs + logs
@@ -324,7 +324,7 @@ class Chaos:
                           f"{first.poll()}:\n{text[-1000:]}")
 
     def refuse(self, blow, worker):
-        """A stranger: status 2 and one line."""
+        """Starts a process that must be refused: it ends with status 2 and one line."""
         number = self.totals.rows[blow.kind].blows
         folder = self.base / f"{blow.kind.replace(' ', '_')}{number}"
         folder.mkdir()
@@ -352,7 +352,7 @@ class Chaos:
             self.look()
 
     def settle(self):
-        """Until every worker that is there has been counted from now on, or has ended."""
+        """Waits until every worker has been counted in a sync after this call, or has ended."""
         begin = time.monotonic()
         self.look()
         while not all(worker.ended or worker.counted_at > begin for worker in self.workers):
@@ -372,14 +372,14 @@ class Chaos:
         self.find_hangs()
 
     def count_living(self):
-        """The time since the last look, of those who could go on."""
+        """Adds the time since the last look for each worker that could continue."""
         now = time.monotonic()
         able = sum(self.waits.could_go_on(worker.number, now) for worker in self.workers)
         self.totals.living += able * (now - (self.looked_at or now))
         self.looked_at = now
 
     def note_end(self, worker):
-        """Nobody has killed it."""
+        """Checks how a worker has ended that nobody killed."""
         worker.wanted, worker.ended = False, True
         worker.note("away")
         self.read()
@@ -455,7 +455,7 @@ class Chaos:
                 self.awaited.remove(one)
 
     def take_wait(self, worker, when, line):
-        """What it waited for a sync, and for whom."""
+        """Notes how long a worker waited for a sync, and for whom."""
         text, waited = self.applied.pop((worker.number, line["sync"]), ""), line["waited_seconds"]
         in_vain = re.search("workers? ([0-9, and]+) (?:is|are) missing", text)
         if in_vain and line["grace_seconds"] > waited / 2:
@@ -479,7 +479,7 @@ class Chaos:
 # The program
 
 def check(arguments):
-    """UserError where that cannot be."""
+    """Raises a UserError for a run that is impossible on this machine."""
     if not arguments.trainer.exists():
         raise UserError(f"there is no {arguments.trainer}: run make")
     if arguments.workers < 3:
@@ -495,7 +495,7 @@ def check(arguments):
 
 
 def share_that_can_be_had():
-    """Without --share."""
+    """The default of --share on this machine."""
     lack = quota.missing()
     if not lack:
         return SHARE
@@ -504,7 +504,7 @@ def share_that_can_be_had():
 
 
 def steps_of_a_run(arguments, folder, tokens):
-    """As many as take RUN_SECONDS: from a trial run of one worker, with its share of a core and without a store."""
+    """As many as take RUN_SECONDS, by a trial run of one worker, with its share of a core and no store."""
     options = {name: value for name, value in COMMON.items()
                if name not in ("--outer-transport", "--min-workers", "--grace", "--timeout")}
     options.update({"--ranks": arguments.ranks, "-x": TRIAL_STEPS, "-n": 0})
@@ -523,12 +523,12 @@ def steps_of_a_run(arguments, folder, tokens):
 
 
 def steps_that_take(seconds, times):
-    """times: when each step of the trial run ended. Waits for the share of a core count, as they will later."""
+    """times: the ends of the trial run's steps. Waits for the share of a core count, as in later runs."""
     return round(seconds / ((times[-1] - times[WARM]) / (len(times) - 1 - WARM)))
 
 
 def chaos(arguments, seed, base, totals, journal):
-    """Run after run, until the time is over or there were enough events."""
+    """One run after another, until the time is over or there were enough events."""
     tokens = write_tokens(base / "tokens")
     if arguments.steps is None:
         arguments.steps = steps_of_a_run(arguments, base / "trial", tokens)
@@ -600,7 +600,7 @@ def main(words):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and what it has started ends with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and finally clauses end what it has started
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as error:

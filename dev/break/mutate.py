@@ -1,27 +1,27 @@
 #!/usr/bin/env python3
 """Breaks the CUDA trainer on purpose, one change at a time, and lists what the tests do not notice.
 
-    dev/break/mutate.py                     the host side, the wire, and of the kernels a selection: each function, each kind of change
+    dev/break/mutate.py                     host, wire, and some of the kernels' changes: each kind in each function
     dev/break/mutate.py --all               every change
-    dev/break/mutate.py --part host         that part alone: host, wire or kernels
-    dev/break/mutate.py --only FILE         those of one file; with --all every one
+    dev/break/mutate.py --part host         one part alone: host, wire or kernels
+    dev/break/mutate.py --only FILE         changes of one file; with --all all of them
     dev/break/mutate.py --id ID             one change: FILE:LINE:KIND:N
     dev/break/mutate.py --list, --show ID   what would be changed, without a run
 
 Changes are made in a private copy of the sources. A kernel is changed and compiled into the test programs of its file;
-it is killed if a test fails, the emulator or a sanitizer reports it, the program crashes or exceeds its time. Changes
-that do not compile are not counted. What survives the plain build is tried in those builds of `make test` that may
-tell more: fp32, thread sanitizer, address sanitizer.
+it is killed if a test fails, if the emulator or a sanitizer reports an error, or if the program crashes or exceeds its
+time. Changes that do not compile are not counted. Survivors of the plain build are tried in the builds of `make test`
+that may notice more: fp32, thread sanitizer, address sanitizer.
 
-The host side's changes, which take an event's record, a wait or a poll away, are all built into one emulated trainer
-and chosen when it runs. One is killed if a run ends otherwise, hangs, or writes another model, loss or hash than the
-calm program; what survives that is tried in the build for thread sanitizer, which knows no orders but CUDA's.
+The host side's changes each remove an event's record, a wait or a poll. All are built into one emulated trainer, and
+one is chosen when it runs. It is killed if a run hangs, or ends with another status, model, loss or hash than without
+the change. Survivors are tried in the build for thread sanitizer, which knows only the orders that CUDA guarantees.
 
 The wire's changes are to the host's code of exchanges and error feedback. Each is compiled into the CPU's tests of
 exchanges.
 
-dev/break/mutants.md says of known survivors why they change nothing; they still count as survivors. The status is 1
-if less than 97% are killed, if a survivor is not explained there, or if what it says is not so any more.
+dev/break/mutants.md explains why known survivors change nothing; they still count as survivors. The status is 1 if
+less than 97% are killed, if a survivor is not explained there, or if an explanation there is out of date.
 """
 import argparse
 import concurrent.futures
@@ -37,7 +37,7 @@ from mutation.programs import Failure
 from mutation.report import SURVIVORS, difference, read_explanations, report
 from mutation.wire import Wire
 
-SELECTED = 320  # kernels' changes in a run without options, if that is enough for each kind in each function
+SELECTED = 320  # kernels' changes in a run without options; more if each kind in each function needs more
 
 
 class Kernels:
@@ -56,7 +56,7 @@ PARTS = {"host": HostSide, "wire": Wire, "kernels": Kernels}
 
 
 def mutate(part, changes, jobs, verbose):
-    """Verdicts in the order of the changes; the survivors' are printed at once."""
+    """Returns verdicts in the order of the changes. Prints those of survivors at once."""
     began = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         verdicts = []
@@ -87,7 +87,7 @@ def options():
 
 
 def chosen(arguments, parts):
-    """Of each part the changes that are asked for."""
+    """The requested changes of each part."""
     changes = [change for part in parts for change in part.changes]
     named = set(arguments.id or []) | {arguments.show} - {None}
     unknown = named - {change.id for change in changes}
@@ -107,7 +107,7 @@ def chosen(arguments, parts):
 
 
 def work(arguments, folder):
-    """The program's exit status."""
+    """Returns the program's exit status."""
     parts = []
     for name in [arguments.part] if arguments.part else PARTS:
         (folder / name).mkdir()
@@ -123,7 +123,7 @@ def work(arguments, folder):
             verdicts += mutate(part, changes, arguments.jobs, arguments.verbose)
     all_changes = [change for part in parts for change in part.changes]
     explanations = read_explanations(SURVIVORS.read_text())
-    if arguments.part:  # the other part's are not looked for
+    if arguments.part:  # the other parts' changes were not read
         explanations = [entry for entry in explanations if any(entry.is_of(change) for change in all_changes)]
     return 0 if report(verdicts, explanations, all_changes) else 1
 

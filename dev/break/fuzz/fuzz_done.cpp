@@ -1,11 +1,11 @@
-// DONE files, which say that a checkpoint is whole; and fields, of which they and the states' are made.
+// DONE files, which say that a checkpoint is whole, and Fields, the text in them and in state files.
 #include "dev/break/fuzz/fuzz.h"
 #include "llmc/checkpoint/state_file.h"
 
 const long step = 12;
 
 void fuzz(const std::string& bytes) {
-    static const Folder folder;  // the name of the file tells the step
+    static const Folder folder;  // the file's name contains the step
     std::ofstream(done_path(folder.path(), step), std::ios::binary) << bytes;
     may_refuse([&] {
         const Fields fields = Fields::parse(bytes, "a file");

@@ -1,8 +1,8 @@
-// Payloads of other workers: all that a worker does with what it receives, in both exchanges and all formats.
-// It is the first of two, or of nine, who compare each payload with the mean; the others send what libFuzzer
-// makes up.
+// Payloads from other workers: everything that a worker does with what it receives, in both exchanges and all
+// formats. It is worker 0 of two, or of nine, whose statistics compare each payload with the mean and not with
+// the others. The other workers send bytes that libFuzzer makes up.
 //
-//     | a byte: format + 6 * (exchange + 2 * (weights + 2 * many)) | what is received, one after the other |
+//     | a byte: format + 6 * (exchange + 2 * (weights + 2 * many)) | all that is received, in this order |
 #include "dev/break/fuzz/fuzz.h"
 #include "dev/test/unit/local_comm.h"
 #include "streaming/all_gather_exchange.h"
@@ -32,7 +32,7 @@ struct Setup {
     int workers;
 };
 
-// Worker 0 among others who send the bytes of an input; zeros when there are no more.
+// Worker 0 among others that send the bytes of an input, and zeros after its end.
 class HostileComm : public Comm {
 public:
     HostileComm(const std::string& input, int workers) : input(input), at(1), workers(workers) {}
@@ -107,7 +107,7 @@ void fuzz(const std::string& bytes) {
     receive(*exchange, setup.workers, main);
 }
 
-// What worker 0 receives of honest workers.
+// What worker 0 receives from honest workers.
 std::string exchange_once(uint8_t code) {
     const Setup setup(code);
     LocalGroup group(setup.workers);

@@ -1,4 +1,4 @@
-// Tokenizer files, and what is printed of their tokens.
+// Tokenizer files, and the text that is printed for their tokens.
 #include "dev/break/fuzz/fuzz.h"
 #include "llmc/text/tokenizer.h"
 

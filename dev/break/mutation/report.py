@@ -1,4 +1,4 @@
-"""Verdicts on changes: tables, survivors and what is said of them."""
+"""Verdicts on changes: tables, survivors and their explanations."""
 import collections
 import dataclasses
 import pathlib
@@ -14,11 +14,11 @@ LEAST_KILLED = 0.97
 class Verdict:
     change: Change
     outcome: str    # killed, survived or not compiled
-    by: str = ""    # build and program: how
+    by: str = ""    # what noticed it: "BUILD, PROGRAM: HOW"
 
 @dataclasses.dataclass
 class Explanation:
-    """Of a survivor, by its function and the text of its lines: their numbers may change."""
+    """Why a survivor changes nothing. The text of its line identifies it, since line numbers may change."""
     file: str
     function: str
     was: str
@@ -31,8 +31,8 @@ class Explanation:
 
 
 def read_explanations(text):
-    """Paragraphs that begin with `FILE`, `FUNCTION`: REASON, each followed by the changes it is about, as
-    difference() has them."""
+    """text: paragraphs that begin with `FILE`, `FUNCTION`: REASON, each followed by the changes that it explains,
+    as difference() formats them."""
     found, file, function, reason, was = [], None, None, "", None
     for paragraph in re.split(r"\n\s*\n", text):
         start = re.match(r"`([^`]+)`, `([^`]+)`:\s*(.*)", paragraph, re.DOTALL)
@@ -51,7 +51,7 @@ def difference(change):
 
 
 def table(verdicts, key, title):
-    """Lines: changes, killed, survived and percentage by `key`."""
+    """A table of changes, killed, survived and percentage by `key`."""
     rows = {}
     for verdict in verdicts:
         for name in (key(verdict.change), "all"):
@@ -67,7 +67,7 @@ def table(verdicts, key, title):
 
 
 def report(verdicts, survivors, all_changes):
-    """Prints what came of it; whether it is as it should be."""
+    """Prints the results. Returns whether enough were killed and the explanations fit the survivors."""
     ok = True
     survived = [verdict.change for verdict in verdicts if verdict.outcome == "survived"]
     for change in survived:

@@ -1,5 +1,5 @@
-// The outer step on the device gives the bits that the CPU's gives: global parameters and momentum are the
-// same on all workers, with and without a GPU, and so there are no tolerances here. Compiles with nvcc, too
+// The outer step on the device gives the same bits as the CPU's. There are no tolerances here, since global
+// parameters and momentum must be the same on all workers, with and without a GPU. Compiles with nvcc, too
 // (-x cu).
 #include <gtest/gtest.h>
 
@@ -16,10 +16,10 @@ namespace {
 
 struct Arrays {
     Floats global, momentum, local, mean;
-    std::vector<floatX> params;  // not copies of local: what is not written stays different
+    std::vector<floatX> params;  // not copies of local, so that a value that is not written is noticed
 };
 
-// Random values; the last are behind those that take part.
+// Random values. The last `behind` values lie past those that a step may touch.
 Arrays random_arrays(long n, uint64_t seed, float deviation) {
     auto values = [=](uint64_t stream, float scale) {
         Floats out(size_t(n) + behind);
@@ -33,8 +33,8 @@ Arrays random_arrays(long n, uint64_t seed, float deviation) {
     return arrays;
 }
 
-// Two steps, the second from what the first one left: a momentum that was not kept would show. Returns what
-// the CPU has after them.
+// Takes two steps in a row, so that a momentum that was not stored is noticed. Returns the arrays as the CPU
+// leaves them.
 Arrays expect_same_steps(Arrays arrays, OuterStep step) {
     const long n = long(arrays.global.size() - behind);
     DeviceArray<float> global(arrays.global), momentum(arrays.momentum), local(arrays.local);
@@ -59,7 +59,7 @@ Arrays expect_same_steps(Arrays arrays, OuterStep step) {
 
 const float alphas[] = {0.0f, 0.3f, 0.5f, 1.0f};
 
-// 1024 values are a block of threads: one, a bit more than three, and less than one.
+// A block of threads has 1024 values. The sizes are less than a block, one, and a little more than three.
 TEST(OuterStepKernel, GlobalMomentumLocalAndParametersHaveTheCpusBits) {
     for_each_order(2, [] {
         for (long n : {4L, 128L, 1024L, 1024L * 3 + 132}) {
@@ -119,7 +119,7 @@ TEST(OuterStepKernel, WhoFollowsMovesByWhatGlobalMovesWhateverAlphaIs) {
     }
 }
 
-// The copy is rounded to nearest, ties to even, at the end: in bf16 these are ties and their neighbours.
+// A parameter is local rounded to nearest, ties to even. In bf16 these values are ties and their neighbours.
 TEST(OuterStepKernel, TheParameterIsTheRoundedLocal) {
     Arrays arrays = random_arrays(1024, 3, 1.0f);
     for (size_t i = 0; i < 1024; i++) {
