@@ -139,8 +139,8 @@ private:
         return found;
     }
 
-    // The step of a state that this process cares for: its own, or one of a process that the run no longer
-    // has.
+    // The step of a state that this process looks after: its own, or one of a process that the run no
+    // longer has.
     std::optional<long> own_step(const std::string& name) const {
         const auto state = state_named(name);
         const bool is_own = state && (state->second == index || state->second >= size);
@@ -195,7 +195,7 @@ public:
         files.sync();
     }
 
-    // Starts to write a checkpoint, and returns at once. Only when is_idle(), with a step above all before.
+    // Starts to write a checkpoint, and returns at once. Requires is_idle(), and a later step than before.
     void begin(CheckpointJob job) {
         std::lock_guard<std::mutex> lock(mutex);
         if (next || is_abandoned || job.identity.step <= newest) {
@@ -219,7 +219,7 @@ public:
         is_waited_for = false;
     }
 
-    // Returns when the last checkpoint is whole. RunError if it is not.
+    // Waits for the last checkpoint. RunError if it does not become whole.
     void finish(const std::function<void(const std::string& message)>& print) {
         wait();
         for (const std::string& message : take_messages()) { print(message); }
@@ -235,7 +235,7 @@ public:
         return std::exchange(messages, {});
     }
 
-    // Whether the last checkpoint to end is not whole on all processes.
+    // Whether the checkpoint that ended last is not whole on all processes.
     bool has_failed() const {
         std::lock_guard<std::mutex> lock(mutex);
         return failed;
@@ -247,9 +247,9 @@ public:
         return failed ? why : "";
     }
 
-    // The loop has failed: stops writing, deletes the unfinished file and waits for no other process. If
-    // ready() blocks, make it throw first. A disk that hangs is given a few seconds, since this process is to
-    // end.
+    // To be called when the loop has failed: stops writing, deletes the unfinished file and waits for no
+    // other process. If ready() blocks, make it throw first. A disk that hangs is given a few seconds only,
+    // since this process is about to end.
     void abandon() {
         give_up();
         std::unique_lock<std::mutex> lock(mutex);
@@ -259,7 +259,7 @@ public:
 private:
     struct Abandoned {};
 
-    // What a process says of its own files, or process 0 of the checkpoint.
+    // A process's verdict on its own files, or process 0's on the checkpoint.
     struct Verdict {
         bool is_whole = false;
         std::string words;       // whole: the steps to keep, empty for all; else why it is not whole
@@ -388,7 +388,7 @@ private:
             work();
             return {true, ""};
         } catch (const std::exception& error) {
-            check();  // work that failed because it was abandoned is nothing to tell the others
+            check();  // the others need not hear of work that was abandoned
             return {false, error.what()};
         }
     }
@@ -523,7 +523,7 @@ private:
         return first;
     }
 
-    // What a user has instead of the checkpoint that failed.
+    // What the user can resume from instead of the checkpoint that failed.
     std::string what_there_is(const StateIdentity& who) const {
         const std::set<long> whole = files.whole_steps(who.lineage);
         const auto after = whole.lower_bound(who.step);

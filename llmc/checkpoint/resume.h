@@ -2,7 +2,7 @@
 // folder and tells the others in the store what it sees, so that all find the same answer:
 //   - the newest step at which every process has its own file, all of the same run (lineage);
 //   - or, for a run with another number of workers or ranks, the newest step at which every process has all
-//     files of the old run. An elastic worker does not resume from such a checkpoint, nor from another's.
+//     files of the old run. An elastic worker resumes neither from such a checkpoint nor from another one's.
 // Then each process reads the files it needs in full. If one is damaged, the next older step is tried. Names
 // and headers, which no checksum has confirmed at first, decide what is tried, but never what is used.
 #pragma once
@@ -57,7 +57,7 @@ inline std::string writers_of(const ResumePoint& point) {
 struct FolderView {
     struct State {
         ResumePoint point;
-        std::string flaw;  // why the file cannot be used; then its checkpoint is not known
+        std::string flaw;  // why the file cannot be used; `point` is then unknown
     };
 
     std::string folder;
@@ -204,7 +204,7 @@ inline std::string find_lack(const ResumePoint& own, int index, const FolderView
     return "";
 }
 
-// The same after reading the files in this process's own folder in full.
+// The same, after this process has read the files in its own folder in full.
 inline std::string find_damage(const ResumePoint& own, int index, const std::string& folder,
                                const ResumePoint& point) {
     const auto [begin, end] = files_needed(own, index, point);
@@ -354,7 +354,7 @@ private:
     bool has_done = false;
 };
 
-// The checkpoint to resume from; nothing: the run begins. All processes call it after meet(), once, each with
+// The checkpoint to resume from; nothing: start at step 1. All processes call it once after meet(), each with
 // its own folder; all get the same, or throw the same UserError. `who`: this process in its state files,
 // whose step and lineage are not known yet. `notes`: what a user should know, a line each.
 inline std::optional<ResumePoint> agree_on_checkpoint(Process& process, const std::string& folder,

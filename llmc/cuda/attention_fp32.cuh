@@ -1,8 +1,8 @@
-// Causal self-attention in float, for builds that check: the equations of attention.cuh by plain FMAs.
+// Causal self-attention in float, for fp32 builds: the equations of attention.cuh with plain FMAs.
 //
-// Tiles of 32 rows in shared memory; 256 threads in a square of 16 x 16. Thread (y, x) has rows y and y + 16
-// of every product and, of scores, columns x and x + 16; of matrices (rows, hs), four columns out of each 64.
-// Flops: 2 T^2 C forward, 7 T^2 C backward a sequence, as there.
+// Tiles have 32 rows and lie in shared memory. The 256 threads form a square of 16 x 16: thread (y, x) has
+// rows y and y + 16 of every product, with columns x and x + 16 of scores, and with four columns out of each
+// 64 of a matrix (rows, hs). Flops per sequence: 2 T^2 C forward, 7 T^2 C backward, as in attention.cuh.
 #pragma once
 #include <stdexcept>
 
@@ -30,7 +30,7 @@ namespace attention_fp32 {
 constexpr int side = 16, threads = side * side, rows = 2 * side;  // rows: of a tile
 constexpr int ld_scores = rows + 1;
 
-// Rows of tiles are padded by 16 bytes: the same column of successive rows is in different banks.
+// Rows of tiles are padded by 16 bytes, so that a column's successive rows lie in different banks.
 template <int hs>
 constexpr int ld_tile = hs + 4;
 template <int hs>
@@ -40,7 +40,7 @@ constexpr size_t scores_bytes = rows * ld_scores * sizeof(float);
 __device__ inline int thread_x() { return threadIdx.x % side; }
 __device__ inline int thread_y() { return threadIdx.x / side; }
 
-// Rows `first`.. of a head to shared memory, zeros from row T on.   head: (T,hs) with leading dimension ld
+// Loads rows `first`.. of a head to a tile; rows from T on are 0.   head: (T,hs) with leading dimension ld
 template <int hs>
 __device__ inline void load_tile(float* tile, const float* head, int ld, int first, int T) {
     for (int i = threadIdx.x; i < rows * hs / 4; i += threads) {
@@ -97,7 +97,7 @@ struct Rows {
         }
     }
 
-    // To rows `first`.. of a head, those before T.   head: (T,hs) with leading dimension ld
+    // Stores rows `first`.. of a head, except those from T on.   head: (T,hs) with leading dimension ld
     __device__ void store(float* head, int ld, int first, int T) const {
         for (int i = 0; i < 2; i++) {
             const int row = first + thread_y() + side * i;
@@ -111,7 +111,7 @@ struct Rows {
     }
 };
 
-// Over the 16 threads that share a row of scores.
+// Reductions over the 16 threads that share a row of scores.
 __device__ inline float row_max(float x) {
     for (int bits = side / 2; bits > 0; bits /= 2) { x = fmaxf(x, __shfl_xor_sync(full_warp, x, bits)); }
     return x;
@@ -121,10 +121,10 @@ __device__ inline float row_sum(float x) {
     return x;
 }
 
-// ---- kernels: blocks (tiles, NH, B), in the order of attention.cuh's
+// ---- kernels: blocks (tiles, NH, B), in the same order as in attention.cuh
 
 // out: (B,T,C)   lse: (B,NH,T)   qkv: (B,T,3C)
-// A block owns queries and goes through keys. Bound by shared memory: about 4 T C bytes of it a query.
+// A block owns queries and loops over keys. Bound by shared memory: about 4 T C bytes per query.
 template <int hs>
 __global__ void __launch_bounds__(threads)
     forward_kernel(float* out, float* lse, const float* qkv, int T, int C, float scale) {
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(threads)
 }
 
 // dot[b,h,t] = sum over hs of dout out.   dot: (B,NH,T)   dout, out: (B,T,C)
-// Four rows of heads a block, a warp each. Bound by memory: 8 bytes a value.
+// A block has four values of t, and a warp for each. Bound by memory: 8 bytes per value.
 __global__ void dot_kernel(float* dot, const float* dout, const float* out, int T, int NH, int hs) {
     const int t = blockIdx.x * 4 + threadIdx.x / 32, h = blockIdx.y, b = blockIdx.z;
     const size_t at = (size_t(b) * T + t) * NH * hs + h * hs;
@@ -191,7 +191,7 @@ __global__ void dot_kernel(float* dot, const float* dout, const float* out, int 
 }
 
 // This thread's p and ds of a tile of queries and one of keys: element [i][j] is of query y + 16 i and key
-// x + 16 j. 0 where the key comes after the query, or the query is not before T.   lse, dot: (T)
+// x + 16 j. They are 0 where the key comes after the query, or the query is not before T.   lse, dot: (T)
 template <int hs>
 __device__ inline void recompute_scores(float (&p)[2][2], float (&ds)[2][2], const float* q_tile,
                                         const float* k_tile, const float* dout_tile, const float* v_tile,
@@ -210,7 +210,7 @@ __device__ inline void recompute_scores(float (&p)[2][2], float (&ds)[2][2], con
     }
 }
 
-// To a tile of scores, (queries, keys).
+// Stores scores to a tile (queries, keys).
 __device__ inline void store_scores(float* tile, const float (&s)[2][2]) {
     for (int i = 0; i < 4; i++) {
         tile[(thread_y() + i / 2 * side) * ld_scores + thread_x() + i % 2 * side] = s[i / 2][i % 2];
@@ -218,7 +218,7 @@ __device__ inline void store_scores(float* tile, const float (&s)[2][2]) {
 }
 
 // The parts k and v of dqkv: (B,T,3C).   dout: (B,T,C)   qkv: (B,T,3C)   lse, dot: (B,NH,T)
-// A block owns keys and goes through queries. Bound by shared memory: about 8 T C bytes of it a key.
+// A block owns keys and loops over queries. Bound by shared memory: about 8 T C bytes per key.
 template <int hs>
 __global__ void __launch_bounds__(threads)
     backward_dkv_kernel(float* dqkv, const float* dout, const float* qkv, const float* lse, const float* dot,
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(threads)
 }
 
 // The part q of dqkv: (B,T,3C).   dout: (B,T,C)   qkv: (B,T,3C)   lse, dot: (B,NH,T)
-// A block owns queries and goes through keys. Bound by shared memory: about 6 T C bytes of it a query.
+// A block owns queries and loops over keys. Bound by shared memory: about 6 T C bytes per query.
 template <int hs>
 __global__ void __launch_bounds__(threads)
     backward_dq_kernel(float* dqkv, const float* dout, const float* qkv, const float* lse, const float* dot,
