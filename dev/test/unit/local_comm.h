@@ -19,14 +19,15 @@
 
 #include "llmc/comm.h"
 
-// Where the members meet. Every call is two meetings: all buffers are known; all have copied what they need.
+// Where the members meet. Every call has two meetings: by the first all members have brought their buffers,
+// by the second all have copied what they need.
 class LocalGroup {
 public:
     explicit LocalGroup(int size, double time_limit = 20) : buffers(size_t(size)), time_limit(time_limit) {}
 
     int size() const { return int(buffers.size()); }
 
-    // Shows the others a buffer: for the next two meetings.
+    // Shows the others a buffer for the next two meetings.
     void bring(int rank, const void* buffer) {
         std::lock_guard<std::mutex> lock(mutex);
         buffers[rank] = static_cast<const uint8_t*>(buffer);
@@ -150,14 +151,14 @@ private:
     long calls = 0;  // counted on the stream
 };
 
-// The calling thread's loops are its own: members are more than cores, and OpenMP's teams wait by spinning.
+// Loops of the calling thread get no team: there are more members than cores, and OpenMP's teams spin.
 inline void without_teams() {
 #ifdef _OPENMP
     omp_set_num_threads(1);
 #endif
 }
 
-// Runs `work(rank)` on `size` threads and waits for them. Returns what each threw: "" for nothing.
+// Runs `work(rank)` on `size` threads and waits for them. Returns the error of each, or "".
 inline std::vector<std::string> run_members(int size, const std::function<void(int)>& work) {
     std::vector<std::string> errors(static_cast<size_t>(size));
     std::vector<std::thread> threads;

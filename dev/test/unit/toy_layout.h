@@ -4,7 +4,7 @@
 
 #include "llmc/layout.h"
 
-// Blocks of the given sizes (per rank), of which the last belongs to no layer.
+// Blocks of the given sizes (per rank). The last one belongs to no layer.
 inline Layout toy_layout(int ranks) {
     Layout layout;
     layout.ranks = ranks;

@@ -11,7 +11,7 @@ namespace {
 
 GptShape small_shape() { return {12, 250, 256, 3, 2, 16}; }
 
-// Values that tell their tensor and index; 0 in padding and in the rows of wte beyond the vocabulary.
+// Each value encodes its tensor and index; padding and wte's rows beyond the vocabulary are 0.
 std::vector<float> telling_values(const GptShape& shape, const Layout& layout) {
     std::vector<float> flat(size_t(layout.size), 0.0f);
     float tensor_number = 1;
@@ -30,7 +30,7 @@ float telling_value(const Layout& layout, const std::string& name, long index) {
     return tensor_number + float(index) * 0x1p-14f;
 }
 
-// Offsets of llm.c's tensors in values, once more: V padded rows, T positions, L layers, C channels.
+// Offsets of llm.c's tensors in values, computed anew: V padded rows, T positions, L layers, C channels.
 struct LlmcOffsets {
     explicit LlmcOffsets(long V, long T, long L, long C) {
         long at = 0;

@@ -108,7 +108,7 @@ public:
     std::vector<Member> members;
 };
 
-// A state of another step, worker or run, as it may lie in the folder from before.
+// Writes a state of another step, worker or run, such as an earlier run may have left in the folder.
 void leave_behind(const std::string& folder, long step, int index, const std::string& of, bool done) {
     const StateIdentity who{step, index, 0, 4, 1, of};
     write_state(state_path(folder, step, index), who, {});
@@ -152,7 +152,7 @@ void expect_done_only_when_all_have_theirs(Processes& run) {
     EXPECT_EQ(run.files(2), "DONE_00000040 state_00000040_00002.bin state_00000040_00003.bin ");
 }
 
-// Another store that is away for a while.
+// A store in front of another one, which can be away for a while.
 class AbsentStore : public Store {
 public:
     explicit AbsentStore(std::shared_ptr<Store> store) : store(std::move(store)) {}
@@ -179,7 +179,7 @@ private:
     std::shared_ptr<Store> store;
 };
 
-// Puts one before the store of each process.
+// Puts an AbsentStore in front of each process's store.
 std::vector<std::shared_ptr<AbsentStore>> absent_stores_of(Processes& run) {
     std::vector<std::shared_ptr<AbsentStore>> stores;
     for (Member& member : run.members) {
@@ -189,7 +189,7 @@ std::vector<std::shared_ptr<AbsentStore>> absent_stores_of(Processes& run) {
     return stores;
 }
 
-// The seconds after which process 1 was given up, as process 0 tells.
+// After how many seconds process 0 says that it gave up process 1.
 int seconds_of_silence(const std::string& message) {
     const std::string words = "worker 1 rank 0: has not been heard of for ";
     const size_t at = message.find(words);
@@ -247,7 +247,7 @@ TEST(Checkpointer, where_one_process_fails_there_is_no_checkpoint_and_all_know_w
     EXPECT_EQ(run.files(2), "DONE_00000030 state_00000030_00002.bin state_00000030_00003.bin ");
 }
 
-// What a run was for is not lost with a state that finds no room, on whichever process.
+// The run's result is not lost when there is no room for a state, whichever process it is.
 TEST(Checkpointer, the_model_of_the_last_step_stays_where_its_checkpoint_is_not_whole) {
     for (int failing : {0, 1}) {
         Processes run(2, 1);
@@ -442,7 +442,7 @@ TEST(Checkpointer, a_silent_process_is_named_after_the_time_limit) {
     EXPECT_TRUE(run.is_done(1, 20));
 }
 
-// Which see for themselves whether others are gone: these may be steps behind, or their disks slow.
+// The loops notice by themselves if a process is gone. Others may be steps behind, or have slow disks.
 TEST(Checkpointer, loops_that_train_give_others_all_the_time_they_need) {
     Processes run(2, 1, false, "", 0.01);
     run.start();
@@ -474,8 +474,8 @@ TEST(Checkpointer, a_store_may_be_away_for_a_while) {
     EXPECT_TRUE(run.is_done(0, 20) && run.is_done(1, 20));
 }
 
-// Training needs none: a loop that waits for a checkpoint goes on long before the time limit, which is for
-// others that are silent.
+// Training needs no store: a loop that waits for a checkpoint continues long before the time limit, which is
+// meant for silent processes.
 TEST(Checkpointer, a_store_that_is_gone_for_good_holds_nobody_up) {
     const double timeout = 8;
     Processes run(2, 1, false, "", timeout);
@@ -513,7 +513,7 @@ TEST(Checkpointer, who_finds_the_store_again_waits_little_for_others_who_may_hav
     EXPECT_LT(seconds_of_silence(message), 8) << message;
 }
 
-// They do not fill the disk, and what may be the newest that all others have is not among what goes.
+// Old states do not fill the disk, but those stay that may be the newest that all other processes have.
 TEST(Checkpointer, without_the_store_the_newest_stay_and_what_others_may_count_on) {
     Processes run(2, 1, false, "", 0.4);
     const auto stores = absent_stores_of(run);

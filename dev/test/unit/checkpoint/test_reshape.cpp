@@ -1,5 +1,5 @@
-// Change of shape: a run's state goes on in one of other ranks, workers or fragments. States of made-up runs
-// are written as each process would write its own; what comes out is put together tensor by tensor.
+// Change of shape: a run is resumed with other ranks, workers or fragments. States of made-up runs are
+// written as each process would write its own, and the results are compared tensor by tensor.
 #include "dev/test/unit/wire.h"
 #include "llmc/checkpoint/reshape.h"
 #include "streaming/diloco.h"
@@ -21,7 +21,7 @@ const std::string lineage = "0123456789abcdef";
 const long step = 40;
 const GptShape tiny{12, 250, 256, 3, 2, 16};
 
-// A run, by those of its options that its state depends on.
+// The options of a run on which its state depends.
 struct MadeUpRun {
     int workers = 1, ranks = 1;
     std::string outer_optimizer = "nesterov";
@@ -29,12 +29,12 @@ struct MadeUpRun {
     std::string pattern = "strided";
     std::string offsets;  // of a run of an earlier version
     long inner_steps = 20;
-    std::string typed_inner_steps;  // if not as a plain number
+    std::string typed_inner_steps;  // empty: as a plain number
     bool error_feedback = false;
     std::string exchange = "all_gather";
     long sample_tokens = 8;
 
-    // As the trainer makes it of its options.
+    // The shape as the trainer makes it from its options.
     OuterShape shape(int worker, int rank) const {
         DilocoOptions o;
         o.outer_optimizer = outer_optimizer;
@@ -69,7 +69,7 @@ struct MadeUpRun {
     }
 };
 
-// As parameters have them.
+// Values as parameters hold them.
 Floats rounded(Floats values) {
     for (float& value : values) { value = float(floatX(value)); }
     return values;
@@ -77,7 +77,7 @@ Floats rounded(Floats values) {
 
 std::vector<floatX> as_parameters(const Floats& values) { return {values.begin(), values.end()}; }
 
-// A section with values of either type.
+// The values of a section of either type.
 Floats floats_in(const std::string& section, const void* data, size_t bytes) {
     if (section == "params") {
         const floatX* values = static_cast<const floatX*>(data);
@@ -104,7 +104,7 @@ Floats model_values(const std::string& kind, int worker) {
     return kind == "params" ? rounded(values) : values;
 }
 
-// To the flat buffer of a layout, and back: by tensors.
+// Copies a model, tensor by tensor, to the flat buffer of a layout, and back.
 Floats to_flat(const Layout& layout, const Floats& model) {
     Floats flat(size_t(layout.size), 0.0f);
     auto next = model.begin();
@@ -126,7 +126,7 @@ Floats from_flat(const Layout& layout, Floats flat) {
     return model;
 }
 
-// The flat buffer's part in a rank's shard of some blocks, one after the other.
+// A rank's shards of some blocks of the flat buffer, one after another.
 Floats shard_of(const Layout& layout, const Floats& flat, const std::vector<int>& blocks, int rank) {
     Floats shard;
     for (int block : blocks) {
@@ -150,7 +150,7 @@ std::vector<int> blocks_by_fragment(const OuterShape& shape) {
     return blocks;
 }
 
-// A fragment that was on its way at the checkpoint. Without a mean: it was not finite.
+// A fragment that was in flight at the checkpoint. It has no mean if that was not finite.
 struct Flying {
     int fragment;
     bool has_mean = true;
@@ -193,7 +193,7 @@ Fields fields_of(const OuterShape& shape, const std::vector<Flying>& flying) {
     return fields;
 }
 
-// The sections with values of one process.
+// One process's sections that hold values.
 std::map<std::string, Floats> floats_of(const OuterShape& shape, const std::vector<Flying>& flying) {
     std::map<std::string, Floats> floats;
     auto add = [&](const std::string& section, const std::string& kind, const std::vector<int>& blocks) {
@@ -248,7 +248,7 @@ struct NewWorker {
 
     bool has(const std::string& section) const { return states[0]->has(section); }
 
-    // Of the whole model, tensor by tensor.
+    // A section of the whole model, tensor by tensor.
     Floats model(const std::string& section) const {
         const std::vector<int> blocks =
             section == "residuals" ? blocks_by_fragment(shape) : blocks_in_order(shape.layout);
@@ -300,7 +300,7 @@ testing::AssertionResult same_bits(const Floats& a, const Floats& b) {
     return testing::AssertionSuccess();
 }
 
-// Takes the whole new worker into a folder, as a run that goes on would write it at once.
+// Writes the states of the new worker to a folder, as the resumed run would do.
 void write_again(const std::string& folder, const MadeUpRun& run, const NewWorker& worker) {
     for (int rank = 0; rank < run.ranks; rank++) {
         const StateReader& state = *worker.states[size_t(rank)];
@@ -330,7 +330,7 @@ public:
           diloco(options(overlap), shape.fragments, shape.layout, 0, comm, outer_stream),
           local(to_flat(shape.layout, model_values("global", 0))), params(as_parameters(local)) {}
 
-    // What worker 1 sends at the last step is not finite.
+    // Worker 1's delta at the last step is not finite.
     void train() {
         diloco.start(local.data(), main);
         for (long t = 1; t <= step; t++) {
@@ -343,7 +343,7 @@ public:
         }
     }
 
-    // Writes the checkpoint, and goes on as at the end of training.
+    // Writes the checkpoint, and continues as at the end of training.
     void checkpoint_and_finish(const std::string& folder) {
         diloco.take_snapshot(main);
         std::map<std::string, Floats> floats = own_values();
@@ -356,7 +356,7 @@ public:
         write_process(folder, run, shape, fields, floats);
     }
 
-    // By sections: all that it has when nothing is in flight.
+    // All sections, when nothing is in flight.
     std::map<std::string, Floats> values() {
         diloco.take_snapshot(main);
         diloco.snapshot().wait();
@@ -366,7 +366,7 @@ public:
     }
 
 private:
-    // What MadeUpRun::options() says.
+    // The same options as in MadeUpRun::options().
     DilocoOptions options(long overlap) const {
         DilocoOptions options;
         options.inner_steps = run.inner_steps;
@@ -396,7 +396,7 @@ private:
     std::vector<floatX> params;
 };
 
-// What a fragment has of the model, by place in the model without padding.
+// Calls `work` with the place of each of a fragment's values in the model without padding.
 void for_fragment_values(const OuterShape& shape, int fragment, const std::function<void(size_t)>& work) {
     for (int b : shape.fragments[size_t(fragment)].blocks) {
         const Block& block = shape.layout.blocks[size_t(b)];
@@ -574,8 +574,8 @@ TEST(Reshape, means_in_flight_are_merged_at_once) {
     }
 }
 
-// Real workers: what one has in flight at the checkpoint it receives right behind it, as at the end of
-// training. That is what the reshaped state must be, and all must agree on it, whoever waits how long.
+// Real workers: after the checkpoint a worker receives at once what is in flight, as at the end of training.
+// The reshaped state must be the result of that, and the same on all workers, whatever their overlaps.
 TEST(Reshape, a_snapshot_in_mid_exchange_becomes_what_the_run_would_have_ended_with) {
     MadeUpRun from;
     from.workers = 2;
@@ -693,7 +693,7 @@ TEST(Reshape, error_feedback_that_is_new_starts_from_zero) {
     EXPECT_FALSE(reshape(other.name(), with, without).has("residuals"));
 }
 
-// All ranks of a worker have the same window, of whatever bytes.
+// All ranks of a worker have the same window, which may hold any bytes.
 TEST(Reshape, all_ranks_of_a_worker_go_on_with_its_window_of_outliers) {
     MadeUpRun from;
     from.workers = 2;

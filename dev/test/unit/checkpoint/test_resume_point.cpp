@@ -36,7 +36,7 @@ static void add_done(const std::string& folder, long step, const Shape& shape,
     write_done(folder, identity(step, 0, shape, lineage));
 }
 
-// A checkpoint that is complete in a folder that all processes see.
+// Adds a complete checkpoint to a folder that all processes share.
 static void add_checkpoint(const std::string& folder, long step, const Shape& shape,
                            const std::string& lineage = run_a) {
     for (int i = 0; i < shape.size(); i++) { add_state(folder, step, i, shape, lineage); }
@@ -81,7 +81,7 @@ static Process process_of(const Shape& shape, int index) {
     return process;
 }
 
-// Of processes with a folder each. All must have come to the same result.
+// The agreement of processes with one folder each. All must have the same result.
 static Agreement agreement_among(std::vector<Process> processes, const Shape& shape,
                                  const std::vector<std::string>& folders) {
     TemporaryFolder store;
@@ -107,7 +107,7 @@ static Agreement agreement_of(const Shape& shape, const std::vector<std::string>
     return agreement_among(std::move(processes), shape, folders);
 }
 
-// Of the ranks of an elastic worker.
+// The agreement of the ranks of an elastic worker.
 static Agreement agreement_in_worker(int worker, const std::string& folder, const Shape& shape) {
     std::vector<Process> processes;
     for (int rank = 0; rank < shape.ranks; rank++) {
@@ -117,7 +117,7 @@ static Agreement agreement_in_worker(int worker, const std::string& folder, cons
     return agreement_among(std::move(processes), shape, std::vector<std::string>(size_t(shape.ranks), folder));
 }
 
-// What an elastic worker has written.
+// Adds a checkpoint of an elastic worker.
 static void add_own_checkpoint(const std::string& folder, long step, int worker, const Shape& shape,
                                const std::string& lineage = run_a) {
     for (int rank = 0; rank < shape.ranks; rank++) {

@@ -22,7 +22,7 @@ void write_small(const std::string& path) {
                 {{"fields", words.data(), words.size()}, {"v", nullptr, 0}, {"m", values, sizeof values}});
 }
 
-// The message of the UserError that keeps the file from being used.
+// The message of the UserError with which the file is refused.
 std::string refusal(const std::string& path) {
     return user_error([&] { StateReader(path).verify(); });
 }
@@ -36,7 +36,7 @@ struct Entry {
     int64_t offset, bytes;
 };
 
-// A file whose checksum is right, whatever its header and table say.
+// A file with a correct checksum but a header and table of any content.
 struct Forgery {
     std::vector<Entry> table = {{"a", 1152, 10}, {"b", 1216, 64}};
     int32_t sections = 2, worker = 1, workers = 2;
@@ -175,9 +175,9 @@ TEST(StateFile, a_header_or_table_that_was_made_up_is_refused_though_its_checksu
         {{"a", 0, 1162}, {"b", 1216, 64}},                      // the header as data
         {{"a", 1152, 10}, {"b", 1216, 65}},                     // reaches the checksum
         {{"a", 1152, 10}, {"b", 1216, 0}},                      // leaves a gap
-        {{"a", 1152, 10}, {"b", 1216, -1}},                     // less than nothing
+        {{"a", 1152, 10}, {"b", 1216, -1}},                     // a negative size
         {{"a", 1152, -64}, {"b", 1152, 128}},
-        {{"a", 1152, most}, {"b", 1216, 64}},  // what would overflow
+        {{"a", 1152, most}, {"b", 1216, 64}},  // offset + bytes overflows
         {{"a", 1152, most - 1152}, {"b", -64, 64}},
         {{"a", 1152, 10}, {"b", most, 64}},
         {{"a", -most, most}, {"b", 1216, 64}},

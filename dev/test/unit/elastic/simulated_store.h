@@ -1,5 +1,5 @@
-// A store in memory for the simulation of the sync log (sync_log_simulation.h). It looks over the protocol's
-// shoulder: what must hold of the keys of a run is checked at every request that changes one.
+// A store in memory for the simulation of the sync log (sync_log_simulation.h). At every request that changes
+// a key it checks what must always hold for the keys of a run.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -11,7 +11,7 @@
 
 #include "streaming/elastic/sync_log.h"
 
-// What must never happen has happened.
+// A rule of the protocol is broken.
 struct Violation : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -60,10 +60,10 @@ public:
     bool has(const std::string& folder) const { return folders.count(folder) != 0; }
     std::string generation() { return folders.count("run") ? folders["run"]["generation"] : ""; }
 
-    // Has anybody ever been done with it?   run: GENERATION/shard
+    // Whether any worker has ever completed this run.   run: GENERATION/shard
     bool has_ended(const std::string& run) const { return ended.count(run) != 0; }
 
-    // Every entry there ever was, by its key.
+    // Every entry that was ever written, by its key.
     const std::map<std::string, LogEntry>& entries() const { return decided; }
 
     std::map<std::string, std::string> in(const std::string& folder) {
@@ -71,7 +71,7 @@ public:
     }
 
 private:
-    // "GENERATION/shard/what/rest" to what and rest.
+    // {what, rest} of "GENERATION/shard/what/rest".
     static std::pair<std::string, std::string> parts(const std::string& folder) {
         const std::string run = run_of(folder);
         if (run == folder) { return {"", ""}; }
@@ -94,8 +94,8 @@ private:
         folders[request.folder][request.name] = request.value;
     }
 
-    // What once lay under a name is what will ever lie there. A start that learned its generation from a store
-    // that came back empty since finds no earlier start's number: what it writes there is believed by nobody.
+    // A payload's name never gets other bytes. Earlier generations are exempt: a start that learned its
+    // generation before the store came back empty may reuse a number there, but nobody believes it.
     void check_same_payload(const StoreRequest& request) {
         if (parts(request.folder).first != "payload" || !is_now(run_of(request.folder))) { return; }
         const uint64_t digest = digest_of(request.value);
@@ -114,7 +114,7 @@ private:
         }
         const std::string run = run_of(request.folder);
         std::set<int> workers;
-        // A store that came back empty has no lines any more: who decides there is believed by nobody.
+        // A store that came back empty has lost the lines, and nobody believes a decision in the old run.
         for (const Contributor& one : is_now(run) ? entry.contributors : std::vector<Contributor>()) {
             const auto lines = in(run + "/sent/" + request.name);
             const auto line = lines.find(one.who.text());
@@ -128,7 +128,7 @@ private:
         decided.insert({key, entry});
     }
 
-    // A claim may be taken back between the sweep that has read it and the removal.
+    // Keeps the highest claim, since a claim may be lowered after a sweep has read it and before the removal.
     void note_claim(const StoreRequest& request) {
         std::vector<long>& claim = claims[run_of(request.folder)][request.name];
         std::istringstream in(request.value);
@@ -152,7 +152,7 @@ private:
         folders.erase(request.folder);
     }
 
-    // Payloads stay for who is `retain` syncs behind, and for who has one of the two newest checkpoints.
+    // Payloads stay for workers up to `retain` syncs behind, and for those with the two newest checkpoints.
     void check_removal(const std::string& folder) {
         const std::string run = run_of(folder);
         const long sync = std::atol(parts(folder).second.c_str());
@@ -177,5 +177,5 @@ private:
     std::map<std::string, uint64_t> payloads;
     std::map<std::string, LogEntry> decided;
     std::set<std::string> ended;
-    std::map<std::string, std::map<std::string, std::vector<long>>> claims;  // to checkpoints, by run, worker
+    std::map<std::string, std::map<std::string, std::vector<long>>> claims;  // by run and worker
 };

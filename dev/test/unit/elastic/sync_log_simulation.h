@@ -1,7 +1,7 @@
-// A deterministic simulation of the sync log: workers of their own speeds, a store with delays and lost
-// connections, crashes, stalls, restarts and newcomers, all drawn from one seed, with what must hold checked
-// after every event. Time is a number: a run of a minute takes milliseconds, and a seed that fails fails
-// again.
+// A deterministic simulation of the sync log: workers of different speeds, a store with delays and lost
+// connections, crashes, stalls, restarts and newcomers, all drawn from one seed. What must always hold is
+// checked after every event. Time is simulated: a run of a minute takes milliseconds, and a seed that fails
+// once always fails.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -35,8 +35,8 @@ private:
 
 const int values = 3;  // of a fragment
 
-// Small numbers that go the way of a fragment's: any difference in who was counted, in which order or on what
-// base shows in the hash at once.
+// A few numbers in place of a fragment's values: any difference in which workers were counted, in which order
+// or on which global parameters changes the hash at once.
 class Shard : public LogShard {
 public:
     using Values = std::vector<float>;
@@ -44,7 +44,7 @@ public:
         std::vector<Values> global, momentum, local, residual, residual_before;
         std::vector<uint64_t> tokens_at_send;
         uint64_t tokens = 0;
-        bool is_corrupt = false;  // known to the simulation alone
+        bool is_corrupt = false;  // only the simulation knows
     };
 
     Shard(int worker, int rank, const SyncSchedule& schedule)
@@ -146,7 +146,7 @@ public:
 
     State state;
     std::map<long, Encoded> sent;
-    bool was_misled = false;  // by a snapshot of one that is corrupt
+    bool was_misled = false;  // by the snapshot of a corrupt worker
 
 private:
     static void append(std::string& bytes, const Values& from) {
@@ -209,7 +209,7 @@ private:
     const SyncSchedule& schedule;
 };
 
-// What a run is like, from its seed.
+// The properties of a run, drawn from its seed.
 struct Plan {
     enum Mode { plain, all_die, store_emptied, disks_lost, corruption, modes, none };
     Mode mode;
@@ -218,8 +218,8 @@ struct Plan {
     std::vector<long> overlap;
     std::vector<double> step_time, delay, first_start;
     double crashes, stalls, losses;  // probabilities of each, at a request
-    double strangers;                // and that a start has other options than the run
-    double quiet_from;               // no faults any more
+    double strangers;                // probability that a start has other options than the run
+    double quiet_from;               // when faults end
     SyncLogOptions options;
 
     explicit Plan(Random& random) {
@@ -256,7 +256,7 @@ struct Plan {
     }
 };
 
-// Three workers that do the same and do not fail by themselves.
+// Three workers that are alike and do not fail by themselves.
 inline void make_even(Plan& plan) {
     plan.mode = Plan::none;
     plan.workers = plan.options.workers = 3;
@@ -270,11 +270,11 @@ inline void make_even(Plan& plan) {
     plan.crashes = plan.stalls = plan.losses = plan.strangers = 0;
 }
 
-// What happened, over all runs.
+// Counts of what happened, over all runs.
 struct Totals {
     long syncs = 0, deaths = 0, stalls = 0, snapshots = 0, snapshots_gone = 0, jumps = 0, late = 0;
     long new_generations = 0, diverged = 0, undecidable = 0, refused = 0, too_late = 0, gone = 0;
-    long most_answers = 0;  // that a worker had in vain
+    long most_answers = 0;  // that a worker got in vain
 
     void operator+=(const Totals& more) {
         syncs += more.syncs;
@@ -303,13 +303,13 @@ struct Totals {
     }
 };
 
-// A worker has taken its global parameters from one whose own are wrong, before that could show: from here on
-// nobody can know which are right.
+// A worker has taken its global parameters from a corrupt worker before that could be noticed. From then on
+// nobody can know whose are right.
 struct Undecidable {};
 
 class World {
 public:
-    // With the seed's plan, or what `change` makes of it.
+    // With the seed's plan, as altered by `change` if given.
     World(
         uint64_t seed, const SyncLogRules& rules, bool traced,
         const std::function<void(Plan&)>& change = [](Plan&) {})
@@ -348,11 +348,11 @@ public:
         });
     }
 
-    // Of all generations, by key.
+    // The entries of all generations, by key.
     const std::map<std::string, LogEntry>& entries() const { return store.entries(); }
 
-    // Of each sync that is decided after `from`, how long its decider stood still at its due step when the
-    // lines of all that it knows but worker w were there.
+    // For each sync decided after `from`: how long its decider stood still at the due step after the lines of
+    // all workers that it knows, except worker w, had come.
     std::map<long, double> waits_for(int w, double from) const {
         std::map<long, double> waits;
         for (const auto& [key, entry] : store.entries()) {
@@ -372,7 +372,7 @@ public:
         return waits;
     }
 
-    // Of each snapshot that was asked for: which starts have written any of it.
+    // For each snapshot that was asked for: which starts have written a part of it.
     std::map<std::string, std::set<std::string>> givers() const {
         std::map<std::string, std::set<std::string>> givers;
         for (const auto& [chunk, time] : first_written) {
@@ -429,8 +429,8 @@ private:
         long step = 0;
     };
 
-    // A fragment's next sync, where it is due: for how long, and how many answers its worker has had since
-    // there was no reason left to wait.
+    // A fragment's next sync: since when it has been due with enough lines, and how many answers the worker
+    // has had after the grace.
     struct Wait {
         long position = -1;
         double since = -1;
@@ -443,10 +443,10 @@ private:
         std::unique_ptr<Heartbeat> heartbeat;
         std::vector<long> checked;           // positions
         std::vector<Wait> waits;             // of each fragment
-        std::map<int, LogEventKind> others;  // what it told last
+        std::map<int, LogEventKind> others;  // the last event about each
     };
 
-    // The ranks of a worker in one: where one dies or stops, all do.
+    // All ranks of a worker: if one dies or stops, all do.
     struct Process {
         std::vector<Rank> ranks;
         long step = 0, done = -1;
@@ -460,8 +460,8 @@ private:
     };
 
     struct Worker {
-        std::unique_ptr<Process> process;  // none: dead, or it has ended
-        long life = 0;                     // events of an earlier one are void
+        std::unique_ptr<Process> process;  // null: it is dead or has ended
+        long life = 0;                     // events of an earlier life are void
         bool has_ended = false;
         std::optional<Checkpoint> checkpoint;
         long newest_at_return = -1;  // sync that was open when this start began to train
@@ -495,7 +495,7 @@ private:
         std::push_heap(events.begin(), events.end());
     }
 
-    // In `seconds`, if the process still lives, and when it is not stopped.
+    // In `seconds`, if the process is still alive then, and after any stall.
     void later(int w, double seconds, std::function<void()> what) {
         const long life = workers[size_t(w)].life;
         at(now + seconds, [this, w, life, what = std::move(what)] {
@@ -572,7 +572,7 @@ private:
         at(now + seconds, [this, w] { start(w); });
     }
 
-    // What the ranks of a worker make of what each of them says.
+    // The answer on which two ranks of a worker agree.
     static LogTurn agreed(const LogTurn& one, const LogTurn& other) {
         for (const LogTurn::Kind kind : {LogTurn::stop, LogTurn::wait, LogTurn::jump}) {
             if (one.kind == kind || other.kind == kind) { return {kind, std::max(one.step, other.step)}; }
@@ -621,7 +621,7 @@ private:
         });
     }
 
-    // All that was sent is applied, and nobody misses anything.
+    // Worker w ends. All that was sent must have been applied.
     void end(int w) {
         Worker& worker = workers[size_t(w)];
         for (int r = 0; r < plan.ranks; r++) {
@@ -642,7 +642,7 @@ private:
         leave(w);
     }
 
-    // Who ends in a run that the store has lost takes part in the next one.
+    // A worker that ends in a run that the store has lost takes part in the next one.
     void leave(int w) {
         Worker& worker = workers[size_t(w)];
         worker.has_ended = worker.process->ranks[0].log->current_generation() == store.generation();
@@ -681,7 +681,7 @@ private:
         }
     }
 
-    // A change is told once.
+    // Each change must be reported once.
     void listen_to_change(Rank& rank, const LogEvent& event) {
         totals.gone += event.kind == LogEventKind::gone;
         const auto [last, is_first] = rank.others.insert({event.worker, event.kind});
@@ -692,8 +692,8 @@ private:
         last->second = event.kind;
     }
 
-    // A worker that has stopped itself is started again, from its checkpoint, in which may be what it stopped
-    // for.
+    // A worker that has stopped itself is started again from its checkpoint, which may contain the reason for
+    // the stop.
     void after_stop(int w) {
         Worker& worker = workers[size_t(w)];
         for (int r = 0; r < plan.ranks; r++) {
@@ -780,11 +780,11 @@ private:
         std::vector<StoreRequest> requests;
         std::vector<StoreAnswer> answers;
         size_t lost_from;  // answers
-        size_t done;       // requests, also of those whose answers are lost
+        size_t done;       // requests that reach the store, even if their answers are lost
         std::function<void(const std::vector<StoreAnswer>&)> then;
     };
 
-    // What is on its way arrives even where its sender dies meanwhile.
+    // Requests that are on their way arrive even if their sender dies.
     void travel(int w, const std::vector<StoreRequest>& requests,
                 std::function<void(const std::vector<StoreAnswer>&)> then) {
         maybe_fail(w);
@@ -801,7 +801,7 @@ private:
         return worker.process && worker.life == batch.life;
     }
 
-    // The next one of a batch. Others' requests come in between, and whatever may fail.
+    // The next request of a batch arrives. Requests and failures of others come in between.
     void arrive(const std::shared_ptr<Batch>& batch) {
         const size_t next = batch->answers.size();
         if (now < store_away_until) { batch->done = batch->lost_from = next; }
@@ -845,7 +845,7 @@ private:
         tell(text + (answer.lost ? " (answer lost)" : ""));
     }
 
-    // Between any two requests, and between a request and its answer.
+    // Called between any two requests, and between a request and its answer.
     void maybe_fail(int w) {
         if (is_quiet() || !workers[size_t(w)].process) { return; }
         if (random.happens(plan.crashes)) {
@@ -863,8 +863,8 @@ private:
         workers[size_t(w)].process->stalled_until = now + seconds;
     }
 
-    // So that it is taken for dead and its snapshot removed, which seldom happens by itself. Also when all is
-    // quiet: most snapshots are read then.
+    // Stalls a worker that reads a snapshot, so that it is taken for dead and the snapshot is removed, which
+    // seldom happens by itself. This happens in the quiet phase, too, where most snapshots are read.
     void maybe_stall_over_snapshot(int w, const std::vector<StoreRequest>& requests) {
         const auto is_read = [](const StoreRequest& one) {
             return one.kind == StoreRequest::get && one.folder.find("/snapshot/") != std::string::npos;
@@ -873,7 +873,7 @@ private:
         if (plan.stalls > 0 && reads && random.happens(0.1)) { stall(w, random.between(4, 12)); }
     }
 
-    // One in a run: it is what the log promises to survive.
+    // At most one disk in a run: the log promises to survive that.
     void lose_disk(int w) {
         int others = 0;
         for (int v = 0; v < plan.workers; v++) {
@@ -929,7 +929,7 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // What must hold
 
-    // At equal positions of one run all hold the same bits. Who is not of the run has none of it.
+    // At equal positions of one run all workers hold the same bits. Strangers take no part in it.
     void check(int w) {
         Process& process = *workers[size_t(w)].process;
         for (int r = 0; r < plan.ranks; r++) {
@@ -961,8 +961,8 @@ private:
         }
     }
 
-    // Who is due and finds enough lines waits for the grace, and then for nobody: for no more than what it
-    // has to read by itself. (Where it is unknown who has diverged, all wait.)
+    // A worker with a due sync and enough lines waits for the grace, and then only for what it has to read
+    // itself. (While it is unknown which worker has diverged, all wait.)
     void check_waits(int w, int r) {
         Process& process = *workers[size_t(w)].process;
         Rank& rank = process.ranks[size_t(r)];
@@ -1026,7 +1026,7 @@ private:
     const SyncSchedule schedule;
     SimulatedStore store;
     std::vector<Worker> workers;
-    std::vector<Event> events;  // a heap: the earliest is taken first
+    std::vector<Event> events;  // a heap with the earliest event on top
     std::map<std::string, std::pair<uint64_t, int>> hashes;
     std::map<std::string, double> first_written;  // set if absent: when, by folder and name
     double now = 0, store_away_until = 0;
@@ -1034,7 +1034,7 @@ private:
     bool has_lost_disk = false;
 };
 
-// What went wrong; empty: nothing.
+// The violation; empty: there was none.
 inline std::string run(uint64_t seed, const SyncLogRules& rules, std::vector<std::string>* trace = nullptr,
                        Totals* totals = nullptr) {
     World world(seed, rules, trace != nullptr);

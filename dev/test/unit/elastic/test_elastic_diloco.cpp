@@ -1,6 +1,6 @@
-// Streaming DiLoCo over the sync log: the bits of lock-step with nobody late, and global parameters that are
-// the same on all when somebody is late, dies, or comes later. Workers are threads that meet in a store in
-// memory.
+// Streaming DiLoCo over the sync log: the same bits as in lock-step while nobody is late, and the same global
+// parameters on all workers when one is late, dies, or comes later. Workers are threads that meet in a store
+// in memory.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -54,7 +54,7 @@ public:
         return answer;
     }
 
-    // Whether a folder whose name ends so has a name that begins so.
+    // Whether a folder whose path ends with `folder` has a name that begins with `name`.
     bool has(const std::string& folder, const std::string& name) {
         std::lock_guard<std::mutex> lock(mutex);
         for (const auto& [path, values] : folders) {
@@ -71,7 +71,7 @@ private:
     std::map<std::string, std::map<std::string, std::string>> folders;
 };
 
-// A worker's way to it, which may be cut.
+// A worker's connection to the store, which may be cut.
 struct Line : LogStore {
     Line(MemoryStore& store, std::atomic<bool>& is_cut) : store(store), is_cut(is_cut) {}
     StoreAnswer perform(const StoreRequest& request) override {
@@ -278,7 +278,7 @@ struct Member : Trainer {
     std::unique_ptr<ElasticDiloco> loop;
 };
 
-// What is left of a run, by process.
+// The results of a run, by process.
 struct Ending {
     Floats global, local, params;
     std::vector<SyncReport> reports;
@@ -318,7 +318,7 @@ Endings run_lock_step(const Plan& plan) {
     return endings;
 }
 
-// started: so many of the plan's workers
+// started: how many of the plan's workers are started
 Endings run_log(const Plan& plan, int started) {
     Endings endings(size_t(started * plan.ranks));
     MemoryStore store;
@@ -359,7 +359,7 @@ void expect_same_report(const SyncReport& a, const SyncReport& b, const Plan& pl
     EXPECT_EQ(b.traffic.bytes_sent * size_t(plan.workers - 1), a.traffic.bytes_sent);
 }
 
-// What is still in flight behind the last step is applied as it arrives: fragments do not touch each other.
+// Syncs in flight after the last step are applied as they arrive, since fragments do not affect each other.
 void sort_reports(Endings& endings) {
     for (Ending& ending : endings) {
         std::sort(ending.reports.begin(), ending.reports.end(),
@@ -367,7 +367,7 @@ void sort_reports(Endings& endings) {
     }
 }
 
-// absent: places for workers who never come
+// absent: number of workers that never come
 void expect_lock_steps_bits(const Plan& plan, int absent = 0) {
     SCOPED_TRACE(plan.describe());
     const Endings expected = run_lock_step(plan);
@@ -389,7 +389,7 @@ void expect_lock_steps_bits(const Plan& plan, int absent = 0) {
     }
 }
 
-// The hash on which each sync stood, from all workers' reports: the same on all that applied it.
+// All workers that applied a sync must report the same global hash for it.
 void expect_one_history(const Endings& endings) {
     std::map<long, uint64_t> hashes;
     for (const Ending& ending : endings) {
@@ -446,7 +446,7 @@ TEST(ElasticDiloco, each_shard_of_workers_of_two_ranks_has_lock_steps_bits) {
 
 TEST(ElasticDiloco, two_who_run_with_more_places_have_the_bits_of_a_run_of_two) {
     for (bool token_weights : {false, true}) {
-        for (int absent : {1, 8}) {  // 8: ten workers would compare each payload with the mean alone
+        for (int absent : {1, 8}) {  // 8: statistics of ten workers would have cosines with the mean only
             Plan plan;
             plan.wire.token_weights = token_weights;
             ASSERT_NO_FATAL_FAILURE(expect_lock_steps_bits(plan, absent));
@@ -486,14 +486,14 @@ Floats fragment_of(const Floats& shard, int p) {
     return values;
 }
 
-// Of a section of residuals, in which fragments lie one behind the other.
+// Fragment p's part of a section of residuals, in which fragments lie one after another.
 std::string residuals_of(const std::string& section, int p) {
     const std::vector<long> values = shard_values(toy_fragments(), toy_layout(1));
     const long first = std::accumulate(&values[0], &values[0] + p, 0L);
     return section.substr(size_t(first) * sizeof(float), size_t(values[size_t(p)]) * sizeof(float));
 }
 
-// Asks once a millisecond, and gives up after a minute.
+// Tries once per millisecond, and gives up after a minute.
 template <class Condition>
 void wait_until(Condition condition) {
     for (int i = 0; !condition(); i++) {
@@ -561,7 +561,7 @@ TEST(ElasticDiloco, who_was_not_counted_follows_global_and_has_the_residuals_of_
     }
 }
 
-// Others stand still behind a step and take their turns there until `until`.
+// Lets a member take its turns after `step`, without training, until `until`.
 void stand(Member& member, long step, const std::atomic<bool>& until) {
     wait_until([&] {
         member.after(*member.loop, step);
@@ -629,13 +629,13 @@ TEST(ElasticDiloco, a_newcomer_takes_a_snapshot_and_is_counted_from_then_on) {
     }
 }
 
-// Ends a member as a crash would: nothing more of it gets into the store.
+// Ends a member as a crash would: nothing more of it reaches the store.
 void die(Member& member) {
     member.is_cut = true;
     member.loop.reset();
 }
 
-// Worker 2 dies right behind step 27, when sync 3 (sent at 26) is on its way, with a checkpoint.
+// Worker 2 dies right after step 27, with a checkpoint, while sync 3 (sent at 26) is in flight.
 void resume_in_mid_flight(bool is_counted) {
     Plan plan;
     plan.workers = 3;

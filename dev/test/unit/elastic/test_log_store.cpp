@@ -248,7 +248,7 @@ TEST_P(LogStores, who_lists_a_folder_while_it_is_removed_sees_all_of_it_or_nothi
     std::thread writer([&] {
         auto store = open();
         for (int round = 0; round < 40; round++) {
-            // Until "-whole" is there a listing may hold a part. It comes first among the names.
+            // Until "-whole" is there, a listing may be incomplete. It is the first of the names.
             for (int i = 0; i < 10; i++) {
                 put(*store, "G/payload/1", std::to_string(i), std::string(3000, char('a' + i)));
             }
@@ -446,7 +446,7 @@ TEST(FileLogStore, who_finds_its_value_swept_writes_it_again) {
     EXPECT_EQ(list(*store, "G/entry").size(), 30u);
 }
 
-// In a process that alone sees a disk of two megabytes at `folder`; "no disk" where this user may have none.
+// Runs `work` in a process with a disk of two megabytes at `folder`; "no disk" if this user may not mount it.
 std::string on_a_small_disk(const std::string& folder, const std::function<std::string()>& work) {
     if (unshare(CLONE_NEWNS) != 0 || mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
         mount("tmpfs", folder.c_str(), "tmpfs", 0, "size=2m") != 0) {

@@ -1,6 +1,6 @@
 // The sync log, by simulation: thousands of runs with crashes, stalls, lost connections, restarts and
-// newcomers between any two requests to the store, each from a seed, and each rule broken in turn to see that
-// it is found out. SEED=n shows all that happens in run n.
+// newcomers between any two requests to the store, each drawn from a seed. Each rule is then broken in turn,
+// which the simulation must notice. SEED=n shows all that happens in run n.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -37,7 +37,7 @@ TEST(SyncLog, workers_stay_equal_and_go_on_whatever_happens_between_any_two_requ
         const std::string wrong = simulation::run(seed, rules, &trace);
         FAIL() << "SEED=" << seed << " shows this run; its last lines:\n" << last_lines(trace, 60) << wrong;
     }
-    // What is claimed to be survived did happen.
+    // All that the log claims to survive has happened often enough.
     printf("%s\n", totals.text().c_str());
     EXPECT_GT(totals.syncs, 50000);
     EXPECT_GT(totals.deaths, 10000);
@@ -64,7 +64,7 @@ TEST(SyncLog, a_seed_is_the_same_run_again) {
     }
 }
 
-// So that its bits are those of the exchanges in lock-step.
+// Then the bits are those of the exchanges in lock-step.
 TEST(SyncLog, with_nobody_late_all_are_counted_in_every_sync_and_nobody_jumps) {
     const SyncLogRules rules;
     for (uint64_t seed = 1; seed <= 100; seed++) {
@@ -102,7 +102,7 @@ TEST(SyncLog, a_worker_that_comes_back_is_counted_again_within_two_periods) {
     }
 }
 
-// Also one for which everything takes long.
+// This holds even for a worker whose requests take long.
 TEST(SyncLog, who_begins_the_run_is_waited_for_before_its_first_beat_is_seen) {
     const SyncLogRules rules;
     for (uint64_t seed = 1; seed <= 30; seed++) {
@@ -122,7 +122,7 @@ TEST(SyncLog, who_begins_the_run_is_waited_for_before_its_first_beat_is_seen) {
     }
 }
 
-// With tau steps of time for a payload a worker may be some steps behind; at the end as well.
+// A payload has tau steps of time, so a worker may be some steps behind, at the end of the run, too.
 TEST(SyncLog, nobody_is_late_because_the_run_ends) {
     const SyncLogRules rules;
     for (uint64_t seed = 1; seed <= 20; seed++) {
@@ -142,7 +142,7 @@ TEST(SyncLog, nobody_is_late_because_the_run_ends) {
     }
 }
 
-// Until it has sent once. Then it has shown how late it is, and may be waited for.
+// Nobody waits until it has sent once. Then it has shown how late it is, and may be waited for.
 TEST(SyncLog, nobody_waits_for_who_comes_back_before_it_has_shown_that_it_keeps_pace) {
     const SyncLogRules rules;
     int missed = 0;
@@ -174,7 +174,7 @@ TEST(SyncLog, nobody_waits_for_who_comes_back_before_it_has_shown_that_it_keeps_
     EXPECT_GT(missed, 20);
 }
 
-// Its speed a half or a tenth, tau five steps: it jumps, and is in time then.
+// It has half or a tenth of the others' speed, and tau is five steps: it jumps, and is then in time.
 TEST(SyncLog, a_slow_worker_does_not_slow_the_others_and_is_counted_in_nine_of_ten_syncs) {
     const SyncLogRules rules;
     for (const double slower : {2, 10}) {
@@ -198,7 +198,7 @@ TEST(SyncLog, a_slow_worker_does_not_slow_the_others_and_is_counted_in_nine_of_t
                 syncs += is_known_slow;
                 counted += is_known_slow && entry.counts(2);
             }
-            // Two graces to find out, then a fiftieth.
+            // Two graces until it is known to be slow, then at most a fiftieth of the time.
             EXPECT_LT(waited, 10 + steps * step_time / 50) << "seed " << seed << ", " << slower;
             EXPECT_GE(syncs, 49);
             if (slower == 2) { EXPECT_GT(counted, 0.9 * syncs) << "seed " << seed; }
@@ -206,7 +206,7 @@ TEST(SyncLog, a_slow_worker_does_not_slow_the_others_and_is_counted_in_nine_of_t
     }
 }
 
-// One whose host may have no memory for snapshots.
+// A shard whose host may have no memory for snapshots.
 struct PoorShard : simulation::Shard {
     using Shard::Shard;
     void append_snapshot(std::string& bytes) override {
@@ -220,7 +220,7 @@ struct PoorShard : simulation::Shard {
     bool is_poor = false;
 };
 
-// A worker that is asked for requests by hand, as often as a test likes.
+// A worker whose requests a test asks for by hand, as often as it likes.
 struct Driven {
     Driven(int worker, const SyncSchedule& schedule, LogStore& store, const SyncLogOptions& options,
            int rank = 0)
@@ -244,7 +244,7 @@ struct Driven {
         return start;
     }
 
-    // Brings all requests to the store and the answers back. False: there is nothing to ask.
+    // Takes all requests to the store and brings the answers back. Returns false if there are no requests.
     bool go_there_and_back(double now) {
         const std::vector<StoreRequest> requests = log.requests(now);
         if (requests.empty()) { return false; }
@@ -359,7 +359,7 @@ TEST(SyncLog, nobody_is_taken_for_dead_because_a_look_took_long) {
 }
 
 TEST(SyncLog, what_a_worker_has_cost_is_paid_back_while_it_is_charged_for_nothing_else) {
-    Presence presence(5, 10);  // a fifth of the grace is the most that it may owe
+    Presence presence(5, 10);  // it may owe at most a fifth of the grace
     const auto beat = [&](long count, double now) {
         presence.look({{"1", LogBeat{1, count, 0, -1}.text()}}, now, now);
     };
@@ -412,7 +412,7 @@ TEST(SyncLog, nobody_is_blamed_for_what_could_not_be_heard) {
     EXPECT_FALSE(presence.is_alive({1, 1}));
 }
 
-// Workers of one fragment that have sent its first sync, and not seen yet what the others have.
+// Workers of one fragment that have sent its first sync, and have not seen yet what the others have sent.
 struct Senders {
     explicit Senders(int count) : Senders(count, Driven::options(count, count)) {}
     Senders(int count, const SyncLogOptions& options) {
@@ -446,7 +446,7 @@ struct Senders {
     double now = 0;
 };
 
-// It stands still for its answers, but nobody can be blamed for what it has not heard meanwhile.
+// The worker stands still while it waits for answers, but what it has not heard by then is nobody's fault.
 TEST(SyncLog, nothing_is_decided_without_others_because_the_answers_took_long) {
     SyncLogOptions options = Driven::options(3, 3);
     options.elastic.min_workers = 2;
@@ -552,7 +552,7 @@ TEST(SyncLog, a_run_begins_with_the_newest_checkpoint_that_most_hold) {
     EXPECT_EQ(base_to_begin_with({other, right, right})->text(), right.text());
 }
 
-// Starts that have checkpoints of a run that the store has lost.
+// Two workers start with checkpoints of a run that the store has lost.
 TEST(SyncLog, workers_whose_checkpoints_differ_do_not_begin_with_either) {
     const SyncSchedule schedule(std::vector<Fragment>(1), 4);
     SimulatedStore store(schedule, 4);
@@ -605,8 +605,8 @@ TEST(SyncLog, a_start_that_died_before_the_run_began_is_no_member_of_it) {
     EXPECT_EQ(LogBeginning::parse(run.at("start")).members.size(), 2u);
 }
 
-// A store that comes back without its newest data: without both lines, and one worker was about to decide on
-// them, or did not hear whether it has.
+// A store comes back without its newest data. Both lines are lost, and one worker was about to decide on
+// them, or has not heard whether it has decided.
 TEST(SyncLog, no_entry_is_written_for_lines_that_the_store_has_lost) {
     for (const bool is_decided_already : {false, true}) {
         SCOPED_TRACE(is_decided_already ? "the answer is lost" : "the request is lost");
@@ -865,7 +865,7 @@ TEST(SyncLog, of_two_starts_of_a_worker_the_earlier_one_is_replaced) {
     EXPECT_EQ(run.workers[3]->log.why_stopped(), "");
 }
 
-// Returns what the first seed finds that finds anything.
+// The finding of the first seed that finds anything.
 std::string found(const SyncLogRules& broken) {
     for (uint64_t seed = 1; seed <= seeds; seed++) {
         const std::string wrong = simulation::run(seed, broken);

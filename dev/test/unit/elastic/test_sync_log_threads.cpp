@@ -1,6 +1,5 @@
-// The threads of the sync log (streaming/elastic/sync_log_threads.h) over a store in memory, which checks what must
-// hold of the keys of a run while several workers write to it. What the log itself does, test_sync_log.cpp
-// tests.
+// The threads of the sync log (streaming/elastic/sync_log_threads.h), over a store in memory that checks the
+// keys of a run while several workers write to it. test_sync_log.cpp tests the log itself.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -38,7 +37,7 @@ struct Store {
         const std::lock_guard<std::mutex> lock(mutex);
         return LogBeat::parse(folders.in(folders.generation() + "/0/beat")[std::to_string(worker)]);
     }
-    // As long as the heartbeat goes on. (Where it does not, until the test fails.)
+    // Waits for three more heartbeats of a worker. False if they do not come.
     bool shows_more_beats(int worker) {
         const long before = beat(worker).count;
         return comes_true([&] { return beat(worker).count >= before + 3; });
@@ -57,7 +56,7 @@ private:
     }
 };
 
-// A connection, on which something may happen to each request.
+// A connection that may do something to each request.
 class Connection : public LogStore {
 public:
     using Perform = std::function<StoreAnswer(const StoreRequest&)>;
@@ -108,7 +107,7 @@ LogTurn settled(SyncLogThreads& log, const Turn& turn) {
     return said;
 }
 
-// What is said of the first of these steps that is not to go on, or at last.
+// Trains these steps, and returns the first answer other than go_on, or the last answer.
 LogTurn train(SyncLogThreads& log, Shard& shard, long first, long last) {
     LogTurn said{LogTurn::go_on};
     for (long step = first; step <= last && said.kind == LogTurn::go_on; step++) {

@@ -48,7 +48,7 @@ double relative_error(const Floats& values, const Doubles& expected) {
     return std::sqrt(difference / norm);
 }
 
-// A float rounded to bf16 by arithmetic instead of bits: 8 significant bits, ties to even.
+// Rounds a float to bf16 by arithmetic instead of bit operations: 8 significant bits, ties to even.
 float rounded_to_bf16(float value) {
     int exponent;
     const float fraction = std::frexp(value, &exponent);
@@ -127,8 +127,8 @@ TEST(Matmul, medium_precision_is_the_product_of_inputs_rounded_to_bf16) {
     }
 }
 
-// Rounding to 8 bits is an error of at most 2^-9 a factor, about 2^-9 / sqrt(3) on average: of two factors
-// 1.6e-3.
+// Rounding to 8 bits has an error of at most 2^-9 per factor, about 2^-9 / sqrt(3) on average: 1.6e-3 for two
+// factors.
 TEST(Matmul, medium_precision_is_near_highest) {
     cpu::Matmul highest(MatmulPrecision::highest), medium(MatmulPrecision::medium);
     Case x(130, 200, 96), y = x;

@@ -40,7 +40,7 @@ TEST(Mfu, an_fp32_build_is_compared_with_what_its_matmuls_use) {
     EXPECT_EQ(promised_flops("NVIDIA A100-SXM4-80GB", true, MatmulPrecision::highest), 312e12);
 }
 
-// What is another GPU or less than one has no rate, however alike its name is.
+// Another GPU, or a part of one, has no rate, however similar its name is.
 TEST(Mfu, the_rate_of_a_gpu_that_is_not_known_is_not_invented) {
     for (const char* name : {"", "CPU", "emulated GPU", "NVIDIA", "NVIDIA ", "NVIDIA A10G", "NVIDIA A1",
                              "NVIDIA GB10", "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
@@ -51,8 +51,8 @@ TEST(Mfu, the_rate_of_a_gpu_that_is_not_known_is_not_invented) {
     }
 }
 
-// Rates with sparsity, or in the wrong column, would stand out: of all these GPUs tensor cores are twice as
-// fast in bf16 as in TF32 (data sheets round), and no slower in TF32 than all others in fp32.
+// A rate with sparsity, or from the wrong column, would stand out: tensor cores of all these GPUs are twice
+// as fast in bf16 as in TF32 (data sheets round), and in TF32 no slower than the other cores in fp32.
 TEST(Mfu, the_rates_of_a_gpu_fit_together) {
     std::set<std::string> names;
     for (const GpuRates& rates : gpu_rates) {

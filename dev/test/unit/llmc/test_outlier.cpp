@@ -1,5 +1,5 @@
-// Outliers: scores by hand and against long double, what enters the window and what does not, and that a step
-// that is skipped leaves everything as it is.
+// Outliers: scores by hand and against long double, which values enter the window, and that a skipped step
+// changes nothing.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -17,21 +17,21 @@ namespace {
 
 const float infinity = std::numeric_limits<float>::infinity();
 
-// A series of which the values so far are these.
+// A series after these values.
 SeriesWindow window_of(const Floats& values) {
     SeriesWindow window = {};
     for (float value : values) { enter_value(window, value); }
     return window;
 }
 
-// `count` values, half of them each: mean and deviation are those of the pair.
+// `count` values, half of them `low` and half `high`: mean and deviation are those of the pair.
 Floats alternating(float low, float high, int count) {
     Floats values;
     for (int i = 0; i < count; i++) { values.push_back(i % 2 == 0 ? low : high); }
     return values;
 }
 
-// The scores of a series, and those that the equation gives in long double, of a window that is a queue.
+// The scores of a series, and those of the equation in long double with a queue as the window.
 Floats scores_of(const Floats& series) {
     SeriesWindow window = {};
     Floats scores;
@@ -67,7 +67,7 @@ void expect_same_scores(const Floats& series) {
 
 bool same_bytes(const SeriesWindow& a, const SeriesWindow& b) { return memcmp(&a, &b, sizeof a) == 0; }
 
-// What a step hands over, and what comes of it.
+// A step's inputs to skip_outliers(), and its outputs.
 struct Step {
     float loss, norm, clip_scale = 1, loss_zscore = 7, norm_zscore = 7;
 
@@ -87,14 +87,14 @@ OutlierWindow full_window() { return {window_of(alternating(2, 4, 128)), window_
 
 }  // namespace
 
-// 2 falls out and 4 comes in: 63 of 2 and 65 of 4. The mean is 3 + 1 / 64, the variance 1 - 1 / 64^2.
+// 4 replaces a 2, which leaves 63 times 2 and 65 times 4. The mean is 3 + 1 / 64, the variance 1 - 1 / 64^2.
 TEST(Outlier, scores_by_hand) {
     SeriesWindow window = window_of(alternating(2, 4, 128));
     EXPECT_FLOAT_EQ(enter_value(window, 4), float((4 - 3.015625) / std::sqrt(1 - 0.015625 * 0.015625)));
     window = window_of(alternating(2, 4, 128));
-    EXPECT_FLOAT_EQ(enter_value(window, 2), -1);  // in the place of another 2
+    EXPECT_FLOAT_EQ(enter_value(window, 2), -1);  // replaces another 2
     EXPECT_EQ(zscore(window_of({2, 4, 4, 2, 4, 2}), 4), 1);
-    // In the place of a 2 a 131: mean 3 + 129 / 128; squares 63 + 64 + 128^2, less 128 of the mean's shift.
+    // 131 replaces a 2: mean 3 + 129 / 128; squares 63 + 64 + 128^2, less 128 of the mean's shift.
     window = window_of(alternating(2, 4, 128));
     const double shift = 129.0 / 128;
     EXPECT_FLOAT_EQ(enter_value(window, 131),
@@ -121,7 +121,7 @@ TEST(Outlier, values_that_are_all_the_same_score_0) {
     }
 }
 
-// After equal values any other is as far away as can be, if only by one bit.
+// After equal values any other value has the largest possible score, even if only one bit differs.
 TEST(Outlier, no_score_is_above_the_root_of_127) {
     for (float value : {0.0f, 10.7f, 1e-45f, 1e30f}) {
         for (float other : {std::nextafter(value, infinity), 2 * value + 1, 3e38f}) {
@@ -149,7 +149,7 @@ TEST(Outlier, values_that_are_not_finite_have_no_score_and_never_enter) {
     EXPECT_FLOAT_EQ(enter_value(window, 2), -1);
 }
 
-// 128 divides the number of steps, so that the last values lie in the same places.
+// The number of steps is a multiple of 128, so that the last values have the same places in both windows.
 TEST(Outlier, after_a_million_steps_scores_are_as_fresh_as_at_first) {
     const Floats last = random_values(5, 128, 1e-3f);
     SeriesWindow old = {}, fresh = window_of(last);
@@ -197,7 +197,7 @@ TEST(Outlier, nothing_is_skipped_before_128_values) {
     EXPECT_TRUE(after_step(window, 1e7f, 1, {1, 1}).is_skipped());
 }
 
-// So a loss that has risen for good is soon nothing special.
+// So a loss that has risen for good is soon no outlier any more.
 TEST(Outlier, what_is_skipped_enters_the_window_too) {
     OutlierWindow window = full_window();
     int skipped = 0;
@@ -250,7 +250,7 @@ TEST(Outlier, a_skipped_step_leaves_parameters_and_moments_as_they_are) {
     EXPECT_NE(m, before[2]);
 }
 
-// Through the bytes, as a checkpoint has them.
+// Copied as bytes, as in a checkpoint.
 TEST(Outlier, a_window_that_was_stored_goes_on_bit_for_bit) {
     for (size_t stop : {0, 1, 127, 128, 129, 400}) {
         const Floats losses = random_values(11, 500, 1), norms = random_values(12, 500, 1);
@@ -270,7 +270,7 @@ TEST(Outlier, a_window_that_was_stored_goes_on_bit_for_bit) {
     }
 }
 
-// A file's bytes may be anything: they lead to no place outside the window.
+// `entered` may be any number in a damaged file, and must never lead outside the window.
 TEST(Outlier, any_number_of_values_so_far_has_a_place_in_the_window) {
     for (uint64_t entered : {uint64_t(128), uint64_t(1) << 40, ~uint64_t(0)}) {
         SeriesWindow window = window_of(alternating(2, 4, 128));

@@ -1,4 +1,4 @@
-// Streams and events: order, points to wait for, and errors that reach whoever asks.
+// Streams and events: order, waiting, and errors that reach the caller who waits.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -118,7 +118,7 @@ TEST(Event, work_enqueued_after_a_wait_sees_the_point_that_was_meant) {
     first.record(event);
     second.wait(event);
     first.enqueue([&] { gate.pass(); });
-    first.record(event);  // a later point of the same event: not what second waits for
+    first.record(event);  // records the event again: `second` still waits for the first record
     EXPECT_NO_THROW(second.synchronize());
     gate.open();
 }

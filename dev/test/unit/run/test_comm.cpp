@@ -23,7 +23,7 @@ static void expect_all_well(std::vector<TestProcess>& processes, double seconds 
     }
 }
 
-// Every collective once, with `count` values to a part, on a stream of `kind`. Returns the reduced bits.
+// Calls every collective once, with `count` values per part, on a stream of `kind`. Returns the reduced bits.
 static std::string check_collectives(Comm& comm, size_t count, Stream::Kind kind) {
     const int size = comm.size(), rank = comm.rank();
     std::vector<float> own(count), gathered(count * size_t(size)), parts(count * size_t(size)),
@@ -177,7 +177,7 @@ TEST(CommGloo, waiting_uses_no_core) {
     expect_all_well(processes);
 }
 
-// Both are stopped for longer than the limit, as a worker's ranks are when their machine sleeps.
+// Both processes are stopped for longer than the limit, as ranks are when their machine sleeps.
 TEST(CommGloo, time_for_which_a_process_is_stopped_is_not_its_peers_silence) {
     TemporaryFolder folder;
     FileStore store(folder.name());
@@ -200,7 +200,7 @@ TEST(CommGloo, time_for_which_a_process_is_stopped_is_not_its_peers_silence) {
     expect_all_well(processes);
 }
 
-// Who comes 2.5 s after another, with a limit of 4 s, is in time: the call as a whole takes longer.
+// Each process comes 2.5 s after another one, within the limit of 4 s, but the whole call takes longer.
 TEST(CommGloo, an_exchange_that_moves_may_take_longer_than_the_time_limit) {
     TemporaryFolder folder;
     auto processes = start_processes(3, [&](int rank) {
@@ -221,7 +221,7 @@ TEST(CommGloo, an_exchange_that_moves_may_take_longer_than_the_time_limit) {
     for (const TestProcess& process : processes) { EXPECT_EQ(process.report, "3"); }
 }
 
-// Whether nothing of it came, or not all, cannot be seen.
+// The message cannot tell whether nothing has arrived, or only a part.
 TEST(CommGloo, of_a_large_exchange_that_does_not_end_the_size_is_told) {
     TemporaryFolder folder;
     FileStore store(folder.name());

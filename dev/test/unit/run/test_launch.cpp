@@ -29,7 +29,7 @@ static void all_reduce_for_ever(Process& process) {
     }
 }
 
-// Goes on until one of the processes has been asked to stop, as training does. Returns the exit status.
+// Runs, as training does, until one of the processes has been asked to stop. Returns the exit status.
 static int train_until_stopped(const std::string& mode, Process& process) {
     const StopRequest request;
     process.meet();
@@ -113,8 +113,8 @@ static void run_mode(const std::string& mode, Process& process) {
     process.leave();
 }
 
-// Of elastic workers, until the test lets it end (the file DILOCO_TEST_GO): "worker 1 dies once".
-// Who the mode does not name waits. Returns the exit status.
+// A process of an elastic worker, until the test lets it end (the file DILOCO_TEST_GO). The mode names workers
+// and what they do: "worker 1 dies once". The others wait. Returns the exit status.
 static int run_alone(const std::string& mode, Process& process) {
     const bool is_meant = mode.rfind("all ", 0) == 0 || process.worker == 1;
     const std::string act = is_meant ? mode.substr(mode.find(' ', mode.find(' ') + 1) + 1) : "waits";
@@ -152,7 +152,7 @@ static int run_alone(const std::string& mode, Process& process) {
     return 0;
 }
 
-// Runs before main where the environment asks for it: gtest then never starts.
+// Runs before main() if the environment asks for it. Then gtest never starts.
 __attribute__((constructor)) static void test_program(int argc, char** argv) {
     if (!getenv("DILOCO_TEST_PROGRAM") || argc < 6) { return; }
     LaunchOptions options;
@@ -186,7 +186,7 @@ __attribute__((constructor)) static void test_program(int argc, char** argv) {
 }
 
 struct Program {
-    // `prepare`: to be done in the new process before the program starts.
+    // prepare: called in the new process before the program starts
     Program(
         const std::string& mode, int workers, int ranks, int worker = -1, const std::string& store = "",
         const std::function<void()>& prepare = [] {})
@@ -258,7 +258,7 @@ static std::vector<pid_t> wait_for_pids(const Program& program, size_t count) {
     }
 }
 
-// One that has ended may stay a zombie for as long as nobody waits for it.
+// A process that has ended stays a zombie until its parent waits for it, and does not count.
 static bool is_running(pid_t pid) {
     std::string stat;
     std::getline(std::ifstream(format("/proc/%d/stat", pid)), stat);
@@ -378,7 +378,7 @@ static std::string request_line(int signal) {
                   signal, strsignal(signal));
 }
 
-// Until so many processes have said that they are to stop.
+// Waits until `count` processes have said that they were asked to stop.
 static void wait_until_asked(const Program& program, int count) {
     const Patience patience(20);
     auto asked = [&] {
@@ -506,7 +506,7 @@ TEST(Launcher, a_signal_ends_it_even_while_nobody_reads_what_it_prints) {
     EXPECT_NE(program.err.find("error: stopped by signal 2"), std::string::npos) << program.err;
 }
 
-// A descriptor of a file on a disk that is full.
+// Makes a descriptor one of a file on a full disk.
 static void fill(int descriptor) { dup2(open("/dev/full", O_WRONLY), descriptor); }
 
 TEST(Launcher, a_full_disk_loses_lines_and_not_the_run) {
@@ -584,7 +584,7 @@ TEST(Launcher, a_dead_worker_is_named_at_the_other_site) {
 // -----------------------------------------------------------------------------------------------------------
 // Elastic workers
 
-// Those of a mode of run_alone(), or of one that stops.
+// Elastic workers in a mode of run_alone(), or in one that stops.
 struct Workers {
     Workers(const std::string& mode, int workers, int ranks, int restarts, int worker = -1,
             const std::string& store = "")
@@ -597,7 +597,7 @@ struct Workers {
     int wait() { return program.wait(60); }
     std::vector<std::string> errors() const { return sorted_lines(program.err); }
 
-    // The first line of "out" or "err" that begins like this.
+    // Waits for a line of "out" or "err" with this beginning, and returns it.
     std::string wait_for(const std::string& name, const std::string& beginning) const {
         for (const Patience patience(60); !patience.is_over();) {
             std::istringstream lines(program.read(name));
@@ -1074,7 +1074,7 @@ TEST(Leaving, waits_for_all_and_reports_one_that_has_failed_instead) {
 // -----------------------------------------------------------------------------------------------------------
 // Places
 
-// The place of a process with these variables and none else that a launcher sets.
+// The place of a process in which a launcher has set these variables and no others.
 static Place place_in(const Variables& variables, const LaunchOptions& options) {
     const LaunchEnvironment environment(variables);
     return find_place(options);
@@ -1085,7 +1085,7 @@ struct EnvironmentCase {
     Variables variables;
     int workers, ranks, worker;
     bool store;
-    const char* expected;  // "W.R", "W.R launcher" or, of an error, its beginning
+    const char* expected;  // "W.R", "W.R launcher" or the beginning of an error
 };
 
 class Environments : public testing::TestWithParam<EnvironmentCase> {};
@@ -1116,7 +1116,7 @@ static Variables srun(const char* rank, const char* size) {
     return {{"SLURM_PROCID", rank}, {"SLURM_NTASKS", size}, {"SLURM_JOB_ID", "12"}, {"SLURM_STEP_ID", "3"}};
 }
 
-// As one of the two tasks of a step that starts the real processes.
+// Adds the variables of one of the two tasks of a SLURM step that starts the real processes.
 static Variables in_a_slurm_job(Variables variables) {
     for (const auto& variable : srun("0", "2")) { variables.push_back(variable); }
     variables.emplace_back("SLURM_LOCALID", "0");
@@ -1251,7 +1251,7 @@ static LaunchOptions ranks(int count) {
     return options;
 }
 
-// Where processes of these variables meet, in $TMPDIR.
+// Where processes with these variables meet, in $TMPDIR.
 static std::string folder_in(const Variables& variables, const LaunchOptions& options) {
     return place_in(variables, options).folder;
 }
@@ -1339,7 +1339,7 @@ TEST(JobStore, does_not_use_what_others_may_write_to) {
     std::filesystem::create_directory_symlink(folder / "mine", folder / "link");
     write_bytes(folder / "file", "");
     std::vector<std::string> names = {"open", "link", "file"};
-    if (geteuid() == 0) {  // only root can make what is another's
+    if (geteuid() == 0) {  // only root can give a file to another user
         std::filesystem::create_directory(folder / "theirs");
         std::filesystem::permissions(folder / "theirs", std::filesystem::perms(0700));
         ASSERT_EQ(chown((folder / "theirs").c_str(), 12345, 12345), 0);

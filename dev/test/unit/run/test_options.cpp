@@ -36,7 +36,7 @@ static std::string value_of(const Options& o, const std::string& name) {
     return "(no such option)";
 }
 
-// A folder to be in, for as long as this lives.
+// Makes a folder the working directory for as long as this object lives.
 class InFolder {
 public:
     explicit InFolder(const std::string& path) : before(std::filesystem::current_path()) {
@@ -186,7 +186,7 @@ TEST(LlmcFlags, what_cannot_be_is_refused_with_the_reason_and_what_to_do) {
 // -----------------------------------------------------------------------------------------------------------
 // Its scripts
 
-// One of 8 or 16 processes, as the program that the script calls would have it.
+// The environment of one process, as the launcher that a script calls would set it.
 static Variables mpirun(const char* rank, const char* size) {
     return {{"OMPI_COMM_WORLD_RANK", rank}, {"OMPI_COMM_WORLD_SIZE", size}, {"PMIX_NAMESPACE", "job"}};
 }
@@ -442,14 +442,14 @@ TEST(Config, brings_a_prompt_back_or_the_prompt_is_refused) {
     }
 }
 
-// What a state of an earlier version lacks is shown as this when a run goes on from it.
+// A resumed run shows these for options that the state of an earlier version lacks.
 TEST(Config, has_the_default_of_each_option_by_its_name) {
     TemporaryFolder folder;
     const InFolder in(folder.name());
     const Options options = parsed("");
     ASSERT_GT(options.resolved.size(), 50u);
     for (const auto& [name, value] : options.resolved) {
-        if (name == "outer-optimizer" || name == "total-batch") { continue; }  // as others say
+        if (name == "outer-optimizer" || name == "total-batch") { continue; }  // depends on others
         EXPECT_EQ(default_of(name), value) << name;
     }
     EXPECT_EQ(default_of("top-p"), "1");

@@ -40,7 +40,7 @@ protected:
     std::string url;
 };
 
-// Those that several processes see.
+// Stores that several processes can share.
 class SharedStores : public Stores {};
 
 TEST_P(Stores, a_value_comes_back_until_it_is_replaced_or_removed) {
@@ -398,7 +398,7 @@ TEST_F(TlsStores, with_and_without_tls_do_not_meet) {
 
 // ---- silence
 
-// A server of one connection, or of several in turn.
+// A server that accepts one connection, or several in turn.
 class FakeServer {
 public:
     explicit FakeServer(const std::function<void(int connection)>& serve, int connections = 1)
@@ -449,8 +449,8 @@ struct Connected {
     const int descriptor;
 };
 
-// Takes what it is sent piece by piece, sleeping after each, answers after so many bytes, and then waits until
-// the other side has had enough.
+// Receives piece by piece, sleeps after each, answers after `bytes` bytes, and then waits until the other
+// side disconnects.
 static void serve_slowly(int connection, size_t bytes, const std::string& answer) {
     char buffer[16 << 10];
     ssize_t count;
@@ -463,7 +463,7 @@ static void serve_slowly(int connection, size_t bytes, const std::string& answer
     while (recv(connection, buffer, sizeof buffer, 0) > 0) {}
 }
 
-// 4 MB in pieces of at most 16 kB, each 20 ms: five seconds, most of them after all is with the kernel.
+// 4 MB in pieces of at most 16 kB, 20 ms each, take five seconds, most of them after send() has returned.
 TEST(Socket, what_takes_long_is_not_lost_while_it_moves) {
     const std::string value(4'000'000, 'x');
     FakeServer server([&](int connection) { serve_slowly(connection, value.size(), "answer"); });
@@ -485,7 +485,7 @@ TEST(Socket, silence_is_an_end) {
     EXPECT_THROW(socket.receive(buffer, sizeof buffer), ConnectionLost);
 }
 
-// Answers each command that it is sent with the next of these.
+// Answers each command with the next of `answers`.
 static void answer_with(int connection, const std::vector<std::string>& answers) {
     char buffer[1000];
     for (const std::string& answer : answers) {

@@ -1,4 +1,4 @@
-// The watchdog, awake as on a GPU; how a process leaves; whose failure counts.
+// The watchdog, enabled as on a GPU; how a process leaves; whose failure counts.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -17,7 +17,7 @@ namespace {
 
 void pause_for(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
 
-// The first of two processes; or the only one.
+// Process 0 of `size` processes.
 Process first_of(int size, double timeout) {
     Process process;
     process.ranks = size;
@@ -31,7 +31,7 @@ struct End {
     std::string said;  // on stderr
 };
 
-// How a process ends that does `work`, in 30 seconds at most.
+// How a process ends that runs `work`. It has 30 seconds.
 End end_of(const std::function<void()>& work) {
     TemporaryFolder folder;
     const std::string path = folder.name() + "/stderr";
@@ -44,7 +44,7 @@ End end_of(const std::function<void()>& work) {
     return {status, read_bytes(path)};
 }
 
-// How it ends when a step under watch consists of `work`.
+// How a process ends whose watched step consists of `work`.
 End end_of_step(int size, double timeout, const std::function<void(Watchdog&)>& work) {
     return end_of([&] {
         const Process process = first_of(size, timeout);
@@ -65,7 +65,7 @@ public:
     void check() override { throw CommError(1, "worker 0 rank 1 is gone"); }
 };
 
-// A server that is gone: it takes some seconds to see that.
+// A store whose server is gone, which takes 1.5 seconds to notice.
 class GoneStore : public MemoryStore {
 public:
     std::optional<std::string> try_get(const std::string&) override {
@@ -134,7 +134,7 @@ TEST(Watchdog, AFailureThatIsWrittenDownEndsAWaitAfterTheTimeLimit) {
     EXPECT_EQ(end.said, "error: worker 0 rank 1 has stopped: the disk is full\n");
 }
 
-// At once when it has waited for twice the limit, of which its own asking took the most.
+// It ends as soon as it has waited for twice the limit, although asking the store took most of that time.
 TEST(Watchdog, TimeInWhichAStoreThatIsGoneWasAskedCounts) {
     const End end = end_of([] {
         Process process = first_of(2, 1);

@@ -1,5 +1,5 @@
 // The state machine of Streaming DiLoCo: against arithmetic written out by hand, bitwise between workers, and
-// when things go wrong. Workers are threads that meet in a LocalComm.
+// under failures. Workers are threads that meet in a LocalComm.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -83,8 +83,8 @@ void expect_no_errors(const std::vector<std::string>& errors) {
     for (const std::string& error : errors) { EXPECT_EQ(error, ""); }
 }
 
-// Both fragments of the recurrence, one weight each, after each of `steps` inner steps; written out from the
-// definition and kept apart from what streaming/ does.
+// Both fragments, one weight each, after each of `steps` inner steps: written out from the definition,
+// without any code of streaming/.
 std::vector<std::array<double, 2>> recurrence(int steps, int tau, double alpha) {
     double local[2] = {1, 1}, global[2] = {1, 1}, delta[2] = {0, 0};
     std::vector<std::array<double, 2>> trace;
@@ -104,7 +104,7 @@ std::vector<std::array<double, 2>> recurrence(int steps, int tau, double alpha) 
 }
 
 TEST(Diloco, the_recurrence_of_two_fragments_is_exact_in_all_six_cases) {
-    // Some values of it worked out on paper, so that a mistake in recurrence() would show.
+    // Some of its values, worked out on paper, so that a mistake in recurrence() would be noticed.
     EXPECT_EQ(recurrence(18, 0, 0.0)[2][0], -11);   // 1 - 2 * 6
     EXPECT_EQ(recurrence(18, 0, 0.0)[8][0], -35);   // -11 - 2 * 12
     EXPECT_EQ(recurrence(18, 0, 0.5)[2][0], -8);    // (-5 - 11) / 2
@@ -342,7 +342,7 @@ TEST(Diloco, global_is_bitwise_equal_on_2_3_and_4_workers_after_every_sync_whate
     for (Format format : all_formats) { expect_agreement(3, format, 2); }
 }
 
-// What a run leaves behind.
+// The results of a run.
 struct Outcome {
     std::vector<float> global, local, params;
     std::vector<uint64_t> hashes;        // of the global parameters, as they were sent
@@ -366,7 +366,7 @@ Outcome run_worker(const DilocoOptions& options, const std::vector<Fragment>& fr
     member.start();
     for (long step = 1; step <= steps; step++) {
         member.inner_step(step);
-        if (step == 5) { member.local[1] = NAN; }  // whose fragment is then applied by nobody
+        if (step == 5) { member.local[1] = NAN; }  // nobody applies its fragment then
         note(member.after(step));
         if (step == 5) { member.local[1] = 1; }
         if (step % 7 == 0) { outcome.at.push_back(member.global()); }
@@ -388,7 +388,7 @@ TEST(Offload, the_state_on_the_host_gives_the_bits_of_the_one_on_the_device_unde
         const long H = options.inner_steps = 1 + draw(9, 1);
         options.overlap = std::vector<long>{0, std::min(1L, H - 1), H - 1, draw(H, 2)}[seed % 4];
         std::vector<Fragment> fragments = fragments_of(layout, int(draw(4, 3)), H);
-        if (seed % 3 > 0) {  // colliding offsets, where there are few
+        if (seed % 3 > 0) {  // few offsets, some of which collide
             const long places = seed % 3 == 1 ? H : std::min(2L, H);
             for (size_t p = 0; p < fragments.size(); p++) { fragments[p].offset = draw(places, 10 + p); }
         }
@@ -641,8 +641,8 @@ TEST(Diloco, a_header_tells_the_tokens_trained_on_since_the_fragments_last_send)
     EXPECT_EQ(tokens, (std::vector<uint64_t>{2 * 30, 4 * 30, 4 * 30, 4 * 30}));  // fragments 1, 0, 1, 0
 }
 
-// Runs `workers` workers of one fragment and returns what each threw. prepare(member, step) comes before each
-// step.
+// Runs `workers` workers of one fragment and returns the error of each. prepare(member, step) is called
+// before each step.
 std::vector<std::string> errors_of(int workers, const std::function<void(Member&, long)>& prepare,
                                    const LocalComm::Corrupt& corrupt_at_0 = nullptr) {
     const Layout layout = toy_layout({128, 256, 128}, 2);
@@ -661,7 +661,7 @@ std::vector<std::string> errors_of(int workers, const std::function<void(Member&
                 member.after(step);
             }
         } catch (const std::exception&) {
-            if (corrupt_at_0) { group.leave(worker); }  // the others saw nothing wrong and would wait
+            if (corrupt_at_0) { group.leave(worker); }  // the others have noticed nothing and would wait
             throw;
         }
     });

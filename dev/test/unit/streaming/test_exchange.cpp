@@ -1,6 +1,6 @@
-// Exchanges: all-gather and all-to-all, over a LocalComm. Bytes against the formula written out, means
-// against decoding by hand, hashes against each other, headers that are not what they should be; and what
-// each option of the wire does to whole runs. Workers are threads.
+// Exchanges: all-gather and all-to-all, over a LocalComm. Bytes are compared with the formula, means with
+// decoding by hand, and hashes with each other; wrong headers must be refused; and what each option of the
+// wire does to whole runs. Workers are threads.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -24,7 +24,7 @@ void expect_no_errors(const std::vector<std::string>& errors) {
     for (const std::string& error : errors) { EXPECT_EQ(error, ""); }
 }
 
-// A fragment of `n` values in two pieces, which lie apart in the model.
+// A fragment of `n` values in two pieces, which do not adjoin in the model.
 std::vector<Piece> two_pieces(long n) {
     const long cut = n / 128 / 3 * 128;
     return {{0, cut, 1000}, {cut, n - cut, 50000}};
@@ -60,7 +60,7 @@ void write_payload(Exchange& exchange, const Sync& sync, const WireOptions& wire
     }
 }
 
-// What is left of `values` after encoding and decoding, with the random bits of their places in the model.
+// `values` after encoding and decoding, with the random bits of their places in the model.
 Floats rounded(const Floats& values, Format format, const Rounding& rounding) {
     const long n = long(values.size());
     Buffer<uint8_t> payload(long(payload_bytes(format, n)));
@@ -81,7 +81,7 @@ struct Result {
     Headers headers;
 };
 
-// A sync from the payload to its end, as one worker sees it.
+// One worker's part of a sync, from the payload to the end.
 Result exchange_one(Exchange& exchange, const Sync& sync, const WireOptions& wire, int worker,
                     uint64_t tokens, Stream& main) {
     write_payload(exchange, sync, wire, worker, tokens, random_values(uint64_t(worker), sync.values, 1.0f),
@@ -95,7 +95,7 @@ Result exchange_one(Exchange& exchange, const Sync& sync, const WireOptions& wir
     return result;
 }
 
-// One exchange of `n` values among `workers`; worker w has w + 1 tokens, or those that are given.
+// One exchange of `n` values among `workers`. Worker w has w + 1 tokens unless they are given.
 std::vector<Result> exchange_once(const WireOptions& wire, long n, int workers,
                                   std::vector<uint64_t> tokens = {}) {
     std::vector<Result> results(static_cast<size_t>(workers));
@@ -110,7 +110,7 @@ std::vector<Result> exchange_once(const WireOptions& wire, long n, int workers,
     return results;
 }
 
-// By hand: each worker's values rounded; their sum, or with weights, in ascending order.
+// The mean by hand: workers' values are rounded and, with weights if given, summed in ascending order.
 Floats mean_by_hand(const WireOptions& wire, long n, int workers, const std::vector<float>& weights) {
     Floats sum(static_cast<size_t>(n));
     for (int worker = 0; worker < workers; worker++) {
@@ -126,7 +126,7 @@ Floats mean_by_hand(const WireOptions& wire, long n, int workers, const std::vec
     return sum;
 }
 
-// The same, as it arrives: by all-to-all the owner of each part has rounded it once more.
+// The same mean as received: in all-to-all the owner of each part rounds it once more.
 Floats arriving_mean(const WireOptions& wire, long n, int workers, const std::vector<float>& weights = {}) {
     const Floats mean = mean_by_hand(wire, n, workers, weights);
     if (wire.exchange == ExchangeKind::all_gather) { return mean; }
@@ -140,7 +140,7 @@ Floats arriving_mean(const WireOptions& wire, long n, int workers, const std::ve
     return arriving;
 }
 
-// fp4 has half a byte a value and 2 a block, in whole 16 bytes. Sums have 8 each.
+// fp4 takes half a byte per value and 2 per block, in multiples of 16 bytes. Each sum takes 8.
 size_t fp4_bytes(size_t headers, size_t blocks, size_t sums = 0) {
     return 64 * headers + (8 * sums + 15) / 16 * 16 + (2 * blocks + 15) / 16 * 16 + 64 * blocks;
 }
@@ -182,7 +182,7 @@ TEST(Exchange, auto_is_the_one_with_fewer_bytes) {
     };
     EXPECT_EQ(chosen(Format::fp4, 1000, 1), ExchangeKind::all_gather);
     for (Format format : all_formats) {
-        EXPECT_EQ(chosen(format, 1000, 2), ExchangeKind::all_gather);  // as many values, and more headers
+        EXPECT_EQ(chosen(format, 1000, 2), ExchangeKind::all_gather);  // as many values, but more headers
         EXPECT_EQ(chosen(format, 1000, 3), ExchangeKind::all_to_all);
     }
     EXPECT_EQ(chosen(Format::fp4, 3, 3), ExchangeKind::all_gather);  // little but headers
@@ -339,7 +339,7 @@ DilocoOptions options_with(const WireOptions& wire) {
 
 using Prepare = std::function<void(Worker&, long)>;
 
-// Runs `steps` steps; each worker's global parameters after each. prepare() comes before each step's sends.
+// Runs `steps` steps. Returns workers' global parameters after each. prepare() is called before its sends.
 std::vector<std::vector<Floats>> run(const DilocoOptions& options, int workers, long steps,
                                      const Prepare& prepare = nullptr,
                                      std::vector<std::string>* errors = nullptr) {
@@ -384,7 +384,7 @@ TEST(Wire, global_is_bitwise_the_same_on_all_workers_with_every_option) {
     }
 }
 
-// In fp32 nothing is lost: the two exchanges differ by nothing, and rounding and feedback do nothing.
+// In fp32 nothing is lost: both exchanges give the same, and rounding and feedback change nothing.
 TEST(Wire, in_fp32_exchange_rounding_and_feedback_change_no_bit) {
     const auto expected = run(options_with({Format::fp32, ExchangeKind::all_gather}), 3, 23);
     for (ExchangeKind kind : both_kinds) {
@@ -458,13 +458,13 @@ TEST(Wire, a_delta_that_is_not_finite_is_applied_by_nobody_and_named_by_all) {
     }
 }
 
-// All of one sync by hand, to nearest, with the residuals of all workers and of the mean.
+// A whole sync by hand, rounded to nearest, with the residuals of all workers and of the mean.
 struct ByHand {
     ByHand(const WireOptions& wire, const Floats& initial, int workers)
         : wire(wire), global(initial), of_mean(initial.size()),
           of_workers(size_t(workers), Floats(initial.size())) {}
 
-    // Values as they arrive; `residual` becomes what they lost.
+    // Values as they arrive. `residual` becomes their rounding errors.
     Floats sent(const Source& source) const {
         const long n = long(global.size());
         Buffer<uint8_t> payload(long(payload_bytes(wire.format, n)));
@@ -594,7 +594,7 @@ TEST(Wire, a_mean_that_is_not_finite_is_applied_by_nobody_and_its_owner_named) {
     }));
 }
 
-// Whatever main is given behind the point at which the wire takes the payload is late.
+// Delays all work that main gets after the point at which the wire takes the payload.
 class CommAheadOfMain : public LocalComm {
 public:
     CommAheadOfMain(LocalGroup& group, int rank, Stream& main) : LocalComm(group, rank), main(main) {}
@@ -617,7 +617,7 @@ private:
     Stream& main;
 };
 
-// The host reads them when it has waited for the exchange, and for nothing else.
+// The host reads the sums after it has waited for the exchange, and for nothing else.
 TEST(Wire, the_sums_of_what_a_worker_encodes_are_the_hosts_before_the_exchange_is_through) {
     const Layout small = toy_layout({128 * 5, 128 * 2}, 2);
     for (ExchangeKind kind : both_kinds) {

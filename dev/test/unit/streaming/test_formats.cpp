@@ -146,8 +146,8 @@ uint32_t encode(Format format, float x, uint32_t random) {
     return with_format(format, [=](auto f) { return decltype(f)::encode(x, random); });
 }
 
-// How many of all 2^32 random words give x, a non-negative number, a code above `code`: the larger a word,
-// the larger the code.
+// For how many of all 2^32 random words x, a non-negative number, gets a code above `code`. Larger words give
+// larger codes.
 uint64_t words_that_go_up(Format format, float x, uint32_t code) {
     uint64_t first = 0, end = uint64_t(1) << 32;  // the first word that goes up is in [first, end]
     while (first < end) {
@@ -161,7 +161,7 @@ uint64_t words_that_go_up(Format format, float x, uint32_t code) {
     return (uint64_t(1) << 32) - first;
 }
 
-// Numbers between two neighbours: next to both, next to the middle and elsewhere. The lower one is the first.
+// Numbers between two neighbours: close to both, close to the middle and elsewhere. The first is `low`.
 std::vector<float> between(float low, float high) {
     const float middle = float((double(low) + high) / 2);
     std::vector<float> points = {low, std::nextafterf(low, high), std::nextafterf(middle, low), middle,
@@ -195,7 +195,7 @@ TEST(StochasticFormats, the_larger_neighbour_is_as_likely_as_the_way_to_it_is_do
     }
 }
 
-// Without the search above, which believes that larger words give larger codes.
+// This does not assume, as the search above does, that larger words give larger codes.
 TEST(StochasticFormats, the_mean_over_all_random_words_is_the_number) {
     const double parts[] = {0x1p-10, 0.25, 0.5, 0.578125, 1 - 0x1p-10};
     for (Format format : enumerable) {

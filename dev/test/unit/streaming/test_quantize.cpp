@@ -295,7 +295,7 @@ TEST(QuantizeStochastically, a_value_is_rounded_with_the_word_of_its_index_in_th
     }
 }
 
-// What lies at [begin, begin + count) of the model is rounded alike, whichever payload it is in and wherever.
+// Rounding depends on a value's place in the model, not on its payload or its place there.
 TEST(QuantizeStochastically, a_cut_into_ranges_and_shards_changes_nothing) {
     const long n = 128 * (many_blocks + 100), pieces[] = {128, 128 * 99, 128 * many_blocks};
     const std::vector<float> values = random_values(n, 1, 1);
@@ -338,7 +338,7 @@ TEST(QuantizeStochastically, it_repeats_itself_but_not_for_another_seed_worker_s
     }
 }
 
-// The variance of a value that is rounded to one of two neighbours: what lies below it times what lies above.
+// The variance of a value that is rounded to one of two neighbours: the product of its distances to them.
 template <class F>
 double variance(float value, float scale) {
     const float quotient = std::fabs(value) / scale;
@@ -413,7 +413,7 @@ TEST(Quantize, division_by_a_scale_has_the_bits_of_a_division) {
 
 // ---- error feedback
 
-// Two syncs: the second one's delta has the first one's residual in it.
+// Two syncs: the second one's delta contains the first one's residual.
 TEST(ErrorFeedback, the_residual_is_what_receivers_did_not_get_and_is_added_to_the_next_delta) {
     const long n = 128 * many_blocks;
     const std::vector<float> global = random_values(n, 1), local = random_values(n, 2);
@@ -448,7 +448,7 @@ TEST(ErrorFeedback, values_as_they_are_such_as_a_mean_have_it_too) {
     }
 }
 
-// Of a delta that stays the same, what is sent in many syncs is off by one residual in all.
+// If the delta stays the same, all that is sent in many syncs is wrong by one residual in total.
 TEST(ErrorFeedback, nothing_is_lost_for_good) {
     const long n = 128;
     const std::vector<float> delta = random_values(n, 1);

@@ -1,5 +1,5 @@
-// Philox; stochastic rounding of parameters to bf16: which random bits a value gets, and what they do to it;
-// and which ones a value gets on the wire.
+// Philox; stochastic rounding of parameters to bf16: which random bits a value gets, and how they round it;
+// and the random bits of values on the wire.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace {
 
 using Halves = std::vector<uint32_t>;
 
-// What the 8 values of the pack that `index` is in get, 16 bits each.
+// The random bits, 16 each, of the 8 values in the pack of `index`.
 Halves halves_of_pack(const StochasticRounding& rounding, uint64_t index) {
     const Philox4 bits = rounding_bits(rounding, index);
     Halves halves;
@@ -45,12 +45,12 @@ TEST(Rounding, values_of_a_pack_get_the_halves_of_philoxs_words_in_order) {
     const Halves of_first = {0x396f, 0x5e19, 0x8b4b, 0x13e4, 0xd625, 0x1f81, 0x25e4, 0xf3bc};
     EXPECT_EQ(halves_of_pack({42, 3, 0}, 0), of_first);
     EXPECT_EQ(halves_of_pack({42, 3, 0}, 7), of_first);
-    // A seed and a pack's number of more than 32 bits.
+    // The seed and the pack's number have more than 32 bits.
     const Halves far = {0x8816, 0x2bb9, 0xaf0f, 0x2e0f, 0x5824, 0x4beb, 0x7a40, 0xa7f4};
     EXPECT_EQ(halves_of_pack({0x123456789abcdef0, 7, 0}, 0x5000000058), far);
 }
 
-// The index is that in the model already: `first`, where a shard begins, is for the caller to add.
+// The index is already that in the model: the caller adds `first`, where a shard begins.
 TEST(Rounding, bits_depend_on_the_index_in_the_model_alone) {
     EXPECT_EQ(halves_of_pack({42, 3, 4096}, 640), halves_of_pack({42, 3, 0}, 640));
 }
@@ -67,13 +67,13 @@ TEST(Rounding, steps_seeds_and_packs_get_other_bits_each) {
     for (size_t i = 0; i < all.size(); i++) {
         for (size_t j = 0; j < 8; j++) {
             for (size_t k = 0; k < j; k++) { EXPECT_NE(all[i][j], all[i][k]) << i; }
-            // Of 2^16 numbers, so two may be equal; these are not.
+            // There are only 2^16 numbers, so two may be equal; these are not.
             for (size_t other = 0; other < i; other++) { EXPECT_NE(all[i][j], all[other][j]) << i; }
         }
     }
 }
 
-// The numbers of parameters' initial values are another use's.
+// Initial values of parameters, for example, use other random numbers.
 TEST(Rounding, bits_are_of_a_use_of_their_own) {
     const Philox4 own = rounding_bits({42, 3, 0}, 80);
     for (RandomUse use : {RandomUse::parameters, RandomUse::shuffle, RandomUse::sampling}) {
@@ -93,7 +93,7 @@ TEST(Rounding, the_bits_that_are_cut_off_carry_if_they_and_the_random_ones_reach
     EXPECT_EQ(rounded(below, 0xffff), 1.0f);
 }
 
-// Away from 0, as positive ones.
+// Random bits move a value away from 0, whatever its sign.
 TEST(Rounding, negative_values_are_rounded_as_their_magnitudes) {
     for (uint32_t random : {0u, 1u, 0x7fffu, 0x8000u, 0xfedcu, 0xffffu}) {
         for (float x : {1.0f + 0x1p-9f, 3.14159f, 1e-30f, 1e30f, FLT_TRUE_MIN, 0.0f}) {
@@ -125,7 +125,7 @@ TEST(Rounding, infinities_stay_infinite_and_nans_nan) {
     for (uint32_t random : {0u, 1u, 0x8000u, 0xffffu}) {
         EXPECT_EQ(rounded(INFINITY, random), INFINITY);
         EXPECT_EQ(rounded(-INFINITY, random), -INFINITY);
-        // bf16 keeps the upper 7 bits of the payload: if these are 0, if only these are not, all of them.
+        // bf16 keeps the upper 7 bits of a NaN's payload: they are 0, or only they are set, or all bits are.
         for (uint32_t bits : {0x7f800001u, 0x7f80ffffu, 0x7f810000u, 0x7fc00000u, 0x7fffffffu}) {
             EXPECT_TRUE(std::isnan(rounded(from_bits(bits), random))) << std::hex << bits;
             const float negative = rounded(from_bits(bits | 0x80000000), random);
@@ -134,14 +134,14 @@ TEST(Rounding, infinities_stay_infinite_and_nans_nan) {
     }
 }
 
-// Beyond the largest value the next one is infinite, with the probability of the distance to it.
+// Above the largest value the next one is infinity, with the probability that its distance gives.
 TEST(Rounding, the_largest_floats_may_become_infinite) {
     EXPECT_EQ(rounded(FLT_MAX, 0), from_bits(0x7f7f0000));
     EXPECT_EQ(rounded(FLT_MAX, 1), INFINITY);
     EXPECT_EQ(rounded(from_bits(0x7f7f0000), 0xffff), from_bits(0x7f7f0000));
 }
 
-// Over all 2^16 random numbers a value goes up as often as its cut-off bits say: the mean is exact.
+// Over all 2^16 random numbers a value is rounded up as often as its discarded bits say: the mean is exact.
 TEST(Rounding, the_mean_over_all_random_numbers_is_the_value) {
     for (float x : {1.0f + 0x1p-23f, 1.2345678f, -2.7182817f, 1e-20f, -1e20f, from_bits(0x00012345)}) {
         double sum = 0;
@@ -150,8 +150,8 @@ TEST(Rounding, the_mean_over_all_random_numbers_is_the_value) {
     }
 }
 
-// And over those that a step draws for equal values: within four standard deviations, for each place in a
-// pack and for all.
+// The same for the numbers that one step draws for equal values: within four standard deviations, for each
+// place in a pack and for all together.
 TEST(Rounding, the_mean_over_a_models_values_is_the_value) {
     const long packs = 1 << 14;
     for (double fraction : {0.0625, 0.5, 0.875}) {
@@ -171,7 +171,7 @@ TEST(Rounding, the_mean_over_a_models_values_is_the_value) {
     }
 }
 
-// Random123's kat_vectors, "philox4x32 10": counter, key, what they give.
+// Random123's kat_vectors, "philox4x32 10": counter, key, result.
 TEST(Philox, the_published_answers_come_out) {
     const struct {
         Philox4 counter;
@@ -220,7 +220,7 @@ TEST(WireRounding, seeds_workers_syncs_stages_and_quads_get_other_words_each) {
             }
         }
     }
-    std::sort(all.begin(), all.end());  // of 2^32 numbers: that two of 864 are equal is unlikely, and not so
+    std::sort(all.begin(), all.end());  // two of these 864 could be equal, among 2^32 numbers; they are not
     EXPECT_EQ(std::adjacent_find(all.begin(), all.end()), all.end());
 }
 

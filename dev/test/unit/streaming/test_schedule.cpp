@@ -33,8 +33,8 @@ std::vector<Case> many_cases() {
     return cases;
 }
 
-// Of a model as layout.h cuts it: layers of one size, and pieces of the embedding that are no larger than a
-// fragment of layers and, but for the last, about that large.
+// Block sizes of a model as layout.h cuts it: layers of one size, and pieces of the embedding that are no
+// larger than a fragment of layers and, except for the last one, almost as large.
 std::vector<long> sizes_of(const Case& c) {
     const long layer = 1000;
     const long limit = c.fragment_layers == 0 ? 5000 : layer * std::min(c.layers, c.fragment_layers);
@@ -119,7 +119,7 @@ TEST(Schedule, balanced_has_as_many_fragments_as_strided_and_its_largest_is_no_l
     EXPECT_GT(smaller, 50);
 }
 
-// The largest fragment of the best cut, by trying all.
+// The size of the largest fragment in the best cut, found by trying all cuts.
 long smallest_possible(const std::vector<long>& sizes, std::vector<long>& held, size_t block, long best) {
     if (block == sizes.size()) { return *std::max_element(held.begin(), held.end()); }
     for (size_t p = 0; p < held.size(); p++) {
@@ -128,7 +128,7 @@ long smallest_possible(const std::vector<long>& sizes, std::vector<long>& held, 
             best = std::min(best, smallest_possible(sizes, held, block + 1, best));
             held[p] -= sizes[block];
         }
-        if (held[p] == 0) { break; }  // the other empty ones are the same
+        if (held[p] == 0) { break; }  // other empty fragments would give the same
     }
     return best;
 }
@@ -258,10 +258,10 @@ TEST(Schedule, what_is_sent_in_a_period_is_every_fragment_once_at_its_offset) {
     EXPECT_EQ(sent_in_period(fragments, {10, 20, 30}, 4), (std::vector<size_t>{0, 40, 0, 20}));
 }
 
-// A link that passes `rate` bytes in a step, first come first served: does everything arrive in its overlap?
+// Whether everything arrives within its overlap over a link that passes `rate` bytes per step, in order.
 bool keeps_up(const std::vector<size_t>& sent, long overlap, double rate) {
     const long H = long(sent.size());
-    double waiting = 0;  // bytes that have been sent and are not through
+    double waiting = 0;  // bytes that have been sent and not received
     for (long step = 0; step < 200 * H; step++) {
         waiting += double(sent[size_t(step % H)]);
         if (waiting > rate * double(overlap)) { return false; }

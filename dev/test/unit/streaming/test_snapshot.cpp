@@ -1,6 +1,5 @@
-// Snapshots of Streaming DiLoCo: a run that goes on from one is, bit for bit, the run that never stopped,
-// whatever was on the wire. Workers are threads that meet in a LocalComm; what is saved goes through a state
-// file.
+// Snapshots of Streaming DiLoCo: a run that resumes from one is, bit for bit, the run that never stopped,
+// whatever was on the wire. Workers are threads that meet in a LocalComm. Snapshots go through a state file.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -27,14 +26,14 @@ const long H = 5;
 // b0 and b2, sent at 5, 10, ...; b1 and b3, at 1, 6, ...; b4, at 3, 8, ...
 std::vector<Fragment> toy_fragments() { return make_fragments(4, 5, 2, FragmentPattern::strided, H); }
 
-// A run that is told to a state file or goes on from one.
+// A run that is saved to a state file or resumed from one.
 struct Plan {
     WireOptions wire;
     std::vector<long> overlaps = {2};  // tau of each worker
     int workers = 2, ranks = 1;
     bool offload = false;
     float local_weight = 0.5f;  // alpha
-    long not_finite = 0;        // the step at which a worker's movement is not
+    long not_finite = 0;        // step at which a worker's delta is not finite; 0: none
     long last = 19;             // step
     long stop_at = 0;           // step before which worker 0 is asked to stop
 
@@ -57,7 +56,7 @@ struct Plan {
     }
 };
 
-// What is known of a sync that does not depend on time.
+// What a sync's report says, without what depends on timing.
 struct Logged {
     long sync, send_step, due_step;
     int fragment;
@@ -154,7 +153,7 @@ struct Member {
         return fields;
     }
 
-    // Where nothing is in flight: all that there is, by name.
+    // All sections by name, when nothing is in flight.
     std::map<std::string, std::string> state() {
         if (writer.valid()) { writer.get(); }
         diloco.take_snapshot(main);
@@ -193,7 +192,7 @@ void expect_no_errors(const std::vector<std::string>& errors, const std::string&
     for (const std::string& error : errors) { ASSERT_EQ(error, "") << what; }
 }
 
-// Calls work(member) for all members of a run: those of the same rank meet.
+// Calls work(member) for all members of a run. Members of the same rank meet.
 void run_all(const Plan& plan, const std::function<void(Member&)>& work) {
     for (int rank = 0; rank < plan.ranks; rank++) {
         LocalGroup group(plan.workers);
@@ -205,14 +204,14 @@ void run_all(const Plan& plan, const std::function<void(Member&)>& work) {
     }
 }
 
-// What one process leaves behind.
+// The results of one process.
 struct Outcome {
     std::vector<Logged> logged;
     std::map<std::string, std::string> state;
 };
 using Outcomes = std::map<int, Outcome>;  // by process
 
-// Runs to the end and takes snapshots after some steps; or goes on after step `from`.
+// Runs to the end, from the start or resumed after step `from`, and takes snapshots after some steps.
 Outcomes run(const Plan& plan, const std::string& folder, const std::vector<long>& snapshots, long from = 0,
              const std::string& saved = "") {
     Outcomes outcomes;
@@ -242,7 +241,7 @@ void expect_same_states(const Outcomes& expected, const Outcomes& outcomes, cons
     }
 }
 
-// The syncs that are received after `step` on a process with that overlap.
+// The syncs that are received after `step`.
 std::vector<Logged> received_after(const std::vector<Logged>& logged, long step) {
     std::vector<Logged> later;
     for (const Logged& one : logged) {
@@ -257,7 +256,7 @@ void expect_same_logs(const Outcomes& whole, const Outcomes& resumed, long step,
     }
 }
 
-// A run without a stop; runs in which one snapshot is taken; and runs that go on from that.
+// Compares a run without a stop, runs that take one snapshot, and runs that resume from it.
 void expect_exact_resumes(const Plan& plan, const std::vector<long>& stops) {
     const Outcomes whole = run(plan, "", {});
     for (long stop : stops) {
@@ -380,7 +379,7 @@ TEST(Snapshot, a_run_that_leaves_now_collects_what_is_in_flight_and_is_resumed_a
     }
 }
 
-// With alpha = 1 no worker's own parameters depend on when a mean is merged, and so nothing does.
+// With alpha = 1 workers' own parameters do not depend on when a mean is merged, and so nothing does.
 TEST(Snapshot, another_overlap_after_the_resume_merges_the_same_means_at_other_steps) {
     for (bool offload : {false, true}) {
         for (long before : {0L, 2L, H - 1}) {
@@ -454,7 +453,7 @@ TEST(Snapshot, one_that_is_abandoned_ends_the_wait_and_the_next_is_good) {
         }
         member.finish();
         EXPECT_TRUE(member.state() == whole.at(member.process()).state);
-        member.diloco.snapshot().abandon();  // there is nothing to give up
+        member.diloco.snapshot().abandon();  // nothing is in flight, so this does nothing
         member.diloco.snapshot().wait();
     });
     ASSERT_NO_FATAL_FAILURE(expect_same_states(whole, run(plan, "", {}, 9, taking), plan));

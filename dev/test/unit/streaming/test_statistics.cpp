@@ -1,6 +1,6 @@
-// Statistics of the outer gradients: sums of products of payloads against decoding by hand in double, what is
-// made of them, and whole syncs: every worker reports the norms and cosines that its deltas have. Workers are
-// threads.
+// Statistics of the outer gradients: sums of products of payloads against decoding by hand in double, norms
+// and cosines computed from these sums, and whole syncs, in which every worker reports those of the deltas.
+// Workers are threads.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -27,7 +27,7 @@ double dot(const Floats& a, const Floats& b) {
 
 double norm(const Floats& a) { return std::sqrt(dot(a, a)); }
 
-// Sums in double that differ in their order alone.
+// For sums in double that differ only in their order.
 void expect_same_sum(double sum, double expected, double size) {
     EXPECT_NEAR(sum, expected, 1e-12 * size + 1e-300);
 }
@@ -79,7 +79,7 @@ TEST(Statistics, norms_cosines_and_the_error_follow_from_the_sums) {
     EXPECT_TRUE(std::isnan(none.cosines[0]));
 }
 
-// Payloads of several workers, and what they say.
+// Payloads of several workers, their decoded values, and the mean.
 struct Rows {
     Rows(Format format, long n, int workers)
         : layout(payload_layout(format, n)), payloads(long(layout.bytes) * workers) {
@@ -137,7 +137,7 @@ TEST(Statistics, squares_of_the_largest_and_of_the_smallest_floats_are_kept) {
     }
 }
 
-// Quantizes in two calls into a payload of `parts`, which lie where they may, and sums up what was lost.
+// Quantizes into a payload of `parts`, in two calls that need not end between parts, and sums up the loss.
 struct Encoded {
     double sums[encoding_sums] = {};
     Floats decoded;
@@ -172,7 +172,7 @@ TEST(Statistics, what_encoding_loses_is_the_delta_without_what_is_decoded) {
     }
 }
 
-// The delta is not there any more: it is put together again from two floats, rounded once.
+// The delta is no longer in memory: it is recomputed as a sum of two floats, rounded once.
 TEST(Statistics, with_error_feedback_it_is_the_new_residual_and_the_delta_has_the_old_one_in_it) {
     const Floats global = random_values(1, 128 * 29, 1.0f), local = random_values(2, 128 * 29, 1.0f);
     for (Format format : {Format::fp4, Format::fp8_e4m3, Format::bf16}) {
@@ -197,14 +197,14 @@ Layout one_block() {
     return layout;
 }
 
-// Workers' parameters at the first send: a step that all share, and one of their own.
+// Workers' parameters at the first send: after a step that all share, and one of their own.
 Floats initial() { return random_values(5, shard, 0.1f); }
 Floats moved(int worker) {
     Floats values = minus(initial(), random_values(6, shard, 0.01f));
     return minus(values, random_values(uint64_t(100 + worker), shard, 0.01f * float(worker + 1)));
 }
 
-// The first sync's report of each worker.
+// Each worker's report on the first sync.
 struct Reported {
     OuterStatistics statistics;
     double mean_norm;

@@ -23,7 +23,7 @@ std::vector<uint16_t> count_up(int begin, int count) {
     return tokens;
 }
 
-// Two shards whose tokens tell where they lie: 0 ... 99 and 1000 ... 1064.
+// Two shards whose tokens tell their positions: 0 ... 99 and 1000 ... 1064.
 void write_two_shards(const TemporaryFolder& folder) {
     write_shard(folder / "x_train_000001.bin", count_up(1000, 65));
     write_shard(folder / "x_train_000000.bin", count_up(0, 100));
@@ -139,7 +139,7 @@ TEST(DataLoader, continues_at_a_saved_position_and_at_the_start_after_reset) {
 
 TEST(DataLoader, the_hash_of_the_shards_tells_their_names_lengths_and_number) {
     auto hash_of = [](const std::vector<std::pair<std::string, int>>& shards) {
-        TemporaryFolder folder;  // another one each time: it does not count
+        TemporaryFolder folder;  // a new one each time: its path must not matter
         for (const auto& [name, count] : shards) { write_shard(folder / name, count_up(0, count)); }
         return DataLoader(folder / "*.bin", 2, 4, 0, 1, vocabulary, 0, true).shards_hash();
     };
@@ -175,7 +175,7 @@ TEST(DataLoader, a_shard_that_is_replaced_or_removed_under_a_run_is_no_mistake_o
     TemporaryFolder folder;
     write_two_shards(folder);
     const std::string first = folder / "x_train_000000.bin";
-    DataLoader loader = open_two_shards(folder, 4, 0, 1, 0, false);  // has checked the second one last
+    DataLoader loader = open_two_shards(folder, 4, 0, 1, 0, false);  // has checked the second shard last
     auto message = [&]() -> std::string {
         try {
             loader.next_batch();

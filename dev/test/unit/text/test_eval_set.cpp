@@ -1,5 +1,5 @@
-// Eval sets: llm.c's bytes, written here by hand; one line for whatever is wrong with a file; and the score,
-// which is the same however the sequences are dealt out to batches and ranks.
+// Eval sets: llm.c's bytes, written here by hand; a one-line message for every defect of a file; and the
+// score, which is the same however the sequences are divided among batches and ranks.
 #include "llmc/text/eval_set.h"
 
 #include <cmath>
@@ -27,11 +27,11 @@ std::string eval_file(const std::vector<Words>& examples) {
     return header_bytes({20240522, 1, int32_t(examples.size()), int32_t(longest)}) + data;
 }
 
-// index, label, completions, then counts and tokens: of the context, of each completion.
+// Index, label, number of completions; then count and tokens of the context and of each completion.
 const Words first_example = {0, 2, 4, 3, 10, 11, 12, 1, 20, 2, 21, 22, 1, 23, 4, 24, 25, 26, 999};
 const Words second_example = {1, 0, 2, 1, 5, 1, 6, 2, 7, 8};
 
-// The message about the file of these bytes.
+// The message about a file with these bytes.
 std::string refusal(const std::string& bytes) {
     TemporaryFolder folder;
     write_bytes(folder / "set.bin", bytes);
@@ -41,7 +41,7 @@ std::string refusal(const std::string& bytes) {
     return message;
 }
 
-// About the file whose second example is this one.
+// The message about a file whose second example is this one.
 std::string refused_second(const Words& example) { return refusal(eval_file({first_example, example})); }
 
 // Changes one 16-bit word at byte `at`.
@@ -158,7 +158,7 @@ const Words by_hand[] = {{0, 1, 3, 2, 10, 11, 1, 20, 2, 21, 22, 3, 23, 24, 25},
                          {1, 0, 2, 1, 5, 2, 30, 31, 1, 32},
                          {2, 3, 4, 3, 1, 2, 3, 1, 40, 1, 41, 1, 42, 2, 43, 44}};
 
-// The loss of each target is what this says; where nothing counts it must not matter.
+// Losses by target; NaN where a loss does not count and must not matter.
 template <typename Loss>
 std::vector<float> losses_of(const EvalBatch& batch, Loss loss) {
     std::vector<float> losses(batch.targets.size(), std::nanf(""));

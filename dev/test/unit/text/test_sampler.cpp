@@ -1,4 +1,4 @@
-// One token out of many by chance: the frequencies of the definition, computed by sorting everything.
+// A token drawn at random has the frequencies of the definition, which sorts all tokens.
 #include "llmc/text/sampler.h"
 
 #include <gtest/gtest.h>
@@ -10,14 +10,14 @@
 namespace {
 
 const float infinity = std::numeric_limits<float>::infinity(), not_a_number = std::nanf("");
-const float largest_coin = 1 - 0x1p-24f;  // that uniform() draws
+const float largest_coin = 1 - 0x1p-24f;  // the largest value of uniform()
 
 int sampled(const std::vector<float>& logits, const Sampling& sampling, float coin) {
     return sample_token(logits.data(), int(logits.size()), sampling, coin);
 }
 
-// The definition: sort all, cut after top_k, cut where the sum reaches top_p of what is left, divide by the
-// sum.
+// The definition: sort all tokens, cut after top_k, cut where the sum reaches top_p of the rest, divide by
+// the sum.
 std::vector<double> probabilities(const std::vector<float>& logits, const Sampling& sampling) {
     std::vector<int> order(logits.size());
     std::iota(order.begin(), order.end(), 0);
@@ -37,7 +37,7 @@ std::vector<double> probabilities(const std::vector<float>& logits, const Sampli
     return result;
 }
 
-// How often each token is drawn with coins that are spread evenly: no luck involved.
+// How often each token is drawn with evenly spaced coins, which leaves nothing to chance.
 std::vector<double> frequencies(const std::vector<float>& logits, const Sampling& sampling, int draws) {
     std::vector<double> result(logits.size());
     for (int i = 0; i < draws; i++) {
@@ -47,7 +47,7 @@ std::vector<double> frequencies(const std::vector<float>& logits, const Sampling
     return result;
 }
 
-// The tokens that can be drawn at all.
+// The tokens that can be drawn.
 std::vector<int> drawn(const std::vector<float>& logits, const Sampling& sampling) {
     std::vector<int> tokens;
     const std::vector<double> often = frequencies(logits, sampling, 1000);
@@ -125,7 +125,7 @@ TEST(Sampler, top_p_takes_no_more_tokens_than_it_takes) {
     EXPECT_EQ(drawn(logits, {temperature, 0, 0.76f}), Tokens({0, 1, 2}));
     EXPECT_EQ(drawn(logits, {temperature, 0, 0.88f}), Tokens({0, 1, 2, 3}));
     EXPECT_EQ(drawn(logits, {temperature, 0, 1}), Tokens({0, 1, 2, 3}));
-    // Of the two that top_k leaves they are 2/3 and 1/3.
+    // top_k leaves two tokens, with probabilities of 2/3 and 1/3.
     EXPECT_EQ(drawn(logits, {temperature, 2, 0.66f}), Tokens({1}));
     EXPECT_EQ(drawn(logits, {temperature, 2, 0.67f}), Tokens({1, 2}));
 }

@@ -5,7 +5,7 @@
 
 #include "llmc/text/tokenizer.h"
 
-// What is printed after each of the pieces, and at the end.
+// The text printed after each piece, and at the end.
 static std::vector<std::string> printed(const std::vector<std::string>& pieces) {
     char* text = nullptr;
     size_t size = 0;

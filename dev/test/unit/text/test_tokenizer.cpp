@@ -1,4 +1,4 @@
-// Tokens back to text, and text to tokens. That the tokens are other libraries' is test_encode.py's.
+// Tokens to text, and text to tokens. test_encode.py compares the tokens with other libraries'.
 #include "llmc/text/tokenizer.h"
 
 #include <random>
@@ -78,7 +78,7 @@ namespace {
 
 using Tokens = std::vector<int>;
 
-// The file of these tokens, of which the last is the end of text.
+// The file of these tokens. The last one is the end of text.
 void write_tokenizer(const std::string& path, const std::vector<std::string>& tokens) {
     std::string entries;
     for (const std::string& token : tokens) { entries += char(token.size()) + token; }
@@ -102,8 +102,8 @@ std::vector<std::string> bytes_and(const std::vector<std::string>& merged) {
     return tokens;
 }
 
-// Of a word: joins the neighbours that make the token of the lowest number, the leftmost first, looked for
-// anew each time.
+// Encodes a word: joins the neighbours that make the token with the lowest number, the leftmost first, and
+// repeats this from the start.
 Tokens by_definition(const std::vector<std::string>& vocabulary, const std::string& word) {
     auto number = [&](const std::string& token) {
         return int(std::find(vocabulary.begin(), vocabulary.end(), token) - vocabulary.begin());
@@ -174,7 +174,7 @@ TEST_F(MergedTokens, pairs_are_joined_lowest_number_first_and_of_one_number_left
     EXPECT_EQ(encode(bytes_and({"ab", "bc"}), "abc"), Tokens({256, 'c'}));
     EXPECT_EQ(encode(bytes_and({"aa"}), "aaaaa"), Tokens({256, 256, 'a'}));
     EXPECT_EQ(encode(bytes_and({"aa", "aaa"}), "aaaaa"), Tokens({256, 257}));
-    // A token of which no two neighbours are ever the parts is not made.
+    // A token is not made if its parts are never neighbours.
     EXPECT_EQ(encode(bytes_and({"abcd"}), "abcd"), Tokens({'a', 'b', 'c', 'd'}));
     EXPECT_EQ(encode(bytes_and({"ab", "cd", "abcd"}), "abcdcdab"), Tokens({258, 257, 256}));
 }
@@ -206,7 +206,7 @@ TEST_F(MergedTokens, a_character_may_be_a_token_where_its_bytes_are_none) {
     EXPECT_TRUE(contains(message, "byte 0xC3"));
 }
 
-// In time that is quadratic in its length this would not end.
+// With a time that is quadratic in the length this test would not end.
 TEST_F(MergedTokens, a_word_of_a_quarter_of_a_million_letters_is_joined_to_the_end) {
     std::vector<std::string> merged;
     for (size_t length = 2; length <= 128; length *= 2) { merged.push_back(std::string(length, 'a')); }
