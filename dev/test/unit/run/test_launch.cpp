@@ -113,7 +113,7 @@ static void run_mode(const std::string& mode, Process& process) {
     process.leave();
 }
 
-// A process of an elastic worker, until the test lets it end (the file DILOCO_TEST_GO). The mode names workers
+// A process of an elastic worker, until the test ends it by the file DILOCO_TEST_GO. The mode names workers
 // and what they do: "worker 1 dies once". The others wait. Returns the exit status.
 static int run_alone(const std::string& mode, Process& process) {
     const bool is_meant = mode.rfind("all ", 0) == 0 || process.worker == 1;
