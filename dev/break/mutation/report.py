@@ -18,7 +18,7 @@ class Verdict:
 
 @dataclasses.dataclass
 class Explanation:
-    """Why a survivor changes nothing. The text of its line identifies it, since line numbers may change."""
+    """Why a survivor changes nothing. The code of its line identifies it, since line numbers and comments change."""
     file: str
     function: str
     was: str
@@ -26,8 +26,12 @@ class Explanation:
     reason: str
 
     def is_of(self, change):
-        return (self.file, self.function, self.was, self.becomes) == \
-            (change.file, change.function, change.was, change.becomes)
+        return (self.file, self.function, code_of(self.was), code_of(self.becomes)) == \
+            (change.file, change.function, code_of(change.was), code_of(change.becomes))
+
+
+def code_of(line):
+    return re.sub(r"\s*//.*", "", line)
 
 
 def read_explanations(text):

@@ -9,6 +9,7 @@ import pytest
 
 from conftest import ROOT
 
+import mutate  # noqa: E402
 from mutation import host, kernel_tests, kernels, orders, report, source, wire  # noqa: E402
 
 KERNELS = """#pragma once
@@ -154,6 +155,15 @@ def test_the_committed_explanations_have_a_reason_and_a_file_each():
     assert len(found) == len(re.findall(r"^    \+", text, re.MULTILINE))
     for entry in found:
         assert entry.reason and entry.was != entry.becomes and (ROOT / entry.file).exists(), entry
+
+
+def test_the_committed_explanations_are_of_changes_that_there_are(tmp_path):
+    everything = []
+    for name, part in mutate.PARTS.items():
+        (tmp_path / name).mkdir()
+        everything += part(tmp_path / name, 1).changes
+    explained = report.read_explanations(report.SURVIVORS.read_text())
+    assert [entry for entry in explained if not any(entry.is_of(change) for change in everything)] == []
 
 
 def test_an_unexplained_survivor_or_an_explanation_that_is_not_so_fails_the_run(capsys):
