@@ -141,7 +141,7 @@ COMMANDS = {
     r"make bench-formats": Try(seconds=200),
     r"make bench-(wire-quality|quality)": Try(r"\g<0> ARGUMENTS=--quick", seconds=200),
     r"make bench-wan": Try(r"\g<0> ARGUMENTS='--quick --only streaming --minutes 3'", seconds=600, needs="lines"),
-    r"make bench-uneven": Try(r"\g<0> ARGUMENTS='--quick --only plain --minutes 3'", seconds=600, needs="lines"),
+    r"make bench-uneven": Try(r"\g<0> ARGUMENTS='--quick --only bits --minutes 3'", seconds=600, needs="lines"),
     r"make torture": Try(r"\g<0> KILLS=3", seconds=200),
     r"make chaos": Try(r"\g<0> MINUTES=0.2", seconds=400, needs="redis-server"),
     r"make mutate": Try(r"\g<0> MUTATE='--only llmc/cuda/gelu.cuh'", seconds=600),
