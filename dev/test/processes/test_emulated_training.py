@@ -65,6 +65,7 @@ def test_elastic_workers_have_the_bits_of_all_gather(train, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.xdist_group("thread sanitizer's trainers")  # one at a time: a process takes 3 GB
 @pytest.mark.parametrize("transport", ["nccl", "gloo"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_trainer_has_no_race_between_its_streams(train, workers, transport):

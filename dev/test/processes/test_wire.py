@@ -166,6 +166,7 @@ def test_means_by_all_to_all_under_emulated_cuda_have_the_same_bits_in_every_ord
 
 
 @pytest.mark.long
+@pytest.mark.xdist_group("thread sanitizer's trainers")  # one at a time: a process takes 3 GB
 @pytest.mark.parametrize("transport", ["nccl", "gloo"])
 def test_all_to_all_has_no_race_between_its_streams(train, transport):
     options = {**ON_GPUS, "--layers": 1, "-x": 4, "-H": 3, "--timeout": 250, "--outer-transport": transport}
