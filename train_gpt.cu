@@ -888,7 +888,9 @@ inline std::unique_ptr<OuterLoop> make_outer_loop(Run& run) {
         session.report.events(run.step, events);
         return !session.stopping.is_requested();  // false ends the wait
     };
-    auto refuse = [&run](const std::string& theirs) { refuse_options(run.agreed_options, theirs); };
+    auto refuse = [&run](const std::string& theirs) {
+        refuse_options(rows_of_options(run.agreed_options), rows_of_options(theirs));
+    };
     auto use_device = [&session] { device::use_in_this_thread(session.device); };
     auto open_store = [&o, &process] { return open_log_store(process.store_url, o.run_name, o.timeout); };
     return std::make_unique<ElasticDiloco>(
@@ -936,9 +938,8 @@ inline int train(const Options& o, Process& process) {
             if (!o.diloco.is_elastic()) { return; }
             const std::optional<std::string> theirs =
                 options_in(*open_log_store(process.store_url, o.run_name, o.timeout));
-            if (theirs && rows_of_options(*theirs) != rows_of_options(agreed_options)) {
-                refuse_options(agreed_options, *theirs);
-            }
+            const std::set<std::string> ours = rows_of_options(agreed_options);
+            if (theirs && rows_of_options(*theirs) != ours) { refuse_options(ours, rows_of_options(*theirs)); }
         });
         run = std::make_unique<Run>(o, process, in, fragments);
         run->agreed_options = agreed_options;

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <iterator>
 #include <set>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -78,25 +77,15 @@ inline std::string text_of(const Fingerprint& rows) {
     return text;
 }
 
-// The rows that differ between two of these texts, for people.
-inline std::string differences(const std::string& ours, const std::string& theirs) {
-    auto lines = [](const std::string& text) {
-        std::set<std::string> all;
-        std::istringstream in(text);
-        for (std::string line; std::getline(in, line);) { all.insert(line); }
-        return all;
-    };
+// Throws a UserError that names the rows in which this worker and the run differ.
+[[noreturn]] inline void refuse_options(const std::set<std::string>& ours, const std::set<std::string>& theirs) {
     auto only_in_first = [](const std::set<std::string>& first, const std::set<std::string>& second) {
-        std::vector<std::string> names;
+        std::vector<std::string> rows;
         std::set_difference(first.begin(), first.end(), second.begin(), second.end(),
-                            std::back_inserter(names));
-        return names.empty() ? std::string("nothing") : list_in_words(names);
+                            std::back_inserter(rows));
+        return rows.empty() ? std::string("nothing") : list_in_words(rows);
     };
-    const std::set<std::string> own = lines(ours), run = lines(theirs);
-    return "this worker has " + only_in_first(own, run) + ", the run has " + only_in_first(run, own);
-}
-
-[[noreturn]] inline void refuse_options(const std::string& ours, const std::string& theirs) {
-    throw UserError(differences(ours, theirs) +
+    throw UserError("this worker has " + only_in_first(ours, theirs) + ", the run has " +
+                    only_in_first(theirs, ours) +
                     ": give all workers the same, or this run another --run-name");
 }

@@ -5,7 +5,8 @@
 //     launcher's last line names it, unless it gave its reason itself; its status is the launcher's.
 //   - Elastic workers are a run each. One that fails is restarted a few times, but not after a request to
 //     stop, nor after a user's mistake at its first start, nor if another process has taken its place: two
-//     launchers of one worker would end each other's processes in turn. The status is 0 if one completes.
+//     launchers of one worker would end each other's processes in turn. The status is 2 if the first to fail
+//     made a user's mistake, else 0 if one completes.
 //   - SIGINT, SIGTERM and SIGHUP are passed on, unless they are ignored (nohup), and end the run. If the
 //     launcher is killed, the kernel kills the processes.
 //   - Processes that stop gracefully (stop.h) have all the time they need after a first SIGTERM, SIGUSR1 or
@@ -179,6 +180,10 @@ private:
     // For ever, unless time alone makes something happen: a SIGTERM, a SIGKILL or a restart.
     int poll_milliseconds() const {
         auto is_quiet = [](const LaunchedRun& run) { return run.state == State::over || !run.is_ending(); };
+        auto has_just_ended = [](const LaunchedRun& run) {
+            return run.state == State::running && run.has_ended();  // reaped while a line was being written
+        };
+        if (std::any_of(runs.begin(), runs.end(), has_just_ended)) { return 0; }
         return all_of_runs(is_quiet) ? -1 : 100;
     }
 
@@ -336,9 +341,8 @@ private:
         const Child* failed = nullptr;
         for (Child& child : run.children) {
             if (!child.reap() || child.status == 0) { continue; }
-            // A stop signal kills a process that cannot handle it yet: it has nothing to write.
-            const bool was_unready =
-                stops_gracefully && child.was_killed && is_stop_signal(child.status - 128);
+            // The request to stop kills a process that cannot handle it yet: it has nothing to write.
+            const bool was_unready = child.was_killed && child.status == 128 + requested_by;
             if (was_unready || (!child.was_killed && child.status == stopped_status)) {
                 run.was_stopped = true;
                 if (!was_unready) { continue; }
@@ -362,7 +366,11 @@ private:
         if (run.state == State::waiting && Clock::now() >= run.restart_time) { restart(run); }
         if (run.state != State::running || !run.has_ended()) { return; }
         run.state = State::over;
-        for (Child& child : run.children) { relay(child); }
+        for (Child& child : run.children) {
+            relay(child);
+            // Its worker's other ranks stop with it, and may end before it.
+            if (run.culprit && child.status == replaced_status) { run.culprit = &child; }
+        }
         print_errors(run);
         if (stopped_by) { return; }
         if (run.culprit) {
@@ -459,13 +467,15 @@ private:
             }
             return 128 + stopped_by;
         }
+        const bool is_mistaken = first_failed && is_mistake(*first_failed);
+        if (is_elastic && is_mistaken) { return first_failed->culprit->status; }
         if (!all_of_runs([](const LaunchedRun& run) { return run.culprit || run.was_stopped; })) { return 0; }
         if (!all_of_runs([](const LaunchedRun& run) { return run.culprit; })) {
             say("stopped by request");
             return stopped_status;
         }
         const Child& culprit = *first_failed->culprit;
-        if (is_elastic && !is_mistake(*first_failed)) {
+        if (is_elastic) {
             say("error: no worker has completed the run: " + first_failed->failure());
         } else if (culprit.errors.empty() || culprit.was_killed) {
             say("error: " + first_failed->failure());

@@ -125,6 +125,11 @@ static int run_alone(const std::string& mode, Process& process) {
         if (process.restart == 0) { raise(SIGKILL); }
         throw RunError("another process has started as this worker", replaced_status);
     }
+    if (act == "is replaced and one rank knows") {
+        if (is_last_rank) { throw RunError("another rank of worker 1 stops"); }
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        throw RunError("another process has started as this worker", replaced_status);
+    }
     if (act == "fails") { throw RunError("the disk is full"); }
     if (act == "loses a rank") {
         if (is_last_rank) { raise(SIGKILL); }
@@ -677,6 +682,14 @@ TEST(ElasticWorkers, one_whose_place_another_process_has_taken_is_not_restarted)
                                     "worker 0 has completed the run"}));
 }
 
+TEST(ElasticWorkers, a_replaced_worker_is_not_restarted_though_the_rank_that_does_not_know_ends_first) {
+    Workers run("worker 1 is replaced and one rank knows", 2, 2, 3);
+    run.wait_for("err", "worker 1 rank 0 left with exit code 76; it is not restarted");
+    run.let_go();
+    EXPECT_EQ(run.wait(), 0);
+    EXPECT_EQ(run.count("err", "restart 1 of 3"), 0) << run.program.err;
+}
+
 TEST(ElasticWorkers, where_all_fail_the_status_is_that_of_the_first) {
     Workers run("all workers fails", 2, 1, 0);
     EXPECT_EQ(run.wait(), 1);
@@ -699,11 +712,11 @@ TEST(ElasticWorkers, a_mistake_is_not_restarted_and_said_once_where_all_make_it)
     EXPECT_EQ(run.count("out", "start 1"), 0);
 }
 
-TEST(ElasticWorkers, a_mistake_of_one_is_said_though_the_others_complete_the_run) {
+TEST(ElasticWorkers, a_mistake_of_one_is_said_and_is_the_status_though_the_others_complete_the_run) {
     Workers run("worker 1 makes a mistake", 2, 1, 3);
     wait_for_pids(run.program, 2);
     run.let_go();
-    EXPECT_EQ(run.wait(), 0);
+    EXPECT_EQ(run.wait(), 2);
     EXPECT_EQ(run.errors(),
               sorted({"error: worker 1 rank 0: no such shard: look", "worker 0 has completed the run"}));
 }
