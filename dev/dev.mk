@@ -1,5 +1,6 @@
 # Developers' targets; the Makefile, which includes this file, has the users'. dev/README.md says what they find.
 # make test-long       make test, and what takes too long for it: sanitizers, fuzzers, nvcc, benchmarks' trials
+# make test-commands   every command that the documents show, those that take minutes too
 # make test-emulated   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test-long)
 # make check-cuda      the same kernels compiled by nvcc, if there is one (part of make test-long)
 # make test-gpu        the same tests and more on this machine's GPU
@@ -34,8 +35,8 @@ build/encode: dev/test/encode.cpp $(HEADERS) Makefile build/options_cpu | depend
 	@mkdir -p build
 	$(CXX) $(CXXFLAGS) $< -o $@ $(DEPS_LINK) $(if $(HAS_PCRE2),-lpcre2-8)
 
-# Most tests wait more than they compute: two at a time on a core.
-TEST_JOBS ?= $(shell expr 2 '*' $(JOBS))
+# Tests at a time. More than cores are faster where nothing else runs, and time limits come nearer.
+TEST_JOBS ?= $(JOBS)
 PYTEST = .venv/bin/python -m pytest -q -n $(TEST_JOBS) --dist loadgroup
 
 # pytest runs everything, the GoogleTest programs and test_gpt_cpu included, so that its last line counts all of it.
@@ -43,6 +44,11 @@ test test-long: setup
 	$(MAKE) -j$(JOBS) train_gpt_cpu test_gpt_cpu build/unit_tests build/encode $(PLAIN_TESTS) $(EMULATED_TRAINERS) \
 	    $(if $(filter test-long,$@),$(LONG_TESTS))
 	$(PYTEST) -rs dev/test $(if $(filter test-long,$@),--long)
+
+# Every command that the documents show, those of minutes too.
+test-commands: setup
+	$(MAKE) -j$(JOBS) train_gpt_cpu test_gpt_cpu build/unit_tests build/relay
+	EVERY_COMMAND=1 .venv/bin/python -m pytest -q -rs --long dev/test/tools/test_commands.py
 
 # ---- CUDA on this CPU: dev/emulator/README.md
 
@@ -219,4 +225,4 @@ build/relay: dev/wan/relay.cpp
 	@mkdir -p build
 	$(CXX) -std=c++17 -O2 $(WARNINGS) $< -o $@
 
-.PHONY: test test-long test-emulated test-gpu check-cuda registers torture chaos mutate
+.PHONY: test test-long test-commands test-emulated test-gpu check-cuda registers torture chaos mutate

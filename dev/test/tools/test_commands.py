@@ -132,7 +132,7 @@ COMMANDS = {
     r"make|make setup|make train_gpt_cpu": Try(),
     r"make build/(unit_tests|plain/test_quantize) && .*": Try(seconds=300),
     r"make train_gpt_cpu && \.venv/bin/python -m pytest .*": Try(seconds=60),
-    r"make (test|test-long|test-emulated|check-cuda)": Try(r"\g<0> -n"),  # this test is a part of them
+    r"make (test|test-long|test-commands|test-emulated|check-cuda)": Try(r"\g<0> -n"),  # this test is a part of them
     r"make (train_gpt_emulated|build/debug/train_gpt)": Try(r"\g<0> -n"),  # built for the emulated tests
     r"make clean": Try(r"\g<0> -n"),
     r"make demo": Try("STEPS=80 make demo", seconds=120),
@@ -244,6 +244,8 @@ def test_a_command_that_is_shown_works(command, where, place, tmp_path):
     if isinstance(row, Covered):
         check_cover(row, command)
         return
+    if row.seconds > 250 and not os.environ.get("EVERY_COMMAND"):
+        pytest.skip(f"takes minutes, make test-commands runs it: {command}")
     if missing := lack(row.needs):
         pytest.skip(f"{command}: {missing}")
     meeting = {"DILOCO_STORE": f"file:{tmp_path}/meet"} if row.environment else {}
