@@ -33,6 +33,7 @@ export DILOCO_STORE=${DILOCO_STORE:-file:$OUT/store}
 
 warn_of torchrun "$@"
 # No restarts, torchrun's default: a process that dies ends the run, which is started again as a whole.
-exec torchrun --nnodes "$NODES" --node-rank "$NODE" --nproc-per-node "$GPUS" --max-restarts 0 \
-    --master-addr "${MASTER%:*}" --master-port "${MASTER##*:}" --no-python \
+# Underscores: torchrun takes dashes only since PyTorch 2.0.
+exec torchrun --nnodes "$NODES" --node_rank "$NODE" --nproc_per_node "$GPUS" --max_restarts 0 \
+    --master_addr "${MASTER%:*}" --master_port "${MASTER##*:}" --no_python \
     "$PROGRAM" "${training[@]}" "$@"

@@ -712,14 +712,14 @@ def test_mpirun_of_mpich_numbers_the_processes_too(tokens, tmp_path, reference):
 
 # torchrun
 
-# What torchrun does with --no-python, where PyTorch is not installed: the documented environment.
+# What torchrun does with --no_python, where PyTorch is not installed: the documented environment.
 TORCHRUN = """#!{python}
 import argparse, os, subprocess, sys
 parser = argparse.ArgumentParser(allow_abbrev=False)
-for name in ("nnodes", "node-rank", "nproc-per-node", "max-restarts", "master-port"):
+for name in ("nnodes", "node_rank", "nproc_per_node", "max_restarts", "master_port"):
     parser.add_argument("--" + name, type=int, required=True)
-parser.add_argument("--master-addr", required=True)
-parser.add_argument("--no-python", action="store_true", required=True)
+parser.add_argument("--master_addr", required=True)
+parser.add_argument("--no_python", action="store_true", required=True)
 parser.add_argument("command", nargs=argparse.REMAINDER)
 o = parser.parse_args()
 size = o.nnodes * o.nproc_per_node
