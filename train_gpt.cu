@@ -665,10 +665,10 @@ inline TrainingSnapshot& take_snapshot(Run& run, long step) {
     wait_for_parameters(worker);
     snapshot.begin_copies(arrays_of(worker), run.main);
     if (run.outer) { run.outer->take_snapshot(run.main); }
+    if (!last) { snapshot.model = gather_model(run); }  // before the traffic is noted, which this adds to
     const Progress progress{step, run.inputs.steps, worker.adamw_updates, worker.traffic, run.session.totals};
     snapshot.finish_copies(fields_of(progress, run.inputs.shape, *run.inputs.train_loader),
                            fields_of(run.options.resolved), run.main);
-    if (!last) { snapshot.model = gather_model(run); }
     return snapshot;
 }
 

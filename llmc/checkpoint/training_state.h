@@ -17,6 +17,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -112,9 +113,8 @@ inline Progress progress_of(const Fields& fields) {
     progress.totals.updates = progress.adamw_updates = fields.integer("step");
     for_fields(progress, [&](const char* name, auto& value) {
         using T = std::decay_t<decltype(value)>;
-        const bool is_of_elastic = name == std::string("updates") || name == std::string("adamw_updates") ||
-                                   name == std::string("joined_after");
-        if (is_of_elastic && !fields.has(name)) { return; }  // before there were elastic workers
+        const std::set<std::string> newer = {"steps", "updates", "adamw_updates", "joined_after"};
+        if (newer.count(name) && !fields.has(name)) { return; }  // the first versions did not write these
         if constexpr (std::is_same_v<T, double>) { value = fields.real(name); }
         if constexpr (std::is_same_v<T, long>) { value = fields.integer(name); }
         if constexpr (std::is_same_v<T, uint64_t>) { value = fields.count(name); }

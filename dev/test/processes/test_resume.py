@@ -418,6 +418,15 @@ def copy(checkpoints, tmp_path):
     return make
 
 
+def test_a_resumed_run_has_sent_what_the_run_that_never_stopped_has(train, tmp_path):
+    """A checkpoint counts the bytes that gathering its model took."""
+    options = {"--ranks": 2, "-b": 2, "-x": 12, "-n": 6, "-y": 1}
+    whole = train("run", options).lines("end")[-1]
+    set_back([tmp_path / "run"], 6)
+    again = train("run", options).lines("end")[-1]
+    assert whole["inner_bytes_sent"] == again["inner_bytes_sent"] > 0
+
+
 def test_where_nothing_is_to_resume_a_run_begins(run, checkpoints):
     begun = run("run", TWO)
     assert f"nothing to resume from in {begun.folders[0]}: training starts at step 1\n" in begun.stdout()
