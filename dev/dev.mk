@@ -14,7 +14,9 @@
 # ---- tests on the CPU
 
 TEST_HEADERS = $(wildcard dev/test/*.h dev/test/unit/*.h dev/test/unit/*/*.h dev/test/kernels/*.h)
-UNIT_TESTS = $(patsubst dev/test/%.cpp,build/%.o,$(wildcard dev/test/unit/*/test_*.cpp))
+# The tests of a room are compiled as one: most of the time goes into the headers that they share.
+UNIT_ROOMS = $(sort $(notdir $(patsubst %/,%,$(dir $(wildcard dev/test/unit/*/test_*.cpp)))))
+UNIT_TESTS = $(UNIT_ROOMS:%=build/unit/%.o)
 
 test_gpt_cpu: test_gpt.cu train_gpt.cu $(HEADERS) $(TEST_HEADERS) Makefile dev/dev.mk build/options_cpu | dependencies
 	$(CXX) $(CXXFLAGS) -x c++ $< -o $@ $(LDLIBS)
@@ -23,9 +25,10 @@ test_gpt_cpu: test_gpt.cu train_gpt.cu $(HEADERS) $(TEST_HEADERS) Makefile dev/d
 UNIT_OPTIMIZE ?= -O1
 build/unit/%.o: private OPTIMIZE_CPU = $(UNIT_OPTIMIZE)
 test_gpt_cpu build/encode: private OPTIMIZE_CPU = $(UNIT_OPTIMIZE)
-build/unit/%.o: dev/test/unit/%.cpp $(HEADERS) $(TEST_HEADERS) Makefile dev/dev.mk build/options_cpu | dependencies
+$(foreach room,$(UNIT_ROOMS),$(eval build/unit/$(room).o: $(wildcard dev/test/unit/$(room)/test_*.cpp)))
+build/unit/%.o: $(HEADERS) $(TEST_HEADERS) Makefile dev/dev.mk build/options_cpu | dependencies
 	@mkdir -p $(@D)
-	$(CXX) $(CXXFLAGS) -c $< -o $@
+	printf '#include "%s"\n' dev/test/unit/$*/test_*.cpp | $(CXX) $(CXXFLAGS) -x c++ -c - -o $@
 
 build/unit_tests: $(UNIT_TESTS)
 	$(CXX) $(CXXFLAGS) $^ -o $@ -lgtest_main -lgtest $(LDLIBS)

@@ -79,16 +79,12 @@ def write_shard(path, tokens, magic=20240520, version=1, count=None):
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch, tmp_path):
-    """No launcher that pytest was started by tells the runs their places; what they leave is the test's."""
+    """No launcher that pytest was started by tells the runs their places; what they leave is the test's. A process has
+    one thread: tests run beside each other, and threads that wait for each other on a busy core take far longer."""
     for name in os.environ:
         if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith(("OMPI_", "SLURM_", "DILOCO_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-
-
-@pytest.fixture
-def one_thread(monkeypatch):
-    """Processes that are started one by one take all cores each, and here they share them."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 

@@ -15,8 +15,7 @@ import reference_diloco
 from reference import tensors
 
 TRAINER = ROOT / "train_gpt_cpu"
-pytestmark = [pytest.mark.usefixtures("one_thread"),
-              pytest.mark.skipif(not TRAINER.exists(), reason="train_gpt_cpu is not built: run make")]
+pytestmark = pytest.mark.skipif(not TRAINER.exists(), reason="train_gpt_cpu is not built: run make")
 
 # llm.c's model files: wte, wpe, each of a layer's tensors for all layers, then the final LayerNorm.
 LAYER_ORDER = ["ln1w", "ln1b", "qkvw", "qkvb", "attprojw", "attprojb", "ln2w", "ln2b", "fcw", "fcb",

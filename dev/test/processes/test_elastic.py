@@ -32,8 +32,6 @@ LAST_SYNC = 23
 ENDLESS = {"-x": 10**6, "-n": 100}
 HANG = 300  # seconds
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def wait_until(condition, what, seconds=HANG):
     end = time.monotonic() + seconds

@@ -87,7 +87,7 @@ def test_srun_on_one_machine_needs_no_store_either(train, tokens, tmp_path):
     assert not list(temporary.glob("diloco-*"))
 
 
-def test_processes_that_pn_and_pr_number_meet_in_the_folder_of_pf(train, tokens, tmp_path, one_thread):
+def test_processes_that_pn_and_pr_number_meet_in_the_folder_of_pf(train, tokens, tmp_path):
     flags = {**LLMC, "-pn": 2, "-pg": 8, "-pi": "fs", "-pf": tmp_path / "shared"}
     commands = [command(tokens, tmp_path / "numbered", {**flags, "-pr": rank}) for rank in (1, 0)]
     started = [subprocess.Popen(words, stdout=subprocess.DEVNULL, cwd=tmp_path) for words in commands]
@@ -96,7 +96,7 @@ def test_processes_that_pn_and_pr_number_meet_in_the_folder_of_pf(train, tokens,
     assert not list((tmp_path / "shared").iterdir())
 
 
-def test_a_run_that_llm_c_s_flags_have_started_goes_on_from_its_config(train, tmp_path, one_thread):
+def test_a_run_that_llm_c_s_flags_have_started_goes_on_from_its_config(train, tmp_path):
     write_tokenizer(tmp_path / "letters.bin", 64)
     flags = {**LLMC, "-d": 128, "-f": 0, "-sg": 7, "-nm": 8, "--matmul-precision": None, "--prompt": 'A"B"',
              "--tokenizer": tmp_path / "letters.bin"}

@@ -14,7 +14,6 @@ from conftest import children, command, is_running, take_signals
 
 WORKERS = {"--workers": 2, "-H": 6, "--fragment-layers": 1, "-x": 24}
 LONG = {**WORKERS, "-x": 100000}
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def environment_of(pid):

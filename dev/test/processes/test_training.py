@@ -39,6 +39,13 @@ def test_a_run_is_repeated_bit_for_bit(train):
     assert a.losses() == b.losses() and a.losses(1) == b.losses(1) and a.model() == b.model()
 
 
+def test_the_number_of_threads_changes_no_bit(train):
+    """All other tests have one thread."""
+    runs = [train(f"t{threads}", STREAMING, environment={"OMP_NUM_THREADS": str(threads)}) for threads in (1, 2, 3)]
+    assert runs[0].losses() == runs[1].losses() == runs[2].losses()
+    assert runs[0].model() == runs[1].model() == runs[2].model()
+
+
 def test_streaming_learns_and_logs_every_sync(train):
     run = train("run", {**STREAMING, "-x": 60, "--overlap": 2, "-v": 20, "-m": 5})
     assert run.losses()[-1] < 0.8 * run.losses()[0]

@@ -11,8 +11,8 @@ BINARY = ROOT / "build" / "unit_tests"
 
 
 @functools.cache
-def results(suite):
-    return outcomes([BINARY, f"--gtest_filter={suite}*"], seconds=600)
+def results(suite, seeds):
+    return outcomes([BINARY, f"--gtest_filter={suite}*"], seconds=600, SEEDS=str(seeds))
 
 
 def rows():
@@ -23,8 +23,8 @@ def rows():
 
 
 @pytest.mark.parametrize("suite, name", list(rows()))
-def test_unit(suite, name):
-    tests = results(suite)
+def test_unit(suite, name, request):
+    tests = results(suite, seeds=10000 if request.config.getoption("--long") else 2000)
     if isinstance(tests, str):
         pytest.fail(tests)
     if tests[name]["result"] == "SKIPPED":

@@ -103,7 +103,6 @@ def start_two(start_worker, tmp_path, options, own):
     return workers
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_a_worker_with_half_the_batch_keeps_step_and_all_hold_the_same(start_worker, tmp_path, exchange):
     options = {**UNEVEN, "--outer-exchange": exchange, "-v": 12}
@@ -118,7 +117,6 @@ def test_a_worker_with_half_the_batch_keeps_step_and_all_hold_the_same(start_wor
     assert runs[0].losses()[-1] < runs[0].losses()[0]
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_once_through_the_data_is_what_uneven_workers_take_together(start_worker, tmp_path):
     options = {**UNEVEN, "-x": None}
     workers = start_two(start_worker, tmp_path, options, [{"-b": 4, "-d": 256}, {"-b": 4, "-d": 128}])

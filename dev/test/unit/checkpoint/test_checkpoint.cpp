@@ -7,7 +7,7 @@
 
 #include "dev/test/files.h"
 
-namespace {
+namespace test_checkpoint {
 
 GptShape small_shape() { return {12, 250, 256, 3, 2, 16}; }
 
@@ -50,8 +50,6 @@ float value_at(const std::string& bytes, long index) {
     memcpy(&value, bytes.data() + 1024 + index * 4, 4);
     return value;
 }
-
-}  // namespace
 
 TEST(Checkpoint, a_model_file_has_llmcs_header_and_order) {
     TemporaryFolder folder;
@@ -189,3 +187,5 @@ TEST(Checkpoint, a_write_that_fails_leaves_the_old_file_and_no_rest) {
     EXPECT_FALSE(std::filesystem::exists(folder / "m.bin.tmp"));
     EXPECT_THROW(write_model(folder / "none/m.bin", shape, layout, flat.data()), RunError);
 }
+
+}  // namespace test_checkpoint

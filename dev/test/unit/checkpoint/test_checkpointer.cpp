@@ -10,7 +10,7 @@
 #include "dev/test/files.h"
 #include "dev/test/processes.h"
 
-namespace {
+namespace test_checkpointer {
 
 const char* const lineage = "0123456789abcdef";
 const char* const stranger = "fedcba9876543210";
@@ -195,8 +195,6 @@ int seconds_of_silence(const std::string& message) {
     const size_t at = message.find(words);
     return at == std::string::npos ? -1 : std::stoi(message.substr(at + words.size()));
 }
-
-}  // namespace
 
 TEST(Checkpointer, done_appears_only_when_all_processes_have_theirs) {
     Processes run(2, 2);
@@ -679,3 +677,5 @@ TEST(Checkpointer, a_full_disk_stops_a_checkpoint_and_not_the_run) {
                                 "|whole again");
     EXPECT_EQ(run.files(0), "DONE_00000030 model_00000030.bin state_00000030_00000.bin ");
 }
+
+}  // namespace test_checkpointer

@@ -15,7 +15,7 @@
 #include "dev/test/unit/local_comm.h"
 #include "dev/test/random_values.h"
 
-namespace {
+namespace test_reshape {
 
 const std::string lineage = "0123456789abcdef";
 const long step = 40;
@@ -405,8 +405,6 @@ void for_fragment_values(const OuterShape& shape, int fragment, const std::funct
 }
 
 const std::vector<std::string> always_there{"master", "m", "v", "params"};
-
-}  // namespace
 
 TEST(Reshape, ranks_1_2_4_1_keep_every_tensor_bit_for_bit) {
     MadeUpRun streaming, plain;
@@ -903,3 +901,5 @@ TEST(Reshape, a_state_with_impossible_words_is_refused) {
     EXPECT_TRUE(contains(message([](MadeUpRun&, Fields& f) { f.set("in_flight.0.fragment", 4L); }),
                          "in_flight.0.mean"));
 }
+
+}  // namespace test_reshape

@@ -6,6 +6,8 @@
 
 #include "dev/test/files.h"
 
+namespace test_resume_point {
+
 static const std::string run_a = "aaaaaaaaaaaaaaaa", run_b = "bbbbbbbbbbbbbbbb";
 
 struct Shape {
@@ -449,3 +451,5 @@ TEST(ResumePoint, a_damaged_one_of_another_worker_is_passed_over) {
     flip_bit(state_path(folder.name(), 60, 0), 1100);
     EXPECT_EQ(agreement_in_worker(1, folder.name(), shape).result, "40 " + run_a + " 2x1");
 }
+
+}  // namespace test_resume_point

@@ -8,7 +8,7 @@
 
 #include "dev/test/files.h"
 
-namespace {
+namespace test_state_file {
 
 const char* const lineage = "0123456789abcdef";
 
@@ -58,8 +58,6 @@ struct Forgery {
         return file + std::string(reinterpret_cast<const char*>(&sum), 8);
     }
 };
-
-}  // namespace
 
 TEST(StateFile, what_is_written_comes_back) {
     TemporaryFolder folder;
@@ -350,3 +348,5 @@ TEST(DoneFile, says_whose_the_checkpoint_is_and_is_refused_when_damaged) {
     EXPECT_TRUE(contains(user_error([&] { read_done(folder.name(), 50); }), "is damaged"));
     EXPECT_TRUE(contains(user_error([&] { read_done(folder.name(), 60); }), "cannot be opened"));
 }
+
+}  // namespace test_state_file

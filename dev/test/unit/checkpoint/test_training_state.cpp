@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-namespace {
+namespace test_training_state {
 
 Fields fields_of_step_12() {
     Progress progress;
@@ -13,8 +13,6 @@ Fields fields_of_step_12() {
     for_fields(progress, [&](const char* name, const auto& value) { fields.set(name, value); });
     return fields;
 }
-
-}  // namespace
 
 TEST(TrainingState, progress_comes_back) {
     const Progress back = progress_of(fields_of_step_12());
@@ -40,3 +38,5 @@ TEST(TrainingState, a_state_that_lacks_another_field_is_refused) {
     fields.remove("tokens");
     EXPECT_THROW(progress_of(fields), UserError);
 }
+
+}  // namespace test_training_state

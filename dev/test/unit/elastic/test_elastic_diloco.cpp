@@ -19,7 +19,7 @@
 #include "streaming/diloco.h"
 #include "streaming/elastic/elastic_diloco.h"
 
-namespace {
+namespace test_elastic_diloco {
 
 // A store that threads share.
 class MemoryStore {
@@ -852,4 +852,4 @@ TEST(ElasticDiloco, checkpoints_of_lock_step_and_of_the_log_are_not_taken_for_ea
         "is of a run without --outer-transport store: "));
 }
 
-}  // namespace
+}  // namespace test_elastic_diloco

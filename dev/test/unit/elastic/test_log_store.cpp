@@ -16,7 +16,7 @@
 #include "streaming/elastic/log_stores.h"
 #include "streaming/elastic/sync_log_records.h"
 
-namespace {
+namespace test_log_store {
 
 using Values = std::map<std::string, std::string>;
 
@@ -669,4 +669,4 @@ TEST(RedisLogStore, keys_begin_with_the_name_of_the_run) {
     EXPECT_EQ(std::string(reply->str, reply->len), "text");
 }
 
-}  // namespace
+}  // namespace test_log_store

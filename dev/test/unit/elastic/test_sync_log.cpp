@@ -9,9 +9,14 @@
 #include "dev/test/unit/elastic/sync_log_simulation.h"
 #include "streaming/schedule.h"
 
-namespace {
+namespace test_sync_log {
 
-const uint64_t seeds = 10000;
+// How many runs are simulated. A broken rule is looked for in all of them: it mostly shows in the first hundred.
+const uint64_t all_seeds = 10000;
+uint64_t seeds() {
+    const char* given = std::getenv("SEEDS");
+    return given ? uint64_t(std::atoll(given)) : all_seeds / 5;
+}
 
 std::string last_lines(const std::vector<std::string>& trace, size_t most) {
     std::string text;
@@ -31,27 +36,28 @@ TEST(SyncLog, workers_stay_equal_and_go_on_whatever_happens_between_any_two_requ
         return;
     }
     simulation::Totals totals;
-    for (uint64_t seed = 1; seed <= seeds; seed++) {
+    for (uint64_t seed = 1; seed <= seeds(); seed++) {
         if (simulation::run(seed, rules, nullptr, &totals).empty()) { continue; }
         std::vector<std::string> trace;
         const std::string wrong = simulation::run(seed, rules, &trace);
         FAIL() << "SEED=" << seed << " shows this run; its last lines:\n" << last_lines(trace, 60) << wrong;
     }
-    // All that the log claims to survive has happened often enough.
+    // All that the log claims to survive has happened often enough: of these, a share as large as that of the seeds.
     printf("%s\n", totals.text().c_str());
-    EXPECT_GT(totals.syncs, 50000);
-    EXPECT_GT(totals.deaths, 10000);
-    EXPECT_GT(totals.stalls, 10000);
-    EXPECT_GT(totals.snapshots, 1000);
-    EXPECT_GT(totals.snapshots_gone, 20);
-    EXPECT_GT(totals.jumps, 1000);
-    EXPECT_GT(totals.late, 1000);
-    EXPECT_GT(totals.new_generations, 500);
-    EXPECT_GT(totals.diverged, 100);
-    EXPECT_LT(totals.undecidable, 100);
-    EXPECT_GT(totals.refused, 1000);
-    EXPECT_GT(totals.too_late, 100);
-    EXPECT_GT(totals.gone, 1000);
+    const auto share = [](long of_all) { return of_all * long(seeds()) / long(all_seeds); };
+    EXPECT_GT(totals.syncs, share(50000));
+    EXPECT_GT(totals.deaths, share(10000));
+    EXPECT_GT(totals.stalls, share(10000));
+    EXPECT_GT(totals.snapshots, share(1000));
+    EXPECT_GT(totals.snapshots_gone, share(20));
+    EXPECT_GT(totals.jumps, share(1000));
+    EXPECT_GT(totals.late, share(1000));
+    EXPECT_GT(totals.new_generations, share(500));
+    EXPECT_GT(totals.diverged, share(100));
+    EXPECT_LE(totals.undecidable, share(100));
+    EXPECT_GT(totals.refused, share(1000));
+    EXPECT_GT(totals.too_late, share(100));
+    EXPECT_GT(totals.gone, share(1000));
 }
 
 TEST(SyncLog, a_seed_is_the_same_run_again) {
@@ -867,7 +873,7 @@ TEST(SyncLog, of_two_starts_of_a_worker_the_earlier_one_is_replaced) {
 
 // The finding of the first seed that finds anything.
 std::string found(const SyncLogRules& broken) {
-    for (uint64_t seed = 1; seed <= seeds; seed++) {
+    for (uint64_t seed = 1; seed <= all_seeds; seed++) {
         const std::string wrong = simulation::run(seed, broken);
         if (!wrong.empty()) {
             printf("seed %lu: %s\n", seed, wrong.c_str());
@@ -1024,4 +1030,4 @@ TEST(SyncLog, records_are_read_as_they_were_written) {
     EXPECT_EQ(LogBase::parse("3 5 2 7 ").text(), "3 5 2 7 ");
 }
 
-}  // namespace
+}  // namespace test_sync_log

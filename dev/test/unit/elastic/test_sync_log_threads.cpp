@@ -12,7 +12,7 @@
 #include "dev/test/unit/elastic/sync_log_simulation.h"
 #include "streaming/elastic/sync_log_threads.h"
 
-namespace {
+namespace test_sync_log_threads {
 
 using simulation::Shard;
 
@@ -288,4 +288,4 @@ TEST(SyncLogThreads, a_store_that_comes_back_empty_stops_a_worker_that_only_trai
     EXPECT_NE(log.why_stopped().find("came back empty"), std::string::npos) << log.why_stopped();
 }
 
-}  // namespace
+}  // namespace test_sync_log_threads

@@ -20,7 +20,7 @@
 #include "llmc/cpu/layernorm.h"
 #include "llmc/random.h"
 
-namespace {
+namespace test_layers {
 
 using Doubles = std::vector<double>;
 using Floats = std::vector<float>;
@@ -468,4 +468,4 @@ TEST(AdamW, a_gradient_that_is_not_finite_changes_nothing) {
     }
 }
 
-}  // namespace
+}  // namespace test_layers

@@ -8,7 +8,7 @@
 
 #include "llmc/random.h"
 
-namespace {
+namespace test_layout {
 
 const GptShape tiny{32, 257, 384, 3, 2, 48};
 
@@ -16,8 +16,6 @@ class Layouts : public testing::TestWithParam<std::tuple<int, int>> {
 protected:
     Layout layout = gpt_layout(tiny, std::get<0>(GetParam()), std::get<1>(GetParam()));
 };
-
-}  // namespace
 
 TEST_P(Layouts, blocks_follow_each_other_and_are_whole_shards_of_whole_quantization_blocks) {
     long offset = 0;
@@ -125,3 +123,5 @@ TEST(Random, normals_have_mean_zero_variance_one_and_stay_within_six) {
     EXPECT_NEAR(sum / n, 0, 5.0 / std::sqrt(n));
     EXPECT_NEAR(squares / n, 1, 0.02);
 }
+
+}  // namespace test_layout

@@ -11,7 +11,7 @@
 #include "llmc/cpu/matmul.h"
 #include "llmc/random.h"
 
-namespace {
+namespace test_matmul {
 
 using Doubles = std::vector<double>;
 using Floats = std::vector<float>;
@@ -220,4 +220,4 @@ TEST(Matmul, column_sums_have_the_same_bits_at_any_thread_count) {
     omp_set_num_threads(before);
 }
 
-}  // namespace
+}  // namespace test_matmul

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <set>
 
+namespace test_mfu {
+
 // GPT-2 124M: 6 * 124475904 and 6 * 12 * 768 * 1024, as llm.c counts them.
 TEST(Mfu, flops_of_a_token_are_those_of_parameters_and_attention) {
     EXPECT_EQ(model_flops_per_token({1024, 50257, 50304, 12, 12, 768}, 124475904, 1024), 803478528.0);
@@ -62,3 +64,5 @@ TEST(Mfu, the_rates_of_a_gpu_fit_together) {
         EXPECT_GE(rates.tf32, rates.fp32) << rates.name;
     }
 }
+
+}  // namespace test_mfu

@@ -13,7 +13,7 @@
 #include "llmc/cpu/memory.h"
 #include "llmc/cpu/outlier.h"
 
-namespace {
+namespace test_outlier {
 
 const float infinity = std::numeric_limits<float>::infinity();
 
@@ -84,8 +84,6 @@ Step after_step(OutlierWindow& window, float loss, float norm, OutlierLimits lim
 
 // Losses of 2 and 4, norms of 1 and 3: means 3 and 2, deviations 1.
 OutlierWindow full_window() { return {window_of(alternating(2, 4, 128)), window_of(alternating(1, 3, 128))}; }
-
-}  // namespace
 
 // 4 replaces a 2, which leaves 63 times 2 and 65 times 4. The mean is 3 + 1 / 64, the variance 1 - 1 / 64^2.
 TEST(Outlier, scores_by_hand) {
@@ -279,3 +277,5 @@ TEST(Outlier, any_number_of_values_so_far_has_a_place_in_the_window) {
         EXPECT_EQ(window.values[entered % 128], 3);
     }
 }
+
+}  // namespace test_outlier

@@ -3,15 +3,13 @@
 
 #include "dev/test/files.h"
 
-namespace {
+namespace test_schedulers {
 
 // The learning rate as a function of the step.
 auto schedule(const std::string& name, long warmup, long total, float final_fraction) {
     const LearningRateSchedule schedule{name, 1e-3f, warmup, final_fraction};
     return [=](long step) { return learning_rate(schedule, total, step); };
 }
-
-}  // namespace
 
 TEST(Schedulers, every_schedule_warms_up_in_a_straight_line_to_the_peak) {
     for (const char* name : {"cosine", "linear", "constant", "wsd"}) {
@@ -68,3 +66,5 @@ TEST(Schedulers, an_unknown_name_is_an_error_that_lists_the_known_ones) {
     EXPECT_TRUE(contains(message, "'cosin'"));
     EXPECT_TRUE(contains(message, "cosine, linear, constant or wsd"));
 }
+
+}  // namespace test_schedulers

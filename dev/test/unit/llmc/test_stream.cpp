@@ -11,6 +11,8 @@
 
 #include "llmc/stream.h"
 
+namespace test_stream {
+
 // Work that blocks its stream until open() is called.
 struct Gate {
     std::atomic<bool> is_open{false};
@@ -201,3 +203,5 @@ TEST(Timestamp, stamping_again_makes_a_new_one_and_a_copy_keeps_the_old_one) {
     EXPECT_GE(seconds_between(timestamp, second), 0);
     EXPECT_FALSE(old.is_shared());
 }
+
+}  // namespace test_stream

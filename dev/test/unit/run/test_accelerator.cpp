@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-namespace {
+namespace test_accelerator {
 
 Process process_of(int index, int workers, int ranks) {
     Process process;
@@ -51,4 +51,4 @@ TEST(Accelerator, an_interface_for_NCCL_wants_each_worker_on_one_machine) {
     }
 }
 
-}  // namespace
+}  // namespace test_accelerator

@@ -8,6 +8,8 @@
 #include "dev/test/processes.h"
 #include "llmc/run/comm_gloo.h"
 
+namespace test_comm {
+
 static void require(bool condition, const char* what) {
     if (!condition) { throw std::runtime_error(what); }
 }
@@ -383,3 +385,5 @@ TEST(CommGloo, a_member_that_does_not_come_is_named_after_the_time_limit) {
         EXPECT_STREQ(error.what(), "worker 1 rank 0 did not connect within 0.3 s (--timeout)");
     }
 }
+
+}  // namespace test_comm

@@ -13,6 +13,8 @@
 #include "llmc/run/comm_gloo.h"
 #include "llmc/run/launch.h"
 
+namespace test_launch {
+
 // -----------------------------------------------------------------------------------------------------------
 // The program that the launcher tests run: PROGRAM MODE WORKERS RANKS WORKER STORE
 
@@ -1420,3 +1422,5 @@ TEST(LocalRank, is_what_the_program_says_that_started_the_processes) {
         local_rank_in({{"RANK", "2"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "1"}, {"MPI_LOCALRANKID", "3"}}),
         1);
 }
+
+}  // namespace test_launch

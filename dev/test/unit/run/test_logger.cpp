@@ -8,7 +8,7 @@
 
 #include "dev/test/files.h"
 
-namespace {
+namespace test_logger {
 
 std::vector<std::string> lines_of(const std::string& path) {
     std::istringstream text(read_bytes(path));
@@ -41,8 +41,6 @@ std::string printed(Write write) {
     fclose(stream);
     return text;
 }
-
-}  // namespace
 
 TEST(Logger, main_log_is_llmcs) {
     TemporaryFolder folder;
@@ -366,3 +364,5 @@ TEST(StatusLine, writes_times_as_clocks_do) {
     EXPECT_EQ(clock_text(90000), "25:00:00");
     EXPECT_EQ(clock_text(-1), "00:00");
 }
+
+}  // namespace test_logger

@@ -12,6 +12,8 @@
 #include "llmc/run/option_checks.h"
 #include "llmc/run/options.h"
 
+namespace test_options {
+
 static std::vector<std::string> words_of(const std::string& line) {
     std::istringstream stream(line);
     return {std::istream_iterator<std::string>(stream), {}};
@@ -590,3 +592,5 @@ TEST(OptionChecks, combinations_that_make_no_run_are_refused) {
         EXPECT_TRUE(contains(message, c.reason)) << c.line << ": " << message;
     }
 }
+
+}  // namespace test_options

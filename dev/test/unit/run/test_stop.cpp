@@ -3,6 +3,8 @@
 
 #include "dev/test/processes.h"
 
+namespace test_stop {
+
 // A process that waits for requests; it says "ready" and "asked" in the store, and reports how it has left.
 static TestProcess waiting_process(
     const std::string& folder, const std::function<void()>& prepare = [] {}) {
@@ -114,3 +116,5 @@ TEST(StopRequest, afterwards_signals_do_what_they_did_before) {
     });
     EXPECT_EQ(process.wait(20), 128 + SIGTERM) << process.report;
 }
+
+}  // namespace test_stop

@@ -14,6 +14,8 @@
 #include "llmc/run/store_redis.h"
 #include "llmc/run/stores.h"
 
+namespace test_store {
+
 enum class Kind { folder, redis, memory, prefix };
 
 class Stores : public testing::TestWithParam<Kind> {
@@ -534,3 +536,5 @@ TEST(Socket, a_server_that_takes_nothing_more_is_lost) {
     EXPECT_THROW(connection.ask({"SET", "key", value}), ConnectionLost);
     EXPECT_FALSE(connection.is_open());
 }
+
+}  // namespace test_store

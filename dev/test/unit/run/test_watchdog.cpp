@@ -13,7 +13,7 @@
 #include "llmc/run/process.h"
 #include "llmc/run/watchdog.h"
 
-namespace {
+namespace test_watchdog {
 
 void pause_for(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
 
@@ -74,8 +74,6 @@ public:
         throw RunError("the store is gone");
     }
 };
-
-}  // namespace
 
 TEST(Watchdog, EndsAProcessInWhichNothingMoves) {
     const End end = end_of_step(2, 0.3, [](Watchdog&) { pause_for(60); });
@@ -176,3 +174,5 @@ TEST(Cause, WhereNobodyKnowsMoreWhatWasSeenIsTheCauseForAll) {
     EXPECT_EQ(find_cause(store, {"worker 0 rank 0", "lost worker 1 rank 0"}).process, "worker 0 rank 0");
     EXPECT_EQ(find_cause(store, {"worker 0 rank 1", "lost worker 1 rank 1"}).process, "worker 0 rank 0");
 }
+
+}  // namespace test_watchdog

@@ -13,7 +13,7 @@
 #include "llmc/random.h"
 #include "streaming/diloco.h"
 
-namespace {
+namespace test_diloco {
 
 // Blocks of the given sizes (per rank), the first `layers` of them layers.
 Layout toy_layout(const std::vector<long>& sizes, int layers, int ranks = 1) {
@@ -931,4 +931,4 @@ TEST(Plan, it_says_blocks_bytes_offsets_average_and_peak) {
     EXPECT_NE(plan(options, fragments, layout, 3).find("1344 in a step at most"), std::string::npos);
 }
 
-}  // namespace
+}  // namespace test_diloco

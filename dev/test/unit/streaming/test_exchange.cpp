@@ -12,7 +12,7 @@
 #include "dev/test/random_values.h"
 #include "streaming/diloco.h"
 
-namespace {
+namespace test_exchange {
 
 const std::vector<ExchangeKind> both_kinds = {ExchangeKind::all_gather, ExchangeKind::all_to_all};
 
@@ -736,4 +736,4 @@ TEST(AllToAll, a_worker_that_leaves_between_the_stages_is_named) {
     }
 }
 
-}  // namespace
+}  // namespace test_exchange

@@ -11,7 +11,7 @@
 #include "llmc/random.h"
 #include "streaming/formats.h"
 
-namespace {
+namespace test_formats {
 
 // The non-negative finite values of a format in ascending order, by its definition; the index is the code.
 std::vector<double> values_of(Format format) {
@@ -279,4 +279,4 @@ TEST(Formats, names_are_parsed_and_an_unknown_one_lists_those_there_are) {
     }
 }
 
-}  // namespace
+}  // namespace test_formats

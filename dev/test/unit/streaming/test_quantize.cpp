@@ -12,7 +12,7 @@
 #include "llmc/random.h"
 #include "streaming/quantize.h"
 
-namespace {
+namespace test_quantize {
 
 std::vector<float> random_values(long n, uint64_t seed, float deviation = 1e-3f) {
     std::vector<float> values(static_cast<size_t>(n));
@@ -529,4 +529,4 @@ TEST(Hash, it_is_a_sum_so_that_many_threads_and_pieces_give_the_same) {
     EXPECT_EQ(hash_of(left) + hash_of(right, 1000), sum);
 }
 
-}  // namespace
+}  // namespace test_quantize

@@ -10,7 +10,7 @@
 #include "llmc/rounding.h"
 #include "streaming/rounding.h"
 
-namespace {
+namespace test_rounding {
 
 using Halves = std::vector<uint32_t>;
 
@@ -228,4 +228,4 @@ TEST(Rounding, fp32_parameters_are_not_rounded) {
     EXPECT_EQ(rounded_parameter(1.2345678f, 0xffff), 1.2345678f);
 }
 
-}  // namespace
+}  // namespace test_rounding

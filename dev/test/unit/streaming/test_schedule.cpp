@@ -6,7 +6,7 @@
 
 #include "streaming/schedule.h"
 
-namespace {
+namespace test_schedule {
 
 const FragmentPattern all_patterns[] = {FragmentPattern::strided, FragmentPattern::sequential,
                                         FragmentPattern::balanced};
@@ -302,4 +302,4 @@ TEST(Schedule, a_wrong_pattern_or_a_negative_fragment_size_is_the_users_mistake)
     EXPECT_THROW(make_fragments(6, 7, -1, FragmentPattern::strided, 10), UserError);
 }
 
-}  // namespace
+}  // namespace test_schedule

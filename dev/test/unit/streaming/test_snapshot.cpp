@@ -15,7 +15,7 @@
 #include "llmc/checkpoint/state_file.h"
 #include "streaming/diloco.h"
 
-namespace {
+namespace test_snapshot {
 
 struct Folder : TemporaryFolder {
     operator const std::string&() const { return name(); }
@@ -547,4 +547,4 @@ TEST(Stop, a_request_of_one_worker_is_in_the_reports_of_all_from_its_next_send_o
     }
 }
 
-}  // namespace
+}  // namespace test_snapshot

@@ -11,7 +11,7 @@
 #include "dev/test/random_values.h"
 #include "streaming/diloco.h"
 
-namespace {
+namespace test_statistics {
 
 Floats minus(const Floats& a, const Floats& b) {
     Floats difference(a.size());
@@ -309,4 +309,4 @@ TEST(Statistics, a_sync_that_nobody_applies_has_none) {
     }
 }
 
-}  // namespace
+}  // namespace test_statistics

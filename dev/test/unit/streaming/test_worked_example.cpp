@@ -14,7 +14,7 @@
 #include "dev/test/unit/local_comm.h"
 #include "streaming/diloco.h"
 
-namespace {
+namespace test_worked_example {
 
 using Rows = std::map<std::string, std::vector<double>>;
 
@@ -85,8 +85,6 @@ struct Example {
     DilocoOptions options;
 };
 
-}  // namespace
-
 TEST(WorkedExample, the_payloads_of_the_page_are_those_that_quantize_writes) {
     const Rows rows = read_example();
     ASSERT_EQ(rows.size(), 20u) << "rows of numbers in streaming/README.md";
@@ -149,3 +147,5 @@ TEST(WorkedExample, the_traffic_of_the_page_is_that_of_the_plan) {
         EXPECT_NE(page_text().find(said), std::string::npos) << said;
     }
 }
+
+}  // namespace test_worked_example

@@ -9,7 +9,7 @@
 #include "dev/test/files.h"
 #include "dev/test/processes.h"
 
-namespace {
+namespace test_dataloader {
 
 const int vocabulary = 60000;
 
@@ -38,8 +38,6 @@ DataLoader open_two_shards(const TemporaryFolder& folder, int B, int process, in
                            bool shuffle) {
     return DataLoader(folder / "x_train_*.bin", B, 4, process, processes, vocabulary, seed, shuffle);
 }
-
-}  // namespace
 
 TEST(DataLoader, reads_shards_in_the_order_of_their_names_and_starts_over) {
     TemporaryFolder folder;
@@ -269,3 +267,5 @@ TEST(DataLoader, a_shard_that_becomes_shorter_under_a_run_is_an_error) {
     loader.next_batch();
     EXPECT_THROW(loader.next_batch(), RunError);
 }
+
+}  // namespace test_dataloader

@@ -9,7 +9,7 @@
 #include "dev/test/files.h"
 #include "llmc/text/eval_batches.h"
 
-namespace {
+namespace test_eval_set {
 
 const int vocabulary = 1000;
 
@@ -48,8 +48,6 @@ std::string refused_second(const Words& example) { return refusal(eval_file({fir
 std::string with_word(std::string bytes, size_t at, uint16_t word) {
     return bytes.replace(at, 2, bytes_of(Words{word}));
 }
-
-}  // namespace
 
 TEST(EvalSet, reads_llmcs_bytes_in_any_order) {
     // Two examples in bytes, as llm.c's Python would write them: the first has 14 words.
@@ -151,8 +149,6 @@ TEST(EvalSet, an_example_that_contradicts_itself_is_refused) {
     EXPECT_TRUE(contains(refused_second({1, 0, 0, 1, 5}), "its label is 0, of 0 completions"));
 }
 
-namespace {
-
 // Three examples for which the numbers below are worked out by hand, of 3, 2 and 4 completions.
 const Words by_hand[] = {{0, 1, 3, 2, 10, 11, 1, 20, 2, 21, 22, 3, 23, 24, 25},
                          {1, 0, 2, 1, 5, 2, 30, 31, 1, 32},
@@ -195,8 +191,6 @@ protected:
 
     TemporaryFolder folder;
 };
-
-}  // namespace
 
 TEST_F(EvalBatchesTest, the_score_is_the_same_for_any_batch_and_number_of_ranks) {
     const EvalSet set(folder / "set.bin", vocabulary);
@@ -318,3 +312,5 @@ TEST_F(EvalBatchesTest, a_set_that_does_not_fit_is_refused_and_a_rank_without_ex
     EXPECT_EQ(EvalBatches(set, 4, 5, 0, 1).next().T, 5);
     EXPECT_EQ(EvalBatches(set, 4, 64, 3, 4).size(), 0);
 }
+
+}  // namespace test_eval_set

@@ -7,7 +7,7 @@
 #include <limits>
 #include <random>
 
-namespace {
+namespace test_sampler {
 
 const float infinity = std::numeric_limits<float>::infinity(), not_a_number = std::nanf("");
 const float largest_coin = 1 - 0x1p-24f;  // the largest value of uniform()
@@ -58,8 +58,6 @@ std::vector<int> drawn(const std::vector<float>& logits, const Sampling& samplin
 }
 
 using Tokens = std::vector<int>;
-
-}  // namespace
 
 TEST(Sampler, draws_every_token_as_often_as_softmax_says) {
     const std::vector<float> logits = {0.5f, -1.0f, 2.0f, 0.0f, 1.5f};
@@ -185,3 +183,5 @@ TEST(Sampler, tokens_that_cannot_be_drawn_are_not_brought_in_by_top_k_or_top_p) 
     }
     EXPECT_EQ(drawn({0, -1e6f, -2e6f}, {1, 2, 1}), Tokens({0}));
 }
+
+}  // namespace test_sampler

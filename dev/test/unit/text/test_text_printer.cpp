@@ -5,6 +5,8 @@
 
 #include "llmc/text/tokenizer.h"
 
+namespace test_text_printer {
+
 // The text printed after each piece, and at the end.
 static std::vector<std::string> printed(const std::vector<std::string>& pieces) {
     char* text = nullptr;
@@ -38,3 +40,5 @@ TEST(TextPrinter, what_stays_incomplete_or_is_no_text_is_shown_as_such) {
               "\xEF\xBF\xBD\xEF\xBF\xBD\xEF\xBF\xBD\xEF\xBF\xBD" "c[2J\n");
     EXPECT_EQ(printed({""}).back(), "\n");
 }
+
+}  // namespace test_text_printer

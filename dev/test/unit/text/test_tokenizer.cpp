@@ -6,6 +6,8 @@
 #include "dev/test/files.h"
 #include "llmc/text/byte_pair_encoder.h"
 
+namespace test_tokenizer {
+
 TEST(Tokenizer, decodes_the_bytes_of_a_version_2_file) {
     TemporaryFolder folder;
     const std::string longest(255, 'z');
@@ -74,8 +76,6 @@ TEST(Tokenizer, printable_text_is_utf8_without_control_characters) {
     EXPECT_EQ(printable("\xFF"), replacement);
 }
 
-namespace {
-
 using Tokens = std::vector<int>;
 
 // The file of these tokens. The last one is the end of text.
@@ -135,8 +135,6 @@ class MergedTokens : public ::testing::Test {
     void SetUp() override { GTEST_SKIP() << "PCRE2 is not in this build"; }
 #endif
 };
-
-}  // namespace
 
 TEST(BytePairEncoder, in_a_vocabulary_of_bytes_each_byte_is_its_token) {
     std::string text;
@@ -230,3 +228,5 @@ TEST_F(MergedTokens, any_word_becomes_what_the_definition_says) {
         EXPECT_EQ(encode(bytes_and(merged), text), by_definition(bytes_and(merged), text)) << text;
     }
 }
+
+}  // namespace test_tokenizer
