@@ -894,8 +894,8 @@ inline std::unique_ptr<OuterLoop> make_outer_loop(Run& run) {
     auto use_device = [&session] { device::use_in_this_thread(session.device); };
     auto open_store = [&o, &process] { return open_log_store(process.store_url, o.run_name, o.timeout); };
     return std::make_unique<ElasticDiloco>(
-        o.diloco, log_options(o.elastic, process.worker, o.workers, o.save_every > 0), run.fragments,
-        run.inputs.layout, process.rank, *session.inner, run.inner_stream,
+        o.diloco, SyncLogOptions{o.elastic, process.rank, o.workers, o.diloco.overlap, o.save_every > 0},
+        process.worker, run.fragments, run.inputs.layout, *session.inner, run.inner_stream,
         LogStart{random_hex(16), run.agreed_options, "", {}, false}, open_store,
         ElasticCallbacks{while_waiting, refuse, use_device},
         InnerMoments{run.worker->m, run.worker->v, &run.worker->adamw_updates});

@@ -39,21 +39,6 @@
 #include "streaming/outer_shard.h"
 #include "streaming/elastic/sync_log_threads.h"
 
-struct LogOptions {
-    int worker = 0;
-    SyncLogOptions protocol;  // ElasticDiloco sets shard and overlap
-};
-
-// worker: this one's number   checkpoints: whether the run writes any
-inline LogOptions log_options(const ElasticOptions& o, int worker, int workers, bool checkpoints) {
-    LogOptions log;
-    log.worker = worker;
-    log.protocol.elastic = o;
-    log.protocol.workers = workers;
-    log.protocol.checkpoints = checkpoints;
-    return log;
-}
-
 // Of the inner optimizer, for --join-moments.
 struct InnerMoments {
     float *m = nullptr, *v = nullptr;  // (shard_size), where the parameters lie
@@ -75,16 +60,16 @@ class ElasticDiloco : public OuterLoop, private LogShard {
 public:
     using OpenStore = std::function<std::unique_ptr<LogStore>()>;
 
-    // rank: this process's rank in its worker, whose ranks `inner` joins, with calls on inner_stream
+    // worker: this one's number, whose ranks `inner` joins, with calls on inner_stream
     // start: without positions and generation   open: a connection to the store
-    ElasticDiloco(const DilocoOptions& options, const LogOptions& log_options,
-                 std::vector<Fragment> fragments_, const Layout& layout, int rank, Comm& inner,
-                 Stream& inner_stream, LogStart start, OpenStore open, ElasticCallbacks callbacks,
-                 InnerMoments moments = {})
+    ElasticDiloco(const DilocoOptions& options, const SyncLogOptions& log_options, int worker,
+                  std::vector<Fragment> fragments_, const Layout& layout, Comm& inner, Stream& inner_stream,
+                  LogStart start, OpenStore open, ElasticCallbacks callbacks, InnerMoments moments = {})
         : log_options(log_options),
+          worker(worker),
           fragments(std::move(fragments_)),
           schedule(fragments, options.inner_steps),
-          shard(options, fragments, layout, rank, log_options.worker, int(fragments.size())),
+          shard(options, fragments, layout, log_options.shard, worker, int(fragments.size())),
           inner(inner),
           inner_stream(inner_stream),
           log_start(std::move(start)),
@@ -94,10 +79,8 @@ public:
           outgoing(fragments.size()),
           tokens_at_send(fragments.size()),
           hashes(fragments.size()) {
-        this->log_options.protocol.overlap = options.overlap;
-        this->log_options.protocol.shard = rank;
         log_start.positions.assign(fragments.size(), 0);
-        take_buffers(log_options.protocol.workers);
+        take_buffers(log_options.workers);
     }
 
     void start(const float* local, Stream& main) override {
@@ -123,8 +106,7 @@ public:
     Outcome begin(long step, uint64_t tokens, float* local, floatX* params, Stream& main) override {
         now = {tokens, local, params, &main};
         LogShard& log_shard = *this;
-        log = std::make_unique<SyncLogThreads>(log_options.protocol, schedule, log_options.worker, log_shard,
-                                               log_start, open);
+        log = std::make_unique<SyncLogThreads>(log_options, schedule, worker, log_shard, log_start, open);
         Outcome outcome = take_turns(step, [this](long at) { return log->turn(at); });
         // Syncs that were merged here are reported with the first step's, as no step has been made yet. The
         // wait for them was not a part of training.
@@ -266,7 +248,7 @@ private:
     // Another rank may stop for a reason of its own.
     std::string why() const {
         const std::string own = log->why_stopped();
-        return own.empty() ? "another rank of worker " + std::to_string(log_options.worker) + " stops" : own;
+        return own.empty() ? "another rank of worker " + std::to_string(worker) + " stops" : own;
     }
 
     void wait() {
@@ -461,7 +443,7 @@ private:
     void append_snapshot(std::string& bytes) override {
         const Stopwatch work{shard_seconds};
         const long n = shard.state->count();
-        const bool has_moments = log_options.protocol.elastic.join_moments;
+        const bool has_moments = log_options.elastic.join_moments;
         Stream& main = *now.main;
         SnapshotHeader header;
         HostBuffer<float> values = room_for(n * (has_moments ? 4 : 2));
@@ -488,7 +470,7 @@ private:
         std::vector<float> values((snapshot.size() - sizeof header) / sizeof(float));
         memcpy(values.data(), snapshot.data() + sizeof header, values.size() * sizeof(float));
         shard.state->load(values.data(), values.data() + n, main);
-        if (log_options.protocol.elastic.join_moments) {
+        if (log_options.elastic.join_moments) {
             device::copy_to_device(moments.m, values.data() + 2 * n, n, main);
             device::copy_to_device(moments.v, values.data() + 3 * n, n, main);
             *moments.updates = long(header.updates);
@@ -511,7 +493,7 @@ private:
                 "the snapshot of another worker was refused: do all run the same program with the "
                 "same options?");
         }
-        if (log_options.protocol.elastic.join_moments && !header.has_moments) {
+        if (log_options.elastic.join_moments && !header.has_moments) {
             throw RunError(
                 "the snapshot of another worker has no moments: give --join-moments to all workers");
         }
@@ -576,8 +558,7 @@ private:
         main.synchronize();
         const std::string bytes(reinterpret_cast<const char*>(out.bytes.data()), layout.bytes);
         now.main = &main;
-        receive(sync,
-                std::vector<Contribution>(size_t(log_options.protocol.workers), Contribution{0, bytes}));
+        receive(sync, std::vector<Contribution>(size_t(log_options.workers), Contribution{0, bytes}));
         shard.rehearse_apply(sync, main);
         shard.feedback.end(sync.fragment, sync.number, false, main);
         main.synchronize();
@@ -585,7 +566,8 @@ private:
 
     static constexpr double longest_wait = 0.02;  // seconds, between two turns
 
-    LogOptions log_options;
+    const SyncLogOptions log_options;
+    const int worker;
     const std::vector<Fragment> fragments;
     const SyncSchedule schedule;
     OuterShard shard;

@@ -1,6 +1,5 @@
 // LogStore: where a sync log lies (README.md: keys). A value lies under a folder and a name in it. There are
-// two
-// implementations: log_store_redis.h and log_store_file.h.
+// two implementations: log_store_redis.h and log_store_file.h.
 #pragma once
 #include <map>
 #include <string>
@@ -12,7 +11,7 @@ struct StoreRequest {
     // whole folder. list: names and values in a folder. folders: the folders whose names begin with `folder`.
     enum Kind { get, put, put_if_absent, remove, list, folders };
     Kind kind;
-    std::string folder, name, value;
+    std::string folder, name = "", value = "";
     bool asks_winner = true;  // put_if_absent; false: no other value can be there, and the answer has none
 };
 

@@ -146,12 +146,10 @@ private:
     std::optional<std::string> earlier(const StoreRequest& request) const {
         if (request.asks_winner) { return get(request); }
         const std::string name = path(request);
-        bool is_there = access(name.c_str(), F_OK) == 0;
-        if (!is_there) {
-            refresh(request.folder);
-            is_there = access(name.c_str(), F_OK) == 0;
-        }
-        return is_there ? std::optional<std::string>("") : std::nullopt;
+        const auto is_there = [&] { return access(name.c_str(), F_OK) == 0; };
+        if (is_there()) { return ""; }
+        refresh(request.folder);
+        return is_there() ? std::optional<std::string>("") : std::nullopt;
     }
 
     void put(const StoreRequest& request) {
@@ -265,7 +263,7 @@ private:
     }
     void remove_values(const std::string& folder, const NamesInFolder& names) const {
         for (const auto& [name, is_folder] : names) {
-            if (!is_folder) { remove({StoreRequest::remove, folder, name, ""}); }
+            if (!is_folder) { remove({StoreRequest::remove, folder, name}); }
         }
     }
 

@@ -30,10 +30,8 @@ inline std::unique_ptr<LogStore> open_log_store(const std::string& url, const st
 
 // The options (LogStart::fingerprint) of the run that a store already holds; none if it holds no run.
 inline std::optional<std::string> options_in(LogStore& store) {
-    const StoreAnswer generation = store.perform({StoreRequest::get, "run", "generation", ""});
+    const StoreAnswer generation = store.perform({StoreRequest::get, "run", "generation"});
     if (!generation.found) { return std::nullopt; }
-    const StoreRequest request{StoreRequest::get, generation.value + "/run", "fingerprint", ""};
-    const StoreAnswer options = store.perform(request);
-    if (!options.found) { return std::nullopt; }
-    return options.value;
+    const StoreAnswer options = store.perform({StoreRequest::get, generation.value + "/run", "fingerprint"});
+    return options.found ? std::optional<std::string>(options.value) : std::nullopt;
 }

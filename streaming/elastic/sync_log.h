@@ -3,9 +3,8 @@
 //
 // Nothing here waits or asks a clock. requests() says what to ask the store next, answer() takes the answers;
 // turn() is the trainer's, at the end of a step, and says whether to continue. An answer that is lost is
-// asked for
-// again: every request may be done twice, and a batch may break off between any two requests. The caller must
-// never let two of these functions run at once (a mutex).
+// asked for again: every request may be done twice, and a batch may break off between any two requests. The
+// caller must never let two of these functions run at once (a mutex).
 //
 // The class is declared here. Its functions are in the files that its sections name; the public ones are in
 // sync_log_requests.h and sync_log_turns.h.
@@ -113,7 +112,7 @@ private:
     };
 
     struct Snapshot {
-        int attempt = 0;
+        int attempt = 1;         // each is wanted under a name of its own
         bool is_wanted = false;  // the store knows
         std::optional<LogOffer> offer;
         std::string bytes;
@@ -137,7 +136,13 @@ private:
     };
 
     // Asking: what goes out together (sync_log_requests.h)
-    void ask(StoreRequest request, Handler then) { asked.push_back({std::move(request), std::move(then)}); }
+    static void ignore(const StoreAnswer&, double) {}
+    void ask(StoreRequest request, Handler then = ignore) {
+        asked.push_back({std::move(request), std::move(then)});
+    }
+    void ask_later(StoreRequest request, Handler then = ignore) {
+        chores.push_back({std::move(request), std::move(then)});
+    }
     std::string key(const std::string& folder) const;
     StoreRequest own_chunk(const std::string& folder, const std::string& bytes, size_t chunk,
                            size_t size) const;
@@ -150,7 +155,9 @@ private:
     bool cannot_give() const { return times_put_off >= 2; }  // it has tried in vain
     bool may_leave() const;
     void ask_chores();
-    void add_removal(const std::string& folder, const std::string& name = "");
+    void add_removal(const std::string& folder, const std::string& name = "") {
+        ask_later({StoreRequest::remove, folder, name});
+    }
 
     // Starting (sync_log_start.h)
     void open();
@@ -193,8 +200,6 @@ private:
     void send(Slot& slot);
     void write_line(Slot& slot, const LogLine& line, Slot::Own own);
     void look(Slot& slot, bool has_line);
-    void send_again(Slot& slot);
-    void rest_from_looking_at(Slot& slot, double now) const;
     void consider(Slot& slot, double asked, double now);
     double due_for_all(const Slot& slot, double now) const;
     double stands_since(double now) const;
@@ -235,7 +240,7 @@ private:
     void give_no_more();
     void put_off_giving(const std::string& why, double now);
     void fall_behind(const std::string& reason);
-    void ask_for_snapshot();
+    void forget_snapshot();
     std::string want() const { return me.text() + "." + std::to_string(snapshot.attempt); }
     void choose_behind(double now);
     void look_for_offer();

@@ -75,8 +75,7 @@ inline void SyncLog::check_generation(const StoreAnswer& answer) {
 }
 
 inline void SyncLog::checkpointed(const std::vector<long>& positions) {
-    chores.push_back({{StoreRequest::put, key("durable"), std::to_string(me.worker), numbers(positions)},
-                      [](const StoreAnswer&, double) {}});
+    ask_later({StoreRequest::put, key("durable"), std::to_string(me.worker), numbers(positions)});
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -209,10 +208,6 @@ inline void SyncLog::ask_chores() {
     chores.clear();
 }
 
-inline void SyncLog::add_removal(const std::string& folder, const std::string& name) {
-    chores.push_back({{StoreRequest::remove, folder, name, ""}, [](const StoreAnswer&, double) {}});
-}
-
 // -----------------------------------------------------------------------------------------------------------
 // What there is to tell
 
@@ -243,12 +238,12 @@ inline void SyncLog::tell_changes() {
         if (change.worker == me.worker) { continue; }
         const std::string who = format("worker %d ", change.worker);
         if (change.kind == LogEventKind::gone) {
-            chores.push_back({{StoreRequest::get, key("done"), std::to_string(change.worker), ""},
-                              [this, change, who](const StoreAnswer& answer, double) {
-                                  told.push_back({answer.found ? LogEventKind::done : change.kind, -1,
-                                                  change.worker,
-                                                  who + (answer.found ? "has ended" : "is gone")});
-                              }});
+            ask_later({StoreRequest::get, key("done"), std::to_string(change.worker)},
+                      [this, change, who](const StoreAnswer& answer, double) {
+                          const LogEventKind kind = answer.found ? LogEventKind::done : change.kind;
+                          const char* what = answer.found ? "has ended" : "is gone";
+                          told.push_back({kind, -1, change.worker, who + what});
+                      });
             continue;
         }
         const char* said = change.kind == LogEventKind::joined ? "joins"

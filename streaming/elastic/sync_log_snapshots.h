@@ -25,7 +25,7 @@
 inline void SyncLog::look_around(bool beside_payload) {
     const bool is_last = is_leaving;
     const double from = asked_at;
-    ask({StoreRequest::list, key("beat"), "", ""}, [=](const StoreAnswer& answer, double now) {
+    ask({StoreRequest::list, key("beat")}, [=](const StoreAnswer& answer, double now) {
         see(answer.listing, from, now);
         if (phase == Phase::stopped) { return; }
         rest_from_looking(beside_payload ? now : from, now);
@@ -62,11 +62,11 @@ inline void SyncLog::look_at_wants() {
     looks_at_wants = false;
     const auto offers = std::make_shared<std::map<std::string, std::string>>();
     const auto givers = std::make_shared<std::map<std::string, std::string>>();
-    ask({StoreRequest::list, key("offer"), "", ""},
+    ask({StoreRequest::list, key("offer")},
         [offers](const StoreAnswer& answer, double) { *offers = answer.listing; });
-    ask({StoreRequest::list, key("giver"), "", ""},
+    ask({StoreRequest::list, key("giver")},
         [givers](const StoreAnswer& answer, double) { *givers = answer.listing; });
-    ask({StoreRequest::list, key("want"), "", ""},
+    ask({StoreRequest::list, key("want")},
         [this, offers, givers, is_last = wants_are_last](const StoreAnswer& answer, double now) {
             note_wants(answer.listing, *offers, now);
             note_givers(*givers, now);
@@ -164,7 +164,7 @@ inline void SyncLog::choose_reader(bool is_last, double now) {
 inline void SyncLog::look_for_an_end() {
     looks_for_an_end = false;
     look_for_offer();
-    ask({StoreRequest::list, key("done"), "", ""}, [this](const StoreAnswer& answer, double) {
+    ask({StoreRequest::list, key("done")}, [this](const StoreAnswer& answer, double) {
         if (snapshot.offer) { return; }
         if (answer.listing.empty()) {
             return say_waits("nobody who is alive holds what the run has: start a worker that has a "
@@ -194,8 +194,7 @@ inline bool SyncLog::write_snapshot(double now) {
         return true;
     }
     giving->bytes = std::move(bytes);
-    chores.push_back({{StoreRequest::put, key("held"), giving->want, numbers(positions())},
-                      [](const StoreAnswer&, double) {}});
+    ask_later({StoreRequest::put, key("held"), giving->want, numbers(positions())});
     return true;
 }
 
@@ -233,13 +232,13 @@ inline void SyncLog::give_chunk() {
             if (gives(want) && answer.found == it_is_there) { give_no_more(); }
         };
     };
-    ask({StoreRequest::get, key("want"), giving->want, ""}, stop_if(false));
-    ask({StoreRequest::get, key("offer"), giving->want, ""}, stop_if(true));
+    ask({StoreRequest::get, key("want"), giving->want}, stop_if(false));
+    ask({StoreRequest::get, key("offer"), giving->want}, stop_if(true));
     ask(own_chunk(key("snapshot/" + giving->want), giving->bytes, giving->chunks, options.snapshot_chunk),
         [this, want = giving->want](const StoreAnswer&, double) {
             if (gives(want)) { giving->chunks++; }
         });
-    ask({StoreRequest::put, key("giver"), giving->want, progress()}, [](const StoreAnswer&, double) {});
+    ask({StoreRequest::put, key("giver"), giving->want, progress()});
 }
 
 // Also removes the chunk that may be on its way.
@@ -264,11 +263,10 @@ inline void SyncLog::fall_behind(const std::string& reason) {
     phase = Phase::behind;
     promise = LogBeat::catches_up;
     if (giving) { give_no_more(); }
-    ask_for_snapshot();
 }
 
-// Under a new name each time.
-inline void SyncLog::ask_for_snapshot() {
+// The next one is wanted under another name.
+inline void SyncLog::forget_snapshot() {
     const int attempt = snapshot.attempt + 1;
     snapshot = Snapshot();
     snapshot.attempt = attempt;
@@ -292,7 +290,7 @@ inline void SyncLog::choose_behind(double now) {
 }
 
 inline void SyncLog::look_for_offer() {
-    ask({StoreRequest::get, key("offer"), want(), ""}, [this](const StoreAnswer& answer, double now) {
+    ask({StoreRequest::get, key("offer"), want()}, [this](const StoreAnswer& answer, double now) {
         snapshot.look_at = now + options.poll;
         if (answer.found) {
             take_offer(LogOffer::parse(answer.value));
@@ -315,7 +313,7 @@ inline void SyncLog::read_snapshot() {
     const size_t all = chunks_of(offer.bytes, options.snapshot_chunk);
     const size_t some = std::max(options.chunk / options.snapshot_chunk, size_t(1));
     for (size_t chunk = snapshot.chunks; chunk < std::min(all, snapshot.chunks + some); chunk++) {
-        ask({StoreRequest::get, key("snapshot/" + want()), chunk_name(offer.giver, chunk), ""},
+        ask({StoreRequest::get, key("snapshot/" + want()), chunk_name(offer.giver, chunk)},
             [this, attempt = snapshot.attempt](const StoreAnswer& answer, double) {
                 if (snapshot.attempt == attempt) { take_chunk_of_snapshot(answer); }
             });
@@ -330,7 +328,7 @@ inline void SyncLog::take_chunk_of_snapshot(const StoreAnswer& answer) {
     if (!rules.is_chunk(answer) || (is_last && !rules.is_whole(snapshot.bytes, offer))) {
         say(LogEventKind::snapshot_gone, "finds its snapshot gone, and asks for another");
         remove_snapshot(want());
-        return ask_for_snapshot();
+        return forget_snapshot();
     }
     snapshot.is_whole = is_last;
 }
@@ -344,9 +342,7 @@ inline void SyncLog::load_snapshot() {
     say(LogEventKind::takes_snapshot,
         "goes on from a snapshot, its fragments at syncs " + snapshot.bytes.substr(0, end));
     remove_snapshot(want());
-    const int attempt = snapshot.attempt;
-    snapshot = Snapshot();
-    snapshot.attempt = attempt;
+    forget_snapshot();
     phase = Phase::running;
 }
 
@@ -361,25 +357,23 @@ inline void SyncLog::stop_for_memory() {
 // After a power cut some files of a folder may be empty: positions that are not of all fragments are ignored.
 inline void SyncLog::sweep() {
     auto held = std::make_shared<std::vector<long>>(slots.size(), std::numeric_limits<long>::max());
-    chores.push_back(
-        {{StoreRequest::list, key("held"), "", ""},
-         [this, held](const StoreAnswer& answer, double) { note_held(answer.listing, *held); }});
-    chores.push_back(
-        {{StoreRequest::list, key("durable"), "", ""}, [this, held](const StoreAnswer& answer, double) {
-             std::vector<long> oldest;
-             for (size_t p = 0; p < slots.size(); p++) {
-                 std::vector<long> durable;
-                 for (const auto& [worker, text] : answer.listing) {
-                     const std::vector<long> positions = parse_numbers(text);
-                     if (positions.size() == slots.size()) { durable.push_back(positions[p]); }
-                 }
-                 // The newest that is known to be decided.
-                 const long index = schedule.index(slots[p].sync) - (slots[p].entry ? 0 : 1);
-                 const long kept = rules.oldest_kept(index, options.elastic.retain, covered(durable, index));
-                 oldest.push_back(std::min(kept, std::max((*held)[p], index - 16 * options.elastic.retain)));
-             }
-             for (const char* what : {"payload/", "sent/"}) { sweep_syncs(key(what), oldest); }
-         }});
+    ask_later({StoreRequest::list, key("held")},
+              [this, held](const StoreAnswer& answer, double) { note_held(answer.listing, *held); });
+    ask_later({StoreRequest::list, key("durable")}, [this, held](const StoreAnswer& answer, double) {
+        std::vector<long> oldest;
+        for (size_t p = 0; p < slots.size(); p++) {
+            std::vector<long> durable;
+            for (const auto& [worker, text] : answer.listing) {
+                const std::vector<long> positions = parse_numbers(text);
+                if (positions.size() == slots.size()) { durable.push_back(positions[p]); }
+            }
+            // The newest that is known to be decided.
+            const long index = schedule.index(slots[p].sync) - (slots[p].entry ? 0 : 1);
+            const long kept = rules.oldest_kept(index, options.elastic.retain, covered(durable, index));
+            oldest.push_back(std::min(kept, std::max((*held)[p], index - 16 * options.elastic.retain)));
+        }
+        for (const char* what : {"payload/", "sent/"}) { sweep_syncs(key(what), oldest); }
+    });
     sweep_snapshots();
 }
 
@@ -408,13 +402,13 @@ inline long SyncLog::covered(std::vector<long> positions, long index) const {
 
 // oldest: the oldest sync that is kept, by fragment
 inline void SyncLog::sweep_syncs(const std::string& folder, const std::vector<long>& oldest) {
-    chores.push_back({{StoreRequest::folders, folder, "", ""}, [=](const StoreAnswer& answer, double) {
-                          for (const auto& [name, nothing] : answer.listing) {
-                              const long sync = std::atol(name.substr(folder.size()).c_str());
-                              const size_t p = size_t(schedule.fragment(sync));
-                              if (schedule.index(sync) < oldest[p]) { add_removal(name); }
-                          }
-                      }});
+    ask_later({StoreRequest::folders, folder}, [=](const StoreAnswer& answer, double) {
+        for (const auto& [name, nothing] : answer.listing) {
+            const long sync = std::atol(name.substr(folder.size()).c_str());
+            const size_t p = size_t(schedule.fragment(sync));
+            if (schedule.index(sync) < oldest[p]) { add_removal(name); }
+        }
+    });
 }
 
 // Snapshots whose reader is dead, has restarted, or has read them. Snapshots are listed before the wants;
@@ -427,21 +421,18 @@ inline void SyncLog::sweep_snapshots() {
             for (const auto& [name, text] : answer.listing) { there->insert(name.substr(prefix)); }
         };
     };
-    chores.push_back({{StoreRequest::folders, folder, "", ""}, note(folder.size())});
-    for (const char* what : {"offer", "giver"}) {
-        chores.push_back({{StoreRequest::list, key(what), "", ""}, note(0)});
-    }
-    chores.push_back(
-        {{StoreRequest::list, key("want"), "", ""}, [this, there](const StoreAnswer& answer, double) {
-             for (const auto& [want, reason] : answer.listing) {
-                 if (presence.is_alive(Incarnation::parse(want))) {
-                     there->erase(want);
-                 } else {
-                     there->insert(want);
-                 }
-             }
-             for (const std::string& want : *there) { remove_snapshot(want); }
-         }});
+    ask_later({StoreRequest::folders, folder}, note(folder.size()));
+    for (const char* what : {"offer", "giver"}) { ask_later({StoreRequest::list, key(what)}, note(0)); }
+    ask_later({StoreRequest::list, key("want")}, [this, there](const StoreAnswer& answer, double) {
+        for (const auto& [want, reason] : answer.listing) {
+            if (presence.is_alive(Incarnation::parse(want))) {
+                there->erase(want);
+            } else {
+                there->insert(want);
+            }
+        }
+        for (const std::string& want : *there) { remove_snapshot(want); }
+    });
 }
 
 inline void SyncLog::remove_snapshot(const std::string& want) {

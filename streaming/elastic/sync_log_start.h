@@ -51,7 +51,7 @@ inline void SyncLog::compare() {
 inline void SyncLog::register_start() {
     const std::string folder = key("incarnation/" + std::to_string(me.worker));
     if (next_number == 0) {
-        return ask({StoreRequest::list, folder, "", ""}, [this](const StoreAnswer& answer, double) {
+        return ask({StoreRequest::list, folder}, [this](const StoreAnswer& answer, double) {
             next_number = rules.first_free(answer.listing);
         });
     }
@@ -93,11 +93,11 @@ inline void SyncLog::agree(double now) {
         ask({StoreRequest::put_if_absent, key("registered"), me.text(), base().text()},
             [this](const StoreAnswer&, double) { is_registered = true; });
     }
-    ask({StoreRequest::get, key("run"), "start", ""}, then_begin);
-    ask({StoreRequest::list, key("beat"), "", ""}, [this, from = now](const StoreAnswer& answer, double now) {
+    ask({StoreRequest::get, key("run"), "start"}, then_begin);
+    ask({StoreRequest::list, key("beat")}, [this, from = now](const StoreAnswer& answer, double now) {
         if (phase == Phase::agreeing) { candidates.look(answer.listing, from, now); }
     });
-    ask({StoreRequest::list, key("registered"), "", ""}, [this](const StoreAnswer& answer, double now) {
+    ask({StoreRequest::list, key("registered")}, [this](const StoreAnswer& answer, double now) {
         if (phase == Phase::agreeing) { agree_on(answer.listing, now); }
     });
 }

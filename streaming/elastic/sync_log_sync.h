@@ -95,12 +95,13 @@ inline void SyncLog::look(Slot& slot, bool has_line) {
     asks_generation = true;
     // A worker that sends the fragment's next sync has applied this one.
     const bool must_be_there = newest_open >= slot.sync + schedule.fragments();
-    ask({StoreRequest::get, key("entry"), std::to_string(slot.sync), ""},
+    ask({StoreRequest::get, key("entry"), std::to_string(slot.sync)},
         [this, sync = slot.sync, must_be_there](const StoreAnswer& answer, double now) {
             Slot* slot = find(sync);
             if (slot == nullptr || phase != Phase::running) { return; }
             slot->looked = true;
-            rest_from_looking_at(*slot, now);
+            const bool is_awaited = slot->due_since >= 0;  // by the trainer
+            slot->look_at = now + (is_awaited ? options.poll / 10 : options.poll);
             if (answer.found) {
                 slot->entry = LogEntry::parse(answer.value);
             } else if (must_be_there) {
@@ -109,25 +110,18 @@ inline void SyncLog::look(Slot& slot, bool has_line) {
         });
     if (!has_line) { return; }
     asks_beats = true;
-    ask({StoreRequest::list, folder("sent", slot.sync), "", ""},
+    ask({StoreRequest::list, folder("sent", slot.sync)},
         [this, sync = slot.sync](const StoreAnswer& answer, double) {
             Slot* slot = find(sync);
             if (slot == nullptr || slot->entry) { return; }
-            if (answer.listing.count(me.text()) == 0) { return send_again(*slot); }
+            if (answer.listing.count(me.text()) == 0) {  // the store came back without its newest data
+                slot->own = slot->own == Slot::sent ? Slot::sending : Slot::abstaining;
+                slot->chunks = 0;
+                return;
+            }
             slot->lines.emplace();
             for (const auto& [who, text] : answer.listing) { (*slot->lines)[who] = LogLine::parse(text); }
         });
-}
-
-// The store has lost this worker's line: it came back without its newest data.
-inline void SyncLog::send_again(Slot& slot) {
-    slot.own = slot.own == Slot::sent ? Slot::sending : Slot::abstaining;
-    slot.chunks = 0;
-}
-
-// More often while the trainer waits for the sync.
-inline void SyncLog::rest_from_looking_at(Slot& slot, double now) const {
-    slot.look_at = now + (slot.due_since < 0 ? options.poll : options.poll / 10);
 }
 
 // Lines and beats have just been read.   asked: when they were asked for
@@ -138,9 +132,8 @@ inline void SyncLog::consider(Slot& slot, double asked, double now) {
     if (phase == Phase::stopped) { return; }
     const Question question{slot.sync, slot.hash, due_for_all(slot, now), stands_since(now), me};
     charge(question, lines, presence, rules, options.elastic.min_workers, asked);
-    slot.proposal =
-        decide(question, lines, presence, rules, options.elastic.min_workers, options.elastic.grace, asked,
-               now);
+    slot.proposal = decide(question, lines, presence, rules, options.elastic.min_workers,
+                           options.elastic.grace, asked, now);
 }
 
 // Since when the sync would be due if there were more steps; negative: not yet. If it is due only because
@@ -195,7 +188,7 @@ inline void SyncLog::write_entry(long sync, const LogEntry& entry) {
 }
 
 inline void SyncLog::look_at_generation() {
-    ask({StoreRequest::get, "run", "generation", ""}, [this](const StoreAnswer& answer, double) {
+    ask({StoreRequest::get, "run", "generation"}, [this](const StoreAnswer& answer, double) {
         check_generation(answer);
         for (Slot& slot : slots) {
             if (phase == Phase::running && slot.entry && !slot.confirmed) { confirm(slot); }
@@ -239,7 +232,7 @@ inline void SyncLog::fetch_payloads(Slot& slot) {
         for (size_t at = slot.payloads[i].size(); at < one.bytes && asked_for < options.chunk;
              at += options.chunk) {
             const std::string name = chunk_name(one.who, at / options.chunk);
-            ask({StoreRequest::get, folder("payload", slot.sync), name, ""},
+            ask({StoreRequest::get, folder("payload", slot.sync), name},
                 [this, sync = slot.sync, i](const StoreAnswer& answer, double) {
                     if (Slot* slot = find(sync)) { take_chunk(*slot, i, answer); }
                 });

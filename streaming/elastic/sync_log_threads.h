@@ -33,7 +33,7 @@ public:
         if (pulse.folder.empty() || (now < next && pulse == shown)) { return {}; }
         shown = pulse;
         next = now + interval;
-        return {show(pulse.beat), {StoreRequest::get, "run", "generation", ""}};
+        return {show(pulse.beat), {StoreRequest::get, "run", "generation"}};
     }
 
     // False: the store has lost the run, as SyncLog::check_generation() will see.   answer: the last one
@@ -111,11 +111,7 @@ public:
         wake();
     }
 
-    std::vector<LogEvent> events() {
-        const std::lock_guard<std::mutex> lock(mutex);
-        return log.events();
-    }
-
+    std::vector<LogEvent> events() { return locked([&] { return log.events(); }); }
     std::string warning() const { return store->warning(); }  // of the store, when it was opened
     std::vector<long> positions() const { return locked([&] { return log.positions(); }); }
     std::string generation() const { return locked([&] { return log.current_generation(); }); }

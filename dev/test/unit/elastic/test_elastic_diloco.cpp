@@ -117,20 +117,21 @@ struct Plan {
         return options;
     }
 
-    LogOptions log_options(int worker) const {
-        LogOptions options;
-        options.worker = worker;
-        options.protocol.elastic.join_moments = join_moments;
-        options.protocol.workers = workers;
-        options.protocol.elastic.min_workers = min_workers == 0 ? workers : min_workers;
-        options.protocol.elastic.max_lag = max_lag;
-        options.protocol.elastic.retain = retain;
-        options.protocol.checkpoints = checkpoints;
-        options.protocol.chunk = 100;  // bytes: several a payload
-        options.protocol.elastic.grace = grace;
-        options.protocol.expiry = expiry;
-        options.protocol.poll = 0.0005;
-        options.protocol.retry = 0.001;
+    SyncLogOptions log_options(int rank) const {
+        SyncLogOptions options;
+        options.shard = rank;
+        options.overlap = overlap;
+        options.elastic.join_moments = join_moments;
+        options.workers = workers;
+        options.elastic.min_workers = min_workers == 0 ? workers : min_workers;
+        options.elastic.max_lag = max_lag;
+        options.elastic.retain = retain;
+        options.checkpoints = checkpoints;
+        options.chunk = 100;  // bytes: several a payload
+        options.elastic.grace = grace;
+        options.expiry = expiry;
+        options.poll = 0.0005;
+        options.retry = 0.001;
         return options;
     }
 
@@ -219,7 +220,7 @@ struct Member : Trainer {
         };
         callbacks.refuse = [](const std::string& theirs) { throw UserError("the run has " + theirs); };
         loop = std::make_unique<ElasticDiloco>(
-            plan.options(), plan.log_options(worker), toy_fragments(), layout, rank, inner, inner_stream,
+            plan.options(), plan.log_options(rank), worker, toy_fragments(), layout, inner, inner_stream,
             start, [this, &store] { return std::make_unique<Line>(store, is_cut); }, callbacks,
             InnerMoments{m.data(), v.data(), &updates});
         loop->start(local.data(), main);
