@@ -4,9 +4,11 @@
 // option is a field and a row.
 #pragma once
 #include <CLI/CLI.hpp>
+#include <charconv>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <limits>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -76,6 +78,23 @@ inline const CLI::Validator from_0_below_1 =
     number("at least 0 and less than 1", [](double x) { return x >= 0 && x < 1; });
 inline const CLI::Validator zero_or_one = CLI::IsMember({0, 1});
 
+// Accepts the integers that Value can hold, in a long at most 10^12, so that sums and products of steps do not
+// overflow. CLI11 alone would take -1 for a large number in an unsigned field, and clamp what has more than 64 bits.
+template <class Value>
+CLI::Validator integer() {
+    const Value most = std::is_same_v<Value, long> ? Value(1'000'000'000'000) : std::numeric_limits<Value>::max();
+    const Value least = std::is_unsigned_v<Value> ? Value(0) : Value(-most);
+    return CLI::Validator(
+        [most, least](std::string& text) {
+            Value value = 0;
+            std::from_chars(text.data(), text.data() + text.size(), value);
+            const bool is_good = text == std::to_string(value) && least <= value && value <= most;
+            return is_good ? "" : "'" + text + "' is not an integer from " + std::to_string(least) + " to " +
+                                      std::to_string(most);
+        },
+        "");
+}
+
 inline CLI::Validator one_of(const std::vector<std::string>& words) { return CLI::IsMember(words); }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -85,10 +104,13 @@ inline void add_options(CLI::App& app, const OptionTable& table) {
     if (app.get_help_ptr() && app.get_help_ptr()->check_sname("h")) { app.set_help_flag(); }  // CLI11's -h
     for (const OptionRow& row : table) {
         auto add = [&](auto* field) {
-            if constexpr (std::is_same_v<decltype(field), bool*>) {
+            using Value = std::remove_pointer_t<decltype(field)>;
+            if constexpr (std::is_same_v<Value, bool>) {
                 return app.add_flag(row.names, *field, row.help)->default_str("false");
             } else {
-                return app.add_option(row.names, *field, row.help)->capture_default_str()->take_last();
+                CLI::Option* option = app.add_option(row.names, *field, row.help);
+                if constexpr (std::is_integral_v<Value>) { option->check(integer<Value>()); }
+                return option->capture_default_str()->take_last();
             }
         };
         CLI::Option* option = std::visit(add, row.field);
