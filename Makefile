@@ -33,7 +33,7 @@ LDLIBS = $(DEPS_LINK) -ldnnl $(OPTIONAL_LIBS) -lxxhash -lpthread
 HEADERS = $(wildcard llmc/*.h llmc/*/*.h llmc/*/*.cuh streaming/*.h streaming/*.cuh streaming/*/*.h)
 
 all: train_gpt_cpu
-	@echo "built train_gpt_cpu (this machine's CPU: oneDNN, Gloo$(if $(HAS_HIREDIS),$(comma) Redis))"
+	@echo "built train_gpt_cpu (this machine's CPU: oneDNN$(if $(HAS_HIREDIS),$(comma) Redis))"
 	@echo "make train_gpt builds the CUDA trainer$(if $(NVCC),, (no nvcc here: CUDA_HOME says where to look))"
 
 # The trainer is one .cu file for CPU and GPU: here g++ compiles it as C++.

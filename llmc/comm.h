@@ -3,7 +3,7 @@
 //
 // Calls are stream-ordered like NCCL's: they return at once, buffers belong to the call until the stream has
 // completed it, and all members issue the same calls in the same order. Sums are formed in a fixed order
-// (Gloo: by rank; NCCL: along its rings), so that every member, and every run, gets the same bits. A failure
+// (TCP: by rank; NCCL: along its rings), so that every member, and every run, gets the same bits. A failure
 // is a CommError, thrown by wait(), check(), the stream's events and synchronize().
 #pragma once
 #include <cstddef>
@@ -47,7 +47,7 @@ struct Traffic {
 
 enum class Reduction { sum, max };
 
-// On the CPU's or the GPU's streams. A GPU build uses both, since Gloo works in the host's memory.
+// On the CPU's or the GPU's streams. A GPU build uses both, since TCP works in the host's memory.
 template <class StreamT, class EventT>
 class BasicComm {
 public:

@@ -5,8 +5,7 @@
 #   DEPS_HOME   libraries that are unpacked there instead of installed (make setup OFFLINE=DIR DEPS_HOME=DIR)
 #   GPU_ARCH    the GPUs to build for (else this machine's), of 80 and later
 #   CPU_ARCH    the CPU to build for (else this machine's)
-#   HAS_GLOO=   nothing after the = leaves Gloo out although it is there; so do HAS_HIREDIS=, HAS_OPENSSL= and
-#               HAS_PCRE2=
+#   HAS_HIREDIS=  nothing after the = leaves hiredis out although it is there; so do HAS_OPENSSL= and HAS_PCRE2=
 GPU_ARCH ?= native
 CPU_ARCH ?= native
 hash := \#
@@ -35,17 +34,14 @@ DEPS_LIBRARIES := $(wildcard $(foreach folder,$(DEPS),$(addprefix $(folder)/,$(L
 DEPS_LINK := $(call library_folder,$(DEPS_LIBRARIES)) $(if $(DEPS),-Xlinker --disable-new-dtags)
 
 # Optional: what would need a missing one is refused by the programs.
-HAS_GLOO = $(call once,HAS_GLOO,$(shell $(call host_links,gloo/transport/tcp/device.h,-lgloo) && echo yes))
 HAS_HIREDIS = $(call once,HAS_HIREDIS,$(shell $(call host_links,hiredis/hiredis.h,-lhiredis) && echo yes))
 HAS_OPENSSL = $(call once,HAS_OPENSSL,$(shell $(call host_links,openssl/opensslconf.h,-lssl -lcrypto) && \
                                                 echo yes))
 HAS_PCRE2 = $(call once,HAS_PCRE2,$(shell $(call host_links,pcre2.h,-lpcre2-8) && echo yes))
-WITHOUT = $(if $(HAS_GLOO),,-DWITHOUT_GLOO) $(if $(HAS_HIREDIS),,-DWITHOUT_HIREDIS) \
-          $(if $(HAS_OPENSSL),,-DWITHOUT_OPENSSL) $(if $(HAS_PCRE2),,-DWITHOUT_PCRE2)
-OPTIONAL_LIBS = $(if $(HAS_GLOO),-lgloo) $(if $(HAS_HIREDIS),-lhiredis $(if $(HAS_OPENSSL),-lssl -lcrypto)) \
+WITHOUT = $(if $(HAS_HIREDIS),,-DWITHOUT_HIREDIS) $(if $(HAS_OPENSSL),,-DWITHOUT_OPENSSL) $(if $(HAS_PCRE2),,-DWITHOUT_PCRE2)
+OPTIONAL_LIBS = $(if $(HAS_HIREDIS),-lhiredis $(if $(HAS_OPENSSL),-lssl -lcrypto)) \
                 $(if $(HAS_PCRE2),-lpcre2-8)
 say_what_is_left_out = \
-    $(if $(HAS_GLOO),,echo "Gloo: not found: --outer-transport gloo is not in this build";) \
     $(if $(HAS_HIREDIS),,echo "hiredis: not found: --store redis:// is not in this build";) \
     $(if $(HAS_OPENSSL),,echo "OpenSSL: not found: --store rediss:// (TLS) is not in this build";) \
     $(if $(HAS_PCRE2),,echo "PCRE2: not found: --prompt takes tokenizers of bytes alone in this build";)
@@ -86,7 +82,6 @@ require = $(2) || { echo "error: $(1) is missing: $(3)" >&2; exit 2; }
 
 dependencies:
 	@$(call require,oneDNN (dnnl.hpp),$(call host_links,dnnl.hpp,-ldnnl),run make setup)
-	@$(call require,Gloo,[ -n "$(HAS_GLOO)" ],run make setup)
 	@$(call require,CLI11 (CLI/CLI.hpp),$(call host_links,CLI/CLI.hpp,),run make setup)
 	@$(call require,xxHash,$(call host_links,xxhash.h,-lxxhash),run make setup)
 

@@ -7,7 +7,6 @@ toolchain=(
 )
 libraries=(
     libdnnl-dev                                 # oneDNN: matmuls on the CPU
-    libgloo-dev                                 # collectives over TCP
     libhiredis-dev libcli11-dev libxxhash-dev   # Redis, where processes meet; options; checksums
     libssl-dev                                  # Redis over TLS
     libpcre2-dev                                # Unicode's letters and numbers, for prompts

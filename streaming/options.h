@@ -19,7 +19,7 @@ struct DilocoOptions {
     std::string outer_rounding = "nearest";
     bool outer_error_feedback = false;
     std::string outer_weights = "equal";      // of the workers in a mean
-    std::string transport = runs_on_gpu ? "nccl" : "gloo";
+    std::string transport = runs_on_gpu ? "nccl" : "tcp";
     bool offload = false;                     // outer state in the host's memory (outer_state.h)
     uint64_t seed = 1337;                     // of stochastic rounding: the run's
 

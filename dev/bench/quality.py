@@ -72,7 +72,7 @@ SCALES = {
     # The outer rate is the paper's; two workers share the GPU.
     "gpu": Scale({"--layers": 12, "--heads": 8, "--channels": 512}, 1024, 65536, 1500, 131072, 100,
                  (0.001,), (0.4,), 1, 1, ("data-parallel", "classic-m2-h30", "fp4_e2m1-m2-h30-tau1"),
-                 (("--outer-transport", "gloo"),)),
+                 (("--outer-transport", "tcp"),)),
     "trial": Scale({"--layers": 2, "--heads": 2, "--channels": 32}, 32, 256, 120, 1024, 10,
                    (0.002, 0.004, 0.008), OUTER_LRS, 2, 1)}
 

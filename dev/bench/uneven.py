@@ -6,7 +6,7 @@ and comes back, over slow and far lines; and what it costs when nothing happens.
     dev/bench/uneven.py --quick  every kind of run once, within minutes: does all work?
     dev/bench/uneven.py --only links far --minutes 30
 
-    bits     with nobody late a run through a folder, one through Redis and one over Gloo are the same run
+    bits     with nobody late a run through a folder, one through Redis and one in lock-step are the same run
     costs    two busy workers: how much of their time goes into heartbeats, deciding and the store
     far      utilization over a line of 1 Gbit/s and 80 ms to the store, beside what dev/tools/simulate.py predicts
     links    lines of 10 Mbit/s with payloads on them all the time: is anybody taken for late or gone?

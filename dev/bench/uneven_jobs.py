@@ -92,7 +92,7 @@ def with_text(arguments, options, steps, seed=1):
 def bits_jobs(arguments):
     options = {**with_text(arguments, TINY, 200), "--workers": 2}
     nobody_late = {**options, **STORE, "--grace": 60, "--max-lag": 1000}
-    return [Job("bits-gloo", {**options, "--outer-transport": "gloo"}, 2, store="file"),
+    return [Job("bits-tcp", {**options, "--outer-transport": "tcp"}, 2, store="file"),
             Job("bits-file", nobody_late, 2, store="file"), Job("bits-redis", nobody_late, 2)]
 
 

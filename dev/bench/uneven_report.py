@@ -91,15 +91,15 @@ def trace(logs):
 
 
 def bits_section(arguments):
-    title, claim = "The same bits", "with nobody late store and gloo give the same bits for 200 steps"
+    title, claim = "The same bits", "with nobody late elastic and lock-step workers give the same bits for 200 steps"
     jobs = bits_jobs(arguments)
     if any(made(arguments, job) is None for job in jobs):
         return Section(title, [Bar(claim, None, False)])
-    gloo, *others = (trace(logs_of(arguments, job)) for job in jobs)
-    other = [job.store for job, one in zip(jobs[1:], others) if one != gloo]
-    found = (f"{len(gloo['step'])} losses and {len(gloo['sync'])} hashes of two workers' global parameters, "
-             + (f"other ones over {' and '.join(other)}" if other else "over Gloo, a folder and Redis"))
-    return Section(title, [Bar(claim, found, not other and len(gloo["step"]) == 400)])
+    lock_step, *others = (trace(logs_of(arguments, job)) for job in jobs)
+    other = [job.store for job, one in zip(jobs[1:], others) if one != lock_step]
+    found = (f"{len(lock_step['step'])} losses and {len(lock_step['sync'])} hashes of two workers' global parameters, "
+             + (f"other ones over {' and '.join(other)}" if other else "over TCP, a folder and Redis"))
+    return Section(title, [Bar(claim, found, not other and len(lock_step["step"]) == 400)])
 
 
 def costs_of(log):

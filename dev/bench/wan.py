@@ -441,8 +441,8 @@ a round trip, and at least 32 packets. The columns:
 - predicted: from the unlimited run's log and the line's rate; in the next column from what TCP made of the line and
   from the length of a step without waits in this run (data-parallel: in the unlimited run).
 
-An exchange takes a round trip, in which Gloo's receiver reports that it is ready and the data arrive, plus the time to
-transfer the data. Data-parallel makes two such calls for each block and one more per step, one after the other.
+An exchange takes half a round trip plus the time to transfer the data. Data-parallel makes two such calls for each
+block and one more per step, one after the other.
 
 The nearest published measurement, for scale (github.com/Adnan082/diloco-measured, 2026-08): four L40S over
 shaped Ethernet, 30.8M parameters; DiLoCo with H = 128 keeps 11.6% of its speed at 50 Mbit/s, 36% at 200, 72%

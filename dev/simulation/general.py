@@ -23,7 +23,7 @@ class Setting:
     plain_dtype: str   # of what is not, and of what data-parallel gathers
     outer_exchange: str
     timing: str        # trainer: this one's, call by call; paper: its graph of layers
-    outer_transport: str = "gloo"  # or store
+    outer_transport: str = "tcp"  # or store
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Measured:
     ranks_share_link: bool = True
     local_weight: float = 0.5  # alpha
     steps: int = 0             # that it trained; 0: not known
-    outer_transport: str = "gloo"  # or nccl, or store
+    outer_transport: str = "tcp"  # or nccl, or store
     step_times: tuple = ()  # of each worker, its seconds in each step, waits left out; none: not known
 
     @property
@@ -124,7 +124,7 @@ def read_measured(folder):
             outer_dtype=options["outer-dtype"], outer_exchange=options.get("outer-exchange", "all_gather"),
             micro_steps=micro_steps(options, run["ranks"]), parameter_bytes=parameter_bytes(first),
             local_weight=float(options.get("local-weight", 0.5)), steps=first["step"][-1]["step"],
-            outer_transport=options.get("outer-transport", "gloo"),
+            outer_transport=options.get("outer-transport", "tcp"),
             step_times=step_times(logs[::run["ranks"]]))
     except (KeyError, ValueError) as error:
         raise UserError(f"the log of {folder} does not say what the run was ({error}): start it again with "

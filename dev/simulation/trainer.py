@@ -4,7 +4,7 @@ The link joins two processes or more, carries as much in either direction at a t
 call after the other, in the order in which they are issued (a queue: first in, first out). A call between
 processes that are in step takes
 
-    one round trip      Gloo's receiver says that it is ready, and then the data come
+    half a round trip   the data are sent without being asked for
     bytes / rate        IP's and TCP's headers included
     and at its start    TCP opens its window from ten segments anew where the connection has been idle for as
                         long as its retransmission timer: a round trip for 10 segments, for 20, 40, ... until
@@ -70,7 +70,7 @@ class Calls:
     def call(self, ready, count):
         """When a call of `count` bytes is through that is issued at `ready`."""
         start = max(ready, self.free)
-        self.free = start + self.link.rtt_seconds + self.window.send_seconds(start, count)
+        self.free = start + self.link.rtt_seconds / 2 + self.window.send_seconds(start, count)
         return self.free
 
     def exchange(self, ready, counts):

@@ -145,7 +145,7 @@ def setting_of(arguments):
                            arguments.workers or 2, arguments.inner_steps, arguments.fragment_layers,
                            arguments.fragment_pattern, arguments.overlap, arguments.outer_dtype,
                            arguments.plain_dtype, arguments.outer_exchange or "auto", arguments.timing,
-                           arguments.outer_transport or "gloo")
+                           arguments.outer_transport or "tcp")
 
 
 def general_text(arguments):
@@ -307,8 +307,8 @@ def parse_arguments(words):
     model.add_argument("--plain-dtype", choices=("bf16", "fp32"), default="bf16", help="not quantized (bf16)")
     model.add_argument("--outer-exchange", choices=EXCHANGES,
                        help="all_to_all: without a store (auto; of a measured run: as it had)")
-    model.add_argument("--outer-transport", choices=("gloo", "store"),
-                       help="(gloo; of a measured run: as it had)")
+    model.add_argument("--outer-transport", choices=("tcp", "store"),
+                       help="(tcp; of a measured run: as it had)")
     model.add_argument("--timing", choices=("trainer", "paper"), default="trainer",
                        help="whose model of time (trainer)")
     return parser.parse_args(words)

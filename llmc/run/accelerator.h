@@ -62,7 +62,7 @@ inline void check_interface(const Process& process, const std::vector<std::strin
         if (machines[size_t(i)] != machines[size_t(i / process.ranks * process.ranks)]) {
             throw UserError(
                 format("--interface would move the traffic inside worker %d, too, whose ranks are on several "
-                       "machines: give --outer-transport gloo, or leave it out",
+                       "machines: give --outer-transport tcp, or leave it out",
                        i / process.ranks));
         }
     }

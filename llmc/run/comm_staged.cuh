@@ -1,4 +1,4 @@
-// Comm over a CPU's communicator (Gloo) for buffers on a GPU: copy to pinned memory, collective, copy back.
+// Comm over a CPU's communicator (TCP) for buffers on a GPU: copy to pinned memory, collective, copy back.
 // Unlike NCCL's kernels it occupies no SM while it waits for the network.
 #pragma once
 #include <memory>

@@ -227,8 +227,9 @@ inline OptionTable option_table(Options& o) {
          "Of workers in the mean: equal, or tokens: by the tokens that each trained on; then each may have "
          "its own -b and -d", Scope::run, one_of({"equal", "tokens"})},
         {"--outer-transport", &o.diloco.transport,
-         "What carries the exchange: gloo, or on GPUs also nccl (their default); or store: workers are "
-         "elastic: they may be slow, die and join", Scope::run, one_of({"gloo", "nccl", "store"})},
+         "What carries the exchange: tcp (earlier: gloo), or on GPUs also nccl (their default); or store: "
+         "workers are elastic: they may be slow, die and join", Scope::run,
+         one_of({"tcp", "nccl", "store", "gloo"})},
         {"--outer-offload", &o.diloco.offload,
          "On GPUs: outer parameters and momentum in the host's memory, fetched when needed", Scope::worker},
     });
@@ -352,6 +353,7 @@ inline void resolve_data(Options& o) {
 // Fills in what the user left to the program.
 inline void resolve_defaults(const CLI::App& app, Options& o) {
     resolve_ranks(app, o);
+    if (o.diloco.transport == "gloo") { o.diloco.transport = "tcp"; }
     if (o.diloco.outer_optimizer.empty()) { o.diloco.outer_optimizer = o.workers > 1 ? "nesterov" : "none"; }
     if (o.diloco.is_elastic() && o.elastic.min_workers == 0) { o.elastic.min_workers = o.workers / 2 + 1; }
     if (o.diloco.is_elastic() && o.elastic.max_lag < 0) { o.elastic.max_lag = o.diloco.overlap; }

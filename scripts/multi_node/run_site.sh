@@ -35,6 +35,6 @@ fi
 export DILOCO_STORE # as an option of the program, other users of this machine could read it
 train_by "$WORKERS" "$RANKS"
 
-# Gloo: between sites NCCL would hold a part of the GPU while it waits for the network.
-exec "$PROGRAM" "${training[@]}" --worker "$WORKER" --interface "$INTERFACE" --outer-transport gloo \
+# TCP: between sites NCCL would hold a part of the GPU while it waits for the network.
+exec "$PROGRAM" "${training[@]}" --worker "$WORKER" --interface "$INTERFACE" --outer-transport tcp \
     --run-name "$RUN_NAME" --timeout "$TIMEOUT" "$@"

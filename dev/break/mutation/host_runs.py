@@ -15,7 +15,7 @@ from conftest import command, write_shard  # noqa: E402
 from token_files import write_tokenizer  # noqa: E402
 
 # (build, configuration, seed), in this order until one of them notices the change.
-RUNS = [("plain", name, 1) for name in CONFIGURATIONS] + [("thread", name, 1) for name in ("nccl", "gloo")]
+RUNS = [("plain", name, 1) for name in CONFIGURATIONS] + [("thread", name, 1) for name in ("nccl", "tcp")]
 # Thread sanitizer is slow, and needs nothing twice: what is not ordered is a race under every seed, in every process.
 OPTIONS = {"plain": {},
            "thread": {"--workers": 1, "--outer-optimizer": "nesterov", "-x": 3, "-d": 32, "-m": 1, "-g": 1}}

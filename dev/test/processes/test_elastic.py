@@ -737,24 +737,24 @@ LOCK_STEP = {"--workers": 2, "-H": 20, "--fragment-layers": 1, "--overlap": 3, "
              "--outer-error-feedback": True}
 
 
-def assert_bits_of_gloo(train, url, options, **of_store):
+def assert_bits_of_tcp(train, url, options, **of_store):
     """Returns both runs."""
-    gloo = train("gloo", options)
+    tcp = train("tcp", options)
     store = train("store", {**options, "--outer-transport": "store", "--store": url, "--grace": 60,
                             "--max-lag": 1000, **of_store})
     for process in range(options["--workers"] * options["--ranks"]):
         assert len(store.losses(process)) == options["-x"]
-        assert store.losses(process) == gloo.losses(process)
-        hashes = [[line["global_hash"] for line in run.lines("sync", process)] for run in (store, gloo)]
+        assert store.losses(process) == tcp.losses(process)
+        hashes = [[line["global_hash"] for line in run.lines("sync", process)] for run in (store, tcp)]
         assert hashes[0] == hashes[1] and len(hashes[0]) > 12
-    assert [row["loss"] for row in store.lines("eval")] == [row["loss"] for row in gloo.lines("eval")]
+    assert [row["loss"] for row in store.lines("eval")] == [row["loss"] for row in tcp.lines("eval")]
     models = [path.read_bytes() for path in store.folder.glob("worker_*/model_*.bin")]
-    assert len(models) == options["--workers"] and set(models) == {gloo.model()}
-    return gloo, store
+    assert len(models) == options["--workers"] and set(models) == {tcp.model()}
+    return tcp, store
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["file", "redis"])
-def test_with_nobody_late_the_bits_are_those_of_gloo(train, workers, tmp_path, ranks, kind):
+def test_with_nobody_late_the_bits_are_those_of_tcp(train, workers, tmp_path, ranks, kind):
     url = workers().server.url() if kind == "redis" else f"file:{tmp_path}/store"
-    assert_bits_of_gloo(train, url, {**LOCK_STEP, "--ranks": ranks})
+    assert_bits_of_tcp(train, url, {**LOCK_STEP, "--ranks": ranks})

@@ -20,7 +20,7 @@ NAMES = [f"worker {worker} rank {rank}" for worker in range(2) for rank in range
 OPTIONS = {"--layers": 1, "--heads": 1, "--channels": 64, "-t": 16, "-b": 1, "-x": 5, "--timeout": 40,
            "--workers": 2, "--ranks": 2, "-H": 5, "--overlap": 4, "--fragment-layers": 1}
 LONG = {"-x": 100000}
-GLOO = {"--outer-transport": "gloo"}
+TCP = {"--outer-transport": "tcp"}
 SOON = {"--timeout": 8}
 ONE = {"--workers": 1, **SOON}
 
@@ -88,8 +88,8 @@ FAULTS = {
     "dies in an exchange under a step": (1, "kill:0:3", LONG, "some", NAMES[1]),
     "dies in the last exchange": (1, "kill:0:3", {}, "all", NAMES[1]),
     "dies in its last operation": (2, "kill:0:32", SOON, "all", NAMES[2]),
-    "dies in the first collectives, over Gloo": (2, "kill:0:2", GLOO, "none", NAMES[2]),
-    "dies in a step, over Gloo": (2, "kill:0:33", {**LONG, **GLOO}, "some", NAMES[2]),
+    "dies in the first collectives, over TCP": (2, "kill:0:2", TCP, "none", NAMES[2]),
+    "dies in a step, over TCP": (2, "kill:0:33", {**LONG, **TCP}, "some", NAMES[2]),
     "dies in a step, silently": (2, "kill:0:33", {**LONG, **SOON}, "some", "waited 8 s"),
     "fails in a step": (2, "error:0:33", LONG, "some", NAMES[2]),
     "hangs in a step": (2, "hang:0:33", {**LONG, **SOON}, "some", "waited 8 s"),
@@ -103,7 +103,7 @@ FAULTS = {
 
 # What the others prove as well, of another moment or another transport.
 LONG_FAULTS = {"dies in the validation before step 1", "dies in its last operation", "dies in the first exchange",
-               "dies in the first collectives, over Gloo", "of one worker hangs in the first collectives",
+               "dies in the first collectives, over TCP", "of one worker hangs in the first collectives",
                "of one worker hangs in the validation", "hangs in a step"}
 
 
@@ -156,8 +156,8 @@ def test_a_process_s_own_failure_is_what_all_others_report(tokens, tmp_path):
         assert status == 1 and len(lines) == 1 and f"{NAMES[3]} has stopped: {own}" in lines[0], lines
 
 
-def test_a_process_that_stands_still_between_workers_on_gloo_is_named(tokens, tmp_path):
-    run = Together(tokens, tmp_path / "run", {**LONG, **GLOO, **SOON, "--ranks": 1}, victim=1)
+def test_a_process_that_stands_still_between_workers_on_tcp_is_named(tokens, tmp_path):
+    run = Together(tokens, tmp_path / "run", {**LONG, **TCP, **SOON, "--ranks": 1}, victim=1)
     run.wait_for_step(2)
     run.running[1].send_signal(signal.SIGSTOP)
     [(status, lines)] = run.end().values()

@@ -1,5 +1,5 @@
 """Checkpoints of the CUDA trainer on a CPU (train_gpt_emulated): taken and resumed in mid-exchange, under an
-adversary that delays its streams, over NCCL and Gloo, with the outer state on the device and in the host's
+adversary that delays its streams, over NCCL and TCP, with the outer state on the device and in the host's
 memory."""
 import shutil
 import signal
@@ -51,12 +51,12 @@ def finish(tokens, tmp_path):
 @pytest.mark.parametrize("options,seed", [
     ({"--outer-offload": True}, 1),
     pytest.param({}, 2, marks=pytest.mark.long),
-    pytest.param({"--outer-transport": "gloo"}, 3, marks=pytest.mark.long),
-    pytest.param({"--outer-offload": True, "--outer-transport": "gloo"}, 4, marks=pytest.mark.long),
+    pytest.param({"--outer-transport": "tcp"}, 3, marks=pytest.mark.long),
+    pytest.param({"--outer-offload": True, "--outer-transport": "tcp"}, 4, marks=pytest.mark.long),
     pytest.param({"--overlap": 4}, 5, marks=pytest.mark.long),
     pytest.param({"--overlap": 4, "--outer-offload": True}, 6, marks=pytest.mark.long),
     pytest.param(FEEDBACK, 7, marks=pytest.mark.long),
-    pytest.param({**FEEDBACK, "--outer-transport": "gloo", "--overlap": 4}, 8, marks=pytest.mark.long),
+    pytest.param({**FEEDBACK, "--outer-transport": "tcp", "--overlap": 4}, 8, marks=pytest.mark.long),
 ], ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else str(value))
 def test_a_run_resumes_in_mid_exchange_to_the_same_bits(undisturbed, finish, options, seed):
     same_bits = ("--outer-transport", "--outer-offload")
@@ -70,12 +70,12 @@ def test_a_run_resumes_in_mid_exchange_to_the_same_bits(undisturbed, finish, opt
     compare(resumed.written(), expected)
 
 
-def test_a_checkpoint_over_nccl_resumes_over_gloo_with_outer_state_in_host_memory(undisturbed, finish,
+def test_a_checkpoint_over_nccl_resumes_over_tcp_with_outer_state_in_host_memory(undisturbed, finish,
                                                                                   tmp_path):
     expected = undisturbed({})
     shutil.copytree(expected.folders[0], tmp_path / "run" / "run")
     set_back([tmp_path / "run" / "run"], 6)
-    resumed = finish("run", {"--outer-transport": "gloo", "--outer-offload": True}, 9)
+    resumed = finish("run", {"--outer-transport": "tcp", "--outer-offload": True}, 9)
     assert "resumed after step 6\n" in resumed.stdout()
     compare(resumed.written(), expected)
 

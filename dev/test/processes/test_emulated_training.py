@@ -48,8 +48,8 @@ def test_no_order_of_the_streams_changes_a_bit(train, calm, seed):
     assert run.losses(3) == calm.losses(3)
 
 
-def test_gloo_under_the_gpu_s_stream_gives_nccl_s_bits(train, calm):
-    run = train("gloo", {**SMALL, "--outer-transport": "gloo"}, environment=environment(1), trainer=EMULATED)
+def test_tcp_under_the_gpu_s_stream_gives_nccl_s_bits(train, calm):
+    run = train("tcp", {**SMALL, "--outer-transport": "tcp"}, environment=environment(1), trainer=EMULATED)
     assert run.model() == calm.model()
 
 
@@ -66,7 +66,7 @@ def test_elastic_workers_have_the_bits_of_all_gather(train, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.xdist_group("thread sanitizer's trainers")  # one at a time: a process takes 3 GB
-@pytest.mark.parametrize("transport", ["nccl", "gloo"])
+@pytest.mark.parametrize("transport", ["nccl", "tcp"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_trainer_has_no_race_between_its_streams(train, workers, transport):
     """Thread sanitizer knows the orders that CUDA promises, and no others: what one misses is a race in every process,

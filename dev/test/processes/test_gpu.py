@@ -1,5 +1,5 @@
 """On a GPU (make test-gpu): the kernels, the model against PyTorch's numbers, runs of several processes that share
-the GPU over NCCL and over Gloo, and NVIDIA's compute-sanitizer on both. Without a GPU all of it is skipped."""
+the GPU over NCCL and over TCP, and NVIDIA's compute-sanitizer on both. Without a GPU all of it is skipped."""
 
 import functools
 import os
@@ -102,10 +102,10 @@ def assert_same_bits(runs, workers, ranks):
 
 
 @pytest.mark.parametrize("workers,ranks", [(2, 1), (2, 2), (4, 1)])
-def test_workers_hold_the_same_bits_over_nccl_over_gloo_and_again(train, workers, ranks):
+def test_workers_hold_the_same_bits_over_nccl_over_tcp_and_again(train, workers, ranks):
     options = {**STREAMING, "--workers": workers, "--ranks": ranks}
     runs = {transport: train(transport, {**options, "--outer-transport": transport}, trainer=TRAINER)
-            for transport in ("nccl", "gloo")}
+            for transport in ("nccl", "tcp")}
     runs["again"] = train("again", options, trainer=TRAINER)
     first = runs["nccl"]
     assert_same_bits(runs, workers, ranks)
@@ -120,10 +120,10 @@ ALL_TO_ALL = {**STREAMING, "--outer-exchange": "all_to_all", "--outer-rounding":
 
 
 @pytest.mark.parametrize("workers,ranks", [(3, 1), (4, 1), (3, 2)])
-def test_means_by_all_to_all_have_the_same_bits_over_nccl_over_gloo_and_again(train, workers, ranks):
+def test_means_by_all_to_all_have_the_same_bits_over_nccl_over_tcp_and_again(train, workers, ranks):
     options = {**ALL_TO_ALL, "--workers": workers, "--ranks": ranks}
     runs = {name: train(name, {**options, "--outer-transport": transport}, trainer=TRAINER, seconds=300)
-            for name, transport in (("nccl", "nccl"), ("gloo", "gloo"), ("again", "nccl"))}
+            for name, transport in (("nccl", "nccl"), ("tcp", "tcp"), ("again", "nccl"))}
     first = runs["nccl"]
     assert " by all_to_all, " in first.stdout
     assert_same_bits(runs, workers, ranks)
@@ -197,7 +197,7 @@ def wait_for_steps(folder, process, seconds=90):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("transport", ["nccl", "gloo"])
+@pytest.mark.parametrize("transport", ["nccl", "tcp"])
 def test_a_killed_worker_ends_the_other_with_a_message(start, tmp_path, transport):
     options = {"--workers": 2, "--store": f"file:{tmp_path}/store", "--outer-transport": transport}
     survivor, folder, said = start("survivor", {**options, "--worker": 0})

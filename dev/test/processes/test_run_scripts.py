@@ -234,7 +234,7 @@ def test_a_script_whose_launcher_ends_all_workers_says_so_if_they_are_elastic(
 ):
     ends_all = script.name in ("run_slurm.sbatch", "run_mpi.sh", "run_torchrun.sh")
     environment = environment_of_scripts(tokens, tmp_path / "run")
-    for arguments in (STORE, ["=".join(STORE)], ["--outer-transport", "gloo"], []):
+    for arguments in (STORE, ["=".join(STORE)], ["--outer-transport", "tcp"], []):
         says = run_by_stand_ins(script, environment, says_its_words, *arguments).stderr
         expected = r"warning: \w+ ends all workers .*\n" if ends_all and "store" in str(arguments) else ""
         assert re.fullmatch(expected, says), (arguments, says)

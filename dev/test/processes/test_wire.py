@@ -151,11 +151,11 @@ SEEDED = {"EMULATOR_ASYNCHRONOUS": "1", "EMULATOR_SEED": "1", "OMP_NUM_THREADS":
 
 
 @pytest.mark.parametrize("other", [
-    pytest.param({"--outer-transport": "gloo"}, id="gloo"),
+    pytest.param({"--outer-transport": "tcp"}, id="tcp"),
     # test_emulated_orders.py has a shorter run of these.
     pytest.param({"--outer-transport": "nccl"}, id="nccl", marks=pytest.mark.long),
     pytest.param({"--outer-offload": True}, id="offloaded", marks=pytest.mark.long)])
-def test_means_by_all_to_all_under_emulated_cuda_have_the_same_bits_in_every_order_and_over_gloo(train, other):
+def test_means_by_all_to_all_under_emulated_cuda_have_the_same_bits_in_every_order_and_over_tcp(train, other):
     """NCCL with every call done when it returns; streams that an adversary delays."""
     calm = train("calm", ON_GPUS, trainer=EMULATED)
     assert syncs(calm, 0) == syncs(calm, 1) == syncs(calm, 2) != []
@@ -165,7 +165,7 @@ def test_means_by_all_to_all_under_emulated_cuda_have_the_same_bits_in_every_ord
 
 @pytest.mark.long
 @pytest.mark.xdist_group("thread sanitizer's trainers")  # one at a time: a process takes 3 GB
-@pytest.mark.parametrize("transport", ["nccl", "gloo"])
+@pytest.mark.parametrize("transport", ["nccl", "tcp"])
 def test_all_to_all_has_no_race_between_its_streams(train, transport):
     options = {**ON_GPUS, "--layers": 1, "-x": 4, "-H": 3, "--timeout": 250, "--outer-transport": transport}
     calm = train("calm", options, trainer=EMULATED)

@@ -1,4 +1,4 @@
-"""What make finds and what it says of what is missing; programs that are built without Gloo and hiredis; the
+"""What make finds and what it says of what is missing; programs that are built without hiredis; the
 set-up without a network. Where only make's choices matter, g++ stands in for nvcc."""
 
 import os
@@ -149,7 +149,6 @@ def test_system_folders_are_not_remembered():
 
 
 @pytest.mark.parametrize("name,library,flag", [
-    ("Gloo", "gloo", "-DWITHOUT_GLOO"),
     ("hiredis", "hiredis", "-DWITHOUT_HIREDIS"),
     ("OpenSSL", "ssl", "-DWITHOUT_OPENSSL"),
     ("PCRE2", "pcre2-8", "-DWITHOUT_PCRE2"),
@@ -159,10 +158,6 @@ def test_what_is_not_found_is_left_out_and_said(toolkit, name, library, flag):
     words = compiler_line("train_gpt", *arguments)
     assert flag in words and f"-l{library}" not in words
     assert f"{name}: not found" in make("-n", "-B", "train_gpt", *arguments).stdout
-
-
-def test_the_cpu_s_trainer_needs_gloo():
-    refused(make("dependencies", "HAS_GLOO="), "Gloo is missing", "make setup")
 
 
 # ---- programs without them
@@ -181,15 +176,13 @@ def test_a_build_without_them_reads_none_of_their_headers():
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "train_gpt.cu" in result.stdout and "/CLI/" in result.stdout
-    for name in ("gloo/", "hiredis/", "openssl/", "pcre2", "dnnl"):
+    for name in ("hiredis/", "openssl/", "pcre2", "dnnl"):
         assert name not in result.stdout
 
 
 @pytest.mark.parametrize(
     "options,words",
     [
-        ({**WORKERS, "--outer-transport": "gloo"}, ["--outer-transport gloo is not in this build", "nccl"]),
-        ({**RUN, "--outer-transport": "gloo"}, ["--outer-transport gloo is not in this build", "nccl"]),
         ({**WORKERS, "--worker": 0, "--store": "redis://127.0.0.1:1"}, ["redis:// is not in", "file:DIR"]),
     ],
 )

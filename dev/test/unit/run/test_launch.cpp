@@ -10,7 +10,7 @@
 #include "dev/test/files.h"
 #include "dev/test/launch_environment.h"
 #include "dev/test/processes.h"
-#include "llmc/run/comm_gloo.h"
+#include "llmc/run/comm_tcp.h"
 #include "llmc/run/launch.h"
 
 namespace test_launch {
@@ -19,8 +19,8 @@ namespace test_launch {
 // The program that the launcher tests run: PROGRAM MODE WORKERS RANKS WORKER STORE
 
 static void all_reduce_for_ever(Process& process) {
-    auto inner = make_comm_gloo(process.inner_group());
-    auto outer = make_comm_gloo(process.outer_group());
+    auto inner = make_comm_tcp(process.inner_group());
+    auto outer = make_comm_tcp(process.outer_group());
     Stream stream;
     process.store->set("training/" + std::to_string(process.index()), "");
     while (true) {
@@ -104,8 +104,8 @@ static void run_mode(const std::string& mode, Process& process) {
     }
     if (mode != "finish") { all_reduce_for_ever(process); }
 
-    auto inner = make_comm_gloo(process.inner_group());
-    auto outer = make_comm_gloo(process.outer_group());
+    auto inner = make_comm_tcp(process.inner_group());
+    auto outer = make_comm_tcp(process.outer_group());
     Stream stream;
     float sum = float(process.index());
     inner->all_reduce(&sum, 1, Reduction::sum, stream);
@@ -144,7 +144,7 @@ static int run_alone(const std::string& mode, Process& process) {
         if (act == "meets again" && process.worker == 1 && process.restart == 0 && is_last_rank) {
             raise(SIGKILL);
         }
-        auto inner = make_comm_gloo(process.inner_group());
+        auto inner = make_comm_tcp(process.inner_group());
         Stream stream;
         float sum = float(10 * process.worker + process.rank);
         inner->all_reduce(&sum, 1, Reduction::sum, stream);
@@ -993,7 +993,7 @@ TEST(Meeting, works_over_redis) {
         Process process = member("/", i, 3);
         process.meeting_point = open_store(server.url(), 5);
         process.meet();
-        auto outer = make_comm_gloo(process.outer_group());
+        auto outer = make_comm_tcp(process.outer_group());
         Stream stream(Stream::Kind::communicate);
         float one = 1;
         outer->all_reduce(&one, 1, Reduction::sum, stream);
@@ -1057,7 +1057,7 @@ TEST(Leaving, removes_all_keys_of_the_run) {
         Process process = member(folder.name(), i, 3);
         process.meet();
         process.check_fingerprint({{"--lr", "0.1"}});
-        auto outer = make_comm_gloo(process.outer_group());
+        auto outer = make_comm_tcp(process.outer_group());
         process.leave();
         return std::string();
     });

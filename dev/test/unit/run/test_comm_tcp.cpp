@@ -1,4 +1,4 @@
-// The communicator over Gloo, between real processes: results, bits, byte counts, and who is named when one
+// The communicator over TCP, between real processes: results, bits, byte counts, and who is named when one
 // dies.
 #include <gtest/gtest.h>
 
@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "dev/test/processes.h"
-#include "llmc/run/comm_gloo.h"
+#include "llmc/run/comm_tcp.h"
 
 namespace test_comm {
 
@@ -70,12 +70,12 @@ static std::string check_collectives(Comm& comm, size_t count, Stream::Kind kind
     return std::string(reinterpret_cast<char*>(all.data()), bytes);
 }
 
-TEST(CommGloo, collectives_are_exact_and_the_same_bits_on_all_ranks) {
+TEST(CommTcp, collectives_are_exact_and_the_same_bits_on_all_ranks) {
     for (int size : {1, 2, 3, 4}) {
         TemporaryFolder folder;
         auto processes = start_processes(size, [&](int rank) {
             FileStore store(folder.name());
-            auto comm = make_comm_gloo({store, "test", rank, size, "", 20});
+            auto comm = make_comm_tcp({store, "test", rank, size, "", 20});
             std::string bits;
             for (size_t count : {1, 3, 1000, 4099, 100001}) {
                 bits += check_collectives(*comm, count, Stream::Kind::communicate);
@@ -91,11 +91,11 @@ TEST(CommGloo, collectives_are_exact_and_the_same_bits_on_all_ranks) {
     }
 }
 
-TEST(CommGloo, traffic_of_a_call_is_size_minus_one_times_its_bytes) {
+TEST(CommTcp, traffic_of_a_call_is_size_minus_one_times_its_bytes) {
     TemporaryFolder folder;
     auto processes = start_processes(3, [&](int rank) {
         FileStore store(folder.name());
-        auto comm = make_comm_gloo({store, "test", rank, 3, "", 20});
+        auto comm = make_comm_tcp({store, "test", rank, 3, "", 20});
         Stream stream(Stream::Kind::communicate);
         std::vector<char> own(1234), all(3 * 1234);
         Traffic traffic;
@@ -111,12 +111,12 @@ TEST(CommGloo, traffic_of_a_call_is_size_minus_one_times_its_bytes) {
     expect_all_well(processes);
 }
 
-TEST(CommGloo, calls_in_flight_and_two_communicators_do_not_mix) {
+TEST(CommTcp, calls_in_flight_and_two_communicators_do_not_mix) {
     TemporaryFolder folder;
     auto processes = start_processes(3, [&](int rank) {
         FileStore store(folder.name());
-        auto inner = make_comm_gloo({store, "inner", rank, 3, "", 20});
-        auto outer = make_comm_gloo({store, "outer", 2 - rank, 3, "", 20});
+        auto inner = make_comm_tcp({store, "inner", rank, 3, "", 20});
+        auto outer = make_comm_tcp({store, "outer", 2 - rank, 3, "", 20});
         Stream inner_stream(Stream::Kind::communicate), outer_stream(Stream::Kind::communicate);
         const int calls = 50;
         std::vector<std::vector<float>> sums, gathers;
@@ -144,11 +144,11 @@ TEST(CommGloo, calls_in_flight_and_two_communicators_do_not_mix) {
     expect_all_well(processes);
 }
 
-TEST(CommGloo, hundreds_of_megabytes_pass) {
+TEST(CommTcp, hundreds_of_megabytes_pass) {
     TemporaryFolder folder;
     auto processes = start_processes(2, [&](int rank) {
         FileStore store(folder.name());
-        auto comm = make_comm_gloo({store, "test", rank, 2, "", 60});
+        auto comm = make_comm_tcp({store, "test", rank, 2, "", 60});
         Stream stream(Stream::Kind::communicate);
         const size_t count = 25'000'000;  // 100 MB a part
         std::vector<float> parts(2 * count), sum(count);
@@ -162,11 +162,11 @@ TEST(CommGloo, hundreds_of_megabytes_pass) {
     expect_all_well(processes, 60);
 }
 
-TEST(CommGloo, waiting_uses_no_core) {
+TEST(CommTcp, waiting_uses_no_core) {
     TemporaryFolder folder;
     auto processes = start_processes(2, [&](int rank) {
         FileStore store(folder.name());
-        auto comm = make_comm_gloo({store, "test", rank, 2, "", 20});
+        auto comm = make_comm_tcp({store, "test", rank, 2, "", 20});
         Stream stream(Stream::Kind::communicate);
         if (rank == 1) { std::this_thread::sleep_for(std::chrono::milliseconds(700)); }
         const clock_t before = clock();
@@ -180,11 +180,11 @@ TEST(CommGloo, waiting_uses_no_core) {
 }
 
 // Both processes are stopped for longer than the limit, as ranks are when their machine sleeps.
-TEST(CommGloo, time_for_which_a_process_is_stopped_is_not_its_peers_silence) {
+TEST(CommTcp, time_for_which_a_process_is_stopped_is_not_its_peers_silence) {
     TemporaryFolder folder;
     FileStore store(folder.name());
     auto processes = start_processes(2, [&](int rank) {
-        auto comm = make_comm_gloo({store, "test", rank, 2, "", 2});
+        auto comm = make_comm_tcp({store, "test", rank, 2, "", 2});
         Stream stream(Stream::Kind::communicate);
         store.set("running/" + std::to_string(rank), "1");
         if (rank == 1) { wait_for_value(store, "go on", 20); }
@@ -203,11 +203,11 @@ TEST(CommGloo, time_for_which_a_process_is_stopped_is_not_its_peers_silence) {
 }
 
 // Each process comes 2.5 s after another one, within the limit of 4 s, but the whole call takes longer.
-TEST(CommGloo, an_exchange_that_moves_may_take_longer_than_the_time_limit) {
+TEST(CommTcp, an_exchange_that_moves_may_take_longer_than_the_time_limit) {
     TemporaryFolder folder;
     auto processes = start_processes(3, [&](int rank) {
         FileStore store(folder.name());
-        auto comm = make_comm_gloo({store, "test", rank, 3, "", 4});
+        auto comm = make_comm_tcp({store, "test", rank, 3, "", 4});
         Stream stream(Stream::Kind::communicate);
         if (rank > 0) {
             wait_for_value(store, "begins/" + std::to_string(rank - 1), 20);
@@ -223,26 +223,66 @@ TEST(CommGloo, an_exchange_that_moves_may_take_longer_than_the_time_limit) {
     for (const TestProcess& process : processes) { EXPECT_EQ(process.report, "3"); }
 }
 
-// The message cannot tell whether nothing has arrived, or only a part.
-TEST(CommGloo, of_a_large_exchange_that_does_not_end_the_size_is_told) {
+// What port scanners, health checks and lost processes do to an address on which a member listens.
+static void knock(const MemberAddress& address, int i) {
+    TcpSocket socket = address.open(false);
+    if (!is_ready(socket, POLLOUT, 5000)) { throw std::runtime_error("cannot knock"); }
+    Greeting greeting = {};
+    greeting.rank = 1;
+    std::string words(reinterpret_cast<char*>(&greeting), sizeof greeting);  // the wrong word
+    if (i % 5 == 1) { words = "GET / HTTP/1.1\r\n\r\n"; }                    // part of a greeting
+    if (i % 5 == 2) { words = std::string(100'000, 'x'); }
+    if (i % 5 == 3) {  // the right word, but no member's rank
+        memcpy(&words[0], address.word.data(), address.word.size());
+        words[sizeof greeting.word] = 7;
+    }
+    if (i % 5 > 0) { send(socket, words.data(), words.size(), MSG_NOSIGNAL); }
+    const linger reset = {1, 0};
+    if (i % 2 == 0) { setsockopt(socket, SOL_SOCKET, SO_LINGER, &reset, sizeof reset); }
+}
+
+TEST(CommTcp, a_start_survives_hundreds_of_strangers_that_connect_and_close_or_reset) {
     TemporaryFolder folder;
     FileStore store(folder.name());
-    auto processes = start_processes(2, [&](int rank) {
-        auto comm = make_comm_gloo({store, "test", rank, 2, "", 1, {"worker 0 rank 0", "worker 1 rank 0"}});
-        if (rank == 1) { wait_for_value(store, "end", 20); }
-        std::vector<float> values(20'000'000);
-        Stream stream(Stream::Kind::communicate);
-        try {
-            comm->all_reduce(values.data(), rank == 0 ? values.size() : 0, Reduction::sum, stream, nullptr);
-            stream.synchronize();
-        } catch (const CommError& error) { return std::string(error.what()); }
+    auto processes = start_processes(3, [&](int rank) {
+        if (rank == 2) { wait_for_value(store, "go on", 20); }
+        auto comm = make_comm_tcp({store, "test", rank, 3, "", 20});
+        check_collectives(*comm, 1000, Stream::Kind::communicate);
         return std::string();
     });
-    EXPECT_EQ(processes[0].wait(20), 0);
-    EXPECT_EQ(processes[0].report,
-              "worker 1 rank 0 did not finish an exchange of 80 MB within 1 s (--timeout)");
-    store.set("end", "");
-    EXPECT_EQ(processes[1].wait(20), 0);
+    store.set("test/machine/2", machine_name());  // so that the others listen already
+    std::vector<TcpSocket> silent;
+    for (int rank : {0, 1}) {
+        wait_for_value(store, "test/address/" + std::to_string(rank), 20);
+        const auto address = MemberAddress::parse(*store.try_get("test/address/" + std::to_string(rank)));
+        for (int i = 0; i < 200; i++) { knock(address, i); }
+        for (int i = 0; i < 20; i++) { silent.push_back(address.open(false)); }
+    }
+    store.set("go on", "");
+    expect_all_well(processes);
+}
+
+TEST(CommTcp, a_member_whose_address_is_another_program_s_is_named) {
+    TemporaryFolder folder;
+    FileStore store(folder.name());
+    const Listener other("127.0.0.1");  // answers nothing, like a server that waits for a request
+    store.set("test/machine/0", machine_name());
+    store.set("test/address/0", other.address().text());
+    try {
+        make_comm_tcp({store, "test", 1, 2, "", 0.5, {"worker 0 rank 0", "worker 1 rank 0"}});
+        FAIL() << "accepted";
+    } catch (const CommError& error) {
+        EXPECT_STREQ(error.what(), "worker 0 rank 0 did not connect within 0.5 s (--timeout)");
+    }
+    FileStore second(folder.name() + "/second");
+    second.set("test/machine/0", machine_name());
+    second.set("test/address/0", "nonsense");
+    try {
+        make_comm_tcp({second, "test", 1, 2, "", 5, {"worker 0 rank 0", "worker 1 rank 0"}});
+        FAIL() << "accepted";
+    } catch (const CommError& error) {
+        EXPECT_STREQ(error.what(), "worker 0 rank 0 has no valid address in the store");
+    }
 }
 
 // Three processes call all_reduce until one of them does not come back. Returns the reports of the other two.
@@ -251,16 +291,14 @@ static std::vector<std::string> reports_after(int signal, double timeout, double
     FileStore store(folder.name());
     const std::vector<std::string> members = {"worker 0 rank 0", "worker 1 rank 0", "worker 2 rank 0"};
     auto processes = start_processes(3, [&](int rank) {
-        auto comm = make_comm_gloo({store, "outer.0", rank, 3, "", timeout, members});
+        auto comm = make_comm_tcp({store, "outer.0", rank, 3, "", timeout, members});
         Stream stream(Stream::Kind::communicate);
         for (int call = 0;; call++) {
             float one = 1;
             comm->all_reduce(&one, 1, Reduction::sum, stream, nullptr);
             try {
                 stream.synchronize();
-            } catch (const CommError& error) {
-                return std::to_string(error.peer) + ": " + error.what();
-            }
+            } catch (const CommError& error) { return std::to_string(error.peer) + ": " + error.what(); }
             if (call == 20) { store.set("running/" + std::to_string(rank), "1"); }
             std::this_thread::sleep_for(std::chrono::milliseconds(2));
         }
@@ -277,7 +315,7 @@ static std::vector<std::string> reports_after(int signal, double timeout, double
     return reports;
 }
 
-TEST(CommGloo, a_killed_peer_is_named_by_all_others_at_once) {
+TEST(CommTcp, a_killed_peer_is_named_by_all_others_at_once) {
     double seconds;
     for (const std::string& report : reports_after(SIGKILL, 60, &seconds)) {
         EXPECT_EQ(report, "1: worker 1 rank 0 is gone (its connection was closed)");
@@ -285,7 +323,7 @@ TEST(CommGloo, a_killed_peer_is_named_by_all_others_at_once) {
     EXPECT_LT(seconds, 10);
 }
 
-TEST(CommGloo, a_stopped_peer_is_named_by_all_others_after_the_time_limit) {
+TEST(CommTcp, a_stopped_peer_is_named_by_all_others_after_the_time_limit) {
     double seconds;
     for (const std::string& report : reports_after(SIGSTOP, 1, &seconds)) {
         EXPECT_EQ(report, "1: worker 1 rank 0 has been silent for 1 s (--timeout)");
@@ -294,24 +332,22 @@ TEST(CommGloo, a_stopped_peer_is_named_by_all_others_after_the_time_limit) {
     EXPECT_LT(seconds, 10);
 }
 
-TEST(CommGloo, the_first_death_is_named_even_by_those_not_connected_with_it) {
+TEST(CommTcp, the_first_death_is_named_even_by_those_not_connected_with_it) {
     TemporaryFolder folder;
     FileStore store(folder.name());
     // 0 and 1 share one communicator, 1 and 2 another: 2 only sees that 1 leaves.
     const std::vector<std::string> names = {"worker 0 rank 0", "worker 0 rank 1", "worker 1 rank 1"};
     auto processes = start_processes(3, [&](int i) -> std::string {
         std::unique_ptr<Comm> first, second;
-        if (i < 2) { first = make_comm_gloo({store, "first", i, 2, "", 20, {names[0], names[1]}}); }
-        if (i > 0) { second = make_comm_gloo({store, "second", i - 1, 2, "", 20, {names[1], names[2]}}); }
+        if (i < 2) { first = make_comm_tcp({store, "first", i, 2, "", 20, {names[0], names[1]}}); }
+        if (i > 0) { second = make_comm_tcp({store, "second", i - 1, 2, "", 20, {names[1], names[2]}}); }
         store.set("running/" + std::to_string(i), "1");
         Stream stream;
         float one = 1;
         try {
             if (i == 0) { pause(); }
             (i == 1 ? first : second)->all_reduce(&one, 1, Reduction::sum, stream, nullptr);
-        } catch (const CommError& error) {
-            return std::to_string(error.peer) + ": " + error.what();
-        }
+        } catch (const CommError& error) { return std::to_string(error.peer) + ": " + error.what(); }
         return "no error";
     });
     for (int i = 0; i < 3; i++) { wait_for_value(store, "running/" + std::to_string(i), 20); }
@@ -322,19 +358,17 @@ TEST(CommGloo, the_first_death_is_named_even_by_those_not_connected_with_it) {
     EXPECT_EQ(processes[2].report, "-1: worker 0 rank 0 is gone (its connection was closed)");
 }
 
-TEST(CommGloo, members_out_of_step_are_an_error_and_never_wrong_data) {
+TEST(CommTcp, members_out_of_step_are_an_error_and_never_wrong_data) {
     TemporaryFolder folder;
     auto processes = start_processes(2, [&](int rank) {
         FileStore store(folder.name());
-        auto comm = make_comm_gloo({store, "test", rank, 2, "", 1});
+        auto comm = make_comm_tcp({store, "test", rank, 2, "", 1});
         Stream stream(Stream::Kind::communicate);
         std::vector<float> values(10, 1.0f);
         comm->all_reduce(values.data(), rank == 0 ? 10 : 9, Reduction::sum, stream, nullptr);
         try {
             stream.synchronize();
-        } catch (const CommError&) {
-            return std::string("refused");
-        }
+        } catch (const CommError&) { return std::string("refused"); }
         return std::string("accepted");
     });
     for (auto& process : processes) {
@@ -343,15 +377,13 @@ TEST(CommGloo, members_out_of_step_are_an_error_and_never_wrong_data) {
     }
 }
 
-TEST(CommGloo, an_unknown_interface_is_a_user_error_that_lists_the_known_ones) {
+TEST(CommTcp, an_unknown_interface_is_a_user_error_that_lists_the_known_ones) {
     TemporaryFolder folder;
     auto processes = start_processes(2, [&](int rank) {
         FileStore store(folder.name());
         try {
-            make_comm_gloo({store, "test", rank, 2, "nonsense0", 20});
-        } catch (const UserError& error) {
-            return std::string(error.what());
-        }
+            make_comm_tcp({store, "test", rank, 2, "nonsense0", 20});
+        } catch (const UserError& error) { return std::string(error.what()); }
         return std::string("accepted");
     });
     for (auto& process : processes) {
@@ -363,22 +395,22 @@ TEST(CommGloo, an_unknown_interface_is_a_user_error_that_lists_the_known_ones) {
     }
 }
 
-TEST(CommGloo, a_named_interface_is_used) {
+TEST(CommTcp, a_named_interface_is_used) {
     TemporaryFolder folder;
     auto processes = start_processes(2, [&](int rank) {
         FileStore store(folder.name());
-        auto comm = make_comm_gloo({store, "test", rank, 2, "lo", 20});
+        auto comm = make_comm_tcp({store, "test", rank, 2, "lo", 20});
         check_collectives(*comm, 11, Stream::Kind::communicate);
         return std::string();
     });
     expect_all_well(processes);
 }
 
-TEST(CommGloo, a_member_that_does_not_come_is_named_after_the_time_limit) {
+TEST(CommTcp, a_member_that_does_not_come_is_named_after_the_time_limit) {
     TemporaryFolder folder;
     FileStore store(folder.name());
     try {
-        make_comm_gloo({store, "outer.0", 0, 2, "", 0.3, {"worker 0 rank 0", "worker 1 rank 0"}});
+        make_comm_tcp({store, "outer.0", 0, 2, "", 0.3, {"worker 0 rank 0", "worker 1 rank 0"}});
         FAIL() << "accepted";
     } catch (const CommError& error) {
         EXPECT_EQ(error.peer, 1);
