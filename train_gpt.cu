@@ -829,20 +829,16 @@ inline void begin_training(Run& run) {
 inline bool train_to_the_end(Run& run) {
     Session& session = run.session;
     begin_training(run);
-    if (run.has_left()) { return session.left_while_waiting(); }
+    if (run.has_left()) { return session.left_while_waiting(run.outer->gave_up()); }
     if (!run.is_over()) { training_loop(run); }
     if (run.is_over()) { return session.ended_without_this_worker(); }
-    if (run.checkpoints) {
-        const Watchdog::Watch watch(session.watchdog, "the end");
-        run.checkpoints->finish();
-    }
-    {  // a process that ended while its device takes part in a collective would leave its peers hanging
-        const Watchdog::Watch watch(session.watchdog, "the last collectives");
-        wait_for_parameters(*run.worker);
-        run.main.synchronize();
-    }
+    const Watchdog::Watch watch(session.watchdog, "the end");
+    if (run.checkpoints) { run.checkpoints->finish(); }
+    wait_for_parameters(*run.worker);  // a process that left amid a collective would leave its peers hanging
+    run.main.synchronize();
     const long steps = run.inputs.steps;
-    if (run.step < steps || run.has_left()) { return session.stopped_after(run.step, steps); }
+    const std::string gave_up = run.outer ? run.outer->gave_up() : "";
+    if (run.step < steps || run.has_left()) { return session.stopped_after(run.step, steps, gave_up); }
     return session.completed(steps, run.worker->traffic, run.outer ? run.outer->costs() : OuterCosts());
 }
 
@@ -893,9 +889,10 @@ inline std::unique_ptr<OuterLoop> make_outer_loop(Run& run) {
     };
     auto use_device = [&session] { device::use_in_this_thread(session.device); };
     auto open_store = [&o, &process] { return open_log_store(process.store_url, o.run_name, o.timeout); };
+    const SyncLogOptions of_log = {o.elastic, process.rank, o.workers,
+                                   o.diloco.overlap, run.inputs.steps, o.timeout, o.save_every > 0};
     return std::make_unique<ElasticDiloco>(
-        o.diloco, SyncLogOptions{o.elastic, process.rank, o.workers, o.diloco.overlap, o.save_every > 0},
-        process.worker, run.fragments, run.inputs.layout, *session.inner, run.inner_stream,
+        o.diloco, of_log, process.worker, run.fragments, run.inputs.layout, *session.inner, run.inner_stream,
         LogStart{random_hex(16), run.agreed_options, "", {}, false}, open_store,
         ElasticCallbacks{while_waiting, refuse, use_device},
         InnerMoments{run.worker->m, run.worker->v, &run.worker->adamw_updates});

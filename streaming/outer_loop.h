@@ -31,8 +31,8 @@ struct OuterEvent {
 struct Outcome {
     enum Course {
         continues,
-        left,  // a request to stop ended a wait for other workers; a run that is resumed from a snapshot of
-               // this moment applies what is due
+        left,  // a request to stop, or a time limit, ended a wait for others; a run that is resumed from a
+               // snapshot of this moment applies what is due
         over   // the other workers have reached the end of the run: there is nothing left to do here
     };
     long step = 0;                       // the next step is the one after it; it may be later than the call's
@@ -95,6 +95,9 @@ public:
 
     // After begin(): a warning about settings of the store that endanger the run, or "".
     virtual std::string warning() const { return ""; }
+
+    // Why it ended a wait that nobody had asked it to end (Outcome::left), or "".
+    virtual std::string gave_up() const { return ""; }
 
     virtual OuterCosts costs() const { return {}; }
 };

@@ -78,19 +78,21 @@ inline const CLI::Validator from_0_below_1 =
     number("at least 0 and less than 1", [](double x) { return x >= 0 && x < 1; });
 inline const CLI::Validator zero_or_one = CLI::IsMember({0, 1});
 
-// Accepts the integers that Value can hold, in a long at most 10^12, so that sums and products of steps do not
-// overflow. CLI11 alone would take -1 for a large number in an unsigned field, and clamp what has more than 64 bits.
+// Accepts the integers that Value can hold, in a long at most 10^12, so that sums and products of steps do
+// not overflow. CLI11 alone would take -1 for a large number in an unsigned field, and clamp numbers of more
+// than 64 bits.
 template <class Value>
 CLI::Validator integer() {
-    const Value most = std::is_same_v<Value, long> ? Value(1'000'000'000'000) : std::numeric_limits<Value>::max();
+    const bool is_long = std::is_same_v<Value, long>;
+    const Value most = is_long ? Value(1'000'000'000'000) : std::numeric_limits<Value>::max();
     const Value least = std::is_unsigned_v<Value> ? Value(0) : Value(-most);
     return CLI::Validator(
         [most, least](std::string& text) {
             Value value = 0;
             std::from_chars(text.data(), text.data() + text.size(), value);
             const bool is_good = text == std::to_string(value) && least <= value && value <= most;
-            return is_good ? "" : "'" + text + "' is not an integer from " + std::to_string(least) + " to " +
-                                      std::to_string(most);
+            const std::string range = std::to_string(least) + " to " + std::to_string(most);
+            return is_good ? "" : "'" + text + "' is not an integer from " + range;
         },
         "");
 }

@@ -174,7 +174,9 @@ struct Session {
     }
 
     // These report how the training ended.   return whether the run is complete
-    bool left_while_waiting() {
+    // gave_up: why the run ends that nobody has asked to end, or "". Then it is an error.
+    bool left_while_waiting(const std::string& gave_up) {
+        check_given_up(gave_up);
         report.say(
             "stopped by request while it waited for other workers: -y 1 resumes from the last checkpoint");
         return false;
@@ -183,7 +185,8 @@ struct Session {
         report.say("the other workers have reached the end of this run: give a new one another --run-name");
         return true;
     }
-    bool stopped_after(long step, long steps) {
+    bool stopped_after(long step, long steps, const std::string& gave_up) {
+        check_given_up(gave_up);
         report.say(format("stopped by request after step %ld of %ld: -y 1 resumes there", step, steps));
         return false;
     }
@@ -191,5 +194,10 @@ struct Session {
         report.end({steps, totals.train_seconds, inner.bytes_sent, totals.outer.bytes_sent,
                     totals.waited_seconds, costs.turns, costs.threads});
         return true;
+    }
+
+private:
+    static void check_given_up(const std::string& why) {
+        if (!why.empty()) { throw RunError(why + ": -y 1 resumes from the last checkpoint", absent_status); }
     }
 };

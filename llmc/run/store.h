@@ -86,7 +86,7 @@ inline std::string random_hex(int bytes) {
 }
 
 // During its life this thread, and threads that it starts, get an error instead of a SIGPIPE when they write
-// to a connection that the other side has closed. Otherwise hiredis and OpenSSL would end the process silently.
+// to a connection that the other side has closed. Otherwise hiredis and OpenSSL would end the process.
 class NoSigpipe {
 public:
     NoSigpipe() {

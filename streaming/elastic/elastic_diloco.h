@@ -32,6 +32,7 @@
 
 #include "llmc/clock.h"
 #include "llmc/comm.h"
+#include "llmc/run/store.h"
 #include "streaming/elastic/options.h"
 #include "streaming/elastic/elastic_snapshot.h"
 #include "streaming/exchange.h"
@@ -131,6 +132,8 @@ public:
     }
 
     void request_stop() override {}  // each worker stops by itself
+
+    std::string gave_up() const override { return given_up; }
 
     ElasticSnapshot& snapshot() override {
         if (!taken) {
@@ -254,7 +257,23 @@ private:
     void wait() {
         log->wait(longest_wait);
         note_events();
-        if (!report_events()) { leaves = true; }
+        note_helplessness();
+        if (!report_events() || !given_up.empty()) { leaves = true; }
+    }
+
+    // Gives up a wait for a store that does not answer, or for a snapshot that nobody can give, after the
+    // time limit.
+    void note_helplessness() {
+        const std::string reason = log->helpless();
+        if (reason.empty()) { return helpless.reset(); }
+        if (!helpless) { helpless.emplace(log_options.timeout); }
+        helpless->has_waited(longest_wait);
+        const std::string limit = format("%g s (--timeout)", log_options.timeout);
+        if (helpless->is_over()) { given_up = reason + " for " + limit; }
+        const double silent = std::min(10.0, log_options.timeout / 2);
+        if (std::exchange(is_warned, helpless->waited() >= silent) || !is_warned) { return; }
+        told.push_back({name_of(LogEventKind::too_few), std::nullopt, worker,
+                        "waits: " + reason + "; it writes a checkpoint and ends after " + limit, false});
     }
 
     // What all ranks of this worker do: stop if any must, else wait, else jump (the farthest), else go on.
@@ -587,6 +606,9 @@ private:
     Buffer<float> weights;                 // (workers), if they are by tokens
     Buffer<double> partial, sums;          // of the sums of rows
     HostBuffer<double> host_sums;
+    std::optional<Patience> helpless;  // since when nobody can help
+    bool is_warned = false;
+    std::string given_up;
     bool leaves = false, all_leave = false;  // this rank ended the wait; all ranks of the worker did
     HostBuffer<int64_t> own_turn, turns;     // (3), (ranks, 3): kind, step, leaves
     Buffer<int64_t> sent_turn, all_turns;    // the same

@@ -72,6 +72,14 @@ public:
     bool is_refused() const { return !run_fingerprint.empty(); }
     const std::string& theirs() const { return run_fingerprint; }  // the run's, that it was refused for
     bool is_running() const { return phase == Phase::running; }
+    // What a wait would be for that may never end: "" if nothing. The store, or a giver of a snapshot.
+    std::string helpless() const {
+        if (is_cut_off) {
+            return "the store does not answer" + (trouble.empty() ? "" : " (" + trouble + ")");
+        }
+        const bool is_alone = phase == Phase::behind && alone_since >= 0;
+        return is_alone ? "nobody who is alive can give the snapshot that this worker needs" : "";
+    }
     std::vector<LogEvent> events() { return std::exchange(told, {}); }
 
 private:
@@ -206,13 +214,14 @@ private:
     static double judged_since(const Slot& slot);
     void tell_of_few(Slot& slot, const LogLines& lines, double asked);
     void write_entry(long sync, const LogEntry& entry);
+    void take_entry(Slot& slot, const std::string& text);
+    void refuse(const std::string& folder, const std::string& name, const std::string& text);
     void look_at_generation();
     void confirm(Slot& slot);
     void diverge(const Slot& slot);
     void diverge();
     void fetch_payloads(Slot& slot);
     void take_chunk(Slot& slot, size_t i, const StoreAnswer& answer);
-    void check_payload(const Slot& slot, size_t i);
     void take_own_payload(Slot& slot);
 
     // Looking around: which workers are alive, which need a snapshot (sync_log_snapshots.h)
@@ -279,7 +288,8 @@ private:
     double asked_at = 0;
     bool asks_beats = false, asks_generation = false;  // after what some fragment asks
     bool is_payloads_turn = false;
-    bool is_cut_off = false;  // its last answer was lost
+    bool is_cut_off = false;  // its last answer was lost, for this reason
+    std::string trouble;
     double cut_off_since = 0;
     double retry_at = 0;
     std::vector<Asked> chores;

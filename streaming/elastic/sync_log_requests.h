@@ -100,6 +100,7 @@ inline void SyncLog::lose_store(const std::string& trouble, double now) {
                                           (trouble.empty() ? "" : ": " + trouble));
         cut_off_since = asked_at;
     }
+    this->trouble = trouble;
     retry_at = now + options.retry;
     // A store that comes back may have lost its newest data. An entry must not stand on lost lines: their
     // senders would find the entry and not send again.

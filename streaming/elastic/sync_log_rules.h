@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <map>
+#include <set>
 #include <string>
 
 #include "streaming/elastic/log_store.h"
@@ -48,7 +49,25 @@ public:
     virtual StoreRequest::Kind entry_is_written_by() const { return StoreRequest::put_if_absent; }
 
     // ... and a worker that proposed another one uses the winner.
-    virtual LogEntry decided(const LogEntry&, const LogEntry& winner) const { return winner; }
+    virtual std::string decided(const std::string&, const std::string& winner) const { return winner; }
+
+    // An entry that no worker of the run can have written is damaged or forged, and nobody acts on it.
+    virtual bool is_possible(const LogEntry& entry, int workers, int min_workers) const {
+        std::set<int> named;
+        const auto is_new = [&](int worker) {
+            return 0 <= worker && worker < workers && named.insert(worker).second;
+        };
+        for (const Contributor& one : entry.contributors) {
+            if (!is_new(one.who.worker) || one.bytes == 0 || one.tokens == 0) { return false; }
+        }
+        return std::all_of(entry.abstained.begin(), entry.abstained.end(), is_new) &&
+               int(named.size()) >= min_workers;
+    }
+
+    // Is `name` that of a start of one of the run's workers?
+    virtual bool is_start(const Incarnation& who, const std::string& name, int workers) const {
+        return who.text() == name && 0 <= who.worker && who.worker < workers && who.number > 0;
+    }
 
     // A worker need not read what it sent itself, but an earlier start of it may have sent something else.
     virtual bool is_own_payload(const Incarnation& who, const Incarnation& me) const { return who == me; }

@@ -119,6 +119,10 @@ inline void SyncLog::see(const std::map<std::string, std::string>& listing, doub
     for (const auto& [name, text] : listing) {
         const int worker = std::atoi(name.c_str());
         const LogBeat beat = LogBeat::parse(text);
+        if (worker < 0 || worker >= options.workers ||
+            beat.newest > schedule.first_after(options.last_step)) {
+            return refuse("beat", name, text);
+        }
         note_open(beat.newest);
         if (worker != me.worker) { others_newest = std::max(others_newest, beat.newest); }
         if (worker == me.worker && beat.incarnation > me.number) {

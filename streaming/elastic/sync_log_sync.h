@@ -103,7 +103,7 @@ inline void SyncLog::look(Slot& slot, bool has_line) {
             const bool is_awaited = slot->due_since >= 0;  // by the trainer
             slot->look_at = now + (is_awaited ? options.poll / 10 : options.poll);
             if (answer.found) {
-                slot->entry = LogEntry::parse(answer.value);
+                take_entry(*slot, answer.value);
             } else if (must_be_there) {
                 fall_behind(format("finds the entry of sync %ld gone", sync));
             }
@@ -120,7 +120,13 @@ inline void SyncLog::look(Slot& slot, bool has_line) {
                 return;
             }
             slot->lines.emplace();
-            for (const auto& [who, text] : answer.listing) { (*slot->lines)[who] = LogLine::parse(text); }
+            for (const auto& [who, text] : answer.listing) {
+                const LogLine line = LogLine::parse(text);
+                if (!rules.is_start(Incarnation::parse(who), who, options.workers) || line.text() != text) {
+                    return refuse("sent/" + std::to_string(sync), who, text);
+                }
+                (*slot->lines)[who] = line;
+            }
         });
 }
 
@@ -182,9 +188,23 @@ inline void SyncLog::write_entry(long sync, const LogEntry& entry) {
     asks_generation = true;
     ask({rules.entry_is_written_by(), key("entry"), std::to_string(sync), entry.text()},
         [this, sync, entry](const StoreAnswer& answer, double) {
-            const LogEntry decided = rules.decided(entry, LogEntry::parse(answer.value));
-            if (Slot* slot = find(sync)) { slot->entry = decided; }
+            if (Slot* slot = find(sync)) { take_entry(*slot, rules.decided(entry.text(), answer.value)); }
         });
+}
+
+inline void SyncLog::take_entry(Slot& slot, const std::string& text) {
+    const LogEntry entry = LogEntry::parse(text);
+    const bool is_whole = entry.text() == text;
+    if (!is_whole || !rules.is_possible(entry, options.workers, options.elastic.min_workers)) {
+        return refuse("entry", std::to_string(slot.sync), text);
+    }
+    slot.entry = entry;
+}
+
+// No worker of this run can have written that record.
+inline void SyncLog::refuse(const std::string& folder, const std::string& name, const std::string& text) {
+    stop("the store holds a damaged or forged record, " + key(folder) + " " + name + ": \"" +
+         text.substr(0, 200) + "\"");
 }
 
 inline void SyncLog::look_at_generation() {
@@ -241,27 +261,34 @@ inline void SyncLog::fetch_payloads(Slot& slot) {
     }
 }
 
+// A damaged payload is as good as none: a snapshot from a worker that has another copy of it replaces it.
 inline void SyncLog::take_chunk(Slot& slot, size_t i, const StoreAnswer& answer) {
     if (phase != Phase::running) { return; }
     if (!answer.found) { return fall_behind(format("finds a payload of sync %ld gone", slot.sync)); }
+    const Contributor& one = slot.entry->contributors[i];
+    const size_t at = slot.payloads[i].size(), bytes = std::min(options.chunk, one.bytes - at);
+    const std::string name = folder("payload", slot.sync) + " " + chunk_name(one.who, at / options.chunk);
+    if (answer.value.size() != bytes) {
+        return fall_behind(
+            format("finds %s damaged (%zu bytes in place of %zu)", name.c_str(), answer.value.size(), bytes));
+    }
     slot.payloads[i] += answer.value;
     slot.bytes_read += answer.value.size();
-    if (slot.has_payload(i)) { check_payload(slot, i); }
+    if (slot.has_payload(i) && digest_of(slot.payloads[i]) != one.digest) {
+        fall_behind(format("finds %s damaged (its digest is another one)", name.c_str()));
+    }
 }
 
-inline void SyncLog::check_payload(const Slot& slot, size_t i) {
-    const Contributor& one = slot.entry->contributors[i];
-    if (digest_of(slot.payloads[i]) == one.digest) { return; }
-    stop(format("the payload of worker %d for sync %ld is damaged", one.who.worker, slot.sync));
-}
-
-// What this start sent itself it need not read.
+// What this start sent itself it need not read. It knows what the entry must say of it.
 inline void SyncLog::take_own_payload(Slot& slot) {
     for (size_t i = 0; i < slot.payloads.size(); i++) {
         if (!rules.is_own_payload(slot.entry->contributors[i].who, me)) { continue; }
         const LogShard::Encoded* encoded = shard.encoded(slot.sync);
         if (encoded == nullptr) { continue; }
+        const Contributor& one = slot.entry->contributors[i];
+        if (one.bytes != encoded->payload.size() || one.digest != digest_of(encoded->payload)) {
+            return refuse("entry", std::to_string(slot.sync), slot.entry->text());
+        }
         slot.payloads[i] = encoded->payload;
-        check_payload(slot, i);
     }
 }

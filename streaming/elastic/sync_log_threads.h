@@ -116,6 +116,7 @@ public:
     std::vector<long> positions() const { return locked([&] { return log.positions(); }); }
     std::string generation() const { return locked([&] { return log.current_generation(); }); }
     Incarnation incarnation() const { return locked([&] { return log.incarnation(); }); }
+    std::string helpless() const { return locked([&] { return log.helpless(); }); }
     std::string why_stopped() const { return locked([&] { return log.why_stopped(); }); }
     bool is_over() const { return locked([&] { return log.is_over(); }); }
     bool is_replaced() const { return locked([&] { return log.is_replaced(); }); }

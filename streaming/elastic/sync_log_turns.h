@@ -49,8 +49,8 @@ inline LogTurn SyncLog::take_turn(long step, double now) {
     if (phase == Phase::behind && snapshot.is_whole) { load_snapshot(); }
     if (phase == Phase::stopped) { return {LogTurn::stop}; }
     if (phase != Phase::running) { return {LogTurn::wait}; }
-    if (lacks_snapshot() && !write_snapshot(now)) { return {LogTurn::stop}; }
     for (int p = ready(); p >= 0; p = ready()) { apply(slots[size_t(p)]); }
+    if (lacks_snapshot() && !write_snapshot(now)) { return {LogTurn::stop}; }
     if (is_far_behind()) { return jump(); }
     take_part();
     bool waits = false;

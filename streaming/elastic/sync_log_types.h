@@ -18,10 +18,12 @@ struct SyncLogOptions {
     ElasticOptions elastic;           // with min_workers and max_lag as numbers, not their defaults
     int shard = 0;                    // this process's rank in its worker
     int workers = 2;
-    long overlap = 1;                 // tau
-    bool checkpoints = true;          // payloads are kept until two workers' checkpoints have passed them
-    size_t chunk = 64 << 20;          // bytes of a payload in one value
-    size_t snapshot_chunk = 4 << 20;  // of a snapshot: other requests wait for one such chunk at most
+    long overlap = 1;                    // tau
+    long last_step = 1'000'000'000'000;  // of the run
+    double timeout = 600;                // seconds that a worker waits for a store that does not answer
+    bool checkpoints = true;             // payloads are kept until two workers' checkpoints have passed them
+    size_t chunk = 64 << 20;             // bytes of a payload in one value
+    size_t snapshot_chunk = 4 << 20;     // of a snapshot: other requests wait for one such chunk at most
     // Seconds:
     double expiry = 5;                // a worker is dead if two looks so far apart find the same beat
     double poll = 0.1;                // between two looks at what has not happened yet

@@ -30,7 +30,7 @@ RUN = {"--workers": 3, "--min-workers": 2, "--outer-transport": "store", "--grac
 LAST_SYNC = 23
 # Of those that are asked to stop. Without the checkpoints that nobody needs.
 ENDLESS = {"-x": 10**6, "-n": 100}
-HANG = 300  # seconds
+HANG = 30  # seconds
 
 
 def wait_until(condition, what, seconds=HANG):
@@ -694,6 +694,62 @@ def test_a_server_that_comes_back_empty_ends_the_run_with_a_clear_line(workers):
         assert worker.status() == 1, worker.output()
         errors = [line for line in worker.output().splitlines() if line.startswith("error: ")]
         assert len(errors) == 1 and "the store has lost the run" in errors[0], worker.output()
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Waits that might never end
+
+def gave_up(worker, *words):
+    """It has said what it waits for, and has ended with status 75."""
+    assert worker.status() == 75, worker.output()
+    (error,) = [line for line in worker.output().splitlines() if line.startswith("error: ")]
+    said = [row["text"] for row in worker.happened("too_few")]
+    for word in words:
+        assert word in error and any(word in text for text in said), (error, said)
+    return True
+
+
+@pytest.mark.parametrize("blow", ["gone", "another_type"])
+def test_a_store_that_serves_no_more_is_waited_for_until_timeout_and_no_step_is_lost(workers, blow):
+    run = workers(**ENDLESS, **{"--timeout": 4}).start()
+    run.wait_until_counted(0)
+    (beats,) = run.server.ask("KEYS", "*/0/beat")
+    if blow == "gone":
+        run.server.kill()
+    else:
+        run.server.ask("SET", beats, "not a hash")
+    for worker in run.all:
+        why = "onnection" if blow == "gone" else "WRONGTYPE"
+        assert gave_up(worker, "the store does not answer", why, "4 s (--timeout)")
+        assert (worker.folder / f"worker_{worker.number}" / f"DONE_{worker.step():08d}").exists()
+    if blow == "gone":
+        run.server.start()
+    else:
+        run.server.ask("DEL", beats)
+    steps = [worker.step() for worker in run.all]
+    for worker in run.all:
+        worker.start(True)
+    run.wait_until_counted(0)
+    run.stop_well()
+    assert [worker.lines("resume")[0]["step"] for worker in run.all] == steps
+
+
+def test_a_start_gives_up_a_store_that_holds_something_else_under_its_key(workers):
+    run = workers(**{"--timeout": 4, "--run-name": "taken"})
+    run.server.ask("SET", "taken/log/run", "not a hash")
+    run.start(0)
+    assert run[0].status() in (2, 75) and "WRONGTYPE" in run[0].output(), run[0].output()
+
+
+def test_a_newcomer_that_finds_nobody_who_could_give_it_a_snapshot_gives_up(workers):
+    run = workers(**ENDLESS, **{"--timeout": 4}).start()
+    run.wait_until_counted(0)
+    for worker in run.all:
+        worker.kill()
+    for key in run.server.ask("KEYS", "*/0/payload/*"):
+        run.server.ask("DEL", key)
+    run[0].start()
+    assert gave_up(run[0], "nobody who is alive can give the snapshot")
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -153,26 +153,26 @@ def test_the_trainers_exchanges_take_the_time_that_they_take_event_by_event(seed
                  for _ in range(dice.randint(1, 4))]
     link = Link(dice.choice([800, 8000, 80000]), dice.choice([0, 0.1, 1]), slow_start_after_idle=False)
     ends = streaming_step_ends(1.0, inner_steps, overlap, exchanges,
-                               lambda count: link.rtt_seconds + count / link.bytes_per_second,
+                               lambda count: link.rtt_seconds / 2 + count / link.bytes_per_second,
                                200 * inner_steps)
     slow = (ends[-1] - ends[100 * inner_steps - 1]) / 100
     assert streaming_utilization(1.0, inner_steps, overlap, exchanges, Calls(link)) == pytest.approx(
         inner_steps / slow, rel=1e-6)
 
 
-def test_a_call_takes_a_round_trip_and_more_where_tcp_opens_its_window_anew():
+def test_a_call_takes_half_a_round_trip_and_more_where_tcp_opens_its_window_anew():
     link = Link(1e12, 0.1, mtu=1052)
     window = 10 * 1000
     calls = Calls(link)
-    assert calls.call(5, window) == pytest.approx(5.1, abs=1e-4)
-    assert calls.call(5, 1) == pytest.approx(5.2, abs=1e-4)  # behind the one before
-    assert calls.call(9, 7 * window) == pytest.approx(9.3, abs=1e-4)  # idle before: 1 + 2 + 4 windows
-    assert calls.call(9.3, 8 * window) == pytest.approx(9.5, abs=1e-4)  # not idle: 4 windows, then 8
+    assert calls.call(5, window) == pytest.approx(5.05, abs=1e-4)
+    assert calls.call(5, 1) == pytest.approx(5.1, abs=1e-4)  # behind the one before
+    assert calls.call(9, 7 * window) == pytest.approx(9.25, abs=1e-4)  # idle before: 1 + 2 + 4 windows
+    assert calls.call(9.3, 8 * window) == pytest.approx(9.45, abs=1e-4)  # not idle: 4 windows, then 8
     slow = Calls(Link(8 * 1052, 0.1, mtu=1052))  # holds less than a window in a round trip
-    assert slow.call(0, 50 * window) == pytest.approx(500.1)
+    assert slow.call(0, 50 * window) == pytest.approx(500.05)
     open_window = Calls(replace(link, slow_start_after_idle=False))
     open_window.window.bytes = 1e12
-    assert open_window.call(9, 7 * window) == pytest.approx(9.1, abs=1e-4)
+    assert open_window.call(9, 7 * window) == pytest.approx(9.05, abs=1e-4)
 
 
 def test_a_sync_through_a_store_takes_its_round_trips_and_its_workers_share_the_stores_link():
@@ -212,7 +212,7 @@ def test_data_parallel_waits_for_its_gradients_and_hides_what_it_can_under_backw
     slow = 1e4
     assert share(slow) == pytest.approx(slow * 1448 / 1500 / 8 / sent, rel=0.02)  # the link is all there is
     assert share(1e12) > 0.999
-    assert 1 / share(1e12, 0.1) == pytest.approx(1 + 0.1 * (5 + 1 + 5) - 0.1 * (3 + 4) , abs=0.2)
+    assert 1 / share(1e12, 0.1) == pytest.approx(1 + 0.05 * (5 + 1 + 5) - 0.05 * (3 + 4) , abs=0.2)
     for rate in (1e6, 1e7, 1e8):
         assert share(rate) < share(3 * rate) and share(rate, 0.05) < share(rate)
         alone = 1 / (1 + sent / (rate * 1448 / 1500 / 8))

@@ -57,6 +57,11 @@ public:
 
     void empty() { folders.clear(); }
 
+    // What no worker does: a value is damaged, or forged.
+    void forge(const std::string& folder, const std::string& name, const std::string& value) {
+        folders[folder][name] = value;
+    }
+
     bool has(const std::string& folder) const { return folders.count(folder) != 0; }
     std::string generation() { return folders.count("run") ? folders["run"]["generation"] : ""; }
 

@@ -452,6 +452,107 @@ struct Senders {
     double now = 0;
 };
 
+// A chunk of a payload that is there, but not all of it, is asked for once.
+TEST(SyncLog, a_damaged_payload_is_named_once_and_replaced_by_a_snapshot) {
+    for (const std::string& damaged : {std::string(), std::string("x"), std::string(100'000, 'x')}) {
+        Senders senders(2);
+        senders.train_until_they_send();
+        Driven &one = *senders.workers[0], &other = *senders.workers[1];
+        const std::string run = one.log.current_generation() + "/0/";
+        EXPECT_TRUE(one.go_there_and_back(senders.now));
+        ASSERT_EQ(senders.store.in(run + "payload/0").count("0.1.0"), 1u);
+        senders.store.forge(run + "payload/0", "0.1.0", damaged);
+        std::vector<std::string> told;
+        bool has_snapshot = false;
+        for (int round = 0; round < 2000 && !has_snapshot; round++) {
+            for (const auto& worker : senders.workers) { worker->log.turn(Senders::H + 1, senders.now); }
+            senders.settle();
+            for (const LogEvent& event : other.log.events()) {
+                if (event.kind == LogEventKind::needs_snapshot) { told.push_back(event.text); }
+                has_snapshot |= event.kind == LogEventKind::takes_snapshot;
+            }
+        }
+        EXPECT_TRUE(has_snapshot);
+        ASSERT_EQ(told.size(), 1u) << told[0] << "; " << told.back();
+        const std::string bytes = format("damaged (%zu bytes in place of ", damaged.size());
+        EXPECT_NE(told[0].find("payload/0 0.1.0 " + bytes), std::string::npos) << told[0];
+        EXPECT_EQ(one.log.why_stopped() + other.log.why_stopped(), "");
+    }
+}
+
+// Returns why worker 0 of two stops that finds `entry` decided, after both have sent.
+static std::string refusal_of(const std::function<std::string(LogEntry)>& forge) {
+    Senders senders(2);
+    senders.train_until_they_send();
+    Driven& one = *senders.workers[0];
+    const std::string run = one.log.current_generation() + "/0/";
+    for (const auto& worker : senders.workers) { EXPECT_TRUE(worker->go_there_and_back(senders.now)); }
+    LogEntry entry;
+    entry.hash = one.shard.hash(0);
+    entry.decider = {1, 1};
+    for (const auto& [who, text] : senders.store.in(run + "sent/0")) {
+        const LogLine line = LogLine::parse(text);
+        entry.contributors.push_back({Incarnation::parse(who), line.bytes, line.digest, line.tokens});
+    }
+    EXPECT_EQ(entry.contributors.size(), 2u);
+    senders.store.forge(run + "entry", "0", forge(entry));
+    senders.settle();
+    const LogTurn turn = one.log.turn(Senders::H + 1, senders.now);
+    EXPECT_EQ(turn.kind == LogTurn::stop, !one.log.why_stopped().empty());
+    return one.log.why_stopped();
+}
+
+TEST(SyncLog, an_entry_that_no_worker_can_have_written_is_refused_and_named) {
+    using Forgery = std::function<void(LogEntry&)>;
+    const std::vector<std::pair<const char*, Forgery>> forgeries = {
+        {"too few workers", [](LogEntry& e) { e.contributors.pop_back(); }},
+        {"nobody", [](LogEntry& e) { e.contributors.clear(); }},
+        {"a worker that is not of the run", [](LogEntry& e) { e.contributors[1].who.worker = 7; }},
+        {"a negative worker", [](LogEntry& e) { e.contributors[1].who.worker = -1; }},
+        {"a worker twice", [](LogEntry& e) { e.contributors[1] = e.contributors[0]; }},
+        {"a worker that abstained, too", [](LogEntry& e) { e.abstained = {1}; }},
+        {"a payload without bytes", [](LogEntry& e) { e.contributors[1].bytes = 0; }},
+        {"a payload without tokens", [](LogEntry& e) { e.contributors[1].tokens = 0; }},
+        {"another size of this worker's payload", [](LogEntry& e) { e.contributors[0].bytes++; }},
+        {"another digest of this worker's payload", [](LogEntry& e) { e.contributors[0].digest++; }},
+    };
+    for (const auto& [what, change] : forgeries) {
+        const std::string why = refusal_of([&, change = change](LogEntry entry) {
+            change(entry);
+            return entry.text();
+        });
+        EXPECT_EQ(why.rfind("the store holds a damaged or forged record, ", 0), 0u) << what << ": " << why;
+        EXPECT_NE(why.find("/0/entry 0: "), std::string::npos) << what << ": " << why;
+    }
+    for (const char* text : {"", "nonsense", "-1", "1 1.1 99999999999"}) {
+        EXPECT_NE(refusal_of([&](const LogEntry&) { return text; }), "") << text;
+    }
+    EXPECT_NE(refusal_of([&](const LogEntry& entry) { return entry.text() + " 5"; }), "");
+    EXPECT_EQ(refusal_of([&](const LogEntry& entry) { return entry.text(); }), "");
+}
+
+TEST(SyncLog, lines_and_beats_that_no_worker_can_have_written_are_refused_and_named) {
+    const std::vector<std::vector<std::string>> forgeries = {
+        {"sent/0", "7.1", "1 1 1 1"}, {"sent/0", "1.x", "1 1 1 1"},  {"sent/0", "0.1", "half of a li"},
+        {"beat", "7", "1 1 0 0"},     {"beat", "-1", "1 1 0 0"},     {"beat", "1", "1 1 0 1000000"},
+        {"sent/0", "1.0", "1 1 1 1"}, {"beat", "1", "1 1 0 9223372036854775807"},
+    };
+    for (const auto& forged : forgeries) {
+        SyncLogOptions options = Driven::options(2, 2);
+        options.last_step = 1000;
+        Senders senders(2, options);
+        senders.train_until_they_send();
+        Driven& one = *senders.workers[0];
+        EXPECT_TRUE(one.go_there_and_back(senders.now));
+        senders.store.forge(one.log.current_generation() + "/0/" + forged[0], forged[1], forged[2]);
+        one.log.turn(Senders::H + 1, senders.now);
+        for (int i = 0; i < 3; i++) { one.go_there_and_back(senders.now += 200); }
+        const std::string record = one.log.current_generation() + "/0/" + forged[0] + " " + forged[1] + ": ";
+        EXPECT_NE(one.log.why_stopped().find(record), std::string::npos)
+            << forged[0] << " " << forged[1] << " " << forged[2] << ": " << one.log.why_stopped();
+    }
+}
+
 // The worker stands still while it waits for answers, but what it has not heard by then is nobody's fault.
 TEST(SyncLog, nothing_is_decided_without_others_because_the_answers_took_long) {
     SyncLogOptions options = Driven::options(3, 3);
@@ -678,7 +779,9 @@ TEST(SyncLog, whoever_finds_an_entry_gone_that_others_have_applied_takes_a_snaps
 }
 
 TEST(SyncLog, positions_that_were_written_half_are_none) {
-    Senders senders(2);
+    SyncLogOptions options = Driven::options(6, 2);
+    options.elastic.grace = 1;  // the run begins without the others
+    Senders senders(2, options);
     senders.train_until_they_send();
     const std::string run = senders.workers[0]->log.current_generation() + "/0/";
     const std::string catching_up = LogBeat{1, 1, LogBeat::catches_up, -1}.text();
@@ -770,7 +873,7 @@ struct Givers {
         begin = now;
     }
     void add(int worker, int rank) {
-        workers.push_back(std::make_unique<Driven>(worker, schedule, store, Driven::options(2, 2), rank));
+        workers.push_back(std::make_unique<Driven>(worker, schedule, store, Driven::options(3, 2), rank));
         hearts.emplace_back(10);
     }
     void pass(double seconds) {
@@ -930,7 +1033,7 @@ TEST(SyncLogSimulation, finds_a_snapshot_that_is_read_half) {
 
 TEST(SyncLogSimulation, finds_a_decider_that_does_not_read_the_winners_entry) {
     struct : SyncLogRules {
-        LogEntry decided(const LogEntry& mine, const LogEntry&) const override { return mine; }
+        std::string decided(const std::string& mine, const std::string&) const override { return mine; }
     } rules;
     EXPECT_NE(found(rules), "");
 }
