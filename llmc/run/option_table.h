@@ -4,6 +4,7 @@
 // option is a field and a row.
 #pragma once
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <cstdint>
@@ -90,7 +91,7 @@ CLI::Validator integer() {
         [most, least](std::string& text) {
             Value value = 0;
             std::from_chars(text.data(), text.data() + text.size(), value);
-            const bool is_good = text == std::to_string(value) && least <= value && value <= most;
+            const bool is_good = text == std::to_string(value) && value == std::clamp(value, least, most);
             const std::string range = std::to_string(least) + " to " + std::to_string(most);
             return is_good ? "" : "'" + text + "' is not an integer from " + range;
         },
