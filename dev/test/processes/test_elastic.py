@@ -660,11 +660,12 @@ def test_a_link_that_is_cut_and_mended_costs_nothing_but_time(workers, silence):
     run.wait_until_counted(2)
     if silence:
         run[2].link.cut()
-        before = run[0].step()
-        run[0].wait_for(lambda worker: worker.step() >= before + 16)
-        run[2].link.mend()
     else:
         run[2].link.drop()
+    before = run[0].step()
+    run[0].wait_for(lambda worker: worker.step() >= before + 16)
+    if silence:
+        run[2].link.mend()
     run.wait_until_counted(2)
     run.stop_well()
 
