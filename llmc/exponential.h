@@ -8,21 +8,9 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 
+#include "llmc/arithmetic.h"
 #include "llmc/host_device.h"
-
-HD inline float float_from_bits(int32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-HD inline int32_t bits_of_float(float value) {
-    int32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
 
 HD inline float exponential(float x) {
     const float round_to_integer =
@@ -41,11 +29,11 @@ HD inline float exponential(float x) {
     p = fmaf(p, r, 1.0f);
     p = fmaf(p, r, 1.0f);
     // 2^n as a product of two: n reaches -150 and 128, which one float's exponent cannot hold.
-    const int32_t exponent = bits_of_float(shifted) - bits_of_float(round_to_integer);
+    const int32_t exponent = int32_t(float_to_bits(shifted)) - int32_t(float_to_bits(round_to_integer));
     const int32_t half = exponent >> 1;
     const uint32_t low = uint32_t(half) + 127,
                    high = uint32_t(exponent - half) + 127;  // unsigned: a NaN's may be anything
-    return p * float_from_bits(int32_t(low << 23)) * float_from_bits(int32_t(high << 23));
+    return p * bits_to_float(low << 23) * bits_to_float(high << 23);
 }
 
 HD inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }

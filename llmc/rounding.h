@@ -5,8 +5,8 @@
 // process rounds a value alike.
 #pragma once
 #include <cstdint>
-#include <cstring>
 
+#include "llmc/arithmetic.h"
 #include "llmc/floatx.h"
 #include "llmc/host_device.h"
 #include "llmc/random.h"
@@ -29,8 +29,7 @@ HD inline uint32_t rounding_bits_of(const Philox4& bits, uint64_t index) {
 // x as the bits of a bf16: the 16 bits that are cut off carry into the rest if their sum with `random` (16
 // bits) reaches 2^16. Infinities and NaN stay what they are.
 HD inline uint16_t bf16_rounded_stochastically(float x, uint32_t random) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
+    const uint32_t bits = float_to_bits(x);
     const bool finite = (bits & 0x7fffffff) < 0x7f800000;
     const uint32_t quiet = (bits & 0x7fffffff) > 0x7f800000 ? 0x400000 : 0;
     return uint16_t((finite ? bits + random : bits | quiet) >> 16);

@@ -1,6 +1,6 @@
 // What a part of a run saves in a checkpoint and reads back from it, without knowledge of files: numbers and
-// words by name (Fields), arrays by name (StateSection, SavedState), and the outer optimizer's part of both
-// (OuterSnapshot, OuterReshape). The files are written and read in llmc/checkpoint/.
+// words by name (Fields), arrays by name (StateSection, SavedState), and what becomes of the outer optimizer's in
+// a run of another shape (OuterReshape). The files are written and read in llmc/checkpoint/.
 #pragma once
 #include <algorithm>
 #include <charconv>
@@ -37,6 +37,13 @@ public:
     }
     void set(const std::string& name, const std::string& value) { put(name, value); }
     void set(const std::string& name, const char* value) { put(name, value); }
+    // A list: how many there are, and NAME.0, NAME.1, ...
+    template <class T>
+    void set(const std::string& name, const std::vector<T>& list) {
+        set(name, long(list.size()));
+        for (size_t i = 0; i < list.size(); i++) { set(name + "." + std::to_string(i), list[i]); }
+    }
+    void add(const Fields& more) { values.insert(more.values.begin(), more.values.end()); }
 
     bool has(const std::string& name) const { return values.count(name) != 0; }
     long integer(const std::string& name) const { return number<long>(name, 10, "a whole number"); }
@@ -47,6 +54,24 @@ public:
         double value;
         memcpy(&value, &bits, sizeof value);
         return value;
+    }
+    // An integer from 0 to `most`.
+    long count_up_to(long most, const std::string& name) const {
+        const long count = integer(name);
+        if (count < 0 || count > most) {
+            fail(format("has %ld of '%s', and there can be %ld", count, name.c_str(), most));
+        }
+        return count;
+    }
+    void read(const std::string& name, int& value) const { value = int(integer(name)); }
+    void read(const std::string& name, long& value) const { value = integer(name); }
+    void read(const std::string& name, uint64_t& value) const { value = count(name); }
+    void read(const std::string& name, double& value) const { value = real(name); }
+    // A list of at most `most`.
+    template <class T>
+    void read(const std::string& name, std::vector<T>& list, long most) const {
+        list.resize(size_t(count_up_to(most, name)));
+        for (size_t i = 0; i < list.size(); i++) { read(name + "." + std::to_string(i), list[i]); }
     }
     const std::string& word(const std::string& name) const {
         const auto found = values.find(name);
@@ -160,23 +185,6 @@ public:
         read(name, values.data(), values.size() * sizeof(float));
         return values;
     }
-};
-
-// The outer optimizer's part of a checkpoint: copies in host memory, which the main stream fills while
-// training goes on.
-class OuterSnapshot {
-public:
-    virtual ~OuterSnapshot() = default;
-
-    // On any thread: returns when the copies are complete. Throws a RunError if the snapshot was abandoned.
-    virtual void wait() const = 0;
-
-    // On any thread: gives up what has not arrived yet, which ends wait().
-    virtual void abandon() = 0;
-
-    // What to save, once wait() has returned.
-    virtual std::vector<StateSection> sections() const = 0;
-    virtual void add_fields(Fields& fields) const = 0;
 };
 
 // -----------------------------------------------------------------------------------------------------------

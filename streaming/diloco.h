@@ -84,7 +84,7 @@ public:
             const long largest = shard.values[size_t(shard.largest)];
             const size_t means = std::max(size_t(encodings.count()), in_flight.size());
             taken = std::make_unique<DilocoSnapshot>(*shard.state, shard.feedback, exchange->owner_feedback,
-                                                     shard.state->count(), largest, int(means));
+                                                     largest, int(means));
         }
         return *taken;
     }
@@ -99,13 +99,10 @@ public:
 
     void restore(const SavedState& saved, const Fields& fields, Stream& main) override {
         refuse_elastic_state(saved, fields);
-        const long values = shard.state->count();
         tokens_at_send = saved_tokens(fields, fragments.size());
         resumed = saved_syncs(saved, fields, fragments, shard.values, options.inner_steps, workers);
-        shard.state->load(read_floats(saved, "global", values).data(),
-                          read_floats(saved, "momentum", values).data(), main);
-        load_residuals(shard.feedback, saved, "residuals", main);
-        load_residuals(exchange->owner_feedback, saved, "owner_residuals", main);
+        shard.load(saved, main);
+        exchange->owner_feedback.load(saved, "owner_residuals", main);
         in_flight.clear();
         for (const SavedSync& one : resumed) { in_flight.push_back(one.sync); }
         shard.reserve_reports(int(resumed.size()));  // with a smaller tau all may be due in one step

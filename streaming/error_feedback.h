@@ -5,10 +5,11 @@
 #pragma once
 #include <algorithm>
 #include <numeric>
-#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "llmc/buffer.h"
+#include "llmc/state.h"
 #include "streaming/quantize.h"
 #include "streaming/slots.h"
 
@@ -64,9 +65,10 @@ public:
         device::copy_to_host_later(out + first_of(fragment), before.of(sync).data(), n, main);
     }
 
-    // Restores what save() has written, while no sync is in flight.   inp: (count()), of the host
-    void load(const float* inp, Stream& main) {
-        device::copy_to_device(residuals.data(), inp, count(), main);
+    // Restores what save() has written, while no sync is in flight.   name: of the section
+    void load(const SavedState& saved, const std::string& name, Stream& main) {
+        if (values.empty()) { return; }
+        device::copy_to_device(residuals.data(), saved.floats(name, count()).data(), count(), main);
         main.synchronize();
     }
 

@@ -17,7 +17,7 @@
 #pragma once
 #include <string>
 
-#include "streaming/arithmetic.h"
+#include "llmc/arithmetic.h"
 #include "llmc/error.h"
 #include "llmc/rounding.h"
 

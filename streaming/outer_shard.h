@@ -76,6 +76,13 @@ public:
         return {sync_number(fragments, p, step, options.inner_steps), p, step, values[size_t(p)]};
     }
 
+    // Restores what a snapshot has saved (snapshot.h).
+    void load(const SavedState& saved, Stream& main) {
+        const long n = state->count();
+        state->load(saved.floats("global", n).data(), saved.floats("momentum", n).data(), main);
+        feedback.load(saved, "residuals", main);
+    }
+
     // ---- sending
 
     // The global parameters of fragment p, for work on main until encode() has been called.

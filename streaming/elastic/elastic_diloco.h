@@ -93,9 +93,7 @@ public:
     void restore(const SavedState& saved, const Fields& fields, Stream& main) override {
         const LogPlace place = saved_place(saved, fields, fragments.size());
         tokens_at_send = saved_tokens(fields, fragments.size());
-        const long values = shard.state->count();
-        shard.state->load(read_floats(saved, "global", values).data(),
-                          read_floats(saved, "momentum", values).data(), main);
+        shard.load(saved, main);
         restore_residuals(saved, place, main);
         log_start.generation = place.generation;
         log_start.positions = place.positions;
@@ -137,8 +135,7 @@ public:
 
     ElasticSnapshot& snapshot() override {
         if (!taken) {
-            const long values = shard.state->count();
-            taken = std::make_unique<ElasticSnapshot>(*shard.state, shard.feedback, no_owner, values);
+            taken = std::make_unique<ElasticSnapshot>(*shard.state, shard.feedback, no_owner);
         }
         return *taken;
     }
@@ -537,9 +534,8 @@ private:
     // Setting up
 
     void restore_residuals(const SavedState& saved, const LogPlace& place, Stream& main) {
-        load_residuals(shard.feedback, saved, "residuals", main);
         if (shard.feedback.count() == 0) { return; }
-        const std::vector<float> before = read_floats(saved, "residuals_before", shard.feedback.count());
+        const std::vector<float> before = saved.floats("residuals_before", shard.feedback.count());
         for (int p = 0; p < int(fragments.size()); p++) {
             const long sync = schedule.sync(p, place.positions[size_t(p)]);
             if (place.sent[size_t(p)]) { shard.feedback.load_before(p, sync, before.data(), main); }
