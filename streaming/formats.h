@@ -16,12 +16,15 @@
 // reports it).
 #pragma once
 #include <string>
+#include <vector>
 
 #include "llmc/arithmetic.h"
 #include "llmc/error.h"
 #include "llmc/rounding.h"
 
 enum class Format { fp4, fp4_e2m1, fp8_e4m3, fp8_e5m2, bf16, fp32 };
+inline const std::vector<std::string> format_names = {"fp4",      "fp4_e2m1", "fp8_e4m3",
+                                                      "fp8_e5m2", "bf16",     "fp32"};
 
 // The nearest number of a format with this exponent bias and these mantissa bits, as a code without sign.
 // magnitude: the bits of a non-negative fp32   largest: the largest code to use
@@ -183,23 +186,8 @@ auto with_format(Format format, Use use) {
 const Format all_formats[] = {Format::fp4,      Format::fp4_e2m1, Format::fp8_e4m3,
                               Format::fp8_e5m2, Format::bf16,     Format::fp32};
 
-inline std::string name_of(Format format) {
-    switch (format) {
-        case Format::fp4: return "fp4";
-        case Format::fp4_e2m1: return "fp4_e2m1";
-        case Format::fp8_e4m3: return "fp8_e4m3";
-        case Format::fp8_e5m2: return "fp8_e5m2";
-        case Format::bf16: return "bf16";
-        case Format::fp32: break;
-    }
-    return "fp32";
-}
+inline std::string name_of(Format format) { return format_names[size_t(format)]; }
 
 inline Format parse_format(const std::string& name) {
-    std::string known;
-    for (Format one : all_formats) {
-        if (name == name_of(one)) { return one; }
-        known += (known.empty() ? "" : ", ") + name_of(one);
-    }
-    throw UserError("unknown number format '" + name + "': use one of " + known);
+    return Format(place_of(name, format_names, "number format"));
 }

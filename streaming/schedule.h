@@ -24,10 +24,7 @@ struct Fragment {
 };
 
 inline FragmentPattern parse_fragment_pattern(const std::string& name) {
-    if (name == "strided") { return FragmentPattern::strided; }
-    if (name == "sequential") { return FragmentPattern::sequential; }
-    if (name == "balanced") { return FragmentPattern::balanced; }
-    throw UserError("unknown fragment pattern '" + name + "': use strided, sequential or balanced");
+    return FragmentPattern(place_of(name, {"strided", "sequential", "balanced"}, "fragment pattern"));
 }
 
 // Blocks in `count` fragments of about equal size: the largest block first, each to the fragment that is
@@ -158,21 +155,4 @@ inline double bytes_a_step_without_waits(const std::vector<size_t>& sent, long o
         }
     }
     return most;
-}
-
-// The plan in Mbit/s, once the duration of a step is known: a line for people.
-// bytes: that a process sends in a sync, by fragment; it receives as many
-inline std::string rates(const std::vector<Fragment>& fragments, const std::vector<size_t>& bytes, long H,
-                         long overlap, double step_seconds) {
-    const std::vector<size_t> sent = sent_in_period(fragments, bytes, H);
-    auto mbits = [&](double bytes_a_step) { return bytes_a_step * 8e-6 / step_seconds; };
-    const double average = double(std::accumulate(sent.begin(), sent.end(), size_t(0))) / double(H);
-    const double peak = double(*std::max_element(sent.begin(), sent.end()));
-    std::string line = format("at %.4g s a step a process sends %.4g Mbit/s on average and %.4g Mbit/s in "
-                              "the step that sends most", step_seconds, mbits(average), mbits(peak));
-    if (overlap > 0) {
-        line += format("; with an overlap of %ld a link of %.4g Mbit/s keeps up", overlap,
-                       mbits(bytes_a_step_without_waits(sent, overlap)));
-    }
-    return line;
 }

@@ -10,24 +10,11 @@
 
 #include "dev/test/one_part.h"
 #include "dev/test/unit/local_comm.h"
+#include "dev/test/unit/toy_layout.h"
 #include "llmc/random.h"
 #include "streaming/diloco.h"
 
 namespace test_diloco {
-
-// Blocks of the given sizes (per rank), the first `layers` of them layers.
-Layout toy_layout(const std::vector<long>& sizes, int layers, int ranks = 1) {
-    Layout layout;
-    layout.ranks = ranks;
-    layout.layers = layers;
-    for (long size : sizes) {
-        const std::string name = "b" + std::to_string(layout.blocks.size());
-        layout.blocks.push_back({name, layout.size, size * ranks, size * ranks, 0, layout.values});
-        layout.size += size * ranks;
-        layout.values += size * ranks;
-    }
-    return layout;
-}
 
 std::vector<Fragment> fragments_of(const Layout& layout, int fragment_layers, long H) {
     const int blocks = int(layout.blocks.size());
@@ -910,25 +897,6 @@ TEST(Options, each_mistake_is_the_users_and_says_what_to_do) {
     EXPECT_TRUE(mistake([](DilocoOptions& o) { o.outer_optimizer = "adam"; }));
     EXPECT_TRUE(mistake([](DilocoOptions& o) { o.outer_format = "fp5"; }));
     EXPECT_TRUE(mistake([](DilocoOptions& o) { o.outer_exchange = "ring"; }));
-}
-
-TEST(Plan, it_says_blocks_bytes_offsets_average_and_peak) {
-    const Layout layout = toy_layout({256, 256, 256, 256, 128}, 4);
-    DilocoOptions options;
-    options.inner_steps = 10;
-    options.overlap = 4;
-    std::vector<Fragment> fragments = fragments_of(layout, 2, 10);
-    // fragments of 512, 512 and 128 values: 64 + 16 + n / 2 bytes to each of two other workers
-    EXPECT_EQ(plan(options, fragments, layout, 3),
-              "fragment  offset  every      bytes a sync  blocks\n"
-              "       0       0     10               672  b0, b2\n"
-              "       1       3     10               672  b1, b3\n"
-              "       2       6     10               288  b4\n"
-              "a process sends 1632 bytes every 10 steps by all_gather, 163 a step on average, 672 in a step at "
-              "most; at most 2 in flight at a time\n");
-    EXPECT_NE(plan(options, fragments_of(layout, 0, 10), layout, 3).find("b0..b4\n"), std::string::npos);
-    fragments[0].offset = fragments[1].offset = 1;
-    EXPECT_NE(plan(options, fragments, layout, 3).find("1344 in a step at most"), std::string::npos);
 }
 
 }  // namespace test_diloco

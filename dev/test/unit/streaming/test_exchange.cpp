@@ -8,6 +8,7 @@
 
 #include "dev/test/one_part.h"
 #include "dev/test/unit/local_comm.h"
+#include "dev/test/unit/toy_layout.h"
 #include "dev/test/unit/wire.h"
 #include "dev/test/random_values.h"
 #include "streaming/diloco.h"
@@ -280,19 +281,6 @@ TEST(Exchange, what_parts_lack_of_blocks_is_zeros_also_where_another_fragment_la
 }
 
 // ---- whole runs
-
-Layout toy_layout(const std::vector<long>& sizes, int layers) {
-    Layout layout;
-    layout.ranks = 1;
-    layout.layers = layers;
-    for (long size : sizes) {
-        const std::string name = "b" + std::to_string(layout.blocks.size());
-        layout.blocks.push_back({name, layout.size, size, size, 0, layout.values});
-        layout.size += size;
-        layout.values += size;
-    }
-    return layout;
-}
 
 const long H = 5;
 const Layout layout = toy_layout({128, 384, 128, 256, 640}, 4);  // fragments of b0 and b2, b1 and b3, b4

@@ -285,15 +285,6 @@ TEST(Schedule, the_slowest_link_without_waits_keeps_up_and_one_that_is_slower_do
     }
 }
 
-TEST(Schedule, rates_are_the_plan_in_megabits_at_the_measured_step_time) {
-    const std::vector<Fragment> fragments = make_fragments(2, 3, 1, FragmentPattern::strided, 30);
-    const std::string line = rates(fragments, {1000000, 1000000, 3000000}, 30, 5, 0.5);
-    EXPECT_EQ(line, "at 0.5 s a step a process sends 2.667 Mbit/s on average and 48 Mbit/s in the step that "
-                    "sends most; with an overlap of 5 a link of 9.6 Mbit/s keeps up");
-    EXPECT_EQ(rates(fragments, {1000000, 1000000, 3000000}, 30, 0, 0.5),
-              line.substr(0, line.find(';')));
-}
-
 TEST(Schedule, a_wrong_pattern_or_a_negative_fragment_size_is_the_users_mistake) {
     EXPECT_EQ(parse_fragment_pattern("strided"), FragmentPattern::strided);
     EXPECT_EQ(parse_fragment_pattern("balanced"), FragmentPattern::balanced);
