@@ -186,6 +186,9 @@ public:
     // lack. 64-byte aligned.
     uint8_t* payload(const Sync& sync) { return slots.take(sync.number).sent; }
 
+    // Where the caller writes the statistics of its encoding.   returns (encoding_sums)
+    double* encoding_sums(const Sync& sync) { return slots.of(sync.number).encoding.data(); }
+
     // Sends the payload after all work enqueued on `main` so far. Returns at once.
     void start(const Sync& sync, Stream& main) {
         Slot& slot = slots.of(sync.number);
@@ -222,6 +225,7 @@ protected:
         Buffer<uint8_t> means;              // by all-to-all
         HostBuffer<PayloadHeader> headers;  // of all that was received
         HostBuffer<double> sums;            // (row_sums(workers)), by all-to-all of each part
+        HostBuffer<double> encoding{::encoding_sums};
         Traffic traffic;
         Event ready, done;
     };

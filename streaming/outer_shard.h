@@ -88,7 +88,7 @@ public:
     // The global parameters of fragment p, for work on main until encode() has been called.
     FragmentValues global_values(int p, Stream& main) {
         FragmentValues global{pieces[size_t(p)], {}};
-        for (const OuterState::Part& part : state->use(p, OuterState::Needs::global, main)) {
+        for (const OuterState::Part& part : state->use(p, main)) {
             global.arrays.push_back(part.global);
         }
         return global;
@@ -137,8 +137,7 @@ public:
     // The outer step of a fragment, from `mean`. Returns the mean's squared norm for a SyncReport.
     std::shared_ptr<HostBuffer<float>> apply(const Sync& sync, LocalMove move, float* local, floatX* params,
                                              Stream& main) {
-        const auto needs = OuterState::Needs::global_and_momentum;
-        for (const OuterState::Part& part : state->use(sync.fragment, needs, main)) {
+        for (const OuterState::Part& part : state->use(sync.fragment, main)) {
             device::outer_step(part.global, part.momentum, local + part.range.shard, params + part.range.flat,
                                mean + part.first, part.range.count, outer_step(move), main);
         }
@@ -158,7 +157,7 @@ public:
     // The hash of fragment p's global parameters, as in the header of a payload. The host waits for main.
     uint64_t hash(int p, Stream& main) {
         device::write_header(hashed, PayloadHeader(), main);
-        for (const OuterState::Part& part : state->use(p, OuterState::Needs::global, main)) {
+        for (const OuterState::Part& part : state->use(p, main)) {
             device::add_hash(hashed, part.first, part.global, part.range.count, main);
         }
         state->end_read(p, main);
@@ -188,11 +187,7 @@ public:
         state->clear();
         const long H = options.inner_steps;
         for (int p = 0; p < int(fragments.size()); p++) {
-            if (is_due(fragments[p], step, H, options.overlap)) {
-                state->fetch(p, OuterState::Needs::global_and_momentum);
-            } else if (is_sent(fragments[p], step, H)) {
-                state->fetch(p, OuterState::Needs::global);
-            }
+            if (is_used(fragments[p], step, H, options.overlap)) { state->fetch(p); }
         }
     }
 

@@ -112,6 +112,10 @@ inline bool is_due(const Fragment& fragment, long step, long H, long overlap) {
     return is_sent(fragment, step - overlap, H);
 }
 
+inline bool is_used(const Fragment& fragment, long step, long H, long overlap) {
+    return is_sent(fragment, step, H) || is_due(fragment, step, H, overlap);
+}
+
 // The number of the exchange of fragment p that is sent at `step`: exchanges are counted from 0 in the
 // order of (send step, fragment), alike on every worker, whatever its overlap.
 inline long sync_number(const std::vector<Fragment>& fragments, int p, long step, long H) {

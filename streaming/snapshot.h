@@ -32,7 +32,8 @@ class DilocoSnapshot : public OuterSnapshot {
 public:
     // The state and the residuals must outlive the snapshot.
     // largest: values of the shard's largest fragment   in_flight: the most syncs at a time
-    DilocoSnapshot(OuterState& state, ErrorFeedback& sender, ErrorFeedback& owner, long largest, int in_flight)
+    DilocoSnapshot(OuterState& state, ErrorFeedback& sender, ErrorFeedback& owner, long largest,
+                   int in_flight)
         : state(state), sender(sender), owner(owner), global(add_array("global", state.count())),
           momentum(add_array("momentum", state.count())), residuals(add_array("residuals", sender.count())),
           owner_residuals(add_array("owner_residuals", owner.count())) {

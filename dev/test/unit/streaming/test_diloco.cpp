@@ -290,8 +290,8 @@ void expect_agreement(int workers, Format format, int ranks) {
                 std::vector<float> fragment;
                 for (int block : fragments[report.fragment].blocks) {
                     const Range range = layout.shard(block, rank);
-                    fragment.insert(fragment.end(), member.diloco.global() + range.shard,
-                                    member.diloco.global() + range.shard + range.count);
+                    const float* first = member.diloco.global(member.main) + range.shard;
+                    fragment.insert(fragment.end(), first, first + range.count);
                 }
                 after_sync[worker][report.sync] = fragment;
                 EXPECT_EQ(report.due_step, report.send_step + options.overlap);
@@ -423,10 +423,10 @@ TEST(Offload, a_step_that_needs_more_than_the_slots_is_refused) {
     Stream main;
     const std::vector<float> local(256, 1.0f);
     state.start(local.data(), main);
-    state.fetch(0, OuterState::Needs::global);
-    EXPECT_THROW(state.fetch(1, OuterState::Needs::global), std::logic_error);
+    state.fetch(0);
+    EXPECT_THROW(state.fetch(1), std::logic_error);
     state.clear();
-    EXPECT_EQ(state.use(1, OuterState::Needs::global, main)[0].global[127], 1.0f);
+    EXPECT_EQ(state.use(1, main)[0].global[127], 1.0f);
 }
 
 TEST(Offload, what_was_not_fetched_ahead_is_fetched_when_it_is_used) {
@@ -436,13 +436,13 @@ TEST(Offload, what_was_not_fetched_ahead_is_fetched_when_it_is_used) {
     const std::vector<float> local(256, 1.0f);
     state.start(local.data(), main);
     for (int p = 0; p < 2; p++) {
-        const OuterState::Part part = state.use(p, OuterState::Needs::global_and_momentum, main)[0];
+        const OuterState::Part part = state.use(p, main)[0];
         part.global[5] = float(10 + p);
         part.momentum[5] = float(20 + p);
         state.end_write(p, main);
     }
-    EXPECT_EQ(state.use(0, OuterState::Needs::global, main)[0].global[5], 10.0f);
-    EXPECT_EQ(state.use(0, OuterState::Needs::global_and_momentum, main)[0].momentum[5], 20.0f);
+    EXPECT_EQ(state.use(0, main)[0].global[5], 10.0f);
+    EXPECT_EQ(state.use(0, main)[0].momentum[5], 20.0f);
     EXPECT_EQ(state.global(main)[128 + 5], 11.0f);
 }
 
@@ -658,7 +658,7 @@ TEST(Diloco, a_flipped_bit_of_one_workers_global_parameters_stops_all_and_names_
     for (int workers : {2, 3, 4}) {
         const std::vector<std::string> errors = errors_of(workers, [](Member& member, long step) {
             if (step == 7 && member.worker == 1) {  // block 1 is fragment 1, offset 2, sent at 2 and 8
-                float& value = member.diloco.global()[128 + 200];
+                float& value = const_cast<float*>(member.diloco.global(member.main))[128 + 200];
                 value = bits_to_float(float_to_bits(value) ^ 1);
             }
         });

@@ -404,7 +404,8 @@ TEST(Wire, a_flipped_bit_of_global_parameters_names_the_fragment_and_who_stands_
             std::vector<std::string> errors;
             run(options_with({Format::fp4, kind}), workers, 14, [](Worker& worker, long step) {
                 if (step == 8 && worker.number == 1) {  // b4 is fragment 2, offset 3, sent at 3, 8 and 13
-                    float& value = worker.diloco.global()[128 + 384 + 128 + 256 + 600];
+                    float* global = const_cast<float*>(worker.diloco.global(worker.main));
+                    float& value = global[128 + 384 + 128 + 256 + 600];
                     value = bits_to_float(float_to_bits(value) ^ 1);
                 }
             }, &errors);
