@@ -1,10 +1,12 @@
 // What a part of a run saves in a checkpoint and reads back from it, without knowledge of files: numbers and
-// words by name (Fields), arrays by name (StateSection, SavedState), and what becomes of the outer optimizer's in
-// a run of another shape (OuterReshape). The files are written and read in llmc/checkpoint/.
+// words by name (Fields), arrays by name (StateSection, SavedState), and what becomes of the outer optimizer's
+// state in a run of another shape (OuterReshape). The files are written and read in llmc/checkpoint/.
 #pragma once
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <stdexcept>
@@ -79,6 +81,22 @@ public:
         return found->second;
     }
 
+    // The numbers of options, which are saved as a user typed them, and read as the command line's parser reads
+    // them: 0x14 is 20, and real numbers go by way of long double, for the same bits.
+    long typed_integer(const std::string& name, long least, long most) const {
+        errno = 0;
+        char* end = nullptr;
+        const long value = strtol(word(name).c_str(), &end, 0);
+        check_typed(name, !word(name).empty() && !*end && !errno && value >= least && value <= most);
+        return value;
+    }
+    float typed_real(const std::string& name) const {
+        char* end = nullptr;
+        const float value = float(strtold(word(name).c_str(), &end));
+        check_typed(name, !word(name).empty() && !*end);
+        return value;
+    }
+
     std::string text() const {
         std::string all;
         for (const auto& [name, value] : values) {
@@ -124,6 +142,10 @@ public:
 private:
     [[noreturn]] void fail(const std::string& what) const {
         throw UserError((file.empty() ? "the state" : file) + " " + what + ": " + checkpoint_hint());
+    }
+
+    void check_typed(const std::string& name, bool is_number) const {
+        if (!is_number) { fail("has '" + word(name) + "' for the option --" + name); }
     }
 
     void put(const std::string& name, const std::string& value) {
@@ -212,10 +234,11 @@ inline std::vector<floatX> rounded_parameters(const std::vector<float>& master) 
     return params;
 }
 
-// What a user is told about a state that was made for a run of another shape.
-struct ReshapeNotes {
-    std::vector<std::string> carried_over, left_behind, zeroed;  // parts of the state
-    std::vector<std::string> others;                             // a line each
+// A part of the outer optimizer's state: whether the old run had it, whether the new run has it, and whether
+// it is carried over. What the new run has and what is not carried over is zero at first.
+struct OuterPart {
+    std::string name;  // for people
+    bool had, has, is_kept;
 };
 
 // What becomes of the outer optimizer's state. Either run may be without an outer optimizer.
@@ -240,5 +263,7 @@ public:
     virtual void adapt(ShardValues& shard) const = 0;
     virtual void adapt(Fields& fields) const = 0;
 
-    virtual void describe(ReshapeNotes& notes) const = 0;
+    // What becomes of each part, and anything else that a user should know, a line each.
+    virtual std::vector<OuterPart> parts() const = 0;
+    virtual std::vector<std::string> notes() const = 0;
 };

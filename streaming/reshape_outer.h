@@ -10,8 +10,6 @@
 // The old run is known by the options that its states contain.
 #pragma once
 #include <algorithm>
-#include <cerrno>
-#include <cstdlib>
 #include <memory>
 #include <string>
 #include <utility>
@@ -23,6 +21,7 @@
 #include "streaming/exchange.h"
 #include "streaming/options.h"
 #include "streaming/outer.h"
+#include "streaming/plan.h"
 #include "streaming/schedule.h"
 #include "streaming/snapshot.h"
 
@@ -33,12 +32,8 @@ struct OuterShape : RunShape {
 
     // Makes the layout and the fragments.
     OuterShape(const RunShape& run, const DilocoOptions& o) : RunShape(run), options(o) {
-        const int fragment_layers = o.streams() ? o.fragment_layers : 0;
-        layout = gpt_layout(model, ranks, fragment_layers);
-        if (!o.streams()) { return; }
-        fragments =
-            make_fragments(layout, fragment_layers, parse_fragment_pattern(o.fragment_pattern),
-                           o.inner_steps);
+        layout = gpt_layout(model, ranks, o.streams() ? o.fragment_layers : 0);
+        fragments = make_fragments(layout, o);
     }
 
     bool streams() const { return !fragments.empty(); }
@@ -52,37 +47,18 @@ struct OuterShape : RunShape {
 // -----------------------------------------------------------------------------------------------------------
 // The old run
 
-// The options of the run that wrote the state, as far as its outer state depends on them. They are saved as
-// they were typed, and read as the parser of the command line reads them: 0x14 is 20, and real numbers go
-// by way of long double, for the same bits.
+// The options of the run that wrote the state, as far as its outer state depends on them.
 inline DilocoOptions saved_options(const SavedState& state) {
     const Fields saved = Fields::parse(state.text("options"), state.path());
-    auto check = [&](const char* name, bool is_number) {
-        if (is_number) { return; }
-        throw UserError(state.path() + " has '" + saved.word(name) + "' for the option --" + name + ": " +
-                        checkpoint_hint());
-    };
-    char* end = nullptr;
-    auto whole = [&](const char* name, long least, long most) {
-        errno = 0;
-        const long value = strtol(saved.word(name).c_str(), &end, 0);
-        check(name, !saved.word(name).empty() && !*end && !errno && value >= least && value <= most);
-        return value;
-    };
-    auto real = [&](const char* name) {
-        const float value = float(strtold(saved.word(name).c_str(), &end));
-        check(name, !saved.word(name).empty() && !*end);
-        return value;
-    };
     DilocoOptions o;
     o.outer_optimizer = saved.word("outer-optimizer");
     if (!o.streams()) { return o; }
-    o.inner_steps = whole("inner-steps", 1, 1L << 40);
-    o.fragment_layers = int(whole("fragment-layers", 0, 1 << 20));
+    o.inner_steps = saved.typed_integer("inner-steps", 1, 1L << 40);
+    o.fragment_layers = int(saved.typed_integer("fragment-layers", 0, 1 << 20));
     o.fragment_pattern = saved.word("fragment-pattern");
-    o.local_weight = real("local-weight");
-    o.outer_lr = real("outer-lr");
-    o.outer_momentum = real("outer-momentum");
+    o.local_weight = saved.typed_real("local-weight");
+    o.outer_lr = saved.typed_real("outer-lr");
+    o.outer_momentum = saved.typed_real("outer-momentum");
     o.outer_format = saved.word("outer-dtype");
     o.outer_exchange = saved.word("outer-exchange");
     o.outer_error_feedback = saved.word("outer-error-feedback") == "true";
@@ -225,38 +201,27 @@ public:
         }
     }
 
-    void describe(ReshapeNotes& notes) const override {
-        const char *momentum = "outer momentum", *residuals = "residuals of error feedback",
-                   *owners = "owners' residuals of error feedback";
-        auto note = [&](const char* part, bool had, bool has, bool is_kept) {
-            if (had) { (is_kept ? notes.carried_over : notes.left_behind).push_back(part); }
-            if (has && !is_kept) { notes.zeroed.push_back(part); }
-        };
-        const bool both = old.streams() && to.streams();
-        if (!starts_from_global()) { notes.carried_over.push_back("parameters"); }
-        if (starts_from_global() && old.streams()) { notes.left_behind.push_back("workers' own parameters"); }
-        if (both) { notes.carried_over.push_back("global parameters"); }
-        note(momentum, old.streams(), to.streams(), both);
-        note(residuals, old.has_residuals(), to.has_residuals(), old.has_residuals() && to.has_residuals());
-        note(owners, old.has_owner_residuals(), to.has_owner_residuals(), keeps_owner_residuals());
-        if (both && !have_same_fragments(old, to)) {
-            notes.left_behind.push_back("counts of tokens since the last exchange");
-        }
-        if (starts_from_global()) {
-            notes.others.push_back("every worker starts from the global parameters");
-        }
-        if (old.workers != to.workers && old.workers > 1 && to.workers > 1) {
-            notes.others.push_back(
-                format("worker w takes what is a worker's own from old worker w mod %d", old.workers));
-        }
+    std::vector<OuterPart> parts() const override {
+        const bool both = old.streams() && to.streams(), same = have_same_fragments(old, to);
+        const bool had_residuals = old.has_residuals(), has_residuals = to.has_residuals();
+        return {{"workers' own parameters", starts_from_global() && old.streams(), false, false},
+                {"global parameters", both, both, both},
+                {"outer momentum", old.streams(), to.streams(), both},
+                {"residuals of error feedback", had_residuals, has_residuals, had_residuals && has_residuals},
+                {"owners' residuals of error feedback", old.has_owner_residuals(), to.has_owner_residuals(),
+                 keeps_owner_residuals()},
+                {"counts of tokens since the last exchange", both && !same, false, false}};
+    }
+
+    std::vector<std::string> notes() const override {
         const std::vector<StoredSync> syncs = stored_syncs(source, old);
         const long merged =
             std::count_if(syncs.begin(), syncs.end(), [](const auto& sync) { return sync.applied; });
         const long lost = long(syncs.size()) - merged;
-        if (syncs.empty()) { return; }
-        notes.others.push_back(
-            format("fragments in flight at the checkpoint, whose means were merged at once: %ld", merged) +
-            (lost > 0 ? format("; %ld not, for they were not finite", lost) : ""));
+        if (syncs.empty()) { return {}; }
+        const std::string lost_too = lost > 0 ? format("; %ld not, for they were not finite", lost) : "";
+        return {format("fragments in flight at the checkpoint, whose means were merged at once: %ld", merged) +
+                lost_too};
     }
 
 private:

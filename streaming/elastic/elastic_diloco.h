@@ -66,20 +66,12 @@ public:
     ElasticDiloco(const DilocoOptions& options, const SyncLogOptions& log_options, int worker,
                   std::vector<Fragment> fragments_, const Layout& layout, Comm& inner, Stream& inner_stream,
                   LogStart start, OpenStore open, ElasticCallbacks callbacks, InnerMoments moments = {})
-        : log_options(log_options),
-          worker(worker),
-          fragments(std::move(fragments_)),
+        : log_options(log_options), worker(worker), fragments(std::move(fragments_)),
           schedule(fragments, options.inner_steps),
-          shard(options, fragments, layout, log_options.shard, worker, int(fragments.size())),
-          inner(inner),
-          inner_stream(inner_stream),
-          log_start(std::move(start)),
-          open(std::move(open)),
-          callbacks(std::move(callbacks)),
-          moments(moments),
-          outgoing(fragments.size()),
-          tokens_at_send(fragments.size()),
-          hashes(fragments.size()) {
+          shard(options, fragments, layout, log_options.shard, worker, int(fragments.size())), inner(inner),
+          inner_stream(inner_stream), log_start(std::move(start)), open(std::move(open)),
+          callbacks(std::move(callbacks)), moments(moments), outgoing(fragments.size()),
+          tokens_at_send(fragments.size()), hashes(fragments.size()) {
         log_start.positions.assign(fragments.size(), 0);
         take_buffers(log_options.workers);
     }
@@ -103,15 +95,14 @@ public:
 
     // Returns when this worker has a place in the run, or will not get one.
     Outcome begin(long step, uint64_t tokens, float* local, floatX* params, Stream& main) override {
-        now = {tokens, local, params, &main};
+        now.main = &main;
         LogShard& log_shard = *this;
         log = std::make_unique<SyncLogThreads>(log_options, schedule, worker, log_shard, log_start, open);
-        Outcome outcome = take_turns(step, [this](long at) { return log->turn(at); });
+        Outcome outcome = after_inner_step(step, tokens, local, params, main);
         // Syncs that were merged here are reported with the first step's, as no step has been made yet. The
         // wait for them was not a part of training.
         reports = std::exchange(outcome.syncs, {});
         for (SyncReport& sync : reports) { sync.idle_from = sync.idle_until; }
-        shard.fetch_for(outcome.step + 1);
         return outcome;
     }
 
@@ -216,7 +207,7 @@ private:
                     wait();
                     break;
                 case LogTurn::stop:
-                    if (log->is_over()) { return outcome(step, Outcome::over); }
+                    if (log->stopped().over) { return outcome(step, Outcome::over); }
                     fail();
             }
         }
@@ -227,11 +218,13 @@ private:
                 course};
     }
 
-    // The run cannot continue here.
+    // The run cannot continue here: for this rank's reason, or another's.
     [[noreturn]] void fail() {
         report_events();
-        if (log->is_refused() && callbacks.refuse) { callbacks.refuse(log->theirs()); }
-        throw RunError(why(), log->is_replaced() ? replaced_status : 1);
+        const LogStop own = log->stopped();
+        if (!own.theirs.empty() && callbacks.refuse) { callbacks.refuse(own.theirs); }
+        const std::string other = "another rank of worker " + std::to_string(worker) + " stops";
+        throw RunError(own.why.empty() ? other : own.why, own.replaced ? replaced_status : 1);
     }
 
     bool report_events() { return !callbacks.report || callbacks.report(std::exchange(told, {})); }
@@ -243,12 +236,6 @@ private:
         const LogTurn said = turn();
         turn_seconds += now_seconds() - from - (shard_seconds - work_before);
         return said;
-    }
-
-    // Another rank may stop for a reason of its own.
-    std::string why() const {
-        const std::string own = log->why_stopped();
-        return own.empty() ? "another rank of worker " + std::to_string(worker) + " stops" : own;
     }
 
     void wait() {
@@ -279,12 +266,11 @@ private:
             all_leave = leaves && mine.kind == LogTurn::wait;
             return mine;
         }
-        own_turn[0] = mine.kind;
-        own_turn[1] = mine.step;
-        own_turn[2] = leaves;
-        device::copy_to_device(sent_turn.data(), own_turn.data(), 3, inner_stream);
-        inner.all_gather(all_turns.data(), sent_turn.data(), 3 * sizeof(int64_t), inner_stream);
-        device::copy_to_host_later(turns.data(), all_turns.data(), turns.count(), inner_stream);
+        const int64_t own[] = {mine.kind, mine.step, leaves};
+        std::copy_n(own, 3, turns.data());
+        device::copy_to_device(device_turns.data(), turns.data(), 3, inner_stream);
+        inner.all_gather(device_turns + 3, device_turns.data(), sizeof own, inner_stream);
+        device::copy_to_host_later(turns.data(), device_turns + 3, 3 * inner.size(), inner_stream);
         inner_stream.record(gathered);
         inner.wait(gathered);
         LogTurn all{LogTurn::go_on};
@@ -557,10 +543,8 @@ private:
         partial = Buffer<double>(partial_sums(workers));
         sums = Buffer<double>(most_row_sums(workers));
         host_sums = HostBuffer<double>(most_row_sums(workers));
-        own_turn = HostBuffer<int64_t>(3);
-        sent_turn = Buffer<int64_t>(3);
-        all_turns = Buffer<int64_t>(3 * inner.size());
         turns = HostBuffer<int64_t>(3 * inner.size());
+        device_turns = Buffer<int64_t>(3 * (1 + inner.size()));
     }
 
     // Before step 1: uses once everything that a sync needs of the device.
@@ -606,8 +590,8 @@ private:
     bool is_warned = false;
     std::string given_up;
     bool leaves = false, all_leave = false;  // this rank ended the wait; all ranks of the worker did
-    HostBuffer<int64_t> own_turn, turns;     // (3), (ranks, 3): kind, step, leaves
-    Buffer<int64_t> sent_turn, all_turns;    // the same
+    HostBuffer<int64_t> turns;               // (ranks, 3): kind, step, leaves
+    Buffer<int64_t> device_turns;            // (1 + ranks, 3): this rank's, then the same
     Event gathered, applied;
     Now now;
     Timestamp idle_from;

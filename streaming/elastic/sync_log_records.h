@@ -99,6 +99,19 @@ std::string words(const First& first, const Rest&... rest) {
     return out.str();
 }
 
+inline std::string numbers(const std::vector<long>& values) {
+    std::string text;
+    for (long value : values) { text += (text.empty() ? "" : " ") + std::to_string(value); }
+    return text;
+}
+
+inline std::vector<long> parse_numbers(const std::string& text) {
+    std::vector<long> values;
+    std::istringstream in(text);
+    for (long value; in >> value;) { values.push_back(value); }
+    return values;
+}
+
 inline uint64_t digest_of(const std::string& bytes) { return XXH3_64bits(bytes.data(), bytes.size()); }
 
 inline size_t chunks_of(size_t bytes, size_t chunk) { return (bytes + chunk - 1) / chunk; }
@@ -213,9 +226,7 @@ struct LogBase {
         for (long position : positions) { sum += position; }
         return sum;
     }
-    bool operator==(const LogBase& other) const {
-        return positions == other.positions && hashes == other.hashes;
-    }
+    bool operator==(const LogBase& other) const { return text() == other.text(); }
     std::string text() const {
         std::ostringstream out;
         for (size_t p = 0; p < positions.size(); p++) { out << positions[p] << ' ' << hashes[p] << ' '; }

@@ -2,11 +2,7 @@
 // the payloads that it counts are read.
 #pragma once
 #include <algorithm>
-#include <optional>
-#include <string>
-#include <utility>
 
-#include "llmc/error.h"
 #include "streaming/elastic/sync_log.h"
 
 inline SyncLog::Next SyncLog::next(const Slot& slot, double now) const {
@@ -175,7 +171,7 @@ inline void SyncLog::tell_of_few(Slot& slot, const LogLines& lines, double asked
     if (!waits || !(are_few || are_split)) { return; }
     const std::string holders = in_words(holders_of_hashes(standing));
     if (are_split && int(standing.size()) >= options.workers) {
-        diverged = true;
+        end.diverged = true;
         return stop("nobody knows whose global parameters are right: there are workers " + holders);
     }
     const std::string what =
@@ -207,15 +203,6 @@ inline void SyncLog::refuse(const std::string& folder, const std::string& name, 
          text.substr(0, 200) + "\"");
 }
 
-inline void SyncLog::look_at_generation() {
-    ask({StoreRequest::get, "run", "generation"}, [this](const StoreAnswer& answer, double) {
-        check_generation(answer);
-        for (Slot& slot : slots) {
-            if (phase == Phase::running && slot.entry && !slot.confirmed) { confirm(slot); }
-        }
-    });
-}
-
 inline void SyncLog::confirm(Slot& slot) {
     if (slot.entry->hash != slot.hash) { return diverge(slot); }
     slot.confirmed = true;
@@ -240,7 +227,7 @@ inline void SyncLog::diverge(const Slot& slot) {
 }
 
 inline void SyncLog::diverge() {
-    diverged = true;
+    end.diverged = true;
     stop(format("the global parameters of worker %d are not those of the run", me.worker));
 }
 

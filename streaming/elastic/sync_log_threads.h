@@ -117,11 +117,7 @@ public:
     std::string generation() const { return locked([&] { return log.current_generation(); }); }
     Incarnation incarnation() const { return locked([&] { return log.incarnation(); }); }
     std::string helpless() const { return locked([&] { return log.helpless(); }); }
-    std::string why_stopped() const { return locked([&] { return log.why_stopped(); }); }
-    bool is_over() const { return locked([&] { return log.is_over(); }); }
-    bool is_replaced() const { return locked([&] { return log.is_replaced(); }); }
-    bool is_refused() const { return locked([&] { return log.is_refused(); }); }
-    std::string theirs() const { return locked([&] { return log.theirs(); }); }
+    LogStop stopped() const { return locked([&] { return log.stopped(); }); }
     // CPU time of the two threads, the store's client included.
     double cpu_seconds() const { return asking_cpu + beating_cpu; }
 

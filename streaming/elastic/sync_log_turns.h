@@ -2,11 +2,7 @@
 // fetched, encodes what is sent, and says whether to continue, to wait or to jump.
 #pragma once
 #include <algorithm>
-#include <string>
-#include <utility>
-#include <vector>
 
-#include "llmc/error.h"
 #include "streaming/elastic/sync_log.h"
 
 inline LogTurn SyncLog::turn(long step, double now) {
