@@ -1,6 +1,6 @@
 // What a part of a run saves in a checkpoint and reads back from it, without knowledge of files: numbers and
-// words by name (Fields), arrays by name (StateSection, SavedState), and what becomes of the outer optimizer's
-// state in a run of another shape (OuterReshape). The files are written and read in llmc/checkpoint/.
+// words by name (Fields), arrays by name (StateSection, SavedState), and what becomes of the outer state in a
+// run of another shape (OuterReshape). The files are written and read in llmc/checkpoint/.
 #pragma once
 #include <algorithm>
 #include <cerrno>
@@ -81,8 +81,8 @@ public:
         return found->second;
     }
 
-    // The numbers of options, which are saved as a user typed them, and read as the command line's parser reads
-    // them: 0x14 is 20, and real numbers go by way of long double, for the same bits.
+    // The numbers of options, which are saved as a user typed them, and read as the command line's parser
+    // reads them: 0x14 is 20, and real numbers go by way of long double, for the same bits.
     long typed_integer(const std::string& name, long least, long most) const {
         errno = 0;
         char* end = nullptr;

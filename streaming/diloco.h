@@ -100,7 +100,8 @@ public:
     void restore(const SavedState& saved, const Fields& fields, Stream& main) override {
         refuse_elastic_state(saved, fields);
         tokens_at_send = saved_tokens(fields, fragments.size());
-        resumed = saved_syncs(saved, fields, fragments, shard.values, options.inner_steps, workers);
+        resumed = saved_syncs(fields, long(fragments.size()), workers);
+        read_means(resumed, saved, fragments, shard.values, options.inner_steps);
         shard.load(saved, main);
         exchange->owner_feedback.load(saved, "owner_residuals", main);
         in_flight.clear();
@@ -154,10 +155,10 @@ private:
         for (const SavedSync& saved : resumed) {
             if (saved.sync.number == sync.number) { return take_saved(saved, main); }
         }
-        const Timestamp idle_from = shard.stamp(main);
+        const Timestamp idle_from = stamp(main);
         const Headers headers = exchange->wait(sync);
         SyncReport report{sync.number, sync.fragment,     sync.send_step, due_step(sync),         {},
-                          idle_from,   shard.stamp(main), 0,              not_finite_of(headers)};
+                          idle_from,   stamp(main), 0,              not_finite_of(headers)};
         report.stops = asks_to_stop(headers);
         for (const std::vector<PayloadHeader>& part : headers.sent) {
             report.global_hash += part[size_t(worker)].hash;
@@ -175,8 +176,8 @@ private:
     SyncReport take_saved(const SavedSync& saved, Stream& main) {
         SyncReport report = saved.report;
         report.due_step = due_step(saved.sync);
-        report.idle_from = shard.stamp(main);
-        report.idle_until = shard.stamp(main);
+        report.idle_from = stamp(main);
+        report.idle_until = stamp(main);
         if (report.applied()) {
             device::copy_to_device(shard.mean.data(), saved.mean.data(), saved.sync.values, main);
         }

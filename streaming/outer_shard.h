@@ -168,15 +168,6 @@ public:
 
     // ---- for reports
 
-    // The main stream's present time. Reuses timestamps that no report holds any more.
-    Timestamp stamp(Stream& main) {
-        auto unused = std::find_if(timestamps.begin(), timestamps.end(),
-                                   [](const Timestamp& timestamp) { return !timestamp.is_shared(); });
-        if (unused == timestamps.end()) { unused = timestamps.emplace(unused); }
-        main.stamp(*unused);
-        return *unused;
-    }
-
     // Allocates memory for `count` more reports at the same time.
     void reserve_reports(int count) {
         for (int i = 0; i < count; i++) { host_numbers.push_back(new_host_number()); }
@@ -259,5 +250,4 @@ private:
     Buffer<uint8_t> hashed{sizeof(PayloadHeader)};
     HostBuffer<PayloadHeader> host_hashed{1};
     std::vector<std::shared_ptr<HostBuffer<float>>> host_numbers;  // of reports
-    std::vector<Timestamp> timestamps;                             // of reports
 };

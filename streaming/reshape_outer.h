@@ -84,29 +84,10 @@ inline bool have_same_fragments(const OuterShape& a, const OuterShape& b) {
                       });
 }
 
-// A sync in flight, as it is saved.
-struct StoredSync {
-    std::string prefix;  // of its fields and of its mean
-    int fragment;
-    bool applied;  // else its mean was not finite, and was not saved
-};
-
-inline std::vector<StoredSync> stored_syncs(const SavedState& state, const OuterShape& old) {
-    std::vector<StoredSync> syncs;
-    if (!old.streams()) { return syncs; }
-    const Fields fields = Fields::parse(state.text("fields"), state.path());
-    const long fragments = long(old.fragments.size()), count = fields.integer("in_flight");
-    auto fail = [&](const char* what, long number) {
-        throw UserError(state.path() + format(what, number, fragments) + ": " + checkpoint_hint());
-    };
-    if (count < 0 || count > fragments) { fail(" has %ld of %ld fragments in flight", count); }
-    for (long i = 0; i < count; i++) {
-        const std::string prefix = name_in_flight(size_t(i));
-        const long fragment = fields.integer(prefix + "fragment");
-        if (fragment < 0 || fragment >= fragments) { fail(" has fragment %ld of %ld in flight", fragment); }
-        syncs.push_back({prefix, int(fragment), state.has(prefix + "mean")});
-    }
-    return syncs;
+inline std::vector<SavedSync> saved_syncs(const SavedState& state, const OuterShape& old) {
+    if (!old.streams()) { return {}; }
+    return saved_syncs(Fields::parse(state.text("fields"), state.path()), long(old.fragments.size()),
+                       old.workers);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -185,11 +166,11 @@ public:
         const Fields before = fields;
         for (const char* prefix : {"in_flight", "tokens_at_send.", "fragments"}) { fields.remove(prefix); }
         auto add = [&](const char* name, uint64_t more) { fields.set(name, fields.count(name) + more); };
-        for (const StoredSync& sync : stored_syncs(source, old)) {  // merged now, it counts as any other sync
+        for (const SavedSync& one : saved_syncs(source, old)) {  // merged now, it counts as any other sync
             add("total.syncs", 1);
-            add("total.outer_bytes_sent", before.count(sync.prefix + "bytes_sent"));
-            add("total.outer_bytes_received", before.count(sync.prefix + "bytes_received"));
-            fields.set("total.next_sync", before.count(sync.prefix + "sync") + 1);
+            add("total.outer_bytes_sent", one.report.traffic.bytes_sent);
+            add("total.outer_bytes_received", one.report.traffic.bytes_received);
+            fields.set("total.next_sync", one.sync.number + 1);
         }
         if (!to.streams()) { return; }
         fields.set("fragments", long(to.fragments.size()));
@@ -214,14 +195,14 @@ public:
     }
 
     std::vector<std::string> notes() const override {
-        const std::vector<StoredSync> syncs = stored_syncs(source, old);
+        const std::vector<SavedSync> syncs = saved_syncs(source, old);
         const long merged =
-            std::count_if(syncs.begin(), syncs.end(), [](const auto& sync) { return sync.applied; });
+            std::count_if(syncs.begin(), syncs.end(), [](const auto& one) { return one.report.applied(); });
         const long lost = long(syncs.size()) - merged;
         if (syncs.empty()) { return {}; }
-        const std::string lost_too = lost > 0 ? format("; %ld not, for they were not finite", lost) : "";
-        return {format("fragments in flight at the checkpoint, whose means were merged at once: %ld", merged) +
-                lost_too};
+        return {"fragments in flight at the checkpoint, whose means were merged at once: " +
+                std::to_string(merged) +
+                (lost > 0 ? format("; %ld not, for they were not finite", lost) : "")};
     }
 
 private:
@@ -231,11 +212,12 @@ private:
         OuterStep step = make_outer_step(o.outer_optimizer, o.outer_lr, o.outer_momentum, o.local_weight);
         const bool has_local = shard.arrays.count("master") != 0;
         if (!has_local) { step.local_weight = 1; }  // local parameters do not move
-        for (const StoredSync& sync : stored_syncs(state, old)) {
-            if (!sync.applied) { continue; }
-            const Fragment& fragment = old.fragments[size_t(sync.fragment)];
+        const std::vector<SavedSync> syncs = saved_syncs(state, old);
+        for (size_t i = 0; i < syncs.size(); i++) {
+            if (!syncs[i].report.applied()) { continue; }
+            const Fragment& fragment = old.fragments[size_t(syncs[i].sync.fragment)];
             const std::vector<float> mean =
-                state.floats(sync.prefix + "mean", shard_values(fragment, old.layout));
+                state.floats(name_in_flight(i) + "mean", shard_values(fragment, old.layout));
             const float* next = mean.data();
             for (int block : fragment.blocks) {
                 const Range range = old.layout.shard(block, rank);

@@ -98,8 +98,22 @@ private:
 struct SavedSync {
     Sync sync;
     SyncReport report;
-    HostBuffer<float> mean;  // (sync.values); empty if no worker applies it
+    HostBuffer<float> mean;  // (sync.values), once it was read; empty if no worker applies it
 };
+
+// The syncs in flight, in the order of sending, without their means.
+inline std::vector<SavedSync> saved_syncs(const Fields& fields, long fragments, int workers) {
+    std::vector<SavedSync> saved;
+    const long count = fields.count_up_to(fragments, "in_flight");
+    for (long i = 0; i < count; i++) {
+        const std::string prefix = name_in_flight(size_t(i));
+        const int p = int(fields.count_up_to(fragments - 1, prefix + "fragment"));
+        const Sync sync{fields.integer(prefix + "sync"), p, fields.integer(prefix + "send_step"),
+                        fields.integer(prefix + "values")};
+        saved.push_back({sync, report_of(fields, prefix, sync, workers), {}});
+    }
+    return saved;
+}
 
 inline std::vector<uint64_t> saved_tokens(const Fields& fields, size_t fragments) {
     if (fields.integer("fragments") != long(fragments)) {
@@ -121,35 +135,27 @@ inline void refuse_elastic_state(const SavedState& state, const Fields& fields) 
                     "from its model (-e model_STEP.bin)");
 }
 
-// The syncs in flight, in the order of sending. Those sent H - 1 or more steps ago had been received, as
-// tau < H. values: of this process's shard of each fragment Throws a UserError for those that the schedule
-// of this run does not have.
-inline std::vector<SavedSync> saved_syncs(const SavedState& state, const Fields& fields,
-                                          const std::vector<Fragment>& fragments,
-                                          const std::vector<long>& values, long H, int workers) {
-    std::vector<SavedSync> saved;
-    const long count = fields.count_up_to(long(fragments.size()), "in_flight");
+// Reads the means of the syncs in flight. Throws a UserError for syncs that the schedule of this run does not
+// have; those sent H - 1 or more steps ago had been received, as tau < H.
+// values: of this process's shard of each fragment
+inline void read_means(std::vector<SavedSync>& saved, const SavedState& state,
+                       const std::vector<Fragment>& fragments, const std::vector<long>& values, long H) {
     const long step = state.step();
-    for (long i = 0; i < count; i++) {
-        const std::string prefix = name_in_flight(size_t(i));
-        const long p = fields.integer(prefix + "fragment");
-        const Sync sync{fields.integer(prefix + "sync"), int(p), fields.integer(prefix + "send_step"),
-                        fields.integer(prefix + "values")};
-        const bool fits = p >= 0 && p < long(fragments.size()) && sync.values == values[size_t(p)] &&
-                          sync.send_step <= step && sync.send_step > step - (H - 1) &&
-                          is_sent(fragments[size_t(p)], sync.send_step, H) &&
-                          sync.number == sync_number(fragments, int(p), sync.send_step, H) &&
-                          (saved.empty() || sync.number > saved.back().sync.number);
+    for (size_t i = 0; i < saved.size(); i++) {
+        const Sync& sync = saved[i].sync;
+        const Fragment& fragment = fragments[size_t(sync.fragment)];
+        const bool fits = sync.values == values[size_t(sync.fragment)] && sync.send_step <= step &&
+                          sync.send_step > step - (H - 1) && is_sent(fragment, sync.send_step, H) &&
+                          sync.number == sync_number(fragments, sync.fragment, sync.send_step, H) &&
+                          (i == 0 || sync.number > saved[i - 1].sync.number);
         if (!fits) {
-            throw UserError(format("%s has fragment %ld, of %ld values, on its way as sync %ld since step "
+            throw UserError(format("%s has fragment %d, of %ld values, on its way as sync %ld since step "
                                    "%ld, and here that is not so: resume with the options that the run had",
-                                   state.path().c_str(), p, sync.values, sync.number, sync.send_step));
+                                   state.path().c_str(), sync.fragment, sync.values, sync.number,
+                                   sync.send_step));
         }
-        saved.push_back({sync, report_of(fields, prefix, sync, workers), {}});
-        if (saved.back().report.applied()) {
-            saved.back().mean = HostBuffer<float>(sync.values);
-            state.read(prefix + "mean", saved.back().mean.data(), size_t(sync.values) * sizeof(float));
-        }
+        if (!saved[i].report.applied()) { continue; }
+        saved[i].mean = HostBuffer<float>(sync.values);
+        state.read(name_in_flight(i) + "mean", saved[i].mean.data(), size_t(sync.values) * sizeof(float));
     }
-    return saved;
 }

@@ -192,7 +192,7 @@ private:
     // Until the log says to go on, the wait is ended, or the run is over.
     template <class Turn>
     Outcome take_turns(long step, Turn turn) {
-        idle_from = shard.stamp(*now.main);
+        idle_from = stamp(*now.main);
         while (true) {
             const LogTurn agreed = agree(timed([&] { return turn(step); }));
             note_events();
@@ -361,7 +361,7 @@ private:
         Stream& main = *now.main;
         const long due_step = sync.send_step + shard.options.overlap;
         SyncReport report{sync.number, sync.fragment, sync.send_step, due_step, {}, idle_from,
-                          shard.stamp(main), hashes[size_t(sync.fragment)], {}};
+                          stamp(main), hashes[size_t(sync.fragment)], {}};
         report.log = LogReport{};
         report.log->counted = counted;
         for (const Contribution& one : contributions) { note_header(one, sync, report); }
@@ -382,7 +382,7 @@ private:
         if (report.applied()) { report.statistics = statistics_of(sync, contributions.size()); }
         out.sync = -1;
         reports.push_back(report);
-        idle_from = shard.stamp(main);
+        idle_from = stamp(main);
     }
 
     // Refused if it was not made on these global parameters.
