@@ -1,12 +1,12 @@
-// The plan of a run, before it starts: whether its options are valid, its fragments, and the bytes that it
-// sends (for people: llmc/run/report.h).
+// The plan of a run, before it starts: whether its options are valid, and its fragments. The bytes that it
+// sends are in llmc/run/report.h.
 #pragma once
 #include <cmath>
 #include <vector>
 
 #include "streaming/exchange.h"
 #include "llmc/layout.h"
-#include "streaming/outer_shard.h"
+#include "streaming/outer.h"
 #include "streaming/schedule.h"
 
 // Throws a UserError for options that are not valid for a run of `steps` steps (-1: not known yet).
@@ -44,24 +44,4 @@ inline std::vector<Fragment> make_fragments(const Layout& layout, const DilocoOp
     if (!options.streams()) { return {}; }
     return make_fragments(layout, options.fragment_layers, parse_fragment_pattern(options.fragment_pattern),
                           options.inner_steps);
-}
-
-// An elastic worker sends its payload once, to the store, from which all others read it.
-inline ExchangeKind planned_exchange(const DilocoOptions& options, const std::vector<long>& values,
-                                     int workers) {
-    if (options.is_elastic()) { return ExchangeKind::all_gather; }
-    return choose_exchange(wire_options(options), values, workers);
-}
-
-// Bytes that a process sends in a sync, by fragment; none without an exchange.
-inline std::vector<size_t> sync_bytes(const DilocoOptions& options, const std::vector<Fragment>& fragments,
-                                      const Layout& layout, int workers) {
-    const std::vector<long> values = shard_values(fragments, layout);
-    const ExchangeKind exchange = planned_exchange(options, values, workers);
-    const int members = options.is_elastic() ? 2 : workers;
-    std::vector<size_t> bytes;
-    for (long n : values) {
-        bytes.push_back(exchange_bytes(exchange, wire_options(options).format, n, members));
-    }
-    return bytes;
 }

@@ -136,27 +136,3 @@ inline int most_in_flight(const std::vector<Fragment>& fragments, long H, long o
     }
     return most;
 }
-
-// Bytes that a process sends in the steps t with t mod H = 0, 1, ..., H - 1.   bytes: of a sync, by fragment
-inline std::vector<size_t> sent_in_period(const std::vector<Fragment>& fragments,
-                                          const std::vector<size_t>& bytes, long H) {
-    std::vector<size_t> sent(H, 0);
-    for (size_t p = 0; p < fragments.size(); p++) { sent[fragments[p].offset] += bytes[p]; }
-    return sent;
-}
-
-// The slowest link, in bytes per step, over which every fragment arrives within its `overlap` steps, without
-// latency: the bytes that are sent in `length` + 1 consecutive steps have `length` + overlap steps to pass.
-// overlap: at least 1
-inline double bytes_a_step_without_waits(const std::vector<size_t>& sent, long overlap) {
-    const long H = long(sent.size());
-    double most = double(std::accumulate(sent.begin(), sent.end(), size_t(0))) / double(H);
-    for (long first = 0; first < H; first++) {
-        size_t sum = 0;
-        for (long length = 0; length < H; length++) {
-            sum += sent[(first + length) % H];
-            most = std::max(most, double(sum) / double(length + overlap));
-        }
-    }
-    return most;
-}

@@ -22,7 +22,9 @@
 #include "llmc/run/logger.h"
 #include "llmc/run/options.h"
 #include "llmc/run/process.h"
+#include "streaming/exchange.h"
 #include "streaming/outer_loop.h"
+#include "streaming/outer_shard.h"
 #include "streaming/plan.h"
 #include "streaming/schedule.h"
 #include "streaming/sync_report.h"
@@ -59,7 +61,27 @@ inline SyncMetrics sync_metrics(const SyncReport& r, long step) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// The plan of the exchanges (streaming/plan.h), for people
+// The plan of the exchanges, for people
+
+// An elastic worker sends its payload once, to the store, from which all others read it.
+inline ExchangeKind planned_exchange(const DilocoOptions& options, const std::vector<long>& values,
+                                     int workers) {
+    if (options.is_elastic()) { return ExchangeKind::all_gather; }
+    return choose_exchange(wire_options(options), values, workers);
+}
+
+// Bytes that a process sends in a sync, by fragment; none without an exchange.
+inline std::vector<size_t> sync_bytes(const DilocoOptions& options, const std::vector<Fragment>& fragments,
+                                      const Layout& layout, int workers) {
+    const std::vector<long> values = shard_values(fragments, layout);
+    const ExchangeKind exchange = planned_exchange(options, values, workers);
+    const int members = options.is_elastic() ? 2 : workers;
+    std::vector<size_t> bytes;
+    for (long n : values) {
+        bytes.push_back(exchange_bytes(exchange, wire_options(options).format, n, members));
+    }
+    return bytes;
+}
 
 // "h.0..h.2, h.6": the names of blocks, runs of neighbours shortened.
 inline std::string block_names(const std::vector<int>& blocks, const Layout& layout) {
@@ -72,6 +94,30 @@ inline std::string block_names(const std::vector<int>& blocks, const Layout& lay
         i = last;
     }
     return names;
+}
+
+// Bytes that a process sends in the steps t with t mod H = 0, 1, ..., H - 1.   bytes: of a sync, by fragment
+inline std::vector<size_t> sent_in_period(const std::vector<Fragment>& fragments,
+                                          const std::vector<size_t>& bytes, long H) {
+    std::vector<size_t> sent(H, 0);
+    for (size_t p = 0; p < fragments.size(); p++) { sent[fragments[p].offset] += bytes[p]; }
+    return sent;
+}
+
+// The slowest link, in bytes per step, over which every fragment arrives within its `overlap` steps, without
+// latency: the bytes that are sent in `length` + 1 consecutive steps have `length` + overlap steps to pass.
+// overlap: at least 1
+inline double bytes_a_step_without_waits(const std::vector<size_t>& sent, long overlap) {
+    const long H = long(sent.size());
+    double most = double(std::accumulate(sent.begin(), sent.end(), size_t(0))) / double(H);
+    for (long first = 0; first < H; first++) {
+        size_t sum = 0;
+        for (long length = 0; length < H; length++) {
+            sum += sent[(first + length) % H];
+            most = std::max(most, double(sum) / double(length + overlap));
+        }
+    }
+    return most;
 }
 
 // The schedule in words and numbers, for people: a line for each fragment and one for the sum.

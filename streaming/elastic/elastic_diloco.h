@@ -86,7 +86,11 @@ public:
         const LogPlace place = saved_place(saved, fields, fragments.size());
         tokens_at_send = saved_tokens(fields, fragments.size());
         shard.load(saved, main);
-        restore_residuals(saved, place, main);
+        for (int p = 0; p < int(fragments.size()); p++) {
+            if (!place.sent[size_t(p)]) { continue; }
+            const long sync = schedule.sync(p, place.positions[size_t(p)]);
+            shard.feedback.load_before(p, sync, saved, "residuals_before", main);
+        }
         log_start.generation = place.generation;
         log_start.positions = place.positions;
         log_start.from_checkpoint = true;
@@ -316,8 +320,7 @@ private:
     uint64_t hash(int p) override {
         const Stopwatch work{shard_seconds};
         shard.state->make_room(p);
-        hashes[size_t(p)] = shard.hash(p, *now.main);
-        return hashes[size_t(p)];
+        return hashes[size_t(p)] = shard.hash(p, *now.main);
     }
 
     // A worker that has not trained since its last send has no payload.
@@ -362,8 +365,7 @@ private:
         const long due_step = sync.send_step + shard.options.overlap;
         SyncReport report{sync.number, sync.fragment, sync.send_step, due_step, {}, idle_from,
                           stamp(main), hashes[size_t(sync.fragment)], {}};
-        report.log = LogReport{};
-        report.log->counted = counted;
+        report.log = LogReport{{}, counted};
         for (const Contribution& one : contributions) { note_header(one, sync, report); }
         if (report.applied()) {
             receive(sync, contributions);
@@ -377,9 +379,15 @@ private:
         main.record(applied);
         applied.synchronize();  // then the received payloads may be overwritten, and the sums are there
         Outgoing& out = outgoing[size_t(sync.fragment)];
-        const bool has_sent = out.sync == sync.number && out.encoded && out.tokens > 0;
-        report.traffic.bytes_sent = has_sent ? out.encoded->payload.size() : 0;  // received: note_events()
-        if (report.applied()) { report.statistics = statistics_of(sync, contributions.size()); }
+        const bool has_payload = out.sync == sync.number && out.tokens > 0;
+        // How much was received is known to note_events().
+        if (has_payload && out.encoded) { report.traffic.bytes_sent = out.encoded->payload.size(); }
+        if (report.applied()) {  // of the contributors; what encoding lost is known if this worker has sent
+            const double unknown = std::numeric_limits<double>::quiet_NaN(), none[] = {unknown, unknown};
+            const int count = int(contributions.size());
+            report.statistics = outer_statistics(has_payload ? out.sums.data() : none,
+                                                 {host_sums.data(), host_sums + row_sums(count)}, count);
+        }
         out.sync = -1;
         reports.push_back(report);
         idle_from = stamp(main);
@@ -420,16 +428,6 @@ private:
         device::sum_rows(sums, partial, received, layout.bytes, count, layout, shard.mean, main);
         device::read_groups(host_sums.data(), reinterpret_cast<const uint8_t*>(sums.data()), 0, 1,
                           row_sums(count), main);
-    }
-
-    // Over the contributors. What encoding lost is known if this worker has sent.
-    OuterStatistics statistics_of(const Sync& sync, size_t contributors) const {
-        const Outgoing& out = outgoing[size_t(sync.fragment)];
-        const double unknown = std::numeric_limits<double>::quiet_NaN(), none[] = {unknown, unknown};
-        const bool has_sent = out.sync == sync.number && out.tokens > 0;
-        const int workers = int(contributors);
-        return outer_statistics(has_sent ? out.sums.data() : none,
-                                {host_sums.data(), host_sums + row_sums(workers)}, workers);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -491,13 +489,12 @@ private:
         const bool fits = header.magic == expected.magic && header.version == expected.version &&
                           header.values == n && header.has_moments <= 1 && snapshot.size() == bytes;
         if (!fits) {
-            throw RunError(
-                "the snapshot of another worker was refused: do all run the same program with the "
-                "same options?");
+            throw RunError("the snapshot of another worker was refused: do all run the same program with the "
+                           "same options?");
         }
         if (log_options.elastic.join_moments && !header.has_moments) {
-            throw RunError(
-                "the snapshot of another worker has no moments: give --join-moments to all workers");
+            throw RunError("the snapshot of another worker has no moments: give --join-moments to all "
+                           "workers");
         }
         return header;
     }
@@ -518,15 +515,6 @@ private:
 
     // -------------------------------------------------------------------------------------------------------
     // Setting up
-
-    void restore_residuals(const SavedState& saved, const LogPlace& place, Stream& main) {
-        if (shard.feedback.count() == 0) { return; }
-        const std::vector<float> before = saved.floats("residuals_before", shard.feedback.count());
-        for (int p = 0; p < int(fragments.size()); p++) {
-            const long sync = schedule.sync(p, place.positions[size_t(p)]);
-            if (place.sent[size_t(p)]) { shard.feedback.load_before(p, sync, before.data(), main); }
-        }
-    }
 
     void take_buffers(int workers) {
         size_t most = 0;

@@ -25,11 +25,7 @@ struct StoreAnswer {
 };
 
 inline StoreAnswer lost_answer(const std::string& trouble, bool is_full) {
-    StoreAnswer answer;
-    answer.lost = true;
-    answer.is_full = is_full;
-    answer.trouble = trouble;
-    return answer;
+    return {true, is_full, trouble, false, "", {}};
 }
 
 // What Redis (a folder is a hash: HGET, HSET, HSETNX, HDEL and UNLINK, HGETALL, SCAN) and a shared folder

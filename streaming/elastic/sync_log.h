@@ -104,6 +104,8 @@ private:
         double due_since = -1;
         double excused = 0;     // seconds since then in which nobody could be heard
 
+        // Since when it is overdue, for its worker; negative: it is not due yet.
+        double judged_since() const { return due_since < 0 ? -1 : due_since + excused; }
         bool has_line() const { return own == sent || own == abstained; }
         bool has_payload(size_t i) const { return payloads[i].size() >= entry->contributors[i].bytes; }
         bool is_fetched() const {
@@ -186,7 +188,6 @@ private:
     int ready() const;
     bool is_far_behind() const;
     LogTurn jump();
-    static std::vector<Contribution> take_payloads(Slot& slot);
     void apply(Slot& slot);
     void keep_promise(const Slot& slot);
     void show_pace(long sync, double now);
@@ -205,8 +206,7 @@ private:
     void consider(Slot& slot, double asked, double now);
     double due_for_all(const Slot& slot, double now) const;
     double stands_since(double now) const;
-    static double judged_since(const Slot& slot);
-    void tell_of_few(Slot& slot, const LogLines& lines, double asked);
+    void tell_of_few(Slot& slot, const StandingLines& standing, double asked);
     void write_entry(long sync, const LogEntry& entry);
     void take_entry(Slot& slot, const std::string& text);
     void refuse(const std::string& folder, const std::string& name, const std::string& text);

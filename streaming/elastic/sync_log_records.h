@@ -10,6 +10,7 @@
 #include <iterator>
 #include <limits>
 #include <map>
+#include <numeric>
 #include <set>
 #include <sstream>
 #include <string>
@@ -156,10 +157,8 @@ struct LogEntry {
     long waited = 0;
 
     bool counts(int worker) const {
-        for (const Contributor& one : contributors) {
-            if (one.who.worker == worker) { return true; }
-        }
-        return false;
+        return std::any_of(contributors.begin(), contributors.end(),
+                           [worker](const Contributor& one) { return one.who.worker == worker; });
     }
     bool knows(int worker) const {
         return counts(worker) || std::find(abstained.begin(), abstained.end(), worker) != abstained.end();
@@ -221,11 +220,7 @@ struct LogBase {
     std::vector<long> positions;
     std::vector<uint64_t> hashes;
 
-    long sum() const {
-        long sum = 0;
-        for (long position : positions) { sum += position; }
-        return sum;
-    }
+    long sum() const { return std::accumulate(positions.begin(), positions.end(), 0L); }
     bool operator==(const LogBase& other) const { return text() == other.text(); }
     std::string text() const {
         std::ostringstream out;

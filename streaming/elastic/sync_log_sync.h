@@ -128,13 +128,15 @@ inline void SyncLog::look(Slot& slot, bool has_line) {
 
 // Lines and beats have just been read.   asked: when they were asked for
 inline void SyncLog::consider(Slot& slot, double asked, double now) {
-    const LogLines lines = *std::exchange(slot.lines, std::nullopt);
-    if (is_odd_one(lines, slot.hash, rules)) { return diverge(slot); }
-    tell_of_few(slot, lines, asked);
+    const LogLines lines = rules.taken_as_sent(*slot.lines, presence.alive(), slot.hash);
+    const StandingLines standing = standing_lines(lines, slot.hash, rules);
+    slot.lines.reset();
+    if (is_odd_one(standing, slot.hash)) { return diverge(slot); }
+    tell_of_few(slot, standing, asked);
     if (phase == Phase::stopped) { return; }
     const Question question{slot.sync, slot.hash, due_for_all(slot, now), stands_since(now), me};
-    charge(question, lines, presence, rules, options.elastic.min_workers, asked);
-    slot.proposal = decide(question, lines, presence, rules, options.elastic.min_workers,
+    charge(question, standing, presence, options.elastic.min_workers, asked);
+    slot.proposal = decide(question, standing, presence, rules, options.elastic.min_workers,
                            options.elastic.grace, asked, now);
 }
 
@@ -143,7 +145,7 @@ inline void SyncLog::consider(Slot& slot, double asked, double now) {
 inline double SyncLog::due_for_all(const Slot& slot, double now) const {
     const long left = schedule.send_step(slot.sync) + options.overlap - step, done = step - began_step;
     if (slot.due_since < 0) { return -1; }
-    double since = judged_since(slot);
+    double since = slot.judged_since();
     if (left > 0 && done > 0) { since += double(left) * (slot.due_since - began_at) / double(done); }
     return now < since ? -1 : since;
 }
@@ -158,14 +160,9 @@ inline double SyncLog::stands_since(double now) const {
     return first;
 }
 
-inline double SyncLog::judged_since(const Slot& slot) {
-    return slot.due_since < 0 ? -1 : slot.due_since + slot.excused;
-}
-
 // Tells that nobody may decide: too few workers have sent, or no hash has a majority.
-inline void SyncLog::tell_of_few(Slot& slot, const LogLines& lines, double asked) {
-    const StandingLines standing = standing_lines(lines, slot.hash, rules);
-    const bool waits = slot.due_since >= 0 && asked >= judged_since(slot) + options.elastic.grace;
+inline void SyncLog::tell_of_few(Slot& slot, const StandingLines& standing, double asked) {
+    const bool waits = slot.due_since >= 0 && asked >= slot.judged_since() + options.elastic.grace;
     const bool are_few = int(standing.size()) < options.elastic.min_workers;
     const bool are_split = !are_few && !has_majority(standing, rules);
     if (!waits || !(are_few || are_split)) { return; }
