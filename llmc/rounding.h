@@ -57,8 +57,8 @@ HD inline uint32_t round_stochastically(uint32_t magnitude, uint32_t random, uin
 
 // -----------------------------------------------------------------------------------------------------------
 // Parameters, to bf16: stochastically, so that updates smaller than bf16's spacing are not lost in the copy
-// that the model computes with. The random numbers are Philox4x32-10 of (seed, step, index of the value in the
-// model), so that every process rounds a value alike.
+// that the model computes with. The random numbers are Philox4x32-10 of (seed, step, index of the value in
+// the model), so that every process rounds a value alike.
 
 struct StochasticRounding {
     uint64_t seed;

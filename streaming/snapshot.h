@@ -20,7 +20,7 @@
 #include <string>
 #include <vector>
 
-#include "llmc/snapshot.h"
+#include "llmc/state.h"
 #include "streaming/error_feedback.h"
 #include "streaming/outer_state.h"
 #include "streaming/sync_report.h"

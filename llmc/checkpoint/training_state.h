@@ -31,7 +31,6 @@
 #include "llmc/floatx.h"
 #include "llmc/layout.h"
 #include "llmc/outlier.h"
-#include "llmc/snapshot.h"
 #include "llmc/state.h"
 #include "llmc/run/logger.h"
 #include "llmc/run/process.h"
