@@ -78,8 +78,8 @@ struct Source {
     }
 };
 
-// Division by the scale of a block. If the scale is neither tiny nor huge, `reciprocal` is its reciprocal,
-// else 0.
+// Division by the scale of a block, as the kernels do it: if the scale is neither tiny nor huge, `reciprocal`
+// is its reciprocal, else 0.
 struct Divisor {
     float scale, reciprocal;
 };
@@ -184,16 +184,6 @@ inline void encode_block(Code<F>* codes, const float* values, const Rounding& ro
     }
 }
 
-// quotients = delta / scale.   quotients, delta: (128)
-inline void divide_block(float* quotients, const float* delta, uint32_t scale) {
-    const Divisor divisor = divisor_of(scale);
-    if (divisor.reciprocal != 0) {
-        for (int k = 0; k < quantization_block; k++) { quotients[k] = divide_by(delta[k], divisor); }
-    } else {
-        for (int k = 0; k < quantization_block; k++) { quotients[k] = divide_rn(delta[k], divisor.scale); }
-    }
-}
-
 // Quantizes block `i / 128` of a range. Returns false, and writes zeros, if it cannot be sent.
 template <class F, bool stochastic>
 inline bool quantize_block(uint8_t* codes, uint16_t* scale, const Source& source, const Rounding& rounding,
@@ -209,7 +199,8 @@ inline bool quantize_block(uint8_t* codes, uint16_t* scale, const Source& source
     }
     if constexpr (F::scaled) {
         *scale = uint16_t(scale_bits);
-        divide_block(quotients, delta, scale_bits);
+        const float divisor = divisor_of(scale_bits).scale;
+        for (int k = 0; k < quantization_block; k++) { quotients[k] = divide_rn(delta[k], divisor); }
     }
     encode_block<F, stochastic>(block, F::scaled ? quotients : delta, rounding, rounding.first + uint64_t(i));
     pack_block<F>(codes, block);
