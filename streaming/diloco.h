@@ -195,9 +195,7 @@ private:
             for (int worker : diverged_workers(part)) { diverged.insert(worker); }
         }
         if (diverged.empty()) { return; }
-        std::string who;
-        for (int worker : diverged) { who += (who.empty() ? "" : ", ") + std::to_string(worker); }
-        who = (diverged.size() == 1 ? "worker " : "workers ") + who;
+        const std::string who = workers_in_words({diverged.begin(), diverged.end()});
         throw RunError("the global parameters of " + describe(sync) + " differ between workers, suspected: " +
                        who + ": start the run again from its last checkpoint");
     }

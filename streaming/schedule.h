@@ -87,13 +87,6 @@ inline std::vector<Fragment> make_fragments(const Layout& layout, int fragment_l
     return make_fragments(layout.layers, int(layout.blocks.size()), fragment_layers, pattern, H, sizes);
 }
 
-// t_p of each.
-inline std::vector<double> offsets(const std::vector<Fragment>& fragments) {
-    std::vector<double> offsets;
-    for (const Fragment& fragment : fragments) { offsets.push_back(double(fragment.offset)); }
-    return offsets;
-}
-
 inline long first_send(const Fragment& fragment, long H) {
     return fragment.offset == 0 ? H : fragment.offset;
 }

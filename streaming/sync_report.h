@@ -1,6 +1,7 @@
 // SyncReport: what one exchange did, for logs and for people. A checkpoint holds the reports of the syncs
 // that were in flight when it was taken, so that the resumed run's log is complete.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <optional>
@@ -50,28 +51,26 @@ struct SyncReport {
     double mean_norm() const { return mean_square ? std::sqrt(mean_square->data()[0]) : NAN; }
 };
 
+// The workers whose headers have a flag.
+inline std::set<int> flagged(const std::vector<PayloadHeader>& headers, uint32_t flag) {
+    std::set<int> workers;
+    for (const PayloadHeader& header : headers) {
+        if (header.flags & flag) { workers.insert(int(header.worker)); }
+    }
+    return workers;
+}
+
 // Senders whose delta was not finite; if there are none, owners whose mean could not be sent.
 inline std::vector<int> not_finite_of(const Headers& headers) {
-    std::set<int> senders, owners;
-    for (const std::vector<PayloadHeader>& part : headers.sent) {
-        for (const PayloadHeader& header : part) {
-            if (header.flags & delta_not_finite) { senders.insert(int(header.worker)); }
-        }
-    }
-    for (const PayloadHeader& header : headers.means) {
-        if (header.flags & delta_not_finite) { owners.insert(int(header.worker)); }
-    }
-    const std::set<int>& named = senders.empty() ? owners : senders;
+    std::set<int> named;
+    for (const auto& part : headers.sent) { named.merge(flagged(part, delta_not_finite)); }
+    if (named.empty()) { named = flagged(headers.means, delta_not_finite); }
     return std::vector<int>(named.begin(), named.end());
 }
 
 inline bool asks_to_stop(const Headers& headers) {
-    for (const std::vector<PayloadHeader>& part : headers.sent) {
-        for (const PayloadHeader& header : part) {
-            if (header.flags & stop_requested) { return true; }
-        }
-    }
-    return false;
+    return std::any_of(headers.sent.begin(), headers.sent.end(),
+                       [](const auto& part) { return !flagged(part, stop_requested).empty(); });
 }
 
 // ---- in a checkpoint: what the resumed run cannot compute by itself. `stops` has had its effect already.

@@ -63,6 +63,13 @@ inline SyncMetrics sync_metrics(const SyncReport& r, long step) {
 // -----------------------------------------------------------------------------------------------------------
 // The plan of the exchanges, for people
 
+// t_p of each.
+inline std::vector<double> offsets(const std::vector<Fragment>& fragments) {
+    std::vector<double> offsets;
+    for (const Fragment& fragment : fragments) { offsets.push_back(double(fragment.offset)); }
+    return offsets;
+}
+
 // An elastic worker sends its payload once, to the store, from which all others read it.
 inline ExchangeKind planned_exchange(const DilocoOptions& options, const std::vector<long>& values,
                                      int workers) {

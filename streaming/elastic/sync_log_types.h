@@ -130,12 +130,6 @@ struct LogEvent {
     size_t bytes_read = 0;  // of payloads, from the store
 };
 
-inline std::string workers_in_words(const std::vector<int>& workers) {
-    std::vector<std::string> names;
-    for (int worker : workers) { names.push_back(std::to_string(worker)); }
-    return (workers.size() == 1 ? "worker " : "workers ") + list_in_words(names);
-}
-
 // "2 on 00c0ffee00c0ffee and 1 on 0123456789abcdef"
 inline std::string in_words(const std::map<uint64_t, size_t>& holders) {
     std::vector<std::string> parts;
