@@ -51,7 +51,9 @@ public:
         set(name, long(list.size()));
         for (size_t i = 0; i < list.size(); i++) { set(name + "." + std::to_string(i), list[i]); }
     }
-    void add(const Fields& more) { values.insert(more.values.begin(), more.values.end()); }
+    void add(const Fields& more) {
+        for (const auto& [name, value] : more.values) { values[name] = value; }
+    }
 
     bool has(const std::string& name) const { return values.count(name) != 0; }
     long integer(const std::string& name) const { return number<long>(name, 10, "a whole number"); }

@@ -157,8 +157,8 @@ private:
         }
         const Timestamp idle_from = stamp(main);
         const Headers headers = exchange->wait(sync);
-        SyncReport report{sync.number, sync.fragment,     sync.send_step, due_step(sync),         {},
-                          idle_from,   stamp(main), 0,              not_finite_of(headers)};
+        SyncReport report{sync.number, sync.fragment, sync.send_step, due_step(sync), {}, idle_from,
+                          stamp(main), 0, not_finite_of(headers)};
         report.stops = asks_to_stop(headers);
         for (const std::vector<PayloadHeader>& part : headers.sent) {
             report.global_hash += part[size_t(worker)].hash;
