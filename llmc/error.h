@@ -60,3 +60,19 @@ inline std::string list_in_words(const std::vector<std::string>& names) {
     }
     return shown < names.size() ? text + format(" and %zu more", names.size() - shown) : text;
 }
+
+// "worker 3", "workers 0, 1 and 2"
+inline std::string workers_in_words(const std::vector<int>& workers) {
+    std::vector<std::string> names;
+    for (int worker : workers) { names.push_back(std::to_string(worker)); }
+    return (workers.size() == 1 ? "worker " : "workers ") + list_in_words(names);
+}
+
+// The place of `word` among the words of an option. A UserError lists them.   what: the option
+inline size_t place_of(const std::string& word, const std::vector<std::string>& words,
+                       const std::string& what) {
+    for (size_t i = 0; i < words.size(); i++) {
+        if (words[i] == word) { return i; }
+    }
+    throw UserError("unknown " + what + " '" + word + "': use one of " + list_in_words(words));
+}

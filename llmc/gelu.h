@@ -6,7 +6,7 @@
 //
 // which needs one exponential and keeps its relative precision for negative x, where 1 + tanh cancels.
 #pragma once
-#include "llmc/exponential.h"
+#include "llmc/arithmetic.h"
 
 const float gelu_2k = 1.5957691216f;          // 2 sqrt(2 / pi)
 const float gelu_2k_cubic = 0.0713548163f;    // 2 sqrt(2 / pi) * 0.044715

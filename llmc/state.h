@@ -3,18 +3,26 @@
 // (OuterSnapshot, OuterReshape). The files are written and read in llmc/checkpoint/.
 #pragma once
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
+#include <condition_variable>
+#include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <system_error>
 #include <vector>
 
+#include "llmc/buffer.h"
 #include "llmc/error.h"
 #include "llmc/floatx.h"
 #include "llmc/layout.h"
+#include "llmc/stream.h"
 
 // What a user can do when a file of a checkpoint cannot be used.
 inline const char* checkpoint_hint() {
@@ -37,6 +45,15 @@ public:
     }
     void set(const std::string& name, const std::string& value) { put(name, value); }
     void set(const std::string& name, const char* value) { put(name, value); }
+    // A list: how many there are, and NAME.0, NAME.1, ...
+    template <class T>
+    void set(const std::string& name, const std::vector<T>& list) {
+        set(name, long(list.size()));
+        for (size_t i = 0; i < list.size(); i++) { set(name + "." + std::to_string(i), list[i]); }
+    }
+    void add(const Fields& more) {
+        for (const auto& [name, value] : more.values) { values[name] = value; }
+    }
 
     bool has(const std::string& name) const { return values.count(name) != 0; }
     long integer(const std::string& name) const { return number<long>(name, 10, "a whole number"); }
@@ -48,10 +65,44 @@ public:
         memcpy(&value, &bits, sizeof value);
         return value;
     }
+    // An integer from 0 to `most`.
+    long count_up_to(long most, const std::string& name) const {
+        const long count = integer(name);
+        if (count < 0 || count > most) {
+            fail(format("has %ld of '%s', and there can be %ld", count, name.c_str(), most));
+        }
+        return count;
+    }
+    void read(const std::string& name, int& value) const { value = int(integer(name)); }
+    void read(const std::string& name, long& value) const { value = integer(name); }
+    void read(const std::string& name, uint64_t& value) const { value = count(name); }
+    void read(const std::string& name, double& value) const { value = real(name); }
+    // A list of at most `most`.
+    template <class T>
+    void read(const std::string& name, std::vector<T>& list, long most) const {
+        list.resize(size_t(count_up_to(most, name)));
+        for (size_t i = 0; i < list.size(); i++) { read(name + "." + std::to_string(i), list[i]); }
+    }
     const std::string& word(const std::string& name) const {
         const auto found = values.find(name);
         if (found == values.end()) { fail("does not say '" + name + "'"); }
         return found->second;
+    }
+
+    // The numbers of options, which are saved as a user typed them, and read as the command line's parser
+    // reads them: 0x14 is 20, and real numbers go by way of long double, for the same bits.
+    long typed_integer(const std::string& name, long least, long most) const {
+        errno = 0;
+        char* end = nullptr;
+        const long value = strtol(word(name).c_str(), &end, 0);
+        check_typed(name, !word(name).empty() && !*end && !errno && value >= least && value <= most);
+        return value;
+    }
+    float typed_real(const std::string& name) const {
+        char* end = nullptr;
+        const float value = float(strtold(word(name).c_str(), &end));
+        check_typed(name, !word(name).empty() && !*end);
+        return value;
     }
 
     std::string text() const {
@@ -99,6 +150,10 @@ public:
 private:
     [[noreturn]] void fail(const std::string& what) const {
         throw UserError((file.empty() ? "the state" : file) + " " + what + ": " + checkpoint_hint());
+    }
+
+    void check_typed(const std::string& name, bool is_number) const {
+        if (!is_number) { fail("has '" + word(name) + "' for the option --" + name); }
     }
 
     void put(const std::string& name, const std::string& value) {
@@ -162,21 +217,93 @@ public:
     }
 };
 
-// The outer optimizer's part of a checkpoint: copies in host memory, which the main stream fills while
-// training goes on.
+// The outer optimizer's part of a checkpoint: named arrays in pinned memory of the host, which the main
+// stream fills while training goes on, and fields. What has not arrived yet at the checkpoint's step is
+// awaited: it is copied when it arrives, and the writer's thread waits for the last copy.
 class OuterSnapshot {
 public:
     virtual ~OuterSnapshot() = default;
 
     // On any thread: returns when the copies are complete. Throws a RunError if the snapshot was abandoned.
-    virtual void wait() const = 0;
+    void wait() const {
+        std::unique_lock<std::mutex> lock(mutex);
+        changed.wait(lock, [this] { return abandoned || missing == 0; });
+        if (abandoned) { throw RunError("the run ended before all that was on its way had arrived"); }
+        const Event all = last_copy;
+        lock.unlock();
+        all.synchronize();
+    }
 
     // On any thread: gives up what has not arrived yet, which ends wait().
-    virtual void abandon() = 0;
+    void abandon() {
+        std::lock_guard<std::mutex> lock(mutex);
+        abandoned = missing > 0;
+        changed.notify_all();
+    }
 
     // What to save, once wait() has returned.
-    virtual std::vector<StateSection> sections() const = 0;
-    virtual void add_fields(Fields& fields) const = 0;
+    std::vector<StateSection> sections() const {
+        std::vector<StateSection> all;
+        for (const Array& one : arrays) {
+            const size_t bytes = size_t(one.count) * sizeof(float);
+            if (bytes > 0) { all.push_back({one.name, one.values.data(), bytes}); }
+        }
+        return all;
+    }
+    void add_fields(Fields& all) const { all.add(fields); }
+
+protected:
+    // The first `count` values are saved; 0: the array is left out.
+    struct Array {
+        std::string name;
+        HostBuffer<float> values;
+        long count;
+    };
+
+    // Takes memory for an array of at most `most` values.
+    Array& add_array(const std::string& name, long most) {
+        return arrays.emplace_back(Array{name, HostBuffer<float>(most), most});
+    }
+
+    // Starts a snapshot that awaits so many arrivals. The previous one must have been written or abandoned.
+    void begin(size_t awaited) {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (missing > 0 && !abandoned) {
+            throw std::logic_error("a snapshot is taken while one is not complete");
+        }
+        missing = awaited;
+        abandoned = false;
+        fields = Fields();
+    }
+
+    bool is_awaited() const {
+        std::lock_guard<std::mutex> lock(mutex);
+        return missing > 0 && !abandoned;
+    }
+
+    // The copies that have been enqueued on main so far belong to the snapshot.
+    void end_copies(Stream& main) {
+        std::lock_guard<std::mutex> lock(mutex);
+        main.record(last_copy);
+    }
+
+    // One of those that were awaited has arrived, with the same.
+    void end_arrival(Stream& main) {
+        end_copies(main);
+        std::lock_guard<std::mutex> lock(mutex);
+        missing--;
+        changed.notify_all();
+    }
+
+    Fields fields;  // filled until the last arrival
+
+private:
+    std::deque<Array> arrays;
+    Event last_copy;
+    size_t missing = 0;  // of those that are awaited
+    bool abandoned = false;
+    mutable std::mutex mutex;  // of the three above
+    mutable std::condition_variable changed;
 };
 
 // -----------------------------------------------------------------------------------------------------------
@@ -204,10 +331,11 @@ inline std::vector<floatX> rounded_parameters(const std::vector<float>& master) 
     return params;
 }
 
-// What a user is told about a state that was made for a run of another shape.
-struct ReshapeNotes {
-    std::vector<std::string> carried_over, left_behind, zeroed;  // parts of the state
-    std::vector<std::string> others;                             // a line each
+// A part of the outer optimizer's state: whether the old run had it, whether the new run has it, and whether
+// it is carried over. What the new run has and what is not carried over is zero at first.
+struct OuterPart {
+    std::string name;  // for people
+    bool had, has, is_kept;
 };
 
 // What becomes of the outer optimizer's state. Either run may be without an outer optimizer.
@@ -232,5 +360,7 @@ public:
     virtual void adapt(ShardValues& shard) const = 0;
     virtual void adapt(Fields& fields) const = 0;
 
-    virtual void describe(ReshapeNotes& notes) const = 0;
+    // What becomes of each part, and anything else that a user should know, a line each.
+    virtual std::vector<OuterPart> parts() const = 0;
+    virtual std::vector<std::string> notes() const = 0;
 };

@@ -21,16 +21,16 @@ public:
     AllToAllExchange(const WireOptions& wire, std::vector<std::vector<Piece>> pieces_, int in_flight,
                      Comm& comm, Stream& stream)
         : Exchange(wire, in_flight, comm, stream), pieces(std::move(pieces_)), me(comm.rank()) {
-        slots.for_each([&](Slot& slot) { take_buffers(slot); });
-        own_mean = Buffer<float>(layout_of(largest()).part_values);
-        own_payload = Buffer<uint8_t>(long(mean_layout_of(largest()).bytes));
-        if (wire.error_feedback) {
-            std::vector<long> values;
-            for (const std::vector<Piece>& one : pieces) {
-                values.push_back(layout_of(values_of(one)).values_of(me));
-            }
-            owner_feedback = ErrorFeedback(values, in_flight);
+        std::vector<long> values, owned;  // of each fragment: of the shard, of the part that is owned here
+        for (const std::vector<Piece>& one : pieces) {
+            values.push_back(one.empty() ? 0 : one.back().first + one.back().count);
+            owned.push_back(layout_of(values.back()).values_of(me));
         }
+        const long largest = *std::max_element(values.begin(), values.end());
+        slots.for_each([&](Slot& slot) { take_buffers(slot, largest); });
+        own_mean = Buffer<float>(layout_of(largest).part_values);
+        own_payload = Buffer<uint8_t>(long(mean_layout_of(largest).bytes));
+        if (wire.error_feedback) { owner_feedback = ErrorFeedback(owned, in_flight); }
     }
 
     ~AllToAllExchange() override { let_end(stream); }
@@ -68,16 +68,6 @@ private:
         return all;
     }
 
-    static long values_of(const std::vector<Piece>& pieces) {
-        return pieces.empty() ? 0 : pieces.back().first + pieces.back().count;
-    }
-
-    long largest() const {
-        long most = 0;
-        for (const std::vector<Piece>& one : pieces) { most = std::max(most, values_of(one)); }
-        return most;
-    }
-
     PayloadLayout layout_of(long n) const { return payload_layout(wire.format, n, workers); }
     PayloadLayout mean_layout_of(long n) const {
         return mean_payload_layout(wire.format, n, workers, workers);
@@ -92,8 +82,8 @@ private:
         return total;
     }
 
-    void take_buffers(Slot& slot) const {
-        const size_t sent = layout_of(largest()).bytes, mean = mean_layout_of(largest()).bytes;
+    void take_buffers(Slot& slot, long largest) const {
+        const size_t sent = layout_of(largest).bytes, mean = mean_layout_of(largest).bytes;
         slot.sent = Buffer<uint8_t>(long(sent) * workers);
         slot.received = Buffer<uint8_t>(long(sent) * workers);
         slot.means = Buffer<uint8_t>(long(mean) * workers);

@@ -33,7 +33,7 @@ public:
            int rank, Comm& outer, Stream& outer_stream)
         : options(options), fragments(fragments), worker(outer.rank()),
           workers(outer.size()), most(most_in_flight(fragments, options.inner_steps, options.overlap)),
-          shard(options, fragments, layout, rank, worker, most), encodings(most) {
+          shard(options, fragments, layout, rank, worker, most) {
         set_up_exchange(outer, outer_stream);
     }
 
@@ -47,8 +47,8 @@ public:
     // them is set up during a step. Throws as after_inner_step() does.
     void rehearse(Stream& main) {
         const Sync sync = rehearsal(shard.largest, shard.values[size_t(shard.largest)]);
-        double* sums = encodings.take(sync.number).sums.data();
-        shard.rehearse_encode(exchange->payload(sync), exchange->layout(sync), sync, sums, main);
+        uint8_t* payload = exchange->payload(sync);
+        shard.rehearse_encode(payload, exchange->layout(sync), sync, exchange->encoding_sums(sync), main);
         exchange->start(sync, main);
         exchange->wait(sync);
         exchange->mean(shard.mean, sync, main);
@@ -82,9 +82,9 @@ public:
     DilocoSnapshot& snapshot() override {
         if (!taken) {
             const long largest = shard.values[size_t(shard.largest)];
-            const size_t means = std::max(size_t(encodings.count()), in_flight.size());
+            const size_t means = std::max(size_t(most), in_flight.size());
             taken = std::make_unique<DilocoSnapshot>(*shard.state, shard.feedback, exchange->owner_feedback,
-                                                     shard.state->count(), largest, int(means));
+                                                     largest, int(means));
         }
         return *taken;
     }
@@ -99,13 +99,11 @@ public:
 
     void restore(const SavedState& saved, const Fields& fields, Stream& main) override {
         refuse_elastic_state(saved, fields);
-        const long values = shard.state->count();
         tokens_at_send = saved_tokens(fields, fragments.size());
-        resumed = saved_syncs(saved, fields, fragments, shard.values, options.inner_steps, workers);
-        shard.state->load(read_floats(saved, "global", values).data(),
-                          read_floats(saved, "momentum", values).data(), main);
-        load_residuals(shard.feedback, saved, "residuals", main);
-        load_residuals(exchange->owner_feedback, saved, "owner_residuals", main);
+        resumed = saved_syncs(fields, long(fragments.size()), workers);
+        read_means(resumed, saved, fragments, shard.values, options.inner_steps);
+        shard.load(saved, main);
+        exchange->owner_feedback.load(saved, "owner_residuals", main);
         in_flight.clear();
         for (const SavedSync& one : resumed) { in_flight.push_back(one.sync); }
         shard.reserve_reports(int(resumed.size()));  // with a smaller tau all may be due in one step
@@ -114,21 +112,17 @@ public:
 
     const float* global(Stream& main) override { return shard.state->global(main); }
 
-    // Unsynchronized: the caller guarantees that no outer step is pending.
-    const float* global() const { return std::as_const(*shard.state).global(); }
-    float* global() { return shard.state->global(); }
-
 private:
     long due_step(const Sync& sync) const { return sync.send_step + options.overlap; }
 
     // Starts the exchange of fragment p's outer gradient.   master: local in fp32 (shard_size)
     void send(int p, long step, uint64_t tokens, const float* master, Stream& main) {
         const Sync sync = shard.sync_at(p, step);
-        double* sums = encodings.take(sync.number).sums.data();
+        uint8_t* payload = exchange->payload(sync);
         const FragmentValues global = shard.global_values(p, main), local = shard.local_values(p, master);
         const OuterGradient delta = global - local;
-        shard.encode(exchange->payload(sync), exchange->layout(sync), sync, tokens - tokens_at_send[p],
-                     stopping ? stop_requested : 0, delta, sums, main);
+        shard.encode(payload, exchange->layout(sync), sync, tokens - tokens_at_send[p],
+                     stopping ? stop_requested : 0, delta, exchange->encoding_sums(sync), main);
         exchange->start(sync, main);
         tokens_at_send[p] = tokens;
         in_flight.push_back(sync);
@@ -161,10 +155,10 @@ private:
         for (const SavedSync& saved : resumed) {
             if (saved.sync.number == sync.number) { return take_saved(saved, main); }
         }
-        const Timestamp idle_from = shard.stamp(main);
+        const Timestamp idle_from = stamp(main);
         const Headers headers = exchange->wait(sync);
-        SyncReport report{sync.number, sync.fragment,     sync.send_step, due_step(sync),         {},
-                          idle_from,   shard.stamp(main), 0,              not_finite_of(headers)};
+        SyncReport report{sync.number, sync.fragment, sync.send_step, due_step(sync), {}, idle_from,
+                          stamp(main), 0, not_finite_of(headers)};
         report.stops = asks_to_stop(headers);
         for (const std::vector<PayloadHeader>& part : headers.sent) {
             report.global_hash += part[size_t(worker)].hash;
@@ -172,8 +166,7 @@ private:
         check_agreement(headers, sync);
         if (report.applied()) {
             exchange->mean(shard.mean, sync, main);
-            const double* sums = encodings.of(sync.number).sums.data();
-            report.statistics = outer_statistics(sums, headers.sums, workers);
+            report.statistics = outer_statistics(exchange->encoding_sums(sync), headers.sums, workers);
         }
         report.traffic = end_exchange(sync, report.applied(), main);
         return report;
@@ -183,8 +176,8 @@ private:
     SyncReport take_saved(const SavedSync& saved, Stream& main) {
         SyncReport report = saved.report;
         report.due_step = due_step(saved.sync);
-        report.idle_from = shard.stamp(main);
-        report.idle_until = shard.stamp(main);
+        report.idle_from = stamp(main);
+        report.idle_until = stamp(main);
         if (report.applied()) {
             device::copy_to_device(shard.mean.data(), saved.mean.data(), saved.sync.values, main);
         }
@@ -202,9 +195,7 @@ private:
             for (int worker : diverged_workers(part)) { diverged.insert(worker); }
         }
         if (diverged.empty()) { return; }
-        std::string who;
-        for (int worker : diverged) { who += (who.empty() ? "" : ", ") + std::to_string(worker); }
-        who = (diverged.size() == 1 ? "worker " : "workers ") + who;
+        const std::string who = workers_in_words({diverged.begin(), diverged.end()});
         throw RunError("the global parameters of " + describe(sync) + " differ between workers, suspected: " +
                        who + ": start the run again from its last checkpoint");
     }
@@ -220,14 +211,8 @@ private:
         }
     }
 
-    // Statistics of the encoding of a sync in flight.
-    struct Encoding {
-        HostBuffer<double> sums{encoding_sums};
-    };
-
     Traffic end_exchange(const Sync& sync, bool applied, Stream& main) {
         shard.feedback.end(sync.fragment, sync.number, applied, main);
-        encodings.give_back(sync.number);
         return exchange->finish(sync, applied, main);
     }
 
@@ -237,7 +222,6 @@ private:
     const int most;             // exchanges in flight at the same time, at most
     OuterShard shard;
     std::vector<uint64_t> tokens_at_send = std::vector<uint64_t>(fragments.size());  // of each fragment
-    Slots<Encoding> encodings;
     std::deque<Sync> in_flight;
     std::vector<SavedSync> resumed;  // in flight in the checkpoint; kept, since copies may read them
     bool stopping = false;

@@ -5,10 +5,11 @@
 #pragma once
 #include <algorithm>
 #include <numeric>
-#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "llmc/buffer.h"
+#include "llmc/state.h"
 #include "streaming/quantize.h"
 #include "streaming/slots.h"
 
@@ -64,16 +65,21 @@ public:
         device::copy_to_host_later(out + first_of(fragment), before.of(sync).data(), n, main);
     }
 
-    // Restores what save() has written, while no sync is in flight.   inp: (count()), of the host
-    void load(const float* inp, Stream& main) {
-        device::copy_to_device(residuals.data(), inp, count(), main);
+    // Restores what save() has written, while no sync is in flight.   name: of the section
+    void load(const SavedState& saved, const std::string& name, Stream& main) {
+        if (values.empty()) { return; }
+        const std::vector<float> all = saved.floats(name, count());
+        device::copy_to_device(residuals.data(), all.data(), count(), main);
         main.synchronize();
     }
 
-    // Restores what save_before() has written: the sync is in flight again.   inp: (count()), of the host
-    void load_before(int fragment, long sync, const float* inp, Stream& main) {
+    // Restores what save_before() has written: the sync is in flight again.
+    void load_before(int fragment, long sync, const SavedState& saved, const std::string& name,
+                     Stream& main) {
+        if (values.empty()) { return; }
+        const std::vector<float> all = saved.floats(name, count());
         const long n = values[size_t(fragment)];
-        device::copy_to_device(before.take(sync).data(), inp + first_of(fragment), n, main);
+        device::copy_to_device(before.take(sync).data(), all.data() + first_of(fragment), n, main);
         main.synchronize();
     }
 

@@ -24,21 +24,12 @@
 #include "streaming/statistics.h"
 
 enum class ExchangeKind { automatic, all_gather, all_to_all };  // automatic: the fewer bytes
+inline const std::vector<std::string> exchange_names = {"auto", "all_gather", "all_to_all"};
 
-inline std::string name_of(ExchangeKind kind) {
-    switch (kind) {
-        case ExchangeKind::automatic: return "auto";
-        case ExchangeKind::all_gather: return "all_gather";
-        case ExchangeKind::all_to_all: break;
-    }
-    return "all_to_all";
-}
+inline std::string name_of(ExchangeKind kind) { return exchange_names[size_t(kind)]; }
 
 inline ExchangeKind parse_exchange(const std::string& name) {
-    for (auto kind : {ExchangeKind::automatic, ExchangeKind::all_gather, ExchangeKind::all_to_all}) {
-        if (name == name_of(kind)) { return kind; }
-    }
-    throw UserError("unknown outer exchange '" + name + "': use auto, all_gather or all_to_all");
+    return ExchangeKind(place_of(name, exchange_names, "outer exchange"));
 }
 
 // The options of the wire, the same on all workers.
@@ -195,6 +186,9 @@ public:
     // lack. 64-byte aligned.
     uint8_t* payload(const Sync& sync) { return slots.take(sync.number).sent; }
 
+    // Where the caller writes the statistics of its encoding.   returns (encoding_sums)
+    double* encoding_sums(const Sync& sync) { return slots.of(sync.number).encoding.data(); }
+
     // Sends the payload after all work enqueued on `main` so far. Returns at once.
     void start(const Sync& sync, Stream& main) {
         Slot& slot = slots.of(sync.number);
@@ -231,6 +225,7 @@ protected:
         Buffer<uint8_t> means;              // by all-to-all
         HostBuffer<PayloadHeader> headers;  // of all that was received
         HostBuffer<double> sums;            // (row_sums(workers)), by all-to-all of each part
+        HostBuffer<double> encoding{::encoding_sums};
         Traffic traffic;
         Event ready, done;
     };

@@ -16,56 +16,15 @@
 // reports it).
 #pragma once
 #include <string>
+#include <vector>
 
-#include "streaming/arithmetic.h"
+#include "llmc/arithmetic.h"
 #include "llmc/error.h"
 #include "llmc/rounding.h"
 
 enum class Format { fp4, fp4_e2m1, fp8_e4m3, fp8_e5m2, bf16, fp32 };
-
-// The nearest number of a format with this exponent bias and these mantissa bits, as a code without sign.
-// magnitude: the bits of a non-negative fp32   largest: the largest code to use
-template <int bias, int mantissa_bits>
-HD inline uint32_t round_to_nearest(uint32_t magnitude, uint32_t largest) {
-    const int dropped = 23 - mantissa_bits;
-    const int32_t smallest_normal = (127 + 1 - bias) << 23;
-
-    // Normal: add just below half a unit of the last place kept, or half a unit if that place is odd; the
-    // carry rounds.
-    const uint32_t odd = magnitude >> dropped & 1, below_half = (1u << (dropped - 1)) - 1;
-    uint32_t normal = ((magnitude + below_half + odd) >> dropped) - (uint32_t(127 - bias) << mantissa_bits);
-
-    // Subnormal: the sum with a number whose last place is the format's smallest step is rounded to it.
-    const uint32_t adder = uint32_t(127 + 1 - bias - mantissa_bits + 23) << 23;
-    uint32_t subnormal = float_to_bits(add_rn(bits_to_float(magnitude), bits_to_float(adder))) - adder;
-
-    uint32_t code = int32_t(magnitude) < smallest_normal ? subnormal : normal;
-    return code < largest ? code : largest;
-}
-
-// One of a number's two neighbours in such a format, as a code without sign. The probability of the larger
-// one is exact for normal numbers; for subnormal ones it is cut to a multiple of 2^(mantissa_bits - 31).
-// magnitude: the bits of a non-negative fp32   random: 32 bits
-template <int bias, int mantissa_bits>
-HD inline uint32_t round_stochastically(uint32_t magnitude, uint32_t random, uint32_t largest) {
-    const int dropped = 23 - mantissa_bits;
-    const uint32_t smallest_normal = uint32_t(127 + 1 - bias) << 23;
-    const bool is_normal = int32_t(magnitude) >= int32_t(smallest_normal);
-
-    // Normal: the sum of the bits to be dropped and as many random bits carries into those that are kept.
-    uint32_t normal =
-        ((magnitude + (random >> (32 - dropped))) >> dropped) - (uint32_t(127 - bias) << mantissa_bits);
-
-    // Subnormal: the same in fixed point, in units of the format's smallest step, with as many bits after the
-    // point as fit into 31.
-    const int fraction = 31 - mantissa_bits;
-    const float to_fixed = bits_to_float(uint32_t(127 + bias + 30) << 23);  // 2^(bias - 1 + 31)
-    const float fixed = multiply_rn(bits_to_float(is_normal ? 0 : magnitude), to_fixed);
-    uint32_t subnormal = (uint32_t(int32_t(fixed)) + (random >> (32 - fraction))) >> fraction;
-
-    uint32_t code = is_normal ? normal : subnormal;
-    return code < largest ? code : largest;
-}
+inline const std::vector<std::string> format_names = {"fp4",      "fp4_e2m1", "fp8_e4m3",
+                                                      "fp8_e5m2", "bf16",     "fp32"};
 
 // What the formats of 4 and 8 bits share.   bias: of the exponent   largest_code: without sign
 template <int width, int bias, int mantissa_bits, uint32_t largest_code>
@@ -183,23 +142,8 @@ auto with_format(Format format, Use use) {
 const Format all_formats[] = {Format::fp4,      Format::fp4_e2m1, Format::fp8_e4m3,
                               Format::fp8_e5m2, Format::bf16,     Format::fp32};
 
-inline std::string name_of(Format format) {
-    switch (format) {
-        case Format::fp4: return "fp4";
-        case Format::fp4_e2m1: return "fp4_e2m1";
-        case Format::fp8_e4m3: return "fp8_e4m3";
-        case Format::fp8_e5m2: return "fp8_e5m2";
-        case Format::bf16: return "bf16";
-        case Format::fp32: break;
-    }
-    return "fp32";
-}
+inline std::string name_of(Format format) { return format_names[size_t(format)]; }
 
 inline Format parse_format(const std::string& name) {
-    std::string known;
-    for (Format one : all_formats) {
-        if (name == name_of(one)) { return one; }
-        known += (known.empty() ? "" : ", ") + name_of(one);
-    }
-    throw UserError("unknown number format '" + name + "': use one of " + known);
+    return Format(place_of(name, format_names, "number format"));
 }

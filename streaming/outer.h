@@ -13,7 +13,7 @@
 #pragma once
 #include <string>
 
-#include "streaming/arithmetic.h"
+#include "llmc/arithmetic.h"
 #include "llmc/buffer.h"
 #include "llmc/error.h"
 #include "llmc/floatx.h"

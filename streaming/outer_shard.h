@@ -76,12 +76,19 @@ public:
         return {sync_number(fragments, p, step, options.inner_steps), p, step, values[size_t(p)]};
     }
 
+    // Restores what a snapshot has saved (snapshot.h).
+    void load(const SavedState& saved, Stream& main) {
+        const long n = state->count();
+        state->load(saved.floats("global", n).data(), saved.floats("momentum", n).data(), main);
+        feedback.load(saved, "residuals", main);
+    }
+
     // ---- sending
 
     // The global parameters of fragment p, for work on main until encode() has been called.
     FragmentValues global_values(int p, Stream& main) {
         FragmentValues global{pieces[size_t(p)], {}};
-        for (const OuterState::Part& part : state->use(p, OuterState::Needs::global, main)) {
+        for (const OuterState::Part& part : state->use(p, main)) {
             global.arrays.push_back(part.global);
         }
         return global;
@@ -130,8 +137,7 @@ public:
     // The outer step of a fragment, from `mean`. Returns the mean's squared norm for a SyncReport.
     std::shared_ptr<HostBuffer<float>> apply(const Sync& sync, LocalMove move, float* local, floatX* params,
                                              Stream& main) {
-        const auto needs = OuterState::Needs::global_and_momentum;
-        for (const OuterState::Part& part : state->use(sync.fragment, needs, main)) {
+        for (const OuterState::Part& part : state->use(sync.fragment, main)) {
             device::outer_step(part.global, part.momentum, local + part.range.shard, params + part.range.flat,
                                mean + part.first, part.range.count, outer_step(move), main);
         }
@@ -151,7 +157,7 @@ public:
     // The hash of fragment p's global parameters, as in the header of a payload. The host waits for main.
     uint64_t hash(int p, Stream& main) {
         device::write_header(hashed, PayloadHeader(), main);
-        for (const OuterState::Part& part : state->use(p, OuterState::Needs::global, main)) {
+        for (const OuterState::Part& part : state->use(p, main)) {
             device::add_hash(hashed, part.first, part.global, part.range.count, main);
         }
         state->end_read(p, main);
@@ -161,15 +167,6 @@ public:
     }
 
     // ---- for reports
-
-    // The main stream's present time. Reuses timestamps that no report holds any more.
-    Timestamp stamp(Stream& main) {
-        auto unused = std::find_if(timestamps.begin(), timestamps.end(),
-                                   [](const Timestamp& timestamp) { return !timestamp.is_shared(); });
-        if (unused == timestamps.end()) { unused = timestamps.emplace(unused); }
-        main.stamp(*unused);
-        return *unused;
-    }
 
     // Allocates memory for `count` more reports at the same time.
     void reserve_reports(int count) {
@@ -181,11 +178,7 @@ public:
         state->clear();
         const long H = options.inner_steps;
         for (int p = 0; p < int(fragments.size()); p++) {
-            if (is_due(fragments[p], step, H, options.overlap)) {
-                state->fetch(p, OuterState::Needs::global_and_momentum);
-            } else if (is_sent(fragments[p], step, H)) {
-                state->fetch(p, OuterState::Needs::global);
-            }
+            if (is_used(fragments[p], step, H, options.overlap)) { state->fetch(p); }
         }
     }
 
@@ -257,5 +250,4 @@ private:
     Buffer<uint8_t> hashed{sizeof(PayloadHeader)};
     HostBuffer<PayloadHeader> host_hashed{1};
     std::vector<std::shared_ptr<HostBuffer<float>>> host_numbers;  // of reports
-    std::vector<Timestamp> timestamps;                             // of reports
 };

@@ -29,9 +29,7 @@ inline int most_in_a_step(const std::vector<Fragment>& fragments, long H, long o
     for (const Fragment& one : fragments) {
         for (long step : {one.offset + 2 * H, one.offset + 2 * H + overlap}) {
             int now = 0;
-            for (const Fragment& other : fragments) {
-                now += is_sent(other, step, H) || is_due(other, step, H, overlap);
-            }
+            for (const Fragment& other : fragments) { now += is_used(other, step, H, overlap); }
             most = std::max(most, now);
         }
     }
@@ -40,15 +38,11 @@ inline int most_in_a_step(const std::vector<Fragment>& fragments, long H, long o
 
 class OuterState {
 public:
-    // What is needed of a fragment: global to send it, both to receive it.
-    enum class Needs { global, global_and_momentum };
-
     // The range of one block, accessible to kernels.
     struct Part {
         Range range;
-        long first;       // its first value within the fragment
-        float* global;    // (range.count)
-        float* momentum;  // (range.count), if it was requested
+        long first;                // its first value within the fragment
+        float *global, *momentum;  // (range.count)
     };
 
     // ranges: of each fragment, its blocks' shards   values: of the whole shard
@@ -93,29 +87,24 @@ public:
     }
 
     // Starts to bring fragment p to the device.
-    void fetch(int p, Needs needs) {
+    void fetch(int p) {
         if (!copies) { return; }
         Slot& slot = slot_for(p);
         slot.fragment = p;
-        slot.has_momentum = needs == Needs::global_and_momentum;
         copies->wait(slot.used);
         for_parts(p, [&](const Range& range, long first) {
             device::copy_to_device(slot.global + first, host_global + range.shard, range.count, *copies);
-            if (slot.has_momentum) {
-                device::copy_to_device(slot.momentum + first, host_momentum + range.shard, range.count,
-                                       *copies);
-            }
+            device::copy_to_device(slot.momentum + first, host_momentum + range.shard, range.count, *copies);
         });
         copies->record(slot.fetched);
     }
 
     // Fragment p, for work on main from now on. It is fetched now if it was not fetched ahead.
-    std::vector<Part> use(int p, Needs needs, Stream& main) {
+    std::vector<Part> use(int p, Stream& main) {
         Slot* slot = nullptr;
         if (copies) {
             slot = &slot_for(p);
-            const bool lacks_momentum = needs == Needs::global_and_momentum && !slot->has_momentum;
-            if (slot->fragment != p || lacks_momentum) { fetch(p, needs); }
+            if (slot->fragment != p) { fetch(p); }
             main.wait(slot->fetched);
         }
         std::vector<Part> parts;
@@ -173,20 +162,16 @@ public:
 
     // The global parameters, readable by kernels, for work on main from now on.   (values)
     const float* global(Stream& main) {
-        if (copies) { order(*copies, main, copied); }
-        return global();
+        if (!copies) { return resident_global.data(); }
+        order(*copies, main, copied);
+        return host_global.data();
     }
-
-    // Unsynchronized: the caller guarantees that no write-back is pending.
-    const float* global() const { return copies ? host_global.data() : resident_global.data(); }
-    float* global() { return copies ? host_global.data() : resident_global.data(); }
 
 private:
     static constexpr int none = -1;
 
     struct Slot {
         int fragment = none;
-        bool has_momentum = false;
         Buffer<float> global, momentum;  // (largest fragment)
         Event fetched, used;
     };

@@ -111,25 +111,6 @@ inline void token_weights(float* weights, const uint8_t* payloads, size_t stride
     });
 }
 
-// * Copies `count` groups of `each` values that lie `stride` bytes apart into memory of the host, which must
-// stay alive until the stream has passed. If it is not pinned, the host may wait here.   out: (count, each)
-template <class T>
-inline void read_groups(T* out, const uint8_t* from, size_t stride, int count, int each, Stream& stream) {
-    stream.enqueue([=](cudaStream_t on) {
-        for (int i = 0; i < count; i++) {
-            cudaCheck(cudaMemcpyAsync(out + i * each, from + size_t(i) * stride, size_t(each) * sizeof(T),
-                                      cudaMemcpyDeviceToHost, on));
-        }
-    });
-}
-
-// * out = inp.   out, inp: (count), on the device
-inline void copy_values(float* out, const float* inp, long count, Stream& stream) {
-    stream.enqueue([=](cudaStream_t on) {
-        cudaCheck(cudaMemcpyAsync(out, inp, size_t(count) * sizeof(float), cudaMemcpyDeviceToDevice, on));
-    });
-}
-
 // Adds the hash of values [first, first + count) of a fragment to the payload's header.
 // values: (count), 16-byte aligned   count: a multiple of 128
 inline void add_hash(uint8_t* payload, long first, const float* values, long count, Stream& stream) {

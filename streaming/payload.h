@@ -170,22 +170,6 @@ inline void token_weights(float* weights, const uint8_t* payloads, size_t stride
     });
 }
 
-// Copies `count` groups of `each` values that lie `stride` bytes apart into memory of the host.
-// out: (count, each)
-template <class T>
-inline void read_groups(T* out, const uint8_t* from, size_t stride, int count, int each, Stream& stream) {
-    stream.enqueue([=] {
-        for (int i = 0; i < count; i++) {
-            memcpy(out + i * each, from + size_t(i) * stride, size_t(each) * sizeof(T));
-        }
-    });
-}
-
-// out = inp.   out, inp: (count)
-inline void copy_values(float* out, const float* inp, long count, Stream& stream) {
-    stream.enqueue([=] { memcpy(out, inp, size_t(count) * sizeof(float)); });
-}
-
 inline uint64_t hash_loop(const float* values, long first, long count) {
     uint64_t sum = 0;
     #pragma omp parallel for simd reduction(+ : sum) if (count >= parallel_blocks * quantization_block)

@@ -1,15 +1,12 @@
-// The plan of a run, before it starts: whether its options are valid, and which bytes it sends when.
+// The plan of a run, before it starts: whether its options are valid, and its fragments. The bytes that it
+// sends are in llmc/run/report.h.
 #pragma once
-#include <algorithm>
 #include <cmath>
-#include <numeric>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "streaming/exchange.h"
 #include "llmc/layout.h"
-#include "streaming/outer_shard.h"
+#include "streaming/outer.h"
 #include "streaming/schedule.h"
 
 // Throws a UserError for options that are not valid for a run of `steps` steps (-1: not known yet).
@@ -42,78 +39,9 @@ inline void validate(const DilocoOptions& options, long steps, int workers) {
     }
 }
 
-// "h.0..h.2, h.6": the names of blocks, runs of neighbours shortened.
-inline std::string block_names(const std::vector<int>& blocks, const Layout& layout) {
-    std::string names;
-    for (size_t i = 0; i < blocks.size(); i++) {
-        size_t last = i;
-        while (last + 1 < blocks.size() && blocks[last + 1] == blocks[last] + 1) { last++; }
-        names += (names.empty() ? "" : ", ") + layout.blocks[size_t(blocks[i])].name;
-        if (last > i) { names += (last > i + 1 ? ".." : ", ") + layout.blocks[size_t(blocks[last])].name; }
-        i = last;
-    }
-    return names;
-}
-
 // The fragments that workers exchange; none without an outer optimizer.
 inline std::vector<Fragment> make_fragments(const Layout& layout, const DilocoOptions& options) {
     if (!options.streams()) { return {}; }
     return make_fragments(layout, options.fragment_layers, parse_fragment_pattern(options.fragment_pattern),
                           options.inner_steps);
-}
-
-// An elastic worker sends its payload once, to the store, from which all others read it.
-inline ExchangeKind planned_exchange(const DilocoOptions& options, const std::vector<long>& values,
-                                     int workers) {
-    if (options.is_elastic()) { return ExchangeKind::all_gather; }
-    return choose_exchange(wire_options(options), values, workers);
-}
-
-// Bytes that a process sends in a sync, by fragment; none without an exchange.
-inline std::vector<size_t> sync_bytes(const DilocoOptions& options, const std::vector<Fragment>& fragments,
-                                      const Layout& layout, int workers) {
-    const std::vector<long> values = shard_values(fragments, layout);
-    const ExchangeKind exchange = planned_exchange(options, values, workers);
-    const int members = options.is_elastic() ? 2 : workers;
-    std::vector<size_t> bytes;
-    for (long n : values) {
-        bytes.push_back(exchange_bytes(exchange, wire_options(options).format, n, members));
-    }
-    return bytes;
-}
-
-// The schedule in words and numbers, for people: a line for each fragment and one for the sum.
-inline std::string plan(const DilocoOptions& options, const std::vector<Fragment>& fragments,
-                        const Layout& layout, int workers) {
-    const long H = options.inner_steps;
-    const std::vector<long> values = shard_values(fragments, layout);
-    const ExchangeKind exchange = planned_exchange(options, values, workers);
-    const std::vector<size_t> bytes = sync_bytes(options, fragments, layout, workers);
-    const std::vector<size_t> sent = sent_in_period(fragments, bytes, H);
-    std::string text = "fragment  offset  every      bytes a sync  blocks\n";
-    for (size_t p = 0; p < fragments.size(); p++) {
-        text += format("%8zu  %6ld  %5ld  %16zu  %s\n", p, fragments[p].offset, H, bytes[p],
-                       block_names(fragments[p].blocks, layout).c_str());
-    }
-    const double sum = double(std::accumulate(sent.begin(), sent.end(), size_t(0)));
-    const size_t peak = *std::max_element(sent.begin(), sent.end());
-    return text + format("a process sends %.0f bytes every %ld steps by %s, %.0f a step on average, %zu in a "
-                         "step at most; at most %d in flight at a time\n", sum, H,
-                         name_of(exchange).c_str(), sum / double(H), peak,
-                         most_in_flight(fragments, H, options.overlap));
-}
-
-// How long a request to stop takes in lock-step: it comes with the loss of the next step, is sent with the
-// next sync after two more steps, and is obeyed when the slowest worker has merged that sync.
-// overlap: tau of that worker   step_seconds: of a step
-inline std::string time_to_stop(const std::vector<Fragment>& fragments, long H, long overlap,
-                                double step_seconds) {
-    std::vector<long> sends;
-    for (const Fragment& fragment : fragments) { sends.push_back(fragment.offset); }
-    std::sort(sends.begin(), sends.end());
-    long longest = sends.front() + H - sends.back();
-    for (size_t p = 1; p < sends.size(); p++) { longest = std::max(longest, sends[p] - sends[p - 1]); }
-    const long steps = 3 + longest + overlap;
-    return format("a stop (SIGTERM) takes up to %ld steps, %.3g s, and a checkpoint", steps,
-                  double(steps) * step_seconds);
 }

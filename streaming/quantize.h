@@ -78,8 +78,8 @@ struct Source {
     }
 };
 
-// Division by the scale of a block. If the scale is neither tiny nor huge, `reciprocal` is its reciprocal,
-// else 0.
+// Division by the scale of a block, as the kernels do it: if the scale is neither tiny nor huge, `reciprocal`
+// is its reciprocal, else 0.
 struct Divisor {
     float scale, reciprocal;
 };
@@ -184,16 +184,6 @@ inline void encode_block(Code<F>* codes, const float* values, const Rounding& ro
     }
 }
 
-// quotients = delta / scale.   quotients, delta: (128)
-inline void divide_block(float* quotients, const float* delta, uint32_t scale) {
-    const Divisor divisor = divisor_of(scale);
-    if (divisor.reciprocal != 0) {
-        for (int k = 0; k < quantization_block; k++) { quotients[k] = divide_by(delta[k], divisor); }
-    } else {
-        for (int k = 0; k < quantization_block; k++) { quotients[k] = divide_rn(delta[k], divisor.scale); }
-    }
-}
-
 // Quantizes block `i / 128` of a range. Returns false, and writes zeros, if it cannot be sent.
 template <class F, bool stochastic>
 inline bool quantize_block(uint8_t* codes, uint16_t* scale, const Source& source, const Rounding& rounding,
@@ -209,7 +199,8 @@ inline bool quantize_block(uint8_t* codes, uint16_t* scale, const Source& source
     }
     if constexpr (F::scaled) {
         *scale = uint16_t(scale_bits);
-        divide_block(quotients, delta, scale_bits);
+        const float divisor = divisor_of(scale_bits).scale;
+        for (int k = 0; k < quantization_block; k++) { quotients[k] = divide_rn(delta[k], divisor); }
     }
     encode_block<F, stochastic>(block, F::scaled ? quotients : delta, rounding, rounding.first + uint64_t(i));
     pack_block<F>(codes, block);
@@ -233,38 +224,24 @@ inline void double_e2m1(int8_t* doubled, const uint8_t* codes) {
     }
 }
 
-// sum + value, or sum + weight * value.
-template <bool weighted>
-inline float add_value(float sum, float value, [[maybe_unused]] float weight) {
-    return weighted ? fma_rn(weight, value, sum) : add_rn(sum, value);
-}
-
-// sum[k] += value k of one block of a payload, times `weight` if it is weighted.
-// sum: (128)   scale: not used by formats without scales
-template <class F, bool weighted>
-inline void add_block(float* sum, const uint8_t* codes, const uint8_t* scale, float weight) {
+// values = a decoded block.   values: (128)   scale: not used by formats without scales
+template <class F>
+inline void decode_block(float* values, const uint8_t* codes, const uint8_t* scale) {
     Code<F> block[quantization_block];
     unpack_block<F>(block, codes);
+    float factor = 1.0f;
     if constexpr (F::scaled) {
         uint16_t bits;
         memcpy(&bits, scale, sizeof(bits));
-        const float factor = bits_to_float(uint32_t(bits) << 16);
-        if constexpr (std::is_same_v<F, E2M1>) {
-            int8_t doubled[quantization_block];
-            double_e2m1(doubled, block);
-            const float half = multiply_rn(factor, 0.5f);  // exact: a factor is a bf16, denormal or not
-            for (int k = 0; k < quantization_block; k++) {
-                sum[k] = add_value<weighted>(sum[k], multiply_rn(float(doubled[k]), half), weight);
-            }
-        } else {
-            for (int k = 0; k < quantization_block; k++) {
-                sum[k] = add_value<weighted>(sum[k], multiply_rn(F::decode(block[k]), factor), weight);
-            }
-        }
+        factor = bits_to_float(uint32_t(bits) << 16);
+    }
+    if constexpr (std::is_same_v<F, E2M1>) {
+        int8_t doubled[quantization_block];
+        double_e2m1(doubled, block);
+        const float half = multiply_rn(factor, 0.5f);  // exact: a factor is a bf16, denormal or not
+        for (int k = 0; k < quantization_block; k++) { values[k] = multiply_rn(float(doubled[k]), half); }
     } else {
-        for (int k = 0; k < quantization_block; k++) {
-            sum[k] = add_value<weighted>(sum[k], F::decode(block[k]), weight);
-        }
+        for (int k = 0; k < quantization_block; k++) { values[k] = multiply_rn(F::decode(block[k]), factor); }
     }
 }
 
@@ -282,17 +259,6 @@ inline bool quantize_loop(uint8_t* codes, uint16_t* scales, const Source& source
     return finite;
 }
 
-// mean = sum / workers. For a power of two the reciprocal is exact, and the product with it is the quotient.
-// mean, sum: (128)
-inline void mean_of_sum(float* mean, const float* sum, int workers) {
-    const float divisor = float(workers), reciprocal = divide_rn(1.0f, divisor);
-    if ((workers & (workers - 1)) == 0) {
-        for (int k = 0; k < quantization_block; k++) { mean[k] = multiply_rn(sum[k], reciprocal); }
-    } else {
-        for (int k = 0; k < quantization_block; k++) { mean[k] = divide_rn(sum[k], divisor); }
-    }
-}
-
 // mean, codes, scales: the beginning of a part of `blocks` blocks   weights: (workers), for a weighted mean
 template <class F, bool weighted>
 inline void dequantize_loop(float* mean, const uint8_t* codes, const uint8_t* scales, size_t stride,
@@ -300,16 +266,16 @@ inline void dequantize_loop(float* mean, const uint8_t* codes, const uint8_t* sc
     #pragma omp parallel for if (blocks >= parallel_blocks)
     for (long b = 0; b < blocks; b++) {
         const long i = b * quantization_block;
-        float sum[quantization_block] = {};
+        float sum[quantization_block] = {}, values[quantization_block];
         for (int worker = 0; worker < workers; worker++) {
             const size_t payload = size_t(worker) * stride;
-            add_block<F, weighted>(sum, codes + payload + i * F::bits / 8, scales + payload + b * 2,
-                                   weighted ? weights[worker] : 1.0f);
+            decode_block<F>(values, codes + payload + i * F::bits / 8, scales + payload + b * 2);
+            for (int k = 0; k < quantization_block; k++) {
+                sum[k] = weighted ? fma_rn(weights[worker], values[k], sum[k]) : add_rn(sum[k], values[k]);
+            }
         }
-        if constexpr (weighted) {
-            memcpy(mean + i, sum, sizeof(sum));
-        } else {
-            mean_of_sum(mean + i, sum, workers);
+        for (int k = 0; k < quantization_block; k++) {
+            mean[i + k] = weighted ? sum[k] : divide_rn(sum[k], float(workers));
         }
     }
 }

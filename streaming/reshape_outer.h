@@ -10,8 +10,6 @@
 // The old run is known by the options that its states contain.
 #pragma once
 #include <algorithm>
-#include <cerrno>
-#include <cstdlib>
 #include <memory>
 #include <string>
 #include <utility>
@@ -23,6 +21,7 @@
 #include "streaming/exchange.h"
 #include "streaming/options.h"
 #include "streaming/outer.h"
+#include "streaming/plan.h"
 #include "streaming/schedule.h"
 #include "streaming/snapshot.h"
 
@@ -33,12 +32,8 @@ struct OuterShape : RunShape {
 
     // Makes the layout and the fragments.
     OuterShape(const RunShape& run, const DilocoOptions& o) : RunShape(run), options(o) {
-        const int fragment_layers = o.streams() ? o.fragment_layers : 0;
-        layout = gpt_layout(model, ranks, fragment_layers);
-        if (!o.streams()) { return; }
-        fragments =
-            make_fragments(layout, fragment_layers, parse_fragment_pattern(o.fragment_pattern),
-                           o.inner_steps);
+        layout = gpt_layout(model, ranks, o.streams() ? o.fragment_layers : 0);
+        fragments = make_fragments(layout, o);
     }
 
     bool streams() const { return !fragments.empty(); }
@@ -52,37 +47,18 @@ struct OuterShape : RunShape {
 // -----------------------------------------------------------------------------------------------------------
 // The old run
 
-// The options of the run that wrote the state, as far as its outer state depends on them. They are saved as
-// they were typed, and read as the parser of the command line reads them: 0x14 is 20, and real numbers go
-// by way of long double, for the same bits.
+// The options of the run that wrote the state, as far as its outer state depends on them.
 inline DilocoOptions saved_options(const SavedState& state) {
     const Fields saved = Fields::parse(state.text("options"), state.path());
-    auto check = [&](const char* name, bool is_number) {
-        if (is_number) { return; }
-        throw UserError(state.path() + " has '" + saved.word(name) + "' for the option --" + name + ": " +
-                        checkpoint_hint());
-    };
-    char* end = nullptr;
-    auto whole = [&](const char* name, long least, long most) {
-        errno = 0;
-        const long value = strtol(saved.word(name).c_str(), &end, 0);
-        check(name, !saved.word(name).empty() && !*end && !errno && value >= least && value <= most);
-        return value;
-    };
-    auto real = [&](const char* name) {
-        const float value = float(strtold(saved.word(name).c_str(), &end));
-        check(name, !saved.word(name).empty() && !*end);
-        return value;
-    };
     DilocoOptions o;
     o.outer_optimizer = saved.word("outer-optimizer");
     if (!o.streams()) { return o; }
-    o.inner_steps = whole("inner-steps", 1, 1L << 40);
-    o.fragment_layers = int(whole("fragment-layers", 0, 1 << 20));
+    o.inner_steps = saved.typed_integer("inner-steps", 1, 1L << 40);
+    o.fragment_layers = int(saved.typed_integer("fragment-layers", 0, 1 << 20));
     o.fragment_pattern = saved.word("fragment-pattern");
-    o.local_weight = real("local-weight");
-    o.outer_lr = real("outer-lr");
-    o.outer_momentum = real("outer-momentum");
+    o.local_weight = saved.typed_real("local-weight");
+    o.outer_lr = saved.typed_real("outer-lr");
+    o.outer_momentum = saved.typed_real("outer-momentum");
     o.outer_format = saved.word("outer-dtype");
     o.outer_exchange = saved.word("outer-exchange");
     o.outer_error_feedback = saved.word("outer-error-feedback") == "true";
@@ -108,29 +84,10 @@ inline bool have_same_fragments(const OuterShape& a, const OuterShape& b) {
                       });
 }
 
-// A sync in flight, as it is saved.
-struct StoredSync {
-    std::string prefix;  // of its fields and of its mean
-    int fragment;
-    bool applied;  // else its mean was not finite, and was not saved
-};
-
-inline std::vector<StoredSync> stored_syncs(const SavedState& state, const OuterShape& old) {
-    std::vector<StoredSync> syncs;
-    if (!old.streams()) { return syncs; }
-    const Fields fields = Fields::parse(state.text("fields"), state.path());
-    const long fragments = long(old.fragments.size()), count = fields.integer("in_flight");
-    auto fail = [&](const char* what, long number) {
-        throw UserError(state.path() + format(what, number, fragments) + ": " + checkpoint_hint());
-    };
-    if (count < 0 || count > fragments) { fail(" has %ld of %ld fragments in flight", count); }
-    for (long i = 0; i < count; i++) {
-        const std::string prefix = name_in_flight(size_t(i));
-        const long fragment = fields.integer(prefix + "fragment");
-        if (fragment < 0 || fragment >= fragments) { fail(" has fragment %ld of %ld in flight", fragment); }
-        syncs.push_back({prefix, int(fragment), state.has(prefix + "mean")});
-    }
-    return syncs;
+inline std::vector<SavedSync> saved_syncs(const SavedState& state, const OuterShape& old) {
+    if (!old.streams()) { return {}; }
+    return saved_syncs(Fields::parse(state.text("fields"), state.path()), long(old.fragments.size()),
+                       old.workers);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -209,11 +166,11 @@ public:
         const Fields before = fields;
         for (const char* prefix : {"in_flight", "tokens_at_send.", "fragments"}) { fields.remove(prefix); }
         auto add = [&](const char* name, uint64_t more) { fields.set(name, fields.count(name) + more); };
-        for (const StoredSync& sync : stored_syncs(source, old)) {  // merged now, it counts as any other sync
+        for (const SavedSync& one : saved_syncs(source, old)) {  // merged now, it counts as any other sync
             add("total.syncs", 1);
-            add("total.outer_bytes_sent", before.count(sync.prefix + "bytes_sent"));
-            add("total.outer_bytes_received", before.count(sync.prefix + "bytes_received"));
-            fields.set("total.next_sync", before.count(sync.prefix + "sync") + 1);
+            add("total.outer_bytes_sent", one.report.traffic.bytes_sent);
+            add("total.outer_bytes_received", one.report.traffic.bytes_received);
+            fields.set("total.next_sync", one.sync.number + 1);
         }
         if (!to.streams()) { return; }
         fields.set("fragments", long(to.fragments.size()));
@@ -225,38 +182,27 @@ public:
         }
     }
 
-    void describe(ReshapeNotes& notes) const override {
-        const char *momentum = "outer momentum", *residuals = "residuals of error feedback",
-                   *owners = "owners' residuals of error feedback";
-        auto note = [&](const char* part, bool had, bool has, bool is_kept) {
-            if (had) { (is_kept ? notes.carried_over : notes.left_behind).push_back(part); }
-            if (has && !is_kept) { notes.zeroed.push_back(part); }
-        };
-        const bool both = old.streams() && to.streams();
-        if (!starts_from_global()) { notes.carried_over.push_back("parameters"); }
-        if (starts_from_global() && old.streams()) { notes.left_behind.push_back("workers' own parameters"); }
-        if (both) { notes.carried_over.push_back("global parameters"); }
-        note(momentum, old.streams(), to.streams(), both);
-        note(residuals, old.has_residuals(), to.has_residuals(), old.has_residuals() && to.has_residuals());
-        note(owners, old.has_owner_residuals(), to.has_owner_residuals(), keeps_owner_residuals());
-        if (both && !have_same_fragments(old, to)) {
-            notes.left_behind.push_back("counts of tokens since the last exchange");
-        }
-        if (starts_from_global()) {
-            notes.others.push_back("every worker starts from the global parameters");
-        }
-        if (old.workers != to.workers && old.workers > 1 && to.workers > 1) {
-            notes.others.push_back(
-                format("worker w takes what is a worker's own from old worker w mod %d", old.workers));
-        }
-        const std::vector<StoredSync> syncs = stored_syncs(source, old);
+    std::vector<OuterPart> parts() const override {
+        const bool both = old.streams() && to.streams(), same = have_same_fragments(old, to);
+        const bool had_residuals = old.has_residuals(), has_residuals = to.has_residuals();
+        return {{"workers' own parameters", starts_from_global() && old.streams(), false, false},
+                {"global parameters", both, both, both},
+                {"outer momentum", old.streams(), to.streams(), both},
+                {"residuals of error feedback", had_residuals, has_residuals, had_residuals && has_residuals},
+                {"owners' residuals of error feedback", old.has_owner_residuals(), to.has_owner_residuals(),
+                 keeps_owner_residuals()},
+                {"counts of tokens since the last exchange", both && !same, false, false}};
+    }
+
+    std::vector<std::string> notes() const override {
+        const std::vector<SavedSync> syncs = saved_syncs(source, old);
         const long merged =
-            std::count_if(syncs.begin(), syncs.end(), [](const auto& sync) { return sync.applied; });
+            std::count_if(syncs.begin(), syncs.end(), [](const auto& one) { return one.report.applied(); });
         const long lost = long(syncs.size()) - merged;
-        if (syncs.empty()) { return; }
-        notes.others.push_back(
-            format("fragments in flight at the checkpoint, whose means were merged at once: %ld", merged) +
-            (lost > 0 ? format("; %ld not, for they were not finite", lost) : ""));
+        if (syncs.empty()) { return {}; }
+        return {"fragments in flight at the checkpoint, whose means were merged at once: " +
+                std::to_string(merged) +
+                (lost > 0 ? format("; %ld not, for they were not finite", lost) : "")};
     }
 
 private:
@@ -266,11 +212,12 @@ private:
         OuterStep step = make_outer_step(o.outer_optimizer, o.outer_lr, o.outer_momentum, o.local_weight);
         const bool has_local = shard.arrays.count("master") != 0;
         if (!has_local) { step.local_weight = 1; }  // local parameters do not move
-        for (const StoredSync& sync : stored_syncs(state, old)) {
-            if (!sync.applied) { continue; }
-            const Fragment& fragment = old.fragments[size_t(sync.fragment)];
+        const std::vector<SavedSync> syncs = saved_syncs(state, old);
+        for (size_t i = 0; i < syncs.size(); i++) {
+            if (!syncs[i].report.applied()) { continue; }
+            const Fragment& fragment = old.fragments[size_t(syncs[i].sync.fragment)];
             const std::vector<float> mean =
-                state.floats(sync.prefix + "mean", shard_values(fragment, old.layout));
+                state.floats(name_in_flight(i) + "mean", shard_values(fragment, old.layout));
             const float* next = mean.data();
             for (int block : fragment.blocks) {
                 const Range range = old.layout.shard(block, rank);

@@ -24,10 +24,7 @@ struct Fragment {
 };
 
 inline FragmentPattern parse_fragment_pattern(const std::string& name) {
-    if (name == "strided") { return FragmentPattern::strided; }
-    if (name == "sequential") { return FragmentPattern::sequential; }
-    if (name == "balanced") { return FragmentPattern::balanced; }
-    throw UserError("unknown fragment pattern '" + name + "': use strided, sequential or balanced");
+    return FragmentPattern(place_of(name, {"strided", "sequential", "balanced"}, "fragment pattern"));
 }
 
 // Blocks in `count` fragments of about equal size: the largest block first, each to the fragment that is
@@ -90,13 +87,6 @@ inline std::vector<Fragment> make_fragments(const Layout& layout, int fragment_l
     return make_fragments(layout.layers, int(layout.blocks.size()), fragment_layers, pattern, H, sizes);
 }
 
-// t_p of each.
-inline std::vector<double> offsets(const std::vector<Fragment>& fragments) {
-    std::vector<double> offsets;
-    for (const Fragment& fragment : fragments) { offsets.push_back(double(fragment.offset)); }
-    return offsets;
-}
-
 inline long first_send(const Fragment& fragment, long H) {
     return fragment.offset == 0 ? H : fragment.offset;
 }
@@ -113,6 +103,10 @@ inline bool is_sent(const Fragment& fragment, long step, long H) {
 // Due at `step` is what was sent `overlap` (tau) steps before.
 inline bool is_due(const Fragment& fragment, long step, long H, long overlap) {
     return is_sent(fragment, step - overlap, H);
+}
+
+inline bool is_used(const Fragment& fragment, long step, long H, long overlap) {
+    return is_sent(fragment, step, H) || is_due(fragment, step, H, overlap);
 }
 
 // The number of the exchange of fragment p that is sent at `step`: exchanges are counted from 0 in the
@@ -134,45 +128,4 @@ inline int most_in_flight(const std::vector<Fragment>& fragments, long H, long o
         most = std::max(most, now);
     }
     return most;
-}
-
-// Bytes that a process sends in the steps t with t mod H = 0, 1, ..., H - 1.   bytes: of a sync, by fragment
-inline std::vector<size_t> sent_in_period(const std::vector<Fragment>& fragments,
-                                          const std::vector<size_t>& bytes, long H) {
-    std::vector<size_t> sent(H, 0);
-    for (size_t p = 0; p < fragments.size(); p++) { sent[fragments[p].offset] += bytes[p]; }
-    return sent;
-}
-
-// The slowest link, in bytes per step, over which every fragment arrives within its `overlap` steps, without
-// latency: the bytes that are sent in `length` + 1 consecutive steps have `length` + overlap steps to pass.
-// overlap: at least 1
-inline double bytes_a_step_without_waits(const std::vector<size_t>& sent, long overlap) {
-    const long H = long(sent.size());
-    double most = double(std::accumulate(sent.begin(), sent.end(), size_t(0))) / double(H);
-    for (long first = 0; first < H; first++) {
-        size_t sum = 0;
-        for (long length = 0; length < H; length++) {
-            sum += sent[(first + length) % H];
-            most = std::max(most, double(sum) / double(length + overlap));
-        }
-    }
-    return most;
-}
-
-// The plan in Mbit/s, once the duration of a step is known: a line for people.
-// bytes: that a process sends in a sync, by fragment; it receives as many
-inline std::string rates(const std::vector<Fragment>& fragments, const std::vector<size_t>& bytes, long H,
-                         long overlap, double step_seconds) {
-    const std::vector<size_t> sent = sent_in_period(fragments, bytes, H);
-    auto mbits = [&](double bytes_a_step) { return bytes_a_step * 8e-6 / step_seconds; };
-    const double average = double(std::accumulate(sent.begin(), sent.end(), size_t(0))) / double(H);
-    const double peak = double(*std::max_element(sent.begin(), sent.end()));
-    std::string line = format("at %.4g s a step a process sends %.4g Mbit/s on average and %.4g Mbit/s in "
-                              "the step that sends most", step_seconds, mbits(average), mbits(peak));
-    if (overlap > 0) {
-        line += format("; with an overlap of %ld a link of %.4g Mbit/s keeps up", overlap,
-                       mbits(bytes_a_step_without_waits(sent, overlap)));
-    }
-    return line;
 }

@@ -10,11 +10,10 @@
 template <class Slot>
 class Slots {
 public:
-    explicit Slots(int count) : size(count) {
+    explicit Slots(int count) {
         for (int i = 0; i < count; i++) { unused.push_back(std::make_unique<Slot>()); }
     }
 
-    int count() const { return size; }
     bool has(long sync) const { return used.count(sync) != 0; }
 
     // Before any slot is taken.
@@ -46,7 +45,6 @@ public:
     }
 
 private:
-    int size;
     std::vector<std::unique_ptr<Slot>> unused;
     std::map<long, std::unique_ptr<Slot>> used;
 };

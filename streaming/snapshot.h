@@ -15,9 +15,8 @@
 // error feedback and 4 / workers for owners, and 4 for each value in flight.
 #pragma once
 #include <algorithm>
-#include <condition_variable>
 #include <deque>
-#include <mutex>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -32,152 +31,88 @@ inline std::string name_in_flight(size_t i) { return "in_flight." + std::to_stri
 class DilocoSnapshot : public OuterSnapshot {
 public:
     // The state and the residuals must outlive the snapshot.
-    // values: of the shard   largest: values of its largest fragment   in_flight: the most syncs at a time
-    DilocoSnapshot(OuterState& state, ErrorFeedback& sender, ErrorFeedback& owner, long values, long largest,
-                  int in_flight)
-        : state(state), sender(sender), owner(owner), global(values), momentum(values),
-          residuals(sender.count()), owner_residuals(owner.count()) {
-        for (int i = 0; i < in_flight; i++) { means.emplace_back(largest); }
+    // largest: values of the shard's largest fragment   in_flight: the most syncs at a time
+    DilocoSnapshot(OuterState& state, ErrorFeedback& sender, ErrorFeedback& owner, long largest,
+                   int in_flight)
+        : state(state), sender(sender), owner(owner), global(add_array("global", state.count())),
+          momentum(add_array("momentum", state.count())), residuals(add_array("residuals", sender.count())),
+          owner_residuals(add_array("owner_residuals", owner.count())) {
+        for (int i = 0; i < in_flight; i++) {
+            means.push_back(&add_array(name_in_flight(size_t(i)) + "mean", largest));
+        }
     }
 
     // Starts the copies. The previous snapshot must have been written or abandoned.
     void begin(const std::deque<Sync>& in_flight, const std::vector<uint64_t>& tokens_at_send, Stream& main) {
-        std::lock_guard<std::mutex> lock(mutex);
-        if (is_waiting()) { throw std::logic_error("a snapshot is taken while one is not complete"); }
         if (in_flight.size() > means.size()) { throw std::logic_error("more in flight than was said"); }
-        tokens = tokens_at_send;
-        syncs.clear();
-        for (const Sync& sync : in_flight) { syncs.push_back({sync, {}}); }
-        missing = syncs.size();
-        abandoned = false;
-        state.save(global.data(), momentum.data(), main);
-        for (int p = 0; p < int(tokens.size()); p++) {
+        OuterSnapshot::begin(in_flight.size());
+        syncs.assign(in_flight.begin(), in_flight.end());
+        for (Array* mean : means) { mean->count = 0; }
+        fields.set("fragments", long(tokens_at_send.size()));
+        fields.set("in_flight", long(syncs.size()));
+        state.save(global.values, momentum.values, main);
+        for (int p = 0; p < int(tokens_at_send.size()); p++) {
+            fields.set("tokens_at_send." + std::to_string(p), tokens_at_send[size_t(p)]);
             const bool flies = std::any_of(syncs.begin(), syncs.end(),
-                                           [&](const Awaited& one) { return one.sync.fragment == p; });
+                                           [p](const Sync& sync) { return sync.fragment == p; });
             if (!flies) { save_residuals(p, main); }
         }
-        main.record(copied);
+        end_copies(main);
     }
 
     // Called for every sync that is received; those that were not in flight at C are ignored.
     // mean: of an applied sync; must stay until main has passed this call
     void deliver(const SyncReport& report, const float* mean, Stream& main) {
-        std::lock_guard<std::mutex> lock(mutex);
-        if (!is_waiting()) { return; }
-        for (size_t i = 0; i < syncs.size(); i++) {
-            Awaited& one = syncs[i];
-            if (one.sync.number != report.sync) { continue; }
+        for (size_t i = 0; i < syncs.size() && is_awaited(); i++) {
+            const Sync& sync = syncs[i];
+            if (sync.number != report.sync) { continue; }
             if (report.applied()) {
-                device::copy_to_host_later(means[i].data(), mean, one.sync.values, main);
+                means[i]->count = sync.values;
+                device::copy_to_host_later(means[i]->values.data(), mean, sync.values, main);
             }
-            save_residuals(one.sync.fragment, main);
-            main.record(copied);
-            one.report = report;
-            one.report.idle_from = one.report.idle_until = Timestamp();  // which the loop reuses
-            one.report.mean_square = nullptr;
-            missing--;
+            save_residuals(sync.fragment, main);
+            const std::string prefix = name_in_flight(i);
+            fields.set(prefix + "sync", sync.number);
+            fields.set(prefix + "fragment", sync.fragment);
+            fields.set(prefix + "send_step", sync.send_step);
+            fields.set(prefix + "values", sync.values);
+            add_report(fields, prefix, report);
+            end_arrival(main);
         }
-        changed.notify_all();
-    }
-
-    void wait() const override {
-        std::unique_lock<std::mutex> lock(mutex);
-        changed.wait(lock, [this] { return abandoned || missing == 0; });
-        if (abandoned) { throw RunError("the run ended before all that was on its way had arrived"); }
-        const Event all = copied;
-        lock.unlock();
-        all.synchronize();
-    }
-
-    void abandon() override {
-        std::lock_guard<std::mutex> lock(mutex);
-        abandoned = missing > 0;
-        changed.notify_all();
-    }
-
-    std::vector<StateSection> sections() const override {
-        std::vector<StateSection> all;
-        auto add = [&](const std::string& name, const HostBuffer<float>& values, long count) {
-            if (count > 0) { all.push_back({name, values.data(), size_t(count) * sizeof(float)}); }
-        };
-        add("global", global, global.count());
-        add("momentum", momentum, momentum.count());
-        add("residuals", residuals, residuals.count());
-        add("owner_residuals", owner_residuals, owner_residuals.count());
-        for (size_t i = 0; i < syncs.size(); i++) {
-            const Awaited& one = syncs[i];
-            if (one.report.applied()) { add(name_in_flight(i) + "mean", means[i], one.sync.values); }
-        }
-        return all;
-    }
-
-    void add_fields(Fields& fields) const override {
-        fields.set("fragments", long(tokens.size()));
-        for (size_t p = 0; p < tokens.size(); p++) {
-            fields.set("tokens_at_send." + std::to_string(p), tokens[p]);
-        }
-        fields.set("in_flight", long(syncs.size()));
-        for (size_t i = 0; i < syncs.size(); i++) {
-            const Sync& sync = syncs[i].sync;
-            fields.set(name_in_flight(i) + "sync", sync.number);
-            fields.set(name_in_flight(i) + "fragment", long(sync.fragment));
-            fields.set(name_in_flight(i) + "send_step", sync.send_step);
-            fields.set(name_in_flight(i) + "values", sync.values);
-            add_report(fields, name_in_flight(i), syncs[i].report);
-        }
-    }
-
-protected:
-    // More has been copied on main since begin().
-    void record(Stream& main) {
-        std::lock_guard<std::mutex> lock(mutex);
-        main.record(copied);
     }
 
 private:
-    // A sync that was in flight at C.
-    struct Awaited {
-        Sync sync;
-        SyncReport report;  // once it has been received
-    };
-
-    bool is_waiting() const { return missing > 0 && !abandoned; }
-
     void save_residuals(int fragment, Stream& main) {
-        sender.save(fragment, residuals.data(), main);
-        owner.save(fragment, owner_residuals.data(), main);
+        sender.save(fragment, residuals.values, main);
+        owner.save(fragment, owner_residuals.values, main);
     }
 
     OuterState& state;
     ErrorFeedback &sender, &owner;
-    HostBuffer<float> global, momentum;  // (values)
-    HostBuffer<float> residuals, owner_residuals;
-    std::vector<HostBuffer<float>> means;  // (largest fragment) each, of the syncs below
-    std::vector<uint64_t> tokens;          // of each fragment, when it was last sent
-    std::vector<Awaited> syncs;
-    Event copied;                          // after the last copy so far
-    size_t missing = 0;                    // of the syncs
-    bool abandoned = false;
-    mutable std::mutex mutex;              // of the four above
-    mutable std::condition_variable changed;
+    Array &global, &momentum, &residuals, &owner_residuals;
+    std::vector<Array*> means;  // of the syncs below
+    std::vector<Sync> syncs;    // that were in flight at C
 };
 
 // A sync that was in flight when a checkpoint was taken, as a resumed run receives it.
 struct SavedSync {
     Sync sync;
     SyncReport report;
-    HostBuffer<float> mean;  // (sync.values); empty if no worker applies it
+    HostBuffer<float> mean;  // (sync.values), once it was read; empty if no worker applies it
 };
 
-inline std::vector<float> read_floats(const SavedState& state, const std::string& name, long count) {
-    std::vector<float> values(static_cast<size_t>(count));
-    state.read(name, values.data(), values.size() * sizeof(float));
-    return values;
-}
-
-inline void load_residuals(ErrorFeedback& feedback, const SavedState& state, const std::string& name,
-                           Stream& main) {
-    if (feedback.count() > 0) { feedback.load(read_floats(state, name, feedback.count()).data(), main); }
+// The syncs in flight, in the order of sending, without their means.
+inline std::vector<SavedSync> saved_syncs(const Fields& fields, long fragments, int workers) {
+    std::vector<SavedSync> saved;
+    const long count = fields.count_up_to(fragments, "in_flight");
+    for (long i = 0; i < count; i++) {
+        const std::string prefix = name_in_flight(size_t(i));
+        const int p = int(fields.count_up_to(fragments - 1, prefix + "fragment"));
+        const Sync sync{fields.integer(prefix + "sync"), p, fields.integer(prefix + "send_step"),
+                        fields.integer(prefix + "values")};
+        saved.push_back({sync, report_of(fields, prefix, sync, workers), {}});
+    }
+    return saved;
 }
 
 inline std::vector<uint64_t> saved_tokens(const Fields& fields, size_t fragments) {
@@ -200,35 +135,27 @@ inline void refuse_elastic_state(const SavedState& state, const Fields& fields) 
                     "from its model (-e model_STEP.bin)");
 }
 
-// The syncs in flight, in the order of sending. Those sent H - 1 or more steps ago had been received, as
-// tau < H. values: of this process's shard of each fragment Throws a UserError for those that the schedule
-// of this run does not have.
-inline std::vector<SavedSync> saved_syncs(const SavedState& state, const Fields& fields,
-                                          const std::vector<Fragment>& fragments,
-                                          const std::vector<long>& values, long H, int workers) {
-    std::vector<SavedSync> saved;
-    const long count = count_of(fields, "in_flight", long(fragments.size()));
+// Reads the means of the syncs in flight. Throws a UserError for syncs that the schedule of this run does not
+// have; those sent H - 1 or more steps ago had been received, as tau < H.
+// values: of this process's shard of each fragment
+inline void read_means(std::vector<SavedSync>& saved, const SavedState& state,
+                       const std::vector<Fragment>& fragments, const std::vector<long>& values, long H) {
     const long step = state.step();
-    for (long i = 0; i < count; i++) {
-        const std::string prefix = name_in_flight(size_t(i));
-        const long p = fields.integer(prefix + "fragment");
-        const Sync sync{fields.integer(prefix + "sync"), int(p), fields.integer(prefix + "send_step"),
-                        fields.integer(prefix + "values")};
-        const bool fits = p >= 0 && p < long(fragments.size()) && sync.values == values[size_t(p)] &&
-                          sync.send_step <= step && sync.send_step > step - (H - 1) &&
-                          is_sent(fragments[size_t(p)], sync.send_step, H) &&
-                          sync.number == sync_number(fragments, int(p), sync.send_step, H) &&
-                          (saved.empty() || sync.number > saved.back().sync.number);
+    for (size_t i = 0; i < saved.size(); i++) {
+        const Sync& sync = saved[i].sync;
+        const Fragment& fragment = fragments[size_t(sync.fragment)];
+        const bool fits = sync.values == values[size_t(sync.fragment)] && sync.send_step <= step &&
+                          sync.send_step > step - (H - 1) && is_sent(fragment, sync.send_step, H) &&
+                          sync.number == sync_number(fragments, sync.fragment, sync.send_step, H) &&
+                          (i == 0 || sync.number > saved[i - 1].sync.number);
         if (!fits) {
-            throw UserError(format("%s has fragment %ld, of %ld values, on its way as sync %ld since step "
+            throw UserError(format("%s has fragment %d, of %ld values, on its way as sync %ld since step "
                                    "%ld, and here that is not so: resume with the options that the run had",
-                                   state.path().c_str(), p, sync.values, sync.number, sync.send_step));
+                                   state.path().c_str(), sync.fragment, sync.values, sync.number,
+                                   sync.send_step));
         }
-        saved.push_back({sync, report_of(fields, prefix, sync, workers), {}});
-        if (saved.back().report.applied()) {
-            saved.back().mean = HostBuffer<float>(sync.values);
-            state.read(prefix + "mean", saved.back().mean.data(), size_t(sync.values) * sizeof(float));
-        }
+        if (!saved[i].report.applied()) { continue; }
+        saved[i].mean = HostBuffer<float>(sync.values);
+        state.read(name_in_flight(i) + "mean", saved[i].mean.data(), size_t(sync.values) * sizeof(float));
     }
-    return saved;
 }

@@ -98,9 +98,8 @@ namespace cpu {
 // row = a decoded block.   row: (128)   payload: of a part   block: of the part
 template <class F>
 inline void decode_block(float* row, const uint8_t* payload, const PayloadLayout& layout, long block) {
-    std::fill_n(row, quantization_block, 0.0f);
-    add_block<F, false>(row, payload + layout.codes + block * quantization_block * F::bits / 8,
-                        payload + layout.scales + block * 2, 1.0f);
+    decode_block<F>(row, payload + layout.codes + block * quantization_block * F::bits / 8,
+                    payload + layout.scales + block * 2);
 }
 
 // a . b, in 32 independent sums, because additions to a single one would wait for each other.   a, b: (128)

@@ -1,6 +1,7 @@
 // SyncReport: what one exchange did, for logs and for people. A checkpoint holds the reports of the syncs
 // that were in flight when it was taken, so that the resumed run's log is complete.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <optional>
@@ -50,84 +51,55 @@ struct SyncReport {
     double mean_norm() const { return mean_square ? std::sqrt(mean_square->data()[0]) : NAN; }
 };
 
+// The workers whose headers have a flag.
+inline std::set<int> flagged(const std::vector<PayloadHeader>& headers, uint32_t flag) {
+    std::set<int> workers;
+    for (const PayloadHeader& header : headers) {
+        if (header.flags & flag) { workers.insert(int(header.worker)); }
+    }
+    return workers;
+}
+
 // Senders whose delta was not finite; if there are none, owners whose mean could not be sent.
 inline std::vector<int> not_finite_of(const Headers& headers) {
-    std::set<int> senders, owners;
-    for (const std::vector<PayloadHeader>& part : headers.sent) {
-        for (const PayloadHeader& header : part) {
-            if (header.flags & delta_not_finite) { senders.insert(int(header.worker)); }
-        }
-    }
-    for (const PayloadHeader& header : headers.means) {
-        if (header.flags & delta_not_finite) { owners.insert(int(header.worker)); }
-    }
-    const std::set<int>& named = senders.empty() ? owners : senders;
+    std::set<int> named;
+    for (const auto& part : headers.sent) { named.merge(flagged(part, delta_not_finite)); }
+    if (named.empty()) { named = flagged(headers.means, delta_not_finite); }
     return std::vector<int>(named.begin(), named.end());
 }
 
 inline bool asks_to_stop(const Headers& headers) {
-    for (const std::vector<PayloadHeader>& part : headers.sent) {
-        for (const PayloadHeader& header : part) {
-            if (header.flags & stop_requested) { return true; }
-        }
-    }
-    return false;
+    return std::any_of(headers.sent.begin(), headers.sent.end(),
+                       [](const auto& part) { return !flagged(part, stop_requested).empty(); });
 }
 
 // ---- in a checkpoint: what the resumed run cannot compute by itself. `stops` has had its effect already.
 
-// The count that field `name` states, checked.
-inline long count_of(const Fields& fields, const std::string& name, long most) {
-    const long count = fields.integer(name);
-    if (count < 0 || count > most) {
-        throw UserError(format("the checkpoint has %ld of '%s', and there can be %ld: %s", count,
-                               name.c_str(), most, checkpoint_hint()));
-    }
-    return count;
-}
-
-inline void add_numbers(Fields& fields, const std::string& name, const std::vector<double>& numbers) {
-    fields.set(name, long(numbers.size()));
-    for (size_t i = 0; i < numbers.size(); i++) { fields.set(name + "." + std::to_string(i), numbers[i]); }
-}
-
-inline std::vector<double> numbers_of(const Fields& fields, const std::string& name, long most) {
-    std::vector<double> numbers(static_cast<size_t>(count_of(fields, name, most)));
-    for (size_t i = 0; i < numbers.size(); i++) { numbers[i] = fields.real(name + "." + std::to_string(i)); }
-    return numbers;
+// Calls field(name, value) for each number of a report, to write it or to read it back.
+template <class ReportT, class Field>
+void for_numbers(ReportT& report, Field field) {
+    field("bytes_sent", report.traffic.bytes_sent);
+    field("bytes_received", report.traffic.bytes_received);
+    field("seconds", report.traffic.seconds);
+    field("global_hash", report.global_hash);
+    field("delta_norm", report.statistics.delta_norm);
+    field("quantization_error", report.statistics.quantization_error);
 }
 
 // prefix: of the fields' names
 inline void add_report(Fields& fields, const std::string& prefix, const SyncReport& report) {
-    fields.set(prefix + "bytes_sent", report.traffic.bytes_sent);
-    fields.set(prefix + "bytes_received", report.traffic.bytes_received);
-    fields.set(prefix + "seconds", report.traffic.seconds);
-    fields.set(prefix + "global_hash", report.global_hash);
-    fields.set(prefix + "delta_norm", report.statistics.delta_norm);
-    fields.set(prefix + "quantization_error", report.statistics.quantization_error);
-    add_numbers(fields, prefix + "cosines", report.statistics.cosines);
-    add_numbers(fields, prefix + "mean_cosines", report.statistics.mean_cosines);
-    const std::string not_finite = prefix + "not_finite";
-    fields.set(not_finite, long(report.not_finite.size()));
-    for (size_t i = 0; i < report.not_finite.size(); i++) {
-        fields.set(not_finite + "." + std::to_string(i), long(report.not_finite[i]));
-    }
+    for_numbers(report, [&](const char* name, const auto& value) { fields.set(prefix + name, value); });
+    fields.set(prefix + "cosines", report.statistics.cosines);
+    fields.set(prefix + "mean_cosines", report.statistics.mean_cosines);
+    fields.set(prefix + "not_finite", report.not_finite);
 }
 
 // The report of `sync`, without its due step and the times of the main stream.
 inline SyncReport report_of(const Fields& fields, const std::string& prefix, const Sync& sync, int workers) {
     SyncReport report{sync.number, sync.fragment, sync.send_step, 0, {}, {}, {}, 0, {}};
-    report.traffic.bytes_sent = fields.count(prefix + "bytes_sent");
-    report.traffic.bytes_received = fields.count(prefix + "bytes_received");
-    report.traffic.seconds = fields.real(prefix + "seconds");
-    report.global_hash = fields.count(prefix + "global_hash");
-    report.statistics.delta_norm = fields.real(prefix + "delta_norm");
-    report.statistics.quantization_error = fields.real(prefix + "quantization_error");
-    report.statistics.cosines = numbers_of(fields, prefix + "cosines", row_sums(workers));
-    report.statistics.mean_cosines = numbers_of(fields, prefix + "mean_cosines", workers);
-    const long not_finite = count_of(fields, prefix + "not_finite", workers);
-    for (long i = 0; i < not_finite; i++) {
-        report.not_finite.push_back(int(fields.integer(prefix + "not_finite." + std::to_string(i))));
-    }
+    for_numbers(report, [&](const char* name, auto& value) { fields.read(prefix + name, value); });
+    fields.read(prefix + "cosines", report.statistics.cosines, row_sums(workers));
+    fields.read(prefix + "mean_cosines", report.statistics.mean_cosines, workers);
+    fields.read(prefix + "not_finite", report.not_finite, workers);
     return report;
 }

@@ -239,24 +239,34 @@ inline Fields new_fields(const StoredState& source, const RunShape& to, const Ou
 inline std::vector<std::string> describe(const StoredState& source, const RunShape& to,
                                          const OuterReshape& outer) {
     const RunShape& old = outer.old_run();
-    ReshapeNotes notes;
-    outer.describe(notes);
-    notes.carried_over.push_back("AdamW's moments");
-    if (source.reader.has("outliers")) { notes.carried_over.push_back("the last losses and norms"); }
+    std::vector<std::string> carried_over, left_behind, zeroed, others;
+    if (!outer.starts_from_global()) { carried_over.push_back("parameters"); }
+    for (const OuterPart& part : outer.parts()) {
+        if (part.had) { (part.is_kept ? carried_over : left_behind).push_back(part.name); }
+        if (part.has && !part.is_kept) { zeroed.push_back(part.name); }
+    }
+    carried_over.push_back("AdamW's moments");
+    if (source.reader.has("outliers")) { carried_over.push_back("the last losses and norms"); }
     if (old.workers > to.workers) {
         const std::string first = std::to_string(to.workers), last = std::to_string(old.workers - 1);
-        notes.left_behind.push_back("AdamW's moments of " +
-                                    (first == last ? "worker " + first : "workers " + first + " to " + last));
+        left_behind.push_back("AdamW's moments of " +
+                              (first == last ? "worker " + first : "workers " + first + " to " + last));
     }
+    if (outer.starts_from_global()) { others.push_back("every worker starts from the global parameters"); }
+    if (old.workers != to.workers && old.workers > 1 && to.workers > 1) {
+        others.push_back(
+            format("worker w takes what is a worker's own from old worker w mod %d", old.workers));
+    }
+    for (const std::string& note : outer.notes()) { others.push_back(note); }
     if (old.sample_tokens != to.sample_tokens) {
-        notes.others.push_back(
+        others.push_back(
             format("all processes together take %ld tokens at a time, not %ld: the position in the data is "
                    "about the same, and some of it may be read again or passed over",
                    to.sample_tokens, old.sample_tokens));
     }
     if (!source.has_parameters_as_here() && !outer.starts_from_global()) {
-        notes.others.push_back(format("parameters of %ld bytes became %zu: rounded from the master weights",
-                                      source.fields.integer("float_bytes"), sizeof(floatX)));
+        others.push_back(format("parameters of %ld bytes became %zu: rounded from the master weights",
+                                source.fields.integer("float_bytes"), sizeof(floatX)));
     }
     std::vector<std::string> lines = {
         format("the state of %d x %d processes (workers x ranks) goes on in %d x %d", old.workers, old.ranks,
@@ -264,10 +274,10 @@ inline std::vector<std::string> describe(const StoredState& source, const RunSha
     auto add = [&](const char* what, const std::vector<std::string>& names) {
         if (!names.empty()) { lines.push_back(what + list_in_words(names)); }
     };
-    add("carried over: ", notes.carried_over);
-    add("not carried over: ", notes.left_behind);
-    add("zero at first: ", notes.zeroed);
-    lines.insert(lines.end(), notes.others.begin(), notes.others.end());
+    add("carried over: ", carried_over);
+    add("not carried over: ", left_behind);
+    add("zero at first: ", zeroed);
+    lines.insert(lines.end(), others.begin(), others.end());
     return lines;
 }
 

@@ -112,12 +112,9 @@ inline Progress progress_of(const Fields& fields) {
     Progress progress;
     progress.totals.updates = progress.adamw_updates = fields.integer("step");
     for_fields(progress, [&](const char* name, auto& value) {
-        using T = std::decay_t<decltype(value)>;
         const std::set<std::string> newer = {"steps", "updates", "adamw_updates", "joined_after"};
         if (newer.count(name) && !fields.has(name)) { return; }  // the first versions did not write these
-        if constexpr (std::is_same_v<T, double>) { value = fields.real(name); }
-        if constexpr (std::is_same_v<T, long>) { value = fields.integer(name); }
-        if constexpr (std::is_same_v<T, uint64_t>) { value = fields.count(name); }
+        fields.read(name, value);
     });
     return progress;
 }

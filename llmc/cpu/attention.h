@@ -13,8 +13,8 @@
 #include <cmath>
 #include <vector>
 
+#include "llmc/arithmetic.h"
 #include "llmc/cpu/tile_matmul.h"
-#include "llmc/exponential.h"
 #include "llmc/stream.h"
 
 namespace cpu {

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "llmc/exponential.h"
+#include "llmc/arithmetic.h"
 #include "llmc/stream.h"
 
 namespace cpu {

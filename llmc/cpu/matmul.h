@@ -30,7 +30,7 @@ inline bool cpu_has_fast_bf16() {
 
 // float to bf16, to nearest, ties to even. NaN stays NaN.
 inline uint16_t bf16_bits(float value) {
-    const uint32_t bits = uint32_t(bits_of_float(value));
+    const uint32_t bits = float_to_bits(value);
     const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
 }

@@ -1,8 +1,10 @@
 // Copies, casts and the few scalars of a step (loss, gradient norm, clip scale). Only copy_to_host makes the
-// host wait. copy_to_device and copy_to_host_later take any stream; the rest is for the main stream, which on
-// the CPU runs at once.
+// host wait. The copies before it take any stream; the rest is for the main stream, which on the CPU runs at
+// once.
 #pragma once
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
 
 #include "llmc/adamw.h"
@@ -20,6 +22,22 @@ inline void copy_to_device(T* out, const T* inp, long n, Stream& stream) {
 template <class T>
 inline void copy_to_host_later(T* out, const T* inp, long n, Stream& stream) {
     stream.enqueue([=] { memcpy(out, inp, size_t(n) * sizeof(T)); });
+}
+
+// Copies `count` groups of `each` values that lie `stride` bytes apart into memory of the host.
+// out: (count, each)
+template <class T>
+inline void read_groups(T* out, const uint8_t* from, size_t stride, int count, int each, Stream& stream) {
+    stream.enqueue([=] {
+        for (int i = 0; i < count; i++) {
+            memcpy(out + i * each, from + size_t(i) * stride, size_t(each) * sizeof(T));
+        }
+    });
+}
+
+// out = inp.   out, inp: (count), on the device
+inline void copy_values(float* out, const float* inp, long count, Stream& stream) {
+    stream.enqueue([=] { memcpy(out, inp, size_t(count) * sizeof(float)); });
 }
 
 // Returns once the host has the values.

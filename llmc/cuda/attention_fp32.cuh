@@ -6,8 +6,8 @@
 #pragma once
 #include <stdexcept>
 
+#include "llmc/arithmetic.h"
 #include "llmc/cuda/memory.cuh"
-#include "llmc/exponential.h"
 #include "llmc/stream.h"
 
 namespace cuda {

@@ -84,6 +84,26 @@ inline void copy_to_host_later(T* out, const T* inp, long n, Stream& stream) {
     cudaCheck(cudaMemcpyAsync(out, inp, size_t(n) * sizeof(T), cudaMemcpyDeviceToHost, stream));
 }
 
+// Copies `count` groups of `each` values that lie `stride` bytes apart into memory of the host, which must
+// stay alive until the stream has passed. If it is not pinned, the host may wait here. This and copy_values()
+// go through enqueue(), and so work on hosted streams, too.   out: (count, each)
+template <class T>
+inline void read_groups(T* out, const uint8_t* from, size_t stride, int count, int each, Stream& stream) {
+    stream.enqueue([=](cudaStream_t on) {
+        for (int i = 0; i < count; i++) {
+            cudaCheck(cudaMemcpyAsync(out + i * each, from + size_t(i) * stride, size_t(each) * sizeof(T),
+                                      cudaMemcpyDeviceToHost, on));
+        }
+    });
+}
+
+// out = inp.   out, inp: (count), on the device
+inline void copy_values(float* out, const float* inp, long count, Stream& stream) {
+    stream.enqueue([=](cudaStream_t on) {
+        cudaCheck(cudaMemcpyAsync(out, inp, size_t(count) * sizeof(float), cudaMemcpyDeviceToDevice, on));
+    });
+}
+
 // Returns once the host has the values.
 template <class T>
 inline void copy_to_host(T* out, const T* inp, long n, Stream& stream) {

@@ -22,7 +22,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <functional>
 #include <map>
 #include <set>
 #include <string>
@@ -299,13 +298,10 @@ private:
         }
     }
 
-    static bool is_stop_signal(int signal) {
-        return std::find(stop_signals.begin(), stop_signals.end(), signal) != stop_signals.end();
-    }
-
     // The processes handle a first request to stop; a second one, and any other signal, ends the run.
     void obey(int signal) {
-        const bool is_request = stops_gracefully && is_stop_signal(signal);
+        const bool asks_to_stop = std::count(stop_signals.begin(), stop_signals.end(), signal) > 0;
+        const bool is_request = stops_gracefully && asks_to_stop;
         if (!is_request || all_of_runs([](const LaunchedRun& run) { return run.is_ending(); })) {
             stop_by(signal);
         } else if (!requested_by) {
@@ -382,27 +378,27 @@ private:
 
     // Each line once, the culprit's last. The others' lines that quote it are left out.
     void print_errors(const LaunchedRun& run) {
-        std::vector<std::pair<const Child*, std::string>> lines;
         std::map<std::string, int> speakers;
         for (const Child& child : run.children) {
-            for (const std::string& text : child.errors) {
-                lines.emplace_back(&child, text);
-                speakers[text]++;
-            }
+            for (const std::string& text : child.errors) { speakers[text]++; }
         }
-        auto is_culprits = [&](const auto& line) { return line.first == run.culprit; };
-        const auto culprits = std::stable_partition(lines.begin(), lines.end(), std::not_fn(is_culprits));
         std::set<std::string> told_here;
         std::set<std::string>& told = run.culprit && is_mistake(run) ? told_mistakes : told_here;
-        for (auto line = lines.begin(); line != lines.end(); line++) {
-            const auto& [child, text] = *line;
-            auto is_quoted = [said = text](const auto& other) {
-                return said.find(other.second) != std::string::npos;
-            };
-            const bool is_quote = line < culprits && std::any_of(culprits, lines.end(), is_quoted);
-            if (is_quote || !told.insert(text).second) { continue; }
-            say("error: " + (child->is_first() || speakers[text] > 1 ? "" : child->name() + ": ") + text);
+        auto quotes_culprit = [&](const std::string& text) {
+            return run.culprit && std::any_of(run.culprit->errors.begin(), run.culprit->errors.end(),
+                                              [&](const auto& own) { return text.find(own) != text.npos; });
+        };
+        auto print = [&](const Child& child) {
+            for (const std::string& text : child.errors) {
+                const bool is_quote = &child != run.culprit && quotes_culprit(text);
+                if (is_quote || !told.insert(text).second) { continue; }
+                say("error: " + (child.is_first() || speakers[text] > 1 ? "" : child.name() + ": ") + text);
+            }
+        };
+        for (const Child& child : run.children) {
+            if (&child != run.culprit) { print(child); }
         }
+        if (run.culprit) { print(*run.culprit); }
     }
 
     // ---- failed runs

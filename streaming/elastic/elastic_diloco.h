@@ -66,20 +66,12 @@ public:
     ElasticDiloco(const DilocoOptions& options, const SyncLogOptions& log_options, int worker,
                   std::vector<Fragment> fragments_, const Layout& layout, Comm& inner, Stream& inner_stream,
                   LogStart start, OpenStore open, ElasticCallbacks callbacks, InnerMoments moments = {})
-        : log_options(log_options),
-          worker(worker),
-          fragments(std::move(fragments_)),
+        : log_options(log_options), worker(worker), fragments(std::move(fragments_)),
           schedule(fragments, options.inner_steps),
-          shard(options, fragments, layout, log_options.shard, worker, int(fragments.size())),
-          inner(inner),
-          inner_stream(inner_stream),
-          log_start(std::move(start)),
-          open(std::move(open)),
-          callbacks(std::move(callbacks)),
-          moments(moments),
-          outgoing(fragments.size()),
-          tokens_at_send(fragments.size()),
-          hashes(fragments.size()) {
+          shard(options, fragments, layout, log_options.shard, worker, int(fragments.size())), inner(inner),
+          inner_stream(inner_stream), log_start(std::move(start)), open(std::move(open)),
+          callbacks(std::move(callbacks)), moments(moments), outgoing(fragments.size()),
+          tokens_at_send(fragments.size()), hashes(fragments.size()) {
         log_start.positions.assign(fragments.size(), 0);
         take_buffers(log_options.workers);
     }
@@ -93,10 +85,12 @@ public:
     void restore(const SavedState& saved, const Fields& fields, Stream& main) override {
         const LogPlace place = saved_place(saved, fields, fragments.size());
         tokens_at_send = saved_tokens(fields, fragments.size());
-        const long values = shard.state->count();
-        shard.state->load(read_floats(saved, "global", values).data(),
-                          read_floats(saved, "momentum", values).data(), main);
-        restore_residuals(saved, place, main);
+        shard.load(saved, main);
+        for (int p = 0; p < int(fragments.size()); p++) {
+            if (!place.sent[size_t(p)]) { continue; }
+            const long sync = schedule.sync(p, place.positions[size_t(p)]);
+            shard.feedback.load_before(p, sync, saved, "residuals_before", main);
+        }
         log_start.generation = place.generation;
         log_start.positions = place.positions;
         log_start.from_checkpoint = true;
@@ -105,15 +99,14 @@ public:
 
     // Returns when this worker has a place in the run, or will not get one.
     Outcome begin(long step, uint64_t tokens, float* local, floatX* params, Stream& main) override {
-        now = {tokens, local, params, &main};
+        now.main = &main;
         LogShard& log_shard = *this;
         log = std::make_unique<SyncLogThreads>(log_options, schedule, worker, log_shard, log_start, open);
-        Outcome outcome = take_turns(step, [this](long at) { return log->turn(at); });
+        Outcome outcome = after_inner_step(step, tokens, local, params, main);
         // Syncs that were merged here are reported with the first step's, as no step has been made yet. The
         // wait for them was not a part of training.
         reports = std::exchange(outcome.syncs, {});
         for (SyncReport& sync : reports) { sync.idle_from = sync.idle_until; }
-        shard.fetch_for(outcome.step + 1);
         return outcome;
     }
 
@@ -137,8 +130,7 @@ public:
 
     ElasticSnapshot& snapshot() override {
         if (!taken) {
-            const long values = shard.state->count();
-            taken = std::make_unique<ElasticSnapshot>(*shard.state, shard.feedback, no_owner, values);
+            taken = std::make_unique<ElasticSnapshot>(*shard.state, shard.feedback, no_owner);
         }
         return *taken;
     }
@@ -204,7 +196,7 @@ private:
     // Until the log says to go on, the wait is ended, or the run is over.
     template <class Turn>
     Outcome take_turns(long step, Turn turn) {
-        idle_from = shard.stamp(*now.main);
+        idle_from = stamp(*now.main);
         while (true) {
             const LogTurn agreed = agree(timed([&] { return turn(step); }));
             note_events();
@@ -219,7 +211,7 @@ private:
                     wait();
                     break;
                 case LogTurn::stop:
-                    if (log->is_over()) { return outcome(step, Outcome::over); }
+                    if (log->stopped().over) { return outcome(step, Outcome::over); }
                     fail();
             }
         }
@@ -230,11 +222,13 @@ private:
                 course};
     }
 
-    // The run cannot continue here.
+    // The run cannot continue here: for this rank's reason, or another's.
     [[noreturn]] void fail() {
         report_events();
-        if (log->is_refused() && callbacks.refuse) { callbacks.refuse(log->theirs()); }
-        throw RunError(why(), log->is_replaced() ? replaced_status : 1);
+        const LogStop own = log->stopped();
+        if (!own.theirs.empty() && callbacks.refuse) { callbacks.refuse(own.theirs); }
+        const std::string other = "another rank of worker " + std::to_string(worker) + " stops";
+        throw RunError(own.why.empty() ? other : own.why, own.replaced ? replaced_status : 1);
     }
 
     bool report_events() { return !callbacks.report || callbacks.report(std::exchange(told, {})); }
@@ -246,12 +240,6 @@ private:
         const LogTurn said = turn();
         turn_seconds += now_seconds() - from - (shard_seconds - work_before);
         return said;
-    }
-
-    // Another rank may stop for a reason of its own.
-    std::string why() const {
-        const std::string own = log->why_stopped();
-        return own.empty() ? "another rank of worker " + std::to_string(worker) + " stops" : own;
     }
 
     void wait() {
@@ -282,12 +270,11 @@ private:
             all_leave = leaves && mine.kind == LogTurn::wait;
             return mine;
         }
-        own_turn[0] = mine.kind;
-        own_turn[1] = mine.step;
-        own_turn[2] = leaves;
-        device::copy_to_device(sent_turn.data(), own_turn.data(), 3, inner_stream);
-        inner.all_gather(all_turns.data(), sent_turn.data(), 3 * sizeof(int64_t), inner_stream);
-        device::copy_to_host_later(turns.data(), all_turns.data(), turns.count(), inner_stream);
+        const int64_t own[] = {mine.kind, mine.step, leaves};
+        std::copy_n(own, 3, turns.data());
+        device::copy_to_device(device_turns.data(), turns.data(), 3, inner_stream);
+        inner.all_gather(device_turns + 3, device_turns.data(), sizeof own, inner_stream);
+        device::copy_to_host_later(turns.data(), device_turns + 3, 3 * inner.size(), inner_stream);
         inner_stream.record(gathered);
         inner.wait(gathered);
         LogTurn all{LogTurn::go_on};
@@ -333,8 +320,7 @@ private:
     uint64_t hash(int p) override {
         const Stopwatch work{shard_seconds};
         shard.state->make_room(p);
-        hashes[size_t(p)] = shard.hash(p, *now.main);
-        return hashes[size_t(p)];
+        return hashes[size_t(p)] = shard.hash(p, *now.main);
     }
 
     // A worker that has not trained since its last send has no payload.
@@ -378,9 +364,8 @@ private:
         Stream& main = *now.main;
         const long due_step = sync.send_step + shard.options.overlap;
         SyncReport report{sync.number, sync.fragment, sync.send_step, due_step, {}, idle_from,
-                          shard.stamp(main), hashes[size_t(sync.fragment)], {}};
-        report.log = LogReport{};
-        report.log->counted = counted;
+                          stamp(main), hashes[size_t(sync.fragment)], {}};
+        report.log = LogReport{{}, counted};
         for (const Contribution& one : contributions) { note_header(one, sync, report); }
         if (report.applied()) {
             receive(sync, contributions);
@@ -394,12 +379,18 @@ private:
         main.record(applied);
         applied.synchronize();  // then the received payloads may be overwritten, and the sums are there
         Outgoing& out = outgoing[size_t(sync.fragment)];
-        const bool has_sent = out.sync == sync.number && out.encoded && out.tokens > 0;
-        report.traffic.bytes_sent = has_sent ? out.encoded->payload.size() : 0;  // received: note_events()
-        if (report.applied()) { report.statistics = statistics_of(sync, contributions.size()); }
+        const bool has_payload = out.sync == sync.number && out.tokens > 0;
+        // How much was received is known to note_events().
+        if (has_payload && out.encoded) { report.traffic.bytes_sent = out.encoded->payload.size(); }
+        if (report.applied()) {  // of the contributors; what encoding lost is known if this worker has sent
+            const double unknown = std::numeric_limits<double>::quiet_NaN(), none[] = {unknown, unknown};
+            const int count = int(contributions.size());
+            report.statistics = outer_statistics(has_payload ? out.sums.data() : none,
+                                                 {host_sums.data(), host_sums + row_sums(count)}, count);
+        }
         out.sync = -1;
         reports.push_back(report);
-        idle_from = shard.stamp(main);
+        idle_from = stamp(main);
     }
 
     // Refused if it was not made on these global parameters.
@@ -437,16 +428,6 @@ private:
         device::sum_rows(sums, partial, received, layout.bytes, count, layout, shard.mean, main);
         device::read_groups(host_sums.data(), reinterpret_cast<const uint8_t*>(sums.data()), 0, 1,
                           row_sums(count), main);
-    }
-
-    // Over the contributors. What encoding lost is known if this worker has sent.
-    OuterStatistics statistics_of(const Sync& sync, size_t contributors) const {
-        const Outgoing& out = outgoing[size_t(sync.fragment)];
-        const double unknown = std::numeric_limits<double>::quiet_NaN(), none[] = {unknown, unknown};
-        const bool has_sent = out.sync == sync.number && out.tokens > 0;
-        const int workers = int(contributors);
-        return outer_statistics(has_sent ? out.sums.data() : none,
-                                {host_sums.data(), host_sums + row_sums(workers)}, workers);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -508,13 +489,12 @@ private:
         const bool fits = header.magic == expected.magic && header.version == expected.version &&
                           header.values == n && header.has_moments <= 1 && snapshot.size() == bytes;
         if (!fits) {
-            throw RunError(
-                "the snapshot of another worker was refused: do all run the same program with the "
-                "same options?");
+            throw RunError("the snapshot of another worker was refused: do all run the same program with the "
+                           "same options?");
         }
         if (log_options.elastic.join_moments && !header.has_moments) {
-            throw RunError(
-                "the snapshot of another worker has no moments: give --join-moments to all workers");
+            throw RunError("the snapshot of another worker has no moments: give --join-moments to all "
+                           "workers");
         }
         return header;
     }
@@ -536,16 +516,6 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // Setting up
 
-    void restore_residuals(const SavedState& saved, const LogPlace& place, Stream& main) {
-        load_residuals(shard.feedback, saved, "residuals", main);
-        if (shard.feedback.count() == 0) { return; }
-        const std::vector<float> before = read_floats(saved, "residuals_before", shard.feedback.count());
-        for (int p = 0; p < int(fragments.size()); p++) {
-            const long sync = schedule.sync(p, place.positions[size_t(p)]);
-            if (place.sent[size_t(p)]) { shard.feedback.load_before(p, sync, before.data(), main); }
-        }
-    }
-
     void take_buffers(int workers) {
         size_t most = 0;
         for (size_t p = 0; p < fragments.size(); p++) {
@@ -561,10 +531,8 @@ private:
         partial = Buffer<double>(partial_sums(workers));
         sums = Buffer<double>(most_row_sums(workers));
         host_sums = HostBuffer<double>(most_row_sums(workers));
-        own_turn = HostBuffer<int64_t>(3);
-        sent_turn = Buffer<int64_t>(3);
-        all_turns = Buffer<int64_t>(3 * inner.size());
         turns = HostBuffer<int64_t>(3 * inner.size());
+        device_turns = Buffer<int64_t>(3 * (1 + inner.size()));
     }
 
     // Before step 1: uses once everything that a sync needs of the device.
@@ -610,8 +578,8 @@ private:
     bool is_warned = false;
     std::string given_up;
     bool leaves = false, all_leave = false;  // this rank ended the wait; all ranks of the worker did
-    HostBuffer<int64_t> own_turn, turns;     // (3), (ranks, 3): kind, step, leaves
-    Buffer<int64_t> sent_turn, all_turns;    // the same
+    HostBuffer<int64_t> turns;               // (ranks, 3): kind, step, leaves
+    Buffer<int64_t> device_turns;            // (1 + ranks, 3): this rank's, then the same
     Event gathered, applied;
     Now now;
     Timestamp idle_from;

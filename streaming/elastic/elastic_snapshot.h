@@ -19,9 +19,10 @@ struct LogPlace {
 
 class ElasticSnapshot : public DilocoSnapshot {
 public:
-    // The state and the residuals must outlive the snapshot.   values: of the shard
-    ElasticSnapshot(OuterState& state, ErrorFeedback& sender, ErrorFeedback& no_owner, long values)
-        : DilocoSnapshot(state, sender, no_owner, values, 0, 0), sender(sender) {}
+    // The state and the residuals must outlive the snapshot.
+    ElasticSnapshot(OuterState& state, ErrorFeedback& sender, ErrorFeedback& no_owner)
+        : DilocoSnapshot(state, sender, no_owner, 0, 0), sender(sender),
+          residuals_before(add_array("residuals_before", sender.count())) {}
 
     // Starts the copies. The previous snapshot must have been written or abandoned.
     // syncs: the next one of each fragment
@@ -29,39 +30,22 @@ public:
                const std::vector<uint64_t>& tokens_at_send, Stream& main) {
         DilocoSnapshot::begin({}, tokens_at_send, main);
         place = new_place;
-        if (residuals_before.count() == 0) { residuals_before = HostBuffer<float>(sender.count()); }
-        for (int p = 0; p < int(syncs.size()); p++) {
-            if (place.sent[size_t(p)]) {
-                sender.save_before(p, syncs[size_t(p)], residuals_before.data(), main);
-            }
-        }
-        record(main);
-    }
-
-    std::vector<StateSection> sections() const override {
-        std::vector<StateSection> all = DilocoSnapshot::sections();
-        if (residuals_before.count() > 0) {
-            const size_t bytes = size_t(residuals_before.count()) * sizeof(float);
-            all.push_back({"residuals_before", residuals_before.data(), bytes});
-        }
-        return all;
-    }
-
-    void add_fields(Fields& fields) const override {
-        DilocoSnapshot::add_fields(fields);
         fields.set("log.generation", place.generation);
-        for (size_t p = 0; p < place.positions.size(); p++) {
-            fields.set("log.position." + std::to_string(p), place.positions[p]);
-            fields.set("log.sent." + std::to_string(p), place.sent[p] ? 1 : 0);
+        for (int p = 0; p < int(syncs.size()); p++) {
+            fields.set("log.position." + std::to_string(p), place.positions[size_t(p)]);
+            fields.set("log.sent." + std::to_string(p), place.sent[size_t(p)] ? 1 : 0);
+            if (!place.sent[size_t(p)]) { continue; }
+            sender.save_before(p, syncs[size_t(p)], residuals_before.values, main);
         }
+        end_copies(main);
     }
 
     const LogPlace& log_place() const { return place; }
 
 private:
     ErrorFeedback& sender;
+    Array& residuals_before;
     LogPlace place;
-    HostBuffer<float> residuals_before;  // (residuals)
 };
 
 inline LogPlace saved_place(const SavedState& state, const Fields& fields, size_t fragments) {
@@ -72,9 +56,10 @@ inline LogPlace saved_place(const SavedState& state, const Fields& fields, size_
     LogPlace place;
     place.generation = fields.word("log.generation");
     for (size_t p = 0; p < fragments; p++) {
-        place.positions.push_back(count_of(fields, "log.position." + std::to_string(p),
-                                           std::numeric_limits<long>::max()));
-        place.sent.push_back(count_of(fields, "log.sent." + std::to_string(p), 1) == 1);
+        const std::string number = std::to_string(p);
+        const long most = std::numeric_limits<long>::max();
+        place.positions.push_back(fields.count_up_to(most, "log.position." + number));
+        place.sent.push_back(fields.count_up_to(1, "log.sent." + number) == 1);
     }
     return place;
 }

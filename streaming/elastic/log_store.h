@@ -24,6 +24,10 @@ struct StoreAnswer {
     std::map<std::string, std::string> listing;  // list: by name; folders: names alone
 };
 
+inline StoreAnswer lost_answer(const std::string& trouble, bool is_full) {
+    return {true, is_full, trouble, false, "", {}};
+}
+
 // What Redis (a folder is a hash: HGET, HSET, HSETNX, HDEL and UNLINK, HGETALL, SCAN) and a shared folder
 // (open, rename, link, unlink, readdir) can both do. Calls block: a thread of its own makes them.
 class LogStore {

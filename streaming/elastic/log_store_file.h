@@ -51,12 +51,8 @@ public:
         try {
             return answer_to(request);
         } catch (const std::exception& error) {
-            StoreAnswer answer;
-            answer.lost = true;
-            answer.trouble = error.what();
             const auto* const of_file = dynamic_cast<const ValueFileError*>(&error);
-            answer.is_full = of_file != nullptr && of_file->is_full;
-            return answer;
+            return lost_answer(error.what(), of_file != nullptr && of_file->is_full);
         }
     }
 
@@ -84,11 +80,7 @@ private:
                 answer.value = put_if_absent(request);
                 break;
             case StoreRequest::remove:
-                if (request.name.empty()) {
-                    remove_folder(request.folder);
-                } else {
-                    remove(request);
-                }
+                request.name.empty() ? remove_folder(request.folder) : remove(request);
                 break;
             case StoreRequest::list:
                 answer.listing = list(request.folder);
@@ -142,16 +134,6 @@ private:
         return read_value_file(path(request));
     }
 
-    // The value that is there before this request; "" if the request does not ask for it.
-    std::optional<std::string> earlier(const StoreRequest& request) const {
-        if (request.asks_winner) { return get(request); }
-        const std::string name = path(request);
-        const auto is_there = [&] { return access(name.c_str(), F_OK) == 0; };
-        if (is_there()) { return ""; }
-        refresh(request.folder);
-        return is_there() ? std::optional<std::string>("") : std::nullopt;
-    }
-
     void put(const StoreRequest& request) {
         const Unnamed file{new_path()};
         const bool sync = false;
@@ -161,7 +143,9 @@ private:
 
     std::string put_if_absent(const StoreRequest& request) {
         while (true) {
-            if (std::optional<std::string> winner = earlier(request)) { return *winner; }
+            if (std::optional<std::string> winner = get(request)) {
+                return request.asks_winner ? *winner : "";
+            }
             const Unnamed file{new_path()};
             const bool sync = true;
             write_value_file(file.path, request.value, sync);

@@ -48,21 +48,18 @@ private:
 
     std::vector<StoreAnswer> answers_to(const StoreRequest* requests, size_t count) {
         std::vector<StoreAnswer> answers;
-        StoreAnswer lost;
-        lost.lost = true;
         try {
             // Other requests wait behind this one.
             if (!connection.is_open()) { connection.connect(std::min(timeout, 3.0)); }
             while (answers.size() < count) { answer_next(requests, count, answers); }
         } catch (const ConnectionLost& error) {
-            lost.trouble =
-                "the connection to the store at " + connection.where() + " is lost (" + error.what() + ")";
+            const std::string where = "the connection to the store at " + connection.where();
+            answers.resize(count, lost_answer(where + " is lost (" + error.what() + ")", false));
         } catch (const std::exception& error) {
             connection.close();  // the next connection shows the password again
-            lost.is_full = dynamic_cast<const OutOfMemory*>(&error) != nullptr;
-            lost.trouble = error.what();
+            const bool is_full = dynamic_cast<const OutOfMemory*>(&error) != nullptr;
+            answers.resize(count, lost_answer(error.what(), is_full));
         }
-        answers.resize(count, lost);
         return answers;
     }
 

@@ -65,12 +65,7 @@ public:
     }
     const std::string& current_generation() const { return generation; }
     Incarnation incarnation() const { return me; }  // number 0: not registered yet
-    const std::string& why_stopped() const { return why; }
-    bool has_diverged() const { return diverged; }
-    bool is_over() const { return over; }  // it came too late: all others have ended
-    bool is_replaced() const { return replaced; }  // by a later start of this worker
-    bool is_refused() const { return !run_fingerprint.empty(); }
-    const std::string& theirs() const { return run_fingerprint; }  // the run's, that it was refused for
+    const LogStop& stopped() const { return end; }
     bool is_running() const { return phase == Phase::running; }
     // What a wait would be for that may never end: "" if nothing. The store, or a giver of a snapshot.
     std::string helpless() const {
@@ -109,6 +104,8 @@ private:
         double due_since = -1;
         double excused = 0;     // seconds since then in which nobody could be heard
 
+        // Since when it is overdue, for its worker; negative: it is not due yet.
+        double judged_since() const { return due_since < 0 ? -1 : due_since + excused; }
         bool has_line() const { return own == sent || own == abstained; }
         bool has_payload(size_t i) const { return payloads[i].size() >= entry->contributors[i].bytes; }
         bool is_fetched() const {
@@ -174,8 +171,7 @@ private:
     LogBase base() const;
     void agree(double now);
     void agree_on(const std::map<std::string, std::string>& registered, double now);
-    void begin(const LogBeginning& first, double now);
-    void expect(const LogBeginning& beginning, double now);
+    void begin(const LogBeginning& beginning, double now);
     void enter(const std::vector<long>& positions, bool is_sure);
 
     // What there is to tell (sync_log_requests.h)
@@ -192,7 +188,6 @@ private:
     int ready() const;
     bool is_far_behind() const;
     LogTurn jump();
-    static std::vector<Contribution> take_payloads(Slot& slot);
     void apply(Slot& slot);
     void keep_promise(const Slot& slot);
     void show_pace(long sync, double now);
@@ -211,12 +206,10 @@ private:
     void consider(Slot& slot, double asked, double now);
     double due_for_all(const Slot& slot, double now) const;
     double stands_since(double now) const;
-    static double judged_since(const Slot& slot);
-    void tell_of_few(Slot& slot, const LogLines& lines, double asked);
+    void tell_of_few(Slot& slot, const StandingLines& standing, double asked);
     void write_entry(long sync, const LogEntry& entry);
     void take_entry(Slot& slot, const std::string& text);
     void refuse(const std::string& folder, const std::string& name, const std::string& text);
-    void look_at_generation();
     void confirm(Slot& slot);
     void diverge(const Slot& slot);
     void diverge();
@@ -253,7 +246,6 @@ private:
     std::string want() const { return me.text() + "." + std::to_string(snapshot.attempt); }
     void choose_behind(double now);
     void look_for_offer();
-    void take_offer(const LogOffer& offer);
     void read_snapshot();
     void take_chunk_of_snapshot(const StoreAnswer& answer);
     void load_snapshot();
@@ -266,8 +258,6 @@ private:
     void sweep_syncs(const std::string& folder, const std::vector<long>& oldest);
     void sweep_snapshots();
     void remove_snapshot(const std::string& want);
-    static std::string numbers(const std::vector<long>& values);
-    static std::vector<long> parse_numbers(const std::string& text);
 
     static constexpr double long_ago = -1e300;
     static constexpr long to_begin = -1, nobody_to_give = -2;  // in waits_told, in place of a sync
@@ -279,8 +269,8 @@ private:
     const LogStart start;
     Incarnation me;
     Phase phase = Phase::opening;
-    std::string generation, run_fingerprint, why;
-    bool diverged = false, over = false, replaced = false;
+    std::string generation;
+    LogStop end;
     std::vector<LogEvent> told;
     std::set<long> waits_told;  // syncs that it has said it waits for
 

@@ -278,8 +278,7 @@ inline bool has_majority(const StandingLines& standing, const SyncLogRules& rule
 }
 
 // Does another hash than this one have a majority?
-inline bool is_odd_one(const LogLines& lines, uint64_t hash, const SyncLogRules& rules) {
-    const StandingLines standing = standing_lines(lines, hash, rules);
+inline bool is_odd_one(const StandingLines& standing, uint64_t hash) {
     for (const auto& [other, count] : holders_of_hashes(standing)) {
         if (other != hash && 2 * count > standing.size()) { return true; }
     }
@@ -288,9 +287,8 @@ inline bool is_odd_one(const LogLines& lines, uint64_t hash, const SyncLogRules&
 
 // If enough have sent and this worker still stands still, the missing workers are charged.
 // asked: when the lines were asked for; nobody is charged for the time that the answer took
-inline void charge(const Question& question, const LogLines& lines, Presence& presence,
-                   const SyncLogRules& rules, int min_workers, double asked) {
-    const StandingLines standing = standing_lines(lines, question.hash, rules);
+inline void charge(const Question& question, const StandingLines& standing, Presence& presence,
+                   int min_workers, double asked) {
     if (question.due_since < 0 || int(standing.size()) < min_workers) { return; }
     const auto has_line = [&](int worker) { return standing.count(worker) != 0; };
     presence.charge(question.sync, has_line, question.due_since, question.stands_since, asked);
@@ -298,12 +296,10 @@ inline void charge(const Question& question, const LogLines& lines, Presence& pr
 
 // The entry that this worker would write now, if it is time for one.
 // asked: when the lines were asked for; missing workers may have sent since
-inline std::optional<LogEntry> decide(const Question& question, const LogLines& in_store,
+inline std::optional<LogEntry> decide(const Question& question, const StandingLines& standing,
                                       const Presence& presence, const SyncLogRules& rules, int min_workers,
                                       double grace, double asked, double now) {
     const uint64_t hash = question.hash;
-    const LogLines lines = rules.taken_as_sent(in_store, presence.alive(), hash);
-    const StandingLines standing = standing_lines(lines, hash, rules);
     if (int(standing.size()) < min_workers) { return std::nullopt; }
     if (!rules.is_majority(holders_of_hashes(standing)[hash], standing.size())) { return std::nullopt; }
 

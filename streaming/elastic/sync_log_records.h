@@ -10,6 +10,7 @@
 #include <iterator>
 #include <limits>
 #include <map>
+#include <numeric>
 #include <set>
 #include <sstream>
 #include <string>
@@ -99,6 +100,19 @@ std::string words(const First& first, const Rest&... rest) {
     return out.str();
 }
 
+inline std::string numbers(const std::vector<long>& values) {
+    std::string text;
+    for (long value : values) { text += (text.empty() ? "" : " ") + std::to_string(value); }
+    return text;
+}
+
+inline std::vector<long> parse_numbers(const std::string& text) {
+    std::vector<long> values;
+    std::istringstream in(text);
+    for (long value; in >> value;) { values.push_back(value); }
+    return values;
+}
+
 inline uint64_t digest_of(const std::string& bytes) { return XXH3_64bits(bytes.data(), bytes.size()); }
 
 inline size_t chunks_of(size_t bytes, size_t chunk) { return (bytes + chunk - 1) / chunk; }
@@ -143,10 +157,8 @@ struct LogEntry {
     long waited = 0;
 
     bool counts(int worker) const {
-        for (const Contributor& one : contributors) {
-            if (one.who.worker == worker) { return true; }
-        }
-        return false;
+        return std::any_of(contributors.begin(), contributors.end(),
+                           [worker](const Contributor& one) { return one.who.worker == worker; });
     }
     bool knows(int worker) const {
         return counts(worker) || std::find(abstained.begin(), abstained.end(), worker) != abstained.end();
@@ -208,14 +220,8 @@ struct LogBase {
     std::vector<long> positions;
     std::vector<uint64_t> hashes;
 
-    long sum() const {
-        long sum = 0;
-        for (long position : positions) { sum += position; }
-        return sum;
-    }
-    bool operator==(const LogBase& other) const {
-        return positions == other.positions && hashes == other.hashes;
-    }
+    long sum() const { return std::accumulate(positions.begin(), positions.end(), 0L); }
+    bool operator==(const LogBase& other) const { return text() == other.text(); }
     std::string text() const {
         std::ostringstream out;
         for (size_t p = 0; p < positions.size(); p++) { out << positions[p] << ' ' << hashes[p] << ' '; }

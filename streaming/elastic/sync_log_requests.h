@@ -3,12 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <iterator>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
-#include "llmc/error.h"
 #include "streaming/elastic/sync_log.h"
 
 inline std::vector<StoreRequest> SyncLog::requests(double now) {
@@ -177,7 +172,14 @@ inline void SyncLog::choose_running(double now) {
     const bool moves = (!is_served || is_payloads_turn) && move_a_payload(now);
     is_payloads_turn = is_served && !moves;
     if (asks_beats || now >= look_around_at) { look_around(moves); }
-    if (asks_generation) { look_at_generation(); }
+    if (asks_generation) {
+        ask({StoreRequest::get, "run", "generation"}, [this](const StoreAnswer& answer, double) {
+            check_generation(answer);
+            for (Slot& slot : slots) {
+                if (phase == Phase::running && slot.entry && !slot.confirmed) { confirm(slot); }
+            }
+        });
+    }
     if ((asked.empty() || cannot_give()) && may_leave()) {
         ask({StoreRequest::put, key("done"), std::to_string(me.worker), std::to_string(step)},
             [this](const StoreAnswer&, double) { has_left = true; });
@@ -213,7 +215,7 @@ inline void SyncLog::ask_chores() {
 // What there is to tell
 
 inline void SyncLog::stop(const std::string& reason) {
-    why = reason;
+    end.why = reason;
     say(LogEventKind::stops, "stops: " + reason);
     phase = Phase::stopped;
 }

@@ -5,17 +5,10 @@
 #include <cstdlib>
 #include <exception>
 #include <limits>
-#include <map>
 #include <memory>
 #include <new>
-#include <set>
-#include <sstream>
-#include <string>
 #include <string_view>
-#include <utility>
-#include <vector>
 
-#include "llmc/error.h"
 #include "streaming/elastic/sync_log.h"
 
 // -----------------------------------------------------------------------------------------------------------
@@ -126,7 +119,7 @@ inline void SyncLog::see(const std::map<std::string, std::string>& listing, doub
         note_open(beat.newest);
         if (worker != me.worker) { others_newest = std::max(others_newest, beat.newest); }
         if (worker == me.worker && beat.incarnation > me.number) {
-            replaced = true;
+            end.replaced = true;
             return stop("another process has started as this worker");
         }
     }
@@ -174,7 +167,7 @@ inline void SyncLog::look_for_an_end() {
             return say_waits("nobody who is alive holds what the run has: start a worker that has a "
                              "checkpoint of it, or begin another run (--run-name)", nobody_to_give);
         }
-        over = true;
+        end.over = true;
         stop("the run is over, and nobody is there to take a snapshot from");
     });
 }
@@ -296,19 +289,15 @@ inline void SyncLog::choose_behind(double now) {
 inline void SyncLog::look_for_offer() {
     ask({StoreRequest::get, key("offer"), want()}, [this](const StoreAnswer& answer, double now) {
         snapshot.look_at = now + options.poll;
-        if (answer.found) {
-            take_offer(LogOffer::parse(answer.value));
-        } else {  // the want may have been removed while this worker seemed dead
+        if (!answer.found) {  // the want may have been removed while this worker seemed dead
             snapshot.is_wanted = false;
+            return;
         }
+        snapshot.offer = LogOffer::parse(answer.value);
+        try {
+            snapshot.bytes.reserve(snapshot.offer->bytes);
+        } catch (const std::exception&) { stop_for_memory(); }
     });
-}
-
-inline void SyncLog::take_offer(const LogOffer& offer) {
-    snapshot.offer = offer;
-    try {
-        snapshot.bytes.reserve(offer.bytes);
-    } catch (const std::exception&) { stop_for_memory(); }
 }
 
 // About as many bytes as one chunk of a payload.
@@ -442,17 +431,4 @@ inline void SyncLog::sweep_snapshots() {
 inline void SyncLog::remove_snapshot(const std::string& want) {
     for (const char* what : {"want", "giver", "offer"}) { add_removal(key(what), want); }
     add_removal(key("snapshot/" + want));
-}
-
-inline std::string SyncLog::numbers(const std::vector<long>& values) {
-    std::string text;
-    for (long value : values) { text += (text.empty() ? "" : " ") + std::to_string(value); }
-    return text;
-}
-
-inline std::vector<long> SyncLog::parse_numbers(const std::string& text) {
-    std::vector<long> values;
-    std::istringstream in(text);
-    for (long value; in >> value;) { values.push_back(value); }
-    return values;
 }

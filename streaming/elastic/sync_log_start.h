@@ -2,25 +2,14 @@
 // the number of this start, and what the run begins with.
 #pragma once
 #include <algorithm>
-#include <map>
-#include <optional>
 #include <stdexcept>
-#include <string>
-#include <utility>
-#include <vector>
 
-#include "llmc/error.h"
 #include "streaming/elastic/sync_log.h"
 
 inline SyncLog::SyncLog(const SyncLogOptions& options, const SyncSchedule& schedule, int worker,
                         LogShard& shard, const SyncLogRules& rules, const LogStart& start)
-    : options(options),
-      schedule(schedule),
-      shard(shard),
-      rules(rules),
-      start(start),
-      candidates(options.expiry, options.elastic.grace),
-      presence(options.expiry, options.elastic.grace) {
+    : options(options), schedule(schedule), shard(shard), rules(rules), start(start),
+      candidates(options.expiry, options.elastic.grace), presence(options.expiry, options.elastic.grace) {
     me.worker = worker;
     encoded_until.assign(start.positions.size(), -1);
     enter(start.positions, !start.from_checkpoint);
@@ -41,7 +30,7 @@ inline void SyncLog::compare() {
             if (rules.is_same_run(start.fingerprint, answer.value)) {
                 phase = Phase::registering;
             } else {
-                run_fingerprint = answer.value;
+                end.theirs = answer.value;
                 stop("its options are not those of the run");
             }
         });
@@ -128,30 +117,27 @@ inline void SyncLog::agree_on(const std::map<std::string, std::string>& register
     if (base) {
         beginning = LogBeginning{*base, members};
     } else if (all) {
-        diverged = true;
+        end.diverged = true;
         stop(std::string("nobody knows whose checkpoints are right: ") + tie);
     } else {
         say_waits(tie);
     }
 }
 
-inline void SyncLog::begin(const LogBeginning& first, double now) {
-    const bool holds_it = first.base == base();
-    if (first.has(me)) { expect(first, now); }
+// The run's first sync waits for all members.
+inline void SyncLog::begin(const LogBeginning& beginning, double now) {
+    const bool holds_it = beginning.base == base();
+    if (beginning.has(me)) {
+        promise = LogBeat::nothing;
+        for (int p = 0; p < schedule.fragments(); p++) {
+            promise = std::min(promise, schedule.sync(p, beginning.base.positions[size_t(p)]));
+        }
+        presence.expect(beginning.members, promise, now);
+        is_aligned = true;
+    }
     if (!holds_it) { return fall_behind("does not hold what the run begins with"); }
     phase = Phase::running;
     if (start.from_checkpoint) { checkpointed(start.positions); }
-}
-
-// The run begins, with all its members.
-inline void SyncLog::expect(const LogBeginning& beginning, double now) {
-    long first = schedule.sync(0, beginning.base.positions[0]);
-    for (int p = 1; p < schedule.fragments(); p++) {
-        first = std::min(first, schedule.sync(p, beginning.base.positions[size_t(p)]));
-    }
-    presence.expect(beginning.members, first, now);
-    promise = first;
-    is_aligned = true;
 }
 
 // Continues at these positions, with what the shard holds.   is_sure: the run holds the same

@@ -2,11 +2,7 @@
 // the payloads that it counts are read.
 #pragma once
 #include <algorithm>
-#include <optional>
-#include <string>
-#include <utility>
 
-#include "llmc/error.h"
 #include "streaming/elastic/sync_log.h"
 
 inline SyncLog::Next SyncLog::next(const Slot& slot, double now) const {
@@ -132,13 +128,15 @@ inline void SyncLog::look(Slot& slot, bool has_line) {
 
 // Lines and beats have just been read.   asked: when they were asked for
 inline void SyncLog::consider(Slot& slot, double asked, double now) {
-    const LogLines lines = *std::exchange(slot.lines, std::nullopt);
-    if (is_odd_one(lines, slot.hash, rules)) { return diverge(slot); }
-    tell_of_few(slot, lines, asked);
+    const LogLines lines = rules.taken_as_sent(*slot.lines, presence.alive(), slot.hash);
+    const StandingLines standing = standing_lines(lines, slot.hash, rules);
+    slot.lines.reset();
+    if (is_odd_one(standing, slot.hash)) { return diverge(slot); }
+    tell_of_few(slot, standing, asked);
     if (phase == Phase::stopped) { return; }
     const Question question{slot.sync, slot.hash, due_for_all(slot, now), stands_since(now), me};
-    charge(question, lines, presence, rules, options.elastic.min_workers, asked);
-    slot.proposal = decide(question, lines, presence, rules, options.elastic.min_workers,
+    charge(question, standing, presence, options.elastic.min_workers, asked);
+    slot.proposal = decide(question, standing, presence, rules, options.elastic.min_workers,
                            options.elastic.grace, asked, now);
 }
 
@@ -147,7 +145,7 @@ inline void SyncLog::consider(Slot& slot, double asked, double now) {
 inline double SyncLog::due_for_all(const Slot& slot, double now) const {
     const long left = schedule.send_step(slot.sync) + options.overlap - step, done = step - began_step;
     if (slot.due_since < 0) { return -1; }
-    double since = judged_since(slot);
+    double since = slot.judged_since();
     if (left > 0 && done > 0) { since += double(left) * (slot.due_since - began_at) / double(done); }
     return now < since ? -1 : since;
 }
@@ -162,20 +160,15 @@ inline double SyncLog::stands_since(double now) const {
     return first;
 }
 
-inline double SyncLog::judged_since(const Slot& slot) {
-    return slot.due_since < 0 ? -1 : slot.due_since + slot.excused;
-}
-
 // Tells that nobody may decide: too few workers have sent, or no hash has a majority.
-inline void SyncLog::tell_of_few(Slot& slot, const LogLines& lines, double asked) {
-    const StandingLines standing = standing_lines(lines, slot.hash, rules);
-    const bool waits = slot.due_since >= 0 && asked >= judged_since(slot) + options.elastic.grace;
+inline void SyncLog::tell_of_few(Slot& slot, const StandingLines& standing, double asked) {
+    const bool waits = slot.due_since >= 0 && asked >= slot.judged_since() + options.elastic.grace;
     const bool are_few = int(standing.size()) < options.elastic.min_workers;
     const bool are_split = !are_few && !has_majority(standing, rules);
     if (!waits || !(are_few || are_split)) { return; }
     const std::string holders = in_words(holders_of_hashes(standing));
     if (are_split && int(standing.size()) >= options.workers) {
-        diverged = true;
+        end.diverged = true;
         return stop("nobody knows whose global parameters are right: there are workers " + holders);
     }
     const std::string what =
@@ -207,15 +200,6 @@ inline void SyncLog::refuse(const std::string& folder, const std::string& name, 
          text.substr(0, 200) + "\"");
 }
 
-inline void SyncLog::look_at_generation() {
-    ask({StoreRequest::get, "run", "generation"}, [this](const StoreAnswer& answer, double) {
-        check_generation(answer);
-        for (Slot& slot : slots) {
-            if (phase == Phase::running && slot.entry && !slot.confirmed) { confirm(slot); }
-        }
-    });
-}
-
 inline void SyncLog::confirm(Slot& slot) {
     if (slot.entry->hash != slot.hash) { return diverge(slot); }
     slot.confirmed = true;
@@ -240,7 +224,7 @@ inline void SyncLog::diverge(const Slot& slot) {
 }
 
 inline void SyncLog::diverge() {
-    diverged = true;
+    end.diverged = true;
     stop(format("the global parameters of worker %d are not those of the run", me.worker));
 }
 

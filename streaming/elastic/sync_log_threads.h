@@ -19,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "llmc/clock.h"
 #include "streaming/elastic/log_store.h"
 #include "streaming/elastic/sync_log.h"
 
@@ -91,12 +92,8 @@ public:
     SyncLogThreads(const SyncLogThreads&) = delete;
     SyncLogThreads& operator=(const SyncLogThreads&) = delete;
 
-    LogTurn turn(long step) {
-        return take_turn([&] { return log.turn(step, now()); });
-    }
-    LogTurn finish(long last_step) {
-        return take_turn([&] { return log.finish(last_step, now()); });
-    }
+    LogTurn turn(long step) { return take_turn([&] { return log.turn(step, now_seconds()); }); }
+    LogTurn finish(long last_step) { return take_turn([&] { return log.finish(last_step, now_seconds()); }); }
 
     // Until turn() has something to do, but no longer than this.
     void wait(double seconds) {
@@ -106,9 +103,10 @@ public:
     }
 
     void checkpointed(const std::vector<long>& positions) {
-        const std::lock_guard<std::mutex> lock(mutex);
-        log.checkpointed(positions);
-        wake();
+        locked([&] {
+            log.checkpointed(positions);
+            wake();
+        });
     }
 
     std::vector<LogEvent> events() { return locked([&] { return log.events(); }); }
@@ -117,19 +115,11 @@ public:
     std::string generation() const { return locked([&] { return log.current_generation(); }); }
     Incarnation incarnation() const { return locked([&] { return log.incarnation(); }); }
     std::string helpless() const { return locked([&] { return log.helpless(); }); }
-    std::string why_stopped() const { return locked([&] { return log.why_stopped(); }); }
-    bool is_over() const { return locked([&] { return log.is_over(); }); }
-    bool is_replaced() const { return locked([&] { return log.is_replaced(); }); }
-    bool is_refused() const { return locked([&] { return log.is_refused(); }); }
-    std::string theirs() const { return locked([&] { return log.theirs(); }); }
+    LogStop stopped() const { return locked([&] { return log.stopped(); }); }
     // CPU time of the two threads, the store's client included.
     double cpu_seconds() const { return asking_cpu + beating_cpu; }
 
 private:
-    static double now() {
-        return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-    }
-
     static double cpu_seconds_of_thread() {
         timespec time;
         clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
@@ -148,7 +138,7 @@ private:
         if (thrown) { std::rethrow_exception(thrown); }
         const LogTurn said = turn();
         show_pulse();
-        if (now() + log.rest(now()) < asks_at - soon) { wake(); }
+        if (now_seconds() + log.rest(now_seconds()) < asks_at - soon) { wake(); }
         return said;
     }
 
@@ -183,11 +173,11 @@ private:
     void ask() {
         std::unique_lock<std::mutex> lock(mutex);
         while (!ending) {
-            const std::vector<StoreRequest> requests = log.requests(now());
+            const std::vector<StoreRequest> requests = log.requests(now_seconds());
             asking_cpu = cpu_seconds_of_thread();
             if (requests.empty()) {
-                asks_at = now() + log.rest(now());
-                needed.wait_for(lock, std::chrono::duration<double>(asks_at - now()),
+                asks_at = now_seconds() + log.rest(now_seconds());
+                needed.wait_for(lock, std::chrono::duration<double>(asks_at - now_seconds()),
                                 [this] { return ending || asks_at == 0; });
                 asks_at = 0;
                 continue;
@@ -195,7 +185,7 @@ private:
             lock.unlock();
             const std::vector<StoreAnswer> answers = store->perform_all(requests);
             lock.lock();
-            log.answer(answers, now());
+            log.answer(answers, now_seconds());
             show_pulse();
             if (log.is_turn_due()) { answered.notify_all(); }
         }
@@ -204,31 +194,28 @@ private:
     void beat() {
         std::unique_lock<std::mutex> lock(pulse_mutex);
         while (!ending) {
-            const std::vector<StoreRequest> requests = heartbeat.requests(pulse, now());
+            const std::vector<StoreRequest> requests = heartbeat.requests(pulse, now_seconds());
             beating_cpu = cpu_seconds_of_thread();
             if (requests.empty()) {
                 const LogPulse shown = pulse;
-                pulse_changed.wait_for(lock, std::chrono::duration<double>(heartbeat.rest(now())),
+                pulse_changed.wait_for(lock, std::chrono::duration<double>(heartbeat.rest(now_seconds())),
                                        [&] { return ending || !(pulse == shown); });
                 continue;
             }
             lock.unlock();
             const StoreAnswer generation = pulse_store->perform_all(requests).back();
-            if (!heartbeat.answer(generation)) { lose_run(generation); }
+            if (!heartbeat.answer(generation)) {
+                locked([&] {
+                    log.check_generation(generation);
+                    show_pulse();
+                });
+                answered.notify_all();
+            }
             lock.lock();
         }
         const std::vector<StoreRequest> last = heartbeat.farewell();
         lock.unlock();
         if (!last.empty()) { pulse_store->perform_all(last); }
-    }
-
-    void lose_run(const StoreAnswer& generation) {
-        {
-            const std::lock_guard<std::mutex> lock(mutex);
-            log.check_generation(generation);
-            show_pulse();
-        }
-        answered.notify_all();
     }
 
     static constexpr double soon = 0.001;  // seconds: waking the thread would take as long

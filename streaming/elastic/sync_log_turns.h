@@ -2,11 +2,7 @@
 // fetched, encodes what is sent, and says whether to continue, to wait or to jump.
 #pragma once
 #include <algorithm>
-#include <string>
-#include <utility>
-#include <vector>
 
-#include "llmc/error.h"
 #include "streaming/elastic/sync_log.h"
 
 inline LogTurn SyncLog::turn(long step, double now) {
@@ -107,18 +103,13 @@ inline LogTurn SyncLog::jump() {
     return {LogTurn::jump, to};
 }
 
-inline std::vector<Contribution> SyncLog::take_payloads(Slot& slot) {
+inline void SyncLog::apply(Slot& slot) {
+    const bool counted = slot.entry->counts(me.worker);
     std::vector<Contribution> contributions;
     for (size_t i = 0; i < slot.payloads.size(); i++) {
         contributions.push_back({slot.entry->contributors[i].who.worker, std::move(slot.payloads[i])});
-        slot.payloads[i].clear();
     }
-    return contributions;
-}
-
-inline void SyncLog::apply(Slot& slot) {
-    const bool counted = slot.entry->counts(me.worker);
-    shard.apply(slot.sync, take_payloads(slot), counted);
+    shard.apply(slot.sync, contributions, counted);
     const std::string text = format("applies sync %ld, ", slot.sync) + (counted ? "" : "not counted: ");
     say(LogEventKind::applied, slot.sync, *slot.entry, text + "it ");
     told.back().counted = counted;

@@ -75,6 +75,15 @@ struct LogTurn {
     long step = 0;  // to jump to; it counts as done
 };
 
+// Why a sync log has stopped, and whether that was for one of these reasons.
+struct LogStop {
+    std::string why;        // "": it has not
+    bool diverged = false;  // nobody knows whose global parameters are right, or this worker's are wrong
+    bool over = false;      // it came too late: all others have ended
+    bool replaced = false;  // by a later start of this worker
+    std::string theirs;     // the run's options, if this worker has others
+};
+
 // What a worker shows of itself: a copy, so that the heartbeat need not wait for a sync log that is at work.
 struct LogPulse {
     std::string generation, folder;  // empty: there is nothing to show
@@ -82,9 +91,7 @@ struct LogPulse {
     LogBeat beat;  // without its count
 
     bool operator==(const LogPulse& other) const {
-        return folder == other.folder && worker == other.worker &&
-               beat.incarnation == other.beat.incarnation && beat.promise == other.beat.promise &&
-               beat.newest == other.beat.newest;
+        return folder == other.folder && worker == other.worker && beat.text() == other.beat.text();
     }
 };
 
@@ -122,12 +129,6 @@ struct LogEvent {
     bool counted = false;   // this worker's payload is in it
     size_t bytes_read = 0;  // of payloads, from the store
 };
-
-inline std::string workers_in_words(const std::vector<int>& workers) {
-    std::vector<std::string> names;
-    for (int worker : workers) { names.push_back(std::to_string(worker)); }
-    return (workers.size() == 1 ? "worker " : "workers ") + list_in_words(names);
-}
 
 // "2 on 00c0ffee00c0ffee and 1 on 0123456789abcdef"
 inline std::string in_words(const std::map<uint64_t, size_t>& holders) {

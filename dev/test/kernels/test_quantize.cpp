@@ -11,6 +11,7 @@
 #include "dev/test/one_part.h"
 #include "dev/emulator/device_array.h"
 #include "dev/test/kernels/values.h"
+#include "llmc/buffer.h"
 #include "streaming/quantize.h"
 
 namespace {

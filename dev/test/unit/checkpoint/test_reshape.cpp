@@ -187,8 +187,11 @@ Fields fields_of(const OuterShape& shape, const std::vector<Flying>& flying) {
         fields.set(name_in_flight(i) + "fragment", flying[i].fragment);
         fields.set(name_in_flight(i) + "send_step", step);
         fields.set(name_in_flight(i) + "values", shard_values(fragment, shape.layout));
-        fields.set(name_in_flight(i) + "bytes_sent", uint64_t(100 + i));
-        fields.set(name_in_flight(i) + "bytes_received", uint64_t(200 + i));
+        SyncReport report{};
+        report.traffic.bytes_sent = 100 + i;
+        report.traffic.bytes_received = 200 + i;
+        if (!flying[i].has_mean) { report.not_finite = {0}; }
+        add_report(fields, name_in_flight(i), report);
     }
     return fields;
 }
@@ -890,11 +893,11 @@ TEST(Reshape, a_state_with_impossible_words_is_refused) {
     EXPECT_TRUE(contains(message([](MadeUpRun& r, Fields&) { r.fragment_layers = -1; }),
                          "has '-1' for the option --fragment-layers"));
     EXPECT_TRUE(contains(message([](MadeUpRun&, Fields& f) { f.set("in_flight.0.fragment", 5L); }),
-                         "has fragment 5 of 5 in flight"));
+                         "has 5 of 'in_flight.0.fragment', and there can be 4"));
     EXPECT_TRUE(contains(message([](MadeUpRun&, Fields& f) { f.set("in_flight", 2L); }), "in_flight.1"));
     for (long count : {-1L, 6L}) {
         EXPECT_TRUE(contains(message([&](MadeUpRun&, Fields& f) { f.set("in_flight", count); }),
-                             format("has %ld of 5 fragments in flight", count)));
+                             format("has %ld of 'in_flight', and there can be 5", count)));
     }
     EXPECT_TRUE(contains(message([](MadeUpRun&, Fields& f) { f.set("data.sample_tokens", 0L); }),
                          "has no tokens in a sample"));

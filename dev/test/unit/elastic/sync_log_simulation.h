@@ -699,20 +699,20 @@ private:
         for (int r = 0; r < plan.ranks; r++) {
             const Rank& rank = worker.process->ranks[size_t(r)];
             const SyncLog& log = *rank.log;
-            const bool is_damaged = log.why_stopped().find("damaged") != std::string::npos;
-            if (is_damaged) { throw Violation(log.why_stopped()); }
-            if (log.is_refused() && !worker.process->is_stranger) {
+            const bool is_damaged = log.stopped().why.find("damaged") != std::string::npos;
+            if (is_damaged) { throw Violation(log.stopped().why); }
+            if (!log.stopped().theirs.empty() && !worker.process->is_stranger) {
                 throw Violation(format("worker %d is refused, and has the options of the run", w));
             }
-            totals.refused += log.is_refused();
-            if (log.is_over()) {
+            totals.refused += !log.stopped().theirs.empty();
+            if (log.stopped().over) {
                 const std::string run = log.current_generation() + format("/%d", r);
-                if (!store.has_ended(run)) { throw Violation(log.why_stopped()); }
+                if (!store.has_ended(run)) { throw Violation(log.stopped().why); }
                 totals.too_late++;
                 return leave(w);
             }
-            if (log.has_diverged()) {
-                if (!rank.shard->state.is_corrupt) { throw Violation(log.why_stopped()); }
+            if (log.stopped().diverged) {
+                if (!rank.shard->state.is_corrupt) { throw Violation(log.stopped().why); }
                 totals.diverged++;
             }
         }

@@ -476,7 +476,7 @@ TEST(SyncLog, a_damaged_payload_is_named_once_and_replaced_by_a_snapshot) {
         ASSERT_EQ(told.size(), 1u) << told[0] << "; " << told.back();
         const std::string bytes = format("damaged (%zu bytes in place of ", damaged.size());
         EXPECT_NE(told[0].find("payload/0 0.1.0 " + bytes), std::string::npos) << told[0];
-        EXPECT_EQ(one.log.why_stopped() + other.log.why_stopped(), "");
+        EXPECT_EQ(one.log.stopped().why + other.log.stopped().why, "");
     }
 }
 
@@ -498,8 +498,8 @@ static std::string refusal_of(const std::function<std::string(LogEntry)>& forge)
     senders.store.forge(run + "entry", "0", forge(entry));
     senders.settle();
     const LogTurn turn = one.log.turn(Senders::H + 1, senders.now);
-    EXPECT_EQ(turn.kind == LogTurn::stop, !one.log.why_stopped().empty());
-    return one.log.why_stopped();
+    EXPECT_EQ(turn.kind == LogTurn::stop, !one.log.stopped().why.empty());
+    return one.log.stopped().why;
 }
 
 TEST(SyncLog, an_entry_that_no_worker_can_have_written_is_refused_and_named) {
@@ -548,8 +548,8 @@ TEST(SyncLog, lines_and_beats_that_no_worker_can_have_written_are_refused_and_na
         one.log.turn(Senders::H + 1, senders.now);
         for (int i = 0; i < 3; i++) { one.go_there_and_back(senders.now += 200); }
         const std::string record = one.log.current_generation() + "/0/" + forged[0] + " " + forged[1] + ": ";
-        EXPECT_NE(one.log.why_stopped().find(record), std::string::npos)
-            << forged[0] << " " << forged[1] << " " << forged[2] << ": " << one.log.why_stopped();
+        EXPECT_NE(one.log.stopped().why.find(record), std::string::npos)
+            << forged[0] << " " << forged[1] << " " << forged[2] << ": " << one.log.stopped().why;
     }
 }
 
@@ -683,7 +683,7 @@ TEST(SyncLog, workers_whose_checkpoints_differ_do_not_begin_with_either) {
         }
     }
     for (const auto& log : logs) {
-        EXPECT_TRUE(log->has_diverged());
+        EXPECT_TRUE(log->stopped().diverged);
         EXPECT_EQ(log->turn(0, 20).kind, LogTurn::stop);
     }
 }
@@ -813,7 +813,7 @@ TEST(SyncLog, two_workers_that_differ_do_not_wait_for_each_other_for_ever) {
     senders.now += Driven::options().elastic.grace;
     senders.settle();
     for (const auto& one : senders.workers) {
-        EXPECT_TRUE(one->log.has_diverged());
+        EXPECT_TRUE(one->log.stopped().diverged);
         EXPECT_EQ(one->log.turn(Senders::H + 1, senders.now).kind, LogTurn::stop);
     }
     EXPECT_TRUE(senders.store.entries().empty());
@@ -961,17 +961,17 @@ TEST(SyncLog, who_has_no_memory_for_the_snapshot_that_it_needs_says_so) {
             run.store.perform({StoreRequest::put, run.generation + "/0/offer", "2.1.1", offer.text()});
         }
         run.pass_until(0, [&] { return reader.log.turn(0, run.now).kind == LogTurn::stop; });
-        EXPECT_NE(reader.log.why_stopped().find("no memory for the snapshot"), std::string::npos);
+        EXPECT_NE(reader.log.stopped().why.find("no memory for the snapshot"), std::string::npos);
     }
 }
 
 TEST(SyncLog, of_two_starts_of_a_worker_the_earlier_one_is_replaced) {
     Givers run;
     run.add(0, 0);
-    while (run.workers[0]->log.why_stopped().empty() && run.now < run.begin + 200) { run.pass(1); }
-    EXPECT_TRUE(run.workers[0]->log.is_replaced());
-    EXPECT_FALSE(run.workers[3]->log.is_replaced());
-    EXPECT_EQ(run.workers[3]->log.why_stopped(), "");
+    while (run.workers[0]->log.stopped().why.empty() && run.now < run.begin + 200) { run.pass(1); }
+    EXPECT_TRUE(run.workers[0]->log.stopped().replaced);
+    EXPECT_FALSE(run.workers[3]->log.stopped().replaced);
+    EXPECT_EQ(run.workers[3]->log.stopped().why, "");
 }
 
 // The finding of the first seed that finds anything.

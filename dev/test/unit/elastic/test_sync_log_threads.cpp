@@ -133,7 +133,7 @@ TEST(SyncLogThreads, workers_that_keep_step_are_all_counted_and_end_with_the_sam
         threads.emplace_back([&, w] {
             Shard shard(w, 0, store.schedule);
             SyncLogThreads log(options_for(workers), store.schedule, w, shard, first_start(w), connections(store));
-            EXPECT_EQ(train(log, shard, steps).kind, LogTurn::go_on) << log.why_stopped();
+            EXPECT_EQ(train(log, shard, steps).kind, LogTurn::go_on) << log.stopped().why;
             EXPECT_EQ(log.positions(), (std::vector<long>{5, 5}));
             for (int p = 0; p < 2; p++) { hashes[size_t(w)].push_back(shard.hash(p)); }
             for (const LogEvent& event : log.events()) {
@@ -166,7 +166,7 @@ TEST(SyncLogThreads, the_heartbeat_goes_on_while_a_payload_is_on_its_way) {
         return store.perform(request);
     });
     SyncLogThreads log(options, store.schedule, 0, shard, first_start(0), open);
-    EXPECT_EQ(train(log, shard, H).kind, LogTurn::go_on) << log.why_stopped();
+    EXPECT_EQ(train(log, shard, H).kind, LogTurn::go_on) << log.stopped().why;
     EXPECT_GE(payloads, 2);
 }
 
@@ -186,7 +186,7 @@ TEST(SyncLogThreads, the_heartbeat_goes_on_while_a_sync_is_applied) {
     SyncLogOptions options = options_for(1);
     options.expiry = 0.04;
     SyncLogThreads log(options, store.schedule, 0, shard, first_start(0), connections(store));
-    EXPECT_EQ(train(log, shard, H).kind, LogTurn::go_on) << log.why_stopped();
+    EXPECT_EQ(train(log, shard, H).kind, LogTurn::go_on) << log.stopped().why;
     EXPECT_EQ(shard.applied, 2);
 }
 
@@ -204,7 +204,7 @@ TEST(SyncLogThreads, who_ends_before_the_others_is_not_waited_for) {
         EXPECT_TRUE(store.shows_a_promise(1));
     }
     EXPECT_EQ(store.beat(1).promise, LogBeat::ends);
-    EXPECT_EQ(train(log, staying, 1, 2 * H).kind, LogTurn::go_on) << log.why_stopped();
+    EXPECT_EQ(train(log, staying, 1, 2 * H).kind, LogTurn::go_on) << log.stopped().why;
     EXPECT_EQ(settled(log, [&] { return log.finish(2 * H); }).kind, LogTurn::go_on);
     EXPECT_EQ(store.folders.entries().size(), 4u);
 }
@@ -265,8 +265,8 @@ TEST(SyncLogThreads, who_has_other_options_is_refused_and_told_the_runs) {
     SyncLogThreads refused(options_for(1), store.schedule, 1, other, first_start(1, "other options"),
                            connections(store));
     EXPECT_EQ(train(refused, other, 0, 0).kind, LogTurn::stop);
-    EXPECT_TRUE(refused.is_refused());
-    EXPECT_EQ(refused.theirs(), "options");
+    EXPECT_FALSE(refused.stopped().theirs.empty());
+    EXPECT_EQ(refused.stopped().theirs, "options");
     EXPECT_EQ(refused.incarnation().number, 0);
     EXPECT_EQ(store.folders.in(store.folders.generation() + "/0/incarnation/1").size(), 0u);
 }
@@ -285,7 +285,7 @@ TEST(SyncLogThreads, a_store_that_comes_back_empty_stops_a_worker_that_only_trai
     LogTurn said{LogTurn::go_on};
     while (said.kind == LogTurn::go_on) { said = train(log, shard, 2, 2); }
     EXPECT_EQ(said.kind, LogTurn::stop);
-    EXPECT_NE(log.why_stopped().find("came back empty"), std::string::npos) << log.why_stopped();
+    EXPECT_NE(log.stopped().why.find("came back empty"), std::string::npos) << log.stopped().why;
 }
 
 }  // namespace test_sync_log_threads

@@ -99,7 +99,7 @@ cpu::Stream main_stream;
 TEST(Exponential, is_within_one_ulp_everywhere) {
     double worst = 0;
     for (uint64_t bits = 0; bits < (1ull << 32); bits += 1009) {
-        const float x = float_from_bits(int32_t(uint32_t(bits)));
+        const float x = bits_to_float(uint32_t(bits));
         if (std::isnan(x)) { continue; }
         const double exact = std::exp(double(x));
         const float value = exponential(x);

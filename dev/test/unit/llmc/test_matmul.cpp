@@ -142,8 +142,8 @@ TEST(Matmul, medium_precision_is_near_highest) {
 
 TEST(Matmul, bf16_rounding_is_to_nearest_even_and_keeps_what_is_not_a_number) {
     for (uint64_t bits = 0; bits < (1ull << 32); bits += 4099) {
-        const float value = float_from_bits(int32_t(uint32_t(bits)));
-        const float rounded = float_from_bits(int32_t(uint32_t(cpu::bf16_bits(value)) << 16));
+        const float value = bits_to_float(uint32_t(bits));
+        const float rounded = bits_to_float(uint32_t(cpu::bf16_bits(value)) << 16);
         if (std::isnan(value)) {
             EXPECT_TRUE(std::isnan(rounded));
         } else if (std::fabs(value) > 1e-37f && std::fabs(value) < 3.3e38f) {
@@ -151,7 +151,7 @@ TEST(Matmul, bf16_rounding_is_to_nearest_even_and_keeps_what_is_not_a_number) {
         }
     }
     EXPECT_EQ(cpu::bf16_bits(INFINITY), 0x7f80);
-    EXPECT_EQ(cpu::bf16_bits(float_from_bits(0x7fffffff)), 0x7fc0);  // adding to these bits would wrap around
+    EXPECT_EQ(cpu::bf16_bits(bits_to_float(0x7fffffff)), 0x7fc0);  // adding to these bits would wrap around
 }
 
 TEST(Matmul, forward_applies_gelu_and_keeps_its_input) {

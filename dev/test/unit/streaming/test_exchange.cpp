@@ -8,6 +8,7 @@
 
 #include "dev/test/one_part.h"
 #include "dev/test/unit/local_comm.h"
+#include "dev/test/unit/toy_layout.h"
 #include "dev/test/unit/wire.h"
 #include "dev/test/random_values.h"
 #include "streaming/diloco.h"
@@ -281,19 +282,6 @@ TEST(Exchange, what_parts_lack_of_blocks_is_zeros_also_where_another_fragment_la
 
 // ---- whole runs
 
-Layout toy_layout(const std::vector<long>& sizes, int layers) {
-    Layout layout;
-    layout.ranks = 1;
-    layout.layers = layers;
-    for (long size : sizes) {
-        const std::string name = "b" + std::to_string(layout.blocks.size());
-        layout.blocks.push_back({name, layout.size, size, size, 0, layout.values});
-        layout.size += size;
-        layout.values += size;
-    }
-    return layout;
-}
-
 const long H = 5;
 const Layout layout = toy_layout({128, 384, 128, 256, 640}, 4);  // fragments of b0 and b2, b1 and b3, b4
 
@@ -416,13 +404,14 @@ TEST(Wire, a_flipped_bit_of_global_parameters_names_the_fragment_and_who_stands_
             std::vector<std::string> errors;
             run(options_with({Format::fp4, kind}), workers, 14, [](Worker& worker, long step) {
                 if (step == 8 && worker.number == 1) {  // b4 is fragment 2, offset 3, sent at 3, 8 and 13
-                    float& value = worker.diloco.global()[128 + 384 + 128 + 256 + 600];
+                    float* global = const_cast<float*>(worker.diloco.global(worker.main));
+                    float& value = global[128 + 384 + 128 + 256 + 600];
                     value = bits_to_float(float_to_bits(value) ^ 1);
                 }
             }, &errors);
             for (const std::string& error : errors) {
                 EXPECT_NE(error.find("fragment 2 (sync 4, sent at step 8)"), std::string::npos) << error;
-                const char* who = workers == 2 ? "suspected: workers 0, 1:" : "suspected: worker 1:";
+                const char* who = workers == 2 ? "suspected: workers 0 and 1:" : "suspected: worker 1:";
                 EXPECT_NE(error.find(who), std::string::npos) << error;
             }
         }

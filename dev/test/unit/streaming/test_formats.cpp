@@ -275,7 +275,7 @@ TEST(Formats, names_are_parsed_and_an_unknown_one_lists_those_there_are) {
         FAIL();
     } catch (const UserError& error) {
         EXPECT_STREQ(error.what(), "unknown number format 'int8': use one of fp4, fp4_e2m1, fp8_e4m3, "
-                                   "fp8_e5m2, bf16, fp32");
+                                   "fp8_e5m2, bf16 and fp32");
     }
 }
 

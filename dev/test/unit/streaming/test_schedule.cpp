@@ -252,48 +252,6 @@ TEST(Schedule, most_in_flight_is_the_largest_number_of_fragments_between_send_an
     }
 }
 
-TEST(Schedule, what_is_sent_in_a_period_is_every_fragment_once_at_its_offset) {
-    std::vector<Fragment> fragments = make_fragments(2, 3, 1, FragmentPattern::strided, 4);
-    for (int p = 0; p < 3; p++) { fragments[size_t(p)].offset = p == 1 ? 3 : 1; }
-    EXPECT_EQ(sent_in_period(fragments, {10, 20, 30}, 4), (std::vector<size_t>{0, 40, 0, 20}));
-}
-
-// Whether everything arrives within its overlap over a link that passes `rate` bytes per step, in order.
-bool keeps_up(const std::vector<size_t>& sent, long overlap, double rate) {
-    const long H = long(sent.size());
-    double waiting = 0;  // bytes that have been sent and not received
-    for (long step = 0; step < 200 * H; step++) {
-        waiting += double(sent[size_t(step % H)]);
-        if (waiting > rate * double(overlap)) { return false; }
-        waiting = std::max(0.0, waiting - rate);
-    }
-    return true;
-}
-
-TEST(Schedule, the_slowest_link_without_waits_keeps_up_and_one_that_is_slower_does_not) {
-    for (const Case& c : many_cases()) {
-        const std::vector<Fragment> fragments = fragments_of(c);
-        std::vector<size_t> bytes;
-        for (size_t p = 0; p < fragments.size(); p++) { bytes.push_back(1000 + 777 * p % 1500); }
-        const std::vector<size_t> sent = sent_in_period(fragments, bytes, c.H);
-        for (long overlap : {1L, 3L, c.H / 2, c.H - 1}) {
-            if (overlap < 1 || overlap >= c.H) { continue; }
-            const double rate = bytes_a_step_without_waits(sent, overlap);
-            ASSERT_TRUE(keeps_up(sent, overlap, rate * 1.0001)) << c.H << " " << overlap;
-            ASSERT_FALSE(keeps_up(sent, overlap, rate * 0.99)) << c.H << " " << overlap;
-        }
-    }
-}
-
-TEST(Schedule, rates_are_the_plan_in_megabits_at_the_measured_step_time) {
-    const std::vector<Fragment> fragments = make_fragments(2, 3, 1, FragmentPattern::strided, 30);
-    const std::string line = rates(fragments, {1000000, 1000000, 3000000}, 30, 5, 0.5);
-    EXPECT_EQ(line, "at 0.5 s a step a process sends 2.667 Mbit/s on average and 48 Mbit/s in the step that "
-                    "sends most; with an overlap of 5 a link of 9.6 Mbit/s keeps up");
-    EXPECT_EQ(rates(fragments, {1000000, 1000000, 3000000}, 30, 0, 0.5),
-              line.substr(0, line.find(';')));
-}
-
 TEST(Schedule, a_wrong_pattern_or_a_negative_fragment_size_is_the_users_mistake) {
     EXPECT_EQ(parse_fragment_pattern("strided"), FragmentPattern::strided);
     EXPECT_EQ(parse_fragment_pattern("balanced"), FragmentPattern::balanced);

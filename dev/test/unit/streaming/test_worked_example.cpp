@@ -12,6 +12,7 @@
 
 #include "dev/test/one_part.h"
 #include "dev/test/unit/local_comm.h"
+#include "llmc/run/report.h"
 #include "streaming/diloco.h"
 
 namespace test_worked_example {
