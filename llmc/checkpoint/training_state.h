@@ -307,9 +307,8 @@ inline std::string changed_data(const Fields& before, const ResumedRun& run) {
 inline std::string seek_data(const Fields& before, DataLoader& data) {
     const uint64_t epoch = before.count("data.epoch");
     if (!before.has("data.row")) {  // of a version that counted batches of all processes, "samples"
-        data.seek_in_shard(epoch, before.count("data.shard"),
-                           before.count("data.sample") * before.count("data.sample_tokens"));
-        if (!data.shuffles()) { return ""; }
+        const uint64_t tokens = before.count("data.sample") * before.count("data.sample_tokens");
+        if (data.seek_in_shard(epoch, before.count("data.shard"), tokens)) { return ""; }
         return format("epoch %lu of the data starts anew: the checkpoint is of a version that shuffled "
                       "batches, not sequences", epoch + 1);
     }

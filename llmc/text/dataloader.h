@@ -21,7 +21,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <iterator>
 #include <memory>
 #include <string>
 #include <utility>
@@ -119,22 +118,19 @@ public:
     // Continues at a saved position; one at the end of an epoch is the next one's beginning. UserError if
     // these shards do not have it.
     void seek(const DataPosition& position) {
-        if (position.row > uint64_t(num_tokens() / T)) { fail_position(format("row %lu", position.row)); }
+        if (position.row > uint64_t(num_tokens() / T)) { fail_position(); }
         next = after({position.epoch, std::min(position.row, uint64_t(epoch_rows))}, 0);
     }
 
-    // Continues where a run of an earlier version stopped: after `count` tokens of a shard. It shuffled whole
-    // batches: with shuffle, the epoch starts anew.
-    void seek_in_shard(uint64_t epoch, uint64_t index, uint64_t count) {
-        if (shuffle) { return seek({epoch, 0}); }
-        if (index >= shards.size() || count > uint64_t(shards[index].count)) {
-            fail_position(format("shard %lu, token %lu", index, count));
-        }
+    // Continues where a run of an earlier version stopped, after `count` tokens of a shard; with shuffle,
+    // which gave another order, at the epoch's beginning. Returns whether it is the same place.
+    bool seek_in_shard(uint64_t epoch, uint64_t index, uint64_t count) {
+        if (index >= shards.size() || count > uint64_t(shards[index].count)) { fail_position(); }
         const Shard& shard = shards[index];
-        seek({epoch, uint64_t(shard.first_row) + std::min(count / uint64_t(T), uint64_t(shard.rows))});
+        const uint64_t row = std::min(count / uint64_t(T), uint64_t(shard.rows));
+        seek({epoch, shuffle ? 0 : uint64_t(shard.first_row) + row});
+        return !shuffle;
     }
-
-    bool shuffles() const { return shuffle; }
 
     // Back to the first batch of the first epoch: every validation sees the same tokens.
     void reset() { seek({}); }
@@ -143,8 +139,8 @@ private:
     struct Shard {
         std::string path;
         long tokens;
-        long first, count;             // of the tokens that this process and its like read
-        long first_row = 0, rows = 0;  // of the epoch's rows as they lie
+        long first, count;                  // of the tokens that this process and its like read
+        long first_row = 0, rows = 0;       // of the epoch's rows as they lie
         std::unique_ptr<InputFile> file{};  // null: not open
     };
 
@@ -182,23 +178,24 @@ private:
 
     // Counts the rows of an epoch, and starts over. UserError if there is no whole batch.
     void count_rows() {
+        long count = 0;
         epoch_rows = 0;
         for (Shard& shard : shards) {
             shard.first_row = epoch_rows;
             shard.rows = std::max(shard.count - 1, 0L) / T;
-            if (!shuffle) { shard.rows -= shard.rows % all_rows; }
-            if (!shuffle && shard.rows == 0) { fail_too_short(shard.path, shard.count); }
+            if (!shuffle) {
+                check_length(shard.path, shard.count, shard.rows);
+                shard.rows -= shard.rows % all_rows;
+            }
             epoch_rows += shard.rows;
+            count += shard.count;
         }
-        if (epoch_rows < all_rows) {
-            long count = 0;
-            for (const Shard& shard : shards) { count += shard.count; }
-            fail_too_short(shards[0].path + (shards.size() > 1 ? ", ..." : ""), count);
-        }
+        check_length(shards[0].path + (shards.size() > 1 ? ", ..." : ""), count, epoch_rows);
         reset();
     }
 
-    [[noreturn]] void fail_too_short(const std::string& name, long count) const {
+    void check_length(const std::string& name, long count, long found) const {
+        if (found >= all_rows) { return; }
         throw UserError(format("%s has %ld tokens, less than one step takes (%ld = %ld sequences of all "
                                "processes x %d tokens, and one): use a smaller batch, or a longer text",
                                name.c_str(), count, all_rows * T + 1, all_rows, T));
@@ -221,7 +218,7 @@ private:
             row = long(permuted(at.row, uint64_t(epoch_rows), seed, RandomUse::shuffle, uint32_t(at.epoch)));
         }
         auto begins_later = [](long row, const Shard& shard) { return row < shard.first_row; };
-        Shard& shard = *std::prev(std::upper_bound(shards.begin(), shards.end(), row, begins_later));
+        Shard& shard = std::upper_bound(shards.begin(), shards.end(), row, begins_later)[-1];
         return {shard, shard.first + (row - shard.first_row) * T};
     }
 
@@ -287,9 +284,9 @@ private:
                                shard.path.c_str(), values[bad], (long long)(begin + bad), vocab_size));
     }
 
-    [[noreturn]] void fail_position(const std::string& where) const {
-        throw UserError(format("the saved position in the data (%s) is not in these shards (%s, ...): resume "
-                               "with the data of the stopped run", where.c_str(), shards[0].path.c_str()));
+    [[noreturn]] void fail_position() const {
+        throw UserError("the saved position in the data is not in these shards (" + shards[0].path +
+                        ", ...): resume with the data of the stopped run");
     }
 
     int B, T;

@@ -236,7 +236,8 @@ TEST(DataLoader, continues_at_the_position_of_an_earlier_version_where_the_order
         for (uint64_t shard : {0, 1}) {
             for (uint64_t sample = 0; sample < samples[shard]; sample++) {
                 loader.next_batch();
-                resumed.seek_in_shard(epoch, shard, (sample + 1) * 16);  // the last one is at the shard's end
+                // The last one is at the end of the shard.
+                EXPECT_TRUE(resumed.seek_in_shard(epoch, shard, (sample + 1) * 16));
                 ASSERT_EQ(resumed.position().epoch, loader.position().epoch);
                 ASSERT_EQ(resumed.position().row, loader.position().row);
             }
@@ -245,7 +246,7 @@ TEST(DataLoader, continues_at_the_position_of_an_earlier_version_where_the_order
     EXPECT_TRUE(contains(user_error([&] { resumed.seek_in_shard(0, 2, 0); }), "saved position"));
     EXPECT_TRUE(contains(user_error([&] { resumed.seek_in_shard(0, 1, 66); }), "saved position"));
     DataLoader shuffled = open_two_shards(folder, 4, 0, 1, 3, true);
-    shuffled.seek_in_shard(5, 1, 16);
+    EXPECT_FALSE(shuffled.seek_in_shard(5, 1, 16));
     EXPECT_EQ(shuffled.position().epoch, 5u);
     EXPECT_EQ(shuffled.position().row, 0u);
 }
