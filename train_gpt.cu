@@ -517,8 +517,7 @@ inline Resumption find_checkpoint(const Options& o, Process& process, const Inpu
     if (!o.resume) { return {process.run_id}; }
     const std::string folder = checkpoint_folder(o, process);
     const StateIdentity who = state_identity(o, process, 0, "");
-    const RunShape shape{in.shape, in.layout, who.worker, who.rank, who.workers, who.ranks,
-                         in.train_loader->tokens_of_a_sample()};
+    const RunShape shape{in.shape, in.layout, who.worker, who.rank, who.workers, who.ranks};
     const MakeOuterReshape outer = [&](const SavedState& state, const RunShape& old, const RunShape& to) {
         return std::make_unique<DilocoReshape>(state, old, OuterShape(to, o.diloco));
     };

@@ -83,6 +83,11 @@ public:
         }
     }
 
+    // Starts to read `count` bytes at `offset` into the system's cache, and returns at once. Only a hint.
+    void will_read(size_t count, int64_t offset) const {
+        posix_fadvise(descriptor, offset, off_t(count), POSIX_FADV_WILLNEED);
+    }
+
 private:
     std::string path, hint;
     int descriptor = -1;

@@ -33,6 +33,27 @@ HD inline Philox4 random_bits(uint64_t seed, RandomUse use, uint64_t index, uint
                          uint32_t(seed >> 32));
 }
 
+// Where a random permutation of 0, 1, ... count - 1 takes `index`; each `number` gives another permutation.
+// It takes no memory: a Feistel network of eight rounds permutes 0 ... 4^bits - 1, and is applied again while
+// the result is not below count (cycle walking: Black & Rogaway, "Ciphers with arbitrary finite domains",
+// CT-RSA 2002), fewer than four times on average.   count: at most 2^62
+inline uint64_t permuted(uint64_t index, uint64_t count, uint64_t seed, RandomUse use, uint32_t number) {
+    int bits = 1;
+    while (uint64_t(1) << (2 * bits) < count) { bits++; }
+    const uint64_t mask = (uint64_t(1) << bits) - 1;
+    do {
+        uint64_t left = index >> bits, right = index & mask;
+        for (uint32_t round = 0; round < 8; round++) {
+            const Philox4 random = random_bits(seed, use, uint64_t(number) << 32 | right, round);
+            const uint64_t mixed = left ^ (random.v[0] & mask);
+            left = right;
+            right = mixed;
+        }
+        index = left << bits | right;
+    } while (index >= count);
+    return index;
+}
+
 // Uniform in [0, 1): 24 bits, exact in float.
 HD inline float uniform(uint32_t bits) { return float(bits >> 8) * 0x1p-24f; }
 

@@ -314,7 +314,6 @@ struct RunShape {
     GptShape model;
     Layout layout;
     int worker = 0, rank = 0, workers = 1, ranks = 1;
-    long sample_tokens = 0;  // in a sample of the training data, of all processes together
 };
 
 // The saved values of one rank's shard, in the order of Layout::shard: fp32 arrays by name, and the

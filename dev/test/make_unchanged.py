@@ -5,15 +5,19 @@
 
 writes dev/test/data/unchanged/ with what the program at PATH does: which options its processes compare, the
 losses, traffic and bits of a table of short runs, and checkpoints with the runs that resume them. The tests
-(dev/test/processes/test_unchanged.py) hold train_gpt_cpu to it. The data was made by commit effe1c5.
+(dev/test/processes/test_unchanged.py) hold train_gpt_cpu to it. The data was made by commit effe1c5, except
+for the shuffled runs, made anew when sequences came to be shuffled one by one, and no longer batch by batch.
 
 Bits depend on the CPU, its libraries and the compiler, so they are kept for each kind of machine. On another
-kind only the numbers are compared, with a tolerance. To add this machine's bits, build that commit and run
+kind only the numbers are compared, with a tolerance. To add this machine's bits, build that commit and the
+present one, and run
 
     .venv/bin/python dev/test/make_unchanged.py --program PATH --bits
+    .venv/bin/python dev/test/make_unchanged.py --program PRESENT --bits --only shuffled
 
-which adds bits and leaves everything else alone: the same checkpoints are resumed. A change of the numbers
-on purpose (say, another order of the data) needs new data from the changed program, and a reason.
+which add bits and leave everything else alone: the same checkpoints are resumed. A change of the numbers
+on purpose (say, another order of the data) needs new data from the changed program, and a reason. --only
+without --bits writes the numbers of a few runs anew, and drops the other machines' bits of these.
 """
 import argparse
 import hashlib
@@ -261,12 +265,12 @@ def archive_of(name):
     return DATA / f"checkpoint_{name}.tar.xz"
 
 
-def resume(program, folder, tokens, name):
-    """Continues the checkpoint in the archive to its end."""
+def resume(program, folder, tokens, name, more=None):
+    """Continues the checkpoint in the archive to its end; more: other options than it had."""
     folder.mkdir()
     with tarfile.open(archive_of(name)) as archive:
         archive.extractall(folder)
-    text = run(program, folder, tokens, {**CHECKPOINTS[name], "-y": 1})
+    text = run(program, folder, tokens, {**CHECKPOINTS[name], "-y": 1, **(more or {})})
     assert "resumed after step" in text, text
     return text
 
@@ -369,12 +373,13 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--program", required=True, type=pathlib.Path, help="the train_gpt_cpu to pin")
     parser.add_argument("--bits", action="store_true", help="only add this machine's bits")
+    parser.add_argument("--only", default="", metavar="WORD", help="only runs with this word in their names")
     arguments = parser.parse_args()
     program = arguments.program.resolve()
     DATA.mkdir(exist_ok=True)
     folder = pathlib.Path(tempfile.mkdtemp())
     tokens = write_tokens(folder / "tokens", 9000)
-    if not arguments.bits:
+    if not arguments.bits and not arguments.only:
         for name in CHECKPOINTS:
             make_checkpoint(program, folder, tokens, name)
         many = write_tokens(folder / "many tokens", 600000)
@@ -382,18 +387,22 @@ def main():
               {name: agreements(program, folder / f"agreement {name}", many, options)
                for name, options in AGREEMENTS.items()})
     numbers, bits = {}, {}
-    for name, options in RUNS.items():
-        run(program, folder / name, tokens, options)
+    for name in [*RUNS, *(f"resumed {name}" for name in CHECKPOINTS)]:
+        if arguments.only not in name:
+            continue
+        if name in RUNS:
+            run(program, folder / name, tokens, RUNS[name])
+        else:
+            resume(program, folder / name, tokens, name.removeprefix("resumed "))
         numbers[name], bits[name] = numbers_of(folder / name), bits_of(folder / name)
-    for name in CHECKPOINTS:
-        here = folder / f"resumed {name}"
-        resume(program, here, tokens, name)
-        numbers[f"resumed {name}"], bits[f"resumed {name}"] = numbers_of(here), bits_of(here)
+    of_numbers, of_bits = DATA / "numbers.json", DATA / "bits.json"
     if not arguments.bits:
-        write(DATA / "numbers.json", numbers)
-    path = DATA / "bits.json"
-    known = json.loads(path.read_text()) if arguments.bits and path.exists() else {}
-    write(path, {**known, machine(program): bits})
+        write(of_numbers, {**(json.loads(of_numbers.read_text()) if arguments.only else {}), **numbers})
+    known = json.loads(of_bits.read_text()) if arguments.bits or arguments.only else {}
+    if not arguments.bits:
+        known = {kind: {name: old[name] for name in old if name not in bits} for kind, old in known.items()}
+    kind = machine(program)
+    write(of_bits, {**known, kind: {**known.get(kind, {}), **bits}})
     shutil.rmtree(folder)
 
 

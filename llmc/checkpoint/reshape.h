@@ -107,9 +107,7 @@ inline std::unique_ptr<OuterReshape> outer_reshape(const StoredState& state, con
                                                    const MakeOuterReshape& make) {
     check_model(state, to.model);
     const StateIdentity& id = state.reader.identity();
-    const RunShape old{to.model, {},         id.worker, id.rank,
-                       id.workers, id.ranks, state.fields.integer("data.sample_tokens")};
-    if (old.sample_tokens < 1) { state.fail("has no tokens in a sample", checkpoint_hint()); }
+    const RunShape old{to.model, {}, id.worker, id.rank, id.workers, id.ranks};
     return make(state.reader, old, to);
 }
 
@@ -118,8 +116,7 @@ inline bool has_shape(const StoredRun& run, const RunShape& to, const MakeOuterR
     if (run.point.workers != to.workers || run.point.ranks != to.ranks) { return false; }
     const StoredState state(run, to.worker, to.rank);
     const std::unique_ptr<OuterReshape> outer = outer_reshape(state, to, make);
-    return outer->old_run().sample_tokens == to.sample_tokens && outer->is_same() &&
-           state.has_parameters_as_here();
+    return outer->is_same() && state.has_parameters_as_here();
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -224,13 +221,9 @@ inline ShardValues recut_shard(const StoredRun& run, int worker, const RunShape&
 // -----------------------------------------------------------------------------------------------------------
 // The new state
 
-inline Fields new_fields(const StoredState& source, const RunShape& to, const OuterReshape& outer) {
+inline Fields new_fields(const StoredState& source, const OuterReshape& outer) {
     Fields fields = source.fields;
     fields.set("float_bytes", long(sizeof(floatX)));
-    // About the same place in the data, counted in samples of another size.
-    const uint64_t tokens = fields.count("data.sample") * uint64_t(outer.old_run().sample_tokens);
-    fields.set("data.sample", tokens / uint64_t(to.sample_tokens));
-    fields.set("data.sample_tokens", to.sample_tokens);
     outer.adapt(fields);
     return fields;
 }
@@ -258,12 +251,6 @@ inline std::vector<std::string> describe(const StoredState& source, const RunSha
             format("worker w takes what is a worker's own from old worker w mod %d", old.workers));
     }
     for (const std::string& note : outer.notes()) { others.push_back(note); }
-    if (old.sample_tokens != to.sample_tokens) {
-        others.push_back(
-            format("all processes together take %ld tokens at a time, not %ld: the position in the data is "
-                   "about the same, and some of it may be read again or passed over",
-                   to.sample_tokens, old.sample_tokens));
-    }
     if (!source.has_parameters_as_here() && !outer.starts_from_global()) {
         others.push_back(format("parameters of %ld bytes became %zu: rounded from the master weights",
                                 source.fields.integer("float_bytes"), sizeof(floatX)));
@@ -309,7 +296,7 @@ inline std::unique_ptr<StateReader> reshape_state(const StoredRun& run, const Ru
     ShardValues shard = recut_shard(run, worker, to, *outer);
     outer->adapt(shard);
 
-    const std::string fields = new_fields(source, to, *outer).text(), options = source.reader.text("options");
+    const std::string fields = new_fields(source, *outer).text(), options = source.reader.text("options");
     std::vector<char> outliers;  // the same on all ranks of a worker; the first version did not have them
     if (source.reader.has("outliers")) { outliers = source.reader.values<char>("outliers"); }
     std::vector<StateSection> sections = {

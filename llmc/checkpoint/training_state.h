@@ -99,9 +99,9 @@ inline Fields fields_of(const Progress& progress, const GptShape& shape, const D
     fields.set("shape.heads", shape.heads);
     fields.set("shape.channels", shape.channels);
     fields.set("data.epoch", position.epoch);
-    fields.set("data.shard", position.shard);
-    fields.set("data.sample", position.sample);
-    fields.set("data.sample_tokens", data.tokens_of_a_sample());
+    fields.set("data.row", position.row);
+    fields.set("data.row_tokens", long(data.tokens_of_a_row()));
+    fields.set("data.rows", data.num_rows());
     fields.set("data.shards", data.num_shards());
     fields.set("data.tokens", data.num_tokens());
     fields.set("data.shards_hash", data.shards_hash());
@@ -300,6 +300,23 @@ inline std::string changed_data(const Fields& before, const ResumedRun& run) {
     return text;
 }
 
+// Puts the data where the run stopped. Returns what a user should know about that, or nothing.
+inline std::string seek_data(const Fields& before, DataLoader& data) {
+    const uint64_t epoch = before.count("data.epoch");
+    if (!before.has("data.row")) {  // of a version that counted batches of all processes, "samples"
+        const uint64_t tokens = before.count("data.sample") * before.count("data.sample_tokens");
+        if (data.seek_in_shard(epoch, before.count("data.shard"), tokens)) { return ""; }
+        return format("epoch %lu of the data starts anew: the checkpoint is of a version that shuffled "
+                      "batches, not sequences", epoch + 1);
+    }
+    const uint64_t row_tokens = before.count("data.row_tokens");
+    data.seek({epoch, before.count("data.row") * row_tokens / uint64_t(data.tokens_of_a_row())});
+    if (before.integer("data.rows") == data.num_rows()) { return ""; }
+    return format("an epoch has %ld sequences of %d tokens, not %ld of %lu: the position in the data is "
+                  "about the same, and some of it may be read again or passed over",
+                  data.num_rows(), data.tokens_of_a_row(), before.integer("data.rows"), row_tokens);
+}
+
 // Opens this process's state, compares it with the run, and puts the data where it was.
 inline void open_checkpoint(const ResumedRun& run, const ResumePoint& point, Resumption& r) {
     if (point.step > run.steps) {
@@ -316,8 +333,8 @@ inline void open_checkpoint(const ResumedRun& run, const ResumePoint& point, Res
     if (!options.empty()) { r.notes.push_back("resumed with other options: " + options); }
     const std::string data = changed_data(r.fields, run);
     if (!data.empty()) { r.notes.push_back("resumed with " + data); }
-    run.data.seek({r.fields.count("data.epoch"), r.fields.count("data.shard"),
-                   r.fields.count("data.sample")});
+    const std::string position = seek_data(r.fields, run.data);
+    if (!position.empty()) { r.notes.push_back(position); }
 }
 
 // What the run goes on from: the newest checkpoint that all processes have, or nothing. Collective; all

@@ -104,7 +104,7 @@ inline OptionTable option_table(Options& o) {
          Scope::derived, CLI::Range(0, 65536)},
         {"--max-seq-len", &o.max_seq_len, "Positions of the model (0: as many as -t; GPT-3's: 2048)",
          Scope::derived, size},
-        {"--shuffle", &o.shuffle, "1: draw the order of shards and samples anew each epoch; 0: keep it",
+        {"--shuffle", &o.shuffle, "1: draw the order of sequences anew each epoch; 0: keep it",
          Scope::run, zero_or_one},
         {"-a,--overfit", &o.overfit, "1: train on one batch again and again; 0: on all of the data",
          Scope::run, zero_or_one},

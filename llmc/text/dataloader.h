@@ -1,23 +1,27 @@
 // DataLoader: batches of tokens from the shards that data/prepare.py writes.
 //
-// A shard has llm.c's format: a header of 256 int32 {20240520, 1, token count}, then uint16 tokens. A sample
-// is B * T * processes + 1 consecutive tokens; samples overlap by one token, since the last target of one is
-// the first input of the next. Process p reads its own B * T (+ 1) tokens of each sample:
+// A shard has llm.c's format: a header of 256 int32 {20240520, 1, token count}, then uint16 tokens. A row is
+// T + 1 consecutive tokens of a shard, at a multiple of T. Rows overlap by one token: the last target of one
+// is the first input of the next.
 //
-//     shard   | sample 0                          | sample 1       ...  | rest, unused |
-//     sample  | process 0: B rows of T | process 1 | ... |
+// Batches take the rows of an epoch in their order, B rows for each process, and the epochs follow each other
+// without a gap:
 //
-// So one process with B = 8 and two with B = 4 see the same tokens in a step. Processes may also differ in B:
-// see share(). With `shuffle`, the order of the shards and of the samples in a shard is drawn from the seed
-// for each epoch, the same on all processes.
+//     epoch 0                                                   | epoch 1
+//     process 0: B rows | process 1: B rows | process 0: B rows | process 1: B rows | ...
+//
+// So a step has the same rows however they are divided into processes and micro-batches. Processes may also
+// differ in B: see share(). With `shuffle`, an epoch is a random permutation of the rows of all shards, drawn
+// from the seed and the same on all processes. Without, rows come as they lie, and the last ones of a shard
+// that fill no batch of all processes are left out, as in llm.c.
 #pragma once
 #include <glob.h>
+#include <sys/resource.h>
 #include <xxhash.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <memory>
-#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -31,60 +35,60 @@ const int32_t tokens_magic = 20240520;
 // Where the next batch lies. Part of the training state.
 struct DataPosition {
     uint64_t epoch = 0;
-    uint64_t shard = 0;   // index in this epoch's order of shards
-    uint64_t sample = 0;  // index in this epoch's order of the shard's samples
+    uint64_t row = 0;  // in this epoch's order: the first row of the batch, of all processes together
 };
 
 class DataLoader {
 public:
     // pattern: a glob of shards ("data/kjv-bytes/kjv_train_*.bin"), read in the order of their names.
-    // UserError, naming the file, if none matches, or one is of another kind, truncated, without a whole
-    // sample, or has a token >= vocab_size. Such a token is found here if all shards together have at most
-    // full_check_bytes, else when its batch is read.
+    // UserError, naming the file, if none matches, or one is of another kind, truncated, or has a token
+    // >= vocab_size, or if there is no whole batch. Such a token is found here if all shards together have
+    // at most full_check_bytes, else when its row is read.
     DataLoader(const std::string& pattern, int B, int T, int process, int processes, int vocab_size,
                uint64_t seed, bool shuffle)
-        : B(B), T(T), first_row(long(B) * process), rows(long(B) * processes), vocab_size(vocab_size),
+        : B(B), T(T), first_row(long(B) * process), all_rows(long(B) * processes), vocab_size(vocab_size),
           seed(seed), shuffle(shuffle) {
         for (const std::string& path : matching_files(pattern)) { shards.push_back(look_at_shard(path)); }
+        count_rows();
         // Not earlier: a batch that is larger than the shards may not fit into memory.
-        const size_t count = size_t(B) * size_t(T);
-        tokens.resize(count + 1);
-        input.resize(count);
-        target.resize(count);
+        tokens.resize(size_t(T) + 1);
+        input.resize(size_t(B) * size_t(T));
+        target.resize(input.size());
         if (num_tokens() * int64_t(sizeof(uint16_t)) <= full_check_bytes) {
             for (const Shard& shard : shards) { check_all_tokens(shard); }
         }
-        reset();
     }
 
-    // Redefines samples, and starts over: a sample has `all` rows of T tokens for all processes together, and
-    // this process reads B of them, from row `first` on. UserError if a shard has no whole sample.
+    // Divides batches anew, and starts over: `all` rows are for all processes together, of which this process
+    // reads B, from row `first` on. UserError if there is no whole batch.
     void share(long first, long all) {
         first_row = first;
-        rows = all;
-        for (Shard& shard : shards) { shard.samples = samples_of(shard.path, shard.tokens); }
-        reset();
+        all_rows = all;
+        count_rows();
     }
 
     // Limits this process to the `part`-th of `parts` equal parts of each shard, which `processes` processes
-    // share, and starts over. UserError if a part has no whole sample.
+    // share, and starts over. UserError if a part has no whole batch.
     void take_part(long part, long parts, int process, int processes) {
-        first_row = long(B) * process;
-        rows = long(B) * processes;
         for (Shard& shard : shards) {
             shard.first = shard.tokens * part / parts;
-            shard.samples = samples_of(shard.path, shard.tokens * (part + 1) / parts - shard.first);
+            shard.count = shard.tokens * (part + 1) / parts - shard.first;
         }
-        reset();
+        share(long(B) * process, long(B) * processes);
     }
 
     long num_shards() const { return long(shards.size()); }
 
     // Tokens in all shards.
-    long num_tokens() const { return sum(&Shard::tokens); }
+    long num_tokens() const {
+        long all = 0;
+        for (const Shard& shard : shards) { all += shard.tokens; }
+        return all;
+    }
 
-    // Batches in an epoch: the whole samples of all shards.
-    long num_batches() const { return sum(&Shard::samples); }
+    // Rows in an epoch, of all processes together, and the whole batches of these.
+    long num_rows() const { return epoch_rows; }
+    long num_batches() const { return epoch_rows / all_rows; }
 
     // A hash of the names, without folders, and the lengths of all shards: 16 hex digits. With other shards,
     // a position means another place in the data, and `shuffle` gives another order.
@@ -96,35 +100,36 @@ public:
         return format("%016llx", (unsigned long long)XXH3_64bits(names.data(), names.size()));
     }
 
-    // Reads the next batch; after the last one of an epoch, the first one of the next epoch.
+    // Reads the next batch, and has the system read the one after it into its cache, so that the disk works
+    // while this batch is trained on.
     void next_batch() {
-        if (next.sample == sample_order.size()) { advance_shard(); }
-        const uint64_t sample = sample_order[next.sample];
-        const int64_t count = int64_t(B) * T;
-        const Shard& shard = shards[shard_order[next.shard]];
-        read_tokens(shard, shard.first + (int64_t(sample) * rows + first_row) * T);
-        for (int64_t i = 0; i < count; i++) {
-            input[i] = tokens[i];
-            target[i] = tokens[i + 1];
-        }
-        next.sample++;
+        for (int i = 0; i < B; i++) { read_row(place_of(next, first_row + i), i); }
+        next = after(next, all_rows);
+        for (int i = 0; i < B; i++) { expect_row(place_of(next, first_row + i)); }
     }
 
     const int* inputs() const { return input.data(); }    // (B, T)
     const int* targets() const { return target.data(); }  // (B, T), inputs shifted by one token
 
-    // Tokens in a sample, of all processes together. Positions count samples.
-    long tokens_of_a_sample() const { return rows * T; }
+    int tokens_of_a_row() const { return T; }
 
     DataPosition position() const { return next; }
 
-    // Continues at a saved position. UserError if these shards do not have it.
+    // Continues at a saved position; one at the end of an epoch is the next one's beginning. UserError if
+    // these shards do not have it.
     void seek(const DataPosition& position) {
-        next = position;
-        shard_order = order(shards.size(), next.epoch << 32);
-        if (next.shard >= shards.size()) { fail_position(); }
-        order_samples();
-        if (next.sample > sample_order.size()) { fail_position(); }
+        if (position.row > uint64_t(num_tokens() / T)) { fail_position(); }
+        next = after({position.epoch, std::min(position.row, uint64_t(epoch_rows))}, 0);
+    }
+
+    // Continues where a run of an earlier version stopped, after `count` tokens of a shard; with shuffle,
+    // which gave another order, at the epoch's beginning. Returns whether it is the same place.
+    bool seek_in_shard(uint64_t epoch, uint64_t index, uint64_t count) {
+        if (index >= shards.size() || count > uint64_t(shards[index].count)) { fail_position(); }
+        const Shard& shard = shards[index];
+        const uint64_t row = std::min(count / uint64_t(T), uint64_t(shard.rows));
+        seek({epoch, shuffle ? 0 : uint64_t(shard.first_row) + row});
+        return !shuffle;
     }
 
     // Back to the first batch of the first epoch: every validation sees the same tokens.
@@ -134,18 +139,19 @@ private:
     struct Shard {
         std::string path;
         long tokens;
-        long samples;
-        long first = 0;  // token of the first sample
+        long first, count;                  // of the tokens that this process and its like read
+        long first_row = 0, rows = 0;       // of the epoch's rows as they lie
+        std::unique_ptr<InputFile> file{};  // null: not open
+    };
+
+    // A row's shard, and its first token there.
+    struct Place {
+        Shard& shard;
+        long token;
     };
 
     // Reading a GiB takes well under a second if it is cached, and seconds from a disk.
     static constexpr int64_t full_check_bytes = int64_t(1) << 30;
-
-    long sum(long Shard::* count) const {
-        long all = 0;
-        for (const Shard& shard : shards) { all += shard.*count; }
-        return all;
-    }
 
     static std::vector<std::string> matching_files(const std::string& pattern) {
         glob_t found;
@@ -167,46 +173,100 @@ private:
         if (header[1] != 1) { file.fail(format("is a token shard of version %d, not 1", header[1])); }
         if (header[2] < 0) { file.fail(format("has a damaged header (%d tokens)", header[2])); }
         file.check_size(int64_t(header[2]) * int64_t(sizeof(uint16_t)));
-        return {path, header[2], samples_of(path, header[2])};
+        return {path, header[2], 0, header[2]};
     }
 
-    // Whole samples in a shard of `count` tokens.
-    long samples_of(const std::string& path, long count) const {
-        const long sample = rows * T;
-        if (count < sample + 1) {
-            throw UserError(format("%s has %ld tokens, less than one step takes (%ld = %ld sequences of all "
-                                   "processes x %d tokens, and one): use a smaller batch, or a longer text",
-                                   path.c_str(), count, sample + 1, rows, T));
+    // Counts the rows of an epoch, and starts over. UserError if there is no whole batch.
+    void count_rows() {
+        long count = 0;
+        epoch_rows = 0;
+        for (Shard& shard : shards) {
+            shard.first_row = epoch_rows;
+            shard.rows = std::max(shard.count - 1, 0L) / T;
+            if (!shuffle) {
+                check_length(shard.path, shard.count, shard.rows);
+                shard.rows -= shard.rows % all_rows;
+            }
+            epoch_rows += shard.rows;
+            count += shard.count;
         }
-        return (count - 1) / sample;
+        check_length(shards[0].path + (shards.size() > 1 ? ", ..." : ""), count, epoch_rows);
+        reset();
     }
 
-    // The shard's file. Only one is open at a time, since there may be more shards than a process may open
-    // files. RunError if it has changed since the start, which is not a mistake in the options.
-    const InputFile& file_of(const Shard& shard) {
-        if (file && file->name() == shard.path) { return *file; }
-        file.reset();
+    void check_length(const std::string& name, long count, long found) const {
+        if (found >= all_rows) { return; }
+        throw UserError(format("%s has %ld tokens, less than one step takes (%ld = %ld sequences of all "
+                               "processes x %d tokens, and one): use a smaller batch, or a longer text",
+                               name.c_str(), count, all_rows * T + 1, all_rows, T));
+    }
+
+    DataPosition after(DataPosition position, long rows) const {
+        position.row += uint64_t(rows);
+        if (position.row >= uint64_t(epoch_rows)) {
+            position.row -= uint64_t(epoch_rows);
+            position.epoch++;
+        }
+        return position;
+    }
+
+    // Row `i` of the batch at a position.
+    Place place_of(const DataPosition& position, long i) {
+        const DataPosition at = after(position, i);
+        long row = long(at.row);
+        if (shuffle) {
+            row = long(permuted(at.row, uint64_t(epoch_rows), seed, RandomUse::shuffle, uint32_t(at.epoch)));
+        }
+        auto begins_later = [](long row, const Shard& shard) { return row < shard.first_row; };
+        Shard& shard = std::upper_bound(shards.begin(), shards.end(), row, begins_later)[-1];
+        return {shard, shard.first + (row - shard.first_row) * T};
+    }
+
+    // The shard's file. As many stay open as a quarter of what the process may have. RunError if the file has
+    // changed since the start, which is not a mistake in the options.
+    const InputFile& file_of(Shard& shard) {
+        if (shard.file) { return *shard.file; }
+        rlimit limit;
+        getrlimit(RLIMIT_NOFILE, &limit);
+        if (open_shards.size() >= std::max<size_t>(limit.rlim_cur / 4, 1)) {
+            open_shards.front()->file.reset();
+            open_shards.erase(open_shards.begin());
+        }
         try {
             auto opened = std::make_unique<InputFile>(shard.path, "it was there at the start");
             opened->check_size(shard.tokens * int64_t(sizeof(uint16_t)));
-            file = std::move(opened);
+            shard.file = std::move(opened);
         } catch (const UserError& error) { throw RunError(error.what()); }
-        return *file;
+        open_shards.push_back(&shard);
+        return *shard.file;
     }
 
-    void check_all_tokens(const Shard& shard) {
+    void check_all_tokens(const Shard& shard) const {
+        const InputFile file(shard.path, "it was there before");
         std::vector<uint16_t> block(size_t(std::min(shard.tokens, 1L << 19)));
         for (long begin = 0; begin < shard.tokens; begin += long(block.size())) {
             const size_t count = size_t(std::min(long(block.size()), shard.tokens - begin));
-            file_of(shard).read(block.data(), count * sizeof(uint16_t), data_offset(begin));
+            file.read(block.data(), count * sizeof(uint16_t), data_offset(begin));
             check_tokens(shard, block.data(), count, begin);
         }
     }
 
-    void read_tokens(const Shard& shard, int64_t begin) {
-        file_of(shard).read(tokens.data(), tokens.size() * sizeof(uint16_t), data_offset(begin));
-        check_tokens(shard, tokens.data(), tokens.size(), begin);
+    // Reads row i of the batch.
+    void read_row(const Place& place, long i) {
+        file_of(place.shard).read(tokens.data(), row_bytes(), data_offset(place.token));
+        check_tokens(place.shard, tokens.data(), tokens.size(), place.token);
+        std::copy(tokens.begin(), tokens.end() - 1, input.begin() + i * T);
+        std::copy(tokens.begin() + 1, tokens.end(), target.begin() + i * T);
     }
+
+    // Tells the system that a row will be read. Where that fails, so will the read, which tells why.
+    void expect_row(const Place& place) {
+        try {
+            file_of(place.shard).will_read(row_bytes(), data_offset(place.token));
+        } catch (const RunError&) {}
+    }
+
+    size_t row_bytes() const { return tokens.size() * sizeof(uint16_t); }
 
     static int64_t data_offset(int64_t token) {
         return int64_t(sizeof(FileHeader)) + token * int64_t(sizeof(uint16_t));
@@ -224,47 +284,20 @@ private:
                                shard.path.c_str(), values[bad], (long long)(begin + bad), vocab_size));
     }
 
-    void advance_shard() {
-        DataPosition after{next.epoch, next.shard + 1, 0};
-        if (after.shard == shards.size()) { after = {next.epoch + 1, 0, 0}; }
-        seek(after);
-    }
-
-    void order_samples() {
-        const uint64_t shard = shard_order[next.shard];
-        sample_order = order(uint64_t(shards[shard].samples), next.epoch << 32 | (shard + 1));
-    }
-
-    // 0, 1, ... count - 1; with shuffle, a permutation of these. `purpose` is a number that no other
-    // permutation uses: the epoch in the upper half; in the lower half 0 for the order of shards, 1 + shard
-    // for its samples.
-    std::vector<uint64_t> order(uint64_t count, uint64_t purpose) const {
-        std::vector<uint64_t> indices(count);
-        std::iota(indices.begin(), indices.end(), uint64_t(0));
-        if (!shuffle) { return indices; }
-        for (uint64_t i = count; i > 1; i--) {  // Fisher and Yates
-            const uint64_t bits = random_bits(seed, RandomUse::shuffle, purpose, uint32_t(i)).v[0];
-            std::swap(indices[i - 1], indices[(bits * i) >> 32]);
-        }
-        return indices;
-    }
-
     [[noreturn]] void fail_position() const {
-        throw UserError(format("the saved position in the data (shard %llu, sample %llu) is not in these "
-                               "shards (%s, ...): resume with the data and batch size of the stopped run",
-                               (unsigned long long)next.shard, (unsigned long long)next.sample,
-                               shards[0].path.c_str()));
+        throw UserError("the saved position in the data is not in these shards (" + shards[0].path +
+                        ", ...): resume with the data of the stopped run");
     }
 
     int B, T;
-    long first_row, rows;  // of a sample: this process's first one, and all
+    long first_row, all_rows;  // of a batch: this process's first one, and those of all processes
     int vocab_size;
     uint64_t seed;
     bool shuffle;
     std::vector<Shard> shards;
-    std::unique_ptr<InputFile> file;  // the one that was read last
+    std::vector<Shard*> open_shards;  // in the order of opening
+    long epoch_rows = 0;
     DataPosition next;
-    std::vector<uint64_t> shard_order, sample_order;
-    std::vector<uint16_t> tokens;  // (B * T + 1), as they lie in the file
+    std::vector<uint16_t> tokens;  // (T + 1): a row, as it lies in the file
     std::vector<int> input, target;
 };

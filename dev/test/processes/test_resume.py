@@ -602,6 +602,19 @@ def test_a_run_of_another_shape_goes_on_and_says_what_was_carried_over(run, chec
     assert sum(losses[40:45]) < begun - 0.7 * (begun - sum(undisturbed[40:45]))
 
 
+@pytest.mark.parametrize("options", [{"--ranks": 2, "-b": 4}, {"--ranks": 4, "-b": 1}, {"-b": 1, "-d": 128}],
+                         ids=["ranks", "ranks_and_micro_batches", "micro_batches"])
+def test_a_run_that_is_cut_anew_goes_on_with_the_sequences_that_it_would_have_taken(run, tokens, options):
+    """-d and the data say what a step is made of, also where an epoch ends in mid-step (here after 249)."""
+    whole = {**PARALLEL, "-i": f"{tokens}/x_val_*.bin", "--ranks": 1, "-b": 8, "-d": 128, "-k": "constant",
+             "--matmul-precision": "highest"}
+    expected = run("whole", whole)
+    run("cut", {**whole, "-x": 30})
+    cut = run("cut", {**whole, **options})
+    assert resumed_step(cut) == 30 and "about the same" not in cut.stdout()
+    assert losses_of(cut) == pytest.approx(losses_of(expected), rel=1e-4)
+
+
 def test_processes_that_are_cut_anew_and_back_have_a_run_s_state(run, copy):
     """Two ranks and one again: what is in flight is merged at once, so it is not the run that never stopped;
     but its parameters are all there."""

@@ -32,7 +32,6 @@ struct MadeUpRun {
     std::string typed_inner_steps;  // empty: as a plain number
     bool error_feedback = false;
     std::string exchange = "all_gather";
-    long sample_tokens = 8;
 
     // The shape as the trainer makes it from its options.
     OuterShape shape(int worker, int rank) const {
@@ -43,7 +42,7 @@ struct MadeUpRun {
         o.inner_steps = inner_steps;
         o.outer_exchange = exchange;
         o.outer_error_feedback = error_feedback;
-        return {{tiny, {}, worker, rank, workers, ranks, sample_tokens}, o};
+        return {{tiny, {}, worker, rank, workers, ranks}, o};
     }
 
     std::string options() const {
@@ -167,9 +166,7 @@ Fields fields_of(const OuterShape& shape, const std::vector<Flying>& flying) {
     fields.set("tokens", uint64_t(1000 + shape.worker));
     fields.set("float_bytes", long(sizeof(floatX)));
     fields.set("data.epoch", uint64_t(2));
-    fields.set("data.shard", uint64_t(1));
-    fields.set("data.sample", uint64_t(7));
-    fields.set("data.sample_tokens", shape.sample_tokens);
+    fields.set("data.row", uint64_t(7));
     fields.set("total.waited_seconds", 0.5 + shape.worker + 0.01 * shape.rank);
     fields.set("total.syncs", 5L);
     fields.set("total.next_sync", 5L);
@@ -467,7 +464,7 @@ TEST(Reshape, with_as_many_workers_each_goes_on_with_what_was_its_own) {
         EXPECT_EQ(now.states[0]->identity().lineage, lineage);
         EXPECT_EQ(now.states[0]->identity().step, step);
         EXPECT_EQ(now.fields().count("tokens"), uint64_t(1000 + worker));
-        EXPECT_EQ(now.fields().count("data.sample"), 7u);
+        EXPECT_EQ(now.fields().count("data.row"), 7u);
         EXPECT_EQ(now.fields().real("total.waited_seconds"), 0.5 + worker);
         EXPECT_TRUE(contains(now.all_notes(), "2 x 2 processes (workers x ranks) goes on in 2 x 1\n"
                                               "carried over: parameters, global parameters, outer momentum, "
@@ -730,20 +727,6 @@ TEST(Reshape, a_run_of_an_earlier_version_has_no_window_of_outliers) {
     EXPECT_FALSE(contains(now.all_notes(), "losses"));
 }
 
-TEST(Reshape, the_position_in_the_data_stays_about_the_same) {
-    MadeUpRun from, to;
-    from.sample_tokens = 12;
-    to.sample_tokens = 5;
-    TemporaryFolder folder;
-    write_run(folder.name(), from);
-    const NewWorker now = reshape(folder.name(), from, to);
-    EXPECT_EQ(now.fields().count("data.sample"), 16u);  // 7 * 12 / 5 = 16.8
-    EXPECT_EQ(now.fields().integer("data.sample_tokens"), 5);
-    EXPECT_EQ(now.fields().count("data.epoch"), 2u);
-    EXPECT_EQ(now.fields().count("data.shard"), 1u);
-    EXPECT_TRUE(contains(now.all_notes(), "5 tokens at a time, not 12"));
-}
-
 TEST(Reshape, parameters_of_another_type_are_made_from_the_master_weights) {
     MadeUpRun run;
     const OuterShape shape = run.shape(0, 0);
@@ -779,7 +762,6 @@ TEST(Reshape, only_what_a_state_depends_on_makes_it_one_of_another_shape) {
     EXPECT_FALSE(fits([](MadeUpRun& r) { r.ranks = 2; }));
     EXPECT_FALSE(fits([](MadeUpRun& r) { r.inner_steps = 21; }));
     EXPECT_FALSE(fits([](MadeUpRun& r) { r.fragment_layers = 2; }));
-    EXPECT_FALSE(fits([](MadeUpRun& r) { r.sample_tokens = 9; }));
     EXPECT_FALSE(fits([](MadeUpRun& r) { r.outer_optimizer = "none"; }));
 }
 
@@ -899,8 +881,6 @@ TEST(Reshape, a_state_with_impossible_words_is_refused) {
         EXPECT_TRUE(contains(message([&](MadeUpRun&, Fields& f) { f.set("in_flight", count); }),
                              format("has %ld of 'in_flight', and there can be 5", count)));
     }
-    EXPECT_TRUE(contains(message([](MadeUpRun&, Fields& f) { f.set("data.sample_tokens", 0L); }),
-                         "has no tokens in a sample"));
     EXPECT_TRUE(contains(message([](MadeUpRun&, Fields& f) { f.set("in_flight.0.fragment", 4L); }),
                          "in_flight.0.mean"));
 }

@@ -56,6 +56,14 @@ TEST(DataLoader, reads_shards_in_the_order_of_their_names_and_starts_over) {
     }
 }
 
+// The first tokens of a batch's rows, which tell what the rows are.
+std::vector<int> next_rows(DataLoader& loader, int B, int T = 4) {
+    loader.next_batch();
+    std::vector<int> rows;
+    for (int i = 0; i < B; i++) { rows.push_back(loader.inputs()[i * T]); }
+    return rows;
+}
+
 TEST(DataLoader, two_processes_with_half_the_batch_see_the_same_tokens_in_a_step) {
     TemporaryFolder folder;
     write_two_shards(folder);
@@ -90,49 +98,157 @@ TEST(DataLoader, processes_with_batches_of_their_own_share_what_one_would_read) 
     }
 }
 
-TEST(DataLoader, shuffling_visits_every_sample_once_an_epoch_in_an_order_of_its_own) {
+TEST(DataLoader, shuffling_visits_every_row_once_an_epoch_in_an_order_of_its_own) {
     TemporaryFolder folder;
     write_two_shards(folder);
     auto epochs = [&](uint64_t seed) {
         DataLoader loader = open_two_shards(folder, 1, 0, 1, seed, true);
         std::vector<std::vector<int>> orders(6);
         for (std::vector<int>& order : orders) {
-            for (long i = 0; i < loader.num_batches(); i++) { order.push_back(next_inputs(loader, 4)[0]); }
+            for (long i = 0; i < loader.num_rows(); i++) { order.push_back(next_rows(loader, 1)[0]); }
         }
         return orders;
     };
     const auto orders = epochs(7);
-    std::set<int> expected, first_shards;
+    std::set<int> expected;
     for (int i = 0; i < 24; i++) { expected.insert(4 * i); }
     for (int i = 0; i < 16; i++) { expected.insert(1000 + 4 * i); }
     for (const std::vector<int>& order : orders) {
         EXPECT_EQ(order.size(), expected.size());
         EXPECT_EQ(std::set<int>(order.begin(), order.end()), expected);
         EXPECT_FALSE(std::is_sorted(order.begin(), order.end()));
-        first_shards.insert(order[0] / 1000);
+        auto is_of_second = [](int token) { return token >= 1000; };
+        const long of_second = std::count_if(order.begin(), order.begin() + 20, is_of_second);
+        EXPECT_TRUE(of_second > 2 && of_second < 14) << of_second;  // 8 of 20 where the shards are mixed
     }
     EXPECT_EQ(std::set<std::vector<int>>(orders.begin(), orders.end()).size(), orders.size());
-    EXPECT_EQ(first_shards.size(), 2u);  // the shards change places, too
     EXPECT_EQ(epochs(7), orders);
     EXPECT_NE(epochs(8)[0], orders[0]);
+}
+
+TEST(DataLoader, a_step_has_the_same_rows_however_it_is_cut) {
+    TemporaryFolder folder;
+    write_two_shards(folder);
+    const int rows_of_a_step = 12;  // not a divisor of 40: some steps have rows of two epochs
+    auto steps = [&](int B, int processes) {
+        std::vector<DataLoader> loaders;
+        for (int p = 0; p < processes; p++) {
+            loaders.push_back(open_two_shards(folder, B, p, processes, 7, true));
+        }
+        std::vector<std::multiset<int>> steps(25);
+        for (std::multiset<int>& step : steps) {
+            for (int done = 0; done < rows_of_a_step; done += B * processes) {
+                for (DataLoader& loader : loaders) {
+                    const std::vector<int> rows = next_rows(loader, B);
+                    step.insert(rows.begin(), rows.end());
+                }
+            }
+        }
+        return steps;
+    };
+    const auto expected = steps(12, 1);
+    for (const auto& [B, processes] : {std::pair{1, 1}, {4, 1}, {3, 2}, {2, 3}, {1, 12}, {6, 2}}) {
+        EXPECT_EQ(steps(B, processes), expected) << B << " x " << processes;
+    }
+}
+
+TEST(DataLoader, an_epoch_goes_on_in_the_next_one_in_mid_batch_and_nothing_is_read_twice_or_left_out) {
+    TemporaryFolder folder;
+    write_two_shards(folder);
+    DataLoader one = open_two_shards(folder, 1, 0, 1, 7, true);
+    DataLoader seven = open_two_shards(folder, 7, 0, 1, 7, true);
+    for (int batch = 0; batch < 40; batch++) {
+        std::vector<int> expected;
+        for (int i = 0; i < 7; i++) { expected.push_back(next_rows(one, 1)[0]); }
+        ASSERT_EQ(next_rows(seven, 7), expected) << batch;
+        ASSERT_EQ(one.position().epoch, seven.position().epoch);
+        ASSERT_EQ(one.position().row, seven.position().row);
+    }
+    EXPECT_EQ(seven.position().epoch, 7u);
+    EXPECT_EQ(seven.position().row, 0u);
+}
+
+TEST(DataLoader, workers_with_parts_of_their_own_share_all_rows) {
+    TemporaryFolder folder;
+    write_two_shards(folder);
+    for (bool shuffle : {false, true}) {
+        std::multiset<int> seen;
+        for (int worker = 0; worker < 2; worker++) {
+            for (int rank = 0; rank < 2; rank++) {
+                DataLoader loader = open_two_shards(folder, 2, 0, 1, 7, shuffle);
+                loader.take_part(worker, 2, rank, 2);
+                // (50 - 1) / 4 + (32 - 1) / 4, and (50 - 1) / 4 + (33 - 1) / 4
+                EXPECT_EQ(loader.num_rows(), (shuffle ? 19 : 16) + (worker == 0 ? 0 : shuffle ? 1 : 4));
+                for (long i = 0; i < loader.num_batches(); i++) {
+                    for (int row : next_rows(loader, 2)) {
+                        EXPECT_EQ(row < 1000 ? row >= 50 : row >= 1032, worker == 1);
+                        seen.insert(row);
+                    }
+                }
+            }
+        }
+        EXPECT_EQ(seen.size(), std::set<int>(seen.begin(), seen.end()).size());
+        EXPECT_EQ(seen.size(), 16u + 20);
+    }
+}
+
+TEST(DataLoader, a_shard_that_is_shorter_than_a_batch_counts_where_rows_are_shuffled) {
+    TemporaryFolder folder;
+    for (int i = 0; i < 4; i++) { write_shard(folder / format("x_%d.bin", i), count_up(100 * i, 4 * i + 1)); }
+    auto open = [&](int B, bool shuffle) {
+        return DataLoader(folder / "*.bin", B, 4, 0, 1, vocabulary, 7, shuffle);
+    };
+    EXPECT_EQ(open(6, true).num_rows(), 0 + 1 + 2 + 3);
+    EXPECT_TRUE(contains(user_error([&] { open(7, true); }), "x_0.bin, ... has 28 tokens, less than one"));
+    EXPECT_TRUE(contains(user_error([&] { open(1, false); }), "x_0.bin has 1 tokens, less than one"));
+    DataLoader loader = open(6, true);
+    const std::vector<int> rows = next_rows(loader, 6);
+    EXPECT_EQ(std::set<int>(rows.begin(), rows.end()), std::set<int>({100, 200, 204, 300, 304, 308}));
 }
 
 TEST(DataLoader, continues_at_a_saved_position_and_at_the_start_after_reset) {
     TemporaryFolder folder;
     write_two_shards(folder);
-    DataLoader loader = open_two_shards(folder, 2, 0, 1, 3, true);
-    const std::vector<int> very_first = next_inputs(loader, 8);
-    for (int before = 1; before < 45; before++) {  // every place in two epochs and more
+    DataLoader loader = open_two_shards(folder, 3, 0, 1, 3, true);
+    const std::vector<int> very_first = next_inputs(loader, 12);
+    for (int before = 1; before < 45; before++) {  // every place in three epochs
         const DataPosition saved = loader.position();
-        DataLoader resumed = open_two_shards(folder, 2, 0, 1, 3, true);
+        DataLoader resumed = open_two_shards(folder, 3, 0, 1, 3, true);
         resumed.seek(saved);
-        ASSERT_EQ(next_inputs(resumed, 8), next_inputs(loader, 8)) << "after " << before << " batches";
-        ASSERT_EQ(resumed.position().sample, loader.position().sample);
+        ASSERT_EQ(next_inputs(resumed, 12), next_inputs(loader, 12)) << "after " << before << " batches";
+        ASSERT_EQ(resumed.position().row, loader.position().row);
     }
     loader.reset();
-    EXPECT_EQ(next_inputs(loader, 8), very_first);
-    EXPECT_TRUE(contains(user_error([&] { loader.seek({0, 2, 0}); }), "saved position"));
-    EXPECT_TRUE(contains(user_error([&] { loader.seek({0, 0, 1000}); }), "saved position"));
+    EXPECT_EQ(next_inputs(loader, 12), very_first);
+    loader.seek({3, 40});
+    EXPECT_EQ(loader.position().epoch, 4u);
+    EXPECT_EQ(loader.position().row, 0u);
+    EXPECT_TRUE(contains(user_error([&] { loader.seek({0, 1000}); }), "saved position"));
+}
+
+TEST(DataLoader, continues_at_the_position_of_an_earlier_version_where_the_order_is_the_same) {
+    TemporaryFolder folder;
+    write_two_shards(folder);
+    DataLoader loader = open_two_shards(folder, 4, 0, 1, 3, false);
+    DataLoader resumed = open_two_shards(folder, 4, 0, 1, 3, false);
+    const std::vector<uint64_t> samples = {6, 4};
+    for (uint64_t epoch : {0, 1}) {
+        for (uint64_t shard : {0, 1}) {
+            for (uint64_t sample = 0; sample < samples[shard]; sample++) {
+                loader.next_batch();
+                // The last one is at the end of the shard.
+                EXPECT_TRUE(resumed.seek_in_shard(epoch, shard, (sample + 1) * 16));
+                ASSERT_EQ(resumed.position().epoch, loader.position().epoch);
+                ASSERT_EQ(resumed.position().row, loader.position().row);
+            }
+        }
+    }
+    EXPECT_TRUE(contains(user_error([&] { resumed.seek_in_shard(0, 2, 0); }), "saved position"));
+    EXPECT_TRUE(contains(user_error([&] { resumed.seek_in_shard(0, 1, 66); }), "saved position"));
+    DataLoader shuffled = open_two_shards(folder, 4, 0, 1, 3, true);
+    EXPECT_FALSE(shuffled.seek_in_shard(5, 1, 16));
+    EXPECT_EQ(shuffled.position().epoch, 5u);
+    EXPECT_EQ(shuffled.position().row, 0u);
 }
 
 TEST(DataLoader, the_hash_of_the_shards_tells_their_names_lengths_and_number) {
@@ -263,8 +379,8 @@ TEST(DataLoader, a_shard_that_becomes_shorter_under_a_run_is_an_error) {
     TemporaryFolder folder;
     write_shard(folder / "a.bin", count_up(0, 101));
     DataLoader loader(folder / "a.bin", 5, 10, 0, 1, vocabulary, 0, false);
-    std::filesystem::resize_file(folder / "a.bin", 1024 + 2 * 60);
     loader.next_batch();
+    std::filesystem::resize_file(folder / "a.bin", 1024 + 2 * 60);
     EXPECT_THROW(loader.next_batch(), RunError);
 }
 
