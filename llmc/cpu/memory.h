@@ -5,8 +5,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "llmc/adamw.h"
 #include "llmc/floatx.h"
+#include "llmc/optimizers.h"
 #include "llmc/stream.h"
 
 namespace cpu {
