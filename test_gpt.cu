@@ -1,5 +1,5 @@
 // test_gpt: the model of train_gpt.cu against PyTorch's float64 numbers (dev/reference/reference.py): logits, loss,
-// every gradient, ten AdamW steps. Leaves with 1 if anything is off.
+// every gradient, ten AdamW steps, ten steps with Muon. Leaves with 1 if anything is off.
 //
 //     test_gpt [REFERENCE]   dev/test/data/reference.bin; on a GPU, whose attention wants heads of 64 or 128
 //                            values, dev/test/data/reference_head64.bin
@@ -14,10 +14,10 @@
 // are judged by direction, too. The norms' limit is wide: AdamW makes whole steps of a gradient that is nearly
 // zero and all rounding.
 struct Limits {
-    double logits, loss, gradient, gradient_cosine, norm;
+    double logits, loss, gradient, gradient_cosine, norm, muon_matrix;
 };
-const Limits limits = sizeof(floatX) == 4 ? Limits{2e-6, 5e-6, 5e-6, 1e-10, 2e-5}
-                                          : Limits{1.5e-2, 3e-3, 2.5e-2, 2e-4, 5e-4};
+const Limits limits = sizeof(floatX) == 4 ? Limits{2e-6, 5e-6, 5e-6, 1e-10, 2e-5, 5e-6}
+                                          : Limits{1.5e-2, 3e-3, 2.5e-2, 2e-4, 5e-4, 1e-2};
 
 struct Comparison {
     int failures = 0;
@@ -59,7 +59,9 @@ inline void check_gradients(Comparison& result, const Model& model, const Refere
     }
 }
 
-inline int test_model(const Reference& reference, int recompute) {
+// Ten steps: the loss before each and all norms at the end, and after Muon the matrices of the last layer.
+// prefix: of the arrays in the reference
+inline int test_steps(const Reference& reference, int recompute, const std::string& prefix) {
     const int B = reference.B, T = reference.T;
     Layout layout = gpt_layout(reference.shape, 1, 1);  // the embedding in several blocks
     Stream main, comm_stream;
@@ -67,6 +69,8 @@ inline int test_model(const Reference& reference, int recompute) {
     Model model(reference.shape, layout, recompute, MatmulPrecision::highest);
     allocate_activations(model, B, T);
     Worker worker(model, alone, main, comm_stream);
+    const bool with_muon = prefix == "muon.";
+    if (with_muon) { worker.muon = std::make_unique<ShardedMuon>(model.layout, alone); }
     std::vector<float> initial(static_cast<size_t>(layout.size));
     reference_parameters(initial.data(), reference, layout);
     set_parameters(worker, initial.data());
@@ -82,32 +86,37 @@ inline int test_model(const Reference& reference, int recompute) {
     const float share = 1.0f / float(B * T);
 
     Comparison result;
-    const std::vector<float>& losses = reference.array("losses").values;
+    const std::vector<float>& losses = reference.array(prefix + "losses").values;
     for (int step = 1; step <= reference.steps; step++) {
         Scalars* scalars = worker.scalars;
         device::set_zero(model.grads.data(), layout.size, main);
         device::set_zero(scalars, 1, main);
         forward(model, inputs, B, T, main);
-        if (step == 1) {
+        if (step == 1 && !with_muon) {
             result.check("logits", logits_error(model, reference.array("logits").values, B * T, main),
                          limits.logits);
         }
         classify(model, targets, B, T, &scalars->loss, share, share, true, main);
         const float loss = to_host(&scalars->loss, 1, main)[0];
-        result.check(format("loss of step %d (%.6f)", step, double(loss)),
+        result.check(prefix + format("loss of step %d (%.6f)", step, double(loss)),
                      std::abs(double(loss) - losses[step - 1]), limits.loss);
         backward(model, B, T, main, [](int) {});
-        if (step == 1) { check_gradients(result, model, reference, main); }
+        if (step == 1 && !with_muon) { check_gradients(result, model, reference, main); }
         device::global_norm_squared(&scalars->norm_squared, worker.shard_gradients(), layout.shard_size(),
                                     main);
-        update(worker, options, reference_learning_rate);
+        update(worker, options, reference_learning_rate, reference_muon_rate);
     }
     const std::vector<float> master = to_host(worker.master.data(), layout.size, main);
-    const std::vector<float>& norms = reference.array("norms").values;
+    const std::vector<float>& norms = reference.array(prefix + "norms").values;
     for (size_t i = 0; i < layout.tensors.size(); i++) {
         const Tensor& tensor = layout.tensors[i];
         const double norm = reference_norm(master.data() + tensor.offset, tensor);
-        result.check("norm at the end of " + tensor.name, std::abs(norm / double(norms[i]) - 1), limits.norm);
+        result.check(prefix + "norm at the end of " + tensor.name, std::abs(norm / double(norms[i]) - 1),
+                     limits.norm);
+        const auto matrix = reference.arrays.find("muon." + tensor.name);
+        if (!with_muon || matrix == reference.arrays.end()) { continue; }
+        const float *got = master.data() + tensor.offset, *wanted = matrix->second.values.data();
+        result.check(prefix + tensor.name, relative_error(got, wanted, tensor.count()), limits.muon_matrix);
     }
     return result.failures;
 }
@@ -118,7 +127,7 @@ int main(int argc, char** argv) {
         int failures = 0;
         for (int recompute = 0; recompute <= 2; recompute++) {
             printf("--recompute %d\n", recompute);
-            failures += test_model(reference, recompute);
+            failures += test_steps(reference, recompute, "") + test_steps(reference, recompute, "muon.");
         }
         printf(failures ? "%d comparisons failed\n" : "all good\n", failures);
         return failures ? 1 : 0;

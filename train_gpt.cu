@@ -20,6 +20,7 @@
 #include "llmc/clock.h"
 #include "llmc/layers.h"
 #include "llmc/layout.h"
+#include "llmc/muon.h"
 #include "llmc/run/inputs.h"
 #include "llmc/run/launch.h"
 #include "llmc/run/option_checks.h"
@@ -238,12 +239,13 @@ struct Worker {
     Stream& main;
     Stream& comm_stream;
     std::vector<Range> shards;   // this rank's part of each block
-    Buffer<float> master, m, v;  // fp32 parameters and AdamW's moments, of this rank's shards
+    Buffer<float> master, m, v;  // fp32 parameters and the optimizers' moments, of this rank's shards
     Buffer<float> reduced;       // this rank's shard of the summed gradients; unused with one rank
     Buffer<Scalars> scalars = Buffer<Scalars>(1);
     Buffer<OutlierWindow> outliers = Buffer<OutlierWindow>(1);  // the same on all ranks
     HostBuffer<float> one{1};                                   // 1, to be copied to scalars.stop
     long adamw_updates = 0;                                     // updates that m and v have seen
+    std::unique_ptr<ShardedMuon> muon;                          // null: AdamW updates matrices, too
     Event to_comm, to_main;                                     // used by hand_over() and hand_back()
     Traffic traffic;                                            // of `comm`
     std::function<void()> progress = [] {};  // called for each batch: tells the watchdog that all is well
@@ -265,16 +267,10 @@ struct Worker {
 };
 
 // Communication that is enqueued after this call waits for all of the main stream's work so far.
-inline void hand_over(Worker& worker) {
-    worker.main.record(worker.to_comm);
-    worker.comm_stream.wait(worker.to_comm);
-}
+inline void hand_over(Worker& worker) { order(worker.main, worker.comm_stream, worker.to_comm); }
 
 // Work that is enqueued on the main stream after this call waits for all communication so far.
-inline void hand_back(Worker& worker) {
-    worker.comm_stream.record(worker.to_main);
-    worker.main.wait(worker.to_main);
-}
+inline void hand_back(Worker& worker) { order(worker.comm_stream, worker.main, worker.to_main); }
 
 // Starts to sum block b's gradients over the ranks, while the backward pass continues.
 inline void reduce_block(Worker& worker, int b) {
@@ -339,10 +335,11 @@ inline void compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
     sum_over_ranks(worker, &scalars->loss, summed_scalars);
 }
 
-// AdamW's update of this rank's shard. It reads the step's scalars on the device, so the host does not wait.
-// A gradient norm that is not finite, or an outlier, leaves the parameters as they are.
-inline void update(Worker& worker, const Options& options, float learning_rate) {
-    const Phase phase("AdamW");
+// The update of this rank's shard: the layers' matrices by Muon if the worker has it, the rest by AdamW. It
+// reads the step's scalars on the device, so the host does not wait. A gradient norm that is not finite, or
+// an outlier, leaves the parameters as they are.
+inline void update(Worker& worker, const Options& options, float learning_rate, float muon_rate = 0) {
+    const Phase phase("update");
     const long t = ++worker.adamw_updates;
     Scalars* scalars = worker.scalars;
     device::clip_scale(&scalars->norm, &scalars->clip_scale, &scalars->norm_squared, options.adamw.clip,
@@ -351,18 +348,22 @@ inline void update(Worker& worker, const Options& options, float learning_rate) 
                           &scalars->clip_scale, &scalars->loss, &scalars->norm,
                           options.outliers, worker.main);
     const AdamW adam = adamw(learning_rate, options.adamw, int(t));
+    StochasticRounding rounding{options.seed, uint32_t(t), 0};
     for (int b = 0; b < worker.blocks(); b++) {
         const Range& range = worker.shard(b);
-        const Layout& layout = worker.model.layout;
-        const long decayed = layout.blocks[b].decayed - worker.comm.rank() * range.count;
-        const StochasticRounding rounding{uint64_t(options.seed), uint32_t(t),
-                                          uint64_t(layout.logical_index(range.flat))};
-        device::adamw_update(worker.model.params + range.flat, worker.master + range.shard,
-                             worker.m + range.shard, worker.v + range.shard,
-                             worker.shard_gradients() + range.shard, range.count,
-                             std::clamp(decayed, 0L, range.count), adam, &scalars->clip_scale, rounding,
-                             worker.main);
+        const long decayed = worker.model.layout.decayed(b, worker.comm.rank());
+        const long skip = worker.muon && b < worker.model.layout.layers ? decayed : 0;  // Muon's
+        const long at = range.shard + skip;
+        rounding.first = uint64_t(worker.model.layout.logical_index(range.flat + skip));
+        device::adamw_update(worker.model.params + range.flat + skip, worker.master + at, worker.m + at,
+                             worker.v + at, worker.shard_gradients() + at, range.count - skip, decayed - skip,
+                             adam, &scalars->clip_scale, rounding, worker.main);
     }
+    if (!worker.muon) { return; }
+    const Muon step = muon(muon_rate, options.muon, options.adamw.weight_decay);
+    worker.muon->update({worker.model.params, worker.master, worker.m, worker.shard_gradients()}, step,
+                        &scalars->clip_scale, rounding, worker.model.matmul, worker.main, worker.comm_stream,
+                        worker.traffic);
 }
 
 // A step that changes no parameter but launches every kernel and collective of a real one, so that memory
@@ -371,7 +372,7 @@ inline void warm_up(Worker& worker, const Options& options) {
     const int B = options.batch, T = options.seq_len;
     Scalars* scalars = worker.scalars;
     const std::vector<int> tokens(size_t(B) * size_t(T));
-    const Scalars not_finite{NAN, NAN, NAN, NAN, NAN, NAN, NAN};  // so AdamW changes nothing
+    const Scalars not_finite{NAN, NAN, NAN, NAN, NAN, NAN, NAN};  // so update() changes nothing
     forward(worker.model, tokens.data(), B, T, worker.main);
     classify(worker.model, tokens.data(), B, T, &scalars->loss, 0.0f, 0.0f, true, worker.main);
     backward(worker.model, B, T, worker.main, [&](int b) { reduce_block(worker, b); });
@@ -699,12 +700,14 @@ inline void train_step(Run& run, long step) {
     totals.tokens += uint64_t(o.total_batch);
     StepResult& result = run.last_result();
     result.update = totals.updates;
-    const float lr = learning_rate(o.schedule, run.inputs.steps, step - 1) * join_warmup(totals);
+    const long steps = run.inputs.steps;
+    const LearningRateSchedule of_muon = with_peak(o.schedule, o.muon.learning_rate);
+    const float warmup = join_warmup(totals), lr = learning_rate(o.schedule, steps, step - 1) * warmup;
     if (o.overfit) { run.inputs.train_loader->reset(); }
     compute_gradients(worker, *run.inputs.train_loader, o.batch, o.seq_len, int(o.micro_steps()),
                       stopping.is_requested());
     const Traffic inner = worker.traffic;  // compute_gradients() joined the streams: nothing writes it now
-    update(worker, o, lr);
+    update(worker, o, lr, learning_rate(of_muon, steps, step - 1) * warmup);
     run.step = step;
     if (run.outer) {
         const Phase phase("exchange");
@@ -852,6 +855,7 @@ inline void make_worker(Run& run) {
     run.worker = std::make_unique<Worker>(*run.model, *session.inner, run.main, run.inner_stream);
     Worker& worker = *run.worker;
     worker.progress = [&session] { session.watchdog.progress(); };
+    if (o.uses_muon()) { worker.muon = std::make_unique<ShardedMuon>(run.model->layout, *session.inner); }
     set_parameters(worker, in.initial.data());
     in.initial = std::vector<float>();
     if (runs_on_gpu) {

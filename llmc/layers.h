@@ -10,6 +10,7 @@
 #include "llmc/cuda/layernorm.cuh"
 #include "llmc/cuda/matmul.cuh"
 #include "llmc/cuda/memory.cuh"
+#include "llmc/cuda/muon.cuh"
 #include "llmc/cuda/outlier.cuh"
 #else
 #include "llmc/cpu/adamw.h"
@@ -21,5 +22,6 @@
 #include "llmc/cpu/layernorm.h"
 #include "llmc/cpu/matmul.h"
 #include "llmc/cpu/memory.h"
+#include "llmc/cpu/muon.h"
 #include "llmc/cpu/outlier.h"
 #endif

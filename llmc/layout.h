@@ -59,6 +59,12 @@ struct Layout {
         return {blocks[block].offset / ranks, blocks[block].offset + rank * count, count};
     }
 
+    // So many of the first values of a rank's shard of a block have weight decay.
+    long decayed(int block, int rank) const {
+        const long count = blocks[block].size / ranks;
+        return std::clamp(blocks[block].decayed - rank * count, 0L, count);
+    }
+
     // Where a value of the flat buffer lies in the model without padding.
     long logical_index(long flat) const {
         auto after = std::upper_bound(blocks.begin(), blocks.end(), flat,

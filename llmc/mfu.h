@@ -11,8 +11,8 @@
 #include <optional>
 #include <string>
 
+#include "llmc/floatx.h"
 #include "llmc/layout.h"
-#include "llmc/matmul_precision.h"
 
 // T: tokens in a sequence
 inline double model_flops_per_token(const GptShape& shape, long parameters, int T) {

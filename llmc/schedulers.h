@@ -27,6 +27,11 @@ struct LearningRateSchedule {
     float final_fraction = 1;  // of the peak, at the end of cosine, linear and wsd
 };
 
+inline LearningRateSchedule with_peak(LearningRateSchedule schedule, float peak) {
+    schedule.peak = peak;
+    return schedule;
+}
+
 // The learning rate of step 0, 1, ... total_steps - 1. After n steps, n / total_steps of the decay is done,
 // so that the last step still moves the model.
 inline float learning_rate(const LearningRateSchedule& schedule, long total_steps, long step) {

@@ -10,7 +10,7 @@ one head of 64 values, since attention on GPUs has no smaller ones.
 
 Both are little-endian:
     16 int32    magic 20250130, version 1, layers, heads, channels, max_seq_len, vocab_size,
-                padded_vocab_size, B, T, seed, AdamW steps, number of arrays, 0, 0, 0
+                padded_vocab_size, B, T, seed, optimizer steps, number of arrays, 0, 0, 0
     64 bytes for each array: name (32 bytes, NUL-padded), int32 dimensions, 4 int32 shape (unused: 1),
                 int32 0, int64 offset of its data in bytes from the start of the file
     the arrays, float32, one after the other, each starting on 64 bytes
@@ -20,6 +20,8 @@ Both are little-endian:
     norms (tensors)       of the parameters after the last update; qkvb without its middle third, the key
                           bias: softmax is blind to it, its gradient is rounding noise, and AdamW makes steps
                           of that
+    muon.losses, muon.norms   the same of a run with Muon for the layers' matrices and AdamW for the rest
+    muon.NAME                 the last layer's matrices after it
 """
 import argparse
 import sys
@@ -50,6 +52,7 @@ REFERENCE_SHAPE = Shape(layers=2, heads=4, channels=64, max_seq_len=64, vocab_si
 SHAPES = {"reference.bin": REFERENCE_SHAPE, "reference_head64.bin": replace(REFERENCE_SHAPE, heads=1)}
 B, T, SEED, STEPS = 2, 64, 1337, 10
 ADAMW = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+MUON = dict(lr=2e-3, momentum=0.95, weight_decay=0.1)
 
 
 # --------------------------------------------------------------------------------------------- random numbers
@@ -178,6 +181,40 @@ class AdamW:
         return flat - self.lr * (step + self.weight_decay * self.mask * flat)
 
 
+def newton_schulz(matrix):
+    """Keller Jordan's five iterations: singular vectors stay, singular values become about 1."""
+    X = matrix / matrix.norm()
+    for _ in range(5):
+        A = X @ X.T
+        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
+    return X
+
+
+class Muon:
+    """Muon with Nesterov's momentum for the layers' matrices, Q, K and V apart, scaled as in arXiv 2502.16982; `adamw`
+    updates the rest."""
+
+    def __init__(self, shape, adamw, lr, momentum, weight_decay):
+        self.shape, self.adamw, self.buffers = shape, adamw, {}
+        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+
+    def update(self, flat, gradient):
+        result = self.adamw.update(flat, gradient)
+        old, new, gradients = (unflatten(values, self.shape) for values in (flat, result, gradient))
+        for name in layer_matrices(self.shape):
+            parts = 3 if name.endswith("qkvw") else 1
+            for i, (w, g, out) in enumerate(zip(*(x[name].chunk(parts) for x in (old, gradients, new)))):
+                buffer = self.momentum * self.buffers.get((name, i), 0 * g) + g
+                self.buffers[name, i] = buffer
+                direction = newton_schulz(g + self.momentum * buffer)
+                out.copy_(w - self.lr * (self.weight_decay * w + 0.2 * max(w.shape) ** 0.5 * direction))
+        return result
+
+
+def layer_matrices(shape):
+    return [name for name, dimensions in tensors(shape) if name.startswith("h.") and len(dimensions) == 2]
+
+
 def visible_norms(flat, shape):
     """Norms of all tensors of a flat model in NumPy, of qkvb without the key bias (above: why)."""
     C = shape.channels
@@ -199,19 +236,27 @@ def compute(shape):
     inputs = torch.from_numpy(tokens[:-1].reshape(B, T))
     targets = torch.from_numpy(tokens[1:].reshape(B, T))
     flat = torch.from_numpy(initial_values(shape, SEED, lambda name: 0.05)).double()
-    optimizer = AdamW(flat, torch.from_numpy(decay_mask(shape)), **ADAMW)
+    mask = torch.from_numpy(decay_mask(shape))
 
     loss, gradient, logits = loss_and_gradient(flat, inputs, targets, shape)
     arrays = {"loss": np.array([loss]), "logits": logits.numpy()}
     for name, values in unflatten(gradient, shape).items():
         arrays["gradient." + name] = values.numpy()
-    losses = []
-    for _ in range(STEPS):
-        loss, gradient, _ = loss_and_gradient(flat, inputs, targets, shape)
-        losses.append(loss)
-        flat = optimizer.update(flat, gradient)
-    arrays["losses"] = np.array(losses)
-    arrays["norms"] = visible_norms(flat.numpy(), shape)
+
+    def train(flat, optimizer):
+        losses = []
+        for _ in range(STEPS):
+            loss, gradient, _ = loss_and_gradient(flat, inputs, targets, shape)
+            losses.append(loss)
+            flat = optimizer.update(flat, gradient)
+        return np.array(losses), flat.numpy()
+
+    arrays["losses"], trained = train(flat, AdamW(flat, mask, **ADAMW))
+    arrays["norms"] = visible_norms(trained, shape)
+    arrays["muon.losses"], trained = train(flat, Muon(shape, AdamW(flat, mask, **ADAMW), **MUON))
+    arrays["muon.norms"] = visible_norms(trained, shape)
+    for name in layer_matrices(shape)[-4:]:
+        arrays["muon." + name] = unflatten(trained, shape)[name]
     return {name: values.astype("<f4") for name, values in arrays.items()}
 
 

@@ -29,7 +29,7 @@ struct Reference {
     GptShape shape;
     int B = 0, T = 0;
     uint64_t seed = 0;
-    int steps = 0;  // AdamW updates behind "losses" and "norms"
+    int steps = 0;  // updates behind "losses" and "norms"
     std::map<std::string, ReferenceArray> arrays;
 
     const ReferenceArray& array(const std::string& name) const {
@@ -39,9 +39,9 @@ struct Reference {
     }
 };
 
-// The optimizer behind "losses" and "norms"; gradients are not clipped.
+// The optimizers behind "losses" and "norms", and "muon.losses" and "muon.norms"; gradients are not clipped.
 const float reference_learning_rate = 1e-3f, reference_beta1 = 0.9f, reference_beta2 = 0.95f,
-            reference_eps = 1e-8f, reference_weight_decay = 0.1f;
+            reference_eps = 1e-8f, reference_weight_decay = 0.1f, reference_muon_rate = 2e-3f;
 
 inline Reference read_reference(const std::string& path) {
     std::ifstream file(path, std::ios::binary);

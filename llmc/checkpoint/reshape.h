@@ -4,7 +4,7 @@
 //
 //     ranks      values are found by their place in the model without padding, and cut anew
 //     workers    the same number: each resumes with its own parameters. Another number: all start from the
-//                global parameters, and worker w takes the AdamW moments, the residuals, and the windows of
+//                global parameters, and worker w takes the moments, the residuals, and the windows of
 //                losses and norms of old worker w mod M
 //     outer      the outer optimizer's state: see OuterReshape (llmc/state.h)
 //
@@ -238,11 +238,11 @@ inline std::vector<std::string> describe(const StoredState& source, const RunSha
         if (part.had) { (part.is_kept ? carried_over : left_behind).push_back(part.name); }
         if (part.has && !part.is_kept) { zeroed.push_back(part.name); }
     }
-    carried_over.push_back("AdamW's moments");
+    carried_over.push_back("the inner optimizer's moments");
     if (source.reader.has("outliers")) { carried_over.push_back("the last losses and norms"); }
     if (old.workers > to.workers) {
         const std::string first = std::to_string(to.workers), last = std::to_string(old.workers - 1);
-        left_behind.push_back("AdamW's moments of " +
+        left_behind.push_back("the inner optimizer's moments of " +
                               (first == last ? "worker " + first : "workers " + first + " to " + last));
     }
     if (outer.starts_from_global()) { others.push_back("every worker starts from the global parameters"); }

@@ -3,7 +3,8 @@
 //
 //     fields        Progress, the model's shape, the position in the data; the outer optimizer's numbers
 //     options       all options with their values, so that a resume can say which ones changed
-//     master, m, v  this rank's shard of the weights and of AdamW's moments, fp32
+//     master, m, v  this rank's shard of the weights and of the optimizer's moments, fp32: AdamW's, or of
+//                   matrices that Muon updates its momentum as m, and zeros as v
 //     params        the same shard as the layers read it (floatX)
 //     outliers      the windows of losses and norms that outliers are found in (llmc/outlier.h)
 //     and those of the outer optimizer, if there is one (OuterSnapshot)
@@ -280,6 +281,18 @@ inline std::string changed_options(const Fields& before, const ResumedRun& run) 
     return text;
 }
 
+// Refuses a state of the other optimizer: m and v mean something else there.
+inline void check_optimizer(const Fields& before, const ResumedRun& run, long step) {
+    const std::string name = "optimizer";
+    const std::string old = before.has(name) ? before.word(name) : run.default_of(name);
+    for (const auto& [option, value] : run.options) {
+        if (option != name || old == value) { continue; }
+        throw UserError(format("the checkpoint in %s is of a run with --optimizer %s: resume it with that, "
+                               "or start from its model (-e %s)", run.folder.c_str(), old.c_str(),
+                               model_path(run.folder, step).c_str()));
+    }
+}
+
 // How the training data differ from those of the state, and the number of steps if it follows from them.
 inline std::string changed_data(const Fields& before, const ResumedRun& run) {
     if (!before.has("data.shards_hash")) { return ""; }  // the first version did not note it
@@ -329,6 +342,7 @@ inline void open_checkpoint(const ResumedRun& run, const ResumePoint& point, Res
     r.state = run.open(point, r.notes);
     r.fields = Fields::parse(r.state->text("fields"), r.state->path());
     const Fields saved_options = Fields::parse(r.state->text("options"), r.state->path());
+    check_optimizer(saved_options, run, point.step);
     const std::string options = changed_options(saved_options, run);
     if (!options.empty()) { r.notes.push_back("resumed with other options: " + options); }
     const std::string data = changed_data(r.fields, run);

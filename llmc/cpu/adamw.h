@@ -1,9 +1,10 @@
-// The AdamW update of a shard: llmc/adamw.h for every value, in one pass that reads and writes 16 bytes each.
+// The AdamW update of a shard: llmc/optimizers.h for every value, in one pass that reads and writes 16 bytes
+// each.
 #pragma once
 #include <cmath>
 
-#include "llmc/adamw.h"
 #include "llmc/floatx.h"
+#include "llmc/optimizers.h"
 #include "llmc/rounding.h"
 #include "llmc/stream.h"
 

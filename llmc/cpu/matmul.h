@@ -16,8 +16,8 @@
 
 #include "llmc/buffer.h"
 #include "llmc/cpu/gelu.h"
+#include "llmc/floatx.h"
 #include "llmc/gelu.h"
-#include "llmc/matmul_precision.h"
 #include "llmc/stream.h"
 
 namespace cpu {
@@ -200,6 +200,18 @@ inline void matmul_forward(Matmul& matmul, float* out, const float* inp, const f
                            float* pre_gelu = nullptr) {
     matmul.forward(pre_gelu ? pre_gelu : out, matmul.round_inp(inp, long(N) * C), weight, bias, N, C, OC);
     if (pre_gelu) { gelu_forward(out, pre_gelu, long(N) * OC, stream); }
+}
+
+// out = a b.   out: (N,C)   a: (N,K)   b: (K,C)
+inline void matmul_product(Matmul& matmul, float* out, const float* a, const float* b, int N, int K, int C,
+                           Stream&) {
+    matmul.backward_inp(out, matmul.round_dout(nullptr, a, N, K), b, N, C, K);
+}
+
+// out += inp^T inp.   out: (C,C)   inp: (N,C)
+inline void matmul_gram(Matmul& matmul, float* out, const float* inp, int N, int C, Stream&) {
+    void* rounded = matmul.round_inp(inp, long(N) * C);
+    matmul.backward_weight(out, rounded, rounded, N, C, C);
 }
 
 // Overwrites dinp, adds to dweight and dbias.   dinp, inp: (N,C)   dweight: (OC,C)   dbias: (OC) or null

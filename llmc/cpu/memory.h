@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "llmc/adamw.h"
 #include "llmc/floatx.h"
+#include "llmc/optimizers.h"
 #include "llmc/stream.h"
 
 namespace cpu {

@@ -1,16 +1,14 @@
-// The AdamW update of a shard: llmc/adamw.h for every value. The bits are the CPU's, since the arithmetic
-// spells out every fmaf and leaves the compiler no product and sum to fuse.
+// The AdamW update of a shard: llmc/optimizers.h for every value. The bits are the CPU's, since the
+// arithmetic spells out every fmaf and leaves the compiler no product and sum to fuse.
 #pragma once
-#include "llmc/adamw.h"
 #include "llmc/cuda/memory.cuh"
 #include "llmc/floatx.h"
+#include "llmc/optimizers.h"
 #include "llmc/rounding.h"
 
 namespace cuda {
 
-// One thread updates four values. Bound by memory: 30 bytes a value in bf16 (16 are read, 14 written). A call
-// of Philox gives the random bits of 8 values, so two threads make the same call; memory traffic hides its
-// cost.
+// One thread updates four values. Bound by memory: 30 bytes a value in bf16 (16 are read, 14 written).
 __global__ void __launch_bounds__(256)
     adamw_update_kernel(floatX* params, float* master, float* m, float* v, const float* grad, long count,
                         long decayed, AdamW step, const float* grad_scale, StochasticRounding rounding) {
@@ -26,15 +24,7 @@ __global__ void __launch_bounds__(256)
     store_pack(master + i, master4);
     store_pack(m + i, m4);
     store_pack(v + i, v4);
-
-    const uint64_t index = rounding.first + uint64_t(i);
-    const Philox4 bits = rounding_bits(rounding, index);
-    Pack<floatX, 4> params4;
-    for (uint64_t j = 0; j < 4; j++) {  // chosen by ?: so that the bits stay in registers
-        const uint32_t random = index % 8 < 4 ? rounding_bits_of(bits, j) : rounding_bits_of(bits, 4 + j);
-        params4[j] = rounded_parameter(master4[j], random);
-    }
-    store_pack(params + i, params4);
+    store_parameters(params + i, master4, rounding, uint64_t(i));
 }
 
 // Updates master, m, v from grad * *grad_scale, and params from master. Weight decay applies to the first

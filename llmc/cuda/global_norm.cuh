@@ -1,6 +1,6 @@
-// The squared L2 norm of a buffer of gradients, in double as on the CPU: squares exceed a float's range, and
-// a sum of so many values its precision. One kernel sums chunks of a fixed size, and one the chunks: the same
-// bits on any GPU.
+// The squared L2 norm of a buffer of gradients, or of a matrix, in double as on the CPU: squares exceed a
+// float's range, and a sum of so many values its precision. One kernel sums chunks of a fixed size, and one
+// the chunks: the same bits on any GPU.
 #pragma once
 #include <algorithm>
 
@@ -12,14 +12,16 @@ constexpr int norm_threads = 512;
 constexpr long norm_chunk = 32 * norm_threads;
 
 // partial[b] = sum of values[i]^2 over chunk b, one block each.   partial: (chunks)   values: (count)
-// Bound by memory: 4 bytes a value.
+// Bound by memory: 4 bytes a value, 2 in bf16.
+template <class T>
 __global__ void __launch_bounds__(norm_threads)
-    global_norm_partial_kernel(double* partial, const float* values, long count) {
+    global_norm_partial_kernel(double* partial, const T* values, long count) {
     const long begin = blockIdx.x * norm_chunk, end = min(count, begin + norm_chunk);
     double sum = 0;
     for (long i = begin + threadIdx.x * 4; i < end; i += norm_threads * 4) {
-        const Pack<float> pack = load_pack(values + i);
-        for (int j = 0; j < 4; j++) { sum = fma(double(pack[j]), double(pack[j]), sum); }
+        float some[4];
+        load_packs(some, values + i);
+        for (float value : some) { sum = fma(double(value), double(value), sum); }
     }
     sum = block_sum(sum);
     if (threadIdx.x == 0) { partial[blockIdx.x] = sum; }
@@ -34,14 +36,20 @@ __global__ void __launch_bounds__(norm_threads)
     if (threadIdx.x == 0) { *out = float(sum); }
 }
 
-// *out = sum of values[i]^2.   values: (count), count a multiple of 4, 16-byte aligned
-inline void global_norm_squared(float* out, const float* values, long count, Stream& stream) {
+// *out = sum of values[i]^2.   values: (count), float or bf16, count a multiple of 4, 16-byte aligned
+template <class T>
+void norm_squared_of(float* out, const T* values, long count, Stream& stream) {
     if (count % 4 != 0) { throw std::invalid_argument("global_norm_squared: count is not a multiple of 4"); }
     require_aligned("an array of global_norm_squared", {values});
     const unsigned chunks = blocks_for(std::max(count, 1L), int(norm_chunk));
     double* partial = stream.scratch<double>(chunks);
-    launch(global_norm_partial_kernel, Grid{chunks, norm_threads, 0, stream}, partial, values, count);
+    launch(global_norm_partial_kernel<T>, Grid{chunks, norm_threads, 0, stream}, partial, values, count);
     launch(global_norm_total_kernel, Grid{1, norm_threads, 0, stream}, out, partial, int(chunks));
+}
+
+// The same of gradients.
+inline void global_norm_squared(float* out, const float* values, long count, Stream& stream) {
+    norm_squared_of(out, values, count, stream);
 }
 
 }  // namespace cuda

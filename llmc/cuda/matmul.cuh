@@ -28,7 +28,6 @@
 #include "llmc/cuda/stream.cuh"
 #include "llmc/floatx.h"
 #include "llmc/gelu.h"
-#include "llmc/matmul_precision.h"
 
 namespace cuda {
 
@@ -319,6 +318,17 @@ inline void matmul_forward(Matmul& matmul, floatX* out, const floatX* inp, const
     } else {
         matmul.multiply<Matmul::Kind::forward>(out, weight, inp, bias, pre_gelu, N, C, OC, stream);
     }
+}
+
+// out = a b.   out: (N,C)   a: (N,K)   b: (K,C)
+inline void matmul_product(Matmul& matmul, floatX* out, const floatX* a, const floatX* b, int N, int K, int C,
+                           Stream& stream) {
+    matmul.multiply<Matmul::Kind::backward_inp>(out, b, a, nullptr, nullptr, N, C, K, stream);
+}
+
+// out += inp^T inp.   out: (C,C)   inp: (N,C)
+inline void matmul_gram(Matmul& matmul, float* out, const floatX* inp, int N, int C, Stream& stream) {
+    matmul.multiply<Matmul::Kind::backward_weight>(out, inp, inp, nullptr, nullptr, N, C, C, stream);
 }
 
 // Overwrites dinp, adds to dweight and dbias.   dinp, inp: (N,C)   dweight: (OC,C)   dbias: (OC) or null

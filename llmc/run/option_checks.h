@@ -10,14 +10,14 @@
 #include "llmc/outlier.h"
 #include "llmc/run/options.h"
 
-// In lock-step, options for elastic runs would be ignored.
-inline void check_lockstep(const Options& o) {
-    const std::vector<std::string> ignored = changed_elastic_options(o);
+// Options of a section that this run would ignore.   user: whose they are   needed: the option that uses them
+inline void refuse_ignored(const Options& o, const std::string& section, const std::string& user,
+                           const std::string& needed) {
+    const std::vector<std::string> ignored = changed_in_section(o, section);
     if (ignored.empty()) { return; }
     const bool is_one = ignored.size() == 1;
-    throw UserError(list_in_words(ignored) + (is_one ? " is" : " are") + " for elastic workers: add " +
-                    "--outer-transport store, or leave " + (is_one ? "it" : "them") + " out, of a --config " +
-                    "file too");
+    throw UserError(list_in_words(ignored) + (is_one ? " is for " : " are for ") + user + ": add " + needed +
+                    ", or leave " + (is_one ? "it" : "them") + " out, of a --config file too");
 }
 
 inline void check_elastic(const Options& o) {
@@ -80,5 +80,10 @@ inline void check_options(const Options& o) {
         throw UserError("--outer-offload is for GPUs, whose memory is not the host's: leave it out");
     }
     check_output(o);
-    o.diloco.is_elastic() ? check_elastic(o) : check_lockstep(o);
+    if (!o.uses_muon()) { refuse_ignored(o, muon_section, "Muon", "--optimizer muon"); }
+    if (o.diloco.is_elastic()) {
+        check_elastic(o);
+    } else {
+        refuse_ignored(o, elastic_section, "elastic workers", "--outer-transport store");
+    }
 }

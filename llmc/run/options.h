@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "llmc/adamw.h"
+#include "llmc/optimizers.h"
 #include "llmc/descriptor.h"
 #include "llmc/device.h"
 #include "llmc/error.h"
@@ -42,6 +42,8 @@ struct Options {
     // the inner optimizer
     LearningRateSchedule schedule;  // its total_steps are known later
     AdamWOptions adamw;
+    std::string optimizer = "adamw";
+    MuonOptions muon;
     OutlierLimits outliers;
     // evaluation and samples
     long validate_every = 20, validation_batches = 20;
@@ -76,8 +78,10 @@ struct Options {
     long micro_steps() const { return total_batch / micro_batch(); }
     // Whether each worker may have its own -b and -d.
     bool has_own_batch() const { return diloco.streams() && diloco.weighs_by_tokens(); }
+    bool uses_muon() const { return optimizer == "muon"; }
 };
 
+inline const char* const muon_section = "Inner optimizer (Muon)";
 inline const char* const elastic_section = "Elastic workers (--outer-transport store)";
 
 // One row per option; rows point into `o`.
@@ -141,6 +145,14 @@ inline OptionTable option_table(Options& o) {
          Scope::run, at_least_0},
         {"--skip-norm-zscore", &o.outliers.norm_zscore,
          "-sg: the same by the norm of the gradient (0: never)", Scope::run, at_least_0},
+    });
+    add_section(table, muon_section, o.uses_muon(), {
+        {"--optimizer", &o.optimizer,
+         "adamw, or muon: the layers' matrices by Muon, the rest by AdamW", Scope::run,
+         one_of({"adamw", "muon"})},
+        {"--muon-lr", &o.muon.learning_rate,
+         "Muon's learning rate, on the schedule of -l; its weight decay is -c", Scope::run, at_least_0},
+        {"--muon-momentum", &o.muon.momentum, "Muon's momentum (Nesterov's)", Scope::run, from_0_below_1},
     });
     add_section(table, "Watching", true, {
         {"-v,--val-every", &o.validate_every, "Validate every N steps, and at the end (0: never)",
@@ -249,7 +261,7 @@ inline OptionTable option_table(Options& o) {
          "Syncs of each fragment whose payloads are kept for workers that come back", Scope::worker,
          at_least_1},
         {"--join-moments", &o.elastic.join_moments,
-         "A worker that joins takes another worker's AdamW moments, too, instead of starting with new ones",
+         "A worker that joins takes another worker's moments, too, instead of starting with new ones",
          Scope::run},
     });
     return table;
@@ -299,14 +311,14 @@ inline std::string default_of(const std::string& name) {
     return app.get_option("--" + name)->get_default_str();
 }
 
-// The options that an elastic run alone uses and that were changed from their defaults.
-inline std::vector<std::string> changed_elastic_options(Options o) {
+// The options of a section that were changed from their defaults.
+inline std::vector<std::string> changed_in_section(Options o, const std::string& section) {
     Options usual;
     const OptionTable table = option_table(o), defaults = option_table(usual);
     std::vector<std::string> names;
     for (size_t i = 0; i < table.size(); i++) {
         const bool is_changed = value_of(table[i]) != value_of(defaults[i]);
-        if (table[i].section == elastic_section && is_changed) { names.push_back(table[i].name()); }
+        if (table[i].section == section && is_changed) { names.push_back(table[i].name()); }
     }
     return names;
 }

@@ -247,14 +247,14 @@ private:
         for (const auto& entry : theirs) {
             const auto own = find(ours, entry.first);
             if (own == ours.end()) {
-                add(who, entry, "which the program of " + we + " does not know");
+                add(who, entry, "which " + we + " does not use");
             } else if (own->second != entry.second) {
                 add(who, entry, we + " has " + shown(own->second));
             }
         }
         for (const auto& entry : ours) {
             const bool is_known = find(theirs, entry.first) != theirs.end();
-            if (!is_known) { add(we, entry, "which the program of " + who + " does not know"); }
+            if (!is_known) { add(we, entry, "which " + who + " does not use"); }
         }
         return text;
     }

@@ -15,7 +15,6 @@
 #include "llmc/comm.h"
 #include "llmc/error.h"
 #include "llmc/floatx.h"
-#include "llmc/matmul_precision.h"
 #include "llmc/mfu.h"
 #include "llmc/outlier.h"
 #include "llmc/run/inputs.h"
@@ -227,6 +226,10 @@ public:
                o.has_own_batch() ? format("on worker %d", process.worker).c_str() : "a worker",
                counted(o.micro_steps(), "micro-step").c_str(), o.batch, o.seq_len,
                counted(inputs.steps, "step").c_str());
+        if (o.uses_muon()) {
+            printf("optimizer  Muon at %g for the layers' matrices, AdamW at %g for the rest\n",
+                   double(o.muon.learning_rate), double(o.schedule.peak));
+        }
         printf("device     %s; matmuls in %s; parameters %s, gradients fp32\n", device.c_str(),
                matmul.c_str(), sizeof(floatX) == 2 ? "bf16" : "fp32");
         fputs(exchanges.c_str(), stdout);

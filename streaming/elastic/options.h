@@ -6,6 +6,6 @@ struct ElasticOptions {
     double grace = 10;          // seconds that a sync waits at its due step for workers that are alive
     long max_lag = -1;          // steps that a worker may be behind before it jumps ahead; -1: tau
     long retain = 4;            // syncs of each fragment whose payloads are kept for workers that return
-    bool join_moments = false;  // a worker that joins takes another worker's AdamW moments, too
+    bool join_moments = false;  // a worker that joins takes another worker's moments, too
     int restarts = 0;           // of a worker that has failed, by its launcher
 };

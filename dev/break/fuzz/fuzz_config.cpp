@@ -18,6 +18,7 @@ void fuzz(const std::string& bytes) {
     require(options.sampling.temperature >= 0 && options.sampling.top_k >= 0, "a way to draw tokens");
     require(options.sampling.top_p > 0 && options.sampling.top_p <= 1, "a share of probability");
     require(options.adamw.beta2 < 1, "within the limits of the table");
+    require(options.muon.learning_rate >= 0 && options.muon.momentum < 1, "Muon's limits, too");
 }
 
 std::vector<std::string> seeds() {

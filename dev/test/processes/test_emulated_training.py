@@ -41,6 +41,17 @@ def test_workers_hold_the_same_global_parameters_and_losses_are_the_cpu_s(train,
     assert calm.losses()[-1] < calm.losses()[0]
 
 
+def test_muon_s_ranks_have_the_losses_of_one_rank_and_of_the_cpu(train):
+    options = {**SMALL, "--workers": 1, "-H": None, "--overlap": None, "--fragment-layers": None, "--outer-dtype": None,
+               "--optimizer": "muon"}
+    two = train("two", options, environment=environment(1), trainer=EMULATED)
+    one = train("one", {**options, "--ranks": 1, "-b": 2}, trainer=EMULATED)
+    cpu = train("cpu", {**options, "--matmul-precision": "highest"})
+    assert two.losses() == pytest.approx(one.losses(), abs=2e-3)
+    assert two.losses() == pytest.approx(cpu.losses(), abs=5e-3)
+    assert two.losses()[-1] < two.losses()[0]
+
+
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
 def test_no_order_of_the_streams_changes_a_bit(train, calm, seed):
     run = train("watched", SMALL, environment=environment(seed), trainer=EMULATED)

@@ -35,12 +35,13 @@ def test_cuda_kernels_agree_with_pytorch(parameters):
                                         pytest.param(EMULATED["fp32"], 1e-4, marks=pytest.mark.long)])
 def test_a_changed_reference_is_noticed(tmp_path, program, by):
     _, arrays = reference.read(DATA / "reference_head64.bin")
-    changed = ["logits", "losses", "gradient.h.1.qkvw", "norms"]
+    changed = ["logits", "losses", "gradient.h.1.qkvw", "norms", "muon.losses", "muon.h.1.fcw"]
     arrays = {name: (values * np.float32(1 + by) if name in changed else values) for name, values in arrays.items()}
     reference.write(tmp_path / "changed.bin", reference.SHAPES["reference_head64.bin"], arrays)
     result = run(program, tmp_path / "changed.bin")
     failed = [line for line in result.stdout.splitlines() if line.startswith("FAILED")]
     assert result.returncode == 1
-    for what in ["logits", "loss of step 1 ", "gradient of h.1.qkvw", "norm at the end of wte"]:
+    for what in ["logits", "loss of step 1 ", "gradient of h.1.qkvw", "norm at the end of wte", "muon.loss of step 1 ",
+                 "muon.h.1.fcw"]:
         assert any(what in line for line in failed), result.stdout
     assert not any("gradient of h.0.qkvw" in line for line in failed)

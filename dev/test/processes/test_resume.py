@@ -40,6 +40,7 @@ FACTORS = {
     "exchange": ["all_gather", "all_to_all"],
     "feedback": [False, True],
     "optimizer": ["nesterov", "average"],
+    "inner": ["adamw", "muon"],
     "weights": ["equal", "tokens"],
     "interruption": ["SIGKILL", "SIGTERM", "set back"],
 }
@@ -89,8 +90,8 @@ def cover(strength):
 
 def name_of(case):
     words = [f"{case['workers']}x{case['ranks']}", f"tau={case['overlap']}", case["dtype"], case["rounding"],
-             case["exchange"], "feedback" if case["feedback"] else "", case["optimizer"], case["weights"],
-             case["interruption"].replace(" ", "_")]
+             case["exchange"], "feedback" if case["feedback"] else "", case["optimizer"], case["inner"],
+             case["weights"], case["interruption"].replace(" ", "_")]
     return "-".join(word for word in words if word)
 
 
@@ -101,7 +102,7 @@ def options_of(case):
     options = {**RUN, "-x": 63, "--workers": workers, "--ranks": case["ranks"],
                "--outer-dtype": case["dtype"], "--outer-rounding": case["rounding"],
                "--outer-exchange": case["exchange"], "--outer-optimizer": case["optimizer"],
-               "--outer-weights": case["weights"],
+               "--optimizer": case["inner"], "--outer-weights": case["weights"],
                "--overlap": [4, 0, H - 1, 1][:workers] if case["overlap"] == "different" else case["overlap"]}
     if case["feedback"]:
         options["--outer-error-feedback"] = True

@@ -468,7 +468,7 @@ TEST(Reshape, with_as_many_workers_each_goes_on_with_what_was_its_own) {
         EXPECT_EQ(now.fields().real("total.waited_seconds"), 0.5 + worker);
         EXPECT_TRUE(contains(now.all_notes(), "2 x 2 processes (workers x ranks) goes on in 2 x 1\n"
                                               "carried over: parameters, global parameters, outer momentum, "
-                                              "residuals of error feedback and AdamW's moments\n"));
+                                              "residuals of error feedback and the inner optimizer's moments\n"));
     }
 }
 
@@ -495,8 +495,8 @@ TEST(Reshape, another_number_of_workers_starts_from_the_global_parameters) {
                 EXPECT_EQ(now.fields().count("tokens"), uint64_t(1000 + old_worker));
                 EXPECT_TRUE(contains(now.all_notes(), "every worker starts from the global parameters"));
                 const char* lost = before < after ? "not carried over: workers' own parameters\n"
-                                   : before == 2  ? " and AdamW's moments of worker 1\n"
-                                                  : " and AdamW's moments of workers 2 to 3\n";
+                                   : before == 2  ? " and the inner optimizer's moments of worker 1\n"
+                                                  : " and the inner optimizer's moments of workers 2 to 3\n";
                 EXPECT_TRUE(contains(now.all_notes(), lost));
             }
         }

@@ -1024,9 +1024,8 @@ TEST(Fingerprint, all_processes_throw_the_same_error_that_names_every_difference
     for (auto& process : processes) {
         EXPECT_EQ(process.wait(20), 0);
         EXPECT_EQ(process.report,
-                  "worker 1 has --inner-steps 50, worker 0 has 100; worker 1 has --new 1, which the program "
-                  "of worker 0 "
-                  "does not know; worker 2 has --outer-dtype none, worker 0 has fp4: give all the same");
+                  "worker 1 has --inner-steps 50, worker 0 has 100; worker 1 has --new 1, which worker 0 does "
+                  "not use; worker 2 has --outer-dtype none, worker 0 has fp4: give all the same");
     }
 }
 

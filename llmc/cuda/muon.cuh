@@ -1,0 +1,127 @@
+// Muon's elementwise passes over a shard, and over a matrix beside Newton-Schulz's products (llmc/muon.h):
+// llmc/optimizers.h for every value. The bits are the CPU's, but for rounding to floatX.
+#pragma once
+#include "llmc/cuda/global_norm.cuh"
+#include "llmc/cuda/memory.cuh"
+#include "llmc/floatx.h"
+#include "llmc/optimizers.h"
+#include "llmc/rounding.h"
+
+namespace cuda {
+
+// ---- kernels: one thread has four values
+
+// Bound by memory: 14 bytes a value in bf16 (8 are read, 6 written).
+__global__ void __launch_bounds__(256)
+    muon_direction_kernel(floatX* direction, float* m, const float* grad, long count, Muon step,
+                          const float* grad_scale) {
+    const long i = (long(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
+    const float scale = *grad_scale;
+    if (i >= count) { return; }
+    float values[4] = {};
+    if (std::isfinite(scale)) {
+        const Pack<float> g4 = load_pack(grad + i);
+        Pack<float> m4 = load_pack(m + i);
+        for (int j = 0; j < 4; j++) { values[j] = muon_direction_value(step.momentum, scale * g4[j], m4[j]); }
+        store_pack(m + i, m4);
+    }
+    store_packs(direction + i, values);
+}
+
+// Bound by memory: 4 bytes a value in bf16.
+__global__ void __launch_bounds__(256)
+    muon_normalize_kernel(floatX* out, const floatX* inp, long count, const float* norm_squared) {
+    const long i = (long(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
+    if (i >= count) { return; }
+    const float factor = newton_schulz_normalizer(*norm_squared);
+    float values[4];
+    load_packs(values, inp + i);
+    for (float& value : values) { value *= factor; }
+    store_packs(out + i, values);
+}
+
+// The four values are of one row. Bound by memory: 6 bytes a value in bf16.
+__global__ void __launch_bounds__(256)
+    newton_schulz_polynomial_kernel(floatX* out, const floatX* gram, const floatX* square, int side,
+                                    float scale) {
+    const long i = (long(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
+    if (i >= long(side) * side) { return; }
+    const int row = int(i / side), column = int(i % side);
+    float g[4], s[4];
+    load_packs(g, gram + i);
+    load_packs(s, square + i);
+    for (int j = 0; j < 4; j++) { g[j] = newton_schulz_value(g[j], s[j], row == column + j, scale); }
+    store_packs(out + i, g);
+}
+
+// Bound by memory: 12 bytes a value in bf16 (6 are read, 6 written).
+__global__ void __launch_bounds__(256)
+    muon_update_kernel(floatX* params, float* master, const floatX* direction, long count, Muon step,
+                       const float* grad_scale, StochasticRounding rounding) {
+    const long i = (long(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
+    if (i >= count || !std::isfinite(*grad_scale)) { return; }
+    Pack<float> master4 = load_pack(master + i);
+    float d[4];
+    load_packs(d, direction + i);
+    for (int j = 0; j < 4; j++) { muon_value(step, d[j], master4[j]); }
+    store_pack(master + i, master4);
+    store_parameters(params + i, master4, rounding, uint64_t(i));
+}
+
+// ---- launchers
+
+inline void require_packs(const char* what, long count) {
+    if (count % 4 != 0) { throw std::invalid_argument(format("%s: count is not a multiple of 4", what)); }
+}
+
+// Adds grad * *grad_scale to the momentum m; direction = Nesterov's. If *grad_scale is not finite, m stays as
+// it is, and the direction is zero.
+// direction, m, grad: (count), count a multiple of 4, 16-byte aligned (direction: 4 values)
+// grad_scale: (1), the clip scale
+inline void muon_direction(floatX* direction, float* m, const float* grad, long count, const Muon& step,
+                           const float* grad_scale, Stream& stream) {
+    require_packs("muon_direction", count);
+    require_aligned("an array of muon_direction", {m, grad});
+    require_aligned("the direction of muon_direction", {direction}, sizeof(Pack<floatX, 4>));
+    if (count == 0) { return; }
+    launch(muon_direction_kernel, Grid{blocks_for(count / 4, 256), 256, 0, stream}, direction, m, grad, count,
+           step, grad_scale);
+}
+
+// out = inp / |inp|, Frobenius's norm.   out, inp: (count), count a multiple of 4, 16-byte aligned
+// norm_squared: (1), scratch
+inline void muon_normalize(floatX* out, float* norm_squared, const floatX* inp, long count, Stream& stream) {
+    require_packs("muon_normalize", count);
+    require_aligned("an array of muon_normalize", {out, inp});
+    norm_squared_of(norm_squared, inp, count, stream);
+    launch(muon_normalize_kernel, Grid{blocks_for(count / 4, 256), 256, 0, stream}, out, inp, count,
+           norm_squared);
+}
+
+// out = scale (a I + b gram + c square).   out, gram, square: (side,side), side a multiple of 4, 16-byte
+// aligned
+inline void newton_schulz_polynomial(floatX* out, const floatX* gram, const floatX* square, int side,
+                                     float scale, Stream& stream) {
+    require_packs("newton_schulz_polynomial", side);
+    require_aligned("an array of newton_schulz_polynomial", {out, gram, square});
+    launch(newton_schulz_polynomial_kernel, Grid{blocks_for(long(side) * side / 4, 256), 256, 0, stream}, out,
+           gram, square, side, scale);
+}
+
+// Updates master by its direction, and params from master. Does nothing if *grad_scale is not finite.
+// params, master, direction: (count), count a multiple of 4, 16-byte aligned (params, direction: 4 values)
+// grad_scale: (1), the clip scale   rounding: of params, its `first` a multiple of 4
+inline void muon_update(floatX* params, float* master, const floatX* direction, long count, const Muon& step,
+                        const float* grad_scale, const StochasticRounding& rounding, Stream& stream) {
+    require_packs("muon_update", count);
+    if (rounding.first % 4 != 0) {
+        throw std::invalid_argument("muon_update: rounding.first is not a multiple of 4");
+    }
+    require_aligned("an array of muon_update", {master});
+    require_aligned("an array of floatX of muon_update", {params, direction}, sizeof(Pack<floatX, 4>));
+    if (count == 0) { return; }
+    launch(muon_update_kernel, Grid{blocks_for(count / 4, 256), 256, 0, stream}, params, master, direction,
+           count, step, grad_scale, rounding);
+}
+
+}  // namespace cuda
