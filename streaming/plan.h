@@ -82,6 +82,26 @@ inline std::vector<size_t> sync_bytes(const DilocoOptions& options, const std::v
     return bytes;
 }
 
+// Bytes that a process takes for the exchange: on the device, in the host's memory if the state is offloaded,
+// and for a snapshot of it.
+struct OuterBytes {
+    double device = 0, host = 0, snapshot = 0;
+};
+inline OuterBytes outer_bytes(const DilocoOptions& options, const Layout& layout, int workers) {
+    if (!options.streams()) { return {}; }
+    const std::vector<Fragment> fragments = make_fragments(layout, options);
+    const std::vector<long> values = shard_values(fragments, layout);
+    const double all = double(layout.shard_size());
+    const double largest = double(*std::max_element(values.begin(), values.end()));
+    const double flying = most_in_flight(fragments, options.inner_steps, options.overlap);
+    const double payload = double(payload_bytes(wire_options(options).format, long(largest)));
+    const double state = 8 * all;
+    const double feedback = options.outer_error_feedback ? 4 * (all + flying * largest) : 0;
+    const double wire = 4 * largest + flying * (workers + 1) * payload + feedback;
+    const double on_device = options.offload ? 2 * 8 * largest : state;
+    return {on_device + wire, options.offload ? state : 0, state + feedback + 4 * flying * largest};
+}
+
 // The schedule in words and numbers, for people: a line for each fragment and one for the sum.
 inline std::string plan(const DilocoOptions& options, const std::vector<Fragment>& fragments,
                         const Layout& layout, int workers) {
