@@ -23,8 +23,10 @@
 #include "llmc/muon.h"
 #include "llmc/run/inputs.h"
 #include "llmc/run/launch.h"
+#include "llmc/run/memory.h"
 #include "llmc/run/option_checks.h"
 #include "llmc/run/session.h"
+#include "llmc/run/stop_vote.h"
 #include "llmc/schedulers.h"
 #include "llmc/text/eval_batches.h"
 #include "llmc/text/sampler.h"
@@ -107,8 +109,7 @@ inline void allocate_activations(Model& model, int B, int T) {
         layer.lse = Buffer<float>(N * shape.heads);
         a.layers.push_back(std::move(layer));
     }
-    model.inputs = Buffer<int>(N);
-    model.targets = Buffer<int>(N);
+    for (Buffer<int>* b : {&model.inputs, &model.targets}) { *b = Buffer<int>(N); }
     model.upload = Upload(N);
 }
 
@@ -243,12 +244,12 @@ struct Worker {
     Buffer<float> reduced;       // this rank's shard of the summed gradients; unused with one rank
     Buffer<Scalars> scalars = Buffer<Scalars>(1);
     Buffer<OutlierWindow> outliers = Buffer<OutlierWindow>(1);  // the same on all ranks
-    HostBuffer<float> one{1};                                   // 1, to be copied to scalars.stop
     long adamw_updates = 0;                                     // updates that m and v have seen
     std::unique_ptr<ShardedMuon> muon;                          // null: AdamW updates matrices, too
     Event to_comm, to_main;                                     // used by hand_over() and hand_back()
     Traffic traffic;                                            // of `comm`
     std::function<void()> progress = [] {};  // called for each batch: tells the watchdog that all is well
+    StopVote stop{comm, comm_stream, traffic};
 
     Worker(Model& model, Comm& comm, Stream& main, Stream& comm_stream)
         : model(model), comm(comm), main(main), comm_stream(comm_stream) {
@@ -256,7 +257,6 @@ struct Worker {
         for (Buffer<float>* b : {&master, &m, &v}) { *b = Buffer<float>(n); }
         if (comm.size() > 1) { reduced = Buffer<float>(n); }
         for (int b = 0; b < blocks(); b++) { shards.push_back(model.layout.shard(b, comm.rank())); }
-        one.data()[0] = 1;
     }
 
     int blocks() const { return int(model.layout.blocks.size()); }
@@ -310,9 +310,8 @@ inline void sum_over_ranks(Worker& worker, float* values, size_t count) {
 }
 
 // Gradients of the mean loss over `micro_steps` batches and all ranks; each rank ends with its shard of them.
-// stop: this rank was asked to stop; the worker's other ranks learn it together with the loss
-inline void compute_gradients(Worker& worker, DataLoader& loader, int B, int T, int micro_steps,
-                              bool stop = false) {
+// If a rank was asked to stop, all learn it with the loss. Returns false if the worker has left the step.
+inline bool compute_gradients(Worker& worker, DataLoader& loader, int B, int T, int micro_steps) {
     Model& model = worker.model;
     Scalars* scalars = worker.scalars;
     const float share = 1.0f / (float(B) * float(T) * float(micro_steps) * float(worker.comm.size()));
@@ -320,6 +319,7 @@ inline void compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
     device::set_zero(scalars, 1, worker.main);
     for (int micro_step = 0; micro_step < micro_steps; micro_step++) {
         const bool last = micro_step == micro_steps - 1;
+        if (micro_step > 0 && worker.stop.leaves_step()) { return false; }
         worker.progress();
         loader.next_batch();
         forward(model, loader.inputs(), B, T, worker.main);
@@ -331,8 +331,9 @@ inline void compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
     hand_back(worker);
     device::global_norm_squared(&scalars->norm_squared, worker.shard_gradients(), model.layout.shard_size(),
                                 worker.main);
-    if (stop) { device::copy_to_device(&scalars->stop, worker.one.data(), 1, worker.main); }
+    worker.stop.tell(&scalars->stop, worker.main);
     sum_over_ranks(worker, &scalars->loss, summed_scalars);
+    return true;
 }
 
 // The update of this rank's shard: the layers' matrices by Muon if the worker has it, the rest by AdamW. It
@@ -529,8 +530,7 @@ inline Resumption find_checkpoint(const Options& o, Process& process, const Inpu
                                      *in.train_loader, open});
 }
 
-// Everything a process holds while it trains.
-struct Run {
+struct Run {  // everything that a process holds while it trains
     const Options& options;
     Inputs& inputs;
     const std::vector<Fragment>& fragments;  // empty: workers exchange nothing
@@ -541,7 +541,7 @@ struct Run {
     std::unique_ptr<OuterLoop> outer{};           // Streaming DiLoCo; null: workers exchange nothing
     std::unique_ptr<Checkpoints> checkpoints{};   // null: nothing is written
     std::string agreed_options{};                 // the options that all workers share
-    long step = 0, step_before = 0;               // now, and before the last update: elastic workers jump
+    long step = 0, step_before = 0, saved_step = 0;  // now, before the last update, in the last checkpoint
     StepResult results[2]{};                      // of this update and of the one before
     double last_collected = 0;                    // now_seconds() when the previous step was completed
     Outcome::Course course = Outcome::continues;  // as of the last exchange
@@ -552,12 +552,13 @@ struct Run {
           inputs(in),
           fragments(fragments),
           session(o, process, in, fragments, sync_bytes(o.diloco, fragments, in.layout, o.workers),
+                  memory_need(o, in.shape, in.layout, outer_bytes(o.diloco, in.layout, o.workers)).device,
                   find_checkpoint(o, process, in)),
           outer_stream(outer_stream_kind(o.diloco.transport)) {}
 
     StepResult& last_result() { return results[session.totals.updates % 2]; }
     StepResult& previous_result() { return results[(session.totals.updates + 1) % 2]; }
-    bool stops_together() const { return outer && !options.diloco.is_elastic(); }
+    bool stops_together() const { return outer && options.workers > 1 && !options.diloco.is_elastic(); }
     bool has_left() const { return course == Outcome::left; }  // a request to stop ended a wait for others
     bool is_over() const { return course == Outcome::over; }   // the other workers have completed the run
     bool is_stopping() const {
@@ -684,18 +685,25 @@ inline void follow(Run& run, const Outcome& outcome) {
     if (!outcome.took_snapshot) { return; }
     run.session.totals.joined_after = run.session.totals.updates;
     if (run.options.elastic.join_moments) { return; }  // taken from the snapshot, too
-    device::set_zero(worker.m.data(), worker.m.count(), run.main);
-    device::set_zero(worker.v.data(), worker.v.count(), run.main);
+    for (Buffer<float>* b : {&worker.m, &worker.v}) { device::set_zero(b->data(), b->count(), run.main); }
     worker.adamw_updates = 0;
 }
 
 // One step: this worker's update, then the exchange between workers. Returns when all of it is enqueued and
-// the device has completed the previous step. Reports that one, and this step if it is complete, too.
+// the device has completed the previous step. Reports that one, and this step if it is complete, too. If the
+// worker leaves the step, its state is that before it: a resumed run does the step again.
 inline void train_step(Run& run, long step) {
     const Options& o = run.options;
     Worker& worker = *run.worker;
     Totals& totals = run.session.totals;
     Stopping& stopping = run.session.stopping;
+    DataLoader& loader = *run.inputs.train_loader;
+    const DataPosition begin = loader.position();
+    if (o.overfit) { loader.reset(); }
+    if (!compute_gradients(worker, loader, o.batch, o.seq_len, int(o.micro_steps()))) {
+        loader.seek(begin);
+        return stopping.leave_step();
+    }
     totals.updates++;
     totals.tokens += uint64_t(o.total_batch);
     StepResult& result = run.last_result();
@@ -703,9 +711,6 @@ inline void train_step(Run& run, long step) {
     const long steps = run.inputs.steps;
     const LearningRateSchedule of_muon = with_peak(o.schedule, o.muon.learning_rate);
     const float warmup = join_warmup(totals), lr = learning_rate(o.schedule, steps, step - 1) * warmup;
-    if (o.overfit) { run.inputs.train_loader->reset(); }
-    compute_gradients(worker, *run.inputs.train_loader, o.batch, o.seq_len, int(o.micro_steps()),
-                      stopping.is_requested());
     const Traffic inner = worker.traffic;  // compute_gradients() joined the streams: nothing writes it now
     update(worker, o, lr, learning_rate(of_muon, steps, step - 1) * warmup);
     run.step = step;
@@ -717,9 +722,7 @@ inline void train_step(Run& run, long step) {
         follow(run, outcome);
         if (run.is_over()) { return; }
         result.syncs = std::move(outcome.syncs);
-        for (const SyncReport& sync : result.syncs) {
-            if (sync.stops) { stopping.heard_with_sync(sync.send_step, run.largest_overlap); }
-        }
+        stopping.heard_with(result.syncs, run.largest_overlap);
     }
     gather_parameters(worker);
     result.metrics = {step, 0, lr, 0, 0, totals.tokens, 0, inner.bytes_sent, inner.bytes_received};
@@ -753,8 +756,9 @@ inline void finish(Run& run, long step) {
 inline void end_step(Run& run, long step) {
     const bool last = step == run.inputs.steps;
     const long every = run.options.save_every;
-    const bool saves = run.checkpoints && (run.is_stopping() || run.passes(every) || (every > 0 && last));
-    if (!last) { evaluate(run, step); }
+    const bool saves = run.checkpoints && step != run.saved_step &&
+                       (run.is_stopping() || run.passes(every) || (every > 0 && last));
+    if (!last && step > run.step_before) { evaluate(run, step); }
     const double start = now_seconds();
     TrainingSnapshot* snapshot = saves ? &take_snapshot(run, step) : nullptr;
     if (last) {
@@ -768,6 +772,7 @@ inline void end_step(Run& run, long step) {
     // The state after the last step lacks the last merges, which a resumed run repeats; the model has them.
     if (last) { snapshot->model = gather_model(run); }
     run.checkpoints->write(step, last);
+    run.saved_step = step;
     run.session.logger.checkpoint(step, now_seconds() - start);
     run.last_collected = now_seconds();
 }
@@ -803,18 +808,18 @@ inline void training_loop(Run& run) {
 // Before the first step: the first evaluation, a resumed run's state, the meeting with the other workers.
 inline void begin_training(Run& run) {
     Session& session = run.session;
-    Resumption& resumed = session.resumed;
     Worker& worker = *run.worker;
-    if (resumed.step == 0) {
+    if (session.resumed.step == 0) {
         const Watchdog::Watch watch(session.watchdog, "what comes before step 1");
         evaluate(run, 0);
     }
     if (run.checkpoints) {  // without these a request to stop could save nothing
         run.largest_overlap = session.process.largest("overlap", run.options.diloco.overlap);
         if (run.stops_together()) { session.report.stop_overlap = run.largest_overlap; }
+        worker.stop.leaves_steps = !run.stops_together();
         session.stopping.accept_requests();
     }
-    run.step = run.step_before = resumed.step;
+    run.step = run.step_before = run.saved_step = session.resumed.step;
     if (run.outer) {
         const Watchdog::Watch watch(session.watchdog, "the first exchange");
         const Outcome outcome = run.outer->begin(run.step, session.totals.tokens, worker.master,
@@ -855,6 +860,7 @@ inline void make_worker(Run& run) {
     run.worker = std::make_unique<Worker>(*run.model, *session.inner, run.main, run.inner_stream);
     Worker& worker = *run.worker;
     worker.progress = [&session] { session.watchdog.progress(); };
+    worker.stop.is_asked = [&session] { return session.stopping.is_requested(); };
     if (o.uses_muon()) { worker.muon = std::make_unique<ShardedMuon>(run.model->layout, *session.inner); }
     set_parameters(worker, in.initial.data());
     in.initial = std::vector<float>();
@@ -888,7 +894,7 @@ inline std::unique_ptr<OuterLoop> make_outer_loop(Run& run) {
         return !session.stopping.is_requested();  // false ends the wait
     };
     auto refuse = [&run](const std::string& theirs) {
-        refuse_options(rows_of_options(run.agreed_options), rows_of_options(theirs));
+        compare_options(run.agreed_options, theirs, rows_of_options);
     };
     auto use_device = [&session] { device::use_in_this_thread(session.device); };
     auto open_store = [&o, &process] { return open_log_store(process.store_url, o.run_name, o.timeout); };
@@ -904,7 +910,6 @@ inline std::unique_ptr<OuterLoop> make_outer_loop(Run& run) {
 // Everything that training needs, from communicators to checkpoints.
 inline void set_up(Run& run) {
     const Options& o = run.options;
-    const Layout& layout = run.inputs.layout;
     Resumption& resumed = run.session.resumed;
     run.session.connect();
     make_worker(run);
@@ -913,7 +918,7 @@ inline void set_up(Run& run) {
         run.outer = make_outer_loop(run);
         run.outer->start(run.worker->master, run.main);
         if (resumed.state) { run.outer->restore(*resumed.state, resumed.fields, run.main); }
-        exchanges = plan(o.diloco, run.fragments, layout, o.workers);
+        exchanges = plan(o.diloco, run.fragments, run.inputs.layout, o.workers);
     }
     resumed.state.reset();
     OuterLoop* outer = run.outer.get();
@@ -936,10 +941,8 @@ inline int train(const Options& o, Process& process) {
         agree(o, process, in, [&] {
             if (o.diloco.streams()) { validate(o.diloco, in.steps, o.workers); }
             if (!o.diloco.is_elastic()) { return; }
-            const std::optional<std::string> theirs =
-                options_in(*open_log_store(process.store_url, o.run_name, o.timeout));
-            const std::set<std::string> ours = rows_of_options(agreed_options);
-            if (theirs && rows_of_options(*theirs) != ours) { refuse_options(ours, rows_of_options(*theirs)); }
+            const auto log = open_log_store(process.store_url, o.run_name, o.timeout);
+            compare_options(agreed_options, options_in(*log).value_or(agreed_options), rows_of_options);
         });
         run = std::make_unique<Run>(o, process, in, fragments);
         run->agreed_options = agreed_options;
@@ -984,15 +987,13 @@ int main(int argc, char** argv) {
         check_options(options);
         check_outer_transport(options.diloco.transport);
         validate(options.diloco, options.diloco.streams() ? options.max_steps : -1, options.workers);
+        check_memory(options, outer_bytes);
         Process process = launch(launch_options(options), argv);
         if (!has_launcher() && !options.output.empty()) { leave_at_stop_signals(); }
         if (process.restart > 0 && !options.output.empty()) { options.resume = 1; }
         return train(options, process);
-    } catch (const std::bad_alloc&) {
-        fprintf(stderr, "error: not enough memory for this model: take a smaller one\n");
-        return 1;
     } catch (const std::exception& e) {
-        fprintf(stderr, "error: %s\n", e.what());
+        fprintf(stderr, "error: %s\n", message_of(e).c_str());
         return exit_status(e);
     }
 }

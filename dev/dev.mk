@@ -7,6 +7,7 @@
 # make fuzz            each parser of files, payloads and the store under libFuzzer, SECONDS=60 each (clang)
 # make torture         kills a run KILLS=500 times, in the middle of writes too, and compares its bits
 # make chaos           elastic workers are killed, stopped, slowed and cut off for MINUTES=10; SEED=
+# make attack          all of these and more, one blow after another for MINUTES=10, with a verdict on each; SEED=
 # make mutate          breaks kernels and host code on purpose: do the tests notice? (MUTATE=--help: options)
 # make registers       registers and spills of each kernel, as nvcc reports them
 # make train_gpt_emulated   the CUDA trainer on this CPU, linked to the emulator instead of the GPU's libraries
@@ -205,6 +206,11 @@ chaos: setup
 	$(MAKE) train_gpt_cpu $(if $(findstring --links,$(ARGUMENTS)),build/relay)
 	.venv/bin/python dev/break/chaos.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGUMENTS)
 
+# ARGUMENTS="--only strangers": dev/break/attack.py --help
+attack: setup
+	$(MAKE) train_gpt_cpu
+	.venv/bin/python dev/break/attack.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGUMENTS)
+
 mutate: setup
 	.venv/bin/python dev/break/mutate.py $(MUTATE)
 
@@ -227,4 +233,4 @@ build/relay: dev/wan/relay.cpp
 	@mkdir -p build
 	$(CXX) -std=c++17 -O2 $(WARNINGS) $< -o $@
 
-.PHONY: test test-long test-commands test-emulated test-gpu check-cuda registers torture chaos mutate
+.PHONY: test test-long test-commands test-emulated test-gpu check-cuda registers torture chaos attack mutate

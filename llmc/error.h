@@ -9,6 +9,7 @@
 #pragma once
 #include <cstdarg>
 #include <cstdio>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -36,6 +37,12 @@ inline int exit_status(const std::exception& error) {
     if (dynamic_cast<const UserError*>(&error)) { return 2; }
     const RunError* const run_error = dynamic_cast<const RunError*>(&error);
     return run_error ? run_error->status : 1;
+}
+
+inline std::string message_of(const std::exception& error) {
+    const bool is_memory = dynamic_cast<const std::bad_alloc*>(&error);
+    return is_memory ? "not enough memory for this model and batch: lower -b, -t or the model's sizes"
+                     : error.what();
 }
 
 // printf into a std::string.

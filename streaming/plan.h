@@ -1,12 +1,16 @@
-// The plan of a run, before it starts: whether its options are valid, and its fragments. The bytes that it
-// sends are in llmc/run/report.h.
+// The plan of a run, before it starts: whether its options are valid, its fragments, and which bytes it sends
+// when.
 #pragma once
+#include <algorithm>
 #include <cmath>
+#include <numeric>
+#include <string>
 #include <vector>
 
-#include "streaming/exchange.h"
 #include "llmc/layout.h"
+#include "streaming/exchange.h"
 #include "streaming/outer.h"
+#include "streaming/outer_shard.h"
 #include "streaming/schedule.h"
 
 // Throws a UserError for options that are not valid for a run of `steps` steps (-1: not known yet).
@@ -44,4 +48,141 @@ inline std::vector<Fragment> make_fragments(const Layout& layout, const DilocoOp
     if (!options.streams()) { return {}; }
     return make_fragments(layout, options.fragment_layers, parse_fragment_pattern(options.fragment_pattern),
                           options.inner_steps);
+}
+
+// t_p of each.
+inline std::vector<double> offsets(const std::vector<Fragment>& fragments) {
+    std::vector<double> offsets;
+    for (const Fragment& fragment : fragments) { offsets.push_back(double(fragment.offset)); }
+    return offsets;
+}
+
+// An elastic worker sends its payload once, to the store, from which all others read it.
+inline ExchangeKind planned_exchange(const DilocoOptions& options, const std::vector<long>& values,
+                                     int workers) {
+    if (options.is_elastic()) { return ExchangeKind::all_gather; }
+    return choose_exchange(wire_options(options), values, workers);
+}
+
+// Bytes that a process sends in a sync, by fragment; none without an exchange.
+inline std::vector<size_t> sync_bytes(const DilocoOptions& options, const std::vector<Fragment>& fragments,
+                                      const Layout& layout, int workers) {
+    const std::vector<long> values = shard_values(fragments, layout);
+    const ExchangeKind exchange = planned_exchange(options, values, workers);
+    const int members = options.is_elastic() ? 2 : workers;
+    std::vector<size_t> bytes;
+    for (long n : values) {
+        bytes.push_back(exchange_bytes(exchange, wire_options(options).format, n, members));
+    }
+    return bytes;
+}
+
+// Bytes that a process takes for the exchange: on the device, in the host's memory if the state is offloaded,
+// and for a snapshot of it.
+struct OuterBytes {
+    double device = 0, host = 0, snapshot = 0;
+};
+inline OuterBytes outer_bytes(const DilocoOptions& options, const Layout& layout, int workers) {
+    if (!options.streams()) { return {}; }
+    const std::vector<Fragment> fragments = make_fragments(layout, options);
+    const std::vector<long> values = shard_values(fragments, layout);
+    const double all = double(layout.shard_size());
+    const double largest = double(*std::max_element(values.begin(), values.end()));
+    const double flying = most_in_flight(fragments, options.inner_steps, options.overlap);
+    const double payload = double(payload_bytes(wire_options(options).format, long(largest)));
+    const double state = 8 * all;
+    const double feedback = options.outer_error_feedback ? 4 * (all + flying * largest) : 0;
+    const double wire = 4 * largest + flying * (workers + 1) * payload + feedback;
+    const double on_device = options.offload ? 2 * 8 * largest : state;
+    return {on_device + wire, options.offload ? state : 0, state + feedback + 4 * flying * largest};
+}
+
+// "h.0..h.2, h.6": the names of blocks, runs of neighbours shortened.
+inline std::string block_names(const std::vector<int>& blocks, const Layout& layout) {
+    std::string names;
+    for (size_t i = 0; i < blocks.size(); i++) {
+        size_t last = i;
+        while (last + 1 < blocks.size() && blocks[last + 1] == blocks[last] + 1) { last++; }
+        names += (names.empty() ? "" : ", ") + layout.blocks[size_t(blocks[i])].name;
+        if (last > i) { names += (last > i + 1 ? ".." : ", ") + layout.blocks[size_t(blocks[last])].name; }
+        i = last;
+    }
+    return names;
+}
+
+// Bytes that a process sends in the steps t with t mod H = 0, 1, ..., H - 1.   bytes: of a sync, by fragment
+inline std::vector<size_t> sent_in_period(const std::vector<Fragment>& fragments,
+                                          const std::vector<size_t>& bytes, long H) {
+    std::vector<size_t> sent(H, 0);
+    for (size_t p = 0; p < fragments.size(); p++) { sent[fragments[p].offset] += bytes[p]; }
+    return sent;
+}
+
+// The slowest link, in bytes per step, over which every fragment arrives within its `overlap` steps, without
+// latency: the bytes that are sent in `length` + 1 consecutive steps have `length` + overlap steps to pass.
+// overlap: at least 1
+inline double bytes_a_step_without_waits(const std::vector<size_t>& sent, long overlap) {
+    const long H = long(sent.size());
+    double most = double(std::accumulate(sent.begin(), sent.end(), size_t(0))) / double(H);
+    for (long first = 0; first < H; first++) {
+        size_t sum = 0;
+        for (long length = 0; length < H; length++) {
+            sum += sent[(first + length) % H];
+            most = std::max(most, double(sum) / double(length + overlap));
+        }
+    }
+    return most;
+}
+
+// The schedule in words and numbers, for people: a line for each fragment and one for the sum.
+inline std::string plan(const DilocoOptions& options, const std::vector<Fragment>& fragments,
+                        const Layout& layout, int workers) {
+    const long H = options.inner_steps;
+    const std::vector<long> values = shard_values(fragments, layout);
+    const ExchangeKind exchange = planned_exchange(options, values, workers);
+    const std::vector<size_t> bytes = sync_bytes(options, fragments, layout, workers);
+    const std::vector<size_t> sent = sent_in_period(fragments, bytes, H);
+    std::string text = "fragment  offset  every      bytes a sync  blocks\n";
+    for (size_t p = 0; p < fragments.size(); p++) {
+        text += format("%8zu  %6ld  %5ld  %16zu  %s\n", p, fragments[p].offset, H, bytes[p],
+                       block_names(fragments[p].blocks, layout).c_str());
+    }
+    const double sum = double(std::accumulate(sent.begin(), sent.end(), size_t(0)));
+    const size_t peak = *std::max_element(sent.begin(), sent.end());
+    return text + format("a process sends %.0f bytes every %ld steps by %s, %.0f a step on average, %zu in a "
+                         "step at most; at most %d in flight at a time\n", sum, H,
+                         name_of(exchange).c_str(), sum / double(H), peak,
+                         most_in_flight(fragments, H, options.overlap));
+}
+
+// The plan in Mbit/s, once the duration of a step is known: a line for people.
+// bytes: that a process sends in a sync, by fragment; it receives as many
+inline std::string rates(const std::vector<Fragment>& fragments, const std::vector<size_t>& bytes, long H,
+                         long overlap, double step_seconds) {
+    const std::vector<size_t> sent = sent_in_period(fragments, bytes, H);
+    auto mbits = [&](double bytes_a_step) { return bytes_a_step * 8e-6 / step_seconds; };
+    const double average = double(std::accumulate(sent.begin(), sent.end(), size_t(0))) / double(H);
+    const double peak = double(*std::max_element(sent.begin(), sent.end()));
+    std::string line = format("at %.4g s a step a process sends %.4g Mbit/s on average and %.4g Mbit/s in "
+                              "the step that sends most", step_seconds, mbits(average), mbits(peak));
+    if (overlap > 0) {
+        line += format("; with an overlap of %ld a link of %.4g Mbit/s keeps up", overlap,
+                       mbits(bytes_a_step_without_waits(sent, overlap)));
+    }
+    return line;
+}
+
+// How long a request to stop takes in lock-step: it comes with the loss of the next step, is sent with the
+// next sync after two more steps, and is obeyed when the slowest worker has merged that sync.
+// overlap: tau of that worker   step_seconds: of a step
+inline std::string time_to_stop(const std::vector<Fragment>& fragments, long H, long overlap,
+                                double step_seconds) {
+    std::vector<long> sends;
+    for (const Fragment& fragment : fragments) { sends.push_back(fragment.offset); }
+    std::sort(sends.begin(), sends.end());
+    long longest = sends.front() + H - sends.back();
+    for (size_t p = 1; p < sends.size(); p++) { longest = std::max(longest, sends[p] - sends[p - 1]); }
+    const long steps = 3 + longest + overlap;
+    return format("a stop (SIGTERM) takes up to %ld steps, %.3g s, and a checkpoint", steps,
+                  double(steps) * step_seconds);
 }

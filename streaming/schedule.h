@@ -62,7 +62,8 @@ inline std::vector<Fragment> make_fragments(int layers, int blocks, int fragment
         throw UserError(format("%d layers in a fragment: use at least 1, or 0 for everything in one fragment",
                                fragment_layers));
     }
-    const int of_layers = fragment_layers == 0 ? 1 : (layers + fragment_layers - 1) / fragment_layers;
+    const int of_layers =
+        fragment_layers == 0 ? 1 : int((long(layers) + fragment_layers - 1) / fragment_layers);
     const int count = fragment_layers == 0 ? 1 : of_layers + blocks - layers;
     std::vector<Fragment> fragments(count);
     if (pattern == FragmentPattern::balanced) {

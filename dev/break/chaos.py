@@ -160,10 +160,9 @@ class Chaos:
         while not all(worker.ended for worker in self.workers):
             self.look()
             time.sleep(0.05)
-        through = [worker for worker in self.workers if worker.is_through()]
-        models = {worker.path_of_model().read_bytes() for worker in through}
-        if len(models) != 1:
-            raise Failure(f"workers {[worker.number for worker in through]} end with {len(models)} models")
+        through = self.compare_models()
+        if not through:
+            raise Failure("nobody has completed the run")
         for worker in through:
             first, last = worker.losses[:20], worker.losses[-20:]
             if not statistics.fmean(last) < 0.9 * statistics.fmean(first):
@@ -171,8 +170,17 @@ class Chaos:
                               f"{statistics.fmean(first):.3f}, and is {statistics.fmean(last):.3f}")
         self.tell("chaos", f"{len(through)} workers have ended with one model")
 
+    def compare_models(self):
+        """Those workers that have completed the run. They must have the same model."""
+        through = [worker for worker in self.workers if worker.is_through()]
+        models = {worker.path_of_model().read_bytes() for worker in through}
+        if len(models) > 1:
+            raise Failure(f"workers {[worker.number for worker in through]} end with {len(models)} models")
+        return through
+
     def lose_store(self):
-        """Kills the store, which comes back empty. All workers must end, with one clear line each."""
+        """Kills the store, which comes back empty. All workers must end, with one clear line each; but a worker may
+        have all that it needs of the store, and complete the run."""
         self.tell("chaos", "kills the store, which comes back empty")
         for worker in self.workers:
             worker.wanted = False
@@ -185,11 +193,14 @@ class Chaos:
             except subprocess.TimeoutExpired:
                 raise Failure(f"worker {worker.number} goes on without its run in the store") from None
             lines = [line for line in worker.text().splitlines() if line.startswith("error: ")]
-            if status != 1 or len(lines) != 1 or "the store has lost the run" not in lines[0]:
+            if worker.is_through():
+                self.tell(f"worker {worker.number}", "has completed the run all the same")
+            elif status != 1 or len(lines) != 1 or "the store has lost the run" not in lines[0]:
                 raise Failure(f"the store came back empty, and worker {worker.number} ends with status "
                               f"{status}:\n{worker.text()[-1000:]}")
         self.totals.rows["store emptied"].blows += 1
         self.read()
+        self.compare_models()
 
     def close(self):
         for worker in self.workers:

@@ -68,6 +68,7 @@ class Safetensors:
             self.places = {name: self.check(8 + length, size, entry) for name, entry in self.entries.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             self.fail("has a damaged header")
+        self.check_all(size - 8 - length)
 
     def fail(self, what):
         raise UserError(f"{self.path} {what}: get it again")
@@ -88,6 +89,16 @@ class Safetensors:
             if count * TYPES[kind][1].itemsize != end - begin:
                 raise ValueError
         return data + begin, shape, kind
+
+    def check_all(self, size):
+        """By the format, the tensors' values follow each other without overlap or gap, up to the end of the file."""
+        at = 0
+        for begin, end, name in sorted((*entry["data_offsets"], name) for name, entry in self.entries.items()):
+            if begin != at:
+                self.fail(f"has a tensor {name} that {'overlaps another' if begin < at else 'follows a gap'}")
+            at = end
+        if at != size:
+            self.fail(f"has {size - at} bytes that are no tensor's")
 
     def tensor(self, name):
         """Values as stored: float32, float16, or uint16 that hold bf16."""

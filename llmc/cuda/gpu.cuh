@@ -57,6 +57,13 @@ inline Device use_device(int number, const std::string& interface) {
             index};
 }
 
+// Bytes that the GPU in use has left.
+inline double free_memory() {
+    size_t free = 0, all = 0;
+    cudaCheck(cudaMemGetInfo(&free, &all));
+    return double(free);
+}
+
 // For several processes on one GPU, which NCCL refuses if they are on the same host. With a host id of its
 // own, each process looks like a host of its own. Collectives then go through sockets, and take milliseconds.
 // process: a name that is unique in the run   one_machine: whether all processes are on this machine

@@ -2,6 +2,7 @@
 // communicator: NCCL must know whether several processes share a GPU. On the CPU there is nothing to choose.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <set>
 #include <string>
@@ -24,6 +25,7 @@ struct Device {
 inline Device use_device(int, const std::string&) { return {}; }
 inline void use_in_this_thread(const Device&) {}
 inline void share_device(const std::string&, bool) {}
+inline double free_memory() { return INFINITY; }  // there is none but the host's
 
 }  // namespace cpu
 

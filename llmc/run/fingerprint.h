@@ -78,13 +78,16 @@ inline std::string text_of(const Fingerprint& rows) {
 }
 
 // Throws a UserError that names the rows in which this worker and the run differ.
-[[noreturn]] inline void refuse_options(const std::set<std::string>& ours, const std::set<std::string>& theirs) {
-    auto only_in_first = [](const std::set<std::string>& first, const std::set<std::string>& second) {
+// ours, theirs: text_of()   rows_of: the set of a text's rows, without those that need not agree
+template <class RowsOf>
+void compare_options(const std::string& ours, const std::string& theirs, RowsOf rows_of) {
+    auto only_in_first = [&](const std::string& first, const std::string& second) {
+        const std::set<std::string> a = rows_of(first), b = rows_of(second);
         std::vector<std::string> rows;
-        std::set_difference(first.begin(), first.end(), second.begin(), second.end(),
-                            std::back_inserter(rows));
+        std::set_difference(a.begin(), a.end(), b.begin(), b.end(), std::back_inserter(rows));
         return rows.empty() ? std::string("nothing") : list_in_words(rows);
     };
+    if (rows_of(ours) == rows_of(theirs)) { return; }
     throw UserError("this worker has " + only_in_first(ours, theirs) + ", the run has " +
                     only_in_first(theirs, ours) +
                     ": give all workers the same, or this run another --run-name");

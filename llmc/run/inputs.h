@@ -134,8 +134,9 @@ inline int number_among_all(const Options& o, const Process& process) {
     return process.worker * o.ranks + process.rank;
 }
 
-// Opens and checks all files that the options name. Throws a UserError for any that does not fit.
-inline Inputs open_inputs(const Options& o, const Process& process) {
+// Opens and checks all files that the options name. Throws a UserError for any that does not fit. The initial
+// parameters, which take memory, are not read yet.
+inline Inputs open_files(const Options& o, const Process& process) {
     Inputs in;
     in.tokenizer = find_tokenizer(o, o.train_data);
     in.shape = resolve_shape(o, in.tokenizer.get());
@@ -161,6 +162,11 @@ inline Inputs open_inputs(const Options& o, const Process& process) {
     }
     set_steps(o, o.has_own_batch() ? o.total_batch : o.total_batch * o.workers, in);
     in.layout = gpt_layout(in.shape, o.ranks, o.diloco.streams() ? o.diloco.fragment_layers : 0);
+    return in;
+}
+
+inline Inputs open_inputs(const Options& o, const Process& process) {
+    Inputs in = open_files(o, process);
     if (is_model_file(o.model)) {
         in.initial = read_model(o.model, in.layout);
     } else {

@@ -230,7 +230,7 @@ private:
         while (!changed.wait_for(lock, std::chrono::seconds(1), [&] { return closing; })) {
             try {
                 meeting->is_displaced();
-            } catch (const RunError&) {
+            } catch (...) {
                 return;  // the store has failed: training does not need it, and its next user reports it
             }
         }

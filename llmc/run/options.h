@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <optional>
+#include <set>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -296,7 +297,8 @@ inline void add_other_options(CLI::App& app, Options& o) {
     add("--generate", o.generate, "Write text with the model of -e instead of training", "General");
     add("--options-table", o.print_table, "Print the table of options in Markdown and leave", "");
     add("--llmc-flags-table", o.print_llmc_table, "Print llm.c's flags in Markdown and leave", "");
-    app.footer("llm.c's -z, -f and flags of two letters are taken as well: see --llmc-flags-table.\n\n"
+    app.footer("Of an option that is given several times, the last value counts.\n"
+               "llm.c's -z, -f and flags of two letters are taken as well: see --llmc-flags-table.\n\n"
                "Exit status: 0 the run is complete; 1 it has failed, and -y 1 continues from its last "
                "checkpoint; 2 a mistake to\ncorrect; 75 other processes did not come within --timeout: try "
                "again; 76 another process has taken this worker's\nplace; 143 stopped by request, and "
@@ -418,6 +420,18 @@ inline void parse(CLI::App& app, std::vector<std::string> words, const Options& 
     if (o.print_table || o.print_llmc_table) { exit(0); }
 }
 
+// Options that were given more than once with different values, for the banner.
+inline std::vector<std::string> notes_on_repetitions(const CLI::App& app, const OptionTable& table) {
+    std::vector<std::string> notes;
+    for (const OptionRow& row : table) {
+        const std::vector<std::string> values = app.get_option(row.name())->results();
+        const std::set<std::string> different(values.begin(), values.end());
+        if (different.size() < 2 || !row.is_saved) { continue; }  // --store may have a password
+        notes.push_back(row.name() + " was given " + list_in_words(values) + ": the last one counts");
+    }
+    return notes;
+}
+
 // A run's prompt must come back from its config.toml, where CLI11 does not quote everything correctly.
 inline void check_prompt(const Options& o) {
     CLI::App app;
@@ -443,6 +457,7 @@ inline Options parse_options(int argc, char** argv) {
     add_options(app, table);
     LlmcFlags flags;
     parse(app, translate(app, argc, argv, flags), o);
+    o.notes = notes_on_repetitions(app, table);
     const OptionValues parsed = values_of(table);
     apply_llmc_flags(flags, o);
     resolve_defaults(app, o);

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <numeric>
 #include <optional>
 #include <set>
 #include <string>
@@ -21,11 +20,8 @@
 #include "llmc/run/logger.h"
 #include "llmc/run/options.h"
 #include "llmc/run/process.h"
-#include "streaming/exchange.h"
 #include "streaming/outer_loop.h"
-#include "streaming/outer_shard.h"
 #include "streaming/plan.h"
-#include "streaming/schedule.h"
 #include "streaming/sync_report.h"
 
 // "1 step", "2 steps"
@@ -58,128 +54,6 @@ inline SyncMetrics sync_metrics(const SyncReport& r, long step) {
     m.counted = r.log->counted;
     return m;
 }
-
-// -----------------------------------------------------------------------------------------------------------
-// The plan of the exchanges, for people
-
-// t_p of each.
-inline std::vector<double> offsets(const std::vector<Fragment>& fragments) {
-    std::vector<double> offsets;
-    for (const Fragment& fragment : fragments) { offsets.push_back(double(fragment.offset)); }
-    return offsets;
-}
-
-// An elastic worker sends its payload once, to the store, from which all others read it.
-inline ExchangeKind planned_exchange(const DilocoOptions& options, const std::vector<long>& values,
-                                     int workers) {
-    if (options.is_elastic()) { return ExchangeKind::all_gather; }
-    return choose_exchange(wire_options(options), values, workers);
-}
-
-// Bytes that a process sends in a sync, by fragment; none without an exchange.
-inline std::vector<size_t> sync_bytes(const DilocoOptions& options, const std::vector<Fragment>& fragments,
-                                      const Layout& layout, int workers) {
-    const std::vector<long> values = shard_values(fragments, layout);
-    const ExchangeKind exchange = planned_exchange(options, values, workers);
-    const int members = options.is_elastic() ? 2 : workers;
-    std::vector<size_t> bytes;
-    for (long n : values) {
-        bytes.push_back(exchange_bytes(exchange, wire_options(options).format, n, members));
-    }
-    return bytes;
-}
-
-// "h.0..h.2, h.6": the names of blocks, runs of neighbours shortened.
-inline std::string block_names(const std::vector<int>& blocks, const Layout& layout) {
-    std::string names;
-    for (size_t i = 0; i < blocks.size(); i++) {
-        size_t last = i;
-        while (last + 1 < blocks.size() && blocks[last + 1] == blocks[last] + 1) { last++; }
-        names += (names.empty() ? "" : ", ") + layout.blocks[size_t(blocks[i])].name;
-        if (last > i) { names += (last > i + 1 ? ".." : ", ") + layout.blocks[size_t(blocks[last])].name; }
-        i = last;
-    }
-    return names;
-}
-
-// Bytes that a process sends in the steps t with t mod H = 0, 1, ..., H - 1.   bytes: of a sync, by fragment
-inline std::vector<size_t> sent_in_period(const std::vector<Fragment>& fragments,
-                                          const std::vector<size_t>& bytes, long H) {
-    std::vector<size_t> sent(H, 0);
-    for (size_t p = 0; p < fragments.size(); p++) { sent[fragments[p].offset] += bytes[p]; }
-    return sent;
-}
-
-// The slowest link, in bytes per step, over which every fragment arrives within its `overlap` steps, without
-// latency: the bytes that are sent in `length` + 1 consecutive steps have `length` + overlap steps to pass.
-// overlap: at least 1
-inline double bytes_a_step_without_waits(const std::vector<size_t>& sent, long overlap) {
-    const long H = long(sent.size());
-    double most = double(std::accumulate(sent.begin(), sent.end(), size_t(0))) / double(H);
-    for (long first = 0; first < H; first++) {
-        size_t sum = 0;
-        for (long length = 0; length < H; length++) {
-            sum += sent[(first + length) % H];
-            most = std::max(most, double(sum) / double(length + overlap));
-        }
-    }
-    return most;
-}
-
-// The schedule in words and numbers, for people: a line for each fragment and one for the sum.
-inline std::string plan(const DilocoOptions& options, const std::vector<Fragment>& fragments,
-                        const Layout& layout, int workers) {
-    const long H = options.inner_steps;
-    const std::vector<long> values = shard_values(fragments, layout);
-    const ExchangeKind exchange = planned_exchange(options, values, workers);
-    const std::vector<size_t> bytes = sync_bytes(options, fragments, layout, workers);
-    const std::vector<size_t> sent = sent_in_period(fragments, bytes, H);
-    std::string text = "fragment  offset  every      bytes a sync  blocks\n";
-    for (size_t p = 0; p < fragments.size(); p++) {
-        text += format("%8zu  %6ld  %5ld  %16zu  %s\n", p, fragments[p].offset, H, bytes[p],
-                       block_names(fragments[p].blocks, layout).c_str());
-    }
-    const double sum = double(std::accumulate(sent.begin(), sent.end(), size_t(0)));
-    const size_t peak = *std::max_element(sent.begin(), sent.end());
-    return text + format("a process sends %.0f bytes every %ld steps by %s, %.0f a step on average, %zu in a "
-                         "step at most; at most %d in flight at a time\n", sum, H,
-                         name_of(exchange).c_str(), sum / double(H), peak,
-                         most_in_flight(fragments, H, options.overlap));
-}
-
-// The plan in Mbit/s, once the duration of a step is known: a line for people.
-// bytes: that a process sends in a sync, by fragment; it receives as many
-inline std::string rates(const std::vector<Fragment>& fragments, const std::vector<size_t>& bytes, long H,
-                         long overlap, double step_seconds) {
-    const std::vector<size_t> sent = sent_in_period(fragments, bytes, H);
-    auto mbits = [&](double bytes_a_step) { return bytes_a_step * 8e-6 / step_seconds; };
-    const double average = double(std::accumulate(sent.begin(), sent.end(), size_t(0))) / double(H);
-    const double peak = double(*std::max_element(sent.begin(), sent.end()));
-    std::string line = format("at %.4g s a step a process sends %.4g Mbit/s on average and %.4g Mbit/s in "
-                              "the step that sends most", step_seconds, mbits(average), mbits(peak));
-    if (overlap > 0) {
-        line += format("; with an overlap of %ld a link of %.4g Mbit/s keeps up", overlap,
-                       mbits(bytes_a_step_without_waits(sent, overlap)));
-    }
-    return line;
-}
-
-// How long a request to stop takes in lock-step: it comes with the loss of the next step, is sent with the
-// next sync after two more steps, and is obeyed when the slowest worker has merged that sync.
-// overlap: tau of that worker   step_seconds: of a step
-inline std::string time_to_stop(const std::vector<Fragment>& fragments, long H, long overlap,
-                                double step_seconds) {
-    std::vector<long> sends;
-    for (const Fragment& fragment : fragments) { sends.push_back(fragment.offset); }
-    std::sort(sends.begin(), sends.end());
-    long longest = sends.front() + H - sends.back();
-    for (size_t p = 1; p < sends.size(); p++) { longest = std::max(longest, sends[p] - sends[p - 1]); }
-    const long steps = 3 + longest + overlap;
-    return format("a stop (SIGTERM) takes up to %ld steps, %.3g s, and a checkpoint", steps,
-                  double(steps) * step_seconds);
-}
-
-// -----------------------------------------------------------------------------------------------------------
 
 class Report {
 public:

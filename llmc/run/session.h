@@ -22,6 +22,7 @@
 #include "llmc/run/inputs.h"
 #include "llmc/run/launch.h"
 #include "llmc/run/logger.h"
+#include "llmc/run/memory.h"
 #include "llmc/run/options.h"
 #include "llmc/run/process.h"
 #include "llmc/run/report.h"
@@ -81,9 +82,8 @@ inline void agree(const Options& o, Process& process, Inputs& in, const std::fun
 inline void or_leave(const Process& process, const std::function<void()>& work) {
     try {
         work();
-    } catch (const std::bad_alloc&) {
-        process.leave_with(
-            RunError("not enough memory for this model and batch: lower -b, -t or the model's sizes"));
+    } catch (const std::bad_alloc& error) {
+        process.leave_with(RunError(message_of(error)));
     } catch (const std::exception& error) { process.leave_with(error); }
 }
 
@@ -106,13 +106,15 @@ struct Session {
     Stopping stopping{};
 
     // sync_bytes: what a process sends in a sync of each fragment; empty if nothing is exchanged
+    // device_bytes: what it needs of its device's memory
     Session(const Options& o, Process& process, const Inputs& in, const std::vector<Fragment>& fragments,
-            const std::vector<size_t>& sync_bytes, Resumption resumed_)
+            const std::vector<size_t>& sync_bytes, double device_bytes, Resumption resumed_)
         : options(o),
           process(process),
           folder(checkpoint_folder(o, process)),
           resumed(std::move(resumed_)),
-          device(choose_device(process, o.diloco.streams() && o.diloco.transport == "nccl")),
+          device(with_room(choose_device(process, o.diloco.streams() && o.diloco.transport == "nccl"),
+                           device_bytes)),
           logger(o.output, number_among_all(o, process), o.workers * o.ranks, o.resume != 0,
                  log_cut(o, resumed, in.steps)),
           status(stdout, process.terminal, process.terminal ? 0.1 : 5.0),

@@ -80,7 +80,8 @@ private:
 //     the loss   carries the request to all ranks of the worker
 //     a sync     carries it to all workers in lock-step; they stop when the slowest has merged that sync
 //
-// A worker that is alone, or elastic, stops one update after the request arrived with the loss.
+// A worker that is alone, or elastic, stops one update after the request arrived with the loss. In a step of
+// several micro-steps it leaves between two of them, and the resumed run does that step again.
 class Stopping {
 public:
     // From now on signals are requests. Until then they end the process at once: nothing could be saved.
@@ -92,20 +93,30 @@ public:
         if (heard_in == 0) { heard_in = update; }
     }
 
+    // A worker that is alone, or elastic, has left the step that it was in.
+    void leave_step() { has_left_step = true; }
+
     // Whether this worker's sends in `update` should carry the request: from two updates later on, since the
     // host of another rank may not have read the loss of the previous update yet.
     bool should_tell_workers(long update) const { return heard_in > 0 && heard_in + 2 <= update; }
 
-    // A sync that was sent at `send_step` carried a request.   largest_overlap: tau of the slowest worker
-    void heard_with_sync(long send_step, long largest_overlap) {
-        if (last_step == 0) { last_step = send_step + largest_overlap; }
+    // Some of these syncs (SyncReport) may have carried a request.
+    // largest_overlap: tau of the slowest worker
+    template <class Syncs>
+    void heard_with(const Syncs& syncs, long largest_overlap) {
+        for (const auto& sync : syncs) {
+            if (sync.stops && last_step == 0) { last_step = sync.send_step + largest_overlap; }
+        }
     }
 
     bool is_last_step_together(long step) const { return last_step > 0 && step == last_step; }
-    bool is_last_update_alone(long update) const { return heard_in > 0 && update > heard_in; }
+    bool is_last_update_alone(long update) const {
+        return has_left_step || (heard_in > 0 && update > heard_in);
+    }
 
 private:
     std::optional<StopRequest> request;  // of this process
     long heard_in = 0;                   // update whose loss carried the request; 0: none did
+    bool has_left_step = false;
     long last_step = 0;                  // after which workers in lock-step stop; 0: not known
 };

@@ -118,7 +118,7 @@ private:
     bool is_cause_known() const {
         try {
             return process.store->try_get("cause").has_value();
-        } catch (const RunError&) { return false; }  // training does not need the store
+        } catch (const std::exception&) { return false; }  // training does not need the store
     }
 
     const Process& process;

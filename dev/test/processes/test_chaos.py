@@ -158,6 +158,37 @@ def test_a_loss_that_is_no_number_and_one_that_does_not_fall_are_found(quiet):
         quiet.end()
 
 
+def test_a_worker_that_had_all_it_needed_completes_the_run_without_its_store(quiet):
+    """Whenever the store is lost: a fast machine may be through by then."""
+    quiet.place.server = SimpleNamespace(kill=lambda: None, clear=lambda: None, start=lambda: None)
+
+    def end(worker, status, text="", model=None):
+        worker.kill()
+        worker.process = subprocess.Popen(["sh", "-c", f"exit {status}"])
+        worker.process.wait()
+        worker.output.write_text(text)
+        if model:
+            write_model(worker, model)
+
+    lost = "error: the store has lost the run: start anew\n"
+    for worker in quiet.workers:
+        end(worker, 1, lost)
+    quiet.lose_store()
+    for worker in quiet.workers[:2]:
+        end(worker, 0, model=b"one")
+    quiet.lose_store()
+    end(quiet.workers[2], 0, model=b"one")
+    quiet.lose_store()
+    end(quiet.workers[2], 0, model=b"another")
+    with pytest.raises(Failure, match="end with 2 models"):
+        quiet.lose_store()
+    for status, text in ((0, ""), (1, "error: something else\n"), (1, lost + lost), (75, lost)):
+        quiet.workers[1].path_of_model().unlink(missing_ok=True)
+        end(quiet.workers[1], status, text)
+        with pytest.raises(Failure, match=f"worker 1 ends with status {status}"):
+            quiet.lose_store()
+
+
 def test_others_go_on_with_the_first_sync_without_the_victim(quiet):
     log = SimpleNamespace(name="a start", at=lambda line: line["time"])
     blow, quiet.workers[1].started_at = blows.Blow("killed", [1], 5, [True]), 0

@@ -1,14 +1,22 @@
 """A user's mistake gets one line and status 2, and nothing is written."""
 
+import contextlib
+import itertools
+import re
 import shutil
 import struct
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from conftest import write_shard
+from conftest import TRAINER, children, command, write_shard
 from token_files import write_tokenizer
 
 RUN = {"-x": 12}
+PATIENCE = 4  # times as long as on an idle machine
 WORKERS = {"--workers": 2, "-H": 6, "-x": 12}
 
 
@@ -136,6 +144,101 @@ def test_an_unwritable_folder_is_refused(train, tmp_path):
     (tmp_path / "file").write_text("")
     run = train("file/run", RUN, status=2)
     assert run.stderr.startswith("error: ") and "file" in run.stderr
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Numbers at their edges
+
+def integer_options():
+    """The names of all options whose default is an integer."""
+    table = subprocess.run([TRAINER, "--options-table"], capture_output=True, text=True, check=True).stdout
+    rows = re.findall(r"^\| (`-[^|]*`) \| (-?\d+) \|", table, re.M)
+    return [re.findall(r"--[\w-]+", names)[0] for names, _ in rows]
+
+
+EDGES = ["-1", "0", 2**31 - 1, 2**31, 10**12, 10**12 + 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64, "1e3", "", " 1"]
+
+
+def test_every_integer_option_with_values_at_the_edges_is_taken_or_refused_with_one_line(tokens, tmp_path):
+    """A run that would be possible ends with the missing file of its validation data. Each has 5 seconds."""
+    names = integer_options()
+    assert {"--batch", "--seed", "--save-every", "--keep-checkpoints", "--max-lag", "--ranks", "--inner-steps"} <= {*names}
+    assert len(names) > 30
+
+    def attempt(case):
+        name, value = case
+        words = command(tokens, tmp_path / "run", {**WORKERS, "-t": 4, "-j": "missing.bin", name: value})
+        result = subprocess.run(words, capture_output=True, text=True, timeout=5 * PATIENCE, cwd=tmp_path)
+        lines = result.stderr.splitlines()
+        is_one_line = len(lines) == 1 and lines[0].startswith("error: ") and "\n" not in lines[0]
+        return "" if result.returncode == 2 and is_one_line else f"{name} {value!r}: {result}"
+
+    with ThreadPoolExecutor(2) as threads:
+        assert [text for text in threads.map(attempt, itertools.product(names, EDGES)) if text] == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_of_an_option_that_is_given_twice_the_last_value_counts_and_the_run_says_so(tokens, tmp_path):
+    words = command(tokens, tmp_path / "run", {"-x": 3})
+    run = subprocess.run([*words, "--max-steps", "2", "-l", "0.01"], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0 and (tmp_path / "run/model_00000002.bin").exists()
+    assert re.search(r"^note +--max-steps was given 3 and 2: the last one counts$", run.stdout, re.M), run.stdout
+    assert run.stdout.count("was given") == 1  # not of a value that is the same
+    assert "several times, the last value counts" in subprocess.run(
+        [TRAINER, "--help"], capture_output=True, text=True).stdout
+
+
+def test_no_steps_are_a_run_without_steps(train):
+    run = train("run", {"-x": 0})
+    assert run.lines("step") == [] and "0 steps" in run.stdout
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Memory
+
+LARGE = {"--layers": 4, "--heads": 4, "--channels": 256, "--vocab-size": 1024, "-t": 64, "-x": 4, "-H": 4,
+         "-j": None}
+
+
+def said_of_memory(run):
+    """(bytes that it takes, bytes that are there), in GB"""
+    (both,) = re.findall(r"takes about ([0-9.]+) GB of memory.*, and ([0-9.]+) GB are there: ", run.stderr)
+    return tuple(map(float, both))
+
+
+@pytest.mark.parametrize("options", [{"-b": 64}, {"-b": 1, "--channels": 512, "-n": 2},
+                                     {"-b": 4, "--workers": 2, "--ranks": 2, "-n": 2, "--outer-dtype": "fp32",
+                                      "--outer-error-feedback": True, "--fragment-layers": 0, "--channels": 512}],
+                         ids=["activations", "checkpoints", "processes"])
+def test_the_memory_that_a_run_takes_is_known_before(tokens, tmp_path, options):
+    words = command(tokens, tmp_path / "run", {**LARGE, **options})
+    refused = subprocess.run(["prlimit", f"--as={100 << 20}", *words], capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2, refused.stderr
+    assert not (tmp_path / "run").exists()
+    needed, there = said_of_memory(refused)
+    processes = options.get("--workers", 1) * options.get("--ranks", 1)
+    assert there == pytest.approx(processes * (100 << 20) / 1e9, abs=0.01)
+    run = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    highest = {}  # by process, in bytes
+    while run.poll() is None:
+        with contextlib.suppress(OSError, ValueError):  # it has ended
+            for pid in children(run.pid) or [run.pid]:
+                (kilobytes,) = re.findall(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.M)
+                highest[pid] = max(highest.get(pid, 0), 1024 * int(kilobytes))
+        time.sleep(0.01)
+    assert run.returncode == 0 and len(highest) - (processes > 1) <= processes
+    assert needed == pytest.approx(sum(highest.values()) / 1e9, rel=0.2)
+
+
+@pytest.mark.parametrize("options", [{"--layers": 10000, "--channels": 8192},
+                                     {**WORKERS, "--workers": 1000, "--channels": 8192, "-t": 1, "-b": 4}],
+                         ids=["parameters", "processes"])
+def test_a_run_that_does_not_fit_into_memory_is_refused_before_it_takes_any(train, options):
+    begin = time.monotonic()
+    run = train("run", {**LARGE, **options}, status=2)
+    refused(run, "of memory", "are there", "lower -b, -t or the model's sizes")
+    needed, there = said_of_memory(run)
+    assert needed > there > 0 and time.monotonic() - begin < 5 * PATIENCE
 
 
 def test_two_processes_that_claim_one_worker_are_both_refused(tmp_path, start_worker):

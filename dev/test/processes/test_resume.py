@@ -3,6 +3,7 @@ stopped: the same bits in models, states and logs. Real processes; and what a us
 cannot be written, or cannot be had."""
 import itertools
 import json
+import os
 import re
 import resource
 import shutil
@@ -11,6 +12,7 @@ import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -317,7 +319,50 @@ def test_sigusr1_is_a_request_to_stop_too(begin, run):
     compare(resumed.written(), expected.written())
 
 
-@pytest.mark.parametrize("options", [FAR, {**FAR, "--workers": 1}], ids=["launcher", "process"])
+# A step of some tenths of a second, which has 200 micro-steps.
+LONG = {**RUN, "-x": 3, "-n": 0, "-v": 0, "-H": 2, "--overlap": 1, "-d": 200 * 32}
+ELASTIC = {**LONG, "--outer-transport": "store", "--workers": 2, "--min-workers": 1, "--worker": 0,
+           "--grace": 0.1}
+
+
+@pytest.mark.parametrize("options", [{**LONG, "--outer-optimizer": "none"}, {**LONG, "--ranks": 2, "-d": 200 * 64},
+                                     ELASTIC], ids=["alone", "ranks", "elastic"])
+def test_a_worker_leaves_between_two_micro_steps_and_does_the_step_again(begin, run, tmp_path, options):
+    is_elastic = options is ELASTIC
+    names = [{"--store": f"file:{tmp_path}/store", "--run-name": name} if is_elastic else {} for name in "ab"]
+    expected = run("undisturbed", {**options, **names[0]})
+    start = begin("stopped", {**options, **names[1]})
+    assert wait_until(lambda: steps_logged(start) == 1, start)
+    asked = time.monotonic()
+    start.launchers[0].send_signal(signal.SIGTERM)
+    assert start.wait() == [143], start.output()
+    assert stopped_step(start) == 1 and time.monotonic() - asked < 10
+    resumed = run("stopped", {**options, **names[1]})
+    assert resumed_step(resumed) == 1
+    losses = [[row["loss"] for row in map(json.loads, (one.folders[0] / log_name(0)).read_text().splitlines())
+               if row["type"] == "step"] for one in (resumed, expected)]
+    assert losses[0][:2] == losses[1][:2] and len(losses[0]) == 3
+    if not is_elastic:  # the others may have decided without it, meanwhile
+        compare(resumed.written(), expected.written())
+
+
+def cpu_seconds(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()[11]) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_without_end_is_left_at_once(begin, ranks):
+    start = begin("run", {**LONG, "--outer-optimizer": "none", "--ranks": ranks, "-x": 1, "-d": 2**31})
+    assert wait_until(lambda: "1 step" in start.stdout(), start)
+    (pid, *_) = start.processes(start.launchers[0])
+    begun = cpu_seconds(pid)
+    assert wait_until(lambda: cpu_seconds(pid) > begun + 0.5, start)  # of the step
+    start.launchers[0].send_signal(signal.SIGTERM)
+    assert start.wait(20) == [143], start.output()
+    assert "stopped by request after step 0 of 1" in start.stdout()
+
+
+@pytest.mark.parametrize("options", [FAR, {**FAR, "--overlap": [0, 0]}], ids=["launcher", "process"])
 def test_a_second_request_ends_a_run_at_once(begin, options):
     start = begin("run", {**options, "-n": 0})
     assert wait_until(lambda: steps_logged(start) > 3, start)
@@ -325,7 +370,7 @@ def test_a_second_request_ends_a_run_at_once(begin, options):
     time.sleep(1.2)  # within a second it would count as the same request
     assert not start.has_ended()  # the next sync is far away
     start.launchers[0].send_signal(signal.SIGTERM)
-    assert start.wait(30) == [143 if options["--workers"] > 1 else -signal.SIGTERM], start.output()
+    assert start.launchers[0].wait(30) == (-signal.SIGTERM if start.is_apart else 143), start.output()
     assert not list(start.folders[0].glob("state_*")) and not list(start.folders[0].glob("DONE_*"))
 
 

@@ -144,6 +144,7 @@ COMMANDS = {
     r"make bench-uneven": Try(r"\g<0> ARGUMENTS='--quick --only bits --minutes 3'", seconds=600, needs="lines"),
     r"make torture": Try(r"\g<0> KILLS=3", seconds=200),
     r"make chaos": Try(r"\g<0> MINUTES=0.2", seconds=400, needs="redis-server"),
+    r"make attack": Try(r"\g<0> MINUTES=0.1 ARGUMENTS='--only twice'", seconds=200),
     r"make mutate": Try(r"\g<0> MUTATE='--only llmc/cuda/gelu.cuh'", seconds=600),
     r"make fuzz": Try(r"make fuzz-tokenizer SECONDS=2", seconds=200, needs="clang++"),
     r"make registers": Try(seconds=400, needs="/usr/local/cuda/bin/nvcc"),

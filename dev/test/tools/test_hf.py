@@ -402,7 +402,19 @@ def test_damaged_files_are_refused(tmp_path):
         entry = {**header["transformer.wpe.weight"], **fields}
         return with_header(json.dumps({**header, "transformer.wpe.weight": entry}).encode())
 
+    def moved(name, by):
+        """A tensor's values are said to begin elsewhere."""
+        entry = {**header[name], "data_offsets": [offset + by for offset in header[name]["data_offsets"]]}
+        return with_header(json.dumps({**header, name: entry}).encode())
+
+    places = sorted((*header[name]["data_offsets"], name) for name in header if name != "__metadata__")
+    last = places[-1][2]
     for damaged, what in [
+        (moved(last, -4), f"{last} that overlaps another"),
+        (moved(places[1][2], -4), f"{places[1][2]} that overlaps another"),
+        (moved(last, 4) + bytes(4), f"{last} that follows a gap"),
+        (moved(places[0][2], 4), f"{places[0][2]} that follows a gap"),
+        (content + bytes(4), "4 bytes that are no tensor's"),
         (b"", "is truncated"),
         (content[:-1], "is truncated"),
         (content[:100], "is truncated"),

@@ -31,9 +31,9 @@ SIZES = {
     # what: (the bar, the ratchet or None, how much there is)
     "lines of train_gpt.cu": (1000, None, lambda: lines([ROOT / "train_gpt.cu"])),
     "files directly in llmc/": (25, None, lambda: len(files("llmc", deep=False))),
-    "lines of streaming/ without elastic/": (3500, 3691, lambda: lines(STREAMING)),
+    "lines of streaming/ without elastic/": (3500, 3840, lambda: lines(STREAMING)),
     "lines of streaming/elastic/": (4000, None, lambda: lines(files("streaming/elastic"))),
-    "lines of the product": (21000, 24200, lambda: lines(
+    "lines of the product": (21000, 25000, lambda: lines(
         [ROOT / "train_gpt.cu", *files("llmc"), *files("streaming")])),
     "lines of README.md": (300, None, lambda: lines([ROOT / "README.md"])),
     "lines of the Makefile": (120, None, lambda: lines([ROOT / "Makefile"])),
@@ -123,3 +123,26 @@ def test_includes_are_read():
     code = [name for name in listed.split() if name.endswith(tuple(CODE))]
     in_rooms = {str(path.relative_to(ROOT)) for members, *_ in ROOMS.values() for path in members()}
     assert set(code) <= in_rooms, "a file lies in no room"
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Threads
+
+# An exception that leaves a thread's function ends the process without a message. Each thread has a test that throws
+# one in it.
+THREADS = {
+    "llmc/cpu/stream.h": ("llmc/test_stream.cpp", "an_error_stops_the_stream_and_every_later_event_carries_it"),
+    "llmc/checkpoint/checkpointer.h": ("checkpoint/test_checkpointer.cpp", "what_its_thread_throws"),
+    "llmc/run/watchdog.h": ("run/test_watchdog.cpp", "WhatItsThreadThrowsEndsTheProcessWithALine"),
+    "llmc/run/meeting.h": ("run/test_watchdog.cpp", "PlaceKeeper, WhatItsThreadThrows"),
+    "streaming/elastic/sync_log_threads.h": ("elastic/test_sync_log_threads.cpp", "what_a_thread_throws"),
+}
+
+
+def test_every_thread_has_a_test_that_throws_in_it():
+    code = [ROOT / "train_gpt.cu", *files("llmc"), *files("streaming")]
+    found = {str(path.relative_to(ROOT)) for path in code
+             if re.search(r"std::(thread\b(?!::)|async|jthread)|pthread_create", path.read_text())}
+    assert found == set(THREADS)
+    for test, words in THREADS.values():
+        assert words in (ROOT / "dev/test/unit" / test).read_text(), test

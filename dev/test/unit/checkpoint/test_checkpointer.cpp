@@ -313,6 +313,17 @@ TEST(Checkpointer, where_a_rank_of_an_elastic_worker_fails_its_process_0_says_so
     EXPECT_EQ(run.files(2), "");
 }
 
+TEST(Checkpointer, what_its_thread_throws_is_a_failure_like_any_other) {
+    Processes run(1, 1);
+    run.start();
+    CheckpointJob job = run.job(0, 5);
+    job.write_model = [](const std::string&) { throw std::bad_alloc(); };
+    run[0].begin(job);
+    run.wait();
+    EXPECT_TRUE(run[0].has_failed());
+    EXPECT_NE(run.last_message(0).find("checkpoint of step 5"), std::string::npos) << run.last_message(0);
+}
+
 TEST(Checkpointer, a_model_or_data_that_cannot_be_had_is_a_failure_like_any_other) {
     Processes run(1, 2);
     run.start();

@@ -1,8 +1,12 @@
 // The watchdog, enabled as on a GPU; how a process leaves; whose failure counts.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <functional>
+#include <memory>
+#include <new>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -10,6 +14,7 @@
 #include "dev/test/files.h"
 #include "dev/test/processes.h"
 #include "llmc/run/cause.h"
+#include "llmc/run/meeting.h"
 #include "llmc/run/process.h"
 #include "llmc/run/watchdog.h"
 
@@ -65,6 +70,25 @@ public:
     void check() override { throw CommError(1, "worker 0 rank 1 is gone"); }
 };
 
+// What a library might throw, which no caller expects.
+class BrokenComm : public FailedComm {
+public:
+    void check() override { throw std::bad_alloc(); }
+};
+
+class BrokenStore : public MemoryStore {
+public:
+    std::optional<std::string> try_get(const std::string& key) override {
+        if (is_broken) {
+            asked++;
+            throw std::bad_alloc();
+        }
+        return MemoryStore::try_get(key);
+    }
+    std::atomic<bool> is_broken{false};
+    std::atomic<int> asked{0};
+};
+
 // A store whose server is gone, which takes 1.5 seconds to notice.
 class GoneStore : public MemoryStore {
 public:
@@ -118,6 +142,46 @@ TEST(Watchdog, EndsAProcessWhoseCommunicatorHasFailed) {
     });
     EXPECT_EQ(end.status, 1);
     EXPECT_EQ(end.said, "error: worker 0 rank 1 is gone\n");
+}
+
+TEST(Watchdog, WhatItsThreadThrowsEndsTheProcessWithALine) {
+    BrokenComm comm;
+    const End end = end_of_step(2, 600, [&](Watchdog& dog) {
+        dog.guard(comm);
+        pause_for(60);
+    });
+    EXPECT_EQ(end.status, 1);
+    EXPECT_EQ(end.said.rfind("error: ", 0), 0u) << end.said;
+}
+
+TEST(Watchdog, AStoreThatThrowsAnythingDoesNotEndAProcessBeforeItsLimit) {
+    const End end = end_of([] {
+        auto store = std::make_shared<BrokenStore>();
+        Process process = first_of(2, 0.5);
+        process.store = std::make_shared<PrefixStore>(store, "run/");
+        store->is_broken = true;
+        Watchdog dog(process, true);
+        const Watchdog::Watch watch(dog, "step 7");
+        pause_for(0.9);  // more than the time limit, less than twice
+        fprintf(stderr, "asked %s\n", store->asked > 0 ? "it" : "nothing");
+    });
+    EXPECT_EQ(end.status, 0);
+    EXPECT_EQ(end.said, "asked it\n");
+}
+
+TEST(PlaceKeeper, WhatItsThreadThrowsDoesNotEndTheProcess) {
+    const End end = end_of([] {
+        auto store = std::make_shared<BrokenStore>();
+        auto meeting = std::make_unique<Meeting>(store, "run", std::vector<std::string>{"worker 0"}, 0, 10, false);
+        meeting->meet();
+        PlaceKeeper keeper(std::move(meeting), true);
+        store->is_broken = true;
+        for (int i = 0; i < 50 && store->asked == 0; i++) { pause_for(0.1); }
+        pause_for(0.1);
+        fprintf(stderr, "asked %d times\n", store->asked.load());
+    });
+    EXPECT_EQ(end.status, 0);
+    EXPECT_EQ(end.said, "asked 1 times\n");
 }
 
 TEST(Watchdog, AFailureThatIsWrittenDownEndsAWaitAfterTheTimeLimit) {

@@ -1,0 +1,147 @@
+// Memory: how many bytes a run will take, known from its options before any are allocated, and how many there
+// are. A model that does not fit is a user's mistake like any other: one line, and status 2.
+#pragma once
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <memory>
+#include <string>
+
+#include "llmc/error.h"
+#include "llmc/floatx.h"
+#include "llmc/run/accelerator.h"
+#include "llmc/layout.h"
+#include "llmc/run/inputs.h"
+#include "llmc/run/launch.h"
+#include "llmc/run/options.h"
+
+// Bytes of one process. On the CPU all of them are the host's.
+struct MemoryNeed {
+    double device;    // parameters, gradients, activations, the optimizers' state, payloads
+    double host;      // outer state that is offloaded, and the program itself
+    double snapshot;  // the host's copy of the state, for checkpoints
+    double model;     // a copy of all parameters, for the model file
+};
+
+// Activations of B x T tokens, as allocate_activations() in train_gpt.cu takes them.
+inline double activation_bytes(const GptShape& shape, int recompute, double tokens) {
+    const double C = shape.channels, L = shape.layers;
+    const double once = 5 * C + 3 * C + 4 * C + shape.padded_vocab_size + (recompute >= 1 ? 4 * C : 0) +
+                        (recompute >= 2 ? C : 0);
+    const double of_a_layer = 10 * C + (recompute < 2 ? 2 * C : 0) + (recompute < 1 ? 4 * C : 0);
+    const double of_floats = 3 + L * (4 + shape.heads) + 2;
+    return tokens * (sizeof(floatX) * (once + L * of_a_layer) + sizeof(float) * of_floats);
+}
+
+// Muon's scratch memory (ShardedMuon in llmc/muon.h): the matrices of a layer have 12 C^2 values.
+inline double muon_bytes(const Options& o, const GptShape& shape) {
+    if (!o.uses_muon()) { return 0; }
+    const double square = double(shape.channels) * shape.channels;
+    return square * (sizeof(floatX) * (12 * (o.ranks > 1 ? 2 : 1) + 8 + 3) + sizeof(float));
+}
+
+// outer: what the exchange between workers takes of it (OuterBytes)
+template <class Outer>
+MemoryNeed memory_need(const Options& o, const GptShape& shape, const Layout& layout, const Outer& outer) {
+    const double all = double(layout.size), shard = double(layout.shard_size());
+    const double state = 3 * sizeof(float);  // master weights and moments
+    const double reduced = o.ranks > 1 ? sizeof(float) : 0;
+    return {all * (sizeof(floatX) + sizeof(float)) + shard * (state + reduced) +
+                activation_bytes(shape, o.recompute, double(o.batch) * o.seq_len) + muon_bytes(o, shape) +
+                outer.device,
+            outer.host + 80e6,
+            o.save_every > 0 ? shard * (state + sizeof(floatX)) + outer.snapshot : 0,
+            all * sizeof(float)};
+}
+
+// Bytes that a control group leaves of its limit; infinite without one. Cached files count as free.
+// limit, usage: the group's files
+inline double left_in_group(const std::string& folder, const std::string& limit, const std::string& usage) {
+    double most, used, cached = 0;
+    const bool is_limited = bool(std::ifstream(folder + limit) >> most);  // "max" is no number
+    if (!is_limited || !(std::ifstream(folder + usage) >> used)) { return INFINITY; }
+    std::ifstream file(folder + "/memory.stat");
+    double value;
+    for (std::string name; file >> name >> value;) {
+        if (name == "inactive_file") { cached = value; }
+    }
+    return std::max(0.0, most - used + cached);
+}
+
+// The same of the groups that this process is in, by the lines of /proc/self/cgroup: 0::/a/b is version 2 of
+// control groups, and 4:memory:/a/b version 1.
+inline double left_in_groups() {
+    double left = INFINITY;
+    std::ifstream groups("/proc/self/cgroup");
+    for (std::string line; std::getline(groups, line);) {
+        const bool is_old = line.find(":memory:") != std::string::npos;
+        if (!is_old && line.rfind("0::", 0) != 0) { continue; }
+        const std::string root = is_old ? "/sys/fs/cgroup/memory" : "/sys/fs/cgroup";
+        const std::string limit = is_old ? "/memory.limit_in_bytes" : "/memory.max";
+        const std::string usage = is_old ? "/memory.usage_in_bytes" : "/memory.current";
+        std::string path = line.substr(line.find('/'));
+        for (size_t end = path.size(); end != std::string::npos; end = path.rfind('/')) {
+            path.resize(end);
+            left = std::min(left, left_in_group(root + path, limit, usage));
+        }
+    }
+    return left;
+}
+
+// Bytes of the host's memory that this machine and the control groups of this process have left.
+inline double available_memory() {
+    double left = left_in_groups();
+    std::ifstream machine("/proc/meminfo");
+    for (std::string line; std::getline(machine, line);) {
+        double kilobytes;
+        if (sscanf(line.c_str(), "MemAvailable: %lf kB", &kilobytes) == 1) {
+            left = std::min(left, 1024 * kilobytes);
+        }
+    }
+    return left;
+}
+
+inline void refuse_memory(double needed, double there, const std::string& where) {
+    if (needed <= there) { return; }
+    throw UserError(format("this run takes about %.2f GB of memory%s, and %.2f GB are there: lower -b, -t or "
+                           "the model's sizes, or raise -r", needed / 1e9, where.c_str(), there / 1e9));
+}
+
+// Before any process allocates memory: whether those that start together here will have enough. Processes
+// that another program starts count one by one. Throws a UserError, for any mistake in the files first.
+// outer_bytes: of the exchange between workers, by its options, the layout and the number of workers
+template <class OuterBytes>
+void check_memory(const Options& o, OuterBytes outer_bytes) {
+    if (has_launcher()) { return; }
+    const std::unique_ptr<Tokenizer> tokenizer = find_tokenizer(o, o.train_data);
+    const GptShape shape = resolve_shape(o, tokenizer.get());
+    check_shape(shape, o);
+    const Layout layout = gpt_layout(shape, o.ranks, o.diloco.streams() ? o.diloco.fragment_layers : 0);
+    const MemoryNeed need = memory_need(o, shape, layout, outer_bytes(o.diloco, layout, o.workers));
+    const bool is_alone = o.world || find_world(0);
+    const double processes = is_alone ? 1 : double(o.ranks) * (o.worker >= 0 ? 1 : o.workers);
+    const double writers = is_alone || o.worker >= 0 || !o.diloco.is_elastic() ? 1 : o.workers;
+    // At the start each process has a copy of the initial parameters, but no snapshot yet.
+    const double of_each = need.host + (runs_on_gpu ? 0 : need.device);
+    const double later = processes * need.snapshot + (o.output.empty() ? 0 : writers * need.model);
+    const double needed = processes * of_each + std::max(processes * need.model, later);
+    rlimit limit{};
+    getrlimit(RLIMIT_AS, &limit);
+    const double of_a_process = limit.rlim_cur == RLIM_INFINITY ? INFINITY : double(limit.rlim_cur);
+    const double there = std::min(available_memory(), processes * of_a_process);
+    if (needed <= there) { return; }
+    Process first;
+    first.workers = o.workers;
+    first.ranks = o.ranks;
+    open_files(o, first);
+    refuse_memory(needed, there, processes > 1 ? format(" in %.0f processes", processes) : "");
+}
+
+// The same on a GPU, once it is chosen.   returns the device
+inline device::Device with_room(const device::Device& device, double needed) {
+    refuse_memory(needed, device::free_memory(), " on " + device.name);
+    return device;
+}
