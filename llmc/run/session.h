@@ -108,10 +108,7 @@ struct Session {
     // sync_bytes: what a process sends in a sync of each fragment; empty if nothing is exchanged
     Session(const Options& o, Process& process, const Inputs& in, const std::vector<Fragment>& fragments,
             const std::vector<size_t>& sync_bytes, Resumption resumed_)
-        : options(o),
-          process(process),
-          folder(checkpoint_folder(o, process)),
-          resumed(std::move(resumed_)),
+        : options(o), process(process), folder(checkpoint_folder(o, process)), resumed(std::move(resumed_)),
           device(choose_device(process, o.diloco.streams() && o.diloco.transport == "nccl")),
           logger(o.output, number_among_all(o, process), o.workers * o.ranks, o.resume != 0,
                  log_cut(o, resumed, in.steps)),

@@ -66,20 +66,12 @@ public:
     ElasticDiloco(const DilocoOptions& options, const SyncLogOptions& log_options, int worker,
                   std::vector<Fragment> fragments_, const Layout& layout, Comm& inner, Stream& inner_stream,
                   LogStart start, OpenStore open, ElasticCallbacks callbacks, InnerMoments moments = {})
-        : log_options(log_options),
-          worker(worker),
-          fragments(std::move(fragments_)),
+        : log_options(log_options), worker(worker), fragments(std::move(fragments_)),
           schedule(fragments, options.inner_steps),
           shard(options, fragments, layout, log_options.shard, worker, int(fragments.size())),
-          inner(inner),
-          inner_stream(inner_stream),
-          log_start(std::move(start)),
-          open(std::move(open)),
-          callbacks(std::move(callbacks)),
-          moments(moments),
-          outgoing(fragments.size()),
-          tokens_at_send(fragments.size()),
-          hashes(fragments.size()) {
+          inner(inner), inner_stream(inner_stream), log_start(std::move(start)), open(std::move(open)),
+          callbacks(std::move(callbacks)), moments(moments), outgoing(fragments.size()),
+          tokens_at_send(fragments.size()), hashes(fragments.size()) {
         log_start.positions.assign(fragments.size(), 0);
         take_buffers(log_options.workers);
     }
