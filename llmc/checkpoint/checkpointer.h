@@ -63,9 +63,7 @@ struct CheckpointJob {
 class CheckpointFolder {
 public:
     CheckpointFolder(std::string folder, const Process& process)
-        : folder(std::move(folder)),
-          index(process.index()),
-          size(process.size()),
+        : folder(std::move(folder)), index(process.index()), size(process.size()),
           is_first_rank(process.rank == 0) {}
 
     std::string state(long step) const { return state_path(folder, step, index); }
@@ -173,13 +171,8 @@ public:
     // keep (-nk): how many of the newest whole checkpoints stay; 0: all. major (-nm): the first checkpoint at
     // or after each multiple of it stays for ever; 0: none. Process 0's values count.
     Checkpointer(std::string folder, const Process& process, long keep, long major)
-        : files(std::move(folder), process),
-          process(process),
-          store(*process.store),
-          keep(keep),
-          major(major),
-          absence_limit(std::min(process.timeout / 4, 30.0)),
-          thread([this] { run(); }) {}
+        : files(std::move(folder), process), process(process), store(*process.store), keep(keep),
+          major(major), absence_limit(std::min(process.timeout / 4, 30.0)), thread([this] { run(); }) {}
     Checkpointer(const Checkpointer&) = delete;
     Checkpointer& operator=(const Checkpointer&) = delete;
     ~Checkpointer() {
@@ -335,7 +328,10 @@ private:
         Verdict verdict = agree(key, own, 1, who);
         forget_keys(who.step);
         if (verdict.is_whole) {
-            if (process.rank == 0) { own = attempt([&] { write_done(who, written); }); }
+            if (process.rank == 0) {
+                own = attempt([&] { files.write_done(who); });
+                written.done = own.is_whole;
+            }
             verdict = agree(key + "/done", own, process.ranks, who);
             // A process that is silent now has its state: a resume may take this step, so no file may go.
             if (verdict.is_silent) { throw RunError(verdict.words); }
@@ -374,11 +370,6 @@ private:
         written.state = true;
         untold.insert(step);
         written.seconds = now_seconds() - start;
-    }
-
-    void write_done(const StateIdentity& who, Written& written) {
-        files.write_done(who);
-        written.done = true;
     }
 
     // "whole", or what went wrong in `work`.

@@ -28,16 +28,9 @@ public:
                 long major, const GptShape& shape, const Layout& layout,
                 std::function<OuterSnapshot*()> outer_snapshot, Logger& logger, StatusLine& status,
                 Watchdog& watchdog, std::function<void()> use_device, std::function<void()> when_whole)
-        : who(who),
-          shape(shape),
-          layout(layout),
-          outer_snapshot(std::move(outer_snapshot)),
-          logger(logger),
-          status(status),
-          watchdog(watchdog),
-          use_device(std::move(use_device)),
-          when_whole(std::move(when_whole)),
-          writer(folder, process, keep, major) {
+        : who(who), shape(shape), layout(layout), outer_snapshot(std::move(outer_snapshot)), logger(logger),
+          status(status), watchdog(watchdog), use_device(std::move(use_device)),
+          when_whole(std::move(when_whole)), writer(folder, process, keep, major) {
         writer.forget_later(who.step, who.lineage);
     }
 
@@ -70,8 +63,7 @@ public:
         job.ready = [this] {
             use_device();
             snapshot->wait();
-            logger
-                .sync();  // a resumed run continues this log, which must not lack lines after a power failure
+            logger.sync();  // a resumed run continues this log: it must not lack lines after a power failure
         };
         job.sections = [this] { return snapshot->sections(); };
         if (!snapshot->model.empty()) {

@@ -285,11 +285,7 @@ private:
             !state_format::is_plausible(who)) {
             file.fail("has a damaged header");
         }
-        if (file.size() != file_bytes) {
-            file.fail(format("is %s (%lld bytes, its header promises %lld)",
-                             file.size() < file_bytes ? "truncated" : "too long", (long long)file.size(),
-                             (long long)file_bytes));
-        }
+        file.check_size(file_bytes - int64_t(sizeof header));
         checksum_offset = file_bytes - int64_t(sizeof(uint64_t));
         const int64_t table_bytes = header[12] * int64_t(sizeof(state_format::Entry));
         if (checksum_offset < int64_t(sizeof header) + table_bytes) { file.fail("has a damaged header"); }

@@ -117,13 +117,8 @@ private:
 class TcpComm : public cpu::Comm {
 public:
     explicit TcpComm(const CommGroup& group)
-        : store(group.store),
-          name(group.name),
-          my_rank(group.rank),
-          my_size(group.size),
-          timeout(group.timeout),
-          members(names_of_members(group)),
-          links(size_t(group.size)) {
+        : store(group.store), name(group.name), my_rank(group.rank), my_size(group.size),
+          timeout(group.timeout), members(names_of_members(group)), links(size_t(group.size)) {
         if (my_size > 1) { connect(group.interface); }
     }
 

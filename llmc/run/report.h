@@ -30,19 +30,9 @@ inline std::string counted(long n, const char* what) {
 }
 
 inline SyncMetrics sync_metrics(const SyncReport& r, long step) {
-    SyncMetrics m{r.sync,
-                  r.fragment,
-                  r.send_step,
-                  step,
-                  r.traffic.bytes_sent,
-                  r.traffic.bytes_received,
-                  r.traffic.seconds,
-                  r.waited_seconds(),
-                  r.global_hash,
-                  r.statistics.delta_norm,
-                  r.mean_norm(),
-                  r.statistics.quantization_error,
-                  r.statistics.cosines,
+    SyncMetrics m{r.sync, r.fragment, r.send_step, step, r.traffic.bytes_sent, r.traffic.bytes_received,
+                  r.traffic.seconds, r.waited_seconds(), r.global_hash, r.statistics.delta_norm,
+                  r.mean_norm(), r.statistics.quantization_error, r.statistics.cosines,
                   r.statistics.mean_cosines};
     if (!r.log) { return m; }
     for (const LogReport::Contributor& contributor : r.log->contributors) {
@@ -61,15 +51,8 @@ public:
     Report(const Options& options, const Process& process, const Inputs& inputs,
            const std::vector<Fragment>& fragments, const std::string& device, std::vector<size_t> sync_bytes,
            Totals& totals, Logger& logger, StatusLine& status)
-        : o(options),
-          process(process),
-          inputs(inputs),
-          fragments(fragments),
-          device(device),
-          sync_bytes(std::move(sync_bytes)),
-          totals(totals),
-          logger(logger),
-          status(status),
+        : o(options), process(process), inputs(inputs), fragments(fragments), device(device),
+          sync_bytes(std::move(sync_bytes)), totals(totals), logger(logger), status(status),
           flops_per_token(model_flops_per_token(inputs.shape, inputs.layout.values, o.seq_len)),
           promised(promised_flops(device, sizeof(floatX) == 2, matmul_precision(o.matmul_precision))) {}
 

@@ -109,10 +109,7 @@ struct Session {
     // device_bytes: what it needs of its device's memory
     Session(const Options& o, Process& process, const Inputs& in, const std::vector<Fragment>& fragments,
             const std::vector<size_t>& sync_bytes, double device_bytes, Resumption resumed_)
-        : options(o),
-          process(process),
-          folder(checkpoint_folder(o, process)),
-          resumed(std::move(resumed_)),
+        : options(o), process(process), folder(checkpoint_folder(o, process)), resumed(std::move(resumed_)),
           device(with_room(choose_device(process, o.diloco.streams() && o.diloco.transport == "nccl"),
                            device_bytes)),
           logger(o.output, number_among_all(o, process), o.workers * o.ranks, o.resume != 0,

@@ -48,12 +48,8 @@ struct WorldVariables {
 };
 
 inline World read_world(const char* program, const WorldVariables& names, const std::string& job) {
-    return {program,
-            environment_number(names.rank),
-            environment_number(names.size),
-            number_or_zero(names.local_rank),
-            number_or_zero(names.local_size),
-            job};
+    return {program, environment_number(names.rank), environment_number(names.size),
+            number_or_zero(names.local_rank), number_or_zero(names.local_size), job};
 }
 
 // Without --rdzv-id all runs have the same id, but each run on a machine has its own port.

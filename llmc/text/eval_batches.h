@@ -49,12 +49,6 @@ public:
 
     long size() const { return batches; }
 
-    // Starts over.
-    void reset() {
-        next_place = next_completion = 0;
-        examples_counted = examples_correct = 0;
-    }
-
     // The next of size() batches. T differs between batches, but is a multiple of T_step, so that few matmul
     // shapes occur.
     EvalBatch next() {

@@ -285,27 +285,6 @@ TEST_F(EvalBatchesTest, each_sequence_is_evaluated_once) {
     }
 }
 
-TEST_F(EvalBatchesTest, starting_over_gives_the_same_batches_and_counts_from_0) {
-    const EvalSet set(folder / "set.bin", vocabulary);
-    EvalBatches batches(set, 4, 64, 0, 1);
-    std::vector<std::vector<int>> first;
-    for (int again = 0; again < 2; again++) {
-        batches.reset();
-        for (long i = 0; i < batches.size(); i++) {
-            const EvalBatch batch = batches.next();
-            batches.score(batch, losses_of(batch, [](int) { return 2.0f; }).data());
-            if (again) { EXPECT_EQ(batch.inputs, first[size_t(i)]); }
-            first.push_back(batch.inputs);
-        }
-        EXPECT_EQ(batches.counted(), 3);
-        EXPECT_EQ(batches.correct(), 1);
-        if (!again) {  // and from the middle of an example
-            batches.reset();
-            batches.next();
-        }
-    }
-}
-
 TEST_F(EvalBatchesTest, a_set_that_does_not_fit_is_refused_and_a_rank_without_examples_has_no_batch) {
     const EvalSet set(folder / "set.bin", vocabulary);
     EXPECT_TRUE(contains(user_error([&] { EvalBatches(set, 4, 4, 0, 1); }), "raise -t"));
