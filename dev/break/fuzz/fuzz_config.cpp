@@ -22,7 +22,7 @@ void fuzz(const std::string& bytes) {
 
 std::vector<std::string> seeds() {
     std::string few = "# a comment\nbatch = 8\nlr = 3e-4\nouter-dtype = \"fp8_e4m3\"\n";
-    few += "train-data = 'data/x/x_train_*.bin'\nouter-error-feedback = true\nseed = 0x10\n";
+    few += "train-data = 'data/x/x_train_*.bin'\nouter-error-feedback = true\nseed = 16\n";
     std::vector<std::string> all{few, read_options("").toml, ""};
     for (const auto& [name, value] : read_options("").resolved) {
         all.push_back(name + " = \"" + value + "\"\n");
