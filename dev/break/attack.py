@@ -73,6 +73,11 @@ def knock(address, number):
             stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
+def signal_to(pid, number):
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        os.kill(pid, number)
+
+
 def visit(runs, draw, name, count):
     """Starts a run. One of its processes is let go on for an instant at a time until others listen for it; then these
     have visitors. Returns the run and the number of visits."""
@@ -81,7 +86,7 @@ def visit(runs, draw, name, count):
         time.sleep(0.001)
     held = draw.choice(children(run.pid))
     while knocks < count and time.monotonic() < until and held in (pids := children(run.pid)):
-        os.kill(held, signal.SIGSTOP)
+        signal_to(held, signal.SIGSTOP)
         time.sleep(0.01)
         for _, *address in listeners(pids):
             while knocks < count:
@@ -90,7 +95,7 @@ def visit(runs, draw, name, count):
                 except OSError:
                     break  # it has all its connections, and listens no more
                 knocks += 1
-        os.kill(held, signal.SIGCONT)
+        signal_to(held, signal.SIGCONT)
         time.sleep(0.0005)
     return run, knocks
 
@@ -180,7 +185,7 @@ def quiet(runs, draw):
     lonely = runs.start("lonely", {**ELASTIC, "--worker": 0, "--store": url})
     time.sleep(2)
     shares["a start"] = busiest([alone, lonely])
-    run = runs.start("stopped", {**LOCKSTEP, "-x": 10**6, "--timeout": 60})
+    run = runs.start("stopped", {**LOCKSTEP, "-x": 10**6, "-n": 50, "-nk": 2, "--timeout": 60})
     until = time.monotonic() + HANG
     while len(children(run.pid)) < 4 or not (run.folder / "run/metrics.jsonl").exists():
         if time.monotonic() > until:

@@ -227,7 +227,7 @@ private:
     bool gives(const std::string& want) const { return giving && giving->want == want; }
     bool has_written(const std::string& giver) const;
     void rest_from_looking(double from, double now);
-    void see(const std::map<std::string, std::string>& listing, double from, double now);
+    void see(std::map<std::string, std::string> listing, double from, double now);
     void note_open(long sync);
     void choose_reader(bool is_last, double now);
     void look_for_an_end();
@@ -242,6 +242,7 @@ private:
     void give_no_more();
     void put_off_giving(const std::string& why, double now);
     void fall_behind(const std::string& reason);
+    void miss_entry(long sync);
     void forget_snapshot();
     std::string want() const { return me.text() + "." + std::to_string(snapshot.attempt); }
     void choose_behind(double now);
@@ -297,6 +298,7 @@ private:
     long began_step = 0;
     double began_at = 0, waits_since = 0;
     long newest_sent = -1, newest_open = -1;  // syncs; by this worker, by any
+    long missed = -1, times_missed = 0;       // the sync whose entry was gone, and how often in a row
     double not_open_at = long_ago;            // the newest one, by any other: when it looked last
     std::vector<long> encoded_until;          // by fragment: the newest sync that this start has encoded
     std::vector<bool> is_proven;              // by fragment: an entry stands on what it has

@@ -106,9 +106,13 @@ inline void SyncLog::rest_from_looking(double from, double now) {
     look_around_at = is_awaiting ? look_earliest : std::max(look_earliest, now + options.expiry / 4);
 }
 
+// A beat that is not whole counts as absent: a power cut may have damaged that of a dead worker.
 // from: when the beats were asked for
-inline void SyncLog::see(const std::map<std::string, std::string>& listing, double from, double now) {
+inline void SyncLog::see(std::map<std::string, std::string> listing, double from, double now) {
     long others_newest = -1;
+    for (auto one = listing.begin(); one != listing.end();) {
+        one = LogBeat::parse(one->second).text() == one->second ? std::next(one) : listing.erase(one);
+    }
     for (const auto& [name, text] : listing) {
         const int worker = std::atoi(name.c_str());
         const LogBeat beat = LogBeat::parse(text);

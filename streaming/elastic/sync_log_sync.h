@@ -101,7 +101,7 @@ inline void SyncLog::look(Slot& slot, bool has_line) {
             if (answer.found) {
                 take_entry(*slot, answer.value);
             } else if (must_be_there) {
-                fall_behind(format("finds the entry of sync %ld gone", sync));
+                miss_entry(sync);
             }
         });
     if (!has_line) { return; }
@@ -124,6 +124,16 @@ inline void SyncLog::look(Slot& slot, bool has_line) {
                 (*slot->lines)[who] = line;
             }
         });
+}
+
+// A later sync of the fragment was sent, and this one is not decided. A snapshot that ends before it does not
+// help: then nobody can have sent the later one.
+inline void SyncLog::miss_entry(long sync) {
+    times_missed = sync == missed ? times_missed + 1 : 1;
+    missed = sync;
+    if (times_missed <= 3) { return fall_behind(format("finds the entry of sync %ld gone", sync)); }
+    stop(format("the store holds a damaged or forged record: a beat in %s says that sync %ld was sent, and sync "
+                "%ld is not decided", key("beat").c_str(), newest_open, sync));
 }
 
 // Lines and beats have just been read.   asked: when they were asked for

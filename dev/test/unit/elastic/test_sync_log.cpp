@@ -553,6 +553,49 @@ TEST(SyncLog, lines_and_beats_that_no_worker_can_have_written_are_refused_and_na
     }
 }
 
+// Returns why worker 0 of two stops, or "", when it has read `beat` of worker 1, which does not train on.
+static std::string end_after_beat(const std::string& beat, int* snapshots) {
+    SyncLogOptions options = Driven::options(2, 2);
+    options.last_step = 1000;
+    Senders senders(2, options);
+    senders.train_until_they_send();
+    Driven &one = *senders.workers[0], &other = *senders.workers[1];
+    long step = Senders::H + 1;
+    one.shard.train(step);
+    for (int round = 0; round < 2000 && one.log.why_stopped().empty(); round++) {
+        const LogTurn turn = one.log.turn(step, senders.now);
+        other.log.turn(Senders::H + 1, senders.now);
+        if (turn.kind == LogTurn::jump) { step = turn.step; }
+        if (turn.kind == LogTurn::go_on) { one.shard.train(++step); }
+        senders.settle();
+        if (round == 20) {
+            senders.store.forge(one.log.current_generation() + "/0/beat", "1", beat);
+            for (int i = 0; i < 3; i++) { one.go_there_and_back(senders.now += 200); }
+        }
+        for (const LogEvent& event : one.log.events()) {
+            *snapshots += event.kind == LogEventKind::takes_snapshot;
+        }
+    }
+    EXPECT_EQ(other.log.why_stopped(), "");
+    return one.log.why_stopped();
+}
+
+TEST(SyncLog, a_beat_that_names_a_sync_that_nobody_sent_ends_in_a_line_and_not_in_snapshots_without_end) {
+    int snapshots = 0;
+    const std::string why = end_after_beat(LogBeat{1, 1, 0, 50}.text(), &snapshots);
+    EXPECT_EQ(why.rfind("the store holds a damaged or forged record: a beat in ", 0), 0u) << why;
+    EXPECT_NE(why.find(" says that sync 50 was sent, and sync 1 is not decided"), std::string::npos) << why;
+    EXPECT_EQ(snapshots, 3);
+}
+
+TEST(SyncLog, a_beat_that_is_not_whole_counts_as_absent) {
+    for (const char* beat : {"", "1 1 0", "1 1 0 50 1 1 0 50", "nonsense"}) {
+        int snapshots = 0;
+        EXPECT_EQ(end_after_beat(beat, &snapshots), "") << beat;
+        EXPECT_EQ(snapshots, 0) << beat;
+    }
+}
+
 // The worker stands still while it waits for answers, but what it has not heard by then is nobody's fault.
 TEST(SyncLog, nothing_is_decided_without_others_because_the_answers_took_long) {
     SyncLogOptions options = Driven::options(3, 3);

@@ -164,6 +164,7 @@ TEST(Watchdog, AStoreThatThrowsAnythingDoesNotEndAProcessBeforeItsLimit) {
         const Watchdog::Watch watch(dog, "step 7");
         pause_for(0.9);  // more than the time limit, less than twice
         fprintf(stderr, "asked %s\n", store->asked > 0 ? "it" : "nothing");
+        fflush(stderr);
     });
     EXPECT_EQ(end.status, 0);
     EXPECT_EQ(end.said, "asked it\n");
@@ -179,6 +180,7 @@ TEST(PlaceKeeper, WhatItsThreadThrowsDoesNotEndTheProcess) {
         for (int i = 0; i < 50 && store->asked == 0; i++) { pause_for(0.1); }
         pause_for(0.1);
         fprintf(stderr, "asked %d times\n", store->asked.load());
+        fflush(stderr);
     });
     EXPECT_EQ(end.status, 0);
     EXPECT_EQ(end.said, "asked 1 times\n");
