@@ -562,7 +562,7 @@ static std::string end_after_beat(const std::string& beat, int* snapshots) {
     Driven &one = *senders.workers[0], &other = *senders.workers[1];
     long step = Senders::H + 1;
     one.shard.train(step);
-    for (int round = 0; round < 2000 && one.log.why_stopped().empty(); round++) {
+    for (int round = 0; round < 2000 && one.log.stopped().why.empty(); round++) {
         const LogTurn turn = one.log.turn(step, senders.now);
         other.log.turn(Senders::H + 1, senders.now);
         if (turn.kind == LogTurn::jump) { step = turn.step; }
@@ -576,8 +576,8 @@ static std::string end_after_beat(const std::string& beat, int* snapshots) {
             *snapshots += event.kind == LogEventKind::takes_snapshot;
         }
     }
-    EXPECT_EQ(other.log.why_stopped(), "");
-    return one.log.why_stopped();
+    EXPECT_EQ(other.log.stopped().why, "");
+    return one.log.stopped().why;
 }
 
 TEST(SyncLog, a_beat_that_names_a_sync_that_nobody_sent_ends_in_a_line_and_not_in_snapshots_without_end) {
