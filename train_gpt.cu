@@ -249,7 +249,7 @@ struct Worker {
     Event to_comm, to_main;                                     // used by hand_over() and hand_back()
     Traffic traffic;                                            // of `comm`
     std::function<void()> progress = [] {};  // called for each batch: tells the watchdog that all is well
-    StopVote stop{comm, comm_stream, traffic};
+    StopVote stop{comm, comm_stream};
 
     Worker(Model& model, Comm& comm, Stream& main, Stream& comm_stream)
         : model(model), comm(comm), main(main), comm_stream(comm_stream) {

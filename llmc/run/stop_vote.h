@@ -13,8 +13,8 @@ public:
     std::function<bool()> is_asked = [] { return false; };  // whether this rank was asked to stop
     bool leaves_steps = false;  // otherwise steps are always completed; the same on all ranks
 
-    // comm, stream: between the ranks of the worker, for its life   traffic: counts the votes
-    StopVote(Comm& comm, Stream& stream, Traffic& traffic) : comm(comm), stream(stream), traffic(traffic) {
+    // comm, stream: between the ranks of the worker, for its life. Votes are not counted as its traffic.
+    StopVote(Comm& comm, Stream& stream) : comm(comm), stream(stream) {
         one.data()[0] = 1;
     }
 
@@ -31,7 +31,7 @@ public:
         if (votes.data()[0] > 0) { return true; }
         votes.data()[0] = is_asked() ? 1 : 0;
         device::copy_to_device(sum.data(), votes.data(), 1, stream);
-        comm.all_reduce(sum.data(), 1, Reduction::sum, stream, &traffic);
+        comm.all_reduce(sum.data(), 1, Reduction::sum, stream);
         device::copy_to_host_later(votes.data(), sum.data(), 1, stream);
         stream.record(has_heard);
         return false;
@@ -40,7 +40,6 @@ public:
 private:
     Comm& comm;
     Stream& stream;
-    Traffic& traffic;
     Buffer<float> sum = Buffer<float>(1);
     HostBuffer<float> votes{1};  // of this rank, then of all
     HostBuffer<float> one{1};    // 1

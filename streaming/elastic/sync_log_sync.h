@@ -6,9 +6,7 @@
 #include "streaming/elastic/sync_log.h"
 
 inline SyncLog::Next SyncLog::next(const Slot& slot, double now) const {
-    if (slot.entry) {
-        return slot.confirmed && !slot.is_fetched() ? Next::fetch : Next::nothing;
-    }
+    if (slot.entry) { return slot.confirmed && !slot.is_fetched() ? Next::fetch : Next::nothing; }
     if (slot.proposal) { return Next::decide; }
     // If others are ahead there probably is an entry, and nothing to send any more.
     const bool is_behind = newest_open > slot.sync;
@@ -20,22 +18,11 @@ inline SyncLog::Next SyncLog::next(const Slot& slot, double now) const {
 
 // Asks for what is small. False: the slot needs nothing, or a payload.
 inline bool SyncLog::serve(Slot& slot, double now) {
-    switch (next(slot, now)) {
-        case Next::decide:
-            write_entry(slot.sync, *slot.proposal);
-            return true;
-        case Next::look:
-            look(slot, slot.has_line());
-            return true;
-        case Next::abstain:
-            write_line(slot, {slot.hash, 0, 0, 0}, Slot::abstained);
-            return true;
-        case Next::nothing:
-        case Next::fetch:
-        case Next::send:
-            break;
-    }
-    return false;
+    const Next what = next(slot, now);
+    if (what == Next::decide) { write_entry(slot.sync, *slot.proposal); }
+    if (what == Next::look) { look(slot, slot.has_line()); }
+    if (what == Next::abstain) { write_line(slot, {slot.hash, 0, 0, 0}, Slot::abstained); }
+    return what == Next::decide || what == Next::look || what == Next::abstain;
 }
 
 inline void SyncLog::move_payload(Slot& slot, double now) {
