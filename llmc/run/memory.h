@@ -44,7 +44,7 @@ MemoryNeed memory_need(const Options& o, const GptShape& shape, const Layout& la
     const double reduced = o.ranks > 1 ? sizeof(float) : 0;
     return {all * (sizeof(floatX) + sizeof(float)) + shard * (state + reduced) +
                 activation_bytes(shape, o.recompute, double(o.batch) * o.seq_len) + outer.device,
-            outer.host + 80e6,
+            outer.host + 20e6,
             o.save_every > 0 ? shard * (state + sizeof(floatX)) + outer.snapshot : 0,
             all * sizeof(float)};
 }
