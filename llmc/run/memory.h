@@ -52,7 +52,7 @@ MemoryNeed memory_need(const Options& o, const GptShape& shape, const Layout& la
     return {all * (sizeof(floatX) + sizeof(float)) + shard * (state + reduced) +
                 activation_bytes(shape, o.recompute, double(o.batch) * o.seq_len) + muon_bytes(o, shape) +
                 outer.device,
-            outer.host + 80e6,
+            outer.host + 20e6,
             o.save_every > 0 ? shard * (state + sizeof(floatX)) + outer.snapshot : 0,
             all * sizeof(float)};
 }

@@ -119,8 +119,8 @@ inline void SyncLog::miss_entry(long sync) {
     times_missed = sync == missed ? times_missed + 1 : 1;
     missed = sync;
     if (times_missed <= 3) { return fall_behind(format("finds the entry of sync %ld gone", sync)); }
-    stop(format("the store holds a damaged or forged record: a beat in %s says that sync %ld was sent, and sync "
-                "%ld is not decided", key("beat").c_str(), newest_open, sync));
+    stop(format("the store holds a damaged or forged record: a beat in %s says that sync %ld was sent, and "
+                "sync %ld is not decided", key("beat").c_str(), newest_open, sync));
 }
 
 // Lines and beats have just been read.   asked: when they were asked for

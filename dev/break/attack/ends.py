@@ -34,7 +34,8 @@ class Runs:
         with (folder / "said.txt").open("w") as out, (folder / "errors.txt").open("w") as errors:
             process = subprocess.Popen(words, stdout=out, stderr=errors, cwd=folder, start_new_session=True,
                                        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)})
-        process.folder, process.worker = folder, options.get("--worker", 0)
+        worker = options.get("--worker")
+        process.folder, process.worker = folder, worker if worker in (0, 1) else 0
         self.started.append(process)
         return process
 

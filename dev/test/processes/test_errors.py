@@ -162,7 +162,7 @@ EDGES = ["-1", "0", 2**31 - 1, 2**31, 10**12, 10**12 + 1, 2**63 - 1, 2**63, 2**6
 def test_every_integer_option_with_values_at_the_edges_is_taken_or_refused_with_one_line(tokens, tmp_path):
     """A run that would be possible ends with the missing file of its validation data. Each has 5 seconds."""
     names = integer_options()
-    assert {"--batch", "--seed", "--save-every", "--keep-checkpoints", "--max-lag", "--ranks", "--inner-steps"} <= {*names}
+    assert {"--batch", "--seed", "--save-every", "--keep-checkpoints", "--max-lag", "--ranks", "--overlap"} <= {*names}
     assert len(names) > 30
 
     def attempt(case):
@@ -206,9 +206,9 @@ def said_of_memory(run):
     return tuple(map(float, both))
 
 
-@pytest.mark.parametrize("options", [{"-b": 64}, {"-b": 1, "--channels": 512, "-n": 2},
+@pytest.mark.parametrize("options", [{"-b": 64, "-x": 2}, {"-b": 1, "--channels": 512, "-n": 2},
                                      {"-b": 4, "--workers": 2, "--ranks": 2, "-n": 2, "--outer-dtype": "fp32",
-                                      "--outer-error-feedback": True, "--fragment-layers": 0, "--channels": 512}],
+                                      "--outer-error-feedback": True, "--fragment-layers": 0, "--channels": 384}],
                          ids=["activations", "checkpoints", "processes"])
 def test_the_memory_that_a_run_takes_is_known_before(tokens, tmp_path, options):
     words = command(tokens, tmp_path / "run", {**LARGE, **options})
@@ -227,7 +227,7 @@ def test_the_memory_that_a_run_takes_is_known_before(tokens, tmp_path, options):
                 highest[pid] = max(highest.get(pid, 0), 1024 * int(kilobytes))
         time.sleep(0.01)
     assert run.returncode == 0 and len(highest) - (processes > 1) <= processes
-    assert needed == pytest.approx(sum(highest.values()) / 1e9, rel=0.2)
+    assert needed == pytest.approx(sum(highest.values()) / 1e9, rel=0.15)
 
 
 @pytest.mark.parametrize("options", [{"--layers": 10000, "--channels": 8192},
