@@ -105,7 +105,8 @@ class Chaos:
         return {"--outer-dtype": self.draw.choice(["fp4_e2m1", "fp4_e2m1", "fp8_e4m3", "fp32"]),
                 "--outer-error-feedback": self.draw.choice([None, True]),
                 "--outer-weights": self.draw.choice(["equal", "tokens"]),
-                "--join-moments": self.draw.choice([None, True])}
+                "--join-moments": self.draw.choice([None, True]),
+                "--optimizer": self.draw.choice(["adamw", "muon"])}
 
     def tell(self, who, text, when=None):
         self.journal.append((time.monotonic() if when is None else when, who, text))
@@ -120,7 +121,7 @@ class Chaos:
     def run(self, events, until):
         """Runs at most `events` events, none of them after the time `until`. Returns their number."""
         self.tell("chaos", f"a run of {self.options['-x']} steps: " + ", ".join(
-            f"{name} {value}" for name, value in self.options.items() if name.startswith("--outer")))
+            f"{name} {value}" for name, value in self.options.items() if name.startswith(("--outer", "--optimizer"))))
         late = self.draw.choice([None, self.workers[-1]])
         for worker in self.workers:
             if worker is not late:

@@ -40,7 +40,7 @@ CONFIGURATIONS = {
     "one worker": {"--ranks": 1, "--overlap": 3},
     "two workers": {"--workers": 2, "--overlap": 1},
     "two machines": {"--workers": 2, "--overlap": [0, 5], "--outer-dtype": "fp8_e4m3"},
-    "ranks": {"--workers": 2, "--ranks": 2, "--overlap": 5, "--outer-error-feedback": True},
+    "ranks": {"--workers": 2, "--ranks": 2, "--overlap": 5, "--outer-error-feedback": True, "--optimizer": "muon"},
     "all-to-all": {"--workers": 4, "--overlap": 4, "--outer-exchange": "all_to_all",
                    "--outer-error-feedback": True, "--outer-rounding": "stochastic"},
     "data parallel": {"--ranks": 2, "--outer-optimizer": "none"},
