@@ -319,7 +319,7 @@ inline bool compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
     device::set_zero(scalars, 1, worker.main);
     for (int micro_step = 0; micro_step < micro_steps; micro_step++) {
         const bool last = micro_step == micro_steps - 1;
-        if (micro_step > 0 && worker.stop.leaves_step()) { return false; }
+        if (micro_step > 0 && worker.stop.votes_to_leave()) { return false; }
         worker.progress();
         loader.next_batch();
         forward(model, loader.inputs(), B, T, worker.main);
@@ -702,7 +702,7 @@ inline void train_step(Run& run, long step) {
     if (o.overfit) { loader.reset(); }
     if (!compute_gradients(worker, loader, o.batch, o.seq_len, int(o.micro_steps()))) {
         loader.seek(begin);
-        return stopping.leave_step();
+        return stopping.note_step_left();
     }
     totals.updates++;
     totals.tokens += uint64_t(o.total_batch);
@@ -816,7 +816,7 @@ inline void begin_training(Run& run) {
     if (run.checkpoints) {  // without these a request to stop could save nothing
         run.largest_overlap = session.process.largest("overlap", run.options.diloco.overlap);
         if (run.stops_together()) { session.report.stop_overlap = run.largest_overlap; }
-        worker.stop.leaves_steps = !run.stops_together();
+        worker.stop.may_leave_steps = !run.stops_together();
         session.stopping.accept_requests();
     }
     run.step = run.step_before = run.saved_step = session.resumed.step;

@@ -1,7 +1,7 @@
 // Muon on the matrices of the layers by all ranks of a worker (equations: llmc/optimizers.h).
 //
-// Newton-Schulz needs a whole matrix, and a rank has 1/R of each block. R layers at a time, the ranks turn
-// parts of all into all of one:
+// Newton-Schulz needs a whole matrix, and a rank has 1/R of each block. For R layers at a time, one
+// all-to-all gives each rank a whole layer, and another returns the results:
 //
 //     each rank   Nesterov's directions, from its shards of the gradient and of the momentum
 //     all_to_all  rank r receives all of layer first + r, in the order of the block
@@ -47,9 +47,9 @@ struct NewtonSchulz {
 
 const int newton_schulz_iterations = 5;
 
-// matrix = scale * X, for X after five iterations from matrix / |matrix|: its singular vectors stay, and its
-// singular values become about 1. If there are more rows than columns, A is X^T X, and an iteration
-// X (a I + b A + c A A): the same polynomial of the singular values, on the shorter side.
+// matrix = scale * X, for X after five iterations from matrix / |matrix|. X keeps the matrix's singular
+// vectors, and its singular values become about 1. A = X X^T. A matrix with more rows than columns has
+// A = X^T X and the product X (a I + b A + c A A), so that A has the shorter side.
 // matrix: (rows,columns)
 inline void newton_schulz(NewtonSchulz& scratch, device::Matmul& matmul, floatX* matrix, int rows,
                           int columns, float scale, Stream& main) {
@@ -86,7 +86,7 @@ struct LayerMatrix {
     int rows, columns;
 };
 
-// Those of any layer: Q, K and V are three.
+// The matrices of a layer, alike in all layers. Q, K and V count as three.
 inline std::vector<LayerMatrix> layer_matrices(const Layout& layout) {
     std::vector<LayerMatrix> matrices;
     for (const auto& [name, parts] : {std::pair("qkvw", 3), {"attprojw", 1}, {"fcw", 1}, {"fcprojw", 1}}) {
@@ -103,7 +103,7 @@ inline std::vector<LayerMatrix> layer_matrices(const Layout& layout) {
 struct MuonArrays {
     floatX* params;          // (layout.size)
     float *master, *m;       // (layout.shard_size()): this rank's shards
-    const float* gradients;  // the same
+    const float* gradients;  // (layout.shard_size())
 };
 
 class ShardedMuon {
@@ -111,10 +111,10 @@ public:
     // comm: joins the ranks of a worker
     ShardedMuon(const Layout& layout, Comm& comm)
         : layout(layout), comm(comm), matrices(layer_matrices(layout)), parts(layout.blocks[0].size),
-          layer(comm.size() > 1 ? layout.blocks[0].size : 0), scratch(largest(), shortest()) {}
+          layer(comm.size() > 1 ? layout.blocks[0].size : 0), scratch(largest(), longest_short_side()) {}
 
-    // Updates this rank's shards of the matrices. Collective: called by all ranks, even if nothing changes,
-    // since *grad_scale, the clip scale, is not finite.   rounding: of params; its `first` means nothing
+    // Updates this rank's shards of the matrices. Collective: all ranks call it, also if the update is
+    // skipped (*grad_scale, the clip scale, is not finite).   rounding: of params; `first` is set here
     void update(const MuonArrays& arrays, const Muon& step, const float* grad_scale,
                 StochasticRounding rounding, device::Matmul& matmul, Stream& main, Stream& comm_stream,
                 Traffic& traffic) {
@@ -145,7 +145,7 @@ public:
     }
 
 private:
-    // Of `parts`, the one that is of layer first + r.
+    // This rank's shard of layer first + r.
     floatX* part(int r) { return parts + r * (parts.count() / comm.size()); }
 
     long largest() const {
@@ -153,7 +153,7 @@ private:
         for (const LayerMatrix& m : matrices) { most = std::max(most, long(m.rows) * m.columns); }
         return most;
     }
-    long shortest() const {
+    long longest_short_side() const {
         long most = 0;
         for (const LayerMatrix& m : matrices) { most = std::max(most, long(std::min(m.rows, m.columns))); }
         return most;

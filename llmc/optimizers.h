@@ -81,7 +81,7 @@ HD inline float muon_direction_value(float momentum, float gradient, float& m) {
     return fmaf(momentum, m, gradient);
 }
 
-// The factor that makes a matrix's Frobenius norm 1. A matrix of zeros stays one.
+// The factor that makes a matrix's Frobenius norm 1. A zero matrix stays zero.
 HD inline float newton_schulz_normalizer(float norm_squared) {
     return norm_squared > 0 ? 1.0f / sqrtf(norm_squared) : 0.0f;
 }

@@ -9,8 +9,8 @@
 #
 # The scripts' heads say what to expect. None of it has been measured with this program, which has not trained
 # these models on GPUs yet.
-#     validation loss,  as published for llm.c, which trains the same model on the same data in data parallel;
-#     HellaSwag, time   "its head" is the head of llm.c's script
+#     validation loss,  as published for llm.c, which trains the same model on the same data in data parallel.
+#     HellaSwag, time   "Its head" is the head of llm.c's script
 #     traffic           computed: what a worker with all its ranks sends in a step on average, at most in a
 #                       step, and in the whole run, among M workers with E2M1 and H = 100. Data parallel would
 #                       send 2 (M - 1) / M of the gradients, around a ring, in bf16

@@ -182,8 +182,8 @@ public:
     // Where the values of a sync's fragment lie in its payload.
     virtual PayloadLayout layout(const Sync& sync) const = 0;
 
-    // Where the caller writes the payload: layout(sync), with the headers, and zeros for blocks that parts
-    // lack. 64-byte aligned.
+    // Where the caller writes the payload: layout(sync), with the headers, and zeros in the padding blocks of
+    // short parts. 64-byte aligned.
     uint8_t* payload(const Sync& sync) { return slots.take(sync.number).sent; }
 
     // Where the caller writes the statistics of its encoding.   returns (encoding_sums)
@@ -198,7 +198,7 @@ public:
         stream.record(slot.done);
     }
 
-    // Blocks until the mean is available.
+    // Blocks until all payloads have arrived, and checks their headers.
     // Throws a CommError that names the fragment, the sync and, if it is known, the worker.
     Headers wait(const Sync& sync) {
         Slot& slot = slots.of(sync.number);

@@ -39,8 +39,8 @@ struct FragmentValues {
     std::vector<const float*> arrays;  // (count of the piece) each
 };
 
-// The outer gradient of a fragment. It lies nowhere in memory: quantize() subtracts each value where it
-// encodes it.
+// The outer gradient of a fragment. It lies nowhere in memory: load_block() in quantize.h, and load_delta()
+// in quantize.cuh, subtract the values that they are about to encode.
 struct OuterGradient {
     std::vector<Piece> pieces;
     std::vector<Source> differences;  // (count of the piece) each

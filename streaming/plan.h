@@ -89,11 +89,12 @@ inline OuterBytes outer_bytes(const DilocoOptions& options, const Layout& layout
     const double all = double(layout.shard_size());
     const double largest = double(*std::max_element(values.begin(), values.end()));
     const double flying = most_in_flight(fragments, options.inner_steps, options.overlap);
+    const double slots = most_in_a_step(fragments, options.inner_steps, options.overlap);
     const double payload = double(payload_bytes(wire_options(options).format, long(largest)));
     const double state = 8 * all;
     const double feedback = options.outer_error_feedback ? 4 * (all + flying * largest) : 0;
     const double wire = 4 * largest + flying * (workers + 1) * payload + feedback;
-    const double on_device = options.offload ? 2 * 8 * largest : state;
+    const double on_device = options.offload ? slots * 8 * largest : state;
     return {on_device + wire, options.offload ? state : 0, state + feedback + 4 * flying * largest};
 }
 
@@ -118,8 +119,8 @@ inline std::vector<size_t> sent_in_period(const std::vector<Fragment>& fragments
     return sent;
 }
 
-// The slowest link, in bytes per step, over which every fragment arrives within its `overlap` steps, without
-// latency: the bytes that are sent in `length` + 1 consecutive steps have `length` + overlap steps to pass.
+// The bandwidth, in bytes per step, at which no merge waits, without latency: what is sent in any
+// `length` + 1 consecutive steps is transferred in `length` + overlap steps.
 // overlap: at least 1
 inline double bytes_a_step_without_waits(const std::vector<size_t>& sent, long overlap) {
     const long H = long(sent.size());

@@ -7,9 +7,9 @@
 //     at a receive  the mean, unless no worker applies it; the report; then the fragment's residuals
 //
 // Between C and its receive a fragment is not sent, so its residuals, the sender's and the owner's, are still
-// those of C. If no worker applies the sync, they are those of before it, which the resumed run would restore
-// as well. All copies run on the main stream: by then a received exchange no longer works on the residuals,
-// and the fragment's next exchange starts behind main.
+// those of C. If no worker applies the sync, they are what they were before the send, and the resumed run
+// restores the same. All copies run on the main stream: by then a received exchange no longer works on the
+// residuals, and the fragment's next exchange waits for the main stream.
 //
 // The writer's thread waits until the last copy is complete. Memory: 8 bytes per value of the shard, 4 with
 // error feedback and 4 / workers for owners, and 4 for each value in flight.
@@ -44,7 +44,7 @@ public:
 
     // Starts the copies. The previous snapshot must have been written or abandoned.
     void begin(const std::deque<Sync>& in_flight, const std::vector<uint64_t>& tokens_at_send, Stream& main) {
-        if (in_flight.size() > means.size()) { throw std::logic_error("more in flight than was said"); }
+        if (in_flight.size() > means.size()) { throw std::logic_error("more syncs than expected"); }
         OuterSnapshot::begin(in_flight.size());
         syncs.assign(in_flight.begin(), in_flight.end());
         for (Array* mean : means) { mean->count = 0; }

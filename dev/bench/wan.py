@@ -6,15 +6,15 @@ its own, real TCP between them, and dev/wan/relay.cpp for the distance.
     dev/bench/wan.py --quick    only unlimited and the slowest line, without the variants of tau = 1
     dev/bench/wan.py --only fp4-tau5 diloco --minutes 10
 
-Utilization is tokens/s over the tokens/s of the same method through the same relay when that neither limits
-nor delays. Where fragments are exchanged it is of periods of H steps, each of which sends and merges every
-fragment once, behind a first period that is left out; of data-parallel it is of the median step behind the
-first. Beside it stands what dev/tools/simulate.py predicts from the unlimited run's log; and, to find what a
-difference comes from, what it predicts for the rate that a plain TCP connection made of the line, and for the
-time that a step took in this run.
+Utilization is tokens/s over the tokens/s of the same method through the same relay without a limit or a delay.
+With fragments it is measured over periods of H steps, each of which sends and merges every fragment once,
+without the first period; for data-parallel it is measured over the median step, without the first. Beside it
+stands what dev/tools/simulate.py predicts from the unlimited run's log; and, to find what a difference comes
+from, what it predicts for the rate that a plain TCP connection reached on the link, and for the time that a
+step took in this run.
 
-A finished run is a folder in --out that is not run again, so that it can be stopped at any time; when
---minutes are over no other run begins.
+A finished run is a folder in --out that is not run again, so that it can be stopped at any time. No run
+begins that may end after --minutes.
 """
 import contextlib
 import datetime
@@ -217,7 +217,7 @@ def run_all(arguments, methods, lines):
         if made(arguments, method, line):
             continue
         if budget.is_spent():
-            print(f"{arguments.minutes:g} minutes are over: run this again to go on", flush=True)
+            print(f"{arguments.minutes:g} minutes leave no time for another run: run this again", flush=True)
             return
         seconds = run(arguments, method, line)
         budget.spend(seconds)
@@ -230,7 +230,7 @@ def run_all(arguments, methods, lines):
 # ------------------------------------------------------------------------------------------------------ rows
 
 def tokens_per_second(method, run):
-    """Of all processes. Where one is late the others wait for it, sooner or later: the slowest one's."""
+    """Of all processes together, by the slowest one, for which the others wait."""
     length = INNER_STEPS if method.ranks == 1 else 1
     slowest = 0.0
     for process in run.processes:
@@ -242,7 +242,7 @@ def tokens_per_second(method, run):
 
 
 def busy_share(method, run):
-    """Of the time in which tokens_per_second() measures: what no process waited for an exchange, their mean.
+    """The share of the measured time in which a process did not wait for an exchange, as the mean over processes.
     A machine that is slower for a while, by which tokens/s suffer, is as busy as before. None: it is not
     logged."""
     if method.ranks > 1:

@@ -10,8 +10,9 @@ Each blow is a line that ends with its verdict, and each kind of blow has one in
     waited and said so      status 75, or an event in the log says what a worker that is alive waits for
     DEFECT                  everything else: other bits, a hang, a signal, an error in other words or without any
 
-The last kind is what a quiet run costs: memory that grows, and cores that are busy while processes wait. Status 1 if
-there was a defect, and then its files are kept.
+The kind `quiet` measures an undisturbed run: how its memory grows, and how busy its cores are while processes wait. It,
+`killed` and `chaos` report success as "same bits", and `fuzz` as "refused with one line". The status is 1 if there was
+a defect, and then its files are kept.
 """
 import argparse
 import contextlib
@@ -79,8 +80,8 @@ def signal_to(pid, number):
 
 
 def visit(runs, draw, name, count):
-    """Starts a run. One of its processes is let go on for an instant at a time until others listen for it; then these
-    have visitors. Returns the run and the number of visits."""
+    """Starts a run, holds one of its processes up so that the others keep listening for it, and connects strangers to
+    them. Returns the run and the number of connections."""
     run, knocks, until = runs.start(name, LOCKSTEP), 0, time.monotonic() + HANG
     while len(children(run.pid)) < 4 and time.monotonic() < until:
         time.sleep(0.001)
@@ -142,7 +143,7 @@ def numbers(runs, draw):
     names = re.findall(r"^\| `(?:-\w` `)?(--[\w-]+)` \| -?\d+(?:\.\d+)? \|", table, re.M)
     name, value = draw.choice(names), draw.choice(EDGES)
     small = {"-x": 6, "-n": 3, **({"--workers": 2} if draw.random() < 0.5 else {"--outer-optimizer": "none"})}
-    # Some runs are possible and endless, or start thousands of processes.
+    # Some valid values give endless runs, or thousands of processes: a missing file ends these at once.
     limits = {"--max-steps": 10, "--ranks": 4, "--workers": 4, "--batch": 100, "--sample-length": 100}
     if isinstance(value, int) and value > limits.get(name, value):
         small["-j"] = "missing.bin"
@@ -160,7 +161,7 @@ def twice(runs, draw):
 
 
 # -----------------------------------------------------------------------------------------------------------
-# What a run costs that nobody strikes
+# What an undisturbed run costs
 
 def cpu_seconds(pids):
     stats = [Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split() for pid in pids]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Shows all processes of a running run, from the logs that they write.
+"""Shows all processes of a run in progress, from the logs that they write.
 
     dev/tools/watch.py RUN...         live, until q or Ctrl-C; RUN: a run's folder (its -o), or its sites' folders
     dev/tools/watch.py --once RUN...  one picture, for pipes
@@ -12,11 +12,11 @@ Each line is of one process: "1.0" is worker 1's rank 0. Its columns:
     sent, received    in all by this process, to its worker's ranks and to other workers
     wait              how much of the last minute (of its log) training stood still before merges
     ckpt              step of the last checkpoint that it has copied; the top says which is whole
-    state             "!-7 40 s": 7 steps behind the first process, and no line written for 40 s, if that is
+    state             "!-7 40 s": 7 steps behind the foremost process, and no line written for 40 s, if that is
                       longer than ten steps take (and than five seconds). If one process hangs, all others end
                       up waiting for it, and it is among those that are behind
 
-In an elastic run (--outer-transport store) the state is what their logs say of each other: "late"
+In an elastic run (--outer-transport store) the state is what the workers' logs say of each other: "late"
 (others went on without it), "gone" (no sign of life), "catch-up" (it waits for a snapshot), "too few" (it
 waits for --min-workers), "no store", "stopped". The last of such changes are listed below the table.
 
@@ -41,7 +41,7 @@ READ_AT_ONCE = 16 << 20  # bytes of one log in one picture
 STEP_FIELDS = ("step", "time", "seconds", "tokens", "tokens_per_second", "inner_bytes_sent",
                "inner_bytes_received")  # that every step has; its loss may be null
 EVENT_FIELDS = ("unix_time", "kind", "sync", "worker", "text")
-BEHIND_STEPS, BEHIND_SECONDS = 2, 1  # a process is late if it is behind by both
+BEHIND_STEPS, BEHIND_SECONDS = 2, 1  # behind: by at least so many steps, and by more seconds
 SILENT_STEPS, SILENT_SECONDS = 10, 5
 LATER_SECONDS = 30    # within which several workers report the same event
 CHANGES = 20          # that are kept
@@ -281,7 +281,7 @@ class RunView:
         return last((steps - view.step) * view.step_seconds() for view in leaders)
 
     def is_elastic(self):
-        """Whether workers do."""
+        """Whether this is an elastic run."""
         return any(view.place and view.place.get("options", {}).get("outer-transport") == "store"
                    for view in self.processes.values())
 

@@ -2,9 +2,10 @@
 // folder and tells the others in the store what it sees, so that all find the same answer:
 //   - the newest step at which every process has its own file, all of the same run (lineage);
 //   - or, for a run with another number of workers or ranks, the newest step at which every process has all
-//     files of the old run. An elastic worker resumes neither from such a checkpoint nor from another one's.
+//     files of the old run. An elastic worker resumes neither from such a checkpoint nor from another
+//     worker's.
 // Then each process reads the files it needs in full. If one is damaged, the next older step is tried. Names
-// and headers, which no checksum has confirmed at first, decide what is tried, but never what is used.
+// and headers are not covered by a checksum yet at that point: they decide only which checkpoint is tried.
 #pragma once
 #include <algorithm>
 #include <cstdio>
@@ -297,7 +298,7 @@ public:
         if (lineages.size() < 2) { return ""; }
         return format("there are checkpoints of %zu runs: ", lineages.size()) +
                (newest_done.lineage.empty()
-                    ? std::string("the newest is tried first, whose ever it is")
+                    ? std::string("the newest is tried first, whichever run wrote it")
                     : format("those of %s are tried first, the run that wrote DONE_%08ld",
                              newest_done.lineage.c_str(), newest_done.step));
     }

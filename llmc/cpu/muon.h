@@ -1,5 +1,5 @@
-// Muon's elementwise passes over a shard, and over a matrix beside Newton-Schulz's products (llmc/muon.h):
-// llmc/optimizers.h for every value.
+// Muon without its matrix products (llmc/muon.h): passes over a shard or a matrix. llmc/optimizers.h defines
+// what is computed for each value.
 #pragma once
 #include <cmath>
 
@@ -24,7 +24,7 @@ inline void muon_direction(float* direction, float* m, const float* grad, long c
     }
 }
 
-// out = inp / |inp|, Frobenius's norm.   out, inp: (count)   norm_squared: (1), scratch
+// out = inp / |inp|, the Frobenius norm.   out, inp: (count)   norm_squared: (1), scratch
 inline void muon_normalize(float* out, float* norm_squared, const float* inp, long count, Stream& stream) {
     global_norm_squared(norm_squared, inp, count, stream);
     const float factor = newton_schulz_normalizer(*norm_squared);

@@ -16,7 +16,7 @@
 
 namespace cuda {
 
-// A lane's first channel, and the distance to its next ones: a warp reads 512 bytes at a time.
+// Channels that a lane (16 bytes) and a warp (512 bytes) read at a time.
 constexpr int channels_of_lane = Pack<floatX>::size, channels_of_warp = 32 * channels_of_lane;
 
 // A warp computes one row, as cpu::layernorm_row does. The variance is computed from centred values.

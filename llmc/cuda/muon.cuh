@@ -1,5 +1,6 @@
-// Muon's elementwise passes over a shard, and over a matrix beside Newton-Schulz's products (llmc/muon.h):
-// llmc/optimizers.h for every value. The bits are the CPU's, but for rounding to floatX.
+// Muon without its matrix products (llmc/muon.h): passes over a shard or a matrix. llmc/optimizers.h defines
+// what is computed for each value. The bits are the CPU's, apart from the rounding to floatX and the norm,
+// whose sum has another order.
 #pragma once
 #include "llmc/cuda/global_norm.cuh"
 #include "llmc/cuda/memory.cuh"
@@ -88,7 +89,7 @@ inline void muon_direction(floatX* direction, float* m, const float* grad, long 
            step, grad_scale);
 }
 
-// out = inp / |inp|, Frobenius's norm.   out, inp: (count), count a multiple of 4, 16-byte aligned
+// out = inp / |inp|, the Frobenius norm.   out, inp: (count), count a multiple of 4, 16-byte aligned
 // norm_squared: (1), scratch
 inline void muon_normalize(floatX* out, float* norm_squared, const floatX* inp, long count, Stream& stream) {
     require_packs("muon_normalize", count);

@@ -327,8 +327,8 @@ private:
 
     std::string key(const char* what, int r) const { return name + "/" + what + "/" + std::to_string(r); }
 
-    // The address for others to connect to: the interface's, or the one that leads to the store. If that is
-    // the loopback and there are members on other machines, the one that leads out.
+    // The address for others to connect to: that of --interface, or else the local address of the route to
+    // the store. If that is a loopback address and members run on other machines, that of the default route.
     std::string choose_address(const std::string& interface, Patience& patience) {
         const std::string machine = machine_name();
         store.set(key("machine", my_rank), machine);
@@ -344,7 +344,8 @@ private:
                 throw UserError(
                     "processes run on " + machine.substr(0, machine.find('/')) + " and " +
                     other.substr(0, other.find('/')) +
-                    ", which the loopback does not join: give --interface the name of a network interface");
+                    ", which cannot reach each other over the loopback interface: give --interface the "
+                    "name of a network interface");
             }
         }
         return address;
@@ -368,8 +369,8 @@ private:
             };
             links[size_t(r)].connect(connect_with(address_of(r), my_rank, own.word, goes_on));
             if (!links[size_t(r)].is_connected()) {
-                fail(r, "has died, or cannot be reached from " + members[size_t(my_rank)] + " at " +
-                            own.host + " (then look at --interface and at firewalls)");
+                fail(r, "has died, or " + members[size_t(my_rank)] + " (" + own.host +
+                            ") cannot reach it: check --interface and firewalls");
             }
         }
         for (int r = my_rank + 1; r < my_size; r++) {

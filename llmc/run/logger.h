@@ -328,7 +328,8 @@ private:
         return kept;
     }
 
-    // Of main.log ("s:20 trl:...") and of metrics.jsonl. The end of the run comes again.
+    // Whether a line of main.log ("s:20 trl:...") or metrics.jsonl is kept. An `end` line never is: the
+    // resumed run writes a new one.
     static bool is_kept(const std::string& line, const LogCut& cut) {
         auto field = [&](const char* name) {
             const size_t at = line.find(format("\"%s\":", name));

@@ -57,7 +57,8 @@ MemoryNeed memory_need(const Options& o, const GptShape& shape, const Layout& la
             all * sizeof(float)};
 }
 
-// Bytes that a control group leaves of its limit; infinite without one. Cached files count as free.
+// Bytes that a control group leaves of its limit; infinite without one. Its inactive file cache counts as
+// free.
 // limit, usage: the group's files
 inline double left_in_group(const std::string& folder, const std::string& limit, const std::string& usage) {
     double most, used, cached = 0;
@@ -71,8 +72,8 @@ inline double left_in_group(const std::string& folder, const std::string& limit,
     return std::max(0.0, most - used + cached);
 }
 
-// The same of the groups that this process is in, by the lines of /proc/self/cgroup: 0::/a/b is version 2 of
-// control groups, and 4:memory:/a/b version 1.
+// The minimum over this process's control groups and their parents, which /proc/self/cgroup lists: 0::/a/b is
+// one of version 2, and 4:memory:/a/b one of version 1.
 inline double left_in_groups() {
     double left = INFINITY;
     std::ifstream groups("/proc/self/cgroup");
@@ -106,12 +107,14 @@ inline double available_memory() {
 
 inline void refuse_memory(double needed, double there, const std::string& where) {
     if (needed <= there) { return; }
-    throw UserError(format("this run takes about %.2f GB of memory%s, and %.2f GB are there: lower -b, -t or "
-                           "the model's sizes, or raise -r", needed / 1e9, where.c_str(), there / 1e9));
+    throw UserError(format("this run takes about %.2f GB of memory%s, but only %.2f GB are available: lower "
+                           "-b, -t or the model's sizes, or raise -r",
+                           needed / 1e9, where.c_str(), there / 1e9));
 }
 
-// Before any process allocates memory: whether those that start together here will have enough. Processes
-// that another program starts count one by one. Throws a UserError, for any mistake in the files first.
+// Before any process allocates memory: checks that all processes that this one starts here will have enough.
+// A process that mpirun, torchrun or srun has started checks its own need alone. Throws a UserError; a
+// mistake in the input files is reported first.
 // outer_bytes: of the exchange between workers, by its options, the layout and the number of workers
 template <class OuterBytes>
 void check_memory(const Options& o, OuterBytes outer_bytes) {

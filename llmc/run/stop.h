@@ -80,8 +80,8 @@ private:
 //     the loss   carries the request to all ranks of the worker
 //     a sync     carries it to all workers in lock-step; they stop when the slowest has merged that sync
 //
-// A worker that is alone, or elastic, stops one update after the request arrived with the loss. In a step of
-// several micro-steps it leaves between two of them, and the resumed run does that step again.
+// A worker that is alone, or elastic, stops one update after the request arrived with the loss. If a step has
+// several micro-steps, it may stop sooner, between two of them; the resumed run then repeats that step.
 class Stopping {
 public:
     // From now on signals are requests. Until then they end the process at once: nothing could be saved.
@@ -94,7 +94,7 @@ public:
     }
 
     // A worker that is alone, or elastic, has left the step that it was in.
-    void leave_step() { has_left_step = true; }
+    void note_step_left() { has_left_step = true; }
 
     // Whether this worker's sends in `update` should carry the request: from two updates later on, since the
     // host of another rank may not have read the loss of the previous update yet.

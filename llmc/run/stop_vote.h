@@ -1,7 +1,7 @@
 // StopVote: in a step of several micro-steps, whether the ranks of a worker leave it because one of them was
 // asked to stop. All must leave at the same place, since a rank that continues would wait for the others in
-// the next collective. So each micro-step sends one value around, beside the computation. It is read one
-// micro-step later, and nobody waits for it.
+// the next collective. So before each micro-step but the first the ranks all-reduce one value, beside the
+// computation. It is read at the next vote, by when it has usually arrived.
 #pragma once
 #include <functional>
 
@@ -11,7 +11,7 @@
 class StopVote {
 public:
     std::function<bool()> is_asked = [] { return false; };  // whether this rank was asked to stop
-    bool leaves_steps = false;  // otherwise steps are always completed; the same on all ranks
+    bool may_leave_steps = false;  // otherwise steps are always completed; the same on all ranks
 
     // comm, stream: between the ranks of the worker, for its life. Votes are not counted as its traffic.
     StopVote(Comm& comm, Stream& stream) : comm(comm), stream(stream) {
@@ -24,8 +24,8 @@ public:
     }
 
     // Between two micro-steps. Collective; the answer is the same on all ranks.
-    bool leaves_step() {
-        if (!leaves_steps) { return false; }
+    bool votes_to_leave() {
+        if (!may_leave_steps) { return false; }
         if (comm.size() == 1) { return is_asked(); }
         comm.wait(has_heard);
         if (votes.data()[0] > 0) { return true; }

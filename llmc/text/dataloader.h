@@ -10,10 +10,10 @@
 //     epoch 0                                                   | epoch 1
 //     process 0: B rows | process 1: B rows | process 0: B rows | process 1: B rows | ...
 //
-// So a step has the same rows however they are divided into processes and micro-batches. Processes may also
-// differ in B: see share(). With `shuffle`, an epoch is a random permutation of the rows of all shards, drawn
-// from the seed and the same on all processes. Without, rows come as they lie, and the last ones of a shard
-// that fill no batch of all processes are left out, as in llm.c.
+// With `shuffle`, an epoch is a random permutation of the rows of all shards, drawn from the seed and the
+// same on all processes: a step has the same rows however they are divided into processes and micro-batches.
+// Without, rows come as they lie, and the last ones of a shard that fill no batch of all processes are left
+// out, as in llm.c. Processes may differ in B: see share().
 #pragma once
 #include <glob.h>
 #include <sys/resource.h>
@@ -196,7 +196,7 @@ private:
 
     void check_length(const std::string& name, long count, long found) const {
         if (found >= all_rows) { return; }
-        throw UserError(format("%s has %ld tokens, less than one step takes (%ld = %ld sequences of all "
+        throw UserError(format("%s has %ld tokens, too few for one batch (%ld = %ld sequences of all "
                                "processes x %d tokens, and one): use a smaller batch, or a longer text",
                                name.c_str(), count, all_rows * T + 1, all_rows, T));
     }

@@ -113,8 +113,8 @@ inline void SyncLog::look(Slot& slot, bool has_line) {
         });
 }
 
-// A later sync of the fragment was sent, and this one is not decided. A snapshot that ends before it does not
-// help: then nobody can have sent the later one.
+// A later sync of the fragment was sent, and this one is not decided. The later one cannot have been sent
+// before this one was decided. So if snapshots keep ending before it, the beat is forged or damaged.
 inline void SyncLog::miss_entry(long sync) {
     times_missed = sync == missed ? times_missed + 1 : 1;
     missed = sync;
@@ -137,8 +137,8 @@ inline void SyncLog::consider(Slot& slot, double asked, double now) {
                            options.elastic.grace, asked, now);
 }
 
-// Since when the sync would be due if there were more steps; negative: not yet. If it is due only because
-// this worker has no steps left, the others still have time.
+// The time since which the sync is due; negative: it is not due yet. A worker that has no steps left counts
+// from the time at which it would have reached the due step.
 inline double SyncLog::due_for_all(const Slot& slot, double now) const {
     const long left = schedule.send_step(slot.sync) + options.overlap - step, done = step - began_step;
     if (slot.due_since < 0) { return -1; }
@@ -170,7 +170,7 @@ inline void SyncLog::tell_of_few(Slot& slot, const StandingLines& standing, doub
     }
     const std::string what =
         are_few ? format("%zu of at least %d workers have sent", standing.size(), options.elastic.min_workers)
-                : "most stand on no same global parameters, but " + holders + ", of those that have sent";
+                : "no global parameters have a majority (" + holders + ") among the workers that have sent";
     say_waits(what + format(" sync %ld", slot.sync), slot.sync);
 }
 
@@ -260,7 +260,7 @@ inline void SyncLog::take_chunk(Slot& slot, size_t i, const StoreAnswer& answer)
     }
 }
 
-// What this start sent itself it need not read. It knows what the entry must say of it.
+// A worker does not read back its own payload. It checks that the entry has the payload's size and digest.
 inline void SyncLog::take_own_payload(Slot& slot) {
     for (size_t i = 0; i < slot.payloads.size(); i++) {
         if (!rules.is_own_payload(slot.entry->contributors[i].who, me)) { continue; }

@@ -6,7 +6,8 @@ A build of the trainer takes minutes, so all changes are built into one program:
 """
 from mutation.source import Source
 
-FILES = ("train_gpt.cu", "streaming/**/*.h", "llmc/stream.h", "llmc/upload.h", "llmc/cuda/*.cuh", "llmc/run/*.cuh")
+FILES = ("train_gpt.cu", "streaming/**/*.h", "llmc/arithmetic.h", "llmc/rounding.h",
+         "llmc/stream.h", "llmc/upload.h", "llmc/cuda/*.cuh", "llmc/run/*.cuh")
 
 # Calls by what they do. Functions that consist of nothing else are found and join them.
 KINDS = {

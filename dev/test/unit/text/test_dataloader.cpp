@@ -94,7 +94,7 @@ TEST(DataLoader, processes_with_batches_of_their_own_share_what_one_would_read) 
             both.insert(both.end(), rest.begin(), rest.end());
             ASSERT_EQ(next_inputs(whole, 24), both) << "step " << step;
         }
-        EXPECT_TRUE(contains(user_error([&] { first.share(0, 100); }), "less than one step takes"));
+        EXPECT_TRUE(contains(user_error([&] { first.share(0, 100); }), "too few for one batch"));
     }
 }
 
@@ -343,7 +343,7 @@ TEST(DataLoader, a_batch_that_no_memory_holds_is_too_large_for_the_shard) {
     TemporaryFolder folder;
     write_shard(folder / "a.bin", count_up(0, 101));
     auto open = [&] { DataLoader(folder / "a.bin", 1 << 30, 1 << 20, 0, 1, vocabulary, 0, false); };
-    EXPECT_TRUE(contains(user_error(open), "less than one step takes"));
+    EXPECT_TRUE(contains(user_error(open), "too few for one batch"));
 }
 
 TEST(DataLoader, a_token_beyond_the_vocabulary_is_found_before_training) {
