@@ -44,7 +44,9 @@ def test_workers_hold_the_same_global_parameters_and_losses_are_the_cpu_s(train,
 def test_muon_s_ranks_have_the_losses_of_one_rank_and_of_the_cpu(train):
     options = {**SMALL, "--workers": 1, "-H": None, "--overlap": None, "--fragment-layers": None, "--outer-dtype": None,
                "--optimizer": "muon"}
-    two = train("two", options, environment=environment(1), trainer=EMULATED)
+    two = train("two", options, trainer=EMULATED)
+    watched = train("watched", options, environment=environment(1), trainer=EMULATED)
+    assert watched.model() == two.model()
     one = train("one", {**options, "--ranks": 1, "-b": 2}, trainer=EMULATED)
     cpu = train("cpu", {**options, "--matmul-precision": "highest"})
     assert two.losses() == pytest.approx(one.losses(), abs=2e-3)
