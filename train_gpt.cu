@@ -552,7 +552,7 @@ struct Run {  // everything that a process holds while it trains
           inputs(in),
           fragments(fragments),
           session(o, process, in, fragments, sync_bytes(o.diloco, fragments, in.layout, o.workers),
-                  memory_need(o, in.shape, in.layout, outer_bytes(o.diloco, in.layout, o.workers)).device,
+                  memory_need(o, in.shape, in.layout, outer_bytes(o.diloco, in.layout, o.workers)),
                   find_checkpoint(o, process, in)),
           outer_stream(outer_stream_kind(o.diloco.transport)) {}
 

@@ -93,9 +93,13 @@ inline OuterBytes outer_bytes(const DilocoOptions& options, const Layout& layout
     const double payload = double(payload_bytes(wire_options(options).format, long(largest)));
     const double state = 8 * all;
     const double feedback = options.outer_error_feedback ? 4 * (all + flying * largest) : 0;
-    const double wire = 4 * largest + flying * (workers + 1) * payload + feedback;
+    const bool is_all_to_all = planned_exchange(options, values, workers) == ExchangeKind::all_to_all;
+    const double payloads = (options.is_elastic() ? 1 : flying) * (is_all_to_all ? 3 : workers + 1);
+    const double wire = 4 * largest + payloads * payload + feedback;
+    const double outside = options.is_elastic() ? (workers + double(fragments.size())) * payload : 0;
     const double on_device = options.offload ? slots * 8 * largest : state;
-    return {on_device + wire, options.offload ? state : 0, state + feedback + 4 * flying * largest};
+    const double snapshot = state + feedback + 4 * flying * largest;
+    return {on_device + wire, (options.offload ? state : 0) + outside, snapshot};
 }
 
 // "h.0..h.2, h.6": the names of blocks, runs of neighbours shortened.

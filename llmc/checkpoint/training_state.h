@@ -324,7 +324,8 @@ inline std::string seek_data(const Fields& before, DataLoader& data) {
     }
     const uint64_t row_tokens = before.count("data.row_tokens");
     data.seek({epoch, before.count("data.row") * row_tokens / uint64_t(data.tokens_of_a_row())});
-    if (before.integer("data.rows") == data.num_rows()) { return ""; }
+    const bool is_same = before.integer("data.rows") == data.num_rows();
+    if (is_same && row_tokens == uint64_t(data.tokens_of_a_row())) { return ""; }
     return format("an epoch has %ld sequences of %d tokens, not %ld of %lu: the position in the data is "
                   "about the same, and some of it may be read again or passed over",
                   data.num_rows(), data.tokens_of_a_row(), before.integer("data.rows"), row_tokens);

@@ -57,11 +57,11 @@ inline Device use_device(int number, const std::string& interface) {
             index};
 }
 
-// Bytes that the GPU in use has left.
-inline double free_memory() {
+// Bytes of the GPU in use.
+inline double memory_size() {
     size_t free = 0, all = 0;
     cudaCheck(cudaMemGetInfo(&free, &all));
-    return double(free);
+    return double(all);
 }
 
 // For several processes on one GPU, which NCCL refuses if they are on the same host. With a host id of its

@@ -25,7 +25,7 @@ struct Device {
 inline Device use_device(int, const std::string&) { return {}; }
 inline void use_in_this_thread(const Device&) {}
 inline void share_device(const std::string&, bool) {}
-inline double free_memory() { return INFINITY; }  // there is none but the host's
+inline double memory_size() { return INFINITY; }  // there is none but the host's
 
 }  // namespace cpu
 

@@ -247,9 +247,9 @@ private:
             if (r != my_rank) { links[size_t(r)].begin(header, out_part(r), in_part(r)); }
         }
         Patience patience(timeout);
-        for (int on_their_way = 0; !is_done();) {
+        for (long on_their_way = 0; !is_done();) {
             const bool has_moved = move(header);
-            const int rest = unacknowledged();
+            const long rest = unacknowledged();
             patience.has_waited(0.1);
             if (has_moved || rest < on_their_way) { patience.begin_again(); }
             if (patience.is_over()) { report_silence(); }
@@ -274,8 +274,8 @@ private:
         return true;
     }
 
-    int unacknowledged() const {
-        int bytes = 0;
+    long unacknowledged() const {
+        long bytes = 0;
         for (const Link& link : links) { bytes += link.unacknowledged(); }
         return bytes;
     }
@@ -367,7 +367,11 @@ private:
                 patience.has_waited(0.1);
                 check_joining(r, patience);
             };
-            links[size_t(r)].connect(connect_with(address_of(r), my_rank, own.word, goes_on));
+            for (int attempt = 1; attempt <= 3 && !links[size_t(r)].is_connected(); attempt++) {
+                if (attempt > 1) { std::this_thread::sleep_for(std::chrono::seconds(1)); }
+                check_joining(r, patience);
+                links[size_t(r)].connect(connect_with(address_of(r), my_rank, own.word, goes_on));
+            }
             if (!links[size_t(r)].is_connected()) {
                 fail(r, "has died, or " + members[size_t(my_rank)] + " (" + own.host +
                             ") cannot reach it: check --interface and firewalls");

@@ -122,17 +122,22 @@ public:
         std::vector<pollfd> ready = {{socket, POLLIN, 0}};
         for (const Guest& guest : guests) { ready.push_back({guest.socket, POLLIN, 0}); }
         poll(ready.data(), ready.size(), 100);
-        for (auto guest = guests.begin(); guest != guests.end();) {
-            const bool stays = guest->listens() && !guest->patience.is_over();
-            if (guest->is_whole() && memcmp(guest->greeting.word, own.word.data(), own.word.size()) == 0) {
-                member(int(guest->greeting.rank), std::move(guest->socket));
+        const auto stays = [&](Guest& guest) {
+            const bool is_unheard = guest.listens() && !guest.patience.is_over();
+            if (guest.is_whole() && memcmp(guest.greeting.word, own.word.data(), own.word.size()) == 0) {
+                member(int(guest.greeting.rank), std::move(guest.socket));
             }
-            guest = stays ? std::next(guest) : guests.erase(guest);
+            return is_unheard;
+        };
+        for (auto guest = guests.begin(); guest != guests.end();) {
+            guest = stays(*guest) ? std::next(guest) : guests.erase(guest);
         }
         for (int one; (one = ::accept(socket, nullptr, nullptr)) >= 0;) {
-            guests.emplace_back(one);
+            guests.emplace_back(one);  // each is heard at least once before it makes room for others
+            if (!stays(guests.back())) { guests.pop_back(); }
             if (guests.size() > most_guests) { guests.pop_front(); }
         }
+        if (errno == EMFILE || errno == ENFILE) { poll(nullptr, 0, 100); }  // until there is room for one
     }
 
 private:

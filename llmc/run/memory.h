@@ -20,11 +20,14 @@
 
 // Bytes of one process. On the CPU all of them are the host's.
 struct MemoryNeed {
-    double device;    // parameters, gradients, activations, the optimizers' state, payloads
-    double host;      // outer state that is offloaded, and the program itself
-    double snapshot;  // the host's copy of the state, for checkpoints
-    double model;     // a copy of all parameters, for the model file
+    double device;        // parameters, gradients, activations, the optimizers' state
+    double outer_device;  // what the exchange between workers takes there,
+    double outer_host;    // and in the host's memory
+    double snapshot;      // the host's copy of the state, for checkpoints
+    double model;         // a copy of all parameters, for the model file
 };
+
+const double program_bytes = 20e6;  // a process without a model
 
 // Activations of B x T tokens, as allocate_activations() in train_gpt.cu takes them.
 inline double activation_bytes(const GptShape& shape, int recompute, double tokens) {
@@ -50,71 +53,57 @@ MemoryNeed memory_need(const Options& o, const GptShape& shape, const Layout& la
     const double state = 3 * sizeof(float);  // master weights and moments
     const double reduced = o.ranks > 1 ? sizeof(float) : 0;
     return {all * (sizeof(floatX) + sizeof(float)) + shard * (state + reduced) +
-                activation_bytes(shape, o.recompute, double(o.batch) * o.seq_len) + muon_bytes(o, shape) +
-                outer.device,
-            outer.host + 20e6,
+                activation_bytes(shape, o.recompute, double(o.batch) * o.seq_len) + muon_bytes(o, shape),
+            outer.device, outer.host,
             o.save_every > 0 ? shard * (state + sizeof(floatX)) + outer.snapshot : 0,
             all * sizeof(float)};
 }
 
-// Bytes that a control group leaves of its limit; infinite without one. Its inactive file cache counts as
-// free.
-// limit, usage: the group's files
-inline double left_in_group(const std::string& folder, const std::string& limit, const std::string& usage) {
-    double most, used, cached = 0;
-    const bool is_limited = bool(std::ifstream(folder + limit) >> most);  // "max" is no number
-    if (!is_limited || !(std::ifstream(folder + usage) >> used)) { return INFINITY; }
-    std::ifstream file(folder + "/memory.stat");
-    double value;
-    for (std::string name; file >> name >> value;) {
-        if (name == "inactive_file") { cached = value; }
-    }
-    return std::max(0.0, most - used + cached);
-}
+// Bytes of the host's memory.
+struct HostMemory {
+    double all;        // with swap, and no more than this process's control groups allow
+    double available;  // without anything that is in use now
+};
 
-// The minimum over this process's control groups and their parents, which /proc/self/cgroup lists: 0::/a/b is
-// one of version 2, and 4:memory:/a/b one of version 1.
-inline double left_in_groups() {
-    double left = INFINITY;
+// The least limit of this process's control groups and their parents, which /proc/self/cgroup lists: 0::/a/b
+// is one of version 2, and 4:memory:/a/b one of version 1. Infinite without a limit.
+inline double limit_of_groups() {
+    double least = INFINITY;
     std::ifstream groups("/proc/self/cgroup");
     for (std::string line; std::getline(groups, line);) {
         const bool is_old = line.find(":memory:") != std::string::npos;
         if (!is_old && line.rfind("0::", 0) != 0) { continue; }
         const std::string root = is_old ? "/sys/fs/cgroup/memory" : "/sys/fs/cgroup";
-        const std::string limit = is_old ? "/memory.limit_in_bytes" : "/memory.max";
-        const std::string usage = is_old ? "/memory.usage_in_bytes" : "/memory.current";
+        const std::string name = is_old ? "/memory.limit_in_bytes" : "/memory.max";
         std::string path = line.substr(line.find('/'));
         for (size_t end = path.size(); end != std::string::npos; end = path.rfind('/')) {
             path.resize(end);
-            left = std::min(left, left_in_group(root + path, limit, usage));
+            double limit;  // "max" is no number
+            if (std::ifstream(root + path + name) >> limit) { least = std::min(least, limit); }
         }
     }
-    return left;
+    return least;
 }
 
-// Bytes of the host's memory that this machine and the control groups of this process have left.
-inline double available_memory() {
-    double left = left_in_groups();
+inline HostMemory host_memory() {
+    double total = INFINITY, swap = 0, available = INFINITY, kilobytes;
     std::ifstream machine("/proc/meminfo");
     for (std::string line; std::getline(machine, line);) {
-        double kilobytes;
-        if (sscanf(line.c_str(), "MemAvailable: %lf kB", &kilobytes) == 1) {
-            left = std::min(left, 1024 * kilobytes);
-        }
+        if (sscanf(line.c_str(), "MemTotal: %lf kB", &kilobytes) == 1) { total = 1024 * kilobytes; }
+        if (sscanf(line.c_str(), "SwapTotal: %lf kB", &kilobytes) == 1) { swap = 1024 * kilobytes; }
+        if (sscanf(line.c_str(), "MemAvailable: %lf kB", &kilobytes) == 1) { available = 1024 * kilobytes; }
     }
-    return left;
+    return {std::min(total, limit_of_groups()) + swap, available};
 }
 
-inline void refuse_memory(double needed, double there, const std::string& where) {
-    if (needed <= there) { return; }
-    throw UserError(format("this run takes about %.2f GB of memory%s, but only %.2f GB are available: lower "
-                           "-b, -t or the model's sizes, or raise -r",
-                           needed / 1e9, where.c_str(), there / 1e9));
+[[noreturn]] inline void refuse_memory(double needed, double there, const std::string& where) {
+    throw UserError(format("this run takes about %.2f GB of memory%s, and there are %.2f GB: lower -b, -t or "
+                           "the model's sizes, or raise -r", needed / 1e9, where.c_str(), there / 1e9));
 }
 
-// Before any process allocates memory: checks that all processes that this one starts here will have enough.
-// A process that mpirun, torchrun or srun has started checks its own need alone. Throws a UserError; a
-// mistake in the input files is reported first.
+// Before any process allocates memory: checks that all processes that this one starts here can have enough,
+// and warns if other programs use too much now. A process that mpirun, torchrun or srun has started checks
+// its own need alone. Throws a UserError; a mistake in the input files is reported first.
 // outer_bytes: of the exchange between workers, by its options, the layout and the number of workers
 template <class OuterBytes>
 void check_memory(const Options& o, OuterBytes outer_bytes) {
@@ -127,24 +116,34 @@ void check_memory(const Options& o, OuterBytes outer_bytes) {
     const bool is_alone = o.world || find_world(0);
     const double processes = is_alone ? 1 : double(o.ranks) * (o.worker >= 0 ? 1 : o.workers);
     const double writers = is_alone || o.worker >= 0 || !o.diloco.is_elastic() ? 1 : o.workers;
-    // At the start each process has a copy of the initial parameters, but no snapshot yet.
-    const double of_each = need.host + (runs_on_gpu ? 0 : need.device);
-    const double later = processes * need.snapshot + (o.output.empty() ? 0 : writers * need.model);
-    const double needed = processes * of_each + std::max(processes * need.model, later);
+    // At the start each process has a copy of the initial parameters, but no outer state or snapshot yet.
+    const double alone = program_bytes + (runs_on_gpu ? 0 : need.device);
+    const double exchange = need.outer_host + (runs_on_gpu ? 0 : need.outer_device);
+    const double later = processes * (alone + exchange + need.snapshot) +
+                         (o.output.empty() ? 0 : writers * need.model);
+    const double needed = std::max(processes * (alone + need.model), later);
     rlimit limit{};
     getrlimit(RLIMIT_AS, &limit);
     const double of_a_process = limit.rlim_cur == RLIM_INFINITY ? INFINITY : double(limit.rlim_cur);
-    const double there = std::min(available_memory(), processes * of_a_process);
-    if (needed <= there) { return; }
-    Process first;
-    first.workers = o.workers;
-    first.ranks = o.ranks;
-    open_files(o, first);
-    refuse_memory(needed, there, processes > 1 ? format(" in %.0f processes", processes) : "");
+    const HostMemory host = host_memory();
+    const double there = std::min(host.all, processes * of_a_process);
+    const std::string where = processes > 1 ? format(" in %.0f processes", processes) : "";
+    if (needed > there) {
+        Process first;
+        first.workers = o.workers;
+        first.ranks = o.ranks;
+        open_files(o, first);
+        refuse_memory(needed, there, where);
+    }
+    if (needed > host.available) {
+        fprintf(stderr, "warning: this run takes about %.2f GB of memory%s, and other programs leave %.2f\n",
+                needed / 1e9, where.c_str(), host.available / 1e9);
+    }
 }
 
 // The same on a GPU, once it is chosen.   returns the device
-inline device::Device with_room(const device::Device& device, double needed) {
-    refuse_memory(needed, device::free_memory(), " on " + device.name);
+inline device::Device with_room(const device::Device& device, const MemoryNeed& need) {
+    const double needed = need.device + need.outer_device, there = device::memory_size();
+    if (needed > there) { refuse_memory(needed, there, " on " + device.name); }
     return device;
 }

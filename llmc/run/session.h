@@ -106,12 +106,11 @@ struct Session {
     Stopping stopping{};
 
     // sync_bytes: what a process sends in a sync of each fragment; empty if nothing is exchanged
-    // device_bytes: what it needs of its device's memory
     Session(const Options& o, Process& process, const Inputs& in, const std::vector<Fragment>& fragments,
-            const std::vector<size_t>& sync_bytes, double device_bytes, Resumption resumed_)
+            const std::vector<size_t>& sync_bytes, const MemoryNeed& memory, Resumption resumed_)
         : options(o), process(process), folder(checkpoint_folder(o, process)), resumed(std::move(resumed_)),
           device(with_room(choose_device(process, o.diloco.streams() && o.diloco.transport == "nccl"),
-                           device_bytes)),
+                           memory)),
           logger(o.output, number_among_all(o, process), o.workers * o.ranks, o.resume != 0,
                  log_cut(o, resumed, in.steps)),
           status(stdout, process.terminal, process.terminal ? 0.1 : 5.0),

@@ -125,11 +125,15 @@ public:
     // Continues where a run of an earlier version stopped, after `count` tokens of a shard; with shuffle,
     // which gave another order, at the epoch's beginning. Returns whether it is the same place.
     bool seek_in_shard(uint64_t epoch, uint64_t index, uint64_t count) {
-        if (index >= shards.size() || count > uint64_t(shards[index].count)) { fail_position(); }
+        if (index >= shards.size()) { fail_position(); }
+        if (shuffle) {  // `index` is a place in the order of shards that was drawn
+            seek({epoch, 0});
+            return false;
+        }
         const Shard& shard = shards[index];
-        const uint64_t row = std::min(count / uint64_t(T), uint64_t(shard.rows));
-        seek({epoch, shuffle ? 0 : uint64_t(shard.first_row) + row});
-        return !shuffle;
+        if (count > uint64_t(shard.count)) { fail_position(); }
+        seek({epoch, uint64_t(shard.first_row) + std::min(count / uint64_t(T), uint64_t(shard.rows))});
+        return true;
     }
 
     // Back to the first batch of the first epoch: every validation sees the same tokens.

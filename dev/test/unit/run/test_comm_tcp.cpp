@@ -262,6 +262,23 @@ TEST(CommTcp, a_start_survives_hundreds_of_strangers_that_connect_and_close_or_r
     expect_all_well(processes);
 }
 
+TEST(Listener, a_member_with_more_strangers_behind_it_than_are_kept_is_heard) {
+    Listener listener("127.0.0.1");
+    const MemberAddress& address = listener.address();
+    Greeting greeting;
+    memcpy(greeting.word, address.word.data(), sizeof greeting.word);
+    greeting.rank = 3;
+    const TcpSocket member = address.open(false);
+    ASSERT_EQ(send(member, &greeting, sizeof greeting, MSG_NOSIGNAL), ssize_t(sizeof greeting));
+    std::vector<TcpSocket> silent;
+    for (int i = 0; i < 300; i++) { silent.push_back(address.open(false)); }
+    std::vector<int> heard;
+    for (int i = 0; i < 5; i++) {
+        listener.accept([&](int rank, TcpSocket) { heard.push_back(rank); });
+    }
+    EXPECT_EQ(heard, std::vector<int>{3});
+}
+
 TEST(CommTcp, a_member_whose_address_is_another_program_s_is_named) {
     TemporaryFolder folder;
     FileStore store(folder.name());

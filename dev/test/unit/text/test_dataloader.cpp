@@ -247,6 +247,7 @@ TEST(DataLoader, continues_at_the_position_of_an_earlier_version_where_the_order
     EXPECT_TRUE(contains(user_error([&] { resumed.seek_in_shard(0, 1, 66); }), "saved position"));
     DataLoader shuffled = open_two_shards(folder, 4, 0, 1, 3, true);
     EXPECT_FALSE(shuffled.seek_in_shard(5, 1, 16));
+    EXPECT_FALSE(shuffled.seek_in_shard(5, 1, 80));  // more than shard 1 has: another one had been drawn
     EXPECT_EQ(shuffled.position().epoch, 5u);
     EXPECT_EQ(shuffled.position().row, 0u);
 }
