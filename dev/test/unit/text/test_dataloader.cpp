@@ -199,8 +199,8 @@ TEST(DataLoader, a_shard_that_is_shorter_than_a_batch_counts_where_rows_are_shuf
         return DataLoader(folder / "*.bin", B, 4, 0, 1, vocabulary, 7, shuffle);
     };
     EXPECT_EQ(open(6, true).num_rows(), 0 + 1 + 2 + 3);
-    EXPECT_TRUE(contains(user_error([&] { open(7, true); }), "x_0.bin, ... has 28 tokens, less than one"));
-    EXPECT_TRUE(contains(user_error([&] { open(1, false); }), "x_0.bin has 1 tokens, less than one"));
+    EXPECT_TRUE(contains(user_error([&] { open(7, true); }), "x_0.bin, ... has 28 tokens, too few for one"));
+    EXPECT_TRUE(contains(user_error([&] { open(1, false); }), "x_0.bin has 1 tokens, too few for one"));
     DataLoader loader = open(6, true);
     const std::vector<int> rows = next_rows(loader, 6);
     EXPECT_EQ(std::set<int>(rows.begin(), rows.end()), std::set<int>({100, 200, 204, 300, 304, 308}));
