@@ -1,6 +1,7 @@
 // Muon's elementwise passes over a shard, and over a matrix beside Newton-Schulz's products (llmc/muon.h):
 // llmc/optimizers.h for every value. The bits are the CPU's, but for rounding to floatX.
 #pragma once
+#include "llmc/cuda/adamw.cuh"
 #include "llmc/cuda/global_norm.cuh"
 #include "llmc/cuda/memory.cuh"
 #include "llmc/floatx.h"
