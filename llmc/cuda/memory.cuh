@@ -4,7 +4,6 @@
 #pragma once
 #include "llmc/cuda/stream.cuh"
 #include "llmc/optimizers.h"
-#include "llmc/rounding.h"
 
 namespace cuda {
 
@@ -28,21 +27,6 @@ __device__ inline void store_packs(T* p, const float (&values)[count]) {
         for (int j = 0; j < size; j++) { pack[j] = T(values[i + j]); }
         store_pack(p + i, pack);
     }
-}
-
-// params[j] = master[j], rounded as value rounding.first + i + j of the model. A call of Philox gives the
-// random bits of 8 values, so two threads make the same call; memory traffic hides its cost.
-// params: (4)   i: a multiple of 4
-__device__ inline void store_parameters(floatX* params, const Pack<float>& master,
-                                        const StochasticRounding& rounding, uint64_t i) {
-    const uint64_t index = rounding.first + i;
-    const Philox4 bits = rounding_bits(rounding, index);
-    Pack<floatX, 4> params4;
-    for (uint64_t j = 0; j < 4; j++) {  // chosen by ?: so that the bits stay in registers
-        const uint32_t random = index % 8 < 4 ? rounding_bits_of(bits, j) : rounding_bits_of(bits, 4 + j);
-        params4[j] = rounded_parameter(master[int(j)], random);
-    }
-    store_pack(params, params4);
 }
 
 // ---- kernels

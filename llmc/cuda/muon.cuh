@@ -2,6 +2,7 @@
 // what is computed for each value. The bits are the CPU's, apart from the rounding to floatX and the norm,
 // whose sum has another order.
 #pragma once
+#include "llmc/cuda/adamw.cuh"
 #include "llmc/cuda/global_norm.cuh"
 #include "llmc/cuda/memory.cuh"
 #include "llmc/floatx.h"
