@@ -2,7 +2,8 @@
 from dataclasses import dataclass
 
 GRACE, EXPIRY = 2, 5  # seconds: --grace, and after which a beat that does not change is a dead worker's
-TIMEOUT = 4           # seconds: the store is lost when it is silent for so long
+TIMEOUT = 8           # seconds: --timeout; a worker whose store is away for so long ends
+OUTAGE = TIMEOUT / 2  # seconds: two that overlap are shorter than TIMEOUT
 
 
 @dataclass
@@ -38,9 +39,9 @@ BLOWS = {
     "stopped, for long": (5, 1, (LONG, LONG + 4)),
     "half speed": (3, 1, (3, 10)),
     "tenth of the speed": (3, 1, (3, 10)),
-    "link cut": (4, 1, (0.2, 2 * TIMEOUT)),
+    "link cut": (4, 1, (0.2, OUTAGE)),
     "link reset": (2, 1, (0, 0)),
-    "store killed": (3, 0, (0, 2 * TIMEOUT)),
+    "store killed": (3, 0, (0, OUTAGE)),
     "same worker twice": (2, 1, (0, 0)),
     "other options": (1, 1, (0, 0)),
     "wrong password": (1, 1, (0, 0)),
