@@ -6,13 +6,15 @@
 #include <cmath>
 
 #include "dev/emulator/device_array.h"
+#include "dev/test/newton_schulz.h"
 #include "dev/test/kernels/values.h"
 #include "llmc/cpu/muon.h"
 #include "llmc/muon.h"
 
 namespace {
 
-using Doubles = std::vector<double>;
+using newton_schulz_test::Doubles;
+using newton_schulz_test::exact_newton_schulz;
 
 constexpr bool bf16 = sizeof(floatX) == 2;
 const Muon step = muon(1e-2f, {0.01f, 0.95f}, 0.1f);
@@ -111,37 +113,6 @@ TEST(Muon, PolynomialHasTheCpusBits) {
             expect_rounded(out.to_host(), expected);
         });
     }
-}
-
-// out[i,j] = sum over k of a[i,k] b[k,j], by strides.
-Doubles product(const Doubles& a, int a_row, int a_column, const Doubles& b, int b_row, int b_column, int M,
-                int N, int K) {
-    Doubles out(size_t(M) * size_t(N));
-    for (int i = 0; i < M; i++) {
-        for (int k = 0; k < K; k++) {
-            for (int j = 0; j < N; j++) {
-                out[size_t(i * N + j)] +=
-                    a[size_t(i * a_row + k * a_column)] * b[size_t(k * b_row + j * b_column)];
-            }
-        }
-    }
-    return out;
-}
-
-// By the equations, in double.   x: (rows,columns)
-Doubles exact_newton_schulz(Doubles x, int rows, int columns, double scale) {
-    double norm = 0;
-    for (double value : x) { norm += value * value; }
-    for (double& value : x) { value /= std::sqrt(norm); }
-    for (int i = 0; i < 5; i++) {
-        const Doubles gram = product(x, columns, 1, x, 1, columns, rows, rows, columns);
-        Doubles polynomial = product(gram, rows, 1, gram, rows, 1, rows, rows, rows);
-        for (size_t j = 0; j < gram.size(); j++) { polynomial[j] = 2.0315 * polynomial[j] - 4.775 * gram[j]; }
-        const Doubles change = product(polynomial, rows, 1, x, columns, 1, rows, columns, rows);
-        for (size_t j = 0; j < x.size(); j++) { x[j] = 3.4445 * x[j] + change[j]; }
-    }
-    for (double& value : x) { value *= scale; }
-    return x;
 }
 
 // A matrix whose singular values bf16 can tell from its rounding: a multiple of I, and noise.
