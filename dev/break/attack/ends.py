@@ -13,7 +13,8 @@ from conftest import command  # noqa: E402
 from metrics import log_name  # noqa: E402
 
 SAME, REFUSED, WAITED, DEFECT = VERDICTS = ("same bits", "refused with one line", "waited and said so", "DEFECT")
-HANG = 60   # seconds that a run may take here, on a slow machine too
+HANG = 60   # seconds after which a run must end, unless it still trains: the machine may have other work
+LONGEST = 600
 STILL = 10  # seconds without a line in its log: longer than --timeout
 
 
@@ -55,9 +56,14 @@ def model_of(process):
     return paths[-1].read_bytes() if paths else None
 
 
+def is_still(process):
+    """Nothing was logged for some seconds."""
+    return not log_of(process).exists() or time.time() - log_of(process).stat().st_mtime > STILL
+
+
 def says_that_it_waits(process):
     """It has logged that, and nothing since for some seconds."""
-    if not log_of(process).exists() or time.time() - log_of(process).stat().st_mtime < STILL:
+    if not log_of(process).exists() or not is_still(process):
         return False
     rows = map(json.loads, log_of(process).read_text().split("\n")[:-1])
     return any(row["type"] == "event" and row["kind"] in ("too_few", "store_lost") for row in rows)
@@ -66,7 +72,8 @@ def says_that_it_waits(process):
 def end(process, until):
     """The verdict on how one ends. One that waits and says so is asked to stop."""
     while process.poll() is None and not says_that_it_waits(process):
-        if time.monotonic() > until:
+        late = time.monotonic() - until
+        if late > LONGEST - HANG or (late > 0 and is_still(process)):
             return f"hangs: {(process.folder / 'said.txt').read_text()[-300:]}"
         time.sleep(0.1)
     if process.poll() is None:
