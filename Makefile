@@ -9,7 +9,7 @@
 # make bench-gpu   speed on this machine's GPU (PARTS="d12 layers": only these)
 # make bench-formats        what the wire formats lose, and their speed (DELTAS="BEFORE.bin AFTER.bin")
 # make bench-wire-quality   what they cost in validation loss: 45 runs, about 70 minutes
-# make bench-quality        what DiLoCo and streaming cost in validation loss: at most two hours
+# make bench-quality        what distant workers cost in validation loss: ten hours (ARGUMENTS="--minutes 60": a part)
 # make bench-wan            how much of its speed a run keeps over slow lines (root): 63 runs
 # make bench-uneven         workers that are slower, lost or far from their store (root)
 #                  These four can be interrupted and resumed. ARGUMENTS=--quick: a trial of each in minutes,

@@ -1,45 +1,45 @@
 #!/usr/bin/env python3
-"""What Streaming DiLoCo costs in validation loss: data-parallel training, classic DiLoCo, streaming in fp32
-and in four bits, with H = 30 and 100, tau = 1 and 5, two and four workers, on equally many tokens.
+"""What distant workers cost in validation loss: data-parallel training, classic DiLoCo, and streaming in fp32 and in
+four bits, with AdamW and with Muon, H = 30 and 100, tau = 1 and 5, two and four workers, on equally many tokens.
 
-    dev/bench/quality.py                     runs what is not there yet, and prints the tables
-    dev/bench/quality.py --minutes 30        no run begins that may end later; the same command goes on
-    dev/bench/quality.py --only data-parallel classic-m2-h30 --learning-rate 0.002 --outer-lr 0.4
+    dev/bench/quality.py                     makes the runs that are missing, and prints the tables
+    dev/bench/quality.py --minutes 30        no run begins that may end later; the same command continues
+    dev/bench/quality.py --only muon-data-parallel muon-streaming-m2-h30-tau1
     dev/bench/quality.py --scale trial --text FOLDER    every kind of run once, within minutes: does all work?
-    dev/bench/quality.py --scale gpu --trainer ./train_gpt --text FOLDER   three methods, one GPU
+    dev/bench/quality.py --scale gpu --trainer ./train_gpt --text FOLDER   one GPU, with rates that are given
 
-Learning rates are the best of four, in whole runs of the first seed. The inner one: for data-parallel
-training and, since a worker's batch is smaller, for streaming in four bits with H = 30 and an outer rate
-of 0.7, which all that exchange have. The outer one, with H = 30: for streaming in four bits, which all
-that stream have, and for classic DiLoCo.
+A finished run is one line of the data file (--data), which is part of the repository, and is not made again. A run
+that was interrupted continues from its last checkpoint.
 
-All runs of a seed start from the same bits and read the same tokens in the same order, as many in a step
-whatever the number of workers. Gaps are paired: of two losses of one seed. The loss is that of the global
-parameters; the local ones' is the mean over workers, from the same run's last checkpoint, resumed with --eval
-local.
+All runs of a seed start from the same bits and read the same sequences in the same order, as many in a step whatever
+the number of workers. Gaps are paired: they are between two losses of one seed. The loss is that of the global
+parameters.
 
-How the gap goes with longer training is shown twice: along the long runs, where the learning rate has not yet
-come down, and by short runs of another seed, which are complete trainings of half the length, with the best
-rates for that.
+Rates are tuned for each optimizer, method and number of workers with six runs of a sixth of the length, with seed 1.
+Data-parallel training tries six inner settings (learning rate, and Muon's momentum). What exchanges tries three, and
+then with the best of them three other outer settings (learning rate, momentum, alpha). Runs that differ only in H, tau
+or the format share their rates.
+
+How the gap shrinks as training gets longer is shown by complete trainings, each with its whole learning-rate schedule:
+the best tuning runs, runs of a third of the length, and the whole ones.
 """
 import datetime
+import hashlib
 import json
 import shutil
 import statistics
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from runs import (ROOT, above_zero, check_report, difference_text, first_missing, machine, made_by, markdown,
-                  paired, run_missing, start, train)  # finds dev/, too
-from compare import bytes_sent, read_run, size_text, validation_loss
+from runs import (ROOT, above_zero, check_report, difference_text, first_missing, machine,  # finds dev/, too
+                  markdown, run_missing, start)
+from compare import bytes_sent, read_run, size_text
 from metrics import Parser, UserError, exit_status
 
-SWEEP_SEED = 100  # of the short runs
-SWEEP_OUTER_LR = 0.7
-SHORTER = 2       # times as many tokens have the long ones
-STATIONS = 4      # validations in a run
-NEVER = 10**9
+STATIONS = 10     # validations in a run
+LENGTHS = (6, 3)  # parts of the whole length, for the tuning runs and for the middle of the curve
 
 
 @dataclass(frozen=True)
@@ -51,345 +51,369 @@ class Scale:
     steps: int
     validation_tokens: int
     warmup: int
-    learning_rates: tuple  # of which the best is taken; one: taken as it is
-    outer_lrs: tuple
     ranks: int             # of data-parallel
     seeds: int             # of the main methods
     names: tuple = ()      # of the methods; none: all
     more: tuple = ()       # options
+    learning_rate: float = 0  # AdamW's, which is taken as it is, with the first outer setting; 0: tuned
 
     def options(self):
         return {**self.model, "-t": self.sequence, "-u": self.warmup, "-k": "cosine", "-q": 0.1, "-c": 0.1,
                 "-s": 0, **dict(self.more)}
 
 
-OUTER_LRS = (0.2, 0.4, 0.7, 1.0)
-MAIN = ("data-parallel", "classic-m2-h30", "fp32-m2-h30-tau1", "fp4_e2m1-m2-h30-tau1")
 SCALES = {
-    # Two cores, all in less than two hours: 0.86M parameters, 3.1M tokens, 50 outer steps with H = 30.
-    "cpu": Scale({"--layers": 4, "--heads": 4, "--channels": 128}, 128, 2048, 1500, 40960, 60,
-                 (0.002, 0.004, 0.008, 0.016), OUTER_LRS, 2, 3),
-    # The outer rate is the paper's; two workers share the GPU.
-    "gpu": Scale({"--layers": 12, "--heads": 8, "--channels": 512}, 1024, 65536, 1500, 131072, 100,
-                 (0.001,), (0.4,), 1, 1, ("data-parallel", "classic-m2-h30", "fp4_e2m1-m2-h30-tau1"),
-                 (("--outer-transport", "tcp"),)),
-    "trial": Scale({"--layers": 2, "--heads": 2, "--channels": 32}, 32, 256, 120, 1024, 10,
-                   (0.002, 0.004, 0.008), OUTER_LRS, 2, 1)}
+    # Two cores, ten hours at most: 0.66M parameters, 20 tokens for each, 110 outer steps with H = 30.
+    "cpu": Scale({"--layers": 3, "--heads": 2, "--channels": 128}, 128, 4096, 3300, 40960, 60, 2, 3),
+    # The outer rate is the one that small runs on a CPU want; two workers share the GPU.
+    "gpu": Scale({"--layers": 12, "--heads": 8, "--channels": 512}, 1024, 65536, 1500, 131072, 100, 1, 1,
+                 ("adamw-data-parallel", "adamw-diloco-m2-h30", "adamw-streaming-m2-h30-tau1"),
+                 (("--outer-transport", "tcp"),), 0.001),
+    "trial": Scale({"--layers": 2, "--heads": 2, "--channels": 32}, 32, 256, 360, 1024, 10, 2, 1)}
+
+@dataclass(frozen=True)
+class Inner:
+    """momentum: Muon's, of the matrices, whose other parameters AdamW updates with a fifth of the rate; None: AdamW"""
+    learning_rate: float
+    momentum: float = None
+
+    @property
+    def name(self):
+        return f"{self.learning_rate:g}" + (f"/{self.momentum:g}" if self.momentum else "")
+
+    def options(self):
+        if self.momentum is None:
+            return {"-l": self.learning_rate}
+        return {"--optimizer": "muon", "--muon-lr": self.learning_rate, "--muon-momentum": self.momentum,
+                "-l": round(self.learning_rate / 5, 6)}
+
+
+INNER = {"adamw": (Inner(0.004), Inner(0.002), Inner(0.008)),
+         "muon": (Inner(0.01, 0.9), Inner(0.014, 0.9), Inner(0.01, 0.95))}
+MORE_INNER = {"adamw": (Inner(0.0028), Inner(0.0057), Inner(0.0113)),  # of data-parallel
+              "muon": (Inner(0.007, 0.9), Inner(0.007, 0.95), Inner(0.01, 0.8))}
+
+
+@dataclass(frozen=True)
+class Outer:
+    learning_rate: float
+    momentum: float
+    alpha: float
+
+    @property
+    def name(self):
+        return f"{self.learning_rate:g}/{self.momentum:g}/{self.alpha:g}"
+
+
+OUTER = {"streaming": (Outer(0.7, 0.9, 0.5), Outer(0.4, 0.9, 0.5), Outer(1, 0.4, 0), Outer(1, 0, 0)),
+         "diloco": (Outer(0.7, 0.9, 0), Outer(0.4, 0.9, 0), Outer(1, 0.4, 0), Outer(1, 0, 0))}
 
 
 # --------------------------------------------------------------------------------------------------- methods
 
 @dataclass(frozen=True)
 class Method:
-    kind: str       # data-parallel, classic, or the format in which fragments stream
+    optimizer: str
+    kind: str           # data-parallel, diloco or streaming
     workers: int = 1
     inner_steps: int = 0
     overlap: int = 0
+    dtype: str = "fp4_e2m1"
 
     @property
     def name(self):
-        if self.kind == "data-parallel":
-            return self.kind
-        return f"{self.kind}-m{self.workers}-h{self.inner_steps}" + f"-tau{self.overlap}" * self.streams
+        name = f"{self.optimizer}-{self.kind}"
+        if self.exchanges:
+            name += f"-m{self.workers}-h{self.inner_steps}"
+        return name + (f"-tau{self.overlap}" + "-fp32" * (self.dtype == "fp32") if self.streams else "")
+
+    @property
+    def exchanges(self):
+        return self.kind != "data-parallel"
 
     @property
     def streams(self):
-        return self.kind not in ("data-parallel", "classic")
+        return self.kind == "streaming"
 
     @property
     def title(self):
-        return {"data-parallel": "data-parallel", "classic": "DiLoCo, fp32", "fp32": "streaming, fp32",
-                "fp4_e2m1": "streaming, fp4 E2M1", "fp4": "streaming, fp4 E3M0"}[self.kind]
+        return {"data-parallel": "data-parallel", "diloco": "DiLoCo, fp32",
+                "streaming": "streaming, " + ("fp32" if self.dtype == "fp32" else "four bits")}[self.kind]
 
-    def options(self, scale, outer_lr):
-        if self.kind == "data-parallel":
-            return {"--ranks": scale.ranks}
-        options = {"--workers": self.workers, "-H": self.inner_steps, "--outer-lr": outer_lr,
-                   "--outer-momentum": 0.9}
-        if self.streams:
-            return {**options, "--fragment-layers": 1, "--overlap": self.overlap, "--local-weight": 0.5,
-                    "--outer-dtype": self.kind}
-        return {**options, "--fragment-layers": 0, "--overlap": 0, "--local-weight": 0,
-                "--outer-dtype": "fp32"}
+    @property
+    def group(self):
+        """The method whose tuning runs its rates come from."""
+        return Method(self.optimizer, self.kind, self.workers, 30 * self.exchanges, int(self.streams))
 
+    def base(self):
+        return Method(self.optimizer, "data-parallel")
 
-DATA_PARALLEL = Method("data-parallel")
-CLASSIC, STREAMING = Method("classic", 2, 30), Method("fp4_e2m1", 2, 30, 1)
-SWEPT = (STREAMING, CLASSIC)  # their outer learning rates
-METHODS = [
-    DATA_PARALLEL, CLASSIC, Method("fp32", 2, 30, 1), STREAMING, Method("fp4", 2, 30, 1),
-    Method("fp4_e2m1", 2, 30, 5), Method("classic", 2, 100), Method("fp4_e2m1", 2, 100, 1),
-    Method("fp4", 2, 100, 1), Method("fp4_e2m1", 2, 100, 5), Method("classic", 4, 30),
-    Method("fp4_e2m1", 4, 30, 1), Method("fp4", 4, 30, 1), Method("fp4_e2m1", 4, 100, 1)]
-
-def inner_like(method):
-    """Whose sweep its inner learning rate is of."""
-    return method if method == DATA_PARALLEL else STREAMING
+    def options(self, scale, inner, outer):
+        if not self.exchanges:
+            return {**inner.options(), "--ranks": scale.ranks}
+        return {**inner.options(), "--workers": self.workers, "-H": self.inner_steps, "--overlap": self.overlap,
+                "--outer-lr": outer.learning_rate, "--outer-momentum": outer.momentum, "--local-weight": outer.alpha,
+                "--fragment-layers": int(self.streams), "--outer-dtype": self.dtype if self.streams else "fp32"}
 
 
-def outer_like(method):
-    return CLASSIC if method.kind == "classic" else STREAMING
+def of_optimizer(optimizer):
+    """(the main methods, with several seeds; the others)"""
+    def streaming(workers, inner_steps, overlap, dtype="fp4_e2m1"):
+        return Method(optimizer, "streaming", workers, inner_steps, overlap, dtype)
+    return ([Method(optimizer, "data-parallel"), streaming(2, 30, 1), streaming(4, 30, 1), streaming(2, 100, 1)],
+            [streaming(2, 30, 1, "fp32"), streaming(2, 30, 5), streaming(2, 100, 5), streaming(4, 100, 1),
+             Method(optimizer, "diloco", 2, 30), Method(optimizer, "diloco", 2, 100),
+             Method(optimizer, "diloco", 4, 30)])
 
 
-# Evaluation losses of arXiv 2501.18512, table 5, at 35M parameters on C4, two workers.
-PAPERS = {"data-parallel": 3.51, CLASSIC: 3.54, Method("fp4", 2, 30, 1): 3.53, Method("fp4", 2, 100, 1): 3.56}
+MAIN = of_optimizer("muon")[0] + of_optimizer("adamw")[0]
+METHODS = MAIN + of_optimizer("muon")[1] + of_optimizer("adamw")[1]
+
+# Evaluation losses of arXiv 2501.18512, table 5, at 35M parameters on C4, two workers, AdamW; its four bits are E3M0.
+PAPERS = {("data-parallel", 0): 3.51, ("diloco", 30): 3.54, ("streaming", 30): 3.53, ("streaming", 100): 3.56}
 
 
 # ------------------------------------------------------------------------------------------------------ runs
 
 @dataclass(frozen=True)
 class Job:
-    name: str  # of its folder
     method: Method
+    steps: int
     seed: int
+    inner: Inner
+    outer: Outer  # None: data-parallel
     options: dict
 
+    @property
+    def name(self):
+        rates = f"lr{self.inner.name}" + (f"-outer{self.outer.name}" if self.outer else "")
+        return f"{self.method.name}-{rates}-steps{self.steps}-seed{self.seed}"
 
-def job(arguments, method, steps, seed, learning_rate, outer_lr, name):
-    scale = arguments.scale
-    options = method.options(scale, outer_lr)
+
+def make_job(scale, method, steps, seed, inner, outer):
+    options = method.options(scale, inner, outer)
     ranks = options.get("--ranks", 1)  # which share a batch of validation; workers do not
     batch = scale.step_tokens // scale.sequence // (method.workers * ranks)
-    return Job(name, method, seed, {
-        **scale.options(), **options, "-l": learning_rate, "-b": batch, "-x": steps, "--seed": seed,
-        "-v": steps // STATIONS, "-m": scale.validation_tokens // scale.sequence // (batch * ranks),
-        "-n": NEVER, "-i": f"{arguments.text}/*_train_*.bin", "-j": f"{arguments.text}/*_val_*.bin"})
+    return Job(method, steps, seed, inner, outer if method.exchanges else None, {
+        **scale.options(), **options, "-b": batch, "-x": steps, "--seed": seed, "-v": max(1, steps // STATIONS),
+        "-m": scale.validation_tokens // scale.sequence // (batch * ranks)})
 
 
-class Jobs:
-    """What is to be run: as far as is known, for it depends on what the short runs find."""
+class Finished:
+    """The runs of a data file, by their options."""
 
-    def __init__(self, arguments):
+    def __init__(self, path):
+        self.path = path
+        try:
+            lines = path.read_text().splitlines() if path.exists() else []
+            self.records = [json.loads(line) for line in lines]
+            self.by_options = {self.key(record["options"]): record for record in self.records}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is no data of this benchmark ({error}): give another --data") from error
+
+    @staticmethod
+    def key(options):
+        return json.dumps(options, sort_keys=True)
+
+    def find(self, job):
+        return self.by_options.get(self.key(job.options))
+
+    def loss(self, job):
+        """The last validation's; None if the run has not finished."""
+        record = self.find(job)
+        return record["evals"][-1][1] if record else None
+
+    def add(self, record):
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        self.records.append(record)
+        self.by_options[self.key(record["options"])] = record
+
+
+class Tuning:
+    """The tuning runs of a group as far as they are known, and the best rates once all have finished."""
+
+    def __init__(self, arguments, finished, group):
+        scale = arguments.scale
+        outers = OUTER.get(group.kind, (None,))
+        steps = arguments.steps // LENGTHS[0]
+        run = lambda inner, outer: make_job(scale, group, steps, 1, inner, outer)
+        self.inner, self.outer = [], []
+        if scale.learning_rate:
+            self.best = run(Inner(scale.learning_rate), outers[0])
+            return
+        inners = INNER[group.optimizer] + (() if group.exchanges else MORE_INNER[group.optimizer])
+        self.inner = [run(inner, outers[0]) for inner in inners]
+        best = self.least(finished, self.inner)
+        if best and group.exchanges:
+            self.outer = [run(best.inner, outer) for outer in outers]
+            best = self.least(finished, self.outer)
+        self.best = best
+
+    @staticmethod
+    def least(finished, jobs):
+        losses = [finished.loss(job) for job in jobs]
+        return None if None in losses else jobs[losses.index(min(losses))]
+
+    def jobs(self):
+        return list({job.name: job for job in self.inner + self.outer}.values())
+
+
+class Plan:
+    """All runs, as far as they are known, in the order in which they are made: which rates the long ones have depends
+    on the tuning runs."""
+
+    def __init__(self, arguments, finished):
         self.arguments = arguments
-        self.steps = arguments.tokens // arguments.scale.step_tokens
-        self.learning_rate, self.outer_lr = {}, {}  # by inner_like() and outer_like()
-        self.by_learning_rate, self.by_outer_lr, self.long = {}, {}, []
-        self.by_rate_short = {}  # of data-parallel by its learning rate, of the others by the outer one
-        self.choose_learning_rate()
-        if None not in self.learning_rate.values():
-            self.choose_outer_lr()
-        if self.outer_lr and None not in self.outer_lr.values():
-            self.add_long()
+        chosen = [method for method in METHODS if method.name in arguments.names]
+        self.tuning = {group: Tuning(arguments, finished, group)
+                       for group in dict.fromkeys(method.group for method in chosen)}
+        main = [method for method in chosen if method in MAIN]
+        seeds = range(1, arguments.seeds + 1)
+        self.long = [*self.runs(main, arguments.steps, [1]), *self.runs(main, arguments.steps, seeds[1:]),
+                     *self.runs([one for one in chosen if one not in MAIN], arguments.steps, [1])]
+        self.middle = self.runs(main, arguments.steps // LENGTHS[1], [1])
+        tuning = [job for one in self.tuning.values() for job in one.jobs()]
+        self.all = list({job.name: job for job in [*tuning, *self.long, *self.middle]}.values())
 
-    def all(self):
-        sweeps = [*self.by_learning_rate.values(), *self.by_outer_lr.values()]
-        jobs = [*(one for sweep in sweeps for one in sweep.values()), *self.long,
-                *(one for sweep in self.by_rate_short.values() for one in sweep.values())]
-        return list({one.name: one for one in jobs}.values())  # some are of a sweep, too
-
-    def short(self, method, learning_rate, outer_lr):
-        return job(self.arguments, method, self.steps // SHORTER, SWEEP_SEED, learning_rate, outer_lr,
-                   f"short-{rates_name(method, learning_rate, outer_lr)}")
-
-    def whole(self, method, learning_rate, outer_lr, seed):
-        return job(self.arguments, method, self.steps, seed, learning_rate, outer_lr,
-                   f"{rates_name(method, learning_rate, outer_lr)}-seed{seed}")
-
-    def choose_learning_rate(self):
-        rates = self.arguments.learning_rates
-        if len(rates) == 1:
-            self.learning_rate = {DATA_PARALLEL: rates[0], STREAMING: rates[0]}
-            return
-        self.by_learning_rate = {method: {lr: self.whole(method, lr, outer_lr, 1) for lr in rates}
-                                 for method, outer_lr in ((DATA_PARALLEL, None), (STREAMING, SWEEP_OUTER_LR))}
-        self.learning_rate = {method: best(self.arguments, sweep)
-                              for method, sweep in self.by_learning_rate.items()}
-        self.by_rate_short[DATA_PARALLEL] = {lr: self.short(DATA_PARALLEL, lr, None) for lr in rates}
-
-    def choose_outer_lr(self):
-        if len(self.arguments.outer_lrs) == 1:
-            self.outer_lr = {method: self.arguments.outer_lrs[0] for method in SWEPT}
-            return
-        inner, rates = self.learning_rate[STREAMING], self.arguments.outer_lrs
-        for method in SWEPT:
-            self.by_outer_lr[method] = {lr: self.whole(method, inner, lr, 1) for lr in rates}
-            self.outer_lr[method] = best(self.arguments, self.by_outer_lr[method])
-            self.by_rate_short[method] = {lr: self.short(method, inner, lr) for lr in rates}
-
-    def add_long(self):
-        """The main methods' seeds, then one of each other method."""
-        chosen = [one for one in METHODS if one.name in self.arguments.names]
-        order = [(one, seed) for seed in range(1, self.arguments.seeds + 1)
-                 for one in chosen if one.name in MAIN]
-        order += [(one, 1) for one in chosen if one.name not in MAIN]
-        self.long = [self.whole(method, self.learning_rate[inner_like(method)],
-                                None if method == DATA_PARALLEL else self.outer_lr[outer_like(method)], seed)
-                     for method, seed in order]
+    def runs(self, methods, steps, seeds):
+        made = []
+        for seed in seeds:
+            for method in methods:
+                best = self.tuning[method.group].best
+                if best:
+                    made.append(make_job(self.arguments.scale, method, steps, seed, best.inner, best.outer))
+        return made
 
 
-def rates_name(method, learning_rate, outer_lr):
-    return f"{method.name}-lr{learning_rate:g}" + (f"-outer{outer_lr:g}" if outer_lr else "")
+def train(arguments, job):
+    """Makes the run, or continues it, and returns its line of the data file."""
+    folder = arguments.out / job.name.replace("/", "-")
+    checkpoint = max(1, job.steps // 4)
+    start(arguments.trainer, {**job.options, "-i": f"{arguments.text}/*_train_*.bin",
+                              "-j": f"{arguments.text}/*_val_*.bin", "-n": checkpoint, "-nk": 1, "-y": 1},
+          folder, job.name)
+    run = read_run(folder)
+    record = {"name": job.name, "options": job.options, "parameters": run.parameters,
+              "evals": [[line["step"], round(line["loss"], 6)] for line in run.processes[0].evals],
+              "bytes": bytes_sent(run), "seconds": round(sum(line["seconds"] for line in run.processes[0].steps), 1),
+              "program": hashlib.sha256(arguments.trainer.read_bytes()).hexdigest()[:12],
+              "machine": machine(), "date": str(datetime.date.today())}
+    shutil.rmtree(folder)
+    return record
 
 
-def best(arguments, jobs):
-    """Of {value: job} the value with the least loss; None while one of them is missing."""
-    losses = {value: loss_of(arguments, one) for value, one in jobs.items()}
-    return None if None in losses.values() else min(losses, key=losses.get)
-
-
-def loss_of(arguments, one):
-    made = made_by(arguments.out / one.name, one.options)
-    return validation_loss(read_run(arguments.out / one.name)) if made else None
-
-
-def local_losses(arguments, one, part):
-    """{"local": losses of each worker's own parameters at the end of the run that lies in `part`}"""
-    if one.method.workers == 1:
-        return {}
-    copy = part.with_name(part.name + ".local")
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(part, copy)
-    start(arguments.trainer, {**one.options, "-y": 1, "--eval": "local"}, copy, one.name)
-    run = read_run(copy)
-    losses = [run.of_worker(worker)[0].evals[-1]["loss"] for worker in range(run.workers)]
-    shutil.rmtree(copy)
-    return {"local": losses}
-
-
-def run_job(arguments, number, one):
-    seconds = train(arguments.trainer, one.options, arguments.out / one.name,
-                    lambda part: local_losses(arguments, one, part))
-    print(f"{number:3}  {one.name:44} {loss_of(arguments, one):.4f}  {seconds:.0f} s", flush=True)
-    return seconds
-
-
-def run_all(arguments):
-    """What comes next hangs on what the runs before it have found."""
-    run_missing(arguments.minutes,
-                lambda: first_missing(Jobs(arguments).all(),
-                                      lambda one: made_by(arguments.out / one.name, one.options)),
-                lambda number, one: run_job(arguments, number, one))
+def run_all(arguments, finished):
+    def run(number, job):
+        begin = datetime.datetime.now()
+        finished.add(train(arguments, job))
+        seconds = (datetime.datetime.now() - begin).total_seconds()
+        print(f"{number:3}  {job.name:80} {finished.loss(job):.4f}  {seconds:.0f} s", flush=True)
+        return seconds
+    run_missing(arguments.minutes, lambda: first_missing(Plan(arguments, finished).all, finished.find), run)
 
 
 # ---------------------------------------------------------------------------------------------------- tables
 
-@dataclass
-class Results:
-    """Of the long runs that there are: {method: {seed: ...}}"""
-    runs: dict
-    local: dict  # losses of the workers' own parameters
-    made: list   # by what each was made
-    missing: int
+def by_method(finished, jobs):
+    """{method: {seed: record}} of those that have finished."""
+    found = {}
+    for job in jobs:
+        record = finished.find(job)
+        if record:
+            found.setdefault(job.method, {})[job.seed] = record
+    return found
 
 
-def read_results(arguments, jobs):
-    results = Results({}, {}, [], 0)
-    for one in jobs.long:
-        made = made_by(arguments.out / one.name, one.options)
-        if made is None:
-            results.missing += 1
-            continue
-        results.runs.setdefault(one.method, {})[one.seed] = read_run(arguments.out / one.name)
-        results.local.setdefault(one.method, {})[one.seed] = made.get("local", [])
-        results.made.append(made)
-    return results
+def last_loss(record):
+    return record["evals"][-1][1]
 
 
-def papers_gap(method):
-    """In percent of data-parallel's loss; None where the paper has no such run."""
-    return 100 * (PAPERS[method] / PAPERS["data-parallel"] - 1) if method in PAPERS else None
+def paired_gaps(runs, base):
+    """Paired differences of losses in percent of the base's, over the seeds that both have.   {seed: record}"""
+    return [100 * (last_loss(runs[seed]) / last_loss(base[seed]) - 1) for seed in sorted(runs.keys() & base.keys())]
 
 
-def gap_of_paper_text(method):
-    """E2M1 stands where the paper has its own four bits."""
-    gap = papers_gap(Method("fp4", *(method.workers, method.inner_steps, method.overlap))
-                     if method.kind == "fp4_e2m1" else method)
-    return "-" if gap is None else f"{gap:+.1f}%"
+def papers_gap_text(method):
+    loss = PAPERS.get((method.kind, method.inner_steps))
+    known = loss and method.exchanges and method.workers == 2 and method.overlap <= 1 and method.dtype != "fp32"
+    return f"{100 * (loss / PAPERS['data-parallel', 0] - 1):+.1f}%" if known else "-"
 
 
-def row(method, results):
-    runs, base = results.runs[method], results.runs.get(DATA_PARALLEL, {})
-    losses = [validation_loss(run) for run in runs.values()]
-    local = [loss for of_seed in results.local[method].values() for loss in of_seed]
-    exchanges = method.kind != "data-parallel"
-    return [str(method.workers) if exchanges else "-", str(method.inner_steps) if exchanges else "-",
-            str(method.overlap) if exchanges else "-", method.title, f"{statistics.mean(losses):.4f}",
-            difference_text(paired(runs, base), 2) if exchanges else "-", gap_of_paper_text(method),
-            f"{statistics.mean(local):.4f}" if local else "-",
-            size_text(max(bytes_sent(run) for run in runs.values())), str(len(runs))]
+def shape_cells(method):
+    if not method.exchanges:
+        return ["-", "-", "-", method.title]
+    return [str(method.workers), str(method.inner_steps), str(method.overlap), method.title]
 
 
-def main_table(results):
-    header = ["workers", "H", "tau", "method", "loss", "to data-parallel: mean ± std", "paper, 35M",
-              "local parameters", "sent by a process", "seeds"]
-    return markdown(header, [row(method, results) for method in METHODS if method in results.runs])
-
-
-def loss_at(run, step):
-    return next(line["loss"] for line in run.processes[0].evals if line["step"] == step)
-
-
-def gaps_along(runs, base, steps):
-    """Mean paired gaps, in percent, after each quarter of the training."""
-    seeds = runs.keys() & base.keys()
-    return [statistics.mean(100 * (loss_at(runs[seed], step) / loss_at(base[seed], step) - 1)
-                            for seed in seeds) for step in steps]
-
-
-def short_gap(arguments, jobs, method):
-    """Of complete trainings on half the tokens, each with its best rate; None where there is none."""
-    best_losses = []
-    for one in (method, DATA_PARALLEL):
-        losses = [loss_of(arguments, each) for each in jobs.by_rate_short.get(one, {}).values()]
-        if not losses or None in losses:
-            return None
-        best_losses.append(min(losses))
-    return 100 * (best_losses[0] / best_losses[1] - 1)
-
-
-def trend_table(arguments, jobs, results):
-    base = results.runs.get(DATA_PARALLEL, {})
-    quarter = jobs.steps // STATIONS
-    steps = [quarter * n for n in range(1, STATIONS)] + [jobs.steps]
+def main_table(found):
+    reference = Method("adamw", "data-parallel")
     rows = []
     for method in METHODS:
-        if method == DATA_PARALLEL or not results.runs.get(method, {}).keys() & base.keys():
+        runs = found.get(method)
+        if not runs:
             continue
-        short = short_gap(arguments, jobs, method)
-        rows.append([str(method.workers), str(method.inner_steps), str(method.overlap), method.title,
-                     "-" if short is None else f"{short:+.2f}%",
-                     *(f"{gap:+.2f}%" for gap in gaps_along(results.runs[method], base, steps))])
-    header = ["workers", "H", "tau", "method", "trained on 50% alone", "after 25%", "50%", "75%", "100%"]
-    return markdown(header, rows) if rows else ""
+        losses = [last_loss(record) for record in runs.values()]
+        rows.append([method.optimizer, *shape_cells(method), f"{statistics.mean(losses):.4f}",
+                     difference_text(paired_gaps(runs, found.get(method.base(), {})), 2) if method.exchanges else "-",
+                     "-" if method == reference else difference_text(paired_gaps(runs, found.get(reference, {})), 1),
+                     papers_gap_text(method), size_text(max(record["bytes"] for record in runs.values())),
+                     str(len(runs))])
+    return markdown(["optimizer", "workers", "H", "tau", "method", "loss", "to data-parallel, same optimizer",
+                     "to AdamW, data-parallel", "paper, 35M", "sent by a process", "seeds"], rows)
 
 
-def sweep_line(arguments, what, jobs, is_taken=True):
-    """The losses of a sweep, and whether its best value has others on both sides."""
-    losses = {value: loss_of(arguments, one) for value, one in jobs.items()}
-    text = f"{what}: " + ", ".join(f"{value:g}: " + ("-" if loss is None else f"{loss:.4f}")
-                                   for value, loss in losses.items()) + "."
-    if is_taken and None not in losses.values():
-        chosen = min(losses, key=losses.get)
-        is_edge = chosen in (min(losses), max(losses))
-        text += f" Taken: {chosen:g}"
-        text += ", the end of the range: a better one may lie beyond." if is_edge else "."
-    return text
+def gaps_by_length(finished, plan):
+    """{method: {steps: gap in percent}} of complete trainings of seed 1."""
+    losses = {}  # {(method, steps): loss}
+    tuned = [one.best for one in plan.tuning.values() if one.best and one.jobs()]
+    for job in [*tuned, *plan.middle, *plan.long]:
+        if job.seed == 1 and finished.find(job):
+            losses[job.method, job.steps] = finished.loss(job)
+    found = {}
+    for (method, steps), loss in losses.items():
+        base = losses.get((method.base(), steps))
+        if method in MAIN and method.exchanges and base:
+            found.setdefault(method, {})[steps] = 100 * (loss / base - 1)
+    return found
 
 
-def sweep_lines(arguments, jobs):
+def lengths_table(plan, found):
+    lengths = [plan.arguments.steps // length for length in (*LENGTHS, 1)]
+    cell = lambda method, steps: ("-" if steps not in found[method] else
+                                  f"{found[method][steps]:+.2f}% ({steps // method.inner_steps})")
+    rows = [[method.optimizer, *shape_cells(method)[:2], *(cell(method, steps) for steps in lengths)]
+            for method in MAIN if method in found]
+    tokens = [f"{steps * plan.arguments.scale.step_tokens / 1e6:.1f}M tokens" for steps in lengths]
+    return markdown(["optimizer", "workers", "H", *tokens], rows) if rows else ""
+
+
+def draw_figure(arguments, finished):
+    from quality_figure import draw  # takes a second to load
+    plan = Plan(arguments, finished)
+    tokens = arguments.scale.step_tokens
+    curves = {job.method: [(step * tokens, loss) for step, loss in record["evals"]]
+              for job in plan.long if job.seed == 1 and job.method in MAIN and (record := finished.find(job))}
+    gaps = {method: sorted((steps // method.inner_steps, gap) for steps, gap in of_method.items())
+            for method, of_method in gaps_by_length(finished, plan).items()}
+    draw(arguments.report.with_suffix(".png"), curves, gaps)
+
+
+def tuning_lines(finished, plan):
     lines = []
-    for what, sweeps in (("Learning rate", jobs.by_learning_rate), ("Outer learning rate", jobs.by_outer_lr),
-                         ("Short runs, rate", jobs.by_rate_short)):
-        for method, sweep in sweeps.items():
-            schedule = f", H = {method.inner_steps}, tau = {method.overlap}" * (method != DATA_PARALLEL)
-            lines.append(sweep_line(arguments, f"{what} of {method.title}{schedule}", sweep,
-                                    sweeps is not jobs.by_rate_short))
-    return lines
-
-
-def verdicts(results):
-    """The bar: four bits against classic DiLoCo."""
-    lines = []
-    for method in METHODS:
-        classic = Method("classic", method.workers, method.inner_steps)
-        if not method.kind.startswith("fp4"):
+    for group, tuning in plan.tuning.items():
+        if not tuning.jobs():
             continue
-        differences = paired(results.runs.get(method, {}), results.runs.get(classic, {}))
-        if differences:
-            how_much = "not more" if statistics.mean(differences) <= 1 else "MORE"
-            lines.append(f"- {method.title}, M = {method.workers}, H = {method.inner_steps}, tau = "
-                         f"{method.overlap}: {difference_text(differences, 2)} to DiLoCo's loss: "
-                         f"{how_much} than 1% above it.")
+        text = lambda job, value: f"{value}: " + ("-" if (loss := finished.loss(job)) is None else f"{loss:.4f}")
+        line = f"- {group.optimizer}, {group.title}" + f", {group.workers} workers" * group.exchanges
+        line += ": " + ", ".join(text(job, job.inner.name) for job in tuning.inner)
+        if tuning.outer:
+            line += "; outer " + ", ".join(text(job, job.outer.name) for job in tuning.outer)
+        if tuning.best:
+            best, rates = tuning.best, [job.inner.learning_rate for job in tuning.inner]
+            line += f". Taken: {best.inner.name}" + (f" and {best.outer.name}" if best.outer else "")
+            line += " (the end of the range)" if best.inner.learning_rate in (min(rates), max(rates)) else ""
+        lines.append(line + ".")
     return lines
 
 
@@ -403,87 +427,78 @@ def corpus_of(arguments):
     return f"{text} ({settings['tokenizer']})"
 
 
-def report(arguments):
-    jobs = Jobs(arguments)
-    results = read_results(arguments, jobs)
-    text = sweep_lines(arguments, jobs)
-    if not results.runs:
-        return "\n".join([*text, "No long run has finished: run it again."]) + "\n"
-    parameters = next(run for seeds in results.runs.values() for run in seeds.values()).parameters
-    minutes = sum(made["seconds"] for made in results.made) / 60
-    made = (made_by(arguments.out / one.name, one.options) for one in jobs.all())
-    programs = len({one["program"] for one in made if one})
-    scale = arguments.scale
-    intro = (f"`make bench-quality`, {machine()}, {datetime.date.today()}: {parameters / 1e6:.2f}M "
-             f"parameters, {jobs.steps * scale.step_tokens:,} tokens of {corpus_of(arguments)}, "
-             f"{scale.step_tokens} a step of all workers together, {jobs.steps} steps; inner learning rate "
-             f"{jobs.learning_rate[DATA_PARALLEL]:g} for data-parallel and "
-             f"{jobs.learning_rate[STREAMING]:g} for the others, outer {jobs.outer_lr[STREAMING]:g} (DiLoCo: "
-             f"{jobs.outer_lr[CLASSIC]:g}), momentum 0.9. Validation loss of the global parameters on "
-             f"{scale.validation_tokens:,} tokens, and beside it the mean of the workers' local "
-             f"parameters. {len(results.made)} long runs, {minutes:.0f} minutes.")
-    parts = [intro, main_table(results), "\n".join(verdicts(results)),
-             "## Learning rates\n\nLosses of whole runs of seed 1, at each rate that was tried. Short runs, of another "
-             "seed, have half the tokens.\n\n"
-             + "\n".join(f"- {line}" for line in text) if text else "",
-             TREND + trend if (trend := trend_table(arguments, jobs, results)) else "", NOTES]
-    if results.missing:
-        parts.append(f"{results.missing} of {results.missing + len(results.made)} long runs are missing: run "
-                     "it again.")
+def report(arguments, finished):
+    plan = Plan(arguments, finished)
+    found = by_method(finished, plan.long)
+    records = [record for job in plan.all if (record := finished.find(job))]
+    if not records:
+        return "No run has finished: run it again.\n"
+    scale, hours = arguments.scale, sum(record["seconds"] for record in records) / 3600
+    machines = sorted({record["machine"] for record in records})
+    dates = sorted({record["date"] for record in records})
+    intro = (f"`make bench-quality`, {', '.join(machines)}, {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}: "
+             f"{records[0]['parameters'] / 1e6:.2f}M parameters, {arguments.steps * scale.step_tokens:,} tokens of "
+             f"{corpus_of(arguments)}, {scale.step_tokens} a step of all workers together, {arguments.steps} steps. "
+             f"Validation loss of the global parameters on {scale.validation_tokens:,} tokens. {len(records)} runs, "
+             f"{hours:.1f} hours of training.")
+    parts = [intro, main_table(found) if found else "No long run has finished.", NOTES]
+    missing = [job for job in plan.all if not finished.find(job)]
+    if missing:
+        parts.append(f"{len(missing)} of the {len(plan.all)} runs that are known so far are missing: the command above "
+                     "makes them.")
+    if lengths := lengths_table(plan, gaps_by_length(finished, plan)):
+        parts.append(LENGTHS_NOTE + "\n\n" + lengths)
+    if tuned := tuning_lines(finished, plan):
+        parts.append(TUNING_NOTE + "\n\n" + "\n".join(tuned))
+    programs = len({record["program"] for record in records})
     if programs > 1:
         parts.append(f"The runs were made by {programs} different builds of the trainer.")
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
-TREND = """## As training gets longer
+NOTES = """The paper's gaps are those of its table 5 (arXiv 2501.18512): 35M parameters, C4, two workers, AdamW, its own four
+bits (E3M0) with tau = 1. With four workers a step here is still as many tokens, half as many on each worker. DiLoCo
+exchanges all parameters at once, in fp32, with tau 0. Streaming has a layer in each fragment."""
 
-Gaps to data-parallel. "Trained on 50% alone": complete trainings of half the length, with the whole
-learning-rate schedule and the best rates for that length. The other columns are points along the long runs.
+LENGTHS_NOTE = """## As training gets longer
 
-"""
+Gaps to data-parallel training with the same optimizer, in complete trainings of seed 1, each with its whole
+learning-rate schedule; in brackets, the outer steps."""
 
-NOTES = ("The paper's gaps are of its table 5 (arXiv 2501.18512): 35M parameters, C4, two workers, its own "
-         "fp4 (E3M0) with tau = 1. With four workers here a step is still as many tokens, half as many on "
-         "each. DiLoCo is fp32, all parameters in one fragment, tau 0, alpha 0; streaming has a layer in "
-         "each fragment and alpha 0.5.")
+TUNING_NOTE = """## Rates
+
+Validation losses of the tuning runs, a sixth of the length, by inner learning rate (of Muon with its momentum; AdamW's
+rate beside it is a fifth of Muon's) and, at the best of them, by outer learning rate/momentum/alpha."""
 
 
 # ---------------------------------------------------------------------------------------------- command line
 
-def default_text():
-    return ROOT / "build/quality/text"
-
-
 def parse_arguments(words):
     names = [method.name for method in METHODS]
-    parser = Parser(description="What Streaming DiLoCo costs in validation loss.",
+    parser = Parser(description="What distant workers cost in validation loss.",
                     epilog="What is run and how: the beginning of dev/bench/quality.py.")
     parser.add_argument("--trainer", type=Path, default=ROOT / "train_gpt_cpu")
-    parser.add_argument("--text", type=Path, default=default_text(), help="folder of token shards")
-    parser.add_argument("--out", type=Path, help="folder of the runs (build/quality, or build/quality/quick)")
-    parser.add_argument("--report", type=Path, help="write the tables here too")
+    parser.add_argument("--text", type=Path, default=ROOT / "build/quality/text", help="folder of token shards")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/quality", help="folder of unfinished runs")
+    parser.add_argument("--data", type=Path, help="file of finished runs (dev/results/quality.jsonl; of other scales "
+                        "OUT/SCALE.jsonl)")
+    parser.add_argument("--report", type=Path, help="write the tables here too, and a figure beside them")
     parser.add_argument("--scale", choices=SCALES, default="cpu", help="sizes for this machine (cpu)")
-    parser.add_argument("--quick", action="store_true", help="--scale trial and two methods: a trial of this program")
-    parser.add_argument("--tokens", type=above_zero(int), help="of a long run")
-    parser.add_argument("--seeds", type=above_zero(int), help="of " + ", ".join(MAIN))
-    parser.add_argument("--learning-rate", type=above_zero(float), nargs="+", dest="learning_rates",
-                        help="one, or several of which the best is taken")
-    parser.add_argument("--outer-lr", type=above_zero(float), nargs="+", dest="outer_lrs",
-                        help="likewise, streaming's best")
+    parser.add_argument("--quick", action="store_true", help="--scale trial and three methods: a trial of this program")
+    parser.add_argument("--seeds", type=above_zero(int), help="of the main methods")
     parser.add_argument("--minutes", type=above_zero(float, or_zero=True), default=120,
                         help="no run begins that may end later (120; 0: the tables of what is there)")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", dest="names",
                         help="of " + " ".join(names))
     arguments = parser.parse_args(words)
-    arguments.out = arguments.out or ROOT / "build/quality" / ("quick" if arguments.quick else "")
     if arguments.quick:
-        arguments.scale, arguments.learning_rates, arguments.outer_lrs = "trial", [0.004], [0.4]
-        arguments.names = arguments.names or [METHODS[0].name, STREAMING.name]
+        arguments.scale, arguments.names = "trial", arguments.names or [method.name for method in METHODS[:3]]
+    is_main = arguments.scale == "cpu"
+    arguments.data = arguments.data or (ROOT / "dev/results/quality.jsonl" if is_main else
+                                        arguments.out / f"{arguments.scale}.jsonl")
     scale = arguments.scale = SCALES[arguments.scale]
-    arguments.tokens = arguments.tokens or scale.steps * scale.step_tokens
+    arguments.steps = scale.steps
     arguments.seeds = arguments.seeds or scale.seeds
-    arguments.learning_rates = arguments.learning_rates or scale.learning_rates
-    arguments.outer_lrs = arguments.outer_lrs or scale.outer_lrs
     arguments.names = arguments.names or list(scale.names) or names
     return arguments
 
@@ -492,26 +507,23 @@ def check(arguments):
     if not arguments.trainer.exists():
         raise UserError(f"{arguments.trainer} is not there: run make train_gpt_cpu")
     if not list(arguments.text.glob("*_train_*.bin")) or not list(arguments.text.glob("*_val_*.bin")):
-        raise UserError(f"{arguments.text} holds no token shards: run make bench-quality, or give another "
-                        "--text")
+        raise UserError(f"{arguments.text} holds no token shards: run make bench-quality, or give another --text")
     check_report(arguments.report)
-    longest = max([STATIONS * STREAMING.inner_steps]
-                  + [one.inner_steps for one in METHODS if one.name in arguments.names])
-    least = longest * arguments.scale.step_tokens
-    if arguments.tokens < least:
-        raise UserError(f"{arguments.tokens} tokens are no {longest} steps, which H = 100 or the short runs "
-                        f"need: give --tokens {least} or more")
 
 
 def main(words):
     arguments = parse_arguments(words)
     check(arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    run_all(arguments)
-    text = report(arguments)
+    finished = Finished(arguments.data)
+    run_all(arguments, finished)
+    text = report(arguments, finished)
     print("\n" + text, end="")
     if arguments.report:
-        arguments.report.write_text("# What Streaming DiLoCo costs in validation loss\n\n" + text)
+        figure = arguments.report.with_suffix(".png")
+        draw_figure(arguments, finished)
+        arguments.report.write_text("# What distant workers cost in validation loss\n\n" + text +
+                                    f"\n![loss over tokens, and the gap over outer steps]({figure.name})\n")
 
 
 if __name__ == "__main__":

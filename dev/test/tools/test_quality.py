@@ -1,10 +1,9 @@
-"""dev/bench/quality.py: its runs read the same tokens, its rates come from its sweeps, its tables are of
-the logs and the local losses those of the run's own bits. Most logs are made here; the last test trains."""
+"""dev/bench/quality.py: its runs read the same tokens, its rates come from its tuning runs, its tables from its data
+file. Most records are made here; the last tests train."""
 import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,10 +11,8 @@ from conftest import TRAINER
 
 import quality
 
-STEPS = 480
-ONLY = ["data-parallel", "classic-m2-h30", "fp4_e2m1-m2-h30-tau1", "fp4-m2-h100-tau1"]
-LOSSES = {"data-parallel": [2.0, 2.2], "classic-m2-h30": [2.02, 2.2], "fp4_e2m1-m2-h30-tau1": [2.03, 2.222],
-          "fp4-m2-h100-tau1": [2.1]}
+ONLY = ["muon-data-parallel", "muon-streaming-m2-h30-tau1", "adamw-data-parallel", "adamw-streaming-m2-h100-tau1"]
+BASE, STREAMING, ADAMW, HUNDRED = (next(one for one in quality.METHODS if one.name == name) for name in ONLY)
 
 
 @pytest.fixture
@@ -24,62 +21,40 @@ def arguments(tmp_path):
     text.mkdir()
     for split in ("train", "val"):
         (text / f"x_{split}_000000.bin").touch()
-    return quality.parse_arguments(["--scale", "trial", "--seeds", "2", "--out", str(tmp_path), "--text",
-                                    str(text), "--trainer", "/bin/false", "--tokens", str(256 * STEPS),
-                                    "--only", *ONLY])
+    return quality.parse_arguments(["--scale", "trial", "--seeds", "2", "--out", str(tmp_path), "--text", str(text),
+                                    "--trainer", "/bin/false", "--only", *ONLY])
 
 
-def make_run(arguments, one, loss, along=(2.5, 2.4, 2.3), local=None):
-    """A finished run of one line a step, with `along` after each quarter but the last."""
-    folder, options = arguments.out / one.name, one.options
-    ranks = options.get("--ranks", 1)
-    folder.mkdir()
-    steps = options["-x"]
-    losses = dict(zip(range(steps // 4, steps, steps // 4), along)) | {steps: loss}
-    for process in range(one.method.workers * ranks):
-        lines = [{"type": "run", "version": 1, "worker": process // ranks, "rank": process % ranks,
-                  "workers": one.method.workers, "ranks": ranks, "parameters": 860_000, "options": {}},
-                 {"type": "step", "step": steps, "tokens": 1, "inner_bytes_sent": 0}]
-        lines += [{"type": "eval", "step": step, "loss": of_step} for step, of_step in losses.items()]
-        lines.append({"type": "end", "step": steps, "train_seconds": 1.0, "inner_bytes_sent": 0,
-                      "outer_bytes_sent": 1000 * one.method.workers, "waited_seconds": 0.0})
-        name = "metrics.jsonl" if process == 0 else f"metrics_{process:05d}.jsonl"
-        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = {"options": options, "program": "a", "seconds": 60, "local": local or []}
-    (folder / "made_by.json").write_text(json.dumps(found))
-    return folder
+def record(job, loss, **more):
+    return {"name": job.name, "options": job.options, "parameters": 860_000, "evals": [[1, 3.0], [job.steps, loss]],
+            "bytes": 2000, "seconds": 90, "program": "a", "machine": "a machine", "date": "2026-11-25", **more}
 
 
-def make_sweeps(arguments, by_learning_rate=(2.3, 2.0, 2.1), by_outer_lr=(3.3, 3.15, None, 3.09),
-                classic=(3.2, None, 3.15, 3.3)):
-    """The best inner rates are 0.004 for data-parallel and 0.002 for the others, the best outer ones 0.7 and
-    0.4 (None: the loss of LOSSES, for it is a long run, too). In short runs the gaps are 2% and 4%."""
-    def make(sweep, losses):
-        for one, loss in zip(sweep.values(), losses):
-            loss = loss or LOSSES[one.method.name][0]
-            if not (arguments.out / one.name).exists():  # one of them is of both sweeps
-                make_run(arguments, one, loss, local=[loss + 0.1, loss + 0.2] * (one.method.workers > 1))
-
-    jobs = quality.Jobs(arguments)
-    make(jobs.by_learning_rate[quality.DATA_PARALLEL], by_learning_rate)
-    make(jobs.by_learning_rate[quality.STREAMING], (by_outer_lr[2], 4.0, 4.1))
-    jobs = quality.Jobs(arguments)
-    make(jobs.by_outer_lr[quality.STREAMING], by_outer_lr)
-    make(jobs.by_outer_lr[quality.CLASSIC], classic)
-    make(jobs.by_rate_short[quality.DATA_PARALLEL], (3.2, 3.1, 3.0))
-    make(jobs.by_rate_short[quality.STREAMING], (3.3, 3.15, 3.06, 3.09))
-    make(jobs.by_rate_short[quality.CLASSIC], (3.2, 3.12, 3.15, 3.3))
+def make_tuning(arguments, finished):
+    """The best inner settings are 0.007/0.95 (data-parallel, Muon), 0.01/0.9 (streaming, Muon) and 0.004 (AdamW); the
+    best outer ones the second (Muon) and the first (AdamW)."""
+    def add(jobs, losses):
+        for job, loss in zip(jobs, losses, strict=True):
+            if not finished.find(job):
+                finished.add(record(job, loss))
+    tuning = lambda method: quality.Plan(arguments, finished).tuning[method.group]
+    add(tuning(BASE).inner, (3.0, 3.2, 3.3, 3.1, 2.9, 3.4))
+    add(tuning(ADAMW).inner, (3.0, 3.2, 3.3, 3.1, 3.2, 3.4))
+    add(tuning(STREAMING).inner, (3.2, 3.3, 3.4))
+    add(tuning(STREAMING).outer, (3.2, 3.1, 3.3, 3.4))
+    add(tuning(HUNDRED).inner, (3.3, 3.5, 3.4))
+    add(tuning(HUNDRED).outer, (3.3, 3.4, 3.4, 3.4))
 
 
-def missing(arguments):
-    """The long runs but that which is of a sweep."""
-    return [one for one in quality.Jobs(arguments).long if not (arguments.out / one.name).exists()]
+def make_long_runs(arguments, finished):
+    losses = {BASE: (2.0, 2.2), STREAMING: (2.02, 2.255), ADAMW: (2.5, 2.5), HUNDRED: (2.6, 2.55)}
+    for job in quality.Plan(arguments, finished).long:
+        finished.add(record(job, losses[job.method][job.seed - 1]))
 
 
-def make_long_runs(arguments):
-    for one in missing(arguments):
-        loss = LOSSES[one.method.name][one.seed - 1]
-        make_run(arguments, one, loss, local=[loss + 0.1, loss + 0.2] if one.method.workers > 1 else None)
+@pytest.fixture
+def finished(arguments):
+    return quality.Finished(arguments.data)
 
 
 def rows(text, title):
@@ -88,111 +63,102 @@ def rows(text, title):
     begin = next(n for n, line in enumerate(lines) if title in line)
     width = len(lines[begin])
     same = [line for line in lines[begin + 2:] if len(line) == width]
-    return {tuple(line[:4]): line[4:] for line in same}
+    return {tuple(line[:5]): line[5:] for line in same}
 
 
 @pytest.mark.parametrize("scale", quality.SCALES)
-def test_all_runs_train_and_validate_on_the_same_tokens(scale, tmp_path):
-    arguments = quality.parse_arguments(["--scale", scale, "--text", str(tmp_path), "--out", str(tmp_path)])
-    sizes = arguments.scale
+def test_all_runs_train_and_validate_on_the_same_tokens(scale):
+    sizes = quality.SCALES[scale]
     names = [method.name for method in quality.METHODS]
-    assert len(names) == len(set(names)) == 14 and set(quality.MAIN) < set(names)
+    assert len(names) == len(set(names)) == 22 and len(quality.MAIN) == 8
     for method in quality.METHODS:
-        options = quality.job(arguments, method, sizes.steps, 1, 0.001, 0.4, "name").options
+        rates = quality.Inner(0.001), quality.Outer(0.7, 0.9, 0.5)
+        options = quality.make_job(sizes, method, sizes.steps, 1, *rates).options
         ranks = options.get("--ranks", 1)
         assert options["-b"] * options["-t"] * method.workers * ranks == sizes.step_tokens
         assert options["-b"] * options["-t"] * options["-m"] * ranks == sizes.validation_tokens
-        assert sizes.steps % method.inner_steps == 0 if method.inner_steps and scale != "trial" else True
 
 
-def test_the_rates_are_those_of_the_best_runs_and_the_long_runs_wait_for_them(arguments):
-    jobs = quality.Jobs(arguments)
-    assert [one.options["-l"] for one in jobs.all()] == [0.002, 0.004, 0.008] * 3
-    for one in jobs.all():
-        short = one in jobs.by_rate_short[quality.DATA_PARALLEL].values()
-        assert (one.options["-x"], one.seed) == ((STEPS // 2, quality.SWEEP_SEED) if short else (STEPS, 1))
-    make_sweeps(arguments)
-    jobs = quality.Jobs(arguments)
-    assert len(jobs.all()) == 3 + 3 + 4 + 4 - 1 + 7 - 3 + 3 + 4 + 4  # -: those that are in two of these
-    assert jobs.learning_rate == {quality.DATA_PARALLEL: 0.004, quality.STREAMING: 0.002}
-    assert jobs.outer_lr == {quality.STREAMING: 0.7, quality.CLASSIC: 0.4}
-    assert [one.method.name for one in jobs.long] == [*ONLY[:3], *ONLY[:3], ONLY[3]]
-    assert [one.seed for one in jobs.long] == [1, 1, 1, 2, 2, 2, 1]
-    for one in jobs.long:
-        assert one.options["-l"] == (0.004 if one.method.kind == "data-parallel" else 0.002)
-        assert one.options["-x"] == STEPS
-        rates = {"data-parallel": None, "classic": 0.4}
-        assert one.options.get("--outer-lr") == rates.get(one.method.kind, 0.7)
+def test_the_main_scale_has_20_tokens_a_parameter_and_repeats_its_text_at_most_four_times():
+    sizes = quality.SCALES["cpu"]
+    channels, layers = sizes.model["--channels"], sizes.model["--layers"]
+    parameters = (256 + sizes.sequence) * channels + layers * (12 * channels**2 + 13 * channels) + 2 * channels
+    assert sizes.steps * sizes.step_tokens >= 20 * parameters
+    assert sizes.steps * sizes.step_tokens <= 4 * 3_933_000  # the King James Bible's training part in bytes
+    assert sizes.steps % (100 * quality.LENGTHS[1]) == 0
 
 
-def test_a_rate_that_is_given_is_not_looked_for(arguments):
-    arguments.learning_rates, arguments.outer_lrs = [0.003], [0.4]
-    jobs = quality.Jobs(arguments)
-    assert jobs.all() == jobs.long and len(jobs.long) == 7
-    assert {one.options["-l"] for one in jobs.long} == {0.003}
+def test_the_rates_are_those_of_the_best_tuning_runs_and_the_long_runs_wait_for_them(arguments, finished):
+    plan = quality.Plan(arguments, finished)
+    assert not plan.long and len(plan.all) == 6 + 3 + 6 + 3
+    assert {(job.steps, job.seed) for job in plan.all} == {(arguments.steps // 6, 1)}
+    make_tuning(arguments, finished)
+    plan = quality.Plan(arguments, finished)
+    assert len(plan.all) == (6 + 3 + 3) * 2 + 8 + 4
+    assert [(job.method, job.seed) for job in plan.long] == [
+        (method, seed) for seed in (1, 2) for method in (BASE, STREAMING, ADAMW, HUNDRED)]
+    inner = quality.Inner
+    assert [job.inner for job in plan.long[:4]] == [inner(0.007, 0.95), inner(0.01, 0.9), inner(0.004), inner(0.004)]
+    assert [job.outer for job in plan.long[:4]] == [None, quality.OUTER["streaming"][1], None,
+                                                    quality.OUTER["streaming"][0]]
+    options = plan.long[1].options
+    rates = [options[name] for name in ("--muon-lr", "--muon-momentum", "-l", "--outer-lr")]
+    assert rates == [0.01, 0.9, 0.002, 0.4]
+    assert plan.long[3].options["-l"] == 0.004 and plan.long[3].options["-H"] == 100
+    assert HUNDRED.group.inner_steps == 30
 
 
-def test_the_tables_hold_paired_gaps_local_losses_and_the_trend(arguments):
-    make_sweeps(arguments)
-    make_long_runs(arguments)
-    text = quality.report(arguments)
-    table = rows(text, "to data-parallel: mean ± std")
-    assert table["-", "-", "-", "data-parallel"][:4] == ["2.1000", "-", "-", "-"]
-    assert table["2", "30", "0", "DiLoCo, fp32"] == ["2.1100", "+0.50% ± 0.71", "+0.9%", "2.2600", "2.00 kB",
-                                                     "2"]
-    assert table["2", "30", "1", "streaming, fp4 E2M1"][1:3] == ["+1.25% ± 0.35", "+0.6%"]
-    assert table["2", "100", "1", "streaming, fp4 E3M0"][:4] == ["2.1000", "+5.00%", "+1.4%", "2.2500"]
-    assert "tau = 1: +0.75% ± 0.36 to DiLoCo's loss: not more than 1% above it." in text
-    trend = rows(text, "trained on 50% alone")
-    assert trend["2", "30", "0", "DiLoCo, fp32"] == ["+4.00%", "+0.00%", "+0.00%", "+0.00%", "+0.50%"]
-    assert trend["2", "30", "1", "streaming, fp4 E2M1"][0] == "+2.00%"
-    assert "rate of data-parallel: 0.002: 2.3000, 0.004: 2.0000, 0.008: 2.1000. Taken: 0.004." in text
-    assert "Short runs, rate of data-parallel: 0.002: 3.2000, 0.004: 3.1000, 0.008: 3.0000.\n" in text
-    assert "7 long runs, 7 minutes" in text and "missing" not in text
+def test_a_rate_that_is_given_is_not_tuned(arguments, finished):
+    arguments.scale = replace(arguments.scale, learning_rate=0.003)
+    plan = quality.Plan(arguments, finished)
+    assert len(plan.long) == 8 and {job.inner for job in plan.all} == {quality.Inner(0.003)}
+    assert not any(job.steps == arguments.steps // 6 for job in plan.all)
 
 
-def test_a_rate_at_the_end_of_its_range_and_a_bar_that_is_missed_are_said(arguments):
-    make_sweeps(arguments, by_outer_lr=(3.3, 3.2, 3.1, 2.1))
-    missed = {**LOSSES, "fp4_e2m1-m2-h30-tau1": [2.1, 2.3]}
-    for one in missing(arguments):
-        make_run(arguments, one, missed[one.method.name][one.seed - 1])
-    text = quality.report(arguments)
-    assert "Taken: 1, the end of the range" in text
-    assert "+4.25% ± 0.41 to DiLoCo's loss: MORE than 1% above it." in text
+def test_the_tables_hold_paired_gaps_and_the_curve_over_lengths(arguments, finished):
+    make_tuning(arguments, finished)
+    make_long_runs(arguments, finished)
+    text = quality.report(arguments, finished)
+    table = rows(text, "to data-parallel, same optimizer")
+    assert table["muon", "-", "-", "-", "data-parallel"] == ["2.1000", "-", "-16.0% ± 5.7", "-", "2.00 kB", "2"]
+    assert table["muon", "2", "30", "1", "streaming, four bits"] == [
+        "2.1375", "+1.75% ± 1.06", "-14.5% ± 6.6", "+0.6%", "2.00 kB", "2"]
+    assert table["adamw", "2", "100", "1", "streaming, four bits"][:4] == ["2.5750", "+3.00% ± 1.41", "+3.0% ± 1.4",
+                                                                           "+1.4%"]
+    assert "| muon      | 2       | 30  | +6.90% (2)  | -           | +1.00% (12) |" in text  # 3.1 / 2.9; 2.02 / 2.0
+    assert "0.007/0.95: 2.9000" in text and "Taken: 0.007/0.95 (the end of the range)." in text
+    assert "outer 0.7/0.9/0.5: 3.2000, 0.4/0.9/0.5: 3.1000" in text
+    assert "Taken: 0.01/0.9 and 0.4/0.9/0.5" in text
+    assert "4 of the 36 runs that are known so far are missing" in text and "32 runs, 0.8 hours" in text
 
 
-def test_what_is_there_is_not_run_again_and_what_is_missing_is_said(arguments, capsys):
-    with pytest.raises(quality.UserError, match="data-parallel-lr0.002-seed1 failed"):
-        quality.run_all(arguments)  # the trainer is /bin/false
-    assert "No long run has finished" in quality.report(arguments)
-    make_sweeps(arguments)
-    assert "4 of 7 long runs are missing" in quality.report(arguments)  # three are of a sweep
-    make_long_runs(arguments)
-    quality.run_all(arguments)
-    name = "classic-m2-h30-lr0.002-outer0.4-seed2"
-    (arguments.out / name).rename(arguments.out / f"{name}.part")
-    assert "1 of 7 long runs are missing" in quality.report(arguments)
-    with pytest.raises(quality.UserError, match=f"{name} failed"):
-        quality.run_all(arguments)
+def test_the_figure_has_curves_of_what_has_finished(arguments, finished, tmp_path):
+    arguments.report = tmp_path / "report.md"
+    make_tuning(arguments, finished)
+    make_long_runs(arguments, finished)
+    quality.draw_figure(arguments, finished)
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_finished_run_is_not_made_again_whatever_program_starts(arguments, finished, capsys):
+    with pytest.raises(quality.UserError, match="muon-data-parallel-lr0.01/0.9-steps60-seed1 failed"):
+        quality.run_all(arguments, finished)  # the trainer is /bin/false
+    make_tuning(arguments, finished)
+    make_long_runs(arguments, finished)
+    again = quality.Finished(arguments.data)
+    assert len(again.records) == len(finished.records) == 32
+    with pytest.raises(quality.UserError, match="steps120-seed1 failed"):
+        quality.run_all(arguments, again)
     arguments.minutes = 0
-    quality.run_all(arguments)
+    quality.run_all(arguments, again)
     assert "0 minutes are over" in capsys.readouterr().out
 
 
-def test_runs_with_other_options_are_not_taken_for_these(arguments):
-    make_sweeps(arguments)
-    arguments.scale = replace(arguments.scale, warmup=11)
-    with pytest.raises(quality.UserError, match="was run with other options"):
-        quality.run_all(arguments)
-
-
-def test_another_build_of_the_trainer_is_said_even_if_only_short_runs_are_of_it(arguments):
-    make_sweeps(arguments)
-    make_long_runs(arguments)
-    assert "different builds" not in quality.report(arguments)
-    path = arguments.out / quality.Jobs(arguments).by_outer_lr[quality.CLASSIC][0.4].name / "made_by.json"
-    path.write_text(path.read_text().replace('"program": "a"', '"program": "b"'))
-    assert "made by 2 different builds" in quality.report(arguments)
+def test_another_build_of_the_trainer_is_said(arguments, finished):
+    make_tuning(arguments, finished)
+    assert "different builds" not in quality.report(arguments, finished)
+    finished.add(record(quality.Plan(arguments, finished).long[0], 2.0, program="b"))
+    assert "made by 2 different builds" in quality.report(arguments, finished)
 
 
 def test_a_trainer_beside_the_shell_is_found_and_one_that_does_not_start_is_one_line(arguments, tmp_path):
@@ -206,33 +172,46 @@ def test_a_trainer_beside_the_shell_is_found_and_one_that_does_not_start_is_one_
 
 
 @pytest.mark.parametrize("words, what", [
-    (["--tokens", "25600"], "give --tokens 30720 or more"),
-    (["--text", "nowhere"], "nowhere holds no token shards"),
-    (["--tokens", "0"], "0 is not above zero"), (["--seeds", "-1"], "-1 is not above zero"),
-    (["--learning-rate", "nan"], "nan is not above zero"), (["--minutes", "nan"], "nan is not above zero"),
-    (["--minutes", "x"], "invalid float value"),
+    (["--text", "nowhere"], "nowhere holds no token shards"), (["--seeds", "-1"], "-1 is not above zero"),
+    (["--minutes", "nan"], "nan is not above zero"), (["--minutes", "x"], "invalid float value"),
     (["--report", "nowhere/report.md"], "nowhere/report.md cannot be written"),
-    (["--trainer", "nowhere"], "nowhere is not there"), (["--only", "x"], "invalid choice")])
+    (["--trainer", "nowhere"], "nowhere is not there"), (["--only", "x"], "invalid choice"),
+    (["--data", "/proc/version"], "/proc/version is no data of this benchmark")])
 def test_wrong_options_are_the_users_mistake(arguments, words, what):
     given = ["--scale", "trial", "--text", str(arguments.text), "--out", str(arguments.out / "new"),
              "--trainer", "/bin/false"]
     with pytest.raises(quality.UserError, match=what):
         quality.main([*given, *words])
-    assert not (arguments.out / "new").exists()
 
 
-def test_local_losses_are_those_of_the_same_run_evaluated_on_local_parameters(arguments, train, tokens):
+def test_a_run_that_was_stopped_continues_and_gives_the_same_record(arguments, tokens, tmp_path):
     arguments.text, arguments.trainer = tokens, TRAINER
-    arguments.learning_rates, arguments.outer_lrs, arguments.seeds = [0.004], [0.4], 1
     arguments.scale = replace(arguments.scale, more=(("--vocab-size", 64),), validation_tokens=256)
-    arguments.tokens, arguments.names = 256 * 120, ["data-parallel", "fp4_e2m1-m2-h30-tau1"]
-    quality.run_all(arguments)
-    one = quality.Jobs(arguments).long[1]
-    made = quality.made_by(arguments.out / one.name, one.options)
-    local = train("local", {**one.options, "-k": "cosine", "--eval": "local", "--timeout": None,
-                            "--matmul-precision": None})
-    losses = [local.lines("eval", worker)[-1]["loss"] for worker in (0, 1)]
-    assert made["local"] == losses and losses[0] != losses[1]
-    assert made["local"][0] != quality.loss_of(arguments, one)
-    assert not list(arguments.out.glob("*.part*")) and not list((arguments.out / one.name).glob("*.bin"))
-    assert "streaming, fp4 E2M1" in quality.report(arguments)
+    job = quality.make_job(arguments.scale, STREAMING, 60, 1, quality.Inner(0.01, 0.95), quality.OUTER["streaming"][0])
+    whole = quality.train(arguments, job)
+    assert whole["evals"][-1][0] == 60 and len(whole["evals"]) >= quality.STATIONS and whole["bytes"] > 0
+    assert not (arguments.out / job.name.replace("/", "-")).exists()
+
+    stopped, folder = tmp_path / "stopped", arguments.out / job.name.replace("/", "-")  # after its first checkpoint
+    stopped.write_text(f"""#!/bin/sh
+{TRAINER} "$@" &
+while ! ls '{folder}'/DONE_*15 2> /dev/null; do sleep 0.01; done
+kill $!; wait $!; exit 143
+""")
+    stopped.chmod(0o755)
+    arguments.trainer = stopped
+    with pytest.raises(quality.UserError):
+        quality.train(arguments, job)
+    arguments.trainer = TRAINER
+    again = quality.train(arguments, job)
+    differ = ("seconds", "date")
+    assert {key: value for key, value in again.items() if key not in differ} == {
+        key: value for key, value in whole.items() if key not in differ}
+
+
+def test_the_committed_data_is_of_the_main_scale():
+    finished = quality.Finished(quality.ROOT / "dev/results/quality.jsonl")
+    arguments = quality.parse_arguments([])
+    known = {quality.Finished.key(job.options) for job in quality.Plan(arguments, finished).all}
+    strangers = [one["name"] for key, one in finished.by_options.items() if key not in known]
+    assert json.dumps(strangers) == "[]"

@@ -1,0 +1,40 @@
+"""The figure of dev/bench/quality.py: validation loss over tokens of the main methods, and how the gap to data-parallel
+training shrinks with the number of outer steps."""
+from plot import COLORS, plt
+
+LINES = {"muon": "-", "adamw": "--"}
+
+
+def label_of(method):
+    if not method.exchanges:
+        return f"{method.optimizer}, data-parallel"
+    return f"{method.optimizer}, {method.workers} workers, H = {method.inner_steps}"
+
+
+def color_of(method, methods):
+    shapes = list(dict.fromkeys((one.workers, one.inner_steps) for one in methods))
+    return COLORS[shapes.index((method.workers, method.inner_steps)) % len(COLORS)]
+
+
+def draw(path, curves, gaps):
+    """curves: {method: [(tokens, loss), ...]} of one seed   gaps: {method: [(outer steps, percent), ...]}"""
+    figure, (losses, shrinking) = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    for method, points in curves.items():
+        losses.plot(*zip(*points), color=color_of(method, curves), linestyle=LINES[method.optimizer],
+                    label=label_of(method))
+    losses.set_xlabel("tokens, all workers")
+    losses.set_ylabel("validation loss")
+    losses.set_yscale("log")
+    for method, points in gaps.items():
+        shrinking.plot(*zip(*points), color=color_of(method, curves), linestyle=LINES[method.optimizer], marker="o",
+                       label=label_of(method))
+    shrinking.axhline(0, color="#555555", linewidth=0.8)
+    shrinking.set_xscale("log")
+    shrinking.set_xlabel("outer steps of a complete training")
+    shrinking.set_ylabel("% above data-parallel, same optimizer")
+    for axes in (losses, shrinking):
+        axes.grid(alpha=0.25)
+        if axes.lines:
+            axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
