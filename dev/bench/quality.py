@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runs import (ROOT, above_zero, check_report, difference_text, first_missing, machine,  # finds dev/, too
-                  markdown, run_missing, start)
+                  markdown, paired, run_missing, start)
 from compare import bytes_sent, read_run, size_text
 from metrics import Parser, UserError, exit_status
 
@@ -199,6 +199,10 @@ def make_job(scale, method, steps, seed, inner, outer):
         "-m": scale.validation_tokens // scale.sequence // (batch * ranks)})
 
 
+def last_loss(record):
+    return record["evals"][-1][1]
+
+
 class Finished:
     """The runs of a data file, by their options."""
 
@@ -221,7 +225,7 @@ class Finished:
     def loss(self, job):
         """The last validation's; None if the run has not finished."""
         record = self.find(job)
-        return record["evals"][-1][1] if record else None
+        return last_loss(record) if record else None
 
     def add(self, record):
         with self.path.open("a") as file:
@@ -270,7 +274,7 @@ class Plan:
                        for group in dict.fromkeys(method.group for method in chosen)}
         main = [method for method in chosen if method in MAIN]
         seeds = range(1, arguments.seeds + 1)
-        self.long = [*self.runs(main, arguments.steps, [1]), *self.runs(main, arguments.steps, seeds[1:]),
+        self.long = [*self.runs(main, arguments.steps, seeds),
                      *self.runs([one for one in chosen if one not in MAIN], arguments.steps, [1])]
         self.middle = self.runs(main, arguments.steps // LENGTHS[1], [1])
         tuning = [job for one in self.tuning.values() for job in one.jobs()]
@@ -325,15 +329,6 @@ def by_method(finished, jobs):
     return found
 
 
-def last_loss(record):
-    return record["evals"][-1][1]
-
-
-def paired_gaps(runs, base):
-    """Paired differences of losses in percent of the base's, over the seeds that both have.   {seed: record}"""
-    return [100 * (last_loss(runs[seed]) / last_loss(base[seed]) - 1) for seed in sorted(runs.keys() & base.keys())]
-
-
 def papers_gap_text(method):
     loss = PAPERS.get((method.kind, method.inner_steps))
     known = loss and method.exchanges and method.workers == 2 and method.overlap <= 1 and method.dtype != "fp32"
@@ -348,6 +343,7 @@ def shape_cells(method):
 
 def main_table(found):
     reference = Method("adamw", "data-parallel")
+    gap_text = lambda runs, base, digits: difference_text(paired(runs, found.get(base, {}), last_loss), digits)
     rows = []
     for method in METHODS:
         runs = found.get(method)
@@ -355,8 +351,8 @@ def main_table(found):
             continue
         losses = [last_loss(record) for record in runs.values()]
         rows.append([method.optimizer, *shape_cells(method), f"{statistics.mean(losses):.4f}",
-                     difference_text(paired_gaps(runs, found.get(method.base(), {})), 2) if method.exchanges else "-",
-                     "-" if method == reference else difference_text(paired_gaps(runs, found.get(reference, {})), 1),
+                     gap_text(runs, method.base(), 2) if method.exchanges else "-",
+                     "-" if method == reference else gap_text(runs, reference, 1),
                      papers_gap_text(method), size_text(max(record["bytes"] for record in runs.values())),
                      str(len(runs))])
     return markdown(["optimizer", "workers", "H", "tau", "method", "loss", "to data-parallel, same optimizer",

@@ -134,9 +134,9 @@ def time_and_waits(steps, syncs, length):
 
 # ----------------------------------------------------------------------------------------------------- tables
 
-def paired(runs, base):
-    """Differences of losses in percent of the base's, over the seeds that both have.   {seed: run}"""
-    return [100 * (validation_loss(runs[seed]) / validation_loss(base[seed]) - 1)
+def paired(runs, base, loss=validation_loss):
+    """Differences of losses in percent of the base's, over the seeds that both have.   {seed: what loss() takes}"""
+    return [100 * (loss(runs[seed]) / loss(base[seed]) - 1)
             for seed in sorted(runs.keys() & base.keys())]
 
 

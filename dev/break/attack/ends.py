@@ -14,7 +14,7 @@ from metrics import log_name  # noqa: E402
 
 SAME, REFUSED, WAITED, DEFECT = VERDICTS = ("same bits", "refused with one line", "waited and said so", "DEFECT")
 HANG = 60   # seconds after which a run must end, unless it still trains: the machine may have other work
-LONGEST = 600
+LONGEST = 600  # seconds after which it must end even so
 STILL = 10  # seconds without a line in its log: longer than --timeout
 
 
