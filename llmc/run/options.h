@@ -389,7 +389,8 @@ inline void resolve_inner_steps(Options& o) {
     long& H = o.diloco.inner_steps;
     if (H != 0) { return; }
     std::ifstream config(o.resume && !o.output.empty() ? o.output + "/config.toml" : "");
-    H = read_config(config).diloco.inner_steps;
+    const DilocoOptions before = read_config(config).diloco;
+    H = before.streams() ? before.inner_steps : 0;
     std::string why = ", as in " + o.output + "/config.toml";
     if (H < 1) {
         const bool counts = o.max_steps < 0 && o.diloco.streams() && !o.train_data.empty();

@@ -531,6 +531,8 @@ TEST(InnerSteps, of_a_run_that_is_resumed_stay) {
     EXPECT_EQ(resumed.notes[0], "-H is not given: H = 50, as in " + folder.name() + "/config.toml");
     EXPECT_EQ(parsed(line).diloco.inner_steps, 30);
     EXPECT_EQ(parsed(line + " -y 1 -H 20").diloco.inner_steps, 20);
+    write_bytes(folder / "config.toml", parsed("-i x -x 90").toml);  // of one worker, which had no use for H
+    EXPECT_EQ(parsed(line + " -y 1").diloco.inner_steps, 30);
 }
 
 // -----------------------------------------------------------------------------------------------------------
