@@ -81,11 +81,8 @@ include dev/dev.mk
 bench-cpu: setup
 	$(MAKE) build/bench_cpu
 	set -o pipefail; build/bench_cpu $(ARGUMENTS) | tee build/bench_cpu.txt
-	@if [ -n "$(PEERS)" ]; then \
-	    { [ -e .venv-peers/done ] || { python3 -m venv .venv-peers && \
-	      .venv-peers/bin/pip install -q -r requirements-peers.txt && touch .venv-peers/done; }; } && \
-	    .venv-peers/bin/python dev/bench/peer_pytorch.py --ours build/bench_cpu.txt; \
-	fi
+	$(if $(PEERS),$(MAKE) .venv-peers/done && \
+	    .venv-peers/bin/python dev/bench/peer_pytorch.py --ours build/bench_cpu.txt)
 
 # PARTS="d12 layers": only these (dev/bench/bench_gpu.py says which there are). PEER: a Python with PyTorch.
 PEER ?= python3

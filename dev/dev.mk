@@ -9,6 +9,7 @@
 # make chaos           elastic workers are killed, stopped, slowed and cut off for MINUTES=10; SEED=
 # make attack          all of these and more, one blow after another for MINUTES=10, with a verdict on each; SEED=
 # make mutate          breaks kernels and host code on purpose: do the tests notice? (MUTATE=--help: options)
+# make bench-losses    whole runs beside PyTorch's: the same losses? (PEERS=1 installs it, PEER=PYTHON has it)
 # make registers       registers and spills of each kernel, as nvcc reports them
 # make train_gpt_emulated   the CUDA trainer on this CPU, linked to the emulator instead of the GPU's libraries
 
@@ -229,8 +230,21 @@ build/deltas/model_00000120.bin: | train_gpt_cpu
 	./train_gpt_cpu -i 'build/deltas/text/*_train_*.bin' -o build/deltas -e d6 --layers 4 --channels 128 \
 	    -t 64 -b 8 -l 1e-3 -u 20 -x 120 -n 60 -v 0 -s 0
 
+# PyTorch, to compare with: a few GB, in an environment of its own.
+.venv-peers/done: requirements-peers.txt
+	python3 -m venv .venv-peers
+	.venv-peers/bin/pip install -q -r $<
+	touch $@
+
+# ARGUMENTS="--minutes 30", "--quick", "--only muon": dev/bench/peer_losses.py --help
+bench-losses: REPORT = $(if $(findstring --quick,$(ARGUMENTS)),build,dev/results)/peer_losses.md
+bench-losses: setup
+	$(MAKE) train_gpt_cpu $(if $(PEERS),.venv-peers/done)
+	.venv/bin/python data/prepare.py --tokenizer bytes --out build/peer_losses/text
+	$(if $(PEERS),.venv-peers/bin/python,$(PEER)) dev/bench/peer_losses.py --report $(REPORT) $(ARGUMENTS)
+
 build/relay: dev/wan/relay.cpp
 	@mkdir -p build
 	$(CXX) -std=c++17 -O2 $(WARNINGS) $< -o $@
 
-.PHONY: test test-long test-commands test-emulated test-gpu check-cuda registers torture chaos attack mutate
+.PHONY: test test-long test-commands test-emulated test-gpu check-cuda bench-losses registers torture chaos attack mutate

@@ -29,7 +29,6 @@
 #include <exception>
 #include <filesystem>
 #include <functional>
-#include <iterator>
 #include <mutex>
 #include <optional>
 #include <set>

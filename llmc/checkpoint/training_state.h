@@ -13,7 +13,6 @@
 // restore() bring it back.
 #pragma once
 #include <algorithm>
-#include <climits>
 #include <cmath>
 #include <functional>
 #include <memory>

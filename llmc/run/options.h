@@ -8,6 +8,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
+#include <fstream>
 #include <optional>
 #include <set>
 #include <sstream>
@@ -24,6 +25,7 @@
 #include "llmc/run/option_table.h"
 #include "llmc/run/world.h"
 #include "llmc/schedulers.h"
+#include "llmc/text/dataloader.h"
 #include "llmc/text/sampler.h"
 #include "llmc/text/tokenizer.h"
 #include "streaming/elastic/options.h"
@@ -211,8 +213,9 @@ inline OptionTable option_table(Options& o) {
          CLI::Range(1.0, 1e6)},
     });
     add_section(table, "Streaming DiLoCo", o.diloco.streams(), {
-        {"-H,--inner-steps", &o.diloco.inner_steps, "H: every fragment is exchanged once in H steps",
-         Scope::run},
+        {"-H,--inner-steps", &o.diloco.inner_steps,
+         "H: every fragment is exchanged once in H steps (0: 100 in runs of 100000 steps and more, else 30, "
+         "or a tenth of the steps; a resumed run keeps its own)", Scope::run},
         {"--fragment-layers", &o.diloco.fragment_layers,
          "Layers in a fragment (0: everything in one: classic DiLoCo)", Scope::run, at_least_0},
         {"--fragment-pattern", &o.diloco.fragment_pattern,
@@ -364,6 +367,41 @@ inline void resolve_data(Options& o) {
     }
 }
 
+// The options of a config.toml; the defaults if it cannot be read.
+inline Options read_config(std::istream& toml) {
+    CLI::App app;
+    Options read;
+    add_options(app, option_table(read));
+    try {
+        app.parse_from_stream(toml);
+    } catch (const CLI::ParseError&) { return Options(); }
+    return read;
+}
+
+// H where nobody gives it: the paper's 100 if the run then has 1000 outer steps, since few of them cost loss
+// (report.h), else the paper's 30, or less for ten outer steps; above tau where 100 is.
+inline long usual_inner_steps(long steps, long overlap) {
+    const long usual = steps >= 100'000 ? 100 : std::clamp(steps / 10, 1L, 30L);
+    return std::max(usual, std::min(overlap + 1, 100L));
+}
+
+inline void resolve_inner_steps(Options& o) {
+    long& H = o.diloco.inner_steps;
+    if (H != 0) { return; }
+    std::ifstream config(o.resume && !o.output.empty() ? o.output + "/config.toml" : "");
+    const DilocoOptions before = read_config(config).diloco;
+    H = before.streams() ? before.inner_steps : 0;
+    std::string why = ", as in " + o.output + "/config.toml";
+    if (H < 1) {
+        const bool counts = o.max_steps < 0 && o.diloco.streams() && !o.train_data.empty();
+        const long steps =
+            counts ? DataLoader::tokens_in(o.train_data) / (o.total_batch * o.workers) : o.max_steps;
+        H = o.diloco.streams() ? usual_inner_steps(steps, o.diloco.overlap) : 100;
+        why = format(" for %ld steps (100 from 100000 steps on)", steps);
+    }
+    if (o.diloco.streams()) { o.notes.push_back(format("-H is not given: H = %ld", H) + why); }
+}
+
 // Fills in what the user left to the program.
 inline void resolve_defaults(const CLI::App& app, Options& o) {
     resolve_ranks(app, o);
@@ -374,6 +412,7 @@ inline void resolve_defaults(const CLI::App& app, Options& o) {
     o.diloco.seed = o.seed;
     resolve_data(o);
     if (o.total_batch <= 0) { o.total_batch = o.micro_batch(); }
+    resolve_inner_steps(o);
     o.validation_batches = std::max(o.validation_batches, 0L);
 }
 
@@ -434,14 +473,8 @@ inline std::vector<std::string> notes_on_repetitions(const CLI::App& app, const 
 
 // A run's prompt must come back from its config.toml, where CLI11 does not quote everything correctly.
 inline void check_prompt(const Options& o) {
-    CLI::App app;
-    Options read;
-    add_options(app, option_table(read));
     std::istringstream toml(o.toml);
-    try {
-        app.parse_from_stream(toml);
-    } catch (const CLI::ParseError&) { read.prompt = ""; }
-    if (read.prompt == o.prompt) { return; }
+    if (read_config(toml).prompt == o.prompt) { return; }
     throw UserError(
         "--prompt contains what config.toml cannot hold (a line break, a # or both kinds of quotes): "
         "change it, or write with --generate");

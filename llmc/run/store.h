@@ -27,7 +27,6 @@
 #include <string>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "llmc/error.h"
 #include "llmc/run/value_file.h"

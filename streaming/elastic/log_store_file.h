@@ -20,9 +20,7 @@
 #include <exception>
 #include <filesystem>
 #include <map>
-#include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <utility>
 

@@ -7,7 +7,6 @@
 #pragma once
 #include <algorithm>
 #include <exception>
-#include <memory>
 #include <stdexcept>
 #include <string>
 #include <string_view>

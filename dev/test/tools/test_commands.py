@@ -4,6 +4,7 @@ COMMANDS has a row for each: a pattern that the whole command matches, and how i
 fails this test, so that no document shows what nobody has run. What needs a GPU, a network, a cluster or another
 person's machine is skipped and says so; where another test runs it in a short form, the row names that test.
 """
+import importlib.util
 import os
 import re
 import shutil
@@ -139,6 +140,7 @@ COMMANDS = {
     r"make simulate": Try(seconds=60),
     r"make bench-cpu": Try(r"\g<0> ARGUMENTS=--quick", seconds=200),
     r"make bench-formats": Try(seconds=200),
+    r"make bench-losses": Try(r"\g<0> PEER=.venv/bin/python ARGUMENTS=--quick", seconds=200, needs="torch"),
     r"make bench-(wire-quality|quality)": Try(r"\g<0> ARGUMENTS=--quick", seconds=200),
     r"make bench-wan": Try(r"\g<0> ARGUMENTS='--quick --only streaming --minutes 3'", seconds=600, needs="lines"),
     r"make bench-uneven": Try(r"\g<0> ARGUMENTS='--quick --only bits --minutes 3'", seconds=600, needs="lines"),
@@ -219,6 +221,8 @@ def place(tmp_path_factory):
 
 
 def lack(needs):
+    if needs == "torch":
+        return None if importlib.util.find_spec("torch") else "PyTorch is not installed"
     if needs == "lines":
         sites = subprocess.run([sys.executable, ROOT / "dev/wan/sites.py"], capture_output=True, text=True)
         return sites.stderr.strip() if sites.returncode != 0 else None

@@ -343,6 +343,10 @@ def test_a_plan_says_what_else_its_options_take():
     unlike = make_plan(replace(classic, local_weight=0.5, steps=5000), Link(5e7, 0.02))
     text = simulate.verdict(unlike, False)
     assert "had" not in text and "local-weight" not in text and "Start it with --workers 2 -H" in text
+    outer_steps = 5000 // unlike.best.run.inner_steps
+    assert f"5000 steps are only {outer_steps} outer steps then, and few cost loss" in text
+    long = replace(unlike.best, run=replace(unlike.best.run, steps=1000 * unlike.best.run.inner_steps))
+    assert "outer steps" not in simulate.cautions(long)
     nothing = make_plan(classic, Link(1e4, 0.08))
     assert "This run had 20 steps" in simulate.verdict(nothing, True)
 

@@ -452,6 +452,7 @@ TEST(Config, has_the_default_of_each_option_by_its_name) {
     ASSERT_GT(options.resolved.size(), 50u);
     for (const auto& [name, value] : options.resolved) {
         if (name == "outer-optimizer" || name == "total-batch") { continue; }  // depends on others
+        if (name == "inner-steps") { continue; }                               // and so does H
         EXPECT_EQ(default_of(name), value) << name;
     }
     EXPECT_EQ(default_of("top-p"), "1");
@@ -474,6 +475,64 @@ TEST(Config, that_sets_what_is_fixed_now_is_read) {
         const std::string message = user_error([&] { parsed("--config " + folder / "c.toml"); });
         EXPECT_TRUE(contains(message, std::string(line).substr(0, 14))) << message;
     }
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// H
+
+TEST(InnerSteps, suit_the_length_of_the_run) {
+    EXPECT_EQ(usual_inner_steps(100000, 1), 100);
+    EXPECT_EQ(usual_inner_steps(99999, 1), 30);
+    EXPECT_EQ(usual_inner_steps(300, 1), 30);
+    EXPECT_EQ(usual_inner_steps(299, 1), 29);
+    EXPECT_EQ(usual_inner_steps(0, 0), 1);
+    EXPECT_EQ(usual_inner_steps(0, 5), 6);  // above tau
+    EXPECT_EQ(usual_inner_steps(1000, 99), 100);
+    EXPECT_EQ(usual_inner_steps(1000, 100), 100);  // which validate() refuses
+}
+
+TEST(InnerSteps, are_chosen_where_nobody_gives_them_and_the_user_is_told) {
+    const Options o = parsed("--workers 2 -x 1000 -i x");
+    EXPECT_EQ(o.diloco.inner_steps, 30);
+    EXPECT_EQ(value_of(o, "inner-steps"), "30");
+    EXPECT_TRUE(contains(o.toml, "inner-steps=30\n"));
+    EXPECT_EQ(o.notes, std::vector<std::string>{
+                           "-H is not given: H = 30 for 1000 steps (100 from 100000 steps on)"});
+    EXPECT_EQ(parsed("--workers 2 -x 100000 -i x").diloco.inner_steps, 100);
+    EXPECT_EQ(parsed("--workers 2 -x 80 -i x -H 0").diloco.inner_steps, 8);
+    const Options given = parsed("--workers 2 -x 80 -i x -H 7"), alone = parsed("-x 80 -i x");
+    EXPECT_EQ(given.diloco.inner_steps, 7);
+    EXPECT_TRUE(given.notes.empty());
+    EXPECT_EQ(alone.diloco.inner_steps, 100);  // which nothing uses
+    EXPECT_TRUE(alone.notes.empty());
+}
+
+TEST(InnerSteps, of_a_run_once_through_the_data_follow_from_its_tokens) {
+    TemporaryFolder folder;
+    for (const char* name : {"a.bin", "b.bin"}) {
+        std::vector<int32_t> header(256);
+        header[0] = tokens_magic, header[1] = 1, header[2] = 400;
+        const std::string bytes(reinterpret_cast<const char*>(header.data()), 1024);
+        write_bytes(folder / name, bytes + std::string(800, '\0'));
+    }
+    const std::string line = "--workers 2 -t 4 -b 1 -i " + folder / "*.bin";
+    EXPECT_EQ(parsed(line).diloco.inner_steps, 10);  // 100 steps
+    EXPECT_EQ(parsed(line + " -d 8").diloco.inner_steps, 5);
+    EXPECT_TRUE(contains(user_error([&] { parsed("--workers 2 -i " + folder / "c.bin"); }), "no file matches"));
+}
+
+TEST(InnerSteps, of_a_run_that_is_resumed_stay) {
+    TemporaryFolder folder;
+    const std::string line = "--workers 2 -x 1000 -i x -o " + folder.name();
+    EXPECT_EQ(parsed(line + " -y 1").diloco.inner_steps, 30);
+    write_bytes(folder / "config.toml", parsed("--workers 2 -i x -H 50 -x 90").toml);
+    const Options resumed = parsed(line + " -y 1");
+    EXPECT_EQ(resumed.diloco.inner_steps, 50);
+    EXPECT_EQ(resumed.notes[0], "-H is not given: H = 50, as in " + folder.name() + "/config.toml");
+    EXPECT_EQ(parsed(line).diloco.inner_steps, 30);
+    EXPECT_EQ(parsed(line + " -y 1 -H 20").diloco.inner_steps, 20);
+    write_bytes(folder / "config.toml", parsed("-i x -x 90").toml);  // of one worker, which had no use for H
+    EXPECT_EQ(parsed(line + " -y 1").diloco.inner_steps, 30);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -570,13 +629,13 @@ struct Mistake {
 };
 
 TEST(OptionChecks, combinations_that_make_no_run_are_refused) {
-    const std::string good = "-i x -b 2 -t 8 ", elastic = good + "--workers 2 --outer-transport store ";
+    const std::string good = "-i x -b 2 -t 8 ", elastic = good + "--workers 2 -H 9 --outer-transport store ";
     EXPECT_NO_THROW(check_options(parsed(good)));
     EXPECT_NO_THROW(check_options(parsed(elastic + "--restart 3 --join-moments --max-lag 7")));
     for (const Mistake& c : {Mistake{"-d 17", "-d 17 tokens"},
                              {"-y 1", "-y 1 resumes"},
                              {"-n 5", "-n 5 writes"},
-                             {"-n 5 -o out --workers 2 --overlap 5", "a checkpoint every 5 steps"},
+                             {"-n 5 -o out --workers 2 -H 9 --overlap 5", "a checkpoint every 5 steps"},
                              {"-h 1 --hellaswag-data x -v 0", "-v 0 has none"},
                              {"-sl 12", "-sl and -sg of 12"},
                              {"--grace 3", "--grace is for elastic workers"},
