@@ -74,8 +74,8 @@ struct Model {
     Buffer<int> inputs, targets;  // (N)
     Upload upload;
 
-    Model(const GptShape& shape, const Layout& layout, int recompute, MatmulPrecision precision)
-        : shape(shape), layout(layout), recompute(recompute), matmul(precision) {}
+    Model(const GptShape& shape, const Layout& layout, int recompute, const MatmulOptions& products)
+        : shape(shape), layout(layout), recompute(recompute), matmul(products) {}
 };
 
 inline void allocate_activations(Model& model, int B, int T) {
@@ -854,8 +854,9 @@ inline void make_worker(Run& run) {
     const Options& o = run.options;
     Inputs& in = run.inputs;
     Session& session = run.session;
-    const MatmulPrecision precision = matmul_precision(o.matmul_precision);
-    run.model = std::make_unique<Model>(in.shape, in.layout, o.recompute, precision);
+    const MatmulOptions products(matmul_precision(o.matmul_precision), o.fuse_gelu,
+                                 session.outer ? session.outer->sms() : 0);
+    run.model = std::make_unique<Model>(in.shape, in.layout, o.recompute, products);
     allocate_activations(*run.model, o.batch, o.seq_len);
     run.worker = std::make_unique<Worker>(*run.model, *session.inner, run.main, run.inner_stream);
     Worker& worker = *run.worker;
