@@ -140,8 +140,8 @@ struct Session {
         if (o.output.empty()) { return nullptr; }
         return std::make_unique<Checkpoints>(
             folder, process, state_identity(o, process, resumed.step, resumed.lineage), o.keep_checkpoints,
-            o.major_checkpoints, in.shape, in.layout, std::move(outer_snapshot), logger, status, watchdog,
-            [this] { device::use_in_this_thread(device); }, std::move(when_whole));
+            o.major_checkpoints, in.shape, in.layout, is_first(), std::move(outer_snapshot), logger, status,
+            watchdog, [this] { device::use_in_this_thread(device); }, std::move(when_whole));
     }
 
     // Starts the logs, and prints what this run is.   matmul, exchanges: text for people
