@@ -123,6 +123,7 @@ struct Session {
     // since NCCL's blocking calls would wait for ever for a process that has died.
     void connect() {
         const Watchdog::Watch watch(watchdog, "the joining of the processes");
+        watchdog.meet_neighbours(process);
         inner = device::make_inner_comm(process.inner_group());
         watchdog.guard(*inner);
         if (!options.diloco.streams() || options.diloco.is_elastic()) { return; }
