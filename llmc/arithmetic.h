@@ -35,30 +35,6 @@ HD inline float bits_to_float(uint32_t bits) {
     return x;
 }
 
-// Division by the scale of a block of values, as kernels do it: if the scale is neither tiny nor huge,
-// `reciprocal` is its reciprocal, else 0.
-struct Divisor {
-    float scale, reciprocal;
-};
-
-// scale: in bf16, as bits; 0 stands for 1, since such a block is all zeros
-HD inline Divisor divisor_of(uint32_t scale) {
-    const uint32_t word = scale == 0 ? 0x3f800000 : scale << 16;
-    const bool has_reciprocal = word >= uint32_t(127 - 60) << 23 && word < uint32_t(127 + 60) << 23;
-    return {bits_to_float(word), has_reciprocal ? divide_rn(1.0f, bits_to_float(word)) : 0.0f};
-}
-
-// x / scale, rounded to nearest: the product with the reciprocal, and one Newton step, whose relative error
-// is 2^-46 before rounding. The quotient of 24 bits and the 8 of a bf16 is at least 2^-33 away from any
-// midpoint between two floats, so that the rounded result is exact. A quotient below 2^-59 may be inexact
-// if it is denormal; all formats encode it as 0.
-HD inline float divide_by(float x, Divisor by) {
-    const float magnitude = bits_to_float(float_to_bits(x) & 0x7fffffff);
-    const float near = multiply_rn(magnitude, by.reciprocal);
-    const float quotient = fma_rn(fma_rn(-near, by.scale, magnitude), by.reciprocal, near);
-    return bits_to_float(float_to_bits(quotient) | (float_to_bits(x) & 0x80000000));
-}
-
 // -----------------------------------------------------------------------------------------------------------
 // e^x and the logistic function in straight-line float arithmetic, so that compilers vectorize the loops
 // around them without fast-math (a libm call in the loop would prevent that).

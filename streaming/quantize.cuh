@@ -79,12 +79,7 @@ template <class F, bool stochastic>
 __device__ inline void encode_four(uint32_t (&codes)[4], Pack<float> delta, uint32_t scale,
                                    const Rounding& rounding, uint64_t index) {
     if constexpr (F::scaled) {
-        const Divisor divisor = divisor_of(scale);
-        if (divisor.reciprocal != 0) {  // a whole warp
-            for (int k = 0; k < 4; k++) { delta[k] = divide_by(delta[k], divisor); }
-        } else {
-            for (int k = 0; k < 4; k++) { delta[k] = divide_rn(delta[k], divisor.scale); }
-        }
+        for (int k = 0; k < 4; k++) { delta[k] = divide_rn(delta[k], divisor_of(scale)); }
     }
     if constexpr (stochastic) {
         const Philox4 random = random_quad(rounding, index / 4);

@@ -78,6 +78,9 @@ struct Source {
     }
 };
 
+// What deltas are divided by.   scale: of their block, in bf16, as bits; if it is 0, they are all zeros
+HD inline float divisor_of(uint32_t scale) { return scale == 0 ? 1.0f : bits_to_float(scale << 16); }
+
 // The rounding error of a delta: delta - decoded.   scale: of its block, in bf16, as bits
 template <class F>
 HD inline float lost(float delta, uint32_t code, uint32_t scale) {
@@ -175,7 +178,7 @@ inline bool quantize_block(uint8_t* codes, uint16_t* scale, const Source& source
     }
     if constexpr (F::scaled) {
         *scale = uint16_t(scale_bits);
-        const float divisor = divisor_of(scale_bits).scale;
+        const float divisor = divisor_of(scale_bits);
         for (int k = 0; k < quantization_block; k++) { quotients[k] = divide_rn(delta[k], divisor); }
     }
     encode_block<F, stochastic>(block, F::scaled ? quotients : delta, rounding, rounding.first + uint64_t(i));

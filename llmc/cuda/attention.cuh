@@ -611,11 +611,7 @@ inline void attention_forward(__nv_bfloat16* out, float* lse, const __nv_bfloat1
                               int NH, Stream& stream) {
     const int hs = attention_head_size(B, T, C, NH);
     require_aligned("an array of attention_forward", {out, qkv});
-    if (hs == 64) {
-        attention::forward<64>(out, lse, qkv, B, T, C, stream);
-    } else {
-        attention::forward<128>(out, lse, qkv, B, T, C, stream);
-    }
+    (hs == 64 ? attention::forward<64> : attention::forward<128>)(out, lse, qkv, B, T, C, stream);
 }
 
 // Overwrites dqkv.   dqkv, qkv: (B,T,3C)   dout, out: (B,T,C)   lse: (B,NH,T)
@@ -625,11 +621,8 @@ inline void attention_backward(__nv_bfloat16* dqkv, const __nv_bfloat16* dout, c
                                Stream& stream) {
     const int hs = attention_head_size(B, T, C, NH);
     require_aligned("an array of attention_backward", {dqkv, dout, out, qkv});
-    if (hs == 64) {
-        attention::backward<64>(dqkv, dout, out, qkv, lse, B, T, C, stream);
-    } else {
-        attention::backward<128>(dqkv, dout, out, qkv, lse, B, T, C, stream);
-    }
+    (hs == 64 ? attention::backward<64> : attention::backward<128>)(dqkv, dout, out, qkv, lse, B, T, C,
+                                                                    stream);
 }
 
 }  // namespace cuda
