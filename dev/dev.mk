@@ -2,7 +2,7 @@
 # make test-long       make test, and what takes too long for it: sanitizers, fuzzers, nvcc, benchmarks' trials
 # make test-commands   every command that the documents show, those that take minutes too
 # make test-emulated   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test-long)
-# make check-cuda      the same kernels compiled by nvcc, if there is one (part of make test-long)
+# make check-cuda      the same kernels compiled by nvcc, and what it made of them (part of make test-long)
 # make test-gpu        the same tests and more on this machine's GPU
 # make fuzz            each parser of files, payloads and the store under libFuzzer, SECONDS=60 each (clang)
 # make torture         kills a run KILLS=500 times, in the middle of writes too, and compares its bits
@@ -151,6 +151,7 @@ else
 	$(MAKE) build/nvcc/train_gpt.o build/nvcc/test_gpt_fp32.o $(CUDA_TESTS)
 	@if $(call gpu_links,nccl.h,$(NCCL_LINK)); then $(MAKE) build/nvcc/train_gpt; else \
 	    echo "not checked: whether train_gpt links, for there is no NCCL (NCCL_HOME says where to look)"; fi
+	python3 dev/bench/check_kernels.py --nvcc $(NVCC)
 endif
 
 build/nvcc/train_gpt: build/nvcc/train_gpt.o

@@ -25,19 +25,21 @@ public:
     // use_device: makes the writing thread use this process's device
     // when_whole: called on the writing thread once a checkpoint would survive a crash
     Checkpoints(const std::string& folder, const Process& process, const StateIdentity& who, long keep,
-                long major, const GptShape& shape, const Layout& layout,
+                long major, const GptShape& shape, const Layout& layout, bool writes_model,
                 std::function<OuterSnapshot*()> outer_snapshot, Logger& logger, StatusLine& status,
                 Watchdog& watchdog, std::function<void()> use_device, std::function<void()> when_whole)
-        : who(who), shape(shape), layout(layout), outer_snapshot(std::move(outer_snapshot)), logger(logger),
-          status(status), watchdog(watchdog), use_device(std::move(use_device)),
-          when_whole(std::move(when_whole)), writer(folder, process, keep, major) {
+        : who(who), shape(shape), layout(layout), writes_model(writes_model),
+          outer_snapshot(std::move(outer_snapshot)), logger(logger), status(status), watchdog(watchdog),
+          use_device(std::move(use_device)), when_whole(std::move(when_whole)),
+          writer(folder, process, keep, major) {
         writer.forget_later(who.step, who.lineage);
     }
 
     // Allocates the snapshot, so that the first checkpoint does not have to.
     void allocate() {
         if (!snapshot) {
-            snapshot = std::make_unique<TrainingSnapshot>(layout.shard_size(), outer_snapshot());
+            snapshot = std::make_unique<TrainingSnapshot>(layout.shard_size(), outer_snapshot(),
+                                                          writes_model ? layout.size : 0);
         }
     }
 
@@ -66,7 +68,7 @@ public:
             logger.sync();  // a resumed run continues this log: it must not lack lines after a power failure
         };
         job.sections = [this] { return snapshot->sections(); };
-        if (!snapshot->model.empty()) {
+        if (writes_model) {
             job.write_model = [this](const std::string& path) {
                 write_model(path, shape, layout, snapshot->model.data());
             };
@@ -96,6 +98,7 @@ private:
     const StateIdentity who;
     const GptShape shape;
     const Layout& layout;
+    const bool writes_model;
     const std::function<OuterSnapshot*()> outer_snapshot;
     Logger& logger;
     StatusLine& status;

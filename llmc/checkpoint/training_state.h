@@ -152,9 +152,11 @@ struct TrainingArrays {
 // checkpoints of a run: begin() only when the writer is through with the one before.
 class TrainingSnapshot {
 public:
-    // outer: null without an outer optimizer
-    TrainingSnapshot(long shard_size, OuterSnapshot* outer)
-        : outer(outer), master(shard_size), m(shard_size), v(shard_size), params(shard_size) {}
+    // outer: null without an outer optimizer   model_size: layout.size on the process that writes the model,
+    // else 0
+    TrainingSnapshot(long shard_size, OuterSnapshot* outer, long model_size)
+        : model(model_size), outer(outer), master(shard_size), m(shard_size), v(shard_size),
+          params(shard_size) {}
 
     // Starts to copy the arrays. The outer optimizer fills its own snapshot; then finish_copies().
     void begin_copies(const TrainingArrays& from, Stream& main) {
@@ -210,7 +212,8 @@ public:
         if (outer) { outer->abandon(); }
     }
 
-    std::vector<float> model;  // (layout.size), on the process that writes the model file
+    HostBuffer<float> model;  // (layout.size), on the process that writes the model file
+    Event copied;             // to be recorded again behind what the caller copies later
 
 private:
     OuterSnapshot* const outer;
@@ -219,7 +222,6 @@ private:
     HostBuffer<OutlierWindow> outliers{1};
     Fields fields;
     std::string fields_text, options_text;
-    Event copied;
 };
 
 // Fills the arrays from a state file, and returns when the device has them.

@@ -324,11 +324,7 @@ inline void attention_forward(float* out, float* lse, const float* qkv, int B, i
                               Stream& stream) {
     const int hs = attention_head_size(B, T, C, NH);
     require_aligned("an array of attention_forward", {out, qkv});
-    if (hs == 64) {
-        attention_fp32::forward<64>(out, lse, qkv, B, T, C, stream);
-    } else {
-        attention_fp32::forward<128>(out, lse, qkv, B, T, C, stream);
-    }
+    (hs == 64 ? attention_fp32::forward<64> : attention_fp32::forward<128>)(out, lse, qkv, B, T, C, stream);
 }
 
 // Overwrites dqkv.   dqkv, qkv: (B,T,3C)   dout, out: (B,T,C)   lse: (B,NH,T)
@@ -337,11 +333,8 @@ inline void attention_backward(float* dqkv, const float* dout, const float* out,
                                const float* lse, int B, int T, int C, int NH, Stream& stream) {
     const int hs = attention_head_size(B, T, C, NH);
     require_aligned("an array of attention_backward", {dqkv, dout, out, qkv});
-    if (hs == 64) {
-        attention_fp32::backward<64>(dqkv, dout, out, qkv, lse, B, T, C, stream);
-    } else {
-        attention_fp32::backward<128>(dqkv, dout, out, qkv, lse, B, T, C, stream);
-    }
+    (hs == 64 ? attention_fp32::backward<64> : attention_fp32::backward<128>)(dqkv, dout, out, qkv, lse, B, T,
+                                                                              C, stream);
 }
 
 }  // namespace cuda

@@ -48,6 +48,7 @@ public:
 
     int rank() const override { return group.rank; }
     int size() const override { return group.size; }
+    int sms() const override { return options.max_ctas; }
 
     void all_gather(void* out, const void* inp, size_t bytes, Stream& stream, Traffic* traffic) override {
         call("ncclAllGather", bytes, stream, traffic,

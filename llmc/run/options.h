@@ -41,7 +41,7 @@ struct Options {
     int batch = 4, seq_len = 1024;
     long total_batch = 0, max_steps = -1;
     std::string matmul_precision = "medium";
-    int recompute = 0;
+    int recompute = 0, fuse_gelu = -1;
     // the inner optimizer
     LearningRateSchedule schedule;  // its total_steps are known later
     AdamWOptions adamw;
@@ -130,6 +130,8 @@ inline OptionTable option_table(Options& o) {
          one_of({"highest", "high", "medium"})},
         {"-r,--recompute", &o.recompute, "Recompute in the backward: 0 nothing, 1 GELU, 2 GELU and LayerNorm",
          Scope::worker, CLI::Range(0, 2)},
+        {"--fuse-gelu", &o.fuse_gelu, "GELU in its matmuls, on the GPU: 0 no, 1 yes (-1: if it is faster)",
+         Scope::worker, CLI::Range(-1, 2)},
     });
     add_section(table, "Inner optimizer (AdamW)", true, {
         {"-l,--lr", &o.schedule.peak, "Learning rate", Scope::run, at_least_0},
