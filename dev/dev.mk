@@ -114,10 +114,11 @@ $(foreach kind,plain debug address thread fp32,$(eval $(call emulator_build,$(ki
 train_gpt_emulated: build/plain/train_gpt
 	cp $< $@
 
-# A system without hiredis, OpenSSL and PCRE2: what needs them is refused.
+# A system without hiredis, OpenSSL, libcurl and PCRE2: what needs them is refused.
 build/without/train_gpt: private OPTIMIZE = -O0
 build/without/train_gpt: private HAS_HIREDIS =
 build/without/train_gpt: private HAS_OPENSSL =
+build/without/train_gpt: private HAS_CURL =
 build/without/train_gpt: private HAS_PCRE2 =
 build/without/train_gpt: train_gpt.cu $(EMULATOR:%=build/plain/%.o) $(EMULATOR_HEADERS) | dependencies
 	@mkdir -p $(@D)

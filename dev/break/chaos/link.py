@@ -74,8 +74,9 @@ class Hold:
 
 
 class Link:
-    def __init__(self, port, address="127.0.0.1"):
-        self.to, self.open = (address, port), threading.Event()
+    def __init__(self, port, address="127.0.0.1", commands=Commands):
+        """commands: what cuts a client's stream"""
+        self.to, self.open, self.commands = (address, port), threading.Event(), commands
         self.open.set()
         self.traps, self.holds, self.pairs, self.lock = [], [], set(), threading.Lock()
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -131,7 +132,7 @@ class Link:
         with self.lock:
             self.pairs.add(pair)
         threading.Thread(target=self._pump, args=(pair, server, client, self._answer), daemon=True).start()
-        commands = Commands()
+        commands = self.commands()
         self._pump(pair, client, server, lambda send, data: self._ask(commands, send, data))
 
     def _pump(self, pair, source, sink, pass_on):
