@@ -6,7 +6,7 @@
 # make test-gpu        the same tests and more on this machine's GPU
 # make fuzz            each parser of files, payloads and the store under libFuzzer, SECONDS=60 each (clang)
 # make torture         kills a run KILLS=500 times, in the middle of writes too, and compares its bits
-# make chaos           elastic workers are killed, stopped, slowed and cut off for MINUTES=10; SEED=
+# make chaos           elastic workers are killed, stopped, slowed and cut off for MINUTES=10; SEED=, STORE=s3
 # make attack          all of these and more, one blow after another for MINUTES=10, with a verdict on each; SEED=
 # make mutate          breaks kernels and host code on purpose: do the tests notice? (MUTATE=--help: options)
 # make registers       registers and spills of each kernel, as nvcc reports them
@@ -205,7 +205,8 @@ torture: setup
 MINUTES ?= 10
 chaos: setup
 	$(MAKE) train_gpt_cpu $(if $(findstring --links,$(ARGUMENTS)),build/relay)
-	.venv/bin/python dev/break/chaos.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGUMENTS)
+	.venv/bin/python dev/break/chaos.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) \
+	    $(if $(STORE),--store $(STORE)) $(ARGUMENTS)
 
 # ARGUMENTS="--only strangers": dev/break/attack.py --help
 attack: setup

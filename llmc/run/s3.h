@@ -1,7 +1,7 @@
-// A bucket of S3, or of a store that speaks its protocol (GCS, R2, B2, MinIO, Ceph, SeaweedFS, ...), for the
+// A bucket of S3, or of a store that speaks its protocol (GCS, R2, MinIO, Ceph, SeaweedFS, ...), for the
 // stores in such a bucket (store_s3.h, s3_folders.h): s3://BUCKET[/PREFIX]. libcurl does HTTP, TLS and the
-// signatures (AWS Signature Version 4), expat reads XML. s3_settings.h says where the bucket is and with which
-// keys it is opened.
+// signatures (AWS Signature Version 4), expat reads XML. s3_settings.h says where the bucket is and with
+// which keys it is opened.
 //
 // Requests that are asked together travel in parallel over a few connections that stay open. An answer of
 // 409, 429 or 5xx and a lost connection are asked for again, with pauses that grow; other errors are final.
@@ -39,8 +39,8 @@ struct S3Answer {
     bool is_taken() const { return status == 412; }  // if_absent: an object is there
 };
 
-// Errors. A request that was refused has not been done; another one may have been. Those that may heal end the
-// process with 75 if they come at the start.
+// A request that was refused has not been done; another one may have been. What may heal ends the process
+// with 75 at the start.
 struct S3Refused : UserError {
     using UserError::UserError;
 };

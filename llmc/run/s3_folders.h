@@ -1,6 +1,6 @@
 // S3Folders: values in named folders, in a bucket (s3.h): what the sync log of an elastic run lies in. The
-// value of a name is the object PREFIX/ROOT/FOLDER/NAME, each part written as file names are (value_file.h). A
-// bucket answers with the newest value that it has confirmed.
+// value of a name is the object PREFIX/ROOT/FOLDER/NAME, each part written as file names are (value_file.h).
+// A bucket answers with the newest value that it has confirmed.
 //
 // Requests cost money: a listing brings names and ETags, and only values that are new since the last listing
 // are fetched. Of values that are removed meanwhile, some may still be listed.
@@ -46,7 +46,7 @@ public:
     }
 
     void put(const std::string& folder, const std::string& name, const std::string& value) {
-        client.ask({"PUT", key({folder, name}), "", &value});
+        note({folder, name}, client.ask({"PUT", key({folder, name}), "", &value}).etag, value);
     }
 
     // Returns the value that is there afterwards, if asked for.
@@ -54,9 +54,10 @@ public:
                               bool asks_winner) {
         while (true) {
             const bool only_if_absent = true;
-            const bool won = !client.ask({"PUT", key({folder, name}), "", &value, only_if_absent}).is_taken();
+            const S3Answer answer = client.ask({"PUT", key({folder, name}), "", &value, only_if_absent});
+            if (!answer.is_taken()) { note({folder, name}, answer.etag, value); }
             if (!asks_winner) { return ""; }
-            if (won) { return value; }
+            if (!answer.is_taken()) { return value; }
             if (std::optional<std::string> winner = get(folder, name)) { return *winner; }
         }
     }
@@ -93,7 +94,6 @@ public:
         std::vector<S3Answer> answers = client.ask_all(requests);
         std::vector<std::pair<Read*, Place>> missing;
         requests.clear();
-        if (known.size() > most_known) { known.clear(); }
         for (size_t i = 0; i < reads.size(); i++) {
             Read& read = reads[i];
             if (!read.is_list) {
@@ -120,9 +120,7 @@ public:
         for (size_t i = 0; i < missing.size(); i++) {
             const auto& [read, place] = missing[i];
             if (!answers[i].found()) { continue; }  // it has been removed meanwhile
-            if (answers[i].body.size() < small) {
-                known[place.folder][place.name] = {answers[i].etag, answers[i].body};
-            }
+            note(place, answers[i].etag, answers[i].body);
             read->listing[place.name] = std::move(answers[i].body);
         }
     }
@@ -156,6 +154,11 @@ private:
     struct Known {
         std::string etag, value;
     };
+
+    void note(const Place& place, const std::string& etag, const std::string& value) {
+        if (known.size() > most_known) { known.clear(); }
+        if (value.size() < small) { known[place.folder][place.name] = {etag, value}; }
+    }
 
     std::string path(const std::string& folder) const {
         std::string path = root;

@@ -1,8 +1,8 @@
 // S3LogStore: the sync log in a bucket (llmc/run/s3_folders.h), as objects PREFIX/log/RUN/FOLDER/NAME.
 //
-// Each request is a round trip. Those whose order does not matter travel together: most reads, and removals. A
-// worker that waits asks the same question again and again; the pauses in between grow from the time that an
-// answer takes to a second.
+// Each request is a round trip. Those whose order does not matter travel together: most reads, and removals.
+// A worker that waits asks the same question again and again; the pauses in between grow from the time that
+// an answer takes to a second.
 #pragma once
 #include <algorithm>
 #include <chrono>

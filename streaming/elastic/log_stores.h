@@ -44,7 +44,7 @@ inline std::unique_ptr<LogStore> open_log_store(const std::string& url, const st
 }
 
 // At what has not happened yet. A bucket's requests cost money.
-inline double seconds_between_looks(const std::string& url) { return is_s3_url(url) ? 0.5 : 0.1; }
+inline double seconds_between_looks(const std::string& url) { return is_s3_url(url) ? 1 : 0.1; }
 
 // The options (LogStart::fingerprint) of the run that a store already holds; none if it holds no run.
 inline std::optional<std::string> options_in(LogStore& store) {

@@ -9,6 +9,7 @@
     link.hold(is_for, may_pass)            commands for which is_for(words) wait, and all behind them on their
                                            connection, until may_pass(words)
 """
+import collections
 import contextlib
 import socket
 import threading
@@ -78,6 +79,7 @@ class Link:
         """commands: what cuts a client's stream"""
         self.to, self.open, self.commands = (address, port), threading.Event(), commands
         self.open.set()
+        self.seen = collections.Counter()  # commands, by (command, key)
         self.traps, self.holds, self.pairs, self.lock = [], [], set(), threading.Lock()
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
@@ -148,6 +150,7 @@ class Link:
 
     def _ask(self, commands, send, data):
         for words, command in commands.feed(data):
+            self.seen[words[0].decode(), words[1].decode(errors="replace") if len(words) > 1 else ""] += 1
             for hold in self.holds:
                 self._keep_back(hold, words)
             trap = next((one for one in self.traps if one.is_for(words)), None)

@@ -1,5 +1,5 @@
-// The sync log's stores: the same claims for a folder, a Redis server, one over TLS, and a bucket of S3; then what
-// only a folder or a server can suffer: killed writers, full disks, restarts, refusals.
+// The sync log's stores: the same claims for a folder, a Redis server, one over TLS, and a bucket of S3; then
+// what only a folder or a server can suffer: killed writers, full disks, restarts, refusals.
 #include <gtest/gtest.h>
 #include <sched.h>
 #include <sys/mount.h>
@@ -677,6 +677,38 @@ TEST(RedisLogStore, keys_begin_with_the_name_of_the_run) {
     admin.connect(5);
     const auto reply = admin.ask({"HGET", "run 7/log/G/entry", "12"});
     EXPECT_EQ(std::string(reply->str, reply->len), "text");
+}
+
+// ---- a bucket
+
+TEST(S3LogStore, only_a_server_whose_certificate_is_right_is_spoken_to) {
+    const Certificates certificates;
+    const std::string files = certificates.authority().substr(0, certificates.authority().rfind('/') + 1);
+    const S3Server server({"-s3.cert.file=" + files + "right.crt", "-s3.key.file=" + files + "right.key"}, "https",
+                          certificates.authority());
+    if (!server.is_there) { GTEST_SKIP() << S3Server::missing; }
+    const Environment environment(s3_environment(server.endpoint));
+    const std::string error = user_error([&] { open_log_store("s3://runs/tls", "run", 2); });
+    EXPECT_TRUE(contains(error, "the certificate of " + server.endpoint + " is not to be trusted")) << error;
+    EXPECT_TRUE(contains(error, "DILOCO_CA"));
+    const TrustedAuthority trusted(certificates.authority());
+    auto store = open_log_store("s3://runs/tls", "run", 2);
+    EXPECT_EQ(put_if_absent(*store, "G/entry", "1", every_byte()), every_byte());
+    EXPECT_EQ(list(*store, "G/entry"), (Values{{"1", every_byte()}}));
+}
+
+TEST(S3LogStore, a_silent_server_is_lost_within_the_limit_and_had_again) {
+    S3Server server;
+    if (!server.is_there) { GTEST_SKIP() << S3Server::missing; }
+    const Environment environment(s3_environment(server.endpoint));
+    auto store = open_log_store("s3://runs/silent", "run", 2);
+    put(*store, "G/beat", "0", "1");
+    server.send_signal(SIGSTOP);
+    const auto begin = std::chrono::steady_clock::now();
+    EXPECT_TRUE(contains(lost_answer(*store).trouble, "silent for 2 s"));
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(8));
+    server.send_signal(SIGCONT);
+    EXPECT_EQ(get(*store, "G/beat", "0"), "1");
 }
 
 }  // namespace test_log_store
