@@ -15,8 +15,8 @@ It must hold, always: who has merged a sync, in any start of any worker, stood o
 and counted the same workers; nobody who could go on stands still; nobody ends who was not killed, but for
 those who are refused; losses are finite and fall; in the end all have the same model, bit for bit.
 
-By default each worker reaches the store, a Redis server (or one of S3's protocol), over a link of its own that can be cut
-(dev/break/chaos/link.py). With --links each is a site with a network of its own behind a line with delay and loss
+By default each worker reaches the store, a Redis server (or one of S3's protocol), over a link of its own that
+can be cut (dev/break/chaos/link.py). With --links each is a site with a network of its own behind a line with delay and loss
 (dev/wan/sites.py; root). Everything that happened is in chaos.log, with who was counted in which sync, and
 why the others were not, and each wait that was longer than a step, and for whom it was.
 

@@ -170,7 +170,6 @@ public:
     std::string where() const { return "s3://" + settings.bucket + " at " + settings.endpoint; }
     std::string url() const { return settings.url; }
     std::string local_address() const { return address; }  // on the last request's way
-    long requests() const { return count; }                // so far, retries included
 
 private:
     struct FreeEasy {
@@ -247,7 +246,6 @@ private:
         curl_easy_setopt(easy, CURLOPT_XFERINFOFUNCTION, watch);
         curl_easy_setopt(easy, CURLOPT_XFERINFODATA, &transfer);
         curl_multi_add_handle(multi.get(), easy);
-        count++;
     }
 
     static void add_header(Transfer& transfer, const std::string& line) {
@@ -378,5 +376,4 @@ private:
     double patience;  // seconds for which a request that fails is repeated
     std::unique_ptr<CURLM, FreeMulti> multi;
     std::string address;
-    long count = 0;
 };

@@ -98,8 +98,8 @@ class S3Server:
             "name": "worker", "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
             "actions": ["Admin", "Read", "Write", "List"]}]}))
         words = [program(), "server", f"-ip={self.address}", f"-dir={self.folder / 'data'}", "-filer=true", "-s3",
-                 f"-s3.config={config}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.electionTimeout=1s", "-master.telemetry=false",
-                 "-master.volumeSizeLimitMB=64", "-volume.max=0",
+                 f"-s3.config={config}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.electionTimeout=1s",
+                 "-master.telemetry=false", "-master.volumeSizeLimitMB=64", "-volume.max=0",
                  *(f"-{name}.port={port}" for name, port in self.ports.items()),
                  *(f"-{name}.port.grpc={port + 10000}" for name, port in self.ports.items())]
         with (self.folder / "log.txt").open("a") as log:

@@ -807,6 +807,40 @@ def test_a_worker_that_is_asked_to_stop_while_it_waits_loses_no_step(workers):
 
 
 # -----------------------------------------------------------------------------------------------------------
+# What it costs
+
+WRITES = ("HSET", "HSETNX", "HGETALL", "SCAN")  # and listings: a bucket's owner pays for these
+AT_THE_START = re.compile(r"/(registered|incarnation/\d+|run|done)$|^$|^\.check$")
+
+
+@pytest.mark.long
+def test_a_sync_costs_few_requests(workers, request):
+    if "s3" not in request.node.name:
+        pytest.skip("only a bucket's requests cost money")
+    run = workers(**{"--workers": 2, "-H": 45, "--overlap": 12, "-x": 450, "-n": 100, "--grace": 10, "--channels": 64,
+                     "-t": 64, "-b": 8, "--timeout": 60}).start()
+    begin = time.monotonic()
+    assert [worker.status(500) for worker in run.all] == [0, 0], [worker.output() for worker in run.all]
+    seconds, syncs = time.monotonic() - begin, len(run[0].lines("sync"))
+    for worker in run.all:
+        seen = worker.link.seen
+        beats = sum(count for (command, key), count in seen.items() if command == "HSET" and key.endswith("/beat"))
+        checks = sum(count for (command, key), count in seen.items() if command == "HGET" and key.endswith("/run"))
+        alive = {key: count for key, count in seen.items() if key[1].endswith("/beat")}
+        of_syncs = {key: count for key, count in seen.items() if key not in alive and not AT_THE_START.search(key[1])}
+
+        def of(table, *commands):
+            return sum(count for (command, _), count in table.items() if command in commands)
+
+        reads = of(of_syncs, "HGET") + checks - beats  # a beat is followed by a look at the run's generation
+        per_sync = [of(of_syncs, *WRITES) / syncs, reads / syncs, of(of_syncs, "HDEL") / syncs]
+        per_second = [of(alive, *WRITES) / seconds, (of(alive, "HGET") + beats) / seconds]
+        print(f"worker {worker.number}: a sync takes {per_sync[0]:.1f} writes and lists, {per_sync[1]:.1f} reads, "
+              f"{per_sync[2]:.1f} removals; its signs of life {per_second[0]:.1f} and {per_second[1]:.1f} in a second")
+        assert syncs == 30 and 5 < sum(per_sync) < 22 and sum(per_second) < 8
+
+
+# -----------------------------------------------------------------------------------------------------------
 # Nobody late
 
 LOCK_STEP = {"--workers": 2, "-H": 20, "--fragment-layers": 1, "--overlap": 3, "-x": 200, "-v": 50, "-m": 2,

@@ -175,8 +175,8 @@ def test_keys_come_from_a_profile(tokens, tmp_path, front):
     (tmp_path / "credentials").write_text("[default]\naws_access_key_id = other\n\n[site b]\n"
                                           "aws_access_key_id=of-site-b\naws_secret_access_key = se=cret\n"
                                           "aws_session_token = token/b\n")
-    (tmp_path / "config").write_text(f"[profile site b]\nregion = eu-north-1\nendpoint_url = http://localhost:{one.port}\n"
-                                     "s3 =\n  addressing_style = path\n")
+    (tmp_path / "config").write_text("[profile site b]\nregion = eu-north-1\ns3 =\n  addressing_style = path\n"
+                                     f"endpoint_url = http://localhost:{one.port}\n")
     empty = {name: "" for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_ENDPOINT_URL")}
     refused(tokens, tmp_path, environment(0, **empty, AWS_PROFILE="site b", AWS_CONFIG_FILE=f"{tmp_path}/config",
                                           AWS_SHARED_CREDENTIALS_FILE=f"{tmp_path}/credentials"))
@@ -194,7 +194,7 @@ def test_keys_are_in_no_file_and_no_list_of_processes(tokens, tmp_path, server):
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=tmp_path, text=True,
                                env={**os.environ, **server.environment()})
     lines = [process.stdout.readline() for _ in range(12)]
-    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    listed = subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True).stdout
     process.terminate()
     said = "".join(lines) + process.communicate(timeout=60)[0]
     written = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
