@@ -33,12 +33,12 @@ LDLIBS = $(DEPS_LINK) -ldnnl $(OPTIONAL_LIBS) -lxxhash -lpthread
 HEADERS = $(wildcard llmc/*.h llmc/*/*.h llmc/*/*.cuh streaming/*.h streaming/*.cuh streaming/*/*.h)
 
 all: train_gpt_cpu
-	@echo "built train_gpt_cpu (this machine's CPU: oneDNN$(if $(HAS_HIREDIS),$(comma) Redis))"
+	@echo "built train_gpt_cpu (this machine's CPU: oneDNN$(if $(HAS_HIREDIS),$(comma) Redis)$(if $(HAS_CURL),$(comma) S3))"
 	@echo "make train_gpt builds the CUDA trainer$(if $(NVCC),, (no nvcc here: CUDA_HOME says where to look))"
 
 # The trainer is one .cu file for CPU and GPU: here g++ compiles it as C++.
 train_gpt_cpu: train_gpt.cu $(HEADERS) Makefile build/options_cpu | dependencies
-	@$(if $(and $(HAS_HIREDIS),$(HAS_OPENSSL),$(HAS_PCRE2)),,$(say_what_is_left_out))
+	@$(if $(and $(HAS_HIREDIS),$(HAS_OPENSSL),$(HAS_PCRE2),$(HAS_CURL)),,$(say_what_is_left_out))
 	$(CXX) $(CXXFLAGS) -x c++ $< -o $@ $(LDLIBS)
 
 CUDA_FLAGS = -std=c++17 -O3 -I. -DUSE_CUDA $(CUDA_WARNINGS) $(DEPS_FLAGS)

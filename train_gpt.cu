@@ -896,14 +896,14 @@ inline std::unique_ptr<OuterLoop> make_outer_loop(Run& run) {
     auto refuse = [&run](const std::string& theirs) {
         compare_options(run.agreed_options, theirs, rows_of_options);
     };
-    auto use_device = [&session] { device::use_in_this_thread(session.device); };
     auto open_store = [&o, &process] { return open_log_store(process.store_url, o.run_name, o.timeout); };
-    const SyncLogOptions of_log = {o.elastic, process.rank, o.workers,
-                                   o.diloco.overlap, run.inputs.steps, o.timeout, o.save_every > 0};
+    SyncLogOptions of_log = {o.elastic, process.rank, o.workers,
+                             o.diloco.overlap, run.inputs.steps, o.timeout, o.save_every > 0};
+    of_log.poll = seconds_between_looks(process.store_url);
     return std::make_unique<ElasticDiloco>(
         o.diloco, of_log, process.worker, run.fragments, run.inputs.layout, *session.inner, run.inner_stream,
         LogStart{random_hex(16), run.agreed_options, "", {}, false}, open_store,
-        ElasticCallbacks{while_waiting, refuse, use_device},
+        ElasticCallbacks{while_waiting, refuse, [&session] { device::use_in_this_thread(session.device); }},
         InnerMoments{run.worker->m, run.worker->v, &run.worker->adamw_updates});
 }
 

@@ -6,7 +6,7 @@
 # make test-gpu        the same tests and more on this machine's GPU
 # make fuzz            each parser of files, payloads and the store under libFuzzer, SECONDS=60 each (clang)
 # make torture         kills a run KILLS=500 times, in the middle of writes too, and compares its bits
-# make chaos           elastic workers are killed, stopped, slowed and cut off for MINUTES=10; SEED=
+# make chaos           elastic workers are killed, stopped, slowed and cut off for MINUTES=10; SEED=, STORE=s3
 # make attack          all of these and more, one blow after another for MINUTES=10, with a verdict on each; SEED=
 # make mutate          breaks kernels and host code on purpose: do the tests notice? (MUTATE=--help: options)
 # make bench-losses    whole runs beside PyTorch's: the same losses? (PEERS=1 installs it, PEER=PYTHON has it)
@@ -115,10 +115,11 @@ $(foreach kind,plain debug address thread fp32,$(eval $(call emulator_build,$(ki
 train_gpt_emulated: build/plain/train_gpt
 	cp $< $@
 
-# A system without hiredis, OpenSSL and PCRE2: what needs them is refused.
+# A system without hiredis, OpenSSL, libcurl and PCRE2: what needs them is refused.
 build/without/train_gpt: private OPTIMIZE = -O0
 build/without/train_gpt: private HAS_HIREDIS =
 build/without/train_gpt: private HAS_OPENSSL =
+build/without/train_gpt: private HAS_CURL =
 build/without/train_gpt: private HAS_PCRE2 =
 build/without/train_gpt: train_gpt.cu $(EMULATOR:%=build/plain/%.o) $(EMULATOR_HEADERS) | dependencies
 	@mkdir -p $(@D)
@@ -206,7 +207,8 @@ torture: setup
 MINUTES ?= 10
 chaos: setup
 	$(MAKE) train_gpt_cpu $(if $(findstring --links,$(ARGUMENTS)),build/relay)
-	.venv/bin/python dev/break/chaos.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGUMENTS)
+	.venv/bin/python dev/break/chaos.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) \
+	    $(if $(STORE),--store $(STORE)) $(ARGUMENTS)
 
 # ARGUMENTS="--only strangers": dev/break/attack.py --help
 attack: setup

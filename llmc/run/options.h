@@ -204,8 +204,8 @@ inline OptionTable option_table(Options& o) {
         {"--worker", &o.worker, "Start only this worker's ranks here; the others are started elsewhere",
          Scope::worker, anything, !saved},
         {"--store", &o.store,
-         "Where processes meet: file:DIR, redis://[:PASSWORD@]HOST:PORT or rediss:// (TLS; default: "
-         "$DILOCO_STORE)", Scope::worker, anything, !saved},
+         "Where processes meet: file:DIR, redis://[:PASSWORD@]HOST:PORT, rediss:// (TLS) or "
+         "s3://BUCKET/PREFIX (default: $DILOCO_STORE)", Scope::worker, anything, !saved},
         {"--interface", &o.interface,
          "Network interface of the outer exchange (default: the one that leads to the store)", Scope::worker,
          anything, !saved},

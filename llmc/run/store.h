@@ -2,6 +2,7 @@
 //   file:DIR                          a folder that all processes see (one machine, or a shared file system)
 //   redis://[:PASSWORD@]HOST[:PORT]   a Redis or Valkey server that all processes reach (store_redis.h);
 //                                     rediss://: over TLS
+//   s3://BUCKET[/PREFIX]              a bucket (store_s3.h)
 // It carries addresses, run ids and the cause of a failure, not gradients. A single process uses a
 // MemoryStore.
 //

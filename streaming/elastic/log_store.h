@@ -1,5 +1,5 @@
 // LogStore: where a sync log lies (README.md: keys). A value lies under a folder and a name in it. There are
-// two implementations: log_store_redis.h and log_store_file.h.
+// three kinds: in Redis (log_store_redis.h), a folder (log_store_folders.h) and a bucket (log_store_s3.h).
 #pragma once
 #include <map>
 #include <string>

@@ -9,6 +9,7 @@
     link.hold(is_for, may_pass)            commands for which is_for(words) wait, and all behind them on their
                                            connection, until may_pass(words)
 """
+import collections
 import contextlib
 import socket
 import threading
@@ -74,9 +75,11 @@ class Hold:
 
 
 class Link:
-    def __init__(self, port, address="127.0.0.1"):
-        self.to, self.open = (address, port), threading.Event()
+    def __init__(self, port, address="127.0.0.1", commands=Commands):
+        """commands: what cuts a client's stream"""
+        self.to, self.open, self.commands = (address, port), threading.Event(), commands
         self.open.set()
+        self.seen = collections.Counter()  # commands, by (command, key)
         self.traps, self.holds, self.pairs, self.lock = [], [], set(), threading.Lock()
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
@@ -131,7 +134,7 @@ class Link:
         with self.lock:
             self.pairs.add(pair)
         threading.Thread(target=self._pump, args=(pair, server, client, self._answer), daemon=True).start()
-        commands = Commands()
+        commands = self.commands()
         self._pump(pair, client, server, lambda send, data: self._ask(commands, send, data))
 
     def _pump(self, pair, source, sink, pass_on):
@@ -147,6 +150,7 @@ class Link:
 
     def _ask(self, commands, send, data):
         for words, command in commands.feed(data):
+            self.seen[words[0].decode(), words[1].decode(errors="replace") if len(words) > 1 else ""] += 1
             for hold in self.holds:
                 self._keep_back(hold, words)
             trap = next((one for one in self.traps if one.is_for(words)), None)

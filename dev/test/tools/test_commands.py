@@ -104,7 +104,7 @@ COMMANDS = {
             environment=MEET),
     r"(\./train_gpt_cpu --config .*) -o (\w+) (.*transport store.*)--worker (\d)(.*)":
         Try(r"\1 -o \2.\4 \3--worker 0\5", beside=r"\1 -o \2.\4 \3--worker 1\5", environment=MEET),
-    r"export DILOCO_STORE=redis://.*": Try(),
+    r"export DILOCO_STORE=(redis|s3)://.*": Try(),
     r"\.venv/bin/python dev/tools/simulate.py .*": Try(),
     r"\.venv/bin/python dev/tools/export_hf.py .* hf .*": Try(r"rm -rf hf && \g<0>"),
     r"\.venv/bin/python dev/tools/import_hf.py hf model.bin":
@@ -133,6 +133,7 @@ COMMANDS = {
     r"make|make setup|make train_gpt_cpu": Try(),
     r"make build/(unit_tests|plain/test_quantize) && .*": Try(seconds=300),
     r"make train_gpt_cpu && \.venv/bin/python -m pytest .*": Try(seconds=60),
+    r"\.venv/bin/python -m pytest --long -s dev/test/processes/test_elastic.py .*": Covered("test_elastic.py"),
     r"make (test|test-long|test-commands|test-emulated|check-cuda)": Try(r"\g<0> -n"),  # this test is a part of them
     r"make (train_gpt_emulated|build/debug/train_gpt)": Try(r"\g<0> -n"),  # built for the emulated tests
     r"make clean": Try(r"\g<0> -n"),

@@ -1,5 +1,5 @@
-// The sync log's stores: the same claims for a folder, a Redis server, and one over TLS; then what only a
-// folder or a server can suffer: killed writers, full disks, restarts, refusals.
+// The sync log's stores: the same claims for a folder, a Redis server, one over TLS, and a bucket of S3; then
+// what only a folder or a server can suffer: killed writers, full disks, restarts, refusals.
 #include <gtest/gtest.h>
 #include <sched.h>
 #include <sys/mount.h>
@@ -13,6 +13,7 @@
 #include "dev/test/certificates.h"
 #include "dev/test/files.h"
 #include "dev/test/processes.h"
+#include "dev/test/s3_server.h"
 #include "streaming/elastic/log_stores.h"
 #include "streaming/elastic/sync_log_records.h"
 
@@ -66,13 +67,24 @@ using Names = std::set<std::string>;
 
 // ---- all of them
 
-enum class Kind { folder, redis, tls };
+enum class Kind { folder, redis, tls, s3 };
+std::string name_of_store(const testing::TestParamInfo<Kind>& info) {
+    const char* const names[] = {"folder", "redis", "tls", "s3"};
+    return names[int(info.param)];
+}
 
 class LogStores : public testing::TestWithParam<Kind> {
 protected:
     void SetUp() override {
         if (GetParam() == Kind::folder) {
             url = "file:" + folder.name() + "/store";
+            return;
+        }
+        if (GetParam() == Kind::s3) {
+            const S3Server* const bucket = S3Server::shared();
+            if (!bucket) { GTEST_SKIP() << S3Server::missing; }
+            environment = std::make_unique<Environment>(s3_environment(bucket->endpoint));
+            url = "s3://runs/of+ us/" + random_hex(8);
             return;
         }
         if (GetParam() == Kind::tls) { certificates = std::make_unique<Certificates>(); }
@@ -92,6 +104,7 @@ protected:
     std::unique_ptr<Certificates> certificates;
     std::unique_ptr<RedisServer> server;
     std::unique_ptr<TrustedAuthority> trusted;
+    std::unique_ptr<Environment> environment;
     std::string url;
 };
 
@@ -244,6 +257,7 @@ TEST_P(LogStores, of_eight_threads_one_wins_and_all_see_it) {
 }
 
 TEST_P(LogStores, who_lists_a_folder_while_it_is_removed_sees_all_of_it_or_nothing) {
+    if (GetParam() == Kind::s3) { GTEST_SKIP() << "a bucket's objects are removed one by one"; }
     std::atomic<bool> done{false};
     std::thread writer([&] {
         auto store = open();
@@ -345,12 +359,8 @@ TEST_P(LogStores, runs_do_not_meet) {
     EXPECT_EQ(get(*open("a"), "run", "generation"), "1");
 }
 
-INSTANTIATE_TEST_SUITE_P(All, LogStores, testing::Values(Kind::folder, Kind::redis, Kind::tls),
-                         [](const testing::TestParamInfo<Kind>& info) -> std::string {
-                             return info.param == Kind::folder  ? "folder"
-                                    : info.param == Kind::redis ? "redis"
-                                                                : "tls";
-                         });
+INSTANTIATE_TEST_SUITE_P(All, LogStores, testing::Values(Kind::folder, Kind::redis, Kind::tls, Kind::s3),
+                         name_of_store);
 
 // ---- a folder
 
@@ -667,6 +677,38 @@ TEST(RedisLogStore, keys_begin_with_the_name_of_the_run) {
     admin.connect(5);
     const auto reply = admin.ask({"HGET", "run 7/log/G/entry", "12"});
     EXPECT_EQ(std::string(reply->str, reply->len), "text");
+}
+
+// ---- a bucket
+
+TEST(S3LogStore, only_a_server_whose_certificate_is_right_is_spoken_to) {
+    const Certificates certificates;
+    const std::string files = certificates.authority().substr(0, certificates.authority().rfind('/') + 1);
+    const S3Server server({"-s3.cert.file=" + files + "right.crt", "-s3.key.file=" + files + "right.key"}, "https",
+                          certificates.authority());
+    if (!server.is_there) { GTEST_SKIP() << S3Server::missing; }
+    const Environment environment(s3_environment(server.endpoint));
+    const std::string error = user_error([&] { open_log_store("s3://runs/tls", "run", 2); });
+    EXPECT_TRUE(contains(error, "the certificate of " + server.endpoint + " is not to be trusted")) << error;
+    EXPECT_TRUE(contains(error, "DILOCO_CA"));
+    const TrustedAuthority trusted(certificates.authority());
+    auto store = open_log_store("s3://runs/tls", "run", 2);
+    EXPECT_EQ(put_if_absent(*store, "G/entry", "1", every_byte()), every_byte());
+    EXPECT_EQ(list(*store, "G/entry"), (Values{{"1", every_byte()}}));
+}
+
+TEST(S3LogStore, a_silent_server_is_lost_within_the_limit_and_had_again) {
+    S3Server server;
+    if (!server.is_there) { GTEST_SKIP() << S3Server::missing; }
+    const Environment environment(s3_environment(server.endpoint));
+    auto store = open_log_store("s3://runs/silent", "run", 2);
+    put(*store, "G/beat", "0", "1");
+    server.send_signal(SIGSTOP);
+    const auto begin = std::chrono::steady_clock::now();
+    EXPECT_TRUE(contains(lost_answer(*store).trouble, "silent for 2 s"));
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(8));
+    server.send_signal(SIGCONT);
+    EXPECT_EQ(get(*store, "G/beat", "0"), "1");
 }
 
 }  // namespace test_log_store

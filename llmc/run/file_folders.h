@@ -1,4 +1,5 @@
-// FileLogStore: the sync log in a folder that all workers see, on one machine or on a network file system.
+// FileFolders: values in named folders, in a folder that all workers see, on one machine or on a network file
+// system: what the sync log of an elastic run lies in (streaming/elastic/log_store_folders.h).
 // A folder of the log is a folder here, "G/0/payload/12" three deep in G; a name is a file in it. Values
 // appear whole: written as ROOT/.new/TOKEN.n, then renamed, or linked where the first one wins.
 //
@@ -17,7 +18,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <exception>
 #include <filesystem>
 #include <map>
 #include <optional>
@@ -28,12 +28,11 @@
 #include "llmc/file.h"
 #include "llmc/run/store.h"
 #include "llmc/run/value_file.h"
-#include "streaming/elastic/log_store.h"
 
-class FileLogStore : public LogStore {
+class FileFolders {
 public:
     // UserError if the folder cannot be made or written to, or its file system has no links.
-    explicit FileLogStore(const std::string& folder)
+    explicit FileFolders(const std::string& folder)
         : root(folder), unnamed(folder + "/.new"), token(random_hex(8)) {
         FileStore::make_usable(root);
         try {
@@ -45,146 +44,65 @@ public:
         }
     }
 
-    StoreAnswer perform(const StoreRequest& request) override {
-        try {
-            return answer_to(request);
-        } catch (const std::exception& error) {
-            const auto* const of_file = dynamic_cast<const ValueFileError*>(&error);
-            return lost_answer(error.what(), of_file != nullptr && of_file->is_full);
-        }
+    static bool is_full(const std::exception& error) {
+        const auto* const of_file = dynamic_cast<const ValueFileError*>(&error);
+        return of_file != nullptr && of_file->is_full;
     }
 
-private:
-    // A temporary file.
-    struct Unnamed {
-        std::string path;
-        ~Unnamed() { unlink(path.c_str()); }
-    };
-
-    StoreAnswer answer_to(const StoreRequest& request) {
-        StoreAnswer answer;
-        switch (request.kind) {
-            case StoreRequest::get:
-                if (std::optional<std::string> value = get(request)) {
-                    answer.found = true;
-                    answer.value = std::move(*value);
-                }
-                break;
-            case StoreRequest::put:
-                put(request);
-                answer.value = request.value;
-                break;
-            case StoreRequest::put_if_absent:
-                answer.value = put_if_absent(request);
-                break;
-            case StoreRequest::remove:
-                request.name.empty() ? remove_folder(request.folder) : remove(request);
-                break;
-            case StoreRequest::list:
-                answer.listing = list(request.folder);
-                break;
-            case StoreRequest::folders:
-                refresh(request.folder);
-                find_folders(root, "", request.folder, answer.listing);
-                break;
-        }
-        return answer;
+    std::optional<std::string> get(const std::string& folder, const std::string& name) const {
+        if (std::optional<std::string> value = read_value_file(path(folder, name))) { return value; }
+        refresh(folder);
+        return read_value_file(path(folder, name));
     }
 
-    // ---- where things are
-
-    // Calls `visit` with the path of each folder on the way, the folder's own last.
-    template <class Visit>
-    void walk_to(const std::string& folder, Visit visit) const {
-        std::string path = root;
-        for (size_t begin = 0, end = 0; end != std::string::npos; begin = end + 1) {
-            end = folder.find('/', begin);
-            path += "/" + file_name_of(folder.substr(begin, end - begin));
-            visit(path);
-        }
-    }
-    std::string path(const std::string& folder) const {
-        std::string last;
-        walk_to(folder, [&](const std::string& path) { last = path; });
-        return last;
-    }
-    std::string path(const StoreRequest& request) const {
-        return path(request.folder) + "/" + file_name_of(request.name);
-    }
-    std::string new_path() { return unnamed + "/" + token + "." + std::to_string(++count); }
-
-    void refresh(const std::string& folder) const {
-        refresh_folder(root);
-        walk_to(folder, refresh_folder);
-    }
-
-    void make_folder(const std::string& folder) const {
-        walk_to(folder, [](const std::string& path) {
-            if (mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) { fail_value_file("mkdir", path); }
-        });
-    }
-
-    // ---- one value
-
-    std::optional<std::string> get(const StoreRequest& request) const {
-        if (std::optional<std::string> value = read_value_file(path(request))) { return value; }
-        refresh(request.folder);
-        return read_value_file(path(request));
-    }
-
-    void put(const StoreRequest& request) {
+    void put(const std::string& folder, const std::string& name, const std::string& value) {
         const Unnamed file{new_path()};
         const bool sync = false;
-        write_value_file(file.path, request.value, sync);
-        give_name(request, [&](const char* name) { return rename(file.path.c_str(), name) == 0; });
+        write_value_file(file.path, value, sync);
+        give_name(folder, name, [&](const char* path) { return rename(file.path.c_str(), path) == 0; });
     }
 
-    std::string put_if_absent(const StoreRequest& request) {
+    // Returns the value that is there afterwards, if asked for.
+    std::string put_if_absent(const std::string& folder, const std::string& name, const std::string& value,
+                              bool asks_winner) {
         while (true) {
-            if (std::optional<std::string> winner = get(request)) {
-                return request.asks_winner ? *winner : "";
-            }
+            if (std::optional<std::string> winner = get(folder, name)) { return asks_winner ? *winner : ""; }
             const Unnamed file{new_path()};
             const bool sync = true;
-            write_value_file(file.path, request.value, sync);
+            write_value_file(file.path, value, sync);
             bool won = true;
-            const bool is_new_folder = give_name(request, [&](const char* name) {
-                won = link(file.path.c_str(), name) == 0;
+            const bool is_new_folder = give_name(folder, name, [&](const char* path) {
+                won = link(file.path.c_str(), path) == 0;
                 return won || errno == EEXIST;
             });
             if (won) {
-                sync_names(request.folder, is_new_folder);
-                return request.asks_winner ? request.value : "";
+                sync_names(folder, is_new_folder);
+                return asks_winner ? value : "";
             }
         }
     }
 
-    // `name_it` fails with ENOENT if the folder does not exist, or was just removed. Returns whether it was
-    // made.
-    template <class NameIt>
-    bool give_name(const StoreRequest& request, NameIt name_it) {
-        const std::string name = path(request);
-        int attempt = 0;
-        for (; !name_it(name.c_str()); attempt++) {
-            if ((errno != ENOENT && errno != ESTALE) || attempt == 100) { fail_value_file("naming", name); }
-            make_folder(request.folder);
-        }
-        return attempt > 0;
-    }
-
-    void sync_names(const std::string& folder, bool is_new) const {
-        if (!is_new) { return sync_folder(path(folder)); }
-        sync_folder(root);
-        walk_to(folder, sync_folder);
-    }
-
-    void remove(const StoreRequest& request) const {
-        if (unlink(path(request).c_str()) != 0 && errno != ENOENT) {
-            fail_value_file("unlink", path(request));
+    void remove(const std::string& folder, const std::string& name) const {
+        if (unlink(path(folder, name).c_str()) != 0 && errno != ENOENT) {
+            fail_value_file("unlink", path(folder, name));
         }
     }
 
-    // ---- folders
+    void remove_folder(const std::string& folder) {
+        const std::string from = path(folder), away = new_path();
+        const NamesInFolder names = names_in(from);
+        for (const auto& [name, is_folder] : names) {
+            if (is_folder) { return remove_values(folder, names); }
+        }
+        if (rename(from.c_str(), away.c_str()) == 0) {
+            std::error_code left_for_the_sweep;
+            std::filesystem::remove_all(away, left_for_the_sweep);
+        } else if (errno == ENOSPC || errno == EDQUOT) {  // no room for another name
+            remove_values(folder, names);
+        } else if (errno != ENOENT) {
+            fail_value_file("rename", from);
+        }
+    }
 
     // If the folder is removed meanwhile the listing is whole or empty. Names are read twice: some file
     // systems skip a name that is being replaced, and beats are replaced all the time.
@@ -210,6 +128,77 @@ private:
         }
     }
 
+    // The folders with a value in them whose names begin with `text`.
+    std::map<std::string, std::string> folders(const std::string& text) const {
+        std::map<std::string, std::string> found;
+        refresh(text);
+        find_folders(root, "", text, found);
+        return found;
+    }
+
+private:
+    // A temporary file.
+    struct Unnamed {
+        std::string path;
+        ~Unnamed() { unlink(path.c_str()); }
+    };
+
+    // ---- where things are
+
+    // Calls `visit` with the path of each folder on the way, the folder's own last.
+    template <class Visit>
+    void walk_to(const std::string& folder, Visit visit) const {
+        std::string path = root;
+        for (size_t begin = 0, end = 0; end != std::string::npos; begin = end + 1) {
+            end = folder.find('/', begin);
+            path += "/" + file_name_of(folder.substr(begin, end - begin));
+            visit(path);
+        }
+    }
+    std::string path(const std::string& folder) const {
+        std::string last;
+        walk_to(folder, [&](const std::string& path) { last = path; });
+        return last;
+    }
+    std::string path(const std::string& folder, const std::string& name) const {
+        return path(folder) + "/" + file_name_of(name);
+    }
+    std::string new_path() { return unnamed + "/" + token + "." + std::to_string(++count); }
+
+    void refresh(const std::string& folder) const {
+        refresh_folder(root);
+        walk_to(folder, refresh_folder);
+    }
+
+    void make_folder(const std::string& folder) const {
+        walk_to(folder, [](const std::string& path) {
+            if (mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) { fail_value_file("mkdir", path); }
+        });
+    }
+
+    // ---- one value
+
+    // `name_it` fails with ENOENT if the folder does not exist, or was just removed. Returns whether it was
+    // made.
+    template <class NameIt>
+    bool give_name(const std::string& folder, const std::string& name, NameIt name_it) {
+        const std::string whole = path(folder, name);
+        int attempt = 0;
+        for (; !name_it(whole.c_str()); attempt++) {
+            if ((errno != ENOENT && errno != ESTALE) || attempt == 100) { fail_value_file("naming", whole); }
+            make_folder(folder);
+        }
+        return attempt > 0;
+    }
+
+    void sync_names(const std::string& folder, bool is_new) const {
+        if (!is_new) { return sync_folder(path(folder)); }
+        sync_folder(root);
+        walk_to(folder, sync_folder);
+    }
+
+    // ---- folders
+
     // Folders with a value in them whose names begin with `text`.   path: that of `folder`; "" is the root
     void find_folders(const std::string& path, const std::string& folder, const std::string& text,
                       std::map<std::string, std::string>& found) const {
@@ -228,24 +217,9 @@ private:
         return whole.compare(0, part.size(), part) == 0;
     }
 
-    void remove_folder(const std::string& folder) {
-        const std::string from = path(folder), away = new_path();
-        const NamesInFolder names = names_in(from);
-        for (const auto& [name, is_folder] : names) {
-            if (is_folder) { return remove_values(folder, names); }
-        }
-        if (rename(from.c_str(), away.c_str()) == 0) {
-            std::error_code left_for_the_sweep;
-            std::filesystem::remove_all(away, left_for_the_sweep);
-        } else if (errno == ENOSPC || errno == EDQUOT) {  // no room for another name
-            remove_values(folder, names);
-        } else if (errno != ENOENT) {
-            fail_value_file("rename", from);
-        }
-    }
     void remove_values(const std::string& folder, const NamesInFolder& names) const {
         for (const auto& [name, is_folder] : names) {
-            if (!is_folder) { remove({StoreRequest::remove, folder, name}); }
+            if (!is_folder) { remove(folder, name); }
         }
     }
 
