@@ -16,9 +16,9 @@ and counted the same workers; nobody who could go on stands still; nobody ends w
 those who are refused; losses are finite and fall; in the end all have the same model, bit for bit.
 
 By default each worker reaches the store, a Redis server (or one of S3's protocol), over a link of its own that
-can be cut (dev/break/chaos/link.py). With --links each is a site with a network of its own behind a line with delay and loss
-(dev/wan/sites.py; root). Everything that happened is in chaos.log, with who was counted in which sync, and
-why the others were not, and each wait that was longer than a step, and for whom it was.
+can be cut (dev/break/chaos/link.py). With --links each is a site with a network of its own behind a line with
+delay and loss (dev/wan/sites.py; root). Everything that happened is in chaos.log, with who was counted in which
+sync, and why the others were not, and each wait that was longer than a step, and for whom it was.
 
 Where the machine lets it (control groups; root) each rank gets a share of a core that it cannot exceed
 (dev/bench/quota.py), so that a wait is never one for a core that another worker has.

@@ -260,17 +260,19 @@ public:
 
     std::string url() const override { return "file:" + folder; }
 
-private:
     // A long name is shortened and ends in a hash of the key; no other name contains "%%".
-    std::string path(const std::string& key) const {
+    static std::string name_of(const std::string& key) {
         std::string name = file_name_of(key);
         if (name.size() > 200) {
             const XXH128_hash_t hash = XXH3_128bits(key.data(), key.size());
             name = name.substr(0, 150) + format("%%%%%016llx%016llx", (unsigned long long)hash.high64,
                                                 (unsigned long long)hash.low64);
         }
-        return folder + "/" + name;
+        return name;
     }
+
+private:
+    std::string path(const std::string& key) const { return folder + "/" + name_of(key); }
 
     std::string write_temporary(const std::string& value) const {
         const std::string temporary = folder + "/.new-" + random_hex(12);

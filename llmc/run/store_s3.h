@@ -42,7 +42,7 @@ public:
     }
 
 private:
-    static std::string object(const std::string& key) { return "meet/" + file_name_of(key); }
+    static std::string object(const std::string& key) { return "meet/" + FileStore::name_of(key); }
 
     S3Answer ask(const S3Request& request) {
         const std::lock_guard<std::mutex> lock(mutex);

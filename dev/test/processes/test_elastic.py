@@ -33,7 +33,7 @@ RUN = {"--workers": 3, "--min-workers": 2, "--outer-transport": "store", "--grac
 LAST_SYNC = 23
 # Of those that are asked to stop. Without the checkpoints that nobody needs.
 ENDLESS = {"-x": 10**6, "-n": 100}
-HANG = 30  # seconds
+HANG = 90  # seconds
 
 
 def wait_until(condition, what, seconds=HANG):
