@@ -1,4 +1,4 @@
-// A bucket of S3, or of a store that speaks its protocol (GCS, R2, MinIO, Ceph, SeaweedFS, ...), for the
+// A bucket of S3, or of a store that speaks its protocol (R2, MinIO, Ceph, SeaweedFS, ...), for the
 // stores in such a bucket (store_s3.h, s3_folders.h): s3://BUCKET[/PREFIX]. libcurl does HTTP, TLS and the
 // signatures (AWS Signature Version 4), expat reads XML. s3_settings.h says where the bucket is and with
 // which keys it is opened.
@@ -120,10 +120,10 @@ public:
                 throw S3Refused(
                     "the store of " + where() +
                     " ignores If-None-Match, so that no worker can be the first to write: use one "
-                    "that has conditional writes (S3, R2, GCS, MinIO, Ceph, SeaweedFS)");
+                    "that has conditional writes (S3, R2, MinIO, Ceph, SeaweedFS)");
             }
         }
-        ask({"GET", "", list_query(".check")});
+        ask_all({{"GET", "", list_query(".check")}, {"GET", ".absent"}});
         patience = std::min(silence, 5.0);  // from now on: its user asks again
     }
 

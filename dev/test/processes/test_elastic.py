@@ -737,8 +737,9 @@ def test_a_store_that_serves_no_more_is_waited_for_until_timeout_and_no_step_is_
         run.server.kill()
     else:
         run.server.ask("SET", beats, "not a hash")
+    lost = "onnection" if isinstance(run.server, RedisServer) else "cannot reach"
     for worker in run.all:
-        why = "onnect" if blow == "gone" else "WRONGTYPE"
+        why = lost if blow == "gone" else "WRONGTYPE"
         assert gave_up(worker, "the store does not answer", why, "4 s (--timeout)")
         assert (worker.folder / f"worker_{worker.number}" / f"DONE_{worker.step():08d}").exists()
     if blow == "gone":
