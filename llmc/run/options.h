@@ -256,7 +256,7 @@ inline OptionTable option_table(Options& o) {
          "Restart a worker that has failed, up to N times in a row: ten minutes without a failure start the "
          "count again", Scope::worker, size},
         {"--min-workers", &o.elastic.min_workers,
-         "Workers that must have sent before any continues (0: more than half of them)", Scope::run,
+         "Workers that must have sent before any continues (0: more than half; of two, one)", Scope::run,
          CLI::Range(0, 4096)},
         {"--grace", &o.elastic.grace, "Seconds that a sync waits at its due step for workers that are alive",
          Scope::worker, CLI::Range(0.0, 1e6)},
@@ -409,7 +409,9 @@ inline void resolve_defaults(const CLI::App& app, Options& o) {
     resolve_ranks(app, o);
     if (o.diloco.transport == "gloo") { o.diloco.transport = "tcp"; }
     if (o.diloco.outer_optimizer.empty()) { o.diloco.outer_optimizer = o.workers > 1 ? "nesterov" : "none"; }
-    if (o.diloco.is_elastic() && o.elastic.min_workers == 0) { o.elastic.min_workers = o.workers / 2 + 1; }
+    if (o.diloco.is_elastic() && o.elastic.min_workers == 0) {
+        o.elastic.min_workers = o.workers == 2 ? 1 : o.workers / 2 + 1;
+    }
     if (o.diloco.is_elastic() && o.elastic.max_lag < 0) { o.elastic.max_lag = o.diloco.overlap; }
     o.diloco.seed = o.seed;
     resolve_data(o);

@@ -1,15 +1,25 @@
 // LogStore: where a sync log lies (README.md: keys). A value lies under a folder and a name in it. There are
 // three kinds: in Redis (log_store_redis.h), a folder (log_store_folders.h) and a bucket (log_store_s3.h).
 #pragma once
+#include <algorithm>
+#include <chrono>
 #include <map>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
+
+#include "llmc/clock.h"
 
 // A request may be repeated after its answer was lost: doing it twice does no harm.
 struct StoreRequest {
     // put and put_if_absent answer with the value that is there afterwards. remove without a name removes the
     // whole folder. list: names and values in a folder. folders: the folders whose names begin with `folder`.
-    enum Kind { get, put, put_if_absent, remove, list, folders };
+    // Of the log in `folder`, `name` being a sync (README.md):
+    // decide: the entry, if absent, when the lines of all who are at work are there and name one hash. value:
+    // that hash, who asks, --min-workers; who must be there; who is dead. A store may do nothing instead.
+    // decision: the entry. The store may bring along payloads that it counts, but for those of `value`.
+    enum Kind { get, put, put_if_absent, remove, list, folders, decide, decision };
     Kind kind;
     std::string folder, name = "", value = "";
     bool asks_winner = true;  // put_if_absent; false: no other value can be there, and the answer has none
@@ -19,9 +29,9 @@ struct StoreAnswer {
     bool lost = false;                           // the request may have been done or not
     bool is_full = false;                        // lost because the store has no room; removals make some
     std::string trouble;                         // why it was lost, for people
-    bool found = false;                          // get
-    std::string value;                           // get, put, put_if_absent
-    std::map<std::string, std::string> listing;  // list: by name; folders: names alone
+    bool found = false;                          // get, decision
+    std::string value;                           // get, put, put_if_absent, decision
+    std::map<std::string, std::string> listing;  // list; folders: names alone; decision: first chunks
 };
 
 inline StoreAnswer lost_answer(const std::string& trouble, bool is_full) {
@@ -33,7 +43,8 @@ inline StoreAnswer lost_answer(const std::string& trouble, bool is_full) {
 class LogStore {
 public:
     virtual ~LogStore() = default;
-    virtual StoreAnswer perform(const StoreRequest& request) = 0;
+    // A store has one of these two.
+    virtual StoreAnswer perform(const StoreRequest& request) { return perform_all({request}).front(); }
     // In this order; requests of others may come in between. A request is done only if all before it are.
     // They may go out together. After the first answer that is lost the others count for nothing.
     virtual std::vector<StoreAnswer> perform_all(const std::vector<StoreRequest>& requests) {
@@ -43,6 +54,30 @@ public:
             answers.push_back(is_lost ? answers.back() : perform(request));
         }
         return answers;
+    }
+    // The same, as soon as one of the decisions is there that come first, or when the time is over.
+    virtual std::vector<StoreAnswer> await(const std::vector<StoreRequest>& requests, double seconds) {
+        const auto rest = std::find_if(requests.begin(), requests.end(), [](const StoreRequest& request) {
+            return request.kind != StoreRequest::decision;
+        });
+        for (const double until = now_seconds() + seconds;;) {
+            const double from = now_seconds();
+            std::vector<StoreAnswer> answers = perform_all({requests.begin(), rest});
+            bool is_over = from >= until;
+            for (const StoreAnswer& answer : answers) { is_over |= answer.found || answer.lost; }
+            if (is_over && answers.back().lost) {
+                answers.resize(requests.size(), answers.back());
+                return answers;
+            }
+            if (is_over) {
+                for (StoreAnswer& answer : perform_all({rest, requests.end()})) {
+                    answers.push_back(std::move(answer));
+                }
+                return answers;
+            }
+            // Half of the time it does not ask.
+            std::this_thread::sleep_for(std::chrono::duration<double>(std::max(now_seconds() - from, 0.002)));
+        }
     }
     // About settings that endanger the run, as they were when the store was opened.
     virtual std::string warning() const { return ""; }

@@ -25,6 +25,10 @@ private:
     StoreAnswer answer_to(const StoreRequest& request) {
         StoreAnswer answer;
         switch (request.kind) {
+            case StoreRequest::decide:
+                break;  // workers do it, by what they list
+            case StoreRequest::decision:
+                return answer_to({StoreRequest::get, request.folder + "/entry", request.name});
             case StoreRequest::get:
                 if (std::optional<std::string> value = folders.get(request.folder, request.name)) {
                     answer.found = true;

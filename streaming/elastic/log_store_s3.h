@@ -40,7 +40,8 @@ public:
 
 private:
     static bool is_read(const StoreRequest& one) {
-        return one.kind == StoreRequest::get || one.kind == StoreRequest::list;
+        return one.kind == StoreRequest::get || one.kind == StoreRequest::list ||
+               one.kind == StoreRequest::decision;
     }
 
     // What the log reads last must be newer than the rest: the generation, and which snapshots are wanted.
@@ -56,7 +57,8 @@ private:
         std::vector<S3Folders::Read> reads;
         std::vector<S3Folders::Place> places;
         for (const StoreRequest& one : group) {
-            reads.push_back({{one.folder, one.name}, one.kind == StoreRequest::list});
+            const std::string entry = one.kind == StoreRequest::decision ? "/entry" : "";
+            reads.push_back({{one.folder + entry, one.name}, one.kind == StoreRequest::list});
             places.push_back(reads.back().place);
         }
         try {

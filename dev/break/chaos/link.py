@@ -61,9 +61,11 @@ class Trap:
         self.sprung = threading.Event()
 
     def is_for(self, words):
-        names = [word.decode(errors="replace") for word in words[:3]]
-        return (len(names) > 1 and names[0].upper() == self.command and self.key in names[1]
-                and self.field in (None, *names[2:]) and (self.value is None or self.value(words[-1])))
+        is_script = words[0].upper() == b"EVAL"  # EVAL script count key key ... argument
+        names = [word.decode(errors="replace") for word in [words[0], *words[3 if is_script else 1:]]]
+        keys, fields = names[1:3 if is_script else 2], names[2:3] if not is_script else names[2:]
+        return (names[0].upper() == self.command and any(self.key in key for key in keys)
+                and self.field in (None, *fields) and (self.value is None or self.value(words[-1])))
 
 
 class Hold:
@@ -87,7 +89,8 @@ class Link:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def trap(self, command, key, action, field=None, value=None):
-        """key: a part of it   field: all of it, or any   value: of the last word, or any"""
+        """key: a part of it   field: all of it, or any   value: of the last word, or any
+        Of a script (EVAL): one of its first two keys, and one of its arguments."""
         self.traps.append(Trap(command, key, action, field, value))
         return self.traps[-1]
 

@@ -311,7 +311,7 @@ def is_late_beat(value):
 INSTANTS = {"in_mid_payload": ("HSETNX", "/payload/9", None, part),
             "behind_a_payload_and_before_its_line": ("HSETNX", "/sent/9", None, nothing),
             "behind_a_beat": ("HSET", "/beat", is_late_beat, all_of),
-            "while_it_reads_what_others_sent": ("HGET", "/payload/9", None, all_of)}
+            "while_it_waits_for_what_others_sent": ("EVAL", "/payload/9", None, all_of)}
 
 
 @pytest.mark.parametrize("instant", INSTANTS)
@@ -362,30 +362,47 @@ def test_who_dies_behind_its_line_is_counted(workers, resume):
 
 
 def test_who_dies_behind_its_decision_has_decided(workers):
-    """All are caught as they decide sync 9. The first entry counts, and who wrote it dies at once."""
-    run, lock, deciders = workers(), threading.Lock(), []
+    """All are caught as they send for sync 9. The last one decides, and dies at once."""
+    run, lock, deciders = workers(**{"--grace": 5}), threading.Lock(), []
 
     def decide(worker, send, command):
         with lock:
             deciders.append(worker)
-        if worker is deciders[0]:
+            is_last = len(deciders) == len(run.all)
+        if is_last:
+            wait_until(lambda: len(run.server.ask("HKEYS", f"diloco/log/{generation(run)}/0/sent/9")) == 2,
+                       worker.output)
             run.go_second((worker.number + 1) % 3, first=worker.number, sync=12)
             die_once(worker, lambda: entry(run, 9) != b"$-1")
-        else:
-            wait_until(lambda: entry(run, 9) != b"$-1", worker.output)
         send(command)
 
     for worker in run.all:
-        worker.link.trap("HSETNX", "/entry", functools.partial(decide, worker), field="9")
+        worker.link.trap("EVAL", "/entry", functools.partial(decide, worker), field="9",
+                         value=lambda question: b";" in question)
     run.start()
-    wait_until(lambda: deciders, lambda: [worker.output() for worker in run.all])
-    deciders[0].status()
+    wait_until(lambda: len(deciders) == 3, lambda: [worker.output() for worker in run.all])
+    decider = deciders[-1]
+    decider.status()
     decided = entry(run, 9)
-    assert decided.split()[1].startswith(b"%d." % deciders[0].number)
-    deciders[0].kill()
-    deciders[0].start(True)
+    assert decided.split()[1].startswith(b"%d." % decider.number)
+    decider.kill()
+    decider.start(True)
     run.end_well()
     assert entry(run, 9) == decided
+
+
+@pytest.mark.parametrize("resume", [True, False], ids=["resumed", "as_a_newcomer"])
+def test_of_two_workers_one_goes_on_alone_and_says_so_and_the_other_joins_again(workers, resume):
+    run = workers(**{**ENDLESS, "--workers": 2, "--min-workers": 0}).start()
+    run.wait_until_counted(1)
+    run[1].kill()
+    before = max(run[0].merged())
+    run[0].wait_for(lambda worker: max(worker.merged()) > before + 6)
+    (alone,) = run[0].happened("too_few")
+    assert "goes on with 1 of 2 workers" in alone["text"]
+    run[1].start(resume)
+    run.wait_until_counted(1)
+    run.stop_well()
 
 
 def test_several_die_and_the_last_waits_for_enough_of_them(workers):
@@ -851,8 +868,7 @@ LOCK_STEP = {"--workers": 2, "-H": 20, "--fragment-layers": 1, "--overlap": 3, "
 def assert_bits_of_tcp(train, url, options, **of_store):
     """Returns both runs."""
     tcp = train("tcp", options)
-    store = train("store", {**options, "--outer-transport": "store", "--store": url, "--grace": 60,
-                            "--max-lag": 1000, **of_store})
+    store = train("store", {**options, "--outer-transport": "store", "--store": url, "--grace": 60, **of_store})
     for process in range(options["--workers"] * options["--ranks"]):
         assert len(store.losses(process)) == options["-x"]
         assert store.losses(process) == tcp.losses(process)
