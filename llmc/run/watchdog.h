@@ -70,7 +70,6 @@ public:
         Watch(Watchdog& dog, const std::string& what) : dog(dog) { dog.set(what); }
         ~Watch() { dog.set(""); }
         Watch(const Watch&) = delete;
-        Watch& operator=(const Watch&) = delete;
 
     private:
         Watchdog& dog;
@@ -83,7 +82,6 @@ public:
         explicit Alone(Watchdog& dog) : dog(dog) { dog.stop_the_clock(true); }
         ~Alone() { dog.stop_the_clock(false); }
         Alone(const Alone&) = delete;
-        Alone& operator=(const Alone&) = delete;
 
     private:
         Watchdog& dog;
