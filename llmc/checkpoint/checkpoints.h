@@ -56,8 +56,7 @@ public:
         return *snapshot;
     }
 
-    // Starts to write the snapshot as the checkpoint of `step`, with its model if it has one, once `main` has
-    // come here.
+    // Starts to write the snapshot as the checkpoint of `step`, once `main` has come here.
     void write(long step, bool is_last_of_run, Stream& main) {
         snapshot->end_copies(main);
         CheckpointJob job;

@@ -153,8 +153,7 @@ struct TrainingArrays {
 // checkpoints of a run: begin() only when the writer is through with the one before.
 class TrainingSnapshot {
 public:
-    // outer: null without an outer optimizer   model_size: layout.size on the process that writes the model,
-    // else 0
+    // outer: null without an outer optimizer   model_size: layout.size where the model is written, else 0
     TrainingSnapshot(long shard_size, OuterSnapshot* outer, long model_size)
         : model(model_size), outer(outer), master(shard_size), m(shard_size), v(shard_size),
           params(shard_size) {}

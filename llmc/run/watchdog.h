@@ -6,8 +6,7 @@
 //     dog.guard(inner);
 //     {
 //         Watchdog::Watch watch(dog, "step 12");
-//         ...               // if `inner` fails, another process dies, or no progress() for twice the
-//                           // time limit: the end
+//         ...               // the end if `inner` fails, a process dies, or no progress() in twice the limit
 //         dog.progress();   // the time starts again
 //     }
 //
