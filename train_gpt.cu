@@ -667,8 +667,8 @@ inline TrainingSnapshot& take_snapshot(Run& run, long step) {
     if (run.outer) { run.outer->take_snapshot(run.main); }
     if (!last) { gather_model(run, snapshot.model); }  // before the traffic is noted, which this adds to
     const Progress progress{step, run.inputs.steps, worker.adamw_updates, worker.traffic, run.session.totals};
-    snapshot.finish_copies(fields_of(progress, run.inputs.shape, *run.inputs.train_loader),
-                           fields_of(run.options.resolved), run.main);
+    snapshot.set_fields(fields_of(progress, run.inputs.shape, *run.inputs.train_loader),
+                        fields_of(run.options.resolved));
     return snapshot;
 }
 
@@ -769,8 +769,8 @@ inline void end_step(Run& run, long step) {
     if (run.has_left() && !snapshot) { snapshot = &take_snapshot(run, step); }
     if (!snapshot) { return; }
     // The state after the last step lacks the last merges, which a resumed run repeats; the model has them.
-    if (last) { gather_model(run, snapshot->model), run.main.record(snapshot->copied); }
-    run.checkpoints->write(step, last);
+    if (last) { gather_model(run, snapshot->model); }
+    run.checkpoints->write(step, last, run.main);
     run.saved_step = step;
     run.session.logger.checkpoint(step, now_seconds() - start);
     run.last_collected = now_seconds();

@@ -3,7 +3,7 @@
 // (checkpointer.h). The calls for each checkpoint:
 //
 //     TrainingSnapshot& snapshot = checkpoints.next(...);   waits until the previous one has been written
-//     snapshot.begin_copies(...); snapshot.finish_copies(...);
+//     snapshot.begin_copies(...); snapshot.set_fields(...);
 //     checkpoints.write(step, ...);
 #pragma once
 #include <functional>
@@ -56,8 +56,9 @@ public:
         return *snapshot;
     }
 
-    // Starts to write the snapshot as the checkpoint of `step`, with its model if it has one.
-    void write(long step, bool is_last_of_run) {
+    // Starts to write the snapshot as the checkpoint of `step`, once `main` has come here.
+    void write(long step, bool is_last_of_run, Stream& main) {
+        snapshot->end_copies(main);
         CheckpointJob job;
         job.identity = who;
         job.identity.step = step;

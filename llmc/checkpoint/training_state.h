@@ -152,13 +152,12 @@ struct TrainingArrays {
 // checkpoints of a run: begin() only when the writer is through with the one before.
 class TrainingSnapshot {
 public:
-    // outer: null without an outer optimizer   model_size: layout.size on the process that writes the model,
-    // else 0
+    // outer: null without an outer optimizer   model_size: layout.size where the model is written, else 0
     TrainingSnapshot(long shard_size, OuterSnapshot* outer, long model_size)
         : model(model_size), outer(outer), master(shard_size), m(shard_size), v(shard_size),
           params(shard_size) {}
 
-    // Starts to copy the arrays. The outer optimizer fills its own snapshot; then finish_copies().
+    // Starts to copy the arrays. The outer optimizer fills its own snapshot. end_copies() follows all copies.
     void begin_copies(const TrainingArrays& from, Stream& main) {
         const long n = from.layout.shard_size();
         device::copy_to_host_later(master.data(), from.master, n, main);
@@ -169,11 +168,12 @@ public:
         });
         device::copy_to_host_later(outliers.data(), from.outliers, 1, main);
     }
-    void finish_copies(const Fields& fields_, const Fields& options, Stream& main) {
-        main.record(copied);
+    void set_fields(const Fields& fields_, const Fields& options) {
         fields = fields_;
         options_text = options.text();
     }
+
+    void end_copies(Stream& main) { main.record(copied); }
 
     // On any thread: returns when the host has everything. RunError where that is not worth keeping: a run
     // whose parameters are no longer finite does not recover, and needs the checkpoints that it has.
@@ -213,7 +213,6 @@ public:
     }
 
     HostBuffer<float> model;  // (layout.size), on the process that writes the model file
-    Event copied;             // to be recorded again behind what the caller copies later
 
 private:
     OuterSnapshot* const outer;
@@ -222,6 +221,7 @@ private:
     HostBuffer<OutlierWindow> outliers{1};
     Fields fields;
     std::string fields_text, options_text;
+    Event copied;
 };
 
 // Fills the arrays from a state file, and returns when the device has them.

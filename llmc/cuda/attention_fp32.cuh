@@ -73,7 +73,7 @@ __device__ inline void product_of_tiles(float (&s)[2][2], const float* a, const 
 // A thread's part of a matrix (rows, hs): rows y + 16 i, columns 64 n + 4 x + 0..3.
 template <int hs>
 struct Rows {
-    float v[2][hs / 64][4] = {};
+    Pack<float> v[2][hs / 64] = {};
 
     // += A B.   a: element (row, k) at row * row_stride + k * k_stride   b: tile (rows, hs)
     __device__ void add_product(const float* a, int row_stride, int k_stride, const float* b) {
@@ -103,9 +103,7 @@ struct Rows {
             const int row = first + thread_y() + side * i;
             if (row >= T) { continue; }
             for (int n = 0; n < hs / 64; n++) {
-                Pack<float> pack;
-                for (int c = 0; c < 4; c++) { pack[c] = v[i][n][c]; }
-                store_pack(head + size_t(row) * ld + 64 * n + 4 * thread_x(), pack);
+                store_pack(head + size_t(row) * ld + 64 * n + 4 * thread_x(), v[i][n]);
             }
         }
     }

@@ -40,8 +40,6 @@ public:
         settle(ncclCommInitRankConfig(&comm, size(), id, rank(), &config), "ncclCommInitRankConfig");
         if (rank() == 0) { group.store.remove(key); }
     }
-    NcclComm(const NcclComm&) = delete;
-    NcclComm& operator=(const NcclComm&) = delete;
 
     // Abandons collectives that are in progress: their results are no longer needed.
     ~NcclComm() override { ncclCommAbort(comm); }

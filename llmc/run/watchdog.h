@@ -6,8 +6,7 @@
 //     dog.guard(inner);
 //     {
 //         Watchdog::Watch watch(dog, "step 12");
-//         ...               // if `inner` fails, another process dies, or no progress() for twice the
-//                           // time limit: the end
+//         ...               // the end if `inner` fails, a process dies, or no progress() in twice the limit
 //         dog.progress();   // the time starts again
 //     }
 //
@@ -70,7 +69,6 @@ public:
         Watch(Watchdog& dog, const std::string& what) : dog(dog) { dog.set(what); }
         ~Watch() { dog.set(""); }
         Watch(const Watch&) = delete;
-        Watch& operator=(const Watch&) = delete;
 
     private:
         Watchdog& dog;
@@ -83,7 +81,6 @@ public:
         explicit Alone(Watchdog& dog) : dog(dog) { dog.stop_the_clock(true); }
         ~Alone() { dog.stop_the_clock(false); }
         Alone(const Alone&) = delete;
-        Alone& operator=(const Alone&) = delete;
 
     private:
         Watchdog& dog;
