@@ -217,7 +217,7 @@ inline OptionTable option_table(Options& o) {
     add_section(table, "Streaming DiLoCo", o.diloco.streams(), {
         {"-H,--inner-steps", &o.diloco.inner_steps,
          "H: every fragment is exchanged once in H steps (0: 100 in runs of 100000 steps and more, else 30, "
-         "or a tenth of the steps; a resumed run keeps its own)", Scope::run},
+         "or down to 10 for ten exchanges; a resumed run keeps its own)", Scope::run},
         {"--fragment-layers", &o.diloco.fragment_layers,
          "Layers in a fragment (0: everything in one: classic DiLoCo)", Scope::run, at_least_0},
         {"--fragment-pattern", &o.diloco.fragment_pattern,
@@ -381,24 +381,28 @@ inline Options read_config(std::istream& toml) {
 }
 
 // H where nobody gives it: the paper's 100 if the run then has 1000 outer steps, since few of them cost loss
-// (report.h), else the paper's 30, or less for ten outer steps; above tau where 100 is.
-inline long usual_inner_steps(long steps, long overlap) {
-    const long usual = steps >= 100'000 ? 100 : std::clamp(steps / 10, 1L, 30L);
-    return std::max(usual, std::min(overlap + 1, 100L));
+// (report.h), else the paper's 30, or down to 10 for ten outer steps.
+inline long usual_inner_steps(long steps) {
+    return steps >= 100'000 ? 100 : std::clamp(steps / 10, 10L, 30L);
 }
 
+// A resumed run keeps its H. A new one's depends only on what all workers agree on.
 inline void resolve_inner_steps(Options& o) {
     long& H = o.diloco.inner_steps;
     if (H != 0) { return; }
-    std::ifstream config(o.resume && !o.output.empty() ? o.output + "/config.toml" : "");
-    const DilocoOptions before = read_config(config).diloco;
-    H = before.streams() ? before.inner_steps : 0;
-    std::string why = ", as in " + o.output + "/config.toml";
+    std::string why;
+    for (const std::string& folder : {std::string(), format("/worker_%d", std::max(o.worker, 0))}) {
+        const std::string path = o.resume && !o.output.empty() ? o.output + folder + "/config.toml" : "";
+        std::ifstream config(path);
+        const DilocoOptions before = read_config(config).diloco;
+        if (H == 0 && before.streams()) { H = before.inner_steps, why = ", as in " + path; }
+    }
     if (H < 1) {
-        const bool counts = o.max_steps < 0 && o.diloco.streams() && !o.train_data.empty();
+        const bool counts = o.max_steps < 0 && o.diloco.streams() && !o.train_data.empty() &&
+                            !o.diloco.weighs_by_tokens();  // workers may have their own batches then
         const long steps =
             counts ? DataLoader::tokens_in(o.train_data) / (o.total_batch * o.workers) : o.max_steps;
-        H = o.diloco.streams() ? usual_inner_steps(steps, o.diloco.overlap) : 100;
+        H = o.diloco.streams() ? usual_inner_steps(steps) : 100;
         why = format(" for %ld steps (100 from 100000 steps on)", steps);
     }
     if (o.diloco.streams()) { o.notes.push_back(format("-H is not given: H = %ld", H) + why); }
@@ -410,6 +414,7 @@ inline void resolve_defaults(const CLI::App& app, Options& o) {
     if (o.diloco.transport == "gloo") { o.diloco.transport = "tcp"; }
     if (o.diloco.outer_optimizer.empty()) { o.diloco.outer_optimizer = o.workers > 1 ? "nesterov" : "none"; }
     if (o.diloco.is_elastic() && o.elastic.min_workers == 0) {
+        o.elastic.least_to_begin = o.workers / 2 + 1;
         o.elastic.min_workers = o.workers == 2 ? 1 : o.workers / 2 + 1;
     }
     if (o.diloco.is_elastic() && o.elastic.max_lag < 0) { o.elastic.max_lag = o.diloco.overlap; }

@@ -329,6 +329,10 @@ private:
         if (status == 507 || code == "QuotaExceeded") {
             throw S3Full("the store of " + where() + " has no room (" + code + ")");
         }
+        if (status == 501) {
+            throw S3Refused(where() + " does not implement what is needed (501): take a store that knows " +
+                            "If-None-Match");
+        }
         if (status == 409 || status == 429 || status >= 500 || code == "RequestTimeout") { return; }
         const std::string region = text_in_xml(answer.body, "Error/Region");
         const std::string said = format("%ld%s", status, code.empty() ? "" : (" " + code).c_str());

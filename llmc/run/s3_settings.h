@@ -81,11 +81,13 @@ inline S3Profile s3_profile() {
     return profile;
 }
 
-// Whether all addresses of a host are of this machine or a private network. Also of one that has no address.
+// Whether all addresses of a host are of this machine or a private network. UserError if it has none.
 inline bool is_private_host(const std::string& host) {
     addrinfo hints = {}, *list = nullptr;
     hints.ai_socktype = SOCK_STREAM;
-    if (getaddrinfo(host.c_str(), nullptr, &hints, &list) != 0) { return true; }
+    if (getaddrinfo(host.c_str(), nullptr, &hints, &list) != 0) {
+        throw UserError("there is no address for " + host + ": correct AWS_ENDPOINT_URL, or try again later");
+    }
     const std::unique_ptr<addrinfo, void (*)(addrinfo*)> freed(list, freeaddrinfo);
     for (const addrinfo* one = list; one; one = one->ai_next) {
         if (one->ai_family == AF_INET) {

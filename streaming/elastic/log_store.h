@@ -60,6 +60,11 @@ public:
         const auto rest = std::find_if(requests.begin(), requests.end(), [](const StoreRequest& request) {
             return request.kind != StoreRequest::decision;
         });
+        std::string question;
+        for (auto one = requests.begin(); one != rest; one++) {
+            question += one->folder + " " + one->name + "\n";
+        }
+        if (question != std::exchange(awaited, question)) { pause = 0.002; }
         for (const double until = now_seconds() + seconds;;) {
             const double from = now_seconds();
             std::vector<StoreAnswer> answers = perform_all({requests.begin(), rest});
@@ -75,10 +80,15 @@ public:
                 }
                 return answers;
             }
-            // Half of the time it does not ask.
-            std::this_thread::sleep_for(std::chrono::duration<double>(std::max(now_seconds() - from, 0.002)));
+            // Half of the time it does not ask, and less and less often.
+            std::this_thread::sleep_for(std::chrono::duration<double>(std::max(now_seconds() - from, pause)));
+            pause = std::min(1.2 * pause, 0.1);
         }
     }
     // About settings that endanger the run, as they were when the store was opened.
     virtual std::string warning() const { return ""; }
+
+private:
+    std::string awaited;  // decisions
+    double pause = 0;     // seconds
 };

@@ -77,12 +77,14 @@ private:
     void pause_before(const std::vector<StoreRequest>& requests) {
         std::string question;
         for (const StoreRequest& one : requests) {
+            if (one.folder == "run") { continue; }  // the generation, which goes with any question
             if (!is_read(one)) {
                 question = "";
                 break;
             }
             question += one.folder + "\n" + one.name + "\n";
         }
+        if (question.empty() && !requests.empty() && is_read(requests.back())) { return; }
         const bool is_repeated = !question.empty() && question == last_question;
         last_question = question;
         pause = !is_repeated ? 0 : std::min(1.0, std::max({1.5 * pause, took, 0.01}));

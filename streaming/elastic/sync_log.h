@@ -78,6 +78,7 @@ public:
         if (is_cut_off) {
             return "the store does not answer" + (trouble.empty() ? "" : " (" + trouble + ")");
         }
+        if (!deaf.empty()) { return "the store does not say what was decided (" + deaf + ")"; }
         const bool is_alone = phase == Phase::behind && alone_since >= 0;
         return is_alone ? "nobody who is alive can give the snapshot that this worker needs" : "";
     }
@@ -292,6 +293,7 @@ private:
     bool asks_beats = false;  // after what some fragment asks
     bool is_cut_off = false;  // its last answer was lost, for this reason
     std::string trouble;
+    std::string deaf;  // why the last answer to listen() was lost
     double cut_off_since = 0;
     double retry_at = 0;
     std::vector<Asked> chores;

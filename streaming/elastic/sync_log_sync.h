@@ -138,6 +138,7 @@ inline std::vector<StoreRequest> SyncLog::listen() {
 
 inline void SyncLog::hear(const std::vector<StoreAnswer>& answers, double now) {
     const std::vector<Asked> batch = std::exchange(heard, {});
+    deaf = !answers.empty() && answers.back().lost ? answers.back().trouble : "";
     for (size_t i = 0; i < batch.size() && !answers[i].lost && phase == Phase::running; i++) {
         batch[i].then(answers[i], now);
     }

@@ -483,14 +483,11 @@ TEST(Config, that_sets_what_is_fixed_now_is_read) {
 // H
 
 TEST(InnerSteps, suit_the_length_of_the_run) {
-    EXPECT_EQ(usual_inner_steps(100000, 1), 100);
-    EXPECT_EQ(usual_inner_steps(99999, 1), 30);
-    EXPECT_EQ(usual_inner_steps(300, 1), 30);
-    EXPECT_EQ(usual_inner_steps(299, 1), 29);
-    EXPECT_EQ(usual_inner_steps(0, 0), 1);
-    EXPECT_EQ(usual_inner_steps(0, 5), 6);  // above tau
-    EXPECT_EQ(usual_inner_steps(1000, 99), 100);
-    EXPECT_EQ(usual_inner_steps(1000, 100), 100);  // which validate() refuses
+    EXPECT_EQ(usual_inner_steps(100000), 100);
+    EXPECT_EQ(usual_inner_steps(99999), 30);
+    EXPECT_EQ(usual_inner_steps(300), 30);
+    EXPECT_EQ(usual_inner_steps(299), 29);
+    EXPECT_EQ(usual_inner_steps(0), 10);
 }
 
 TEST(InnerSteps, are_chosen_where_nobody_gives_them_and_the_user_is_told) {
@@ -501,7 +498,9 @@ TEST(InnerSteps, are_chosen_where_nobody_gives_them_and_the_user_is_told) {
     EXPECT_EQ(o.notes, std::vector<std::string>{
                            "-H is not given: H = 30 for 1000 steps (100 from 100000 steps on)"});
     EXPECT_EQ(parsed("--workers 2 -x 100000 -i x").diloco.inner_steps, 100);
-    EXPECT_EQ(parsed("--workers 2 -x 80 -i x -H 0").diloco.inner_steps, 8);
+    EXPECT_EQ(parsed("--workers 2 -x 180 -i x -H 0").diloco.inner_steps, 18);
+    // The same on all workers, whatever is their own.
+    EXPECT_EQ(parsed("--workers 2 -x 180 -i x --overlap 17").diloco.inner_steps, 18);
     const Options given = parsed("--workers 2 -x 80 -i x -H 7"), alone = parsed("-x 80 -i x");
     EXPECT_EQ(given.diloco.inner_steps, 7);
     EXPECT_TRUE(given.notes.empty());
@@ -513,13 +512,14 @@ TEST(InnerSteps, of_a_run_once_through_the_data_follow_from_its_tokens) {
     TemporaryFolder folder;
     for (const char* name : {"a.bin", "b.bin"}) {
         std::vector<int32_t> header(256);
-        header[0] = tokens_magic, header[1] = 1, header[2] = 400;
+        header[0] = tokens_magic, header[1] = 1, header[2] = 800;
         const std::string bytes(reinterpret_cast<const char*>(header.data()), 1024);
-        write_bytes(folder / name, bytes + std::string(800, '\0'));
+        write_bytes(folder / name, bytes + std::string(1600, '\0'));
     }
     const std::string line = "--workers 2 -t 4 -b 1 -i " + folder / "*.bin";
-    EXPECT_EQ(parsed(line).diloco.inner_steps, 10);  // 100 steps
-    EXPECT_EQ(parsed(line + " -d 8").diloco.inner_steps, 5);
+    EXPECT_EQ(parsed(line).diloco.inner_steps, 20);  // 200 steps
+    EXPECT_EQ(parsed(line + " -d 8").diloco.inner_steps, 10);
+    EXPECT_EQ(parsed(line + " --outer-weights tokens").diloco.inner_steps, 10);  // batches may differ
     EXPECT_TRUE(contains(user_error([&] { parsed("--workers 2 -i " + folder / "c.bin"); }), "no file matches"));
 }
 
@@ -532,6 +532,9 @@ TEST(InnerSteps, of_a_run_that_is_resumed_stay) {
     EXPECT_EQ(resumed.diloco.inner_steps, 50);
     EXPECT_EQ(resumed.notes[0], "-H is not given: H = 50, as in " + folder.name() + "/config.toml");
     EXPECT_EQ(parsed(line).diloco.inner_steps, 30);
+    std::filesystem::create_directories(folder / "elastic/worker_1");  // where an elastic worker's lies
+    write_bytes(folder / "elastic/worker_1/config.toml", parsed("--workers 2 -i x -H 40 -x 90").toml);
+    EXPECT_EQ(parsed(line + "/elastic -y 1 --worker 1").diloco.inner_steps, 40);
     EXPECT_EQ(parsed(line + " -y 1 -H 20").diloco.inner_steps, 20);
     write_bytes(folder / "config.toml", parsed("-i x -x 90").toml);  // of one worker, which had no use for H
     EXPECT_EQ(parsed(line + " -y 1").diloco.inner_steps, 30);
