@@ -5,8 +5,8 @@
 
 - No kernel spills registers on sm_80 and sm_90, and none takes more of them than its occupancy allows.
 - What is stored in packs of 16 bytes is stored by one instruction: nvcc splits some packs of bf16 into words.
-- No multiplication and addition of the wire's arithmetic are fused unless the source says so: PTX compiled with
-  -fmad=false has as many fused ones. CPUs and GPUs would differ in their bits.
+- No multiplication and addition of the wire's arithmetic are fused unless the source says so: PTX has as many fused
+  ones as when it is compiled with -fmad=false. CPUs and GPUs would differ in their bits.
 - Streaming kernels load all of an iteration before they use the first value (SASS, where there is an nvdisasm:
   pip install nvidia-cuda-nvdisasm).
 

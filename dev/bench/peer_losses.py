@@ -8,7 +8,8 @@ the same order, the same rates. Do both end at the same loss?
 
 PyTorch's part is dev/reference/reference_diloco.py, which was written from the papers and not from the trainer:
 GPT-2 with autograd, AdamW, Muon, Algorithm 2 with all workers in one process, and the order of rows. It computes in
-float32 with two threads unless OMP_NUM_THREADS says otherwise. The trainer runs as two processes, data-parallel ranks or workers, with fp32 matmuls.
+float32 with two threads unless OMP_NUM_THREADS says otherwise. The trainer runs as two processes, data-parallel ranks
+or workers, with fp32 matmuls.
 
 Rounding differs, so that two runs drift apart; with four bits on the wire now and then a code differs, too. The
 verdict is therefore on means over seeds: they are within BAR of each other, and the losses of the first ten steps,

@@ -253,7 +253,7 @@ def cautions(candidate):
     if run.inner_steps > run.steps > 0:
         text += f" This run had {run.steps} steps: one with H = {run.inner_steps} needs as many, or more (-x)."
     elif 0 < run.steps < FEW_OUTER_STEPS * run.inner_steps:
-        text += (f" {run.steps} steps are only {run.steps // run.inner_steps} outer steps then, and few cost "
+        text += (f" {run.steps} steps are only {run.steps // run.inner_steps} outer steps then, and few raise the "
                  "loss: the trainer says at its start how much.")
     if run.overlap > 0 and run.local_weight == 0:
         text += (" With its --local-weight, 0, what is learnt while a fragment is under way is lost: the "

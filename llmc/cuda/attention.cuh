@@ -40,7 +40,7 @@ constexpr float log2_e = 1.44269504f, ln_2 = 0.693147181f;
 //
 // Latency comes on top: with two warps on a scheduler, as many as have 255 registers a thread, tensor cores
 // are busy for 56 to 67% of the time. Eight warps of 16 queries (four on a scheduler, 128 registers) hide it
-// and read each key twice as often from shared memory. That gains with heads of 64, not with those of 128.
+// and read each key twice as often from shared memory. Predicted to gain with heads of 64, not with 128.
 // The queries that a warp multiplies in every step stay in registers if these suffice.
 template <int hs>
 struct Tiles {
@@ -92,7 +92,7 @@ __device__ inline void load_tile_async(bf16* tile, const bf16* head, int ld, int
     constexpr int step = 32 * warps * 8 / hs;  // rows that all threads together copy; a multiple of 8
     const int row = threadIdx.x / (hs / 8), column = threadIdx.x % (hs / 8) * 8;
     bf16* to = tile + tile_index<hs>(row, column);
-    // One place, written as it spills no register of dq: uniform over a block plus a lane's own, or at once.
+    // The same address in two forms, each of which spills fewer registers of dq with its head size.
     const bf16* from = hs == 128 ? head + size_t(first) * ld + (row * ld + column)
                                  : head + size_t(first + row) * ld + column;
     #pragma unroll

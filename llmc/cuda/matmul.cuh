@@ -144,8 +144,8 @@ public:
         handle.reset(made);
     }
 
-    // Whether fusing GELU pays: on Hopper and on Blackwell for servers. On others cuBLASLt's bf16 products
-    // with GELU take longer than plain products and a GELU kernel.   major: of the compute capability
+    // Whether fusing GELU should pay (not measured yet): on Hopper and server Blackwell. Elsewhere cuBLASLt's
+    // fused bf16 products should take longer than plain ones and a kernel.   major: compute capability's
     static bool gains_from_fusing_gelu(int major) { return major == 9 || major == 10; }
 
     // What is used, in words.

@@ -217,7 +217,7 @@ inline OptionTable option_table(Options& o) {
     add_section(table, "Streaming DiLoCo", o.diloco.streams(), {
         {"-H,--inner-steps", &o.diloco.inner_steps,
          "H: every fragment is exchanged once in H steps (0: 100 in runs of 100000 steps and more, else 30, "
-         "or down to 10 for ten exchanges; a resumed run keeps its own)", Scope::run},
+         "or a tenth of the steps, but at least 10; a resumed run keeps its own)", Scope::run},
         {"--fragment-layers", &o.diloco.fragment_layers,
          "Layers in a fragment (0: everything in one: classic DiLoCo)", Scope::run, at_least_0},
         {"--fragment-pattern", &o.diloco.fragment_pattern,
@@ -380,8 +380,9 @@ inline Options read_config(std::istream& toml) {
     return read;
 }
 
-// H where nobody gives it: the paper's 100 if the run then has 1000 outer steps, since few of them cost loss
-// (report.h), else the paper's 30, or down to 10 for ten outer steps.
+// H if -H is not given: the paper's 100 if the run then has 1000 outer steps, since a run with few of them
+// ends at a higher loss (report.h); else the paper's 30, or a tenth of the steps if that is less, but at
+// least 10.
 inline long usual_inner_steps(long steps) {
     return steps >= 100'000 ? 100 : std::clamp(steps / 10, 10L, 30L);
 }
@@ -403,7 +404,7 @@ inline void resolve_inner_steps(Options& o) {
         const long steps =
             counts ? DataLoader::tokens_in(o.train_data) / (o.total_batch * o.workers) : o.max_steps;
         H = o.diloco.streams() ? usual_inner_steps(steps) : 100;
-        why = format(" for %ld steps (100 from 100000 steps on)", steps);
+        why = (steps < 0 ? "" : format(" for %ld steps", steps)) + " (100 from 100000 steps on)";
     }
     if (o.diloco.streams()) { o.notes.push_back(format("-H is not given: H = %ld", H) + why); }
 }

@@ -46,7 +46,7 @@ inline SyncMetrics sync_metrics(const SyncReport& r, long step) {
 
 // How many outer steps a run has, and, if they are few, what that costs. Measured with 0.86M parameters: how
 // far, in percent, the loss of two workers and of more ends above data-parallel's after 33 outer steps
-// (dev/results/README.md, Muon). It falls with the root of their number: 2.6 after 83, two workers with Muon.
+// (dev/results/README.md, Muon). Assumed: it falls with the root of their number (2.6 after 83 with Muon).
 inline std::string outer_steps(const Options& o, long steps) {
     const double after_33 = o.uses_muon() ? (o.workers > 2 ? 9.6 : 4.2) : (o.workers > 2 ? 24.6 : 7.6);
     const long H = o.diloco.inner_steps, count = steps / H, least = 15;  // fewer were not measured

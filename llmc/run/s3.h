@@ -39,8 +39,8 @@ struct S3Answer {
     bool is_taken() const { return status == 412; }  // if_absent: an object is there
 };
 
-// A request that was refused has not been done; another one may have been. What may heal ends the process
-// with 75 at the start.
+// After S3Refused the request has not been done; after the other two it may have been. At the start these
+// two, which may pass, end the process with status 75.
 struct S3Refused : UserError {
     using UserError::UserError;
 };

@@ -39,7 +39,7 @@ inline std::string uri_encoded(const std::string& text, bool is_path = false) {
 
 using S3Profile = std::map<std::string, std::string>;
 
-// Adds what the section of an INI file says. Lines below a name that has no value count like all others.
+// Adds the settings of one section of an INI file, including those that are nested below another setting.
 inline void read_profile(const std::string& path, const std::string& section, S3Profile& profile) {
     const char* blanks = " \t\r";
     std::ifstream file(path);

@@ -1,5 +1,5 @@
 // S3Store: processes meet through a bucket (s3.h), in objects PREFIX/meet/KEY. They ask for single keys and
-// list nothing. One that loses the store asks again for some seconds.
+// list nothing. A request that fails is repeated for some seconds.
 #pragma once
 #include <memory>
 #include <mutex>

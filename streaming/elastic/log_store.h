@@ -15,10 +15,10 @@
 struct StoreRequest {
     // put and put_if_absent answer with the value that is there afterwards. remove without a name removes the
     // whole folder. list: names and values in a folder. folders: the folders whose names begin with `folder`.
-    // Of the log in `folder`, `name` being a sync (README.md):
-    // decide: the entry, if absent, when the lines of all who are at work are there and name one hash. value:
-    // that hash, who asks, --min-workers; who must be there; who is dead. A store may do nothing instead.
-    // decision: the entry. The store may bring along payloads that it counts, but for those of `value`.
+    // In the next two, `folder` is the run's log and `name` a sync (README.md).
+    // decide: writes the entry if it is absent and all workers at work have lines with one hash. value:
+    // "HASH ASKER MIN_WORKERS;required workers;dead workers". A store may do nothing instead.
+    // decision: reads the entry, and perhaps payloads that it counts, except those of the start in `value`.
     enum Kind { get, put, put_if_absent, remove, list, folders, decide, decision };
     Kind kind;
     std::string folder, name = "", value = "";
@@ -38,12 +38,13 @@ inline StoreAnswer lost_answer(const std::string& trouble, bool is_full) {
     return {true, is_full, trouble, false, "", {}};
 }
 
-// What Redis (a folder is a hash: HGET, HSET, HSETNX, HDEL and UNLINK, HGETALL, SCAN) and a shared folder
-// (open, rename, link, unlink, readdir) can both do. Calls block: a thread of its own makes them.
+// What Redis (a folder is a hash: HGET, HSET, HSETNX, HDEL and UNLINK, HGETALL, SCAN), a shared folder (open,
+// rename, link, unlink, readdir) and a bucket (GET, PUT, DELETE) can all do. Calls block: each store is used
+// by a thread of its own.
 class LogStore {
 public:
     virtual ~LogStore() = default;
-    // A store has one of these two.
+    // A store overrides at least one of these two; each default calls the other.
     virtual StoreAnswer perform(const StoreRequest& request) { return perform_all({request}).front(); }
     // In this order; requests of others may come in between. A request is done only if all before it are.
     // They may go out together. After the first answer that is lost the others count for nothing.
@@ -55,7 +56,7 @@ public:
         }
         return answers;
     }
-    // The same, as soon as one of the decisions is there that come first, or when the time is over.
+    // perform_all(), once one of the decisions that come first in it is there, or `seconds` have passed.
     virtual std::vector<StoreAnswer> await(const std::vector<StoreRequest>& requests, double seconds) {
         const auto rest = std::find_if(requests.begin(), requests.end(), [](const StoreRequest& request) {
             return request.kind != StoreRequest::decision;
@@ -80,7 +81,7 @@ public:
                 }
                 return answers;
             }
-            // Half of the time it does not ask, and less and less often.
+            // Pauses for at least as long as the request took, and longer each time.
             std::this_thread::sleep_for(std::chrono::duration<double>(std::max(now_seconds() - from, pause)));
             pause = std::min(1.2 * pause, 0.1);
         }

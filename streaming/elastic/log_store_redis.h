@@ -5,8 +5,8 @@
 // killed or loses power. One that comes back with old data would let syncs be decided twice; warning() says
 // if it may.
 //
-// What takes more than one command is a script, so that it costs one round trip: it reads and writes at once.
-// Whoever waits for a value reads a stream, RUN/told/FOLDER/NAME, which is there for ten seconds.
+// A request that takes several commands is a script: it costs one round trip and is atomic. A worker that
+// waits for a value reads the stream RUN/told/FOLDER/NAME, which exists for ten seconds.
 #pragma once
 #include <algorithm>
 #include <deque>
@@ -79,7 +79,7 @@ for word in string.gmatch(answer[2] or '', '%S+') do
 end
 return answer[2] and answer or {})";
 
-// ARGV: pattern, where what is asked for begins in a key
+// ARGV: pattern; the place in a key, from 1, where the folder's name begins
 const char* const folders = R"(
 local cursor, found = '0', {}
 repeat

@@ -43,7 +43,7 @@ inline std::unique_ptr<LogStore> open_log_store(const std::string& url, const st
                                                          file_name_of(run_name));
 }
 
-// At what has not happened yet. A bucket's requests cost money.
+// The time between two polls of the store. Over a bucket it is longer, since requests cost money.
 inline double seconds_between_looks(const std::string& url) { return is_s3_url(url) ? 1 : 0.1; }
 
 // The options (LogStart::fingerprint) of the run that a store already holds; none if it holds no run.

@@ -35,7 +35,7 @@ public:
     // Of all of them. From the first one that is lost on they are asked for again.
     void answer(const std::vector<StoreAnswer>& answers, double now);
 
-    // The same, over a connection that may wait if `awaits`: who is counted, and what they have sent.
+    // requests() and answer() for a second connection, which brings entries and payloads. See `awaits`.
     std::vector<StoreRequest> listen();
     void hear(const std::vector<StoreAnswer>& answers, double now);
     bool listens() const;
@@ -99,7 +99,7 @@ private:
         uint64_t hash = 0;
         Own own = none;
         size_t chunks = 0;  // written
-        bool heard = false;  // whether there is an entry
+        bool heard = false;  // the store has said whether there is an entry
         double look_at = 0;
         std::optional<LogLines> lines;     // as they have just been read
         std::optional<LogEntry> proposal;  // to be written, if there is none
@@ -150,7 +150,7 @@ private:
     void ask(StoreRequest request, Handler then = ignore) {
         asked.push_back({std::move(request), std::move(then)});
     }
-    // can_wait: until a payload goes out, which then does not wait for the answer
+    // can_wait: the request may be held back until a payload is sent, which does not wait for its answer
     void ask_later(StoreRequest request, Handler then = ignore, bool can_wait = false) {
         chores_can_wait = can_wait && (chores_can_wait || chores.empty());
         chores.push_back({std::move(request), std::move(then)});
@@ -330,7 +330,7 @@ private:
     bool looks_at_wants = false, wants_are_last = false;
     std::map<std::string, Wanted> wanted;  // snapshots, that nobody offers
     bool is_wanted = false;                // by one that is alive
-    bool are_few = false;                  // in its last sync: half of the workers, or fewer
+    bool are_few = false;                  // its last sync's entry named at most half of the workers
     std::optional<Giving> giving;
     double gives_from = long_ago;  // not before
     int times_put_off = 0;         // since it has given one

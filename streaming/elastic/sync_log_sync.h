@@ -53,7 +53,7 @@ inline void SyncLog::send(Slot& slot) {
     write_line(slot, {slot.hash, encoded->tokens, payload.size(), digest_of(payload)}, Slot::sent);
 }
 
-// The store decides if it is the last one. Where the store does not, the look that follows shows it.
+// If this is the last line, a store with scripts decides. Otherwise the next look leads to one.
 inline void SyncLog::write_line(Slot& slot, const LogLine& line, Slot::Own own) {
     const bool asks_winner = false;
     ask({StoreRequest::put_if_absent, folder("sent", slot.sync), me.text(), line.text(), asks_winner},
@@ -96,7 +96,7 @@ inline void SyncLog::look(Slot& slot) {
 // -----------------------------------------------------------------------------------------------------------
 // Being told
 
-// It waits for the payloads that an entry counts, or for the entry of what it has sent or is behind with.
+// A slot with an entry needs its payloads; one that has sent, abstained or fallen behind needs its entry.
 inline bool SyncLog::listens_to(const Slot& slot) const {
     return slot.entry ? !slot.is_fetched() : slot.own != Slot::none || is_behind(slot);
 }
@@ -106,8 +106,8 @@ inline bool SyncLog::listens() const {
                                                   [this](const Slot& slot) { return listens_to(slot); });
 }
 
-// It awaits entries, but none that may have been there before it was. The generation is asked for after the
-// entries, which nobody believes before. What is lost is asked for again.
+// Waits for entries only if none of them can already be there. The generation is asked for after the entries,
+// and no entry is used before it is checked. Requests whose answers are lost are made again.
 inline std::vector<StoreRequest> SyncLog::listen() {
     heard.clear();
     for (Slot& slot : slots) {
@@ -220,7 +220,7 @@ inline void SyncLog::tell_of_few(Slot& slot, const StandingLines& standing, doub
     say_waits(what + format(" sync %ld", slot.sync), slot.sync);
 }
 
-// If another one is there already, it stays. This worker is told as all others are.
+// An entry that is already there stays. This worker learns the result through listen(), like all others.
 inline void SyncLog::write_entry(long sync, const LogEntry& entry) {
     ask({rules.entry_is_written_by(), key("entry"), std::to_string(sync), entry.text()},
         [this, sync](const StoreAnswer&, double now) {

@@ -248,7 +248,7 @@ private:
     }
 
     static constexpr double soon = 0.001;     // seconds: waking the thread would take as long
-    static constexpr double longest_wait = 1;  // seconds that it takes to end
+    static constexpr double longest_wait = 1;  // seconds; ending may take as long
 
     const SyncLogRules rules;
 

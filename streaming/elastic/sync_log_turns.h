@@ -105,8 +105,8 @@ inline bool SyncLog::is_far_behind() const {
            schedule.send_step(newest_open) > step + max_lag;
 }
 
-// lag: the time for which it was behind the others' newest sync, paid back at a fiftieth of the time, as what
-// they charge it with is (Presence).
+// lag: seconds during which this worker was behind the others' newest sync. It falls by a fiftieth of
+// the time that passes, as do the seconds that the others charge a worker with (Presence).
 inline void SyncLog::keep_pace(double now) {
     const double seconds = now - std::exchange(turn_at, now);
     const long ahead = newest_open < 0 || newest_sent < 0 ? 0 : schedule.send_step(newest_open) - step;

@@ -344,7 +344,7 @@ def test_a_plan_says_what_else_its_options_take():
     text = simulate.verdict(unlike, False)
     assert "had" not in text and "local-weight" not in text and "Start it with --workers 2 -H" in text
     outer_steps = 5000 // unlike.best.run.inner_steps
-    assert f"5000 steps are only {outer_steps} outer steps then, and few cost loss" in text
+    assert f"5000 steps are only {outer_steps} outer steps then, and few raise the loss" in text
     long = replace(unlike.best, run=replace(unlike.best.run, steps=1000 * unlike.best.run.inner_steps))
     assert "outer steps" not in simulate.cautions(long)
     nothing = make_plan(classic, Link(1e4, 0.08))

