@@ -75,10 +75,10 @@ public:
     bool is_running() const { return phase == Phase::running; }
     // What a wait would be for that may never end: "" if nothing. The store, or a giver of a snapshot.
     std::string helpless() const {
-        if (is_cut_off) {
-            return "the store does not answer" + (trouble.empty() ? "" : " (" + trouble + ")");
+        if (is_cut_off || !deaf.empty()) {
+            const std::string& why = is_cut_off ? trouble : deaf;
+            return "the store does not answer" + (why.empty() ? "" : " (" + why + ")");
         }
-        if (!deaf.empty()) { return "the store does not say what was decided (" + deaf + ")"; }
         const bool is_alone = phase == Phase::behind && alone_since >= 0;
         return is_alone ? "nobody who is alive can give the snapshot that this worker needs" : "";
     }

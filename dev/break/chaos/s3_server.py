@@ -77,9 +77,15 @@ def redis_words(key):
 class S3Server:
     def __init__(self, folder, address="127.0.0.1"):
         self.folder, self.address = Path(folder), address
-        self.ports = {name: free_port_pair() for name in ("master", "volume", "filer", "s3")}
-        self.port, self.process = self.ports["s3"], None
-        self.start()
+        for attempt in range(3):  # another process may take one of the ports before the server does
+            self.ports = {name: free_port_pair() for name in ("master", "volume", "filer", "s3")}
+            self.port, self.process = self.ports["s3"], None
+            try:
+                return self.start()
+            except RuntimeError:
+                if self.process.poll() is None or attempt == 2:
+                    self.stop()
+                    raise
 
     def url(self, password=None, address=None, port=None):
         return f"s3://{BUCKET}/{PREFIX}"
@@ -182,7 +188,7 @@ class S3Server:
 
 
 def free_port_pair():
-    """A port that is free, as is the one 10000 above it."""
+    """A port that is free; the one 10000 above it, which the server takes too, exists."""
     while (port := free_port()) > 50000:
         pass
     return port

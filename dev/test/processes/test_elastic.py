@@ -231,7 +231,7 @@ class Workers:
             worker.process.send_signal(signal.SIGTERM)
         statuses = [worker.status() for worker in self.all]
         assert statuses == [143] * len(self.all), [worker.output()[-1500:] for worker in self.all]
-        assert self.compared() > 5
+        assert self.compared() > 2
 
     def compared(self):
         """How many merged syncs of all logs were compared with what another one says."""
@@ -308,6 +308,11 @@ def is_late_beat(value):
     return int(value.split()[3]) >= 9
 
 
+def has_scripts(run):
+    """Over a bucket requests do only what their names say."""
+    return isinstance(run.server, RedisServer)
+
+
 INSTANTS = {"in_mid_payload": ("HSETNX", "/payload/9", None, part),
             "behind_a_payload_and_before_its_line": ("HSETNX", "/sent/9", None, nothing),
             "behind_a_beat": ("HSET", "/beat", is_late_beat, all_of),
@@ -319,6 +324,7 @@ INSTANTS = {"in_mid_payload": ("HSETNX", "/payload/9", None, part),
 def test_a_worker_that_is_killed_comes_back_and_all_end_equal(workers, instant, resume):
     run = workers()
     name, key, value, pass_on = INSTANTS[instant]
+    name = "HGET" if name == "EVAL" and not has_scripts(run) else name
     trap = run[2].link.trap(name, key, dying(run[2], pass_on), value=value)
     run.go_second(1, first=2, sync=15)
     run.start()
@@ -364,6 +370,8 @@ def test_who_dies_behind_its_line_is_counted(workers, resume):
 def test_who_dies_behind_its_decision_has_decided(workers):
     """All are caught as they send for sync 9. The last one decides, and dies at once."""
     run, lock, deciders = workers(**{"--grace": 5}), threading.Lock(), []
+    if not has_scripts(run):
+        pytest.skip("the last one to send decides where there are scripts; see below")
 
     def decide(worker, send, command):
         with lock:
@@ -387,6 +395,35 @@ def test_who_dies_behind_its_decision_has_decided(workers):
     assert decided.split()[1].startswith(b"%d." % decider.number)
     decider.kill()
     decider.start(True)
+    run.end_well()
+    assert entry(run, 9) == decided
+
+
+def test_who_dies_behind_its_entry_has_decided(workers):
+    """All are caught as they write the entry of sync 9. The first one counts, and its writer dies at once."""
+    run, lock, deciders = workers(), threading.Lock(), []
+    if has_scripts(run):
+        pytest.skip("where there are scripts the store writes the entry; see above")
+
+    def decide(worker, send, command):
+        with lock:
+            deciders.append(worker)
+        if worker is deciders[0]:
+            run.go_second((worker.number + 1) % 3, first=worker.number, sync=12)
+            die_once(worker, lambda: entry(run, 9) != b"$-1")
+        else:
+            wait_until(lambda: entry(run, 9) != b"$-1", worker.output)
+        send(command)
+
+    for worker in run.all:
+        worker.link.trap("HSETNX", "/entry", functools.partial(decide, worker), field="9")
+    run.start()
+    wait_until(lambda: deciders, lambda: [worker.output() for worker in run.all])
+    deciders[0].status()
+    decided = entry(run, 9)
+    assert decided.split()[1].startswith(b"%d." % deciders[0].number)
+    deciders[0].kill()
+    deciders[0].start(True)
     run.end_well()
     assert entry(run, 9) == decided
 
@@ -855,7 +892,8 @@ def test_a_sync_costs_few_requests(workers, request):
         per_second = [of(alive, *WRITES) / seconds, (of(alive, "HGET") + beats) / seconds]
         print(f"worker {worker.number}: a sync takes {per_sync[0]:.1f} writes and lists, {per_sync[1]:.1f} reads, "
               f"{per_sync[2]:.1f} removals; its signs of life {per_second[0]:.1f} and {per_second[1]:.1f} in a second")
-        assert syncs == 30 and 5 < sum(per_sync) < 22 and sum(per_second) < 8
+        assert syncs == 30 and 5 < sum(per_sync) < 22
+        assert sum(alive.values()) + beats < 8 * seconds + 10 * syncs  # each sync looks at them, too
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -252,7 +252,7 @@ TEST(OpenStore, what_cannot_be_used_is_a_user_error_that_says_what_to_do) {
     TemporaryFolder folder;
     std::ofstream(folder.name() + "/file") << "not a folder";
     for (const char* url : {"", "nonsense", "ftp://x", "file:", "file://host/dir", "http://127.0.0.1:6379"}) {
-        EXPECT_NE(open_error(url).find("is of no known kind: give --store file:DIR or redis://"),
+        EXPECT_NE(open_error(url).find("is of no known kind: give --store file:DIR, redis://"),
                   std::string::npos)
             << url;
     }
