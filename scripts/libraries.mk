@@ -50,7 +50,7 @@ OPTIONAL_LIBS = $(if $(HAS_HIREDIS),-lhiredis $(if $(HAS_OPENSSL),-lssl -lcrypto
 say_what_is_left_out = \
     $(if $(HAS_HIREDIS),,echo "hiredis: not found: --store redis:// is not in this build";) \
     $(if $(HAS_OPENSSL),,echo "OpenSSL: not found: --store rediss:// (TLS) is not in this build";) \
-    $(if $(HAS_CURL),,echo "curl 7.88 or newer: not found, or no expat: --store s3:// is not in this build";) \
+    $(if $(HAS_CURL),,echo "curl: not found, or older than 7.88, or no expat: --store s3:// is not in this build";) \
     $(if $(HAS_PCRE2),,echo "PCRE2: not found: --prompt takes tokenizers of bytes alone in this build";)
 
 # The CUDA toolkit, and NCCL.
