@@ -33,12 +33,12 @@ LDLIBS = $(DEPS_LINK) -ldnnl $(OPTIONAL_LIBS) -lxxhash -lpthread
 HEADERS = $(wildcard llmc/*.h llmc/*/*.h llmc/*/*.cuh streaming/*.h streaming/*.cuh streaming/*/*.h)
 
 all: train_gpt_cpu
-	@echo "built train_gpt_cpu (this machine's CPU: oneDNN$(if $(HAS_HIREDIS),$(comma) Redis))"
+	@echo "built train_gpt_cpu (this machine's CPU: oneDNN$(if $(HAS_HIREDIS),$(comma) Redis)$(if $(HAS_CURL),$(comma) S3))"
 	@echo "make train_gpt builds the CUDA trainer$(if $(NVCC),, (no nvcc here: CUDA_HOME says where to look))"
 
 # The trainer is one .cu file for CPU and GPU: here g++ compiles it as C++.
 train_gpt_cpu: train_gpt.cu $(HEADERS) Makefile build/options_cpu | dependencies
-	@$(if $(and $(HAS_HIREDIS),$(HAS_OPENSSL),$(HAS_PCRE2)),,$(say_what_is_left_out))
+	@$(if $(and $(HAS_HIREDIS),$(HAS_OPENSSL),$(HAS_PCRE2),$(HAS_CURL)),,$(say_what_is_left_out))
 	$(CXX) $(CXXFLAGS) -x c++ $< -o $@ $(LDLIBS)
 
 CUDA_FLAGS = -std=c++17 -O3 -I. -DUSE_CUDA $(CUDA_WARNINGS) $(DEPS_FLAGS)
@@ -81,11 +81,8 @@ include dev/dev.mk
 bench-cpu: setup
 	$(MAKE) build/bench_cpu
 	set -o pipefail; build/bench_cpu $(ARGUMENTS) | tee build/bench_cpu.txt
-	@if [ -n "$(PEERS)" ]; then \
-	    { [ -e .venv-peers/done ] || { python3 -m venv .venv-peers && \
-	      .venv-peers/bin/pip install -q -r requirements-peers.txt && touch .venv-peers/done; }; } && \
-	    .venv-peers/bin/python dev/bench/peer_pytorch.py --ours build/bench_cpu.txt; \
-	fi
+	$(if $(PEERS),$(MAKE) .venv-peers/done && \
+	    .venv-peers/bin/python dev/bench/peer_pytorch.py --ours build/bench_cpu.txt)
 
 # PARTS="d12 layers": only these (dev/bench/bench_gpu.py says which there are). PEER: a Python with PyTorch.
 PEER ?= python3

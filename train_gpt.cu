@@ -74,8 +74,8 @@ struct Model {
     Buffer<int> inputs, targets;  // (N)
     Upload upload;
 
-    Model(const GptShape& shape, const Layout& layout, int recompute, MatmulPrecision precision)
-        : shape(shape), layout(layout), recompute(recompute), matmul(precision) {}
+    Model(const GptShape& shape, const Layout& layout, int recompute, const MatmulOptions& products)
+        : shape(shape), layout(layout), recompute(recompute), matmul(products) {}
 };
 
 inline void allocate_activations(Model& model, int B, int T) {
@@ -406,10 +406,10 @@ inline void set_parameters(Worker& worker, const float* flat) {
     worker.main.synchronize();
 }
 
-// Gathers the shards of all ranks into one flat model. Only ranks with `wanted` copy it to the host, since
-// a machine may lack the memory for a copy per rank. Between steps only.
-// shard: (layout.shard_size())   returns (layout.size), or an empty vector if not wanted
-inline std::vector<float> gather_flat(Worker& worker, const float* shard, bool wanted) {
+// Gathers the shards of all ranks, and starts to copy them to the host as one flat model where `flat` is not
+// empty, since a machine may lack the memory for a copy per rank. Between steps only.
+// flat: (layout.size) or empty   shard: (layout.shard_size())
+inline void gather_flat(Worker& worker, HostBuffer<float>& flat, const float* shard) {
     const Layout& layout = worker.model.layout;
     float* gathered = worker.spare();
     for (const Range& range : worker.shards) {
@@ -422,10 +422,7 @@ inline std::vector<float> gather_flat(Worker& worker, const float* shard, bool w
                                size_t(range.count) * sizeof(float), worker.comm_stream, &worker.traffic);
     }
     hand_back(worker);
-    if (!wanted) { return {}; }
-    std::vector<float> flat(static_cast<size_t>(layout.size));
-    device::copy_to_host(flat.data(), gathered, layout.size, worker.main);
-    return flat;
+    if (flat.count() > 0) { device::copy_to_host_later(flat.data(), gathered, layout.size, worker.main); }
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -603,16 +600,18 @@ inline void print_sample(Run& run, long step) {
     run.session.status.print(format("sample after step %ld:\n---\n", step) + printable(text) + "\n---");
 }
 
-// The model to be saved.   returns (layout.size) on the process that saves it, an empty vector elsewhere
-inline std::vector<float> gather_model(Run& run) {
-    if (!run.session.is_first_worker()) { return {}; }
+// Starts to copy the model to be saved.   flat: (layout.size) on the process that saves it, empty elsewhere
+inline void gather_model(Run& run, HostBuffer<float>& flat) {
+    if (!run.session.is_first_worker()) { return; }
     const float* shard = run.evaluated();
-    return gather_flat(*run.worker, shard ? shard : run.worker->master.data(), run.session.is_first());
+    gather_flat(*run.worker, flat, shard ? shard : run.worker->master.data());
 }
 
 inline void save_model(Run& run, long step) {
-    const std::vector<float> flat = gather_model(run);
+    HostBuffer<float> flat(run.session.is_first() ? run.inputs.layout.size : 0);
+    gather_model(run, flat);
     if (!run.session.is_first()) { return; }
+    run.main.synchronize();
     const Watchdog::Alone alone(run.session.watchdog);
     const std::string path = model_path(run.session.folder, step);
     write_model(path, run.inputs.shape, run.inputs.layout, flat.data());
@@ -666,10 +665,10 @@ inline TrainingSnapshot& take_snapshot(Run& run, long step) {
     wait_for_parameters(worker);
     snapshot.begin_copies(arrays_of(worker), run.main);
     if (run.outer) { run.outer->take_snapshot(run.main); }
-    if (!last) { snapshot.model = gather_model(run); }  // before the traffic is noted, which this adds to
+    if (!last) { gather_model(run, snapshot.model); }  // before the traffic is noted, which this adds to
     const Progress progress{step, run.inputs.steps, worker.adamw_updates, worker.traffic, run.session.totals};
-    snapshot.finish_copies(fields_of(progress, run.inputs.shape, *run.inputs.train_loader),
-                           fields_of(run.options.resolved), run.main);
+    snapshot.set_fields(fields_of(progress, run.inputs.shape, *run.inputs.train_loader),
+                        fields_of(run.options.resolved));
     return snapshot;
 }
 
@@ -770,8 +769,8 @@ inline void end_step(Run& run, long step) {
     if (run.has_left() && !snapshot) { snapshot = &take_snapshot(run, step); }
     if (!snapshot) { return; }
     // The state after the last step lacks the last merges, which a resumed run repeats; the model has them.
-    if (last) { snapshot->model = gather_model(run); }
-    run.checkpoints->write(step, last);
+    if (last) { gather_model(run, snapshot->model); }
+    run.checkpoints->write(step, last, run.main);
     run.saved_step = step;
     run.session.logger.checkpoint(step, now_seconds() - start);
     run.last_collected = now_seconds();
@@ -854,8 +853,9 @@ inline void make_worker(Run& run) {
     const Options& o = run.options;
     Inputs& in = run.inputs;
     Session& session = run.session;
-    const MatmulPrecision precision = matmul_precision(o.matmul_precision);
-    run.model = std::make_unique<Model>(in.shape, in.layout, o.recompute, precision);
+    const MatmulOptions products(matmul_precision(o.matmul_precision), o.fuse_gelu,
+                                 session.outer ? session.outer->sms() : 0);
+    run.model = std::make_unique<Model>(in.shape, in.layout, o.recompute, products);
     allocate_activations(*run.model, o.batch, o.seq_len);
     run.worker = std::make_unique<Worker>(*run.model, *session.inner, run.main, run.inner_stream);
     Worker& worker = *run.worker;
@@ -896,14 +896,14 @@ inline std::unique_ptr<OuterLoop> make_outer_loop(Run& run) {
     auto refuse = [&run](const std::string& theirs) {
         compare_options(run.agreed_options, theirs, rows_of_options);
     };
-    auto use_device = [&session] { device::use_in_this_thread(session.device); };
     auto open_store = [&o, &process] { return open_log_store(process.store_url, o.run_name, o.timeout); };
-    const SyncLogOptions of_log = {o.elastic, process.rank, o.workers,
-                                   o.diloco.overlap, run.inputs.steps, o.timeout, o.save_every > 0};
+    SyncLogOptions of_log = {o.elastic, process.rank, o.workers,
+                             o.diloco.overlap, run.inputs.steps, o.timeout, o.save_every > 0};
+    of_log.poll = seconds_between_looks(process.store_url);
     return std::make_unique<ElasticDiloco>(
         o.diloco, of_log, process.worker, run.fragments, run.inputs.layout, *session.inner, run.inner_stream,
         LogStart{random_hex(16), run.agreed_options, "", {}, false}, open_store,
-        ElasticCallbacks{while_waiting, refuse, use_device},
+        ElasticCallbacks{while_waiting, refuse, [&session] { device::use_in_this_thread(session.device); }},
         InnerMoments{run.worker->m, run.worker->v, &run.worker->adamw_updates});
 }
 

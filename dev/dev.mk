@@ -2,13 +2,14 @@
 # make test-long       make test, and what takes too long for it: sanitizers, fuzzers, nvcc, benchmarks' trials
 # make test-commands   every command that the documents show, those that take minutes too
 # make test-emulated   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test-long)
-# make check-cuda      the same kernels compiled by nvcc, if there is one (part of make test-long)
+# make check-cuda      the same kernels compiled by nvcc, and what it made of them (part of make test-long)
 # make test-gpu        the same tests and more on this machine's GPU
 # make fuzz            each parser of files, payloads and the store under libFuzzer, SECONDS=60 each (clang)
 # make torture         kills a run KILLS=500 times, in the middle of writes too, and compares its bits
-# make chaos           elastic workers are killed, stopped, slowed and cut off for MINUTES=10; SEED=
+# make chaos           elastic workers are killed, stopped, slowed and cut off for MINUTES=10; SEED=, STORE=s3
 # make attack          all of these and more, one blow after another for MINUTES=10, with a verdict on each; SEED=
 # make mutate          breaks kernels and host code on purpose: do the tests notice? (MUTATE=--help: options)
+# make bench-losses    whole runs beside PyTorch's: the same losses? (PEERS=1 installs it, PEER=PYTHON has it)
 # make registers       registers and spills of each kernel, as nvcc reports them
 # make train_gpt_emulated   the CUDA trainer on this CPU, linked to the emulator instead of the GPU's libraries
 
@@ -114,10 +115,11 @@ $(foreach kind,plain debug address thread fp32,$(eval $(call emulator_build,$(ki
 train_gpt_emulated: build/plain/train_gpt
 	cp $< $@
 
-# A system without hiredis, OpenSSL and PCRE2: what needs them is refused.
+# A system without hiredis, OpenSSL, libcurl and PCRE2: what needs them is refused.
 build/without/train_gpt: private OPTIMIZE = -O0
 build/without/train_gpt: private HAS_HIREDIS =
 build/without/train_gpt: private HAS_OPENSSL =
+build/without/train_gpt: private HAS_CURL =
 build/without/train_gpt: private HAS_PCRE2 =
 build/without/train_gpt: train_gpt.cu $(EMULATOR:%=build/plain/%.o) $(EMULATOR_HEADERS) | dependencies
 	@mkdir -p $(@D)
@@ -150,6 +152,7 @@ else
 	$(MAKE) build/nvcc/train_gpt.o build/nvcc/test_gpt_fp32.o $(CUDA_TESTS)
 	@if $(call gpu_links,nccl.h,$(NCCL_LINK)); then $(MAKE) build/nvcc/train_gpt; else \
 	    echo "not checked: whether train_gpt links, for there is no NCCL (NCCL_HOME says where to look)"; fi
+	python3 dev/bench/check_kernels.py --nvcc $(NVCC)
 endif
 
 build/nvcc/train_gpt: build/nvcc/train_gpt.o
@@ -204,7 +207,8 @@ torture: setup
 MINUTES ?= 10
 chaos: setup
 	$(MAKE) train_gpt_cpu $(if $(findstring --links,$(ARGUMENTS)),build/relay)
-	.venv/bin/python dev/break/chaos.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGUMENTS)
+	.venv/bin/python dev/break/chaos.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) \
+	    $(if $(STORE),--store $(STORE)) $(ARGUMENTS)
 
 # ARGUMENTS="--only strangers": dev/break/attack.py --help
 attack: setup
@@ -229,8 +233,21 @@ build/deltas/model_00000120.bin: | train_gpt_cpu
 	./train_gpt_cpu -i 'build/deltas/text/*_train_*.bin' -o build/deltas -e d6 --layers 4 --channels 128 \
 	    -t 64 -b 8 -l 1e-3 -u 20 -x 120 -n 60 -v 0 -s 0
 
+# PyTorch, to compare with: a few GB, in an environment of its own.
+.venv-peers/done: requirements-peers.txt
+	python3 -m venv .venv-peers
+	.venv-peers/bin/pip install -q -r $<
+	touch $@
+
+# ARGUMENTS="--minutes 30", "--quick", "--only muon": dev/bench/peer_losses.py --help
+bench-losses: REPORT = $(if $(findstring --quick,$(ARGUMENTS)),build,dev/results)/peer_losses.md
+bench-losses: setup
+	$(MAKE) train_gpt_cpu $(if $(PEERS),.venv-peers/done)
+	.venv/bin/python data/prepare.py --tokenizer bytes --out build/peer_losses/text
+	$(if $(PEERS),.venv-peers/bin/python,$(PEER)) dev/bench/peer_losses.py --report $(REPORT) $(ARGUMENTS)
+
 build/relay: dev/wan/relay.cpp
 	@mkdir -p build
 	$(CXX) -std=c++17 -O2 $(WARNINGS) $< -o $@
 
-.PHONY: test test-long test-commands test-emulated test-gpu check-cuda registers torture chaos attack mutate
+.PHONY: test test-long test-commands test-emulated test-gpu check-cuda bench-losses registers torture chaos attack mutate

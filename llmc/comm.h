@@ -55,6 +55,9 @@ public:
     virtual int rank() const = 0;
     virtual int size() const = 0;
 
+    // SMs of a GPU that its collectives hold while they wait for other workers; 0: none, or only briefly.
+    virtual int sms() const { return 0; }
+
     // out: (size, bytes), part r from rank r.   inp: (bytes)
     virtual void all_gather(void* out, const void* inp, size_t bytes, StreamT&, Traffic* = nullptr) = 0;
 

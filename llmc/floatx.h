@@ -4,6 +4,7 @@
 //                        the CPU. Master weights, optimizer state and outer state are float everywhere.
 //     MatmulPrecision    of matmuls of fp32 values, in PyTorch's words: `highest` is fp32; llmc/cpu/matmul.h
 //                        and llmc/cuda/matmul.cuh say how `high` and `medium` round.
+//     MatmulOptions      and what else Matmul has to know on a GPU (llmc/cuda/matmul.cuh).
 #pragma once
 #include <string>
 
@@ -22,3 +23,12 @@ inline MatmulPrecision matmul_precision(const std::string& word) {
            : word == "high"  ? MatmulPrecision::high
                              : MatmulPrecision::medium;
 }
+
+// fuse_gelu: 0 never, 1 or 2 into products, -1 where that gains
+// sms_taken: by collectives that wait for other workers while products run
+struct MatmulOptions {
+    MatmulOptions(MatmulPrecision precision, int fuse_gelu = -1, int sms_taken = 0)
+        : precision(precision), fuse_gelu(fuse_gelu), sms_taken(sms_taken) {}
+    MatmulPrecision precision;
+    int fuse_gelu, sms_taken;
+};

@@ -5,7 +5,8 @@
 #   DEPS_HOME   libraries that are unpacked there instead of installed (make setup OFFLINE=DIR DEPS_HOME=DIR)
 #   GPU_ARCH    the GPUs to build for (else this machine's), of 80 and later
 #   CPU_ARCH    the CPU to build for (else this machine's)
-#   HAS_HIREDIS=  nothing after the = leaves hiredis out although it is there; so do HAS_OPENSSL= and HAS_PCRE2=
+#   HAS_HIREDIS=  nothing after the = leaves hiredis out although it is there; so do HAS_OPENSSL=,
+#               HAS_PCRE2= and HAS_CURL= (libcurl and expat)
 GPU_ARCH ?= native
 CPU_ARCH ?= native
 hash := \#
@@ -38,12 +39,18 @@ HAS_HIREDIS = $(call once,HAS_HIREDIS,$(shell $(call host_links,hiredis/hiredis.
 HAS_OPENSSL = $(call once,HAS_OPENSSL,$(shell $(call host_links,openssl/opensslconf.h,-lssl -lcrypto) && \
                                                 echo yes))
 HAS_PCRE2 = $(call once,HAS_PCRE2,$(shell $(call host_links,pcre2.h,-lpcre2-8) && echo yes))
-WITHOUT = $(if $(HAS_HIREDIS),,-DWITHOUT_HIREDIS) $(if $(HAS_OPENSSL),,-DWITHOUT_OPENSSL) $(if $(HAS_PCRE2),,-DWITHOUT_PCRE2)
+# Older ones do not sign all of a request (CURLOPT_AWS_SIGV4).
+IS_NEW_CURL = printf '\043include <curl/curl.h>\n\043if LIBCURL_VERSION_NUM < 0x075800\n\043error old\n\043endif\n' | \
+              $(CXX) $(DEPS_FLAGS) -E -x c++ - > /dev/null 2>&1
+HAS_CURL = $(call once,HAS_CURL,$(shell $(IS_NEW_CURL) && $(call host_links,curl/curl.h,-lcurl) && \
+                                          $(call host_links,expat.h,-lexpat) && echo yes))
+WITHOUT = $(if $(HAS_CURL),,-DWITHOUT_CURL) $(if $(HAS_HIREDIS),,-DWITHOUT_HIREDIS) $(if $(HAS_OPENSSL),,-DWITHOUT_OPENSSL) $(if $(HAS_PCRE2),,-DWITHOUT_PCRE2)
 OPTIONAL_LIBS = $(if $(HAS_HIREDIS),-lhiredis $(if $(HAS_OPENSSL),-lssl -lcrypto)) \
-                $(if $(HAS_PCRE2),-lpcre2-8)
+                $(if $(HAS_PCRE2),-lpcre2-8) $(if $(HAS_CURL),-lcurl -lexpat)
 say_what_is_left_out = \
     $(if $(HAS_HIREDIS),,echo "hiredis: not found: --store redis:// is not in this build";) \
     $(if $(HAS_OPENSSL),,echo "OpenSSL: not found: --store rediss:// (TLS) is not in this build";) \
+    $(if $(HAS_CURL),,echo "curl: not found, or older than 7.88, or no expat: --store s3:// is not in this build";) \
     $(if $(HAS_PCRE2),,echo "PCRE2: not found: --prompt takes tokenizers of bytes alone in this build";)
 
 # The CUDA toolkit, and NCCL.

@@ -9,6 +9,7 @@ libraries=(
     libdnnl-dev                                 # oneDNN: matmuls on the CPU
     libhiredis-dev libcli11-dev libxxhash-dev   # Redis, where processes meet; options; checksums
     libssl-dev                                  # Redis over TLS
+    libcurl4-openssl-dev libexpat1-dev          # S3, where processes meet: HTTP and signatures; XML
     libpcre2-dev                                # Unicode's letters and numbers, for prompts
     libgtest-dev libboost-context-dev           # tests; the fibers that CUDA threads run as without a GPU
 )

@@ -10,7 +10,6 @@
 // (elastic_diloco.h) every worker reads all payloads, as with all_gather.
 #pragma once
 #include <limits>
-#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>

@@ -71,11 +71,16 @@ struct E2M1 : ScaledFormat<4, 1, 1, 7> {
     static constexpr float largest = 6;
 
     // Exponent and mantissa are moved to where fp32 has them. For the codes without exponent, 0 and 0.5, that
-    // gives x = 0.5 and 0.75; their value is 2 x - 1, which for all other codes is more than x.
+    // gives x = 0.5 and 0.75; their value is 2 x - 1, which for other codes is at least x. A GPU takes one
+    // product, as E3M0 does; on a CPU that would take 20 times as long, since 0.5 would be a subnormal factor.
     HD static float decode(uint32_t code) {
+#ifdef USE_CUDA
+        return multiply_rn(bits_to_float((code & 8) << 28 | (code & 7) << 22), 0x1p126f);
+#else
         const float normal = bits_to_float(((code & 7) << 22) + (uint32_t(127 - 1) << 23));
         const float subnormal = subtract_rn(add_rn(normal, normal), 1.0f);
         return bits_to_float((code & 8) << 28 | float_to_bits(normal < subnormal ? normal : subnormal));
+#endif
     }
 };
 

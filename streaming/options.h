@@ -6,7 +6,7 @@
 #include "llmc/device.h"
 
 struct DilocoOptions {
-    long inner_steps = 100;                   // H
+    long inner_steps = 0;                     // H; 0: usual_inner_steps()
     int fragment_layers = 3;                  // 0: all blocks in one fragment (classic DiLoCo)
     std::string fragment_pattern = "strided";
     long overlap = 1;                         // tau, in [0, H)

@@ -9,7 +9,6 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>

@@ -8,7 +8,6 @@
 #pragma once
 #include <algorithm>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "streaming/error_feedback.h"

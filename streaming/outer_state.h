@@ -12,7 +12,6 @@
 // step. Fetches and write-backs are on one stream, so a fetch comes after all earlier write-backs.
 #pragma once
 #include <algorithm>
-#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <utility>

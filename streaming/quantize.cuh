@@ -34,14 +34,31 @@ __device__ inline void store_codes(uint8_t* out, const uint32_t (&codes)[4]) {
     __stcg(reinterpret_cast<FourCodes<F>*>(out), packed);
 }
 
-// Above a code's own bits may be those of the next one, which decode() ignores.
+// Four values of a payload as they lie there, decoded later: a thread has the loads of many in flight.
 template <class F>
-__device__ inline void load_codes(uint32_t (&codes)[4], const uint8_t* inp) {
-    const FourCodes<F> packed = __ldcs(reinterpret_cast<const FourCodes<F>*>(inp));
-    uint32_t words[4] = {};
-    memcpy(words, &packed, sizeof(packed));
-    for (int i = 0; i < 4; i++) { codes[i] = words[i * F::bits / 32] >> i * F::bits % 32; }
-}
+struct Encoded {
+    FourCodes<F> codes;
+    unsigned short scale;
+
+    // Values [i, i + 4) of a part.
+    __device__ void load(const uint8_t* payload, const PayloadLayout& layout, long i) {
+        codes = __ldcs(reinterpret_cast<const FourCodes<F>*>(payload + layout.codes + i * F::bits / 8));
+        const auto* scales = reinterpret_cast<const unsigned short*>(payload + layout.scales);
+        if constexpr (F::scaled) { scale = __ldg(scales + i / quantization_block); }
+    }
+
+    // Above a code's own bits may be those of the next one, which decode() ignores.
+    __device__ Pack<float> decoded() const {
+        uint32_t words[4] = {};
+        memcpy(words, &codes, sizeof(codes));
+        const float factor = F::scaled ? bits_to_float(uint32_t(scale) << 16) : 1.0f;
+        Pack<float> values;
+        for (int k = 0; k < 4; k++) {
+            values[k] = multiply_rn(F::decode(words[k * F::bits / 32] >> k * F::bits % 32), factor);
+        }
+        return values;
+    }
+};
 
 // delta = values - minus + residual of four values.
 __device__ inline Pack<float> load_delta(const Source& source, long i) {
@@ -62,12 +79,7 @@ template <class F, bool stochastic>
 __device__ inline void encode_four(uint32_t (&codes)[4], Pack<float> delta, uint32_t scale,
                                    const Rounding& rounding, uint64_t index) {
     if constexpr (F::scaled) {
-        const Divisor divisor = divisor_of(scale);
-        if (divisor.reciprocal != 0) {  // a whole warp
-            for (int k = 0; k < 4; k++) { delta[k] = divide_by(delta[k], divisor); }
-        } else {
-            for (int k = 0; k < 4; k++) { delta[k] = divide_rn(delta[k], divisor.scale); }
-        }
+        for (int k = 0; k < 4; k++) { delta[k] = divide_rn(delta[k], divisor_of(scale)); }
     }
     if constexpr (stochastic) {
         const Philox4 random = random_quad(rounding, index / 4);
@@ -85,7 +97,7 @@ __device__ inline unsigned part_of(const PayloadLayout& layout, long block) {
 
 // One warp, one block of 128 values.   source: of the range's `blocks`   first: the range's first block
 // Bound by memory: per value 8 bytes read, in one pass, and bits / 8 written (fp4: 0.5), and 2 per block;
-// with a residual 12 and 4 more. Stochastic: 10 more integer instructions per value.
+// with a residual 12 and 4 more. Stochastic: about 22 more integer instructions per value.
 template <class F, bool stochastic>
 __global__ void quantize_kernel(uint8_t* payload, PayloadLayout layout, Source source, Rounding rounding,
                                 long first, long blocks) {
@@ -121,34 +133,35 @@ __global__ void quantize_kernel(uint8_t* payload, PayloadLayout layout, Source s
     }
 }
 
+const int dequantize_at_once = 4;  // workers whose codes a thread loads before it decodes the first
+
 // One thread, four values.   mean: (layout.values)   payloads: of all workers, `stride` bytes apart
 // weights: (workers), for a weighted mean
-// Bound by memory: bits / 8 bytes read per value and worker (fp4: 0.5), 4 written per value.
+// Bound by memory, or (fp4) by instructions: bits / 8 bytes read per value and worker, 4 written per value.
 template <class F, bool weighted>
-__global__ void dequantize_mean_kernel(float* mean, const uint8_t* payloads, PayloadLayout layout,
-                                       size_t stride, int workers, const float* weights) {
+__global__ void __launch_bounds__(quantize_threads)
+    dequantize_mean_kernel(float* mean, const uint8_t* payloads, PayloadLayout layout, size_t stride,
+                           int workers, const float* weights) {
     const long i = (blockIdx.x * long(blockDim.x) + threadIdx.x) * 4;
     if (i >= layout.values) { return; }
     const unsigned part = part_of(layout, i / quantization_block);
     const long within = i - part * layout.part_values;
     payloads += part * layout.bytes;
-    const uint8_t* codes = payloads + layout.codes + within * F::bits / 8;
-    const uint8_t* scales = payloads + layout.scales + within / quantization_block * sizeof(uint16_t);
     Pack<float> sum = {};
-    #pragma unroll 4
-    for (int worker = 0; worker < workers; worker++) {
-        uint32_t encoded[4];
-        load_codes<F>(encoded, codes + size_t(worker) * stride);
-        float factor = 1.0f, weight = 1.0f;
-        if constexpr (F::scaled) {
-            const uint8_t* scale = scales + size_t(worker) * stride;
-            factor = bits_to_float(uint32_t(__ldg(reinterpret_cast<const unsigned short*>(scale))) << 16);
+    for (int first = 0; first < workers; first += dequantize_at_once) {
+        Encoded<F> encoded[dequantize_at_once];
+        float weight[dequantize_at_once];
+        for (int k = 0; k < dequantize_at_once; k++) {
+            if (first + k >= workers) { continue; }
+            encoded[k].load(payloads + size_t(first + k) * stride, layout, within);
+            weight[k] = weighted ? __ldg(weights + first + k) : 1.0f;
         }
-        if constexpr (weighted) { weight = __ldg(weights + worker); }
-        for (int k = 0; k < 4; k++) {
-            const float decoded = F::decode(encoded[k]);
-            const float value = F::scaled ? multiply_rn(decoded, factor) : decoded;
-            sum[k] = weighted ? fma_rn(weight, value, sum[k]) : add_rn(sum[k], value);
+        for (int k = 0; k < dequantize_at_once; k++) {
+            if (first + k >= workers) { continue; }
+            const Pack<float> values = encoded[k].decoded();
+            for (int j = 0; j < 4; j++) {
+                sum[j] = weighted ? fma_rn(weight[k], values[j], sum[j]) : add_rn(sum[j], values[j]);
+            }
         }
     }
     if constexpr (!weighted) {

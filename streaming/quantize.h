@@ -78,29 +78,8 @@ struct Source {
     }
 };
 
-// Division by the scale of a block, as the kernels do it: if the scale is neither tiny nor huge, `reciprocal`
-// is its reciprocal, else 0.
-struct Divisor {
-    float scale, reciprocal;
-};
-
-// scale: in bf16, as bits; 0 stands for 1, since such a block is all zeros
-HD inline Divisor divisor_of(uint32_t scale) {
-    const uint32_t word = scale == 0 ? 0x3f800000 : scale << 16;
-    const bool has_reciprocal = word >= uint32_t(127 - 60) << 23 && word < uint32_t(127 + 60) << 23;
-    return {bits_to_float(word), has_reciprocal ? divide_rn(1.0f, bits_to_float(word)) : 0.0f};
-}
-
-// x / scale, rounded to nearest: the product with the reciprocal, and one Newton step, whose relative error
-// is 2^-46 before rounding. The quotient of 24 bits and the 8 of a bf16 is at least 2^-33 away from any
-// midpoint between two floats, so that the rounded result is exact. A quotient below 2^-59 may be inexact
-// if it is denormal; all formats encode it as 0.
-HD inline float divide_by(float x, Divisor by) {
-    const float magnitude = bits_to_float(float_to_bits(x) & 0x7fffffff);
-    const float near = multiply_rn(magnitude, by.reciprocal);
-    const float quotient = fma_rn(fma_rn(-near, by.scale, magnitude), by.reciprocal, near);
-    return bits_to_float(float_to_bits(quotient) | (float_to_bits(x) & 0x80000000));
-}
+// What deltas are divided by.   scale: of their block, in bf16, as bits; if it is 0, they are all zeros
+HD inline float divisor_of(uint32_t scale) { return scale == 0 ? 1.0f : bits_to_float(scale << 16); }
 
 // The rounding error of a delta: delta - decoded.   scale: of its block, in bf16, as bits
 template <class F>
@@ -199,7 +178,7 @@ inline bool quantize_block(uint8_t* codes, uint16_t* scale, const Source& source
     }
     if constexpr (F::scaled) {
         *scale = uint16_t(scale_bits);
-        const float divisor = divisor_of(scale_bits).scale;
+        const float divisor = divisor_of(scale_bits);
         for (int k = 0; k < quantization_block; k++) { quotients[k] = divide_rn(delta[k], divisor); }
     }
     encode_block<F, stochastic>(block, F::scaled ? quotients : delta, rounding, rounding.first + uint64_t(i));

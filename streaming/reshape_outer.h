@@ -10,9 +10,7 @@
 // The old run is known by the options that its states contain.
 #pragma once
 #include <algorithm>
-#include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "llmc/error.h"

@@ -7,7 +7,6 @@
 // it was sent.
 #pragma once
 #include <algorithm>
-#include <cstdlib>
 #include <numeric>
 #include <stdexcept>
 #include <string>

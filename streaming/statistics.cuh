@@ -12,20 +12,7 @@ namespace cuda {
 
 const int statistics_threads = 256;  // a chunk has at least a pack for each
 
-// Four values of a payload, from value `i` of the part on.
-template <class F>
-__device__ inline Pack<float> decode_four(const uint8_t* payload, const PayloadLayout& layout, long i) {
-    uint32_t encoded[4];
-    load_codes<F>(encoded, payload + layout.codes + i * F::bits / 8);
-    float factor = 1.0f;
-    if constexpr (F::scaled) {
-        const auto* scales = reinterpret_cast<const unsigned short*>(payload + layout.scales);
-        factor = bits_to_float(uint32_t(__ldg(scales + i / quantization_block)) << 16);
-    }
-    Pack<float> values;
-    for (int k = 0; k < 4; k++) { values[k] = multiply_rn(F::decode(encoded[k]), factor); }
-    return values;
-}
+const int statistics_at_once = 4;    // packs of each row that a thread loads before it uses the first
 
 __device__ inline double dot_four(const Pack<float>& a, const Pack<float>& b, double sum) {
     for (int k = 0; k < 4; k++) { sum = fma(double(a[k]), double(b[k]), sum); }
@@ -34,21 +21,30 @@ __device__ inline double dot_four(const Pack<float>& a, const Pack<float>& b, do
 
 // Block (c, s): chunk c of sum s; chunks are packs that lie `chunks` blocks of threads apart.
 // partial: (sums, chunks)   mean: (layout.values), or null
-// Bound by memory: bits / 8 bytes a value and row (fp4: 0.5; a sum of squares has one row), 4 of the mean.
+// Bound by memory, or (fp4) by instructions: bits / 8 bytes a value and row (a square: 1), 4 of the mean.
 template <class F>
 __global__ void __launch_bounds__(statistics_threads)
     row_sums_kernel(double* partial, const uint8_t* payloads, size_t stride, int workers,
                     PayloadLayout layout, const float* mean) {
     const RowPair rows = rows_of(int(blockIdx.y), workers);
-    auto load = [=](int row, long i) {
-        return row == workers ? load_pack(mean + i)
-                              : decode_four<F>(payloads + size_t(row) * stride, layout, i);
-    };
+    const bool is_square = rows.a == rows.b, with_mean = rows.b == workers;
     const long step = long(gridDim.x) * statistics_threads * 4;
     double sum = 0;
-    for (long i = (blockIdx.x * long(statistics_threads) + threadIdx.x) * 4; i < layout.values; i += step) {
-        const Pack<float> a = load(rows.a, i);
-        sum = dot_four(a, rows.a == rows.b ? a : load(rows.b, i), sum);
+    for (long first = (blockIdx.x * long(statistics_threads) + threadIdx.x) * 4; first < layout.values;
+         first += statistics_at_once * step) {
+        Encoded<F> a[statistics_at_once] = {}, b[statistics_at_once] = {};  // behind the last: zeros
+        Pack<float> of_mean[statistics_at_once] = {};
+        for (int k = 0; k < statistics_at_once; k++) {
+            const long i = first + k * step;
+            if (i >= layout.values) { continue; }
+            if (rows.a < workers) { a[k].load(payloads + size_t(rows.a) * stride, layout, i); }
+            if (!is_square && !with_mean) { b[k].load(payloads + size_t(rows.b) * stride, layout, i); }
+            if (with_mean) { of_mean[k] = load_pack(mean + i); }
+        }
+        for (int k = 0; k < statistics_at_once; k++) {
+            const Pack<float> left = rows.a < workers ? a[k].decoded() : of_mean[k];
+            sum = dot_four(left, is_square ? left : with_mean ? of_mean[k] : b[k].decoded(), sum);
+        }
     }
     sum = block_sum(sum);
     if (threadIdx.x == 0) { partial[blockIdx.y * gridDim.x + blockIdx.x] = sum; }
@@ -63,23 +59,29 @@ __global__ void __launch_bounds__(statistics_threads)
                          Source source, long count) {
     const long step = long(gridDim.x) * statistics_threads * 4;
     double delta_square = 0, lost_square = 0;
-    for (long i = (blockIdx.x * long(statistics_threads) + threadIdx.x) * 4; i < count; i += step) {
-        const unsigned part = part_of(layout, (first + i) / quantization_block);
-        const Pack<float> decoded =
-            decode_four<F>(payload + part * layout.bytes, layout, first + i - part * layout.part_values);
-        Pack<float> delta, lost;
-        if (source.residual != nullptr) {
-            lost = load_pack(source.residual + i);
-            for (int k = 0; k < 4; k++) { delta[k] = add_rn(decoded[k], lost[k]); }
-        } else {
-            const Pack<float> values = load_pack(source.values + i), minus = load_pack(source.minus + i);
-            for (int k = 0; k < 4; k++) {
-                delta[k] = subtract_rn(values[k], minus[k]);
-                lost[k] = subtract_rn(delta[k], decoded[k]);
-            }
+    for (long begin = (blockIdx.x * long(statistics_threads) + threadIdx.x) * 4; begin < count;
+         begin += statistics_at_once * step) {
+        Encoded<F> encoded[statistics_at_once] = {};  // behind the last: zeros
+        Pack<float> values[statistics_at_once] = {}, minus[statistics_at_once] = {};
+        for (int k = 0; k < statistics_at_once; k++) {
+            const long i = begin + k * step;
+            if (i >= count) { continue; }
+            const unsigned part = part_of(layout, (first + i) / quantization_block);
+            encoded[k].load(payload + part * layout.bytes, layout, first + i - part * layout.part_values);
+            minus[k] = load_pack((source.residual ? source.residual : source.minus) + i);
+            if (!source.residual) { values[k] = load_pack(source.values + i); }
         }
-        delta_square = dot_four(delta, delta, delta_square);
-        lost_square = dot_four(lost, lost, lost_square);
+        for (int k = 0; k < statistics_at_once; k++) {
+            const Pack<float> decoded = encoded[k].decoded();
+            Pack<float> delta, lost = minus[k];
+            for (int j = 0; j < 4; j++) {
+                delta[j] = source.residual ? add_rn(decoded[j], lost[j])
+                                           : subtract_rn(values[k][j], minus[k][j]);
+                if (!source.residual) { lost[j] = subtract_rn(delta[j], decoded[j]); }
+            }
+            delta_square = dot_four(delta, delta, delta_square);
+            lost_square = dot_four(lost, lost, lost_square);
+        }
     }
     delta_square = block_sum(delta_square);
     lost_square = block_sum(lost_square);

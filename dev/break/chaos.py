@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Chaos: an elastic run (--outer-transport store) whose workers are killed, stopped, slowed and cut off.
 
-    dev/break/chaos.py --minutes 10 [--seed S] [--workers M] [--ranks R] [--store redis|file] [--links]
+    dev/break/chaos.py --minutes 10 [--seed S] [--workers M] [--ranks R] [--store redis|file|s3] [--links]
                  [--share CORES] [--trainer ./train_gpt_cpu]
 
 M workers are started one by one, as they would be at M places. What then happens to them is drawn from the
@@ -15,10 +15,10 @@ It must hold, always: who has merged a sync, in any start of any worker, stood o
 and counted the same workers; nobody who could go on stands still; nobody ends who was not killed, but for
 those who are refused; losses are finite and fall; in the end all have the same model, bit for bit.
 
-By default each worker reaches the store, a Redis server, over a link of its own that can be cut
-(dev/break/chaos/link.py). With --links each is a site with a network of its own behind a line with delay and loss
-(dev/wan/sites.py; root). Everything that happened is in chaos.log, with who was counted in which sync, and
-why the others were not, and each wait that was longer than a step, and for whom it was.
+By default each worker reaches the store, a Redis server (or one of S3's protocol), over a link of its own that
+can be cut (dev/break/chaos/link.py). With --links each is a site with a network of its own behind a line with
+delay and loss (dev/wan/sites.py; root). Everything that happened is in chaos.log, with who was counted in which
+sync, and why the others were not, and each wait that was longer than a step, and for whom it was.
 
 Where the machine lets it (control groups; root) each rank gets a share of a core that it cannot exceed
 (dev/bench/quota.py), so that a wait is never one for a core that another worker has.
@@ -87,9 +87,10 @@ class Chaos:
                         "--overlap": 20 if arguments.links else 10, "-x": arguments.steps,
                         **self.draw_options()}
         base.mkdir(parents=True)
-        kind = (places.Folder if arguments.store == "file" else places.Apart if arguments.links
-                else places.Here)
+        kind = (places.Folder if arguments.store == "file" else places.Bucket if arguments.store == "s3"
+                else places.Apart if arguments.links else places.Here)
         self.place = kind(base, arguments.workers)
+        self.options.update(self.place.options)
         self.share, self.quotas = arguments.share, quota.Quotas() if arguments.share else None
         self.waits = Waits(arguments.workers, self.options["--min-workers"])
         self.workers = [Worker(w, self) for w in range(arguments.workers)]
@@ -340,10 +341,10 @@ class Chaos:
         number = self.totals.rows[blow.kind].blows
         folder = self.base / f"{blow.kind.replace(' ', '_')}{number}"
         folder.mkdir()
-        options, store, word = {"-H": 23}, None, "inner-steps"
+        options, password, word = {"-H": 23}, {}, "inner-steps"
         if blow.kind == "wrong password":
-            options, store, word = {}, self.place.url(worker.number, "wrong"), "password"
-        stranger = worker.launch(folder, folder / "output.txt", options, store)
+            options, password, word = {}, {"password": "wrong"}, self.place.refusal
+        stranger = worker.launch(folder, folder / "output.txt", options, **password)
         end = time.monotonic() + LIMIT
         while stranger.poll() is None and time.monotonic() < end:
             self.rest(0.1)
@@ -496,8 +497,8 @@ def check(arguments):
         raise UserError(f"there is no {arguments.trainer}: run make")
     if arguments.workers < 3:
         raise UserError("--workers is less than 3: with two nobody can be missed")
-    if arguments.links and arguments.store == "file":
-        raise UserError("--links are to a Redis server: leave out --store file")
+    if arguments.links and arguments.store != "redis":
+        raise UserError(f"--links are to a Redis server: leave out --store {arguments.store}")
     if lack := places.missing(arguments.store, arguments.links):
         raise UserError(lack)
     if arguments.share is not None and not 0 <= arguments.share <= 1:
@@ -574,7 +575,7 @@ def parse(words):
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int,
                         help=f"of a run (default: as many as take {RUN_SECONDS} s on this machine)")
-    parser.add_argument("--store", choices=["redis", "file"], default="redis")
+    parser.add_argument("--store", choices=["redis", "file", "s3"], default="redis")
     parser.add_argument("--links", action="store_true", help="far apart: sites and lines; root")
     parser.add_argument("--share", type=float, metavar="CORES",
                         help=f"of a core, that a rank gets ({SHARE} where there are control groups, and "

@@ -4,7 +4,9 @@
 // It is as strict as the library's documentation, or stricter where a comment says so, and chooses, of what a
 // caller allows, the worst: an algorithm that needs all the alignment it was promised, overwrites its
 // workspace, works for that one problem only and, if allowed to, rounds partial sums to D's type. With
-// CUBLASLT_LOG_LEVEL=1 in the environment a refusal's reason goes to stderr.
+// CUBLASLT_LOG_LEVEL=1 in the environment a refusal's reason goes to stderr. As long as there is a communicator
+// of a set number of CTAs, it refuses products that are not cut for the SMs which its collectives leave: on
+// Hopper these would take twice as long, in two waves.
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
@@ -46,6 +48,7 @@ struct Operation {
     void *bias = nullptr, *aux = nullptr;
     int64_t aux_ld = 0;
     int32_t aux_type = -1;  // D's
+    int32_t sms = 0;        // all
 };
 
 struct Preference {
@@ -203,7 +206,7 @@ uint64_t fingerprint(const Problem& p) {
         add(matrix->type), add(matrix->rows), add(matrix->columns), add(uint64_t(matrix->ld));
     }
     add(p.operation.compute), add(uint64_t(p.operation.transa)), add(uint64_t(p.operation.transb));
-    add(p.operation.epilogue), add(p.has_aux() ? uint64_t(p.operation.aux_ld) : 0);
+    add(p.operation.epilogue), add(uint64_t(p.operation.sms)), add(p.has_aux() ? uint64_t(p.operation.aux_ld) : 0);
     return sum;
 }
 
@@ -473,6 +476,8 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t operation,
             return set(o.aux_ld, value, bytes);
         case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE:
             return set(o.aux_type, value, bytes);
+        case CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET:
+            return set(o.sms, value, bytes);
         default:
             return refuse(unsupported, "this attribute of an operation");
     }
@@ -565,6 +570,12 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t oper
     }
     if (workspace_bytes < algorithm.workspace_bytes) {
         return refuse(invalid, "the workspace is smaller than the algorithm's");
+    }
+    cudaDeviceProp device;
+    cudaGetDeviceProperties(&device, 0);
+    const int taken = sms_of_communicators();
+    if (taken > 0 && (p.operation.sms < 1 || p.operation.sms > device.multiProcessorCount - taken)) {
+        return refuse(invalid, "SM_COUNT_TARGET is more than the SMs that collectives leave");
     }
     const Pointers pointers{
         A, B, C, D, workspace, *static_cast<const float*>(alpha), *static_cast<const float*>(beta)};

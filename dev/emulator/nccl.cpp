@@ -55,6 +55,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* handle, int size, ncclUniqueId i
     const auto comm = std::make_shared<ncclComm>(id.internal, rank, size);
     comm->blocking = !config || config->blocking != 0;  // undefined means blocking
     if (config && config->commName) { comm->name = config->commName; }
+    if (config && config->maxCTAs != NCCL_CONFIG_UNDEF_INT) { comm->ctas = config->maxCTAs; }
     keep(comm);
     *handle = comm.get();
     return start(comm, [comm] {

@@ -9,6 +9,7 @@
 #include <map>
 #include <thread>
 
+#include "dev/emulator/cublaslt.h"
 #include "dev/emulator/device_memory.h"
 #include "dev/emulator/emulator.h"
 #include "dev/emulator/machine.h"
@@ -56,6 +57,13 @@ CommRef find_communicator(ncclComm_t handle) {
 void forget(ncclComm_t handle) {
     Locked lock(communicators().monitor);
     communicators().open.erase(handle);
+}
+
+int sms_of_communicators() {
+    Locked lock(communicators().monitor);
+    int sms = 0;
+    for (const auto& [handle, comm] : communicators().open) { sms += comm->ctas; }
+    return sms;
 }
 
 // ---- errors

@@ -16,6 +16,7 @@ struct ncclComm {
 
     const int rank, size;
     bool blocking = true;
+    int ctas = 0;      // config.maxCTAs; 0: NCCL's choice
     std::string name;  // config.commName
     emulator::Peers peers;
     std::atomic<int> state{ncclSuccess};  // as ncclCommGetAsyncError tells it

@@ -5,7 +5,9 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <map>
 #include <thread>
@@ -46,6 +48,16 @@ Streams& streams() {
     static Streams& all = *new Streams;
     return all;
 }
+
+// Calls in which the host waited for a stream. With EMULATOR_COUNT_WAITS they are told at the program's end.
+struct Waits {
+    std::atomic<long> count{0};
+    ~Waits() {
+        if (getenv("EMULATOR_COUNT_WAITS")) {
+            fprintf(stderr, "emulator: the host waited in %ld calls\n", count.load());
+        }
+    }
+} waits;
 
 // The stream whose thread this is.
 Stream*& own_stream() {
@@ -305,6 +317,7 @@ PointRef last_point(const StreamRef& stream) {
 }
 
 void wait_for(const PointRef& point) {
+    waits.count++;
     block_until_done(point);
     if (point) { acquire(&point->completed); }
 }

@@ -5,6 +5,8 @@
 
 #include <cmath>
 
+#include <nccl.h>
+
 #include "dev/emulator/device_array.h"
 
 namespace {
@@ -429,6 +431,30 @@ TEST(CublasLt, RefusesUnknownAttributesWrongSizesAndNoHandle) {
     EXPECT_EQ(call.choose(), CUBLAS_STATUS_NOT_INITIALIZED);
     EXPECT_EQ(call.multiply(), CUBLAS_STATUS_NOT_INITIALIZED);
     call.handle = made;
+}
+
+// A communicator's collectives may hold an SM while they wait: products have to be cut for the others.
+TEST(CublasLt, RefusesToCutAProductForSmsThatCollectivesMayHold) {
+    const auto choose_and_multiply = [](int32_t sms) {
+        Valid call;
+        EXPECT_EQ(cublasLtMatmulDescSetAttribute(call.operation, CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, &sms,
+                                                 sizeof sms),
+                  CUBLAS_STATUS_SUCCESS);
+        EXPECT_EQ(call.choose(), CUBLAS_STATUS_SUCCESS);
+        return call.multiply();
+    };
+    EXPECT_EQ(choose_and_multiply(0), CUBLAS_STATUS_SUCCESS);
+    ncclUniqueId id;
+    ASSERT_EQ(ncclGetUniqueId(&id), ncclSuccess);
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.minCTAs = config.maxCTAs = 1;
+    ncclComm_t comm = nullptr;
+    ASSERT_EQ(ncclCommInitRankConfig(&comm, 1, id, 0, &config), ncclSuccess);
+    EXPECT_EQ(choose_and_multiply(0), invalid);
+    EXPECT_EQ(choose_and_multiply(4), invalid) << "all SMs";
+    EXPECT_EQ(choose_and_multiply(3), CUBLAS_STATUS_SUCCESS);
+    ncclCommAbort(comm);
+    EXPECT_EQ(choose_and_multiply(0), CUBLAS_STATUS_SUCCESS);
 }
 
 // ---- how it rounds, and what it passes on

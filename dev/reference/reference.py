@@ -117,13 +117,10 @@ def decay_mask(shape):
 
 
 def unflatten(flat, shape):
-    """Views of the flat model by name."""
-    result, offset = {}, 0
-    for name, dimensions in tensors(shape):
-        count = int(np.prod(dimensions))
-        result[name] = flat[offset:offset + count].reshape(dimensions)
-        offset += count
-    return result
+    """Views of the flat model by name. Of one split, so that autograd makes the flat gradient at once."""
+    counts = [int(np.prod(dimensions)) for _, dimensions in tensors(shape)]
+    parts = np.split(flat, np.cumsum(counts)[:-1]) if isinstance(flat, np.ndarray) else flat.split(counts)
+    return {name: part.reshape(dimensions) for (name, dimensions), part in zip(tensors(shape), parts, strict=True)}
 
 
 def gpt_logits(flat, tokens, shape):
@@ -183,6 +180,8 @@ class AdamW:
 
 def newton_schulz(matrix):
     """Keller Jordan's five iterations: singular vectors stay, singular values become about 1."""
+    if matrix.shape[0] > matrix.shape[1]:  # the same of the transpose, with smaller products
+        return newton_schulz(matrix.T).T
     X = matrix / matrix.norm()
     for _ in range(5):
         A = X @ X.T

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import numpy as np
 
-from reference import (ADAMW, SHUFFLE, AdamW, Shape, decay_mask, initial_values, loss_and_gradient,
+from reference import (ADAMW, MUON, SHUFFLE, AdamW, Muon, Shape, decay_mask, initial_values, loss_and_gradient,
                        random_bits, relative_error, tensors, visible_norms)
 
 DATA = Path(__file__).resolve().parents[1] / "test/data"
@@ -116,16 +116,40 @@ def token_shard(tokens):
 
 
 def batches(tokens, worker, options):
-    """(inputs, targets) of a worker, for ever: its sequences of each sample, which holds as many as the
-    batches of all workers together; a short rest is left.   options: with lists, of all workers"""
+    """(inputs, targets) of a worker, for ever: its rows of each sample, which holds as many as the batches of all
+    workers together.   options: with lists, of all workers"""
     import torch
     time, counts = options["-t"], [of_worker(options, w)["-b"] for w in range(options["--workers"])]
-    batch, sample = counts[worker], sum(counts) * time
+    first, sample = sum(counts[:worker]), sum(counts)
+    order = row_order((len(tokens) - 1) // time, sample, options)
     while True:
-        for start in range(0, len(tokens) - sample, sample):
-            begin = start + sum(counts[:worker]) * time
-            yield tuple(torch.from_numpy(tokens[at:at + batch * time].reshape(batch, time))
-                        for at in (begin, begin + 1))
+        rows = [next(order) for _ in range(sample)][first:first + counts[worker]]
+        text = np.stack([tokens[row * time:row * time + time + 1] for row in rows])
+        yield torch.from_numpy(text[:, :-1]), torch.from_numpy(text[:, 1:])
+
+
+def row_order(count, sample, options):
+    """Numbers of rows, for ever. As they lie, without a short rest; or each epoch in an order of its own."""
+    epoch = 0
+    while True:
+        yield from (shuffled(count, options["--seed"], epoch) if options["--shuffle"]
+                    else range(count - count % sample))
+        epoch += 1
+
+
+def shuffled(count, seed, epoch):
+    """0 ... count - 1 in the trainer's order: eight rounds of a Feistel network over the least power of four that holds
+    all of them, repeated for what falls beyond count."""
+    half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
+    order, todo = np.arange(count, dtype=np.uint64), np.arange(count)
+    while len(todo):
+        left, right = order[todo] >> half, order[todo] & (np.uint64(1) << half) - np.uint64(1)
+        for draw in range(8):
+            random = random_bits(seed, SHUFFLE, np.uint64(epoch << 32) | right, draw)[0]
+            left, right = right, left ^ (random & (np.uint64(1) << half) - np.uint64(1))
+        order[todo] = left << half | right
+        todo = todo[order[todo] >= count]
+    return order.tolist()
 
 
 # -------------------------------------------------------------------------------------------------- fragments
@@ -222,7 +246,9 @@ class Worker:
         self.options, self.shape, self.batches = options, model_shape(options), batches
         self.local, self.parameters, self.momentum = initial.clone(), initial.clone(), initial * 0
         mask = torch.from_numpy(decay_mask(self.shape)).to(initial.dtype)
-        self.optimizer = AdamW(initial, mask, **{**ADAMW, "lr": options["-l"]})
+        self.adamw = self.optimizer = AdamW(initial, mask, **{**ADAMW, "weight_decay": options["-c"]})
+        if options.get("--optimizer") == "muon":
+            self.optimizer = Muon(self.shape, self.adamw, **{**MUON, "weight_decay": options["-c"]})
         self.in_flight = []  # (due step, fragment, mean), in the order of sending
         self.losses, self.norms = [], []
         averages = options["--outer-optimizer"] == "average"
@@ -230,6 +256,9 @@ class Worker:
         self.mu = 0.0 if averages else options["--outer-momentum"]
 
     def inner_step(self):
+        scale = schedule(self.options, len(self.losses))
+        self.optimizer.lr = self.options.get("--muon-lr", 0) * scale
+        self.adamw.lr = self.options["-l"] * scale
         micro_steps = self.options["-d"] // (self.options["-b"] * self.options["-t"])
         loss, gradient = 0.0, self.local * 0
         for _ in range(micro_steps):
@@ -252,6 +281,16 @@ class Worker:
         self.momentum[at] = self.mu * self.momentum[at] + delta
         self.parameters[at] -= self.outer_lr * (delta + self.mu * self.momentum[at])
         self.local[at] = alpha * self.local[at] + (1 - alpha) * self.parameters[at]
+
+
+def schedule(options, step):
+    """What a peak rate is multiplied by in step 0, 1, ...: a linear warm-up, then constant, or half a cosine."""
+    if step < options["-u"]:
+        return (step + 1) / options["-u"]
+    if options["-k"] == "constant":
+        return 1.0
+    progress = (step - options["-u"]) / (options["-x"] - options["-u"])
+    return options["-q"] + (1 - options["-q"]) * (1 + math.cos(math.pi * progress)) / 2
 
 
 class Wire:
@@ -286,28 +325,31 @@ class Wire:
         return result
 
 
-def train(options, tokens, initial):
-    """Algorithm 2 from initial values, in their precision. Returns the workers, of equal parameters."""
+def train(options, tokens, initial, after_step=lambda step, workers: None):
+    """Algorithm 2 from initial values, in their precision. Returns the workers, of equal parameters. One worker without
+    an outer optimizer, whose parameters are its local ones, is data-parallel training."""
     import torch
     shape = model_shape(options)
     workers = [Worker(initial, of_worker(options, w), batches(tokens, w, options))
                for w in range(options["--workers"])]
     wire = Wire(options, initial)
-    fragments = make_fragments(shape, options["--fragment-layers"], options["--fragment-pattern"])
+    exchanges = options["--outer-optimizer"] != "none"
+    fragments = make_fragments(shape, options["--fragment-layers"], options["--fragment-pattern"]) if exchanges else []
     offsets = send_offsets(options, len(fragments))
 
     for step in range(1, options["-x"] + 1):
         for worker in workers:
             worker.inner_step()
+            worker.parameters = worker.parameters if exchanges else worker.local
         for offset, fragment in zip(offsets, fragments, strict=True):
             if (step - offset) % options["--inner-steps"] == 0:
                 mean = wire.mean(fragment, workers)
                 for worker in workers:
                     worker.in_flight.append((step + worker.options["--overlap"], fragment, mean))
         for worker in workers:
-            worker.receive_due(step)
+            worker.receive_due(step if step < options["-x"] else math.inf)
+        after_step(step, workers)
     for worker in workers:
-        worker.receive_due(math.inf)
         assert torch.equal(worker.parameters, workers[0].parameters)
     return workers
 

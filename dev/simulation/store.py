@@ -3,9 +3,7 @@ writes its payload, settles with the others who is counted, and reads what the o
 bytes a payload and M workers that is M (M - 1) P over the store's link.
 
     bytes          workers that do the same at the same time have each its share of the store's own link
-    round trips    ROUND_TRIPS for the last worker to send, which decides. The others look for what is decided
-                   once in a round trip, at instants that have nothing to do with it: the unluckiest of M - 1
-                   finds it (M - 1) / M of a round trip after it is there, and next time is the last to send
+    round trips    ROUND_TRIPS: Redis decides when the last payload arrives, and sends it to all who wait
     TCP            opens its window in either direction, as in trainer.py
     one worker     does all this for one fragment after the other, in the order in which they are sent
 
@@ -18,9 +16,8 @@ from metrics import UserError
 from simulation.payloads import payload_bytes
 from simulation.trainer import Window
 
-# What waits for the answer to the one before: the payload, with its line and a look at the others' lines; the
-# decision; the others' payloads.
-ROUND_TRIPS = 3
+# The payload, with its line and the question to decide; the others' payloads (streaming/elastic/README.md).
+ROUND_TRIPS = 1
 
 
 # ------------------------------------------------------------------------------------------------------ bytes
@@ -55,7 +52,6 @@ class StoreCalls:
     def __init__(self, link, workers, connections=1):
         """connections: of a worker, one for each of its ranks that share its link"""
         self.link, self.workers = link, workers
-        self.found_after = (workers - 1) / workers  # round trips
         self.free = 0.0
         self.written, self.read = Window(link, connections), Window(link, connections)
 
@@ -70,6 +66,6 @@ class StoreCalls:
         start = max(ready, self.free)
         rtt, rate = self.link.rtt_seconds, self.rate(self.workers)
         written = start + self.written.send_seconds(start, payload, rate)
-        reads_from = written + (ROUND_TRIPS + self.found_after) * rtt - rtt
+        reads_from = written + (ROUND_TRIPS - 1) * rtt
         self.free = reads_from + rtt + self.read.send_seconds(reads_from, read, rate)
         return self.free

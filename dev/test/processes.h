@@ -152,6 +152,16 @@ public:
                "127.0.0.1:" + std::to_string(port);
     }
 
+    static int free_port() {
+        const int probe = socket(AF_INET, SOCK_STREAM, 0);
+        sockaddr_in address = local(0);
+        socklen_t length = sizeof address;
+        const bool bound = bind(probe, (sockaddr*)&address, length) == 0 &&
+                           getsockname(probe, (sockaddr*)&address, &length) == 0;
+        close(probe);
+        return bound ? ntohs(address.sin_port) : 0;
+    }
+
     int port = 0;
 
 private:
@@ -170,16 +180,6 @@ private:
         address.sin_port = htons(uint16_t(port));
         address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
         return address;
-    }
-
-    static int free_port() {
-        const int probe = socket(AF_INET, SOCK_STREAM, 0);
-        sockaddr_in address = local(0);
-        socklen_t length = sizeof address;
-        const bool bound = bind(probe, (sockaddr*)&address, length) == 0 &&
-                           getsockname(probe, (sockaddr*)&address, &length) == 0;
-        close(probe);
-        return bound ? ntohs(address.sin_port) : 0;
     }
 
     static bool answers(int port) {

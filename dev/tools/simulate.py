@@ -37,6 +37,7 @@ from simulation.trainer import Link
 __all__ = ["Measured", "predict", "read_measured"]
 
 RATES = tuple(10 ** (6 + n / 2) for n in range(11))  # 1 Mbit/s to 100 Gbit/s
+FEW_OUTER_STEPS = 1000  # the trainer takes H = 100 by itself from these on
 
 
 # ------------------------------------------------------------------------------------------------------ units
@@ -251,6 +252,9 @@ def cautions(candidate):
         text += " The paper tried no H above 100 and advises no tau above 5: look at the loss, too."
     if run.inner_steps > run.steps > 0:
         text += f" This run had {run.steps} steps: one with H = {run.inner_steps} needs as many, or more (-x)."
+    elif 0 < run.steps < FEW_OUTER_STEPS * run.inner_steps:
+        text += (f" {run.steps} steps are only {run.steps // run.inner_steps} outer steps then, and few raise the "
+                 "loss: the trainer says at its start how much.")
     if run.overlap > 0 and run.local_weight == 0:
         text += (" With its --local-weight, 0, what is learnt while a fragment is under way is lost: the "
                  "paper's is 0.5.")
@@ -299,7 +303,8 @@ def parse_arguments(words):
     model.add_argument("--layers", type=count(1))
     model.add_argument("--step-time", type=positive_seconds, metavar="TIME", help="of computation")
     model.add_argument("--workers", type=count(1), help="(2; of a measured run: as it had)")
-    model.add_argument("--inner-steps", "-H", type=count(1), default=100, help="H (100)")
+    model.add_argument("--inner-steps", "-H", type=count(1), default=100,
+                       help="H (100, the trainer's in runs of 100000 steps and more)")
     model.add_argument("--fragment-layers", type=count(0), default=3, help="(3)")
     model.add_argument("--fragment-pattern", choices=PATTERNS, default="strided", help="(strided)")
     model.add_argument("--overlap", type=count(0), default=1, help="tau (1)")

@@ -29,7 +29,6 @@
 #include <exception>
 #include <filesystem>
 #include <functional>
-#include <iterator>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -173,8 +172,6 @@ public:
     Checkpointer(std::string folder, const Process& process, long keep, long major)
         : files(std::move(folder), process), process(process), store(*process.store), keep(keep),
           major(major), absence_limit(std::min(process.timeout / 4, 30.0)), thread([this] { run(); }) {}
-    Checkpointer(const Checkpointer&) = delete;
-    Checkpointer& operator=(const Checkpointer&) = delete;
     ~Checkpointer() {
         give_up();
         thread.join();

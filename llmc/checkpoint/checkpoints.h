@@ -3,7 +3,7 @@
 // (checkpointer.h). The calls for each checkpoint:
 //
 //     TrainingSnapshot& snapshot = checkpoints.next(...);   waits until the previous one has been written
-//     snapshot.begin_copies(...); snapshot.finish_copies(...);
+//     snapshot.begin_copies(...); snapshot.set_fields(...);
 //     checkpoints.write(step, ...);
 #pragma once
 #include <functional>
@@ -25,19 +25,21 @@ public:
     // use_device: makes the writing thread use this process's device
     // when_whole: called on the writing thread once a checkpoint would survive a crash
     Checkpoints(const std::string& folder, const Process& process, const StateIdentity& who, long keep,
-                long major, const GptShape& shape, const Layout& layout,
+                long major, const GptShape& shape, const Layout& layout, bool writes_model,
                 std::function<OuterSnapshot*()> outer_snapshot, Logger& logger, StatusLine& status,
                 Watchdog& watchdog, std::function<void()> use_device, std::function<void()> when_whole)
-        : who(who), shape(shape), layout(layout), outer_snapshot(std::move(outer_snapshot)), logger(logger),
-          status(status), watchdog(watchdog), use_device(std::move(use_device)),
-          when_whole(std::move(when_whole)), writer(folder, process, keep, major) {
+        : who(who), shape(shape), layout(layout), writes_model(writes_model),
+          outer_snapshot(std::move(outer_snapshot)), logger(logger), status(status), watchdog(watchdog),
+          use_device(std::move(use_device)), when_whole(std::move(when_whole)),
+          writer(folder, process, keep, major) {
         writer.forget_later(who.step, who.lineage);
     }
 
     // Allocates the snapshot, so that the first checkpoint does not have to.
     void allocate() {
         if (!snapshot) {
-            snapshot = std::make_unique<TrainingSnapshot>(layout.shard_size(), outer_snapshot());
+            snapshot = std::make_unique<TrainingSnapshot>(layout.shard_size(), outer_snapshot(),
+                                                          writes_model ? layout.size : 0);
         }
     }
 
@@ -54,8 +56,9 @@ public:
         return *snapshot;
     }
 
-    // Starts to write the snapshot as the checkpoint of `step`, with its model if it has one.
-    void write(long step, bool is_last_of_run) {
+    // Starts to write the snapshot as the checkpoint of `step`, once `main` has come here.
+    void write(long step, bool is_last_of_run, Stream& main) {
+        snapshot->end_copies(main);
         CheckpointJob job;
         job.identity = who;
         job.identity.step = step;
@@ -66,7 +69,7 @@ public:
             logger.sync();  // a resumed run continues this log: it must not lack lines after a power failure
         };
         job.sections = [this] { return snapshot->sections(); };
-        if (!snapshot->model.empty()) {
+        if (writes_model) {
             job.write_model = [this](const std::string& path) {
                 write_model(path, shape, layout, snapshot->model.data());
             };
@@ -96,6 +99,7 @@ private:
     const StateIdentity who;
     const GptShape shape;
     const Layout& layout;
+    const bool writes_model;
     const std::function<OuterSnapshot*()> outer_snapshot;
     Logger& logger;
     StatusLine& status;

@@ -4,10 +4,8 @@
 // lie together (layout.h), so reading and writing reorders them.
 #pragma once
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <string>
 #include <vector>
 

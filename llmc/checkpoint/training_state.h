@@ -13,7 +13,6 @@
 // restore() bring it back.
 #pragma once
 #include <algorithm>
-#include <climits>
 #include <cmath>
 #include <functional>
 #include <memory>
@@ -153,11 +152,12 @@ struct TrainingArrays {
 // checkpoints of a run: begin() only when the writer is through with the one before.
 class TrainingSnapshot {
 public:
-    // outer: null without an outer optimizer
-    TrainingSnapshot(long shard_size, OuterSnapshot* outer)
-        : outer(outer), master(shard_size), m(shard_size), v(shard_size), params(shard_size) {}
+    // outer: null without an outer optimizer   model_size: layout.size where the model is written, else 0
+    TrainingSnapshot(long shard_size, OuterSnapshot* outer, long model_size)
+        : model(model_size), outer(outer), master(shard_size), m(shard_size), v(shard_size),
+          params(shard_size) {}
 
-    // Starts to copy the arrays. The outer optimizer fills its own snapshot; then finish_copies().
+    // Starts to copy the arrays. The outer optimizer fills its own snapshot. end_copies() follows all copies.
     void begin_copies(const TrainingArrays& from, Stream& main) {
         const long n = from.layout.shard_size();
         device::copy_to_host_later(master.data(), from.master, n, main);
@@ -168,11 +168,12 @@ public:
         });
         device::copy_to_host_later(outliers.data(), from.outliers, 1, main);
     }
-    void finish_copies(const Fields& fields_, const Fields& options, Stream& main) {
-        main.record(copied);
+    void set_fields(const Fields& fields_, const Fields& options) {
         fields = fields_;
         options_text = options.text();
     }
+
+    void end_copies(Stream& main) { main.record(copied); }
 
     // On any thread: returns when the host has everything. RunError where that is not worth keeping: a run
     // whose parameters are no longer finite does not recover, and needs the checkpoints that it has.
@@ -211,7 +212,7 @@ public:
         if (outer) { outer->abandon(); }
     }
 
-    std::vector<float> model;  // (layout.size), on the process that writes the model file
+    HostBuffer<float> model;  // (layout.size), on the process that writes the model file
 
 private:
     OuterSnapshot* const outer;

@@ -69,8 +69,8 @@ inline void column_sums(float* sums, uint16_t* out, const float* inp, int N, int
 // rounding alone; for activations its internal copy is cheaper than a reorder.
 class Matmul {
 public:
-    explicit Matmul(MatmulPrecision precision)
-        : bf16(precision != MatmulPrecision::highest && cpu_has_fast_bf16()),
+    explicit Matmul(const MatmulOptions& options)
+        : bf16(options.precision != MatmulPrecision::highest && cpu_has_fast_bf16()),
           engine(dnnl::engine::kind::cpu, 0),
           stream(engine) {}
 

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <cstring>
 
-#include "llmc/floatx.h"
 #include "llmc/optimizers.h"
 #include "llmc/stream.h"
 

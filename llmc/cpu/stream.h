@@ -84,8 +84,6 @@ public:
     explicit Stream(Kind kind = Kind::compute) {
         if (kind != Kind::compute) { worker = std::thread([this] { run(); }); }
     }
-    Stream(const Stream&) = delete;
-    Stream& operator=(const Stream&) = delete;
 
     // Finishes the queue, then ends the thread.
     ~Stream() {

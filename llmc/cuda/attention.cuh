@@ -22,14 +22,13 @@ namespace attention {
 
 using bf16 = __nv_bfloat16;
 
-constexpr int warps = 4, threads = 32 * warps;  // of a block
-constexpr int largest_tile = 128;               // rows; the sizes of the backward's tiles divide it
+constexpr int largest_tile = 128;  // rows; the sizes of the backward's tiles divide it
 constexpr float log2_e = 1.44269504f, ln_2 = 0.693147181f;
 
 // The rows that a block of each kernel owns, and those that it loops over in a step. They are as large as
-// registers (255 a thread) and 99 KiB of shared memory allow. Two blocks share an SM with 228 KiB (sm_90,
-// sm_100); with 164 KiB (sm_80) for all but dq of 128; with 100 KiB (sm_86, sm_89) for the forward and for
-// dk, dv of 64.
+// registers (128 or 255 a thread) and 99 KiB of shared memory allow. Two blocks share an SM with 228 KiB
+// (sm_90, sm_100); with 164 KiB (sm_80) for all but dq of 128; with 100 KiB (sm_86, sm_89) for the forward
+// and dk, dv of 64.
 //
 // Estimates, not measurements: clocks of an SM of sm_90 for one step of a block's loop, if each resource were
 // the only limit. Assumed: tensor cores reach 5/8 of their peak with mma.sync, shared memory moves 128 bytes
@@ -37,17 +36,21 @@ constexpr float log2_e = 1.44269504f, ln_2 = 0.693147181f;
 //
 //     head size           forward: 64    128    dk, dv: 64    128    dq: 64    128
 //     tensor cores                820    820           820    820      1230   1230
-//     shared memory               640    900           860   1440      1150   1410
-//     instructions                760    680           570    550       800    620
+//     shared memory              1150    900           860   1440      1880   1410
 //
-// So none of them alone is the bound, and reads of shared memory cost as much as the flops. The queries that
-// a warp multiplies in every step stay in registers if these suffice.
+// Latency comes on top: with two warps on a scheduler, as many as have 255 registers a thread, tensor cores
+// are busy for 56 to 67% of the time. Eight warps of 16 queries (four on a scheduler, 128 registers) hide it
+// and read each key twice as often from shared memory. Predicted to gain with heads of 64, not with 128.
+// The queries that a warp multiplies in every step stay in registers if these suffice.
 template <int hs>
 struct Tiles {
+    static constexpr float scale = hs == 64 ? 0.125f : 0.0883883476f;  // 1 / sqrt(hs)
     static constexpr bool forward_q_in_registers = hs == 64;
     static constexpr int forward_queries = 128, forward_keys = hs == 64 ? 64 : 32;
     static constexpr int dkv_keys = hs == 64 ? 128 : 64, dkv_queries = 32;
     static constexpr int dq_queries = 128, dq_keys = hs == 64 ? 64 : 32;
+
+    static constexpr int query_warps = hs == 64 ? 8 : 4, key_warps = 4;  // of a block; key: of dk, dv
 
     static constexpr size_t forward_bytes = (forward_queries + 4 * forward_keys) * hs * sizeof(bf16);
     static constexpr size_t dkv_bytes =
@@ -84,12 +87,14 @@ __device__ inline const bf16* lane_address_of_b(const bf16* tile, int row, int c
 }
 
 // Copies rows `first`.. of a head to shared memory; zeros from row T on.   head: (T,hs), leading dimension ld
-template <int rows, int hs>
+template <int rows, int hs, int warps>
 __device__ inline void load_tile_async(bf16* tile, const bf16* head, int ld, int first, int T) {
-    constexpr int step = threads * 8 / hs;  // rows that all threads together copy; a multiple of 8
+    constexpr int step = 32 * warps * 8 / hs;  // rows that all threads together copy; a multiple of 8
     const int row = threadIdx.x / (hs / 8), column = threadIdx.x % (hs / 8) * 8;
     bf16* to = tile + tile_index<hs>(row, column);
-    const bf16* from = head + size_t(first + row) * ld + column;
+    // The same address in two forms, each of which spills fewer registers of dq with its head size.
+    const bf16* from = hs == 128 ? head + size_t(first) * ld + (row * ld + column)
+                                 : head + size_t(first + row) * ld + column;
     #pragma unroll
     for (int i = 0; i < rows; i += step, from += step * ld) {
         copy_async_16(to + i * hs, from, first + row + i < T);
@@ -210,9 +215,9 @@ __device__ inline void store_rows(bf16* head, int ld, int first, int T, const fl
     #pragma unroll
     for (int pack = lane; pack < 16 * M * hs / 8; pack += 32) {
         const int row = pack / (hs / 8), column = pack % (hs / 8) * 8;
-        if (first + row < T) {
-            store_pack(head + size_t(first + row) * ld + column,
-                       load_pack(tile + tile_index<hs>(tile_row + row, column)));
+        if (first + row < T) {  // as one int4: nvcc would split a pack of bf16 into words
+            const auto* from = reinterpret_cast<int4*>(tile + tile_index<hs>(tile_row + row, column));
+            __stcg(reinterpret_cast<int4*>(head + size_t(first + row) * ld + column), *from);
         }
     }
 }
@@ -257,6 +262,21 @@ __device__ inline float quad_max(float x) {
 __device__ inline float quad_sum(float x) {
     x += __shfl_xor_sync(full_warp, x, 1);
     return x + __shfl_xor_sync(full_warp, x, 2);
+}
+
+// x y, over this lane's packs of a row: each lane of a quad has every fourth.   x, y: (hs)
+template <int hs>
+__device__ inline float dot_of_quarter(const bf16* x, const bf16* y) {
+    Pack<bf16> a[hs / 32], b[hs / 32];
+    for (int p = 0; p < hs / 32; p++) {
+        a[p] = load_pack(x + (4 * p + threadIdx.x % 4) * 8);
+        b[p] = load_pack(y + (4 * p + threadIdx.x % 4) * 8);
+    }
+    float sum = 0.0f;
+    for (int i = 0; i < hs / 4; i++) {
+        sum = fmaf(__bfloat162float(a[i / 8][i % 8]), __bfloat162float(b[i / 8][i % 8]), sum);
+    }
+    return sum;
 }
 
 // Row i's running softmax; [0] is row_of(i, 0), [1] is row_of(i, 2).
@@ -333,13 +353,13 @@ struct Softmax {
 
 // out: (B,T,C)   lse: (B,NH,T)   qkv: (B,T,3C)
 // A block owns queries and loops over keys, from 0 to its last query; it loads the next tile of k and v while
-// it uses one. Flops: 2 T C a query, on average over positions. Bound by tensor cores and instruction issue
-// alike, for heads of 128 by shared memory (estimates: see Tiles).
+// it uses one. Flops: 2 T C a query, on average over positions. Bound by latency and, for heads of 64, reads
+// of shared memory (estimates: see Tiles).
 template <int hs>
-__global__ void __launch_bounds__(threads, 2)
-    forward_kernel(bf16* out, float* lse, const bf16* qkv, int T, int C, float scale) {
+__global__ void __launch_bounds__(32 * Tiles<hs>::query_warps, 2)
+    forward_kernel(bf16* out, float* lse, const bf16* qkv, int T, int C) {
     constexpr int queries = Tiles<hs>::forward_queries, keys = Tiles<hs>::forward_keys;
-    constexpr int M = queries / warps / 16, N = keys / 8;
+    constexpr int warps = Tiles<hs>::query_warps, M = queries / warps / 16, N = keys / 8;
     DYNAMIC_SHARED(memory);
     bf16* q_tile = reinterpret_cast<bf16*>(memory);
     bf16* k_tiles = q_tile + queries * hs;
@@ -351,14 +371,14 @@ __global__ void __launch_bounds__(threads, 2)
     const int row = threadIdx.x / 32 * 16 * M, query = first_query + row;  // the warp's first
     auto load_stage = [&](int first_key) {
         const int stage = first_key / keys % 2 * keys * hs;
-        load_tile_async<keys, hs>(k_tiles + stage, q + C, 3 * C, first_key, T);
-        load_tile_async<keys, hs>(v_tiles + stage, q + 2 * C, 3 * C, first_key, T);
+        load_tile_async<keys, hs, warps>(k_tiles + stage, q + C, 3 * C, first_key, T);
+        load_tile_async<keys, hs, warps>(v_tiles + stage, q + 2 * C, 3 * C, first_key, T);
     };
 
     float sum[M][hs / 8][4] = {};
     Softmax<M> softmax;
     const int end = min(first_query + queries, T);
-    load_tile_async<queries, hs>(q_tile, q, 3 * C, first_query, T);
+    load_tile_async<queries, hs, warps>(q_tile, q, 3 * C, first_query, T);
     copy_async_commit();
     load_stage(0);
     copy_async_commit();
@@ -382,7 +402,7 @@ __global__ void __launch_bounds__(threads, 2)
                 add_product_of_tiles<hs>(s, q_tile, row, k_tiles + stage);
             }
             if (key + keys > query + 1) { mask(s, query, key); }
-            softmax.update(s, sum, scale * log2_e);
+            softmax.update(s, sum, Tiles<hs>::scale * log2_e);
             add_product<hs>(sum, s, v_tiles + stage);
         }
     }
@@ -390,39 +410,98 @@ __global__ void __launch_bounds__(threads, 2)
     store_rows<hs>(out + size_t(b * T) * C + h * hs, C, query, T, sum, 1.0f, q_tile, row);
 }
 
-// For each query, in rows padded to whole tiles, what the backward needs: its lse to base 2, and the sum over
-// hs of dout out. In the padding lse is infinite, which makes probabilities 0, and the sum is 0.
-// lse2, dot: (B,NH,padded_T)   dout, out: (B,T,C)   lse: (B,NH,T)
-// A thread reads 8 values of each tensor. Bound by memory: 4 bytes a value.
+// The part q of dqkv: (B,T,3C).   dout, out: (B,T,C)   qkv: (B,T,3C)   lse: (B,NH,T)
+// Also, for dk and dv, in rows padded to whole tiles: each query's lse to base 2, and its sum over hs of
+// dout out. In the padding lse is infinite, which makes probabilities 0, and the sum is 0.
+// lse2, dot: (B,NH,padded_T)
+// A block owns queries and goes through keys, from 0 to its last query. Flops: 3 T C a query, on average.
+// Bound by latency and, for heads of 64, reads of shared memory (estimates: see Tiles).
 template <int hs>
-__global__ void prepare_backward_kernel(float* lse2, float* dot, const bf16* dout, const bf16* out,
-                                        const float* lse, int T, int padded_T, int C) {
-    const int pack = blockIdx.x * threads + threadIdx.x, packs = C / 8;  // of a row
-    const int t = pack / packs, c = pack % packs * 8, b = blockIdx.y;
-    float sum = 0.0f;
-    if (t < T) {
-        const size_t at = (size_t(b) * T + t) * C + c;
-        const Pack<bf16> x = load_pack(dout + at), y = load_pack(out + at);
-        for (int i = 0; i < 8; i++) { sum = fmaf(__bfloat162float(x[i]), __bfloat162float(y[i]), sum); }
+__global__ void __launch_bounds__(32 * Tiles<hs>::query_warps, 2)
+    backward_dq_kernel(bf16* dqkv, float* lse2, float* dot, const bf16* dout, const bf16* out,
+                       const bf16* qkv, const float* lse, int T, int padded_T, int C) {
+    constexpr int queries = Tiles<hs>::dq_queries, keys = Tiles<hs>::dq_keys;
+    constexpr int warps = Tiles<hs>::query_warps, M = queries / warps / 16, N = keys / 8;
+    constexpr float scale = Tiles<hs>::scale;
+    DYNAMIC_SHARED(memory);
+    bf16* q_tile = reinterpret_cast<bf16*>(memory);
+    bf16* dout_tile = q_tile + queries * hs;
+    bf16* k_tiles = dout_tile + queries * hs;
+    bf16* v_tiles = k_tiles + 2 * keys * hs;
+
+    const int h = blockIdx.y, b = blockIdx.z;
+    const bf16* q = qkv + size_t(b) * T * 3 * C + h * hs;
+    const size_t head = size_t(b) * gridDim.y + h, first_value = size_t(b) * T * C + h * hs;
+    dout += first_value, out += first_value;
+    lse += head * T, lse2 += head * padded_T, dot += head * padded_T;
+    const int first_query = int(gridDim.x - 1 - blockIdx.x) * queries;
+    const int row = threadIdx.x / 32 * 16 * M, query = first_query + row;  // the warp's first
+    auto load_stage = [&](int first_key) {
+        const int stage = first_key / keys % 2 * keys * hs;
+        load_tile_async<keys, hs, warps>(k_tiles + stage, q + C, 3 * C, first_key, T);
+        load_tile_async<keys, hs, warps>(v_tiles + stage, q + 2 * C, 3 * C, first_key, T);
+    };
+
+    float row_lse2[M][2], row_dot[M][2];
+    #pragma unroll
+    for (int i = 0; i < M; i++) {
+        #pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int t = query + row_of(i, 2 * half), at = t * C;
+            row_lse2[i][half] = t < T ? lse[t] * log2_e : INFINITY;
+            row_dot[i][half] = quad_sum(t < T ? dot_of_quarter<hs>(dout + at, out + at) : 0.0f);
+            if (threadIdx.x % 4 == 0) {
+                lse2[t] = row_lse2[i][half];
+                dot[t] = row_dot[i][half];
+            }
+        }
     }
-    for (int bits = hs / 16; bits > 0; bits /= 2) { sum += __shfl_xor_sync(full_warp, sum, bits); }
-    if (c % hs == 0) {
-        const size_t head = size_t(b) * (C / hs) + c / hs;
-        dot[head * padded_T + t] = sum;
-        lse2[head * padded_T + t] = t < T ? lse[head * T + t] * log2_e : INFINITY;
+    float dq[M][hs / 8][4] = {};
+    const int end = min(first_query + queries, T);
+    load_tile_async<queries, hs, warps>(q_tile, q, 3 * C, first_query, T);
+    load_tile_async<queries, hs, warps>(dout_tile, dout, C, first_query, T);
+    load_stage(0);
+    copy_async_commit();
+    for (int key = 0; key < end; key += keys) {
+        copy_async_wait<0>();
+        __syncthreads();  // this tile is there, and the one before it no longer in use
+        if (key + keys < end) { load_stage(key + keys); }
+        copy_async_commit();
+        if (key < query + 16 * M) {  // else all keys come after the warp's queries
+            const int stage = key / keys % 2 * keys * hs;
+            float p[M][N][4] = {}, ds[M][N][4] = {};
+            add_product_of_tiles<hs>(p, q_tile, row, k_tiles + stage);
+            add_product_of_tiles<hs>(ds, dout_tile, row, v_tiles + stage);
+            if (key + keys > query + 1) { mask(p, query, key); }
+            #pragma unroll
+            for (int i = 0; i < M; i++) {
+                #pragma unroll
+                for (int j = 0; j < N; j++) {
+                    #pragma unroll
+                    for (int r = 0; r < 4; r++) {
+                        const float probability =
+                            exp2_approximate(fmaf(scale * log2_e, p[i][j][r], -row_lse2[i][r / 2]));
+                        ds[i][j][r] = probability * (ds[i][j][r] - row_dot[i][r / 2]);
+                    }
+                }
+            }
+            add_product<hs>(dq, ds, k_tiles + stage);
+        }
     }
+    store_rows<hs>(dqkv + size_t(b) * T * 3 * C + h * hs, 3 * C, query, T, dq, scale, q_tile, row);
 }
 
 // The parts k and v of dqkv: (B,T,3C).   dout: (B,T,C)   qkv: (B,T,3C)   lse2, dot: (B,NH,padded_T)
 // A block owns keys and goes through queries, from its first key to T. All matrices are transposed, keys by
-// queries. Flops: 4 T C a key, on average. Bound by shared memory, for heads of 64 by tensor cores alike
-// (estimates: see Tiles).
+// queries. dq comes before it. Flops: 4 T C a key, on average. Bound by shared memory and latency (estimates:
+// see Tiles).
 template <int hs>
-__global__ void __launch_bounds__(threads, 2)
+__global__ void __launch_bounds__(32 * Tiles<hs>::key_warps, 2)
     backward_dkv_kernel(bf16* dqkv, const bf16* dout, const bf16* qkv, const float* lse2, const float* dot,
-                        int T, int padded_T, int C, float scale) {
+                        int T, int padded_T, int C) {
     constexpr int keys = Tiles<hs>::dkv_keys, queries = Tiles<hs>::dkv_queries;
-    constexpr int M = keys / warps / 16, N = queries / 8;
+    constexpr int warps = Tiles<hs>::key_warps, M = keys / warps / 16, N = queries / 8;
+    constexpr float scale = Tiles<hs>::scale;
     DYNAMIC_SHARED(memory);
     bf16* k_tile = reinterpret_cast<bf16*>(memory);
     bf16* v_tile = k_tile + keys * hs;
@@ -439,9 +518,9 @@ __global__ void __launch_bounds__(threads, 2)
     dot += (size_t(b) * gridDim.y + h) * padded_T;
     auto load_stage = [&](int first_query) {
         const int stage = first_query / queries % 2 * queries;
-        load_tile_async<queries, hs>(q_tiles + stage * hs, q, 3 * C, first_query, T);
-        load_tile_async<queries, hs>(dout_tiles + stage * hs, dout + size_t(b) * T * C + h * hs, C,
-                                     first_query, T);
+        load_tile_async<queries, hs, warps>(q_tiles + stage * hs, q, 3 * C, first_query, T);
+        load_tile_async<queries, hs, warps>(dout_tiles + stage * hs, dout + size_t(b) * T * C + h * hs, C,
+                                                first_query, T);
         if (threadIdx.x < queries / 4) {
             const int i = 4 * threadIdx.x;
             copy_async_16(lse2_tiles + stage + i, lse2 + first_query + i);
@@ -450,8 +529,8 @@ __global__ void __launch_bounds__(threads, 2)
     };
 
     float dk[M][hs / 8][4] = {}, dv[M][hs / 8][4] = {};
-    load_tile_async<keys, hs>(k_tile, q + C, 3 * C, first_key, T);
-    load_tile_async<keys, hs>(v_tile, q + 2 * C, 3 * C, first_key, T);
+    load_tile_async<keys, hs, warps>(k_tile, q + C, 3 * C, first_key, T);
+    load_tile_async<keys, hs, warps>(v_tile, q + 2 * C, 3 * C, first_key, T);
     load_stage(first_key);
     copy_async_commit();
     for (int query = first_key; query < T; query += queries) {
@@ -495,85 +574,15 @@ __global__ void __launch_bounds__(threads, 2)
     store_rows<hs>(dq + 2 * C, 3 * C, key, T, dv, 1.0f, v_tile, row);
 }
 
-// The part q of dqkv: (B,T,3C).   dout: (B,T,C)   qkv: (B,T,3C)   lse2, dot: (B,NH,padded_T)
-// A block owns queries and goes through keys, from 0 to its last query. Flops: 3 T C a query, on average.
-// Bound by tensor cores, for heads of 128 by shared memory (estimates: see Tiles).
-template <int hs>
-__global__ void __launch_bounds__(threads, 2)
-    backward_dq_kernel(bf16* dqkv, const bf16* dout, const bf16* qkv, const float* lse2, const float* dot,
-                       int T, int padded_T, int C, float scale) {
-    constexpr int queries = Tiles<hs>::dq_queries, keys = Tiles<hs>::dq_keys;
-    constexpr int M = queries / warps / 16, N = keys / 8;
-    DYNAMIC_SHARED(memory);
-    bf16* q_tile = reinterpret_cast<bf16*>(memory);
-    bf16* dout_tile = q_tile + queries * hs;
-    bf16* k_tiles = dout_tile + queries * hs;
-    bf16* v_tiles = k_tiles + 2 * keys * hs;
-
-    const int h = blockIdx.y, b = blockIdx.z;
-    const bf16* q = qkv + size_t(b) * T * 3 * C + h * hs;
-    const int first_query = int(gridDim.x - 1 - blockIdx.x) * queries;
-    const int row = threadIdx.x / 32 * 16 * M, query = first_query + row;  // the warp's first
-    auto load_stage = [&](int first_key) {
-        const int stage = first_key / keys % 2 * keys * hs;
-        load_tile_async<keys, hs>(k_tiles + stage, q + C, 3 * C, first_key, T);
-        load_tile_async<keys, hs>(v_tiles + stage, q + 2 * C, 3 * C, first_key, T);
-    };
-
-    float row_lse2[M][2], row_dot[M][2];
-    #pragma unroll
-    for (int i = 0; i < M; i++) {
-        #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const size_t at = (size_t(b) * gridDim.y + h) * padded_T + query + row_of(i, 2 * half);
-            row_lse2[i][half] = lse2[at];
-            row_dot[i][half] = dot[at];
-        }
-    }
-    float dq[M][hs / 8][4] = {};
-    const int end = min(first_query + queries, T);
-    load_tile_async<queries, hs>(q_tile, q, 3 * C, first_query, T);
-    load_tile_async<queries, hs>(dout_tile, dout + size_t(b) * T * C + h * hs, C, first_query, T);
-    load_stage(0);
-    copy_async_commit();
-    for (int key = 0; key < end; key += keys) {
-        copy_async_wait<0>();
-        __syncthreads();  // this tile is there, and the one before it no longer in use
-        if (key + keys < end) { load_stage(key + keys); }
-        copy_async_commit();
-        if (key < query + 16 * M) {  // else all keys come after the warp's queries
-            const int stage = key / keys % 2 * keys * hs;
-            float p[M][N][4] = {}, ds[M][N][4] = {};
-            add_product_of_tiles<hs>(p, q_tile, row, k_tiles + stage);
-            add_product_of_tiles<hs>(ds, dout_tile, row, v_tiles + stage);
-            if (key + keys > query + 1) { mask(p, query, key); }
-            #pragma unroll
-            for (int i = 0; i < M; i++) {
-                #pragma unroll
-                for (int j = 0; j < N; j++) {
-                    #pragma unroll
-                    for (int r = 0; r < 4; r++) {
-                        const float probability =
-                            exp2_approximate(fmaf(scale * log2_e, p[i][j][r], -row_lse2[i][r / 2]));
-                        ds[i][j][r] = probability * (ds[i][j][r] - row_dot[i][r / 2]);
-                    }
-                }
-            }
-            add_product<hs>(dq, ds, k_tiles + stage);
-        }
-    }
-    store_rows<hs>(dqkv + size_t(b) * T * 3 * C + h * hs, 3 * C, query, T, dq, scale, q_tile, row);
-}
-
 // ---- launchers
 
 template <int hs>
 void forward(bf16* out, float* lse, const bf16* qkv, int B, int T, int C, Stream& stream) {
     using Tile = Tiles<hs>;
-    const float scale = 1.0f / sqrtf(float(hs));
     const int tiles = (T + Tile::forward_queries - 1) / Tile::forward_queries;
-    launch(forward_kernel<hs>, Grid{dim3(tiles, C / hs, B), threads, Tile::forward_bytes, stream}, out, lse,
-           qkv, T, C, scale);
+    launch(forward_kernel<hs>,
+           Grid{dim3(tiles, C / hs, B), 32 * Tile::query_warps, Tile::forward_bytes, stream}, out, lse, qkv,
+           T, C);
 }
 
 template <int hs>
@@ -581,18 +590,17 @@ void backward(bf16* dqkv, const bf16* dout, const bf16* out, const bf16* qkv, co
               int C, Stream& stream) {
     using Tile = Tiles<hs>;
     const int NH = C / hs, padded_T = (T + largest_tile - 1) / largest_tile * largest_tile;
-    const float scale = 1.0f / sqrtf(float(hs));
     const long rows = long(B) * NH * padded_T;
     float* lse2 = stream.scratch<float>(2 * rows);
     float* dot = lse2 + rows;
-    launch(prepare_backward_kernel<hs>, Grid{dim3(padded_T / threads * (C / 8), B), threads, 0, stream}, lse2,
-           dot, dout, out, lse, T, padded_T, C);
+    const int query_tiles = padded_T / Tile::dq_queries;
     const int key_tiles = (T + Tile::dkv_keys - 1) / Tile::dkv_keys;
-    launch(backward_dkv_kernel<hs>, Grid{dim3(key_tiles, NH, B), threads, Tile::dkv_bytes, stream}, dqkv,
-           dout, qkv, lse2, dot, T, padded_T, C, scale);
-    const int query_tiles = (T + Tile::dq_queries - 1) / Tile::dq_queries;
-    launch(backward_dq_kernel<hs>, Grid{dim3(query_tiles, NH, B), threads, Tile::dq_bytes, stream}, dqkv,
-           dout, qkv, lse2, dot, T, padded_T, C, scale);
+    launch(backward_dq_kernel<hs>,
+           Grid{dim3(query_tiles, NH, B), 32 * Tile::query_warps, Tile::dq_bytes, stream}, dqkv, lse2, dot,
+           dout, out, qkv, lse, T, padded_T, C);
+    launch(backward_dkv_kernel<hs>,
+           Grid{dim3(key_tiles, NH, B), 32 * Tile::key_warps, Tile::dkv_bytes, stream}, dqkv, dout, qkv, lse2,
+           dot, T, padded_T, C);
 }
 
 }  // namespace attention
@@ -603,11 +611,7 @@ inline void attention_forward(__nv_bfloat16* out, float* lse, const __nv_bfloat1
                               int NH, Stream& stream) {
     const int hs = attention_head_size(B, T, C, NH);
     require_aligned("an array of attention_forward", {out, qkv});
-    if (hs == 64) {
-        attention::forward<64>(out, lse, qkv, B, T, C, stream);
-    } else {
-        attention::forward<128>(out, lse, qkv, B, T, C, stream);
-    }
+    (hs == 64 ? attention::forward<64> : attention::forward<128>)(out, lse, qkv, B, T, C, stream);
 }
 
 // Overwrites dqkv.   dqkv, qkv: (B,T,3C)   dout, out: (B,T,C)   lse: (B,NH,T)
@@ -617,11 +621,8 @@ inline void attention_backward(__nv_bfloat16* dqkv, const __nv_bfloat16* dout, c
                                Stream& stream) {
     const int hs = attention_head_size(B, T, C, NH);
     require_aligned("an array of attention_backward", {dqkv, dout, out, qkv});
-    if (hs == 64) {
-        attention::backward<64>(dqkv, dout, out, qkv, lse, B, T, C, stream);
-    } else {
-        attention::backward<128>(dqkv, dout, out, qkv, lse, B, T, C, stream);
-    }
+    (hs == 64 ? attention::backward<64> : attention::backward<128>)(dqkv, dout, out, qkv, lse, B, T, C,
+                                                                    stream);
 }
 
 }  // namespace cuda

@@ -73,7 +73,7 @@ __device__ inline void product_of_tiles(float (&s)[2][2], const float* a, const 
 // A thread's part of a matrix (rows, hs): rows y + 16 i, columns 64 n + 4 x + 0..3.
 template <int hs>
 struct Rows {
-    float v[2][hs / 64][4] = {};
+    Pack<float> v[2][hs / 64] = {};
 
     // += A B.   a: element (row, k) at row * row_stride + k * k_stride   b: tile (rows, hs)
     __device__ void add_product(const float* a, int row_stride, int k_stride, const float* b) {
@@ -103,9 +103,7 @@ struct Rows {
             const int row = first + thread_y() + side * i;
             if (row >= T) { continue; }
             for (int n = 0; n < hs / 64; n++) {
-                Pack<float> pack;
-                for (int c = 0; c < 4; c++) { pack[c] = v[i][n][c]; }
-                store_pack(head + size_t(row) * ld + 64 * n + 4 * thread_x(), pack);
+                store_pack(head + size_t(row) * ld + 64 * n + 4 * thread_x(), v[i][n]);
             }
         }
     }
@@ -324,11 +322,7 @@ inline void attention_forward(float* out, float* lse, const float* qkv, int B, i
                               Stream& stream) {
     const int hs = attention_head_size(B, T, C, NH);
     require_aligned("an array of attention_forward", {out, qkv});
-    if (hs == 64) {
-        attention_fp32::forward<64>(out, lse, qkv, B, T, C, stream);
-    } else {
-        attention_fp32::forward<128>(out, lse, qkv, B, T, C, stream);
-    }
+    (hs == 64 ? attention_fp32::forward<64> : attention_fp32::forward<128>)(out, lse, qkv, B, T, C, stream);
 }
 
 // Overwrites dqkv.   dqkv, qkv: (B,T,3C)   dout, out: (B,T,C)   lse: (B,NH,T)
@@ -337,11 +331,8 @@ inline void attention_backward(float* dqkv, const float* dout, const float* out,
                                const float* lse, int B, int T, int C, int NH, Stream& stream) {
     const int hs = attention_head_size(B, T, C, NH);
     require_aligned("an array of attention_backward", {dqkv, dout, out, qkv});
-    if (hs == 64) {
-        attention_fp32::backward<64>(dqkv, dout, out, qkv, lse, B, T, C, stream);
-    } else {
-        attention_fp32::backward<128>(dqkv, dout, out, qkv, lse, B, T, C, stream);
-    }
+    (hs == 64 ? attention_fp32::backward<64> : attention_fp32::backward<128>)(dqkv, dout, out, qkv, lse, B, T,
+                                                                              C, stream);
 }
 
 }  // namespace cuda

@@ -25,7 +25,6 @@
 
 #include "llmc/error.h"
 #include "llmc/host_device.h"
-#include "llmc/host_device.h"
 
 // ---- launches
 
@@ -407,9 +406,6 @@ __device__ inline T block_reduce(T value, Operation operation, Site site = Site:
 
 __device__ inline float warp_sum(float value, Site site = Site::here()) {
     return warp_reduce(value, Sum(), site);
-}
-__device__ inline float warp_max(float value, Site site = Site::here()) {
-    return warp_reduce(value, Maximum(), site);
 }
 __device__ inline float block_sum(float value, Site site = Site::here()) {
     return block_reduce(value, Sum(), site);

@@ -132,22 +132,21 @@ public:
     const bool fuses_gelu;  // into products; else GELU has its own kernels, as always in the fp32 build
 
     // For the GPU in use.
-    explicit Matmul(MatmulPrecision precision)
-        : Matmul(precision, gains_from_fusing_gelu(compute_capability_major())) {}
-
-    Matmul(MatmulPrecision precision, bool fuse_gelu)
-        : fuses_gelu(bf16 && fuse_gelu),
-          compute(bf16 || precision == MatmulPrecision::highest ? CUBLAS_COMPUTE_32F
-                                                                : CUBLAS_COMPUTE_32F_FAST_TF32),
+    explicit Matmul(const MatmulOptions& o)
+        : fuses_gelu(bf16 && (o.fuse_gelu < 0 ? gains_from_fusing_gelu(attribute(compute_major))
+                                              : o.fuse_gelu > 0)),
+          compute(bf16 || o.precision == MatmulPrecision::highest ? CUBLAS_COMPUTE_32F
+                                                                  : CUBLAS_COMPUTE_32F_FAST_TF32),
+          sms(o.sms_taken > 0 ? attribute(sm_count) - o.sms_taken : 0),
           workspace(workspace_bytes) {
         cublasLtHandle_t made;
         check(cublasLtCreate(&made), "cannot begin: is the driver as new as CUDA?");
         handle.reset(made);
     }
 
-    // Whether fusing GELU pays: from Hopper on. On earlier GPUs cuBLASLt's bf16 products with GELU take
-    // longer than plain products and a GELU kernel.   major: of the compute capability
-    static bool gains_from_fusing_gelu(int major) { return major >= 9; }
+    // Whether fusing GELU should pay (not measured yet): on Hopper and server Blackwell. Elsewhere cuBLASLt's
+    // fused bf16 products should take longer than plain ones and a kernel.   major: compute capability's
+    static bool gains_from_fusing_gelu(int major) { return major == 9 || major == 10; }
 
     // What is used, in words.
     std::string description() const {
@@ -181,11 +180,14 @@ public:
     }
 
 private:
-    static int compute_capability_major() {
-        int device = 0, major = 0;
+    static constexpr cudaDeviceAttr compute_major = cudaDevAttrComputeCapabilityMajor,
+                                    sm_count = cudaDevAttrMultiProcessorCount;
+
+    static int attribute(cudaDeviceAttr wanted) {
+        int device = 0, value = 0;
         cudaCheck(cudaGetDevice(&device));
-        cudaCheck(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-        return major;
+        cudaCheck(cudaDeviceGetAttribute(&value, wanted, device));
+        return value;
     }
 
     // As much as cuBLAS itself takes on Hopper; 4 MiB would do on earlier GPUs.
@@ -261,6 +263,7 @@ private:
         set(plan, CUBLASLT_MATMUL_DESC_TRANSA, int32_t(forward ? CUBLAS_OP_T : CUBLAS_OP_N));
         set(plan, CUBLASLT_MATMUL_DESC_TRANSB, int32_t(of_weight ? CUBLAS_OP_T : CUBLAS_OP_N));
         set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t(epilogue));
+        if (sms > 0) { set(plan, CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, int32_t(sms)); }
         if (has_aux(epilogue)) {
             set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, int64_t(forward ? OC : C));
             set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, int32_t(type));
@@ -302,6 +305,7 @@ private:
     }
 
     cublasComputeType_t compute;
+    const int sms;  // for which products are cut; 0: all
     Buffer<unsigned char> workspace;
     CublasLtOwner<cublasLtHandle_t> handle;
     std::map<std::array<int, 5>, Plan> plans;

@@ -120,8 +120,6 @@ public:
             host->enqueue([current] { cudaCheck(cudaSetDevice(current)); });  // each thread has its own
         }
     }
-    Stream(const Stream&) = delete;
-    Stream& operator=(const Stream&) = delete;
 
     // Finishes the queue.
     ~Stream() {

@@ -40,14 +40,13 @@ public:
         settle(ncclCommInitRankConfig(&comm, size(), id, rank(), &config), "ncclCommInitRankConfig");
         if (rank() == 0) { group.store.remove(key); }
     }
-    NcclComm(const NcclComm&) = delete;
-    NcclComm& operator=(const NcclComm&) = delete;
 
     // Abandons collectives that are in progress: their results are no longer needed.
     ~NcclComm() override { ncclCommAbort(comm); }
 
     int rank() const override { return group.rank; }
     int size() const override { return group.size; }
+    int sms() const override { return options.max_ctas; }
 
     void all_gather(void* out, const void* inp, size_t bytes, Stream& stream, Traffic* traffic) override {
         call("ncclAllGather", bytes, stream, traffic,

@@ -15,7 +15,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <iterator>
 #include <list>
 #include <sstream>
 #include <string>

@@ -17,10 +17,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 
 #include "llmc/error.h"
 #include "llmc/run/launcher.h"

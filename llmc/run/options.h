@@ -8,6 +8,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
+#include <fstream>
 #include <optional>
 #include <set>
 #include <sstream>
@@ -24,6 +25,7 @@
 #include "llmc/run/option_table.h"
 #include "llmc/run/world.h"
 #include "llmc/schedulers.h"
+#include "llmc/text/dataloader.h"
 #include "llmc/text/sampler.h"
 #include "llmc/text/tokenizer.h"
 #include "streaming/elastic/options.h"
@@ -39,7 +41,7 @@ struct Options {
     int batch = 4, seq_len = 1024;
     long total_batch = 0, max_steps = -1;
     std::string matmul_precision = "medium";
-    int recompute = 0;
+    int recompute = 0, fuse_gelu = -1;
     // the inner optimizer
     LearningRateSchedule schedule;  // its total_steps are known later
     AdamWOptions adamw;
@@ -128,6 +130,8 @@ inline OptionTable option_table(Options& o) {
          one_of({"highest", "high", "medium"})},
         {"-r,--recompute", &o.recompute, "Recompute in the backward: 0 nothing, 1 GELU, 2 GELU and LayerNorm",
          Scope::worker, CLI::Range(0, 2)},
+        {"--fuse-gelu", &o.fuse_gelu, "GELU in its matmuls, on the GPU: 0 no, 1 yes (-1: if it is faster)",
+         Scope::worker, CLI::Range(-1, 2)},
     });
     add_section(table, "Inner optimizer (AdamW)", true, {
         {"-l,--lr", &o.schedule.peak, "Learning rate", Scope::run, at_least_0},
@@ -200,8 +204,8 @@ inline OptionTable option_table(Options& o) {
         {"--worker", &o.worker, "Start only this worker's ranks here; the others are started elsewhere",
          Scope::worker, anything, !saved},
         {"--store", &o.store,
-         "Where processes meet: file:DIR, redis://[:PASSWORD@]HOST:PORT or rediss:// (TLS; default: "
-         "$DILOCO_STORE)", Scope::worker, anything, !saved},
+         "Where processes meet: file:DIR, redis://[:PASSWORD@]HOST:PORT, rediss:// (TLS) or "
+         "s3://BUCKET/PREFIX (default: $DILOCO_STORE)", Scope::worker, anything, !saved},
         {"--interface", &o.interface,
          "Network interface of the outer exchange (default: the one that leads to the store)", Scope::worker,
          anything, !saved},
@@ -211,8 +215,9 @@ inline OptionTable option_table(Options& o) {
          CLI::Range(1.0, 1e6)},
     });
     add_section(table, "Streaming DiLoCo", o.diloco.streams(), {
-        {"-H,--inner-steps", &o.diloco.inner_steps, "H: every fragment is exchanged once in H steps",
-         Scope::run},
+        {"-H,--inner-steps", &o.diloco.inner_steps,
+         "H: every fragment is exchanged once in H steps (0: 100 in runs of 100000 steps and more, else 30, "
+         "or a tenth of the steps, but at least 10; a resumed run keeps its own)", Scope::run},
         {"--fragment-layers", &o.diloco.fragment_layers,
          "Layers in a fragment (0: everything in one: classic DiLoCo)", Scope::run, at_least_0},
         {"--fragment-pattern", &o.diloco.fragment_pattern,
@@ -251,7 +256,7 @@ inline OptionTable option_table(Options& o) {
          "Restart a worker that has failed, up to N times in a row: ten minutes without a failure start the "
          "count again", Scope::worker, size},
         {"--min-workers", &o.elastic.min_workers,
-         "Workers that must have sent before any continues (0: more than half of them)", Scope::run,
+         "Workers that must have sent before any continues (0: more than half; of two, one)", Scope::run,
          CLI::Range(0, 4096)},
         {"--grace", &o.elastic.grace, "Seconds that a sync waits at its due step for workers that are alive",
          Scope::worker, CLI::Range(0.0, 1e6)},
@@ -364,16 +369,60 @@ inline void resolve_data(Options& o) {
     }
 }
 
+// The options of a config.toml; the defaults if it cannot be read.
+inline Options read_config(std::istream& toml) {
+    CLI::App app;
+    Options read;
+    add_options(app, option_table(read));
+    try {
+        app.parse_from_stream(toml);
+    } catch (const CLI::ParseError&) { return Options(); }
+    return read;
+}
+
+// H if -H is not given: the paper's 100 if the run then has 1000 outer steps, since a run with few of them
+// ends at a higher loss (report.h); else the paper's 30, or a tenth of the steps if that is less, but at
+// least 10.
+inline long usual_inner_steps(long steps) {
+    return steps >= 100'000 ? 100 : std::clamp(steps / 10, 10L, 30L);
+}
+
+// A resumed run keeps its H. A new one's depends only on what all workers agree on.
+inline void resolve_inner_steps(Options& o) {
+    long& H = o.diloco.inner_steps;
+    if (H != 0) { return; }
+    std::string why;
+    for (const std::string& folder : {std::string(), format("/worker_%d", std::max(o.worker, 0))}) {
+        const std::string path = o.resume && !o.output.empty() ? o.output + folder + "/config.toml" : "";
+        std::ifstream config(path);
+        const DilocoOptions before = read_config(config).diloco;
+        if (H == 0 && before.streams()) { H = before.inner_steps, why = ", as in " + path; }
+    }
+    if (H < 1) {
+        const bool counts = o.max_steps < 0 && o.diloco.streams() && !o.train_data.empty() &&
+                            !o.diloco.weighs_by_tokens();  // workers may have their own batches then
+        const long steps =
+            counts ? DataLoader::tokens_in(o.train_data) / (o.total_batch * o.workers) : o.max_steps;
+        H = o.diloco.streams() ? usual_inner_steps(steps) : 100;
+        why = (steps < 0 ? "" : format(" for %ld steps", steps)) + " (100 from 100000 steps on)";
+    }
+    if (o.diloco.streams()) { o.notes.push_back(format("-H is not given: H = %ld", H) + why); }
+}
+
 // Fills in what the user left to the program.
 inline void resolve_defaults(const CLI::App& app, Options& o) {
     resolve_ranks(app, o);
     if (o.diloco.transport == "gloo") { o.diloco.transport = "tcp"; }
     if (o.diloco.outer_optimizer.empty()) { o.diloco.outer_optimizer = o.workers > 1 ? "nesterov" : "none"; }
-    if (o.diloco.is_elastic() && o.elastic.min_workers == 0) { o.elastic.min_workers = o.workers / 2 + 1; }
+    if (o.diloco.is_elastic() && o.elastic.min_workers == 0) {
+        o.elastic.least_to_begin = o.workers / 2 + 1;
+        o.elastic.min_workers = o.workers == 2 ? 1 : o.workers / 2 + 1;
+    }
     if (o.diloco.is_elastic() && o.elastic.max_lag < 0) { o.elastic.max_lag = o.diloco.overlap; }
     o.diloco.seed = o.seed;
     resolve_data(o);
     if (o.total_batch <= 0) { o.total_batch = o.micro_batch(); }
+    resolve_inner_steps(o);
     o.validation_batches = std::max(o.validation_batches, 0L);
 }
 
@@ -434,14 +483,8 @@ inline std::vector<std::string> notes_on_repetitions(const CLI::App& app, const 
 
 // A run's prompt must come back from its config.toml, where CLI11 does not quote everything correctly.
 inline void check_prompt(const Options& o) {
-    CLI::App app;
-    Options read;
-    add_options(app, option_table(read));
     std::istringstream toml(o.toml);
-    try {
-        app.parse_from_stream(toml);
-    } catch (const CLI::ParseError&) { read.prompt = ""; }
-    if (read.prompt == o.prompt) { return; }
+    if (read_config(toml).prompt == o.prompt) { return; }
     throw UserError(
         "--prompt contains what config.toml cannot hold (a line break, a # or both kinds of quotes): "
         "change it, or write with --generate");

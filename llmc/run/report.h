@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "llmc/checkpoint/training_state.h"
-#include "llmc/clock.h"
 #include "llmc/comm.h"
 #include "llmc/error.h"
 #include "llmc/floatx.h"
@@ -43,6 +42,19 @@ inline SyncMetrics sync_metrics(const SyncReport& r, long step) {
     m.grace_seconds = r.log->grace_seconds;
     m.counted = r.log->counted;
     return m;
+}
+
+// How many outer steps a run has, and, if they are few, what that costs. Measured with 0.86M parameters: how
+// far, in percent, the loss of two workers and of more ends above data-parallel's after 33 outer steps
+// (dev/results/README.md, Muon). Assumed: it falls with the root of their number (2.6 after 83 with Muon).
+inline std::string outer_steps(const Options& o, long steps) {
+    const double after_33 = o.uses_muon() ? (o.workers > 2 ? 9.6 : 4.2) : (o.workers > 2 ? 24.6 : 7.6);
+    const long H = o.diloco.inner_steps, count = steps / H, least = 15;  // fewer were not measured
+    const double cost = after_33 * std::sqrt(33.0 / double(std::max(count, least)));
+    const std::string text = format("%s, H = %ld", counted(count, "outer step").c_str(), H);
+    if (o.workers == 1 || cost < 2) { return text; }
+    return text + format(", are few: expect a loss %s %.0f%% above data-parallel's; a smaller -H or a longer "
+                         "run narrows it", count < least ? "more than" : "some", cost);
 }
 
 class Report {
@@ -90,6 +102,7 @@ public:
         printf("device     %s; matmuls in %s; parameters %s, gradients fp32\n", device.c_str(),
                matmul.c_str(), sizeof(floatX) == 2 ? "bf16" : "fp32");
         fputs(exchanges.c_str(), stdout);
+        if (o.diloco.streams()) { printf("outer      %s\n", outer_steps(o, inputs.steps).c_str()); }
         for (const std::string& note : o.notes) { printf("note       %s\n", note.c_str()); }
         for (const std::string& note : notes) { printf("%s\n", note.c_str()); }
         if (resumed_step > 0) { printf("resumed after step %ld\n", resumed_step); }

@@ -123,6 +123,7 @@ struct Session {
     // since NCCL's blocking calls would wait for ever for a process that has died.
     void connect() {
         const Watchdog::Watch watch(watchdog, "the joining of the processes");
+        watchdog.meet_neighbours(process);
         inner = device::make_inner_comm(process.inner_group());
         watchdog.guard(*inner);
         if (!options.diloco.streams() || options.diloco.is_elastic()) { return; }
@@ -140,8 +141,8 @@ struct Session {
         if (o.output.empty()) { return nullptr; }
         return std::make_unique<Checkpoints>(
             folder, process, state_identity(o, process, resumed.step, resumed.lineage), o.keep_checkpoints,
-            o.major_checkpoints, in.shape, in.layout, std::move(outer_snapshot), logger, status, watchdog,
-            [this] { device::use_in_this_thread(device); }, std::move(when_whole));
+            o.major_checkpoints, in.shape, in.layout, is_first(), std::move(outer_snapshot), logger, status,
+            watchdog, [this] { device::use_in_this_thread(device); }, std::move(when_whole));
     }
 
     // Starts the logs, and prints what this run is.   matmul, exchanges: text for people

@@ -2,6 +2,7 @@
 //   file:DIR                          a folder that all processes see (one machine, or a shared file system)
 //   redis://[:PASSWORD@]HOST[:PORT]   a Redis or Valkey server that all processes reach (store_redis.h);
 //                                     rediss://: over TLS
+//   s3://BUCKET[/PREFIX]              a bucket (store_s3.h)
 // It carries addresses, run ids and the cause of a failure, not gradients. A single process uses a
 // MemoryStore.
 //
@@ -27,7 +28,6 @@
 #include <string>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "llmc/error.h"
 #include "llmc/run/value_file.h"
@@ -260,17 +260,19 @@ public:
 
     std::string url() const override { return "file:" + folder; }
 
-private:
     // A long name is shortened and ends in a hash of the key; no other name contains "%%".
-    std::string path(const std::string& key) const {
+    static std::string name_of(const std::string& key) {
         std::string name = file_name_of(key);
         if (name.size() > 200) {
             const XXH128_hash_t hash = XXH3_128bits(key.data(), key.size());
             name = name.substr(0, 150) + format("%%%%%016llx%016llx", (unsigned long long)hash.high64,
                                                 (unsigned long long)hash.low64);
         }
-        return folder + "/" + name;
+        return name;
     }
+
+private:
+    std::string path(const std::string& key) const { return folder + "/" + name_of(key); }
 
     std::string write_temporary(const std::string& value) const {
         const std::string temporary = folder + "/.new-" + random_hex(12);

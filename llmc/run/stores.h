@@ -1,5 +1,6 @@
-// Opens a store by its URL (store.h). A program may be built without hiredis: make then defines
-// WITHOUT_HIREDIS, which only this file and streaming/elastic/log_stores.h know.
+// Opens a store by its URL (store.h). A program may be built without hiredis, or without libcurl and expat:
+// make then defines WITHOUT_HIREDIS or WITHOUT_CURL, which only this file and streaming/elastic/log_stores.h
+// know.
 #pragma once
 #include <errno.h>
 #include <string.h>
@@ -20,10 +21,22 @@ inline std::unique_ptr<Store> open_redis_store(const std::string& url, double) {
 #else
 #include "llmc/run/store_redis.h"
 #endif
+#ifdef WITHOUT_CURL
+[[noreturn]] inline void refuse_s3() {
+    throw UserError(
+        "--store s3:// is not in this build: give file:DIR or redis://, or build again with libcurl "
+        "and expat");
+}
+inline std::unique_ptr<Store> open_s3_store(const std::string&, double) { refuse_s3(); }
+#else
+#include "llmc/run/store_s3.h"
+#endif
 
 inline bool is_redis_url(const std::string& url) {
     return url.rfind("redis://", 0) == 0 || url.rfind("rediss://", 0) == 0;
 }
+
+inline bool is_s3_url(const std::string& url) { return url.rfind("s3://", 0) == 0; }
 
 // The folder of file:DIR or file:///DIR. UserError for a URL of no known kind.
 inline std::string folder_of_store(const std::string& url) {
@@ -32,13 +45,16 @@ inline std::string folder_of_store(const std::string& url) {
         return url.substr(strlen("file:"));
     }
     // The message quotes only the kind: the rest may contain a password.
-    throw UserError("the store '" + url.substr(0, url.find(':')) +
-                    ":...' is of no known kind: give --store file:DIR or redis://[:PASSWORD@]HOST:PORT");
+    throw UserError(
+        "the store '" + url.substr(0, url.find(':')) +
+        ":...' is of no known kind: give --store file:DIR, redis://[:PASSWORD@]HOST:PORT or "
+        "s3://BUCKET/PREFIX");
 }
 
 // UserError for a URL of no known kind, and for a store that cannot be used.
 inline std::unique_ptr<Store> open_store(const std::string& url, double timeout) {
     if (is_redis_url(url)) { return open_redis_store(url, timeout); }
+    if (is_s3_url(url)) { return open_s3_store(url, timeout); }
     return std::make_unique<FileStore>(folder_of_store(url));
 }
 

@@ -1,7 +1,8 @@
-// Values as files, for stores that are folders (FileStore, streaming/elastic/log_store_file.h): one file per
-// value. A file gets its name only when it is complete, by rename(2) or link(2), which are atomic on network
-// file systems, too, and is never written to again. A network file system reports ESTALE if its server
-// replaces a file while it is being read. Every failure throws a RunError.
+// Values as files, for stores that are folders (FileStore, FileFolders): one file per value. Keys in a
+// bucket are written in the same way. A file gets its name only when it is complete, by rename(2) or
+// link(2), which are atomic on network file systems, too, and is never written to again. A network file
+// system reports ESTALE if its server replaces a file while it is being read. Every failure throws a
+// RunError.
 #pragma once
 #include <ctype.h>
 #include <dirent.h>

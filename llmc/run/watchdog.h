@@ -1,11 +1,12 @@
-// Watchdog: a thread that sees what a blocked host cannot see: that a collective has failed, or that the host
-// has waited longer than anything may take. Then it ends the process (Process::leave_with).
+// Watchdog: a thread that sees what a blocked host cannot see: that a collective has failed, that another
+// process has failed or died, or that the host has waited longer than anything may take. Then it ends the
+// process (Process::leave_with).
 //
 //     Watchdog dog(process);
 //     dog.guard(inner);
 //     {
 //         Watchdog::Watch watch(dog, "step 12");
-//         ...               // if `inner` fails, or no progress() for twice the time limit: the end
+//         ...               // the end if `inner` fails, a process dies, or no progress() in twice the limit
 //         dog.progress();   // the time starts again
 //     }
 //
@@ -22,6 +23,7 @@
 #include "llmc/run/cause.h"
 #include "llmc/comm.h"
 #include "llmc/device.h"
+#include "llmc/run/neighbours.h"
 #include "llmc/run/process.h"
 #include "llmc/run/store.h"
 
@@ -47,6 +49,14 @@ public:
         comms.push_back(&comm);
     }
 
+    // From now on watches the processes on this machine. Collective.
+    void meet_neighbours(Process& own) {
+        if (!is_awake) { return; }
+        const std::vector<std::string> all = own.gather("alive", Neighbours::introduction(getpid()));
+        std::lock_guard<std::mutex> lock(mutex);
+        neighbours = Neighbours(all);
+    }
+
     // Says that the host's work has moved on. To be called often, compared with the time limit.
     void progress() {
         std::lock_guard<std::mutex> lock(mutex);
@@ -59,7 +69,6 @@ public:
         Watch(Watchdog& dog, const std::string& what) : dog(dog) { dog.set(what); }
         ~Watch() { dog.set(""); }
         Watch(const Watch&) = delete;
-        Watch& operator=(const Watch&) = delete;
 
     private:
         Watchdog& dog;
@@ -72,7 +81,6 @@ public:
         explicit Alone(Watchdog& dog) : dog(dog) { dog.stop_the_clock(true); }
         ~Alone() { dog.stop_the_clock(false); }
         Alone(const Alone&) = delete;
-        Alone& operator=(const Alone&) = delete;
 
     private:
         Watchdog& dog;
@@ -91,39 +99,53 @@ private:
         patience.begin_again();
     }
 
-    // It holds the lock while it looks, so that the host does not get past a failure that it has found.
+    // It holds the lock while it looks, so that the host does not get past a failure that it has found; but
+    // not while it asks the store, every two seconds, which may take long to answer.
     void run() {
         std::unique_lock<std::mutex> lock(mutex);
-        while (!changed.wait_for(lock, std::chrono::milliseconds(200), [&] { return closing; })) {
+        const auto is_closing = [&] { return closing; };
+        for (int looks = 1; !changed.wait_for(lock, std::chrono::milliseconds(200), is_closing); looks++) {
             patience.has_waited(0.2);
             if (!is_awake || what.empty()) { continue; }
+            std::string failure;
+            if (looks % 10 == 0) {
+                const Neighbours known = neighbours;
+                lock.unlock();
+                failure = failure_elsewhere(known);
+                lock.lock();
+            }
             try {
-                look();
+                if (!what.empty()) { look(failure); }
             } catch (const std::exception& error) { process.leave_with(error); }
             patience.has_worked();  // a store that has failed takes seconds to say so
         }
     }
 
-    // The limit here is twice --timeout: an exchange has its own limit, and its error says more. From
-    // --timeout on it also ends the process if another one has written down a failure.
-    void look() const {
+    // The limit here is twice --timeout: an exchange has its own, and its error says more.   failure: or ""
+    void look(const std::string& failure) const {
         for (Comm* comm : comms) { comm->check(); }
-        if (is_stopped || patience.waited() <= process.timeout) { return; }
-        if (!patience.is_over() && !is_cause_known()) { return; }
+        if (is_stopped) { return; }
+        if (!failure.empty()) { throw CommError(-1, failure); }
+        if (!patience.is_over()) { return; }
         const std::string seen = format("waited %.0f s (twice --timeout) for the end of %s: another process "
                                         "has stopped or is cut off", patience.waited(), what.c_str());
         throw CommError(-1, find_cause(*process.store, {process.name(), seen}).text());
     }
 
-    bool is_cause_known() const {
+    // The first failure of another process that is known, in words, or "".
+    std::string failure_elsewhere(const Neighbours& known) const {
         try {
-            return process.store->try_get("cause").has_value();
-        } catch (const std::exception&) { return false; }  // training does not need the store
+            const int dead = known.dead();
+            if (dead < 0 && !process.store->try_get("cause")) { return ""; }
+            const std::string what = "has died: see its output and dmesg, and resume with -y 1";
+            return record_cause(*process.store, {process.member(std::max(dead, 0)), what}).text();
+        } catch (const std::exception&) { return ""; }  // training does not need the store
     }
 
     const Process& process;
     const bool is_awake;
     std::vector<Comm*> comms;
+    Neighbours neighbours{{}};
     std::mutex mutex;
     std::condition_variable changed;
     bool closing = false;

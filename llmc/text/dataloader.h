@@ -59,6 +59,13 @@ public:
         }
     }
 
+    // Tokens in all shards that match a pattern.
+    static long tokens_in(const std::string& pattern) {
+        long all = 0;
+        for (const std::string& path : matching_files(pattern)) { all += look_at_shard(path).tokens; }
+        return all;
+    }
+
     // Divides batches anew, and starts over: `all` rows are for all processes together, of which this process
     // reads B, from row `first` on. UserError if there is no whole batch.
     void share(long first, long all) {
@@ -171,7 +178,7 @@ private:
         return paths;
     }
 
-    Shard look_at_shard(const std::string& path) const {
+    static Shard look_at_shard(const std::string& path) {
         const InputFile file(path, "make it again with data/prepare.py");
         const FileHeader header = file.read_header(tokens_magic, "token shard");
         if (header[1] != 1) { file.fail(format("is a token shard of version %d, not 1", header[1])); }

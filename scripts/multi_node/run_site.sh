@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Training across sites that share nothing but a Redis server: one worker, RANKS GPUs of this machine.
+# Training across sites that share nothing but a Redis server or a bucket (s3.md): one worker, RANKS GPUs of this machine.
 #     WORKER=0 REDIS=10.7.0.1:6379 scripts/multi_node/run_site.sh     at one site
 #     WORKER=1 REDIS=10.7.0.1:6379 scripts/multi_node/run_site.sh     at the other
 # They may be started in any order, within TIMEOUT. All sites need the same RUN (training.sh lists them),

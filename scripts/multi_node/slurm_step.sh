@@ -10,13 +10,15 @@ unmet=75    # status of a training whose other workers did not come within --tim
 mistake=2   # status after a mistake that the user has to correct
 
 # run_step PROGRAM ARGUMENT...: runs it in all tasks and waits for the last.
-# --distribution=block: neighbours in number, the ranks of a worker, sit on the same node. No --gpus-per-task
-# nor --gpu-bind: a task takes the GPU of its number on the node, and NCCL's fast paths need to see the GPUs
-# of its peers. srun does not inherit --cpus-per-task. When a task dies, the others notice, name it and end. If
-# they do not, srun ends them a minute later (--wait); if it did so at once, their message would be lost.
+# --distribution=block:block: neighbours in number, the ranks of a worker, sit on the same node, and fill one
+# socket after the other, as the numbers of GPUs do (SLURM's default would take sockets in turn, so that a task
+# reached its GPU through the other socket). No --gpus-per-task nor --gpu-bind: a task takes the GPU of its
+# number on the node, and NCCL's fast paths need to see the GPUs of its peers. srun does not inherit
+# --cpus-per-task. When a task dies, the others notice, name it and end. If they do not, srun ends them a minute
+# later (--wait); if it did so at once, their message would be lost.
 # --export=ALL: also where the job was submitted with --export=NONE.
 run_step() {
-    srun --export=ALL --distribution=block --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
+    srun --export=ALL --distribution=block:block --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
         --kill-on-bad-exit=0 --wait=60 "$@" &
     local srun=$! result is_interrupted=1
     trap 'is_interrupted=1; kill -USR1 $srun || true' USR1 # the time is nearly up; srun forwards the signal

@@ -24,7 +24,6 @@
 #include <memory>
 #include <new>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -33,7 +32,6 @@
 #include "llmc/clock.h"
 #include "llmc/comm.h"
 #include "llmc/run/store.h"
-#include "streaming/elastic/options.h"
 #include "streaming/elastic/elastic_snapshot.h"
 #include "streaming/exchange.h"
 #include "streaming/outer_loop.h"

@@ -1,15 +1,25 @@
 // LogStore: where a sync log lies (README.md: keys). A value lies under a folder and a name in it. There are
-// two implementations: log_store_redis.h and log_store_file.h.
+// three kinds: in Redis (log_store_redis.h), a folder (log_store_folders.h) and a bucket (log_store_s3.h).
 #pragma once
+#include <algorithm>
+#include <chrono>
 #include <map>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
+
+#include "llmc/clock.h"
 
 // A request may be repeated after its answer was lost: doing it twice does no harm.
 struct StoreRequest {
     // put and put_if_absent answer with the value that is there afterwards. remove without a name removes the
     // whole folder. list: names and values in a folder. folders: the folders whose names begin with `folder`.
-    enum Kind { get, put, put_if_absent, remove, list, folders };
+    // In the next two, `folder` is the run's log and `name` a sync (README.md).
+    // decide: writes the entry if it is absent and all workers at work have lines with one hash. value:
+    // "HASH ASKER MIN_WORKERS;required workers;dead workers". A store may do nothing instead.
+    // decision: reads the entry, and perhaps payloads that it counts, except those of the start in `value`.
+    enum Kind { get, put, put_if_absent, remove, list, folders, decide, decision };
     Kind kind;
     std::string folder, name = "", value = "";
     bool asks_winner = true;  // put_if_absent; false: no other value can be there, and the answer has none
@@ -19,21 +29,23 @@ struct StoreAnswer {
     bool lost = false;                           // the request may have been done or not
     bool is_full = false;                        // lost because the store has no room; removals make some
     std::string trouble;                         // why it was lost, for people
-    bool found = false;                          // get
-    std::string value;                           // get, put, put_if_absent
-    std::map<std::string, std::string> listing;  // list: by name; folders: names alone
+    bool found = false;                          // get, decision
+    std::string value;                           // get, put, put_if_absent, decision
+    std::map<std::string, std::string> listing;  // list; folders: names alone; decision: first chunks
 };
 
 inline StoreAnswer lost_answer(const std::string& trouble, bool is_full) {
     return {true, is_full, trouble, false, "", {}};
 }
 
-// What Redis (a folder is a hash: HGET, HSET, HSETNX, HDEL and UNLINK, HGETALL, SCAN) and a shared folder
-// (open, rename, link, unlink, readdir) can both do. Calls block: a thread of its own makes them.
+// What Redis (a folder is a hash: HGET, HSET, HSETNX, HDEL and UNLINK, HGETALL, SCAN), a shared folder (open,
+// rename, link, unlink, readdir) and a bucket (GET, PUT, DELETE) can all do. Calls block: each store is used
+// by a thread of its own.
 class LogStore {
 public:
     virtual ~LogStore() = default;
-    virtual StoreAnswer perform(const StoreRequest& request) = 0;
+    // A store overrides at least one of these two; each default calls the other.
+    virtual StoreAnswer perform(const StoreRequest& request) { return perform_all({request}).front(); }
     // In this order; requests of others may come in between. A request is done only if all before it are.
     // They may go out together. After the first answer that is lost the others count for nothing.
     virtual std::vector<StoreAnswer> perform_all(const std::vector<StoreRequest>& requests) {
@@ -44,6 +56,40 @@ public:
         }
         return answers;
     }
+    // perform_all(), once one of the decisions that come first in it is there, or `seconds` have passed.
+    virtual std::vector<StoreAnswer> await(const std::vector<StoreRequest>& requests, double seconds) {
+        const auto rest = std::find_if(requests.begin(), requests.end(), [](const StoreRequest& request) {
+            return request.kind != StoreRequest::decision;
+        });
+        std::string question;
+        for (auto one = requests.begin(); one != rest; one++) {
+            question += one->folder + " " + one->name + "\n";
+        }
+        if (question != std::exchange(awaited, question)) { pause = 0.002; }
+        for (const double until = now_seconds() + seconds;;) {
+            const double from = now_seconds();
+            std::vector<StoreAnswer> answers = perform_all({requests.begin(), rest});
+            bool is_over = from >= until;
+            for (const StoreAnswer& answer : answers) { is_over |= answer.found || answer.lost; }
+            if (is_over && answers.back().lost) {
+                answers.resize(requests.size(), answers.back());
+                return answers;
+            }
+            if (is_over) {
+                for (StoreAnswer& answer : perform_all({rest, requests.end()})) {
+                    answers.push_back(std::move(answer));
+                }
+                return answers;
+            }
+            // Pauses for at least as long as the request took, and longer each time.
+            std::this_thread::sleep_for(std::chrono::duration<double>(std::max(now_seconds() - from, pause)));
+            pause = std::min(1.2 * pause, 0.1);
+        }
+    }
     // About settings that endanger the run, as they were when the store was opened.
     virtual std::string warning() const { return ""; }
+
+private:
+    std::string awaited;  // decisions
+    double pause = 0;     // seconds
 };

@@ -4,8 +4,12 @@
 // With `appendonly yes` and `appendfsync always` a server forgets nothing that it has answered, even if it is
 // killed or loses power. One that comes back with old data would let syncs be decided twice; warning() says
 // if it may.
+//
+// A request that takes several commands is a script: it costs one round trip and is atomic. A worker that
+// waits for a value reads the stream RUN/told/FOLDER/NAME, which exists for ten seconds.
 #pragma once
 #include <algorithm>
+#include <deque>
 #include <exception>
 #include <memory>
 #include <stdexcept>
@@ -18,167 +22,224 @@
 #include "llmc/run/redis.h"
 #include "streaming/elastic/log_store.h"
 
+namespace redis_scripts {
+
+// The first value stays, and is the answer.   KEYS: hash, stream; ARGV: name, value
+const char* const put_if_absent = R"(
+if redis.call('HSETNX', KEYS[1], ARGV[1], ARGV[2]) == 0 then return redis.call('HGET', KEYS[1], ARGV[1]) end
+redis.call('XADD', KEYS[2], '*', '', '')
+redis.call('EXPIRE', KEYS[2], 10)
+return ARGV[2])";
+
+// The LogEntry of lines that name one hash.
+// KEYS: entry, its stream, sent/s, beat; ARGV: sync, the request's value
+const char* const decide = R"(
+local insert = table.insert
+local ours, decider, least, awaited, dead = string.match(ARGV[2], '^(%d+) (%S+) (%d+);(.*);(.*)$')
+local lines, beats, has = redis.call('HGETALL', KEYS[3]), redis.call('HGETALL', KEYS[4]), {}
+local counted, abstained, text = {}, {}, {}
+for i = 1, #lines, 2 do
+  local worker = tonumber(string.match(lines[i], '^%d+'))
+  local hash, tokens, bytes, digest = string.match(lines[i + 1], '^(%d+) (%d+) (%d+) (%d+)$')
+  if hash ~= ours or has[worker] then return end
+  has[worker] = table.concat({lines[i], bytes, digest, tokens}, ' ')
+  insert(tokens == '0' and abstained or counted, worker)
+end
+if #lines / 2 < tonumber(least) then return end
+for worker in string.gmatch(awaited, '%d+') do
+  if not has[tonumber(worker)] then return end
+end
+for worker in string.gmatch(dead, '%d+') do has[tonumber(worker)] = has[tonumber(worker)] or '' end
+for i = 1, #beats, 2 do
+  if not has[tonumber(beats[i])] and string.match(beats[i + 1], '^%d+ %d+ %d') then return end
+end
+table.sort(counted)
+table.sort(abstained)
+for _, worker in ipairs(counted) do insert(text, has[worker]) end
+insert(text, #abstained)
+for _, worker in ipairs(abstained) do insert(text, worker) end
+text = table.concat({ours, decider, #counted, table.concat(text, ' '), '0 0'}, ' ')
+if redis.call('HSETNX', KEYS[1], ARGV[1], text) == 0 then return end
+redis.call('XADD', KEYS[2], '*', '', '')
+redis.call('EXPIRE', KEYS[2], 10))";
+
+// The entry, under no name, and the first chunks that it counts, up to some megabytes.
+// KEYS: entry, payload/s; ARGV: sync, whose payload is not needed
+const char* const decision = R"(
+local answer, bytes, place = {'', redis.call('HGET', KEYS[1], ARGV[1])}, 0, 0
+for word in string.gmatch(answer[2] or '', '%S+') do
+  local is_name = place > 2 and place % 4 == 3 and string.find(word, '.', 1, true) and word ~= ARGV[2]
+  local chunk = is_name and bytes < 4194304 and redis.call('HGET', KEYS[2], word .. '.0')
+  if chunk then
+    table.insert(answer, word .. '.0')
+    table.insert(answer, chunk)
+    bytes = bytes + #chunk
+  end
+  place = place + 1
+end
+return answer[2] and answer or {})";
+
+// ARGV: pattern; the place in a key, from 1, where the folder's name begins
+const char* const folders = R"(
+local cursor, found = '0', {}
+repeat
+  local reply = redis.call('SCAN', cursor, 'MATCH', ARGV[1], 'COUNT', 1000)
+  cursor = reply[1]
+  for _, key in ipairs(reply[2]) do
+    table.insert(found, string.sub(key, ARGV[2]))
+    table.insert(found, '')
+  end
+until cursor == '0'
+return found)";
+
+}  // namespace redis_scripts
+
 class RedisLogStore : public LogStore {
 public:
     // UserError if the server cannot be reached within `timeout` seconds, refuses the password, or has
     // another certificate than it should. It counts as lost after as long a silence (both at most 10 s).
     RedisLogStore(const std::string& url, const std::string& run_name, double timeout)
-        : prefix(run_name + "/log/"), timeout(std::min(timeout, 10.0)), connection(url, this->timeout) {
+        : prefix(run_name + "/log/"), told(run_name + "/told/"), timeout(std::min(timeout, 10.0)),
+          connection(url, this->timeout) {
         connection.connect(this->timeout);
         try {
             look_at_settings();
         } catch (const ConnectionLost&) {}  // the first request will tell
     }
 
-    StoreAnswer perform(const StoreRequest& request) override {
-        return std::move(answers_to(&request, 1).front());
+    std::vector<StoreAnswer> perform_all(const std::vector<StoreRequest>& requests) override {
+        return answers_to(requests, {});
     }
 
-    std::vector<StoreAnswer> perform_all(const std::vector<StoreRequest>& requests) override {
-        return answers_to(requests.data(), requests.size());
+    std::vector<StoreAnswer> await(const std::vector<StoreRequest>& requests, double seconds) override {
+        const long milliseconds = long(1000 * std::min(seconds, timeout / 2));
+        Command wait = {"XREAD", "BLOCK", std::to_string(milliseconds), "STREAMS"};
+        for (const StoreRequest& one : requests) {
+            if (one.kind != StoreRequest::decision) { continue; }
+            wait.push_back(told + one.folder + "/entry/" + one.name);
+        }
+        wait.resize(2 * wait.size() - 4, "0");
+        return answers_to(requests, wait);
     }
 
     std::string warning() const override { return warned; }
 
 private:
     using Reply = RedisConnection::Reply;
+    using Command = std::vector<std::string>;
     struct OutOfMemory : RunError {  // of the server's
         using RunError::RunError;
     };
 
-    std::vector<StoreAnswer> answers_to(const StoreRequest* requests, size_t count) {
+    // wait: a command that goes before them; its reply counts for nothing
+    std::vector<StoreAnswer> answers_to(const std::vector<StoreRequest>& requests, Command wait) {
         std::vector<StoreAnswer> answers;
         try {
             // Other requests wait behind this one.
             if (!connection.is_open()) { connection.connect(std::min(timeout, 3.0)); }
-            while (answers.size() < count) { answer_next(requests, count, answers); }
+            for (size_t first = 0, end = 0; end < requests.size(); first = end) {
+                for (bool writes = false; end < requests.size(); end++) {
+                    if (writes && requests[end].kind == StoreRequest::remove) { break; }
+                    writes |= is_write(requests[end]);
+                }
+                answer_together(&requests[first], end - first, std::exchange(wait, {}), answers);
+            }
         } catch (const ConnectionLost& error) {
             const std::string where = "the connection to the store at " + connection.where();
-            answers.resize(count, lost_answer(where + " is lost (" + error.what() + ")", false));
+            answers.resize(requests.size(), lost_answer(where + " is lost (" + error.what() + ")", false));
         } catch (const std::exception& error) {
             connection.close();  // the next connection shows the password again
             const bool is_full = dynamic_cast<const OutOfMemory*>(&error) != nullptr;
-            answers.resize(count, lost_answer(error.what(), is_full));
+            answers.resize(requests.size(), lost_answer(error.what(), is_full));
         }
         return answers;
     }
 
-    // Answers one `folders` request, which takes many commands, or all requests before the next one together.
-    // Removals do not go with writes: a server without memory refuses a transaction as a whole.
-    void answer_next(const StoreRequest* requests, size_t count, std::vector<StoreAnswer>& answers) {
-        const size_t first = answers.size();
-        if (requests[first].kind == StoreRequest::folders) {
-            StoreAnswer answer;
-            find_folders(requests[first].folder, answer.listing);
-            return answers.push_back(std::move(answer));
-        }
-        bool removes = false, writes = false;
-        size_t end = first;
-        for (; end < count && requests[end].kind != StoreRequest::folders; end++) {
-            removes |= requests[end].kind == StoreRequest::remove;
-            writes |= is_write(requests[end]);
-            if (removes && writes) { break; }
-        }
-        answer_together(requests + first, end - first, answers);
-    }
-
     // Several writes are a transaction: if the server refuses one for lack of memory, it must do none after
-    // it.
-    void answer_together(const StoreRequest* requests, size_t count, std::vector<StoreAnswer>& answers) {
-        std::vector<std::string> keys;
-        for (size_t i = 0; i < count; i++) { keys.push_back(prefix + requests[i].folder); }
-        std::vector<RedisConnection::Words> commands;
-        for (size_t i = 0; i < count; i++) { commands.push_back(command_of(requests[i], keys[i])); }
+    // it. No removal comes after a write, since such a server refuses a transaction as a whole.
+    void answer_together(const StoreRequest* requests, size_t count, const Command& wait,
+                         std::vector<StoreAnswer>& answers) {
         const bool is_transaction = std::count_if(requests, requests + count, is_write) > 1;
-        if (is_transaction) {
-            commands.insert(commands.begin(), RedisConnection::Words{"MULTI"});
-            commands.push_back(RedisConnection::Words{"EXEC"});
+        const size_t first_write = size_t(std::find_if(requests, requests + count, is_write) - requests);
+        const size_t first = is_transaction ? first_write : count;
+        std::deque<std::string> texts;
+        std::vector<RedisConnection::Words> commands;
+        if (!wait.empty()) { commands.emplace_back(wait.begin(), wait.end()); }
+        const size_t before = commands.size();
+        for (size_t i = 0; i < count; i++) {
+            if (i == first) { commands.push_back({"MULTI"}); }
+            commands.push_back(command_of(requests[i], texts));
         }
+        if (is_transaction) { commands.push_back({"EXEC"}); }
         const std::vector<Reply> replies = connection.ask_all(commands);
-        for (size_t i = 0; i < commands.size(); i++) { check(*replies[i], commands[i][0]); }
+        for (size_t i = 0; i < before + first; i++) {
+            check(*replies[i], commands[i][0]);
+            if (i >= before) { answers.push_back(answer_of(requests[i - before], *replies[i])); }
+        }
+        for (size_t i = before + first; i < commands.size(); i++) { check(*replies[i], commands[i][0]); }
         const redisReply& last = *replies.back();
-        if (is_transaction && (last.type != REDIS_REPLY_ARRAY || last.elements != count)) {
+        if (is_transaction && (last.type != REDIS_REPLY_ARRAY || last.elements != count - first)) {
             throw RunError("the store's answer to EXEC is not Redis'");
         }
-        for (size_t i = 0; i < count; i++) {
-            const redisReply& reply = is_transaction ? *last.element[i] : *replies[i];
-            if (is_transaction) { check(reply, commands[i + 1][0]); }
-            answers.push_back(answer_of(requests[i], keys[i], reply));
+        for (size_t i = first; i < count; i++) {
+            const redisReply& reply = *last.element[i - first];
+            check(reply, commands[before + i + 1][0]);
+            answers.push_back(answer_of(requests[i], reply));
         }
     }
 
     static bool is_write(const StoreRequest& request) {
-        return request.kind == StoreRequest::put || request.kind == StoreRequest::put_if_absent;
+        return request.kind == StoreRequest::put || request.kind == StoreRequest::put_if_absent ||
+               request.kind == StoreRequest::decide;
     }
 
-    static RedisConnection::Words command_of(const StoreRequest& request, const std::string& key) {
+    // texts: holds what the command's words lie in, beside the request
+    RedisConnection::Words command_of(const StoreRequest& request, std::deque<std::string>& texts) const {
+        const auto key_of = [&](const std::string& rest) -> std::string_view {
+            return texts.emplace_back(prefix + request.folder + rest);
+        };
+        const auto stream_of = [&](const std::string& rest) -> std::string_view {
+            return texts.emplace_back(told + request.folder + rest + "/" + request.name);
+        };
+        const std::string &name = request.name, &value = request.value;
         switch (request.kind) {
-            case StoreRequest::get:
-                return {"HGET", key, request.name};
-            case StoreRequest::put:
-                return {"HSET", key, request.name, request.value};
+            case StoreRequest::get: return {"HGET", key_of(""), name};
+            case StoreRequest::put: return {"HSET", key_of(""), name, value};
+            case StoreRequest::list: return {"HGETALL", key_of("")};
             case StoreRequest::put_if_absent:
-                return {"HSETNX", key, request.name, request.value};
-            case StoreRequest::list:
-                return {"HGETALL", key};
+                if (!request.asks_winner) { return {"HSETNX", key_of(""), name, value}; }
+                return {"EVAL", redis_scripts::put_if_absent, "2", key_of(""), stream_of(""), name, value};
             case StoreRequest::remove:
-                if (!request.name.empty()) { return {"HDEL", key, request.name}; }
-                return {"UNLINK", key};
+                if (!name.empty()) { return {"HDEL", key_of(""), name}; }
+                return {"UNLINK", key_of("")};
             case StoreRequest::folders:
-                break;
+                return {"EVAL", redis_scripts::folders, "0",
+                        texts.emplace_back(without_wildcards(prefix + request.folder) + "*"),
+                        texts.emplace_back(std::to_string(prefix.size() + 1))};
+            case StoreRequest::decide:
+                return {"EVAL", redis_scripts::decide, "4", key_of("/entry"), stream_of("/entry"),
+                        key_of("/sent/" + name), key_of("/beat"), name, value};
+            case StoreRequest::decision: break;
         }
-        throw std::logic_error("folders are found by many commands");
+        return {"EVAL", redis_scripts::decision, "2", key_of("/entry"), key_of("/payload/" + name),
+                name,   value};
     }
 
-    StoreAnswer answer_of(const StoreRequest& request, const std::string& key, const redisReply& reply) {
+    static StoreAnswer answer_of(const StoreRequest& request, const redisReply& reply) {
         StoreAnswer answer;
-        switch (request.kind) {
-            case StoreRequest::get:
-                answer.found = reply.type != REDIS_REPLY_NIL;
-                if (answer.found) { answer.value = text(reply); }
-                break;
-            case StoreRequest::put:
-                answer.value = request.value;
-                break;
-            case StoreRequest::put_if_absent:
-                if (!request.asks_winner) { break; }
-                answer.value = reply.integer == 1 ? request.value : winner(request, key);
-                break;
-            case StoreRequest::list:
-                for (size_t i = 0; i + 1 < reply.elements; i += 2) {
-                    answer.listing[text(*reply.element[i])] = text(*reply.element[i + 1]);
-                }
-                break;
-            case StoreRequest::remove:
-            case StoreRequest::folders:
-                break;
+        answer.found = reply.type == REDIS_REPLY_STRING;
+        if (answer.found) { answer.value = text(reply); }
+        if (request.kind == StoreRequest::put) { answer.value = request.value; }
+        for (size_t i = 0; reply.type == REDIS_REPLY_ARRAY && i + 1 < reply.elements; i += 2) {
+            answer.listing[text(*reply.element[i])] = text(*reply.element[i + 1]);
         }
+        if (request.kind != StoreRequest::decision || answer.listing.empty()) { return answer; }
+        answer.found = true;
+        answer.value = answer.listing[""];
+        answer.listing.erase("");
         return answer;
     }
 
-    // The value that was there before. If it has been removed meanwhile, the write is tried again.
-    std::string winner(const StoreRequest& request, const std::string& key) {
-        while (true) {
-            const Reply there = command({"HGET", key, request.name});
-            if (there->type != REDIS_REPLY_NIL) { return text(*there); }
-            if (command({"HSETNX", key, request.name, request.value})->integer == 1) { return request.value; }
-        }
-    }
-
-    template <class Listing>
-    void find_folders(const std::string& begin, Listing& found) {
-        const std::string pattern = without_wildcards(prefix + begin) + "*";
-        std::string cursor = "0";
-        do {
-            const Reply reply = command({"SCAN", cursor, "MATCH", pattern, "COUNT", "1000"});
-            if (reply->elements != 2) { throw RunError("the store's answer to SCAN is not Redis'"); }
-            cursor = text(*reply->element[0]);
-            const redisReply& keys = *reply->element[1];
-            for (size_t i = 0; i < keys.elements; i++) {
-                found[text(*keys.element[i]).substr(prefix.size())];
-            }
-        } while (cursor != "0");
-    }
     static std::string without_wildcards(const std::string& text) {
         std::string pattern;
         for (char c : text) {
@@ -188,18 +249,12 @@ private:
         return pattern;
     }
 
-    Reply command(const RedisConnection::Words& words) {
-        Reply reply = connection.ask(words);
-        check(*reply, words[0]);
-        return reply;
-    }
-
     void check(const redisReply& reply, std::string_view command) const {
         if (reply.type != REDIS_REPLY_ERROR) { return; }
         const std::string error = text(reply);
         const std::string trouble =
             "the store at " + connection.where() + " answers " + std::string(command) + " with: " + error;
-        if (error.compare(0, 3, "OOM") == 0) { throw OutOfMemory(trouble); }
+        if (error.find("OOM command") != std::string::npos) { throw OutOfMemory(trouble); }
         throw RunError(trouble);
     }
 
@@ -226,7 +281,7 @@ private:
         return reply->type == REDIS_REPLY_ARRAY && reply->elements == 2 ? text(*reply->element[1]) : "";
     }
 
-    const std::string prefix;
+    const std::string prefix, told;
     const double timeout;
     RedisConnection connection;
     std::string warned;

@@ -1,14 +1,16 @@
 // Log stores by URL, as in llmc/run/store.h:
-//   file:DIR                                        the folder DIR/log/RUN (log_store_file.h)
+//   file:DIR                                        the folder DIR/log/RUN (llmc/run/file_folders.h)
 //   redis://[[USER]:PASSWORD@]HOST[:PORT], rediss://   keys RUN/log/... (log_store_redis.h)
+//   s3://BUCKET[/PREFIX]                            objects PREFIX/log/RUN/... (log_store_s3.h)
 #pragma once
 #include <memory>
 #include <optional>
 #include <string>
 
+#include "llmc/run/file_folders.h"
 #include "llmc/run/stores.h"
 #include "streaming/elastic/log_store.h"
-#include "streaming/elastic/log_store_file.h"
+#include "streaming/elastic/log_store_folders.h"
 #ifdef WITHOUT_HIREDIS
 inline std::unique_ptr<LogStore> open_redis_log_store(const std::string& url, const std::string&, double) {
     refuse_redis(url);
@@ -20,13 +22,29 @@ inline std::unique_ptr<LogStore> open_redis_log_store(const std::string& url, co
     return std::make_unique<RedisLogStore>(url, run_name, timeout);
 }
 #endif
+#ifdef WITHOUT_CURL
+inline std::unique_ptr<LogStore> open_s3_log_store(const std::string&, const std::string&, double) {
+    refuse_s3();
+}
+#else
+#include "streaming/elastic/log_store_s3.h"
+inline std::unique_ptr<LogStore> open_s3_log_store(const std::string& url, const std::string& run_name,
+                                                   double timeout) {
+    return std::make_unique<S3LogStore>(url, "log/" + file_name_of(run_name) + "/", timeout);
+}
+#endif
 
 // A store with a connection of its own, for one thread at a time. UserError if it cannot be used.
 inline std::unique_ptr<LogStore> open_log_store(const std::string& url, const std::string& run_name,
                                                 double timeout) {
     if (is_redis_url(url)) { return open_redis_log_store(url, run_name, timeout); }
-    return std::make_unique<FileLogStore>(folder_of_store(url) + "/log/" + file_name_of(run_name));
+    if (is_s3_url(url)) { return open_s3_log_store(url, run_name, timeout); }
+    return std::make_unique<FolderLogStore<FileFolders>>(folder_of_store(url) + "/log/" +
+                                                         file_name_of(run_name));
 }
+
+// The time between two polls of the store. Over a bucket it is longer, since requests cost money.
+inline double seconds_between_looks(const std::string& url) { return is_s3_url(url) ? 1 : 0.1; }
 
 // The options (LogStart::fingerprint) of the run that a store already holds; none if it holds no run.
 inline std::optional<std::string> options_in(LogStore& store) {

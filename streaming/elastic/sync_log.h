@@ -35,6 +35,12 @@ public:
     // Of all of them. From the first one that is lost on they are asked for again.
     void answer(const std::vector<StoreAnswer>& answers, double now);
 
+    // requests() and answer() for a second connection, which brings entries and payloads. See `awaits`.
+    std::vector<StoreRequest> listen();
+    void hear(const std::vector<StoreAnswer>& answers, double now);
+    bool listens() const;
+    bool awaits = false;  // set by listen(): LogStore::await
+
     // At the end of `step`, and again until it says something else than to wait. Before the first step, with
     // the step that is done: it waits until it has a place in the run.
     LogTurn turn(long step, double now);
@@ -69,8 +75,9 @@ public:
     bool is_running() const { return phase == Phase::running; }
     // What a wait would be for that may never end: "" if nothing. The store, or a giver of a snapshot.
     std::string helpless() const {
-        if (is_cut_off) {
-            return "the store does not answer" + (trouble.empty() ? "" : " (" + trouble + ")");
+        if (is_cut_off || !deaf.empty()) {
+            const std::string& why = is_cut_off ? trouble : deaf;
+            return "the store does not answer" + (why.empty() ? "" : " (" + why + ")");
         }
         const bool is_alone = phase == Phase::behind && alone_since >= 0;
         return is_alone ? "nobody who is alive can give the snapshot that this worker needs" : "";
@@ -84,7 +91,6 @@ private:
         Handler then;
     };
     enum class Phase { opening, comparing, registering, agreeing, running, behind, stopped };
-    enum class Next { nothing, fetch, decide, look, send, abstain };
 
     // A fragment's next sync.
     struct Slot {
@@ -93,12 +99,11 @@ private:
         uint64_t hash = 0;
         Own own = none;
         size_t chunks = 0;  // written
-        bool looked = false;
+        bool heard = false;  // the store has said whether there is an entry
         double look_at = 0;
         std::optional<LogLines> lines;     // as they have just been read
         std::optional<LogEntry> proposal;  // to be written, if there is none
         std::optional<LogEntry> entry;
-        bool confirmed = false;
         std::vector<std::string> payloads;  // of the contributors, as far as they are read
         size_t bytes_read = 0;
         double due_since = -1;
@@ -112,7 +117,7 @@ private:
             for (size_t i = 0; i < payloads.size(); i++) {
                 if (!has_payload(i)) { return false; }
             }
-            return confirmed;
+            return bool(entry);
         }
     };
 
@@ -145,10 +150,13 @@ private:
     void ask(StoreRequest request, Handler then = ignore) {
         asked.push_back({std::move(request), std::move(then)});
     }
-    void ask_later(StoreRequest request, Handler then = ignore) {
+    // can_wait: the request may be held back until a payload is sent, which does not wait for its answer
+    void ask_later(StoreRequest request, Handler then = ignore, bool can_wait = false) {
+        chores_can_wait = can_wait && (chores_can_wait || chores.empty());
         chores.push_back({std::move(request), std::move(then)});
     }
-    std::string key(const std::string& folder) const;
+    std::string run() const { return generation + "/" + std::to_string(options.shard); }
+    std::string key(const std::string& folder) const { return run() + "/" + folder; }
     StoreRequest own_chunk(const std::string& folder, const std::string& bytes, size_t chunk,
                            size_t size) const;
     void lose_store(const std::string& trouble, double now);
@@ -156,12 +164,11 @@ private:
     void forgive(double seconds, double now);
     void choose(double now);
     void choose_running(double now);
-    bool move_a_payload(double now);
     bool cannot_give() const { return times_put_off >= 2; }  // it has tried in vain
     bool may_leave() const;
     void ask_chores();
-    void add_removal(const std::string& folder, const std::string& name = "") {
-        ask_later({StoreRequest::remove, folder, name});
+    void add_removal(const std::string& folder, const std::string& name = "", bool can_wait = false) {
+        ask_later({StoreRequest::remove, folder, name}, ignore, can_wait);
     }
 
     // Starting (sync_log_start.h)
@@ -187,6 +194,7 @@ private:
     bool is_due(long sync) const;
     int ready() const;
     bool is_far_behind() const;
+    void keep_pace(double now);
     LogTurn jump();
     void apply(Slot& slot);
     void keep_promise(const Slot& slot);
@@ -196,13 +204,15 @@ private:
 
     // A sync, on the store's side (sync_log_sync.h)
     std::string folder(const char* what, long sync) const { return key(what + ("/" + std::to_string(sync))); }
-    Next next(const Slot& slot, double now) const;
-    bool serve(Slot& slot, double now);
-    void move_payload(Slot& slot, double now);
+    bool needs_store(const Slot& slot, double now) const;
+    void serve(Slot& slot);
     Slot* find(long sync);
     void send(Slot& slot);
     void write_line(Slot& slot, const LogLine& line, Slot::Own own);
-    void look(Slot& slot, bool has_line);
+    void look(Slot& slot);
+    bool is_behind(const Slot& slot) const { return newest_open > slot.sync; }
+    bool listens_to(const Slot& slot) const;
+    void learn(Slot& slot, const StoreAnswer& decision, long open);
     void consider(Slot& slot, double asked, double now);
     double due_for_all(const Slot& slot, double now) const;
     double stands_since(double now) const;
@@ -210,11 +220,10 @@ private:
     void write_entry(long sync, const LogEntry& entry);
     void take_entry(Slot& slot, const std::string& text);
     void refuse(const std::string& folder, const std::string& name, const std::string& text);
-    void confirm(Slot& slot);
     void diverge(const Slot& slot);
     void diverge();
     void fetch_payloads(Slot& slot);
-    void take_chunk(Slot& slot, size_t i, const StoreAnswer& answer);
+    void take_chunk(Slot& slot, size_t i, size_t at, const StoreAnswer& answer);
     void take_own_payload(Slot& slot);
 
     // Looking around: which workers are alive, which need a snapshot (sync_log_snapshots.h)
@@ -226,7 +235,8 @@ private:
     void note_givers(const std::map<std::string, std::string>& givers, double now);
     bool gives(const std::string& want) const { return giving && giving->want == want; }
     bool has_written(const std::string& giver) const;
-    void rest_from_looking(double from, double now);
+    void rest_from_looking(double now);
+    double pause() const;
     void see(std::map<std::string, std::string> listing, double from, double now);
     void note_open(long sync);
     void choose_reader(bool is_last, double now);
@@ -254,6 +264,9 @@ private:
 
     // Removing what nobody needs any more (sync_log_snapshots.h)
     void sweep();
+    void sweep_by(StoreRequest request, Handler then) {
+        ask_later(std::move(request), std::move(then), true);
+    }
     void note_held(const std::map<std::string, std::string>& listing, std::vector<long>& held);
     long covered(std::vector<long> positions, long index) const;
     void sweep_syncs(const std::string& folder, const std::vector<long>& oldest);
@@ -275,15 +288,16 @@ private:
     std::vector<LogEvent> told;
     std::set<long> waits_told;  // syncs that it has said it waits for
 
-    std::vector<Asked> asked;  // and not yet answered
+    std::vector<Asked> asked, heard;  // and not yet answered: requests(), listen()
     double asked_at = 0;
-    bool asks_beats = false, asks_generation = false;  // after what some fragment asks
-    bool is_payloads_turn = false;
+    bool asks_beats = false;  // after what some fragment asks
     bool is_cut_off = false;  // its last answer was lost, for this reason
     std::string trouble;
+    std::string deaf;  // why the last answer to listen() was lost
     double cut_off_since = 0;
     double retry_at = 0;
     std::vector<Asked> chores;
+    bool chores_can_wait = false;
 
     double agree_from = 0, agree_at = 0;
     int next_number = 0;                    // to register as; 0: what is taken is not known yet
@@ -292,7 +306,6 @@ private:
     std::optional<LogBeginning> beginning;  // to be written, if there is none
 
     std::vector<Slot> slots;  // by fragment
-    size_t next_turn = 0;
     long step = 0;
     bool has_begun = false;  // it has found its place in the run: where, and when, as keep_time() has it
     long began_step = 0;
@@ -305,9 +318,11 @@ private:
     long promise = LogBeat::catches_up;
     long jumps_to = -1;
     int times_late = 0;
+    bool is_lagging = false;
+    double lag = 0, turn_at = 0;
     bool is_aligned = false;  // it keeps step with the others: its last payload was counted, without a jump
 
-    double look_around_at = 0, look_earliest = 0;
+    double look_around_at = 0, look_earliest = 0, look_seconds = 0;
     double looked_from = long_ago;  // when the last look was asked for
     bool has_looked = false;
     bool is_waiting = true;  // the trainer
@@ -315,6 +330,7 @@ private:
     bool looks_at_wants = false, wants_are_last = false;
     std::map<std::string, Wanted> wanted;  // snapshots, that nobody offers
     bool is_wanted = false;                // by one that is alive
+    bool are_few = false;                  // its last sync's entry named at most half of the workers
     std::optional<Giving> giving;
     double gives_from = long_ago;  // not before
     int times_put_off = 0;         // since it has given one

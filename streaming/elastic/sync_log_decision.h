@@ -112,12 +112,14 @@ public:
         return is_alive(who) && promise_of(seen.at(who.worker)) >= 0;
     }
 
-    std::map<std::string, LogBeat> alive() const {
-        std::map<std::string, LogBeat> alive;
+    // "workers at work;dead workers"
+    std::string awaited_and_dead() const {
+        std::vector<long> awaited, dead;
         for (const auto& [worker, one] : seen) {
-            if (is_alive(one)) { alive[Incarnation{worker, one.beat.incarnation}.text()] = one.beat; }
+            if (!is_alive(one)) { dead.push_back(worker); }
+            if (is_alive(one) && promise_of(one) >= 0) { awaited.push_back(worker); }
         }
-        return alive;
+        return numbers(awaited) + ";" + numbers(dead);
     }
 
     // How many workers are alive for which is(worker, promise) holds.
@@ -129,8 +131,8 @@ public:
     }
 
     struct Missing {
-        std::vector<int> who;     // alive, and not catching up
-        bool waited_for = false;  // one of them is
+        std::vector<int> who;  // alive, and not catching up
+        bool waited_for = false, all_waited_for = true;
     };
 
     // The workers without a line: has(worker) tells who has one. The trainer has stood still since
@@ -141,7 +143,9 @@ public:
         for (const auto& [worker, one] : seen) {
             if (has(worker) || !is_alive(one) || promise_of(one) < 0) { continue; }
             missing.who.push_back(worker);
-            missing.waited_for |= is_waited_for(one, sync, stands_since, now);
+            const bool is_one = is_waited_for(one, sync, stands_since, now);
+            missing.waited_for |= is_one;
+            missing.all_waited_for &= is_one;
         }
         return missing;
     }
@@ -269,29 +273,22 @@ inline std::map<uint64_t, size_t> holders_of_hashes(const StandingLines& lines) 
     return holders;
 }
 
-// Does a hash have a majority?
-inline bool has_majority(const StandingLines& standing, const SyncLogRules& rules) {
+// The hash that more than half of them name, if there is one: of two halves neither continues.
+inline std::optional<uint64_t> majority_of(const StandingLines& standing) {
     for (const auto& [hash, count] : holders_of_hashes(standing)) {
-        if (rules.is_majority(count, standing.size())) { return true; }
+        if (2 * count > standing.size()) { return hash; }
     }
-    return false;
+    return std::nullopt;
 }
 
-// Does another hash than this one have a majority?
-inline bool is_odd_one(const StandingLines& standing, uint64_t hash) {
-    for (const auto& [other, count] : holders_of_hashes(standing)) {
-        if (other != hash && 2 * count > standing.size()) { return true; }
-    }
-    return false;
-}
-
-// If enough have sent and this worker still stands still, the missing workers are charged.
+// If enough have sent and this worker still stands still, the missing workers are charged, but not for the
+// first `free` seconds: the lines of workers that are equally fast do not arrive at once.
 // asked: when the lines were asked for; nobody is charged for the time that the answer took
 inline void charge(const Question& question, const StandingLines& standing, Presence& presence,
-                   int min_workers, double asked) {
+                   int min_workers, double free, double asked) {
     if (question.due_since < 0 || int(standing.size()) < min_workers) { return; }
     const auto has_line = [&](int worker) { return standing.count(worker) != 0; };
-    presence.charge(question.sync, has_line, question.due_since, question.stands_since, asked);
+    presence.charge(question.sync, has_line, question.due_since + free, question.stands_since, asked);
 }
 
 // The entry that this worker would write now, if it is time for one.
@@ -300,9 +297,7 @@ inline std::optional<LogEntry> decide(const Question& question, const StandingLi
                                       const Presence& presence, const SyncLogRules& rules, int min_workers,
                                       double grace, double asked, double now) {
     const uint64_t hash = question.hash;
-    if (int(standing.size()) < min_workers) { return std::nullopt; }
-    if (!rules.is_majority(holders_of_hashes(standing)[hash], standing.size())) { return std::nullopt; }
-
+    if (int(standing.size()) < min_workers || majority_of(standing) != hash) { return std::nullopt; }
     const auto has_line = [&](int worker) { return standing.count(worker) != 0; };
     const auto missing = presence.missing(question.sync, has_line, question.stands_since, now);
     const bool is_due = question.due_since >= 0;

@@ -32,10 +32,7 @@ inline void SyncLog::answer(const std::vector<StoreAnswer>& answers, double now)
     const size_t lost = next;
     lose_store(answers[lost].trouble, now);
     for (; next < batch.size(); next++) {
-        const StoreRequest& request = batch[next].request;
-        const bool is_entry = request.folder == key("entry");
-        const bool writes_entry = is_entry && request.kind == rules.entry_is_written_by();
-        if (!writes_entry) { asked.push_back(std::move(batch[next])); }
+        if (batch[next].request.folder != key("entry")) { asked.push_back(std::move(batch[next])); }
     }
     if (answers[lost].is_full) { make_room(now); }
 }
@@ -44,12 +41,12 @@ inline double SyncLog::rest(double now) const {
     const double soon = 0.001;
     if (phase == Phase::stopped) { return options.poll; }
     if (!asked.empty()) { return std::max(retry_at - now, soon); }
-    if (phase != Phase::running || !chores.empty()) { return chores.empty() ? options.poll : soon; }
+    if (phase != Phase::running) { return chores.empty() ? options.poll : soon; }
     double until = look_around_at;
-    const bool gives = giving && !lacks_snapshot();
-    if (gives || looks_at_wants || may_leave()) { until = now; }
+    const bool gives = giving && !lacks_snapshot(), has_chores = !chores.empty() && !chores_can_wait;
+    if (gives || has_chores || looks_at_wants || may_leave()) { until = now; }
     for (const Slot& slot : slots) {
-        if (next(slot, now) != Next::nothing) { until = now; }
+        if (needs_store(slot, now)) { until = now; }
         if (slot.look_at > now) { until = std::min(until, slot.look_at); }
     }
     return std::max(until - now, soon);
@@ -76,10 +73,6 @@ inline void SyncLog::checkpointed(const std::vector<long>& positions) {
 // -----------------------------------------------------------------------------------------------------------
 // Asking: what goes out together
 
-inline std::string SyncLog::key(const std::string& folder) const {
-    return generation + "/" + std::to_string(options.shard) + "/" + folder;
-}
-
 // Writes chunk number `chunk`, of `size` bytes. Nothing else can lie under this start's name, so the answer
 // need not bring the chunk back.
 inline StoreRequest SyncLog::own_chunk(const std::string& folder, const std::string& bytes, size_t chunk,
@@ -100,11 +93,9 @@ inline void SyncLog::lose_store(const std::string& trouble, double now) {
     // A store that comes back may have lost its newest data. An entry must not stand on lost lines: their
     // senders would find the entry and not send again.
     for (Slot& slot : slots) {
-        if (slot.confirmed) { continue; }
         slot.lines.reset();
         slot.proposal.reset();
-        slot.entry.reset();
-        slot.looked = false;
+        slot.heard = false;
     }
 }
 
@@ -143,61 +134,38 @@ inline void SyncLog::forgive(double seconds, double now) {
 
 inline void SyncLog::choose(double now) {
     asked_at = now;
-    asks_beats = asks_generation = false;
+    asks_beats = false;
     switch (phase) {
-        case Phase::opening:
-            return open();
-        case Phase::comparing:
-            return compare();
-        case Phase::registering:
-            return register_start();
-        case Phase::agreeing:
-            return agree(now);
-        case Phase::running:
-            return choose_running(now);
-        case Phase::behind:
-            return choose_behind(now);
-        case Phase::stopped:
-            return;
+        case Phase::opening: return open();
+        case Phase::comparing: return compare();
+        case Phase::registering: return register_start();
+        case Phase::agreeing: return agree(now);
+        case Phase::running: return choose_running(now);
+        case Phase::behind: return choose_behind(now);
+        case Phase::stopped: return;
     }
 }
 
-// Small requests come first. A payload goes out with them only every other time, so that they seldom wait for
-// it.
 inline void SyncLog::choose_running(double now) {
-    ask_chores();
+    const auto sends = [](const Slot& slot) { return slot.own == Slot::sending; };
+    const bool goes_with_payload = std::any_of(slots.begin(), slots.end(), sends);
+    if (is_leaving || !chores_can_wait || goes_with_payload) { ask_chores(); }
     if (looks_at_wants) { look_at_wants(); }
-    bool is_served = false;
-    for (Slot& slot : slots) { is_served |= serve(slot, now); }
-    const bool moves = (!is_served || is_payloads_turn) && move_a_payload(now);
-    is_payloads_turn = is_served && !moves;
-    if (asks_beats || now >= look_around_at) { look_around(moves); }
-    if (asks_generation) {
-        ask({StoreRequest::get, "run", "generation"}, [this](const StoreAnswer& answer, double) {
-            check_generation(answer);
-            for (Slot& slot : slots) {
-                if (phase == Phase::running && slot.entry && !slot.confirmed) { confirm(slot); }
-            }
-        });
+    bool moves = false;  // a chunk of a payload or of a snapshot
+    for (Slot& slot : slots) {
+        if (!needs_store(slot, now)) { continue; }
+        moves |= slot.own == Slot::sending || slot.own == Slot::abstaining;
+        serve(slot);
     }
+    if (giving && !lacks_snapshot()) {
+        moves = true;
+        give();
+    }
+    if (asks_beats || now >= look_around_at) { look_around(moves); }
     if ((asked.empty() || cannot_give()) && may_leave()) {
         ask({StoreRequest::put, key("done"), std::to_string(me.worker), std::to_string(step)},
             [this](const StoreAnswer&, double) { has_left = true; });
     }
-}
-
-// The fragments' payloads and a snapshot that is given take turns, so that none is put off for ever.
-inline bool SyncLog::move_a_payload(double now) {
-    const size_t before = asked.size();
-    for (size_t i = 0; i <= slots.size() && asked.size() == before; i++) {
-        next_turn = (next_turn + 1) % (slots.size() + 1);
-        if (next_turn < slots.size()) {
-            move_payload(slots[next_turn], now);
-        } else if (giving) {
-            give();
-        }
-    }
-    return asked.size() > before;
 }
 
 // Everything is applied, and no living worker needs a snapshot from this one.

@@ -36,20 +36,8 @@ public:
         return line.hash == hash && line.tokens > 0;
     }
 
-    // The decider must hold the majority's hash: of two halves neither continues.
-    virtual bool is_majority(size_t holders, size_t of) const { return 2 * holders > of; }
-
-    // A heartbeat shows who might send; only a line shows who has sent.
-    virtual LogLines taken_as_sent(const LogLines& lines, const std::map<std::string, LogBeat>&,
-                                   uint64_t) const {
-        return lines;
-    }
-
-    // The first entry wins ...
+    // The first entry wins. Every worker uses the one that it reads there, the decider included.
     virtual StoreRequest::Kind entry_is_written_by() const { return StoreRequest::put_if_absent; }
-
-    // ... and a worker that proposed another one uses the winner.
-    virtual std::string decided(const std::string&, const std::string& winner) const { return winner; }
 
     // An entry that no worker of the run can have written is damaged or forged, and nobody acts on it.
     virtual bool is_possible(const LogEntry& entry, int workers, int min_workers) const {

@@ -21,7 +21,8 @@ inline void SyncLog::look_around(bool beside_payload) {
     ask({StoreRequest::list, key("beat")}, [=](const StoreAnswer& answer, double now) {
         see(answer.listing, from, now);
         if (phase == Phase::stopped) { return; }
-        rest_from_looking(beside_payload ? now : from, now);
+        if (!beside_payload) { look_seconds = std::min(now - from, options.expiry / 8); }
+        rest_from_looking(now);
         const int able = presence.count_alive([this](int worker, long promise) {  // or some day able, to give
             return worker != me.worker && promise != LogBeat::needs_snapshot && promise != LogBeat::ends;
         });
@@ -95,16 +96,17 @@ inline bool SyncLog::has_written(const std::string& giver) const {
     return is_other && std::atol(giver.substr(space).c_str()) > 0;
 }
 
-inline void SyncLog::rest_from_looking(double from, double now) {
+inline void SyncLog::rest_from_looking(double now) {
     // Looks take at most a fifth of the time, or half of it for a worker that catches up and must soon know
     // what others send. A look may have been slow because this process was stopped: then the next one comes
     // soon.
-    const double shares = is_aligned ? 4 : 1;
-    look_earliest = now + std::max(options.poll, shares * std::min(now - from, options.expiry / 8));
+    look_earliest = now + (is_aligned ? pause() : std::max(options.poll / 4, look_seconds));
     // Training waits, or ends, or there may be a sync to jump to.
     const bool is_awaiting = is_waiting || is_leaving || !is_aligned;
     look_around_at = is_awaiting ? look_earliest : std::max(look_earliest, now + options.expiry / 4);
 }
+
+inline double SyncLog::pause() const { return std::max(options.poll, 4 * look_seconds); }
 
 // A beat that is not whole counts as absent: a power cut may have damaged that of a dead worker.
 // from: when the beats were asked for
@@ -354,9 +356,9 @@ inline void SyncLog::stop_for_memory() {
 // After a power cut some files of a folder may be empty: positions that are not of all fragments are ignored.
 inline void SyncLog::sweep() {
     auto held = std::make_shared<std::vector<long>>(slots.size(), std::numeric_limits<long>::max());
-    ask_later({StoreRequest::list, key("held")},
-              [this, held](const StoreAnswer& answer, double) { note_held(answer.listing, *held); });
-    ask_later({StoreRequest::list, key("durable")}, [this, held](const StoreAnswer& answer, double) {
+    sweep_by({StoreRequest::list, key("held")},
+             [this, held](const StoreAnswer& answer, double) { note_held(answer.listing, *held); });
+    sweep_by({StoreRequest::list, key("durable")}, [this, held](const StoreAnswer& answer, double) {
         std::vector<long> oldest;
         for (size_t p = 0; p < slots.size(); p++) {
             std::vector<long> durable;
@@ -379,7 +381,7 @@ inline void SyncLog::note_held(const std::map<std::string, std::string>& listing
     for (const auto& [want, text] : listing) {
         const Incarnation who = Incarnation::parse(want);
         if (!presence.is_alive(who) || presence.is_at_work(who)) {
-            add_removal(key("held"), want);
+            add_removal(key("held"), want, true);
             continue;
         }
         const std::vector<long> positions = parse_numbers(text);
@@ -399,11 +401,11 @@ inline long SyncLog::covered(std::vector<long> positions, long index) const {
 
 // oldest: the oldest sync that is kept, by fragment
 inline void SyncLog::sweep_syncs(const std::string& folder, const std::vector<long>& oldest) {
-    ask_later({StoreRequest::folders, folder}, [=](const StoreAnswer& answer, double) {
+    sweep_by({StoreRequest::folders, folder}, [=](const StoreAnswer& answer, double) {
         for (const auto& [name, nothing] : answer.listing) {
             const long sync = std::atol(name.substr(folder.size()).c_str());
             const size_t p = size_t(schedule.fragment(sync));
-            if (schedule.index(sync) < oldest[p]) { add_removal(name); }
+            if (schedule.index(sync) < oldest[p]) { add_removal(name, "", true); }
         }
     });
 }
@@ -418,9 +420,9 @@ inline void SyncLog::sweep_snapshots() {
             for (const auto& [name, text] : answer.listing) { there->insert(name.substr(prefix)); }
         };
     };
-    ask_later({StoreRequest::folders, folder}, note(folder.size()));
-    for (const char* what : {"offer", "giver"}) { ask_later({StoreRequest::list, key(what)}, note(0)); }
-    ask_later({StoreRequest::list, key("want")}, [this, there](const StoreAnswer& answer, double) {
+    sweep_by({StoreRequest::folders, folder}, note(folder.size()));
+    for (const char* what : {"offer", "giver"}) { sweep_by({StoreRequest::list, key(what)}, note(0)); }
+    sweep_by({StoreRequest::list, key("want")}, [this, there](const StoreAnswer& answer, double) {
         for (const auto& [want, reason] : answer.listing) {
             if (presence.is_alive(Incarnation::parse(want))) {
                 there->erase(want);

@@ -102,9 +102,9 @@ inline void SyncLog::agree_on(const std::map<std::string, std::string>& register
     }
     const bool all = int(there.size()) >= options.workers;
     if (!all && now < agree_from + options.elastic.grace) { return; }
-    if (!all && int(there.size()) < options.elastic.min_workers) {
-        return say_waits(format("%zu of at least %d workers are here to begin", there.size(),
-                                options.elastic.min_workers));
+    const int least = std::max(options.elastic.min_workers, options.elastic.least_to_begin);
+    if (!all && int(there.size()) < least) {
+        return say_waits(format("%zu of at least %d workers are here to begin", there.size(), least));
     }
     std::vector<Incarnation> members;
     std::vector<LogBase> held;

@@ -2,33 +2,26 @@
 // the payloads that it counts are read.
 #pragma once
 #include <algorithm>
+#include <memory>
 
 #include "streaming/elastic/sync_log.h"
 
-inline SyncLog::Next SyncLog::next(const Slot& slot, double now) const {
-    if (slot.entry) { return slot.confirmed && !slot.is_fetched() ? Next::fetch : Next::nothing; }
-    if (slot.proposal) { return Next::decide; }
-    // If others are ahead there probably is an entry, and nothing to send any more.
-    const bool is_behind = newest_open > slot.sync;
-    if (is_behind && !slot.looked) { return Next::look; }
-    if (slot.own == Slot::sending) { return Next::send; }
-    if (slot.own == Slot::abstaining) { return Next::abstain; }
-    return now >= slot.look_at && (slot.has_line() || is_behind) ? Next::look : Next::nothing;
+inline bool SyncLog::needs_store(const Slot& slot, double now) const {
+    if (slot.entry) { return false; }
+    return slot.proposal || slot.own == Slot::sending || slot.own == Slot::abstaining ||
+           (slot.has_line() && now >= slot.look_at);
 }
 
-// Asks for what is small. False: the slot needs nothing, or a payload.
-inline bool SyncLog::serve(Slot& slot, double now) {
-    const Next what = next(slot, now);
-    if (what == Next::decide) { write_entry(slot.sync, *slot.proposal); }
-    if (what == Next::look) { look(slot, slot.has_line()); }
-    if (what == Next::abstain) { write_line(slot, {slot.hash, 0, 0, 0}, Slot::abstained); }
-    return what == Next::decide || what == Next::look || what == Next::abstain;
-}
-
-inline void SyncLog::move_payload(Slot& slot, double now) {
-    const Next what = next(slot, now);
-    if (what == Next::send) { send(slot); }
-    if (what == Next::fetch) { fetch_payloads(slot); }
+inline void SyncLog::serve(Slot& slot) {
+    if (slot.proposal) {
+        write_entry(slot.sync, *slot.proposal);
+    } else if (slot.own == Slot::sending) {
+        send(slot);
+    } else if (slot.own == Slot::abstaining) {
+        write_line(slot, {slot.hash, 0, 0, 0}, Slot::abstained);
+    } else {
+        look(slot);
+    }
 }
 
 // Handlers find their slot by its sync, since the slot may be at the next one by now.
@@ -60,43 +53,30 @@ inline void SyncLog::send(Slot& slot) {
     write_line(slot, {slot.hash, encoded->tokens, payload.size(), digest_of(payload)}, Slot::sent);
 }
 
-// Also looks at once whether the lines of all others are there.
+// If this is the last line, a store with scripts decides. Otherwise the next look leads to one.
 inline void SyncLog::write_line(Slot& slot, const LogLine& line, Slot::Own own) {
-    ask({StoreRequest::put_if_absent, folder("sent", slot.sync), me.text(), line.text()},
+    const bool asks_winner = false;
+    ask({StoreRequest::put_if_absent, folder("sent", slot.sync), me.text(), line.text(), asks_winner},
         [this, sync = slot.sync, own](const StoreAnswer&, double now) {
             Slot* slot = find(sync);
             if (slot == nullptr) { return; }
             slot->own = own;
             if (own == Slot::sent) { show_pace(sync, now); }
         });
-    look(slot, true);
+    const std::string question = words(line.hash, me.text(), options.elastic.min_workers) + ";" +
+                                 presence.awaited_and_dead();
+    ask({StoreRequest::decide, run(), std::to_string(slot.sync), question});
+    look(slot);
 }
 
-// Is there an entry? If not, should there be one? The beats are asked for after the lines, and the generation
-// after everything else.
-inline void SyncLog::look(Slot& slot, bool has_line) {
-    asks_generation = true;
-    // A worker that sends the fragment's next sync has applied this one.
-    const bool must_be_there = newest_open >= slot.sync + schedule.fragments();
-    ask({StoreRequest::get, key("entry"), std::to_string(slot.sync)},
-        [this, sync = slot.sync, must_be_there](const StoreAnswer& answer, double now) {
-            Slot* slot = find(sync);
-            if (slot == nullptr || phase != Phase::running) { return; }
-            slot->looked = true;
-            const bool is_awaited = slot->due_since >= 0;  // by the trainer
-            slot->look_at = now + (is_awaited ? options.poll / 10 : options.poll);
-            if (answer.found) {
-                take_entry(*slot, answer.value);
-            } else if (must_be_there) {
-                miss_entry(sync);
-            }
-        });
-    if (!has_line) { return; }
+// Should there be an entry? The beats are asked for after the lines.
+inline void SyncLog::look(Slot& slot) {
     asks_beats = true;
     ask({StoreRequest::list, folder("sent", slot.sync)},
-        [this, sync = slot.sync](const StoreAnswer& answer, double) {
+        [this, sync = slot.sync](const StoreAnswer& answer, double now) {
             Slot* slot = find(sync);
             if (slot == nullptr || slot->entry) { return; }
+            slot->look_at = now + pause();
             if (answer.listing.count(me.text()) == 0) {  // the store came back without its newest data
                 slot->own = slot->own == Slot::sent ? Slot::sending : Slot::abstaining;
                 slot->chunks = 0;
@@ -113,6 +93,73 @@ inline void SyncLog::look(Slot& slot, bool has_line) {
         });
 }
 
+// -----------------------------------------------------------------------------------------------------------
+// Being told
+
+// A slot with an entry needs its payloads; one that has sent, abstained or fallen behind needs its entry.
+inline bool SyncLog::listens_to(const Slot& slot) const {
+    return slot.entry ? !slot.is_fetched() : slot.own != Slot::none || is_behind(slot);
+}
+
+inline bool SyncLog::listens() const {
+    return phase == Phase::running && std::any_of(slots.begin(), slots.end(),
+                                                  [this](const Slot& slot) { return listens_to(slot); });
+}
+
+// Waits for entries only if none of them can already be there. The generation is asked for after the entries,
+// and no entry is used before it is checked. Requests whose answers are lost are made again.
+inline std::vector<StoreRequest> SyncLog::listen() {
+    heard.clear();
+    for (Slot& slot : slots) {
+        if (listens() && slot.entry && listens_to(slot)) { fetch_payloads(slot); }
+    }
+    awaits = heard.empty();
+    const auto decisions = std::make_shared<std::map<long, StoreAnswer>>();  // by sync
+    for (const Slot& slot : slots) {
+        if (!listens() || slot.entry || !listens_to(slot)) { continue; }
+        awaits &= slot.heard || !is_behind(slot);
+        heard.push_back({{StoreRequest::decision, run(), std::to_string(slot.sync), me.text()},
+                         [decisions, sync = slot.sync](const StoreAnswer& answer, double) {
+                             (*decisions)[sync] = answer;
+                         }});
+    }
+    const auto learn_all = [this, decisions, open = newest_open](const StoreAnswer& answer, double) {
+        check_generation(answer);
+        for (const auto& [sync, decision] : *decisions) {
+            Slot* slot = find(sync);
+            if (slot && phase == Phase::running) { learn(*slot, decision, open); }
+        }
+    };
+    if (!heard.empty()) { heard.push_back({{StoreRequest::get, "run", "generation"}, learn_all}); }
+    std::vector<StoreRequest> requests;
+    for (const Asked& one : heard) { requests.push_back(one.request); }
+    return requests;
+}
+
+inline void SyncLog::hear(const std::vector<StoreAnswer>& answers, double now) {
+    const std::vector<Asked> batch = std::exchange(heard, {});
+    deaf = !answers.empty() && answers.back().lost ? answers.back().trouble : "";
+    for (size_t i = 0; i < batch.size() && !answers[i].lost && phase == Phase::running; i++) {
+        batch[i].then(answers[i], now);
+    }
+}
+
+// open: the newest sync that somebody had sent when this was asked for
+inline void SyncLog::learn(Slot& slot, const StoreAnswer& decision, long open) {
+    slot.heard = true;
+    if (!decision.found) {
+        // A worker that sends the fragment's next sync has applied this one.
+        if (open >= slot.sync + schedule.fragments()) { miss_entry(slot.sync); }
+        return;
+    }
+    take_entry(slot, decision.value);
+    for (size_t i = 0; i < slot.payloads.size(); i++) {
+        const auto chunk = decision.listing.find(chunk_name(slot.entry->contributors[i].who, 0));
+        if (chunk == decision.listing.end()) { continue; }
+        take_chunk(slot, i, 0, {false, false, "", true, chunk->second, {}});
+    }
+}
+
 // A later sync of the fragment was sent, and this one is not decided. The later one cannot have been sent
 // before this one was decided. So if snapshots keep ending before it, the beat is forged or damaged.
 inline void SyncLog::miss_entry(long sync) {
@@ -125,14 +172,13 @@ inline void SyncLog::miss_entry(long sync) {
 
 // Lines and beats have just been read.   asked: when they were asked for
 inline void SyncLog::consider(Slot& slot, double asked, double now) {
-    const LogLines lines = rules.taken_as_sent(*slot.lines, presence.alive(), slot.hash);
-    const StandingLines standing = standing_lines(lines, slot.hash, rules);
+    const StandingLines standing = standing_lines(*slot.lines, slot.hash, rules);
     slot.lines.reset();
-    if (is_odd_one(standing, slot.hash)) { return diverge(slot); }
+    if (majority_of(standing).value_or(slot.hash) != slot.hash) { return diverge(slot); }
     tell_of_few(slot, standing, asked);
     if (phase == Phase::stopped) { return; }
     const Question question{slot.sync, slot.hash, due_for_all(slot, now), stands_since(now), me};
-    charge(question, standing, presence, options.elastic.min_workers, asked);
+    charge(question, standing, presence, options.elastic.min_workers, pause(), asked);
     slot.proposal = decide(question, standing, presence, rules, options.elastic.min_workers,
                            options.elastic.grace, asked, now);
 }
@@ -161,7 +207,7 @@ inline double SyncLog::stands_since(double now) const {
 inline void SyncLog::tell_of_few(Slot& slot, const StandingLines& standing, double asked) {
     const bool waits = slot.due_since >= 0 && asked >= slot.judged_since() + options.elastic.grace;
     const bool are_few = int(standing.size()) < options.elastic.min_workers;
-    const bool are_split = !are_few && !has_majority(standing, rules);
+    const bool are_split = !are_few && !majority_of(standing);
     if (!waits || !(are_few || are_split)) { return; }
     const std::string holders = in_words(holders_of_hashes(standing));
     if (are_split && int(standing.size()) >= options.workers) {
@@ -174,11 +220,14 @@ inline void SyncLog::tell_of_few(Slot& slot, const StandingLines& standing, doub
     say_waits(what + format(" sync %ld", slot.sync), slot.sync);
 }
 
+// An entry that is already there stays. This worker learns the result through listen(), like all others.
 inline void SyncLog::write_entry(long sync, const LogEntry& entry) {
-    asks_generation = true;
     ask({rules.entry_is_written_by(), key("entry"), std::to_string(sync), entry.text()},
-        [this, sync, entry](const StoreAnswer& answer, double) {
-            if (Slot* slot = find(sync)) { take_entry(*slot, rules.decided(entry.text(), answer.value)); }
+        [this, sync](const StoreAnswer&, double now) {
+            Slot* slot = find(sync);
+            if (slot == nullptr) { return; }
+            slot->proposal.reset();
+            slot->look_at = now + pause();
         });
 }
 
@@ -188,27 +237,29 @@ inline void SyncLog::take_entry(Slot& slot, const std::string& text) {
     if (!is_whole || !rules.is_possible(entry, options.workers, options.elastic.min_workers)) {
         return refuse("entry", std::to_string(slot.sync), text);
     }
+    if (entry.hash != slot.hash) { return diverge(slot); }
     slot.entry = entry;
+    is_proven[size_t(schedule.fragment(slot.sync))] = true;
+    slot.payloads.resize(entry.contributors.size());
+    presence.note(entry, slot.sync);
+    tell_changes();
+    const int named = int(entry.contributors.size() + entry.abstained.size());
+    const bool was_few = std::exchange(are_few, entry.counts(me.worker) && 2 * named <= options.workers);
+    if (are_few && !was_few) {
+        const std::string text = format("goes on with %d of %d workers", named, options.workers);
+        say(LogEventKind::too_few, text, slot.sync);
+    }
+    if (entry.decider == me) {
+        say(LogEventKind::decided, slot.sync, entry, format("decides sync %ld: it ", slot.sync));
+        if (slot.sync % schedule.fragments() == 0) { sweep(); }  // once a period
+    }
+    take_own_payload(slot);
 }
 
 // No worker of this run can have written that record.
 inline void SyncLog::refuse(const std::string& folder, const std::string& name, const std::string& text) {
     stop("the store holds a damaged or forged record, " + key(folder) + " " + name + ": \"" +
          text.substr(0, 200) + "\"");
-}
-
-inline void SyncLog::confirm(Slot& slot) {
-    if (slot.entry->hash != slot.hash) { return diverge(slot); }
-    slot.confirmed = true;
-    is_proven[size_t(schedule.fragment(slot.sync))] = true;
-    slot.payloads.resize(slot.entry->contributors.size());
-    presence.note(*slot.entry, slot.sync);
-    tell_changes();
-    if (slot.entry->decider == me) {
-        say(LogEventKind::decided, slot.sync, *slot.entry, format("decides sync %ld: it ", slot.sync));
-        if (slot.sync % schedule.fragments() == 0) { sweep(); }  // once a period
-    }
-    take_own_payload(slot);
 }
 
 // Wrong parameters that came from a checkpoint, or from a snapshot, are no reason to stop: after a restart
@@ -233,21 +284,22 @@ inline void SyncLog::fetch_payloads(Slot& slot) {
         for (size_t at = slot.payloads[i].size(); at < one.bytes && asked_for < options.chunk;
              at += options.chunk) {
             const std::string name = chunk_name(one.who, at / options.chunk);
-            ask({StoreRequest::get, folder("payload", slot.sync), name},
-                [this, sync = slot.sync, i](const StoreAnswer& answer, double) {
-                    if (Slot* slot = find(sync)) { take_chunk(*slot, i, answer); }
-                });
+            heard.push_back({{StoreRequest::get, folder("payload", slot.sync), name},
+                             [this, sync = slot.sync, i, at](const StoreAnswer& answer, double) {
+                                 if (Slot* slot = find(sync)) { take_chunk(*slot, i, at, answer); }
+                             }});
             asked_for += std::min(options.chunk, one.bytes - at);
         }
     }
 }
 
 // A damaged payload is as good as none: a snapshot from a worker that has another copy of it replaces it.
-inline void SyncLog::take_chunk(Slot& slot, size_t i, const StoreAnswer& answer) {
-    if (phase != Phase::running) { return; }
+// at: the chunk's place in the payload
+inline void SyncLog::take_chunk(Slot& slot, size_t i, size_t at, const StoreAnswer& answer) {
+    if (phase != Phase::running || i >= slot.payloads.size() || at != slot.payloads[i].size()) { return; }
     if (!answer.found) { return fall_behind(format("finds a payload of sync %ld gone", slot.sync)); }
     const Contributor& one = slot.entry->contributors[i];
-    const size_t at = slot.payloads[i].size(), bytes = std::min(options.chunk, one.bytes - at);
+    const size_t bytes = std::min(options.chunk, one.bytes - at);
     const std::string name = folder("payload", slot.sync) + " " + chunk_name(one.who, at / options.chunk);
     if (answer.value.size() != bytes) {
         return fall_behind(

@@ -1,5 +1,6 @@
-// The threads of a sync log (sync_log.h): one asks the store what the log wants to know, one shows that this
-// process is alive, each over a connection of its own. The trainer's thread waits only when the log says so.
+// The threads of a sync log (sync_log.h): one asks the store what the log wants to know, one waits to be told
+// what was decided, one shows that this process is alive, each over a connection of its own. The trainer's
+// thread waits only when the log says so.
 //
 // No lock is held while the store works. The trainer holds the log's lock while it applies a sync; the
 // store's thread may wait for that, but the heartbeat must not. It shows a copy of the log's last pulse,
@@ -67,15 +68,17 @@ private:
 
 class SyncLogThreads {
 public:
-    // open: a connection to the store. It is called twice, here, so that the caller gets what it throws.
+    // open: a connection to the store. It is called here, so that the caller gets what it throws.
     SyncLogThreads(const SyncLogOptions& options, const SyncSchedule& schedule, int worker, LogShard& shard,
                    const LogStart& start, const std::function<std::unique_ptr<LogStore>()>& open)
         : log(options, schedule, worker, shard, rules, start),
           heartbeat(options.expiry / 4),
           store(open()),
           pulse_store(open()),
+          ear(open()),
           asking([this] { guarded(&SyncLogThreads::ask); }),
-          beating([this] { guarded(&SyncLogThreads::beat); }) {}
+          beating([this] { guarded(&SyncLogThreads::beat); }),
+          listening([this] { guarded(&SyncLogThreads::listen); }) {}
 
     // Returns within the store's time limit, even if the store does not answer.
     ~SyncLogThreads() {
@@ -84,9 +87,9 @@ public:
             ending = true;
         }
         needed.notify_all();
+        listens.notify_all();
         pulse_changed.notify_all();
-        asking.join();
-        beating.join();
+        for (std::thread* thread : {&asking, &beating, &listening}) { thread->join(); }
     }
 
     SyncLogThreads(const SyncLogThreads&) = delete;
@@ -116,8 +119,8 @@ public:
     Incarnation incarnation() const { return locked([&] { return log.incarnation(); }); }
     std::string helpless() const { return locked([&] { return log.helpless(); }); }
     LogStop stopped() const { return locked([&] { return log.stopped(); }); }
-    // CPU time of the two threads, the store's client included.
-    double cpu_seconds() const { return asking_cpu + beating_cpu; }
+    // CPU time of the three threads, the store's client included.
+    double cpu_seconds() const { return asking_cpu + beating_cpu + listening_cpu; }
 
 private:
     static double cpu_seconds_of_thread() {
@@ -137,9 +140,16 @@ private:
         const std::lock_guard<std::mutex> lock(mutex);
         if (thrown) { std::rethrow_exception(thrown); }
         const LogTurn said = turn();
+        show_changes();
+        return said;
+    }
+
+    // What a turn or an answer has brought, to all threads. The caller holds the log's lock.
+    void show_changes() {
         show_pulse();
         if (now_seconds() + log.rest(now_seconds()) < asks_at - soon) { wake(); }
-        return said;
+        if (log.listens()) { listens.notify_all(); }
+        if (log.is_turn_due()) { answered.notify_all(); }
     }
 
     // Wakes the store's thread: a system call. The caller holds the log's lock.
@@ -186,8 +196,27 @@ private:
             const std::vector<StoreAnswer> answers = store->perform_all(requests);
             lock.lock();
             log.answer(answers, now_seconds());
-            show_pulse();
-            if (log.is_turn_due()) { answered.notify_all(); }
+            show_changes();
+        }
+    }
+
+    void listen() {
+        std::unique_lock<std::mutex> lock(mutex);
+        while (!ending) {
+            const std::vector<StoreRequest> requests = log.listen();
+            listening_cpu = cpu_seconds_of_thread();
+            if (requests.empty()) {
+                listens.wait(lock, [this] { return ending || log.listens(); });
+                continue;
+            }
+            const bool awaits = log.awaits;
+            lock.unlock();
+            const auto answers = awaits ? ear->await(requests, longest_wait) : ear->perform_all(requests);
+            lock.lock();
+            log.hear(answers, now_seconds());
+            show_changes();
+            const std::chrono::duration<double> retry(answers.back().lost ? longest_wait / 2 : 0);
+            listens.wait_for(lock, retry, [&] { return ending || retry.count() == 0; });
         }
     }
 
@@ -218,16 +247,17 @@ private:
         if (!last.empty()) { pulse_store->perform_all(last); }
     }
 
-    static constexpr double soon = 0.001;  // seconds: waking the thread would take as long
+    static constexpr double soon = 0.001;     // seconds: waking the thread would take as long
+    static constexpr double longest_wait = 1;  // seconds; ending may take as long
 
     const SyncLogRules rules;
 
     mutable std::mutex mutex;  // of what follows, up to the next one
-    std::condition_variable needed, answered;
+    std::condition_variable needed, listens, answered;
     SyncLog log;
     double asks_at = 0;         // when the store's thread looks again; 0: it is working
     std::exception_ptr thrown;  // by one of the threads
-    std::atomic<double> asking_cpu{0}, beating_cpu{0};
+    std::atomic<double> asking_cpu{0}, beating_cpu{0}, listening_cpu{0};
 
     std::mutex pulse_mutex;
     std::condition_variable pulse_changed;
@@ -235,6 +265,6 @@ private:
     Heartbeat heartbeat;
 
     std::atomic<bool> ending{false};  // changes under both
-    const std::unique_ptr<LogStore> store, pulse_store;
-    std::thread asking, beating;  // the last members: they use all others
+    const std::unique_ptr<LogStore> store, pulse_store, ear;
+    std::thread asking, beating, listening;  // the last members: they use all others
 };

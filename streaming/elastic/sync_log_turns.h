@@ -7,9 +7,11 @@
 
 inline LogTurn SyncLog::turn(long step, double now) {
     const LogTurn said = take_turn(step, now);
-    keep_time(said.kind == LogTurn::wait, now);
-    is_waiting = said.kind == LogTurn::wait;
-    if (is_waiting) { look_around_at = std::min(look_around_at, look_earliest); }
+    const bool waits = said.kind == LogTurn::wait;
+    keep_time(waits, now);
+    const double soon = std::max(look_earliest, now + pause());
+    if (waits && !is_waiting) { look_around_at = std::min(look_around_at, soon); }
+    is_waiting = waits;
     return said;
 }
 
@@ -45,6 +47,7 @@ inline LogTurn SyncLog::take_turn(long step, double now) {
     if (phase == Phase::behind && snapshot.is_whole) { load_snapshot(); }
     if (phase == Phase::stopped) { return {LogTurn::stop}; }
     if (phase != Phase::running) { return {LogTurn::wait}; }
+    keep_pace(now);
     for (int p = ready(); p >= 0; p = ready()) { apply(slots[size_t(p)]); }
     if (lacks_snapshot() && !write_snapshot(now)) { return {LogTurn::stop}; }
     if (is_far_behind()) { return jump(); }
@@ -53,7 +56,10 @@ inline LogTurn SyncLog::take_turn(long step, double now) {
     for (Slot& slot : slots) {
         if (!is_due(slot.sync)) { continue; }
         waits = true;
-        if (slot.due_since < 0) { slot.due_since = slot.look_at = now; }
+        if (slot.due_since >= 0) { continue; }
+        slot.due_since = now;
+        const auto nobody = [](int) { return false; };
+        slot.look_at = now + (presence.missing(slot.sync, nobody, now, now).all_waited_for ? pause() : 0);
     }
     if (waits) { return {LogTurn::wait}; }
     if (promise < 0 && has_looked) { promise = LogBeat::nothing; }
@@ -90,9 +96,22 @@ inline int SyncLog::ready() const {
     return first == nullptr ? -1 : int(first - slots.data());
 }
 
+// Behind by more steps than it may be. A worker that the others wait for does not jump for a short delay, nor
+// before it has sent for the first time, so that a run in which nobody is late skips no step.
 inline bool SyncLog::is_far_behind() const {
     const long max_lag = is_aligned ? options.elastic.max_lag : 0;
-    return !is_finishing && newest_open >= 0 && schedule.send_step(newest_open) > step + max_lag;
+    const bool may_catch_up = lag <= options.elastic.grace / 5 && 0 <= promise && promise <= newest_open;
+    return !is_finishing && newest_open >= 0 && !may_catch_up &&
+           schedule.send_step(newest_open) > step + max_lag;
+}
+
+// lag: seconds during which this worker was behind the others' newest sync. It falls by a fiftieth of
+// the time that passes, as do the seconds that the others charge a worker with (Presence).
+inline void SyncLog::keep_pace(double now) {
+    const double seconds = now - std::exchange(turn_at, now);
+    const long ahead = newest_open < 0 || newest_sent < 0 ? 0 : schedule.send_step(newest_open) - step;
+    is_lagging = ahead > (is_lagging ? 0 : options.elastic.max_lag);
+    lag = std::max(0.0, lag + (is_lagging ? seconds : 0) - seconds / 50);
 }
 
 // The ranks of a worker may need some turns to agree on it.

@@ -7,7 +7,6 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "llmc/error.h"
@@ -99,7 +98,8 @@ struct LogPulse {
 // Events: one for each change, so that a readable log says who was counted in which sync, and why others were
 // not. Each worker tells what it sees itself.
 
-//   too_few           it waits for --min-workers to send, for a majority on one hash, or for a snapshot
+//   too_few           it waits for --min-workers to send, for a majority on one hash, or for a snapshot, or
+//                     goes on with half of the workers or fewer
 //   decided, applied  a sync: by this worker; whoever was counted
 //   snapshot_put_off  that this worker was about to give
 //   late              for a sync that it had promised to be in time for; also of this worker

@@ -9,6 +9,7 @@
     link.hold(is_for, may_pass)            commands for which is_for(words) wait, and all behind them on their
                                            connection, until may_pass(words)
 """
+import collections
 import contextlib
 import socket
 import threading
@@ -60,9 +61,11 @@ class Trap:
         self.sprung = threading.Event()
 
     def is_for(self, words):
-        names = [word.decode(errors="replace") for word in words[:3]]
-        return (len(names) > 1 and names[0].upper() == self.command and self.key in names[1]
-                and self.field in (None, *names[2:]) and (self.value is None or self.value(words[-1])))
+        is_script = words[0].upper() == b"EVAL"  # EVAL script count key key ... argument
+        names = [word.decode(errors="replace") for word in [words[0], *words[3 if is_script else 1:]]]
+        keys, fields = names[1:3 if is_script else 2], names[2:3] if not is_script else names[2:]
+        return (names[0].upper() == self.command and any(self.key in key for key in keys)
+                and self.field in (None, *fields) and (self.value is None or self.value(words[-1])))
 
 
 class Hold:
@@ -74,9 +77,11 @@ class Hold:
 
 
 class Link:
-    def __init__(self, port, address="127.0.0.1"):
-        self.to, self.open = (address, port), threading.Event()
+    def __init__(self, port, address="127.0.0.1", commands=Commands):
+        """commands: what cuts a client's stream"""
+        self.to, self.open, self.commands = (address, port), threading.Event(), commands
         self.open.set()
+        self.seen = collections.Counter()  # commands, by (command, key)
         self.traps, self.holds, self.pairs, self.lock = [], [], set(), threading.Lock()
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
@@ -84,7 +89,8 @@ class Link:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def trap(self, command, key, action, field=None, value=None):
-        """key: a part of it   field: all of it, or any   value: of the last word, or any"""
+        """key: a part of it   field: all of it, or any   value: of the last word, or any
+        Of a script (EVAL): one of its first two keys, and one of its arguments."""
         self.traps.append(Trap(command, key, action, field, value))
         return self.traps[-1]
 
@@ -131,7 +137,7 @@ class Link:
         with self.lock:
             self.pairs.add(pair)
         threading.Thread(target=self._pump, args=(pair, server, client, self._answer), daemon=True).start()
-        commands = Commands()
+        commands = self.commands()
         self._pump(pair, client, server, lambda send, data: self._ask(commands, send, data))
 
     def _pump(self, pair, source, sink, pass_on):
@@ -147,6 +153,7 @@ class Link:
 
     def _ask(self, commands, send, data):
         for words, command in commands.feed(data):
+            self.seen[words[0].decode(), words[1].decode(errors="replace") if len(words) > 1 else ""] += 1
             for hold in self.holds:
                 self._keep_back(hold, words)
             trap = next((one for one in self.traps if one.is_for(words)), None)

@@ -8,16 +8,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT / "dev/break/chaos"), str(ROOT / "dev/wan")]
 import redis_server  # noqa: E402
+import s3_server  # noqa: E402
 import sites  # noqa: E402
 from link import Link  # noqa: E402
 from redis_server import NOT_LONGER_THAN_ITS_PARENT, RedisServer  # noqa: E402
+from s3_server import S3Link, S3Server  # noqa: E402
 
 LINE = sites.Line(megabits=50, round_trip_ms=40, loss=0.005, buffer_ms=100)
 
 
 def missing(store, with_links):
     """What this machine lacks for them, or None."""
-    lack = redis_server.missing() if store == "redis" else None
+    lack = {"redis": redis_server.missing, "s3": s3_server.missing}.get(store, lambda: None)()
     if with_links:
         lack = lack or sites.missing()
         if not (ROOT / "build/relay").exists():
@@ -26,16 +28,24 @@ def missing(store, with_links):
     return lack
 
 
-class Here:
-    """All on this machine: a Redis server, and a link to it for each worker."""
+class Place:
+    impossible = set()     # blows
+    options = {}           # of all workers
+    refusal = "password"   # what it says to a wrong one
 
-    impossible = set()  # blows
+    def environment(self, worker, password=redis_server.PASSWORD):
+        """What a worker needs to know of the store."""
+        return {"DILOCO_STORE": self.url(worker, password)}
+
+
+class Here(Place):
+    """All on this machine: a Redis server, and a link to it for each worker."""
 
     def __init__(self, base, workers):
         self.server = RedisServer(base / "redis")
         self.links = [Link(self.server.port) for _ in range(workers)]
 
-    def url(self, worker, password=redis_server.PASSWORD):
+    def url(self, worker, password):
         return self.server.url(password, port=self.links[worker].port)
 
     def inside(self, worker):
@@ -53,7 +63,22 @@ class Here:
         self.server.stop()
 
 
-class Apart:
+class Bucket(Here):
+    """All on this machine: a server of S3's protocol, and a link to it for each worker."""
+
+    options = {"--timeout": 60}  # a server takes some seconds to start again
+    refusal = "correct AWS_ACCESS_KEY_ID"
+
+    def __init__(self, base, workers):
+        self.server = S3Server(base / "s3")
+        self.links = [S3Link(self.server.port) for _ in range(workers)]
+
+    def environment(self, worker, password=s3_server.SECRET):
+        return {"DILOCO_STORE": self.server.url(),
+                **self.server.environment(self.links[worker].port, password)}
+
+
+class Apart(Place):
     """Each worker in a site of its own, and the Redis server in one more."""
 
     impossible = {"link reset"}
@@ -62,7 +87,7 @@ class Apart:
         self.sites = sites.Sites(LINE, workers + 1)
         self.server = RedisServer(base / "redis", self.sites.addresses[workers], self.sites.inside(workers))
 
-    def url(self, worker, password=redis_server.PASSWORD):
+    def url(self, worker, password):
         return self.server.url(password)
 
     def inside(self, worker):
@@ -84,7 +109,7 @@ class Apart:
         self.sites.close()
 
 
-class Folder:
+class Folder(Place):
     """The store is a folder: there is no server, and no link."""
 
     impossible = {"link cut", "link reset", "store killed", "wrong password"}
@@ -93,7 +118,7 @@ class Folder:
     def __init__(self, base, workers):
         self.folder = base / "store"
 
-    def url(self, worker):
+    def url(self, worker, password):
         return f"file:{self.folder}"
 
     def inside(self, worker):

@@ -34,6 +34,10 @@ class RedisServer:
     def url(self, password=PASSWORD, address=None, port=None):
         return f"redis://:{password}@{address or self.address}:{port or self.port}"
 
+    def environment(self, port=None):
+        """What a worker needs beside its url."""
+        return {}
+
     def start(self):
         self.folder.mkdir(parents=True, exist_ok=True)
         words = ["redis-server", "--port", self.port, "--bind", self.address, "--requirepass", PASSWORD,

@@ -97,11 +97,11 @@ class Worker:
         return [(rank, StartLog(self.folder / log_name(self.number * ranks + rank), name))
                 for rank in range(ranks)]
 
-    def launch(self, folder, output, options, store=None):
+    def launch(self, folder, output, options, **password):
         merged = {**self.chaos.options, **options, "--worker": self.number}
         words = command(self.chaos.tokens, folder, merged, self.chaos.trainer)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.chaos.base),
-                       "DILOCO_STORE": store or self.chaos.place.url(self.number)}
+                       **self.chaos.place.environment(self.number, **password)}
         with output.open("w") as file:
             return subprocess.Popen([*self.chaos.share_of(self.number), *self.chaos.place.inside(self.number),
                                      *words], stdout=file,

@@ -10,10 +10,10 @@ BEGINNINGS = {"llmc/cuda/device.cuh": "// ---- reductions"}
 
 FLOAT_TYPES = {"float", "floatX", "double", "__nv_bfloat16", "bf16"}
 FLOAT_CALLS = {"float", "double", "floatX", "fmaf", "fma", "sqrtf", "rsqrtf", "expf", "exp2f", "logf", "log2f", "__expf",
-               "fmaxf", "fminf", "fabsf", "warp_sum", "warp_max", "block_sum", "block_max", "__logf", "tanhf"}
+               "fmaxf", "fminf", "fabsf", "warp_sum", "block_sum", "block_max", "__logf", "tanhf"}
 COMPARISONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "&&": "||", "||": "&&"}
 SWAPPED = {"min": "max", "max": "min", "fminf": "fmaxf", "fmaxf": "fminf", "block_sum": "block_max",
-           "block_max": "block_sum", "warp_sum": "warp_max", "warp_max": "warp_sum"}
+           "block_max": "block_sum"}
 LEAVING = {"return", "continue", "break"}
 
 
@@ -170,7 +170,7 @@ class KernelSource(Source):
             self.add("wait", i, last, "")
         elif word.startswith("__shfl_"):
             self.add("shuffle", i, last, self.arguments(i + 1)[1])
-        elif word in ("shuffle_xor", "warp_reduce", "block_reduce", "warp_sum", "warp_max", "block_sum", "block_max"):
+        elif word in ("shuffle_xor", "warp_reduce", "block_reduce", "warp_sum", "block_sum", "block_max"):
             self.add("shuffle", i, last, f"({self.arguments(i + 1)[0]})")
             if word.startswith("block_"):
                 self.add("shuffle", i, i, word.replace("block_", "warp_"))

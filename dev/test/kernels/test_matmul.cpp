@@ -8,6 +8,8 @@
 
 #include "dev/emulator/device_array.h"
 #ifndef __CUDACC__
+#include <nccl.h>
+
 #include "dev/emulator/cublaslt.h"
 #endif
 #include "dev/test/kernels/values.h"
@@ -148,7 +150,7 @@ const std::vector<std::array<int, 3>> shapes = {  // N, C, OC
     {300, 16, 520}};
 
 TEST(Matmul, ForwardIsTheCpusWithAndWithoutBiasAndGelu) {
-    cuda::Matmul fused(MatmulPrecision::highest, true), apart(MatmulPrecision::highest, false);
+    cuda::Matmul fused({MatmulPrecision::highest, 1}), apart({MatmulPrecision::highest, 0});
     unsigned seed = 1;
     for (const auto& [N, C, OC] : shapes) {
         for (const bool with_bias : {true, false}) {
@@ -160,7 +162,7 @@ TEST(Matmul, ForwardIsTheCpusWithAndWithoutBiasAndGelu) {
 }
 
 TEST(Matmul, BackwardAddsToTheSumsAndOverwritesDinpAsTheCpuDoes) {
-    cuda::Matmul fused(MatmulPrecision::highest, true), apart(MatmulPrecision::highest, false);
+    cuda::Matmul fused({MatmulPrecision::highest, 1}), apart({MatmulPrecision::highest, 0});
     unsigned seed = 100;
     for (const auto& [N, C, OC] : shapes) {
         for (const bool with_bias : {true, false}) {
@@ -173,7 +175,7 @@ TEST(Matmul, BackwardAddsToTheSumsAndOverwritesDinpAsTheCpuDoes) {
 
 // Where GELU is not fused, its kernels get the sums rounded, as the caller does.
 TEST(Matmul, GeluThatIsNotFusedIsThatOfTheRoundedSums) {
-    cuda::Matmul matmul(MatmulPrecision::highest, false);
+    cuda::Matmul matmul({MatmulPrecision::highest, 0});
     ASSERT_FALSE(matmul.fuses_gelu);
     const int N = 13, C = 72, OC = 40;
     const Case x(N, C, OC, 400);
@@ -229,17 +231,19 @@ std::vector<Floats> results_of(cuda::Matmul& matmul, const Case& x, long by) {
             from(to_floats(dinp.to_host())), from(dweight.to_host()), from(dbias.to_host())};
 }
 
-TEST(Matmul, GeluIsFusedFromHopperOn) {
-    EXPECT_FALSE(cuda::Matmul::gains_from_fusing_gelu(8));
-    EXPECT_TRUE(cuda::Matmul::gains_from_fusing_gelu(9));
-    EXPECT_TRUE(cuda::Matmul::gains_from_fusing_gelu(10));
+TEST(Matmul, GeluIsFusedWhereItGainsUnlessAnOptionSaysOtherwise) {
+    for (const int major : {8, 9, 10, 12}) {
+        EXPECT_EQ(cuda::Matmul::gains_from_fusing_gelu(major), major == 9 || major == 10) << major;
+    }
+    EXPECT_FALSE(cuda::Matmul({MatmulPrecision::highest, 0}).fuses_gelu);
+    EXPECT_EQ(cuda::Matmul({MatmulPrecision::highest, 1}).fuses_gelu, cuda::Matmul::bf16);
 }
 
 // The plan is made in the first call, whose tensors are aligned to 256 bytes.
 TEST(Matmul, TensorsThatBeginAnywhereAtAMultipleOf16BytesAreTaken) {
     const Case x(6, 24, 16, 300);
     for (const bool fuse_gelu : {true, false}) {
-        cuda::Matmul matmul(MatmulPrecision::highest, fuse_gelu);
+        cuda::Matmul matmul({MatmulPrecision::highest, fuse_gelu});
         const std::vector<Floats> expected = results_of(matmul, x, 0);
         for (const long by : {128, 8, 16, 24, 32}) { EXPECT_EQ(results_of(matmul, x, by), expected) << by; }
     }
@@ -316,6 +320,25 @@ TEST(Matmul, ThePlanOfAShapeIsMadeOnce) {
     EXPECT_EQ(emulator::heuristics_asked(), before + 1);
     expect_backward(matmul, Case(5, 16, 8, 1), true, false);
     EXPECT_EQ(emulator::heuristics_asked(), before + 3);
+}
+
+// With a communicator that may hold one SM of the emulator's four, the library refuses all other products.
+TEST(Matmul, ProductsAreCutForTheSmsThatAnExchangeLeaves) {
+    const auto multiply = [](int sms_taken) {
+        cuda::Matmul matmul({MatmulPrecision::highest, -1, sms_taken});
+        expect_forward(matmul, Case(5, 16, 8, 1), true, false);
+        expect_backward(matmul, Case(5, 16, 8, 1), true, true);
+    };
+    ncclUniqueId id;
+    ASSERT_EQ(ncclGetUniqueId(&id), ncclSuccess);
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.minCTAs = config.maxCTAs = 1;
+    ncclComm_t comm = nullptr;
+    ASSERT_EQ(ncclCommInitRankConfig(&comm, 1, id, 0, &config), ncclSuccess);
+    EXPECT_NO_THROW(multiply(1));
+    EXPECT_THROW(multiply(0), std::runtime_error);
+    ncclCommAbort(comm);
+    EXPECT_NO_THROW(multiply(0));
 }
 
 // The library's refusal (here of an output in the host's memory) becomes an error that names the shape.

@@ -72,9 +72,11 @@ TEST(StatisticsKernel, RowsOfEveryFormatGiveTheCpusSums) {
     });
 }
 
-// As many chunks as there are at most, and then one block more, which is the first chunk's.
+// As many chunks as there are at most, and then one block more, which is the first chunk's: its threads' second
+// pack, or the first that they do not load at once.
 TEST(StatisticsKernel, MoreValuesThanAllChunksHaveAtOnce) {
     expect_same_row_sums(Format::fp4, 8 * 256 + 1, 1);
+    expect_same_row_sums(Format::fp4, 8 * 256 * cuda::statistics_at_once + 1, 2);
 }
 
 TEST(StatisticsKernel, TheSameBitsInEveryOrder) {

@@ -42,10 +42,11 @@ def needs(store, links=False):
 # Real runs
 
 @pytest.mark.long
-@pytest.mark.parametrize("words", [["--store", "redis"], ["--store", "file"], ["--ranks", 2, "--workers", 3],
-                                   ["--links"]], ids=["redis", "file", "ranks", "links"])
+@pytest.mark.parametrize("words", [["--store", "redis"], ["--store", "file"], ["--store", "s3"],
+                                   ["--ranks", 2, "--workers", 3], ["--links"]],
+                         ids=["redis", "file", "s3", "ranks", "links"])
 def test_a_run_through_chaos_ends_well(words):
-    needs("file" if "file" in words else "redis", "--links" in words)
+    needs(words[1] if words[0] == "--store" else "redis", "--links" in words)
     result = run_tool("--minutes", 5, "--events", 12, "--seed", 7, *words, seconds=1500)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "no difference, no hang" in result.stdout

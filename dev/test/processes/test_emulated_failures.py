@@ -22,6 +22,7 @@ OPTIONS = {"--layers": 1, "--heads": 1, "--channels": 64, "-t": 16, "-b": 1, "-x
 LONG = {"-x": 100000}
 TCP = {"--outer-transport": "tcp"}
 SOON = {"--timeout": 8}
+LATE = {"--timeout": 600}
 ONE = {"--workers": 1, **SOON}
 
 
@@ -35,7 +36,7 @@ class Together:
     """The processes of a run, started one by one; the victim with a fault or other tokens than the rest."""
 
     def __init__(self, tokens, folder, options, victim=None, fault=None, own_tokens=None, variables=None):
-        self.folder, self.victim = folder / "out", victim
+        self.folder, self.victim, self.dies = folder / "out", victim, (fault or "").startswith("kill")
         folder.mkdir()
         options = {**OPTIONS, "--store": f"file:{folder}/store", **options}
         size = options["--workers"] * options["--ranks"]
@@ -61,12 +62,15 @@ class Together:
         """{process: (status, its own lines)} of all but the victim, once they have ended by themselves."""
         limit = time.monotonic() + 100
         try:
-            ends = {}
+            if self.dies:
+                self.running[self.victim].wait(100)
+            died, ends = time.monotonic(), {}
             for process, running in enumerate(self.running):
                 if process != self.victim:
                     error = running.communicate(timeout=max(1, limit - time.monotonic()))[1]
                     own_lines = [line for line in error.splitlines() if not line.startswith("emulator: ")]
                     ends[process] = (running.returncode, own_lines)
+            assert not self.dies or time.monotonic() - died < 15, "noticed whatever --timeout is"
             return ends
         finally:
             for running in self.running:
@@ -79,8 +83,8 @@ class Together:
 # only the watchdog sees a hang; with two, another worker's wait for an exchange has an end before that.
 # name: (victim, fault, options, steps that are done by then, what the survivors say)
 FAULTS = {
-    "dies while the ranks of its worker join": (2, "kill:0:0", SOON, "none", "waited 8 s"),
-    "dies while the workers join": (1, "kill:0:0", SOON, "none", NAMES[1]),
+    "dies while the ranks of its worker join": (2, "kill:0:0", LATE, "none", NAMES[2]),
+    "dies while the workers join": (1, "kill:0:0", LATE, "none", NAMES[1]),
     "dies in the first collectives": (2, "kill:0:2", {}, "none", NAMES[2]),
     "dies in the validation before step 1": (2, "kill:0:8", {"-v": 3}, "none", NAMES[2]),
     "dies in the first exchange": (1, "kill:0:1", {}, "none", NAMES[1]),
@@ -90,7 +94,8 @@ FAULTS = {
     "dies in its last operation": (2, "kill:0:32", SOON, "all", NAMES[2]),
     "dies in the first collectives, over TCP": (2, "kill:0:2", TCP, "none", NAMES[2]),
     "dies in a step, over TCP": (2, "kill:0:33", {**LONG, **TCP}, "some", NAMES[2]),
-    "dies in a step, silently": (2, "kill:0:33", {**LONG, **SOON}, "some", "waited 8 s"),
+    "dies in a step, silently": (2, "kill:0:33", {**LONG, **LATE}, "some", f"{NAMES[2]} has died"),
+    "dies in an exchange, silently": (1, "kill:0:3", {**LONG, **LATE}, "some", f"{NAMES[1]} has died"),
     "fails in a step": (2, "error:0:33", LONG, "some", NAMES[2]),
     "hangs in a step": (2, "hang:0:33", {**LONG, **SOON}, "some", "waited 8 s"),
     "hangs in an exchange": (1, "hang:0:3", {**LONG, **SOON}, "some", "waited 8 s"),

@@ -1,6 +1,7 @@
 """The whole CUDA trainer on a CPU (train_gpt_emulated): streams as threads that an adversary delays, NCCL between
 processes, faults on purpose."""
 
+import re
 import subprocess
 import time
 
@@ -59,6 +60,16 @@ def test_no_order_of_the_streams_changes_a_bit(train, calm, seed):
     run = train("watched", SMALL, environment=environment(seed), trainer=EMULATED)
     assert run.model() == calm.model()
     assert run.losses(3) == calm.losses(3)
+
+
+def test_the_host_waits_in_no_call_of_a_step_nor_of_its_checkpoint(train):
+    def calls(steps):
+        options = {**SMALL, "-x": steps, "-n": 1, "-v": 0, "-s": 0, "--workers": 1, "--ranks": 1, "-H": None,
+                   "--overlap": None, "--fragment-layers": None, "--outer-dtype": None}
+        run = train(str(steps), options, environment={**environment(0), "EMULATOR_COUNT_WAITS": "1"},
+                    trainer=EMULATED)
+        return int(re.search(r"the host waited in (\d+) calls", run.stderr)[1])
+    assert calls(2) == calls(5) > 0
 
 
 def test_tcp_under_the_gpu_s_stream_gives_nccl_s_bits(train, calm):

@@ -31,7 +31,7 @@ def refused(run, *words):
 @pytest.mark.parametrize(
     "options,words",
     [
-        ({**WORKERS, "-H": 0}, ["inner steps"]),
+        ({**WORKERS, "-H": -1}, ["inner steps"]),
         ({**WORKERS, "--overlap": 6}, ["overlap", "6"]),
         ({**WORKERS, "--overlap": -1}, ["overlap"]),
         ({**WORKERS, "--local-weight": 2}, ["local weight", "0 to 1"]),
@@ -90,7 +90,7 @@ def refused(run, *words):
         ({**RUN, "--timeout": "inf"}, ["--timeout"]),
         ({**RUN, "--vocab-size": 70000}, ["--vocab-size"]),
         ({**RUN, "-w": 0}, ["-w 0"]),
-        ({**RUN, "-H": 0}, ["inner steps"]),
+        ({**RUN, "-H": -1}, ["inner steps"]),
         ({**RUN, "--outer-dtype": "fp3"}, ["fp3", "fp4"]),
         ({**RUN, "-x": -1, "-d": 64000}, ["less than one step"]),
         ({**RUN, "--outer-optimizer": "nesterov", "-H": 20}, ["12 steps"]),

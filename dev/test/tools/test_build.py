@@ -152,6 +152,7 @@ def test_system_folders_are_not_remembered():
     ("hiredis", "hiredis", "-DWITHOUT_HIREDIS"),
     ("OpenSSL", "ssl", "-DWITHOUT_OPENSSL"),
     ("PCRE2", "pcre2-8", "-DWITHOUT_PCRE2"),
+    ("curl", "curl", "-DWITHOUT_CURL"),
 ])
 def test_what_is_not_found_is_left_out_and_said(toolkit, name, library, flag):
     arguments = [f"CUDA_HOME={toolkit}", "GPU_ARCH=90", f"HAS_{name.upper()}="]

@@ -4,6 +4,7 @@ COMMANDS has a row for each: a pattern that the whole command matches, and how i
 fails this test, so that no document shows what nobody has run. What needs a GPU, a network, a cluster or another
 person's machine is skipped and says so; where another test runs it in a short form, the row names that test.
 """
+import importlib.util
 import os
 import re
 import shutil
@@ -103,7 +104,7 @@ COMMANDS = {
             environment=MEET),
     r"(\./train_gpt_cpu --config .*) -o (\w+) (.*transport store.*)--worker (\d)(.*)":
         Try(r"\1 -o \2.\4 \3--worker 0\5", beside=r"\1 -o \2.\4 \3--worker 1\5", environment=MEET),
-    r"export DILOCO_STORE=redis://.*": Try(),
+    r"export DILOCO_STORE=(redis|s3)://.*": Try(),
     r"\.venv/bin/python dev/tools/simulate.py .*": Try(),
     r"\.venv/bin/python dev/tools/export_hf.py .* hf .*": Try(r"rm -rf hf && \g<0>"),
     r"\.venv/bin/python dev/tools/import_hf.py hf model.bin":
@@ -132,6 +133,7 @@ COMMANDS = {
     r"make|make setup|make train_gpt_cpu": Try(),
     r"make build/(unit_tests|plain/test_quantize) && .*": Try(seconds=300),
     r"make train_gpt_cpu && \.venv/bin/python -m pytest .*": Try(seconds=60),
+    r"\.venv/bin/python -m pytest --long -s dev/test/processes/test_elastic.py .*": Try(r"\g<0> --collect-only"),
     r"make (test|test-long|test-commands|test-emulated|check-cuda)": Try(r"\g<0> -n"),  # this test is a part of them
     r"make (train_gpt_emulated|build/debug/train_gpt)": Try(r"\g<0> -n"),  # built for the emulated tests
     r"make clean": Try(r"\g<0> -n"),
@@ -139,6 +141,7 @@ COMMANDS = {
     r"make simulate": Try(seconds=60),
     r"make bench-cpu": Try(r"\g<0> ARGUMENTS=--quick", seconds=200),
     r"make bench-formats": Try(seconds=200),
+    r"make bench-losses": Try(r"\g<0> PEER=.venv/bin/python ARGUMENTS=--quick", seconds=200, needs="torch"),
     r"make bench-(wire-quality|quality)": Try(r"\g<0> ARGUMENTS=--quick", seconds=200),
     r"make bench-wan": Try(r"\g<0> ARGUMENTS='--quick --only streaming --minutes 3'", seconds=600, needs="lines"),
     r"make bench-uneven": Try(r"\g<0> ARGUMENTS='--quick --only bits --minutes 3'", seconds=600, needs="lines"),
@@ -219,6 +222,8 @@ def place(tmp_path_factory):
 
 
 def lack(needs):
+    if needs == "torch":
+        return None if importlib.util.find_spec("torch") else "PyTorch is not installed"
     if needs == "lines":
         sites = subprocess.run([sys.executable, ROOT / "dev/wan/sites.py"], capture_output=True, text=True)
         return sites.stderr.strip() if sites.returncode != 0 else None

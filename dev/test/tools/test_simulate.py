@@ -185,7 +185,7 @@ def test_a_sync_through_a_store_takes_its_round_trips_and_its_workers_share_the_
         return calls.exchange(5, [second, 3 * second]) - 5
 
     assert through(1) == pytest.approx(0.1 * ROUND_TRIPS + 4)
-    trips = 0.1 * (ROUND_TRIPS + 0.75)  # the last of the others finds the decision so late
+    trips = 0.1 * ROUND_TRIPS
     assert through(4) == pytest.approx(trips + 16)  # a quarter of the store's link for each
     assert through(4, store_bits_per_second=32e6) == pytest.approx(trips + 4)
     assert through(4, store_bits_per_second=16e6) == pytest.approx(trips + 8)
@@ -194,7 +194,7 @@ def test_a_sync_through_a_store_takes_its_round_trips_and_its_workers_share_the_
 
 def test_a_worker_takes_one_sync_after_the_other_and_tcp_opens_both_windows_anew():
     link = Link(1e12, 0.1, mtu=1052)
-    window, trips = 10 * 1000, (ROUND_TRIPS + 0.5) * 0.1
+    window, trips = 10 * 1000, ROUND_TRIPS * 0.1
     calls = StoreCalls(link, 2)
     assert calls.exchange(5, [window, window]) == pytest.approx(5 + trips, abs=1e-4)
     assert calls.exchange(5, [1, 1]) == pytest.approx(5 + 2 * trips, abs=1e-4)  # behind the one before
@@ -343,6 +343,10 @@ def test_a_plan_says_what_else_its_options_take():
     unlike = make_plan(replace(classic, local_weight=0.5, steps=5000), Link(5e7, 0.02))
     text = simulate.verdict(unlike, False)
     assert "had" not in text and "local-weight" not in text and "Start it with --workers 2 -H" in text
+    outer_steps = 5000 // unlike.best.run.inner_steps
+    assert f"5000 steps are only {outer_steps} outer steps then, and few raise the loss" in text
+    long = replace(unlike.best, run=replace(unlike.best.run, steps=1000 * unlike.best.run.inner_steps))
+    assert "outer steps" not in simulate.cautions(long)
     nothing = make_plan(classic, Link(1e4, 0.08))
     assert "This run had 20 steps" in simulate.verdict(nothing, True)
 

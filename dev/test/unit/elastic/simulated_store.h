@@ -20,6 +20,8 @@ class SimulatedStore : public LogStore {
 public:
     SimulatedStore(const SyncSchedule& schedule, long retain) : schedule(schedule), retain(retain) {}
 
+    bool has_scripts = true;  // like Redis; a folder has none
+
     StoreAnswer perform(const StoreRequest& request) override {
         StoreAnswer answer;
         switch (request.kind) {
@@ -30,6 +32,13 @@ public:
                 answer.value = folder->second[request.name];
                 break;
             }
+            case StoreRequest::decide:
+                if (has_scripts) { decide(request); }
+                break;
+            case StoreRequest::decision:
+                answer = perform({StoreRequest::get, request.folder + "/entry", request.name});
+                if (has_scripts && answer.found) { answer.listing = first_chunks(request, answer.value); }
+                break;
             case StoreRequest::put:
                 change(request);
                 answer.value = request.value;
@@ -56,6 +65,54 @@ public:
     }
 
     void empty() { folders.clear(); }
+
+    // As redis_scripts::decide does.
+    void decide(const StoreRequest& request) {
+        LogEntry entry;
+        std::string who, awaited, dead;
+        size_t least = 0;
+        std::istringstream in_words(request.value);
+        in_words >> entry.hash >> who >> least;
+        std::getline(in_words.ignore(), awaited, ';');
+        std::getline(in_words, dead);
+        entry.decider = Incarnation::parse(who);
+        std::map<int, std::pair<Incarnation, LogLine>> has;
+        for (const auto& [name, text] : in(request.folder + "/sent/" + request.name)) {
+            const LogLine line = LogLine::parse(text);
+            const Incarnation sender = Incarnation::parse(name);
+            if (line.text() != text || line.hash != entry.hash) { return; }
+            if (!has.insert({sender.worker, {sender, line}}).second) { return; }
+        }
+        const auto is_missing = [&](long worker) { return has.count(int(worker)) == 0; };
+        const std::vector<long> needed = parse_numbers(awaited), gone = parse_numbers(dead);
+        if (has.size() < least || std::any_of(needed.begin(), needed.end(), is_missing)) { return; }
+        for (const auto& [name, text] : in(request.folder + "/beat")) {
+            const long worker = std::atol(name.c_str());
+            const bool is_dead = std::find(gone.begin(), gone.end(), worker) != gone.end();
+            int count, incarnation, promise;
+            const bool may_send = sscanf(text.c_str(), "%d %d %1d", &incarnation, &count, &promise) == 3;
+            if (may_send && is_missing(worker) && !is_dead) { return; }
+        }
+        for (const auto& [worker, one] : has) {
+            const auto& [sender, line] = one;
+            if (line.tokens == 0) {
+                entry.abstained.push_back(worker);
+            } else {
+                entry.contributors.push_back({sender, line.bytes, line.digest, line.tokens});
+            }
+        }
+        perform({StoreRequest::put_if_absent, request.folder + "/entry", request.name, entry.text()});
+    }
+
+    std::map<std::string, std::string> first_chunks(const StoreRequest& request, const std::string& entry) {
+        std::map<std::string, std::string> chunks;
+        const auto payloads = in(request.folder + "/payload/" + request.name);
+        for (const Contributor& one : LogEntry::parse(entry).contributors) {
+            const auto chunk = payloads.find(chunk_name(one.who, 0));
+            if (chunk != payloads.end() && one.who.text() != request.value) { chunks.insert(*chunk); }
+        }
+        return chunks;
+    }
 
     // What no worker does: a value is damaged, or forged.
     void forge(const std::string& folder, const std::string& name, const std::string& value) {

@@ -319,7 +319,9 @@ public:
           traced(traced),
           schedule(make_schedule(plan)),
           store(schedule, plan.options.elastic.retain),
-          workers(size_t(plan.workers)) {}
+          workers(size_t(plan.workers)) {
+        store.has_scripts = seed % 3 != 0;
+    }
 
     // Throws a Violation.
     void run() {
@@ -532,6 +534,7 @@ private:
         for (int r = 0; r < plan.ranks; r++) {
             start_rank(w, r);
             later(w, 0, [this, w, r] { talk(w, r); });
+            later(w, 0, [this, w, r] { listen(w, r); });
             later(w, 0, [this, w, r] { beat(w, r); });
         }
         later(w, 0, [this, w] { train(w); });
@@ -592,7 +595,7 @@ private:
     void train(int w) {
         Process& process = *workers[size_t(w)].process;
         const LogTurn said = turn(process);
-        listen(w);
+        listen_to_events(w);
         check(w);
         switch (said.kind) {
             case LogTurn::stop:
@@ -669,7 +672,7 @@ private:
         return newest;
     }
 
-    void listen(int w) {
+    void listen_to_events(int w) {
         for (Rank& rank : workers[size_t(w)].process->ranks) {
             for (const LogEvent& event : rank.log->events()) {
                 if (traced) { tell(rank.log->incarnation().text() + " " + event.text); }
@@ -747,17 +750,30 @@ private:
     void talk(int w, int r) {
         Rank& rank = workers[size_t(w)].process->ranks[size_t(r)];
         const std::vector<StoreRequest> requests = rank.log->requests(now);
-        listen(w);
+        listen_to_events(w);
         if (requests.empty()) {
-            return later(w, 0.25, [this, w, r] { talk(w, r); });
+            return later(w, std::clamp(rank.log->rest(now), 0.02, 0.25), [this, w, r] { talk(w, r); });
         }
         maybe_stall_over_snapshot(w, requests);
         travel(w, requests, [this, w, r](const std::vector<StoreAnswer>& answers) {
             workers[size_t(w)].process->ranks[size_t(r)].log->answer(answers, now);
-            listen(w);
+            listen_to_events(w);
             if (!answers.back().lost) { check_waits(w, r); }
             talk(w, r);
         });
+    }
+
+    void listen(int w, int r) {
+        SyncLog& log = *workers[size_t(w)].process->ranks[size_t(r)].log;
+        const std::vector<StoreRequest> requests = log.listen();
+        if (requests.empty()) {
+            return later(w, 0.05, [this, w, r] { listen(w, r); });
+        }
+        travel(w, requests, [this, w, r](const std::vector<StoreAnswer>& answers) {
+            workers[size_t(w)].process->ranks[size_t(r)].log->hear(answers, now);
+            listen_to_events(w);
+            later(w, answers.back().lost ? 0.5 : 0, [this, w, r] { listen(w, r); });
+        }, log.awaits ? 1 : 0);
     }
 
     void beat(int w, int r) {
@@ -782,17 +798,18 @@ private:
         size_t lost_from;  // answers
         size_t done;       // requests that reach the store, even if their answers are lost
         std::function<void(const std::vector<StoreAnswer>&)> then;
+        double patience;   // seconds that it waits for a decision
     };
 
     // Requests that are on their way arrive even if their sender dies.
     void travel(int w, const std::vector<StoreRequest>& requests,
-                std::function<void(const std::vector<StoreAnswer>&)> then) {
+                std::function<void(const std::vector<StoreAnswer>&)> then, double patience = 0) {
         maybe_fail(w);
         const bool lost = !is_quiet() && random.happens(plan.losses);
         const long all = long(requests.size()), lost_from = lost ? random.among(0, all - 1) : all;
         const long done = random.happens(0.5) ? lost_from : random.among(lost_from, all);
         auto batch = std::make_shared<Batch>(Batch{
-            w, workers[size_t(w)].life, requests, {}, size_t(lost_from), size_t(done), std::move(then)});
+            w, workers[size_t(w)].life, requests, {}, size_t(lost_from), size_t(done), std::move(then), patience});
         at(now + way(w), [this, batch] { arrive(batch); });
     }
 
@@ -801,17 +818,31 @@ private:
         return worker.process && worker.life == batch.life;
     }
 
+    bool is_decided(const Batch& batch) {
+        return std::any_of(batch.requests.begin(), batch.requests.end(), [this](const StoreRequest& one) {
+            return one.kind == StoreRequest::decision && store.perform(one).found;
+        });
+    }
+
     // The next request of a batch arrives. Requests and failures of others come in between.
     void arrive(const std::shared_ptr<Batch>& batch) {
         const size_t next = batch->answers.size();
+        if (batch->patience > 0 && !is_decided(*batch) && now >= store_away_until && is_alive(*batch)) {
+            batch->patience -= 0.05;
+            return at(now + 0.05, [this, batch] { arrive(batch); });
+        }
+        batch->patience = 0;
         if (now < store_away_until) { batch->done = batch->lost_from = next; }
         if (next < batch->done) {
             const StoreRequest& request = batch->requests[next];
             batch->answers.push_back(store.perform(request));
             batch->answers.back().lost = next >= batch->lost_from;
             trace_request(batch->w, request, batch->answers.back());
-            if (request.kind == StoreRequest::put_if_absent) {
-                first_written.insert({request.folder + "/" + request.name, now});
+            const bool decides = request.kind == StoreRequest::decide;
+            if (request.kind == StoreRequest::put_if_absent || decides) {
+                const std::string folder = request.folder + (decides ? "/entry" : "");
+                const bool is_there = store.in(folder).count(request.name) != 0;
+                if (is_there) { first_written.insert({folder + "/" + request.name, now}); }
             }
         }
         if (is_alive(*batch)) { maybe_fail(batch->w); }
@@ -833,7 +864,7 @@ private:
 
     void trace_request(int w, const StoreRequest& request, const StoreAnswer& answer) {
         if (!traced || request.folder.find("/beat") != std::string::npos) { return; }
-        const char* kinds[] = {"get", "put", "put_if_absent", "remove", "list", "folders"};
+        const char* kinds[] = {"get", "put", "put_if_absent", "remove", "list", "folders", "decide", "decision"};
         const bool is_text = request.folder.find("/payload") == std::string::npos &&
                              request.folder.find("/snapshot") == std::string::npos;
         std::string text = format("  worker %d: %s %s %s", w, kinds[request.kind], request.folder.c_str(),

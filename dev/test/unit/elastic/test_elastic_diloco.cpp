@@ -29,10 +29,16 @@ public:
         StoreAnswer answer;
         auto& folder = folders[request.folder];
         switch (request.kind) {
-            case StoreRequest::get:
-                answer.found = folder.count(request.name) != 0;
-                if (answer.found) { answer.value = folder[request.name]; }
+            case StoreRequest::decide:
                 break;
+            case StoreRequest::decision:
+            case StoreRequest::get: {
+                const bool is_entry = request.kind == StoreRequest::decision;
+                auto& values = is_entry ? folders[request.folder + "/entry"] : folder;
+                answer.found = values.count(request.name) != 0;
+                if (answer.found) { answer.value = values[request.name]; }
+                break;
+            }
             case StoreRequest::put:
                 answer.value = folder[request.name] = request.value;
                 break;

@@ -1,5 +1,5 @@
-// The sync log's stores: the same claims for a folder, a Redis server, and one over TLS; then what only a
-// folder or a server can suffer: killed writers, full disks, restarts, refusals.
+// The sync log's stores: the same claims for a folder, a Redis server, one over TLS, and a bucket of S3; then
+// what only a folder or a server can suffer: killed writers, full disks, restarts, refusals.
 #include <gtest/gtest.h>
 #include <sched.h>
 #include <sys/mount.h>
@@ -13,6 +13,8 @@
 #include "dev/test/certificates.h"
 #include "dev/test/files.h"
 #include "dev/test/processes.h"
+#include "dev/test/s3_server.h"
+#include "dev/test/unit/elastic/sync_log_simulation.h"
 #include "streaming/elastic/log_stores.h"
 #include "streaming/elastic/sync_log_records.h"
 
@@ -66,13 +68,24 @@ using Names = std::set<std::string>;
 
 // ---- all of them
 
-enum class Kind { folder, redis, tls };
+enum class Kind { folder, redis, tls, s3 };
+std::string name_of_store(const testing::TestParamInfo<Kind>& info) {
+    const char* const names[] = {"folder", "redis", "tls", "s3"};
+    return names[int(info.param)];
+}
 
 class LogStores : public testing::TestWithParam<Kind> {
 protected:
     void SetUp() override {
         if (GetParam() == Kind::folder) {
             url = "file:" + folder.name() + "/store";
+            return;
+        }
+        if (GetParam() == Kind::s3) {
+            const S3Server* const bucket = S3Server::shared();
+            if (!bucket) { GTEST_SKIP() << S3Server::missing; }
+            environment = std::make_unique<Environment>(s3_environment(bucket->endpoint));
+            url = "s3://runs/of+ us/" + random_hex(8);
             return;
         }
         if (GetParam() == Kind::tls) { certificates = std::make_unique<Certificates>(); }
@@ -92,6 +105,7 @@ protected:
     std::unique_ptr<Certificates> certificates;
     std::unique_ptr<RedisServer> server;
     std::unique_ptr<TrustedAuthority> trusted;
+    std::unique_ptr<Environment> environment;
     std::string url;
 };
 
@@ -244,6 +258,7 @@ TEST_P(LogStores, of_eight_threads_one_wins_and_all_see_it) {
 }
 
 TEST_P(LogStores, who_lists_a_folder_while_it_is_removed_sees_all_of_it_or_nothing) {
+    if (GetParam() == Kind::s3) { GTEST_SKIP() << "a bucket's objects are removed one by one"; }
     std::atomic<bool> done{false};
     std::thread writer([&] {
         auto store = open();
@@ -335,6 +350,27 @@ TEST_P(LogStores, requests_that_go_out_together_are_answered_in_their_order) {
     EXPECT_TRUE(store->perform_all({}).empty());
 }
 
+TEST_P(LogStores, who_awaits_a_decision_is_told_as_soon_as_it_is_there) {
+    auto store = open(), other = open();
+    const std::vector<StoreRequest> requests = {{StoreRequest::decision, "G/0", "4", "0.1"},
+                                                {StoreRequest::decision, "G/0", "5", "0.1"},
+                                                {StoreRequest::get, "run", "generation"}};
+    const double begin = now_seconds();
+    EXPECT_FALSE(store->await(requests, 0.05)[1].found);
+    EXPECT_GE(now_seconds() - begin, 0.05);
+    put_if_absent(*other, "run", "generation", "G");
+    std::vector<StoreAnswer> answers;
+    std::thread waiting([&] { answers = store->await(requests, 2); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    put_if_absent(*other, "G/0/entry", "5", "text");
+    waiting.join();
+    ASSERT_EQ(answers.size(), 3u);
+    EXPECT_FALSE(answers[0].lost || answers[0].found);
+    EXPECT_EQ(answers[1].value, "text");
+    EXPECT_EQ(answers[2].value, "G");
+    EXPECT_EQ(store->await(requests, 1)[1].value, "text");
+}
+
 TEST_P(LogStores, runs_do_not_meet) {
     auto first = open("a"), second = open("a*"), third = open("a/log");
     put(*first, "run", "generation", "1");
@@ -345,12 +381,8 @@ TEST_P(LogStores, runs_do_not_meet) {
     EXPECT_EQ(get(*open("a"), "run", "generation"), "1");
 }
 
-INSTANTIATE_TEST_SUITE_P(All, LogStores, testing::Values(Kind::folder, Kind::redis, Kind::tls),
-                         [](const testing::TestParamInfo<Kind>& info) -> std::string {
-                             return info.param == Kind::folder  ? "folder"
-                                    : info.param == Kind::redis ? "redis"
-                                                                : "tls";
-                         });
+INSTANTIATE_TEST_SUITE_P(All, LogStores, testing::Values(Kind::folder, Kind::redis, Kind::tls, Kind::s3),
+                         name_of_store);
 
 // ---- a folder
 
@@ -577,7 +609,7 @@ TEST(RedisLogStore, what_a_server_refuses_is_a_lost_answer_that_says_why) {
 
     admin.ask({"CONFIG", "SET", "maxmemory", "1"});
     EXPECT_TRUE(contains(lost_answer(*store).trouble, where + " answers HSET with: OOM"));
-    EXPECT_TRUE(contains(lost_answer(*store, StoreRequest::put_if_absent).trouble, "HSETNX with: OOM"));
+    EXPECT_TRUE(contains(lost_answer(*store, StoreRequest::put_if_absent).trouble, " with: OOM"));
     admin.ask({"CONFIG", "SET", "maxmemory", "0"});
     EXPECT_EQ(put(*store, "G/beat", "0", "1"), "1");
 
@@ -610,7 +642,7 @@ TEST(RedisLogStore, a_server_without_memory_removes_what_it_is_told_to) {
         EXPECT_EQ(answers[i].lost, i >= 3) << i << ": " << answers[i].trouble;
         EXPECT_EQ(answers[i].is_full, i >= 3) << i;
     }
-    EXPECT_TRUE(contains(answers[3].trouble, "answers HSETNX with: OOM"));
+    EXPECT_TRUE(contains(answers[3].trouble, " with: OOM")) << answers[3].trouble;
     EXPECT_EQ(folders(*store, ""), Names{"G/payload/3"});
     admin.ask({"CONFIG", "SET", "maxmemory", "0"});
     for (const StoreAnswer& answer : store->perform_all(requests)) { EXPECT_FALSE(answer.lost); }
@@ -622,14 +654,14 @@ TEST(RedisLogStore, where_a_write_is_refused_nothing_that_went_out_with_it_is_do
     NEED_REDIS(server);
     RedisConnection admin(server.url(), 5);
     admin.connect(5);
-    admin.ask({"ACL", "SETUSER", "worker", "on", ">hidden", "~run/log/G/sent/*", "+@all"});
+    admin.ask({"ACL", "SETUSER", "worker", "on", ">hidden", "~run/log/G/sent/*", "~run/told/*", "+@all"});
     const std::string where = "127.0.0.1:" + std::to_string(server.port);
     auto store = open_log_store("redis://worker:hidden@" + where, "run", 2);
     const auto answers = store->perform_all({{StoreRequest::put_if_absent, "G/payload/1", "0.1.0", "bytes"},
                                              {StoreRequest::put_if_absent, "G/sent/1", "0.1", "line"}});
     for (const StoreAnswer& answer : answers) {
         EXPECT_TRUE(answer.lost);
-        EXPECT_TRUE(contains(answer.trouble, "answers HSETNX with: NOPERM")) << answer.trouble;
+        EXPECT_TRUE(contains(answer.trouble, "answers EVAL with: NOPERM")) << answer.trouble;
     }
     EXPECT_EQ(folders(*open_log_store(server.url(), "run", 2), ""), Names{});
     EXPECT_EQ(put_if_absent(*store, "G/sent/1", "0.1", "line"), "line");
@@ -659,6 +691,47 @@ TEST(RedisLogStore, settings_that_endanger_the_run_are_said_where_they_can_be_se
     EXPECT_TRUE(contains(open_log_store(keeper.url(), "run", 2)->warning(), "--maxmemory-policy noeviction"));
 }
 
+TEST(RedisLogStore, what_a_script_decides_and_brings_along_is_what_the_simulation_does) {
+    RedisServer server;
+    NEED_REDIS(server);
+    auto store = open_log_store(server.url(), "run", 5);
+    simulation::Random random(1);
+    int decided = 0;
+    for (int round = 0; round < 400; round++) {
+        const std::string run = "G" + std::to_string(round) + "/0", sync = std::to_string(random.among(0, 30));
+        SimulatedStore simulated(SyncSchedule(std::vector<Fragment>(1), 4), 4);
+        const auto both = [&](const StoreRequest& request) {
+            const StoreAnswer answer = store->perform(request);
+            EXPECT_FALSE(answer.lost) << answer.trouble;
+            simulated.perform(request);
+            return answer;
+        };
+        const uint64_t hash = ~0ull - uint64_t(round);
+        for (int worker : {11, 2, 0}) {
+            const std::string name = Incarnation{worker, int(random.among(1, 12))}.text();
+            const LogLine line{random.happens(0.95) ? hash : 7, random.happens(0.8) ? 40ull : 0, 3, ~0ull};
+            both({StoreRequest::put, run + "/payload/" + sync, chunk_name(Incarnation::parse(name), 0), name});
+            if (random.happens(0.9)) { both({StoreRequest::put, run + "/sent/" + sync, name, line.text()}); }
+            const long promise = random.happens(0.3) ? random.among(-3, -1)
+                                 : random.happens(0.5) ? LogBeat::nothing : random.among(0, 20);
+            const std::string beat = LogBeat{1, 5, promise, random.among(-1, 9)}.text();
+            if (random.happens(0.9)) { both({StoreRequest::put, run + "/beat", std::to_string(worker), beat}); }
+        }
+        if (random.happens(0.05)) { both({StoreRequest::put, run + "/sent/" + sync, "2.13", "1 1 1 1"}); }
+        const std::string question = words(hash, "0.1", random.among(1, 3)) + ";" +
+                                     (random.happens(0.3) ? "2 11" : "") + ";" + (random.happens(0.3) ? "11 0" : "");
+        both({StoreRequest::decide, run, sync, question});
+        const StoreAnswer there = store->perform({StoreRequest::decision, run, sync, "2.1"});
+        const StoreAnswer expected = simulated.perform({StoreRequest::decision, run, sync, "2.1"});
+        EXPECT_EQ(there.found, expected.found) << round << ", " << question;
+        EXPECT_EQ(there.value, expected.value);
+        EXPECT_EQ(there.listing, expected.listing);
+        decided += there.found;
+    }
+    EXPECT_GT(decided, 100);
+    EXPECT_LT(decided, 350);
+}
+
 TEST(RedisLogStore, keys_begin_with_the_name_of_the_run) {
     RedisServer server;
     NEED_REDIS(server);
@@ -667,6 +740,39 @@ TEST(RedisLogStore, keys_begin_with_the_name_of_the_run) {
     admin.connect(5);
     const auto reply = admin.ask({"HGET", "run 7/log/G/entry", "12"});
     EXPECT_EQ(std::string(reply->str, reply->len), "text");
+}
+
+// ---- a bucket
+
+TEST(S3LogStore, only_a_server_whose_certificate_is_right_is_spoken_to) {
+    const Certificates certificates;
+    const std::string files = certificates.authority().substr(0, certificates.authority().rfind('/') + 1);
+    const S3Server server({"-s3.cert.file=" + files + "right.crt", "-s3.key.file=" + files + "right.key"}, "https",
+                          certificates.authority());
+    if (!server.is_there) { GTEST_SKIP() << S3Server::missing; }
+    const Environment environment(s3_environment(server.endpoint));
+    const std::string error = user_error([&] { open_log_store("s3://runs/tls", "run", 2); });
+    EXPECT_TRUE(contains(error, "the certificate of " + server.endpoint + " is not to be trusted")) << error;
+    EXPECT_TRUE(contains(error, "DILOCO_CA"));
+    const TrustedAuthority trusted(certificates.authority());
+    auto store = open_log_store("s3://runs/tls", "run", 2);
+    EXPECT_EQ(put_if_absent(*store, "G/entry", "1", every_byte()), every_byte());
+    EXPECT_EQ(list(*store, "G/entry"), (Values{{"1", every_byte()}}));
+}
+
+TEST(S3LogStore, a_silent_server_is_lost_within_the_limit_and_had_again) {
+    S3Server server;
+    if (!server.is_there) { GTEST_SKIP() << S3Server::missing; }
+    const Environment environment(s3_environment(server.endpoint));
+    auto store = open_log_store("s3://runs/silent", "run", 2);
+    put(*store, "G/beat", "0", "1");
+    server.send_signal(SIGSTOP);
+    const auto begin = std::chrono::steady_clock::now();
+    EXPECT_TRUE(contains(lost_answer(*store).trouble, "silent for 2 s"));
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(30));
+    server.send_signal(SIGCONT);
+    const std::string there = get(*store, "G/beat", "0").value_or("nothing");
+    EXPECT_TRUE(there == "1" || there == "value") << there;  // what was lost may have been done
 }
 
 }  // namespace test_log_store

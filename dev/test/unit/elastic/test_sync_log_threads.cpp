@@ -210,11 +210,13 @@ TEST(SyncLogThreads, who_ends_before_the_others_is_not_waited_for) {
 }
 
 TEST(SyncLogThreads, what_a_thread_throws_the_trainer_gets) {
-    for (const char* where : {"/payload/", "/beat"}) {
+    for (const char* where : {"/payload/", "/beat", ""}) {
         Store store;
         Shard shard(0, 0, store.schedule);
         const auto open = connections([&](const StoreRequest& request) {
-            if (request.folder.find(where) != std::string::npos) { throw std::bad_alloc(); }
+            const bool is_it = *where ? request.folder.find(where) != std::string::npos
+                                      : request.kind == StoreRequest::decision;
+            if (is_it) { throw std::bad_alloc(); }
             return store.perform(request);
         });
         SyncLogOptions options = options_for(1);

@@ -38,6 +38,13 @@ TEST(Permuted, each_number_and_seed_has_a_permutation_of_its_own) {
     EXPECT_EQ(found.size(), 100u);
 }
 
+// As an independent program draws them: dev/test/tools/test_peer_losses.py has the same numbers.
+TEST(Permuted, known_permutations) {
+    EXPECT_EQ(permutation(10, 1337, 0), std::vector<uint64_t>({4, 8, 1, 7, 0, 2, 9, 5, 6, 3}));
+    EXPECT_EQ(permutation(17, (uint64_t(1) << 40) + 5, 3),
+              std::vector<uint64_t>({13, 3, 2, 11, 15, 14, 4, 7, 8, 16, 10, 12, 6, 0, 9, 1, 5}));
+}
+
 // For numbers that are equally likely, chi-squared is about the degrees of freedom, give or take their root.
 double excess(const std::vector<long>& counts) {
     double total = 0, squares = 0;

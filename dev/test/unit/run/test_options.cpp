@@ -88,6 +88,7 @@ TEST(LlmcFlags, each_sets_its_option) {
                             {"-f 0", "matmul-precision", "highest"},
                             {"-f 1", "matmul-precision", "medium"},
                             {"-r 2", "recompute", "2"},
+                            {"-ge 0", "fuse-gelu", "0"},
                             {"-pn 8 -pr 3", "ranks", "8"}}) {
         EXPECT_EQ(value_of(parsed(c.line), c.name), c.value) << c.line;
     }
@@ -143,9 +144,9 @@ TEST(LlmcFlags, what_an_option_takes_is_no_flag) {
 }
 
 TEST(LlmcFlags, those_that_change_nothing_are_named_in_one_note) {
-    const Options o = parsed("-z 1 -w 1 -ge 2 -lg 10 -i x -ps 10.0.0.1");
+    const Options o = parsed("-z 1 -w 1 -lg 10 -i x -ps 10.0.0.1");
     ASSERT_EQ(o.notes.size(), 1u);
-    for (const char* flag : {"-z (", "-w (", "-ge (", "-lg (", "-ps ("}) {
+    for (const char* flag : {"-z (", "-w (", "-lg (", "-ps ("}) {
         EXPECT_TRUE(contains(o.notes[0], flag));
     }
     EXPECT_EQ(o.notes[0].find('\n'), std::string::npos);
@@ -164,7 +165,8 @@ TEST(LlmcFlags, what_cannot_be_is_refused_with_the_reason_and_what_to_do) {
           {"-z", "-z has no value", "give it one"},
           {"-w 0", "-w 0: the outer step needs fp32 weights", "leave it out"},
           {"-f 2", "-f is 0", "correct"},
-          {"-ge x", "-ge is 'x'", "correct"},
+          {"-ge x", "--fuse-gelu", "--help"},
+          {"-ge 3", "--fuse-gelu", "--help"},
           {"-nk", "--keep-checkpoints", "--help"},
           {"-nk five", "--keep-checkpoints", "--help"},
           {"-sl -1", "--skip-loss-zscore", "--help"},
@@ -452,6 +454,7 @@ TEST(Config, has_the_default_of_each_option_by_its_name) {
     ASSERT_GT(options.resolved.size(), 50u);
     for (const auto& [name, value] : options.resolved) {
         if (name == "outer-optimizer" || name == "total-batch") { continue; }  // depends on others
+        if (name == "inner-steps") { continue; }                               // and so does H
         EXPECT_EQ(default_of(name), value) << name;
     }
     EXPECT_EQ(default_of("top-p"), "1");
@@ -474,6 +477,67 @@ TEST(Config, that_sets_what_is_fixed_now_is_read) {
         const std::string message = user_error([&] { parsed("--config " + folder / "c.toml"); });
         EXPECT_TRUE(contains(message, std::string(line).substr(0, 14))) << message;
     }
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// H
+
+TEST(InnerSteps, suit_the_length_of_the_run) {
+    EXPECT_EQ(usual_inner_steps(100000), 100);
+    EXPECT_EQ(usual_inner_steps(99999), 30);
+    EXPECT_EQ(usual_inner_steps(300), 30);
+    EXPECT_EQ(usual_inner_steps(299), 29);
+    EXPECT_EQ(usual_inner_steps(0), 10);
+}
+
+TEST(InnerSteps, are_chosen_where_nobody_gives_them_and_the_user_is_told) {
+    const Options o = parsed("--workers 2 -x 1000 -i x");
+    EXPECT_EQ(o.diloco.inner_steps, 30);
+    EXPECT_EQ(value_of(o, "inner-steps"), "30");
+    EXPECT_TRUE(contains(o.toml, "inner-steps=30\n"));
+    EXPECT_EQ(o.notes, std::vector<std::string>{
+                           "-H is not given: H = 30 for 1000 steps (100 from 100000 steps on)"});
+    EXPECT_EQ(parsed("--workers 2 -x 100000 -i x").diloco.inner_steps, 100);
+    EXPECT_EQ(parsed("--workers 2 -x 180 -i x -H 0").diloco.inner_steps, 18);
+    // The same on all workers, whatever is their own.
+    EXPECT_EQ(parsed("--workers 2 -x 180 -i x --overlap 17").diloco.inner_steps, 18);
+    const Options given = parsed("--workers 2 -x 80 -i x -H 7"), alone = parsed("-x 80 -i x");
+    EXPECT_EQ(given.diloco.inner_steps, 7);
+    EXPECT_TRUE(given.notes.empty());
+    EXPECT_EQ(alone.diloco.inner_steps, 100);  // which nothing uses
+    EXPECT_TRUE(alone.notes.empty());
+}
+
+TEST(InnerSteps, of_a_run_once_through_the_data_follow_from_its_tokens) {
+    TemporaryFolder folder;
+    for (const char* name : {"a.bin", "b.bin"}) {
+        std::vector<int32_t> header(256);
+        header[0] = tokens_magic, header[1] = 1, header[2] = 800;
+        const std::string bytes(reinterpret_cast<const char*>(header.data()), 1024);
+        write_bytes(folder / name, bytes + std::string(1600, '\0'));
+    }
+    const std::string line = "--workers 2 -t 4 -b 1 -i " + folder / "*.bin";
+    EXPECT_EQ(parsed(line).diloco.inner_steps, 20);  // 200 steps
+    EXPECT_EQ(parsed(line + " -d 8").diloco.inner_steps, 10);
+    EXPECT_EQ(parsed(line + " --outer-weights tokens").diloco.inner_steps, 10);  // batches may differ
+    EXPECT_TRUE(contains(user_error([&] { parsed("--workers 2 -i " + folder / "c.bin"); }), "no file matches"));
+}
+
+TEST(InnerSteps, of_a_run_that_is_resumed_stay) {
+    TemporaryFolder folder;
+    const std::string line = "--workers 2 -x 1000 -i x -o " + folder.name();
+    EXPECT_EQ(parsed(line + " -y 1").diloco.inner_steps, 30);
+    write_bytes(folder / "config.toml", parsed("--workers 2 -i x -H 50 -x 90").toml);
+    const Options resumed = parsed(line + " -y 1");
+    EXPECT_EQ(resumed.diloco.inner_steps, 50);
+    EXPECT_EQ(resumed.notes[0], "-H is not given: H = 50, as in " + folder.name() + "/config.toml");
+    EXPECT_EQ(parsed(line).diloco.inner_steps, 30);
+    std::filesystem::create_directories(folder / "elastic/worker_1");  // where an elastic worker's lies
+    write_bytes(folder / "elastic/worker_1/config.toml", parsed("--workers 2 -i x -H 40 -x 90").toml);
+    EXPECT_EQ(parsed(line + "/elastic -y 1 --worker 1").diloco.inner_steps, 40);
+    EXPECT_EQ(parsed(line + " -y 1 -H 20").diloco.inner_steps, 20);
+    write_bytes(folder / "config.toml", parsed("-i x -x 90").toml);  // of one worker, which had no use for H
+    EXPECT_EQ(parsed(line + " -y 1").diloco.inner_steps, 30);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -570,13 +634,13 @@ struct Mistake {
 };
 
 TEST(OptionChecks, combinations_that_make_no_run_are_refused) {
-    const std::string good = "-i x -b 2 -t 8 ", elastic = good + "--workers 2 --outer-transport store ";
+    const std::string good = "-i x -b 2 -t 8 ", elastic = good + "--workers 2 -H 9 --outer-transport store ";
     EXPECT_NO_THROW(check_options(parsed(good)));
     EXPECT_NO_THROW(check_options(parsed(elastic + "--restart 3 --join-moments --max-lag 7")));
     for (const Mistake& c : {Mistake{"-d 17", "-d 17 tokens"},
                              {"-y 1", "-y 1 resumes"},
                              {"-n 5", "-n 5 writes"},
-                             {"-n 5 -o out --workers 2 --overlap 5", "a checkpoint every 5 steps"},
+                             {"-n 5 -o out --workers 2 -H 9 --overlap 5", "a checkpoint every 5 steps"},
                              {"-h 1 --hellaswag-data x -v 0", "-v 0 has none"},
                              {"-sl 12", "-sl and -sg of 12"},
                              {"--grace 3", "--grace is for elastic workers"},

@@ -10,13 +10,14 @@
 
 #include "dev/test/certificates.h"
 #include "dev/test/processes.h"
+#include "dev/test/s3_server.h"
 #include "llmc/run/store.h"
 #include "llmc/run/store_redis.h"
 #include "llmc/run/stores.h"
 
 namespace test_store {
 
-enum class Kind { folder, redis, memory, prefix };
+enum class Kind { folder, redis, s3, memory, prefix };
 
 class Stores : public testing::TestWithParam<Kind> {
 protected:
@@ -25,6 +26,11 @@ protected:
             server = std::make_unique<RedisServer>("p@ss:w/rd");
             if (server->port == 0) { GTEST_SKIP() << "redis-server is not installed or does not start"; }
             url = "redis://:p%40ss%3Aw%2Frd@127.0.0.1:" + std::to_string(server->port);
+        } else if (GetParam() == Kind::s3) {
+            const S3Server* const bucket = S3Server::shared();
+            if (!bucket) { GTEST_SKIP() << S3Server::missing; }
+            environment = std::make_unique<Environment>(s3_environment(bucket->endpoint));
+            url = "s3://runs/" + random_hex(8);
         } else {
             url = "file:" + folder.name() + "/store";
         }
@@ -39,6 +45,7 @@ protected:
 
     TemporaryFolder folder;
     std::unique_ptr<RedisServer> server;
+    std::unique_ptr<Environment> environment;
     std::string url;
 };
 
@@ -150,16 +157,17 @@ static std::string kind_name(const testing::TestParamInfo<Kind>& info) {
     switch (info.param) {
         case Kind::folder: return "folder";
         case Kind::redis: return "redis";
+        case Kind::s3: return "s3";
         case Kind::memory: return "memory";
         case Kind::prefix: return "prefix";
     }
     return "";
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Stores, testing::Values(Kind::folder, Kind::redis, Kind::memory, Kind::prefix),
-                         kind_name);
-INSTANTIATE_TEST_SUITE_P(All, SharedStores, testing::Values(Kind::folder, Kind::redis, Kind::prefix),
-                         kind_name);
+INSTANTIATE_TEST_SUITE_P(
+    All, Stores, testing::Values(Kind::folder, Kind::redis, Kind::s3, Kind::memory, Kind::prefix), kind_name);
+INSTANTIATE_TEST_SUITE_P(
+    All, SharedStores, testing::Values(Kind::folder, Kind::redis, Kind::s3, Kind::prefix), kind_name);
 
 TEST(FileStore, leaves_no_temporary_files_and_no_file_outside_its_folder) {
     TemporaryFolder folder;
@@ -244,7 +252,7 @@ TEST(OpenStore, what_cannot_be_used_is_a_user_error_that_says_what_to_do) {
     TemporaryFolder folder;
     std::ofstream(folder.name() + "/file") << "not a folder";
     for (const char* url : {"", "nonsense", "ftp://x", "file:", "file://host/dir", "http://127.0.0.1:6379"}) {
-        EXPECT_NE(open_error(url).find("is of no known kind: give --store file:DIR or redis://"),
+        EXPECT_NE(open_error(url).find("is of no known kind: give --store file:DIR, redis://"),
                   std::string::npos)
             << url;
     }

@@ -1,5 +1,7 @@
 // The watchdog, enabled as on a GPU; how a process leaves; whose failure counts.
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -157,12 +159,12 @@ TEST(Watchdog, WhatItsThreadThrowsEndsTheProcessWithALine) {
 TEST(Watchdog, AStoreThatThrowsAnythingDoesNotEndAProcessBeforeItsLimit) {
     const End end = end_of([] {
         auto store = std::make_shared<BrokenStore>();
-        Process process = first_of(2, 0.5);
+        Process process = first_of(2, 2);
         process.store = std::make_shared<PrefixStore>(store, "run/");
         store->is_broken = true;
         Watchdog dog(process, true);
         const Watchdog::Watch watch(dog, "step 7");
-        pause_for(0.9);  // more than the time limit, less than twice
+        pause_for(3);  // more than the time limit, less than twice
         fprintf(stderr, "asked %s\n", store->asked > 0 ? "it" : "nothing");
         fflush(stderr);
     });
@@ -186,9 +188,9 @@ TEST(PlaceKeeper, WhatItsThreadThrowsDoesNotEndTheProcess) {
     EXPECT_EQ(end.said, "asked 1 times\n");
 }
 
-TEST(Watchdog, AFailureThatIsWrittenDownEndsAWaitAfterTheTimeLimit) {
+TEST(Watchdog, AFailureThatIsWrittenDownEndsAWaitWithinSeconds) {
     const End end = end_of([] {
-        const Process process = first_of(2, 1);
+        const Process process = first_of(2, 600);
         record_cause(*process.store, {"worker 0 rank 1", "has stopped: the disk is full"});
         Watchdog dog(process, true);
         const Watchdog::Watch watch(dog, "step 7");
@@ -198,10 +200,31 @@ TEST(Watchdog, AFailureThatIsWrittenDownEndsAWaitAfterTheTimeLimit) {
     EXPECT_EQ(end.said, "error: worker 0 rank 1 has stopped: the disk is full\n");
 }
 
+// A process that is only stopped is alive. One that has died may still have to be waited for by its parent.
+TEST(Watchdog, ADeathOnThisMachineEndsAWaitWithinSeconds) {
+    const End end = end_of([] {
+        Process process = first_of(2, 600);
+        const pid_t other = fork();
+        if (other == 0) { pause_for(60), _exit(0); }
+        const std::string introduction = Neighbours::introduction(other);
+        process.store->set("alive/1", introduction);
+        const Neighbours neighbours({"elsewhere 1 1", introduction});
+        kill(other, SIGSTOP);
+        fprintf(stderr, "%d dead\n", neighbours.dead());
+        Watchdog dog(process, true);
+        dog.meet_neighbours(process);
+        const Watchdog::Watch watch(dog, "step 7");
+        kill(other, SIGKILL);
+        pause_for(60);
+    });
+    EXPECT_EQ(end.status, 1);
+    EXPECT_EQ(end.said.rfind("-1 dead\nerror: worker 0 rank 1 has died: ", 0), 0u) << end.said;
+}
+
 // It ends as soon as it has waited for twice the limit, although asking the store took most of that time.
 TEST(Watchdog, TimeInWhichAStoreThatIsGoneWasAskedCounts) {
     const End end = end_of([] {
-        Process process = first_of(2, 1);
+        Process process = first_of(2, 1.5);
         process.store = std::make_shared<PrefixStore>(std::make_shared<GoneStore>(), "run/");
         Watchdog dog(process, true);
         const Watchdog::Watch watch(dog, "step 7");

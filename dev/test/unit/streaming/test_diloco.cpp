@@ -576,7 +576,9 @@ TEST(Diloco, nobody_returns_from_a_rehearsal_before_all_have_come_with_a_payload
     std::atomic<size_t> bytes_sent{0};
     expect_no_errors(run_members(3, [&](int worker) {
         LocalComm comm(group, worker, nullptr, [&](long, uint8_t*, size_t bytes) { bytes_sent = bytes; });
-        Member member(DilocoOptions(), fragments_of(layout, 1, 100), layout, comm);
+        DilocoOptions options;
+        options.inner_steps = 100;
+        Member member(options, fragments_of(layout, 1, 100), layout, comm);
         member.start();
         std::this_thread::sleep_for(std::chrono::milliseconds(10 * worker));
         arrived++;
@@ -592,6 +594,7 @@ TEST(Diloco, a_worker_that_is_missing_at_the_rehearsal_or_of_another_format_is_n
         LocalGroup group(2, 5);
         return run_members(2, [&](int worker) {
             DilocoOptions options;
+            options.inner_steps = 100;
             if (!leaves && worker == 1) { options.outer_format = "fp4"; }
             LocalComm comm(group, worker);
             Member member(options, fragments_of(layout, 0, 100), layout, comm);
@@ -866,6 +869,7 @@ TEST(Agreement, the_worker_that_stands_alone_is_named_and_all_where_there_is_no_
 TEST(Options, each_mistake_is_the_users_and_says_what_to_do) {
     auto mistake = [](const std::function<void(DilocoOptions&)>& change, long steps = 1000, int workers = 2) {
         DilocoOptions options;
+        options.inner_steps = 100;
         change(options);
         try {
             validate(options, steps, workers);

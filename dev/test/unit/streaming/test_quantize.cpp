@@ -375,42 +375,6 @@ TEST(QuantizeStochastically, the_mean_over_many_syncs_is_the_value) {
     }
 }
 
-// ---- division by the scale
-
-// All scales' mantissas; numerators at random and around every middle between two codes of E4M3 times the
-// scale, where a quotient that is off by its last bit changes a code.
-TEST(Quantize, division_by_a_scale_has_the_bits_of_a_division) {
-    for (uint32_t mantissa = 0; mantissa < 128; mantissa++) {
-        for (uint32_t exponent : {127u - 60, 127u - 59, 100u, 127u, 127u + 59}) {
-            const Divisor divisor = divisor_of(exponent << 7 | mantissa);
-            ASSERT_NE(divisor.reciprocal, 0);
-            auto expect_quotient = [&](float x) {
-                for (float signed_x : {x, -x}) {
-                    ASSERT_EQ(float_to_bits(divide_by(signed_x, divisor)),
-                              float_to_bits(signed_x / divisor.scale)) << signed_x << " / " << divisor.scale;
-                }
-            };
-            for (uint64_t i = 0; i < 300; i++) {
-                const Philox4 bits = random_bits(mantissa, RandomUse::parameters, i, exponent);
-                const float mantissa = divisor.scale * (1 + uniform(bits.v[0]));
-                expect_quotient(std::ldexp(mantissa, int(bits.v[1] % 74) - 58));
-            }
-            for (uint32_t code = 0; code < 0x7e; code++) {
-                const float middle = (E4M3::decode(code) + E4M3::decode(code + 1)) / 2 * divisor.scale;
-                for (float x : {std::nextafterf(middle, 0.0f), middle, std::nextafterf(middle, INFINITY)}) {
-                    expect_quotient(x);
-                }
-            }
-            expect_quotient(0.0f);
-        }
-    }
-    EXPECT_EQ(divisor_of(0).scale, 1.0f);
-    for (uint32_t scale : {1u, 0x7fu, (127u - 60) * 128 - 1, (127u + 60) * 128, 0x7f7fu}) {
-        EXPECT_EQ(divisor_of(scale).reciprocal, 0.0f) << scale;
-        EXPECT_EQ(divisor_of(scale).scale, bits_to_float(scale << 16));
-    }
-}
-
 // ---- error feedback
 
 // Two syncs: the second one's delta contains the first one's residual.

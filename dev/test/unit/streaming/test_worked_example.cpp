@@ -50,6 +50,7 @@ std::string page_text() {
 // Most and mean of what a worker sends in a step, in MB: GPT-2 124M, two workers, H = 100.
 std::pair<double, double> megabytes(Format format, int fragment_layers) {
     DilocoOptions options;
+    options.inner_steps = 100;
     options.outer_format = name_of(format);
     const Layout layout = gpt_layout(GptShape(), 1, fragment_layers);
     const std::vector<Fragment> fragments =
