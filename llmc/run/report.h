@@ -19,6 +19,7 @@
 #include "llmc/run/logger.h"
 #include "llmc/run/options.h"
 #include "llmc/run/process.h"
+#include "llmc/run/stores.h"
 #include "streaming/outer_loop.h"
 #include "streaming/plan.h"
 #include "streaming/sync_report.h"
@@ -55,6 +56,17 @@ inline std::string outer_steps(const Options& o, long steps) {
     if (o.workers == 1 || cost < 2) { return text; }
     return text + format(", are few: expect a loss %s %.0f%% above data-parallel's; a smaller -H or a longer "
                          "run narrows it", count < least ? "more than" : "some", cost);
+}
+
+// What a process asks of a bucket, and what that costs at AWS's prices of 2026-11: $5 for a million requests
+// that write or list, $0.40 for reads. Counted with two and four workers (scripts/multi_node/s3.md).
+inline std::string bucket_requests(int workers) {
+    const double sync_writes = 6.2, sync_reads = 2.4 + 1.9 * workers;
+    const double writes_a_second = 1.9, reads_a_second = 1 + 0.75 * workers;  // signs of life
+    auto dollars = [](double writes, double reads) { return (5 * writes + 0.4 * reads) / 1e6; };
+    return format("about %.0f requests a sync and %.0f a second from each process: at AWS's prices $%.2f for "
+                  "10,000 syncs and $%.2f a day", sync_writes + sync_reads, writes_a_second + reads_a_second,
+                  10000 * dollars(sync_writes, sync_reads), 86400 * dollars(writes_a_second, reads_a_second));
 }
 
 class Report {
@@ -103,6 +115,9 @@ public:
                matmul.c_str(), sizeof(floatX) == 2 ? "bf16" : "fp32");
         fputs(exchanges.c_str(), stdout);
         if (o.diloco.streams()) { printf("outer      %s\n", outer_steps(o, inputs.steps).c_str()); }
+        if (o.diloco.is_elastic() && is_s3_url(process.store_url)) {
+            printf("bucket     %s\n", bucket_requests(o.workers).c_str());
+        }
         for (const std::string& note : o.notes) { printf("note       %s\n", note.c_str()); }
         for (const std::string& note : notes) { printf("%s\n", note.c_str()); }
         if (resumed_step > 0) { printf("resumed after step %ld\n", resumed_step); }
