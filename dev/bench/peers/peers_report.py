@@ -37,6 +37,11 @@ def cell(own, field, show, wanted=1):
     return mean, f"{mean:{show}}{spread}"
 
 
+def scaled(found, factor):
+    value, text = found
+    return (None, text) if value is None else (value * factor, f"{value * factor:.0f}")
+
+
 def row(title, cells):
     return Row(title, {name: value for name, (value, _) in cells.items()},
                {name: text for name, (_, text) in cells.items()})
@@ -49,6 +54,8 @@ def measured_rows(records, scale):
                 of_each(lambda name: cell(runs_of(records, name, near)[:1], "bytes", ",.0f")))]
     rows += [row(f"seconds waited a sync, {line}",
                  of_each(lambda name: cell(runs_of(records, name, line)[:1], "waited", ".3f"))) for line in peers.LINES]
+    rows.append(row("a step over the last line (median), ms; tau hides five of them", of_each(
+        lambda name: scaled(cell(runs_of(records, name, list(peers.LINES)[-1])[:1], "step_seconds", ".4f"), 1000))))
     rows.append(row("longest step after the other worker was killed, s",
                     of_each(lambda name: cell(runs_of(records, name, near, True), "stall", ".1f"))))
     if peers.SCALES[scale].kills_of_all_seeds:
@@ -105,8 +112,9 @@ def better(one):
     """In words, which peer is better than which of ours."""
     found = []
     for peer in peers.PEERS:
-        worse = [name for name in peers.OURS if one.values[peer] is not None and one.values[name] is not None
-                 and one.values[name] > one.values[peer]]
+        value = one.values[peer]
+        worse = [name for name in peers.OURS if value is not None and
+                 (one.texts[name].startswith("FAILED") or (one.values[name] or 0) > value)]
         if worse:
             of_us = "all of diloco.c's ways" if len(worse) == len(peers.OURS) else \
                 "diloco.c's " + " and ".join(peers.OURS[name].partition(", ")[2] for name in worse)
@@ -148,6 +156,7 @@ def notes(scale):
             "waits; in the last column it sends F4, waits after 5 steps, has alpha 0.5 and polls each 20 ms. Its "
             "syncer runs beside SeaweedFS.",
             "- Killed: worker 1 by SIGKILL in the middle, and not started again." + kill,
+            "- Losses: where means differ by less than their spread, neither is better, whatever the last column says.",
             "- Parameters: diloco.c's hashes of every sync that both merged; the peers' global parameters at the end.",
             "- Installed: diloco.c's program without the system's libraries; the peers' environments with PyTorch."]
 

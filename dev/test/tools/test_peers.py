@@ -111,6 +111,14 @@ def test_a_row_says_where_a_peer_is_better():
     assert found == "torchft 0.2.0 is better than all of diloco.c's ways"
 
 
+def test_a_peer_that_goes_on_is_better_than_ours_that_fails():
+    records = [record("lock-step", killed=True, failed="gone"), record("redis", killed=True), record("s3", killed=True),
+               record("torchft", killed=True, stall=9.0)]
+    text = peers_report.text_of(records, "quick", {})
+    assert cells(text, "longest step")["better"] == "torchft 0.2.0 is better than diloco.c's lock-step"
+    assert cells(text, "longest step")["lock-step"] == "FAILED: gone"
+
+
 def test_workers_that_differ_are_named():
     text = peers_report.text_of([record("s3", equal=False)], "quick", {})
     assert cells(text, "both workers")["s3"] == "NOT EQUAL in 1 of 1 runs"
