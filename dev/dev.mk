@@ -10,7 +10,7 @@
 # make attack          all of these and more, one blow after another for MINUTES=10, with a verdict on each; SEED=
 # make mutate          breaks kernels and host code on purpose: do the tests notice? (MUTATE=--help: options)
 # make bench-losses    whole runs beside PyTorch's: the same losses? (PEERS=1 installs it, PEER=PYTHON has it)
-# make bench-peers     beside torchft and GradientMail (root, PEERS=1: installs them, 10 GB); ARGUMENTS=--quick
+# make bench-peers     beside torchft and GradientMail (root, PEERS=1: installs them, 11 GB); ARGUMENTS=--quick
 # make registers       registers and spills of each kernel, as nvcc reports them
 # make train_gpt_emulated   the CUDA trainer on this CPU, linked to the emulator instead of the GPU's libraries
 
@@ -259,7 +259,7 @@ bench-peers: REPORT = $(if $(findstring --quick,$(ARGUMENTS)),build,dev/results)
 bench-peers:
 ifeq ($(PEERS),)
 	@echo "would install torchft 0.2.0 and GradientMail 0.0.2, each with PyTorch in an environment of its own"
-	@echo "(.venv-peers-torchft, .venv-peers-gradientmail: 10 GB), and compare: PEERS=1 make bench-peers"
+	@echo "(.venv-peers-torchft, .venv-peers-gradientmail: 11 GB), and compare: PEERS=1 make bench-peers"
 else
 	@python3 dev/wan/sites.py
 	$(MAKE) setup
