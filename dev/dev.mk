@@ -10,6 +10,7 @@
 # make attack          all of these and more, one blow after another for MINUTES=10, with a verdict on each; SEED=
 # make mutate          breaks kernels and host code on purpose: do the tests notice? (MUTATE=--help: options)
 # make bench-losses    whole runs beside PyTorch's: the same losses? (PEERS=1 installs it, PEER=PYTHON has it)
+# make bench-peers     beside torchft and GradientMail (root, PEERS=1: installs them, 11 GB); ARGUMENTS=--quick
 # make registers       registers and spills of each kernel, as nvcc reports them
 # make train_gpt_emulated   the CUDA trainer on this CPU, linked to the emulator instead of the GPU's libraries
 
@@ -246,8 +247,29 @@ bench-losses: setup
 	.venv/bin/python data/prepare.py --tokenizer bytes --out build/peer_losses/text
 	$(if $(PEERS),.venv-peers/bin/python,$(PEER)) dev/bench/peer_losses.py --report $(REPORT) $(ARGUMENTS)
 
+# The peers, each in an environment of its own. GradientMail takes Python 3.12.
+PEER_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) python3.12)
+.venv-peers-%/done: dev/bench/peers/%.txt
+	$(PEER_PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -q -r $<
+	touch $@
+
+# ARGUMENTS="--minutes 30", "--quick", "--only torchft redis": dev/bench/peers/peers.py --help
+bench-peers: REPORT = $(if $(findstring --quick,$(ARGUMENTS)),build,dev/results)/peers.md
+bench-peers:
+ifeq ($(PEERS),)
+	@echo "would install torchft 0.2.0 and GradientMail 0.0.2, each with PyTorch in an environment of its own"
+	@echo "(.venv-peers-torchft, .venv-peers-gradientmail: 11 GB), and compare: PEERS=1 make bench-peers"
+else
+	@python3 dev/wan/sites.py
+	$(MAKE) setup
+	$(MAKE) train_gpt_cpu build/relay .venv-peers-torchft/done .venv-peers-gradientmail/done
+	.venv/bin/python data/prepare.py --tokenizer bytes --out build/peers/text
+	.venv/bin/python dev/bench/peers/peers.py --report $(REPORT) $(ARGUMENTS)
+endif
+
 build/relay: dev/wan/relay.cpp
 	@mkdir -p build
 	$(CXX) -std=c++17 -O2 $(WARNINGS) $< -o $@
 
-.PHONY: test test-long test-commands test-emulated test-gpu check-cuda bench-losses registers torture chaos attack mutate
+.PHONY: test test-long test-commands test-emulated test-gpu check-cuda bench-losses bench-peers registers torture chaos attack mutate

@@ -142,6 +142,7 @@ COMMANDS = {
     r"make bench-cpu": Try(r"\g<0> ARGUMENTS=--quick", seconds=200),
     r"make bench-formats": Try(seconds=200),
     r"make bench-losses": Try(r"\g<0> PEER=.venv/bin/python ARGUMENTS=--quick", seconds=200, needs="torch"),
+    r"make bench-peers": Try(),  # without PEERS=1 it says what it would install
     r"make bench-(wire-quality|quality)": Try(r"\g<0> ARGUMENTS=--quick", seconds=200),
     r"make bench-wan": Try(r"\g<0> ARGUMENTS='--quick --only streaming --minutes 3'", seconds=600, needs="lines"),
     r"make bench-uneven": Try(r"\g<0> ARGUMENTS='--quick --only bits --minutes 3'", seconds=600, needs="lines"),
