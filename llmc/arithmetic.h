@@ -44,7 +44,7 @@ HD inline float bits_to_float(uint32_t bits) {
 // and e^r by its minimax polynomial of degree 6. Error: below 0.9 ulp (test_layers sweeps the range of
 // float). Overflows to infinity, underflows through the denormals to 0, passes NaN on.
 
-HD inline float exponential(float x) {
+HD_INLINE float exponential(float x) {
     const float round_to_integer =
         0x1.8p23f;  // added to a small float, leaves its nearest integer in the low bits
     x = x > 89.0f ? 89.0f : x;                 // e^89 is above the largest float,
@@ -68,4 +68,4 @@ HD inline float exponential(float x) {
     return p * bits_to_float(low << 23) * bits_to_float(high << 23);
 }
 
-HD inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+HD_INLINE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }

@@ -11,9 +11,9 @@
 const float gelu_2k = 1.5957691216f;          // 2 sqrt(2 / pi)
 const float gelu_2k_cubic = 0.0713548163f;    // 2 sqrt(2 / pi) * 0.044715
 
-HD inline float gelu(float x) { return x * sigmoid(x * (gelu_2k + gelu_2k_cubic * (x * x))); }
+HD_INLINE float gelu(float x) { return x * sigmoid(x * (gelu_2k + gelu_2k_cubic * (x * x))); }
 
-HD inline float gelu_derivative(float x) {
+HD_INLINE float gelu_derivative(float x) {
     const float square = x * x;
     const float s = sigmoid(x * (gelu_2k + gelu_2k_cubic * square));
     return s + x * s * (1.0f - s) * (gelu_2k + 3.0f * gelu_2k_cubic * square);

@@ -1,0 +1,85 @@
+"""The CPU's loops that matter are vectorized: what g++ made of them, read with objdump.
+
+A loop that calls `exponential` for each value, since the compiler did not inline it, takes several times as long, gives
+the same results, and nothing else notices."""
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+         "-fno-strict-aliasing", f"-I{ROOT}"]
+
+# Functions of the trainer that hold these loops. Softmax is inlined into attention.
+LOOPS = {"GELU": r"cpu::gelu_forward\(", "GELU's derivative": r"cpu::matmul_backward\(",
+         "attention": r"cpu::attention_forward(_head)?\(",
+         "attention's derivative": r"cpu::attention_backward(_head)?\(",
+         "classifier": r"cpu::fused_classifier\(", "LayerNorm": r"cpu::layernorm_row\(",
+         "LayerNorm's derivative": r"cpu::layernorm_backward_row\(", "AdamW": r"cpu::adamw_update\(",
+         "E2M1": r"cpu::quantize_block<E2M1, true>\("}
+# What such a loop must not call: arithmetic for one value.
+SCALAR = re.compile(r"exponential|sigmoid|gelu(_derivative)?\(float|_rn\(|_to_float|_to_bits"
+                    r"|\b(exp|tanh|fma|sqrt|pow)f\b")
+
+
+def functions(program):
+    """{name: instructions} of an object file or program."""
+    listing = subprocess.run(["objdump", "--disassemble", "--demangle", "--no-show-raw-insn", "--reloc", program],
+                             capture_output=True, text=True, check=True).stdout
+    found, name = {}, None
+    for line in listing.splitlines():
+        begin = re.fullmatch(r"[0-9a-f]+ <(.*)>:", line)
+        if begin:
+            name = begin[1]
+        elif name and "\t" in line:
+            found.setdefault(name, []).append(line.split("\t", 1)[1])
+    return found
+
+
+def faults(program, loops, widths):
+    """What is wrong with the loops of a program.   widths: of its vectors, as registers are named: x, y, z"""
+    vector = re.compile(r"v?(add|sub|mul|div|fn?m(add|sub)\d*)ps\b.*%[" + widths + "]mm")
+    found = functions(program)
+    for name in loops:
+        holders = [lines for function, lines in found.items() if re.search(LOOPS[name], function)]
+        vectors = sum(bool(vector.match(line)) for lines in holders for line in lines)
+        if vectors < 4:  # the shortest of these loops needs more
+            yield f"{name}: {vectors} vector instructions in {len(holders)} functions"
+        for lines in holders:
+            # In an object file the callee stands in the next line, a relocation's.
+            calls = [" ".join(lines[at:at + 2]) for at, line in enumerate(lines) if line.startswith("call")]
+            yield from (f"{name}: {call}" for call in calls if SCALAR.search(call))
+
+
+def widths():
+    return "yz" if " avx2 " in Path("/proc/cpuinfo").read_text() else "xyz"
+
+
+needs_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="reads x86-64's instructions")
+
+
+@needs_x86
+def test_the_trainers_loops_are_vectors_without_calls():
+    assert list(faults(ROOT / "train_gpt_cpu", LOOPS, widths())) == []
+
+
+def compiled(folder, include):
+    source, program = folder / "gelu.cpp", folder / "gelu.o"
+    source.write_text('#include "llmc/layers.h"\nvolatile auto kept = &cpu::gelu_forward;\n')
+    subprocess.run(["g++", f"-I{include}", *FLAGS, "-c", source, "-o", program], check=True)
+    return program
+
+
+@needs_x86
+def test_a_function_that_is_not_inlined_is_found(tmp_path):
+    assert list(faults(compiled(tmp_path, ROOT), ["GELU"], widths())) == []
+    arithmetic = (ROOT / "llmc/arithmetic.h").read_text()
+    mutant = arithmetic.replace("HD_INLINE float exponential", "__attribute__((noinline)) inline float exponential")
+    assert mutant != arithmetic
+    (tmp_path / "llmc").mkdir()
+    (tmp_path / "llmc/arithmetic.h").write_text(mutant)
+    found = list(faults(compiled(tmp_path, tmp_path), ["GELU"], widths()))
+    assert any("exponential" in fault for fault in found) and "vector instructions" in found[0]
