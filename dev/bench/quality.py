@@ -15,9 +15,9 @@ All runs of a seed start from the same bits and read the same sequences in the s
 the number of workers. Gaps are paired: they are between two losses of one seed. The loss is that of the global
 parameters.
 
-Rates are tuned for each optimizer, method and number of workers with six runs of a sixth of the length, with seed 1.
-Data-parallel training tries six inner settings (learning rate, and Muon's momentum). What exchanges tries three, and
-then with the best of them three other outer settings (learning rate, momentum, alpha). Runs that differ only in H, tau
+Rates are tuned for each optimizer, method and number of workers with seven runs of a sixth of the length, with seed 1.
+Data-parallel training tries seven inner settings (learning rate, and Muon's momentum). What exchanges tries three, and
+then with the best of them four other outer settings (learning rate, momentum, alpha). Runs that differ only in H, tau
 or the format share their rates.
 
 How the gap shrinks as training gets longer is shown by complete trainings, each with its whole learning-rate schedule:
@@ -90,8 +90,8 @@ class Inner:
 
 INNER = {"adamw": (Inner(0.004), Inner(0.002), Inner(0.008)),
          "muon": (Inner(0.01, 0.9), Inner(0.014, 0.9), Inner(0.01, 0.95))}
-MORE_INNER = {"adamw": (Inner(0.0028), Inner(0.0057), Inner(0.0113)),  # of data-parallel
-              "muon": (Inner(0.007, 0.9), Inner(0.007, 0.95), Inner(0.01, 0.8))}
+MORE_INNER = {"adamw": (Inner(0.0028), Inner(0.0057), Inner(0.0113), Inner(0.016)),  # of data-parallel
+              "muon": (Inner(0.007, 0.9), Inner(0.007, 0.95), Inner(0.01, 0.8), Inner(0.02, 0.9))}
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Outer:
         return f"{self.learning_rate:g}/{self.momentum:g}/{self.alpha:g}"
 
 
-OUTER = {"streaming": (Outer(0.7, 0.9, 0.5), Outer(0.4, 0.9, 0.5), Outer(1, 0.4, 0), Outer(1, 0, 0)),
-         "diloco": (Outer(0.7, 0.9, 0), Outer(0.4, 0.9, 0), Outer(1, 0.4, 0), Outer(1, 0, 0))}
+OUTER = {"streaming": (Outer(0.7, 0.9, 0.5), Outer(0.4, 0.9, 0.5), Outer(1, 0.4, 0), Outer(1, 0, 0), Outer(1, 0.6, 0)),
+         "diloco": (Outer(0.7, 0.9, 0), Outer(0.4, 0.9, 0), Outer(1, 0.4, 0), Outer(1, 0, 0), Outer(1, 0.6, 0))}
 
 
 # --------------------------------------------------------------------------------------------------- methods
