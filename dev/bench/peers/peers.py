@@ -17,13 +17,14 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT / "dev/bench"), str(ROOT / "dev/break/chaos")]
 from runs import above_zero, check_report, first_missing, run_missing  # finds dev/tools, too
 from fleet import end
-from metrics import Parser, UserError, exit_status
+from metrics import GrowingLog, Parser, UserError, exit_status, log_name
 from redis_server import RedisServer
 from sites import Line, Sites, missing
 
@@ -179,41 +180,50 @@ def first_line(path, seconds):
 
 # ------------------------------------------------------------------------------------------------------- runs
 
-def read_log(folder, worker):
-    path = folder / ("metrics.jsonl" if worker == 0 else "metrics_00001.jsonl")
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text[:text.rfind("\n") + 1].splitlines()]
+def log_of(folder, worker):
+    return GrowingLog(folder / log_name(worker))
 
 
-def step_of(folder, worker=0):
-    return max((line["step"] for line in read_log(folder, worker) if line["type"] == "step"), default=0)
+class Progress:
+    """The last step in the log of a worker. Each line is read once: the workers need the cores."""
+
+    def __init__(self, folder, worker=0):
+        self.log, self.last = log_of(folder, worker), 0
+
+    def step(self):
+        for line in self.log.read():
+            if line["type"] == "step":
+                self.last = max(self.last, line["step"])
+        return self.last
 
 
 def watch(run, workers, limit):
     """Until they have ended: (the first counters, the last, the step at which worker 1 was killed). Counted is from H
     steps on, without what is sent at the start, until worker 0 has ended."""
-    one, until, begin, killed_at = run.one, time.monotonic() + limit, None, None
-    count = lambda: (step_of(run.folder), [run.sites.counters(site).bytes_sent for site in range(2)])
-    last = None
-    while any(process.poll() is None for process in workers):
-        if time.monotonic() > until:
-            raise UserError(f"not finished after {limit} s, at step {step_of(run.folder)}")
+    one, until, progress = run.one, time.monotonic() + limit, Progress(run.folder)
+    begin = last = killed_at = None
+
+    def check():
         for worker, process in enumerate(workers):
             if process.poll() and not (worker == 1 and killed_at):
                 raise UserError(last_words(run.folder / f"worker{worker}.txt"))
-        step = step_of(run.folder)
+
+    while any(process.poll() is None for process in workers):
+        step = progress.step()
+        if time.monotonic() > until:
+            raise UserError(f"not finished after {limit} s, at step {step}")
+        check()
+        counters = (step, [run.sites.counters(site).bytes_sent for site in range(2)])
         if step >= H and begin is None:
-            begin = count()
+            begin = counters
         if one.killed and killed_at is None and step >= SCALES[one.scale].steps // 2:
             (run.folder / "killed1").touch()
             end(workers[1])
             killed_at = step
         if begin and step < SCALES[one.scale].steps:
-            last = count()
+            last = counters
         time.sleep(0.1)
-    for worker, process in enumerate(workers):
-        if process.returncode and not (worker == 1 and killed_at):
-            raise UserError(last_words(run.folder / f"worker{worker}.txt"))
+    check()
     return begin, last, killed_at
 
 
@@ -265,7 +275,7 @@ def run_job(arguments, number, one):
         try:
             run.serve()
             found = watch(run, run.start_workers(), SCALES[one.scale].limit)
-            record.update(measures([read_log(folder, worker) for worker in range(2)], *found))
+            record.update(measures([log_of(folder, worker).read() for worker in range(2)], *found))
         except (UserError, RuntimeError) as error:
             record["failed"] = str(error)
     seconds = record["seconds"] = time.monotonic() - begun
@@ -317,7 +327,7 @@ def main(words):
                 raise UserError(f"{program} is not installed: PEERS=1 make bench-peers installs it")
         arguments.out.mkdir(parents=True, exist_ok=True)
         jobs = jobs_of(arguments.scale, arguments.only)
-        run_missing(arguments.minutes, lambda: first_missing(jobs, lambda one: made(read_data(arguments.data), one)),
+        run_missing(arguments.minutes, lambda: first_missing(jobs, partial(made, read_data(arguments.data))),
                     lambda number, one: run_job(arguments, number, one))
     records = [record for record in read_data(arguments.data) if record["scale"] == arguments.scale]
     if not records:

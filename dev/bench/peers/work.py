@@ -16,7 +16,8 @@ from torch.nn import functional as F
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT / "dev/bench"), str(ROOT / "dev/reference")]
 import reference_diloco
-from peer_losses import options_of_pytorch, read_tokens
+from peer_losses import options_of_pytorch, read_tokens  # finds dev/tools, too
+from metrics import log_name
 from reference import unflatten
 
 
@@ -103,7 +104,7 @@ class Work:
 
     def write(self, **line):
         if self.log is None:
-            self.log = open(self.folder / ("metrics.jsonl" if self.worker == 0 else "metrics_00001.jsonl"), "w")
+            self.log = open(self.folder / log_name(self.worker), "w")
         print(json.dumps(line), file=self.log, flush=True)
 
     def meet(self, name):

@@ -75,8 +75,8 @@ def test_workers_without_a_common_sync_are_not_equal():
 
 def test_half_a_line_of_a_log_is_not_read(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"type": "step", "step": 3}\n{"type": "st')
-    assert peers.step_of(tmp_path) == 3
-    assert peers.step_of(tmp_path, worker=1) == 0
+    assert peers.Progress(tmp_path).step() == 3
+    assert peers.Progress(tmp_path, worker=1).step() == 0
 
 
 def test_the_message_of_a_failed_worker(tmp_path):
