@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
-         "-fno-strict-aliasing", f"-I{ROOT}"]
 
 # Functions of the trainer that hold these loops. Softmax is inlined into attention.
 LOOPS = {"GELU": r"cpu::gelu_forward\(", "GELU's derivative": r"cpu::matmul_backward\(",
@@ -69,7 +67,8 @@ def test_the_trainers_loops_are_vectors_without_calls():
 def compiled(folder, include):
     source, program = folder / "gelu.cpp", folder / "gelu.o"
     source.write_text('#include "llmc/layers.h"\nvolatile auto kept = &cpu::gelu_forward;\n')
-    subprocess.run(["g++", f"-I{include}", *FLAGS, "-c", source, "-o", program], check=True)
+    compiler, *options = (ROOT / "build/options_cpu").read_text().split()  # as make has built the trainer
+    subprocess.run([compiler, f"-I{include}", *options, "-c", source, "-o", program], check=True, cwd=ROOT)
     return program
 
 
