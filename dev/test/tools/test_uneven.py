@@ -280,7 +280,7 @@ def test_quick_runs_are_of_every_kind_and_in_a_folder_of_their_own(arguments):
 
 
 @pytest.mark.parametrize("words, what", [
-    (["--text", "nowhere"], "nowhere holds no tokens"), (["--trainer", "nowhere"], "nowhere is not there"),
+    (["--text", "nowhere"], "nowhere holds no tokens"), (["--trainer", "nowhere"], "there is no nowhere"),
     (["--report", "nowhere/report.md"], "nowhere/report.md cannot be written"),
     (["--only", "x"], "invalid choice"), (["--seeds", "0"], "0 is not above zero"),
     (["--minutes", "nan"], "nan is not above zero")])
