@@ -76,7 +76,7 @@ DIFFERENCES = {
     "bit_of_a_mean_in_flight": (flip_last_of("in_flight.1.mean"), "in_flight.1.mean differ"),
     "step_missing": (edit("metrics_00001.jsonl", without_line(b'"step","step":7,')),
                      "process 1, step 7: None"),
-    "step_twice": (edit("metrics.jsonl", twice(b'"step","step":7,')), "has step 7 twice"),
+    "step_twice": (edit("metrics.jsonl", twice(b'"step","step":7,')), "contains step 7 twice"),
     "sync_missing": (edit("metrics_00003.jsonl", without_line(b'"sync","sync":4,')),
                      "process 3, sync 4: None"),
     "eval_differs": (edit("metrics.jsonl", replace(b'"eval","step":20', b'"eval","step":19')), "eval 19"),

@@ -82,7 +82,7 @@ def test_runs_with_other_options_are_not_taken_for_these(arguments, settings):
     with pytest.raises(wire_quality.UserError, match=f"{folder.name} was run with other options"):
         wire_quality.run_all(arguments, settings)
     (folder / "made_by.json").unlink()
-    with pytest.raises(wire_quality.UserError, match="is no run of this benchmark"):
+    with pytest.raises(wire_quality.UserError, match="is not a run of this benchmark"):
         wire_quality.report(arguments, settings)
 
 
