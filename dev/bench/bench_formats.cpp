@@ -148,7 +148,7 @@ void take_turns(std::vector<Work>& all, int rounds) {
 const int workers = 2;
 
 // Adds one format's functions: quantization to nearest, with error feedback and stochastic, and the mean over
-// two.
+// two workers.
 void add_works(std::vector<Work>& all, Format format, Buffer<float>& global, Buffer<float>& local,
                Buffer<float>& out, Buffer<uint8_t>& payloads, Stream& stream) {
     const long n = global.count();

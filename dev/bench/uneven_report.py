@@ -369,7 +369,7 @@ def setting_text(arguments, runs):
     if arguments.quick:
         text += " With --quick, the runs are too short for these figures to mean anything."
     programs = len({one["program"] for one in runs})
-    return text + (f" They were made by {programs} different builds of the trainer." if programs > 1 else "")
+    return text + (f" The runs were made by {programs} different builds of the trainer." if programs > 1 else "")
 
 
 def report(arguments):

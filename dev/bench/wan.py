@@ -387,7 +387,7 @@ def prediction_text(rows):
                  f"{points(row, row.predicted):+.1f}; with TCP's rate and the steps of this run "
                  f"{points(row, row.explained):+.1f}")
         if abs(points(row, row.explained)) <= 5:
-            text += ", which are the cause"
+            text += ", so these are the cause"
         elif row.busy is not None:
             text += (f"; a step took {min(row.step_seconds):.2f} s in one process, which waited for the other, where "
                      f"it took {max(row.step_seconds):.2f} s")
@@ -411,7 +411,7 @@ def setting_text(arguments, rows):
     late = max(one["relay"]["late_ms_mean"] for one in runs)
     text += f" On average over a run, the relay delivered packets at most {late:.1f} ms late."
     programs = len({one["program"] for one in runs})
-    return text + (f" They were made by {programs} different builds of the trainer." if programs > 1 else "")
+    return text + (f" The runs were made by {programs} different builds of the trainer." if programs > 1 else "")
 
 
 def probe_text(arguments, lines):

@@ -3,7 +3,7 @@
 
     dev/break/attack.py --minutes 10 [--seed S] [--only KIND] [--trainer ./train_gpt_cpu]
 
-Each blow prints a line that ends with its verdict. At the end each kind of blow has one, the worst of its blows':
+Each blow prints a line that ends with its verdict. At the end each kind of blow gets its blows' worst verdict:
 
     same bits               all ended well, with the model of an undisturbed run (elastic workers: with one model)
     refused with one line   status 1 or 2, and one line that says why
