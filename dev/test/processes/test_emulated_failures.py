@@ -1,5 +1,5 @@
-"""What becomes of the others when one process of the CUDA trainer dies, hangs or fails. All are started one
-by one, as torchrun does, so that nobody but themselves ends the survivors."""
+"""What the other processes do when one process of the CUDA trainer dies, hangs or fails. They are started one by one,
+as torchrun does, so that the survivors end only by themselves."""
 
 import concurrent.futures
 import os

@@ -1,4 +1,4 @@
-// Streaming DiLoCo over the sync log: the same bits as in lock-step while no worker is late, and the same global
+// Streaming DiLoCo over the sync log: the same bits as in lock-step while none is late, and the same global
 // parameters on all workers when one is late, dies, or comes later. Workers are threads that meet in a store
 // in memory.
 #include <gtest/gtest.h>

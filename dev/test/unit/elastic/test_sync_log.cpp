@@ -326,7 +326,7 @@ TEST(SyncLog, a_sync_takes_the_last_sender_one_way_to_the_store_and_the_others_a
         }
         if (step < H) { settle(); }
     }
-    for (int w : {0, 1}) {  // they have sent, and see that somebody is missing
+    for (int w : {0, 1}) {  // they have sent, and see that a worker is missing
         EXPECT_TRUE(workers[size_t(w)]->go_there_and_back(now));
         EXPECT_FALSE(workers[size_t(w)]->go_there_and_back(now));
     }
@@ -630,7 +630,7 @@ TEST(SyncLog, a_beat_that_is_not_whole_counts_as_absent) {
     }
 }
 
-// The worker stands still while it waits for answers, but what it has not heard by then is nobody's fault.
+// The worker stands still while it waits for answers, but that time does not count against the others.
 TEST(SyncLog, nothing_is_decided_without_others_because_the_answers_took_long) {
     SyncLogOptions options = Driven::options(3, 3);
     options.elastic.min_workers = 2;
