@@ -68,7 +68,7 @@ def met(bar):
 def verdict(totals):
     others = [value for row in totals.rows.values() for value in row.others]
     slowest = max(others, default=math.inf)
-    recovery = (f"others continued after {slowest:.2f} s at most, in {len(others)} cases" if others
+    recovery = (f"others continued after {slowest:.2f} s at most (cases: {len(others)})" if others
                 else "time until others continued: not measured")
     waited = share(sum(costs.seconds for cause, costs in totals.waits.items() if cause != HIT), totals)
     with_recovery = waited + share(totals.waits[HIT].seconds, totals)
