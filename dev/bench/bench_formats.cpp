@@ -1,17 +1,18 @@
-// What the wire's formats do to deltas, and how fast they are.
+// The errors of the wire's formats on deltas, and their speed.
 //
 //     bench_formats [BEFORE.bin AFTER.bin]
 //
-// First table: of values of a normal and of a Laplace distribution, and of the differences of two model files
-// (what an outer gradient is: parameters some inner steps apart), quantized and decoded again,
+// The first table is of values that are quantized and decoded again: from a normal distribution, from a
+// Laplace distribution, and the differences of two model files, which like an outer gradient are inner steps
+// apart.
 //
 //     error  mean over blocks of 128 values of  sum (decoded - value)^2 / sum value^2
-//     bias   sum (|decoded| - |value|) / sum |value|      0 on average where rounding is stochastic
+//     bias   sum (|decoded| - |value|) / sum |value|      0 on average with stochastic rounding
 //
-// Second table: gigabytes a second of one core's time, and as a share of memcpy's in the same run. Bytes are
-// those of all arrays, read or written: 8 a value for memcpy, 8 and the payload to quantize (16 with a
-// residual), 4 and two workers' payloads for the mean. Arrays are larger than caches. All take turns, so that
-// a change of clock or load meets all; medians.
+// The second table has the rate in gigabytes per second of one core's time, and its ratio to memcpy's in the
+// same run. Bytes of all arrays count, read or written: 8 per value for memcpy, 8 and the payload to quantize
+// (16 with a residual), 4 and two workers' payloads for the mean. Arrays are larger than caches. The
+// functions take turns, so that a change of clock or load affects all of them, and rates are medians.
 #include <omp.h>
 #include <time.h>
 
@@ -52,7 +53,7 @@ Sample laplace_sample(long n) {
     return sample;
 }
 
-// In the order in which blocks are sent.
+// The difference of two model files, in the order in which blocks are sent.
 Sample recorded_sample(const std::string& before, const std::string& after) {
     const Layout layout = gpt_layout(read_model_shape(before), 1, 3);
     Sample sample{"recorded", std::vector<float>(size_t(layout.size))};
@@ -77,7 +78,7 @@ Loss loss(const std::vector<float>& values, const std::vector<float>& decoded) {
             magnitudes += std::fabs(double(values[i]));
             grown += std::fabs(double(decoded[i])) - std::fabs(double(values[i]));
         }
-        if (squares > 0) {  // not of padding, nor of what was not trained
+        if (squares > 0) {  // skips padding and values that were not trained
             ratios += lost_squares / squares;
             blocks++;
         }
@@ -113,19 +114,20 @@ void print_losses(const std::vector<Sample>& samples) {
     }
 }
 
-// One thing that is timed.
+// A function that is timed.
 struct Work {
     std::function<void()> run;
     double bytes;
     std::vector<double> seconds;
 
-    double rate() {  // bytes a second
+    double rate() {  // bytes per second
         std::sort(seconds.begin(), seconds.end());
         return bytes / seconds[seconds.size() / 2];
     }
 };
 
-// Of this thread: on a machine that is shared it is not charged for the others' turns.
+// The processor time of this thread: unlike clock time, it excludes other processes' turns on a shared
+// machine.
 double processor_seconds() {
     timespec time;
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
@@ -137,7 +139,7 @@ void take_turns(std::vector<Work>& all, int rounds) {
         for (Work& work : all) {
             const double start = processor_seconds();
             work.run();
-            const bool warm = round > 0;  // the first one touches memory
+            const bool warm = round > 0;  // the first round touches memory
             if (warm) { work.seconds.push_back(processor_seconds() - start); }
         }
     }
@@ -145,7 +147,8 @@ void take_turns(std::vector<Work>& all, int rounds) {
 
 const int workers = 2;
 
-// Of one format: to nearest, with error feedback, stochastically, and the mean over two workers.
+// Adds one format's functions: quantization to nearest, with error feedback and stochastic, and the mean over
+// two workers.
 void add_works(std::vector<Work>& all, Format format, Buffer<float>& global, Buffer<float>& local,
                Buffer<float>& out, Buffer<uint8_t>& payloads, Stream& stream) {
     const long n = global.count();

@@ -522,7 +522,7 @@ const NamedFormat formats[] = {{"fp4", Format::fp4},           {"fp4_e2m1", Form
                                {"fp8_e4m3", Format::fp8_e4m3}, {"fp8_e5m2", Format::fp8_e5m2},
                                {"bf16", Format::bf16},         {"fp32", Format::fp32}};
 
-// how: behind the format's name   bytes: moved a value, besides those of a payload
+// how: follows the format's name   bytes: moved per value, besides those of a payload
 inline void add_quantize(std::vector<StreamingKernel>& kernels, const NamedFormat& f, const char* how,
                          const Rounding& rounding, bool feedback, double bytes, long n, Stream& stream) {
     const Format format = f.format;

@@ -1,5 +1,5 @@
-"""Workers of one run for benchmarks, each a process of its own: with a share of a core (quota.py) or without,
-in a site of its own behind a line (dev/wan/sites.py) or all here, and the store that they meet through.
+"""The workers of one run for benchmarks, each its own process, with or without a share of a core (quota.py), each in
+its own site behind a line (dev/wan/sites.py) or all on this machine; and the store through which they meet.
 
     with Fleet(trainer, options, folder, workers=4, shares={3: 0.15}) as fleet:
         for worker in range(4):
@@ -24,20 +24,20 @@ from sites import Sites
 
 
 class Fleet:
-    """options: of every worker   shares: by worker, of a core; who is not in it is not held up
-    lines: a site's for each worker, and the store's; none: all are on this machine
+    """options: of all workers   shares: {worker: share of a core}; a worker that is not in it has no limit
+    lines: one for each worker's site, and the store's; none: all are on this machine
 
-    A worker's standard output lies in folder/workerW.txt, all logs in `folder`."""
+    A worker's output is in folder/workerW.txt; all logs are in `folder`."""
 
     def __init__(self, trainer, options, folder, workers, shares=None, store="redis", lines=(), relay=None):
         self.trainer, self.options, self.folder = Path(trainer).resolve(), options, Path(folder)
         self.workers, self.shares, self.kind = workers, shares or {}, store
         self.lines, self.relay = lines, relay
         self.processes, self.outputs, self.logs, self.steps = {}, [], {}, {}
-        self.alone = []  # processes that are in no run with others, and are not awaited
+        self.alone = []  # processes that train alone, outside of the run, and are not waited for
         self.sites = self.server = None
-        self.traffic = []  # of each site's device, when all have ended
-        self.tcp = None    # its settings in the sites
+        self.traffic = []  # counters of each site's device, when all workers have ended
+        self.tcp = None    # TCP's settings in the sites
         self.stack = contextlib.ExitStack()
 
     def __enter__(self):
@@ -74,26 +74,26 @@ class Fleet:
         return self.server.url() if self.server else f"file:{self.folder / 'store'}"
 
     def place(self, worker):
-        """The words that go before its command."""
+        """The words before the worker's command."""
         words = self.sites.inside(worker) if self.sites else ["setpriv", "--pdeathsig", "KILL"]
         if worker in self.shares:
             words = [*words, *self.quotas.inside(f"worker{worker}", self.shares[worker])]
         return words
 
     def start(self, worker, options=None):
-        """options: of this worker alone."""
+        """options: further options of this worker"""
         self.logs[worker] = GrowingLog(self.folder / log_name(worker))
         interface = {"--interface": self.sites.interface} if self.sites else {}
         merged = {**self.options, **(options or {}), "--worker": worker, **interface, "-o": self.folder}
         self.processes[worker] = self.launch(worker, merged)
 
     def start_alone(self, worker, options):
-        """In its place, with its share, and a run of its own that lasts as long as the fleet."""
+        """Starts the worker in its site and with its share, but in its own run, which lasts as long as the fleet."""
         folder = self.folder / f"alone{worker}"
         self.alone.append(self.launch(worker, {**options, "-x": 10**7, "-v": 0, "-o": folder}))
 
     def launch(self, worker, options):
-        """One thread each: there are few cores."""
+        """Starts a process with one thread, since there are few cores."""
         words = [str(word) for name, value in options.items()
                  for word in ((name,) if value is True else (name, value))]
         output = open(self.folder / f"worker{worker}.txt", "a")
@@ -103,7 +103,7 @@ class Fleet:
                                 stderr=subprocess.STDOUT, env=environment)
 
     def kill(self, worker):
-        """As a machine that loses its power."""
+        """Kills a worker, as when a machine loses power."""
         end(self.processes[worker])
 
     def wait_for_step(self, worker, step):
@@ -119,7 +119,8 @@ class Fleet:
         return self.steps.get(worker, 0)
 
     def wait(self):
-        """Until all have ended, as they should. One that fails is not awaited by others for ever."""
+        """Waits until all workers have ended well. Raises a UserError as soon as one fails, for the others might wait
+        for it forever."""
         running = dict(self.processes)
         while running:
             for worker, process in list(running.items()):
@@ -140,7 +141,7 @@ def start_server(folder, site):
     try:
         return RedisServer(folder, *site)
     except RuntimeError as error:
-        raise UserError(f"{error}: look whether redis-server starts by hand") from error
+        raise UserError(f"{error}: try to start redis-server by hand") from error
 
 
 def end(process):

@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Whole runs of the trainer beside whole runs in PyTorch: the same model from the same initial bits, the same rows in
-the same order, the same rates. Do both end at the same loss?
+"""Compares whole runs of the trainer with whole runs in PyTorch: the same model from the same initial bits, the same
+rows in the same order, the same rates. Do both end at the same loss?
 
-    dev/bench/peer_losses.py                 runs what is not there yet, and prints the report
-    dev/bench/peer_losses.py --minutes 10    no run begins that may end later; the same command goes on
-    dev/bench/peer_losses.py --only muon --quick    a trial of a minute
+    dev/bench/peer_losses.py                 makes the runs that are missing, and prints the report
+    dev/bench/peer_losses.py --minutes 10    starts no run that may end later; the same command continues
+    dev/bench/peer_losses.py --only muon --quick    a trial that takes a minute
 
-PyTorch's part is dev/reference/reference_diloco.py, which was written from the papers and not from the trainer:
+The PyTorch program is dev/reference/reference_diloco.py, which was written from the papers and not from the trainer:
 GPT-2 with autograd, AdamW, Muon, Algorithm 2 with all workers in one process, and the order of rows. It computes in
 float32 with two threads unless OMP_NUM_THREADS says otherwise. The trainer runs as two processes, data-parallel ranks
 or workers, with fp32 matmuls.
 
-Rounding differs, so that two runs drift apart; with four bits on the wire now and then a code differs, too. The
-verdict is therefore on means over seeds: they are within BAR of each other, and the losses of the first ten steps,
-before any drift, within EARLY_BAR. The exit status is 1 if they are not.
+Rounding differs, so the two runs drift apart, and with four bits on the wire a code differs now and then. The verdict
+is therefore on means over seeds, which must be within BAR of each other, and on the losses of the first ten steps,
+before any drift, which must be within EARLY_BAR. The exit status is 1 if they are not.
 """
 import datetime
 import importlib.util
@@ -45,9 +45,9 @@ from reference import gpt_logits
 
 BAR, EARLY_BAR, EARLY = 0.01, 1e-4, 10
 REFERENCE = ROOT / "dev/reference/reference_diloco.py"
-VALIDATION_BATCH = 16  # rows of PyTorch's
+VALIDATION_BATCH = 16  # rows, in PyTorch
 
-# Rows of a step are those of all processes together, and so are those of a validation.
+# The rows of a step, and of a validation, are those of all processes together.
 FULL = {"options": {"--layers": 4, "--heads": 2, "--channels": 128, "-t": 128, "-x": 1000, "-u": 50, "-v": 250},
         "inner_steps": 30, "rows": 16, "validation_rows": 640, "seeds": 3}
 QUICK = {"options": {"--layers": 2, "--heads": 2, "--channels": 32, "-t": 32, "-x": 40, "-u": 5, "-v": 20},
@@ -73,7 +73,7 @@ class Job:
 
 
 def options_of(scale, method, seed, text):
-    """Of two processes, which are ranks or workers."""
+    """The options of the trainer's two processes, which are ranks or workers."""
     inner, _, workers = method.partition("-")
     processes = {**STREAMING, "-H": scale["inner_steps"]} if workers else {"--workers": 1, "--ranks": 2}
     batch = scale["rows"] // 2
@@ -83,7 +83,7 @@ def options_of(scale, method, seed, text):
 
 
 def jobs_of(arguments):
-    """Seed by seed, both programs in turn, so that what is there can be compared whenever this is stopped."""
+    """Seed by seed, both programs in turn, so that finished runs can be compared whenever this is stopped."""
     return [Job(f"{method}-seed{seed}-{program}", program, method, seed,
                 options_of(arguments.scale, method, seed, arguments.text))
             for seed in range(1, arguments.seeds + 1) for method in METHODS if method in arguments.only
@@ -99,7 +99,7 @@ def read_tokens(text, part):
 
 
 def options_of_pytorch(options, text):
-    """What dev/reference/reference_diloco.py takes for the trainer's options: it has no ranks."""
+    """The options of dev/reference/reference_diloco.py, which has no ranks, for the trainer's."""
     batch = options["-b"] * options.get("--ranks", 1)
     vocabulary = int(np.fromfile(text / "tokenizer.bin", dtype="<i4", count=3)[2])
     return {**STREAMING, "--outer-optimizer": "none", **options, "-b": batch, "-d": batch * options["-t"], "--shuffle": 1,
@@ -149,7 +149,7 @@ def run_job(arguments, number, one):
 # ------------------------------------------------------------------------------------------------- comparison
 
 def read_losses(arguments, one):
-    """As train_in_pytorch() returns them; None while the run is missing."""
+    """The losses in the form of train_in_pytorch(); None while the run is missing."""
     folder = arguments.out / one.name
     if made_by(folder, one.options) is None:
         return None
@@ -163,18 +163,18 @@ def read_losses(arguments, one):
 
 @dataclass
 class Pair:
-    """Both runs of a seed."""
+    """Both programs' runs of one seed."""
     method: str
     seed: int
     ours: dict
     theirs: dict
 
     def difference(self):
-        """Of the final validation losses, relative."""
+        """The relative difference of the final validation losses."""
         return self.ours["evals"][-1]["loss"] / self.theirs["evals"][-1]["loss"] - 1
 
     def largest(self, steps):
-        """Of all workers' losses up to this step, the largest relative difference; a NaN, where there is one."""
+        """The largest relative difference of all workers' losses up to this step; NaN if one of them is."""
         ours, theirs = (np.array(run["losses"])[:, :steps] for run in (self.ours, self.theirs))
         return float(np.max(np.abs(ours / theirs - 1)))
 
@@ -198,7 +198,7 @@ def by_method(pairs):
 
 
 def means(pairs):
-    """Of the final validation losses: (the trainer's, PyTorch's)."""
+    """The mean final validation losses: (the trainer's, PyTorch's)."""
     return tuple(statistics.mean(run["evals"][-1]["loss"] for run in runs)
                  for runs in ([pair.ours for pair in pairs], [pair.theirs for pair in pairs]))
 
@@ -267,9 +267,9 @@ def parse_arguments(words):
     parser.add_argument("--text", type=Path, default=ROOT / "build/peer_losses/text", help="token shards")
     parser.add_argument("--out", type=Path, help="folder of the runs (build/peer_losses, or build/peer_losses/quick)")
     parser.add_argument("--report", type=Path, help="write the report here too")
-    parser.add_argument("--seeds", type=above_zero(int), help="3; with --quick 1")
+    parser.add_argument("--seeds", type=above_zero(int), help="number of seeds (3, with --quick 1)")
     parser.add_argument("--minutes", type=above_zero(float, or_zero=True), default=90,
-                        help="no run begins that may end later (90; 0: the report of what is there)")
+                        help="start no run that may end later (90; 0: only report the finished runs)")
     parser.add_argument("--only", nargs="+", choices=list(METHODS), metavar="NAME", default=list(METHODS),
                         help=" ".join(METHODS))
     parser.add_argument("--quick", action="store_true", help="a small model, one seed, few steps: a trial")
@@ -283,7 +283,7 @@ def parse_arguments(words):
 def main(words):
     arguments = parse_arguments(words)
     if not arguments.trainer.exists():
-        raise UserError(f"{arguments.trainer} is not there: run make train_gpt_cpu")
+        raise UserError(f"there is no {arguments.trainer}: run make train_gpt_cpu")
     check_report(arguments.report)
     find = lambda: first_missing(jobs_of(arguments), lambda one: made_by(arguments.out / one.name, one.options))
     if find() and arguments.minutes > 0 and importlib.util.find_spec("torch") is None:
@@ -298,7 +298,7 @@ def main(words):
     if arguments.report:
         arguments.report.write_text("# Losses beside PyTorch's\n\n" + text)
     if not all(is_good(own) for own in by_method(pairs).values()):
-        sys.exit("error: the trainer and PyTorch do not train alike: see above")
+        sys.exit("error: the losses of the trainer and PyTorch differ too much: see above")
 
 
 if __name__ == "__main__":

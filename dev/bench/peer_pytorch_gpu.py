@@ -2,10 +2,10 @@
 """bench_gpu's model in PyTorch on the same GPU: torch.compile, bf16 autocast, fused AdamW, and the attention
 backend that --attention names. bench_gpu.py runs it.
 
-A server, as `bench_gpu steps` is: one JSON line about itself, then for every number n on stdin n training
-steps, whose milliseconds by the GPU's timestamps it prints in a line. A step is forward, backward, clipping
-by the global norm and AdamW. The vocabulary is padded as ours. Each layer is compiled by itself, once for
-all.
+A server, like `bench_gpu steps`: it prints one JSON line about itself. Then, for every number n on stdin, it makes n
+training steps and prints their milliseconds, by the GPU's timestamps, in one line. A step is forward, backward,
+clipping by the global norm and AdamW. The vocabulary is padded like the trainer's. Layers are compiled one by one,
+which takes one compilation for all of them.
 """
 import argparse
 import json
@@ -122,7 +122,7 @@ def main():
 
     with sdpa_kernel(BACKENDS[args.attention]):
         trainer = Trainer(args)
-        for _ in range(3):  # compiles
+        for _ in range(3):  # compiles and warms up
             trainer.step()
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         print(json.dumps({"pytorch": torch.__version__, "attention": args.attention, "parameters": parameters,

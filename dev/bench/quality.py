@@ -3,25 +3,25 @@
 four bits, with AdamW and with Muon, H = 30 and 100, tau = 1 and 5, two and four workers, on equally many tokens.
 
     dev/bench/quality.py                     makes the runs that are missing, and prints the tables
-    dev/bench/quality.py --minutes 30        no run begins that may end later; the same command continues
+    dev/bench/quality.py --minutes 30        starts no run that may end later; the same command continues
     dev/bench/quality.py --only muon-data-parallel muon-streaming-m2-h30-tau1
-    dev/bench/quality.py --scale trial --text FOLDER    every kind of run once, within minutes: does all work?
+    dev/bench/quality.py --scale trial --text FOLDER    a trial: every kind of run once, within minutes
     dev/bench/quality.py --scale gpu --trainer ./train_gpt --text FOLDER   one GPU, with rates that are given
 
 A finished run is one line of the data file (--data), which is part of the repository, and is not made again. A run
 that was interrupted continues from its last checkpoint.
 
-All runs of a seed start from the same bits and read the same sequences in the same order, as many in a step whatever
-the number of workers. Gaps are paired: they are between two losses of one seed. The loss is that of the global
-parameters.
+All runs of a seed start from the same bits and read the same sequences in the same order, and a step has the same
+number of sequences for any number of workers. Gaps are paired: each is between two losses of one seed. The losses are
+of the global parameters.
 
 Rates are tuned for each optimizer, method and number of workers with runs of a sixth of the length, with seed 1.
 Data-parallel training tries nine inner settings (learning rate, and Muon's momentum). What exchanges tries three, and
 then with the best of them four other outer settings (learning rate, momentum, alpha): seven runs. Runs that differ only
 in H, tau or the format share their rates.
 
-How the gap shrinks as training gets longer is shown by complete trainings, each with its whole learning-rate schedule:
-the best tuning runs, runs of a third of the length, and the whole ones.
+Complete trainings of three lengths, each with its whole learning-rate schedule, show how the gap shrinks as training
+gets longer: the best tuning runs, runs of a third of the length, and the whole ones.
 """
 import datetime
 import hashlib
@@ -39,7 +39,7 @@ from compare import bytes_sent, read_run, size_text
 from metrics import Parser, UserError, exit_status
 
 STATIONS = 10     # validations in a run
-LENGTHS = (6, 3)  # parts of the whole length, for the tuning runs and for the middle of the curve
+LENGTHS = (6, 3)  # divisors of the whole length, for the tuning runs and for the middle of the curve
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Scale:
     steps: int
     validation_tokens: int
     warmup: int
-    ranks: int             # of data-parallel
+    ranks: int             # of data-parallel training
     seeds: int             # of the main methods
-    names: tuple = ()      # of the methods; none: all
-    more: tuple = ()       # options
-    learning_rate: float = 0  # AdamW's, which is taken as it is, with the first outer setting; 0: tuned
+    names: tuple = ()      # of the methods; empty: all
+    more: tuple = ()       # further options
+    learning_rate: float = 0  # a fixed one for AdamW, with the first outer setting; 0: tuned
 
     def options(self):
         return {**self.model, "-t": self.sequence, "-u": self.warmup, "-k": "cosine", "-q": 0.1, "-c": 0.1,
@@ -65,7 +65,7 @@ class Scale:
 SCALES = {
     # Two cores, ten hours at most: 0.66M parameters, 20 tokens for each, 110 outer steps with H = 30.
     "cpu": Scale({"--layers": 3, "--heads": 2, "--channels": 128}, 128, 4096, 3300, 40960, 60, 2, 3),
-    # The outer rate is the one that small runs on a CPU want; two workers share the GPU.
+    # The outer rate is the best of small runs on a CPU; two workers share the GPU.
     "gpu": Scale({"--layers": 12, "--heads": 8, "--channels": 512}, 1024, 65536, 1500, 131072, 100, 1, 1,
                  ("adamw-data-parallel", "adamw-diloco-m2-h30", "adamw-streaming-m2-h30-tau1"),
                  (("--outer-transport", "tcp"),), 0.001),
@@ -73,7 +73,7 @@ SCALES = {
 
 @dataclass(frozen=True)
 class Inner:
-    """momentum: Muon's, of the matrices, whose other parameters AdamW updates with a fifth of the rate; None: AdamW"""
+    """momentum: Muon's, for the matrices, while AdamW updates the rest with a fifth of the rate; None: AdamW"""
     learning_rate: float
     momentum: float = None
 
@@ -143,7 +143,7 @@ class Method:
 
     @property
     def group(self):
-        """The method whose tuning runs its rates come from."""
+        """The method from whose tuning runs the rates are taken."""
         return Method(self.optimizer, self.kind, self.workers, 30 * self.exchanges, int(self.streams))
 
     def base(self):
@@ -193,7 +193,7 @@ class Job:
 
 def make_job(scale, method, steps, seed, inner, outer):
     options = method.options(scale, inner, outer)
-    ranks = options.get("--ranks", 1)  # which share a batch of validation; workers do not
+    ranks = options.get("--ranks", 1)  # ranks share a validation batch, workers do not
     batch = scale.step_tokens // scale.sequence // (method.workers * ranks)
     return Job(method, steps, seed, inner, outer if method.exchanges else None, {
         **scale.options(), **options, "-b": batch, "-x": steps, "--seed": seed, "-v": max(1, steps // STATIONS),
@@ -214,7 +214,7 @@ class Finished:
             self.records = [json.loads(line) for line in lines]
             self.by_options = {self.key(record["options"]): record for record in self.records}
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is no data of this benchmark ({error}): give another --data") from error
+            raise UserError(f"{path} is not a data file of this benchmark ({error}): give another --data") from error
 
     @staticmethod
     def key(options):
@@ -224,7 +224,7 @@ class Finished:
         return self.by_options.get(self.key(job.options))
 
     def loss(self, job):
-        """The last validation's; None if the run has not finished."""
+        """The last validation loss; None if the run has not finished."""
         record = self.find(job)
         return last_loss(record) if record else None
 
@@ -236,7 +236,7 @@ class Finished:
 
 
 class Tuning:
-    """The tuning runs of a group as far as they are known, and the best rates once all have finished."""
+    """The tuning runs of a group that are known so far, and the best rates once all have finished."""
 
     def __init__(self, arguments, finished, group):
         scale = arguments.scale
@@ -265,8 +265,8 @@ class Tuning:
 
 
 class Plan:
-    """All runs, as far as they are known, in the order in which they are made: which rates the long ones have depends
-    on the tuning runs."""
+    """All runs that are known so far, in the order in which they are made. The rates of the long runs depend on the
+    tuning runs."""
 
     def __init__(self, arguments, finished):
         self.arguments = arguments
@@ -321,7 +321,7 @@ def run_all(arguments, finished):
 # ---------------------------------------------------------------------------------------------------- tables
 
 def by_method(finished, jobs):
-    """{method: {seed: record}} of those that have finished."""
+    """{method: {seed: record}} of the finished runs."""
     found = {}
     for job in jobs:
         record = finished.find(job)
@@ -415,7 +415,7 @@ def tuning_lines(finished, plan):
 
 
 def corpus_of(arguments):
-    """What data/prepare.py says of it, else its folder."""
+    """The corpus's name from the file of data/prepare.py, or its folder."""
     path = arguments.text / "prepare.json"
     settings = json.loads(path.read_text())["settings"] if path.exists() else {}
     if not {"text", "tokenizer"} <= settings.keys():
@@ -454,8 +454,8 @@ def report(arguments, finished):
 
 
 NOTES = """The paper's gaps are those of its table 5 (arXiv 2501.18512): 35M parameters, C4, two workers, AdamW, its own four
-bits (E3M0) with tau = 1. With four workers a step here is still as many tokens, half as many on each worker. DiLoCo
-exchanges all parameters at once, in fp32, with tau 0. Streaming has a layer in each fragment."""
+bits (E3M0) with tau = 1. With four workers a step here has the same number of tokens, half as many on each worker.
+DiLoCo exchanges all parameters at once, in fp32, with tau 0. Streaming has a layer in each fragment."""
 
 LENGTHS_NOTE = """## As training gets longer
 
@@ -473,7 +473,7 @@ rate beside it is a fifth of Muon's) and, at the best of them, by outer learning
 def parse_arguments(words):
     names = [method.name for method in METHODS]
     parser = Parser(description="What distant workers cost in validation loss.",
-                    epilog="What is run and how: the beginning of dev/bench/quality.py.")
+                    epilog="The beginning of dev/bench/quality.py describes the runs.")
     parser.add_argument("--trainer", type=Path, default=ROOT / "train_gpt_cpu")
     parser.add_argument("--text", type=Path, default=ROOT / "build/quality/text", help="folder of token shards")
     parser.add_argument("--out", type=Path, default=ROOT / "build/quality", help="folder of unfinished runs")
@@ -482,9 +482,9 @@ def parse_arguments(words):
     parser.add_argument("--report", type=Path, help="write the tables here too, and a figure beside them")
     parser.add_argument("--scale", choices=SCALES, default="cpu", help="sizes for this machine (cpu)")
     parser.add_argument("--quick", action="store_true", help="--scale trial and three methods: a trial of this program")
-    parser.add_argument("--seeds", type=above_zero(int), help="of the main methods")
+    parser.add_argument("--seeds", type=above_zero(int), help="number of seeds of the main methods")
     parser.add_argument("--minutes", type=above_zero(float, or_zero=True), default=120,
-                        help="no run begins that may end later (120; 0: the tables of what is there)")
+                        help="start no run that may end later (120; 0: only the tables of the finished runs)")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", dest="names",
                         help="of " + " ".join(names))
     arguments = parser.parse_args(words)
@@ -502,7 +502,7 @@ def parse_arguments(words):
 
 def check(arguments):
     if not arguments.trainer.exists():
-        raise UserError(f"{arguments.trainer} is not there: run make train_gpt_cpu")
+        raise UserError(f"there is no {arguments.trainer}: run make train_gpt_cpu")
     if not list(arguments.text.glob("*_train_*.bin")) or not list(arguments.text.glob("*_val_*.bin")):
         raise UserError(f"{arguments.text} holds no token shards: run make bench-quality, or give another --text")
     check_report(arguments.report)

@@ -1,12 +1,12 @@
-"""Processes that get a share of a core each, as if each had a machine of its own, slower than this one.
+"""Gives each of several processes a share of a core, as if each had its own machine that is slower than this one.
 
     with Quotas() as quotas:
         process = subprocess.Popen([*quotas.inside("worker3", 0.15), "some", "program"])
 
-A share is the quota of a control group (cgroup v1 or v2, Linux's CFS bandwidth). The kernel holds the group's
-threads up when they have had theirs of a period of some ten milliseconds, all of them: with half the share
-every step takes twice the time, and heartbeats go on. Processes whose shares are less than the machine
-together do not compete for it.
+A share is the quota of a control group (cgroup v1 or v2, Linux's CFS bandwidth). When a group has used its quota of a
+period of some ten milliseconds, the kernel stops all of its threads until the next period: with half the share every
+step takes twice the time, and heartbeats continue. Processes whose shares together are less than the machine do not
+compete for it.
 """
 import contextlib
 import os
@@ -20,12 +20,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "dev/tools"))
 from metrics import UserError
 
-LEAST_PERIOD, LEAST_QUOTA = 10_000, 1_000  # microseconds; the latter is the kernel's
+LEAST_PERIOD, LEAST_QUOTA = 10_000, 1_000  # microseconds; the quota is the kernel's minimum
 
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Where the kernel is told how to share out the cores."""
+    """The files through which the kernel is told the shares."""
     root: Path
     version: int
 
@@ -38,7 +38,7 @@ class Hierarchy:
 
 
 def find_hierarchy(mounts):
-    """Of /proc/mounts; None where nobody can be given a share."""
+    """Finds the hierarchy in /proc/mounts; None if shares are not possible."""
     for line in mounts.splitlines():
         _, root, kind, options, *_ = line.split()
         if kind == "cgroup" and "cpu" in options.split(","):
@@ -50,7 +50,7 @@ def find_hierarchy(mounts):
 
 
 def period_and_quota(share):
-    """In microseconds: a period as short as the kernel takes it, so that nobody stands still for long."""
+    """(period, quota) in microseconds. The period is as short as the kernel allows, to keep each stop short."""
     period = max(LEAST_PERIOD, round(LEAST_QUOTA / share))
     return period, max(LEAST_QUOTA, round(period * share))
 
@@ -60,7 +60,7 @@ class Quotas:
         self.groups = []
         self.hierarchy = find_hierarchy(Path("/proc/mounts").read_text())
         if self.hierarchy is None:
-            raise UserError("there are no control groups for the CPU here: run it where they are mounted "
+            raise UserError("there are no control groups for the CPU here: run this where they are mounted "
                             "(/sys/fs/cgroup)")
         if self.hierarchy.version == 2:
             try:
@@ -76,7 +76,7 @@ class Quotas:
         self.close()
 
     def inside(self, name, share):
-        """The words before a command that is to have this share of a core, with all that it starts."""
+        """The words before a command that give this share of a core to it and the processes that it starts."""
         group = self.hierarchy.root / f"diloco-{os.getpid()}-{name}"
         try:
             group.mkdir(exist_ok=True)
@@ -87,7 +87,7 @@ class Quotas:
         return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs")]
 
     def close(self):
-        """When the processes have ended: the kernel takes a moment to notice."""
+        """Removes the groups after the end of their processes, which the kernel takes a moment to notice."""
         end = time.monotonic() + 5
         for group in set(self.groups):
             while group.exists():
@@ -101,19 +101,19 @@ class Quotas:
 
 
 def remove_abandoned(root):
-    """Groups of programs that were killed before they could."""
+    """Removes groups that killed programs have left behind."""
     for group in root.glob("diloco-*-*"):
         if not Path(f"/proc/{group.name.split('-')[1]}").exists():
-            with contextlib.suppress(OSError):  # somebody else removes it, or its processes still end
+            with contextlib.suppress(OSError):  # another program removes it, or its processes are still ending
                 group.rmdir()
 
 
 def refusal(error):
-    return UserError(f"{error.filename} refuses ({error.strerror}): run it as root, where control groups may "
-                     "be made")
+    return UserError(f"{error.filename} cannot be written ({error.strerror}): run this as root where control groups "
+                     "are allowed")
 
 
-# Says how long a tenth of a second of work takes, in seconds.
+# Prints how many seconds a tenth of a second of work takes.
 WORK = """
 import time
 begin, used = time.monotonic(), time.process_time()
@@ -131,5 +131,5 @@ def missing():
     except UserError as error:
         return str(error)
     if result.returncode != 0 or float(result.stdout) < 0.3:
-        return "quotas of control groups are not kept here: run it on another machine"
+        return "quotas of control groups have no effect here: run this on another machine"
     return None

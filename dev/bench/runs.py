@@ -1,7 +1,7 @@
-"""What benchmarks of training quality share: runs that are made once and kept, and tables of their losses.
+"""Shared by benchmarks of training: runs that are made once and kept, and tables of their losses.
 
-A finished run is a folder that is not run again, with how it was made in made_by.json. One that was stopped
-leaves NAME.part, and begins anew.
+A finished run is a folder, with a made_by.json that says how it was made, and is not repeated. A run that was stopped
+leaves NAME.part, and starts again from the beginning.
 """
 import argparse
 import contextlib
@@ -30,19 +30,20 @@ def command_of(trainer, options, folder):
 
 
 def start(trainer, options, folder, name):
-    """Runs the trainer to its end. One thread a process: two of them fill two cores, and matmuls are too
-    small for more."""
+    """Runs the trainer to its end, with one thread per process: two processes keep two cores busy, and the matmuls are
+    too small for more threads."""
     command = command_of(trainer, options, folder)
     result = subprocess.run(command, capture_output=True, text=True,
                             env={**os.environ, "OMP_NUM_THREADS": "1"})
     if result.returncode != 0:
         lines = (result.stderr.strip() or result.stdout.strip()).splitlines() or ["no message"]
-        raise UserError(f"{name} failed ({lines[-1]}): run this: {' '.join(command)}")
+        raise UserError(f"{name} failed ({lines[-1]}): to reproduce it, run {' '.join(command)}")
 
 
 @contextlib.contextmanager
 def making(folder, trainer, options):
-    """(where a run lies until it is complete, what is kept of how it was made: with its seconds, then)"""
+    """Yields (the folder of a run until it is complete, the dictionary for its made_by.json, which also gets its
+    seconds)."""
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     made = {"options": options, "program": hashlib.sha256(Path(trainer).read_bytes()).hexdigest()[:12]}
@@ -54,8 +55,8 @@ def making(folder, trainer, options):
 
 
 def train(trainer, options, folder, finish=lambda part: {}):
-    """Trains into `folder`, which appears when the run is complete. Returns its seconds.
-    finish: told where the run lies before that; what it returns is kept in made_by.json."""
+    """Trains into `folder`, which appears when the run is complete. Returns the run's seconds.
+    finish: gets the folder of the complete run before that, and returns further entries of made_by.json"""
     with making(folder, trainer, options) as (part, made):
         start(trainer, options, part, folder.name)
         made.update(finish(part))
@@ -66,20 +67,20 @@ def train(trainer, options, folder, finish=lambda part: {}):
 
 
 def made_by(folder, options):
-    """How a finished run was made; None where there is none."""
+    """The made_by.json of a finished run; None if there is none."""
     if not folder.exists():
         return None
     try:
         made = json.loads((folder / KEPT).read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is no run of this benchmark ({error}): remove it") from error
+        raise UserError(f"{folder} is not a run of this benchmark ({error}): remove it") from error
     if made["options"] != options:
         raise UserError(f"{folder} was run with other options: remove it, or give another --out")
     return made
 
 
 def above_zero(kind, or_zero=False):
-    """What argparse takes for a number of this kind that is neither negative, infinite, nan nor zero."""
+    """A type for argparse: a number of this kind that is not negative, infinite, nan or zero."""
     def parse(text):
         value = kind(text)
         if not 0 <= value < math.inf or (value == 0 and not or_zero):
@@ -90,13 +91,13 @@ def above_zero(kind, or_zero=False):
 
 
 def check_report(path):
-    """Before hours of runs, not behind them."""
+    """Checks --report before hours of runs, not after them."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise UserError(f"--report {path} cannot be written: give a file in a folder that is there")
+        raise UserError(f"--report {path} cannot be written: give a file in an existing folder")
 
 
 class Budget:
-    """No run begins that may end later than `minutes` from now, by the longest one so far."""
+    """Allows a new run unless, by the longest run so far, it may end later than `minutes` from now."""
 
     def __init__(self, minutes):
         self.minutes, self.begin, self.longest = minutes, time.monotonic(), 0.0
@@ -109,16 +110,16 @@ class Budget:
 
 
 def first_missing(jobs, made):
-    """(number, job) of the first for which made(job) is None; None where there is none."""
+    """(number, job) of the first job for which made(job) is None; None if there is none."""
     return next(((number, job) for number, job in enumerate(jobs, 1) if made(job) is None), None)
 
 
 def run_missing(minutes, find, run):
-    """find(): (number, job) of what is to be run next; None: nothing is   run(number, job): its seconds"""
+    """find(): the next (number, job), or None   run(number, job): makes the run and returns its seconds"""
     budget = Budget(minutes)
     while (found := find()) is not None:
         if budget.is_spent():
-            print(f"{minutes:g} minutes are over: run this again to go on", flush=True)
+            print(f"{minutes:g} minutes are over: run this again to continue", flush=True)
             return
         budget.spend(run(*found))
 
@@ -126,7 +127,7 @@ def run_missing(minutes, find, run):
 # --------------------------------------------------------------------------------------------------- measures
 
 def time_and_waits(steps, syncs, length):
-    """Of a process, behind its first `length` steps: (steps, their seconds, those that it waited for syncs)"""
+    """(steps, their seconds, seconds that they waited for syncs) of a process after its first `length` steps."""
     seconds = {line["step"]: line["seconds"] for line in steps[length:]}
     waited = sum(line["waited_seconds"] for line in syncs if line["apply_step"] in seconds)
     return len(seconds), sum(seconds.values()), waited
@@ -135,7 +136,7 @@ def time_and_waits(steps, syncs, length):
 # ----------------------------------------------------------------------------------------------------- tables
 
 def paired(runs, base, loss=validation_loss):
-    """Differences of losses in percent of the base's, over the seeds that both have.   {seed: what loss() takes}"""
+    """Differences of losses in percent of the base's, over the seeds that both have.   runs, base: {seed: run}"""
     return [100 * (loss(runs[seed]) / loss(base[seed]) - 1)
             for seed in sorted(runs.keys() & base.keys())]
 

@@ -1,26 +1,25 @@
 #!/usr/bin/env python3
-"""That nobody waits: what --outer-transport store does with workers of different speed, with one that is lost
-and comes back, over slow and far lines; and what it costs when nothing happens.
+"""Measures how little elastic workers wait (--outer-transport store): with workers of different speed, with a worker
+that is lost and comes back, and over slow and long lines; and what the mode costs in an undisturbed run.
 
-    dev/bench/uneven.py          runs what is not there yet, and prints the tables (root; `make bench-uneven`)
-    dev/bench/uneven.py --quick  every kind of run once, within minutes: does all work?
+    dev/bench/uneven.py          makes the runs that are missing, and prints the tables (root; `make bench-uneven`)
+    dev/bench/uneven.py --quick  a trial: every kind of run once, within minutes
     dev/bench/uneven.py --only links far --minutes 30
 
-    bits     with nobody late a run through a folder, one through Redis and one in lock-step are the same run
-    costs    two busy workers: how much of their time goes into heartbeats, deciding and the store
+    bits     if no worker is late, runs through a folder, through Redis and in lock-step give the same bits
+    costs    two busy workers: how much of their time heartbeats, decisions and the store take
     far      utilization over a line of 1 Gbit/s and 80 ms to the store, beside what dev/tools/simulate.py predicts
-    links    lines of 10 Mbit/s with payloads on them all the time: is anybody taken for late or gone?
-    uneven   one of four workers at half the speed, at a tenth, and not there at all: the speed of the others,
-             in how many syncs it is counted, and its run's loss beside an even one's with as many tokens
+    links    lines of 10 Mbit/s that carry payloads all the time: is a worker mistaken for late or gone?
+    uneven   one of four workers at half the speed, at a tenth, or absent: the speed of the others, in how many
+             syncs it is counted, and the run's loss compared with that of an even run with as many tokens
     lost     one of four workers is killed at a third of the run and comes back at two thirds
 
-Where workers are to have a speed of their own each has a quota of a core (quota.py), so small that all quotas
-and the store together leave some of the machine idle: they do not compete for it. Steps take the time that
-they would on a machine some times slower than this one, and a worker with half the quota has exactly half
-the speed.
+Workers with speeds of their own have quotas of a core (quota.py), so small that all quotas and the store together
+leave a part of the machine idle: the workers do not compete for it. Steps take as long as on a machine that is
+several times slower than this one, and a worker with half the quota has exactly half the speed.
 
-A finished run is a folder in --out that is not run again, so that it can be stopped at any time; when
---minutes are over no other run begins. Whether a bar is met is computed from the runs' logs.
+A finished run is a folder in --out and is not repeated, so this program can be stopped at any time; when --minutes
+are over, no other run starts. Whether a bar is met is computed from the runs' logs.
 """
 import sys
 from pathlib import Path
@@ -43,7 +42,7 @@ def run_job(arguments, number, job):
 
 
 def run_all(arguments):
-    """How many steps some have depends on others."""
+    """Makes the missing runs. The number of steps of some depends on others."""
     run_missing(arguments.minutes,
                 lambda: first_missing(all_jobs(arguments), lambda job: made(arguments, job)),
                 lambda number, job: run_job(arguments, number, job))
@@ -56,9 +55,9 @@ def parse_arguments(words):
     parser.add_argument("--text", type=Path, default=ROOT / "build/uneven/text", help="token shards, bytes")
     parser.add_argument("--out", type=Path, help="folder of the runs (build/uneven, or build/uneven/quick)")
     parser.add_argument("--report", type=Path, help="write the tables here too")
-    parser.add_argument("--seeds", type=above_zero(int), help="of the runs whose losses are compared (3)")
+    parser.add_argument("--seeds", type=above_zero(int), help="number of seeds, where losses are compared (3)")
     parser.add_argument("--minutes", type=above_zero(float, or_zero=True), default=120,
-                        help="no run begins that may end later (120; 0: the tables of what is there)")
+                        help="start no run that may end later (120; 0: only the tables of the finished runs)")
     parser.add_argument("--quick", action="store_true", help="every kind of run once, and short")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND",
                         help=" ".join(KINDS))
@@ -81,7 +80,7 @@ def lacks(kinds):
 
 def check(arguments):
     if not arguments.trainer.exists():
-        raise UserError(f"{arguments.trainer} is not there: run make train_gpt_cpu")
+        raise UserError(f"there is no {arguments.trainer}: run make train_gpt_cpu")
     for split in ("train", "val"):
         if not list(arguments.text.glob(f"*_{split}_*.bin")):
             raise UserError(f"{arguments.text} holds no tokens (*_{split}_*.bin): run make bench-uneven, "

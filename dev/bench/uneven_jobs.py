@@ -1,4 +1,4 @@
-"""The runs of uneven.py: their sizes, what befalls their workers, and the folders in which they are kept."""
+"""The runs of uneven.py: their sizes, what happens to their workers, and the folders in which they are kept."""
 import json
 import shutil
 import sys
@@ -14,13 +14,13 @@ from sites import Line
 
 KINDS = ("bits", "costs", "far", "links", "uneven", "lost")
 
-# Bytes as tokens. Two layers that train a step in a millisecond or two.
+# Bytes as tokens. Two layers, for which a step takes a millisecond or two.
 TINY = {"--layers": 2, "--heads": 2, "--channels": 32, "--vocab-size": 257, "-t": 16, "-b": 4, "-l": 0.01,
         "-v": 50, "-m": 2, "-H": 20, "--fragment-layers": 1, "--overlap": 3, "--outer-error-feedback": True,
         "--matmul-precision": "highest"}
 
-# 2.8M parameters: a step takes a third of a second of a core, as one of a large model on large machines.
-# H, fragments and tau are the program's defaults, which are the paper's.
+# 2.8M parameters: a step takes a third of a second of a core, as long as one of a large model on large machines.
+# H, fragments and tau are the program's defaults, which are the paper's values.
 BUSY = {"--layers": 6, "--heads": 3, "--channels": 192, "--vocab-size": 257, "-t": 256, "-b": 8, "-l": 0.001,
         "-v": 0, "-H": 100, "--fragment-layers": 3, "--overlap": 1}
 OFTEN = {"-H": 30, "--fragment-layers": 1}  # seven times as many syncs
@@ -29,26 +29,26 @@ OFTEN = {"-H": 30, "--fragment-layers": 1}  # seven times as many syncs
 CARRYING = {"--layers": 4, "--heads": 4, "--channels": 256, "--vocab-size": 257, "-t": 32, "-b": 1,
             "-l": 0.001, "-v": 0, "-H": 100, "--fragment-layers": 1, "--outer-weights": "tokens"}
 FAR_WORKERS, FAR_OVERLAPS = (2, 4, 8), (1, 5)
-NO_WAITS = 40      # tau of the runs beside the store
-FAR_SHARE = 0.15   # of a core, of each of two, four and eight
-# As scripts/multi_node/README.md advises for far links; Reno is there in every namespace, and nothing is lost.
-# (BBR paces what it sends by what it has seen, short payloads here: that is not in dev/tools/simulate.py.)
+NO_WAITS = 40      # tau of the runs right beside the store
+FAR_SHARE = 0.15   # share of a core for each of two, four and eight workers
+# As scripts/multi_node/README.md advises for long links. Reno exists in every namespace, and no packet is lost.
+# (BBR paces its sending by what it has measured, here on short payloads, which dev/tools/simulate.py does not model.)
 FAR_TCP = ("net/ipv4/tcp_congestion_control=reno", "net/ipv4/tcp_slow_start_after_idle=0")
 FAR_LINE, NEAR_LINE = Line(megabits=1000, round_trip_ms=80, sysctls=FAR_TCP), Line(mtu=9000)
 LINKS_OVERLAP, LINKS_SHARE = 45, 0.15
 SLOW_LINE = Line(megabits=10, round_trip_ms=20, buffer_ms=50)
-STORES_LINE = replace(SLOW_LINE, megabits=0)  # where the workers' are slow
+STORES_LINE = replace(SLOW_LINE, megabits=0)  # the store's line if the workers' are slow
 
-# 0.86M parameters, of which a step takes some 50 ms of a core. Three fragments: one is sent every 16 steps.
+# 0.86M parameters, for which a step takes about 50 ms of a core. Three fragments: one is sent every 16 steps.
 LEARNING = {"--layers": 4, "--heads": 4, "--channels": 128, "--vocab-size": 257, "-t": 128, "-b": 8,
             "-l": 0.004, "-k": "cosine", "-q": 0.1, "-u": 40, "-c": 0.1, "-H": 48, "--fragment-layers": 2,
             "--overlap": 5, "--outer-weights": "tokens"}
 TRAINING = ("--layers", "--heads", "--channels", "--vocab-size", "-t", "-b", "-l", "-i", "-s", "--seed")
 STEP_TOKENS = LEARNING["-t"] * LEARNING["-b"]
 VALIDATION_TOKENS = 40960
-SHARE = 0.3        # of a core, of each of four workers
+SHARE = 0.3        # share of a core for each of four workers
 SLOWER = {"half": 2, "tenth": 10}
-CHECKPOINTS = 12   # in a run that loses a worker
+CHECKPOINTS = 12   # number of checkpoints in a run that loses a worker
 
 STORE = {"--outer-transport": "store", "--timeout": 60}
 
@@ -58,7 +58,7 @@ class Scale:
     learning_steps: int
     seeds: int
     costs_steps: int
-    far_periods: int  # of H steps, that are measured
+    far_periods: int  # measured periods of H steps
     far_workers: tuple
     links_steps: int
 
@@ -68,15 +68,15 @@ SCALES = {"full": Scale(720, 3, 240, 3, FAR_WORKERS, 6600), "quick": Scale(96, 1
 
 @dataclass(frozen=True)
 class Job:
-    """A run, as its made_by.json keeps it."""
+    """A run, as its made_by.json records it."""
     name: str  # of its folder
     options: dict
     workers: int
-    absent: tuple = ()  # workers that train by themselves beside it, on the same machine
-    shares: tuple = ()  # of a core, by worker; none: as much as there is
+    absent: tuple = ()  # workers that train alone on the same machine instead of taking part
+    shares: tuple = ()  # share of a core for each worker; empty: no limits
     store: str = "redis"
-    lines: tuple = ()   # of each worker, and the store's; none: all on one machine
-    loses: int = -1     # the worker that is killed at a third of the steps, and comes back at two thirds
+    lines: tuple = ()   # each worker's line, and the store's; empty: all on one machine
+    loses: int = -1     # the worker that is killed at a third of the steps and comes back at two thirds
 
     def record(self):
         return json.loads(json.dumps(asdict(self)))
@@ -112,7 +112,7 @@ def far_job(arguments, workers, overlap, line, name):
 
 
 def near_job(arguments, workers):
-    """What the others are compared with."""
+    """The run that the distant ones are compared with."""
     return far_job(arguments, workers, NO_WAITS, NEAR_LINE, "near")
 
 
@@ -135,7 +135,7 @@ def links_jobs(arguments):
 # -------------------------------------------------------------------------- four workers, and what they learn
 
 def learning_job(arguments, name, seed, steps=None, **more):
-    """All four with the same share, unless told otherwise."""
+    """A run of four workers, by default with equal shares."""
     steps = steps or arguments.scale.learning_steps
     options = {**with_text(arguments, LEARNING, steps, seed), **STORE, "--workers": 4, "-v": steps,
                "-m": VALIDATION_TOKENS // STEP_TOKENS}
@@ -147,7 +147,7 @@ def even_job(arguments, seed):
 
 
 def without_job(arguments, name, seed):
-    """The slower one trains by itself: so the machine has as much to do."""
+    """The slower worker trains alone, so that the machine has as much to do."""
     return learning_job(arguments, f"without-{name}", seed, absent=(3,), shares=shares_with_slower(name))
 
 
@@ -160,8 +160,7 @@ def shares_with_slower(name):
 
 
 def as_many_tokens(arguments, name, seed):
-    """An even run with the tokens that all workers of the uneven one have trained on; None while that is not
-    there."""
+    """An even run with as many tokens as all workers of the uneven run trained on; None while that run is missing."""
     uneven = slower_job(arguments, name, seed)
     if made(arguments, uneven) is None:
         return None
@@ -170,13 +169,13 @@ def as_many_tokens(arguments, name, seed):
 
 
 def lost_job(arguments, seed):
-    """It comes back to the newest of its own checkpoints."""
+    """A run that loses a worker, which comes back from the newest of its own checkpoints."""
     job = learning_job(arguments, "lost", seed, loses=3)
     return replace(job, options={**job.options, "-n": job.options["-x"] // CHECKPOINTS, "-nk": 2})
 
 
 def learning_jobs(arguments, kind, seed):
-    """Those whose speeds are compared come one behind the other: the machine is not the same tomorrow."""
+    """Runs whose speeds are compared follow each other directly, since the machine's speed changes."""
     if kind == "lost":
         return [even_job(arguments, seed), lost_job(arguments, seed)]
     jobs = [*(job(arguments, name, seed) for name in SLOWER for job in (without_job, slower_job)),
@@ -192,7 +191,7 @@ def jobs_of(arguments, kind):
 
 
 def all_jobs(arguments):
-    """As far as is known: how many steps some have depends on others. Seed by seed."""
+    """All runs that are known so far, seed by seed. The number of steps of some depends on others."""
     jobs = [one for kind in KINDS if kind in arguments.only for one in jobs_of(arguments, kind)]
     return sorted(jobs, key=lambda one: one.options["--seed"])
 
@@ -200,19 +199,19 @@ def all_jobs(arguments):
 # --------------------------------------------------------------------------------------------------- the runs
 
 def made(arguments, job):
-    """How it was made; None where it is not there."""
+    """The run's made_by.json; None if the run is missing."""
     return made_by(arguments.out / job.name, job.record())
 
 
 def logs_of(arguments, job):
-    """{worker: its lines by type} of a run that is there; who was absent has none."""
+    """{worker: its lines by type} of a finished run, without absent workers."""
     folder = arguments.out / job.name
     return {worker: read_lines(folder / log_name(worker)) for worker in range(job.workers)
             if worker not in job.absent}
 
 
 def play(fleet, job):
-    """From the start of all workers to their end."""
+    """Runs the job from the start of all workers to their end."""
     for worker in range(job.workers):
         if worker in job.absent:
             fleet.start_alone(worker, {name: job.options[name] for name in TRAINING})
@@ -228,7 +227,7 @@ def play(fleet, job):
 
 
 def train(arguments, job):
-    """Into a folder that appears when the run is complete. Returns its seconds."""
+    """Makes the run in a folder that appears when it is complete. Returns its seconds."""
     with making(arguments.out / job.name, arguments.trainer, job.record()) as (part, made_of):
         with Fleet(arguments.trainer, job.options, part, job.workers, dict(enumerate(job.shares)), job.store,
                    job.lines, arguments.relay) as fleet:

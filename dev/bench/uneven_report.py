@@ -1,4 +1,4 @@
-"""The report on the runs of uneven.py: measures of their logs, bars and whether each is met, and tables."""
+"""The report on the runs of uneven.py: measures from their logs, bars and whether each is met, and tables."""
 import datetime
 import math
 import statistics
@@ -15,8 +15,8 @@ from sites import slow_start_after_idle
 
 KEPT_SPEED, COUNTED = 0.97, 0.90  # bars with one slower worker: the others' speed, its share of syncs
 UNEVEN_LOSS, LOST_LOSS = 1.0, 0.5  # percent
-COST = 0.001                       # of a step
-APART = 5                          # points
+COST = 0.001                       # share of a step
+APART = 5                          # percentage points
 LINKS_MINUTES = 10
 ABSENCE = ("late", "gone")
 
@@ -51,7 +51,7 @@ def busy_share(log, length):
 
 
 def happened(logs, kinds):
-    """[(worker whose log has it, line)] of events of these kinds."""
+    """[(worker whose log has the event, line)] of events of these kinds."""
     return [(worker, line) for worker, log in logs.items() for line in log.get("event", [])
             if line["kind"] in kinds]
 
@@ -61,7 +61,7 @@ def happened(logs, kinds):
 @dataclass
 class Bar:
     claim: str
-    found: object  # text; None: a run for it is missing
+    found: object  # text; None: a run is missing
     is_met: bool
 
     def text(self):
@@ -74,7 +74,7 @@ class Bar:
 class Section:
     title: str
     bars: list
-    text: str = ""  # its table, and notes on it
+    text: str = ""  # its table, with notes
 
 
 def percent(share, digits=1):
@@ -91,19 +91,19 @@ def trace(logs):
 
 
 def bits_section(arguments):
-    title, claim = "The same bits", "with nobody late elastic and lock-step workers give the same bits for 200 steps"
+    title, claim = "The same bits", "if no worker is late, elastic and lock-step give the same bits for 200 steps"
     jobs = bits_jobs(arguments)
     if any(made(arguments, job) is None for job in jobs):
         return Section(title, [Bar(claim, None, False)])
     lock_step, *others = (trace(logs_of(arguments, job)) for job in jobs)
     other = [job.store for job, one in zip(jobs[1:], others) if one != lock_step]
     found = (f"{len(lock_step['step'])} losses and {len(lock_step['sync'])} hashes of two workers' global parameters, "
-             + (f"other ones over {' and '.join(other)}" if other else "over TCP, a folder and Redis"))
+             + (f"different over {' and '.join(other)}" if other else "over TCP, a folder and Redis"))
     return Section(title, [Bar(claim, found, not other and len(lock_step["step"]) == 400)])
 
 
 def costs_of(log):
-    """(share of time for deciding, the same for the threads, seconds of a step, share of time for waits)"""
+    """(share of time for decisions, share of time for the threads, seconds of a step, share of time for waits)"""
     (end,) = log["end"]
     seconds = end["train_seconds"]
     return (end["log_turn_seconds"] / seconds, end["log_thread_seconds"] / seconds,
@@ -113,7 +113,7 @@ def costs_of(log):
 def costs_section(arguments):
     bars, table = [], []
     for job in costs_jobs(arguments):
-        claim = f"heartbeats, deciding and the store ({job.store}) take at most {percent(COST)} of a step"
+        claim = f"heartbeats, decisions and the store ({job.store}) take at most {percent(COST)} of a step"
         has_bar = job.options["-H"] == BUSY["-H"]
         if made(arguments, job) is None:
             bars += [Bar(claim, None, False)] * has_bar
@@ -128,10 +128,10 @@ def costs_section(arguments):
               "waits"]
     text = markdown(header, table) + f"""
 
-Two workers that keep two cores busy, tau = {BUSY['--overlap']}; the figures are of the one that spent more. The
-bar is for the program's defaults (H = 100); fragments of one layer and H = 30 cost more. "Training stood still"
-counts decisions only. Waits for others have a column of their own, and encoding and merging, which every
-transport has, are left out."""
+Two workers keep two cores busy, tau = {BUSY['--overlap']}; the figures are of the worker that spent more. The bar
+is for the program's defaults (H = 100); fragments of one layer and H = 30 cost more. "Training stood still" counts
+decisions only. Waits for others have their own column, and encoding and merging, which every transport has, are
+left out."""
     return Section("What it costs", bars, text if table else "")
 
 
@@ -155,7 +155,7 @@ class Distance:
     payload: int
     speed: float
     busy: float
-    even: float  # predicted for workers whose steps all take as long
+    even: float  # predicted for workers whose steps all take the same time
     predicted: float
     cores: float
 
@@ -165,7 +165,7 @@ class Distance:
 
 
 def distance(arguments, workers, overlap):
-    """None where one of the two runs is missing."""
+    """None if one of the two runs is missing."""
     near, far = near_job(arguments, workers), distant_job(arguments, workers, overlap)
     if made(arguments, near) is None or made(arguments, far) is None:
         return None
@@ -187,7 +187,7 @@ def far_section(arguments):
              "predicts")
     there = [row for row in rows if row is not None]
     most = max((abs(row.apart) for row in there), default=0)
-    found = f"{most:.1f} points apart at most" if None not in rows else None
+    found = f"at most {most:.1f} points apart" if None not in rows else None
     table = [[str(row.workers), str(row.overlap), f"{1000 * row.step_seconds:.0f} ms", size_text(row.payload),
               percent(row.busy), percent(row.predicted), f"{row.apart:+.1f}", percent(row.even),
               percent(row.speed), f"{row.cores:.2f}"] for row in there]
@@ -195,8 +195,8 @@ def far_section(arguments):
               "steps/s", "cores in use"]
     text = markdown(header, table) + f"""
 
-Each worker and the Redis server are sites of their own behind such a line, and the server's line carries what
-all workers write and read. TCP uses Reno, without slow start after idle. H = {CARRYING['-H']}, five fragments.
+Each worker and the Redis server is a site behind such a line, and the server's line carries what all workers
+write and read. TCP uses Reno, without slow start after idle. H = {CARRYING['-H']}, five fragments.
 Utilization is the share of time in which workers do not wait, relative to the same workers right beside the
 store with tau = {NO_WAITS}. Steps/s are the median over periods of H steps, relative to the same workers; they
 also vary with the machine's speed from run to run. Predictions are made from the log of the workers beside the
@@ -207,7 +207,7 @@ for steps of equal length."""
 
 def links_section(arguments):
     title, (job,) = "Slow lines", links_jobs(arguments)
-    claim = ("over lines of 10 Mbit/s, with payloads on them all the time, nobody is taken for late or gone "
+    claim = ("over lines of 10 Mbit/s that carry payloads all the time, no worker is mistaken for late or gone "
              f"in {LINKS_MINUTES} minutes")
     how = made(arguments, job)
     if how is None:
@@ -217,7 +217,7 @@ def links_section(arguments):
     minutes = min(log["end"][0]["time"] for log in logs.values()) / 60
     lacking = sum(len(line["contributors"]) < job.workers for line in syncs)
     found = (f"{len(absences)} such events in {minutes:.1f} minutes, and {lacking} of {len(syncs)} syncs "
-             "without somebody")
+             "without a worker")
     busy = [8e-6 * device["bytes_received"] / how["wall_seconds"] / SLOW_LINE.megabits
             for device in how["devices"][:job.workers]]
     row = [f"{minutes:.1f}", str(len(syncs)), size_text(max(line["bytes_sent"] for line in syncs)),
@@ -226,7 +226,7 @@ def links_section(arguments):
            *(str(sum(line["kind"] == kind for _, line in absences)) for kind in ABSENCE), str(lacking)]
     said = [f"\n- worker {worker} at step {line['step']}: {line['text']}" for worker, line in absences]
     text = markdown(["minutes", "syncs", "payload", "workers' lines in use", "waits", *ABSENCE,
-                     "syncs without somebody"], [row]) + f"""
+                     "syncs without a worker"], [row]) + f"""
 
 Four workers, each behind a line of 10 Mbit/s and 20 ms, and a store with a wide line. A fragment is sent every
 {CARRYING['-H'] // 5} steps and merged {LINKS_OVERLAP} steps later, so two or three are in flight at any time.
@@ -240,14 +240,14 @@ worker.""" + "".join(said[:20])
 # -------------------------------------------------------------------------- four workers, and what they learn
 
 def by_seed(arguments, job_of):
-    """{seed: job} of the jobs that have been run."""
+    """{seed: job} of the finished jobs."""
     jobs = {seed: job_of(seed) for seed in range(1, arguments.seeds + 1)}
     return {seed: job for seed, job in jobs.items() if job is not None and made(arguments, job) is not None}
 
 
 @dataclass
 class Losses:
-    """Losses of runs and of those that they are compared with, for the seeds that both have."""
+    """Losses of runs and of the runs that they are compared with, for the seeds that both have."""
     runs: list
     base: list
     differences: list  # percent
@@ -256,12 +256,12 @@ class Losses:
         return difference_text(self.differences, 2)
 
     def cells(self):
-        """For a table: both mean losses, and the difference."""
+        """Cells of a table: both mean losses, and their difference."""
         means = [f"{statistics.mean(losses):.4f}" if losses else "-" for losses in (self.runs, self.base)]
         return [*means, self.text()]
 
     def bar(self, claim, limit, seeds):
-        """Measured only with all seeds: a few of them might be lucky."""
+        """Counts as measured only with all seeds, since a few of them might be lucky."""
         if len(self.differences) < seeds:
             return Bar(claim, None, False)
         found = f"{self.text()}, {seeds} seed{'s' * (seeds > 1)}"
@@ -278,8 +278,8 @@ def losses_of(arguments, runs, base):
 @dataclass
 class Slower:
     """Measures of runs in which one of four workers is slower, by seed."""
-    kept: list     # time in which the other three do not wait, relative to a run without it
-    speed: list    # the same of their steps/s, which also vary with the machine's speed
+    kept: list     # time in which the other three do not wait, relative to a run without the slower one
+    speed: list    # the others' steps/s, relative to the same run; they also vary with the machine's speed
     counted: list  # the share of the syncs that count it
     tokens: list   # its tokens, relative to another worker's
 
@@ -340,7 +340,7 @@ train on as many tokens together, in fewer steps."""
 def lost_section(arguments):
     runs = by_seed(arguments, lambda seed: lost_job(arguments, seed))
     losses = losses_of(arguments, runs, by_seed(arguments, lambda seed: even_job(arguments, seed)))
-    claim = (f"a run that loses one of four workers at a third and has it back at two thirds ends at most "
+    claim = (f"a run that loses one of four workers at a third and gets it back at two thirds ends at most "
              f"{LOST_LOSS}% above the undisturbed run's validation loss")
     section = Section("One of four workers is lost and comes back",
                       [losses.bar(claim, LOST_LOSS, arguments.seeds)])
@@ -365,11 +365,11 @@ def setting_text(arguments, runs):
             f"{sum(one['seconds'] for one in runs) / 60:.0f} minutes.")
     cores = [one["cores"] for one in runs if one["options"]["shares"]]
     if cores:
-        text += f" Where workers have quotas, at most {max(cores):.2f} cores were in use."
+        text += f" In runs with quotas, at most {max(cores):.2f} cores were in use."
     if arguments.quick:
-        text += " With --quick: too short for these figures to mean anything."
+        text += " With --quick, the runs are too short for these figures to mean anything."
     programs = len({one["program"] for one in runs})
-    return text + (f" They were made by {programs} different builds of the trainer." if programs > 1 else "")
+    return text + (f" The runs were made by {programs} different builds of the trainer." if programs > 1 else "")
 
 
 def report(arguments):

@@ -1,20 +1,19 @@
 #!/usr/bin/env python3
-"""How much of its speed a run keeps over a slow line: two trainer processes, each in a network namespace of
-its own, real TCP between them, and dev/wan/relay.cpp for the distance.
+"""Measures how much of its speed a run keeps over a slow line: two trainer processes, each in its own network
+namespace, real TCP between them, and dev/wan/relay.cpp for the distance.
 
-    dev/bench/wan.py            runs what is not there yet, and prints the tables (root; `make bench-wan`)
-    dev/bench/wan.py --quick    only unlimited and the slowest line, without the variants of tau = 1
+    dev/bench/wan.py            makes the runs that are missing, and prints the tables (root; `make bench-wan`)
+    dev/bench/wan.py --quick    only the unlimited and the slowest line, without the variants with tau = 1
     dev/bench/wan.py --only fp4-tau5 diloco --minutes 10
 
-Utilization is tokens/s over the tokens/s of the same method through the same relay without a limit or a delay.
-With fragments it is measured over periods of H steps, each of which sends and merges every fragment once,
-without the first period; for data-parallel it is measured over the median step, without the first. Beside it
-stands what dev/tools/simulate.py predicts from the unlimited run's log; and, to find what a difference comes
-from, what it predicts for the rate that a plain TCP connection reached on the link, and for the time that a
-step took in this run.
+Utilization is tokens/s relative to the same method through the same relay without a limit or a delay. With fragments
+it is measured over periods of H steps, each of which sends and merges every fragment once, without the first period;
+for data-parallel it is measured over the median step, without the first step. The tables also have the prediction of
+dev/tools/simulate.py from the unlimited run's log. To find the cause of a difference, a second prediction uses the
+rate that a plain TCP connection reached on the line, and the duration of a step in this run.
 
-A finished run is a folder in --out that is not run again, so that it can be stopped at any time. No run
-begins that may end after --minutes.
+A finished run is a folder in --out and is not repeated, so this program can be stopped at any time. No run starts that
+may end after --minutes.
 """
 import contextlib
 import datetime
@@ -42,20 +41,20 @@ from sites import Line, Sites, missing, slow_start_after_idle
 
 PROCESSES = 2
 
-# 2.8M parameters, and bytes as tokens: a step takes a third of a second on a core, as one of a large model
-# does on large machines, and data-parallel sends 11 MB in each.
+# 2.8M parameters, and bytes as tokens: a step takes a third of a second on a core, as long as one of a large model on
+# large machines, and data-parallel sends 11 MB in each step.
 COMMON = {"--layers": 6, "--heads": 3, "--channels": 192, "--vocab-size": 257, "-t": 256, "-b": 8,
           "-l": 0.001, "-s": 0, "-v": 0, "--timeout": 120}
-MEGABITS_A_STEP = 90  # that data-parallel sends
-INNER_STEPS, PERIODS = 20, 2  # H, and how many are measured; twice as many of what others are compared with
+MEGABITS_A_STEP = 90  # sent by data-parallel
+INNER_STEPS, PERIODS = 20, 2  # H, and the number of measured periods (twice as many in the unlimited runs)
 
 
 @dataclass(frozen=True)
 class Method:
     name: str
     title: str
-    ranks: int      # that share gradients every step
-    options: tuple  # pairs
+    ranks: int      # ranks that share gradients in every step
+    options: tuple  # pairs (name, value)
 
     @property
     def workers(self):
@@ -63,7 +62,7 @@ class Method:
 
 
 def streams(name, title, layers, overlap, dtype):
-    """alpha: without overlap nothing was learnt meanwhile that could be kept."""
+    """A streaming method. Alpha is 0 without overlap: then there is no progress during the exchange to keep."""
     return Method(name, title, 1, (("-H", INNER_STEPS), ("--fragment-layers", layers), ("--overlap", overlap),
                                    ("--outer-dtype", dtype), ("--local-weight", 0.5 if overlap else 0)))
 
@@ -76,19 +75,19 @@ METHODS = [Method("data-parallel", "data-parallel", 2, ()),
            streams("fp4-tau1", "+ fp4, tau 1", 1, 1, "fp4_e2m1"),
            streams("fp4-tau5", "+ fp4, tau 5", 1, 5, "fp4_e2m1")]
 
-RATES, ROUND_TRIPS, LOSS = (0, 200, 40, 10), (0, 80), 0.001  # Mbit/s, 0: unlimited; ms; of the last line
-QUEUE_MS = 50  # of a line's sending at least: what routers have room for
+RATES, ROUND_TRIPS, LOSS = (0, 200, 40, 10), (0, 80), 0.001  # Mbit/s (0: unlimited), ms, and the last line's loss
+QUEUE_MS = 50  # a queue holds what the line sends in this time or more, as in routers
 PROBE_BYTES, PROBES = 5_000_000, 5
 
 
 def make_line(megabits, round_trip_ms, loss, sysctls):
-    """Jumbo frames and no queue where a line is not limited, as between neighbours."""
+    """An unlimited line has jumbo frames and no queue, as between neighbours."""
     queue_ms, mtu = (max(round_trip_ms, QUEUE_MS), 1500) if megabits else (0, 9000)
     return Line(megabits, round_trip_ms, loss, queue_ms, mtu, sysctls=tuple(sysctls))
 
 
 def make_lines(sysctls=()):
-    """The first is what the others are compared with."""
+    """All lines. The first is the one that the others are compared with."""
     lines = [make_line(rate, trip, 0, sysctls) for trip in ROUND_TRIPS for rate in RATES]
     return [*lines, make_line(RATES[-1], ROUND_TRIPS[-1], LOSS, sysctls)]
 
@@ -105,8 +104,8 @@ def name_of(line):
 # --------------------------------------------------------------------------------------------------- running
 
 def steps_of(method, line):
-    """Of data-parallel as many as half a minute has room for, by a guess: it makes a call for each block's
-    gradients and for its parameters."""
+    """The number of steps of a run. For data-parallel as many as fit into half a minute, by a guess: it makes a call
+    for each block's gradients and one for its parameters."""
     if method.ranks == 1:
         return INNER_STEPS * (1 + PERIODS * (2 if line == base_of(line) else 1))
     guess = 0.4 + (MEGABITS_A_STEP / line.megabits if line.megabits else 0) + 0.017 * line.round_trip_ms
@@ -119,7 +118,7 @@ def options_of(method, line, text):
 
 
 def start(trainer, options, sites, folder):
-    """A trainer in each site, as torchrun would start them: one thread each, for there are few cores."""
+    """Starts a trainer in each site, as torchrun would, with one thread each, since there are few cores."""
     folder.mkdir(parents=True)
     words = [str(word) for option in options.items() for word in option]
     command = [str(Path(trainer).resolve()), *words, "-o", str(folder), "--store", f"file:{folder / 'store'}",
@@ -169,7 +168,7 @@ def train(trainer, relay, options, line, folder):
 
 
 def record_of(arguments, method, line):
-    """What a run is told apart by, as it is kept."""
+    """The record that identifies a run."""
     options = options_of(method, line, arguments.text)
     return json.loads(json.dumps({**options, "line": asdict(line)}))
 
@@ -192,7 +191,7 @@ def run(arguments, method, line):
 
 
 def probed(arguments):
-    """{name of a line: Mbit/s that one TCP connection made of it, both ways at once}"""
+    """{name of a line: Mbit/s of one TCP connection over it, both ways at once}"""
     path = arguments.out / "lines.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -210,7 +209,7 @@ def probe_all(arguments, lines):
 
 
 def run_all(arguments, methods, lines):
-    """Line by line, the unlimited one first: what there is can be compared whenever it is stopped."""
+    """Line by line, the unlimited one first, so that finished runs can be compared whenever this is stopped."""
     budget = Budget(arguments.minutes)
     todo = [(method, line) for line in lines for method in methods]
     for number, (method, line) in enumerate(todo, 1):
@@ -230,7 +229,7 @@ def run_all(arguments, methods, lines):
 # ------------------------------------------------------------------------------------------------------ rows
 
 def tokens_per_second(method, run):
-    """Of all processes together, by the slowest one, for which the others wait."""
+    """Tokens/s of all processes together, by the slowest process, for which the others wait."""
     length = INNER_STEPS if method.ranks == 1 else 1
     slowest = 0.0
     for process in run.processes:
@@ -242,9 +241,8 @@ def tokens_per_second(method, run):
 
 
 def busy_share(method, run):
-    """The share of the measured time in which a process did not wait for an exchange, as the mean over processes.
-    A machine that is slower for a while, by which tokens/s suffer, is as busy as before. None: it is not
-    logged."""
+    """The share of the measured time in which a process did not wait for an exchange, as the mean over processes; None
+    if waits are not logged. Unlike tokens/s it does not change when the machine is slower for a while."""
     if method.ranks > 1:
         return None
     spent = (time_and_waits(process.steps, process.syncs, INNER_STEPS) for process in run.processes)
@@ -252,14 +250,15 @@ def busy_share(method, run):
 
 
 def step_seconds(method, run):
-    """What a step takes of each process's time without what it waits for, where that is logged."""
+    """The duration of a step of each process, without waits if they are logged."""
     length = INNER_STEPS if method.ranks == 1 else 1
     spent = (time_and_waits(process.steps, process.syncs, length) for process in run.processes)
     return [(seconds - waited) / steps for steps, seconds, waited in spent]
 
 
 def program_bytes(process):
-    """What a process sent, by its log. It leaves out the exchange before step 1, as large as the largest."""
+    """The bytes that a process sent, by its log, plus the exchange before step 1, which the log leaves out and which is
+    as large as the largest."""
     rehearsal = max((line["bytes_sent"] for line in process.syncs), default=0)
     return process.end["inner_bytes_sent"] + process.end["outer_bytes_sent"] + rehearsal
 
@@ -270,24 +269,24 @@ class Row:
     line: Line
     tokens_per_second: float
     measured: float   # utilization
-    busy: object      # the same by the time that nobody waited; None: not known
+    busy: object      # utilization by the time without waits; None: unknown
     predicted: float
-    explained: float  # predicted for the rate that TCP made of the line and the time that a step took here
-    sent: int         # bytes, by process 0's log
-    overhead: float   # what its device sent over that, the larger of both processes'
-    waited: float     # seconds, by process 0
-    lost: int         # packets, of all, by full queues and by the line
-    network_share: float  # of all cores: the trainers' system time and the relay
-    step_seconds: list    # of each process; they mean nothing for data-parallel
+    explained: float  # prediction for the rate that TCP reached on the line and the duration of a step in this run
+    sent: int         # bytes that process 0 sent, by its log
+    overhead: float   # bytes that the device sent, relative to the log's; the larger of both processes'
+    waited: float     # seconds that process 0 waited
+    lost: int         # packets, of all processes, lost in full queues and by the line
+    network_share: float  # the trainers' system time and the relay's time, as a share of all cores
+    step_seconds: list    # of each process; meaningless for data-parallel
 
     @property
     def best(self):
-        """The measurement that does not go with the machine's speed, where there is one."""
+        """The measurement that is independent of the machine's speed, if there is one."""
         return self.measured if self.busy is None else self.busy
 
 
 def row_of(arguments, method, line):
-    """None where the run or the unlimited one is not there."""
+    """None if the run or its unlimited one is missing."""
     own, base = made(arguments, method, line), made(arguments, method, base_of(line))
     if not own or not base:
         return None
@@ -311,7 +310,7 @@ def row_of(arguments, method, line):
 
 
 def prediction(base_folder, line, tcp, probed_megabits=None, own_step_seconds=None):
-    """probed_megabits: of payload, instead of the line's   own_step_seconds: instead of the unlimited run's"""
+    """probed_megabits: of payload, replaces the line's rate   own_step_seconds: replaces the unlimited run's"""
     if line == base_of(line):
         return 1.0
     rate = line.megabits * 1e6 if line.megabits else 1e11
@@ -334,7 +333,7 @@ def line_text(line):
 
 
 def overview(methods, lines, rows):
-    """A line's utilization by each method: measured, and predicted in brackets."""
+    """A table of each method's utilization on each line: measured, and predicted in brackets."""
     table = []
     for line in lines:
         cells = [rows.get((method, line)) for method in methods]
@@ -375,8 +374,8 @@ def bar_text(rows):
 
 
 def prediction_text(rows):
-    """How many predictions hold, and of the others how many do with what TCP made of the line and the run's
-    own time for a step: those are then the cause."""
+    """How many predictions hold. The others are repeated with the rate that TCP reached and the run's own duration of
+    a step: if they then hold, those are the cause."""
     others = [row for row in rows.values() if row.line != base_of(row.line)]
     text = (f"{sum(abs(points(row)) <= 5 for row in others)} of {len(others)} predictions are within 5 points "
             "of the measured tokens/s")
@@ -385,19 +384,19 @@ def prediction_text(rows):
     far = [row for row in others if row not in close]
     for row in far:
         text += (f"\n- {row.method.title} over {line_text(row.line)} at {row.line.round_trip_ms:g} ms: "
-                 f"{points(row, row.predicted):+.1f}; for TCP's own rate and the steps of this run "
+                 f"{points(row, row.predicted):+.1f}; with TCP's rate and the steps of this run "
                  f"{points(row, row.explained):+.1f}")
         if abs(points(row, row.explained)) <= 5:
-            text += ", which are the cause"
+            text += ", so these are the cause"
         elif row.busy is not None:
-            text += (f"; a step took {min(row.step_seconds):.2f} s in one process and "
-                     f"{max(row.step_seconds):.2f} s in the other, which the one waited for")
+            text += (f"; a step took {min(row.step_seconds):.2f} s in one process, which waited for the other, where "
+                     f"it took {max(row.step_seconds):.2f} s")
         text += "."
     return text
 
 
 def points(row, predicted=None):
-    """By tokens/s; from a prediction that is given by waits, where they are known."""
+    """Points from the prediction to the measurement: by tokens/s, or, if `predicted` is given, by waits if known."""
     return 100 * (row.measured - row.predicted if predicted is None else row.best - predicted)
 
 
@@ -405,41 +404,41 @@ def setting_text(arguments, rows):
     runs = [made(arguments, *cell) for cell in rows]
     parameters = read_run(folder_of(arguments, *next(iter(rows)))).parameters
     text = (f"`make bench-wan`, {machine()}, {datetime.date.today()}: {parameters / 1e6:.2f}M parameters, "
-            f"{COMMON['-b'] * COMMON['-t']:,} tokens a step and process, H = {INNER_STEPS}, two workers of "
+            f"{COMMON['-b'] * COMMON['-t']:,} tokens per step and process, H = {INNER_STEPS}, two workers of "
             f"one process (data-parallel: one worker of two), one thread each; TCP with "
             f"{', '.join(sorted({one['tcp'][0] for one in runs}))}. {len(rows)} runs, "
             f"{sum(one['seconds'] for one in runs) / 60:.0f} minutes.")
     late = max(one["relay"]["late_ms_mean"] for one in runs)
-    text += f" The relay delivered packets at most {late:.1f} ms late in the mean of a run."
+    text += f" On average over a run, the relay delivered packets at most {late:.1f} ms late."
     programs = len({one["program"] for one in runs})
-    return text + (f" They were made by {programs} different builds of the trainer." if programs > 1 else "")
+    return text + (f" The runs were made by {programs} different builds of the trainer." if programs > 1 else "")
 
 
 def probe_text(arguments, lines):
     known = probed(arguments)
     found = [f"{known[probe_name(line)]:.{1 if line.megabits else 0}f} Mbit/s of {line_text(line)} at "
              f"{line.round_trip_ms:g} ms" for line in lines if probe_name(line) in known]
-    return "What one plain TCP connection makes of a line when it carries as much both ways (median of "\
+    return "What one plain TCP connection reaches on a line when it carries as much both ways (median of "\
            f"{PROBES} times {size_text(PROBE_BYTES)}): {', '.join(found)}." if found else ""
 
 
 EXPLANATION = """\
-A line limits what each worker sends and, separately, what it receives. Its queue holds what passes in 50 ms or in
-a round trip, and at least 32 packets. The columns:
+A line limits what each worker sends and, separately, what it receives. Its queue holds what the line sends in 50 ms
+or in a round trip, and at least 32 packets. The columns:
 
 - device / program: the bytes that the namespace's device has sent, as the kernel counts them, over those that the
   program counts. The difference is headers, acknowledgements and retransmissions.
 - packets lost: in full queues, and on lines that lose packets.
 - waited: the seconds that process 0 waited for exchanges.
 - cores for packets: the share of this machine's processor time that its kernel and the relay took. Training keeps
-  every core busy except while it waits, so training is slower by this share here. It would not be on a machine with
-  an idle core.
+  every core busy except while it waits, so this share slows it down here. On a machine with an idle core it would
+  not.
 - by tokens/s: tokens/s, relative to the same method over the unlimited line.
 - by waits: the share of time in which a process did not wait for an exchange, relative to the same method over the
   unlimited line, as the mean of both processes. Unlike tokens/s it does not follow the changing speed of a virtual
   machine. Data-parallel's waits are not logged.
-- predicted: from the unlimited run's log and the line's rate; in the next column from what TCP made of the line and
-  from the length of a step without waits in this run (data-parallel: in the unlimited run).
+- predicted: from the unlimited run's log and the line's rate; in the next column from the rate that TCP reached and
+  from the duration of a step without waits in this run (data-parallel: in the unlimited run).
 
 An exchange takes half a round trip plus the time to transfer the data. Data-parallel makes two such calls for each
 block and one more per step, one after the other.
@@ -456,8 +455,8 @@ def report(arguments, methods, lines):
     if not rows:
         raise UserError("no run over an unlimited line has finished: give it more --minutes")
     text = [setting_text(arguments, rows), "",
-            "Share of the tokens/s that the same method has over the unlimited line without a delay, "
-            "measured (predicted):", "", overview(methods, lines, rows), "", bar_text(rows), "",
+            "Tokens/s, relative to the same method over the unlimited line without a delay, measured "
+            "(predicted):", "", overview(methods, lines, rows), "", bar_text(rows), "",
             prediction_text(rows), "", probe_text(arguments, lines), "", details(methods, lines, rows), "",
             EXPLANATION]
     if len(rows) < len(cells):
@@ -466,7 +465,7 @@ def report(arguments, methods, lines):
 
 
 def draw(rows, path):
-    """Where there are rows of limited lines."""
+    """Draws the figure, if there are rows of limited lines."""
     from wan_figure import draw as draw_rows  # matplotlib takes a second to load
 
     shown = [row for row in rows.values() if row.line.megabits and not row.line.loss]
@@ -483,11 +482,11 @@ def parse_arguments(words):
     parser.add_argument("--out", type=Path, default=ROOT / "build/wan", help="folder of the runs")
     parser.add_argument("--report", type=Path, help="write the tables here too, and the figure beside it")
     parser.add_argument("--minutes", type=above_zero(float, or_zero=True), default=40,
-                        help="no run begins that may end later (40; 0: the tables of what is there)")
-    parser.add_argument("--quick", action="store_true", help="the slowest line alone: a quarter of the time")
+                        help="start no run that may end later (40; 0: only the tables of the finished runs)")
+    parser.add_argument("--quick", action="store_true", help="only the slowest line: a quarter of the time")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=" ".join(names))
     parser.add_argument("--sysctl", action="append", default=[], metavar="NAME=VALUE",
-                        help="of the namespaces, such as net/ipv4/tcp_congestion_control=reno")
+                        help="set in the namespaces, such as net/ipv4/tcp_congestion_control=reno")
     return parser.parse_args(words)
 
 
@@ -506,7 +505,7 @@ def check(arguments):
     if lack := missing():
         raise UserError(lack)
     if not arguments.trainer.exists():
-        raise UserError(f"{arguments.trainer} is not there: run make train_gpt_cpu")
+        raise UserError(f"there is no {arguments.trainer}: run make train_gpt_cpu")
     if not list(arguments.text.glob("*_train_*.bin")):
         raise UserError(f"{arguments.text} holds no tokens: run make bench-wan, or give --text")
     check_report(arguments.report)

@@ -18,14 +18,14 @@ def draw_panel(axes, titles, rows):
 
 
 def draw(path, titles, rows):
-    """titles: of the methods   rows: those of lines that have a rate and lose nothing"""
+    """titles: of the methods   rows: of lines with a rate and without losses"""
     trips = sorted({row.line.round_trip_ms for row in rows})
     figure, panels = plt.subplots(1, len(trips), figsize=(12, 5), sharey=True, layout="constrained",
                                   squeeze=False)
     for axes, trip in zip(panels[0], trips):
         draw_panel(axes, titles, [row for row in rows if row.line.round_trip_ms == trip])
         axes.set_title(f"round trip {trip:g} ms")
-    panels[0][0].set_ylabel("% of the time over an unlimited line in which nobody waits\n(data-parallel: of its tokens/s)")
+    panels[0][0].set_ylabel("% of the time without waits over an unlimited line\n(data-parallel: of its tokens/s)")
     panels[0][0].set_ylim(0, 105)
     panels[0][-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5),
                          title="measured\n(rings: predicted)")

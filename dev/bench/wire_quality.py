@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""What the wire's formats cost in quality. A model of about 3M parameters is trained on the King James Bible
-with each format, from several seeds, and the validation loss of each run is compared with that of the same
-run with fp32 on the wire.
+"""What the wire's formats cost in quality. A model of about 3M parameters is trained on the King James Bible with each
+format, from several seeds, and the validation loss of each run is compared with the loss of the same run with fp32
+on the wire.
 
-    dev/bench/wire_quality.py            trains the runs that are missing, and prints the table
+    dev/bench/wire_quality.py            makes the runs that are missing, and prints the table
     dev/bench/wire_quality.py --quick    two formats, one seed, few tokens: a trial of this program
 
-A finished run is a folder in --out and is not repeated, so this program can be stopped at any time and
-started again. When --minutes are over, no other run begins. All runs of a seed start from the same bits and
-read the same tokens in the same order, whatever the number of workers: a step is TOKENS_A_STEP tokens of all
-workers together. So data-parallel is one run for all numbers of workers.
+A finished run is a folder in --out and is not repeated, so this program can be stopped at any time and started again.
+When --minutes are over, no other run starts. All runs of a seed start from the same bits and read the same tokens in
+the same order, whatever the number of workers: a step is TOKENS_A_STEP tokens of all workers together. So
+data-parallel is one run for all numbers of workers.
 
 A paired difference is between two losses of one seed, so that the effects of the seed and the tokens cancel.
 The table has its mean and its standard deviation over seeds. The standard error is that deviation, divided by
@@ -29,7 +29,7 @@ from metrics import Parser, UserError, exit_status
 
 SEQUENCE, TOKENS_A_STEP, VALIDATION_SEQUENCES = 128, 2048, 320
 
-# The model and AdamW, about as in the demo.
+# The model and AdamW, similar to the demo's.
 COMMON = {"--layers": 4, "--heads": 4, "--channels": 240, "-t": SEQUENCE, "-l": 0.0015, "-u": 40,
           "-k": "cosine", "-q": 0.1, "-c": 0.1, "-s": 0}
 # A run has 585 steps: with H = 20 every fragment is exchanged 29 times. The rest is the demo's.
@@ -90,7 +90,7 @@ def run_all(arguments, settings):
         if made_by(folder, options):
             continue
         if budget.is_spent():
-            print(f"{arguments.minutes} minutes are over: run this again to go on", flush=True)
+            print(f"{arguments.minutes} minutes are over: run this again to continue", flush=True)
             return
         seconds = train(arguments.trainer, options, folder)
         budget.spend(seconds)
@@ -165,9 +165,9 @@ def report(arguments, settings):
             f"parameters, {arguments.tokens:,} tokens of the King James Bible as bytes, {TOKENS_A_STEP} a "
             f"step; validation loss of the global parameters on {VALIDATION_SEQUENCES * SEQUENCE:,} tokens. "
             f"{len(made)} runs, {minutes:.0f} minutes.", "", markdown(header, table), "", *verdicts(runs),
-            "Data-parallel is the same in both parts, since a step has as many tokens for any number of workers; "
-            "its bytes are of fp32 gradients. With four workers the exchange is all-to-all, which rounds means "
-            "once more."]
+            "Data-parallel is the same in both parts, since a step has the same number of tokens for any number of "
+            "workers; its bytes are of fp32 gradients. With four workers the exchange is all-to-all, which rounds "
+            "means once more."]
     missing = len(settings) * arguments.seeds - len(made)
     if missing:
         text.append(f"{missing} of {missing + len(made)} runs are missing: run it again.")
@@ -185,10 +185,10 @@ def parse_arguments(words):
     parser.add_argument("--out", type=Path,
                         help="folder of the runs (build/wire_quality, or build/wire_quality/quick)")
     parser.add_argument("--report", type=Path, help="write the table here too")
-    parser.add_argument("--tokens", type=above_zero(int), default=1_200_000, help="of a run")
+    parser.add_argument("--tokens", type=above_zero(int), default=1_200_000, help="tokens of a run")
     parser.add_argument("--seeds", type=above_zero(int), default=3)
     parser.add_argument("--minutes", type=above_zero(float, or_zero=True), default=75,
-                        help="no run begins that may end later (75; 0: the table of what is there)")
+                        help="start no run that may end later (75; 0: only the table of the finished runs)")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=" ".join(names))
     parser.add_argument("--quick", action="store_true", help="two formats, one seed, few tokens: a trial")
     arguments = parser.parse_args(words)
@@ -203,7 +203,7 @@ def main(words):
     arguments = parse_arguments(words)
     settings = [one for one in SETTINGS if not arguments.only or one.name in arguments.only]
     if not arguments.trainer.exists():
-        raise UserError(f"{arguments.trainer} is not there: run make train_gpt_cpu")
+        raise UserError(f"there is no {arguments.trainer}: run make train_gpt_cpu")
     check_report(arguments.report)
     arguments.out.mkdir(parents=True, exist_ok=True)
     run_all(arguments, settings)

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Attacks the trainer in every way that there is here, one blow after another, drawn from a seed.
+"""Attacks the trainer in every way that this folder offers, one blow after another, drawn from a seed.
 
     dev/break/attack.py --minutes 10 [--seed S] [--only KIND] [--trainer ./train_gpt_cpu]
 
-Each blow is a line that ends with its verdict, and each kind of blow has one in the end, the worst of its blows:
+Each blow prints a line that ends with its verdict. At the end each kind of blow gets its blows' worst verdict:
 
-    same bits               all ended well: with the model of an undisturbed run, or elastic workers with one model
+    same bits               all ended well, with the model of an undisturbed run (elastic workers: with one model)
     refused with one line   status 1 or 2, and one line that says why
-    waited and said so      status 75, or an event in the log says what a worker that is alive waits for
-    DEFECT                  everything else: other bits, a hang, a signal, an error in other words or without any
+    waited and said so      status 75, or an event in the log says what a living worker waits for
+    DEFECT                  everything else: other bits, a hang, a signal, an error without its one line
 
 The kind `quiet` measures an undisturbed run: how its memory grows, and how busy its cores are while processes wait. It,
 `killed` and `chaos` report success as "same bits", and `fuzz` as "refused with one line". The status is 1 if there was
@@ -39,22 +39,22 @@ from ends import DEFECT, HANG, REFUSED, SAME, VERDICTS, Runs, ends, model_of, wo
 from records import ELASTIC, record, wrong_type  # noqa: E402
 from torture import CONFIGURATIONS, Failure, torture, write_tokens  # noqa: E402
 
-MOST_GROWTH = 60e6  # bytes, of a run without blows
-MOST_BUSY = 0.2     # of a core, while processes wait
+MOST_GROWTH = 60e6  # bytes by which the memory of an undisturbed run may grow
+MOST_BUSY = 0.2     # share of a core that a waiting process may use
 
 LOCKSTEP = {"--workers": 2, "--ranks": 2, "-H": 6, "--fragment-layers": 1, "-x": 12, "--timeout": 20}
 EDGES = ["-1", 0, 1, 2**31 - 1, 2**31, 10**12, 10**12 + 1, 2**63 - 1, 2**63, 2**64, "1e3", "", " 1", "nan", "0x10"]
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Blows. Each takes the runs and a source of random numbers, and returns what it was, the verdict, and what was
-# seen of a defect.
+# Blows. Each takes the runs and a source of random numbers, and returns a description of the blow, the verdict, and
+# the symptoms of a defect.
 
 def listeners(pids):
-    """[(process, address, port)] of all that listen."""
+    """[(process, address, port)] of all listening sockets."""
     owners = {}
     for pid in pids:
-        with contextlib.suppress(OSError):  # it, or one of its files, is gone
+        with contextlib.suppress(OSError):  # the process, or one of its files, is gone
             for number in os.listdir(f"/proc/{pid}/fd"):
                 owners[os.readlink(f"/proc/{pid}/fd/{number}")] = pid
     rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -64,7 +64,7 @@ def listeners(pids):
 
 
 def knock(address, number):
-    """A port scanner or a health check: every other one resets its connection."""
+    """Connects like a port scanner or a health check. Every other connection is reset."""
     with socket.socket() as stranger:
         stranger.settimeout(1)
         stranger.connect(address)
@@ -75,13 +75,13 @@ def knock(address, number):
 
 
 def signal_to(pid, number):
-    with contextlib.suppress(ProcessLookupError):  # it has ended
+    with contextlib.suppress(ProcessLookupError):  # the process has ended
         os.kill(pid, number)
 
 
 def visit(runs, draw, name, count):
-    """Starts a run, holds one of its processes up so that the others keep listening for it, and connects strangers to
-    them. Returns the run and the number of connections."""
+    """Starts a run, stops one of its processes again and again so that the others keep listening for it, and connects
+    strangers to them. Returns the run and the number of connections."""
     run, knocks, until = runs.start(name, LOCKSTEP), 0, time.monotonic() + HANG
     while len(children(run.pid)) < 4 and time.monotonic() < until:
         time.sleep(0.001)
@@ -94,7 +94,7 @@ def visit(runs, draw, name, count):
                 try:
                     knock(tuple(address), knocks)
                 except OSError:
-                    break  # it has all its connections, and listens no more
+                    break  # the process has all of its connections and no longer listens
                 knocks += 1
         signal_to(held, signal.SIGCONT)
         time.sleep(0.0005)
@@ -107,12 +107,12 @@ def strangers(runs, draw, count=10):
         run, knocks = visit(runs, draw, f"visited{attempt}", count)
         both = [(verdict, seen), ends([run])]
         if {one for one, _ in both} != {SAME}:
-            return f"{knocks} of them", DEFECT, str(both)
+            return f"{knocks} connections", DEFECT, str(both)
         if model_of(run) != model_of(expected):
-            return f"{knocks} of them", DEFECT, "other bits than without strangers"
+            return f"{knocks} connections", DEFECT, "other bits than without strangers"
         if knocks == count:
-            break  # otherwise nobody listened when it was looked at
-    return f"{knocks} of them", SAME, ""
+            break  # otherwise no process was listening at the right moments: try again
+    return f"{knocks} connections", SAME, ""
 
 
 def killed(runs, draw):
@@ -143,7 +143,7 @@ def numbers(runs, draw):
     names = re.findall(r"^\| `(?:-\w` `)?(--[\w-]+)` \| -?\d+(?:\.\d+)? \|", table, re.M)
     name, value = draw.choice(names), draw.choice(EDGES)
     small = {"-x": 6, "-n": 3, **({"--workers": 2} if draw.random() < 0.5 else {"--outer-optimizer": "none"})}
-    # Some valid values give endless runs, or thousands of processes: a missing file ends these at once.
+    # Some valid values start endless runs or thousands of processes: a missing file ends those at once.
     limits = {"--max-steps": 10, "--ranks": 4, "--workers": 4, "--batch": 100, "--sample-length": 100}
     if isinstance(value, int) and value > limits.get(name, value):
         small["-j"] = "missing.bin"
@@ -173,7 +173,7 @@ def resident(pid):
 
 
 def busiest(processes, seconds=2):
-    """Of each the share of a core, while all wait; the largest."""
+    """The largest share of a core that one of these processes uses while all wait."""
     pids = [pid for process in processes for pid in (process.pid, *children(process.pid))]
     before = [cpu_seconds([pid]) for pid in pids]
     time.sleep(seconds)
@@ -190,7 +190,7 @@ def quiet(runs, draw):
     until = time.monotonic() + HANG
     while len(children(run.pid)) < 4 or not (run.folder / "run/metrics.jsonl").exists():
         if time.monotonic() > until:
-            return "", DEFECT, "a run does not start"
+            return "", DEFECT, "the run does not start"
         time.sleep(0.1)
     time.sleep(2)
     pids, victim = children(run.pid), children(run.pid)[-1]
@@ -201,18 +201,18 @@ def quiet(runs, draw):
     time.sleep(1)
     shares["a peer that is stopped"] = busiest([run])
     os.kill(victim, signal.SIGCONT)
-    text = f"{growth / 1e6:.1f} MB more, and of a core " + ", ".join(
-        f"{100 * share:.0f}% while waiting for {what}" for what, share in shares.items())
+    text = f"memory grew by {growth / 1e6:.1f} MB, and a process used " + ", ".join(
+        f"{100 * share:.0f}% of a core while waiting for {what}" for what, share in shares.items())
     is_good = growth <= MOST_GROWTH and max(shares.values()) <= MOST_BUSY
-    return text, SAME if is_good else DEFECT, "" if is_good else "more than 60 MB, or than 20%"
+    return text, SAME if is_good else DEFECT, "" if is_good else "more than 60 MB, or more than 20% of a core"
 
 
 KINDS = {"strangers": strangers, "killed": killed, "chaos": chaos, "numbers": numbers, "twice": twice,
          "records in a folder": lambda runs, draw: record(runs, draw, "file"),
          "records in Redis": lambda runs, draw: record(runs, draw, "redis"), "wrong types": wrong_type,
          "fuzz": fuzz, "quiet": quiet}
-ONCE = {"chaos", "fuzz", "quiet"}  # in an attack: they take long
-TIMES = {"strangers": 2, "numbers": 10, "twice": 2}  # in a row: they do not
+ONCE = {"chaos", "fuzz", "quiet"}  # these take long: once in an attack
+TIMES = {"strangers": 2, "numbers": 10, "twice": 2}  # these are short: so many times in a row
 
 
 def possible_kinds():
@@ -273,5 +273,5 @@ def main():
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and finally clauses end what it has started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that finally clauses end the processes it started
     sys.exit(main())

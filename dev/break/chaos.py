@@ -5,23 +5,23 @@
                  [--share CORES] [--only KIND ...] [--trainer ./train_gpt_cpu]
 
 M workers are started one by one, as they would be at M places. What then happens to them is drawn from the
-seed: they are killed, stopped for less and for more than every time-out, slowed down, started anew, cut off;
-their store is killed; others come who may not. What is undone is undone after a drawn time, and some blows
-fall together. When a run has been through most of its steps it is left alone; the next one has other formats.
-A run has as many steps as take a minute on this machine, by a trial run of one worker: so a fast machine's
-run is no shorter in time than a slow one's, and nothing is struck when the run is about to end.
+seed: they are killed, stopped for less and for more than every time-out, slowed down, restarted, cut off; their
+store is killed; processes that may not join try to. Each blow is undone after a random time, and some blows
+overlap. After most of its steps a run is left alone; the next run uses other formats. A trial run of one worker
+measures how many steps take a minute on this machine, and a run has that many: so a run takes as long on a fast
+machine as on a slow one, and no blow falls when the run is about to end.
 
-It must hold, always: who has merged a sync, in any start of any worker, stood on the same global parameters
-and counted the same workers; nobody who could go on stands still; nobody ends who was not killed, but for
-those who are refused; losses are finite and fall; in the end all have the same model, bit for bit.
+At all times: all workers that merge a sync, in any of their starts, hold the same global parameters and count the
+same workers; no worker that could continue stands still; no worker ends that was not killed or refused; losses
+are finite and fall. At the end all workers have the same model, bit for bit.
 
-By default each worker reaches the store, a Redis server (or one of S3's protocol), over a link of its own that
-can be cut (dev/break/chaos/link.py). With --links each is a site with a network of its own behind a line with
-delay and loss (dev/wan/sites.py; root). Everything that happened is in chaos.log, with who was counted in which
-sync, and why the others were not, and each wait that was longer than a step, and for whom it was.
+By default each worker reaches the store, a Redis server (or a server of S3's protocol), over its own link, which
+can be cut (dev/break/chaos/link.py). With --links each worker is a site with its own network, connected by a line
+with delay and loss (dev/wan/sites.py; root). chaos.log lists everything that happened: which workers each sync
+counted, why it did not count the others, and each wait that was longer than a step, with the worker it was for.
 
-Where the machine lets it (control groups; root) each rank gets a share of a core that it cannot exceed
-(dev/bench/quota.py), so that a wait is never one for a core that another worker has.
+Where possible (control groups; root), each rank gets a share of a core that it cannot exceed (dev/bench/quota.py),
+so that no worker waits for a core that another worker is using.
 """
 import argparse
 import json
@@ -53,20 +53,20 @@ from worker import Worker  # noqa: E402
 
 LIMIT = 120  # seconds within which a worker that can continue must do so, even on a slow machine
 SHARE = 0.3  # of a core for each rank
-RUN_SECONDS = 60  # that an undisturbed run takes
-TRIAL_STEPS, WARM = 150, 30  # steps of the trial run, and how many of them are not timed
+RUN_SECONDS = 60  # the length of an undisturbed run
+TRIAL_STEPS, WARM = 150, 30  # steps of the trial run, and how many of the first ones are not timed
 
 # Shares of a run's steps. Events begin before LAST_EVENT, or before LAST_BEFORE_LOSS if the run ends with the
 # loss of its store. Blows fall before LAST_BLOW, so that their effects come before the end of the run.
 LAST_BEFORE_LOSS, LAST_EVENT, LAST_BLOW = 0.5, 0.75, 0.85
 
-# Three fragments. A step takes about ten milliseconds, so that the time between a send and its merge is, as in
-# real runs, longer than the time between two reads of the store, and than about ten round trips.
+# Three fragments. A step takes about ten milliseconds. So, as in real runs, the time between a send and its merge is
+# longer than the interval between two reads of the store, and longer than about ten round trips.
 COMMON = {"--outer-transport": "store", "--grace": GRACE, "--timeout": TIMEOUT,
           "--channels": 64, "-t": 64, "-b": 8, "-H": 24, "--fragment-layers": 1, "-n": 50, "-nk": 3,
           "-l": 0.003, "-j": None}
 
-OVER = "the other workers have reached the end of this run"  # the message to a worker that comes too late
+OVER = "the other workers have reached the end of this run"  # the message to a worker that starts too late
 
 
 class Failure(Exception):
@@ -74,15 +74,15 @@ class Failure(Exception):
 
 
 def place_of(arguments):
-    """The class in places.py of where the workers are."""
+    """The class in places.py for these arguments."""
     return (places.Folder if arguments.store == "file" else places.Bucket if arguments.store == "s3"
             else places.Apart if arguments.links else places.Here)
 
 
 def kinds_of(arguments):
-    """The names of the blows that can fall there."""
+    """The names of the blows that are possible with these arguments."""
     impossible = {"one rank killed"} if arguments.ranks == 1 else set()
-    impossible |= {"two newcomers"} if arguments.workers == 2 else set()  # nobody would have the run's state
+    impossible |= {"two newcomers"} if arguments.workers == 2 else set()  # no worker would hold the run's state
     return kinds_but_for(place_of(arguments).impossible | impossible | set(BLOWS) - set(arguments.only))
 
 
@@ -109,8 +109,8 @@ class Chaos:
         self.kinds = kinds_of(arguments)
         self.store_is_up = True
         self.agreement = Agreement()
-        self.awaited = []     # (blow, when, its victims) until the others' next sync
-        self.applied = {}     # (worker, sync): the text of its event "applied", until it logs the sync
+        self.awaited = []     # (blow, its time, its victims), until the others' next sync
+        self.applied = {}     # (worker, sync): the text of the worker's event "applied", until it logs the sync
         self.looked_at, self.newest = None, -1  # newest: sync that anyone has merged
 
     def draw_options(self):
@@ -124,14 +124,14 @@ class Chaos:
         self.journal.append((time.monotonic() if when is None else when, who, text))
 
     def share_of(self, worker):
-        """The words before its command that limit its share of the cores."""
+        """The words before a worker's command that limit its share of the cores."""
         share = self.share * self.options["--ranks"]
         return self.quotas.inside(f"worker{worker}", share) if self.quotas else []
 
-    # ---- from start to end
+    # ---- a run from start to end
 
     def run(self, events, until):
-        """Runs at most `events` events, none of them after the time `until`. Returns their number."""
+        """Causes at most `events` events, none of them after the time `until`. Returns their number."""
         self.tell("chaos", f"a run of {self.options['-x']} steps: " + ", ".join(
             f"{name} {value}" for name, value in self.options.items() if name.startswith(("--outer", "--optimizer"))))
         late = self.draw.choice([None, self.workers[-1]])
@@ -168,23 +168,23 @@ class Chaos:
         return self.progress() < LAST_BLOW and not any(worker.ended for worker in self.workers)
 
     def end(self):
-        """All workers must end by themselves, with the same model, and must have learnt something."""
+        """All workers must end by themselves, with the same model, and their loss must have fallen."""
         self.tell("chaos", "leaves the run alone")
         while not all(worker.ended for worker in self.workers):
             self.look()
             time.sleep(0.05)
         through = self.compare_models()
         if not through:
-            raise Failure("nobody has completed the run")
+            raise Failure("no worker has completed the run")
         for worker in through:
             first, last = worker.losses[:20], worker.losses[-20:]
             if not statistics.fmean(last) < 0.9 * statistics.fmean(first):
                 raise Failure(f"worker {worker.number} has learnt nothing: its loss was "
-                              f"{statistics.fmean(first):.3f}, and is {statistics.fmean(last):.3f}")
+                              f"{statistics.fmean(first):.3f} at first, and {statistics.fmean(last):.3f} at the end")
         self.tell("chaos", f"{len(through)} workers have ended with one model")
 
     def compare_models(self):
-        """Those workers that have completed the run. They must have the same model."""
+        """Returns the workers that have completed the run. They must have the same model."""
         through = [worker for worker in self.workers if worker.is_through()]
         models = {worker.path_of_model().read_bytes() for worker in through}
         if len(models) > 1:
@@ -192,9 +192,9 @@ class Chaos:
         return through
 
     def lose_store(self):
-        """Kills the store, which comes back empty. All workers must end, with one clear line each; but a worker may
-        have all that it needs of the store, and complete the run."""
-        self.tell("chaos", "kills the store, which comes back empty")
+        """Kills the store and restarts it empty. Each worker must end with one clear line, unless it already has all
+        that it needs from the store; then it may complete the run."""
+        self.tell("chaos", "kills the store and restarts it empty")
         for worker in self.workers:
             worker.wanted = False
         self.place.server.kill()
@@ -204,12 +204,12 @@ class Chaos:
             try:
                 status = worker.process.wait(LIMIT)
             except subprocess.TimeoutExpired:
-                raise Failure(f"worker {worker.number} goes on without its run in the store") from None
+                raise Failure(f"the store has lost the run, and worker {worker.number} does not end") from None
             lines = [line for line in worker.text().splitlines() if line.startswith("error: ")]
             if worker.is_through():
-                self.tell(f"worker {worker.number}", "has completed the run all the same")
+                self.tell(f"worker {worker.number}", "has completed the run nevertheless")
             elif status != 1 or len(lines) != 1 or "the store has lost the run" not in lines[0]:
-                raise Failure(f"the store came back empty, and worker {worker.number} ends with status "
+                raise Failure(f"the store was restarted empty, and worker {worker.number} ends with status "
                               f"{status}:\n{worker.text()[-1000:]}")
         self.totals.rows["store emptied"].blows += 1
         self.read()
@@ -245,7 +245,7 @@ class Chaos:
         self.rest(event.pause)
 
     def note_return(self, blow):
-        """Notes how long each victim took from its return until it was counted."""
+        """Records the time from each victim's return until it was counted."""
         for worker in (self.workers[w] for w in blow.victims):
             if worker.counted_again:
                 self.totals.rows[blow.kind].victims.append(worker.counted_again - worker.back_at)
@@ -291,21 +291,21 @@ class Chaos:
             self.place.server.start()
             self.store_is_up = True
             self.waits.store.note("well", time.monotonic())
-            self.tell("chaos", "the store is there again")
+            self.tell("chaos", "the store is back")
             return
         for worker, resume in zip((self.workers[w] for w in blow.victims), blow.resume):
             if worker.ended:
                 continue
             if blow.kind.startswith("stopped"):
                 worker.resume()
-                self.tell(f"worker {worker.number}", "is let go on")
+                self.tell(f"worker {worker.number}", "is resumed")
             elif blow.kind in ("half speed", "tenth of the speed"):
                 worker.speed_up()
-                self.tell(f"worker {worker.number}", "has its speed again")
+                self.tell(f"worker {worker.number}", "runs at full speed again")
             elif blow.kind == "link cut":
                 self.place.mend(worker.number)
                 worker.free("cut off")
-                self.tell(f"worker {worker.number}", "has its link again")
+                self.tell(f"worker {worker.number}", "is connected again")
             elif not worker.wanted:
                 self.bring_back(blow, worker, resume)
 
@@ -328,12 +328,12 @@ class Chaos:
         try:
             status = worker.process.wait(LIMIT)
         except subprocess.TimeoutExpired:
-            raise Failure(f"one rank of worker {worker.number} is dead, and the others live on") from None
+            raise Failure(f"one rank of worker {worker.number} was killed, and its other ranks do not end") from None
         if status == 0:
-            raise Failure(f"one rank of worker {worker.number} is dead, and its status is 0")
+            raise Failure(f"one rank of worker {worker.number} was killed, and the worker's status is 0")
 
     def start_twice(self, worker):
-        """Starts a second process as this worker. The older one must be told, and end."""
+        """Starts a second process as this worker. The older process must end with a message that says so."""
         first, output, logs = worker.process, worker.output, worker.logs
         worker.start(False)
         worker.logs = worker.logs + logs
@@ -344,11 +344,11 @@ class Chaos:
         text = output.read_text(errors="replace")
         if first.poll() in (None, 0, 2) or "another process has started as this worker" not in text:
             first.kill()
-            raise Failure(f"worker {worker.number} was started twice, and the older one has status "
+            raise Failure(f"worker {worker.number} was started twice, and the older process has status "
                           f"{first.poll()}:\n{text[-1000:]}")
 
     def refuse(self, blow, worker):
-        """Starts a process that must be refused: it ends with status 2 and one line."""
+        """Starts a process that must be refused: it must end with status 2 and one line."""
         number = self.totals.rows[blow.kind].blows
         folder = self.base / f"{blow.kind.replace(' ', '_')}{number}"
         folder.mkdir()
@@ -363,10 +363,10 @@ class Chaos:
         lines = [line for line in text.splitlines() if line.startswith("error: ")]
         if stranger.poll() != 2 or len(lines) != 1 or word not in lines[0]:
             stranger.kill()
-            raise Failure(f"{blow.kind}: status {stranger.poll()}, in place of 2 and a line on {word}:\n"
+            raise Failure(f"{blow.kind}: status {stranger.poll()} instead of 2 and one line about {word}:\n"
                           f"{text}")
 
-    # ---- looking
+    # ---- watching the workers
 
     def rest(self, seconds):
         end = time.monotonic() + seconds
@@ -383,7 +383,7 @@ class Chaos:
             if time.monotonic() > begin + 2 * LIMIT:
                 missing = [worker.number for worker in self.workers
                            if not worker.ended and worker.counted_at <= begin]
-                raise Failure(f"workers {missing} have not been counted for {2 * LIMIT} s")
+                raise Failure(f"workers {missing} were not counted in any sync for {2 * LIMIT} s")
             time.sleep(0.05)
             self.look()
 
@@ -398,22 +398,22 @@ class Chaos:
     def count_living(self):
         """Adds the time since the last look for each worker that could continue."""
         now = time.monotonic()
-        able = sum(self.waits.could_go_on(worker.number, now) for worker in self.workers)
+        able = sum(self.waits.could_continue(worker.number, now) for worker in self.workers)
         self.totals.living += able * (now - (self.looked_at or now))
         self.looked_at = now
 
     def note_end(self, worker):
-        """Checks how a worker has ended that nobody killed."""
+        """Checks the end of a worker that was not killed."""
         worker.wanted, worker.ended = False, True
         worker.note("away")
         self.read()
         status, text = worker.process.returncode, worker.text()
         self.tell(f"worker {worker.number}", f"has ended with status {status}")
         if status != 0:
-            raise Failure(f"nobody has killed worker {worker.number}, and its status is {status}:\n"
+            raise Failure(f"worker {worker.number} was not killed, and ends with status {status}:\n"
                           f"{text[-2000:]}")
         if OVER in text and not any(other.is_through() for other in self.workers):
-            raise Failure(f"worker {worker.number} has been told that all have ended, and none has")
+            raise Failure(f"worker {worker.number} was told that the others had finished, and none had")
         if OVER not in text and not worker.is_through():
             raise Failure(f"worker {worker.number} has ended without a model:\n{text[-2000:]}")
 
@@ -421,18 +421,18 @@ class Chaos:
         now = time.monotonic()
         free = [worker for worker in self.workers
                 if (worker.wanted and not worker.hindered) or worker.ended]
-        can_go_on = self.store_is_up and len(free) >= self.options["--min-workers"]
+        can_continue = self.store_is_up and len(free) >= self.options["--min-workers"]
         for worker in self.workers:
-            if not (can_go_on and worker in free):
+            if not (can_continue and worker in free):
                 worker.free_since = None
                 continue
             worker.free_since = worker.free_since or now
             still = now - max(worker.free_since, worker.moved, worker.started_at)
             if not worker.ended and still > LIMIT:
-                raise Failure(f"worker {worker.number} stands still for {still:.0f} s:\n"
+                raise Failure(f"worker {worker.number} has stood still for {still:.0f} s:\n"
                               f"{worker.text()[-1000:]}")
 
-    # ---- reading
+    # ---- reading the logs
 
     def read(self):
         for worker in self.workers:
@@ -446,7 +446,7 @@ class Chaos:
             worker.took.append(line["seconds"])
             self.waits.progress[worker.number].note(line["step"], log.at(line))
             if line["loss"] is None:
-                raise Failure(f"worker {worker.number} has a loss that is not finite in step {line['step']}")
+                raise Failure(f"worker {worker.number}: the loss is not finite in step {line['step']}")
             worker.losses += [line["loss"]] * (rank == 0)
         elif line["type"] == "sync":
             self.agreement.add(rank, line, log.name)
@@ -466,8 +466,8 @@ class Chaos:
         if worker.number in contributors:
             worker.note_counted(line["sync"], when)
         else:
-            self.tell(f"worker {worker.number}", f"merges sync {line['sync']} of {contributors}, and is not "
-                                                 "in it", when)
+            self.tell(f"worker {worker.number}", f"merges sync {line['sync']}, which counts only workers "
+                                                 f"{contributors}", when)
         self.newest = max(self.newest, line["sync"])
         for one in list(self.awaited):
             blow, struck, victims = one
@@ -479,11 +479,11 @@ class Chaos:
                 self.awaited.remove(one)
 
     def take_wait(self, worker, when, line):
-        """Notes how long a worker waited for a sync, and for whom."""
+        """Records how long a worker waited for a sync, and for which workers."""
         text, waited = self.applied.pop((worker.number, line["sync"]), ""), line["waited_seconds"]
-        in_vain = re.search("workers? ([0-9, and]+) (?:is|are) missing", text)
-        if in_vain and line["grace_seconds"] > waited / 2:
-            missing = [int(number) for number in re.findall(r"\d+", in_vain[1])]
+        absent = re.search("workers? ([0-9, and]+) (?:is|are) missing", text)
+        if absent and line["grace_seconds"] > waited / 2:
+            missing = [int(number) for number in re.findall(r"\d+", absent[1])]
         else:
             missing = []
         wait = self.waits.weigh(worker.number, when - waited, when, line["send_step"],
@@ -503,34 +503,35 @@ class Chaos:
 # The program
 
 def check(arguments):
-    """Raises a UserError for a run that is impossible on this machine."""
+    """Raises a UserError if the requested run is impossible on this machine."""
     if not arguments.trainer.exists():
         raise UserError(f"there is no {arguments.trainer}: run make")
     if arguments.workers < 2:
-        raise UserError("--workers is less than 2: nobody would be there when one is killed")
+        raise UserError("--workers is less than 2: no worker would be left when one is killed")
     if arguments.links and arguments.store != "redis":
         raise UserError(f"--links are to a Redis server: leave out --store {arguments.store}")
     if not kinds_of(arguments):
-        raise UserError(f"no such blow can fall here: {', '.join(arguments.only)}")
+        raise UserError(f"no such blow is possible with these options: {', '.join(arguments.only)}")
     if lack := places.missing(arguments.store, arguments.links):
         raise UserError(lack)
     if arguments.share is not None and not 0 <= arguments.share <= 1:
-        raise UserError(f"--share {arguments.share:g} is no share of a core: give 0 to 1")
+        raise UserError(f"--share {arguments.share:g} is not a share of a core: give 0 to 1")
     if arguments.share and (lack := quota.missing()):
-        raise UserError(f"--share {arguments.share:g} cannot be had: {lack}")
+        raise UserError(f"--share {arguments.share:g} is not available: {lack}")
 
 
-def share_that_can_be_had():
+def available_share():
     """The default of --share on this machine."""
     lack = quota.missing()
     if not lack:
         return SHARE
-    print(f"note: workers compete for this machine's cores, and some wait for that alone: {lack}")
+    print(f"note: workers compete for this machine's cores, which lengthens waits: {lack}")
     return 0
 
 
 def steps_of_a_run(arguments, folder, tokens):
-    """As many as take RUN_SECONDS, by a trial run of one worker, with its share of a core and no store."""
+    """The number of steps that take RUN_SECONDS, by a trial run of one worker with its share of a core, without a
+    store."""
     options = {name: value for name, value in COMMON.items()
                if name not in ("--outer-transport", "--grace", "--timeout")}
     options.update({"--ranks": arguments.ranks, "-x": TRIAL_STEPS, "-n": 0})
@@ -549,16 +550,16 @@ def steps_of_a_run(arguments, folder, tokens):
 
 
 def steps_that_take(seconds, times):
-    """times: the ends of the trial run's steps. Waits for the share of a core count, as in later runs."""
+    """times: when the trial run's steps ended. Waits for the share of a core are included, as in later runs."""
     return round(seconds / ((times[-1] - times[WARM]) / (len(times) - 1 - WARM)))
 
 
 def chaos(arguments, seed, base, totals, journal):
-    """One run after another, until the time is over or there were enough events."""
+    """One run after another, until the time is over or there have been enough events."""
     tokens = write_tokens(base / "tokens")
     if arguments.steps is None:
         arguments.steps = steps_of_a_run(arguments, base / "trial", tokens)
-        print(f"a run has {arguments.steps} steps: {RUN_SECONDS} s on this machine", flush=True)
+        print(f"each run has {arguments.steps} steps: {RUN_SECONDS} s on this machine", flush=True)
     begin, done, number = time.monotonic(), 0, 0
     until = begin + 60 * arguments.minutes
     while time.monotonic() < until and done < arguments.events:
@@ -582,19 +583,19 @@ def parse(words):
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--events", type=int, default=10**6, help="end after so many")
+    parser.add_argument("--events", type=int, default=10**6, help="end after this many events")
     parser.add_argument("--seed", type=int, help="default: a random one, which is printed")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int,
-                        help=f"of a run (default: as many as take {RUN_SECONDS} s on this machine)")
+                        help=f"steps of a run (default: as many as take {RUN_SECONDS} s on this machine)")
     parser.add_argument("--store", choices=["redis", "file", "s3"], default="redis")
-    parser.add_argument("--links", action="store_true", help="far apart: sites and lines; root")
+    parser.add_argument("--links", action="store_true", help="each worker is a site behind a slow line; root")
     parser.add_argument("--share", type=float, metavar="CORES",
-                        help=f"of a core, that a rank gets ({SHARE} where there are control groups, and "
-                             "root; 0: as much as it can get)")
+                        help=f"share of a core for each rank (default: {SHARE} for root with control groups, "
+                             "else 0: no limit)")
     parser.add_argument("--only", nargs="+", metavar="KIND", choices=list(BLOWS), default=list(BLOWS),
-                        help="of blows: " + ", ".join(f'"{kind}"' for kind in BLOWS))
+                        help="only these kinds of blows: " + ", ".join(f'"{kind}"' for kind in BLOWS))
     parser.add_argument("--trainer", type=Path, default=ROOT / "train_gpt_cpu")
     return parser.parse_args(words)
 
@@ -604,7 +605,7 @@ def main(words):
     check(arguments)
     arguments.trainer = arguments.trainer.resolve()
     if arguments.share is None:
-        arguments.share = share_that_can_be_had()
+        arguments.share = available_share()
     seed = secrets.randbelow(10**6) if arguments.seed is None else arguments.seed
     print(f"seed {seed}, {arguments.workers} workers, {arguments.minutes:g} minutes", flush=True)
     base, totals, journal = Path(tempfile.mkdtemp(prefix="chaos-")), Totals(), []
@@ -618,7 +619,7 @@ def main(words):
         if arguments.only != list(BLOWS):
             options += " --only" + "".join(f' "{kind}"' for kind in arguments.only)
         journal.append((time.monotonic(), "chaos", f"FAILURE: {failure}"))
-        print(f"{failure}\nwhat it left is in {base}; again:\n    dev/break/chaos.py "
+        print(f"{failure}\nits files are in {base}; to reproduce it:\n    dev/break/chaos.py "
               f"--minutes {arguments.minutes:g} --seed {failure.seed} {options}")
         status = 1
     finally:
@@ -630,7 +631,7 @@ def main(words):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and finally clauses end what it has started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that finally clauses end the processes it started
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as error:

@@ -56,7 +56,7 @@ PARTS = {"host": HostSide, "wire": Wire, "kernels": Kernels}
 
 
 def mutate(part, changes, jobs, verbose):
-    """Returns verdicts in the order of the changes. Prints those of survivors at once."""
+    """Returns verdicts in the order of the changes. Prints each survivor's at once."""
     began = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         verdicts = []

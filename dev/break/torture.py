@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Pulls the plug. A run of many short steps, with a checkpoint every few of them, is started; at some moment
-all of its processes get SIGKILL, or those of one machine, or one process only (then the others must end by
-themselves); it is resumed (-y 1) and killed again, until one start comes through. Then models, states and
-logs must have the bits of the run that nobody disturbed. The next run has another configuration.
+"""Pulls the plug. A run of many short steps writes a checkpoint every few steps. At some moment SIGKILL hits all of
+its processes, those of one machine, or a single process (then the others must end by themselves). The run is
+resumed (-y 1) and killed again, until one start completes it. Then models, states and logs must have the bits of an
+undisturbed run. The next run has another configuration.
 
     dev/break/torture.py --kills 500 [--seed S] [--configuration NAME] [--trainer ./train_gpt_cpu]
 
-Strikes come at a random time, as soon as a file is being written (NAME.tmp is there), or a few milliseconds
-after a checkpoint is whole. Two starts that get nowhere are followed by one that is left alone until its next
-checkpoint is whole. Times of kills come from the seed; what a process is doing then is the machine's affair.
+A strike comes at a random time, as soon as a file is being written (NAME.tmp exists), or a few milliseconds after a
+checkpoint is whole. After two starts without a new checkpoint, the next start is left alone until it has written
+one. The times of the kills follow from the seed; what a process is doing at that time depends on the machine.
 """
 import argparse
 import contextlib
@@ -31,11 +31,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "dev" / "test"))
 from conftest import children, command, is_running, write_shard  # noqa: E402
 
-# Three fragments, sent at steps 2, 5 and 8 of 8. No process waits long for one that is dead.
+# Three fragments, sent at steps 2, 5 and 8 of 8. No process waits long for a dead one.
 COMMON = {"-b": 2, "-H": 8, "--fragment-layers": 1, "-k": "cosine", "-v": 50, "-m": 2, "-x": 200, "-n": 6,
           "--outer-optimizer": "nesterov", "--timeout": 10}
 
-# A list has a value for each worker: then each is started by itself, with a folder of its own.
+# A list has one value for each worker. Then each worker is started by its own launcher, with its own folder.
 CONFIGURATIONS = {
     "one worker": {"--ranks": 1, "--overlap": 3},
     "two workers": {"--workers": 2, "--overlap": 1},
@@ -53,22 +53,22 @@ CONFIGURATIONS = {
 }
 
 TIMES = {"time", "wire_seconds", "waited_seconds"}
-START_SECONDS = 120  # a start that takes longer hangs
+START_SECONDS = 120  # a start that takes longer counts as hanging
 
 
 class Failure(Exception):
-    """What must not be: different bits, a process that hangs, an error that is not clear."""
+    """Something forbidden: different bits, a process that hangs, an unclear error."""
 
 
 # -----------------------------------------------------------------------------------------------------------
-# What a run has written
+# What a run wrote
 
 def log_name(process):
     return "metrics.jsonl" if process == 0 else f"metrics_{process:05d}.jsonl"
 
 
 def history(path):
-    """What a log says of steps, evaluations and syncs, but for times: by kind and number, each there once."""
+    """A log's steps, evaluations and syncs, without times, by kind and number. Each must occur once."""
     found = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
@@ -78,13 +78,13 @@ def history(path):
         names = ["loss", "lr", "norm", "tokens"] if kind == "step" else sorted(row.keys() - TIMES)
         key = kind, row["sync" if kind == "sync" else "step"]
         if key in found:
-            raise Failure(f"{path} has {kind} {key[1]} twice")
+            raise Failure(f"{path} contains {kind} {key[1]} twice")
         found[key] = [(name, row[name]) for name in names]
     return found
 
 
 def state_sections(path):
-    """The arrays of a state file: those sections that are the same bytes whenever the run is the same."""
+    """The arrays of a state file: the sections whose bytes depend on the training alone."""
     data = path.read_bytes()
     (count,) = struct.unpack_from("<i", data, 12 * 4)
     found = {}
@@ -95,7 +95,7 @@ def state_sections(path):
 
 
 def step_of(path):
-    """Of a model, state or DONE_ file."""
+    """The step of a model, state or DONE_ file."""
     return int(path.name.split("_")[1].split(".")[0])
 
 
@@ -133,12 +133,12 @@ class Written:
         return sorted({path.name for folder in self.folders for path in folder.glob("*.tmp")})
 
     def newest_done(self):
-        """The newest step that some machine knows to be whole; 0 without any."""
+        """The newest step that some machine has recorded as whole; 0 if there is none."""
         done = [path for folder in self.folders for path in folder.glob("DONE_*[0-9]")]
         return max(map(step_of, done), default=0)
 
     def newest_whole(self):
-        """The newest step of which every process has its state; 0 without any."""
+        """The newest step for which every process has its state; 0 if there is none."""
         steps = [set(map(step_of, self.states(process).values())) for process in self.processes()]
         return max(set.intersection(*steps), default=0)
 
@@ -148,10 +148,10 @@ def compare_logs(run, expected):
         ours, theirs = run.history(process), expected.history(process)
         for key in sorted(ours.keys() | theirs.keys()):
             if ours.get(key) != theirs.get(key):
-                raise Failure(f"process {process}, {key[0]} {key[1]}: {ours.get(key)}, and without "
-                              f"interruption {theirs.get(key)}")
+                raise Failure(f"process {process}, {key[0]} {key[1]}: {ours.get(key)} instead of "
+                              f"{theirs.get(key)}")
     if (run.folders[0] / "main.log").read_bytes() != (expected.folders[0] / "main.log").read_bytes():
-        raise Failure("main.log is not that of the run without interruption")
+        raise Failure("main.log differs from that of the undisturbed run")
 
 
 def compare_models(run, expected):
@@ -161,27 +161,27 @@ def compare_models(run, expected):
         raise Failure(f"there is no {last}")
     for name in sorted(ours.keys() & theirs.keys()):
         if ours[name].read_bytes() != theirs[name].read_bytes():
-            raise Failure(f"{name} has other bits than without interruption")
+            raise Failure(f"{name} has other bits than in the undisturbed run")
 
 
 def compare_states(run, expected):
-    """Of the steps of which both have one."""
+    """Compares the states of all steps that both runs still have."""
     for process in expected.processes():
         ours, theirs = run.states(process), expected.states(process)
         for name in sorted(ours.keys() & theirs.keys()):
             a, b = state_sections(ours[name]), state_sections(theirs[name])
             different = [key for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
             if different:
-                raise Failure(f"{name}: {', '.join(different)} differ from those without interruption")
+                raise Failure(f"{name}: {', '.join(different)} differ from the undisturbed run's")
 
 
 def compare(run, expected):
-    """Failure unless `run` has the bits of `expected`: of all that both have written, and of every log."""
+    """Raises a Failure unless `run` has the bits of `expected` in each file that both have, and the same logs."""
     compare_logs(run, expected)
     compare_models(run, expected)
     compare_states(run, expected)
     if run.unfinished():
-        raise Failure(f"left behind: {', '.join(run.unfinished())}")
+        raise Failure(f"unfinished files are left: {', '.join(run.unfinished())}")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -192,10 +192,10 @@ def of_worker(options, worker):
 
 
 class Start:
-    """All processes of a run, started by one launcher, or worker by worker where their options differ."""
+    """All processes of a run, started by one launcher, or by one for each worker if their options differ."""
 
     def __init__(self, options, base, trainer, tokens, environment=None, preexec=None):
-        """base: the folder for all that the run writes   preexec: called in each new process"""
+        """base: the folder for the run's files   preexec: called in each new process"""
         self.base, self.ranks = Path(base), options.get("--ranks", 1)
         workers = options.get("--workers", 1)
         self.is_apart = any(isinstance(value, list) for value in options.values())
@@ -219,13 +219,13 @@ class Start:
         return Written(self.folders, self.ranks)
 
     def processes(self, launcher):
-        """Those that train: a launcher's children, or itself where it has none."""
+        """The processes that train: the launcher's children, or the launcher itself if it has none."""
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             return children(launcher.pid) or [launcher.pid]
         return []
 
     def kill(self, victim, choose=random.choice):
-        """victim: all, machine (a worker that was started by itself), process"""
+        """victim: all, machine (a worker with its own launcher) or process"""
         launchers = [launcher for launcher in self.launchers if launcher.poll() is None]
         if victim == "machine" and launchers:
             launchers = [choose(launchers)]
@@ -243,13 +243,13 @@ class Start:
         return all(launcher.poll() is not None for launcher in self.launchers)
 
     def wait(self, seconds=START_SECONDS):
-        """Statuses by launcher. Failure where one does not end in time; then all are killed."""
+        """The status of each launcher. If one does not end in time, kills all and raises a Failure."""
         end = time.monotonic() + seconds
         try:
             return [launcher.wait(max(0.01, end - time.monotonic())) for launcher in self.launchers]
         except subprocess.TimeoutExpired:
             self.kill("all")
-            raise Failure(f"the run has not ended after {seconds} s; the last it said:\n"
+            raise Failure(f"the run has not ended after {seconds} s; its last output:\n"
                           f"{self.output()[-1000:]}") from None
 
     def stdout(self, w=0):
@@ -275,13 +275,13 @@ def wait_until_gone(pids):
 
 @dataclass
 class Counts:
-    """A row of the table."""
+    """One row of the table."""
     runs: int = 0
     starts: int = 0
     kills: int = 0
-    in_a_write: int = 0     # a file was half written when the kill came
-    of_one: int = 0         # one process or one machine: the others ended by themselves
-    resumes: list = field(default_factory=list)  # the steps that starts went on from; 0: anew
+    in_a_write: int = 0     # kills while a file was half written
+    of_one: int = 0         # kills of one process or machine, after which the others ended by themselves
+    resumes: list = field(default_factory=list)  # the step that each start continued from; 0: from the beginning
     passed_over: int = 0
     seconds: float = 0
 
@@ -303,16 +303,16 @@ HEADER = (f"{'':<18}{'runs':>5}{'starts':>8}{'kills':>7}{'in write':>10}{'of one
 
 
 class Strike:
-    """When to kill, and whom; drawn for one start."""
+    """When to kill which processes of one start, drawn at random."""
 
     def __init__(self, random, span, is_apart, patient):
         self.random = random
         self.victim = random.choices(["all", "process", "machine" if is_apart else "all"], [5, 3, 2])[0]
         self.kind = "checkpoint" if patient else random.choices(["any", "write", "checkpoint"], [3, 5, 3])[0]
-        self.after = random.uniform(0, span)                    # any: seconds
-        self.file = random.choice(["state_", "state_", "model_", ""])  # write: names of files begin so
-        self.skip = random.randrange(4)                         # write: so many of them are let through
-        self.delay = random.choice([0, random.uniform(0, 0.005)])  # seconds, then it comes
+        self.after = random.uniform(0, span)                    # any: seconds after the start
+        self.file = random.choice(["state_", "state_", "model_", ""])  # write: how the file's name begins
+        self.skip = random.randrange(4)                         # write: files that are spared first
+        self.delay = random.choice([0, random.uniform(0, 0.005)])  # seconds between the moment and the kill
 
     def wait(self, start):
         """Returns when the moment has come, or the run has ended."""
@@ -335,7 +335,7 @@ class Strike:
 
     @staticmethod
     def let_them_meet(start):
-        """A machine that dies before that is only missed, for as long as --timeout says."""
+        """Waits until all machines have begun. The others notice an earlier death only after --timeout."""
         while not start.has_ended() and not all(start.stdout(w) for w in range(len(start.launchers))):
             time.sleep(0.001)
 
@@ -354,19 +354,19 @@ class Torture:
         return Start({**self.options, "-y": int(resume)}, base, self.trainer, self.tokens)
 
     def run_undisturbed(self):
-        """What the tortured run is compared with, and how many seconds it took."""
+        """Returns the run to compare with, and how many seconds it took."""
         begin = time.monotonic()
         start = self.start(self.folder / "undisturbed", False)
         statuses = start.wait()
         if any(statuses):
-            raise Failure(f"the run without interruption has failed:\n{start.output()}")
+            raise Failure(f"the undisturbed run has failed:\n{start.output()}")
         return start.written(), time.monotonic() - begin
 
     def run(self, expected, span, most_kills):
-        """Kills and resumes until it is through, and compares; after `most_kills` it is left alone."""
+        """Kills and resumes the run until it is complete, and compares it. After `most_kills` it is left alone."""
         begin = time.monotonic()
-        stuck = 0  # starts that have brought no checkpoint
-        promised = there = done = 0  # steps: said to be whole, found whole, known as whole
+        stuck = 0  # the latest starts without a new checkpoint
+        promised = there = done = 0  # newest step: printed as whole, present in all processes, recorded in a DONE file
         while True:
             start = self.start(self.folder / "tortured", True)
             was_killed = self.counts.kills < most_kills and self.strike(
@@ -377,19 +377,19 @@ class Torture:
             if not any(statuses):
                 break
             if not was_killed:
-                raise Failure(f"nobody was killed, and yet:\n{start.output()}")
+                raise Failure(f"a start failed although no process was killed:\n{start.output()}")
             done, there = start.written().newest_done(), start.written().newest_whole()
             said = re.findall("^checkpoint of step ([0-9]+) is whole", start.stdout(), re.M)
             promised = max([promised, *map(int, said)])
             if there < promised:
-                raise Failure(f"the checkpoint of step {promised} was whole, and now that of step {there} is "
-                              "the newest")
+                raise Failure(f"the checkpoint of step {promised} was whole, but the newest one now is of step "
+                              f"{there}")
         compare(start.written(), expected)
         self.counts.runs += 1
         self.counts.seconds += time.monotonic() - begin
 
     def strike(self, start, strike):
-        """Returns whether it has hit: the run may be through before."""
+        """Returns whether the strike hit: the run may have ended before it."""
         strike.wait(start)
         running = [pid for launcher in start.launchers for pid in start.processes(launcher)]
         killed = start.kill(strike.victim, self.random.choice)
@@ -405,21 +405,21 @@ class Torture:
         return True
 
     def check_errors(self, start, killed):
-        """Those that were not killed have ended with errors, a line each, that a user can read."""
+        """Launchers that were not killed must have ended with errors that a user can read, each in one line."""
         for w, launcher in enumerate(start.launchers):
             if launcher.pid in killed or launcher.returncode == 0:
                 continue
             lines = start.stderr(w).splitlines()
             are_clear = all(line.startswith("error: ") for line in lines)
             if not are_clear or not 0 < len(lines) <= self.most_errors():
-                raise Failure(f"status {launcher.returncode}, and instead of a clear line:\n"
+                raise Failure(f"status {launcher.returncode}, and no clear error line:\n"
                               f"{start.stderr(w)}")
 
     def most_errors(self):
         return 1 + self.options.get("--ranks", 1) * self.options.get("--workers", 1)
 
     def check_resume(self, start, there):
-        """It goes on from the newest step that all processes have, on all machines; if it comes so far."""
+        """A start, if it got that far, continued from the newest step for which all processes have their state."""
         steps = []
         for w in range(len(start.launchers)):
             text = start.stdout(w)
@@ -427,13 +427,13 @@ class Torture:
             steps += [int(step) for step in re.findall("^resumed after step ([0-9]+)$", text, re.M)]
             steps += [0] * len(re.findall("training starts at step 1$", text, re.M))
         if any(step != there for step in steps):
-            raise Failure(f"all had the state of step {there}, and workers resumed from {steps}:\n"
+            raise Failure(f"all processes had the state of step {there}, but workers resumed from {steps}:\n"
                           f"{start.output()}")
         self.counts.resumes += steps[:1]
 
 
 def write_tokens(folder):
-    """A noisy cycle of 64 tokens: two training shards and one for validation."""
+    """Writes a noisy cycle of 64 tokens as two training shards and one validation shard."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers, token, stream = random.Random(1), 0, []
     for _ in range(20000):
@@ -446,7 +446,7 @@ def write_tokens(folder):
 
 
 def torture(kills, seed, trainer, folder, names, kills_a_run=10):
-    """Returns the table's rows by configuration. A Failure knows `configuration` and `seed` of its run."""
+    """Returns the table's rows by configuration. A Failure has the `configuration` and `seed` of its run."""
     tokens, rows, undisturbed = write_tokens(folder / "tokens"), {}, {}
     number, killed = 0, 0
     while killed < kills:
@@ -493,8 +493,8 @@ def main():
     try:
         rows = torture(arguments.kills, seed, arguments.trainer.resolve(), folder, names)
     except Failure as failure:
-        print(f"{failure}\nwhat it left is in {folder}; again:\n    dev/break/torture.py --kills {arguments.kills} "
-              f"--seed {failure.seed} --configuration '{failure.configuration}' "
+        print(f"{failure}\nits files are in {folder}; to reproduce it:\n    dev/break/torture.py "
+              f"--kills {arguments.kills} --seed {failure.seed} --configuration '{failure.configuration}' "
               f"--trainer {arguments.trainer}")
         return 1
     print_table(rows)

@@ -1,4 +1,4 @@
-// Device memory and pinned memory: what lies where, who may touch it when. Compiled without
+// Device memory and pinned memory: what lies where, and which side may touch it when. Compiled without
 // -fsanitize=thread (see sanitizers.h).
 #include "dev/emulator/device_memory.h"
 

@@ -1,9 +1,9 @@
 // The emulated device's global memory and pinned memory of the host, between allocation and release.
 //
-// Both are 0xFF when new (NaN), no address is used twice, and each allocation ends at a page that nobody may
-// touch: what lies beyond it, before its first page or in freed memory faults. The few bytes up to its first
-// page and, since starts are aligned to 256 bytes, behind its end are 0xFF and looked at after each launch;
-// address sanitizer forbids them.
+// Both are 0xFF when new (NaN), no address is used twice, and each allocation ends at a page that must not be
+// touched: an access beyond it, before its first page or in freed memory faults. The few bytes up to its
+// first page and, since starts are aligned to 256 bytes, after its end are 0xFF and checked after each
+// launch; address sanitizer forbids them.
 //
 // Where streams are asynchronous, device memory is closed to the host: from the moment when the host has
 // waited for a stream, or made an allocation, until a stream works again, it faults (mprotect).
@@ -58,7 +58,7 @@ private:
         bool holds(const void* p) const { return p >= begin && p < begin + region_bytes; }
     };
     struct Allocation {
-        char* mapping;  // whole pages, a guard page behind
+        char* mapping;  // whole pages, followed by a guard page
         size_t mapped;
         char* p;
         size_t bytes;

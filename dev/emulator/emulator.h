@@ -1,7 +1,7 @@
 // CUDA's device language on a CPU, for an ordinary C++ compiler: llmc/cuda/device.cuh includes this where
-// nvcc is not at work. Threads of a block run as fibers and meet in barriers and warp operations; whoever
-// waits in vain, or misuses one of them, ends the launch with an emulator::Error that names kernel, block,
-// thread and line. README.md beside this file says what is found that way and what is not.
+// nvcc is not at work. Threads of a block run as fibers and meet in barriers and warp operations; a thread
+// that waits in vain, or misuses one of them, ends the launch with an emulator::Error that names kernel,
+// block, thread and line. README.md beside this file says what is found that way and what is not.
 #pragma once
 // The toolkit's own `extern const uint3 threadIdx` would clash with ours.
 #define __DEVICE_LAUNCH_PARAMETERS_H__
@@ -77,7 +77,7 @@ int block_barrier(const char* name, bool predicate, Site site);
 // The operands of a warp operation by lane; null for lanes that are not in the mask.
 using Operands = void* const (&)[32];
 
-// Returns when all lanes of `mask` are here; the last to come has run `combine` on everybody's operands.
+// Returns when all lanes of `mask` are here; the last to come has run `combine` on all operands.
 // `orders_memory`: what a lane wrote before is visible to the others after.
 void warp_operation(const char* name, unsigned mask, void* operand, void (*combine)(Operands), Site site,
                     bool orders_memory = false);

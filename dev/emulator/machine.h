@@ -175,12 +175,12 @@ private:
     std::vector<std::vector<int>> runnable;  // by warp
     std::vector<unsigned> waiting;           // by warp: lanes in a warp operation
     std::vector<unsigned> returned;          // by warp: lanes that have returned from the kernel
-    std::vector<int> warp_order;             // the first warp with a runnable thread goes on
+    std::vector<int> warp_order;             // the first warp with a runnable thread continues
     int runnable_count = 0, unfinished = 0;
     int at_barrier = 0, true_predicates = 0, result_of_barrier = 0;
     unsigned barrier_number = 0;
     int running = -1;  // the running thread; -1: the host
-    int leaving = -1;  // who is being switched from
+    int leaving = -1;  // the thread that is being switched from
     bool failed = false;
     std::string report;
     Random random;

@@ -182,7 +182,7 @@ bool joins(ncclComm& comm) {
 }
 
 ncclResult_t start(const CommRef& comm, std::function<void()> work) {
-    injected_fault();  // by the caller, whom all threads that use it come after
+    injected_fault();  // by the caller, before any thread that uses the communicator
     if (comm->blocking) {
         work();
         return ncclResult_t(comm->state.load());

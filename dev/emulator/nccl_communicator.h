@@ -55,7 +55,7 @@ bool joins(ncclComm& comm);
 // Calls `work`: for a blocking communicator now; for any other after a while, on a thread of its own. Then the
 // result may be ncclSuccess already: only ncclCommGetAsyncError tells.
 ncclResult_t start(const CommRef& comm, std::function<void()> work);
-// The program knows now that the call is done: what it enqueues on the streams comes behind.
+// The program knows now that the call is done: its further work on the streams comes after the call.
 void forget_progress(ncclComm& comm);
 // Whether another call may be made.
 ncclResult_t ready_result(const CommRef& comm);

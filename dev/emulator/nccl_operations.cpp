@@ -21,7 +21,7 @@ bool reduces(const Operation& operation) {
     return operation.call.kind == Collective::all_reduce || operation.call.kind == Collective::reduce_scatter;
 }
 
-// Whoever reads it too early finds NaN there, and so does everybody after an abort.
+// A read that is too early finds NaN there, and so does every read after an abort.
 void poison_bytes(char* p, size_t bytes) {
     if (settings().seed == 0) { return; }
     OwnAccesses own;

@@ -19,7 +19,7 @@
 namespace emulator {
 
 // When a piece of work is done. Thread sanitizer knows by the addresses of two bytes what CUDA promises of
-// it: it begins after the call that enqueued it, and who has waited for it goes on after its end.
+// it: it begins after the call that enqueued it, and a thread that waits for it continues after its end.
 struct Point {
     bool done = false;
     double seconds = 0;  // when

@@ -1,6 +1,6 @@
-// The shared memory of one block: variables with a red zone before, between and behind them. All bytes are
-// 0xFF at first (NaN as float, bf16, half and fp8; -1 as an integer), so that what reads a value that nobody
-// wrote shows it, and what writes into a red zone is seen. Under address sanitizer the red zones are
+// The shared memory of one block: variables with a red zone before, between and after them. All bytes are
+// 0xFF at first (NaN as float, bf16, half and fp8; -1 as an integer), so that the use of a value that was
+// never written shows, and so does a write to a red zone. Under address sanitizer the red zones are
 // forbidden.
 #pragma once
 #include <sys/mman.h>
@@ -47,7 +47,7 @@ public:
         allow(arena, used);
         {
             OwnAccesses own;
-            memset(arena, poison, used);  // what lies behind still is
+            memset(arena, poison, used);  // the bytes after these still are
         }
         variables.clear();
         used = red_zone;

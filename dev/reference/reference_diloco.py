@@ -116,8 +116,8 @@ def token_shard(tokens):
 
 
 def batches(tokens, worker, options):
-    """(inputs, targets) of a worker, for ever: its rows of each sample, which holds as many as the batches of all
-    workers together.   options: with lists, of all workers"""
+    """Yields (inputs, targets) of a worker without end: its rows of each sample. A sample has as many rows as the
+    batches of all workers together.   options: with lists, of all workers"""
     import torch
     time, counts = options["-t"], [of_worker(options, w)["-b"] for w in range(options["--workers"])]
     first, sample = sum(counts[:worker]), sum(counts)
@@ -129,7 +129,7 @@ def batches(tokens, worker, options):
 
 
 def row_order(count, sample, options):
-    """Numbers of rows, for ever. As they lie, without a short rest; or each epoch in an order of its own."""
+    """Yields numbers of rows without end: in the file's order, without a short rest; or shuffled anew in each epoch."""
     epoch = 0
     while True:
         yield from (shuffled(count, options["--seed"], epoch) if options["--shuffle"]

@@ -91,7 +91,7 @@ def sends(offset, inner_steps, steps):
 
 
 def in_flight(fragments, inner_steps, overlap, steps):
-    """How many exchanges are under way right behind each step's sends."""
+    """The number of exchanges that are under way just after each step's sends."""
     all_sends = [sent for one in fragments for sent in sends(one.offset, inner_steps, steps)]
     return [sum(sent <= step <= sent + overlap for sent in all_sends) for step in range(1, steps + 1)]
 

@@ -1,9 +1,9 @@
 """The time that an exchange through a store takes (--outer-transport store; streaming/elastic/sync_log.h): a worker
-writes its payload, settles with the others who is counted, and reads what the others have written. With P
-bytes a payload and M workers that is M (M - 1) P over the store's link.
+writes its payload, agrees with the others on the workers that count, and reads their payloads. With P bytes per payload
+and M workers that is M (M - 1) P over the store's link.
 
     bytes          workers that do the same at the same time have each its share of the store's own link
-    round trips    ROUND_TRIPS: Redis decides when the last payload arrives, and sends it to all who wait
+    round trips    ROUND_TRIPS: Redis decides when the last payload arrives, and sends it to all waiting workers
     TCP            opens its window in either direction, as in trainer.py
     one worker     does all this for one fragment after the other, in the order in which they are sent
 

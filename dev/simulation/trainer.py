@@ -81,8 +81,8 @@ class Calls:
 
 
 def streaming_utilization(step_seconds, inner_steps, overlap, exchanges, calls):
-    """Share of the time that a worker computes. A fragment is sent behind its step, and merged behind the
-    step that is `overlap` (tau) later: until then its exchange must be through.
+    """Share of the time that a worker computes. A fragment is sent after its step, and merged after the step that is
+    `overlap` (tau) later: by then its exchange must have ended.
     exchanges: (offset, [bytes of each call]) by fragment."""
     active = sorted({(offset + after) % inner_steps for offset, _ in exchanges for after in (0, overlap)})
     now, last, arrivals = 0.0, 0, {}

@@ -112,7 +112,7 @@ def children(pid):
 
 
 def is_running(pid):
-    """One that has ended may stay a zombie for as long as nobody waits for it."""
+    """A process that has ended may stay a zombie until its parent waits for it."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

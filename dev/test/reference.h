@@ -29,7 +29,7 @@ struct Reference {
     GptShape shape;
     int B = 0, T = 0;
     uint64_t seed = 0;
-    int steps = 0;  // updates behind "losses" and "norms"
+    int steps = 0;  // the number of updates that gave "losses" and "norms"
     std::map<std::string, ReferenceArray> arrays;
 
     const ReferenceArray& array(const std::string& name) const {
@@ -39,7 +39,7 @@ struct Reference {
     }
 };
 
-// The optimizers behind "losses" and "norms", and "muon.losses" and "muon.norms"; gradients are not clipped.
+// The optimizers that gave "losses" and "norms", and "muon.losses" and "muon.norms", without clipping.
 const float reference_learning_rate = 1e-3f, reference_beta1 = 0.9f, reference_beta2 = 0.95f,
             reference_eps = 1e-8f, reference_weight_decay = 0.1f, reference_muon_rate = 2e-3f;
 

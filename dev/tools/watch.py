@@ -17,7 +17,7 @@ Each line is of one process: "1.0" is worker 1's rank 0. Its columns:
                       up waiting for it, and it is among those that are behind
 
 In an elastic run (--outer-transport store) the state is what the workers' logs say of each other: "late"
-(others went on without it), "gone" (no sign of life), "catch-up" (it waits for a snapshot), "too few" (it
+(others continued without it), "gone" (no sign of life), "catch-up" (it waits for a snapshot), "too few" (it
 waits for --min-workers), "no store", "stopped". The last of such changes are listed below the table.
 
 Logs that do not exist yet are waited for, and a log that a resumed run cuts is read again.

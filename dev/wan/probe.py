@@ -151,8 +151,8 @@ def measure(line, packets, megabytes, relay=ROOT / "build/relay"):
 
 
 def both_ways(line, count, times, relay=ROOT / "build/relay"):
-    """Mbit/s each way, of one connection: the median of `times` exchanges of `count` bytes behind a first
-    one, by the side for which each took longer."""
+    """Mbit/s each way, of one connection: the median of `times` exchanges of `count` bytes after a first
+    one. Of an exchange's two durations, one for each side, the longer counts."""
     how = ["--bytes", str(count), "--times", str(times + 1)]
     with Sites(line, relay=relay) as sites:
         said = run_pair(sites, ["--as", "swapped", *how], ["--as", "swap", *how])

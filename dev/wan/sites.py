@@ -128,8 +128,8 @@ class Sites:
         return ["setpriv", "--pdeathsig", "KILL", "nsenter", f"--net={network}", f"--uts={host_name}"]
 
     def tcp(self):
-        """By what a connection goes on that was idle, the same in all sites: tcp_congestion_control and
-        tcp_slow_start_after_idle."""
+        """[tcp_congestion_control, tcp_slow_start_after_idle], the same in all sites: they decide how a connection that
+        was idle continues."""
         names = [f"/proc/sys/net/ipv4/tcp_{name}" for name in ("congestion_control", "slow_start_after_idle")]
         return subprocess.run([*self.inside(0), "cat", *names], capture_output=True, text=True,
                               check=True).stdout.split()

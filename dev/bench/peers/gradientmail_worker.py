@@ -9,7 +9,7 @@ model, inner, ended, fetching = work.model, work.optimizer, None, 0.0
 
 
 def timed(batches):
-    """What passes between two steps beside this is GradientMail's: it waits, encodes and merges."""
+    """Time between two steps that is not spent here is GradientMail's: it waits, encodes and merges."""
     global fetching
     while True:
         begin = time.monotonic()

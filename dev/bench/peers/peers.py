@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""diloco.c beside its peers torchft and GradientMail: two workers of each train the demo's model over dev/wan's lines.
+"""Compares diloco.c with torchft and GradientMail: two workers of each train the demo's model over dev/wan's lines.
 
-    PEERS=1 make bench-peers                       installs the peers and runs what is not there yet (root)
+    PEERS=1 make bench-peers                       installs the peers and makes the runs that are missing (root)
     PEERS=1 make bench-peers ARGUMENTS=--quick     short runs, at most a quarter of an hour
-    dev/bench/peers/peers.py --minutes 0           the report of what is there
+    dev/bench/peers/peers.py --minutes 0           only reports the finished runs
 
-A finished run is a line of the data file, and is not run again; so is one that failed, with its message. To run it
-again, delete its line. Workers write metrics.jsonl as the trainer does (the peers by work.py), the kernel counts the
+A finished run, or one that failed, with its message, is a line of the data file and is not repeated. To repeat it,
+delete its line. Workers write metrics.jsonl as the trainer does (the peers through work.py), the kernel counts the
 bytes at each worker's interface, and worker 1 is killed in the middle of the runs named "killed".
 """
 import contextlib
@@ -47,8 +47,8 @@ class Scale:
     warm_up: int
     validation: int  # batches
     seeds: int
-    limit: int       # seconds of a run
-    kills_of_all_seeds: bool  # else of one, by which no loss is named
+    limit: int       # seconds that a run may take
+    kills_of_all_seeds: bool  # else of one seed, and then its loss is not reported
 
 
 SCALES = {"full": Scale(4000, 100, 320, 3, 900, True), "quick": Scale(135, 15, 40, 3, 75, False)}
@@ -56,7 +56,7 @@ SCALES = {"full": Scale(4000, 100, 320, 3, 900, True), "quick": Scale(135, 15, 4
 
 @dataclass(frozen=True)
 class Job:
-    name: str  # of a program
+    name: str  # the program
     line: str
     seed: int
     killed: bool
@@ -67,8 +67,8 @@ class Job:
 
 
 def jobs_of(scale, names):
-    """Seed by seed, all programs in turn: what is there can be compared whenever this is stopped. All seeds of the
-    line by which losses are compared, one of the others."""
+    """Seed by seed, all programs in turn, so that finished runs can be compared whenever this is stopped. The line on
+    which losses are compared has all seeds, the other lines have one."""
     found = []
     for seed in range(1, SCALES[scale].seeds + 1):
         is_first = seed == 1
@@ -89,12 +89,12 @@ def options_of(one, text):
 # --------------------------------------------------------------------------------------------------- programs
 
 def store_lines(line):
-    """The workers' and the store's: as far away, and no bottleneck."""
+    """The workers' lines and the store's, which is as long but no bottleneck."""
     return [line, line, Line(0, line.round_trip_ms, buffer_ms=line.buffer_ms, mtu=line.mtu)]
 
 
 class Run:
-    """The processes of a run, in sites 0 and 1, and in site 2 what they meet through."""
+    """The processes of a run: the workers in sites 0 and 1, and the store or lighthouse in site 2."""
 
     def __init__(self, one, arguments, folder, sites):
         self.one, self.arguments, self.folder, self.sites = one, arguments, folder, sites
@@ -113,7 +113,7 @@ class Run:
         return process
 
     def resolvable(self):
-        """The words before a command that knows the sites' host names, as torchft's workers must."""
+        """The words before a command that resolves the sites' host names, as torchft's workers must."""
         names = [subprocess.run([*self.sites.inside(site), "uname", "-n"], capture_output=True, text=True,
                                 check=True).stdout for site in range(3)]
         hosts = [f"{address} {name}" for address, name in zip(self.sites.addresses, names)]
@@ -133,7 +133,7 @@ class Run:
         else:
             self.start(2, [sys.executable, HERE / "serve_s3.py", self.folder / "s3", self.address], "s3")
             self.environment = json.loads(first_line(self.folder / "s3.txt", 120))
-            del self.environment["AWS_PROFILE"]  # empty: boto3 takes it for a name
+            del self.environment["AWS_PROFILE"]  # it is empty, and boto3 would take that for a name
         self.environment["OMP_NUM_THREADS"] = "1"
 
     def start_workers(self):
@@ -169,7 +169,7 @@ def program_of(name):
 
 
 def first_line(path, seconds):
-    """Of what a helper prints when it is ready."""
+    """The first line of a helper's output, which it prints when it is ready."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if (text := path.read_text()).endswith("\n"):
@@ -185,7 +185,7 @@ def log_of(folder, worker):
 
 
 class Progress:
-    """The last step in the log of a worker. Each line is read once: the workers need the cores."""
+    """The last step in a worker's log. Each line is read only once, since the workers need the cores."""
 
     def __init__(self, folder, worker=0):
         self.log, self.last = log_of(folder, worker), 0
@@ -198,8 +198,8 @@ class Progress:
 
 
 def watch(run, workers, limit):
-    """Until they have ended: (the first counters, the last, the step at which worker 1 was killed). Counted is from H
-    steps on, without what is sent at the start, until worker 0 has ended."""
+    """Waits for the workers' end. Returns (first counters, last counters, step at which worker 1 was killed). Bytes are
+    counted from step H on, without those sent at the start, until worker 0 has ended."""
     one, until, progress = run.one, time.monotonic() + limit, Progress(run.folder)
     begin = last = killed_at = None
 
@@ -228,13 +228,13 @@ def watch(run, workers, limit):
 
 
 def last_words(path):
-    """Of a worker that failed: its error, or its last line."""
+    """A failed worker's error, or its last line."""
     lines = [line.strip() for line in path.read_text().splitlines() if line.strip()] or ["no message"]
     return next((line for line in reversed(lines) if "rror" in line.split(":")[0]), lines[-1])[:300]
 
 
 def measures(logs, begin, last, killed_at):
-    """What is kept of a run. A turn: H / FRAGMENTS steps, in which one fragment is synchronized."""
+    """The record of a run. A turn is H / FRAGMENTS steps, in which one fragment is synchronized."""
     steps = [[line for line in log if line["type"] == "step"] for log in logs]
     waits = [sum(line["waited_seconds"] for line in log if "waited_seconds" in line and line["type"] != "end"
                  and line.get("apply_step", line.get("step")) > H) for log in logs]
@@ -256,7 +256,7 @@ def measures(logs, begin, last, killed_at):
 
 
 def are_equal(logs):
-    """The hash at the end; of the trainer's, that of every sync that both merged."""
+    """Whether the workers' final hashes are equal; for the trainer, the hashes of every sync that both merged."""
     ends = [[line["hash"] for line in log if line["type"] == "end" and "hash" in line] for log in logs]
     if all(ends):
         return ends[0] == ends[1]
@@ -291,13 +291,13 @@ def read_data(path):
 
 
 def made(records, one):
-    """The kept run of a job; None where there is none."""
+    """The record of a job; None if there is none."""
     own = asdict(one)
     return next((record for record in records if all(record[name] == value for name, value in own.items())), None)
 
 
 def parse_arguments(words):
-    parser = Parser(description="diloco.c beside torchft and GradientMail: bytes, waits, a killed worker, losses")
+    parser = Parser(description="Compares diloco.c with torchft and GradientMail: bytes, waits, a kill, losses.")
     parser.add_argument("--trainer", type=Path, default=ROOT / "train_gpt_cpu")
     parser.add_argument("--relay", type=Path, default=ROOT / "build/relay")
     parser.add_argument("--text", type=Path, default=ROOT / "build/peers/text", help="token shards")
@@ -305,8 +305,8 @@ def parse_arguments(words):
     parser.add_argument("--data", type=Path, default=ROOT / "dev/results/peers.jsonl", help="file of finished runs")
     parser.add_argument("--report", type=Path, help="write the report here, and a figure beside it")
     parser.add_argument("--quick", action="store_true", help="short runs: at most a quarter of an hour")
-    parser.add_argument("--minutes", type=above_zero(float, or_zero=True), help="no run begins that may end later "
-                        "(180, with --quick 14; 0: the report of what is there)")
+    parser.add_argument("--minutes", type=above_zero(float, or_zero=True), help="start no run that may end later "
+                        "(180, with --quick 14; 0: only report the finished runs)")
     parser.add_argument("--only", nargs="+", choices=list(TITLES), metavar="NAME", default=list(TITLES),
                         help=" ".join(TITLES))
     arguments = parser.parse_args(words)

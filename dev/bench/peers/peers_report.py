@@ -13,8 +13,8 @@ MARKS = "# user: from here", "# user: to here"
 @dataclass(frozen=True)
 class Row:
     title: str
-    values: dict  # by program: a number, of which less is better; or None
-    texts: dict   # by program
+    values: dict  # {program: a number, where less is better, or None}
+    texts: dict   # {program: text}
 
 
 def runs_of(records, name, line=None, killed=False):
@@ -26,7 +26,7 @@ def failures(own):
 
 
 def cell(own, field, show, wanted=1):
-    """(the mean of what the runs have, its text). A failed run is shown, whatever others of its kind give."""
+    """(mean over runs, its text). If any of the runs failed, the text says so."""
     if failed := failures(own):
         return None, failed
     if len(own) < wanted:
@@ -67,7 +67,7 @@ def measured_rows(records, scale):
 
 
 def equality(records, name):
-    """Of all runs of which no worker was killed."""
+    """Whether workers were equal in all runs without a kill."""
     own = runs_of(records, name)
     if failed := failures(own):
         return failed
@@ -78,7 +78,7 @@ def equality(records, name):
 
 
 def size_of(path):
-    """Megabytes on the disk."""
+    """Megabytes on disk."""
     if path.is_file():
         return path.stat().st_size / 1e6
     files = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
@@ -86,14 +86,14 @@ def size_of(path):
 
 
 def user_lines(path):
-    """What a user writes for it, without empty lines and comments."""
+    """The number of lines that a user writes for it, without empty lines and comments."""
     text = path.read_text()
     own = text[text.index(MARKS[0]) + len(MARKS[0]):text.index(MARKS[1])]
     return sum(bool(line.strip()) and not line.strip().startswith("#") for line in own.splitlines())
 
 
 def sizes():
-    """{program: MB on the disk}, of those that are here."""
+    """{program: MB on disk}, for the installed programs."""
     paths = {name: peers.ROOT / "train_gpt_cpu" if name in peers.OURS else peers.python_of(name).parents[1]
              for name in peers.TITLES}
     measured = {path: size_of(path) for path in set(paths.values()) if path.exists()}
@@ -109,7 +109,7 @@ def fixed_rows(installed):
 
 
 def better(one):
-    """In words, which peer is better than which of ours."""
+    """Says which peer is better than which of diloco.c's ways."""
     found = []
     for peer in peers.PEERS:
         value = one.values[peer]
@@ -123,7 +123,7 @@ def better(one):
 
 
 def text_of(records, scale, installed):
-    """installed: what sizes() returns"""
+    """installed: see sizes()"""
     rows = measured_rows(records, scale) + fixed_rows(installed)
     same = Row("both workers' parameters", {}, {name: equality(records, name) for name in peers.TITLES})
     lines = [[one.title, *(one.texts[name].replace("|", "/") for name in peers.TITLES),
@@ -145,20 +145,22 @@ def text_of(records, scale, installed):
 
 def notes(scale):
     kill = "" if peers.SCALES[scale].kills_of_all_seeds else \
-        " Of the short runs one is killed, so that no loss is given for it."
-    return ["- Bytes: all that the kernel counted at the worker's interface, headers and requests included, behind the "
-            f"first {peers.H} steps; the mean of both workers.",
-            "- Waited: diloco.c by its log; torchft the time in its optimizer hook; GradientMail the time between two "
-            "steps beside the data's. The peers' times include what they compute (encoding, merging), diloco.c's do "
+        " Only one of the short runs is killed, so its loss is not given."
+    return ["- Bytes: all that the kernel counted at the worker's interface after the "
+            f"first {peers.H} steps, headers and requests included; the mean of both workers.",
+            "- Waited: for diloco.c by its log; for torchft the time in its optimizer hook; for GradientMail the time "
+            "between two steps without loading data. The peers' times include encoding and merging, diloco.c's do "
             "not.",
-            "- diloco.c sends four bits, in lock-step by its own TCP exchange. torchft sends fp32 in buckets, by "
-            "gloo; its 8 bits need a GPU. GradientMail by its defaults sends fp32, polls once a second and never "
-            "waits; in the last column it sends F4, waits after 5 steps, has alpha 0.5 and polls each 20 ms. Its "
-            "syncer runs beside SeaweedFS.",
-            "- Killed: worker 1 by SIGKILL in the middle, and not started again." + kill,
-            "- Losses: where means differ by less than their spread, neither is better, whatever the last column says.",
-            "- Parameters: diloco.c's hashes of every sync that both merged; the peers' global parameters at the end.",
-            "- Installed: diloco.c's program without the system's libraries; the peers' environments with PyTorch."]
+            "- diloco.c sends four bits, in lock-step through its own TCP exchange. torchft sends fp32 in buckets "
+            "through gloo; its 8 bits need a GPU. With its defaults GradientMail sends fp32, polls once a second and "
+            "never waits; in the last column it sends F4, waits after 5 steps, has alpha 0.5 and polls every 20 ms. "
+            "Its syncer runs beside SeaweedFS.",
+            "- Killed: worker 1 by SIGKILL in the middle of the run; it is not restarted." + kill,
+            "- Losses: if means differ by less than their spread, neither is better, whatever the last column says.",
+            "- Parameters: for diloco.c the hashes of every sync that both workers merged; for the peers the global "
+            "parameters at the end.",
+            "- Installed: for diloco.c the program without the system's libraries; for the peers their environments "
+            "with PyTorch."]
 
 
 def draw(path, records):

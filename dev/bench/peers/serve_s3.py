@@ -1,4 +1,4 @@
-"""SeaweedFS in the site that this is started in: prints what workers need to know, and serves until it is ended."""
+"""Runs SeaweedFS in the present site: prints the variables that workers need, and serves until it is ended."""
 import json
 import signal
 import sys

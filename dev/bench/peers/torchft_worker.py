@@ -46,12 +46,12 @@ with diloco:
         inner.step()
         waited = time.monotonic() - step_ended
         work.stepped(loss)
-        # A sync begins five steps before it ends: what both took is waited for.
+        # A sync begins five steps before it ends: the time of both calls counts as waiting.
         work.write(type="wait", step=work.step, waited_seconds=waited)
         if manager.current_step() > synced:
             work.write(type="sync", step=work.step, members=manager.num_participants())
 work.meet("done")
 for fragment in diloco._fragments:
-    fragment.restore_parameters()  # the global ones
+    fragment.restore_parameters()  # loads the global parameters
 work.end()
 manager.shutdown(wait=False)

@@ -1,7 +1,7 @@
-"""What both peers train: the demo's model in PyTorch, from the trainer's initial bits, with its rows and rates; and the
-log that the benchmark reads.
+"""The training of both peers: the demo's model in PyTorch, from the trainer's initial bits, with its rows and rates;
+and the log that the benchmark reads.
 
-Runs in the environment of a peer: PyTorch and NumPy are there.
+Runs in a peer's environment, which has PyTorch and NumPy.
 """
 import hashlib
 import json
@@ -60,12 +60,12 @@ class Gpt(nn.Module):
         return F.cross_entropy(F.linear(x, ends.wte[:self.vocabulary]).flatten(0, 1), targets.flatten())
 
     def fragments(self):
-        """As the trainer's: every second layer, the others, and the rest."""
+        """The trainer's fragments: every second layer, the other layers, and the rest."""
         return [nn.ModuleList(self.layers[0::2]), nn.ModuleList(self.layers[1::2]), self.ends]
 
 
 class Work:
-    """What a peer's worker is given, by a JSON object as its only argument, and its log."""
+    """A peer's worker: its settings, a JSON object as its only argument, its data and its log."""
 
     def __init__(self):
         self.given = json.loads(sys.argv[1])
@@ -86,7 +86,7 @@ class Work:
             yield next(rows)
 
     def compute(self, batch):
-        """A step up to the optimizer's."""
+        """Computes a step's loss and gradients, without the optimizer's update."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.options["-l"] * reference_diloco.schedule(self.options, self.step)
         self.optimizer.zero_grad()
@@ -96,7 +96,7 @@ class Work:
         return loss.item()
 
     def stepped(self, loss):
-        """After a step."""
+        """Logs a step after its end."""
         now = time.monotonic()
         self.step += 1
         self.write(type="step", step=self.step, loss=loss, seconds=now - (self.before or now))
@@ -108,14 +108,14 @@ class Work:
         print(json.dumps(line), file=self.log, flush=True)
 
     def meet(self, name):
-        """Both workers, for PyTorch takes seconds to start. One that is killed is not waited for."""
+        """Waits for the other worker, since PyTorch takes seconds to start, unless that one was killed."""
         (self.folder / f"{name}{self.worker}").touch()
         while not all((self.folder / f"{name}{worker}").exists() or (self.folder / f"killed{worker}").exists()
                       for worker in range(2)):
             time.sleep(0.02)
 
     def end(self):
-        """Of the global parameters, which the model has by now: their validation loss and hash."""
+        """Logs the validation loss and the hash of the global parameters, which the model holds by now."""
         rows, length = self.options["-b"] * self.options["-m"], self.options["-t"]
         held_out = torch.from_numpy(read_tokens(self.text, "val")[:rows * length + 1])
         inputs, targets = held_out[:-1].view(rows, length), held_out[1:].view(rows, length)

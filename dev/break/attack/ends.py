@@ -1,4 +1,4 @@
-"""The processes of a blow, and the verdict on how they end."""
+"""The processes of a blow, and the verdict on their ends."""
 import json
 import os
 import signal
@@ -13,9 +13,9 @@ from conftest import command  # noqa: E402
 from metrics import log_name  # noqa: E402
 
 SAME, REFUSED, WAITED, DEFECT = VERDICTS = ("same bits", "refused with one line", "waited and said so", "DEFECT")
-HANG = 60   # seconds after which a run must end, unless it still trains: the machine may have other work
-LONGEST = 600  # seconds after which it must end even so
-STILL = 10  # seconds without a line in its log: longer than --timeout
+HANG = 60   # seconds within which a run must end, unless it still trains: the machine may be busy
+LONGEST = 600  # seconds within which a run must end in any case
+STILL = 10  # seconds without a new line in the log after which a run counts as still: longer than --timeout
 
 
 def worst(verdicts):
@@ -23,7 +23,7 @@ def worst(verdicts):
 
 
 class Runs:
-    """Starts the processes of a blow, and ends those that are left."""
+    """Starts the processes of a blow, and kills those that are left."""
 
     def __init__(self, trainer, tokens, base):
         self.trainer, self.tokens, self.base, self.started = trainer, tokens, base, []
@@ -57,12 +57,12 @@ def model_of(process):
 
 
 def is_still(process):
-    """Nothing was logged for some seconds."""
+    """Whether nothing was logged in the last STILL seconds."""
     return not log_of(process).exists() or time.time() - log_of(process).stat().st_mtime > STILL
 
 
 def says_that_it_waits(process):
-    """It has logged that, and nothing since for some seconds."""
+    """Whether the process has logged that it waits, and nothing in the last STILL seconds."""
     if not log_of(process).exists() or not is_still(process):
         return False
     rows = map(json.loads, log_of(process).read_text().split("\n")[:-1])
@@ -70,7 +70,8 @@ def says_that_it_waits(process):
 
 
 def end(process, until):
-    """The verdict on how one ends. One that waits and says so is asked to stop."""
+    """The verdict on one process's end, or the symptoms of a defect. A process that waits and says so is asked to
+    stop."""
     while process.poll() is None and not says_that_it_waits(process):
         late = time.monotonic() - until
         if late > LONGEST - HANG or (late > 0 and is_still(process)):
@@ -81,8 +82,8 @@ def end(process, until):
         try:
             status = process.wait(20)
         except subprocess.TimeoutExpired:
-            return "waits, and does not stop when it is asked to"
-        return WAITED if status in (75, 143) else f"status {status} of one that was asked to stop"
+            return "waits, and does not stop when asked to"
+        return WAITED if status in (75, 143) else f"status {status} after it was asked to stop"
     status = process.returncode
     said = (process.folder / "errors.txt").read_text(errors="replace")
     lines = [line for line in said.splitlines() if line.startswith("error: ")]
@@ -94,7 +95,7 @@ def end(process, until):
 
 
 def ends(processes, seconds=HANG):
-    """(verdict, what was seen of a defect)"""
+    """(verdict, symptoms of a defect)"""
     until = time.monotonic() + seconds
     seen = [end(process, until) for process in processes]
     bad = [text for text in seen if text not in VERDICTS]

@@ -1,4 +1,4 @@
-"""Forged and damaged records in the log of an elastic run, and other things under its keys."""
+"""Forged and damaged records in the log of an elastic run, and values of other types under its keys."""
 import os
 import re
 import signal
@@ -16,7 +16,7 @@ ELASTIC = {"--workers": 2, "--min-workers": 2, "--outer-transport": "store", "--
 
 
 class Log:
-    """The records of an elastic run, in a folder or in Redis: (folder, name), value."""
+    """The records of an elastic run, each a value under (folder, name), in a folder or in Redis."""
 
     def __init__(self, base, server):
         self.folder, self.server = base / "store/log/run", server
@@ -25,7 +25,7 @@ class Log:
         if self.server:
             keys = [key.decode() for key in self.server.ask("KEYS", "run/log/*")]
             return [(key, name) for key in keys for name in self.server.ask("HKEYS", key)]
-        # os.walk ignores folders that a worker removes meanwhile.
+        # os.walk ignores folders that a worker removes at the same time.
         return [(Path(folder), name) for folder, _, names in os.walk(self.folder) for name in names
                 if ".new" not in Path(folder, name).parts]
 
@@ -51,7 +51,7 @@ FORGERIES = {
 
 
 def with_a_log(runs, draw, store, blow):
-    """Two elastic workers, of whom one may be killed and come back. blow: what befalls their log"""
+    """Two elastic workers, one of which may be killed and come back.   blow: damages their log, and says how"""
     server = redis_server.RedisServer(runs.base / "redis") if store == "redis" else None
     url = server.url() if server else f"file:{runs.base}/store"
     try:
@@ -82,7 +82,7 @@ def record(runs, draw, store):
         kind, how = draw.choice(sorted(kinds)), draw.choice(list(FORGERIES))
         by_age = sorted(kinds[kind], key=lambda one: [int(n) for n in re.findall(r"\d+", f"{one[0]} {one[1]}")])
         folder, name = draw.choice(by_age[-4:])
-        # An entry may also be there before its sync.
+        # An entry may also be written before its sync is due.
         to = str(int(name) + draw.randrange(4)) if kind.endswith("/entry") else name
         try:
             value = log.get(folder, name)
@@ -90,7 +90,7 @@ def record(runs, draw, store):
                 log.put(folder, to, FORGERIES[how](value, draw))
         except OSError:
             value = None
-        if value is None:  # a worker has removed it meanwhile
+        if value is None:  # a worker removed it in the meantime
             return f"{kind} is gone"
         return f"{kind} {how}"
     return with_a_log(runs, draw, store, forge)

@@ -1,12 +1,12 @@
-"""A worker's link to its Redis server, in the hands of a test: it can be cut, and it knows what passes.
+"""A worker's link to its Redis server, under a test's control: it can be cut, and it reads the commands that pass.
 
-    link = Link(server.port)               the worker is given link.port
-    link.cut(); link.mend()                nothing passes meanwhile, and nobody is told
-    link.drop()                            every connection ends
-    link.trap("HSETNX", "/sent/", action)  the next command on such a key is held, and action(send, command)
-                                           called: send(bytes) passes on all, a part or nothing of command,
-                                           its bytes
-    link.hold(is_for, may_pass)            commands for which is_for(words) wait, and all behind them on their
+    link = Link(server.port)               the worker connects to link.port
+    link.cut(); link.mend()                in between, nothing passes, and neither end is told
+    link.drop()                            ends every connection
+    link.trap("HSETNX", "/sent/", action)  holds the next such command on such a key, and calls
+                                           action(send, command), whose send(bytes) passes on all of the command's
+                                           bytes, a part of them or nothing
+    link.hold(is_for, may_pass)            a command with is_for(words) waits, as do all later commands on its
                                            connection, until may_pass(words)
 """
 import collections
@@ -25,7 +25,7 @@ class Commands:
         self.data = b""
 
     def feed(self, data):
-        """[(words, bytes)] of the commands that are whole now."""
+        """[(words, bytes)] of the commands that are now complete."""
         self.data += data
         whole = []
         while (one := self._first()) is not None:
@@ -48,7 +48,7 @@ class Commands:
         return words, self.data[:at]
 
     def _line(self, at):
-        """(the number behind a line's first letter, where the next line begins)"""
+        """(the number after a line's first letter, where the next line begins)"""
         end = self.data.find(b"\r\n", at)
         return None if end < 0 else (int(self.data[at + 1:end]), end + 2)
 
@@ -69,7 +69,7 @@ class Trap:
 
 
 class Hold:
-    """`reached` is set once a command has come to wait."""
+    """`reached` is set once a command waits."""
 
     def __init__(self, is_for, may_pass):
         self.is_for, self.may_pass = is_for, may_pass
@@ -78,7 +78,7 @@ class Hold:
 
 class Link:
     def __init__(self, port, address="127.0.0.1", commands=Commands):
-        """commands: what cuts a client's stream"""
+        """commands: the class that cuts a client's stream into commands"""
         self.to, self.open, self.commands = (address, port), threading.Event(), commands
         self.open.set()
         self.seen = collections.Counter()  # commands, by (command, key)
@@ -89,8 +89,8 @@ class Link:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def trap(self, command, key, action, field=None, value=None):
-        """key: a part of it   field: all of it, or any   value: of the last word, or any
-        Of a script (EVAL): one of its first two keys, and one of its arguments."""
+        """key: a part of the key   field: the whole field; None: any   value: a test of the last word; None: any
+        For a script (EVAL): a part of one of its first two keys, and one of its arguments."""
         self.traps.append(Trap(command, key, action, field, value))
         return self.traps[-1]
 

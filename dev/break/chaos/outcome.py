@@ -1,4 +1,4 @@
-"""What chaos comes to: counts and times by kind of blow, and all that happened in one log."""
+"""The outcome of chaos: counts and times by kind of blow, and one log of all that happened."""
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ from waits import CAUSES, HIT, Costs
 
 @dataclass
 class Row:
-    """Of one kind of blow: seconds."""
+    """One kind of blow; times in seconds."""
     blows: int = 0
     others: list = field(default_factory=list)   # until the others' next sync without the victims
-    victims: list = field(default_factory=list)  # from its undoing until a victim is counted again
+    victims: list = field(default_factory=list)  # from a victim's return until it is counted again
 
 
 @dataclass
@@ -21,13 +21,13 @@ class Totals:
     runs: int = 0
     events: int = 0
     compared: int = 0
-    living: float = 0  # seconds, summed over workers, in which they could go on
+    living: float = 0  # seconds, summed over workers, in which they could continue
     waits: dict = field(default_factory=lambda: {cause: Costs() for cause in CAUSES})
-    purpose: float = 0  # seconds that workers waited while they could not: too few, no store, just back
+    purpose: float = 0  # seconds that workers waited while they could not continue: too few, no store, just back
 
 
 def spread(seconds):
-    """Median, 90% and the longest."""
+    """The median, the 90th percentile and the longest."""
     if not seconds:
         return f"{'-':>7}{'-':>7}{'-':>7}"
     ordered = sorted(seconds)
@@ -36,7 +36,7 @@ def spread(seconds):
 
 
 def table(totals):
-    lines = [f"{'':<22}{'':>6}{'others go on':>21}{'it is counted':>21}",
+    lines = [f"{'':<22}{'':>6}{'others continue':>21}{'it is counted':>21}",
              f"{'blows':<22}{'':>6}" + f"{'50%':>7}{'90%':>7}{'max':>7}" * 2]
     for kind, row in sorted(totals.rows.items()):
         lines.append(f"{kind:<22}{row.blows:>6}{spread(row.others)}{spread(row.victims)}")
@@ -48,13 +48,13 @@ def table(totals):
 
 
 def table_of_waits(totals):
-    """Those of workers that could have gone on; spreads are of those that are longer than a step."""
+    """Waits of workers that could otherwise have continued. Counts and spreads are of waits longer than a step."""
     lines = [f"{'waits':<34}{'count':>6}{'share':>8}{'50%':>7}{'90%':>7}{'max':>7}"]
     for cause, costs in totals.waits.items():
         lines.append(f"{cause:<34}{len(costs.long):>6}{share(costs.seconds, totals):>7.2f}%"
                      f"{spread(costs.long)}")
-    return [*lines, f"of {totals.living:.0f} s in which workers could go on; besides, they waited "
-                    f"{totals.purpose:.0f} s where too few were well, without the store, or to catch up"]
+    return [*lines, f"of {totals.living:.0f} s in which workers could continue; they also waited "
+                    f"{totals.purpose:.0f} s because too few were well or the store was gone, or to catch up"]
 
 
 def share(seconds, totals):
@@ -68,19 +68,19 @@ def met(bar):
 def verdict(totals):
     others = [value for row in totals.rows.values() for value in row.others]
     slowest = max(others, default=math.inf)
-    recovery = (f"others go on after {slowest:.2f} s at most, of {len(others)}" if others
-                else "others go on: not measured")
+    recovery = (f"others continued after {slowest:.2f} s at most (cases: {len(others)})" if others
+                else "time until others continued: not measured")
     waited = share(sum(costs.seconds for cause, costs in totals.waits.items() if cause != HIT), totals)
     with_recovery = waited + share(totals.waits[HIT].seconds, totals)
     return (f"{totals.runs} runs, {totals.events} events; {totals.compared} merged syncs compared with what "
             "others logged: no difference, no hang\n"
             f"{recovery}: {met(slowest <= GRACE + 2)} (the grace and 2 s: {GRACE + 2} s)\n"
-            f"waits between events: {waited:.2f}% of the time in which workers could go on: "
-            f"{met(waited <= 5)} (5%); with those until others go on {with_recovery:.2f}%")
+            f"waits between events: {waited:.2f}% of the time in which workers could continue: "
+            f"{met(waited <= 5)} (5%); with those until others continued {with_recovery:.2f}%")
 
 
 def write_journal(journal, path):
-    """Merged by time; workers' clocks are mapped to this program's."""
+    """Sorted by time; workers' clocks are mapped to this program's."""
     zero = min((when for when, _, _ in journal), default=0)
     with path.open("w") as file:
         for when, who, text in sorted(journal):

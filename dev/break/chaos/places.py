@@ -1,5 +1,5 @@
-"""Where the workers of a run are, and their store: on this machine with a link each, far apart, or around a
-folder."""
+"""Where the workers of a run and their store are: on this machine with a link for each worker, far apart, or sharing
+a folder."""
 import shutil
 import subprocess
 import sys
@@ -18,28 +18,28 @@ LINE = sites.Line(megabits=50, round_trip_ms=40, loss=0.005, buffer_ms=100)
 
 
 def missing(store, with_links):
-    """What this machine lacks for them, or None."""
+    """What this machine lacks for such a store, or None."""
     lack = {"redis": redis_server.missing, "s3": s3_server.missing}.get(store, lambda: None)()
     if with_links:
         lack = lack or sites.missing()
         if not (ROOT / "build/relay").exists():
-            lack = lack or "there is no build/relay, which is the lines: run make build/relay"
-        lack = lack or (None if shutil.which("ip") else "ip is not there: install iproute2")
+            lack = lack or "there is no build/relay, which emulates the lines: run make build/relay"
+        lack = lack or (None if shutil.which("ip") else "there is no program ip: install iproute2")
     return lack
 
 
 class Place:
-    impossible = set()     # blows
-    options = {}           # of all workers
-    refusal = "password"   # what it says to a wrong one
+    impossible = set()     # blows that cannot be dealt here
+    options = {}           # further options of all workers
+    refusal = "password"   # a word in the message to a worker with a wrong password
 
     def environment(self, worker, password=redis_server.PASSWORD):
-        """What a worker needs to know of the store."""
+        """The variables with which a worker finds the store."""
         return {"DILOCO_STORE": self.url(worker, password)}
 
 
 class Here(Place):
-    """All on this machine: a Redis server, and a link to it for each worker."""
+    """All on this machine: a Redis server, and each worker's link to it."""
 
     def __init__(self, base, workers):
         self.server = RedisServer(base / "redis")
@@ -64,7 +64,7 @@ class Here(Place):
 
 
 class Bucket(Here):
-    """All on this machine: a server of S3's protocol, and a link to it for each worker."""
+    """All on this machine: a server of S3's protocol, and each worker's link to it."""
 
     options = {"--timeout": 60}  # a server takes some seconds to start again
     refusal = "correct AWS_ACCESS_KEY_ID"
@@ -79,7 +79,7 @@ class Bucket(Here):
 
 
 class Apart(Place):
-    """Each worker in a site of its own, and the Redis server in one more."""
+    """Each worker in its own site, and the Redis server in one more."""
 
     impossible = {"link reset"}
 
@@ -94,7 +94,7 @@ class Apart(Place):
         return self.sites.inside(worker)
 
     def cut(self, worker):
-        """As when a cable is pulled: its connections do not hear of it."""
+        """As when a cable is pulled: the connections are not told."""
         self.ip(worker, "link", "set", self.sites.interface, "down")
 
     def mend(self, worker):
@@ -110,7 +110,7 @@ class Apart(Place):
 
 
 class Folder(Place):
-    """The store is a folder: there is no server, and no link."""
+    """The store is a folder: there are no server and no links."""
 
     impossible = {"link cut", "link reset", "store killed", "wrong password"}
     server = None

@@ -1,4 +1,4 @@
-"""A Redis server of one's own, which can be killed and started again, with its data or without."""
+"""A private Redis server, which can be killed and restarted, with or without its data."""
 import contextlib
 import shutil
 import socket
@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 PASSWORD = "secret"
-NOT_LONGER_THAN_ITS_PARENT = ("setpriv", "--pdeathsig", "KILL")  # lives the command behind these words
+NOT_LONGER_THAN_ITS_PARENT = ("setpriv", "--pdeathsig", "KILL")  # the command after these words ends with its parent
 
 
 def missing():
@@ -23,10 +23,10 @@ def free_port(address="127.0.0.1"):
 
 
 class RedisServer:
-    """What it has answered survives SIGKILL: appendfsync always."""
+    """A write that was answered survives SIGKILL: appendfsync always."""
 
     def __init__(self, folder, address="127.0.0.1", inside=()):
-        """inside: the words that go before its command, where it runs in a site of its own"""
+        """inside: the words before its command, if it runs in its own site"""
         self.folder, self.address, self.inside = Path(folder), address, list(inside)
         self.port, self.process = 16379 if inside else free_port(), None
         self.start()
@@ -35,7 +35,7 @@ class RedisServer:
         return f"redis://:{password}@{address or self.address}:{port or self.port}"
 
     def environment(self, port=None):
-        """What a worker needs beside its url."""
+        """Variables that a worker needs besides the url."""
         return {}
 
     def start(self):
@@ -51,8 +51,8 @@ class RedisServer:
             time.sleep(0.02)
 
     def is_ready(self):
-        """It refuses connections, then says LOADING until its data are there."""
-        if self.inside:  # out of reach from here: its own client asks
+        """A starting server refuses connections, then answers LOADING until its data are loaded."""
+        if self.inside:  # out of reach from here: a client in its site asks
             words = ["redis-cli", "-h", self.address, "-p", self.port, "-a", PASSWORD, "PING"]
             result = subprocess.run([*self.inside, *map(str, words)], capture_output=True, text=True)
             return result.stdout.strip() == "PONG"
@@ -61,7 +61,7 @@ class RedisServer:
         return False
 
     def ask(self, *words):
-        """The first line of its answer, or the value that it is followed by; of a list, its values."""
+        """The first line of the answer, or the value that follows it; for a list, its values."""
         with socket.create_connection((self.address, self.port), timeout=60) as connection:
             with connection.makefile("rwb") as stream:
                 for command in (("AUTH", PASSWORD), words):
@@ -71,12 +71,12 @@ class RedisServer:
                 return answer
 
     def kill(self):
-        """SIGKILL: a machine that loses its power."""
+        """SIGKILL, as when a machine loses power."""
         self.process.kill()
         self.process.wait()
 
     def clear(self):
-        """Of one that is not running: the data."""
+        """Removes the data. The server must not be running."""
         for path in self.folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -95,6 +95,6 @@ def answer_from(stream):
 
 
 def packed(words):
-    """A command on the wire."""
+    """A command as it is sent."""
     texts = [word if isinstance(word, bytes) else str(word).encode() for word in words]
     return b"*%d\r\n" % len(texts) + b"".join(b"$%d\r\n%s\r\n" % (len(text), text) for text in texts)

@@ -1,7 +1,7 @@
-"""What the workers of a run have written about it, start by start, and what must be true of all of it.
+"""The logs of a run's workers, start by start, and what must be true of all of them.
 
-Between any two logs, of any start of any worker: who has merged a sync stood on the same global parameters
-(their hash) and counted the same workers.
+In all logs, of any start of any worker, a sync has the same global parameters (by their hash) and counts the same
+workers.
 """
 import sys
 import time
@@ -11,25 +11,25 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "dev/tools"))
 from metrics import GrowingLog  # noqa: E402
 
-PLACES = ("run", "resume")  # the lines with which a start begins its log, or goes on with it
+PLACES = ("run", "resume")  # types of the line with which a start begins a log or continues one
 
 
 class Divergence(Exception):
-    """Two workers hold different global parameters, or believe in different decisions."""
+    """Two workers have different global parameters, or different decisions."""
 
 
 class StartLog:
-    """The lines of one start of a process, whose log may begin with what an earlier start has left there."""
+    """The lines of one start of a process, in a log that may begin with lines of an earlier start."""
 
     def __init__(self, path, name):
-        """name: of the start, for people. To be made just before the process starts."""
+        """name: of the start, for messages. Create this just before the process starts."""
         self.log, self.name, self.begun = GrowingLog(path), name, int(time.time())
         self.begin_again()
 
     def begin_again(self):
-        """A log that a resumed run has cut is read anew, up to where the run goes on with it."""
+        """A log that a resumed run has cut is read anew, and skipped up to the line where the run continues it."""
         self.beginning, self.is_own = self.log.beginnings, False
-        self.zero = float("inf")  # time.monotonic() when the log's clock stood at 0, as close as can be seen
+        self.zero = float("inf")  # time.monotonic() when the log's clock stood at 0: the best estimate so far
 
     def read(self):
         """The lines that have come since the last call."""
@@ -45,26 +45,26 @@ class StartLog:
         return own
 
     def at(self, line):
-        """When it was written, by time.monotonic()."""
+        """When the line was written, by time.monotonic()."""
         return self.zero + line["time"]
 
 
 class Agreement:
-    """What the first who tells of a sync has said, and everybody after it must say as well."""
+    """What the first log says of each sync. All later logs must say the same."""
 
     def __init__(self):
         self.syncs, self.compared = {}, 0
 
-    def add(self, rank, line, who):
-        """line: of type sync   who: has written it, for people"""
+    def add(self, rank, line, writer):
+        """line: of type sync   writer: the start that wrote it, for messages"""
         said = {name: line[name] for name in ("global_hash", "contributors", "decider")}
         key = rank, line["sync"]
         if key not in self.syncs:
-            self.syncs[key] = said, who
+            self.syncs[key] = said, writer
             return
         other, other_name = self.syncs[key]
         self.compared += 1
         for name in said:
             if said[name] != other[name]:
-                raise Divergence(f"sync {line['sync']} of rank {rank}: {name} is {said[name]} for {who} and "
+                raise Divergence(f"sync {line['sync']} of rank {rank}: {name} is {said[name]} for {writer} and "
                                  f"{other[name]} for {other_name}")

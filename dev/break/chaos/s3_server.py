@@ -1,5 +1,5 @@
-"""A server of S3's protocol of one's own (SeaweedFS), which can be killed and started again, with its data or without;
-and a worker's link to it. Both are used like redis_server.py and link.py: a request is what Redis would be asked.
+"""A private server of S3's protocol (SeaweedFS), which can be killed and restarted, with or without its data; and a
+worker's link to it. They are used like redis_server.py and link.py: each request is shown as a command to Redis.
 
     PUT .../log/RUN/FOLDER/NAME                     HSET RUN/log/FOLDER NAME VALUE; if absent HSETNX
     GET .../log/RUN/FOLDER/NAME                     HGET RUN/log/FOLDER NAME
@@ -30,7 +30,7 @@ UNRESERVED = "-._~"
 
 
 def program():
-    """SeaweedFS's, from the wheel that the set-up installs."""
+    """The path of SeaweedFS's program, from the wheel that the set-up installs."""
     here = Path(sys.executable).parent / "weed"
     return str(here) if here.exists() else shutil.which("weed") or str(ROOT / ".venv/bin/weed")
 
@@ -41,7 +41,7 @@ def missing():
 
 
 def signature(secret, region, date, hashed):
-    """That of the canonical request with this SHA-256, by AWS's Signature Version 4.   date: 20130524T000000Z"""
+    """AWS's Signature Version 4 of the canonical request with this SHA-256.   date: 20130524T000000Z"""
     scope = f"{date[:8]}/{region}/s3/aws4_request"
     text = f"AWS4-HMAC-SHA256\n{date}\n{scope}\n{hashed}"
     key = ("AWS4" + secret).encode()
@@ -62,14 +62,14 @@ def signed(method, host, path, query, payload_hash, date, key=KEY, secret=SECRET
 
 
 def object_of(redis_key, name=None):
-    """"diloco/log/G/0/entry", "12" as an object's key below the bucket."""
+    """The object's key in the bucket, for example of "diloco/log/G/0/entry" and "12"."""
     text = redis_key.decode() if isinstance(redis_key, bytes) else redis_key
     run, _, folder = text.partition("/log/")
     return f"{PREFIX}/log/{run}/{folder}" + ("" if name is None else f"/{name}")
 
 
 def redis_words(key):
-    """The other way round: [key, name]."""
+    """The inverse of object_of: [key, name]."""
     parts = urllib.parse.unquote(key).split("/")
     return [f"{parts[2]}/log/" + "/".join(parts[3:-1]), parts[-1]] if parts[1:2] == ["log"] else ["", parts[-1]]
 
@@ -91,7 +91,7 @@ class S3Server:
         return f"s3://{BUCKET}/{PREFIX}"
 
     def environment(self, port=None, secret=SECRET):
-        """What a worker needs to know, and nothing of the user's."""
+        """The variables that a worker needs, so that the user's own are ignored."""
         return {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": secret, "AWS_REGION": REGION,
                 "AWS_ENDPOINT_URL": f"http://{self.address}:{port or self.port}", "AWS_PROFILE": "",
                 "AWS_CONFIG_FILE": "/nowhere", "AWS_SHARED_CREDENTIALS_FILE": "/nowhere"}
@@ -118,7 +118,7 @@ class S3Server:
             time.sleep(0.1)
 
     def is_ready(self):
-        """A write needs all of its parts."""
+        """Whether a write succeeds, which needs all parts of the server."""
         try:
             self.request("PUT", f"/{BUCKET}")
             return self.request("PUT", f"/{BUCKET}/ready", body=b"x")[0] == 200
@@ -141,7 +141,7 @@ class S3Server:
             connection.close()
 
     def keys(self, prefix=""):
-        """All objects' keys below the bucket that begin so."""
+        """The keys of all objects in the bucket that begin with the prefix."""
         found, token = [], ""
         while True:
             query = (f"continuation-token={urllib.parse.quote(token, safe=UNRESERVED)}&" if token else "")
@@ -153,7 +153,7 @@ class S3Server:
                 return found
 
     def ask(self, command, *words):
-        """As RedisServer's."""
+        """As RedisServer.ask."""
         if command in ("HKEYS", "EXISTS"):
             names = [key.rpartition("/")[2].encode() for key in self.keys(object_of(words[0]) + "/")]
             return names if command == "HKEYS" else b":%d" % bool(names)
@@ -179,7 +179,7 @@ class S3Server:
         self.process.wait()
 
     def clear(self):
-        """Of one that is not running: the data."""
+        """Removes the data. The server must not be running."""
         shutil.rmtree(self.folder / "data")
 
     def stop(self):
@@ -188,7 +188,7 @@ class S3Server:
 
 
 def free_port_pair():
-    """A port that is free; the one 10000 above it, which the server takes too, exists."""
+    """A free port P such that P + 10000, which the server also takes, is a valid port."""
     while (port := free_port()) > 50000:
         pass
     return port
@@ -210,7 +210,7 @@ class Requests(link.Commands):
 
 
 def words_of(line, headers, body):
-    """What Redis would be asked in place of this request."""
+    """The command to Redis that corresponds to this request."""
     method, target, _ = line.split(" ")
     path, _, query = target.partition("?")
     key = path.removeprefix(f"/{BUCKET}/")

@@ -1,30 +1,30 @@
-"""Waits of workers for others: for whom, and whether they could have gone on at all.
+"""Waits of workers for other workers: for which one, and whether the waiting worker could have continued.
 
-A worker stands still before it merges a sync that is not decided. What it could do nothing about, since fewer
-than --min-workers were well, the store was gone, or it was itself the one that was hit or came back, is left
-out. The rest has one of these causes.
+A worker stands still when it has to merge a sync that is not decided yet. Time in which it could not have continued
+anyway is left out: fewer than --min-workers were well, the store was gone, or the worker itself was hit or had just
+come back. The rest has one of these causes.
 """
 import bisect
 from collections import deque
 from dataclasses import dataclass, field
 
-HIT = "for who was hit, the first time"  # it has recovered then: that has a limit of its own
-AGAIN = "for who was hit, again"
-BACK = "for who has come back"
-SLOWER = "for one that is well"
-STORE = "for nobody: the store, deciding"
+HIT = "for a worker hit, the first wait"  # this is the others' recovery, which has its own limit
+AGAIN = "for a worker hit, later waits"
+BACK = "for a worker that has come back"
+SLOWER = "for a worker that is well"
+STORE = "for no worker: store or decision"
 CAUSES = (HIT, AGAIN, BACK, SLOWER, STORE)
 
 
 class History:
-    """What was so, and from when on. Of a worker: "away" (dead, stopped, slowed down, cut off), "back" (and
-    not counted yet), "well"; of the store: "away", "well"."""
+    """States and the times when they began. Of a worker: "away" (dead, stopped, slowed down, cut off), "back" (but not
+    counted yet), "well"; of the store: "away", "well"."""
 
     def __init__(self, state):
         self.times, self.states = [float("-inf")], [state]
 
     def note(self, state, when):
-        """It may be told of late."""
+        """The state began at `when`, which may be before states that were noted earlier."""
         at = bisect.bisect_right(self.times, when)
         self.times.insert(at, when)
         self.states.insert(at, state)
@@ -36,17 +36,17 @@ class History:
         return [when for when in self.times if begin < when < end]
 
     def was(self, state, begin, end):
-        """At any time between the two."""
+        """Whether this was the state at any time between the two."""
         return state in (self.at(begin), *(self.at(when) for when in self.changes(begin, end)))
 
     def last(self, state, when):
-        """When it became so, the last time before."""
+        """When this state last began, up to `when`; or None."""
         return max((time for time, one in zip(self.times, self.states) if one == state and time <= when),
                    default=None)
 
 
 class Progress:
-    """When a worker had done which step, of late."""
+    """When a worker completed its most recent steps."""
 
     def __init__(self):
         self.steps = deque(maxlen=1000)
@@ -55,14 +55,14 @@ class Progress:
         self.steps.append((step, when))
 
     def since(self, step, after):
-        """When it was first seen there, or further; if that was behind `after`."""
+        """When the worker was first seen at this step or a later one; None if that was not after `after`."""
         when = min((when for done, when in self.steps if done >= step), default=None)
         return when if when is not None and when > after else None
 
 
 @dataclass
 class Wait:
-    """cause: None where it could do nothing about any of it   whom: workers that it was for"""
+    """cause: None if the worker could not have continued at any time   whom: the workers that it waited for"""
     cause: str
     seconds: float
     whom: list
@@ -70,9 +70,9 @@ class Wait:
 
 @dataclass
 class Costs:
-    """Of one cause."""
+    """The waits of one cause."""
     seconds: float = 0
-    long: list = field(default_factory=list)  # each that is longer than a step
+    long: list = field(default_factory=list)  # each wait that is longer than a step
 
     def add(self, seconds, is_long):
         self.seconds += seconds
@@ -87,15 +87,15 @@ class Waits:
         self.histories = [History("away") for _ in range(workers)]
         self.progress = [Progress() for _ in range(workers)]
         self.store = History("well")
-        self.known = set()  # blows that have been waited for
+        self.known = set()  # blows that have already made a worker wait
 
-    def could_go_on(self, worker, when):
+    def could_continue(self, worker, when):
         well = sum(history.at(when) == "well" for history in self.histories)
         return (self.histories[worker].at(when) == "well" and well >= self.min_workers
                 and self.store.at(when) == "well")
 
     def weigh(self, worker, begin, end, send_step, contributors, missing):
-        """The wait of a worker for a sync.   missing: those that the decider has waited for in vain"""
+        """The wait of a worker for a sync.   missing: the workers that the decider gave up on"""
         seconds = self.own_part(worker, begin, end)
         if seconds == 0:
             return Wait(None, 0, [])
@@ -104,28 +104,28 @@ class Waits:
         return Wait(self.cause(worker, whom, begin, end), seconds, whom)
 
     def own_part(self, worker, begin, end):
-        """Of its seconds those in which it could have gone on."""
+        """The seconds of the wait in which the worker could have continued."""
         cuts = {begin, end}
         for history in (*self.histories, self.store):
             cuts.update(history.changes(begin, end))
         cuts = sorted(cuts)
         return sum(after - before for before, after in zip(cuts, cuts[1:])
-                   if self.could_go_on(worker, (before + after) / 2))
+                   if self.could_continue(worker, (before + after) / 2))
 
     def last_to_send(self, worker, begin, send_step, contributors):
-        """Who reached the send step last, if that was when this one waited already."""
+        """The worker that reached the send step last, if this one was already waiting then."""
         sent = [(self.progress[other].since(send_step, begin), other) for other in contributors
                 if other != worker]
         sent = [one for one in sent if one[0] is not None]
         return [max(sent)[1]] if sent else []
 
     def given_up(self, worker, begin, end, contributors):
-        """Who was waited for, and then seen to be gone, or to come back without what it had to send."""
+        """Workers that were waited for until they were seen to be gone, or came back without a payload to send."""
         return [other for other in range(len(self.histories))
                 if other not in contributors and self.blows(worker, [other], begin, end) - self.known]
 
     def blows(self, worker, whom, begin, end):
-        """{(who waits, for whom, since when that one is away)}"""
+        """{(waiting worker, worker that it waits for, since when that worker has been away)}"""
         return {(worker, other, self.histories[other].last("away", end)) for other in whom
                 if self.histories[other].was("away", begin, end)}
 

@@ -1,4 +1,4 @@
-"""One place in an elastic run: the process that fills it, what befalls it, and its logs."""
+"""One worker of an elastic run: its process, the blows to it, and its logs."""
 import collections
 import contextlib
 import os
@@ -18,30 +18,30 @@ from run_logs import StartLog  # noqa: E402
 
 
 class Worker:
-    """One place in the run, and the process that fills it, if any."""
+    """One worker of the run, and its process, if there is one."""
 
     def __init__(self, number, chaos):
         self.number, self.chaos = number, chaos
         self.process, self.folder, self.output, self.logs = None, None, None, []
         self.starts = 0
-        self.wanted = False     # it is to be there
-        self.ended = False      # by itself: it is through, or came when the run was over
+        self.wanted = False     # whether it should be running
+        self.ended = False      # whether it ended by itself: it completed the run, or started after the run's end
         self.slowing = None     # (thread, event that ends it)
-        self.hindered = set()   # by what, for the time being: stopped, slow, cut off
-        self.free_since = None  # time.monotonic(), since when it could go on
+        self.hindered = set()   # what hinders it now: stopped, slow, cut off
+        self.free_since = None  # time.monotonic() since when it could continue
         self.moved = 0          # when it last logged a step
         self.counted_at = 0     # when it last logged a sync that it is counted in
         self.started_at = 0
-        self.back_at = 0        # when it was started or could go on again
-        self.counted_again = None  # when, since then, it was counted first
-        self.news_from = 0      # the first sync that nobody had merged when it was back
+        self.back_at = 0        # when it was last started, or could continue again
+        self.counted_again = None  # when it was first counted after that
+        self.news_from = 0      # the first sync that no worker had merged when it was back
         self.step = 0
-        self.took = collections.deque(maxlen=21)  # its last steps, in seconds
+        self.took = collections.deque(maxlen=21)  # seconds of its last steps
         self.losses = []        # of all starts
 
     def start(self, resume):
-        """resume: with what its last start has left; else with nothing."""
-        self.chaos.read()  # what that has logged
+        """resume: in its last start's folder; otherwise in an empty one."""
+        self.chaos.read()  # what the last start has logged
         self.starts += 1
         if not resume or self.folder is None:
             self.folder = self.chaos.base / f"worker{self.number}.{self.starts}"
@@ -55,15 +55,15 @@ class Worker:
         self.chaos.tell(f"worker {self.number}", f"is started{' with -y 1' if resume else ''}, process "
                                                  f"{self.process.pid}, {self.folder.name}")
 
-    # ---- what it can do
+    # ---- whether it can continue
 
     def note(self, state, when=None):
-        """waits.History has the states."""
+        """state: one of waits.History"""
         when = time.monotonic() if when is None else when
         self.chaos.waits.histories[self.number].note(state, when)
 
     def step_seconds(self):
-        """Of a step that waits for nobody."""
+        """The duration of a step without a wait."""
         return statistics.median(self.took) if self.took else 0
 
     def note_back(self):
@@ -72,7 +72,7 @@ class Worker:
         self.note("back", self.back_at)
 
     def note_counted(self, sync, when):
-        """By its own log. It may read there, too, that it was counted before it was away."""
+        """Its own log says that this sync counts it. Syncs from before it was away do not matter."""
         if sync < self.news_from:
             return
         self.counted_at = max(self.counted_at, when)
@@ -85,14 +85,14 @@ class Worker:
         self.note("away")
 
     def free(self, how):
-        """It is what it was before, unless something else hinders it."""
+        """Ends one hindrance. The worker is back, unless something else hinders it."""
         if how in self.hindered:
             self.hindered.discard(how)
             if self.is_alive() and not self.hindered:
                 self.note_back()
 
     def open_logs(self):
-        """[(rank, its log)]"""
+        """[(rank, the rank's log)]"""
         ranks, name = self.chaos.options["--ranks"], f"start {self.starts} of worker {self.number}"
         return [(rank, StartLog(self.folder / log_name(self.number * ranks + rank), name))
                 for rank in range(ranks)]
@@ -111,7 +111,7 @@ class Worker:
         return self.process is not None and self.process.poll() is None
 
     def pids(self):
-        """Launcher and ranks, where it has several."""
+        """The launcher and, if there are several, the ranks."""
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             return [*children(self.process.pid), self.process.pid]
         return []
@@ -122,7 +122,7 @@ class Worker:
                 os.kill(pid, number)
 
     def kill(self):
-        """At once, and all of it."""
+        """Kills all of its processes at once."""
         self.wanted = False
         self.speed_up()
         if self.is_alive():
@@ -140,7 +140,7 @@ class Worker:
         self.free("stopped")
 
     def slow_down(self, share):
-        """It runs for this share of the time."""
+        """Lets it run for this share of the time only."""
         is_over = threading.Event()
 
         def alternate():
@@ -167,6 +167,6 @@ class Worker:
         return self.folder / f"worker_{self.number}" / f"model_{self.chaos.options['-x']:08d}.bin"
 
     def is_through(self):
-        """It has come to the end of the run by itself."""
+        """Whether it has completed the run by itself."""
         return (self.process is not None and self.process.poll() == 0
                 and self.path_of_model().exists())

@@ -1,10 +1,10 @@
-// What the fuzzing harnesses share. A harness is one file: the parser is given bytes that libFuzzer makes up
-// and may refuse them as a user's mistake; anything else that it does with them is a bug of the parser.
-// A harness defines
-//     void fuzz(const std::string& bytes);     what is done with an input; require() what must be true then
-//     std::vector<std::string> seeds();        good inputs to start from
+// Shared by the fuzzing harnesses. A harness is one file: it gives a parser bytes that libFuzzer makes up.
+// The parser may refuse them as a user's mistake, but a crash, a hang or a violated require() is a bug. A
+// harness defines
+//     void fuzz(const std::string& bytes);     uses an input; require() states what must then be true
+//     std::vector<std::string> seeds();        valid inputs to start from
 //
-//     build/fuzz/NAME seeds=DIR                writes the seeds and leaves
+//     build/fuzz/NAME seeds=DIR                writes the seeds and exits
 //     build/fuzz/NAME [libFuzzer's options] CORPUS_DIR SEED_DIR
 #pragma once
 #include <fcntl.h>
@@ -26,14 +26,14 @@
 void fuzz(const std::string& bytes);
 std::vector<std::string> seeds();
 
-// What holds for any input. Not assert(): it ends the program in every build.
+// Something that holds for any input. Unlike assert(), it ends the program in every build.
 inline void require(bool fact, const char* what) {
     if (fact) { return; }
-    fprintf(stderr, "not so: %s\n", what);
+    fprintf(stderr, "violated: %s\n", what);
     abort();
 }
 
-// Bytes as a file: in memory, since there is a new one for each input.
+// Bytes as a file, in memory because each input has a new one.
 class MemoryFile {
 public:
     explicit MemoryFile(const std::string& bytes) {
@@ -65,19 +65,20 @@ inline std::string whole_file(const std::string& path) {
     return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// The bytes of values; of a header of 256 int32.
+// The bytes of some values.
 template <class T>
 std::string bytes_of(const std::vector<T>& values) {
     return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T)};
 }
 
+// The bytes of a header of 256 int32 that begins with these values.
 inline std::string header_bytes(std::initializer_list<int32_t> values) {
     std::vector<int32_t> header(values);
     header.resize(256);
     return bytes_of(header);
 }
 
-// A folder of its own, in $TMPDIR: make's rule has that in memory, and removes what a crash leaves.
+// A new folder in $TMPDIR, which make's rule puts in memory and removes after a crash.
 class Folder {
 public:
     Folder() {
@@ -94,7 +95,7 @@ private:
     std::string name;
 };
 
-// What `write` writes to the path that it is given.
+// The bytes that `write` writes to the path that it is given.
 template <class Write>
 std::string written_by(Write write) {
     const Folder folder;
@@ -102,7 +103,7 @@ std::string written_by(Write write) {
     return whole_file(folder.path() + "/file");
 }
 
-// A terminal shows the message: it is one line, and nothing in it is a command to the terminal.
+// The message is shown in a terminal: it must be one line, without commands to the terminal.
 inline void check_message(const std::string& message) {
     require(!message.empty(), "an error has a message");
     for (const char c : message) {
@@ -110,7 +111,7 @@ inline void check_message(const std::string& message) {
     }
 }
 
-// Does `work`, which may refuse its input: as the user's mistake, or as a file or a peer that failed.
+// Does `work`, which may refuse its input as the user's mistake, or as the failure of a file or a peer.
 template <class Work>
 void may_refuse(Work work) {
     try {
@@ -126,7 +127,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     return 0;
 }
 
-// Seeds must be taken: a parser that refuses everything would never be tested.
+// All seeds must be accepted: a parser that refuses everything would never be tested.
 extern "C" int LLVMFuzzerInitialize(int* argc, char*** argv) {
     if (*argc != 2 || strncmp((*argv)[1], "seeds=", 6) != 0) { return 0; }
     const std::string folder = (*argv)[1] + 6;

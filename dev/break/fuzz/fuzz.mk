@@ -1,6 +1,6 @@
-# make fuzz       each parser of files, payloads and the store under libFuzzer; SECONDS=60: for so long each
-# make fuzz-NAME  one of them: dev/break/fuzz/fuzz_NAME.cpp. What it finds is in build/fuzz/found-NAME-...
-# CLANG=clang++-17: another clang than clang++. FUZZ_TIMEOUT=5: seconds that one input may take.
+# make fuzz       each parser of files, payloads and the store under libFuzzer, for SECONDS=60 each
+# make fuzz-NAME  one of them: dev/break/fuzz/fuzz_NAME.cpp. Inputs that fail are kept as build/fuzz/found-NAME-...
+# CLANG=clang++-17: the compiler to use instead of clang++. FUZZ_TIMEOUT=5: seconds that one input may take.
 CLANG ?= clang++
 SECONDS ?= 60
 FUZZ_TIMEOUT ?= 5
@@ -12,17 +12,17 @@ EMPTY_FUZZER = extern "C" int LLVMFuzzerTestOneInput() { return 0; }
 HAS_FUZZER = $(call once,HAS_FUZZER,$(shell echo '$(EMPTY_FUZZER)' | \
                $(CLANG) -fsanitize=fuzzer,address -x c++ - -o /dev/null 2>/dev/null && echo yes))
 NO_FUZZER = there is no $(CLANG) with libFuzzer here: install clang, or name one with CLANG=
-# For make test-long: none where there is no clang.
+# For make test-long: empty without clang.
 FUZZ_PROGRAMS = $(if $(HAS_FUZZER),$(FUZZERS:%=$(FUZZ_BUILD)/%))
 
-# -O1: these are built in every make test-long. CLI11 takes longer to optimize than to run. Clang's warnings
-# are no errors in CI either: each clang has others.
+# -O1, because make test-long builds these each time. CLI11 takes longer to optimize than to run. Clang's warnings are
+# not errors, not even in CI: each version of clang has others.
 FUZZ_OPTIMIZE = -O1
 $(FUZZ_BUILD)/config: FUZZ_OPTIMIZE = -O0
 FUZZ_FLAGS = -std=c++17 $(FUZZ_OPTIMIZE) -g1 -fno-omit-frame-pointer -ffp-contract=off -fno-strict-aliasing \
              -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -Wall -Wextra \
              -Wno-unknown-pragmas -I$(FUZZ_SOURCES) -I. $(DEPS_FLAGS) $(WITHOUT)
-# No input may make a parser take much memory, or time.
+# No input may make a parser use much memory or time.
 FUZZ_LIMITS = -max_len=16384 -rss_limit_mb=512 -malloc_limit_mb=64 -timeout=$(FUZZ_TIMEOUT)
 
 fuzz: $(FUZZERS:%=fuzz-%)
@@ -33,8 +33,8 @@ $(FUZZERS:%=$(FUZZ_BUILD)/%): $(FUZZ_BUILD)/%: dev/break/fuzz/fuzz_%.cpp dev/bre
 	@mkdir -p $(@D)
 	$(CLANG) $(FUZZ_FLAGS) $< -o $@ $(DEPS_LINK) $(OPTIONAL_LIBS) -lxxhash -lpthread
 
-# Seeds are made anew each time. The corpus, what libFuzzer has found worth keeping, grows from run to run.
-# ASan keeps freed memory for a while: not so much that it is taken for the parser's.
+# Seeds are made anew each time. The corpus, the inputs that libFuzzer finds worth keeping, grows from run to run.
+# ASan keeps freed memory for a while, but not so much that it would count against the parser.
 FUZZ_TMPDIR = $(firstword $(wildcard /dev/shm) /tmp)
 FUZZ_RUN = ASAN_OPTIONS=quarantine_size_mb=64 $< $(FUZZ_LIMITS) $(FUZZ_OPTIONS) -max_total_time=$(SECONDS) \
            -print_final_stats=1 -artifact_prefix=$(FUZZ_BUILD)/found-$*- $(FUZZ_CORPUS)/$* \
@@ -45,7 +45,7 @@ $(FUZZERS:%=fuzz-%): fuzz-%: $(FUZZ_BUILD)/%
 	@echo "fuzz_$* for $(SECONDS) seconds"
 	@export TMPDIR="$$(mktemp -d -p $(FUZZ_TMPDIR))" && trap 'rm -rf "$$TMPDIR"' EXIT && \
 	    { $(FUZZ_RUN) >$(FUZZ_BUILD)/$*.log 2>&1 || { tail -n 50 $(FUZZ_BUILD)/$*.log; \
-	    echo "error: fuzz_$* has found a bug: all of its words are in $(FUZZ_BUILD)/$*.log" >&2; exit 1; }; }
+	    echo "error: fuzz_$* has found a bug: its whole output is in $(FUZZ_BUILD)/$*.log" >&2; exit 1; }; }
 	@sed -n 's/^stat::number_of_executed_units: */fuzz_$*: nothing found; inputs: /p' $(FUZZ_BUILD)/$*.log
 
 .PHONY: fuzz $(FUZZERS:%=fuzz-%)

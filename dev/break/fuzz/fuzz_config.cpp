@@ -1,4 +1,4 @@
-// --config files: TOML of the table of options.
+// --config files: TOML with the options of the table.
 #include "dev/break/fuzz/fuzz.h"
 #include "llmc/run/options.h"
 
@@ -12,13 +12,13 @@ Options read_options(const std::string& toml) {
 void fuzz(const std::string& bytes) {
     const Options options = read_options(bytes);
     require(options.batch >= 1 && options.seq_len >= 1, "a batch has tokens");
-    require(options.workers >= 1 && options.workers <= 4096, "a number of workers that can be");
-    require(options.ranks >= 1 && options.ranks <= 4096, "a number of ranks that can be");
-    require(options.adamw.clip >= 0 && options.schedule.peak >= 0, "no NaN, nothing negative");
-    require(options.sampling.temperature >= 0 && options.sampling.top_k >= 0, "a way to draw tokens");
-    require(options.sampling.top_p > 0 && options.sampling.top_p <= 1, "a share of probability");
-    require(options.adamw.beta2 < 1, "within the limits of the table");
-    require(options.muon.learning_rate >= 0 && options.muon.momentum < 1, "Muon's limits, too");
+    require(options.workers >= 1 && options.workers <= 4096, "the number of workers is possible");
+    require(options.ranks >= 1 && options.ranks <= 4096, "the number of ranks is possible");
+    require(options.adamw.clip >= 0 && options.schedule.peak >= 0, "nothing is NaN or negative");
+    require(options.sampling.temperature >= 0 && options.sampling.top_k >= 0, "sampling is possible");
+    require(options.sampling.top_p > 0 && options.sampling.top_p <= 1, "top-p is a share of probability");
+    require(options.adamw.beta2 < 1, "beta2 is within the table's limits");
+    require(options.muon.learning_rate >= 0 && options.muon.momentum < 1, "Muon's options are within limits");
 }
 
 std::vector<std::string> seeds() {

@@ -1,4 +1,4 @@
-// DONE files, which say that a checkpoint is whole, and Fields, the text in them and in state files.
+// DONE files, which record that a checkpoint is whole, and Fields, the text in them and in state files.
 #include "dev/break/fuzz/fuzz.h"
 #include "llmc/checkpoint/state_file.h"
 
@@ -9,10 +9,10 @@ void fuzz(const std::string& bytes) {
     std::ofstream(done_path(folder.path(), step), std::ios::binary) << bytes;
     may_refuse([&] {
         const Fields fields = Fields::parse(bytes, "a file");
-        require(Fields::parse(fields.text(), "").text() == fields.text(), "what is written is read again");
+        require(Fields::parse(fields.text(), "").text() == fields.text(), "written fields are read back");
     });
     const StateIdentity who = read_done(folder.path(), step);
-    require(who.step == step && who.workers >= 1 && who.ranks >= 1, "a run that can be");
+    require(who.step == step && who.workers >= 1 && who.ranks >= 1, "the run is possible");
 }
 
 std::vector<std::string> seeds() {

@@ -1,6 +1,6 @@
-// Texts and vocabularies: the tokens of a text spell it. An input is a byte, of which the lowest bit says
-// whether the vocabulary begins with all single bytes; a number of tokens, each a length and as many bytes;
-// and the text.
+// Texts and vocabularies: the tokens of a text spell it. An input has a byte, whose lowest bit says whether
+// the vocabulary begins with all single bytes; a number of tokens; the tokens, each a length and that many
+// bytes; and the text.
 #include "dev/break/fuzz/fuzz.h"
 #include "llmc/text/byte_pair_encoder.h"
 
@@ -30,7 +30,7 @@ void fuzz(const std::string& bytes) {
     const std::string text = bytes.substr(at);
     std::string spelled;
     for (int token : BytePairEncoder(tokenizer).encode(text)) {
-        require(token >= 0 && token < tokenizer.vocab_size(), "a token is of the vocabulary");
+        require(token >= 0 && token < tokenizer.vocab_size(), "a token is in the vocabulary");
         spelled += tokenizer.decode(token);
     }
     require(spelled == text, "the tokens spell the text");

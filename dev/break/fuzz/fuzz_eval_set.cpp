@@ -1,15 +1,16 @@
-// Eval sets. What the reader takes holds to what its header comment says; every example is evaluated once.
+// Eval sets. A file that the reader accepts has the format of its header comment; every example is evaluated
+// once.
 #include "dev/break/fuzz/fuzz.h"
 #include "llmc/text/eval_batches.h"
 
 const int vocabulary = 1000;
 
 void check_tokens(const std::vector<int>& tokens) {
-    require(!tokens.empty(), "there is no empty text");
-    for (int token : tokens) { require(token >= 0 && token < vocabulary, "a token is of the vocabulary"); }
+    require(!tokens.empty(), "no text is empty");
+    for (int token : tokens) { require(token >= 0 && token < vocabulary, "a token is in the vocabulary"); }
 }
 
-// With losses of 0 everywhere the first completion is the likeliest.
+// If all losses are 0, the first completion counts as the likeliest.
 void check_batches(const EvalSet& set, long labelled_first) {
     EvalBatches batches(set, 3, set.longest_sequence(), 0, 1);
     for (long i = 0; i < batches.size(); i++) {
@@ -19,7 +20,7 @@ void check_batches(const EvalSet& set, long labelled_first) {
         batches.score(batch, std::vector<float>(batch.targets.size()).data());
     }
     require(batches.counted() == set.size(), "every example counts once");
-    require(batches.correct() == labelled_first, "the model is right where the label says so");
+    require(batches.correct() == labelled_first, "the model is right where the first completion is labelled");
 }
 
 void fuzz(const std::string& bytes) {
@@ -30,18 +31,18 @@ void fuzz(const std::string& bytes) {
     for (long i = 0; i < set.size(); i++) {
         const EvalExample example = set.example(i);
         require(example.label >= 0 && size_t(example.label) < example.completions.size(),
-                "the label is a completion's");
+                "the label is the number of a completion");
         check_tokens(example.context);
         for (const std::vector<int>& completion : example.completions) { check_tokens(completion); }
         longest = std::max(longest, example.longest_sequence());
         labelled_first += example.label == 0;
     }
-    require(longest == size_t(set.longest_sequence()), "the longest sequence is an example's");
+    require(longest == size_t(set.longest_sequence()), "the longest sequence belongs to an example");
     check_batches(set, labelled_first);
     set.check_fits(64);
 }
 
-// Examples with so many completions each, whose lengths differ.
+// A file of examples with these numbers of completions, whose lengths differ.
 std::string eval_file(const std::vector<int>& completions) {
     std::string data;
     int32_t longest = 0;

@@ -1,4 +1,4 @@
-// Model files, of either version, into a layout for two ranks.
+// Model files of either version, read into a layout for two ranks.
 #include "dev/break/fuzz/fuzz.h"
 #include "llmc/checkpoint/model_file.h"
 
@@ -20,7 +20,7 @@ std::string model(const GptShape& shape) {
     return written_by([&](const std::string& path) { write_model(path, shape, layout, params.data()); });
 }
 
-// The same in bf16: the upper halves.
+// The same file in bf16: the upper halves of its values.
 std::string in_bf16(const std::string& fp32) {
     std::string bytes = fp32.substr(0, sizeof(FileHeader));
     bytes[4] = char(model_version_bf16);

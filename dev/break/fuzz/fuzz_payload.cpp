@@ -1,8 +1,8 @@
 // Payloads from other workers: everything that a worker does with what it receives, in both exchanges and all
-// formats. It is worker 0 of two, or of nine, whose statistics compare each payload with the mean and not with
-// the others. The other workers send bytes that libFuzzer makes up.
+// formats. It is worker 0 of two, or of nine, for which the statistics compare each payload with the mean
+// only. The other workers send bytes that libFuzzer makes up.
 //
-//     | a byte: format + 6 * (exchange + 2 * (weights + 2 * many)) | all that is received, in this order |
+//     | a byte: format + 6 * (exchange + 2 * (weights + 2 * many)) | all received bytes in order |
 #include "dev/break/fuzz/fuzz.h"
 #include "dev/test/unit/local_comm.h"
 #include "streaming/all_gather_exchange.h"
@@ -32,7 +32,7 @@ struct Setup {
     int workers;
 };
 
-// Worker 0 among others that send the bytes of an input, and zeros after its end.
+// The communicator of worker 0. The other workers send the bytes of an input, and zeros after its end.
 class HostileComm : public Comm {
 public:
     HostileComm(const std::string& input, int workers) : input(input), at(1), workers(workers) {}
@@ -80,18 +80,18 @@ void send(Exchange& exchange, int worker, Stream& main) {
 
 void receive(Exchange& exchange, int workers, Stream& main) {
     const Headers headers = exchange.wait(sync_of_all);
-    require(!headers.sent.empty(), "there are headers of at least one part");
+    require(!headers.sent.empty(), "at least one part has headers");
     for (const std::vector<PayloadHeader>& part : headers.sent) {
-        require(part.size() == size_t(workers), "of every worker");
-        for (int worker : diverged_workers(part)) { require(worker < workers, "a worker has diverged"); }
+        require(part.size() == size_t(workers), "every worker has a header");
+        for (int worker : diverged_workers(part)) { require(worker < workers, "a diverged worker exists"); }
         for (int w = 0; w < workers; w++) {
-            require(part[size_t(w)].worker == uint32_t(w), "in their order");
+            require(part[size_t(w)].worker == uint32_t(w), "headers are in the workers' order");
         }
     }
     const double encoding[encoding_sums] = {1, 1};
     const OuterStatistics statistics = outer_statistics(encoding, headers.sums, workers);
     require(statistics.cosines.size() + statistics.mean_cosines.size() == size_t(workers == 2 ? 1 : workers),
-            "cosines of all pairs, or of all with the mean");
+            "there is a cosine for each pair of two, or for each worker with the mean");
     std::vector<float> mean(size_t(sync_of_all.values));
     exchange.mean(mean.data(), sync_of_all, main);
     exchange.finish(sync_of_all, false, main);
@@ -107,7 +107,7 @@ void fuzz(const std::string& bytes) {
     receive(*exchange, setup.workers, main);
 }
 
-// What worker 0 receives from honest workers.
+// The bytes that worker 0 receives from honest workers.
 std::string exchange_once(uint8_t code) {
     const Setup setup(code);
     LocalGroup group(setup.workers);

@@ -1,8 +1,9 @@
-// A folder of checkpoints, and what another process says that it has in its own: on what do they agree?
+// A folder of checkpoints, and what another process says that it has in its folder: on which checkpoint do
+// they agree?
 //
-//     | uint16: bytes of DONE, of what the other says | DONE | what the other says | the state file |
+//     | uint16: bytes of DONE | uint16: bytes of the answer | DONE | the other's answer | the state file |
 //
-// Where the other says nothing, there is none.
+// If the answer is empty, there is no other process.
 #include "dev/break/fuzz/fuzz.h"
 #include "llmc/checkpoint/resume.h"
 
@@ -12,7 +13,7 @@ struct Inputs {
     std::string done, said, state;
 };
 
-// A store in which process 1 has answered whatever is asked.
+// A store in which process 1 gives the same answer to every question.
 class AnsweringStore : public MemoryStore {
 public:
     explicit AnsweringStore(std::string answer) : answer(std::move(answer)) {}
@@ -26,7 +27,7 @@ private:
     const std::string answer;
 };
 
-// Of a state file that is whole.
+// The lineage of a state file, or "none" if the file is not whole.
 std::string lineage_of(const std::string& path) {
     try {
         const StateReader state(path);
@@ -47,13 +48,13 @@ void agree(const Inputs& inputs, const std::string& folder) {
         if (inputs.said.empty()) { check_message(error.what()); }
         return;
     }
-    // What another process says is quoted as it is: who writes to the store takes part in the run.
+    // Another process's words may be quoted unchanged: only members of the run can write to the store.
     for (const std::string& note : notes) {
         if (inputs.said.empty()) { check_message(note); }
     }
     if (point) {
-        require(point->step == step, "a step that there is");
-        require(lineage_of(state_path(folder, step, 0)) == point->lineage, "a whole file of the run");
+        require(point->step == step, "the step exists");
+        require(lineage_of(state_path(folder, step, 0)) == point->lineage, "file is whole and of the run");
     }
 }
 
@@ -76,7 +77,7 @@ std::string input(const std::string& done, const std::string& said, const std::s
            state;
 }
 
-// A run of one process, one of two, and what is left of one that was killed.
+// A run of one process and one of two, each whole and as left behind by a kill.
 std::vector<std::string> seeds() {
     std::vector<std::string> all;
     for (int workers : {1, 2}) {

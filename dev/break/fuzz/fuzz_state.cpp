@@ -1,5 +1,5 @@
-// State files, as they are and with the checksum that belongs to their bytes, which no input that libFuzzer
-// makes up would ever have.
+// State files, once as they are and once with the right checksum, which no input that libFuzzer makes up
+// would have.
 #include "dev/break/fuzz/fuzz.h"
 #include "llmc/checkpoint/state_file.h"
 
@@ -12,7 +12,7 @@ void read_sections(const StateReader& state, const std::string& path) {
         const std::string text = state.text(name);
         require(text.size() == state.bytes(name), "a section is as long as the table says");
         sum += text.size();
-        may_refuse([&] { require(state.values<float>(name).size() * 4 == text.size(), "whole values"); });
+        may_refuse([&] { require(state.values<float>(name).size() * 4 == text.size(), "values are whole"); });
         may_refuse([&] {
             std::vector<char> another_size(text.size() + 1);
             state.read(name, another_size.data(), another_size.size());
@@ -29,14 +29,14 @@ void read_fields(const Fields& fields) {
         may_refuse([&] { fields.real(name); });
         may_refuse([&] { fields.word(name); });
     }
-    require(Fields::parse(fields.text(), "").text() == fields.text(), "what is written is read again");
+    require(Fields::parse(fields.text(), "").text() == fields.text(), "written fields are read back");
 }
 
 void read_state(const StateReader& state) {
     const StateIdentity& who = state.identity();
-    require(who.step >= 0 && who.lineage.size() == 16, "an identity that can be");
-    require(who.worker >= 0 && who.worker < who.workers, "a worker of the run");
-    require(who.rank >= 0 && who.rank < who.ranks, "a rank of the worker");
+    require(who.step >= 0 && who.lineage.size() == 16, "the identity is possible");
+    require(who.worker >= 0 && who.worker < who.workers, "the worker belongs to the run");
+    require(who.rank >= 0 && who.rank < who.ranks, "the rank belongs to the worker");
     read_sections(state, state.path());
     if (state.has("fields")) { read_fields(Fields::parse(state.text("fields"), state.path())); }
 }
@@ -54,14 +54,14 @@ void fuzz(const std::string& bytes) {
     std::string mended = bytes;
     const uint64_t sum = XXH3_64bits(bytes.data(), bytes.size() - sizeof sum);
     memcpy(&mended[bytes.size() - sizeof sum], &sum, sizeof sum);
-    require(is_whole(state) == (bytes == mended), "a file is whole where its checksum is that of its bytes");
+    require(is_whole(state) == (bytes == mended), "a file is whole if and only if its checksum is right");
     const MemoryFile mended_file(mended);
     const StateReader mended_state(mended_file.path());
-    require(is_whole(mended_state), "a file is whole where its checksum is that of its bytes");
+    require(is_whole(mended_state), "a file with the right checksum is whole");
     read_state(mended_state);
 }
 
-// With the first `count` sections.
+// A state file with the first `count` sections.
 std::string state(size_t count) {
     Fields fields;
     fields.set("step", 12L);

@@ -1,6 +1,7 @@
-// The store: addresses, keys of any bytes as names of files, and what other processes have put there.
+// The store: its addresses, keys of any bytes as names of files, and values that other processes have put
+// there.
 //
-//     | what to try | bytes |
+//     | which of the functions below | its argument |
 #include "dev/break/fuzz/fuzz.h"
 #include "llmc/run/process.h"
 
@@ -8,11 +9,11 @@
 void try_address([[maybe_unused]] const std::string& bytes) {
 #ifndef WITHOUT_HIREDIS
     const RedisAddress address = parse_redis_url("redis://" + bytes);
-    require(!address.host.empty() && address.port >= 1 && address.port <= 65535, "an address");
+    require(!address.host.empty() && address.port >= 1 && address.port <= 65535, "the address is valid");
 #endif
 }
 
-// Any key is a file of its own in the folder, and its value comes back.
+// Any key has its own file in the folder, and its value is read back.
 void try_key(const std::string& bytes) {
     static const Folder folder;
     FileStore store(folder.path());
@@ -20,15 +21,15 @@ void try_key(const std::string& bytes) {
     const std::string key = bytes.substr(0, half), other = key + "x";
     store.set(key, bytes);
     store.set(other, "");
-    require(store.try_get(key) == bytes, "what was set is there");
-    require(store.set_if_absent(key, "late") == bytes, "and stays");
+    require(store.try_get(key) == bytes, "a value that was set is there");
+    require(store.set_if_absent(key, "late") == bytes, "set_if_absent keeps it");
     store.remove(key);
     store.remove(other);
-    require(!store.try_get(key), "what was removed is not");
-    require(std::filesystem::is_empty(folder.path()), "nothing is left");
+    require(!store.try_get(key), "a value that was removed is gone");
+    require(std::filesystem::is_empty(folder.path()), "no file is left");
 }
 
-// A refusal quotes what others have put there as it is: who writes to the store takes part in the run.
+// A refusal may quote other processes' values unchanged: only members of the run can write to the store.
 template <class Work>
 void may_quote(Work work) {
     try {
@@ -36,7 +37,7 @@ void may_quote(Work work) {
     } catch (const UserError&) {}
 }
 
-// Process 0 compares its options with those that another one has put into the store.
+// Process 0 compares its options with those that another process has put into the store.
 void try_options(const std::string& bytes) {
     Process process;
     process.workers = 2;
@@ -46,7 +47,7 @@ void try_options(const std::string& bytes) {
     may_quote([&] { process.check_fingerprint({{"--inner-steps", "10"}, {"--model", "d6"}}); });
 }
 
-// Another process reads what process 0 has found.
+// Another process reads process 0's verdict.
 void try_verdict(const std::string& bytes) {
     Process process;
     process.workers = 2;

@@ -12,11 +12,11 @@ void fuzz(const std::string& bytes) {
     }
     require(!tokenizer.decode(tokenizer.end_of_text()).empty(), "the end of text is a token");
     require(tokenizer.decode(-1).empty() && tokenizer.decode(tokenizer.vocab_size()).empty(),
-            "there are no tokens but those of the vocabulary");
+            "only numbers of the vocabulary are tokens");
     const std::string shown = printable(text);
     for (size_t at = 0; at < shown.size();) {
         const size_t length = utf8_length(shown, at);
-        require(length > 0, "what is printed is UTF-8");
+        require(length > 0, "printed text is UTF-8");
         const uint8_t first = uint8_t(shown[at]);
         require(first >= 0x20 || first == '\n' || first == '\t', "no control characters are printed");
         at += length;

@@ -1,4 +1,4 @@
-// Token shards, and the batches that two processes read of them, in order and shuffled.
+// Token shards, and the batches that two processes read from them, in order and shuffled.
 #include "dev/break/fuzz/fuzz.h"
 #include "llmc/text/dataloader.h"
 
@@ -6,7 +6,7 @@ const int vocabulary = 1000;
 
 void read_epoch(const std::string& path, int process, bool shuffle) {
     DataLoader loader(path, 1, 4, process, 2, vocabulary, 7, shuffle);
-    require(loader.num_batches() > 0, "what is taken has a batch");
+    require(loader.num_batches() > 0, "an accepted shard has a batch");
     for (long batch = 0; batch <= loader.num_batches(); batch++) {
         loader.next_batch();
         for (int i = 0; i < 4; i++) {
@@ -16,10 +16,10 @@ void read_epoch(const std::string& path, int process, bool shuffle) {
     }
     const DataPosition position = loader.position();
     loader.seek(position);
-    require(position.epoch >= 1, "after all batches comes the next epoch");
+    require(position.epoch >= 1, "the next epoch follows all batches");
 }
 
-// A shard, and where a resumed run would go on in it: two numbers that a state file holds.
+// A shard, and the position in it where a resumed run continues: two numbers from a state file.
 void fuzz(const std::string& bytes) {
     DataPosition position;
     if (bytes.size() < sizeof position) { return; }

@@ -1,15 +1,15 @@
-"""The trainer's host side: each statement that records an event, waits for one, orders two streams, synchronizes or
-asks NCCL, taken away on its own.
+"""The trainer's host side: changes that each remove one statement that records an event, waits for one, orders two
+streams, synchronizes or checks NCCL.
 
 A build of the trainer takes minutes, so all changes are built into one program: each statement becomes
-`if (mutated(7)) { what it is changed to; } else { the statement; }`, and the environment says which number is meant.
+`if (mutated(7)) { the changed statement; } else { the statement; }`, and an environment variable chooses the number.
 """
 from mutation.source import Source
 
 FILES = ("train_gpt.cu", "streaming/**/*.h", "llmc/arithmetic.h", "llmc/rounding.h",
          "llmc/stream.h", "llmc/upload.h", "llmc/cuda/*.cuh", "llmc/run/*.cuh")
 
-# Calls by what they do. Functions that consist of nothing else are found and join them.
+# Calls, by their kind. Functions that consist of nothing but such calls are found and added.
 KINDS = {
     "record": "record", "stamp": "record", "cudaEventRecord": "record",
     "wait": "event-wait", "cudaStreamWaitEvent": "event-wait",
@@ -18,7 +18,7 @@ KINDS = {
     "query": "poll", "cudaEventQuery": "poll", "cudaStreamQuery": "poll", "settle": "poll",
     "check": "check", "check_calls": "check",
 }
-# What they say when there is nothing to wait for.
+# What these calls return when there is nothing to wait for.
 DONE = {"query": "true", "cudaEventQuery": "cudaSuccess", "cudaStreamQuery": "cudaSuccess"}
 NO_CALLS = {"if", "for", "while", "switch", "return", "catch"}
 WRAPPER = "cudaCheck"
@@ -26,7 +26,7 @@ OPPOSITE = {"hand_over": "hand_back", "hand_back": "hand_over"}
 
 
 class HostSource(Source):
-    """A file, and its statements that order something."""
+    """A file, and changes to its statements that order work."""
 
     def __init__(self, file, source, orders=()):
         self.orders = set(orders)
@@ -38,7 +38,7 @@ class HostSource(Source):
             self.text(i + 1) == "(" and not self.is_refusal(i)
 
     def is_refusal(self, i):
-        """In the condition of what throws: a mistake in the program, which ends it."""
+        """Whether token i stands in the condition of a throw: that checks for a mistake in the program."""
         for opener in self.enclosing(i):
             close = self.tokens[opener].partner
             if self.text(opener - 1) == "if" and "throw" in (self.text(close + 1), self.text(close + 2)):
@@ -48,9 +48,9 @@ class HostSource(Source):
     def visit(self, i):
         word = self.text(i)
         if word == "check" and self.text(i + 2) != ")" or word == "query" and self.text(i - 1) not in (".", "->"):
-            return  # not a communicator's, not an event's
+            return  # not the method of a communicator or of an event
         if "wait_until_complete" in [self.text(opener - 1) for opener in self.enclosing(i)]:
-            return  # what it asks: the wait itself is taken away
+            return  # the query inside a wait: the wait itself is removed
         if word in KINDS:
             self.visit_call(KINDS[word], i)
         elif word in self.orders:
@@ -70,7 +70,7 @@ class HostSource(Source):
 
     def visit_statement(self, kind, i, first, last):
         word = self.text(i)
-        if word == "settle":  # the call whose end it waits for stays
+        if word == "settle":  # keeps the call whose end it waits for
             self.add(kind, first, last, self.arguments(i + 1)[0])
             return
         self.add(kind, first, last, "")
@@ -81,7 +81,7 @@ class HostSource(Source):
             self.add(kind, first, last, f"order({', '.join([after, before, *rest])})")
 
     def calls(self):
-        """Names of what each function calls, by its name."""
+        """The names of the functions that each function calls."""
         found = {}
         for i, token in enumerate(self.tokens):
             if token.function and i > token.function.body and token.kind == "name" and self.text(i + 1) == "(":
@@ -90,7 +90,7 @@ class HostSource(Source):
 
 
 def read_sources(files, read):
-    """Of each file its source with changes."""
+    """The sources of the files that have changes."""
     orders = set()
     while True:
         sources = [HostSource(file, read(file), orders) for file in files]
@@ -102,7 +102,7 @@ def read_sources(files, read):
 
 
 def with_all_changes(source, number):
-    """The text of a source with every change in it; `number`(change), from 1, chooses it."""
+    """The text of a source with all changes built in. number(change): the number, from 1, that chooses it"""
     text, at = [], 0
     for begin, end, changes in by_place(source):
         was = source.source[begin:end]
@@ -118,7 +118,7 @@ def with_all_changes(source, number):
 
 
 def by_place(source):
-    """(begin, end, changes within): of changes within others the outermost place."""
+    """[(begin, end, changes within)], where nested changes share the outermost place."""
     places = []
     for change in sorted(source.changes, key=lambda change: (change.begin, -change.end)):
         if places and change.begin < places[-1][1]:
@@ -132,7 +132,7 @@ def replaced(change, begin, was):
     return was[:change.begin - begin] + change.text + was[change.end - begin:]
 
 
-# What all sources of the changed program include.
+# A header that all sources of the changed program include.
 HEADER = """#pragma once
 #include <cstdlib>
 inline const int chosen_mutant = getenv("MUTANT") ? atoi(getenv("MUTANT")) : 0;

@@ -1,4 +1,4 @@
-"""The trainer with every change of its host side built in, run with one of them at a time."""
+"""The trainer with all changes of its host side built in, run with one of them at a time."""
 import sys
 import tempfile
 import threading
@@ -14,17 +14,17 @@ sys.path.insert(0, str(ROOT / "dev" / "test"))
 from conftest import command, write_shard  # noqa: E402
 from token_files import write_tokenizer  # noqa: E402
 
-# (build, configuration, seed), in this order until one of them notices the change.
+# (build, configuration, seed), in this order until a run notices the change.
 RUNS = [("plain", name, 1) for name in CONFIGURATIONS] + [("thread", name, 1) for name in ("nccl", "tcp")]
-# Thread sanitizer is slow, and needs nothing twice: what is not ordered is a race under every seed, in every process.
+# Thread sanitizer is slow, and one run is enough: unordered accesses are a race under every seed and in every process.
 OPTIONS = {"plain": {},
            "thread": {"--workers": 1, "--outer-optimizer": "nesterov", "-x": 3, "-d": 32, "-m": 1, "-g": 1}}
-# Of a process on the processor; of a run on the clock: who waits for others for that long waits for ever.
+# (CPU seconds of a process, clock seconds of a run). A process that waits that long for others hangs.
 SECONDS = {"plain": (30, 100), "thread": (250, 600)}
 
 
 class HostSide:
-    """A private copy of the sources with all changes in it, built when it is needed."""
+    """A private copy of the sources with all changes built in, compiled when it is first needed."""
 
     def __init__(self, folder, jobs, root=ROOT):
         self.folder, self.jobs = folder, jobs
@@ -68,7 +68,7 @@ class HostSide:
         write_tokenizer(self.tokens / "tokenizer.bin", 64)
 
     def build(self, kind):
-        """The program, which without a change must do the same in every order."""
+        """Builds the program. Without a change it must give the same results in every order."""
         must(["make", f"-j{self.jobs}", f"build/{kind}/train_gpt", "OPTIMIZE=-O1",
               f"CXX=g++ -w -include {self.folder}/mutated.h"], self.folder)
         for name, seed in [(name, seed) for run_kind, name, seed in RUNS if run_kind == kind]:
@@ -79,12 +79,12 @@ class HostSide:
                 raise Failure(f"build/{kind}/train_gpt, {name}, seed {seed}: {how} without a change")
 
     def notices(self, kind, name, seed, number):
-        """How a run with change `number`, 0 for none, differs from the calm one; or nothing."""
+        """How a run with change `number` (0: none) differs from the calm run; "" if it does not."""
         how, seen = self.run(kind, name, seed, number, OPTIONS[kind])
         return how or seen.difference(self.calm[kind, name])
 
     def run(self, kind, name, seed, number, options):
-        """(how it failed, what was seen); seed None: every call is done when it returns."""
+        """(how the run failed, what was seen of it).   seed None: every call is complete when it returns"""
         with tempfile.TemporaryDirectory(dir=self.folder) as output:
             cpu_seconds, clock_seconds = SECONDS[kind]
             words = {**CONFIGURATIONS[name], **options, "--timeout": clock_seconds}

@@ -1,4 +1,4 @@
-"""Kernels changed one at a time, each change compiled into the test programs of its file."""
+"""Changes to kernels, one at a time, each compiled into the test programs of its file."""
 import dataclasses
 import pathlib
 import queue
@@ -12,15 +12,15 @@ from mutation.programs import ROOT, Failure, copy_sources, must, run
 from mutation.report import Verdict
 from mutation.source import changed
 
-# What is changed: all CUDA sources that have kernels or call libraries' kernels; not the owners of streams, events
-# and memory, and not communication between processes.
+# The changed files: all CUDA sources that have kernels or call libraries' kernels, but not the owners of streams,
+# events and memory, and not communication between processes.
 PATTERNS = ("llmc/cuda/*.cuh", "streaming/*.cuh")
 UNCHANGED = {f"llmc/cuda/{name}.cuh" for name in ("buffer", "host_buffer", "stream", "gpu")}
 
-# Kinds that thread sanitizer may notice where results are right.
+# Kinds of changes that thread sanitizer may notice although the results are right.
 ORDERED = {"barrier", "wait", "shuffle", "index", "boundary", "loop"}
 
-# What most tests include, compiled once. Nothing of it is changed.
+# Headers that most tests include, compiled once. None of them is changed.
 PRELUDE = """#include <gtest/gtest.h>
 #include <algorithm>
 #include <cmath>
@@ -35,10 +35,10 @@ PRELUDE = """#include <gtest/gtest.h>
 
 @dataclasses.dataclass
 class Program:
-    """One test program in one build, unchanged: how it is made, and what it takes."""
+    """One unchanged test program in one build: how it is built, and how long it runs."""
     compile: list
     link: list
-    seconds: float      # of the processor, for a run
+    seconds: float      # CPU seconds of a run
     passed: bool
 
 
@@ -58,8 +58,8 @@ class Tree:
         return (self.folder / file).read_text()
 
     def covering(self, file):
-        """The test programs of a file: those with its name, test_NAME or test_NAME_*, else those that include it,
-        else those of the files that include it."""
+        """The test programs of a file: those named after it, test_NAME or test_NAME_*; if there are none, those that
+        include it; if there are none, those of the files that include it."""
         tests = sorted((self.folder / "dev/test/kernels").glob("test_*.cpp"))
         stem = pathlib.Path(file).stem
         named = [test.stem for test in tests if re.fullmatch(rf"test_{stem}(_\w+)?", test.stem)]
@@ -72,7 +72,7 @@ class Tree:
         return sorted({test for user in users for test in self.covering(user)})
 
     def program(self, build, name):
-        """Built and run once without a change; at most one at a time."""
+        """The program, built and run once without a change; at most one at a time."""
         with self.lock:
             if (build, name) not in self.programs:
                 self.programs[build, name] = self.make_program(build, name)
@@ -118,7 +118,7 @@ TEST_OPTIONS = ["--gtest_break_on_failure", "--gtest_fail_fast", "--gtest_brief=
 
 
 class Mutator:
-    """Makes changes, each in a folder that lies before the sources on the include path."""
+    """Makes changes, each in a folder that comes before the sources on the include path."""
 
     def __init__(self, tree, jobs):
         self.tree, self.slots = tree, queue.Queue()
@@ -145,12 +145,12 @@ class Mutator:
                 how = self.kill(build, name, slot)
                 if how == "not compiled" and build == "plain":
                     return Verdict(change, how)
-                if how and how != "not compiled":  # by another build alone, that is no mistake to notice
+                if how and how != "not compiled":  # that only another build does not compile proves nothing
                     return Verdict(change, "killed", f"{build} {name}: {how}")
         return Verdict(change, "survived")
 
     def kill(self, build, name, slot):
-        """How one program notices the change in the slot, or nothing."""
+        """How one program notices the change in the slot; "" if it does not."""
         program = self.tree.program(build, name)
         if not program.passed:
             raise Failure(f"build/{build}/{name} fails without a change")

@@ -3,9 +3,9 @@ import re
 
 from mutation.source import CLOSE, OPEN, Source
 
-ALWAYS = {"barrier", "wait", "mask"}  # all of these kinds are in a selection
+ALWAYS = {"barrier", "wait", "mask"}  # a selection contains all changes of these kinds
 
-# Of the seam, what is not an instruction of the machine.
+# Where the changes to a file begin: in the device seam, after the machine's own instructions.
 BEGINNINGS = {"llmc/cuda/device.cuh": "// ---- reductions"}
 
 FLOAT_TYPES = {"float", "floatX", "double", "__nv_bfloat16", "bf16"}
@@ -18,7 +18,7 @@ LEAVING = {"return", "continue", "break"}
 
 
 class KernelSource(Source):
-    """A CUDA source, and changes to its boundaries, masks, indices, scales, first values, barriers, launches, ..."""
+    """A CUDA source, and changes to its boundaries, masks, indices, scales, initial values, barriers, launches, ..."""
 
     def __init__(self, file, source):
         super().__init__(file, source, source.find(BEGINNINGS[file]) if file in BEGINNINGS else 0)
@@ -53,7 +53,7 @@ class KernelSource(Source):
         return scalars - arrays, arrays
 
     def end_of_declarator(self, i):
-        """The comma or semicolon behind an initializer."""
+        """The comma or semicolon after an initializer."""
         while i < len(self.tokens) - 1 and self.text(i) not in (",", ";", ")", "}"):
             i = self.tokens[i].partner + 1 if self.text(i) in OPEN and self.tokens[i].partner > i else i + 1
         return i
@@ -98,7 +98,7 @@ class KernelSource(Source):
         return words
 
     def may_change(self, i):
-        """Not: declarations outside of functions, what is checked by the compiler, texts of errors."""
+        """Not declarations outside of functions, conditions that the compiler checks, or texts of errors."""
         token = self.tokens[i]
         if token.function is None:
             return token.text == "INFINITY" or token.kind == "number" and self.is_float(i, i)
@@ -127,7 +127,7 @@ class KernelSource(Source):
             self.visit_arithmetic(i)
 
     def is_spaced(self, i):
-        """A binary operator, and no template's bracket: the sources are formatted."""
+        """Whether this is a binary operator and not a template's bracket: the sources are formatted."""
         token = self.tokens[i]
         return self.source[token.begin - 1].isspace() and self.source[token.end].isspace()
 
@@ -192,7 +192,7 @@ class KernelSource(Source):
                 self.add("launch", first, last, f"{self.span(first, last)} - 1")
 
     def is_only_speed(self, i):
-        """On the host: how many threads a block has; any number does."""
+        """Whether this, on the host, chooses the number of threads of a block, for which any number works."""
         token = self.tokens[i]
         if token.function is None or token.function.on_device:
             return False
@@ -216,7 +216,7 @@ class KernelSource(Source):
 
     def visit_comparison(self, i):
         if self.loop_part(i) == 1 and not self.counts_by_one(i):
-            return  # of such a loop, rounds are skipped
+            return  # visit_loop skips rounds of such a loop
         if self.is_check(i):
             return
         self.add(self.guard_kind(i), i, i, COMPARISONS[self.text(i)])
@@ -287,7 +287,8 @@ class KernelSource(Source):
             self.add("init", i, i, "+=")
 
     def is_store(self, i, words):
-        """Of a number to memory or to an array, on the device; not a declaration, and nothing that has no +=."""
+        """Whether this stores a number in memory or in an array on the device; declarations, and types without +=, do
+        not count."""
         if not self.tokens[i].function.on_device or \
                 self.tokens[i].within != self.tokens[self.tokens[i].statement].within:
             return False
@@ -311,7 +312,7 @@ class KernelSource(Source):
         if operator == "*":
             self.add(kind, i, right, "")
         elif operator == "-" and not on_device and self.text(i + 1) == "1":
-            return  # of a division that rounds up: one block more, which does nothing
+            return  # part of a division that rounds up: the change would add a block that does nothing
         elif operator in "+-":
             self.add(kind, i, i, "-" if operator == "+" else "+")
         elif operator == "/" and is_float:
@@ -319,7 +320,7 @@ class KernelSource(Source):
         elif operator in "/%":
             self.add(kind, i, i, "%" if operator == "/" else "/")
             if self.tokens[i + 1].kind == "number" and right == i + 1:
-                number = int(self.text(i + 1).rstrip("uUlL"))  # on the host: fewer blocks, not more
+                number = int(self.text(i + 1).rstrip("uUlL"))  # on the host double it, for fewer blocks
                 self.add(kind, i + 1, i + 1, str(number // 2 if on_device else number * 2))
         else:
             self.add(kind, i, i, {"&": "|", "|": "&", "^": "|", "<<": ">>", ">>": "<<"}[operator])
@@ -327,7 +328,7 @@ class KernelSource(Source):
     # -- loops
 
     def loop_part(self, i):
-        """0, 1, 2 in the beginning, condition, step of a for loop; else None."""
+        """0, 1 or 2 if token i is in the beginning, condition or step of a for loop; else None."""
         opener = self.tokens[i].within
         if opener < 1 or self.text(opener - 1) != "for":
             return None
@@ -338,7 +339,7 @@ class KernelSource(Source):
                 if self.text(j) == ";" and self.tokens[j].within == opener]
 
     def loop_step(self, opener):
-        """(variable, operator, step, its last token) of a for loop's first step, or None."""
+        """(variable, operator, amount, last token) of a for loop's first step; or None."""
         semicolons = self.loop_semicolons(opener)
         if len(semicolons) != 2:
             return None
@@ -356,7 +357,7 @@ class KernelSource(Source):
         return step is None or step[1:3] in (("+=", "1"), ("-=", "1"))
 
     def visit_loop(self, i):
-        """The first round skipped, the last one, every second one."""
+        """Skips the first round, the last one, or every second one."""
         opener = i + 1
         step = self.loop_step(opener)
         if step is None:
@@ -380,11 +381,9 @@ class KernelSource(Source):
         twice = f"{variable} {operator} " + (f"2 * ({amount})" if operator not in ("/=", "*=") else f"{amount} * {amount}")
         self.add("loop", second + 1, step_end, twice)
 
-    # -- names for changes
-
 
 def selection(changes, count):
-    """About `count` of them: of each function and kind at least one, and an even spread of the others."""
+    """About `count` of the changes: at least one of each function and kind, and an even spread of the others."""
     groups = {}
     for change in changes:
         groups.setdefault((change.file, change.function, change.kind), []).append(change)

@@ -1,6 +1,6 @@
-"""Runs of the emulated trainer that together use every order between streams and host, and what is seen of a run.
+"""Runs of the emulated trainer that together use every ordering of streams and host, and the results of a run.
 
-The same in `make mutate`, which takes the orders away, and in dev/test/processes/test_emulated_orders.py, which does not.
+`make mutate` runs them with orderings removed, dev/test/processes/test_emulated_orders.py with the trainer as it is.
 """
 import dataclasses
 import json
@@ -8,9 +8,9 @@ import os
 import pathlib
 import re
 
-# Two workers of two ranks; a head of 64 values, which attention on GPUs wants; fragments of which two are in flight at
-# times. Between steps all happens that may, alone and together: validation, samples, models, with other parameters than
-# the worker's.
+# Two workers of two ranks; a head of 64 values, as attention on GPUs requires; at times two fragments are in flight.
+# Between steps everything happens that may, alone and together: validation, samples and models, which use other
+# parameters than the worker's.
 STREAMING = {"--layers": 1, "--heads": 1, "--channels": 64, "--vocab-size": 64, "-t": 16, "-b": 1, "-d": 64,
              "-x": 5, "-l": 1e-2, "-k": "constant", "--workers": 2, "--ranks": 2, "-H": 3, "--overlap": 2,
              "--fragment-layers": 1, "--outer-dtype": "fp4", "-v": 3, "-m": 3, "-n": 3, "-s": 2, "-g": 2}
@@ -20,7 +20,7 @@ CONFIGURATIONS = {
     "tcp": {**STREAMING, "--layers": 2, "--outer-transport": "tcp", "--eval": "local", "-r": 2},
     "no overlap": {**STREAMING, "--overlap": 0, "--ranks": 1, "-d": 32, "-v": 0, "-s": 0, "-n": 0},
     "one worker": {**STREAMING, "--workers": 1, "--outer-optimizer": "none", "--overlap": 0},
-    # Fragments of 391 and 73 blocks: one worker's part has fewer than the others'.
+    # Fragments of 391 and 73 blocks: one worker's part has fewer blocks than the others'.
     "all to all": {**STREAMING, "--workers": 3, "--ranks": 1, "-d": 16, "-v": 0, "-s": 0, "-n": 0,
                    "--outer-exchange": "all_to_all", "--outer-rounding": "stochastic", "--outer-error-feedback": True,
                    "--outer-weights": "tokens"},
@@ -28,14 +28,14 @@ CONFIGURATIONS = {
 
 
 def environment(seed, asynchronous=True):
-    """The adversary's seed; not asynchronous: every call is done when it returns."""
+    """Sets the adversary's seed.   asynchronous: if not, every call is complete when it returns"""
     return {**os.environ, "EMULATOR_ASYNCHRONOUS": str(int(asynchronous)), "EMULATOR_SEED": str(seed),
             "OMP_NUM_THREADS": "1"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What must not depend on the order of work: models, samples, and every number of the logs that is not a time."""
+    """The results that must not depend on the order of work: models, samples, and all numbers in logs but times."""
     models: tuple   # (name, bytes)
     samples: tuple  # as printed
     logs: tuple     # (name, type of line, values)
@@ -49,7 +49,7 @@ class Seen:
         return Seen(models, samples, logs)
 
     def difference(self, other):
-        """In words; nothing if there is none."""
+        """The first difference in words; "" if there is none."""
         for ours, theirs in zip(self.logs, other.logs):
             if ours != theirs:
                 return f"other {ours[1]} in {ours[0]}"
@@ -58,7 +58,7 @@ class Seen:
         return "other model" if self.models != other.models else "other sample" if self.samples != other.samples else ""
 
 
-# Of each kind of line, what is the same in every run.
+# The fields that are the same in every run, by type of line.
 KEPT = {"step": ("step", "loss", "lr", "norm", "inner_bytes_sent", "inner_bytes_received"),
         "eval": ("step", "loss"),
         "sync": ("sync", "fragment", "send_step", "apply_step", "bytes_sent", "bytes_received", "global_hash",

@@ -1,4 +1,4 @@
-"""Programs built in a private copy of the sources, and run with a limit of time."""
+"""Builds programs in a private copy of the sources, and runs them with a time limit."""
 import dataclasses
 import os
 import pathlib
@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 
 class Failure(Exception):
-    """What keeps the tool from telling anything."""
+    """An error that keeps the tool from reaching a verdict."""
 
 
 @dataclasses.dataclass
@@ -23,8 +23,8 @@ class Result:
 
 
 def run(command, folder, cpu_seconds, clock_seconds=None, environment=None):
-    """Runs a program in a process group of its own: at most so many seconds of a processor in each process, and ten
-    times as many on the clock unless it is told how many, as the machine may be busy."""
+    """Runs a program in its own process group. Each process may use `cpu_seconds` of a processor; the run may take
+    `clock_seconds`, by default ten times as many, since the machine may be busy."""
     def limits():
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_seconds) + 1, int(cpu_seconds) + 2))
@@ -44,14 +44,14 @@ def run(command, folder, cpu_seconds, clock_seconds=None, environment=None):
 
 
 def must(command, folder):
-    """Runs what has to succeed."""
+    """Runs a command that has to succeed."""
     result = subprocess.run([str(word) for word in command], cwd=folder, capture_output=True, text=True)
     if result.returncode != 0:
         raise Failure(f"{shlex.join(map(str, command))}\n{result.stdout[-2000:]}{result.stderr[-4000:]}")
 
 
 def copy_sources(folder, root=ROOT):
-    """A private copy of all that programs are built from."""
+    """Makes a private copy of all sources that programs are built from."""
     for part in ("Makefile", "scripts", "llmc", "streaming", "dev", "train_gpt.cu", "test_gpt.cu"):
         if (root / part).is_dir():
             shutil.copytree(root / part, folder / part,

@@ -18,7 +18,7 @@ class Verdict:
 
 @dataclasses.dataclass
 class Explanation:
-    """Why a survivor changes nothing. The code of its line identifies it, since line numbers and comments change."""
+    """Why a survivor changes nothing. The code of its line identifies it: line numbers and comments would not last."""
     file: str
     function: str
     was: str
@@ -55,7 +55,7 @@ def difference(change):
 
 
 def table(verdicts, key, title):
-    """A table of changes, killed, survived and percentage by `key`."""
+    """A table of the numbers of changes, killed and survived, and the percentage killed, by `key`."""
     rows = {}
     for verdict in verdicts:
         for name in (key(verdict.change), "all"):
@@ -83,10 +83,10 @@ def report(verdicts, survivors, all_changes):
         matching = [change for change in all_changes if entry.is_of(change)]
         where = f"{SURVIVORS.name}: {entry.file}, {entry.function}: {entry.becomes}"
         if not matching:
-            print(f"\n{where}: the file has no such change any more")
+            print(f"\n{where}: the file no longer has such a change")
             ok = False
         elif all(change in killed for change in matching):
-            print(f"\n{where}: is said to survive, and was killed")
+            print(f"\n{where}: was killed, although it is listed as a survivor")
             ok = False
     print()
     print(table(verdicts, lambda change: change.kind, "kind"))
@@ -95,7 +95,7 @@ def report(verdicts, survivors, all_changes):
     noticed = collections.Counter(verdict.by.rsplit(": ", 1)[-1] for verdict in verdicts if verdict.outcome == "killed")
     print("\nnoticed as: " + ", ".join(f"{how} {count}" for how, count in noticed.most_common()))
     broken = [verdict for verdict in verdicts if verdict.outcome == "not compiled"]
-    print(f"\nnot counted, as they do not compile: {len(broken)}")
+    print(f"\nnot counted, because they do not compile: {len(broken)}")
     share = len(killed) / max(1, len(killed) + len(survived))
     if share < LEAST_KILLED:
         print(f"fewer than {100 * LEAST_KILLED:.0f}% were killed: {100 * share:.1f}%")

@@ -21,20 +21,20 @@ class Token:
     begin: int
     end: int
     function: "Function | None" = None
-    within: int = -1     # token that opens the innermost brackets around this one
-    partner: int = -1    # of a bracket: the other one
-    statement: int = 0   # the first token of its statement
+    within: int = -1     # the token that opens the innermost brackets around this one
+    partner: int = -1    # a bracket's counterpart
+    statement: int = 0   # the first token of this one's statement
 
 
 @dataclasses.dataclass
 class Function:
     name: str
     on_device: bool
-    body: int  # token of its opening brace
+    body: int  # the token of its opening brace
 
 
 def without_nvcc(source):
-    """The source with what g++ does not compile, the branches of __CUDACC__, replaced by blanks."""
+    """The source with the parts that g++ does not compile, the branches of __CUDACC__, replaced by blanks."""
     lines, states = source.split("\n"), []
     for i, line in enumerate(lines):
         directive = re.match(r"\s*#\s*(if|ifdef|ifndef|elif|else|endif)\b(.*)", line)
@@ -72,7 +72,7 @@ def tokenize(source):
 
 
 def find_functions(tokens):
-    """A brace behind a parameter list, not inside a function, opens one."""
+    """Finds functions: a brace after a parameter list, outside of a function, opens one."""
     current = None
     for i, token in enumerate(tokens):
         if current is None and token.text == "{":
@@ -102,14 +102,14 @@ class Change:
     function: str
     begin: int
     end: int
-    text: str      # instead of source[begin:end]
+    text: str      # replaces source[begin:end]
     id: str = ""
-    was: str = ""      # the lines that it touches, before and after
-    becomes: str = ""
+    was: str = ""      # the changed lines before
+    becomes: str = ""  # and after the change
 
 
 class Source:
-    """A file and the changes that can be made to it, those that visit() adds."""
+    """A file and the changes to it, which visit() adds."""
 
     def __init__(self, file, source, first=0):
         self.file, self.source = file, source
@@ -122,13 +122,13 @@ class Source:
         self.changes = self.with_ids()
 
     def prepare(self):
-        """What has to be known of the file before its first token is visited."""
+        """Computes what has to be known of the file before its first token is visited."""
 
     def may_change(self, i):
         raise NotImplementedError
 
     def visit(self, i):
-        """Adds the changes that token i is about."""
+        """Adds the changes at token i."""
         raise NotImplementedError
 
     def text(self, i):
@@ -151,7 +151,7 @@ class Source:
             return i
 
     def enclosing(self, i):
-        """Openers of the brackets around token i, innermost first."""
+        """Opening tokens of the brackets around token i, innermost first."""
         while self.tokens[i].within >= 0:
             i = self.tokens[i].within
             yield i
@@ -164,7 +164,7 @@ class Source:
             self.changes.append(Change(self.file, kind, function.name if function else "constants", begin, end, text))
 
     def arguments(self, opener):
-        """Texts of what stands between brackets, separated by commas."""
+        """The texts between commas inside these brackets."""
         return [self.span(first, last) for first, last in self.argument_spans(opener)]
 
     def argument_spans(self, opener):
@@ -177,7 +177,7 @@ class Source:
         return spans
 
     def with_ids(self):
-        """Sorted by place, numbered within a line and kind; those that change nothing or the same thing dropped."""
+        """The changes without duplicates, sorted by place and numbered within a line and kind."""
         named, seen, numbers = [], set(), {}
         for change in sorted(self.changes, key=lambda change: (change.begin, change.end, change.kind, change.text)):
             if (change.begin, change.end, change.text) in seen:

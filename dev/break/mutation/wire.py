@@ -1,8 +1,8 @@
-"""The wire on the host's side: how an exchange puts payloads, headers, means, sums and residuals together. Each change
-is compiled into the CPU's tests of exchanges and of their statistics, which run the very same code.
+"""The host's side of the wire: how an exchange assembles payloads, headers, means, sums and residuals. Each change is
+compiled into the CPU's tests of exchanges and of their statistics, which run the same code.
 
-Besides what is changed in kernels (boundaries, indices, loops, sizes), each call and each assignment is taken away.
-What orders streams is the host side's part: these tests' streams need little of it.
+The changes are those of kernels (boundaries, indices, loops, sizes) and the removal of each call and each assignment.
+Statements that order streams belong to the part "host": these tests' streams need few of them.
 """
 import queue
 import shlex
@@ -20,9 +20,9 @@ FILES = ("streaming/error_feedback.h", "streaming/all_to_all_exchange.h", "strea
 TESTS = ("unit/streaming/test_exchange", "unit/streaming/test_statistics")  # in this order until one notices
 SELECTED = 60  # changes in a run without options
 ORDERS = {*KINDS, "order", "wait_for", "let_end"}
-SECONDS = 20, 60  # of the processor and on the clock, for a run: a test takes two
+SECONDS = 20, 60  # CPU seconds and clock seconds of a run; a test takes two
 
-# What the tests include of what is not changed, compiled once.
+# Unchanged headers that the tests include, compiled once.
 PRELUDE = """#include <gtest/gtest.h>
 #include <cmath>
 #include <map>
@@ -42,7 +42,7 @@ class WireSource(KernelSource):
             self.visit_statement(i)
 
     def visit_statement(self, i):
-        """Taken away where it is a call or an assignment, and no declaration."""
+        """Removes the statement if it is a call or an assignment, but not if it is a declaration."""
         end = next((j for j in range(i, len(self.tokens)) if self.text(j) == ";" and
                     self.tokens[j].within == self.tokens[i].within), None)
         if end is None:
@@ -56,7 +56,7 @@ class WireSource(KernelSource):
             self.add("call", i, end - 1, "")
 
     def orders(self, i, end):
-        """Whether what is called orders something."""
+        """Whether the called function orders streams or waits."""
         return self.text(self.tokens[end - 1].partner - 1) in ORDERS
 
 
@@ -80,8 +80,8 @@ class Wire:
         return (self.folder / file).read_text()
 
     def make_slot(self, number):
-        """A folder that lies before the sources on the include path, with all of streaming/: its headers include
-        each other by their place."""
+        """A folder that comes before the sources on the include path. It has all of streaming/, whose headers include
+        each other from their own folder."""
         slot = self.folder / f"slot{number}"
         (slot / "streaming").mkdir(parents=True)
         for path in (self.folder / "streaming").iterdir():
@@ -89,19 +89,19 @@ class Wire:
         return slot
 
     def commands(self):
-        """How make compiles a test from standard input, but for its name, and links the unit tests, as words."""
+        """The words with which make compiles a test from standard input, without its name, and links the unit tests."""
         dry = subprocess.run(["make", "-n", "-B", "--no-print-directory", "build/unit_tests"], cwd=self.folder,
                              capture_output=True, text=True)
         lines = [shlex.split(line) for line in dry.stdout.splitlines() if "build/" in line and " -o " in line]
         compiled = next((words for words in lines if "build/unit/streaming.o" in words and "|" in words), None)
         linked = next((words for words in lines if "-lgtest" in words), None)
         if not compiled or not linked:
-            raise Failure(f"make build/unit_tests: {dry.stderr.strip() or 'not as expected'}")
+            raise Failure(f"make build/unit_tests: {dry.stderr.strip() or 'unexpected commands'}")
         flags = [*compiled[compiled.index("|") + 1:compiled.index("-x")], "-w"]
         return flags, [word for word in linked if not word.endswith(".o")]
 
     def prepare(self, slot):
-        """Once: the prelude, and the unchanged tests, which must pass."""
+        """Once: builds the prelude and the unchanged tests, which must pass."""
         with self.lock:
             if not self.ready:
                 self.build(slot)
@@ -139,7 +139,7 @@ class Wire:
         return Verdict(change, "survived")
 
     def kill(self, test, slot):
-        """How a test notices what is in the slot, or nothing."""
+        """How a test notices the change in the slot; "" if it does not."""
         words = [self.flags[0], f"-I{slot}", *self.flags[1:], "-c", f"dev/test/{test}.cpp", "-o", slot / "test.o"]
         made = subprocess.run(words, cwd=self.folder, capture_output=True, text=True)
         if made.returncode != 0:

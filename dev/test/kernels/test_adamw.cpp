@@ -62,7 +62,7 @@ Shard updated_on_device(const Shard& before, const Update& update, long first = 
     return after;
 }
 
-// Of arrays that go on behind the values to be updated.
+// The arrays continue after the values to be updated.
 void expect_cpus_bits(const Update& update, uint64_t seed) {
     const Shard before(size_t(update.count) + 16, seed);
     Shard expected = before;

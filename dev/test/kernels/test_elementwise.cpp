@@ -46,7 +46,7 @@ TEST(Gelu, IsTheCpusForEveryValueAndLeavesTheRestAlone) {
         cpu::gelu_forward(expected.data(), exact_inp.data(), n, cpu_stream);
         for_each_order(3, [&] {
             cuda::Stream stream;
-            DeviceArray<floatX> device_inp(inp), out(std::vector<floatX>(inp.size() + behind, floatX(-7.0f)));
+            DeviceArray<floatX> device_inp(inp), out(std::vector<floatX>(inp.size() + guard, floatX(-7.0f)));
             cuda::gelu_forward(out, device_inp, n, stream);
             stream.synchronize();
             const Floats values = converted<float>(out.to_host());
@@ -74,13 +74,13 @@ TEST(Gelu, RefusesWhatItCannotLoadInPacks) {
 
 TEST(Memory, CopiesToTheDeviceAndBackKeepWhatLiesBehind) {
     const Floats values = random_floats(1001, 1, 4.0f);
-    DeviceArray<float> array(Floats(values.size() + behind, -7.0f));
+    DeviceArray<float> array(Floats(values.size() + guard, -7.0f));
     cuda::Stream stream;
     cuda::copy_to_device(static_cast<float*>(array), values.data(), long(values.size()), stream);
-    Floats back(values.size() + 2 * behind, 3.0f), expected = values;
-    cuda::copy_to_host(back.data(), static_cast<const float*>(array), long(values.size() + behind), stream);
-    expected.resize(values.size() + behind, -7.0f);
-    expected.resize(values.size() + 2 * behind, 3.0f);
+    Floats back(values.size() + 2 * guard, 3.0f), expected = values;
+    cuda::copy_to_host(back.data(), static_cast<const float*>(array), long(values.size() + guard), stream);
+    expected.resize(values.size() + guard, -7.0f);
+    expected.resize(values.size() + 2 * guard, 3.0f);
     expect_same_bits(back, expected);
 }
 
@@ -106,11 +106,11 @@ void expect_cast_like_cpus(long n) {
     std::vector<Out> expected(inp.size(), Out(0.0f));
     cpu::Stream cpu_stream;
     cpu::cast(expected.data(), inp.data(), n, cpu_stream);
-    expected.resize(inp.size() + behind, Out(-7.0f));
+    expected.resize(inp.size() + guard, Out(-7.0f));
     for_each_order(3, [&] {
         cuda::Stream stream;
         DeviceArray<In> device_inp(inp);
-        DeviceArray<Out> out(std::vector<Out>(inp.size() + behind, Out(-7.0f)));
+        DeviceArray<Out> out(std::vector<Out>(inp.size() + guard, Out(-7.0f)));
         cuda::cast(static_cast<Out*>(out), static_cast<const In*>(device_inp), n, stream);
         stream.synchronize();
         expect_same_bits(out.to_host(), expected);
@@ -209,7 +209,7 @@ TEST(GlobalNorm, CountsEveryValueOnce) {
         float expected = NAN;
         cpu::Stream cpu_stream;
         cpu::global_norm_squared(&expected, values.data(), count, cpu_stream);
-        values[size_t(count)] = 100.0f;  // behind the end
+        values[size_t(count)] = 100.0f;  // after the end
         for_each_order(2, [&] { EXPECT_EQ(norm_squared_of(values, count), expected); });
     }
 }

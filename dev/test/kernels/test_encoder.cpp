@@ -118,8 +118,8 @@ TEST(Encoder, BackwardOfManyChannelsIsTheCpus) {
     });
 }
 
-// Runs of equal tokens that begin and end before, at and behind the end of a chunk of 32, that fill one,
-// two and many chunks, and neighbours of them.
+// Runs of equal tokens that begin and end before, at and after the end of a chunk of 32 and fill one, two and
+// many chunks, and runs that are one token shorter or longer.
 TEST(Encoder, RunsOfAnyLengthMeetChunksAnywhere) {
     for_each_order(1, [] {
         std::mt19937 random(5);

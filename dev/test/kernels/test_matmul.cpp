@@ -206,7 +206,8 @@ TEST(Matmul, APlanIsForItsShapeAndTakesTheCallsOwnPointers) {
     }
 }
 
-// What a call each way writes, of tensors that begin `by` values behind an address of 256 bytes.
+// The results of a forward and a backward call, for tensors that begin `by` values after a multiple of 256
+// bytes.
 std::vector<Floats> results_of(cuda::Matmul& matmul, const Case& x, long by) {
     auto shifted = [=](Floats values) {
         values.insert(values.begin(), size_t(by), NAN);
@@ -377,7 +378,7 @@ TEST(Matmul, ColumnSumsAreExactAndAddToWhatIsThere) {
     }
 }
 
-// Values whose sums round: all orders of blocks and threads, and rows behind that are another's.
+// Values whose sums round: all orders of blocks and threads, followed by rows that are not the call's.
 TEST(Matmul, ColumnSumsHaveTheSameBitsUnderEveryOrder) {
     const int rows = 390, columns = 264;
     std::mt19937 random(3);

@@ -26,7 +26,7 @@ void expect_rounded(const std::vector<floatX>& values, const Floats& expected) {
 
 TEST(Muon, DirectionHasTheCpusBitsAndLeavesWhatLiesBehind) {
     for (long count : {4, 8, 128, 1028, 6528}) {
-        const size_t n = size_t(count), all = n + behind;
+        const size_t n = size_t(count), all = n + guard;
         const Floats m = random_floats(all, 1, 0.5f), grad = random_floats(all, 2, 1.0f);
         for (float scale : {0.37f, NAN, INFINITY}) {
             Floats expected_m = m, expected(n, -7.0f);
@@ -50,7 +50,7 @@ TEST(Muon, DirectionHasTheCpusBitsAndLeavesWhatLiesBehind) {
 
 TEST(Muon, UpdateHasTheCpusBitsAtEveryStepAndPlaceInTheModel) {
     for (long count : {4, 128, 1028, 2176}) {
-        const size_t all = size_t(count) + behind;
+        const size_t all = size_t(count) + guard;
         const Floats master = random_floats(all, 3, 2.0f), direction = random_floats(all, 4, 1.0f);
         for (float scale : {0.5f, NAN}) {
             const StochasticRounding rounding = {uint64_t(count) << 33 | 5, 3, (uint64_t(5) << 35) + 4};

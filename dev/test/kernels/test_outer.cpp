@@ -19,24 +19,24 @@ struct Arrays {
     std::vector<floatX> params;  // not copies of local, so that a value that is not written is noticed
 };
 
-// Random values. The last `behind` values lie past those that a step may touch.
+// Random values. The last `guard` values lie past those that a step may touch.
 Arrays random_arrays(long n, uint64_t seed, float deviation) {
     auto values = [=](uint64_t stream, float scale) {
-        Floats out(size_t(n) + behind);
+        Floats out(size_t(n) + guard);
         for (size_t i = 0; i < out.size(); i++) {
             out[i] = scale * deviation * standard_normal(seed + stream, RandomUse::sampling, i);
         }
         return out;
     };
     Arrays arrays{values(0, 1.0f), values(1, 0.125f), values(2, 1.0f), values(3, 0.0625f), {}};
-    arrays.params.assign(size_t(n) + behind, floatX(77.0f));
+    arrays.params.assign(size_t(n) + guard, floatX(77.0f));
     return arrays;
 }
 
 // Takes two steps in a row, so that a momentum that was not stored is noticed. Returns the arrays as the CPU
 // leaves them.
 Arrays expect_same_steps(Arrays arrays, OuterStep step) {
-    const long n = long(arrays.global.size() - behind);
+    const long n = long(arrays.global.size() - guard);
     DeviceArray<float> global(arrays.global), momentum(arrays.momentum), local(arrays.local);
     DeviceArray<float> mean(arrays.mean);
     DeviceArray<floatX> params(arrays.params);

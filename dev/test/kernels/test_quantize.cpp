@@ -48,7 +48,7 @@ PayloadHeader some_header(uint16_t format) {
 
 // A header and, for all that is to be written, bytes that are easy to know again.
 Bytes new_payload(Format format, long n) {
-    Bytes payload(payload_bytes(format, n) + behind, 0xa5);
+    Bytes payload(payload_bytes(format, n) + guard, 0xa5);
     const PayloadHeader header = some_header(uint16_t(format));
     memcpy(payload.data(), &header, sizeof(header));
     return payload;
@@ -343,12 +343,12 @@ Bytes random_payloads(Format format, long n, size_t stride, int workers, uint64_
 void expect_same_mean(Format format, long n, int workers, size_t between, uint64_t seed) {
     const size_t stride = payload_bytes(format, n) + between;
     const Bytes payloads = random_payloads(format, n, stride, workers, seed);
-    Floats expected(size_t(n) + behind, 7.0f);
+    Floats expected(size_t(n) + guard, 7.0f);
     cpu::Stream cpu_stream;
     cpu::dequantize_mean(expected.data(), payloads.data(), stride, workers, format, n, cpu_stream);
 
     DeviceArray<uint8_t> device_payloads(payloads);
-    DeviceArray<float> mean(Floats(size_t(n) + behind, 7.0f));
+    DeviceArray<float> mean(Floats(size_t(n) + guard, 7.0f));
     Stream stream;
     cuda::dequantize_mean(mean, device_payloads, stride, workers, format, n, stream);
     stream.synchronize();
@@ -514,7 +514,7 @@ TEST(HeaderKernels, AMeanBeginsWithItsOwnHeaderAndThoseOfWhatItIsAMeanOf) {
     for (int workers : {1, 3, 33}) {
         const size_t stride = sizeof(PayloadHeader) + 80, bytes = sizeof(PayloadHeader) * size_t(1 + workers);
         const Bytes payloads = payloads_with_headers(workers, 1, stride);
-        Bytes expected(bytes + behind, 0x5a);
+        Bytes expected(bytes + guard, 0x5a);
         DeviceArray<uint8_t> out(expected), device_payloads(payloads);
         Stream stream;
         cpu::Stream cpu_stream;
@@ -538,7 +538,7 @@ TEST(TokenWeightsKernel, TheWeightsHaveTheCpusBits) {
         for (int round = 0; round < 3; round++) {
             if (round == 1) { tokens_of(0) = (uint64_t(1) << 53) + 1; }  // not a float, nor a double
             for (int worker = 0; round == 2 && worker < workers; worker++) { tokens_of(worker) = 0; }
-            Floats expected(size_t(workers) + behind, 7.0f);
+            Floats expected(size_t(workers) + guard, 7.0f);
             DeviceArray<float> weights(expected);
             DeviceArray<uint8_t> device_payloads(payloads);
             Stream stream;
@@ -556,7 +556,7 @@ TEST(TokenWeightsKernel, TheWeightsHaveTheCpusBits) {
 
 // Headers and, for all that is to be written, bytes that are easy to know again.
 Bytes new_parts(const PayloadLayout& layout) {
-    Bytes payload(layout.bytes * size_t(layout.parts) + behind, 0xa5);
+    Bytes payload(layout.bytes * size_t(layout.parts) + guard, 0xa5);
     for (int part = 0; part < layout.parts; part++) {
         PayloadHeader header = some_header(uint16_t(layout.format));
         header.part = uint16_t(part);
@@ -621,7 +621,7 @@ TEST(PartsOfAFragment, TheirMeansWithAndWithoutWeightsHaveTheCpusBits) {
                 DeviceArray<uint8_t> device_payloads(payloads);
                 DeviceArray<float> device_weights(weights);
                 for (bool weighted : {false, true}) {
-                    Floats expected(size_t(128 * blocks + behind), 7.0f);
+                    Floats expected(size_t(128 * blocks + guard), 7.0f);
                     DeviceArray<float> mean(expected);
                     Stream stream;
                     cpu::Stream cpu_stream;

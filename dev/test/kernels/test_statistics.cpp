@@ -36,14 +36,14 @@ Bytes payloads_of(Format format, long n, int workers, size_t stride) {
     return payloads;
 }
 
-// What lies behind the sums is left alone, and partial sums need no more than they are said to.
+// Values after the sums are left alone, and partial sums need no more memory than partial_sums() says.
 void expect_same_row_sums(Format format, long blocks, int workers) {
     const long n = 128 * blocks;
     const PayloadLayout layout = payload_layout(format, n);
     const size_t stride = layout.bytes + 32;
     const Bytes payloads = payloads_of(format, n, workers, stride);
     const Floats mean = random_floats(size_t(n), 77, 1.0f);
-    Doubles expected(size_t(row_sums(workers)) + behind, 7.0), partial(size_t(partial_sums(workers)));
+    Doubles expected(size_t(row_sums(workers)) + guard, 7.0), partial(size_t(partial_sums(workers)));
     cpu::Stream cpu_stream;
     cpu::sum_rows(expected.data(), partial.data(), payloads.data(), stride, workers, layout, mean.data(),
                   cpu_stream);
@@ -101,7 +101,7 @@ void expect_same_encoding(Format format, long blocks, int parts, bool with_resid
     Floats residual = random_floats(size_t(n), 3, 0.25f);
     const PayloadLayout layout = payload_layout(format, n, parts);
     Bytes payload(layout.bytes * size_t(parts));
-    Doubles expected(encoding_sums + behind), partial(size_t(partial_sums(1)));
+    Doubles expected(encoding_sums + guard), partial(size_t(partial_sums(1)));
     DeviceArray<double> sums(expected), device_partial(size_t(partial_sums(1)));
     DeviceArray<float> device_global(global), device_local(local);
     cpu::Stream cpu_stream;

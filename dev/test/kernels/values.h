@@ -14,8 +14,8 @@
 
 using Floats = std::vector<float>;
 
-// Elements that lie behind those of a call, to be left alone.
-constexpr size_t behind = 32;
+// The number of elements that tests put after a call's own, and that the call must leave alone.
+constexpr size_t guard = 32;
 
 // Uniform in [offset - range, offset + range).
 inline Floats random_floats(size_t count, uint64_t seed, float range, float offset = 0.0f) {

@@ -1,4 +1,4 @@
-"""An attack (dev/break/attack.py) goes well; and its verdicts: what is no good end does not escape it."""
+"""An attack (dev/break/attack.py) finds no defect in the trainer; and its verdicts recognize every bad end."""
 import signal
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from ends import DEFECT, REFUSED, SAME, WAITED, Runs, ends, worst  # noqa: E402
 
 @pytest.fixture
 def runs(tmp_path):
-    """start(script) starts a shell script in place of the trainer."""
+    """start(script) starts a shell script instead of the trainer."""
     one = Runs(tmp_path / "trainer", tmp_path, tmp_path)
 
     def start(script, name="blow"):
@@ -35,11 +35,11 @@ LINE = "echo 'error: no: do this' >&2\n"
     ("exit 1", DEFECT), ("exit 75", DEFECT), (LINE + LINE + "exit 2", DEFECT), (LINE + "exit 0", DEFECT),
     (LINE + "exit 3", DEFECT), ("kill -SEGV $$", DEFECT),
     (LINE + "echo 'terminate called after throwing' >&2; exit 1", DEFECT)])
-def test_how_a_process_ends_has_a_verdict(runs, script, verdict):
+def test_the_verdict_on_the_end_of_a_process(runs, script, verdict):
     assert ends([runs(script)])[0] == verdict
 
 
-def test_one_that_hangs_is_a_defect_and_one_that_says_that_it_waits_is_none(runs, monkeypatch):
+def test_a_process_that_hangs_is_a_defect_and_one_that_says_that_it_waits_is_not(runs, monkeypatch):
     monkeypatch.setattr(ends_of_processes, "STILL", 0.2)
     event = """echo '{"type":"event","kind":"too_few"}' > run/metrics.jsonl\n"""
     wait = "while :; do sleep 0.1; done"
@@ -50,20 +50,20 @@ def test_one_that_hangs_is_a_defect_and_one_that_says_that_it_waits_is_none(runs
     assert ends([runs(event + "trap 'exit 5' TERM\n" + wait, "fails")], 20)[0] == DEFECT
 
 
-def test_two_models_are_a_defect(runs):
+def test_two_different_models_are_a_defect(runs):
     write = "mkdir -p run/worker_0 && echo {} > run/worker_0/model_00000005.bin"
     same = [runs(write.format("one"), "a"), runs(write.format("one"), "b")]
     assert ends(same)[0] == SAME
     assert ends([*same, runs(write.format("other"), "c")])[0] == DEFECT
 
 
-def test_the_worst_verdict_of_a_kind_counts():
+def test_a_kind_of_blow_has_its_worst_verdict():
     assert worst([SAME, WAITED, REFUSED]) == WAITED and worst([WAITED, DEFECT, SAME]) == DEFECT and worst([]) == SAME
 
 
 @pytest.mark.skipif(not TRAINER.exists(), reason="train_gpt_cpu is not built: run make")
 @pytest.mark.parametrize("kind", ["strangers", "records in a folder", "twice"])
-def test_a_blow_of_each_kind_that_is_quick_leaves_no_defect(kind):
+def test_one_blow_of_each_quick_kind_finds_no_defect(kind):
     words = [sys.executable, ROOT / "dev/break/attack.py", "--minutes", "0", "--seed", "4", "--only", kind]
     result = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr

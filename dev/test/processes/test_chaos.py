@@ -1,6 +1,5 @@
-"""Elastic workers under chaos (dev/break/chaos.py) end well; and what chaos looks at: a difference, a
-hang, an end that it did not bring about do not escape it. Its links (dev/break/chaos/link.py) do what they are
-told."""
+"""Elastic workers under chaos (dev/break/chaos.py) end well. Chaos notices a difference between workers, a hang, and
+the end of a worker that it did not kill. Its links (dev/break/chaos/link.py) hold back and pass on what they should."""
 import json
 import random
 import re
@@ -57,7 +56,7 @@ def test_a_run_through_chaos_ends_well(words):
 
 
 # -----------------------------------------------------------------------------------------------------------
-# What is found
+# What chaos notices
 
 SYNC = {"type": "sync", "sync": 4, "send_step": 34, "global_hash": "00ff", "contributors": [0, 2],
         "decider": 2, "grace_seconds": 0.0, "waited_seconds": 0.0}
@@ -77,7 +76,7 @@ def test_a_difference_between_two_logs_is_found_and_both_are_named(difference):
 
 @pytest.fixture
 def quiet(tmp_path):
-    """A run whose workers are sleeping processes, of a folder: what is looked at, without a trainer."""
+    """A run over a folder whose workers are sleeping processes, to test what chaos watches without a trainer."""
     arguments = SimpleNamespace(trainer=TRAINER, workers=3, ranks=1, steps=100, store="file", links=False,
                                 share=0, only=list(BLOWS))
     one = Chaos(arguments, 1, tmp_path / "run", tmp_path, outcome.Totals(), [])
@@ -92,15 +91,15 @@ def quiet(tmp_path):
     one.close()
 
 
-def test_who_ends_without_being_killed_is_found(quiet):
+def test_a_worker_that_ends_without_being_killed_is_found(quiet):
     quiet.look()
     quiet.workers[1].process.terminate()
     quiet.workers[1].process.wait()
-    with pytest.raises(Failure, match="nobody has killed worker 1"):
+    with pytest.raises(Failure, match="worker 1 was not killed"):
         quiet.look()
 
 
-def test_who_comes_when_the_run_is_over_has_not_failed(quiet):
+def test_a_worker_that_starts_after_the_end_of_the_run_has_not_failed(quiet):
     first, late, other = quiet.workers
     for worker in (first, late):
         worker.kill()
@@ -108,7 +107,7 @@ def test_who_comes_when_the_run_is_over_has_not_failed(quiet):
         worker.process.wait()
     late.output.write_text(OVER + "\n")
     late.wanted = True
-    with pytest.raises(Failure, match="worker 1 has been told that all have ended"):
+    with pytest.raises(Failure, match="worker 1 was told that the others had finished"):
         quiet.look()
     first.wanted = True
     with pytest.raises(Failure, match="worker 0 has ended without a model"):
@@ -125,7 +124,7 @@ def write_model(worker, data):
     (folder / "model_00000100.bin").write_bytes(data)
 
 
-def test_who_stands_still_though_it_could_go_on_is_found(quiet):
+def test_a_worker_that_stands_still_although_it_could_continue_is_found(quiet):
     quiet.look()
     late = quiet.workers[2]
     for worker in quiet.workers[:2]:
@@ -138,11 +137,11 @@ def test_who_stands_still_though_it_could_go_on_is_found(quiet):
     quiet.store_is_up = False
     quiet.look()
     quiet.store_is_up, late.free_since = True, late.started_at
-    with pytest.raises(Failure, match="worker 2 stands still"):
+    with pytest.raises(Failure, match="worker 2 has stood still"):
         quiet.look()
 
 
-def test_a_loss_that_is_no_number_and_one_that_does_not_fall_are_found(quiet):
+def test_a_loss_that_is_not_finite_and_one_that_does_not_fall_are_found(quiet):
     log = SimpleNamespace(name="start 1 of worker 0", at=lambda line: line["time"])
     step = {"type": "step", "step": 1, "time": 1.0, "seconds": 0.1}
     quiet.take(quiet.workers[0], 0, log, {**step, "loss": 1.0})
@@ -160,8 +159,8 @@ def test_a_loss_that_is_no_number_and_one_that_does_not_fall_are_found(quiet):
         quiet.end()
 
 
-def test_a_worker_that_had_all_it_needed_completes_the_run_without_its_store(quiet):
-    """Whenever the store is lost: a fast machine may be through by then."""
+def test_a_worker_that_already_has_all_it_needs_may_complete_the_run_when_the_store_is_lost(quiet):
+    """A fast machine may have completed the run by then."""
     quiet.place.server = SimpleNamespace(kill=lambda: None, clear=lambda: None, start=lambda: None)
 
     def end(worker, status, text="", model=None):
@@ -191,7 +190,7 @@ def test_a_worker_that_had_all_it_needed_completes_the_run_without_its_store(qui
             quiet.lose_store()
 
 
-def test_others_go_on_with_the_first_sync_without_the_victim(quiet):
+def test_the_others_continue_with_the_first_sync_without_the_victim(quiet):
     log = SimpleNamespace(name="a start", at=lambda line: line["time"])
     blow, quiet.workers[1].started_at = blows.Blow("killed", [1], 5, [True]), 0
     quiet.awaited.append((blow, 100.0, {1}))
@@ -203,8 +202,8 @@ def test_others_go_on_with_the_first_sync_without_the_victim(quiet):
     assert quiet.totals.rows["killed"].others == [3.0] and quiet.awaited == []
 
 
-def test_nothing_is_struck_when_the_run_is_about_to_end_or_a_worker_has_ended(quiet):
-    event = blows.Event([blows.Blow("stopped, shortly", [1], 0, [True])], 0, 0)
+def test_no_blow_falls_when_the_run_is_about_to_end_or_a_worker_has_ended(quiet):
+    event = blows.Event([blows.Blow("stopped briefly", [1], 0, [True])], 0, 0)
     quiet.settle = lambda: None
     quiet.workers[2].step = 0.9 * quiet.options["-x"]
     quiet.strike(event)
@@ -213,18 +212,18 @@ def test_nothing_is_struck_when_the_run_is_about_to_end_or_a_worker_has_ended(qu
     assert not quiet.totals.rows and quiet.workers[1].process.poll() is None
     quiet.workers[0].ended = False
     quiet.strike(event)
-    assert quiet.totals.rows["stopped, shortly"].blows == 1
+    assert quiet.totals.rows["stopped briefly"].blows == 1
 
 
 @pytest.mark.parametrize("step", [0.002, 0.05])
 def test_a_run_takes_as_long_on_a_fast_machine_as_on_a_slow_one(step):
-    times = [5.0 + step * i for i in range(150)]  # the first step comes late
+    times = [5.0 + step * i for i in range(150)]  # the first step ends late
     assert steps_that_take(60, [0.0, *times]) == round(60 / step)
 
 
 @pytest.fixture
 def waits():
-    """Of four workers, which are well from second 0 on."""
+    """The waits of four workers that are well from second 0 on."""
     one = Waits(4, 2)
     for history in one.histories:
         history.note("well", 0)
@@ -232,13 +231,13 @@ def waits():
 
 
 def weigh(waits, begin, end, missing=(), worker=0):
-    """Of a sync that is sent after step 40, and that all others are counted in."""
+    """Weighs a wait for a sync that is sent after step 40 and counts all workers but the missing ones."""
     counted = [other for other in range(4) if other not in missing]
     wait = waits.weigh(worker, begin, end, 40, counted, missing)
     return wait.cause, pytest.approx(wait.seconds), wait.whom
 
 
-def test_a_wait_is_for_who_was_hit_once_then_again_then_for_who_comes_back_then_for_one_that_is_well(waits):
+def test_the_causes_of_waits_for_one_worker_that_is_hit_and_comes_back(waits):
     waits.histories[3].note("away", 10)
     assert weigh(waits, 11, 13, [3]) == (HIT, 2, [3])
     assert weigh(waits, 11, 12.5, [3], worker=1) == (HIT, 1.5, [3])
@@ -256,9 +255,9 @@ def test_a_wait_is_for_who_was_hit_once_then_again_then_for_who_comes_back_then_
     assert weigh(waits, 29, 31, [3]) == (HIT, 2, [3])
 
 
-def test_a_wait_that_a_worker_could_do_nothing_about_does_not_count(waits):
+def test_a_wait_in_which_the_worker_could_not_have_continued_does_not_count(waits):
     for number in (1, 2, 3):
-        waits.histories[number].note("away", 10 + number)  # from 13 on worker 0 is alone
+        waits.histories[number].note("away", 10 + number)  # from second 13 on, worker 0 is alone
         waits.histories[number].note("well", 20)
     assert weigh(waits, 14, 18, [1, 2, 3]) == (None, 0, [])
     assert weigh(waits, 12.5, 18, [1]) == (HIT, 0.5, [1])
@@ -269,7 +268,7 @@ def test_a_wait_that_a_worker_could_do_nothing_about_does_not_count(waits):
     assert weigh(waits, 41, 42) == (None, 0, [])
 
 
-def test_a_wait_for_one_that_is_given_up_is_for_that_one(waits):
+def test_a_wait_until_a_worker_is_given_up_counts_as_a_wait_for_it(waits):
     waits.histories[3].note("away", 10)
     wait = waits.weigh(0, 10.5, 12, 40, [0, 1, 2], [])
     assert (wait.cause, wait.whom) == (HIT, [3])
@@ -277,7 +276,7 @@ def test_a_wait_for_one_that_is_given_up_is_for_that_one(waits):
     assert (wait.cause, wait.whom) == (STORE, [])
 
 
-def test_a_worker_that_reads_of_its_former_deeds_has_not_been_counted_again(quiet):
+def test_a_worker_that_logs_syncs_from_before_its_absence_is_not_counted_again_yet(quiet):
     log = SimpleNamespace(name="a start", at=lambda line: line["time"])
     quiet.take(quiet.workers[0], 0, log, {**SYNC, "sync": 7, "time": 1.0})
     worker = quiet.workers[2]
@@ -288,7 +287,7 @@ def test_a_worker_that_reads_of_its_former_deeds_has_not_been_counted_again(quie
         assert worker.counted_again == counted_again
 
 
-def test_whom_a_worker_has_waited_for_is_told(quiet):
+def test_the_journal_says_which_worker_was_waited_for(quiet):
     log = SimpleNamespace(name="a start", at=lambda line: line["time"])
     for history in quiet.waits.histories:
         history.note("well", 0)
@@ -302,10 +301,10 @@ def test_whom_a_worker_has_waited_for_is_told(quiet):
     assert (103.0, "worker 0", f"has waited 2.500 s for sync 4, {HIT}: worker 1") in quiet.journal
     assert quiet.totals.waits[HIT].long == [2.5]
     quiet.totals.living = 10
-    assert "waits between events: 0.00% of the time in which workers could go on: met" in outcome.verdict(
+    assert "waits between events: 0.00% of the time in which workers could continue: met" in outcome.verdict(
         quiet.totals)
     quiet.totals.waits[BACK].add(0.6, True)
-    assert "waits between events: 6.00% of the time in which workers could go on: NOT met" in outcome.verdict(
+    assert "waits between events: 6.00% of the time in which workers could continue: NOT met" in outcome.verdict(
         quiet.totals)
 
 
@@ -322,7 +321,7 @@ def test_events_follow_from_the_seed_and_every_kind_is_drawn():
     assert not any("link" in kind or "password" in kind for kind in few) and "killed" in few
 
 
-def test_a_log_that_a_resumed_run_goes_on_with_is_told_apart(tmp_path):
+def test_the_lines_of_a_resumed_run_are_told_apart_from_those_before_it(tmp_path):
     path, now = tmp_path / "metrics.jsonl", int(time.time())
     first = [{"type": "run", "version": 2, "unix_time": now - 50, "time": 0.0}, {**SYNC, "time": 1.0}]
     second = [{"type": "resume", "unix_time": now + 1, "time": 1.0}, {**SYNC, "sync": 5, "time": 2.0}]
@@ -341,7 +340,7 @@ def test_a_log_that_a_resumed_run_goes_on_with_is_told_apart(tmp_path):
 # -----------------------------------------------------------------------------------------------------------
 # The link
 
-def test_commands_are_cut_out_of_any_pieces_of_a_stream():
+def test_commands_are_recognized_however_the_stream_is_cut():
     words = [[b"GET", b"a"], [b"HSETNX", b"key\r\n$3\r\n", b"", b"\0\r\n" * 100], [b"PING"]]
     stream = b"".join(map(packed, words))
     for size in (1, 2, 7, 50, len(stream)):
@@ -372,7 +371,7 @@ def connect(link):
     return connection, ask
 
 
-def test_a_link_passes_on_holds_back_and_catches(server):
+def test_a_link_passes_commands_holds_them_back_and_traps_them(server):
     link = Link(server.port)
     connection, ask = connect(link)
     assert ask("HSETNX", "a/sent/1", "w", "x" * 300000) == b":1\r\n"
@@ -393,7 +392,7 @@ def test_a_link_passes_on_holds_back_and_catches(server):
     link.close()
 
 
-def test_what_is_held_back_waits_and_all_else_passes(server):
+def test_a_held_command_waits_and_other_connections_pass(server):
     link, may_pass = Link(server.port), threading.Event()
     hold = link.hold(lambda words: words[0] == b"SET", lambda words: may_pass.is_set())
     (one, ask), (other, ask_too) = connect(link), connect(link)
@@ -410,7 +409,7 @@ def test_what_is_held_back_waits_and_all_else_passes(server):
     link.close()
 
 
-def test_a_server_keeps_what_it_has_answered_over_a_kill_unless_it_is_cleared(server):
+def test_a_killed_server_keeps_what_was_written_unless_it_is_cleared(server):
     assert server.ask("SET", "a", "1") == b"+OK"
     server.kill()
     server.start()
@@ -424,7 +423,7 @@ def test_a_server_keeps_what_it_has_answered_over_a_kill_unless_it_is_cleared(se
 # -----------------------------------------------------------------------------------------------------------
 # The tool
 
-def test_a_failure_is_status_1_and_says_how_to_have_it_again(tmp_path):
+def test_a_failure_ends_with_status_1_and_says_how_to_reproduce_it(tmp_path):
     trainer = tmp_path / "trainer"
     trainer.write_text("#!/bin/sh\necho oh dear >&2\nexit 3\n")
     trainer.chmod(0o755)
@@ -432,14 +431,14 @@ def test_a_failure_is_status_1_and_says_how_to_have_it_again(tmp_path):
     assert result.returncode == 1 and "oh dear" in result.stdout, result.stderr
     # Which worker is noticed first depends on how fast the processes start.
     assert "--seed 5" in result.stdout
-    assert re.search(r"nobody has killed worker [0-3], and its status is 3", result.stdout), result.stdout
+    assert re.search(r"worker [0-3] was not killed, and ends with status 3", result.stdout), result.stdout
 
 
 @pytest.mark.parametrize("words, said", [(["--trainer", "/nowhere"], "run make"),
                                          (["--workers", 1], "less than 2"),
                                          (["--store", "file", "--only", "link cut"], "no such blow"),
                                          (["--links", "--store", "file"], "Redis server")])
-def test_what_cannot_be_is_one_line(words, said):
+def test_an_impossible_request_is_refused_with_one_line(words, said):
     result = run_tool("--trainer", "/bin/true", *words)
     assert result.returncode == 2 and result.stdout == ""
     (line,) = result.stderr.splitlines()

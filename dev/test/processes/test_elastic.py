@@ -1,10 +1,10 @@
 """Elastic workers (--outer-transport store): real processes over a real server of Redis or S3, killed at
-chosen instants. Each worker has a link of its own (dev/break/chaos/link.py) that sees what it asks of the store, so
-that it dies in mid-payload, before a line or behind a decision, and not just at some moment. Whatever has
-happened, all who live end with the same model, and all logs agree on every sync.
+chosen instants. Each worker has its own link (dev/break/chaos/link.py), which sees the worker's requests to the
+store. So a worker dies in the middle of a payload, before a line or after a decision, and not just at some moment.
+Whatever happens, all surviving workers end with the same model, and all logs agree on every sync.
 
-No test hangs on how fast the machine is: a run waits at a sync for whom the test is about, or has no last
-step and is asked to stop when what was to be seen has been seen; limits in seconds are for hangs alone."""
+No test depends on the machine's speed: a run waits at a sync for the worker that the test is about, or has no last
+step and is asked to stop when the test has seen enough. Limits in seconds are only for hangs."""
 import contextlib
 import functools
 import json
@@ -31,7 +31,7 @@ from s3_server import S3Link, S3Server  # noqa: E402
 RUN = {"--workers": 3, "--min-workers": 2, "--outer-transport": "store", "--grace": 0.5, "-H": 8,
        "--fragment-layers": 1, "--overlap": 1, "-x": 64, "-n": 10}
 LAST_SYNC = 23
-# Of those that are asked to stop. Without the checkpoints that nobody needs.
+# For runs that are asked to stop, without checkpoints, which they do not need.
 ENDLESS = {"-x": 10**6, "-n": 100}
 HANG = 90  # seconds
 
@@ -194,8 +194,8 @@ class Workers:
         return Held(holds, release)
 
     def go_second(self, number, first, sync):
-        """From `sync` on worker `number` sends its line behind that of worker `first`. Where enough of the
-        others are missing, nothing is decided without that one, and so it is counted if it has trained."""
+        """From `sync` on, worker `number` sends its line after worker `first`. If enough of the others are missing,
+        nothing is decided without `first`, so it is counted if it has trained."""
         self.all[number].link.hold(lambda words: sync_sent(words) >= sync,
                                    lambda words: self.has_sent(first, words[1]))
 
@@ -204,8 +204,8 @@ class Workers:
         return any(name.startswith(b"%d." % number) for name in self.server.ask("HKEYS", key))
 
     def wait_until_counted(self, number, after=None):
-        """In a sync that all who are running have merged, behind `after`: of all, those of other starts, too.
-        By default behind all that have been merged now."""
+        """Waits until a sync later than `after` counts the worker and all running workers have merged it; merges in
+        earlier starts count, too. after: by default the latest sync that has been merged by now"""
         there = [worker for worker in self.all if worker.process.poll() is None]
         if after is None:
             after = max(sync for worker in there for sync in [-1, *worker.merged()])
@@ -314,8 +314,8 @@ def has_scripts(run):
 
 
 INSTANTS = {"in_mid_payload": ("HSETNX", "/payload/9", None, part),
-            "behind_a_payload_and_before_its_line": ("HSETNX", "/sent/9", None, nothing),
-            "behind_a_beat": ("HSET", "/beat", is_late_beat, all_of),
+            "after_a_payload_and_before_its_line": ("HSETNX", "/sent/9", None, nothing),
+            "after_a_beat": ("HSET", "/beat", is_late_beat, all_of),
             "while_it_waits_for_what_others_sent": ("EVAL", "/payload/9", None, all_of)}
 
 
@@ -340,7 +340,7 @@ def generation(run):
 
 
 def entry(run, sync):
-    """What the store says of who made up the sync: its hash, its decider, ..."""
+    """The store's entry on the contributors of the sync, its hash, its decider, ..."""
     return run.server.ask("HGET", f"diloco/log/{generation(run)}/0/entry", sync)
 
 
@@ -353,7 +353,7 @@ def senders(entry):
 
 
 @pytest.mark.parametrize("resume", [True, False], ids=["resumed", "as_a_newcomer"])
-def test_who_dies_behind_its_line_is_counted(workers, resume):
+def test_a_worker_that_dies_after_its_line_is_counted(workers, resume):
     run = workers()
     for other in (0, 1):
         run.go_second(other, first=2, sync=9)
@@ -367,7 +367,7 @@ def test_who_dies_behind_its_line_is_counted(workers, resume):
     assert 2 in senders(entry(run, 9)) and max(run[2].counted()) >= 12
 
 
-def test_who_dies_behind_its_decision_has_decided(workers):
+def test_a_worker_that_dies_after_its_decision_has_decided(workers):
     """All are caught as they send for sync 9. The last one decides, and dies at once."""
     run, lock, deciders = workers(**{"--grace": 5}), threading.Lock(), []
     if not has_scripts(run):
@@ -399,7 +399,7 @@ def test_who_dies_behind_its_decision_has_decided(workers):
     assert entry(run, 9) == decided
 
 
-def test_who_dies_behind_its_entry_has_decided(workers):
+def test_a_worker_that_dies_after_its_entry_has_decided(workers):
     """All are caught as they write the entry of sync 9. The first one counts, and its writer dies at once."""
     run, lock, deciders = workers(), threading.Lock(), []
     if has_scripts(run):
@@ -483,7 +483,7 @@ def test_all_die_and_go_on_from_their_checkpoints(workers):
         assert 10 <= line["step"] <= step <= 35
 
 
-def test_who_comes_back_when_all_others_have_sent_their_last_sync_ends_like_them(workers):
+def test_a_worker_that_comes_back_when_the_others_have_sent_their_last_sync_ends_like_them(workers):
     # With nothing that the log begins with: it is at the last step as soon as it has a place in the run.
     run = workers(**{"--workers": 2})
     held = run.hold_back(12)
@@ -597,7 +597,7 @@ def refused(run, options):
     return line
 
 
-def test_who_has_other_options_is_refused_and_nobody_is_harmed(workers):
+def test_a_worker_with_other_options_is_refused_and_no_other_worker_is_harmed(workers):
     run = workers()
     held = run.hold_back(6)
     run.start()
@@ -612,7 +612,7 @@ def of_a_file(model):
     return {"-e": model, "--layers": None, "--heads": None, "--channels": None, "--vocab-size": None}
 
 
-def test_who_begins_with_other_parameters_is_refused(workers):
+def test_a_worker_that_begins_with_other_parameters_is_refused(workers):
     run = workers()
     held = run.hold_back(6)
     run.start()
@@ -651,7 +651,7 @@ def test_a_second_process_of_a_worker_takes_its_place(workers):
     run.stop_well()
 
 
-def test_who_comes_when_all_have_ended_is_told_so(workers):
+def test_a_worker_that_starts_when_all_have_ended_is_told_so(workers):
     run = workers(**FEW_PAYLOADS).start(0, 1)
     assert [run[0].status(), run[1].status()] == [0, 0], run[0].output()
     run[2].start()
@@ -666,7 +666,7 @@ def test_a_worker_that_stands_still_for_less_than_its_beat_may_is_not_gone(worke
     run = workers(**ENDLESS).start()
     run.wait_until_counted(2)
     longest, end = 0, time.monotonic() + HANG
-    while longest == 0 or not run[0].happened("late", of=2):  # who was not waited for is not called late
+    while longest == 0 or not run[0].happened("late", of=2):  # a worker that is not waited for is not called late
         assert time.monotonic() < end, run[0].output()
         begin, before = time.monotonic(), run[0].step()
         run[2].process.send_signal(signal.SIGSTOP)
@@ -675,7 +675,7 @@ def test_a_worker_that_stands_still_for_less_than_its_beat_may_is_not_gone(worke
         longest = max(longest, time.monotonic() - begin)
         run.wait_until_counted(2)
     run.stop_well()
-    assert longest > 2 or not run[0].happened("gone")  # who has not been heard of for five seconds is gone
+    assert longest > 2 or not run[0].happened("gone")  # a worker is gone after five seconds without a beat
 
 
 @pytest.mark.long
@@ -713,7 +713,7 @@ def slowed(process, share):
 
 @pytest.mark.long
 @pytest.mark.parametrize("share", [0.5, 0.1], ids=["half", "a_tenth"])
-def test_a_slow_worker_holds_nobody_up_for_ever_and_is_counted_again(workers, share):
+def test_a_slow_worker_does_not_hold_the_others_up_forever_and_is_counted_again(workers, share):
     run = workers(**{**ENDLESS, "-b": 32, "--overlap": 4, "--outer-weights": "tokens"}).start()
     run.wait_until_counted(2)
     with slowed(run[2].process, share):
@@ -816,7 +816,7 @@ def test_a_start_gives_up_a_store_that_holds_something_else_under_its_key(worker
     assert run[0].status() in (2, 75) and "WRONGTYPE" in run[0].output(), run[0].output()
 
 
-def test_a_newcomer_that_finds_nobody_who_could_give_it_a_snapshot_gives_up(workers):
+def test_a_newcomer_that_finds_no_worker_to_give_it_a_snapshot_gives_up(workers):
     run = workers(**ENDLESS, **{"--timeout": 4}).start()
     run.wait_until_counted(0)
     for worker in run.all:
@@ -920,12 +920,12 @@ def assert_bits_of_tcp(train, url, options, **of_store):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_with_nobody_late_the_bits_over_a_folder_are_those_of_tcp(train, tmp_path, ranks):
+def test_if_no_worker_is_late_the_bits_over_a_folder_are_those_of_tcp(train, tmp_path, ranks):
     assert_bits_of_tcp(train, f"file:{tmp_path}/store", {**LOCK_STEP, "--ranks": ranks})
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_with_nobody_late_the_bits_are_those_of_tcp(train, workers, monkeypatch, ranks):
+def test_if_no_worker_is_late_the_bits_are_those_of_tcp(train, workers, monkeypatch, ranks):
     server = workers().server
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)

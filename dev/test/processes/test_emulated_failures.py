@@ -1,5 +1,5 @@
-"""What becomes of the others when one process of the CUDA trainer dies, hangs or fails. All are started one
-by one, as torchrun does, so that nobody but themselves ends the survivors."""
+"""What the other processes do when one process of the CUDA trainer dies, hangs or fails. They are started one by one,
+as torchrun does, so that the survivors end only by themselves."""
 
 import concurrent.futures
 import os
@@ -170,7 +170,7 @@ def test_a_process_that_stands_still_between_workers_on_tcp_is_named(tokens, tmp
 
 
 @pytest.mark.long
-def test_time_for_which_all_are_stopped_is_nobody_s_silence(tokens, tmp_path):
+def test_time_in_which_all_are_stopped_counts_as_no_ones_silence(tokens, tmp_path):
     """As when a job is suspended: process 0 waits for an exchange through NCCL, and is stopped as well."""
     run = Together(tokens, tmp_path / "run", {**LONG, **SOON, "--ranks": 1})
     run.wait_for_step(2)

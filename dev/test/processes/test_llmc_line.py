@@ -1,7 +1,7 @@
-"""Someone who trains with llm.c changes the binary's name and goes on: the lines of its run_gpt2_124M.sh,
-run_gpt2_350M.sh and run_gpt3_125M.sh, as they are published, start, train, evaluate, and log what its
-dev/vislog.ipynb reads. In a folder laid out as llm.c's is, with corpora that are made here, and made small by
-options behind the line, of which the last one counts.
+"""A user of llm.c changes only the binary's name: the commands of its run_gpt2_124M.sh, run_gpt2_350M.sh and
+run_gpt3_125M.sh, as they are published, start, train, evaluate, and log what its dev/vislog.ipynb reads. They run in a
+folder laid out like llm.c's, with corpora that are made here. Further options after a command make the run small: of
+an option that is given twice, the last one counts.
 (Facts: github.com/karpathy/llm.c, scripts/, dev/vislog.ipynb, dev/data/data_common.py.)"""
 
 import os

@@ -54,7 +54,7 @@ def mpirun(tmp_path):
     def run(arguments, status=0):
         result = finish(["mpirun", "-np", "2", *arguments], tmp_path, environment)
         assert result.returncode == status, result.stdout + result.stderr
-        assert not list(temporary.glob("diloco-*")), "what the processes met in is left behind"
+        assert not list(temporary.glob("diloco-*")), "the folder in which the processes met is left behind"
         return result
 
     return run

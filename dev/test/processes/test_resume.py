@@ -723,7 +723,7 @@ def test_a_folder_that_is_gone_is_one_line_and_training_goes_on(begin, run):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of two megabytes; who may not mount one cannot try."""
+    """A file system of two megabytes. Skips the test if this user may not mount one."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", folder],

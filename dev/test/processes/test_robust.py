@@ -1,4 +1,4 @@
-"""What a run does when training goes wrong: outliers, losses that are no numbers; and -a, one batch for ever."""
+"""What a run does when training goes wrong: outliers, losses that are no numbers; and -a, one batch forever."""
 
 import os
 import subprocess

@@ -638,7 +638,7 @@ def test_mpirun_starts_two_workers_of_two_ranks(tokens, tmp_path, reference):
     assert "\033" not in result.stdout, "lines are redrawn, though this is no terminal"
 
 
-def test_mpirun_takes_variables_to_other_nodes_and_shows_nobody_the_password(tokens, tmp_path):
+def test_mpirun_takes_variables_to_other_nodes_and_does_not_show_the_password(tokens, tmp_path):
     script = tmp_path / "bin" / "mpirun"
     script.parent.mkdir()
     script.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')

@@ -168,7 +168,7 @@ def test_a_real_server_refuses_a_wrong_key(tokens, tmp_path, server):
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Where it finds its keys, and who may see them
+# Where a worker finds its keys, and that no one else sees them
 
 def test_keys_come_from_a_profile(tokens, tmp_path, front):
     one = front(error(403, "InvalidAccessKeyId"))

@@ -1,5 +1,5 @@
-"""The plug is pulled (dev/break/torture.py): runs that are killed again and again end with the bits of those that
-are not. And what torture looks at: differences, hangs and errors that nobody can read do not escape it."""
+"""Torture (dev/break/torture.py): runs that are killed again and again end with the bits of undisturbed ones. And
+torture notices what it should: differences, hangs and unclear errors."""
 import shutil
 import subprocess
 import sys
@@ -29,7 +29,7 @@ def test_runs_that_are_killed_fifty_times_end_with_the_bits_of_undisturbed_ones(
 
 
 # -----------------------------------------------------------------------------------------------------------
-# What torture looks at
+# What torture notices
 
 @pytest.fixture(scope="module")
 def finished(tokens, tmp_path_factory):
@@ -47,7 +47,7 @@ def edit(name, change):
 
 
 def flip_last_of(section):
-    """One bit of a state's array."""
+    """Flips a bit of one array in a state file."""
     def work(folder):
         path = folder / "state_00000006_00002.bin"
         data = path.read_bytes()
@@ -76,7 +76,7 @@ DIFFERENCES = {
     "bit_of_a_mean_in_flight": (flip_last_of("in_flight.1.mean"), "in_flight.1.mean differ"),
     "step_missing": (edit("metrics_00001.jsonl", without_line(b'"step","step":7,')),
                      "process 1, step 7: None"),
-    "step_twice": (edit("metrics.jsonl", twice(b'"step","step":7,')), "has step 7 twice"),
+    "step_twice": (edit("metrics.jsonl", twice(b'"step","step":7,')), "contains step 7 twice"),
     "sync_missing": (edit("metrics_00003.jsonl", without_line(b'"sync","sync":4,')),
                      "process 3, sync 4: None"),
     "eval_differs": (edit("metrics.jsonl", replace(b'"eval","step":20', b'"eval","step":19')), "eval 19"),
@@ -84,7 +84,7 @@ DIFFERENCES = {
                      "process 2, sync 0"),
     "main_log": (edit("main.log", without_line(b"s:9 ")), "main.log"),
     "left_behind": (lambda folder: (folder / "state_00000006_00000.bin.tmp").touch(),
-                    "left behind: state_00000006_00000.bin.tmp"),
+                    "are left: state_00000006_00000.bin.tmp"),
 }
 
 
@@ -112,11 +112,11 @@ def test_a_run_that_hangs_is_found_and_ended(tokens, tmp_path):
                                   "error: x\n" * 9])
 def test_an_error_that_is_not_one_clear_line_is_found(text):
     start = SimpleNamespace(launchers=[SimpleNamespace(pid=1, returncode=1)], stderr=lambda w: text)
-    with pytest.raises(Failure, match="instead of a clear line"):
+    with pytest.raises(Failure, match="no clear error line"):
         Torture("two workers", 1, TRAINER, None, None).check_errors(start, [])
 
 
-def test_a_run_that_goes_back_behind_a_whole_checkpoint_is_found():
+def test_a_run_that_resumes_from_an_earlier_step_than_its_newest_checkpoint_is_found():
     start = SimpleNamespace(launchers=[0], stdout=lambda w: "resumed after step 6\n", output=lambda: "")
     one = Torture("two workers", 1, TRAINER, None, None)
     one.check_resume(start, 6)
@@ -129,7 +129,7 @@ def run_tool(*words):
                           capture_output=True, text=True)
 
 
-def test_a_failure_is_status_1_and_says_how_to_have_it_again(tmp_path):
+def test_a_failure_ends_with_status_1_and_says_how_to_reproduce_it(tmp_path):
     trainer = tmp_path / "trainer"
     trainer.write_text("#!/bin/sh\necho oh dear >&2\nexit 3\n")
     trainer.chmod(0o755)
@@ -138,6 +138,6 @@ def test_a_failure_is_status_1_and_says_how_to_have_it_again(tmp_path):
     assert "--seed 5 --configuration 'two workers'" in result.stdout
 
 
-def test_without_a_trainer_it_says_so(tmp_path):
+def test_a_missing_trainer_is_reported(tmp_path):
     result = run_tool("--trainer", tmp_path / "nowhere")
     assert result.returncode == 2 and result.stderr.startswith("error: ") and "make" in result.stderr

@@ -56,7 +56,7 @@ def result(base, tokens):
 
 @functools.cache
 def known_bits():
-    """Of this kind of machine; None if nobody has written them yet."""
+    """The data of this kind of machine; None if they have not been written yet."""
     kind = make_unchanged.machine(TRAINER)
     known = pinned("bits").get(kind)
     if known is None:

@@ -1,8 +1,9 @@
 """Every command that the documents or the help of make show is run: as it stands, or in a short form of itself.
 
 COMMANDS has a row for each: a pattern that the whole command matches, and how it is tried. A command without a row
-fails this test, so that no document shows what nobody has run. What needs a GPU, a network, a cluster or another
-person's machine is skipped and says so; where another test runs it in a short form, the row names that test.
+fails this test, so that no document shows a command that was never run. A command that needs a GPU, a network, a
+cluster or another person's machine is skipped, and the test says so; if another test runs a short form of it, the row
+names that test.
 """
 import importlib.util
 import os

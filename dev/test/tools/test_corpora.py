@@ -277,14 +277,14 @@ def test_a_file_of_another_size_than_its_source_says_is_refused(site, tmp_path):
 
 
 def test_a_server_that_never_sends_what_it_announces_is_given_up(site, tmp_path):
-    """It would else be asked for ever: every second answer seems to bring all bytes anew."""
+    """Otherwise it would be asked forever: every second answer seems to bring all bytes anew."""
     site.files["/a"], site.faults["/a"] = bytes(1000), ["longer"] * 100
     with pytest.raises(load("corpus").UserError, match="cannot be downloaded"):
         fetch(site, "/a", tmp_path / "a", size=None)
     assert len(site.asked) == 4
 
 
-def test_nobody_there_is_a_clear_error(site, tmp_path):
+def test_a_server_that_cannot_be_reached_is_a_clear_error(site, tmp_path):
     site.files["/a"] = b"x"
     remote = site.remote("/a")
     site.server.server_close()

@@ -1,5 +1,5 @@
-"""The fuzzing harnesses (dev/break/fuzz): a few seconds each find nothing; each finds a bug that is planted for it.
-make fuzz runs them for longer. Where there is no clang with libFuzzer they are skipped."""
+"""The fuzzing harnesses (dev/break/fuzz): each finds nothing in a few seconds, and each finds a bug that is planted
+for it. `make fuzz` runs them for longer. Without a clang with libFuzzer these tests are skipped."""
 
 import os
 import re
@@ -10,11 +10,11 @@ import pytest
 
 from conftest import ROOT
 
-pytestmark = pytest.mark.long  # they take minutes to build
+pytestmark = pytest.mark.long  # the harnesses take minutes to build
 
 HARNESSES = sorted(path.stem.removeprefix("fuzz_") for path in (ROOT / "dev" / "break" / "fuzz").glob("fuzz_*.cpp"))
 
-# For each harness: a header, what is taken out of it, what takes its place; words that tell what was found.
+# For each harness: a header, a part of it, what replaces that part; words of the report.
 PLANTED = {
     "config": (
         "llmc/run/options.h",
@@ -22,7 +22,7 @@ PLANTED = {
         "throw UserError(std::string(e.what())",
         "a message has no control characters",
     ),
-    "done": ("llmc/checkpoint/state_file.h", "who.step != step || ", "", "a run that can be"),
+    "done": ("llmc/checkpoint/state_file.h", "who.step != step || ", "", "the run is possible"),
     "encoder": (
         "llmc/text/byte_pair_encoder.h",
         "if (found != numbers.end()) { return found->second; }",
@@ -35,10 +35,10 @@ PLANTED = {
         "streaming/exchange.h",
         'same("sender", header.worker, expected.worker);',
         "",
-        "in their order",
+        "in the workers' order",
     ),
-    "resume": ("llmc/checkpoint/resume.h", "int(i))).verify();", "int(i))).identity();", "a whole file of the run"),
-    "state": ("llmc/checkpoint/state_file.h", "who.worker < who.workers && ", "", "a worker of the run"),
+    "resume": ("llmc/checkpoint/resume.h", "int(i))).verify();", "int(i))).identity();", "whole and of the run"),
+    "state": ("llmc/checkpoint/state_file.h", "who.worker < who.workers && ", "", "the worker belongs to the run"),
     "store": (
         "llmc/run/redis.h",
         " || !isxdigit(text[i + 1]) || !isxdigit(text[i + 2])",
@@ -51,8 +51,8 @@ PLANTED = {
 
 
 def fuzz(name, seconds, tmp_path, *words):
-    """make fuzz-NAME, by itself: not as a part of the make that runs the tests. With a fixed seed, so that
-    the same sources give the same inputs; a loaded machine may take its time for one of them."""
+    """Runs make fuzz-NAME, independently of a make that runs the tests. The seed is fixed, so that the same sources
+    give the same inputs. The time limit for an input allows for a loaded machine."""
     environment = {key: value for key, value in os.environ.items() if not re.match("MAKE|MFLAGS", key)}
     command = ["make", "--no-print-directory", f"fuzz-{name}", f"SECONDS={seconds}", "FUZZ_TIMEOUT=60"]
     command += ["FUZZ_OPTIONS=-seed=1", f"FUZZ_CORPUS={tmp_path}/corpus", *words]
@@ -70,7 +70,7 @@ def needs_clang(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", HARNESSES)
-def test_nothing_is_found_in_a_few_seconds(name, tmp_path):
+def test_a_harness_finds_nothing_in_a_few_seconds(name, tmp_path):
     result = fuzz(name, 3, tmp_path)
     assert result.returncode == 0, f"{result.stdout[-8000:]}\n{result.stderr}"
     inputs = re.search(rf"fuzz_{name}: nothing found; inputs: (\d+)", result.stdout)
@@ -78,7 +78,7 @@ def test_nothing_is_found_in_a_few_seconds(name, tmp_path):
     assert inputs and seeds and int(inputs[1]) > int(seeds[1]) > 0, result.stdout
 
 
-# One in make test, so that a harness which finds nothing is known to look.
+# `make test` runs one of these, to show that a harness that finds nothing does look.
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name == "tokenizer" else [pytest.mark.long]) for name in HARNESSES],
@@ -91,7 +91,7 @@ def test_a_planted_bug_is_found(name, tmp_path):
     assert source.count(text) == 1, f"{path} has changed: plant another bug"
     (tmp_path / path).write_text(source.replace(text, replacement))
 
-    # It ends when the bug is found: within seconds, where the machine is not slow.
+    # The run ends when the bug is found: within seconds, unless the machine is slow.
     result = fuzz(name, 300, tmp_path, f"FUZZ_SOURCES={tmp_path}", f"FUZZ_BUILD={tmp_path}/build")
     assert result.returncode != 0 and "has found a bug" in result.stderr, f"{result.stdout}\n{result.stderr}"
     assert re.search(told, (tmp_path / "build" / f"{name}.log").read_text())

@@ -26,7 +26,7 @@ from llmc_files import (
 TYPES = {"F32": numpy.dtype("<f4"), "F16": numpy.dtype("<f2"), "BF16": numpy.dtype(ml_dtypes.bfloat16)}
 END = b"<|endoftext|>"
 
-# transformers' names of llm.c's tensors; of those behind it, the matrix is transposed.
+# transformers' names of llm.c's tensors. It stores all matrices but wte and wpe transposed.
 GPT2 = {
     "wte": "wte.weight",
     "wpe": "wpe.weight",

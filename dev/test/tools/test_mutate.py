@@ -1,4 +1,4 @@
-"""The tool that breaks the CUDA trainer: what it finds in a source, and that its verdicts are right."""
+"""The tool that breaks the CUDA trainer: which changes it finds in a source, and that its verdicts are right."""
 
 import dataclasses
 import json
@@ -84,11 +84,11 @@ def becomes(kind, text=KERNELS):
         ("launch", "launch(sum_kernel<32>, Grid{blocks_for(n, 128), 128, (size_t(n) * 4) / 2, stream}, out, inp, n);"),
     ],
 )
-def test_each_kind_finds_its_place(kind, line):
+def test_each_kind_of_change_is_found(kind, line):
     assert line in becomes(kind)
 
 
-def test_comments_texts_and_what_the_compiler_checks_stay():
+def test_comments_texts_and_static_assertions_are_not_changed():
     for change in changes():
         changed = source.changed(KERNELS, change)
         for kept in ("// if (i < n) { __syncthreads(); }", '"sum: n < 1: nothing to sum"', "constexpr int tile = 64;",
@@ -96,7 +96,7 @@ def test_comments_texts_and_what_the_compiler_checks_stay():
             assert kept in changed, change.id
 
 
-def test_only_what_the_emulated_build_compiles_is_changed():
+def test_only_code_that_the_emulated_build_compiles_is_changed():
     text = """__device__ int f(int a) {
 #ifdef __CUDACC__
     return a + 1;
@@ -108,14 +108,14 @@ def test_only_what_the_emulated_build_compiles_is_changed():
     assert [change.becomes for change in changes(text)] == ["return a + 2;"]
 
 
-def test_of_the_seam_only_the_reductions_are_changed():
+def test_only_the_reductions_of_the_device_seam_are_changed():
     file = "llmc/cuda/device.cuh"
     functions = {change.function for change in kernels.KernelSource(file, (ROOT / file).read_text()).changes}
     assert {"warp_reduce", "block_reduce", "shuffle_xor"} <= functions
     assert not functions & {"launch", "load_matrix_x4", "copy_async_16"}
 
 
-def test_names_of_changes_are_stable_and_differ():
+def test_names_of_changes_are_stable_and_unique():
     first, again = changes(), changes()
     assert first == again
     assert len({change.id for change in first}) == len(first)
@@ -149,7 +149,7 @@ def test_explanations_are_found_by_the_function_and_the_text_of_the_line():
     assert not entry.is_of(dataclasses.replace(change, function="its_twin"))
 
 
-def test_the_committed_explanations_have_a_reason_and_a_file_each():
+def test_each_committed_explanation_has_a_reason_and_a_file():
     text = report.SURVIVORS.read_text()
     found = report.read_explanations(text)
     assert len(found) == len(re.findall(r"^    \+", text, re.MULTILINE))
@@ -157,7 +157,7 @@ def test_the_committed_explanations_have_a_reason_and_a_file_each():
         assert entry.reason and entry.was != entry.becomes and (ROOT / entry.file).exists(), entry
 
 
-def test_the_committed_explanations_are_of_changes_that_there_are(tmp_path):
+def test_each_committed_explanation_is_of_an_existing_change(tmp_path):
     everything = []
     for name, part in mutate.PARTS.items():
         (tmp_path / name).mkdir()
@@ -166,7 +166,7 @@ def test_the_committed_explanations_are_of_changes_that_there_are(tmp_path):
     assert [entry for entry in explained if not any(entry.is_of(change) for change in everything)] == []
 
 
-def test_an_unexplained_survivor_or_an_explanation_that_is_not_so_fails_the_run(capsys):
+def test_an_unexplained_survivor_or_a_wrong_explanation_fails_the_run(capsys):
     everything = changes()
     verdicts = [report.Verdict(change, "killed") for change in everything]
     assert report.report(verdicts, [], everything)
@@ -179,7 +179,7 @@ def test_an_unexplained_survivor_or_an_explanation_that_is_not_so_fails_the_run(
     assert not report.report(verdicts, [first], everything)
     verdicts[0].outcome = "not compiled"
     assert not report.report(verdicts, [dataclasses.replace(first, was="another line")], everything)
-    assert "no such change any more" in capsys.readouterr().out
+    assert "no longer has such a change" in capsys.readouterr().out
 
 
 HOST = """#pragma once
@@ -217,7 +217,7 @@ def host_source():
     return host.read_sources(["x.h"], lambda file: HOST)[0]
 
 
-def test_of_the_host_side_what_orders_or_waits_is_found_and_nothing_else():
+def test_statements_of_the_host_side_that_order_or_wait_are_found_and_no_others():
     assert [(change.kind, change.function, change.becomes) for change in host_source().changes] == [
         ("event-wait", "wait", "void wait(const Event& event) { stream.enqueue([=](cudaStream_t on) { ; }); }"),
         ("poll", "query", "const cudaError_t status = cudaSuccess;"),
@@ -238,7 +238,7 @@ def test_of_the_host_side_what_orders_or_waits_is_found_and_nothing_else():
     ]
 
 
-def test_all_changes_of_the_host_side_are_in_one_program_and_one_is_chosen():
+def test_all_changes_of_the_host_side_are_built_into_one_program_which_chooses_one():
     found = host_source()
     text = host.with_all_changes(found, lambda change: found.changes.index(change) + 1)
     for line in ("if (mutated(1)) { ; } else { cudaCheck(cudaStreamWaitEvent(on, event)); }",
@@ -258,7 +258,7 @@ def test_every_file_of_the_host_side_is_searched():
             "llmc/run/comm_nccl.cuh", "llmc/run/comm_staged.cuh", "llmc/cuda/memory.cuh"} <= found
 
 
-def test_a_run_is_seen_by_models_samples_and_numbers_but_not_by_times(tmp_path):
+def test_runs_are_compared_by_models_samples_and_numbers_but_not_by_times(tmp_path):
     row = {"type": "eval", "step": 2, "time": 0.5, "loss": 4.25}
     (tmp_path / "model_00000002.bin").write_bytes(b"weights")
 
@@ -277,7 +277,7 @@ def test_a_run_is_seen_by_models_samples_and_numbers_but_not_by_times(tmp_path):
 
 @pytest.mark.long
 def test_a_missing_barrier_is_killed_and_an_unchanged_program_is_not(tmp_path):
-    """One real build: the test of the reductions."""
+    """With one real build: the test of the reductions."""
     tree = kernel_tests.Tree(tmp_path)
     file = "llmc/cuda/device.cuh"
     found = kernels.KernelSource(file, tree.read(file)).changes
@@ -306,7 +306,7 @@ struct Exchange {
 """
 
 
-def test_of_the_wire_calls_assignments_and_arithmetic_are_changed_but_no_declaration_and_no_order():
+def test_calls_assignments_and_arithmetic_of_the_wire_are_changed_but_no_declarations_or_orderings():
     found = [(change.kind, change.becomes) for change in wire.WireSource("x.h", WIRE).changes]
     for expected in (("assignment", ";"), ("call", ";"), ("assignment", "for (double& sum : total) { ; }"),
                      ("call", "if (!applied) { ; }"), ("init", "for (double& sum : total) { sum = *sums++; }"),
@@ -320,7 +320,7 @@ def test_of_the_wire_calls_assignments_and_arithmetic_are_changed_but_no_declara
             assert kept in changed, change.id
 
 
-def test_every_file_of_the_wire_has_changes_and_its_selection_has_each_kind_in_each_function():
+def test_every_file_of_the_wire_has_changes_and_the_selection_has_each_kind_in_each_function():
     found = [change for file in wire.FILES for change in wire.WireSource(file, (ROOT / file).read_text()).changes]
     assert {change.file for change in found} == set(wire.FILES)
     groups = {(change.function, change.kind) for change in found}

@@ -122,7 +122,8 @@ def test_the_report_says_what_is_not_good_and_what_is_missing(tmp_path):
 
 @pytest.mark.parametrize("more, what", [
     (["--seeds", "0"], "0 is not above zero"), (["--only", "x"], "invalid choice"),
-    (["--report", "nowhere/x.md"], "nowhere/x.md cannot be written"), (["--trainer", "nowhere"], "nowhere is not there")])
+    (["--report", "nowhere/x.md"], "nowhere/x.md cannot be written"),
+    (["--trainer", "nowhere"], "there is no nowhere")])
 def test_wrong_options_are_the_users_mistake(more, what, text, tmp_path):
     with pytest.raises(peer_losses.UserError, match=what):
         peer_losses.main(words(text, tmp_path / "new", "--trainer", "/bin/false", *more))

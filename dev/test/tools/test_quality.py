@@ -175,8 +175,8 @@ def test_a_trainer_beside_the_shell_is_found_and_one_that_does_not_start_is_one_
     (["--text", "nowhere"], "nowhere holds no token shards"), (["--seeds", "-1"], "-1 is not above zero"),
     (["--minutes", "nan"], "nan is not above zero"), (["--minutes", "x"], "invalid float value"),
     (["--report", "nowhere/report.md"], "nowhere/report.md cannot be written"),
-    (["--trainer", "nowhere"], "nowhere is not there"), (["--only", "x"], "invalid choice"),
-    (["--data", "/proc/version"], "/proc/version is no data of this benchmark")])
+    (["--trainer", "nowhere"], "there is no nowhere"), (["--only", "x"], "invalid choice"),
+    (["--data", "/proc/version"], "/proc/version is not a data file of this benchmark")])
 def test_wrong_options_are_the_users_mistake(arguments, words, what):
     given = ["--scale", "trial", "--text", str(arguments.text), "--out", str(arguments.out / "new"),
              "--trainer", "/bin/false"]

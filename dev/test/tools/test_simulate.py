@@ -165,7 +165,7 @@ def test_a_call_takes_half_a_round_trip_and_more_where_tcp_opens_its_window_anew
     window = 10 * 1000
     calls = Calls(link)
     assert calls.call(5, window) == pytest.approx(5.05, abs=1e-4)
-    assert calls.call(5, 1) == pytest.approx(5.1, abs=1e-4)  # behind the one before
+    assert calls.call(5, 1) == pytest.approx(5.1, abs=1e-4)  # after the one before
     assert calls.call(9, 7 * window) == pytest.approx(9.25, abs=1e-4)  # idle before: 1 + 2 + 4 windows
     assert calls.call(9.3, 8 * window) == pytest.approx(9.45, abs=1e-4)  # not idle: 4 windows, then 8
     slow = Calls(Link(8 * 1052, 0.1, mtu=1052))  # holds less than a window in a round trip
@@ -197,7 +197,7 @@ def test_a_worker_takes_one_sync_after_the_other_and_tcp_opens_both_windows_anew
     window, trips = 10 * 1000, ROUND_TRIPS * 0.1
     calls = StoreCalls(link, 2)
     assert calls.exchange(5, [window, window]) == pytest.approx(5 + trips, abs=1e-4)
-    assert calls.exchange(5, [1, 1]) == pytest.approx(5 + 2 * trips, abs=1e-4)  # behind the one before
+    assert calls.exchange(5, [1, 1]) == pytest.approx(5 + 2 * trips, abs=1e-4)  # after the one before
     later = calls.exchange(20, [7 * window, 3 * window]) - 20  # 1 + 2 + 4 windows, and 1 + 2
     assert later == pytest.approx(trips + 0.2 + 0.1, abs=1e-4)
     ranks = StoreCalls(link, 2, connections=4)

@@ -68,7 +68,7 @@ def test_one_worker_has_no_cosines_and_its_mean_is_its_delta(train):
     assert all(close(row["mean_norm"], row["delta_norm"]) for row in rows)
 
 
-# Heads of 64 values, which attention on GPUs wants. tau = 0: a merge comes right behind its send.
+# Heads of 64 values, as attention on GPUs requires. tau = 0: a merge follows its send at once.
 ON_GPUS = {"--layers": 1, "--heads": 1, "--channels": 64, "-t": 16, "-b": 1, "-x": 7, "--workers": 2, "-H": 4,
            "--overlap": 0, "--fragment-layers": 1, "--timeout": 100}
 FIELDS = ("sync", "delta_norm", "mean_norm", "quantization_error", "cosines")

@@ -44,8 +44,8 @@ def step_lines(seconds, tokens, steps=None):
 def sync_lines(contributors, every=10, overlap=5, waited=0.0, sent=1000):
     """contributors: of each sync"""
     return [{"type": "sync", "sync": n, "send_step": every * (n + 1), "apply_step": every * (n + 1) + overlap,
-             "contributors": who, "waited_seconds": waited, "bytes_sent": sent, "global_hash": f"{n:016x}"}
-            for n, who in enumerate(contributors)]
+             "contributors": counted, "waited_seconds": waited, "bytes_sent": sent, "global_hash": f"{n:016x}"}
+            for n, counted in enumerate(contributors)]
 
 
 def write_run(arguments, job, lines, devices=()):
@@ -66,7 +66,7 @@ def write_run(arguments, job, lines, devices=()):
 
 
 def learning_run(arguments, job, loss, busy=1.0, counted=100, tokens=jobs.STEP_TOKENS):
-    """A run of 200 steps; the fourth is counted in so many of 100 syncs, of which 15 are applied behind
+    """A run of 200 steps whose fourth worker is counted in `counted` of 100 syncs; 15 of the syncs are applied after
     the first 48 steps."""
     waited = (1 - busy) * 0.1 * (200 - 48) / 15
     lines = {}
@@ -213,7 +213,7 @@ def test_one_worker_that_is_taken_for_late_or_gone_or_not_counted_misses_the_bar
 
 
 def far_run(arguments, job, seconds, waited):
-    """Three periods of 100 steps behind a first one; each sync is waited for."""
+    """Three periods of 100 steps after a first one; the workers wait for each sync."""
     period = [seconds] * 99 + [seconds + 5 * waited]
     lines = [*step_lines(period * 4, 32), *sync_lines([[0]] * 19, every=20, overlap=1, waited=waited)]
     write_run(arguments, job, {worker: lines for worker in range(job.workers)})
@@ -280,7 +280,7 @@ def test_quick_runs_are_of_every_kind_and_in_a_folder_of_their_own(arguments):
 
 
 @pytest.mark.parametrize("words, what", [
-    (["--text", "nowhere"], "nowhere holds no tokens"), (["--trainer", "nowhere"], "nowhere is not there"),
+    (["--text", "nowhere"], "nowhere holds no tokens"), (["--trainer", "nowhere"], "there is no nowhere"),
     (["--report", "nowhere/report.md"], "nowhere/report.md cannot be written"),
     (["--only", "x"], "invalid choice"), (["--seeds", "0"], "0 is not above zero"),
     (["--minutes", "nan"], "nan is not above zero")])

@@ -176,7 +176,7 @@ def test_a_run_without_an_exchange_has_none_in_flight_and_no_waits(tmp_path):
     assert row_of(view_of(tmp_path), "0.0")[4:8] == ["-", "50.0k", "100k", "-"]
 
 
-def test_who_is_behind_or_silent_is_late(folder):
+def test_a_process_that_is_behind_or_silent_is_late(folder):
     write(folder, 1, steps(201, 204))
     run = view_of(folder)
     assert row_of(run, "0.0")[-1] == "!-4" and row_of(run, "1.0")[-1] == "ok"
@@ -192,7 +192,7 @@ def test_who_is_behind_or_silent_is_late(folder):
     assert row_of(run, "0.0")[-1] == "done"
 
 
-def test_who_is_late_comes_first_where_there_is_not_room_for_all(tmp_path):
+def test_late_processes_come_first_if_there_is_not_room_for_all(tmp_path):
     for process in range(40):
         write(tmp_path, process, [first_line(process, 20, 2), *steps(1, 90 if process == 33 else 100)])
     lines = lines_of(view_of(tmp_path), 80, 16)
@@ -420,7 +420,7 @@ def states(run):
     ("late", "!late", "back"), ("gone", "!gone", "joined"), ("gone", "!gone", "starts"),
     ("needs_snapshot", "!catch-up", "takes_snapshot"), ("store_lost", None, "store_back"),
     ("too_few", None, "counted"), ("stops", "!stopped", "starts"), ("late", "!late", "counted")])
-def test_who_is_late_gone_or_catching_up_is_shown_until_that_is_over(elastic, kind, word, end):
+def test_a_worker_that_is_late_gone_or_catching_up_is_shown_until_that_is_over(elastic, kind, word, end):
     words = {"store_lost": "no store", "too_few": "too few"}
     write(elastic, 1, [event(kind, 2, "a change", 40)])
     run = view_of(elastic)

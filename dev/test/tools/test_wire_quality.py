@@ -82,14 +82,14 @@ def test_runs_with_other_options_are_not_taken_for_these(arguments, settings):
     with pytest.raises(wire_quality.UserError, match=f"{folder.name} was run with other options"):
         wire_quality.run_all(arguments, settings)
     (folder / "made_by.json").unlink()
-    with pytest.raises(wire_quality.UserError, match="is no run of this benchmark"):
+    with pytest.raises(wire_quality.UserError, match="is not a run of this benchmark"):
         wire_quality.report(arguments, settings)
 
 
 @pytest.mark.parametrize("words, what", [
     (["--seeds", "0"], "0 is not above zero"), (["--tokens", "many"], "invalid int value"),
     (["--only", "x"], "invalid choice"), (["--report", "nowhere/x.md"], "nowhere/x.md cannot be written"),
-    (["--trainer", "nowhere"], "nowhere is not there")])
+    (["--trainer", "nowhere"], "there is no nowhere")])
 def test_wrong_options_are_the_users_mistake(tmp_path, words, what):
     with pytest.raises(wire_quality.UserError, match=what):
         wire_quality.main(["--trainer", "/bin/false", "--out", str(tmp_path / "new"), *words])

@@ -485,7 +485,7 @@ TEST(Checkpointer, a_store_may_be_away_for_a_while) {
 
 // Training needs no store: a loop that waits for a checkpoint continues long before the time limit, which is
 // meant for silent processes.
-TEST(Checkpointer, a_store_that_is_gone_for_good_holds_nobody_up) {
+TEST(Checkpointer, a_store_that_is_gone_for_good_holds_no_process_up) {
     const double timeout = 8;
     Processes run(2, 1, false, "", timeout);
     const auto stores = absent_stores_of(run);
@@ -507,7 +507,7 @@ TEST(Checkpointer, a_store_that_is_gone_for_good_holds_nobody_up) {
     }
 }
 
-TEST(Checkpointer, who_finds_the_store_again_waits_little_for_others_who_may_have_given_up) {
+TEST(Checkpointer, a_process_that_finds_the_store_again_waits_little_for_others_that_may_have_given_up) {
     Processes run(2, 1, false, "", 8);
     const auto stores = absent_stores_of(run);
     run.start();
@@ -560,7 +560,7 @@ TEST(Checkpointer, without_the_store_the_first_at_or_after_a_multiple_stays_too)
     }
 }
 
-TEST(Checkpointer, states_that_all_have_stay_when_somebody_dies_before_done) {
+TEST(Checkpointer, states_that_all_have_stay_when_a_process_dies_before_done) {
     Processes run(2, 1, false, "", 0.2);
     run.start(1);
     leave_behind(run.members[1].folder, 10, 1, lineage, false);

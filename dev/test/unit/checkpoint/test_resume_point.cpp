@@ -322,7 +322,7 @@ TEST(ResumePoint, where_no_checkpoint_was_ever_complete_training_starts_anew_and
                      "no checkpoint in " + folder.name() + " was ever complete: training starts at step 1"}));
 }
 
-TEST(ResumePoint, where_a_complete_one_was_lost_all_throw_the_same_error_that_says_who_lacks_what) {
+TEST(ResumePoint, where_a_complete_one_was_lost_all_throw_the_same_error_that_says_what_each_lacks) {
     const Shape shape{2, 1};
     TemporaryFolder first, second;
     add_state(first.name(), 40, 0, shape);

@@ -166,7 +166,7 @@ TEST(StateFile, a_header_or_table_that_was_made_up_is_refused_though_its_checksu
         {{"a", 1152, 10}, {"", 1216, 64}},                      // no name
         {{"a", 1152, 10}, {"a b", 1216, 64}},                   // a space in it
         {{"a", 1152, 10}, {"b\n", 1216, 64}},                   // a character that does not print
-        {{"a", 1152, 10}, {std::string("b\0c", 3), 1216, 64}},  // something behind it
+        {{"a", 1152, 10}, {std::string("b\0c", 3), 1216, 64}},  // something after it
         {{"a", 1152, 10}, {"b", 1152, 128}},                    // overlaps the first
         {{"a", 1152, 10}, {"b", 1217, 63}},                     // not aligned
         {{"a", 1216, 64}, {"b", 1152, 10}},                     // not in order
@@ -235,7 +235,7 @@ TEST(StateFile, a_write_that_fails_or_is_given_up_leaves_the_old_file_and_no_res
     EXPECT_THROW(write_state(folder / "none/s.bin", someone(), {}), RunError);
 }
 
-TEST(StateFile, a_state_that_nobody_could_read_is_not_written) {
+TEST(StateFile, a_state_that_could_not_be_read_is_not_written) {
     TemporaryFolder folder;
     const std::string path = folder / "s.bin";
     StateIdentity nobody = someone();

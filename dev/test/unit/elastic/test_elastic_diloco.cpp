@@ -1,4 +1,4 @@
-// Streaming DiLoCo over the sync log: the same bits as in lock-step while nobody is late, and the same global
+// Streaming DiLoCo over the sync log: the same bits as in lock-step while none is late, and the same global
 // parameters on all workers when one is late, dies, or comes later. Workers are threads that meet in a store
 // in memory.
 #include <gtest/gtest.h>
@@ -408,7 +408,7 @@ void expect_one_history(const Endings& endings) {
     for (const Ending& ending : endings) { EXPECT_TRUE(same_bits(ending.global, endings[0].global)); }
 }
 
-TEST(ElasticDiloco, with_nobody_late_every_format_rounding_and_feedback_gives_lock_steps_bits_for_200_steps) {
+TEST(ElasticDiloco, if_none_is_late_every_format_rounding_and_feedback_gives_lock_steps_bits_for_200_steps) {
     int variant = 0;
     for (Format format : all_formats) {
         for (int bits = 0; bits < 4; bits++) {
@@ -425,7 +425,7 @@ TEST(ElasticDiloco, with_nobody_late_every_format_rounding_and_feedback_gives_lo
     }
 }
 
-TEST(ElasticDiloco, with_nobody_late_every_overlap_weight_and_number_of_workers_gives_lock_steps_bits) {
+TEST(ElasticDiloco, if_none_is_late_every_overlap_weight_and_number_of_workers_gives_lock_steps_bits) {
     for (int workers : {1, 2, 3}) {
         for (long overlap : {0L, 1L, H - 1}) {
             for (int bits = 0; bits < 4; bits++) {
@@ -451,7 +451,7 @@ TEST(ElasticDiloco, each_shard_of_workers_of_two_ranks_has_lock_steps_bits) {
     }
 }
 
-TEST(ElasticDiloco, two_who_run_with_more_places_have_the_bits_of_a_run_of_two) {
+TEST(ElasticDiloco, two_workers_in_a_run_with_more_places_have_the_bits_of_a_run_of_two) {
     for (bool token_weights : {false, true}) {
         for (int absent : {1, 8}) {  // 8: statistics of ten workers would have cosines with the mean only
             Plan plan;
@@ -461,7 +461,7 @@ TEST(ElasticDiloco, two_who_run_with_more_places_have_the_bits_of_a_run_of_two) 
     }
 }
 
-TEST(ElasticDiloco, a_report_tells_who_was_counted_with_what_and_who_decided) {
+TEST(ElasticDiloco, a_report_names_the_counted_workers_with_their_weights_and_the_decider) {
     Plan plan;
     plan.workers = 3;
     plan.last = 60;
@@ -510,7 +510,7 @@ void wait_until(Condition condition) {
 }
 
 // Worker 2 is cut off from before its send of sync 3 (fragment 1, step 26) until the others have decided it.
-TEST(ElasticDiloco, who_was_not_counted_follows_global_and_has_the_residuals_of_before) {
+TEST(ElasticDiloco, a_worker_that_was_not_counted_follows_global_and_has_the_residuals_of_before) {
     for (float alpha : {0.5f, 1.0f}) {
         Plan plan;
         plan.workers = 3;
@@ -694,15 +694,15 @@ void resume_in_mid_flight(bool is_counted) {
     expect_one_history(endings);
 }
 
-TEST(ElasticDiloco, who_resumes_in_mid_flight_keeps_what_rounding_lost_of_a_payload_that_counts) {
+TEST(ElasticDiloco, a_worker_that_resumes_in_mid_flight_keeps_what_rounding_lost_of_a_payload_that_counts) {
     resume_in_mid_flight(true);
 }
 
-TEST(ElasticDiloco, who_resumes_in_mid_flight_gets_back_the_residuals_of_before_one_that_does_not) {
+TEST(ElasticDiloco, a_worker_that_resumes_in_mid_flight_gets_back_the_residuals_of_before_one_that_does_not) {
     resume_in_mid_flight(false);
 }
 
-TEST(ElasticDiloco, an_outer_gradient_that_is_not_finite_is_applied_by_nobody_and_named_by_all) {
+TEST(ElasticDiloco, an_outer_gradient_that_is_not_finite_is_applied_by_none_and_named_by_all) {
     Plan plan;
     plan.workers = 3;
     plan.wire.error_feedback = true;
@@ -778,7 +778,7 @@ TEST(ElasticDiloco, a_worker_of_other_options_is_refused_with_those_of_the_run) 
     EXPECT_EQ(user_error([&] { other.begin(); }), "the run has H 20");
 }
 
-TEST(ElasticDiloco, who_is_started_twice_is_stopped_with_a_status_of_its_own) {
+TEST(ElasticDiloco, a_worker_that_is_started_twice_is_stopped_with_a_status_of_its_own) {
     Plan plan;
     plan.workers = 1;
     plan.last = 1000000;
@@ -809,7 +809,7 @@ TEST(ElasticDiloco, what_the_trainer_throws_while_it_waits_ends_the_wait) {
     EXPECT_EQ(calls, 3);
 }
 
-TEST(ElasticDiloco, who_ends_the_wait_takes_the_other_ranks_of_its_worker_along) {
+TEST(ElasticDiloco, a_rank_that_ends_the_wait_takes_the_other_ranks_of_its_worker_along) {
     Plan plan;
     plan.ranks = 2;
     MemoryStore store;

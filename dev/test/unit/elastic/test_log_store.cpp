@@ -134,7 +134,7 @@ TEST_P(LogStores, the_first_one_wins_and_all_are_told) {
     EXPECT_EQ(put_if_absent(*store, "G/entry", "12", "fourth"), "over");
 }
 
-TEST_P(LogStores, who_does_not_ask_for_the_winner_is_not_told) {
+TEST_P(LogStores, a_request_that_does_not_ask_for_the_winner_is_not_told) {
     auto store = open();
     const bool asks_winner = false;
     for (const char* value : {"first", "second"}) {
@@ -257,7 +257,7 @@ TEST_P(LogStores, of_eight_threads_one_wins_and_all_see_it) {
     }
 }
 
-TEST_P(LogStores, who_lists_a_folder_while_it_is_removed_sees_all_of_it_or_nothing) {
+TEST_P(LogStores, a_listing_of_a_folder_that_is_being_removed_has_all_of_it_or_nothing) {
     if (GetParam() == Kind::s3) { GTEST_SKIP() << "a bucket's objects are removed one by one"; }
     std::atomic<bool> done{false};
     std::thread writer([&] {
@@ -350,7 +350,7 @@ TEST_P(LogStores, requests_that_go_out_together_are_answered_in_their_order) {
     EXPECT_TRUE(store->perform_all({}).empty());
 }
 
-TEST_P(LogStores, who_awaits_a_decision_is_told_as_soon_as_it_is_there) {
+TEST_P(LogStores, a_client_that_awaits_a_decision_is_told_as_soon_as_it_is_there) {
     auto store = open(), other = open();
     const std::vector<StoreRequest> requests = {{StoreRequest::decision, "G/0", "4", "0.1"},
                                                 {StoreRequest::decision, "G/0", "5", "0.1"},
@@ -452,7 +452,7 @@ TEST(FileLogStore, what_killed_writers_leave_is_never_listed_and_swept_once_it_i
     EXPECT_EQ(files_in(unnamed), Names{"young"});
 }
 
-TEST(FileLogStore, who_finds_its_value_swept_writes_it_again) {
+TEST(FileLogStore, a_writer_that_finds_its_value_swept_writes_it_again) {
     TemporaryFolder folder;
     const std::string url = "file:" + folder.name();
     auto store = open_log_store(url, "run", 5);

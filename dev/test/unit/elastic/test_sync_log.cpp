@@ -71,7 +71,7 @@ TEST(SyncLog, a_seed_is_the_same_run_again) {
 }
 
 // Then the bits are those of the exchanges in lock-step.
-TEST(SyncLog, with_nobody_late_all_are_counted_in_every_sync_and_nobody_jumps) {
+TEST(SyncLog, if_no_worker_is_late_all_are_counted_in_every_sync_and_none_jumps) {
     const SyncLogRules rules;
     for (uint64_t seed = 1; seed <= 100; seed++) {
         long syncs = 0;
@@ -112,7 +112,7 @@ TEST(SyncLog, a_worker_that_comes_back_is_counted_again_within_two_periods) {
 }
 
 // This holds even for a worker whose requests take long.
-TEST(SyncLog, who_begins_the_run_is_waited_for_before_its_first_beat_is_seen) {
+TEST(SyncLog, a_worker_that_begins_the_run_is_waited_for_before_its_first_beat_is_seen) {
     const SyncLogRules rules;
     for (uint64_t seed = 1; seed <= 30; seed++) {
         simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
@@ -132,7 +132,7 @@ TEST(SyncLog, who_begins_the_run_is_waited_for_before_its_first_beat_is_seen) {
 }
 
 // However much later than the others one of them comes up, and learns that the run has begun.
-TEST(SyncLog, who_begins_the_run_together_skips_no_step) {
+TEST(SyncLog, workers_that_begin_the_run_together_skip_no_step) {
     const SyncLogRules rules;
     for (uint64_t seed = 1; seed <= 60; seed++) {
         simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
@@ -156,7 +156,7 @@ TEST(SyncLog, who_begins_the_run_together_skips_no_step) {
 }
 
 // A payload has tau steps of time, so a worker may be some steps behind, at the end of the run, too.
-TEST(SyncLog, nobody_is_late_because_the_run_ends) {
+TEST(SyncLog, no_worker_is_late_because_the_run_ends) {
     const SyncLogRules rules;
     for (uint64_t seed = 1; seed <= 20; seed++) {
         simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
@@ -176,7 +176,7 @@ TEST(SyncLog, nobody_is_late_because_the_run_ends) {
 }
 
 // Nobody waits until it has sent once. Then it has shown how late it is, and may be waited for.
-TEST(SyncLog, nobody_waits_for_who_comes_back_before_it_has_shown_that_it_keeps_pace) {
+TEST(SyncLog, no_worker_waits_for_one_that_comes_back_before_it_has_shown_that_it_keeps_pace) {
     const SyncLogRules rules;
     int missed = 0;
     for (uint64_t seed = 1; seed <= 30; seed++) {
@@ -305,7 +305,7 @@ struct Driven {
     Heartbeat heartbeat{0.5};
 };
 
-TEST(SyncLog, a_sync_is_one_way_to_the_store_for_who_sends_last_and_the_others_are_told) {
+TEST(SyncLog, a_sync_takes_the_last_sender_one_way_to_the_store_and_the_others_are_told) {
     const long H = 4;
     const SyncSchedule schedule(std::vector<Fragment>(1), H);
     SimulatedStore store(schedule, 4);
@@ -326,7 +326,7 @@ TEST(SyncLog, a_sync_is_one_way_to_the_store_for_who_sends_last_and_the_others_a
         }
         if (step < H) { settle(); }
     }
-    for (int w : {0, 1}) {  // they have sent, and see that somebody is missing
+    for (int w : {0, 1}) {  // they have sent, and see that a worker is missing
         EXPECT_TRUE(workers[size_t(w)]->go_there_and_back(now));
         EXPECT_FALSE(workers[size_t(w)]->go_there_and_back(now));
     }
@@ -344,7 +344,7 @@ TEST(SyncLog, a_sync_is_one_way_to_the_store_for_who_sends_last_and_the_others_a
     EXPECT_EQ(read, (std::vector<size_t>{72, 72, 72}));  // two payloads
 }
 
-TEST(SyncLog, who_was_stopped_while_it_looked_around_looks_again_soon) {
+TEST(SyncLog, a_worker_that_was_stopped_while_it_looked_around_looks_again_soon) {
     const SyncSchedule schedule(std::vector<Fragment>(1), 4);
     SimulatedStore store(schedule, 4);
     std::vector<std::unique_ptr<Driven>> workers;
@@ -614,7 +614,7 @@ static std::string end_after_beat(const std::string& beat, int* snapshots) {
     return one.log.stopped().why;
 }
 
-TEST(SyncLog, a_beat_that_names_a_sync_that_nobody_sent_ends_in_a_line_and_not_in_snapshots_without_end) {
+TEST(SyncLog, a_beat_that_names_a_sync_that_was_never_sent_ends_in_a_line_and_not_in_snapshots_without_end) {
     int snapshots = 0;
     const std::string why = end_after_beat(LogBeat{1, 1, 0, 50}.text(), &snapshots);
     EXPECT_EQ(why.rfind("the store holds a damaged or forged record: a beat in ", 0), 0u) << why;
@@ -630,7 +630,7 @@ TEST(SyncLog, a_beat_that_is_not_whole_counts_as_absent) {
     }
 }
 
-// The worker stands still while it waits for answers, but what it has not heard by then is nobody's fault.
+// The worker stands still while it waits for answers, but that time does not count against the others.
 TEST(SyncLog, nothing_is_decided_without_others_because_the_answers_took_long) {
     SyncLogOptions options = Driven::options(3, 3);
     options.elastic.min_workers = 2;
@@ -1018,7 +1018,7 @@ TEST(SyncLog, a_snapshot_that_a_worker_has_no_memory_for_is_given_by_another) {
     EXPECT_NE(run.told(0, LogEventKind::snapshot_put_off).find("this host has no memory"), std::string::npos);
 }
 
-TEST(SyncLog, at_the_end_nobody_stays_for_ever_to_give_what_no_host_has_memory_for) {
+TEST(SyncLog, at_the_end_no_worker_stays_forever_to_give_what_no_host_has_memory_for) {
     Givers run;
     for (size_t w : {0, 1}) { run.workers[w]->shard.is_poor = true; }
     const auto has_ended = [&](size_t w) {
@@ -1030,7 +1030,7 @@ TEST(SyncLog, at_the_end_nobody_stays_for_ever_to_give_what_no_host_has_memory_f
     EXPECT_GT(run.now - run.begin, Driven::options().elastic.grace) << "they have tried";
 }
 
-TEST(SyncLog, who_has_no_memory_for_the_snapshot_that_it_needs_says_so) {
+TEST(SyncLog, a_worker_without_memory_for_the_snapshot_that_it_needs_says_so) {
     for (bool has_read_it : {false, true}) {
         Givers run;
         Driven& reader = *run.workers[2];
@@ -1063,7 +1063,7 @@ TEST(SyncLog, a_damaged_record_of_the_beginning_is_refused) {
     }
 }
 
-TEST(SyncLog, a_forged_beat_of_a_later_start_replaces_nobody) {
+TEST(SyncLog, a_forged_beat_of_a_later_start_replaces_no_worker) {
     Givers run;
     for (int second = 0; second < 200; second++) { run.pass(1); }  // the run has begun
     LogBeat forged;

@@ -190,7 +190,7 @@ TEST(SyncLogThreads, the_heartbeat_goes_on_while_a_sync_is_applied) {
     EXPECT_EQ(shard.applied, 2);
 }
 
-TEST(SyncLogThreads, who_ends_before_the_others_is_not_waited_for) {
+TEST(SyncLogThreads, a_worker_that_ends_before_the_others_is_not_waited_for) {
     Store store;
     SyncLogOptions options = options_for(2);
     options.elastic.min_workers = 1;
@@ -259,7 +259,7 @@ TEST(SyncLogThreads, while_the_store_is_away_training_goes_on_to_the_next_due_st
     EXPECT_NE(said.find("has the store again"), std::string::npos) << said;
 }
 
-TEST(SyncLogThreads, who_has_other_options_is_refused_and_told_the_runs) {
+TEST(SyncLogThreads, a_worker_with_other_options_is_refused_and_told_the_runs) {
     Store store;
     Shard shard(0, 0, store.schedule), other(1, 0, store.schedule);
     SyncLogThreads log(options_for(1), store.schedule, 0, shard, first_start(0), connections(store));

@@ -291,7 +291,7 @@ struct AttentionCase {
     }
 };
 
-// out, with lse behind it
+// Returns out, followed by lse.
 Doubles attention_exact(const Doubles& qkv, int B, int T, int C, int NH) {
     const int hs = C / NH;
     Doubles out(size_t(B) * size_t(T) * size_t(C) + size_t(B) * size_t(NH) * size_t(T));

@@ -1,4 +1,4 @@
-// Streams and events: order, waiting, and errors that reach the caller who waits.
+// Streams and events: order, waiting, and errors that reach the waiting caller.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -68,18 +68,18 @@ TEST(Event, an_event_that_was_never_recorded_is_complete) {
     EXPECT_NO_THROW(event.synchronize());
 }
 
-TEST(Event, completes_with_the_work_before_it_and_not_with_the_work_behind_it) {
+TEST(Event, completes_with_the_work_before_it_and_not_with_the_work_after_it) {
     Stream stream(Stream::Kind::communicate);
-    Gate before, behind;
+    Gate before, after;
     Event event;
     stream.enqueue([&] { before.pass(); });
     stream.record(event);
-    stream.enqueue([&] { behind.pass(); });
+    stream.enqueue([&] { after.pass(); });
     EXPECT_FALSE(event.query());
     before.open();
     event.synchronize();
     EXPECT_TRUE(event.query());
-    behind.open();
+    after.open();
 }
 
 TEST(Event, recording_again_makes_a_new_point_and_a_copy_keeps_the_old_one) {
@@ -128,11 +128,11 @@ TEST(Event, work_enqueued_after_a_wait_sees_the_point_that_was_meant) {
 TEST(Stream, an_error_stops_the_stream_and_every_later_event_carries_it) {
     Stream stream(Stream::Kind::communicate);
     Event before, after, later;
-    bool ran_behind = false;
+    bool ran_after = false;
     stream.record(before);
     stream.enqueue([] { throw std::runtime_error("the cable is out"); });
     stream.record(after);
-    stream.enqueue([&] { ran_behind = true; });
+    stream.enqueue([&] { ran_after = true; });
     stream.record(later);
     EXPECT_NO_THROW(before.synchronize());
     for (const Event& event : {after, later}) {
@@ -145,7 +145,7 @@ TEST(Stream, an_error_stops_the_stream_and_every_later_event_carries_it) {
         EXPECT_THROW(event.query(), std::runtime_error);
     }
     EXPECT_THROW(stream.synchronize(), std::runtime_error);
-    EXPECT_FALSE(ran_behind);
+    EXPECT_FALSE(ran_after);
 }
 
 TEST(Stream, an_error_reaches_a_stream_that_waits_for_the_failed_one) {

@@ -1,4 +1,4 @@
-// Which GPU each process takes, who shares one, and whose traffic an interface may move.
+// Which GPU each process takes, which processes share one, and whose traffic an interface may move.
 #include "llmc/run/accelerator.h"
 
 #include <gtest/gtest.h>
@@ -31,7 +31,7 @@ TEST(Accelerator, workers_started_one_by_one_on_a_machine_take_different_numbers
     }
 }
 
-TEST(Accelerator, names_who_shares_a_device) {
+TEST(Accelerator, names_the_processes_that_share_a_device) {
     const Process process = process_of(0, 2, 2);
     EXPECT_EQ(sharers_of_a_device(process, {"a/0", "a/1", "b/0", "b/1"}), "");
     EXPECT_EQ(sharers_of_a_device(process, {"a/0", "a/1", "a/2", "a/1"}),

@@ -1,5 +1,5 @@
-// The communicator over TCP, between real processes: results, bits, byte counts, and who is named when one
-// dies.
+// The communicator over TCP, between real processes: results, bits, byte counts, and which process is named
+// when one dies.
 #include <gtest/gtest.h>
 
 #include <cmath>

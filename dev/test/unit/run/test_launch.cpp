@@ -500,7 +500,7 @@ TEST(Launcher, a_signal_that_it_was_started_to_ignore_is_ignored) {
     EXPECT_EQ(program.wait(), 128 + SIGKILL) << program.err;
 }
 
-TEST(Launcher, a_signal_ends_it_even_while_nobody_reads_what_it_prints) {
+TEST(Launcher, a_signal_ends_it_even_while_its_output_is_not_read) {
     Program program("flood", 1, 2, -1, "", [] {
         int ends[2];
         if (pipe(ends) == 0) { dup2(ends[1], STDOUT_FILENO); }
@@ -969,7 +969,7 @@ TEST(Meeting, one_that_claims_a_place_in_a_running_run_leaves_and_the_run_goes_o
     expect_a_run(folder.name());
 }
 
-TEST(Meeting, who_is_missing_after_the_time_limit_is_named) {
+TEST(Meeting, processes_missing_after_the_time_limit_are_named) {
     TemporaryFolder folder;
     auto processes = start_processes(2, [&](int i) -> std::string {
         try {

@@ -490,7 +490,7 @@ TEST(InnerSteps, suit_the_length_of_the_run) {
     EXPECT_EQ(usual_inner_steps(0), 10);
 }
 
-TEST(InnerSteps, are_chosen_where_nobody_gives_them_and_the_user_is_told) {
+TEST(InnerSteps, are_chosen_if_they_are_not_given_and_the_user_is_told) {
     const Options o = parsed("--workers 2 -x 1000 -i x");
     EXPECT_EQ(o.diloco.inner_steps, 30);
     EXPECT_EQ(value_of(o, "inner-steps"), "30");

@@ -673,7 +673,7 @@ TEST(Diloco, a_flipped_bit_of_one_workers_global_parameters_stops_all_and_names_
     }
 }
 
-TEST(Diloco, an_outer_gradient_that_is_not_finite_is_applied_by_nobody_and_named_by_all) {
+TEST(Diloco, an_outer_gradient_that_is_not_finite_is_applied_by_none_and_named_by_all) {
     const Layout layout = toy_layout({128, 256}, 1);
     const std::vector<Fragment> fragments = fragments_of(layout, 1, 4);  // sent at 4, 8, ... and 2, 6, ...
     DilocoOptions options;

@@ -398,7 +398,7 @@ TEST(Wire, each_option_changes_what_it_should_and_is_repeatable) {
     }
 }
 
-TEST(Wire, a_flipped_bit_of_global_parameters_names_the_fragment_and_who_stands_alone) {
+TEST(Wire, a_flipped_bit_of_global_parameters_names_the_fragment_and_the_worker_that_stands_alone) {
     for (ExchangeKind kind : both_kinds) {
         for (int workers : {2, 3, 4}) {
             std::vector<std::string> errors;
@@ -418,7 +418,7 @@ TEST(Wire, a_flipped_bit_of_global_parameters_names_the_fragment_and_who_stands_
     }
 }
 
-TEST(Wire, a_delta_that_is_not_finite_is_applied_by_nobody_and_named_by_all) {
+TEST(Wire, a_delta_that_is_not_finite_is_applied_by_none_and_named_by_all) {
     for (ExchangeKind kind : both_kinds) {
         LocalGroup group(3);
         std::vector<Floats> globals(3);
@@ -561,7 +561,7 @@ TEST(Wire, a_worker_with_half_the_batch_has_a_third_of_the_mean_of_two) {
 }
 
 // fp32 sends each value, and their sum is more than fp32 holds.
-TEST(Wire, a_mean_that_is_not_finite_is_applied_by_nobody_and_its_owner_named) {
+TEST(Wire, a_mean_that_is_not_finite_is_applied_by_none_and_its_owner_named) {
     const Layout small = toy_layout({128 * 3}, 1);
     DilocoOptions options;
     options.inner_steps = 1;
@@ -653,7 +653,7 @@ void send_and_wait(LocalComm& comm) {
     exchange->wait(sync);
 }
 
-TEST(AllToAll, a_header_that_is_wrong_in_either_stage_is_refused_by_all_who_get_to_see_it) {
+TEST(AllToAll, a_header_that_is_wrong_in_either_stage_is_refused_by_all_workers_that_receive_it) {
     struct Damage {
         size_t offset;
         const char* what;

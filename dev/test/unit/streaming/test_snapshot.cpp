@@ -330,7 +330,7 @@ TEST(Snapshot, one_after_another_each_as_good_as_the_last_and_of_a_resumed_run_a
     EXPECT_EQ(saved_in_flight(second, 7), 2);
 }
 
-TEST(Snapshot, a_sync_that_nobody_applies_is_so_after_a_resume_and_leaves_the_residuals_of_before_it) {
+TEST(Snapshot, a_sync_that_no_worker_applies_is_so_after_a_resume_and_leaves_the_residuals_of_before_it) {
     for (ExchangeKind kind : {ExchangeKind::all_gather, ExchangeKind::all_to_all}) {
         for (int workers : {1, 3}) {
             for (long spoiled : {10, 11}) {  // b0 and b2; b1 and b3

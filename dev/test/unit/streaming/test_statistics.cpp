@@ -301,7 +301,7 @@ TEST(Statistics, rounding_shows_in_the_error_and_in_the_cosines_of_what_is_decod
     }
 }
 
-TEST(Statistics, a_sync_that_nobody_applies_has_none) {
+TEST(Statistics, a_sync_that_no_worker_applies_has_none) {
     for (const Reported& reported : first_sync({Format::fp4, ExchangeKind::all_gather}, 2, 1)) {
         EXPECT_TRUE(std::isnan(reported.statistics.delta_norm));
         EXPECT_TRUE(reported.statistics.cosines.empty());
