@@ -10,12 +10,13 @@
     speed          tokens/s and MFU, each kind of kernel, beside what dev/tools/predict.py predicts
     sanitizer      NVIDIA's compute-sanitizer on kernels and on a short training
 
-A part takes at most ten minutes. If versions or memory fail, the rest is not tried. The page, in Markdown and short enough
-for an issue, is build/gpu_report.md. --dry-run runs the same parts in the emulator (dev/emulator/README.md) on small
-shapes: that shows that this program works, and nothing of a GPU.
+A part takes at most ten minutes. If versions or memory fail, the rest is not tried. The page is build/gpu_report.md, in
+Markdown and short enough for an issue. --dry-run runs the same parts in the emulator (dev/emulator/README.md) on small
+shapes, which shows that this program works, and nothing of a GPU.
 """
 import argparse
 import datetime
+import os
 import pathlib
 import re
 import shutil
@@ -96,6 +97,10 @@ def predictions(name):
     return [[*predict, "--gpu", gpu, "--model", "d12", "-b", 64]] if gpu else [[*predict, "--check"]]
 
 
+def nvcc():
+    return shutil.which("nvcc") or f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin/nvcc"
+
+
 @dataclass
 class Programs:
     """What the parts run: of a GPU, or of the emulator."""
@@ -118,8 +123,8 @@ def parts_of(programs, folder, is_dry):
         return bench(programs, size, folder / f"{parts[0]}.txt", *parts)
 
     commands = {
-        "versions": [["git", "log", "-1", "--format=commit %h of %cs"], [shutil.which("nvcc") or "nvcc", "--version"],
-                     [programs.trainer, "--help"]],
+        "versions": [["git", "log", "-1", "--format=commit %h of %cs"], [programs.trainer, "--help"],
+                     *([] if is_dry else [["nvidia-smi"], [nvcc(), "--version"]])],
         "memory": [train("memory", {"-x": 2, "--workers": 1, "--outer-optimizer": "none"})],
         "streaming": [table("streaming"), table("exchange1"), table("exchange2")],
         "speed": [table("d12"), table("d48"), table("layers"), *predictions(about_machine())],
@@ -130,7 +135,7 @@ def parts_of(programs, folder, is_dry):
         commands["model"] = [[ROOT / "build/plain/test_gpt", ROOT / "dev/test/data/reference_head64.bin"]]
         commands["communicators"] = [train("two", {**two, "--outer-transport": "nccl"}),
                                      train("tcp", {**two, "--outer-transport": "tcp"})]
-        commands["sanitizer"] = [[programs.python, "-m", "pytest", "-q", "--collect-only", TESTS]]
+        commands["sanitizer"] = [[programs.python, "-m", "pytest", "-qq", "--collect-only", TESTS]]
     else:
         commands.update({name: [pytest(programs.python, name)] for name in OF_PART})
     order = ("versions", "memory", "kernels", "model", "communicators", "streaming", "speed", "sanitizer")
@@ -209,11 +214,11 @@ def of_part(part):
 
 
 def page(parts, is_dry):
-    title = "# The CUDA build in the emulator: a dry run, no times mean anything" if is_dry else "# The CUDA build on a GPU"
+    title = "in the emulator: a dry run, whose times mean nothing" if is_dry else "on a GPU"
     rows = [f"| {part.name} | {part.verdict} | {sum(one.seconds for one in part.results):.0f} |" for part in parts]
     table = "\n".join(["| part | verdict | seconds |", "|---|---|---:|", *rows])
     about = f"{about_machine()}; {datetime.date.today()}; `make gpu-report{' DRY_RUN=1' if is_dry else ''}`"
-    return "\n\n".join([title, about, table, *(of_part(part) for part in parts if part.results)]) + "\n"
+    return "\n\n".join([f"# The CUDA build {title}", about, table, *(of_part(part) for part in parts if part.results)]) + "\n"
 
 
 def main():

@@ -10,15 +10,18 @@ fp32 64 lanes on 8.0 and 128 on 9.0, integers, comparisons and conversions to 16
 memory moves 128 bytes a clock for all four. mma.m16n8k16 is 4096 flops: on 8.0 at the data sheet's 2048 a clock and
 SM, on 9.0 at 62.9% of 4096, the share that arXiv 2402.13499 measures for mma.sync on Hopper (wgmma reaches the peak).
 
-LATENCIES: clocks until a result can be read, by microbenchmarks (arXiv 2206.02874: mma and ldmatrix; 2208.11174: the
-rest), rounded up. They matter little where four warps share a scheduler: test_predict.py varies them.
+LATENCIES: clocks until a result can be read, assumed: 33 is what loads from the L1 cache take (34 and 36 clocks on H100
+and A100, gpu-benches) and about what published microbenchmarks find for mma.m16n8k16. They matter little, since other
+warps issue meanwhile: with three quarters of them the clocks of attention's loops change by a few percent
+(kernel_figures.json has both, test_predict.py compares them). QUEUED and the choice of a warp (the last one if it can
+go on, else the youngest) are those of arXiv 2503.20481.
 """
 import re
 
 PIPES = {"sm_80": {"tensor": 8.0, "fp32": 2, "int": 2, "special": 8, "uniform": 2, "none": 1},
          "sm_90": {"tensor": 4096 / (0.629 * 1024), "fp32": 1, "int": 2, "special": 8, "uniform": 2, "none": 1}}
 LATENCIES = {"tensor": 33, "fp32": 4, "int": 5, "special": 20, "uniform": 10, "shared": 33, "none": 5}
-QUEUED = 5  # instructions that may wait for a pipe of memory or special functions: arXiv 2503.20481
+QUEUED = 5  # instructions that may wait for a pipe of memory or of special functions
 BYTES_A_CLOCK = 128 / 4  # of shared memory, a scheduler's share
 WIDTHS = {"LDSM.16.M88.4": 512, "LDSM.16.MT88.4": 512, ".128": 512, ".64": 256}  # bytes a warp moves
 
@@ -49,7 +52,7 @@ def pipe_of(opcode):
         return "tensor"
     if opcode.startswith("MUFU"):
         return "special"
-    if re.match(r"LDS|STS|LDGSTS|SHFL", opcode) :
+    if re.match(r"LDS|STS|LDGSTS|SHFL", opcode):
         return "shared"
     if re.match(NO_PIPE, opcode):
         return "none"

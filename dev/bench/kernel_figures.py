@@ -10,7 +10,8 @@ Of each kernel: registers a thread, bytes of static shared memory, and
                 nvcc made of one
     in_flight   bytes that a thread has requested before it uses the first
     turn        of attention's main loop: clocks of each pipe for a warp's turn (issue_model.py), and `clocks`, in which
-                a scheduler does a turn of all its warps: those of two blocks on an SM
+                a scheduler does a turn of all its warps: those of two blocks on an SM; the same with three quarters of
+                the model's latencies
     outside     of attention: instructions outside this turn, all branches counted
 
 Attention's tiles are read from llmc/cuda/attention.cuh.
@@ -69,9 +70,12 @@ def attention_figures(lines, architecture, warps):
     on_scheduler = warps // 4
     whole = sum(not isinstance(entry, str) for entry in issue_model.listing(lines))
     busy = issue_model.busy_clocks(turn, architecture)
-    clocks = issue_model.clocks_of_turn(turn, architecture, BLOCKS_ON_SM * on_scheduler, on_scheduler)
-    return {"turn": {pipe: round(value, 1) for pipe, value in sorted(busy.items())},
-            "clocks": round(clocks), "outside": whole - len(turn)}
+    shorter = {pipe: 0.75 * clocks for pipe, clocks in issue_model.LATENCIES.items()}
+    clocks, of_shorter = (
+        round(issue_model.clocks_of_turn(turn, architecture, BLOCKS_ON_SM * on_scheduler, on_scheduler, latencies=one))
+        for one in (issue_model.LATENCIES, shorter))
+    return {"turn": {pipe: round(value, 1) for pipe, value in sorted(busy.items())}, "clocks": clocks,
+            "clocks_with_shorter_latencies": of_shorter, "outside": whole - len(turn)}
 
 
 def figures_of(nvcc, nvdisasm, source, architecture):

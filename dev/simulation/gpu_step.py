@@ -1,12 +1,14 @@
 """The time of a training step on a GPU, computed kernel by kernel: nothing here is a measurement.
 
-    matmul      flops / MATMUL + bytes / COPY, the flops those of whole TILEs. The sum is an upper bound of what the two cost: nothing overlaps. The
-                dimension that is summed over is short (768 in d12), and a tile's loads and stores take as long as a third
-                of its products. This has no constant that was fitted, and gives llm.c's published speeds (test_predict.py)
+    matmul      flops / MATMUL + bytes / COPY, the flops of whole TILEs. Nothing overlaps, so the sum is an upper bound
+                of what the two cost: sums over 768 values, as in d12, are short, and a tile's loads and stores take a
+                third to a half as long as its products. No constant is fitted; test_predict.py compares the whole
+                with llm.c's published speeds
     streaming   the longest of: bytes / COPY; instructions issued at one a clock and scheduler; bytes read at LATENCY
                 with as many in flight as the resident threads request
-    attention   blocks on as many places as SMs have, in the order of their launch. A block takes the clocks of its loop
-                (dev/bench/issue_model.py), and its instructions outside it and two loads from memory, which nothing hides
+    attention   blocks go to the places that SMs have, in the order of their launch. A block takes the clocks of its
+                loop (dev/bench/issue_model.py), its instructions outside the loop, and two loads from memory; nothing
+                hides the latter two
     launches    SECONDS_A_LAUNCH each
 
 Left out: the host, NCCL, a clock below the data sheet's (except in MATMUL, which was measured), and the L2 cache, which

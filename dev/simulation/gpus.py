@@ -1,19 +1,19 @@
 """What GPUs can do: each number with its source. For dev/tools/predict.py.
 
-MATMUL   TFLOP/s of the fastest matmul that a search over shapes found, bf16: "Maximum Achievable Matmul FLOPS", means of
-         100 runs by PyTorch (S. Bekman, ml-engineering, compute/accelerator/README.md: A100 SXM 271.2, H100 SXM 794.5,
-         "H200 is the same")
+MATMUL   TFLOP/s of the fastest bf16 matmul that a search over shapes found: "Maximum Achievable Matmul FLOPS", means
+         of 100 runs by PyTorch (S. Bekman, ml-engineering, compute/accelerator/README.md: A100 SXM 271.2, H100 SXM
+         794.5, "H200 is the same")
 COPY     TB/s read and written. A100: a kernel that scales an array (E. Hager's group, gpu-benches, scale at full
          occupancy: 1.732 with 80 GB, 1.381 with 40 GB). H100: 3.01, a softmax of 131,072 columns, 89.7% of the data
          sheet's (W. Guo, T. Zadouri, T. Dao, "Getting Memory-bound Kernels to Speed-of-Light", 2025). H200: no such
          measurement was found; the H100's share of its data sheet's 4.8
 LATENCY  clocks of a load from memory: gpu-benches, A100 80 GB 570 at 1410 MHz, H100 PCIe 655 at 1755 MHz
-SDPA     TFLOP/s of attention in llm.c's place, cuDNN, causal with heads of 64 and T = 1024, counting half of the scores.
+SDPA     TFLOP/s of attention in llm.c, which uses cuDNN: causal, heads of 64, T = 1024, counting half of the scores.
          H100: forward 263, backward 215, estimated from its kernels when issue 23 was written; J. Shah et al.
          (arXiv 2407.08608, figure 5) measure a newer cuDNN's forward at 288. A100: FLASH2
-FLASH2   the same of FlashAttention-2, whose algorithm and instructions are ours: on the H100 229 forward in that figure,
-         and 238 backward without a mask, taken to lose as much by it as the forward, which has 306 without. A100: times
-         the ratio of what mma.sync reaches on both
+FLASH2   the same of FlashAttention-2, which has our algorithm and instructions. H100: 229 forward in that figure; its
+         backward is published without a mask, 238, and is taken to lose as much by the mask as the forward, which has
+         306 without. A100: these times the ratio of what mma.sync reaches on both
 """
 from dataclasses import dataclass
 

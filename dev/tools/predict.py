@@ -6,8 +6,8 @@
     dev/tools/predict.py --gpu a100 --model d12 -b 64 --kernels llm.c  the same model of llm.c's step
     dev/tools/predict.py --check                                       and beside the speeds that llm.c publishes
 
-Nothing of it is a measurement. dev/simulation/gpus.py has the GPUs' rates with their sources, gpu_step.py the model, and
-dev/bench/kernel_figures.py makes the figures of the kernels anew.
+None of this is a measurement. dev/simulation/gpus.py has the GPUs' rates with their sources, gpu_step.py beside it has
+the model, and dev/bench/kernel_figures.py makes the figures of the kernels anew.
 """
 import sys
 from pathlib import Path
@@ -46,9 +46,10 @@ def report(gpu, step, rows, kernels):
     tokens, mfu = speed(gpu, step, rows)
     micro = f", {step.micro_steps} micro-steps" if step.micro_steps > 1 else ""
     again = f", recompute {step.recompute}" if step.recompute else ""
+    launches = sum(row.launches for row in rows)
     return (f"PREDICTED, not measured: {step.model}, B = {step.B}, T = {step.T}{micro}{again}, {kernels} on one "
             f"{gpu.name}\n\n{table(rows)}\n\n"
-            f"  predicted: {tokens:,.0f} tokens/s, {100 * mfu:.1f}% MFU, {sum(row.launches for row in rows):,} launches")
+            f"  predicted: {tokens:,.0f} tokens/s, {100 * mfu:.1f}% MFU, {launches:,} launches")
 
 
 def llmc_step(gpu_name, model):

@@ -1,5 +1,5 @@
-"""dev/tools/predict.py: llm.c's published speeds, parts of the model by hand, and whether the figures of the kernels are
-those of today's kernels."""
+"""dev/tools/predict.py: llm.c's published speeds, parts of the model by hand, and whether the figures of the kernels
+are those of today's kernels."""
 
 import re
 import shutil
@@ -230,6 +230,13 @@ def test_registers_are_those_of_the_table():
     for name in FIGURES["sm_90"]:
         row = re.search(rf"^\| `{re.escape(name)}` \|(.*)\|$", text, re.M)[1].split("|")
         assert [FIGURES["sm_80"][name]["registers"], FIGURES["sm_90"][name]["registers"]] == [int(row[0]), int(row[3])]
+
+
+def test_the_latencies_that_the_model_assumes_matter_little():
+    for architecture in kernel_figures.ARCHITECTURES:
+        for name in kernel_figures.ATTENTION:
+            figures = FIGURES[architecture][name]
+            assert figures["clocks_with_shorter_latencies"] == pytest.approx(figures["clocks"], rel=0.05), name
 
 
 def test_differences_are_told_with_their_place():

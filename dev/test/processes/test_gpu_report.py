@@ -42,7 +42,7 @@ def test_parts_are_in_the_order_that_finds_trouble_early(tmp_path):
     assert (tmp_path / "random_train_000000.bin").exists()
 
 
-@pytest.mark.parametrize("name, words", [("NVIDIA H100 80GB HBM3, 580", "--gpu h100"), ("NVIDIA H200, 580", "--gpu h200"),
+@pytest.mark.parametrize("name, words", [("NVIDIA H100 80GB HBM3", "--gpu h100"), ("NVIDIA H200", "--gpu h200"),
                                          ("NVIDIA A100-SXM4-80GB", "--gpu a100 "), ("NVIDIA A100-SXM4-40GB", "a100-40"),
                                          ("NVIDIA GeForce RTX 4090", "--check")])
 def test_the_prediction_is_of_this_gpu(name, words):
@@ -104,11 +104,11 @@ def test_the_page_has_a_row_a_part_and_the_ends_of_long_output():
     assert "line 0." in text and "line 199." in text and "line 100." not in text and "140 lines left out" in text
 
 
-@pytest.mark.parametrize("words, message", [(["--only", "speed", "coffee"], "there is no part coffee: give some of versions")])
-def test_a_user_s_mistake_is_one_line(words, message):
+def test_a_user_s_mistake_is_one_line():
     needs("train_gpt", "bench_gpu")
-    result = report("--dry-run", *words)
-    assert (result.returncode, result.stdout) == (2, "") and result.stderr.startswith(f"error: {message}")
+    result = report("--dry-run", "--only", "speed", "coffee")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: there is no part coffee: give some of versions")
 
 
 def test_what_is_not_built_is_said(tmp_path):
