@@ -218,7 +218,8 @@ def page(parts, is_dry):
     rows = [f"| {part.name} | {part.verdict} | {sum(one.seconds for one in part.results):.0f} |" for part in parts]
     table = "\n".join(["| part | verdict | seconds |", "|---|---|---:|", *rows])
     about = f"{about_machine()}; {datetime.date.today()}; `make gpu-report{' DRY_RUN=1' if is_dry else ''}`"
-    return "\n\n".join([f"# The CUDA build {title}", about, table, *(of_part(part) for part in parts if part.results)]) + "\n"
+    tried = [of_part(part) for part in parts if part.results]
+    return "\n\n".join([f"# The CUDA build {title}", about, table, *tried]) + "\n"
 
 
 def main():

@@ -17,7 +17,7 @@ would help. Bytes are those that the equations need. For the rates see gpus.py.
 import heapq
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from simulation.gpus import LLMC_SHARES, SECONDS_A_LAUNCH, TILE
@@ -54,6 +54,17 @@ class Step:
         return 6 * self.parameters + 6 * self.L * self.C * self.T
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """What nvcc made of a kernel, and how many of its warps share an SM. slots: instructions a value of a streaming
+    kernel; clocks: of a scheduler, in which attention's warps do a turn of their loop each; else None"""
+    kernel: str
+    registers: int
+    warps: int
+    slots: float = None
+    clocks: int = None
+
+
 @dataclass
 class Row:
     """A group of kernels. limit: seconds that its bytes or flops need at the measured rates; by: what limits it"""
@@ -62,17 +73,18 @@ class Row:
     limit: float
     by: str
     launches: int
+    compiled: tuple = ()
 
 
 def together(name, rows):
     """One row of several, named after the limit of the longest."""
     longest = max(rows, key=lambda row: row.seconds)
     return Row(name, sum(row.seconds for row in rows), sum(row.limit for row in rows), longest.by,
-               sum(row.launches for row in rows))
+               sum(row.launches for row in rows), sum((row.compiled for row in rows), ()))
 
 
 def times(row, count):
-    return Row(row.name, count * row.seconds, count * row.limit, row.by, count * row.launches)
+    return replace(row, seconds=count * row.seconds, limit=count * row.limit, launches=count * row.launches)
 
 
 # ---- matmuls
@@ -128,7 +140,8 @@ def streaming(gpu, kernel, values, read, written, threads, dynamic=0, launches=1
                "instructions": values * figures["slots"] / 32 / (SCHEDULERS * gpu.sms * gpu.clock),
                "latency": read * gpu.latency / gpu.clock / (in_flight * gpu.sms)}
     by = max(seconds, key=seconds.get)
-    return Row("", seconds[by], seconds["memory"], by, launches)
+    made = Compiled(kernel, figures["registers"], blocks * threads // 32, slots=figures["slots"])
+    return Row("", seconds[by], seconds["memory"], by, launches, (made,))
 
 
 def at_copy_speed(gpu, moved, launches=1, share=1.0):
@@ -235,12 +248,15 @@ def attention_kernel(gpu, s, kind):
     threads = 32 * tiles["key_warps" if kind == "backward_dkv" else "query_warps"]
     kernel = f"attention::{kind}_kernel<{hs}>"
     seconds = loop_seconds(gpu, kernel, steps, s.B * s.heads, threads, dynamic)
-    turns = FIGURES[gpu.architecture][kernel]["turn"]
+    figures = FIGURES[gpu.architecture][kernel]
+    resident = resident_blocks(gpu, threads, figures["registers"], figures["shared"] + dynamic)
+    made = Compiled(kernel, figures["registers"], resident * threads // 32, clocks=figures["clocks"])
+    turns = figures["turn"]
     busiest = max(turns, key=turns.get)
     blocks_a_place = sum(steps) * s.B * s.heads / gpu.sms
     limit = blocks_a_place * turns[busiest] * threads / 32 / SCHEDULERS / gpu.clock
     by = {"shared": "shared memory", "tensor": "tensor cores", "issue": "instructions"}.get(busiest, busiest)
-    return Row("", seconds, limit, by, 1)
+    return Row("", seconds, limit, by, 1, (made,))
 
 
 def attention(gpu, s):

@@ -4,6 +4,7 @@
     dev/tools/predict.py --gpu h100 --model d12 -b 64                  a step, kernel by kernel: tokens/s and MFU
     dev/tools/predict.py --gpu h100 --model d48 -b 16 --micro-steps 8
     dev/tools/predict.py --gpu a100 --model d12 -b 64 --kernels llm.c  the same model of llm.c's step
+    dev/tools/predict.py --gpu h100 --model d12 -b 64 --compiled       also registers, warps on an SM, instructions
     dev/tools/predict.py --check                                       and beside the speeds that llm.c publishes
 
 None of this is a measurement. dev/simulation/gpus.py has the GPUs' rates with their sources, gpu_step.py beside it has
@@ -39,6 +40,15 @@ def table(rows):
         lines.append(f"  {row.name:24} {1e3 * row.seconds:9.2f} {100 * row.seconds / total:6.1f}% "
                      f"{1e3 * row.limit:10.2f}   {row.by}")
     lines.append(f"  {'step':24} {1e3 * total:9.2f} {'':7} {1e3 * sum(row.limit for row in rows):10.2f}")
+    return "\n".join(lines)
+
+
+def compiled_table(rows):
+    """What nvcc made of each kernel."""
+    lines = [f"  {'kernel':40} {'registers':>9} {'warps/SM':>9} {'slots a value':>14} {'clocks a turn':>14}"]
+    for made in dict.fromkeys(made for row in rows for made in row.compiled):
+        lines.append(f"  {made.kernel:40} {made.registers:9} {made.warps:9} {made.slots or '-':>14} "
+                     f"{made.clocks or '-':>14}")
     return "\n".join(lines)
 
 
@@ -89,6 +99,7 @@ def main(words):
                         help="GPUs of the worker, which share the optimizer; their communication is left out")
     parser.add_argument("--kernels", choices=("ours", "llm.c"), default="ours")
     parser.add_argument("--flash2", action="store_true", help="attention at FlashAttention-2's published rates")
+    parser.add_argument("--compiled", action="store_true", help="also what nvcc made of each kernel")
     parser.add_argument("--check", action="store_true", help="beside what llm.c publishes")
     arguments = parser.parse_args(words)
     if arguments.check:
@@ -103,6 +114,8 @@ def main(words):
     else:
         rows = gpu_step.llmc(gpu, step, False)
     print(report(gpu, step, rows, arguments.kernels))
+    if arguments.compiled:
+        print(f"\n{compiled_table(rows)}")
 
 
 if __name__ == "__main__":
