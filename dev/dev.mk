@@ -4,6 +4,7 @@
 # make test-emulated   CUDA kernels on this CPU, with three kinds of sanitizers (part of make test-long)
 # make check-cuda      the same kernels compiled by nvcc, and what it made of them (part of make test-long)
 # make test-gpu        the same tests and more on this machine's GPU
+# make gpu-report      these and make bench-gpu, what finds trouble first, and a page for an issue; DRY_RUN=1: emulated
 # make fuzz            each parser of files, payloads and the store under libFuzzer, SECONDS=60 each (clang)
 # make torture         kills a run KILLS=500 times, in the middle of writes too, and compares its bits
 # make chaos           elastic workers are killed, stopped, slowed and cut off for MINUTES=10; SEED=, STORE=s3
@@ -191,6 +192,18 @@ test-gpu: $(if $(filter .venv/%,$(PYTHON)),setup)
 	    $(MAKE) $(GPU_TESTS) test_gpt build/gpu/test_gpt_fp32 train_gpt train_gpt_cpu; fi
 	$(PYTHON) -m pytest -q -rs dev/test/processes/test_gpu.py
 
+# The first thing to run on a new GPU. ARGUMENTS="--only memory speed": dev/bench/gpu_report.py --help
+DRY_PROGRAMS = $(addprefix build/plain/,train_gpt bench_gpu test_gpt test_elementwise)
+gpu-report: $(if $(filter .venv/%,$(PYTHON)),setup)
+ifeq ($(DRY_RUN),)
+	@nvidia-smi -L >/dev/null 2>&1 || { \
+	    echo "error: there is no GPU here: DRY_RUN=1 tries the same in the emulator" >&2; exit 2; }
+	$(MAKE) $(GPU_TESTS) test_gpt build/gpu/test_gpt_fp32 build/gpu/bench_gpu train_gpt train_gpt_cpu
+else
+	$(MAKE) $(DRY_PROGRAMS)
+endif
+	$(PYTHON) dev/bench/gpu_report.py $(if $(DRY_RUN),--dry-run) --peer-python $(PEER) $(ARGUMENTS)
+
 registers:
 	python3 dev/bench/registers.py --nvcc $(or $(NVCC),nvcc)
 
@@ -272,4 +285,4 @@ build/relay: dev/wan/relay.cpp
 	@mkdir -p build
 	$(CXX) -std=c++17 -O2 $(WARNINGS) $< -o $@
 
-.PHONY: test test-long test-commands test-emulated test-gpu check-cuda bench-losses bench-peers registers torture chaos attack mutate
+.PHONY: test test-long test-commands test-emulated test-gpu gpu-report check-cuda bench-losses bench-peers registers torture chaos attack mutate

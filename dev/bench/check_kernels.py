@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 
-from registers import ROOT, TEMPLATES, demangled, kernel_files, parse, report_of, short_name
+from registers import ROOT, TEMPLATES, default_nvcc, demangled, kernel_files, parse, report_of, short_name
 
 # Registers a thread for which enough of a kernel's blocks share an SM.
 MOST_REGISTERS = {r"attention::(forward|backward_dq)_kernel<64>": 128, r"dequantize_mean_kernel": 64,
@@ -67,27 +67,28 @@ def contractions(kernels, without):
             if re.match(WIRE, name) and count(lines, r"fma\.rn\.f32") != count(without[name], r"fma\.rn\.f32")]
 
 
+def loads_in_flight(lines):
+    """(loads, their bytes a thread): the most that are issued before one of their values is used."""
+    most, waiting = (0, 0), {}
+    for line in lines:
+        text = re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);", line)
+        if not text:
+            continue
+        registers = [int(r) for r in re.findall(r"\bR(\d+)\b", text[2])]
+        if text[1].startswith("LDG.") or text[1] == "LDG":
+            width = 4 if ".128" in text[1] else 2 if ".64" in text[1] else 1
+            waiting.update((registers[0] + i, line) for i in range(width))
+            most = max(most, (len(set(waiting.values())), 4 * len(waiting)))
+        elif any(r in waiting for r in registers):
+            waiting = {}
+    return most
+
+
 def late_loads(kernels):
     """Streaming kernels whose loop uses a value before it has issued the loads of four workers or packs."""
-    found = []
-    for name, lines in kernels.items():
-        if not re.match(STREAMING, name):
-            continue
-        most, waiting = 0, {}
-        for line in lines:
-            text = re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);", line)
-            if not text:
-                continue
-            registers = [int(r) for r in re.findall(r"\bR(\d+)\b", text[2])]
-            if text[1].startswith("LDG"):
-                width = 4 if ".128" in text[1] else 2 if ".64" in text[1] else 1
-                waiting.update((registers[0] + i, line) for i in range(width))
-                most = max(most, len(set(waiting.values())))
-            elif any(r in waiting for r in registers):
-                waiting = {}
-        if most < LOADS_AT_ONCE:
-            found.append(f"{name} has {most} loads in flight, not {LOADS_AT_ONCE}")
-    return found
+    counts = {name: loads_in_flight(lines)[0] for name, lines in kernels.items() if re.match(STREAMING, name)}
+    return [f"{name} has {most} loads in flight, not {LOADS_AT_ONCE}"
+            for name, most in counts.items() if most < LOADS_AT_ONCE]
 
 
 def too_many_registers(kernels, architecture):
@@ -119,7 +120,7 @@ def find_nvdisasm(given, nvcc):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--nvcc", default=shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
+    parser.add_argument("--nvcc", default=default_nvcc())
     parser.add_argument("--nvdisasm")
     arguments = parser.parse_args()
     nvdisasm = find_nvdisasm(arguments.nvdisasm, arguments.nvcc)

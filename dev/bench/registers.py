@@ -27,6 +27,10 @@ void templates(cuda::Stream& stream) {
 """
 
 
+def default_nvcc():
+    return shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+
+
 def kernel_files():
     paths = sorted([*(ROOT / "llmc/cuda").glob("*.cuh"), *(ROOT / "streaming").glob("*.cuh")])
     return [path for path in paths if "__global__" in path.read_text()]
@@ -116,7 +120,7 @@ A thread has at most 255 registers, a block of 1024 threads 64 for each.
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--nvcc", default=shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
+    parser.add_argument("--nvcc", default=default_nvcc())
     parser.add_argument("-o", "--output", type=pathlib.Path, default=ROOT / "dev/results/registers.md")
     arguments = parser.parse_args()
     if not shutil.which(arguments.nvcc):

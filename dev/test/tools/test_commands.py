@@ -106,7 +106,7 @@ COMMANDS = {
     r"(\./train_gpt_cpu --config .*) -o (\w+) (.*transport store.*)--worker (\d)(.*)":
         Try(r"\1 -o \2.\4 \3--worker 0\5", beside=r"\1 -o \2.\4 \3--worker 1\5", environment=MEET),
     r"export DILOCO_STORE=(redis|s3)://.*": Try(),
-    r"\.venv/bin/python dev/tools/simulate.py .*": Try(),
+    r"\.venv/bin/python dev/tools/simulate.py .*|dev/tools/predict.py .*": Try(),
     r"\.venv/bin/python dev/tools/export_hf.py .* hf .*": Try(r"rm -rf hf && \g<0>"),
     r"\.venv/bin/python dev/tools/import_hf.py hf model.bin":
         Try(r".venv/bin/python dev/tools/export_hf.py log/model_00000008.bin hf-in --no-tokenizer && "
@@ -119,7 +119,8 @@ COMMANDS = {
 
     # What runs elsewhere
     r"\./train_gpt -i .*|nsys .*|ncu .*": Needs("a GPU"),
-    r"make -j16 (test-gpu|bench-gpu)|make (test-gpu|bench-gpu|train_gpt|test_gpt)": Needs("a GPU"),
+    r"make -j16 (test-gpu|bench-gpu|gpu-report)|make (test-gpu|bench-gpu|gpu-report|train_gpt|test_gpt)": Needs("a GPU"),
+    r"make -j16 gpu-report DRY_RUN=1": Try(r"make gpu-report DRY_RUN=1 ARGUMENTS='--only versions memory'", seconds=240),
     r".*data/(fineweb|hellaswag|tinystories|tinyshakespeare).py.*": Covered("test_corpora.py"),
     r".*scripts/(run_gpt\w+|multi_node/run_\w+)\.(sh|sbatch).*": Covered("test_run_scripts.py"),
     r".*scripts/multi_node/redis_server.sh.*": Covered("test_run_scripts.py"),
