@@ -30,11 +30,13 @@ struct S3Request {
     std::string query = "";  // encoded, in the order of its names
     const std::string* body = nullptr;
     bool if_absent = false;  // a PUT that must not replace an object
+    double after = 0;        // seconds until it begins
 };
 
 struct S3Answer {
     long status = 0;
     std::string body, etag;
+    double seconds = 0;  // until the answer began; connecting is not counted
     bool found() const { return status != 404; }
     bool is_taken() const { return status == 412; }  // if_absent: an object is there
 };
@@ -133,7 +135,10 @@ public:
     std::vector<S3Answer> ask_all(const std::vector<S3Request>& requests) {
         NoSigpipe no_sigpipe;
         std::vector<Transfer> transfers(requests.size());
-        for (size_t i = 0; i < requests.size(); i++) { transfers[i].request = &requests[i]; }
+        for (size_t i = 0; i < requests.size(); i++) {
+            transfers[i].request = &requests[i];
+            transfers[i].start_at = requests[i].after > 0 ? now_seconds() + requests[i].after : 0;
+        }
         size_t done = 0;
         const Ended ended{multi.get(), transfers};
         while (done < transfers.size()) {
@@ -296,7 +301,12 @@ private:
         CURL* const easy = transfer.easy.get();
         S3Answer& answer = transfer.answer;
         const char* local = nullptr;
+        double connected = 0, all = 0, began = 0;
         curl_easy_getinfo(easy, CURLINFO_RESPONSE_CODE, &answer.status);
+        curl_easy_getinfo(easy, CURLINFO_PRETRANSFER_TIME, &connected);
+        curl_easy_getinfo(easy, CURLINFO_STARTTRANSFER_TIME, &began);
+        curl_easy_getinfo(easy, CURLINFO_TOTAL_TIME, &all);
+        answer.seconds = (transfer.request->body ? all : began) - connected;
         curl_easy_getinfo(easy, CURLINFO_LOCAL_IP, &local);
         if (local && *local) { address = local; }
         const std::string lost = result == CURLE_ABORTED_BY_CALLBACK

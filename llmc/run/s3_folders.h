@@ -5,6 +5,7 @@
 // Requests cost money: a listing brings names and ETags, and only values that are new since the last listing
 // are fetched. Of values that are removed meanwhile, some may still be listed.
 #pragma once
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <string>
@@ -21,11 +22,14 @@ public:
     struct Place {
         std::string folder, name;
     };
-    // What is read: the value of a name, or all values of a folder.
-    struct Read {
-        Place place;
-        bool is_list;
-        bool found = false;
+    // What is read: the value of a name, all values of a folder, or the folders whose names begin so. Or the
+    // value that is written.
+    struct Access {
+        enum Kind { get, list, folders, put, put_if_absent, remove };
+        Kind kind;
+        Place place;  // remove: a name, or without one the folder's values
+        const std::string* value_to_put = nullptr;
+        bool found = false;  // put_if_absent: another value is there
         std::string value = "";
         Values listing = {};
     };
@@ -40,65 +44,31 @@ public:
         return dynamic_cast<const S3Full*>(&error) != nullptr;
     }
 
-    std::optional<std::string> get(const std::string& folder, const std::string& name) {
-        S3Answer answer = client.ask({"GET", key({folder, name})});
-        return answer.found() ? std::optional<std::string>(std::move(answer.body)) : std::nullopt;
-    }
-
-    void put(const std::string& folder, const std::string& name, const std::string& value) {
-        note({folder, name}, client.ask({"PUT", key({folder, name}), "", &value}).etag, value);
-    }
-
-    // Returns the value that is there afterwards, if asked for.
-    std::string put_if_absent(const std::string& folder, const std::string& name, const std::string& value,
-                              bool asks_winner) {
-        while (true) {
-            const bool only_if_absent = true;
-            const S3Answer answer = client.ask({"PUT", key({folder, name}), "", &value, only_if_absent});
-            if (!answer.is_taken()) { note({folder, name}, answer.etag, value); }
-            if (!asks_winner) { return ""; }
-            if (!answer.is_taken()) { return value; }
-            if (std::optional<std::string> winner = get(folder, name)) { return *winner; }
-        }
-    }
-
-    void remove(const std::string& folder, const std::string& name) { remove_all({{folder, name}}); }
-    void remove_folder(const std::string& folder) { remove_all({{folder, ""}}); }
-
-    Values list(const std::string& folder) {
-        std::vector<Read> one = {{{folder, ""}, true}};
-        read_all(one);
-        return std::move(one[0].listing);
-    }
-
-    // The folders with a value in them whose names begin with `text`.
-    Values folders(const std::string& text) {
-        const size_t last = text.rfind('/') + 1;  // 0: there is only one part
-        const std::string part = last < text.size() ? file_name_of(text.substr(last)) : "";
-        const std::string begin = (last == 0 ? root : path(text.substr(0, last - 1))) + part;
-        Values found;
-        for (const Object& object : objects(begin, "", client.ask({"GET", "", client.list_query(begin)}))) {
-            if (std::optional<Place> place = place_of(object.key)) { found[place->folder]; }
-        }
-        return found;
-    }
-
-    // At the same time, in no order.
-    void read_all(std::vector<Read>& reads) {
+    // At the same time, in no order. What is read beside a large value arrives when that does, so that of two
+    // workers that write and read so, the later one finds the other's value.
+    void access_all(std::vector<Access>& accesses) {
+        if (accesses[0].kind == Access::remove) { return remove_all(accesses); }
         std::vector<S3Request> requests;
-        for (const Read& read : reads) {
-            const std::string begin = path(read.place.folder);
-            requests.push_back(read.is_list ? S3Request{"GET", "", client.list_query(begin, "", "/")}
-                                            : S3Request{"GET", key(read.place)});
-        }
+        for (const Access& one : accesses) { requests.push_back(request_of(one)); }
+        const bool is_large = requests.size() > 1 && requests[0].body && requests[0].body->size() >= small;
+        for (size_t i = 1; is_large && i < requests.size(); i++) { requests[i].after = lead; }
         std::vector<S3Answer> answers = client.ask_all(requests);
-        std::vector<std::pair<Read*, Place>> missing;
+        if (is_large) { lead = std::max(0.0, answers[0].seconds - answers[1].seconds) + 0.01; }
+        std::vector<std::pair<Access*, Place>> missing;
         requests.clear();
-        for (size_t i = 0; i < reads.size(); i++) {
-            Read& read = reads[i];
-            if (!read.is_list) {
-                read.found = answers[i].found();
-                if (read.found) { read.value = std::move(answers[i].body); }
+        for (size_t i = 0; i < accesses.size(); i++) {
+            Access& read = accesses[i];
+            if (read.kind == Access::folders) {
+                for (const Object& object : objects(begin_of(read.place.folder), "", std::move(answers[i]))) {
+                    if (std::optional<Place> place = place_of(object.key)) { read.listing[place->folder]; }
+                }
+                continue;
+            }
+            if (read.kind != Access::list) {
+                const bool is_get = read.kind == Access::get;
+                read.found = is_get ? answers[i].found() : answers[i].is_taken();
+                if (is_get && read.found) { read.value = std::move(answers[i].body); }
+                if (!is_get && !read.found) { note(read.place, answers[i].etag, *read.value_to_put); }
                 continue;
             }
             std::map<std::string, Known> there;
@@ -125,11 +95,16 @@ public:
         }
     }
 
-    // At the same time, in no order.   places: a name, or without one the folder's values
-    void remove_all(const std::vector<Place>& places) {
+private:
+    struct Object {
+        std::string key, etag;
+    };
+
+    void remove_all(const std::vector<Access>& accesses) {
         std::vector<S3Request> lists, removals;
         std::vector<std::string> begins;
-        for (const Place& place : places) {
+        for (const Access& access : accesses) {
+            const Place& place = access.place;
             if (!place.name.empty()) {
                 removals.push_back({"DELETE", key(place)});
                 continue;
@@ -146,10 +121,23 @@ public:
         client.ask_all(removals);
     }
 
-private:
-    struct Object {
-        std::string key, etag;
-    };
+    S3Request request_of(const Access& access) const {
+        const Place& place = access.place;
+        switch (access.kind) {
+            case Access::list: return {"GET", "", client.list_query(path(place.folder), "", "/")};
+            case Access::folders: return {"GET", "", client.list_query(begin_of(place.folder))};
+            case Access::get: return {"GET", key(place)};
+            default: break;
+        }
+        return {"PUT", key(place), "", access.value_to_put, access.kind == Access::put_if_absent};
+    }
+
+    std::string begin_of(const std::string& text) const {
+        const size_t last = text.rfind('/') + 1;  // 0: there is only one part
+        const std::string part = last < text.size() ? file_name_of(text.substr(last)) : "";
+        return (last == 0 ? root : path(text.substr(0, last - 1))) + part;
+    }
+
     // A value as it was last read.
     struct Known {
         std::string etag, value;
@@ -214,5 +202,6 @@ private:
 
     S3Client client;
     const std::string root;
+    double lead = 0;  // seconds by which a large value's way is longer than a question's
     std::map<std::string, std::map<std::string, Known>> known;
 };

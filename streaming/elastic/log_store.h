@@ -56,40 +56,29 @@ public:
         }
         return answers;
     }
-    // perform_all(), once one of the decisions that come first in it is there, or `seconds` have passed.
+    // perform_all(), once one of the decisions in it is there, or `seconds` have passed.
     virtual std::vector<StoreAnswer> await(const std::vector<StoreRequest>& requests, double seconds) {
-        const auto rest = std::find_if(requests.begin(), requests.end(), [](const StoreRequest& request) {
-            return request.kind != StoreRequest::decision;
-        });
-        std::string question;
-        for (auto one = requests.begin(); one != rest; one++) {
-            question += one->folder + " " + one->name + "\n";
-        }
-        if (question != std::exchange(awaited, question)) { pause = 0.002; }
         for (const double until = now_seconds() + seconds;;) {
             const double from = now_seconds();
-            std::vector<StoreAnswer> answers = perform_all({requests.begin(), rest});
-            bool is_over = from >= until;
-            for (const StoreAnswer& answer : answers) { is_over |= answer.found || answer.lost; }
-            if (is_over && answers.back().lost) {
-                answers.resize(requests.size(), answers.back());
-                return answers;
+            std::vector<StoreAnswer> answers = perform_all(requests);
+            bool is_over = false;
+            for (size_t i = 0; i < requests.size(); i++) {
+                const bool is_decided = requests[i].kind == StoreRequest::decision && answers[i].found;
+                is_over |= is_decided || answers[i].lost;
             }
-            if (is_over) {
-                for (StoreAnswer& answer : perform_all({rest, requests.end()})) {
-                    answers.push_back(std::move(answer));
-                }
-                return answers;
-            }
-            // Pauses for at least as long as the request took, and longer each time.
+            if (is_over) { pause = 0.002; }
+            if (is_over || from >= until) { return answers; }
+            // Pauses for at least as long as the requests took, and longer each time.
             std::this_thread::sleep_for(std::chrono::duration<double>(std::max(now_seconds() - from, pause)));
-            pause = std::min(1.2 * pause, 0.1);
+            pause = std::min(1.2 * pause, longest_pause);
         }
     }
     // About settings that endanger the run, as they were when the store was opened.
     virtual std::string warning() const { return ""; }
 
+protected:
+    double longest_pause = 0.1;  // seconds, of await()
+
 private:
-    std::string awaited;  // decisions
-    double pause = 0;     // seconds
+    double pause = 0.002;  // seconds
 };

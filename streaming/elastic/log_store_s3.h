@@ -1,97 +1,98 @@
 // S3LogStore: the sync log in a bucket (llmc/run/s3_folders.h), as objects PREFIX/log/RUN/FOLDER/NAME.
 //
-// Each request is a round trip. Those whose order does not matter travel together: most reads, and removals.
-// A worker that waits asks the same question again and again; the pauses in between grow from the time that
-// an answer takes to a second.
+// Each request is a round trip. Those whose order does not matter travel together: reads, a write with the
+// reads of single values after it, and removals.
 #pragma once
-#include <algorithm>
-#include <chrono>
+#include <exception>
 #include <string>
-#include <thread>
+#include <utility>
 #include <vector>
 
 #include "llmc/clock.h"
 #include "llmc/run/s3_folders.h"
-#include "streaming/elastic/log_store_folders.h"
+#include "streaming/elastic/log_store.h"
 
-class S3LogStore : public FolderLogStore<S3Folders> {
+class S3LogStore : public LogStore {
 public:
-    using FolderLogStore::FolderLogStore;
+    // UserError if the bucket cannot be used.
+    S3LogStore(const std::string& url, const std::string& root, double timeout) : folders(url, root, timeout) {
+        longest_pause = 1;
+    }
 
     std::vector<StoreAnswer> perform_all(const std::vector<StoreRequest>& requests) override {
-        pause_before(requests);
-        const double from = now_seconds();
         std::vector<StoreAnswer> answers;
         while (answers.size() < requests.size()) {
-            const size_t first = answers.size();
-            size_t end = first + 1;
-            while (end < requests.size() && may_go_with(requests[first], requests[end])) { end++; }
-            if (end == first + 1) {
-                answers.push_back(perform(requests[first]));
-            } else {
-                perform_together({requests.begin() + long(first), requests.begin() + long(end)}, answers);
+            const auto first = requests.begin() + long(answers.size());
+            auto end = first + 1;
+            while (end < requests.end() && may_go_with(*first, *end)) { end++; }
+            const double from = now_seconds();
+            try {
+                perform_together({first, end}, answers);
+                // The generation was asked for beside the rest, which may have taken several attempts.
+                const bool is_old = end[-1].folder == "run" && now_seconds() > from + 1 && end > first + 1;
+                if (is_old) {
+                    answers.pop_back();
+                    perform_together({end - 1, end}, answers);
+                }
+            } catch (const std::exception& error) {
+                answers.resize(requests.size(), lost_answer(error.what(), S3Folders::is_full(error)));
             }
-            if (answers.back().lost) { answers.resize(requests.size(), answers.back()); }
         }
-        answered_at = now_seconds();
-        took = answered_at - from;
         return answers;
     }
 
 private:
-    static bool is_read(const StoreRequest& one) {
-        return one.kind == StoreRequest::get || one.kind == StoreRequest::list ||
-               one.kind == StoreRequest::decision;
+    using Access = S3Folders::Access;
+    using Kind = StoreRequest::Kind;
+
+    static bool is_read(Kind kind) {
+        return kind == Kind::get || kind == Kind::list || kind == Kind::folders || kind == Kind::decision;
     }
 
-    // What the log reads last must be newer than the rest: the generation, and which snapshots are wanted.
+    // Which snapshots are wanted must be newer than the rest.
     static bool may_go_with(const StoreRequest& first, const StoreRequest& next) {
         const std::string want = "/want", &folder = next.folder;
-        const bool is_last = folder == "run" || (folder.size() > want.size() &&
-                                                 folder.substr(folder.size() - want.size()) == want);
-        const bool removes = first.kind == StoreRequest::remove && next.kind == StoreRequest::remove;
-        return removes || (is_read(first) && is_read(next) && !is_last);
+        const bool is_last = next.kind == Kind::list && folder.size() > want.size() &&
+                             folder.substr(folder.size() - want.size()) == want;
+        if (first.kind == Kind::remove) { return next.kind == Kind::remove; }
+        if (first.kind == Kind::decide || is_last) { return false; }
+        return is_read(first.kind) ? is_read(next.kind) : next.kind == Kind::get || next.kind == Kind::decision;
     }
 
+    // Throws what S3Folders throws; then it has added no answers.
     void perform_together(const std::vector<StoreRequest>& group, std::vector<StoreAnswer>& answers) {
-        std::vector<S3Folders::Read> reads;
-        std::vector<S3Folders::Place> places;
+        std::vector<Access> accesses;
         for (const StoreRequest& one : group) {
-            const std::string entry = one.kind == StoreRequest::decision ? "/entry" : "";
-            reads.push_back({{one.folder + entry, one.name}, one.kind == StoreRequest::list});
-            places.push_back(reads.back().place);
+            const std::string entry = one.kind == Kind::decision ? "/entry" : "";
+            accesses.push_back({kind_of(one), {one.folder + entry, one.name}, &one.value});
         }
-        try {
-            is_read(group[0]) ? folders.read_all(reads) : folders.remove_all(places);
-        } catch (const std::exception& error) {
-            return answers.push_back(lost_answer(error.what(), S3Folders::is_full(error)));
+        if (group[0].kind != Kind::decide) { folders.access_all(accesses); }  // workers decide
+        std::vector<StoreAnswer> found(group.size());
+        for (size_t i = 0; i < group.size(); i++) {
+            const bool is_put = group[i].kind == Kind::put || group[i].kind == Kind::put_if_absent;
+            found[i].found = accesses[i].found && !is_put;
+            found[i].value = std::move(accesses[i].value);
+            if (is_put && group[i].asks_winner) { found[i].value = group[i].value; }
+            found[i].listing = std::move(accesses[i].listing);
+            if (!is_put || !accesses[i].found || !group[i].asks_winner) { continue; }
+            std::vector<Access> winner = {{Access::get, accesses[i].place}};
+            folders.access_all(winner);
+            if (!winner[0].found) { throw RunError("the value that was there is gone"); }
+            found[i].value = std::move(winner[0].value);
         }
-        for (S3Folders::Read& read : reads) {
-            answers.push_back({});
-            answers.back().found = read.found;
-            answers.back().value = std::move(read.value);
-            answers.back().listing = std::move(read.listing);
+        for (StoreAnswer& one : found) { answers.push_back(std::move(one)); }
+    }
+
+    static Access::Kind kind_of(const StoreRequest& one) {
+        switch (one.kind) {
+            case Kind::list: return Access::list;
+            case Kind::folders: return Access::folders;
+            case Kind::put: return Access::put;
+            case Kind::put_if_absent: return Access::put_if_absent;
+            case Kind::remove: return Access::remove;
+            default: return Access::get;
         }
     }
 
-    void pause_before(const std::vector<StoreRequest>& requests) {
-        std::string question;
-        for (const StoreRequest& one : requests) {
-            if (one.folder == "run") { continue; }  // the generation, which goes with any question
-            if (!is_read(one)) {
-                question = "";
-                break;
-            }
-            question += one.folder + "\n" + one.name + "\n";
-        }
-        if (question.empty() && !requests.empty() && is_read(requests.back())) { return; }
-        const bool is_repeated = !question.empty() && question == last_question;
-        last_question = question;
-        pause = !is_repeated ? 0 : std::min(1.0, std::max({1.5 * pause, took, 0.01}));
-        const double rest = answered_at + pause - now_seconds();
-        if (is_repeated && rest > 0) { std::this_thread::sleep_for(std::chrono::duration<double>(rest)); }
-    }
-
-    std::string last_question;
-    double pause = 0, took = 0, answered_at = 0;  // seconds
+    S3Folders folders;
 };

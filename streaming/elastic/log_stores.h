@@ -11,6 +11,7 @@
 #include "llmc/run/stores.h"
 #include "streaming/elastic/log_store.h"
 #include "streaming/elastic/log_store_folders.h"
+#include "streaming/elastic/sync_log_types.h"
 #ifdef WITHOUT_HIREDIS
 inline std::unique_ptr<LogStore> open_redis_log_store(const std::string& url, const std::string&, double) {
     refuse_redis(url);
@@ -43,8 +44,11 @@ inline std::unique_ptr<LogStore> open_log_store(const std::string& url, const st
                                                          file_name_of(run_name));
 }
 
-// The time between two polls of the store. Over a bucket it is longer, since requests cost money.
-inline double seconds_between_looks(const std::string& url) { return is_s3_url(url) ? 1 : 0.1; }
+// Over a bucket each request takes a round trip and costs money: it is asked less often, for more at a time.
+inline void suit_store(SyncLogOptions& options, const std::string& url) {
+    options.poll = is_s3_url(url) ? 1 : 0.1;
+    options.in_line = is_s3_url(url) ? 1 << 20 : 0;
+}
 
 // The options (LogStart::fingerprint) of the run that a store already holds; none if it holds no run.
 inline std::optional<std::string> options_in(LogStore& store) {

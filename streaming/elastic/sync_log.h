@@ -58,6 +58,9 @@ public:
 
     LogPulse pulse() const;
 
+    // The answers to a beat (Heartbeat), with those of others if there are three.   from: when it was sent
+    void hear_beats(const std::vector<StoreAnswer>& answers, double from, double now);
+
     // The answer to what `run/generation` is.
     void check_generation(const StoreAnswer& answer);
 
@@ -101,6 +104,9 @@ private:
         size_t chunks = 0;  // written
         bool heard = false;  // the store has said whether there is an entry
         double look_at = 0;
+        int short_looks = 0;
+        LogLines found;                    // lines, by short looks
+        std::map<std::string, std::string> early;  // payloads that came with lines, by their senders' starts
         std::optional<LogLines> lines;     // as they have just been read
         std::optional<LogEntry> proposal;  // to be written, if there is none
         std::optional<LogEntry> entry;
@@ -208,8 +214,13 @@ private:
     void serve(Slot& slot);
     Slot* find(long sync);
     void send(Slot& slot);
-    void write_line(Slot& slot, const LogLine& line, Slot::Own own);
+    void write_line(Slot& slot, const LogLine& line, Slot::Own own, const std::string& payload = "");
+    bool is_near(const Slot& slot) const { return options.in_line > 0 && slot.short_looks < most_short_looks; }
     void look(Slot& slot);
+    void look_shortly(Slot& slot);
+    void take_line(Slot& slot, LogLines& lines, const std::string& who, const std::string& text);
+    void weigh(Slot& slot, double now);
+    size_t chunk_of(size_t bytes) const { return bytes <= options.in_line ? bytes : options.chunk; }
     bool is_behind(const Slot& slot) const { return newest_open > slot.sync; }
     bool listens_to(const Slot& slot) const;
     void learn(Slot& slot, const StoreAnswer& decision, long open);
@@ -218,13 +229,14 @@ private:
     double stands_since(double now) const;
     void tell_of_few(Slot& slot, const StandingLines& standing, double asked);
     void write_entry(long sync, const LogEntry& entry);
+    void ask_entry(long sync, StoreRequest request);
     void take_entry(Slot& slot, const std::string& text);
     void refuse(const std::string& folder, const std::string& name, const std::string& text);
     void diverge(const Slot& slot);
     void diverge();
     void fetch_payloads(Slot& slot);
     void take_chunk(Slot& slot, size_t i, size_t at, const StoreAnswer& answer);
-    void take_own_payload(Slot& slot);
+    void take_known_payloads(Slot& slot);
 
     // Looking around: which workers are alive, which need a snapshot (sync_log_snapshots.h)
     void look_around(bool beside_payload);
@@ -237,6 +249,12 @@ private:
     bool has_written(const std::string& giver) const;
     void rest_from_looking(double now);
     double pause() const;
+    double pause(const Slot& slot) const;
+    // Over a bucket the heartbeat looks, unless it is late.
+    double looks_around_at() const {
+        const bool has_looks = options.in_line > 0 && is_aligned && !is_leaving && phase == Phase::running;
+        return look_around_at + (has_looks ? options.expiry / 4 : 0);
+    }
     void see(std::map<std::string, std::string> listing, double from, double now);
     void note_open(long sync);
     void choose_reader(bool is_last, double now);
@@ -274,6 +292,7 @@ private:
     void remove_snapshot(const std::string& want);
 
     static constexpr double long_ago = -1e300;
+    static constexpr int looks_at_lines = 8, most_short_looks = 12;
     static constexpr long to_begin = -1, nobody_to_give = -2;  // in waits_told, in place of a sync
 
     const SyncLogOptions options;
@@ -298,6 +317,8 @@ private:
     double retry_at = 0;
     std::vector<Asked> chores;
     bool chores_can_wait = false;
+    bool hears_chores = false;  // listen() asks for them
+    bool has_idle_chores() const { return options.in_line > 0 && chores_can_wait && !chores.empty(); }
 
     double agree_from = 0, agree_at = 0;
     int next_number = 0;                    // to register as; 0: what is taken is not known yet

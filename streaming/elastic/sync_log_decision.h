@@ -112,6 +112,14 @@ public:
         return is_alive(who) && promise_of(seen.at(who.worker)) >= 0;
     }
 
+    std::vector<Incarnation> at_work() const {
+        std::vector<Incarnation> found;
+        for (const auto& [worker, one] : seen) {
+            if (is_alive(one) && promise_of(one) >= 0) { found.push_back({worker, one.beat.incarnation}); }
+        }
+        return found;
+    }
+
     // "workers at work;dead workers"
     std::string awaited_and_dead() const {
         std::vector<long> awaited, dead;

@@ -2,6 +2,7 @@
 // the payloads that it counts are read.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <memory>
 
 #include "streaming/elastic/sync_log.h"
@@ -32,7 +33,7 @@ inline SyncLog::Slot* SyncLog::find(long sync) {
     return nullptr;
 }
 
-// The line goes out with the last chunk.
+// The line goes out with the last chunk; over a bucket it holds a small payload.
 inline void SyncLog::send(Slot& slot) {
     const LogShard::Encoded* encoded = shard.encoded(slot.sync);
     if (encoded == nullptr) { return; }
@@ -41,7 +42,8 @@ inline void SyncLog::send(Slot& slot) {
         return;
     }
     const std::string& payload = encoded->payload;
-    const size_t chunks = chunks_of(payload.size(), options.chunk);
+    const bool is_in_line = payload.size() <= options.in_line;
+    const size_t chunks = is_in_line ? 0 : chunks_of(payload.size(), options.chunk);
     if (slot.chunks < chunks) {
         ask(own_chunk(folder("payload", slot.sync), payload, slot.chunks, options.chunk),
             [this, sync = slot.sync](const StoreAnswer&, double) {
@@ -50,27 +52,105 @@ inline void SyncLog::send(Slot& slot) {
     }
     if (slot.chunks + 1 < chunks) { return; }
     slot.hash = encoded->hash;
-    write_line(slot, {slot.hash, encoded->tokens, payload.size(), digest_of(payload)}, Slot::sent);
+    write_line(slot, {slot.hash, encoded->tokens, payload.size(), digest_of(payload)}, Slot::sent,
+               is_in_line ? "\n" + payload : "");
 }
 
 // If this is the last line, a store with scripts decides. Otherwise the next look leads to one.
-inline void SyncLog::write_line(Slot& slot, const LogLine& line, Slot::Own own) {
+// payload: what goes behind the line
+inline void SyncLog::write_line(Slot& slot, const LogLine& line, Slot::Own own, const std::string& payload) {
     const bool asks_winner = false;
-    ask({StoreRequest::put_if_absent, folder("sent", slot.sync), me.text(), line.text(), asks_winner},
-        [this, sync = slot.sync, own](const StoreAnswer&, double now) {
+    ask({StoreRequest::put_if_absent, folder("sent", slot.sync), me.text(), line.text() + payload, asks_winner},
+        [this, sync = slot.sync, own, line](const StoreAnswer&, double now) {
             Slot* slot = find(sync);
             if (slot == nullptr) { return; }
             slot->own = own;
             if (own == Slot::sent) { show_pace(sync, now); }
+            slot->found[me.text()] = line;
+            if (is_near(*slot)) { weigh(*slot, now); }
         });
+    if (options.in_line > 0) { return look(slot); }
     const std::string question = words(line.hash, me.text(), options.elastic.min_workers) + ";" +
                                  presence.awaited_and_dead();
     ask({StoreRequest::decide, run(), std::to_string(slot.sync), question});
     look(slot);
 }
 
+// The first looks over a bucket ask only for what comes next: for lines of workers at work, the first time
+// beside the worker's own line, and then for the entry.
+inline void SyncLog::look_shortly(Slot& slot) {
+    const std::string lines = folder("sent", slot.sync);
+    for (const Incarnation& who : presence.at_work()) {
+        if (who == me || slot.found.count(who.text())) { continue; }
+        ask({StoreRequest::get, lines, who.text()},
+            [this, sync = slot.sync, who = who.text()](const StoreAnswer& answer, double now) {
+                Slot* slot = find(sync);
+                if (slot == nullptr || slot->entry || !is_near(*slot)) { return; }
+                if (answer.found) { take_line(*slot, slot->found, who, answer.value); }
+                if (phase == Phase::running) { weigh(*slot, now); }
+            });
+    }
+    if (++slot.short_looks <= looks_at_lines) { return; }
+    ask_entry(slot.sync, {StoreRequest::decision, run(), std::to_string(slot.sync), me.text()});
+}
+
+// request: reads or writes the entry, and brings the one that stands
+inline void SyncLog::ask_entry(long sync, StoreRequest request) {
+    const auto entry = std::make_shared<StoreAnswer>();
+    ask(std::move(request), [entry](const StoreAnswer& answer, double) {
+        *entry = answer;
+        entry->found |= !answer.value.empty();
+    });
+    ask({StoreRequest::get, "run", "generation"},
+        [this, sync, entry, open = newest_open](const StoreAnswer& answer, double now) {
+            check_generation(answer);
+            Slot* slot = find(sync);
+            if (slot == nullptr || slot->entry || phase != Phase::running) { return; }
+            slot->proposal.reset();
+            slot->look_at = now + pause(*slot);
+            if (entry->found) { return learn(*slot, *entry, open); }
+            if (is_near(*slot)) { weigh(*slot, now); }
+        });
+}
+
+// Decides if all workers at work have sent. If they had when this worker's own line was there, it was the
+// last one, and decides at once. The others ask for its entry before they try.
+inline void SyncLog::weigh(Slot& slot, double now) {
+    slot.look_at = now + pause(slot);
+    const std::vector<Incarnation> awaited = presence.at_work();
+    const bool are_all = slot.found.count(me.text()) &&
+                         std::all_of(awaited.begin(), awaited.end(), [&](const Incarnation& who) {
+                             return slot.found.count(who.text()) != 0;
+                         });
+    if (slot.entry || !are_all || slot.proposal) { return; }
+    if (slot.short_looks > 1) { slot.short_looks = std::max(slot.short_looks, looks_at_lines); }
+    slot.look_at = now + pause(slot);
+    if (slot.short_looks > 1 && slot.short_looks < most_short_looks - 1) { return; }
+    slot.lines = slot.found;
+    consider(slot, asked_at, now);
+}
+
+// After a short look the next one comes soon: the pauses begin at about half a round trip.
+inline double SyncLog::pause(const Slot& slot) const {
+    const double first = std::max(look_seconds / 8, 0.005);
+    const int longer = slot.short_looks < looks_at_lines ? slot.short_looks - 1 : 0;
+    return is_near(slot) ? std::min(pause(), first * std::pow(1.5, longer)) : pause();
+}
+
+inline void SyncLog::take_line(Slot& slot, LogLines& lines, const std::string& who, const std::string& text) {
+    const size_t end = std::min(text.find('\n'), text.size());
+    const LogLine line = LogLine::parse(text.substr(0, end));
+    if (!rules.is_start(Incarnation::parse(who), who, options.workers) || line.text() != text.substr(0, end)) {
+        return refuse("sent/" + std::to_string(slot.sync), who, text);
+    }
+    lines[who] = line;
+    if (end < text.size() && who != me.text()) { slot.early[who] = text.substr(end + 1); }
+}
+
 // Should there be an entry? The beats are asked for after the lines.
 inline void SyncLog::look(Slot& slot) {
+    const bool is_over = slot.due_since >= 0 && asked_at >= slot.judged_since() + options.elastic.grace;
+    if (is_near(slot) && !is_over) { return look_shortly(slot); }
     asks_beats = true;
     ask({StoreRequest::list, folder("sent", slot.sync)},
         [this, sync = slot.sync](const StoreAnswer& answer, double now) {
@@ -84,11 +164,7 @@ inline void SyncLog::look(Slot& slot) {
             }
             slot->lines.emplace();
             for (const auto& [who, text] : answer.listing) {
-                const LogLine line = LogLine::parse(text);
-                if (!rules.is_start(Incarnation::parse(who), who, options.workers) || line.text() != text) {
-                    return refuse("sent/" + std::to_string(sync), who, text);
-                }
-                (*slot->lines)[who] = line;
+                if (phase == Phase::running) { take_line(*slot, *slot->lines, who, text); }
             }
         });
 }
@@ -96,14 +172,18 @@ inline void SyncLog::look(Slot& slot) {
 // -----------------------------------------------------------------------------------------------------------
 // Being told
 
-// A slot with an entry needs its payloads; one that has sent, abstained or fallen behind needs its entry.
+// A slot with an entry needs its payloads; one that has sent, abstained or fallen behind needs its entry,
+// which short looks ask for, too.
 inline bool SyncLog::listens_to(const Slot& slot) const {
-    return slot.entry ? !slot.is_fetched() : slot.own != Slot::none || is_behind(slot);
+    if (slot.entry) { return !slot.is_fetched(); }
+    return is_behind(slot) || (slot.own != Slot::none && !is_near(slot));
 }
 
 inline bool SyncLog::listens() const {
-    return phase == Phase::running && std::any_of(slots.begin(), slots.end(),
-                                                  [this](const Slot& slot) { return listens_to(slot); });
+    return phase == Phase::running &&
+           (has_idle_chores() || std::any_of(slots.begin(), slots.end(), [this](const Slot& slot) {
+                return listens_to(slot);
+            }));
 }
 
 // Waits for entries only if none of them can already be there. The generation is asked for after the entries,
@@ -131,6 +211,11 @@ inline std::vector<StoreRequest> SyncLog::listen() {
         }
     };
     if (!heard.empty()) { heard.push_back({{StoreRequest::get, "run", "generation"}, learn_all}); }
+    hears_chores = heard.empty() && phase == Phase::running && has_idle_chores();
+    if (hears_chores) {
+        heard.swap(chores);
+        awaits = false;
+    }
     std::vector<StoreRequest> requests;
     for (const Asked& one : heard) { requests.push_back(one.request); }
     return requests;
@@ -139,8 +224,12 @@ inline std::vector<StoreRequest> SyncLog::listen() {
 inline void SyncLog::hear(const std::vector<StoreAnswer>& answers, double now) {
     const std::vector<Asked> batch = std::exchange(heard, {});
     deaf = !answers.empty() && answers.back().lost ? answers.back().trouble : "";
-    for (size_t i = 0; i < batch.size() && !answers[i].lost && phase == Phase::running; i++) {
-        batch[i].then(answers[i], now);
+    size_t next = 0;
+    for (; next < batch.size() && !answers[next].lost && phase == Phase::running; next++) {
+        batch[next].then(answers[next], now);
+    }
+    for (; hears_chores && next < batch.size(); next++) {
+        ask_later(batch[next].request, batch[next].then, true);
     }
 }
 
@@ -222,8 +311,9 @@ inline void SyncLog::tell_of_few(Slot& slot, const StandingLines& standing, doub
 
 // An entry that is already there stays. This worker learns the result through listen(), like all others.
 inline void SyncLog::write_entry(long sync, const LogEntry& entry) {
-    ask({rules.entry_is_written_by(), key("entry"), std::to_string(sync), entry.text()},
-        [this, sync](const StoreAnswer&, double now) {
+    const StoreRequest write = {rules.entry_is_written_by(), key("entry"), std::to_string(sync), entry.text()};
+    if (options.in_line > 0) { return ask_entry(sync, write); }
+    ask(write, [this, sync](const StoreAnswer&, double now) {
             Slot* slot = find(sync);
             if (slot == nullptr) { return; }
             slot->proposal.reset();
@@ -253,7 +343,7 @@ inline void SyncLog::take_entry(Slot& slot, const std::string& text) {
         say(LogEventKind::decided, slot.sync, entry, format("decides sync %ld: it ", slot.sync));
         if (slot.sync % schedule.fragments() == 0) { sweep(); }  // once a period
     }
-    take_own_payload(slot);
+    take_known_payloads(slot);
 }
 
 // No worker of this run can have written that record.
@@ -281,14 +371,17 @@ inline void SyncLog::fetch_payloads(Slot& slot) {
     size_t asked_for = 0;
     for (size_t i = 0; i < slot.payloads.size(); i++) {
         const Contributor& one = slot.entry->contributors[i];
-        for (size_t at = slot.payloads[i].size(); at < one.bytes && asked_for < options.chunk;
-             at += options.chunk) {
-            const std::string name = chunk_name(one.who, at / options.chunk);
-            heard.push_back({{StoreRequest::get, folder("payload", slot.sync), name},
-                             [this, sync = slot.sync, i, at](const StoreAnswer& answer, double) {
-                                 if (Slot* slot = find(sync)) { take_chunk(*slot, i, at, answer); }
+        const size_t chunk = chunk_of(one.bytes);
+        const bool is_in_line = one.bytes <= options.in_line;
+        for (size_t at = slot.payloads[i].size(); at < one.bytes && asked_for < options.chunk; at += chunk) {
+            const std::string name = is_in_line ? one.who.text() : chunk_name(one.who, at / chunk);
+            heard.push_back({{StoreRequest::get, folder(is_in_line ? "sent" : "payload", slot.sync), name},
+                             [this, sync = slot.sync, i, at, is_in_line](StoreAnswer answer, double) {
+                                 Slot* slot = find(sync);
+                                 if (is_in_line) { answer.value.erase(0, answer.value.find('\n') + 1); }
+                                 if (slot) { take_chunk(*slot, i, at, answer); }
                              }});
-            asked_for += std::min(options.chunk, one.bytes - at);
+            asked_for += std::min(chunk, one.bytes - at);
         }
     }
 }
@@ -299,8 +392,8 @@ inline void SyncLog::take_chunk(Slot& slot, size_t i, size_t at, const StoreAnsw
     if (phase != Phase::running || i >= slot.payloads.size() || at != slot.payloads[i].size()) { return; }
     if (!answer.found) { return fall_behind(format("finds a payload of sync %ld gone", slot.sync)); }
     const Contributor& one = slot.entry->contributors[i];
-    const size_t bytes = std::min(options.chunk, one.bytes - at);
-    const std::string name = folder("payload", slot.sync) + " " + chunk_name(one.who, at / options.chunk);
+    const size_t bytes = std::min(chunk_of(one.bytes), one.bytes - at);
+    const std::string name = folder("payload", slot.sync) + " " + chunk_name(one.who, at / chunk_of(one.bytes));
     if (answer.value.size() != bytes) {
         return fall_behind(
             format("finds %s damaged (%zu bytes in place of %zu)", name.c_str(), answer.value.size(), bytes));
@@ -312,9 +405,13 @@ inline void SyncLog::take_chunk(Slot& slot, size_t i, size_t at, const StoreAnsw
     }
 }
 
-// A worker does not read back its own payload. It checks that the entry has the payload's size and digest.
-inline void SyncLog::take_own_payload(Slot& slot) {
+// Of payloads that came with their lines. A worker does not read back its own payload. It checks that the
+// entry has the payload's size and digest.
+inline void SyncLog::take_known_payloads(Slot& slot) {
     for (size_t i = 0; i < slot.payloads.size(); i++) {
+        const auto early = slot.early.find(slot.entry->contributors[i].who.text());
+        if (early != slot.early.end()) { take_chunk(slot, i, 0, {false, false, "", true, early->second, {}}); }
+        if (phase != Phase::running) { return; }
         if (!rules.is_own_payload(slot.entry->contributors[i].who, me)) { continue; }
         const LogShard::Encoded* encoded = shard.encoded(slot.sync);
         if (encoded == nullptr) { continue; }

@@ -58,6 +58,7 @@ inline LogTurn SyncLog::take_turn(long step, double now) {
         waits = true;
         if (slot.due_since >= 0) { continue; }
         slot.due_since = now;
+        if (is_near(slot)) { continue; }
         const auto nobody = [](int) { return false; };
         slot.look_at = now + (presence.missing(slot.sync, nobody, now, now).all_waited_for ? pause() : 0);
     }

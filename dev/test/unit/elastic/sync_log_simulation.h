@@ -314,7 +314,7 @@ public:
         uint64_t seed, const SyncLogRules& rules, bool traced,
         const std::function<void(Plan&)>& change = [](Plan&) {})
         : random(seed),
-          plan(make_plan(random, change)),
+          plan(make_plan(seed, random, change)),
           rules(rules),
           traced(traced),
           schedule(make_schedule(plan)),
@@ -478,8 +478,10 @@ private:
         }
     };
 
-    static Plan make_plan(Random& random, const std::function<void(Plan&)>& change) {
+    // Of the stores without scripts half are like a bucket, where a payload is a part of its line.
+    static Plan make_plan(uint64_t seed, Random& random, const std::function<void(Plan&)>& change) {
         Plan plan(random);
+        plan.options.in_line = seed % 6 == 0 ? 1000 : 0;
         change(plan);
         return plan;
     }
@@ -561,7 +563,7 @@ private:
         options.overlap = plan.overlap[size_t(w)];
         options.shard = r;
         rank.log = std::make_unique<SyncLog>(options, schedule, w, *rank.shard, rules, begin);
-        rank.heartbeat = std::make_unique<Heartbeat>(0.7);
+        rank.heartbeat = std::make_unique<Heartbeat>(0.7, plan.options.in_line > 0);
     }
 
     void kill(int w, const char* why) {
@@ -782,9 +784,10 @@ private:
         if (requests.empty()) {
             return later(w, 0.4, [this, w, r] { beat(w, r); });
         }
-        travel(w, requests, [this, w, r](const std::vector<StoreAnswer>& answers) {
+        travel(w, requests, [this, w, r, from = now](const std::vector<StoreAnswer>& answers) {
             Rank& rank = workers[size_t(w)].process->ranks[size_t(r)];
             if (!rank.heartbeat->answer(answers.back())) { rank.log->check_generation(answers.back()); }
+            rank.log->hear_beats(answers, from, now);
             beat(w, r);
         });
     }

@@ -302,7 +302,7 @@ struct Driven {
     const SyncLogRules rules;
     PoorShard shard;
     SyncLog log;
-    Heartbeat heartbeat{0.5};
+    Heartbeat heartbeat{0.5, false};
 };
 
 TEST(SyncLog, a_sync_is_one_way_to_the_store_for_who_sends_last_and_the_others_are_told) {
@@ -953,7 +953,7 @@ struct Givers {
     }
     void add(int worker, int rank) {
         workers.push_back(std::make_unique<Driven>(worker, schedule, store, Driven::options(3, 2), rank));
-        hearts.emplace_back(10);
+        hearts.emplace_back(10, false);
     }
     void pass(double seconds) {
         now += seconds;
