@@ -38,6 +38,18 @@ inline StoreAnswer lost_answer(const std::string& trouble, bool is_full) {
     return {true, is_full, trouble, false, "", {}};
 }
 
+// How long to pause before a question is asked again: longer each time, and shorter after an answer, so that
+// few are asked whether answers come soon or late.
+struct Pauses {
+    double shortest = 0.002, longest = 0.1;  // seconds
+    double longer = 1.2, shorter = 0;        // factors
+    double pause = 0;
+    double after(bool is_answered) {
+        return pause = std::clamp(pause * (is_answered ? shorter : longer), shortest, longest);
+    }
+};
+inline constexpr Pauses pauses_of_bucket{0.05, 1, 2, 0.5};  // each question costs money
+
 // What Redis (a folder is a hash: HGET, HSET, HSETNX, HDEL and UNLINK, HGETALL, SCAN), a shared folder (open,
 // rename, link, unlink, readdir) and a bucket (GET, PUT, DELETE) can all do. Calls block: each store is used
 // by a thread of its own.
@@ -56,29 +68,23 @@ public:
         }
         return answers;
     }
-    // perform_all(), once one of the decisions in it is there, or `seconds` have passed.
+    // perform_all(), once anything in it is there beside the generation, or `seconds` have passed.
     virtual std::vector<StoreAnswer> await(const std::vector<StoreRequest>& requests, double seconds) {
         for (const double until = now_seconds() + seconds;;) {
             const double from = now_seconds();
             std::vector<StoreAnswer> answers = perform_all(requests);
             bool is_over = false;
             for (size_t i = 0; i < requests.size(); i++) {
-                const bool is_decided = requests[i].kind == StoreRequest::decision && answers[i].found;
-                is_over |= is_decided || answers[i].lost;
+                is_over |= answers[i].lost || (answers[i].found && requests[i].folder != "run");
             }
-            if (is_over) { pause = 0.002; }
+            const double pause = std::max(pauses.after(is_over), now_seconds() - from);
             if (is_over || from >= until) { return answers; }
-            // Pauses for at least as long as the requests took, and longer each time.
-            std::this_thread::sleep_for(std::chrono::duration<double>(std::max(now_seconds() - from, pause)));
-            pause = std::min(1.2 * pause, longest_pause);
+            std::this_thread::sleep_for(std::chrono::duration<double>(std::min(pause, seconds)));
         }
     }
     // About settings that endanger the run, as they were when the store was opened.
     virtual std::string warning() const { return ""; }
 
 protected:
-    double longest_pause = 0.1;  // seconds, of await()
-
-private:
-    double pause = 0.002;  // seconds
+    Pauses pauses;  // of await()
 };

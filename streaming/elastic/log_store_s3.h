@@ -16,7 +16,7 @@ class S3LogStore : public LogStore {
 public:
     // UserError if the bucket cannot be used.
     S3LogStore(const std::string& url, const std::string& root, double timeout) : folders(url, root, timeout) {
-        longest_pause = 1;
+        pauses = pauses_of_bucket;
     }
 
     std::vector<StoreAnswer> perform_all(const std::vector<StoreRequest>& requests) override {

@@ -35,11 +35,11 @@ public:
     // Of all of them. From the first one that is lost on they are asked for again.
     void answer(const std::vector<StoreAnswer>& answers, double now);
 
-    // requests() and answer() for a second connection, which brings entries and payloads. See `awaits`.
+    // requests() and answer() for a second connection, which brings entries and payloads. See `patience`.
     std::vector<StoreRequest> listen();
     void hear(const std::vector<StoreAnswer>& answers, double now);
     bool listens() const;
-    bool awaits = false;  // set by listen(): LogStore::await
+    double patience = 0;  // set by listen(): seconds of LogStore::await; 0: the answers are there
 
     // At the end of `step`, and again until it says something else than to wait. Before the first step, with
     // the step that is done: it waits until it has a place in the run.
@@ -104,9 +104,10 @@ private:
         size_t chunks = 0;  // written
         bool heard = false;  // the store has said whether there is an entry
         double look_at = 0;
-        int short_looks = 0;
-        LogLines found;                    // lines, by short looks
-        std::map<std::string, std::string> early;  // payloads that came with lines, by their senders' starts
+        // Over a bucket: lines that were found, and payloads behind them, by their senders' starts; others may
+        // be there soon; an entry was seen.
+        std::map<std::string, std::string> found;
+        bool is_near = false, is_seen = false;
         std::optional<LogLines> lines;     // as they have just been read
         std::optional<LogEntry> proposal;  // to be written, if there is none
         std::optional<LogEntry> entry;
@@ -215,11 +216,13 @@ private:
     Slot* find(long sync);
     void send(Slot& slot);
     void write_line(Slot& slot, const LogLine& line, Slot::Own own, const std::string& payload = "");
-    bool is_near(const Slot& slot) const { return options.in_line > 0 && slot.short_looks < most_short_looks; }
+    std::vector<Incarnation> lacking(const Slot& slot, long sent = -1) const;
+    void ask_lines(const Slot& slot, std::vector<Asked>& to, bool is_beside_own, long sent = -1);
+    void send_again(Slot& slot);
     void look(Slot& slot);
-    void look_shortly(Slot& slot);
-    void take_line(Slot& slot, LogLines& lines, const std::string& who, const std::string& text);
-    void weigh(Slot& slot, double now);
+    void look_for_entry(Slot& slot);
+    void take_lines(Slot& slot, const std::map<std::string, std::string>& texts);
+    void consider_found(Slot& slot, double now);
     size_t chunk_of(size_t bytes) const { return bytes <= options.in_line ? bytes : options.chunk; }
     bool is_behind(const Slot& slot) const { return newest_open > slot.sync; }
     bool listens_to(const Slot& slot) const;
@@ -229,7 +232,6 @@ private:
     double stands_since(double now) const;
     void tell_of_few(Slot& slot, const StandingLines& standing, double asked);
     void write_entry(long sync, const LogEntry& entry);
-    void ask_entry(long sync, StoreRequest request);
     void take_entry(Slot& slot, const std::string& text);
     void refuse(const std::string& folder, const std::string& name, const std::string& text);
     void diverge(const Slot& slot);
@@ -249,7 +251,6 @@ private:
     bool has_written(const std::string& giver) const;
     void rest_from_looking(double now);
     double pause() const;
-    double pause(const Slot& slot) const;
     // Over a bucket the heartbeat looks, unless it is late.
     double looks_around_at() const {
         const bool has_looks = options.in_line > 0 && is_aligned && !is_leaving && phase == Phase::running;
@@ -292,7 +293,6 @@ private:
     void remove_snapshot(const std::string& want);
 
     static constexpr double long_ago = -1e300;
-    static constexpr int looks_at_lines = 8, most_short_looks = 12;
     static constexpr long to_begin = -1, nobody_to_give = -2;  // in waits_told, in place of a sync
 
     const SyncLogOptions options;

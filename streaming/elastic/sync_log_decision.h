@@ -112,10 +112,12 @@ public:
         return is_alive(who) && promise_of(seen.at(who.worker)) >= 0;
     }
 
-    std::vector<Incarnation> at_work() const {
+    // sent: only those whose beats say that they have sent this sync, or a later one
+    std::vector<Incarnation> at_work(long sent = -1) const {
         std::vector<Incarnation> found;
         for (const auto& [worker, one] : seen) {
-            if (is_alive(one) && promise_of(one) >= 0) { found.push_back({worker, one.beat.incarnation}); }
+            const bool is_one = is_alive(one) && promise_of(one) >= 0 && one.beat.newest >= sent;
+            if (is_one) { found.push_back({worker, one.beat.incarnation}); }
         }
         return found;
     }

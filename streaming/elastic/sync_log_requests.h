@@ -96,7 +96,7 @@ inline void SyncLog::lose_store(const std::string& trouble, double now) {
         slot.lines.reset();
         slot.proposal.reset();
         slot.found.clear();
-        slot.short_looks = most_short_looks;
+        slot.is_near = slot.is_seen = false;
         slot.heard = false;
     }
 }

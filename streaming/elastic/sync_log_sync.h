@@ -56,8 +56,8 @@ inline void SyncLog::send(Slot& slot) {
                is_in_line ? "\n" + payload : "");
 }
 
-// If this is the last line, a store with scripts decides. Otherwise the next look leads to one.
-// payload: what goes behind the line
+// If this is the last line, a store with scripts decides. Over a bucket the others' lines are asked for
+// beside it. Otherwise the next look leads to an entry.   payload: what goes behind the line
 inline void SyncLog::write_line(Slot& slot, const LogLine& line, Slot::Own own, const std::string& payload) {
     const bool asks_winner = false;
     ask({StoreRequest::put_if_absent, folder("sent", slot.sync), me.text(), line.text() + payload, asks_winner},
@@ -66,117 +66,105 @@ inline void SyncLog::write_line(Slot& slot, const LogLine& line, Slot::Own own, 
             if (slot == nullptr) { return; }
             slot->own = own;
             if (own == Slot::sent) { show_pace(sync, now); }
-            slot->found[me.text()] = line;
-            if (is_near(*slot)) { weigh(*slot, now); }
+            if (options.in_line == 0 || slot->entry) { return; }
+            slot->found[me.text()] = line.text();
+            slot->is_near = true;
+            slot->look_at = now + pause();
+            if (lacking(*slot).empty()) { consider_found(*slot, now); }
         });
-    if (options.in_line > 0) { return look(slot); }
+    if (options.in_line > 0) { return ask_lines(slot, asked, true); }
     const std::string question = words(line.hash, me.text(), options.elastic.min_workers) + ";" +
                                  presence.awaited_and_dead();
     ask({StoreRequest::decide, run(), std::to_string(slot.sync), question});
     look(slot);
 }
 
-// The first looks over a bucket ask only for what comes next: for lines of workers at work, the first time
-// beside the worker's own line, and then for the entry.
-inline void SyncLog::look_shortly(Slot& slot) {
-    const std::string lines = folder("sent", slot.sync);
-    for (const Incarnation& who : presence.at_work()) {
-        if (who == me || slot.found.count(who.text())) { continue; }
-        ask({StoreRequest::get, lines, who.text()},
-            [this, sync = slot.sync, who = who.text()](const StoreAnswer& answer, double now) {
-                Slot* slot = find(sync);
-                if (slot == nullptr || slot->entry || !is_near(*slot)) { return; }
-                if (answer.found) { take_line(*slot, slot->found, who, answer.value); }
-                if (phase == Phase::running) { weigh(*slot, now); }
-            });
+// The store came back without its newest data.
+inline void SyncLog::send_again(Slot& slot) {
+    slot.own = slot.own == Slot::sent ? Slot::sending : Slot::abstaining;
+    slot.chunks = 0;
+}
+
+// Over a bucket: whose lines are not found yet, of the workers at work, and this one's after a lost answer.
+inline std::vector<Incarnation> SyncLog::lacking(const Slot& slot, long sent) const {
+    std::vector<Incarnation> missing;
+    if (slot.has_line() && slot.found.count(me.text()) == 0) { missing.push_back(me); }
+    for (const Incarnation& who : presence.at_work(sent)) {
+        if (!(who == me) && slot.found.count(who.text()) == 0) { missing.push_back(who); }
     }
-    if (++slot.short_looks <= looks_at_lines) { return; }
-    ask_entry(slot.sync, {StoreRequest::decision, run(), std::to_string(slot.sync), me.text()});
+    return missing;
 }
 
-// request: reads or writes the entry, and brings the one that stands
-inline void SyncLog::ask_entry(long sync, StoreRequest request) {
-    const auto entry = std::make_shared<StoreAnswer>();
-    ask(std::move(request), [entry](const StoreAnswer& answer, double) {
-        *entry = answer;
-        entry->found |= !answer.value.empty();
-    });
-    ask({StoreRequest::get, "run", "generation"},
-        [this, sync, entry, open = newest_open](const StoreAnswer& answer, double now) {
-            check_generation(answer);
-            Slot* slot = find(sync);
-            if (slot == nullptr || slot->entry || phase != Phase::running) { return; }
-            slot->proposal.reset();
-            slot->look_at = now + pause(*slot);
-            if (entry->found) { return learn(*slot, *entry, open); }
-            if (is_near(*slot)) { weigh(*slot, now); }
-        });
-}
-
-// Decides if all workers at work have sent. If they had when this worker's own line was there, it was the
-// last one, and decides at once. The others ask for its entry before they try.
-inline void SyncLog::weigh(Slot& slot, double now) {
-    slot.look_at = now + pause(slot);
-    const std::vector<Incarnation> awaited = presence.at_work();
-    const bool are_all = slot.found.count(me.text()) &&
-                         std::all_of(awaited.begin(), awaited.end(), [&](const Incarnation& who) {
-                             return slot.found.count(who.text()) != 0;
-                         });
-    if (slot.entry || !are_all || slot.proposal) { return; }
-    if (slot.short_looks > 1) { slot.short_looks = std::max(slot.short_looks, looks_at_lines); }
-    slot.look_at = now + pause(slot);
-    if (slot.short_looks > 1 && slot.short_looks < most_short_looks - 1) { return; }
-    slot.lines = slot.found;
-    consider(slot, asked_at, now);
-}
-
-// After a short look the next one comes soon: the pauses begin at about half a round trip.
-inline double SyncLog::pause(const Slot& slot) const {
-    const double first = std::max(look_seconds / 8, 0.005);
-    const int longer = slot.short_looks < looks_at_lines ? slot.short_looks - 1 : 0;
-    return is_near(slot) ? std::min(pause(), first * std::pow(1.5, longer)) : pause();
-}
-
-inline void SyncLog::take_line(Slot& slot, LogLines& lines, const std::string& who, const std::string& text) {
-    const size_t end = std::min(text.find('\n'), text.size());
-    const LogLine line = LogLine::parse(text.substr(0, end));
-    if (!rules.is_start(Incarnation::parse(who), who, options.workers) || line.text() != text.substr(0, end)) {
-        return refuse("sent/" + std::to_string(slot.sync), who, text);
+// is_beside_own: this worker's line goes there at the same time. If it is the last one, this worker decides.
+inline void SyncLog::ask_lines(const Slot& slot, std::vector<Asked>& to, bool is_beside_own, long sent) {
+    for (const Incarnation& who : lacking(slot, sent)) {
+        to.push_back({{StoreRequest::get, folder("sent", slot.sync), who.text()},
+                      [this, sync = slot.sync, who, is_beside_own](const StoreAnswer& answer, double now) {
+                          Slot* slot = find(sync);
+                          if (slot == nullptr || slot->entry || phase != Phase::running) { return; }
+                          if (!answer.found) { return who == me ? send_again(*slot) : void(); }
+                          slot->found[who.text()] = answer.value;
+                          slot->is_near = true;
+                          if (is_beside_own && lacking(*slot).empty()) { consider_found(*slot, now); }
+                      }});
     }
-    lines[who] = line;
-    if (end < text.size() && who != me.text()) { slot.early[who] = text.substr(end + 1); }
+}
+
+inline void SyncLog::take_lines(Slot& slot, const std::map<std::string, std::string>& texts) {
+    slot.lines.emplace();
+    for (const auto& [who, text] : texts) {
+        const std::string first = text.substr(0, text.find('\n'));
+        const LogLine line = LogLine::parse(first);
+        if (!rules.is_start(Incarnation::parse(who), who, options.workers) || line.text() != first) {
+            return refuse("sent/" + std::to_string(slot.sync), who, text);
+        }
+        (*slot.lines)[who] = line;
+    }
 }
 
 // Should there be an entry? The beats are asked for after the lines.
 inline void SyncLog::look(Slot& slot) {
     const bool is_over = slot.due_since >= 0 && asked_at >= slot.judged_since() + options.elastic.grace;
-    if (is_near(slot) && !is_over) { return look_shortly(slot); }
+    if (options.in_line > 0 && !is_over) { return look_for_entry(slot); }
     asks_beats = true;
     ask({StoreRequest::list, folder("sent", slot.sync)},
         [this, sync = slot.sync](const StoreAnswer& answer, double now) {
             Slot* slot = find(sync);
             if (slot == nullptr || slot->entry) { return; }
             slot->look_at = now + pause();
-            if (answer.listing.count(me.text()) == 0) {  // the store came back without its newest data
-                slot->own = slot->own == Slot::sent ? Slot::sending : Slot::abstaining;
-                slot->chunks = 0;
-                return;
-            }
-            slot->lines.emplace();
-            for (const auto& [who, text] : answer.listing) {
-                if (phase == Phase::running) { take_line(*slot, *slot->lines, who, text); }
-            }
+            if (answer.listing.count(me.text()) == 0) { return send_again(*slot); }
+            take_lines(*slot, answer.listing);
         });
+}
+
+// Over a bucket lines are asked for only if beats say that they may be there. The heartbeat looks at beats.
+inline void SyncLog::look_for_entry(Slot& slot) {
+    ask_lines(slot, asked, false, slot.sync);
+    ask({StoreRequest::decision, run(), std::to_string(slot.sync), me.text()},
+        [this, sync = slot.sync](const StoreAnswer& answer, double now) {
+            Slot* slot = find(sync);
+            if (slot == nullptr || slot->entry || !slot->has_line() || phase != Phase::running) { return; }
+            slot->look_at = now + pause();
+            slot->is_seen = answer.found;  // listen() checks the generation and takes it
+            if (!answer.found) { consider_found(*slot, now); }
+        });
+}
+
+inline void SyncLog::consider_found(Slot& slot, double now) {
+    take_lines(slot, slot.found);
+    if (phase == Phase::running) { consider(slot, std::min(asked_at, looked_from), now); }
 }
 
 // -----------------------------------------------------------------------------------------------------------
 // Being told
 
-// A slot with an entry needs its payloads; one that has sent, abstained or fallen behind needs its entry,
-// which short looks ask for, too.
+// A slot with an entry needs its payloads; one that has sent, abstained or fallen behind needs its entry.
+// Over a bucket one that has sent asks here only for what may be there; else look_for_entry() does, more seldom.
 inline bool SyncLog::listens_to(const Slot& slot) const {
     if (slot.entry) { return !slot.is_fetched(); }
-    return is_behind(slot) || (slot.own != Slot::none && !is_near(slot));
+    if (options.in_line == 0) { return slot.own != Slot::none || is_behind(slot); }
+    const bool looks = slot.has_line() && slot.heard;
+    return !slot.proposal && (slot.is_near || slot.is_seen || (is_behind(slot) && !looks));
 }
 
 inline bool SyncLog::listens() const {
@@ -193,11 +181,17 @@ inline std::vector<StoreRequest> SyncLog::listen() {
     for (Slot& slot : slots) {
         if (listens() && slot.entry && listens_to(slot)) { fetch_payloads(slot); }
     }
-    awaits = heard.empty();
+    patience = heard.empty() ? 1 : 0;
+    bool takes_entries = !heard.empty();
     const auto decisions = std::make_shared<std::map<long, StoreAnswer>>();  // by sync
-    for (const Slot& slot : slots) {
+    for (Slot& slot : slots) {
         if (!listens() || slot.entry || !listens_to(slot)) { continue; }
-        awaits &= slot.heard || !is_behind(slot);
+        const bool was_near = std::exchange(slot.is_near, false), lacks = !lacking(slot).empty();
+        if (was_near || slot.is_seen) { ask_lines(slot, heard, false); }
+        if (was_near && lacks && !slot.is_seen && !is_behind(slot)) { continue; }
+        takes_entries = true;
+        if (was_near) { patience = std::min(patience, std::max(0.1, 3 * look_seconds)); }
+        if (slot.is_seen || (is_behind(slot) && !slot.heard)) { patience = 0; }
         heard.push_back({{StoreRequest::decision, run(), std::to_string(slot.sync), me.text()},
                          [decisions, sync = slot.sync](const StoreAnswer& answer, double) {
                              (*decisions)[sync] = answer;
@@ -210,11 +204,11 @@ inline std::vector<StoreRequest> SyncLog::listen() {
             if (slot && phase == Phase::running) { learn(*slot, decision, open); }
         }
     };
-    if (!heard.empty()) { heard.push_back({{StoreRequest::get, "run", "generation"}, learn_all}); }
+    if (takes_entries) { heard.push_back({{StoreRequest::get, "run", "generation"}, learn_all}); }
     hears_chores = heard.empty() && phase == Phase::running && has_idle_chores();
     if (hears_chores) {
         heard.swap(chores);
-        awaits = false;
+        patience = 0;
     }
     std::vector<StoreRequest> requests;
     for (const Asked& one : heard) { requests.push_back(one.request); }
@@ -236,7 +230,10 @@ inline void SyncLog::hear(const std::vector<StoreAnswer>& answers, double now) {
 // open: the newest sync that somebody had sent when this was asked for
 inline void SyncLog::learn(Slot& slot, const StoreAnswer& decision, long open) {
     slot.heard = true;
+    if (slot.entry) { return; }  // it was learned over the other connection meanwhile
     if (!decision.found) {
+        slot.is_seen = false;
+        if (lacking(slot).empty()) { slot.look_at = 0; }  // the last sender has not decided
         // A worker that sends the fragment's next sync has applied this one.
         if (open >= slot.sync + schedule.fragments()) { miss_entry(slot.sync); }
         return;
@@ -309,15 +306,25 @@ inline void SyncLog::tell_of_few(Slot& slot, const StandingLines& standing, doub
     say_waits(what + format(" sync %ld", slot.sync), slot.sync);
 }
 
-// An entry that is already there stays. This worker learns the result through listen(), like all others.
+// An entry that is already there stays. This worker learns the result through listen(), like all others, but
+// over a bucket by the answer.
 inline void SyncLog::write_entry(long sync, const LogEntry& entry) {
-    const StoreRequest write = {rules.entry_is_written_by(), key("entry"), std::to_string(sync), entry.text()};
-    if (options.in_line > 0) { return ask_entry(sync, write); }
-    ask(write, [this, sync](const StoreAnswer&, double now) {
+    const auto there = std::make_shared<StoreAnswer>();
+    ask({rules.entry_is_written_by(), key("entry"), std::to_string(sync), entry.text()},
+        [this, sync, there](const StoreAnswer& answer, double now) {
+            *there = answer;
+            there->found = true;
             Slot* slot = find(sync);
             if (slot == nullptr) { return; }
             slot->proposal.reset();
             slot->look_at = now + pause();
+        });
+    if (options.in_line == 0) { return; }
+    ask({StoreRequest::get, "run", "generation"},
+        [this, sync, there, open = newest_open](const StoreAnswer& answer, double) {
+            check_generation(answer);
+            Slot* slot = find(sync);
+            if (slot && phase == Phase::running) { learn(*slot, *there, open); }
         });
 }
 
@@ -377,9 +384,8 @@ inline void SyncLog::fetch_payloads(Slot& slot) {
             const std::string name = is_in_line ? one.who.text() : chunk_name(one.who, at / chunk);
             heard.push_back({{StoreRequest::get, folder(is_in_line ? "sent" : "payload", slot.sync), name},
                              [this, sync = slot.sync, i, at, is_in_line](StoreAnswer answer, double) {
-                                 Slot* slot = find(sync);
                                  if (is_in_line) { answer.value.erase(0, answer.value.find('\n') + 1); }
-                                 if (slot) { take_chunk(*slot, i, at, answer); }
+                                 if (Slot* slot = find(sync)) { take_chunk(*slot, i, at, answer); }
                              }});
             asked_for += std::min(chunk, one.bytes - at);
         }
@@ -409,8 +415,9 @@ inline void SyncLog::take_chunk(Slot& slot, size_t i, size_t at, const StoreAnsw
 // entry has the payload's size and digest.
 inline void SyncLog::take_known_payloads(Slot& slot) {
     for (size_t i = 0; i < slot.payloads.size(); i++) {
-        const auto early = slot.early.find(slot.entry->contributors[i].who.text());
-        if (early != slot.early.end()) { take_chunk(slot, i, 0, {false, false, "", true, early->second, {}}); }
+        const std::string line = std::move(slot.found[slot.entry->contributors[i].who.text()]);
+        const size_t end = line.find('\n');
+        if (end < line.size()) { take_chunk(slot, i, 0, {false, false, "", true, line.substr(end + 1), {}}); }
         if (phase != Phase::running) { return; }
         if (!rules.is_own_payload(slot.entry->contributors[i].who, me)) { continue; }
         const LogShard::Encoded* encoded = shard.encoded(slot.sync);

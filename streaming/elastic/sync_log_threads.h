@@ -214,9 +214,9 @@ private:
                 listens.wait(lock, [this] { return ending || log.listens(); });
                 continue;
             }
-            const bool awaits = log.awaits;
+            const double patience = log.patience;
             lock.unlock();
-            const auto answers = awaits ? ear->await(requests, longest_wait) : ear->perform_all(requests);
+            const auto answers = patience > 0 ? ear->await(requests, patience) : ear->perform_all(requests);
             lock.lock();
             log.hear(answers, now_seconds());
             show_changes();

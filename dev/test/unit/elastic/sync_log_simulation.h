@@ -274,6 +274,7 @@ inline void make_even(Plan& plan) {
 struct Totals {
     long syncs = 0, deaths = 0, stalls = 0, snapshots = 0, snapshots_gone = 0, jumps = 0, late = 0;
     long new_generations = 0, diverged = 0, undecidable = 0, refused = 0, too_late = 0, gone = 0;
+    long overtaken = 0;     // writes, by the reads beside them
     long most_answers = 0;  // that a worker got in vain
 
     void operator+=(const Totals& more) {
@@ -290,6 +291,7 @@ struct Totals {
         refused += more.refused;
         too_late += more.too_late;
         gone += more.gone;
+        overtaken += more.overtaken;
         most_answers = std::max(most_answers, more.most_answers);
     }
 
@@ -297,9 +299,9 @@ struct Totals {
         return format(
             "%ld syncs, %ld deaths, %ld stalls, %ld snapshots, %ld found gone, %ld jumps, %ld times late, "
             "%ld new generations, %ld diverged, %ld undecidable, %ld refused, %ld too late for the run, "
-            "%ld times gone, %ld answers at most",
+            "%ld times gone, %ld writes overtaken, %ld answers at most",
             syncs, deaths, stalls, snapshots, snapshots_gone, jumps, late, new_generations, diverged,
-            undecidable, refused, too_late, gone, most_answers);
+            undecidable, refused, too_late, gone, overtaken, most_answers);
     }
 };
 
@@ -775,7 +777,7 @@ private:
             workers[size_t(w)].process->ranks[size_t(r)].log->hear(answers, now);
             listen_to_events(w);
             later(w, answers.back().lost ? 0.5 : 0, [this, w, r] { listen(w, r); });
-        }, log.awaits ? 1 : 0);
+        }, log.patience);
     }
 
     void beat(int w, int r) {
@@ -801,7 +803,8 @@ private:
         size_t lost_from;  // answers
         size_t done;       // requests that reach the store, even if their answers are lost
         std::function<void(const std::vector<StoreAnswer>&)> then;
-        double patience;   // seconds that it waits for a decision
+        double patience;   // seconds that it waits for a decision, or a line
+        std::vector<StoreAnswer> overtook = {};  // reads that arrived before the write that they travel with
     };
 
     // Requests that are on their way arrive even if their sender dies.
@@ -821,16 +824,43 @@ private:
         return worker.process && worker.life == batch.life;
     }
 
-    bool is_decided(const Batch& batch) {
+    static bool is_read(const StoreRequest& one) {
+        return one.kind == StoreRequest::get || one.kind == StoreRequest::decision;
+    }
+
+    bool is_there(const Batch& batch) {
         return std::any_of(batch.requests.begin(), batch.requests.end(), [this](const StoreRequest& one) {
-            return one.kind == StoreRequest::decision && store.perform(one).found;
+            return is_read(one) && one.folder != "run" && store.perform(one).found;
         });
+    }
+
+    // To a bucket a write and the reads after it travel at the same time, and may arrive in any order.
+    void let_reads_overtake(Batch& batch) {
+        const size_t write = batch.answers.size();
+        const auto kind = batch.requests[write].kind;
+        const bool is_write = kind == StoreRequest::put || kind == StoreRequest::put_if_absent;
+        batch.overtook.clear();
+        if (plan.options.in_line == 0 || !is_write || random.happens(0.5)) { return; }
+        for (size_t i = write + 1; i < batch.done && is_read(batch.requests[i]); i++) {
+            batch.overtook.push_back(store.perform(batch.requests[i]));
+        }
+        totals.overtaken += !batch.overtook.empty();
+    }
+
+    StoreAnswer perform(Batch& batch, const StoreRequest& request) {
+        if (is_read(request) && !batch.overtook.empty()) {
+            const StoreAnswer answer = batch.overtook.front();
+            batch.overtook.erase(batch.overtook.begin());
+            return answer;
+        }
+        let_reads_overtake(batch);
+        return store.perform(request);
     }
 
     // The next request of a batch arrives. Requests and failures of others come in between.
     void arrive(const std::shared_ptr<Batch>& batch) {
         const size_t next = batch->answers.size();
-        if (batch->patience > 0 && !is_decided(*batch) && now >= store_away_until && is_alive(*batch)) {
+        if (batch->patience > 0 && !is_there(*batch) && now >= store_away_until && is_alive(*batch)) {
             batch->patience -= 0.05;
             return at(now + 0.05, [this, batch] { arrive(batch); });
         }
@@ -838,7 +868,7 @@ private:
         if (now < store_away_until) { batch->done = batch->lost_from = next; }
         if (next < batch->done) {
             const StoreRequest& request = batch->requests[next];
-            batch->answers.push_back(store.perform(request));
+            batch->answers.push_back(perform(*batch, request));
             batch->answers.back().lost = next >= batch->lost_from;
             trace_request(batch->w, request, batch->answers.back());
             const bool decides = request.kind == StoreRequest::decide;
@@ -872,9 +902,10 @@ private:
                              request.folder.find("/snapshot") == std::string::npos;
         std::string text = format("  worker %d: %s %s %s", w, kinds[request.kind], request.folder.c_str(),
                                   request.name.c_str());
-        if (is_text) { text += " " + request.value + " -> " + answer.value; }
+        const auto shown = [](const std::string& value) { return value.substr(0, value.find('\n')); };
+        if (is_text) { text += " " + shown(request.value) + " -> " + shown(answer.value); }
         for (const auto& [name, value] : answer.listing) {
-            text += " [" + name + (is_text ? ": " + value : "") + "]";
+            text += " [" + name + (is_text ? ": " + shown(value) : "") + "]";
         }
         tell(text + (answer.lost ? " (answer lost)" : ""));
     }

@@ -58,6 +58,7 @@ TEST(SyncLog, workers_stay_equal_and_go_on_whatever_happens_between_any_two_requ
     EXPECT_GT(totals.refused, share(1000));
     EXPECT_GT(totals.too_late, share(100));
     EXPECT_GT(totals.gone, share(1000));
+    EXPECT_GT(totals.overtaken, share(10000));
 }
 
 TEST(SyncLog, a_seed_is_the_same_run_again) {
