@@ -1,5 +1,5 @@
 // A bucket of S3, or of a store that speaks its protocol (R2, MinIO, Ceph, SeaweedFS, ...), for the
-// stores in such a bucket (store_s3.h, s3_folders.h): s3://BUCKET[/PREFIX]. libcurl does HTTP, TLS and the
+// stores in such a bucket (store_s3.h, log_store_s3.h): s3://BUCKET[/PREFIX]. libcurl does HTTP, TLS and the
 // signatures (AWS Signature Version 4), expat reads XML. s3_settings.h says where the bucket is and with
 // which keys it is opened.
 //
@@ -35,7 +35,7 @@ struct S3Request {
 
 struct S3Answer {
     long status = 0;
-    std::string body, etag;
+    std::string body;
     double seconds = 0;  // until the answer began; connecting is not counted
     bool found() const { return status != 404; }
     bool is_taken() const { return status == 412; }  // if_absent: an object is there
@@ -245,8 +245,6 @@ private:
         curl_easy_setopt(easy, CURLOPT_HTTPHEADER, transfer.headers.get());
         curl_easy_setopt(easy, CURLOPT_WRITEFUNCTION, take_body);
         curl_easy_setopt(easy, CURLOPT_WRITEDATA, &transfer);
-        curl_easy_setopt(easy, CURLOPT_HEADERFUNCTION, take_header);
-        curl_easy_setopt(easy, CURLOPT_HEADERDATA, &transfer);
         curl_easy_setopt(easy, CURLOPT_NOPROGRESS, 0L);
         curl_easy_setopt(easy, CURLOPT_XFERINFOFUNCTION, watch);
         curl_easy_setopt(easy, CURLOPT_XFERINFODATA, &transfer);
@@ -268,17 +266,6 @@ private:
         if (body.empty() && whole > 0 && whole < most_bytes) { body.reserve(size_t(whole)); }
         if (body.size() + bytes > size_t(most_bytes)) { return 0; }
         body.append(data, bytes);
-        return bytes;
-    }
-
-    static size_t take_header(char* data, size_t, size_t bytes, void* user) {
-        const char name[] = "etag:";
-        if (bytes > strlen(name) && strncasecmp(data, name, strlen(name)) == 0) {
-            const std::string line(data, bytes);
-            const size_t begin = line.find_first_not_of(" ", strlen(name));
-            static_cast<Transfer*>(user)->answer.etag =
-                line.substr(begin, line.find_last_not_of(" \r\n") + 1 - begin);
-        }
         return bytes;
     }
 

@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "streaming/elastic/log_store.h"
+#include "llmc/run/log_store.h"
 #include "streaming/elastic/sync_log_decision.h"
 #include "streaming/elastic/sync_log_records.h"
 #include "streaming/elastic/sync_log_rules.h"
@@ -157,7 +157,8 @@ private:
     void ask(StoreRequest request, Handler then = ignore) {
         asked.push_back({std::move(request), std::move(then)});
     }
-    // can_wait: the request may be held back until a payload is sent, which does not wait for its answer
+    // can_wait: the request may be held back until a payload is sent, which does not wait for its answer, or
+    // over a bucket until none is being sent
     void ask_later(StoreRequest request, Handler then = ignore, bool can_wait = false) {
         chores_can_wait = can_wait && (chores_can_wait || chores.empty());
         chores.push_back({std::move(request), std::move(then)});
@@ -216,8 +217,8 @@ private:
     Slot* find(long sync);
     void send(Slot& slot);
     void write_line(Slot& slot, const LogLine& line, Slot::Own own, const std::string& payload = "");
-    std::vector<Incarnation> lacking(const Slot& slot, long sent = -1) const;
-    void ask_lines(const Slot& slot, std::vector<Asked>& to, bool is_beside_own, long sent = -1);
+    std::vector<Incarnation> lacking(const Slot& slot, Presence::Which = Presence::at_work) const;
+    void ask_lines(const Slot& slot, std::vector<Asked>& to, bool is_beside_own, Presence::Which of);
     void send_again(Slot& slot);
     void look(Slot& slot);
     void look_for_entry(Slot& slot);
@@ -317,8 +318,6 @@ private:
     double retry_at = 0;
     std::vector<Asked> chores;
     bool chores_can_wait = false;
-    bool hears_chores = false;  // listen() asks for them
-    bool has_idle_chores() const { return options.in_line > 0 && chores_can_wait && !chores.empty(); }
 
     double agree_from = 0, agree_at = 0;
     int next_number = 0;                    // to register as; 0: what is taken is not known yet

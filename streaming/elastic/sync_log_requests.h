@@ -43,7 +43,8 @@ inline double SyncLog::rest(double now) const {
     if (!asked.empty()) { return std::max(retry_at - now, soon); }
     if (phase != Phase::running) { return chores.empty() ? options.poll : soon; }
     double until = looks_around_at();
-    const bool gives = giving && !lacks_snapshot(), has_chores = !chores.empty() && !chores_can_wait;
+    const bool gives = giving && !lacks_snapshot(), waits = chores_can_wait && options.in_line == 0;
+    const bool has_chores = !chores.empty() && !waits;
     if (gives || has_chores || looks_at_wants || may_leave()) { until = now; }
     for (const Slot& slot : slots) {
         if (needs_store(slot, now)) { until = now; }
@@ -150,8 +151,8 @@ inline void SyncLog::choose(double now) {
 
 inline void SyncLog::choose_running(double now) {
     const auto sends = [](const Slot& slot) { return slot.own == Slot::sending; };
-    const bool goes_with_payload = std::any_of(slots.begin(), slots.end(), sends);
-    if (is_leaving || !chores_can_wait || (goes_with_payload && options.in_line == 0)) { ask_chores(); }
+    const bool has_payload = std::any_of(slots.begin(), slots.end(), sends);
+    if (is_leaving || !chores_can_wait || has_payload == (options.in_line == 0)) { ask_chores(); }
     if (looks_at_wants) { look_at_wants(); }
     bool moves = false;  // a chunk of a payload or of a snapshot
     for (Slot& slot : slots) {
@@ -213,6 +214,8 @@ inline void SyncLog::tell_changes() {
         if (change.kind == LogEventKind::gone) {
             ask_later({StoreRequest::get, key("done"), std::to_string(change.worker)},
                       [this, change, who](const StoreAnswer& answer, double) {
+                          const auto is_it = [&](int worker, long) { return worker == change.worker; };
+                          if (presence.count_alive(is_it) > 0) { return; }  // it is back already
                           const LogEventKind kind = answer.found ? LogEventKind::done : change.kind;
                           const char* what = answer.found ? "has ended" : "is gone";
                           told.push_back({kind, -1, change.worker, who + what});

@@ -72,7 +72,7 @@ inline void SyncLog::write_line(Slot& slot, const LogLine& line, Slot::Own own, 
             slot->look_at = now + pause();
             if (lacking(*slot).empty()) { consider_found(*slot, now); }
         });
-    if (options.in_line > 0) { return ask_lines(slot, asked, true); }
+    if (options.in_line > 0) { return ask_lines(slot, asked, true, Presence::at_work); }
     const std::string question = words(line.hash, me.text(), options.elastic.min_workers) + ";" +
                                  presence.awaited_and_dead();
     ask({StoreRequest::decide, run(), std::to_string(slot.sync), question});
@@ -86,18 +86,19 @@ inline void SyncLog::send_again(Slot& slot) {
 }
 
 // Over a bucket: whose lines are not found yet, of the workers at work, and this one's after a lost answer.
-inline std::vector<Incarnation> SyncLog::lacking(const Slot& slot, long sent) const {
+inline std::vector<Incarnation> SyncLog::lacking(const Slot& slot, Presence::Which of) const {
     std::vector<Incarnation> missing;
     if (slot.has_line() && slot.found.count(me.text()) == 0) { missing.push_back(me); }
-    for (const Incarnation& who : presence.at_work(sent)) {
+    for (const Incarnation& who : presence.starts(of, slot.sync)) {
         if (!(who == me) && slot.found.count(who.text()) == 0) { missing.push_back(who); }
     }
     return missing;
 }
 
 // is_beside_own: this worker's line goes there at the same time. If it is the last one, this worker decides.
-inline void SyncLog::ask_lines(const Slot& slot, std::vector<Asked>& to, bool is_beside_own, long sent) {
-    for (const Incarnation& who : lacking(slot, sent)) {
+inline void SyncLog::ask_lines(const Slot& slot, std::vector<Asked>& to, bool is_beside_own,
+                               Presence::Which of) {
+    for (const Incarnation& who : lacking(slot, of)) {
         to.push_back({{StoreRequest::get, folder("sent", slot.sync), who.text()},
                       [this, sync = slot.sync, who, is_beside_own](const StoreAnswer& answer, double now) {
                           Slot* slot = find(sync);
@@ -124,8 +125,7 @@ inline void SyncLog::take_lines(Slot& slot, const std::map<std::string, std::str
 
 // Should there be an entry? The beats are asked for after the lines.
 inline void SyncLog::look(Slot& slot) {
-    const bool is_over = slot.due_since >= 0 && asked_at >= slot.judged_since() + options.elastic.grace;
-    if (options.in_line > 0 && !is_over) { return look_for_entry(slot); }
+    if (options.in_line > 0) { return look_for_entry(slot); }
     asks_beats = true;
     ask({StoreRequest::list, folder("sent", slot.sync)},
         [this, sync = slot.sync](const StoreAnswer& answer, double now) {
@@ -137,9 +137,11 @@ inline void SyncLog::look(Slot& slot) {
         });
 }
 
-// Over a bucket lines are asked for only if beats say that they may be there. The heartbeat looks at beats.
+// Over a bucket lines are asked for only if beats say that they are there, which the heartbeat looks at, and
+// after the grace those of all who live: a worker that catches up abstains.
 inline void SyncLog::look_for_entry(Slot& slot) {
-    ask_lines(slot, asked, false, slot.sync);
+    const bool is_over = slot.due_since >= 0 && asked_at >= slot.judged_since() + options.elastic.grace;
+    ask_lines(slot, asked, false, is_over ? Presence::alive : Presence::have_sent);
     ask({StoreRequest::decision, run(), std::to_string(slot.sync), me.text()},
         [this, sync = slot.sync](const StoreAnswer& answer, double now) {
             Slot* slot = find(sync);
@@ -168,10 +170,8 @@ inline bool SyncLog::listens_to(const Slot& slot) const {
 }
 
 inline bool SyncLog::listens() const {
-    return phase == Phase::running &&
-           (has_idle_chores() || std::any_of(slots.begin(), slots.end(), [this](const Slot& slot) {
-                return listens_to(slot);
-            }));
+    return phase == Phase::running && std::any_of(slots.begin(), slots.end(),
+                                                  [this](const Slot& slot) { return listens_to(slot); });
 }
 
 // Waits for entries only if none of them can already be there. The generation is asked for after the entries,
@@ -187,7 +187,7 @@ inline std::vector<StoreRequest> SyncLog::listen() {
     for (Slot& slot : slots) {
         if (!listens() || slot.entry || !listens_to(slot)) { continue; }
         const bool was_near = std::exchange(slot.is_near, false), lacks = !lacking(slot).empty();
-        if (was_near || slot.is_seen) { ask_lines(slot, heard, false); }
+        if (was_near || slot.is_seen) { ask_lines(slot, heard, false, Presence::at_work); }
         if (was_near && lacks && !slot.is_seen && !is_behind(slot)) { continue; }
         takes_entries = true;
         if (was_near) { patience = std::min(patience, std::max(0.1, 3 * look_seconds)); }
@@ -205,11 +205,6 @@ inline std::vector<StoreRequest> SyncLog::listen() {
         }
     };
     if (takes_entries) { heard.push_back({{StoreRequest::get, "run", "generation"}, learn_all}); }
-    hears_chores = heard.empty() && phase == Phase::running && has_idle_chores();
-    if (hears_chores) {
-        heard.swap(chores);
-        patience = 0;
-    }
     std::vector<StoreRequest> requests;
     for (const Asked& one : heard) { requests.push_back(one.request); }
     return requests;
@@ -218,12 +213,8 @@ inline std::vector<StoreRequest> SyncLog::listen() {
 inline void SyncLog::hear(const std::vector<StoreAnswer>& answers, double now) {
     const std::vector<Asked> batch = std::exchange(heard, {});
     deaf = !answers.empty() && answers.back().lost ? answers.back().trouble : "";
-    size_t next = 0;
-    for (; next < batch.size() && !answers[next].lost && phase == Phase::running; next++) {
-        batch[next].then(answers[next], now);
-    }
-    for (; hears_chores && next < batch.size(); next++) {
-        ask_later(batch[next].request, batch[next].then, true);
+    for (size_t i = 0; i < batch.size() && !answers[i].lost && phase == Phase::running; i++) {
+        batch[i].then(answers[i], now);
     }
 }
 

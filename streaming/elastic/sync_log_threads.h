@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "llmc/clock.h"
-#include "streaming/elastic/log_store.h"
+#include "llmc/run/log_store.h"
 #include "streaming/elastic/sync_log.h"
 
 // Shows that this process is alive, over a connection of its own, since a payload may take a minute. After

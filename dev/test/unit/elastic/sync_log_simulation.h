@@ -418,6 +418,11 @@ public:
         return std::max(0L, *first - workers[size_t(w)].newest_at_return);
     }
 
+    // Of worker w, for each sync that was decided, without beats and looks at them.
+    double requests_a_sync(int w) const {
+        return double(workers[size_t(w)].asked) / double(store.entries().size());
+    }
+
     std::vector<std::string> trace;
     Totals totals;
 
@@ -469,6 +474,8 @@ private:
         bool has_ended = false;
         std::optional<Checkpoint> checkpoint;
         long newest_at_return = -1;  // sync that was open when this start began to train
+        long asked = 0;              // requests, without beats
+        Pauses pauses = pauses_of_bucket;
     };
 
     struct Event {
@@ -759,6 +766,7 @@ private:
             return later(w, std::clamp(rank.log->rest(now), 0.02, 0.25), [this, w, r] { talk(w, r); });
         }
         maybe_stall_over_snapshot(w, requests);
+        count_requests(w, requests);
         travel(w, requests, [this, w, r](const std::vector<StoreAnswer>& answers) {
             workers[size_t(w)].process->ranks[size_t(r)].log->answer(answers, now);
             listen_to_events(w);
@@ -773,6 +781,7 @@ private:
         if (requests.empty()) {
             return later(w, 0.05, [this, w, r] { listen(w, r); });
         }
+        count_requests(w, requests);
         travel(w, requests, [this, w, r](const std::vector<StoreAnswer>& answers) {
             workers[size_t(w)].process->ranks[size_t(r)].log->hear(answers, now);
             listen_to_events(w);
@@ -857,13 +866,29 @@ private:
         return store.perform(request);
     }
 
+    void count_requests(int w, const std::vector<StoreRequest>& requests) {
+        for (const StoreRequest& one : requests) {
+            workers[size_t(w)].asked += one.folder.find("/beat") == std::string::npos;
+        }
+    }
+
+    // Seconds until a question whose answer is not there yet arrives again (LogStore::await).
+    double pause_of(const Batch& batch) {
+        if (plan.options.in_line == 0) { return 0.05; }
+        count_requests(batch.w, batch.requests);
+        const double round_trip = 2 * way(batch.w);
+        return round_trip + std::max(round_trip, workers[size_t(batch.w)].pauses.after(false));
+    }
+
     // The next request of a batch arrives. Requests and failures of others come in between.
     void arrive(const std::shared_ptr<Batch>& batch) {
         const size_t next = batch->answers.size();
         if (batch->patience > 0 && !is_there(*batch) && now >= store_away_until && is_alive(*batch)) {
-            batch->patience -= 0.05;
-            return at(now + 0.05, [this, batch] { arrive(batch); });
+            const double pause = pause_of(*batch);
+            batch->patience -= pause;
+            return at(now + pause, [this, batch] { arrive(batch); });
         }
+        if (batch->patience > 0) { workers[size_t(batch->w)].pauses.after(true); }
         batch->patience = 0;
         if (now < store_away_until) { batch->done = batch->lost_from = next; }
         if (next < batch->done) {

@@ -240,6 +240,38 @@ TEST(SyncLog, a_slow_worker_does_not_slow_the_others_and_is_counted_in_nine_of_t
     }
 }
 
+// Requests cost money. Of two workers one waits for the other in each sync: for the slower one.
+TEST(SyncLog, over_a_bucket_a_sync_takes_few_requests_whoever_is_slower) {
+    const SyncLogRules rules;
+    for (const double slower : {1.0, 1.2, 3.0}) {
+        for (const double one_way : {0.002, 0.04}) {
+            for (uint64_t seed = 6; seed <= 30; seed += 6) {
+                simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
+                    simulation::make_even(plan);
+                    plan.workers = plan.options.workers = 2;
+                    plan.min_workers = plan.options.elastic.min_workers = 1;
+                    plan.H = 45;
+                    plan.fragments = 3;
+                    plan.steps = 900;
+                    plan.overlap.assign(2, 12);
+                    plan.step_time = {0.06, 0.06 * slower};
+                    plan.delay.assign(2, one_way);
+                    plan.options.elastic.grace = 10;
+                    plan.options.expiry = 5;
+                    plan.options.poll = 1;
+                    ASSERT_GT(plan.options.in_line, 0u);
+                });
+                ASSERT_NO_THROW(world.run());
+                for (int w : {0, 1}) {
+                    EXPECT_LE(world.requests_a_sync(w), 12) << w << ", seed " << seed << ", " << slower;
+                    EXPECT_GE(world.requests_a_sync(w), 4) << w;  // line, the other's, entry, generation
+                    if (seed == 6) { printf("%g x, %g s: %.1f\n", slower, one_way, world.requests_a_sync(w)); }
+                }
+            }
+        }
+    }
+}
+
 // A shard whose host may have no memory for snapshots.
 struct PoorShard : simulation::Shard {
     using Shard::Shard;
@@ -654,6 +686,22 @@ TEST(SyncLog, nothing_is_decided_without_others_because_the_answers_took_long) {
     senders.settle();
     ASSERT_EQ(senders.store.entries().size(), 1u);
     EXPECT_EQ(senders.store.entries().begin()->second.contributors.size(), 3u);
+}
+
+// With the payload behind it and the other's line beside it, then the entry beside the generation.
+TEST(SyncLog, over_a_bucket_a_sync_is_two_round_trips_for_who_sends_last) {
+    SyncLogOptions options = Driven::options(2, 2);
+    options.in_line = 1 << 20;
+    Senders senders(2, options);
+    senders.store.has_scripts = false;
+    senders.train_until_they_send();
+    Driven &one = *senders.workers[0], &other = *senders.workers[1];
+    EXPECT_TRUE(one.go_there_and_back(senders.now));
+    EXPECT_EQ(other.ways_until_it_goes_on(Senders::H + 1, senders.now), 2);
+    EXPECT_LE(one.ways_until_it_goes_on(Senders::H + 1, senders.now), 2);
+    ASSERT_EQ(senders.store.entries().size(), 1u);
+    EXPECT_EQ(senders.store.entries().begin()->second.contributors.size(), 2u);
+    EXPECT_TRUE(senders.store.in(one.log.current_generation() + "/0/payload/0").empty());
 }
 
 TEST(SyncLog, a_line_that_the_store_has_lost_is_sent_again) {
