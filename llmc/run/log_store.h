@@ -1,6 +1,6 @@
-// LogStore: where a sync log lies (streaming/elastic/README.md: keys). A value lies under a folder and a name in
-// it. There are three kinds: in Redis (streaming/elastic/log_store_redis.h), a folder (log_store_file.h) and a
-// bucket (log_store_s3.h).
+// LogStore: where a sync log lies (streaming/elastic/README.md: keys). A value lies under a folder and a name
+// in it. There are three kinds: in Redis (streaming/elastic/log_store_redis.h), a folder (log_store_file.h)
+// and a bucket (log_store_s3.h).
 #pragma once
 #include <algorithm>
 #include <chrono>

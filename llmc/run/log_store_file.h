@@ -1,5 +1,5 @@
-// FileLogStore: the sync log of an elastic run in a folder that all workers see, on one machine or on a network
-// file system: values in named folders.
+// FileLogStore: the sync log of an elastic run in a folder that all workers see, on one machine or on a
+// network file system.
 // A folder of the log is a folder here, "G/0/payload/12" three deep in G; a name is a file in it. Values
 // appear whole: written as ROOT/.new/TOKEN.n, then renamed, or linked where the first one wins.
 //

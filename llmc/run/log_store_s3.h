@@ -1,10 +1,9 @@
-// S3LogStore: the sync log of an elastic run in a bucket (s3.h): values in named folders. The value of a name is
-// the object PREFIX/log/RUN/FOLDER/NAME, each part written as file names are (value_file.h). A bucket answers
-// with the newest value that it has confirmed.
+// S3LogStore: the sync log of an elastic run in a bucket (s3.h). The value of a name is the object
+// PREFIX/log/RUN/FOLDER/NAME, each part written as file names are (value_file.h). A bucket answers with the
+// newest value that it has confirmed.
 //
 // Each request is a round trip. Those whose order does not matter travel together: reads, a write with the
-// reads of single values after it, and removals. A listing brings names, whose values are then fetched; of values
-// that are removed meanwhile, some may be missing.
+// reads of single values after it, and removals. A listing brings names, whose values are then fetched.
 #pragma once
 #include <algorithm>
 #include <exception>
@@ -48,9 +47,7 @@ private:
     struct Place {
         std::string folder, name;
     };
-    static bool is_read(Kind kind) {
-        return kind == Kind::get || kind == Kind::list || kind == Kind::folders || kind == Kind::decision;
-    }
+
 
     // Which snapshots are wanted must be newer than the rest.
     static bool may_go_with(const StoreRequest& first, const StoreRequest& next) {
@@ -59,7 +56,9 @@ private:
                              folder.substr(folder.size() - want.size()) == want;
         if (first.kind == Kind::remove) { return next.kind == Kind::remove; }
         if (first.kind == Kind::decide || is_last) { return false; }
-        return is_read(first.kind) ? is_read(next.kind) : next.kind == Kind::get || next.kind == Kind::decision;
+        const bool is_write = first.kind == Kind::put || first.kind == Kind::put_if_absent;
+        const bool is_list = next.kind == Kind::list || next.kind == Kind::folders;
+        return next.kind == Kind::get || next.kind == Kind::decision || (is_list && !is_write);
     }
 
     // At the same time, in no order. What is read beside a large value arrives when that does, so that of two

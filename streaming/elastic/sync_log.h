@@ -104,8 +104,7 @@ private:
         size_t chunks = 0;  // written
         bool heard = false;  // the store has said whether there is an entry
         double look_at = 0;
-        // Over a bucket: lines that were found, and payloads behind them, by their senders' starts; others may
-        // be there soon; an entry was seen.
+        // Over a bucket: lines that were found, with payloads. More may be there soon; an entry is there.
         std::map<std::string, std::string> found;
         bool is_near = false, is_seen = false;
         std::optional<LogLines> lines;     // as they have just been read

@@ -60,7 +60,8 @@ inline void SyncLog::send(Slot& slot) {
 // beside it. Otherwise the next look leads to an entry.   payload: what goes behind the line
 inline void SyncLog::write_line(Slot& slot, const LogLine& line, Slot::Own own, const std::string& payload) {
     const bool asks_winner = false;
-    ask({StoreRequest::put_if_absent, folder("sent", slot.sync), me.text(), line.text() + payload, asks_winner},
+    const std::string lines = folder("sent", slot.sync);
+    ask({StoreRequest::put_if_absent, lines, me.text(), line.text() + payload, asks_winner},
         [this, sync = slot.sync, own, line](const StoreAnswer&, double now) {
             Slot* slot = find(sync);
             if (slot == nullptr) { return; }
@@ -137,8 +138,8 @@ inline void SyncLog::look(Slot& slot) {
         });
 }
 
-// Over a bucket lines are asked for only if beats say that they are there, which the heartbeat looks at, and
-// after the grace those of all who live: a worker that catches up abstains.
+// Over a bucket lines are asked for only if beats, which the heartbeat lists, say that they are there; after the
+// grace those of all living workers are: beats do not say who abstains.
 inline void SyncLog::look_for_entry(Slot& slot) {
     const bool is_over = slot.due_since >= 0 && asked_at >= slot.judged_since() + options.elastic.grace;
     ask_lines(slot, asked, false, is_over ? Presence::alive : Presence::have_sent);
@@ -160,8 +161,8 @@ inline void SyncLog::consider_found(Slot& slot, double now) {
 // -----------------------------------------------------------------------------------------------------------
 // Being told
 
-// A slot with an entry needs its payloads; one that has sent, abstained or fallen behind needs its entry.
-// Over a bucket one that has sent asks here only for what may be there; else look_for_entry() does, more seldom.
+// A slot with an entry needs its payloads; one that has sent, abstained or fallen behind needs its entry. Over
+// a bucket it is asked for here only if it may be there soon; look_for_entry() asks for it more seldom.
 inline bool SyncLog::listens_to(const Slot& slot) const {
     if (slot.entry) { return !slot.is_fetched(); }
     if (options.in_line == 0) { return slot.own != Slot::none || is_behind(slot); }
@@ -303,8 +304,7 @@ inline void SyncLog::write_entry(long sync, const LogEntry& entry) {
     const auto there = std::make_shared<StoreAnswer>();
     ask({rules.entry_is_written_by(), key("entry"), std::to_string(sync), entry.text()},
         [this, sync, there](const StoreAnswer& answer, double now) {
-            *there = answer;
-            there->found = true;
+            *there = {false, false, "", true, answer.value, {}};
             Slot* slot = find(sync);
             if (slot == nullptr) { return; }
             slot->proposal.reset();

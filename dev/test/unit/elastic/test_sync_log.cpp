@@ -698,7 +698,8 @@ TEST(SyncLog, over_a_bucket_a_sync_is_two_round_trips_for_who_sends_last) {
     Driven &one = *senders.workers[0], &other = *senders.workers[1];
     EXPECT_TRUE(one.go_there_and_back(senders.now));
     EXPECT_EQ(other.ways_until_it_goes_on(Senders::H + 1, senders.now), 2);
-    EXPECT_LE(one.ways_until_it_goes_on(Senders::H + 1, senders.now), 2);
+    senders.now += 2;  // this one asks again after a pause
+    EXPECT_EQ(one.ways_until_it_goes_on(Senders::H + 1, senders.now), 1);
     ASSERT_EQ(senders.store.entries().size(), 1u);
     EXPECT_EQ(senders.store.entries().begin()->second.contributors.size(), 2u);
     EXPECT_TRUE(senders.store.in(one.log.current_generation() + "/0/payload/0").empty());
