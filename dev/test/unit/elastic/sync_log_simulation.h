@@ -419,8 +419,11 @@ public:
     }
 
     // Of worker w, for each sync that was decided, without beats and looks at them.
+    double reads_a_sync(int w) const {
+        return double(workers[size_t(w)].reads) / double(store.entries().size());
+    }
     double requests_a_sync(int w) const {
-        return double(workers[size_t(w)].asked) / double(store.entries().size());
+        return reads_a_sync(w) + double(workers[size_t(w)].others) / double(store.entries().size());
     }
 
     std::vector<std::string> trace;
@@ -474,7 +477,7 @@ private:
         bool has_ended = false;
         std::optional<Checkpoint> checkpoint;
         long newest_at_return = -1;  // sync that was open when this start began to train
-        long asked = 0;              // requests, without beats
+        long reads = 0, others = 0;  // requests, without beats
         Pauses pauses = pauses_of_bucket;
     };
 
@@ -868,7 +871,8 @@ private:
 
     void count_requests(int w, const std::vector<StoreRequest>& requests) {
         for (const StoreRequest& one : requests) {
-            workers[size_t(w)].asked += one.folder.find("/beat") == std::string::npos;
+            if (one.folder.find("/beat") != std::string::npos) { continue; }
+            (is_read(one) ? workers[size_t(w)].reads : workers[size_t(w)].others)++;
         }
     }
 
