@@ -899,7 +899,7 @@ inline std::unique_ptr<OuterLoop> make_outer_loop(Run& run) {
     auto open_store = [&o, &process] { return open_log_store(process.store_url, o.run_name, o.timeout); };
     SyncLogOptions of_log = {o.elastic, process.rank, o.workers,
                              o.diloco.overlap, run.inputs.steps, o.timeout, o.save_every > 0};
-    of_log.poll = seconds_between_looks(process.store_url);
+    suit_store(of_log, process.store_url);
     return std::make_unique<ElasticDiloco>(
         o.diloco, of_log, process.worker, run.fragments, run.inputs.layout, *session.inner, run.inner_stream,
         LogStart{random_hex(16), run.agreed_options, "", {}, false}, open_store,

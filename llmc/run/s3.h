@@ -1,5 +1,5 @@
 // A bucket of S3, or of a store that speaks its protocol (R2, MinIO, Ceph, SeaweedFS, ...), for the
-// stores in such a bucket (store_s3.h, s3_folders.h): s3://BUCKET[/PREFIX]. libcurl does HTTP, TLS and the
+// stores in such a bucket (store_s3.h, log_store_s3.h): s3://BUCKET[/PREFIX]. libcurl does HTTP, TLS and the
 // signatures (AWS Signature Version 4), expat reads XML. s3_settings.h says where the bucket is and with
 // which keys it is opened.
 //
@@ -30,11 +30,13 @@ struct S3Request {
     std::string query = "";  // encoded, in the order of its names
     const std::string* body = nullptr;
     bool if_absent = false;  // a PUT that must not replace an object
+    double after = 0;        // seconds until it begins
 };
 
 struct S3Answer {
     long status = 0;
-    std::string body, etag;
+    std::string body;
+    double seconds = 0;  // until the answer began; connecting is not counted
     bool found() const { return status != 404; }
     bool is_taken() const { return status == 412; }  // if_absent: an object is there
 };
@@ -133,7 +135,10 @@ public:
     std::vector<S3Answer> ask_all(const std::vector<S3Request>& requests) {
         NoSigpipe no_sigpipe;
         std::vector<Transfer> transfers(requests.size());
-        for (size_t i = 0; i < requests.size(); i++) { transfers[i].request = &requests[i]; }
+        for (size_t i = 0; i < requests.size(); i++) {
+            transfers[i].request = &requests[i];
+            transfers[i].start_at = requests[i].after > 0 ? now_seconds() + requests[i].after : 0;
+        }
         size_t done = 0;
         const Ended ended{multi.get(), transfers};
         while (done < transfers.size()) {
@@ -240,8 +245,6 @@ private:
         curl_easy_setopt(easy, CURLOPT_HTTPHEADER, transfer.headers.get());
         curl_easy_setopt(easy, CURLOPT_WRITEFUNCTION, take_body);
         curl_easy_setopt(easy, CURLOPT_WRITEDATA, &transfer);
-        curl_easy_setopt(easy, CURLOPT_HEADERFUNCTION, take_header);
-        curl_easy_setopt(easy, CURLOPT_HEADERDATA, &transfer);
         curl_easy_setopt(easy, CURLOPT_NOPROGRESS, 0L);
         curl_easy_setopt(easy, CURLOPT_XFERINFOFUNCTION, watch);
         curl_easy_setopt(easy, CURLOPT_XFERINFODATA, &transfer);
@@ -266,17 +269,6 @@ private:
         return bytes;
     }
 
-    static size_t take_header(char* data, size_t, size_t bytes, void* user) {
-        const char name[] = "etag:";
-        if (bytes > strlen(name) && strncasecmp(data, name, strlen(name)) == 0) {
-            const std::string line(data, bytes);
-            const size_t begin = line.find_first_not_of(" ", strlen(name));
-            static_cast<Transfer*>(user)->answer.etag =
-                line.substr(begin, line.find_last_not_of(" \r\n") + 1 - begin);
-        }
-        return bytes;
-    }
-
     // Ends a transfer in which nothing moves: neither bytes from the store, nor acknowledged ones to it.
     static int watch(void* user, curl_off_t, curl_off_t down, curl_off_t, curl_off_t up) {
         Transfer& transfer = *static_cast<Transfer*>(user);
@@ -296,7 +288,12 @@ private:
         CURL* const easy = transfer.easy.get();
         S3Answer& answer = transfer.answer;
         const char* local = nullptr;
+        double connected = 0, all = 0, began = 0;
         curl_easy_getinfo(easy, CURLINFO_RESPONSE_CODE, &answer.status);
+        curl_easy_getinfo(easy, CURLINFO_PRETRANSFER_TIME, &connected);
+        curl_easy_getinfo(easy, CURLINFO_STARTTRANSFER_TIME, &began);
+        curl_easy_getinfo(easy, CURLINFO_TOTAL_TIME, &all);
+        answer.seconds = (transfer.request->body ? all : began) - connected;
         curl_easy_getinfo(easy, CURLINFO_LOCAL_IP, &local);
         if (local && *local) { address = local; }
         const std::string lost = result == CURLE_ABORTED_BY_CALLBACK

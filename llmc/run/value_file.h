@@ -1,4 +1,4 @@
-// Values as files, for stores that are folders (FileStore, FileFolders): one file per value. Keys in a
+// Values as files, for stores that are folders (FileStore, FileLogStore): one file per value. Keys in a
 // bucket are written in the same way. A file gets its name only when it is complete, by rename(2) or
 // link(2), which are atomic on network file systems, too, and is never written to again. A network file
 // system reports ESTALE if its server replaces a file while it is being read. Every failure throws a

@@ -20,7 +20,7 @@
 
 #include "llmc/error.h"
 #include "llmc/run/redis.h"
-#include "streaming/elastic/log_store.h"
+#include "llmc/run/log_store.h"
 
 namespace redis_scripts {
 

@@ -1,16 +1,16 @@
 // Log stores by URL, as in llmc/run/store.h:
-//   file:DIR                                        the folder DIR/log/RUN (llmc/run/file_folders.h)
+//   file:DIR                                        the folder DIR/log/RUN (llmc/run/log_store_file.h)
 //   redis://[[USER]:PASSWORD@]HOST[:PORT], rediss://   keys RUN/log/... (log_store_redis.h)
-//   s3://BUCKET[/PREFIX]                            objects PREFIX/log/RUN/... (log_store_s3.h)
+//   s3://BUCKET[/PREFIX]                            objects PREFIX/log/RUN/... (llmc/run/log_store_s3.h)
 #pragma once
 #include <memory>
 #include <optional>
 #include <string>
 
-#include "llmc/run/file_folders.h"
+#include "llmc/run/log_store.h"
+#include "llmc/run/log_store_file.h"
 #include "llmc/run/stores.h"
-#include "streaming/elastic/log_store.h"
-#include "streaming/elastic/log_store_folders.h"
+#include "streaming/elastic/sync_log_types.h"
 #ifdef WITHOUT_HIREDIS
 inline std::unique_ptr<LogStore> open_redis_log_store(const std::string& url, const std::string&, double) {
     refuse_redis(url);
@@ -27,7 +27,7 @@ inline std::unique_ptr<LogStore> open_s3_log_store(const std::string&, const std
     refuse_s3();
 }
 #else
-#include "streaming/elastic/log_store_s3.h"
+#include "llmc/run/log_store_s3.h"
 inline std::unique_ptr<LogStore> open_s3_log_store(const std::string& url, const std::string& run_name,
                                                    double timeout) {
     return std::make_unique<S3LogStore>(url, "log/" + file_name_of(run_name) + "/", timeout);
@@ -39,12 +39,14 @@ inline std::unique_ptr<LogStore> open_log_store(const std::string& url, const st
                                                 double timeout) {
     if (is_redis_url(url)) { return open_redis_log_store(url, run_name, timeout); }
     if (is_s3_url(url)) { return open_s3_log_store(url, run_name, timeout); }
-    return std::make_unique<FolderLogStore<FileFolders>>(folder_of_store(url) + "/log/" +
-                                                         file_name_of(run_name));
+    return std::make_unique<FileLogStore>(folder_of_store(url) + "/log/" + file_name_of(run_name));
 }
 
-// The time between two polls of the store. Over a bucket it is longer, since requests cost money.
-inline double seconds_between_looks(const std::string& url) { return is_s3_url(url) ? 1 : 0.1; }
+// Over a bucket each request takes a round trip and costs money: it is asked less often, for more at a time.
+inline void suit_store(SyncLogOptions& options, const std::string& url) {
+    options.poll = is_s3_url(url) ? 1 : 0.1;
+    options.in_line = is_s3_url(url) ? 1 << 20 : 0;
+}
 
 // The options (LogStart::fingerprint) of the run that a store already holds; none if it holds no run.
 inline std::optional<std::string> options_in(LogStore& store) {

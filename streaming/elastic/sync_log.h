@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "streaming/elastic/log_store.h"
+#include "llmc/run/log_store.h"
 #include "streaming/elastic/sync_log_decision.h"
 #include "streaming/elastic/sync_log_records.h"
 #include "streaming/elastic/sync_log_rules.h"
@@ -35,11 +35,11 @@ public:
     // Of all of them. From the first one that is lost on they are asked for again.
     void answer(const std::vector<StoreAnswer>& answers, double now);
 
-    // requests() and answer() for a second connection, which brings entries and payloads. See `awaits`.
+    // requests() and answer() for a second connection, which brings entries and payloads. See `patience`.
     std::vector<StoreRequest> listen();
     void hear(const std::vector<StoreAnswer>& answers, double now);
     bool listens() const;
-    bool awaits = false;  // set by listen(): LogStore::await
+    double patience = 0;  // set by listen(): seconds of LogStore::await; 0: the answers are there
 
     // At the end of `step`, and again until it says something else than to wait. Before the first step, with
     // the step that is done: it waits until it has a place in the run.
@@ -57,6 +57,9 @@ public:
     double rest(double now) const;
 
     LogPulse pulse() const;
+
+    // The answers to a beat (Heartbeat), with those of others if there are three.   from: when it was sent
+    void hear_beats(const std::vector<StoreAnswer>& answers, double from, double now);
 
     // The answer to what `run/generation` is.
     void check_generation(const StoreAnswer& answer);
@@ -101,6 +104,9 @@ private:
         size_t chunks = 0;  // written
         bool heard = false;  // the store has said whether there is an entry
         double look_at = 0;
+        // Over a bucket: lines that were found, with payloads. More may be there soon; an entry is there.
+        std::map<std::string, std::string> found;
+        bool is_near = false, is_seen = false;
         std::optional<LogLines> lines;     // as they have just been read
         std::optional<LogEntry> proposal;  // to be written, if there is none
         std::optional<LogEntry> entry;
@@ -150,7 +156,8 @@ private:
     void ask(StoreRequest request, Handler then = ignore) {
         asked.push_back({std::move(request), std::move(then)});
     }
-    // can_wait: the request may be held back until a payload is sent, which does not wait for its answer
+    // can_wait: the request may be held back until a payload is sent, which does not wait for its answer, or
+    // over a bucket until none is being sent
     void ask_later(StoreRequest request, Handler then = ignore, bool can_wait = false) {
         chores_can_wait = can_wait && (chores_can_wait || chores.empty());
         chores.push_back({std::move(request), std::move(then)});
@@ -208,8 +215,15 @@ private:
     void serve(Slot& slot);
     Slot* find(long sync);
     void send(Slot& slot);
-    void write_line(Slot& slot, const LogLine& line, Slot::Own own);
+    void write_line(Slot& slot, const LogLine& line, Slot::Own own, const std::string& payload = "");
+    std::vector<Incarnation> lacking(const Slot& slot, Presence::Which = Presence::at_work) const;
+    void ask_lines(const Slot& slot, std::vector<Asked>& to, bool is_beside_own, Presence::Which of);
+    void send_again(Slot& slot);
     void look(Slot& slot);
+    void look_for_entry(Slot& slot);
+    void take_lines(Slot& slot, const std::map<std::string, std::string>& texts);
+    void consider_found(Slot& slot, double now);
+    size_t chunk_of(size_t bytes) const { return bytes <= options.in_line ? bytes : options.chunk; }
     bool is_behind(const Slot& slot) const { return newest_open > slot.sync; }
     bool listens_to(const Slot& slot) const;
     void learn(Slot& slot, const StoreAnswer& decision, long open);
@@ -224,7 +238,7 @@ private:
     void diverge();
     void fetch_payloads(Slot& slot);
     void take_chunk(Slot& slot, size_t i, size_t at, const StoreAnswer& answer);
-    void take_own_payload(Slot& slot);
+    void take_known_payloads(Slot& slot);
 
     // Looking around: which workers are alive, which need a snapshot (sync_log_snapshots.h)
     void look_around(bool beside_payload);
@@ -237,6 +251,11 @@ private:
     bool has_written(const std::string& giver) const;
     void rest_from_looking(double now);
     double pause() const;
+    // Over a bucket the heartbeat looks, unless it is late.
+    double looks_around_at() const {
+        const bool has_looks = options.in_line > 0 && is_aligned && !is_leaving && phase == Phase::running;
+        return look_around_at + (has_looks ? options.expiry / 4 : 0);
+    }
     void see(std::map<std::string, std::string> listing, double from, double now);
     void note_open(long sync);
     void choose_reader(bool is_last, double now);

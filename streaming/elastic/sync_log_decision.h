@@ -33,13 +33,14 @@ public:
 
     // All beats, at one look.   from: when it was asked for
     void look(const std::map<std::string, std::string>& beats, double from, double now) {
-        looked = from;
+        looked = std::max(looked, from);  // an earlier look over another connection may be answered later
         for (const auto& [name, text] : beats) {
             const int worker = std::atoi(name.c_str());
             const auto [at, is_first] = seen.insert({worker, Seen()});
             Seen& one = at->second;
             const LogBeat beat = LogBeat::parse(text);
             if (one.text == text || beat.incarnation < one.beat.incarnation) { continue; }
+            if (beat.incarnation == one.beat.incarnation && beat.count < one.beat.count) { continue; }
             // The first beat that is found may be left from a worker that is long dead.
             if (!is_first) { note_life(one, worker, beat.incarnation); }
             one.text = text;
@@ -110,6 +111,17 @@ public:
     // It is alive, is not catching up, and has not said that it ends.
     bool is_at_work(const Incarnation& who) const {
         return is_alive(who) && promise_of(seen.at(who.worker)) >= 0;
+    }
+
+    enum Which { at_work, alive, have_sent };  // have_sent: at work, and by their beats they have sent `sync`
+    std::vector<Incarnation> starts(Which which, long sync) const {
+        std::vector<Incarnation> found;
+        for (const auto& [worker, one] : seen) {
+            const bool is_one = which == alive || (promise_of(one) >= 0 &&
+                                                   (which == at_work || one.beat.newest >= sync));
+            if (is_alive(one) && is_one) { found.push_back({worker, one.beat.incarnation}); }
+        }
+        return found;
     }
 
     // "workers at work;dead workers"

@@ -1,6 +1,6 @@
 // The sync log's records as text, and the schedule by sync number. README.md lists the keys under which
-// records lie in the store (log_store.h). Small values are text, so that a user may look at a run with
-// redis-cli, or cat.
+// records lie in the store (llmc/run/log_store.h). Small values are text, so that a user may look at a run
+// with redis-cli, or cat.
 #pragma once
 #include <xxhash.h>
 

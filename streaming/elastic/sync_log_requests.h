@@ -42,8 +42,9 @@ inline double SyncLog::rest(double now) const {
     if (phase == Phase::stopped) { return options.poll; }
     if (!asked.empty()) { return std::max(retry_at - now, soon); }
     if (phase != Phase::running) { return chores.empty() ? options.poll : soon; }
-    double until = look_around_at;
-    const bool gives = giving && !lacks_snapshot(), has_chores = !chores.empty() && !chores_can_wait;
+    double until = looks_around_at();
+    const bool gives = giving && !lacks_snapshot(), waits = chores_can_wait && options.in_line == 0;
+    const bool has_chores = !chores.empty() && !waits;
     if (gives || has_chores || looks_at_wants || may_leave()) { until = now; }
     for (const Slot& slot : slots) {
         if (needs_store(slot, now)) { until = now; }
@@ -95,6 +96,8 @@ inline void SyncLog::lose_store(const std::string& trouble, double now) {
     for (Slot& slot : slots) {
         slot.lines.reset();
         slot.proposal.reset();
+        slot.found.clear();
+        slot.is_near = slot.is_seen = false;
         slot.heard = false;
     }
 }
@@ -148,8 +151,8 @@ inline void SyncLog::choose(double now) {
 
 inline void SyncLog::choose_running(double now) {
     const auto sends = [](const Slot& slot) { return slot.own == Slot::sending; };
-    const bool goes_with_payload = std::any_of(slots.begin(), slots.end(), sends);
-    if (is_leaving || !chores_can_wait || goes_with_payload) { ask_chores(); }
+    const bool has_payload = std::any_of(slots.begin(), slots.end(), sends);
+    if (is_leaving || !chores_can_wait || has_payload == (options.in_line == 0)) { ask_chores(); }
     if (looks_at_wants) { look_at_wants(); }
     bool moves = false;  // a chunk of a payload or of a snapshot
     for (Slot& slot : slots) {
@@ -161,7 +164,7 @@ inline void SyncLog::choose_running(double now) {
         moves = true;
         give();
     }
-    if (asks_beats || now >= look_around_at) { look_around(moves); }
+    if (asks_beats || now >= looks_around_at()) { look_around(moves); }
     if ((asked.empty() || cannot_give()) && may_leave()) {
         ask({StoreRequest::put, key("done"), std::to_string(me.worker), std::to_string(step)},
             [this](const StoreAnswer&, double) { has_left = true; });
@@ -211,6 +214,8 @@ inline void SyncLog::tell_changes() {
         if (change.kind == LogEventKind::gone) {
             ask_later({StoreRequest::get, key("done"), std::to_string(change.worker)},
                       [this, change, who](const StoreAnswer& answer, double) {
+                          const auto is_it = [&](int worker, long) { return worker == change.worker; };
+                          if (presence.count_alive(is_it) > 0) { return; }  // it is back already
                           const LogEventKind kind = answer.found ? LogEventKind::done : change.kind;
                           const char* what = answer.found ? "has ended" : "is gone";
                           told.push_back({kind, -1, change.worker, who + what});

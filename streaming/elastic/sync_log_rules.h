@@ -7,7 +7,7 @@
 #include <set>
 #include <string>
 
-#include "streaming/elastic/log_store.h"
+#include "llmc/run/log_store.h"
 #include "streaming/elastic/sync_log_records.h"
 
 class SyncLogRules {

@@ -36,6 +36,15 @@ inline void SyncLog::look_around(bool beside_payload) {
     });
 }
 
+inline void SyncLog::hear_beats(const std::vector<StoreAnswer>& answers, double from, double now) {
+    if (phase != Phase::running || is_leaving || answers.size() < 3 || answers.back().lost) { return; }
+    see(answers[1].listing, from, now);
+    if (phase == Phase::stopped) { return; }
+    look_seconds = std::min((now - from) / 2, options.expiry / 8);  // the beat went before
+    rest_from_looking(now);
+    look_for_readers(false, now);
+}
+
 // A worker that needs a snapshot shows it in its beat; only then the wants are read.
 inline void SyncLog::look_for_readers(bool is_last, double now) {
     const int readers = presence.count_alive([this](int worker, long promise) {

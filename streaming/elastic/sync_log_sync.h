@@ -2,6 +2,7 @@
 // the payloads that it counts are read.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <memory>
 
 #include "streaming/elastic/sync_log.h"
@@ -32,7 +33,7 @@ inline SyncLog::Slot* SyncLog::find(long sync) {
     return nullptr;
 }
 
-// The line goes out with the last chunk.
+// The line goes out with the last chunk; over a bucket it holds a small payload.
 inline void SyncLog::send(Slot& slot) {
     const LogShard::Encoded* encoded = shard.encoded(slot.sync);
     if (encoded == nullptr) { return; }
@@ -41,7 +42,8 @@ inline void SyncLog::send(Slot& slot) {
         return;
     }
     const std::string& payload = encoded->payload;
-    const size_t chunks = chunks_of(payload.size(), options.chunk);
+    const bool is_in_line = payload.size() <= options.in_line;
+    const size_t chunks = is_in_line ? 0 : chunks_of(payload.size(), options.chunk);
     if (slot.chunks < chunks) {
         ask(own_chunk(folder("payload", slot.sync), payload, slot.chunks, options.chunk),
             [this, sync = slot.sync](const StoreAnswer&, double) {
@@ -50,55 +52,122 @@ inline void SyncLog::send(Slot& slot) {
     }
     if (slot.chunks + 1 < chunks) { return; }
     slot.hash = encoded->hash;
-    write_line(slot, {slot.hash, encoded->tokens, payload.size(), digest_of(payload)}, Slot::sent);
+    write_line(slot, {slot.hash, encoded->tokens, payload.size(), digest_of(payload)}, Slot::sent,
+               is_in_line ? "\n" + payload : "");
 }
 
-// If this is the last line, a store with scripts decides. Otherwise the next look leads to one.
-inline void SyncLog::write_line(Slot& slot, const LogLine& line, Slot::Own own) {
+// If this is the last line, a store with scripts decides. Over a bucket the others' lines are asked for
+// beside it. Otherwise the next look leads to an entry.   payload: what goes behind the line
+inline void SyncLog::write_line(Slot& slot, const LogLine& line, Slot::Own own, const std::string& payload) {
     const bool asks_winner = false;
-    ask({StoreRequest::put_if_absent, folder("sent", slot.sync), me.text(), line.text(), asks_winner},
-        [this, sync = slot.sync, own](const StoreAnswer&, double now) {
+    const std::string lines = folder("sent", slot.sync);
+    ask({StoreRequest::put_if_absent, lines, me.text(), line.text() + payload, asks_winner},
+        [this, sync = slot.sync, own, line](const StoreAnswer&, double now) {
             Slot* slot = find(sync);
             if (slot == nullptr) { return; }
             slot->own = own;
             if (own == Slot::sent) { show_pace(sync, now); }
+            if (options.in_line == 0 || slot->entry) { return; }
+            slot->found[me.text()] = line.text();
+            slot->is_near = true;
+            slot->look_at = now + pause();
+            if (lacking(*slot).empty()) { consider_found(*slot, now); }
         });
+    if (options.in_line > 0) { return ask_lines(slot, asked, true, Presence::at_work); }
     const std::string question = words(line.hash, me.text(), options.elastic.min_workers) + ";" +
                                  presence.awaited_and_dead();
     ask({StoreRequest::decide, run(), std::to_string(slot.sync), question});
     look(slot);
 }
 
+// The store came back without its newest data.
+inline void SyncLog::send_again(Slot& slot) {
+    slot.own = slot.own == Slot::sent ? Slot::sending : Slot::abstaining;
+    slot.chunks = 0;
+}
+
+// Over a bucket: whose lines are not found yet, of the workers at work, and this one's after a lost answer.
+inline std::vector<Incarnation> SyncLog::lacking(const Slot& slot, Presence::Which of) const {
+    std::vector<Incarnation> missing;
+    if (slot.has_line() && slot.found.count(me.text()) == 0) { missing.push_back(me); }
+    for (const Incarnation& who : presence.starts(of, slot.sync)) {
+        if (!(who == me) && slot.found.count(who.text()) == 0) { missing.push_back(who); }
+    }
+    return missing;
+}
+
+// is_beside_own: this worker's line goes there at the same time. If it is the last one, this worker decides.
+inline void SyncLog::ask_lines(const Slot& slot, std::vector<Asked>& to, bool is_beside_own,
+                               Presence::Which of) {
+    for (const Incarnation& who : lacking(slot, of)) {
+        to.push_back({{StoreRequest::get, folder("sent", slot.sync), who.text()},
+                      [this, sync = slot.sync, who, is_beside_own](const StoreAnswer& answer, double now) {
+                          Slot* slot = find(sync);
+                          if (slot == nullptr || slot->entry || phase != Phase::running) { return; }
+                          if (!answer.found) { return who == me ? send_again(*slot) : void(); }
+                          slot->found[who.text()] = answer.value;
+                          slot->is_near = true;
+                          if (is_beside_own && lacking(*slot).empty()) { consider_found(*slot, now); }
+                      }});
+    }
+}
+
+inline void SyncLog::take_lines(Slot& slot, const std::map<std::string, std::string>& texts) {
+    slot.lines.emplace();
+    for (const auto& [who, text] : texts) {
+        const std::string first = text.substr(0, text.find('\n'));
+        const LogLine line = LogLine::parse(first);
+        if (!rules.is_start(Incarnation::parse(who), who, options.workers) || line.text() != first) {
+            return refuse("sent/" + std::to_string(slot.sync), who, text);
+        }
+        (*slot.lines)[who] = line;
+    }
+}
+
 // Should there be an entry? The beats are asked for after the lines.
 inline void SyncLog::look(Slot& slot) {
+    if (options.in_line > 0) { return look_for_entry(slot); }
     asks_beats = true;
     ask({StoreRequest::list, folder("sent", slot.sync)},
         [this, sync = slot.sync](const StoreAnswer& answer, double now) {
             Slot* slot = find(sync);
             if (slot == nullptr || slot->entry) { return; }
             slot->look_at = now + pause();
-            if (answer.listing.count(me.text()) == 0) {  // the store came back without its newest data
-                slot->own = slot->own == Slot::sent ? Slot::sending : Slot::abstaining;
-                slot->chunks = 0;
-                return;
-            }
-            slot->lines.emplace();
-            for (const auto& [who, text] : answer.listing) {
-                const LogLine line = LogLine::parse(text);
-                if (!rules.is_start(Incarnation::parse(who), who, options.workers) || line.text() != text) {
-                    return refuse("sent/" + std::to_string(sync), who, text);
-                }
-                (*slot->lines)[who] = line;
-            }
+            if (answer.listing.count(me.text()) == 0) { return send_again(*slot); }
+            take_lines(*slot, answer.listing);
         });
+}
+
+// Over a bucket lines are asked for only if beats, which the heartbeat lists, say that they are there; after the
+// grace those of all living workers are: beats do not say who abstains.
+inline void SyncLog::look_for_entry(Slot& slot) {
+    const bool is_over = slot.due_since >= 0 && asked_at >= slot.judged_since() + options.elastic.grace;
+    ask_lines(slot, asked, false, is_over ? Presence::alive : Presence::have_sent);
+    ask({StoreRequest::decision, run(), std::to_string(slot.sync), me.text()},
+        [this, sync = slot.sync](const StoreAnswer& answer, double now) {
+            Slot* slot = find(sync);
+            if (slot == nullptr || slot->entry || !slot->has_line() || phase != Phase::running) { return; }
+            slot->look_at = now + pause();
+            slot->is_seen = answer.found;  // listen() checks the generation and takes it
+            if (!answer.found) { consider_found(*slot, now); }
+        });
+}
+
+inline void SyncLog::consider_found(Slot& slot, double now) {
+    take_lines(slot, slot.found);
+    if (phase == Phase::running) { consider(slot, std::min(asked_at, looked_from), now); }
 }
 
 // -----------------------------------------------------------------------------------------------------------
 // Being told
 
-// A slot with an entry needs its payloads; one that has sent, abstained or fallen behind needs its entry.
+// A slot with an entry needs its payloads; one that has sent, abstained or fallen behind needs its entry. Over
+// a bucket it is asked for here only if it may be there soon; look_for_entry() asks for it more seldom.
 inline bool SyncLog::listens_to(const Slot& slot) const {
-    return slot.entry ? !slot.is_fetched() : slot.own != Slot::none || is_behind(slot);
+    if (slot.entry) { return !slot.is_fetched(); }
+    if (options.in_line == 0) { return slot.own != Slot::none || is_behind(slot); }
+    const bool looks = slot.has_line() && slot.heard;
+    return !slot.proposal && (slot.is_near || slot.is_seen || (is_behind(slot) && !looks));
 }
 
 inline bool SyncLog::listens() const {
@@ -113,11 +182,17 @@ inline std::vector<StoreRequest> SyncLog::listen() {
     for (Slot& slot : slots) {
         if (listens() && slot.entry && listens_to(slot)) { fetch_payloads(slot); }
     }
-    awaits = heard.empty();
+    patience = heard.empty() ? 1 : 0;
+    bool takes_entries = !heard.empty();
     const auto decisions = std::make_shared<std::map<long, StoreAnswer>>();  // by sync
-    for (const Slot& slot : slots) {
+    for (Slot& slot : slots) {
         if (!listens() || slot.entry || !listens_to(slot)) { continue; }
-        awaits &= slot.heard || !is_behind(slot);
+        const bool was_near = std::exchange(slot.is_near, false), lacks = !lacking(slot).empty();
+        if (was_near || slot.is_seen) { ask_lines(slot, heard, false, Presence::at_work); }
+        if (was_near && lacks && !slot.is_seen && !is_behind(slot)) { continue; }
+        takes_entries = true;
+        if (was_near) { patience = std::min(patience, std::max(0.1, 3 * look_seconds)); }
+        if (slot.is_seen || (is_behind(slot) && !slot.heard)) { patience = 0; }
         heard.push_back({{StoreRequest::decision, run(), std::to_string(slot.sync), me.text()},
                          [decisions, sync = slot.sync](const StoreAnswer& answer, double) {
                              (*decisions)[sync] = answer;
@@ -130,7 +205,7 @@ inline std::vector<StoreRequest> SyncLog::listen() {
             if (slot && phase == Phase::running) { learn(*slot, decision, open); }
         }
     };
-    if (!heard.empty()) { heard.push_back({{StoreRequest::get, "run", "generation"}, learn_all}); }
+    if (takes_entries) { heard.push_back({{StoreRequest::get, "run", "generation"}, learn_all}); }
     std::vector<StoreRequest> requests;
     for (const Asked& one : heard) { requests.push_back(one.request); }
     return requests;
@@ -147,7 +222,10 @@ inline void SyncLog::hear(const std::vector<StoreAnswer>& answers, double now) {
 // open: the newest sync that somebody had sent when this was asked for
 inline void SyncLog::learn(Slot& slot, const StoreAnswer& decision, long open) {
     slot.heard = true;
+    if (slot.entry) { return; }  // it was learned over the other connection meanwhile
     if (!decision.found) {
+        slot.is_seen = false;
+        if (lacking(slot).empty()) { slot.look_at = 0; }  // the last sender has not decided
         // A worker that sends the fragment's next sync has applied this one.
         if (open >= slot.sync + schedule.fragments()) { miss_entry(slot.sync); }
         return;
@@ -220,14 +298,24 @@ inline void SyncLog::tell_of_few(Slot& slot, const StandingLines& standing, doub
     say_waits(what + format(" sync %ld", slot.sync), slot.sync);
 }
 
-// An entry that is already there stays. This worker learns the result through listen(), like all others.
+// An entry that is already there stays. This worker learns the result through listen(), like all others, but
+// over a bucket by the answer.
 inline void SyncLog::write_entry(long sync, const LogEntry& entry) {
+    const auto there = std::make_shared<StoreAnswer>();
     ask({rules.entry_is_written_by(), key("entry"), std::to_string(sync), entry.text()},
-        [this, sync](const StoreAnswer&, double now) {
+        [this, sync, there](const StoreAnswer& answer, double now) {
+            *there = {false, false, "", true, answer.value, {}};
             Slot* slot = find(sync);
             if (slot == nullptr) { return; }
             slot->proposal.reset();
             slot->look_at = now + pause();
+        });
+    if (options.in_line == 0) { return; }
+    ask({StoreRequest::get, "run", "generation"},
+        [this, sync, there, open = newest_open](const StoreAnswer& answer, double) {
+            check_generation(answer);
+            Slot* slot = find(sync);
+            if (slot && phase == Phase::running) { learn(*slot, *there, open); }
         });
 }
 
@@ -253,7 +341,7 @@ inline void SyncLog::take_entry(Slot& slot, const std::string& text) {
         say(LogEventKind::decided, slot.sync, entry, format("decides sync %ld: it ", slot.sync));
         if (slot.sync % schedule.fragments() == 0) { sweep(); }  // once a period
     }
-    take_own_payload(slot);
+    take_known_payloads(slot);
 }
 
 // No worker of this run can have written that record.
@@ -281,14 +369,16 @@ inline void SyncLog::fetch_payloads(Slot& slot) {
     size_t asked_for = 0;
     for (size_t i = 0; i < slot.payloads.size(); i++) {
         const Contributor& one = slot.entry->contributors[i];
-        for (size_t at = slot.payloads[i].size(); at < one.bytes && asked_for < options.chunk;
-             at += options.chunk) {
-            const std::string name = chunk_name(one.who, at / options.chunk);
-            heard.push_back({{StoreRequest::get, folder("payload", slot.sync), name},
-                             [this, sync = slot.sync, i, at](const StoreAnswer& answer, double) {
+        const size_t chunk = chunk_of(one.bytes);
+        const bool is_in_line = one.bytes <= options.in_line;
+        for (size_t at = slot.payloads[i].size(); at < one.bytes && asked_for < options.chunk; at += chunk) {
+            const std::string name = is_in_line ? one.who.text() : chunk_name(one.who, at / chunk);
+            heard.push_back({{StoreRequest::get, folder(is_in_line ? "sent" : "payload", slot.sync), name},
+                             [this, sync = slot.sync, i, at, is_in_line](StoreAnswer answer, double) {
+                                 if (is_in_line) { answer.value.erase(0, answer.value.find('\n') + 1); }
                                  if (Slot* slot = find(sync)) { take_chunk(*slot, i, at, answer); }
                              }});
-            asked_for += std::min(options.chunk, one.bytes - at);
+            asked_for += std::min(chunk, one.bytes - at);
         }
     }
 }
@@ -299,8 +389,8 @@ inline void SyncLog::take_chunk(Slot& slot, size_t i, size_t at, const StoreAnsw
     if (phase != Phase::running || i >= slot.payloads.size() || at != slot.payloads[i].size()) { return; }
     if (!answer.found) { return fall_behind(format("finds a payload of sync %ld gone", slot.sync)); }
     const Contributor& one = slot.entry->contributors[i];
-    const size_t bytes = std::min(options.chunk, one.bytes - at);
-    const std::string name = folder("payload", slot.sync) + " " + chunk_name(one.who, at / options.chunk);
+    const size_t bytes = std::min(chunk_of(one.bytes), one.bytes - at);
+    const std::string name = folder("payload", slot.sync) + " " + chunk_name(one.who, at / chunk_of(one.bytes));
     if (answer.value.size() != bytes) {
         return fall_behind(
             format("finds %s damaged (%zu bytes in place of %zu)", name.c_str(), answer.value.size(), bytes));
@@ -312,9 +402,14 @@ inline void SyncLog::take_chunk(Slot& slot, size_t i, size_t at, const StoreAnsw
     }
 }
 
-// A worker does not read back its own payload. It checks that the entry has the payload's size and digest.
-inline void SyncLog::take_own_payload(Slot& slot) {
+// Of payloads that came with their lines. A worker does not read back its own payload. It checks that the
+// entry has the payload's size and digest.
+inline void SyncLog::take_known_payloads(Slot& slot) {
     for (size_t i = 0; i < slot.payloads.size(); i++) {
+        const std::string line = std::move(slot.found[slot.entry->contributors[i].who.text()]);
+        const size_t end = line.find('\n');
+        if (end < line.size()) { take_chunk(slot, i, 0, {false, false, "", true, line.substr(end + 1), {}}); }
+        if (phase != Phase::running) { return; }
         if (!rules.is_own_payload(slot.entry->contributors[i].who, me)) { continue; }
         const LogShard::Encoded* encoded = shard.encoded(slot.sync);
         if (encoded == nullptr) { continue; }

@@ -21,21 +21,25 @@
 #include <vector>
 
 #include "llmc/clock.h"
-#include "streaming/elastic/log_store.h"
+#include "llmc/run/log_store.h"
 #include "streaming/elastic/sync_log.h"
 
 // Shows that this process is alive, over a connection of its own, since a payload may take a minute. After
 // each beat it asks whether the store still has the run. Like the sync log itself it only says what to ask.
 class Heartbeat {
 public:
-    explicit Heartbeat(double interval) : interval(interval) {}
+    // looks: each beat asks for the others', too (SyncLog::hear_beats). Over a bucket that takes two round
+    // trips, for which no payload waits here.
+    Heartbeat(double interval, bool looks) : interval(interval), looks(looks) {}
 
     // A beat that says something new goes out at once.
     std::vector<StoreRequest> requests(const LogPulse& pulse, double now) {
         if (pulse.folder.empty() || (now < next && pulse == shown)) { return {}; }
         shown = pulse;
         next = now + interval;
-        return {show(pulse.beat), {StoreRequest::get, "run", "generation"}};
+        const StoreRequest generation = {StoreRequest::get, "run", "generation"};
+        if (!looks) { return {show(pulse.beat), generation}; }
+        return {show(pulse.beat), {StoreRequest::list, shown.folder}, generation};
     }
 
     // False: the store has lost the run, as SyncLog::check_generation() will see.   answer: the last one
@@ -61,6 +65,7 @@ private:
     }
 
     double interval, next = 0;
+    bool looks;
     LogPulse shown;
     bool is_heard = false;  // by the store that has the run
     long count = 0;
@@ -72,7 +77,7 @@ public:
     SyncLogThreads(const SyncLogOptions& options, const SyncSchedule& schedule, int worker, LogShard& shard,
                    const LogStart& start, const std::function<std::unique_ptr<LogStore>()>& open)
         : log(options, schedule, worker, shard, rules, start),
-          heartbeat(options.expiry / 4),
+          heartbeat(options.expiry / 4, options.in_line > 0),
           store(open()),
           pulse_store(open()),
           ear(open()),
@@ -209,9 +214,9 @@ private:
                 listens.wait(lock, [this] { return ending || log.listens(); });
                 continue;
             }
-            const bool awaits = log.awaits;
+            const double patience = log.patience;
             lock.unlock();
-            const auto answers = awaits ? ear->await(requests, longest_wait) : ear->perform_all(requests);
+            const auto answers = patience > 0 ? ear->await(requests, patience) : ear->perform_all(requests);
             lock.lock();
             log.hear(answers, now_seconds());
             show_changes();
@@ -232,13 +237,18 @@ private:
                 continue;
             }
             lock.unlock();
-            const StoreAnswer generation = pulse_store->perform_all(requests).back();
-            if (!heartbeat.answer(generation)) {
+            const double from = now_seconds();
+            const std::vector<StoreAnswer> answers = pulse_store->perform_all(requests);
+            if (!heartbeat.answer(answers.back())) {
                 locked([&] {
-                    log.check_generation(generation);
+                    log.check_generation(answers.back());
                     show_pulse();
                 });
                 answered.notify_all();
+            }
+            if (const std::unique_lock<std::mutex> is_free(mutex, std::try_to_lock); is_free) {
+                log.hear_beats(answers, from, now_seconds());
+                show_changes();
             }
             lock.lock();
         }

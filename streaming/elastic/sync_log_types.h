@@ -22,6 +22,7 @@ struct SyncLogOptions {
     double timeout = 600;                // seconds that a worker waits for a store that does not answer
     bool checkpoints = true;             // payloads are kept until two workers' checkpoints have passed them
     size_t chunk = 64 << 20;             // bytes of a payload in one value
+    size_t in_line = 0;                  // a payload of up to so many bytes is a part of its line (a bucket)
     size_t snapshot_chunk = 4 << 20;     // of a snapshot: other requests wait for one such chunk at most
     // Seconds:
     double expiry = 5;                // a worker is dead if two looks so far apart find the same beat

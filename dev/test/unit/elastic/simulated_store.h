@@ -159,7 +159,9 @@ private:
     // A payload's name never gets other bytes. Earlier generations are exempt: a start that learned its
     // generation before the store came back empty may reuse a number there, but nobody believes it.
     void check_same_payload(const StoreRequest& request) {
-        if (parts(request.folder).first != "payload" || !is_now(run_of(request.folder))) { return; }
+        const std::string what = parts(request.folder).first;
+        const bool is_payload = what == "payload" || request.value.find('\n') != std::string::npos;
+        if (!is_payload || (what != "payload" && what != "sent") || !is_now(run_of(request.folder))) { return; }
         const uint64_t digest = digest_of(request.value);
         const auto [at, is_new] = payloads.insert({request.folder + "/" + request.name, digest});
         if (!is_new && at->second != digest) {
@@ -210,7 +212,8 @@ private:
             if (folder->second.empty()) { folders.erase(folder); }
             return;
         }
-        if (parts(request.folder).first == "payload") { check_removal(request.folder); }
+        const std::string what = parts(request.folder).first;
+        if (what == "payload" || what == "sent") { check_removal(request.folder); }
         folders.erase(request.folder);
     }
 

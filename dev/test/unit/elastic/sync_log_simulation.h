@@ -274,6 +274,7 @@ inline void make_even(Plan& plan) {
 struct Totals {
     long syncs = 0, deaths = 0, stalls = 0, snapshots = 0, snapshots_gone = 0, jumps = 0, late = 0;
     long new_generations = 0, diverged = 0, undecidable = 0, refused = 0, too_late = 0, gone = 0;
+    long overtaken = 0;     // writes, by the reads beside them
     long most_answers = 0;  // that a worker got in vain
 
     void operator+=(const Totals& more) {
@@ -290,6 +291,7 @@ struct Totals {
         refused += more.refused;
         too_late += more.too_late;
         gone += more.gone;
+        overtaken += more.overtaken;
         most_answers = std::max(most_answers, more.most_answers);
     }
 
@@ -297,9 +299,9 @@ struct Totals {
         return format(
             "%ld syncs, %ld deaths, %ld stalls, %ld snapshots, %ld found gone, %ld jumps, %ld times late, "
             "%ld new generations, %ld diverged, %ld undecidable, %ld refused, %ld too late for the run, "
-            "%ld times gone, %ld answers at most",
+            "%ld times gone, %ld writes overtaken, %ld answers at most",
             syncs, deaths, stalls, snapshots, snapshots_gone, jumps, late, new_generations, diverged,
-            undecidable, refused, too_late, gone, most_answers);
+            undecidable, refused, too_late, gone, overtaken, most_answers);
     }
 };
 
@@ -314,7 +316,7 @@ public:
         uint64_t seed, const SyncLogRules& rules, bool traced,
         const std::function<void(Plan&)>& change = [](Plan&) {})
         : random(seed),
-          plan(make_plan(random, change)),
+          plan(make_plan(seed, random, change)),
           rules(rules),
           traced(traced),
           schedule(make_schedule(plan)),
@@ -416,6 +418,14 @@ public:
         return std::max(0L, *first - workers[size_t(w)].newest_at_return);
     }
 
+    // Of worker w, for each sync that was decided, without beats and looks at them.
+    double reads_a_sync(int w) const {
+        return double(workers[size_t(w)].reads) / double(store.entries().size());
+    }
+    double requests_a_sync(int w) const {
+        return reads_a_sync(w) + double(workers[size_t(w)].others) / double(store.entries().size());
+    }
+
     std::vector<std::string> trace;
     Totals totals;
 
@@ -467,6 +477,8 @@ private:
         bool has_ended = false;
         std::optional<Checkpoint> checkpoint;
         long newest_at_return = -1;  // sync that was open when this start began to train
+        long reads = 0, others = 0;  // requests, without beats
+        Pauses pauses = pauses_of_bucket;
     };
 
     struct Event {
@@ -478,8 +490,10 @@ private:
         }
     };
 
-    static Plan make_plan(Random& random, const std::function<void(Plan&)>& change) {
+    // Of the stores without scripts half are like a bucket, where a payload is a part of its line.
+    static Plan make_plan(uint64_t seed, Random& random, const std::function<void(Plan&)>& change) {
         Plan plan(random);
+        plan.options.in_line = seed % 6 == 0 ? 1000 : 0;
         change(plan);
         return plan;
     }
@@ -561,7 +575,7 @@ private:
         options.overlap = plan.overlap[size_t(w)];
         options.shard = r;
         rank.log = std::make_unique<SyncLog>(options, schedule, w, *rank.shard, rules, begin);
-        rank.heartbeat = std::make_unique<Heartbeat>(0.7);
+        rank.heartbeat = std::make_unique<Heartbeat>(0.7, plan.options.in_line > 0);
     }
 
     void kill(int w, const char* why) {
@@ -755,6 +769,7 @@ private:
             return later(w, std::clamp(rank.log->rest(now), 0.02, 0.25), [this, w, r] { talk(w, r); });
         }
         maybe_stall_over_snapshot(w, requests);
+        count_requests(w, requests);
         travel(w, requests, [this, w, r](const std::vector<StoreAnswer>& answers) {
             workers[size_t(w)].process->ranks[size_t(r)].log->answer(answers, now);
             listen_to_events(w);
@@ -769,11 +784,12 @@ private:
         if (requests.empty()) {
             return later(w, 0.05, [this, w, r] { listen(w, r); });
         }
+        count_requests(w, requests);
         travel(w, requests, [this, w, r](const std::vector<StoreAnswer>& answers) {
             workers[size_t(w)].process->ranks[size_t(r)].log->hear(answers, now);
             listen_to_events(w);
             later(w, answers.back().lost ? 0.5 : 0, [this, w, r] { listen(w, r); });
-        }, log.awaits ? 1 : 0);
+        }, log.patience);
     }
 
     void beat(int w, int r) {
@@ -782,9 +798,10 @@ private:
         if (requests.empty()) {
             return later(w, 0.4, [this, w, r] { beat(w, r); });
         }
-        travel(w, requests, [this, w, r](const std::vector<StoreAnswer>& answers) {
+        travel(w, requests, [this, w, r, from = now](const std::vector<StoreAnswer>& answers) {
             Rank& rank = workers[size_t(w)].process->ranks[size_t(r)];
             if (!rank.heartbeat->answer(answers.back())) { rank.log->check_generation(answers.back()); }
+            rank.log->hear_beats(answers, from, now);
             beat(w, r);
         });
     }
@@ -798,7 +815,8 @@ private:
         size_t lost_from;  // answers
         size_t done;       // requests that reach the store, even if their answers are lost
         std::function<void(const std::vector<StoreAnswer>&)> then;
-        double patience;   // seconds that it waits for a decision
+        double patience;   // seconds that it waits for a decision, or a line
+        std::vector<StoreAnswer> overtook = {};  // reads that arrived before the write that they travel with
     };
 
     // Requests that are on their way arrive even if their sender dies.
@@ -818,24 +836,68 @@ private:
         return worker.process && worker.life == batch.life;
     }
 
-    bool is_decided(const Batch& batch) {
+    static bool is_read(const StoreRequest& one) {
+        return one.kind == StoreRequest::get || one.kind == StoreRequest::decision;
+    }
+
+    bool is_there(const Batch& batch) {
         return std::any_of(batch.requests.begin(), batch.requests.end(), [this](const StoreRequest& one) {
-            return one.kind == StoreRequest::decision && store.perform(one).found;
+            return is_read(one) && one.folder != "run" && store.perform(one).found;
         });
+    }
+
+    // To a bucket a write and the reads after it travel at the same time, and may arrive in any order.
+    void let_reads_overtake(Batch& batch) {
+        const size_t write = batch.answers.size();
+        const auto kind = batch.requests[write].kind;
+        const bool is_write = kind == StoreRequest::put || kind == StoreRequest::put_if_absent;
+        batch.overtook.clear();
+        if (plan.options.in_line == 0 || !is_write || random.happens(0.5)) { return; }
+        for (size_t i = write + 1; i < batch.done && is_read(batch.requests[i]); i++) {
+            batch.overtook.push_back(store.perform(batch.requests[i]));
+        }
+        totals.overtaken += !batch.overtook.empty();
+    }
+
+    StoreAnswer perform(Batch& batch, const StoreRequest& request) {
+        if (is_read(request) && !batch.overtook.empty()) {
+            const StoreAnswer answer = batch.overtook.front();
+            batch.overtook.erase(batch.overtook.begin());
+            return answer;
+        }
+        let_reads_overtake(batch);
+        return store.perform(request);
+    }
+
+    void count_requests(int w, const std::vector<StoreRequest>& requests) {
+        for (const StoreRequest& one : requests) {
+            if (one.folder.find("/beat") != std::string::npos) { continue; }
+            (is_read(one) ? workers[size_t(w)].reads : workers[size_t(w)].others)++;
+        }
+    }
+
+    // Seconds until a question whose answer is not there yet arrives again (LogStore::await).
+    double pause_of(const Batch& batch) {
+        if (plan.options.in_line == 0) { return 0.05; }
+        count_requests(batch.w, batch.requests);
+        const double round_trip = 2 * way(batch.w);
+        return round_trip + std::max(round_trip, workers[size_t(batch.w)].pauses.after(false));
     }
 
     // The next request of a batch arrives. Requests and failures of others come in between.
     void arrive(const std::shared_ptr<Batch>& batch) {
         const size_t next = batch->answers.size();
-        if (batch->patience > 0 && !is_decided(*batch) && now >= store_away_until && is_alive(*batch)) {
-            batch->patience -= 0.05;
-            return at(now + 0.05, [this, batch] { arrive(batch); });
+        if (batch->patience > 0 && !is_there(*batch) && now >= store_away_until && is_alive(*batch)) {
+            const double pause = pause_of(*batch);
+            batch->patience -= pause;
+            return at(now + pause, [this, batch] { arrive(batch); });
         }
+        if (batch->patience > 0) { workers[size_t(batch->w)].pauses.after(true); }
         batch->patience = 0;
         if (now < store_away_until) { batch->done = batch->lost_from = next; }
         if (next < batch->done) {
             const StoreRequest& request = batch->requests[next];
-            batch->answers.push_back(store.perform(request));
+            batch->answers.push_back(perform(*batch, request));
             batch->answers.back().lost = next >= batch->lost_from;
             trace_request(batch->w, request, batch->answers.back());
             const bool decides = request.kind == StoreRequest::decide;
@@ -869,9 +931,10 @@ private:
                              request.folder.find("/snapshot") == std::string::npos;
         std::string text = format("  worker %d: %s %s %s", w, kinds[request.kind], request.folder.c_str(),
                                   request.name.c_str());
-        if (is_text) { text += " " + request.value + " -> " + answer.value; }
+        const auto shown = [](const std::string& value) { return value.substr(0, value.find('\n')); };
+        if (is_text) { text += " " + shown(request.value) + " -> " + shown(answer.value); }
         for (const auto& [name, value] : answer.listing) {
-            text += " [" + name + (is_text ? ": " + value : "") + "]";
+            text += " [" + name + (is_text ? ": " + shown(value) : "") + "]";
         }
         tell(text + (answer.lost ? " (answer lost)" : ""));
     }

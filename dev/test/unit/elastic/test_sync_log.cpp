@@ -58,6 +58,7 @@ TEST(SyncLog, workers_stay_equal_and_go_on_whatever_happens_between_any_two_requ
     EXPECT_GT(totals.refused, share(1000));
     EXPECT_GT(totals.too_late, share(100));
     EXPECT_GT(totals.gone, share(1000));
+    EXPECT_GT(totals.overtaken, share(10000));
 }
 
 TEST(SyncLog, a_seed_is_the_same_run_again) {
@@ -239,6 +240,47 @@ TEST(SyncLog, a_slow_worker_does_not_slow_the_others_and_is_counted_in_nine_of_t
     }
 }
 
+// Requests cost money. Some workers wait in each sync: for the slower one.
+TEST(SyncLog, over_a_bucket_a_sync_takes_few_requests_whoever_is_slower) {
+    const SyncLogRules rules;
+    struct Case {
+        int workers;
+        double slower, one_way;
+    };
+    for (const Case& one : {Case{2, 1, 0.002}, Case{2, 1, 0.04}, Case{2, 1.2, 0.002}, Case{2, 1.2, 0.04},
+                            Case{2, 3, 0.002}, Case{2, 3, 0.04}, Case{4, 1, 0.04}, Case{4, 1.2, 0.04}}) {
+        double reads = 0, all = 0;
+        for (uint64_t seed = 6; seed <= 30; seed += 6) {
+            simulation::World world(seed, rules, false, [&](simulation::Plan& plan) {
+                simulation::make_even(plan);
+                plan.workers = plan.options.workers = one.workers;
+                plan.min_workers = plan.options.elastic.min_workers = one.workers / 2;
+                plan.H = 45;
+                plan.fragments = 3;
+                plan.steps = 900;
+                plan.overlap.assign(size_t(one.workers), 12);
+                plan.step_time.assign(size_t(one.workers), 0.06);
+                plan.step_time[1] *= one.slower;
+                plan.delay.assign(size_t(one.workers), one.one_way);
+                plan.first_start.assign(size_t(one.workers), 0);
+                plan.options.elastic.grace = 10;
+                plan.options.expiry = 5;
+                plan.options.poll = 1;
+                ASSERT_GT(plan.options.in_line, 0u);
+            });
+            ASSERT_NO_THROW(world.run());
+            for (int w = 0; w < one.workers; w++) {
+                EXPECT_LE(world.requests_a_sync(w), one.workers == 2 ? 12 : 18) << w << ", seed " << seed;
+                EXPECT_GE(world.requests_a_sync(w), 4) << w;  // line, the other's, entry, generation
+                reads += world.reads_a_sync(w) / 5 / one.workers;
+                all += world.requests_a_sync(w) / 5 / one.workers;
+            }
+        }
+        printf("%d workers, one %g times slower, %g s: %.1f requests a sync, of which %.1f read\n", one.workers,
+               one.slower, 2 * one.one_way, all, reads);
+    }
+}
+
 // A shard whose host may have no memory for snapshots.
 struct PoorShard : simulation::Shard {
     using Shard::Shard;
@@ -302,7 +344,7 @@ struct Driven {
     const SyncLogRules rules;
     PoorShard shard;
     SyncLog log;
-    Heartbeat heartbeat{0.5};
+    Heartbeat heartbeat{0.5, false};
 };
 
 TEST(SyncLog, a_sync_takes_the_last_sender_one_way_to_the_store_and_the_others_are_told) {
@@ -655,6 +697,23 @@ TEST(SyncLog, nothing_is_decided_without_others_because_the_answers_took_long) {
     EXPECT_EQ(senders.store.entries().begin()->second.contributors.size(), 3u);
 }
 
+// With the payload behind it and the other's line beside it, then the entry beside the generation.
+TEST(SyncLog, over_a_bucket_a_sync_is_two_round_trips_for_who_sends_last) {
+    SyncLogOptions options = Driven::options(2, 2);
+    options.in_line = 1 << 20;
+    Senders senders(2, options);
+    senders.store.has_scripts = false;
+    senders.train_until_they_send();
+    Driven &one = *senders.workers[0], &other = *senders.workers[1];
+    EXPECT_TRUE(one.go_there_and_back(senders.now));
+    EXPECT_EQ(other.ways_until_it_goes_on(Senders::H + 1, senders.now), 2);
+    senders.now += 2;  // this one asks again after a pause
+    EXPECT_EQ(one.ways_until_it_goes_on(Senders::H + 1, senders.now), 1);
+    ASSERT_EQ(senders.store.entries().size(), 1u);
+    EXPECT_EQ(senders.store.entries().begin()->second.contributors.size(), 2u);
+    EXPECT_TRUE(senders.store.in(one.log.current_generation() + "/0/payload/0").empty());
+}
+
 TEST(SyncLog, a_line_that_the_store_has_lost_is_sent_again) {
     Senders senders(2);
     senders.train_until_they_send();
@@ -953,7 +1012,7 @@ struct Givers {
     }
     void add(int worker, int rank) {
         workers.push_back(std::make_unique<Driven>(worker, schedule, store, Driven::options(3, 2), rank));
-        hearts.emplace_back(10);
+        hearts.emplace_back(10, false);
     }
     void pass(double seconds) {
         now += seconds;

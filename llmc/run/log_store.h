@@ -1,5 +1,6 @@
-// LogStore: where a sync log lies (README.md: keys). A value lies under a folder and a name in it. There are
-// three kinds: in Redis (log_store_redis.h), a folder (log_store_folders.h) and a bucket (log_store_s3.h).
+// LogStore: where a sync log lies (streaming/elastic/README.md: keys). A value lies under a folder and a name
+// in it. There are three kinds: in Redis (streaming/elastic/log_store_redis.h), a folder (log_store_file.h)
+// and a bucket (log_store_s3.h).
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -38,6 +39,18 @@ inline StoreAnswer lost_answer(const std::string& trouble, bool is_full) {
     return {true, is_full, trouble, false, "", {}};
 }
 
+// How long to pause before a question is asked again: longer each time, and shorter after an answer, so that
+// few are asked whether answers come soon or late.
+struct Pauses {
+    double shortest = 0.002, longest = 0.1;  // seconds
+    double longer = 1.2, shorter = 0;        // factors
+    double pause = 0;
+    double after(bool is_answered) {
+        return pause = std::clamp(pause * (is_answered ? shorter : longer), shortest, longest);
+    }
+};
+inline constexpr Pauses pauses_of_bucket{0.05, 1, 2, 0.5};  // each question costs money
+
 // What Redis (a folder is a hash: HGET, HSET, HSETNX, HDEL and UNLINK, HGETALL, SCAN), a shared folder (open,
 // rename, link, unlink, readdir) and a bucket (GET, PUT, DELETE) can all do. Calls block: each store is used
 // by a thread of its own.
@@ -56,40 +69,23 @@ public:
         }
         return answers;
     }
-    // perform_all(), once one of the decisions that come first in it is there, or `seconds` have passed.
+    // perform_all(), once anything in it is there beside the generation, or `seconds` have passed.
     virtual std::vector<StoreAnswer> await(const std::vector<StoreRequest>& requests, double seconds) {
-        const auto rest = std::find_if(requests.begin(), requests.end(), [](const StoreRequest& request) {
-            return request.kind != StoreRequest::decision;
-        });
-        std::string question;
-        for (auto one = requests.begin(); one != rest; one++) {
-            question += one->folder + " " + one->name + "\n";
-        }
-        if (question != std::exchange(awaited, question)) { pause = 0.002; }
         for (const double until = now_seconds() + seconds;;) {
             const double from = now_seconds();
-            std::vector<StoreAnswer> answers = perform_all({requests.begin(), rest});
-            bool is_over = from >= until;
-            for (const StoreAnswer& answer : answers) { is_over |= answer.found || answer.lost; }
-            if (is_over && answers.back().lost) {
-                answers.resize(requests.size(), answers.back());
-                return answers;
+            std::vector<StoreAnswer> answers = perform_all(requests);
+            bool is_over = false;
+            for (size_t i = 0; i < requests.size(); i++) {
+                is_over |= answers[i].lost || (answers[i].found && requests[i].folder != "run");
             }
-            if (is_over) {
-                for (StoreAnswer& answer : perform_all({rest, requests.end()})) {
-                    answers.push_back(std::move(answer));
-                }
-                return answers;
-            }
-            // Pauses for at least as long as the request took, and longer each time.
-            std::this_thread::sleep_for(std::chrono::duration<double>(std::max(now_seconds() - from, pause)));
-            pause = std::min(1.2 * pause, 0.1);
+            const double pause = std::max(pauses.after(is_over), now_seconds() - from);
+            if (is_over || from >= until) { return answers; }
+            std::this_thread::sleep_for(std::chrono::duration<double>(std::min(pause, seconds)));
         }
     }
     // About settings that endanger the run, as they were when the store was opened.
     virtual std::string warning() const { return ""; }
 
-private:
-    std::string awaited;  // decisions
-    double pause = 0;     // seconds
+protected:
+    Pauses pauses;  // of await()
 };

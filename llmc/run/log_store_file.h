@@ -1,5 +1,5 @@
-// FileFolders: values in named folders, in a folder that all workers see, on one machine or on a network file
-// system: what the sync log of an elastic run lies in (streaming/elastic/log_store_folders.h).
+// FileLogStore: the sync log of an elastic run in a folder that all workers see, on one machine or on a
+// network file system.
 // A folder of the log is a folder here, "G/0/payload/12" three deep in G; a name is a file in it. Values
 // appear whole: written as ROOT/.new/TOKEN.n, then renamed, or linked where the first one wins.
 //
@@ -26,13 +26,14 @@
 
 #include "llmc/error.h"
 #include "llmc/file.h"
+#include "llmc/run/log_store.h"
 #include "llmc/run/store.h"
 #include "llmc/run/value_file.h"
 
-class FileFolders {
+class FileLogStore : public LogStore {
 public:
     // UserError if the folder cannot be made or written to, or its file system has no links.
-    explicit FileFolders(const std::string& folder)
+    explicit FileLogStore(const std::string& folder)
         : root(folder), unnamed(folder + "/.new"), token(random_hex(8)) {
         FileStore::make_usable(root);
         try {
@@ -44,11 +45,37 @@ public:
         }
     }
 
-    static bool is_full(const std::exception& error) {
-        const auto* const of_file = dynamic_cast<const ValueFileError*>(&error);
-        return of_file != nullptr && of_file->is_full;
+    StoreAnswer perform(const StoreRequest& request) override {
+        const std::string &folder = request.folder, &name = request.name;
+        StoreAnswer answer;
+        try {
+            switch (request.kind) {
+                case StoreRequest::decide: break;  // workers do it, by what they list
+                case StoreRequest::decision: return perform({StoreRequest::get, folder + "/entry", name});
+                case StoreRequest::get:
+                    if (std::optional<std::string> value = get(folder, name)) {
+                        answer.found = true;
+                        answer.value = std::move(*value);
+                    }
+                    break;
+                case StoreRequest::put:
+                    put(folder, name, request.value);
+                    answer.value = request.value;
+                    break;
+                case StoreRequest::put_if_absent:
+                    answer.value = put_if_absent(folder, name, request.value, request.asks_winner);
+                    break;
+                case StoreRequest::remove: name.empty() ? remove_folder(folder) : remove(folder, name); break;
+                case StoreRequest::list: answer.listing = list(folder); break;
+                case StoreRequest::folders: answer.listing = folders(folder); break;
+            }
+            return answer;
+        } catch (const ValueFileError& error) {
+            return lost_answer(error.what(), error.is_full);
+        } catch (const std::exception& error) { return lost_answer(error.what(), false); }
     }
 
+private:
     std::optional<std::string> get(const std::string& folder, const std::string& name) const {
         if (std::optional<std::string> value = read_value_file(path(folder, name))) { return value; }
         refresh(folder);
@@ -136,7 +163,6 @@ public:
         return found;
     }
 
-private:
     // A temporary file.
     struct Unnamed {
         std::string path;
