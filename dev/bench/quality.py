@@ -15,10 +15,10 @@ All runs of a seed start from the same bits and read the same sequences in the s
 number of sequences for any number of workers. Gaps are paired: each is between two losses of one seed. The losses are
 of the global parameters.
 
-Rates are tuned for each optimizer, method and number of workers with nine runs of a sixth of the length, with seed 1.
-Data-parallel training tries nine inner settings (learning rate, and Muon's momentum). What exchanges tries three, then
-with the best of them four other outer settings (learning rate, momentum, alpha), and with the best of these the two
-other inner settings again. Runs that differ only in H, tau or the format share their rates.
+Rates are tuned for each optimizer, method and number of workers with runs of a sixth of the length, with seed 1.
+Data-parallel training tries nine inner settings (learning rate, and Muon's momentum). What exchanges tries three, and
+then with the best of them four other outer settings (learning rate, momentum, alpha): seven runs. Runs that differ only
+in H, tau or the format share their rates.
 
 Complete trainings of three lengths, each with its whole learning-rate schedule, show how the gap shrinks as training
 gets longer: the best tuning runs, runs of a third of the length, and the whole ones.
@@ -243,7 +243,7 @@ class Tuning:
         outers = OUTER.get(group.kind, (None,))
         steps = arguments.steps // LENGTHS[0]
         run = lambda inner, outer: make_job(scale, group, steps, 1, inner, outer)
-        self.inner, self.outer, self.again = [], [], []
+        self.inner, self.outer = [], []
         if scale.learning_rate:
             self.best = run(Inner(scale.learning_rate), outers[0])
             return
@@ -253,9 +253,6 @@ class Tuning:
         if best and group.exchanges:
             self.outer = [run(best.inner, outer) for outer in outers]
             best = self.least(finished, self.outer)
-        if best and group.exchanges:
-            self.again = [run(inner, best.outer) for inner in inners]
-            best = self.least(finished, self.again)
         self.best = best
 
     @staticmethod
@@ -264,7 +261,7 @@ class Tuning:
         return None if None in losses else jobs[losses.index(min(losses))]
 
     def jobs(self):
-        return list({job.name: job for job in self.inner + self.outer + self.again}.values())
+        return list({job.name: job for job in self.inner + self.outer}.values())
 
 
 class Plan:
@@ -409,8 +406,6 @@ def tuning_lines(finished, plan):
         line += ": " + ", ".join(text(job, job.inner.name) for job in tuning.inner)
         if tuning.outer:
             line += "; outer " + ", ".join(text(job, job.outer.name) for job in tuning.outer)
-        if tuning.again:
-            line += "; inner again " + ", ".join(text(job, job.inner.name) for job in tuning.again)
         if tuning.best:
             best, rates = tuning.best, [job.inner.learning_rate for job in tuning.inner]
             line += f". Taken: {best.inner.name}" + (f" and {best.outer.name}" if best.outer else "")
@@ -470,8 +465,7 @@ learning-rate schedule; in brackets, the outer steps."""
 TUNING_NOTE = """## Rates
 
 Validation losses of the tuning runs, a sixth of the length, by inner learning rate (of Muon with its momentum; AdamW's
-rate beside it is a fifth of Muon's), at the best of them by outer learning rate/momentum/alpha, and at the best of
-these by the inner rate again."""
+rate beside it is a fifth of Muon's) and, at the best of them, by outer learning rate/momentum/alpha."""
 
 
 # ---------------------------------------------------------------------------------------------- command line
