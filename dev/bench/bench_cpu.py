@@ -257,10 +257,10 @@ def parse_arguments(words):
     arguments.rounds, arguments.steps = (1, 2) if arguments.quick else (5, 8)
     if arguments.quick:
         arguments.models = ["3x128"]
-    for program in (arguments.trainer, ROOT / "build/matmul_rate", *filter(None, [arguments.pytorch])):
+    check_report(arguments.report)
+    for program in (arguments.trainer, *filter(None, [arguments.pytorch]), ROOT / "build/matmul_rate"):
         if not program.exists():
             raise UserError(f"{program} is not there: run make bench-cpu, with PEERS=1 for PyTorch")
-    check_report(arguments.report)
     return arguments
 
 

@@ -1,15 +1,20 @@
-"""The CPU's loops that matter are vectorized: what g++ made of them, read with objdump.
+"""The trainer on a CPU: the loops that matter are vectorized, and dev/bench/bench_cpu.py reads its own measurements right.
+A trial of the latter: test_commands.
 
+What g++ made of the loops is read with objdump.
 A loop that calls `exponential` for each value, since the compiler did not inline it, takes several times as long, gives
 the same results, and nothing else notices."""
 import platform
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "dev/bench"))
+import bench_cpu
 
 # Functions of the trainer that hold these loops. Softmax is inlined into attention.
 LOOPS = {"GELU": r"cpu::gelu_forward\(", "GELU's derivative": r"cpu::matmul_backward\(",
@@ -82,3 +87,38 @@ def test_a_function_that_is_not_inlined_is_found(tmp_path):
     (tmp_path / "llmc/arithmetic.h").write_text(mutant)
     found = list(faults(compiled(tmp_path, tmp_path), ["GELU"], widths()))
     assert any("exponential" in fault for fault in found) and "vector instructions" in found[0]
+
+
+# --------------------------------------------------------------------------------------- the benchmark
+
+BENCHMARK = ROOT / "dev/bench/bench_cpu.py"
+
+
+@pytest.mark.parametrize("library, symbol, part", [
+    ("[JIT] tid 7", "[.] 0x00007fc6cd90336a", "oneDNN's matmuls"),
+    ("libdnnl.so.2.6", "[.] 0x00000000017c0417", "oneDNN's matmuls"),
+    ("libgomp.so.1.0.0", "[.] 0x000000000001f7da", "waiting for the other thread"),
+    ("[kernel.kallsyms]", "[k] exc_page_fault", "kernel, C library"),
+    ("train_gpt_cpu", "[.] cpu::attention_backward_head", "attention"),
+    ("train_gpt_cpu", "[.] cpu::convert_to_bf16", "conversions"),
+    ("train_gpt_cpu", "[.] main", "other")])
+def test_a_symbol_belongs_to_a_part(library, symbol, part):
+    assert bench_cpu.part_of(library, symbol) == part
+
+
+def test_the_share_is_the_flops_of_a_step_over_onednn_s():
+    model = bench_cpu.Model(2, 2, 64, 128, 32, 4)
+    found = {"ours": [{"parameters": 1000, "seconds": 0.5, "peak": 2**20}], "rate": 1e7,
+             "theirs": {"eager": [{"seconds": 1.0, "peak": 2**21}], "compiled": [{"seconds": 0.75, "peak": 2**22}]}}
+    flops = 4 * 32 * (6 * 1000 + 6 * 2 * 64 * 32)  # of a step of half a second
+    cells = bench_cpu.row("tiny", model, "fp32", found)
+    assert cells[2:4] == ["256", "500.0"] and cells[6] == f"{2 * flops / 1e7:.2f}"
+    assert cells[7:] == ["1", "128", "171", "1.50", "2"]
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--models", "7x7"], "invalid choice: '7x7'"), (["--trainer", "/nowhere"], "/nowhere is not there"),
+    (["--pytorch", "/nowhere"], "/nowhere is not there"), (["--report", "/nowhere/x.md"], "cannot be written")])
+def test_wrong_input_is_one_line(words, message):
+    result = subprocess.run([sys.executable, BENCHMARK, *words], capture_output=True, text=True)
+    assert result.returncode == 2 and message in result.stderr and result.stderr.count("\n") == 1
