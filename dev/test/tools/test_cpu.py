@@ -1,9 +1,8 @@
-"""The trainer on a CPU: the loops that matter are vectorized, and dev/bench/bench_cpu.py reads its own measurements right.
-A trial of the latter: test_commands.
+"""The trainer on a CPU: its loops that matter are vectorized, and dev/bench/bench_cpu.py reads its runs right.
 
-What g++ made of the loops is read with objdump.
-A loop that calls `exponential` for each value, since the compiler did not inline it, takes several times as long, gives
-the same results, and nothing else notices."""
+What g++ made of the loops is read with objdump. A loop that calls `exponential` for each value, since the compiler did
+not inline it, takes several times as long, gives the same results, and nothing else notices. A trial of the benchmark:
+test_commands.py."""
 import platform
 import re
 import subprocess
