@@ -28,8 +28,13 @@ inline bool cpu_has_fast_bf16() {
     return (unsigned(dnnl::get_effective_cpu_isa()) & bf16) == bf16;
 }
 
+// True if products round their inputs to bf16.
+inline bool rounds_to_bf16(MatmulPrecision precision) {
+    return precision != MatmulPrecision::highest && cpu_has_fast_bf16();
+}
+
 // float to bf16, to nearest, ties to even. NaN stays NaN.
-inline uint16_t bf16_bits(float value) {
+HD_INLINE uint16_t bf16_bits(float value) {
     const uint32_t bits = float_to_bits(value);
     const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
@@ -70,9 +75,7 @@ inline void column_sums(float* sums, uint16_t* out, const float* inp, int N, int
 class Matmul {
 public:
     explicit Matmul(const MatmulOptions& options)
-        : bf16(options.precision != MatmulPrecision::highest && cpu_has_fast_bf16()),
-          engine(dnnl::engine::kind::cpu, 0),
-          stream(engine) {}
+        : bf16(rounds_to_bf16(options.precision)), engine(dnnl::engine::kind::cpu, 0), stream(engine) {}
 
     // What is used, in words.
     std::string description() const { return bf16 ? "bf16, sums in fp32" : "fp32"; }
