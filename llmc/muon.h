@@ -111,7 +111,9 @@ public:
     // comm: joins the ranks of a worker
     ShardedMuon(const Layout& layout, Comm& comm)
         : layout(layout), comm(comm), matrices(layer_matrices(layout)), parts(layout.blocks[0].size),
-          layer(comm.size() > 1 ? layout.blocks[0].size : 0), scratch(largest(), longest_short_side()) {}
+          layer(comm.size() > 1 ? layout.blocks[0].size : 0),
+          scratch(largest([](const LayerMatrix& m) { return long(m.rows) * m.columns; }),
+                  largest([](const LayerMatrix& m) { return std::min(m.rows, m.columns); })) {}
 
     // Updates this rank's shards of the matrices. Collective: all ranks call it, also if the update is
     // skipped (*grad_scale, the clip scale, is not finite).   rounding: of params; `first` is set here
@@ -148,14 +150,11 @@ private:
     // This rank's shard of layer first + r.
     floatX* part(int r) { return parts + r * (parts.count() / comm.size()); }
 
-    long largest() const {
+    // The largest value that `size` has for a matrix.
+    template <class Size>
+    long largest(const Size& size) const {
         long most = 0;
-        for (const LayerMatrix& m : matrices) { most = std::max(most, long(m.rows) * m.columns); }
-        return most;
-    }
-    long longest_short_side() const {
-        long most = 0;
-        for (const LayerMatrix& m : matrices) { most = std::max(most, long(std::min(m.rows, m.columns))); }
+        for (const LayerMatrix& m : matrices) { most = std::max(most, long(size(m))); }
         return most;
     }
 

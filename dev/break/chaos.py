@@ -2,7 +2,7 @@
 """Chaos: an elastic run (--outer-transport store) whose workers are killed, stopped, slowed and cut off.
 
     dev/break/chaos.py --minutes 10 [--seed S] [--workers M] [--ranks R] [--store redis|file|s3] [--links]
-                 [--share CORES] [--trainer ./train_gpt_cpu]
+                 [--share CORES] [--only KIND ...] [--trainer ./train_gpt_cpu]
 
 M workers are started one by one, as they would be at M places. What then happens to them is drawn from the
 seed: they are killed, stopped for less and for more than every time-out, slowed down, started anew, cut off;
@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "dev/tools"), str(ROOT / "dev/break/chaos"), str(ROOT / "dev/bench"), str(ROOT / "dev/test")]
 import places  # noqa: E402
 import quota  # noqa: E402
-from blows import GRACE, MISSED, TIMEOUT, draw_event, kinds_but_for  # noqa: E402
+from blows import BLOWS, GRACE, MISSED, TIMEOUT, draw_event, kinds_but_for  # noqa: E402
 from conftest import children, command  # noqa: E402
 from metrics import UserError, log_name  # noqa: E402
 from outcome import Totals, table, verdict, write_journal  # noqa: E402
@@ -62,7 +62,7 @@ LAST_BEFORE_LOSS, LAST_EVENT, LAST_BLOW = 0.5, 0.75, 0.85
 
 # Three fragments. A step takes about ten milliseconds, so that the time between a send and its merge is, as in
 # real runs, longer than the time between two reads of the store, and than about ten round trips.
-COMMON = {"--outer-transport": "store", "--min-workers": 2, "--grace": GRACE, "--timeout": TIMEOUT,
+COMMON = {"--outer-transport": "store", "--grace": GRACE, "--timeout": TIMEOUT,
           "--channels": 64, "-t": 64, "-b": 8, "-H": 24, "--fragment-layers": 1, "-n": 50, "-nk": 3,
           "-l": 0.003, "-j": None}
 
@@ -71,6 +71,19 @@ OVER = "the other workers have reached the end of this run"  # the message to a 
 
 class Failure(Exception):
     """Something forbidden: different bits, a worker that hangs or ends by itself, an unclear error."""
+
+
+def place_of(arguments):
+    """The class in places.py of where the workers are."""
+    return (places.Folder if arguments.store == "file" else places.Bucket if arguments.store == "s3"
+            else places.Apart if arguments.links else places.Here)
+
+
+def kinds_of(arguments):
+    """The names of the blows that can fall there."""
+    impossible = {"one rank killed"} if arguments.ranks == 1 else set()
+    impossible |= {"two newcomers"} if arguments.workers == 2 else set()  # nobody would have the run's state
+    return kinds_but_for(place_of(arguments).impossible | impossible | set(BLOWS) - set(arguments.only))
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -84,18 +97,16 @@ class Chaos:
         self.trainer, self.tokens, self.base = arguments.trainer, tokens, base
         self.totals, self.journal = totals, journal
         self.options = {**COMMON, "--workers": arguments.workers, "--ranks": arguments.ranks,
+                        "--min-workers": 1 if arguments.workers == 2 else 2,
                         "--overlap": 20 if arguments.links else 10, "-x": arguments.steps,
                         **self.draw_options()}
         base.mkdir(parents=True)
-        kind = (places.Folder if arguments.store == "file" else places.Bucket if arguments.store == "s3"
-                else places.Apart if arguments.links else places.Here)
-        self.place = kind(base, arguments.workers)
+        self.place = place_of(arguments)(base, arguments.workers)
         self.options.update(self.place.options)
         self.share, self.quotas = arguments.share, quota.Quotas() if arguments.share else None
         self.waits = Waits(arguments.workers, self.options["--min-workers"])
         self.workers = [Worker(w, self) for w in range(arguments.workers)]
-        impossible = {"one rank killed"} if arguments.ranks == 1 else set()
-        self.kinds = kinds_but_for(self.place.impossible | impossible)
+        self.kinds = kinds_of(arguments)
         self.store_is_up = True
         self.agreement = Agreement()
         self.awaited = []     # (blow, when, its victims) until the others' next sync
@@ -495,10 +506,12 @@ def check(arguments):
     """Raises a UserError for a run that is impossible on this machine."""
     if not arguments.trainer.exists():
         raise UserError(f"there is no {arguments.trainer}: run make")
-    if arguments.workers < 3:
-        raise UserError("--workers is less than 3: with two nobody can be missed")
+    if arguments.workers < 2:
+        raise UserError("--workers is less than 2: nobody would be there when one is killed")
     if arguments.links and arguments.store != "redis":
         raise UserError(f"--links are to a Redis server: leave out --store {arguments.store}")
+    if not kinds_of(arguments):
+        raise UserError(f"no such blow can fall here: {', '.join(arguments.only)}")
     if lack := places.missing(arguments.store, arguments.links):
         raise UserError(lack)
     if arguments.share is not None and not 0 <= arguments.share <= 1:
@@ -519,7 +532,7 @@ def share_that_can_be_had():
 def steps_of_a_run(arguments, folder, tokens):
     """As many as take RUN_SECONDS, by a trial run of one worker, with its share of a core and no store."""
     options = {name: value for name, value in COMMON.items()
-               if name not in ("--outer-transport", "--min-workers", "--grace", "--timeout")}
+               if name not in ("--outer-transport", "--grace", "--timeout")}
     options.update({"--ranks": arguments.ranks, "-x": TRIAL_STEPS, "-n": 0})
     quotas = quota.Quotas() if arguments.share else None
     before = quotas.inside("trial", arguments.share * arguments.ranks) if quotas else []
@@ -580,6 +593,8 @@ def parse(words):
     parser.add_argument("--share", type=float, metavar="CORES",
                         help=f"of a core, that a rank gets ({SHARE} where there are control groups, and "
                              "root; 0: as much as it can get)")
+    parser.add_argument("--only", nargs="+", metavar="KIND", choices=list(BLOWS), default=list(BLOWS),
+                        help="of blows: " + ", ".join(f'"{kind}"' for kind in BLOWS))
     parser.add_argument("--trainer", type=Path, default=ROOT / "train_gpt_cpu")
     return parser.parse_args(words)
 
@@ -600,6 +615,8 @@ def main(words):
         names = ("workers", "ranks", "steps", "store", "share", "trainer")
         options = " ".join(f"--{name} {getattr(arguments, name)}" for name in names)
         options += " --links" * arguments.links
+        if arguments.only != list(BLOWS):
+            options += " --only" + "".join(f' "{kind}"' for kind in arguments.only)
         journal.append((time.monotonic(), "chaos", f"FAILURE: {failure}"))
         print(f"{failure}\nwhat it left is in {base}; again:\n    dev/break/chaos.py "
               f"--minutes {arguments.minutes:g} --seed {failure.seed} {options}")

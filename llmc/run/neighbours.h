@@ -2,6 +2,7 @@
 // and NVLink no process hears that its peer has died, and NCCL does not say it either.
 #pragma once
 #include <signal.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstdlib>
@@ -16,21 +17,19 @@
 
 class Neighbours {
 public:
-    // introductions: of all processes of the run, which are alive. Those of other machines are not watched,
-    // nor those whose number means another process here, as between containers.
+    // introductions: of all processes of the run. Only those in this process's own PID namespace are watched:
+    // elsewhere, as in another container, their numbers mean other processes. One may have died by now.
     explicit Neighbours(const std::vector<std::string>& introductions) {
         for (const std::string& text : introductions) {
             const size_t end = text.rfind(' '), begin = text.rfind(' ', end - 1);
-            const bool is_here = begin < end && text.substr(0, begin) == machine_name();
-            Process one;
-            if (is_here) { one = {atoi(text.c_str() + begin + 1), text.substr(end + 1)}; }
-            watched.push_back(is_here && birth_of(one.pid) == one.birth ? one : Process());
+            const bool is_here = begin < end && end + 1 < text.size() && text.substr(0, begin) == place();
+            watched.push_back(is_here ? Process{atoi(text.c_str() + begin + 1), text.substr(end + 1)} : Process());
         }
     }
 
-    // Of a process on this machine: "MACHINE PID BIRTH".
+    // Of a process of this namespace: "PLACE PID BIRTH"; without a birth if nobody can say it.
     static std::string introduction(int pid) {
-        return machine_name() + format(" %d %s", pid, birth_of(pid).value_or("").c_str());
+        return place() + format(" %d %s", pid, birth_of(pid).value_or("").c_str());
     }
 
     // The number among all processes of one that has died; -1: none has.
@@ -45,6 +44,12 @@ private:
         int pid = 0;  // 0: not watched
         std::string birth;
     };
+
+    // Within which process numbers are unique: "HOST/BOOT pid:[NUMBER]".
+    static std::string place() {
+        char name[64] = "";
+        return machine_name() + (readlink("/proc/self/ns/pid", name, sizeof name - 1) > 0 ? " " : "") + name;
+    }
 
     // When a process began, in the kernel's ticks (proc(5): field 22 of stat). "" once it has ended, even if
     // its parent has not noticed yet. None if nobody can say, as without free file descriptors.

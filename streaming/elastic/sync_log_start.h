@@ -72,7 +72,10 @@ inline LogBase SyncLog::base() const {
 // and alive is a member, which is expected in the run's first sync.
 inline void SyncLog::agree(double now) {
     const auto then_begin = [this](const StoreAnswer& answer, double now) {
-        if (!answer.value.empty()) { begin(LogBeginning::parse(answer.value), now); }
+        if (!answer.found && !beginning) { return; }  // nobody has begun
+        const LogBeginning there = LogBeginning::parse(answer.value);
+        const bool is_whole = there.text() == answer.value && there.base.positions.size() == slots.size();
+        is_whole ? begin(there, now) : refuse("run", "start", answer.value);
     };
     if (beginning) {
         return ask({StoreRequest::put_if_absent, key("run"), "start", beginning->text()}, then_begin);

@@ -25,8 +25,9 @@ class Log:
         if self.server:
             keys = [key.decode() for key in self.server.ask("KEYS", "run/log/*")]
             return [(key, name) for key in keys for name in self.server.ask("HKEYS", key)]
-        paths = [path for path in self.folder.glob("**/*") if ".new" not in path.parts and path.is_file()]
-        return [(path.parent, path.name) for path in paths]
+        # os.walk ignores folders that a worker removes meanwhile.
+        return [(Path(folder), name) for folder, _, names in os.walk(self.folder) for name in names
+                if ".new" not in Path(folder, name).parts]
 
     def get(self, folder, name):
         return self.server.ask("HGET", folder, name) if self.server else (folder / name).read_bytes()
@@ -84,8 +85,12 @@ def record(runs, draw, store):
         # An entry may also be there before its sync.
         to = str(int(name) + draw.randrange(4)) if kind.endswith("/entry") else name
         try:
-            log.put(folder, to, FORGERIES[how](log.get(folder, name), draw))
+            value = log.get(folder, name)
+            if value is not None:
+                log.put(folder, to, FORGERIES[how](value, draw))
         except OSError:
+            value = None
+        if value is None:  # a worker has removed it meanwhile
             return f"{kind} is gone"
         return f"{kind} {how}"
     return with_a_log(runs, draw, store, forge)

@@ -69,7 +69,8 @@ def draw_blow(draw, kinds, workers, spared=()):
 
 def draw_event(draw, kinds, workers):
     blows = [draw_blow(draw, kinds, workers)]
-    if blows[0].kind in PAIRED and draw.random() < 0.25:
+    # Of two workers one must keep the run's state.
+    if workers > 2 and blows[0].kind in PAIRED and draw.random() < 0.25:
         paired = [kind for kind in kinds if kind in PAIRED and kind != blows[0].kind]
         spared = blows[0].victims if BLOWS[blows[0].kind][1] == 1 else ()
         blows += [draw_blow(draw, paired, workers, spared)] if paired else []

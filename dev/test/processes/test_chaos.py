@@ -20,6 +20,7 @@ import blows  # noqa: E402
 import outcome  # noqa: E402
 import places  # noqa: E402
 import redis_server  # noqa: E402
+from blows import BLOWS  # noqa: E402
 from chaos import LIMIT, OVER, Chaos, Failure, steps_that_take  # noqa: E402
 from link import Commands, Link  # noqa: E402
 from redis_server import RedisServer, packed  # noqa: E402
@@ -43,8 +44,8 @@ def needs(store, links=False):
 
 @pytest.mark.long
 @pytest.mark.parametrize("words", [["--store", "redis"], ["--store", "file"], ["--store", "s3"],
-                                   ["--ranks", 2, "--workers", 3], ["--links"]],
-                         ids=["redis", "file", "s3", "ranks", "links"])
+                                   ["--ranks", 2, "--workers", 3], ["--workers", 2], ["--links"]],
+                         ids=["redis", "file", "s3", "ranks", "two", "links"])
 def test_a_run_through_chaos_ends_well(words):
     needs(words[1] if words[0] == "--store" else "redis", "--links" in words)
     result = run_tool("--minutes", 5, "--events", 12, "--seed", 7, *words, seconds=1500)
@@ -78,7 +79,7 @@ def test_a_difference_between_two_logs_is_found_and_both_are_named(difference):
 def quiet(tmp_path):
     """A run whose workers are sleeping processes, of a folder: what is looked at, without a trainer."""
     arguments = SimpleNamespace(trainer=TRAINER, workers=3, ranks=1, steps=100, store="file", links=False,
-                                share=0)
+                                share=0, only=list(BLOWS))
     one = Chaos(arguments, 1, tmp_path / "run", tmp_path, outcome.Totals(), [])
     for worker in one.workers:
         worker.folder = one.base / f"worker{worker.number}"
@@ -435,7 +436,8 @@ def test_a_failure_is_status_1_and_says_how_to_have_it_again(tmp_path):
 
 
 @pytest.mark.parametrize("words, said", [(["--trainer", "/nowhere"], "run make"),
-                                         (["--workers", 2], "missed"),
+                                         (["--workers", 1], "less than 2"),
+                                         (["--store", "file", "--only", "link cut"], "no such blow"),
                                          (["--links", "--store", "file"], "Redis server")])
 def test_what_cannot_be_is_one_line(words, said):
     result = run_tool("--trainer", "/bin/true", *words)

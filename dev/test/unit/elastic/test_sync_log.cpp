@@ -1053,6 +1053,30 @@ TEST(SyncLog, of_two_starts_of_a_worker_the_earlier_one_is_replaced) {
     EXPECT_EQ(run.workers[3]->log.stopped().why, "");
 }
 
+TEST(SyncLog, a_damaged_record_of_the_beginning_is_refused) {
+    for (const char* text : {"", "nonsense", "1 2; 0.1", "-1 -1 -1 -1 ; -1.-1"}) {
+        Givers run;
+        run.store.perform({StoreRequest::put, run.generation + "/0/run", "start", text});
+        for (int second = 0; second < 20; second++) { run.pass(1); }
+        EXPECT_EQ(run.workers[0]->log.stopped().why, "the store holds a damaged or forged record, " +
+                                                         run.generation + "/0/run start: \"" + text + "\"");
+    }
+}
+
+TEST(SyncLog, a_forged_beat_of_a_later_start_replaces_nobody) {
+    Givers run;
+    for (int second = 0; second < 200; second++) { run.pass(1); }  // the run has begun
+    LogBeat forged;
+    forged.incarnation = 9;
+    while (run.workers[0]->log.stopped().why.empty() && run.now < run.begin + 400) {
+        run.pass(1);
+        run.store.perform({StoreRequest::put, run.generation + "/0/beat", "0", forged.text()});
+    }
+    EXPECT_FALSE(run.workers[0]->log.stopped().replaced);
+    EXPECT_EQ(run.workers[0]->log.stopped().why.rfind("the store holds a damaged or forged record, ", 0), 0u)
+        << run.workers[0]->log.stopped().why;
+}
+
 // The finding of the first seed that finds anything.
 std::string found(const SyncLogRules& broken) {
     for (uint64_t seed = 1; seed <= all_seeds; seed++) {

@@ -221,6 +221,17 @@ TEST(Watchdog, ADeathOnThisMachineEndsAWaitWithinSeconds) {
     EXPECT_EQ(end.said.rfind("-1 dead\nerror: worker 0 rank 1 has died: ", 0), 0u) << end.said;
 }
 
+// Between its introduction and the moment when another process reads it, a process may die.
+TEST(Watchdog, ADeathBeforeTheIntroductionIsReadIsSeen) {
+    const pid_t other = fork();
+    if (other == 0) { pause_for(60), _exit(0); }
+    const std::string introduction = Neighbours::introduction(other);
+    kill(other, SIGKILL);
+    waitpid(other, nullptr, 0);
+    EXPECT_EQ(Neighbours({"elsewhere 1 1", introduction}).dead(), 1);
+    EXPECT_EQ(Neighbours({"other " + introduction}).dead(), -1) << "in another namespace";
+}
+
 // It ends as soon as it has waited for twice the limit, although asking the store took most of that time.
 TEST(Watchdog, TimeInWhichAStoreThatIsGoneWasAskedCounts) {
     const End end = end_of([] {
