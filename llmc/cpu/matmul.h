@@ -28,11 +28,6 @@ inline bool cpu_has_fast_bf16() {
     return (unsigned(dnnl::get_effective_cpu_isa()) & bf16) == bf16;
 }
 
-// True if products round their inputs to bf16.
-inline bool rounds_to_bf16(MatmulPrecision precision) {
-    return precision != MatmulPrecision::highest && cpu_has_fast_bf16();
-}
-
 // float to bf16, to nearest, ties to even. NaN stays NaN.
 HD_INLINE uint16_t bf16_bits(float value) {
     const uint32_t bits = float_to_bits(value);
@@ -74,8 +69,12 @@ inline void column_sums(float* sums, uint16_t* out, const float* inp, int N, int
 // rounding alone; for activations its internal copy is cheaper than a reorder.
 class Matmul {
 public:
+    const bool bf16;  // products round their inputs to it
+
     explicit Matmul(const MatmulOptions& options)
-        : bf16(rounds_to_bf16(options.precision)), engine(dnnl::engine::kind::cpu, 0), stream(engine) {}
+        : bf16(options.precision != MatmulPrecision::highest && cpu_has_fast_bf16()),
+          engine(dnnl::engine::kind::cpu, 0),
+          stream(engine) {}
 
     // What is used, in words.
     std::string description() const { return bf16 ? "bf16, sums in fp32" : "fp32"; }
@@ -189,7 +188,6 @@ private:
         return p;
     }
 
-    bool bf16;
     dnnl::engine engine;
     dnnl::stream stream;
     std::map<std::array<int, 5>, Product> products;
