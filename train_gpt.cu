@@ -187,12 +187,11 @@ inline void classify(Model& model, const int* targets, int B, int T, float* loss
 // block b's gradients are final.
 inline void backward(Model& model, int B, int T, Stream& main, const std::function<void(int)>& block_done) {
     const Phase phase("backward");
-    const GptShape& shape = model.shape;
-    const int C = shape.channels, NH = shape.heads, L = shape.layers, N = B * T, Vp = shape.padded_vocab_size;
+    const int C = model.shape.channels, NH = model.shape.heads, L = model.shape.layers, N = B * T;
     Activations& a = model.acts;
     float* none = nullptr;
     device::matmul_backward(model.matmul, a.dprojected, model.dembedding.wte, none, a.logits, a.lnf,
-                            model.embedding.wte, N, C, Vp, main);
+                            model.embedding.wte, N, C, model.shape.padded_vocab_size, main);
     device::set_zero(a.dresidual.data(), long(N) * C, main);
     device::layernorm_backward(a.dresidual, model.dembedding.lnfw, model.dembedding.lnfb, a.dprojected,
                                a.layers[L - 1].residual3, model.embedding.lnfw, a.lnf_mean, a.lnf_rstd, N, C,
