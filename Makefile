@@ -79,10 +79,9 @@ include dev/dev.mk
 
 # PEERS=1 installs PyTorch into an environment of its own (a few GB) and runs it on the same model.
 bench-cpu: setup
-	$(MAKE) build/bench_cpu
-	set -o pipefail; build/bench_cpu $(ARGUMENTS) | tee build/bench_cpu.txt
-	$(if $(PEERS),$(MAKE) .venv-peers/done && \
-	    .venv-peers/bin/python dev/bench/peer_pytorch.py --ours build/bench_cpu.txt)
+	$(MAKE) train_gpt_cpu build/matmul_rate $(if $(PEERS),.venv-peers/done)
+	.venv/bin/python dev/bench/bench_cpu.py --report $(REPORT) $(if $(PEERS),--pytorch .venv-peers/bin/python) \
+	    $(ARGUMENTS)
 
 # PARTS="d12 layers": only these (dev/bench/bench_gpu.py says which there are). PEER: a Python with PyTorch.
 PEER ?= python3
@@ -99,7 +98,7 @@ bench-formats: setup
 	build/bench_formats $(DELTAS)
 
 # ARGUMENTS="--minutes 30", "--quick", "--only ...": see dev/bench/quality.py --help, and so on
-REPORT ?= $(if $(findstring --quick,$(ARGUMENTS)),build,dev/results)/$(subst -,_,$*).md
+REPORT ?= $(if $(findstring --quick,$(ARGUMENTS)),build,dev/results)/$(subst -,_,$(@:bench-%=%)).md
 bench-wire-quality bench-quality bench-wan bench-uneven: bench-%:
 	@$(if $(filter wan uneven,$*),python3 dev/wan/sites.py)
 	$(MAKE) setup

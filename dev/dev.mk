@@ -221,7 +221,7 @@ mutate: setup
 
 # ---- programs of the benchmarks
 
-build/bench_cpu: dev/bench/bench_cpu.cpp train_gpt.cu $(HEADERS) dev/test/alone.h Makefile build/options_cpu | dependencies
+build/matmul_rate: dev/bench/matmul_rate.cpp llmc/clock.h Makefile build/options_cpu | dependencies
 	@mkdir -p build
 	$(CXX) $(CXXFLAGS) $< -o $@ $(LDLIBS)
 

@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""PyTorch's speed on bench_cpu's model, on the same CPU: eager and torch.compile, fp32 and bf16 autocast.
+"""PyTorch's training step on a GPT-2 as dev/bench/bench_cpu.py measures it, in one of its ways.
 
-    dev/bench/peer_pytorch.py                       tokens/s of each way
-    dev/bench/peer_pytorch.py --ours bench_cpu.txt  and, with bench_cpu's saved output, the ratios
+    dev/bench/peer_pytorch.py --layers 6 --heads 6 --channels 384 --vocabulary 1024 -t 256 -b 8 --compile --bf16
 
-A step is what bench_cpu's is: forward, backward, clipping by the global norm, AdamW (fused). Two threads
-unless OMP_NUM_THREADS says otherwise. torch.compile takes about a minute before its first step.
+It prints "ready" after three steps, which compile what is compiled. Then each line of its input is a number of steps,
+which it times, and it answers in JSON: the median of their seconds, and the peak of its memory in bytes. A step is
+what the trainer's is: forward, backward, clipping by the global norm, AdamW (fused), and the loss on the host. Two
+threads unless OMP_NUM_THREADS says otherwise. --compile takes about a minute.
 """
 import argparse
+import json
 import os
-import re
+import resource
 import statistics
 import sys
 import time
@@ -22,30 +24,31 @@ except ImportError:
     print("error: PyTorch is missing: make bench-cpu PEERS=1 installs it and runs this", file=sys.stderr)
     sys.exit(2)
 
-B, T, LAYERS, HEADS, CHANNELS, VOCABULARY = 8, 256, 6, 6, 384, 1024
-
 
 class Layer(nn.Module):
-    def __init__(self):
+    def __init__(self, channels, heads):
         super().__init__()
-        self.ln1, self.ln2 = nn.LayerNorm(CHANNELS), nn.LayerNorm(CHANNELS)
-        self.qkv, self.attproj = nn.Linear(CHANNELS, 3 * CHANNELS), nn.Linear(CHANNELS, CHANNELS)
-        self.fc, self.fcproj = nn.Linear(CHANNELS, 4 * CHANNELS), nn.Linear(4 * CHANNELS, CHANNELS)
+        self.heads = heads
+        self.ln1, self.ln2 = nn.LayerNorm(channels), nn.LayerNorm(channels)
+        self.qkv, self.attproj = nn.Linear(channels, 3 * channels), nn.Linear(channels, channels)
+        self.fc, self.fcproj = nn.Linear(channels, 4 * channels), nn.Linear(4 * channels, channels)
 
     def forward(self, x):
-        q, k, v = (part.view(B, T, HEADS, CHANNELS // HEADS).transpose(1, 2)
-                   for part in self.qkv(self.ln1(x)).split(CHANNELS, dim=2))
+        B, T, C = x.shape
+        q, k, v = (part.view(B, T, self.heads, C // self.heads).transpose(1, 2)
+                   for part in self.qkv(self.ln1(x)).split(C, dim=2))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attproj(mixed.transpose(1, 2).reshape(B, T, CHANNELS))
+        x = x + self.attproj(mixed.transpose(1, 2).reshape(B, T, C))
         return x + self.fcproj(F.gelu(self.fc(self.ln2(x)), approximate="tanh"))
 
 
 class Gpt(nn.Module):
-    def __init__(self):
+    def __init__(self, layers, heads, channels, vocabulary, sequence):
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(VOCABULARY, CHANNELS), nn.Embedding(T, CHANNELS)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.lnf = nn.LayerNorm(CHANNELS)
+        padded = -(-vocabulary // 128) * 128  # faster than 50257
+        self.wte, self.wpe = nn.Embedding(padded, channels), nn.Embedding(sequence, channels)
+        self.layers = nn.ModuleList(Layer(channels, heads) for _ in range(layers))
+        self.lnf = nn.LayerNorm(channels)
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
@@ -55,76 +58,53 @@ class Gpt(nn.Module):
         for layer in self.layers:
             x = layer(x)
         logits = self.lnf(x) @ self.wte.weight.T
-        return F.cross_entropy(logits.view(B * T, VOCABULARY), targets.view(B * T))
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
 
-def tokens_per_second(compiled, bf16, steps):
+def make_step(arguments):
     torch.manual_seed(1)
-    model = Gpt()
+    B, T = arguments.batch, arguments.sequence
+    model = Gpt(arguments.layers, arguments.heads, arguments.channels, arguments.vocabulary, T)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0,
                                   fused=True)
-    tokens = torch.randint(VOCABULARY, (B * T + 1,))
+    tokens = torch.randint(arguments.vocabulary, (B * T + 1,))
     inputs, targets = tokens[:-1].view(B, T), tokens[1:].view(B, T)
-    loss_of = torch.compile(model) if compiled else model
+    loss_of = torch.compile(model) if arguments.compile else model
 
     def step():
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=arguments.bf16):
             loss = loss_of(inputs, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         return loss.item()
 
-    for _ in range(3):
-        step()
-    seconds = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
-    return B * T / statistics.median(seconds)
-
-
-def fail(message):
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
-def our_rates(path):
-    """{'highest': tokens/s, 'medium': tokens/s} from bench_cpu's output."""
-    row = re.compile(r"^(highest|medium)\s+(?:fp32|bf16, sums in fp32)\s+(\d+)", re.MULTILINE)
-    try:
-        with open(path) as file:
-            rates = dict(row.findall(file.read()))
-    except OSError as error:
-        fail(f"cannot read {path} ({error.strerror}): save it with `build/bench_cpu | tee {path}`")
-    if set(rates) != {"highest", "medium"}:
-        fail(f"{path} is not the output of bench_cpu: save it with `build/bench_cpu | tee {path}`")
-    return {word: float(rate) for word, rate in rates.items()}
+    return step
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ours", help="a file with bench_cpu's output")
-    parser.add_argument("--steps", type=int, default=15, help="timed steps of each way")
-    args = parser.parse_args()
-    ours = our_rates(args.ours) if args.ours else None  # before minutes of work
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("--layers", "--heads", "--channels", "--vocabulary"):
+        parser.add_argument(name, type=int, required=True)
+    parser.add_argument("-t", dest="sequence", type=int, required=True)
+    parser.add_argument("-b", dest="batch", type=int, required=True)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--bf16", action="store_true")
+    arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
-
-    print(f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads{'':27}tokens/s")
-    best = {}
-    for bf16 in (False, True):
-        for compiled in (False, True):
-            rate = tokens_per_second(compiled, bf16, args.steps)
-            best[bf16] = max(rate, best.get(bf16, 0))
-            name = f"{'torch.compile' if compiled else 'eager'}, {'bf16 autocast' if bf16 else 'fp32'}"
-            print(f"         {name:44} {rate:8.0f}", flush=True)
-    if ours:
-        fp32, any_precision = best[False], max(best.values())
-        print(f"highest  {ours['highest'] / fp32:.2f} x PyTorch's best in fp32")
-        print(f"medium   {ours['medium'] / any_precision:.2f} x PyTorch's best")
+    step = make_step(arguments)
+    for _ in range(3):
+        step()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        seconds = []
+        for _ in range(int(line)):
+            start = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - start)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps({"seconds": statistics.median(seconds), "peak": peak}), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ All runs of a seed start from the same bits and read the same sequences in the s
 the number of workers. Gaps are paired: they are between two losses of one seed. The loss is that of the global
 parameters.
 
-Rates are tuned for each optimizer, method and number of workers with seven runs of a sixth of the length, with seed 1.
-Data-parallel training tries seven inner settings (learning rate, and Muon's momentum). What exchanges tries three, and
-then with the best of them four other outer settings (learning rate, momentum, alpha). Runs that differ only in H, tau
-or the format share their rates.
+Rates are tuned for each optimizer, method and number of workers with nine runs of a sixth of the length, with seed 1.
+Data-parallel training tries nine inner settings (learning rate, and Muon's momentum). What exchanges tries three, then
+with the best of them four other outer settings (learning rate, momentum, alpha), and with the best of these the two
+other inner settings again. Runs that differ only in H, tau or the format share their rates.
 
 How the gap shrinks as training gets longer is shown by complete trainings, each with its whole learning-rate schedule:
 the best tuning runs, runs of a third of the length, and the whole ones.
@@ -90,8 +90,9 @@ class Inner:
 
 INNER = {"adamw": (Inner(0.004), Inner(0.002), Inner(0.008)),
          "muon": (Inner(0.01, 0.9), Inner(0.014, 0.9), Inner(0.01, 0.95))}
-MORE_INNER = {"adamw": (Inner(0.0028), Inner(0.0057), Inner(0.0113), Inner(0.016)),  # of data-parallel
-              "muon": (Inner(0.007, 0.9), Inner(0.007, 0.95), Inner(0.01, 0.8), Inner(0.02, 0.9))}
+MORE_INNER = {"adamw": (Inner(0.0028), Inner(0.0057), Inner(0.0067), Inner(0.0095), Inner(0.0113), Inner(0.016)),
+              "muon": (Inner(0.007, 0.9), Inner(0.007, 0.95), Inner(0.01, 0.8), Inner(0.014, 0.8), Inner(0.014, 0.95),
+                       Inner(0.02, 0.9))}  # of data-parallel
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ class Tuning:
         outers = OUTER.get(group.kind, (None,))
         steps = arguments.steps // LENGTHS[0]
         run = lambda inner, outer: make_job(scale, group, steps, 1, inner, outer)
-        self.inner, self.outer = [], []
+        self.inner, self.outer, self.again = [], [], []
         if scale.learning_rate:
             self.best = run(Inner(scale.learning_rate), outers[0])
             return
@@ -252,6 +253,9 @@ class Tuning:
         if best and group.exchanges:
             self.outer = [run(best.inner, outer) for outer in outers]
             best = self.least(finished, self.outer)
+        if best and group.exchanges:
+            self.again = [run(inner, best.outer) for inner in inners]
+            best = self.least(finished, self.again)
         self.best = best
 
     @staticmethod
@@ -260,7 +264,7 @@ class Tuning:
         return None if None in losses else jobs[losses.index(min(losses))]
 
     def jobs(self):
-        return list({job.name: job for job in self.inner + self.outer}.values())
+        return list({job.name: job for job in self.inner + self.outer + self.again}.values())
 
 
 class Plan:
@@ -405,6 +409,8 @@ def tuning_lines(finished, plan):
         line += ": " + ", ".join(text(job, job.inner.name) for job in tuning.inner)
         if tuning.outer:
             line += "; outer " + ", ".join(text(job, job.outer.name) for job in tuning.outer)
+        if tuning.again:
+            line += "; inner again " + ", ".join(text(job, job.inner.name) for job in tuning.again)
         if tuning.best:
             best, rates = tuning.best, [job.inner.learning_rate for job in tuning.inner]
             line += f". Taken: {best.inner.name}" + (f" and {best.outer.name}" if best.outer else "")
@@ -464,7 +470,8 @@ learning-rate schedule; in brackets, the outer steps."""
 TUNING_NOTE = """## Rates
 
 Validation losses of the tuning runs, a sixth of the length, by inner learning rate (of Muon with its momentum; AdamW's
-rate beside it is a fifth of Muon's) and, at the best of them, by outer learning rate/momentum/alpha."""
+rate beside it is a fifth of Muon's), at the best of them by outer learning rate/momentum/alpha, and at the best of
+these by the inner rate again."""
 
 
 # ---------------------------------------------------------------------------------------------- command line
