@@ -25,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/clock.h"
 #include "llmc/comm.h"
 #include "llmc/error.h"
 #include "llmc/run/addresses.h"
@@ -165,8 +166,6 @@ public:
     }
 
 private:
-    using Clock = std::chrono::steady_clock;
-
     static std::vector<std::string> names_of_members(const CommGroup& group) {
         std::vector<std::string> names;
         for (int r = 0; r < group.size; r++) { names.push_back(group.member(r)); }
@@ -226,12 +225,12 @@ private:
     void enqueue(cpu::Stream& stream, Traffic* traffic, size_t bytes, Work work) {
         const uint64_t call = calls++;
         stream.enqueue([=] {
-            const Clock::time_point start = Clock::now();
+            const double start = now_seconds();
             if (bytes > 0) { work(call); }
             if (traffic) {
                 traffic->bytes_sent += size_t(my_size - 1) * bytes;
                 traffic->bytes_received += size_t(my_size - 1) * bytes;
-                traffic->seconds += std::chrono::duration<double>(Clock::now() - start).count();
+                traffic->seconds += now_seconds() - start;
             }
         });
     }
