@@ -176,7 +176,8 @@ private:
     template <class OutPart>
     void reduce(uint64_t call, float* out, const float* own, size_t count, Reduction reduction,
                 OutPart out_part) {
-        float* const received = scratch_for(size_t(my_size) * count);
+        scratch.resize(std::max(scratch.size(), size_t(my_size) * count));
+        float* const received = scratch.data();
         exchange(
             call, count * sizeof(float),
             [=](int peer) { return reinterpret_cast<const char*>(out_part(peer)); },
@@ -209,15 +210,6 @@ private:
             }
             memcpy(out + begin, sums, n * sizeof(float));
         }
-    }
-
-    // Kept from call to call: calls of one communicator run one after the other, on one stream.
-    float* scratch_for(size_t count) {
-        if (count > scratch_count) {
-            scratch.reset(new float[count]);
-            scratch_count = count;
-        }
-        return scratch.get();
     }
 
     // Numbers the call in the order of issue, the same on all members, and runs `work` on the stream.
@@ -399,8 +391,7 @@ private:
     std::vector<Link> links;      // by rank; this member's own is not used
     std::vector<pollfd> awaited;  // by rank, in move()
     uint64_t calls = 0;
-    std::unique_ptr<float[]> scratch;
-    size_t scratch_count = 0;
+    std::vector<float> scratch;  // kept from call to call: calls run one after the other, on one stream
     std::exception_ptr failure;
 };
 
