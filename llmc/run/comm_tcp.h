@@ -10,10 +10,8 @@
 // names the first failure of the run (cause.h).
 #pragma once
 #include <errno.h>
-#include <linux/sockios.h>
 #include <poll.h>
 #include <string.h>
-#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -32,6 +30,7 @@
 #include "llmc/run/cause.h"
 #include "llmc/run/connections.h"
 #include "llmc/run/machine.h"
+#include "llmc/run/socket.h"
 #include "llmc/run/store.h"
 #include "llmc/stream.h"
 
@@ -77,10 +76,7 @@ public:
     }
 
     // Bytes that were sent, and that the peer has not acknowledged.
-    int unacknowledged() const {
-        int bytes = 0;
-        return !is_done() && ioctl(socket, SIOCOUTQ, &bytes) == 0 ? bytes : 0;
-    }
+    int unacknowledged() const { return is_done() ? 0 : bytes_on_their_way(socket); }
 
 private:
     // A header and the data behind it, in one direction. At first it is empty and done.
