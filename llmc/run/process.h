@@ -168,10 +168,10 @@ struct Process {
         while (is_leaving->exchange(true)) { std::this_thread::sleep_for(std::chrono::hours(1)); }
         const bool is_others_failure = dynamic_cast<const CommError*>(&error);
         if (store && size() > 1 && !is_others_failure) {
-            record_cause(*store, {name(), format("has stopped: %s", error.what())});
+            record_cause(*store, {name(), "has stopped: " + message_of(error)});
         }
         fflush(stdout);
-        fprintf(stderr, "error: %s\n", error.what());
+        fprintf(stderr, "error: %s\n", message_of(error).c_str());
         fflush(stderr);
         // A launcher blames the process that it sees end first: let the one that failed do so.
         if (is_others_failure) { std::this_thread::sleep_for(std::chrono::milliseconds(200)); }

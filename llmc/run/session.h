@@ -5,7 +5,6 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
-#include <new>
 #include <optional>
 #include <string>
 #include <utility>
@@ -82,8 +81,6 @@ inline void agree(const Options& o, Process& process, Inputs& in, const std::fun
 inline void or_leave(const Process& process, const std::function<void()>& work) {
     try {
         work();
-    } catch (const std::bad_alloc& error) {
-        process.leave_with(RunError(message_of(error)));
     } catch (const std::exception& error) { process.leave_with(error); }
 }
 
