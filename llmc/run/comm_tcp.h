@@ -115,7 +115,8 @@ class TcpComm : public cpu::Comm {
 public:
     explicit TcpComm(const CommGroup& group)
         : store(group.store), name(group.name), my_rank(group.rank), my_size(group.size),
-          timeout(group.timeout), members(names_of_members(group)), links(size_t(group.size)) {
+          timeout(group.timeout), links(size_t(group.size)) {
+        for (int r = 0; r < my_size; r++) { members.push_back(group.member(r)); }
         if (my_size > 1) { connect(group.interface); }
     }
 
@@ -162,12 +163,6 @@ public:
     }
 
 private:
-    static std::vector<std::string> names_of_members(const CommGroup& group) {
-        std::vector<std::string> names;
-        for (int r = 0; r < group.size; r++) { names.push_back(group.member(r)); }
-        return names;
-    }
-
     // out = sum or maximum over the members of what each sends this one; `own` is this one's part.
     template <class OutPart>
     void reduce(uint64_t call, float* out, const float* own, size_t count, Reduction reduction,
@@ -383,7 +378,7 @@ private:
     const std::string name;
     const int my_rank, my_size;
     const double timeout;
-    const std::vector<std::string> members;
+    std::vector<std::string> members;
     std::vector<Link> links;      // by rank; this member's own is not used
     std::vector<pollfd> awaited;  // by rank, in move()
     uint64_t calls = 0;
