@@ -99,10 +99,7 @@ public:
     // Runs `work` after everything enqueued before. On a stream that computes it has run, or thrown,
     // when this returns.
     void enqueue(std::function<void()> work) {
-        if (!worker.joinable()) {
-            work();
-            return;
-        }
+        if (!worker.joinable()) { return work(); }
         push({std::move(work), nullptr});
     }
 

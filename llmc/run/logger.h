@@ -427,10 +427,7 @@ public:
 
 private:
     void show(const std::string& line) {
-        if (!terminal) {
-            print(line);
-            return;
-        }
+        if (!terminal) { return print(line); }
         clear();
         fputs(line.substr(0, columns() - 1).c_str(), out);  // a wrapped line could not be removed
         fflush(out);
