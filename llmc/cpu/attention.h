@@ -5,11 +5,11 @@
 //     dv = p^T dout,   dp = dout v^T,   ds = p (dp - sum over hs of dout out)
 //     dq = scale ds k,   dk = scale ds^T q
 //
-// A thread computes one (batch, head) at a time in scratch of its own, padded with zeros to whole tiles. Tiles
-// above the diagonal are skipped. Flops: 2 T^2 C forward and 5 T^2 C backward a sequence. Where matmuls round
-// their inputs to bf16, so do the products here: q, k, v, dout, p and ds are rounded; scores, exponentials and
-// sums are fp32. The factors of a product are words (llmc/cpu/tile_matmul.h), which lie along the dimension
-// that the product sums over:
+// A thread computes one (batch, head) at a time in scratch of its own, padded with zeros to whole tiles.
+// Tiles above the diagonal are skipped. Flops: 2 T^2 C forward and 5 T^2 C backward a sequence. Where matmuls
+// round their inputs to bf16, so do the products here: q, k, v, dout, p and ds are rounded; scores,
+// exponentials and sums are fp32. The factors of a product are words (llmc/cpu/tile_matmul.h), which lie
+// along the dimension that the product sums over:
 //
 //     rows          (t, i / 2): values of one row, adjacent along the head
 //     transposed    (i / 2, t): the same words, so that scores are vectors along the keys
@@ -35,7 +35,7 @@ template <bool bf16>
 struct AttentionHead {
     static constexpr int in_word = bf16 ? 2 : 1;  // values
     const int T, hs, padded_T, padded_hs;
-    const int ld_keys;      // of matrices with a column per key; no power of two, or rows would share cache sets
+    const int ld_keys;      // of matrices with a column per key; no power of two: rows would share cache sets
     const int words, ld_p;  // in a row of a head, and of probabilities
     const float scale;
     std::vector<float> q, k, v, dout;                     // rows, q scaled
@@ -73,9 +73,10 @@ inline void pack_row(float* words, const float* inp, int n, float scale = 1.0f) 
     }
 }
 
-// out[t] = scale * inp[t].   out: rows of a head; its padding is not written   inp: (T,hs), leading dimension ld
+// out[t] = scale * inp[t].   out: rows of a head, but for its padding   inp: (T,hs), leading dimension ld
 template <bool bf16>
-inline void pack_rows(AttentionHead<bf16>& x, std::vector<float>& out, const float* inp, int ld, float scale) {
+inline void pack_rows(AttentionHead<bf16>& x, std::vector<float>& out, const float* inp, int ld,
+                      float scale) {
     for (int t = 0; t < x.T; t++) {
         pack_row<bf16>(out.data() + long(t) * x.words, inp + long(t) * ld, x.hs, scale);
     }
@@ -109,7 +110,7 @@ inline const float* pair_rows(std::vector<float>& out, const std::vector<float>&
     return out.data();
 }
 
-// Turns the scores of one query into e^(s - max), 0 for later keys up to `columns`; sets their sum, returns lse.
+// Turns one query's scores into e^(s - max), 0 for later keys up to `columns`; sets their sum, returns lse.
 // scores: (columns), the first `keys` valid
 inline float softmax_row(float* scores, float* sum, int keys, int columns) {
     float max = scores[0], total = 0;
@@ -146,7 +147,8 @@ inline void attention_forward_head(AttentionHead<bf16>& x, float* out, float* ls
         tile_matmul<bf16>(x.mixed.data(), x.padded_hs, p.data(), x.ld_p, 1, v, x.padded_hs, attention_queries,
                           x.padded_hs, keys / x.in_word, false);
         for (int i = 0; i < queries; i++) {
-            pack_row<false>(out + long(first + i) * C, x.mixed.data() + long(i) * x.padded_hs, x.hs, 1 / sums[i]);
+            const float* mixed = x.mixed.data() + long(i) * x.padded_hs;
+            pack_row<false>(out + long(first + i) * C, mixed, x.hs, 1 / sums[i]);
         }
     }
 }
@@ -172,12 +174,13 @@ inline void attention_backward_tile(AttentionHead<bf16>& x, const float* dout, c
     tile_matmul<bf16>(x.dp.data(), x.ld_keys, x.dout.data() + row, x.words, 1, x.vt.data(), x.ld_keys,
                       attention_queries, keys, x.words, false);
     for (int i = 0; i < attention_queries; i++) {
-        const bool padding = i >= queries;
+        const int valid = i < queries ? first + i + 1 : 0;  // keys; none for padding
         const float *o = out + long(first + i) * C, *d = dout + long(first + i) * C;
-        float *scores = x.scores.data() + long(i) * x.ld_keys, *dp = x.dp.data() + long(i) * x.ld_keys, dot = 0;
+        float *scores = x.scores.data() + long(i) * x.ld_keys, *dp = x.dp.data() + long(i) * x.ld_keys;
+        float dot = 0;
         #pragma omp simd reduction(+ : dot)
-        for (int c = 0; c < (padding ? 0 : x.hs); c++) { dot += o[c] * d[c]; }
-        softmax_backward_row(scores, dp, padding ? 0.0f : lse[first + i], dot, padding ? 0 : first + i + 1, keys);
+        for (int c = 0; c < (valid ? x.hs : 0); c++) { dot += o[c] * d[c]; }
+        softmax_backward_row(scores, dp, valid ? lse[first + i] : 0.0f, dot, valid, keys);
         if (!bf16) { continue; }
         pack_row<bf16>(x.p.data() + long(i) * x.ld_p, scores, keys);
         pack_row<bf16>(x.ds.data() + long(i) * x.ld_p, dp, keys);
@@ -188,8 +191,9 @@ inline void attention_backward_tile(AttentionHead<bf16>& x, const float* dout, c
     tile_matmul<bf16>(x.dq.data() + long(first) * x.padded_hs, x.padded_hs, ds.data(), x.ld_p, 1,
                       (bf16 ? x.k_pairs : x.k).data(), x.padded_hs, attention_queries, x.padded_hs,
                       keys / x.in_word, false);
-    tile_matmul<bf16>(x.dk.data(), x.padded_hs, ds_pairs, 1, x.ld_keys, (bf16 ? x.q_pairs : x.q).data() + pair,
-                      x.padded_hs, keys, x.padded_hs, attention_queries / x.in_word, true);
+    tile_matmul<bf16>(x.dk.data(), x.padded_hs, ds_pairs, 1, x.ld_keys,
+                      (bf16 ? x.q_pairs : x.q).data() + pair, x.padded_hs, keys, x.padded_hs,
+                      attention_queries / x.in_word, true);
     tile_matmul<bf16>(x.dv.data(), x.padded_hs, p_pairs, 1, x.ld_keys,
                       (bf16 ? x.dout_pairs : x.dout).data() + pair, x.padded_hs, keys, x.padded_hs,
                       attention_queries / x.in_word, true);
@@ -254,7 +258,8 @@ inline void attention_backward(float* dqkv, const float* dout, const float* out,
     const int hs = C / NH;
     const auto work = [&](auto& x, int b, int h) {
         const long at = long(b) * T * C + h * hs, at3 = long(b) * T * 3 * C + h * hs;
-        attention_backward_head(x, dqkv + at3, dout + at, out + at, qkv + at3, lse + (long(b) * NH + h) * T, C);
+        attention_backward_head(x, dqkv + at3, dout + at, out + at, qkv + at3,
+                                lse + (long(b) * NH + h) * T, C);
     };
     const bool rounds = bf16 && multiplies_bf16;
     rounds ? for_each_head<true>(B, T, hs, NH, true, work) : for_each_head<false>(B, T, hs, NH, true, work);

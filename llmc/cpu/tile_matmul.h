@@ -76,9 +76,9 @@ inline void tile(float* out, int ldo, const float* a, long row_stride, long k_st
     }
 }
 
-// out (rows,columns) = or += a (rows,K) b (K,columns), K in words.   a[i,k] is at i * row_stride + k * k_stride,
-// so it may be transposed; out and b are row-major with leading dimensions ldo and ldb.   rows: a multiple of 8,
-// columns: of 16
+// out (rows,columns) = or += a (rows,K) b (K,columns), K in words.   a[i,k] is at i * row_stride +
+// k * k_stride, so it may be transposed; out and b are row-major with leading dimensions ldo and ldb.
+// rows: a multiple of 8   columns: of 16
 template <bool bf16>
 inline void tile_matmul(float* out, int ldo, const float* a, long row_stride, long k_stride, const float* b,
                         int ldb, int rows, int columns, int K, bool accumulate) {
