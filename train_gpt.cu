@@ -149,7 +149,7 @@ inline void forward(Model& model, const int* inputs, int B, int T, Stream& main)
         LayerActivations& x = a.layers[l];
         floatX *ln1 = ln1_of(model, l), *ln2 = ln2_of(model, l), *fch_gelu = gelu_of(model, l);
         device::matmul_forward(model.matmul, x.qkv, ln1, w.qkvw, w.qkvb, N, C, 3 * C, main);
-        device::attention_forward(x.attention, x.lse, x.qkv, B, T, C, NH, main);
+        device::attention_forward(x.attention, x.lse, x.qkv, B, T, C, NH, main, model.matmul.bf16);
         device::matmul_forward(model.matmul, a.projected, x.attention, w.attprojw, w.attprojb, N, C, C, main);
         device::fused_residual_forward(x.residual2, ln2, x.ln2_mean, x.ln2_rstd, residual, a.projected,
                                        w.ln2w, w.ln2b, N, C, main);
@@ -187,12 +187,11 @@ inline void classify(Model& model, const int* targets, int B, int T, float* loss
 // block b's gradients are final.
 inline void backward(Model& model, int B, int T, Stream& main, const std::function<void(int)>& block_done) {
     const Phase phase("backward");
-    const GptShape& shape = model.shape;
-    const int C = shape.channels, NH = shape.heads, L = shape.layers, N = B * T, Vp = shape.padded_vocab_size;
+    const int C = model.shape.channels, NH = model.shape.heads, L = model.shape.layers, N = B * T;
     Activations& a = model.acts;
     float* none = nullptr;
     device::matmul_backward(model.matmul, a.dprojected, model.dembedding.wte, none, a.logits, a.lnf,
-                            model.embedding.wte, N, C, Vp, main);
+                            model.embedding.wte, N, C, model.shape.padded_vocab_size, main);
     device::set_zero(a.dresidual.data(), long(N) * C, main);
     device::layernorm_backward(a.dresidual, model.dembedding.lnfw, model.dembedding.lnfb, a.dprojected,
                                a.layers[L - 1].residual3, model.embedding.lnfw, a.lnf_mean, a.lnf_rstd, N, C,
@@ -216,7 +215,8 @@ inline void backward(Model& model, int B, int T, Stream& main, const std::functi
                                    x.ln2_mean, x.ln2_rstd, N, C, main);
         device::matmul_backward(model.matmul, a.dprojected, dw.attprojw, dw.attprojb, a.dresidual,
                                 x.attention, w.attprojw, N, C, C, main);
-        device::attention_backward(a.dqkv, a.dprojected, x.attention, x.qkv, x.lse, B, T, C, NH, main);
+        device::attention_backward(a.dqkv, a.dprojected, x.attention, x.qkv, x.lse, B, T, C, NH, main,
+                                   model.matmul.bf16);
         if (model.recompute >= 2) {
             device::layernorm_forward(ln1, x.ln1_mean, x.ln1_rstd, residual, w.ln1w, w.ln1b, N, C, main);
         }

@@ -35,16 +35,18 @@ inline const char* checkpoint_hint() {
 // kind, throws a UserError that names the file.
 class Fields {
 public:
-    void set(const std::string& name, int value) { put(name, std::to_string(value)); }
-    void set(const std::string& name, long value) { put(name, std::to_string(value)); }
-    void set(const std::string& name, uint64_t value) { put(name, std::to_string(value)); }
+    void set(const std::string& name, const std::string& value) {
+        if (!is_name(name)) { throw std::logic_error("'" + name + "' cannot be the name of a field"); }
+        values[name] = value;
+    }
+    void set(const std::string& name, int value) { set(name, std::to_string(value)); }
+    void set(const std::string& name, long value) { set(name, std::to_string(value)); }
+    void set(const std::string& name, uint64_t value) { set(name, std::to_string(value)); }
     void set(const std::string& name, double value) {
         uint64_t bits;
         memcpy(&bits, &value, sizeof bits);
-        put(name, format("%016llx", (unsigned long long)bits));
+        set(name, format("%016llx", (unsigned long long)bits));
     }
-    void set(const std::string& name, const std::string& value) { put(name, value); }
-    void set(const std::string& name, const char* value) { put(name, value); }
     // A list: how many there are, and NAME.0, NAME.1, ...
     template <class T>
     void set(const std::string& name, const std::vector<T>& list) {
@@ -154,11 +156,6 @@ private:
 
     void check_typed(const std::string& name, bool is_number) const {
         if (!is_number) { fail("has '" + word(name) + "' for the option --" + name); }
-    }
-
-    void put(const std::string& name, const std::string& value) {
-        if (!is_name(name)) { throw std::logic_error("'" + name + "' cannot be the name of a field"); }
-        values[name] = value;
     }
 
     template <class T>

@@ -87,8 +87,7 @@ inline GptShape read_model_shape(const std::string& path) { return ModelFile(pat
 // Reads `count` values at `offset` as fp32. bf16 is the upper half of an fp32: widening is exact.
 inline void read_model_values(const ModelFile& model, float* out, long count, int64_t offset) {
     if (model.version == model_version_fp32) {
-        model.file.read(out, size_t(count) * sizeof(float), offset);
-        return;
+        return model.file.read(out, size_t(count) * sizeof(float), offset);
     }
     std::vector<uint16_t> halves(static_cast<size_t>(count));
     model.file.read(halves.data(), halves.size() * sizeof(uint16_t), offset);

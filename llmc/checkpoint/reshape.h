@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -268,23 +269,6 @@ inline std::vector<std::string> describe(const StoredState& source, const RunSha
     return lines;
 }
 
-// A file without a name, in memory; it lasts as long as somebody has it open.
-class NamelessFile {
-public:
-    NamelessFile() : descriptor(memfd_create("state", MFD_CLOEXEC)) {
-        if (descriptor < 0) { throw RunError(std::string("no file in memory: ") + strerror(errno)); }
-    }
-    NamelessFile(const NamelessFile&) = delete;
-    NamelessFile& operator=(const NamelessFile&) = delete;
-    ~NamelessFile() { close(descriptor); }
-
-    // The path under which this process can open it.
-    std::string path() const { return "/proc/self/fd/" + std::to_string(descriptor); }
-
-private:
-    int descriptor;
-};
-
 // The state from which process `to` resumes the stored run. notes: what a user should know about it
 // Throws a UserError that names the file if one is missing, damaged, of another run or of another model.
 inline std::unique_ptr<StateReader> reshape_state(const StoredRun& run, const RunShape& to,
@@ -307,14 +291,18 @@ inline std::unique_ptr<StateReader> reshape_state(const StoredRun& run, const Ru
     for (const auto& [name, values] : shard.arrays) {
         sections.push_back({name, values.data(), values.size() * sizeof(float)});
     }
-    NamelessFile file;
+    // A file without a name, in memory; it lasts as long as somebody has it open.
+    const int descriptor = memfd_create("state", MFD_CLOEXEC);
+    if (descriptor < 0) { throw RunError(std::string("no file in memory: ") + strerror(errno)); }
+    const std::unique_ptr<FILE, int (*)(FILE*)> file(fdopen(descriptor, "w"), fclose);
+    const std::string path = "/proc/self/fd/" + std::to_string(descriptor);
     {
-        OutputFile out(file.path());
+        OutputFile out(path);
         write_state(out, {run.point.step, to.worker, to.rank, to.workers, to.ranks, run.point.lineage},
                     sections);
     }
     for (std::string& line : describe(source, to, *outer)) { notes.push_back(std::move(line)); }
-    return std::make_unique<StateReader>(file.path());
+    return std::make_unique<StateReader>(path);
 }
 
 // The state from which process `to` resumes: its own file as it is, or one that is made from the old run's.

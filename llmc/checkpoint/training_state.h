@@ -32,7 +32,6 @@
 #include "llmc/layout.h"
 #include "llmc/outlier.h"
 #include "llmc/state.h"
-#include "llmc/run/logger.h"
 #include "llmc/run/process.h"
 #include "llmc/stream.h"
 #include "llmc/text/dataloader.h"
@@ -361,11 +360,4 @@ inline Resumption find_checkpoint(Process& process, const ResumedRun& run) {
         agree_on_checkpoint(process, run.folder, run.who, r.notes);
     if (point) { process.check_together("resume/opened", [&] { open_checkpoint(run, *point, r); }); }
     return r;
-}
-
-// What the logs of the resumed run keep: all but what the run does again. A run that was at its end does that
-// end again.
-inline std::optional<LogCut> log_cut(const Resumption& r, long steps) {
-    if (!r.state) { return std::nullopt; }
-    return LogCut{r.step, r.fields.integer("total.next_sync"), r.step < steps};
 }

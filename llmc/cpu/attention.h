@@ -5,15 +5,24 @@
 //     dv = p^T dout,   dp = dout v^T,   ds = p (dp - sum over hs of dout out)
 //     dq = scale ds k,   dk = scale ds^T q
 //
-// A thread computes one (batch, head) at a time in scratch of its own, where heads are contiguous and padded
-// with zeros to whole tiles, and k and v are transposed, so that scores are vectors along the keys. Tiles
-// above the diagonal are skipped. Flops: 2 T^2 C forward and 5 T^2 C backward a sequence.
+// A thread computes one (batch, head) at a time in scratch of its own, padded with zeros to whole tiles.
+// Tiles above the diagonal are skipped. Flops: 2 T^2 C forward and 5 T^2 C backward a sequence. Where matmuls
+// round their inputs to bf16, so do the products here: q, k, v, dout, p and ds are rounded; scores,
+// exponentials and sums are fp32. The factors of a product are words (llmc/cpu/tile_matmul.h), which lie
+// along the dimension that the product sums over:
+//
+//     rows          (t, i / 2): values of one row, adjacent along the head
+//     transposed    (i / 2, t): the same words, so that scores are vectors along the keys
+//     pairs         (t / 2, i): values of two adjacent rows
+//
+// In fp32, where a word is one value, pairs are rows.
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
 #include "llmc/arithmetic.h"
+#include "llmc/cpu/matmul.h"
 #include "llmc/cpu/tile_matmul.h"
 #include "llmc/stream.h"
 
@@ -21,101 +30,125 @@ namespace cpu {
 
 const int attention_queries = 32;  // in a tile
 
-// Sizes of one head's scratch, padded to the tiles of tile_matmul.
-struct AttentionShape {
-    int T, hs;
-    int padded_T, padded_hs;
-    int ld_keys;  // of matrices with a column per key; no power of two, or rows would share cache sets
-    float scale;
+// A thread's scratch for one head, padded to the tiles of tile_matmul. Padding is zero.
+template <bool bf16>
+struct AttentionHead {
+    static constexpr int in_word = bf16 ? 2 : 1;  // values
+    const int T, hs, padded_T, padded_hs;
+    const int ld_keys;      // of matrices with a column per key; no power of two: rows would share cache sets
+    const int words, ld_p;  // in a row of a head, and of probabilities
+    const float scale;
+    std::vector<float> q, k, v, dout;                     // rows, q scaled
+    std::vector<float> q_pairs, k_pairs, v_pairs, dout_pairs;
+    std::vector<float> kt, vt;                            // transposed
+    std::vector<float> scores, dp;                        // (attention_queries,ld_keys) of fp32
+    std::vector<float> p, ds, p_pairs, ds_pairs;          // of a tile of queries
+    std::vector<float> mixed, dq, dk, dv;                 // (padded_T,padded_hs) of fp32
 
-    AttentionShape(int T, int hs)
+    AttentionHead(int T, int hs, bool backward)
         : T(T), hs(hs), padded_T((T + attention_queries - 1) / attention_queries * attention_queries),
-          padded_hs((hs + 15) / 16 * 16), ld_keys(padded_T + 16), scale(1.0f / sqrtf(float(hs))) {}
-    size_t head() const { return size_t(padded_T) * size_t(padded_hs); }
-    size_t transposed() const { return size_t(padded_hs) * size_t(ld_keys); }
-    size_t scores() const { return size_t(attention_queries) * size_t(ld_keys); }
+          padded_hs((hs + 15) / 16 * 16), ld_keys(padded_T + 16), words(padded_hs / in_word),
+          ld_p(ld_keys / in_word), scale(1.0f / sqrtf(float(hs))) {
+        const size_t head = size_t(padded_T) * size_t(padded_hs);
+        for (auto* one : {&q, &k, &v, &v_pairs, &mixed}) { one->resize(head); }
+        kt.resize(size_t(words) * size_t(ld_keys));
+        for (auto* one : {&scores, &p}) { one->resize(size_t(attention_queries) * size_t(ld_keys)); }
+        if (!backward) { return; }
+        for (auto* one : {&dout, &q_pairs, &k_pairs, &dout_pairs, &dq, &dk, &dv}) { one->resize(head); }
+        vt.resize(kt.size());
+        for (auto* one : {&dp, &ds, &p_pairs, &ds_pairs}) { one->resize(scores.size()); }
+    }
 };
 
-// out[t] = scale * inp[t].   out: (padded_T,padded_hs); its padding is not written
-// inp: (T,hs) with leading dimension ld
-inline void gather_head(const AttentionShape& s, float* out, const float* inp, int ld, float scale) {
-    for (int t = 0; t < s.T; t++) {
+// Packs values into words: rounds them to bf16, or copies them.   words: (n / in_word)   inp: (n)
+template <bool bf16>
+inline void pack_row(float* words, const float* inp, int n, float scale = 1.0f) {
+    #pragma omp simd
+    for (int i = 0; i < n; i++) {
+        if (bf16) {
+            reinterpret_cast<uint16_t*>(words)[i] = bf16_bits(scale * inp[i]);
+        } else {
+            words[i] = scale * inp[i];
+        }
+    }
+}
+
+// out[t] = scale * inp[t].   out: rows of a head, but for its padding   inp: (T,hs), leading dimension ld
+template <bool bf16>
+inline void pack_rows(AttentionHead<bf16>& x, std::vector<float>& out, const float* inp, int ld,
+                      float scale) {
+    for (int t = 0; t < x.T; t++) {
+        pack_row<bf16>(out.data() + long(t) * x.words, inp + long(t) * ld, x.hs, scale);
+    }
+}
+
+// out: transposed   rows: of a head
+template <bool bf16>
+inline void transpose_rows(AttentionHead<bf16>& x, std::vector<float>& out, const std::vector<float>& rows) {
+    for (int first = 0; first < x.padded_T; first += 16) {
+        for (int i = 0; i < x.words; i++) {
+            const float* from = rows.data() + long(first) * x.words + i;
+            float* to = out.data() + long(i) * x.ld_keys + first;
+            #pragma omp simd
+            for (int t = 0; t < 16; t++) { to[t] = from[long(t) * x.words]; }
+        }
+    }
+}
+
+// Returns the pairs of rows: `out`, or in fp32 the rows themselves.
+// out: (count / 2,columns)   rows: (count,columns) values; both with leading dimension ld
+template <bool bf16>
+inline const float* pair_rows(std::vector<float>& out, const std::vector<float>& rows, int count, int columns,
+                              int ld) {
+    if (!bf16) { return rows.data(); }
+    uint32_t* words = reinterpret_cast<uint32_t*>(out.data());
+    const uint16_t* row = reinterpret_cast<const uint16_t*>(rows.data());
+    for (int t = 0; t < count; t += 2, row += 2 * ld, words += ld) {
         #pragma omp simd
-        for (int i = 0; i < s.hs; i++) { out[long(t) * s.padded_hs + i] = scale * inp[long(t) * ld + i]; }
+        for (int i = 0; i < columns; i++) { words[i] = row[i] | uint32_t(row[ld + i]) << 16; }
     }
+    return out.data();
 }
 
-// out: (padded_hs,ld_keys); its padding is not written   inp: (T,hs) with leading dimension ld
-inline void gather_transposed(const AttentionShape& s, float* out, const float* inp, int ld) {
-    for (int t = 0; t < s.T; t++) {
-        for (int i = 0; i < s.hs; i++) { out[long(i) * s.ld_keys + t] = inp[long(t) * ld + i]; }
-    }
-}
-
-// Turns the scores of one query into probabilities; those of later keys, up to `columns`, become 0.
-// Returns lse.   scores: (columns), the first `keys` valid
-inline float softmax_row(float* scores, int keys, int columns) {
-    float max = scores[0], sum = 0;
+// Turns one query's scores into e^(s - max), 0 for later keys up to `columns`; sets their sum, returns lse.
+// scores: (columns), the first `keys` valid
+inline float softmax_row(float* scores, float* sum, int keys, int columns) {
+    float max = scores[0], total = 0;
     #pragma omp simd reduction(max : max)
     for (int i = 0; i < keys; i++) { max = scores[i] > max ? scores[i] : max; }
-    #pragma omp simd reduction(+ : sum)
-    for (int i = 0; i < keys; i++) {
-        scores[i] = exponential(scores[i] - max);
-        sum += scores[i];
+    #pragma omp simd reduction(+ : total)
+    for (int i = 0; i < columns; i++) {
+        scores[i] = i < keys ? exponential(scores[i] - max) : 0.0f;
+        total += scores[i];
     }
-    const float inverse = 1.0f / sum;
-    #pragma omp simd
-    for (int i = 0; i < keys; i++) { scores[i] *= inverse; }
-    std::fill(scores + keys, scores + columns, 0.0f);
-    return max + logf(sum);
+    *sum = total;
+    return max + logf(total);
 }
 
-// A thread's scratch for the forward of one head. Padding is zero.
-struct AttentionForwardScratch {
-    std::vector<float> q, v;    // (padded_T,padded_hs), q scaled
-    std::vector<float> kt;      // (padded_hs,ld_keys)
-    std::vector<float> scores;  // (attention_queries,ld_keys)
-    std::vector<float> mixed;   // (attention_queries,padded_hs)
-
-    explicit AttentionForwardScratch(const AttentionShape& s)
-        : q(s.head()), v(s.head()), kt(s.transposed()), scores(s.scores()),
-          mixed(size_t(attention_queries) * size_t(s.padded_hs)) {}
-};
-
-// One head, from x.   out: (T,hs) with leading dimension C   lse: (T)
-inline void attention_forward_head(float* out, float* lse, const AttentionShape& s,
-                                   AttentionForwardScratch& x, int C) {
-    for (int first = 0; first < s.T; first += attention_queries) {
-        const int keys = first + attention_queries, queries = std::min(attention_queries, s.T - first);
-        tile_matmul(x.scores.data(), s.ld_keys, x.q.data() + long(first) * s.padded_hs, s.padded_hs, 1,
-                    x.kt.data(), s.ld_keys, attention_queries, keys, s.padded_hs, false);
+// One head.   out: (T,hs) with leading dimension C   lse: (T)   qkv: (T,hs) of q, with leading dimension 3C
+template <bool bf16>
+inline void attention_forward_head(AttentionHead<bf16>& x, float* out, float* lse, const float* qkv, int C) {
+    pack_rows(x, x.q, qkv, 3 * C, x.scale);
+    pack_rows(x, x.k, qkv + C, 3 * C, 1.0f);
+    pack_rows(x, x.v, qkv + 2 * C, 3 * C, 1.0f);
+    transpose_rows(x, x.kt, x.k);
+    const float* v = pair_rows<bf16>(x.v_pairs, x.v, x.padded_T, x.padded_hs, x.padded_hs);
+    const std::vector<float>& p = bf16 ? x.p : x.scores;
+    float sums[attention_queries];
+    for (int first = 0; first < x.T; first += attention_queries) {
+        const int keys = first + attention_queries, queries = std::min(attention_queries, x.T - first);
+        tile_matmul<bf16>(x.scores.data(), x.ld_keys, x.q.data() + long(first) * x.words, x.words, 1,
+                          x.kt.data(), x.ld_keys, attention_queries, keys, x.words, false);
         for (int i = 0; i < queries; i++) {
-            lse[first + i] = softmax_row(x.scores.data() + long(i) * s.ld_keys, first + i + 1, keys);
+            float* scores = x.scores.data() + long(i) * x.ld_keys;
+            lse[first + i] = softmax_row(scores, &sums[i], first + i + 1, keys);
+            if (bf16) { pack_row<bf16>(x.p.data() + long(i) * x.ld_p, scores, keys); }
         }
-        tile_matmul(x.mixed.data(), s.padded_hs, x.scores.data(), s.ld_keys, 1, x.v.data(), s.padded_hs,
-                    attention_queries, s.padded_hs, keys, false);
+        tile_matmul<bf16>(x.mixed.data(), x.padded_hs, p.data(), x.ld_p, 1, v, x.padded_hs, attention_queries,
+                          x.padded_hs, keys / x.in_word, false);
         for (int i = 0; i < queries; i++) {
-            std::copy_n(x.mixed.data() + long(i) * s.padded_hs, s.hs, out + long(first + i) * C);
-        }
-    }
-}
-
-// out: (B,T,C)   lse: (B,NH,T)   qkv: (B,T,3C), each of q, k, v being NH heads of hs = C / NH
-inline void attention_forward(float* out, float* lse, const float* qkv, int B, int T, int C, int NH,
-                              Stream&) {
-    const AttentionShape s(T, C / NH);
-    #pragma omp parallel
-    {
-        AttentionForwardScratch x(s);
-        #pragma omp for collapse(2)
-        for (int b = 0; b < B; b++) {
-            for (int h = 0; h < NH; h++) {
-                const long at = long(b) * T * C + h * s.hs, at3 = long(b) * T * 3 * C + h * s.hs;
-                gather_head(s, x.q.data(), qkv + at3, 3 * C, s.scale);
-                gather_transposed(s, x.kt.data(), qkv + at3 + C, 3 * C);
-                gather_head(s, x.v.data(), qkv + at3 + 2 * C, 3 * C, 1.0f);
-                attention_forward_head(out + at, lse + (long(b) * NH + h) * T, s, x, C);
-            }
+            const float* mixed = x.mixed.data() + long(i) * x.padded_hs;
+            pack_row<false>(out + long(first + i) * C, mixed, x.hs, 1 / sums[i]);
         }
     }
 }
@@ -124,89 +157,112 @@ inline void attention_forward(float* out, float* lse, const float* qkv, int B, i
 // scores, dp: (columns), the first `keys` valid   dot: sum over hs of dout out
 inline void softmax_backward_row(float* scores, float* dp, float lse, float dot, int keys, int columns) {
     #pragma omp simd
-    for (int i = 0; i < keys; i++) {
-        scores[i] = exponential(scores[i] - lse);
-        dp[i] = scores[i] * (dp[i] - dot);
+    for (int i = 0; i < columns; i++) {
+        scores[i] = i < keys ? exponential(scores[i] - lse) : 0.0f;
+        dp[i] = i < keys ? scores[i] * (dp[i] - dot) : 0.0f;
     }
-    std::fill(scores + keys, scores + columns, 0.0f);
-    std::fill(dp + keys, dp + columns, 0.0f);
 }
 
-// A thread's scratch for the backward of one head. Padding is zero.
-struct AttentionBackwardScratch {
-    std::vector<float> q, k, dout;            // (padded_T,padded_hs), q scaled
-    std::vector<float> kt, vt;                // (padded_hs,ld_keys)
-    std::vector<float> scores, dp;            // (attention_queries,ld_keys)
-    std::vector<float> dq, dk, dv;            // (padded_T,padded_hs)
+// A tile of queries, from `first` on: adds to dq, dk and dv in x, where q, k, v and dout are packed.
+template <bool bf16>
+inline void attention_backward_tile(AttentionHead<bf16>& x, const float* dout, const float* out,
+                                    const float* lse, int C, int first) {
+    const int keys = first + attention_queries, queries = std::min(attention_queries, x.T - first);
+    const long row = long(first) * x.words, pair = long(first / x.in_word) * x.padded_hs;
+    tile_matmul<bf16>(x.scores.data(), x.ld_keys, x.q.data() + row, x.words, 1, x.kt.data(), x.ld_keys,
+                      attention_queries, keys, x.words, false);
+    tile_matmul<bf16>(x.dp.data(), x.ld_keys, x.dout.data() + row, x.words, 1, x.vt.data(), x.ld_keys,
+                      attention_queries, keys, x.words, false);
+    for (int i = 0; i < attention_queries; i++) {
+        const int valid = i < queries ? first + i + 1 : 0;  // keys; none for padding
+        const float *o = out + long(first + i) * C, *d = dout + long(first + i) * C;
+        float *scores = x.scores.data() + long(i) * x.ld_keys, *dp = x.dp.data() + long(i) * x.ld_keys;
+        float dot = 0;
+        #pragma omp simd reduction(+ : dot)
+        for (int c = 0; c < (valid ? x.hs : 0); c++) { dot += o[c] * d[c]; }
+        softmax_backward_row(scores, dp, valid ? lse[first + i] : 0.0f, dot, valid, keys);
+        if (!bf16) { continue; }
+        pack_row<bf16>(x.p.data() + long(i) * x.ld_p, scores, keys);
+        pack_row<bf16>(x.ds.data() + long(i) * x.ld_p, dp, keys);
+    }
+    const std::vector<float>&p = bf16 ? x.p : x.scores, &ds = bf16 ? x.ds : x.dp;
+    const float* p_pairs = pair_rows<bf16>(x.p_pairs, p, attention_queries, keys, x.ld_keys);
+    const float* ds_pairs = pair_rows<bf16>(x.ds_pairs, ds, attention_queries, keys, x.ld_keys);
+    tile_matmul<bf16>(x.dq.data() + long(first) * x.padded_hs, x.padded_hs, ds.data(), x.ld_p, 1,
+                      (bf16 ? x.k_pairs : x.k).data(), x.padded_hs, attention_queries, x.padded_hs,
+                      keys / x.in_word, false);
+    tile_matmul<bf16>(x.dk.data(), x.padded_hs, ds_pairs, 1, x.ld_keys,
+                      (bf16 ? x.q_pairs : x.q).data() + pair, x.padded_hs, keys, x.padded_hs,
+                      attention_queries / x.in_word, true);
+    tile_matmul<bf16>(x.dv.data(), x.padded_hs, p_pairs, 1, x.ld_keys,
+                      (bf16 ? x.dout_pairs : x.dout).data() + pair, x.padded_hs, keys, x.padded_hs,
+                      attention_queries / x.in_word, true);
+}
 
-    explicit AttentionBackwardScratch(const AttentionShape& s)
-        : q(s.head()), k(s.head()), dout(s.head()), kt(s.transposed()), vt(s.transposed()),
-          scores(s.scores()), dp(s.scores()), dq(s.head()), dk(s.head()), dv(s.head()) {}
-};
-
-// dq, dk, dv of one head, in x, from q, k, v and dout there.
-// out: (T,hs) with leading dimension C   lse: (T)
-inline void attention_backward_head(const AttentionShape& s, AttentionBackwardScratch& x, const float* out,
-                                    const float* lse, int C) {
+// One head.   dqkv, qkv: (T,hs) of q, with leading dimension 3C   dout, out: (T,hs), of C   lse: (T)
+template <bool bf16>
+inline void attention_backward_head(AttentionHead<bf16>& x, float* dqkv, const float* dout, const float* out,
+                                    const float* qkv, const float* lse, int C) {
+    pack_rows(x, x.q, qkv, 3 * C, x.scale);
+    pack_rows(x, x.k, qkv + C, 3 * C, 1.0f);
+    pack_rows(x, x.v, qkv + 2 * C, 3 * C, 1.0f);
+    pack_rows(x, x.dout, dout, C, 1.0f);
+    transpose_rows(x, x.kt, x.k);
+    transpose_rows(x, x.vt, x.v);
+    pair_rows<bf16>(x.q_pairs, x.q, x.padded_T, x.padded_hs, x.padded_hs);
+    pair_rows<bf16>(x.k_pairs, x.k, x.padded_T, x.padded_hs, x.padded_hs);
+    pair_rows<bf16>(x.dout_pairs, x.dout, x.padded_T, x.padded_hs, x.padded_hs);
     std::fill(x.dk.begin(), x.dk.end(), 0.0f);
     std::fill(x.dv.begin(), x.dv.end(), 0.0f);
-    for (int first = 0; first < s.T; first += attention_queries) {
-        const int keys = first + attention_queries, queries = std::min(attention_queries, s.T - first);
-        const long offset = long(first) * s.padded_hs;
-        tile_matmul(x.scores.data(), s.ld_keys, x.q.data() + offset, s.padded_hs, 1, x.kt.data(), s.ld_keys,
-                    attention_queries, keys, s.padded_hs, false);
-        tile_matmul(x.dp.data(), s.ld_keys, x.dout.data() + offset, s.padded_hs, 1, x.vt.data(), s.ld_keys,
-                    attention_queries, keys, s.padded_hs, false);
-        for (int i = 0; i < attention_queries; i++) {
-            const bool padding = i >= queries;
-            float dot = 0;
-            if (!padding) {
-                const float* o = out + long(first + i) * C;
-                const float* d = x.dout.data() + offset + long(i) * s.padded_hs;
-                #pragma omp simd reduction(+ : dot)
-                for (int c = 0; c < s.hs; c++) { dot += o[c] * d[c]; }
-            }
-            softmax_backward_row(x.scores.data() + long(i) * s.ld_keys, x.dp.data() + long(i) * s.ld_keys,
-                                 padding ? 0.0f : lse[first + i], dot, padding ? 0 : first + i + 1, keys);
-        }
-        tile_matmul(x.dq.data() + offset, s.padded_hs, x.dp.data(), s.ld_keys, 1, x.k.data(), s.padded_hs,
-                    attention_queries, s.padded_hs, keys, false);
-        tile_matmul(x.dk.data(), s.padded_hs, x.dp.data(), 1, s.ld_keys, x.q.data() + offset, s.padded_hs,
-                    keys, s.padded_hs, attention_queries, true);
-        tile_matmul(x.dv.data(), s.padded_hs, x.scores.data(), 1, s.ld_keys, x.dout.data() + offset,
-                    s.padded_hs, keys, s.padded_hs, attention_queries, true);
+    for (int first = 0; first < x.T; first += attention_queries) {
+        attention_backward_tile(x, dout, out, lse, C, first);
+    }
+    for (int t = 0; t < x.T; t++, dqkv += 3 * C) {
+        const long from = long(t) * x.padded_hs;
+        pack_row<false>(dqkv, x.dq.data() + from, x.hs, x.scale);
+        pack_row<false>(dqkv + C, x.dk.data() + from, x.hs);
+        pack_row<false>(dqkv + 2 * C, x.dv.data() + from, x.hs);
     }
 }
 
-// Overwrites dqkv.   dqkv, qkv: (B,T,3C)   dout, out: (B,T,C)   lse: (B,NH,T)
-inline void attention_backward(float* dqkv, const float* dout, const float* out, const float* qkv,
-                               const float* lse, int B, int T, int C, int NH, Stream&) {
-    const AttentionShape s(T, C / NH);
+// Calls work(scratch, b, h) for all heads, on all threads.
+template <bool bf16, typename Work>
+inline void for_each_head(int B, int T, int hs, int NH, bool backward, const Work& work) {
     #pragma omp parallel
     {
-        AttentionBackwardScratch x(s);
+        AttentionHead<bf16> x(T, hs, backward);
         #pragma omp for collapse(2)
         for (int b = 0; b < B; b++) {
-            for (int h = 0; h < NH; h++) {
-                const long at = long(b) * T * C + h * s.hs, at3 = long(b) * T * 3 * C + h * s.hs;
-                gather_head(s, x.q.data(), qkv + at3, 3 * C, s.scale);
-                gather_head(s, x.k.data(), qkv + at3 + C, 3 * C, 1.0f);
-                gather_head(s, x.dout.data(), dout + at, C, 1.0f);
-                gather_transposed(s, x.kt.data(), qkv + at3 + C, 3 * C);
-                gather_transposed(s, x.vt.data(), qkv + at3 + 2 * C, 3 * C);
-                attention_backward_head(s, x, out + at, lse + (long(b) * NH + h) * T, C);
-                for (int t = 0; t < T; t++) {
-                    float* row = dqkv + at3 + long(t) * 3 * C;
-                    #pragma omp simd
-                    for (int i = 0; i < s.hs; i++) {
-                        row[i] = s.scale * x.dq[size_t(t) * size_t(s.padded_hs) + size_t(i)];
-                        row[C + i] = x.dk[size_t(t) * size_t(s.padded_hs) + size_t(i)];
-                        row[2 * C + i] = x.dv[size_t(t) * size_t(s.padded_hs) + size_t(i)];
-                    }
-                }
-            }
+            for (int h = 0; h < NH; h++) { work(x, b, h); }
         }
     }
+}
+
+// bf16: products round their inputs, if this CPU multiplies bf16.
+// out: (B,T,C)   lse: (B,NH,T)   qkv: (B,T,3C), each of q, k, v being NH heads of hs = C / NH
+inline void attention_forward(float* out, float* lse, const float* qkv, int B, int T, int C, int NH, Stream&,
+                              bool bf16) {
+    const int hs = C / NH;
+    const auto work = [&](auto& x, int b, int h) {
+        attention_forward_head(x, out + long(b) * T * C + h * hs, lse + (long(b) * NH + h) * T,
+                               qkv + long(b) * T * 3 * C + h * hs, C);
+    };
+    const bool rounds = bf16 && multiplies_bf16;
+    rounds ? for_each_head<true>(B, T, hs, NH, false, work) : for_each_head<false>(B, T, hs, NH, false, work);
+}
+
+// Overwrites dqkv. bf16: as in attention_forward
+// dqkv, qkv: (B,T,3C)   dout, out: (B,T,C)   lse: (B,NH,T)
+inline void attention_backward(float* dqkv, const float* dout, const float* out, const float* qkv,
+                               const float* lse, int B, int T, int C, int NH, Stream&, bool bf16) {
+    const int hs = C / NH;
+    const auto work = [&](auto& x, int b, int h) {
+        const long at = long(b) * T * C + h * hs, at3 = long(b) * T * 3 * C + h * hs;
+        attention_backward_head(x, dqkv + at3, dout + at, out + at, qkv + at3,
+                                lse + (long(b) * NH + h) * T, C);
+    };
+    const bool rounds = bf16 && multiplies_bf16;
+    rounds ? for_each_head<true>(B, T, hs, NH, true, work) : for_each_head<false>(B, T, hs, NH, true, work);
 }
 
 }  // namespace cpu

@@ -29,7 +29,7 @@ inline bool cpu_has_fast_bf16() {
 }
 
 // float to bf16, to nearest, ties to even. NaN stays NaN.
-inline uint16_t bf16_bits(float value) {
+HD_INLINE uint16_t bf16_bits(float value) {
     const uint32_t bits = float_to_bits(value);
     const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
@@ -69,6 +69,8 @@ inline void column_sums(float* sums, uint16_t* out, const float* inp, int N, int
 // rounding alone; for activations its internal copy is cheaper than a reorder.
 class Matmul {
 public:
+    const bool bf16;  // products round their inputs to it
+
     explicit Matmul(const MatmulOptions& options)
         : bf16(options.precision != MatmulPrecision::highest && cpu_has_fast_bf16()),
           engine(dnnl::engine::kind::cpu, 0),
@@ -186,7 +188,6 @@ private:
         return p;
     }
 
-    bool bf16;
     dnnl::engine engine;
     dnnl::stream stream;
     std::map<std::array<int, 5>, Product> products;

@@ -5,7 +5,6 @@
 // that communicates is a thread with a first-in-first-out queue. An exception there stops it: later work is
 // dropped, and every later event throws that exception.
 #pragma once
-#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -14,6 +13,8 @@
 #include <mutex>
 #include <thread>
 #include <utility>
+
+#include "llmc/clock.h"
 
 namespace cpu {
 
@@ -66,14 +67,13 @@ public:
 private:
     friend class Stream;
     friend double seconds_between(const Timestamp& begin, const Timestamp& end);
-    using Clock = std::chrono::steady_clock;
 
-    std::shared_ptr<Clock::time_point> moment;
+    std::shared_ptr<double> moment;  // as now_seconds() says it
 };
 
 // The time between two complete stamps: the host must have seen a later event of their streams complete.
 inline double seconds_between(const Timestamp& begin, const Timestamp& end) {
-    return std::chrono::duration<double>(*end.moment - *begin.moment).count();
+    return *end.moment - *begin.moment;
 }
 
 class Stream {
@@ -99,10 +99,7 @@ public:
     // Runs `work` after everything enqueued before. On a stream that computes it has run, or thrown,
     // when this returns.
     void enqueue(std::function<void()> work) {
-        if (!worker.joinable()) {
-            work();
-            return;
-        }
+        if (!worker.joinable()) { return work(); }
         push({std::move(work), nullptr});
     }
 
@@ -121,10 +118,8 @@ public:
 
     // `timestamp` is the time at which everything enqueued so far has been done.
     void stamp(Timestamp& timestamp) {
-        if (!timestamp.moment || timestamp.is_shared()) {
-            timestamp.moment = std::make_shared<Timestamp::Clock::time_point>();
-        }
-        enqueue([moment = timestamp.moment] { *moment = Timestamp::Clock::now(); });
+        if (!timestamp.moment || timestamp.is_shared()) { timestamp.moment = std::make_shared<double>(); }
+        enqueue([moment = timestamp.moment] { *moment = now_seconds(); });
     }
 
     // Blocks until everything enqueued so far is done. Throws what it threw.

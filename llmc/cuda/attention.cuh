@@ -608,7 +608,7 @@ void backward(bf16* dqkv, const bf16* dout, const bf16* out, const bf16* qkv, co
 // out: (B,T,C)   lse: (B,NH,T)   qkv: (B,T,3C), each of q, k, v being NH heads of hs = C / NH, 64 or 128
 // out and qkv are 16-byte aligned.
 inline void attention_forward(__nv_bfloat16* out, float* lse, const __nv_bfloat16* qkv, int B, int T, int C,
-                              int NH, Stream& stream) {
+                              int NH, Stream& stream, bool = true) {
     const int hs = attention_head_size(B, T, C, NH);
     require_aligned("an array of attention_forward", {out, qkv});
     (hs == 64 ? attention::forward<64> : attention::forward<128>)(out, lse, qkv, B, T, C, stream);
@@ -618,7 +618,7 @@ inline void attention_forward(__nv_bfloat16* out, float* lse, const __nv_bfloat1
 // All but lse are 16-byte aligned.
 inline void attention_backward(__nv_bfloat16* dqkv, const __nv_bfloat16* dout, const __nv_bfloat16* out,
                                const __nv_bfloat16* qkv, const float* lse, int B, int T, int C, int NH,
-                               Stream& stream) {
+                               Stream& stream, bool = true) {
     const int hs = attention_head_size(B, T, C, NH);
     require_aligned("an array of attention_backward", {dqkv, dout, out, qkv});
     (hs == 64 ? attention::backward<64> : attention::backward<128>)(dqkv, dout, out, qkv, lse, B, T, C,

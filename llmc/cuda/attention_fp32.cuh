@@ -319,7 +319,7 @@ void backward(float* dqkv, const float* dout, const float* out, const float* qkv
 // out: (B,T,C)   lse: (B,NH,T)   qkv: (B,T,3C), each of q, k, v being NH heads of hs = C / NH, 64 or 128
 // out and qkv are 16-byte aligned.
 inline void attention_forward(float* out, float* lse, const float* qkv, int B, int T, int C, int NH,
-                              Stream& stream) {
+                              Stream& stream, bool = false) {
     const int hs = attention_head_size(B, T, C, NH);
     require_aligned("an array of attention_forward", {out, qkv});
     (hs == 64 ? attention_fp32::forward<64> : attention_fp32::forward<128>)(out, lse, qkv, B, T, C, stream);
@@ -328,7 +328,7 @@ inline void attention_forward(float* out, float* lse, const float* qkv, int B, i
 // Overwrites dqkv.   dqkv, qkv: (B,T,3C)   dout, out: (B,T,C)   lse: (B,NH,T)
 // All but lse are 16-byte aligned.
 inline void attention_backward(float* dqkv, const float* dout, const float* out, const float* qkv,
-                               const float* lse, int B, int T, int C, int NH, Stream& stream) {
+                               const float* lse, int B, int T, int C, int NH, Stream& stream, bool = false) {
     const int hs = attention_head_size(B, T, C, NH);
     require_aligned("an array of attention_backward", {dqkv, dout, out, qkv});
     (hs == 64 ? attention_fp32::backward<64> : attention_fp32::backward<128>)(dqkv, dout, out, qkv, lse, B, T,

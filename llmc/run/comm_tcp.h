@@ -10,10 +10,8 @@
 // names the first failure of the run (cause.h).
 #pragma once
 #include <errno.h>
-#include <linux/sockios.h>
 #include <poll.h>
 #include <string.h>
-#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -25,12 +23,14 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/clock.h"
 #include "llmc/comm.h"
 #include "llmc/error.h"
 #include "llmc/run/addresses.h"
 #include "llmc/run/cause.h"
 #include "llmc/run/connections.h"
 #include "llmc/run/machine.h"
+#include "llmc/run/socket.h"
 #include "llmc/run/store.h"
 #include "llmc/stream.h"
 
@@ -76,10 +76,7 @@ public:
     }
 
     // Bytes that were sent, and that the peer has not acknowledged.
-    int unacknowledged() const {
-        int bytes = 0;
-        return !is_done() && ioctl(socket, SIOCOUTQ, &bytes) == 0 ? bytes : 0;
-    }
+    int unacknowledged() const { return is_done() ? 0 : bytes_on_their_way(socket); }
 
 private:
     // A header and the data behind it, in one direction. At first it is empty and done.
@@ -118,7 +115,8 @@ class TcpComm : public cpu::Comm {
 public:
     explicit TcpComm(const CommGroup& group)
         : store(group.store), name(group.name), my_rank(group.rank), my_size(group.size),
-          timeout(group.timeout), members(names_of_members(group)), links(size_t(group.size)) {
+          timeout(group.timeout), links(size_t(group.size)) {
+        for (int r = 0; r < my_size; r++) { members.push_back(group.member(r)); }
         if (my_size > 1) { connect(group.interface); }
     }
 
@@ -165,19 +163,12 @@ public:
     }
 
 private:
-    using Clock = std::chrono::steady_clock;
-
-    static std::vector<std::string> names_of_members(const CommGroup& group) {
-        std::vector<std::string> names;
-        for (int r = 0; r < group.size; r++) { names.push_back(group.member(r)); }
-        return names;
-    }
-
     // out = sum or maximum over the members of what each sends this one; `own` is this one's part.
     template <class OutPart>
     void reduce(uint64_t call, float* out, const float* own, size_t count, Reduction reduction,
                 OutPart out_part) {
-        float* const received = scratch_for(size_t(my_size) * count);
+        scratch.resize(std::max(scratch.size(), size_t(my_size) * count));
+        float* const received = scratch.data();
         exchange(
             call, count * sizeof(float),
             [=](int peer) { return reinterpret_cast<const char*>(out_part(peer)); },
@@ -212,26 +203,17 @@ private:
         }
     }
 
-    // Kept from call to call: calls of one communicator run one after the other, on one stream.
-    float* scratch_for(size_t count) {
-        if (count > scratch_count) {
-            scratch.reset(new float[count]);
-            scratch_count = count;
-        }
-        return scratch.get();
-    }
-
     // Numbers the call in the order of issue, the same on all members, and runs `work` on the stream.
     template <class Work>
     void enqueue(cpu::Stream& stream, Traffic* traffic, size_t bytes, Work work) {
         const uint64_t call = calls++;
         stream.enqueue([=] {
-            const Clock::time_point start = Clock::now();
+            const double start = now_seconds();
             if (bytes > 0) { work(call); }
             if (traffic) {
                 traffic->bytes_sent += size_t(my_size - 1) * bytes;
                 traffic->bytes_received += size_t(my_size - 1) * bytes;
-                traffic->seconds += std::chrono::duration<double>(Clock::now() - start).count();
+                traffic->seconds += now_seconds() - start;
             }
         });
     }
@@ -396,12 +378,11 @@ private:
     const std::string name;
     const int my_rank, my_size;
     const double timeout;
-    const std::vector<std::string> members;
+    std::vector<std::string> members;
     std::vector<Link> links;      // by rank; this member's own is not used
     std::vector<pollfd> awaited;  // by rank, in move()
     uint64_t calls = 0;
-    std::unique_ptr<float[]> scratch;
-    size_t scratch_count = 0;
+    std::vector<float> scratch;  // kept from call to call: calls run one after the other, on one stream
     std::exception_ptr failure;
 };
 

@@ -206,8 +206,7 @@ inline TextInputs open_text_inputs(const Options& o) {
 // each process reads sequences that no other process reads, and an epoch is what all of them read together.
 inline void share_data(const Options& o, Process& process, Inputs& in) {
     if (o.diloco.is_elastic()) {  // an elastic worker does not know the other workers' batches
-        in.train_loader->take_part(process.worker, o.workers, process.rank, o.ranks);
-        return;
+        return in.train_loader->take_part(process.worker, o.workers, process.rank, o.ranks);
     }
     long tokens_a_step = 0, first = 0, sequences = 0;
     const std::vector<std::string> all = process.gather("batch", format("%d %ld", o.batch, o.total_batch));

@@ -21,13 +21,14 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
+#include <cmath>
 #include <map>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "llmc/clock.h"
 #include "llmc/error.h"
 #include "llmc/run/child.h"
 #include "llmc/run/machine.h"
@@ -53,22 +54,16 @@ public:
 
 // Processes that end together: all of a run in lock-step, or those of one elastic worker.
 struct LaunchedRun {
-    using Clock = std::chrono::steady_clock;
-    using Time = Clock::time_point;
     enum class State { running, waiting, over };  // waiting: for its restart
 
     explicit LaunchedRun(const Restarts& restarts) : restarts(restarts) {}
 
-    static Time after(double seconds) {
-        const std::chrono::duration<double> pause(seconds);
-        return Clock::now() + std::chrono::duration_cast<Clock::duration>(pause);
-    }
     bool has_ended() const {
         return std::all_of(children.begin(), children.end(), [](const Child& c) { return c.has_ended; });
     }
-    bool is_ending() const { return state != State::running || kill_time != Time::max(); }
+    bool is_ending() const { return state != State::running || kill_time < INFINITY; }
     void end_within(double seconds) {
-        if (!is_ending()) { kill_time = after(seconds); }
+        if (!is_ending()) { kill_time = now_seconds() + seconds; }
     }
     void signal(int signal) const {
         for (const Child& child : children) { child.signal(signal); }
@@ -88,8 +83,8 @@ struct LaunchedRun {
     State state = State::running;
     const Child* culprit = nullptr;  // the first process that failed
     bool was_stopped = false;        // by request
-    Time start_time = Clock::now(), restart_time;
-    Time term_time = Time::max(), kill_time = Time::max();  // of signals to its processes
+    double start_time = now_seconds(), restart_time = 0;  // times: of now_seconds()
+    double term_time = INFINITY, kill_time = INFINITY;    // of signals to its processes
 };
 
 class Launcher {
@@ -122,8 +117,6 @@ public:
     }
 
 private:
-    using Clock = LaunchedRun::Clock;
-    using Time = LaunchedRun::Time;
     using State = LaunchedRun::State;
     static constexpr double grace_seconds = 5;  // between SIGTERM and SIGKILL
     // From the first failure to SIGTERM: the others usually find it too, and tell the workers elsewhere.
@@ -290,11 +283,11 @@ private:
         for (LaunchedRun& run : runs) {
             if (run.state != State::running) { continue; }
             reap(run);
-            if (Clock::now() >= run.term_time) {
-                run.term_time = Time::max();
+            if (now_seconds() >= run.term_time) {
+                run.term_time = INFINITY;
                 run.signal(SIGTERM);
             }
-            if (Clock::now() >= run.kill_time) { run.signal(SIGKILL); }
+            if (now_seconds() >= run.kill_time) { run.signal(SIGKILL); }
         }
     }
 
@@ -306,12 +299,12 @@ private:
             stop_by(signal);
         } else if (!requested_by) {
             requested_by = signal;
-            one_request_until = LaunchedRun::after(one_request_seconds);
+            one_request_until = now_seconds() + one_request_seconds;
             for (LaunchedRun& run : runs) { run.signal(signal); }
             cancel_restarts();
             say(format("signal %d (%s): the run writes a checkpoint and stops; a second signal ends it at "
                        "once", signal, strsignal(signal)));
-        } else if (Clock::now() > one_request_until) {
+        } else if (now_seconds() > one_request_until) {
             stop_by(signal);
         }
     }
@@ -320,7 +313,7 @@ private:
     void stop_by(int signal) {
         for (LaunchedRun& run : runs) {
             run.end_within(grace_seconds);
-            if (stopped_by) { run.kill_time = Clock::now(); }
+            if (stopped_by) { run.kill_time = now_seconds(); }
             run.signal(signal == SIGPIPE ? SIGTERM : signal);
         }
         stopped_by = signal;
@@ -353,13 +346,13 @@ private:
 
     static void blame(LaunchedRun& run, const Child& child) {
         run.culprit = &child;
-        run.term_time = LaunchedRun::after(agreement_seconds);
+        run.term_time = now_seconds() + agreement_seconds;
         run.end_within(agreement_seconds + grace_seconds);
     }
 
     // Does what may have to wait for a reader.
     void look_after(LaunchedRun& run) {
-        if (run.state == State::waiting && Clock::now() >= run.restart_time) { restart(run); }
+        if (run.state == State::waiting && now_seconds() >= run.restart_time) { restart(run); }
         if (run.state != State::running || !run.has_ended()) { return; }
         run.state = State::over;
         for (Child& child : run.children) {
@@ -404,15 +397,14 @@ private:
     // ---- failed runs
 
     void settle_failure(LaunchedRun& run) {
-        const std::chrono::duration<double> lived = Clock::now() - run.start_time;
+        const double lived = now_seconds() - run.start_time;
         const int most = run.restarts.most;
         const bool is_replaced = run.culprit->status == replaced_status;
-        const double pause =
-            requested_by || is_replaced || is_mistake(run) ? 0 : run.restarts.next(lived.count());
+        const double pause = requested_by || is_replaced || is_mistake(run) ? 0 : run.restarts.next(lived);
         std::string line = run.failure();
         if (pause > 0) {
             run.state = State::waiting;
-            run.restart_time = LaunchedRun::after(pause);
+            run.restart_time = now_seconds() + pause;
             line += format("; restart %d of %d in %g s", run.restarts.count, most, pause);
         } else {
             give_up(run);
@@ -485,7 +477,7 @@ private:
     int signals = -1;             // the descriptor that they are read from
     bool is_inside_line = false;  // the terminal's last line is process 0's and has no end yet
     int requested_by = 0;         // the signal that asked the processes to stop
-    Time one_request_until;       // signals until then are the same request
+    double one_request_until = 0;  // signals until then are the same request
     int stopped_by = 0;           // the signal that ends the run
     bool has_stalled = false, has_lost_text = false;
     std::set<std::string> told_mistakes;        // by any worker

@@ -10,13 +10,13 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <climits>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <memory>
@@ -26,6 +26,7 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/clock.h"
 #include "llmc/error.h"
 #include "llmc/file.h"
 #include "llmc/text/tokenizer.h"
@@ -169,8 +170,7 @@ public:
     // UserError if the folder cannot be written, or holds models of an earlier run and !takes_over: they
     // would look newer than this run's.
     Logger(const std::string& folder, int process, int processes, bool takes_over = false,
-           const std::optional<LogCut>& cut = {})
-        : start(Clock::now()) {
+           const std::optional<LogCut>& cut = {}) {
         if (folder.empty()) { return; }
         std::error_code error;
         std::filesystem::create_directories(folder, error);
@@ -269,7 +269,6 @@ public:
     }
 
 private:
-    using Clock = std::chrono::steady_clock;
     struct Close {
         void operator()(FILE* file) const { fclose(file); }
     };
@@ -356,13 +355,8 @@ private:
         throw UserError("cannot write " + path + " (" + why + "): give a log folder that can be written");
     }
 
-    double seconds() const {
-        return seconds_before + std::chrono::duration<double>(Clock::now() - start).count();
-    }
-    static long unix_seconds() {
-        const auto now = std::chrono::system_clock::now().time_since_epoch();
-        return long(std::chrono::duration_cast<std::chrono::seconds>(now).count());
-    }
+    double seconds() const { return seconds_before + now_seconds() - start; }
+    static long unix_seconds() { return time(nullptr); }
     void write(const JsonLine& line) { print(metrics, line.str()); }
 
     static void print(const LogFile& file, const std::string& line) {
@@ -372,7 +366,7 @@ private:
         }
     }
 
-    Clock::time_point start;
+    const double start = now_seconds();
     double seconds_before = 0;  // the last time in a log that continues
     bool has_run_line = false;
     LogFile main_log, metrics;
@@ -390,7 +384,7 @@ class StatusLine {
 public:
     // interval: seconds between two updates that are shown, at least; the first and the last always are.
     StatusLine(FILE* out, bool terminal, double interval)
-        : out(out), terminal(terminal), interval(interval), start(Clock::now()) {}
+        : out(out), terminal(terminal), interval(interval) {}
     explicit StatusLine(FILE* out) : StatusLine(out, isatty(fileno(out)), isatty(fileno(out)) ? 0.1 : 5.0) {}
     StatusLine(const StatusLine&) = delete;
     StatusLine& operator=(const StatusLine&) = delete;
@@ -398,7 +392,7 @@ public:
 
     // Step `step` of `steps` is done.   mfu: model flops utilization, NAN if it is not known
     void update(long step, long steps, double loss, double tokens_per_second, double mfu = NAN) {
-        const double now = std::chrono::duration<double>(Clock::now() - start).count();
+        const double now = now_seconds();
         if (first_step < 0) {
             first_step = step;
             first_time = now;
@@ -432,13 +426,8 @@ public:
     }
 
 private:
-    using Clock = std::chrono::steady_clock;
-
     void show(const std::string& line) {
-        if (!terminal) {
-            print(line);
-            return;
-        }
+        if (!terminal) { return print(line); }
         clear();
         fputs(line.substr(0, columns() - 1).c_str(), out);  // a wrapped line could not be removed
         fflush(out);
@@ -457,7 +446,6 @@ private:
     FILE* out;
     bool terminal;
     double interval;
-    Clock::time_point start;
     bool visible = false;
     long first_step = -1;
     double first_time = 0, shown_time = 0;

@@ -16,6 +16,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <utility>
@@ -129,11 +130,7 @@ struct Process {
     // that keeps the place may call getenv() when it connects to the store again: so it pauses. There must be
     // no other threads yet.
     void change_environment(const std::function<void()>& set) {
-        if (keeper) {
-            keeper->pause(set);
-        } else {
-            set();
-        }
+        keeper ? keeper->pause(set) : set();
     }
 
     // The ranks of this worker.
@@ -171,10 +168,10 @@ struct Process {
         while (is_leaving->exchange(true)) { std::this_thread::sleep_for(std::chrono::hours(1)); }
         const bool is_others_failure = dynamic_cast<const CommError*>(&error);
         if (store && size() > 1 && !is_others_failure) {
-            record_cause(*store, {name(), format("has stopped: %s", error.what())});
+            record_cause(*store, {name(), "has stopped: " + message_of(error)});
         }
         fflush(stdout);
-        fprintf(stderr, "error: %s\n", error.what());
+        fprintf(stderr, "error: %s\n", message_of(error).c_str());
         fflush(stderr);
         // A launcher blames the process that it sees end first: let the one that failed do so.
         if (is_others_failure) { std::this_thread::sleep_for(std::chrono::milliseconds(200)); }
@@ -221,13 +218,9 @@ private:
     // Options and their values, each ended by a zero byte. What another program wrote may be cut short.
     static OptionList unpack_options(const std::string& packed) {
         OptionList options;
-        for (size_t at = 0; at < packed.size();) {
-            const size_t middle = packed.find('\0', at);
-            const size_t end = middle == std::string::npos ? middle : packed.find('\0', middle + 1);
-            if (end == std::string::npos) { break; }
-            options.emplace_back(packed.substr(at, middle - at),
-                                 packed.substr(middle + 1, end - middle - 1));
-            at = end + 1;
+        std::istringstream words(packed);
+        for (std::string name, value; std::getline(words, name, '\0') && std::getline(words, value, '\0');) {
+            if (!words.eof()) { options.emplace_back(name, value); }
         }
         return options;
     }

@@ -5,7 +5,6 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
-#include <new>
 #include <optional>
 #include <string>
 #include <utility>
@@ -49,11 +48,13 @@ inline StateIdentity state_identity(const Options& o, const Process& process, lo
     return {step, process.worker, process.rank, o.workers, o.ranks, lineage, o.diloco.is_elastic()};
 }
 
-// Which lines of its logs a resumed run keeps. An elastic worker that returns without a checkpoint joins at
-// the other workers' step and repeats nothing, so it keeps everything.
+// Which lines of its logs a resumed run keeps: all but what the run does again. A run that was at its end
+// does that end again. An elastic worker that returns without a checkpoint joins at the other workers' step
+// and repeats nothing, so it keeps everything.
 inline std::optional<LogCut> log_cut(const Options& o, const Resumption& resumed, long steps) {
     if (!resumed.state && o.diloco.is_elastic() && o.resume) { return LogCut{steps, LONG_MAX, true}; }
-    return log_cut(resumed, steps);
+    if (!resumed.state) { return std::nullopt; }
+    return LogCut{resumed.step, resumed.fields.integer("total.next_sync"), resumed.step < steps};
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -82,8 +83,6 @@ inline void agree(const Options& o, Process& process, Inputs& in, const std::fun
 inline void or_leave(const Process& process, const std::function<void()>& work) {
     try {
         work();
-    } catch (const std::bad_alloc& error) {
-        process.leave_with(RunError(message_of(error)));
     } catch (const std::exception& error) { process.leave_with(error); }
 }
 

@@ -36,6 +36,12 @@ struct ConnectionLost : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// Bytes sent on a connection that the other side has not acknowledged.
+inline int bytes_on_their_way(int descriptor) {
+    int bytes = 0;
+    return ioctl(descriptor, SIOCOUTQ, &bytes) == 0 ? bytes : 0;
+}
+
 class Socket {
 public:
     // The caller closes `descriptor`; processes that this one starts do not inherit it. `silence`: seconds
@@ -82,14 +88,14 @@ protected:
     void wait_for(short events) const {
         const int step = int(1000 * std::clamp(silence / 4, 0.001, 0.25));
         Patience patience(silence);
-        int unacknowledged = on_its_way();
+        int unacknowledged = bytes_on_their_way(descriptor);
         while (true) {
             pollfd one = {descriptor, events, 0};
             const int ready = poll(&one, 1, step);
             patience.has_waited(0.001 * step);
             if (ready > 0) { return; }
             if (ready < 0 && errno != EINTR) { throw ConnectionLost(strerror(errno)); }
-            const int rest = on_its_way();
+            const int rest = bytes_on_their_way(descriptor);
             if (rest < unacknowledged) { patience.begin_again(); }
             unacknowledged = rest;
             if (patience.is_over()) { throw ConnectionLost(format("silent for %.3g s", silence)); }
@@ -103,12 +109,6 @@ private:
         if (errno == EINTR) { return; }
         if (errno != EAGAIN) { throw ConnectionLost(strerror(errno)); }
         wait_for(events);
-    }
-
-    // Bytes sent that the other side has not acknowledged.
-    int on_its_way() const {
-        int bytes = 0;
-        return ioctl(descriptor, SIOCOUTQ, &bytes) == 0 ? bytes : 0;
     }
 
     double silence;

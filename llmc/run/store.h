@@ -29,6 +29,7 @@
 #include <thread>
 #include <utility>
 
+#include "llmc/clock.h"
 #include "llmc/error.h"
 #include "llmc/run/value_file.h"
 
@@ -39,38 +40,34 @@
 class Patience {
 public:
     explicit Patience(double seconds) : limit(seconds) {}
-    double waited() const { return std::chrono::duration<double>(Clock::now() - start).count(); }
+    double waited() const { return now_seconds() - start; }
     double left() const { return std::max(0.0, limit - waited()); }
     bool is_over() const { return waited() >= limit; }
-    void begin_again() { start = looked_at = Clock::now(); }
+    void begin_again() { start = looked_at = now_seconds(); }
 
     // To be called after a wait other than pause(), of at most `seconds`. If this process was stopped
     // meanwhile (SIGSTOP, a machine that sleeps), that time does not count: it could not have heard an
     // answer.
     void has_waited(double seconds) {
-        const Clock::time_point now = Clock::now();
-        const double stopped = std::chrono::duration<double>(now - looked_at).count() - seconds;
-        if (stopped > 1) {
-            start += std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(stopped));
-        }
+        const double now = now_seconds(), stopped = now - looked_at - seconds;
+        if (stopped > 1) { start += stopped; }
         looked_at = now;
     }
 
     // To be called after work instead of a wait: its time counts in full.
-    void has_worked() { looked_at = Clock::now(); }
+    void has_worked() { looked_at = now_seconds(); }
 
     // Sleeps 1 ms at first, then longer, up to 100 ms, but not past the time limit.
     void pause() {
         const double seconds = std::min(step, left() + 0.001);
-        looked_at = Clock::now();
+        looked_at = now_seconds();
         std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
         has_waited(seconds);
         step = std::min(step * 1.3, 0.1);
     }
 
 private:
-    using Clock = std::chrono::steady_clock;
-    Clock::time_point start = Clock::now(), looked_at = start;
+    double start = now_seconds(), looked_at = start;
     double limit, step = 0.001;
 };
 

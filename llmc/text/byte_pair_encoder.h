@@ -78,10 +78,7 @@ private:
     }
 
     void encode_document(std::string_view text, std::vector<int>& tokens) const {
-        if (!pattern) {  // nothing is ever merged
-            encode_piece(text, tokens);
-            return;
-        }
+        if (!pattern) { return encode_piece(text, tokens); }  // nothing is ever merged
         pattern->cut(text, [&](std::string_view piece) { encode_piece(piece, tokens); });
     }
 

@@ -55,10 +55,10 @@ struct Case {
                     std::vector<float>(qkv.size())};
         cpu::Stream stream;
         cpu::attention_forward(expected.out.data(), expected.lse.data(), qkv.data(), s.B, s.T, s.C(), s.NH,
-                               stream);
+                               stream, false);
         for (float x : expected.out) { rounded_out.push_back(as_bf16(x)); }
         cpu::attention_backward(expected.dqkv.data(), dout.data(), rounded_out.data(), qkv.data(),
-                                expected.lse.data(), s.B, s.T, s.C(), s.NH, stream);
+                                expected.lse.data(), s.B, s.T, s.C(), s.NH, stream, false);
     }
 };
 

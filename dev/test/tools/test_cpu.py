@@ -17,8 +17,8 @@ import bench_cpu
 
 # Functions of the trainer that hold these loops. Softmax is inlined into attention.
 LOOPS = {"GELU": r"cpu::gelu_forward\(", "GELU's derivative": r"cpu::matmul_backward\(",
-         "attention": r"cpu::attention_forward(_head)?\(",
-         "attention's derivative": r"cpu::attention_backward(_head)?\(",
+         "attention": r"cpu::attention_forward",
+         "attention's derivative": r"cpu::attention_backward",
          "classifier": r"cpu::fused_classifier\(", "LayerNorm": r"cpu::layernorm_row\(",
          "LayerNorm's derivative": r"cpu::layernorm_backward_row\(", "AdamW": r"cpu::adamw_update\(",
          "E2M1": r"cpu::quantize_block<E2M1, true>\("}

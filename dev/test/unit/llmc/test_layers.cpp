@@ -284,10 +284,10 @@ struct AttentionCase {
         : B(B), T(T), C(C), NH(NH), qkv(random_floats(long(B) * T * 3 * C, 1, scale)),
           dout(random_floats(long(B) * T * C, 2)), out(dout.size()), lse(size_t(B) * size_t(NH) * size_t(T)),
           dqkv(qkv.size(), NAN) {}
-    void run() {
-        cpu::attention_forward(out.data(), lse.data(), qkv.data(), B, T, C, NH, main_stream);
+    void run(bool bf16 = false) {
+        cpu::attention_forward(out.data(), lse.data(), qkv.data(), B, T, C, NH, main_stream, bf16);
         cpu::attention_backward(dqkv.data(), dout.data(), out.data(), qkv.data(), lse.data(), B, T, C, NH,
-                                main_stream);
+                                main_stream, bf16);
     }
 };
 
@@ -339,6 +339,26 @@ TEST(Attention, forward_and_backward_match_double_precision_at_any_size) {
     }
 }
 
+// Its inputs are bf16 already. So what it rounds itself are p and ds, to 8 bits, and q after its scaling. Where the CPU
+// does not multiply bf16, it is the same as in fp32.
+TEST(Attention, in_bf16_the_error_is_that_of_rounding) {
+    for (auto [B, T, C, NH] : {std::array<int, 4>{1, 7, 6, 2}, {2, 33, 48, 3}, {1, 130, 40, 2}, {2, 256, 128, 2}}) {
+        SCOPED_TRACE(testing::Message() << "B " << B << " T " << T << " C " << C << " NH " << NH);
+        AttentionCase x(B, T, C, NH), y(B, T, C, NH);
+        for (AttentionCase* one : {&x, &y}) {
+            for (Floats* inputs : {&one->qkv, &one->dout}) {
+                for (float& value : *inputs) { value = bits_to_float(uint32_t(cpu::bf16_bits(value)) << 16); }
+            }
+        }
+        x.run(false);
+        y.run(true);
+        EXPECT_LT(relative_error(y.out, doubles(x.out)), 4e-3);
+        EXPECT_LT(relative_error(y.lse, doubles(x.lse)), 1e-3);
+        EXPECT_LT(relative_error(y.dqkv, doubles(x.dqkv)), 6e-3);
+        if (cpu::multiplies_bf16) { EXPECT_NE(y.dqkv, x.dqkv); }
+    }
+}
+
 TEST(Attention, does_not_look_ahead) {
     AttentionCase x(1, 70, 32, 2);
     x.run();
@@ -350,9 +370,11 @@ TEST(Attention, does_not_look_ahead) {
 
 TEST(Attention, survives_scores_whose_exponentials_overflow) {
     AttentionCase x(1, 40, 16, 1, 30.0f);  // scores of thousands
-    x.run();
-    for (float value : x.out) { ASSERT_TRUE(std::isfinite(value)); }
-    for (float value : x.dqkv) { ASSERT_TRUE(std::isfinite(value)); }
+    for (const bool bf16 : {false, true}) {
+        x.run(bf16);
+        for (float value : x.out) { ASSERT_TRUE(std::isfinite(value)); }
+        for (float value : x.dqkv) { ASSERT_TRUE(std::isfinite(value)); }
+    }
 }
 
 TEST(Attention, gives_the_same_bits_at_any_thread_count) {
