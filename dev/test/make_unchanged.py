@@ -6,7 +6,8 @@
 writes dev/test/data/unchanged/ with what the program at PATH does: which options its processes compare, the
 losses, traffic and bits of a table of short runs, and checkpoints with the runs that resume them. The tests
 (dev/test/processes/test_unchanged.py) hold train_gpt_cpu to it. The data was made by commit effe1c5, except
-for the shuffled runs, made anew when sequences came to be shuffled one by one, and no longer batch by batch.
+for the shuffled runs, made anew when sequences came to be shuffled one by one, and no longer batch by batch, and the
+run of medium precision, made anew when attention came to be in bf16 there.
 
 Bits depend on the CPU, its libraries and the compiler, so they are kept for each kind of machine. On another
 kind only the numbers are compared, with a tolerance. To add this machine's bits, build that commit and the
@@ -14,6 +15,7 @@ present one, and run
 
     .venv/bin/python dev/test/make_unchanged.py --program PATH --bits
     .venv/bin/python dev/test/make_unchanged.py --program PRESENT --bits --only shuffled
+    .venv/bin/python dev/test/make_unchanged.py --program PRESENT --bits --only medium
 
 which add bits and leave everything else alone: the same checkpoints are resumed. A change of the numbers
 on purpose (say, another order of the data) needs new data from the changed program, and a reason. --only

@@ -110,19 +110,22 @@ inline const float* pair_rows(std::vector<float>& out, const std::vector<float>&
     return out.data();
 }
 
-// Turns one query's scores into e^(s - max), 0 for later keys up to `columns`; sets their sum, returns lse.
-// scores: (columns), the first `keys` valid
-inline float softmax_row(float* scores, float* sum, int keys, int columns) {
-    float max = scores[0], total = 0;
+// Turns the scores of one query into probabilities; those of later keys, up to `columns`, become 0.
+// Returns lse.   scores: (columns), the first `keys` valid
+inline float softmax_row(float* scores, int keys, int columns) {
+    float max = scores[0], sum = 0;
     #pragma omp simd reduction(max : max)
     for (int i = 0; i < keys; i++) { max = scores[i] > max ? scores[i] : max; }
-    #pragma omp simd reduction(+ : total)
-    for (int i = 0; i < columns; i++) {
-        scores[i] = i < keys ? exponential(scores[i] - max) : 0.0f;
-        total += scores[i];
+    #pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < keys; i++) {
+        scores[i] = exponential(scores[i] - max);
+        sum += scores[i];
     }
-    *sum = total;
-    return max + logf(total);
+    const float inverse = 1.0f / sum;
+    #pragma omp simd
+    for (int i = 0; i < keys; i++) { scores[i] *= inverse; }
+    std::fill(scores + keys, scores + columns, 0.0f);
+    return max + logf(sum);
 }
 
 // One head.   out: (T,hs) with leading dimension C   lse: (T)   qkv: (T,hs) of q, with leading dimension 3C
@@ -134,21 +137,19 @@ inline void attention_forward_head(AttentionHead<bf16>& x, float* out, float* ls
     transpose_rows(x, x.kt, x.k);
     const float* v = pair_rows<bf16>(x.v_pairs, x.v, x.padded_T, x.padded_hs, x.padded_hs);
     const std::vector<float>& p = bf16 ? x.p : x.scores;
-    float sums[attention_queries];
     for (int first = 0; first < x.T; first += attention_queries) {
         const int keys = first + attention_queries, queries = std::min(attention_queries, x.T - first);
         tile_matmul<bf16>(x.scores.data(), x.ld_keys, x.q.data() + long(first) * x.words, x.words, 1,
                           x.kt.data(), x.ld_keys, attention_queries, keys, x.words, false);
         for (int i = 0; i < queries; i++) {
             float* scores = x.scores.data() + long(i) * x.ld_keys;
-            lse[first + i] = softmax_row(scores, &sums[i], first + i + 1, keys);
+            lse[first + i] = softmax_row(scores, first + i + 1, keys);
             if (bf16) { pack_row<bf16>(x.p.data() + long(i) * x.ld_p, scores, keys); }
         }
         tile_matmul<bf16>(x.mixed.data(), x.padded_hs, p.data(), x.ld_p, 1, v, x.padded_hs, attention_queries,
                           x.padded_hs, keys / x.in_word, false);
         for (int i = 0; i < queries; i++) {
-            const float* mixed = x.mixed.data() + long(i) * x.padded_hs;
-            pack_row<false>(out + long(first + i) * C, mixed, x.hs, 1 / sums[i]);
+            std::copy_n(x.mixed.data() + long(i) * x.padded_hs, x.hs, out + long(first + i) * C);
         }
     }
 }
