@@ -45,6 +45,7 @@ OF_PART = {
 NEEDED = ("versions", "memory")  # by all that follow
 SECONDS = 600                    # of a part
 LINES = 60                       # of a part's output on the page
+COMMIT = "git log -1 --format='commit %h of %cs' || echo 'no git repository: the commit is not known'"
 
 
 @dataclass
@@ -123,7 +124,7 @@ def parts_of(programs, folder, is_dry):
         return bench(programs, size, folder / f"{parts[0]}.txt", *parts)
 
     commands = {
-        "versions": [["git", "log", "-1", "--format=commit %h of %cs"], [programs.trainer, "--help"],
+        "versions": [["sh", "-c", COMMIT], [programs.trainer, "--help"],
                      *([] if is_dry else [["nvidia-smi"], [nvcc(), "--version"]])],
         "memory": [train("memory", {"-x": 2, "--workers": 1, "--outer-optimizer": "none"})],
         "streaming": [table("streaming"), table("exchange1"), table("exchange2")],
