@@ -19,15 +19,12 @@ Where the time goes is what `perf record` sees of one more run. Without perf the
 that is said.
 """
 import argparse
-import array
 import datetime
 import json
 import os
-import random
 import re
 import shutil
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
@@ -35,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runs import ROOT, check_report, machine, markdown  # finds dev/tools, too
+from bench_gpu import write_tokens
 from compare import read_run
 from metrics import Parser, UserError, exit_status
 
@@ -145,12 +143,6 @@ def part_of(library, symbol):
     if "train_gpt" not in library:
         return "kernel, C library"
     return next((part for part, pattern in PARTS.items() if re.search(pattern, symbol)), "other")
-
-
-def write_tokens(path, vocabulary, count):
-    """A shard of llm.c's format: 256 int32 (magic, version, count), and uint16 tokens."""
-    tokens = random.Random(1).choices(range(vocabulary), k=count)
-    path.write_bytes(struct.pack("<256i", 20240520, 1, count, *[0] * 253) + array.array("H", tokens).tobytes())
 
 
 class PyTorch:

@@ -199,9 +199,9 @@ def bench_streaming(table, args, size):
 
 # ---- what the exchange costs, by runs of the trainer
 
-def write_tokens(path, size):
-    draw = random.Random(1)
-    tokens = array("H", draw.choices(range(size.vocabulary), k=size.tokens))
+def write_tokens(path, vocabulary, count):
+    """Random ones, as a shard of llm.c's format."""
+    tokens = array("H", random.Random(1).choices(range(vocabulary), k=count))
     header = array("i", [20240520, 1, len(tokens)] + [0] * 253)
     path.write_bytes(header.tobytes() + tokens.tobytes())
 
@@ -252,7 +252,7 @@ def measure(args, size, workers, H, tau):
     options = {"-H": H, "--overlap": tau, "--workers": workers, "--outer-optimizer": "nesterov"}
     alone = {"--workers": 1, "--outer-optimizer": "none"}
     with tempfile.TemporaryDirectory() as folder:
-        write_tokens(pathlib.Path(folder) / "random_train_000000.bin", size)
+        write_tokens(pathlib.Path(folder) / "random_train_000000.bin", size.vocabulary, size.tokens)
         tail = max(1, size.inner_steps // 20)  # of two runs side by side the last one ends alone
         steps = size.warmup + size.inner_steps + tail
         logs = train(args, size, pathlib.Path(folder), [alone] * workers if H is None else [options], steps)

@@ -16,10 +16,8 @@ shapes, which shows that this program works, and nothing of a GPU.
 """
 import argparse
 import datetime
-import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +25,7 @@ import time
 from dataclasses import dataclass, field
 
 from bench_gpu import ROOT, Full, Tiny, about_machine, fail, last_line, write_tokens
+from registers import default_nvcc
 
 TESTS = "dev/test/processes/test_gpu.py"
 OF_PART = {
@@ -98,10 +97,6 @@ def predictions(name):
     return [[*predict, "--gpu", gpu, "--model", "d12", "-b", 64]] if gpu else [[*predict, "--check"]]
 
 
-def nvcc():
-    return shutil.which("nvcc") or f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin/nvcc"
-
-
 @dataclass
 class Programs:
     """What the parts run: of a GPU, or of the emulator."""
@@ -115,7 +110,7 @@ def parts_of(programs, folder, is_dry):
     """All parts in their order."""
     size = Tiny if is_dry else Full
     small = {"--layers": 2, "--heads": 1, "--channels": 64, "-b": 1, "-t": 64}
-    write_tokens(folder / "random_train_000000.bin", size)
+    write_tokens(folder / "random_train_000000.bin", size.vocabulary, size.tokens)
 
     def train(name, more):
         return trainer_words(programs.trainer, folder, size, {**more, "-o": folder / name})
@@ -125,7 +120,7 @@ def parts_of(programs, folder, is_dry):
 
     commands = {
         "versions": [["sh", "-c", COMMIT], [programs.trainer, "--help"],
-                     *([] if is_dry else [["nvidia-smi"], [nvcc(), "--version"]])],
+                     *([] if is_dry else [["nvidia-smi"], [default_nvcc(), "--version"]])],
         "memory": [train("memory", {"-x": 2, "--workers": 1, "--outer-optimizer": "none"})],
         "streaming": [table("streaming"), table("exchange1"), table("exchange2")],
         "speed": [table("d12"), table("d48"), table("layers"), *predictions(about_machine())],

@@ -7,6 +7,7 @@ The status is 1 if an attention kernel spills on sm_90, 2 if a kernel is not com
 """
 import argparse
 import datetime
+import os
 import pathlib
 import re
 import shutil
@@ -28,7 +29,7 @@ void templates(cuda::Stream& stream) {
 
 
 def default_nvcc():
-    return shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    return shutil.which("nvcc") or f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin/nvcc"
 
 
 def kernel_files():

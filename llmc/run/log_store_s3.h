@@ -48,7 +48,6 @@ private:
         std::string folder, name;
     };
 
-
     // Which snapshots are wanted must be newer than the rest.
     static bool may_go_with(const StoreRequest& first, const StoreRequest& next) {
         const std::string want = "/want", &folder = next.folder;
