@@ -26,6 +26,7 @@ gets longer: the best tuning runs, runs of a third of the length, and the whole 
 import datetime
 import hashlib
 import json
+import math
 import shutil
 import statistics
 import subprocess
@@ -39,6 +40,7 @@ from compare import bytes_sent, read_run, size_text
 from metrics import Parser, UserError, exit_status
 
 STATIONS = 10     # validations in a run
+THRESHOLD = 3     # percent: how many outer steps until the gap is no larger
 LENGTHS = (6, 3)  # divisors of the whole length, for the tuning runs and for the middle of the curve
 
 
@@ -385,6 +387,27 @@ def lengths_table(plan, found):
     return markdown(["optimizer", "workers", "H", *tokens], rows) if rows else ""
 
 
+def crossings(plan, finished, found):
+    """For each method that ends above THRESHOLD: where a power law of outer steps would fall to it. Its exponent is
+    fitted to the gaps of all lengths, its level is the mean of the longest runs, its range their spread."""
+    lines, by_seed = [], by_method(finished, plan.long)
+    for method, gaps in found.items():
+        differences = paired(by_seed.get(method, {}), by_seed.get(method.base(), {}), last_loss)
+        if len(differences) < 2 or len(gaps) < 3 or statistics.mean(differences) <= THRESHOLD or min(gaps.values()) <= 0:
+            continue
+        points = [(math.log(steps), math.log(gap)) for steps, gap in gaps.items()]
+        exponent = statistics.linear_regression(*zip(*points)).slope
+        mean, spread = statistics.mean(differences), statistics.stdev(differences)
+        if exponent >= 0 or mean <= spread:
+            continue
+        steps = [max(gaps) // method.inner_steps * (THRESHOLD / gap) ** (1 / exponent)
+                 for gap in (mean, mean - spread, mean + spread)]
+        lines.append(f"With {method.workers} workers and H = {method.inner_steps} the gap falls with outer steps to the "
+                     f"power of {exponent:.2f}: it would be {THRESHOLD}% after {steps[0]:.0f} outer steps ({steps[1]:.0f} "
+                     f"to {steps[2]:.0f}, by the spread of the {len(differences)} seeds).")
+    return "\n".join(lines)
+
+
 def draw_figure(arguments, finished):
     from quality_figure import draw  # takes a second to load
     plan = Plan(arguments, finished)
@@ -445,6 +468,7 @@ def report(arguments, finished):
                      "makes them.")
     if lengths := lengths_table(plan, gaps_by_length(finished, plan)):
         parts.append(LENGTHS_NOTE + "\n\n" + lengths)
+        parts += filter(None, [crossings(plan, finished, gaps_by_length(finished, plan))])
     if tuned := tuning_lines(finished, plan):
         parts.append(TUNING_NOTE + "\n\n" + "\n".join(tuned))
     programs = len({record["program"] for record in records})
