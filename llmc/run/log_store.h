@@ -49,7 +49,7 @@ struct Pauses {
         return pause = std::clamp(pause * (is_answered ? shorter : longer), shortest, longest);
     }
 };
-inline constexpr Pauses pauses_of_bucket{0.05, 1, 2, 0.5};  // each question costs money
+inline constexpr Pauses pauses_of_bucket{0.02, 1, 2, 0.5};  // each question costs money
 
 // What Redis (a folder is a hash: HGET, HSET, HSETNX, HDEL and UNLINK, HGETALL, SCAN), a shared folder (open,
 // rename, link, unlink, readdir) and a bucket (GET, PUT, DELETE) can all do. Calls block: each store is used
@@ -71,16 +71,17 @@ public:
     }
     // perform_all(), once anything in it is there beside the generation, or `seconds` have passed.
     virtual std::vector<StoreAnswer> await(const std::vector<StoreRequest>& requests, double seconds) {
-        for (const double until = now_seconds() + seconds;;) {
+        const double until = now_seconds() + seconds;
+        for (double pause = pauses.pause;;) {
+            std::this_thread::sleep_for(std::chrono::duration<double>(std::min(pause, seconds)));
             const double from = now_seconds();
             std::vector<StoreAnswer> answers = perform_all(requests);
             bool is_over = false;
             for (size_t i = 0; i < requests.size(); i++) {
                 is_over |= answers[i].lost || (answers[i].found && requests[i].folder != "run");
             }
-            const double pause = std::max(pauses.after(is_over), now_seconds() - from);
+            pause = std::max(pauses.after(is_over), (now_seconds() - from) / 2);
             if (is_over || from >= until) { return answers; }
-            std::this_thread::sleep_for(std::chrono::duration<double>(std::min(pause, seconds)));
         }
     }
     // About settings that endanger the run, as they were when the store was opened.

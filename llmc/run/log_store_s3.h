@@ -54,10 +54,11 @@ private:
         const bool is_last = next.kind == Kind::list && folder.size() > want.size() &&
                              folder.substr(folder.size() - want.size()) == want;
         if (first.kind == Kind::remove) { return next.kind == Kind::remove; }
-        if (first.kind == Kind::decide || is_last) { return false; }
+        if (is_last) { return false; }
+        if (next.kind == first.kind && next.folder == first.folder) { return true; }  // lines of a sync
         const bool is_write = first.kind == Kind::put || first.kind == Kind::put_if_absent;
         const bool is_list = next.kind == Kind::list || next.kind == Kind::folders;
-        return next.kind == Kind::get || next.kind == Kind::decision || (is_list && !is_write);
+        return next.kind == Kind::get || (is_list && !is_write);
     }
 
     // At the same time, in no order. What is read beside a large value arrives when that does, so that of two
@@ -66,16 +67,14 @@ private:
         std::vector<StoreAnswer> found(group.size());
         std::vector<S3Request> requests;
         std::vector<std::pair<size_t, Place>> listed;  // and by which request
-        if (group[0].kind != Kind::decide) {           // workers decide
-            for (const StoreRequest& one : group) { requests.push_back(request_of(one)); }
-        }
+        for (const StoreRequest& one : group) { requests.push_back(request_of(one)); }
         const bool is_large = requests.size() > 1 && requests[0].body && requests[0].body->size() >= small;
         for (size_t i = 1; is_large && i < requests.size(); i++) { requests[i].after = lead; }
         std::vector<S3Answer> answers = client.ask_all(requests);
         if (is_large) { lead = std::max(0.0, answers[0].seconds - answers[1].seconds) + 0.01; }
         requests.clear();
         for (size_t i = 0; i < answers.size(); i++) {
-            const Place place = place_of(group[i]);
+            const Place place{group[i].folder, group[i].name};
             switch (group[i].kind) {
                 case Kind::folders:
                 case Kind::list:
@@ -87,7 +86,6 @@ private:
                     }
                     break;
                 case Kind::get:
-                case Kind::decision:
                     found[i].found = answers[i].found();
                     if (found[i].found) { found[i].value = std::move(answers[i].body); }
                     break;
@@ -115,19 +113,14 @@ private:
         return std::move(answer.body);
     }
 
-    static Place place_of(const StoreRequest& one) {
-        return {one.folder + (one.kind == Kind::decision ? "/entry" : ""), one.name};
-    }
-
     S3Request request_of(const StoreRequest& one) const {
-        if (one.kind == Kind::remove && !one.name.empty()) { return {"DELETE", key(place_of(one))}; }
+        if (one.kind == Kind::remove && !one.name.empty()) { return {"DELETE", key({one.folder, one.name})}; }
         switch (one.kind) {
             case Kind::list:
             case Kind::remove:
             case Kind::folders: return {"GET", "", client.list_query(begin_of(one), "", delimiter_of(one))};
-            case Kind::get:
-            case Kind::decision: return {"GET", key(place_of(one))};
-            default: return {"PUT", key(place_of(one)), "", &one.value, one.kind == Kind::put_if_absent};
+            case Kind::get: return {"GET", key({one.folder, one.name})};
+            default: return {"PUT", key({one.folder, one.name}), "", &one.value, one.kind == Kind::put_if_absent};
         }
     }
 

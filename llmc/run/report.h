@@ -61,7 +61,7 @@ inline std::string outer_steps(const Options& o, long steps) {
 // What a process asks of a bucket, and what that costs at AWS's prices of 2026-11: $5 for a million requests
 // that write or list, $0.40 for reads. Counted with two and four workers (scripts/multi_node/s3.md).
 inline std::string bucket_requests(int workers) {
-    const double sync_writes = 1 + 4.2 / workers, sync_reads = 2.3 * workers;
+    const double sync_writes = 2 + 1.4 / workers, sync_reads = 2.3 * workers;
     const double writes_a_second = 1.6, reads_a_second = 0.8 + 0.8 * workers;  // signs of life
     auto dollars = [](double writes, double reads) { return (5 * writes + 0.4 * reads) / 1e6; };
     return format("about %.0f requests a sync and %.0f a second from each process: at AWS's prices $%.2f for "

@@ -104,9 +104,10 @@ private:
         size_t chunks = 0;  // written
         bool heard = false;  // the store has said whether there is an entry
         double look_at = 0;
-        // Over a bucket: lines that were found, with payloads. More may be there soon; an entry is there.
+        // Over a bucket: lines that were found, with payloads, by worker; those of them that close its place.
         std::map<std::string, std::string> found;
-        bool is_near = false, is_seen = false;
+        std::map<int, LogLine> closed;
+        bool is_near = false, is_gone = false;  // more may be there soon; one is not there that must be
         std::optional<LogLines> lines;     // as they have just been read
         std::optional<LogEntry> proposal;  // to be written, if there is none
         std::optional<LogEntry> entry;
@@ -216,15 +217,20 @@ private:
     Slot* find(long sync);
     void send(Slot& slot);
     void write_line(Slot& slot, const LogLine& line, Slot::Own own, const std::string& payload = "");
-    std::vector<Incarnation> lacking(const Slot& slot, Presence::Which = Presence::at_work) const;
-    void ask_lines(const Slot& slot, std::vector<Asked>& to, bool is_beside_own, Presence::Which of);
+    std::vector<std::string> lacking(const Slot& slot, Presence::Which of = Presence::at_work) const;
+    std::vector<Asked> lines_of(const Slot& slot, Presence::Which of);
+    void ask_lines(const Slot& slot, Presence::Which of, bool may_close);
+    void weigh(Slot& slot, bool may_close, double now);
+    void close(Slot& slot);
+    void listen_to_lines(Slot& slot);
+    void settle(Slot& slot, const StandingLines& standing);
     void send_again(Slot& slot);
     void look(Slot& slot);
-    void look_for_entry(Slot& slot);
     void take_lines(Slot& slot, const std::map<std::string, std::string>& texts);
-    void consider_found(Slot& slot, double now);
     size_t chunk_of(size_t bytes) const { return bytes <= options.in_line ? bytes : options.chunk; }
     bool is_behind(const Slot& slot) const { return newest_open > slot.sync; }
+    // A worker that sends the fragment's next sync has applied this one.   open: the newest that is sent
+    bool is_over(long sync, long open) const { return open >= sync + schedule.fragments(); }
     bool listens_to(const Slot& slot) const;
     void learn(Slot& slot, const StoreAnswer& decision, long open);
     void consider(Slot& slot, double asked, double now);
@@ -247,13 +253,14 @@ private:
     void note_wants(const std::map<std::string, std::string>& wants,
                     const std::map<std::string, std::string>& offers, double now);
     void note_givers(const std::map<std::string, std::string>& givers, double now);
+    bool in_bucket() const { return options.in_line > 0; }
     bool gives(const std::string& want) const { return giving && giving->want == want; }
     bool has_written(const std::string& giver) const;
     void rest_from_looking(double now);
     double pause() const;
     // Over a bucket the heartbeat looks, unless it is late.
     double looks_around_at() const {
-        const bool has_looks = options.in_line > 0 && is_aligned && !is_leaving && phase == Phase::running;
+        const bool has_looks = in_bucket() && is_aligned && !is_leaving && phase == Phase::running;
         return look_around_at + (has_looks ? options.expiry / 4 : 0);
     }
     void see(std::map<std::string, std::string> listing, double from, double now);
@@ -282,7 +289,7 @@ private:
     void stop_for_memory();
 
     // Removing what nobody needs any more (sync_log_snapshots.h)
-    void sweep();
+    void sweep(bool with_snapshots);
     void sweep_by(StoreRequest request, Handler then) {
         ask_later(std::move(request), std::move(then), true);
     }
@@ -334,6 +341,8 @@ private:
     double not_open_at = long_ago;            // the newest one, by any other: when it looked last
     std::vector<long> encoded_until;          // by fragment: the newest sync that this start has encoded
     std::vector<bool> is_proven;              // by fragment: an entry stands on what it has
+    std::map<long, std::string> trims;        // over a bucket, by sync: its line whose payload is there
+    bool has_large = false;                   // payloads that lie under `payload`
     long promise = LogBeat::catches_up;
     long jumps_to = -1;
     int times_late = 0;

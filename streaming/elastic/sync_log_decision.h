@@ -113,15 +113,11 @@ public:
         return is_alive(who) && promise_of(seen.at(who.worker)) >= 0;
     }
 
-    enum Which { at_work, alive, have_sent };  // have_sent: at work, and by their beats they have sent `sync`
-    std::vector<Incarnation> starts(Which which, long sync) const {
-        std::vector<Incarnation> found;
-        for (const auto& [worker, one] : seen) {
-            const bool is_one = which == alive || (promise_of(one) >= 0 &&
-                                                   (which == at_work || one.beat.newest >= sync));
-            if (is_alive(one) && is_one) { found.push_back({worker, one.beat.incarnation}); }
-        }
-        return found;
+    enum Which { nobody, at_work, anybody };
+    bool is(Which which, int worker) const {
+        const auto found = seen.find(worker);
+        const bool works = found != seen.end() && is_alive(found->second) && promise_of(found->second) >= 0;
+        return which == anybody || (which == at_work && works);
     }
 
     // "workers at work;dead workers"
@@ -259,6 +255,7 @@ struct Question {
     double due_since;     // negative: it is not due here yet
     double stands_since;  // the least due_since of all syncs that are due here and not decided
     Incarnation asker;
+    std::map<int, LogLine> closed;  // over a bucket: by worker, the lines that others have put in its place
 };
 
 // One line for each worker: that of its latest start whose line may be counted, else of its latest start.
@@ -299,7 +296,7 @@ inline std::optional<uint64_t> majority_of(const StandingLines& standing) {
 inline void charge(const Question& question, const StandingLines& standing, Presence& presence,
                    int min_workers, double free, double asked) {
     if (question.due_since < 0 || int(standing.size()) < min_workers) { return; }
-    const auto has_line = [&](int worker) { return standing.count(worker) != 0; };
+    const auto has_line = [&](int worker) { return standing.count(worker) || question.closed.count(worker); };
     presence.charge(question.sync, has_line, question.due_since + free, question.stands_since, asked);
 }
 
@@ -310,7 +307,7 @@ inline std::optional<LogEntry> decide(const Question& question, const StandingLi
                                       double grace, double asked, double now) {
     const uint64_t hash = question.hash;
     if (int(standing.size()) < min_workers || majority_of(standing) != hash) { return std::nullopt; }
-    const auto has_line = [&](int worker) { return standing.count(worker) != 0; };
+    const auto has_line = [&](int worker) { return standing.count(worker) || question.closed.count(worker); };
     const auto missing = presence.missing(question.sync, has_line, question.stands_since, now);
     const bool is_due = question.due_since >= 0;
     const bool is_time = missing.who.empty() || (is_due && !missing.waited_for) ||

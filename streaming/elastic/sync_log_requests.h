@@ -43,7 +43,7 @@ inline double SyncLog::rest(double now) const {
     if (!asked.empty()) { return std::max(retry_at - now, soon); }
     if (phase != Phase::running) { return chores.empty() ? options.poll : soon; }
     double until = looks_around_at();
-    const bool gives = giving && !lacks_snapshot(), waits = chores_can_wait && options.in_line == 0;
+    const bool gives = giving && !lacks_snapshot(), waits = chores_can_wait && !in_bucket();
     const bool has_chores = !chores.empty() && !waits;
     if (gives || has_chores || looks_at_wants || may_leave()) { until = now; }
     for (const Slot& slot : slots) {
@@ -97,7 +97,10 @@ inline void SyncLog::lose_store(const std::string& trouble, double now) {
         slot.lines.reset();
         slot.proposal.reset();
         slot.found.clear();
-        slot.is_near = slot.is_seen = false;
+        slot.is_near = slot.is_gone = false;
+        const size_t chunks = slot.chunks;
+        if (in_bucket() && slot.has_line()) { send_again(slot); }  // the line alone
+        slot.chunks = chunks;
         slot.heard = false;
     }
 }
@@ -152,7 +155,7 @@ inline void SyncLog::choose(double now) {
 inline void SyncLog::choose_running(double now) {
     const auto sends = [](const Slot& slot) { return slot.own == Slot::sending; };
     const bool has_payload = std::any_of(slots.begin(), slots.end(), sends);
-    if (is_leaving || !chores_can_wait || has_payload == (options.in_line == 0)) { ask_chores(); }
+    if (is_leaving || !chores_can_wait || has_payload != in_bucket()) { ask_chores(); }
     if (looks_at_wants) { look_at_wants(); }
     bool moves = false;  // a chunk of a payload or of a snapshot
     for (Slot& slot : slots) {

@@ -39,6 +39,12 @@ public:
     // The first entry wins. Every worker uses the one that it reads there, the decider included.
     virtual StoreRequest::Kind entry_is_written_by() const { return StoreRequest::put_if_absent; }
 
+    // Over a bucket a worker's first line in a sync stays, and an entry needs one of each worker, its own or
+    // one that closes its place. No line ever goes: only the payload behind it does.
+    virtual StoreRequest::Kind line_is_written_by() const { return StoreRequest::put_if_absent; }
+    virtual bool are_all(size_t lines, int workers) const { return int(lines) >= workers; }
+    virtual StoreRequest::Kind payload_goes_by() const { return StoreRequest::put; }
+
     // An entry that no worker of the run can have written is damaged or forged, and nobody acts on it.
     virtual bool is_possible(const LogEntry& entry, int workers, int min_workers) const {
         std::set<int> named;

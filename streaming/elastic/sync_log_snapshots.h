@@ -363,10 +363,10 @@ inline void SyncLog::stop_for_memory() {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Removal: once a period a decider removes what nobody needs any more
+// Removal: once a period, over a bucket every second one, a decider removes what nobody needs any more
 
 // After a power cut some files of a folder may be empty: positions that are not of all fragments are ignored.
-inline void SyncLog::sweep() {
+inline void SyncLog::sweep(bool with_snapshots) {
     auto held = std::make_shared<std::vector<long>>(slots.size(), std::numeric_limits<long>::max());
     sweep_by({StoreRequest::list, key("held")},
              [this, held](const StoreAnswer& answer, double) { note_held(answer.listing, *held); });
@@ -383,9 +383,17 @@ inline void SyncLog::sweep() {
             const long kept = rules.oldest_kept(index, options.elastic.retain, covered(durable, index));
             oldest.push_back(std::min(kept, std::max((*held)[p], index - 16 * options.elastic.retain)));
         }
-        for (const char* what : {"payload/", "sent/"}) { sweep_syncs(key(what), oldest); }
+        if (has_large) { sweep_syncs(key("payload/"), oldest); }
+        if (!in_bucket()) { return sweep_syncs(key("sent/"), oldest); }
+        for (auto one = trims.begin(); one != trims.end();) {
+            const auto& [sync, line] = *one;
+            const bool is_kept = schedule.index(sync) >= oldest[size_t(schedule.fragment(sync))];
+            const StoreRequest trim{rules.payload_goes_by(), folder("sent", sync), words(me.worker), line};
+            if (!is_kept) { ask_later(trim, ignore, true); }
+            one = is_kept ? std::next(one) : trims.erase(one);
+        }
     });
-    sweep_snapshots();
+    if (with_snapshots) { sweep_snapshots(); }
 }
 
 // What living workers need that are catching up from a snapshot.

@@ -15,7 +15,7 @@ inline bool SyncLog::needs_store(const Slot& slot, double now) const {
 
 inline void SyncLog::serve(Slot& slot) {
     if (slot.proposal) {
-        write_entry(slot.sync, *slot.proposal);
+        in_bucket() ? close(slot) : write_entry(slot.sync, *slot.proposal);
     } else if (slot.own == Slot::sending) {
         send(slot);
     } else if (slot.own == Slot::abstaining) {
@@ -59,21 +59,20 @@ inline void SyncLog::send(Slot& slot) {
 // If this is the last line, a store with scripts decides. Over a bucket the others' lines are asked for
 // beside it. Otherwise the next look leads to an entry.   payload: what goes behind the line
 inline void SyncLog::write_line(Slot& slot, const LogLine& line, Slot::Own own, const std::string& payload) {
-    const bool asks_winner = false;
-    const std::string lines = folder("sent", slot.sync);
-    ask({StoreRequest::put_if_absent, lines, me.text(), line.text() + payload, asks_winner},
-        [this, sync = slot.sync, own, line](const StoreAnswer&, double now) {
+    const std::string name = in_bucket() ? words(me.worker) : me.text();
+    const std::string text = (in_bucket() ? me.text() + " " : "") + line.text() + payload;
+    ask({rules.line_is_written_by(), folder("sent", slot.sync), name, text, in_bucket()},
+        [this, sync = slot.sync, own, name](const StoreAnswer& answer, double now) {
             Slot* slot = find(sync);
             if (slot == nullptr) { return; }
             slot->own = own;
             if (own == Slot::sent) { show_pace(sync, now); }
-            if (options.in_line == 0 || slot->entry) { return; }
-            slot->found[me.text()] = line.text();
+            if (!in_bucket() || slot->entry) { return; }
+            slot->found[name] = answer.value;
             slot->is_near = true;
             slot->look_at = now + pause();
-            if (lacking(*slot).empty()) { consider_found(*slot, now); }
         });
-    if (options.in_line > 0) { return ask_lines(slot, asked, true, Presence::at_work); }
+    if (in_bucket()) { return ask_lines(slot, Presence::at_work, false); }
     const std::string question = words(line.hash, me.text(), options.elastic.min_workers) + ";" +
                                  presence.awaited_and_dead();
     ask({StoreRequest::decide, run(), std::to_string(slot.sync), question});
@@ -86,47 +85,123 @@ inline void SyncLog::send_again(Slot& slot) {
     slot.chunks = 0;
 }
 
-// Over a bucket: whose lines are not found yet, of the workers at work, and this one's after a lost answer.
-inline std::vector<Incarnation> SyncLog::lacking(const Slot& slot, Presence::Which of) const {
-    std::vector<Incarnation> missing;
-    if (slot.has_line() && slot.found.count(me.text()) == 0) { missing.push_back(me); }
-    for (const Incarnation& who : presence.starts(of, slot.sync)) {
-        if (!(who == me) && slot.found.count(who.text()) == 0) { missing.push_back(who); }
+// Over a bucket the lines of all workers are the entry (README.md).
+
+// Whose lines are not found yet. A worker that has not sent asks for its own if its place may be closed.
+inline std::vector<std::string> SyncLog::lacking(const Slot& slot, Presence::Which of) const {
+    std::vector<std::string> missing;
+    for (int w = 0; w < options.workers; w++) {
+        const bool is_one = w == me.worker ? slot.own == Slot::none && is_behind(slot) : presence.is(of, w);
+        if (is_one && slot.found.count(words(w)) == 0) { missing.push_back(words(w)); }
     }
     return missing;
 }
 
-// is_beside_own: this worker's line goes there at the same time. If it is the last one, this worker decides.
-inline void SyncLog::ask_lines(const Slot& slot, std::vector<Asked>& to, bool is_beside_own,
-                               Presence::Which of) {
-    for (const Incarnation& who : lacking(slot, of)) {
-        to.push_back({{StoreRequest::get, folder("sent", slot.sync), who.text()},
-                      [this, sync = slot.sync, who, is_beside_own](const StoreAnswer& answer, double now) {
-                          Slot* slot = find(sync);
-                          if (slot == nullptr || slot->entry || phase != Phase::running) { return; }
-                          if (!answer.found) { return who == me ? send_again(*slot) : void(); }
-                          slot->found[who.text()] = answer.value;
-                          slot->is_near = true;
-                          if (is_beside_own && lacking(*slot).empty()) { consider_found(*slot, now); }
-                      }});
+inline std::vector<SyncLog::Asked> SyncLog::lines_of(const Slot& slot, Presence::Which of) {
+    std::vector<Asked> all;
+    for (const std::string& name : lacking(slot, of)) {
+        const auto take = [=, sync = slot.sync, open = newest_open](const StoreAnswer& answer, double) {
+            Slot* slot = find(sync);
+            if (slot == nullptr || slot->entry || phase != Phase::running) { return; }
+            if (answer.found) { slot->found[name] = answer.value; }
+            (answer.found ? slot->is_near : slot->is_gone) |= answer.found || is_over(sync, open);
+        };
+        all.push_back({{StoreRequest::get, folder("sent", slot.sync), name}, take});
     }
+    return all;
 }
 
+// They count if the store is still the one that has the run.
+inline void SyncLog::ask_lines(const Slot& slot, Presence::Which of, bool may_close) {
+    for (const Asked& one : lines_of(slot, of)) { asked.push_back(one); }
+    ask({StoreRequest::get, "run", "generation"},
+        [this, may_close, sync = slot.sync](const StoreAnswer& answer, double now) {
+            check_generation(answer);
+            if (Slot* slot = find(sync)) { weigh(*slot, may_close || lacking(*slot).empty(), now); }
+        });
+}
+
+// may_close: it may be time to do without those that have no line
+inline void SyncLog::weigh(Slot& slot, bool may_close, double now) {
+    if (slot.entry || phase != Phase::running) { return; }
+    slot.heard = true;
+    if (std::exchange(slot.is_gone, false)) { return miss_entry(slot.sync); }
+    may_close &= slot.has_line() && has_looked;
+    if (!may_close && !rules.are_all(slot.found.size(), options.workers)) {
+        if (!slot.is_near && lacking(slot).empty()) { slot.look_at = 0; }  // the last sender closes nobody
+        return;
+    }
+    slot.look_at = now + pause();
+    take_lines(slot, slot.found);
+    if (phase == Phase::running) { consider(slot, std::min(asked_at, looked_from), now); }
+}
+
+// A line that abstains goes where a worker has none. The first line stays: the worker's own may come before.
+inline void SyncLog::close(Slot& slot) {
+    const LogLine line{slot.hash, 0, size_t(std::exchange(slot.proposal, std::nullopt)->waited), 0};
+    for (int w = 0; w < options.workers; w++) {
+        if (slot.found.count(words(w))) { continue; }
+        ask({rules.line_is_written_by(), folder("sent", slot.sync), words(w), words(me.text(), line.text())},
+            [this, w, sync = slot.sync](const StoreAnswer& answer, double) {
+                if (Slot* slot = find(sync)) { slot->found[words(w)] = answer.value; }
+            });
+    }
+    slot.is_near = false;
+    ask_lines(slot, Presence::nobody, true);
+}
+
+// All workers make the same entry from the same lines.
+inline void SyncLog::settle(Slot& slot, const StandingLines& standing) {
+    LogEntry entry = *std::exchange(slot.proposal, std::nullopt);
+    const long turn = schedule.index(slot.sync) / 2 % long(standing.size());
+    entry.decider = std::next(standing.begin(), turn)->second.first;
+    entry.missing.clear();
+    entry.waited = 0;
+    for (const auto& [worker, line] : slot.closed) {
+        entry.missing.push_back(worker);
+        entry.waited = std::max(entry.waited, long(line.bytes));
+    }
+    take_entry(slot, entry.text());
+}
+
+// A worker that has not sent asks only whether its place is closed, unless the sync must be decided. Once all
+// at work have sent, the others' places may be closed soon.
+inline void SyncLog::listen_to_lines(Slot& slot) {
+    const bool was_near = std::exchange(slot.is_near, false), has_all = lacking(slot).empty();
+    if (was_near && has_all) { patience = std::min(patience, std::max(0.1, 3 * look_seconds)); }
+    const bool has_own = slot.own != Slot::none || slot.found.count(words(me.worker)) > 0;
+    const auto some = has_own ? Presence::at_work : Presence::nobody;
+    const bool asks_all = has_all || is_over(slot.sync, newest_open);
+    for (const Asked& one : lines_of(slot, asks_all ? Presence::anybody : some)) { heard.push_back(one); }
+}
+
+// Over a bucket a line says who wrote it, and lies under a worker's number. Another's closes that place.
 inline void SyncLog::take_lines(Slot& slot, const std::map<std::string, std::string>& texts) {
     slot.lines.emplace();
-    for (const auto& [who, text] : texts) {
-        const std::string first = text.substr(0, text.find('\n'));
-        const LogLine line = LogLine::parse(first);
-        if (!rules.is_start(Incarnation::parse(who), who, options.workers) || line.text() != first) {
-            return refuse("sent/" + std::to_string(slot.sync), who, text);
+    for (const auto& [name, text] : texts) {
+        const std::string full = (in_bucket() ? "" : name + " ") + text.substr(0, text.find('\n'));
+        const std::string start = full.substr(0, full.find(' '));
+        const Incarnation who = Incarnation::parse(start);
+        const LogLine line = LogLine::parse(full.substr(start.size()));
+        const bool closes = in_bucket() && words(who.worker) != name;
+        const bool is_whole = full == words(start, line.text()) && !(closes && line.tokens > 0);
+        if (!rules.is_start(who, start, options.workers) || !is_whole) {
+            return refuse("sent/" + std::to_string(slot.sync), name, text);
         }
-        (*slot.lines)[who] = line;
+        (closes ? slot.closed[std::atoi(name.c_str())] : (*slot.lines)[start]) = line;
     }
 }
 
-// Should there be an entry? The beats are asked for after the lines.
+// Should there be an entry? The beats are asked for after the lines; over a bucket the heartbeat lists them.
 inline void SyncLog::look(Slot& slot) {
-    if (options.in_line > 0) { return look_for_entry(slot); }
+    if (in_bucket()) {
+        slot.look_at = asked_at + pause();
+        if (int(slot.found.size()) >= options.elastic.min_workers) { weigh(slot, true, asked_at); }
+        if (slot.proposal) { return close(slot); }
+        const bool is_late = slot.due_since >= 0 && asked_at >= slot.judged_since() + options.elastic.grace;
+        const bool asks_all = is_late || is_over(slot.sync, newest_open) || lacking(slot).empty();
+        return ask_lines(slot, asks_all ? Presence::anybody : Presence::at_work, true);
+    }
     asks_beats = true;
     ask({StoreRequest::list, folder("sent", slot.sync)},
         [this, sync = slot.sync](const StoreAnswer& answer, double now) {
@@ -138,36 +213,13 @@ inline void SyncLog::look(Slot& slot) {
         });
 }
 
-// Over a bucket lines are asked for only if beats, which the heartbeat lists, say that they are there; after the
-// grace those of all living workers are: beats do not say who abstains.
-inline void SyncLog::look_for_entry(Slot& slot) {
-    const bool is_over = slot.due_since >= 0 && asked_at >= slot.judged_since() + options.elastic.grace;
-    ask_lines(slot, asked, false, is_over ? Presence::alive : Presence::have_sent);
-    ask({StoreRequest::decision, run(), std::to_string(slot.sync), me.text()},
-        [this, sync = slot.sync](const StoreAnswer& answer, double now) {
-            Slot* slot = find(sync);
-            if (slot == nullptr || slot->entry || !slot->has_line() || phase != Phase::running) { return; }
-            slot->look_at = now + pause();
-            slot->is_seen = answer.found;  // listen() checks the generation and takes it
-            if (!answer.found) { consider_found(*slot, now); }
-        });
-}
-
-inline void SyncLog::consider_found(Slot& slot, double now) {
-    take_lines(slot, slot.found);
-    if (phase == Phase::running) { consider(slot, std::min(asked_at, looked_from), now); }
-}
-
-// -----------------------------------------------------------------------------------------------------------
-// Being told
-
 // A slot with an entry needs its payloads; one that has sent, abstained or fallen behind needs its entry. Over
-// a bucket it is asked for here only if it may be there soon; look_for_entry() asks for it more seldom.
+// a bucket lines are asked for here only if they may be there soon; look() asks for them more seldom.
 inline bool SyncLog::listens_to(const Slot& slot) const {
     if (slot.entry) { return !slot.is_fetched(); }
-    if (options.in_line == 0) { return slot.own != Slot::none || is_behind(slot); }
+    if (!in_bucket()) { return slot.own != Slot::none || is_behind(slot); }
     const bool looks = slot.has_line() && slot.heard;
-    return !slot.proposal && (slot.is_near || slot.is_seen || (is_behind(slot) && !looks));
+    return !slot.proposal && (slot.is_near || (is_behind(slot) && !looks));
 }
 
 inline bool SyncLog::listens() const {
@@ -187,22 +239,24 @@ inline std::vector<StoreRequest> SyncLog::listen() {
     const auto decisions = std::make_shared<std::map<long, StoreAnswer>>();  // by sync
     for (Slot& slot : slots) {
         if (!listens() || slot.entry || !listens_to(slot)) { continue; }
-        const bool was_near = std::exchange(slot.is_near, false), lacks = !lacking(slot).empty();
-        if (was_near || slot.is_seen) { ask_lines(slot, heard, false, Presence::at_work); }
-        if (was_near && lacks && !slot.is_seen && !is_behind(slot)) { continue; }
         takes_entries = true;
-        if (was_near) { patience = std::min(patience, std::max(0.1, 3 * look_seconds)); }
-        if (slot.is_seen || (is_behind(slot) && !slot.heard)) { patience = 0; }
+        if (is_behind(slot) && !slot.heard) { patience = 0; }
+        if (in_bucket()) {
+            listen_to_lines(slot);
+            (*decisions)[slot.sync];
+            continue;
+        }
         heard.push_back({{StoreRequest::decision, run(), std::to_string(slot.sync), me.text()},
                          [decisions, sync = slot.sync](const StoreAnswer& answer, double) {
                              (*decisions)[sync] = answer;
                          }});
     }
-    const auto learn_all = [this, decisions, open = newest_open](const StoreAnswer& answer, double) {
+    const auto learn_all = [this, decisions, open = newest_open](const StoreAnswer& answer, double now) {
         check_generation(answer);
         for (const auto& [sync, decision] : *decisions) {
             Slot* slot = find(sync);
-            if (slot && phase == Phase::running) { learn(*slot, decision, open); }
+            if (slot == nullptr || phase != Phase::running) { continue; }
+            in_bucket() ? weigh(*slot, false, now) : learn(*slot, decision, open);
         }
     };
     if (takes_entries) { heard.push_back({{StoreRequest::get, "run", "generation"}, learn_all}); }
@@ -224,10 +278,8 @@ inline void SyncLog::learn(Slot& slot, const StoreAnswer& decision, long open) {
     slot.heard = true;
     if (slot.entry) { return; }  // it was learned over the other connection meanwhile
     if (!decision.found) {
-        slot.is_seen = false;
-        if (lacking(slot).empty()) { slot.look_at = 0; }  // the last sender has not decided
         // A worker that sends the fragment's next sync has applied this one.
-        if (open >= slot.sync + schedule.fragments()) { miss_entry(slot.sync); }
+        if (is_over(slot.sync, open)) { miss_entry(slot.sync); }
         return;
     }
     take_entry(slot, decision.value);
@@ -252,13 +304,16 @@ inline void SyncLog::miss_entry(long sync) {
 inline void SyncLog::consider(Slot& slot, double asked, double now) {
     const StandingLines standing = standing_lines(*slot.lines, slot.hash, rules);
     slot.lines.reset();
-    if (majority_of(standing).value_or(slot.hash) != slot.hash) { return diverge(slot); }
+    const bool are_all = in_bucket() && rules.are_all(slot.found.size(), options.workers);
+    const bool is_other = majority_of(standing).value_or(slot.hash) != slot.hash;
+    if (is_other && (are_all || !in_bucket())) { return diverge(slot); }
     tell_of_few(slot, standing, asked);
     if (phase == Phase::stopped) { return; }
-    const Question question{slot.sync, slot.hash, due_for_all(slot, now), stands_since(now), me};
+    const Question question{slot.sync, slot.hash, due_for_all(slot, now), stands_since(now), me, slot.closed};
     charge(question, standing, presence, options.elastic.min_workers, pause(), asked);
     slot.proposal = decide(question, standing, presence, rules, options.elastic.min_workers,
                            options.elastic.grace, asked, now);
+    if (slot.proposal && are_all) { settle(slot, standing); }
 }
 
 // The time since which the sync is due; negative: it is not due yet. A worker that has no steps left counts
@@ -288,7 +343,7 @@ inline void SyncLog::tell_of_few(Slot& slot, const StandingLines& standing, doub
     const bool are_split = !are_few && !majority_of(standing);
     if (!waits || !(are_few || are_split)) { return; }
     const std::string holders = in_words(holders_of_hashes(standing));
-    if (are_split && int(standing.size()) >= options.workers) {
+    if (are_split && int(standing.size() + slot.closed.size()) >= options.workers) {
         end.diverged = true;
         return stop("nobody knows whose global parameters are right: there are workers " + holders);
     }
@@ -298,24 +353,14 @@ inline void SyncLog::tell_of_few(Slot& slot, const StandingLines& standing, doub
     say_waits(what + format(" sync %ld", slot.sync), slot.sync);
 }
 
-// An entry that is already there stays. This worker learns the result through listen(), like all others, but
-// over a bucket by the answer.
+// An entry that is already there stays. This worker learns the result through listen(), like all others.
 inline void SyncLog::write_entry(long sync, const LogEntry& entry) {
-    const auto there = std::make_shared<StoreAnswer>();
     ask({rules.entry_is_written_by(), key("entry"), std::to_string(sync), entry.text()},
-        [this, sync, there](const StoreAnswer& answer, double now) {
-            *there = {false, false, "", true, answer.value, {}};
+        [this, sync](const StoreAnswer&, double now) {
             Slot* slot = find(sync);
             if (slot == nullptr) { return; }
             slot->proposal.reset();
             slot->look_at = now + pause();
-        });
-    if (options.in_line == 0) { return; }
-    ask({StoreRequest::get, "run", "generation"},
-        [this, sync, there, open = newest_open](const StoreAnswer& answer, double) {
-            check_generation(answer);
-            Slot* slot = find(sync);
-            if (slot && phase == Phase::running) { learn(*slot, *there, open); }
         });
 }
 
@@ -337,9 +382,15 @@ inline void SyncLog::take_entry(Slot& slot, const std::string& text) {
         const std::string text = format("goes on with %d of %d workers", named, options.workers);
         say(LogEventKind::too_few, text, slot.sync);
     }
+    for (const Contributor& one : entry.contributors) {
+        has_large |= one.bytes > options.in_line;
+        if (one.who.worker != me.worker || one.bytes > options.in_line) { continue; }
+        trims[slot.sync] = words(one.who.text(), entry.hash, one.tokens, one.bytes, one.digest);
+    }
     if (entry.decider == me) {
         say(LogEventKind::decided, slot.sync, entry, format("decides sync %ld: it ", slot.sync));
-        if (slot.sync % schedule.fragments() == 0) { sweep(); }  // once a period
+        const long period = schedule.fragments(), rest = in_bucket() ? slot.sync % (4 * period) : 0;
+        if (slot.sync % period == 0 && rest % (2 * period) == 0) { sweep(rest == 0); }
     }
     take_known_payloads(slot);
 }
@@ -372,10 +423,14 @@ inline void SyncLog::fetch_payloads(Slot& slot) {
         const size_t chunk = chunk_of(one.bytes);
         const bool is_in_line = one.bytes <= options.in_line;
         for (size_t at = slot.payloads[i].size(); at < one.bytes && asked_for < options.chunk; at += chunk) {
-            const std::string name = is_in_line ? one.who.text() : chunk_name(one.who, at / chunk);
+            const std::string name = is_in_line ? words(one.who.worker) : chunk_name(one.who, at / chunk);
             heard.push_back({{StoreRequest::get, folder(is_in_line ? "sent" : "payload", slot.sync), name},
                              [this, sync = slot.sync, i, at, is_in_line](StoreAnswer answer, double) {
-                                 if (is_in_line) { answer.value.erase(0, answer.value.find('\n') + 1); }
+                                 if (is_in_line) {
+                                     const size_t end = answer.value.find('\n');
+                                     answer.found &= end < answer.value.size();
+                                     answer.value.erase(0, end + 1);
+                                 }
                                  if (Slot* slot = find(sync)) { take_chunk(*slot, i, at, answer); }
                              }});
             asked_for += std::min(chunk, one.bytes - at);
@@ -406,17 +461,18 @@ inline void SyncLog::take_chunk(Slot& slot, size_t i, size_t at, const StoreAnsw
 // entry has the payload's size and digest.
 inline void SyncLog::take_known_payloads(Slot& slot) {
     for (size_t i = 0; i < slot.payloads.size(); i++) {
-        const std::string line = std::move(slot.found[slot.entry->contributors[i].who.text()]);
+        const Contributor& one = slot.entry->contributors[i];
+        const LogShard::Encoded* own = rules.is_own_payload(one.who, me) ? shard.encoded(slot.sync) : nullptr;
+        if (own != nullptr) {
+            if (one.bytes != own->payload.size() || one.digest != digest_of(own->payload)) {
+                return refuse("entry", std::to_string(slot.sync), slot.entry->text());
+            }
+            slot.payloads[i] = own->payload;
+            continue;
+        }
+        const std::string line = std::move(slot.found[words(one.who.worker)]);
         const size_t end = line.find('\n');
         if (end < line.size()) { take_chunk(slot, i, 0, {false, false, "", true, line.substr(end + 1), {}}); }
         if (phase != Phase::running) { return; }
-        if (!rules.is_own_payload(slot.entry->contributors[i].who, me)) { continue; }
-        const LogShard::Encoded* encoded = shard.encoded(slot.sync);
-        if (encoded == nullptr) { continue; }
-        const Contributor& one = slot.entry->contributors[i];
-        if (one.bytes != encoded->payload.size() || one.digest != digest_of(encoded->payload)) {
-            return refuse("entry", std::to_string(slot.sync), slot.entry->text());
-        }
-        slot.payloads[i] = encoded->payload;
     }
 }

@@ -60,7 +60,7 @@ inline LogTurn SyncLog::take_turn(long step, double now) {
         slot.due_since = now;
         const auto nobody = [](int) { return false; };
         const bool are_awaited = presence.missing(slot.sync, nobody, now, now).all_waited_for;
-        if (!are_awaited || options.in_line == 0) { slot.look_at = now + (are_awaited ? pause() : 0); }
+        if (!are_awaited || !in_bucket()) { slot.look_at = now + (are_awaited ? pause() : 0); }
     }
     if (waits) { return {LogTurn::wait}; }
     if (promise < 0 && has_looked) { promise = LogBeat::nothing; }

@@ -21,6 +21,7 @@ public:
     SimulatedStore(const SyncSchedule& schedule, long retain) : schedule(schedule), retain(retain) {}
 
     bool has_scripts = true;  // like Redis; a folder has none
+    size_t places = 0;        // over a bucket: the workers, each of which has one line in a sync
 
     StoreAnswer perform(const StoreRequest& request) override {
         StoreAnswer answer;
@@ -44,7 +45,7 @@ public:
                 answer.value = request.value;
                 break;
             case StoreRequest::put_if_absent:
-                check_same_payload(request);
+                if (parts(request.folder).first == "payload") { check_same_payload(request); }
                 if (!folders[request.folder].count(request.name)) { change(request); }
                 if (request.asks_winner) { answer.value = folders[request.folder][request.name]; }
                 break;
@@ -114,6 +115,21 @@ public:
         return chunks;
     }
 
+    // Over a bucket: who wrote a line, and what it says.
+    static std::pair<Incarnation, LogLine> written(const std::string& text) {
+        const size_t space = text.find(' ');
+        return {Incarnation::parse(text.substr(0, space)), LogLine::parse(text.substr(space))};
+    }
+    // The workers that have a line of their own.
+    std::set<int> senders(const std::string& folder) {
+        std::set<int> workers;
+        for (const auto& [name, text] : in(folder)) {
+            const int worker = std::atoi(name.c_str());
+            if (places == 0 || written(text).first.worker == worker) { workers.insert(worker); }
+        }
+        return workers;
+    }
+
     // What no worker does: a value is damaged, or forged.
     void forge(const std::string& folder, const std::string& name, const std::string& value) {
         folders[folder][name] = value;
@@ -150,18 +166,58 @@ private:
 
     void change(const StoreRequest& request) {
         check_same_payload(request);
-        if (parts(request.folder).first == "entry") { check_entry(request); }
+        const std::string what = parts(request.folder).first;
+        if (what == "sent" && has(request.folder)) { check_line(request); }
+        if (what == "entry") { check_entry(request); }
         if (parts(request.folder).first == "durable") { note_claim(request); }
         if (parts(request.folder).first == "done") { ended.insert(run_of(request.folder)); }
         folders[request.folder][request.name] = request.value;
+        if (what == "sent" && places > 0) { note_lines(request.folder); }
+    }
+
+    // A line stays as it is, but for the payload behind it, which goes when nobody needs it.
+    void check_line(const StoreRequest& request) {
+        const auto lines = in(request.folder);
+        const auto there = lines.find(request.name);
+        if (there == lines.end() || !is_now(run_of(request.folder))) { return; }
+        const auto line = [](const std::string& text) { return text.substr(0, text.find('\n')); };
+        if (line(there->second) != line(request.value)) {
+            throw Violation(format("line %s of sync %s is overwritten", request.name.c_str(),
+                                   parts(request.folder).second.c_str()));
+        }
+        if (there->second != request.value) { check_removal(request.folder); }
+    }
+
+    // Over a bucket a sync is decided when all lines are there.
+    void note_lines(const std::string& folder) {
+        const std::string run = run_of(folder), key = run + "/entry/" + parts(folder).second;
+        const auto lines = in(folder);
+        if (lines.size() < places || !is_now(run)) { return; }
+        std::map<uint64_t, size_t> votes;
+        for (int worker : senders(folder)) { votes[written(lines.at(std::to_string(worker))).second.hash]++; }
+        for (const auto& [hash, count] : votes) {
+            if (2 * count <= senders(folder).size()) { continue; }
+            LogEntry entry;
+            entry.hash = hash;
+            for (const auto& [name, text] : lines) {
+                const auto [who, line] = written(text);
+                if (who.worker != std::atoi(name.c_str())) {
+                    entry.waited = std::max(entry.waited, long(line.bytes));
+                } else if (line.tokens == 0 || line.hash != hash) {
+                    entry.abstained.push_back(who.worker);
+                } else {
+                    entry.contributors.push_back({who, line.bytes, line.digest, line.tokens});
+                }
+            }
+            decided.insert({key, entry});
+        }
     }
 
     // A payload's name never gets other bytes. Earlier generations are exempt: a start that learned its
     // generation before the store came back empty may reuse a number there, but nobody believes it.
     void check_same_payload(const StoreRequest& request) {
         const std::string what = parts(request.folder).first;
-        const bool is_payload = what == "payload" || request.value.find('\n') != std::string::npos;
-        if (!is_payload || (what != "payload" && what != "sent") || !is_now(run_of(request.folder))) { return; }
+        if (what != "payload" || !is_now(run_of(request.folder))) { return; }
         const uint64_t digest = digest_of(request.value);
         const auto [at, is_new] = payloads.insert({request.folder + "/" + request.name, digest});
         if (!is_new && at->second != digest) {
@@ -206,6 +262,8 @@ private:
 
     void remove(const StoreRequest& request) {
         if (!request.name.empty()) {
+            const bool is_line = parts(request.folder).first == "sent" && places > 0;
+            if (is_line && is_now(run_of(request.folder))) { throw Violation("a line is removed"); }
             const auto folder = folders.find(request.folder);
             if (folder == folders.end()) { return; }
             folder->second.erase(request.name);
@@ -214,6 +272,8 @@ private:
         }
         const std::string what = parts(request.folder).first;
         if (what == "payload" || what == "sent") { check_removal(request.folder); }
+        const bool are_lines = what == "sent" && places > 0;
+        if (are_lines && is_now(run_of(request.folder))) { throw Violation("lines are removed"); }
         folders.erase(request.folder);
     }
 
@@ -223,9 +283,11 @@ private:
         const long sync = std::atol(parts(folder).second.c_str());
         const int p = schedule.fragment(sync);
         long newest = -1, durable = 0;
-        for (const auto& [name, text] : in(run + "/entry")) {
-            const long other = std::atol(name.c_str());
-            if (schedule.fragment(other) == p) { newest = std::max(newest, schedule.index(other)); }
+        for (const auto& [key, entry] : decided) {
+            const size_t slash = key.rfind('/');
+            const long other = std::atol(key.c_str() + slash + 1);
+            const bool is_one = key.substr(0, slash) == run + "/entry" && schedule.fragment(other) == p;
+            if (is_one) { newest = std::max(newest, schedule.index(other)); }
         }
         std::vector<long> reach;
         for (const auto& [worker, positions] : claims[run]) { reach.push_back(positions[size_t(p)]); }

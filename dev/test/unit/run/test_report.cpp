@@ -44,10 +44,10 @@ TEST(Report, few_outer_steps_are_said_to_cost_what_was_measured) {
 }
 
 TEST(Report, a_bucket_is_asked_as_often_as_was_counted_and_that_has_its_price) {
-    EXPECT_EQ(bucket_requests(2), "about 8 requests a sync and 4 a second from each process: at AWS's prices "
-                                  "$0.17 for 10,000 syncs and $0.77 a day");
-    EXPECT_EQ(bucket_requests(4), "about 11 requests a sync and 6 a second from each process: at AWS's prices "
-                                  "$0.14 for 10,000 syncs and $0.83 a day");
+    EXPECT_EQ(bucket_requests(2), "about 7 requests a sync and 4 a second from each process: at AWS's prices "
+                                  "$0.15 for 10,000 syncs and $0.77 a day");
+    EXPECT_EQ(bucket_requests(4), "about 12 requests a sync and 6 a second from each process: at AWS's prices "
+                                  "$0.15 for 10,000 syncs and $0.83 a day");
 }
 
 TEST(Report, rates_are_the_plan_in_megabits_at_the_measured_step_time) {
