@@ -191,7 +191,7 @@ inline void backward(Model& model, int B, int T, Stream& main, const std::functi
     const int C = model.shape.channels, NH = model.shape.heads, L = model.shape.layers, N = B * T;
     Activations& a = model.acts;
     device::matmul_backward(model.matmul, a.dprojected, model.dembedding.wte, a.logits, a.lnf,
-                            model.embedding.wte, N, C, model.shape.padded_vocab_size, main);
+                            model.embedding.wte, N, C, model.shape.padded_vocab_size, model.sums, main);
     device::set_zero(a.dresidual.data(), long(N) * C, main);
     device::layernorm_backward(a.dresidual, model.dembedding.lnfw, model.dembedding.lnfb,
                                model.gradients[L - 1].fcprojb, a.dprojected, a.layers[L - 1].residual3,
@@ -210,17 +210,19 @@ inline void backward(Model& model, int B, int T, Stream& main, const std::functi
         if (model.recompute >= 2) {
             device::layernorm_forward(ln2, x.ln2_mean, x.ln2_rstd, x.residual2, w.ln2w, w.ln2b, N, C, main);
         }
-        device::matmul_backward(model.matmul, a.dprojected, dw.fcw, a.dfch, ln2, w.fcw, N, C, 4 * C, main);
+        device::matmul_backward(model.matmul, a.dprojected, dw.fcw, a.dfch, ln2, w.fcw, N, C, 4 * C,
+                                model.sums, main);
         device::layernorm_backward(a.dresidual, dw.ln2w, dw.ln2b, dw.attprojb, a.dprojected, x.residual2,
                                    w.ln2w, x.ln2_mean, x.ln2_rstd, N, C, model.sums, main);
         device::matmul_backward(model.matmul, a.dprojected, dw.attprojw, a.dresidual, x.attention, w.attprojw,
-                                N, C, C, main);
+                                N, C, C, model.sums, main);
         device::attention_backward(a.dqkv, dw.qkvb, a.dprojected, x.attention, x.qkv, x.lse, B, T, C, NH,
                                    model.sums, main, model.matmul.bf16);
         if (model.recompute >= 2) {
             device::layernorm_forward(ln1, x.ln1_mean, x.ln1_rstd, residual, w.ln1w, w.ln1b, N, C, main);
         }
-        device::matmul_backward(model.matmul, a.dprojected, dw.qkvw, a.dqkv, ln1, w.qkvw, N, C, 3 * C, main);
+        device::matmul_backward(model.matmul, a.dprojected, dw.qkvw, a.dqkv, ln1, w.qkvw, N, C, 3 * C,
+                                model.sums, main);
         device::layernorm_backward(a.dresidual, dw.ln1w, dw.ln1b, fcprojb_before, a.dprojected, residual,
                                    w.ln1w, x.ln1_mean, x.ln1_rstd, N, C, model.sums, main);
         model.sums.add_pending(main);
@@ -315,18 +317,16 @@ inline bool compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
     Model& model = worker.model;
     Scalars* scalars = worker.scalars;
     const float share = 1.0f / (float(B) * float(T) * float(micro_steps) * float(worker.comm.size()));
-    device::set_zero(model.grads.data(), model.layout.size, worker.main);
     device::set_zero(scalars, 1, worker.main);
     for (int micro_step = 0; micro_step < micro_steps; micro_step++) {
         const bool last = micro_step == micro_steps - 1;
         if (micro_step > 0 && worker.stop.votes_to_leave()) { return false; }
         worker.progress();
         loader.next_batch();
+        model.sums.begin(model.grads, model.layout, micro_step == 0, worker.main);
         forward(model, loader.inputs(), B, T, worker.main);
         classify(model, loader.targets(), B, T, &scalars->loss, share, share, true, worker.main);
-        backward(model, B, T, worker.main, [&](int b) {
-            if (last) { reduce_block(worker, b); }
-        });
+        backward(model, B, T, worker.main, [&](int b) { if (last) { reduce_block(worker, b); } });
     }
     hand_back(worker);
     device::global_norm_squared(&scalars->norm_squared, worker.shard_gradients(), model.layout.shard_size(),

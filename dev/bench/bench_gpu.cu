@@ -146,7 +146,7 @@ struct Bench {
     void step(const std::function<void()>& mark, const std::function<void(int)>& block_done) {
         Scalars* scalars = worker.scalars;
         const float share = 1.0f / float(N);
-        device::set_zero(model.grads.data(), layout.size, main);
+        model.sums.begin(model.grads, layout, true, main);
         device::set_zero(scalars, 1, main);
         mark();
         forward(model, tokens.data(), B, T, main);
@@ -297,7 +297,7 @@ inline void add_matmuls(std::vector<Kind>& kinds, Bench& x) {
         add("dweight", [&matmul, &x, N, p](const Product& y) {
             const floatX* none = nullptr;
             matmul.multiply<Matmul::Kind::backward_weight>(y.dweight, y.inp, y.dout, none, none, N, p.in,
-                                                           p.out, x.main);
+                                                           p.out, x.main, true);
         });
         add("dinp", [&matmul, &x, N, p](const Product& y) {
             const floatX* aux = matmul.fuses_gelu ? y.inp_pre_gelu : nullptr;
@@ -385,9 +385,6 @@ inline void add_elementwise(std::vector<Kind>& kinds, Bench& x) {
 
 inline void add_update(std::vector<Kind>& kinds, Bench& x) {
     const long size = x.layout.size;
-    kinds.push_back({"zero gradients", 1, 0, 4.0 * double(size), [&x, size] {
-                         device::set_zero(x.model.grads.data(), size, x.main);
-                     }});
     kinds.push_back({"gradient norm", 1, 0, 4.0 * double(size), [&x, size] {
                          device::global_norm_squared(&x.worker.scalars.data()->norm_squared, x.model.grads,
                                                      size, x.main);

@@ -187,7 +187,7 @@ inline void matmul_gram(Matmul& matmul, float* out, const float* inp, int N, int
 
 // Overwrites dinp, adds to dweight.   dinp, inp: (N,C)   dweight, weight: (OC,C)   dout: (N,OC)
 inline void matmul_backward(Matmul& matmul, float* dinp, float* dweight, const float* dout, const float* inp,
-                            const float* weight, int N, int C, int OC, Stream&) {
+                            const float* weight, int N, int C, int OC, GradientSums&, Stream&) {
     void* rounded = matmul.round_dout(dout, long(N) * OC);
     matmul.backward_weight(dweight, rounded, matmul.round_inp(inp, long(N) * C), N, C, OC);
     matmul.backward_inp(dinp, rounded, weight, N, C, OC);
@@ -197,8 +197,9 @@ inline void matmul_backward(Matmul& matmul, float* dinp, float* dweight, const f
 // gradient of the bias of the product before.   pre_gelu, dpre_gelu: (N,C)   dbias: (C)
 inline void matmul_gelu_backward(Matmul& matmul, float* dpre_gelu, float* dweight, float* dbias,
                                  const float* dout, const float* inp, const float* pre_gelu,
-                                 const float* weight, int N, int C, int OC, GradientSums&, Stream& stream) {
-    matmul_backward(matmul, dpre_gelu, dweight, dout, inp, weight, N, C, OC, stream);
+                                 const float* weight, int N, int C, int OC, GradientSums& sums,
+                                 Stream& stream) {
+    matmul_backward(matmul, dpre_gelu, dweight, dout, inp, weight, N, C, OC, sums, stream);
     column_sums(dbias, dpre_gelu, N, C, [=](long n) {
         const long first = n * C, last = first + C;
         float* d = dpre_gelu;

@@ -9,8 +9,9 @@
 #include <vector>
 
 #include "llmc/cuda/buffer.cuh"
-#include "llmc/cuda/stream.cuh"
+#include "llmc/cuda/memory.cuh"
 #include "llmc/floatx.h"
+#include "llmc/layout.h"
 
 namespace cuda {
 
@@ -29,7 +30,7 @@ constexpr int partial_warps = 16, partial_rows = 16;  // rows that a thread load
 
 // Block (x, y) adds 32 columns of sum y: each warp every 16th row, then the first warp the warps' sums.
 // Bound by latency: a few megabytes, 4 bytes a value.
-__global__ void add_column_sums_kernel(ColumnSums sums) {
+__global__ void add_column_sums_kernel(ColumnSums sums, bool add) {
     SHARED(float[partial_warps][32], warp_sums);
     const ColumnSums::One& s = sums.of[blockIdx.y];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -51,17 +52,30 @@ __global__ void add_column_sums_kernel(ColumnSums sums) {
     __syncthreads();
     if (warp == 0 && valid) {
         for (int w = 1; w < partial_warps; w++) { sum += warp_sums[w][lane]; }
-        s.to[column] += sum;
+        s.to[column] = add ? s.to[column] + sum : sum;
     }
 }
 
 // The sums of one stream that are not added yet.
 class GradientSums {
 public:
+    bool adds = true;  // false: gradients are overwritten
+
+    // Before a micro-step. The first one of a step overwrites the gradients of the step before, but for those
+    // of positions, which encoder_backward adds to, and the padding.   grads: (layout.size)
+    void begin(float* grads, const Layout& layout, bool first, Stream& stream) {
+        adds = !first;
+        if (!first) { return; }
+        set_zero(grads + layout.tensor("wpe").offset, layout.tensor("wpe").count(), stream);
+        for (const Block& b : layout.blocks) {
+            if (b.size > b.values) { set_zero(grads + b.offset + b.values, b.size - b.values, stream); }
+        }
+    }
+
     // Memory for a kernel's partial sums, until add_pending().   returns (rows,columns)
     float* partial(long rows, int columns) {
-        if (used == buffers.size()) { buffers.emplace_back(); }
-        Buffer<float>& buffer = buffers[used++];
+        if (used == long(buffers.size())) { buffers.emplace_back(); }
+        Buffer<float>& buffer = buffers[size_t(used++)];
         if (buffer.count() < rows * columns) { buffer = Buffer<float>(rows * columns); }
         return buffer;
     }
@@ -70,23 +84,22 @@ public:
     template <class T>
     void add_later(float* to, const T* from, long rows, int columns, int ld) {
         if (!to) { return; }
-        if (count == std::size(pending.of)) { throw std::logic_error("more sums than a launch adds"); }
+        if (count == long(std::size(pending.of))) { throw std::logic_error("more sums than a launch adds"); }
         pending.of[count++] = {to, from, std::is_same<T, float>::value, int(rows), columns, ld};
-        widest = std::max(widest, columns);
+        widest = std::max(widest, long(columns));
     }
 
     void add_pending(Stream& stream) {
         if (count == 0) { return; }
         launch(add_column_sums_kernel,
-               Grid{dim3(blocks_for(widest, 32), unsigned(count)), partial_warps * 32, 0, stream}, pending);
-        count = used = 0;
-        widest = 0;
+               Grid{dim3(blocks_for(widest, 32), unsigned(count)), partial_warps * 32, 0, stream}, pending,
+               adds);
+        count = used = widest = 0;
     }
 
 private:
     ColumnSums pending{};
-    size_t count = 0, used = 0;  // of `pending`, of `buffers`
-    int widest = 0;              // columns
+    long count = 0, used = 0, widest = 0;  // of `pending`, of `buffers`, columns
     std::vector<Buffer<float>> buffers;
 };
 

@@ -128,13 +128,12 @@ public:
     template <Kind kind>
     using Out = std::conditional_t<kind == Kind::backward_weight, float, floatX>;
 
-    // One of the products above: out = op(a) op(b), added to `out` by backward_weight. All pointers are
-    // 16-byte aligned, C and OC multiples of 8.
+    // out = op(a) op(b), or += with `add`. All pointers are 16-byte aligned, C and OC multiples of 8.
     // aux: of out's shape, or null; forward writes it and makes out its GELU, backward_inp multiplies by the
     // derivative of GELU there   bias: (OC) or null; backward_inp with aux writes out's sum over rows: (C)
     template <Kind kind>
     void multiply(Out<kind>* out, const floatX* a, const floatX* b, const floatX* bias, const floatX* aux,
-                  int N, int C, int OC, Stream& stream) {
+                  int N, int C, int OC, Stream& stream, bool add = false) {
         check_shape(N, C, OC);
         require_aligned("an array of matmul", {out, a, b, bias, aux});
         const cublasLtEpilogue_t epilogue = epilogue_of(kind, bias, aux);
@@ -143,7 +142,7 @@ public:
         if (found == plans.end()) { found = plans.emplace(key, make_plan(kind, epilogue, N, C, OC)).first; }
         const Plan& plan = found->second;
         set_pointers(plan, bias, aux);
-        const float alpha = 1.0f, beta = kind == Kind::backward_weight ? 1.0f : 0.0f;
+        const float alpha = 1.0f, beta = add ? 1.0f : 0.0f;
         check(cublasLtMatmul(handle.get(), plan.operation.get(), &alpha, a, plan.a.get(), b, plan.b.get(),
                              &beta, out, plan.out.get(), out, plan.out.get(), &plan.algorithm,
                              workspace.data(), workspace_bytes, stream),
@@ -184,11 +183,6 @@ private:
         }
     }
 
-    static std::string describe(Kind kind, int N, int C, int OC) {
-        const char* names[] = {"forward", "backward_inp", "backward_weight"};
-        return format("matmul %s of N %d, C %d, OC %d", names[int(kind)], N, C, OC);
-    }
-
     template <class T>
     static void set(const Plan& plan, cublasLtMatmulDescAttributes_t attribute, const T& value) {
         check(cublasLtMatmulDescSetAttribute(plan.operation.get(), attribute, &value, sizeof value),
@@ -218,7 +212,8 @@ private:
     Plan make_plan(Kind kind, cublasLtEpilogue_t epilogue, int N, int C, int OC) const {
         const cudaDataType_t type = bf16 ? CUDA_R_16BF : CUDA_R_32F;
         Plan plan;
-        plan.problem = describe(kind, N, C, OC);
+        const char* names[] = {"forward", "backward_inp", "backward_weight"};
+        plan.problem = format("matmul %s of N %d, C %d, OC %d", names[int(kind)], N, C, OC);
         cublasLtMatmulDesc_t operation;
         check(cublasLtMatmulDescCreate(&operation, compute, CUDA_R_32F), plan.problem);
         plan.operation.reset(operation);
@@ -298,14 +293,17 @@ inline void matmul_product(Matmul& matmul, floatX* out, const floatX* a, const f
 
 // out += inp^T inp.   out: (C,C)   inp: (N,C)
 inline void matmul_gram(Matmul& matmul, float* out, const floatX* inp, int N, int C, Stream& stream) {
-    matmul.multiply<Matmul::Kind::backward_weight>(out, inp, inp, nullptr, nullptr, N, C, C, stream);
+    matmul.multiply<Matmul::Kind::backward_weight>(out, inp, inp, nullptr, nullptr, N, C, C, stream, true);
 }
 
-// Overwrites dinp, adds to dweight.   dinp, inp: (N,C)   dweight, weight: (OC,C)   dout: (N,OC)
+// Overwrites dinp, adds to dweight, or overwrites it unless sums.adds.
+// dinp, inp: (N,C)   dweight, weight: (OC,C)   dout: (N,OC)
 inline void matmul_backward(Matmul& matmul, floatX* dinp, float* dweight, const floatX* dout,
-                            const floatX* inp, const floatX* weight, int N, int C, int OC, Stream& stream) {
+                            const floatX* inp, const floatX* weight, int N, int C, int OC,
+                            const GradientSums& sums, Stream& stream) {
     const floatX* none = nullptr;
-    matmul.multiply<Matmul::Kind::backward_weight>(dweight, inp, dout, none, none, N, C, OC, stream);
+    matmul.multiply<Matmul::Kind::backward_weight>(dweight, inp, dout, none, none, N, C, OC, stream,
+                                                   sums.adds);
     matmul.multiply<Matmul::Kind::backward_inp>(dinp, weight, dout, none, none, N, C, OC, stream);
 }
 
@@ -319,7 +317,8 @@ inline void matmul_gelu_backward(Matmul& matmul, floatX* dpre_gelu, float* dweig
     const bool fused = matmul.fuses_gelu;
     const floatX *none = nullptr, *aux = fused ? pre_gelu : nullptr;
     floatX* sum = fused ? reinterpret_cast<floatX*>(sums.partial(1, C)) : nullptr;
-    matmul.multiply<Matmul::Kind::backward_weight>(dweight, inp, dout, none, none, N, C, OC, stream);
+    matmul.multiply<Matmul::Kind::backward_weight>(dweight, inp, dout, none, none, N, C, OC, stream,
+                                                   sums.adds);
     matmul.multiply<Matmul::Kind::backward_inp>(dpre_gelu, weight, dout, sum, aux, N, C, OC, stream);
     if (fused) {
         sums.add_later(dbias, sum, 1, C, C);

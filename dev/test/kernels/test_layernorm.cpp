@@ -297,6 +297,28 @@ TEST(LayerNorm, BackwardWithoutAProjectionBeforeItAddsToTheRest) {
     EXPECT_EQ(dbias.to_host(), expected.dbias);
 }
 
+// What the first micro-step of a step adds to, and what no gradient is, is zero when it begins.
+TEST(LayerNorm, AStepBeginsWithZerosWhereItsFirstMicroStepDoesNotWrite) {
+    const Layout layout = gpt_layout({8, 100, 128, 2, 1, 64}, 2, 1);
+    Stream stream;
+    DeviceArray<float> grads(std::vector<float>(size_t(layout.size), 1.0f));
+    cuda::GradientSums sums;
+    sums.begin(grads, layout, false, stream);
+    stream.synchronize();
+    EXPECT_TRUE(sums.adds);
+    EXPECT_EQ(grads.to_host(), std::vector<float>(size_t(layout.size), 1.0f));
+    std::vector<float> expected(size_t(layout.size), 0.0f);
+    for (const Tensor& tensor : layout.tensors) {
+        if (tensor.name == "wpe") { continue; }
+        std::fill_n(expected.begin() + tensor.offset, tensor.count(), 1.0f);
+    }
+    ASSERT_LT(layout.values, layout.size);
+    sums.begin(grads, layout, true, stream);
+    stream.synchronize();
+    EXPECT_FALSE(sums.adds);
+    EXPECT_EQ(grads.to_host(), expected);
+}
+
 // Sums of several lengths and widths in one launch, and then none; more than a launch takes are refused.
 TEST(LayerNorm, PendingSumsAreAddedOnce) {
     for_each_order(3, [] {
@@ -316,6 +338,11 @@ TEST(LayerNorm, PendingSumsAreAddedOnce) {
         for (float& value : twice) { value *= 2; }
         EXPECT_EQ(to.to_host(), expected);
         EXPECT_EQ(of_floatX.to_host(), twice);
+        sums.adds = false;
+        sums.add_later(to, static_cast<floatX*>(row), 1, 40, 40);
+        sums.add_pending(stream);
+        stream.synchronize();
+        EXPECT_EQ(to.to_host(), before) << "overwritten";
         for (int i = 0; i < 12; i++) { sums.add_later(to, static_cast<float*>(all), 1, 1, 1); }
         EXPECT_THROW(sums.add_later(to, static_cast<float*>(all), 1, 1, 1), std::logic_error);
     });

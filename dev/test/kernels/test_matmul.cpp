@@ -114,17 +114,21 @@ void expect_forward(cuda::Matmul& matmul, Case x, bool with_bias, bool with_gelu
     expect_near(out, x.out, source, of_source(matmul));
 }
 
-void expect_backward(cuda::Matmul& matmul, Case x) {
+void expect_backward(cuda::Matmul& matmul, Case x, bool adds = true) {
     SCOPED_TRACE(testing::Message() << "N " << x.N << " C " << x.C << " OC " << x.OC);
     Stream stream;
     cpu::Stream host;
     DeviceArray<floatX> dout(to_floatX(x.dout)), inp(to_floatX(x.inp)), weight(to_floatX(x.weight));
     DeviceArray<floatX> dinp(x.inp.size());
     DeviceArray<float> dweight(x.dweight);
-    cuda::matmul_backward(matmul, dinp, dweight, dout, inp, weight, x.N, x.C, x.OC, stream);
+    cuda::GradientSums sums;
+    cpu::GradientSums host_sums;
+    sums.adds = adds;
+    cuda::matmul_backward(matmul, dinp, dweight, dout, inp, weight, x.N, x.C, x.OC, sums, stream);
     stream.synchronize();
+    if (!sums.adds) { x.dweight.assign(x.dweight.size(), 0.0f); }
     cpu::matmul_backward(cpu_matmul(), x.dinp.data(), x.dweight.data(), x.dout.data(), x.inp.data(),
-                         x.weight.data(), x.N, x.C, x.OC, host);
+                         x.weight.data(), x.N, x.C, x.OC, host_sums, host);
     EXPECT_EQ(dweight.to_host(), x.dweight);
     expect_rounded(dinp, x.dinp, "dinp");
 }
@@ -147,7 +151,7 @@ void expect_gelu_backward(cuda::Matmul& matmul, Case x) {
     // `product` is what the derivative is applied to.
     Floats product(x.dinp.size()), expected_dweight = x.dweight, expected_dbias = x.dbias;
     cpu::matmul_backward(cpu_matmul(), product.data(), x.dweight.data(), x.dout.data(), x.inp.data(),
-                         x.weight.data(), x.N, x.C, x.OC, host);
+                         x.weight.data(), x.N, x.C, x.OC, host_sums, host);
     cpu::matmul_gelu_backward(cpu_matmul(), x.dinp.data(), expected_dweight.data(), expected_dbias.data(),
                               x.dout.data(), x.inp.data(), x.pre_gelu.data(), x.weight.data(), x.N, x.C, x.OC,
                               host_sums, host);
@@ -187,6 +191,7 @@ TEST(Matmul, BackwardAddsToTheSumsAndOverwritesDinpAsTheCpuDoes) {
     unsigned seed = 100;
     for (const auto& [N, C, OC] : shapes) {
         expect_backward(fused, Case(N, C, OC, seed++));
+        expect_backward(fused, Case(N, C, OC, seed++), false);
         expect_gelu_backward(fused, Case(N, C, OC, seed++));
         expect_gelu_backward(apart, Case(N, C, OC, seed++));
     }
@@ -207,7 +212,7 @@ TEST(Matmul, GeluThatIsNotFusedIsThatOfTheRoundedSums) {
     cuda::matmul_forward(matmul, out, inp, weight, bias, N, C, OC, stream, sums);
     cuda::matmul_gelu_backward(matmul, dinp, dweight, dbias, dout, inp, pre_gelu, weight, N, C, OC,
                                of_columns, stream);
-    cuda::matmul_backward(matmul, dsums, dweight, dout, inp, weight, N, C, OC, stream);
+    cuda::matmul_backward(matmul, dsums, dweight, dout, inp, weight, N, C, OC, of_columns, stream);
     cuda::gelu_forward(sums, sums, long(N) * OC, stream);
     cuda::multiply_by_gelu_derivative(dsums, dbias, pre_gelu, N, C, of_columns, stream);
     stream.synchronize();
@@ -339,6 +344,7 @@ TEST(Matmul, ThePlanOfAShapeIsMadeOnce) {
     for (unsigned seed = 0; seed < 3; seed++) { expect_forward(matmul, Case(5, 16, 8, seed), true, false); }
     EXPECT_EQ(emulator::heuristics_asked(), before + 1);
     expect_backward(matmul, Case(5, 16, 8, 1));
+    expect_backward(matmul, Case(5, 16, 8, 1), false);
     EXPECT_EQ(emulator::heuristics_asked(), before + 3);
 }
 

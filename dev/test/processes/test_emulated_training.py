@@ -55,6 +55,13 @@ def test_muon_s_ranks_have_the_losses_of_one_rank_and_of_the_cpu(train):
     assert two.losses()[-1] < two.losses()[0]
 
 
+def test_micro_steps_have_the_cpu_s_losses_whatever_the_memory_of_gradients_held(train):
+    """A step's first micro-step overwrites that memory, through which checkpoints and evaluations pass."""
+    options = {**SMALL, "-d": 256, "-n": 3, "-v": 2}
+    emulated, cpu = train("micro", options, trainer=EMULATED), train("cpu", options)
+    assert emulated.losses() == pytest.approx(cpu.losses(), abs=5e-3)
+
+
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
 def test_no_order_of_the_streams_changes_a_bit(train, calm, seed):
     run = train("watched", SMALL, environment=environment(seed), trainer=EMULATED)

@@ -73,8 +73,9 @@ struct Case {
                             N, C, OC, main_stream, with_gelu ? out_pre_gelu.data() : nullptr);
     }
     void backward(cpu::Matmul& matmul) {
+        cpu::GradientSums sums;
         cpu::matmul_backward(matmul, dinp.data(), dweight.data(), dout.data(), inp.data(), weight.data(), N,
-                             C, OC, main_stream);
+                             C, OC, sums, main_stream);
     }
     void gelu_backward(cpu::Matmul& matmul) {
         cpu::GradientSums sums;
