@@ -11,7 +11,6 @@ namespace cpu {
 
 // A GPU adds a layer's sums in one launch, here each function adds its own: nothing is ever pending.
 struct GradientSums {
-    // Before a micro-step. Those of the step before go with its first one.   grads: (layout.size)
     void begin(float* grads, const Layout& layout, bool first, Stream& stream) {
         if (first) { set_zero(grads, layout.size, stream); }
     }

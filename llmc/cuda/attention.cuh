@@ -213,7 +213,6 @@ __device__ inline void sum_columns(float* sums, bf16* tile) {
     float* warp_sums = reinterpret_cast<float*>(tile);
     #pragma unroll
     for (int j = 0; j < hs / 8; j++) {
-        #pragma unroll
         for (int r = 0; r < 2; r++) {
             if (lane < 4) { warp_sums[warp * rows / 2 + column_of(j, r)] = sum[0][j][r]; }
         }

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(threads)
         const float mean_d = total.x * per_channel, mean_dx = total.y * per_channel;
         for (int i = 0; i < 8; i++) {
             dx[i] += r * (w[i] - mean_d - y[i] * mean_dx);
-            dinp_sum[i] += dx[i];
+            if (threads <= 768) { dinp_sum[i] += dx[i]; }  // else there are no registers for it
         }
         if (valid) { store_packs(dinp + at, dx); }
     }
@@ -185,9 +185,8 @@ inline void fused_residual_forward(floatX* residual, floatX* normed, float* mean
     launch_layernorm<true>(residual, normed, mean, rstd, inp1, inp2, weight, bias, N, C, stream);
 }
 
-// Blocks of the backward kernel. They depend on N and C alone, so that the order of sums is the same on every
-// GPU. Given enough rows, some 100,000 threads fill today's largest GPU. For rows with many channels, a limit
-// of 256 blocks keeps the partial sums small compared with the rows.
+// They depend on N and C alone, so that the order of sums is the same on every GPU. Some 100,000 threads fill
+// today's largest GPU. For rows with many channels, 256 blocks keep the partial sums small beside the rows.
 inline int layernorm_backward_blocks(int N, int C) {
     return std::min(N, std::clamp(1024 * 768 / C, 256, 1024));
 }
@@ -203,12 +202,17 @@ inline void layernorm_backward(floatX* dinp, float* dweight, float* dbias, float
     require_aligned("an array of layernorm_backward", {dinp, dout, inp, weight});
     const int blocks = layernorm_backward_blocks(N, C);
     float* partial = sums.partial(blocks, 3 * C);
-    launch(C <= 8 * 768 ? layernorm_backward_kernel<768> : layernorm_backward_kernel<1024>,
+    const bool wide = C > 8 * 768;
+    launch(wide ? layernorm_backward_kernel<1024> : layernorm_backward_kernel<768>,
            Grid{unsigned(blocks), blocks_for(C / 8, 32) * 32, 0, stream}, dinp, partial, dout, inp, weight,
            mean, rstd, N, C);
-    for (float* to : {dweight, dbias, dprojb}) {
+    for (float* to : {dweight, dbias, wide ? nullptr : dprojb}) {
         sums.add_later(to, partial, blocks, C, 3 * C);
         partial += C;
+    }
+    if (wide) {
+        sums.add_later(dprojb, dinp, N, C, C);
+        sums.add_pending(stream);  // before dinp changes
     }
 }
 

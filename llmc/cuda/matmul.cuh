@@ -73,7 +73,6 @@ __global__ void __launch_bounds__(32 * derivative_warps)
 
 // dinp[n,i] *= gelu'(pre_gelu[n,i]), and with the next sums.add_pending() column_sums += its sum over rows.
 // dinp, pre_gelu: (rows,columns), columns a multiple of 8, 16-byte aligned   column_sums: (columns)
-// Sums chunks of a fixed number of rows, then the chunks in order: the same bits on every device.
 inline void multiply_by_gelu_derivative(floatX* dinp, float* column_sums, const floatX* pre_gelu, int rows,
                                         int columns, GradientSums& sums, Stream& stream) {
     const int rows_per_chunk = 256, chunks = int(blocks_for(rows, rows_per_chunk));
@@ -119,7 +118,6 @@ public:
     // fused bf16 products should take longer than plain ones and a kernel.   major: compute capability's
     static bool gains_from_fusing_gelu(int major) { return major == 9 || major == 10; }
 
-    // What is used, in words.
     std::string description() const {
         return bf16 ? "bf16, sums in fp32" : compute == CUBLAS_COMPUTE_32F ? "fp32" : "tf32, sums in fp32";
     }
