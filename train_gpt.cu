@@ -937,7 +937,7 @@ inline int train(const Options& o, Process& process) {
     std::unique_ptr<Run> run;  // outlives an error: on a GPU, freeing it may wait for a peer that has died
     bool is_complete = false;
     or_leave(process, [&] {
-        const std::string agreed_options = text_of(fingerprint_of_run(o, in));
+        const std::string agreed_options = text_of(fingerprint_of_run(o, in)) + log_version(process.store_url);
         agree(o, process, in, [&] {
             if (o.diloco.streams()) { validate(o.diloco, in.steps, o.workers); }
             if (!o.diloco.is_elastic()) { return; }

@@ -48,6 +48,9 @@ inline void suit_store(SyncLogOptions& options, const std::string& url) {
     options.in_line = is_s3_url(url) ? 1 << 20 : 0;
 }
 
+// A row for LogStart::fingerprint: workers whose versions keep lines elsewhere in a bucket must not meet.
+inline std::string log_version(const std::string& url) { return is_s3_url(url) ? "sync-log 2\n" : ""; }
+
 // The options (LogStart::fingerprint) of the run that a store already holds; none if it holds no run.
 inline std::optional<std::string> options_in(LogStore& store) {
     const StoreAnswer generation = store.perform({StoreRequest::get, "run", "generation"});
