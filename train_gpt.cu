@@ -63,6 +63,7 @@ struct Model {
     Layout layout;
     int recompute = 0;
     device::Matmul matmul;
+    device::GradientSums sums;
     Buffer<floatX> params = Buffer<floatX>(layout.size);
     Buffer<float> grads = Buffer<float>(layout.size);  // fp32, so that sums do not round to bf16
     std::vector<LayerTensors<floatX>> weights = layer_tensors(layout, params.data());
@@ -189,41 +190,42 @@ inline void backward(Model& model, int B, int T, Stream& main, const std::functi
     const Phase phase("backward");
     const int C = model.shape.channels, NH = model.shape.heads, L = model.shape.layers, N = B * T;
     Activations& a = model.acts;
-    float* none = nullptr;
-    device::matmul_backward(model.matmul, a.dprojected, model.dembedding.wte, none, a.logits, a.lnf,
-                            model.embedding.wte, N, C, model.shape.padded_vocab_size, main);
+    device::matmul_backward(model.matmul, a.dprojected, model.dembedding.wte, a.logits, a.lnf,
+                            model.embedding.wte, N, C, model.shape.padded_vocab_size, model.sums, main);
     device::set_zero(a.dresidual.data(), long(N) * C, main);
-    device::layernorm_backward(a.dresidual, model.dembedding.lnfw, model.dembedding.lnfb, a.dprojected,
-                               a.layers[L - 1].residual3, model.embedding.lnfw, a.lnf_mean, a.lnf_rstd, N, C,
-                               main);
+    device::layernorm_backward(a.dresidual, model.dembedding.lnfw, model.dembedding.lnfb,
+                               model.gradients[L - 1].fcprojb, a.dprojected, a.layers[L - 1].residual3,
+                               model.embedding.lnfw, a.lnf_mean, a.lnf_rstd, N, C, model.sums, main);
     for (int l = L - 1; l >= 0; l--) {
         const LayerTensors<floatX>& w = model.weights[l];
         const LayerTensors<float>& dw = model.gradients[l];
         LayerActivations& x = a.layers[l];
         floatX* residual = l == 0 ? a.encoded : a.layers[l - 1].residual3;
+        float* fcprojb_before = l == 0 ? nullptr : model.gradients[l - 1].fcprojb;
         floatX *ln1 = ln1_of(model, l), *ln2 = ln2_of(model, l), *fch_gelu = gelu_of(model, l);
 
         if (model.recompute >= 1) { device::gelu_forward(fch_gelu, x.fch, long(N) * 4 * C, main); }
-        device::matmul_backward(model.matmul, a.dfch, dw.fcprojw, dw.fcprojb, a.dresidual, fch_gelu,
-                                w.fcprojw, N, 4 * C, C, main, x.fch);
+        device::matmul_gelu_backward(model.matmul, a.dfch, dw.fcprojw, dw.fcb, a.dresidual, fch_gelu, x.fch,
+                                     w.fcprojw, N, 4 * C, C, model.sums, main);
         if (model.recompute >= 2) {
             device::layernorm_forward(ln2, x.ln2_mean, x.ln2_rstd, x.residual2, w.ln2w, w.ln2b, N, C, main);
         }
-        device::matmul_backward(model.matmul, a.dprojected, dw.fcw, dw.fcb, a.dfch, ln2, w.fcw, N, C, 4 * C,
-                                main);
-        device::layernorm_backward(a.dresidual, dw.ln2w, dw.ln2b, a.dprojected, x.residual2, w.ln2w,
-                                   x.ln2_mean, x.ln2_rstd, N, C, main);
-        device::matmul_backward(model.matmul, a.dprojected, dw.attprojw, dw.attprojb, a.dresidual,
-                                x.attention, w.attprojw, N, C, C, main);
-        device::attention_backward(a.dqkv, a.dprojected, x.attention, x.qkv, x.lse, B, T, C, NH, main,
-                                   model.matmul.bf16);
+        device::matmul_backward(model.matmul, a.dprojected, dw.fcw, a.dfch, ln2, w.fcw, N, C, 4 * C,
+                                model.sums, main);
+        device::layernorm_backward(a.dresidual, dw.ln2w, dw.ln2b, dw.attprojb, a.dprojected, x.residual2,
+                                   w.ln2w, x.ln2_mean, x.ln2_rstd, N, C, model.sums, main);
+        device::matmul_backward(model.matmul, a.dprojected, dw.attprojw, a.dresidual, x.attention, w.attprojw,
+                                N, C, C, model.sums, main);
+        device::attention_backward(a.dqkv, dw.qkvb, a.dprojected, x.attention, x.qkv, x.lse, B, T, C, NH,
+                                   model.sums, main, model.matmul.bf16);
         if (model.recompute >= 2) {
             device::layernorm_forward(ln1, x.ln1_mean, x.ln1_rstd, residual, w.ln1w, w.ln1b, N, C, main);
         }
-        device::matmul_backward(model.matmul, a.dprojected, dw.qkvw, dw.qkvb, a.dqkv, ln1, w.qkvw, N, C,
-                                3 * C, main);
-        device::layernorm_backward(a.dresidual, dw.ln1w, dw.ln1b, a.dprojected, residual, w.ln1w, x.ln1_mean,
-                                   x.ln1_rstd, N, C, main);
+        device::matmul_backward(model.matmul, a.dprojected, dw.qkvw, a.dqkv, ln1, w.qkvw, N, C, 3 * C,
+                                model.sums, main);
+        device::layernorm_backward(a.dresidual, dw.ln1w, dw.ln1b, fcprojb_before, a.dprojected, residual,
+                                   w.ln1w, x.ln1_mean, x.ln1_rstd, N, C, model.sums, main);
+        model.sums.add_pending(main);
         block_done(l);
     }
     device::encoder_backward(model.dembedding.wte, model.dembedding.wpe, a.dresidual, model.inputs, B, T, C,
@@ -315,18 +317,16 @@ inline bool compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
     Model& model = worker.model;
     Scalars* scalars = worker.scalars;
     const float share = 1.0f / (float(B) * float(T) * float(micro_steps) * float(worker.comm.size()));
-    device::set_zero(model.grads.data(), model.layout.size, worker.main);
     device::set_zero(scalars, 1, worker.main);
     for (int micro_step = 0; micro_step < micro_steps; micro_step++) {
         const bool last = micro_step == micro_steps - 1;
         if (micro_step > 0 && worker.stop.votes_to_leave()) { return false; }
         worker.progress();
         loader.next_batch();
+        model.sums.begin(model.grads, model.layout, micro_step == 0, worker.main);
         forward(model, loader.inputs(), B, T, worker.main);
         classify(model, loader.targets(), B, T, &scalars->loss, share, share, true, worker.main);
-        backward(model, B, T, worker.main, [&](int b) {
-            if (last) { reduce_block(worker, b); }
-        });
+        backward(model, B, T, worker.main, [&](int b) { if (last) { reduce_block(worker, b); } });
     }
     hand_back(worker);
     device::global_norm_squared(&scalars->norm_squared, worker.shard_gradients(), model.layout.shard_size(),

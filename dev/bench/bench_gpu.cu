@@ -146,7 +146,7 @@ struct Bench {
     void step(const std::function<void()>& mark, const std::function<void(int)>& block_done) {
         Scalars* scalars = worker.scalars;
         const float share = 1.0f / float(N);
-        device::set_zero(model.grads.data(), layout.size, main);
+        model.sums.begin(model.grads, layout, true, main);
         device::set_zero(scalars, 1, main);
         mark();
         forward(model, tokens.data(), B, T, main);
@@ -297,12 +297,13 @@ inline void add_matmuls(std::vector<Kind>& kinds, Bench& x) {
         add("dweight", [&matmul, &x, N, p](const Product& y) {
             const floatX* none = nullptr;
             matmul.multiply<Matmul::Kind::backward_weight>(y.dweight, y.inp, y.dout, none, none, N, p.in,
-                                                           p.out, x.main);
+                                                           p.out, x.main, true);
         });
         add("dinp", [&matmul, &x, N, p](const Product& y) {
             const floatX* aux = matmul.fuses_gelu ? y.inp_pre_gelu : nullptr;
-            matmul.multiply<Matmul::Kind::backward_inp>(y.dinp, y.weight, y.dout, nullptr, aux, N, p.in,
-                                                        p.out, x.main);
+            const floatX* sum = aux ? x.main.scratch<floatX>(p.in) : nullptr;
+            matmul.multiply<Matmul::Kind::backward_inp>(y.dinp, y.weight, y.dout, sum, aux, N, p.in, p.out,
+                                                        x.main);
         });
     }
 }
@@ -317,9 +318,12 @@ inline void add_attention(std::vector<Kind>& kinds, Bench& x) {
                          }
                      }});
     kinds.push_back({"attention backward (5 products)", L, 5 * product, 0, [&a, &x, C, NH] {
-                         for (LayerActivations& y : a.layers) {
-                             device::attention_backward(a.dqkv, a.dprojected, y.attention, y.qkv, y.lse, x.B,
-                                                        x.T, C, NH, x.main);
+                         for (size_t l = 0; l < a.layers.size(); l++) {
+                             LayerActivations& y = a.layers[l];
+                             device::attention_backward(a.dqkv, x.model.gradients[l].qkvb, a.dprojected,
+                                                        y.attention, y.qkv, y.lse, x.B, x.T, C, NH,
+                                                        x.model.sums, x.main);
+                             x.model.sums.add_pending(x.main);
                          }
                      }});
 }
@@ -343,10 +347,11 @@ inline void add_layernorm(std::vector<Kind>& kinds, Bench& x) {
                          for (size_t i = 0; i < 2 * a.layers.size(); i++) {
                              LayerActivations& y = a.layers[i / 2];
                              const LayerTensors<float>& dw = m.gradients[i / 2];
-                             device::layernorm_backward(a.dresidual, dw.ln2w, dw.ln2b, a.dprojected,
-                                                        i % 2 ? y.residual3 : y.residual2,
+                             device::layernorm_backward(a.dresidual, dw.ln2w, dw.ln2b, dw.attprojb,
+                                                        a.dprojected, i % 2 ? y.residual3 : y.residual2,
                                                         m.weights[i / 2].ln2w, y.ln2_mean, y.ln2_rstd, N, C,
-                                                        x.main);
+                                                        m.sums, x.main);
+                             if (i % 2) { m.sums.add_pending(x.main); }
                          }
                      }});
 }
@@ -355,14 +360,6 @@ inline void add_elementwise(std::vector<Kind>& kinds, Bench& x) {
     Model& m = x.model;
     Activations& a = m.acts;
     const int C = x.shape.channels, L = x.shape.layers, N = x.N, Vp = x.shape.padded_vocab_size;
-    kinds.push_back({"gradients of biases", 4 * L, 0, 2.0 * 9 * C * N * L, [&m, &a, &x, C, N] {
-                         for (const LayerTensors<float>& dw : m.gradients) {
-                             cuda::column_sums(dw.fcprojb, a.dresidual, N, C, x.main);
-                             cuda::column_sums(dw.fcb, a.dfch, N, 4 * C, x.main);
-                             cuda::column_sums(dw.attprojb, a.dresidual, N, C, x.main);
-                             cuda::column_sums(dw.qkvb, a.dqkv, N, 3 * C, x.main);
-                         }
-                     }});
     if (m.recompute >= 1) {
         kinds.push_back({"GELU, recomputed", L, 0, 16.0 * N * C * L, [&m, &a, &x, C, N] {
                              for (int l = 0; l < x.shape.layers; l++) {
@@ -388,9 +385,6 @@ inline void add_elementwise(std::vector<Kind>& kinds, Bench& x) {
 
 inline void add_update(std::vector<Kind>& kinds, Bench& x) {
     const long size = x.layout.size;
-    kinds.push_back({"zero gradients", 1, 0, 4.0 * double(size), [&x, size] {
-                         device::set_zero(x.model.grads.data(), size, x.main);
-                     }});
     kinds.push_back({"gradient norm", 1, 0, 4.0 * double(size), [&x, size] {
                          device::global_norm_squared(&x.worker.scalars.data()->norm_squared, x.model.grads,
                                                      size, x.main);

@@ -31,10 +31,11 @@ from registers import ROOT, TEMPLATES, default_nvcc, kernel_files, parse, report
 ARCHITECTURES = ("sm_80", "sm_90")
 FILE = ROOT / "dev/simulation/kernel_figures.json"
 # Values that a thread has done after a turn of each of the kernel's loops, or after the whole kernel without one.
-VALUES = {"adamw_update_kernel": 4, "column_sums_kernel<bf16>": 64, "encoder_backward_chunk_kernel": 4,
+VALUES = {"adamw_update_kernel": 4, "encoder_backward_chunk_kernel": 4,
           "encoder_backward_position_kernel": 4, "encoder_forward_kernel": 8, "fused_classifier_kernel<true>": 8,
-          "fused_residual_forward_kernel": 8, "gelu_forward_kernel": 8, "global_norm_partial_kernel<float>": 4,
-          "layernorm_backward_kernel": 8, "layernorm_forward_kernel": 8, "multiply_by_gelu_derivative_kernel": 8}
+          "layernorm_forward_kernel<true>": 8, "gelu_forward_kernel": 8, "global_norm_partial_kernel<float>": 4,
+          "layernorm_backward_kernel<768>": 8, "layernorm_forward_kernel<false>": 8,
+          "multiply_by_gelu_derivative_kernel": 8}
 ATTENTION = {f"attention::{name}_kernel<{size}>": (name, size)
              for name in ("forward", "backward_dq", "backward_dkv") for size in (64, 128)}
 BLOCKS_ON_SM = 2  # __launch_bounds__ of attention's kernels

@@ -120,7 +120,7 @@ struct Problem {
         return operation.epilogue == CUBLASLT_EPILOGUE_GELU_AUX ||
                operation.epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
     }
-    bool reads_aux() const { return operation.epilogue == CUBLASLT_EPILOGUE_DGELU; }
+    bool reads_aux() const { return operation.epilogue == CUBLASLT_EPILOGUE_DGELU_BGRAD; }
     bool has_aux() const { return writes_aux() || reads_aux(); }
     MatrixLayout aux() const { return {d.type, uint64_t(m), uint64_t(n), operation.aux_ld}; }
 };
@@ -250,9 +250,10 @@ std::vector<Part> parts_of(const Problem& p, const Pointers& pointers, const Alg
                                {"B", pointers.b, p.b, alignment[1], false},
                                {"D", pointers.d, p.d, alignment[3], true}};
     if (pointers.beta != 0.0f) { parts.push_back({"C", pointers.c, p.c, alignment[2], false}); }
-    if (p.adds_bias()) {
+    if (p.adds_bias() || p.reads_aux()) {
         const MatrixLayout layout{p.d.type, uint64_t(p.m), 1, p.m};
-        parts.push_back({"the bias", p.operation.bias, layout, algorithm.bias_alignment, false});
+        const char* name = p.adds_bias() ? "the bias" : "the gradient of the bias";
+        parts.push_back({name, p.operation.bias, layout, algorithm.bias_alignment, p.reads_aux()});
     }
     if (p.has_aux()) { parts.push_back({"AUX", p.operation.aux, p.aux(), 16, p.writes_aux()}); }
     if (algorithm.workspace_bytes > 0) {
@@ -359,8 +360,8 @@ void multiply(Lanes (&sum)[4], const float* a, const float* b, int64_t first, in
     sum[0] = s0, sum[1] = s1, sum[2] = s2, sum[3] = s3;
 }
 
-// One element of D (and AUX), from its sum over k.
-void finish(const Problem& p, const Pointers& pointers, int64_t i, int64_t j, float sum) {
+// One element of D (and AUX), from its sum over k. Returns it as it was before it was rounded.
+float finish(const Problem& p, const Pointers& pointers, int64_t i, int64_t j, float sum) {
     const Operation& operation = p.operation;
     float value = pointers.alpha * sum;
     if (pointers.beta != 0.0f) { value += pointers.beta * value_at(pointers.c, p.c.type, i + j * p.c.ld); }
@@ -372,6 +373,7 @@ void finish(const Problem& p, const Pointers& pointers, int64_t i, int64_t j, fl
     }
     if (p.reads_aux()) { value *= gelu_slope_of(value_at(operation.aux, p.d.type, at_aux)); }
     store_at(pointers.d, p.d.type, i + j * p.d.ld, value);
+    return value;
 }
 
 void run(const Problem& p, const Pointers& pointers, const Algorithm& algorithm) {
@@ -383,6 +385,7 @@ void run(const Problem& p, const Pointers& pointers, const Algorithm& algorithm)
     const std::vector<float> b =
         panels_of(pointers.b, p.b, p.operation.transb == CUBLAS_OP_T, p.n, p.k, 4, tf32);
     const int64_t middle = algorithm.rounds_partial_sums ? p.k / 2 : 0;
+    std::vector<float> gradient_of_bias(size_t(p.m));  // rounded once, to D's type: cublasLt.h
     for (int64_t j = 0; j < p.n; j += 4) {
         for (int64_t i = 0; i < p.m; i += lanes) {
             Lanes sum[4] = {};
@@ -393,10 +396,14 @@ void run(const Problem& p, const Pointers& pointers, const Algorithm& algorithm)
             multiply(sum, a.data() + i * p.k, b.data() + j * p.k, middle, p.k);
             for (int64_t column = j; column < std::min(j + 4, p.n); column++) {
                 for (int64_t row = i; row < std::min(i + lanes, p.m); row++) {
-                    finish(p, pointers, row, column, sum[column - j][row - i]);
+                    gradient_of_bias[size_t(row)] +=
+                        finish(p, pointers, row, column, sum[column - j][row - i]);
                 }
             }
         }
+    }
+    for (int64_t i = 0; p.reads_aux() && i < p.m; i++) {
+        store_at(p.operation.bias, p.d.type, i, gradient_of_bias[size_t(i)]);
     }
 }
 

@@ -337,3 +337,12 @@ using std::min;
 // On the device a NaN loses against a number; std::max keeps its first argument.
 inline float min(float a, float b) { return fminf(a, b); }
 inline float max(float a, float b) { return fmaxf(a, b); }
+
+// ---- shared memory: see llmc/cuda/device.cuh
+
+#define SHARED(Type, name)                                        \
+    using name##_shared_type = Type;                              \
+    static const char name##_key = 0;                             \
+    name##_shared_type& name = *static_cast<name##_shared_type*>( \
+        emulator::shared_variable(&name##_key, #name, sizeof(name##_shared_type), Site::here()))
+#define DYNAMIC_SHARED(name) unsigned char* name = static_cast<unsigned char*>(emulator::dynamic_shared())

@@ -49,15 +49,17 @@ Streams& streams() {
     return all;
 }
 
-// Calls in which the host waited for a stream. With EMULATOR_COUNT_WAITS they are told at the program's end.
-struct Waits {
-    std::atomic<long> count{0};
-    ~Waits() {
+// Calls in which the host waited for a stream, and those that launched a kernel, a product, a copy or a fill.
+// With EMULATOR_COUNT_WAITS they are told at the program's end.
+struct Calls {
+    std::atomic<long> waits{0}, launches{0};
+    ~Calls() {
         if (getenv("EMULATOR_COUNT_WAITS")) {
-            fprintf(stderr, "emulator: the host waited in %ld calls\n", count.load());
+            fprintf(stderr, "emulator: the host waited in %ld calls\nemulator: the host launched %ld times\n",
+                    waits.load(), launches.load());
         }
     }
-} waits;
+} calls;
 
 // The stream whose thread this is.
 Stream*& own_stream() {
@@ -304,6 +306,7 @@ void close_all_streams() {
 
 PointRef enqueue(const StreamRef& stream, const char* call, std::function<void()> work,
                  std::vector<PointRef> after) {
+    calls.launches += work != nullptr;
     return put(stream, call, std::move(work), std::move(after));
 }
 
@@ -317,7 +320,7 @@ PointRef last_point(const StreamRef& stream) {
 }
 
 void wait_for(const PointRef& point) {
-    waits.count++;
+    calls.waits++;
     block_until_done(point);
     if (point) { acquire(&point->completed); }
 }

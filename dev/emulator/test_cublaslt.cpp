@@ -153,6 +153,8 @@ void expect_product(bool transa, bool transb, int m, int n, int k, cublasLtEpilo
     const bool with_bias = epilogue == CUBLASLT_EPILOGUE_BIAS || epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
     const bool with_gelu =
         epilogue == CUBLASLT_EPILOGUE_GELU_AUX || epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+    std::vector<float> sums;  // the bias, or its gradient
+    for (int i = 0; i < m; i++) { sums.push_back(bias.at(i, 0)); }
     std::vector<float> expected;  // not rounded, and the padding as it was
     for (const Out value : c.values) { expected.push_back(to_float(value)); }
     for (int j = 0; j < n; j++) {
@@ -166,15 +168,22 @@ void expect_product(bool transa, bool transb, int m, int n, int k, cublasLtEpilo
                 aux.set(i, j, value);
                 value = gelu_in_double(value);
             }
-            if (epilogue == CUBLASLT_EPILOGUE_DGELU) { value *= slope_of_gelu(aux.at(i, j)); }
+            if (epilogue == CUBLASLT_EPILOGUE_DGELU_BGRAD) {
+                value *= slope_of_gelu(aux.at(i, j));
+                sums[size_t(i)] = (j == 0 ? 0.0f : sums[size_t(i)]) + value;  // overwrites the bias
+            }
             expected[size_t(j) * c.ld + i] = value;
         }
     }
     const std::vector<Out> d = device_d.to_host(), written_aux = device_aux.to_host();
     for (size_t i = 0; i < d.size(); i++) {
-        const bool exact = !with_gelu && epilogue != CUBLASLT_EPILOGUE_DGELU;
+        const bool exact = !with_gelu && epilogue != CUBLASLT_EPILOGUE_DGELU_BGRAD;
         ASSERT_NEAR(to_float(d[i]), expected[i], exact ? 0.0f : 1e-6f + 0x1.01p-8f * std::fabs(expected[i]))
             << i;
+    }
+    const std::vector<Out> written_bias = device_bias.to_host();
+    for (size_t i = 0; i < sums.size(); i++) {
+        ASSERT_NEAR(to_float(written_bias[i]), sums[i], 1e-4f + 0x1.01p-8f * std::fabs(sums[i])) << i;
     }
     for (size_t i = 0; i < written_aux.size(); i++) {
         ASSERT_EQ(to_float(written_aux[i]), to_float(aux.values[i])) << i;
@@ -195,7 +204,7 @@ TEST(CublasLt, ProductsOfEveryLayoutAreExactAndPaddingStaysAsItWas) {
 
 TEST(CublasLt, EpiloguesAddTheBiasToRowsAndKeepOrReadTheInputOfGelu) {
     for (const auto epilogue : {CUBLASLT_EPILOGUE_BIAS, CUBLASLT_EPILOGUE_GELU_AUX,
-                                CUBLASLT_EPILOGUE_GELU_AUX_BIAS, CUBLASLT_EPILOGUE_DGELU}) {
+                                CUBLASLT_EPILOGUE_GELU_AUX_BIAS, CUBLASLT_EPILOGUE_DGELU_BGRAD}) {
         expect_product<bf16, bf16>(true, false, 19, 7, 9, epilogue, 0.0f);
         expect_product<bf16, bf16>(false, false, 8, 13, 9, epilogue, 1.0f);
     }
@@ -244,7 +253,7 @@ void expect_nothing_found(Call& call, cublasStatus_t status) {
 
 TEST(CublasLt, TakesTheCallThatTheOthersSpoil) {
     for (const auto epilogue : {CUBLASLT_EPILOGUE_DEFAULT, CUBLASLT_EPILOGUE_BIAS, CUBLASLT_EPILOGUE_GELU_AUX,
-                                CUBLASLT_EPILOGUE_GELU_AUX_BIAS, CUBLASLT_EPILOGUE_DGELU}) {
+                                CUBLASLT_EPILOGUE_GELU_AUX_BIAS, CUBLASLT_EPILOGUE_DGELU_BGRAD}) {
         EXPECT_EQ(Valid(epilogue).run(), CUBLAS_STATUS_SUCCESS);
     }
 }
@@ -301,7 +310,7 @@ TEST(CublasLt, RefusesTypesThatDoNotGoTogether) {
     refuse(CUDA_R_16BF, CUDA_R_16BF, CUDA_R_16BF, tf32, none);
     refuse(CUDA_R_16BF, CUDA_R_16BF, CUDA_R_16BF, CUBLAS_COMPUTE_16F, none);
     refuse(CUDA_R_32F, CUDA_R_32F, CUDA_R_32F, fp32, CUBLASLT_EPILOGUE_GELU_AUX);
-    refuse(CUDA_R_32F, CUDA_R_32F, CUDA_R_32F, fp32, CUBLASLT_EPILOGUE_DGELU);
+    refuse(CUDA_R_32F, CUDA_R_32F, CUDA_R_32F, fp32, CUBLASLT_EPILOGUE_DGELU_BGRAD);
     refuse(CUDA_R_16BF, CUDA_R_16BF, CUDA_R_16BF, fp32, CUBLASLT_EPILOGUE_RELU);
     Valid no_aux;
     no_aux.set_aux(no_aux.aux, 16);
@@ -318,9 +327,12 @@ TEST(CublasLt, RefusesAMissingPointer) {
     EXPECT_EQ(c.run(), CUBLAS_STATUS_SUCCESS) << "beta is 0: C is not read";
     c.beta = 1.0f;
     EXPECT_EQ(c.run(), invalid);
-    Valid bias(CUBLASLT_EPILOGUE_BIAS), aux(CUBLASLT_EPILOGUE_DGELU), without_ld(CUBLASLT_EPILOGUE_GELU_AUX);
-    bias.set_bias(nullptr);
-    EXPECT_EQ(bias.run(), invalid);
+    Valid bias(CUBLASLT_EPILOGUE_BIAS), gradient(CUBLASLT_EPILOGUE_DGELU_BGRAD);
+    Valid aux(CUBLASLT_EPILOGUE_DGELU_BGRAD), without_ld(CUBLASLT_EPILOGUE_GELU_AUX);
+    for (Valid* call : {&bias, &gradient}) {
+        call->set_bias(nullptr);
+        EXPECT_EQ(call->run(), invalid);
+    }
     aux.set_aux(nullptr, 16);
     EXPECT_EQ(aux.run(), invalid);
     without_ld.set_aux(without_ld.aux, 0);
@@ -333,7 +345,7 @@ TEST(CublasLt, RefusesAnAuxThatIsMisaligned) {
         call.set_aux(call.aux, ld);
         expect_nothing_found(call, invalid);
     }
-    Valid pointer(CUBLASLT_EPILOGUE_DGELU);
+    Valid pointer(CUBLASLT_EPILOGUE_DGELU_BGRAD);
     pointer.set_aux(pointer.aux + 4, 16);
     expect_nothing_found(pointer, unsupported);
 }

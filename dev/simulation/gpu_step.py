@@ -115,7 +115,7 @@ def matmuls_forward(gpu, s, fused):
 
 
 def matmuls_backward(gpu, s, fused, gradient_bytes):
-    """gradient_bytes: of a weight's gradient, read and written"""
+    """gradient_bytes: of a weight's gradient, read and written, on average over micro-steps"""
     rows, more = [], gradient_bytes - 2
     for k, m in products(s.C):
         pre_gelu = 8 * s.N * s.C if fused and k == 4 * s.C else 0
@@ -161,18 +161,22 @@ def layernorm(gpu, s, kernel, inputs, outputs):
 
 
 def residual_layernorm(gpu, s):
-    fused = times(layernorm(gpu, s, "fused_residual_forward_kernel", 2, 2), 2 * s.L)
+    fused = times(layernorm(gpu, s, "layernorm_forward_kernel<true>", 2, 2), 2 * s.L)
     again = 2 * s.L if s.recompute >= 2 else 0
-    alone = times(layernorm(gpu, s, "layernorm_forward_kernel", 1, 1), 1 + again)
+    alone = times(layernorm(gpu, s, "layernorm_forward_kernel<false>", 1, 1), 1 + again)
     return together("residual + LayerNorm", [fused, alone])
 
 
+def layernorm_blocks(s):
+    """llmc/cuda/layernorm.cuh: layernorm_backward_blocks"""
+    return min(s.N, min(max(1024 * 768 // s.C, 256), 1024))
+
+
 def layernorm_backward(gpu, s):
-    values, blocks = s.N * s.C, min(s.N, min(max(1024 * 768 // s.C, 256), 1024))
-    rows = streaming(gpu, "layernorm_backward_kernel", values, 6 * values, 2 * values,
+    values = s.N * s.C
+    rows = streaming(gpu, "layernorm_backward_kernel<768>", values, 6 * values, 2 * values,
                      math.ceil(s.C / 8 / 32) * 32)
-    partial = at_copy_speed(gpu, 2 * 8 * blocks * s.C)  # written by one kernel, read by the next
-    return times(together("LayerNorm backward", [rows, partial]), 2 * s.L + 1)
+    return times(rows, 2 * s.L + 1)
 
 
 def gelu(gpu, s, fused):
@@ -184,13 +188,14 @@ def gelu(gpu, s, fused):
     return together("GELU", [times(forward, forwards), times(backward, 0 if fused else s.L)])
 
 
-def bias_gradients(gpu, s):
-    def sums(columns):
-        values, chunks = s.N * columns, math.ceil(s.N / 256)
-        of_chunks = streaming(gpu, "column_sums_kernel<bf16>", values, 2 * values, 4 * chunks * columns, 256)
-        return [of_chunks, at_copy_speed(gpu, 4 * chunks * columns)]
-    rows = [row for columns in (s.C, s.C, 3 * s.C, 4 * s.C) for row in sums(columns)]
-    return times(together("bias gradients", rows), s.L)
+def gradient_sums(gpu, s, fused):
+    """Partial sums over rows, which kernels write and one launch a layer reads: llmc/cuda/gradient_sums.cuh."""
+    tiles = FIGURES["tiles"]["64"]
+    of_layernorm = 3 * s.C * layernorm_blocks(s)
+    of_qkv = s.C * math.ceil(s.N / tiles["dq_queries"]) + 2 * s.C * math.ceil(s.N / tiles["dkv_keys"])
+    of_fc = 4 * s.C * (1 if fused else math.ceil(s.N / 256))
+    values = (2 * s.L + 1) * of_layernorm + s.L * (of_qkv + of_fc)
+    return at_copy_speed(gpu, 8 * values, s.L)
 
 
 def classifier(gpu, s):
@@ -213,8 +218,7 @@ def optimizer(gpu, s):
     count = s.parameters / s.ranks
     adamw = streaming(gpu, "adamw_update_kernel", count, 16 * count, 14 * count, 256, launches=s.L + 4)
     norm = streaming(gpu, "global_norm_partial_kernel<float>", count, 4 * count, 0, 512, launches=2)
-    zero = at_copy_speed(gpu, 4 * s.parameters)
-    return together("AdamW, norm, zeroing", [adamw, norm, zero])
+    return together("AdamW, norm", [adamw, norm])
 
 
 # ---- attention
@@ -289,10 +293,12 @@ def ours(gpu, s, flash2=False):
     fused = gpu.fuses_gelu
     zero = at_copy_speed(gpu, 2 * s.N * s.C)  # dresidual
     forward, backward = attention_at(s, gpu.flash2) if flash2 else attention(gpu, s)
-    return whole(s, [matmuls_forward(gpu, s, fused), matmuls_backward(gpu, s, fused, 8), forward, backward,
-                     classifier(gpu, s), residual_layernorm(gpu, s),
+    gradient_bytes = 8 - 4 / s.micro_steps  # the first micro-step only writes
+    return whole(s, [matmuls_forward(gpu, s, fused), matmuls_backward(gpu, s, fused, gradient_bytes), forward,
+                     backward, classifier(gpu, s), residual_layernorm(gpu, s),
                      together("LayerNorm backward", [layernorm_backward(gpu, s), zero]), gelu(gpu, s, fused),
-                     bias_gradients(gpu, s), encoder(gpu, s)], [optimizer(gpu, s)])
+                     together("gradients' last sums", [gradient_sums(gpu, s, fused)]), encoder(gpu, s)],
+                 [optimizer(gpu, s)])
 
 
 def llmc(gpu, s, fused_forward):

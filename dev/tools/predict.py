@@ -56,7 +56,7 @@ def report(gpu, step, rows, kernels):
     tokens, mfu = speed(gpu, step, rows)
     micro = f", {step.micro_steps} micro-steps" if step.micro_steps > 1 else ""
     again = f", recompute {step.recompute}" if step.recompute else ""
-    launches = sum(row.launches for row in rows)
+    launches = rows[-1].launches  # the row of all launches
     return (f"PREDICTED, not measured: {step.model}, B = {step.B}, T = {step.T}{micro}{again}, {kernels} on one "
             f"{gpu.name}\n\n{table(rows)}\n\n"
             f"  predicted: {tokens:,.0f} tokens/s, {100 * mfu:.1f}% MFU, {launches:,} launches")

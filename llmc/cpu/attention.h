@@ -252,10 +252,11 @@ inline void attention_forward(float* out, float* lse, const float* qkv, int B, i
     rounds ? for_each_head<true>(B, T, hs, NH, false, work) : for_each_head<false>(B, T, hs, NH, false, work);
 }
 
-// Overwrites dqkv. bf16: as in attention_forward
-// dqkv, qkv: (B,T,3C)   dout, out: (B,T,C)   lse: (B,NH,T)
-inline void attention_backward(float* dqkv, const float* dout, const float* out, const float* qkv,
-                               const float* lse, int B, int T, int C, int NH, Stream&, bool bf16) {
+// Overwrites dqkv, adds its sum over rows to dqkvb. bf16: as in attention_forward
+// dqkv, qkv: (B,T,3C)   dqkvb: (3C)   dout, out: (B,T,C)   lse: (B,NH,T)
+inline void attention_backward(float* dqkv, float* dqkvb, const float* dout, const float* out,
+                               const float* qkv, const float* lse, int B, int T, int C, int NH, GradientSums&,
+                               Stream&, bool bf16) {
     const int hs = C / NH;
     const auto work = [&](auto& x, int b, int h) {
         const long at = long(b) * T * C + h * hs, at3 = long(b) * T * 3 * C + h * hs;
@@ -264,6 +265,7 @@ inline void attention_backward(float* dqkv, const float* dout, const float* out,
     };
     const bool rounds = bf16 && multiplies_bf16;
     rounds ? for_each_head<true>(B, T, hs, NH, true, work) : for_each_head<false>(B, T, hs, NH, true, work);
+    column_sums(dqkvb, dqkv, B * T, 3 * C, [](long) {});
 }
 
 }  // namespace cpu

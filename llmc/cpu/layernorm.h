@@ -6,6 +6,7 @@
 #include <cmath>
 #include <vector>
 
+#include "llmc/cpu/gradient_sums.h"
 #include "llmc/stream.h"
 
 namespace cpu {
@@ -50,9 +51,11 @@ inline void fused_residual_forward(float* residual, float* normed, float* mean, 
 }
 
 // One row: with x = (inp - mean) rstd and d = weight dout,
-//     dinp += rstd (d - mean over C of d - x * mean over C of d x),   dweight += dout x,   dbias += dout
-inline void layernorm_backward_row(float* dinp, float* dweight, float* dbias, const float* dout,
-                                   const float* inp, const float* weight, float mean, float rstd, int C) {
+//     dinp += rstd (d - mean over C of d - x * mean over C of d x),
+//     dweight += dout x,   dbias += dout,   dinp_sum += dinp
+inline void layernorm_backward_row(float* dinp, float* dweight, float* dbias, float* dinp_sum,
+                                   const float* dout, const float* inp, const float* weight, float mean,
+                                   float rstd, int C) {
     float sum = 0, sum_x = 0;
     #pragma omp simd reduction(+ : sum, sum_x)
     for (int c = 0; c < C; c++) {
@@ -67,31 +70,32 @@ inline void layernorm_backward_row(float* dinp, float* dweight, float* dbias, co
         dinp[c] += rstd * (weight[c] * dout[c] - mean_d - x * mean_dx);
         dweight[c] += dout[c] * x;
         dbias[c] += dout[c];
+        dinp_sum[c] += dinp[c];
     }
 }
 
-// Adds to dinp, dweight and dbias.   dinp, dout, inp: (N,C)   dweight, dbias, weight: (C)   mean, rstd: (N)
-// Sums rows in chunks of a fixed size, and then the chunks in order: the same bits with any number of
-// threads.
-inline void layernorm_backward(float* dinp, float* dweight, float* dbias, const float* dout, const float* inp,
-                               const float* weight, const float* mean, const float* rstd, int N, int C,
-                               Stream&) {
+// Adds to dinp, dweight, dbias and, unless it is null, dprojb: the sum over rows of dinp, the gradient of the
+// bias of the product that ends in inp.
+// dinp, dout, inp: (N,C)   dweight, dbias, dprojb, weight: (C)   mean, rstd: (N)
+// Sums chunks of a fixed size, then the chunks in order: the same bits with any number of threads.
+inline void layernorm_backward(float* dinp, float* dweight, float* dbias, float* dprojb, const float* dout,
+                               const float* inp, const float* weight, const float* mean, const float* rstd,
+                               int N, int C, GradientSums&, Stream&) {
     const int rows = 64, chunks = (N + rows - 1) / rows;
-    std::vector<float> partial(size_t(chunks) * 2 * size_t(C));  // (chunks, 2, C): dweight, dbias
+    std::vector<float> partial(size_t(chunks) * 3 * size_t(C));  // (chunks, 3, C): dweight, dbias, dprojb
     #pragma omp parallel for
     for (int chunk = 0; chunk < chunks; chunk++) {
-        float* sums = partial.data() + size_t(chunk) * 2 * size_t(C);
+        float* sums = partial.data() + size_t(chunk) * 3 * size_t(C);
         for (int n = chunk * rows; n < std::min(N, (chunk + 1) * rows); n++) {
-            layernorm_backward_row(dinp + long(n) * C, sums, sums + C, dout + long(n) * C, inp + long(n) * C,
-                                   weight, mean[n], rstd[n], C);
+            layernorm_backward_row(dinp + long(n) * C, sums, sums + C, sums + 2 * C, dout + long(n) * C,
+                                   inp + long(n) * C, weight, mean[n], rstd[n], C);
         }
     }
     for (int chunk = 0; chunk < chunks; chunk++) {
-        const float* sums = partial.data() + size_t(chunk) * 2 * size_t(C);
-        #pragma omp simd
-        for (int c = 0; c < C; c++) {
-            dweight[c] += sums[c];
-            dbias[c] += sums[C + c];
+        const float* sums = partial.data() + size_t(chunk) * 3 * size_t(C);
+        for (float* to : {dweight, dbias, dprojb}) {
+            for (int c = 0; to && c < C; c++) { to[c] += sums[c]; }
+            sums += C;
         }
     }
 }

@@ -1,7 +1,7 @@
 // The fully connected layer, forward and backward, on oneDNN; with GELU fused into either side.
 //
 //     out = inp weight^T + bias
-//     dinp = dout weight,   dweight += dout^T inp,   dbias += sum over rows of dout
+//     dinp = dout weight,   dweight += dout^T inp
 //
 // `highest` is fp32; `high` and `medium` round the inputs of the three products to bf16 and sum in fp32,
 // where the CPU multiplies bf16 natively (AVX512-BF16, AMX), and are fp32 elsewhere.
@@ -16,6 +16,7 @@
 
 #include "llmc/buffer.h"
 #include "llmc/cpu/gelu.h"
+#include "llmc/cpu/gradient_sums.h"
 #include "llmc/floatx.h"
 #include "llmc/gelu.h"
 #include "llmc/stream.h"
@@ -41,29 +42,6 @@ inline void convert_to_bf16(uint16_t* out, const float* inp, long n) {
     for (long i = 0; i < n; i++) { out[i] = bf16_bits(inp[i]); }
 }
 
-// sums[i] += sum over n of inp[n,i], and on the way out = bf16(inp) unless out is null.
-// sums: (columns)   inp, out: (N,columns)
-// Sums chunks of a fixed size, then the chunks in order: the same bits with any number of threads.
-inline void column_sums(float* sums, uint16_t* out, const float* inp, int N, int columns) {
-    const int rows = 64, chunks = (N + rows - 1) / rows;
-    std::vector<float> partial(size_t(chunks) * size_t(columns));
-    #pragma omp parallel for
-    for (int chunk = 0; chunk < chunks; chunk++) {
-        float* sum = partial.data() + size_t(chunk) * size_t(columns);
-        for (long n = chunk * rows; n < std::min(N, (chunk + 1) * rows); n++) {
-            #pragma omp simd
-            for (int i = 0; i < columns; i++) { sum[i] += inp[n * columns + i]; }
-            if (!out) { continue; }
-            #pragma omp simd
-            for (int i = 0; i < columns; i++) { out[n * columns + i] = bf16_bits(inp[n * columns + i]); }
-        }
-    }
-    for (int chunk = 0; chunk < chunks; chunk++) {
-        #pragma omp simd
-        for (int i = 0; i < columns; i++) { sums[i] += partial[size_t(chunk) * size_t(columns) + size_t(i)]; }
-    }
-}
-
 // oneDNN's state, its primitives (one for each shape so far) and scratch. For one thread at a time. oneDNN
 // reads weights fastest in its own blocked layout, and a reorder that also rounds to bf16 costs no more than
 // rounding alone; for activations its internal copy is cheaper than a reorder.
@@ -79,23 +57,9 @@ public:
     // What is used, in words.
     std::string description() const { return bf16 ? "bf16, sums in fp32" : "fp32"; }
 
-    // An input in the type that products take: rounded into scratch, or unchanged.
-    void* round_inp(const float* inp, long n) {
-        if (!bf16) { return const_cast<float*>(inp); }
-        convert_to_bf16(scratch(inp_scratch, n), inp, n);
-        return inp_scratch.data();
-    }
-
-    // The same for dout: (N,OC), and dbias += its column sums where dbias is not null.
-    void* round_dout(float* dbias, const float* dout, int N, int OC) {
-        uint16_t* out = bf16 ? scratch(dout_scratch, long(N) * OC) : nullptr;
-        if (dbias) {
-            column_sums(dbias, out, dout, N, OC);
-        } else if (bf16) {
-            convert_to_bf16(out, dout, long(N) * OC);
-        }
-        return bf16 ? static_cast<void*>(out) : const_cast<float*>(dout);
-    }
+    // inp or dout in the type that products take: rounded into scratch of its own, or unchanged.
+    void* round_inp(const float* inp, long n) { return round(inp_scratch, inp, n); }
+    void* round_dout(const float* dout, long n) { return round(dout_scratch, dout, n); }
 
     // out (N,OC) = inp (N,C) weight (OC,C)^T + bias.   inp: from round_inp
     void forward(float* out, void* inp, const float* weight, const float* bias, int N, int C, int OC) {
@@ -129,6 +93,12 @@ private:
 
     static uint16_t* scratch(Buffer<uint16_t>& buffer, long n) {
         if (buffer.count() < n) { buffer = Buffer<uint16_t>(n); }
+        return buffer.data();
+    }
+
+    void* round(Buffer<uint16_t>& buffer, const float* values, long n) {
+        if (!bf16) { return const_cast<float*>(values); }
+        convert_to_bf16(scratch(buffer, n), values, n);
         return buffer.data();
     }
 
@@ -206,7 +176,7 @@ inline void matmul_forward(Matmul& matmul, float* out, const float* inp, const f
 // out = a b.   out: (N,C)   a: (N,K)   b: (K,C)
 inline void matmul_product(Matmul& matmul, float* out, const float* a, const float* b, int N, int K, int C,
                            Stream&) {
-    matmul.backward_inp(out, matmul.round_dout(nullptr, a, N, K), b, N, C, K);
+    matmul.backward_inp(out, matmul.round_dout(a, long(N) * K), b, N, C, K);
 }
 
 // out += inp^T inp.   out: (C,C)   inp: (N,C)
@@ -215,18 +185,28 @@ inline void matmul_gram(Matmul& matmul, float* out, const float* inp, int N, int
     matmul.backward_weight(out, rounded, rounded, N, C, C);
 }
 
-// Overwrites dinp, adds to dweight and dbias.   dinp, inp: (N,C)   dweight: (OC,C)   dbias: (OC) or null
-// dout: (N,OC)   weight: (OC,C)
-// pre_gelu: (N,C) or null; if given, inp is gelu(pre_gelu), and dinp becomes the gradient of pre_gelu
-inline void matmul_backward(Matmul& matmul, float* dinp, float* dweight, float* dbias, const float* dout,
-                            const float* inp, const float* weight, int N, int C, int OC, Stream&,
-                            const float* pre_gelu = nullptr) {
-    void* rounded = matmul.round_dout(dbias, dout, N, OC);
+// Overwrites dinp, adds to dweight.   dinp, inp: (N,C)   dweight, weight: (OC,C)   dout: (N,OC)
+inline void matmul_backward(Matmul& matmul, float* dinp, float* dweight, const float* dout, const float* inp,
+                            const float* weight, int N, int C, int OC, GradientSums&, Stream&) {
+    void* rounded = matmul.round_dout(dout, long(N) * OC);
     matmul.backward_weight(dweight, rounded, matmul.round_inp(inp, long(N) * C), N, C, OC);
     matmul.backward_inp(dinp, rounded, weight, N, C, OC);
-    if (!pre_gelu) { return; }
-    #pragma omp parallel for simd
-    for (long i = 0; i < long(N) * C; i++) { dinp[i] *= gelu_derivative(pre_gelu[i]); }
+}
+
+// The same for inp = gelu(pre_gelu): overwrites dpre_gelu, and adds its sum over rows to dbias, which is the
+// gradient of the bias of the product before.   pre_gelu, dpre_gelu: (N,C)   dbias: (C)
+inline void matmul_gelu_backward(Matmul& matmul, float* dpre_gelu, float* dweight, float* dbias,
+                                 const float* dout, const float* inp, const float* pre_gelu,
+                                 const float* weight, int N, int C, int OC, GradientSums& sums,
+                                 Stream& stream) {
+    matmul_backward(matmul, dpre_gelu, dweight, dout, inp, weight, N, C, OC, sums, stream);
+    column_sums(dbias, dpre_gelu, N, C, [=](long n) {
+        const long first = n * C, last = first + C;
+        float* d = dpre_gelu;
+        const float* x = pre_gelu;
+        #pragma omp simd
+        for (long i = first; i < last; i++) { d[i] *= gelu_derivative(x[i]); }
+    });
 }
 
 }  // namespace cpu

@@ -29,18 +29,10 @@ constexpr float log2_e = 1.44269504f, ln_2 = 0.693147181f;
 // registers (128 or 255 a thread) and 99 KiB of shared memory allow. Two blocks share an SM with 228 KiB
 // (sm_90, sm_100); with 164 KiB (sm_80) for all but dq of 128; with 100 KiB (sm_86, sm_89) for the forward
 // and dk, dv of 64.
-//
-// Estimates, not measurements: clocks of an SM of sm_90 for one step of a block's loop, if each resource were
-// the only limit. Assumed: tensor cores reach 5/8 of their peak with mma.sync, shared memory moves 128 bytes
-// a clock, and each of four schedulers issues one of the compiled loop's instructions a clock.
-//
-//     head size           forward: 64    128    dk, dv: 64    128    dq: 64    128
-//     tensor cores                820    820           820    820      1230   1230
-//     shared memory              1150    900           860   1440      1880   1410
-//
-// Latency comes on top: with two warps on a scheduler, as many as have 255 registers a thread, tensor cores
-// are busy for 56 to 67% of the time. Eight warps of 16 queries (four on a scheduler, 128 registers) hide it
-// and read each key twice as often from shared memory. Predicted to gain with heads of 64, not with 128.
+// Latency limits all of them: with two warps on a scheduler, as many as have 255 registers a thread, tensor
+// cores are predicted to be busy for 56 to 67% of the time (dev/tools/predict.py). Eight warps of 16 queries
+// (four on a scheduler, 128 registers) hide it and read each key twice as often from shared memory. Predicted
+// to gain with heads of 64, not with 128.
 // The queries that a warp multiplies in every step stay in registers if these suffice.
 template <int hs>
 struct Tiles {
@@ -121,13 +113,6 @@ __device__ inline void load_a(uint32_t (&a)[M][4], const bf16* tile, int row, in
     for (int i = 0; i < M; i++) { load_matrix_x4(a[i], lane_address<hs>(tile, row + 16 * i, k)); }
 }
 
-// All columns.
-template <int hs, int M>
-__device__ inline void load_rows(uint32_t (&rows)[hs / 16][M][4], const bf16* tile, int row) {
-    #pragma unroll
-    for (int k = 0; k < hs; k += 16) { load_a<hs>(rows[k / 16], tile, row, k); }
-}
-
 // sum += A B^T, over columns k.. k + 15.   B: the 8 N rows of b_tile
 template <int hs, int M, int N>
 __device__ inline void add_product_of_columns(float (&sum)[M][N][4], const uint32_t (&a)[M][4],
@@ -154,14 +139,6 @@ __device__ inline void add_product_of_tiles(float (&sum)[M][N][4], const bf16* a
         load_a<hs>(a, a_tile, a_row, k);
         add_product_of_columns<hs>(sum, a, b_tile, k);
     }
-}
-
-// The same, with A in registers.
-template <int hs, int M, int N>
-__device__ inline void add_product_of_rows(float (&sum)[M][N][4], const uint32_t (&a)[hs / 16][M][4],
-                                           const bf16* b_tile) {
-    #pragma unroll
-    for (int k = 0; k < hs; k += 16) { add_product_of_columns<hs>(sum, a[k / 16], b_tile, k); }
 }
 
 // sum += A B, with A rounded to bf16.   A: (16 M, 8 N)   B: the 8 N rows of b_tile, (8 N, hs)
@@ -222,10 +199,36 @@ __device__ inline void store_rows(bf16* head, int ld, int first, int T, const fl
     }
 }
 
+// sums[c] = the sum over a block's rows of a tile, which its warps have stored, each 16 M of them: products
+// with ones. Then overwrites the first of each warp's rows.   sums: (hs)
+template <int hs, int warps, int M>
+__device__ inline void sum_columns(float* sums, bf16* tile) {
+    constexpr int rows = 16 * M * hs;  // of a warp, in values
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float ones[1][2 * M][4], sum[1][hs / 8][4] = {};
+    #pragma unroll
+    for (int k = 0; k < 8 * M; k++) { ones[0][k / 4][k % 4] = 1.0f; }
+    add_product<hs>(sum, ones, tile + warp * rows);
+    __syncwarp();  // all lanes have read these rows
+    float* warp_sums = reinterpret_cast<float*>(tile);
+    #pragma unroll
+    for (int j = 0; j < hs / 8; j++) {
+        for (int r = 0; r < 2; r++) {
+            if (lane < 4) { warp_sums[warp * rows / 2 + column_of(j, r)] = sum[0][j][r]; }
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x < hs) {
+        float total = 0.0f;
+        for (int w = 0; w < warps; w++) { total += warp_sums[w * rows / 2 + threadIdx.x]; }
+        sums[threadIdx.x] = total;
+    }
+}
+
 // ---- softmax
 
-// Sets the scores of keys that come after their query to -infinity.   s: (queries, keys)
-template <int M, int N>
+// Sets the scores of keys that come after their query to -infinity.   s: (queries, keys), or transposed
+template <bool transposed, int M, int N>
 __device__ inline void mask(float (&s)[M][N][4], int first_query, int first_key) {
     #pragma unroll
     for (int i = 0; i < M; i++) {
@@ -233,22 +236,9 @@ __device__ inline void mask(float (&s)[M][N][4], int first_query, int first_key)
         for (int j = 0; j < N; j++) {
             #pragma unroll
             for (int r = 0; r < 4; r++) {
-                if (first_key + column_of(j, r) > first_query + row_of(i, r)) { s[i][j][r] = -INFINITY; }
-            }
-        }
-    }
-}
-
-// The same.   s: (keys, queries)
-template <int M, int N>
-__device__ inline void mask_transposed(float (&s)[M][N][4], int first_query, int first_key) {
-    #pragma unroll
-    for (int i = 0; i < M; i++) {
-        #pragma unroll
-        for (int j = 0; j < N; j++) {
-            #pragma unroll
-            for (int r = 0; r < 4; r++) {
-                if (first_key + row_of(i, r) > first_query + column_of(j, r)) { s[i][j][r] = -INFINITY; }
+                const int key = transposed ? row_of(i, r) : column_of(j, r);
+                const int query = transposed ? column_of(j, r) : row_of(i, r);
+                if (first_key + key > first_query + query) { s[i][j][r] = -INFINITY; }
             }
         }
     }
@@ -354,7 +344,7 @@ struct Softmax {
 // out: (B,T,C)   lse: (B,NH,T)   qkv: (B,T,3C)
 // A block owns queries and loops over keys, from 0 to its last query; it loads the next tile of k and v while
 // it uses one. Flops: 2 T C a query, on average over positions. Bound by latency and, for heads of 64, reads
-// of shared memory (estimates: see Tiles).
+// of shared memory.
 template <int hs>
 __global__ void __launch_bounds__(32 * Tiles<hs>::query_warps, 2)
     forward_kernel(bf16* out, float* lse, const bf16* qkv, int T, int C) {
@@ -386,7 +376,8 @@ __global__ void __launch_bounds__(32 * Tiles<hs>::query_warps, 2)
     if constexpr (Tiles<hs>::forward_q_in_registers) {
         copy_async_wait<1>();
         __syncthreads();  // q is there
-        load_rows<hs>(q_rows, q_tile, row);
+        #pragma unroll
+        for (int k = 0; k < hs; k += 16) { load_a<hs>(q_rows[k / 16], q_tile, row, k); }
     }
     for (int key = 0; key < end; key += keys) {
         copy_async_wait<0>();
@@ -397,11 +388,14 @@ __global__ void __launch_bounds__(32 * Tiles<hs>::query_warps, 2)
             const int stage = key / keys % 2 * keys * hs;
             float s[M][N][4] = {};
             if constexpr (Tiles<hs>::forward_q_in_registers) {
-                add_product_of_rows<hs>(s, q_rows, k_tiles + stage);
+                #pragma unroll
+                for (int k = 0; k < hs; k += 16) {
+                    add_product_of_columns<hs>(s, q_rows[k / 16], k_tiles + stage, k);
+                }
             } else {
                 add_product_of_tiles<hs>(s, q_tile, row, k_tiles + stage);
             }
-            if (key + keys > query + 1) { mask(s, query, key); }
+            if (key + keys > query + 1) { mask<false>(s, query, key); }
             softmax.update(s, sum, Tiles<hs>::scale * log2_e);
             add_product<hs>(sum, s, v_tiles + stage);
         }
@@ -410,15 +404,16 @@ __global__ void __launch_bounds__(32 * Tiles<hs>::query_warps, 2)
     store_rows<hs>(out + size_t(b * T) * C + h * hs, C, query, T, sum, 1.0f, q_tile, row);
 }
 
-// The part q of dqkv: (B,T,3C).   dout, out: (B,T,C)   qkv: (B,T,3C)   lse: (B,NH,T)
+// The part q of dqkv: (B,T,3C), and of each tile's rows the sum.   partial: (B,tiles,C)
+// dout, out: (B,T,C)   qkv: (B,T,3C)   lse: (B,NH,T)
 // Also, for dk and dv, in rows padded to whole tiles: each query's lse to base 2, and its sum over hs of
 // dout out. In the padding lse is infinite, which makes probabilities 0, and the sum is 0.
 // lse2, dot: (B,NH,padded_T)
 // A block owns queries and goes through keys, from 0 to its last query. Flops: 3 T C a query, on average.
-// Bound by latency and, for heads of 64, reads of shared memory (estimates: see Tiles).
+// Bound by latency and, for heads of 64, reads of shared memory.
 template <int hs>
 __global__ void __launch_bounds__(32 * Tiles<hs>::query_warps, 2)
-    backward_dq_kernel(bf16* dqkv, float* lse2, float* dot, const bf16* dout, const bf16* out,
+    backward_dq_kernel(bf16* dqkv, float* partial, float* lse2, float* dot, const bf16* dout, const bf16* out,
                        const bf16* qkv, const float* lse, int T, int padded_T, int C) {
     constexpr int queries = Tiles<hs>::dq_queries, keys = Tiles<hs>::dq_keys;
     constexpr int warps = Tiles<hs>::query_warps, M = queries / warps / 16, N = keys / 8;
@@ -472,7 +467,7 @@ __global__ void __launch_bounds__(32 * Tiles<hs>::query_warps, 2)
             float p[M][N][4] = {}, ds[M][N][4] = {};
             add_product_of_tiles<hs>(p, q_tile, row, k_tiles + stage);
             add_product_of_tiles<hs>(ds, dout_tile, row, v_tiles + stage);
-            if (key + keys > query + 1) { mask(p, query, key); }
+            if (key + keys > query + 1) { mask<false>(p, query, key); }
             #pragma unroll
             for (int i = 0; i < M; i++) {
                 #pragma unroll
@@ -489,16 +484,18 @@ __global__ void __launch_bounds__(32 * Tiles<hs>::query_warps, 2)
         }
     }
     store_rows<hs>(dqkv + size_t(b) * T * 3 * C + h * hs, 3 * C, query, T, dq, scale, q_tile, row);
+    partial += (size_t(b) * gridDim.x + blockIdx.x) * C + h * hs;
+    sum_columns<hs, warps, M>(partial, q_tile);
 }
 
-// The parts k and v of dqkv: (B,T,3C).   dout: (B,T,C)   qkv: (B,T,3C)   lse2, dot: (B,NH,padded_T)
+// The parts k and v of dqkv: (B,T,3C), and of each tile's rows the sums.   partial: (B,tiles,2C)
+// dout: (B,T,C)   qkv: (B,T,3C)   lse2, dot: (B,NH,padded_T)
 // A block owns keys and goes through queries, from its first key to T. All matrices are transposed, keys by
-// queries. dq comes before it. Flops: 4 T C a key, on average. Bound by shared memory and latency (estimates:
-// see Tiles).
+// queries. dq comes before it. Flops: 4 T C a key, on average. Bound by shared memory and latency.
 template <int hs>
 __global__ void __launch_bounds__(32 * Tiles<hs>::key_warps, 2)
-    backward_dkv_kernel(bf16* dqkv, const bf16* dout, const bf16* qkv, const float* lse2, const float* dot,
-                        int T, int padded_T, int C) {
+    backward_dkv_kernel(bf16* dqkv, float* partial, const bf16* dout, const bf16* qkv, const float* lse2,
+                        const float* dot, int T, int padded_T, int C) {
     constexpr int keys = Tiles<hs>::dkv_keys, queries = Tiles<hs>::dkv_queries;
     constexpr int warps = Tiles<hs>::key_warps, M = keys / warps / 16, N = queries / 8;
     constexpr float scale = Tiles<hs>::scale;
@@ -543,7 +540,7 @@ __global__ void __launch_bounds__(32 * Tiles<hs>::key_warps, 2)
             const bf16 *q_tile = q_tiles + stage * hs, *dout_tile = dout_tiles + stage * hs;
             float p[M][N][4] = {}, ds[M][N][4] = {};
             add_product_of_tiles<hs>(p, k_tile, row, q_tile);
-            if (key + 16 * M > query + 1) { mask_transposed(p, query, key); }
+            if (key + 16 * M > query + 1) { mask<true>(p, query, key); }
             #pragma unroll
             for (int j = 0; j < N; j++) {
                 #pragma unroll
@@ -572,6 +569,9 @@ __global__ void __launch_bounds__(32 * Tiles<hs>::key_warps, 2)
     bf16* dq = dqkv + size_t(b) * T * 3 * C + h * hs;
     store_rows<hs>(dq + C, 3 * C, key, T, dk, scale, k_tile, row);
     store_rows<hs>(dq + 2 * C, 3 * C, key, T, dv, 1.0f, v_tile, row);
+    partial += (size_t(b) * gridDim.x + blockIdx.x) * 2 * C + h * hs;
+    sum_columns<hs, warps, M>(partial, k_tile);
+    sum_columns<hs, warps, M>(partial + C, v_tile);
 }
 
 // ---- launchers
@@ -586,8 +586,8 @@ void forward(bf16* out, float* lse, const bf16* qkv, int B, int T, int C, Stream
 }
 
 template <int hs>
-void backward(bf16* dqkv, const bf16* dout, const bf16* out, const bf16* qkv, const float* lse, int B, int T,
-              int C, Stream& stream) {
+void backward(bf16* dqkv, float* dqkvb, const bf16* dout, const bf16* out, const bf16* qkv, const float* lse,
+              int B, int T, int C, GradientSums& sums, Stream& stream) {
     using Tile = Tiles<hs>;
     const int NH = C / hs, padded_T = (T + largest_tile - 1) / largest_tile * largest_tile;
     const long rows = long(B) * NH * padded_T;
@@ -595,12 +595,16 @@ void backward(bf16* dqkv, const bf16* dout, const bf16* out, const bf16* qkv, co
     float* dot = lse2 + rows;
     const int query_tiles = padded_T / Tile::dq_queries;
     const int key_tiles = (T + Tile::dkv_keys - 1) / Tile::dkv_keys;
+    const long q_rows = long(B) * query_tiles, kv_rows = long(B) * key_tiles;
+    float *q_sums = sums.partial(q_rows, C), *kv_sums = sums.partial(kv_rows, 2 * C);
     launch(backward_dq_kernel<hs>,
-           Grid{dim3(query_tiles, NH, B), 32 * Tile::query_warps, Tile::dq_bytes, stream}, dqkv, lse2, dot,
-           dout, out, qkv, lse, T, padded_T, C);
+           Grid{dim3(query_tiles, NH, B), 32 * Tile::query_warps, Tile::dq_bytes, stream}, dqkv, q_sums, lse2,
+           dot, dout, out, qkv, lse, T, padded_T, C);
     launch(backward_dkv_kernel<hs>,
-           Grid{dim3(key_tiles, NH, B), 32 * Tile::key_warps, Tile::dkv_bytes, stream}, dqkv, dout, qkv, lse2,
-           dot, T, padded_T, C);
+           Grid{dim3(key_tiles, NH, B), 32 * Tile::key_warps, Tile::dkv_bytes, stream}, dqkv, kv_sums, dout,
+           qkv, lse2, dot, T, padded_T, C);
+    sums.add_later(dqkvb, q_sums, q_rows, C, C);
+    sums.add_later(dqkvb + C, kv_sums, kv_rows, 2 * C, 2 * C);
 }
 
 }  // namespace attention
@@ -614,15 +618,15 @@ inline void attention_forward(__nv_bfloat16* out, float* lse, const __nv_bfloat1
     (hs == 64 ? attention::forward<64> : attention::forward<128>)(out, lse, qkv, B, T, C, stream);
 }
 
-// Overwrites dqkv.   dqkv, qkv: (B,T,3C)   dout, out: (B,T,C)   lse: (B,NH,T)
-// All but lse are 16-byte aligned.
-inline void attention_backward(__nv_bfloat16* dqkv, const __nv_bfloat16* dout, const __nv_bfloat16* out,
-                               const __nv_bfloat16* qkv, const float* lse, int B, int T, int C, int NH,
-                               Stream& stream, bool = true) {
+// Overwrites dqkv, and with the next sums.add_pending() adds to dqkvb.   dqkv, qkv: (B,T,3C)   dqkvb: (3C)
+// dout, out: (B,T,C)   lse: (B,NH,T)   All but dqkvb and lse are 16-byte aligned.
+inline void attention_backward(__nv_bfloat16* dqkv, float* dqkvb, const __nv_bfloat16* dout,
+                               const __nv_bfloat16* out, const __nv_bfloat16* qkv, const float* lse, int B,
+                               int T, int C, int NH, GradientSums& sums, Stream& stream, bool = true) {
     const int hs = attention_head_size(B, T, C, NH);
     require_aligned("an array of attention_backward", {dqkv, dout, out, qkv});
-    (hs == 64 ? attention::backward<64> : attention::backward<128>)(dqkv, dout, out, qkv, lse, B, T, C,
-                                                                    stream);
+    (hs == 64 ? attention::backward<64> : attention::backward<128>)(dqkv, dqkvb, dout, out, qkv, lse, B, T, C,
+                                                                    sums, stream);
 }
 
 }  // namespace cuda

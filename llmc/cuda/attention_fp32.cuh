@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "llmc/arithmetic.h"
+#include "llmc/cuda/gradient_sums.cuh"
 #include "llmc/cuda/memory.cuh"
 #include "llmc/stream.h"
 
@@ -61,11 +62,9 @@ __device__ inline void product_of_tiles(float (&s)[2][2], const float* a, const 
             a_pack[i] = load_pack(a + (thread_y() + side * i) * ld_tile<hs> + c);
             b_pack[i] = load_pack(b + (thread_x() + side * i) * ld_tile<hs> + c);
         }
-        for (int i = 0; i < 4; i++) {
-            s[i / 2][i % 2] = fmaf(a_pack[i / 2][0], b_pack[i % 2][0], s[i / 2][i % 2]);
-            s[i / 2][i % 2] = fmaf(a_pack[i / 2][1], b_pack[i % 2][1], s[i / 2][i % 2]);
-            s[i / 2][i % 2] = fmaf(a_pack[i / 2][2], b_pack[i % 2][2], s[i / 2][i % 2]);
-            s[i / 2][i % 2] = fmaf(a_pack[i / 2][3], b_pack[i % 2][3], s[i / 2][i % 2]);
+        for (int i = 0; i < 16; i++) {
+            float& sum = s[i / 8][i / 4 % 2];
+            sum = fmaf(a_pack[i / 8][i % 4], b_pack[i / 4 % 2][i % 4], sum);
         }
     }
 }
@@ -325,14 +324,16 @@ inline void attention_forward(float* out, float* lse, const float* qkv, int B, i
     (hs == 64 ? attention_fp32::forward<64> : attention_fp32::forward<128>)(out, lse, qkv, B, T, C, stream);
 }
 
-// Overwrites dqkv.   dqkv, qkv: (B,T,3C)   dout, out: (B,T,C)   lse: (B,NH,T)
-// All but lse are 16-byte aligned.
-inline void attention_backward(float* dqkv, const float* dout, const float* out, const float* qkv,
-                               const float* lse, int B, int T, int C, int NH, Stream& stream, bool = false) {
+// Overwrites dqkv, and with the next sums.add_pending() adds to dqkvb.   dqkv, qkv: (B,T,3C)   dqkvb: (3C)
+// dout, out: (B,T,C)   lse: (B,NH,T)   All but dqkvb and lse are 16-byte aligned.
+inline void attention_backward(float* dqkv, float* dqkvb, const float* dout, const float* out,
+                               const float* qkv, const float* lse, int B, int T, int C, int NH,
+                               GradientSums& sums, Stream& stream, bool = false) {
     const int hs = attention_head_size(B, T, C, NH);
     require_aligned("an array of attention_backward", {dqkv, dout, out, qkv});
     (hs == 64 ? attention_fp32::backward<64> : attention_fp32::backward<128>)(dqkv, dout, out, qkv, lse, B, T,
                                                                               C, stream);
+    sums.add_later(dqkvb, dqkv, long(B) * T, 3 * C, 3 * C);
 }
 
 }  // namespace cuda

@@ -10,7 +10,7 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #else
-#include "dev/emulator/emulator.h"
+#include "dev/emulator/tensor_cores.h"
 #endif
 #include <cstdint>
 #include <cstring>
@@ -111,13 +111,6 @@ inline void require_aligned(const char* what, std::initializer_list<const void*>
     using name##_shared_type = Type; \
     __shared__ alignas(16) name##_shared_type name
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
-#else
-#define SHARED(Type, name)                                        \
-    using name##_shared_type = Type;                              \
-    static const char name##_key = 0;                             \
-    name##_shared_type& name = *static_cast<name##_shared_type*>( \
-        emulator::shared_variable(&name##_key, #name, sizeof(name##_shared_type), Site::here()))
-#define DYNAMIC_SHARED(name) unsigned char* name = static_cast<unsigned char*>(emulator::dynamic_shared())
 #endif
 
 // ---- 16 bytes of global or shared memory in one instruction, or 8; aligned to as many
@@ -201,77 +194,6 @@ __device__ inline void copy_async_wait() {
 
 // ---- tensor cores (PTX: ldmatrix, mma.sync), by a whole warp
 
-#ifndef __CUDACC__
-namespace emulator {
-
-// Lane i brings row i % 8 of matrix i / 8; register m of lane t gets two elements of matrix m.
-template <bool transposed>
-void load_matrix_x4(uint32_t (&registers)[4], const void* row, Site site) {
-    check_aligned(row, 16, site);
-    if (!is_shared(row, 16)) { fail("ldmatrix from an address that is not in shared memory", site); }
-    struct Operand {
-        uint16_t row[8];
-        uint32_t* registers;
-    } own;
-    for (int i = 0; i < 8; i++) { own.row[i] = static_cast<const uint16_t*>(row)[i]; }
-    own.registers = registers;
-    warp_operation(
-        transposed ? "ldmatrix.x4.trans" : "ldmatrix.x4", ~0u, &own,
-        [](Operands lanes) {
-            auto element = [&](int matrix, int i, int j) {
-                return uint32_t(static_cast<const Operand*>(lanes[8 * matrix + (transposed ? j : i)])
-                                    ->row[transposed ? i : j]);
-            };
-            for (int t = 0; t < 32; t++) {
-                for (int m = 0; m < 4; m++) {
-                    const int i = t / 4, j = t % 4 * 2;
-                    static_cast<Operand*>(lanes[t])->registers[m] = element(m, i, j) | element(m, i, j + 1)
-                                                                                           << 16;
-                }
-            }
-        },
-        site);
-}
-
-inline float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
-inline float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-
-struct MmaOperand {
-    float* c;
-    const uint32_t* a;
-    uint32_t b[2];
-};
-
-// Gathers both matrices from the lanes' registers, and gives each lane its part of their product.
-inline void mma_m16n8k16(Operands lanes) {
-    float a[16][16], b[16][8], product[16][8] = {};
-    for (int t = 0; t < 32; t++) {
-        const MmaOperand& lane = *static_cast<const MmaOperand*>(lanes[t]);
-        const int group = t / 4, pair = t % 4 * 2;
-        for (int r = 0; r < 4; r++) {
-            a[group + r % 2 * 8][pair + r / 2 * 8] = low_bf16(lane.a[r]);
-            a[group + r % 2 * 8][pair + r / 2 * 8 + 1] = high_bf16(lane.a[r]);
-        }
-        for (int r = 0; r < 2; r++) {
-            b[pair + r * 8][group] = low_bf16(lane.b[r]);
-            b[pair + r * 8 + 1][group] = high_bf16(lane.b[r]);
-        }
-    }
-    for (int i = 0; i < 16; i++) {
-        for (int k = 0; k < 16; k++) {
-            for (int j = 0; j < 8; j++) { product[i][j] += a[i][k] * b[k][j]; }
-        }
-    }
-    for (int t = 0; t < 32; t++) {
-        for (int r = 0; r < 4; r++) {
-            static_cast<const MmaOperand*>(lanes[t])->c[r] += product[t / 4 + r / 2 * 8][t % 4 * 2 + r % 2];
-        }
-    }
-}
-
-}  // namespace emulator
-#endif
-
 // Loads four 8x8 matrices of 16-bit values from shared memory. PTX ISA, "ldmatrix": lane i gives the address
 // of row i % 8 of matrix i / 8 (8 values, 16-byte aligned); register m of lane t gets elements 2 * (t % 4)
 // and, in its upper half, 2 * (t % 4) + 1 of row t / 4 of matrix m.
@@ -328,14 +250,6 @@ __device__ inline void mma_m16n8k16_bf16(float (&c)[4], const uint32_t (&a)[4], 
 }
 
 // ---- arithmetic in one instruction
-
-__device__ inline int bits_set(unsigned x) {
-#ifdef __CUDACC__
-    return __popc(x);
-#else
-    return __builtin_popcount(x);
-#endif
-}
 
 // 2^x (PTX: ex2.approx.ftz). The PTX ISA promises a relative error of at most 2^-22; denormal arguments and
 // results become 0. The emulator's result is exact to float.

@@ -104,7 +104,7 @@ __device__ inline void sort_by_digit(int2* to, const int2* from, int N, int shif
         const int2 pair = valid ? from[first + lane] : make_int2(0, 0);
         const unsigned lanes = lanes_with_digit(digit_of(pair), valid);
         int& offset = counts[count_at(digit_of(pair), warp)];
-        const int place = offset + bits_set(lanes & ((1u << lane) - 1));
+        const int place = offset + __popc(lanes & ((1u << lane) - 1));
         if (valid) { to[place] = pair; }
         __syncwarp();                                    // all lanes have read their offset
         if (lanes >> lane == 1) { offset = place + 1; }  // the last of these lanes advances it

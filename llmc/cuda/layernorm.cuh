@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "llmc/cuda/gradient_sums.cuh"
 #include "llmc/cuda/memory.cuh"
 #include "llmc/floatx.h"
 #include "llmc/stream.h"
@@ -49,49 +50,33 @@ __device__ inline void layernorm_row(floatX* out, float* mean, float* rstd, cons
     }
 }
 
-// A warp computes a row in shared memory: it loads the whole row at once, for any C.
-// Bound by memory: 4 bytes a value with bf16.   dynamic shared memory: (warps, C)
-__global__ void layernorm_forward_kernel(floatX* out, float* mean, float* rstd, const floatX* inp,
-                                         const floatX* weight, const floatX* bias, int N, int C) {
+// A warp computes a row in shared memory: it loads the whole row at once, for any C. If `adds`, the row is
+// inp1 + inp2, rounded first, since the backward reads it rounded, and stored to residual.
+// Bound by memory, with bf16: 4 bytes a value, or 8.   dynamic shared memory: (warps, C), or (warps, 2, C)
+template <bool adds>
+__global__ void layernorm_forward_kernel(floatX* residual, floatX* out, float* mean, float* rstd,
+                                         const floatX* inp1, const floatX* inp2, const floatX* weight,
+                                         const floatX* bias, int N, int C) {
     DYNAMIC_SHARED(memory);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int n = blockIdx.x * (blockDim.x / 32) + warp;
     if (n >= N) { return; }
-    floatX* row = reinterpret_cast<floatX*>(memory) + warp * C;
-    const size_t first = size_t(n) * C;
-    for (int c = lane * channels_of_lane; c < C; c += channels_of_warp) {
-        copy_async_16(row + c, inp + first + c);
-    }
-    copy_async_commit();
-    copy_async_wait<0>();
-    layernorm_row(out + first, mean + n, rstd + n, row, weight, bias, C);
-}
-
-// The same for a sum, which is rounded first, since the backward reads it rounded.
-// Bound by memory: 8 bytes a value with bf16.   dynamic shared memory: (warps, 2, C)
-__global__ void fused_residual_forward_kernel(floatX* residual, floatX* normed, float* mean, float* rstd,
-                                              const floatX* inp1, const floatX* inp2, const floatX* weight,
-                                              const floatX* bias, int N, int C) {
-    DYNAMIC_SHARED(memory);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int n = blockIdx.x * (blockDim.x / 32) + warp;
-    if (n >= N) { return; }
-    floatX *row = reinterpret_cast<floatX*>(memory) + warp * 2 * C, *row2 = row + C;
+    floatX *row = reinterpret_cast<floatX*>(memory) + warp * (adds ? 2 : 1) * C, *row2 = row + C;
     const size_t first = size_t(n) * C;
     for (int c = lane * channels_of_lane; c < C; c += channels_of_warp) {
         copy_async_16(row + c, inp1 + first + c);
-        copy_async_16(row2 + c, inp2 + first + c);
+        if (adds) { copy_async_16(row2 + c, inp2 + first + c); }
     }
     copy_async_commit();
     copy_async_wait<0>();
-    for (int c = lane * channels_of_lane; c < C; c += channels_of_warp) {
+    for (int c = lane * channels_of_lane; adds && c < C; c += channels_of_warp) {
         const Pack<floatX> a = load_pack(row + c), b = load_pack(row2 + c);
         Pack<floatX> sum;
         for (int i = 0; i < channels_of_lane; i++) { sum[i] = floatX(float(a[i]) + float(b[i])); }
         store_pack(row + c, sum);
         store_pack(residual + first + c, sum);
     }
-    layernorm_row(normed + first, mean + n, rstd + n, row, weight, bias, C);
+    layernorm_row(out + first, mean + n, rstd + n, row, weight, bias, C);
 }
 
 // The sums of two values over a block, with one barrier: calls alternate between two `warp_sums`, so that a
@@ -114,17 +99,18 @@ __device__ inline float2 sum_pair(float2 (&warp_sums)[32], float a, float b) {
 // A block computes rows blockIdx.x, blockIdx.x + gridDim.x, ..., a thread eight channels of each. With
 // x = (inp - mean) rstd and d = weight dout,
 //     dinp += rstd (d - mean over C of d - x * mean over C of d x)
-// and, for the block's rows, partial[0] = sum of dout x, partial[1] = sum of dout.
-// Bound by memory: 8 bytes a value with bf16 (dout, inp, dinp, and dinp back).   partial: (gridDim.x, 2, C)
-__global__ void __launch_bounds__(1024)
+// and, for the block's rows, partial[0] = sum of dout x, partial[1] = sum of dout, partial[2] = sum of dinp.
+// Bound by memory: 8 bytes a value with bf16 (dout, inp, dinp, and dinp back).   partial: (gridDim.x, 3, C)
+template <int threads>
+__global__ void __launch_bounds__(threads)
     layernorm_backward_kernel(floatX* dinp, float* partial, const floatX* dout, const floatX* inp,
                               const floatX* weight, const float* mean, const float* rstd, int N, int C) {
     SHARED(float2[2][32], warp_sums);
     const int c = threadIdx.x * 8;
     const bool valid = c < C;
-    const float per_channel = 1.0f / float(C);           // no division in the loop: registers are scarce
+    const float per_channel = 1.0f / float(C);  // no division in the loop: registers are scarce
     float w[8] = {}, dy[8] = {}, y[8] = {}, dx[8] = {};  // invalid channels add nothing to the sums of a row
-    float dweight[8] = {}, dbias[8] = {};
+    float dweight[8] = {}, dbias[8] = {}, dinp_sum[8] = {};
     for (int n = blockIdx.x, turn = 0; n < N; n += gridDim.x, turn ^= 1) {
         const size_t at = size_t(n) * C + c;
         // Invalid channels do not load y anew: r = 0 keeps it from growing from row to row.
@@ -147,41 +133,17 @@ __global__ void __launch_bounds__(1024)
         }
         const float2 total = sum_pair(warp_sums[turn], sum, sum_x);
         const float mean_d = total.x * per_channel, mean_dx = total.y * per_channel;
-        for (int i = 0; i < 8; i++) { dx[i] += r * (w[i] - mean_d - y[i] * mean_dx); }
+        for (int i = 0; i < 8; i++) {
+            dx[i] += r * (w[i] - mean_d - y[i] * mean_dx);
+            if (threads <= 768) { dinp_sum[i] += dx[i]; }  // else there are no registers for it
+        }
         if (valid) { store_packs(dinp + at, dx); }
     }
     if (valid) {
-        store_packs(partial + size_t(blockIdx.x) * 2 * C + c, dweight);
-        store_packs(partial + (size_t(blockIdx.x) * 2 + 1) * C + c, dbias);
-    }
-}
-
-constexpr int partial_warps = 16, partial_rows = 16;  // rows that a thread loads at once
-
-// dweight, dbias += the sums of partial over blocks. A block sums 32 columns of partial: each warp every 16th
-// row, then the first warp the warps' sums.
-// Bound by latency: a few megabytes, 4 bytes a value, which the previous kernel has left in the cache.
-// partial: (blocks, 2, C)
-__global__ void layernorm_add_partial_kernel(float* dweight, float* dbias, const float* partial, int blocks,
-                                             int C) {
-    SHARED(float[partial_warps][32], sums);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int column = blockIdx.x * 32 + lane;
-    const bool valid = column < 2 * C;
-    float sum = 0.0f;
-    for (int first = warp; first < blocks; first += partial_warps * partial_rows) {
-        float rows[partial_rows];
-        for (int k = 0; k < partial_rows; k++) {
-            const int block = first + k * partial_warps;
-            rows[k] = valid && block < blocks ? partial[size_t(block) * 2 * C + column] : 0.0f;
-        }
-        for (float row : rows) { sum += row; }
-    }
-    sums[warp][lane] = sum;
-    __syncthreads();
-    if (warp == 0 && valid) {
-        for (int w = 1; w < partial_warps; w++) { sum += sums[w][lane]; }
-        (column < C ? dweight[column] : dbias[column - C]) += sum;
+        partial += size_t(blockIdx.x) * 3 * C + c;
+        store_packs(partial, dweight);
+        store_packs(partial + C, dbias);
+        store_packs(partial + 2 * C, dinp_sum);
     }
 }
 
@@ -197,15 +159,22 @@ inline unsigned layernorm_warps(size_t bytes_of_warp) {
     return unsigned(std::clamp<size_t>(48 * 1024 / bytes_of_warp, 1, 4));
 }
 
+template <bool adds>
+void launch_layernorm(floatX* residual, floatX* out, float* mean, float* rstd, const floatX* inp1,
+                      const floatX* inp2, const floatX* weight, const floatX* bias, int N, int C,
+                      Stream& stream) {
+    check_layernorm_channels(C);
+    require_aligned("an array of LayerNorm's forward", {residual, out, inp1, inp2, weight, bias});
+    const size_t bytes = (adds ? 2 : 1) * size_t(C) * sizeof(floatX);
+    const unsigned warps = layernorm_warps(bytes);
+    launch(layernorm_forward_kernel<adds>, Grid{blocks_for(N, warps), warps * 32, warps * bytes, stream},
+           residual, out, mean, rstd, inp1, inp2, weight, bias, N, C);
+}
+
 // out: (N,C)   mean, rstd: (N)   inp: (N,C)   weight, bias: (C)   All but mean and rstd are 16-byte aligned.
 inline void layernorm_forward(floatX* out, float* mean, float* rstd, const floatX* inp, const floatX* weight,
                               const floatX* bias, int N, int C, Stream& stream) {
-    check_layernorm_channels(C);
-    require_aligned("an array of layernorm_forward", {out, inp, weight, bias});
-    const size_t bytes = size_t(C) * sizeof(floatX);
-    const unsigned warps = layernorm_warps(bytes);
-    launch(layernorm_forward_kernel, Grid{blocks_for(N, warps), warps * 32, warps * bytes, stream}, out, mean,
-           rstd, inp, weight, bias, N, C);
+    launch_layernorm<false>(nullptr, out, mean, rstd, inp, nullptr, weight, bias, N, C, stream);
 }
 
 // residual = inp1 + inp2, rounded; normed = layernorm(residual).   all (N,C), but mean, rstd: (N)
@@ -213,34 +182,38 @@ inline void layernorm_forward(floatX* out, float* mean, float* rstd, const float
 inline void fused_residual_forward(floatX* residual, floatX* normed, float* mean, float* rstd,
                                    const floatX* inp1, const floatX* inp2, const floatX* weight,
                                    const floatX* bias, int N, int C, Stream& stream) {
-    check_layernorm_channels(C);
-    require_aligned("an array of fused_residual_forward", {residual, normed, inp1, inp2, weight, bias});
-    const size_t bytes = 2 * size_t(C) * sizeof(floatX);
-    const unsigned warps = layernorm_warps(bytes);
-    launch(fused_residual_forward_kernel, Grid{blocks_for(N, warps), warps * 32, warps * bytes, stream},
-           residual, normed, mean, rstd, inp1, inp2, weight, bias, N, C);
+    launch_layernorm<true>(residual, normed, mean, rstd, inp1, inp2, weight, bias, N, C, stream);
 }
 
-// Blocks of the backward kernel. They depend on N and C alone, so that the order of sums is the same on every
-// GPU. Given enough rows, some 100,000 threads fill today's largest GPU. For rows with many channels, a limit
-// of 256 blocks keeps the partial sums small compared with the rows.
+// They depend on N and C alone, so that the order of sums is the same on every GPU. Some 100,000 threads fill
+// today's largest GPU. For rows with many channels, 256 blocks keep the partial sums small beside the rows.
 inline int layernorm_backward_blocks(int N, int C) {
     return std::min(N, std::clamp(1024 * 768 / C, 256, 1024));
 }
 
-// Adds to dinp, dweight and dbias.   dinp, dout, inp: (N,C)   dweight, dbias: (C) float   weight: (C)
-// mean, rstd: (N)   dinp, dout, inp and weight are 16-byte aligned.
-inline void layernorm_backward(floatX* dinp, float* dweight, float* dbias, const floatX* dout,
+// Adds to dinp, and with the next sums.add_pending() to dweight, dbias and dprojb, unless that is null: the
+// sum over rows of dinp, which is the gradient of the bias of the product that ends in inp.
+// dinp, dout, inp: (N,C)   dweight, dbias, dprojb: (C) float   weight: (C)   mean, rstd: (N)
+// dinp, dout, inp and weight are 16-byte aligned.
+inline void layernorm_backward(floatX* dinp, float* dweight, float* dbias, float* dprojb, const floatX* dout,
                                const floatX* inp, const floatX* weight, const float* mean, const float* rstd,
-                               int N, int C, Stream& stream) {
+                               int N, int C, GradientSums& sums, Stream& stream) {
     check_layernorm_channels(C);
     require_aligned("an array of layernorm_backward", {dinp, dout, inp, weight});
     const int blocks = layernorm_backward_blocks(N, C);
-    float* partial = stream.scratch<float>(long(blocks) * 2 * C);
-    launch(layernorm_backward_kernel, Grid{unsigned(blocks), blocks_for(C / 8, 32) * 32, 0, stream}, dinp,
-           partial, dout, inp, weight, mean, rstd, N, C);
-    launch(layernorm_add_partial_kernel, Grid{blocks_for(2 * C, 32), partial_warps * 32, 0, stream}, dweight,
-           dbias, partial, blocks, C);
+    float* partial = sums.partial(blocks, 3 * C);
+    const bool wide = C > 8 * 768;
+    launch(wide ? layernorm_backward_kernel<1024> : layernorm_backward_kernel<768>,
+           Grid{unsigned(blocks), blocks_for(C / 8, 32) * 32, 0, stream}, dinp, partial, dout, inp, weight,
+           mean, rstd, N, C);
+    for (float* to : {dweight, dbias, wide ? nullptr : dprojb}) {
+        sums.add_later(to, partial, blocks, C, 3 * C);
+        partial += C;
+    }
+    if (wide) {
+        sums.add_later(dprojb, dinp, N, C, C);
+        sums.add_pending(stream);  // before dinp changes
+    }
 }
 
 }  // namespace cuda

@@ -1,7 +1,7 @@
 // The fully connected layer, forward and backward, on cuBLASLt; with GELU fused into either side.
 //
 //     out = inp weight^T + bias
-//     dinp = dout weight,   dweight += dout^T inp,   dbias += sum over rows of dout
+//     dinp = dout weight,   dweight += dout^T inp
 //
 // bf16 build: the inputs of the three products are bf16, sums are fp32. fp32 build, for checking: `highest`
 // is fp32, `high` and `medium` round the inputs to tf32. GELU has its own kernels in the fp32 build, and with
@@ -24,6 +24,7 @@
 
 #include "llmc/cuda/buffer.cuh"
 #include "llmc/cuda/gelu.cuh"
+#include "llmc/cuda/gradient_sums.cuh"
 #include "llmc/cuda/memory.cuh"
 #include "llmc/cuda/stream.cuh"
 #include "llmc/floatx.h"
@@ -33,83 +34,53 @@ namespace cuda {
 
 // ---- kernels
 
-constexpr int column_sums_warps = 8, column_sums_packs = 8;  // packs that a lane loads at once
-
-// sums[chunk,i] = sum over the chunk's rows n of inp[n,i], or += with `add`.
-// sums: (chunks,columns)   inp: (rows,columns), columns a multiple of a pack
+constexpr int derivative_warps = 8;
+// dinp[n,i] *= gelu'(pre_gelu[n,i]), and partial[chunk,i] = its sum over the chunk's rows n.
+// dinp, pre_gelu: (rows,columns), columns a multiple of 8   partial: (chunks,columns)
 // A warp goes down its rows 16 bytes a lane, the block's warps are then added in order. Block (x, y): the
-// x-th 32 packs of columns of chunk y. Bound by memory: each value of inp is read once, 2 bytes in bf16.
-// Launch bounds leave registers for 4 blocks an SM. With fewer registers a lane would wait for each pack.
-template <class T>
-__global__ void __launch_bounds__(32 * column_sums_warps, 4)
-    column_sums_kernel(float* sums, const T* inp, int rows, int columns, int rows_per_chunk, bool add) {
-    constexpr int size = Pack<T>::size, width = 32 * size;
-    SHARED(float[column_sums_warps][width], partial);
+// x-th 32 packs of columns of chunk y. Bound by memory: 6 bytes a value in bf16.
+__global__ void __launch_bounds__(32 * derivative_warps)
+    multiply_by_gelu_derivative_kernel(floatX* dinp, float* partial, const floatX* pre_gelu, int rows,
+                                       int columns, int rows_per_chunk) {
+    constexpr int size = Pack<floatX>::size, width = 32 * size;
+    SHARED(float[derivative_warps][width], warp_sums);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int first_column = blockIdx.x * width, column = first_column + lane * size;
     const int first = blockIdx.y * rows_per_chunk, last = min(rows, first + rows_per_chunk);
-
     float sum[size] = {};
-    if (column < columns) {
-        for (int n = first + warp; n < last; n += column_sums_warps * column_sums_packs) {
-            Pack<T> packs[column_sums_packs] = {};
-            for (int k = 0; k < column_sums_packs; k++) {
-                const int row = n + k * column_sums_warps;
-                if (row < last) { packs[k] = load_pack(inp + size_t(row) * columns + column); }
-            }
-            for (const Pack<T>& pack : packs) {
-                for (int i = 0; i < size; i++) { sum[i] += float(pack[i]); }
-            }
+    for (int n = first + warp; n < last && column < columns; n += derivative_warps) {
+        const size_t at = size_t(n) * columns + column;
+        Pack<floatX> pack = load_pack(dinp + at);
+        const Pack<floatX> x = load_pack(pre_gelu + at);
+        for (int i = 0; i < size; i++) {
+            const float value = float(pack[i]) * gelu_derivative(float(x[i]));
+            pack[i] = floatX(value);
+            sum[i] += value;
         }
+        store_pack(dinp + at, pack);
     }
-    for (int i = 0; i < size; i++) { partial[warp][lane * size + i] = sum[i]; }
+    for (int i = 0; i < size; i++) { warp_sums[warp][lane * size + i] = sum[i]; }
     __syncthreads();
     const int i = threadIdx.x;
     if (i < width && first_column + i < columns) {
-        float total = partial[0][i];
-        for (int w = 1; w < column_sums_warps; w++) { total += partial[w][i]; }
-        float& result = sums[size_t(blockIdx.y) * columns + first_column + i];
-        result = add ? result + total : total;
-    }
-}
-
-// dinp[i] *= gelu'(pre_gelu[i]).   dinp, pre_gelu: (n), n a multiple of a pack
-// One thread moves 16 bytes. Bound by memory: 6 bytes a value in bf16.
-__global__ void __launch_bounds__(256)
-    multiply_by_gelu_derivative_kernel(floatX* dinp, const floatX* pre_gelu, long n) {
-    const long i = (long(blockIdx.x) * blockDim.x + threadIdx.x) * Pack<floatX>::size;
-    if (i < n) {
-        Pack<floatX> pack = load_pack(dinp + i);
-        const Pack<floatX> x = load_pack(pre_gelu + i);
-        for (int j = 0; j < Pack<floatX>::size; j++) {
-            pack[j] = floatX(float(pack[j]) * gelu_derivative(float(x[j])));
-        }
-        store_pack(dinp + i, pack);
+        float total = warp_sums[0][i];
+        for (int w = 1; w < derivative_warps; w++) { total += warp_sums[w][i]; }
+        partial[size_t(blockIdx.y) * columns + first_column + i] = total;
     }
 }
 
 // ---- launchers
 
-// sums[i] += sum over n of inp[n,i].   sums: (columns)   inp: (rows,columns), columns a multiple of 8
-// Sums chunks of a fixed number of rows, then the chunks in order: the same bits on every device.
-inline void column_sums(float* sums, const floatX* inp, int rows, int columns, Stream& stream) {
+// dinp[n,i] *= gelu'(pre_gelu[n,i]), and with the next sums.add_pending() column_sums += its sum over rows.
+// dinp, pre_gelu: (rows,columns), columns a multiple of 8, 16-byte aligned   column_sums: (columns)
+inline void multiply_by_gelu_derivative(floatX* dinp, float* column_sums, const floatX* pre_gelu, int rows,
+                                        int columns, GradientSums& sums, Stream& stream) {
     const int rows_per_chunk = 256, chunks = int(blocks_for(rows, rows_per_chunk));
-    const int threads = 32 * column_sums_warps;
-    const unsigned blocks = blocks_for(columns, 32 * Pack<floatX>::size);
-    const unsigned blocks_of_chunks = blocks_for(columns, 32 * Pack<float>::size);
-    float* chunk_sums = stream.scratch<float>(long(chunks) * columns);
-    launch(column_sums_kernel<floatX>, Grid{dim3(blocks, chunks), threads, 0, stream}, chunk_sums, inp, rows,
-           columns, rows_per_chunk, false);
-    launch(column_sums_kernel<float>, Grid{blocks_of_chunks, threads, 0, stream}, sums, chunk_sums, chunks,
-           columns, chunks, true);
-}
-
-// dinp[i] *= gelu'(pre_gelu[i]).   dinp, pre_gelu: (n), n a multiple of 8, 16-byte aligned
-inline void multiply_by_gelu_derivative(floatX* dinp, const floatX* pre_gelu, long n, Stream& stream) {
-    if (n % 8 != 0) { throw std::invalid_argument("multiply_by_gelu_derivative: n is not a multiple of 8"); }
-    require_aligned("an array of multiply_by_gelu_derivative", {dinp, pre_gelu});
-    launch(multiply_by_gelu_derivative_kernel, Grid{blocks_for(n / Pack<floatX>::size, 256), 256, 0, stream},
-           dinp, pre_gelu, n);
+    float* partial = sums.partial(chunks, columns);
+    launch(multiply_by_gelu_derivative_kernel,
+           Grid{dim3(blocks_for(columns, 32 * Pack<floatX>::size), chunks), 32 * derivative_warps, 0, stream},
+           dinp, partial, pre_gelu, rows, columns, rows_per_chunk);
+    sums.add_later(column_sums, partial, chunks, columns, columns);
 }
 
 // ---- products
@@ -124,14 +95,13 @@ struct CublasLtDestroy {
 template <class Pointer>
 using CublasLtOwner = std::unique_ptr<std::remove_pointer_t<Pointer>, CublasLtDestroy>;
 
-// cuBLASLt's state, its workspace, and a plan for each shape so far. For one thread and one stream.
+// cuBLASLt's state, its workspace, and a plan for each shape so far. For one thread, stream and GPU.
 class Matmul {
 public:
     enum class Kind { forward, backward_inp, backward_weight };
     static constexpr bool bf16 = !std::is_same<floatX, float>::value;
     const bool fuses_gelu;  // into products; else GELU has its own kernels, as always in the fp32 build
 
-    // For the GPU in use.
     explicit Matmul(const MatmulOptions& o)
         : fuses_gelu(bf16 && (o.fuse_gelu < 0 ? gains_from_fusing_gelu(attribute(compute_major))
                                               : o.fuse_gelu > 0)),
@@ -148,7 +118,6 @@ public:
     // fused bf16 products should take longer than plain ones and a kernel.   major: compute capability's
     static bool gains_from_fusing_gelu(int major) { return major == 9 || major == 10; }
 
-    // What is used, in words.
     std::string description() const {
         return bf16 ? "bf16, sums in fp32" : compute == CUBLAS_COMPUTE_32F ? "fp32" : "tf32, sums in fp32";
     }
@@ -157,13 +126,12 @@ public:
     template <Kind kind>
     using Out = std::conditional_t<kind == Kind::backward_weight, float, floatX>;
 
-    // One of the products above: out = op(a) op(b), added to `out` by backward_weight. All pointers are
-    // 16-byte aligned, C and OC multiples of 8.
-    // bias: (OC) or null, forward only   aux: of out's shape, or null; written by forward, which makes out
-    // its GELU, and read by backward_inp, which multiplies by the derivative of GELU there
+    // out = op(a) op(b), or += with `add`. All pointers are 16-byte aligned, C and OC multiples of 8.
+    // aux: of out's shape, or null; forward writes it and makes out its GELU, backward_inp multiplies by the
+    // derivative of GELU there   bias: (OC) or null; backward_inp with aux writes out's sum over rows: (C)
     template <Kind kind>
     void multiply(Out<kind>* out, const floatX* a, const floatX* b, const floatX* bias, const floatX* aux,
-                  int N, int C, int OC, Stream& stream) {
+                  int N, int C, int OC, Stream& stream, bool add = false) {
         check_shape(N, C, OC);
         require_aligned("an array of matmul", {out, a, b, bias, aux});
         const cublasLtEpilogue_t epilogue = epilogue_of(kind, bias, aux);
@@ -172,7 +140,7 @@ public:
         if (found == plans.end()) { found = plans.emplace(key, make_plan(kind, epilogue, N, C, OC)).first; }
         const Plan& plan = found->second;
         set_pointers(plan, bias, aux);
-        const float alpha = 1.0f, beta = kind == Kind::backward_weight ? 1.0f : 0.0f;
+        const float alpha = 1.0f, beta = add ? 1.0f : 0.0f;
         check(cublasLtMatmul(handle.get(), plan.operation.get(), &alpha, a, plan.a.get(), b, plan.b.get(),
                              &beta, out, plan.out.get(), out, plan.out.get(), &plan.algorithm,
                              workspace.data(), workspace_bytes, stream),
@@ -213,11 +181,6 @@ private:
         }
     }
 
-    static std::string describe(Kind kind, int N, int C, int OC) {
-        const char* names[] = {"forward", "backward_inp", "backward_weight"};
-        return format("matmul %s of N %d, C %d, OC %d", names[int(kind)], N, C, OC);
-    }
-
     template <class T>
     static void set(const Plan& plan, cublasLtMatmulDescAttributes_t attribute, const T& value) {
         check(cublasLtMatmulDescSetAttribute(plan.operation.get(), attribute, &value, sizeof value),
@@ -230,14 +193,9 @@ private:
     }
 
     static cublasLtEpilogue_t epilogue_of(Kind kind, bool with_bias, bool with_aux) {
-        if (with_aux && kind == Kind::backward_inp) { return CUBLASLT_EPILOGUE_DGELU; }
+        if (with_aux && kind == Kind::backward_inp) { return CUBLASLT_EPILOGUE_DGELU_BGRAD; }
         if (with_aux) { return with_bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX; }
         return with_bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
-    }
-
-    static bool has_aux(cublasLtEpilogue_t epilogue) {
-        return epilogue == CUBLASLT_EPILOGUE_DGELU || epilogue == CUBLASLT_EPILOGUE_GELU_AUX ||
-               epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
     }
 
     // A row-major (rows,columns), as cuBLASLt sees it.
@@ -252,7 +210,8 @@ private:
     Plan make_plan(Kind kind, cublasLtEpilogue_t epilogue, int N, int C, int OC) const {
         const cudaDataType_t type = bf16 ? CUDA_R_16BF : CUDA_R_32F;
         Plan plan;
-        plan.problem = describe(kind, N, C, OC);
+        const char* names[] = {"forward", "backward_inp", "backward_weight"};
+        plan.problem = format("matmul %s of N %d, C %d, OC %d", names[int(kind)], N, C, OC);
         cublasLtMatmulDesc_t operation;
         check(cublasLtMatmulDescCreate(&operation, compute, CUDA_R_32F), plan.problem);
         plan.operation.reset(operation);
@@ -264,7 +223,7 @@ private:
         set(plan, CUBLASLT_MATMUL_DESC_TRANSB, int32_t(of_weight ? CUBLAS_OP_T : CUBLAS_OP_N));
         set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t(epilogue));
         if (sms > 0) { set(plan, CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, int32_t(sms)); }
-        if (has_aux(epilogue)) {
+        if (epilogue != CUBLASLT_EPILOGUE_DEFAULT && epilogue != CUBLASLT_EPILOGUE_BIAS) {
             set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, int64_t(forward ? OC : C));
             set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, int32_t(type));
         }
@@ -332,21 +291,38 @@ inline void matmul_product(Matmul& matmul, floatX* out, const floatX* a, const f
 
 // out += inp^T inp.   out: (C,C)   inp: (N,C)
 inline void matmul_gram(Matmul& matmul, float* out, const floatX* inp, int N, int C, Stream& stream) {
-    matmul.multiply<Matmul::Kind::backward_weight>(out, inp, inp, nullptr, nullptr, N, C, C, stream);
+    matmul.multiply<Matmul::Kind::backward_weight>(out, inp, inp, nullptr, nullptr, N, C, C, stream, true);
 }
 
-// Overwrites dinp, adds to dweight and dbias.   dinp, inp: (N,C)   dweight: (OC,C)   dbias: (OC) or null
-// dout: (N,OC)   weight: (OC,C)
-// pre_gelu: (N,C) or null; if given, inp is gelu(pre_gelu), and dinp becomes the gradient of pre_gelu
-inline void matmul_backward(Matmul& matmul, floatX* dinp, float* dweight, float* dbias, const floatX* dout,
-                            const floatX* inp, const floatX* weight, int N, int C, int OC, Stream& stream,
-                            const floatX* pre_gelu = nullptr) {
-    const floatX* aux = matmul.fuses_gelu ? pre_gelu : nullptr;
+// Overwrites dinp, adds to dweight, or overwrites it unless sums.adds.
+// dinp, inp: (N,C)   dweight, weight: (OC,C)   dout: (N,OC)
+inline void matmul_backward(Matmul& matmul, floatX* dinp, float* dweight, const floatX* dout,
+                            const floatX* inp, const floatX* weight, int N, int C, int OC,
+                            const GradientSums& sums, Stream& stream) {
     const floatX* none = nullptr;
-    matmul.multiply<Matmul::Kind::backward_weight>(dweight, inp, dout, none, none, N, C, OC, stream);
-    matmul.multiply<Matmul::Kind::backward_inp>(dinp, weight, dout, none, aux, N, C, OC, stream);
-    if (pre_gelu && !aux) { multiply_by_gelu_derivative(dinp, pre_gelu, long(N) * C, stream); }
-    if (dbias) { column_sums(dbias, dout, N, OC, stream); }
+    matmul.multiply<Matmul::Kind::backward_weight>(dweight, inp, dout, none, none, N, C, OC, stream,
+                                                   sums.adds);
+    matmul.multiply<Matmul::Kind::backward_inp>(dinp, weight, dout, none, none, N, C, OC, stream);
+}
+
+// The same for inp = gelu(pre_gelu): overwrites dpre_gelu and, with the next sums.add_pending(), adds its sum
+// over rows to dbias, the gradient of the bias of the product before. Where GELU is fused, cuBLASLt sums and
+// rounds that sum to bf16.   pre_gelu, dpre_gelu: (N,C)   dbias: (C)
+inline void matmul_gelu_backward(Matmul& matmul, floatX* dpre_gelu, float* dweight, float* dbias,
+                                 const floatX* dout, const floatX* inp, const floatX* pre_gelu,
+                                 const floatX* weight, int N, int C, int OC, GradientSums& sums,
+                                 Stream& stream) {
+    const bool fused = matmul.fuses_gelu;
+    const floatX *none = nullptr, *aux = fused ? pre_gelu : nullptr;
+    floatX* sum = fused ? reinterpret_cast<floatX*>(sums.partial(1, C)) : nullptr;
+    matmul.multiply<Matmul::Kind::backward_weight>(dweight, inp, dout, none, none, N, C, OC, stream,
+                                                   sums.adds);
+    matmul.multiply<Matmul::Kind::backward_inp>(dpre_gelu, weight, dout, sum, aux, N, C, OC, stream);
+    if (fused) {
+        sums.add_later(dbias, sum, 1, C, C);
+    } else {
+        multiply_by_gelu_derivative(dpre_gelu, dbias, pre_gelu, N, C, sums, stream);
+    }
 }
 
 }  // namespace cuda

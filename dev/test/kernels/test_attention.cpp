@@ -34,7 +34,7 @@ std::vector<float> random_values(size_t count, unsigned seed) {
 }
 
 struct Results {
-    std::vector<float> out, lse, dqkv;
+    std::vector<float> out, lse, dqkv, dqkvb;
 };
 
 // Inputs, and what the CPU makes of them. Both backwards start from its `out`, rounded to bf16, and `lse`.
@@ -52,13 +52,14 @@ struct Case {
             if (int(i % size_t(3 * s.C())) < s.C()) { qkv[i] *= s.logits; }
         }
         expected = {std::vector<float>(dout.size()), std::vector<float>(s.tokens() * size_t(s.NH)),
-                    std::vector<float>(qkv.size())};
+                    std::vector<float>(qkv.size()), std::vector<float>(3 * size_t(s.C()), 0.5f)};
         cpu::Stream stream;
+        cpu::GradientSums sums;
         cpu::attention_forward(expected.out.data(), expected.lse.data(), qkv.data(), s.B, s.T, s.C(), s.NH,
                                stream, false);
         for (float x : expected.out) { rounded_out.push_back(as_bf16(x)); }
-        cpu::attention_backward(expected.dqkv.data(), dout.data(), rounded_out.data(), qkv.data(),
-                                expected.lse.data(), s.B, s.T, s.C(), s.NH, stream, false);
+        cpu::attention_backward(expected.dqkv.data(), expected.dqkvb.data(), dout.data(), rounded_out.data(),
+                                qkv.data(), expected.lse.data(), s.B, s.T, s.C(), s.NH, sums, stream, false);
     }
 };
 
@@ -70,12 +71,15 @@ Results run(const Case& c) {
     DeviceArray<T> qkv(from_float(c.qkv)), dout(from_float(c.dout)), rounded_out(from_float(c.rounded_out));
     DeviceArray<float> expected_lse(c.expected.lse);
     DeviceArray<T> out(c.dout.size()), dqkv(c.qkv.size());
-    DeviceArray<float> lse(c.expected.lse.size());
+    DeviceArray<float> lse(c.expected.lse.size()), dqkvb(std::vector<float>(3 * size_t(s.C()), 0.5f));
     cuda::Stream stream;
+    cuda::GradientSums sums;
     cuda::attention_forward(out, lse, qkv, s.B, s.T, s.C(), s.NH, stream);
-    cuda::attention_backward(dqkv, dout, rounded_out, qkv, expected_lse, s.B, s.T, s.C(), s.NH, stream);
+    cuda::attention_backward(dqkv, dqkvb, dout, rounded_out, qkv, expected_lse, s.B, s.T, s.C(), s.NH, sums,
+                             stream);
+    sums.add_pending(stream);
     stream.synchronize();
-    return {to_float(out.to_host()), lse.to_host(), to_float(dqkv.to_host())};
+    return {to_float(out.to_host()), lse.to_host(), to_float(dqkv.to_host()), dqkvb.to_host()};
 }
 
 // How far each result may be from the CPU's. `stored`, relative: p or ds, and the result itself, are rounded
@@ -87,7 +91,7 @@ class Bounds {
 public:
     Bounds(const Case& c, float stored) : c(c), s(c.shape), stored(stored) {
         bounds = {std::vector<float>(c.dout.size(), 1e-30f), std::vector<float>(c.expected.lse.size()),
-                  std::vector<float>(c.qkv.size(), 1e-30f)};
+                  std::vector<float>(c.qkv.size(), 1e-30f), {}};
         for (int b = 0; b < s.B; b++) {
             for (int h = 0; h < s.NH; h++) {
                 for (int t = 0; t < s.T; t++) {
@@ -160,6 +164,17 @@ double relative_error(const std::vector<float>& got, const std::vector<float>& e
 template <class T>
 constexpr float stored_error = std::is_same_v<T, bf16> ? 1.0f / 128 : 1.0f / (1 << 23);
 
+// The gradient of the bias, which was 0.5, is the sum over rows of dqkv.
+void expect_sums_of_rows(const Results& got) {
+    const size_t width = got.dqkvb.size();
+    std::vector<double> sums(width, 0.5), sizes(width, 1.0);
+    for (size_t i = 0; i < got.dqkv.size(); i++) {
+        sums[i % width] += got.dqkv[i];
+        sizes[i % width] += std::fabs(got.dqkv[i]);
+    }
+    for (size_t i = 0; i < width; i++) { ASSERT_NEAR(got.dqkvb[i], sums[i], 0x1p-20 * sizes[i]) << i; }
+}
+
 template <class T>
 void expect_same_as_cpu(const Shape& s, unsigned seed, int orders = 1) {
     SCOPED_TRACE(format("B %d, T %d, NH %d, hs %d, logits %g", s.B, s.T, s.NH, s.hs, double(s.logits)));
@@ -170,6 +185,7 @@ void expect_same_as_cpu(const Shape& s, unsigned seed, int orders = 1) {
         expect_near("out", got.out, c.expected.out, bounds.out);
         expect_near("lse", got.lse, c.expected.lse, bounds.lse);
         expect_near("dqkv", got.dqkv, c.expected.dqkv, bounds.dqkv);
+        expect_sums_of_rows(got);
         // Rounding errors are random: over a tensor they stay below that of one value, or, in float, of the
         // largest scores' exponentials.
         const double largest = std::is_same_v<T, bf16> ? 1.0 / 256 : 1e-6 * std::max(1.0f, s.logits);
@@ -235,6 +251,7 @@ void expect_same_bits(const Shape& shape) {
         EXPECT_EQ(again.out, first.out);
         EXPECT_EQ(again.lse, first.lse);
         EXPECT_EQ(again.dqkv, first.dqkv);
+        EXPECT_EQ(again.dqkvb, first.dqkvb);
     });
 }
 
@@ -243,14 +260,15 @@ TEST(AttentionFp32, HasTheSameBitsInAnyOrderOfBlocksAndThreads) { expect_same_bi
 
 TEST(Attention, OfAShapeThatTheKernelsDoNotTakeThrows) {
     Stream stream;
+    cuda::GradientSums sums;
     auto expect_thrown = [&](int B, int T, int C, int NH) {
         bf16* half = nullptr;
         float* full = nullptr;
         EXPECT_THROW(cuda::attention_forward(half, full, half, B, T, C, NH, stream), std::invalid_argument);
         EXPECT_THROW(cuda::attention_forward(full, full, full, B, T, C, NH, stream), std::invalid_argument);
-        EXPECT_THROW(cuda::attention_backward(half, half, half, half, full, B, T, C, NH, stream),
+        EXPECT_THROW(cuda::attention_backward(half, full, half, half, half, full, B, T, C, NH, sums, stream),
                      std::invalid_argument);
-        EXPECT_THROW(cuda::attention_backward(full, full, full, full, full, B, T, C, NH, stream),
+        EXPECT_THROW(cuda::attention_backward(full, full, full, full, full, full, B, T, C, NH, sums, stream),
                      std::invalid_argument);
     };
     expect_thrown(1, 5, 96, 1);
@@ -265,12 +283,14 @@ TEST(Attention, OfAShapeThatTheKernelsDoNotTakeThrows) {
 template <class T>
 void expect_any_misaligned_array_refused() {
     Stream stream;
+    cuda::GradientSums sums;
     DeviceArray<T> x(4 * 256);
     DeviceArray<float> lse(1);
     for (int wrong = 0; wrong < 4; wrong++) {
         auto array = [&](int i) { return x + 256 * i + (i == wrong ? 1 : 0); };
         EXPECT_THROW(
-            cuda::attention_backward(array(0), array(1), array(2), array(3), lse, 1, 1, 64, 1, stream),
+            cuda::attention_backward(array(0), lse, array(1), array(2), array(3), lse, 1, 1, 64, 1, sums,
+                                     stream),
             std::invalid_argument)
             << wrong;
         if (wrong >= 2) { continue; }

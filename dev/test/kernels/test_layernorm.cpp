@@ -160,42 +160,62 @@ struct Backward {
           mean(fractions(N, -1, 1, 4, seed + 4)),
           rstd(fractions(N, 0.5f, 1.5f, 3, seed + 5)),
           dweight(fractions(C, -8, 8, 3, seed + 6)),
-          dbias(fractions(C, -8, 8, 3, seed + 7)) {}
+          dbias(fractions(C, -8, 8, 3, seed + 7)),
+          dprojb(fractions(C, -8, 8, 3, seed + 8)) {}
     int N, C;
-    std::vector<float> dinp, dout, inp, weight, mean, rstd, dweight, dbias;
+    std::vector<float> dinp, dout, inp, weight, mean, rstd, dweight, dbias, dprojb;
 };
 
 struct Gradients {
-    std::vector<float> dinp, dweight, dbias;
+    std::vector<float> dinp, dweight, dbias, dprojb;
 };
 
 Gradients cpu_gradients(const Backward& b) {
-    Gradients of_cpu{b.dinp, b.dweight, b.dbias};
+    Gradients of_cpu{b.dinp, b.dweight, b.dbias, b.dprojb};
+    cpu::GradientSums sums;
     cpu::Stream stream;
-    cpu::layernorm_backward(of_cpu.dinp.data(), of_cpu.dweight.data(), of_cpu.dbias.data(), b.dout.data(),
-                            b.inp.data(), b.weight.data(), b.mean.data(), b.rstd.data(), b.N, b.C, stream);
+    cpu::layernorm_backward(of_cpu.dinp.data(), of_cpu.dweight.data(), of_cpu.dbias.data(),
+                            of_cpu.dprojb.data(), b.dout.data(), b.inp.data(), b.weight.data(), b.mean.data(),
+                            b.rstd.data(), b.N, b.C, sums, stream);
     return of_cpu;
 }
 
-// Of the launcher, or of its kernels with fewer blocks than it takes.
+// Of the launcher, or of its kernel with fewer blocks than it takes.
 Gradients cuda_gradients(const Backward& b, unsigned blocks = 0) {
     Stream stream;
+    cuda::GradientSums sums;
     DeviceArray<floatX> dinp(to_floatX(b.dinp)), dout(to_floatX(b.dout)), inp(to_floatX(b.inp));
     DeviceArray<floatX> weight(to_floatX(b.weight));
-    DeviceArray<float> mean(b.mean), rstd(b.rstd), dweight(b.dweight), dbias(b.dbias);
+    DeviceArray<float> mean(b.mean), rstd(b.rstd), dweight(b.dweight), dbias(b.dbias), dprojb(b.dprojb);
     if (blocks == 0) {
-        cuda::layernorm_backward(dinp, dweight, dbias, dout, inp, weight, mean, rstd, b.N, b.C, stream);
+        cuda::layernorm_backward(dinp, dweight, dbias, dprojb, dout, inp, weight, mean, rstd, b.N, b.C, sums,
+                                 stream);
     } else {
-        DeviceArray<float> partial(size_t(blocks) * 2 * b.C);
-        launch(cuda::layernorm_backward_kernel, Grid{blocks, blocks_for(b.C / 8, 32) * 32, 0, stream}, dinp,
-               partial, dout, inp, weight, mean, rstd, b.N, b.C);
-        launch(cuda::layernorm_add_partial_kernel,
-               Grid{blocks_for(2 * b.C, 32), 32 * cuda::partial_warps, 0, stream}, dweight, dbias, partial,
-               int(blocks), b.C);
-        stream.synchronize();  // before `partial` goes
+        float* partial = sums.partial(blocks, 3 * b.C);
+        launch(cuda::layernorm_backward_kernel<768>, Grid{blocks, blocks_for(b.C / 8, 32) * 32, 0, stream},
+               dinp, partial, dout, inp, weight, mean, rstd, b.N, b.C);
+        sums.add_later(dweight, partial, blocks, b.C, 3 * b.C);
+        sums.add_later(dbias, partial + b.C, blocks, b.C, 3 * b.C);
+        sums.add_later(dprojb, partial + 2 * b.C, blocks, b.C, 3 * b.C);
     }
+    sums.add_pending(stream);
     stream.synchronize();
-    return {to_float(dinp), dweight.to_host(), dbias.to_host()};
+    return {to_float(dinp), dweight.to_host(), dbias.to_host(), dprojb.to_host()};
+}
+
+// dprojb is a sum of N values of dinp, each below 2^4 here and 1e-6 of 1 + its size off, and rounds as often.
+// Of more than 6144 channels, dinp is summed after it was rounded.
+void expect_gradients(const Gradients& actual, const Gradients& expected, float noise) {
+    EXPECT_EQ(actual.dweight, expected.dweight);
+    EXPECT_EQ(actual.dbias, expected.dbias);
+    expect_rounded(actual.dinp, expected.dinp, noise);
+    const size_t C = expected.dprojb.size(), values = expected.dinp.size();
+    const float rounding = C > 6144 && sizeof(floatX) == 2 ? 1.0f / 256 : 0.0f;
+    for (size_t c = 0; c < C; c++) {
+        float off = float(values / C) * 16 * noise;
+        for (size_t i = c; i < values; i += C) { off += rounding * fabsf(expected.dinp[i]); }
+        ASSERT_NEAR(actual.dprojb[c], expected.dprojb[c], off) << "channel " << c;
+    }
 }
 
 // The terms of dbias are multiples of 2^-5, those of dweight of 2^-12, and their sums stay below 2^12: exact
@@ -203,9 +223,7 @@ Gradients cuda_gradients(const Backward& b, unsigned blocks = 0) {
 void expect_backward_of_the_cpu(const Shape& shape, unsigned seed) {
     const Backward b(shape, seed);
     const Gradients expected = cpu_gradients(b), actual = cuda_gradients(b);
-    EXPECT_EQ(actual.dweight, expected.dweight);
-    EXPECT_EQ(actual.dbias, expected.dbias);
-    expect_rounded(actual.dinp, expected.dinp, 1e-6f);
+    expect_gradients(actual, expected, 1e-6f);
 }
 
 TEST(LayerNorm, BackwardIsTheCpusUpToRounding) {
@@ -230,9 +248,7 @@ TEST(LayerNorm, RowsOfABlockDoNotMeet) {
     const Gradients expected = cpu_gradients(b);
     for_each_order(8, [&] {
         const Gradients actual = cuda_gradients(b, 3);
-        EXPECT_EQ(actual.dweight, expected.dweight);
-        EXPECT_EQ(actual.dbias, expected.dbias);
-        expect_rounded(actual.dinp, expected.dinp, 1e-6f);
+        expect_gradients(actual, expected, 1e-6f);
     });
 }
 
@@ -246,9 +262,7 @@ TEST(LayerNorm, ThreadsWithoutChannelsTakeNothingFromRowToRow) {
         for (float& value : b.mean) { value /= 64; }
         for (float& value : b.rstd) { value *= 64; }
         const Gradients expected = cpu_gradients(b), actual = cuda_gradients(b, 2);
-        EXPECT_EQ(actual.dweight, expected.dweight);
-        EXPECT_EQ(actual.dbias, expected.dbias);
-        expect_rounded(actual.dinp, expected.dinp, 64 * 1e-6f);
+        expect_gradients(actual, expected, 64 * 1e-6f);
     }
 }
 
@@ -266,6 +280,75 @@ TEST(LayerNorm, BackwardGivesTheSameBitsInAnyOrder) {
         EXPECT_EQ(again.dinp, first.dinp);
         EXPECT_EQ(again.dweight, first.dweight);
         EXPECT_EQ(again.dbias, first.dbias);
+        EXPECT_EQ(again.dprojb, first.dprojb);
+    });
+}
+
+// Layer 0's first LayerNorm reads the embedding, which has no bias.
+TEST(LayerNorm, BackwardWithoutAProjectionBeforeItAddsToTheRest) {
+    const Backward b({70, 72}, 1);
+    const Gradients expected = cpu_gradients(b);
+    Stream stream;
+    cuda::GradientSums sums;
+    DeviceArray<floatX> dinp(to_floatX(b.dinp)), dout(to_floatX(b.dout)), inp(to_floatX(b.inp));
+    DeviceArray<floatX> weight(to_floatX(b.weight));
+    DeviceArray<float> mean(b.mean), rstd(b.rstd), dweight(b.dweight), dbias(b.dbias);
+    cuda::layernorm_backward(dinp, dweight, dbias, nullptr, dout, inp, weight, mean, rstd, b.N, b.C, sums,
+                             stream);
+    sums.add_pending(stream);
+    stream.synchronize();
+    EXPECT_EQ(dweight.to_host(), expected.dweight);
+    EXPECT_EQ(dbias.to_host(), expected.dbias);
+}
+
+// What the first micro-step of a step adds to, and what no gradient is, is zero when it begins.
+TEST(LayerNorm, AStepBeginsWithZerosWhereItsFirstMicroStepDoesNotWrite) {
+    const Layout layout = gpt_layout({8, 100, 128, 2, 1, 64}, 2, 1);
+    Stream stream;
+    DeviceArray<float> grads(std::vector<float>(size_t(layout.size), 1.0f));
+    cuda::GradientSums sums;
+    sums.begin(grads, layout, false, stream);
+    stream.synchronize();
+    EXPECT_TRUE(sums.adds);
+    EXPECT_EQ(grads.to_host(), std::vector<float>(size_t(layout.size), 1.0f));
+    std::vector<float> expected(size_t(layout.size), 0.0f);
+    for (const Tensor& tensor : layout.tensors) {
+        if (tensor.name == "wpe") { continue; }
+        std::fill_n(expected.begin() + tensor.offset, tensor.count(), 1.0f);
+    }
+    ASSERT_LT(layout.values, layout.size);
+    sums.begin(grads, layout, true, stream);
+    stream.synchronize();
+    EXPECT_FALSE(sums.adds);
+    EXPECT_EQ(grads.to_host(), expected);
+}
+
+// Sums of several lengths and widths in one launch, and then none; more than a launch takes are refused.
+TEST(LayerNorm, PendingSumsAreAddedOnce) {
+    for_each_order(3, [] {
+        Stream stream;
+        cuda::GradientSums sums;
+        const std::vector<float> rows = fractions(600 * 40, -1, 1, 5, 1), before = fractions(40, -8, 8, 3, 2);
+        DeviceArray<float> all(rows), to(before), of_floatX(before);
+        DeviceArray<floatX> row(to_floatX(before));
+        sums.add_later(to, static_cast<float*>(all), 600, 33, 40);
+        sums.add_later(of_floatX, static_cast<floatX*>(row), 1, 40, 40);
+        sums.add_later(nullptr, static_cast<float*>(all), 600, 40, 40);
+        sums.add_pending(stream);
+        sums.add_pending(stream);
+        stream.synchronize();
+        std::vector<float> expected = before, twice = before;
+        for (size_t i = 0; i < rows.size(); i++) { expected[i % 40] += i % 40 < 33 ? rows[i] : 0.0f; }
+        for (float& value : twice) { value *= 2; }
+        EXPECT_EQ(to.to_host(), expected);
+        EXPECT_EQ(of_floatX.to_host(), twice);
+        sums.adds = false;
+        sums.add_later(to, static_cast<floatX*>(row), 1, 40, 40);
+        sums.add_pending(stream);
+        stream.synchronize();
+        EXPECT_EQ(to.to_host(), before) << "overwritten";
+        for (int i = 0; i < 12; i++) { sums.add_later(to, static_cast<float*>(all), 1, 1, 1); }
+        EXPECT_THROW(sums.add_later(to, static_cast<float*>(all), 1, 1, 1), std::logic_error);
     });
 }
 
@@ -286,18 +369,21 @@ TEST(LayerNorm, BlocksOfBackwardDependOnRowsAndChannels) {
 
 TEST(LayerNorm, ChannelsThatItCannotTakeAreRefused) {
     Stream stream;
+    cuda::GradientSums sums;
     DeviceArray<floatX> x(8208);
     DeviceArray<float> f(8208);
     for (int C : {-8, 0, 12, 8200}) {
         EXPECT_THROW(cuda::layernorm_forward(x, f, f, x, x, x, 1, C, stream), std::invalid_argument);
         EXPECT_THROW(cuda::fused_residual_forward(x, x, f, f, x, x, x, x, 1, C, stream),
                      std::invalid_argument);
-        EXPECT_THROW(cuda::layernorm_backward(x, f, f, x, x, x, f, f, 1, C, stream), std::invalid_argument);
+        EXPECT_THROW(cuda::layernorm_backward(x, f, f, f, x, x, x, f, f, 1, C, sums, stream),
+                     std::invalid_argument);
     }
 }
 
 TEST(LayerNorm, AnyArrayThatIsNotAlignedIsRefused) {
     Stream stream;
+    cuda::GradientSums sums;
     DeviceArray<floatX> x(128);
     DeviceArray<float> f(64);
     for (int wrong = 0; wrong < 6; wrong++) {
@@ -311,7 +397,8 @@ TEST(LayerNorm, AnyArrayThatIsNotAlignedIsRefused) {
                      std::invalid_argument)
             << wrong;
         EXPECT_THROW(
-            cuda::layernorm_backward(array(0), f, f, array(1), array(2), array(3), f, f, 1, 8, stream),
+            cuda::layernorm_backward(array(0), f, f, f, array(1), array(2), array(3), f, f, 1, 8, sums,
+                                     stream),
             std::invalid_argument)
             << wrong;
     }

@@ -1,5 +1,5 @@
 // The fully connected layer on cuBLASLt (the emulated one, where there is no GPU) against the CPU's, and its
-// kernels: column sums and the derivative of GELU.
+// kernel: the derivative of GELU.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -74,7 +74,7 @@ struct Case {
           dout(small_multiples(long(N) * OC, 0.25f, seed + 3)),
           pre_gelu(small_multiples(long(N) * C, 0.75f, seed + 4)),
           dweight(small_multiples(long(OC) * C, 0.5f, seed + 5)),
-          dbias(small_multiples(OC, 1.0f, seed + 6)),
+          dbias(small_multiples(C, 1.0f, seed + 6)),
           out(dout.size()),
           out_pre_gelu(dout.size()),
           dinp(inp.size()) {
@@ -114,32 +114,57 @@ void expect_forward(cuda::Matmul& matmul, Case x, bool with_bias, bool with_gelu
     expect_near(out, x.out, source, of_source(matmul));
 }
 
-void expect_backward(cuda::Matmul& matmul, Case x, bool with_bias, bool with_gelu) {
-    SCOPED_TRACE(testing::Message() << "N " << x.N << " C " << x.C << " OC " << x.OC << " bias " << with_bias
-                                    << " gelu " << with_gelu);
+void expect_backward(cuda::Matmul& matmul, Case x, bool adds = true) {
+    SCOPED_TRACE(testing::Message() << "N " << x.N << " C " << x.C << " OC " << x.OC);
     Stream stream;
     cpu::Stream host;
     DeviceArray<floatX> dout(to_floatX(x.dout)), inp(to_floatX(x.inp)), weight(to_floatX(x.weight));
+    DeviceArray<floatX> dinp(x.inp.size());
+    DeviceArray<float> dweight(x.dweight);
+    cuda::GradientSums sums;
+    cpu::GradientSums host_sums;
+    sums.adds = adds;
+    cuda::matmul_backward(matmul, dinp, dweight, dout, inp, weight, x.N, x.C, x.OC, sums, stream);
+    stream.synchronize();
+    if (!sums.adds) { x.dweight.assign(x.dweight.size(), 0.0f); }
+    cpu::matmul_backward(cpu_matmul(), x.dinp.data(), x.dweight.data(), x.dout.data(), x.inp.data(),
+                         x.weight.data(), x.N, x.C, x.OC, host_sums, host);
+    EXPECT_EQ(dweight.to_host(), x.dweight);
+    expect_rounded(dinp, x.dinp, "dinp");
+}
+
+// The gradient of the bias is as far off as the values that it sums and, where cuBLASLt sums them, rounded to
+// floatX before it is added.
+void expect_gelu_backward(cuda::Matmul& matmul, Case x) {
+    SCOPED_TRACE(testing::Message() << "N " << x.N << " C " << x.C << " OC " << x.OC << " gelu");
+    Stream stream;
+    cpu::Stream host;
+    cuda::GradientSums sums;
+    cpu::GradientSums host_sums;
+    DeviceArray<floatX> dout(to_floatX(x.dout)), inp(to_floatX(x.inp)), weight(to_floatX(x.weight));
     DeviceArray<floatX> pre_gelu(to_floatX(x.pre_gelu)), dinp(x.inp.size());
     DeviceArray<float> dweight(x.dweight), dbias(x.dbias);
-    cuda::matmul_backward(matmul, dinp, dweight, with_bias ? static_cast<float*>(dbias) : nullptr, dout, inp,
-                          weight, x.N, x.C, x.OC, stream,
-                          with_gelu ? static_cast<floatX*>(pre_gelu) : nullptr);
+    cuda::matmul_gelu_backward(matmul, dinp, dweight, dbias, dout, inp, pre_gelu, weight, x.N, x.C, x.OC,
+                               sums, stream);
+    sums.add_pending(stream);
     stream.synchronize();
-    cpu::matmul_backward(cpu_matmul(), x.dinp.data(), x.dweight.data(), with_bias ? x.dbias.data() : nullptr,
-                         x.dout.data(), x.inp.data(), x.weight.data(), x.N, x.C, x.OC, host,
-                         with_gelu ? x.pre_gelu.data() : nullptr);
-    EXPECT_EQ(dweight.to_host(), x.dweight);
-    EXPECT_EQ(dbias.to_host(), x.dbias);
-    if (!with_gelu) {
-        expect_rounded(dinp, x.dinp, "dinp");
-        return;
+    // `product` is what the derivative is applied to.
+    Floats product(x.dinp.size()), expected_dweight = x.dweight, expected_dbias = x.dbias;
+    cpu::matmul_backward(cpu_matmul(), product.data(), x.dweight.data(), x.dout.data(), x.inp.data(),
+                         x.weight.data(), x.N, x.C, x.OC, host_sums, host);
+    cpu::matmul_gelu_backward(cpu_matmul(), x.dinp.data(), expected_dweight.data(), expected_dbias.data(),
+                              x.dout.data(), x.inp.data(), x.pre_gelu.data(), x.weight.data(), x.N, x.C, x.OC,
+                              host_sums, host);
+    EXPECT_EQ(dweight.to_host(), expected_dweight);
+    expect_near(dinp, x.dinp, product, of_source(matmul));
+    const Floats all = dbias.to_host();
+    for (size_t c = 0; c < all.size(); c++) {
+        float off = matmul.fuses_gelu ? rounding * std::fabs(expected_dbias[c] - x.dbias[c]) : 0.0f;
+        for (size_t i = c; i < product.size(); i += all.size()) {
+            off += of_source(matmul) * std::fabs(product[i]) + 0x1p-20f * std::fabs(x.dinp[i]);
+        }
+        ASSERT_NEAR(all[c], expected_dbias[c], off) << "channel " << c;
     }
-    // `sum` is what the derivative is applied to.
-    Floats sum(x.dinp.size());
-    cpu::matmul_backward(cpu_matmul(), sum.data(), x.dweight.data(), nullptr, x.dout.data(), x.inp.data(),
-                         x.weight.data(), x.N, x.C, x.OC, host);
-    expect_near(dinp, x.dinp, sum, of_source(matmul));
 }
 
 const std::vector<std::array<int, 3>> shapes = {  // N, C, OC
@@ -165,11 +190,10 @@ TEST(Matmul, BackwardAddsToTheSumsAndOverwritesDinpAsTheCpuDoes) {
     cuda::Matmul fused({MatmulPrecision::highest, 1}), apart({MatmulPrecision::highest, 0});
     unsigned seed = 100;
     for (const auto& [N, C, OC] : shapes) {
-        for (const bool with_bias : {true, false}) {
-            expect_backward(fused, Case(N, C, OC, seed++), with_bias, false);
-            expect_backward(fused, Case(N, C, OC, seed++), with_bias, true);
-            expect_backward(apart, Case(N, C, OC, seed++), with_bias, true);
-        }
+        expect_backward(fused, Case(N, C, OC, seed++));
+        expect_backward(fused, Case(N, C, OC, seed++), false);
+        expect_gelu_backward(fused, Case(N, C, OC, seed++));
+        expect_gelu_backward(apart, Case(N, C, OC, seed++));
     }
 }
 
@@ -183,13 +207,14 @@ TEST(Matmul, GeluThatIsNotFusedIsThatOfTheRoundedSums) {
     DeviceArray<floatX> inp(to_floatX(x.inp)), weight(to_floatX(x.weight)), bias(to_floatX(x.bias));
     DeviceArray<floatX> dout(to_floatX(x.dout)), pre_gelu(to_floatX(x.pre_gelu));
     DeviceArray<floatX> out(size_t(N) * OC), sums(size_t(N) * OC), dinp(size_t(N) * C), dsums(size_t(N) * C);
-    DeviceArray<float> dweight(x.dweight);
-    float* none = nullptr;
+    DeviceArray<float> dweight(x.dweight), dbias(x.dbias);
+    cuda::GradientSums of_columns;
     cuda::matmul_forward(matmul, out, inp, weight, bias, N, C, OC, stream, sums);
-    cuda::matmul_backward(matmul, dinp, dweight, none, dout, inp, weight, N, C, OC, stream, pre_gelu);
-    cuda::matmul_backward(matmul, dsums, dweight, none, dout, inp, weight, N, C, OC, stream);
+    cuda::matmul_gelu_backward(matmul, dinp, dweight, dbias, dout, inp, pre_gelu, weight, N, C, OC,
+                               of_columns, stream);
+    cuda::matmul_backward(matmul, dsums, dweight, dout, inp, weight, N, C, OC, of_columns, stream);
     cuda::gelu_forward(sums, sums, long(N) * OC, stream);
-    cuda::multiply_by_gelu_derivative(dsums, pre_gelu, long(N) * C, stream);
+    cuda::multiply_by_gelu_derivative(dsums, dbias, pre_gelu, N, C, of_columns, stream);
     stream.synchronize();
     EXPECT_EQ(to_floats(out.to_host()), to_floats(sums.to_host()));
     EXPECT_EQ(to_floats(dinp.to_host()), to_floats(dsums.to_host()));
@@ -201,7 +226,7 @@ TEST(Matmul, APlanIsForItsShapeAndTakesTheCallsOwnPointers) {
     for (unsigned seed = 200; seed < 203; seed++) {
         for (const auto& [N, C, OC] : {std::array<int, 3>{5, 64, 8}, {5, 8, 64}, {8, 64, 8}, {5, 64, 16}}) {
             expect_forward(matmul, Case(N, C, OC, seed), true, true);
-            expect_backward(matmul, Case(N, C, OC, seed), true, true);
+            expect_gelu_backward(matmul, Case(N, C, OC, seed));
         }
     }
 }
@@ -223,10 +248,12 @@ std::vector<Floats> results_of(cuda::Matmul& matmul, const Case& x, long by) {
     DeviceArray<floatX> out(to_floatX(shifted(x.out))), pre_gelu(to_floatX(shifted(x.out)));
     DeviceArray<float> dweight(shifted(x.dweight)), dbias(shifted(x.dbias));
     Stream stream;
+    cuda::GradientSums sums;
     cuda::matmul_forward(matmul, out + by, inp + by, weight + by, bias + by, x.N, x.C, x.OC, stream,
                          pre_gelu + by);
-    cuda::matmul_backward(matmul, dinp + by, dweight + by, dbias + by, dout + by, inp + by, weight + by, x.N,
-                          x.C, x.OC, stream, pre_gelu_in + by);
+    cuda::matmul_gelu_backward(matmul, dinp + by, dweight + by, dbias + by, dout + by, inp + by,
+                               pre_gelu_in + by, weight + by, x.N, x.C, x.OC, sums, stream);
+    sums.add_pending(stream);
     stream.synchronize();
     return {from(to_floats(out.to_host())), from(to_floats(pre_gelu.to_host())),
             from(to_floats(dinp.to_host())), from(dweight.to_host()), from(dbias.to_host())};
@@ -307,9 +334,6 @@ TEST(Matmul, RefusesWhatItCannotMultiplyBeforeItBegins) {
     EXPECT_THROW(cuda::matmul_forward(matmul, out, a, b, bias, N, 8, 8, stream), std::invalid_argument);
     EXPECT_THROW(cuda::matmul_forward(matmul, out, a, b, none, N, 8, 8, stream, pre_gelu),
                  std::invalid_argument);
-    EXPECT_THROW(cuda::multiply_by_gelu_derivative(out, a, 12, stream), std::invalid_argument);
-    EXPECT_THROW(cuda::multiply_by_gelu_derivative(out + 2, a, 8, stream), std::invalid_argument);
-    EXPECT_THROW(cuda::multiply_by_gelu_derivative(out, a + 2, 8, stream), std::invalid_argument);
     EXPECT_EQ(to_floats(out.to_host()), Floats(1024, 7.0f));
 }
 
@@ -319,7 +343,8 @@ TEST(Matmul, ThePlanOfAShapeIsMadeOnce) {
     const long before = emulator::heuristics_asked();
     for (unsigned seed = 0; seed < 3; seed++) { expect_forward(matmul, Case(5, 16, 8, seed), true, false); }
     EXPECT_EQ(emulator::heuristics_asked(), before + 1);
-    expect_backward(matmul, Case(5, 16, 8, 1), true, false);
+    expect_backward(matmul, Case(5, 16, 8, 1));
+    expect_backward(matmul, Case(5, 16, 8, 1), false);
     EXPECT_EQ(emulator::heuristics_asked(), before + 3);
 }
 
@@ -328,7 +353,7 @@ TEST(Matmul, ProductsAreCutForTheSmsThatAnExchangeLeaves) {
     const auto multiply = [](int sms_taken) {
         cuda::Matmul matmul({MatmulPrecision::highest, -1, sms_taken});
         expect_forward(matmul, Case(5, 16, 8, 1), true, false);
-        expect_backward(matmul, Case(5, 16, 8, 1), true, true);
+        expect_gelu_backward(matmul, Case(5, 16, 8, 1));
     };
     ncclUniqueId id;
     ASSERT_EQ(ncclGetUniqueId(&id), ncclSuccess);
@@ -359,61 +384,46 @@ TEST(Matmul, AnErrorOfTheLibraryNamesTheShape) {
 }
 #endif
 
-// More than two blocks of columns, rows of several chunks and a part of one, fewer rows than warps.
-TEST(Matmul, ColumnSumsAreExactAndAddToWhatIsThere) {
-    for (const auto& [rows, columns] :
-         {std::pair<int, int>{1, 8}, {7, 264}, {257, 520}, {300, 72}, {520, 776}, {2310, 8}}) {
-        const Floats inp = small_multiples(long(rows) * columns, 0.5f, unsigned(rows));
-        const Floats before = small_multiples(columns, 1.0f, 7);
-        Floats expected = before;
-        for (size_t i = 0; i < inp.size(); i++) { expected[i % size_t(columns)] += inp[i]; }
-        for_each_order(3, [&, rows = rows, columns = columns] {
-            Stream stream;
-            DeviceArray<floatX> device_inp(to_floatX(inp));
-            DeviceArray<float> sums(before);
-            cuda::column_sums(sums, device_inp, rows, columns, stream);
-            stream.synchronize();
-            EXPECT_EQ(sums.to_host(), expected) << rows << " x " << columns;
-        });
-    }
-}
-
-// Values whose sums round: all orders of blocks and threads, followed by rows that are not the call's.
-TEST(Matmul, ColumnSumsHaveTheSameBitsUnderEveryOrder) {
-    const int rows = 390, columns = 264;
-    std::mt19937 random(3);
-    Floats inp, first;
-    for (int i = 0; i < rows * columns; i++) { inp.push_back(float(random() % 1000) / 999.0f - 0.3f); }
-    DeviceArray<floatX> device_inp(to_floatX(inp));
-    Stream stream;
-    for_each_order(4, [&] {
-        DeviceArray<float> sums(Floats(columns, 0.1f));
-        cuda::column_sums(sums, device_inp, rows, columns, stream);
-        stream.synchronize();
-        const Floats result = sums.to_host();
-        if (first.empty()) { first = result; }
-        EXPECT_EQ(memcmp(first.data(), result.data(), columns * sizeof(float)), 0);
-    });
-}
-
-// Where GELU is not fused. The product is rounded to floatX once. The derivative is a sum of two terms of at
-// most 1.2 together, which cancel near x = -0.75, so that their roundings show next to it: where nvcc fuses
-// products and sums, one unit of each and one of the exponent, 2^-21 of dinp. The emulator's is the CPU's.
-TEST(Matmul, MultiplyByGeluDerivativeTakesEveryValue) {
+// Where GELU is not fused. More than two blocks of columns, rows of several chunks and a part of one, fewer
+// rows than warps. The product is rounded to floatX once. The derivative is a sum of two terms of at most 1.2
+// together, which cancel near x = -0.75, so that their roundings show next to it: where nvcc fuses products
+// and sums, one unit of each and one of the exponent, 2^-21 of dinp. The emulator's is the CPU's. So is the
+// sum over rows, but for the order of its terms.
+TEST(Matmul, MultiplyByGeluDerivativeTakesEveryValueAndSumsColumns) {
 #ifdef __CUDACC__
     const float of_dinp = 0x1p-21f;
 #else
     const float of_dinp = 0.0f;
 #endif
-    for (const long n : {8L, 2048L, 3 * 2048L + 40}) {
-        Floats dinp = small_multiples(n, 0.5f, unsigned(n)), x = small_multiples(n, 0.75f, 9), expected;
-        for (long i = 0; i < n; i++) { expected.push_back(dinp[size_t(i)] * gelu_derivative(x[size_t(i)])); }
-        for_each_order(2, [&] {
+    for (const auto& [rows, columns] :
+         {std::pair<int, int>{1, 8}, {7, 264}, {257, 520}, {300, 72}, {520, 776}, {2310, 8}}) {
+        const long n = long(rows) * columns;
+        const Floats dinp = small_multiples(n, 0.5f, unsigned(n)), x = small_multiples(n, 0.75f, 9);
+        const Floats before = small_multiples(columns, 1.0f, 7);
+        Floats expected;
+        std::vector<double> sums(before.begin(), before.end()), sizes(before.size());
+        for (size_t i = 0; i < dinp.size(); i++) {
+            expected.push_back(dinp[i] * gelu_derivative(x[i]));
+            sums[i % before.size()] += expected[i];
+            sizes[i % before.size()] += std::fabs(dinp[i]);
+        }
+        Floats first;
+        for_each_order(3, [&, rows = rows, columns = columns] {
             Stream stream;
+            cuda::GradientSums gradients;
             DeviceArray<floatX> device_dinp(to_floatX(dinp)), device_x(to_floatX(x));
-            cuda::multiply_by_gelu_derivative(device_dinp, device_x, n, stream);
+            DeviceArray<float> device_sums(before);
+            cuda::multiply_by_gelu_derivative(device_dinp, device_sums, device_x, rows, columns, gradients,
+                                              stream);
+            gradients.add_pending(stream);
             stream.synchronize();
             expect_near(device_dinp, expected, dinp, of_dinp);
+            const Floats result = device_sums.to_host();
+            for (size_t c = 0; c < sums.size(); c++) {
+                ASSERT_NEAR(result[c], sums[c], (0x1p-20 + of_dinp) * (sizes[c] + 3)) << "column " << c;
+            }
+            if (first.empty()) { first = result; }
+            EXPECT_EQ(result, first) << "in another order of blocks and threads";
         });
     }
 }

@@ -55,6 +55,13 @@ def test_muon_s_ranks_have_the_losses_of_one_rank_and_of_the_cpu(train):
     assert two.losses()[-1] < two.losses()[0]
 
 
+def test_micro_steps_have_the_cpu_s_losses_whatever_the_memory_of_gradients_held(train):
+    """A step's first micro-step overwrites that memory, through which checkpoints and evaluations pass."""
+    options = {**SMALL, "-d": 256, "-n": 3, "-v": 2}
+    emulated, cpu = train("micro", options, trainer=EMULATED), train("cpu", options)
+    assert emulated.losses() == pytest.approx(cpu.losses(), abs=5e-3)
+
+
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
 def test_no_order_of_the_streams_changes_a_bit(train, calm, seed):
     run = train("watched", SMALL, environment=environment(seed), trainer=EMULATED)
@@ -70,6 +77,19 @@ def test_the_host_waits_in_no_call_of_a_step_nor_of_its_checkpoint(train):
                     trainer=EMULATED)
         return int(re.search(r"the host waited in (\d+) calls", run.stderr)[1])
     assert calls(2) == calls(5) > 0
+
+
+def test_launches_of_a_micro_step_of_the_largest_gpt_2_fit_into_a_stream_s_queue(train):
+    """About 1,000 do; beyond that the host waits in a launch. d48, GELU fused, as on Hopper."""
+    def launches(layers, micro_steps):
+        options = {**SMALL, "--layers": layers, "-x": 1, "-d": 64 * micro_steps, "-v": 0, "-s": 0, "--workers": 1,
+                   "--ranks": 1, "-H": None, "--overlap": None, "--fragment-layers": None, "--outer-dtype": None,
+                   "--fuse-gelu": 1}
+        run = train(f"{layers}-{micro_steps}", options,
+                    environment={**environment(0), "EMULATOR_COUNT_WAITS": "1"}, trainer=EMULATED)
+        return int(re.search(r"the host launched (\d+) times", run.stderr)[1])
+    one, two = (launches(layers, 3) - launches(layers, 2) for layers in (1, 2))
+    assert 0 < one + 47 * (two - one) <= 1000
 
 
 def test_tcp_under_the_gpu_s_stream_gives_nccl_s_bits(train, calm):

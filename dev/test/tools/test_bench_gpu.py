@@ -33,7 +33,7 @@ def table(tmp_path_factory):
 def test_every_kernel_of_a_step_has_a_time_and_a_rate(table):
     kinds = re.findall(rf"^  (.+?){NUMBER}{NUMBER}{NUMBER}%{NUMBER} (TF/s|GB/s){NUMBER}%$", table, re.MULTILINE)
     names = [kind[0] for kind in kinds]
-    assert len(names) == len(set(names)) == 27
+    assert len(names) == len(set(names)) == 25
     for name in ["matmul qkv: dweight", "attention forward", "LayerNorm backward", "AdamW"]:
         assert name in names
     assert all(float(kind[2]) > 0 for kind in kinds)

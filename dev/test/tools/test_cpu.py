@@ -16,10 +16,10 @@ sys.path.insert(0, str(ROOT / "dev/bench"))
 import bench_cpu
 
 # Functions of the trainer that hold these loops. Softmax is inlined into attention.
-LOOPS = {"GELU": r"cpu::gelu_forward\(", "GELU's derivative": r"cpu::matmul_backward\(",
+LOOPS = {"GELU": r"cpu::gelu_forward\(", "GELU's derivative": r"cpu::matmul_gelu_backward\(",
          "attention": r"cpu::attention_forward",
          "attention's derivative": r"cpu::attention_backward",
-         "classifier": r"cpu::fused_classifier\(", "LayerNorm": r"cpu::layernorm_row\(",
+         "classifier": r"cpu::fused_classifier\(", "LayerNorm": r"cpu::(layernorm_row|layernorm_forward)\(",
          "LayerNorm's derivative": r"cpu::layernorm_backward_row\(", "AdamW": r"cpu::adamw_update\(",
          "E2M1": r"cpu::quantize_block<E2M1, true>\("}
 # What such a loop must not call: arithmetic for one value.

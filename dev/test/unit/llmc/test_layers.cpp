@@ -201,21 +201,31 @@ Doubles layernorm_exact(const Doubles& inp, const Doubles& weight, const Doubles
     return out;
 }
 
+cpu::GradientSums sums;
+
+// The sums over rows, as cpu::column_sums adds them, of a matrix that is complete.
+Floats sums_of_rows(const Floats& rows, int columns) {
+    Floats result(size_t(columns), 0.0f);
+    cpu::column_sums(result.data(), rows.data(), int(rows.size()) / columns, columns, [](long) {});
+    return result;
+}
+
 struct LayerNormCase {
     int N, C;
-    Floats inp, weight, bias, dout, out, mean, rstd, dinp, dweight, dbias;
+    Floats inp, weight, bias, dout, out, mean, rstd, dinp, dweight, dbias, dprojb;
 
     LayerNormCase(int N, int C)
         : N(N), C(C), inp(random_floats(long(N) * C, 1)), weight(random_floats(C, 2)),
           bias(random_floats(C, 3)), dout(random_floats(long(N) * C, 4)), out(inp.size()), mean(size_t(N)),
-          rstd(size_t(N)), dinp(inp.size()), dweight(weight.size()), dbias(bias.size()) {
+          rstd(size_t(N)), dinp(inp.size()), dweight(weight.size()), dbias(bias.size()),
+          dprojb(bias.size()) {
         for (float& x : inp) { x = 0.7f * x + 3.0f; }
     }
     void run() {
         cpu::layernorm_forward(out.data(), mean.data(), rstd.data(), inp.data(), weight.data(), bias.data(),
                                N, C, main_stream);
-        cpu::layernorm_backward(dinp.data(), dweight.data(), dbias.data(), dout.data(), inp.data(),
-                                weight.data(), mean.data(), rstd.data(), N, C, main_stream);
+        cpu::layernorm_backward(dinp.data(), dweight.data(), dbias.data(), dprojb.data(), dout.data(),
+                                inp.data(), weight.data(), mean.data(), rstd.data(), N, C, sums, main_stream);
     }
 };
 
@@ -234,6 +244,21 @@ TEST(LayerNorm, forward_and_backward_match_double_precision) {
         expect_gradient(x.dbias, x.bias,
                         [&](const Doubles& at) { return dot(layernorm_exact(inp, weight, at), x.dout); });
     }
+}
+
+TEST(LayerNorm, backward_sums_the_rows_of_dinp_for_the_projection_before) {
+    LayerNormCase x(130, 33);
+    x.run();
+    EXPECT_EQ(x.dprojb, sums_of_rows(x.dinp, 33));
+    LayerNormCase none(130, 33);
+    cpu::layernorm_forward(none.out.data(), none.mean.data(), none.rstd.data(), none.inp.data(),
+                           none.weight.data(), none.bias.data(), 130, 33, main_stream);
+    cpu::layernorm_backward(none.dinp.data(), none.dweight.data(), none.dbias.data(), nullptr,
+                            none.dout.data(), none.inp.data(), none.weight.data(), none.mean.data(),
+                            none.rstd.data(), 130, 33, sums, main_stream);
+    EXPECT_EQ(none.dweight, x.dweight);
+    EXPECT_EQ(none.dbias, x.dbias);
+    EXPECT_EQ(none.dinp, x.dinp);
 }
 
 TEST(LayerNorm, backward_adds_to_all_three_gradients) {
@@ -269,6 +294,7 @@ TEST(LayerNorm, gives_the_same_bits_at_any_thread_count) {
         x.run();
         x.dinp.insert(x.dinp.end(), x.dweight.begin(), x.dweight.end());
         x.dinp.insert(x.dinp.end(), x.dbias.begin(), x.dbias.end());
+        x.dinp.insert(x.dinp.end(), x.dprojb.begin(), x.dprojb.end());
         return x.dinp;
     });
 }
@@ -278,18 +304,24 @@ TEST(LayerNorm, gives_the_same_bits_at_any_thread_count) {
 
 struct AttentionCase {
     int B, T, C, NH;
-    Floats qkv, dout, out, lse, dqkv;
+    Floats qkv, dout, out, lse, dqkv, dqkvb;
 
     AttentionCase(int B, int T, int C, int NH, float scale = 1.0f)
         : B(B), T(T), C(C), NH(NH), qkv(random_floats(long(B) * T * 3 * C, 1, scale)),
           dout(random_floats(long(B) * T * C, 2)), out(dout.size()), lse(size_t(B) * size_t(NH) * size_t(T)),
-          dqkv(qkv.size(), NAN) {}
+          dqkv(qkv.size(), NAN), dqkvb(3 * size_t(C)) {}
     void run(bool bf16 = false) {
         cpu::attention_forward(out.data(), lse.data(), qkv.data(), B, T, C, NH, main_stream, bf16);
-        cpu::attention_backward(dqkv.data(), dout.data(), out.data(), qkv.data(), lse.data(), B, T, C, NH,
-                                main_stream, bf16);
+        cpu::attention_backward(dqkv.data(), dqkvb.data(), dout.data(), out.data(), qkv.data(), lse.data(), B,
+                                T, C, NH, sums, main_stream, bf16);
     }
 };
+
+TEST(Attention, backward_sums_the_rows_of_dqkv_for_the_bias) {
+    AttentionCase x(2, 70, 32, 2);
+    x.run();
+    EXPECT_EQ(x.dqkvb, sums_of_rows(x.dqkv, 96));
+}
 
 // Returns out, followed by lse.
 Doubles attention_exact(const Doubles& qkv, int B, int T, int C, int NH) {
