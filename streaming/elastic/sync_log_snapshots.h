@@ -318,11 +318,11 @@ inline void SyncLog::look_for_offer() {
     });
 }
 
-// About as many bytes as one chunk of a payload.
+// About half as many bytes at a time as a chunk of a payload has.
 inline void SyncLog::read_snapshot() {
     const LogOffer& offer = *snapshot.offer;
     const size_t all = chunks_of(offer.bytes, options.snapshot_chunk);
-    const size_t some = std::max(options.chunk / options.snapshot_chunk, size_t(1));
+    const size_t some = std::max(options.chunk / 2 / options.snapshot_chunk, size_t(1));
     for (size_t chunk = snapshot.chunks; chunk < std::min(all, snapshot.chunks + some); chunk++) {
         ask({StoreRequest::get, key("snapshot/" + want()), chunk_name(offer.giver, chunk)},
             [this, attempt = snapshot.attempt](const StoreAnswer& answer, double) {

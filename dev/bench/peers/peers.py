@@ -298,7 +298,7 @@ def made(records, one):
 
 def parse_arguments(words):
     parser = Parser(description="Compares diloco.c with torchft and GradientMail: bytes, waits, a kill, losses.")
-    parser.add_argument("--trainer", type=Path, default=ROOT / "train_gpt_cpu")
+    parser.add_argument("--trainer", type=lambda path: Path(path).absolute(), default=ROOT / "train_gpt_cpu")
     parser.add_argument("--relay", type=Path, default=ROOT / "build/relay")
     parser.add_argument("--text", type=Path, default=ROOT / "build/peers/text", help="token shards")
     parser.add_argument("--out", type=Path, default=ROOT / "build/peers", help="folder of the runs' logs (build/peers)")
