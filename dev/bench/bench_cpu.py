@@ -235,13 +235,21 @@ def report(arguments, found):
     return "\n\n".join(text) + "\n"
 
 
+NO_BF16 = "this CPU does not multiply it natively, and the trainer computes in fp32 here"
+
+
+def multiplies_bf16():
+    """As the trainer decides; AMX has AVX512-BF16, too."""
+    return " avx512_bf16" in Path("/proc/cpuinfo").read_text()
+
+
 def parse_arguments(words):
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainer", type=Path, default=ROOT / "train_gpt_cpu")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["6x384"], metavar="NAME",
                         help="of " + " ".join(MODELS))
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), metavar="NAME",
-                        help="of " + " ".join(PRECISIONS))
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, metavar="NAME",
+                        help="of " + " ".join(PRECISIONS) + " (default: those that this CPU multiplies)")
     parser.add_argument("--pytorch", type=Path, metavar="PYTHON", help="a Python that has PyTorch, to be measured too")
     parser.add_argument("--report", type=Path, help="write the tables here too")
     parser.add_argument("--quick", action="store_true", help="the smallest model, one round of two steps")
@@ -249,6 +257,12 @@ def parse_arguments(words):
     arguments.rounds, arguments.steps = (1, 2) if arguments.quick else (5, 8)
     if arguments.quick:
         arguments.models = ["3x128"]
+    if not multiplies_bf16():
+        if "bf16" in (arguments.precisions or []):
+            raise UserError(f"{NO_BF16}: leave bf16 out of --precisions")
+        arguments.precisions = ["fp32"]
+        print(f"bf16 is left out: {NO_BF16}", file=sys.stderr)
+    arguments.precisions = arguments.precisions or list(PRECISIONS)
     check_report(arguments.report)
     for program in (arguments.trainer, *filter(None, [arguments.pytorch]), ROOT / "build/matmul_rate"):
         if not program.exists():

@@ -105,6 +105,19 @@ def test_a_symbol_belongs_to_a_part(library, symbol, part):
     assert bench_cpu.part_of(library, symbol) == part
 
 
+def test_bf16_is_left_out_where_the_cpu_does_not_multiply_it(tmp_path, monkeypatch, capsys):
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build/matmul_rate").touch()
+    monkeypatch.setattr(bench_cpu, "ROOT", tmp_path)
+    words = ["--trainer", str(tmp_path / "build/matmul_rate")]
+    for multiplies, precisions in (True, ["fp32", "bf16"]), (False, ["fp32"]):
+        monkeypatch.setattr(bench_cpu, "multiplies_bf16", lambda: multiplies)
+        assert bench_cpu.parse_arguments(words).precisions == precisions
+        assert ("bf16 is left out" in capsys.readouterr().err) == (not multiplies)
+    with pytest.raises(bench_cpu.UserError, match="leave bf16 out"):
+        bench_cpu.parse_arguments([*words, "--precisions", "fp32", "bf16"])
+
+
 def test_the_share_is_the_flops_of_a_step_over_onednn_s():
     model = bench_cpu.Model(2, 2, 64, 128, 32, 4)
     found = {"ours": [{"parameters": 1000, "seconds": 0.5, "peak": 2**20}], "rate": 1e7,
