@@ -257,16 +257,16 @@ def parse_arguments(words):
     arguments.rounds, arguments.steps = (1, 2) if arguments.quick else (5, 8)
     if arguments.quick:
         arguments.models = ["3x128"]
-    if not multiplies_bf16():
-        if "bf16" in (arguments.precisions or []):
-            raise UserError(f"{NO_BF16}: leave bf16 out of --precisions")
-        arguments.precisions = ["fp32"]
-        print(f"bf16 is left out: {NO_BF16}", file=sys.stderr)
-    arguments.precisions = arguments.precisions or list(PRECISIONS)
+    if "bf16" in (arguments.precisions or []) and not multiplies_bf16():
+        raise UserError(f"{NO_BF16}: leave bf16 out of --precisions")
     check_report(arguments.report)
     for program in (arguments.trainer, *filter(None, [arguments.pytorch]), ROOT / "build/matmul_rate"):
         if not program.exists():
             raise UserError(f"{program} is not there: run make bench-cpu, with PEERS=1 for PyTorch")
+    if not arguments.precisions and not multiplies_bf16():
+        arguments.precisions = ["fp32"]
+        print(f"bf16 is left out: {NO_BF16}", file=sys.stderr)
+    arguments.precisions = arguments.precisions or list(PRECISIONS)
     return arguments
 
 
