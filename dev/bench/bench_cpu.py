@@ -99,8 +99,9 @@ class Trainer:
         tokens = folder / f"tokens_{model.vocabulary}_train_000000.bin"
         if not tokens.exists():
             write_tokens(tokens, model.vocabulary, model.tokens * 100)
-        self.command = [program, *model.flags(), "--vocab-size", model.vocabulary, "-i", tokens, "-x", steps + WARM_UP,
-                        "-v", 0, "-s", 0, "-l", 1e-4, "--matmul-precision", PRECISIONS[precision], "-o", self.folder]
+        self.command = [program.resolve(), *model.flags(), "--vocab-size", model.vocabulary, "-i", tokens, "-x",
+                        steps + WARM_UP, "-v", 0, "-s", 0, "-l", 1e-4, "--matmul-precision", PRECISIONS[precision],
+                        "-o", self.folder]
 
     def measure(self):
         """{parameters, seconds of a step, peak of the memory in bytes}"""

@@ -466,9 +466,10 @@ def report(arguments, finished):
     if missing:
         parts.append(f"{len(missing)} of the {len(plan.all)} runs that are known so far are missing: the command above "
                      "makes them.")
-    if lengths := lengths_table(plan, gaps_by_length(finished, plan)):
+    gaps = gaps_by_length(finished, plan)
+    if lengths := lengths_table(plan, gaps):
         parts.append(LENGTHS_NOTE + "\n\n" + lengths)
-        parts += filter(None, [crossings(plan, finished, gaps_by_length(finished, plan))])
+        parts += filter(None, [crossings(plan, finished, gaps)])
     if tuned := tuning_lines(finished, plan):
         parts.append(TUNING_NOTE + "\n\n" + "\n".join(tuned))
     programs = len({record["program"] for record in records})

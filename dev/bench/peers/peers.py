@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT / "dev/bench"), str(ROOT / "dev/break/chaos")]
-from runs import above_zero, check_report, first_missing, run_missing  # finds dev/tools, too
+from runs import above_zero, check_report, command_of, first_missing, run_missing  # finds dev/tools, too
 from fleet import end
 from metrics import GrowingLog, Parser, UserError, exit_status, log_name
 from redis_server import RedisServer
@@ -139,8 +139,8 @@ class Run:
     def start_workers(self):
         if self.one.name in OURS:
             more = {} if self.one.name == "lock-step" else {"--outer-transport": "store"}
-            options = {**self.options, **STREAMING, **more, "--interface": self.sites.interface, "-o": self.folder}
-            words = [self.arguments.trainer, *(word for option in options.items() for word in option)]
+            options = {**self.options, **STREAMING, **more, "--interface": self.sites.interface}
+            words = command_of(self.arguments.trainer, options, self.folder)
             return [self.start(worker, [*words, "--worker", worker], f"worker{worker}") for worker in range(2)]
         program, _, mode = self.one.name.partition("-")
         self.environment["GLOO_SOCKET_IFNAME"] = self.sites.interface
@@ -298,7 +298,7 @@ def made(records, one):
 
 def parse_arguments(words):
     parser = Parser(description="Compares diloco.c with torchft and GradientMail: bytes, waits, a kill, losses.")
-    parser.add_argument("--trainer", type=lambda path: Path(path).absolute(), default=ROOT / "train_gpt_cpu")
+    parser.add_argument("--trainer", type=Path, default=ROOT / "train_gpt_cpu")
     parser.add_argument("--relay", type=Path, default=ROOT / "build/relay")
     parser.add_argument("--text", type=Path, default=ROOT / "build/peers/text", help="token shards")
     parser.add_argument("--out", type=Path, default=ROOT / "build/peers", help="folder of the runs' logs (build/peers)")
