@@ -4,7 +4,8 @@
 //     dinp = dout weight,   dweight += dout^T inp
 //
 // `highest` is fp32; `high` and `medium` round the inputs of the three products to bf16 and sum in fp32,
-// where the CPU multiplies bf16 natively (AVX512-BF16, AMX), and are fp32 elsewhere.
+// where the CPU multiplies bf16 natively (AVX512-BF16, AMX), and are fp32 elsewhere. Without AVX512 oneDNN may
+// divide a sum among its threads: then the bits depend on how many there are.
 #pragma once
 #include <dnnl.hpp>
 

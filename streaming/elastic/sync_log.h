@@ -154,6 +154,7 @@ private:
 
     // Asking: what goes out together (sync_log_requests.h)
     static void ignore(const StoreAnswer&, double) {}
+    // Only in choose() and answer(): between them `asked` is on its way.
     void ask(StoreRequest request, Handler then = ignore) {
         asked.push_back({std::move(request), std::move(then)});
     }

@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <iterator>
+#include <stdexcept>
 
 #include "streaming/elastic/sync_log.h"
 
@@ -17,6 +18,7 @@ inline std::vector<StoreRequest> SyncLog::requests(double now) {
 inline void SyncLog::answer(const std::vector<StoreAnswer>& answers, double now) {
     if (phase == Phase::stopped) { return; }
     std::vector<Asked> batch = std::exchange(asked, {});
+    if (batch.size() != answers.size()) { throw std::logic_error("answers to other requests"); }
     retry_at = 0;
     size_t next = 0;
     for (; next < batch.size() && !answers[next].lost; next++) {

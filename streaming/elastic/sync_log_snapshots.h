@@ -134,12 +134,13 @@ inline void SyncLog::see(std::map<std::string, std::string> listing, double from
         note_open(beat.newest);
         if (worker != me.worker) { others_newest = std::max(others_newest, beat.newest); }
         if (worker != me.worker || beat.incarnation <= me.number) { continue; }
-        ask({StoreRequest::get, key("incarnation/" + std::to_string(worker)), std::to_string(beat.incarnation)},
-            [this, name = name, text = text](const StoreAnswer& start, double) {
-                if (!start.found) { return refuse("beat", name, text); }
-                end.replaced = true;
-                stop("another process has started as this worker");
-            });
+        const std::string folder = key("incarnation/" + std::to_string(worker));
+        ask_later({StoreRequest::get, folder, std::to_string(beat.incarnation)},
+                  [this, name = name, text = text](const StoreAnswer& start, double) {
+                      if (!start.found) { return refuse("beat", name, text); }
+                      end.replaced = true;
+                      stop("another process has started as this worker");
+                  });
     }
     if (others_newest < newest_open) { not_open_at = from; }
     has_looked = true;

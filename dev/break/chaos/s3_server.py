@@ -160,6 +160,9 @@ class S3Server:
         if command == "HGET":
             status, body = self.request("GET", f"/{BUCKET}/{object_of(*words)}")
             return body if status == 200 else b"$-1"
+        if command == "HSET":
+            folder, name, value = words
+            return b":%d" % (self.request("PUT", f"/{BUCKET}/{object_of(folder, name)}", body=value)[0] == 200)
         there = self.keys(PREFIX + "/log/")
         if command == "KEYS":
             folders = {redis_words(key)[0] for key in there}

@@ -717,6 +717,32 @@ TEST(SyncLog, over_a_bucket_a_sync_is_one_round_trip_for_who_sends_last) {
     EXPECT_TRUE(senders.store.in(one.log.current_generation() + "/0/payload/0").empty());
 }
 
+// The heartbeat lists the beats at any time, also while a batch of the log is on its way.
+TEST(SyncLog, over_a_bucket_the_heartbeat_finds_a_later_start_while_a_line_is_on_its_way) {
+    SyncLogOptions options = Driven::options(2, 2);
+    options.in_line = 1 << 20;
+    Senders senders(2, options);
+    senders.store.has_scripts = false;
+    senders.store.places = 2;
+    senders.train_until_they_send();
+    SyncLog& log = senders.workers[0]->log;
+    const std::string folder = log.current_generation() + "/0/";
+    senders.store.perform({StoreRequest::put, folder + "incarnation/0", "2", "another token"});
+    LogBeat beat;
+    beat.incarnation = 2;
+    senders.store.perform({StoreRequest::put, folder + "beat", "0", beat.text()});
+    const std::vector<StoreRequest> line = log.requests(senders.now);
+    ASSERT_FALSE(line.empty());
+    log.hear_beats(senders.store.perform_all({{StoreRequest::get, folder + "beat", "0"},
+                                              {StoreRequest::list, folder + "beat"},
+                                              {StoreRequest::get, "run", "generation"}}),
+                   senders.now, senders.now);
+    log.answer(senders.store.perform_all(line), senders.now);
+    EXPECT_EQ(log.stopped().why, "");
+    senders.workers[0]->go_there_and_back(senders.now);
+    EXPECT_TRUE(log.stopped().replaced) << log.stopped().why;
+}
+
 // Two have sent, and the third one is dead. The last sender closes its place. Its own line comes too late then,
 // and it goes on with what the others have decided.
 TEST(SyncLog, over_a_bucket_a_worker_that_is_not_waited_for_is_closed_and_the_first_line_in_its_place_stays) {
