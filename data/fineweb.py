@@ -405,7 +405,7 @@ def make(options, output, files):
     """Writes all missing shards. Returns the line that sums the corpus up."""
     sizes = [file.size for file in output.files]
     most = options.shard_tokens + options.max_tokens if options.max_tokens else EVERY_TOKEN
-    begun = f", behind shard {len(output.positions) - 1} that is there" if output.positions else ""
+    begun = f", after shard {len(output.positions) - 1}, which is there" if output.positions else ""
     print(f"{len(sizes)} files, {size(sum(sizes))}, {options.processes} processes{begun}", flush=True)
     report = Report(files, sizes, output, most)
     open_parquet(get(files, output.end().file, report))  # before anything is written

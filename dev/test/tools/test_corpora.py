@@ -704,7 +704,7 @@ def test_shards_that_went_are_made_again(site, parquet, undisturbed, tmp_path):
     made("fineweb.py", *arguments)
     (tmp_path / "out" / "fineweb_train_000003.bin").unlink()
     os.truncate(tmp_path / "out" / "fineweb_train_000005.bin", 2000)
-    assert "behind shard 2" in made("fineweb.py", *arguments)
+    assert "after shard 2" in made("fineweb.py", *arguments)
     assert without_record(tmp_path / "out") == without_record(undisturbed)
 
 
