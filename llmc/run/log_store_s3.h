@@ -55,7 +55,8 @@ private:
                              folder.substr(folder.size() - want.size()) == want;
         if (first.kind == Kind::remove) { return next.kind == Kind::remove; }
         if (is_last) { return false; }
-        if (next.kind == first.kind && next.folder == first.folder) { return true; }  // lines of a sync
+        const bool is_line = first.kind == Kind::put_if_absent && next.kind == first.kind;
+        if (is_line && next.folder == first.folder) { return true; }  // of one sync
         const bool is_write = first.kind == Kind::put || first.kind == Kind::put_if_absent;
         const bool is_list = next.kind == Kind::list || next.kind == Kind::folders;
         return next.kind == Kind::get || (is_list && !is_write);

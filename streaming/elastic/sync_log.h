@@ -104,10 +104,10 @@ private:
         size_t chunks = 0;  // written
         bool heard = false;  // the store has said whether there is an entry
         double look_at = 0;
-        // Over a bucket: lines that were found, with payloads, by worker; those of them that close its place.
+        // Over a bucket, by worker: the line in its place, with the payload; lines that others put there.
         std::map<std::string, std::string> found;
         std::map<int, LogLine> closed;
-        bool is_near = false, is_gone = false;  // more may be there soon; one is not there that must be
+        bool is_near = false, is_gone = false;  // more may be there soon; one is absent that must be there
         std::optional<LogLines> lines;     // as they have just been read
         std::optional<LogEntry> proposal;  // to be written, if there is none
         std::optional<LogEntry> entry;
@@ -168,6 +168,7 @@ private:
     std::string key(const std::string& folder) const { return run() + "/" + folder; }
     StoreRequest own_chunk(const std::string& folder, const std::string& bytes, size_t chunk,
                            size_t size) const;
+    bool is_of_lines(const StoreRequest& one) const { return one.folder.rfind(key("sent/"), 0) == 0; }
     void lose_store(const std::string& trouble, double now);
     void make_room(double now);
     void forgive(double seconds, double now);
@@ -342,7 +343,7 @@ private:
     double not_open_at = long_ago;            // the newest one, by any other: when it looked last
     std::vector<long> encoded_until;          // by fragment: the newest sync that this start has encoded
     std::vector<bool> is_proven;              // by fragment: an entry stands on what it has
-    std::map<long, std::string> trims;        // over a bucket, by sync: its line whose payload is there
+    std::map<long, std::string> trims;        // over a bucket, by sync: its line, if it was counted
     bool has_large = false;                   // payloads that lie under `payload`
     long promise = LogBeat::catches_up;
     long jumps_to = -1;

@@ -121,7 +121,8 @@ inline std::string chunk_name(const Incarnation& who, size_t chunk) {
     return who.text() + "." + std::to_string(chunk);
 }
 
-// In sent/s.
+// In sent/s. One that closes another worker's place has LogEntry's `waited` in `bytes`, and in `digest`
+// whether that worker is missing.
 struct LogLine {
     uint64_t hash = 0;    // of the fragment's global parameters at the sender
     uint64_t tokens = 0;  // that it has trained on since its last send; 0: abstains

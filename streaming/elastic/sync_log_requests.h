@@ -33,8 +33,12 @@ inline void SyncLog::answer(const std::vector<StoreAnswer>& answers, double now)
     if (next == batch.size()) { return; }
     const size_t lost = next;
     lose_store(answers[lost].trouble, now);
+    const auto decides = [this](const StoreRequest& one) {  // an entry, or a line that closes another's place
+        const bool is_line = one.kind == rules.line_is_written_by() && is_of_lines(one);
+        return one.folder == key("entry") || (in_bucket() && is_line && one.name != words(me.worker));
+    };
     for (; next < batch.size(); next++) {
-        if (batch[next].request.folder != key("entry")) { asked.push_back(std::move(batch[next])); }
+        if (!decides(batch[next].request)) { asked.push_back(std::move(batch[next])); }
     }
     if (answers[lost].is_full) { make_room(now); }
 }
@@ -101,7 +105,7 @@ inline void SyncLog::lose_store(const std::string& trouble, double now) {
         slot.found.clear();
         slot.is_near = slot.is_gone = false;
         const size_t chunks = slot.chunks;
-        if (in_bucket() && slot.has_line()) { send_again(slot); }  // the line alone
+        if (in_bucket() && slot.has_line() && !slot.entry) { send_again(slot); }  // large payloads stay
         slot.chunks = chunks;
         slot.heard = false;
     }
@@ -118,8 +122,10 @@ inline void SyncLog::make_room(double now) {
         asked.erase(std::remove_if(asked.begin(), asked.end(), is_of_it), asked.end());
         put_off_giving("the store has no memory for it", now);
     }
-    const auto writes = [](const Asked& one) {
-        return one.request.kind == StoreRequest::put || one.request.kind == StoreRequest::put_if_absent;
+    const auto writes = [this](const Asked& one) {
+        const auto kind = one.request.kind;
+        const bool is_trim = is_of_lines(one.request);  // the line is written again, without its payload
+        return (kind == StoreRequest::put || kind == StoreRequest::put_if_absent) && !is_trim;
     };
     const auto removes = [](const Asked& one) { return one.request.kind == StoreRequest::remove; };
     std::stable_partition(asked.begin(), asked.end(), removes);

@@ -252,7 +252,7 @@ inline void SyncLog::give_chunk() {
     ask({StoreRequest::get, key("offer"), giving->want}, stop_if(true));
     ask(own_chunk(key("snapshot/" + giving->want), giving->bytes, giving->chunks, options.snapshot_chunk),
         [this, want = giving->want](const StoreAnswer&, double) {
-            if (gives(want)) { giving->chunks++; }
+            if (gives(want) && !giving->bytes.empty()) { giving->chunks++; }
         });
     ask({StoreRequest::put, key("giver"), giving->want, progress()});
 }

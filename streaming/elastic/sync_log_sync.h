@@ -87,11 +87,13 @@ inline void SyncLog::send_again(Slot& slot) {
 
 // Over a bucket the lines of all workers are the entry (README.md).
 
-// Whose lines are not found yet. A worker that has not sent asks for its own if its place may be closed.
+// Whose lines are not found yet. A worker that has no line asks for its own if its place may be closed, also
+// while it sends a large payload.
 inline std::vector<std::string> SyncLog::lacking(const Slot& slot, Presence::Which of) const {
     std::vector<std::string> missing;
+    const bool may_be_closed = is_behind(slot) && (slot.own == Slot::none || slot.chunks > 0);
     for (int w = 0; w < options.workers; w++) {
-        const bool is_one = w == me.worker ? slot.own == Slot::none && is_behind(slot) : presence.is(of, w);
+        const bool is_one = w == me.worker ? may_be_closed && !slot.has_line() : presence.is(of, w);
         if (is_one && slot.found.count(words(w)) == 0) { missing.push_back(words(w)); }
     }
     return missing;
@@ -128,7 +130,7 @@ inline void SyncLog::weigh(Slot& slot, bool may_close, double now) {
     if (std::exchange(slot.is_gone, false)) { return miss_entry(slot.sync); }
     may_close &= slot.has_line() && has_looked;
     if (!may_close && !rules.are_all(slot.found.size(), options.workers)) {
-        if (!slot.is_near && lacking(slot).empty()) { slot.look_at = 0; }  // the last sender closes nobody
+        if (!slot.is_near && lacking(slot).empty()) { slot.look_at = 0; }  // the last sender closed nobody
         return;
     }
     slot.look_at = now + pause();
@@ -138,9 +140,11 @@ inline void SyncLog::weigh(Slot& slot, bool may_close, double now) {
 
 // A line that abstains goes where a worker has none. The first line stays: the worker's own may come before.
 inline void SyncLog::close(Slot& slot) {
-    const LogLine line{slot.hash, 0, size_t(std::exchange(slot.proposal, std::nullopt)->waited), 0};
+    const LogEntry decision = *std::exchange(slot.proposal, std::nullopt);
     for (int w = 0; w < options.workers; w++) {
         if (slot.found.count(words(w))) { continue; }
+        const bool is_missing = std::count(decision.missing.begin(), decision.missing.end(), w) > 0;
+        const LogLine line{slot.hash, 0, size_t(decision.waited), is_missing};
         ask({rules.line_is_written_by(), folder("sent", slot.sync), words(w), words(me.text(), line.text())},
             [this, w, sync = slot.sync](const StoreAnswer& answer, double) {
                 if (Slot* slot = find(sync)) { slot->found[words(w)] = answer.value; }
@@ -158,7 +162,7 @@ inline void SyncLog::settle(Slot& slot, const StandingLines& standing) {
     entry.missing.clear();
     entry.waited = 0;
     for (const auto& [worker, line] : slot.closed) {
-        entry.missing.push_back(worker);
+        if (line.digest) { entry.missing.push_back(worker); }
         entry.waited = std::max(entry.waited, long(line.bytes));
     }
     take_entry(slot, entry.text());
@@ -175,9 +179,10 @@ inline void SyncLog::listen_to_lines(Slot& slot) {
     for (const Asked& one : lines_of(slot, asks_all ? Presence::anybody : some)) { heard.push_back(one); }
 }
 
-// Over a bucket a line says who wrote it, and lies under a worker's number. Another's closes that place.
+// Over a bucket a line says who wrote it, and lies under a worker's number. Another worker's closes the place.
 inline void SyncLog::take_lines(Slot& slot, const std::map<std::string, std::string>& texts) {
     slot.lines.emplace();
+    slot.closed.clear();
     for (const auto& [name, text] : texts) {
         const std::string full = (in_bucket() ? "" : name + " ") + text.substr(0, text.find('\n'));
         const std::string start = full.substr(0, full.find(' '));
@@ -267,7 +272,9 @@ inline std::vector<StoreRequest> SyncLog::listen() {
 
 inline void SyncLog::hear(const std::vector<StoreAnswer>& answers, double now) {
     const std::vector<Asked> batch = std::exchange(heard, {});
-    deaf = !answers.empty() && answers.back().lost ? answers.back().trouble : "";
+    const bool is_lost = !answers.empty() && answers.back().lost;
+    deaf = is_lost ? answers.back().trouble : "";
+    for (Slot& slot : slots) { slot.is_near |= is_lost && slot.has_line() && !slot.entry; }
     for (size_t i = 0; i < batch.size() && !answers[i].lost && phase == Phase::running; i++) {
         batch[i].then(answers[i], now);
     }
@@ -336,12 +343,14 @@ inline double SyncLog::stands_since(double now) const {
     return first;
 }
 
-// Tells that nobody may decide: too few workers have sent, or no hash has a majority.
+// Tells that nobody may decide: too few workers have sent, or no hash has a majority. Or that this worker may
+// not, and others have yet to show that it is wrong.
 inline void SyncLog::tell_of_few(Slot& slot, const StandingLines& standing, double asked) {
     const bool waits = slot.due_since >= 0 && asked >= slot.judged_since() + options.elastic.grace;
     const bool are_few = int(standing.size()) < options.elastic.min_workers;
     const bool are_split = !are_few && !majority_of(standing);
-    if (!waits || !(are_few || are_split)) { return; }
+    const bool are_others = !are_few && majority_of(standing).value_or(slot.hash) != slot.hash;
+    if (!waits || !(are_few || are_split || are_others)) { return; }
     const std::string holders = in_words(holders_of_hashes(standing));
     if (are_split && int(standing.size() + slot.closed.size()) >= options.workers) {
         end.diverged = true;
@@ -349,7 +358,8 @@ inline void SyncLog::tell_of_few(Slot& slot, const StandingLines& standing, doub
     }
     const std::string what =
         are_few ? format("%zu of at least %d workers have sent", standing.size(), options.elastic.min_workers)
-                : "no global parameters have a majority (" + holders + ") among the workers that have sent";
+                : std::string(are_split ? "no" : "other") + " global parameters have a majority (" + holders +
+                      ") among the workers that have sent";
     say_waits(what + format(" sync %ld", slot.sync), slot.sync);
 }
 

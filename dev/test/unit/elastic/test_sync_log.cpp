@@ -697,14 +697,32 @@ TEST(SyncLog, nothing_is_decided_without_others_because_the_answers_took_long) {
     EXPECT_EQ(senders.store.entries().begin()->second.contributors.size(), 3u);
 }
 
+// Whose store is a bucket. A worker is dead after 5 seconds.
+struct BucketSenders : Senders {
+    BucketSenders(int count, int min_workers, size_t in_line = 1 << 20)
+        : Senders(count, options(count, min_workers, in_line)) {
+        store.has_scripts = false;
+        store.places = size_t(count);
+        train_until_they_send();
+    }
+    static SyncLogOptions options(int count, int min_workers, size_t in_line) {
+        SyncLogOptions options = Driven::options(count, min_workers);
+        options.in_line = in_line;
+        options.chunk = 10;
+        options.expiry = 5;
+        return options;
+    }
+    std::vector<StoreAnswer> beats() {
+        const std::string folder = workers[0]->log.current_generation() + "/0/beat";
+        return store.perform_all({{StoreRequest::get, folder, "0"},
+                                  {StoreRequest::list, folder},
+                                  {StoreRequest::get, "run", "generation"}});
+    }
+};
+
 // With the payload behind it, and the other's line and the generation beside it.
 TEST(SyncLog, over_a_bucket_a_sync_is_one_round_trip_for_who_sends_last) {
-    SyncLogOptions options = Driven::options(2, 2);
-    options.in_line = 1 << 20;
-    Senders senders(2, options);
-    senders.store.has_scripts = false;
-    senders.store.places = 2;
-    senders.train_until_they_send();
+    BucketSenders senders(2, 2);
     Driven &one = *senders.workers[0], &other = *senders.workers[1];
     const std::vector<StoreRequest> requests = one.log.requests(senders.now);
     one.log.answer(senders.store.perform_all(requests), senders.now);
@@ -717,14 +735,73 @@ TEST(SyncLog, over_a_bucket_a_sync_is_one_round_trip_for_who_sends_last) {
     EXPECT_TRUE(senders.store.in(one.log.current_generation() + "/0/payload/0").empty());
 }
 
+TEST(SyncLog, over_a_bucket_what_is_lost_on_the_second_connection_alone_is_asked_for_again) {
+    BucketSenders senders(2, 2);
+    SyncLog& log = senders.workers[0]->log;
+    log.answer(senders.store.perform_all(log.requests(senders.now)), senders.now);
+    const std::vector<StoreRequest> requests = log.listen();
+    ASSERT_FALSE(requests.empty());
+    log.hear(std::vector<StoreAnswer>(requests.size(), lost_answer("silent", false)), senders.now);
+    EXPECT_EQ(log.helpless(), "the store does not answer (silent)");
+    EXPECT_TRUE(log.listens());
+    senders.workers[0]->listen(senders.now);
+    EXPECT_EQ(log.helpless(), "");
+}
+
+// It learns so while its second chunk is on its way, and its trainer goes on.
+TEST(SyncLog, over_a_bucket_a_worker_whose_place_is_closed_does_not_first_send_a_large_payload) {
+    BucketSenders senders(3, 2, 1);
+    Driven& third = *senders.workers[2];
+    third.log.answer(senders.store.perform_all(third.log.requests(senders.now)), senders.now);
+    EXPECT_FALSE(third.log.requests(senders.now).empty());
+    EXPECT_EQ(third.log.turn(Senders::H + 1, senders.now).kind, LogTurn::wait);
+    for (long step = Senders::H + 1; step <= 2 * Senders::H; step++) {
+        for (int second = 0; second < 12; second++) {
+            senders.now += 1;
+            for (int w : {0, 1}) {
+                Driven& one = *senders.workers[size_t(w)];
+                one.log.turn(step, senders.now);
+                one.show_life(senders.now);
+                one.go_there_and_back(senders.now);
+            }
+        }
+    }
+    third.log.hear_beats(senders.beats(), senders.now, senders.now);
+    for (int question = 0; question < 50 && third.log.listens(); question++) { third.listen(senders.now); }
+    third.log.turn(Senders::H + 1, senders.now);
+    EXPECT_EQ(third.log.positions(), std::vector<long>{1});
+}
+
+// Another worker's line may have come meanwhile.
+TEST(SyncLog, over_a_bucket_a_place_is_not_closed_by_a_request_from_before_the_store_was_lost) {
+    BucketSenders senders(3, 2);
+    SyncLog& log = senders.workers[0]->log;
+    const auto closes = [](const std::vector<StoreRequest>& requests) {
+        return std::any_of(requests.begin(), requests.end(), [](const StoreRequest& one) {
+            return one.kind == StoreRequest::put_if_absent && one.name == "2";
+        });
+    };
+    std::vector<StoreRequest> requests;
+    for (int second = 0; second < 12 && !closes(requests); second++) {
+        senders.now += 1;
+        for (int w : {1, 0}) {
+            senders.workers[size_t(w)]->log.turn(Senders::H + 1, senders.now);
+            senders.workers[size_t(w)]->show_life(senders.now);
+        }
+        senders.workers[1]->go_there_and_back(senders.now);
+        requests = log.requests(senders.now);
+        if (!closes(requests)) { log.answer(senders.store.perform_all(requests), senders.now); }
+    }
+    ASSERT_TRUE(closes(requests));
+    log.answer(std::vector<StoreAnswer>(requests.size(), lost_answer("silent", false)), senders.now);
+    requests = log.requests(senders.now + 100);
+    EXPECT_FALSE(requests.empty());
+    EXPECT_FALSE(closes(requests));
+}
+
 // The heartbeat lists the beats at any time, also while a batch of the log is on its way.
 TEST(SyncLog, over_a_bucket_the_heartbeat_finds_a_later_start_while_a_line_is_on_its_way) {
-    SyncLogOptions options = Driven::options(2, 2);
-    options.in_line = 1 << 20;
-    Senders senders(2, options);
-    senders.store.has_scripts = false;
-    senders.store.places = 2;
-    senders.train_until_they_send();
+    BucketSenders senders(2, 2);
     SyncLog& log = senders.workers[0]->log;
     const std::string folder = log.current_generation() + "/0/";
     senders.store.perform({StoreRequest::put, folder + "incarnation/0", "2", "another token"});
@@ -733,10 +810,7 @@ TEST(SyncLog, over_a_bucket_the_heartbeat_finds_a_later_start_while_a_line_is_on
     senders.store.perform({StoreRequest::put, folder + "beat", "0", beat.text()});
     const std::vector<StoreRequest> line = log.requests(senders.now);
     ASSERT_FALSE(line.empty());
-    log.hear_beats(senders.store.perform_all({{StoreRequest::get, folder + "beat", "0"},
-                                              {StoreRequest::list, folder + "beat"},
-                                              {StoreRequest::get, "run", "generation"}}),
-                   senders.now, senders.now);
+    log.hear_beats(senders.beats(), senders.now, senders.now);
     log.answer(senders.store.perform_all(line), senders.now);
     EXPECT_EQ(log.stopped().why, "");
     senders.workers[0]->go_there_and_back(senders.now);
@@ -747,13 +821,7 @@ TEST(SyncLog, over_a_bucket_the_heartbeat_finds_a_later_start_while_a_line_is_on
 // and it goes on with what the others have decided.
 TEST(SyncLog, over_a_bucket_a_worker_that_is_not_waited_for_is_closed_and_the_first_line_in_its_place_stays) {
     for (const bool has_sent : {false, true}) {
-        SyncLogOptions options = Driven::options(3, 2);
-        options.in_line = 1 << 20;
-        options.expiry = 5;
-        Senders senders(3, options);
-        senders.store.has_scripts = false;
-        senders.store.places = 3;
-        senders.train_until_they_send();
+        BucketSenders senders(3, 2);
         Driven& third = *senders.workers[2];
         const std::vector<StoreRequest> own = third.log.requests(senders.now);
         if (has_sent) { senders.store.perform_all(own); }  // and it dies
