@@ -208,8 +208,9 @@ private:
                     if (all_leave) { return outcome(step, Outcome::left); }
                     wait();
                     break;
+                case LogTurn::over:
+                    return outcome(step, Outcome::over);
                 case LogTurn::stop:
-                    if (log->stopped().over) { return outcome(step, Outcome::over); }
                     fail();
             }
         }

@@ -70,7 +70,7 @@ public:
 };
 
 struct LogTurn {
-    enum Kind { go_on, jump, wait, stop };  // the ranks of a worker do what is last here of what any must do
+    enum Kind { go_on, jump, wait, over, stop };  // a worker's ranks do the last of these that any must do
     Kind kind;
     long step = 0;  // to jump to; it counts as done
 };

@@ -593,7 +593,7 @@ private:
 
     // The answer on which two ranks of a worker agree.
     static LogTurn agreed(const LogTurn& one, const LogTurn& other) {
-        for (const LogTurn::Kind kind : {LogTurn::stop, LogTurn::wait, LogTurn::jump}) {
+        for (const LogTurn::Kind kind : {LogTurn::stop, LogTurn::over, LogTurn::wait, LogTurn::jump}) {
             if (one.kind == kind || other.kind == kind) { return {kind, std::max(one.step, other.step)}; }
         }
         return one;
@@ -614,6 +614,7 @@ private:
         listen_to_events(w);
         check(w);
         switch (said.kind) {
+            case LogTurn::over:
             case LogTurn::stop:
                 return after_stop(w);
             case LogTurn::wait:
