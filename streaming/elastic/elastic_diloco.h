@@ -208,7 +208,8 @@ private:
                     if (all_leave) { return outcome(step, Outcome::left); }
                     wait();
                     break;
-                case LogTurn::over: return outcome(step, Outcome::over);
+                case LogTurn::over:
+                    return outcome(step, Outcome::over);
                 case LogTurn::stop:
                     fail();
             }

@@ -104,9 +104,7 @@ inline void SyncLog::lose_store(const std::string& trouble, double now) {
         slot.proposal.reset();
         slot.found.clear();
         slot.is_near = slot.is_gone = false;
-        const size_t chunks = slot.chunks;
-        if (in_bucket() && slot.has_line() && !slot.entry) { send_again(slot); }  // large payloads stay
-        slot.chunks = chunks;
+        if (in_bucket() && slot.has_line() && !slot.entry) { send_again(slot); }
         slot.heard = false;
     }
 }

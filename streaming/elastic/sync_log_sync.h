@@ -79,10 +79,9 @@ inline void SyncLog::write_line(Slot& slot, const LogLine& line, Slot::Own own, 
     look(slot);
 }
 
-// The store came back without its newest data.
+// The line, and the chunks that slot.chunks does not count.
 inline void SyncLog::send_again(Slot& slot) {
     slot.own = slot.own == Slot::sent ? Slot::sending : Slot::abstaining;
-    slot.chunks = 0;
 }
 
 // Over a bucket the lines of all workers are the entry (README.md).
@@ -213,7 +212,10 @@ inline void SyncLog::look(Slot& slot) {
             Slot* slot = find(sync);
             if (slot == nullptr || slot->entry) { return; }
             slot->look_at = now + pause();
-            if (answer.listing.count(me.text()) == 0) { return send_again(*slot); }
+            if (answer.listing.count(me.text()) == 0) {  // the store came back without its newest data
+                slot->chunks = 0;
+                return send_again(*slot);
+            }
             take_lines(*slot, answer.listing);
         });
 }

@@ -41,7 +41,6 @@ inline bool SyncLog::is_turn_due() const {
 }
 
 inline LogTurn SyncLog::take_turn(long step, double now) {
-    if (phase == Phase::stopped) { return {end.over ? LogTurn::over : LogTurn::stop}; }
     began_step += std::max(step - this->step - 1, 0L);  // steps that were jumped over are not done
     this->step = step;
     if (phase == Phase::behind && snapshot.is_whole) { load_snapshot(); }
