@@ -668,7 +668,7 @@ inline TrainingSnapshot& take_snapshot(Run& run, long step) {
     if (!last) { gather_model(run, snapshot.model); }  // before the traffic is noted, which this adds to
     const Progress progress{step, run.inputs.steps, worker.adamw_updates, worker.traffic, run.session.totals};
     snapshot.set_fields(fields_of(progress, run.inputs.shape, *run.inputs.train_loader),
-                        fields_of(run.options.resolved));
+                        worker.model.matmul.fields(), fields_of(run.options.resolved));
     return snapshot;
 }
 
@@ -854,16 +854,16 @@ inline void make_worker(Run& run) {
     Inputs& in = run.inputs;
     Session& session = run.session;
     const MatmulOptions products(matmul_precision(o.matmul_precision), o.fuse_gelu,
-                                 session.outer ? session.outer->sms() : 0);
+                                 session.outer ? session.outer->sms() : 0, o.matmul_autotune == 1);
     run.model = std::make_unique<Model>(in.shape, in.layout, o.recompute, products);
+    run.model->matmul.restore(session.resumed.fields, session.resumed.notes);
     allocate_activations(*run.model, o.batch, o.seq_len);
     run.worker = std::make_unique<Worker>(*run.model, *session.inner, run.main, run.inner_stream);
     Worker& worker = *run.worker;
     worker.progress = [&session] { session.watchdog.progress(); };
     worker.stop.is_asked = [&session] { return session.stopping.is_requested(); };
     if (o.uses_muon()) { worker.muon = std::make_unique<ShardedMuon>(run.model->layout, *session.inner); }
-    set_parameters(worker, in.initial.data());
-    in.initial = std::vector<float>();
+    set_parameters(worker, std::exchange(in.initial, {}).data());
     if (runs_on_gpu) {
         const Watchdog::Watch watch(session.watchdog, "the first collectives");
         warm_up(worker, o);

@@ -26,9 +26,11 @@ inline MatmulPrecision matmul_precision(const std::string& word) {
 
 // fuse_gelu: 0 never, 1 or 2 into products, -1 where that gains
 // sms_taken: by collectives that wait for other workers while products run
+// autotunes: takes the fastest of several algorithms, by their times at a shape's first product
 struct MatmulOptions {
-    MatmulOptions(MatmulPrecision precision, int fuse_gelu = -1, int sms_taken = 0)
-        : precision(precision), fuse_gelu(fuse_gelu), sms_taken(sms_taken) {}
+    MatmulOptions(MatmulPrecision precision, int fuse_gelu = -1, int sms_taken = 0, bool autotunes = false)
+        : precision(precision), fuse_gelu(fuse_gelu), sms_taken(sms_taken), autotunes(autotunes) {}
     MatmulPrecision precision;
     int fuse_gelu, sms_taken;
+    bool autotunes;
 };

@@ -4,7 +4,8 @@
 // It is as strict as the library's documentation, or stricter where a comment says so, and chooses, of what a
 // caller allows, the worst: an algorithm that needs all the alignment it was promised, overwrites its
 // workspace, works for that one problem only and, if allowed to, rounds partial sums to D's type. With
-// CUBLASLT_LOG_LEVEL=1 in the environment a refusal's reason goes to stderr. As long as there is a communicator
+// CUBLASLT_LOG_LEVEL=1 in the environment a refusal's reason goes to stderr. With EMULATOR_CUBLASLT_ALGORITHMS=n
+// the heuristic finds n algorithms, which add in different orders; else one. As long as there is a communicator
 // of a set number of CTAs, it refuses products that are not cut for the SMs which its collectives leave: on
 // Hopper these would take twice as long, in two waves.
 #include <cublasLt.h>
@@ -64,6 +65,7 @@ struct Algorithm {
     uint32_t alignment[4];  // of A, B, C, D
     uint32_t bias_alignment;
     bool rounds_partial_sums;
+    int number;  // in the heuristic's list
 };
 
 template <class Own, class Opaque>
@@ -94,6 +96,11 @@ cublasStatus_t set(T& attribute, const void* value, size_t bytes) {
     if (!value || bytes != sizeof attribute) { return refuse(invalid, "an attribute of another size"); }
     memcpy(&attribute, value, sizeof attribute);
     return success;
+}
+
+int algorithms_to_find() {
+    const char* count = getenv("EMULATOR_CUBLASLT_ALGORITHMS");
+    return count ? atoi(count) : 1;
 }
 
 std::atomic<long>& heuristics() {
@@ -384,7 +391,7 @@ void run(const Problem& p, const Pointers& pointers, const Algorithm& algorithm)
         panels_of(pointers.a, p.a, p.operation.transa == CUBLAS_OP_N, p.m, p.k, lanes, tf32);
     const std::vector<float> b =
         panels_of(pointers.b, p.b, p.operation.transb == CUBLAS_OP_T, p.n, p.k, 4, tf32);
-    const int64_t middle = algorithm.rounds_partial_sums ? p.k / 2 : 0;
+    const int64_t middle = algorithm.rounds_partial_sums ? p.k / 2 : p.k * algorithm.number / 16;
     std::vector<float> gradient_of_bias(size_t(p.m));  // rounded once, to D's type: cublasLt.h
     for (int64_t j = 0; j < p.n; j += 4) {
         for (int64_t i = 0; i < p.m; i += lanes) {
@@ -393,7 +400,9 @@ void run(const Problem& p, const Pointers& pointers, const Algorithm& algorithm)
             for (int64_t x = 0; algorithm.rounds_partial_sums && x < 4 * lanes; x++) {
                 sum[x / lanes][x % lanes] = rounded_to_bf16(sum[x / lanes][x % lanes]);
             }
-            multiply(sum, a.data() + i * p.k, b.data() + j * p.k, middle, p.k);
+            Lanes rest[4] = {};
+            multiply(rest, a.data() + i * p.k, b.data() + j * p.k, middle, p.k);
+            for (int x = 0; x < 4; x++) { sum[x] += rest[x]; }
             for (int64_t column = j; column < std::min(j + 4, p.n); column++) {
                 for (int64_t row = i; row < std::min(i + lanes, p.m); row++) {
                     gradient_of_bias[size_t(row)] +=
@@ -427,6 +436,11 @@ long heuristics_asked() { return heuristics(); }
 }  // namespace emulator
 
 using namespace emulator;
+
+size_t cublasLtGetVersion() {
+    const char* version = getenv("EMULATOR_CUBLASLT_VERSION");
+    return version ? size_t(atol(version)) : CUBLAS_VERSION;
+}
 
 cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
     if (!handle) { return invalid; }
@@ -550,12 +564,14 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
     algorithm.rounds_partial_sums =
         is_bf16(p.d.type) && algorithm.workspace_bytes > 0 && (wishes.reductions & rounding) != 0;
     static_assert(sizeof algorithm <= sizeof results[0].algo, "fits into cuBLASLt's");
-    results[0] = {};
-    memcpy(&results[0].algo, &algorithm, sizeof algorithm);
-    results[0].workspaceSize = size_t(algorithm.workspace_bytes);
-    results[0].state = success;
-    results[0].wavesCount = 1.0f;
-    *found = 1;
+    for (; *found < std::min(requested, algorithms_to_find()); ++*found) {
+        cublasLtMatmulHeuristicResult_t& result = results[*found] = {};
+        algorithm.number = *found;
+        memcpy(&result.algo, &algorithm, sizeof algorithm);
+        result.workspaceSize = size_t(algorithm.workspace_bytes);
+        result.state = success;
+        result.wavesCount = 1.0f;
+    }
     return success;
 }
 

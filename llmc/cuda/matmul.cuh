@@ -16,11 +16,14 @@
 #pragma once
 #include <cublasLt.h>
 
+#include <algorithm>
 #include <array>
+#include <limits>
 #include <map>
 #include <memory>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 #include "llmc/cuda/buffer.cuh"
 #include "llmc/cuda/gelu.cuh"
@@ -29,6 +32,7 @@
 #include "llmc/cuda/stream.cuh"
 #include "llmc/floatx.h"
 #include "llmc/gelu.h"
+#include "llmc/state.h"
 
 namespace cuda {
 
@@ -108,6 +112,7 @@ public:
           compute(bf16 || o.precision == MatmulPrecision::highest ? CUBLAS_COMPUTE_32F
                                                                   : CUBLAS_COMPUTE_32F_FAST_TF32),
           sms(o.sms_taken > 0 ? attribute(sm_count) - o.sms_taken : 0),
+          autotunes(o.autotunes),
           workspace(workspace_bytes) {
         cublasLtHandle_t made;
         check(cublasLtCreate(&made), "cannot begin: is the driver as new as CUDA?");
@@ -135,19 +140,63 @@ public:
         check_shape(N, C, OC);
         require_aligned("an array of matmul", {out, a, b, bias, aux});
         const cublasLtEpilogue_t epilogue = epilogue_of(kind, bias, aux);
-        const std::array<int, 5> key{int(kind), N, C, OC, int(epilogue)};
+        const Key key{int(kind), N, C, OC, int(epilogue)};
         auto found = plans.find(key);
         if (found == plans.end()) { found = plans.emplace(key, make_plan(kind, epilogue, N, C, OC)).first; }
-        const Plan& plan = found->second;
+        Plan& plan = found->second;
         set_pointers(plan, bias, aux);
-        const float alpha = 1.0f, beta = add ? 1.0f : 0.0f;
-        check(cublasLtMatmul(handle.get(), plan.operation.get(), &alpha, a, plan.a.get(), b, plan.b.get(),
-                             &beta, out, plan.out.get(), out, plan.out.get(), &plan.algorithm,
-                             workspace.data(), workspace_bytes, stream),
-              plan.problem);
+        auto run = [&](Out<kind>* to, const cublasLtMatmulAlgo_t& algorithm) {
+            const float alpha = 1.0f, beta = add ? 1.0f : 0.0f;
+            check(cublasLtMatmul(handle.get(), plan.operation.get(), &alpha, a, plan.a.get(), b, plan.b.get(),
+                                 &beta, to, plan.out.get(), to, plan.out.get(), &algorithm,
+                                 workspace.data(), workspace_bytes, stream),
+                  plan.problem);
+        };
+        if (plan.algorithms.size() > 1) {
+            // A product may be repeated if it overwrites its output; one that adds gets another.
+            const Buffer<Out<kind>> other(!add ? 0 : long(OC) * (kind == Kind::backward_weight ? C : N));
+            choose(key, plan, [&](const cublasLtMatmulAlgo_t& one) { run(add ? other.data() : out, one); },
+                   stream);
+        }
+        run(out, plan.algorithms[0]);
+    }
+
+    // Which algorithms were chosen. A resumed run computes the same bits with them.
+    Fields fields() const {
+        Fields fields;
+        if (!autotunes) { return fields; }
+        std::vector<long> numbers;
+        for (const auto& [key, number] : choices) {
+            numbers.insert(numbers.end(), key.begin(), key.end());
+            numbers.push_back(number);
+        }
+        fields.set("matmul.chosen_on", chosen_on());
+        fields.set("matmul.choices", numbers);
+        return fields;
+    }
+
+    // Takes the choices of a checkpoint, before the first product. If they do not hold here, says so in
+    // `notes`.   Throws a UserError where the fields are damaged.
+    void restore(const Fields& fields, std::vector<std::string>& notes) {
+        if (!autotunes || !fields.has("matmul.chosen_on")) { return; }
+        const std::string& theirs = fields.word("matmul.chosen_on");
+        if (theirs != chosen_on()) {
+            notes.push_back("the matmuls' algorithms are chosen anew: the checkpoint's choice is for " +
+                            theirs + ", not " + chosen_on());
+            return;
+        }
+        std::vector<long> numbers;
+        fields.read("matmul.choices", numbers, 1 << 16);
+        Key key;
+        for (size_t i = 0; i + key.size() < numbers.size(); i += key.size() + 1) {
+            std::copy_n(numbers.begin() + long(i), key.size(), key.begin());
+            choices[key] = numbers[i + key.size()];
+        }
     }
 
 private:
+    using Key = std::array<int, 5>;  // kind, N, C, OC, epilogue
+
     static constexpr cudaDeviceAttr compute_major = cudaDevAttrComputeCapabilityMajor,
                                     sm_count = cudaDevAttrMultiProcessorCount;
 
@@ -165,7 +214,7 @@ private:
         std::string problem;  // in words, for errors
         CublasLtOwner<cublasLtMatmulDesc_t> operation;
         CublasLtOwner<cublasLtMatrixLayout_t> a, b, out;
-        cublasLtMatmulAlgo_t algorithm;
+        std::vector<cublasLtMatmulAlgo_t> algorithms;  // those to choose from; then the one that was chosen
     };
 
     static void check(cublasStatus_t status, const std::string& what) {
@@ -232,13 +281,55 @@ private:
         // ones.
         const floatX* aligned_to_16 = reinterpret_cast<const floatX*>(workspace.data() + 16);
         set_pointers(plan, aligned_to_16, aligned_to_16);
-        plan.algorithm = choose_algorithm(plan);
+        plan.algorithms = find_algorithms(plan);
         return plan;
     }
 
-    // The heuristic's first choice. Partial sums of a split k stay fp32. All pointers are promised to be
-    // 16-byte aligned, as its kernels load.
-    cublasLtMatmulAlgo_t choose_algorithm(const Plan& plan) const {
+    // What a choice holds for: the heuristic lists the same algorithms in the same order there.
+    std::string chosen_on() const {
+        int device = 0;
+        cudaDeviceProp gpu;
+        cudaCheck(cudaGetDevice(&device));
+        cudaCheck(cudaGetDeviceProperties(&gpu, device));
+        return format("%s (%d SMs, cuBLASLt %zu, %s)", gpu.name, sms > 0 ? sms : gpu.multiProcessorCount,
+                      cublasLtGetVersion(), description().c_str());
+    }
+
+    // Leaves one of the plan's algorithms: the one that was chosen before, or else the one that takes the
+    // least time.   run: enqueues the product with the algorithm that it is given
+    template <class Run>
+    void choose(const Key& key, Plan& plan, Run run, Stream& stream) {
+        const auto chosen = choices.find(key);
+        const long count = long(plan.algorithms.size());
+        const long number = chosen != choices.end() && chosen->second >= 0 && chosen->second < count
+                                ? chosen->second
+                                : fastest(plan.algorithms, run, stream);
+        choices[key] = number;
+        plan.algorithms = {plan.algorithms[size_t(number)]};
+    }
+
+    // The number of the algorithm whose shortest time is the shortest. They take turns, since a GPU's clock
+    // changes.
+    template <class Run>
+    static long fastest(const std::vector<cublasLtMatmulAlgo_t>& algorithms, Run run, Stream& stream) {
+        const int turns = 4, runs_of_a_turn = 3;  // the first turn loads the kernels
+        std::vector<double> shortest(algorithms.size(), std::numeric_limits<double>::infinity());
+        Timestamp begin, end;
+        for (int turn = 0; turn < turns; turn++) {
+            for (size_t i = 0; i < algorithms.size(); i++) {
+                stream.stamp(begin);
+                for (int n = 0; n < runs_of_a_turn; n++) { run(algorithms[i]); }
+                stream.stamp(end);
+                stream.synchronize();
+                if (turn > 0) { shortest[i] = std::min(shortest[i], seconds_between(begin, end)); }
+            }
+        }
+        return long(std::min_element(shortest.begin(), shortest.end()) - shortest.begin());
+    }
+
+    // The heuristic's first choice, or all that are worth being timed. Partial sums of a split k stay fp32.
+    // All pointers are promised to be 16-byte aligned, as its kernels load.
+    std::vector<cublasLtMatmulAlgo_t> find_algorithms(const Plan& plan) const {
         cublasLtMatmulPreference_t made;
         check(cublasLtMatmulPreferenceCreate(&made), plan.problem);
         const CublasLtOwner<cublasLtMatmulPreference_t> preference(made);
@@ -252,22 +343,30 @@ private:
               CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
             prefer(alignment, uint32_t(16));
         }
-        cublasLtMatmulHeuristicResult_t result{};
-        result.state = CUBLAS_STATUS_NOT_SUPPORTED;  // stays if nothing is found
+        std::array<cublasLtMatmulHeuristicResult_t, 8> results{};
         int found = 0;
         const std::string what = plan.problem + " has no algorithm here: try another shape or a newer CUDA";
         check(cublasLtMatmulAlgoGetHeuristic(handle.get(), plan.operation.get(), plan.a.get(), plan.b.get(),
-                                             plan.out.get(), plan.out.get(), made, 1, &result, &found),
+                                             plan.out.get(), plan.out.get(), made,
+                                             autotunes ? int(results.size()) : 1, results.data(), &found),
               what);
-        check(result.state, what);
-        return result.algo;
+        std::vector<cublasLtMatmulAlgo_t> algorithms;
+        for (int i = 0; i < found; i++) {
+            if (results[size_t(i)].state == CUBLAS_STATUS_SUCCESS) {
+                algorithms.push_back(results[size_t(i)].algo);
+            }
+        }
+        check(algorithms.empty() ? CUBLAS_STATUS_NOT_SUPPORTED : CUBLAS_STATUS_SUCCESS, what);
+        return algorithms;
     }
 
     cublasComputeType_t compute;
     const int sms;  // for which products are cut; 0: all
+    const bool autotunes;
     Buffer<unsigned char> workspace;
     CublasLtOwner<cublasLtHandle_t> handle;
-    std::map<std::array<int, 5>, Plan> plans;
+    std::map<Key, Plan> plans;
+    std::map<Key, long> choices;  // numbers in the heuristic's list, where there was more than one
 };
 
 // out: (N,OC)   inp: (N,C)   weight: (OC,C)   bias: (OC) or null

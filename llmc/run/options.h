@@ -41,7 +41,7 @@ struct Options {
     int batch = 4, seq_len = 1024;
     long total_batch = 0, max_steps = -1;
     std::string matmul_precision = "medium";
-    int recompute = 0, fuse_gelu = -1;
+    int recompute = 0, fuse_gelu = -1, matmul_autotune = 0;
     // the inner optimizer
     LearningRateSchedule schedule;  // its total_steps are known later
     AdamWOptions adamw;
@@ -132,6 +132,9 @@ inline OptionTable option_table(Options& o) {
          Scope::worker, CLI::Range(0, 2)},
         {"--fuse-gelu", &o.fuse_gelu, "GELU in its matmuls, on the GPU: 0 no, 1 yes (-1: if it is faster)",
          Scope::worker, CLI::Range(-1, 2)},
+        {"--matmul-autotune", &o.matmul_autotune,
+         "On the GPU: 1 times eight algorithms of each matmul for the fastest; 0: cuBLASLt's own choice",
+         Scope::worker, zero_or_one},
     });
     add_section(table, "Inner optimizer (AdamW)", true, {
         {"-l,--lr", &o.schedule.peak, "Learning rate", Scope::run, at_least_0},

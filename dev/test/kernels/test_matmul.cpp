@@ -4,7 +4,9 @@
 
 #include <cmath>
 #include <cstring>
+#include <cstdlib>
 #include <random>
+#include <set>
 
 #include "dev/emulator/device_array.h"
 #ifndef __CUDACC__
@@ -346,6 +348,97 @@ TEST(Matmul, ThePlanOfAShapeIsMadeOnce) {
     expect_backward(matmul, Case(5, 16, 8, 1));
     expect_backward(matmul, Case(5, 16, 8, 1), false);
     EXPECT_EQ(emulator::heuristics_asked(), before + 3);
+}
+
+// Sets an environment variable for as long as it lives.
+struct Setting {
+    const char* name;
+    Setting(const char* name, const char* value) : name(name) { setenv(name, value, 1); }
+    ~Setting() { unsetenv(name); }
+};
+
+// Whatever is timed and chosen, each result is right, and what products add to was added to once.
+TEST(Matmul, TheAlgorithmOfAShapeIsChosenOnce) {
+    const Setting algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "8");
+    cuda::Matmul matmul({MatmulPrecision::highest, -1, 0, true});
+    const long before = emulator::heuristics_asked();
+    for (unsigned seed = 0; seed < 3; seed++) {
+        expect_forward(matmul, Case(5, 16, 8, seed), true, false);
+        expect_forward(matmul, Case(5, 16, 8, seed), true, true);
+        expect_backward(matmul, Case(5, 16, 8, seed));
+        expect_gelu_backward(matmul, Case(40, 16, 8, seed));
+    }
+    const int products_with_gelu = matmul.fuses_gelu ? 1 : 0;
+    EXPECT_EQ(emulator::heuristics_asked(), before + 5 + products_with_gelu);
+}
+
+// The last bits of a product depend on its algorithm.
+Floats product_with_rounded_sums(cuda::Matmul& matmul) {
+    const int N = 64, C = 512;
+    std::mt19937 random(1);
+    std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
+    Floats values(size_t(N) * C);
+    for (float& value : values) { value = uniform(random); }
+    Stream stream;
+    DeviceArray<floatX> inp(to_floatX(values));
+    DeviceArray<float> out(Floats(size_t(C) * C, 0.0f));
+    cuda::matmul_gram(matmul, out, inp, N, C, stream);
+    stream.synchronize();
+    return out.to_host();
+}
+
+TEST(Matmul, TheChoicesOfACheckpointGiveItsBits) {
+    const MatmulOptions options(MatmulPrecision::highest, -1, 0, true);
+    const Setting algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "4");
+    std::vector<std::string> notes;
+    std::set<Floats> results;
+    for (long number = 0; number < 4; number++) {
+        cuda::Matmul first(options);
+        product_with_rounded_sums(first);
+        Fields fields = first.fields();
+        EXPECT_EQ(fields.integer("matmul.choices"), 6);  // one product: what it is, and its algorithm
+        fields.set("matmul.choices.5", number);
+        cuda::Matmul second(options);
+        second.restore(fields, notes);
+        results.insert(product_with_rounded_sums(second));
+        EXPECT_EQ(second.fields().text(), fields.text());
+    }
+    EXPECT_EQ(results.size(), 4u);
+    EXPECT_TRUE(notes.empty());
+}
+
+TEST(Matmul, AChoiceThatTheHeuristicDoesNotListIsMadeAnew) {
+    const MatmulOptions options(MatmulPrecision::highest, -1, 0, true);
+    const Setting algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "4");
+    cuda::Matmul first(options), second(options);
+    product_with_rounded_sums(first);
+    Fields fields = first.fields();
+    fields.set("matmul.choices.5", 4L);
+    std::vector<std::string> notes;
+    second.restore(fields, notes);
+    product_with_rounded_sums(second);
+    EXPECT_LT(second.fields().integer("matmul.choices.5"), 4);
+}
+
+TEST(Matmul, ChoicesForAnotherGpuOrLibraryAreNotTaken) {
+    const MatmulOptions options(MatmulPrecision::highest, -1, 0, true);
+    const Setting algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "4");
+    cuda::Matmul first(options);
+    product_with_rounded_sums(first);
+    const Fields fields = first.fields();
+    const Setting version("EMULATOR_CUBLASLT_VERSION", "130999");
+    std::vector<std::string> notes;
+    cuda::Matmul newer(options), with_fewer_sms({MatmulPrecision::highest, -1, 1, true});
+    newer.restore(fields, notes);
+    with_fewer_sms.restore(fields, notes);
+    ASSERT_EQ(notes.size(), 2u);
+    EXPECT_NE(notes[0].find("cuBLASLt 130999"), std::string::npos) << notes[0];
+    EXPECT_NE(notes[1].find("(3 SMs"), std::string::npos) << notes[1];
+    EXPECT_EQ(newer.fields().integer("matmul.choices"), 0);
+    cuda::Matmul plain(MatmulPrecision::highest);
+    plain.restore(fields, notes);
+    EXPECT_EQ(notes.size(), 2u);
+    EXPECT_EQ(plain.fields().text(), "");
 }
 
 // With a communicator that may hold one SM of the emulator's four, the library refuses all other products.
