@@ -3,7 +3,8 @@
 // newest value that it has confirmed.
 //
 // Each request is a round trip. Those whose order does not matter travel together: reads, a write with the
-// reads of single values after it, and removals. A listing brings names, whose values are then fetched.
+// reads of single values after it, removals, and lines that lose their payloads. A listing brings names, whose
+// values are then fetched.
 #pragma once
 #include <algorithm>
 #include <exception>
@@ -48,6 +49,8 @@ private:
         std::string folder, name;
     };
 
+    static bool is_of_lines(const StoreRequest& one) { return one.folder.find("/sent/") != std::string::npos; }
+
     // Which snapshots are wanted must be newer than the rest.
     static bool may_go_with(const StoreRequest& first, const StoreRequest& next) {
         const std::string want = "/want", &folder = next.folder;
@@ -57,6 +60,8 @@ private:
         if (is_last) { return false; }
         const bool is_line = first.kind == Kind::put_if_absent && next.kind == first.kind;
         if (is_line && next.folder == first.folder) { return true; }  // of one sync
+        const bool are_trims = first.kind == Kind::put && next.kind == Kind::put;
+        if (are_trims && is_of_lines(first) && is_of_lines(next)) { return first.folder != next.folder; }
         const bool is_write = first.kind == Kind::put || first.kind == Kind::put_if_absent;
         const bool is_list = next.kind == Kind::list || next.kind == Kind::folders;
         return next.kind == Kind::get || (is_list && !is_write);

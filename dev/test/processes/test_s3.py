@@ -253,10 +253,10 @@ def passed_on(server, handler, body):
     return result
 
 
-def run_of_two(tokens, tmp_path, server, port, name):
+def run_of_two(tokens, tmp_path, server, port, name, **more):
     """A short run over a front. What it asks is signed."""
     words = command(tokens, tmp_path / name, {**ELASTIC, "--worker": None, "--store": server.url(), "--timeout": 60,
-                                              "--run-name": name, "--grace": 60, "-n": 20})
+                                              "--run-name": name, "--grace": 60, "-n": 20, **more})
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=tmp_path,
                           env={**os.environ, **server.environment(port)})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -285,6 +285,27 @@ def test_requests_are_signed_as_aws_documents_and_botocore_sign_them(tokens, tmp
         request.context["timestamp"] = lower["x-amz-date"]
         canonical_request = signer.canonical_request(request)
         assert signer.signature(signer.string_to_sign(request, canonical_request), request) == signature_in(lower)
+
+
+def test_lines_lose_their_payloads_at_the_same_time(tokens, tmp_path, server, front):
+    """One after the other, each would take a round trip, for which syncs would have to wait."""
+    lock, now, most = threading.Lock(), {0: 0, 1: 0}, {0: 0, 1: 0}
+
+    def answer(handler, body):
+        line = re.search(r"/sent/\d+/([01])$", handler.path)
+        is_trim = line and handler.command == "PUT" and "If-None-Match" not in handler.headers
+        if is_trim:
+            worker = int(line[1])
+            with lock:
+                now[worker] += 1
+                most[worker] = max(most[worker], now[worker])
+            time.sleep(0.2)
+            with lock:
+                now[worker] -= 1
+        says(handler, *passed_on(server, handler, body))
+
+    run_of_two(tokens, tmp_path, server, front(answer).port, "trims", **{"-n": None, "--retain": 1, "-x": 96})
+    assert min(most.values()) > 1, most
 
 
 # -----------------------------------------------------------------------------------------------------------
