@@ -154,7 +154,7 @@ public:
         };
         if (plan.algorithms.size() > 1) {
             // A product may be repeated if it overwrites its output; one that adds gets another.
-            const Buffer<Out<kind>> other(!add ? 0 : long(OC) * (kind == Kind::backward_weight ? C : N));
+            Buffer<Out<kind>> other(!add ? 0 : long(OC) * (kind == Kind::backward_weight ? C : N));
             choose(key, plan, [&](const cublasLtMatmulAlgo_t& one) { run(add ? other.data() : out, one); },
                    stream);
         }

