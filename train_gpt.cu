@@ -374,6 +374,7 @@ inline void warm_up(Worker& worker, const Options& options) {
     Scalars* scalars = worker.scalars;
     const std::vector<int> tokens(size_t(B) * size_t(T));
     const Scalars not_finite{NAN, NAN, NAN, NAN, NAN, NAN, NAN};  // so update() changes nothing
+    worker.model.sums.begin(worker.model.grads, worker.model.layout, true, worker.main);
     forward(worker.model, tokens.data(), B, T, worker.main);
     classify(worker.model, tokens.data(), B, T, &scalars->loss, 0.0f, 0.0f, true, worker.main);
     backward(worker.model, B, T, worker.main, [&](int b) { reduce_block(worker, b); });
@@ -863,7 +864,8 @@ inline void make_worker(Run& run) {
     worker.progress = [&session] { session.watchdog.progress(); };
     worker.stop.is_asked = [&session] { return session.stopping.is_requested(); };
     if (o.uses_muon()) { worker.muon = std::make_unique<ShardedMuon>(run.model->layout, *session.inner); }
-    set_parameters(worker, std::exchange(in.initial, {}).data());
+    set_parameters(worker, in.initial.data());
+    in.initial = std::vector<float>();
     if (runs_on_gpu) {
         const Watchdog::Watch watch(session.watchdog, "the first collectives");
         warm_up(worker, o);
@@ -959,8 +961,8 @@ inline int train(const Options& o, Process& process) {
     return is_complete ? 0 : stopped_status;
 }
 
-// --generate: writes text with a trained model, on one device.
-inline void generate(const Options& o) {
+// --generate: writes text with a trained model, on one device. Returns the program's exit status.
+inline int generate(const Options& o) {
     const TextInputs in = open_text_inputs(o);
     device::use_device(0, "");
     Stream main;
@@ -975,15 +977,13 @@ inline void generate(const Options& o) {
         return true;
     });
     printer.end();
+    return 0;
 }
 
 int main(int argc, char** argv) {
     try {
         Options options = parse_options(argc, argv);
-        if (options.generate) {
-            generate(options);
-            return 0;
-        }
+        if (options.generate) { return generate(options); }
         check_options(options);
         check_outer_transport(options.diloco.transport);
         validate(options.diloco, options.diloco.streams() ? options.max_steps : -1, options.workers);

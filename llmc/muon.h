@@ -11,7 +11,7 @@
 //
 // The momentum is in AdamW's m; a matrix's v stays zero. Directions and results travel as floatX, in which
 // Newton-Schulz computes anyway, and a layer's rank computes what one rank alone would: for the same
-// gradients the bits do not depend on R.
+// gradients and algorithms of matmuls the bits do not depend on R.
 //
 // Traffic: a rank sends (R - 1) shards of a layer for each R layers, twice. If R divides L, the number of
 // layers, that is 2 / R of an all-gather of the layers' parameters. The most, with two ranks and L odd, is

@@ -147,21 +147,27 @@ public:
         set_pointers(plan, bias, aux);
         auto run = [&](Out<kind>* to, const cublasLtMatmulAlgo_t& algorithm) {
             const float alpha = 1.0f, beta = add ? 1.0f : 0.0f;
-            check(cublasLtMatmul(handle.get(), plan.operation.get(), &alpha, a, plan.a.get(), b, plan.b.get(),
-                                 &beta, to, plan.out.get(), to, plan.out.get(), &algorithm,
-                                 workspace.data(), workspace_bytes, stream),
-                  plan.problem);
+            return cublasLtMatmul(handle.get(), plan.operation.get(), &alpha, a, plan.a.get(), b,
+                                  plan.b.get(), &beta, to, plan.out.get(), to, plan.out.get(), &algorithm,
+                                  workspace.data(), workspace_bytes, stream);
         };
         if (plan.algorithms.size() > 1) {
-            // A product may be repeated if it overwrites its output; one that adds gets another.
-            Buffer<Out<kind>> other(!add ? 0 : long(OC) * (kind == Kind::backward_weight ? C : N));
-            choose(key, plan, [&](const cublasLtMatmulAlgo_t& one) { run(add ? other.data() : out, one); },
-                   stream);
+            long& number = choices.try_emplace(key, -1).first->second;
+            if (number < 0 || number >= long(plan.algorithms.size())) {
+                // A product may be repeated if it overwrites its output; one that adds gets another.
+                const long count = kind == Kind::backward_weight ? long(OC) * C
+                                                                 : long(N) * (kind == Kind::forward ? OC : C);
+                Buffer<Out<kind>> other(add ? count : 0);
+                Out<kind>* to = add ? other.data() : out;
+                number = fastest(plan.algorithms, [&](const auto& one) { return run(to, one); }, stream);
+            }
+            plan.algorithms = {plan.algorithms[size_t(number)]};
         }
-        run(out, plan.algorithms[0]);
+        check(run(out, plan.algorithms[0]), plan.problem);
     }
 
-    // Which algorithms were chosen. A resumed run computes the same bits with them.
+    // Which algorithms were chosen. A run that resumes with them trains to the same bits; two runs that choose
+    // do not.
     Fields fields() const {
         Fields fields;
         if (!autotunes) { return fields; }
@@ -209,6 +215,7 @@ private:
 
     // As much as cuBLAS itself takes on Hopper; 4 MiB would do on earlier GPUs.
     static constexpr size_t workspace_bytes = size_t(32) << 20;
+    static constexpr int list_version = 1;  // of find_algorithms(), for choices in checkpoints
 
     struct Plan {
         std::string problem;  // in words, for errors
@@ -285,31 +292,19 @@ private:
         return plan;
     }
 
-    // What a choice holds for: the heuristic lists the same algorithms in the same order there.
+    // Where a choice is valid: there the heuristic lists the same algorithms in the same order.
     std::string chosen_on() const {
         int device = 0;
         cudaDeviceProp gpu;
         cudaCheck(cudaGetDevice(&device));
         cudaCheck(cudaGetDeviceProperties(&gpu, device));
-        return format("%s (%d SMs, cuBLASLt %zu, %s)", gpu.name, sms > 0 ? sms : gpu.multiProcessorCount,
-                      cublasLtGetVersion(), description().c_str());
-    }
-
-    // Leaves one of the plan's algorithms: the one that was chosen before, or else the one that takes the
-    // least time.   run: enqueues the product with the algorithm that it is given
-    template <class Run>
-    void choose(const Key& key, Plan& plan, Run run, Stream& stream) {
-        const auto chosen = choices.find(key);
-        const long count = long(plan.algorithms.size());
-        const long number = chosen != choices.end() && chosen->second >= 0 && chosen->second < count
-                                ? chosen->second
-                                : fastest(plan.algorithms, run, stream);
-        choices[key] = number;
-        plan.algorithms = {plan.algorithms[size_t(number)]};
+        return format("%s (%d SMs, cuBLASLt %zu, %s, list %d)", gpu.name,
+                      sms > 0 ? sms : gpu.multiProcessorCount, cublasLtGetVersion(), description().c_str(),
+                      list_version);
     }
 
     // The number of the algorithm whose shortest time is the shortest. They take turns, since a GPU's clock
-    // changes.
+    // changes. One that fails counts as slow.   run: enqueues the product, with the algorithm that it is given
     template <class Run>
     static long fastest(const std::vector<cublasLtMatmulAlgo_t>& algorithms, Run run, Stream& stream) {
         const int turns = 4, runs_of_a_turn = 3;  // the first turn loads the kernels
@@ -317,18 +312,22 @@ private:
         Timestamp begin, end;
         for (int turn = 0; turn < turns; turn++) {
             for (size_t i = 0; i < algorithms.size(); i++) {
+                bool works = true;
                 stream.stamp(begin);
-                for (int n = 0; n < runs_of_a_turn; n++) { run(algorithms[i]); }
+                for (int n = 0; n < runs_of_a_turn; n++) {
+                    works &= run(algorithms[i]) == CUBLAS_STATUS_SUCCESS;
+                }
                 stream.stamp(end);
                 stream.synchronize();
-                if (turn > 0) { shortest[i] = std::min(shortest[i], seconds_between(begin, end)); }
+                if (turn > 0 && works) { shortest[i] = std::min(shortest[i], seconds_between(begin, end)); }
             }
         }
         return long(std::min_element(shortest.begin(), shortest.end()) - shortest.begin());
     }
 
-    // The heuristic's first choice, or all that are worth being timed. Partial sums of a split k stay fp32.
-    // All pointers are promised to be 16-byte aligned, as its kernels load.
+    // The heuristic's first choice, or all that are worth timing. Partial sums of a split k stay fp32. All
+    // pointers are promised to be 16-byte aligned, as its kernels load. What is asked here decides the list:
+    // when it changes, so must list_version.
     std::vector<cublasLtMatmulAlgo_t> find_algorithms(const Plan& plan) const {
         cublasLtMatmulPreference_t made;
         check(cublasLtMatmulPreferenceCreate(&made), plan.problem);

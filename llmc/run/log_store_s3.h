@@ -60,8 +60,8 @@ private:
         if (is_last) { return false; }
         const bool is_line = first.kind == Kind::put_if_absent && next.kind == first.kind;
         if (is_line && next.folder == first.folder) { return true; }  // of one sync
-        const bool are_trims = first.kind == Kind::put && next.kind == Kind::put;
-        if (are_trims && is_of_lines(first) && is_of_lines(next)) { return first.folder != next.folder; }
+        const bool are_lines = is_of_lines(first) && is_of_lines(next);
+        if (first.kind == Kind::put && next.kind == Kind::put && are_lines) { return true; }  // without payloads
         const bool is_write = first.kind == Kind::put || first.kind == Kind::put_if_absent;
         const bool is_list = next.kind == Kind::list || next.kind == Kind::folders;
         return next.kind == Kind::get || (is_list && !is_write);

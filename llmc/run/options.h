@@ -133,7 +133,8 @@ inline OptionTable option_table(Options& o) {
         {"--fuse-gelu", &o.fuse_gelu, "GELU in its matmuls, on the GPU: 0 no, 1 yes (-1: if it is faster)",
          Scope::worker, CLI::Range(-1, 2)},
         {"--matmul-autotune", &o.matmul_autotune,
-         "On the GPU: 1 times eight algorithms of each matmul for the fastest; 0: cuBLASLt's own choice",
+         "Algorithms of matmuls, on the GPU: 0 cuBLASLt's choice; 1 the fastest of eight by their times, and "
+         "then two runs are not equal to the bit",
          Scope::worker, zero_or_one},
     });
     add_section(table, "Inner optimizer (AdamW)", true, {

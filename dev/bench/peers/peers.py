@@ -4,6 +4,7 @@
     PEERS=1 make bench-peers                       installs the peers and makes the runs that are missing (root)
     PEERS=1 make bench-peers ARGUMENTS=--quick     short runs, at most a quarter of an hour
     dev/bench/peers/peers.py --minutes 0           only reports the finished runs
+    dev/bench/peers/peers.py --tau 11              how long diloco.c's workers wait over the last line with this tau
 
 A finished run, or one that failed, with its message, is a line of the data file and is not repeated. To repeat it,
 delete its line. Workers write metrics.jsonl as the trainer does (the peers through work.py), the kernel counts the
@@ -49,9 +50,18 @@ class Scale:
     seeds: int
     limit: int       # seconds that a run may take
     kills_of_all_seeds: bool  # else of one seed, and then its loss is not reported
+    tau: int = STREAMING["--overlap"]
+    last_line_alone: bool = False
 
 
 SCALES = {"full": Scale(4000, 100, 320, 3, 900, True), "quick": Scale(135, 15, 40, 3, 75, False)}
+
+
+def scale_of_tau(tau):
+    """The name of the scale for --tau: long enough for payloads that are no longer needed to be removed, too."""
+    name = f"tau {tau}"
+    SCALES[name] = Scale(540, 15, 40, 1, 180, False, tau, True)
+    return name
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ def jobs_of(scale, names):
     for seed in range(1, SCALES[scale].seeds + 1):
         is_first = seed == 1
         near, middle, far = LINES
-        places = [(near, False), *([(far, False)] if is_first else []),
+        places = [(far, False)] if SCALES[scale].last_line_alone else [(near, False), *([(far, False)] if is_first else []),
                   *([(near, True)] if is_first or SCALES[scale].kills_of_all_seeds else []),
                   *([(middle, False)] if is_first else [])]
         found += [Job(name, line, seed, killed, scale) for line, killed in places for name in names]
@@ -139,7 +149,8 @@ class Run:
     def start_workers(self):
         if self.one.name in OURS:
             more = {} if self.one.name == "lock-step" else {"--outer-transport": "store"}
-            options = {**self.options, **STREAMING, **more, "--interface": self.sites.interface}
+            options = {**self.options, **STREAMING, "--overlap": SCALES[self.one.scale].tau, **more,
+                       "--interface": self.sites.interface}
             words = command_of(self.arguments.trainer, options, self.folder)
             return [self.start(worker, [*words, "--worker", worker], f"worker{worker}") for worker in range(2)]
         program, _, mode = self.one.name.partition("-")
@@ -236,8 +247,13 @@ def last_words(path):
 def measures(logs, begin, last, killed_at):
     """The record of a run. A turn is H / FRAGMENTS steps, in which one fragment is synchronized."""
     steps = [[line for line in log if line["type"] == "step"] for log in logs]
-    waits = [sum(line["waited_seconds"] for line in log if "waited_seconds" in line and line["type"] != "end"
-                 and line.get("apply_step", line.get("step")) > H) for log in logs]
+    last_step = steps[0][-1]["step"]
+
+    def waited(log, before):
+        return sum(line["waited_seconds"] for line in log if "waited_seconds" in line and line["type"] != "end"
+                   and H < line.get("apply_step", line.get("step")) < before)
+
+    waits = [waited(log, last_step + 1) for log in logs]
     turns = (len(steps[0]) - H) * FRAGMENTS / H
     found = {"syncs": sum(line["type"] == "sync" for line in logs[0]), "turns": turns,
              "step_seconds": sorted(line["seconds"] for line in steps[0])[len(steps[0]) // 2]}
@@ -251,6 +267,9 @@ def measures(logs, begin, last, killed_at):
     counted = last[0] - begin[0]
     found["bytes"] = [(after - before) / (counted * FRAGMENTS / H) for before, after in zip(begin[1], last[1])]
     found["waited"] = sum(waits) / len(waits) / turns
+    # No tau hides what the last steps wait for.
+    found["share"] = sum(waited(log, last_step) / sum(line["seconds"] for line in own if line["step"] > H)
+                         for log, own in zip(logs, steps)) / len(logs)
     found["equal"] = are_equal(logs)
     return found
 
@@ -307,10 +326,17 @@ def parse_arguments(words):
     parser.add_argument("--quick", action="store_true", help="short runs: at most a quarter of an hour")
     parser.add_argument("--minutes", type=above_zero(float, or_zero=True), help="start no run that may end later "
                         "(180, with --quick 14; 0: only report the finished runs)")
+    parser.add_argument("--tau", type=above_zero(int), help="instead: how long diloco.c's workers wait over the last "
+                        "line with this tau, in longer runs")
     parser.add_argument("--only", nargs="+", choices=list(TITLES), metavar="NAME", default=list(TITLES),
                         help=" ".join(TITLES))
     arguments = parser.parse_args(words)
     arguments.scale, arguments.out = "quick" if arguments.quick else "full", arguments.out.absolute()
+    if arguments.tau:
+        if arguments.tau >= H:
+            raise UserError(f"--tau is less than H, {H} steps")
+        arguments.scale = scale_of_tau(arguments.tau)
+        arguments.only = [name for name in arguments.only if name in OURS]
     if arguments.minutes is None:
         arguments.minutes = 14 if arguments.quick else 180
     return arguments
@@ -332,6 +358,11 @@ def main(words):
     records = [record for record in read_data(arguments.data) if record["scale"] == arguments.scale]
     if not records:
         raise UserError("no run has finished: give it more --minutes")
+    if arguments.tau:
+        for one in records:
+            print(one.get("failed") or f"{TITLES[one['name']]}: {one['waited']:.3f} s a sync; without the last step "
+                  f"{one['share']:.1%} of the time")
+        return
     import peers_report
     text = peers_report.text_of(records, arguments.scale, peers_report.sizes())
     print("\n" + text, end="")

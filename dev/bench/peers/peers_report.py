@@ -18,7 +18,8 @@ class Row:
 
 
 def runs_of(records, name, line=None, killed=False):
-    return [one for one in records if one["name"] == name and one["killed"] == killed and line in (None, one["line"])]
+    own = [one for one in records if one["name"] == name and one["killed"] == killed and line in (None, one["line"])]
+    return sorted(own, key=lambda one: one["seed"])
 
 
 def failures(own):

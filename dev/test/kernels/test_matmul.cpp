@@ -3,8 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstring>
 #include <cstdlib>
+#include <cstring>
 #include <random>
 #include <set>
 
@@ -418,6 +418,22 @@ TEST(Matmul, AChoiceThatTheHeuristicDoesNotListIsMadeAnew) {
     second.restore(fields, notes);
     product_with_rounded_sums(second);
     EXPECT_LT(second.fields().integer("matmul.choices.5"), 4);
+}
+
+// The output of a product that adds is not touched by timing, whatever its shape.
+TEST(Matmul, AProductThatAddsIsTimedElsewhere) {
+    const Setting algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "8");
+    for (const auto& [C, OC] : {std::pair<int, int>{64, 8}, {8, 64}}) {
+        const int N = 8;
+        cuda::Matmul matmul({MatmulPrecision::highest, -1, 0, true});
+        Stream stream;
+        DeviceArray<floatX> a(to_floatX(Floats(size_t(OC) * C, 1.0f))), b(to_floatX(Floats(size_t(N) * OC, 1.0f)));
+        DeviceArray<floatX> out(to_floatX(Floats(size_t(N) * C, 3.0f)));
+        const floatX* none = nullptr;
+        matmul.multiply<cuda::Matmul::Kind::backward_inp>(out, a, b, none, none, N, C, OC, stream, true);
+        stream.synchronize();
+        EXPECT_EQ(to_floats(out.to_host()), Floats(size_t(N) * C, float(OC) + 3.0f));
+    }
 }
 
 TEST(Matmul, ChoicesForAnotherGpuOrLibraryAreNotTaken) {

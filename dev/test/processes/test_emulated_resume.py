@@ -72,7 +72,7 @@ def test_a_run_resumes_in_mid_exchange_to_the_same_bits(undisturbed, finish, opt
 
 
 def test_a_resumed_run_takes_the_algorithms_of_its_matmuls_from_the_checkpoint(tokens, tmp_path):
-    """Which ones are the fastest is another answer each time, and each gives other bits."""
+    """The fastest algorithms differ from run to run, and so do the bits."""
     def run(name, **more):
         start = Start({**RUN, "--matmul-autotune": 1}, tmp_path / name, EMULATED, tokens,
                       environment={**environment(0), "EMULATOR_CUBLASLT_ALGORITHMS": "8", **more})
@@ -81,7 +81,7 @@ def test_a_resumed_run_takes_the_algorithms_of_its_matmuls_from_the_checkpoint(t
 
     def choices(start, step):
         states = sorted(start.folders[0].glob(f"state_{step:08}_*.bin"))
-        return [re.findall(rb"^matmul\.\S+ .+$", state.read_bytes(), re.MULTILINE) for state in states]
+        return [re.findall(rb"^matmul\.choices\.\S+ .+$", state.read_bytes(), re.MULTILINE) for state in states]
 
     first = run("first")
     chosen = choices(first, 13)

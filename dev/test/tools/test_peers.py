@@ -62,6 +62,44 @@ def test_measures_of_ours_and_of_a_peer():
     assert found["waited"] == pytest.approx(0.6 / 6) and found["loss"] == 2.4 and not found["equal"]
 
 
+def test_the_share_of_waiting_is_without_what_no_tau_hides():
+    steps = [(step, 0.01) for step in range(1, 82)]
+    syncs = [{"type": "sync", "sync": i, "apply_step": step, "waited_seconds": 0.054, "global_hash": "b"}
+             for i, step in enumerate((27, 40, 81))]
+    found = peers.measures([log(steps) + syncs + [{"type": "eval", "step": 81, "loss": 2.4}], log(steps)],
+                           (27, [0, 0]), (54, [9, 9]), None)
+    assert found["waited"] == pytest.approx(0.054 / 6)
+    assert found["share"] == pytest.approx(0.1 / 2)
+
+
+def test_waits_by_tau_are_ours_over_the_last_line(tmp_path, capsys, monkeypatch):
+    data, ran = tmp_path / "peers.jsonl", []
+
+    def run_job(arguments, number, one):
+        ran.append(one)
+        own = record(one.name, one.line, one.seed, one.killed, one.scale, waited=0.02, share=0.015)
+        with open(arguments.data, "a") as file:
+            print(json.dumps(own), file=file)
+        return 0.0
+
+    monkeypatch.setattr(peers, "run_job", run_job)
+    monkeypatch.setattr(peers, "missing", lambda: "")
+    words = ["--tau", "11", "--data", str(data), "--out", str(tmp_path / "out")]
+    peers.main(words)
+    assert [one.name for one in ran] == list(peers.OURS)
+    assert {(one.line, one.killed, peers.SCALES[one.scale].tau) for one in ran} == {(list(peers.LINES)[-1], False, 11)}
+    assert "diloco.c, elastic, S3: 0.020 s a sync; without the last step 1.5% of the time" in capsys.readouterr().out
+    del peers.SCALES["tau 11"]
+    with pytest.raises(UserError, match="less than H"):
+        peers.main([*words[:1], "27", *words[2:]])
+
+
+def test_of_several_seeds_the_first_is_shown_in_whatever_order_they_finished():
+    records = [record("redis", seed=2, waited=0.9), record("redis", seed=1, waited=0.1)]
+    text = peers_report.text_of(records, "quick", {})
+    assert cells(text, f"seconds waited a sync, {NEAR}")["redis"] == "0.100"
+
+
 def test_a_stall_is_the_longest_step_after_the_kill():
     steps = [(step, 7.0 if step == 10 else 0.01 + 0.1 * (step == 50)) for step in range(1, 82)]
     found = peers.measures([log(steps) + [{"type": "end", "step": 81, "loss": 2.5}], []], None, None, 40)
