@@ -1,37 +1,14 @@
 // For tests of s3://: a private server of S3's protocol (SeaweedFS, which the set-up step installs into
 // .venv) and the environment that its clients need.
 #pragma once
-#include <stdlib.h>
-
 #include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "dev/test/environment.h"
 #include "dev/test/processes.h"
 #include "llmc/run/s3.h"
-
-// Variables of the environment while it lives; an empty value means none.
-class Environment {
-public:
-    explicit Environment(const std::map<std::string, std::string>& values) {
-        for (const auto& [name, value] : values) {
-            const char* const was = getenv(name.c_str());
-            before[name] = was ? was : "";
-            set(name, value);
-        }
-    }
-    Environment(const Environment&) = delete;
-    ~Environment() {
-        for (const auto& [name, value] : before) { set(name, value); }
-    }
-
-private:
-    static void set(const std::string& name, const std::string& value) {
-        value.empty() ? unsetenv(name.c_str()) : setenv(name.c_str(), value.c_str(), 1);
-    }
-    std::map<std::string, std::string> before;
-};
 
 // Keys that no other client has, and nothing of the user's.
 inline std::map<std::string, std::string> s3_environment(const std::string& endpoint) {

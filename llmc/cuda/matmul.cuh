@@ -112,7 +112,7 @@ public:
           compute(bf16 || o.precision == MatmulPrecision::highest ? CUBLAS_COMPUTE_32F
                                                                   : CUBLAS_COMPUTE_32F_FAST_TF32),
           sms(o.sms_taken > 0 ? attribute(sm_count) - o.sms_taken : 0),
-          autotunes(o.autotunes),
+          chosen_on(o.autotunes ? place_of_choice() : ""),
           workspace(workspace_bytes) {
         cublasLtHandle_t made;
         check(cublasLtCreate(&made), "cannot begin: is the driver as new as CUDA?");
@@ -166,17 +166,17 @@ public:
         check(run(out, plan.algorithms[0]), plan.problem);
     }
 
-    // Which algorithms were chosen. A run that resumes with them trains to the same bits; two runs that choose
-    // do not.
+    // Which algorithms were chosen. A run that resumes with them trains to the same bits; two runs that
+    // choose do not.
     Fields fields() const {
         Fields fields;
-        if (!autotunes) { return fields; }
+        if (chosen_on.empty()) { return fields; }
         std::vector<long> numbers;
         for (const auto& [key, number] : choices) {
             numbers.insert(numbers.end(), key.begin(), key.end());
             numbers.push_back(number);
         }
-        fields.set("matmul.chosen_on", chosen_on());
+        fields.set("matmul.chosen_on", chosen_on);
         fields.set("matmul.choices", numbers);
         return fields;
     }
@@ -184,11 +184,11 @@ public:
     // Takes the choices of a checkpoint, before the first product. If they do not hold here, says so in
     // `notes`.   Throws a UserError where the fields are damaged.
     void restore(const Fields& fields, std::vector<std::string>& notes) {
-        if (!autotunes || !fields.has("matmul.chosen_on")) { return; }
+        if (chosen_on.empty() || !fields.has("matmul.chosen_on")) { return; }
         const std::string& theirs = fields.word("matmul.chosen_on");
-        if (theirs != chosen_on()) {
+        if (theirs != chosen_on) {
             notes.push_back("the matmuls' algorithms are chosen anew: the checkpoint's choice is for " +
-                            theirs + ", not " + chosen_on());
+                            theirs + ", not " + chosen_on);
             return;
         }
         std::vector<long> numbers;
@@ -293,7 +293,7 @@ private:
     }
 
     // Where a choice is valid: there the heuristic lists the same algorithms in the same order.
-    std::string chosen_on() const {
+    std::string place_of_choice() const {
         int device = 0;
         cudaDeviceProp gpu;
         cudaCheck(cudaGetDevice(&device));
@@ -304,7 +304,7 @@ private:
     }
 
     // The number of the algorithm whose shortest time is the shortest. They take turns, since a GPU's clock
-    // changes. One that fails counts as slow.   run: enqueues the product, with the algorithm that it is given
+    // changes. One that fails counts as slow.   run: enqueues the product with the algorithm it is given
     template <class Run>
     static long fastest(const std::vector<cublasLtMatmulAlgo_t>& algorithms, Run run, Stream& stream) {
         const int turns = 4, runs_of_a_turn = 3;  // the first turn loads the kernels
@@ -342,17 +342,17 @@ private:
               CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
             prefer(alignment, uint32_t(16));
         }
-        std::array<cublasLtMatmulHeuristicResult_t, 8> results{};
+        std::array<cublasLtMatmulHeuristicResult_t, 8> list{};
         int found = 0;
         const std::string what = plan.problem + " has no algorithm here: try another shape or a newer CUDA";
+        const int most = chosen_on.empty() ? 1 : int(list.size());
         check(cublasLtMatmulAlgoGetHeuristic(handle.get(), plan.operation.get(), plan.a.get(), plan.b.get(),
-                                             plan.out.get(), plan.out.get(), made,
-                                             autotunes ? int(results.size()) : 1, results.data(), &found),
+                                             plan.out.get(), plan.out.get(), made, most, list.data(), &found),
               what);
         std::vector<cublasLtMatmulAlgo_t> algorithms;
         for (int i = 0; i < found; i++) {
-            if (results[size_t(i)].state == CUBLAS_STATUS_SUCCESS) {
-                algorithms.push_back(results[size_t(i)].algo);
+            if (list[size_t(i)].state == CUBLAS_STATUS_SUCCESS) {
+                algorithms.push_back(list[size_t(i)].algo);
             }
         }
         check(algorithms.empty() ? CUBLAS_STATUS_NOT_SUPPORTED : CUBLAS_STATUS_SUCCESS, what);
@@ -361,7 +361,7 @@ private:
 
     cublasComputeType_t compute;
     const int sms;  // for which products are cut; 0: all
-    const bool autotunes;
+    const std::string chosen_on;  // "": cuBLASLt's first choice is taken
     Buffer<unsigned char> workspace;
     CublasLtOwner<cublasLtHandle_t> handle;
     std::map<Key, Plan> plans;

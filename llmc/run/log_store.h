@@ -59,8 +59,8 @@ public:
     virtual ~LogStore() = default;
     // A store overrides at least one of these two; each default calls the other.
     virtual StoreAnswer perform(const StoreRequest& request) { return perform_all({request}).front(); }
-    // In this order; requests of others may come in between. A request is done only if all before it are,
-    // unless their order does not matter. They may go out together. After the first answer that is lost the others count for nothing.
+    // In this order where it matters; requests of others may come in between. A request is done only if all
+    // such before it are. They may go out together. After the first lost answer the others count for nothing.
     virtual std::vector<StoreAnswer> perform_all(const std::vector<StoreRequest>& requests) {
         std::vector<StoreAnswer> answers;
         for (const StoreRequest& request : requests) {

@@ -12,6 +12,7 @@ bytes at each worker's interface, and worker 1 is killed in the middle of the ru
 """
 import contextlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -83,9 +84,11 @@ def jobs_of(scale, names):
     for seed in range(1, SCALES[scale].seeds + 1):
         is_first = seed == 1
         near, middle, far = LINES
-        places = [(far, False)] if SCALES[scale].last_line_alone else [(near, False), *([(far, False)] if is_first else []),
+        places = [(near, False), *([(far, False)] if is_first else []),
                   *([(near, True)] if is_first or SCALES[scale].kills_of_all_seeds else []),
                   *([(middle, False)] if is_first else [])]
+        if SCALES[scale].last_line_alone:
+            places = [(far, False)]
         found += [Job(name, line, seed, killed, scale) for line, killed in places for name in names]
     return found
 
@@ -247,13 +250,12 @@ def last_words(path):
 def measures(logs, begin, last, killed_at):
     """The record of a run. A turn is H / FRAGMENTS steps, in which one fragment is synchronized."""
     steps = [[line for line in log if line["type"] == "step"] for log in logs]
-    last_step = steps[0][-1]["step"]
 
-    def waited(log, before):
+    def waited(log, before=math.inf):
         return sum(line["waited_seconds"] for line in log if "waited_seconds" in line and line["type"] != "end"
                    and H < line.get("apply_step", line.get("step")) < before)
 
-    waits = [waited(log, last_step + 1) for log in logs]
+    waits = [waited(log) for log in logs]
     turns = (len(steps[0]) - H) * FRAGMENTS / H
     found = {"syncs": sum(line["type"] == "sync" for line in logs[0]), "turns": turns,
              "step_seconds": sorted(line["seconds"] for line in steps[0])[len(steps[0]) // 2]}
@@ -268,7 +270,7 @@ def measures(logs, begin, last, killed_at):
     found["bytes"] = [(after - before) / (counted * FRAGMENTS / H) for before, after in zip(begin[1], last[1])]
     found["waited"] = sum(waits) / len(waits) / turns
     # No tau hides what the last steps wait for.
-    found["share"] = sum(waited(log, last_step) / sum(line["seconds"] for line in own if line["step"] > H)
+    found["share"] = sum(waited(log, own[-1]["step"]) / sum(line["seconds"] for line in own if line["step"] > H)
                          for log, own in zip(logs, steps)) / len(logs)
     found["equal"] = are_equal(logs)
     return found

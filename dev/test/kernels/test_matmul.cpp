@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <set>
@@ -14,6 +13,7 @@
 
 #include "dev/emulator/cublaslt.h"
 #endif
+#include "dev/test/environment.h"
 #include "dev/test/kernels/values.h"
 #include "llmc/cpu/matmul.h"
 #include "llmc/cuda/matmul.cuh"
@@ -350,16 +350,9 @@ TEST(Matmul, ThePlanOfAShapeIsMadeOnce) {
     EXPECT_EQ(emulator::heuristics_asked(), before + 3);
 }
 
-// Sets an environment variable for as long as it lives.
-struct Setting {
-    const char* name;
-    Setting(const char* name, const char* value) : name(name) { setenv(name, value, 1); }
-    ~Setting() { unsetenv(name); }
-};
-
 // Whatever is timed and chosen, each result is right, and what products add to was added to once.
 TEST(Matmul, TheAlgorithmOfAShapeIsChosenOnce) {
-    const Setting algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "8");
+    const Environment algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "8");
     cuda::Matmul matmul({MatmulPrecision::highest, -1, 0, true});
     const long before = emulator::heuristics_asked();
     for (unsigned seed = 0; seed < 3; seed++) {
@@ -389,7 +382,7 @@ Floats product_with_rounded_sums(cuda::Matmul& matmul) {
 
 TEST(Matmul, TheChoicesOfACheckpointGiveItsBits) {
     const MatmulOptions options(MatmulPrecision::highest, -1, 0, true);
-    const Setting algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "4");
+    const Environment algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "4");
     std::vector<std::string> notes;
     std::set<Floats> results;
     for (long number = 0; number < 4; number++) {
@@ -409,7 +402,7 @@ TEST(Matmul, TheChoicesOfACheckpointGiveItsBits) {
 
 TEST(Matmul, AChoiceThatTheHeuristicDoesNotListIsMadeAnew) {
     const MatmulOptions options(MatmulPrecision::highest, -1, 0, true);
-    const Setting algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "4");
+    const Environment algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "4");
     cuda::Matmul first(options), second(options);
     product_with_rounded_sums(first);
     Fields fields = first.fields();
@@ -422,7 +415,7 @@ TEST(Matmul, AChoiceThatTheHeuristicDoesNotListIsMadeAnew) {
 
 // The output of a product that adds is not touched by timing, whatever its shape.
 TEST(Matmul, AProductThatAddsIsTimedElsewhere) {
-    const Setting algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "8");
+    const Environment algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "8");
     for (const auto& [C, OC] : {std::pair<int, int>{64, 8}, {8, 64}}) {
         const int N = 8;
         cuda::Matmul matmul({MatmulPrecision::highest, -1, 0, true});
@@ -438,11 +431,11 @@ TEST(Matmul, AProductThatAddsIsTimedElsewhere) {
 
 TEST(Matmul, ChoicesForAnotherGpuOrLibraryAreNotTaken) {
     const MatmulOptions options(MatmulPrecision::highest, -1, 0, true);
-    const Setting algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "4");
+    const Environment algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "4");
     cuda::Matmul first(options);
     product_with_rounded_sums(first);
     const Fields fields = first.fields();
-    const Setting version("EMULATOR_CUBLASLT_VERSION", "130999");
+    const Environment version("EMULATOR_CUBLASLT_VERSION", "130999");
     std::vector<std::string> notes;
     cuda::Matmul newer(options), with_fewer_sms({MatmulPrecision::highest, -1, 1, true});
     newer.restore(fields, notes);

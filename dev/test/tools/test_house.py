@@ -1,8 +1,8 @@
 """The sizes of the house, and its walls: which rooms may include which.
 
 A bar that is not met yet stands beside a ratchet, which is no more than what there was when it was last turned: it goes
-down, until the bar is met and the ratchet is removed. It was raised only twice: when workers could meet in a bucket of S3
-(1,000 lines) and one round trip decided a sync (160), and when matmuls' algorithms could be timed (116).
+down, until the bar is met and the ratchet is removed. It was raised only twice: when workers could meet in a bucket of
+S3 (1,000 lines) and one round trip decided a sync (160), and when matmuls' algorithms could be timed (116).
 """
 import re
 import subprocess
