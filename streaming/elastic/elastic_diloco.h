@@ -196,7 +196,11 @@ private:
     Outcome take_turns(long step, Turn turn) {
         idle_from = stamp(*now.main);
         while (true) {
-            const LogTurn agreed = agree(timed([&] { return turn(step); }));
+            const double from = now_seconds(), work_before = shard_seconds;
+            const LogTurn own = turn(step);
+            // Without the shard's work: what the log costs training.
+            turn_seconds += now_seconds() - from - (shard_seconds - work_before);
+            const LogTurn agreed = agree(own);
             note_events();
             switch (agreed.kind) {
                 case LogTurn::go_on:
@@ -231,15 +235,6 @@ private:
     }
 
     bool report_events() { return !callbacks.report || callbacks.report(std::exchange(told, {})); }
-
-    // A turn, whose time without the shard's work is what the log costs training.
-    template <class Turn>
-    LogTurn timed(const Turn& turn) {
-        const double from = now_seconds(), work_before = shard_seconds;
-        const LogTurn said = turn();
-        turn_seconds += now_seconds() - from - (shard_seconds - work_before);
-        return said;
-    }
 
     void wait() {
         log->wait(longest_wait);
@@ -308,8 +303,7 @@ private:
     // The log's shard
 
     Sync sync_of(long number) const {
-        const int p = schedule.fragment(number);
-        return {number, p, schedule.send_step(number), shard.values[size_t(p)]};
+        return shard.sync_at(schedule.fragment(number), schedule.send_step(number));
     }
 
     PayloadLayout layout_of(const Sync& sync) const {
@@ -396,18 +390,17 @@ private:
     void note_header(const Contribution& one, const Sync& sync, SyncReport& report) {
         const PayloadLayout layout = layout_of(sync);
         const int worker = one.worker;
+        const std::string refused =
+            format("the payload of worker %d for ", worker) + describe(sync) + " was refused: ";
         if (one.payload.size() != layout.bytes) {
-            throw RunError(format("the payload of worker %d for ", worker) + describe(sync) +
-                           format(" was refused: it has %zu bytes, not %zu: do all workers run the same "
-                                  "program with the same options?",
-                                  one.payload.size(), layout.bytes));
+            throw RunError(refused + format("it has %zu bytes, not %zu: do all workers run the same program "
+                                            "with the same options?", one.payload.size(), layout.bytes));
         }
         PayloadHeader header;
         memcpy(&header, one.payload.data(), sizeof header);
         check_header(header, sync, layout, 0, worker);
         if (header.hash != hashes[size_t(sync.fragment)]) {
-            throw RunError("the payload of worker " + std::to_string(worker) + " for " + describe(sync) +
-                           " was refused: it was made on other global parameters");
+            throw RunError(refused + "it was made on other global parameters");
         }
         if (header.flags & delta_not_finite) { report.not_finite.push_back(worker); }
         report.log->contributors.push_back({worker, header.tokens});
@@ -432,20 +425,16 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // Snapshots for other workers
 
-    // std::bad_alloc, also if pinned memory is short.
-    static HostBuffer<float> room_for(long values) {
-        try {
-            return HostBuffer<float>(values);
-        } catch (const RunError&) { throw std::bad_alloc(); }
-    }
-
     void append_snapshot(std::string& bytes) override {
         const Stopwatch work{shard_seconds};
         const long n = shard.state->count();
         const bool has_moments = log_options.elastic.join_moments;
         Stream& main = *now.main;
         SnapshotHeader header;
-        HostBuffer<float> values = room_for(n * (has_moments ? 4 : 2));
+        HostBuffer<float> values;
+        try {
+            values = HostBuffer<float>(n * (has_moments ? 4 : 2));
+        } catch (const RunError&) { throw std::bad_alloc(); }  // pinned memory is short
         const size_t value_bytes = size_t(values.count()) * sizeof(float);
         bytes.reserve(bytes.size() + sizeof header + value_bytes);
         shard.state->save(values, values + n, main);
@@ -516,12 +505,11 @@ private:
     // Setting up
 
     void take_buffers(int workers) {
-        size_t most = 0;
+        const auto bytes_of = [&](size_t p) { return payload_bytes(shard.wire.format, shard.values[p]); };
         for (size_t p = 0; p < fragments.size(); p++) {
-            const size_t bytes = payload_bytes(shard.wire.format, shard.values[p]);
-            outgoing[p].bytes = HostBuffer<uint8_t>(long(bytes));
-            most = std::max(most, bytes);
+            outgoing[p].bytes = HostBuffer<uint8_t>(long(bytes_of(p)));
         }
+        const size_t most = bytes_of(size_t(shard.largest));
         const size_t most_received = most * size_t(workers);
         payload = Buffer<uint8_t>(long(most));
         received = Buffer<uint8_t>(long(most_received));

@@ -11,8 +11,6 @@
 #include <algorithm>
 #include <deque>
 #include <exception>
-#include <memory>
-#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <utility>

@@ -97,9 +97,6 @@ public:
         for (std::thread* thread : {&asking, &beating, &listening}) { thread->join(); }
     }
 
-    SyncLogThreads(const SyncLogThreads&) = delete;
-    SyncLogThreads& operator=(const SyncLogThreads&) = delete;
-
     LogTurn turn(long step) { return take_turn([&] { return log.turn(step, now_seconds()); }); }
     LogTurn finish(long last_step) { return take_turn([&] { return log.finish(last_step, now_seconds()); }); }
 
@@ -111,17 +108,15 @@ public:
     }
 
     void checkpointed(const std::vector<long>& positions) {
-        locked([&] {
-            log.checkpointed(positions);
-            wake();
-        });
+        const std::lock_guard<std::mutex> lock(mutex);
+        log.checkpointed(positions);
+        wake();
     }
 
     std::vector<LogEvent> events() { return locked([&] { return log.events(); }); }
     std::string warning() const { return store->warning(); }  // of the store, when it was opened
     std::vector<long> positions() const { return locked([&] { return log.positions(); }); }
     std::string generation() const { return locked([&] { return log.current_generation(); }); }
-    Incarnation incarnation() const { return locked([&] { return log.incarnation(); }); }
     std::string helpless() const { return locked([&] { return log.helpless(); }); }
     LogStop stopped() const { return locked([&] { return log.stopped(); }); }
     // CPU time of the three threads, the store's client included.
@@ -166,11 +161,9 @@ private:
     // The caller holds the log's lock.
     void show_pulse() {
         const LogPulse now = log.pulse();
-        {
-            const std::lock_guard<std::mutex> lock(pulse_mutex);
-            if (now == pulse) { return; }
-            pulse = now;
-        }
+        const std::lock_guard<std::mutex> lock(pulse_mutex);
+        if (now == pulse) { return; }
+        pulse = now;
         pulse_changed.notify_all();
     }
 
@@ -240,10 +233,9 @@ private:
             const double from = now_seconds();
             const std::vector<StoreAnswer> answers = pulse_store->perform_all(requests);
             if (!heartbeat.answer(answers.back())) {
-                locked([&] {
-                    log.check_generation(answers.back());
-                    show_pulse();
-                });
+                const std::lock_guard<std::mutex> log_lock(mutex);
+                log.check_generation(answers.back());
+                show_pulse();
                 answered.notify_all();
             }
             if (const std::unique_lock<std::mutex> is_free(mutex, std::try_to_lock); is_free) {

@@ -269,7 +269,6 @@ TEST(SyncLogThreads, a_worker_with_other_options_is_refused_and_told_the_runs) {
     EXPECT_EQ(train(refused, other, 0, 0).kind, LogTurn::stop);
     EXPECT_FALSE(refused.stopped().theirs.empty());
     EXPECT_EQ(refused.stopped().theirs, "options");
-    EXPECT_EQ(refused.incarnation().number, 0);
     EXPECT_EQ(store.folders.in(store.folders.generation() + "/0/incarnation/1").size(), 0u);
 }
 
