@@ -88,6 +88,7 @@ public:
     std::vector<LogEvent> events() { return std::exchange(told, {}); }
 
 private:
+    using Listing = std::map<std::string, std::string>;  // a folder's values, by name
     using Handler = std::function<void(const StoreAnswer&, double now)>;
     struct Asked {
         StoreRequest request;
@@ -105,7 +106,7 @@ private:
         bool heard = false;  // the store has said whether there is an entry
         double look_at = 0;
         // Over a bucket, by worker: the line in its place, with the payload; lines that others put there.
-        std::map<std::string, std::string> found;
+        Listing found;
         std::map<int, LogLine> closed;
         bool is_near = false, is_gone = false;  // more may be there soon; one is absent that must be there
         std::optional<LogLines> lines;     // as they have just been read
@@ -131,8 +132,8 @@ private:
     struct Snapshot {
         int attempt = 1;         // each is wanted under a name of its own
         bool is_wanted = false;  // the store knows
-        std::optional<LogOffer> offer;
-        std::string bytes;
+        std::optional<LogOffer> offer = std::nullopt;
+        std::string bytes = "";
         size_t chunks = 0;
         bool is_whole = false;
         double look_at = 0;
@@ -187,14 +188,14 @@ private:
     void register_start();
     LogBase base() const;
     void agree(double now);
-    void agree_on(const std::map<std::string, std::string>& registered, double now);
+    void agree_on(const Listing& registered, double now);
     void begin(const LogBeginning& beginning, double now);
     void enter(const std::vector<long>& positions, bool is_sure);
 
     // What there is to tell (sync_log_requests.h)
     void stop(const std::string& reason);
-    void say(LogEventKind kind, const std::string& text, long sync = -1);
-    void say(LogEventKind kind, long sync, const LogEntry& entry, const std::string& text);
+    void say(LogEventKind kind, const std::string& text, long sync = -1,
+             const std::optional<LogEntry>& entry = std::nullopt);
     void say_waits(const std::string& what, long sync = to_begin);
     void tell_changes();
 
@@ -217,10 +218,12 @@ private:
     bool needs_store(const Slot& slot, double now) const;
     void serve(Slot& slot);
     Slot* find(long sync);
+    template <class Then>
+    Handler with_slot(long sync, Then then);
     void send(Slot& slot);
     void write_line(Slot& slot, const LogLine& line, Slot::Own own, const std::string& payload = "");
     std::vector<std::string> lacking(const Slot& slot, Presence::Which of = Presence::at_work) const;
-    std::vector<Asked> lines_of(const Slot& slot, Presence::Which of);
+    void add_lines(std::vector<Asked>& to, const Slot& slot, Presence::Which of);
     void ask_lines(const Slot& slot, Presence::Which of, bool may_close);
     void weigh(Slot& slot, bool may_close, double now);
     void close(Slot& slot);
@@ -228,7 +231,7 @@ private:
     void settle(Slot& slot, const StandingLines& standing);
     void send_again(Slot& slot);
     void look(Slot& slot);
-    void take_lines(Slot& slot, const std::map<std::string, std::string>& texts);
+    void take_lines(Slot& slot, const Listing& texts);
     size_t chunk_of(size_t bytes) const { return bytes <= options.in_line ? bytes : options.chunk; }
     bool is_behind(const Slot& slot) const { return newest_open > slot.sync; }
     // A worker that sends the fragment's next sync has applied this one.   open: the newest that is sent
@@ -252,27 +255,25 @@ private:
     void look_around(bool beside_payload);
     void look_for_readers(bool is_last, double now);
     void look_at_wants();
-    void note_wants(const std::map<std::string, std::string>& wants,
-                    const std::map<std::string, std::string>& offers, double now);
-    void note_givers(const std::map<std::string, std::string>& givers, double now);
+    void note_wants(const Listing& wants, const Listing& offers, const Listing& givers, double now);
     bool in_bucket() const { return options.in_line > 0; }
     bool gives(const std::string& want) const { return giving && giving->want == want; }
     bool has_written(const std::string& giver) const;
-    void rest_from_looking(double now);
+    void rest_from_looking(double seconds, double now);
     double pause() const;
     // Over a bucket the heartbeat looks, unless it is late.
     double looks_around_at() const {
         const bool has_looks = in_bucket() && is_aligned && !is_leaving && phase == Phase::running;
         return look_around_at + (has_looks ? options.expiry / 4 : 0);
     }
-    void see(std::map<std::string, std::string> listing, double from, double now);
+    void see(Listing listing, double from, double seconds, double now);
     void note_open(long sync);
     void choose_reader(bool is_last, double now);
     void look_for_an_end();
 
     // Snapshots (sync_log_snapshots.h)
     bool lacks_snapshot() const { return giving && giving->is_claimed && giving->bytes.empty(); }
-    bool write_snapshot(double now);
+    void write_snapshot(double now);
     void give();
     std::string progress() const { return me.text() + " " + std::to_string(giving->chunks); }
     void claim();
@@ -295,7 +296,7 @@ private:
     void sweep_by(StoreRequest request, Handler then) {
         ask_later(std::move(request), std::move(then), true);
     }
-    void note_held(const std::map<std::string, std::string>& listing, std::vector<long>& held);
+    void note_held(const Listing& listing, std::vector<long>& held);
     long covered(std::vector<long> positions, long index) const;
     void sweep_syncs(const std::string& folder, const std::vector<long>& oldest);
     void sweep_snapshots();

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -110,14 +111,13 @@ public:
 
     // It is alive, is not catching up, and has not said that it ends.
     bool is_at_work(const Incarnation& who) const {
-        return is_alive(who) && promise_of(seen.at(who.worker)) >= 0;
+        return is_alive(who) && works(seen.at(who.worker));
     }
 
     enum Which { nobody, at_work, anybody };
     bool is(Which which, int worker) const {
         const auto found = seen.find(worker);
-        const bool works = found != seen.end() && is_alive(found->second) && promise_of(found->second) >= 0;
-        return which == anybody || (which == at_work && works);
+        return which == anybody || (which == at_work && found != seen.end() && works(found->second));
     }
 
     // "workers at work;dead workers"
@@ -125,7 +125,7 @@ public:
         std::vector<long> awaited, dead;
         for (const auto& [worker, one] : seen) {
             if (!is_alive(one)) { dead.push_back(worker); }
-            if (is_alive(one) && promise_of(one) >= 0) { awaited.push_back(worker); }
+            if (works(one)) { awaited.push_back(worker); }
         }
         return numbers(awaited) + ";" + numbers(dead);
     }
@@ -143,13 +143,12 @@ public:
         bool waited_for = false, all_waited_for = true;
     };
 
-    // The workers without a line: has(worker) tells who has one. The trainer has stood still since
-    // `stands_since`, for this sync or for one that was due before it.
-    template <class Has>
-    Missing missing(long sync, Has has, double stands_since, double now) const {
+    // there: the workers that have a line. The trainer has stood still since `stands_since`, for this sync or
+    // for one that was due before it.
+    Missing missing(long sync, const std::set<int>& there, double stands_since, double now) const {
         Missing missing;
         for (const auto& [worker, one] : seen) {
-            if (has(worker) || !is_alive(one) || promise_of(one) < 0) { continue; }
+            if (there.count(worker) || !works(one)) { continue; }
             missing.who.push_back(worker);
             const bool is_one = is_waited_for(one, sync, stands_since, now);
             missing.waited_for |= is_one;
@@ -160,10 +159,9 @@ public:
 
     // The trainer has stood still since `since` because these lines are missing. Time in which it stands
     // still for several syncs is charged once.
-    template <class Has>
-    void charge(long sync, Has has, double since, double stands_since, double now) {
+    void charge(long sync, const std::set<int>& there, double since, double stands_since, double now) {
         for (auto& [worker, one] : seen) {
-            if (has(worker) || !is_waited_for(one, sync, stands_since, now)) { continue; }
+            if (there.count(worker) || !is_waited_for(one, sync, stands_since, now)) { continue; }
             const double from = std::max(since, one.charged_at);
             if (from >= now) { continue; }
             one.debt = debt_of(one, stands_since, now);
@@ -189,6 +187,7 @@ private:
     };
 
     bool is_alive(const Seen& one) const { return looked < one.changed + expiry; }
+    bool works(const Seen& one) const { return is_alive(one) && promise_of(one) >= 0; }
     // A first member has promised the first sync before it says so itself.
     static long promise_of(const Seen& one) {
         const bool begins = one.member > 0 && one.member == one.beat.incarnation;
@@ -229,23 +228,18 @@ inline std::optional<LogBase> base_to_begin_with(const std::vector<LogBase>& hel
     long newest = 0;
     for (const LogBase& one : held) { newest = std::max(newest, one.sum()); }
     std::map<std::string, size_t> holders;
+    size_t most = 0;
     for (const LogBase& one : held) {
-        if (one.sum() == newest) { holders[one.text()]++; }
+        if (one.sum() == newest) { most = std::max(most, ++holders[one.text()]); }
     }
     std::optional<LogBase> best;
-    size_t most = 0;
-    bool is_split = false;
     for (const auto& [text, count] : holders) {
+        if (count < most) { continue; }
         const LogBase base = LogBase::parse(text);
-        if (count > most) {
-            best = base;
-            most = count;
-            is_split = false;
-        } else if (count == most) {
-            is_split |= base.positions == best->positions;
-        }
+        if (best && base.positions == best->positions) { return std::nullopt; }
+        if (!best) { best = base; }
     }
-    return is_split ? std::nullopt : best;
+    return best;
 }
 
 // A sync, as a worker sees it that may decide.
@@ -255,7 +249,7 @@ struct Question {
     double due_since;     // negative: it is not due here yet
     double stands_since;  // the least due_since of all syncs that are due here and not decided
     Incarnation asker;
-    std::map<int, LogLine> closed;  // over a bucket: by worker, the lines that others have put in its place
+    std::set<int> there;  // workers that have a line, or one that others have put in its place
 };
 
 // One line for each worker: that of its latest start whose line may be counted, else of its latest start.
@@ -268,10 +262,8 @@ inline StandingLines standing_lines(const LogLines& lines, uint64_t hash, const 
     };
     for (const auto& [text, line] : lines) {
         const Incarnation who = Incarnation::parse(text);
-        const auto [at, is_first] = standing.insert({who.worker, {who, line}});
-        if (!is_first && rank(who, line) > rank(at->second.first, at->second.second)) {
-            at->second = {who, line};
-        }
+        auto& best = standing.insert({who.worker, {who, line}}).first->second;
+        if (rank(who, line) > rank(best.first, best.second)) { best = {who, line}; }
     }
     return standing;
 }
@@ -290,16 +282,6 @@ inline std::optional<uint64_t> majority_of(const StandingLines& standing) {
     return std::nullopt;
 }
 
-// If enough have sent and this worker still stands still, the missing workers are charged, but not for the
-// first `free` seconds: the lines of workers that are equally fast do not arrive at once.
-// asked: when the lines were asked for; nobody is charged for the time that the answer took
-inline void charge(const Question& question, const StandingLines& standing, Presence& presence,
-                   int min_workers, double free, double asked) {
-    if (question.due_since < 0 || int(standing.size()) < min_workers) { return; }
-    const auto has_line = [&](int worker) { return standing.count(worker) || question.closed.count(worker); };
-    presence.charge(question.sync, has_line, question.due_since + free, question.stands_since, asked);
-}
-
 // The entry that this worker would write now, if it is time for one.
 // asked: when the lines were asked for; missing workers may have sent since
 inline std::optional<LogEntry> decide(const Question& question, const StandingLines& standing,
@@ -307,8 +289,7 @@ inline std::optional<LogEntry> decide(const Question& question, const StandingLi
                                       double grace, double asked, double now) {
     const uint64_t hash = question.hash;
     if (int(standing.size()) < min_workers || majority_of(standing) != hash) { return std::nullopt; }
-    const auto has_line = [&](int worker) { return standing.count(worker) || question.closed.count(worker); };
-    const auto missing = presence.missing(question.sync, has_line, question.stands_since, now);
+    const auto missing = presence.missing(question.sync, question.there, question.stands_since, now);
     const bool is_due = question.due_since >= 0;
     const bool is_time = missing.who.empty() || (is_due && !missing.waited_for) ||
                          (is_due && asked >= question.due_since + grace);

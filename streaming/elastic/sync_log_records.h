@@ -35,13 +35,10 @@ public:
     long index(long sync) const { return sync / fragments(); }  // among those of its fragment
     long sync(int fragment, long index) const { return index * fragments() + places[size_t(fragment)]; }
     long send_step(long sync) const { return order[size_t(sync) % order.size()].first + index(sync) * H; }
-    // The first sync that is sent after `step`.
+    // The first sync that is sent after `step`: its number is how many are sent until then (sends_until()).
     long first_after(long step) const {
         long sync = 0;
-        for (int p = 0; p < fragments(); p++) {
-            const long first = order[size_t(places[size_t(p)])].first;
-            sync += step < first ? 0 : (step - first) / H + 1;
-        }
+        for (const auto& [first, p] : order) { sync += (step - first + H) / H; }
         return sync;
     }
 
@@ -244,9 +241,6 @@ struct LogBeginning {
     LogBase base;
     std::vector<Incarnation> members;  // a start of each worker
 
-    bool has(const Incarnation& who) const {
-        return std::find(members.begin(), members.end(), who) != members.end();
-    }
     std::string text() const {
         std::string text = base.text() + ";";
         for (const Incarnation& one : members) { text += " " + one.text(); }

@@ -84,9 +84,8 @@ inline void SyncLog::checkpointed(const std::vector<long>& positions) {
 // need not bring the chunk back.
 inline StoreRequest SyncLog::own_chunk(const std::string& folder, const std::string& bytes, size_t chunk,
                                        size_t size) const {
-    const bool asks_winner = false;
     return {StoreRequest::put_if_absent, folder, chunk_name(me, chunk), bytes.substr(chunk * size, size),
-            asks_winner};
+            /*asks_winner=*/false};
 }
 
 inline void SyncLog::lose_store(const std::string& trouble, double now) {
@@ -137,8 +136,7 @@ inline void SyncLog::forgive(double seconds, double now) {
     candidates.forgive(seconds, now);
     presence.forgive(seconds, now);
     for (Slot& slot : slots) {
-        if (slot.due_since < 0) { continue; }
-        slot.excused = std::min(slot.excused + seconds, now - slot.due_since);
+        if (slot.due_since >= 0) { slot.excused = std::min(slot.excused + seconds, now - slot.due_since); }
     }
     for (auto& [want, one] : wanted) { one.since = std::min(one.since + seconds, now); }
     if (alone_since >= 0) { alone_since = std::min(alone_since + seconds, now); }
@@ -162,7 +160,7 @@ inline void SyncLog::choose_running(double now) {
     const auto sends = [](const Slot& slot) { return slot.own == Slot::sending; };
     const bool has_payload = std::any_of(slots.begin(), slots.end(), sends);
     if (is_leaving || !chores_can_wait || has_payload != in_bucket()) { ask_chores(); }
-    if (looks_at_wants) { look_at_wants(); }
+    if (std::exchange(looks_at_wants, false)) { look_at_wants(); }
     bool moves = false;  // a chunk of a payload or of a snapshot
     for (Slot& slot : slots) {
         if (!needs_store(slot, now)) { continue; }
@@ -200,19 +198,15 @@ inline void SyncLog::stop(const std::string& reason) {
     phase = Phase::stopped;
 }
 
-inline void SyncLog::say(LogEventKind kind, const std::string& text, long sync) {
-    told.push_back({kind, sync, me.worker, text});
+inline void SyncLog::say(LogEventKind kind, const std::string& text, long sync,
+                         const std::optional<LogEntry>& entry) {
+    told.push_back({kind, sync, me.worker, text, entry});
 }
 
 // Once for each sync. In place of a sync: to_begin, nobody_to_give.
 inline void SyncLog::say_waits(const std::string& what, long sync) {
     if (!waits_told.insert(sync).second) { return; }
     say(LogEventKind::too_few, "waits: " + what, std::max(sync, -1L));
-}
-
-inline void SyncLog::say(LogEventKind kind, long sync, const LogEntry& entry, const std::string& text) {
-    say(kind, text + in_words(entry), sync);
-    told.back().entry = entry;
 }
 
 // Tells what became of other workers. One that is gone may have finished.

@@ -19,10 +19,7 @@ inline void SyncLog::look_around(bool beside_payload) {
     const bool is_last = is_leaving;
     const double from = asked_at;
     ask({StoreRequest::list, key("beat")}, [=](const StoreAnswer& answer, double now) {
-        see(answer.listing, from, now);
-        if (phase == Phase::stopped) { return; }
-        if (!beside_payload) { look_seconds = std::min(now - from, options.expiry / 8); }
-        rest_from_looking(now);
+        see(answer.listing, from, beside_payload ? look_seconds : now - from, now);
         const int able = presence.count_alive([this](int worker, long promise) {  // or some day able, to give
             return worker != me.worker && promise != LogBeat::needs_snapshot && promise != LogBeat::ends;
         });
@@ -38,11 +35,8 @@ inline void SyncLog::look_around(bool beside_payload) {
 
 inline void SyncLog::hear_beats(const std::vector<StoreAnswer>& answers, double from, double now) {
     if (phase != Phase::running || is_leaving || answers.size() < 3 || answers.back().lost) { return; }
-    see(answers[1].listing, from, now);
-    if (phase == Phase::stopped) { return; }
-    look_seconds = std::min((now - from) / 2, options.expiry / 8);  // the beat went before
-    rest_from_looking(now);
-    look_for_readers(false, now);
+    see(answers[1].listing, from, (now - from) / 2, now);  // the beat went before
+    if (phase == Phase::running) { look_for_readers(false, now); }
 }
 
 // A worker that needs a snapshot shows it in its beat; only then the wants are read.
@@ -62,40 +56,32 @@ inline void SyncLog::look_for_readers(bool is_last, double now) {
 // Wants that have no offer yet. Wants are asked for last: a worker that has got its snapshot removes its want
 // first, and then the offer.
 inline void SyncLog::look_at_wants() {
-    looks_at_wants = false;
-    const auto offers = std::make_shared<std::map<std::string, std::string>>();
-    const auto givers = std::make_shared<std::map<std::string, std::string>>();
+    const auto offers = std::make_shared<Listing>(), givers = std::make_shared<Listing>();
     ask({StoreRequest::list, key("offer")},
         [offers](const StoreAnswer& answer, double) { *offers = answer.listing; });
     ask({StoreRequest::list, key("giver")},
         [givers](const StoreAnswer& answer, double) { *givers = answer.listing; });
     ask({StoreRequest::list, key("want")},
         [this, offers, givers, is_last = wants_are_last](const StoreAnswer& answer, double now) {
-            note_wants(answer.listing, *offers, now);
-            note_givers(*givers, now);
+            note_wants(answer.listing, *offers, *givers, now);
             choose_reader(is_last, now);
         });
 }
 
-inline void SyncLog::note_wants(const std::map<std::string, std::string>& wants,
-                                const std::map<std::string, std::string>& offers, double now) {
+inline void SyncLog::note_wants(const Listing& wants, const Listing& offers, const Listing& givers,
+                                double now) {
     std::map<std::string, Wanted> still;
     for (const auto& [want, reason] : wants) {
-        const auto known = wanted.find(want);
         if (Incarnation::parse(want).worker == me.worker || offers.count(want)) { continue; }
-        still[want] = known == wanted.end() ? Wanted{now, ""} : known->second;
-    }
-    wanted = still;
-}
-
-inline void SyncLog::note_givers(const std::map<std::string, std::string>& givers, double now) {
-    for (auto& [want, one] : wanted) {
+        const auto known = wanted.find(want);
         const auto giver = givers.find(want);
         const std::string text = giver == givers.end() ? "" : giver->second;
-        if (text != one.giver) { one = {now, text}; }
+        const bool is_same = known != wanted.end() && known->second.giver == text;
+        still[want] = is_same ? known->second : Wanted{now, text};
         // Before this worker's trainer had its turn, another worker took over and began.
         if (gives(want) && giving->bytes.empty() && has_written(text)) { giving.reset(); }
     }
+    wanted = still;
 }
 
 // giver: "v.j chunks". True for another worker that has written some.
@@ -105,7 +91,8 @@ inline bool SyncLog::has_written(const std::string& giver) const {
     return is_other && std::atol(giver.substr(space).c_str()) > 0;
 }
 
-inline void SyncLog::rest_from_looking(double now) {
+inline void SyncLog::rest_from_looking(double seconds, double now) {
+    look_seconds = std::min(seconds, options.expiry / 8);
     // Looks take at most a fifth of the time, or half of it for a worker that catches up and must soon know
     // what others send. A look may have been slow because this process was stopped: then the next one comes
     // soon.
@@ -118,8 +105,8 @@ inline void SyncLog::rest_from_looking(double now) {
 inline double SyncLog::pause() const { return std::max(options.poll, 4 * look_seconds); }
 
 // A beat that is not whole counts as absent: a power cut may have damaged that of a dead worker.
-// from: when the beats were asked for
-inline void SyncLog::see(std::map<std::string, std::string> listing, double from, double now) {
+// from: when the beats were asked for   seconds: that such a look takes
+inline void SyncLog::see(Listing listing, double from, double seconds, double now) {
     long others_newest = -1;
     for (auto one = listing.begin(); one != listing.end();) {
         one = LogBeat::parse(one->second).text() == one->second ? std::next(one) : listing.erase(one);
@@ -147,6 +134,7 @@ inline void SyncLog::see(std::map<std::string, std::string> listing, double from
     looked_from = from;
     presence.look(listing, from, now);
     tell_changes();
+    rest_from_looking(seconds, now);
 }
 
 inline void SyncLog::note_open(long sync) {
@@ -178,7 +166,6 @@ inline void SyncLog::choose_reader(bool is_last, double now) {
 
 // Nobody is alive that could give a snapshot. If a worker has finished, the run is over.
 inline void SyncLog::look_for_an_end() {
-    looks_for_an_end = false;
     look_for_offer();
     ask({StoreRequest::list, key("done")}, [this](const StoreAnswer& answer, double) {
         if (snapshot.offer) { return; }
@@ -194,29 +181,21 @@ inline void SyncLog::look_for_an_end() {
 // -----------------------------------------------------------------------------------------------------------
 // Snapshots
 
-// False: this worker's memory does not hold what the last syncs left there.
-inline bool SyncLog::write_snapshot(double now) {
+// Stops if this worker's memory does not hold what the last syncs left there.
+inline void SyncLog::write_snapshot(double now) {
     for (int p = 0; p < int(slots.size()); p++) {
-        if (shard.hash(p) != slots[size_t(p)].hash) {
-            diverge();
-            return false;
-        }
+        if (shard.hash(p) != slots[size_t(p)].hash) { return diverge(); }
     }
     std::string bytes = numbers(positions()) + "\n";
     try {
         shard.append_snapshot(bytes);
-    } catch (const std::bad_alloc&) {
-        put_off_giving("this host has no memory for it", now);
-        return true;
-    }
+    } catch (const std::bad_alloc&) { return put_off_giving("this host has no memory for it", now); }
     giving->bytes = std::move(bytes);
     ask_later({StoreRequest::put, key("held"), giving->want, numbers(positions())});
-    return true;
 }
 
 inline void SyncLog::give() {
     if (!giving->is_claimed) { return claim(); }
-    if (giving->bytes.empty()) { return; }  // until the trainer's turn
     if (giving->chunks < chunks_of(giving->bytes.size(), options.snapshot_chunk)) {
         return give_chunk();
     }
@@ -243,13 +222,12 @@ inline void SyncLog::claim() {
 
 // Gives up if the reader's want is gone, or has an offer already.
 inline void SyncLog::give_chunk() {
-    const auto stop_if = [this](bool it_is_there) {
-        return [this, it_is_there, want = giving->want](const StoreAnswer& answer, double) {
-            if (gives(want) && answer.found == it_is_there) { give_no_more(); }
-        };
-    };
-    ask({StoreRequest::get, key("want"), giving->want}, stop_if(false));
-    ask({StoreRequest::get, key("offer"), giving->want}, stop_if(true));
+    for (const bool is_offer : {false, true}) {
+        ask({StoreRequest::get, key(is_offer ? "offer" : "want"), giving->want},
+            [this, is_offer, want = giving->want](const StoreAnswer& answer, double) {
+                if (gives(want) && answer.found == is_offer) { give_no_more(); }
+            });
+    }
     ask(own_chunk(key("snapshot/" + giving->want), giving->bytes, giving->chunks, options.snapshot_chunk),
         [this, want = giving->want](const StoreAnswer&, double) {
             if (gives(want) && !giving->bytes.empty()) { giving->chunks++; }
@@ -283,9 +261,8 @@ inline void SyncLog::fall_behind(const std::string& reason) {
 
 // The next one is wanted under another name.
 inline void SyncLog::forget_snapshot() {
-    const int attempt = snapshot.attempt + 1;
-    snapshot = Snapshot();
-    snapshot.attempt = attempt;
+    remove_snapshot(want());
+    snapshot = Snapshot{snapshot.attempt + 1};
 }
 
 inline void SyncLog::choose_behind(double now) {
@@ -297,7 +274,7 @@ inline void SyncLog::choose_behind(double now) {
     }
     if (snapshot.offer) {
         read_snapshot();
-    } else if (looks_for_an_end) {
+    } else if (std::exchange(looks_for_an_end, false)) {
         look_for_an_end();
     } else if (now >= snapshot.look_at) {
         look_for_offer();
@@ -339,7 +316,6 @@ inline void SyncLog::take_chunk_of_snapshot(const StoreAnswer& answer) {
     const bool is_last = snapshot.chunks == chunks_of(offer.bytes, options.snapshot_chunk);
     if (!rules.is_chunk(answer) || (is_last && !rules.is_whole(snapshot.bytes, offer))) {
         say(LogEventKind::snapshot_gone, "finds its snapshot gone, and asks for another");
-        remove_snapshot(want());
         return forget_snapshot();
     }
     snapshot.is_whole = is_last;
@@ -353,7 +329,6 @@ inline void SyncLog::load_snapshot() {
     enter(parse_numbers(snapshot.bytes.substr(0, end)), false);
     say(LogEventKind::takes_snapshot,
         "goes on from a snapshot, its fragments at syncs " + snapshot.bytes.substr(0, end));
-    remove_snapshot(want());
     forget_snapshot();
     phase = Phase::running;
 }
@@ -398,7 +373,7 @@ inline void SyncLog::sweep(bool with_snapshots) {
 }
 
 // What living workers need that are catching up from a snapshot.
-inline void SyncLog::note_held(const std::map<std::string, std::string>& listing, std::vector<long>& held) {
+inline void SyncLog::note_held(const Listing& listing, std::vector<long>& held) {
     for (const auto& [want, text] : listing) {
         const Incarnation who = Incarnation::parse(want);
         if (!presence.is_alive(who) || presence.is_at_work(who)) {
@@ -445,11 +420,8 @@ inline void SyncLog::sweep_snapshots() {
     for (const char* what : {"offer", "giver"}) { sweep_by({StoreRequest::list, key(what)}, note(0)); }
     sweep_by({StoreRequest::list, key("want")}, [this, there](const StoreAnswer& answer, double) {
         for (const auto& [want, reason] : answer.listing) {
-            if (presence.is_alive(Incarnation::parse(want))) {
-                there->erase(want);
-            } else {
-                there->insert(want);
-            }
+            there->insert(want);
+            if (presence.is_alive(Incarnation::parse(want))) { there->erase(want); }
         }
         for (const std::string& want : *there) { remove_snapshot(want); }
     });

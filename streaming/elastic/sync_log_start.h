@@ -27,12 +27,11 @@ inline void SyncLog::open() {
 inline void SyncLog::compare() {
     ask({StoreRequest::put_if_absent, generation + "/run", "fingerprint", start.fingerprint},
         [this](const StoreAnswer& answer, double) {
-            if (rules.is_same_run(start.fingerprint, answer.value)) {
-                phase = Phase::registering;
-            } else {
+            if (!rules.is_same_run(start.fingerprint, answer.value)) {
                 end.theirs = answer.value;
-                stop("its options are not those of the run");
+                return stop("its options are not those of the run");
             }
+            phase = Phase::registering;
         });
 }
 
@@ -94,7 +93,7 @@ inline void SyncLog::agree(double now) {
     });
 }
 
-inline void SyncLog::agree_on(const std::map<std::string, std::string>& registered, double now) {
+inline void SyncLog::agree_on(const Listing& registered, double now) {
     agree_at = now + options.poll;
     std::map<int, Incarnation> there;  // starts, by worker: the latest
     for (const auto& [text, base] : registered) {
@@ -129,8 +128,7 @@ inline void SyncLog::agree_on(const std::map<std::string, std::string>& register
 
 // The run's first sync waits for all members.
 inline void SyncLog::begin(const LogBeginning& beginning, double now) {
-    const bool holds_it = beginning.base == base();
-    if (beginning.has(me)) {
+    if (std::count(beginning.members.begin(), beginning.members.end(), me) > 0) {
         promise = LogBeat::nothing;
         for (int p = 0; p < schedule.fragments(); p++) {
             promise = std::min(promise, schedule.sync(p, beginning.base.positions[size_t(p)]));
@@ -138,7 +136,7 @@ inline void SyncLog::begin(const LogBeginning& beginning, double now) {
         presence.expect(beginning.members, promise, now);
         is_aligned = true;
     }
-    if (!holds_it) { return fall_behind("does not hold what the run begins with"); }
+    if (!(beginning.base == base())) { return fall_behind("does not hold what the run begins with"); }
     phase = Phase::running;
     if (start.from_checkpoint) { checkpointed(start.positions); }
 }

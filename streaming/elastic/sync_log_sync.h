@@ -2,8 +2,8 @@
 // the payloads that it counts are read.
 #pragma once
 #include <algorithm>
-#include <cmath>
 #include <memory>
+#include <string_view>
 
 #include "streaming/elastic/sync_log.h"
 
@@ -25,12 +25,19 @@ inline void SyncLog::serve(Slot& slot) {
     }
 }
 
-// Handlers find their slot by its sync, since the slot may be at the next one by now.
 inline SyncLog::Slot* SyncLog::find(long sync) {
     for (Slot& slot : slots) {
         if (slot.sync == sync) { return &slot; }
     }
     return nullptr;
+}
+
+// Handlers find their slot by its sync, since the slot may be at the next one by now.
+template <class Then>
+SyncLog::Handler SyncLog::with_slot(long sync, Then then) {
+    return [this, sync, then](const StoreAnswer& answer, double now) {
+        if (Slot* slot = find(sync)) { then(*slot, answer, now); }
+    };
 }
 
 // The line goes out with the last chunk; over a bucket it holds a small payload.
@@ -46,9 +53,7 @@ inline void SyncLog::send(Slot& slot) {
     const size_t chunks = is_in_line ? 0 : chunks_of(payload.size(), options.chunk);
     if (slot.chunks < chunks) {
         ask(own_chunk(folder("payload", slot.sync), payload, slot.chunks, options.chunk),
-            [this, sync = slot.sync](const StoreAnswer&, double) {
-                if (Slot* slot = find(sync)) { slot->chunks++; }
-            });
+            with_slot(slot.sync, [](Slot& slot, const StoreAnswer&, double) { slot.chunks++; }));
     }
     if (slot.chunks + 1 < chunks) { return; }
     slot.hash = encoded->hash;
@@ -62,16 +67,14 @@ inline void SyncLog::write_line(Slot& slot, const LogLine& line, Slot::Own own, 
     const std::string name = in_bucket() ? words(me.worker) : me.text();
     const std::string text = (in_bucket() ? me.text() + " " : "") + line.text() + payload;
     ask({rules.line_is_written_by(), folder("sent", slot.sync), name, text, in_bucket()},
-        [this, sync = slot.sync, own, name](const StoreAnswer& answer, double now) {
-            Slot* slot = find(sync);
-            if (slot == nullptr) { return; }
-            slot->own = own;
-            if (own == Slot::sent) { show_pace(sync, now); }
-            if (!in_bucket() || slot->entry) { return; }
-            slot->found[name] = answer.value;
-            slot->is_near = true;
-            slot->look_at = now + pause();
-        });
+        with_slot(slot.sync, [this, own, name](Slot& slot, const StoreAnswer& answer, double now) {
+            slot.own = own;
+            if (own == Slot::sent) { show_pace(slot.sync, now); }
+            if (!in_bucket() || slot.entry) { return; }
+            slot.found[name] = answer.value;
+            slot.is_near = true;
+            slot.look_at = now + pause();
+        }));
     if (in_bucket()) { return ask_lines(slot, Presence::at_work, false); }
     const std::string question = words(line.hash, me.text(), options.elastic.min_workers) + ";" +
                                  presence.awaited_and_dead();
@@ -98,23 +101,20 @@ inline std::vector<std::string> SyncLog::lacking(const Slot& slot, Presence::Whi
     return missing;
 }
 
-inline std::vector<SyncLog::Asked> SyncLog::lines_of(const Slot& slot, Presence::Which of) {
-    std::vector<Asked> all;
+inline void SyncLog::add_lines(std::vector<Asked>& to, const Slot& slot, Presence::Which of) {
     for (const std::string& name : lacking(slot, of)) {
-        const auto take = [=, sync = slot.sync, open = newest_open](const StoreAnswer& answer, double) {
-            Slot* slot = find(sync);
-            if (slot == nullptr || slot->entry || phase != Phase::running) { return; }
-            if (answer.found) { slot->found[name] = answer.value; }
-            (answer.found ? slot->is_near : slot->is_gone) |= answer.found || is_over(sync, open);
+        const auto take = [this, name, open = newest_open](Slot& slot, const StoreAnswer& answer, double) {
+            if (slot.entry || phase != Phase::running) { return; }
+            if (answer.found) { slot.found[name] = answer.value; }
+            (answer.found ? slot.is_near : slot.is_gone) |= answer.found || is_over(slot.sync, open);
         };
-        all.push_back({{StoreRequest::get, folder("sent", slot.sync), name}, take});
+        to.push_back({{StoreRequest::get, folder("sent", slot.sync), name}, with_slot(slot.sync, take)});
     }
-    return all;
 }
 
 // They count if the store is still the one that has the run.
 inline void SyncLog::ask_lines(const Slot& slot, Presence::Which of, bool may_close) {
-    for (const Asked& one : lines_of(slot, of)) { asked.push_back(one); }
+    add_lines(asked, slot, of);
     ask({StoreRequest::get, "run", "generation"},
         [this, may_close, sync = slot.sync](const StoreAnswer& answer, double now) {
             check_generation(answer);
@@ -145,9 +145,9 @@ inline void SyncLog::close(Slot& slot) {
         const bool is_missing = std::count(decision.missing.begin(), decision.missing.end(), w) > 0;
         const LogLine line{slot.hash, 0, size_t(decision.waited), is_missing};
         ask({rules.line_is_written_by(), folder("sent", slot.sync), words(w), words(me.text(), line.text())},
-            [this, w, sync = slot.sync](const StoreAnswer& answer, double) {
-                if (Slot* slot = find(sync)) { slot->found[words(w)] = answer.value; }
-            });
+            with_slot(slot.sync, [w](Slot& slot, const StoreAnswer& answer, double) {
+                slot.found[words(w)] = answer.value;
+            }));
     }
     slot.is_near = false;
     ask_lines(slot, Presence::nobody, true);
@@ -175,11 +175,11 @@ inline void SyncLog::listen_to_lines(Slot& slot) {
     const bool has_own = slot.own != Slot::none || slot.found.count(words(me.worker)) > 0;
     const auto some = has_own ? Presence::at_work : Presence::nobody;
     const bool asks_all = has_all || is_over(slot.sync, newest_open);
-    for (const Asked& one : lines_of(slot, asks_all ? Presence::anybody : some)) { heard.push_back(one); }
+    add_lines(heard, slot, asks_all ? Presence::anybody : some);
 }
 
 // Over a bucket a line says who wrote it, and lies under a worker's number. Another worker's closes the place.
-inline void SyncLog::take_lines(Slot& slot, const std::map<std::string, std::string>& texts) {
+inline void SyncLog::take_lines(Slot& slot, const Listing& texts) {
     slot.lines.emplace();
     slot.closed.clear();
     for (const auto& [name, text] : texts) {
@@ -208,16 +208,15 @@ inline void SyncLog::look(Slot& slot) {
     }
     asks_beats = true;
     ask({StoreRequest::list, folder("sent", slot.sync)},
-        [this, sync = slot.sync](const StoreAnswer& answer, double now) {
-            Slot* slot = find(sync);
-            if (slot == nullptr || slot->entry) { return; }
-            slot->look_at = now + pause();
+        with_slot(slot.sync, [this](Slot& slot, const StoreAnswer& answer, double now) {
+            if (slot.entry) { return; }
+            slot.look_at = now + pause();
             if (answer.listing.count(me.text()) == 0) {  // the store came back without its newest data
-                slot->chunks = 0;
-                return send_again(*slot);
+                slot.chunks = 0;
+                return send_again(slot);
             }
-            take_lines(*slot, answer.listing);
-        });
+            take_lines(slot, answer.listing);
+        }));
 }
 
 // A slot with an entry needs its payloads; one that has sent, abstained or fallen behind needs its entry. Over
@@ -238,15 +237,14 @@ inline bool SyncLog::listens() const {
 // and no entry is used before it is checked. Requests whose answers are lost are made again.
 inline std::vector<StoreRequest> SyncLog::listen() {
     heard.clear();
+    if (!listens()) { return {}; }
     for (Slot& slot : slots) {
-        if (listens() && slot.entry && listens_to(slot)) { fetch_payloads(slot); }
+        if (slot.entry && listens_to(slot)) { fetch_payloads(slot); }
     }
     patience = heard.empty() ? 1 : 0;
-    bool takes_entries = !heard.empty();
     const auto decisions = std::make_shared<std::map<long, StoreAnswer>>();  // by sync
     for (Slot& slot : slots) {
-        if (!listens() || slot.entry || !listens_to(slot)) { continue; }
-        takes_entries = true;
+        if (slot.entry || !listens_to(slot)) { continue; }
         if (is_behind(slot) && !slot.heard) { patience = 0; }
         if (in_bucket()) {
             listen_to_lines(slot);
@@ -266,7 +264,7 @@ inline std::vector<StoreRequest> SyncLog::listen() {
             in_bucket() ? weigh(*slot, false, now) : learn(*slot, decision, open);
         }
     };
-    if (takes_entries) { heard.push_back({{StoreRequest::get, "run", "generation"}, learn_all}); }
+    heard.push_back({{StoreRequest::get, "run", "generation"}, learn_all});
     std::vector<StoreRequest> requests;
     for (const Asked& one : heard) { requests.push_back(one.request); }
     return requests;
@@ -286,11 +284,8 @@ inline void SyncLog::hear(const std::vector<StoreAnswer>& answers, double now) {
 inline void SyncLog::learn(Slot& slot, const StoreAnswer& decision, long open) {
     slot.heard = true;
     if (slot.entry) { return; }  // it was learned over the other connection meanwhile
-    if (!decision.found) {
-        // A worker that sends the fragment's next sync has applied this one.
-        if (is_over(slot.sync, open)) { miss_entry(slot.sync); }
-        return;
-    }
+    if (!decision.found && is_over(slot.sync, open)) { return miss_entry(slot.sync); }
+    if (!decision.found) { return; }
     take_entry(slot, decision.value);
     for (size_t i = 0; i < slot.payloads.size(); i++) {
         const auto chunk = decision.listing.find(chunk_name(slot.entry->contributors[i].who, 0));
@@ -302,8 +297,7 @@ inline void SyncLog::learn(Slot& slot, const StoreAnswer& decision, long open) {
 // A later sync of the fragment was sent, and this one is not decided. The later one cannot have been sent
 // before this one was decided. So if snapshots keep ending before it, the beat is forged or damaged.
 inline void SyncLog::miss_entry(long sync) {
-    times_missed = sync == missed ? times_missed + 1 : 1;
-    missed = sync;
+    times_missed = std::exchange(missed, sync) == sync ? times_missed + 1 : 1;
     if (times_missed <= 3) { return fall_behind(format("finds the entry of sync %ld gone", sync)); }
     stop(format("the store holds a damaged or forged record: a beat in %s says that sync %ld was sent, and "
                 "sync %ld is not decided", key("beat").c_str(), newest_open, sync));
@@ -318,8 +312,16 @@ inline void SyncLog::consider(Slot& slot, double asked, double now) {
     if (is_other && (are_all || !in_bucket())) { return diverge(slot); }
     tell_of_few(slot, standing, asked);
     if (phase == Phase::stopped) { return; }
-    const Question question{slot.sync, slot.hash, due_for_all(slot, now), stands_since(now), me, slot.closed};
-    charge(question, standing, presence, options.elastic.min_workers, pause(), asked);
+    std::set<int> there;
+    for (const auto& [worker, line] : standing) { there.insert(worker); }
+    for (const auto& [worker, line] : slot.closed) { there.insert(worker); }
+    const Question question{slot.sync, slot.hash, due_for_all(slot, now), stands_since(now), me, there};
+    // If enough have sent and this worker still stands still, the missing workers are charged, but not for
+    // the first pause: the lines of workers that are equally fast do not arrive at once. Nobody is charged
+    // for the time that the answer took.
+    if (question.due_since >= 0 && int(standing.size()) >= options.elastic.min_workers) {
+        presence.charge(slot.sync, there, question.due_since + pause(), question.stands_since, asked);
+    }
     slot.proposal = decide(question, standing, presence, rules, options.elastic.min_workers,
                            options.elastic.grace, asked, now);
     if (slot.proposal && are_all) { settle(slot, standing); }
@@ -368,12 +370,10 @@ inline void SyncLog::tell_of_few(Slot& slot, const StandingLines& standing, doub
 // An entry that is already there stays. This worker learns the result through listen(), like all others.
 inline void SyncLog::write_entry(long sync, const LogEntry& entry) {
     ask({rules.entry_is_written_by(), key("entry"), std::to_string(sync), entry.text()},
-        [this, sync](const StoreAnswer&, double now) {
-            Slot* slot = find(sync);
-            if (slot == nullptr) { return; }
-            slot->proposal.reset();
-            slot->look_at = now + pause();
-        });
+        with_slot(sync, [this](Slot& slot, const StoreAnswer&, double now) {
+            slot.proposal.reset();
+            slot.look_at = now + pause();
+        }));
 }
 
 inline void SyncLog::take_entry(Slot& slot, const std::string& text) {
@@ -400,7 +400,8 @@ inline void SyncLog::take_entry(Slot& slot, const std::string& text) {
         trims[slot.sync] = words(one.who.text(), entry.hash, one.tokens, one.bytes, one.digest);
     }
     if (entry.decider == me) {
-        say(LogEventKind::decided, slot.sync, entry, format("decides sync %ld: it ", slot.sync));
+        const std::string what = format("decides sync %ld: it ", slot.sync) + in_words(entry);
+        say(LogEventKind::decided, what, slot.sync, entry);
         const long period = schedule.fragments(), rest = in_bucket() ? slot.sync % (4 * period) : 0;
         if (slot.sync % period == 0 && rest % (2 * period) == 0) { sweep(rest == 0); }
     }
@@ -436,34 +437,35 @@ inline void SyncLog::fetch_payloads(Slot& slot) {
         const bool is_in_line = one.bytes <= options.in_line;
         for (size_t at = slot.payloads[i].size(); at < one.bytes && asked_for < options.chunk; at += chunk) {
             const std::string name = is_in_line ? words(one.who.worker) : chunk_name(one.who, at / chunk);
+            const auto take = [this, i, at](Slot& slot, const StoreAnswer& answer, double) {
+                take_chunk(slot, i, at, answer);
+            };
             heard.push_back({{StoreRequest::get, folder(is_in_line ? "sent" : "payload", slot.sync), name},
-                             [this, sync = slot.sync, i, at, is_in_line](StoreAnswer answer, double) {
-                                 if (is_in_line) {
-                                     const size_t end = answer.value.find('\n');
-                                     answer.found &= end < answer.value.size();
-                                     answer.value.erase(0, end + 1);
-                                 }
-                                 if (Slot* slot = find(sync)) { take_chunk(*slot, i, at, answer); }
-                             }});
+                             with_slot(slot.sync, take)});
             asked_for += std::min(chunk, one.bytes - at);
         }
     }
 }
 
 // A damaged payload is as good as none: a snapshot from a worker that has another copy of it replaces it.
-// at: the chunk's place in the payload
+// at: the chunk's place in the payload   answer: the chunk, or a line with the payload behind it
 inline void SyncLog::take_chunk(Slot& slot, size_t i, size_t at, const StoreAnswer& answer) {
     if (phase != Phase::running || i >= slot.payloads.size() || at != slot.payloads[i].size()) { return; }
-    if (!answer.found) { return fall_behind(format("finds a payload of sync %ld gone", slot.sync)); }
     const Contributor& one = slot.entry->contributors[i];
+    const bool is_in_line = one.bytes <= options.in_line;
+    const size_t begin = is_in_line ? answer.value.find('\n') + 1 : 0;  // 0 in a line: there is no payload
+    if (!answer.found || (is_in_line && begin == 0)) {
+        return fall_behind(format("finds a payload of sync %ld gone", slot.sync));
+    }
+    const std::string_view chunk = std::string_view(answer.value).substr(begin);
     const size_t bytes = std::min(chunk_of(one.bytes), one.bytes - at);
     const std::string name = folder("payload", slot.sync) + " " + chunk_name(one.who, at / chunk_of(one.bytes));
-    if (answer.value.size() != bytes) {
+    if (chunk.size() != bytes) {
         return fall_behind(
-            format("finds %s damaged (%zu bytes in place of %zu)", name.c_str(), answer.value.size(), bytes));
+            format("finds %s damaged (%zu bytes in place of %zu)", name.c_str(), chunk.size(), bytes));
     }
-    slot.payloads[i] += answer.value;
-    slot.bytes_read += answer.value.size();
+    slot.payloads[i] += chunk;
+    slot.bytes_read += chunk.size();
     if (slot.has_payload(i) && digest_of(slot.payloads[i]) != one.digest) {
         fall_behind(format("finds %s damaged (its digest is another one)", name.c_str()));
     }
@@ -483,8 +485,7 @@ inline void SyncLog::take_known_payloads(Slot& slot) {
             continue;
         }
         const std::string line = std::move(slot.found[words(one.who.worker)]);
-        const size_t end = line.find('\n');
-        if (end < line.size()) { take_chunk(slot, i, 0, {false, false, "", true, line.substr(end + 1), {}}); }
+        if (line.find('\n') < line.size()) { take_chunk(slot, i, 0, {false, false, "", true, line, {}}); }
         if (phase != Phase::running) { return; }
     }
 }

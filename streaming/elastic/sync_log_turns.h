@@ -19,10 +19,7 @@ inline LogTurn SyncLog::finish(long last_step, double now) {
     is_finishing = true;
     const LogTurn last = turn(last_step, now);
     if (last.kind != LogTurn::go_on) { return last; }
-    if (!is_leaving) {
-        is_leaving = true;
-        look_around_at = look_earliest;
-    }
+    if (!std::exchange(is_leaving, true)) { look_around_at = look_earliest; }
     return {has_left ? LogTurn::go_on : LogTurn::wait};
 }
 
@@ -48,7 +45,8 @@ inline LogTurn SyncLog::take_turn(long step, double now) {
     if (phase != Phase::running) { return {LogTurn::wait}; }
     keep_pace(now);
     for (int p = ready(); p >= 0; p = ready()) { apply(slots[size_t(p)]); }
-    if (lacks_snapshot() && !write_snapshot(now)) { return {LogTurn::stop}; }
+    if (lacks_snapshot()) { write_snapshot(now); }
+    if (phase == Phase::stopped) { return {LogTurn::stop}; }
     if (is_far_behind()) { return jump(); }
     take_part();
     bool waits = false;
@@ -57,8 +55,7 @@ inline LogTurn SyncLog::take_turn(long step, double now) {
         waits = true;
         if (slot.due_since >= 0) { continue; }
         slot.due_since = now;
-        const auto nobody = [](int) { return false; };
-        const bool are_awaited = presence.missing(slot.sync, nobody, now, now).all_waited_for;
+        const bool are_awaited = presence.missing(slot.sync, {}, now, now).all_waited_for;
         if (!are_awaited || !in_bucket()) { slot.look_at = now + (are_awaited ? pause() : 0); }
     }
     if (waits) { return {LogTurn::wait}; }
@@ -129,8 +126,8 @@ inline void SyncLog::apply(Slot& slot) {
         contributions.push_back({slot.entry->contributors[i].who.worker, std::move(slot.payloads[i])});
     }
     shard.apply(slot.sync, contributions, counted);
-    const std::string text = format("applies sync %ld, ", slot.sync) + (counted ? "" : "not counted: ");
-    say(LogEventKind::applied, slot.sync, *slot.entry, text + "it ");
+    const std::string text = format("applies sync %ld, ", slot.sync) + (counted ? "it " : "not counted: it ");
+    say(LogEventKind::applied, text + in_words(*slot.entry), slot.sync, slot.entry);
     told.back().counted = counted;
     told.back().bytes_read = slot.bytes_read;
     keep_promise(slot);

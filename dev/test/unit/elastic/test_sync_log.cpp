@@ -445,7 +445,7 @@ TEST(SyncLog, what_a_worker_has_cost_is_paid_back_while_it_is_charged_for_nothin
     const auto beat = [&](long count, double now) {
         presence.look({{"1", LogBeat{1, count, 0, -1}.text()}}, now, now);
     };
-    const auto nobody = [](int) { return false; };
+    const std::set<int> nobody;
     const auto is_waited_for = [&](long sync, double since, double now) {
         return presence.missing(sync, nobody, since, now).waited_for;
     };
@@ -460,7 +460,7 @@ TEST(SyncLog, what_a_worker_has_cost_is_paid_back_while_it_is_charged_for_nothin
 
 TEST(SyncLog, of_syncs_that_are_due_at_once_each_waits_and_the_time_is_charged_once) {
     Presence presence(5, 10);
-    const auto nobody = [](int) { return false; };
+    const std::set<int> nobody;
     const auto is_waited_for = [&](long sync, double since, double now) {
         return presence.missing(sync, nobody, since, now).waited_for;
     };
