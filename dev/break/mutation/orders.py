@@ -19,7 +19,7 @@ STREAMING = {"--layers": 1, "--heads": 1, "--channels": 64, "--vocab-size": 64, 
 
 CONFIGURATIONS = {
     "nccl": {**STREAMING, "--outer-offload": True},
-    "tcp": {**STREAMING, "--layers": 2, "--outer-transport": "tcp", "--eval": "local", "-r": 2},
+    "tcp": {**STREAMING, "--layers": 2, "--outer-transport": "tcp", "--outer-offload": True, "--eval": "local", "-r": 2},
     "no overlap": {**STREAMING, "--overlap": 0, "--ranks": 1, "-d": 32, "-v": 0, "-s": 0, "-n": 0},
     "one worker": {**STREAMING, "--workers": 1, "--outer-optimizer": "none", "--overlap": 0},
     # Fragments of 391 and 73 blocks: one worker's part has fewer blocks than the others'.
