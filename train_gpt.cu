@@ -42,8 +42,7 @@
 
 // Activations of one layer that the forward pass keeps for the backward pass.   N = B * T
 struct LayerActivations {
-    Buffer<floatX> ln1, qkv, attention, residual2, ln2, fch, fch_gelu,
-        residual3;                                         // (N,C), but qkv (N,3C), fch* (N,4C)
+    Buffer<floatX> ln1, qkv, attention, residual2, ln2, fch, fch_gelu, residual3;  // (N,C); qkv 3C, fch* 4C
     Buffer<float> ln1_mean, ln1_rstd, ln2_mean, ln2_rstd;  // (N)
     Buffer<float> lse;                                     // (B,NH,T)
 };
@@ -93,22 +92,15 @@ inline void allocate_activations(Model& model, int B, int T) {
     if (model.recompute >= 1) { a.gelu_recomputed = Buffer<floatX>(N * 4 * C); }
     if (model.recompute >= 2) { a.ln_recomputed = Buffer<floatX>(N * C); }
     for (int l = 0; l < shape.layers; l++) {
-        LayerActivations layer;
-        if (model.recompute < 2) {
-            layer.ln1 = Buffer<floatX>(N * C);
-            layer.ln2 = Buffer<floatX>(N * C);
-        }
-        if (model.recompute < 1) { layer.fch_gelu = Buffer<floatX>(N * 4 * C); }
-        for (Buffer<floatX>* b : {&layer.attention, &layer.residual2, &layer.residual3}) {
-            *b = Buffer<floatX>(N * C);
-        }
-        layer.qkv = Buffer<floatX>(N * 3 * C);
-        layer.fch = Buffer<floatX>(N * 4 * C);
-        for (Buffer<float>* b : {&layer.ln1_mean, &layer.ln1_rstd, &layer.ln2_mean, &layer.ln2_rstd}) {
-            *b = Buffer<float>(N);
-        }
-        layer.lse = Buffer<float>(N * shape.heads);
-        a.layers.push_back(std::move(layer));
+        LayerActivations x;
+        for (Buffer<floatX>* b : {&x.ln1, &x.ln2}) { *b = Buffer<floatX>(model.recompute < 2 ? N * C : 0); }
+        x.fch_gelu = Buffer<floatX>(model.recompute < 1 ? N * 4 * C : 0);
+        for (Buffer<floatX>* b : {&x.attention, &x.residual2, &x.residual3}) { *b = Buffer<floatX>(N * C); }
+        for (Buffer<float>* b : {&x.ln1_mean, &x.ln1_rstd, &x.ln2_mean, &x.ln2_rstd}) { *b = Buffer<float>(N); }
+        x.qkv = Buffer<floatX>(N * 3 * C);
+        x.fch = Buffer<floatX>(N * 4 * C);
+        x.lse = Buffer<float>(N * shape.heads);
+        a.layers.push_back(std::move(x));
     }
     for (Buffer<int>* b : {&model.inputs, &model.targets}) { *b = Buffer<int>(N); }
     model.upload = Upload(N);
@@ -248,10 +240,11 @@ struct Worker {
     Buffer<OutlierWindow> outliers = Buffer<OutlierWindow>(1);  // the same on all ranks
     long adamw_updates = 0;                                     // updates that m and v have seen
     std::unique_ptr<ShardedMuon> muon;                          // null: AdamW updates matrices, too
-    Event to_comm, to_main;                                     // used by hand_over() and hand_back()
+    Event to_comm, to_main, to_copies, spare_is_copied, state_is_copied;  // points where streams wait
     Traffic traffic;                                            // of `comm`
     std::function<void()> progress = [] {};  // called for each batch: tells the watchdog that all is well
     StopVote stop{comm, comm_stream};
+    Stream copies{};  // to snapshots in the host's memory, while `main` goes on
 
     Worker(Model& model, Comm& comm, Stream& main, Stream& comm_stream)
         : model(model), comm(comm), main(main), comm_stream(comm_stream) {
@@ -323,9 +316,10 @@ inline bool compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
         if (micro_step > 0 && worker.stop.votes_to_leave()) { return false; }
         worker.progress();
         loader.next_batch();
-        model.sums.begin(model.grads, model.layout, micro_step == 0, worker.main);
         forward(model, loader.inputs(), B, T, worker.main);
         classify(model, loader.targets(), B, T, &scalars->loss, share, share, true, worker.main);
+        worker.main.wait(worker.spare_is_copied);
+        model.sums.begin(model.grads, model.layout, micro_step == 0, worker.main);
         backward(model, B, T, worker.main, [&](int b) { if (last) { reduce_block(worker, b); } });
     }
     hand_back(worker);
@@ -343,6 +337,7 @@ inline void update(Worker& worker, const Options& options, float learning_rate, 
     const Phase phase("update");
     const long t = ++worker.adamw_updates;
     Scalars* scalars = worker.scalars;
+    worker.main.wait(worker.state_is_copied);
     device::clip_scale(&scalars->norm, &scalars->clip_scale, &scalars->norm_squared, options.adamw.clip,
                        worker.main);
     device::skip_outliers(worker.outliers.data(), &scalars->loss_zscore, &scalars->norm_zscore,
@@ -423,7 +418,10 @@ inline void gather_flat(Worker& worker, HostBuffer<float>& flat, const float* sh
                                size_t(range.count) * sizeof(float), worker.comm_stream, &worker.traffic);
     }
     hand_back(worker);
-    if (flat.count() > 0) { device::copy_to_host_later(flat.data(), gathered, layout.size, worker.main); }
+    if (flat.count() == 0) { return; }
+    order(worker.main, worker.copies, worker.to_copies);
+    device::copy_to_host_later(flat.data(), gathered, layout.size, worker.copies);
+    worker.copies.record(worker.spare_is_copied);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -433,8 +431,7 @@ inline void gather_flat(Worker& worker, HostBuffer<float>& flat, const float* sh
 // steps only.   shard: (layout.shard_size()), or null to keep the worker's own
 inline void with_parameters(Worker& worker, const float* shard, const std::function<void()>& work) {
     if (!shard) { return work(); }
-    floatX* params = worker.model.params;
-    floatX* displaced = reinterpret_cast<floatX*>(worker.spare());
+    floatX *params = worker.model.params, *displaced = reinterpret_cast<floatX*>(worker.spare());
     wait_for_parameters(worker);
     for (const Range& range : worker.shards) {
         device::cast(displaced + range.shard, params + range.flat, range.count, worker.main);
@@ -612,7 +609,7 @@ inline void save_model(Run& run, long step) {
     HostBuffer<float> flat(run.session.is_first() ? run.inputs.layout.size : 0);
     gather_model(run, flat);
     if (!run.session.is_first()) { return; }
-    run.main.synchronize();
+    run.worker->copies.synchronize();
     const Watchdog::Alone alone(run.session.watchdog);
     const std::string path = model_path(run.session.folder, step);
     write_model(path, run.inputs.shape, run.inputs.layout, flat.data());
@@ -657,16 +654,19 @@ inline TrainingArrays arrays_of(Worker& worker) {
             worker.v,            worker.model.params, worker.outliers.data()};
 }
 
-// Starts to copy the state after `step` steps.
+// Starts to copy the state after `step` steps. The next backward pass waits for the model, an update for all.
 inline TrainingSnapshot& take_snapshot(Run& run, long step) {
     Worker& worker = *run.worker;
     const bool last = step == run.inputs.steps;
     collect(run, run.last_result());
     TrainingSnapshot& snapshot = run.checkpoints->next(last || run.is_stopping());
     wait_for_parameters(worker);
-    snapshot.begin_copies(arrays_of(worker), run.main);
-    if (run.outer) { run.outer->take_snapshot(run.main); }
     if (!last) { gather_model(run, snapshot.model); }  // before the traffic is noted, which this adds to
+    order(run.main, worker.copies, worker.to_copies);
+    snapshot.begin_copies(arrays_of(worker), worker.copies);
+    if (run.outer) { run.outer->take_snapshot(worker.copies); }
+    worker.copies.record(worker.state_is_copied);
+    if (last || run.is_stopping()) { run.main.wait(worker.state_is_copied); }  // no update follows
     const Progress progress{step, run.inputs.steps, worker.adamw_updates, worker.traffic, run.session.totals};
     snapshot.set_fields(fields_of(progress, run.inputs.shape, *run.inputs.train_loader),
                         worker.model.matmul.fields(), fields_of(run.options.resolved));
@@ -771,7 +771,7 @@ inline void end_step(Run& run, long step) {
     if (!snapshot) { return; }
     // The state after the last step lacks the last merges, which a resumed run repeats; the model has them.
     if (last) { gather_model(run, snapshot->model); }
-    run.checkpoints->write(step, last, run.main);
+    run.checkpoints->write(step, last, run.worker->copies);
     run.saved_step = step;
     run.session.logger.checkpoint(step, now_seconds() - start);
     run.last_collected = now_seconds();

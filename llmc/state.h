@@ -214,8 +214,8 @@ public:
     }
 };
 
-// The outer optimizer's part of a checkpoint: named arrays in pinned memory of the host, which the main
-// stream fills while training goes on, and fields. What has not arrived yet at the checkpoint's step is
+// The outer optimizer's part of a checkpoint: named arrays in pinned memory of the host, which streams fill
+// while training goes on, and fields. What has not arrived yet at the checkpoint's step is
 // awaited: it is copied when it arrives, and the writer's thread waits for the last copy.
 class OuterSnapshot {
 public:
@@ -278,15 +278,15 @@ protected:
         return missing > 0 && !abandoned;
     }
 
-    // The copies that have been enqueued on main so far belong to the snapshot.
-    void end_copies(Stream& main) {
+    // The copies that have been enqueued on the stream so far belong to the snapshot.
+    void end_copies(Stream& stream) {
         std::lock_guard<std::mutex> lock(mutex);
-        main.record(last_copy);
+        stream.record(last_copy);
     }
 
     // One of those that were awaited has arrived, with the same.
-    void end_arrival(Stream& main) {
-        end_copies(main);
+    void end_arrival(Stream& stream) {
+        end_copies(stream);
         std::lock_guard<std::mutex> lock(mutex);
         missing--;
         changed.notify_all();

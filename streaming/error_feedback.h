@@ -53,16 +53,16 @@ public:
 
     // Copies the residuals of a fragment that is not in flight to their place in `out`.
     // out: (count()), of a HostBuffer
-    void save(int fragment, float* out, Stream& main) const {
+    void save(int fragment, float* out, Stream& stream) const {
         if (values.empty() || values[size_t(fragment)] == 0) { return; }
         const long first = first_of(fragment);
-        device::copy_to_host_later(out + first, residuals + first, values[size_t(fragment)], main);
+        device::copy_to_host_later(out + first, residuals + first, values[size_t(fragment)], stream);
     }
 
     // The same for its residuals of before a sync in flight.
-    void save_before(int fragment, long sync, float* out, Stream& main) {
+    void save_before(int fragment, long sync, float* out, Stream& stream) {
         const long n = values[size_t(fragment)];
-        device::copy_to_host_later(out + first_of(fragment), before.of(sync).data(), n, main);
+        device::copy_to_host_later(out + first_of(fragment), before.of(sync).data(), n, stream);
     }
 
     // Restores what save() has written, while no sync is in flight.   name: of the section

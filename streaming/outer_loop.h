@@ -80,7 +80,8 @@ public:
 
     // Between two steps: starts to copy the state into snapshot(). Syncs in flight are added when they are
     // received (snapshot.h). The previous snapshot must have been written or abandoned.
-    virtual void take_snapshot(Stream& main) = 0;
+    // copies: comes after main so far; main waits for it before the loop is called again
+    virtual void take_snapshot(Stream& copies) = 0;
 
     // When the run ends after a snapshot: takes part in the exchanges that the snapshot and the other workers
     // still wait for, and applies none of them.

@@ -35,6 +35,9 @@ inline int most_in_a_step(const std::vector<Fragment>& fragments, long H, long o
     return most;
 }
 
+// Values of a buffer of the device through which a snapshot of an offloaded state passes.
+inline long relay_values(long all) { return std::min(all, long(16) << 20); }
+
 class OuterState {
 public:
     // The range of one block, accessible to kernels.
@@ -55,6 +58,7 @@ public:
         }
         host_global = HostBuffer<float>(values);
         host_momentum = HostBuffer<float>(values);
+        relay = Buffer<float>(relay_values(values));
         for (Slot& slot : this->slots) {
             slot.global = Buffer<float>(largest);
             slot.momentum = Buffer<float>(largest);
@@ -133,15 +137,23 @@ public:
         slot.fragment = none;
     }
 
-    // Copies the state as it is when main reaches this call.   to_global, to_momentum: (values), HostBuffers
-    void save(float* to_global, float* to_momentum, Stream& main) {
-        if (copies) {  // by kernels, because a copy from host to host would make the host wait
-            order(*copies, main, copied);  // later write-backs follow an outer step on main
-            device::cast(to_global, host_global.data(), values, main);
-            device::cast(to_momentum, host_momentum.data(), values, main);
-        } else {
-            device::copy_to_host_later(to_global, resident_global.data(), values, main);
-            device::copy_to_host_later(to_momentum, resident_momentum.data(), values, main);
+    // Copies the state as it is when `stream` reaches this call. Until then and until the copies are complete,
+    // main changes no fragment.   to_global, to_momentum: (values), HostBuffers
+    void save(float* to_global, float* to_momentum, Stream& stream) {
+        if (!copies) {
+            device::copy_to_host_later(to_global, resident_global.data(), values, stream);
+            device::copy_to_host_later(to_momentum, resident_momentum.data(), values, stream);
+            return;
+        }
+        order(*copies, stream, copied);
+        for (auto [to, from] : {std::pair(to_global, host_global.data()),
+                                std::pair(to_momentum, host_momentum.data())}) {
+            // By way of the device, because a copy from host to host would make the host wait.
+            for (long at = 0; at < values; at += relay.count()) {
+                const long count = std::min(relay.count(), values - at);
+                device::copy_to_device(relay.data(), from + at, count, stream);
+                device::copy_to_host_later(to + at, relay.data(), count, stream);
+            }
         }
     }
 
@@ -198,6 +210,7 @@ private:
     long values;
     Buffer<float> resident_global, resident_momentum;  // (values); offloaded: none
     HostBuffer<float> host_global, host_momentum;      // (values); resident: none
+    Buffer<float> relay;                               // (relay_values(values)); resident: none
     std::vector<Slot> slots;
     Event copied;
     std::optional<Stream> copies;  // last: the stream uses the other members until it is destroyed

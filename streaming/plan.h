@@ -97,7 +97,8 @@ inline OuterBytes outer_bytes(const DilocoOptions& options, const Layout& layout
     const double payloads = (options.is_elastic() ? 1 : flying) * (is_all_to_all ? 3 : workers + 1);
     const double wire = 4 * largest + payloads * payload + feedback;
     const double outside = options.is_elastic() ? (workers + double(fragments.size())) * payload : 0;
-    const double on_device = options.offload ? slots * 8 * largest : state;
+    const double relay = 4 * double(relay_values(layout.shard_size()));
+    const double on_device = options.offload ? slots * 8 * largest + relay : state;
     const double snapshot = state + feedback + 4 * flying * largest;
     return {on_device + wire, (options.offload ? state : 0) + outside, snapshot};
 }

@@ -8,7 +8,8 @@
 //
 // Between C and its receive a fragment is not sent, so its residuals, the sender's and the owner's, are still
 // those of C. If no worker applies the sync, they are what they were before the send, and the resumed run
-// restores the same. All copies run on the main stream: by then a received exchange no longer works on the
+// restores the same. Copies at C run on a stream of their own, for which the main stream waits before the
+// next update; copies at a receive run on the main stream. By then a received exchange no longer works on the
 // residuals, and the fragment's next exchange waits for the main stream.
 //
 // The writer's thread waits until the last copy is complete. Memory: 8 bytes per value of the shard, 4 with
@@ -43,21 +44,22 @@ public:
     }
 
     // Starts the copies. The previous snapshot must have been written or abandoned.
-    void begin(const std::deque<Sync>& in_flight, const std::vector<uint64_t>& tokens_at_send, Stream& main) {
+    void begin(const std::deque<Sync>& in_flight, const std::vector<uint64_t>& tokens_at_send,
+               Stream& copies) {
         if (in_flight.size() > means.size()) { throw std::logic_error("more syncs than expected"); }
         OuterSnapshot::begin(in_flight.size());
         syncs.assign(in_flight.begin(), in_flight.end());
         for (Array* mean : means) { mean->count = 0; }
         fields.set("fragments", long(tokens_at_send.size()));
         fields.set("in_flight", long(syncs.size()));
-        state.save(global.values, momentum.values, main);
+        state.save(global.values, momentum.values, copies);
         for (int p = 0; p < int(tokens_at_send.size()); p++) {
             fields.set("tokens_at_send." + std::to_string(p), tokens_at_send[size_t(p)]);
             const bool flies = std::any_of(syncs.begin(), syncs.end(),
                                            [p](const Sync& sync) { return sync.fragment == p; });
-            if (!flies) { save_residuals(p, main); }
+            if (!flies) { save_residuals(p, copies); }
         }
-        end_copies(main);
+        end_copies(copies);
     }
 
     // Called for every sync that is received; those that were not in flight at C are ignored.
@@ -82,9 +84,9 @@ public:
     }
 
 private:
-    void save_residuals(int fragment, Stream& main) {
-        sender.save(fragment, residuals.values, main);
-        owner.save(fragment, owner_residuals.values, main);
+    void save_residuals(int fragment, Stream& stream) {
+        sender.save(fragment, residuals.values, stream);
+        owner.save(fragment, owner_residuals.values, stream);
     }
 
     OuterState& state;

@@ -5,7 +5,8 @@
 // caller allows, the worst: an algorithm that needs all the alignment it was promised, overwrites its
 // workspace, works for that one problem only and, if allowed to, rounds partial sums to D's type. With
 // CUBLASLT_LOG_LEVEL=1 in the environment a refusal's reason goes to stderr. With EMULATOR_CUBLASLT_ALGORITHMS=n
-// the heuristic finds n algorithms, which add in different orders; else one. As long as there is a communicator
+// the heuristic finds n algorithms, which add in different orders, and lists one that is not valid; else one.
+// With EMULATOR_CUBLASLT_FASTEST=i all but its algorithm i are slow. As long as there is a communicator
 // of a set number of CTAs, it refuses products that are not cut for the SMs which its collectives leave: on
 // Hopper these would take twice as long, in two waves.
 #include <cublasLt.h>
@@ -14,12 +15,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <new>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "dev/emulator/cublaslt.h"
@@ -98,9 +101,9 @@ cublasStatus_t set(T& attribute, const void* value, size_t bytes) {
     return success;
 }
 
-int algorithms_to_find() {
-    const char* count = getenv("EMULATOR_CUBLASLT_ALGORITHMS");
-    return count ? atoi(count) : 1;
+int number_in(const char* variable, int otherwise) {
+    const char* number = getenv(variable);
+    return number ? atoi(number) : otherwise;
 }
 
 std::atomic<long>& heuristics() {
@@ -564,10 +567,13 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
     algorithm.rounds_partial_sums =
         is_bf16(p.d.type) && algorithm.workspace_bytes > 0 && (wishes.reductions & rounding) != 0;
     static_assert(sizeof algorithm <= sizeof results[0].algo, "fits into cuBLASLt's");
-    for (; *found < std::min(requested, algorithms_to_find()); ++*found) {
-        cublasLtMatmulHeuristicResult_t& result = results[*found] = {};
-        algorithm.number = *found;
+    const int valid = number_in("EMULATOR_CUBLASLT_ALGORITHMS", 1);
+    while (algorithm.number < valid && *found < requested) {
+        cublasLtMatmulHeuristicResult_t& result = results[(*found)++] = {};
+        result.state = unsupported;
+        if (*found == 2) { continue; }
         memcpy(&result.algo, &algorithm, sizeof algorithm);
+        algorithm.number++;
         result.workspaceSize = size_t(algorithm.workspace_bytes);
         result.state = success;
         result.wavesCount = 1.0f;
@@ -608,10 +614,12 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t oper
     const StreamRef on = find_stream(stream, __func__);
     if (!on) { return refuse(invalid, "this is no stream"); }
     const void* caller = __builtin_return_address(0);
+    const bool is_slow = number_in("EMULATOR_CUBLASLT_FASTEST", algorithm.number) != algorithm.number;
     enqueue(on, __func__, [=] {
         CalledFrom from(caller);
         note_accesses(parts);
         run(p, pointers, algorithm);
+        if (is_slow) { std::this_thread::sleep_for(std::chrono::milliseconds(3)); }
     });
     return success;
 }

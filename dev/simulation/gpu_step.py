@@ -301,6 +301,28 @@ def ours(gpu, s, flash2=False):
                  [optimizer(gpu, s)])
 
 
+@dataclass
+class Checkpoint:
+    """What a rank that writes the model copies to the host, and how long training waits for it."""
+    bytes: float
+    seconds: float
+    pause: float
+
+
+def checkpoint(gpu, s, rows):
+    """rows: of the step. While the copies run, the next step goes on: its backward waits for the model's, which lies in
+    the gradients' memory, and its update for all others (train_gpt.cu, take_snapshot)."""
+    model = 4 * s.parameters
+    state = (4 + 4 + 4 + 2 + 8) * s.parameters / s.ranks  # master, m, v; bf16; global parameters and outer momentum
+    before = {row.name: row.seconds for row in rows}
+    forward = (before["matmuls forward"] + before["attention forward"]) / s.micro_steps
+    until_update = sum(before.values()) - before["AdamW, norm"]
+    gather = (model / s.ranks + model / s.ranks) / gpu.copy  # reads and writes this rank's part
+    of_model = max(0, model / gpu.host - forward)
+    of_state = max(0, (model + state) / gpu.host - until_update - of_model)
+    return Checkpoint(model + state, (model + state) / gpu.host, gather + of_model + of_state)
+
+
 def llmc(gpu, s, fused_forward):
     """llm.c's step with its kernels' rates (gpus.py), weights' gradients in bf16. fused_forward: -ge 1"""
     L, values = s.L, s.N * s.C

@@ -7,6 +7,8 @@ COPY     TB/s read and written. A100: a kernel that scales an array (E. Hager's 
          occupancy: 1.732 with 80 GB, 1.381 with 40 GB). H100: 3.01, a softmax of 131,072 columns, 89.7% of the data
          sheet's (W. Guo, T. Zadouri, T. Dao, "Getting Memory-bound Kernels to Speed-of-Light", 2025). H200: no such
          measurement was found; the H100's share of its data sheet's 4.8
+HOST     GB/s of a copy to pinned memory. A100 SXM: 25 (NVIDIA's developer forums, thread 352186, nvbandwidth of 8 GPUs;
+         24 while others copy the other way). H100: 55.6 (NVIDIA's blog on nvbandwidth, p=115566; host to device)
 LATENCY  clocks of a load from memory: gpu-benches, A100 80 GB 570 at 1410 MHz, H100 PCIe 655 at 1755 MHz
 SDPA     TFLOP/s of attention in llm.c, which uses cuDNN: causal, heads of 64, T = 1024, counting half of the scores.
          H100: forward 263, backward 215, estimated from its kernels when issue 23 was written; J. Shah et al.
@@ -27,6 +29,7 @@ class Gpu:
     flops_a_clock: int  # of an SM's tensor cores in bf16: NVIDIA's architecture white papers
     matmul: float       # flops a second: MATMUL
     copy: float         # bytes a second: COPY
+    host: float         # bytes a second: HOST
     latency: int        # clocks: LATENCY
     shared: int         # bytes of shared memory of an SM: CUDA C++ Programming Guide, technical specifications
     fuses_gelu: bool    # llmc/cuda/matmul.cuh: gains_from_fusing_gelu
@@ -47,10 +50,10 @@ OF_H100, OF_A100 = ((263e12, 215e12), FLASH2_H100), (FLASH2_A100, FLASH2_A100)
 TILE = (128, 256)  # of a matmul's output, either way: NVIDIA's "Matrix Multiplication Background User's Guide"
 
 GPUS = {
-    "h100": Gpu("H100 SXM, 80 GB", "sm_90", 132, 989.4e12, 4096, 794.5e12, 3.01e12, 655, 228 << 10, True, *OF_H100),
-    "h200": Gpu("H200 SXM", "sm_90", 132, 989.4e12, 4096, 794.5e12, 0.897 * 4.8e12, 655, 228 << 10, True, *OF_H100),
-    "a100": Gpu("A100 SXM, 80 GB", "sm_80", 108, 312e12, 2048, 271.2e12, 1.732e12, 570, 164 << 10, False, *OF_A100),
-    "a100-40": Gpu("A100 SXM, 40 GB", "sm_80", 108, 312e12, 2048, 271.2e12, 1.381e12, 570, 164 << 10, False,
+    "h100": Gpu("H100 SXM, 80 GB", "sm_90", 132, 989.4e12, 4096, 794.5e12, 3.01e12, 55.6e9, 655, 228 << 10, True, *OF_H100),
+    "h200": Gpu("H200 SXM", "sm_90", 132, 989.4e12, 4096, 794.5e12, 0.897 * 4.8e12, 55.6e9, 655, 228 << 10, True, *OF_H100),
+    "a100": Gpu("A100 SXM, 80 GB", "sm_80", 108, 312e12, 2048, 271.2e12, 1.732e12, 25e9, 570, 164 << 10, False, *OF_A100),
+    "a100-40": Gpu("A100 SXM, 40 GB", "sm_80", 108, 312e12, 2048, 271.2e12, 1.381e12, 25e9, 570, 164 << 10, False,
                    *OF_A100),
 }
 

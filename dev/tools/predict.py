@@ -57,9 +57,14 @@ def report(gpu, step, rows, kernels):
     micro = f", {step.micro_steps} micro-steps" if step.micro_steps > 1 else ""
     again = f", recompute {step.recompute}" if step.recompute else ""
     launches = rows[-1].launches  # the row of all launches
+    checkpoint_text = ""
+    if kernels == "ours":
+        one = gpu_step.checkpoint(gpu, step, rows)
+        checkpoint_text = (f"\n  predicted: a checkpoint copies {one.bytes / 1e9:.1f} GB to the host in "
+                           f"{one.seconds:.2f} s, and training pauses for {1e3 * one.pause:.0f} ms")
     return (f"PREDICTED, not measured: {step.model}, B = {step.B}, T = {step.T}{micro}{again}, {kernels} on one "
             f"{gpu.name}\n\n{table(rows)}\n\n"
-            f"  predicted: {tokens:,.0f} tokens/s, {100 * mfu:.1f}% MFU, {launches:,} launches")
+            f"  predicted: {tokens:,.0f} tokens/s, {100 * mfu:.1f}% MFU, {launches:,} launches{checkpoint_text}")
 
 
 def llmc_step(gpu_name, model):

@@ -56,9 +56,9 @@ public:
         return *snapshot;
     }
 
-    // Starts to write the snapshot as the checkpoint of `step`, once `main` has come here.
-    void write(long step, bool is_last_of_run, Stream& main) {
-        snapshot->end_copies(main);
+    // Starts to write the snapshot as the checkpoint of `step`, once `copies` has come here.
+    void write(long step, bool is_last_of_run, Stream& copies) {
+        snapshot->end_copies(copies);
         CheckpointJob job;
         job.identity = who;
         job.identity.step = step;

@@ -158,15 +158,15 @@ public:
           params(shard_size) {}
 
     // Starts to copy the arrays. The outer optimizer fills its own snapshot. end_copies() follows all copies.
-    void begin_copies(const TrainingArrays& from, Stream& main) {
+    void begin_copies(const TrainingArrays& from, Stream& copies) {
         const long n = from.layout.shard_size();
-        device::copy_to_host_later(master.data(), from.master, n, main);
-        device::copy_to_host_later(m.data(), from.m, n, main);
-        device::copy_to_host_later(v.data(), from.v, n, main);
+        device::copy_to_host_later(master.data(), from.master, n, copies);
+        device::copy_to_host_later(m.data(), from.m, n, copies);
+        device::copy_to_host_later(v.data(), from.v, n, copies);
         from.for_shards([&](const floatX* shard, long at, long count) {
-            device::copy_to_host_later(params + at, shard, count, main);
+            device::copy_to_host_later(params + at, shard, count, copies);
         });
-        device::copy_to_host_later(outliers.data(), from.outliers, 1, main);
+        device::copy_to_host_later(outliers.data(), from.outliers, 1, copies);
     }
     void set_fields(const Fields& fields_, const Fields& of_matmuls, const Fields& options) {
         fields = fields_;
@@ -174,7 +174,7 @@ public:
         options_text = options.text();
     }
 
-    void end_copies(Stream& main) { main.record(copied); }
+    void end_copies(Stream& copies) { copies.record(copied); }
 
     // On any thread: returns when the host has everything. RunError where that is not worth keeping: a run
     // whose parameters are no longer finite does not recover, and needs the checkpoints that it has.

@@ -127,7 +127,7 @@ public:
         return bf16 ? "bf16, sums in fp32" : compute == CUBLAS_COMPUTE_32F ? "fp32" : "tf32, sums in fp32";
     }
 
-    // Gradients of parameters are sums, in fp32.
+    // Gradients of parameters are sums, in fp32; `add` is for them alone.
     template <Kind kind>
     using Out = std::conditional_t<kind == Kind::backward_weight, float, floatX>;
 
@@ -155,9 +155,7 @@ public:
             long& number = choices.try_emplace(key, -1).first->second;
             if (number < 0 || number >= long(plan.algorithms.size())) {
                 // A product may be repeated if it overwrites its output; one that adds gets another.
-                const long count = kind == Kind::backward_weight ? long(OC) * C
-                                                                 : long(N) * (kind == Kind::forward ? OC : C);
-                Buffer<Out<kind>> other(add ? count : 0);
+                Buffer<Out<kind>> other(add ? long(OC) * C : 0);
                 Out<kind>* to = add ? other.data() : out;
                 number = fastest(plan.algorithms, [&](const auto& one) { return run(to, one); }, stream);
             }

@@ -133,14 +133,14 @@ public:
         return *taken;
     }
 
-    void take_snapshot(Stream& main) override {
+    void take_snapshot(Stream& copies) override {
         LogPlace place{log->generation(), log->positions(), {}};
         std::vector<long> syncs;
         for (int p = 0; p < int(fragments.size()); p++) {
             syncs.push_back(schedule.sync(p, place.positions[size_t(p)]));
             place.sent.push_back(shard.feedback.is_in_flight(syncs.back()));
         }
-        snapshot().begin(place, syncs, tokens_at_send, main);
+        snapshot().begin(place, syncs, tokens_at_send, copies);
     }
 
     void collect_in_flight(Stream&) override {}  // it is in the store

@@ -27,17 +27,17 @@ public:
     // Starts the copies. The previous snapshot must have been written or abandoned.
     // syncs: the next one of each fragment
     void begin(const LogPlace& new_place, const std::vector<long>& syncs,
-               const std::vector<uint64_t>& tokens_at_send, Stream& main) {
-        DilocoSnapshot::begin({}, tokens_at_send, main);
+               const std::vector<uint64_t>& tokens_at_send, Stream& copies) {
+        DilocoSnapshot::begin({}, tokens_at_send, copies);
         place = new_place;
         fields.set("log.generation", place.generation);
         for (int p = 0; p < int(syncs.size()); p++) {
             fields.set("log.position." + std::to_string(p), place.positions[size_t(p)]);
             fields.set("log.sent." + std::to_string(p), place.sent[size_t(p)] ? 1 : 0);
             if (!place.sent[size_t(p)]) { continue; }
-            sender.save_before(p, syncs[size_t(p)], residuals_before.values, main);
+            sender.save_before(p, syncs[size_t(p)], residuals_before.values, copies);
         }
-        end_copies(main);
+        end_copies(copies);
     }
 
     const LogPlace& log_place() const { return place; }

@@ -2,7 +2,8 @@
 """Compares diloco.c with torchft and GradientMail: two workers of each train the demo's model over dev/wan's lines.
 
     PEERS=1 make bench-peers                       installs the peers and makes the runs that are missing (root)
-    PEERS=1 make bench-peers ARGUMENTS=--quick     short runs, at most a quarter of an hour
+    PEERS=1 make bench-peers ARGUMENTS=--quick     short runs, at most a quarter of an hour with the installation;
+                                                   once more for losses of three seeds
     dev/bench/peers/peers.py --minutes 0           only reports the finished runs
     dev/bench/peers/peers.py --tau 11              how long diloco.c's workers wait over the last line with this tau
 
@@ -325,9 +326,9 @@ def parse_arguments(words):
     parser.add_argument("--out", type=Path, default=ROOT / "build/peers", help="folder of the runs' logs (build/peers)")
     parser.add_argument("--data", type=Path, default=ROOT / "dev/results/peers.jsonl", help="file of finished runs")
     parser.add_argument("--report", type=Path, help="write the report here, and a figure beside it")
-    parser.add_argument("--quick", action="store_true", help="short runs: at most a quarter of an hour")
+    parser.add_argument("--quick", action="store_true", help="short runs")
     parser.add_argument("--minutes", type=above_zero(float, or_zero=True), help="start no run that may end later "
-                        "(180, with --quick 14; 0: only report the finished runs)")
+                        "(180, with --quick 11; 0: only report the finished runs)")
     parser.add_argument("--tau", type=above_zero(int), help="instead: how long diloco.c's workers wait over the last "
                         "line with this tau, in longer runs")
     parser.add_argument("--only", nargs="+", choices=list(TITLES), metavar="NAME", default=list(TITLES),
@@ -340,7 +341,7 @@ def parse_arguments(words):
         arguments.scale = scale_of_tau(arguments.tau)
         arguments.only = [name for name in arguments.only if name in OURS]
     if arguments.minutes is None:
-        arguments.minutes = 14 if arguments.quick else 180
+        arguments.minutes = 11 if arguments.quick else 180
     return arguments
 
 

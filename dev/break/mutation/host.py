@@ -7,7 +7,8 @@ A build of the trainer takes minutes, so all changes are built into one program:
 from mutation.source import Source
 
 FILES = ("train_gpt.cu", "streaming/**/*.h", "llmc/arithmetic.h", "llmc/rounding.h",
-         "llmc/stream.h", "llmc/upload.h", "llmc/cuda/*.cuh", "llmc/run/*.cuh")
+         "llmc/stream.h", "llmc/upload.h", "llmc/state.h", "llmc/checkpoint/training_state.h", "llmc/cuda/*.cuh",
+         "llmc/run/*.cuh")
 
 # Calls, by their kind. Functions that consist of nothing but such calls are found and added.
 KINDS = {

@@ -18,7 +18,7 @@ from token_files import write_tokenizer  # noqa: E402
 RUNS = [("plain", name, 1) for name in CONFIGURATIONS] + [("thread", name, 1) for name in ("nccl", "tcp")]
 # Thread sanitizer is slow, and one run is enough: unordered accesses are a race under every seed and in every process.
 OPTIONS = {"plain": {},
-           "thread": {"--workers": 1, "--outer-optimizer": "nesterov", "-x": 3, "-d": 32, "-m": 1, "-g": 1}}
+           "thread": {"--workers": 1, "--outer-optimizer": "nesterov", "-x": 4, "-d": 32, "-m": 1, "-g": 1}}
 # (CPU seconds of a process, clock seconds of a run). A process that waits that long for others hangs.
 SECONDS = {"plain": (30, 100), "thread": (250, 600)}
 

@@ -8,6 +8,8 @@ import os
 import pathlib
 import re
 
+from torture import state_sections
+
 # Two workers of two ranks; a head of 64 values, as attention on GPUs requires; at times two fragments are in flight.
 # Between steps everything happens that may, alone and together: validation, samples and models, which use other
 # parameters than the worker's.
@@ -17,7 +19,7 @@ STREAMING = {"--layers": 1, "--heads": 1, "--channels": 64, "--vocab-size": 64, 
 
 CONFIGURATIONS = {
     "nccl": {**STREAMING, "--outer-offload": True},
-    "tcp": {**STREAMING, "--layers": 2, "--outer-transport": "tcp", "--eval": "local", "-r": 2},
+    "tcp": {**STREAMING, "--layers": 2, "--outer-transport": "tcp", "--outer-offload": True, "--eval": "local", "-r": 2},
     "no overlap": {**STREAMING, "--overlap": 0, "--ranks": 1, "-d": 32, "-v": 0, "-s": 0, "-n": 0},
     "one worker": {**STREAMING, "--workers": 1, "--outer-optimizer": "none", "--overlap": 0},
     # Fragments of 391 and 73 blocks: one worker's part has fewer blocks than the others'.
@@ -35,8 +37,10 @@ def environment(seed, asynchronous=True):
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """The results that must not depend on the order of work: models, samples, and all numbers in logs but times."""
+    """The results that must not depend on the order of work: models, states, samples, and all numbers in logs but
+    times."""
     models: tuple   # (name, bytes)
+    states: tuple   # (name, {section: bytes}) of checkpoints
     samples: tuple  # as printed
     logs: tuple     # (name, type of line, values)
 
@@ -44,9 +48,10 @@ class Seen:
     def of(folder, stdout):
         folder = pathlib.Path(folder)
         models = tuple((path.name, path.read_bytes()) for path in sorted(folder.glob("model_*.bin")))
+        states = tuple((path.name, state_sections(path)) for path in sorted(folder.glob("state_*.bin")))
         samples = tuple(re.findall(r"^sample .*?\n---\n.*?\n---$", stdout, re.MULTILINE | re.DOTALL))
         logs = tuple(line for path in sorted(folder.glob("metrics*.jsonl")) for line in numbers(path))
-        return Seen(models, samples, logs)
+        return Seen(models, states, samples, logs)
 
     def difference(self, other):
         """The first difference in words; "" if there is none."""
@@ -55,7 +60,10 @@ class Seen:
                 return f"other {ours[1]} in {ours[0]}"
         if len(self.logs) != len(other.logs):
             return "lines missing in a log"
-        return "other model" if self.models != other.models else "other sample" if self.samples != other.samples else ""
+        for what in ("models", "states", "samples"):
+            if getattr(self, what) != getattr(other, what):
+                return f"other {what}"
+        return ""
 
 
 # The fields that are the same in every run, by type of line.

@@ -365,19 +365,49 @@ TEST(Matmul, TheAlgorithmOfAShapeIsChosenOnce) {
     EXPECT_EQ(emulator::heuristics_asked(), before + 5 + products_with_gelu);
 }
 
-// The last bits of a product depend on its algorithm.
-Floats product_with_rounded_sums(cuda::Matmul& matmul) {
-    const int N = 64, C = 512;
+// The last bits of a product depend on its algorithm. What it adds to begins at `begin`.
+Floats product_with_rounded_sums(cuda::Matmul& matmul, int N = 64, float begin = 0.0f) {
+    const int C = 512;
     std::mt19937 random(1);
     std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
     Floats values(size_t(N) * C);
     for (float& value : values) { value = uniform(random); }
     Stream stream;
     DeviceArray<floatX> inp(to_floatX(values));
-    DeviceArray<float> out(Floats(size_t(C) * C, 0.0f));
+    DeviceArray<float> out(Floats(size_t(C) * C, begin));
     cuda::matmul_gram(matmul, out, inp, N, C, stream);
     stream.synchronize();
     return out.to_host();
+}
+
+TEST(Matmul, AGramMatrixIsAdded) {
+    cuda::Matmul matmul(MatmulPrecision::highest);
+    const Floats alone = product_with_rounded_sums(matmul), added = product_with_rounded_sums(matmul, 64, 8.0f);
+    for (size_t i = 0; i < alone.size(); i++) { ASSERT_NEAR(added[i], alone[i] + 8.0f, 1e-4) << i; }
+}
+
+TEST(Matmul, TheFastestAlgorithmIsChosen) {
+    const Environment algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "4");
+    for (const char* number : {"0", "2", "3"}) {
+        const Environment fastest("EMULATOR_CUBLASLT_FASTEST", number);
+        cuda::Matmul matmul({MatmulPrecision::highest, -1, 0, true});
+        product_with_rounded_sums(matmul);
+        EXPECT_EQ(matmul.fields().word("matmul.choices.5"), number);
+    }
+}
+
+TEST(Matmul, EachProductKeepsItsChoice) {
+    const MatmulOptions options(MatmulPrecision::highest, -1, 0, true);
+    const Environment algorithms("EMULATOR_CUBLASLT_ALGORITHMS", "4");
+    cuda::Matmul first(options), second(options);
+    for (int N : {32, 64}) { product_with_rounded_sums(first, N); }
+    Fields fields = first.fields();
+    fields.set("matmul.choices.5", 1L);
+    fields.set("matmul.choices.11", 3L);
+    std::vector<std::string> notes;
+    second.restore(fields, notes);
+    for (int N : {32, 64}) { product_with_rounded_sums(second, N); }
+    EXPECT_EQ(second.fields().text(), fields.text());
 }
 
 TEST(Matmul, TheChoicesOfACheckpointGiveItsBits) {
@@ -420,12 +450,12 @@ TEST(Matmul, AProductThatAddsIsTimedElsewhere) {
         const int N = 8;
         cuda::Matmul matmul({MatmulPrecision::highest, -1, 0, true});
         Stream stream;
-        DeviceArray<floatX> a(to_floatX(Floats(size_t(OC) * C, 1.0f))), b(to_floatX(Floats(size_t(N) * OC, 1.0f)));
-        DeviceArray<floatX> out(to_floatX(Floats(size_t(N) * C, 3.0f)));
+        DeviceArray<floatX> a(to_floatX(Floats(size_t(N) * C, 1.0f))), b(to_floatX(Floats(size_t(N) * OC, 1.0f)));
+        DeviceArray<float> out(Floats(size_t(OC) * C, 3.0f));
         const floatX* none = nullptr;
-        matmul.multiply<cuda::Matmul::Kind::backward_inp>(out, a, b, none, none, N, C, OC, stream, true);
+        matmul.multiply<cuda::Matmul::Kind::backward_weight>(out, a, b, none, none, N, C, OC, stream, true);
         stream.synchronize();
-        EXPECT_EQ(to_floats(out.to_host()), Floats(size_t(N) * C, float(OC) + 3.0f));
+        EXPECT_EQ(out.to_host(), Floats(size_t(OC) * C, float(N) + 3.0f));
     }
 }
 
@@ -435,6 +465,7 @@ TEST(Matmul, ChoicesForAnotherGpuOrLibraryAreNotTaken) {
     cuda::Matmul first(options);
     product_with_rounded_sums(first);
     const Fields fields = first.fields();
+    EXPECT_NE(fields.word("matmul.chosen_on").find("(4 SMs"), std::string::npos);
     const Environment version("EMULATOR_CUBLASLT_VERSION", "130999");
     std::vector<std::string> notes;
     cuda::Matmul newer(options), with_fewer_sms({MatmulPrecision::highest, -1, 1, true});

@@ -38,6 +38,7 @@ def test_the_runs_use_all_that_happens_between_steps(train, tmp_path):
     run = train("calm", {**CONFIGURATIONS["nccl"], "--tokenizer": tmp_path / "tokenizer.bin"}, trainer=EMULATED)
     seen = Seen.of(run.folder, run.stdout)
     assert len(seen.models) == 2 and len(seen.samples) == 3
+    assert len(seen.states) == 8 and {"master", "m", "global", "momentum"} <= set(seen.states[0][1])
     assert {kind for _, kind, _ in seen.logs} == {"step", "eval", "sync", "end"}
     assert [row["step"] for row in run.lines("eval")] == [0, 3, 5]
     steps = {(row["send_step"], row["apply_step"]) for row in run.lines("sync")}

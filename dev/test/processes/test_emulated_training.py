@@ -116,7 +116,7 @@ def test_the_trainer_has_no_race_between_its_streams(train, workers, transport):
     """Thread sanitizer knows the orders that CUDA promises, and no others: what one misses is a race in every process,
     under every seed. A worker that exchanges with itself has all orders between streams."""
     options = {**SMALL, "--workers": workers, "--outer-optimizer": "nesterov", "--layers": 1, "-t": 16, "-x": 4,
-               "-H": 3, "--timeout": 250, "--outer-transport": transport}
+               "-n": 3, "-H": 3, "--timeout": 250, "--outer-transport": transport}
     calm = train("calm", options, trainer=EMULATED)
     run = train("watched", options, environment=environment(1), trainer=RACES, seconds=300)
     assert run.model() == calm.model()

@@ -258,7 +258,7 @@ def test_every_file_of_the_host_side_is_searched():
             "llmc/run/comm_nccl.cuh", "llmc/run/comm_staged.cuh", "llmc/cuda/memory.cuh"} <= found
 
 
-def test_runs_are_compared_by_models_samples_and_numbers_but_not_by_times(tmp_path):
+def test_runs_are_compared_by_models_states_samples_and_numbers_but_not_by_times(tmp_path):
     row = {"type": "eval", "step": 2, "time": 0.5, "loss": 4.25}
     (tmp_path / "model_00000002.bin").write_bytes(b"weights")
 
@@ -270,9 +270,9 @@ def test_runs_are_compared_by_models_samples_and_numbers_but_not_by_times(tmp_pa
     assert first.difference(seen(time=0.75)) == ""
     assert first.difference(seen(loss=4.5)) == "other eval in metrics.jsonl"
     assert first.difference(seen(loss=None)) == "other eval in metrics.jsonl"
-    assert first.difference(seen("abd")) == "other sample"
+    assert first.difference(seen("abd")) == "other samples"
     (tmp_path / "model_00000002.bin").write_bytes(b"Weights")
-    assert first.difference(seen()) == "other model"
+    assert first.difference(seen()) == "other models"
 
 
 @pytest.mark.long

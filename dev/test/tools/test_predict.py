@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -71,6 +72,24 @@ def test_gelu_is_a_kernel_where_it_is_not_fused_or_computed_again():
     def has_gelu(gpu, recompute):
         return "GELU" in [row.name for row in gpu_step.ours(GPUS[gpu], Step("d12", 64, 1024, recompute, 1, 1))]
     assert [has_gelu("h100", 0), has_gelu("h100", 1), has_gelu("a100", 0)] == [False, True, True]
+
+
+def test_a_checkpoint_s_copies_are_hidden_behind_the_next_step():
+    h100, d48 = GPUS["h100"], Step("d48", 16, 1024, 0, 8, 1)
+    rows = {row.name: row.seconds for row in gpu_step.ours(h100, d48)}
+    one = gpu_step.checkpoint(h100, d48, gpu_step.ours(h100, d48))
+    assert one.bytes == pytest.approx(26 * d48.parameters)
+    forward = (rows["matmuls forward"] + rows["attention forward"]) / 8
+    assert one.pause == pytest.approx(8 * d48.parameters / h100.copy + 4 * d48.parameters / h100.host - forward)
+    assert one.pause < 0.050
+
+
+def test_a_checkpoint_s_copies_that_a_step_does_not_hide_are_a_pause():
+    slow, d48 = replace(GPUS["h100"], host=5e9), Step("d48", 16, 1024, 0, 8, 1)
+    rows = gpu_step.ours(slow, d48)
+    of_step = sum(row.seconds for row in rows if row.name != "AdamW, norm")
+    one = gpu_step.checkpoint(slow, d48, rows)
+    assert one.pause == pytest.approx(one.bytes / 5e9 - of_step + 8 * d48.parameters / slow.copy)
 
 
 def test_what_is_printed_says_that_it_is_predicted():
