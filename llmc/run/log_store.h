@@ -39,17 +39,21 @@ inline StoreAnswer lost_answer(const std::string& trouble, bool is_full) {
     return {true, is_full, trouble, false, "", {}};
 }
 
-// How long to pause before a question is asked again: longer each time, and shorter after an answer, so that
-// few are asked whether answers come soon or late.
+// How long to pause before a question is asked. The first pause after an answer learns from one answer to the
+// next how late answers come, so that few questions are asked; the pauses after it grow from the shortest one.
 struct Pauses {
     double shortest = 0.002, longest = 0.1;  // seconds
     double longer = 1.2, shorter = 0;        // factors
-    double pause = 0;
+    double first = 0, pause = 0;
+    long unanswered = 0;  // questions since the last answer
     double after(bool is_answered) {
-        return pause = std::clamp(pause * (is_answered ? shorter : longer), shortest, longest);
+        if (unanswered == 0) { first = std::clamp(first * (is_answered ? shorter : longer), shortest, longest); }
+        unanswered = is_answered ? 0 : unanswered + 1;
+        pause = is_answered ? first : unanswered == 1 ? shortest : std::min(pause * longer, longest);
+        return pause;
     }
 };
-inline constexpr Pauses pauses_of_bucket{0.02, 1, 2, 0.5};  // each question costs money
+inline constexpr Pauses pauses_of_bucket{0.04, 1, 2.5, 0.6};  // each question costs money
 
 // What Redis (a folder is a hash: HGET, HSET, HSETNX, HDEL and UNLINK, HGETALL, SCAN), a shared folder (open,
 // rename, link, unlink, readdir) and a bucket (GET, PUT, DELETE) can all do. Calls block: each store is used
