@@ -96,7 +96,7 @@ inline void allocate_activations(Model& model, int B, int T) {
         for (Buffer<floatX>* b : {&x.ln1, &x.ln2}) { *b = Buffer<floatX>(model.recompute < 2 ? N * C : 0); }
         x.fch_gelu = Buffer<floatX>(model.recompute < 1 ? N * 4 * C : 0);
         for (Buffer<floatX>* b : {&x.attention, &x.residual2, &x.residual3}) { *b = Buffer<floatX>(N * C); }
-        for (Buffer<float>* b : {&x.ln1_mean, &x.ln1_rstd, &x.ln2_mean, &x.ln2_rstd}) { *b = Buffer<float>(N); }
+        for (auto* b : {&x.ln1_mean, &x.ln1_rstd, &x.ln2_mean, &x.ln2_rstd}) { *b = Buffer<float>(N); }
         x.qkv = Buffer<floatX>(N * 3 * C);
         x.fch = Buffer<floatX>(N * 4 * C);
         x.lse = Buffer<float>(N * shape.heads);
@@ -318,7 +318,7 @@ inline bool compute_gradients(Worker& worker, DataLoader& loader, int B, int T, 
         loader.next_batch();
         forward(model, loader.inputs(), B, T, worker.main);
         classify(model, loader.targets(), B, T, &scalars->loss, share, share, true, worker.main);
-        worker.main.wait(worker.spare_is_copied);
+        worker.main.wait(worker.spare_is_copied);  // by the last checkpoint
         model.sums.begin(model.grads, model.layout, micro_step == 0, worker.main);
         backward(model, B, T, worker.main, [&](int b) { if (last) { reduce_block(worker, b); } });
     }
@@ -654,7 +654,7 @@ inline TrainingArrays arrays_of(Worker& worker) {
             worker.v,            worker.model.params, worker.outliers.data()};
 }
 
-// Starts to copy the state after `step` steps. The next backward pass waits for the model, an update for all.
+// Starts to copy the state after `step` steps. The next backward waits for the model's copy, updates for all.
 inline TrainingSnapshot& take_snapshot(Run& run, long step) {
     Worker& worker = *run.worker;
     const bool last = step == run.inputs.steps;

@@ -25,8 +25,8 @@ inline MatmulPrecision matmul_precision(const std::string& word) {
 }
 
 // fuse_gelu: 0 never, 1 or 2 into products, -1 where that gains
-// sms_taken: by collectives that wait for other workers while products run. Those of a worker's own ranks are too
-//            short to be worth it (dev/results/h200.md).
+// sms_taken: by collectives that wait for other workers while products run. Those among a worker's own ranks
+//            are too short for this to pay (dev/results/h200.md).
 // autotunes: takes the fastest of several algorithms, by their times at a shape's first product
 struct MatmulOptions {
     MatmulOptions(MatmulPrecision precision, int fuse_gelu = -1, int sms_taken = 0, bool autotunes = false)

@@ -284,7 +284,7 @@ protected:
         stream.record(last_copy);
     }
 
-    // One of those that were awaited has arrived, with the same.
+    // One of those that were awaited has arrived; the copies so far are of it, too.
     void end_arrival(Stream& stream) {
         end_copies(stream);
         std::lock_guard<std::mutex> lock(mutex);

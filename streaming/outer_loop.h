@@ -80,7 +80,7 @@ public:
 
     // Between two steps: starts to copy the state into snapshot(). Syncs in flight are added when they are
     // received (snapshot.h). The previous snapshot must have been written or abandoned.
-    // copies: comes after main so far; main waits for it before the loop is called again
+    // copies: ordered after main's work so far; the caller makes main wait for it before the next call
     virtual void take_snapshot(Stream& copies) = 0;
 
     // When the run ends after a snapshot: takes part in the exchanges that the snapshot and the other workers

@@ -2,8 +2,9 @@
 // on every worker. It is used one fragment at a time, by the step that sends or receives it.
 //
 // A resident state lies in device memory. An offloaded one lies in pinned memory of the host, and the device
-// has only as many slots as one step needs, each as large as the largest fragment. While the model computes
-// step t + 1, a stream of copies fetches the fragments that are sent or received at its end:
+// has only as many slots as one step needs, each as large as the largest fragment, and a buffer by way of
+// which snapshots are copied. While the model computes step t + 1, a stream of copies fetches the fragments
+// that are sent or received at its end:
 //
 //     copies   fetch(t + 1)  ..................  write back
 //     main     forward and backward of t + 1  |  delta or outer step
@@ -35,7 +36,7 @@ inline int most_in_a_step(const std::vector<Fragment>& fragments, long H, long o
     return most;
 }
 
-// Values of a buffer of the device through which a snapshot of an offloaded state passes.
+// Size of that buffer, in values.
 inline long relay_values(long all) { return std::min(all, long(16) << 20); }
 
 class OuterState {
@@ -137,8 +138,8 @@ public:
         slot.fragment = none;
     }
 
-    // Copies the state as it is when `stream` reaches this call. Until then and until the copies are complete,
-    // main changes no fragment.   to_global, to_momentum: (values), HostBuffers
+    // Copies the state as it is when `stream` reaches this call. The caller makes main wait for `stream`
+    // before it changes a fragment or saves again.   to_global, to_momentum: (values), HostBuffers
     void save(float* to_global, float* to_momentum, Stream& stream) {
         if (!copies) {
             device::copy_to_host_later(to_global, resident_global.data(), values, stream);

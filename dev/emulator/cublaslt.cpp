@@ -5,7 +5,8 @@
 // caller allows, the worst: an algorithm that needs all the alignment it was promised, overwrites its
 // workspace, works for that one problem only and, if allowed to, rounds partial sums to D's type. With
 // CUBLASLT_LOG_LEVEL=1 in the environment a refusal's reason goes to stderr. With EMULATOR_CUBLASLT_ALGORITHMS=n
-// the heuristic finds n algorithms, which add in different orders, and lists one that is not valid; else one.
+// the heuristic finds n > 1 algorithms, which add in different orders, and lists an invalid one among them;
+// by default it finds one.
 // With EMULATOR_CUBLASLT_FASTEST=i all but its algorithm i are slow. As long as there is a communicator
 // of a set number of CTAs, it refuses products that are not cut for the SMs which its collectives leave: on
 // Hopper these would take twice as long, in two waves.
@@ -571,7 +572,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
     while (algorithm.number < valid && *found < requested) {
         cublasLtMatmulHeuristicResult_t& result = results[(*found)++] = {};
         result.state = unsupported;
-        if (*found == 2) { continue; }
+        if (*found == 2) { continue; }  // the invalid one
         memcpy(&result.algo, &algorithm, sizeof algorithm);
         algorithm.number++;
         result.workspaceSize = size_t(algorithm.workspace_bytes);
@@ -619,7 +620,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t oper
         CalledFrom from(caller);
         note_accesses(parts);
         run(p, pointers, algorithm);
-        if (is_slow) { std::this_thread::sleep_for(std::chrono::milliseconds(3)); }
+        if (is_slow) { std::this_thread::sleep_for(std::chrono::milliseconds(10)); }
     });
     return success;
 }

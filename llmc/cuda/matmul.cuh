@@ -127,7 +127,7 @@ public:
         return bf16 ? "bf16, sums in fp32" : compute == CUBLAS_COMPUTE_32F ? "fp32" : "tf32, sums in fp32";
     }
 
-    // Gradients of parameters are sums, in fp32; `add` is for them alone.
+    // Gradients of parameters are sums, in fp32; only they may be added to (`add`).
     template <Kind kind>
     using Out = std::conditional_t<kind == Kind::backward_weight, float, floatX>;
 

@@ -39,21 +39,28 @@ inline StoreAnswer lost_answer(const std::string& trouble, bool is_full) {
     return {true, is_full, trouble, false, "", {}};
 }
 
-// How long to pause before a question is asked. The first pause after an answer learns from one answer to the
-// next how late answers come, so that few questions are asked; the pauses after it grow from the shortest one.
+// How long to pause before a question is asked. The pauses after a first question grow from the shortest one.
+// Where questions cost money (shorter > 0), the pause before the first question adapts to how late answers
+// have been, so that few are asked.
 struct Pauses {
     double shortest = 0.002, longest = 0.1;  // seconds
     double longer = 1.2, shorter = 0;        // factors
     double first = 0, pause = 0;
     long unanswered = 0;  // questions since the last answer
     double after(bool is_answered) {
-        if (unanswered == 0) { first = std::clamp(first * (is_answered ? shorter : longer), shortest, longest); }
-        unanswered = is_answered ? 0 : unanswered + 1;
-        pause = is_answered ? first : unanswered == 1 ? shortest : std::min(pause * longer, longest);
+        const double factor = is_answered || shorter == 0 ? shorter : longer;
+        if (unanswered == 0) { first = std::clamp(first * factor, shortest, longest); }
+        if (is_answered) { return begin_again(); }
+        pause = ++unanswered == 1 ? shortest : std::min(pause * longer, longest);
         return pause;
     }
+    // Also when the questions are given up.
+    double begin_again() {
+        unanswered = 0;
+        return pause = first;
+    }
 };
-inline constexpr Pauses pauses_of_bucket{0.04, 1, 2.5, 0.6};  // each question costs money
+inline constexpr Pauses pauses_of_bucket{0.05, 1, 2.5, 0.7};  // each question costs money
 
 // What Redis (a folder is a hash: HGET, HSET, HSETNX, HDEL and UNLINK, HGETALL, SCAN), a shared folder (open,
 // rename, link, unlink, readdir) and a bucket (GET, PUT, DELETE) can all do. Calls block: each store is used
@@ -85,7 +92,11 @@ public:
                 is_over |= answers[i].lost || (answers[i].found && requests[i].folder != "run");
             }
             pause = std::max(pauses.after(is_over), (now_seconds() - from) / 2);
-            if (is_over || from >= until) { return answers; }
+            if (is_over) { return answers; }
+            if (from >= until) {
+                pauses.begin_again();
+                return answers;
+            }
         }
     }
     // About settings that endanger the run, as they were when the store was opened.

@@ -35,7 +35,7 @@ public:
     long index(long sync) const { return sync / fragments(); }  // among those of its fragment
     long sync(int fragment, long index) const { return index * fragments() + places[size_t(fragment)]; }
     long send_step(long sync) const { return order[size_t(sync) % order.size()].first + index(sync) * H; }
-    // The first sync that is sent after `step`: its number is how many are sent until then (sends_until()).
+    // The first sync that is sent after `step`: as many are sent up to `step` as its number says.
     long first_after(long step) const {
         long sync = 0;
         for (const auto& [first, p] : order) { sync += (step - first + H) / H; }

@@ -105,7 +105,7 @@ inline void SyncLog::rest_from_looking(double seconds, double now) {
 inline double SyncLog::pause() const { return std::max(options.poll, 4 * look_seconds); }
 
 // A beat that is not whole counts as absent: a power cut may have damaged that of a dead worker.
-// from: when the beats were asked for   seconds: that such a look takes
+// from: when the beats were asked for   seconds: how long that took
 inline void SyncLog::see(Listing listing, double from, double seconds, double now) {
     long others_newest = -1;
     for (auto one = listing.begin(); one != listing.end();) {

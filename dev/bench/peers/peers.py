@@ -3,7 +3,7 @@
 
     PEERS=1 make bench-peers                       installs the peers and makes the runs that are missing (root)
     PEERS=1 make bench-peers ARGUMENTS=--quick     short runs, at most a quarter of an hour with the installation;
-                                                   once more for losses of three seeds
+                                                   run it again for losses of three seeds
     dev/bench/peers/peers.py --minutes 0           only reports the finished runs
     dev/bench/peers/peers.py --tau 11              how long diloco.c's workers wait over the last line with this tau
 

@@ -382,7 +382,8 @@ Floats product_with_rounded_sums(cuda::Matmul& matmul, int N = 64, float begin =
 
 TEST(Matmul, AGramMatrixIsAdded) {
     cuda::Matmul matmul(MatmulPrecision::highest);
-    const Floats alone = product_with_rounded_sums(matmul), added = product_with_rounded_sums(matmul, 64, 8.0f);
+    const Floats alone = product_with_rounded_sums(matmul);
+    const Floats added = product_with_rounded_sums(matmul, 64, 8.0f);
     for (size_t i = 0; i < alone.size(); i++) { ASSERT_NEAR(added[i], alone[i] + 8.0f, 1e-4) << i; }
 }
 
@@ -391,7 +392,7 @@ TEST(Matmul, TheFastestAlgorithmIsChosen) {
     for (const char* number : {"0", "2", "3"}) {
         const Environment fastest("EMULATOR_CUBLASLT_FASTEST", number);
         cuda::Matmul matmul({MatmulPrecision::highest, -1, 0, true});
-        product_with_rounded_sums(matmul);
+        product_with_rounded_sums(matmul, 8);
         EXPECT_EQ(matmul.fields().word("matmul.choices.5"), number);
     }
 }
@@ -450,7 +451,8 @@ TEST(Matmul, AProductThatAddsIsTimedElsewhere) {
         const int N = 8;
         cuda::Matmul matmul({MatmulPrecision::highest, -1, 0, true});
         Stream stream;
-        DeviceArray<floatX> a(to_floatX(Floats(size_t(N) * C, 1.0f))), b(to_floatX(Floats(size_t(N) * OC, 1.0f)));
+        DeviceArray<floatX> a(to_floatX(Floats(size_t(N) * C, 1.0f)));
+        DeviceArray<floatX> b(to_floatX(Floats(size_t(N) * OC, 1.0f)));
         DeviceArray<float> out(Floats(size_t(OC) * C, 3.0f));
         const floatX* none = nullptr;
         matmul.multiply<cuda::Matmul::Kind::backward_weight>(out, a, b, none, none, N, C, OC, stream, true);

@@ -912,6 +912,7 @@ private:
         if (batch->patience > 0 && !is_there(*batch) && now >= store_away_until && is_alive(*batch)) {
             const double pause = pause_of(*batch);
             batch->patience -= pause;
+            if (batch->patience <= 0) { workers[size_t(batch->w)].pauses.begin_again(); }
             return at(now + pause, [this, batch] { arrive(batch); });
         }
         if (batch->patience > 0) { workers[size_t(batch->w)].pauses.after(true); }

@@ -397,6 +397,31 @@ Names files_in(const std::string& folder) {
     return names;
 }
 
+TEST(Pauses, the_first_one_adapts_from_answer_to_answer_and_the_others_start_from_the_shortest) {
+    Pauses pauses{0.04, 1, 2.5, 0.6};
+    EXPECT_DOUBLE_EQ(pauses.after(false), 0.04);
+    EXPECT_DOUBLE_EQ(pauses.after(false), 0.1);
+    EXPECT_DOUBLE_EQ(pauses.after(false), 0.25);
+    EXPECT_DOUBLE_EQ(pauses.after(true), 0.04);
+    for (const double first : {0.1, 0.25}) {
+        EXPECT_DOUBLE_EQ(pauses.after(false), 0.04);
+        EXPECT_DOUBLE_EQ(pauses.after(true), first);
+    }
+    EXPECT_DOUBLE_EQ(pauses.after(true), 0.15);
+    for (int i = 0; i < 9; i++) { pauses.after(false); }
+    EXPECT_DOUBLE_EQ(pauses.pause, 1);
+    EXPECT_DOUBLE_EQ(pauses.begin_again(), 0.375);  // not the pause of the questions that were given up
+}
+
+TEST(Pauses, where_questions_cost_nothing_the_first_one_is_always_short) {
+    Pauses pauses;
+    for (int i = 0; i < 30; i++) {
+        EXPECT_DOUBLE_EQ(pauses.after(false), 0.002);
+        EXPECT_DOUBLE_EQ(pauses.after(false), 0.0024);
+        EXPECT_DOUBLE_EQ(pauses.after(true), 0.002);
+    }
+}
+
 TEST(FileLogStore, its_folders_and_values_are_to_be_seen_with_ls_and_cat) {
     TemporaryFolder folder;
     auto store = open_log_store("file:" + folder.name(), "run 7", 5);
