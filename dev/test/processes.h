@@ -97,6 +97,12 @@ inline std::string wait_for_value(Store& store, const std::string& key, double s
     }
 }
 
+// Returns when all threads of a child process have stopped.
+inline void stop_child(pid_t pid) {
+    kill(pid, SIGSTOP);
+    waitpid(pid, nullptr, WUNTRACED);
+}
+
 // A private redis-server on a free port. port 0: redis-server is not installed, or did not start.
 class RedisServer {
 public:
@@ -117,7 +123,7 @@ public:
     }
 
     // It does nothing more, and does not end.
-    void pause() { kill(pid, SIGSTOP); }
+    void pause() { stop_child(pid); }
 
     void start(int candidate) {
         pid = fork();

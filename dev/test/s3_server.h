@@ -66,7 +66,8 @@ public:
         }
     }
 
-    void send_signal(int signal) const { kill(pid, signal); }
+    void pause() const { stop_child(pid); }
+    void go_on() const { kill(pid, SIGCONT); }
 
     // One for all tests of this process; null: there is none.
     static S3Server* shared() {

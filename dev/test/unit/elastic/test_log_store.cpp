@@ -794,11 +794,11 @@ TEST(S3LogStore, a_silent_server_is_lost_within_the_limit_and_had_again) {
     const Environment environment(s3_environment(server.endpoint));
     auto store = open_log_store("s3://runs/silent", "run", 2);
     put(*store, "G/beat", "0", "1");
-    server.send_signal(SIGSTOP);
+    server.pause();
     const auto begin = std::chrono::steady_clock::now();
     EXPECT_TRUE(contains(lost_answer(*store).trouble, "silent for 2 s"));
     EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(30));
-    server.send_signal(SIGCONT);
+    server.go_on();
     const std::string there = get(*store, "G/beat", "0").value_or("nothing");
     EXPECT_TRUE(there == "1" || there == "value") << there;  // what was lost may have been done
 }
