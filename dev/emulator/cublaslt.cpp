@@ -620,7 +620,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t oper
         CalledFrom from(caller);
         note_accesses(parts);
         run(p, pointers, algorithm);
-        if (is_slow) { std::this_thread::sleep_for(std::chrono::milliseconds(10)); }
+        if (is_slow) { std::this_thread::sleep_for(std::chrono::milliseconds(30)); }
     });
     return success;
 }
