@@ -358,6 +358,7 @@ private:
     bool has_looked = false;
     bool is_waiting = true;  // the trainer
     Presence presence;
+    std::set<int> asks_if_done;  // workers that are gone
     bool looks_at_wants = false, wants_are_last = false;
     std::map<std::string, Wanted> wanted;  // snapshots, that nobody offers
     bool is_wanted = false;                // by one that is alive

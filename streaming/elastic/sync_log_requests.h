@@ -215,8 +215,10 @@ inline void SyncLog::tell_changes() {
         if (change.worker == me.worker) { continue; }
         const std::string who = format("worker %d ", change.worker);
         if (change.kind == LogEventKind::gone) {
+            if (!asks_if_done.insert(change.worker).second) { continue; }  // it was back for a moment
             ask_later({StoreRequest::get, key("done"), std::to_string(change.worker)},
                       [this, change, who](const StoreAnswer& answer, double) {
+                          asks_if_done.erase(change.worker);
                           const auto is_it = [&](int worker, long) { return worker == change.worker; };
                           if (presence.count_alive(is_it) > 0) { return; }  // it is back already
                           const LogEventKind kind = answer.found ? LogEventKind::done : change.kind;
