@@ -143,7 +143,7 @@ def test_the_memory_that_the_text_names_is_that_of_the_model():
     used = [step % 100 for offset in sends for step in (offset, offset + 1)]
     assert len(set(used)) == len(used)  # one slot: no step sends one fragment and merges another
     text = " ".join(TEXT.split())
-        relay = 4e-6 * (16 << 20)  # streaming/outer_state.h: relay_values
+    relay = 4e-6 * (16 << 20)  # streaming/outer_state.h: relay_values
     assert f"{8e-6 * figures.GPT2.values:.0f} MB on the host and {8e-6 * largest + relay:.0f} MB on the GPU" in text
 
 
