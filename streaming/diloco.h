@@ -89,9 +89,7 @@ public:
         return *taken;
     }
 
-    void take_snapshot(Stream& copies) override {
-        snapshot().begin(in_flight, tokens_at_send, copies);
-    }
+    void take_snapshot(Stream& copies) override { snapshot().begin(in_flight, tokens_at_send, copies); }
 
     void collect_in_flight(Stream& main) override {
         for (; !in_flight.empty(); in_flight.pop_front()) { end(take(in_flight.front(), main), main); }

@@ -317,7 +317,7 @@ def checkpoint(gpu, s, rows):
     before = {row.name: row.seconds for row in rows}
     forward = (before["matmuls forward"] + before["attention forward"]) / s.micro_steps
     until_update = sum(before.values()) - before["AdamW, norm"]
-    gather = (model / s.ranks + model / s.ranks) / gpu.copy  # reads and writes this rank's part
+    gather = at_copy_speed(gpu, 2 * model / s.ranks).seconds  # reads and writes this rank's part
     of_model = max(0, model / gpu.host - forward)
     of_state = max(0, (model + state) / gpu.host - until_update - of_model)
     return Checkpoint(model + state, (model + state) / gpu.host, gather + of_model + of_state)
