@@ -403,9 +403,9 @@ def crossings(plan, finished, found):
             continue
         steps = [max(gaps) // method.inner_steps * (goal / gap) ** (1 / exponent)
                  for gap in (mean, mean - spread, mean + spread)]
-        lines.append(f"- {method.optimizer}, {method.workers} workers, H = {method.inner_steps}: the gap falls with outer "
-                     f"steps to the power of {exponent:.2f}. It would be {goal}% after {steps[0]:.0f} outer steps "
-                     f"({steps[1]:.0f} to {steps[2]:.0f}, by the spread of the {len(differences)} seeds).")
+        lines.append(f"- {method.optimizer}, {method.workers} workers, H = {method.inner_steps}: the gap falls with "
+                     f"outer steps to the power of {exponent:.2f}. It would be {goal}% after {steps[0]:.0f} outer "
+                     f"steps ({steps[1]:.0f} to {steps[2]:.0f}, by the spread of the {len(differences)} seeds).")
     return "\n".join(lines)
 
 
