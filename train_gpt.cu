@@ -899,8 +899,8 @@ inline std::unique_ptr<OuterLoop> make_outer_loop(Run& run) {
         compare_options(run.agreed_options, theirs, rows_of_options);
     };
     auto open_store = [&o, &process] { return open_log_store(process.store_url, o.run_name, o.timeout); };
-    SyncLogOptions of_log = {o.elastic, process.rank, o.workers,
-                             o.diloco.overlap, run.inputs.steps, o.timeout, o.save_every > 0};
+    SyncLogOptions of_log = {o.elastic, process.rank, o.workers, o.diloco.overlap, run.inputs.steps,
+                             o.timeout, o.save_every > 0, session.folder};
     suit_store(of_log, process.store_url);
     return std::make_unique<ElasticDiloco>(
         o.diloco, of_log, process.worker, run.fragments, run.inputs.layout, *session.inner, run.inner_stream,

@@ -78,7 +78,7 @@ public:
     // Restores what a snapshot has saved (snapshot.h).
     void load(const SavedState& saved, Stream& main) {
         const long n = state->count();
-        state->load(saved.floats("global", n).data(), saved.floats("momentum", n).data(), main);
+        state->load(saved.floats("global", n).data(), saved.floats("momentum", n).data(), 0, n, main);
         feedback.load(saved, "residuals", main);
     }
 

@@ -138,36 +138,36 @@ public:
         slot.fragment = none;
     }
 
-    // Copies the state as it is when `stream` reaches this call. The caller makes main wait for `stream`
-    // before it changes a fragment or saves again.   to_global, to_momentum: (values), HostBuffers
-    void save(float* to_global, float* to_momentum, Stream& stream) {
+    // Copies `count` values from `first` on, as they are when `stream` reaches this call. The caller makes main
+    // wait for `stream` before it changes a fragment or saves again.   to_global, to_momentum: HostBuffers
+    void save(float* to_global, float* to_momentum, long first, long count, Stream& stream) {
         if (!copies) {
-            device::copy_to_host_later(to_global, resident_global.data(), values, stream);
-            device::copy_to_host_later(to_momentum, resident_momentum.data(), values, stream);
+            device::copy_to_host_later(to_global, resident_global + first, count, stream);
+            device::copy_to_host_later(to_momentum, resident_momentum + first, count, stream);
             return;
         }
         order(*copies, stream, copied);
-        for (auto [to, from] : {std::pair(to_global, host_global.data()),
-                                std::pair(to_momentum, host_momentum.data())}) {
+        for (auto [to, from] : {std::pair(to_global, host_global + first),
+                                std::pair(to_momentum, host_momentum + first)}) {
             // By way of the device, because a copy from host to host would make the host wait.
-            for (long at = 0; at < values; at += relay.count()) {
-                const long count = std::min(relay.count(), values - at);
-                device::copy_to_device(relay.data(), from + at, count, stream);
-                device::copy_to_host_later(to + at, relay.data(), count, stream);
+            for (long at = 0; at < count; at += relay.count()) {
+                const long some = std::min(relay.count(), count - at);
+                device::copy_to_device(relay.data(), from + at, some, stream);
+                device::copy_to_host_later(to + at, relay.data(), some, stream);
             }
         }
     }
 
-    // Restores what save() has written.   from_global, from_momentum: (values), of the host
-    void load(const float* from_global, const float* from_momentum, Stream& main) {
+    // Restores what save() has written.   from_global, from_momentum: (count), of the host
+    void load(const float* from_global, const float* from_momentum, long first, long count, Stream& main) {
         main.synchronize();
         if (copies) {
             copies->synchronize();
-            std::copy_n(from_global, values, host_global.data());
-            std::copy_n(from_momentum, values, host_momentum.data());
+            std::copy_n(from_global, count, host_global + first);
+            std::copy_n(from_momentum, count, host_momentum + first);
         } else {
-            device::copy_to_device(resident_global.data(), from_global, values, main);
-            device::copy_to_device(resident_momentum.data(), from_momentum, values, main);
+            device::copy_to_device(resident_global + first, from_global, count, main);
+            device::copy_to_device(resident_momentum + first, from_momentum, count, main);
             main.synchronize();
         }
     }

@@ -52,7 +52,7 @@ public:
         for (Array* mean : means) { mean->count = 0; }
         fields.set("fragments", long(tokens_at_send.size()));
         fields.set("in_flight", long(syncs.size()));
-        state.save(global.values, momentum.values, copies);
+        state.save(global.values, momentum.values, 0, state.count(), copies);
         for (int p = 0; p < int(tokens_at_send.size()); p++) {
             fields.set("tokens_at_send." + std::to_string(p), tokens_at_send[size_t(p)]);
             const bool flies = std::any_of(syncs.begin(), syncs.end(),

@@ -40,8 +40,8 @@ from compare import bytes_sent, read_run, size_text
 from metrics import Parser, UserError, exit_status
 
 STATIONS = 10     # validations in a run
-THRESHOLD = 3     # percent: how many outer steps until the gap is no larger
 LENGTHS = (6, 3)  # divisors of the whole length, for the tuning runs and for the middle of the curve
+GOALS = {(2, 30): 1, (4, 30): 3, (2, 100): 2}  # {(workers, H): percent}: the gap to come to
 
 
 @dataclass(frozen=True)
@@ -388,23 +388,24 @@ def lengths_table(plan, found):
 
 
 def crossings(plan, finished, found):
-    """For each method that ends above THRESHOLD: where a power law of outer steps would fall to it. Its exponent is
+    """For each method that ends above its goal: where a power law of outer steps would fall to it. Its exponent is
     fitted to the gaps of all lengths, its level is the mean of the longest runs, its range their spread."""
     lines, by_seed = [], by_method(finished, plan.long)
     for method, gaps in found.items():
         differences = paired(by_seed.get(method, {}), by_seed.get(method.base(), {}), last_loss)
-        if len(differences) < 2 or len(gaps) < 3 or statistics.mean(differences) <= THRESHOLD or min(gaps.values()) <= 0:
+        goal = GOALS[method.workers, method.inner_steps]
+        if len(differences) < 2 or len(gaps) < 3 or statistics.mean(differences) <= goal or min(gaps.values()) <= 0:
             continue
         points = [(math.log(steps), math.log(gap)) for steps, gap in gaps.items()]
         exponent = statistics.linear_regression(*zip(*points)).slope
         mean, spread = statistics.mean(differences), statistics.stdev(differences)
         if exponent >= 0 or mean <= spread:
             continue
-        steps = [max(gaps) // method.inner_steps * (THRESHOLD / gap) ** (1 / exponent)
+        steps = [max(gaps) // method.inner_steps * (goal / gap) ** (1 / exponent)
                  for gap in (mean, mean - spread, mean + spread)]
-        lines.append(f"With {method.workers} workers and H = {method.inner_steps} the gap falls with outer steps to the "
-                     f"power of {exponent:.2f}: it would be {THRESHOLD}% after {steps[0]:.0f} outer steps ({steps[1]:.0f} "
-                     f"to {steps[2]:.0f}, by the spread of the {len(differences)} seeds).")
+        lines.append(f"- {method.optimizer}, {method.workers} workers, H = {method.inner_steps}: the gap falls with "
+                     f"outer steps to the power of {exponent:.2f}. It would be {goal}% after {steps[0]:.0f} outer "
+                     f"steps ({steps[1]:.0f} to {steps[2]:.0f}, by the spread of the {len(differences)} seeds).")
     return "\n".join(lines)
 
 

@@ -31,9 +31,10 @@
 // -----------------------------------------------------------------------------------------------------------
 // Where a run writes
 
-// Each elastic worker has a folder of its own, and resumes from it.
+// Each elastic worker has a folder of its own, and resumes from it. "": without -o
 inline std::string checkpoint_folder(const Options& o, const Process& process) {
-    return o.diloco.is_elastic() ? o.output + format("/worker_%d", process.worker) : o.output;
+    const bool is_own = o.diloco.is_elastic() && !o.output.empty();
+    return is_own ? o.output + format("/worker_%d", process.worker) : o.output;
 }
 
 inline void make_folder(const std::string& folder) {

@@ -15,17 +15,15 @@
 //
 // Memory, beside OuterShard's: a payload of each fragment in pinned memory; on the device, of the largest
 // fragment, one payload and `workers` of them, the latter pinned as well. A worker that gives or takes a
-// snapshot holds it: 8 bytes a value (with --join-moments 16), and twice that while it is made or loaded.
+// snapshot keeps it in a file without a name: 8 bytes a value (with --join-moments 16).
 #pragma once
 #include <algorithm>
 #include <cstring>
 #include <functional>
 #include <limits>
 #include <memory>
-#include <new>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -181,9 +179,9 @@ private:
         Stream* main = nullptr;
     };
 
-    // A snapshot: this, then global and momentum, and where there are moments m and v; (values) each.
+    // A snapshot: this, then piece by piece global and momentum, and where there are moments m and v.
     struct SnapshotHeader {
-        uint32_t magic = 0x4e534c44, version = 1;  // "DLSN"
+        uint32_t magic = 0x4e534c44, version = 2;  // "DLSN"
         uint64_t values = 0;
         uint64_t has_moments = 0, updates = 0;
     };
@@ -425,57 +423,67 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // Snapshots for other workers
 
-    void append_snapshot(std::string& bytes) override {
+    void append_snapshot(Spool& spool) override {
         const Stopwatch work{shard_seconds};
-        const long n = shard.state->count();
-        const bool has_moments = log_options.elastic.join_moments;
         Stream& main = *now.main;
         SnapshotHeader header;
-        HostBuffer<float> values;
-        try {
-            values = HostBuffer<float>(n * (has_moments ? 4 : 2));
-        } catch (const RunError&) { throw std::bad_alloc(); }  // pinned memory is short
-        const size_t value_bytes = size_t(values.count()) * sizeof(float);
-        bytes.reserve(bytes.size() + sizeof header + value_bytes);
-        shard.state->save(values, values + n, main);
-        if (has_moments) {
-            device::copy_to_host_later(values + 2 * n, moments.m, n, main);
-            device::copy_to_host_later(values + 3 * n, moments.v, n, main);
-        }
-        main.synchronize();
-        header.values = uint64_t(n);
-        header.has_moments = has_moments;
-        header.updates = has_moments ? uint64_t(*moments.updates) : 0;
-        bytes.append(reinterpret_cast<const char*>(&header), sizeof header);
-        bytes.append(reinterpret_cast<const char*>(values.data()), value_bytes);
+        header.values = uint64_t(shard.state->count());
+        header.has_moments = log_options.elastic.join_moments;
+        header.updates = header.has_moments ? uint64_t(*moments.updates) : 0;
+        spool.append(&header, sizeof header);
+        for_pieces(header, [&](float* piece, long first, long count, size_t bytes) {
+            shard.state->save(piece, piece + count, first, count, main);
+            if (header.has_moments) {
+                device::copy_to_host_later(piece + 2 * count, moments.m + first, count, main);
+                device::copy_to_host_later(piece + 3 * count, moments.v + first, count, main);
+            }
+            main.synchronize();
+            spool.append(piece, bytes);
+        });
     }
 
-    void load(std::string_view snapshot) override {
+    void load(const Spool& snapshot, size_t at) override {
         const Stopwatch work{shard_seconds};
-        const SnapshotHeader header = checked_header(snapshot);
-        const long n = shard.state->count();
+        const SnapshotHeader header = checked_header(snapshot, at);
         Stream& main = *now.main;
-        std::vector<float> values((snapshot.size() - sizeof header) / sizeof(float));
-        memcpy(values.data(), snapshot.data() + sizeof header, values.size() * sizeof(float));
-        shard.state->load(values.data(), values.data() + n, main);
-        if (log_options.elastic.join_moments) {
-            device::copy_to_device(moments.m, values.data() + 2 * n, n, main);
-            device::copy_to_device(moments.v, values.data() + 3 * n, n, main);
-            *moments.updates = long(header.updates);
-        }
+        at += sizeof header;
+        for_pieces(header, [&](float* piece, long first, long count, size_t bytes) {
+            snapshot.read(piece, at, bytes);
+            at += bytes;
+            shard.state->load(piece, piece + count, first, count, main);
+            if (log_options.elastic.join_moments) {
+                device::copy_to_device(moments.m + first, piece + 2 * count, count, main);
+                device::copy_to_device(moments.v + first, piece + 3 * count, count, main);
+            }
+            main.synchronize();
+        });
+        if (log_options.elastic.join_moments) { *moments.updates = long(header.updates); }
         begin_at_global(main);
         main.synchronize();
         has_loaded = true;
     }
 
-    SnapshotHeader checked_header(std::string_view snapshot) const {
+    // Calls use(piece, first, count, bytes) for each piece of the shard.   piece: (2 or 4, count), pinned
+    template <class Use>
+    void for_pieces(const SnapshotHeader& header, Use use) const {
+        const long n = shard.state->count(), arrays = header.has_moments ? 4 : 2;
+        const long most = std::min(n, long(log_options.snapshot_chunk / (4 * sizeof(float))));
+        HostBuffer<float> piece(arrays * most);
+        for (long first = 0; first < n; first += most) {
+            const long count = std::min(most, n - first);
+            use(piece.data(), first, count, size_t(arrays * count) * sizeof(float));
+        }
+    }
+
+    SnapshotHeader checked_header(const Spool& snapshot, size_t at) const {
         SnapshotHeader header;
         const SnapshotHeader expected;
-        if (snapshot.size() >= sizeof header) { memcpy(&header, snapshot.data(), sizeof header); }
+        const size_t there = snapshot.size() - std::min(at, snapshot.size());
+        if (there >= sizeof header) { snapshot.read(&header, at, sizeof header); }
         const uint64_t n = uint64_t(shard.state->count());
         const size_t bytes = sizeof header + n * (header.has_moments ? 4 : 2) * sizeof(float);
         const bool fits = header.magic == expected.magic && header.version == expected.version &&
-                          header.values == n && header.has_moments <= 1 && snapshot.size() == bytes;
+                          header.values == n && header.has_moments <= 1 && there == bytes;
         if (!fits) {
             throw RunError("the snapshot of another worker was refused: do all run the same program with the "
                            "same options?");

@@ -133,7 +133,7 @@ private:
         int attempt = 1;         // each is wanted under a name of its own
         bool is_wanted = false;  // the store knows
         std::optional<LogOffer> offer = std::nullopt;
-        std::string bytes = "";
+        Spool bytes = Spool();
         size_t chunks = 0;
         bool is_whole = false;
         double look_at = 0;
@@ -143,7 +143,7 @@ private:
         std::string want;
         bool takes_over;          // from one that does not get on with it
         bool is_claimed = false;  // nobody else gives it
-        std::string bytes = "";   // from the trainer's turn on
+        Spool bytes = Spool();    // from the trainer's turn on
         size_t chunks = 0;        // written
     };
 
@@ -167,8 +167,7 @@ private:
     }
     std::string run() const { return generation + "/" + std::to_string(options.shard); }
     std::string key(const std::string& folder) const { return run() + "/" + folder; }
-    StoreRequest own_chunk(const std::string& folder, const std::string& bytes, size_t chunk,
-                           size_t size) const;
+    StoreRequest own_chunk(const std::string& folder, size_t chunk, std::string bytes) const;
     bool is_of_lines(const StoreRequest& one) const { return one.folder.rfind(key("sent/"), 0) == 0; }
     void lose_store(const std::string& trouble, double now);
     void make_room(double now);
@@ -289,7 +288,6 @@ private:
     void read_snapshot();
     void take_chunk_of_snapshot(const StoreAnswer& answer);
     void load_snapshot();
-    void stop_for_memory();
 
     // Removing what nobody needs any more (sync_log_snapshots.h)
     void sweep(bool with_snapshots);

@@ -80,11 +80,10 @@ inline void SyncLog::checkpointed(const std::vector<long>& positions) {
 // -----------------------------------------------------------------------------------------------------------
 // Asking: what goes out together
 
-// Writes chunk number `chunk`, of `size` bytes. Nothing else can lie under this start's name, so the answer
-// need not bring the chunk back.
-inline StoreRequest SyncLog::own_chunk(const std::string& folder, const std::string& bytes, size_t chunk,
-                                       size_t size) const {
-    return {StoreRequest::put_if_absent, folder, chunk_name(me, chunk), bytes.substr(chunk * size, size),
+// Writes chunk number `chunk`. Nothing else can lie under this start's name, so the answer need not bring the
+// chunk back.
+inline StoreRequest SyncLog::own_chunk(const std::string& folder, size_t chunk, std::string bytes) const {
+    return {StoreRequest::put_if_absent, folder, chunk_name(me, chunk), std::move(bytes),
             /*asks_winner=*/false};
 }
 

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "llmc/run/log_store.h"
+#include "llmc/run/spool.h"
 #include "streaming/elastic/sync_log_records.h"
 
 class SyncLogRules {
@@ -78,7 +79,7 @@ public:
 
     // A snapshot is used when all of it is there and is what its giver wrote.
     virtual bool is_chunk(const StoreAnswer& answer) const { return answer.found; }
-    virtual bool is_whole(const std::string& bytes, const LogOffer& offer) const {
-        return bytes.size() == offer.bytes && digest_of(bytes) == offer.digest;
+    virtual bool is_whole(const Spool& snapshot, const LogOffer& offer) const {
+        return snapshot.size() == offer.bytes && snapshot.digest() == offer.digest;
     }
 };

@@ -3,11 +3,8 @@
 #pragma once
 #include <algorithm>
 #include <cstdlib>
-#include <exception>
 #include <limits>
 #include <memory>
-#include <new>
-#include <string_view>
 
 #include "streaming/elastic/sync_log.h"
 
@@ -186,11 +183,13 @@ inline void SyncLog::write_snapshot(double now) {
     for (int p = 0; p < int(slots.size()); p++) {
         if (shard.hash(p) != slots[size_t(p)].hash) { return diverge(); }
     }
-    std::string bytes = numbers(positions()) + "\n";
+    const std::string line = numbers(positions()) + "\n";
     try {
+        Spool bytes(options.spool_folder);
+        bytes.append(line.data(), line.size());
         shard.append_snapshot(bytes);
-    } catch (const std::bad_alloc&) { return put_off_giving("this host has no memory for it", now); }
-    giving->bytes = std::move(bytes);
+        giving->bytes = std::move(bytes);
+    } catch (const SpoolError& error) { return put_off_giving(error.what(), now); }
     ask_later({StoreRequest::put, key("held"), giving->want, numbers(positions())});
 }
 
@@ -199,7 +198,7 @@ inline void SyncLog::give() {
     if (giving->chunks < chunks_of(giving->bytes.size(), options.snapshot_chunk)) {
         return give_chunk();
     }
-    const LogOffer mine{me, giving->bytes.size(), digest_of(giving->bytes)};
+    const LogOffer mine{me, giving->bytes.size(), giving->bytes.digest()};
     ask({StoreRequest::put_if_absent, key("offer"), giving->want, mine.text()},
         [this, want = giving->want](const StoreAnswer& answer, double) {
             if (!gives(want)) { return; }
@@ -222,13 +221,18 @@ inline void SyncLog::claim() {
 
 // Gives up if the reader's want is gone, or has an offer already.
 inline void SyncLog::give_chunk() {
+    const size_t size = options.snapshot_chunk, chunk = giving->chunks;
+    std::string bytes;
+    try {
+        bytes = giving->bytes.read(chunk * size, size);
+    } catch (const SpoolError& error) { return put_off_giving(error.what(), asked_at); }
     for (const bool is_offer : {false, true}) {
         ask({StoreRequest::get, key(is_offer ? "offer" : "want"), giving->want},
             [this, is_offer, want = giving->want](const StoreAnswer& answer, double) {
                 if (gives(want) && answer.found == is_offer) { give_no_more(); }
             });
     }
-    ask(own_chunk(key("snapshot/" + giving->want), giving->bytes, giving->chunks, options.snapshot_chunk),
+    ask(own_chunk(key("snapshot/" + giving->want), chunk, std::move(bytes)),
         [this, want = giving->want](const StoreAnswer&, double) {
             if (gives(want) && !giving->bytes.empty()) { giving->chunks++; }
         });
@@ -289,18 +293,16 @@ inline void SyncLog::look_for_offer() {
             snapshot.is_wanted = false;
             return;
         }
-        snapshot.offer = LogOffer::parse(answer.value);
-        try {
-            snapshot.bytes.reserve(snapshot.offer->bytes);
-        } catch (const std::exception&) { stop_for_memory(); }
+        const LogOffer offer = *(snapshot.offer = LogOffer::parse(answer.value));
+        if (!chunks_of(offer.bytes, options.snapshot_chunk)) { refuse("offer", want(), answer.value); }
     });
 }
 
-// About half as many bytes at a time as a chunk of a payload has.
+// Few bytes at a time, since a connection may hold them several times over.
 inline void SyncLog::read_snapshot() {
     const LogOffer& offer = *snapshot.offer;
     const size_t all = chunks_of(offer.bytes, options.snapshot_chunk);
-    const size_t some = std::max(options.chunk / 2 / options.snapshot_chunk, size_t(1));
+    const size_t some = std::max(options.chunk / 8 / options.snapshot_chunk, size_t(1));
     for (size_t chunk = snapshot.chunks; chunk < std::min(all, snapshot.chunks + some); chunk++) {
         ask({StoreRequest::get, key("snapshot/" + want()), chunk_name(offer.giver, chunk)},
             [this, attempt = snapshot.attempt](const StoreAnswer& answer, double) {
@@ -311,7 +313,12 @@ inline void SyncLog::read_snapshot() {
 
 inline void SyncLog::take_chunk_of_snapshot(const StoreAnswer& answer) {
     const LogOffer& offer = *snapshot.offer;
-    snapshot.bytes += answer.value;
+    try {
+        if (snapshot.chunks == 0) { snapshot.bytes = Spool(options.spool_folder); }
+        snapshot.bytes.append(answer.value.data(), answer.value.size());
+    } catch (const SpoolError& error) {
+        return stop(std::string("the snapshot that it needs cannot be kept: ") + error.what());
+    }
     snapshot.chunks++;
     const bool is_last = snapshot.chunks == chunks_of(offer.bytes, options.snapshot_chunk);
     if (!rules.is_chunk(answer) || (is_last && !rules.is_whole(snapshot.bytes, offer))) {
@@ -322,20 +329,13 @@ inline void SyncLog::take_chunk_of_snapshot(const StoreAnswer& answer) {
 }
 
 inline void SyncLog::load_snapshot() {
-    const size_t end = snapshot.bytes.find('\n');
-    try {
-        shard.load(std::string_view(snapshot.bytes).substr(end + 1));
-    } catch (const std::bad_alloc&) { return stop_for_memory(); }
-    enter(parse_numbers(snapshot.bytes.substr(0, end)), false);
-    say(LogEventKind::takes_snapshot,
-        "goes on from a snapshot, its fragments at syncs " + snapshot.bytes.substr(0, end));
+    const std::string beginning = snapshot.bytes.read(0, 1 << 16);
+    const std::string line = beginning.substr(0, beginning.find('\n'));
+    shard.load(snapshot.bytes, line.size() + 1);
+    enter(parse_numbers(line), false);
+    say(LogEventKind::takes_snapshot, "goes on from a snapshot, its fragments at syncs " + line);
     forget_snapshot();
     phase = Phase::running;
-}
-
-inline void SyncLog::stop_for_memory() {
-    stop(format("this host has no memory for the snapshot that it needs, of %.1f MB",
-                double(snapshot.offer->bytes) / 1e6));
 }
 
 // -----------------------------------------------------------------------------------------------------------

@@ -52,7 +52,8 @@ inline void SyncLog::send(Slot& slot) {
     const bool is_in_line = payload.size() <= options.in_line;
     const size_t chunks = is_in_line ? 0 : chunks_of(payload.size(), options.chunk);
     if (slot.chunks < chunks) {
-        ask(own_chunk(folder("payload", slot.sync), payload, slot.chunks, options.chunk),
+        const size_t size = options.chunk, chunk = slot.chunks;
+        ask(own_chunk(folder("payload", slot.sync), chunk, payload.substr(chunk * size, size)),
             with_slot(slot.sync, [](Slot& slot, const StoreAnswer&, double) { slot.chunks++; }));
     }
     if (slot.chunks + 1 < chunks) { return; }

@@ -6,10 +6,10 @@
 #include <map>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "llmc/error.h"
+#include "llmc/run/spool.h"
 #include "streaming/elastic/options.h"
 #include "streaming/elastic/sync_log_records.h"
 
@@ -21,6 +21,7 @@ struct SyncLogOptions {
     long last_step = 1'000'000'000'000;  // of the run
     double timeout = 600;                // seconds that a worker waits for a store that does not answer
     bool checkpoints = true;             // payloads are kept until two workers' checkpoints have passed them
+    std::string spool_folder = "";       // where a snapshot lies that is given or taken (Spool)
     size_t chunk = 64 << 20;             // bytes of a payload in one value
     size_t in_line = 0;                  // a payload of up to so many bytes is a part of its line (a bucket)
     size_t snapshot_chunk = 4 << 20;     // of a snapshot: other requests wait for one such chunk at most
@@ -64,9 +65,9 @@ public:
     // counted: this worker's payload is among them, perhaps that of an earlier start
     virtual void apply(long sync, const std::vector<Contribution>& contributions, bool counted) = 0;
 
-    // Appends global and momentum of all fragments. They are large: std::bad_alloc if the host lacks memory.
-    virtual void append_snapshot(std::string& bytes) = 0;
-    virtual void load(std::string_view snapshot) = 0;  // and local = global
+    // Appends global and momentum of all fragments. SpoolError if the disk has no room for them.
+    virtual void append_snapshot(Spool& spool) = 0;
+    virtual void load(const Spool& snapshot, size_t at) = 0;  // from there on; and local = global
 };
 
 struct LogTurn {

@@ -633,6 +633,36 @@ def test_a_snapshot_whose_giver_dies_is_given_by_the_next(workers):
     run.stop_well()
 
 
+def test_a_snapshot_needs_no_folder_of_the_run(workers):
+    """Without -o a worker writes nothing but temporary files."""
+    run = workers(**{**ENDLESS, **FEW_PAYLOADS, "-n": 0, "-o": None}).start(0, 1)
+    wait_until_payloads_are_gone(run)
+    run[2].start()
+    run[2].wait_for(lambda worker: "goes on from a snapshot" in worker.output())
+    assert all(worker.wrote_nothing() for worker in run.all)
+
+
+def most_memory(worker):
+    """Of its process until now, in MB."""
+    with open(f"/proc/{worker.process.pid}/status") as status:
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read())[1]) / 1000
+
+
+def test_a_snapshot_is_not_held_in_memory(workers):
+    """With this model it has 118 MB."""
+    run = workers(**{**ENDLESS, **FEW_PAYLOADS, "-nk": 1, "--layers": 12, "--channels": 320,
+                     "--heads": 5})
+    run.start(0, 1)
+    wait_until_payloads_are_gone(run)
+    before = most_memory(run[0])
+    run[2].start()
+    run[2].wait_for(lambda worker: worker.happened("takes_snapshot"))
+    run[0].wait_for(lambda worker: worker.happened("gives_snapshot"))
+    assert before > 300 and max(most_memory(run[0]), most_memory(run[2])) < before + 64
+    run.wait_until_counted(2)
+    run.stop_well()
+
+
 def refused(run, options):
     """What one line says to worker 2 with these options, which writes nothing."""
     stranger = Worker(2, run.base, run[2].tokens, run.server, {**run[2].options, **options})

@@ -132,18 +132,18 @@ def test_the_tables_hold_paired_gaps_and_the_curve_over_lengths(arguments, finis
     assert "4 of the 44 runs that are known so far are missing" in text and "40 runs, 1.0 hours" in text
 
 
-def test_the_report_says_where_a_large_gap_would_meet_the_threshold(arguments, finished, monkeypatch):
+def test_the_report_says_where_a_large_gap_would_meet_its_goal(arguments, finished, monkeypatch):
     make_tuning(arguments, finished)
     make_long_runs(arguments, finished)
     plan = quality.Plan(arguments, finished)
     monkeypatch.setattr(quality, "paired", lambda runs, base, loss: [5, 6, 7] if runs and base else [])
     gaps = {STREAMING: {90: 24.0, 180: 12.0, 360: 6.0}}  # halved as the outer steps double
     assert quality.crossings(plan, finished, gaps) == (
-        "With 2 workers and H = 30 the gap falls with outer steps to the power of -1.00: it would be 3% after 24 outer "
-        "steps (20 to 28, by the spread of the 3 seeds).")
+        "- muon, 2 workers, H = 30: the gap falls with outer steps to the power of -1.00. It would be 1% after 72 "
+        "outer steps (60 to 84, by the spread of the 3 seeds).")
     assert quality.crossings(plan, finished, {STREAMING: {90: 6.0, 360: 6.0}}) == ""  # two lengths are no curve
     assert quality.crossings(plan, finished, {STREAMING: {90: 3.0, 180: 6.0, 360: 12.0}}) == ""  # it does not fall
-    monkeypatch.setattr(quality, "paired", lambda runs, base, loss: [1, 2, 3] if runs and base else [])
+    monkeypatch.setattr(quality, "paired", lambda runs, base, loss: [0, 1, 2] if runs and base else [])
     assert quality.crossings(plan, finished, gaps) == ""  # it is there already
 
 
@@ -230,3 +230,17 @@ def test_the_committed_data_is_of_the_main_scale():
     known = {quality.Finished.key(job.options) for job in quality.Plan(arguments, finished).all}
     strangers = [one["name"] for key, one in finished.by_options.items() if key not in known]
     assert json.dumps(strangers) == "[]"
+
+
+def test_the_documents_say_what_the_committed_data_says():
+    finished = quality.Finished(quality.ROOT / "dev/results/quality.jsonl")
+    tables = [line for line in quality.report(quality.parse_arguments([]), finished).splitlines() if line[:1] == "|"]
+    page = (quality.ROOT / "dev/results/quality.md").read_text()
+    assert [line for line in page.splitlines() if line[:1] == "|"] == tables, "run it with --minutes 0 --report"
+    readme, said = (quality.ROOT / "README.md").read_text(), 0
+    for line in tables:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 11 and cells[10] == "3" and "±" in cells[6]:
+            assert f"{cells[5]} ({cells[6]})" in readme, cells
+            said += 1
+    assert said >= 4

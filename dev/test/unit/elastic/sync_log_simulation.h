@@ -119,15 +119,18 @@ public:
         if (sent.erase(sync) && !counted) { state.residual[p] = state.residual_before[p]; }
     }
 
-    void append_snapshot(std::string& bytes) override {
+    void append_snapshot(Spool& spool) override {
+        std::string bytes;
         for (size_t p = 0; p < state.global.size(); p++) {
             append(bytes, state.global[p]);
             append(bytes, state.momentum[p]);
         }
         bytes += state.is_corrupt ? "1" : "0";
+        spool.append(bytes.data(), bytes.size());
     }
 
-    void load(std::string_view snapshot) override {
+    void load(const Spool& spool, size_t from) override {
+        const std::string snapshot = spool.read(std::min(from, spool.size()), spool.size());
         size_t at = 0;
         for (size_t p = 0; p < state.global.size(); p++) {
             for (Values* to : {&state.global[p], &state.momentum[p]}) {

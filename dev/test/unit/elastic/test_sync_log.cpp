@@ -3,8 +3,11 @@
 // which the simulation must notice. SEED=n shows all that happens in run n.
 #include <gtest/gtest.h>
 
+#include <signal.h>
+#include <sys/resource.h>
+
 #include <cstdlib>
-#include <new>
+#include <filesystem>
 
 #include "dev/test/unit/elastic/sync_log_simulation.h"
 #include "streaming/schedule.h"
@@ -281,16 +284,12 @@ TEST(SyncLog, over_a_bucket_a_sync_takes_few_requests_whoever_is_slower) {
     }
 }
 
-// A shard whose host may have no memory for snapshots.
+// A shard whose host may have no room for snapshots.
 struct PoorShard : simulation::Shard {
     using Shard::Shard;
-    void append_snapshot(std::string& bytes) override {
-        if (is_poor) { throw std::bad_alloc(); }
-        Shard::append_snapshot(bytes);
-    }
-    void load(std::string_view snapshot) override {
-        if (is_poor) { throw std::bad_alloc(); }
-        Shard::load(snapshot);
+    void append_snapshot(Spool& spool) override {
+        if (is_poor) { throw SpoolError("this disk has no room"); }
+        Shard::append_snapshot(spool);
     }
     bool is_poor = false;
 };
@@ -310,6 +309,7 @@ struct Driven {
         options.elastic.max_lag = 4;
         options.elastic.grace = options.expiry = 100;
         options.snapshot_chunk = 10;  // bytes
+        options.spool_folder = testing::TempDir();
         return options;
     }
     static LogStart start(int worker, const SyncSchedule& schedule) {
@@ -1208,15 +1208,15 @@ TEST(SyncLog, a_snapshot_that_the_store_has_no_memory_for_makes_room_and_is_give
     run.pass_until(5, [&] { return run.workers[2]->log.turn(0, run.now).kind != LogTurn::wait; });
 }
 
-TEST(SyncLog, a_snapshot_that_a_worker_has_no_memory_for_is_given_by_another) {
+TEST(SyncLog, a_snapshot_that_a_worker_has_no_room_for_is_given_by_another) {
     Givers run;
     run.workers[0]->shard.is_poor = true;
     run.pass_until(0, [&] { return !run.offer().empty(); });
     EXPECT_EQ(LogOffer::parse(run.offer()).giver.worker, 1);
-    EXPECT_NE(run.told(0, LogEventKind::snapshot_put_off).find("this host has no memory"), std::string::npos);
+    EXPECT_NE(run.told(0, LogEventKind::snapshot_put_off).find("this disk has no room"), std::string::npos);
 }
 
-TEST(SyncLog, at_the_end_no_worker_stays_forever_to_give_what_no_host_has_memory_for) {
+TEST(SyncLog, at_the_end_no_worker_stays_forever_to_give_what_no_host_has_room_for) {
     Givers run;
     for (size_t w : {0, 1}) { run.workers[w]->shard.is_poor = true; }
     const auto has_ended = [&](size_t w) {
@@ -1228,17 +1228,54 @@ TEST(SyncLog, at_the_end_no_worker_stays_forever_to_give_what_no_host_has_memory
     EXPECT_GT(run.now - run.begin, Driven::options().elastic.grace) << "they have tried";
 }
 
-TEST(SyncLog, a_worker_without_memory_for_the_snapshot_that_it_needs_says_so) {
-    for (bool has_read_it : {false, true}) {
+TEST(SyncLog, a_worker_without_room_for_the_snapshot_that_it_needs_says_so) {
+    Givers run;
+    Driven& reader = *run.workers[2];
+    run.pass_until(0, [&] { return !run.offer().empty(); });
+    const auto handler = signal(SIGXFSZ, SIG_IGN);
+    rlimit before;
+    getrlimit(RLIMIT_FSIZE, &before);
+    const rlimit small{20, before.rlim_max};  // bytes, of every file
+    setrlimit(RLIMIT_FSIZE, &small);
+    while (reader.log.turn(0, run.now).kind == LogTurn::wait && run.now < run.begin + 200) { run.pass(1); }
+    setrlimit(RLIMIT_FSIZE, &before);
+    signal(SIGXFSZ, handler);
+    EXPECT_EQ(reader.log.stopped().why, "the snapshot that it needs cannot be kept: a temporary file in " +
+                                            testing::TempDir() + " failed: File too large");
+}
+
+// Cuts the files without a name that this process has open.
+static int truncate_spools() {
+    int cut = 0;
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+        std::error_code closed;
+        const std::string name = std::filesystem::read_symlink(entry, closed);
+        if (name.find("/spool.") == std::string::npos) { continue; }
+        EXPECT_EQ(ftruncate(std::stoi(entry.path().filename()), 0), 0);
+        cut++;
+    }
+    return cut;
+}
+
+TEST(SyncLog, a_giver_that_cannot_read_its_snapshot_goes_on_and_another_gives_one) {
+    Givers run;
+    run.pass_until(0, [&] { return truncate_spools() > 0; });
+    run.pass_until(0, [&] { return !run.offer().empty(); });
+    EXPECT_EQ(LogOffer::parse(run.offer()).giver.worker, 1);
+    EXPECT_NE(run.told(0, LogEventKind::snapshot_put_off).find("Input/output error"), std::string::npos);
+    run.pass_until(0, [&] { return run.workers[2]->log.turn(0, run.now).kind != LogTurn::wait; });
+}
+
+TEST(SyncLog, an_offer_that_is_damaged_or_forged_is_refused) {
+    for (const std::string text : {"", "0.1 0 0", "0.1 18446744073709551615 0"}) {
         Givers run;
+        run.store.perform({StoreRequest::put, run.generation + "/0/offer", "2.1.1", text});
         Driven& reader = *run.workers[2];
-        reader.shard.is_poor = has_read_it;
-        if (!has_read_it) {
-            const LogOffer offer{{0, 1}, ~size_t(0), 0};
-            run.store.perform({StoreRequest::put, run.generation + "/0/offer", "2.1.1", offer.text()});
+        while (reader.log.turn(0, run.now).kind == LogTurn::wait && run.now < run.begin + 200) {
+            run.pass(1);
         }
-        run.pass_until(0, [&] { return reader.log.turn(0, run.now).kind == LogTurn::stop; });
-        EXPECT_NE(reader.log.stopped().why.find("no memory for the snapshot"), std::string::npos);
+        EXPECT_EQ(reader.log.stopped().why, "the store holds a damaged or forged record, " + run.generation +
+                                                "/0/offer 2.1.1: \"" + text + "\"");
     }
 }
 
@@ -1348,7 +1385,7 @@ TEST(SyncLogSimulation, finds_a_deletion_that_is_too_early) {
 TEST(SyncLogSimulation, finds_a_snapshot_that_is_read_half) {
     struct : SyncLogRules {
         bool is_chunk(const StoreAnswer&) const override { return true; }
-        bool is_whole(const std::string&, const LogOffer&) const override { return true; }
+        bool is_whole(const Spool&, const LogOffer&) const override { return true; }
     } rules;
     EXPECT_NE(found(rules), "");
 }

@@ -1,0 +1,75 @@
+// Spool: bytes that are appended, and then read in pieces. They lie in a file without a name rather than in
+// memory, and vanish with the process, however it ends.
+#pragma once
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <string>
+
+#include <xxhash.h>
+
+#include "llmc/error.h"
+
+// The disk is full, or fails.
+struct SpoolError : RunError {
+    using RunError::RunError;
+};
+
+class Spool {
+public:
+    Spool() = default;
+    // folder: where the file lies; "": the system's folder for temporary files
+    explicit Spool(const std::string& folder) : folder(folder), state(XXH3_createState(), XXH3_freeState) {
+        std::error_code none;
+        if (folder.empty()) { this->folder = std::filesystem::temp_directory_path(none); }
+        std::string name = this->folder + "/spool.XXXXXX";
+        const int descriptor = mkostemp(&name[0], O_CLOEXEC);
+        if (descriptor < 0) { fail(); }
+        unlink(name.c_str());
+        file.reset(fdopen(descriptor, "w+"));
+        if (!file || !state) { fail(); }
+        XXH3_64bits_reset(state.get());
+    }
+
+    size_t size() const { return bytes; }
+    bool empty() const { return bytes == 0; }
+
+    void append(const void* data, size_t count) {
+        if (fwrite(data, 1, count, file.get()) != count || fflush(file.get()) != 0) { fail(); }
+        XXH3_64bits_update(state.get(), data, count);
+        bytes += count;
+    }
+
+    // Only after the last append(), and by one thread at a time: it moves the file's position.
+    void read(void* out, size_t at, size_t count) const {
+        errno = EIO;  // what an end that comes too early would mean
+        const bool is_there = fseeko(file.get(), off_t(at), SEEK_SET) == 0;
+        if (!is_there || fread(out, 1, count, file.get()) != count) { fail(); }
+    }
+    std::string read(size_t at, size_t at_most) const {
+        std::string some(std::min(at_most, bytes - at), '\0');
+        read(&some[0], at, some.size());
+        return some;
+    }
+
+    // XXH3_64bits of all bytes.
+    uint64_t digest() const { return XXH3_64bits_digest(state.get()); }
+
+private:
+    [[noreturn]] void fail() const {
+        throw SpoolError("a temporary file in " + folder + " failed: " + strerror(errno));
+    }
+
+    std::string folder;
+    size_t bytes = 0;
+    std::unique_ptr<FILE, int (*)(FILE*)> file{nullptr, fclose};
+    std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> state{nullptr, XXH3_freeState};
+};
