@@ -28,8 +28,9 @@ public:
     Spool() = default;
     // folder: where the file lies; "": the system's folder for temporary files
     explicit Spool(const std::string& folder) : folder(folder), state(XXH3_createState(), XXH3_freeState) {
-        std::error_code none;
-        if (folder.empty()) { this->folder = std::filesystem::temp_directory_path(none); }
+        std::error_code error;
+        if (folder.empty()) { this->folder = std::filesystem::temp_directory_path(error); }
+        if (error) { fail("$TMPDIR", error.value()); }
         std::string name = this->folder + "/spool.XXXXXX";
         const int descriptor = mkostemp(&name[0], O_CLOEXEC);
         if (descriptor < 0) { fail(); }
@@ -64,8 +65,9 @@ public:
     uint64_t digest() const { return XXH3_64bits_digest(state.get()); }
 
 private:
-    [[noreturn]] void fail() const {
-        throw SpoolError("a temporary file in " + folder + " failed: " + strerror(errno));
+    [[noreturn]] void fail() const { fail(folder, errno); }
+    [[noreturn]] static void fail(const std::string& folder, int error) {
+        throw SpoolError("a temporary file in " + folder + " failed: " + strerror(error));
     }
 
     std::string folder;

@@ -317,7 +317,7 @@ inline void SyncLog::take_chunk_of_snapshot(const StoreAnswer& answer) {
         if (snapshot.chunks == 0) { snapshot.bytes = Spool(options.spool_folder); }
         snapshot.bytes.append(answer.value.data(), answer.value.size());
     } catch (const SpoolError& error) {
-        return stop(std::string("the snapshot that it needs cannot be kept: ") + error.what());
+        return stop(std::string("the snapshot that this worker needs cannot be kept: ") + error.what());
     }
     snapshot.chunks++;
     const bool is_last = snapshot.chunks == chunks_of(offer.bytes, options.snapshot_chunk);

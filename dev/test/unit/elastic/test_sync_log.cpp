@@ -1240,7 +1240,7 @@ TEST(SyncLog, a_worker_without_room_for_the_snapshot_that_it_needs_says_so) {
     while (reader.log.turn(0, run.now).kind == LogTurn::wait && run.now < run.begin + 200) { run.pass(1); }
     setrlimit(RLIMIT_FSIZE, &before);
     signal(SIGXFSZ, handler);
-    EXPECT_EQ(reader.log.stopped().why, "the snapshot that it needs cannot be kept: a temporary file in " +
+    EXPECT_EQ(reader.log.stopped().why, "the snapshot that this worker needs cannot be kept: a temporary file in " +
                                             testing::TempDir() + " failed: File too large");
 }
 

@@ -36,6 +36,14 @@ TEST(Spool, names_the_folder_that_it_cannot_use) {
     }
 }
 
+TEST(Spool, refuses_a_TMPDIR_that_does_not_exist) {
+    const char* const before = getenv("TMPDIR");
+    const std::string kept = before ? before : "";
+    setenv("TMPDIR", "/does/not/exist", 1);
+    EXPECT_THROW(Spool(""), SpoolError);
+    before ? setenv("TMPDIR", kept.c_str(), 1) : unsetenv("TMPDIR");
+}
+
 // A snapshot's memory, in the small: what is appended and read is not held.
 TEST(Spool, holds_nothing_in_memory) {
     const auto peak = [] {
