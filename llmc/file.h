@@ -1,11 +1,13 @@
 // Files. Those of llm.c begin with a header of 256 int32; the data follow, little-endian.
 //   InputFile    reads at offsets; header and size are checked before anything else is read
 //   write_file   makes a file that appears whole or not at all: written under another name, synced, renamed
+//   Checksum     of a file that is read or written in pieces
 // A file of the wrong kind is a UserError, a disk that fails is a RunError; both name the file.
 #pragma once
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include <xxhash.h>
 
 #include <algorithm>
 #include <array>
@@ -14,6 +16,8 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <memory>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -128,6 +132,19 @@ private:
 
     std::string path;
     int descriptor = -1;
+};
+
+// XXH3_64bits of what is added to it.
+class Checksum {
+public:
+    Checksum() : state(XXH3_createState(), XXH3_freeState) {
+        if (!state || XXH3_64bits_reset(state.get()) != XXH_OK) { throw std::bad_alloc(); }
+    }
+    void add(const void* data, size_t bytes) { XXH3_64bits_update(state.get(), data, bytes); }
+    uint64_t value() const { return XXH3_64bits_digest(state.get()); }
+
+private:
+    std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state;
 };
 
 // Returns once the folder's names, as they were added and removed, are on the disk.

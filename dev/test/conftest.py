@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import struct
 import subprocess
@@ -117,6 +118,12 @@ def is_running(pid):
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def peak_memory(pid):
+    """The most memory that a process has held until now, in bytes."""
+    (kilobytes,) = re.findall(r"^VmHWM:\s+(\d+) kB", pathlib.Path(f"/proc/{pid}/status").read_text(), re.M)
+    return 1024 * int(kilobytes)
 
 
 def take_signals():

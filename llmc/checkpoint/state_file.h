@@ -13,8 +13,6 @@
 // ("outliers") is looked for with has(). The checksum tells whether a file is whole; the file DONE_STEP
 // (write_done) tells that all processes have theirs.
 #pragma once
-#include <xxhash.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -22,8 +20,6 @@
 #include <filesystem>
 #include <functional>
 #include <map>
-#include <memory>
-#include <new>
 #include <optional>
 #include <set>
 #include <stdexcept>
@@ -108,18 +104,6 @@ inline bool is_plausible(const StateIdentity& who) {
     return who.step >= 0 && who.workers >= 1 && who.ranks >= 1 && who.worker >= 0 && who.rank >= 0 &&
            who.worker < who.workers && who.rank < who.ranks && is_lineage(who.lineage);
 }
-
-class Checksum {
-public:
-    Checksum() : state(XXH3_createState(), XXH3_freeState) {
-        if (!state || XXH3_64bits_reset(state.get()) != XXH_OK) { throw std::bad_alloc(); }
-    }
-    void add(const void* data, size_t bytes) { XXH3_64bits_update(state.get(), data, bytes); }
-    uint64_t value() const { return XXH3_64bits_digest(state.get()); }
-
-private:
-    std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state;
-};
 
 inline FileHeader pack(const StateIdentity& who, size_t sections, int64_t file_bytes) {
     FileHeader header{state_magic, state_version, 0, 0, who.worker, who.rank, who.workers, who.ranks};
@@ -235,7 +219,7 @@ public:
 
     // Reads the whole file and compares its checksum.
     void verify() const {
-        state_format::Checksum checksum;
+        Checksum checksum;
         std::vector<char> buffer(size_t(std::min<int64_t>(checksum_offset, state_format::chunk_bytes)));
         for (int64_t at = 0; at < checksum_offset;) {
             const size_t count = size_t(std::min<int64_t>(checksum_offset - at, int64_t(buffer.size())));

@@ -14,9 +14,8 @@
 #include <memory>
 #include <string>
 
-#include <xxhash.h>
-
 #include "llmc/error.h"
+#include "llmc/file.h"
 
 // The disk is full, or fails.
 struct SpoolError : RunError {
@@ -27,7 +26,7 @@ class Spool {
 public:
     Spool() = default;
     // folder: where the file lies; "": the system's folder for temporary files
-    explicit Spool(const std::string& folder) : folder(folder), state(XXH3_createState(), XXH3_freeState) {
+    explicit Spool(const std::string& folder) : folder(folder) {
         std::error_code error;
         if (folder.empty()) { this->folder = std::filesystem::temp_directory_path(error); }
         if (error) { fail("$TMPDIR", error.value()); }
@@ -36,8 +35,7 @@ public:
         if (descriptor < 0) { fail(); }
         unlink(name.c_str());
         file.reset(fdopen(descriptor, "w+"));
-        if (!file || !state) { fail(); }
-        XXH3_64bits_reset(state.get());
+        if (!file) { fail(); }
     }
 
     size_t size() const { return bytes; }
@@ -45,7 +43,7 @@ public:
 
     void append(const void* data, size_t count) {
         if (fwrite(data, 1, count, file.get()) != count || fflush(file.get()) != 0) { fail(); }
-        XXH3_64bits_update(state.get(), data, count);
+        checksum.add(data, count);
         bytes += count;
     }
 
@@ -62,7 +60,7 @@ public:
     }
 
     // XXH3_64bits of all bytes.
-    uint64_t digest() const { return XXH3_64bits_digest(state.get()); }
+    uint64_t digest() const { return checksum.value(); }
 
 private:
     [[noreturn]] void fail() const { fail(folder, errno); }
@@ -73,5 +71,5 @@ private:
     std::string folder;
     size_t bytes = 0;
     std::unique_ptr<FILE, int (*)(FILE*)> file{nullptr, fclose};
-    std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> state{nullptr, XXH3_freeState};
+    Checksum checksum;
 };

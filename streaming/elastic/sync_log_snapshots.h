@@ -183,14 +183,14 @@ inline void SyncLog::write_snapshot(double now) {
     for (int p = 0; p < int(slots.size()); p++) {
         if (shard.hash(p) != slots[size_t(p)].hash) { return diverge(); }
     }
-    const std::string line = numbers(positions()) + "\n";
+    const std::string place = numbers(positions()), line = place + "\n";
     try {
         Spool bytes(options.spool_folder);
         bytes.append(line.data(), line.size());
         shard.append_snapshot(bytes);
         giving->bytes = std::move(bytes);
     } catch (const SpoolError& error) { return put_off_giving(error.what(), now); }
-    ask_later({StoreRequest::put, key("held"), giving->want, numbers(positions())});
+    ask_later({StoreRequest::put, key("held"), giving->want, place});
 }
 
 inline void SyncLog::give() {
@@ -293,7 +293,7 @@ inline void SyncLog::look_for_offer() {
             snapshot.is_wanted = false;
             return;
         }
-        const LogOffer offer = *(snapshot.offer = LogOffer::parse(answer.value));
+        const LogOffer& offer = snapshot.offer.emplace(LogOffer::parse(answer.value));
         if (!chunks_of(offer.bytes, options.snapshot_chunk)) { refuse("offer", want(), answer.value); }
     });
 }

@@ -18,7 +18,7 @@ import time
 
 import pytest
 
-from conftest import ROOT, command
+from conftest import ROOT, command, peak_memory
 
 import redis_server  # noqa: E402
 import s3_server  # noqa: E402
@@ -642,23 +642,18 @@ def test_a_snapshot_needs_no_folder_of_the_run(workers):
     assert all(worker.wrote_nothing() for worker in run.all)
 
 
-def most_memory(worker):
-    """Of its process until now, in MB."""
-    with open(f"/proc/{worker.process.pid}/status") as status:
-        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read())[1]) / 1000
-
-
 def test_a_snapshot_is_not_held_in_memory(workers):
     """With this model it has 118 MB."""
     run = workers(**{**ENDLESS, **FEW_PAYLOADS, "-nk": 1, "--layers": 12, "--channels": 320,
                      "--heads": 5})
     run.start(0, 1)
     wait_until_payloads_are_gone(run)
-    before = most_memory(run[0])
+    before = peak_memory(run[0].process.pid)
     run[2].start()
     run[2].wait_for(lambda worker: worker.happened("takes_snapshot"))
     run[0].wait_for(lambda worker: worker.happened("gives_snapshot"))
-    assert before > 300 and max(most_memory(run[0]), most_memory(run[2])) < before + 64
+    most = max(peak_memory(run[number].process.pid) for number in (0, 2))
+    assert before > 300e6 and most < before + 64e6
     run.wait_until_counted(2)
     run.stop_well()
 

@@ -8,11 +8,10 @@ import struct
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-from conftest import TRAINER, children, command, write_shard
+from conftest import TRAINER, children, command, peak_memory, write_shard
 from token_files import write_tokenizer
 
 RUN = {"-x": 12}
@@ -223,8 +222,7 @@ def test_the_memory_that_a_run_takes_is_known_before(tokens, tmp_path, options):
     while run.poll() is None:
         with contextlib.suppress(OSError, ValueError):  # it has ended
             for pid in children(run.pid) or [run.pid]:
-                (kilobytes,) = re.findall(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.M)
-                highest[pid] = max(highest.get(pid, 0), 1024 * int(kilobytes))
+                highest[pid] = max(highest.get(pid, 0), peak_memory(pid))
         time.sleep(0.01)
     assert run.returncode == 0 and len(highest) - (processes > 1) <= processes
     assert needed == pytest.approx(sum(highest.values()) / 1e9, rel=0.15)
