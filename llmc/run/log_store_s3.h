@@ -77,7 +77,10 @@ private:
         const bool is_large = requests.size() > 1 && requests[0].body && requests[0].body->size() >= small;
         for (size_t i = 1; is_large && i < requests.size(); i++) { requests[i].after = lead; }
         std::vector<S3Answer> answers = client.ask_all(requests);
-        if (is_large) { lead = std::max(0.0, answers[0].seconds - answers[1].seconds) + 0.01; }
+        if (is_large) {  // one slow way does not delay the next questions by as much
+            const double took = answers[0].seconds - answers[1].seconds;
+            lead = std::clamp(took + 0.01, 0.01, 2 * lead + 0.25);
+        }
         requests.clear();
         for (size_t i = 0; i < answers.size(); i++) {
             const Place place{group[i].folder, group[i].name};

@@ -303,8 +303,8 @@ private:
         transfer.easy.reset();
         transfer.headers.reset();
         const std::string code = answer.status >= 300 ? text_in_xml(answer.body, "Error/Code") : "";
-        const bool is_answer = answer.status == 200 || answer.status == 204 || answer.is_taken() ||
-                               (answer.status == 404 && code != "NoSuchBucket");
+        const bool is_absent = answer.status == 404 && code == "NoSuchKey" && !transfer.request->body;
+        const bool is_answer = answer.status == 200 || answer.status == 204 || answer.is_taken() || is_absent;
         if (result == CURLE_OK && is_answer) { return transfer.is_done = true; }
         if (result == CURLE_OK) { refuse_if_final(answer, code); }
         if (result == CURLE_PEER_FAILED_VERIFICATION || result == CURLE_SSL_CACERT_BADFILE) {
@@ -330,7 +330,9 @@ private:
             throw S3Refused(where() + " does not implement what is needed (501): take a store that knows " +
                             "If-None-Match");
         }
-        if (status == 409 || status == 429 || status >= 500 || code == "RequestTimeout") { return; }
+        const bool is_proxys = status == 404 && code != "NoSuchBucket";  // whose store is not up
+        const bool is_busy = status == 409 || status == 429 || status >= 500 || code == "RequestTimeout";
+        if (is_busy || is_proxys) { return; }
         const std::string region = text_in_xml(answer.body, "Error/Region");
         const std::string said = format("%ld%s", status, code.empty() ? "" : (" " + code).c_str());
         std::string advice = "look at the store's settings, or correct --store and AWS_ENDPOINT_URL";
@@ -354,8 +356,9 @@ private:
                               const std::string& lost) const {
         const std::string limit = format("%.3g s", patience);
         if (answers) {
-            throw S3Silent(where() + format(" has answered for %s with %ld %s: try again later",
-                                            limit.c_str(), status, code.c_str()));
+            const char* advice = status == 404 ? "correct AWS_ENDPOINT_URL, or try" : "try";
+            throw S3Silent(where() + format(" has answered for %s with %ld %s: %s again later",
+                                            limit.c_str(), status, code.c_str(), advice));
         }
         throw S3Silent("cannot reach " + where() + " for " + limit + " (" + lost +
                        "): correct AWS_ENDPOINT_URL or AWS_REGION, or try again later");

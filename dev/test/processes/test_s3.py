@@ -119,7 +119,8 @@ REFUSED = {
                      "set AWS_REGION to the bucket's region, eu-west-3"),
     "moved": (error(301, "PermanentRedirect"), 2, "set AWS_REGION"),
     "clock": (error(403, "RequestTimeTooSkewed"), 2, "set this machine's clock"),
-    "no_s3": (error(404, "NotFound"), 2, "ignores If-None-Match"),
+    "no_s3": (error(404, "NotFound"), 75, "404 NotFound: correct AWS_ENDPOINT_URL"),
+    "no_xml": (lambda handler, body: says(handler, 404, b"404 page not found"), 75, "correct AWS_ENDPOINT_URL"),
     "no_conditions": (lambda handler, body: says(handler, 200), 2, "ignores If-None-Match"),
     "overloaded": (error(503, "SlowDown"), 75, "try again later"),
     "full": (error(507), 75, "has no room"),
@@ -318,12 +319,14 @@ def faulty(server, seed):
 
     def answer(handler, body):
         with lock:
-            fault = draw.choice([None] * 12 + ["503", "500", "429", "409", "drop", "done", "cut", "delay"])
+            fault = draw.choice([None] * 12 + ["503", "500", "429", "409", "404", "drop", "done", "cut", "delay"])
             if fault:
                 done[fault] = done.get(fault, 0) + 1
         if fault in ("503", "500", "429", "409"):
             return error(int(fault), {"503": "SlowDown", "409": "ConditionalRequestConflict"}.get(fault, "Other"))(
                 handler, body)
+        if fault == "404":  # of a proxy that has not found the store yet
+            return says(handler, 404, b"404 page not found")
         if fault == "drop":
             handler.close_connection = True
             return None
@@ -351,7 +354,7 @@ def test_over_links_that_fail_the_bits_are_those_of_tcp(train, server, front, mo
     for name, value in server.environment(front(answer).port).items():
         monkeypatch.setenv(name, value)
     assert_bits_of_tcp(train, server.url(), {**LOCK_STEP, "--ranks": 1, "-x": 120, "-v": 0, "--run-name": "faulty"})
-    assert len(answer.done) == 8, answer.done
+    assert len(answer.done) == 9, answer.done
 
 
 def test_workers_in_lock_step_meet_in_a_bucket(train, server, monkeypatch):
