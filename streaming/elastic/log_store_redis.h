@@ -258,17 +258,19 @@ private:
 
     static std::string text(const redisReply& reply) { return std::string(reply.str, size_t(reply.len)); }
 
-    // If CONFIG is forbidden there is nothing to say.
     void look_at_settings() {
         const std::string store = "the store at " + connection.where();
         const std::string fsync = setting("appendfsync");
-        if (setting("appendonly") == "no") {
+        if (fsync.empty()) {
+            warned = store + " does not show its settings: it must have appendonly yes, appendfsync always";
+        } else if (setting("appendonly") == "no") {
             warned = store + " does not write down all that it is told: if it is killed, the run is lost; " +
                      "start it with --appendonly yes --appendfsync always";
-        } else if (fsync != "always" && !fsync.empty()) {
-            warned = store + " writes down only later what it is told: if its machine fails, it forgets " +
-                     "what it has answered, and workers may come to differ; " +
-                     "start it with --appendfsync always";
+        } else if (fsync != "always" || setting("no-appendfsync-on-rewrite") == "yes") {
+            warned = store + " may forget what it has answered if its machine fails, and workers may differ; " +
+                     "start it with --appendfsync always --no-appendfsync-on-rewrite no";
+        } else if (has_replicas()) {
+            warned = store + " has replicas: if one takes over, workers may differ; run without fail-over";
         } else if (setting("maxmemory-policy").compare(0, 8, "allkeys-") == 0) {
             warned = store + " throws keys away when its memory is full, also the run's; " +
                      "start it with --maxmemory-policy noeviction";
@@ -277,6 +279,10 @@ private:
     std::string setting(const char* name) {
         const Reply reply = connection.ask({"CONFIG", "GET", name});
         return reply->type == REDIS_REPLY_ARRAY && reply->elements == 2 ? text(*reply->element[1]) : "";
+    }
+    bool has_replicas() {
+        const std::string info = text(*connection.ask({"INFO", "replication"})), name = "connected_slaves:";
+        return info.find(name) != std::string::npos && info.find(name + "0") == std::string::npos;
     }
 
     const std::string prefix, told;

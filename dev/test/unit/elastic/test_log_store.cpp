@@ -710,13 +710,28 @@ TEST(RedisLogStore, settings_that_endanger_the_run_are_said_where_they_can_be_se
     admin.ask({"ACL", "SETUSER", "worker", "on", ">hidden", "~*", "+@all", "-config"});
     const std::string url = "redis://worker:hidden@127.0.0.1:" + std::to_string(forgetful.port);
     auto store = open_log_store(url, "run", 2);
-    EXPECT_EQ(store->warning(), "");
+    EXPECT_TRUE(contains(store->warning(), "does not show its settings")) << store->warning();
     EXPECT_EQ(put(*store, "G/beat", "0", "1"), "1");
 
     RedisConnection other(keeper.url(), 5);
     other.connect(5);
     other.ask({"CONFIG", "SET", "maxmemory-policy", "allkeys-lru"});
     EXPECT_TRUE(contains(open_log_store(keeper.url(), "run", 2)->warning(), "--maxmemory-policy noeviction"));
+    other.ask({"CONFIG", "SET", "no-appendfsync-on-rewrite", "yes"});
+    EXPECT_TRUE(contains(open_log_store(keeper.url(), "run", 2)->warning(), "--no-appendfsync-on-rewrite no"));
+}
+
+TEST(RedisLogStore, a_server_with_a_replica_is_said_to_be_no_place_for_a_fail_over) {
+    RedisServer server("secret", durable);
+    NEED_REDIS(server);
+    const std::string of = "127.0.0.1 " + std::to_string(server.port);
+    RedisServer replica("secret", {"--replicaof", of, "--masterauth", "secret"});
+    std::string warning;
+    for (int tries = 0; tries < 100 && warning.empty(); tries++) {  // until the replica has found its server
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        warning = open_log_store(server.url(), "run", 2)->warning();
+    }
+    EXPECT_TRUE(contains(warning, "run without fail-over")) << warning;
 }
 
 TEST(RedisLogStore, what_a_script_decides_and_brings_along_is_what_the_simulation_does) {
