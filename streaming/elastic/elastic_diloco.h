@@ -125,9 +125,7 @@ public:
     std::string gave_up() const override { return given_up; }
 
     ElasticSnapshot& snapshot() override {
-        if (!taken) {
-            taken = std::make_unique<ElasticSnapshot>(*shard.state, shard.feedback, no_owner);
-        }
+        if (!taken) { taken = std::make_unique<ElasticSnapshot>(*shard.state, shard.feedback, no_owner); }
         return *taken;
     }
 
@@ -304,9 +302,7 @@ private:
         return shard.sync_at(schedule.fragment(number), schedule.send_step(number));
     }
 
-    PayloadLayout layout_of(const Sync& sync) const {
-        return payload_layout(shard.wire.format, sync.values);
-    }
+    PayloadLayout layout_of(const Sync& sync) const { return payload_layout(shard.wire.format, sync.values); }
 
     uint64_t hash(int p) override {
         const Stopwatch work{shard_seconds};

@@ -102,17 +102,17 @@ public:
         return found != seen.end() && is_alive(found->second) && found->second.beat.incarnation == who.number;
     }
 
-    // Its beat stands still, or a later start of its worker has shown one. False as long as there is no beat.
-    bool is_dead(const Incarnation& who) const {
+    // Its beat has not changed yet or stands still, or a later start of its worker has shown one. False as long
+    // as there is no beat.
+    bool may_be_dead(const Incarnation& who) const {
         const auto found = seen.find(who.worker);
         if (found == seen.end() || found->second.beat.incarnation < who.number) { return false; }
-        return found->second.beat.incarnation > who.number || !is_alive(found->second);
+        return !is_alive(who) || found->second.state == State::unknown ||
+               found->second.beat.promise == LogBeat::ends;
     }
 
     // It is alive, is not catching up, and has not said that it ends.
-    bool is_at_work(const Incarnation& who) const {
-        return is_alive(who) && works(seen.at(who.worker));
-    }
+    bool is_at_work(const Incarnation& who) const { return is_alive(who) && works(seen.at(who.worker)); }
 
     enum Which { nobody, at_work, anybody };
     bool is(Which which, int worker) const {

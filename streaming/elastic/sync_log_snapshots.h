@@ -195,9 +195,7 @@ inline void SyncLog::write_snapshot(double now) {
 
 inline void SyncLog::give() {
     if (!giving->is_claimed) { return claim(); }
-    if (giving->chunks < chunks_of(giving->bytes.size(), options.snapshot_chunk)) {
-        return give_chunk();
-    }
+    if (giving->chunks < chunks_of(giving->bytes.size(), options.snapshot_chunk)) { return give_chunk(); }
     const LogOffer mine{me, giving->bytes.size(), giving->bytes.digest()};
     ask({StoreRequest::put_if_absent, key("offer"), giving->want, mine.text()},
         [this, want = giving->want](const StoreAnswer& answer, double) {

@@ -99,7 +99,7 @@ inline void SyncLog::agree_on(const Listing& registered, double now) {
     for (const auto& [text, base] : registered) {
         const Incarnation who = Incarnation::parse(text);
         const bool is_whole = LogBase::parse(base).positions.size() == slots.size();
-        if (!is_whole || candidates.is_dead(who)) { continue; }
+        if (!is_whole || candidates.may_be_dead(who)) { continue; }
         if (there[who.worker].number < who.number) { there[who.worker] = who; }
     }
     const bool all = int(there.size()) >= options.workers;

@@ -32,11 +32,11 @@ public:
     // trips, for which no payload waits here.
     Heartbeat(double interval, bool looks) : interval(interval), looks(looks) {}
 
-    // A beat that says something new goes out at once.
+    // A beat that says something new goes out at once, and the first ones follow soon, which show life.
     std::vector<StoreRequest> requests(const LogPulse& pulse, double now) {
         if (pulse.folder.empty() || (now < next && pulse == shown)) { return {}; }
         shown = pulse;
-        next = now + interval;
+        next = now + std::min(interval, 0.1 * double(count + 1));
         const StoreRequest generation = {StoreRequest::get, "run", "generation"};
         if (!looks) { return {show(pulse.beat), generation}; }
         return {show(pulse.beat), {StoreRequest::list, shown.folder}, generation};

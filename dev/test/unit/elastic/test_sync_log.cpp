@@ -987,6 +987,48 @@ TEST(SyncLog, a_start_that_died_before_the_run_began_is_no_member_of_it) {
     EXPECT_EQ(LogBeginning::parse(run.at("start")).members.size(), 2u);
 }
 
+// Of two workers the first one waits, and is killed or ends. The second one comes long after that.
+TEST(SyncLog, a_worker_does_not_begin_with_one_that_died_before_it_came) {
+    for (const bool says_so : {false, true}) {
+        SCOPED_TRACE(says_so ? "it ended" : "it was killed");
+        const SyncSchedule schedule(std::vector<Fragment>(1), 4);
+        SimulatedStore store(schedule, 4);
+        SyncLogOptions options = Driven::options(2, 1);
+        options.expiry = 5;
+        options.elastic.grace = 10;
+        options.elastic.least_to_begin = 2;
+        Driven first(0, schedule, store, options), second(1, schedule, store, options);
+        const auto run = [&](Driven& worker, double from, double until) {
+            for (double now = from; now < until; now += 0.5) {
+                worker.go_there_and_back(now);
+                worker.show_life(now);
+            }
+        };
+        run(first, 0, 20);
+        const std::string folder = store.generation() + "/0/";
+        ASSERT_EQ(store.in(folder + "registered").size(), 1u);
+        if (says_so) {
+            StoreAnswer heard;
+            heard.found = true;
+            heard.value = store.generation();
+            first.heartbeat.answer(heard);
+            store.perform_all(first.heartbeat.farewell());
+        }
+        run(second, says_so ? 21 : 1000, says_so ? 24 : 1030);
+        EXPECT_EQ(store.in(folder + "registered").size(), 2u);
+        EXPECT_EQ(store.in(folder + "run").count("start"), 0u);
+        Driven again(0, schedule, store, options);
+        for (double now = 1030; now < 1032; now += 0.25) {
+            for (Driven* one : {&second, &again}) {
+                one->go_there_and_back(now);
+                one->show_life(now);
+            }
+        }
+        ASSERT_EQ(store.in(folder + "run").count("start"), 1u);
+        EXPECT_EQ(LogBeginning::parse(store.in(folder + "run").at("start")).members.size(), 2u);
+    }
+}
+
 // A store comes back without its newest data. Both lines are lost, and one worker was about to decide on
 // them, or has not heard whether it has decided.
 TEST(SyncLog, no_entry_is_written_for_lines_that_the_store_has_lost) {
