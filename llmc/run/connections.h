@@ -25,12 +25,19 @@
 #include "llmc/run/store.h"
 
 // A socket that does not block, and that processes which this one starts do not inherit.
+// A question a minute keeps an idle connection in the memory of firewalls on the way. Without answers it ends
+// after hours: long before, its user has found the other side silent.
 class TcpSocket {
 public:
     explicit TcpSocket(int descriptor = -1) : descriptor(descriptor) {
         if (descriptor < 0) { return; }
         const int now = 1;  // no delay: what is sent goes out at once
         setsockopt(descriptor, IPPROTO_TCP, TCP_NODELAY, &now, sizeof now);
+        const int yes = 1, seconds = 60, unanswered = 127;
+        setsockopt(descriptor, SOL_SOCKET, SO_KEEPALIVE, &yes, sizeof yes);
+        setsockopt(descriptor, IPPROTO_TCP, TCP_KEEPIDLE, &seconds, sizeof seconds);
+        setsockopt(descriptor, IPPROTO_TCP, TCP_KEEPINTVL, &seconds, sizeof seconds);
+        setsockopt(descriptor, IPPROTO_TCP, TCP_KEEPCNT, &unanswered, sizeof unanswered);
         fcntl(descriptor, F_SETFD, FD_CLOEXEC);
         fcntl(descriptor, F_SETFL, fcntl(descriptor, F_GETFL) | O_NONBLOCK);
     }
