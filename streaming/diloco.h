@@ -196,8 +196,10 @@ private:
         }
         if (diverged.empty()) { return; }
         const std::string who = workers_in_words({diverged.begin(), diverged.end()});
+        const long good = sync.send_step - 2 * options.inner_steps;  // a wrong momentum shows an exchange later
         throw RunError("the global parameters of " + describe(sync) + " differ between workers, suspected: " +
-                       who + ": start the run again from its last checkpoint");
+                       who + ": start the run again from its last checkpoint, or, if it stops here again, " +
+                       (good > 0 ? format("from one of step %ld or before", good) : "from its beginning"));
     }
 
     void set_up_exchange(Comm& outer, Stream& outer_stream) {

@@ -40,9 +40,7 @@ public:
         used.erase(sync);
     }
 
-    void give_all_back() {
-        while (!used.empty()) { give_back(used.begin()->first); }
-    }
+    void give_all_back() { while (!used.empty()) { give_back(used.begin()->first); } }
 
 private:
     std::vector<std::unique_ptr<Slot>> unused;
