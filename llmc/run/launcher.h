@@ -89,6 +89,8 @@ struct LaunchedRun {
 
 class Launcher {
 public:
+    static inline double reader_patience = 60;  // seconds
+
     // stops_gracefully: asked to stop, the processes write a checkpoint and end by themselves.
     // store: URL   argv: this program's
     Launcher(std::vector<LaunchedRun> runs, bool is_elastic, const std::string& store, char** argv,
@@ -228,8 +230,8 @@ private:
     }
 
     // A reader that has gone (| head) ends the run like a signal. A reader that stalls (| less) delays the
-    // output, but no signal: after one, text that the reader does not take is dropped. So is text that cannot
-    // be written at all (the disk is full, the terminal is gone): the training matters more.
+    // output, but no signal, and training for a minute at most: after that, until the reader takes text again,
+    // text is dropped. So is text that cannot be written at all (the disk is full, the terminal is gone).
     void write_all(int to, const std::string& text) {
         size_t written = 0;
         while (written < text.size() && wait_for_reader(to)) {
@@ -242,33 +244,36 @@ private:
                 if (!stopped_by) { stop_by(SIGPIPE); }
                 return;
             } else if (errno != EINTR && errno != EAGAIN) {
-                warn_of_loss(to, errno);
+                warn_of_loss(to, strerror(errno));
                 return;
             }
         }
     }
 
     // Once, on the other stream.
-    void warn_of_loss(int to, int error) {
+    void warn_of_loss(int to, const char* why) {
         if (std::exchange(has_lost_text, true)) { return; }
         const bool is_stdout = to == STDOUT_FILENO;
         make_room();
         write_all(is_stdout ? STDERR_FILENO : STDOUT_FILENO,
                   format("warning: %s cannot be written (%s): lines are lost there, and the run goes on\n",
-                         is_stdout ? "standard output" : "standard error", strerror(error)));
+                         is_stdout ? "standard output" : "standard error", why));
     }
 
-    // Returns false if a signal ends the run and the reader has stalled.
+    // Returns false if the reader has stalled for too long, or a signal ends the run.
     bool wait_for_reader(int to) {
+        const double last = now_seconds() + reader_patience;
         while (true) {
             pollfd polled[] = {{to, POLLOUT, 0}, {signals, POLLIN, 0}};
-            const int ready = poll(polled, 2, has_stalled ? 0 : poll_milliseconds());
+            const int ready = poll(polled, 2, has_stalled[to] ? 0 : 100);
             watch();
-            if (polled[0].revents) { return true; }
-            if (stopped_by && ready == 0) {
-                has_stalled = true;
-                return false;
+            if (polled[0].revents) {
+                has_stalled[to] = false;
+                return true;
             }
+            if (has_stalled[to]) { return false; }
+            has_stalled[to] = now_seconds() > last || (stopped_by && ready == 0);
+            if (has_stalled[to] && !stopped_by) { warn_of_loss(to, "nobody reads it"); }
         }
     }
 
@@ -479,7 +484,7 @@ private:
     int requested_by = 0;         // the signal that asked the processes to stop
     double one_request_until = 0;  // signals until then are the same request
     int stopped_by = 0;           // the signal that ends the run
-    bool has_stalled = false, has_lost_text = false;
+    bool has_stalled[3] = {}, has_lost_text = false;  // has_stalled: by descriptor
     std::set<std::string> told_mistakes;        // by any worker
     const LaunchedRun* first_failed = nullptr;  // of those that are not restarted
 };

@@ -3,7 +3,8 @@
 //   metrics.jsonl   by process 0, and metrics_00001.jsonl, ... by the others: everything measured, one JSON
 //                   object a line, "type" first. dev/tools/metrics.md explains every type and field
 //   StatusLine      on a terminal one live line, rewritten in place; piped, a plain line every few seconds
-// Times are in seconds; "time" counts from the start of the log. Every line is flushed: a reader may follow.
+// Times are in seconds; "time" counts from the start of the log. Every line is written at once: a reader may
+// follow. A line for which the disk has no room is lost, and the run goes on.
 #pragma once
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -359,16 +360,31 @@ private:
     static long unix_seconds() { return time(nullptr); }
     void write(const JsonLine& line) { print(metrics, line.str()); }
 
-    static void print(const LogFile& file, const std::string& line) {
-        if (!file) { return; }
-        if (fprintf(file.get(), "%s\n", line.c_str()) < 0 || fflush(file.get()) != 0) {
-            throw RunError(format("cannot write the logs: %s", strerror(errno)));
+    void print(const LogFile& file, const std::string& line) {
+        if (!file || append(fileno(file.get()), line + "\n") || std::exchange(has_lost_lines, true)) { return; }
+        fprintf(stderr, "warning: a log cannot be written (%s): lines are lost there, and the run goes on\n",
+                strerror(errno));
+    }
+
+    // All or nothing. False, with errno, if it cannot be written.
+    static bool append(int descriptor, const std::string& text) {
+        const off_t end = lseek(descriptor, 0, SEEK_END);
+        for (size_t written = 0; written < text.size();) {
+            const ssize_t count = ::write(descriptor, text.data() + written, text.size() - written);
+            const int error = errno;
+            if (count >= 0) {
+                written += size_t(count);
+            } else if (error != EINTR) {
+                if (written == 0 || ftruncate(descriptor, end) == 0) { errno = error; }
+                return false;
+            }
         }
+        return true;
     }
 
     const double start = now_seconds();
     double seconds_before = 0;  // the last time in a log that continues
-    bool has_run_line = false;
+    bool has_run_line = false, has_lost_lines = false;
     LogFile main_log, metrics;
 };
 

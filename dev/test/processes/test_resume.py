@@ -741,7 +741,7 @@ def test_on_a_full_disk_the_last_whole_checkpoint_resumes(run, begin, small_disk
     (tmp_path / "full" / "run").symlink_to(small_disk)
     start = begin("full", options)
     assert start.wait() == [1], start.output()
-    # A log may be what does not fit any more: then its process ends, and the others say that it is gone.
+    # It trains to its end without what does not fit: checkpoints, and lines of its logs.
     assert all(line.startswith("error: ") for line in start.stderr().splitlines())
     assert "No space left on device" in start.stderr()
     step = start.written().newest_done()

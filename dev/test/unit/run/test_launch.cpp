@@ -71,6 +71,10 @@ static void run_mode(const std::string& mode, Process& process) {
         std::this_thread::sleep_for(std::chrono::milliseconds(200));
         while (true) { printf("a line that nobody reads\n"); }
     }
+    if (mode == "long output") {
+        for (int i = 0; i < 20000; i++) { printf("a line that nobody reads\n"); }
+        return;
+    }
     if (mode == "the second dies worse") {
         if (is_victim) { _exit(3); }
         std::this_thread::sleep_for(std::chrono::milliseconds(600));
@@ -171,6 +175,7 @@ __attribute__((constructor)) static void test_program(int argc, char** argv) {
     const std::string mode = argv[1];
     options.stops_gracefully = mode.rfind("stop", 0) == 0 || mode == "worker 1 waits";
     const char* restarts = getenv("DILOCO_TEST_RESTARTS");
+    if (getenv("DILOCO_TEST_PATIENCE")) { Launcher::reader_patience = atof(getenv("DILOCO_TEST_PATIENCE")); }
     options.elastic = restarts != nullptr;
     options.restarts = restarts ? atoi(restarts) : 0;
     int status = 0;
@@ -529,6 +534,21 @@ TEST(Launcher, a_full_disk_loses_lines_and_not_the_run) {
     EXPECT_NE(other.out.find("warning: standard error cannot be written"), std::string::npos) << other.out;
     Program both("where", 2, 1, -1, "", [] { fill(STDOUT_FILENO), fill(STDERR_FILENO); });
     EXPECT_EQ(both.wait(), 0);
+}
+
+TEST(Launcher, a_reader_that_stalls_does_not_hold_up_the_run_for_long) {
+    int ends[2];
+    ASSERT_EQ(pipe2(ends, O_CLOEXEC), 0);
+    Program program("long output", 2, 1, -1, "", [&] {
+        dup2(ends[1], STDOUT_FILENO);
+        setenv("DILOCO_TEST_PATIENCE", "0.3", 1);
+    });
+    EXPECT_EQ(program.wait(10), 0) << program.err;
+    EXPECT_EQ(program.err,
+              "warning: standard output cannot be written (nobody reads it): lines are lost there, and the run "
+              "goes on\n");
+    close(ends[0]);
+    close(ends[1]);
 }
 
 TEST(Launcher, a_reader_that_has_gone_ends_it) {

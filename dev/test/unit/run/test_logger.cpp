@@ -1,6 +1,9 @@
 // The logs: llm.c's lines, JSON that any reader takes, and a status line that leaves a terminal tidy.
 #include "llmc/run/logger.h"
 
+#include <signal.h>
+#include <sys/resource.h>
+
 #include <cmath>
 #include <fstream>
 #include <limits>
@@ -121,6 +124,37 @@ TEST(Logger, lines_are_there_at_once_and_time_goes_on) {
         EXPECT_LT(time, 60);
         last = time;
     }
+}
+
+// A file may not grow beyond a limit that lies within the line of step 2. So a part of that line is written.
+TEST(Logger, a_line_without_room_is_lost_as_a_whole_and_said_once) {
+    TemporaryFolder folder;
+    Logger logger(folder.name(), 0, 1);
+    const auto log = [&](long step) {
+        StepMetrics m;
+        m.step = step;
+        logger.step(m);
+    };
+    log(1);
+    rlimit before;
+    ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+    rlimit less = before;
+    less.rlim_cur = read_bytes(folder / "metrics.jsonl").size() + 50;
+    const auto handler = signal(SIGXFSZ, SIG_IGN);
+    ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &less), 0);
+    testing::internal::CaptureStderr();
+    log(2);
+    log(3);
+    const std::string said = testing::internal::GetCapturedStderr();
+    setrlimit(RLIMIT_FSIZE, &before);
+    signal(SIGXFSZ, handler);
+    log(4);
+    EXPECT_EQ(said,
+              "warning: a log cannot be written (File too large): lines are lost there, and the run goes on\n");
+    const std::vector<std::string> lines = lines_of(folder / "metrics.jsonl");
+    ASSERT_EQ(lines.size(), 2u);
+    EXPECT_EQ(lines[0].rfind("{\"type\":\"step\",\"step\":1,", 0), 0u) << lines[0];
+    EXPECT_EQ(lines[1].rfind("{\"type\":\"step\",\"step\":4,", 0), 0u) << lines[1];
 }
 
 TEST(Logger, what_is_not_a_number_becomes_null) {
