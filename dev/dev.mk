@@ -171,10 +171,12 @@ build/nvcc/%.ptx: %.cpp $(EMULATOR_HEADERS)
 	@mkdir -p $(@D)
 	$(NVCC) -x cu $(CUDA_FLAGS) -arch=compute_90 -ptx $< -o $@
 
+# nvcc does not know all of the vector instructions that the CPU's layers use where g++ names them.
+WITHOUT_VECTORS = -Xcompiler -U__AVX2__,-U__AVX512F__,-U__AVX512BF16__
 GPU_TESTS = $(LAYER_TESTS:%=build/gpu/%) build/gpu/test_kernels
 build/gpu/%: %.cpp $(EMULATOR_HEADERS) build/options_gpu | dependencies gpu_dependencies
 	@mkdir -p $(@D)
-	$(GPU_COMPILER) -x cu $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) $< -o $@ \
+	$(GPU_COMPILER) -x cu $(CUDA_FLAGS) $(GPU_CODE) $(GPU_HOST) $(WITHOUT_VECTORS) $< -o $@ \
 	    $(GPU_LINK) $(DEPS_LINK) -lgtest_main -lgtest -lcublasLt -ldnnl -lpthread
 
 build/gpu/test_gpt_fp32: test_gpt.cu train_gpt.cu

@@ -41,7 +41,7 @@ OF_PART = {
     "sanitizer": ["test_sanitizer_finds_a_mistake_made_on_purpose", "test_sanitizer_finds_nothing_in_the_kernels",
                   "test_sanitizer_finds_nothing_in_a_short_training"],
 }
-NEEDED = ("versions", "memory")  # by all that follow
+NEEDED = ("versions",)           # by all that follow
 SECONDS = 600                    # of a part
 LINES = 60                       # of a part's output on the page
 COMMIT = "git log -1 --format='commit %h of %cs' || echo 'no git repository: the commit is not known'"

@@ -62,7 +62,7 @@ void forget(ncclComm_t handle) {
 int sms_of_communicators() {
     Locked lock(communicators().monitor);
     int sms = 0;
-    for (const auto& [handle, comm] : communicators().open) { sms += comm->ctas; }
+    for (const auto& [handle, comm] : communicators().open) { sms += comm->size > 1 ? comm->ctas : 0; }
     return sms;
 }
 

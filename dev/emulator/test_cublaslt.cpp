@@ -2,10 +2,10 @@
 // library's documentation forbids. Each misuse is made on purpose.
 #include <cublasLt.h>
 #include <gtest/gtest.h>
+#include <nccl.h>
 
 #include <cmath>
-
-#include <nccl.h>
+#include <thread>
 
 #include "dev/emulator/device_array.h"
 
@@ -460,13 +460,20 @@ TEST(CublasLt, RefusesToCutAProductForSmsThatCollectivesMayHold) {
     ASSERT_EQ(ncclGetUniqueId(&id), ncclSuccess);
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.minCTAs = config.maxCTAs = 1;
-    ncclComm_t comm = nullptr;
-    ASSERT_EQ(ncclCommInitRankConfig(&comm, 1, id, 0, &config), ncclSuccess);
+    ncclComm_t alone = nullptr, comm = nullptr, other = nullptr;
+    ASSERT_EQ(ncclCommInitRankConfig(&alone, 1, id, 0, &config), ncclSuccess);
+    EXPECT_EQ(choose_and_multiply(0), CUBLAS_STATUS_SUCCESS) << "its collectives wait for nobody";
+    ASSERT_EQ(ncclGetUniqueId(&id), ncclSuccess);
+    std::thread second([&] { EXPECT_EQ(ncclCommInitRankConfig(&other, 2, id, 1, &config), ncclSuccess); });
+    EXPECT_EQ(ncclCommInitRankConfig(&comm, 2, id, 0, &config), ncclSuccess);
+    second.join();
+    ncclCommAbort(other);
     EXPECT_EQ(choose_and_multiply(0), invalid);
     EXPECT_EQ(choose_and_multiply(4), invalid) << "all SMs";
     EXPECT_EQ(choose_and_multiply(3), CUBLAS_STATUS_SUCCESS);
     ncclCommAbort(comm);
     EXPECT_EQ(choose_and_multiply(0), CUBLAS_STATUS_SUCCESS);
+    ncclCommAbort(alone);
 }
 
 // ---- how it rounds, and what it passes on

@@ -104,11 +104,13 @@ class Matmul {
 public:
     enum class Kind { forward, backward_inp, backward_weight };
     static constexpr bool bf16 = !std::is_same<floatX, float>::value;
-    const bool fuses_gelu;  // into products; else GELU has its own kernels, as always in the fp32 build
+    // GELU into products; else it has its own kernels, as always in the fp32 build.
+    const bool fuses_gelu, fuses_gelu_backward;
 
     explicit Matmul(const MatmulOptions& o)
         : fuses_gelu(bf16 && (o.fuse_gelu < 0 ? gains_from_fusing_gelu(attribute(compute_major))
                                               : o.fuse_gelu > 0)),
+          fuses_gelu_backward(fuses_gelu && o.fuse_gelu != 1),
           compute(bf16 || o.precision == MatmulPrecision::highest ? CUBLAS_COMPUTE_32F
                                                                   : CUBLAS_COMPUTE_32F_FAST_TF32),
           sms(o.sms_taken > 0 ? attribute(sm_count) - o.sms_taken : 0),
@@ -276,7 +278,7 @@ private:
         set(plan, CUBLASLT_MATMUL_DESC_TRANSA, int32_t(forward ? CUBLAS_OP_T : CUBLAS_OP_N));
         set(plan, CUBLASLT_MATMUL_DESC_TRANSB, int32_t(of_weight ? CUBLAS_OP_T : CUBLAS_OP_N));
         set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t(epilogue));
-        if (sms > 0) { set(plan, CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, int32_t(sms)); }
+        if (sms > 0) { set(plan, CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, int32_t(sms)); }  // a hint
         if (epilogue != CUBLASLT_EPILOGUE_DEFAULT && epilogue != CUBLASLT_EPILOGUE_BIAS) {
             set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, int64_t(forward ? OC : C));
             set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, int32_t(type));
@@ -408,7 +410,7 @@ inline void matmul_gelu_backward(Matmul& matmul, floatX* dpre_gelu, float* dweig
                                  const floatX* dout, const floatX* inp, const floatX* pre_gelu,
                                  const floatX* weight, int N, int C, int OC, GradientSums& sums,
                                  Stream& stream) {
-    const bool fused = matmul.fuses_gelu;
+    const bool fused = matmul.fuses_gelu_backward;
     const floatX *none = nullptr, *aux = fused ? pre_gelu : nullptr;
     floatX* sum = fused ? reinterpret_cast<floatX*>(sums.partial(1, C)) : nullptr;
     matmul.multiply<Matmul::Kind::backward_weight>(dweight, inp, dout, none, none, N, C, OC, stream,

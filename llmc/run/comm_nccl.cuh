@@ -46,7 +46,7 @@ public:
 
     int rank() const override { return group.rank; }
     int size() const override { return group.size; }
-    int sms() const override { return options.max_ctas; }
+    int sms() const override { return size() > 1 ? options.max_ctas : 0; }
 
     void all_gather(void* out, const void* inp, size_t bytes, Stream& stream, Traffic* traffic) override {
         call("ncclAllGather", bytes, stream, traffic,

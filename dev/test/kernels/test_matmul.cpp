@@ -6,6 +6,7 @@
 #include <cstring>
 #include <random>
 #include <set>
+#include <thread>
 
 #include "dev/emulator/device_array.h"
 #ifndef __CUDACC__
@@ -41,11 +42,11 @@ void expect_rounded(const DeviceArray<floatX>& values, const Floats& expected, c
 
 // A GPU's cuBLASLt takes tanh to 2^-11 and may apply GELU to a sum that is rounded already, as the kernels
 // that are not fused do. The emulated one rounds once, and takes tanh in double.
-float of_source(const cuda::Matmul& matmul) {
+float of_source(bool fused) {
 #ifdef __CUDACC__
-    return matmul.fuses_gelu || bf16 ? rounding : 0x1p-20f;
+    return fused || bf16 ? rounding : 0x1p-20f;
 #else
-    return !matmul.fuses_gelu && bf16 ? rounding : 0x1p-20f;
+    return !fused && bf16 ? rounding : 0x1p-20f;
 #endif
 }
 
@@ -113,7 +114,7 @@ void expect_forward(cuda::Matmul& matmul, Case x, bool with_bias, bool with_gelu
     // The largest slope of GELU, 1.13, and a quarter of a rounding for tanh.
     Floats source = x.out_pre_gelu;
     for (float& value : source) { value *= 1.4f; }
-    expect_near(out, x.out, source, of_source(matmul));
+    expect_near(out, x.out, source, of_source(matmul.fuses_gelu));
 }
 
 void expect_backward(cuda::Matmul& matmul, Case x, bool adds = true) {
@@ -158,12 +159,13 @@ void expect_gelu_backward(cuda::Matmul& matmul, Case x) {
                               x.dout.data(), x.inp.data(), x.pre_gelu.data(), x.weight.data(), x.N, x.C, x.OC,
                               host_sums, host);
     EXPECT_EQ(dweight.to_host(), expected_dweight);
-    expect_near(dinp, x.dinp, product, of_source(matmul));
+    const bool fused = matmul.fuses_gelu_backward;
+    expect_near(dinp, x.dinp, product, of_source(fused));
     const Floats all = dbias.to_host();
     for (size_t c = 0; c < all.size(); c++) {
-        float off = matmul.fuses_gelu ? rounding * std::fabs(expected_dbias[c] - x.dbias[c]) : 0.0f;
+        float off = fused ? rounding * std::fabs(expected_dbias[c] - x.dbias[c]) : 0.0f;
         for (size_t i = c; i < product.size(); i += all.size()) {
-            off += of_source(matmul) * std::fabs(product[i]) + 0x1p-20f * std::fabs(x.dinp[i]);
+            off += of_source(fused) * std::fabs(product[i]) + 0x1p-20f * std::fabs(x.dinp[i]);
         }
         ASSERT_NEAR(all[c], expected_dbias[c], off) << "channel " << c;
     }
@@ -189,7 +191,7 @@ TEST(Matmul, ForwardIsTheCpusWithAndWithoutBiasAndGelu) {
 }
 
 TEST(Matmul, BackwardAddsToTheSumsAndOverwritesDinpAsTheCpuDoes) {
-    cuda::Matmul fused({MatmulPrecision::highest, 1}), apart({MatmulPrecision::highest, 0});
+    cuda::Matmul fused({MatmulPrecision::highest, 2}), apart({MatmulPrecision::highest, 1});
     unsigned seed = 100;
     for (const auto& [N, C, OC] : shapes) {
         expect_backward(fused, Case(N, C, OC, seed++));
@@ -266,13 +268,17 @@ TEST(Matmul, GeluIsFusedWhereItGainsUnlessAnOptionSaysOtherwise) {
         EXPECT_EQ(cuda::Matmul::gains_from_fusing_gelu(major), major == 9 || major == 10) << major;
     }
     EXPECT_FALSE(cuda::Matmul({MatmulPrecision::highest, 0}).fuses_gelu);
-    EXPECT_EQ(cuda::Matmul({MatmulPrecision::highest, 1}).fuses_gelu, cuda::Matmul::bf16);
+    for (const int both : {1, 2}) {
+        const cuda::Matmul matmul({MatmulPrecision::highest, both});
+        EXPECT_EQ(matmul.fuses_gelu, cuda::Matmul::bf16);
+        EXPECT_EQ(matmul.fuses_gelu_backward, cuda::Matmul::bf16 && both == 2);
+    }
 }
 
 // The plan is made in the first call, whose tensors are aligned to 256 bytes.
 TEST(Matmul, TensorsThatBeginAnywhereAtAMultipleOf16BytesAreTaken) {
     const Case x(6, 24, 16, 300);
-    for (const bool fuse_gelu : {true, false}) {
+    for (const int fuse_gelu : {2, 1, 0}) {
         cuda::Matmul matmul({MatmulPrecision::highest, fuse_gelu});
         const std::vector<Floats> expected = results_of(matmul, x, 0);
         for (const long by : {128, 8, 16, 24, 32}) { EXPECT_EQ(results_of(matmul, x, by), expected) << by; }
@@ -494,8 +500,11 @@ TEST(Matmul, ProductsAreCutForTheSmsThatAnExchangeLeaves) {
     ASSERT_EQ(ncclGetUniqueId(&id), ncclSuccess);
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.minCTAs = config.maxCTAs = 1;
-    ncclComm_t comm = nullptr;
-    ASSERT_EQ(ncclCommInitRankConfig(&comm, 1, id, 0, &config), ncclSuccess);
+    ncclComm_t comm = nullptr, other = nullptr;
+    std::thread second([&] { EXPECT_EQ(ncclCommInitRankConfig(&other, 2, id, 1, &config), ncclSuccess); });
+    EXPECT_EQ(ncclCommInitRankConfig(&comm, 2, id, 0, &config), ncclSuccess);
+    second.join();
+    ncclCommAbort(other);
     EXPECT_NO_THROW(multiply(1));
     EXPECT_THROW(multiply(0), std::runtime_error);
     ncclCommAbort(comm);

@@ -84,7 +84,7 @@ def test_launches_of_a_micro_step_of_the_largest_gpt_2_fit_into_a_stream_s_queue
     def launches(layers, micro_steps):
         options = {**SMALL, "--layers": layers, "-x": 1, "-d": 64 * micro_steps, "-v": 0, "-s": 0, "--workers": 1,
                    "--ranks": 1, "-H": None, "--overlap": None, "--fragment-layers": None, "--outer-dtype": None,
-                   "--fuse-gelu": 1}
+                   "--fuse-gelu": 2}
         run = train(f"{layers}-{micro_steps}", options,
                     environment={**environment(0), "EMULATOR_COUNT_WAITS": "1"}, trainer=EMULATED)
         return int(re.search(r"the host launched (\d+) times", run.stderr)[1])

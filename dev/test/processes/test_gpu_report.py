@@ -71,13 +71,12 @@ def test_tests_that_are_all_skipped_have_not_passed():
     assert gpu_report.verdict_of(words, 1, "1 failed, 2 passed in 0.1s") == "failed"
 
 
-def test_nothing_follows_where_memory_does_not_suffice(capsys):
+def test_nothing_follows_where_there_is_no_gpu(capsys):
     python = [sys.executable, "-c"]
-    parts = [Part("versions", [[*python, "pass"]]), Part("memory", [[*python, "raise SystemExit('no room')"]]),
-             Part("kernels", [[*python, "pass"]])]
+    parts = [Part("versions", [[*python, "raise SystemExit('no driver')"]]), Part("kernels", [[*python, "pass"]])]
     gpu_report.run_all(parts, 60)
-    assert [part.verdict for part in parts] == ["passed", "failed", "not tried"]
-    assert "memory is needed by what follows: no room" in capsys.readouterr().out
+    assert [part.verdict for part in parts] == ["failed", "not tried"]
+    assert "versions is needed by what follows: no driver" in capsys.readouterr().out
 
 
 def test_a_part_that_fails_does_not_keep_the_next_from_running():
