@@ -130,7 +130,7 @@ inline OptionTable option_table(Options& o) {
          one_of({"highest", "high", "medium"})},
         {"-r,--recompute", &o.recompute, "Recompute in the backward: 0 nothing, 1 GELU, 2 GELU and LayerNorm",
          Scope::worker, CLI::Range(0, 2)},
-        {"--fuse-gelu", &o.fuse_gelu, "GELU in its matmuls, on the GPU: 0 no, 1 yes (-1: if it is faster)",
+        {"--fuse-gelu", &o.fuse_gelu, "GELU in its matmuls, on the GPU: 0 no, 1 forward, 2 and backward (-1: 0 or 2)",
          Scope::worker, CLI::Range(-1, 2)},
         {"--matmul-autotune", &o.matmul_autotune,
          "Algorithms of matmuls, on the GPU: 0 cuBLASLt's choice; 1 the fastest of eight by their times, and "
@@ -192,10 +192,10 @@ inline OptionTable option_table(Options& o) {
          "Write a checkpoint (the model and the whole state of the run) every N steps, and at the end (0: "
          "only the model, at the end)", Scope::lockstep, at_least_0},
         {"--keep-checkpoints", &o.keep_checkpoints, "-nk: keep the N newest checkpoints (0: all)",
-         Scope::worker, at_least_0},
+         Scope::lockstep, at_least_0},
         {"--major-checkpoints", &o.major_checkpoints,
          "-nm: keep for ever the first checkpoint at or after each multiple of N steps (0: none)",
-         Scope::worker, at_least_0},
+         Scope::lockstep, at_least_0},
         {"-y,--resume", &o.resume,
          "1: resume from the newest whole checkpoint in -o, if there is one; 0: start afresh",
          Scope::lockstep, zero_or_one},
@@ -310,8 +310,8 @@ inline void add_other_options(CLI::App& app, Options& o) {
                "llm.c's -z, -f and flags of two letters are taken as well: see --llmc-flags-table.\n\n"
                "Exit status: 0 the run is complete; 1 it has failed, and -y 1 continues from its last "
                "checkpoint; 2 a mistake to\ncorrect; 75 other processes did not come within --timeout: try "
-               "again; 76 another process has taken this worker's\nplace; 143 stopped by request, and "
-               "nothing is lost.");
+               "again; 76 another process has taken this worker's\nplace; 143 stopped by request, with a "
+               "checkpoint (without -o, or at a second signal, there is none).");
 }
 
 // An option's value if nobody gives it.   name: without dashes
