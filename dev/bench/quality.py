@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """What distant workers cost in validation loss: data-parallel training, classic DiLoCo, and streaming in fp32 and in
-four bits, with AdamW and with Muon, H = 30 and 100, tau = 1 and 5, two and four workers, on equally many tokens.
+four bits, with AdamW and with Muon, H = 30 and 100, tau = 1 and 5, two and four workers, on equally many tokens. With
+three seeds: what the README shows. The others differ from one of these in one thing, and have one seed.
 
     dev/bench/quality.py                     makes the runs that are missing, and prints the tables
     dev/bench/quality.py --minutes 30        starts no run that may end later; the same command continues
@@ -21,7 +22,7 @@ then with the best of them four other outer settings (learning rate, momentum, a
 in H, tau or the format share their rates.
 
 Complete trainings of three lengths, each with its whole learning-rate schedule, show how the gap shrinks as training
-gets longer: the best tuning runs, runs of a third of the length, and the whole ones.
+gets longer: runs of a sixth of the length (of the method's tuning runs the best), of a third, and the whole ones.
 """
 import datetime
 import hashlib
@@ -164,9 +165,7 @@ def of_optimizer(optimizer):
     def streaming(workers, inner_steps, overlap, dtype="fp4_e2m1"):
         return Method(optimizer, "streaming", workers, inner_steps, overlap, dtype)
     return ([Method(optimizer, "data-parallel"), streaming(2, 30, 1), streaming(4, 30, 1), streaming(2, 100, 1)],
-            [streaming(2, 30, 1, "fp32"), streaming(2, 30, 5), streaming(2, 100, 5), streaming(4, 100, 1),
-             Method(optimizer, "diloco", 2, 30), Method(optimizer, "diloco", 2, 100),
-             Method(optimizer, "diloco", 4, 30)])
+            [streaming(2, 30, 1, "fp32"), streaming(2, 30, 5), streaming(2, 100, 5), Method(optimizer, "diloco", 2, 30)])
 
 
 MAIN = of_optimizer("muon")[0] + of_optimizer("adamw")[0]
@@ -280,8 +279,10 @@ class Plan:
         self.long = [*self.runs(main, arguments.steps, seeds),
                      *self.runs([one for one in chosen if one not in MAIN], arguments.steps, [1])]
         self.middle = self.runs(main, arguments.steps // LENGTHS[1], [1])
+        borrow = [method for method in main if method != method.group]  # the rates; the others were tuned in this length
+        self.short = self.runs(borrow, arguments.steps // LENGTHS[0], [1])
         tuning = [job for one in self.tuning.values() for job in one.jobs()]
-        self.all = list({job.name: job for job in [*tuning, *self.long, *self.middle]}.values())
+        self.all = list({job.name: job for job in [*tuning, *self.long, *self.middle, *self.short]}.values())
 
     def runs(self, methods, steps, seeds):
         made = []
@@ -366,7 +367,7 @@ def gaps_by_length(finished, plan):
     """{method: {steps: gap in percent}} of complete trainings of seed 1."""
     losses = {}  # {(method, steps): loss}
     tuned = [one.best for one in plan.tuning.values() if one.best and one.jobs()]
-    for job in [*tuned, *plan.middle, *plan.long]:
+    for job in [*tuned, *plan.short, *plan.middle, *plan.long]:
         if job.seed == 1 and finished.find(job):
             losses[job.method, job.steps] = finished.loss(job)
     found = {}
