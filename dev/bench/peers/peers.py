@@ -328,7 +328,7 @@ def parse_arguments(words):
     parser.add_argument("--report", type=Path, help="write the report here, and a figure beside it")
     parser.add_argument("--quick", action="store_true", help="short runs")
     parser.add_argument("--minutes", type=above_zero(float, or_zero=True), help="start no run that may end later "
-                        "(180, with --quick 11; 0: only report the finished runs)")
+                        "(180, with --quick 8; 0: only report the finished runs)")
     parser.add_argument("--tau", type=above_zero(int), help="instead: how long diloco.c's workers wait over the last "
                         "line with this tau, in longer runs")
     parser.add_argument("--only", nargs="+", choices=list(TITLES), metavar="NAME", default=list(TITLES),
@@ -341,7 +341,7 @@ def parse_arguments(words):
         arguments.scale = scale_of_tau(arguments.tau)
         arguments.only = [name for name in arguments.only if name in OURS]
     if arguments.minutes is None:
-        arguments.minutes = 11 if arguments.quick else 180
+        arguments.minutes = 8 if arguments.quick else 180
     return arguments
 
 
