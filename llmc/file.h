@@ -98,6 +98,19 @@ private:
     int64_t bytes = 0;
 };
 
+// Writes all of it. False, with errno, if that fails; a part may be written then.
+inline bool write_whole(int descriptor, const void* data, size_t count) {
+    const char* from = static_cast<const char*>(data);
+    while (count > 0) {
+        const ssize_t put = ::write(descriptor, from, count);
+        if (put < 0 && errno == EINTR) { continue; }
+        if (put < 0) { return false; }
+        from += put;
+        count -= size_t(put);
+    }
+    return true;
+}
+
 class OutputFile {
 public:
     explicit OutputFile(std::string path) : path(std::move(path)) {
@@ -111,14 +124,7 @@ public:
     }
 
     void write(const void* data, size_t count) {
-        const char* from = static_cast<const char*>(data);
-        while (count > 0) {
-            const ssize_t put = ::write(descriptor, from, count);
-            if (put < 0 && errno == EINTR) { continue; }
-            if (put < 0) { fail(); }
-            from += put;
-            count -= size_t(put);
-        }
+        if (!write_whole(descriptor, data, count)) { fail(); }
     }
 
     // Returns once the data is on the disk; some file systems report a full one only here.

@@ -165,7 +165,8 @@ def of_optimizer(optimizer):
     def streaming(workers, inner_steps, overlap, dtype="fp4_e2m1"):
         return Method(optimizer, "streaming", workers, inner_steps, overlap, dtype)
     return ([Method(optimizer, "data-parallel"), streaming(2, 30, 1), streaming(4, 30, 1), streaming(2, 100, 1)],
-            [streaming(2, 30, 1, "fp32"), streaming(2, 30, 5), streaming(2, 100, 5), Method(optimizer, "diloco", 2, 30)])
+            [streaming(2, 30, 1, "fp32"), streaming(2, 30, 5), streaming(2, 100, 5),
+             Method(optimizer, "diloco", 2, 30)])
 
 
 MAIN = of_optimizer("muon")[0] + of_optimizer("adamw")[0]
@@ -279,8 +280,8 @@ class Plan:
         self.long = [*self.runs(main, arguments.steps, seeds),
                      *self.runs([one for one in chosen if one not in MAIN], arguments.steps, [1])]
         self.middle = self.runs(main, arguments.steps // LENGTHS[1], [1])
-        borrow = [method for method in main if method != method.group]  # the rates; the others were tuned in this length
-        self.short = self.runs(borrow, arguments.steps // LENGTHS[0], [1])
+        borrow = [method for method in main if method != method.group and self.tuning[method.group].jobs()]
+        self.short = self.runs(borrow, arguments.steps // LENGTHS[0], [1])  # the others were tuned in this length
         tuning = [job for one in self.tuning.values() for job in one.jobs()]
         self.all = list({job.name: job for job in [*tuning, *self.long, *self.middle, *self.short]}.values())
 

@@ -369,17 +369,10 @@ private:
     // All or nothing. False, with errno, if it cannot be written.
     static bool append(int descriptor, const std::string& text) {
         const off_t end = lseek(descriptor, 0, SEEK_END);
-        for (size_t written = 0; written < text.size();) {
-            const ssize_t count = ::write(descriptor, text.data() + written, text.size() - written);
-            const int error = errno;
-            if (count >= 0) {
-                written += size_t(count);
-            } else if (error != EINTR) {
-                if (written == 0 || ftruncate(descriptor, end) == 0) { errno = error; }
-                return false;
-            }
-        }
-        return true;
+        if (write_whole(descriptor, text.data(), text.size())) { return true; }
+        const int error = errno;
+        if (lseek(descriptor, 0, SEEK_END) == end || ftruncate(descriptor, end) == 0) { errno = error; }
+        return false;
     }
 
     const double start = now_seconds();

@@ -12,13 +12,13 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
 
 #include "llmc/error.h"
+#include "llmc/file.h"
 
 struct ValueFileError : RunError {
     ValueFileError(const char* call, const std::string& path, int error)
@@ -102,12 +102,7 @@ inline std::optional<std::string> read_value_file(const std::string& path) {
 inline void write_value_file(const std::string& path, const std::string& value, bool sync) {
     const int file = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (file < 0) { fail_value_file("open", path); }
-    const char* failed = nullptr;
-    for (size_t written = 0; written < value.size() && !failed;) {
-        const ssize_t count = write(file, value.data() + written, value.size() - written);
-        if (count < 0 && errno != EINTR) { failed = "write"; }
-        written += size_t(std::max<ssize_t>(count, 0));
-    }
+    const char* failed = write_whole(file, value.data(), value.size()) ? nullptr : "write";
     if (!failed && sync && fsync(file) != 0) { failed = "fsync"; }
     int error = errno;
     if (close(file) != 0 && !failed) {  // a network file system may report a full disk only now
