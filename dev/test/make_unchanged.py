@@ -6,8 +6,9 @@
 writes dev/test/data/unchanged/ with what the program at PATH does: which options its processes compare, the
 losses, traffic and bits of a table of short runs, and checkpoints with the runs that resume them. The tests
 (dev/test/processes/test_unchanged.py) hold train_gpt_cpu to it. The data was made by commit effe1c5, except
-for the shuffled runs, made anew when sequences came to be shuffled one by one, and no longer batch by batch, and the
-run of medium precision, made anew when attention came to be in bf16 there.
+for the shuffled runs, made anew when sequences came to be shuffled one by one, and no longer batch by batch, the
+run of medium precision, made anew when attention came to be in bf16 there, and the options that are compared, to
+which --keep-checkpoints and --major-checkpoints were added.
 
 Bits depend on the CPU, its libraries and the compiler, so they are kept for each kind of machine. On another
 kind only the numbers are compared, with a tolerance. To add this machine's bits, build that commit and the
