@@ -7,8 +7,12 @@
 // Then each process reads the files it needs in full. If one is damaged, the next older step is tried. Names
 // and headers are not covered by a checksum yet at that point: they decide only which checkpoint is tried.
 #pragma once
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <filesystem>
 #include <map>
 #include <optional>
@@ -62,7 +66,7 @@ struct FolderView {
     };
 
     std::string folder;
-    std::string trouble;                           // why the folder cannot be read
+    std::string trouble;                           // why the folder, or a file of it, cannot be read
     std::map<std::pair<long, int>, State> states;  // by step and process
     std::map<long, ResumePoint> done;              // lineage empty: the file cannot be read
 
@@ -141,6 +145,11 @@ inline FolderView view_folder(const std::string& folder) {
     view.folder = folder;
     std::error_code error;
     for (const std::string& name : names_in(folder, error)) {
+        const bool is_checkpoint = state_named(name) || done_named(name);
+        // It may be whole: a run that passed over it would train again, and delete what others have after it.
+        if (is_checkpoint && access((folder + "/" + name).c_str(), R_OK) != 0 && errno != ENOENT) {
+            view.trouble = name + ": " + strerror(errno);
+        }
         if (const auto state = state_named(name)) {
             view.states[*state] = look_at_state(folder, state->first, state->second);
         } else if (const auto step = done_named(name)) {
@@ -226,8 +235,9 @@ public:
         for (int i = 0; i < process.size(); i++) {
             const FolderView& view = views[size_t(i)];
             if (!view.trouble.empty()) {
-                throw UserError(format("%s cannot read the folder %s (%s): give it another -o",
-                                       process.member(i).c_str(), view.folder.c_str(), view.trouble.c_str()));
+                throw UserError(
+                    format("%s cannot read the folder %s (%s): see to that, or give it another -o",
+                           process.member(i).c_str(), view.folder.c_str(), view.trouble.c_str()));
             }
         }
         for (const FolderView& view : views) {

@@ -350,7 +350,29 @@ TEST(ResumePoint, a_folder_that_cannot_be_read_is_the_same_error_on_all) {
     write_bytes(folder / "file", "");
     EXPECT_EQ(agreement_of({2, 1}, {folder.name(), folder / "file"}).result,
               "error: worker 1 rank 0 cannot read the folder " + folder / "file" +
-                  " (Not a directory): give it another -o");
+                  " (Not a directory): see to that, or give it another -o");
+}
+
+TEST(ResumePoint, a_checkpoint_that_cannot_be_opened_now_is_not_passed_over) {
+    const Shape shape{2, 1};
+    for (const bool is_state : {true, false}) {
+        TemporaryFolder folder;
+        for (long step : {20, 40}) {
+            for (int i = 0; i < 2; i++) { add_state(folder.name(), step, i, shape); }
+            add_done(folder.name(), step, shape);
+        }
+        const std::string path = is_state ? state_path(folder.name(), 40, 1) : done_path(folder.name(), 40);
+        std::filesystem::remove(path);
+        std::filesystem::create_symlink(path, path);
+        const std::string result = agreement_in(folder.name(), shape).result;
+        EXPECT_EQ(result, "error: worker 0 rank 0 cannot read the folder " + folder.name() + " (" +
+                              std::filesystem::path(path).filename().string() +
+                              ": Too many levels of symbolic links): see to that, or give it another -o");
+        std::filesystem::remove(path);
+        std::filesystem::create_symlink(folder / "gone", path);  // known to be gone: the step before is taken
+        const std::string without = agreement_in(folder.name(), shape).result;
+        EXPECT_EQ(without.substr(0, 3), is_state ? "20 " : "40 ") << without;
+    }
 }
 
 TEST(ResumePoint, what_a_process_was_writing_when_it_was_killed_is_removed) {
