@@ -8,12 +8,13 @@
 # make bench-cpu   speed on this CPU (PEERS=1: and PyTorch's; ARGUMENTS=--quick: a trial)
 # make bench-gpu   speed on this machine's GPU (PARTS="d12 layers": only these)
 # make bench-formats        what the wire formats lose, and their speed (DELTAS="BEFORE.bin AFTER.bin")
-# make bench-wire-quality   what they cost in validation loss: 45 runs, about 70 minutes
-# make bench-quality        what distant workers cost in validation loss: ten hours (ARGUMENTS="--minutes 60": a part)
+# make bench-wire-quality   what they cost in validation loss: three hours
+# make bench-quality        what distant workers cost in validation loss: ten hours
 # make bench-wan            how much of its speed a run keeps over slow lines (root): 63 runs
 # make bench-uneven         workers that are slower, lost or far from their store (root)
-#                  These four can be interrupted and resumed. ARGUMENTS=--quick: a trial of each in minutes,
-#                  whose report is build/NAME.md, not dev/results/NAME.md; REPORT=FILE: elsewhere.
+#                  These four can be interrupted and resumed, and stop by themselves after one to two hours
+#                  (ARGUMENTS="--minutes 60"): the same command continues. ARGUMENTS=--quick: a trial of each in
+#                  minutes, whose report is build/NAME.md, not dev/results/NAME.md; REPORT=FILE: elsewhere.
 # make clean       removes what was built
 # Developers' targets (emulated kernels, sanitizers, fuzzing, chaos, mutation, ...) are in dev/dev.mk.
 CXX = g++

@@ -129,7 +129,7 @@ def costs_section(arguments):
     text = markdown(header, table) + f"""
 
 Two workers keep two cores busy, tau = {BUSY['--overlap']}; the figures are of the worker that spent more. The bar
-is for the program's defaults (H = 100); fragments of one layer and H = 30 cost more. "Training stood still" counts
+is for H = 100, as in long runs; fragments of one layer and H = 30 cost more. "Training stood still" counts
 decisions only. Waits for others have their own column, and encoding and merging, which every transport has, are
 left out."""
     return Section("What it costs", bars, text if table else "")

@@ -137,7 +137,7 @@ inline OptionTable option_table(Options& o) {
          "then two runs are not equal to the bit",
          Scope::worker, zero_or_one},
     });
-    add_section(table, "Inner optimizer (AdamW)", true, {
+    add_section(table, "Inner optimizer", true, {
         {"-l,--lr", &o.schedule.peak, "Learning rate", Scope::run, at_least_0},
         {"-k,--lr-schedule", &o.schedule.kind, "cosine, linear, constant or wsd", Scope::run,
          one_of({"cosine", "linear", "constant", "wsd"})},
@@ -225,7 +225,7 @@ inline OptionTable option_table(Options& o) {
         {"--fragment-layers", &o.diloco.fragment_layers,
          "Layers in a fragment (0: everything in one: classic DiLoCo)", Scope::run, at_least_0},
         {"--fragment-pattern", &o.diloco.fragment_pattern,
-         "strided (every P-th layer), sequential, or balanced: as many fragments, of about equal bytes",
+         "strided (every P-th layer), sequential, or balanced: the same number of fragments, about equally large",
          Scope::run, one_of({"strided", "sequential", "balanced"})},
         {"--overlap", &o.diloco.overlap, "tau: steps from the sending of a fragment to the merge of its mean",
          Scope::worker},
@@ -246,8 +246,8 @@ inline OptionTable option_table(Options& o) {
          "Add what rounding lost of a fragment when it is sent again (4 bytes a value, on the device)",
          Scope::run},
         {"--outer-weights", &o.diloco.outer_weights,
-         "Of workers in the mean: equal, or tokens: by the tokens that each trained on; then each may have "
-         "its own -b and -d", Scope::run, one_of({"equal", "tokens"})},
+         "Weights of workers in the mean: equal, or tokens (as many as each trained on; then each may have "
+         "its own -b and -d)", Scope::run, one_of({"equal", "tokens"})},
         {"--outer-transport", &o.diloco.transport,
          "What carries the exchange: tcp (earlier: gloo), or on GPUs also nccl (their default); or store: "
          "workers are elastic: they may be slow, die and join", Scope::run,

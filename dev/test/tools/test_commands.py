@@ -100,7 +100,7 @@ COMMANDS = {
         Try(".venv/bin/python data/prepare.py --text my.txt --tokenizer bpe:400 --out data/again"),
     r"(\./train_gpt_cpu -i .*) -e d6 -t 256 -b 8 -o log (.*)": Try(rf"\1 -o new \2 {TINY} -x 60"),
     r"\./train_gpt_cpu --generate .*": Try(r"\g<0> -g 8"),
-    r"(\./train_gpt_cpu --config .*) -o (\w+) (.*)--worker (\d) --interface eth0":
+    r"(\./train_gpt_cpu --config .*) -o (\w+) (.*)--worker (\d) --interface wg0":
         Try(r"\1 -o \2.\4 \3--worker 0 --interface lo", beside=r"\1 -o \2.other \3--worker 1 --interface lo",
             environment=MEET),
     r"(\./train_gpt_cpu --config .*) -o (\w+) (.*transport store.*)--worker (\d)(.*)":
