@@ -682,7 +682,7 @@ inline void follow(Run& run, const Outcome& outcome) {
     run.step = outcome.step;
     run.course = outcome.course;
     run.session.report.events(run.step, outcome.events);
-    if (!outcome.took_snapshot) { return; }
+    if (!outcome.joined) { return; }
     run.session.totals.joined_after = run.session.totals.updates;
     if (run.options.elastic.join_moments) { return; }  // taken from the snapshot, too
     for (Buffer<float>* b : {&worker.m, &worker.v}) { device::set_zero(b->data(), b->count(), run.main); }

@@ -70,7 +70,7 @@ constexpr double largest_zscore = 11.269427669584644;
 // A value without a score (NaN) is none.
 HD inline bool is_outlier(float zscore, float limit) { return limit > 0 && zscore > limit; }
 
-struct Scalars {  // a step's results on the device: AdamW reads them there, the host receives a copy
+struct Scalars {  // a step's results on the device: the optimizers read them there, the host gets a copy
     float loss, norm_squared, stop;  // summed over the ranks; stop: number of ranks with a request to stop
     float norm, clip_scale;          // clip_scale: NaN if the update is skipped
     float loss_zscore, norm_zscore;

@@ -10,6 +10,7 @@
 // (elastic_diloco.h) every worker reads all payloads, as with all_gather.
 #pragma once
 #include <limits>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -251,12 +252,11 @@ protected:
 
 // Workers whose global parameters are not those of the majority; all workers, if there is no majority.
 inline std::vector<int> diverged_workers(const std::vector<PayloadHeader>& headers) {
+    std::map<uint64_t, size_t> holders;
+    for (const PayloadHeader& one : headers) { holders[one.hash]++; }
     std::vector<int> diverged;
-    for (const PayloadHeader& one : headers) {
-        size_t holders = 0;
-        for (const PayloadHeader& other : headers) { holders += other.hash == one.hash; }
-        const bool minority = headers.size() > 1 && 2 * holders <= headers.size();
-        if (minority) { diverged.push_back(int(&one - headers.data())); }
+    for (size_t i = 0; i < headers.size() && holders.size() > 1; i++) {
+        if (2 * holders[headers[i].hash] <= headers.size()) { diverged.push_back(int(i)); }
     }
     return diverged;
 }

@@ -22,15 +22,6 @@ inline void validate(const DilocoOptions& options, long steps, int workers) {
                                "that a fragment has arrived before it is sent again",
                                options.overlap, H, H - 1));
     }
-    if (!(options.local_weight >= 0 && options.local_weight <= 1)) {
-        throw UserError(format("a local weight (alpha) of %g: use 0 to 1", options.local_weight));
-    }
-    if (!(options.outer_lr >= 0 && std::isfinite(options.outer_lr))) {
-        throw UserError(format("an outer learning rate of %g: use 0 or more", options.outer_lr));
-    }
-    if (!(options.outer_momentum >= 0 && options.outer_momentum <= 1)) {
-        throw UserError(format("an outer momentum of %g: use 0 to 1", options.outer_momentum));
-    }
     wire_options(options);  // refuses unknown words
     if (options.streams()) { make_outer_step(options.outer_optimizer, 0, 0, 0); }
     if (workers > 1 && !options.streams()) {

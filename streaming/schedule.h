@@ -57,10 +57,6 @@ inline std::vector<Fragment> balanced_fragments(const std::vector<long>& sizes, 
 inline std::vector<Fragment> make_fragments(int layers, int blocks, int fragment_layers,
                                             FragmentPattern pattern, long H,
                                             const std::vector<long>& sizes = {}) {
-    if (fragment_layers < 0) {
-        throw UserError(format("%d layers in a fragment: use at least 1, or 0 for everything in one fragment",
-                               fragment_layers));
-    }
     const int of_layers =
         fragment_layers == 0 ? 1 : int((long(layers) + fragment_layers - 1) / fragment_layers);
     const int count = fragment_layers == 0 ? 1 : of_layers + blocks - layers;

@@ -149,7 +149,7 @@ struct TrainingArrays {
 };
 
 // The state of one process after one step, in the host's memory. It is allocated once and used for all
-// checkpoints of a run: begin() only when the writer is through with the one before.
+// checkpoints of a run: begin_copies() only when the writer is through with the one before.
 class TrainingSnapshot {
 public:
     // outer: null without an outer optimizer   model_size: layout.size where the model is written, else 0

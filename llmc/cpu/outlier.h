@@ -8,7 +8,7 @@
 namespace cpu {
 
 // Enters *loss and *norm into the window, and sets *loss_zscore and *norm_zscore. If one is above its limit,
-// *clip_scale becomes NaN, and AdamW leaves everything as it is. Call it after clip_scale.
+// *clip_scale becomes NaN, and the optimizers leave everything as it is. Call it after clip_scale.
 inline void skip_outliers(OutlierWindow* window, float* loss_zscore, float* norm_zscore, float* clip_scale,
                           const float* loss, const float* norm, OutlierLimits limits, Stream&) {
     *loss_zscore = enter_value(window->losses, *loss);

@@ -442,7 +442,8 @@ __global__ void __launch_bounds__(32 * Tiles<hs>::query_warps, 2)
     for (int i = 0; i < M; i++) {
         #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int t = query + row_of(i, 2 * half), at = t * C;
+            const int t = query + row_of(i, 2 * half);
+            const size_t at = size_t(t) * C;
             row_lse2[i][half] = t < T ? lse[t] * log2_e : INFINITY;
             row_dot[i][half] = quad_sum(t < T ? dot_of_quarter<hs>(dout + at, out + at) : 0.0f);
             if (threadIdx.x % 4 == 0) {

@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(2)
 }
 
 // Enters *loss and *norm into the window, and sets *loss_zscore and *norm_zscore. If one is above its limit,
-// *clip_scale becomes NaN, and AdamW leaves everything as it is. Call it after clip_scale.
+// *clip_scale becomes NaN, and the optimizers leave everything as it is. Call it after clip_scale.
 inline void skip_outliers(OutlierWindow* window, float* loss_zscore, float* norm_zscore, float* clip_scale,
                           const float* loss, const float* norm, OutlierLimits limits, Stream& stream) {
     launch(skip_outliers_kernel, Grid{1, 2, 0, stream}, window, loss_zscore, norm_zscore, clip_scale, loss,

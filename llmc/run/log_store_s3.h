@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <exception>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -129,8 +130,11 @@ private:
             case Kind::remove:
             case Kind::folders: return {"GET", "", client.list_query(begin_of(one), "", delimiter_of(one))};
             case Kind::get: return {"GET", key({one.folder, one.name})};
-            default: return {"PUT", key({one.folder, one.name}), "", &one.value, one.kind == Kind::put_if_absent};
+            case Kind::put:
+            case Kind::put_if_absent: break;
+            default: throw std::logic_error("a bucket has no scripts");
         }
+        return {"PUT", key({one.folder, one.name}), "", &one.value, one.kind == Kind::put_if_absent};
     }
 
     // Of the keys that are listed: the values of a folder, or all below folders whose names begin so.

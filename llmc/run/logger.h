@@ -317,14 +317,20 @@ private:
         std::ifstream log(path, std::ios::binary);
         if (!log) { return kept; }
         std::string text, line;
+        bool is_cut = false, is_beginning = true;  // what stays is the file's beginning: that needs no room
         while (std::getline(log, line) && !log.eof()) {
-            if (!is_kept(line, cut)) { continue; }
+            if (!is_kept(line, cut)) {
+                is_cut = true;
+                continue;
+            }
+            is_beginning = !is_cut;
             text += line + "\n";
             kept.run_line = kept.run_line || line.rfind("{\"type\":\"run\"", 0) == 0;
             const size_t time = line.find("\"time\":");
             if (time != std::string::npos) { kept.seconds = strtod(line.c_str() + time + 7, nullptr); }
         }
-        write_file(path, [&](OutputFile& file) { file.write(text.data(), text.size()); });
+        if (is_beginning && truncate(path.c_str(), off_t(text.size())) != 0) { fail(path, strerror(errno)); }
+        if (!is_beginning) { write_file(path, [&](OutputFile& f) { f.write(text.data(), text.size()); }); }
         return kept;
     }
 
@@ -394,7 +400,6 @@ public:
     // interval: seconds between two updates that are shown, at least; the first and the last always are.
     StatusLine(FILE* out, bool terminal, double interval)
         : out(out), terminal(terminal), interval(interval) {}
-    explicit StatusLine(FILE* out) : StatusLine(out, isatty(fileno(out)), isatty(fileno(out)) ? 0.1 : 5.0) {}
     StatusLine(const StatusLine&) = delete;
     StatusLine& operator=(const StatusLine&) = delete;
     ~StatusLine() { clear(); }

@@ -47,7 +47,8 @@ inline void check_output(const Options& o) {
         throw UserError(
             format("-n %ld writes checkpoints into the folder of the logs: give -o", o.save_every));
     }
-    if (o.diloco.streams() && o.save_every > 0 && o.save_every <= o.diloco.overlap) {
+    const bool keeps_syncs = o.diloco.streams() && !o.diloco.is_elastic();  // the log has an elastic run's
+    if (keeps_syncs && o.save_every > 0 && o.save_every <= o.diloco.overlap) {
         throw UserError(format("a checkpoint every %ld steps (-n) lacks what is in flight for %ld "
                                "(--overlap): give a larger -n", o.save_every, o.diloco.overlap));
     }

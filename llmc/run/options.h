@@ -43,7 +43,7 @@ struct Options {
     std::string matmul_precision = "medium";
     int recompute = 0, fuse_gelu = -1, matmul_autotune = 0;
     // the inner optimizer
-    LearningRateSchedule schedule;  // its total_steps are known later
+    LearningRateSchedule schedule;
     AdamWOptions adamw;
     std::string optimizer = "adamw";
     MuonOptions muon;
@@ -225,12 +225,12 @@ inline OptionTable option_table(Options& o) {
         {"--fragment-layers", &o.diloco.fragment_layers,
          "Layers in a fragment (0: everything in one: classic DiLoCo)", Scope::run, at_least_0},
         {"--fragment-pattern", &o.diloco.fragment_pattern,
-         "strided (every P-th layer), sequential, or balanced: the same number of fragments, about equally large",
-         Scope::run, one_of({"strided", "sequential", "balanced"})},
+         "strided (every P-th layer), sequential, or balanced: the same number of fragments, about equally "
+         "large", Scope::run, one_of({"strided", "sequential", "balanced"})},
         {"--overlap", &o.diloco.overlap, "tau: steps from the sending of a fragment to the merge of its mean",
          Scope::worker},
         {"--local-weight", &o.diloco.local_weight, "alpha: weight of the local parameters in the merge",
-         Scope::run},
+         Scope::run, from_0_to_1},
         {"--outer-optimizer", &o.diloco.outer_optimizer,
          "none, nesterov or average (default: none for one worker, nesterov for more)", Scope::derived},
         {"--outer-lr", &o.diloco.outer_lr, "Outer learning rate", Scope::run, at_least_0},

@@ -8,10 +8,8 @@
 #pragma once
 #include <curl/curl.h>
 #include <expat.h>
-#include <linux/sockios.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/ioctl.h>
 
 #include <algorithm>
 #include <memory>
@@ -22,6 +20,7 @@
 #include "llmc/clock.h"
 #include "llmc/error.h"
 #include "llmc/run/s3_settings.h"
+#include "llmc/run/socket.h"
 #include "llmc/run/store.h"
 
 struct S3Request {
@@ -273,12 +272,8 @@ private:
     static int watch(void* user, curl_off_t, curl_off_t down, curl_off_t, curl_off_t up) {
         Transfer& transfer = *static_cast<Transfer*>(user);
         curl_socket_t descriptor = CURL_SOCKET_BAD;
-        int on_its_way = 0;
         curl_easy_getinfo(transfer.easy.get(), CURLINFO_ACTIVESOCKET, &descriptor);
-        if (descriptor == CURL_SOCKET_BAD || ioctl(descriptor, SIOCOUTQ, &on_its_way) != 0) {
-            on_its_way = 0;
-        }
-        const long heard = long(down + up) - on_its_way;
+        const long heard = long(down + up) - bytes_on_their_way(descriptor);
         if (std::exchange(transfer.heard, heard) != heard) { transfer.heard_at = now_seconds(); }
         return now_seconds() - transfer.heard_at > transfer.silence;
     }

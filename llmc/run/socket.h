@@ -36,7 +36,7 @@ struct ConnectionLost : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// Bytes sent on a connection that the other side has not acknowledged.
+// Bytes sent on a connection that the other side has not acknowledged. 0: there is no connection.
 inline int bytes_on_their_way(int descriptor) {
     int bytes = 0;
     return ioctl(descriptor, SIOCOUTQ, &bytes) == 0 ? bytes : 0;

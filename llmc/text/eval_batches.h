@@ -6,7 +6,7 @@
 //     EvalBatches batches(set, B, max_T, rank, ranks);
 //     batches.score_all([&](const EvalBatch& batch, float* losses) { ... the loss of each target: (B,T) });
 //
-// Rank i mod R takes example i: the accuracy is the sum of correct() over the sum of counted() of all ranks.
+// Rank i mod R takes example i: the accuracy is the sum of correct() of all ranks over the number of examples.
 #pragma once
 #include <algorithm>
 #include <limits>

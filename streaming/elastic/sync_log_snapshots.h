@@ -112,7 +112,7 @@ inline void SyncLog::see(Listing listing, double from, double seconds, double no
         const int worker = std::atoi(name.c_str());
         const LogBeat beat = LogBeat::parse(text);
         if (worker < 0 || worker >= options.workers ||
-            beat.newest > schedule.first_after(options.last_step)) {
+            beat.newest >= schedule.first_after(options.last_step)) {
             return refuse("beat", name, text);
         }
         note_open(beat.newest);

@@ -213,7 +213,7 @@ private:
             lock.lock();
             log.hear(answers, now_seconds());
             show_changes();
-            const std::chrono::duration<double> retry(answers.back().lost ? longest_wait / 2 : 0);
+            const std::chrono::duration<double> retry(answers.back().lost ? retry_pause : 0);
             listens.wait_for(lock, retry, [&] { return ending || retry.count() == 0; });
         }
     }
@@ -250,7 +250,7 @@ private:
     }
 
     static constexpr double soon = 0.001;     // seconds: waking the thread would take as long
-    static constexpr double longest_wait = 1;  // seconds; ending may take as long
+    static constexpr double retry_pause = 0.5;  // seconds
 
     const SyncLogRules rules;
 

@@ -33,7 +33,7 @@ def refused(run, *words):
         ({**WORKERS, "-H": -1}, ["inner steps"]),
         ({**WORKERS, "--overlap": 6}, ["overlap", "6"]),
         ({**WORKERS, "--overlap": -1}, ["overlap"]),
-        ({**WORKERS, "--local-weight": 2}, ["local weight", "0 to 1"]),
+        ({**WORKERS, "--local-weight": 2}, ["--local-weight", "0 to 1"]),
         ({**WORKERS, "--outer-dtype": "fp3"}, ["fp3", "fp4"]),
         ({**WORKERS, "-x": 5}, ["5 steps"]),
         ({**WORKERS, "--outer-optimizer": "none"}, ["outer optimizer"]),

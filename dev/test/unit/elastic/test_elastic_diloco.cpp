@@ -179,7 +179,7 @@ struct Trainer {
     // Returns the step to continue after.
     long note(const Outcome& outcome) {
         reports.insert(reports.end(), outcome.syncs.begin(), outcome.syncs.end());
-        snapshots_taken += outcome.took_snapshot;
+        snapshots_taken += outcome.joined;
         course = outcome.course;
         return outcome.step;
     }

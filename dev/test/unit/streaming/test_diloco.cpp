@@ -891,12 +891,6 @@ TEST(Options, each_mistake_is_the_users_and_says_what_to_do) {
     EXPECT_TRUE(mistake([](DilocoOptions& o) { o.inner_steps = -3; }));
     EXPECT_TRUE(mistake([](DilocoOptions& o) { o.overlap = 100; }));
     EXPECT_TRUE(mistake([](DilocoOptions& o) { o.overlap = -1; }));
-    EXPECT_TRUE(mistake([](DilocoOptions& o) { o.local_weight = 2; }));
-    EXPECT_TRUE(mistake([](DilocoOptions& o) { o.local_weight = -0.1f; }));
-    EXPECT_TRUE(mistake([](DilocoOptions& o) { o.local_weight = NAN; }));
-    EXPECT_TRUE(mistake([](DilocoOptions& o) { o.outer_lr = -1; }));
-    EXPECT_TRUE(mistake([](DilocoOptions& o) { o.outer_lr = INFINITY; }));
-    EXPECT_TRUE(mistake([](DilocoOptions& o) { o.outer_momentum = 1.5f; }));
     EXPECT_TRUE(mistake([](DilocoOptions& o) { o.outer_optimizer = "none"; }));
     EXPECT_TRUE(mistake([](DilocoOptions&) {}, 99));
     EXPECT_FALSE(mistake([](DilocoOptions& o) { o.outer_optimizer = "average"; }));
