@@ -13,9 +13,9 @@
 # make bench-wan            how much of its speed a run keeps over slow lines (root): 63 runs
 # make bench-uneven         workers that are slower, lost or far from their store (root)
 #                  These four can be interrupted and resumed, and stop by themselves after one to two hours
-#                  (ARGUMENTS="--minutes 60"): the same command continues. ARGUMENTS=--quick: a trial of each in
-#                  minutes, whose report is build/NAME.md, not dev/results/NAME.md; REPORT=FILE: elsewhere.
-# make clean       removes what was built
+#                  (ARGUMENTS="--minutes 60"): the same command continues. --quick: a trial of each in minutes,
+#                  whose report is build/NAME.md, not dev/results/NAME.md; REPORT=FILE: elsewhere.
+# make clean       removes what was built; make clean-runs: what interrupted benchmarks continue from
 # Developers' targets (emulated kernels, sanitizers, fuzzing, chaos, mutation, ...) are in dev/dev.mk.
 CXX = g++
 SHELL = /bin/bash
@@ -107,8 +107,14 @@ bench-wire-quality bench-quality bench-wan bench-uneven: bench-%:
 	.venv/bin/python data/prepare.py --tokenizer bytes --out build/$(subst -,_,$*)/text
 	.venv/bin/python dev/bench/$(subst -,_,$*).py --report $(REPORT) $(ARGUMENTS)
 
+# Hours of a benchmark that was interrupted may lie here.
+RUNS = $(wildcard $(addprefix build/,quality wan wire_quality uneven peer_losses peers))
 clean:
-	rm -rf build train_gpt train_gpt_cpu train_gpt_emulated test_gpt test_gpt_cpu
+	rm -rf $(filter-out $(RUNS),$(wildcard build/*)) train_gpt train_gpt_cpu train_gpt_emulated test_gpt test_gpt_cpu
+	$(if $(RUNS),@echo "left there for benchmarks to continue from: $(RUNS) (make clean-runs removes them)")
+
+clean-runs:
+	rm -rf $(RUNS)
 
 .PHONY: all always setup demo simulate bench-cpu bench-gpu bench-formats bench-wire-quality bench-quality \
-        bench-wan bench-uneven clean
+        bench-wan bench-uneven clean clean-runs

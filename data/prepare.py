@@ -52,7 +52,7 @@ def bible_text():
         run = subprocess.run(["bible", "-f", "Gen1:1-Rev22:21"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(f"the program bible does not run ({error}): install Debian's bible-kjv (make setup "
-                        "does), or give a text of your own with --text") from error
+                        "does as root, without DEPS_HOME), or give a text of your own with --text") from error
     lines, chapter = [], None
     for line in run.stdout.splitlines():
         reference, _, verse = line.partition(" ")  # "Ge1:1 In the beginning God created ..."

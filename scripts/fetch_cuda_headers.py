@@ -3,19 +3,20 @@
 
     scripts/fetch_cuda_headers.py FOLDER
 
-The headers come out of NVIDIA's wheels on PyPI (or the index that PIP_INDEX_URL names). A wheel is hundreds of
-megabytes of libraries that nothing here runs, so only its table of contents and the headers are read, by
-ranges of bytes. Each header is checked against the wheel's own list of hashes. A folder that already holds
+The headers come out of NVIDIA's wheels on PyPI (or the index that PIP_INDEX_URL or pip's configuration names). A
+wheel is hundreds of megabytes of libraries that nothing here runs, so only its table of contents and the headers are
+read, by ranges of bytes. Each header is checked against the wheel's own list of hashes. A folder that already holds
 them is left alone.
 """
 import base64
 import csv
 import hashlib
+import http.client
 import io
 import os
 import re
+import subprocess
 import sys
-import urllib.error
 import urllib.parse
 import urllib.request
 import zipfile
@@ -67,8 +68,16 @@ class RemoteFile(io.RawIOBase):
         return len(data)
 
 
+def index_url():
+    asked = subprocess.run([sys.executable, "-m", "pip", "config", "get", "global.index-url"],
+                           capture_output=True, text=True)  # fails where it is not set
+    return os.environ.get("PIP_INDEX_URL") or asked.stdout.strip() or "https://pypi.org/simple"
+
+
 def wheel_url(name, version):
-    index = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple").rstrip("/") + f"/{name}/"
+    index = index_url().rstrip("/") + f"/{name}/"
+    if "@" in urllib.parse.urlsplit(index).netloc:
+        raise OSError("an index whose address holds a password is not read here")
     with urllib.request.urlopen(index, timeout=60) as answer:
         page = answer.read().decode()
     start = f"{name.replace('-', '_')}-{version}-"
@@ -109,7 +118,7 @@ def main():
         print(f"fetching the headers of {name} {version}")
         try:
             fetch(name, version, folder)
-        except (OSError, urllib.error.URLError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, http.client.HTTPException, zipfile.BadZipFile) as error:
             sys.exit(f"error: no headers of {name} {version}: {error}: check the network, or install the CUDA "
                      "toolkit and set CUDA_HOME")
         done.touch()

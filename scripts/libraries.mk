@@ -27,6 +27,7 @@ library_folder = $(foreach folder,$(filter-out $(SYSTEM_FOLDERS),$(abspath $(1))
 first_of = $(firstword $(wildcard $(foreach folder,$(1),$(addprefix $(folder)/,$(2)))))
 LIBRARY_FOLDERS := lib64 lib lib/*-linux-gnu targets/*/lib
 
+$(if $(word 2,$(DEPS_HOME)),$(error DEPS_HOME is '$(DEPS_HOME)': give a folder without spaces in its name))
 # --disable-new-dtags: for what these libraries need themselves, too.
 DEPS := $(if $(DEPS_HOME),$(abspath $(DEPS_HOME)) $(abspath $(DEPS_HOME))/usr)
 DEPS_FLAGS := $(addprefix -isystem ,$(wildcard $(DEPS:%=%/include) \
@@ -87,10 +88,13 @@ NO_SUCH_GPU = no code for a GPU '$(ODD_GPUS)': give numbers of 80 (A100) and lat
 # One line for what is missing, instead of a compiler's many. $(1): what it is, $(2): a command, $(3): advice
 require = $(2) || { echo "error: $(1) is missing: $(3)" >&2; exit 2; }
 
+NO_CXX = CXX is $(CXX), which does not compile an empty program
+RUN_SETUP = $(CXX) does not find it, run make setup
 dependencies:
-	@$(call require,oneDNN (dnnl.hpp),$(call host_links,dnnl.hpp,-ldnnl),run make setup)
-	@$(call require,CLI11 (CLI/CLI.hpp),$(call host_links,CLI/CLI.hpp,),run make setup)
-	@$(call require,xxHash,$(call host_links,xxhash.h,-lxxhash),run make setup)
+	@$(call require,a compiler for C++17,$(call host_links,cstddef,-std=c++17),$(NO_CXX))
+	@$(call require,oneDNN (dnnl.hpp),$(call host_links,dnnl.hpp,-ldnnl),$(RUN_SETUP))
+	@$(call require,CLI11 (CLI/CLI.hpp),$(call host_links,CLI/CLI.hpp,),$(RUN_SETUP))
+	@$(call require,xxHash,$(call host_links,xxhash.h,-lxxhash),$(RUN_SETUP))
 
 gpu_dependencies:
 	@[ -n "$(NVCC)" ] || { echo "error: $(NO_NVCC)" >&2; exit 2; }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what is missing: packages of Debian or Ubuntu, and the Python packages of requirements.txt (.venv).
 # Where nothing is missing it takes milliseconds and says nothing. `make setup`, `demo` and `test` call it.
-# SKIP_PACKAGES=1 leaves the system's packages to you.
+# SKIP_PACKAGES=1 leaves the system's packages to you. SETUP_PYTHON=PROGRAM: the Python to make .venv with.
 #     --offline DIR   without a network, from what scripts/fetch_offline_deps.sh has fetched
 #     --prefix DIR    with that and without root: libraries are unpacked there (then make DEPS_HOME=DIR)
 set -euo pipefail
@@ -39,6 +39,10 @@ as_root() {
 
 apt_get() {
     as_root env DEBIAN_FRONTEND=noninteractive apt-get -q "${apt_options[@]}" "$@" </dev/null
+}
+
+apt_install() {
+    apt_get install -y --no-install-recommends --no-remove "$@"
 }
 
 read_options() {
@@ -103,22 +107,23 @@ install_packages() {
     done
     command -v redis-server >/dev/null || redis=(redis-server)   # the tests start one of their own
     if [ $((${#missing[@]} + ${#redis[@]})) -eq 0 ]; then return; fi
-    if [ "$(id -u)" -ne 0 ] && ! command -v sudo >/dev/null; then
-        [ -z "$offline" ] || fail "packages are missing and there is no sudo: unpack them with --prefix DIR"
-        fail "packages are missing and there is no sudo: as root, apt-get install ${missing[*]} ${redis[*]}"
+    if ! as_root true 2>/dev/null; then
+        [ -z "$offline" ] || fail "packages are missing and sudo does not work: unpack them with --prefix DIR"
+        fail "packages are missing and sudo does not work: as root, apt-get install ${missing[*]} ${redis[*]}\
+; or unpack them, as dev/building.md says"
     fi
 
     echo "updating the package lists"
     run_or_fail "apt-get update failed: check the network and the package sources" apt_get update
     if [ ${#missing[@]} -gt 0 ]; then
         echo "installing ${missing[*]}"
-        run_or_fail "apt-get install failed: correct that, then run again" \
-            apt_get install -y --no-install-recommends "${missing[@]}"
+        run_or_fail "apt-get install failed: correct that, then run again (a package that would have to be\
+ removed is yours to remove; SKIP_PACKAGES=1 leaves all packages to you)" apt_install "${missing[@]}"
     fi
     if [ ${#redis[@]} -gt 0 ]; then
         # The package also starts a service. That may fail (no init system, port in use): the program counts.
         echo "installing redis-server, without its service on port 6379: the tests start servers of their own"
-        apt_get install -y --no-install-recommends redis-server >/dev/null 2>&1 || true
+        apt_install redis-server >/dev/null 2>&1 || true
         command -v redis-server >/dev/null || fail "no redis-server: install it with apt-get to see why"
         if [ -d /run/systemd/system ]; then
             run_or_fail "redis-server's service runs: systemctl disable --now redis-server" \
@@ -127,25 +132,48 @@ install_packages() {
     fi
 }
 
+# The first that is new enough.
+find_python() {
+    local python
+    for python in ${SETUP_PYTHON:-/usr/bin/python3 python3}; do
+        if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            echo "$python"
+            return
+        fi
+    done
+    fail "no Python environment: install Python 3.10 or newer with venv, or name it in SETUP_PYTHON"
+}
+
+# False after a new Python of the system's, too, which looks for packages in another folder.
+has_packages() {
+    .venv/bin/python -c 'from importlib.util import find_spec; find_spec("numpy").name' 2>/dev/null
+}
+
+# An environment that works is kept. Without made_from in it somebody else has made it.
 install_python_packages() {
-    local python=/usr/bin/python3 made_from=.venv/requirements.sha256 wanted pip
+    local made_from=.venv/requirements.sha256 wanted python
+    local pip=(-m pip --disable-pip-version-check) source=() without_pip=()
     wanted=$(sha256sum <requirements.txt)
-    if [ "$(cat $made_from 2>/dev/null)" = "$wanted" ] && .venv/bin/python -c '' 2>/dev/null; then return; fi
-    [ -x "$python" ] || python=python3
-    echo "making .venv: $(grep -o "^[a-z_0-9]*" requirements.txt | uniq | tr '\n' ' ')"
+    if [ "$(cat $made_from 2>/dev/null)" = "$wanted" ] && has_packages; then return; fi
     if [ -n "$offline" ]; then
-        run_or_fail "no Python environment: install Python 3.10 or newer" \
-            "$python" -m venv --clear --without-pip .venv
-        pip=$(echo "$offline"/wheels/pip-*.whl)   # Python runs it as it is
-        run_or_fail "pip failed: correct that, then run again" \
-            .venv/bin/python "$pip/pip" install --quiet --no-index \
-            --find-links "$offline/wheels" -r requirements.txt
-    else
-        run_or_fail "no Python environment: install Python 3.10 or newer with venv" \
-            "$python" -m venv --clear .venv
-        run_or_fail "pip failed: check the network, then run again" \
-            .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+        pip=("$(echo "$offline"/wheels/pip-*.whl)/pip")   # Python runs it as it is
+        source=(--no-index --find-links "$offline/wheels")
+        without_pip=(--without-pip)
     fi
+    if ! .venv/bin/python "${pip[@]}" --version >/dev/null 2>&1; then
+        [ ! -e .venv ] || [ -e $made_from ] ||
+            fail "pip does not run in .venv, which make setup has not made: rename it, then run again"
+        python=$(find_python)
+        rm -rf .venv
+        mkdir .venv
+        touch $made_from
+        run_or_fail "no Python environment: install python3-venv" "$python" -m venv "${without_pip[@]}" .venv
+    elif [ ! -e $made_from ]; then
+        echo "make setup has not made this .venv: what it holds stays"
+    fi
+    echo "installing into .venv: $(grep -o "^[a-z_0-9]*" requirements.txt | uniq | tr '\n' ' ')"
+    run_or_fail "pip failed: correct that, or check the network, then run again" \
+        .venv/bin/python "${pip[@]}" install --quiet "${source[@]}" -r requirements.txt
     echo "$wanted" >$made_from
 }
 
@@ -155,7 +183,9 @@ install_cuda_headers() {
         if [ -e "$home/include/cublasLt.h" ] && [ -e "$nccl" ]; then return; fi
     done
     if [ -n "$offline" ] && [ ! -e .venv/cuda ]; then cp -r "$offline/cuda" .venv/cuda; fi
-    .venv/bin/python scripts/fetch_cuda_headers.py .venv/cuda || exit 2
+    if .venv/bin/python scripts/fetch_cuda_headers.py .venv/cuda; then return; fi
+    [ -z "${CI:-}" ] || exit 2
+    echo "without these headers make test stops at the tests of CUDA kernels; make and make demo need none" >&2
 }
 
 read_options "$@"

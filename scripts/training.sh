@@ -20,9 +20,11 @@ fail() {
 
 # The value of an option in CONFIG.
 setting() {
-    local line
-    while IFS= read -r line; do
-        if [[ $line =~ ^"$1"\ *=\ *\"?([^\"]*)\"?$ ]]; then echo "${BASH_REMATCH[1]}"; fi
+    local line space='[[:space:]]*' value='("([^"]*)"|([^"#[:space:]]*))'
+    while IFS= read -r line || [ -n "$line" ]; do
+        if [[ $line =~ ^$space$1$space=$space$value$space(\#.*)?$ ]]; then
+            echo "${BASH_REMATCH[2]}${BASH_REMATCH[3]}"
+        fi
     done <"$CONFIG"
 }
 

@@ -12,7 +12,7 @@ set -euo pipefail
 SERVER=${SERVER:-redis-server} # or valkey-server
 ADDRESS=${ADDRESS:-127.0.0.1}
 PORT=${PORT:-6379}
-PASSWORD_FILE=${PASSWORD_FILE:-$HOME/.diloco-password} # or the password itself in REDIS_PASSWORD
+PASSWORD_FILE=${PASSWORD_FILE:-${HOME:-}/.diloco-password} # or the password itself in REDIS_PASSWORD
 DATA=${DATA:-log/redis} # folder for what it keeps
 
 fail() {

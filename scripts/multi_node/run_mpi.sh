@@ -24,7 +24,7 @@ export DILOCO_STORE=${DILOCO_STORE:-file:$OUT/store}
 
 # The part of the environment that other nodes get, too.
 passed_on=(-x DILOCO_STORE)
-for name in DILOCO_CA LD_LIBRARY_PATH "${!OMP_@}" "${!NCCL_@}" "${!CUDA_@}"; do
+for name in DILOCO_CA LD_LIBRARY_PATH "${!AWS_@}" "${!OMP_@}" "${!NCCL_@}" "${!CUDA_@}"; do
     # On each node SLURM sets the GPUs of this job.
     if [ "$name" = CUDA_VISIBLE_DEVICES ] && [ -n "${SLURM_JOB_ID:-}" ]; then continue; fi
     [ -z "${!name:-}" ] || passed_on+=(-x "$name")

@@ -15,7 +15,7 @@ WORKER=${WORKER:-} # this site, from 0
 RANKS=${RANKS:-8}
 OUT=${OUT:-log/${RUN:-gpt2_124M}-worker$WORKER}
 REDIS=${REDIS:-10.7.0.1:6379}
-PASSWORD_FILE=${PASSWORD_FILE:-$HOME/.diloco-password} # of that server
+PASSWORD_FILE=${PASSWORD_FILE:-${HOME:-}/.diloco-password} # of that server
 INTERFACE=${INTERFACE:-wg0} # WireGuard's: what the workers exchange is not encrypted by itself
 TIMEOUT=${TIMEOUT:-600} # seconds to wait for the other sites to be started, or to answer
 [ -f scripts/training.sh ] ||

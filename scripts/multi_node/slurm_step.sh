@@ -9,6 +9,11 @@ stopped=143 # status of a training that was asked to stop, and has written a che
 unmet=75    # status of a training whose other workers did not come within --timeout
 mistake=2   # status after a mistake that the user has to correct
 
+# The newest step of which this run has a whole checkpoint; an elastic worker's are in OUT/worker_W.
+newest_checkpoint() {
+    { find "$OUT" -maxdepth 2 -name 'DONE_????????' -printf '%f\n' 2>/dev/null || true; } | sort | tail -n 1
+}
+
 # run_step PROGRAM ARGUMENT...: runs it in all tasks and waits for the last.
 # --distribution=block:block: neighbours in number, the ranks of a worker, sit on the same node, and fill one
 # socket after the other, as the numbers of GPUs do (SLURM's default would take sockets in turn, so that a task
@@ -18,6 +23,7 @@ mistake=2   # status after a mistake that the user has to correct
 # later (--wait); if it did so at once, their message would be lost.
 # --export=ALL: also where the job was submitted with --export=NONE.
 run_step() {
+    began_after=$(newest_checkpoint)
     srun --export=ALL --distribution=block:block --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
         --kill-on-bad-exit=0 --wait=60 "$@" &
     local srun=$! result is_interrupted=1
@@ -28,7 +34,8 @@ run_step() {
         wait $srun || result=$?
         ((result == 127)) || status=$result # 127: the signal came after srun's end
     done
-    trap - USR1 TERM
+    trap : USR1 # from now on it would end this shell before it can requeue the job
+    trap - TERM
 }
 
 # Names a task of an array by its number in the array: one of the tasks has the whole array's job number, with
@@ -40,9 +47,14 @@ requeue() {
 }
 
 # A run that was stopped by its time limit, by a preemption with a grace time or by another site returns to the
-# queue and continues from there.
+# queue and continues from there. One that has not gained a step does so a few times: it may never gain one.
 requeue_if_stopped() {
-    if ((status == stopped && ! is_ended)); then requeue; fi
+    if ((status != stopped || is_ended)); then return; fi
+    if [ "$(newest_checkpoint)" = "$began_after" ]; then
+        requeue_at_most "$RESTARTS" "the training was stopped before it gained a step"
+    else
+        requeue
+    fi
 }
 
 # True if the run neither reached its end, nor was asked to stop, nor made a mistake that another start would

@@ -4,11 +4,12 @@ the emulator and end in one page."""
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
 import gpu_report
-from conftest import ROOT
+from conftest import ROOT, is_running
 from gpu_report import Part, Programs, Result
 
 SCRIPT = ROOT / "dev/bench/gpu_report.py"
@@ -91,6 +92,15 @@ def test_commands_of_a_part_share_its_time():
     part = Part("speed", [sleep, sleep])
     gpu_report.run_part(part, 1)
     assert [one.verdict for one in part.results] == ["took too long"]
+
+
+def test_what_a_late_command_has_started_is_killed_with_it(tmp_path):
+    assert gpu_report.run(["sh", "-c", f"sleep 60 & echo $! >{tmp_path}/pid; wait"], 1).verdict == "took too long"
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(pid)
 
 
 # ---- the page

@@ -244,6 +244,26 @@ def test_a_script_whose_launcher_ends_all_workers_says_so_if_they_are_elastic(
     assert says.startswith("warning: ") == ends_all
 
 
+def test_a_toml_is_read_with_comments_another_system_s_line_ends_and_an_unended_last_line(
+    tmp_path, says_its_words
+):
+    (tmp_path / "a#b_0.bin").touch()
+    config = tmp_path / "x.toml"
+    lines = ["batch = 4  # sequences", 'val-data = "val.bin" # none', f'  train-data="{tmp_path}/a#b_*.bin"']
+    config.write_bytes("\r\n".join([*lines, "total-batch = 1024"]).encode())
+    environment = {**plain_environment(), "CONFIG": str(config), "OUT": str(tmp_path / "run")}
+    words = words_of_the_program(SCRIPTS / "run.sh", environment, says_its_words)
+    given = dict(zip(words[::2], words[1::2]))
+    assert [given[name] for name in ("-i", "-j", "-b", "-d")] == [f"{tmp_path}/a#b_*.bin", "val.bin", "4", "512"]
+
+
+@pytest.mark.parametrize("script", [MULTI_NODE / "run_site.sh", MULTI_NODE / "run_slurm_site.sbatch"])
+def test_a_script_needs_no_home(script, tokens, tmp_path, says_its_words):
+    environment = environment_of_scripts(tokens, tmp_path / "run")
+    del environment["HOME"]
+    assert "-i" in words_of_the_program(script, environment, says_its_words)
+
+
 @pytest.mark.parametrize("script", RUN_SCRIPTS, ids=lambda script: script.name)
 def test_every_option_that_a_script_gives_is_in_the_table(script, tokens, tmp_path, says_its_words):
     table = subprocess.run([TRAINER, "--options-table"], capture_output=True, text=True, check=True).stdout
@@ -415,6 +435,36 @@ def test_a_slurm_job_that_is_cancelled_leaves_no_process(cluster, long_job):
     cluster.query("scancel", job)
     assert cluster.wait(job)[0] == "CANCELLED"
     assert wait_until(lambda: not any(map(is_running, trainers.values())))
+
+
+def run_by_slurm_stand_ins(tokens, tmp_path, srun, scontrol, status, **variables):
+    """What run_slurm.sbatch says, with texts in sh for SLURM's programs."""
+    stand_in(tmp_path / "bin" / "srun", srun)
+    stand_in(tmp_path / "bin" / "scontrol", scontrol)
+    variables = {"SLURM_JOB_ID": 7, "SLURM_JOB_NUM_NODES": 1, "SLURM_NTASKS": 1, "PROGRAM": "sh", **variables}
+    variables["PATH"] = f"{tmp_path}/bin:{os.environ['PATH']}"
+    environment = environment_of_scripts(tokens, tmp_path / "run", **variables)
+    return run_script(shutil.which("bash"), environment, [MULTI_NODE / "run_slurm.sbatch"], status).stderr
+
+
+@pytest.mark.parametrize("gains, restarts, requeued", [(True, 9, True), (False, 1, True), (False, 2, False)])
+def test_a_stopped_job_that_gained_no_step_requeues_itself_a_few_times(
+    tokens, tmp_path, gains, restarts, requeued
+):
+    folder, log = tmp_path / "run" / "worker_0", tmp_path / "requeued"
+    folder.mkdir(parents=True)
+    (folder / "DONE_00000099").touch()
+    srun = f"touch {folder}/DONE_00000{100 if gains else '099'}; exit 143"
+    variables = {"RESTARTS": 2, "SLURM_RESTART_COUNT": restarts}
+    says = run_by_slurm_stand_ins(tokens, tmp_path, srun, f"touch {log}", 143, **variables)
+    assert log.exists() == requeued and ("RESTARTS=2" in says) == (not gains), says
+
+
+def test_a_slurm_script_survives_the_signal_before_and_after_the_training(tokens, tmp_path):
+    before = tmp_path / "before"  # bash reads it first
+    before.write_text("trap 'case $BASH_COMMAND in OUT=*) kill -USR1 $$ ;; esac' DEBUG\n")
+    srun = f"mkdir {tmp_path}/run; touch {tmp_path}/run/DONE_00000001; exit 143"
+    run_by_slurm_stand_ins(tokens, tmp_path, srun, "kill -USR1 $PPID", 143, BASH_ENV=before)
 
 
 # SLURM: jobs that are requeued
@@ -645,9 +695,9 @@ def test_mpirun_takes_variables_to_other_nodes_and_does_not_show_the_password(to
     script.chmod(0o755)
     store = f"redis://:{PASSWORD}@127.0.0.1:6379"
     variables = {"PATH": f"{script.parent}:{os.environ['PATH']}", "NCCL_SOCKET_IFNAME": "eth0"}
-    variables.update(DILOCO_CA="ca.crt", CUDA_LAUNCH_BLOCKING=1, CUDA_VISIBLE_DEVICES=0)
+    variables.update(DILOCO_CA="ca.crt", CUDA_LAUNCH_BLOCKING=1, CUDA_VISIBLE_DEVICES=0, AWS_REGION="x")
     environment = environment_of_scripts(tokens, tmp_path / "run", DILOCO_STORE=store, **variables)
-    names = {"DILOCO_STORE", "DILOCO_CA", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME", "CUDA_LAUNCH_BLOCKING"}
+    names = {"DILOCO_STORE", "DILOCO_CA", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME", "CUDA_LAUNCH_BLOCKING", "AWS_REGION"}
     # In a SLURM job each node has its own GPUs.
     for job, expected in (({}, {*names, "CUDA_VISIBLE_DEVICES"}), ({"SLURM_JOB_ID": "1"}, names)):
         words = run_script(MULTI_NODE / "run_mpi.sh", {**environment, **job}, []).stdout.splitlines()

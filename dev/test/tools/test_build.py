@@ -1,10 +1,14 @@
-"""What make finds and what it says of what is missing; programs that are built without hiredis; the
-set-up without a network. Where only make's choices matter, g++ stands in for nvcc."""
+"""What make finds and what it says of what is missing; programs that are built without hiredis; the set-up, with
+and without a network. Where only the choices of make and the set-up matter, g++ stands in for nvcc, and sh for Python
+and apt."""
 
+import http.server
 import os
 import shlex
 import shutil
 import subprocess
+import sys
+import threading
 
 import pytest
 
@@ -18,14 +22,14 @@ WORKERS = {**RUN, "--workers": 2, "-H": 4}
 # ---- make's choices
 
 
-def make(*arguments, path=None):
+def make(*arguments, path=None, folder=ROOT):
     """make in the sources, by itself: not as a part of the make that runs the tests."""
     left_out = {"MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS"}
     left_out |= {"CUDA_HOME", "NCCL_HOME", "DEPS_HOME", "GPU_ARCH"}
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     environment["PATH"] = f"{path}:{environment['PATH']}" if path else environment["PATH"]
     words = ["make", "--no-print-directory", *map(str, arguments)]
-    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 def refused(result, *words):
@@ -110,6 +114,30 @@ LIBRARIES = [("cuBLASLt", "-lcublasLt"), ("NCCL", "-lnccl"), ("xxHash", "-lxxhas
 def test_a_library_that_does_not_link_is_one_line(toolkit, name, flag):
     script(toolkit / "bin" / "nvcc", f'case "$*" in *{flag}*) exit 1;; esac')
     refused(make("gpu_dependencies", f"CUDA_HOME={toolkit}", "GPU_ARCH=90"), f"{name} is missing")
+
+
+def test_a_compiler_that_compiles_nothing_is_named(tmp_path):
+    script(tmp_path / "cxx", "exit 1")
+    refused(make("dependencies", f"CXX={tmp_path}/cxx"), "compiler", f"{tmp_path}/cxx")
+    script(tmp_path / "cxx", 'case "$*" in *-ldnnl*) exit 1;; esac')
+    refused(make("dependencies", f"CXX={tmp_path}/cxx"), "oneDNN", f"{tmp_path}/cxx", "make setup")
+
+
+def test_a_folder_of_libraries_with_spaces_is_refused(tmp_path):
+    result = make("dependencies", f"DEPS_HOME={tmp_path}/my deps")
+    assert result.returncode == 2 and f"DEPS_HOME is '{tmp_path}/my deps'" in result.stderr
+
+
+def test_clean_leaves_what_benchmarks_continue_from(tmp_path):
+    for name in ("Makefile", "scripts", "dev"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("build/quality/text", "build/unit"):
+        (tmp_path / name).mkdir(parents=True)
+    result = make("clean", folder=tmp_path)
+    assert result.returncode == 0 and "build/quality (make clean-runs removes them)" in result.stdout
+    assert sorted((tmp_path / "build").iterdir()) == [tmp_path / "build/quality"]
+    assert make("clean-runs", folder=tmp_path).returncode == 0 and list((tmp_path / "build").iterdir()) == []
+    assert "clean-runs" not in make("clean", folder=tmp_path).stdout
 
 
 def test_the_last_gpu_named_is_built_for_in_ptx_too(toolkit):
@@ -245,3 +273,141 @@ def test_fetching_leaves_alone_what_is_there(tmp_path):
     refused(fetch(tmp_path / "new"), "new.part", "another folder")
     refused(fetch(), "DIR")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["kept", "new.part"]
+
+
+# ---- what the set-up asks for, of programs that stand in
+
+
+class Place:
+    """A copy of the set-up, with a Python that writes down its words, and makes itself an environment's."""
+
+    def __init__(self, folder):
+        self.folder, self.words, self.venv = folder, folder / "words", folder / ".venv"
+        shutil.copytree(ROOT / "scripts", folder / "scripts")
+        shutil.copy(ROOT / "requirements.txt", folder)
+        for name in ("cublasLt.h", "nccl.h"):
+            (folder / "cuda" / "include").mkdir(parents=True, exist_ok=True)
+            (folder / "cuda" / "include" / name).touch()
+        self.python("true")
+
+    def python(self, text, file="python"):
+        """text: more that it does, in sh."""
+        script(self.folder / file, f'''echo "$@" >>{self.words}
+[ "$1 $2" != "-m venv" ] || {{ mkdir -p .venv/bin && cp {self.folder}/python .venv/bin/python; }}
+{text}''')
+
+    def set_up(self, **variables):
+        """The run, and the words that Python and other programs got."""
+        environment = {"PATH": f"{self.folder}/bin:{os.environ['PATH']}", "SETUP_PYTHON": self.folder / "python",
+                       "CUDA_HOME": self.folder / "cuda", "SKIP_PACKAGES": 1, **variables}
+        self.words.write_text("")
+        result = subprocess.run(["bash", self.folder / "scripts/setup.sh"], capture_output=True, text=True,
+                                env={name: str(value) for name, value in environment.items()})
+        return result, self.words.read_text()
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(tmp_path)
+
+
+def test_an_environment_of_another_s_is_kept_and_installed_into(place):
+    place.python("true", ".venv/bin/python")
+    (place.venv / "mine").touch()
+    result, words = place.set_up()
+    assert result.returncode == 0 and "has not made this .venv" in result.stdout
+    assert "install" in words and "-m venv" not in words
+    result, words = place.set_up()
+    assert (result.returncode, result.stdout) == (0, "") and "install" not in words
+    (place.folder / "requirements.txt").write_text("numpy\n")
+    result, words = place.set_up()
+    assert result.stdout == "installing into .venv: numpy \n" and "install" in words
+    assert (place.venv / "mine").exists()
+
+
+def test_an_environment_without_pip_is_made_anew_only_if_the_set_up_has_made_it(place):
+    place.python("exit 1", ".venv/bin/python")
+    refused(place.set_up()[0], ".venv", "rename it")
+    assert place.venv.exists()
+    (place.venv / "requirements.sha256").touch()
+    (place.venv / "old").touch()
+    result, words = place.set_up()
+    assert result.returncode == 0 and "-m venv .venv" in words and not (place.venv / "old").exists()
+
+
+def test_packages_that_a_new_python_does_not_see_are_installed_again(place):
+    assert place.set_up()[0].returncode == 0
+    place.python('case "$*" in *find_spec*) exit 1;; esac', ".venv/bin/python")
+    result, words = place.set_up()
+    assert result.returncode == 0 and "install" in words and "-m venv" not in words
+
+
+def test_a_python_that_is_too_old_makes_no_environment(place):
+    place.python("exit 1")
+    refused(place.set_up()[0], "Python 3.10", "SETUP_PYTHON")
+    assert not place.venv.exists()
+
+
+def test_without_the_cuda_headers_the_set_up_goes_on_except_in_ci(place):
+    (place.folder / "cuda/include/nccl.h").unlink()
+    place.python('[ "$1" != scripts/fetch_cuda_headers.py ]')
+    result, _ = place.set_up()
+    assert result.returncode == 0 and result.stderr.count("\n") == 1 and "make test stops" in result.stderr
+    assert place.set_up(CI="true")[0].returncode == 2
+
+
+@pytest.fixture
+def debian(place):
+    """A user of Debian, where no package is installed."""
+    for name, text in {"dpkg-query": "exit 1", "redis-server": "", "id": "echo 1000", "sudo": 'exec "$@"',
+                       "apt-get": f'echo "$@" >>{place.words}'}.items():
+        script(place.folder / "bin" / name, text)
+    return place
+
+
+def test_packages_are_installed_and_none_is_removed(debian):
+    result, words = debian.set_up(SKIP_PACKAGES="")
+    (install,) = [line for line in words.splitlines() if "libdnnl-dev" in line]
+    assert result.returncode == 0 and {"install", "-y", "--no-remove"} <= set(install.split())
+    script(debian.folder / "bin/apt-get", 'case "$*" in *install*) exit 100;; esac')
+    refused(debian.set_up(SKIP_PACKAGES="")[0], "removed", "SKIP_PACKAGES=1")
+
+
+def test_who_may_not_use_sudo_is_told_of_other_ways(debian):
+    script(debian.folder / "bin/sudo", "exit 1")
+    result, words = debian.set_up(SKIP_PACKAGES="")
+    refused(result, "sudo does not work", "apt-get install g++", "dev/building.md")
+    assert words == ""
+
+
+# ---- the headers of CUDA's libraries
+
+
+def fetch_headers(folder, index):
+    """With an index that pip's configuration names."""
+    (folder / "pip.py").write_text(f"print({index!r})\n")
+    environment = {name: value for name, value in os.environ.items() if name != "PIP_INDEX_URL"}
+    return subprocess.run([sys.executable, ROOT / "scripts/fetch_cuda_headers.py", folder / "cuda"], text=True,
+                          capture_output=True, env={**environment, "PYTHONPATH": str(folder), "no_proxy": "*"})
+
+
+class Cut(http.server.BaseHTTPRequestHandler):
+    """Promises more than it sends."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "100")
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+def test_headers_that_cannot_be_fetched_are_one_line(tmp_path):
+    result = fetch_headers(tmp_path, "https://me:secret@127.0.0.1:9/simple")
+    assert result.returncode == 1 and "holds a password" in result.stderr and "secret" not in result.stderr
+    with http.server.HTTPServer(("127.0.0.1", 0), Cut) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        result = fetch_headers(tmp_path, f"http://127.0.0.1:{server.server_port}/simple")
+        server.shutdown()
+    assert result.returncode == 1 and "IncompleteRead" in result.stderr and result.stderr.count("\n") == 1

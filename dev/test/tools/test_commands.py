@@ -138,7 +138,7 @@ COMMANDS = {
     r"\.venv/bin/python -m pytest --long -s dev/test/processes/test_elastic.py .*": Try(r"\g<0> --collect-only"),
     r"make (test|test-long|test-commands|test-emulated|check-cuda)": Try(r"\g<0> -n"),  # this test is a part of them
     r"make (train_gpt_emulated|build/debug/train_gpt)": Try(r"\g<0> -n"),  # built for the emulated tests
-    r"make clean": Try(r"\g<0> -n"),
+    r"make clean(-runs)?": Try(r"\g<0> -n"),
     r"make demo": Try("STEPS=80 make demo", seconds=400),
     r"make simulate": Try(seconds=60),
     r"make bench-cpu": Try(r"\g<0> ARGUMENTS=--quick", seconds=200),

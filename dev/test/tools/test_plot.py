@@ -135,6 +135,17 @@ def test_steps_lie_where_their_tokens_and_times_are(runs):
     assert (begin, end) == (pytest.approx(4), pytest.approx(16))
 
 
+def test_what_happened_at_a_step_that_worker_0_jumped_over_lies_between_its_neighbours(runs, tmp_path):
+    log = runs[1] / "metrics.jsonl"
+    lines = log.read_text().splitlines(True)
+    log.write_text("".join(line for line in lines if json.loads(line).get("step") not in (26, 27, 28)))
+    classic = compare.read_run(runs[1])
+    assert 26 in plot.waits(classic, 1)[0]
+    assert list(drawn(classic)[0].places([25, 26, 29])) == [25, 26, 29]
+    assert drawn(classic, x="time")[0].places([26])[0] == pytest.approx(2.6)
+    plot.draw([classic], tmp_path / "jumps.png")
+
+
 @pytest.mark.parametrize("x", ["tokens", "time"])
 def test_a_picture_against_tokens_or_time_is_another_one(runs, tmp_path, x):
     for name, more in [("steps.png", []), ("other.png", ["--x", x])]:
