@@ -295,7 +295,7 @@ def test_a_server_that_cannot_be_reached_is_a_clear_error(site, tmp_path):
 
 
 def test_the_hubs_token_is_not_sent_where_the_hub_redirects_to(site, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", site.address)
+    monkeypatch.setenv("HF_ENDPOINT", site.address + "/")
     monkeypatch.setenv("HF_TOKEN", "secret")
     site.files["/b"] = b"content"
     site.moved["/a"] = f"http://localhost:{site.server.server_port}/b"
