@@ -10,14 +10,16 @@
     speed          tokens/s and MFU, each kind of kernel, beside what dev/tools/predict.py predicts
     sanitizer      NVIDIA's compute-sanitizer on kernels and on a short training
 
-A part takes at most ten minutes. If versions or memory fail, the rest is not tried. The page is build/gpu_report.md, in
-Markdown and short enough for an issue. --dry-run runs the same parts in the emulator (dev/emulator/README.md) on small
-shapes, which shows that this program works, and nothing of a GPU.
+A part takes at most ten minutes. If versions fail, the rest is not tried. The page is build/gpu_report.md, in Markdown
+and short enough for an issue. --dry-run runs the same parts in the emulator (dev/emulator/README.md) on small shapes,
+which shows that this program works, and nothing of a GPU.
 """
 import argparse
 import datetime
+import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -149,12 +151,13 @@ def verdict_of(words, status, output):
 
 
 def run(words, seconds):
-    """A Result. The command gets no longer than `seconds`."""
+    """A Result. The command gets no longer than `seconds`, and nor do the processes that it has started."""
     begin = time.monotonic()
     words = [str(word) for word in words]
     with tempfile.TemporaryFile("w+") as said:
         try:
-            process = subprocess.Popen(words, stdout=said, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+            process = subprocess.Popen(words, stdout=said, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+                                       start_new_session=True)
         except OSError as error:
             return Result("failed", 0.0, f"{words[0]}: {error.strerror}")
         try:
@@ -162,8 +165,9 @@ def run(words, seconds):
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            process.kill()
-            process.wait()
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         said.seek(0)
         output = said.read()
     verdict = "took too long" if status is None else verdict_of(words, status, output)

@@ -1,9 +1,11 @@
 """make gpu-report's program: every GPU test is in a part, verdicts are what happened, and in a dry run all parts run in
 the emulator and end in one page."""
 
+import pathlib
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -57,6 +59,22 @@ def test_the_prediction_is_of_this_gpu(name, words):
     ("import time; time.sleep(60)", 1, "took too long")])
 def test_a_command_s_verdict_is_what_happened(code, seconds, verdict):
     assert gpu_report.run([sys.executable, "-c", code], seconds).verdict == verdict
+
+
+def test_a_command_that_takes_too_long_ends_with_the_processes_that_it_started(tmp_path):
+    result = gpu_report.run(["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/started; wait"], 1)
+    assert result.verdict == "took too long"
+    started, deadline = (tmp_path / "started").read_text().strip(), time.monotonic() + 10
+    while is_alive(started):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_alive(process):
+    try:
+        return pathlib.Path(f"/proc/{process}/stat").read_text().split()[2] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_a_program_that_is_not_there_has_failed():
