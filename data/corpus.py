@@ -369,7 +369,8 @@ def rewrite_shard(path, keep, rest, unfinished):
 
 @contextlib.contextmanager
 def locked(folder):
-    """Makes the folder and locks it against other runs. A run that fails removes the folder that it made."""
+    """Makes the folder and locks it against other runs on this machine. A run that fails removes the folder
+    that it made."""
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
