@@ -128,14 +128,15 @@ def train_bpe(texts, size):
 
 
 def download_gpt2():
-    """GPT-2's own vocabulary. tiktoken downloads it once."""
+    """GPT-2's own vocabulary. tiktoken downloads it into TIKTOKEN_CACHE_DIR, or a folder in /tmp."""
     import tiktoken
     try:
         return Gpt2(tiktoken.get_encoding("gpt2"))
     except Exception as error:  # requests' errors, or a damaged cache: tiktoken has no type of its own
         reason = str(error).splitlines()[0][:200]
         raise UserError(f"GPT-2's vocabulary cannot be downloaded ({reason}): connect to the internet "
-                        "once, or use --tokenizer bytes, bpe:N, or llm.c's gpt2_tokenizer.bin") from error
+                        "once, with TIKTOKEN_CACHE_DIR=DIR to keep it in DIR rather than in /tmp, or use "
+                        "--tokenizer bytes, bpe:N, or llm.c's gpt2_tokenizer.bin") from error
 
 
 def gpt2_of(vocabulary):
@@ -368,7 +369,8 @@ def rewrite_shard(path, keep, rest, unfinished):
 
 @contextlib.contextmanager
 def locked(folder):
-    """Makes the folder and locks it against other runs. A run that fails removes the folder that it made."""
+    """Makes the folder and locks it against other runs on this machine. A run that fails removes the folder
+    that it made."""
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)

@@ -52,7 +52,7 @@ class Refused(Exception):
 
 def hub_address():
     """The hub, or the mirror that HF_ENDPOINT names (the hub's own variable)."""
-    return os.environ.get("HF_ENDPOINT") or HUB
+    return (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
 
 
 def web_address(text):

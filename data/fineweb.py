@@ -328,8 +328,9 @@ def describe(options, tokenizer):
             "tokenizer": tokenizer, "shard_tokens": options.shard_tokens}
 
 
-def take_up(output, record):
-    """The output of an earlier run with the same settings: shards up to the first missing one."""
+def take_up(output, record, again):
+    """The output of an earlier run with the same settings: shards up to the first missing one.
+    again: whether whole shards after a missing one may be made again"""
     shown = os.path.relpath(output.folder)
     if not record and output.shards():  # llm.c's shards have these names, too
         raise UserError(f"{shown} holds shards and no prepare.json that says how they were made: use them as "
@@ -342,7 +343,14 @@ def take_up(output, record):
     if [[file.path, file.size] for file in output.files] != [entry[:2] for entry in record["source"]]:
         raise UserError(f"{shown} was begun from other files: give those, or another --out")
     positions = [Position(*position) for position in record["positions"]]
+    made = {*record["files"], output.path(len(positions)).name}  # a run may end before it lists its last shard
+    if others := [path for path in output.shards() if path.name not in made]:
+        raise UserError(f"{shown}/{others[0].name} was not made by this script: move it away, or give another "
+                        "--out")
     shards = next((shard for shard in range(len(positions)) if not output.whole(shard)), len(positions))
+    if not again and any(map(output.whole, range(shards, len(positions)))):
+        raise UserError(f"{shown}/{output.path(shards).name} is missing or too short, though later shards are "
+                        "there: put it back, or give --again to make it and all later ones again")
     output.positions = positions[:shards]
     output.commit = output.commit or record["commit"]
 
@@ -436,6 +444,8 @@ def parse_options(arguments):
     add_output_options(parser, "fineweb10B or the like")
     parser.add_argument("--max-tokens", type=token_count, metavar="N", help="training tokens at most (all)")
     add_process_options(parser)
+    parser.add_argument("--again", action="store_true",
+                        help="where a shard is missing, make it and all later ones again")
     parser.add_argument("--keep", action="store_true", help="leave downloads in the folder's downloads/")
     add_source_options(parser, "sample/10BT/*.parquet", hub_address(),
                        "a mirror of the Hugging Face hub (HF_ENDPOINT)")
@@ -459,7 +469,7 @@ def run(options):
             return
         commit, files, paths = find_source(options, record)
         output = Output(folder, name, settings, files, commit)
-        take_up(output, record)
+        take_up(output, record, options.again)
         work = folder / WORK
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()

@@ -85,8 +85,8 @@ class Processes:
             while ahead:
                 yield first_of(ahead)
         except BrokenProcessPool as error:
-            raise UserError("a process that makes tokens was ended, as a system that is out of memory does: "
-                            "start again, with fewer --processes") from error
+            raise UserError("a process that makes tokens could not start or was ended, perhaps for lack of "
+                            "memory: start again, with fewer --processes") from error
 
 
 def first_of(ahead):

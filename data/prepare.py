@@ -226,6 +226,8 @@ def describe(options):
 
 def run(options):
     name = Path(options.text[0]).stem if options.text else "kjv"
+    # Patterns such as *_train_*.bin must not match the validation shards of a text named wiki_train.txt.
+    name = name.replace("_train", "-train").replace("_val", "-val")
     folder = options.out or Path(__file__).resolve().parent / f"{name}-{tokenizer_label(options.tokenizer)}"
     make_whole(folder, describe(options), (f"{name}_train_*.bin", f"{name}_val_*.bin"),
                lambda work: prepare(options, name, work))

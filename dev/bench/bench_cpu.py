@@ -15,8 +15,8 @@ of them; all figures are medians over the rounds. Two threads unless OMP_NUM_THR
 oneDNN's rate is that of the MLP's matmul, (B T, 4 C, C), in layouts that oneDNN chooses and already in its input type
 (dev/bench/matmul_rate.cpp). PyTorch's memory is its eager way's: the compiler's own is not in it.
 
-Where the time goes is what `perf record` sees of one more run. Without perf the tables of the parts are left out, and
-that is said.
+Where the time goes is what `perf record` sees of one more run. Without perf, or where it may not record, the tables of
+the parts are left out, and that is said.
 """
 import argparse
 import datetime
@@ -119,13 +119,17 @@ class Trainer:
         return {"parameters": found.parameters, "seconds": statistics.median(steps), "peak": usage.ru_maxrss * 1024}
 
     def parts(self):
-        """{part: its share of the processor time after the start}; None without perf."""
+        """{part: its share of the processor time after the start}; empty where perf is missing or fails."""
         if not shutil.which("perf"):
-            return None
+            return {}
         shutil.rmtree(self.folder, ignore_errors=True)
         record = self.folder.with_suffix(".perf")
-        run(["perf", "record", "-q", "-F", 499, "-o", record, "--", *self.command])
-        lines = run(["perf", "report", "-i", record, "--stdio", "-F", "period,dso,sym", "-t", ";"]).splitlines()
+        try:
+            run(["perf", "record", "-q", "-F", 499, "-o", record, "--", *self.command])
+            lines = run(["perf", "report", "-i", record, "--stdio", "-F", "period,dso,sym", "-t", ";"]).splitlines()
+        except UserError as error:
+            print(f"no table of the parts: {error}", file=sys.stderr)
+            return {}
         found = {}
         for line in lines:
             fields = [field.strip() for field in line.split(";")]
@@ -232,7 +236,8 @@ def report(arguments, found):
     if all(one["parts"] for one in found.values()):
         text.append(parts_table(found))
     else:
-        text.append("perf is not installed here (Debian: linux-perf): no table of the parts.")
+        text.append("No table of the parts: perf is not installed here (Debian: linux-perf), or may not record (the "
+                    "sysctl kernel.perf_event_paranoid).")
     return "\n\n".join(text) + "\n"
 
 

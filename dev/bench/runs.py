@@ -22,6 +22,7 @@ from compare import validation_loss
 from metrics import UserError
 
 KEPT = "made_by.json"
+KING_JAMES = "the King James Bible (bytes)"
 
 
 def command_of(trainer, options, folder):
@@ -77,6 +78,20 @@ def made_by(folder, options):
     if made["options"] != options:
         raise UserError(f"{folder} was run with other options: remove it, or give another --out")
     return made
+
+
+def text_of(folder):
+    """What the token shards in a folder were made of, by the prepare.json of data/*.py; else the folder's path."""
+    try:
+        settings = json.loads((folder / "prepare.json").read_text())["settings"]
+        tokenizer = settings["tokenizer"]  # its name, or [path, size, time] of a tokenizer.bin
+        tokenizer = tokenizer if isinstance(tokenizer, str) else Path(tokenizer[0]).parent.name
+        if settings["text"] == "bible-kjv":
+            return f"the King James Bible ({tokenizer})"
+        files = ", ".join(f"{Path(path).name} of {size:,} bytes" for path, size, _ in settings["text"])
+        return f"{files} ({tokenizer})"
+    except (OSError, ValueError, KeyError, TypeError):  # of another kind, or of a run of data/*.py that was killed
+        return str(folder.resolve())
 
 
 def above_zero(kind, or_zero=False):

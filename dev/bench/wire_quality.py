@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runs import (ROOT, Budget, above_zero, check_report, difference_text, machine, made_by,  # finds dev/, too
-                  markdown, paired, train)
+                  markdown, paired, text_of, train)
 from compare import bytes_sent, read_run, size_text, validation_loss
 from metrics import Parser, UserError, exit_status
 
@@ -162,7 +162,7 @@ def report(arguments, settings):
               "sent by a process", "seeds"]
     minutes = sum(one["seconds"] for one in made) / 60
     text = [f"`make bench-wire-quality`, {machine()}, {datetime.date.today()}: {parameters / 1e6:.2f}M "
-            f"parameters, {arguments.tokens:,} tokens of the King James Bible as bytes, {TOKENS_A_STEP} a "
+            f"parameters, {arguments.tokens:,} tokens of {text_of(arguments.text)}, {TOKENS_A_STEP} a "
             f"step; validation loss of the global parameters on {VALIDATION_SEQUENCES * SEQUENCE:,} tokens. "
             f"{len(made)} runs, {minutes:.0f} minutes.", "", markdown(header, table), "", *verdicts(runs),
             "Data-parallel is the same in both parts, since a step has the same number of tokens for any number of "

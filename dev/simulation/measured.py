@@ -3,7 +3,7 @@ import dataclasses
 import re
 from dataclasses import dataclass
 
-from metrics import UserError, log_name, read_lines
+from metrics import UserError, read_lines, read_other_logs
 from model_file import ModelFile
 from simulation.payloads import Shape, choose_exchange, exchange_bytes, gpt_shape, make_fragments
 from simulation.store import (StoreCalls, check_store_exchange, store_bytes, store_link_bytes,
@@ -111,8 +111,7 @@ def read_measured(folder):
     part since then."""
     first = since_resumed(read_lines(folder / "metrics.jsonl"))
     run, options = first["run"], first["run"]["options"]
-    logs = [first] + [since_resumed(read_lines(folder / log_name(n)))
-                      for n in range(1, run["workers"] * run["ranks"])]
+    logs = [first, *map(since_resumed, read_other_logs(folder, run))]
     try:
         layers, channels = shape_options(folder, options)
         return Measured(

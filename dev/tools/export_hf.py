@@ -22,11 +22,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from huggingface import PREFIX, TRANSPOSED, tensor_name, write_safetensors
 from metrics import Parser, exit_status
-from model_file import STORED_AS, ModelFile, UserError, appearing_whole, convert, describe, parts
+from model_file import STORED_AS, ModelFile, UserError, appearing_whole, convert, describe, np, parts
 
 TOKENIZER_MAGIC, HEADER_BYTES = 20240328, 1024
 MODEL_ALONE = "or export the model alone with --no-tokenizer"

@@ -7,9 +7,8 @@ tensor and in bf16, which NumPy does not know.
 import json
 import os
 
-import numpy as np
-
 from metrics import UserError
+from model_file import np
 
 PREFIX = "transformer."
 # Hugging Face's Conv1D multiplies by a matrix from the right: (in, out), where llm.c has (out, in).

@@ -14,11 +14,9 @@ import os
 import sys
 from pathlib import Path
 
-import numpy as np
-
 from huggingface import PREFIX, TRANSPOSED, TYPES, Safetensors, tensor_name
 from metrics import Parser, exit_status
-from model_file import STORED_AS, Shape, UserError, convert, describe, parts, write_model
+from model_file import STORED_AS, Shape, UserError, convert, describe, np, parts, write_model
 
 # Accepted values in config.json; the first one is the default.
 FIXED = {

@@ -3,6 +3,7 @@
 Unknown types and fields are passed through; an unknown version is refused.
 """
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -37,6 +38,15 @@ def exit_status(work, trouble="cannot be used"):
               "permissions and free space", file=sys.stderr)
         return 2
     return 0
+
+
+def require(package):
+    """Ends the program with one line if a Python package that it is about to import is missing."""
+    try:
+        importlib.import_module(package)
+    except ImportError:
+        print(f"error: {package} is missing: run make setup, then .venv/bin/python {sys.argv[0]}", file=sys.stderr)
+        sys.exit(2)
 
 
 def log_name(process):
@@ -116,12 +126,20 @@ def read_lines(path):
     return lines
 
 
+def read_other_logs(folder, run):
+    """read_lines() of each process but the first.   run: a line that says how many there were"""
+    paths = [folder / log_name(process) for process in range(1, run["workers"] * run["ranks"])]
+    if missing := [path for path in paths if not path.exists()]:
+        raise UserError(f"{missing[0]} is not there: copy the logs of all processes (metrics_*.jsonl), which lie at "
+                        "their sites, into one folder")
+    return [read_lines(path) for path in paths]
+
+
 def read_run(folder):
     """The run in a folder, with all processes that it had when it ended."""
     first = read_lines(folder / log_name(0))
     last = (first["run"] + first["resume"])[-1]
-    logs = [first] + [read_lines(folder / log_name(process))
-                      for process in range(1, last["workers"] * last["ranks"])]
+    logs = [first, *read_other_logs(folder, last)]
     processes = []
     for lines in logs:
         place = (lines["run"] + lines["resume"])[-1]

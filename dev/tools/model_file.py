@@ -9,9 +9,10 @@ import os
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-import numpy as np
+from metrics import UserError, require
 
-from metrics import UserError
+require("numpy")
+import numpy as np
 
 MAGIC = 20240326
 VERSIONS = {3: "float32", 5: "bfloat16"}

@@ -21,15 +21,16 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from compare import bytes_by_step, bytes_sent, hellaswag_accuracy, peak, size_text, validation_loss
+from metrics import Parser, Run, UserError, exit_status, labels, read_run, require
+
+require("matplotlib")
 import matplotlib
-import numpy
+import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter
-
-from compare import bytes_by_step, bytes_sent, hellaswag_accuracy, peak, size_text, validation_loss
-from metrics import Parser, Run, UserError, exit_status, labels, read_run
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLORS = ["#555555", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"]
@@ -47,8 +48,8 @@ class Drawn:
     at: dict  # {step: x}, with step 0
 
     def places(self, steps):
-        """Of a step that worker 0 jumped over, as it does in an elastic run: between its neighbours."""
-        return numpy.interp(list(steps), list(self.at), list(self.at.values()))
+        """Of steps that worker 0 skipped, when it caught up with other elastic workers, between its own."""
+        return np.interp(list(steps), list(self.at), list(self.at.values()))
 
 
 def step_places(run, x):

@@ -27,7 +27,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # simulation/
 from compare import size_text
-from metrics import Parser, UserError, exit_status
+from metrics import Parser, UserError, exit_status, require
+
+require("numpy")
 from simulation import general, paper
 from simulation.measured import Measured, predict, read_measured
 from simulation.payloads import BITS, EXCHANGES, PATTERNS, Shape
@@ -332,6 +334,7 @@ def text_of(arguments):
 def main(words):
     arguments = parse_arguments(words)
     if arguments.plot:
+        require("matplotlib")
         from simulation.figure import draw  # matplotlib takes a second to load
         draw(arguments.plot)
         print(f"wrote {arguments.plot}")

@@ -295,7 +295,7 @@ def test_a_server_that_cannot_be_reached_is_a_clear_error(site, tmp_path):
 
 
 def test_the_hubs_token_is_not_sent_where_the_hub_redirects_to(site, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", site.address)
+    monkeypatch.setenv("HF_ENDPOINT", site.address + "/")
     monkeypatch.setenv("HF_TOKEN", "secret")
     site.files["/b"] = b"content"
     site.moved["/a"] = f"http://localhost:{site.server.server_port}/b"
@@ -699,13 +699,26 @@ def test_a_killed_run_goes_on_to_the_same_bytes(site, parquet, undisturbed, tmp_
     assert len([path for path, _ in site.asked if path.startswith("/api/")]) == 3  # pinned by the first run
 
 
-def test_shards_that_went_are_made_again(site, parquet, undisturbed, tmp_path):
+def test_shards_that_went_are_made_again_on_request(parquet, undisturbed, tmp_path):
     arguments = ["--from", parquet, *FINEWEB, "--out", tmp_path / "out"]
     made("fineweb.py", *arguments)
     (tmp_path / "out" / "fineweb_train_000003.bin").unlink()
     os.truncate(tmp_path / "out" / "fineweb_train_000005.bin", 2000)
-    assert "after shard 2" in made("fineweb.py", *arguments)
+    before = contents(tmp_path / "out")
+    message = failed("fineweb.py", *arguments)
+    assert "fineweb_train_000003.bin is missing" in message and "--again" in message
+    assert contents(tmp_path / "out") == before
+    assert "after shard 2" in made("fineweb.py", *arguments, "--again")
     assert without_record(tmp_path / "out") == without_record(undisturbed)
+
+
+def test_a_shard_that_is_not_listed_is_left_alone(parquet, tmp_path):
+    arguments = ["--from", parquet, *FINEWEB, "--out", tmp_path / "out"]
+    made("fineweb.py", *arguments, "--max-tokens", 10000)
+    (tmp_path / "out" / "fineweb_train_000007.bin").write_bytes(b"the user's own")
+    before = contents(tmp_path / "out")
+    assert "fineweb_train_000007.bin was not made by this script" in failed("fineweb.py", *arguments)
+    assert contents(tmp_path / "out") == before
 
 
 @pytest.mark.parametrize("tokens", [400, 10000, 10100, 12000])
@@ -746,7 +759,7 @@ def test_fineweb_has_a_vocabulary_of_its_own_and_keeps_it(site, parquet, tmp_pat
     assert text_of(tmp_path / "out", tokens) == stream()
     before = without_record(tmp_path / "out")
     (tmp_path / "out" / names[1]).unlink()
-    made("fineweb.py", *arguments)
+    made("fineweb.py", *arguments, "--again")
     assert without_record(tmp_path / "out") == before
 
 
@@ -858,6 +871,14 @@ def test_progress_has_a_line_now_and_then_and_the_time_left(monkeypatch):
     assert stream.getvalue().splitlines() == [
         "3.0%, 30 tokens, 16:10 left", "6.0%, 60 tokens, 15:40 left", "9.0%, 90 tokens, 15:10 left",
         "12.0%, 120 tokens, 14:40 left"]
+
+
+def test_a_process_that_does_not_start_is_one_line():
+    broken = type("Tokenizer", (), {"__reduce__": lambda self: (os._exit, (1,))})()  # unpickling it ends the process
+    parallel = load("parallel")
+    with pytest.raises(load("corpus").UserError, match="could not start or was ended.*fewer --processes"):
+        with parallel.Processes(1, broken) as processes:
+            list(processes.in_order(parallel.tokenize, [(0, ["text"])]))
 
 
 def test_gpt2s_tokens_are_llmcs_tokenizer_file_in_the_order_of_merges():

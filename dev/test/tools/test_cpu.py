@@ -118,6 +118,19 @@ def test_bf16_is_left_out_where_the_cpu_does_not_multiply_it(tmp_path, monkeypat
         bench_cpu.parse_arguments([*words, "--precisions", "fp32", "bf16"])
 
 
+def test_where_perf_may_not_record_the_other_measurements_are_printed(tmp_path, monkeypatch, capsys):
+    (tmp_path / "perf").write_text("#!/bin/sh\necho 'Access to performance monitoring is limited.' >&2; exit 255\n")
+    (tmp_path / "perf").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    model = bench_cpu.MODELS["3x128"]
+    parts = bench_cpu.Trainer(Path("/nowhere/train_gpt_cpu"), model, "fp32", 1, tmp_path).parts()
+    assert parts == {} and "Access to performance monitoring is limited" in capsys.readouterr().err
+    found = {"ours": [{"parameters": 1000, "seconds": 0.5, "peak": 2**20}], "rate": 1e7, "theirs": {}, "parts": parts}
+    words = bench_cpu.argparse.Namespace(pytorch=None, rounds=1, steps=1, models=["3x128"])
+    text = bench_cpu.report(words, {("3x128", "fp32"): found})
+    assert f"{model.tokens / 0.5:,.0f}" in text and "No table of the parts: perf" in text
+
+
 def test_the_share_is_the_flops_of_a_step_over_onednn_s():
     model = bench_cpu.Model(2, 2, 64, 128, 32, 4)
     found = {"ours": [{"parameters": 1000, "seconds": 0.5, "peak": 2**20}], "rate": 1e7,

@@ -1,5 +1,6 @@
 """compare.py and plot.py on logs made here, whose table is known."""
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -135,17 +136,6 @@ def test_steps_lie_where_their_tokens_and_times_are(runs):
     assert (begin, end) == (pytest.approx(4), pytest.approx(16))
 
 
-def test_what_happened_at_a_step_that_worker_0_jumped_over_lies_between_its_neighbours(runs, tmp_path):
-    log = runs[1] / "metrics.jsonl"
-    lines = log.read_text().splitlines(True)
-    log.write_text("".join(line for line in lines if json.loads(line).get("step") not in (26, 27, 28)))
-    classic = compare.read_run(runs[1])
-    assert 26 in plot.waits(classic, 1)[0]
-    assert list(drawn(classic)[0].places([25, 26, 29])) == [25, 26, 29]
-    assert drawn(classic, x="time")[0].places([26])[0] == pytest.approx(2.6)
-    plot.draw([classic], tmp_path / "jumps.png")
-
-
 @pytest.mark.parametrize("x", ["tokens", "time"])
 def test_a_picture_against_tokens_or_time_is_another_one(runs, tmp_path, x):
     for name, more in [("steps.png", []), ("other.png", ["--x", x])]:
@@ -188,6 +178,37 @@ def test_only_what_was_measured_gets_a_panel(runs, tmp_path):
     assert (tmp_path / "all.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.parametrize("x, places", [("step", [0, 1, 12, 15]), ("tokens", [0, 1000, 12000, 15000]),
+                                       ("time", [0, 0.1, 1.2, 1.5])])
+def test_a_merge_in_a_step_that_worker_0_skipped_has_a_place(runs, tmp_path, x, places):
+    """An elastic worker that was behind goes on at a later step, and so worker 0's log lacks some of worker 1's steps."""
+    streaming = compare.read_run(runs[2])
+    for process in streaming.processes:
+        for line in process.steps:  # workers of half the tokens: 1000 of both in a step
+            line["tokens"] //= 2
+    first = streaming.processes[0]
+    first.steps[:] = [line for line in first.steps if not 10 < line["step"] < 15]
+    first.syncs[:] = [line for line in first.syncs if not 10 < line["apply_step"] < 15]
+    streaming.processes[1].syncs[0].update(send_step=11, apply_step=12)
+    [one] = drawn(streaming, x=x)
+    assert list(one.places([0, 1, 12, 15])) == pytest.approx(places)
+    if x == "step":
+        plot.draw([streaming], tmp_path / "elastic.png", x)
+        assert (tmp_path / "elastic.png").exists()
+
+
+@pytest.mark.parametrize("script, more, package", [
+    ("plot.py", ["x", "-o", "x.png"], "matplotlib"), ("export_hf.py", ["x", "y"], "numpy"),
+    ("import_hf.py", ["x", "y"], "numpy"), ("simulate.py", ["--paper"], "numpy"),
+    ("simulate.py", ["--plot", "x.png"], "matplotlib")])
+def test_a_missing_python_package_is_one_line(tmp_path, script, more, package):
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{package}'\")")
+    result = subprocess.run([sys.executable, ROOT / "dev/tools" / script, *more], capture_output=True, text=True,
+                            env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert f"error: {package} is missing: run make setup" in result.stderr and script in result.stderr
+
+
 @pytest.mark.parametrize("script, more", [("compare.py", []), ("plot.py", ["-o", "x.png"])])
 def test_what_is_not_a_finished_run_is_one_line_and_exit_2(script, more, runs, tmp_path):
     log = runs[0] / "metrics_00001.jsonl"
@@ -195,7 +216,7 @@ def test_what_is_not_a_finished_run_is_one_line_and_exit_2(script, more, runs, t
     unfinished = b"".join(good.splitlines(True)[:-1])
     not_utf8 = good.replace(b"--seed", b"--s\xe9ed")
     for text, word in [(unfinished, "did not finish"), (b"nonsense\n", "line 1"), (not_utf8, "line 1"),
-                       (None, "cannot read")]:
+                       (None, "metrics_00001.jsonl is not there: copy the logs of all processes")]:
         log.unlink() if text is None else log.write_bytes(text)
         result = command(script, *runs, *more)
         assert result.returncode == 2 and word in result.stderr

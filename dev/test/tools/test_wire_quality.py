@@ -60,6 +60,7 @@ def test_the_table_holds_paired_differences_over_seeds(arguments, settings):
     assert table["4", "data-parallel"][1] == "-8.712% ± 0.536"
     assert "2 workers: fp4 E3M0 to nearest is +0.500% (standard error 0.500) from fp32, NOT within" in text
     assert "8 runs, 8 minutes" in text and "missing" not in text
+    assert f"1,200,000 tokens of {Path('text').resolve()}, 2048 a step" in text
 
 
 def test_what_is_there_is_not_run_again_and_what_is_missing_is_said(arguments, settings):
