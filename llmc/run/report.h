@@ -45,17 +45,18 @@ inline SyncMetrics sync_metrics(const SyncReport& r, long step) {
     return m;
 }
 
-// How many outer steps a run has, and, if they are few, what that costs. Measured with 0.86M parameters: how
-// far, in percent, the loss of two workers and of more ends above data-parallel's after 33 outer steps
-// (dev/results/README.md, Muon). Assumed: it falls with the root of their number (2.6 after 83 with Muon).
+// How many outer steps a run has, and, if they are few, what that costs. Measured with 0.66M parameters and
+// tuned outer settings (dev/results/quality.md): how far, in percent, the loss of two workers and of four
+// ends above data-parallel's after 110 outer steps, and by which power of their number that falls.
 inline std::string outer_steps(const Options& o, long steps) {
-    const double after_33 = o.uses_muon() ? (o.workers > 2 ? 9.6 : 4.2) : (o.workers > 2 ? 24.6 : 7.6);
+    const double after_110 = o.uses_muon() ? (o.workers > 2 ? 3.4 : 1.2) : (o.workers > 2 ? 6.2 : 2.4);
     const long H = o.diloco.inner_steps, count = steps / H, least = 15;  // fewer were not measured
-    const double cost = after_33 * std::sqrt(33.0 / double(std::max(count, least)));
+    const double cost = after_110 * std::pow(110.0 / std::max(count, least), o.uses_muon() ? 0.5 : 0.8);
     const std::string text = format("%s, H = %ld", counted(count, "outer step").c_str(), H);
     if (o.workers == 1 || cost < 2) { return text; }
-    return text + format(", are few: expect a loss %s %.0f%% above data-parallel's; a smaller -H or a longer "
-                         "run narrows it", count < least ? "more than" : "some", cost);
+    return text + format(", are few: expect a loss %s %.0f%% above data-parallel's, or more where outer "
+                         "rates are not tuned; a smaller -H or a longer run narrows it",
+                         count < least ? "more than" : "some", cost);
 }
 
 // What a process asks of a bucket, and what that costs at AWS's prices of 2026-11: $5 for a million requests
