@@ -989,7 +989,7 @@ int main(int argc, char** argv) {
         validate(options.diloco, options.diloco.streams() ? options.max_steps : -1, options.workers);
         check_memory(options, outer_bytes);
         Process process = launch(launch_options(options), argv);
-        if (!has_launcher() && !options.output.empty()) { leave_at_stop_signals(); }
+        const SignalThread signals(!has_launcher() && !options.output.empty());
         if (process.restart > 0 && !options.output.empty()) { options.resume = 1; }
         return train(options, process);
     } catch (const std::exception& e) {

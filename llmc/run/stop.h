@@ -11,7 +11,9 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <future>
 #include <optional>
+#include <thread>
 
 // The exit status of a process that was asked to stop and has written its checkpoint: 128 + SIGTERM.
 const int stopped_status = 143;
@@ -73,6 +75,33 @@ private:
     inline static std::atomic<int64_t> first_signal{0};
     static_assert(std::atomic<int64_t>::is_always_lock_free, "a signal handler must not wait for a lock");
     std::array<struct sigaction, stop_signals.size()> before;
+};
+
+// During its life stop signals that reach the process are handled on a thread of their own. The calling thread
+// and those that it starts block them: while oneDNN's fp32 kernel for AVX2 runs, the stack pointer points into
+// a buffer on the heap, and a signal's frame would overwrite what lies below. To be made before other threads.
+class SignalThread {
+public:
+    // leaves: see leave_at_stop_signals()
+    explicit SignalThread(bool leaves) : thread([end = ended.get_future()] { end.wait(); }) {
+        if (leaves) { leave_at_stop_signals(); }
+        sigset_t signals;
+        sigemptyset(&signals);
+        for (int s : stop_signals) { sigaddset(&signals, s); }
+        pthread_sigmask(SIG_BLOCK, &signals, &before);
+    }
+    SignalThread(const SignalThread&) = delete;
+    SignalThread& operator=(const SignalThread&) = delete;
+    ~SignalThread() {
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        ended.set_value();
+        thread.join();
+    }
+
+private:
+    std::promise<void> ended;
+    sigset_t before;
+    std::thread thread;
 };
 
 // Stopping: how a request that reaches one process ends the run of all processes after the same step.

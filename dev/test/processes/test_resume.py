@@ -374,6 +374,23 @@ def test_a_second_request_ends_a_run_at_once(begin, options):
     assert not list(start.folders[0].glob("state_*")) and not list(start.folders[0].glob("DONE_*"))
 
 
+def blocked_signals(task):
+    return int(re.search("^SigBlk:\\s*([0-9a-f]+)", (task / "status").read_text(), re.M)[1], 16)
+
+
+@pytest.mark.parametrize("more", [{}, {**ELASTIC, "-x": 10**6, "-d": 0}], ids=["lock-step", "elastic"])
+def test_no_thread_that_computes_takes_a_signal(begin, tmp_path, more, monkeypatch):
+    """A signal's frame goes to where the stack pointer points: in oneDNN's kernel for AVX2 into the heap."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    start = begin("run", {**FAR, **more, "-n": 0, "--store": f"file:{tmp_path / 'store'}"})
+    assert wait_until(lambda: steps_logged(start) > 3, start), start.output()
+    (pid, *_) = start.processes(start.launchers[0])
+    tasks = {int(task.name): blocked_signals(task) for task in Path(f"/proc/{pid}/task").iterdir()}
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        takers = [task for task, blocked in tasks.items() if not blocked >> (number - 1) & 1]
+        assert len(tasks) > 3 and len(takers) == 1 and takers != [pid], tasks
+
+
 def test_processes_that_were_started_to_ignore_a_signal_go_on(begin, run):
     """As under nohup, or trap '' TERM."""
     options = {**RUN, "--workers": 1, "-x": 200}
