@@ -464,8 +464,8 @@ def test_of_two_workers_one_goes_on_alone_and_says_so_and_the_other_joins_again(
     run[1].kill()
     before = max(run[0].merged())
     run[0].wait_for(lambda worker: max(worker.merged()) > before + 6)
-    (alone,) = run[0].happened("too_few")
-    assert "goes on with 1 of 2 workers" in alone["text"]
+    alone = run[0].happened("too_few")[-1]  # on a busy machine worker 1 may have been late before, too
+    assert "goes on with 1 of 2 workers" in alone["text"] and alone["sync"] >= before
     run[1].start(resume)
     run.wait_until_counted(1)
     run.stop_well()
