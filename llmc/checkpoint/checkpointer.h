@@ -16,7 +16,6 @@
 // that is down, since training itself does not need the store. In that case nobody knows whether the
 // checkpoint is whole; a resume finds out from the files.
 #pragma once
-#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -43,7 +42,6 @@
 #include "llmc/error.h"
 #include "llmc/run/process.h"
 #include "llmc/checkpoint/state_file.h"
-#include "llmc/run/stop.h"
 #include "llmc/run/store.h"
 
 struct CheckpointJob {
@@ -278,7 +276,6 @@ private:
     }
 
     void run() {
-        leave_requests_to_others();
         std::unique_lock<std::mutex> lock(mutex);
         while (true) {
             changed.wait(lock, [&] { return next || is_abandoned; });
@@ -291,15 +288,6 @@ private:
             next.reset();
             changed.notify_all();
         }
-    }
-
-    // Leaves the signals that request a stop to other threads. On this one they could interrupt a write,
-    // which some file systems report as a failure.
-    static void leave_requests_to_others() {
-        sigset_t requests;
-        sigemptyset(&requests);
-        for (int signal : stop_signals) { sigaddset(&requests, signal); }
-        pthread_sigmask(SIG_BLOCK, &requests, nullptr);
     }
 
     bool carry_out(const CheckpointJob& job) {

@@ -230,13 +230,10 @@ private:
         }
         Patience patience(timeout);
         for (long on_their_way = 0; !is_done();) {
+            const bool has_moved = move(header);
+            const long rest = has_moved ? on_their_way : unacknowledged();
             patience.has_waited(0.1);
-            if (move(header)) {
-                patience.begin_again();
-                continue;
-            }
-            const long rest = unacknowledged();
-            if (rest < on_their_way) { patience.begin_again(); }
+            if (has_moved || rest < on_their_way) { patience.begin_again(); }
             if (patience.is_over()) { report_silence(); }
             on_their_way = rest;
         }

@@ -639,18 +639,6 @@ TEST(Checkpointer, one_at_a_time_and_each_step_once) {
     EXPECT_TRUE(run.is_done(0, 20));
 }
 
-TEST(Checkpointer, requests_to_stop_do_not_interrupt_what_is_written) {
-    Processes run(1, 1);
-    run.start();
-    sigset_t blocked;
-    sigemptyset(&blocked);
-    CheckpointJob job = run.job(0, 10);
-    job.ready = [&] { pthread_sigmask(SIG_BLOCK, nullptr, &blocked); };
-    run[0].begin(job);
-    run.wait();
-    for (int signal : stop_signals) { EXPECT_TRUE(sigismember(&blocked, signal)) << signal; }
-}
-
 TEST(Checkpointer, keys_of_older_steps_are_removed_from_the_store) {
     Processes run(2, 1);
     run.start();
