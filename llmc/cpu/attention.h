@@ -12,10 +12,11 @@
 // along the dimension that the product sums over:
 //
 //     rows          (t, i / 2): values of one row, adjacent along the head
-//     transposed    (i / 2, t): the same words, so that scores are vectors along the keys
 //     pairs         (t / 2, i): values of two adjacent rows
+//     transposed    (i / 2, t) of rows, so that scores are vectors along the keys; (i, t / 2) of pairs
 //
-// In fp32, where a word is one value, pairs are rows.
+// In fp32, where a word is one value, pairs are rows. dk and dv are summed transposed, (hs, T): so their
+// products, too, read words of p and ds that are adjacent.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -38,24 +39,27 @@ struct AttentionHead {
     const int ld_keys;      // of matrices with a column per key; no power of two: rows would share cache sets
     const int words, ld_p;  // in a row of a head, and of probabilities
     const float scale;
+    const bool amx = bf16 && cpu_has_amx();
     std::vector<float> q, k, v, dout;                     // rows, q scaled
     std::vector<float> q_pairs, k_pairs, v_pairs, dout_pairs;
-    std::vector<float> kt, vt;                            // transposed
+    std::vector<float> kt, vt;                            // transposed rows
+    std::vector<float> qt, dout_t;                        // transposed pairs, with leading dimension ld_p
     std::vector<float> scores, dp;                        // (attention_queries,ld_keys) of fp32
     std::vector<float> p, ds, p_pairs, ds_pairs;          // of a tile of queries
-    std::vector<float> mixed, dq, dk, dv;                 // (padded_T,padded_hs) of fp32
+    std::vector<float> mixed, dq;                         // (padded_T,padded_hs) of fp32
+    std::vector<float> dkt, dvt;                          // (padded_hs,ld_keys) of fp32
 
     AttentionHead(int T, int hs, bool backward)
         : T(T), hs(hs), padded_T((T + attention_queries - 1) / attention_queries * attention_queries),
-          padded_hs((hs + 15) / 16 * 16), ld_keys(padded_T + 16), words(padded_hs / in_word),
-          ld_p(ld_keys / in_word), scale(1.0f / sqrtf(float(hs))) {
-        const size_t head = size_t(padded_T) * size_t(padded_hs);
+          padded_hs((hs + 16 * in_word - 1) / (16 * in_word) * 16 * in_word), ld_keys(padded_T + 32),
+          words(padded_hs / in_word), ld_p(ld_keys / in_word), scale(1.0f / sqrtf(float(hs))) {
+        const size_t head = size_t(padded_T) * size_t(padded_hs), transposed = size_t(padded_hs) * size_t(ld_keys);
         for (auto* one : {&q, &k, &v, &v_pairs, &mixed}) { one->resize(head); }
-        kt.resize(size_t(words) * size_t(ld_keys));
+        kt.resize(transposed);
         for (auto* one : {&scores, &p}) { one->resize(size_t(attention_queries) * size_t(ld_keys)); }
         if (!backward) { return; }
-        for (auto* one : {&dout, &q_pairs, &k_pairs, &dout_pairs, &dq, &dk, &dv}) { one->resize(head); }
-        vt.resize(kt.size());
+        for (auto* one : {&dout, &q_pairs, &k_pairs, &dout_pairs, &dq}) { one->resize(head); }
+        for (auto* one : {&vt, &qt, &dout_t, &dkt, &dvt}) { one->resize(transposed); }
         for (auto* one : {&dp, &ds, &p_pairs, &ds_pairs}) { one->resize(scores.size()); }
     }
 };
@@ -82,15 +86,15 @@ inline void pack_rows(AttentionHead<bf16>& x, std::vector<float>& out, const flo
     }
 }
 
-// out: transposed   rows: of a head
-template <bool bf16>
-inline void transpose_rows(AttentionHead<bf16>& x, std::vector<float>& out, const std::vector<float>& rows) {
-    for (int first = 0; first < x.padded_T; first += 16) {
-        for (int i = 0; i < x.words; i++) {
-            const float* from = rows.data() + long(first) * x.words + i;
-            float* to = out.data() + long(i) * x.ld_keys + first;
+// out[j,i] = inp[i,j].   out: (columns,rows), leading dimension ldo   inp: (rows,columns), ldi
+// rows: a multiple of 16
+inline void transpose(std::vector<float>& out, int ldo, const float* inp, int ldi, int rows, int columns) {
+    for (int first = 0; first < rows; first += 16) {
+        for (int j = 0; j < columns; j++) {
+            const float* from = inp + long(first) * ldi + j;
+            float* to = out.data() + long(j) * ldo + first;
             #pragma omp simd
-            for (int t = 0; t < 16; t++) { to[t] = from[long(t) * x.words]; }
+            for (int i = 0; i < 16; i++) { to[i] = from[long(i) * ldi]; }
         }
     }
 }
@@ -134,20 +138,20 @@ inline void attention_forward_head(AttentionHead<bf16>& x, float* out, float* ls
     pack_rows(x, x.q, qkv, 3 * C, x.scale);
     pack_rows(x, x.k, qkv + C, 3 * C, 1.0f);
     pack_rows(x, x.v, qkv + 2 * C, 3 * C, 1.0f);
-    transpose_rows(x, x.kt, x.k);
+    transpose(x.kt, x.ld_keys, x.k.data(), x.words, x.padded_T, x.words);
     const float* v = pair_rows<bf16>(x.v_pairs, x.v, x.padded_T, x.padded_hs, x.padded_hs);
     const std::vector<float>& p = bf16 ? x.p : x.scores;
     for (int first = 0; first < x.T; first += attention_queries) {
         const int keys = first + attention_queries, queries = std::min(attention_queries, x.T - first);
-        tile_matmul<bf16>(x.scores.data(), x.ld_keys, x.q.data() + long(first) * x.words, x.words, 1,
-                          x.kt.data(), x.ld_keys, attention_queries, keys, x.words, false);
+        tile_matmul<bf16>(x.scores.data(), x.ld_keys, x.q.data() + long(first) * x.words, x.words,
+                          x.kt.data(), x.ld_keys, attention_queries, keys, x.words, false, x.amx);
         for (int i = 0; i < queries; i++) {
             float* scores = x.scores.data() + long(i) * x.ld_keys;
             lse[first + i] = softmax_row(scores, first + i + 1, keys);
             if (bf16) { pack_row<bf16>(x.p.data() + long(i) * x.ld_p, scores, keys); }
         }
-        tile_matmul<bf16>(x.mixed.data(), x.padded_hs, p.data(), x.ld_p, 1, v, x.padded_hs, attention_queries,
-                          x.padded_hs, keys / x.in_word, false);
+        tile_matmul<bf16>(x.mixed.data(), x.padded_hs, p.data(), x.ld_p, v, x.padded_hs, attention_queries,
+                          x.padded_hs, keys / x.in_word, false, x.amx);
         for (int i = 0; i < queries; i++) {
             std::copy_n(x.mixed.data() + long(i) * x.padded_hs, x.hs, out + long(first + i) * C);
         }
@@ -169,11 +173,11 @@ template <bool bf16>
 inline void attention_backward_tile(AttentionHead<bf16>& x, const float* dout, const float* out,
                                     const float* lse, int C, int first) {
     const int keys = first + attention_queries, queries = std::min(attention_queries, x.T - first);
-    const long row = long(first) * x.words, pair = long(first / x.in_word) * x.padded_hs;
-    tile_matmul<bf16>(x.scores.data(), x.ld_keys, x.q.data() + row, x.words, 1, x.kt.data(), x.ld_keys,
-                      attention_queries, keys, x.words, false);
-    tile_matmul<bf16>(x.dp.data(), x.ld_keys, x.dout.data() + row, x.words, 1, x.vt.data(), x.ld_keys,
-                      attention_queries, keys, x.words, false);
+    const long row = long(first) * x.words, pair = first / x.in_word;
+    tile_matmul<bf16>(x.scores.data(), x.ld_keys, x.q.data() + row, x.words, x.kt.data(), x.ld_keys,
+                      attention_queries, keys, x.words, false, x.amx);
+    tile_matmul<bf16>(x.dp.data(), x.ld_keys, x.dout.data() + row, x.words, x.vt.data(), x.ld_keys,
+                      attention_queries, keys, x.words, false, x.amx);
     for (int i = 0; i < attention_queries; i++) {
         const int valid = i < queries ? first + i + 1 : 0;  // keys; none for padding
         const float *o = out + long(first + i) * C, *d = dout + long(first + i) * C;
@@ -189,15 +193,13 @@ inline void attention_backward_tile(AttentionHead<bf16>& x, const float* dout, c
     const std::vector<float>&p = bf16 ? x.p : x.scores, &ds = bf16 ? x.ds : x.dp;
     const float* p_pairs = pair_rows<bf16>(x.p_pairs, p, attention_queries, keys, x.ld_keys);
     const float* ds_pairs = pair_rows<bf16>(x.ds_pairs, ds, attention_queries, keys, x.ld_keys);
-    tile_matmul<bf16>(x.dq.data() + long(first) * x.padded_hs, x.padded_hs, ds.data(), x.ld_p, 1,
+    tile_matmul<bf16>(x.dq.data() + long(first) * x.padded_hs, x.padded_hs, ds.data(), x.ld_p,
                       (bf16 ? x.k_pairs : x.k).data(), x.padded_hs, attention_queries, x.padded_hs,
-                      keys / x.in_word, false);
-    tile_matmul<bf16>(x.dk.data(), x.padded_hs, ds_pairs, 1, x.ld_keys,
-                      (bf16 ? x.q_pairs : x.q).data() + pair, x.padded_hs, keys, x.padded_hs,
-                      attention_queries / x.in_word, true);
-    tile_matmul<bf16>(x.dv.data(), x.padded_hs, p_pairs, 1, x.ld_keys,
-                      (bf16 ? x.dout_pairs : x.dout).data() + pair, x.padded_hs, keys, x.padded_hs,
-                      attention_queries / x.in_word, true);
+                      keys / x.in_word, false, x.amx);
+    tile_matmul<bf16>(x.dkt.data(), x.ld_keys, x.qt.data() + pair, x.ld_p, ds_pairs, x.ld_keys, x.padded_hs, keys,
+                      attention_queries / x.in_word, true, x.amx);
+    tile_matmul<bf16>(x.dvt.data(), x.ld_keys, x.dout_t.data() + pair, x.ld_p, p_pairs, x.ld_keys, x.padded_hs,
+                      keys, attention_queries / x.in_word, true, x.amx);
 }
 
 // One head.   dqkv, qkv: (T,hs) of q, with leading dimension 3C   dout, out: (T,hs), of C   lse: (T)
@@ -208,21 +210,27 @@ inline void attention_backward_head(AttentionHead<bf16>& x, float* dqkv, const f
     pack_rows(x, x.k, qkv + C, 3 * C, 1.0f);
     pack_rows(x, x.v, qkv + 2 * C, 3 * C, 1.0f);
     pack_rows(x, x.dout, dout, C, 1.0f);
-    transpose_rows(x, x.kt, x.k);
-    transpose_rows(x, x.vt, x.v);
-    pair_rows<bf16>(x.q_pairs, x.q, x.padded_T, x.padded_hs, x.padded_hs);
+    transpose(x.kt, x.ld_keys, x.k.data(), x.words, x.padded_T, x.words);
+    transpose(x.vt, x.ld_keys, x.v.data(), x.words, x.padded_T, x.words);
     pair_rows<bf16>(x.k_pairs, x.k, x.padded_T, x.padded_hs, x.padded_hs);
-    pair_rows<bf16>(x.dout_pairs, x.dout, x.padded_T, x.padded_hs, x.padded_hs);
-    std::fill(x.dk.begin(), x.dk.end(), 0.0f);
-    std::fill(x.dv.begin(), x.dv.end(), 0.0f);
+    const float* q = pair_rows<bf16>(x.q_pairs, x.q, x.padded_T, x.padded_hs, x.padded_hs);
+    const float* d = pair_rows<bf16>(x.dout_pairs, x.dout, x.padded_T, x.padded_hs, x.padded_hs);
+    transpose(x.qt, x.ld_p, q, x.padded_hs, x.padded_T / x.in_word, x.padded_hs);
+    transpose(x.dout_t, x.ld_p, d, x.padded_hs, x.padded_T / x.in_word, x.padded_hs);
+    std::fill(x.dkt.begin(), x.dkt.end(), 0.0f);
+    std::fill(x.dvt.begin(), x.dvt.end(), 0.0f);
     for (int first = 0; first < x.T; first += attention_queries) {
         attention_backward_tile(x, dout, out, lse, C, first);
     }
+    // q and dout are no longer needed, and are as large as dk and dv.
+    std::vector<float>&dk = x.q_pairs, &dv = x.dout_pairs;
+    transpose(dk, x.padded_hs, x.dkt.data(), x.ld_keys, x.padded_hs, x.padded_T);
+    transpose(dv, x.padded_hs, x.dvt.data(), x.ld_keys, x.padded_hs, x.padded_T);
     for (int t = 0; t < x.T; t++, dqkv += 3 * C) {
         const long from = long(t) * x.padded_hs;
         pack_row<false>(dqkv, x.dq.data() + from, x.hs, x.scale);
-        pack_row<false>(dqkv + C, x.dk.data() + from, x.hs);
-        pack_row<false>(dqkv + 2 * C, x.dv.data() + from, x.hs);
+        pack_row<false>(dqkv + C, dk.data() + from, x.hs);
+        pack_row<false>(dqkv + 2 * C, dv.data() + from, x.hs);
     }
 }
 
@@ -232,6 +240,7 @@ inline void for_each_head(int B, int T, int hs, int NH, bool backward, const Wor
     #pragma omp parallel
     {
         AttentionHead<bf16> x(T, hs, backward);
+        const AmxRegisters registers(x.amx);
         #pragma omp for collapse(2)
         for (int b = 0; b < B; b++) {
             for (int h = 0; h < NH; h++) { work(x, b, h); }

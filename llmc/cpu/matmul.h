@@ -31,6 +31,12 @@ inline bool cpu_has_fast_bf16() {
     return (unsigned(dnnl::get_effective_cpu_isa()) & bf16) == bf16;
 }
 
+// True if it has AMX, too, and the system lets this process use it.
+inline bool cpu_has_amx() {
+    const unsigned amx = unsigned(dnnl::cpu_isa::avx512_core_amx);
+    return (unsigned(dnnl::get_effective_cpu_isa()) & amx) == amx;
+}
+
 // float to bf16, to nearest, ties to even. NaN stays NaN.
 HD_INLINE uint16_t bf16_bits(float value) {
     const uint32_t bits = float_to_bits(value);

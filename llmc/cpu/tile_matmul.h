@@ -4,12 +4,14 @@
 //
 // The inner loop keeps a tile of 8 x 32 (AVX-512), 4 x 16 (AVX2) or 4 x 8 sums in registers. Each step adds
 // the outer product of a column of a and a row of b: with AVX-512, 10 loads (8 of them broadcasts) for 16
-// fused multiply-adds.
+// fused multiply-adds. With AMX it keeps 32 x 32 sums in four tile registers, and each step adds the products
+// of 16 words of 32 rows of a and 32 columns of b.
 #pragma once
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 
 namespace cpu {
@@ -55,8 +57,7 @@ inline Vector multiply_add(float a, Vector b, Vector c) {
 
 // One tile: tile_rows rows, `vectors` vectors wide.
 template <bool bf16, int vectors>
-inline void tile(float* out, int ldo, const float* a, long row_stride, long k_stride, const float* b, int ldb,
-                 int K, bool accumulate) {
+inline void tile(float* out, int ldo, const float* a, int lda, const float* b, int ldb, int K, bool accumulate) {
     Vector sum[tile_rows][vectors] = {};
     if (accumulate) {
         for (int i = 0; i < tile_rows; i++) {
@@ -66,8 +67,8 @@ inline void tile(float* out, int ldo, const float* a, long row_stride, long k_st
     for (int k = 0; k < K; k++) {
         for (int i = 0; i < tile_rows; i++) {
             for (int j = 0; j < vectors; j++) {
-                sum[i][j] = multiply_add<bf16>(a[i * row_stride + k * k_stride],
-                                               load(b + long(k) * ldb + j * vector_width), sum[i][j]);
+                sum[i][j] = multiply_add<bf16>(a[long(i) * lda + k], load(b + long(k) * ldb + j * vector_width),
+                                               sum[i][j]);
             }
         }
     }
@@ -76,20 +77,84 @@ inline void tile(float* out, int ldo, const float* a, long row_stride, long k_st
     }
 }
 
-// out (rows,columns) = or += a (rows,K) b (K,columns), K in words.   a[i,k] is at i * row_stride +
-// k * k_stride, so it may be transposed; out and b are row-major with leading dimensions ldo and ldb.
-// rows: a multiple of 8   columns: of 16
+// The calling thread's AMX registers, each 16 rows of 16 words, while this object lives. Without `amx`: nothing.
+class AmxRegisters {
+public:
+    explicit AmxRegisters(bool amx) : amx(amx) {
+#if defined(__AMX_BF16__)
+        alignas(64) uint8_t config[64] = {1};  // palette 1; at 16: bytes of a row, at 48: rows of the registers
+        for (int i = 0; i < 8; i++) { config[16 + 2 * i] = 64, config[48 + i] = 16; }
+        if (amx) { _tile_loadconfig(config); }
+#endif
+    }
+    AmxRegisters(const AmxRegisters&) = delete;
+    ~AmxRegisters() {
+#if defined(__AMX_BF16__)
+        if (amx) { _tile_release(); }
+#endif
+    }
+
+private:
+    const bool amx;
+};
+
+#if defined(__AMX_BF16__)
+// tile_matmul in AmxRegisters.   rows, columns: multiples of 32   K: of 16
+inline void amx_matmul(float* out, int ldo, const float* a, int lda, const float* b, int ldb, int rows,
+                       int columns, int K, bool accumulate) {
+    for (int i = 0; i < rows; i += 32) {
+        for (int j = 0; j < columns; j += 32) {
+            float* upper = out + long(i) * ldo + j;
+            float* lower = upper + 16L * ldo;
+            if (accumulate) {
+                _tile_loadd(0, upper, 4L * ldo);
+                _tile_loadd(1, upper + 16, 4L * ldo);
+                _tile_loadd(2, lower, 4L * ldo);
+                _tile_loadd(3, lower + 16, 4L * ldo);
+            } else {
+                _tile_zero(0);
+                _tile_zero(1);
+                _tile_zero(2);
+                _tile_zero(3);
+            }
+            for (int k = 0; k < K; k += 16) {
+                const float *a_rows = a + long(i) * lda + k, *b_rows = b + long(k) * ldb + j;
+                _tile_loadd(4, a_rows, 4L * lda);
+                _tile_loadd(5, a_rows + 16L * lda, 4L * lda);
+                _tile_loadd(6, b_rows, 4L * ldb);
+                _tile_loadd(7, b_rows + 16, 4L * ldb);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+            _tile_stored(0, upper, 4L * ldo);
+            _tile_stored(1, upper + 16, 4L * ldo);
+            _tile_stored(2, lower, 4L * ldo);
+            _tile_stored(3, lower + 16, 4L * ldo);
+        }
+    }
+}
+#endif
+
+// out (rows,columns) = or += a (rows,K) b (K,columns), K in words; row-major, with leading dimensions ldo, lda
+// and ldb.   amx: in AmxRegisters, which need bf16   rows, columns: multiples of 16, with amx of 32
+// K: with amx a multiple of 16
 template <bool bf16>
-inline void tile_matmul(float* out, int ldo, const float* a, long row_stride, long k_stride, const float* b,
-                        int ldb, int rows, int columns, int K, bool accumulate) {
+inline void tile_matmul(float* out, int ldo, const float* a, int lda, const float* b, int ldb, int rows,
+                        int columns, int K, bool accumulate, bool amx) {
+#if defined(__AMX_BF16__)
+    if (amx) { return amx_matmul(out, ldo, a, lda, b, ldb, rows, columns, K, accumulate); }
+#endif
     for (int i = 0; i < rows; i += tile_rows) {
-        const float* a_rows = a + i * row_stride;
+        const float* a_rows = a + long(i) * lda;
+        float* out_rows = out + long(i) * ldo;
         int j = 0;
         for (; j + 2 * vector_width <= columns; j += 2 * vector_width) {
-            tile<bf16, 2>(out + i * ldo + j, ldo, a_rows, row_stride, k_stride, b + j, ldb, K, accumulate);
+            tile<bf16, 2>(out_rows + j, ldo, a_rows, lda, b + j, ldb, K, accumulate);
         }
         for (; j < columns; j += vector_width) {
-            tile<bf16, 1>(out + i * ldo + j, ldo, a_rows, row_stride, k_stride, b + j, ldb, K, accumulate);
+            tile<bf16, 1>(out_rows + j, ldo, a_rows, lda, b + j, ldb, K, accumulate);
         }
     }
 }

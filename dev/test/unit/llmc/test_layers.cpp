@@ -391,6 +391,26 @@ TEST(Attention, in_bf16_the_error_is_that_of_rounding) {
     }
 }
 
+// Sums of 300 products in another order; into sums that are there, and into none.
+TEST(Attention, the_products_of_amx_are_those_of_the_vector_unit) {
+    if (!cpu::cpu_has_amx()) { GTEST_SKIP() << "this CPU has no AMX"; }
+    const int rows = 64, columns = 96, K = 160, lda = K + 16, ldb = columns + 32, ldo = columns + 5;
+    Floats a(rows * lda), b(K * ldb);
+    const Floats a_values = random_floats(2 * rows * lda, 1), b_values = random_floats(2 * K * ldb, 2);
+    cpu::convert_to_bf16(reinterpret_cast<uint16_t*>(a.data()), a_values.data(), long(a_values.size()));
+    cpu::convert_to_bf16(reinterpret_cast<uint16_t*>(b.data()), b_values.data(), long(b_values.size()));
+    for (const bool accumulate : {false, true}) {
+        Floats out = random_floats(rows * ldo, 3), expected = out;
+        cpu::tile_matmul<true>(expected.data(), ldo, a.data(), lda, b.data(), ldb, rows, columns, K, accumulate, false);
+        {
+            const cpu::AmxRegisters registers(true);
+            cpu::tile_matmul<true>(out.data(), ldo, a.data(), lda, b.data(), ldb, rows, columns, K, accumulate, true);
+        }
+        EXPECT_NE(out, expected);  // the bits of another order
+        EXPECT_LT(relative_error(out, doubles(expected)), 1e-6);
+    }
+}
+
 TEST(Attention, does_not_look_ahead) {
     AttentionCase x(1, 70, 32, 2);
     x.run();
@@ -410,12 +430,14 @@ TEST(Attention, survives_scores_whose_exponentials_overflow) {
 }
 
 TEST(Attention, gives_the_same_bits_at_any_thread_count) {
-    expect_same_bits_at_any_thread_count([] {
-        AttentionCase x(3, 70, 48, 3);
-        x.run();
-        x.dqkv.insert(x.dqkv.end(), x.out.begin(), x.out.end());
-        return x.dqkv;
-    });
+    for (const bool bf16 : {false, true}) {
+        expect_same_bits_at_any_thread_count([bf16] {
+            AttentionCase x(3, 70, 48, 3);
+            x.run(bf16);
+            x.dqkv.insert(x.dqkv.end(), x.out.begin(), x.out.end());
+            return x.dqkv;
+        });
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------
