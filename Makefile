@@ -27,7 +27,7 @@ include scripts/libraries.mk
 WARNINGS = -Wall -Wextra $(if $(CI),-Werror)
 CUDA_WARNINGS = -Xcompiler -Wall$(comma)-Wextra$(comma)-Wno-unknown-pragmas $(if $(CI),-Werror all-warnings)
 # -ffp-contract=off: arithmetic that must give the same bits on every machine calls fmaf where it means it.
-OPTIMIZE_CPU = -O3 -g1
+OPTIMIZE_CPU = -O3 -g1 $(WIDEST_VECTORS)
 CXXFLAGS = -std=c++17 $(OPTIMIZE_CPU) -march=$(CPU_ARCH) -fopenmp -ffp-contract=off -fno-math-errno \
            -fno-trapping-math -fno-strict-aliasing $(WARNINGS) -I. $(DEPS_FLAGS) $(WITHOUT)
 LDLIBS = $(DEPS_LINK) -ldnnl $(OPTIONAL_LIBS) -lxxhash -lpthread

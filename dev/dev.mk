@@ -172,7 +172,7 @@ build/nvcc/%.ptx: %.cpp $(EMULATOR_HEADERS)
 	$(NVCC) -x cu $(CUDA_FLAGS) -arch=compute_90 -ptx $< -o $@
 
 # nvcc does not know all of the vector instructions that the CPU's layers use where g++ names them.
-WITHOUT_VECTORS = -Xcompiler -U__AVX2__,-U__AVX512F__,-U__AVX512BF16__
+WITHOUT_VECTORS = -Xcompiler -U__AVX2__,-U__AVX512F__,-U__AVX512BF16__,-U__AMX_BF16__
 GPU_TESTS = $(LAYER_TESTS:%=build/gpu/%) build/gpu/test_kernels
 build/gpu/%: %.cpp $(EMULATOR_HEADERS) build/options_gpu | dependencies gpu_dependencies
 	@mkdir -p $(@D)

@@ -25,3 +25,6 @@
 #include "llmc/cpu/muon.h"
 #include "llmc/cpu/outlier.h"
 #endif
+
+using device::MatmulInput;
+using device::MatmulInputBuffer;

@@ -9,6 +9,8 @@
 #               HAS_PCRE2= and HAS_CURL= (libcurl and expat)
 GPU_ARCH ?= native
 CPU_ARCH ?= native
+# g++ prefers vectors of 256 bits even where there are 512: with 512 a step in bf16 takes 8% less time.
+WIDEST_VECTORS = $(if $(filter x86_64,$(shell uname -m)),-mprefer-vector-width=512)
 hash := \#
 comma := ,
 

@@ -53,7 +53,8 @@ struct AttentionHead {
         : T(T), hs(hs), padded_T((T + attention_queries - 1) / attention_queries * attention_queries),
           padded_hs((hs + 16 * in_word - 1) / (16 * in_word) * 16 * in_word), ld_keys(padded_T + 32),
           words(padded_hs / in_word), ld_p(ld_keys / in_word), scale(1.0f / sqrtf(float(hs))) {
-        const size_t head = size_t(padded_T) * size_t(padded_hs), transposed = size_t(padded_hs) * size_t(ld_keys);
+        const size_t head = size_t(padded_T) * size_t(padded_hs),
+                     transposed = size_t(padded_hs) * size_t(ld_keys);
         for (auto* one : {&q, &k, &v, &v_pairs, &mixed}) { one->resize(head); }
         kt.resize(transposed);
         for (auto* one : {&scores, &p}) { one->resize(size_t(attention_queries) * size_t(ld_keys)); }
@@ -196,10 +197,10 @@ inline void attention_backward_tile(AttentionHead<bf16>& x, const float* dout, c
     tile_matmul<bf16>(x.dq.data() + long(first) * x.padded_hs, x.padded_hs, ds.data(), x.ld_p,
                       (bf16 ? x.k_pairs : x.k).data(), x.padded_hs, attention_queries, x.padded_hs,
                       keys / x.in_word, false, x.amx);
-    tile_matmul<bf16>(x.dkt.data(), x.ld_keys, x.qt.data() + pair, x.ld_p, ds_pairs, x.ld_keys, x.padded_hs, keys,
-                      attention_queries / x.in_word, true, x.amx);
-    tile_matmul<bf16>(x.dvt.data(), x.ld_keys, x.dout_t.data() + pair, x.ld_p, p_pairs, x.ld_keys, x.padded_hs,
+    tile_matmul<bf16>(x.dkt.data(), x.ld_keys, x.qt.data() + pair, x.ld_p, ds_pairs, x.ld_keys, x.padded_hs,
                       keys, attention_queries / x.in_word, true, x.amx);
+    tile_matmul<bf16>(x.dvt.data(), x.ld_keys, x.dout_t.data() + pair, x.ld_p, p_pairs, x.ld_keys,
+                      x.padded_hs, keys, attention_queries / x.in_word, true, x.amx);
 }
 
 // One head.   dqkv, qkv: (T,hs) of q, with leading dimension 3C   dout, out: (T,hs), of C   lse: (T)

@@ -1,14 +1,20 @@
 // GELU of an array, for recomputation only: in the forward, matmul_forward applies it.
 #pragma once
+#include "llmc/cpu/matmul_input.h"
 #include "llmc/gelu.h"
 #include "llmc/stream.h"
 
 namespace cpu {
 
 // out[i] = gelu(inp[i]).   out, inp: (n)
-inline void gelu_forward(float* out, const float* inp, long n, Stream&) {
+template <class T>
+inline void apply_gelu(T* out, const float* inp, long n) {
     #pragma omp parallel for simd
-    for (long i = 0; i < n; i++) { out[i] = gelu(inp[i]); }
+    for (long i = 0; i < n; i++) { out[i] = rounded_to<T>(gelu(inp[i])); }
+}
+
+inline void gelu_forward(MatmulInput out, const float* inp, long n, Stream&) {
+    out.visit([=](auto* values) { apply_gelu(values, inp, n); });
 }
 
 }  // namespace cpu

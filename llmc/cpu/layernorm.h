@@ -7,12 +7,14 @@
 #include <vector>
 
 #include "llmc/cpu/gradient_sums.h"
+#include "llmc/cpu/matmul_input.h"
 #include "llmc/stream.h"
 
 namespace cpu {
 
 // One row. The variance is computed from centred values: E[x^2] - E[x]^2 would cancel for a large mean.
-inline void layernorm_row(float* out, float* mean, float* rstd, const float* inp, const float* weight,
+template <class T>
+inline void layernorm_row(T* out, float* mean, float* rstd, const float* inp, const float* weight,
                           const float* bias, int C) {
     float sum = 0, squares = 0;
     #pragma omp simd reduction(+ : sum)
@@ -22,32 +24,44 @@ inline void layernorm_row(float* out, float* mean, float* rstd, const float* inp
     for (int c = 0; c < C; c++) { squares += (inp[c] - m) * (inp[c] - m); }
     const float r = 1.0f / sqrtf(squares / float(C) + 1e-5f);
     #pragma omp simd
-    for (int c = 0; c < C; c++) { out[c] = (inp[c] - m) * r * weight[c] + bias[c]; }
+    for (int c = 0; c < C; c++) { out[c] = rounded_to<T>((inp[c] - m) * r * weight[c] + bias[c]); }
     *mean = m;
     *rstd = r;
 }
 
 // out: (N,C)   mean, rstd: (N)   inp: (N,C)   weight, bias: (C)
-inline void layernorm_forward(float* out, float* mean, float* rstd, const float* inp, const float* weight,
-                              const float* bias, int N, int C, Stream&) {
-    #pragma omp parallel for
-    for (int n = 0; n < N; n++) {
-        layernorm_row(out + long(n) * C, mean + n, rstd + n, inp + long(n) * C, weight, bias, C);
-    }
+inline void layernorm_forward(MatmulInput out, float* mean, float* rstd, const float* inp,
+                              const float* weight, const float* bias, int N, int C, Stream&) {
+    out.visit([=](auto* rows) {
+        #pragma omp parallel for
+        for (int n = 0; n < N; n++) {
+            layernorm_row(rows + long(n) * C, mean + n, rstd + n, inp + long(n) * C, weight, bias, C);
+        }
+    });
+}
+
+// A row of fused_residual_forward.
+template <class T>
+inline void fused_residual_row(float* residual, T* normed, float* mean, float* rstd, const float* inp1,
+                               const float* inp2, const float* weight, const float* bias, int C) {
+    #pragma omp simd
+    for (int c = 0; c < C; c++) { residual[c] = inp1[c] + inp2[c]; }
+    layernorm_row(normed, mean, rstd, residual, weight, bias, C);
 }
 
 // residual = inp1 + inp2, normed = layernorm(residual).   all (N,C), but mean, rstd: (N)
 // and weight, bias: (C)
-inline void fused_residual_forward(float* residual, float* normed, float* mean, float* rstd,
+inline void fused_residual_forward(float* residual, MatmulInput normed, float* mean, float* rstd,
                                    const float* inp1, const float* inp2, const float* weight,
                                    const float* bias, int N, int C, Stream&) {
-    #pragma omp parallel for
-    for (int n = 0; n < N; n++) {
-        const long row = long(n) * C;
-        #pragma omp simd
-        for (int c = 0; c < C; c++) { residual[row + c] = inp1[row + c] + inp2[row + c]; }
-        layernorm_row(normed + row, mean + n, rstd + n, residual + row, weight, bias, C);
-    }
+    normed.visit([=](auto* rows) {
+        #pragma omp parallel for
+        for (int n = 0; n < N; n++) {
+            const long at = long(n) * C;
+            fused_residual_row(residual + at, rows + at, mean + n, rstd + n, inp1 + at, inp2 + at, weight,
+                               bias, C);
+        }
+    });
 }
 
 // One row: with x = (inp - mean) rstd and d = weight dout,

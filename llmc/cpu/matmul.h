@@ -12,12 +12,14 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "llmc/buffer.h"
 #include "llmc/cpu/gelu.h"
 #include "llmc/cpu/gradient_sums.h"
+#include "llmc/cpu/matmul_input.h"
 #include "llmc/floatx.h"
 #include "llmc/gelu.h"
 #include "llmc/state.h"
@@ -37,11 +39,9 @@ inline bool cpu_has_amx() {
     return (unsigned(dnnl::get_effective_cpu_isa()) & amx) == amx;
 }
 
-// float to bf16, to nearest, ties to even. NaN stays NaN.
-HD_INLINE uint16_t bf16_bits(float value) {
-    const uint32_t bits = float_to_bits(value);
-    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+// Bytes of a value that only products read.
+inline size_t matmul_input_size(MatmulPrecision precision) {
+    return precision != MatmulPrecision::highest && cpu_has_fast_bf16() ? sizeof(uint16_t) : sizeof(float);
 }
 
 // out[i] = bf16(inp[i]).   out, inp: (n)
@@ -58,7 +58,7 @@ public:
     const bool bf16;  // products round their inputs to it
 
     explicit Matmul(const MatmulOptions& options)
-        : bf16(options.precision != MatmulPrecision::highest && cpu_has_fast_bf16()),
+        : bf16(matmul_input_size(options.precision) == sizeof(uint16_t)),
           engine(dnnl::engine::kind::cpu, 0),
           stream(engine) {}
 
@@ -70,7 +70,9 @@ public:
     void restore(const Fields&, std::vector<std::string>&) {}
 
     // inp or dout in the type that products take: rounded into scratch of its own, or unchanged.
-    void* round_inp(const float* inp, long n) { return round(inp_scratch, inp, n); }
+    void* round_inp(MatmulInput inp, long n) {
+        return inp.visit([&](auto* values) { return round(inp_scratch, values, n); });
+    }
     void* round_dout(const float* dout, long n) { return round(dout_scratch, dout, n); }
 
     // out (N,OC) = inp (N,C) weight (OC,C)^T + bias.   inp: from round_inp
@@ -112,6 +114,11 @@ private:
         if (!bf16) { return const_cast<float*>(values); }
         convert_to_bf16(scratch(buffer, n), values, n);
         return buffer.data();
+    }
+
+    void* round(Buffer<uint16_t>&, uint16_t* values, long) {
+        if (!bf16) { throw std::logic_error("a product of fp32 takes no bf16"); }
+        return values;
     }
 
     void execute(const Product& p, float* out, void* a, void* b, const float* bias) {
@@ -177,12 +184,16 @@ private:
 };
 
 // out: (N,OC)   inp: (N,C)   weight: (OC,C)   bias: (OC) or null
-// pre_gelu: (N,OC) or null; if given, it receives inp weight^T + bias, and out = gelu(pre_gelu)
-inline void matmul_forward(Matmul& matmul, float* out, const float* inp, const float* weight,
-                           const float* bias, int N, int C, int OC, Stream& stream,
-                           float* pre_gelu = nullptr) {
-    matmul.forward(pre_gelu ? pre_gelu : out, matmul.round_inp(inp, long(N) * C), weight, bias, N, C, OC);
-    if (pre_gelu) { gelu_forward(out, pre_gelu, long(N) * OC, stream); }
+inline void matmul_forward(Matmul& matmul, float* out, MatmulInput inp, const float* weight,
+                           const float* bias, int N, int C, int OC, Stream&) {
+    matmul.forward(out, matmul.round_inp(inp, long(N) * C), weight, bias, N, C, OC);
+}
+
+// The same with GELU: pre_gelu = inp weight^T + bias, out = gelu(pre_gelu).   out, pre_gelu: (N,OC)
+inline void matmul_forward(Matmul& matmul, MatmulInput out, MatmulInput inp, const float* weight,
+                           const float* bias, int N, int C, int OC, Stream& stream, float* pre_gelu) {
+    matmul_forward(matmul, pre_gelu, inp, weight, bias, N, C, OC, stream);
+    gelu_forward(out, pre_gelu, long(N) * OC, stream);
 }
 
 // out = a b.   out: (N,C)   a: (N,K)   b: (K,C)
@@ -198,7 +209,7 @@ inline void matmul_gram(Matmul& matmul, float* out, const float* inp, int N, int
 }
 
 // Overwrites dinp, adds to dweight.   dinp, inp: (N,C)   dweight, weight: (OC,C)   dout: (N,OC)
-inline void matmul_backward(Matmul& matmul, float* dinp, float* dweight, const float* dout, const float* inp,
+inline void matmul_backward(Matmul& matmul, float* dinp, float* dweight, const float* dout, MatmulInput inp,
                             const float* weight, int N, int C, int OC, GradientSums&, Stream&) {
     void* rounded = matmul.round_dout(dout, long(N) * OC);
     matmul.backward_weight(dweight, rounded, matmul.round_inp(inp, long(N) * C), N, C, OC);
@@ -208,7 +219,7 @@ inline void matmul_backward(Matmul& matmul, float* dinp, float* dweight, const f
 // The same for inp = gelu(pre_gelu): overwrites dpre_gelu, and adds its sum over rows to dbias, which is the
 // gradient of the bias of the product before.   pre_gelu, dpre_gelu: (N,C)   dbias: (C)
 inline void matmul_gelu_backward(Matmul& matmul, float* dpre_gelu, float* dweight, float* dbias,
-                                 const float* dout, const float* inp, const float* pre_gelu,
+                                 const float* dout, MatmulInput inp, const float* pre_gelu,
                                  const float* weight, int N, int C, int OC, GradientSums& sums,
                                  Stream& stream) {
     matmul_backward(matmul, dpre_gelu, dweight, dout, inp, weight, N, C, OC, sums, stream);

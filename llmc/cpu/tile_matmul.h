@@ -57,7 +57,8 @@ inline Vector multiply_add(float a, Vector b, Vector c) {
 
 // One tile: tile_rows rows, `vectors` vectors wide.
 template <bool bf16, int vectors>
-inline void tile(float* out, int ldo, const float* a, int lda, const float* b, int ldb, int K, bool accumulate) {
+inline void tile(float* out, int ldo, const float* a, int lda, const float* b, int ldb, int K,
+                 bool accumulate) {
     Vector sum[tile_rows][vectors] = {};
     if (accumulate) {
         for (int i = 0; i < tile_rows; i++) {
@@ -67,8 +68,8 @@ inline void tile(float* out, int ldo, const float* a, int lda, const float* b, i
     for (int k = 0; k < K; k++) {
         for (int i = 0; i < tile_rows; i++) {
             for (int j = 0; j < vectors; j++) {
-                sum[i][j] = multiply_add<bf16>(a[long(i) * lda + k], load(b + long(k) * ldb + j * vector_width),
-                                               sum[i][j]);
+                sum[i][j] = multiply_add<bf16>(a[long(i) * lda + k],
+                                               load(b + long(k) * ldb + j * vector_width), sum[i][j]);
             }
         }
     }
@@ -77,12 +78,13 @@ inline void tile(float* out, int ldo, const float* a, int lda, const float* b, i
     }
 }
 
-// The calling thread's AMX registers, each 16 rows of 16 words, while this object lives. Without `amx`: nothing.
+// The calling thread's AMX registers, each 16 rows of 16 words, while this object lives. Not without `amx`.
 class AmxRegisters {
 public:
     explicit AmxRegisters(bool amx) : amx(amx) {
 #if defined(__AMX_BF16__)
-        alignas(64) uint8_t config[64] = {1};  // palette 1; at 16: bytes of a row, at 48: rows of the registers
+        // Palette 1; at 16 the bytes of each register's rows, at 48 their number.
+        alignas(64) uint8_t config[64] = {1};
         for (int i = 0; i < 8; i++) { config[16 + 2 * i] = 64, config[48 + i] = 16; }
         if (amx) { _tile_loadconfig(config); }
 #endif
@@ -95,7 +97,7 @@ public:
     }
 
 private:
-    const bool amx;
+    [[maybe_unused]] const bool amx;
 };
 
 #if defined(__AMX_BF16__)
@@ -137,12 +139,12 @@ inline void amx_matmul(float* out, int ldo, const float* a, int lda, const float
 }
 #endif
 
-// out (rows,columns) = or += a (rows,K) b (K,columns), K in words; row-major, with leading dimensions ldo, lda
-// and ldb.   amx: in AmxRegisters, which need bf16   rows, columns: multiples of 16, with amx of 32
-// K: with amx a multiple of 16
+// out (rows,columns) = or += a (rows,K) b (K,columns), K in words; row-major, with leading dimensions ldo,
+// lda and ldb.   rows, columns: multiples of 16
+// amx: in AmxRegisters, for bf16 alone, with rows and columns multiples of 32, and K of 16
 template <bool bf16>
 inline void tile_matmul(float* out, int ldo, const float* a, int lda, const float* b, int ldb, int rows,
-                        int columns, int K, bool accumulate, bool amx) {
+                        int columns, int K, bool accumulate, [[maybe_unused]] bool amx) {
 #if defined(__AMX_BF16__)
     if (amx) { return amx_matmul(out, ldo, a, lda, b, ldb, rows, columns, K, accumulate); }
 #endif

@@ -99,6 +99,15 @@ struct CublasLtDestroy {
 template <class Pointer>
 using CublasLtOwner = std::unique_ptr<std::remove_pointer_t<Pointer>, CublasLtDestroy>;
 
+// Arrays that products read (llmc/cpu/matmul_input.h): floatX, like all.
+using MatmulInput = floatX*;
+struct MatmulInputBuffer : Buffer<floatX> {
+    MatmulInputBuffer() = default;
+    MatmulInputBuffer(long count, bool) : Buffer<floatX>(count) {}
+};
+// Bytes of a value.
+inline size_t matmul_input_size(MatmulPrecision) { return sizeof(floatX); }
+
 // cuBLASLt's state, its workspace, and a plan for each shape so far. For one thread, stream and GPU.
 class Matmul {
 public:

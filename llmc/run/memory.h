@@ -12,8 +12,9 @@
 
 #include "llmc/error.h"
 #include "llmc/floatx.h"
-#include "llmc/run/accelerator.h"
+#include "llmc/layers.h"
 #include "llmc/layout.h"
+#include "llmc/run/accelerator.h"
 #include "llmc/run/inputs.h"
 #include "llmc/run/launch.h"
 #include "llmc/run/options.h"
@@ -30,13 +31,14 @@ struct MemoryNeed {
 const double program_bytes = 20e6;  // a process without a model
 
 // Activations of B x T tokens, as allocate_activations() in train_gpt.cu takes them.
-inline double activation_bytes(const GptShape& shape, int recompute, double tokens) {
+inline double activation_bytes(const GptShape& shape, int recompute, MatmulPrecision precision,
+                               double tokens) {
     const double C = shape.channels, L = shape.layers;
-    const double once = 5 * C + 3 * C + 4 * C + shape.padded_vocab_size + (recompute >= 1 ? 4 * C : 0) +
-                        (recompute >= 2 ? C : 0);
-    const double of_a_layer = 10 * C + (recompute < 2 ? 2 * C : 0) + (recompute < 1 ? 4 * C : 0);
+    const double once = 4 * C + 3 * C + 4 * C + shape.padded_vocab_size, of_a_layer = 10 * C;
+    const double inputs = C + (recompute >= 1 ? 4 * C : L * 4 * C) + (recompute >= 2 ? C : L * 2 * C);
     const double of_floats = 3 + L * (4 + shape.heads) + 2;
-    return tokens * (sizeof(floatX) * (once + L * of_a_layer) + sizeof(float) * of_floats);
+    return tokens * (sizeof(floatX) * (once + L * of_a_layer) +
+                     double(device::matmul_input_size(precision)) * inputs + sizeof(float) * of_floats);
 }
 
 // Muon's scratch memory (ShardedMuon in llmc/muon.h): the matrices of a layer have 12 C^2 values.
@@ -53,10 +55,11 @@ MemoryNeed memory_need(const Options& o, const GptShape& shape, const Layout& la
     const double state = 3 * sizeof(float);  // master weights and moments
     const double reduced = o.ranks > 1 ? sizeof(float) : 0;
     return {all * (sizeof(floatX) + sizeof(float)) + shard * (state + reduced) +
-                activation_bytes(shape, o.recompute, double(o.batch) * o.seq_len) + muon_bytes(o, shape),
+                activation_bytes(shape, o.recompute, matmul_precision(o.matmul_precision),
+                                 double(o.batch) * o.seq_len) +
+                muon_bytes(o, shape),
             outer.device, outer.host,
-            o.save_every > 0 ? shard * (state + sizeof(floatX)) + outer.snapshot : 0,
-            all * sizeof(float)};
+            o.save_every > 0 ? shard * (state + sizeof(floatX)) + outer.snapshot : 0, all * sizeof(float)};
 }
 
 // Bytes of the host's memory.

@@ -98,8 +98,11 @@ void expect_forward(cuda::Matmul& matmul, Case x, bool with_bias, bool with_gelu
                                     << " gelu " << with_gelu);
     cpu::Stream host;
     cpu::matmul_forward(cpu_matmul(), x.out.data(), x.inp.data(), x.weight.data(),
-                        with_bias ? x.bias.data() : nullptr, x.N, x.C, x.OC, host,
-                        with_gelu ? x.out_pre_gelu.data() : nullptr);
+                        with_bias ? x.bias.data() : nullptr, x.N, x.C, x.OC, host);
+    if (with_gelu) {
+        x.out_pre_gelu = x.out;
+        cpu::gelu_forward(x.out.data(), x.out_pre_gelu.data(), long(x.out.size()), host);
+    }
     Stream stream;
     DeviceArray<floatX> inp(to_floatX(x.inp)), weight(to_floatX(x.weight)), bias(to_floatX(x.bias));
     DeviceArray<floatX> out(x.out.size()), pre_gelu(x.out.size());

@@ -16,15 +16,17 @@ sys.path.insert(0, str(ROOT / "dev/bench"))
 import bench_cpu
 
 # Functions of the trainer that hold these loops. Softmax is inlined into attention.
-LOOPS = {"GELU": r"cpu::gelu_forward\(", "GELU's derivative": r"cpu::matmul_gelu_backward\(",
+LOOPS = {"GELU": r"cpu::(gelu_forward|apply_gelu)\b", "GELU's derivative": r"cpu::matmul_gelu_backward\(",
          "attention": r"cpu::attention_forward",
          "attention's derivative": r"cpu::attention_backward",
-         "classifier": r"cpu::fused_classifier\(", "LayerNorm": r"cpu::(layernorm_row|layernorm_forward)\(",
+         "classifier": r"cpu::fused_classifier\(", "LayerNorm": r"cpu::(layernorm_row|layernorm_forward|fused_residual_row|fused_residual_forward)\b",
          "LayerNorm's derivative": r"cpu::layernorm_backward_row\(", "AdamW": r"cpu::adamw_update\(",
          "E2M1": r"cpu::quantize_block<E2M1, true>\("}
 # What such a loop must not call: arithmetic for one value.
 SCALAR = re.compile(r"exponential|sigmoid|gelu(_derivative)?\(float|_rn\(|_to_float|_to_bits"
                     r"|\b(exp|tanh|fma|sqrt|pow)f\b")
+# The loops whose values lie side by side: they need no instruction that loads each value from an address of its own.
+SIDE_BY_SIDE = ("GELU", "GELU's derivative", "LayerNorm", "LayerNorm's derivative", "AdamW")
 
 
 def functions(program):
@@ -54,10 +56,13 @@ def faults(program, loops, widths):
             # In an object file the callee stands in the next line, a relocation's.
             calls = [" ".join(lines[at:at + 2]) for at, line in enumerate(lines) if line.startswith("call")]
             yield from (f"{name}: {call}" for call in calls if SCALAR.search(call))
+            if name in SIDE_BY_SIDE:
+                yield from (f"{name}: {line}" for line in lines if "gather" in line)
 
 
 def widths():
-    return "yz" if " avx2 " in Path("/proc/cpuinfo").read_text() else "xyz"
+    cpu = Path("/proc/cpuinfo").read_text()
+    return "z" if " avx512f " in cpu else "yz" if " avx2 " in cpu else "xyz"
 
 
 needs_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="reads x86-64's instructions")
@@ -76,16 +81,33 @@ def compiled(folder, include):
     return program
 
 
+def faults_of_mutant(folder, header, before, after):
+    """What is wrong with GELU's loops if `header` has `after` in place of `before`."""
+    source = (ROOT / header).read_text()
+    assert before in source
+    (folder / header).parent.mkdir(parents=True)
+    (folder / header).write_text(source.replace(before, after))
+    return list(faults(compiled(folder, folder), ["GELU"], widths()))
+
+
 @needs_x86
 def test_a_function_that_is_not_inlined_is_found(tmp_path):
     assert list(faults(compiled(tmp_path, ROOT), ["GELU"], widths())) == []
-    arithmetic = (ROOT / "llmc/arithmetic.h").read_text()
-    mutant = arithmetic.replace("HD_INLINE float exponential", "__attribute__((noinline)) inline float exponential")
-    assert mutant != arithmetic
-    (tmp_path / "llmc").mkdir()
-    (tmp_path / "llmc/arithmetic.h").write_text(mutant)
-    found = list(faults(compiled(tmp_path, tmp_path), ["GELU"], widths()))
+    found = faults_of_mutant(tmp_path, "llmc/arithmetic.h", "HD_INLINE float exponential",
+                             "__attribute__((noinline)) inline float exponential")
     assert any("exponential" in fault for fault in found) and "vector instructions" in found[0]
+
+
+@needs_x86
+@pytest.mark.skipif(widths() == "xyz", reason="this CPU loads no vectors from several addresses")
+def test_a_loop_that_gathers_its_values_is_found(tmp_path):
+    # A reference to a value makes g++ 12 give each lane of the vector a copy of the variables.
+    found = faults_of_mutant(tmp_path, "llmc/cpu/gelu.h", "apply_gelu(values, inp, n);", """
+        const auto put = [](auto& to, float value) { to = rounded_to<std::remove_reference_t<decltype(to)>>(value); };
+        #pragma omp parallel for simd
+        for (long i = 0; i < n; i++) { put(values[i], gelu(inp[i])); }
+        """)
+    assert any("gather" in fault for fault in found)
 
 
 # --------------------------------------------------------------------------------------- the benchmark

@@ -299,6 +299,32 @@ TEST(LayerNorm, gives_the_same_bits_at_any_thread_count) {
     });
 }
 
+// Written in bf16, as products read them, the outputs of LayerNorm and GELU are those in fp32, rounded.
+TEST(MatmulInput, holds_the_values_rounded) {
+    const int N = 5, C = 67;
+    const Floats a = random_floats(N * C, 1), b = random_floats(N * C, 2), weight = random_floats(C, 3),
+                 bias = random_floats(C, 4);
+    Floats residual(a.size()), mean(N), rstd(N), exact(a.size());
+    cpu::MatmulInputBuffer fp32(N * C, false), bf16(N * C, true);
+    const auto expect_rounded = [&](const auto& compute) {
+        compute(cpu::MatmulInput(fp32));
+        compute(cpu::MatmulInput(bf16));
+        cpu::MatmulInput(fp32).visit([&](auto* values) { std::copy_n(values, N * C, exact.begin()); });
+        std::vector<uint16_t> halves(exact.size());
+        cpu::MatmulInput(bf16).visit([&](auto* values) { std::copy_n(values, N * C, halves.begin()); });
+        for (size_t i = 0; i < exact.size(); i++) { ASSERT_EQ(halves[i], cpu::bf16_bits(exact[i])) << i; }
+    };
+    expect_rounded([&](cpu::MatmulInput out) { cpu::gelu_forward(out, a.data(), N * C, main_stream); });
+    expect_rounded([&](cpu::MatmulInput out) {
+        cpu::layernorm_forward(out, mean.data(), rstd.data(), a.data(), weight.data(), bias.data(), N, C,
+                               main_stream);
+    });
+    expect_rounded([&](cpu::MatmulInput out) {
+        cpu::fused_residual_forward(residual.data(), out, mean.data(), rstd.data(), a.data(), b.data(),
+                                    weight.data(), bias.data(), N, C, main_stream);
+    });
+}
+
 // ---------------------------------------------------------------------------------------------------------
 // - Attention
 

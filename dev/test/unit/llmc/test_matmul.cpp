@@ -69,8 +69,13 @@ struct Case {
           dinp(inp.size(), NAN), dweight(weight.size()),
           dbias(size_t(C)) {}
     void forward(cpu::Matmul& matmul, bool with_bias, bool with_gelu) {
-        cpu::matmul_forward(matmul, out.data(), inp.data(), weight.data(), with_bias ? bias.data() : nullptr,
-                            N, C, OC, main_stream, with_gelu ? out_pre_gelu.data() : nullptr);
+        const float* added = with_bias ? bias.data() : nullptr;
+        if (with_gelu) {
+            cpu::matmul_forward(matmul, out.data(), inp.data(), weight.data(), added, N, C, OC, main_stream,
+                                out_pre_gelu.data());
+        } else {
+            cpu::matmul_forward(matmul, out.data(), inp.data(), weight.data(), added, N, C, OC, main_stream);
+        }
     }
     void backward(cpu::Matmul& matmul) {
         cpu::GradientSums sums;
@@ -136,6 +141,26 @@ TEST(Matmul, medium_precision_is_near_highest) {
     EXPECT_EQ(cpu::cpu_has_fast_bf16(), x.out != y.out);
     EXPECT_EQ(highest.description(), "fp32");
     EXPECT_EQ(medium.description(), cpu::cpu_has_fast_bf16() ? "bf16, sums in fp32" : "fp32");
+}
+
+// Whoever rounds: the product, or whoever wrote its input.
+TEST(Matmul, an_input_in_bf16_gives_the_bits_of_one_that_the_product_rounds) {
+    cpu::Matmul matmul(MatmulPrecision::medium), highest(MatmulPrecision::highest);
+    Case x(65, 48, 130), y = x;
+    std::vector<uint16_t> rounded(x.inp.size());
+    cpu::convert_to_bf16(rounded.data(), x.inp.data(), long(rounded.size()));
+    const cpu::MatmulInput inp(rounded.data());
+    cpu::GradientSums sums;
+    EXPECT_THROW(highest.round_inp(inp, 1), std::logic_error);
+    if (!cpu::cpu_has_fast_bf16()) { GTEST_SKIP() << "products do not round here"; }
+    x.forward(matmul, true, false);
+    x.gelu_backward(matmul);
+    cpu::matmul_forward(matmul, y.out.data(), inp, y.weight.data(), y.bias.data(), 65, 48, 130, main_stream);
+    cpu::matmul_gelu_backward(matmul, y.dinp.data(), y.dweight.data(), y.dbias.data(), y.dout.data(), inp,
+                              y.pre_gelu.data(), y.weight.data(), 65, 48, 130, sums, main_stream);
+    EXPECT_EQ(y.out, x.out);
+    EXPECT_EQ(y.dweight, x.dweight);
+    EXPECT_EQ(y.dinp, x.dinp);
 }
 
 TEST(Matmul, bf16_rounding_is_to_nearest_even_and_keeps_what_is_not_a_number) {
