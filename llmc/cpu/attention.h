@@ -39,7 +39,7 @@ struct AttentionHead {
     const int ld_keys;      // of matrices with a column per key; no power of two: rows would share cache sets
     const int words, ld_p;  // in a row of a head, and of probabilities
     const float scale;
-    const bool amx = bf16 && cpu_has_amx();
+    const bool amx = bf16 && multiplies_in_amx();
     std::vector<float> q, k, v, dout;                     // rows, q scaled
     std::vector<float> q_pairs, k_pairs, v_pairs, dout_pairs;
     std::vector<float> kt, vt;                            // transposed rows

@@ -33,10 +33,14 @@ inline bool cpu_has_fast_bf16() {
     return (unsigned(dnnl::get_effective_cpu_isa()) & bf16) == bf16;
 }
 
-// True if it has AMX, too, and the system lets this process use it.
-inline bool cpu_has_amx() {
+// True if it has AMX, too, this program is built for it, and the system lets the process use it.
+inline bool multiplies_in_amx() {
+#if defined(__AMX_BF16__)
     const unsigned amx = unsigned(dnnl::cpu_isa::avx512_core_amx);
     return (unsigned(dnnl::get_effective_cpu_isa()) & amx) == amx;
+#else
+    return false;
+#endif
 }
 
 // Bytes of a value that only products read.

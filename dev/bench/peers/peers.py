@@ -5,7 +5,8 @@
     PEERS=1 make bench-peers ARGUMENTS=--quick     short runs, at most a quarter of an hour with the installation;
                                                    run it again for losses of three seeds
     dev/bench/peers/peers.py --minutes 0           only reports the finished runs
-    dev/bench/peers/peers.py --tau 11              how long diloco.c's workers wait over the last line with this tau
+    dev/bench/peers/peers.py --tau 40              how long diloco.c's workers wait over the last line with this tau
+                                                   and H = 108
 
 A finished run, or one that failed, with its message, is a line of the data file and is not repeated. To repeat it,
 delete its line. Workers write metrics.jsonl as the trainer does (the peers through work.py), the kernel counts the
@@ -32,6 +33,7 @@ from redis_server import RedisServer
 from sites import Line, Sites, missing
 
 HERE, H, FRAGMENTS = Path(__file__).parent, 27, 3
+H_OF_TAU = 108  # with --tau: so many steps between two syncs of a fragment that the line is idle in between
 DEMO = {"--layers": 4, "--heads": 4, "--channels": 128, "-t": 128, "-b": 2, "-l": 0.0015, "-k": "cosine", "-q": 0.1,
         "-c": 0.1, "-s": 0, "--workers": 2}
 STREAMING = {"-H": H, "--outer-lr": 0.7, "--outer-momentum": 0.9, "--fragment-layers": 2, "--overlap": 5,
@@ -54,6 +56,7 @@ class Scale:
     kills_of_all_seeds: bool  # else of one seed, and then its loss is not reported
     tau: int = STREAMING["--overlap"]
     last_line_alone: bool = False
+    H: int = H
 
 
 SCALES = {"full": Scale(4000, 100, 320, 3, 900, True), "quick": Scale(135, 15, 40, 3, 75, False)}
@@ -62,7 +65,7 @@ SCALES = {"full": Scale(4000, 100, 320, 3, 900, True), "quick": Scale(135, 15, 4
 def scale_of_tau(tau):
     """The name of the scale for --tau: long enough for payloads that are no longer needed to be removed, too."""
     name = f"tau {tau}"
-    SCALES[name] = Scale(540, 15, 40, 1, 180, False, tau, True)
+    SCALES[name] = Scale(10 * H_OF_TAU, 15, 40, 1, 180, False, tau, True, H_OF_TAU)
     return name
 
 
@@ -153,7 +156,8 @@ class Run:
     def start_workers(self):
         if self.one.name in OURS:
             more = {} if self.one.name == "lock-step" else {"--outer-transport": "store"}
-            options = {**self.options, **STREAMING, "--overlap": SCALES[self.one.scale].tau, **more,
+            scale = SCALES[self.one.scale]
+            options = {**self.options, **STREAMING, "-H": scale.H, "--overlap": scale.tau, **more,
                        "--interface": self.sites.interface}
             words = command_of(self.arguments.trainer, options, self.folder)
             return [self.start(worker, [*words, "--worker", worker], f"worker{worker}") for worker in range(2)]
@@ -229,7 +233,7 @@ def watch(run, workers, limit):
             raise UserError(f"not finished after {limit} s, at step {step}")
         check()
         counters = (step, [run.sites.counters(site).bytes_sent for site in range(2)])
-        if step >= H and begin is None:
+        if step >= SCALES[one.scale].H and begin is None:
             begin = counters
         if one.killed and killed_at is None and step >= SCALES[one.scale].steps // 2:
             (run.folder / "killed1").touch()
@@ -248,7 +252,7 @@ def last_words(path):
     return next((line for line in reversed(lines) if "rror" in line.split(":")[0]), lines[-1])[:300]
 
 
-def measures(logs, begin, last, killed_at):
+def measures(logs, begin, last, killed_at, H=H):
     """The record of a run. A turn is H / FRAGMENTS steps, in which one fragment is synchronized."""
     steps = [[line for line in log if line["type"] == "step"] for log in logs]
 
@@ -297,7 +301,7 @@ def run_job(arguments, number, one):
         try:
             run.serve()
             found = watch(run, run.start_workers(), SCALES[one.scale].limit)
-            record.update(measures([log_of(folder, worker).read() for worker in range(2)], *found))
+            record.update(measures([log_of(folder, worker).read() for worker in range(2)], *found, SCALES[one.scale].H))
         except (UserError, RuntimeError) as error:
             record["failed"] = str(error)
     seconds = record["seconds"] = time.monotonic() - begun
@@ -336,8 +340,8 @@ def parse_arguments(words):
     arguments = parser.parse_args(words)
     arguments.scale, arguments.out = "quick" if arguments.quick else "full", arguments.out.absolute()
     if arguments.tau:
-        if arguments.tau >= H:
-            raise UserError(f"--tau is less than H, {H} steps")
+        if arguments.tau >= H_OF_TAU:
+            raise UserError(f"--tau is less than H, {H_OF_TAU} steps")
         arguments.scale = scale_of_tau(arguments.tau)
         arguments.only = [name for name in arguments.only if name in OURS]
     if arguments.minutes is None:

@@ -70,6 +70,9 @@ def test_the_share_of_waiting_is_without_what_no_tau_hides():
                            (27, [0, 0]), (54, [9, 9]), None)
     assert found["waited"] == pytest.approx(0.054 / 6)
     assert found["share"] == pytest.approx(0.1 / 2)
+    found = peers.measures([log(steps) + syncs + [{"type": "eval", "step": 81, "loss": 2.4}], log(steps)],
+                           (39, [0, 0]), (54, [9, 9]), None, H=39)
+    assert found["turns"] == pytest.approx(42 * 3 / 39) and found["share"] == pytest.approx(0.054 / 0.42 / 2)
 
 
 def test_waits_by_tau_are_ours_over_the_last_line(tmp_path, capsys, monkeypatch):
@@ -87,11 +90,12 @@ def test_waits_by_tau_are_ours_over_the_last_line(tmp_path, capsys, monkeypatch)
     words = ["--tau", "11", "--data", str(data), "--out", str(tmp_path / "out")]
     peers.main(words)
     assert [one.name for one in ran] == list(peers.OURS)
-    assert {(one.line, one.killed, peers.SCALES[one.scale].tau) for one in ran} == {(list(peers.LINES)[-1], False, 11)}
+    assert {(one.line, one.killed) for one in ran} == {(list(peers.LINES)[-1], False)}
+    assert {(peers.SCALES[one.scale].tau, peers.SCALES[one.scale].H) for one in ran} == {(11, 108)}
     assert "diloco.c, elastic, S3: 0.020 s a sync; without the last step 1.5% of the time" in capsys.readouterr().out
     del peers.SCALES["tau 11"]
     with pytest.raises(UserError, match="less than H"):
-        peers.main([*words[:1], "27", *words[2:]])
+        peers.main([*words[:1], "108", *words[2:]])
 
 
 def test_of_several_seeds_the_first_is_shown_in_whatever_order_they_finished():
