@@ -64,7 +64,7 @@ SCALES = {"full": Scale(4000, 100, 320, 3, 900, True), "quick": Scale(135, 15, 4
 
 def scale_of_tau(tau):
     """The name of the scale for --tau: long enough for payloads that are no longer needed to be removed, too."""
-    name = f"tau {tau}"
+    name = f"tau {tau}, H {H_OF_TAU}"
     SCALES[name] = Scale(10 * H_OF_TAU, 15, 40, 1, 180, False, tau, True, H_OF_TAU)
     return name
 

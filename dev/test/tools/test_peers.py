@@ -93,7 +93,7 @@ def test_waits_by_tau_are_ours_over_the_last_line(tmp_path, capsys, monkeypatch)
     assert {(one.line, one.killed) for one in ran} == {(list(peers.LINES)[-1], False)}
     assert {(peers.SCALES[one.scale].tau, peers.SCALES[one.scale].H) for one in ran} == {(11, 108)}
     assert "diloco.c, elastic, S3: 0.020 s a sync; without the last step 1.5% of the time" in capsys.readouterr().out
-    del peers.SCALES["tau 11"]
+    del peers.SCALES["tau 11, H 108"]
     with pytest.raises(UserError, match="less than H"):
         peers.main([*words[:1], "108", *words[2:]])
 
