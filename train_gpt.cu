@@ -41,8 +41,8 @@
 // The model
 
 // Activations of one layer that the forward pass keeps for the backward pass.   N = B * T
-struct LayerActivations {
-    MatmulInputBuffer ln1, ln2, fch_gelu;  // (N,C); qkv 3C, fch and fch_gelu 4C
+struct LayerActivations {  // all (N,C), but qkv (N,3C), fch and fch_gelu (N,4C)
+    MatmulInputBuffer ln1, ln2, fch_gelu;
     Buffer<floatX> qkv, attention, residual2, fch, residual3;
     Buffer<float> ln1_mean, ln1_rstd, ln2_mean, ln2_rstd;  // (N)
     Buffer<float> lse;                                     // (B,NH,T)
@@ -50,7 +50,7 @@ struct LayerActivations {
 
 struct Activations {
     Buffer<floatX> encoded, projected;  // (N,C): projected is a projection's output before its residual
-    MatmulInputBuffer lnf, ln_recomputed, gelu_recomputed;  // (N,C) (N,C) (N,4C): two for --recompute
+    MatmulInputBuffer lnf, ln_recomputed, gelu_recomputed;  // (N,C) (N,C) (N,4C); two of --recompute
     Buffer<float> lnf_mean, lnf_rstd, losses;
     Buffer<floatX> logits;  // (N,Vp); becomes dlogits
     std::vector<LayerActivations> layers;

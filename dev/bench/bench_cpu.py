@@ -241,6 +241,12 @@ def report(arguments, found):
     return "\n\n".join(text) + "\n"
 
 
+def other_sections(path):
+    """What stands in a report from its first section on: remarks and other machines, which a new report keeps."""
+    old = path.read_text() if path.exists() else ""
+    return old[old.index("\n## "):] if "\n## " in old else ""
+
+
 NO_BF16 = "this CPU does not multiply it natively, and the trainer computes in fp32 here"
 
 
@@ -287,7 +293,7 @@ def main(words):
     text = report(arguments, found)
     print(text, end="")
     if arguments.report:
-        arguments.report.write_text("# Speed on a CPU\n\n" + text)
+        arguments.report.write_text("# Speed on a CPU\n\n" + text + other_sections(arguments.report))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@
 //     pairs         (t / 2, i): values of two adjacent rows
 //     transposed    (i / 2, t) of rows, so that scores are vectors along the keys; (i, t / 2) of pairs
 //
-// In fp32, where a word is one value, pairs are rows. dk and dv are summed transposed, (hs, T): so their
-// products, too, read words of p and ds that are adjacent.
+// In fp32, where a word is one value, pairs are rows. dk and dv are accumulated as their transposes, (hs, T),
+// so that these products, too, read adjacent words of p and ds.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -36,7 +36,7 @@ template <bool bf16>
 struct AttentionHead {
     static constexpr int in_word = bf16 ? 2 : 1;  // values
     const int T, hs, padded_T, padded_hs;
-    const int ld_keys;      // of matrices with a column per key; no power of two: rows would share cache sets
+    const int ld_keys;      // of matrices with a column per key: odd times 32, or rows would share cache sets
     const int words, ld_p;  // in a row of a head, and of probabilities
     const float scale;
     const bool amx = bf16 && multiplies_in_amx();
@@ -51,16 +51,16 @@ struct AttentionHead {
 
     AttentionHead(int T, int hs, bool backward)
         : T(T), hs(hs), padded_T((T + attention_queries - 1) / attention_queries * attention_queries),
-          padded_hs((hs + 16 * in_word - 1) / (16 * in_word) * 16 * in_word), ld_keys(padded_T + 32),
+          padded_hs((hs + 16 * in_word - 1) / (16 * in_word) * 16 * in_word), ld_keys(padded_T | 32),
           words(padded_hs / in_word), ld_p(ld_keys / in_word), scale(1.0f / sqrtf(float(hs))) {
-        const size_t head = size_t(padded_T) * size_t(padded_hs),
-                     transposed = size_t(padded_hs) * size_t(ld_keys);
+        const size_t head = size_t(padded_T) * size_t(padded_hs);
         for (auto* one : {&q, &k, &v, &v_pairs, &mixed}) { one->resize(head); }
-        kt.resize(transposed);
+        kt.resize(size_t(words) * size_t(ld_keys));
         for (auto* one : {&scores, &p}) { one->resize(size_t(attention_queries) * size_t(ld_keys)); }
         if (!backward) { return; }
         for (auto* one : {&dout, &q_pairs, &k_pairs, &dout_pairs, &dq}) { one->resize(head); }
-        for (auto* one : {&vt, &qt, &dout_t, &dkt, &dvt}) { one->resize(transposed); }
+        for (auto* one : {&vt, &qt, &dout_t}) { one->resize(kt.size()); }
+        for (auto* one : {&dkt, &dvt}) { one->resize(size_t(padded_hs) * size_t(ld_keys)); }
         for (auto* one : {&dp, &ds, &p_pairs, &ds_pairs}) { one->resize(scores.size()); }
     }
 };
@@ -223,7 +223,7 @@ inline void attention_backward_head(AttentionHead<bf16>& x, float* dqkv, const f
     for (int first = 0; first < x.T; first += attention_queries) {
         attention_backward_tile(x, dout, out, lse, C, first);
     }
-    // q and dout are no longer needed, and are as large as dk and dv.
+    // The pairs of q and dout are no longer needed: their memory receives dk and dv.
     std::vector<float>&dk = x.q_pairs, &dv = x.dout_pairs;
     transpose(dk, x.padded_hs, x.dkt.data(), x.ld_keys, x.padded_hs, x.padded_T);
     transpose(dv, x.padded_hs, x.dvt.data(), x.ld_keys, x.padded_hs, x.padded_T);

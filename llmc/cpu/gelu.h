@@ -1,4 +1,4 @@
-// GELU of an array, for recomputation only: in the forward, matmul_forward applies it.
+// GELU of an array: matmul_forward applies it, and the backward with --recompute.
 #pragma once
 #include "llmc/cpu/matmul_input.h"
 #include "llmc/gelu.h"

@@ -33,7 +33,7 @@ inline bool cpu_has_fast_bf16() {
     return (unsigned(dnnl::get_effective_cpu_isa()) & bf16) == bf16;
 }
 
-// True if it has AMX, too, this program is built for it, and the system lets the process use it.
+// True if this CPU also has AMX, the program is built for it, and the system lets the process use it.
 inline bool multiplies_in_amx() {
 #if defined(__AMX_BF16__)
     const unsigned amx = unsigned(dnnl::cpu_isa::avx512_core_amx);
@@ -43,9 +43,13 @@ inline bool multiplies_in_amx() {
 #endif
 }
 
+inline bool rounds_to_bf16(MatmulPrecision precision) {
+    return precision != MatmulPrecision::highest && cpu_has_fast_bf16();
+}
+
 // Bytes of a value that only products read.
 inline size_t matmul_input_size(MatmulPrecision precision) {
-    return precision != MatmulPrecision::highest && cpu_has_fast_bf16() ? sizeof(uint16_t) : sizeof(float);
+    return rounds_to_bf16(precision) ? sizeof(uint16_t) : sizeof(float);
 }
 
 // out[i] = bf16(inp[i]).   out, inp: (n)
@@ -62,7 +66,7 @@ public:
     const bool bf16;  // products round their inputs to it
 
     explicit Matmul(const MatmulOptions& options)
-        : bf16(matmul_input_size(options.precision) == sizeof(uint16_t)),
+        : bf16(rounds_to_bf16(options.precision)),
           engine(dnnl::engine::kind::cpu, 0),
           stream(engine) {}
 

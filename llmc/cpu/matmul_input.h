@@ -1,7 +1,8 @@
-// Arrays that products alone read, like the outputs of LayerNorm and GELU. Where products round their inputs
-// to bf16, whoever computes such values stores them rounded: half the memory, and no pass that converts them.
+// Arrays that only matmuls read, such as the outputs of LayerNorm and GELU. Where matmuls round their inputs
+// to bf16, LayerNorm and GELU store them rounded, in half the memory and without a pass of its own.
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
 #include "llmc/arithmetic.h"
 #include "llmc/cpu/buffer.h"
@@ -17,11 +18,13 @@ HD_INLINE uint16_t bf16_bits(float value) {
 
 // value as T, which is float or, for bf16, uint16_t.
 template <class T>
-HD_INLINE T rounded_to(float value);
-template <>
-HD_INLINE float rounded_to(float value) { return value; }
-template <>
-HD_INLINE uint16_t rounded_to(float value) { return bf16_bits(value); }
+HD_INLINE T rounded_to(float value) {
+    if constexpr (std::is_same_v<T, float>) {
+        return value;
+    } else {
+        return bf16_bits(value);
+    }
+}
 
 // The values of such an array, in fp32 or bf16.
 class MatmulInput {

@@ -78,15 +78,19 @@ inline void tile(float* out, int ldo, const float* a, int lda, const float* b, i
     }
 }
 
-// The calling thread's AMX registers, each 16 rows of 16 words, while this object lives. Not without `amx`.
+// Configures the calling thread's AMX registers, 16 rows of 16 words each, for its lifetime. Does nothing
+// without `amx`.
 class AmxRegisters {
 public:
     explicit AmxRegisters(bool amx) : amx(amx) {
 #if defined(__AMX_BF16__)
-        // Palette 1; at 16 the bytes of each register's rows, at 48 their number.
-        alignas(64) uint8_t config[64] = {1};
-        for (int i = 0; i < 8; i++) { config[16 + 2 * i] = 64, config[48 + i] = 16; }
-        if (amx) { _tile_loadconfig(config); }
+        // A constant: g++ 12 does not know that the instruction reads all of it, and might drop stores.
+        alignas(64) static const struct {
+            uint8_t palette, start_row, reserved[14];
+            uint16_t bytes_of_a_row[16];
+            uint8_t rows[16];
+        } config = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+        if (amx) { _tile_loadconfig(&config); }
 #endif
     }
     AmxRegisters(const AmxRegisters&) = delete;
@@ -104,6 +108,7 @@ private:
 // tile_matmul in AmxRegisters.   rows, columns: multiples of 32   K: of 16
 inline void amx_matmul(float* out, int ldo, const float* a, int lda, const float* b, int ldb, int rows,
                        int columns, int K, bool accumulate) {
+    asm volatile("" ::: "memory");  // g++ does not know that _tile_loadd reads memory
     for (int i = 0; i < rows; i += 32) {
         for (int j = 0; j < columns; j += 32) {
             float* upper = out + long(i) * ldo + j;
@@ -141,12 +146,12 @@ inline void amx_matmul(float* out, int ldo, const float* a, int lda, const float
 
 // out (rows,columns) = or += a (rows,K) b (K,columns), K in words; row-major, with leading dimensions ldo,
 // lda and ldb.   rows, columns: multiples of 16
-// amx: in AmxRegisters, for bf16 alone, with rows and columns multiples of 32, and K of 16
+// amx: the caller holds AmxRegisters, words are bf16, rows and columns multiples of 32, and K of 16
 template <bool bf16>
 inline void tile_matmul(float* out, int ldo, const float* a, int lda, const float* b, int ldb, int rows,
                         int columns, int K, bool accumulate, [[maybe_unused]] bool amx) {
 #if defined(__AMX_BF16__)
-    if (amx) { return amx_matmul(out, ldo, a, lda, b, ldb, rows, columns, K, accumulate); }
+    if (bf16 && amx) { return amx_matmul(out, ldo, a, lda, b, ldb, rows, columns, K, accumulate); }
 #endif
     for (int i = 0; i < rows; i += tile_rows) {
         const float* a_rows = a + long(i) * lda;

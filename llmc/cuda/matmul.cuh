@@ -99,7 +99,7 @@ struct CublasLtDestroy {
 template <class Pointer>
 using CublasLtOwner = std::unique_ptr<std::remove_pointer_t<Pointer>, CublasLtDestroy>;
 
-// Arrays that products read (llmc/cpu/matmul_input.h): floatX, like all.
+// Inputs of matmuls are floatX here, like all activations (compare llmc/cpu/matmul_input.h).
 using MatmulInput = floatX*;
 struct MatmulInputBuffer : Buffer<floatX> {
     MatmulInputBuffer() = default;

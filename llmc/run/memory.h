@@ -37,8 +37,11 @@ inline double activation_bytes(const GptShape& shape, int recompute, MatmulPreci
     const double once = 4 * C + 3 * C + 4 * C + shape.padded_vocab_size, of_a_layer = 10 * C;
     const double inputs = C + (recompute >= 1 ? 4 * C : L * 4 * C) + (recompute >= 2 ? C : L * 2 * C);
     const double of_floats = 3 + L * (4 + shape.heads) + 2;
-    return tokens * (sizeof(floatX) * (once + L * of_a_layer) +
-                     double(device::matmul_input_size(precision)) * inputs + sizeof(float) * of_floats);
+    const size_t size = device::matmul_input_size(precision);
+    // Where products round, they round the other inputs and the gradients into scratch.
+    const double scratch = size < sizeof(floatX) ? C + std::max(4 * C, double(shape.padded_vocab_size)) : 0;
+    return tokens * (sizeof(floatX) * (once + L * of_a_layer) + double(size) * (inputs + scratch) +
+                     sizeof(float) * of_floats);
 }
 
 // Muon's scratch memory (ShardedMuon in llmc/muon.h): the matrices of a layer have 12 C^2 values.

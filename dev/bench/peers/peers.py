@@ -33,7 +33,7 @@ from redis_server import RedisServer
 from sites import Line, Sites, missing
 
 HERE, H, FRAGMENTS = Path(__file__).parent, 27, 3
-H_OF_TAU = 108  # with --tau: so many steps between two syncs of a fragment that the line is idle in between
+H_OF_TAU = 108  # H with --tau: large enough that the line is idle between two syncs
 DEMO = {"--layers": 4, "--heads": 4, "--channels": 128, "-t": 128, "-b": 2, "-l": 0.0015, "-k": "cosine", "-q": 0.1,
         "-c": 0.1, "-s": 0, "--workers": 2}
 STREAMING = {"-H": H, "--outer-lr": 0.7, "--outer-momentum": 0.9, "--fragment-layers": 2, "--overlap": 5,
@@ -252,7 +252,7 @@ def last_words(path):
     return next((line for line in reversed(lines) if "rror" in line.split(":")[0]), lines[-1])[:300]
 
 
-def measures(logs, begin, last, killed_at, H=H):
+def measures(logs, begin, last, killed_at, H):
     """The record of a run. A turn is H / FRAGMENTS steps, in which one fragment is synchronized."""
     steps = [[line for line in log if line["type"] == "step"] for log in logs]
 
@@ -334,7 +334,7 @@ def parse_arguments(words):
     parser.add_argument("--minutes", type=above_zero(float, or_zero=True), help="start no run that may end later "
                         "(180, with --quick 8; 0: only report the finished runs)")
     parser.add_argument("--tau", type=above_zero(int), help="instead: how long diloco.c's workers wait over the last "
-                        "line with this tau, in longer runs")
+                        "line with this tau and H = 108")
     parser.add_argument("--only", nargs="+", choices=list(TITLES), metavar="NAME", default=list(TITLES),
                         help=" ".join(TITLES))
     arguments = parser.parse_args(words)

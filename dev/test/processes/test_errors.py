@@ -205,10 +205,11 @@ def said_of_memory(run):
     return tuple(map(float, both))
 
 
-@pytest.mark.parametrize("options", [{"-b": 64, "-x": 2}, {"-b": 1, "--channels": 512, "-n": 2},
+@pytest.mark.parametrize("options", [{"-b": 64, "-x": 2}, {"-b": 64, "-x": 2, "--matmul-precision": "medium"},
+                                     {"-b": 1, "--channels": 512, "-n": 2},
                                      {"-b": 4, "--workers": 2, "--ranks": 2, "-n": 2, "--outer-dtype": "fp32",
                                       "--outer-error-feedback": True, "--fragment-layers": 0, "--channels": 384}],
-                         ids=["activations", "checkpoints", "processes"])
+                         ids=["activations", "bf16", "checkpoints", "processes"])
 def test_the_memory_that_a_run_takes_is_known_before(tokens, tmp_path, options):
     words = command(tokens, tmp_path / "run", {**LARGE, **options})
     refused = subprocess.run(["prlimit", f"--as={100 << 20}", *words], capture_output=True, text=True, timeout=60)

@@ -19,7 +19,8 @@ import bench_cpu
 LOOPS = {"GELU": r"cpu::(gelu_forward|apply_gelu)\b", "GELU's derivative": r"cpu::matmul_gelu_backward\(",
          "attention": r"cpu::attention_forward",
          "attention's derivative": r"cpu::attention_backward",
-         "classifier": r"cpu::fused_classifier\(", "LayerNorm": r"cpu::(layernorm_row|layernorm_forward|fused_residual_row|fused_residual_forward)\b",
+         "classifier": r"cpu::fused_classifier\(",
+         "LayerNorm": r"cpu::(layernorm_row|layernorm_forward|fused_residual)",
          "LayerNorm's derivative": r"cpu::layernorm_backward_row\(", "AdamW": r"cpu::adamw_update\(",
          "E2M1": r"cpu::quantize_block<E2M1, true>\("}
 # What such a loop must not call: arithmetic for one value.
@@ -125,6 +126,15 @@ BENCHMARK = ROOT / "dev/bench/bench_cpu.py"
     ("train_gpt_cpu", "[.] main", "other")])
 def test_a_symbol_belongs_to_a_part(library, symbol, part):
     assert bench_cpu.part_of(library, symbol) == part
+
+
+def test_a_new_report_keeps_the_sections_of_the_old_one(tmp_path):
+    report = tmp_path / "cpu.md"
+    assert bench_cpu.other_sections(report) == ""
+    report.write_text("# Speed on a CPU\n\nfigures\n")
+    assert bench_cpu.other_sections(report) == ""
+    report.write_text("# Speed on a CPU\n\nfigures\n\n## AMD\n\nothers\n")
+    assert bench_cpu.other_sections(report) == "\n## AMD\n\nothers\n"
 
 
 def test_bf16_is_left_out_where_the_cpu_does_not_multiply_it(tmp_path, monkeypatch, capsys):

@@ -49,7 +49,7 @@ def test_measures_of_ours_and_of_a_peer():
     end = [{"type": "end", "step": 81, "loss": 2.5, "hash": "a", "waited_seconds": 99}]
     waits = [{"type": "wait", "step": step, "waited_seconds": 0.1} for step in (9, 30, 60)]
     logs = [log(steps) + waits + end, log(steps) + end]
-    found = peers.measures(logs, (27, [0, 100]), (54, [3000, 6100]), None)
+    found = peers.measures(logs, (27, [0, 100]), (54, [3000, 6100]), None, 27)
     assert found["bytes"] == [1000, 2000]
     assert found["turns"] == 6
     assert found["waited"] == pytest.approx(0.2 / 2 / 6)  # without the first H steps, and no sum of an end
@@ -58,7 +58,7 @@ def test_measures_of_ours_and_of_a_peer():
     sync = {"type": "sync", "sync": 3, "apply_step": 40, "waited_seconds": 0.6, "global_hash": "b"}
     trainer = [{"type": "eval", "step": 0, "loss": 5.5}, {"type": "eval", "step": 81, "loss": 2.4}]
     logs = [log(steps) + [sync] + trainer, log(steps) + [{**sync, "global_hash": "c"}]]
-    found = peers.measures(logs, (27, [0, 0]), (54, [9, 9]), None)
+    found = peers.measures(logs, (27, [0, 0]), (54, [9, 9]), None, 27)
     assert found["waited"] == pytest.approx(0.6 / 6) and found["loss"] == 2.4 and not found["equal"]
 
 
@@ -67,11 +67,11 @@ def test_the_share_of_waiting_is_without_what_no_tau_hides():
     syncs = [{"type": "sync", "sync": i, "apply_step": step, "waited_seconds": 0.054, "global_hash": "b"}
              for i, step in enumerate((27, 40, 81))]
     found = peers.measures([log(steps) + syncs + [{"type": "eval", "step": 81, "loss": 2.4}], log(steps)],
-                           (27, [0, 0]), (54, [9, 9]), None)
+                           (27, [0, 0]), (54, [9, 9]), None, 27)
     assert found["waited"] == pytest.approx(0.054 / 6)
     assert found["share"] == pytest.approx(0.1 / 2)
     found = peers.measures([log(steps) + syncs + [{"type": "eval", "step": 81, "loss": 2.4}], log(steps)],
-                           (39, [0, 0]), (54, [9, 9]), None, H=39)
+                           (39, [0, 0]), (54, [9, 9]), None, 39)
     assert found["turns"] == pytest.approx(42 * 3 / 39) and found["share"] == pytest.approx(0.054 / 0.42 / 2)
 
 
@@ -106,7 +106,7 @@ def test_of_several_seeds_the_first_is_shown_in_whatever_order_they_finished():
 
 def test_a_stall_is_the_longest_step_after_the_kill():
     steps = [(step, 7.0 if step == 10 else 0.01 + 0.1 * (step == 50)) for step in range(1, 82)]
-    found = peers.measures([log(steps) + [{"type": "end", "step": 81, "loss": 2.5}], []], None, None, 40)
+    found = peers.measures([log(steps) + [{"type": "end", "step": 81, "loss": 2.5}], []], None, None, 40, 27)
     assert found["stall"] == pytest.approx(0.11)
 
 

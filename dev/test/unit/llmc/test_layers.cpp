@@ -417,7 +417,7 @@ TEST(Attention, in_bf16_the_error_is_that_of_rounding) {
     }
 }
 
-// Sums of 300 products in another order; into sums that are there, and into none.
+// Sums of 320 products in another order, with and without accumulation.
 TEST(Attention, the_products_of_amx_are_those_of_the_vector_unit) {
     if (!cpu::multiplies_in_amx()) { GTEST_SKIP() << "no AMX in this CPU, or in this build"; }
     const int rows = 64, columns = 96, K = 160, lda = K + 16, ldb = columns + 32, ldo = columns + 5;

@@ -143,7 +143,7 @@ TEST(Matmul, medium_precision_is_near_highest) {
     EXPECT_EQ(medium.description(), cpu::cpu_has_fast_bf16() ? "bf16, sums in fp32" : "fp32");
 }
 
-// Whoever rounds: the product, or whoever wrote its input.
+// The bits do not depend on who rounds, the product or the layer that wrote its input.
 TEST(Matmul, an_input_in_bf16_gives_the_bits_of_one_that_the_product_rounds) {
     cpu::Matmul matmul(MatmulPrecision::medium), highest(MatmulPrecision::highest);
     Case x(65, 48, 130), y = x;
