@@ -11,14 +11,13 @@ run of medium precision, made anew when attention came to be in bf16 there, and 
 which --keep-checkpoints and --major-checkpoints were added.
 
 Bits depend on the CPU, its libraries and the compiler, so they are kept for each kind of machine. On another
-kind only the numbers are compared, with a tolerance. To add this machine's bits, build that commit and the
-present one, and run
+kind only the numbers are compared, with a tolerance. They were made by commit 063866f, when loops came to use
+vectors of 512 bits, which changes the order of sums (built with WIDEST_VECTORS=, it had the bits that were pinned
+before). To add this machine's bits, build that commit and run
 
     .venv/bin/python dev/test/make_unchanged.py --program PATH --bits
-    .venv/bin/python dev/test/make_unchanged.py --program PRESENT --bits --only shuffled
-    .venv/bin/python dev/test/make_unchanged.py --program PRESENT --bits --only medium
 
-which add bits and leave everything else alone: the same checkpoints are resumed. A change of the numbers
+which adds bits and leaves everything else alone: the same checkpoints are resumed. A change of the numbers
 on purpose (say, another order of the data) needs new data from the changed program, and a reason. --only
 without --bits writes the numbers of a few runs anew, and drops the other machines' bits of these.
 """
