@@ -9,14 +9,15 @@
 #               HAS_PCRE2= and HAS_CURL= (libcurl and expat)
 GPU_ARCH ?= native
 CPU_ARCH ?= native
-# g++ prefers vectors of 256 bits even where the CPU has 512; with 512 a step in bf16 takes 8% less time (Intel Xeon;
-# not measured on AMD).
-WIDEST_VECTORS := $(if $(filter x86_64%,$(shell $(CXX) -dumpmachine 2>/dev/null)),-mprefer-vector-width=512)
 hash := \#
 comma := ,
 
 # What takes a while is found out when it is first asked for, and once.
 once = $(eval $(1) := $(2))$($(1))
+# g++ prefers vectors of 256 bits even where the CPU has 512; with 512 a step in bf16 takes 8% less time (Intel Xeon;
+# not measured on AMD).
+WIDEST_VECTORS = $(call once,WIDEST_VECTORS,$(if $(filter x86_64%,$(shell $(CXX) -dumpmachine 2>/dev/null)),$\
+                   -mprefer-vector-width=512))
 # A shell command: does a program that includes $(2) link with the options $(3)?
 links = printf '%s\n' '$(hash)if !__has_include(<$(2)>)' '$(hash)error' '$(hash)endif' 'int main() {}' | \
         $(1) -x c++ - -o /dev/null $(3) >/dev/null 2>&1

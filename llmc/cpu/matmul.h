@@ -27,17 +27,18 @@
 
 namespace cpu {
 
-// True if this CPU multiplies bf16 natively: emulated, bf16 products are slower than fp32 ones.
-inline bool cpu_has_fast_bf16() {
-    const unsigned bf16 = unsigned(dnnl::cpu_isa::avx512_core_bf16);
-    return (unsigned(dnnl::get_effective_cpu_isa()) & bf16) == bf16;
+// True if this CPU has these instructions, and oneDNN may use them (ONEDNN_MAX_CPU_ISA).
+inline bool cpu_has(dnnl::cpu_isa isa) {
+    return (unsigned(dnnl::get_effective_cpu_isa()) & unsigned(isa)) == unsigned(isa);
 }
+
+// True if this CPU multiplies bf16 natively: emulated, bf16 products are slower than fp32 ones.
+inline bool cpu_has_fast_bf16() { return cpu_has(dnnl::cpu_isa::avx512_core_bf16); }
 
 // True if this CPU also has AMX, the program is built for it, and the system lets the process use it.
 inline bool multiplies_in_amx() {
 #if defined(__AMX_BF16__)
-    const unsigned amx = unsigned(dnnl::cpu_isa::avx512_core_amx);
-    return (unsigned(dnnl::get_effective_cpu_isa()) & amx) == amx;
+    return cpu_has(dnnl::cpu_isa::avx512_core_amx);
 #else
     return false;
 #endif

@@ -105,8 +105,7 @@ struct MatmulInputBuffer : Buffer<floatX> {
     MatmulInputBuffer() = default;
     MatmulInputBuffer(long count, bool) : Buffer<floatX>(count) {}
 };
-// Bytes of a value.
-inline size_t matmul_input_size(MatmulPrecision) { return sizeof(floatX); }
+inline size_t matmul_input_size(MatmulPrecision) { return sizeof(floatX); }  // bytes of a value
 
 // cuBLASLt's state, its workspace, and a plan for each shape so far. For one thread, stream and GPU.
 class Matmul {

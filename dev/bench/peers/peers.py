@@ -334,7 +334,7 @@ def parse_arguments(words):
     parser.add_argument("--minutes", type=above_zero(float, or_zero=True), help="start no run that may end later "
                         "(180, with --quick 8; 0: only report the finished runs)")
     parser.add_argument("--tau", type=above_zero(int), help="instead: how long diloco.c's workers wait over the last "
-                        "line with this tau and H = 108")
+                        f"line with this tau and H = {H_OF_TAU}")
     parser.add_argument("--only", nargs="+", choices=list(TITLES), metavar="NAME", default=list(TITLES),
                         help=" ".join(TITLES))
     arguments = parser.parse_args(words)
