@@ -11,7 +11,6 @@
 #pragma once
 #include <limits>
 #include <map>
-#include <stdexcept>
 #include <string>
 #include <vector>
 

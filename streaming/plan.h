@@ -2,7 +2,6 @@
 // when.
 #pragma once
 #include <algorithm>
-#include <cmath>
 #include <numeric>
 #include <string>
 #include <vector>

@@ -9,7 +9,6 @@
 #pragma once
 #include <dnnl.hpp>
 
-#include <algorithm>
 #include <array>
 #include <map>
 #include <stdexcept>

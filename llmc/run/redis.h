@@ -11,10 +11,10 @@
 #include <string.h>
 #include <sys/socket.h>
 
-#include <algorithm>
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "llmc/error.h"

@@ -3,7 +3,7 @@
 // log and, as long as it is not known whether a payload counts, the residuals of before that payload: 4
 // more bytes per value with error feedback.
 #pragma once
-#include <limits>
+#include <climits>
 #include <string>
 #include <vector>
 
@@ -57,8 +57,7 @@ inline LogPlace saved_place(const SavedState& state, const Fields& fields, size_
     place.generation = fields.word("log.generation");
     for (size_t p = 0; p < fragments; p++) {
         const std::string number = std::to_string(p);
-        const long most = std::numeric_limits<long>::max();
-        place.positions.push_back(fields.count_up_to(most, "log.position." + number));
+        place.positions.push_back(fields.count_up_to(LONG_MAX, "log.position." + number));
         place.sent.push_back(fields.count_up_to(1, "log.sent." + number) == 1);
     }
     return place;

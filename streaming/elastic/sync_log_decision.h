@@ -77,8 +77,11 @@ public:
         }
     }
 
-    // A worker that is not in an entry has broken its promise, if it had made one.
+    // Who is counted has lived, even if its beat was seen once only; who is not has broken its promise, if any.
     void note(const LogEntry& entry, long sync) {
+        for (const Contributor& one : entry.contributors) {
+            if (is_alive(one.who)) { note_life(seen.at(one.who.worker), one.who.worker, one.who.number); }
+        }
         for (auto& [worker, one] : seen) {
             const bool had_promised = keeps_promises(one) && promise_of(one) <= sync && is_alive(one);
             if (!entry.knows(worker)) {
@@ -291,9 +294,8 @@ inline std::optional<LogEntry> decide(const Question& question, const StandingLi
     if (int(standing.size()) < min_workers || majority_of(standing) != hash) { return std::nullopt; }
     const auto missing = presence.missing(question.sync, question.there, question.stands_since, now);
     const bool is_due = question.due_since >= 0;
-    const bool is_time = missing.who.empty() || (is_due && !missing.waited_for) ||
-                         (is_due && asked >= question.due_since + grace);
-    if (!is_time) { return std::nullopt; }
+    const bool waits = missing.waited_for && asked < question.due_since + grace;
+    if (!missing.who.empty() && (!is_due || waits)) { return std::nullopt; }
 
     LogEntry entry;
     entry.hash = hash;

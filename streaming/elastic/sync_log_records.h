@@ -82,9 +82,7 @@ struct Incarnation {
         std::istringstream(text) >> one.worker >> dot >> one.number;
         return one;
     }
-    bool operator==(const Incarnation& other) const {
-        return worker == other.worker && number == other.number;
-    }
+    bool operator==(const Incarnation& one) const { return worker == one.worker && number == one.number; }
 };
 
 // The values with a space between any two.

@@ -440,6 +440,28 @@ TEST(SyncLog, nobody_is_taken_for_dead_because_a_look_took_long) {
     EXPECT_FALSE(presence.is_alive({1, 1}));
 }
 
+TEST(SyncLog, one_whose_beat_was_seen_once_is_told_of_if_a_sync_has_counted_it) {
+    const auto kinds = [](Presence& presence) {
+        std::vector<LogEventKind> kinds;
+        for (const Presence::Change& change : presence.changes()) { kinds.push_back(change.kind); }
+        return kinds;
+    };
+    for (const int start : {1, 2, 0}) {  // whose beat is seen; the sync counts start 1
+        Presence presence(5, 10);
+        const auto look = [&](double now) {
+            presence.look({{"1", LogBeat{start, 1, 0, -1}.text()}}, now, now);
+        };
+        LogEntry entry;
+        entry.contributors.push_back({{1, 1}});
+        look(0);
+        EXPECT_TRUE(kinds(presence).empty()) << "it may be left from one that is long dead";
+        presence.note(entry, 0);
+        look(6);
+        const std::vector<LogEventKind> both{LogEventKind::joined, LogEventKind::gone};
+        EXPECT_EQ(kinds(presence), start == 1 ? both : std::vector<LogEventKind>());
+    }
+}
+
 TEST(SyncLog, what_a_worker_has_cost_is_paid_back_while_it_is_charged_for_nothing_else) {
     Presence presence(5, 10);  // it may owe at most a fifth of the grace
     const auto beat = [&](long count, double now) {
