@@ -49,12 +49,12 @@ struct LayerActivations {  // all (N,C), but qkv (N,3C), fch and fch_gelu (N,4C)
 };
 
 struct Activations {
-    Buffer<floatX> encoded, projected;  // (N,C): projected is a projection's output before its residual
-    MatmulInputBuffer lnf, ln_recomputed, gelu_recomputed;  // (N,C) (N,C) (N,4C); two of --recompute
+    Buffer<floatX> encoded, projected, dresidual, dprojected;  // (N,C); projected: before its residual
+    MatmulInputBuffer dqkv, dfch;                              // (N,3C) (N,4C)
+    MatmulInputBuffer lnf, ln_recomputed, gelu_recomputed;     // (N,C) (N,C) (N,4C); two of --recompute
     Buffer<float> lnf_mean, lnf_rstd, losses;
     Buffer<floatX> logits;  // (N,Vp); becomes dlogits
     std::vector<LayerActivations> layers;
-    Buffer<floatX> dresidual, dprojected, dqkv, dfch;  // (N,C) (N,C) (N,3C) (N,4C)
 };
 
 struct Model {
@@ -87,8 +87,8 @@ inline void allocate_activations(Model& model, int B, int T) {
     a.lnf = input(N * C);
     for (Buffer<float>* b : {&a.lnf_mean, &a.lnf_rstd, &a.losses}) { *b = Buffer<float>(N); }
     a.logits = Buffer<floatX>(N * shape.padded_vocab_size);
-    a.dqkv = Buffer<floatX>(N * 3 * C);
-    a.dfch = Buffer<floatX>(N * 4 * C);
+    a.dqkv = input(N * 3 * C);
+    a.dfch = input(N * 4 * C);
     if (model.recompute >= 1) { a.gelu_recomputed = input(N * 4 * C); }
     if (model.recompute >= 2) { a.ln_recomputed = input(N * C); }
     for (int l = 0; l < shape.layers; l++) {

@@ -115,6 +115,17 @@ inline const float* pair_rows(std::vector<float>& out, const std::vector<float>&
     return out.data();
 }
 
+// A row of a gradient: out[i] = scale * inp[i], and sums[i] += the same.   out, sums, inp: (n)
+template <class T>
+inline void store_gradients(T* out, float* sums, const float* inp, int n, float scale) {
+    #pragma omp simd
+    for (int i = 0; i < n; i++) {
+        const float value = scale * inp[i];
+        out[i] = rounded_to<T>(value);
+        sums[i] += value;
+    }
+}
+
 // Turns the scores of one query into probabilities; those of later keys, up to `columns`, become 0.
 // Returns lse.   scores: (columns), the first `keys` valid
 inline float softmax_row(float* scores, int keys, int columns) {
@@ -203,10 +214,11 @@ inline void attention_backward_tile(AttentionHead<bf16>& x, const float* dout, c
                       x.padded_hs, keys, attention_queries / x.in_word, true, x.amx);
 }
 
-// One head.   dqkv, qkv: (T,hs) of q, with leading dimension 3C   dout, out: (T,hs), of C   lse: (T)
-template <bool bf16>
-inline void attention_backward_head(AttentionHead<bf16>& x, float* dqkv, const float* dout, const float* out,
-                                    const float* qkv, const float* lse, int C) {
+// One head. Adds the sums of dqkv's rows, rows_of_a_sum at a time, to `sums`.   dqkv, qkv: (T,hs) of q, with
+// leading dimension 3C   sums: (rows of sums,hs) of q, too   dout, out: (T,hs), of C   lse: (T)
+template <bool bf16, class T>
+inline void attention_backward_head(AttentionHead<bf16>& x, T* dqkv, float* sums, const float* dout,
+                                    const float* out, const float* qkv, const float* lse, int C) {
     pack_rows(x, x.q, qkv, 3 * C, x.scale);
     pack_rows(x, x.k, qkv + C, 3 * C, 1.0f);
     pack_rows(x, x.v, qkv + 2 * C, 3 * C, 1.0f);
@@ -229,9 +241,10 @@ inline void attention_backward_head(AttentionHead<bf16>& x, float* dqkv, const f
     transpose(dv, x.padded_hs, x.dvt.data(), x.ld_keys, x.padded_hs, x.padded_T);
     for (int t = 0; t < x.T; t++, dqkv += 3 * C) {
         const long from = long(t) * x.padded_hs;
-        pack_row<false>(dqkv, x.dq.data() + from, x.hs, x.scale);
-        pack_row<false>(dqkv + C, dk.data() + from, x.hs);
-        pack_row<false>(dqkv + 2 * C, dv.data() + from, x.hs);
+        float* sum = sums + long(t / rows_of_a_sum) * 3 * C;
+        store_gradients(dqkv, sum, x.dq.data() + from, x.hs, x.scale);
+        store_gradients(dqkv + C, sum + C, dk.data() + from, x.hs, 1.0f);
+        store_gradients(dqkv + 2 * C, sum + 2 * C, dv.data() + from, x.hs, 1.0f);
     }
 }
 
@@ -262,20 +275,24 @@ inline void attention_forward(float* out, float* lse, const float* qkv, int B, i
     rounds ? for_each_head<true>(B, T, hs, NH, false, work) : for_each_head<false>(B, T, hs, NH, false, work);
 }
 
-// Overwrites dqkv, adds its sum over rows to dqkvb. bf16: as in attention_forward
+// Overwrites dqkv, adds its sum over rows to dqkvb. bf16: as in attention_forward. Sums do not depend on the
+// number of threads.
 // dqkv, qkv: (B,T,3C)   dqkvb: (3C)   dout, out: (B,T,C)   lse: (B,NH,T)
-inline void attention_backward(float* dqkv, float* dqkvb, const float* dout, const float* out,
-                               const float* qkv, const float* lse, int B, int T, int C, int NH, GradientSums&,
-                               Stream&, bool bf16) {
-    const int hs = C / NH;
-    const auto work = [&](auto& x, int b, int h) {
-        const long at = long(b) * T * C + h * hs, at3 = long(b) * T * 3 * C + h * hs;
-        attention_backward_head(x, dqkv + at3, dout + at, out + at, qkv + at3,
-                                lse + (long(b) * NH + h) * T, C);
-    };
-    const bool rounds = bf16 && multiplies_bf16;
-    rounds ? for_each_head<true>(B, T, hs, NH, true, work) : for_each_head<false>(B, T, hs, NH, true, work);
-    column_sums(dqkvb, dqkv, B * T, 3 * C, [](long) {});
+inline void attention_backward(MatmulInput dqkv, float* dqkvb, const float* dout, const float* out,
+                               const float* qkv, const float* lse, int B, int T, int C, int NH,
+                               const GradientSums& sums, Stream&, bool bf16) {
+    const int hs = C / NH, rows = (T + rows_of_a_sum - 1) / rows_of_a_sum;  // of sums, for each sequence
+    std::vector<float> partial(size_t(B) * size_t(rows) * 3 * size_t(C));   // (B,rows,3C)
+    dqkv.visit([&](auto* values) {
+        const auto work = [&](auto& x, int b, int h) {
+            const long at = long(b) * T * C + h * hs, at3 = long(b) * T * 3 * C + h * hs;
+            attention_backward_head(x, values + at3, partial.data() + long(b) * rows * 3 * C + h * hs,
+                                    dout + at, out + at, qkv + at3, lse + (long(b) * NH + h) * T, C);
+        };
+        bf16 && multiplies_bf16 ? for_each_head<true>(B, T, hs, NH, true, work)
+                                : for_each_head<false>(B, T, hs, NH, true, work);
+    });
+    sums.add(dqkvb, partial.data(), long(B) * rows, 3 * C, 3 * C);
 }
 
 }  // namespace cpu

@@ -9,33 +9,49 @@
 
 namespace cpu {
 
+const int rows_of_a_sum = 64;  // are summed before they are added to others
+
 // A GPU adds a layer's sums in one launch, here each function adds its own: nothing is ever pending.
 struct GradientSums {
+    bool adds = true;  // false: gradients are overwritten
+
+    // Before a micro-step. The first one of a step overwrites the gradients of the step before, but for those
+    // of positions, which encoder_backward adds to, and the padding.   grads: (layout.size)
     void begin(float* grads, const Layout& layout, bool first, Stream& stream) {
-        if (first) { set_zero(grads, layout.size, stream); }
+        adds = !first;
+        if (!first) { return; }
+        set_zero(grads + layout.tensor("wpe").offset, layout.tensor("wpe").count(), stream);
+        for (const Block& b : layout.blocks) {
+            set_zero(grads + b.offset + b.values, b.size - b.values, stream);
+        }
     }
+
     void add_pending(Stream&) {}
+
+    // to[i] += sum over rows of from[.,i]; to null: nothing is added.
+    // from: (rows,columns), with leading dimension ld
+    void add(float* to, const float* from, long rows, int columns, int ld) const {
+        if (to && !adds) { std::fill_n(to, columns, 0.0f); }
+        for (long n = 0; to && n < rows; n++, from += ld) {
+            #pragma omp simd
+            for (int i = 0; i < columns; i++) { to[i] += from[i]; }
+        }
+    }
 };
 
-// sums[i] += sum over n of inp[n,i], where finish(n) completes row n.   sums: (columns)   inp: (N,columns)
+// dbias[i] += sum over n of row n's values, which add_row(sum, n) adds to `sum`.   dbias, sum: (columns)
 // Sums chunks of a fixed size, then the chunks in order: the same bits with any number of threads.
-template <class Finish>
-inline void column_sums(float* sums, const float* inp, int N, int columns, const Finish& finish) {
-    const int rows = 64, chunks = (N + rows - 1) / rows;
+template <class AddRow>
+inline void add_column_sums(float* dbias, int N, int columns, const GradientSums& sums,
+                            const AddRow& add_row) {
+    const int rows = rows_of_a_sum, chunks = (N + rows - 1) / rows;
     std::vector<float> partial(size_t(chunks) * size_t(columns));
     #pragma omp parallel for
     for (int chunk = 0; chunk < chunks; chunk++) {
         float* sum = partial.data() + size_t(chunk) * size_t(columns);
-        for (long n = chunk * rows; n < std::min(N, (chunk + 1) * rows); n++) {
-            finish(n);
-            #pragma omp simd
-            for (int i = 0; i < columns; i++) { sum[i] += inp[n * columns + i]; }
-        }
+        for (long n = chunk * rows; n < std::min(N, (chunk + 1) * rows); n++) { add_row(sum, n); }
     }
-    for (int chunk = 0; chunk < chunks; chunk++) {
-        #pragma omp simd
-        for (int i = 0; i < columns; i++) { sums[i] += partial[size_t(chunk) * size_t(columns) + size_t(i)]; }
-    }
+    sums.add(dbias, partial.data(), chunks, columns, columns);
 }
 
 }  // namespace cpu

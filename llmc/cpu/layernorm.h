@@ -94,8 +94,8 @@ inline void layernorm_backward_row(float* dinp, float* dweight, float* dbias, fl
 // Sums chunks of a fixed size, then the chunks in order: the same bits with any number of threads.
 inline void layernorm_backward(float* dinp, float* dweight, float* dbias, float* dprojb, const float* dout,
                                const float* inp, const float* weight, const float* mean, const float* rstd,
-                               int N, int C, GradientSums&, Stream&) {
-    const int rows = 64, chunks = (N + rows - 1) / rows;
+                               int N, int C, const GradientSums& gradients, Stream&) {
+    const int rows = rows_of_a_sum, chunks = (N + rows - 1) / rows;
     std::vector<float> partial(size_t(chunks) * 3 * size_t(C));  // (chunks, 3, C): dweight, dbias, dprojb
     #pragma omp parallel for
     for (int chunk = 0; chunk < chunks; chunk++) {
@@ -105,12 +105,10 @@ inline void layernorm_backward(float* dinp, float* dweight, float* dbias, float*
                                    inp + long(n) * C, weight, mean[n], rstd[n], C);
         }
     }
-    for (int chunk = 0; chunk < chunks; chunk++) {
-        const float* sums = partial.data() + size_t(chunk) * 3 * size_t(C);
-        for (float* to : {dweight, dbias, dprojb}) {
-            for (int c = 0; to && c < C; c++) { to[c] += sums[c]; }
-            sums += C;
-        }
+    const float* sums = partial.data();
+    for (float* to : {dweight, dbias, dprojb}) {
+        gradients.add(to, sums, chunks, C, 3 * C);
+        sums += C;
     }
 }
 

@@ -4,8 +4,10 @@
 //     dinp = dout weight,   dweight += dout^T inp
 //
 // `highest` is fp32; `high` and `medium` round the inputs of the three products to bf16 and sum in fp32,
-// where the CPU multiplies bf16 natively (AVX512-BF16, AMX), and are fp32 elsewhere. Without AVX512 oneDNN may
-// divide a sum among its threads: then the bits depend on how many there are.
+// where the CPU multiplies bf16 natively (AVX512-BF16, AMX), and are fp32 elsewhere. Without AVX512 oneDNN
+// may divide a sum among its threads: then the bits depend on how many there are.
+//
+// What is added to gradients overwrites them in the first micro-step of a step (GradientSums).
 #pragma once
 #include <dnnl.hpp>
 
@@ -81,7 +83,9 @@ public:
     void* round_inp(MatmulInput inp, long n) {
         return inp.visit([&](auto* values) { return round(inp_scratch, values, n); });
     }
-    void* round_dout(const float* dout, long n) { return round(dout_scratch, dout, n); }
+    void* round_dout(MatmulInput dout, long n) {
+        return dout.visit([&](auto* values) { return round(dout_scratch, values, n); });
+    }
 
     // out (N,OC) = inp (N,C) weight (OC,C)^T + bias.   inp: from round_inp
     void forward(float* out, void* inp, const float* weight, const float* bias, int N, int C, int OC) {
@@ -95,16 +99,24 @@ public:
         execute(p, dinp, dout, pack(p, weight), nullptr);
     }
 
-    // dweight (OC,C) += dout (N,OC)^T inp (N,C).   dout, inp: from round_dout and round_inp
-    void backward_weight(float* dweight, void* dout, void* inp, int N, int C, int OC) {
-        execute(product(Kind::backward_weight, N, C, OC, false), dweight, dout, inp, nullptr);
+    // dweight (OC,C) = dout (N,OC)^T inp (N,C), or += if it adds.   dout, inp: from round_dout and round_inp
+    void backward_weight(float* dweight, void* dout, void* inp, int N, int C, int OC, bool adds) {
+        const Kind kind = adds ? Kind::add_backward_weight : Kind::backward_weight;
+        execute(product(kind, N, C, OC, false), dweight, dout, inp, nullptr);
+    }
+
+    // An array (n) for what is then rounded to `out`: `out` itself where that is fp32.
+    float* unrounded(float* out, long) { return out; }
+    float* unrounded(uint16_t*, long n) {
+        if (out_scratch.count() < n) { out_scratch = Buffer<float>(n); }
+        return out_scratch;
     }
 
 private:
     using memory = dnnl::memory;
     using Tag = dnnl::memory::format_tag;
 
-    enum class Kind { forward, backward_inp, backward_weight };
+    enum class Kind { forward, backward_inp, backward_weight, add_backward_weight };
 
     struct Product {  // out = a b + bias
         dnnl::matmul primitive;
@@ -157,19 +169,20 @@ private:
         const auto f32 = memory::data_type::f32, type = bf16 ? memory::data_type::bf16 : f32;
         Product p;
         dnnl::primitive_attr attributes;
-        if (kind == Kind::backward_weight) {
-            p.a = memory::desc({OC, N}, type, Tag::ba);
-            p.b = memory::desc({N, C}, type, Tag::ab);
-            p.out = memory::desc({OC, C}, f32, Tag::ab);
-            dnnl::post_ops sum;
-            sum.append_sum(1.0f);
-            attributes.set_post_ops(sum);
-        } else {
+        const bool is_packed = kind == Kind::forward || kind == Kind::backward_inp;
+        if (is_packed) {
             const int K = kind == Kind::forward ? C : OC, columns = kind == Kind::forward ? OC : C;
             p.a = memory::desc({N, K}, type, Tag::ab);
             p.b = memory::desc({K, columns}, type, Tag::any);
             p.out = memory::desc({N, columns}, f32, Tag::ab);
             p.weight = memory::desc({K, columns}, f32, kind == Kind::forward ? Tag::ba : Tag::ab);
+        } else {
+            p.a = memory::desc({OC, N}, type, Tag::ba);
+            p.b = memory::desc({N, C}, type, Tag::ab);
+            p.out = memory::desc({OC, C}, f32, Tag::ab);
+            dnnl::post_ops sum;
+            if (kind == Kind::add_backward_weight) { sum.append_sum(1.0f); }
+            attributes.set_post_ops(sum);
         }
         if (with_bias) { p.bias = memory::desc({1, OC}, f32, Tag::ab); }
 #if DNNL_VERSION_MAJOR >= 3
@@ -179,7 +192,7 @@ private:
 #endif
         p.primitive = dnnl::matmul(chosen);
         p.b = chosen.weights_desc();
-        if (kind != Kind::backward_weight) {
+        if (is_packed) {
             p.pack = dnnl::reorder(dnnl::reorder::primitive_desc(engine, p.weight, engine, p.b));
         }
         return p;
@@ -189,6 +202,7 @@ private:
     dnnl::stream stream;
     std::map<std::array<int, 5>, Product> products;
     Buffer<uint16_t> inp_scratch, dout_scratch, weight_scratch;
+    Buffer<float> out_scratch;
 };
 
 // out: (N,OC)   inp: (N,C)   weight: (OC,C)   bias: (OC) or null
@@ -213,30 +227,44 @@ inline void matmul_product(Matmul& matmul, float* out, const float* a, const flo
 // out += inp^T inp.   out: (C,C)   inp: (N,C)
 inline void matmul_gram(Matmul& matmul, float* out, const float* inp, int N, int C, Stream&) {
     void* rounded = matmul.round_inp(inp, long(N) * C);
-    matmul.backward_weight(out, rounded, rounded, N, C, C);
+    matmul.backward_weight(out, rounded, rounded, N, C, C, true);
 }
 
 // Overwrites dinp, adds to dweight.   dinp, inp: (N,C)   dweight, weight: (OC,C)   dout: (N,OC)
-inline void matmul_backward(Matmul& matmul, float* dinp, float* dweight, const float* dout, MatmulInput inp,
-                            const float* weight, int N, int C, int OC, GradientSums&, Stream&) {
+inline void matmul_backward(Matmul& matmul, float* dinp, float* dweight, MatmulInput dout, MatmulInput inp,
+                            const float* weight, int N, int C, int OC, const GradientSums& sums, Stream&) {
     void* rounded = matmul.round_dout(dout, long(N) * OC);
-    matmul.backward_weight(dweight, rounded, matmul.round_inp(inp, long(N) * C), N, C, OC);
+    matmul.backward_weight(dweight, rounded, matmul.round_inp(inp, long(N) * C), N, C, OC, sums.adds);
     matmul.backward_inp(dinp, rounded, weight, N, C, OC);
+}
+
+// dpre_gelu[i] = dout[i] * the derivative of GELU at pre_gelu[i], and adds its sum over rows to dbias.
+// dpre_gelu, dout, pre_gelu: (N,C), where dpre_gelu may be dout   dbias: (C)
+template <class T>
+inline void gelu_backward(T* dpre_gelu, float* dbias, const float* dout, const float* pre_gelu, int N, int C,
+                          const GradientSums& sums) {
+    add_column_sums(dbias, N, C, sums, [=](float* sum, long n) {
+        const float *d = dout + n * C, *x = pre_gelu + n * C;
+        T* out = dpre_gelu + n * C;
+        #pragma omp simd
+        for (int c = 0; c < C; c++) {
+            const float value = d[c] * gelu_derivative(x[c]);
+            out[c] = rounded_to<T>(value);
+            sum[c] += value;
+        }
+    });
 }
 
 // The same for inp = gelu(pre_gelu): overwrites dpre_gelu, and adds its sum over rows to dbias, which is the
 // gradient of the bias of the product before.   pre_gelu, dpre_gelu: (N,C)   dbias: (C)
-inline void matmul_gelu_backward(Matmul& matmul, float* dpre_gelu, float* dweight, float* dbias,
+inline void matmul_gelu_backward(Matmul& matmul, MatmulInput dpre_gelu, float* dweight, float* dbias,
                                  const float* dout, MatmulInput inp, const float* pre_gelu,
-                                 const float* weight, int N, int C, int OC, GradientSums& sums,
+                                 const float* weight, int N, int C, int OC, const GradientSums& sums,
                                  Stream& stream) {
-    matmul_backward(matmul, dpre_gelu, dweight, dout, inp, weight, N, C, OC, sums, stream);
-    column_sums(dbias, dpre_gelu, N, C, [=](long n) {
-        const long first = n * C, last = first + C;
-        float* d = dpre_gelu;
-        const float* x = pre_gelu;
-        #pragma omp simd
-        for (long i = first; i < last; i++) { d[i] *= gelu_derivative(x[i]); }
+    dpre_gelu.visit([&](auto* values) {
+        float* dinp = matmul.unrounded(values, long(N) * C);
+        matmul_backward(matmul, dinp, dweight, dout, inp, weight, N, C, OC, sums, stream);
+        gelu_backward(values, dbias, dinp, pre_gelu, N, C, sums);
     });
 }
 

@@ -77,7 +77,7 @@ public:
         }
     }
 
-    // Who is counted has lived, even if its beat was seen once only; who is not has broken its promise, if any.
+    // Who is counted has lived, even if its beat was seen once. Who is not has broken its promise, if any.
     void note(const LogEntry& entry, long sync) {
         for (const Contributor& one : entry.contributors) {
             if (is_alive(one.who)) { note_life(seen.at(one.who.worker), one.who.worker, one.who.number); }

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "dev/bench"))
 import bench_cpu
 
 # Functions of the trainer that hold these loops. Softmax is inlined into attention.
-LOOPS = {"GELU": r"cpu::(gelu_forward|apply_gelu)\b", "GELU's derivative": r"cpu::matmul_gelu_backward\(",
+LOOPS = {"GELU": r"cpu::(gelu_forward|apply_gelu)\b", "GELU's derivative": r"cpu::gelu_backward<",
          "attention": r"cpu::attention_forward",
          "attention's derivative": r"cpu::attention_backward",
          "classifier": r"cpu::fused_classifier\(",

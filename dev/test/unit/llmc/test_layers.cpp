@@ -203,10 +203,12 @@ Doubles layernorm_exact(const Doubles& inp, const Doubles& weight, const Doubles
 
 cpu::GradientSums sums;
 
-// The sums over rows, as cpu::column_sums adds them, of a matrix that is complete.
+// The sums over rows, as cpu::add_column_sums adds them.
 Floats sums_of_rows(const Floats& rows, int columns) {
     Floats result(size_t(columns), 0.0f);
-    cpu::column_sums(result.data(), rows.data(), int(rows.size()) / columns, columns, [](long) {});
+    cpu::add_column_sums(result.data(), int(rows.size()) / columns, columns, sums, [&](float* sum, long n) {
+        for (int i = 0; i < columns; i++) { sum[i] += rows[size_t(n * columns + i)]; }
+    });
     return result;
 }
 
@@ -344,9 +346,43 @@ struct AttentionCase {
 };
 
 TEST(Attention, backward_sums_the_rows_of_dqkv_for_the_bias) {
-    AttentionCase x(2, 70, 32, 2);
+    AttentionCase x(2, 128, 32, 2), uneven(2, 70, 32, 2);
     x.run();
     EXPECT_EQ(x.dqkvb, sums_of_rows(x.dqkv, 96));
+    uneven.run();
+    const Floats expected = sums_of_rows(uneven.dqkv, 96);  // in another order
+    for (size_t i = 0; i < 96; i++) { EXPECT_NEAR(uneven.dqkvb[i], expected[i], 1e-5); }
+}
+
+TEST(Attention, gradients_in_bf16_are_those_in_fp32_rounded) {
+    AttentionCase x(2, 70, 32, 2), y = x;
+    x.run();
+    std::vector<uint16_t> rounded(x.dqkv.size()), expected(x.dqkv.size());
+    cpu::convert_to_bf16(expected.data(), x.dqkv.data(), long(expected.size()));
+    cpu::attention_backward(cpu::MatmulInput(rounded.data()), y.dqkvb.data(), x.dout.data(), x.out.data(),
+                            x.qkv.data(), x.lse.data(), 2, 70, 32, 2, sums, main_stream, false);
+    EXPECT_EQ(rounded, expected);
+    EXPECT_EQ(y.dqkvb, x.dqkvb) << "is the sum of what is not rounded";
+}
+
+// The first micro-step of a step.
+TEST(GradientSums, overwrite_gradients_if_they_do_not_add) {
+    LayerNormCase normed(65, 48), normed_anew(65, 48);
+    AttentionCase attention(2, 70, 32, 2), attention_anew(2, 70, 32, 2);
+    for (Floats* one :
+         {&normed_anew.dweight, &normed_anew.dbias, &normed_anew.dprojb, &attention_anew.dqkvb}) {
+        std::fill(one->begin(), one->end(), NAN);
+    }
+    normed.run();
+    attention.run();
+    sums.adds = false;
+    normed_anew.run();
+    attention_anew.run();
+    sums.adds = true;
+    EXPECT_EQ(normed_anew.dweight, normed.dweight);
+    EXPECT_EQ(normed_anew.dbias, normed.dbias);
+    EXPECT_EQ(normed_anew.dprojb, normed.dprojb);
+    EXPECT_EQ(attention_anew.dqkvb, attention.dqkvb);
 }
 
 // Returns out, followed by lse.

@@ -77,13 +77,11 @@ struct Case {
             cpu::matmul_forward(matmul, out.data(), inp.data(), weight.data(), added, N, C, OC, main_stream);
         }
     }
-    void backward(cpu::Matmul& matmul) {
-        cpu::GradientSums sums;
+    void backward(cpu::Matmul& matmul, const cpu::GradientSums& sums = {}) {
         cpu::matmul_backward(matmul, dinp.data(), dweight.data(), dout.data(), inp.data(), weight.data(), N,
                              C, OC, sums, main_stream);
     }
-    void gelu_backward(cpu::Matmul& matmul) {
-        cpu::GradientSums sums;
+    void gelu_backward(cpu::Matmul& matmul, const cpu::GradientSums& sums = {}) {
         cpu::matmul_gelu_backward(matmul, dinp.data(), dweight.data(), dbias.data(), dout.data(), inp.data(),
                                   pre_gelu.data(), weight.data(), N, C, OC, sums, main_stream);
     }
@@ -161,6 +159,24 @@ TEST(Matmul, an_input_in_bf16_gives_the_bits_of_one_that_the_product_rounds) {
     EXPECT_EQ(y.out, x.out);
     EXPECT_EQ(y.dweight, x.dweight);
     EXPECT_EQ(y.dinp, x.dinp);
+
+    // The same of a gradient, which GELU's backward rounds.
+    cpu::GradientSums overwrite;
+    overwrite.adds = false;
+    std::vector<uint16_t> expected(x.dinp.size()), dinp(x.dinp.size());
+    cpu::convert_to_bf16(expected.data(), x.dinp.data(), long(dinp.size()));
+    cpu::matmul_gelu_backward(matmul, cpu::MatmulInput(dinp.data()), y.dweight.data(), y.dbias.data(),
+                              y.dout.data(), inp, y.pre_gelu.data(), y.weight.data(), 65, 48, 130, overwrite,
+                              main_stream);
+    EXPECT_EQ(dinp, expected);
+    EXPECT_EQ(y.dbias, x.dbias) << "is the sum of what is not rounded";
+    Case next(65, 64, 48), next_y = next;
+    next.dout = x.dinp;
+    next.backward(matmul);
+    cpu::matmul_backward(matmul, next_y.dinp.data(), next_y.dweight.data(), cpu::MatmulInput(dinp.data()),
+                         next_y.inp.data(), next_y.weight.data(), 65, 64, 48, sums, main_stream);
+    EXPECT_EQ(next_y.dinp, next.dinp);
+    EXPECT_EQ(next_y.dweight, next.dweight);
 }
 
 TEST(Matmul, bf16_rounding_is_to_nearest_even_and_keeps_what_is_not_a_number) {
@@ -218,6 +234,22 @@ TEST(Matmul, backward_adds_to_dweight_and_dbias_and_overwrites_dinp) {
     }
 }
 
+TEST(Matmul, backward_overwrites_dweight_and_dbias_in_the_first_micro_step) {
+    cpu::GradientSums overwrite;
+    overwrite.adds = false;
+    for (MatmulPrecision precision : {MatmulPrecision::highest, MatmulPrecision::high}) {
+        cpu::Matmul matmul(precision);
+        Case added(130, 40, 52), overwritten = added;
+        for (Floats* one : {&overwritten.dweight, &overwritten.dbias}) {
+            std::fill(one->begin(), one->end(), NAN);
+        }
+        added.gelu_backward(matmul);
+        overwritten.gelu_backward(matmul, overwrite);
+        EXPECT_EQ(overwritten.dweight, added.dweight);
+        EXPECT_EQ(overwritten.dbias, added.dbias);
+    }
+}
+
 TEST(Matmul, a_product_does_not_depend_on_those_before_it) {
     cpu::Matmul used(MatmulPrecision::medium), fresh(MatmulPrecision::medium);
     Case large(130, 96, 200), small(7, 96, 33), expected = small;
@@ -239,7 +271,9 @@ TEST(Matmul, column_sums_have_the_same_bits_at_any_thread_count) {
     for (int threads : {1, 2, 3, 5}) {
         omp_set_num_threads(threads);
         Floats sums(50, 1.0f);
-        cpu::column_sums(sums.data(), inp.data(), 333, 50, [](long) {});
+        cpu::add_column_sums(sums.data(), 333, 50, cpu::GradientSums(), [&](float* sum, long n) {
+            for (size_t i = 0; i < 50; i++) { sum[i] += inp[size_t(n) * 50 + i]; }
+        });
         if (threads == 1) { first = sums; }
         EXPECT_EQ(memcmp(first.data(), sums.data(), sums.size() * sizeof(float)), 0) << threads << " threads";
     }
