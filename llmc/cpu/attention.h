@@ -78,11 +78,18 @@ inline void pack_row(float* words, const float* inp, int n, float scale = 1.0f) 
     }
 }
 
+// Row t of a head lies in another page than the rows before it, where the CPU expects nothing.
+inline void prefetch_row(const float* inp, long t, int ld, int hs) {
+    const int ahead = 8;  // rows
+    for (int i = 0; i < hs; i += 16) { __builtin_prefetch(inp + (t + ahead) * ld + i); }
+}
+
 // out[t] = scale * inp[t].   out: rows of a head, but for its padding   inp: (T,hs), leading dimension ld
 template <bool bf16>
 inline void pack_rows(AttentionHead<bf16>& x, std::vector<float>& out, const float* inp, int ld,
                       float scale) {
     for (int t = 0; t < x.T; t++) {
+        prefetch_row(inp, t, ld, x.hs);
         pack_row<bf16>(out.data() + long(t) * x.words, inp + long(t) * ld, x.hs, scale);
     }
 }
@@ -195,6 +202,7 @@ inline void attention_backward_tile(AttentionHead<bf16>& x, const float* dout, c
         const float *o = out + long(first + i) * C, *d = dout + long(first + i) * C;
         float *scores = x.scores.data() + long(i) * x.ld_keys, *dp = x.dp.data() + long(i) * x.ld_keys;
         float dot = 0;
+        prefetch_row(out, first + i, C, x.hs);
         #pragma omp simd reduction(+ : dot)
         for (int c = 0; c < (valid ? x.hs : 0); c++) { dot += o[c] * d[c]; }
         softmax_backward_row(scores, dp, valid ? lse[first + i] : 0.0f, dot, valid, keys);
