@@ -42,16 +42,16 @@
 
 // Activations of one layer that the forward pass keeps for the backward pass.   N = B * T
 struct LayerActivations {  // all (N,C), but qkv (N,3C), fch and fch_gelu (N,4C)
-    MatmulInputBuffer ln1, ln2, fch_gelu;
-    Buffer<floatX> qkv, attention, residual2, fch, residual3;
+    ActivationBuffer ln1, qkv, attention, ln2, fch, fch_gelu;
+    Buffer<floatX> residual2, residual3;
     Buffer<float> ln1_mean, ln1_rstd, ln2_mean, ln2_rstd;  // (N)
     Buffer<float> lse;                                     // (B,NH,T)
 };
 
 struct Activations {
     Buffer<floatX> encoded, projected, dresidual, dprojected;  // (N,C); projected: before its residual
-    MatmulInputBuffer dqkv, dfch;                              // (N,3C) (N,4C)
-    MatmulInputBuffer lnf, ln_recomputed, gelu_recomputed;     // (N,C) (N,C) (N,4C); two of --recompute
+    ActivationBuffer dqkv, dfch;                              // (N,3C) (N,4C)
+    ActivationBuffer lnf, ln_recomputed, gelu_recomputed;     // (N,C) (N,C) (N,4C); two of --recompute
     Buffer<float> lnf_mean, lnf_rstd, losses;
     Buffer<floatX> logits;  // (N,Vp); becomes dlogits
     std::vector<LayerActivations> layers;
@@ -82,23 +82,23 @@ inline void allocate_activations(Model& model, int B, int T) {
     const GptShape& shape = model.shape;
     const long N = long(B) * T, C = shape.channels;
     Activations& a = model.acts;
-    const auto input = [&](long n) { return MatmulInputBuffer(n, model.matmul.bf16); };
+    const auto activation = [&](long n) { return ActivationBuffer(n, model.matmul.bf16); };
     for (auto* b : {&a.encoded, &a.projected, &a.dresidual, &a.dprojected}) { *b = Buffer<floatX>(N * C); }
-    a.lnf = input(N * C);
+    a.lnf = activation(N * C);
     for (Buffer<float>* b : {&a.lnf_mean, &a.lnf_rstd, &a.losses}) { *b = Buffer<float>(N); }
     a.logits = Buffer<floatX>(N * shape.padded_vocab_size);
-    a.dqkv = input(N * 3 * C);
-    a.dfch = input(N * 4 * C);
-    if (model.recompute >= 1) { a.gelu_recomputed = input(N * 4 * C); }
-    if (model.recompute >= 2) { a.ln_recomputed = input(N * C); }
+    a.dqkv = activation(N * 3 * C), a.dfch = activation(N * 4 * C);
+    if (model.recompute >= 1) { a.gelu_recomputed = activation(N * 4 * C); }
+    if (model.recompute >= 2) { a.ln_recomputed = activation(N * C); }
     for (int l = 0; l < shape.layers; l++) {
         LayerActivations x;
-        for (auto* b : {&x.ln1, &x.ln2}) { *b = input(model.recompute < 2 ? N * C : 0); }
-        x.fch_gelu = input(model.recompute < 1 ? N * 4 * C : 0);
-        for (Buffer<floatX>* b : {&x.attention, &x.residual2, &x.residual3}) { *b = Buffer<floatX>(N * C); }
+        for (auto* b : {&x.ln1, &x.ln2}) { *b = activation(model.recompute < 2 ? N * C : 0); }
+        x.fch_gelu = activation(model.recompute < 1 ? N * 4 * C : 0);
+        for (Buffer<floatX>* b : {&x.residual2, &x.residual3}) { *b = Buffer<floatX>(N * C); }
+        x.attention = activation(N * C);
         for (auto* b : {&x.ln1_mean, &x.ln1_rstd, &x.ln2_mean, &x.ln2_rstd}) { *b = Buffer<float>(N); }
-        x.qkv = Buffer<floatX>(N * 3 * C);
-        x.fch = Buffer<floatX>(N * 4 * C);
+        x.qkv = activation(N * 3 * C);
+        x.fch = activation(N * 4 * C);
         x.lse = Buffer<float>(N * shape.heads);
         a.layers.push_back(std::move(x));
     }
@@ -111,13 +111,13 @@ inline void allocate_activations(Model& model, int B, int T) {
 
 // Outputs of LayerNorm and GELU. Each layer has its own buffer. With --recompute 1 all layers share one for
 // GELU, with 2 also one for LayerNorm, and the backward pass computes the contents again.
-inline MatmulInput ln1_of(Model& model, int l) {
+inline Activation ln1_of(Model& model, int l) {
     return model.recompute < 2 ? model.acts.layers[l].ln1 : model.acts.ln_recomputed;
 }
-inline MatmulInput ln2_of(Model& model, int l) {
+inline Activation ln2_of(Model& model, int l) {
     return model.recompute < 2 ? model.acts.layers[l].ln2 : model.acts.ln_recomputed;
 }
-inline MatmulInput gelu_of(Model& model, int l) {
+inline Activation gelu_of(Model& model, int l) {
     return model.recompute < 1 ? model.acts.layers[l].fch_gelu : model.acts.gelu_recomputed;
 }
 
@@ -140,7 +140,7 @@ inline void forward(Model& model, const int* inputs, int B, int T, Stream& main)
     for (int l = 0; l < L; l++) {
         const LayerTensors<floatX>& w = model.weights[l];
         LayerActivations& x = a.layers[l];
-        const MatmulInput ln1 = ln1_of(model, l), ln2 = ln2_of(model, l), fch_gelu = gelu_of(model, l);
+        const Activation ln1 = ln1_of(model, l), ln2 = ln2_of(model, l), fch_gelu = gelu_of(model, l);
         device::matmul_forward(model.matmul, x.qkv, ln1, w.qkvw, w.qkvb, N, C, 3 * C, main);
         device::attention_forward(x.attention, x.lse, x.qkv, B, T, C, NH, main, model.matmul.bf16);
         device::matmul_forward(model.matmul, a.projected, x.attention, w.attprojw, w.attprojb, N, C, C, main);
@@ -194,7 +194,7 @@ inline void backward(Model& model, int B, int T, Stream& main, const std::functi
         LayerActivations& x = a.layers[l];
         floatX* residual = l == 0 ? a.encoded : a.layers[l - 1].residual3;
         float* fcprojb_before = l == 0 ? nullptr : model.gradients[l - 1].fcprojb;
-        const MatmulInput ln1 = ln1_of(model, l), ln2 = ln2_of(model, l), fch_gelu = gelu_of(model, l);
+        const Activation ln1 = ln1_of(model, l), ln2 = ln2_of(model, l), fch_gelu = gelu_of(model, l);
 
         if (model.recompute >= 1) { device::gelu_forward(fch_gelu, x.fch, long(N) * 4 * C, main); }
         device::matmul_gelu_backward(model.matmul, a.dfch, dw.fcprojw, dw.fcb, a.dresidual, fch_gelu, x.fch,

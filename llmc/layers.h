@@ -26,5 +26,5 @@
 #include "llmc/cpu/outlier.h"
 #endif
 
-using device::MatmulInput;
-using device::MatmulInputBuffer;
+using device::Activation;
+using device::ActivationBuffer;

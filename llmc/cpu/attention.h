@@ -66,28 +66,28 @@ struct AttentionHead {
 };
 
 // Packs values into words: rounds them to bf16, or copies them.   words: (n / in_word)   inp: (n)
-template <bool bf16>
-inline void pack_row(float* words, const float* inp, int n, float scale = 1.0f) {
+template <bool bf16, class T>
+inline void pack_row(float* words, const T* inp, int n, float scale = 1.0f) {
     #pragma omp simd
     for (int i = 0; i < n; i++) {
         if (bf16) {
-            reinterpret_cast<uint16_t*>(words)[i] = bf16_bits(scale * inp[i]);
+            reinterpret_cast<uint16_t*>(words)[i] = bf16_bits(scale * widened(inp[i]));
         } else {
-            words[i] = scale * inp[i];
+            words[i] = scale * widened(inp[i]);
         }
     }
 }
 
 // Row t of a head lies in another page than the rows before it, where the CPU expects nothing.
-inline void prefetch_row(const float* inp, long t, int ld, int hs) {
+template <class T>
+inline void prefetch_row(const T* inp, long t, int ld, int hs) {
     const int ahead = 8;  // rows
-    for (int i = 0; i < hs; i += 16) { __builtin_prefetch(inp + (t + ahead) * ld + i); }
+    for (int i = 0; i < hs; i += int(64 / sizeof(T))) { __builtin_prefetch(inp + (t + ahead) * ld + i); }
 }
 
 // out[t] = scale * inp[t].   out: rows of a head, but for its padding   inp: (T,hs), leading dimension ld
-template <bool bf16>
-inline void pack_rows(AttentionHead<bf16>& x, std::vector<float>& out, const float* inp, int ld,
-                      float scale) {
+template <bool bf16, class T>
+inline void pack_rows(AttentionHead<bf16>& x, std::vector<float>& out, const T* inp, int ld, float scale) {
     for (int t = 0; t < x.T; t++) {
         prefetch_row(inp, t, ld, x.hs);
         pack_row<bf16>(out.data() + long(t) * x.words, inp + long(t) * ld, x.hs, scale);
@@ -152,8 +152,8 @@ inline float softmax_row(float* scores, int keys, int columns) {
 }
 
 // One head.   out: (T,hs) with leading dimension C   lse: (T)   qkv: (T,hs) of q, with leading dimension 3C
-template <bool bf16>
-inline void attention_forward_head(AttentionHead<bf16>& x, float* out, float* lse, const float* qkv, int C) {
+template <bool bf16, class T>
+inline void attention_forward_head(AttentionHead<bf16>& x, T* out, float* lse, const T* qkv, int C) {
     pack_rows(x, x.q, qkv, 3 * C, x.scale);
     pack_rows(x, x.k, qkv + C, 3 * C, 1.0f);
     pack_rows(x, x.v, qkv + 2 * C, 3 * C, 1.0f);
@@ -172,7 +172,10 @@ inline void attention_forward_head(AttentionHead<bf16>& x, float* out, float* ls
         tile_matmul<bf16>(x.mixed.data(), x.padded_hs, p.data(), x.ld_p, v, x.padded_hs, attention_queries,
                           x.padded_hs, keys / x.in_word, false, x.amx);
         for (int i = 0; i < queries; i++) {
-            std::copy_n(x.mixed.data() + long(i) * x.padded_hs, x.hs, out + long(first + i) * C);
+            const float* from = x.mixed.data() + long(i) * x.padded_hs;
+            T* to = out + long(first + i) * C;
+            #pragma omp simd
+            for (int c = 0; c < x.hs; c++) { to[c] = rounded_to<T>(from[c]); }
         }
     }
 }
@@ -188,8 +191,8 @@ inline void softmax_backward_row(float* scores, float* dp, float lse, float dot,
 }
 
 // A tile of queries, from `first` on: adds to dq, dk and dv in x, where q, k, v and dout are packed.
-template <bool bf16>
-inline void attention_backward_tile(AttentionHead<bf16>& x, const float* dout, const float* out,
+template <bool bf16, class T>
+inline void attention_backward_tile(AttentionHead<bf16>& x, const float* dout, const T* out,
                                     const float* lse, int C, int first) {
     const int keys = first + attention_queries, queries = std::min(attention_queries, x.T - first);
     const long row = long(first) * x.words, pair = first / x.in_word;
@@ -199,12 +202,13 @@ inline void attention_backward_tile(AttentionHead<bf16>& x, const float* dout, c
                       attention_queries, keys, x.words, false, x.amx);
     for (int i = 0; i < attention_queries; i++) {
         const int valid = i < queries ? first + i + 1 : 0;  // keys; none for padding
-        const float *o = out + long(first + i) * C, *d = dout + long(first + i) * C;
+        const T* o = out + long(first + i) * C;
+        const float* d = dout + long(first + i) * C;
         float *scores = x.scores.data() + long(i) * x.ld_keys, *dp = x.dp.data() + long(i) * x.ld_keys;
         float dot = 0;
         prefetch_row(out, first + i, C, x.hs);
         #pragma omp simd reduction(+ : dot)
-        for (int c = 0; c < (valid ? x.hs : 0); c++) { dot += o[c] * d[c]; }
+        for (int c = 0; c < (valid ? x.hs : 0); c++) { dot += widened(o[c]) * d[c]; }
         softmax_backward_row(scores, dp, valid ? lse[first + i] : 0.0f, dot, valid, keys);
         if (!bf16) { continue; }
         pack_row<bf16>(x.p.data() + long(i) * x.ld_p, scores, keys);
@@ -226,7 +230,7 @@ inline void attention_backward_tile(AttentionHead<bf16>& x, const float* dout, c
 // leading dimension 3C   sums: (rows of sums,hs) of q, too   dout, out: (T,hs), of C   lse: (T)
 template <bool bf16, class T>
 inline void attention_backward_head(AttentionHead<bf16>& x, T* dqkv, float* sums, const float* dout,
-                                    const float* out, const float* qkv, const float* lse, int C) {
+                                    const T* out, const T* qkv, const float* lse, int C) {
     pack_rows(x, x.q, qkv, 3 * C, x.scale);
     pack_rows(x, x.k, qkv + C, 3 * C, 1.0f);
     pack_rows(x, x.v, qkv + 2 * C, 3 * C, 1.0f);
@@ -258,7 +262,7 @@ inline void attention_backward_head(AttentionHead<bf16>& x, T* dqkv, float* sums
 
 // Calls work(scratch, b, h) for all heads, on all threads.
 template <bool bf16, typename Work>
-inline void for_each_head(int B, int T, int hs, int NH, bool backward, const Work& work) {
+inline void for_each_head_of(int B, int T, int hs, int NH, bool backward, const Work& work) {
     #pragma omp parallel
     {
         AttentionHead<bf16> x(T, hs, backward);
@@ -270,35 +274,43 @@ inline void for_each_head(int B, int T, int hs, int NH, bool backward, const Wor
     }
 }
 
+template <typename Work>
+inline void for_each_head(bool bf16, int B, int T, int hs, int NH, bool backward, const Work& work) {
+    bf16 && multiplies_bf16 ? for_each_head_of<true>(B, T, hs, NH, backward, work)
+                            : for_each_head_of<false>(B, T, hs, NH, backward, work);
+}
+
 // bf16: products round their inputs, if this CPU multiplies bf16.
 // out: (B,T,C)   lse: (B,NH,T)   qkv: (B,T,3C), each of q, k, v being NH heads of hs = C / NH
-inline void attention_forward(float* out, float* lse, const float* qkv, int B, int T, int C, int NH, Stream&,
-                              bool bf16) {
+inline void attention_forward(Activation out, float* lse, Activation qkv, int B, int T, int C, int NH,
+                              Stream&, bool bf16) {
     const int hs = C / NH;
-    const auto work = [&](auto& x, int b, int h) {
-        attention_forward_head(x, out + long(b) * T * C + h * hs, lse + (long(b) * NH + h) * T,
-                               qkv + long(b) * T * 3 * C + h * hs, C);
-    };
-    const bool rounds = bf16 && multiplies_bf16;
-    rounds ? for_each_head<true>(B, T, hs, NH, false, work) : for_each_head<false>(B, T, hs, NH, false, work);
+    out.visit([&](auto* to) {
+        const auto* from = qkv.like(to);
+        const auto work = [&](auto& x, int b, int h) {
+            attention_forward_head(x, to + long(b) * T * C + h * hs, lse + (long(b) * NH + h) * T,
+                                   from + long(b) * T * 3 * C + h * hs, C);
+        };
+        for_each_head(bf16, B, T, hs, NH, false, work);
+    });
 }
 
 // Overwrites dqkv, adds its sum over rows to dqkvb. bf16: as in attention_forward. Sums do not depend on the
 // number of threads.
 // dqkv, qkv: (B,T,3C)   dqkvb: (3C)   dout, out: (B,T,C)   lse: (B,NH,T)
-inline void attention_backward(MatmulInput dqkv, float* dqkvb, const float* dout, const float* out,
-                               const float* qkv, const float* lse, int B, int T, int C, int NH,
+inline void attention_backward(Activation dqkv, float* dqkvb, const float* dout, Activation out,
+                               Activation qkv, const float* lse, int B, int T, int C, int NH,
                                const GradientSums& sums, Stream&, bool bf16) {
     const int hs = C / NH, rows = (T + rows_of_a_sum - 1) / rows_of_a_sum;  // of sums, for each sequence
     std::vector<float> partial(size_t(B) * size_t(rows) * 3 * size_t(C));   // (B,rows,3C)
-    dqkv.visit([&](auto* values) {
+    dqkv.visit([&](auto* to) {
+        const auto *o = out.like(to), *from = qkv.like(to);
         const auto work = [&](auto& x, int b, int h) {
             const long at = long(b) * T * C + h * hs, at3 = long(b) * T * 3 * C + h * hs;
-            attention_backward_head(x, values + at3, partial.data() + long(b) * rows * 3 * C + h * hs,
-                                    dout + at, out + at, qkv + at3, lse + (long(b) * NH + h) * T, C);
+            attention_backward_head(x, to + at3, partial.data() + long(b) * rows * 3 * C + h * hs, dout + at,
+                                    o + at, from + at3, lse + (long(b) * NH + h) * T, C);
         };
-        bf16 && multiplies_bf16 ? for_each_head<true>(B, T, hs, NH, true, work)
-                                : for_each_head<false>(B, T, hs, NH, true, work);
+        for_each_head(bf16, B, T, hs, NH, true, work);
     });
     sums.add(dqkvb, partial.data(), long(B) * rows, 3 * C, 3 * C);
 }

@@ -1,6 +1,6 @@
 // GELU of an array: matmul_forward applies it, and the backward with --recompute.
 #pragma once
-#include "llmc/cpu/matmul_input.h"
+#include "llmc/cpu/activation.h"
 #include "llmc/gelu.h"
 #include "llmc/stream.h"
 
@@ -8,13 +8,13 @@ namespace cpu {
 
 // out[i] = gelu(inp[i]).   out, inp: (n)
 template <class T>
-inline void apply_gelu(T* out, const float* inp, long n) {
+inline void apply_gelu(T* out, const T* inp, long n) {
     #pragma omp parallel for simd
-    for (long i = 0; i < n; i++) { out[i] = rounded_to<T>(gelu(inp[i])); }
+    for (long i = 0; i < n; i++) { out[i] = rounded_to<T>(gelu(widened(inp[i]))); }
 }
 
-inline void gelu_forward(MatmulInput out, const float* inp, long n, Stream&) {
-    out.visit([=](auto* values) { apply_gelu(values, inp, n); });
+inline void gelu_forward(Activation out, Activation inp, long n, Stream&) {
+    out.visit([=](auto* to) { apply_gelu(to, inp.like(to), n); });
 }
 
 }  // namespace cpu

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "llmc/cpu/gradient_sums.h"
-#include "llmc/cpu/matmul_input.h"
+#include "llmc/cpu/activation.h"
 #include "llmc/stream.h"
 
 namespace cpu {
@@ -30,7 +30,7 @@ inline void layernorm_row(T* out, float* mean, float* rstd, const float* inp, co
 }
 
 // out: (N,C)   mean, rstd: (N)   inp: (N,C)   weight, bias: (C)
-inline void layernorm_forward(MatmulInput out, float* mean, float* rstd, const float* inp,
+inline void layernorm_forward(Activation out, float* mean, float* rstd, const float* inp,
                               const float* weight, const float* bias, int N, int C, Stream&) {
     out.visit([=](auto* rows) {
         #pragma omp parallel for
@@ -51,7 +51,7 @@ inline void fused_residual_row(float* residual, T* normed, float* mean, float* r
 
 // residual = inp1 + inp2, normed = layernorm(residual).   all (N,C), but mean, rstd: (N)
 // and weight, bias: (C)
-inline void fused_residual_forward(float* residual, MatmulInput normed, float* mean, float* rstd,
+inline void fused_residual_forward(float* residual, Activation normed, float* mean, float* rstd,
                                    const float* inp1, const float* inp2, const float* weight,
                                    const float* bias, int N, int C, Stream&) {
     normed.visit([=](auto* rows) {

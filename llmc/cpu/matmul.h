@@ -20,7 +20,7 @@
 #include "llmc/buffer.h"
 #include "llmc/cpu/gelu.h"
 #include "llmc/cpu/gradient_sums.h"
-#include "llmc/cpu/matmul_input.h"
+#include "llmc/cpu/activation.h"
 #include "llmc/floatx.h"
 #include "llmc/gelu.h"
 #include "llmc/state.h"
@@ -50,7 +50,7 @@ inline bool rounds_to_bf16(MatmulPrecision precision) {
 }
 
 // Bytes of a value that only products read.
-inline size_t matmul_input_size(MatmulPrecision precision) {
+inline size_t activation_size(MatmulPrecision precision) {
     return rounds_to_bf16(precision) ? sizeof(uint16_t) : sizeof(float);
 }
 
@@ -80,29 +80,29 @@ public:
     void restore(const Fields&, std::vector<std::string>&) {}
 
     // inp or dout in the type that products take: rounded into scratch of its own, or unchanged.
-    void* round_inp(MatmulInput inp, long n) {
+    void* round_inp(Activation inp, long n) {
         return inp.visit([&](auto* values) { return round(inp_scratch, values, n); });
     }
-    void* round_dout(MatmulInput dout, long n) {
+    void* round_dout(Activation dout, long n) {
         return dout.visit([&](auto* values) { return round(dout_scratch, values, n); });
     }
 
     // out (N,OC) = inp (N,C) weight (OC,C)^T + bias.   inp: from round_inp
-    void forward(float* out, void* inp, const float* weight, const float* bias, int N, int C, int OC) {
-        const Product& p = product(Kind::forward, N, C, OC, bias != nullptr);
-        execute(p, out, inp, pack(p, weight), bias);
+    void forward(Activation out, void* inp, const float* weight, const float* bias, int N, int C, int OC) {
+        const Product& p = product(Kind::forward, N, C, OC, bias != nullptr, out.is_bf16());
+        execute(p, out.data(), inp, pack(p, weight), bias);
     }
 
     // dinp (N,C) = dout (N,OC) weight (OC,C).   dout: from round_dout
     void backward_inp(float* dinp, void* dout, const float* weight, int N, int C, int OC) {
-        const Product& p = product(Kind::backward_inp, N, C, OC, false);
+        const Product& p = product(Kind::backward_inp, N, C, OC);
         execute(p, dinp, dout, pack(p, weight), nullptr);
     }
 
     // dweight (OC,C) = dout (N,OC)^T inp (N,C), or += if it adds.   dout, inp: from round_dout and round_inp
     void backward_weight(float* dweight, void* dout, void* inp, int N, int C, int OC, bool adds) {
         const Kind kind = adds ? Kind::add_backward_weight : Kind::backward_weight;
-        execute(product(kind, N, C, OC, false), dweight, dout, inp, nullptr);
+        execute(product(kind, N, C, OC), dweight, dout, inp, nullptr);
     }
 
     // An array (n) for what is then rounded to `out`: `out` itself where that is fp32.
@@ -141,7 +141,7 @@ private:
         return values;
     }
 
-    void execute(const Product& p, float* out, void* a, void* b, const float* bias) {
+    void execute(const Product& p, void* out, void* a, void* b, const float* bias) {
         std::unordered_map<int, memory> arguments{{DNNL_ARG_SRC, memory(p.a, engine, a)},
                                                   {DNNL_ARG_WEIGHTS, memory(p.b, engine, b)},
                                                   {DNNL_ARG_DST, memory(p.out, engine, out)}};
@@ -158,14 +158,16 @@ private:
         return packed;
     }
 
-    const Product& product(Kind kind, int N, int C, int OC, bool with_bias) {
-        const std::array<int, 5> key{int(kind), N, C, OC, with_bias};
+    const Product& product(Kind kind, int N, int C, int OC, bool with_bias = false, bool to_bf16 = false) {
+        const std::array<int, 6> key{int(kind), N, C, OC, with_bias, to_bf16};
         auto found = products.find(key);
-        if (found == products.end()) { found = products.emplace(key, make(kind, N, C, OC, with_bias)).first; }
+        if (found == products.end()) {
+            found = products.emplace(key, make(kind, N, C, OC, with_bias, to_bf16)).first;
+        }
         return found->second;
     }
 
-    Product make(Kind kind, int N, int C, int OC, bool with_bias) {
+    Product make(Kind kind, int N, int C, int OC, bool with_bias, bool to_bf16) {
         const auto f32 = memory::data_type::f32, type = bf16 ? memory::data_type::bf16 : f32;
         Product p;
         dnnl::primitive_attr attributes;
@@ -174,7 +176,7 @@ private:
             const int K = kind == Kind::forward ? C : OC, columns = kind == Kind::forward ? OC : C;
             p.a = memory::desc({N, K}, type, Tag::ab);
             p.b = memory::desc({K, columns}, type, Tag::any);
-            p.out = memory::desc({N, columns}, f32, Tag::ab);
+            p.out = memory::desc({N, columns}, to_bf16 ? memory::data_type::bf16 : f32, Tag::ab);
             p.weight = memory::desc({K, columns}, f32, kind == Kind::forward ? Tag::ba : Tag::ab);
         } else {
             p.a = memory::desc({OC, N}, type, Tag::ba);
@@ -200,20 +202,20 @@ private:
 
     dnnl::engine engine;
     dnnl::stream stream;
-    std::map<std::array<int, 5>, Product> products;
+    std::map<std::array<int, 6>, Product> products;
     Buffer<uint16_t> inp_scratch, dout_scratch, weight_scratch;
     Buffer<float> out_scratch;
 };
 
 // out: (N,OC)   inp: (N,C)   weight: (OC,C)   bias: (OC) or null
-inline void matmul_forward(Matmul& matmul, float* out, MatmulInput inp, const float* weight,
+inline void matmul_forward(Matmul& matmul, Activation out, Activation inp, const float* weight,
                            const float* bias, int N, int C, int OC, Stream&) {
     matmul.forward(out, matmul.round_inp(inp, long(N) * C), weight, bias, N, C, OC);
 }
 
 // The same with GELU: pre_gelu = inp weight^T + bias, out = gelu(pre_gelu).   out, pre_gelu: (N,OC)
-inline void matmul_forward(Matmul& matmul, MatmulInput out, MatmulInput inp, const float* weight,
-                           const float* bias, int N, int C, int OC, Stream& stream, float* pre_gelu) {
+inline void matmul_forward(Matmul& matmul, Activation out, Activation inp, const float* weight,
+                           const float* bias, int N, int C, int OC, Stream& stream, Activation pre_gelu) {
     matmul_forward(matmul, pre_gelu, inp, weight, bias, N, C, OC, stream);
     gelu_forward(out, pre_gelu, long(N) * OC, stream);
 }
@@ -231,7 +233,7 @@ inline void matmul_gram(Matmul& matmul, float* out, const float* inp, int N, int
 }
 
 // Overwrites dinp, adds to dweight.   dinp, inp: (N,C)   dweight, weight: (OC,C)   dout: (N,OC)
-inline void matmul_backward(Matmul& matmul, float* dinp, float* dweight, MatmulInput dout, MatmulInput inp,
+inline void matmul_backward(Matmul& matmul, float* dinp, float* dweight, Activation dout, Activation inp,
                             const float* weight, int N, int C, int OC, const GradientSums& sums, Stream&) {
     void* rounded = matmul.round_dout(dout, long(N) * OC);
     matmul.backward_weight(dweight, rounded, matmul.round_inp(inp, long(N) * C), N, C, OC, sums.adds);
@@ -241,14 +243,15 @@ inline void matmul_backward(Matmul& matmul, float* dinp, float* dweight, MatmulI
 // dpre_gelu[i] = dout[i] * the derivative of GELU at pre_gelu[i], and adds its sum over rows to dbias.
 // dpre_gelu, dout, pre_gelu: (N,C), where dpre_gelu may be dout   dbias: (C)
 template <class T>
-inline void gelu_backward(T* dpre_gelu, float* dbias, const float* dout, const float* pre_gelu, int N, int C,
+inline void gelu_backward(T* dpre_gelu, float* dbias, const float* dout, const T* pre_gelu, int N, int C,
                           const GradientSums& sums) {
     add_column_sums(dbias, N, C, sums, [=](float* sum, long n) {
-        const float *d = dout + n * C, *x = pre_gelu + n * C;
+        const float* d = dout + n * C;
+        const T* x = pre_gelu + n * C;
         T* out = dpre_gelu + n * C;
         #pragma omp simd
         for (int c = 0; c < C; c++) {
-            const float value = d[c] * gelu_derivative(x[c]);
+            const float value = d[c] * gelu_derivative(widened(x[c]));
             out[c] = rounded_to<T>(value);
             sum[c] += value;
         }
@@ -257,14 +260,14 @@ inline void gelu_backward(T* dpre_gelu, float* dbias, const float* dout, const f
 
 // The same for inp = gelu(pre_gelu): overwrites dpre_gelu, and adds its sum over rows to dbias, which is the
 // gradient of the bias of the product before.   pre_gelu, dpre_gelu: (N,C)   dbias: (C)
-inline void matmul_gelu_backward(Matmul& matmul, MatmulInput dpre_gelu, float* dweight, float* dbias,
-                                 const float* dout, MatmulInput inp, const float* pre_gelu,
+inline void matmul_gelu_backward(Matmul& matmul, Activation dpre_gelu, float* dweight, float* dbias,
+                                 const float* dout, Activation inp, Activation pre_gelu,
                                  const float* weight, int N, int C, int OC, const GradientSums& sums,
                                  Stream& stream) {
     dpre_gelu.visit([&](auto* values) {
         float* dinp = matmul.unrounded(values, long(N) * C);
         matmul_backward(matmul, dinp, dweight, dout, inp, weight, N, C, OC, sums, stream);
-        gelu_backward(values, dbias, dinp, pre_gelu, N, C, sums);
+        gelu_backward(values, dbias, dinp, pre_gelu.like(values), N, C, sums);
     });
 }
 

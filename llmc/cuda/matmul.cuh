@@ -99,13 +99,13 @@ struct CublasLtDestroy {
 template <class Pointer>
 using CublasLtOwner = std::unique_ptr<std::remove_pointer_t<Pointer>, CublasLtDestroy>;
 
-// Inputs of matmuls are floatX here, like all activations (compare llmc/cpu/matmul_input.h).
-using MatmulInput = floatX*;
-struct MatmulInputBuffer : Buffer<floatX> {
-    MatmulInputBuffer() = default;
-    MatmulInputBuffer(long count, bool) : Buffer<floatX>(count) {}
+// Inputs of matmuls are floatX here, like all activations (compare llmc/cpu/activation.h).
+using Activation = floatX*;
+struct ActivationBuffer : Buffer<floatX> {
+    ActivationBuffer() = default;
+    ActivationBuffer(long count, bool) : Buffer<floatX>(count) {}
 };
-inline size_t matmul_input_size(MatmulPrecision) { return sizeof(floatX); }  // bytes of a value
+inline size_t activation_size(MatmulPrecision) { return sizeof(floatX); }  // bytes of a value
 
 // cuBLASLt's state, its workspace, and a plan for each shape so far. For one thread, stream and GPU.
 class Matmul {

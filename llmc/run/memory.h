@@ -34,15 +34,15 @@ const double program_bytes = 20e6;  // a process without a model
 inline double activation_bytes(const GptShape& shape, int recompute, MatmulPrecision precision,
                                double tokens) {
     const double C = shape.channels, L = shape.layers;
-    const double once = 4 * C + shape.padded_vocab_size, of_a_layer = 10 * C;
-    const double inputs = 8 * C + (recompute >= 1 ? 4 * C : L * 4 * C) + (recompute >= 2 ? C : L * 2 * C);
-    const size_t size = device::matmul_input_size(precision);
-    // Where products round, attention's output and the logits' gradients are rounded into scratch, and GELU's
-    // derivative finds its factor there in fp32.
+    const double once = 4 * C + shape.padded_vocab_size, of_a_layer = 2 * C;
+    const double rounded = C * (8 + 8 * L + 4 * (recompute >= 1 ? 1 : L) + (recompute >= 2 ? 1 : 2 * L));
+    const size_t size = device::activation_size(precision);
+    // Where products round, they round gradients in fp32, the largest of which are the logits', into scratch.
+    // GELU's backward has scratch in fp32.
     const bool rounds = size < sizeof(floatX);
-    const double scratch = rounds ? C + std::max(C, double(shape.padded_vocab_size)) : 0;
+    const double scratch = rounds ? std::max(C, double(shape.padded_vocab_size)) : 0;
     const double of_floats = 3 + L * (4 + shape.heads) + 2 + (rounds ? 4 * C : 0);
-    return tokens * (sizeof(floatX) * (once + L * of_a_layer) + double(size) * (inputs + scratch) +
+    return tokens * (sizeof(floatX) * (once + L * of_a_layer) + double(size) * (rounded + scratch) +
                      sizeof(float) * of_floats);
 }
 

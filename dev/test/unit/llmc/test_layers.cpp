@@ -203,6 +203,14 @@ Doubles layernorm_exact(const Doubles& inp, const Doubles& weight, const Doubles
 
 cpu::GradientSums sums;
 
+// Rounds the values themselves, too.
+std::vector<uint16_t> in_bf16(Floats& values) {
+    std::vector<uint16_t> rounded(values.size());
+    cpu::convert_to_bf16(rounded.data(), values.data(), long(values.size()));
+    for (size_t i = 0; i < values.size(); i++) { values[i] = cpu::widened(rounded[i]); }
+    return rounded;
+}
+
 // The sums over rows, as cpu::add_column_sums adds them.
 Floats sums_of_rows(const Floats& rows, int columns) {
     Floats result(size_t(columns), 0.0f);
@@ -301,27 +309,33 @@ TEST(LayerNorm, gives_the_same_bits_at_any_thread_count) {
     });
 }
 
-// Written in bf16, as products read them, the outputs of LayerNorm and GELU are those in fp32, rounded.
-TEST(MatmulInput, holds_the_values_rounded) {
+// Stored in bf16, the outputs of LayerNorm and GELU are those in fp32, rounded.
+TEST(Activation, holds_the_values_rounded) {
     const int N = 5, C = 67;
-    const Floats a = random_floats(N * C, 1), b = random_floats(N * C, 2), weight = random_floats(C, 3),
+    Floats a = random_floats(N * C, 1);
+    std::vector<uint16_t> a_in_bf16 = in_bf16(a);
+    const Floats b = random_floats(N * C, 2), weight = random_floats(C, 3),
                  bias = random_floats(C, 4);
     Floats residual(a.size()), mean(N), rstd(N), exact(a.size());
-    cpu::MatmulInputBuffer fp32(N * C, false), bf16(N * C, true);
+    cpu::ActivationBuffer fp32(N * C, false), bf16(N * C, true);
     const auto expect_rounded = [&](const auto& compute) {
-        compute(cpu::MatmulInput(fp32));
-        compute(cpu::MatmulInput(bf16));
-        cpu::MatmulInput(fp32).visit([&](auto* values) { std::copy_n(values, N * C, exact.begin()); });
+        compute(cpu::Activation(fp32));
+        compute(cpu::Activation(bf16));
+        cpu::Activation(fp32).visit([&](auto* values) { std::copy_n(values, N * C, exact.begin()); });
         std::vector<uint16_t> halves(exact.size());
-        cpu::MatmulInput(bf16).visit([&](auto* values) { std::copy_n(values, N * C, halves.begin()); });
+        cpu::Activation(bf16).visit([&](auto* values) { std::copy_n(values, N * C, halves.begin()); });
         for (size_t i = 0; i < exact.size(); i++) { ASSERT_EQ(halves[i], cpu::bf16_bits(exact[i])) << i; }
     };
-    expect_rounded([&](cpu::MatmulInput out) { cpu::gelu_forward(out, a.data(), N * C, main_stream); });
-    expect_rounded([&](cpu::MatmulInput out) {
+    expect_rounded([&](cpu::Activation out) {
+        const cpu::Activation inp = out.is_bf16() ? cpu::Activation(a_in_bf16.data()) : a.data();
+        cpu::gelu_forward(out, inp, N * C, main_stream);
+    });
+    EXPECT_THROW(cpu::gelu_forward(bf16, a.data(), N * C, main_stream), std::logic_error);
+    expect_rounded([&](cpu::Activation out) {
         cpu::layernorm_forward(out, mean.data(), rstd.data(), a.data(), weight.data(), bias.data(), N, C,
                                main_stream);
     });
-    expect_rounded([&](cpu::MatmulInput out) {
+    expect_rounded([&](cpu::Activation out) {
         cpu::fused_residual_forward(residual.data(), out, mean.data(), rstd.data(), a.data(), b.data(),
                                     weight.data(), bias.data(), N, C, main_stream);
     });
@@ -354,15 +368,24 @@ TEST(Attention, backward_sums_the_rows_of_dqkv_for_the_bias) {
     for (size_t i = 0; i < 96; i++) { EXPECT_NEAR(uneven.dqkvb[i], expected[i], 1e-5); }
 }
 
-TEST(Attention, gradients_in_bf16_are_those_in_fp32_rounded) {
+TEST(Attention, in_bf16_is_that_in_fp32_rounded) {
     AttentionCase x(2, 70, 32, 2), y = x;
-    x.run();
-    std::vector<uint16_t> rounded(x.dqkv.size()), expected(x.dqkv.size());
-    cpu::convert_to_bf16(expected.data(), x.dqkv.data(), long(expected.size()));
-    cpu::attention_backward(cpu::MatmulInput(rounded.data()), y.dqkvb.data(), x.dout.data(), x.out.data(),
-                            x.qkv.data(), x.lse.data(), 2, 70, 32, 2, sums, main_stream, false);
-    EXPECT_EQ(rounded, expected);
-    EXPECT_EQ(y.dqkvb, x.dqkvb) << "is the sum of what is not rounded";
+    std::vector<uint16_t> qkv = in_bf16(x.qkv), out(x.out.size()), dqkv(x.dqkv.size());
+    cpu::attention_forward(cpu::Activation(out.data()), y.lse.data(), cpu::Activation(qkv.data()), 2, 70, 32,
+                           2, main_stream, false);
+    cpu::attention_forward(x.out.data(), x.lse.data(), x.qkv.data(), 2, 70, 32, 2, main_stream, false);
+    EXPECT_EQ(out, in_bf16(x.out));  // from here on it is the same in fp32
+    EXPECT_EQ(y.lse, x.lse);
+    cpu::attention_backward(cpu::Activation(dqkv.data()), y.dqkvb.data(), x.dout.data(),
+                            cpu::Activation(out.data()), cpu::Activation(qkv.data()), x.lse.data(), 2, 70, 32,
+                            2, sums, main_stream, false);
+    cpu::attention_backward(x.dqkv.data(), x.dqkvb.data(), x.dout.data(), x.out.data(), x.qkv.data(),
+                            x.lse.data(), 2, 70, 32, 2, sums, main_stream, false);
+    // Sums of dout * out have another order.
+    for (size_t i = 0; i < x.dqkvb.size(); i++) { EXPECT_NEAR(y.dqkvb[i], x.dqkvb[i], 1e-5); }
+    for (size_t i = 0; i < dqkv.size(); i++) {
+        EXPECT_NEAR(cpu::widened(dqkv[i]), x.dqkv[i], std::fabs(x.dqkv[i]) / 256 + 1e-6);
+    }
 }
 
 // The first micro-step of a step.

@@ -57,6 +57,14 @@ float rounded_to_bf16(float value) {
 
 cpu::Stream main_stream;
 
+// Rounds the values themselves, too.
+std::vector<uint16_t> in_bf16(Floats& values) {
+    std::vector<uint16_t> rounded(values.size());
+    cpu::convert_to_bf16(rounded.data(), values.data(), long(values.size()));
+    for (size_t i = 0; i < values.size(); i++) { values[i] = cpu::widened(rounded[i]); }
+    return rounded;
+}
+
 struct Case {
     int N, C, OC;
     Floats inp, weight, bias, dout, pre_gelu;
@@ -142,12 +150,12 @@ TEST(Matmul, medium_precision_is_near_highest) {
 }
 
 // The bits do not depend on who rounds, the product or the layer that wrote its input.
-TEST(Matmul, an_input_in_bf16_gives_the_bits_of_one_that_the_product_rounds) {
+TEST(Matmul, an_array_in_bf16_gives_the_bits_of_one_that_the_product_rounds) {
     cpu::Matmul matmul(MatmulPrecision::medium), highest(MatmulPrecision::highest);
-    Case x(65, 48, 130), y = x;
-    std::vector<uint16_t> rounded(x.inp.size());
-    cpu::convert_to_bf16(rounded.data(), x.inp.data(), long(rounded.size()));
-    const cpu::MatmulInput inp(rounded.data());
+    Case x(65, 48, 130);
+    std::vector<uint16_t> rounded = in_bf16(x.inp), pre_gelu = in_bf16(x.pre_gelu);
+    Case y = x;
+    const cpu::Activation inp(rounded.data());
     cpu::GradientSums sums;
     EXPECT_THROW(highest.round_inp(inp, 1), std::logic_error);
     if (!cpu::cpu_has_fast_bf16()) { GTEST_SKIP() << "products do not round here"; }
@@ -160,20 +168,22 @@ TEST(Matmul, an_input_in_bf16_gives_the_bits_of_one_that_the_product_rounds) {
     EXPECT_EQ(y.dweight, x.dweight);
     EXPECT_EQ(y.dinp, x.dinp);
 
-    // The same of a gradient, which GELU's backward rounds.
+    // Outputs and gradients that are rounded as they are stored.
     cpu::GradientSums overwrite;
     overwrite.adds = false;
-    std::vector<uint16_t> expected(x.dinp.size()), dinp(x.dinp.size());
-    cpu::convert_to_bf16(expected.data(), x.dinp.data(), long(dinp.size()));
-    cpu::matmul_gelu_backward(matmul, cpu::MatmulInput(dinp.data()), y.dweight.data(), y.dbias.data(),
-                              y.dout.data(), inp, y.pre_gelu.data(), y.weight.data(), 65, 48, 130, overwrite,
-                              main_stream);
-    EXPECT_EQ(dinp, expected);
+    std::vector<uint16_t> out(x.out.size()), dinp(x.dinp.size());
+    cpu::matmul_forward(matmul, cpu::Activation(out.data()), inp, y.weight.data(), y.bias.data(), 65, 48, 130,
+                        main_stream);
+    EXPECT_EQ(out, in_bf16(x.out));
+    cpu::matmul_gelu_backward(matmul, cpu::Activation(dinp.data()), y.dweight.data(), y.dbias.data(),
+                              y.dout.data(), inp, cpu::Activation(pre_gelu.data()), y.weight.data(), 65, 48,
+                              130, overwrite, main_stream);
+    EXPECT_EQ(dinp, in_bf16(x.dinp));
     EXPECT_EQ(y.dbias, x.dbias) << "is the sum of what is not rounded";
     Case next(65, 64, 48), next_y = next;
     next.dout = x.dinp;
     next.backward(matmul);
-    cpu::matmul_backward(matmul, next_y.dinp.data(), next_y.dweight.data(), cpu::MatmulInput(dinp.data()),
+    cpu::matmul_backward(matmul, next_y.dinp.data(), next_y.dweight.data(), cpu::Activation(dinp.data()),
                          next_y.inp.data(), next_y.weight.data(), 65, 64, 48, sums, main_stream);
     EXPECT_EQ(next_y.dinp, next.dinp);
     EXPECT_EQ(next_y.dweight, next.dweight);

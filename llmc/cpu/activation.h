@@ -1,0 +1,77 @@
+// Activations and their gradients, but for the residual stream and what is added to it. Where matmuls round
+// their inputs to bf16, whoever computes these arrays stores them rounded: in half the memory, of which there
+// is less to read and write, and without a pass of its own.
+#pragma once
+#include <cstdint>
+#include <stdexcept>
+#include <type_traits>
+
+#include "llmc/arithmetic.h"
+#include "llmc/cpu/buffer.h"
+
+namespace cpu {
+
+// float to bf16, to nearest, ties to even. NaN stays NaN.
+HD_INLINE uint16_t bf16_bits(float value) {
+    const uint32_t bits = float_to_bits(value);
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+// A stored value in fp32.
+HD_INLINE float widened(float value) { return value; }
+HD_INLINE float widened(uint16_t value) { return bits_to_float(uint32_t(value) << 16); }
+
+// value as T, which is float or, for bf16, uint16_t.
+template <class T>
+HD_INLINE T rounded_to(float value) {
+    if constexpr (std::is_same_v<T, float>) {
+        return value;
+    } else {
+        return bf16_bits(value);
+    }
+}
+
+// The values of such an array, in fp32 or bf16.
+class Activation {
+public:
+    Activation(const float* values) : values(const_cast<float*>(values)), bf16(false) {}
+    Activation(Buffer<float>& values) : Activation(values.data()) {}
+    explicit Activation(uint16_t* values) : values(values), bf16(true) {}
+
+    bool is_bf16() const { return bf16; }
+    void* data() const { return values; }
+
+    // Returns use(values), whose type is float* or uint16_t*.
+    template <class Use>
+    auto visit(const Use& use) const {
+        return bf16 ? use(static_cast<uint16_t*>(values)) : use(static_cast<float*>(values));
+    }
+
+    // The values, which have the type of the array that is given.
+    template <class T>
+    T* like(const T*) const {
+        if (bf16 != std::is_same_v<T, uint16_t>) { throw std::logic_error("activations of two types"); }
+        return static_cast<T*>(values);
+    }
+
+private:
+    void* values;
+    bool bf16;
+};
+
+// An Activation with memory of its own. All zero bits when new.
+class ActivationBuffer {
+public:
+    ActivationBuffer() = default;
+    ActivationBuffer(long count, bool bf16) : bf16(bf16), halves(bf16 ? count : 2 * count) {}
+    operator Activation() {
+        return bf16 ? Activation(halves.data()) : Activation(reinterpret_cast<float*>(halves.data()));
+    }
+
+private:
+    bool bf16 = false;
+    Buffer<uint16_t> halves;
+};
+
+}  // namespace cpu
