@@ -99,7 +99,7 @@ struct CublasLtDestroy {
 template <class Pointer>
 using CublasLtOwner = std::unique_ptr<std::remove_pointer_t<Pointer>, CublasLtDestroy>;
 
-// Inputs of matmuls are floatX here, like all activations (compare llmc/cpu/activation.h).
+// All activations are floatX here (compare llmc/cpu/activation.h).
 using Activation = floatX*;
 struct ActivationBuffer : Buffer<floatX> {
     ActivationBuffer() = default;
