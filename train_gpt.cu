@@ -49,7 +49,7 @@ struct LayerActivations {  // all (N,C), but qkv (N,3C), fch and fch_gelu (N,4C)
 };
 
 struct Activations {
-    Buffer<floatX> encoded, projected, dresidual, dprojected;  // (N,C); projected: before its residual
+    Buffer<floatX> encoded, projected, dresidual, dprojected;  // (N,C); projected: then added to residual
     ActivationBuffer dqkv, dfch;                              // (N,3C) (N,4C)
     ActivationBuffer lnf, ln_recomputed, gelu_recomputed;     // (N,C) (N,C) (N,4C); two of --recompute
     Buffer<float> lnf_mean, lnf_rstd, losses;
@@ -176,8 +176,8 @@ inline void classify(Model& model, const int* targets, int B, int T, float* loss
     device::add_scaled_sum(loss, a.losses, long(B) * T, scale, main);
 }
 
-// Adds the gradients of the last forward() and classify() to model.grads. Calls block_done(b) as soon as
-// block b's gradients are final.
+// Adds the gradients of the last forward() and classify() to model.grads; the first micro-step of a step
+// overwrites them. Calls block_done(b) as soon as block b's gradients are final.
 inline void backward(Model& model, int B, int T, Stream& main, const std::function<void(int)>& block_done) {
     const Phase phase("backward");
     const int C = model.shape.channels, NH = model.shape.heads, L = model.shape.layers, N = B * T;

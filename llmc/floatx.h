@@ -1,9 +1,9 @@
 // Number formats of a build and of a run.
 //
 //     floatX             of parameters and activations: bf16 on GPUs (fp32 in a -DENABLE_FP32 build), fp32 on
-//                        the CPU, where most activations become bf16 if matmuls round (llmc/cpu/
-//                        activation.h). Master weights, optimizer state and outer state are float
-//                        everywhere.
+//                        the CPU, but for most activations if matmuls round
+//                        (llmc/cpu/activation.h). Master weights, optimizer state and outer state are
+//                        float everywhere.
 //     MatmulPrecision    of matmuls of fp32 values, in PyTorch's words: `highest` is fp32; llmc/cpu/matmul.h
 //                        and llmc/cuda/matmul.cuh say how `high` and `medium` round.
 //     MatmulOptions      and what else Matmul has to know on a GPU (llmc/cuda/matmul.cuh).

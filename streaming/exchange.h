@@ -9,6 +9,7 @@
 // In both all workers decode the same bytes, so the mean is bitwise the same on all of them. Over a store
 // (elastic_diloco.h) every worker reads all payloads, as with all_gather.
 #pragma once
+#include <exception>
 #include <limits>
 #include <map>
 #include <string>

@@ -15,7 +15,7 @@ of them; all figures are medians over the rounds. Two threads unless OMP_NUM_THR
 oneDNN's rate is that of the MLP's matmul, (B T, 4 C, C), in layouts that oneDNN chooses and already in its input type
 (dev/bench/matmul_rate.cpp). PyTorch's memory is its eager way's: the compiler's own is not in it.
 
-Where the time goes is what `perf record` sees of one more run. Without perf, or where it may not record, the tables of
+Where the time goes is what `perf record` sees of the steps of one more run. Without perf, or where it may not record, the tables of
 the parts are left out, and that is said.
 """
 import argparse
@@ -28,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,8 +70,7 @@ MODELS = {"3x128": Model(3, 2, 128, 1024, 128, 16), "6x384": Model(6, 6, 384, 10
 PRECISIONS = {"fp32": "highest", "bf16": "medium"}  # the trainer's --matmul-precision
 
 # Parts of a step, by the symbols that perf names; the first that fits.
-PARTS = {"start": r"init_parameters|normal",  # before the first step: left out
-         "attention": r"attention",
+PARTS = {"attention": r"attention|tile_matmul",
          "GELU, biases": r"gelu|matmul_backward|matmul_forward|column_sums",
          "LayerNorm, residual": r"layernorm|residual",
          "conversions": r"convert|to_bf16",
@@ -106,6 +106,7 @@ class Trainer:
     def measure(self):
         """{parameters, seconds of a step, peak of the memory in bytes}"""
         shutil.rmtree(self.folder, ignore_errors=True)
+        begin = time.monotonic()
         process = subprocess.Popen([str(word) for word in self.command], stdout=subprocess.DEVNULL,
                                    stderr=subprocess.PIPE, text=True, env=environment())
         with process.stderr:
@@ -115,17 +116,18 @@ class Trainer:
         if process.returncode != 0:
             raise UserError(f"the trainer failed ({error.strip()}): run this: {' '.join(map(str, self.command))}")
         found = read_run(self.folder)
-        steps = [line["seconds"] for line in found.processes[0].steps[WARM_UP:]]
-        return {"parameters": found.parameters, "seconds": statistics.median(steps), "peak": usage.ru_maxrss * 1024}
+        steps = [line["seconds"] for line in found.processes[0].steps]
+        return {"parameters": found.parameters, "seconds": statistics.median(steps[WARM_UP:]),
+                "peak": usage.ru_maxrss * 1024, "start": time.monotonic() - begin - sum(steps)}
 
-    def parts(self):
-        """{part: its share of the processor time after the start}; empty where perf is missing or fails."""
+    def parts(self, start):
+        """{part: its share of the processor time after `start` seconds}; empty where perf is missing or fails."""
         if not shutil.which("perf"):
             return {}
         shutil.rmtree(self.folder, ignore_errors=True)
         record = self.folder.with_suffix(".perf")
         try:
-            run(["perf", "record", "-q", "-F", 499, "-o", record, "--", *self.command])
+            run(["perf", "record", "-q", "-D", int(1000 * start), "-F", 499, "-o", record, "--", *self.command])
             lines = run(["perf", "report", "-i", record, "--stdio", "-F", "period,dso,sym", "-t", ";"]).splitlines()
         except UserError as error:
             print(f"no table of the parts: {error}", file=sys.stderr)
@@ -136,7 +138,6 @@ class Trainer:
             if len(fields) == 3 and fields[0].isdigit():
                 part = part_of(fields[1], fields[2])
                 found[part] = found.get(part, 0) + int(fields[0])
-        found.pop("start", None)
         return {part: period / sum(found.values()) for part, period in found.items()}
 
 
@@ -198,7 +199,8 @@ def measure(arguments, model, precision, folder):
     finally:
         for peer in ways.values():
             peer.end()
-    return {"ours": ours, "rate": statistics.median(rates), "theirs": theirs, "parts": trainer.parts()}
+    return {"ours": ours, "rate": statistics.median(rates), "theirs": theirs,
+            "parts": trainer.parts(of_rounds(ours, "start"))}
 
 
 def row(name, model, precision, found):

@@ -1,6 +1,7 @@
-// Activations and their gradients, but for the residual stream and what is added to it. Where matmuls round
-// their inputs to bf16, whoever computes these arrays stores them rounded: in half the memory, of which there
-// is less to read and write, and without a pass of its own.
+// Arrays that are bf16 where matmuls round their inputs: the outputs of LayerNorm and attention, qkv, GELU's
+// input and output, and the gradients of qkv and of GELU's input. The residual stream, what is added to it,
+// the logits and all other gradients are fp32. The layer that computes such an array stores it rounded: half
+// the memory and traffic, and no separate pass.
 #pragma once
 #include <cstdint>
 #include <stdexcept>
@@ -48,7 +49,7 @@ public:
         return bf16 ? use(static_cast<uint16_t*>(values)) : use(static_cast<float*>(values));
     }
 
-    // The values, which have the type of the array that is given.
+    // The values as T*, the type of another array's. Throws if they have the other type.
     template <class T>
     T* like(const T*) const {
         if (bf16 != std::is_same_v<T, uint16_t>) { throw std::logic_error("activations of two types"); }

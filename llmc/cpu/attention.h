@@ -8,7 +8,8 @@
 // A thread computes one (batch, head) at a time in scratch of its own, padded with zeros to whole tiles.
 // Tiles above the diagonal are skipped. Flops: 2 T^2 C forward and 5 T^2 C backward a sequence. Where matmuls
 // round their inputs to bf16, so do the products here: q, k, v, dout, p and ds are rounded; scores,
-// exponentials and sums are fp32. The factors of a product are words (llmc/cpu/tile_matmul.h), which lie
+// exponentials and sums are fp32. There, q is rounded twice: as it is stored, and times scale, which changes
+// it only if scale is no power of two. The factors of a product are words (llmc/cpu/tile_matmul.h), which lie
 // along the dimension that the product sums over:
 //
 //     rows          (t, i / 2): values of one row, adjacent along the head
@@ -78,7 +79,8 @@ inline void pack_row(float* words, const T* inp, int n, float scale = 1.0f) {
     }
 }
 
-// Row t of a head lies in another page than the rows before it, where the CPU expects nothing.
+// Fetches row t + 8 of a head: rows lie too far apart for the CPU's own prefetching. It may lie beyond the
+// array, which a prefetch may name.
 template <class T>
 inline void prefetch_row(const T* inp, long t, int ld, int hs) {
     const int ahead = 8;  // rows
@@ -226,8 +228,9 @@ inline void attention_backward_tile(AttentionHead<bf16>& x, const float* dout, c
                       x.padded_hs, keys, attention_queries / x.in_word, true, x.amx);
 }
 
-// One head. Adds the sums of dqkv's rows, rows_of_a_sum at a time, to `sums`.   dqkv, qkv: (T,hs) of q, with
-// leading dimension 3C   sums: (rows of sums,hs) of q, too   dout, out: (T,hs), of C   lse: (T)
+// One head. Adds the sums of dqkv's rows, rows_of_a_sum at a time, to `sums`.   lse: (T)
+// dqkv, qkv: (T,hs) of q, with leading dimension 3C, like sums: (T / rows_of_a_sum,hs)
+// dout, out: (T,hs), with leading dimension C
 template <bool bf16, class T>
 inline void attention_backward_head(AttentionHead<bf16>& x, T* dqkv, float* sums, const float* dout,
                                     const T* out, const T* qkv, const float* lse, int C) {
@@ -295,8 +298,8 @@ inline void attention_forward(Activation out, float* lse, Activation qkv, int B,
     });
 }
 
-// Overwrites dqkv, adds its sum over rows to dqkvb. bf16: as in attention_forward. Sums do not depend on the
-// number of threads.
+// Overwrites dqkv. Adds its sum over rows to dqkvb, or overwrites that unless sums.adds: the same bits with
+// any number of threads. bf16: as in attention_forward
 // dqkv, qkv: (B,T,3C)   dqkvb: (3C)   dout, out: (B,T,C)   lse: (B,NH,T)
 inline void attention_backward(Activation dqkv, float* dqkvb, const float* dout, Activation out,
                                Activation qkv, const float* lse, int B, int T, int C, int NH,

@@ -14,12 +14,11 @@ namespace cpu {
 
 struct AlignedMemory {
     static void* take(size_t bytes) {
-        const size_t page = size_t(2) << 20, alignment = bytes < page ? 64 : page;
-        const size_t whole = (bytes + 63) / 64 * 64;
+        const size_t page = size_t(2) << 20;
         void* p = nullptr;
-        if (posix_memalign(&p, alignment, whole) != 0) { throw std::bad_alloc(); }
-        if (alignment == page) { madvise(p, whole, MADV_HUGEPAGE); }  // a hint, which may be refused
-        return memset(p, 0, whole);
+        if (posix_memalign(&p, bytes < page ? 64 : page, bytes) != 0) { throw std::bad_alloc(); }
+        if (bytes >= page) { madvise(p, bytes, MADV_HUGEPAGE); }  // a hint, which may be refused
+        return memset(p, 0, bytes);
     }
     static void give_back(void* p) { free(p); }
 };

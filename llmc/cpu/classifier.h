@@ -5,6 +5,7 @@
 //     dlogits = (softmax - onehot(target)) dloss
 #pragma once
 #include <algorithm>
+#include <cmath>
 
 #include "llmc/arithmetic.h"
 #include "llmc/stream.h"

@@ -9,7 +9,7 @@
 
 namespace cpu {
 
-const int rows_of_a_sum = 64;  // are summed before they are added to others
+const int rows_of_a_sum = 64;  // rows in one partial sum
 
 // A GPU adds a layer's sums in one launch, here each function adds its own: nothing is ever pending.
 struct GradientSums {
@@ -28,18 +28,20 @@ struct GradientSums {
 
     void add_pending(Stream&) {}
 
-    // to[i] += sum over rows of from[.,i]; to null: nothing is added.
+    // to[i] = or, if it adds, += sum over rows of from[.,i]. Does nothing if `to` is null.
     // from: (rows,columns), with leading dimension ld
     void add(float* to, const float* from, long rows, int columns, int ld) const {
-        if (to && !adds) { std::fill_n(to, columns, 0.0f); }
-        for (long n = 0; to && n < rows; n++, from += ld) {
+        if (!to) { return; }
+        if (!adds) { std::fill_n(to, columns, 0.0f); }
+        for (long n = 0; n < rows; n++, from += ld) {
             #pragma omp simd
             for (int i = 0; i < columns; i++) { to[i] += from[i]; }
         }
     }
 };
 
-// dbias[i] += sum over n of row n's values, which add_row(sum, n) adds to `sum`.   dbias, sum: (columns)
+// Adds the sum over rows to dbias, or overwrites that unless sums.adds. add_row(sum, n) adds row n to `sum`.
+// dbias, sum: (columns)
 // Sums chunks of a fixed size, then the chunks in order: the same bits with any number of threads.
 template <class AddRow>
 inline void add_column_sums(float* dbias, int N, int columns, const GradientSums& sums,

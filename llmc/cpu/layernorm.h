@@ -6,8 +6,8 @@
 #include <cmath>
 #include <vector>
 
-#include "llmc/cpu/gradient_sums.h"
 #include "llmc/cpu/activation.h"
+#include "llmc/cpu/gradient_sums.h"
 #include "llmc/stream.h"
 
 namespace cpu {
@@ -88,8 +88,8 @@ inline void layernorm_backward_row(float* dinp, float* dweight, float* dbias, fl
     }
 }
 
-// Adds to dinp, dweight, dbias and, unless it is null, dprojb: the sum over rows of dinp, the gradient of the
-// bias of the product that ends in inp.
+// Adds to dinp. Adds to dweight, dbias and, if it is not null, dprojb, or overwrites them unless
+// gradients.adds. dprojb: the sum over rows of dinp, the gradient of the bias of the product that ends in inp
 // dinp, dout, inp: (N,C)   dweight, dbias, dprojb, weight: (C)   mean, rstd: (N)
 // Sums chunks of a fixed size, then the chunks in order: the same bits with any number of threads.
 inline void layernorm_backward(float* dinp, float* dweight, float* dbias, float* dprojb, const float* dout,

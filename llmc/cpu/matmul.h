@@ -7,7 +7,7 @@
 // where the CPU multiplies bf16 natively (AVX512-BF16, AMX), and are fp32 elsewhere. Without AVX512 oneDNN
 // may divide a sum among its threads: then the bits depend on how many there are.
 //
-// What is added to gradients overwrites them in the first micro-step of a step (GradientSums).
+// Where they round, outputs that only attention or GELU reads are stored in bf16, too (activation.h).
 #pragma once
 #include <dnnl.hpp>
 
@@ -15,12 +15,13 @@
 #include <map>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "llmc/buffer.h"
+#include "llmc/cpu/activation.h"
 #include "llmc/cpu/gelu.h"
 #include "llmc/cpu/gradient_sums.h"
-#include "llmc/cpu/activation.h"
 #include "llmc/floatx.h"
 #include "llmc/gelu.h"
 #include "llmc/state.h"
@@ -49,7 +50,7 @@ inline bool rounds_to_bf16(MatmulPrecision precision) {
     return precision != MatmulPrecision::highest && cpu_has_fast_bf16();
 }
 
-// Bytes of a value that only products read.
+// Bytes of a value of an Activation.
 inline size_t activation_size(MatmulPrecision precision) {
     return rounds_to_bf16(precision) ? sizeof(uint16_t) : sizeof(float);
 }
@@ -105,7 +106,7 @@ public:
         execute(product(kind, N, C, OC), dweight, dout, inp, nullptr);
     }
 
-    // An array (n) for what is then rounded to `out`: `out` itself where that is fp32.
+    // Where to store in fp32 what is then rounded to `out`: `out` itself if it is fp32, else scratch (n).
     float* unrounded(float* out, long) { return out; }
     float* unrounded(uint16_t*, long n) {
         if (out_scratch.count() < n) { out_scratch = Buffer<float>(n); }
@@ -232,7 +233,8 @@ inline void matmul_gram(Matmul& matmul, float* out, const float* inp, int N, int
     matmul.backward_weight(out, rounded, rounded, N, C, C, true);
 }
 
-// Overwrites dinp, adds to dweight.   dinp, inp: (N,C)   dweight, weight: (OC,C)   dout: (N,OC)
+// Overwrites dinp; adds to dweight, or overwrites it unless sums.adds.
+// dinp, inp: (N,C)   dweight, weight: (OC,C)   dout: (N,OC)
 inline void matmul_backward(Matmul& matmul, float* dinp, float* dweight, Activation dout, Activation inp,
                             const float* weight, int N, int C, int OC, const GradientSums& sums, Stream&) {
     void* rounded = matmul.round_dout(dout, long(N) * OC);
@@ -240,7 +242,8 @@ inline void matmul_backward(Matmul& matmul, float* dinp, float* dweight, Activat
     matmul.backward_inp(dinp, rounded, weight, N, C, OC);
 }
 
-// dpre_gelu[i] = dout[i] * the derivative of GELU at pre_gelu[i], and adds its sum over rows to dbias.
+// dpre_gelu[i] = dout[i] * the derivative of GELU at pre_gelu[i]. Adds its sum over rows to dbias, or
+// overwrites that unless sums.adds.
 // dpre_gelu, dout, pre_gelu: (N,C), where dpre_gelu may be dout   dbias: (C)
 template <class T>
 inline void gelu_backward(T* dpre_gelu, float* dbias, const float* dout, const T* pre_gelu, int N, int C,
@@ -258,8 +261,8 @@ inline void gelu_backward(T* dpre_gelu, float* dbias, const float* dout, const T
     });
 }
 
-// The same for inp = gelu(pre_gelu): overwrites dpre_gelu, and adds its sum over rows to dbias, which is the
-// gradient of the bias of the product before.   pre_gelu, dpre_gelu: (N,C)   dbias: (C)
+// The same for inp = gelu(pre_gelu): overwrites dpre_gelu, and does with its sum over rows and dbias, the
+// gradient of the bias of the product before, as with dweight.   pre_gelu, dpre_gelu: (N,C)   dbias: (C)
 inline void matmul_gelu_backward(Matmul& matmul, Activation dpre_gelu, float* dweight, float* dbias,
                                  const float* dout, Activation inp, Activation pre_gelu,
                                  const float* weight, int N, int C, int OC, const GradientSums& sums,

@@ -77,10 +77,14 @@ public:
         }
     }
 
-    // Who is counted has lived, even if its beat was seen once. Who is not has broken its promise, if any.
-    void note(const LogEntry& entry, long sync) {
-        for (const Contributor& one : entry.contributors) {
-            if (is_alive(one.who)) { note_life(seen.at(one.who.worker), one.who.worker, one.who.number); }
+    // Those whom `reader` has contributed with are alive, even if their beats were seen only once. A worker
+    // that is missing from the entry has broken its promise, if it had made one.
+    void note(const LogEntry& entry, long sync, const Incarnation& reader) {
+        const auto& all = entry.contributors;
+        const auto is_reader = [&](const Contributor& one) { return one.who == reader; };
+        const bool is_of_now = std::any_of(all.begin(), all.end(), is_reader);
+        for (const auto& [who, bytes, digest, tokens] : all) {
+            if (is_of_now && is_alive(who)) { note_life(seen.at(who.worker), who.worker, who.number); }
         }
         for (auto& [worker, one] : seen) {
             const bool had_promised = keeps_promises(one) && promise_of(one) <= sync && is_alive(one);
@@ -297,11 +301,8 @@ inline std::optional<LogEntry> decide(const Question& question, const StandingLi
     const bool waits = missing.waited_for && asked < question.due_since + grace;
     if (!missing.who.empty() && (!is_due || waits)) { return std::nullopt; }
 
-    LogEntry entry;
-    entry.hash = hash;
-    entry.decider = question.asker;
-    entry.missing = missing.who;
-    entry.waited = is_due ? long((now - question.due_since) * 1000) : 0;
+    const long waited = is_due ? long((now - question.due_since) * 1000) : 0;
+    LogEntry entry{hash, question.asker, {}, {}, missing.who, waited};
     for (const auto& [worker, one] : standing) {
         if (rules.counts(one.second, hash)) {
             const LogLine& line = one.second;

@@ -387,7 +387,7 @@ inline void SyncLog::take_entry(Slot& slot, const std::string& text) {
     slot.entry = entry;
     is_proven[size_t(schedule.fragment(slot.sync))] = true;
     slot.payloads.resize(entry.contributors.size());
-    presence.note(entry, slot.sync);
+    presence.note(entry, slot.sync, me);
     tell_changes();
     const int named = int(entry.contributors.size() + entry.abstained.size());
     const bool was_few = std::exchange(are_few, entry.counts(me.worker) && 2 * named <= options.workers);

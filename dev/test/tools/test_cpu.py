@@ -102,7 +102,8 @@ def test_a_function_that_is_not_inlined_is_found(tmp_path):
 @needs_x86
 @pytest.mark.skipif(widths() == "xyz", reason="this CPU loads no vectors from several addresses")
 def test_a_loop_that_gathers_its_values_is_found(tmp_path):
-    found = faults_of_mutant(tmp_path, "llmc/cpu/gelu.h", "gelu(widened(inp[i]))", "gelu(widened(inp[int(widened(out[i]))]))")
+    found = faults_of_mutant(tmp_path, "llmc/cpu/gelu.h", "gelu(widened(inp[i]))",
+                             "gelu(widened(inp[int(widened(out[i]))]))")
     assert any("gather" in fault for fault in found)
 
 
@@ -117,6 +118,7 @@ BENCHMARK = ROOT / "dev/bench/bench_cpu.py"
     ("libgomp.so.1.0.0", "[.] 0x000000000001f7da", "waiting for the other thread"),
     ("[kernel.kallsyms]", "[k] exc_page_fault", "kernel, C library"),
     ("train_gpt_cpu", "[.] cpu::attention_backward_head", "attention"),
+    ("train_gpt_cpu", "[.] cpu::tile_matmul<true>", "attention"),
     ("train_gpt_cpu", "[.] cpu::convert_to_bf16", "conversions"),
     ("train_gpt_cpu", "[.] main", "other")])
 def test_a_symbol_belongs_to_a_part(library, symbol, part):
@@ -150,7 +152,7 @@ def test_where_perf_may_not_record_the_other_measurements_are_printed(tmp_path, 
     (tmp_path / "perf").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     model = bench_cpu.MODELS["3x128"]
-    parts = bench_cpu.Trainer(Path("/nowhere/train_gpt_cpu"), model, "fp32", 1, tmp_path).parts()
+    parts = bench_cpu.Trainer(Path("/nowhere/train_gpt_cpu"), model, "fp32", 1, tmp_path).parts(0.1)
     assert parts == {} and "Access to performance monitoring is limited" in capsys.readouterr().err
     found = {"ours": [{"parameters": 1000, "seconds": 0.5, "peak": 2**20}], "rate": 1e7, "theirs": {}, "parts": parts}
     words = bench_cpu.argparse.Namespace(pytorch=None, rounds=1, steps=1, models=["3x128"])

@@ -440,25 +440,31 @@ TEST(SyncLog, nobody_is_taken_for_dead_because_a_look_took_long) {
     EXPECT_FALSE(presence.is_alive({1, 1}));
 }
 
-TEST(SyncLog, one_whose_beat_was_seen_once_is_told_of_if_a_sync_has_counted_it) {
+TEST(SyncLog, one_whose_beat_was_seen_once_is_told_of_if_it_has_contributed_with_the_reader) {
     const auto kinds = [](Presence& presence) {
         std::vector<LogEventKind> kinds;
         for (const Presence::Change& change : presence.changes()) { kinds.push_back(change.kind); }
         return kinds;
     };
-    for (const int start : {1, 2, 0}) {  // whose beat is seen; the sync counts start 1
+    struct Case {
+        int start;      // of worker 1, whose beat is seen; its start 1 has contributed
+        int of_reader;  // worker 0, whose start 1 has contributed
+        bool is_told;
+    };
+    for (const auto [start, of_reader, is_told] :
+         {Case{1, 1, true}, {2, 1, false}, {0, 1, false}, {1, 2, false}}) {
         Presence presence(5, 10);
         const auto look = [&](double now) {
             presence.look({{"1", LogBeat{start, 1, 0, -1}.text()}}, now, now);
         };
         LogEntry entry;
-        entry.contributors.push_back({{1, 1}});
+        entry.contributors = {{{0, 1}}, {{1, 1}}};
         look(0);
         EXPECT_TRUE(kinds(presence).empty()) << "it may be left from one that is long dead";
-        presence.note(entry, 0);
+        presence.note(entry, 0, {0, of_reader});
         look(6);
         const std::vector<LogEventKind> both{LogEventKind::joined, LogEventKind::gone};
-        EXPECT_EQ(kinds(presence), start == 1 ? both : std::vector<LogEventKind>());
+        EXPECT_EQ(kinds(presence), is_told ? both : std::vector<LogEventKind>());
     }
 }
 

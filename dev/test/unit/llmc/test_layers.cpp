@@ -388,6 +388,23 @@ TEST(Attention, in_bf16_is_that_in_fp32_rounded) {
     }
 }
 
+TEST(GradientSums, begin_a_step_with_zeros_where_its_first_micro_step_does_not_write) {
+    const Layout layout = gpt_layout({8, 100, 128, 2, 1, 64}, 2, 1);
+    ASSERT_LT(layout.values, layout.size);
+    const Floats ones(size_t(layout.size), 1.0f);
+    Floats grads = ones, expected(ones.size());
+    cpu::GradientSums anew;
+    anew.begin(grads.data(), layout, false, main_stream);
+    EXPECT_TRUE(anew.adds);
+    EXPECT_EQ(grads, ones);
+    for (const Tensor& tensor : layout.tensors) {
+        if (tensor.name != "wpe") { std::fill_n(expected.begin() + tensor.offset, tensor.count(), 1.0f); }
+    }
+    anew.begin(grads.data(), layout, true, main_stream);
+    EXPECT_FALSE(anew.adds);
+    EXPECT_EQ(grads, expected);
+}
+
 // The first micro-step of a step.
 TEST(GradientSums, overwrite_gradients_if_they_do_not_add) {
     LayerNormCase normed(65, 48), normed_anew(65, 48);
@@ -520,6 +537,7 @@ TEST(Attention, gives_the_same_bits_at_any_thread_count) {
             AttentionCase x(3, 70, 48, 3);
             x.run(bf16);
             x.dqkv.insert(x.dqkv.end(), x.out.begin(), x.out.end());
+            x.dqkv.insert(x.dqkv.end(), x.dqkvb.begin(), x.dqkvb.end());
             return x.dqkv;
         });
     }
