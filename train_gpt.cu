@@ -50,8 +50,8 @@ struct LayerActivations {  // all (N,C), but qkv (N,3C), fch and fch_gelu (N,4C)
 
 struct Activations {
     Buffer<floatX> encoded, projected, dresidual, dprojected;  // (N,C); projected: then added to residual
-    ActivationBuffer dqkv, dfch;                              // (N,3C) (N,4C)
-    ActivationBuffer lnf, ln_recomputed, gelu_recomputed;     // (N,C) (N,C) (N,4C); two of --recompute
+    ActivationBuffer dqkv, dfch;                               // (N,3C) (N,4C)
+    ActivationBuffer lnf, ln_recomputed, gelu_recomputed;      // (N,C) (N,C) (N,4C); two of --recompute
     Buffer<float> lnf_mean, lnf_rstd, losses;
     Buffer<floatX> logits;  // (N,Vp); becomes dlogits
     std::vector<LayerActivations> layers;

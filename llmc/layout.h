@@ -77,6 +77,16 @@ struct Layout {
     }
 };
 
+// Zeroes what the first micro-step of a step does not overwrite, by the set_zero of the stream's namespace:
+// the gradients of positions, which encoder_backward adds to, and the padding.   grads: (layout.size)
+template <class Stream>
+void zero_what_is_added_to(float* grads, const Layout& layout, Stream& stream) {
+    set_zero(grads + layout.tensor("wpe").offset, layout.tensor("wpe").count(), stream);
+    for (const Block& b : layout.blocks) {
+        if (b.size > b.values) { set_zero(grads + b.offset + b.values, b.size - b.values, stream); }
+    }
+}
+
 struct GptShape {
     int max_seq_len = 1024;
     int vocab_size = 50257;

@@ -15,8 +15,8 @@ of them; all figures are medians over the rounds. Two threads unless OMP_NUM_THR
 oneDNN's rate is that of the MLP's matmul, (B T, 4 C, C), in layouts that oneDNN chooses and already in its input type
 (dev/bench/matmul_rate.cpp). PyTorch's memory is its eager way's: the compiler's own is not in it.
 
-Where the time goes is what `perf record` sees of the steps of one more run. Without perf, or where it may not record, the tables of
-the parts are left out, and that is said.
+Where the time goes is what `perf record` sees of the steps of one more run. Without perf, or where it may not record,
+the tables of the parts are left out, and that is said.
 """
 import argparse
 import datetime
@@ -104,7 +104,7 @@ class Trainer:
                         "-o", self.folder]
 
     def measure(self):
-        """{parameters, seconds of a step, peak of the memory in bytes}"""
+        """{parameters, seconds of a step, peak of the memory in bytes, start: seconds outside of steps}"""
         shutil.rmtree(self.folder, ignore_errors=True)
         begin = time.monotonic()
         process = subprocess.Popen([str(word) for word in self.command], stdout=subprocess.DEVNULL,
@@ -112,13 +112,14 @@ class Trainer:
         with process.stderr:
             error = process.stderr.read()
         _, status, usage = os.wait4(process.pid, 0)
+        wall = time.monotonic() - begin
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode != 0:
             raise UserError(f"the trainer failed ({error.strip()}): run this: {' '.join(map(str, self.command))}")
         found = read_run(self.folder)
         steps = [line["seconds"] for line in found.processes[0].steps]
         return {"parameters": found.parameters, "seconds": statistics.median(steps[WARM_UP:]),
-                "peak": usage.ru_maxrss * 1024, "start": time.monotonic() - begin - sum(steps)}
+                "peak": usage.ru_maxrss * 1024, "start": wall - sum(steps)}
 
     def parts(self, start):
         """{part: its share of the processor time after `start` seconds}; empty where perf is missing or fails."""

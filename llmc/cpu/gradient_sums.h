@@ -15,15 +15,10 @@ const int rows_of_a_sum = 64;  // rows in one partial sum
 struct GradientSums {
     bool adds = true;  // false: gradients are overwritten
 
-    // Before a micro-step. The first one of a step overwrites the gradients of the step before, but for those
-    // of positions, which encoder_backward adds to, and the padding.   grads: (layout.size)
+    // Before a micro-step. The first one overwrites the gradients of the step before.   grads: (layout.size)
     void begin(float* grads, const Layout& layout, bool first, Stream& stream) {
         adds = !first;
-        if (!first) { return; }
-        set_zero(grads + layout.tensor("wpe").offset, layout.tensor("wpe").count(), stream);
-        for (const Block& b : layout.blocks) {
-            set_zero(grads + b.offset + b.values, b.size - b.values, stream);
-        }
+        if (first) { zero_what_is_added_to(grads, layout, stream); }
     }
 
     void add_pending(Stream&) {}

@@ -43,7 +43,7 @@ public:
             if (one.text == text || beat.incarnation < one.beat.incarnation) { continue; }
             if (beat.incarnation == one.beat.incarnation && beat.count < one.beat.count) { continue; }
             // The first beat that is found may be left from a worker that is long dead.
-            if (!is_first) { note_life(one, worker, beat.incarnation); }
+            if (!is_first) { note_life(one, {worker, beat.incarnation}); }
             one.text = text;
             one.beat = beat;
             one.changed = now;
@@ -83,8 +83,8 @@ public:
         const auto& all = entry.contributors;
         const auto is_reader = [&](const Contributor& one) { return one.who == reader; };
         const bool is_of_now = std::any_of(all.begin(), all.end(), is_reader);
-        for (const auto& [who, bytes, digest, tokens] : all) {
-            if (is_of_now && is_alive(who)) { note_life(seen.at(who.worker), who.worker, who.number); }
+        for (const Contributor& one : all) {
+            if (is_of_now && is_alive(one.who)) { note_life(seen.at(one.who.worker), one.who); }
         }
         for (auto& [worker, one] : seen) {
             const bool had_promised = keeps_promises(one) && promise_of(one) <= sync && is_alive(one);
@@ -215,12 +215,12 @@ private:
         return promise_of(one) >= 0 && one.missed < promise_of(one);
     }
 
-    void note_life(Seen& one, int worker, int incarnation) {
+    void note_life(Seen& one, const Incarnation& who) {
         const bool is_new = one.state == State::unknown;
-        const bool was_away = one.state == State::gone || incarnation != one.beat.incarnation;
+        const bool was_away = one.state == State::gone || who.number != one.beat.incarnation;
         if (!is_new && !was_away) { return; }
         one.state = State::in_time;
-        changed.push_back({is_new ? LogEventKind::joined : LogEventKind::back, worker, -1, incarnation});
+        changed.push_back({is_new ? LogEventKind::joined : LogEventKind::back, who.worker, -1, who.number});
     }
 
     double expiry, grace, most_debt;

@@ -11,6 +11,7 @@
 #include <numeric>
 #include <vector>
 
+#include "dev/test/unit/in_bf16.h"
 #include "llmc/cpu/adamw.h"
 #include "llmc/cpu/attention.h"
 #include "llmc/cpu/classifier.h"
@@ -202,14 +203,6 @@ Doubles layernorm_exact(const Doubles& inp, const Doubles& weight, const Doubles
 }
 
 cpu::GradientSums sums;
-
-// Rounds the values themselves, too.
-std::vector<uint16_t> in_bf16(Floats& values) {
-    std::vector<uint16_t> rounded(values.size());
-    cpu::convert_to_bf16(rounded.data(), values.data(), long(values.size()));
-    for (size_t i = 0; i < values.size(); i++) { values[i] = cpu::widened(rounded[i]); }
-    return rounded;
-}
 
 // The sums over rows, as cpu::add_column_sums adds them.
 Floats sums_of_rows(const Floats& rows, int columns) {
@@ -481,7 +474,7 @@ TEST(Attention, in_bf16_the_error_is_that_of_rounding) {
         AttentionCase x(B, T, C, NH), y(B, T, C, NH);
         for (AttentionCase* one : {&x, &y}) {
             for (Floats* inputs : {&one->qkv, &one->dout}) {
-                for (float& value : *inputs) { value = bits_to_float(uint32_t(cpu::bf16_bits(value)) << 16); }
+                in_bf16(*inputs);
             }
         }
         x.run(false);

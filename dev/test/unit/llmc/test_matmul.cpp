@@ -7,6 +7,7 @@
 #include <cstring>
 #include <vector>
 
+#include "dev/test/unit/in_bf16.h"
 #include "llmc/cpu/gelu.h"
 #include "llmc/cpu/matmul.h"
 #include "llmc/random.h"
@@ -56,14 +57,6 @@ float rounded_to_bf16(float value) {
 }
 
 cpu::Stream main_stream;
-
-// Rounds the values themselves, too.
-std::vector<uint16_t> in_bf16(Floats& values) {
-    std::vector<uint16_t> rounded(values.size());
-    cpu::convert_to_bf16(rounded.data(), values.data(), long(values.size()));
-    for (size_t i = 0; i < values.size(); i++) { values[i] = cpu::widened(rounded[i]); }
-    return rounded;
-}
 
 struct Case {
     int N, C, OC;
