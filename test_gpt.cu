@@ -106,7 +106,7 @@ inline int test_steps(const Reference& reference, int recompute, const std::stri
                                     main);
         update(worker, options, reference_learning_rate, reference_muon_rate);
     }
-    const std::vector<float> master = to_host(worker.master.data(), layout.size, main);
+    const std::vector<float> master = to_host(worker.master, layout.size, main);
     const std::vector<float>& norms = reference.array(prefix + "norms").values;
     for (size_t i = 0; i < layout.tensors.size(); i++) {
         const Tensor& tensor = layout.tensors[i];

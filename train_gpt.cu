@@ -234,7 +234,8 @@ struct Worker {
     Stream& main;
     Stream& comm_stream;
     std::vector<Range> shards;   // this rank's part of each block
-    Buffer<float> master, m, v;  // fp32 parameters and the optimizers' moments, of this rank's shards
+    Buffer<float> m, v, copy;    // of this rank's shards: the optimizers' moments, fp32 parameters
+    float* master = reinterpret_cast<float*>(model.params.data());  // fp32 parameters: the model's or `copy`
     Buffer<float> reduced;       // this rank's shard of the summed gradients; unused with one rank
     Buffer<Scalars> scalars = Buffer<Scalars>(1);
     Buffer<OutlierWindow> outliers = Buffer<OutlierWindow>(1);  // the same on all ranks
@@ -249,8 +250,9 @@ struct Worker {
     Worker(Model& model, Comm& comm, Stream& main, Stream& comm_stream)
         : model(model), comm(comm), main(main), comm_stream(comm_stream) {
         const long n = model.layout.shard_size();
-        for (Buffer<float>* b : {&master, &m, &v}) { *b = Buffer<float>(n); }
+        for (Buffer<float>* b : {&m, &v}) { *b = Buffer<float>(n); }
         if (comm.size() > 1) { reduced = Buffer<float>(n); }
+        if (has_master_copy(comm.size())) { master = copy = Buffer<float>(n); }
         for (int b = 0; b < blocks(); b++) { shards.push_back(model.layout.shard(b, comm.rank())); }
     }
 
@@ -543,9 +545,7 @@ struct Run {  // everything that a process holds while it trains
     long largest_overlap = 0;                     // tau of the slowest worker
 
     Run(const Options& o, Process& process, Inputs& in, const std::vector<Fragment>& fragments)
-        : options(o),
-          inputs(in),
-          fragments(fragments),
+        : options(o), inputs(in), fragments(fragments),
           session(o, process, in, fragments, sync_bytes(o.diloco, fragments, in.layout, o.workers),
                   memory_need(o, in.shape, in.layout, outer_bytes(o.diloco, in.layout, o.workers)),
                   find_checkpoint(o, process, in)),
@@ -602,7 +602,7 @@ inline void print_sample(Run& run, long step) {
 inline void gather_model(Run& run, HostBuffer<float>& flat) {
     if (!run.session.is_first_worker()) { return; }
     const float* shard = run.evaluated();
-    gather_flat(*run.worker, flat, shard ? shard : run.worker->master.data());
+    gather_flat(*run.worker, flat, shard ? shard : run.worker->master);
 }
 
 inline void save_model(Run& run, long step) {
@@ -650,7 +650,7 @@ inline void evaluate(Run& run, long step) {
 }
 
 inline TrainingArrays arrays_of(Worker& worker) {
-    return {worker.model.layout, worker.comm.rank(),   worker.master,          worker.m,
+    return {worker.model.layout, worker.comm.rank(),  worker.master,         worker.m,
             worker.v,            worker.model.params, worker.outliers.data()};
 }
 

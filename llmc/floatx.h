@@ -17,6 +17,10 @@ using floatX = __nv_bfloat16;
 using floatX = float;
 #endif
 
+// Whether a rank has a copy in fp32 of the parameters that it updates. Otherwise it updates the model's own,
+// which are fp32, and all of which are this rank's.
+inline bool has_master_copy(int ranks) { return sizeof(floatX) < sizeof(float) || ranks > 1; }
+
 enum class MatmulPrecision { highest, high, medium };
 
 // word: one of the three

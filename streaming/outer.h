@@ -83,7 +83,7 @@ inline void outer_step_loop(float* global, float* momentum, float* local, floatX
 
 // One pass over a range: momentum, global, local and the copy of local that the model computes with.
 // With alpha = 1 local and params stay as they are, unless local follows.
-// all: (n)   Memory: 16 bytes read and 16 written per value.
+// all: (n); local and params may be the same array
 inline void outer_step(float* global, float* momentum, float* local, floatX* params, const float* mean,
                        long n, OuterStep step, Stream& stream) {
     stream.enqueue([=] { outer_step_loop(global, momentum, local, params, mean, n, step); });

@@ -1,5 +1,4 @@
-// The AdamW update of a shard: llmc/optimizers.h for every value, in one pass that reads and writes 16 bytes
-// each.
+// The AdamW update of a shard: llmc/optimizers.h for every value, in one pass.
 #pragma once
 #include <cmath>
 
@@ -13,6 +12,7 @@ namespace cpu {
 // Updates master, m, v from grad * *grad_scale, and params from master. Weight decay applies to the first
 // `decayed` values. Does nothing if *grad_scale is not finite, since the moments would never recover.
 // params, master, m, v, grad: (count)   grad_scale: (1), the clip scale   rounding: of params
+// master: may be params where these are fp32
 inline void adamw_update(floatX* params, float* master, float* m, float* v, const float* grad, long count,
                          long decayed, const AdamW& step, const float* grad_scale,
                          const StochasticRounding& rounding, Stream&) {

@@ -46,6 +46,7 @@ inline void newton_schulz_polynomial(float* out, const float* gram, const float*
 
 // Updates master by its direction, and params from master. Does nothing if *grad_scale is not finite.
 // params, master, direction: (count)   grad_scale: (1), the clip scale   rounding: of params
+// master: may be params where these are fp32
 inline void muon_update(floatX* params, float* master, const float* direction, long count, const Muon& step,
                         const float* grad_scale, const StochasticRounding& rounding, Stream&) {
     if (!std::isfinite(*grad_scale)) { return; }

@@ -28,12 +28,8 @@ public:
     // names: of all processes   index: this one's   loud: says on stderr which processes it waits for
     Meeting(std::shared_ptr<Store> store, const std::string& run_name, std::vector<std::string> names,
             int index, double timeout, bool loud)
-        : everything(std::move(store)),
-          store(everything, run_name + "/"),
-          names(std::move(names)),
-          index(index),
-          timeout(timeout),
-          loud(loud) {}
+        : everything(std::move(store)), store(everything, run_name + "/"), names(std::move(names)),
+          index(index), timeout(timeout), loud(loud) {}
 
     // Returns the run's id. UserError if processes are missing after the time limit, or two claim one place.
     std::string meet() {

@@ -57,14 +57,15 @@ inline double muon_bytes(const Options& o, const GptShape& shape) {
 template <class Outer>
 MemoryNeed memory_need(const Options& o, const GptShape& shape, const Layout& layout, const Outer& outer) {
     const double all = double(layout.size), shard = double(layout.shard_size());
-    const double state = 3 * sizeof(float);  // master weights and moments
+    const double state = (has_master_copy(o.ranks) ? 3 : 2) * sizeof(float);  // moments, and master weights
     const double reduced = o.ranks > 1 ? sizeof(float) : 0;
     return {all * (sizeof(floatX) + sizeof(float)) + shard * (state + reduced) +
                 activation_bytes(shape, o.recompute, matmul_precision(o.matmul_precision),
                                  double(o.batch) * o.seq_len) +
                 muon_bytes(o, shape),
             outer.device, outer.host,
-            o.save_every > 0 ? shard * (state + sizeof(floatX)) + outer.snapshot : 0, all * sizeof(float)};
+            o.save_every > 0 ? shard * (3 * sizeof(float) + sizeof(floatX)) + outer.snapshot : 0,
+            all * sizeof(float)};
 }
 
 // Bytes of the host's memory.
