@@ -1,5 +1,4 @@
-// The plan of a run, before it starts: whether its options are valid, its fragments, and which bytes it sends
-// when.
+// The plan of a run, before it starts: whether its options are valid, its fragments, and what it sends when.
 #pragma once
 #include <algorithm>
 #include <numeric>
@@ -67,8 +66,7 @@ inline std::vector<size_t> sync_bytes(const DilocoOptions& options, const std::v
     return bytes;
 }
 
-// Bytes that a process takes for the exchange: on the device, in the host's memory if the state is offloaded,
-// and for a snapshot of it.
+// Bytes that a process takes for the exchange: on the device, in the host's memory, and for a snapshot.
 struct OuterBytes {
     double device = 0, host = 0, snapshot = 0;
 };
@@ -86,7 +84,9 @@ inline OuterBytes outer_bytes(const DilocoOptions& options, const Layout& layout
     const bool is_all_to_all = planned_exchange(options, values, workers) == ExchangeKind::all_to_all;
     const double payloads = (options.is_elastic() ? 1 : flying) * (is_all_to_all ? 3 : workers + 1);
     const double wire = 4 * largest + payloads * payload + feedback;
-    const double outside = options.is_elastic() ? (workers + double(fragments.size())) * payload : 0;
+    // Pinned; of each sync in flight; and of what is being sent, in a request and in a connection's buffer.
+    const double copies = workers + double(fragments.size()) + flying * (workers + 1) + 2;
+    const double outside = options.is_elastic() ? copies * payload : 0;
     const double relay = 4 * double(relay_values(layout.shard_size()));
     const double on_device = options.offload ? slots * 8 * largest + relay : state;
     const double snapshot = state + feedback + 4 * flying * largest;

@@ -13,9 +13,9 @@
 // complete. After each sync the host waits for main, to know the hash of the new global parameters. The ranks
 // of a worker agree on each turn through their device, for which the host waits in every step.
 //
-// Memory, beside OuterShard's: a payload of each fragment in pinned memory; on the device, of the largest
-// fragment, one payload and `workers` of them, the latter pinned as well. A worker that gives or takes a
-// snapshot keeps it in a file without a name: 8 bytes a value (with --join-moments 16).
+// Memory, beside OuterShard's: pinned, a payload of each fragment and `workers` of the largest; on the device
+// one more than the latter; in the host's memory, for each sync in flight, what is sent and what has been
+// received. A snapshot lies in a file without a name: 8 bytes a value (with --join-moments 16).
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -375,7 +375,7 @@ private:
             report.statistics = outer_statistics(has_payload ? out.sums.data() : none,
                                                  {host_sums.data(), host_sums + row_sums(count)}, count);
         }
-        out.sync = -1;
+        out.sync = -1, out.encoded.reset();
         reports.push_back(report);
         idle_from = stamp(main);
     }

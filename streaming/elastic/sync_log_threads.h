@@ -78,9 +78,7 @@ public:
                    const LogStart& start, const std::function<std::unique_ptr<LogStore>()>& open)
         : log(options, schedule, worker, shard, rules, start),
           heartbeat(options.expiry / 4, options.in_line > 0),
-          store(open()),
-          pulse_store(open()),
-          ear(open()),
+          store(open()), pulse_store(open()), ear(open()),
           asking([this] { guarded(&SyncLogThreads::ask); }),
           beating([this] { guarded(&SyncLogThreads::beat); }),
           listening([this] { guarded(&SyncLogThreads::listen); }) {}

@@ -208,8 +208,10 @@ def said_of_memory(run):
 @pytest.mark.parametrize("options", [{"-b": 64, "-x": 2}, {"-b": 64, "-x": 2, "--matmul-precision": "medium"},
                                      {"-b": 1, "--channels": 512, "-n": 2},
                                      {"-b": 4, "--workers": 2, "--ranks": 2, "-n": 2, "--outer-dtype": "fp32",
-                                      "--outer-error-feedback": True, "--fragment-layers": 0, "--channels": 384}],
-                         ids=["activations", "bf16", "checkpoints", "processes"])
+                                      "--outer-error-feedback": True, "--fragment-layers": 0, "--channels": 384},
+                                     {"-b": 1, "--workers": 2, "--outer-transport": "store", "--outer-dtype": "fp32",
+                                      "--fragment-layers": 1, "--channels": 640, "-H": 8, "-x": 16, "--overlap": 4}],
+                         ids=["activations", "bf16", "checkpoints", "processes", "elastic"])
 def test_the_memory_that_a_run_takes_is_known_before(tokens, tmp_path, options):
     words = command(tokens, tmp_path / "run", {**LARGE, **options})
     refused = subprocess.run(["prlimit", f"--as={100 << 20}", *words], capture_output=True, text=True, timeout=60)
