@@ -75,6 +75,9 @@ public:
     // Throws a CommError if a call is known to have failed. Does not wait. On any thread.
     virtual void check() {}
 
+    // Grows while data of a call moves, as far as that is known. On any thread.
+    virtual uint64_t progress() const { return 0; }
+
     // Blocks the host until `event`, recorded behind calls, is complete and none of the calls has failed.
     virtual void wait(const EventT& event) { event.synchronize(); }
 };

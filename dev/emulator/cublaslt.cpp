@@ -68,7 +68,7 @@ struct Algorithm {
     uint64_t workspace_bytes;
     uint32_t alignment[4];  // of A, B, C, D
     uint32_t bias_alignment;
-    bool rounds_partial_sums;
+    bool rounds_partial_sums, loses_end;
     int number;  // in the heuristic's list
 };
 
@@ -405,7 +405,8 @@ void run(const Problem& p, const Pointers& pointers, const Algorithm& algorithm)
                 sum[x / lanes][x % lanes] = rounded_to_bf16(sum[x / lanes][x % lanes]);
             }
             Lanes rest[4] = {};
-            multiply(rest, a.data() + i * p.k, b.data() + j * p.k, middle, p.k);
+            multiply(rest, a.data() + i * p.k, b.data() + j * p.k, middle,
+                     algorithm.loses_end ? p.k / 64 * 64 : p.k);
             for (int x = 0; x < 4; x++) { sum[x] += rest[x]; }
             for (int64_t column = j; column < std::min(j + 4, p.n); column++) {
                 for (int64_t row = i; row < std::min(i + lanes, p.m); row++) {
@@ -567,6 +568,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
     const uint32_t rounding = CUBLASLT_REDUCTION_SCHEME_INPLACE | CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE;
     algorithm.rounds_partial_sums =
         is_bf16(p.d.type) && algorithm.workspace_bytes > 0 && (wishes.reductions & rounding) != 0;
+    algorithm.loses_end = p.k > 64 && algorithm.workspace_bytes > 0 && wishes.reductions != 0;
     static_assert(sizeof algorithm <= sizeof results[0].algo, "fits into cuBLASLt's");
     const int valid = number_in("EMULATOR_CUBLASLT_ALGORITHMS", 1);
     while (algorithm.number < valid && *found < requested) {

@@ -39,7 +39,7 @@ inline void use_interface(const std::string& name) {
 inline Device use_device(int number, const std::string& interface) {
     setenv("CUDA_MODULE_LOADING", "EAGER", 0);       // or a kernel's first launch may wait for others to end
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);  // or streams share queues and wait for each other
-    setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0", 0);    // or inner collectives wait for the outer one
+    setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0", 0);    // or inner collectives may wait for outer ones
     setenv("NCCL_ALGO", "Ring", 0);
     if (!interface.empty()) { use_interface(interface); }
     int count = 0;

@@ -223,7 +223,7 @@ private:
 
     // As much as cuBLAS itself takes on Hopper; 4 MiB would do on earlier GPUs.
     static constexpr size_t workspace_bytes = size_t(32) << 20;
-    static constexpr int list_version = 1;  // of find_algorithms(), for choices in checkpoints
+    static constexpr int list_version = 2;  // of find_algorithms(), for choices in checkpoints
 
     struct Plan {
         std::string problem;  // in words, for errors
@@ -296,7 +296,7 @@ private:
         // ones.
         const floatX* aligned_to_16 = reinterpret_cast<const floatX*>(workspace.data() + 16);
         set_pointers(plan, aligned_to_16, aligned_to_16);
-        plan.algorithms = find_algorithms(plan);
+        plan.algorithms = find_algorithms(plan, forward ? C : of_weight ? N : OC);
         return plan;
     }
 
@@ -335,8 +335,8 @@ private:
 
     // The heuristic's first choice, or all that are worth timing. Partial sums of a split k stay fp32. All
     // pointers are promised to be 16-byte aligned, as its kernels load. What is asked here decides the list:
-    // when it changes, so must list_version.
-    std::vector<cublasLtMatmulAlgo_t> find_algorithms(const Plan& plan) const {
+    // when it changes, so must list_version.   k: the number of products in a sum
+    std::vector<cublasLtMatmulAlgo_t> find_algorithms(const Plan& plan, int k) const {
         cublasLtMatmulPreference_t made;
         check(cublasLtMatmulPreferenceCreate(&made), plan.problem);
         const CublasLtOwner<cublasLtMatmulPreference_t> preference(made);
@@ -344,7 +344,10 @@ private:
             check(cublasLtMatmulPreferenceSetAttribute(made, attribute, &value, sizeof value), plan.problem);
         };
         prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(workspace_bytes));
-        prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
+        // Of a split k that is no multiple of 64, cuBLAS 12 and 13 can lose the end, it is reported
+        // (github.com/facebookexperimental/triton/pull/2767).
+        prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+               uint32_t(k % 64 ? CUBLASLT_REDUCTION_SCHEME_NONE : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
         for (const auto alignment :
              {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
               CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
@@ -352,7 +355,8 @@ private:
         }
         std::array<cublasLtMatmulHeuristicResult_t, 8> list{};
         int found = 0;
-        const std::string what = plan.problem + " has no algorithm here: try another shape or a newer CUDA";
+        const std::string what =
+            plan.problem + " has no algorithm here: try another shape, a newer CUDA or --fuse-gelu 0";
         const int most = chosen_on.empty() ? 1 : int(list.size());
         check(cublasLtMatmulAlgoGetHeuristic(handle.get(), plan.operation.get(), plan.a.get(), plan.b.get(),
                                              plan.out.get(), plan.out.get(), made, most, list.data(), &found),

@@ -17,6 +17,7 @@ public:
 
     int rank() const override { return host->rank(); }
     int size() const override { return host->size(); }
+    uint64_t progress() const override { return host->progress(); }
 
     void all_gather(void* out, const void* inp, size_t bytes, Stream& stream, Traffic* traffic) override {
         stage(out, size_t(size()) * bytes, inp, bytes, stream, [=](char* received, const char* sent) {

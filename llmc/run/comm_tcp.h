@@ -15,6 +15,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <exception>
 #include <memory>
@@ -122,6 +123,7 @@ public:
 
     int rank() const override { return my_rank; }
     int size() const override { return my_size; }
+    uint64_t progress() const override { return moves; }
 
     void all_gather(void* out, const void* inp, size_t bytes, cpu::Stream& stream,
                     Traffic* traffic) override {
@@ -233,7 +235,7 @@ private:
             const bool has_moved = move(header);
             const long rest = has_moved ? on_their_way : unacknowledged();
             patience.has_waited(0.1);
-            if (has_moved || rest < on_their_way) { patience.begin_again(); }
+            if (has_moved || rest < on_their_way) { moves++, patience.begin_again(); }
             if (patience.is_over()) { report_silence(); }
             on_their_way = rest;
         }
@@ -382,6 +384,7 @@ private:
     std::vector<Link> links;      // by rank; this member's own is not used
     std::vector<pollfd> awaited;  // by rank, in move()
     uint64_t calls = 0;
+    std::atomic<uint64_t> moves{0};  // of data, of all calls
     std::vector<float> scratch;  // kept from call to call: calls run one after the other, on one stream
     std::exception_ptr failure;
 };

@@ -2,6 +2,8 @@
 //     inner   joins the ranks of a worker, every step: TCP on CPUs, NCCL on GPUs
 //     outer   joins the owners of one shard on all workers: TCP, or on GPUs also NCCL
 #pragma once
+#include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <string>
 
@@ -31,9 +33,14 @@ inline std::unique_ptr<Comm> make_inner_comm(const CommGroup& group) {
     return std::make_unique<NcclComm>(group, NcclOptions());
 }
 
-// TCP's works only on hosted streams. NCCL's occupies one SM during an exchange.
+// TCP's works only on hosted streams. NCCL's occupies one SM during an exchange, if it may choose.
 inline std::unique_ptr<Comm> make_outer_comm(const CommGroup& group, const std::string& transport) {
     if (transport == "tcp") { return std::make_unique<StagedComm>(make_comm_tcp(group)); }
+    for (const char* name : {"NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_NRINGS"}) {
+        if (group.rank > 0 || !getenv(name)) { continue; }
+        fprintf(stderr, "warning: with %s exchanges between workers take more of the GPU than one SM, and "
+                        "inner collectives may wait for them: --outer-transport tcp takes none\n", name);
+    }
     NcclOptions options;
     options.blocking = false;
     options.max_ctas = 1;

@@ -6,7 +6,7 @@
 //     dog.guard(inner);
 //     {
 //         Watchdog::Watch watch(dog, "step 12");
-//         ...               // the end if `inner` fails, a process dies, or no progress() in twice the limit
+//         ...               // the end if `inner` fails, a process dies, or nothing moves in twice the limit
 //         dog.progress();   // the time starts again
 //     }
 //
@@ -18,6 +18,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "llmc/run/cause.h"
@@ -122,8 +123,10 @@ private:
     }
 
     // The limit here is twice --timeout: an exchange has its own, and its error says more.   failure: or ""
-    void look(const std::string& failure) const {
-        for (Comm* comm : comms) { comm->check(); }
+    void look(const std::string& failure) {
+        uint64_t moved = 0;
+        for (Comm* comm : comms) { comm->check(), moved += comm->progress(); }
+        if (std::exchange(has_moved, moved) != moved) { patience.begin_again(); }
         if (is_stopped) { return; }
         if (!failure.empty()) { throw CommError(-1, failure); }
         if (!patience.is_over()) { return; }
@@ -145,6 +148,7 @@ private:
     const Process& process;
     const bool is_awake;
     std::vector<Comm*> comms;
+    uint64_t has_moved = 0;  // of all of them
     Neighbours neighbours{{}};
     std::mutex mutex;
     std::condition_variable changed;

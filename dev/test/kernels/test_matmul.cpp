@@ -305,6 +305,20 @@ TEST(Matmul, SumsStayFp32UntilTheEnd) {
     EXPECT_EQ(to_floats(out.to_host()), Floats(size_t(N) * OC, float(C - 2)));
 }
 
+// The products of ones count the tokens. If k is split, cuBLASLt can lose the last ones.
+TEST(Matmul, AGradientIsASumOverAllTokens) {
+    cuda::Matmul matmul(MatmulPrecision::medium);
+    for (const int N : {1, 63, 64, 65, 127, 2048 + 1, 2048 + 15, 4096 + 33}) {
+        const int C = 64;
+        Stream stream;
+        DeviceArray<floatX> inp(to_floatX(Floats(size_t(N) * C, 1.0f)));
+        DeviceArray<float> gram(Floats(C * C, 0.0f));
+        cuda::matmul_gram(matmul, gram, inp, N, C, stream);
+        stream.synchronize();
+        EXPECT_EQ(gram.to_host(), Floats(C * C, float(N))) << N;
+    }
+}
+
 // In the fp32 build: `highest` keeps 24 bits of the inputs, the others 11.
 TEST(Matmul, PrecisionIsWhatTheDescriptionSays) {
     const float value = 1.0f + 0x1p-12f;  // in tf32: 1

@@ -103,9 +103,11 @@ TEST(CommTcp, traffic_of_a_call_is_size_minus_one_times_its_bytes) {
         stream.synchronize();
         require(traffic.bytes_sent == 2 * 1234 && traffic.bytes_received == 2 * 1234, "byte counts");
         float loss = 1;
+        const uint64_t before = comm->progress();
         comm->all_reduce(&loss, 1, Reduction::sum, stream, nullptr);
         stream.synchronize();
         require(loss == 3, "a call without traffic");
+        require(before > 0 && comm->progress() > before, "a watchdog sees that data moves");
         return std::string();
     });
     expect_all_well(processes);

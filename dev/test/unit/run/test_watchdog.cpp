@@ -15,6 +15,7 @@
 
 #include "dev/test/files.h"
 #include "dev/test/processes.h"
+#include "llmc/clock.h"
 #include "llmc/run/cause.h"
 #include "llmc/run/meeting.h"
 #include "llmc/run/process.h"
@@ -70,6 +71,15 @@ public:
     void reduce_scatter(float*, const float*, size_t, Stream&, Traffic*) override {}
     void all_reduce(float*, size_t, Reduction, Stream&, Traffic*) override {}
     void check() override { throw CommError(1, "worker 0 rank 1 is gone"); }
+};
+
+// Moves for as long as it is told to.
+class MovingComm : public FailedComm {
+public:
+    void check() override {}
+    uint64_t progress() const override { return now_seconds() < until ? ++moves : moves.load(); }
+    double until = now_seconds() + 1.5;
+    mutable std::atomic<uint64_t> moves{0};
 };
 
 // What a library might throw, which no caller expects.
@@ -134,6 +144,18 @@ TEST(Watchdog, WhoWorksAloneTakesTheTimeThatItNeedsAndIsWatchedAgainAfterwards) 
 TEST(Watchdog, OneProcessWaitsForNobody) {
     const End end = end_of_step(1, 0.1, [](Watchdog&) { pause_for(1); });
     EXPECT_EQ(end.status, 0) << end.said;
+}
+
+TEST(Watchdog, AnExchangeMayTakeAsLongAsItLikesWhileItsDataMoves) {
+    const End end = end_of_step(2, 0.3, [](Watchdog& dog) {
+        MovingComm comm;
+        dog.guard(comm);
+        pause_for(1.5);
+        fprintf(stderr, "moved\n");
+        pause_for(60);
+    });
+    EXPECT_EQ(end.status, 1);
+    EXPECT_EQ(end.said.rfind("moved\nerror: ", 0), 0u) << end.said;
 }
 
 TEST(Watchdog, EndsAProcessWhoseCommunicatorHasFailed) {
