@@ -7,6 +7,8 @@
 // values are then fetched.
 #pragma once
 #include <algorithm>
+#include <array>
+#include <cmath>
 #include <exception>
 #include <optional>
 #include <stdexcept>
@@ -76,6 +78,7 @@ private:
         std::vector<std::pair<size_t, Place>> listed;  // and by which request
         for (const StoreRequest& one : group) { requests.push_back(request_of(one)); }
         const bool is_large = requests.size() > 1 && requests[0].body && requests[0].body->size() >= small;
+        double& lead = leads[is_large ? size_t(std::ilogb(requests[0].body->size())) : 0];
         for (size_t i = 1; is_large && i < requests.size(); i++) { requests[i].after = lead; }
         std::vector<S3Answer> answers = client.ask_all(requests);
         if (is_large) {  // one slow way does not delay the next questions by as much
@@ -199,5 +202,6 @@ private:
 
     S3Client client;
     const std::string root;
-    double lead = 0;  // seconds by which a large value's way is longer than a question's
+    // By which a large value's way is longer than a question's, in seconds: of 2^i to 2^(i+1) bytes.
+    std::array<double, 64> leads{};
 };

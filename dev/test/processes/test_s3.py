@@ -6,6 +6,7 @@ import http.server
 import os
 import random
 import re
+import statistics
 import subprocess
 import threading
 import time
@@ -307,6 +308,28 @@ def test_lines_lose_their_payloads_at_the_same_time(tokens, tmp_path, server, fr
 
     run_of_two(tokens, tmp_path, server, front(answer).port, "trims", **{"-n": None, "--retain": 1, "-x": 96})
     assert min(most.values()) > 1, most
+
+
+def test_what_is_read_beside_a_payload_is_asked_for_when_that_arrives(tokens, tmp_path, server, front):
+    """Of two fragments one takes 0.4 s longer. Each waits as long as its own payloads do."""
+    sent, gaps = {}, {"slow": [], "fast": []}
+
+    def answer(handler, body):
+        line = re.search(r"/sent/(\d+)/([01])$", handler.path)
+        sync, worker = (int(line[1]), int(line[2])) if line else (None, None)
+        if line and handler.command == "PUT" and len(body) > 4096:
+            kind = "slow" if len(body) > 16_000 else "fast"
+            sent[sync, worker] = time.monotonic(), kind
+            time.sleep(0.4 if kind == "slow" else 0)
+        if line and handler.command == "GET" and (sync, 1 - worker) in sent:
+            begin, kind = sent.pop((sync, 1 - worker))
+            gaps[kind].append(time.monotonic() - begin)
+        says(handler, *passed_on(server, handler, body))
+
+    run_of_two(tokens, tmp_path, server, front(answer).port, "beside",
+               **{"-n": None, "-x": 96, "--layers": 5, "--fragment-layers": 3})
+    assert min(len(values) for values in gaps.values()) > 8, gaps
+    assert statistics.median(gaps["fast"]) < 0.2 < statistics.median(gaps["slow"]), gaps
 
 
 # -----------------------------------------------------------------------------------------------------------

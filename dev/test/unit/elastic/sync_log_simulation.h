@@ -906,7 +906,7 @@ private:
         if (plan.options.in_line == 0) { return 0.05; }
         count_requests(batch.w, batch.requests);
         const double round_trip = 2 * way(batch.w);
-        return round_trip + std::max(round_trip / 2, workers[size_t(batch.w)].pauses.after(false));
+        return round_trip + workers[size_t(batch.w)].pauses.after(false);
     }
 
     // The next request of a batch arrives. Requests and failures of others come in between.
