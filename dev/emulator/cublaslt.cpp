@@ -68,7 +68,8 @@ struct Algorithm {
     uint64_t workspace_bytes;
     uint32_t alignment[4];  // of A, B, C, D
     uint32_t bias_alignment;
-    bool rounds_partial_sums, loses_end;
+    bool rounds_partial_sums;
+    bool loses_end;  // of k: what follows the last multiple of 64
     int number;  // in the heuristic's list
 };
 

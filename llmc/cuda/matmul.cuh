@@ -344,8 +344,8 @@ private:
             check(cublasLtMatmulPreferenceSetAttribute(made, attribute, &value, sizeof value), plan.problem);
         };
         prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(workspace_bytes));
-        // Of a split k that is no multiple of 64, cuBLAS 12 and 13 can lose the end, it is reported
-        // (github.com/facebookexperimental/triton/pull/2767).
+        // Where k is split but no multiple of a tile's depth (64), cuBLAS 12 and 13 are reported to drop its
+        // end (github.com/facebookexperimental/triton/pull/2767).
         prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
                uint32_t(k % 64 ? CUBLASLT_REDUCTION_SCHEME_NONE : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
         for (const auto alignment :

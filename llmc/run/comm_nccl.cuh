@@ -30,8 +30,8 @@ struct NcclOptions {
 
 class NcclComm : public ::Comm {
 public:
-    // Throws CommError when not all members have come within the group's timeout, but if it is blocking: then
-    // the watchdog ends the process.
+    // Throws CommError when not all members have come within the group's timeout, unless the communicator is
+    // blocking: then the watchdog ends the process.
     NcclComm(const CommGroup& group, const NcclOptions& options) : group(group), options(options) {
         const std::string key = group.name + "/nccl";
         const ncclUniqueId id = share_id(key);

@@ -33,13 +33,15 @@ inline std::unique_ptr<Comm> make_inner_comm(const CommGroup& group) {
     return std::make_unique<NcclComm>(group, NcclOptions());
 }
 
-// TCP's works only on hosted streams. NCCL's occupies one SM during an exchange, if it may choose.
+// TCP's works only on hosted streams. NCCL's occupies one SM during an exchange, unless the environment asks
+// for more.
 inline std::unique_ptr<Comm> make_outer_comm(const CommGroup& group, const std::string& transport) {
     if (transport == "tcp") { return std::make_unique<StagedComm>(make_comm_tcp(group)); }
-    for (const char* name : {"NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_NRINGS"}) {
-        if (group.rank > 0 || !getenv(name)) { continue; }
-        fprintf(stderr, "warning: with %s exchanges between workers take more of the GPU than one SM, and "
-                        "inner collectives may wait for them: --outer-transport tcp takes none\n", name);
+    for (const char* name : {"NCCL_MAX_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_NRINGS"}) {
+        if (group.rank > 0 || !getenv(name) || atoi(getenv(name)) < 2) { continue; }
+        fprintf(stderr, "warning: with %s=%s exchanges between workers may take more of the GPU than one SM, "
+                        "and collectives in a worker wait for them: --outer-transport tcp takes none\n",
+                name, getenv(name));
     }
     NcclOptions options;
     options.blocking = false;

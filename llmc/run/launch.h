@@ -146,7 +146,7 @@ inline Place find_place(const LaunchOptions& o) {
     // An elastic worker that is alone here may need a launcher for its restarts, or for the store.
     place.starts_others = expected > 1 || (o.elastic && (o.restarts > 0 || needs_store));
     for (const char* name : {"PMI_RANK", "PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK"}) {
-        if (!place.starts_others || number_or_zero(name) == 0) { continue; }
+        if (o.worker >= 0 || !place.starts_others || number_or_zero(name) == 0) { continue; }
         throw UserError(format("%s says that another launcher than torchrun, mpirun or srun has started this "
                                "process: number its processes with -pn, -pr and -pg", name));
     }

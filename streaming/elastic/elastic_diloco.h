@@ -501,7 +501,7 @@ private:
         }
         shard.state->clear();
         shard.feedback.clear(main);
-        for (Outgoing& out : outgoing) { out.sync = -1; }
+        for (Outgoing& out : outgoing) { out.sync = -1, out.encoded.reset(); }
         tokens_at_send.assign(tokens_at_send.size(), now.tokens);
     }
 

@@ -321,9 +321,8 @@ def test_what_is_read_beside_a_payload_is_asked_for_when_that_arrives(tokens, tm
             kind = "slow" if len(body) > 16_000 else "fast"
             sent[sync, worker] = time.monotonic(), kind
             time.sleep(0.4 if kind == "slow" else 0)
-        if line and handler.command == "GET" and (sync, 1 - worker) in sent:
-            begin, kind = sent.pop((sync, 1 - worker))
-            gaps[kind].append(time.monotonic() - begin)
+        if line and handler.command == "GET" and (own := sent.pop((sync, 1 - worker), None)):
+            gaps[own[1]].append(time.monotonic() - own[0])
         says(handler, *passed_on(server, handler, body))
 
     run_of_two(tokens, tmp_path, server, front(answer).port, "beside",

@@ -1222,7 +1222,7 @@ INSTANTIATE_TEST_SUITE_P(
                         "FLUX_TASK_RANK says that another launcher than torchrun, mpirun or srun"},
         EnvironmentCase{"another_launcher_of_one_process", {{"PALS_RANKID", "0"}}, 2, 2, -1, true,
                         "0.0 launcher"},
-        EnvironmentCase{"a_worker_of_another_launcher", {{"PMI_RANK", "1"}}, 2, 1, 1, true, "1.0"},
+        EnvironmentCase{"a_worker_of_another_launcher", {{"PMI_RANK", "1"}}, 2, 2, 1, true, "1.0 launcher"},
         EnvironmentCase{"mpirun_in_a_slurm_job", in_a_slurm_job(mpirun("3", "4")), 2, 2, -1, true,
                         "1.1 prterun-x"},
         EnvironmentCase{"torchrun_in_a_slurm_job", in_a_slurm_job(torchrun("3", "4")), 2, 2, -1, true,
