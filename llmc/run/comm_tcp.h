@@ -385,7 +385,7 @@ private:
     std::vector<pollfd> awaited;  // by rank, in move()
     uint64_t calls = 0;
     std::atomic<uint64_t> moves{0};  // of data, of all calls
-    std::vector<float> scratch;  // kept from call to call: calls run one after the other, on one stream
+    std::vector<float> scratch;      // kept from call to call: calls run one after the other, on one stream
     std::exception_ptr failure;
 };
 

@@ -11,6 +11,7 @@
 #include "llmc/device.h"
 #include "llmc/error.h"
 #include "llmc/run/comm_tcp.h"
+#include "llmc/run/world.h"
 #ifdef USE_CUDA
 #include "llmc/run/comm_nccl.cuh"
 #include "llmc/run/comm_staged.cuh"
@@ -33,15 +34,14 @@ inline std::unique_ptr<Comm> make_inner_comm(const CommGroup& group) {
     return std::make_unique<NcclComm>(group, NcclOptions());
 }
 
-// TCP's works only on hosted streams. NCCL's occupies one SM during an exchange, unless the environment asks
-// for more.
+// TCP's works only on hosted streams. NCCL's occupies one SM during an exchange, or more if so configured.
 inline std::unique_ptr<Comm> make_outer_comm(const CommGroup& group, const std::string& transport) {
     if (transport == "tcp") { return std::make_unique<StagedComm>(make_comm_tcp(group)); }
     for (const char* name : {"NCCL_MAX_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_NRINGS"}) {
-        if (group.rank > 0 || !getenv(name) || atoi(getenv(name)) < 2) { continue; }
+        if (group.rank > 0 || atoi(environment(name).c_str()) < 2) { continue; }
         fprintf(stderr, "warning: with %s=%s exchanges between workers may take more of the GPU than one SM, "
                         "and collectives in a worker wait for them: --outer-transport tcp takes none\n",
-                name, getenv(name));
+                name, environment(name).c_str());
     }
     NcclOptions options;
     options.blocking = false;

@@ -124,9 +124,9 @@ private:
 
     // The limit here is twice --timeout: an exchange has its own, and its error says more.   failure: or ""
     void look(const std::string& failure) {
-        uint64_t moved = 0;
-        for (Comm* comm : comms) { comm->check(), moved += comm->progress(); }
-        if (std::exchange(has_moved, moved) != moved) { patience.begin_again(); }
+        uint64_t now = 0;
+        for (Comm* comm : comms) { comm->check(), now += comm->progress(); }
+        if (std::exchange(progress_seen, now) != now) { patience.begin_again(); }
         if (is_stopped) { return; }
         if (!failure.empty()) { throw CommError(-1, failure); }
         if (!patience.is_over()) { return; }
@@ -148,7 +148,7 @@ private:
     const Process& process;
     const bool is_awake;
     std::vector<Comm*> comms;
-    uint64_t has_moved = 0;  // of all of them
+    uint64_t progress_seen = 0;  // of all of them, when look() was last called
     Neighbours neighbours{{}};
     std::mutex mutex;
     std::condition_variable changed;

@@ -224,11 +224,8 @@ struct Program {
         setenv("DILOCO_TEST_PROGRAM", "1", 1);
         setenv("TMPDIR", (folder.name() + "/tmp").c_str(), 1);
         std::filesystem::create_directory(folder.name() + "/tmp");
-        for (const char* name :
-             {"OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID",
-              "DILOCO_WORKER", "DILOCO_RANK", "DILOCO_STORE"}) {
-            unsetenv(name);
-        }
+        unsetenv("OMP_NUM_THREADS");
+        const LaunchEnvironment no_launcher({});
         for (int s : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) { signal(s, SIG_DFL); }
         prepare();
         const std::string numbers[] = {std::to_string(workers), std::to_string(ranks),
