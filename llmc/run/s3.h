@@ -100,9 +100,10 @@ inline void sign_by(CURL* easy, const S3Settings& settings) {
 class S3Client {
 public:
     // UserError if the URL or the environment is wrong.
-    // silence: seconds after which a connection counts as lost (at most 10)
+    // silence: seconds after which a connection counts as lost (at most 10). Its request has a second try: a
+    // store may let writes of one key wait for each other (SeaweedFS: each for a second).
     S3Client(const std::string& url, double silence)
-        : settings(s3_settings(url)), silence(std::min(silence, 10.0)), patience(this->silence) {
+        : settings(s3_settings(url)), silence(std::min(silence, 10.0)), patience(2 * this->silence) {
         static const CURLcode once = curl_global_init(CURL_GLOBAL_ALL);
         multi.reset(once == CURLE_OK ? curl_multi_init() : nullptr);
         if (!multi) { throw RunError("libcurl does not start"); }
@@ -115,18 +116,15 @@ public:
     void check() {
         const std::string nothing;
         for (int i = 0; i < 2; i++) {
-            const S3Request write = {"PUT", ".check", "", &nothing, true};
-            if (ask(write).is_taken()) { break; }
-            if (i == 1) {
-                throw S3Refused(
-                    "the store of " + where() +
-                    " ignores If-None-Match, so that no worker can be the first to write: use one "
-                    "that has conditional writes (S3, R2, MinIO, Ceph, SeaweedFS)");
-            }
+            if (ask({"PUT", ".check", "", &nothing, true}).is_taken()) { break; }
+            if (i == 0) { continue; }
+            throw S3Refused("the store of " + where() + " ignores If-None-Match, so that no worker can be " +
+                            "the first to write: use one that has conditional writes (S3, R2, MinIO, Ceph, " +
+                            "SeaweedFS)");
         }
         ask_all({{"GET", "", list_query(".check")}, {"GET", ".absent"}});
-        patience = std::min(silence, 5.0);  // from now on: its user asks again
     }
+    void repeat_for(double seconds) { patience = seconds; }
 
     S3Answer ask(const S3Request& request) { return std::move(ask_all({request}).front()); }
 
