@@ -21,9 +21,11 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <vector>
 
 #include "llmc/arithmetic.h"
+#include "llmc/cpu/buffer.h"
 #include "llmc/cpu/matmul.h"
 #include "llmc/cpu/tile_matmul.h"
 #include "llmc/stream.h"
@@ -41,28 +43,25 @@ struct AttentionHead {
     const int words, ld_p;  // in a row of a head, and of probabilities
     const float scale;
     const bool amx = bf16 && multiplies_in_amx();
-    std::vector<float> q, k, v, dout;                     // rows, q scaled
-    std::vector<float> q_pairs, k_pairs, v_pairs, dout_pairs;
-    std::vector<float> kt, vt;                            // transposed rows
-    std::vector<float> qt, dout_t;                        // transposed pairs, with leading dimension ld_p
-    std::vector<float> scores, dp;                        // (attention_queries,ld_keys) of fp32
-    std::vector<float> p, ds, p_pairs, ds_pairs;          // of a tile of queries
-    std::vector<float> mixed, dq;                         // (padded_T,padded_hs) of fp32
-    std::vector<float> dkt, dvt;                          // (padded_hs,ld_keys) of fp32
+    Buffer<float> q, k, v, dout;  // rows, q scaled
+    Buffer<float> q_pairs, k_pairs, v_pairs, dout_pairs;
+    Buffer<float> kt, vt;                    // transposed rows
+    Buffer<float> qt, dout_t;                // transposed pairs, with leading dimension ld_p
+    Buffer<float> scores, dp;                // (attention_queries,ld_keys) of fp32
+    Buffer<float> p, ds, p_pairs, ds_pairs;  // of a tile of queries
+    Buffer<float> mixed, dq;                 // (padded_T,padded_hs) of fp32
+    Buffer<float> dkt, dvt;                  // (padded_hs,ld_keys) of fp32
 
-    AttentionHead(int T, int hs, bool backward)
+    AttentionHead(int T, int hs)
         : T(T), hs(hs), padded_T((T + attention_queries - 1) / attention_queries * attention_queries),
           padded_hs((hs + 16 * in_word - 1) / (16 * in_word) * 16 * in_word), ld_keys(padded_T | 32),
           words(padded_hs / in_word), ld_p(ld_keys / in_word), scale(1.0f / sqrtf(float(hs))) {
-        const size_t head = size_t(padded_T) * size_t(padded_hs);
-        for (auto* one : {&q, &k, &v, &v_pairs, &mixed}) { one->resize(head); }
-        kt.resize(size_t(words) * size_t(ld_keys));
-        for (auto* one : {&scores, &p}) { one->resize(size_t(attention_queries) * size_t(ld_keys)); }
-        if (!backward) { return; }
-        for (auto* one : {&dout, &q_pairs, &k_pairs, &dout_pairs, &dq}) { one->resize(head); }
-        for (auto* one : {&vt, &qt, &dout_t}) { one->resize(kt.size()); }
-        for (auto* one : {&dkt, &dvt}) { one->resize(size_t(padded_hs) * size_t(ld_keys)); }
-        for (auto* one : {&dp, &ds, &p_pairs, &ds_pairs}) { one->resize(scores.size()); }
+        const long head = long(padded_T) * padded_hs, tile = long(attention_queries) * ld_keys;
+        for (auto* one : {&q, &k, &v, &dout, &mixed, &dq}) { *one = Buffer<float>(head); }
+        for (auto* one : {&q_pairs, &k_pairs, &v_pairs, &dout_pairs}) { *one = Buffer<float>(head); }
+        for (auto* one : {&kt, &vt, &qt, &dout_t}) { *one = Buffer<float>(long(words) * ld_keys); }
+        for (auto* one : {&scores, &dp, &p, &ds, &p_pairs, &ds_pairs}) { *one = Buffer<float>(tile); }
+        for (auto* one : {&dkt, &dvt}) { *one = Buffer<float>(long(padded_hs) * ld_keys); }
     }
 };
 
@@ -89,7 +88,7 @@ inline void prefetch_row(const T* inp, long t, int ld, int hs) {
 
 // out[t] = scale * inp[t].   out: rows of a head, but for its padding   inp: (T,hs), leading dimension ld
 template <bool bf16, class T>
-inline void pack_rows(AttentionHead<bf16>& x, std::vector<float>& out, const T* inp, int ld, float scale) {
+inline void pack_rows(AttentionHead<bf16>& x, Buffer<float>& out, const T* inp, int ld, float scale) {
     for (int t = 0; t < x.T; t++) {
         prefetch_row(inp, t, ld, x.hs);
         pack_row<bf16>(out.data() + long(t) * x.words, inp + long(t) * ld, x.hs, scale);
@@ -98,7 +97,7 @@ inline void pack_rows(AttentionHead<bf16>& x, std::vector<float>& out, const T* 
 
 // out[j,i] = inp[i,j].   out: (columns,rows), leading dimension ldo   inp: (rows,columns), ldi
 // rows: a multiple of 16
-inline void transpose(std::vector<float>& out, int ldo, const float* inp, int ldi, int rows, int columns) {
+inline void transpose(Buffer<float>& out, int ldo, const float* inp, int ldi, int rows, int columns) {
     for (int first = 0; first < rows; first += 16) {
         for (int j = 0; j < columns; j++) {
             const float* from = inp + long(first) * ldi + j;
@@ -112,8 +111,7 @@ inline void transpose(std::vector<float>& out, int ldo, const float* inp, int ld
 // Returns the pairs of rows: `out`, or in fp32 the rows themselves.
 // out: (count / 2,columns)   rows: (count,columns) values; both with leading dimension ld
 template <bool bf16>
-inline const float* pair_rows(std::vector<float>& out, const std::vector<float>& rows, int count, int columns,
-                              int ld) {
+inline const float* pair_rows(Buffer<float>& out, const Buffer<float>& rows, int count, int columns, int ld) {
     if (!bf16) { return rows.data(); }
     uint32_t* words = reinterpret_cast<uint32_t*>(out.data());
     const uint16_t* row = reinterpret_cast<const uint16_t*>(rows.data());
@@ -161,7 +159,7 @@ inline void attention_forward_head(AttentionHead<bf16>& x, T* out, float* lse, c
     pack_rows(x, x.v, qkv + 2 * C, 3 * C, 1.0f);
     transpose(x.kt, x.ld_keys, x.k.data(), x.words, x.padded_T, x.words);
     const float* v = pair_rows<bf16>(x.v_pairs, x.v, x.padded_T, x.padded_hs, x.padded_hs);
-    const std::vector<float>& p = bf16 ? x.p : x.scores;
+    const Buffer<float>& p = bf16 ? x.p : x.scores;
     for (int first = 0; first < x.T; first += attention_queries) {
         const int keys = first + attention_queries, queries = std::min(attention_queries, x.T - first);
         tile_matmul<bf16>(x.scores.data(), x.ld_keys, x.q.data() + long(first) * x.words, x.words,
@@ -216,7 +214,7 @@ inline void attention_backward_tile(AttentionHead<bf16>& x, const float* dout, c
         pack_row<bf16>(x.p.data() + long(i) * x.ld_p, scores, keys);
         pack_row<bf16>(x.ds.data() + long(i) * x.ld_p, dp, keys);
     }
-    const std::vector<float>&p = bf16 ? x.p : x.scores, &ds = bf16 ? x.ds : x.dp;
+    const Buffer<float>&p = bf16 ? x.p : x.scores, &ds = bf16 ? x.ds : x.dp;
     const float* p_pairs = pair_rows<bf16>(x.p_pairs, p, attention_queries, keys, x.ld_keys);
     const float* ds_pairs = pair_rows<bf16>(x.ds_pairs, ds, attention_queries, keys, x.ld_keys);
     tile_matmul<bf16>(x.dq.data() + long(first) * x.padded_hs, x.padded_hs, ds.data(), x.ld_p,
@@ -245,13 +243,13 @@ inline void attention_backward_head(AttentionHead<bf16>& x, T* dqkv, float* sums
     const float* d = pair_rows<bf16>(x.dout_pairs, x.dout, x.padded_T, x.padded_hs, x.padded_hs);
     transpose(x.qt, x.ld_p, q, x.padded_hs, x.padded_T / x.in_word, x.padded_hs);
     transpose(x.dout_t, x.ld_p, d, x.padded_hs, x.padded_T / x.in_word, x.padded_hs);
-    std::fill(x.dkt.begin(), x.dkt.end(), 0.0f);
-    std::fill(x.dvt.begin(), x.dvt.end(), 0.0f);
+    std::fill_n(x.dkt.data(), x.dkt.count(), 0.0f);
+    std::fill_n(x.dvt.data(), x.dvt.count(), 0.0f);
     for (int first = 0; first < x.T; first += attention_queries) {
         attention_backward_tile(x, dout, out, lse, C, first);
     }
     // The pairs of q and dout are no longer needed: their memory receives dk and dv.
-    std::vector<float>&dk = x.q_pairs, &dv = x.dout_pairs;
+    Buffer<float>&dk = x.q_pairs, &dv = x.dout_pairs;
     transpose(dk, x.padded_hs, x.dkt.data(), x.ld_keys, x.padded_hs, x.padded_T);
     transpose(dv, x.padded_hs, x.dvt.data(), x.ld_keys, x.padded_hs, x.padded_T);
     for (int t = 0; t < x.T; t++, dqkv += 3 * C) {
@@ -263,12 +261,15 @@ inline void attention_backward_head(AttentionHead<bf16>& x, T* dqkv, float* sums
     }
 }
 
-// Calls work(scratch, b, h) for all heads, on all threads.
+// Calls work(scratch, b, h) for all heads, on all threads. A thread's scratch stays for the next layer: new
+// memory would cost a tenth of attention's time.
 template <bool bf16, typename Work>
-inline void for_each_head_of(int B, int T, int hs, int NH, bool backward, const Work& work) {
+inline void for_each_head_of(int B, int T, int hs, int NH, const Work& work) {
     #pragma omp parallel
     {
-        AttentionHead<bf16> x(T, hs, backward);
+        thread_local std::optional<AttentionHead<bf16>> scratch;
+        if (!scratch || scratch->T != T || scratch->hs != hs) { scratch.emplace(T, hs); }
+        AttentionHead<bf16>& x = *scratch;
         const AmxRegisters registers(x.amx);
         #pragma omp for collapse(2)
         for (int b = 0; b < B; b++) {
@@ -278,9 +279,9 @@ inline void for_each_head_of(int B, int T, int hs, int NH, bool backward, const 
 }
 
 template <typename Work>
-inline void for_each_head(bool bf16, int B, int T, int hs, int NH, bool backward, const Work& work) {
-    bf16 && multiplies_bf16 ? for_each_head_of<true>(B, T, hs, NH, backward, work)
-                            : for_each_head_of<false>(B, T, hs, NH, backward, work);
+inline void for_each_head(bool bf16, int B, int T, int hs, int NH, const Work& work) {
+    bf16 && multiplies_bf16 ? for_each_head_of<true>(B, T, hs, NH, work)
+                            : for_each_head_of<false>(B, T, hs, NH, work);
 }
 
 // bf16: products round their inputs, if this CPU multiplies bf16.
@@ -294,7 +295,7 @@ inline void attention_forward(Activation out, float* lse, Activation qkv, int B,
             attention_forward_head(x, to + long(b) * T * C + h * hs, lse + (long(b) * NH + h) * T,
                                    from + long(b) * T * 3 * C + h * hs, C);
         };
-        for_each_head(bf16, B, T, hs, NH, false, work);
+        for_each_head(bf16, B, T, hs, NH, work);
     });
 }
 
@@ -313,7 +314,7 @@ inline void attention_backward(Activation dqkv, float* dqkvb, const float* dout,
             attention_backward_head(x, to + at3, partial.data() + long(b) * rows * 3 * C + h * hs, dout + at,
                                     o + at, from + at3, lse + (long(b) * NH + h) * T, C);
         };
-        for_each_head(bf16, B, T, hs, NH, true, work);
+        for_each_head(bf16, B, T, hs, NH, work);
     });
     sums.add(dqkvb, partial.data(), long(B) * rows, 3 * C, 3 * C);
 }
